@@ -58,8 +58,8 @@ def cells_of(lengths: tuple[int, ...] = (20, 31, 1, 14, 2, 9)) -> Batch:
 def _dense_targets(prepared: Any) -> torch.Tensor:
     """(cells, genes): weights of hidden genes."""
     dense = torch.zeros(len(prepared.n_entries), N_GENES + 2)
-    genes_by_cell = prepared.profile_genes.split(prepared.n_entries)
-    weights_by_cell = prepared.weights.split(prepared.n_entries)
+    genes_by_cell = prepared.entry_genes.split(prepared.n_entries)
+    weights_by_cell = prepared.entry_weights.split(prepared.n_entries)
     for row, genes, weights in zip(dense, genes_by_cell, weights_by_cell):
         row[genes] = weights
     return dense
@@ -105,18 +105,18 @@ def test_weights_are_log_counts_or_counts() -> None:
     for name, weigh in (("counts", torch.Tensor.double), ("log1p", torch.log1p)):
         model = decoding_model("profile", weights=name)
         view = model.view(batch, **KEYS)
-        weights = weigh(view.profile_counts)
+        weights = weigh(view.entry_counts)
         expected = weights / weights.sum()
         prepared = model.prepare(view, **KEYS)
-        torch.testing.assert_close(prepared.weights, expected.float())
+        torch.testing.assert_close(prepared.entry_weights, expected.float())
 
 
 @EVERY_FAMILY
 @pytest.mark.parametrize(
     ("options", "answers"),
     [
-        ({"objective": "cell_decoding", "view": "drop"}, "weights"),
-        ({"objective": "query_decoding", "decoder_hidden": 12}, "query_values"),
+        ({"objective": "cell_decoding", "view": "drop"}, "entry_weights"),
+        ({"objective": "query_decoding", "decoder_hidden": 12}, "asked_values"),
     ],
 )
 def test_hidden_expression_does_not_reach_the_cell_vector(
@@ -265,7 +265,7 @@ def test_the_loss_of_a_model_covers_only_hidden_counts() -> None:
     batch = cells_of()
     prepared = prepare(model, batch)
     view = model.view(batch, **KEYS)
-    assert torch.equal(prepared.weights, view.profile_counts.float())
+    assert torch.equal(prepared.entry_weights, view.entry_counts.float())
     vectors = model.cell_vectors(model.states(prepared), prepared)
     expected = profile_loss(
         model.decoder(vectors[prepared.target_cells]),
@@ -273,8 +273,8 @@ def test_the_loss_of_a_model_covers_only_hidden_counts() -> None:
         model.profile_bias,
         prepared.n_entries,
         prepared.entry_starts,
-        view.profile_genes,
-        view.profile_counts.float(),
+        view.entry_genes,
+        view.entry_counts.float(),
         model.profile_dispersion,
     )
     assert torch.equal(model(prepared), expected)
@@ -301,7 +301,7 @@ def test_denoise_equals_cell_decoding_of_thinned_counts() -> None:
     )
     prepared = prepare(preset, batch)
     assert torch.equal(preset(prepared), same(prepare(same, batch)))
-    assert torch.equal(prepared.profile_genes, batch.genes), "the whole cell is predicted"
+    assert torch.equal(prepared.entry_genes, batch.genes), "the whole cell is predicted"
     assert sum(prepared.lengths) < len(batch.genes), "and a part of it shown"
 
 
@@ -341,9 +341,9 @@ def test_queried_genes_have_the_values_of_the_whole_cell() -> None:
     view = _view(batch, max_asked=8, undetected_ratio=2)
     given = _values_by_gene(view)
     values = _values_by_gene(batch)
-    asked = list(zip(view.query_cell.tolist(), view.query_genes.tolist()))
+    asked = list(zip(view.asked_cell.tolist(), view.asked_genes.tolist()))
     assert not given.keys() & set(asked)
-    assert view.query_values.tolist() == [values.get(query, 0.0) for query in asked]
+    assert view.asked_values.tolist() == [values.get(query, 0.0) for query in asked]
     assert {gene for _, gene in asked} <= set(range(2, N_GENES + 2))
     for cell, length in enumerate(batch.lengths):
         detected = [query for query in asked if query[0] == cell and query in values]
@@ -358,7 +358,7 @@ def test_undetected_genes_are_drawn_evenly() -> None:
     drawn: Counter[int] = Counter()
     for step in range(40):
         view = _view(batch, step=step, undetected_ratio=50)
-        drawn.update(view.query_genes.tolist())
+        drawn.update(view.asked_genes.tolist())
     token_ids = set(range(2, N_GENES + 2))
     undetected = token_ids - set(batch.genes.tolist())
     counts = np.array([drawn[gene] for gene in undetected])
@@ -376,8 +376,8 @@ def test_weights_count_the_hidden_genes_of_the_vocabulary() -> None:
         min_hidden_frac=0.4,
         max_hidden_frac=0.4,
     )
-    is_detected = view.query_values > 0
-    weights = view.query_weights.double()
+    is_detected = view.asked_values > 0
+    weights = view.asked_weights.double()
     n_hidden = 400 * 30 - sum(view.lengths)
     n_undetected = 400 * 0.4 * (N_GENES - 30)
     # all hidden genes count, though only 5 of a cell are queried
@@ -392,16 +392,16 @@ def test_the_loss_is_the_squared_error_of_hidden_genes(family: str) -> None:
     view = model.view(batch, **KEYS)
     prepared = model.prepare(view, **KEYS)
     answers = model.objective.predict(model, model.states(prepared), prepared)
-    errors = (answers - view.query_values).square().double()
+    errors = (answers - view.asked_values).square().double()
     expected = 0.0
-    for cell in view.query_cell.unique():
-        is_of_cell = view.query_cell == cell
-        weights = view.query_weights[is_of_cell]
+    for cell in view.asked_cell.unique():
+        is_of_cell = view.asked_cell == cell
+        weights = view.asked_weights[is_of_cell]
         mean = (weights * errors[is_of_cell]).sum() / weights.sum()
         expected += len(weights) * mean.item()
     assert model(prepared).item() == pytest.approx(expected, rel=1e-5)
-    assert int(prepared.n_targets) == len(view.query_cell) > 50
-    assert prepared.query_weights.max() > 1.2
+    assert int(prepared.n_targets) == len(view.asked_cell) > 50
+    assert prepared.asked_weights.max() > 1.2
 
 
 @pytest.mark.full

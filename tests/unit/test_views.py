@@ -23,7 +23,13 @@ from cellmill.models.counter_rng import (
     threshold,
 )
 from cellmill.models.objectives.shared.terms import vicreg
-from cellmill.models.objectives.shared.views import DrawKey, ViewBatch, draw_hidden_frac, draw_view
+from cellmill.models.objectives.shared.views import (
+    HIDDEN_FRAC,
+    HIDE,
+    ViewBatch,
+    draw_hidden_frac,
+    draw_view,
+)
 from cellmill.planner.size import measure
 from tests.checks import assert_near, check_gradients, loss_by_shares
 from tests.models import KEYS, ONE_LAYER, initialized, prepare, random_cells, seeded, spec
@@ -76,7 +82,7 @@ def _whole(batch: Batch) -> torch.Tensor:
 def _hidden(view: ViewBatch) -> torch.Tensor:
     """(cells, genes) int64: counts that the view hides."""
     n_cells = len(view.lengths)
-    return _add_up(view.profile_cell, view.profile_genes, view.profile_counts, n_cells)
+    return _add_up(view.entry_cell, view.entry_genes, view.entry_counts, n_cells)
 
 
 @EVERY_VIEW
@@ -162,15 +168,15 @@ def test_a_thinned_cell_is_drawn_by_a_separate_generator() -> None:
     batch = to_tensors(_batch())
     view = _view(_batch(), "thin", step=3)
     state = host_state(batch.cells.numpy(), 1, 3)
-    hidden_fracs = draw_hidden_frac(state, _config("thin")).tolist()
-    keys = keyed_bits(batch.cells, 1, 3, DrawKey.HIDE).tolist()
+    hidden_fracs = draw_hidden_frac(state, _config("thin"), HIDDEN_FRAC).tolist()
+    keys = keyed_bits(batch.cells, 1, 3, HIDE).tolist()
     counts_by_cell = batch.counts.split(batch.lengths)
     expected = []
     for counts, hidden_frac, key in zip(counts_by_cell, hidden_fracs, keys):
         bits = np.random.Philox(key=key)
         hidden = np.random.Generator(bits).binomial(counts.numpy(), hidden_frac)
         expected += hidden[hidden > 0].tolist()
-    assert view.profile_counts.tolist() == expected
+    assert view.entry_counts.tolist() == expected
 
 
 @EVERY_VIEW
@@ -276,10 +282,10 @@ def test_the_second_views_are_the_hidden_parts(view: str) -> None:
     genes_by_cell = paired.genes[n_shown:].split(second_lengths)
     values_by_cell = paired.values[n_shown:].split(second_lengths)
     for cell in range(n_cells):
-        is_of_cell = plain.profile_cell == cell
-        counts = plain.profile_counts[is_of_cell]
+        is_of_cell = plain.entry_cell == cell
+        counts = plain.entry_counts[is_of_cell]
         frequencies = counts / counts.sum()
-        assert torch.equal(genes_by_cell[cell], plain.profile_genes[is_of_cell])
+        assert torch.equal(genes_by_cell[cell], plain.entry_genes[is_of_cell])
         assert_near(values_by_cell[cell], torch.log1p(1e4 * frequencies))
 
 

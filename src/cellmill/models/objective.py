@@ -54,7 +54,7 @@ class Objective:
     """Tensor-parallel style of heads, by path in the model; others are replicated."""
     gene_rows: frozenset[str] = frozenset()
     """Parameters of heads with a row per token of the vocabulary; `init_from` matches them by gene."""
-    parts: Mapping[str, float] = MappingProxyType({})
+    part_weights: Mapping[str, float] = MappingProxyType({})
     """Weight of each part of a loss that is a vector, by name; empty for one loss."""
     row_widths: tuple[int, ...] = ()
     """Width of each table of `rows`; none if the loss of a cell depends on no other cell."""
@@ -126,7 +126,7 @@ class Objective:
     def loss(self, model: Any, states: Tensor, prepared: Any) -> Tensor:
         """Return the loss summed over the targets, a float32 scalar, from the normed states `(T, H)`.
 
-        An objective with `parts` returns one sum per part, `(parts,)`, each over its own targets:
+        An objective with `part_weights` returns one sum per part, `(parts,)`, each over its own targets:
         `n_targets` `(parts,)`.
         """
         raise NotImplementedError

@@ -19,7 +19,7 @@ class LossParts:
     """Weights and names of the parts of an objective's loss; no names if the loss has no parts."""
 
     def __init__(self, objective: Objective, device: torch.device) -> None:
-        self.names = list(objective.parts)
+        self.names = list(objective.part_weights)
         self.labelled: dict[str, int] = {}
         """Index of each part with a target per cell, by name."""
         for index, (name, leaf) in enumerate(objective.leaves().items()):
@@ -27,7 +27,7 @@ class LossParts:
                 self.labelled[name] = index
         self.weights: Tensor | float = 1.0
         if self.names:
-            self.weights = torch.tensor(list(objective.parts.values()), device=device)
+            self.weights = torch.tensor(list(objective.part_weights.values()), device=device)
 
     def divisors(self, targets: Tensor) -> Tensor:
         """Return the divisors of the losses, () or (parts,).

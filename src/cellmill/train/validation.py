@@ -219,7 +219,7 @@ class Progress:
 
 def check_best_metric(objective: Objective, metric: str) -> None:
     """Raise ConfigError unless validation logs the metric of `train.best_metric`."""
-    logged = [VAL_LOSS, *(f"{VAL_LOSS}_{name}" for name in objective.parts)]
+    logged = [VAL_LOSS, *(f"{VAL_LOSS}_{name}" for name in objective.part_weights)]
     for name, leaf in objective.leaves().items():
         logged += [_name(metric, name) for metric in leaf.figure_names]
     logged += ["effective_rank", "depth_r2", "batch_r2"]

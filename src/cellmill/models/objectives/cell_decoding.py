@@ -45,16 +45,16 @@ class DecodingBatch(EncoderBatch):
     target_cells: Tensor  # `(C,)` int64: indices of the cells that have something to predict
     n_entries: list[int]  # number of entries of each of these cells
     entry_starts: Tensor  # `(C + 1,)` int64: first entry of each cell, and the number of entries
-    profile_genes: Tensor  # `(entries,)` int64: token ids, cell after cell
-    weights: Tensor
-    """`(entries,)` float32: with sum 1 in each cell. With likelihood nb, the counts."""
+    entry_genes: Tensor  # `(entries,)` int64: token ids, cell after cell
+    entry_weights: Tensor
+    """`(entries,)` float32: with sum 1 in each cell; with likelihood nb the counts themselves."""
     n_targets: Tensor  # C: each cell counts once, whatever its depth
     pairs: Tensor
-    """`(2, pairs)` int64: indices of the shown and the hidden part of cells that have both; without
-    view_loss, `pairs` is 0.
+    """`(2, pairs)` int64: indices of both views of each cell that has tokens in both; `(2, 0)`
+    without view_loss.
     """
     shares: tuple[RowShare, ...] | None = None
-    """Part of this micro-batch in the view loss; None in the pass that collects its rows."""
+    """Share in the view loss; None in validation and while rows are collected."""
 
 
 class ProfileObservations(NamedTuple):
@@ -115,30 +115,30 @@ class CellDecoding(Objective):
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> DecodingBatch:
         assert isinstance(batch, ViewBatch), "expected a view"
-        cell = batch.profile_cell.numpy()
+        cell = batch.entry_cell.numpy()
         n_entries = np.bincount(cell, minlength=len(batch.lengths))  # `(cells,)`
         target_cells = np.flatnonzero(n_entries)
-        target_entries = n_entries[target_cells]
+        n_entries = n_entries[target_cells]
         return DecodingBatch.prepared(
             batch,
             (seed, step),
             target_cells=torch.from_numpy(target_cells),
-            n_entries=target_entries.tolist(),
-            entry_starts=torch.from_numpy(np.append(0, target_entries.cumsum())),
-            profile_genes=batch.profile_genes,
-            weights=self._weigh_entries(batch),
+            n_entries=n_entries.tolist(),
+            entry_starts=torch.from_numpy(np.append(0, n_entries.cumsum())),
+            entry_genes=batch.entry_genes,
+            entry_weights=self._weigh_entries(batch),
             n_targets=torch.tensor(len(target_cells)),
             pairs=_find_pairs(batch),
         )
 
     def _weigh_entries(self, batch: ViewBatch) -> Tensor:
-        """`(entries,)` float32: weights with sum 1 in each cell; with likelihood nb, the counts."""
-        weights = batch.profile_counts.double()
+        """Return `DecodingBatch.entry_weights`."""
+        weights = batch.entry_counts.double()
         if self._is_nb:
             return weights.float()
         if self.predicts_log_counts:
             weights = weights.log1p()
-        cell = batch.profile_cell.numpy()
+        cell = batch.entry_cell.numpy()
         cell_sums = np.bincount(cell, weights.numpy(), len(batch.lengths))
         weights /= torch.from_numpy(cell_sums[cell])
         return weights.float()
@@ -149,11 +149,11 @@ class CellDecoding(Objective):
 
     @property
     def predicts_log_counts(self) -> bool:
-        """True if the profile is of log(1 + count), not of counts."""
+        """Return True if the profile is of log(1 + count), not of counts."""
         return not self._is_nb and self.config.weights == "log1p"
 
     def loss(self, model: Any, states: Tensor, prepared: DecodingBatch) -> Tensor:
-        """Float32 scalar: summed loss; in training with VICReg and the adversary."""
+        """Return the summed loss, a float32 scalar; in training with VICReg and the adversary."""
         vectors = self._target_vectors(model, states, prepared)
         loss = profile_loss(
             self.decode(model, vectors, prepared),
@@ -161,21 +161,22 @@ class CellDecoding(Objective):
             model.profile_bias,
             prepared.n_entries,
             prepared.entry_starts,
-            prepared.profile_genes,
-            prepared.weights,
+            prepared.entry_genes,
+            prepared.entry_weights,
             model.profile_dispersion if self._is_nb else None,
         )
-        if prepared.shares is not None:
+        if prepared.shares is not None:  # VICReg, which couples the cells of the global batch
             (rows,) = self.rows(model, states, prepared)
             loss = loss + prepared.shares[0].loss(rows)
         adversary_weight = self.config.batch_adversary
         # not in validation, which chooses the checkpoint: hiding the batch must not look worse
-        if adversary_weight is None or not model.training:
-            return loss
-        return loss + adversary_weight * model.batch_adversary(vectors, self._batches(prepared))
+        if adversary_weight is not None and model.training:
+            adversary_loss = model.batch_adversary(vectors, self._batch_levels(prepared))
+            loss = loss + adversary_weight * adversary_loss
+        return loss
 
     def rows(self, model: Any, states: Tensor, prepared: DecodingBatch) -> Tensors:
-        """`(pairs, 1 + 2 H)` float32: 1, and the vectors of the shown and of the hidden part."""
+        """Return rows of 1 and the vectors of the shown and the hidden part: `(pairs, 1 + 2 H)` float32."""
         vectors = model.cell_vectors(states, prepared)
         shown = vectors[prepared.pairs[0]]
         hidden = vectors[prepared.pairs[1]]
@@ -187,17 +188,18 @@ class CellDecoding(Objective):
         return tuple(vicreg(table, weights) for table in tables)
 
     def decode(self, model: Any, vectors: Tensor, prepared: DecodingBatch) -> Tensor:
-        """`(C, H)` -> `(C, D)`: last layer of the decoder."""
+        """Return the decoder's last layer, `(C, D)`, of `vectors` `(C, H)`."""
         decoded: Tensor = model.decoder(vectors)
         if self.config.batch_column is None:
             return decoded
-        return decoded + model.batch_terms(self._batches(prepared)).to(decoded.dtype)
+        return decoded + model.batch_terms(self._batch_levels(prepared)).to(decoded.dtype)
 
     def _target_vectors(self, model: Any, states: Tensor, prepared: DecodingBatch) -> Tensor:
+        """Return the vectors of the cells with targets, `(C, H)`."""
         return model.cell_vectors(states, prepared)[prepared.target_cells].to(states.dtype)
 
-    def _batches(self, prepared: DecodingBatch) -> Tensor:
-        """`(C,)` int64: level number of each cell's batch."""
+    def _batch_levels(self, prepared: DecodingBatch) -> Tensor:
+        """Return the level number of each cell's experimental batch, `(C,)` int64."""
         return self.level_numbers(prepared, self.config.batch_column or "")[prepared.target_cells]
 
     def observe(self, model: Any, prepared: DecodingBatch) -> ProfileObservations:
@@ -206,11 +208,12 @@ class CellDecoding(Objective):
         logits = token_logits(decoded, model.profile_genes.weight, model.profile_bias)
         log_p = logits.log_softmax(1)
         n_entries = prepared.entry_starts.diff()
-        cell = torch.repeat_interleave(n_entries, output_size=len(prepared.weights))
-        weights = prepared.weights
+        weights = prepared.entry_weights
+        cell = torch.repeat_interleave(n_entries, output_size=len(weights))
         if self._is_nb:  # dispersions are not judged: the mean profile of training cells has none
-            weights = weights / weights.new_zeros(len(n_entries)).index_add(0, cell, weights)[cell]
-        genes = prepared.profile_genes
+            cell_sums = weights.new_zeros(len(n_entries)).index_add(0, cell, weights)
+            weights = weights / cell_sums[cell]
+        genes = prepared.entry_genes
         return ProfileObservations(
             genes=genes - len(SPECIAL),
             log_p=log_p[cell, genes],
@@ -224,7 +227,7 @@ class CellDecoding(Objective):
         value = train.mean if self.tokens.value_kind == "scalar" else 1.0
         expressed = train.n * value + 1  # add one for genes that no training cell has
         mean_profile = np.log(expressed / expressed.sum())
-        n_cells = cell_fracs.sum()  # those of a cell sum to 1
+        n_cells = cell_fracs.sum()  # fractions of a cell sum to 1
         loss = float(-(weights * log_p).sum() / n_cells)
         base_loss = float(-(weights * mean_profile[genes]).sum() / n_cells)
         metrics = {
@@ -239,7 +242,7 @@ class CellDecoding(Objective):
 
 
 def _find_pairs(batch: ViewBatch) -> Tensor:
-    """`(2, pairs)` int64: first and second view of each cell that has tokens in both."""
+    """Return `DecodingBatch.pairs`: indices of the first and the second views."""
     n_paired = batch.n_paired
     # second views follow the first views
     lengths = torch.tensor(batch.lengths[: 2 * n_paired], dtype=torch.int64)

@@ -1,10 +1,11 @@
 """classification: predict a cell's label from its vector.
 
-The loss is the cross-entropy, times the weight of the cell's label in training. Rows of the head are
-the levels of the label in the order of the corpus; a run that starts from another run takes over
-rows of the same name.
+The loss is the cross-entropy, times the weight of the cell's label in training. The head has a row
+for every level of the column, so that rows match those of the corpus, and a run that starts from
+another run takes over rows of the same name. The last level is of cells without a value: it is no
+label, and its logit is left out.
 
-Legend: C cells with a target, K labels, H width of a cell's vector.
+Legend: C cells with a target, L levels, H width of a cell's vector.
 """
 
 from collections.abc import Sequence
@@ -26,17 +27,20 @@ BINS = 15  # of the calibration error
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
-    """`(cells, labels)` logits -> probabilities, without scipy.special: its import takes 0.17 s."""
+    """Return probabilities of `logits`, both `(cells, labels)`.
+
+    Without scipy.special, whose import takes 0.17 s.
+    """
     largest = logits.max(axis=1, keepdims=True)
     powers = np.exp(logits - largest)
     return powers / powers.sum(axis=1, keepdims=True)
 
 
 def calibration_error(highest: np.ndarray, right: np.ndarray) -> float:
-    """`(cells,)` and `(cells,)` -> expected calibration error, in bins of equal width.
+    """Return the expected calibration error, in bins of equal width.
 
-    `highest` is each cell's highest probability; `right` is 1 if it is the probability of the
-    cell's label, otherwise 0.
+    `highest` `(cells,)` is each cell's highest probability; `right` `(cells,)` is 1 if it is the
+    probability of the cell's label, otherwise 0.
     """
     bins = np.minimum((highest * BINS).astype(np.int64), BINS - 1)
     # `(BINS,)`: number of cells predicted right, minus the number expected
@@ -45,12 +49,15 @@ def calibration_error(highest: np.ndarray, right: np.ndarray) -> float:
 
 
 def measure_error(logits: np.ndarray, labels: np.ndarray, temperature: float = 1.0) -> float:
-    """`(cells, labels)` and `(cells,)` -> calibration error of logits divided by a temperature."""
+    """Return the calibration error of logits divided by a temperature.
+
+    `logits` are `(cells, labels)`, `labels` `(cells,)` int64.
+    """
     return calibration_error(*find_highest(logits / temperature, labels))
 
 
 def find_highest(logits: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`(cells,)` float64 each: highest probability, and 1 if it is that of the label, otherwise 0."""
+    """Return each cell's highest probability, and 1 if its label has it, else 0: `(cells,)` float64."""
     probabilities = softmax(logits)
     highest = probabilities.max(axis=1)
     is_right = probabilities.argmax(axis=1) == labels
@@ -79,8 +86,8 @@ class Classification(LabelObjective):
         targets = prepared.targets
         label_weights = self.config.given_weights if self.training else {}
         weights = [label_weights.get(label, 1.0) for label in self.labels]
-        by_label = torch.tensor(weights, device=targets.device)
-        return replace(prepared, weights=by_label[targets])
+        weight_by_label = torch.tensor(weights, device=targets.device)
+        return replace(prepared, weights=weight_by_label[targets])
 
     def target_loss(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
         targets = prepared.targets
@@ -97,7 +104,7 @@ class Classification(LabelObjective):
         return {"accuracy": n_right / n_cells} if n_cells else {}
 
     def predict(self, model: Any, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
-        """`(C, H)` -> `(C, K)` float32 logits, with dropout if `keys` `(C,)` are given."""
+        """Return the logits of the labels, `(C, L - 1)` float32, or `(C, L)` if every cell has one."""
         if self.config.adversarial_scale:
             vectors = Reversed.apply(vectors, self.config.adversarial_scale)
         logits: Tensor = getattr(model, self.head)(vectors, keys)

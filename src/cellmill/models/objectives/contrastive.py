@@ -38,7 +38,7 @@ class SupervisedContrastive(LabelObjective):
         return self.coupled_loss(rows, prepared)
 
     def rows(self, model: Any, states: Tensor, prepared: TargetBatch) -> Tensors:
-        """`(C, 1 + H)` float32: label from 1, and vector of length 1."""
+        """Return rows of a label, from 1, and a vector of length 1: `(C, 1 + H)` float32."""
         vectors = model.cell_vectors(states, prepared)[prepared.target_cells].float()
         labels = prepared.targets[:, None].to(vectors) + 1
         return (torch.cat([labels, F.normalize(vectors, dim=1)], dim=1),)
@@ -47,7 +47,7 @@ class SupervisedContrastive(LabelObjective):
         return tuple(contrast(table, self.config.temperature) for table in tables)
 
     def observe(self, model: Any, prepared: TargetBatch) -> Tensors:
-        """`(C,)` int64 labels from 1, and `(C, H)` float32 vectors of length 1."""
+        """Return labels from 1, `(C,)` int64, and vectors of length 1, `(C, H)` float32."""
         (rows,) = self.rows(model, model.states(prepared), prepared)
         return prepared.targets + 1, rows[:, 1:]
 
@@ -71,7 +71,7 @@ class SupervisedContrastive(LabelObjective):
 
 
 def contrast(table: Tensor, temperature: float) -> Tensor:
-    """`(S, 1 + H)` -> float64 scalar: summed loss.
+    """Return the summed loss of `table` `(S, 1 + H)`, a float64 scalar.
 
     A row is a label, 0 for an empty slot, and a vector of length 1.
     """
@@ -96,10 +96,13 @@ def contrast(table: Tensor, temperature: float) -> Tensor:
 def _contrast_anchors(
     labels: Tensor, vectors: Tensor, anchors: Tensor, temperature: float
 ) -> Tensor:
-    """`(S,)` labels and `(S, H)` vectors -> float64 scalar: summed loss of slots `anchors` `(A,)`."""
+    """Return the summed loss of slots `anchors` `(A,)` int64, a float64 scalar.
+
+    `labels` are `(S,)`, `vectors` `(S, H)`.
+    """
     anchor_labels = labels[anchors, None]  # `(A, 1)`
     slots = torch.arange(len(labels), device=labels.device)
-    # `(A, S)`: the other cells, and those with the anchor's label
+    # `(A, S)` bool: the other cells, and those of them with the anchor's label
     is_other = (labels != 0) & (slots != anchors[:, None])
     is_positive = is_other & (labels == anchor_labels) & (anchor_labels != 0)
     n_positive = is_positive.sum(1)

@@ -40,7 +40,7 @@ class Distill(CellObjective):
         return vectors, vectors.isfinite().all(1)
 
     def predict(self, model: Any, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
-        """`(C, H)` -> `(C, D)` float32: predicted vectors of the teacher."""
+        """Return predicted vectors of the teacher, `(C, D)` float32, from `vectors` `(C, H)`."""
         predicted: Tensor = getattr(model, self.head)(vectors)
         return predicted.float()
 

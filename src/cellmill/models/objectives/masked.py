@@ -1,10 +1,11 @@
 """masked_value and masked_gene: predict the values, or the genes, of masked tokens.
 
 A fraction `mask_frac` of a cell's tokens, and at least one, is drawn by a hash of (seed, step,
-cell, position). In training, `random_frac` of the masked tokens show random content and `keep_frac`
-their own (Devlin et al. 2019): a random gene of the vocabulary, or the value of a random visible
-gene of the cell. The second loss predicts the same targets from the cell's vector and the visible
-half of each masked token (scGPT, Cui et al. 2024, GEPC).
+cell, position). Of the masked tokens, `keep_frac` show their own content in training and
+`random_frac` random content: a random gene of the vocabulary, or the value of a random visible gene
+of the cell (Devlin et al. 2019). The rest is hidden. A second loss, times `cell_loss_weight`,
+predicts the same targets from the cell's vector and what is not hidden of each target: its gene, or
+its value (scGPT, Cui et al. 2024, GEPC).
 
 masked_value: cross-entropy of bins, squared error of continuous values. Genes differ far more in
 their mean than cells in a gene, so values are judged by R² *over the gene mean*, and by the
@@ -15,7 +16,7 @@ Without it, both metrics include this leak.
 masked_gene: the output matrix is the gene embedding, the baseline the frequency of genes in the
 training cells.
 
-Legend: T tokens of the batch, N targets, H hidden, V tokens of the vocabulary.
+Legend: C cells, T tokens of the batch, N targets, H hidden, V tokens of the vocabulary.
 """
 
 import math
@@ -43,7 +44,7 @@ from cellmill.models.objective import (
     r2_verdict,
     value_loss,
 )
-from cellmill.models.objectives.shared.views import DrawKey, make_tokens
+from cellmill.models.objectives.shared.views import CONTENT, FATE, make_tokens
 from cellmill.parallel.likelihoods import token_loss
 from cellmill.parallel.vocab_parallel import rows_at, token_logits
 
@@ -121,11 +122,12 @@ class MaskedObjective(Objective):
         mask = self._draw_mask(batch, seed, step)
         targets = mask.masked.nonzero().flatten()
         content = batch.genes if self.hides_gene else batch.values
+        values_known = torch.ones_like(mask.masked) if self.hides_gene else ~mask.masked
         return MaskedBatch.prepared(
             batch,
             (seed, step),
             **self.hide(batch, mask),
-            value_known=~mask.masked | self.hides_gene,
+            value_known=values_known,
             targets=targets,
             answers=content[targets],
             n_targets=torch.tensor(len(targets), device=targets.device),
@@ -152,7 +154,7 @@ class MaskedObjective(Objective):
         )
 
     def _choose_masked(self, keys: Tensor, is_gene: Tensor, cell: Tensor, n_cells: int) -> Tensor:
-        """`(T,)` bool: genes with low draws, and the gene with the lowest draw of each cell."""
+        """Return True for genes with low draws and the gene with each cell's lowest, `(T,)` bool."""
         draws = torch.where(is_gene, keys, NEVER)
         lowest = torch.full((n_cells,), NEVER, device=draws.device)
         lowest = lowest.scatter_reduce(0, cell, draws, "amin")
@@ -160,11 +162,14 @@ class MaskedObjective(Objective):
         return masked & is_gene
 
     def _draw_fates(self, keys: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
-        """`(T,)` bool each: masked tokens that are hidden, and those that show their own content."""
+        """Return which masked tokens are hidden, and which show their own content, `(T,)` bool each.
+
+        Fates are from low to high: the token is hidden, shows random content, or its own.
+        """
         keep_frac = self.config.keep_frac
         hidden_frac = 1 - keep_frac - self.config.random_frac
-        fates = keyed_bits(keys, DrawKey.FATE)
-        # fates below 1 - keep - random hide the token, the next show random content, the rest its own
+        fates = keyed_bits(keys, FATE)
+        # without keep_frac nothing is kept: the highest fate reaches even the threshold of 1
         kept = masked & (fates >= threshold(1 - keep_frac)) & (keep_frac > 0)
         hidden = masked & ~kept & (fates < threshold(hidden_frac))
         return hidden, kept
@@ -190,16 +195,16 @@ class MaskedObjective(Objective):
 
     @property
     def _shows_content(self) -> bool:
-        """True if some masked tokens show random content or their own."""
+        """Return True if some masked tokens show random content or their own."""
         return self.config.random_frac + self.config.keep_frac > 0
 
     def head_loss(self, model: Any, states: Tensor, prepared: MaskedBatch) -> Tensor:
-        """`(N, H)` states of a head -> float32 scalar: summed loss of their predictions."""
+        """Return the summed loss of predictions from states of a head `(N, H)`, a float32 scalar."""
         raise NotImplementedError
 
 
 def _make_head(model: Any, width: int) -> nn.Module:
-    """A layer from `width` to the width of the model, with activation and norm."""
+    """Return a layer from `width` to the width of the model, with activation and norm."""
     layer = nn.Linear(width, model.width)
     norm = nn.LayerNorm(model.width, eps=model.head_norm_eps)
     return nn.Sequential(layer, model.head_activation(), norm)
@@ -232,10 +237,13 @@ class MaskedValue(MaskedObjective):
         shown[random] = values[_choose_donors(mask, random, n_donors)]
         return {"values": shown, "value_hidden": hidden}
 
-    def _renormalize(self, batch: Batch, visible: Tensor) -> Tensor:
-        """`(T,)` bool -> `(T,)`: values from the counts of visible tokens only, 0 for others."""
+    def _renormalize(self, batch: Batch, shows_value: Tensor) -> Tensor:
+        """Return values `(T,)` made from the counts of shown values only, with 0 for the others.
+
+        `shows_value` `(T,)` bool is True for a token whose own value the model sees.
+        """
         assert batch.counts is not None, "the batch has no counts"
-        counts = batch.counts * visible
+        counts = batch.counts * shows_value
         genes = batch.genes.numpy()
         tokens = make_tokens(genes, counts.numpy(), batch.cu_seqlens.numpy(), self.tokenizer)
         values = torch.zeros_like(batch.values)
@@ -246,7 +254,7 @@ class MaskedValue(MaskedObjective):
         return value_loss(self.predict(model, states, prepared), prepared.answers, self._first_bin)
 
     def predict(self, model: Any, states: Tensor, prepared: MaskedBatch) -> Tensor:
-        """`(N, H)` -> `(N,)` float32 values, or `(N, bins)` logits of bins."""
+        """Return values `(N,)` float32, or logits of bins `(N, bins)`, from states `(N, H)`."""
         out: Tensor = model.value_out(states).float()
         if self._is_class:
             return out
@@ -285,7 +293,7 @@ class MaskedValue(MaskedObjective):
 
     @property
     def _first_bin(self) -> int:
-        """Number of the first bin; 0 is the bin of genes without counts."""
+        """Return the number of the first bin; 0 is the bin of genes without counts."""
         return 0 if self.tokens.zero_frac else 1
 
     @property
@@ -294,19 +302,19 @@ class MaskedValue(MaskedObjective):
 
 
 def _choose_donors(mask: Mask, random: Tensor, n_donors: Tensor) -> Tensor:
-    """`(random,)` int64: a random visible token of the cell of each token that is `random`.
+    """Return a random visible token of the same cell for each `random` token, `(random,)` int64.
 
-    `n_donors` `(C,)` is the number of visible tokens of each cell.
+    `random` is `(T,)` bool. `n_donors` `(C,)` is the number of visible tokens of each cell.
     """
     donors = mask.visible.nonzero().flatten()  # tokens, cell after cell
     first_donor = n_donors.cumsum(0) - n_donors  # `(C,)`: index in `donors`
     cell = mask.cell[random]
-    draws = keyed_bits(mask.keys[random], DrawKey.CONTENT)
+    draws = keyed_bits(mask.keys[random], CONTENT)
     return donors[first_donor[cell] + draws % n_donors[cell]]
 
 
 def _correlate(x: np.ndarray, y: np.ndarray) -> float | None:
-    """`(N,)` and `(N,)` -> Pearson's r; None if either is constant."""
+    """Return Pearson's r of `x` and `y`, `(N,)` each; None if either is constant."""
     x = x - x.mean()
     y = y - y.mean()
     scale = math.sqrt(float(x @ x) * float(y @ y))
@@ -330,7 +338,7 @@ class MaskedGene(MaskedObjective):
         """Hide genes, or replace them by a random gene of the vocabulary."""
         genes = batch.genes.masked_fill(mask.hidden, MASK_TOKEN)
         if self._shows_content and self.training:
-            random_genes = len(SPECIAL) + keyed_bits(mask.keys, DrawKey.CONTENT) % self.n_genes
+            random_genes = len(SPECIAL) + keyed_bits(mask.keys, CONTENT) % self.n_genes
             genes = torch.where(mask.random, random_genes, genes)
         return {"genes": genes}
 
@@ -338,7 +346,7 @@ class MaskedGene(MaskedObjective):
         return token_loss(states, model.gene_embedding.weight, model.gene_bias, prepared.answers)
 
     def predict(self, model: Any, states: Tensor, prepared: MaskedBatch) -> Tensor:
-        """`(N, H)` -> `(N, V)` float32: logits of genes."""
+        """Return logits of genes, `(N, V)` float32, from states `(N, H)`."""
         return token_logits(states, model.gene_embedding.weight, model.gene_bias)
 
     def observe(self, model: Any, prepared: MaskedBatch) -> GeneObservations:

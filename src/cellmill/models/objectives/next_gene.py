@@ -42,7 +42,7 @@ from cellmill.models.objective import (
 from cellmill.parallel.likelihoods import token_loss
 from cellmill.parallel.vocab_parallel import embed_tokens, token_logits
 
-N_FIELDS = 4  # of NextGeneObservations, after which values are observed
+N_FIELDS = 4  # fields of NextGeneObservations; observed values follow them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,29 +120,32 @@ class NextGene(Objective):
         return loss + self.config.value_loss_weight * value_loss(predicted, values)
 
     def states_before(self, model: Any, states: Tensor, prepared: NextGeneBatch) -> Tensor:
-        """`(T, H)` -> `(N, H)`: the state before each target."""
+        """Return the state before each target, `(N, H)`, from states `(T, H)`."""
         earlier = states[(prepared.targets - 1).clamp(min=0)]
         return torch.where(prepared.is_first[:, None], model.start.to(states.dtype), earlier)
 
     def gene_logits(self, model: Any, before: Tensor) -> Tensor:
-        """`(N, H)` -> `(N, V)` float32: logits of the next token; special tokens are never targets."""
+        """Return logits of the next token, `(N, V)` float32; special tokens are never targets."""
         return token_logits(before, model.gene_embedding.weight, model.gene_bias)
 
     def end_logits(self, model: Any, before: Tensor) -> Tensor:
-        """`(N, H)` -> `(N,)` float32: logit of the cell ending there."""
+        """Return the logit of the cell ending at each state, `(N,)` float32."""
         # start near the chance of an end, one in many tokens: a bias that starts at 0 would take
         # thousands of steps to learn it
         return model.end(before).float().squeeze(-1) - math.log(self.tokens.max_tokens)
 
     def predict_values(self, model: Any, before: Tensor, genes: Tensor) -> Tensor:
-        """`(N, H)` states and `(N,)` next genes -> `(N,)` float32 values, or `(N, bins)` logits."""
+        """Return values `(N,)` float32, or logits `(N, bins)`.
+
+        `before` are states `(N, H)`, `genes` the token ids of the next genes `(N,)`.
+        """
         embedded = embed_tokens(genes, model.gene_embedding.weight).to(before.dtype)
         queries = torch.cat([before, embedded], dim=-1)
         out: Tensor = model.value_out(model.value_head(queries)).float()
         return out if self._is_class else out.squeeze(-1)
 
     def observe(self, model: Any, prepared: NextGeneBatch) -> Tensors:
-        """Fields of `NextGeneObservations`, then value and predicted value if values are predicted.
+        """Return `NextGeneObservations`, then value and predicted value if values are predicted.
 
         Genes are in order, cell after cell.
         """
@@ -159,7 +162,7 @@ class NextGene(Objective):
         return (*observed, prepared.values, predicted)
 
     def _observe_cell(self, model: Any, before: Tensor, genes: Tensor) -> NextGeneObservations:
-        """`(n, H)` states before the genes `(n,)` of a cell -> their observations.
+        """Return the observations of a cell's `genes` `(n,)` from the states before them, `(n, H)`.
 
         Candidates are genes that the cell does not have yet.
         """
@@ -179,7 +182,7 @@ class NextGene(Objective):
         )
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
-        """Metrics and verdicts of genes, and of values if the model predicts them.
+        """Return metrics and verdicts of genes, and of values if the model predicts them.
 
         The baseline of genes knows the rank and earlier genes.
         """
@@ -221,40 +224,59 @@ class NextGene(Objective):
 def _judge_rank_baseline(
     genes: np.ndarray, position: np.ndarray, by_rank: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`(N,)` each: correctness and cross-entropy of predictions by smoothed frequency at the rank.
+    """Predict each gene by its frequency at the rank; return correctness and cross-entropy.
 
-    Candidates are genes that are not in the cell yet. `by_rank` `(buckets, genes)` counts training
-    cells.
+    Arrays are `(N,)`, `by_rank` `(buckets, genes)` counts training cells. Candidates are genes that
+    are not in the cell yet.
     """
-    n_genes = by_rank.shape[1]
-    # each rank gets `n_genes` further counts, spread like the frequencies over all ranks
-    overall = (by_rank.sum(0) + 1) / (by_rank.sum() + n_genes)
-    smoothed = by_rank + n_genes * overall
-    frequency = smoothed / smoothed.sum(1, keepdims=True)
+    frequencies = _rank_frequencies(by_rank)
     buckets = rank_buckets(position)
     cell_starts = np.flatnonzero(position == 0)
     cells = list(pairwise([*cell_starts, len(genes)]))
     is_right = np.zeros(len(genes), bool)
     cross_entropy = np.zeros(len(genes))
     for bucket in np.unique(buckets):
-        by_frequency = np.argsort(-frequency[bucket], kind="stable")
+        frequency = frequencies[bucket]
+        by_frequency = np.argsort(-frequency, kind="stable")
         for start, stop in cells:
-            cell = genes[start:stop]
             judged = np.flatnonzero(buckets[start:stop] == bucket)  # positions in the cell
-            if not len(judged):
-                continue
-            cell_frequency = frequency[bucket, cell]
-            # total frequency of the candidates, genes not in the cell yet: at least the gene's own
-            earlier = np.cumsum(cell_frequency) - cell_frequency
-            left = np.maximum(1 - earlier, cell_frequency)[judged]
-            cross_entropy[start + judged] = np.log(left / cell_frequency[judged])
-            predicted = _find_candidates(by_frequency, cell, judged)
-            is_right[start + judged] = predicted == cell[judged]
+            if len(judged):
+                judgement = _judge_cell(genes[start:stop], judged, frequency, by_frequency)
+                is_right[start + judged], cross_entropy[start + judged] = judgement
     return is_right, cross_entropy
 
 
-def _find_candidates(by_frequency: np.ndarray, cell: np.ndarray, judged: np.ndarray) -> np.ndarray:
-    """`(judged,)` int64: most frequent candidate at each position in `judged`.
+def _rank_frequencies(by_rank: np.ndarray) -> np.ndarray:
+    """Return the smoothed frequency of each gene at each rank, `(buckets, genes)` float64, above 0."""
+    n_genes = by_rank.shape[1]
+    # each rank gets `n_genes` further counts, spread like the frequencies over all ranks
+    overall = (by_rank.sum(0) + 1) / (by_rank.sum() + n_genes)
+    smoothed = by_rank + n_genes * overall
+    frequencies: np.ndarray = smoothed / smoothed.sum(1, keepdims=True)
+    return frequencies
+
+
+def _judge_cell(
+    cell: np.ndarray, judged: np.ndarray, frequency: np.ndarray, by_frequency: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return correctness and cross-entropy at positions `judged` of one cell, `(judged,)` each.
+
+    `cell` are its genes in order, `frequency` `(genes,)` of all genes at the rank of these positions,
+    and `by_frequency` all genes, the most frequent first.
+    """
+    cell_frequency = frequency[cell]
+    # total frequency of the candidates: at least the gene's own
+    earlier = np.cumsum(cell_frequency) - cell_frequency
+    left = np.maximum(1 - earlier, cell_frequency)[judged]
+    cross_entropy = np.log(left / cell_frequency[judged])
+    predicted = _most_frequent_candidates(by_frequency, cell, judged)
+    return predicted == cell[judged], cross_entropy
+
+
+def _most_frequent_candidates(
+    by_frequency: np.ndarray, cell: np.ndarray, judged: np.ndarray
+) -> np.ndarray:
+    """Return the most frequent candidate at each position in `judged`, `(judged,)` int64.
 
     `by_frequency` are all genes, the most frequent first, and `cell` the genes of a cell in order.
     """

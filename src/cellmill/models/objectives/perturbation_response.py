@@ -67,12 +67,12 @@ class PerturbationResponse(CellDecoding):
         assert isinstance(batch, ViewBatch), "expected a view"
         numbers = self.level_numbers(batch, self.config.perturbation_column)
         has_target = ~torch.isin(numbers, torch.tensor(self._excluded))
-        entries = has_target[batch.profile_cell]
+        is_kept = has_target[batch.entry_cell]  # `(entries,)`
         batch = replace(
             batch,
-            profile_cell=batch.profile_cell[entries],
-            profile_genes=batch.profile_genes[entries],
-            profile_counts=batch.profile_counts[entries],
+            entry_cell=batch.entry_cell[is_kept],
+            entry_genes=batch.entry_genes[is_kept],
+            entry_counts=batch.entry_counts[is_kept],
         )
         prepared = super().prepare(batch, seed=seed, step=step)
         perturbation = numbers[prepared.target_cells]
@@ -84,7 +84,7 @@ class PerturbationResponse(CellDecoding):
         )
 
     def decode(self, model: Any, vectors: Tensor, prepared: DecodingBatch) -> Tensor:
-        """`(C, H)` -> `(C, D)`: last layer of the decoder, with each cell's response."""
+        """Return the decoder's last layer, `(C, D)`, of `vectors` `(C, H)` plus each cell's response."""
         assert isinstance(prepared, ResponseBatch), "expected a batch with perturbations"
         response = _respond(model, prepared.perturbation, prepared.perturbed)
         is_perturbed = (prepared.perturbation > 0)[:, None]
@@ -94,10 +94,10 @@ class PerturbationResponse(CellDecoding):
     def log_profile(
         self, model: Any, vectors: Tensor, perturbation: str | None, genes: list[int]
     ) -> Tensor:
-        """`(C, H)` -> `(C, V - special)` float32: log fraction of each gene in a cell of an average batch.
+        """Return the log fraction of each gene in a cell of an average batch, `(C, V - special)` float32.
 
-        `perturbation` is a level, or another name, which has no learned vector; None for the cells
-        as they are. `genes` are token ids of its genes, maybe none.
+        `vectors` are `(C, H)`. `perturbation` is a level, or another name, which has no learned
+        vector; None for the cells as they are. `genes` are token ids of its genes, maybe none.
         """
         if perturbation is not None:
             levels = self.levels[self.config.perturbation_column]
@@ -111,12 +111,16 @@ class PerturbationResponse(CellDecoding):
 
 
 def _find_number(level: str, levels: Sequence[str]) -> int:
-    """Number of a level, from 1; 0 if it is unknown."""
+    """Return the number of a level, from 1; 0 if it is unknown."""
     return 1 + levels.index(level) if level in levels else 0
 
 
 def _respond(model: Any, perturbation: Tensor, perturbed: Tensor) -> Tensor:
-    """`(C,)` and `(C, M)` -> `(C, H)`: the term that a perturbation adds to the cell's vector."""
+    """Return the term that a perturbation adds to the cell's vector, `(C, H)`.
+
+    `perturbation` `(C,)` int64 are level numbers, `perturbed` `(C, M)` int64 token ids, as in
+    `ResponseBatch`.
+    """
     flat = embed_tokens(perturbed.flatten(), model.profile_genes.weight)
     embedded = flat.unflatten(0, perturbed.shape)  # `(C, M, D)`
     is_gene = (perturbed != PAD_TOKEN)[..., None]
@@ -128,7 +132,7 @@ def _respond(model: Any, perturbation: Tensor, perturbed: Tensor) -> Tensor:
 
 
 def _pad_genes(genes: list[Sequence[int]]) -> Tensor:
-    """`(C, M)` int64: token ids by cell, then `<pad>`; M is at least 1."""
+    """Return token ids by cell, then `<pad>`: `(C, M)` int64; M is at least 1."""
     width = max([1, *map(len, genes)])
     rows = [[*cell_genes, *[PAD_TOKEN] * (width - len(cell_genes))] for cell_genes in genes]
     return torch.tensor(rows, dtype=torch.int64).reshape(len(genes), width)

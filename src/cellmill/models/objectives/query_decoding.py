@@ -3,8 +3,7 @@
 For each queried gene, hidden from the encoder, the decoder multiplies a projection of the cell's
 vector with an embedding of the gene, and feed-forward layers turn the product into the value. The
 loss is the squared error; values are judged by R² over the gene's mean in training cells, zeros
-included. On the demo it gave R² .100 and a probe accuracy of .798; a zero-inflated loss .092 and
-.773, adding vector and gene instead of multiplying .024 and .735.
+included. `docs/quality.md` compares it with a zero-inflated loss and with a sum of vector and gene.
 
 A gene of the vocabulary is hidden with the probability that its cell drew, whether the cell has it
 or not, so hidden genes are detected as often as genes of whole cells. All hidden genes would be too
@@ -12,7 +11,7 @@ many queries: at most `max_asked` of the detected genes are queried, and `undete
 many of the others. A query's weight is the number of hidden genes for which it stands. Genes that
 `tokens.max_tokens` cuts from a cell count as undetected.
 
-Legend: C cells, T tokens of the batch, N queries, D width of the decoder.
+Legend: C cells, T tokens of the batch, N queries, H width of a cell's vector.
 """
 
 from dataclasses import dataclass
@@ -37,7 +36,14 @@ from cellmill.models.objective import (
     r2_over,
     r2_verdict,
 )
-from cellmill.models.objectives.shared.views import DrawKey, draw_hidden_frac, make_tokens, uniform
+from cellmill.models.objectives.shared.views import (
+    HIDDEN_FRAC,
+    HIDE,
+    UNDETECTED,
+    draw_hidden_frac,
+    make_tokens,
+    uniform,
+)
 from cellmill.parallel.vocab_parallel import embed_tokens, rows_at
 
 
@@ -45,10 +51,10 @@ from cellmill.parallel.vocab_parallel import embed_tokens, rows_at
 class QueryView(Batch):
     """The shown tokens, and the queries: detected genes, then others."""
 
-    query_cell: Tensor  # `(N,)` int64: index of the cell
-    query_genes: Tensor  # `(N,)` int64: token ids
-    query_values: Tensor  # `(N,)` float32: values of the whole cell, 0 where not detected
-    query_weights: Tensor
+    asked_cell: Tensor  # `(N,)` int64: index of the cell
+    asked_genes: Tensor  # `(N,)` int64: token ids
+    asked_values: Tensor  # `(N,)` float32: values of the whole cell, 0 where not detected
+    asked_weights: Tensor
     """`(N,)` float32: hidden genes for which each query stands; in QueryBatch, of mean 1 in each cell."""
 
 
@@ -68,8 +74,17 @@ class QueryObservations(NamedTuple):
     weights: Any
 
 
+class HiddenTokens(NamedTuple):
+    """Tokens that are hidden from the encoder."""
+
+    cell: Tensor  # `(T,)` int64: index of the token's cell
+    is_hidden: Tensor  # `(T,)` bool
+    keys: Tensor  # `(T,)` int64: random order of tokens
+    frac: Tensor  # `(C,)` float64: probability with which a gene of the cell is hidden
+
+
 def _number_in_cell(n_items: Tensor, cell: Tensor) -> Tensor:
-    """`(items,)` int64: number of each item in its cell, from 0.
+    """Return the number of each item in its cell, from 0: `(items,)` int64.
 
     `n_items` `(C,)` is the number of items of each cell; `cell` `(items,)` is each item's cell, ascending.
     """
@@ -77,48 +92,57 @@ def _number_in_cell(n_items: Tensor, cell: Tensor) -> Tensor:
     return torch.arange(len(cell)) - first_item[cell]
 
 
-def _pick_lowest(keys: Tensor, is_hidden: Tensor, cell: Tensor, n_most: int) -> Tensor:
-    """`(tokens,)` int64, ascending: the `n_most` hidden tokens of each cell with the lowest keys."""
-    tokens = is_hidden.nonzero().flatten()
-    n_hidden = torch.bincount(cell[tokens])
+def _pick_lowest(hidden: HiddenTokens, n_most: int) -> Tensor:
+    """Return the `n_most` hidden tokens of each cell with the lowest keys: `(tokens,)` int64, ascending."""
+    tokens = hidden.is_hidden.nonzero().flatten()
     # hidden tokens, cell after cell, the lowest key of each cell first
-    tokens = tokens[keys[tokens].argsort()]
-    tokens = tokens[cell[tokens].argsort(stable=True)]
-    rank = _number_in_cell(n_hidden, cell[tokens])
+    tokens = tokens[hidden.keys[tokens].argsort()]
+    tokens = tokens[hidden.cell[tokens].argsort(stable=True)]
+    cell = hidden.cell[tokens]
+    rank = _number_in_cell(torch.bincount(cell), cell)
     return tokens[rank < n_most].sort().values
 
 
 def _draw_undetected(
     batch: Batch, n_drawn: Tensor, n_lacking: Tensor, n_genes: int, seed: int, step: int
 ) -> tuple[Tensor, Tensor]:
-    """`(draws,)` int64 each: cell and token id of genes that cells lack, drawn with replacement.
+    """Return cell and token id of genes that cells lack, drawn with replacement: `(draws,)` int64 each.
 
-    Each cell has `n_drawn` draws from the `n_lacking` genes that it lacks, `(C,)` int64 each. The
-    k-th lacking gene (from 0) has vocabulary row k + number of detected genes before it.
+    Each cell has `n_drawn` draws from the `n_lacking` genes that it lacks, `(C,)` int64 each.
     """
-    drawn_cell = torch.repeat_interleave(n_drawn)
-    draw_number = _number_in_cell(n_drawn, drawn_cell)
-    bits = keyed_token_bits(batch.cells, drawn_cell, seed, step, draw_number, DrawKey.UNDETECTED)
-    lacking_rank = bits % n_lacking[drawn_cell]
-    cell, position = positions(batch)
+    cell = torch.repeat_interleave(n_drawn)
+    draw_number = _number_in_cell(n_drawn, cell)
+    bits = keyed_token_bits(batch.cells, cell, seed, step, draw_number, UNDETECTED)
+    rows = _nth_lacking(batch, bits % n_lacking[cell], cell, n_genes)
+    return cell, rows + len(SPECIAL)
+
+
+def _nth_lacking(batch: Batch, n: Tensor, cell: Tensor, n_genes: int) -> Tensor:
+    """Return the vocabulary row of the n-th gene, from 0, that a cell lacks: `(draws,)` int64.
+
+    `n` and `cell` are `(draws,)` int64. The row is n + the number of detected genes before it.
+    """
+    token_cell, position = positions(batch)
     # `(T,)`: vocabulary rows of detected genes, ascending in each cell
-    first_row = cell * n_genes
+    first_row = token_cell * n_genes
     rows = (first_row + batch.genes - len(SPECIAL)).sort().values - first_row
     # `(T,)`: number of genes with smaller rows that the cell lacks, ascending in each cell
     n_lacking_before = rows - position
     # search all cells at once: an offset for each cell makes the numbers ascend over all of them
     offset = n_genes + 1
-    numbers = n_lacking_before + cell * offset
-    searched = lacking_rank + drawn_cell * offset
-    end = torch.searchsorted(numbers, searched, right=True)
-    n_detected_before = end - batch.cu_seqlens[drawn_cell]
-    return drawn_cell, lacking_rank + n_detected_before + len(SPECIAL)
+    numbers = n_lacking_before + token_cell * offset
+    end = torch.searchsorted(numbers, n + cell * offset, right=True)
+    n_detected_before = end - batch.cu_seqlens[cell]
+    return n + n_detected_before
 
 
-def _weigh_queries(n_hidden: Tensor, n_queries: Tensor, query_cell: Tensor) -> Tensor:
-    """`(queries,)`: number of hidden genes for which each query stands, from those of its cell."""
+def _weigh_queries(n_hidden: Tensor, n_queries: Tensor, cell: Tensor) -> Tensor:
+    """Return the number of hidden genes for which each query stands, `(queries,)`.
+
+    `n_hidden` and `n_queries` are numbers of a cell, `(C,)`; `cell` `(queries,)` is each query's.
+    """
     weights = n_hidden / n_queries.clamp(min=1)
-    return weights[query_cell]
+    return weights[cell]
 
 
 class QueryDecoding(Objective):
@@ -151,86 +175,100 @@ class QueryDecoding(Objective):
         )
 
     def view(self, batch: Batch, *, seed: int, step: int) -> QueryView:
-        """Shown tokens of each cell of a batch with counts, on the CPU, and its queries."""
+        """Return the shown tokens of each cell of a batch with counts, on the CPU, and its queries."""
         assert batch.counts is not None, "the batch has no counts"
-        n_cells = len(batch.lengths)
+        hidden = self._draw_hidden(batch, seed, step)
+        shown = (batch.counts * ~hidden.is_hidden).numpy()
+        return QueryView(
+            **make_tokens(batch.genes.numpy(), shown, batch.cu_seqlens.numpy(), self.tokenizer),
+            **batch.arrays("cell"),
+            **self._ask(batch, hidden, seed, step),
+        )
+
+    def _draw_hidden(self, batch: Batch, seed: int, step: int) -> HiddenTokens:
+        """Hide each token with the probability of its cell."""
         cell, position = positions(batch)
-        # `(T,)`: hide each token with the probability of its cell
         state = host_state(batch.cells.numpy(), seed, step)
-        hidden_frac = torch.from_numpy(draw_hidden_frac(state, self.config))  # `(C,)`
-        bits = host_state(position.numpy(), DrawKey.HIDE, state=state[cell.numpy()])
-        is_hidden = torch.from_numpy(uniform(bits)) < hidden_frac[cell]
-        # queries of detected genes
-        keys = torch.from_numpy((bits >> np.uint64(1)).view(np.int64))
-        queried = _pick_lowest(keys, is_hidden, cell, self.config.max_asked)
-        queried_cell = cell[queried]
-        n_queried = torch.bincount(queried_cell, minlength=n_cells)
-        # queries of genes that the cell lacks
+        frac = torch.from_numpy(draw_hidden_frac(state, self.config, HIDDEN_FRAC))
+        bits = host_state(position.numpy(), HIDE, state=state[cell.numpy()])
+        return HiddenTokens(
+            cell=cell,
+            is_hidden=torch.from_numpy(uniform(bits)) < frac[cell],
+            keys=torch.from_numpy((bits >> np.uint64(1)).view(np.int64)),
+            frac=frac,
+        )
+
+    def _ask(self, batch: Batch, hidden: HiddenTokens, seed: int, step: int) -> dict[str, Any]:
+        """Choose the queries of each cell; return the fields of `QueryView` for them."""
+        n_cells = len(batch.lengths)
+        # detected genes
+        picked = _pick_lowest(hidden, self.config.max_asked)
+        picked_cell = hidden.cell[picked]
+        n_picked = torch.bincount(picked_cell, minlength=n_cells)
+        n_hidden = torch.bincount(hidden.cell[hidden.is_hidden], minlength=n_cells)
+        # genes that the cell lacks; as many of them as its fraction of all are hidden
         n_lacking = self.n_genes - batch.cu_seqlens.diff().long()
-        n_drawn = (n_queried * self.config.undetected_ratio).ceil().long()
+        n_drawn = (n_picked * self.config.undetected_ratio).ceil().long()
         n_drawn = torch.where(n_lacking > 0, n_drawn, 0)
         drawn_cell, drawn_genes = _draw_undetected(
             batch, n_drawn, n_lacking, self.n_genes, seed, step
         )
-        n_hidden = torch.bincount(cell[is_hidden], minlength=n_cells)
         weights = [
-            _weigh_queries(n_hidden, n_queried, queried_cell),
-            _weigh_queries(hidden_frac * n_lacking, n_drawn, drawn_cell),
+            _weigh_queries(n_hidden, n_picked, picked_cell),
+            _weigh_queries(hidden.frac * n_lacking, n_drawn, drawn_cell),
         ]
-        shown = (batch.counts * ~is_hidden).numpy()
-        return QueryView(
-            **make_tokens(batch.genes.numpy(), shown, batch.cu_seqlens.numpy(), self.tokenizer),
-            **batch.arrays("cell"),
-            query_cell=torch.cat([queried_cell, drawn_cell]),
-            query_genes=torch.cat([batch.genes[queried], drawn_genes]),
-            query_values=torch.cat([batch.values[queried], torch.zeros(len(drawn_cell))]),
-            query_weights=torch.cat(weights).float(),
-        )
+        return {
+            "asked_cell": torch.cat([picked_cell, drawn_cell]),
+            "asked_genes": torch.cat([batch.genes[picked], drawn_genes]),
+            "asked_values": torch.cat([batch.values[picked], torch.zeros(len(drawn_cell))]),
+            "asked_weights": torch.cat(weights).float(),
+        }
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> QueryBatch:
         assert isinstance(batch, QueryView), "expected a view"
         n_cells = len(batch.lengths)
-        weights = batch.query_weights.double()
+        cell = batch.asked_cell
+        weights = batch.asked_weights.double()
         # `(C,)`: factor that makes the mean weight of a cell's queries 1
-        sums = torch.zeros(n_cells, dtype=weights.dtype).index_add(0, batch.query_cell, weights)
-        scale = torch.bincount(batch.query_cell, minlength=n_cells) / sums
+        sums = torch.zeros(n_cells, dtype=weights.dtype).index_add(0, cell, weights)
+        scale = torch.bincount(cell, minlength=n_cells) / sums
         return QueryBatch.prepared(
             batch,
             (seed, step),
-            query_weights=(weights * scale[batch.query_cell]).float(),
-            n_targets=torch.tensor(len(batch.query_genes)),
+            asked_weights=(weights * scale[cell]).float(),
+            n_targets=torch.tensor(len(cell)),
         )
 
     def loss(self, model: Any, states: Tensor, prepared: QueryBatch) -> Tensor:
-        errors = self.predict(model, states, prepared) - prepared.query_values
-        return (prepared.query_weights * errors.square()).sum()
+        errors = self.predict(model, states, prepared) - prepared.asked_values
+        return (prepared.asked_weights * errors.square()).sum()
 
     def predict(self, model: Any, states: Tensor, prepared: QueryBatch) -> Tensor:
-        """`(T, H)` -> `(N,)` float32: predicted value of each query."""
+        """Return the predicted value of each query, `(N,)` float32, from states `(T, H)`."""
         vectors = model.cell_vectors(states, prepared).to(states.dtype)
-        return self.predict_queries(model, vectors, prepared.query_cell, prepared.query_genes)
+        return self.predict_queries(model, vectors, prepared.asked_cell, prepared.asked_genes)
 
     def predict_queries(self, model: Any, vectors: Tensor, cell: Tensor, genes: Tensor) -> Tensor:
-        """`(C, H)` -> `(N,)` float32: predicted value of each query.
+        """Return the predicted value of each query, `(N,)` float32, from `vectors` `(C, H)`.
 
         `cell` are indices of vectors and `genes` token ids, `(N,)` int64 each.
         """
         x = rows_at(model.query_cell(vectors), cell) * embed_tokens(genes, model.query_genes.weight)
         for layer in model.query_layers:
-            x = layer.inner(x, None)
-        means = embed_tokens(genes, model.query_bias.weight)
-        return (model.query_out(model.query_norm(x)).float() + means.float()).squeeze(1)
+            x = layer(x, row_keys=None)  # no dropout
+        biases = embed_tokens(genes, model.query_bias.weight)
+        return (model.query_out(model.query_norm(x)).float() + biases.float()).squeeze(1)
 
     def observe(self, model: Any, prepared: QueryBatch) -> QueryObservations:
         return QueryObservations(
-            genes=prepared.query_genes - len(SPECIAL),
-            values=prepared.query_values,
+            genes=prepared.asked_genes - len(SPECIAL),
+            values=prepared.asked_values,
             predicted=self.predict(model, model.states(prepared), prepared),
-            weights=prepared.query_weights,
+            weights=prepared.asked_weights,
         )
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
-        """Mean squares of model and gene means, zeros included, and R² over these means."""
+        """Return mean squares of model and gene means, zeros included, and R² over these means."""
         queries = QueryObservations(*observed)
         values = queries.values.astype(np.float64)
         predicted = queries.predicted.astype(np.float64)

@@ -20,10 +20,16 @@ from cellmill.models.objective import GeneStatistics, Judgement, Tensors
 from cellmill.models.objectives.shared.per_cell import CellHead, CellObjective, TargetBatch
 from cellmill.runs.results import compare
 
+# added to variances of standardised numbers, so that equal predictions have correlation 0 and a
+# finite gradient
 EPS = 1e-8
-"""Added to variances of standardised numbers: equal predictions have correlation 0 and a finite
-gradient.
-"""
+
+
+class Scale(NamedTuple):
+    """Mean and standard deviation that standardise a number."""
+
+    mean: float
+    std: float
 
 
 class MomentSums(NamedTuple):
@@ -53,17 +59,15 @@ class Regression(CellObjective):
         return (self.head,)
 
     @property
-    def _scale(self) -> tuple[float, float]:
-        """Standard deviation and mean that standardise the number."""
-        return self.config.target_std or 1.0, self.config.target_mean or 0.0
+    def _scale(self) -> Scale:
+        return Scale(mean=self.config.target_mean or 0.0, std=self.config.target_std or 1.0)
 
     def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
         numbers = torch.full((len(batch.lengths),), torch.nan, dtype=torch.float64)
         if batch.numbers is not None:
             column = self.number_columns.index(self.config.target_column)
             numbers = batch.numbers[:, column]
-        std, mean = self._scale
-        targets = (numbers - mean) / std
+        targets = (numbers - self._scale.mean) / self._scale.std
         return targets.float(), numbers.isfinite()
 
     def target_loss(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
@@ -88,7 +92,7 @@ class Regression(CellObjective):
         return F.mse_loss(predicted, targets, reduction="sum")
 
     def rows(self, model: Any, states: Tensor, prepared: TargetBatch) -> Tensors:
-        """`(C, 3)` float32: 1, prediction and number."""
+        """Return rows of 1, prediction and number: `(C, 3)` float32."""
         predicted = self.predict_targets(model, states, prepared)
         return (_stack_rows(predicted, prepared.targets),)
 
@@ -108,9 +112,8 @@ class Regression(CellObjective):
         return predicted[:, 0].float()
 
     def values(self, model: Any, vectors: Tensor) -> Tensor:
-        """`(C, H)` -> `(C,)` float32: predicted numbers, in the unit of the column."""
-        std, mean = self._scale
-        return self.predict(model, vectors) * std + mean
+        """Return predicted numbers, in the unit of the column: `(C,)` float32, from `(C, H)`."""
+        return self.predict(model, vectors) * self._scale.std + self._scale.mean
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
         numbers, predicted = (values.astype(np.float64) for values in observed)
@@ -126,9 +129,7 @@ class Regression(CellObjective):
         errors = numbers - predicted
         r2 = float(1 - np.square(errors).mean() / numbers.var())
         metrics["r2"] = r2
-        # errors in the unit of the column
-        std, _ = self._scale
-        errors = errors * std
+        errors = errors * self._scale.std  # in the unit of the column
         metrics["mean_absolute_error"] = float(np.abs(errors).mean())
         mean_square = np.square(errors).mean()
         metrics["root_mean_squared_error"] = float(mean_square**0.5)
@@ -140,9 +141,9 @@ def _stack_rows(predicted: Tensor, targets: Tensor) -> Tensor:
 
 
 def anticorrelation(table: Tensor) -> Tensor:
-    """`(S, 3)` -> float64 scalar: n (1 - r), for n cells with correlation r.
+    """Return n (1 - r), a float64 scalar, for n cells with correlation r.
 
-    A row is 1, prediction and number; rows of zeros are empty slots.
+    A row of `table` `(S, 3)` is 1, prediction and number; rows of zeros are empty slots.
     """
     filled, predicted, targets = table.double().unbind(1)
     n_cells = filled.detach().sum()
@@ -163,7 +164,10 @@ def _correlate(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def _rank(values: np.ndarray) -> np.ndarray:
-    """`(n,)` -> `(n,)` ranks, the mean for equal numbers, without scipy.stats: its import takes 1 s."""
+    """Return the ranks of `values`, both `(n,)`, with the mean rank for equal numbers.
+
+    Without scipy.stats, whose import takes 1 s.
+    """
     # a group is all values that are equal; its last rank is the number of values up to it
     _, group, group_size = np.unique(values, return_inverse=True, return_counts=True)
     last_rank = group_size.cumsum()

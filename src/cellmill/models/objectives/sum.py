@@ -35,13 +35,13 @@ class SumBatch:
     """Batches that the parts prepared. Other attributes come from `shown`, the model's batch."""
 
     shown: Any
-    parts: tuple[Any, ...]
+    batches: tuple[Any, ...]  # in the order of the parts
     n_targets: Tensor  # `(parts,)` int64
     shares: tuple[RowShare, ...] | None = None
     """Shares in losses of the global batch, in the order of the parts."""
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("shown", "parts", "n_targets", "shares"):  # missing while a copy is made
+        if name in ("shown", "batches", "n_targets", "shares"):  # missing while a copy is made
             raise AttributeError(name)
         return getattr(self.shown, name)
 
@@ -51,8 +51,8 @@ class Sum(Objective):
 
     def __init__(self, config: SumConfig, tokens: Tokens) -> None:
         super().__init__(config, tokens)
-        self.objectives: dict[str, Objective] = {}
-        self.parts: dict[str, float] = {}
+        self.objectives: dict[str, Objective] = {}  # the parts by name
+        self.part_weights: dict[str, float] = {}
         self.tensor = {}
         for name, options in config.parts.items():
             part = options.load()(options, tokens)
@@ -61,7 +61,7 @@ class Sum(Objective):
                     f"objective.parts.{options.name}: it draws a view; its options class has to set draws_view"
                 )
             self.objectives[name] = part
-            self.parts[name] = options.weight  # type: ignore[attr-defined]
+            self.part_weights[name] = options.weight  # type: ignore[attr-defined]
             self.tensor |= part.tensor
             self.gene_rows |= part.gene_rows
 
@@ -100,15 +100,18 @@ class Sum(Objective):
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> SumBatch:
         """Prepare every part; the model is given the batch of the part that hides tokens."""
-        first_views = _first_views(batch)
-        has_second_views = first_views is not batch
-        prepared = self._prepare_parts(batch, first_views, seed, step)
+        has_second_views = isinstance(batch, ViewBatch) and batch.n_paired > 0
+        prepared = self._prepare_parts(batch, seed, step)
         shown = self._choose_shown(prepared, has_second_views)
         n_targets = torch.stack([part_batch.n_targets for part_batch in prepared])
-        return SumBatch(shown, _share_tokens(prepared, shown), n_targets)
+        return SumBatch(shown, _give_shown_tokens(prepared, shown), n_targets)
 
-    def _prepare_parts(self, batch: Batch, first_views: Batch, seed: int, step: int) -> list[Any]:
-        """Batch of each part, prepared on the views that it reads."""
+    def _prepare_parts(self, batch: Batch, seed: int, step: int) -> list[Any]:
+        """Return the batch of each part, prepared on the views that it reads."""
+        first_views = batch
+        if isinstance(batch, ViewBatch) and batch.n_paired:
+            # only the part that draws the view reads second views
+            first_views = replace(batch.cut(0, batch.n_paired), n_paired=0)
         prepared = []
         for part in self.objectives.values():
             part.training = self.training
@@ -117,7 +120,12 @@ class Sum(Objective):
         return prepared
 
     def _choose_shown(self, prepared: list[Any], has_second_views: bool) -> Any:
-        """Batch that the model is given: what one part hides, it must not see."""
+        """Return the batch that the model is given.
+
+        It is the batch of the part that hides tokens, whose targets no part may see, with the second
+        views of the part that draws the view appended. If no part hides tokens it is the batch of the
+        part that drew second views, else the first part's: then all have the same tokens.
+        """
         hiding_batch: Any = None  # of the part that hides tokens, if there is one
         view_batch: Any = None  # of the part that draws the view, if there is one
         for part, part_batch in zip(self.objectives.values(), prepared):
@@ -134,7 +142,7 @@ class Sum(Objective):
     def loss(self, model: Any, states: Tensor, prepared: SumBatch) -> Tensor:
         all_shares = iter(prepared.shares or ())
         losses = []
-        for part, batch in zip(self.objectives.values(), prepared.parts):
+        for part, batch in zip(self.objectives.values(), prepared.batches):
             shares = tuple(islice(all_shares, len(part.row_widths)))
             if shares and (model.training or part.validates_rows):
                 batch = replace(batch, shares=shares)
@@ -143,7 +151,7 @@ class Sum(Objective):
 
     def rows(self, model: Any, states: Tensor, prepared: SumBatch) -> Tensors:
         rows: Tensors = ()
-        for part, batch in zip(self.objectives.values(), prepared.parts):
+        for part, batch in zip(self.objectives.values(), prepared.batches):
             if part.row_widths:
                 rows += part.rows(model, states, batch)
         return rows
@@ -157,10 +165,10 @@ class Sum(Objective):
         return losses
 
     def observe(self, model: Any, prepared: SumBatch) -> Tensors:
-        """`(parts,)` int64: number of tensors of each part; then these tensors."""
+        """Return the number of tensors of each part, `(parts,)` int64, then these tensors."""
         sizes = []
         observed: Tensors = ()
-        for part, batch in zip(self.objectives.values(), prepared.parts):
+        for part, batch in zip(self.objectives.values(), prepared.batches):
             tensors = part.observe(model, batch)
             sizes.append(len(tensors))
             observed += tensors
@@ -179,18 +187,15 @@ class Sum(Objective):
 
 
 def _list_attributes(model: Any) -> Mapping[str, Any]:
+    """Return the children and the direct parameters of `model` by name."""
     return {**dict(model.named_children()), **dict(model.named_parameters(recurse=False))}
 
 
-def _first_views(batch: Batch) -> Batch:
-    """`batch` without second views and their padding; the same object if it has none."""
-    if isinstance(batch, ViewBatch) and batch.n_paired:
-        return replace(batch.cut(0, batch.n_paired), n_paired=0)
-    return batch
+def _give_shown_tokens(prepared: list[Any], shown: Any) -> tuple[Any, ...]:
+    """Return the parts' batches with the tokens of `shown`.
 
-
-def _share_tokens(prepared: list[Any], shown: Any) -> tuple[Any, ...]:
-    """`prepared` with the tokens of `shown`: nothing is hidden for one part and shown to another."""
+    So nothing is hidden for one part and shown to another.
+    """
     if not isinstance(shown, EncoderBatch):
         return tuple(prepared)
     tokens = {name: getattr(shown, name) for name in SHARED}
@@ -202,7 +207,7 @@ def _share_tokens(prepared: list[Any], shown: Any) -> tuple[Any, ...]:
 
 
 def _add_second_views(first_views: Any, all_views: Any) -> Any:
-    """`first_views`, followed by the second views: the rest of `all_views`."""
+    """Return `first_views`, followed by the second views: the rest of `all_views`."""
     joined = {}
     for name in SHARED:
         first = getattr(first_views, name)

@@ -7,7 +7,8 @@ and cells without a shown token take no part. Validation has no dropout.
 Losses over the cells of a global batch are the same in every layout (`train.batch_rows`), in
 training and in validation, whose loss therefore depends on train.global_batch too.
 
-Legend: C cells with a target, H width of a cell's vector, L outputs of the head.
+Legend: C cells with a target, H width of a cell's vector, L outputs of the head or, of a label, its
+levels.
 """
 
 from dataclasses import dataclass
@@ -39,7 +40,10 @@ class CellHead(nn.Module):
         self.out = with_std(nn.Linear(last_width, outputs), last_width**-0.5)
 
     def forward(self, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
-        """`(C, H)` -> `(C, L)`; `keys` `(C,)` int64 key the dropout, which only training has."""
+        """Return outputs `(C, L)` of `vectors` `(C, H)`.
+
+        `keys` `(C,)` int64 key the dropout, which only training has.
+        """
         x = vectors if self.inner is None else F.gelu(self.inner(vectors))
         if keys is not None and self.training and self.dropout:
             x = keyed_dropout(x, self.dropout, keyed_state(keys, DROPOUT))
@@ -53,11 +57,13 @@ class TargetBatch(EncoderBatch):
 
     target_cells: Tensor  # `(C,)` int64: indices of the cells with a target and genes
     targets: Tensor
-    """Labels from 0, `(C,)` int64; standardised numbers, `(C,)` float32; or a teacher's vectors."""
+    """Labels from 0, `(C,)` int64; standardised numbers, `(C,)` float32; or a teacher's vectors,
+    `(C, D)` float32.
+    """
     n_targets: Tensor  # C
     weights: Tensor | None = None  # `(C,)` float32: weight of each cell's label in the loss
     shares: tuple[RowShare, ...] | None = None
-    """Shares in the loss of the global batch, if it couples cells; None: this batch is all of it."""
+    """Shares in a loss that couples the cells of a global batch; None if this is the whole batch."""
 
 
 class CellObjective(Objective):
@@ -68,11 +74,14 @@ class CellObjective(Objective):
     """Attribute of the model that has the head; set by `attach`."""
 
     def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """`(cells, …)` targets, and `(cells,)` bool: the cells that have one."""
+        """Return the targets, `(cells, …)`, and which cells have one, `(cells,)` bool."""
         raise NotImplementedError
 
     def predict(self, model: Any, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
-        """`(C, H)` -> float32 predictions, for `judge` to compare; `keys` `(C,)` key the dropout."""
+        """Return predictions from `vectors` `(C, H)`, float32, as `judge` compares them.
+
+        `keys` `(C,)` int64 key the dropout; None for none.
+        """
         raise NotImplementedError
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> TargetBatch:
@@ -87,7 +96,7 @@ class CellObjective(Objective):
         )
 
     def predict_targets(self, model: Any, states: Tensor, prepared: TargetBatch) -> Tensor:
-        """`(T, H)` -> `(C, L)` or `(C,)` float32: `predict` for the cells with a target."""
+        """Return `predict` for the cells with a target, from the states of all tokens, `(T, H)`."""
         cells = prepared.target_cells
         vectors = model.cell_vectors(states, prepared)[cells].to(states.dtype)
         return self.predict(model, vectors, prepared.cell_keys[cells])
@@ -96,11 +105,11 @@ class CellObjective(Objective):
         return self.target_loss(self.predict_targets(model, states, prepared), prepared)
 
     def target_loss(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
-        """`(C, L)` or `(C,)` predictions -> float32 scalar: summed loss."""
+        """Return the summed loss of what `predict` returned, a float32 scalar."""
         raise NotImplementedError
 
     def coupled_loss(self, rows: Tensor, prepared: TargetBatch) -> Tensor:
-        """`(C, width)` -> float32 scalar: share of these rows in the loss of the global batch."""
+        """Return the share of `rows` `(C, width)` in the loss of the global batch, a float32 scalar."""
         if prepared.shares is None:
             return self.loss_of_rows(rows)[0].float()
         return prepared.shares[0].loss(rows)
@@ -116,7 +125,7 @@ class LabelObjective(CellObjective):
 
     @property
     def labels(self) -> list[str]:
-        """Labels in the order of their codes: all levels except the last, of cells without a value."""
+        """Return the labels in the order of their codes: all levels but the last, of cells without one."""
         return [level for level in self.levels[self.config.label_column] if level != MISSING]
 
     def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:

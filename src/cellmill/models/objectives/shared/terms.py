@@ -5,8 +5,8 @@ There are two ways to keep a cell's batch out of its vector. The decoder gets a 
 `Adversary` predicts the batch from the cell's vector, through a reversed gradient that makes the
 encoder hide it (Ganin & Lempitsky 2015).
 
-Legend: C cells, H width of a cell's vector, S slots of a global batch. Level numbers begin at 1; 0 is
-an unknown level.
+Legend: C cells, H width of a cell's vector, S slots of a global batch, n of them filled. Level
+numbers begin at 1; 0 is an unknown level.
 """
 
 import torch
@@ -20,15 +20,15 @@ VARIANCE_EPS = 1e-4
 
 
 def vicreg(table: Tensor, weights: tuple[float, float, float]) -> Tensor:
-    """`(S, 1 + 2 H)` -> float64 scalar: n times the loss.
+    """Return n times the loss of VICReg, a float64 scalar.
 
-    Rows of `table` are 1, z and z'; rows of zeros are empty slots. z and z' are the vectors of the n
-    cells of a global batch, C and C' their covariances, divided by n - 1. The loss is the sum of
-    three terms, times `weights`:
+    Rows of `table` `(S, 1 + 2 H)` are 1, z and z'; rows of zeros are empty slots. z and z' are the
+    vectors of both views of the n cells of a global batch, and K and K' their covariances, divided by
+    n - 1. The loss is the sum of three terms, times `weights`:
 
     - invariance: the mean over cells and directions of (z - z')^2
-    - variance: the mean over directions of max(0, 1 - sqrt(C_jj + 1e-4)), for both views
-    - covariance: the sum of squares of C off its diagonal, divided by H, for both views
+    - variance: the mean over directions of max(0, 1 - sqrt(K_jj + 1e-4)), added to that of K'
+    - covariance: the sum of squares of K off its diagonal, divided by H, added to that of K'
 
     Float64, as a covariance is the small difference of large numbers. Source: Bardes, Ponce & LeCun
     2022, equations 1 to 6; the invariance is divided by H, as in the authors' code.
@@ -44,13 +44,12 @@ def vicreg(table: Tensor, weights: tuple[float, float, float]) -> Tensor:
     for z in (shown, hidden):
         mean = z.sum(0) / n
         centered = z - filled * mean
-        matrix = centered.T @ centered / (n - 1).clamp(min=1)  # `(H, H)`
-        variances = matrix.diagonal()
+        covariances = centered.T @ centered / (n - 1).clamp(min=1)  # `(H, H)`
+        variances = covariances.diagonal()
         deviations = (variances + VARIANCE_EPS).sqrt()
         hinge = F.relu(1 - deviations).mean()
-        off_diagonal = matrix.square().sum() - variances.square().sum()
-        correlated = off_diagonal / width
-        loss = loss + variance * hinge + covariance * correlated
+        off_diagonal = covariances.square().sum() - variances.square().sum()
+        loss = loss + variance * hinge + covariance * (off_diagonal / width)
     return n_cells * loss
 
 
@@ -69,7 +68,7 @@ class LevelTerms(nn.Module):
         return zeros
 
     def forward(self, numbers: Tensor) -> Tensor:
-        """`(C,)` int64 -> `(C, width)`: term of each cell."""
+        """Return the term of each cell, `(C, width)`, from its level number, `(C,)` int64."""
         terms: Tensor = self.weight
         if self.centered:
             terms = terms - terms.mean(0)
@@ -87,7 +86,10 @@ class Adversary(nn.Module):
         self.out = with_std(nn.Linear(width, n_levels), width**-0.5)
 
     def forward(self, vectors: Tensor, numbers: Tensor) -> Tensor:
-        """`(C, H)` and `(C,)` int64 -> float32 scalar: cross-entropy summed over cells of known level."""
+        """Return the cross-entropy summed over cells of a known level, a float32 scalar.
+
+        `vectors` are `(C, H)`, `numbers` the cells' level numbers, `(C,)` int64.
+        """
         vectors = Reversed.apply(vectors, self.scale)
         hidden = F.gelu(self.inner(vectors))
         logits = self.out(hidden).float()

@@ -1,5 +1,6 @@
 """Views of a cell: the part of its expression that a model is given, and the part to predict.
 
+A view hides whole genes (`drop`), a binomial part of each count (`thin`), or both (`drop_thin`).
 Tokens that are not in the view are not in the batch. Values of the view are computed by the run's
 tokenizer from the counts in it, so neither values nor the library size reveal the rest. With a view
 loss the hidden part is a second view of the cell, in the same batch. Binomial parts of Poisson
@@ -11,7 +12,6 @@ batch.
 """
 
 from dataclasses import dataclass
-from enum import IntEnum
 from itertools import pairwise
 from typing import Any
 
@@ -33,28 +33,24 @@ from cellmill.models.counter_rng import host_state
 ViewConfig = CellDecodingConfig | DenoiseConfig | PerturbationResponseConfig
 
 
-class DrawKey(IntEnum):
-    """Last key of a draw. Members of one value differ in the keys before them, which comments name."""
-
-    # cell, seed, step: fractions of the cell; in view drop_thin the first is of counts
-    HIDDEN_FRAC = 2
-    DROPPED_FRAC = 4
-    # the same, and for whole genes the position too: what is hidden
-    HIDE = 3
-    # cell, seed, step, number of the draw: genes that the cell lacks
-    UNDETECTED = 4
-    # bits that mask a token: what the model sees of it, and random content
-    FATE = 2
-    CONTENT = 3
+# Last key of each draw. Draws with the same last key differ in the keys before it.
+# after (cell, seed, step)
+HIDDEN_FRAC = 2  # hidden fraction of a cell's genes or, in views thin and drop_thin, of its counts
+HIDE = 3  # what is hidden; for whole genes after the position in the cell too
+DROPPED_FRAC = 4  # hidden fraction of a cell's genes in view drop_thin
+UNDETECTED = 4  # a gene that the cell lacks, after the number of the draw too
+# after the bits that mask a token
+FATE = 2  # whether the model sees the token's own content, random content, or none
+CONTENT = 3  # the random content
 
 
 @dataclass(frozen=True, kw_only=True)
 class ViewBatch(Batch):
     """The shown tokens, and the profile to predict: entries in the order of their cells."""
 
-    profile_cell: Tensor  # `(entries,)` int64: index of the cell in the batch
-    profile_genes: Tensor  # `(entries,)` int64: token id
-    profile_counts: Tensor  # `(entries,)` int64, above 0
+    entry_cell: Tensor  # `(entries,)` int64: index of the cell in the batch
+    entry_genes: Tensor  # `(entries,)` int64: token id
+    entry_counts: Tensor  # `(entries,)` int64, above 0
     n_paired: int = 0
     """Number of second views in the batch: cell i + n_paired is the hidden part of cell i."""
 
@@ -62,14 +58,20 @@ class ViewBatch(Batch):
 def draw_view(
     batch: Batch, tokenizer: Tokenizer, config: ViewConfig, *, seed: int, step: int
 ) -> ViewBatch:
-    """View of each cell of a batch with counts, on the CPU."""
+    """Return the view of each cell of a batch with counts, on the CPU."""
     assert batch.counts is not None, "the batch has no counts"
     genes = batch.genes.numpy()
     counts = batch.counts.numpy()
     ends = batch.cu_seqlens.numpy()
     cell = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
     state = host_state(batch.cells.numpy(), seed, step)
-    shown = _draw_shown(counts, cell, ends, state, config)
+    shown = counts
+    if config.view != "thin":
+        frac_key = HIDDEN_FRAC if config.view == "drop" else DROPPED_FRAC
+        dropped_frac = draw_hidden_frac(state, config, frac_key)
+        shown = _drop_genes(shown, dropped_frac[cell], positions_in_rows(ends), state[cell])
+    if config.view != "drop":
+        shown = _thin_counts(shown, ends, draw_hidden_frac(state, config, HIDDEN_FRAC), state)
     hidden = counts - shown
     predicted = counts if config.target == "all" else hidden
     entries = np.flatnonzero(predicted)
@@ -87,44 +89,47 @@ def draw_view(
     return ViewBatch(
         **make_tokens(genes, shown, ends, tokenizer),
         **per_cell,
-        profile_cell=torch.from_numpy(cell[entries]),
-        profile_genes=batch.genes[torch.from_numpy(entries)],
-        profile_counts=torch.from_numpy(predicted[entries]),
+        entry_cell=torch.from_numpy(cell[entries]),
+        entry_genes=batch.genes[torch.from_numpy(entries)],
+        entry_counts=torch.from_numpy(predicted[entries]),
         n_paired=n_paired,
     )
 
 
-def _draw_shown(
-    counts: np.ndarray, cell: np.ndarray, ends: np.ndarray, state: np.ndarray, config: ViewConfig
+def _drop_genes(
+    counts: np.ndarray, dropped_frac: np.ndarray, position: np.ndarray, state: np.ndarray
 ) -> np.ndarray:
-    """`(tokens,)` int64: part of each count in the view.
+    """Hide whole genes: return the counts `(tokens,)`, with 0 for each hidden token.
 
-    `cell` is the index of each token's cell, `state` the state of each cell.
+    All arguments are `(tokens,)`: each token has the hidden fraction and the state of its cell, and
+    its position in the cell.
     """
-    shown = counts
-    # hide whole genes
-    if config.view != "thin":
-        key = DrawKey.HIDDEN_FRAC if config.view == "drop" else DrawKey.DROPPED_FRAC
-        dropped_frac = draw_hidden_frac(state, config, key)
-        bits = host_state(positions_in_rows(ends), DrawKey.HIDE, state=state[cell])
-        draws = uniform(bits)
-        shown = counts * (draws >= dropped_frac[cell])
-    # hide a binomial part of each count that is left
-    if config.view != "drop":
-        entries = np.flatnonzero(shown)  # leaves out draws from 0, which take no random number
-        entry_ends = np.searchsorted(entries, ends)
-        removed_frac = draw_hidden_frac(state, config)
-        keys = host_state(DrawKey.HIDE, state=state)
-        removed = _draw_binomials(shown[entries], entry_ends, removed_frac, keys)
-        shown = shown.copy()
-        shown[entries] -= removed
-    return shown
+    draws = uniform(host_state(position, HIDE, state=state))
+    return counts * (draws >= dropped_frac)
 
 
-def draw_hidden_frac(
-    state: np.ndarray, config: HiddenFracConfig, key: DrawKey = DrawKey.HIDDEN_FRAC
+def _thin_counts(
+    counts: np.ndarray, ends: np.ndarray, removed_frac: np.ndarray, state: np.ndarray
 ) -> np.ndarray:
-    """`(cells,)` float64: hidden fraction of each cell, from its state after seed and step."""
+    """Hide a binomial part of each count: return the rest, `(tokens,)`.
+
+    `counts` `(tokens,)` are cut into cells by `ends`, `(cells + 1,)`; `removed_frac` and `state` are
+    `(cells,)`.
+    """
+    entries = np.flatnonzero(counts)  # a binomial draw from 0 takes no random number
+    entry_ends = np.searchsorted(entries, ends)
+    cell_states = host_state(HIDE, state=state)
+    removed = _draw_binomials(counts[entries], entry_ends, removed_frac, cell_states)
+    left = counts.copy()
+    left[entries] -= removed
+    return left
+
+
+def draw_hidden_frac(state: np.ndarray, config: HiddenFracConfig, key: int) -> np.ndarray:
+    """Return the hidden fraction of each cell, `(cells,)` float64.
+
+    `state` `(cells,)` has the keys (cell, seed, step); `key` is the last.
+    """
     low = config.min_hidden_frac
     high = config.max_hidden_frac
     return low + (high - low) * uniform(host_state(key, state=state))
@@ -133,10 +138,10 @@ def draw_hidden_frac(
 def make_tokens(
     genes: np.ndarray, counts: np.ndarray, ends: np.ndarray, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """Fields per token and lengths of a batch of cells.
+    """Return the fields per token and the lengths of a batch of cells.
 
     `genes` and `counts`, `(n,)` int64, are cut into cells by `ends`, `(cells + 1,)`. Values are made
-    from these counts only; a count of 0 is no token.
+    from these counts only; a count of 0 makes no token.
     """
     entries = np.flatnonzero(counts)
     counts = counts[entries]
@@ -156,17 +161,17 @@ def make_tokens(
 
 
 def uniform(state: np.ndarray) -> np.ndarray:
-    """Float64 in [0, 1) from the upper 53 bits of each uint64."""
+    """Return float64 in [0, 1) from the upper 53 bits of each uint64."""
     return (state >> np.uint64(11)).view(np.int64) * 2.0**-53
 
 
 def _draw_binomials(
     counts: np.ndarray, ends: np.ndarray, probability: np.ndarray, state: np.ndarray
 ) -> np.ndarray:
-    """`(tokens,)` int64: binomial draw from each count.
+    """Return a binomial draw from each count, `(entries,)` int64.
 
-    `counts` are cut into cells by `ends`, `(cells + 1,)`. Each cell has a `probability`, and a `state`
-    that keys its draws.
+    `counts` `(entries,)` are cut into cells by `ends`, `(cells + 1,)`. Each cell has a `probability`
+    and a `state` that keys its draws, `(cells,)` each.
     """
     draws = np.empty_like(counts)
     # one generator is set to the start of each cell's stream: a new one would read entropy from the
