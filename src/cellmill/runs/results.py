@@ -211,13 +211,13 @@ class TaskResult:
     rows: list[Row] = field(default_factory=list)
     metric: str | None = None
     """Column that ranks the rows, higher is better: drawn, and compared between runs."""
-    lower_is_better: list[str] = field(default_factory=list)  # columns of errors
     verdicts: list[Verdict] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)  # single values beside the table
     skipped: str | None = None  # reason why the task does not apply to the dataset
     differences: list[Difference] = field(default_factory=list)  # not shown
     confusion: Confusion | None = None
     gaps: list[Gap] = field(default_factory=list)  # of each column with a natural scale
+    lower_is_better: list[str] = field(default_factory=list)  # columns of errors
     notes: list[str] = field(default_factory=list)  # further sentences
     task: str = ""  # name in `evaluate.tasks`; results for further labels are kept under others
 
