@@ -111,5 +111,5 @@ def compile_loops() -> None:
     """Compile what a long training compiles in the background, and wait for it."""
     if codec.load_loops() is None:
         return
-    while codec.COMPILED.get(codec.WORTH_COMPILING) is None:
+    while codec.COMPILED.loops_for(codec.WORTH_COMPILING) is None:
         time.sleep(0.01)

@@ -12,6 +12,7 @@ from small_corpus import random_counts, stream_of, write_corpus
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.arrays import rank_order_rows
 from cellmill.data.packing import codec
+from cellmill.data.packing.cells import CellKind, GeneOrder, PackedCells, Unpacked, pack_cells
 from cellmill.data.packing.codec import CompiledLoops, DamagedPart, Parts, ValueCoding, load_loops
 from cellmill.data.packing.layout import GROUP, LANES, aligned
 from cellmill.data.packing.rank_order import RankOrder
@@ -29,7 +30,7 @@ class Loops(CompiledLoops):
         super().__init__()
         self._loops = loops
 
-    def get(self, n_values: int) -> object:
+    def loops_for(self, n_values: int) -> object:
         return self._loops
 
 
@@ -42,7 +43,6 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 def use(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     loops = Loops(load_loops() if kind == "loops" else None)
     monkeypatch.setattr(codec, "COMPILED", loops)
-    monkeypatch.setattr("cellmill.data.packing.rank_order.COMPILED", loops)
 
 
 def make_parts(seed: int, n_parts: int = 30) -> tuple[np.ndarray, np.ndarray]:
@@ -107,6 +107,41 @@ def test_parts_are_those_of_the_layout(kind: str, seed: int) -> None:
     for begin, end, n in zip([0, *ends], ends, np.diff(borders).tolist()):
         unpacked += unpack_slowly(memory[begin:end].tobytes(), n)
     assert unpacked == values.tolist()
+
+
+@pytest.mark.parametrize("order", ["genes", "rank"])
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+def test_cells_are_their_parts_in_turn(kind: str, order: GeneOrder, dtype: type) -> None:
+    rng = np.random.default_rng(3)
+    lengths = rng.choice([0, 1, 17, 256, 700], 40)
+    cells = [np.sort(rng.choice(5000, n, replace=False)) for n in lengths.tolist()]
+    if order == "rank":
+        cells = [rng.permutation(genes) for genes in cells]
+    genes = np.concatenate(cells).astype(np.int32)
+    counts = rng.integers(1, np.iinfo(dtype).max, len(genes), dtype, endpoint=True)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    memory, sizes = pack_cells(Unpacked(starts, genes, counts), order)
+    gene_bytes, count_bytes = np.ascontiguousarray(sizes.reshape(-1, 2).T)
+    ends = np.cumsum(gene_bytes + count_bytes)
+    count_starts = ends - count_bytes
+    packed = PackedCells(memory, count_starts - gene_bytes, count_starts, ends, np.diff(starts))
+    unpacked = packed.unpack(CellKind(order, 5000, np.dtype(dtype)))
+    np.testing.assert_array_equal(unpacked.genes, genes)
+    np.testing.assert_array_equal(unpacked.counts, counts)
+    for number in range(len(lengths)):
+        of_cell = slice(starts[number], starts[number + 1])
+        expected = counts[of_cell].astype(np.int64) - 1
+        part = memory[packed.count_starts[number] : packed.ends[number]].tobytes()
+        assert unpack_slowly(part, int(lengths[number])) == expected.tolist()
+
+
+def test_genes_that_do_not_ascend_are_refused(kind: str) -> None:
+    ones = np.ones(3, np.uint16)
+    starts = np.array([0, 1, 3])
+    pack_cells(Unpacked(starts, np.array([5, 2, 4], np.int32), ones), "genes")
+    for genes in ([5, 4, 4], [5, 4, 2], [-1, 2, 4]):
+        with pytest.raises(ValueError, match="do not ascend"):
+            pack_cells(Unpacked(starts, np.array(genes, np.int32), ones), "genes")
 
 
 @pytest.mark.parametrize("seed", range(12))

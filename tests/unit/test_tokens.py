@@ -242,7 +242,7 @@ def test_compiled_loops_are_bitwise_equal_to_numpy(
     expected = log_values.log_tokens(kept, genes, counts, starts)
     loops = codec.load_loops()
     assert loops is not None
-    monkeypatch.setattr(codec.COMPILED, "get", lambda n_values: loops)
+    monkeypatch.setattr(codec.COMPILED, "loops_for", lambda n_values: loops)
     frozen = counts.copy()
     frozen.flags.writeable = False
     # types that the loops take, and others

@@ -40,8 +40,7 @@ from cellmill.data.inputs.h5 import (
 )
 from cellmill.data.inputs.h5_walk import is_hdf5
 from cellmill.data.inputs.matrices import StoredMatrix
-from cellmill.data.packing.cells import CellKind, Order
-from cellmill.data.packing.codec import pack_parts
+from cellmill.data.packing.cells import CellKind, GeneOrder, Unpacked, pack_cells
 from cellmill.data.packing.layout import ALIGNMENT
 from cellmill.data.packing.row_file import OpenFiles, Place, RowFile
 from cellmill.data.rows import row_offsets
@@ -61,7 +60,7 @@ class PackedBlocks:
     """Packed cells in a temporary file without a name, in the folder of `out`."""
 
     out: Path
-    order: Order
+    order: GeneOrder
     dtype: np.dtype[Any]  # of the counts: uint16 or uint32
     sizes: list[np.ndarray] = field(default_factory=list)  # bytes of parts
     n_genes: list[np.ndarray] = field(default_factory=list)  # of cells
@@ -74,29 +73,12 @@ class PackedBlocks:
         """Append cells."""
         indptr = rows.indptr.astype(np.int64)
         assert not rows.nnz or 0 < rows.data.min() <= rows.data.max() <= np.iinfo(self.dtype).max
-        genes = rows.indices
-        if self.order == "genes":
-            is_first = np.zeros(len(genes) + 1, bool)
-            is_first[indptr[:-1]] = True
-            before = np.where(is_first[:-1], -1, np.roll(genes, 1))
-            genes = genes - before - 1
-            assert (genes >= 0).all(), "columns do not ascend"
-        packed_genes, gene_sizes = pack_parts(genes, indptr)
-        packed_counts, count_sizes = pack_parts(rows.data.astype(np.uint32) - 1, indptr)
-        # genes and counts of a cell in turn
-        gene_ends = np.cumsum(gene_sizes).tolist()
-        count_ends = np.cumsum(count_sizes).tolist()
-        begin_genes = 0
-        begin_counts = 0
-        pieces = []
-        for end_genes, end_counts in zip(gene_ends, count_ends):
-            pieces.append(packed_genes[begin_genes:end_genes].data)
-            pieces.append(packed_counts[begin_counts:end_counts].data)
-            begin_genes = end_genes
-            begin_counts = end_counts
+        genes = np.require(rows.indices, np.int32, ["C", "W"])
+        counts = np.require(rows.data, self.dtype, ["C", "W"])
+        packed, sizes = pack_cells(Unpacked(indptr, genes, counts), self.order)
         with named_errors(self.out):
-            self._file.write(b"".join(pieces))
-        self.sizes.append(np.stack([gene_sizes, count_sizes], axis=1).ravel())
+            self._file.write(packed.data)
+        self.sizes.append(sizes)
         self.n_genes.append(np.diff(indptr))
 
     def save(self, file: Any, names: str) -> None:
@@ -129,7 +111,7 @@ def write_packed(
     obs: pd.DataFrame | Callable[[], pd.DataFrame],
     var: pd.DataFrame,
     blocks: Iterable[sp.csr_matrix],
-    order: Order,
+    order: GeneOrder,
     dtype: np.dtype[Any],
     *,
     ordered: bool = False,

@@ -1,11 +1,11 @@
 """Packing and unpacking of parts in numpy: where numba is missing, or not worth its start."""
 
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from cellmill.data.packing.layout import (
-    BITS,
     GROUP,
     LANES,
     MAX_WIDTH,
@@ -19,6 +19,9 @@ from cellmill.data.packing.layout import (
 )
 from cellmill.data.rows import positions_in_rows, row_offsets
 
+_BITS = np.array([number.bit_length() for number in range(1 << PLANE_BITS)], np.uint8)
+"""Number of bits of each value of 16 bits."""
+
 
 def pack_parts(values: np.ndarray, borders: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Parts, uint8 one after the other, of `values`, uint32, and the bytes of each, int64.
@@ -26,14 +29,13 @@ def pack_parts(values: np.ndarray, borders: np.ndarray) -> tuple[np.ndarray, np.
     Part i has values `borders[i]` to `borders[i + 1]`.
     """
     groups_of_parts = [group_sizes(n) for n in np.diff(borders).tolist()]
-    lengths = [len(sizes) for sizes in groups_of_parts]
-    n_groups = np.array(lengths, np.int64)
-    sizes = np.concatenate([np.zeros(0, np.int64), *groups_of_parts])
+    n_groups = np.array([len(groups) for groups in groups_of_parts], np.int64)
+    n_values = np.concatenate([np.zeros(0, np.int64), *groups_of_parts])  # of each group
     # `(groups, GROUP)`, zeros behind the values of a short group
-    padded = np.zeros((len(sizes), GROUP), np.uint32)
-    is_value = np.arange(GROUP) < sizes[:, None]
+    padded = np.zeros((len(n_values), GROUP), np.uint32)
+    is_value = np.arange(GROUP) < n_values[:, None]
     padded[is_value] = values
-    groups = _choose_widths(padded, sizes)
+    groups = _choose_widths(padded, n_values)
     planes = _pack_planes(padded, groups)
     widths = groups.widths.astype(np.uint32)
     # no value is wider than 32 bits; a shift by 32 is undefined
@@ -68,12 +70,15 @@ def pack_parts(values: np.ndarray, borders: np.ndarray) -> tuple[np.ndarray, np.
     return memory, np.array(n_bytes_of_parts, np.int64)
 
 
-def _choose_widths(padded: np.ndarray, sizes: np.ndarray) -> Groups:
-    """Width of each group that takes the fewest bytes; of equal ones the widest."""
+def _choose_widths(padded: np.ndarray, n_values: np.ndarray) -> Groups:
+    """Groups with the width that takes the fewest bytes; of equal ones the widest.
+
+    `padded` is `(groups, GROUP)` uint32, of which the first `n_values` are a group's.
+    """
     high = padded >> PLANE_BITS
     low = padded & 0xFFFF
-    bits = np.where(high, BITS[high] + PLANE_BITS, BITS[low])
-    n_groups = len(sizes)
+    bits = np.where(high, _BITS[high] + PLANE_BITS, _BITS[low])
+    n_groups = len(padded)
     # values of each number of bits, `(groups, widths)`, and of more bits than each width
     widths = np.arange(MAX_WIDTH + 1)
     group = np.arange(n_groups)[:, None]
@@ -82,18 +87,19 @@ def _choose_widths(padded: np.ndarray, sizes: np.ndarray) -> Groups:
     with_bits = with_bits.reshape(n_groups, len(widths))
     n_up_to = np.cumsum(with_bits, axis=1)
     n_larger = GROUP - n_up_to
-    most_bits = bits.max(axis=1, initial=0)[:, None]
+    largest_bits = bits.max(axis=1, initial=0)[:, None]
     is_in_one_plane = widths <= PLANE_BITS
-    fits_patches = (most_bits <= widths + PATCH_BITS) & (n_larger < GROUP)
+    # the number of patches is a byte, so not all 256 values may be patched
+    fits_patches = (largest_bits <= widths + PATCH_BITS) & (n_larger < GROUP)
     is_possible = (n_larger == 0) | (is_in_one_plane & fits_patches)
-    planes = Groups(sizes[:, None], widths, n_larger).plane_bytes()
+    planes = Groups(n_values[:, None], widths, n_larger).plane_bytes()
     n_bytes = planes + PATCH_BYTES * n_larger
     n_bytes[~is_possible] = np.iinfo(n_bytes.dtype).max
     # of equal ones the last
     from_last = n_bytes[:, ::-1]
     best = MAX_WIDTH - from_last.argmin(axis=1)
     n_patches = n_larger[group[:, 0], best]
-    return Groups(sizes, best, n_patches)
+    return Groups(n_values, best, n_patches)
 
 
 def _pack_planes(padded: np.ndarray, groups: Groups) -> np.ndarray:
@@ -128,6 +134,16 @@ def _pack_plane(values: np.ndarray, width: int) -> np.ndarray:
     return words[:, :-1].astype("<u2")
 
 
+class PartsOfGroups(NamedTuple):
+    """Which part each group belongs to, and the bytes of each part."""
+
+    part: np.ndarray  # `(groups,)` int64
+    first_group: np.ndarray  # `(parts + 1,)` int64
+    groups: Groups
+    plane_starts: np.ndarray  # `(groups,)`: first byte of each group's planes, in its part
+    plane_bytes: np.ndarray  # `(parts,)`
+
+
 def unpack_parts(
     memory: np.ndarray, starts: np.ndarray, sizes: np.ndarray, n_values: np.ndarray
 ) -> np.ndarray:
@@ -135,49 +151,72 @@ def unpack_parts(
 
     Parts are `sizes` bytes of `memory`, uint8, from `starts` on.
     """
+    read = _read_headers(memory, starts, sizes, n_values)
+    first_byte = starts[read.part] + read.plane_starts
+    words = memory.view("<u2")
+    values = _unpack_planes(words, first_byte // 2, read.groups)
+    first_highs = starts + read.plane_bytes
+    _apply_patches(values, memory, first_highs, read)
+    is_value = np.arange(GROUP) < read.groups.n_values[:, None]
+    return values[is_value]
+
+
+def _read_headers(
+    memory: np.ndarray, starts: np.ndarray, sizes: np.ndarray, n_values: np.ndarray
+) -> PartsOfGroups:
+    """The groups of parts. Raises ValueError unless each part has the bytes that its groups need."""
     n_groups = -(-n_values // GROUP)
     if (sizes < 2 * n_groups).any():
         raise ValueError("a part has too few bytes for its groups")
-    # part of each group, its number in the part, and its values
     first_group = row_offsets(n_groups)
     part = np.repeat(np.arange(len(starts)), n_groups)
-    number = positions_in_rows(first_group)
+    number = positions_in_rows(first_group)  # of a group in its part
     in_group = np.minimum(n_values[part] - number * GROUP, GROUP)
     # numbers of patches, then widths, end a part
-    ends = starts + sizes
-    header = (ends - 2 * n_groups)[part] + number
+    first_header = starts + sizes - 2 * n_groups
+    header = first_header[part] + number
     n_patches = memory[header].astype(np.int64)
-    widths = memory[header + n_groups[part]].astype(np.int64)
+    header += n_groups[part]
+    widths = memory[header].astype(np.int64)
     groups = Groups(in_group, widths, n_patches)
     most_patches = np.where(widths > PLANE_BITS, 0, in_group)
     is_possible = (widths <= MAX_WIDTH) & (n_patches <= most_patches)
-    # offsets over all parts, from which those in a part follow
-    plane_bytes = row_offsets(groups.plane_bytes())
-    patches = row_offsets(n_patches)
-    bytes_of_part = np.diff(plane_bytes[first_group])
-    patches_of_part = np.diff(patches[first_group])
-    needed = bytes_of_part + PATCH_BYTES * patches_of_part + 2 * n_groups
+    plane_starts = row_offsets(groups.plane_bytes())  # over all parts
+    plane_bytes = np.diff(plane_starts[first_group])
+    patch_starts = row_offsets(n_patches)
+    patches_of_part = np.diff(patch_starts[first_group])
+    needed = plane_bytes + PATCH_BYTES * patches_of_part + 2 * n_groups
     if not is_possible.all() or (sizes != aligned(needed)).any():
         raise ValueError("a part has other bytes than its groups say")
-    in_part = plane_bytes[:-1] - plane_bytes[first_group][part]
-    first_word = (starts[part] + in_part) // 2
+    start_of_part = plane_starts[first_group]
+    in_part = plane_starts[:-1] - start_of_part[part]
+    return PartsOfGroups(part, first_group, groups, in_part, plane_bytes)
+
+
+def _apply_patches(
+    values: np.ndarray, memory: np.ndarray, first_highs: np.ndarray, read: PartsOfGroups
+) -> None:
+    """Add the bits above the width to the patched of `values`, `(groups, GROUP)` uint32.
+
+    `first_highs` is the byte at which the patches of each part begin. Raises ValueError for a patch
+    outside its group.
+    """
+    groups = read.groups
+    patch_starts = row_offsets(groups.n_patches)
+    first_patch = patch_starts[read.first_group]  # of each part, and the end
+    group = np.repeat(np.arange(len(groups.widths)), groups.n_patches)
+    part = read.part[group]
+    number = np.arange(patch_starts[-1]) - first_patch[part]  # of a patch in its part
     words = memory.view("<u2")
-    values = _unpack_planes(words, first_word, groups)
-    # patches of all parts: their groups, high bits and positions
-    group = np.repeat(np.arange(len(widths)), n_patches)
-    part_of_patch = part[group]
-    number = np.arange(patches[-1]) - patches[first_group][part_of_patch]
-    first_high = (starts + bytes_of_part)[part_of_patch]
-    highs = words[first_high // 2 + number].astype(np.uint32)
-    first_position = first_high + 2 * patches_of_part[part_of_patch]
-    positions = memory[first_position + number]
-    if (positions >= in_group[group]).any():
+    first_word = first_highs // 2
+    highs = words[first_word[part] + number].astype(np.uint32)
+    first_position = first_highs + 2 * np.diff(first_patch)
+    positions = memory[first_position[part] + number]
+    if (positions >= groups.n_values[group]).any():
         raise ValueError("a patch is outside its group")
-    # a damaged part may have two patches of one value
-    high_bits = highs << widths[group].astype(np.uint32)
-    np.bitwise_or.at(values, (group, positions), high_bits)
-    is_value = np.arange(GROUP) < in_group[:, None]
-    return values[is_value]
+    widths = groups.widths[group].astype(np.uint32)
+    # one by one: a damaged part may have two patches of one value
+    np.bitwise_or.at(values, (group, positions), highs << widths)
 
 
 def _unpack_planes(words: np.ndarray, first_word: np.ndarray, groups: Groups) -> np.ndarray:

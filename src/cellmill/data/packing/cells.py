@@ -7,18 +7,21 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from cellmill.data.packing.codec import Parts, ValueCoding, unpack_parts
+from cellmill.data.packing import codec
+from cellmill.data.packing.codec import Parts, ValueCoding, pack_parts, unpack_parts
 from cellmill.data.recycled import recycled_empty
 from cellmill.data.rows import row_offsets
 
-Order = Literal["rank", "genes"]
-"""Order of the genes of a cell: `rank`, as stored, also of sequences; or `genes`, ascending."""
+GeneOrder = Literal["rank", "genes"]
+"""Order of the genes of a cell. rank: as they were given, in rank order or that of a sequence.
+genes: ascending.
+"""
 
 
 class CellKind(NamedTuple):
     """What packed cells hold."""
 
-    order: Order
+    order: GeneOrder
     n_genes: int  # genes are below it
     dtype: np.dtype[Any]  # of the counts: uint16 or uint32
 
@@ -73,9 +76,10 @@ class PackedCells:
         genes: np.ndarray,
         counts: np.ndarray | None,
     ) -> None:
-        """Unpack the first `kept` genes and counts of each cell to positions `targets`.
+        """Unpack the first `kept` genes of each cell into `genes`, from position `targets` on, and
+        their counts likewise.
 
-        Raises codec.DamagedPart.
+        `kept` and `targets` are `(cells,)` int64. Raises codec.DamagedPart.
         """
         count_starts = self.count_starts
         gene_bytes = count_starts - self.gene_starts
@@ -87,6 +91,46 @@ class PackedCells:
             count_bytes = self.ends - count_starts
             parts = Parts(self.memory, count_starts, count_bytes, self.n_genes, kept, targets)
             unpack_parts(parts, ValueCoding(ascending=False, added=1, limit=limit), counts)
+
+
+def pack_cells(cells: Unpacked, order: GeneOrder) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes, uint8, with the genes and the counts of each cell in turn, and the bytes of each of
+    these parts, `(2 * cells,)` int64.
+
+    Counts are above 0. Raises ValueError if genes do not ascend, but `order` is `genes`.
+    """
+    counts = cells.counts
+    assert counts is not None
+    values = recycled_empty(2 * len(counts), np.uint32)
+    ascending = order == "genes"
+    loops = codec.COMPILED.loops_for(len(values))
+    join = _join_values if loops is None else loops.join_values
+    if not join(cells.starts, cells.genes, counts, ascending, values):
+        raise ValueError("genes of a cell do not ascend")
+    n_genes = np.diff(cells.starts)
+    return pack_parts(values, row_offsets(np.repeat(n_genes, 2)))
+
+
+def _join_values(
+    starts: np.ndarray, genes: np.ndarray, counts: np.ndarray, ascending: bool, values: np.ndarray
+) -> bool:
+    """Fill `values` with what is packed of each cell: its genes, then its counts, less one.
+
+    Returns False if genes that should ascend do not.
+    """
+    gene_values = genes
+    if ascending:
+        is_first = np.zeros(len(genes) + 1, bool)
+        is_first[starts[:-1]] = True
+        before = np.where(is_first[:-1], -1, np.roll(genes, 1))
+        gene_values = genes - before - 1
+        if (gene_values < 0).any():
+            return False
+    n_genes = np.diff(starts)
+    place = np.arange(len(genes)) + np.repeat(starts[:-1], n_genes)
+    values[place] = gene_values
+    values[place + np.repeat(n_genes, n_genes)] = counts.astype(np.uint32) - 1
+    return True
 
 
 def join_cells(parts: list[PackedCells]) -> PackedCells:

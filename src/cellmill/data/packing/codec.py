@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cellmill.data.packing import by_numpy
-from cellmill.data.packing.layout import BITS, most_bytes
+from cellmill.data.packing.layout import most_bytes
+from cellmill.data.recycled import recycled_empty
 from cellmill.data.rows import positions_in_rows, row_offsets
 
 # values that a process packs or unpacks before the loops are worth numba's second and 100 MB
 WORTH_COMPILING = 1 << 23
-LOOPS = ("loops", "cell_loops")  # modules that numba compiles
+LOOP_MODULES = ("loops", "cell_loops")  # compiled by numba
 
 
 class Parts(NamedTuple):
@@ -34,9 +35,10 @@ class Parts(NamedTuple):
 class ValueCoding(NamedTuple):
     """Meaning of packed values."""
 
-    ascending: bool  # differences, less one, of values that ascend from 0 in each part
-    added: int  # added to each value
-    limit: int  # largest value
+    # True: stored are differences, less one, of values that ascend; the first follows -1
+    ascending: bool
+    added: int  # to each stored value; 0 if they ascend
+    limit: int  # a larger value is damage
 
 
 class DamagedPart(ValueError):
@@ -54,9 +56,10 @@ class CompiledLoops:
         self._n_left = worth
         self._loading: Future[Any] | None = None
 
-    def get(self, n_values: int) -> Any:
-        """Count values to be packed or unpacked, and return the loops; None without numba, and as
-        long as they are not compiled.
+    def loops_for(self, n_values: int) -> Any:
+        """Return the loops; None without numba, and as long as they are not compiled.
+
+        `n_values` are counted towards `worth`, at which compiling starts.
         """
         self._n_left -= n_values
         if self._n_left > 0:
@@ -72,7 +75,7 @@ class CompiledLoops:
         """Announce values that will be packed or unpacked, and wait for the loops if these are
         worth it: numpy would take longer.
         """
-        self.get(n_values)
+        self.loops_for(n_values)
         if self._loading is not None:
             self._loading.result()
 
@@ -82,7 +85,9 @@ def load_loops() -> Any:
     numba's cache; None without numba.
     """
     try:
-        modules = [importlib.import_module(f"cellmill.data.packing.{name}") for name in LOOPS]
+        modules = [
+            importlib.import_module(f"cellmill.data.packing.{name}") for name in LOOP_MODULES
+        ]
     except ImportError:
         return None
     return SimpleNamespace(**vars(modules[0]) | vars(modules[1]))
@@ -97,14 +102,14 @@ def pack_parts(values: np.ndarray, borders: np.ndarray) -> tuple[np.ndarray, np.
     `values`, `(n,)`, are 0 to 2**32 - 1; `borders[i]` to `borders[i + 1]` are those of part i.
     """
     values = np.ascontiguousarray(values, dtype=np.uint32)
-    loops = COMPILED.get(len(values))
+    loops = COMPILED.loops_for(len(values))
     if loops is None:
         return by_numpy.pack_parts(values, borders)
     borders = np.array(borders, np.int64)
     sizes = np.zeros(len(borders) - 1, np.int64)
-    memory = np.zeros(most_bytes(len(values), len(sizes)), np.uint8)
+    memory = recycled_empty(most_bytes(len(values), len(sizes)), np.uint8)
     views = (memory, memory.view(np.uint16), memory.view(np.uint64))
-    n_bytes = loops.pack_parts(values, borders, BITS, *views, sizes)
+    n_bytes = loops.pack_parts(values, borders, *views, sizes)
     return memory[:n_bytes], sizes
 
 
@@ -115,13 +120,13 @@ def unpack_parts(parts: Parts, coding: ValueCoding, out: np.ndarray) -> None:
     """
     if not len(parts.kept):
         return
-    ends = parts.targets + parts.kept
-    if min(parts.kept.min(), parts.targets.min()) < 0 or ends.max() > len(out):
+    value_ends = parts.targets + parts.kept
+    if min(parts.kept.min(), parts.targets.min()) < 0 or value_ends.max() > len(out):
         raise IndexError(f"expected parts within {len(out):,} values, got one beyond")
-    ends = parts.begins + parts.sizes
-    if min(parts.sizes.min(), parts.begins.min()) < 0 or ends.max() > len(parts.memory):
+    byte_ends = parts.begins + parts.sizes
+    if min(parts.sizes.min(), parts.begins.min()) < 0 or byte_ends.max() > len(parts.memory):
         raise IndexError(f"expected parts within {len(parts.memory):,} bytes, got one beyond")
-    loops = COMPILED.get(int(parts.kept.sum()))
+    loops = COMPILED.loops_for(int(parts.kept.sum()))
     if loops is None:
         _unpack_by_numpy(parts, coding, out)
         return
@@ -145,12 +150,7 @@ def _unpack_by_numpy(parts: Parts, coding: ValueCoding, out: np.ndarray) -> None
     try:
         unpacked = by_numpy.unpack_parts(memory, begins, sizes, n_values)
     except ValueError:
-        for number, (begin, size, n) in enumerate(zip(begins, sizes, n_values)):
-            try:
-                by_numpy.unpack_parts(memory[begin : begin + size], *np.array([[0], [size], [n]]))
-            except ValueError:
-                raise DamagedPart(number) from None
-        raise
+        raise DamagedPart(_find_damaged(parts)) from None
     _refuse(kept > n_values)
     part = np.repeat(np.arange(len(kept)), kept)
     ends = row_offsets(kept)
@@ -166,6 +166,19 @@ def _unpack_by_numpy(parts: Parts, coding: ValueCoding, out: np.ndarray) -> None
     is_large[part[chosen > coding.limit]] = True
     _refuse(is_large)
     out[targets[part] + in_part] = chosen.astype(out.dtype)
+
+
+def _find_damaged(parts: Parts) -> int:
+    """Number of the first damaged part; each is unpacked alone, as all together tell no number."""
+    for number in range(len(parts.begins)):
+        alone = slice(number, number + 1)
+        try:
+            by_numpy.unpack_parts(
+                parts.memory, parts.begins[alone], parts.sizes[alone], parts.n_values[alone]
+            )
+        except ValueError:
+            return number
+    raise AssertionError("expected a damaged part, got none")
 
 
 def _refuse(is_damaged: np.ndarray) -> None:

@@ -4,7 +4,9 @@ Values are packed in groups of 256. A group has a width of bits; its few larger 
 the packed value has their lower bits, a patch the bits above. This is PFOR (Zukowski et al., ICDE
 2006) with vertical layout (Lemire and Boytsov, 2015): value i of a group stands in lane i % 16 of
 row i // 16, and row r begins at bit r * width of its lane. A lane is a chain of 16-bit words, so
-unpacking shifts 16 words at once. A part is, little-endian and in this order:
+unpacking shifts 16 words at once. (These lanes are SIMD's, not those of `stream.lanes`.)
+
+A part is, little-endian and in this order:
 
     planes      16-bit words of each group: its lower 16 bits, then those above if it is wider
     highs       uint16 for each patch: the value without its lower `width` bits
@@ -31,10 +33,7 @@ PATCH_BITS = 16  # most bits of a value above the width of its group
 PATCH_BYTES = 3
 PLANE_BITS = 16
 WORD_BYTES = 2 * LANES  # one 16-bit word of every lane
-TABLED_COUNTS = 64  # counts below it have their token values in a table of each cell
 ALIGNMENT = 8  # bytes; parts begin at multiples of it
-BITS = np.array([number.bit_length() for number in range(1 << PLANE_BITS)], np.uint8)
-"""Number of bits of each value of 16 bits."""
 
 
 class Groups(NamedTuple):
@@ -49,7 +48,10 @@ class Groups(NamedTuple):
         return -(-self.n_values // LANES)
 
     def alike(self) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Width and rows of groups that have them alike, and the numbers of these groups."""
+        """For each width and number of rows that occurs: both, and the numbers of its groups.
+
+        So equal groups are handled at once.
+        """
         n_rows = self.rows()
         shapes = np.stack([self.widths, n_rows], axis=1)
         for width, rows in np.unique(shapes, axis=0).tolist():

@@ -20,7 +20,8 @@ from cellmill.data.packing.layout import (
     ROWS,
 )
 
-_QUAD = LANES // 4  # 64-bit words in a row of lanes
+_ROW_WORDS = LANES // 4  # 64-bit words in a row of lanes of 16 bits
+# times a mask of 16 bits: that mask in each of a word's four lanes
 _EACH_LANE = np.uint64(0x0001_0001_0001_0001)
 
 
@@ -30,62 +31,79 @@ def _unpack_plane(words: Any, start: Any, n_rows: Any, width: Any, values: Any) 
     numba lets signed ones count from the end of an array.
     """
     mask = ((np.uint64(1) << width) - np.uint64(1)) * _EACH_LANE
-    quad = np.uint64(_QUAD)
+    row_words = np.uint64(_ROW_WORDS)
     bit = np.uint64(0)
     to = np.uint64(0)
     for _ in range(n_rows):
-        first = start + (bit >> np.uint64(4)) * quad
+        first = start + (bit >> np.uint64(4)) * row_words
         shift = bit & np.uint64(15)
         if shift + width <= np.uint64(PLANE_BITS):
-            for i in range(quad):
+            for i in range(row_words):
                 values[to + i] = (words[first + i] >> shift) & mask
         else:
             n_low = np.uint64(PLANE_BITS) - shift  # bits in the first of two words
             low = ((np.uint64(1) << n_low) - np.uint64(1)) * _EACH_LANE
             high = mask & ~low
-            for i in range(quad):
+            for i in range(row_words):
                 in_first = (words[first + i] >> shift) & low
-                in_second = (words[first + quad + i] << n_low) & high
+                in_second = (words[first + row_words + i] << n_low) & high
                 values[to + i] = in_first | in_second
         bit += width
-        to += quad
+        to += row_words
 
 
-@compiled("void(uint64[::1], int64, int64, int64, uint64[::1])")
-def _pack_plane(values: Any, n_rows: int, width: int, start: int, words: Any) -> None:
-    """Add rows of `values`, below 2**width, to the zeros from word `start` on."""
-    for row in range(n_rows):
-        bit = row * width
-        first = start + (bit >> 4) * _QUAD
-        shift = np.uint64(bit & 15)
-        if shift + np.uint64(width) <= np.uint64(PLANE_BITS):
-            for i in range(_QUAD):
-                words[first + i] |= values[row * _QUAD + i] << shift
-        else:
-            n_low = np.uint64(PLANE_BITS) - shift
+@compiled("int64(uint64[::1], int64, int64, int64, uint64[::1])")
+def _pack_plane(values: Any, n_rows: int, width: int, start: int, words: Any) -> Any:
+    """Write the lower `width` bits of rows of lanes from word `start` on. Return the end.
+
+    Every word is first set, then added to: what was in it does not matter.
+    """
+    n_bits = np.uint64(width)
+    plane_bits = np.uint64(PLANE_BITS)
+    mask = ((np.uint64(1) << n_bits) - np.uint64(1)) * _EACH_LANE
+    row_words = np.uint64(_ROW_WORDS)
+    first = np.uint64(start)
+    shift = np.uint64(0)  # of the row in its word
+    row_start = np.uint64(0)
+    for _ in range(n_rows):
+        n_low = plane_bits - shift  # bits of a value in the first of two words
+        low = mask
+        if n_bits > n_low:
             low = ((np.uint64(1) << n_low) - np.uint64(1)) * _EACH_LANE
-            high = ((np.uint64(1) << (np.uint64(width) - n_low)) - np.uint64(1)) * _EACH_LANE
-            for i in range(_QUAD):
-                value = values[row * _QUAD + i]
-                words[first + i] |= (value & low) << shift
-                words[first + _QUAD + i] |= (value >> n_low) & high
+        if shift == np.uint64(0):
+            for i in range(row_words):
+                words[first + i] = values[row_start + i] & mask
+        else:
+            for i in range(row_words):
+                words[first + i] |= (values[row_start + i] & low) << shift
+        if n_bits >= n_low:
+            first += row_words
+        if n_bits > n_low:
+            high = mask & ~low
+            for i in range(row_words):
+                words[first + i] = (values[row_start + i] & high) >> n_low
+        shift = (shift + n_bits) & (plane_bits - np.uint64(1))
+        row_start += row_words
+    is_begun = np.int64(shift > np.uint64(0))
+    return np.int64(first) + is_begun * _ROW_WORDS
 
 
 @compiled("int64(int64, int64)")
 def _plane_words(n_rows: int, width: int) -> int:
-    """64-bit words of the planes of a group."""
+    """Return the number of 64-bit words of a group's planes."""
     n_words = (n_rows * min(width, PLANE_BITS) + PLANE_BITS - 1) // PLANE_BITS
     if width > PLANE_BITS:
         n_words += (n_rows * (width - PLANE_BITS) + PLANE_BITS - 1) // PLANE_BITS
-    return n_words * _QUAD
+    return n_words * _ROW_WORDS
 
 
 @compiled("int64(uint8[::1], int64, int64, int64, int64[::1], int64[::1])")
 def _read_headers(
     memory: Any, start: int, size: int, n_values: int, first_word: Any, first_patch: Any
 ) -> Any:
-    """Fill the 64-bit word at which each group begins in its part, and its first patch; the number
-    of patches, or -1 if the part is damaged.
+    """Fill the 64-bit word at which each group begins in its part, and its first patch.
+
+    Returns the number of patches, or -1 if the part is damaged.
     """
     n_groups = (n_values + GROUP - 1) // GROUP
     if size < 2 * n_groups:
@@ -118,7 +136,7 @@ def _unpack_group(
     low_width = np.uint64(min(width, PLANE_BITS))
     _unpack_plane(words, np.uint64(start), np.uint64(n_rows), low_width, low_64)
     if width > PLANE_BITS:
-        second = start + n_rows * _QUAD
+        second = start + n_rows * _ROW_WORDS
         high_width = np.uint64(width - PLANE_BITS)
         _unpack_plane(words, np.uint64(second), np.uint64(n_rows), high_width, high_64)
 
@@ -137,8 +155,10 @@ def _apply_patches(
     low: Any,
     high: Any,
 ) -> int:
-    """Add the bits above the width to patched values of a group; 1 if some have more than 16 bits,
-    0 if none has, -1 if a patch is outside the group.
+    """Add the bits above the width to patched values of a group.
+
+    Returns 1 if a value now has more than 16 bits, 0 if none has, -1 if a patch is outside the
+    group.
     """
     is_wide = 0
     for patch in range(n_patches):
@@ -162,7 +182,7 @@ def _apply_patches(
     )
 )
 def _write_ascending(low: Any, high: Any, is_wide: bool, last: Any, filled: Any) -> int:
-    """Fill values from differences less one, after the value `last`; the new last value."""
+    """Fill values from differences less one, which follow `last`. Return the last value."""
     for i in range(np.uint64(len(filled))):
         last += np.int64(low[i]) + np.int64(1)
         if is_wide:
@@ -178,7 +198,7 @@ def _write_ascending(low: Any, high: Any, is_wide: bool, last: Any, filled: Any)
     )
 )
 def _write_plain(low: Any, high: Any, is_wide: bool, added: Any, filled: Any) -> Any:
-    """Fill values, each increased by `added`; the largest one."""
+    """Fill values, each increased by `added`. Return the largest one."""
     size = np.uint64(len(filled))
     if is_wide:
         largest = np.int64(0)
@@ -219,7 +239,7 @@ def unpack_parts(
     limit: int,
     out: Any,
 ) -> int:
-    """Unpack parts into `out`; the number of a damaged one, or -1.
+    """Unpack parts into `out`. Return the number of the first damaged one, or -1.
 
     As `codec.unpack_parts`; the three memories are views of one.
     """
@@ -228,8 +248,8 @@ def unpack_parts(
         most_groups = max(most_groups, (n_values[part] + GROUP - 1) // GROUP)
     first_word = np.empty(most_groups + 1, np.int64)
     first_patch = np.empty(most_groups + 1, np.int64)
-    low_64 = np.empty(ROWS * _QUAD, np.uint64)
-    high_64 = np.empty(ROWS * _QUAD, np.uint64)
+    low_64 = np.empty(ROWS * _ROW_WORDS, np.uint64)
+    high_64 = np.empty(ROWS * _ROW_WORDS, np.uint64)
     low = low_64.view(np.uint16)
     high = high_64.view(np.uint16)
     for part in range(len(begins)):
@@ -275,103 +295,132 @@ def unpack_parts(
     return -1
 
 
-@compiled("int64(int64[::1], int64)")
-def _choose_width(with_bits: Any, n_rows: int) -> int:
-    """Width of a group that takes the fewest bytes; of equal ones the largest.
+@compiled("int64(uint32[::1], int64[::1])")
+def _count_larger(values: Any, n_larger: Any) -> Any:
+    """Fill, for each width from 0 to `MAX_WIDTH`, how many of a group's values need more bits.
 
-    `with_bits` is its number of values of each number of bits.
+    Returns the bits of the largest value.
     """
-    most_bits = MAX_WIDTH
-    while most_bits and not with_bits[most_bits]:
-        most_bits -= 1
+    union = np.uint32(0)
+    for i in range(np.uint64(GROUP)):
+        union |= values[i]
+    most_bits = np.int64(0)
+    while most_bits < MAX_WIDTH and union >> np.uint32(most_bits):
+        most_bits += 1
+    for width in range(most_bits):
+        largest = np.uint32((np.int64(1) << width) - 1)
+        n = np.uint32(0)
+        for i in range(np.uint64(GROUP)):
+            n = np.uint32(n + np.uint32(values[i] > largest))
+        n_larger[width] = n
+    for width in range(most_bits, MAX_WIDTH + 1):
+        n_larger[width] = 0
+    return most_bits
+
+
+@compiled("int64(int64[::1], int64, int64)")
+def _choose_width(n_larger: Any, most_bits: int, n_rows: int) -> int:
+    """Return the width of a group that takes the fewest bytes; of equal ones the largest.
+
+    `n_larger` and `most_bits` are those of `_count_larger`.
+    """
     best = MAX_WIDTH
     fewest = _plane_words(n_rows, MAX_WIDTH) * 8
-    n_larger = 0  # values of more than `width` bits
-    for step in range(MAX_WIDTH):
-        width = MAX_WIDTH - 1 - step
-        n_larger += with_bits[width + 1]
-        may_patch = width <= PLANE_BITS and most_bits <= width + PATCH_BITS and n_larger < GROUP
-        n_bytes = _plane_words(n_rows, width) * 8 + PATCH_BYTES * n_larger
-        if n_bytes < fewest and (may_patch or n_larger == 0):
+    for width in range(MAX_WIDTH - 1, -1, -1):
+        n_patches = n_larger[width]
+        # the number of patches is a byte, so not all 256 values may be patched
+        may_patch = width <= PLANE_BITS and most_bits <= width + PATCH_BITS and n_patches < GROUP
+        n_bytes = _plane_words(n_rows, width) * 8 + PATCH_BYTES * n_patches
+        if n_bytes < fewest and (may_patch or n_patches == 0):
             best = width
             fewest = n_bytes
     return best
 
 
-@compiled("int64(uint32[::1], uint8[::1], uint8[::1], uint16[::1], uint64[::1], int64)")
-def _pack_part(
-    values: Any, bits: Any, memory: Any, memory_16: Any, memory_64: Any, start: int
-) -> int:
-    """Write a part into `memory` from byte `start` on; its end."""
+@compiled("void(uint32[::1], int64, uint16[::1])")
+def _copy_bits(values: Any, first_bit: int, lanes: Any) -> None:
+    """Fill `lanes` with 16 bits of each of a group's values, from `first_bit` on."""
+    shift = np.uint32(first_bit)
+    for i in range(np.uint64(GROUP)):
+        lanes[i] = np.uint16(values[i] >> shift)
+
+
+@compiled("void(uint32[::1], int64[::1], int64[::1], int64, int64, uint8[::1], uint16[::1])")
+def _write_patches(
+    values: Any,
+    widths: Any,
+    n_patches: Any,
+    first_high: int,
+    first_position: int,
+    memory: Any,
+    memory_16: Any,
+) -> None:
+    """Write the patches of a part: 16-bit words from `first_high` on, bytes from `first_position`."""
+    for group in range(len(widths)):
+        if not n_patches[group]:
+            continue
+        in_group = values[group * GROUP : (group + 1) * GROUP]
+        width = np.uint32(widths[group])
+        for i in range(np.uint64(len(in_group))):
+            above = in_group[i] >> width
+            if above:
+                memory_16[first_high] = above
+                memory[first_position] = i
+                first_high += 1
+                first_position += 1
+
+
+@compiled("int64(uint32[::1], uint8[::1], uint16[::1], uint64[::1], int64)")
+def _pack_part(values: Any, memory: Any, memory_16: Any, memory_64: Any, start: int) -> int:
+    """Write a part into `memory` from byte `start` on. Return its end."""
     n_values = len(values)
     n_groups = (n_values + GROUP - 1) // GROUP
     widths = np.empty(n_groups, np.int64)
-    n_patches = np.zeros(n_groups, np.int64)
-    low_64 = np.zeros(ROWS * _QUAD, np.uint64)
-    high_64 = np.zeros(ROWS * _QUAD, np.uint64)
-    low = low_64.view(np.uint16)
-    high = high_64.view(np.uint16)
-    with_bits = np.empty(MAX_WIDTH + 1, np.int64)  # values of each number of bits
+    n_patches = np.empty(n_groups, np.int64)
+    padded = np.empty(GROUP, np.uint32)
+    lanes_64 = np.empty(ROWS * _ROW_WORDS, np.uint64)
+    lanes = lanes_64.view(np.uint16)
+    n_larger = np.empty(MAX_WIDTH + 1, np.int64)
     word = start // 8
-    total_patches = 0
     for group in range(n_groups):
-        first = group * GROUP
-        n = min(n_values - first, GROUP)
-        n_rows = (n + LANES - 1) // LANES
-        with_bits[:] = 0
-        for i in range(n):
-            value = values[first + i]
-            above = value >> np.uint32(PLANE_BITS)
-            if above:
-                with_bits[np.int64(bits[above]) + PLANE_BITS] += 1
-            else:
-                with_bits[bits[value]] += 1
-        best = _choose_width(with_bits, n_rows)
-        n_patches[group] = with_bits[best + 1 :].sum()
-        widths[group] = best
-        total_patches += n_patches[group]
-        mask = np.uint32((np.int64(1) << min(best, PLANE_BITS)) - 1)
-        for i in range(n_rows * LANES):
-            value = values[first + i] if i < n else np.uint32(0)
-            low[i] = value & mask
-            high[i] = value >> np.uint32(PLANE_BITS)
-        _pack_plane(low_64, n_rows, min(best, PLANE_BITS), word, memory_64)
-        if best > PLANE_BITS:
-            _pack_plane(high_64, n_rows, best - PLANE_BITS, word + n_rows * _QUAD, memory_64)
-        word += _plane_words(n_rows, best)
-    high_at = 4 * word  # in 16-bit words
-    position_at = 8 * word + 2 * total_patches
+        in_group = values[group * GROUP : (group + 1) * GROUP]
+        n_rows = (len(in_group) + LANES - 1) // LANES
+        if len(in_group) < GROUP:
+            padded[:] = 0
+        padded[: len(in_group)] = in_group
+        most_bits = _count_larger(padded, n_larger)
+        width = _choose_width(n_larger, most_bits, n_rows)
+        widths[group] = width
+        n_patches[group] = n_larger[width]
+        for first_bit in range(0, width, PLANE_BITS):
+            width_of_plane = min(width - first_bit, PLANE_BITS)
+            _copy_bits(padded, first_bit, lanes)
+            word = _pack_plane(lanes_64, n_rows, width_of_plane, word, memory_64)
+    total_patches = n_patches.sum()
+    first_position = 8 * word + 2 * total_patches
+    _write_patches(values, widths, n_patches, 4 * word, first_position, memory, memory_16)
+    padding = first_position + total_patches
+    end = (padding + 2 * n_groups + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    first_header = end - 2 * n_groups
+    memory[padding:first_header] = 0
     for group in range(n_groups):
-        if n_patches[group]:
-            first = group * GROUP
-            for i in range(min(n_values - first, GROUP)):
-                above = values[first + i] >> np.uint32(widths[group])
-                if above:
-                    memory_16[high_at] = above
-                    memory[position_at] = i
-                    high_at += 1
-                    position_at += 1
-    size = (position_at + 2 * n_groups + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-    for group in range(n_groups):
-        memory[size - n_groups + group] = widths[group]
-        memory[size - 2 * n_groups + group] = n_patches[group]
-    return size
+        memory[first_header + group] = n_patches[group]
+        memory[first_header + n_groups + group] = widths[group]
+    return end
 
 
-@compiled(
-    "int64(uint32[::1], int64[::1], uint8[::1], uint8[::1], uint16[::1], uint64[::1], int64[::1])"
-)
+@compiled("int64(uint32[::1], int64[::1], uint8[::1], uint16[::1], uint64[::1], int64[::1])")
 def pack_parts(
-    values: Any, borders: Any, bits: Any, memory: Any, memory_16: Any, memory_64: Any, sizes: Any
+    values: Any, borders: Any, memory: Any, memory_16: Any, memory_64: Any, sizes: Any
 ) -> int:
-    """Write parts into `memory`, zeros with three views, and their `sizes`; return their bytes.
+    """Write parts into `memory`, of which the others are views, and their `sizes`. Return their bytes.
 
-    As `codec.pack_parts`; `bits` is `layout.BITS`.
+    As `codec.pack_parts`.
     """
     end = 0
     for part in range(len(sizes)):
         in_part = values[borders[part] : borders[part + 1]]
         start = end
-        end = _pack_part(in_part, bits, memory, memory_16, memory_64, start)
+        end = _pack_part(in_part, memory, memory_16, memory_64, start)
         sizes[part] = end - start
     return end

@@ -1,20 +1,22 @@
-"""Rank order of cells in place: by count over the gene's corpus median, as `arrays`."""
+"""Rank order of cells, sorted in place: by count over the gene's median in the corpus, as
+`data.arrays.rank_order_rows`.
+"""
 
 from dataclasses import dataclass
 
 import numpy as np
 
 from cellmill.data.arrays import rank_order_rows
-from cellmill.data.packing.codec import COMPILED
+from cellmill.data.packing import codec
 from cellmill.data.rows import positions_in_rows, row_offsets
 
 
 @dataclass(frozen=True)
 class RankOrder:
-    """Puts cells of more than `most_genes` genes into rank order."""
+    """Puts cells into rank order."""
 
     inverse_medians: np.ndarray  # `(genes,)` float32
-    most_genes: int = 0
+    unsorted_up_to: int = 0  # cells of at most so many genes are left as they are
 
     def sort(
         self, starts: np.ndarray, n: np.ndarray, genes: np.ndarray, counts: np.ndarray
@@ -24,11 +26,11 @@ class RankOrder:
         `starts` and `n` are `(cells,)` int64, `genes` int32, `counts` uint16 or uint32. By compiled
         loops or by numpy, with the same result.
         """
-        is_long = n > self.most_genes
+        is_long = n > self.unsorted_up_to
         n = n[is_long]
         starts = starts[is_long]
         ends = row_offsets(n)
-        loops = COMPILED.get(int(ends[-1]))
+        loops = codec.COMPILED.loops_for(int(ends[-1]))
         if loops is not None:
             loops.rank_rows(starts, n, genes, counts, self.inverse_medians)
             return

@@ -86,8 +86,8 @@ class RowFile:
     kind: CellKind
     packed: Place
     unchecked_indptr: np.ndarray  # `(cells + 1,)`
-    # `(2 * cells + 1,)`: where the genes and the counts of each cell begin in `packed`, and the
-    # end, in units of 8 bytes
+    # `(2 * cells + 1,)`: where the genes and then the counts of each cell begin in `packed`, and
+    # the end, in units of 8 bytes
     unchecked_borders: np.ndarray
     files: OpenFiles
     remedy: str
@@ -103,9 +103,11 @@ class RowFile:
         `nnz`.
         """
         indptr = self.unchecked_indptr
-        # before memory is taken for them: a group of 256 values has a header of two bytes
-        is_possible = indptr[-1] == self.nnz <= GROUP // 2 * self.packed.n_bytes
-        if indptr[0] or not is_possible or (indptr[1:] < indptr[:-1]).any():
+        # a group, at most 256 values, takes at least the two bytes of its header: checked before
+        # memory is taken for nnz values
+        most_nnz = GROUP // 2 * self.packed.n_bytes
+        is_possible = indptr[0] == 0 and indptr[-1] == self.nnz and self.nnz <= most_nnz
+        if not is_possible or (indptr[1:] < indptr[:-1]).any():
             raise self._damaged(f"its offsets of rows are not of {self.nnz:,} nonzeros")
         return indptr
 
@@ -135,20 +137,20 @@ class RowFile:
     def read_rows(
         self, rows: np.ndarray, targets: np.ndarray, genes: np.ndarray, counts: np.ndarray
     ) -> None:
-        """Unpack `rows`, `(rows,)` int64, to positions `targets` of `genes`, int32, and `counts`,
-        uint16 or uint32 that holds them. Few reads if rows ascend.
+        """Unpack `rows`, `(rows,)` int64, into `genes`, int32, from positions `targets` on, and their
+        counts likewise, uint16 or uint32 that holds them. Few reads if rows ascend.
         """
         if not len(rows):
             return
         gene_starts, count_starts, ends = (self.byte_of(2 * rows + i) for i in range(3))
-        gaps = gene_starts[1:] - ends[:-1]
-        is_far = (gaps < 0) | (gaps > _MOST_GAP)
-        first_row = np.concatenate([[0], np.flatnonzero(is_far) + 1])  # of each read
-        last_row = np.append(first_row[1:], len(rows)) - 1
-        offsets = row_offsets(ends[last_row] - gene_starts[first_row])
+        first_row, last_row = _join_reads(gene_starts, ends)
+        read_starts = gene_starts[first_row]
+        read_ends = ends[last_row]
+        offsets = row_offsets(read_ends - read_starts)
         memory = recycled_empty(offsets[-1], np.uint8)
-        self.read_bytes(gene_starts[first_row], ends[last_row], offsets, memory)
-        moved = np.repeat(offsets[:-1] - gene_starts[first_row], last_row - first_row + 1)
+        self.read_bytes(read_starts, read_ends, offsets, memory)
+        # from a byte of the file to one of the memory
+        moved = np.repeat(offsets[:-1] - read_starts, last_row - first_row + 1)
         n_genes = (self.indptr[rows + 1] - self.indptr[rows]).astype(np.int64)
         cells = PackedCells(
             memory, gene_starts + moved, count_starts + moved, ends + moved, n_genes
@@ -174,26 +176,26 @@ class RowFile:
                 part = view[target : target + end - begin]
                 _read_into(part, descriptor, self.packed.offset + begin)
 
-        self._read(read)
+        self._with_file(read)
 
     def _damaged(self, reason: str) -> DataError:
         return DataError(f"{self.path}: damaged: {reason}; {self.remedy}")
 
-    def _read(self, read: Callable[[int], T]) -> T:
-        """Result of `read`, called with a descriptor of the file or of its local copy."""
+    def _with_file(self, use: Callable[[int], T]) -> T:
+        """Result of `use`, called with a descriptor of the local copy, or else of the file."""
         copies = self.files.copies
         copy = None if copies is None else copies.find(self.path)
         if copies is not None and copy is not None:
             try:
                 file = self.files.open(copy)
-                return read(file.descriptor)
+                return use(file.descriptor)
             except (OSError, ValueError) as error:
                 copies.give_up(error, self.path)
         try:
             file = self.files.open(self.path)
             if not self._is_checked:
                 self._check_size(os.fstat(file.descriptor))
-            return read(file.descriptor)
+            return use(file.descriptor)
         except FileNotFoundError:
             reason = "no such file"
         except OSError as error:
@@ -210,6 +212,15 @@ class RowFile:
         if status.st_size < end:
             raise ValueError(f"truncated: {status.st_size:,} of at least {end:,} bytes")
         self._is_checked = True
+
+
+def _join_reads(starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """First and last row of each read: rows that follow within `_MOST_GAP` bytes share one."""
+    gaps = starts[1:] - ends[:-1]
+    is_far = (gaps < 0) | (gaps > _MOST_GAP)
+    first_row = np.concatenate([[0], np.flatnonzero(is_far) + 1])
+    last_row = np.append(first_row[1:], len(starts)) - 1
+    return first_row, last_row
 
 
 def _read_into(memory: memoryview, descriptor: int, offset: int) -> None:

@@ -33,7 +33,7 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.inputs.source import COUNTS_RULE
 from cellmill.data.keys import SHARDS, permutation
-from cellmill.data.packing.cells import Order
+from cellmill.data.packing.cells import GeneOrder
 from cellmill.data.rows import positions_in_rows
 from cellmill.data.shards.index import open_array
 from cellmill.data.shards.manifest import CorpusSummary, IndexEntry, Kind
@@ -87,7 +87,7 @@ class ShardPlan(CorpusSummary):
     key: str
     datasets: list[str]
     cells_per_shard: int
-    order: Order
+    order: GeneOrder
     n_obs: dict[str, int]  # by split
     index: dict[str, dict[Kind, IndexEntry]]  # by split
     columns: list[ObsColumn]

@@ -11,12 +11,12 @@ import numpy as np
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.arrays import scale_of_totals
 from cellmill.data.packing import codec
-from cellmill.data.packing.layout import TABLED_COUNTS
 from cellmill.data.recycled import recycled_empty
 from cellmill.data.rows import row_sums
 from cellmill.data.stream.batch import Prefixes
 
 LARGE_BATCH = 1 << 15  # tokens of a batch from which loops are faster
+_TABLED_COUNTS = 64  # counts below it are looked up in a table of each cell
 
 Tokenized = tuple[np.ndarray, np.ndarray]
 """Token ids, int32, and values, (tokens,) each."""
@@ -30,7 +30,7 @@ def log_tokens(
     """
     n_tokens = int(kept.cu_seqlens[-1])
     if n_tokens >= LARGE_BATCH and _fit_loops(genes, counts, starts):
-        loops = codec.COMPILED.get(n_tokens)
+        loops = codec.COMPILED.loops_for(n_tokens)
         if loops is not None:
             return _tokens_by_loops(loops, kept, genes, counts, starts)
     values = kept.copy(counts, np.float32)
@@ -55,8 +55,8 @@ def _tokens_by_loops(
     totals = np.empty(len(starts) - 1, np.int64)
     loops.sum_cells(counts, starts, totals)
     scale = scale_of_totals(totals, np.float32)
-    # value of each small count of each cell, (cells, TABLED_COUNTS)
-    table = np.multiply.outer(scale, np.arange(TABLED_COUNTS, dtype=np.float32))
+    # value of each small count of each cell, (cells, _TABLED_COUNTS)
+    table = np.multiply.outer(scale, np.arange(_TABLED_COUNTS, dtype=np.float32))
     np.log1p(table, out=table)
     ids = recycled_empty(n_tokens, np.int32)
     values = recycled_empty(n_tokens, np.float32)
