@@ -18,7 +18,7 @@ import torch
 from train_step import commit, machine
 
 from cellmill.config.run import Stream
-from cellmill.data.stream.batch import micro_batches_of_ranks
+from cellmill.data.stream.batch import count_greedy
 from cellmill.data.stream.order import EpochLayout
 from cellmill.data.stream.prefetch import Prefetch
 
@@ -87,9 +87,7 @@ def measured(
         began = time.thread_time()
         together = next(taken)
         known = time.thread_time()
-        micro_batches_of_ranks(
-            np.minimum(together.lengths, MAX_TOKENS), together.n_cells.ravel(), budget
-        )
+        count_greedy(np.minimum(together.lengths, MAX_TOKENS), together.n_cells.ravel(), budget)
         each.append((known - began, time.thread_time() - known, len(together.n_cells)))
     rows.close()
     return start, *(np.array(column) for column in zip(*each))

@@ -21,8 +21,8 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards
 from cellmill.data.stream.batch import (
     Batch,
-    cut_batch,
-    micro_batches_of_ranks,
+    count_greedy,
+    greedy_borders,
     recycled_empty,
     split_batch,
 )
@@ -75,19 +75,19 @@ def digests_of(steps: list[list[Batch]]) -> list[list[tuple[bytes, ...]]]:
 
 
 def test_micro_batches_are_filled_greedily_in_order() -> None:
-    assert cut_batch(np.array([5, 5, 1, 9, 10, 2]), 10) == [0, 2, 4, 5, 6]
-    assert cut_batch(np.array([3, 30, 40, 4, 5]), 12) == [0, 1, 2, 3, 5]
-    assert cut_batch(np.array([], int), 10) == [0]
+    assert greedy_borders(np.array([5, 5, 1, 9, 10, 2]), 10) == [0, 2, 4, 5, 6]
+    assert greedy_borders(np.array([3, 30, 40, 4, 5]), 12) == [0, 1, 2, 3, 5]
+    assert greedy_borders(np.array([], int), 10) == [0]
     for seed in range(40):
         rng = np.random.default_rng(seed)
         n_cells = rng.integers(0, 9, rng.integers(1, 9))
         lengths = rng.integers(0, 30, n_cells.sum())
         for budget in (1, 30, 77):
             alone = [
-                len(cut_batch(part, budget)) - 1
+                len(greedy_borders(part, budget)) - 1
                 for part in np.split(lengths, n_cells.cumsum()[:-1])
             ]
-            assert micro_batches_of_ranks(lengths, n_cells, budget).tolist() == alone
+            assert count_greedy(lengths, n_cells, budget).tolist() == alone
 
 
 def test_parts_of_a_batch_have_every_cell_once_within_the_budget() -> None:

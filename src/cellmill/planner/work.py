@@ -14,7 +14,7 @@ from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import Layout, min_microbatches, pipeline_tokens
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards
-from cellmill.data.stream.batch import cut_batch, cut_evenly
+from cellmill.data.stream.batch import even_borders, greedy_borders
 from cellmill.data.stream.order import EpochLayout
 
 # Micro-batches are counted in the first steps only: shards are preshuffled, so any cells will do.
@@ -147,13 +147,13 @@ def count_micro_batches(
         # lengths of the cells of each rank
         starts = range(0, len(batch), cells_per_rank)
         ranks = [batch[start : start + cells_per_rank] for start in starts]
-        needed = [len(cut_batch(rank, token_budget)) - 1 for rank in ranks]
+        needed = [len(greedy_borders(rank, token_budget)) - 1 for rank in ranks]
         count = ceil(max(min_microbatches, *needed) / microbatch_multiple) * microbatch_multiple
         counts.append(count)
         if microbatch_multiple > 1 and len(counts) <= SAMPLED_EVENLY:
             for rank in ranks[:SAMPLED_EVENLY]:
                 # tokens of each micro-batch
-                sums = np.add.reduceat(rank, cut_evenly(rank, count)[:-1])
+                sums = np.add.reduceat(rank, even_borders(rank, count)[:-1])
                 longest = int(sums.max())
                 most_tokens = max(most_tokens, longest)
                 n_tokens += int(rank.sum())

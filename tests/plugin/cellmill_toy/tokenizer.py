@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from cellmill.data.stream.batch import Prefixes
+from cellmill.data.stream.batch import Prefixes, Tokenized
 from cellmill_toy.options import ToyGenes
 
 
@@ -17,8 +17,8 @@ class GenesOnly:
 
     def tokenize(
         self, genes: np.ndarray, counts: np.ndarray | None, starts: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Token ids, zeros and `cu_seqlens`."""
+    ) -> Tokenized:
+        """Token ids and zeros."""
         kept = Prefixes(starts, self._max_tokens)
         genes = kept.token_ids(genes)
-        return genes, np.zeros(len(genes), self.dtype), kept.cu_seqlens
+        return Tokenized(genes, np.zeros(len(genes), self.dtype), kept.cu_seqlens)

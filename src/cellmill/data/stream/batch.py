@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from itertools import pairwise
 from math import nan
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -39,10 +39,12 @@ class Batch:
     those in `models.batch.SHOWN`.
     """
 
-    genes: Array = field(metadata=TOKEN)  # (tokens,) token ids: int32, int64 as tensors
+    # (tokens,) token ids: int32, int64 as tensors
+    genes: Array = field(metadata=TOKEN)
     # (tokens,) float32 (continuous), or integers: bins from 1, ranks from 0
     values: Array = field(metadata=TOKEN)
-    cu_seqlens: Array  # (cells + 1,) int32, offset of each cell's first token, and of the end
+    # (cells + 1,) int32: offset of each cell's first token, and the number of tokens
+    cu_seqlens: Array
     # (cells,) int64 stable ids: index in split or file
     cells: Array = field(metadata={"per": Per("cell", pad=-1)})
     # (tokens,) int64, if the objective needs them
@@ -90,7 +92,7 @@ class Batch:
         return replace(self, **added) if added else self
 
     def cut(self, first: int, last: int) -> Self:
-        """Cells `first` to `last`."""
+        """Cells `first` up to `last`, without `last`."""
         ends = self.cu_seqlens[first : last + 1]
         spans = {"token": slice(int(ends[0]), int(ends[-1])), "cell": slice(first, last)}
         return self.map(
@@ -98,6 +100,14 @@ class Batch:
             cu_seqlens=ends - ends[0],
             lengths=self.lengths[first:last],
         )
+
+
+class Tokenized(NamedTuple):
+    """Tokens of some cells, as in `Batch`."""
+
+    ids: np.ndarray  # (tokens,) int32
+    values: np.ndarray  # (tokens,) of the tokenizer's `dtype`
+    cu_seqlens: np.ndarray  # (cells + 1,) int32
 
 
 class Tokenizer(Protocol):
@@ -113,9 +123,8 @@ class Tokenizer(Protocol):
 
     def tokenize(
         self, genes: np.ndarray, counts: np.ndarray | None, starts: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Token ids, values and `cu_seqlens`, as in `Batch`, of cells whose genes are in rank
-        order.
+    ) -> Tokenized:
+        """Tokens of cells whose genes are in rank order.
 
         `genes`, `(nonzeros,)`, are rows of the vocabulary. `counts`, `(nonzeros,)`, are of any
         integer type, above 0; None is possible unless `needs_counts`. `starts`, `(cells + 1,)`, are
@@ -126,11 +135,12 @@ class Tokenizer(Protocol):
 class Prefixes:
     """The first `max_tokens` entries of each cell.
 
-    Attributes: `lengths` `(cells,)`, and `cu_seqlens` `(cells + 1,)` int32.
+    Attributes: `starts` `(cells + 1,)` of the whole cells; `lengths` `(cells,)` and `cu_seqlens`
+    `(cells + 1,)` int32 of what is kept.
     """
 
     def __init__(self, starts: np.ndarray, max_tokens: int) -> None:
-        self._starts = starts
+        self.starts = starts
         self.lengths = np.minimum(starts[1:] - starts[:-1], max_tokens)
         self.cu_seqlens = np.zeros(len(starts), np.int32)
         self.lengths.cumsum(out=self.cu_seqlens[1:])
@@ -141,7 +151,7 @@ class Prefixes:
         if self._is_whole():
             kept[:] = array
         else:
-            first = self._starts[:-1].tolist()
+            first = self.starts[:-1].tolist()
             parts = [array[start : start + n] for start, n in zip(first, self.lengths.tolist())]
             np.concatenate(parts, out=kept, casting="unsafe")
         return kept
@@ -157,7 +167,7 @@ class Prefixes:
 
     def _is_whole(self) -> bool:
         """True if no cell is cut."""
-        return bool(self.cu_seqlens[-1] == self._starts[-1])
+        return bool(self.cu_seqlens[-1] == self.starts[-1])
 
 
 def make_batch(
@@ -171,8 +181,7 @@ def make_batch(
 ) -> Batch:
     """Batch of `cells` by `tokenizer.tokenize`, with further fields `per_cell`.
 
-    The batch has the counts of each cell's first `max_counted` genes: `max_tokens` if the objective
-    needs counts, else None.
+    `max_counted` is `max_tokens` for a batch with the counts of its tokens, None for one without.
     """
     tokens = tokenizer.tokenize(genes, counts, starts)
     token_counts = None
@@ -190,11 +199,12 @@ def empty_batch(dtype: np.dtype, counted: bool = False, **per_cell: Any) -> Batc
     )
 
 
-def cut_batch(lengths: np.ndarray, token_budget: int) -> list[int]:
+def greedy_borders(lengths: np.ndarray, token_budget: int) -> list[int]:
     """Borders `[0, ..., cells]` of micro-batches of at most `token_budget` tokens, filled greedily
     in order.
 
-    `lengths` are tokens of each cell; a cell above the budget is a micro-batch of its own.
+    `lengths`, `(cells,)`, are tokens of each cell. A cell above the budget is a micro-batch of its
+    own.
     """
     total = lengths.cumsum()
     borders = [0]
@@ -206,10 +216,8 @@ def cut_batch(lengths: np.ndarray, token_budget: int) -> list[int]:
     return borders
 
 
-def micro_batches_of_ranks(
-    lengths: np.ndarray, n_cells: np.ndarray, token_budget: int
-) -> np.ndarray:
-    """Number of micro-batches that `cut_batch` makes of each rank's cells, `(ranks,)`.
+def count_greedy(lengths: np.ndarray, n_cells: np.ndarray, token_budget: int) -> np.ndarray:
+    """Number of micro-batches that `greedy_borders` makes of each rank's cells, `(ranks,)`.
 
     `lengths`, `(cells,)`, are tokens of all ranks' cells, rank by rank, `n_cells` of them on each.
     """
@@ -233,18 +241,19 @@ def micro_batches_of_ranks(
     return numbers
 
 
-def cut_evenly(lengths: np.ndarray, most: int) -> list[int]:
+def even_borders(lengths: np.ndarray, most: int) -> list[int]:
     """Borders of at most `most` micro-batches that minimise the largest one."""
     low = int(lengths.max(initial=1))
     high = int(lengths.sum())
 
     def fits(budget: int) -> bool:
-        return len(cut_batch(lengths, budget)) - 1 <= most
+        return len(greedy_borders(lengths, budget)) - 1 <= most
 
-    return cut_batch(lengths, low + bisect_left(range(low, high), True, key=fits))
+    # the smallest budget in low:high that fits, else high
+    return greedy_borders(lengths, low + bisect_left(range(low, high), True, key=fits))
 
 
 def split_batch(batch: Batch, token_budget: int) -> Iterator[Batch]:
-    """Parts of `batch` in order, cut by `cut_batch`."""
-    for first, last in pairwise(cut_batch(np.diff(batch.cu_seqlens), token_budget)):
+    """Parts of `batch` in order, of at most `token_budget` tokens if they have several cells."""
+    for first, last in pairwise(greedy_borders(np.diff(batch.cu_seqlens), token_budget)):
         yield batch.cut(first, last)

@@ -31,10 +31,10 @@ from cellmill.data.shards.manifest import REMEDY, Manifest
 from cellmill.data.shards.reader import open_shards, read_medians, read_names
 from cellmill.data.stream.batch import (
     Batch,
-    cut_batch,
-    cut_evenly,
+    count_greedy,
     empty_batch,
-    micro_batches_of_ranks,
+    even_borders,
+    greedy_borders,
 )
 from cellmill.data.stream.order import Epoch, EpochLayout, epoch_order
 from cellmill.data.stream.prefetch import Prefetch, PrefetchedSteps, StreamCells
@@ -178,7 +178,7 @@ class CellStream:
         self._rank_order: RankOrder | None = None
         if opened.order == "genes":
             self._max_genes = None
-            most_genes = self._tokenizer.most_unranked()
+            most_genes = self._tokenizer.max_genes_in_any_order()
             if most_genes is not None:
                 medians = read_medians(self._shards[0].path)
                 self._rank_order = RankOrder(inverse_medians(medians), most_genes)
@@ -343,7 +343,7 @@ class CellStream:
         # they agree without communication
         lengths = self._tokenizer.numbers(steps.lengths)
         n_cells = steps.n_cells
-        cuts = micro_batches_of_ranks(lengths, n_cells.ravel(), self._budget).reshape(n_cells.shape)
+        cuts = count_greedy(lengths, n_cells.ravel(), self._budget).reshape(n_cells.shape)
         most = np.maximum(cuts.max(1), self._min_microbatches)
         multiple = self._microbatch_multiple
         # micro-batches in each step
@@ -357,18 +357,18 @@ class CellStream:
         ends = n_cells.cumsum().reshape(n_cells.shape)[:, self._rank].tolist()
         for end, n, n_cuts, n_batches in zip(ends, local_cells, local_cuts, batches_in_step):
             if is_even:
-                borders_in_step = cut_evenly(lengths[end - n : end], n_batches)
+                borders_in_step = even_borders(lengths[end - n : end], n_batches)
             elif n_cuts == 1:
                 borders_in_step = [0, n]
             else:
-                borders_in_step = cut_batch(lengths[end - n : end], self._budget)
+                borders_in_step = greedy_borders(lengths[end - n : end], self._budget)
             start = borders[-1]
             borders += [start + border for border in borders_in_step[1:]]
             n_filled.append(len(borders_in_step) - 1)
         # tokenize several micro-batches at once, then cut them apart
         filled: list[Batch] = []
         genes_of_batches = np.diff(row_offsets(steps.local.packed.n_genes)[borders])
-        for first, last in pairwise(cut_batch(genes_of_batches, _TOKENS_TOGETHER)):
+        for first, last in pairwise(greedy_borders(genes_of_batches, _TOKENS_TOGETHER)):
             start = borders[first]
             part = steps.local.select(slice(start, borders[last]))
             starts, genes, counts = self._unpack(part)

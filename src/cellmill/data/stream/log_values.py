@@ -13,29 +13,23 @@ from cellmill.data.arrays import scale_of_totals
 from cellmill.data.packing import codec
 from cellmill.data.recycled import recycled_empty
 from cellmill.data.rows import row_sums
-from cellmill.data.stream.batch import Prefixes
+from cellmill.data.stream.batch import Prefixes, Tokenized
 
 LARGE_BATCH = 1 << 15  # tokens of a batch from which loops are faster
 _TABLED_COUNTS = 64  # counts below it are looked up in a table of each cell
 
-Tokenized = tuple[np.ndarray, np.ndarray]
-"""Token ids, int32, and values, (tokens,) each."""
 
-
-def log_tokens(
-    kept: Prefixes, genes: np.ndarray, counts: np.ndarray, starts: np.ndarray
-) -> Tokenized:
-    """Token ids and float32 values of the kept `genes` and `counts` of cells that begin at
-    `starts`.
-    """
+def log_tokens(kept: Prefixes, genes: np.ndarray, counts: np.ndarray) -> Tokenized:
+    """Tokens, with float32 values, of the kept `genes` and `counts`, `(nonzeros,)`."""
     n_tokens = int(kept.cu_seqlens[-1])
-    if n_tokens >= LARGE_BATCH and _fit_loops(genes, counts, starts):
+    if n_tokens >= LARGE_BATCH and _fit_loops(genes, counts, kept.starts):
         loops = codec.COMPILED.loops_for(n_tokens)
         if loops is not None:
-            return _tokens_by_loops(loops, kept, genes, counts, starts)
+            return _tokens_by_loops(loops, kept, genes, counts)
     values = kept.copy(counts, np.float32)
-    values *= np.repeat(scale_of_totals(row_sums(counts, starts), np.float32), kept.lengths)
-    return kept.token_ids(genes), np.log1p(values, out=values)
+    values *= np.repeat(scale_of_totals(row_sums(counts, kept.starts), np.float32), kept.lengths)
+    np.log1p(values, out=values)
+    return Tokenized(kept.token_ids(genes), values, kept.cu_seqlens)
 
 
 def _fit_loops(genes: np.ndarray, counts: np.ndarray, starts: np.ndarray) -> bool:
@@ -48,10 +42,12 @@ def _fit_loops(genes: np.ndarray, counts: np.ndarray, starts: np.ndarray) -> boo
 
 
 def _tokens_by_loops(
-    loops: Any, kept: Prefixes, genes: np.ndarray, counts: np.ndarray, starts: np.ndarray
+    loops: Any, kept: Prefixes, genes: np.ndarray, counts: np.ndarray
 ) -> Tokenized:
     """`log_tokens` by the compiled loops, in memory that is allocated here."""
-    n_tokens = int(kept.cu_seqlens[-1])
+    starts = kept.starts
+    ends = kept.cu_seqlens
+    n_tokens = int(ends[-1])
     totals = np.empty(len(starts) - 1, np.int64)
     loops.sum_cells(counts, starts, totals)
     scale = scale_of_totals(totals, np.float32)
@@ -61,11 +57,10 @@ def _tokens_by_loops(
     ids = recycled_empty(n_tokens, np.int32)
     values = recycled_empty(n_tokens, np.float32)
     large = recycled_empty(n_tokens, np.int32)  # tokens whose count is not in the table
-    ends = kept.cu_seqlens
     n_large = loops.fill_tokens(
         genes, counts, starts, ends, table, scale, ids, values, large, np.int32(len(SPECIAL))
     )
     # these still have their count times the scale
     large = large[:n_large]
     values[large] = np.log1p(values[large])
-    return ids, values
+    return Tokenized(ids, values, ends)

@@ -17,8 +17,8 @@ from cellmill.config.parts.tokens import SPECIAL, BinnedTokens, Tokens
 from cellmill.data.keys import splitmix64
 from cellmill.data.recycled import recycled_empty
 from cellmill.data.rows import positions_in_rows, row_offsets
-from cellmill.data.stream.batch import Batch, Prefixes, Tokenizer, make_batch
-from cellmill.data.stream.log_values import Tokenized, log_tokens
+from cellmill.data.stream.batch import Batch, Prefixes, Tokenized, Tokenizer, make_batch
+from cellmill.data.stream.log_values import log_tokens
 from cellmill.errors import ConfigError, DataError
 
 _ZEROS = np.uint64(0x5A45524F)  # part of the keys of genes without counts
@@ -74,8 +74,10 @@ class CellTokenizer:
         reads_all = counted or self._chooses or self._tokenizer.needs_counts
         return None if reads_all else self._tokens.max_tokens
 
-    def most_unranked(self) -> int | None:
-        """Genes of a cell up to which its tokens are the same in any order; None if always."""
+    def max_genes_in_any_order(self) -> int | None:
+        """Number of genes up to which the order of a cell's genes does not change its tokens; None
+        if it never does.
+        """
         if self._tokens.value_kind == "place":
             return 0
         return self._tokens.max_tokens if self._tokens.truncation == "top" else None
@@ -97,15 +99,26 @@ class CellTokenizer:
         """Batch of cells whose genes, (nonzeros,), are in rank order; with the counts of its tokens
         if `counted`.
         """
-        if not self._chooses:
-            max_counted = self._tokens.max_tokens if counted else None
-            return make_batch(self._tokenizer, genes, counts, starts, cells, max_counted)
+        if self._chooses:
+            return self._chosen_batch(genes, counts, starts, cells, counted, epoch)
+        max_counted = self._tokens.max_tokens if counted else None
+        return make_batch(self._tokenizer, genes, counts, starts, cells, max_counted)
+
+    def _chosen_batch(
+        self,
+        genes: np.ndarray,
+        counts: np.ndarray,
+        starts: np.ndarray,
+        cells: np.ndarray,
+        counted: bool,
+        epoch: int,
+    ) -> Batch:
+        """`batch` of chosen genes. In each cell, genes with counts come first."""
         all_ids, all_values, _ = self._tokenizer.tokenize(genes, counts, starts)
         keys = self._cell_keys(genes, counts, starts, epoch)
         n_kept, n_zeros = token_numbers(self._tokens, np.diff(starts), self._n_genes)
         kept = self._choose(genes, starts, n_kept, keys)
         zeros = _draw_absent(genes, starts, n_zeros, keys, self._n_genes)
-        # put the tokens with counts first in each cell, then the tokens without
         n_tokens = n_kept + n_zeros
         ends = row_offsets(n_tokens)
         is_zero = positions_in_rows(ends) >= np.repeat(n_kept, n_tokens)
@@ -191,15 +204,11 @@ class FirstGenes:
 
     def tokenize(
         self, genes: np.ndarray, counts: np.ndarray | None, starts: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        assert counts is not None or not self.needs_counts
-        kept = Prefixes(starts, self._options.max_tokens)
-        ids, values = self._tokens(kept, genes, counts, starts)
-        return ids, values, kept.cu_seqlens
-
-    def _tokens(
-        self, kept: Prefixes, genes: np.ndarray, counts: Any, starts: np.ndarray
     ) -> Tokenized:
+        assert counts is not None or not self.needs_counts
+        return self._tokens(Prefixes(starts, self._options.max_tokens), genes, counts)
+
+    def _tokens(self, kept: Prefixes, genes: np.ndarray, counts: Any) -> Tokenized:
         raise NotImplementedError
 
 
@@ -209,10 +218,8 @@ class ContinuousTokenizer(FirstGenes):
     dtype = np.dtype(np.float32)
     needs_counts = True
 
-    def _tokens(
-        self, kept: Prefixes, genes: np.ndarray, counts: Any, starts: np.ndarray
-    ) -> Tokenized:
-        return log_tokens(kept, genes, counts, starts)
+    def _tokens(self, kept: Prefixes, genes: np.ndarray, counts: Any) -> Tokenized:
+        return log_tokens(kept, genes, counts)
 
 
 class RankTokenizer(FirstGenes):
@@ -221,15 +228,13 @@ class RankTokenizer(FirstGenes):
     dtype = np.dtype(np.int32)
     needs_counts = False
 
-    def _tokens(
-        self, kept: Prefixes, genes: np.ndarray, counts: Any, starts: np.ndarray
-    ) -> Tokenized:
+    def _tokens(self, kept: Prefixes, genes: np.ndarray, counts: Any) -> Tokenized:
         # slices of one cached array take half the time of arange - repeat
         longest = np.arange(kept.lengths.max(initial=0), dtype=np.int32)
         values = recycled_empty(kept.cu_seqlens[-1], self.dtype)
         parts = [longest[:n] for n in kept.lengths.tolist()]
         np.concatenate(parts or [longest], out=values)
-        return kept.token_ids(genes), values
+        return Tokenized(kept.token_ids(genes), values, kept.cu_seqlens)
 
 
 class BinnedTokenizer(FirstGenes):
@@ -251,16 +256,14 @@ class BinnedTokenizer(FirstGenes):
                 )
             self._edges = np.array(options.edges)
 
-    def _tokens(
-        self, kept: Prefixes, genes: np.ndarray, counts: Any, starts: np.ndarray
-    ) -> Tokenized:
+    def _tokens(self, kept: Prefixes, genes: np.ndarray, counts: Any) -> Tokenized:
         if self._edges is None:
-            bins = _bin_cells(counts, starts, self._options.bins)
-            return kept.token_ids(genes), kept.copy(bins, np.int32)
-        ids, values = log_tokens(kept, genes, counts, starts)
+            bins = _bin_cells(counts, kept.starts, self._options.bins)
+            return Tokenized(kept.token_ids(genes), kept.copy(bins, np.int32), kept.cu_seqlens)
+        ids, values, cu_seqlens = log_tokens(kept, genes, counts)
         # a value at an edge is in the bin above it
         bins = 1 + np.searchsorted(self._edges, values, side="right")
-        return ids, bins.astype(np.int32)
+        return Tokenized(ids, bins.astype(np.int32), cu_seqlens)
 
 
 def bin_counts(counts: np.ndarray, bins: int) -> np.ndarray:
@@ -289,27 +292,46 @@ def _bin_cells(counts: np.ndarray, starts: np.ndarray, bins: int) -> np.ndarray:
         return np.concatenate([bin_counts(cell, bins) for cell in cells if len(cell)])
     # tables of all cells, one after another, with an entry for each token
     n = lengths[filled]
-    ends = row_offsets(sizes)
-    n_entries = int(ends[-1])
-    first = ends[:-1, None]  # `(cells, 1)`
-    entry = np.repeat(ends[:-1], n)
+    table_starts = row_offsets(sizes)
+    entry = np.repeat(table_starts[:-1], n)
     entry += counts
     # `(entries,)`: counts in this entry and all earlier ones, earlier cells included
-    up_to = np.cumsum(np.bincount(entry, minlength=n_entries))
-    # numpy's linear quantiles, operation by operation, `(cells, bins)`: the rank of each quantile
-    # among the cell's sorted counts, and the counts at the whole ranks below and above it
+    n_up_to = np.cumsum(np.bincount(entry, minlength=int(table_starts[-1])))
+    quantiles = _cell_quantiles(n_up_to, table_starts[:-1, None], n, bins)
+    return _bins_reached(quantiles, table_starts)[entry]
+
+
+def _cell_quantiles(
+    n_up_to: np.ndarray, table_start: np.ndarray, n: np.ndarray, bins: int
+) -> np.ndarray:
+    """`(cells, bins)`: numpy's linear quantiles, operation by operation, so that bins equal those of
+    `bin_counts`.
+
+    Cells have `n` counts each, `(cells,)`; their tables in `n_up_to` begin at `table_start`,
+    `(cells, 1)`.
+    """
+    # rank of each quantile among the cell's sorted counts, and the whole ranks below and above it
     last_rank = (n - 1)[:, None]
     rank = np.linspace(0, 1, bins) * last_rank
     rank_below = np.floor(rank).astype(np.int64)
     rank_above = np.minimum(rank_below + 1, last_rank)
+    # the counts at these ranks
     n_before = (np.cumsum(n) - n)[:, None]  # counts of earlier cells
-    below = np.searchsorted(up_to, n_before + rank_below, side="right") - first
-    above = np.searchsorted(up_to, n_before + rank_above, side="right") - first
+    below = np.searchsorted(n_up_to, n_before + rank_below, side="right") - table_start
+    above = np.searchsorted(n_up_to, n_before + rank_above, side="right") - table_start
     frac = rank - rank_below
-    step = above - below
-    quantiles = np.where(frac >= 0.5, above - step * (1 - frac), below + step * frac)
+    gap = above - below
+    return np.where(frac >= 0.5, above - gap * (1 - frac), below + gap * frac)
+
+
+def _bins_reached(quantiles: np.ndarray, table_starts: np.ndarray) -> np.ndarray:
+    """`(entries,)` int32: number of its cell's `quantiles`, `(cells, bins)`, that each count in the
+    tables reaches.
+    """
+    n_cells, bins = quantiles.shape
     # an integer reaches a quantile when it reaches the quantile rounded up
-    reached_at = first + np.ceil(quantiles).astype(np.int64)
-    table = np.cumsum(np.bincount(reached_at.ravel(), minlength=n_entries))
-    table -= np.repeat(np.arange(len(n)) * bins, sizes)  # without the quantiles of earlier cells
-    return table.astype(np.int32)[entry]
+    reached_at = table_starts[:-1, None] + np.ceil(quantiles).astype(np.int64)
+    reached = np.cumsum(np.bincount(reached_at.ravel(), minlength=int(table_starts[-1])))
+    # without the quantiles of earlier cells
+    reached -= np.repeat(np.arange(n_cells) * bins, np.diff(table_starts))
+    return reached.astype(np.int32)
