@@ -11,7 +11,7 @@ import numpy as np
 from cellmill.config.checks import check_nodes
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
-from cellmill.data.stream.cell_stream import read_repeats
+from cellmill.data.stream.repeats import read_repeats
 from cellmill.data.stream.tokenizers import token_numbers
 from cellmill.errors import ConfigError
 from cellmill.files import write_json

@@ -13,11 +13,10 @@ from contextlib import suppress
 from itertools import islice, pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from cellmill.config.corpus import MISSING
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Stream as StreamOptions
 from cellmill.data.arrays import inverse_medians
@@ -38,16 +37,16 @@ from cellmill.data.stream.batch import (
 )
 from cellmill.data.stream.order import Epoch, EpochLayout, epoch_order
 from cellmill.data.stream.prefetch import Prefetch, PrefetchedSteps, StreamCells
-from cellmill.data.stream.repeats import Repeats
+from cellmill.data.stream.repeats import read_repeats
 from cellmill.data.stream.tokenizers import CellTokenizer
 from cellmill.errors import ConfigError, DataError
 
-_AHEAD = 3  # groups of steps tokenized in advance, with the one that is being tokenized
+# groups of steps ahead: the thread tokenizes one, the others are done or wait for it
+_AHEAD = 3
 _TOKENS_TOGETHER = 1 << 20  # tokens of small micro-batches that are made at once
-# options that fix the order of cells and are compared on resume: _ORDER always, _WEIGHTS with
-# weights, _TRAIN_FRAC if it is below 1
-_ORDER = ("lanes", "block_cells", "window_blocks", "equal_steps")
-_WEIGHTS = (
+# options that fix the order of cells; those of weights and the fraction only if the run has them
+_ORDER_OPTIONS = ("lanes", "block_cells", "window_blocks", "equal_steps")
+_WEIGHT_OPTIONS = (
     "weight_by",
     "labelled_frac",
     "weight_exponent",
@@ -58,31 +57,13 @@ _WEIGHTS = (
 _TRAIN_FRAC = "train_frac"
 
 
-def read_repeats(
-    manifest: Manifest, split: str, stream: StreamOptions, max_cells: int | None = None
-) -> Repeats:
-    """Repeats of the first `max_cells` cells of a split by `stream.weight_by`, a column of the
-    shards.
-    """
-    columns = manifest.levels(stream.weights_column())
-    levels = CellColumns(manifest, split, "levels", columns)[:max_cells][:, 0]
-    [names] = columns.values()
-    if stream.labelled_frac is not None and MISSING in names:
-        levels = np.where(levels == names.index(MISSING) + 1, 0, levels)
-    return Repeats(levels, stream)
+class Cuts(NamedTuple):
+    """Micro-batches into which this rank cuts its cells of some steps."""
 
-
-def _windows_read(
-    order: Epoch, lanes: list[int], first: np.ndarray, last: np.ndarray
-) -> Iterator[tuple[int, int]]:
-    """Lane and number of each window of `lanes` with cells from `first` up to `last` of its lane.
-
-    `first` and `last` are `(lanes,)` int64, of all lanes.
-    """
-    for lane in lanes:
-        for window, (start, stop) in enumerate(pairwise(order.window_starts[lane].tolist())):
-            if stop > first[lane] and start < last[lane]:
-                yield lane, window
+    # first cell of each micro-batch that is not empty, and the number of cells
+    borders: list[int]
+    n_filled: list[int]  # micro-batches of each step that are not empty
+    n_batches: list[int]  # all micro-batches of each step, as many on every rank
 
 
 class CellStream:
@@ -130,61 +111,62 @@ class CellStream:
         assert stream.lanes % world == 0, f"{stream.lanes} lanes for {world} ranks"
         assert global_batch % stream.lanes == 0, f"{global_batch} cells in {stream.lanes} lanes"
         assert tokens.max_tokens <= token_budget, f"{tokens.max_tokens} tokens in {token_budget}"
+        self._manifest_path = manifest
         opened = Manifest.read(manifest)
-        self._manifest = manifest
         assert tokens.sequences == (opened.ordered and not opened.ranked), (
             f"{manifest}: not for {tokens.tokenizer}"
         )
         entry = opened.entry(split)
+        self._sha256 = {opened.shard_path(shard): shard.sha256 for shard in entry.shards}
         # checks the manifest's numbers before memory is taken
         self._shards = open_shards(opened, split, copies)
-        sizes = tuple(shard.n_obs for shard in entry.shards)
-        weighted = stream.weights_column() if shuffle else {}
-        weights = {name: getattr(stream, name) for name in _WEIGHTS} if weighted else {}
+
+        # order of the cells
         if shuffle and stream.train_frac < 1:
             max_cells = stream.train_cells(entry.n_obs)
-            weights = weights | {_TRAIN_FRAC: stream.train_frac}
-        repeats = read_repeats(opened, split, stream, max_cells) if weighted else None
+        weight_columns = stream.weights_column() if shuffle else {}
+        repeats = read_repeats(opened, split, stream, max_cells) if weight_columns else None
+        sizes = tuple(shard.n_obs for shard in entry.shards)
         self._layout = EpochLayout(sizes, stream, global_batch, seed, shuffle, max_cells, repeats)
+        self._order_options = _order_options(self._layout)
         self.n_cells = self._layout.n_cells
         self.steps_per_epoch = self._layout.steps_per_epoch
         self.levels = opened.levels(columns)
-        self.fingerprint = opened.fingerprint_with(sorted({*columns, *weighted}), number_columns)
+        self.fingerprint = opened.fingerprint_with(
+            sorted({*columns, *weight_columns}), number_columns
+        )
         if shuffle and self.n_cells < world:
             raise DataError(
                 f"{manifest}: {split}: {self.n_cells} cells for {world} ranks; use fewer ranks"
             )
+
+        # from cells to micro-batches
         self._budget = token_budget
         self._rank = rank
         self._world = world
         self._min_microbatches = min_microbatches
         self._microbatch_multiple = microbatch_multiple
+        self._counted = counted
         self._tokenizer = CellTokenizer(
             tokens, opened.n_genes, seed if shuffle else 0, opened.variability
         )
-        # arrays indexed by cell id, by field of the batch
-        self._per_cell: dict[str, Any] = {}
-        if columns:
-            self._per_cell["levels"] = CellColumns(opened, split, "levels", self.levels)
-        if number_columns:
-            self._per_cell["numbers"] = CellColumns(opened, split, "numbers", number_columns)
-        if teacher is not None:
-            self._per_cell["teacher"] = open_vectors(Path(teacher), opened)[1][split]
-        self._counted = counted
-        self._rows = Prefetch(self._shards, self._layout, rank, world, stream.io_threads)
+        self._per_cell = _open_per_cell(opened, split, self.levels, number_columns, teacher)
+        self._empty_batch = empty_batch(self._tokenizer.dtype, counted).with_rows(self._per_cell)
+
+        # from packed cells to cells in rank order
+        self._prefetch = Prefetch(self._shards, self._layout, rank, world, stream.io_threads)
         dtype = np.result_type(*(shard.kind.dtype for shard in self._shards))
         self._kind = CellKind(opened.order, opened.n_genes, dtype)
         self._max_genes = self._tokenizer.max_genes(counted)
         self._rank_order: RankOrder | None = None
         if opened.order == "genes":
             self._max_genes = None
-            most_genes = self._tokenizer.max_genes_in_any_order()
-            if most_genes is not None:
+            max_genes = self._tokenizer.max_genes_in_any_order()
+            if max_genes is not None:
                 medians = read_medians(self._shards[0].path)
-                self._rank_order = RankOrder(inverse_medians(medians), most_genes)
-        self._sha256 = {opened.shard_path(shard): shard.sha256 for shard in entry.shards}
-        order = {name: getattr(stream, name) for name in _ORDER}
-        self._order = {"seed": seed, **order, **weights, "global_batch": global_batch}
+                self._rank_order = RankOrder(inverse_medians(medians), max_genes)
+
+        # where the stream is
         self._epoch = 0
         self._step = 0
         self._pool: ThreadPoolExecutor | None = None  # the thread that tokenizes ahead
@@ -202,7 +184,7 @@ class CellStream:
             self._epoch = 0
             self._step = 0
         self._stop_ahead()
-        groups = map(self._micro_batches, self._rows.steps(self._epoch, self._step))
+        groups = map(self._micro_batches, self._prefetch.steps(self._epoch, self._step))
         pool = ThreadPoolExecutor(1, thread_name_prefix="cellmill-stream")
         self._pool = pool
         ahead = deque(pool.submit(next, groups, None) for _ in range(_AHEAD))
@@ -210,11 +192,12 @@ class CellStream:
             while ahead:
                 try:
                     group = ahead.popleft().result()
-                except CancelledError:  # another thread stopped the stream
-                    return
+                except CancelledError:
+                    return  # another thread has stopped the stream
                 if group is None:
                     return
-                with suppress(RuntimeError):  # the same: a stopped pool takes no tasks
+                # a pool that another thread has stopped takes no tasks
+                with suppress(RuntimeError):
                     ahead.append(pool.submit(next, groups, None))
                 for batches in group:
                     if self._pool is not pool:
@@ -234,7 +217,7 @@ class CellStream:
         return {
             "epoch": self._epoch,
             "step": self._step,
-            **self._order,
+            **self._order_options,
             "fingerprint": self.fingerprint,
         }
 
@@ -254,10 +237,10 @@ class CellStream:
                 f"expected shards of fingerprint {fingerprint}, as in the checkpoint, got {self.fingerprint}: "
                 "restore the shards it was trained on, or start a new run"
             )
-        for name in ("seed", *_ORDER, *_WEIGHTS, _TRAIN_FRAC, "global_batch"):
+        for name in ("seed", *_ORDER_OPTIONS, *_WEIGHT_OPTIONS, _TRAIN_FRAC, "global_batch"):
             default = 1.0 if name == _TRAIN_FRAC else None
             before = state.get(name, default)
-            now = self._order.get(name, default)
+            now = self._order_options.get(name, default)
             if before != now:
                 section = "train" if name in ("seed", "global_batch") else "stream"
                 raise ConfigError(
@@ -302,7 +285,7 @@ class CellStream:
 
     def names(self, cells: np.ndarray) -> list[str]:
         """`dataset:name (file row)` of cells by id, read from the shards; for error messages."""
-        starts = np.cumsum([0, *(shard.n_obs for shard in self._shards)])
+        starts = row_offsets(self._layout.shard_cells)
         numbers = np.searchsorted(starts, cells, side="right") - 1
         names = []
         for cell, number in zip(cells.tolist(), numbers.tolist()):
@@ -315,7 +298,7 @@ class CellStream:
         """End all threads; may be called at any time, and again."""
         self._closed = True
         self._stop_ahead()
-        self._rows.close()
+        self._prefetch.close()
         self._shards[0].close()  # they share their open files
 
     def _stop_ahead(self) -> None:
@@ -325,39 +308,38 @@ class CellStream:
         if pool is not None:
             pool.shutdown(cancel_futures=True)
 
-    def _unpack(self, cells: StreamCells) -> Unpacked:
-        """Genes and counts of cells, in rank order where their tokens depend on it."""
-        try:
-            unpacked = cells.packed.unpack(self._kind, self._max_genes)
-        except DamagedPart as error:
-            [name] = self.names(cells.ids[error.part : error.part + 1])
-            raise DataError(f"{self._manifest}: {name}: damaged: {error}; {REMEDY}") from None
-        starts, genes, counts = unpacked
-        if self._rank_order is not None and counts is not None:
-            self._rank_order.sort(starts[:-1], np.diff(starts), genes, counts)
-        return unpacked
-
     def _micro_batches(self, steps: PrefetchedSteps) -> list[list[Batch]]:
         """This rank's micro-batches of each step, as many as on every other rank."""
-        # (steps, ranks): every rank computes the cuts of all ranks from known lengths, so
-        # they agree without communication
+        cuts = self._cut_steps(steps)
+        filled = iter(self._tokenize(steps.local, cuts.borders, steps.epoch))
+        return [
+            self._pad_step([*islice(filled, n)], n_batches)
+            for n, n_batches in zip(cuts.n_filled, cuts.n_batches)
+        ]
+
+    def _cut_steps(self, steps: PrefetchedSteps) -> Cuts:
+        """Cut this rank's cells of each step into micro-batches.
+
+        Every rank computes the cuts of all ranks from known lengths, so they agree without
+        communication.
+        """
         lengths = self._tokenizer.numbers(steps.lengths)
         n_cells = steps.n_cells
-        cuts = count_greedy(lengths, n_cells.ravel(), self._budget).reshape(n_cells.shape)
-        most = np.maximum(cuts.max(1), self._min_microbatches)
+        # numbers of micro-batches, (steps, ranks) and (steps,)
+        n_greedy = count_greedy(lengths, n_cells.ravel(), self._budget).reshape(n_cells.shape)
+        n_needed = np.maximum(n_greedy.max(1), self._min_microbatches)
         multiple = self._microbatch_multiple
-        # micro-batches in each step
-        batches_in_step = (-(-most // multiple) * multiple).tolist()
+        n_batches: list[int] = (-(-n_needed // multiple) * multiple).tolist()
         is_even = multiple > 1 or self._min_microbatches > 1
-        # borders of this rank's micro-batches, in cells, and how many of each step are not empty
         borders = [0]
         n_filled = []
-        local_cells = n_cells[:, self._rank].tolist()
-        local_cuts = cuts[:, self._rank].tolist()
+        # cells of this rank in each step, and their end among those of all steps and ranks
+        n_local = n_cells[:, self._rank].tolist()
         ends = n_cells.cumsum().reshape(n_cells.shape)[:, self._rank].tolist()
-        for end, n, n_cuts, n_batches in zip(ends, local_cells, local_cuts, batches_in_step):
+        in_rank = n_greedy[:, self._rank].tolist()
+        for n, end, n_cuts, most in zip(n_local, ends, in_rank, n_batches):
             if is_even:
-                borders_in_step = even_borders(lengths[end - n : end], n_batches)
+                borders_in_step = even_borders(lengths[end - n : end], most)
             elif n_cuts == 1:
                 borders_in_step = [0, n]
             else:
@@ -365,21 +347,77 @@ class CellStream:
             start = borders[-1]
             borders += [start + border for border in borders_in_step[1:]]
             n_filled.append(len(borders_in_step) - 1)
-        # tokenize several micro-batches at once, then cut them apart
-        filled: list[Batch] = []
-        genes_of_batches = np.diff(row_offsets(steps.local.packed.n_genes)[borders])
-        for first, last in pairwise(greedy_borders(genes_of_batches, _TOKENS_TOGETHER)):
+        return Cuts(borders, n_filled, n_batches)
+
+    def _tokenize(self, cells: StreamCells, borders: list[int], epoch: int) -> list[Batch]:
+        """Micro-batches of `cells` between `borders`; small ones are made together and cut apart."""
+        batches = []
+        n_genes = np.diff(row_offsets(cells.packed.n_genes)[borders])
+        for first, last in pairwise(greedy_borders(n_genes, _TOKENS_TOGETHER)):
             start = borders[first]
-            part = steps.local.select(slice(start, borders[last]))
+            part = cells.select(slice(start, borders[last]))
             starts, genes, counts = self._unpack(part)
             batch = self._tokenizer.batch(
-                genes, counts, starts, part.ids, self._counted, steps.epoch
+                genes, counts, starts, part.ids, self._counted, epoch
             ).with_rows(self._per_cell)
             for low, high in pairwise(borders[first : last + 1]):
-                filled.append(batch.cut(low - start, high - start))
-        empty = empty_batch(self._tokenizer.dtype, self._counted).with_rows(self._per_cell)
-        rest = iter(filled)
-        batches_of_steps = []
-        for n, n_batches in zip(n_filled, batches_in_step):
-            batches_of_steps.append([*islice(rest, n), *[empty] * (n_batches - n)])
-        return batches_of_steps
+                batches.append(batch.cut(low - start, high - start))
+        return batches
+
+    def _unpack(self, cells: StreamCells) -> Unpacked:
+        """Genes and counts of cells, in rank order where their tokens depend on it."""
+        try:
+            unpacked = cells.packed.unpack(self._kind, self._max_genes)
+        except DamagedPart as error:
+            [name] = self.names(cells.ids[error.part : error.part + 1])
+            raise DataError(f"{self._manifest_path}: {name}: damaged: {error}; {REMEDY}") from None
+        starts, genes, counts = unpacked
+        if self._rank_order is not None and counts is not None:
+            self._rank_order.sort(starts[:-1], np.diff(starts), genes, counts)
+        return unpacked
+
+    def _pad_step(self, batches: list[Batch], n_batches: int) -> list[Batch]:
+        """Add empty micro-batches up to `n_batches`."""
+        return batches + [self._empty_batch] * (n_batches - len(batches))
+
+
+def _order_options(layout: EpochLayout) -> dict[str, Any]:
+    """Options that fix the order of cells, and are compared on resume."""
+    names = [*_ORDER_OPTIONS]
+    if layout.repeats is not None:
+        names += _WEIGHT_OPTIONS
+    if layout.shuffle and layout.stream.train_frac < 1:
+        names.append(_TRAIN_FRAC)
+    options = {name: getattr(layout.stream, name) for name in names}
+    return {"seed": layout.seed, **options, "global_batch": layout.global_batch}
+
+
+def _open_per_cell(
+    manifest: Manifest,
+    split: str,
+    levels: Collection[str],
+    number_columns: Collection[str],
+    teacher: str | None,
+) -> dict[str, Any]:
+    """Open arrays indexed by cell id, by field of the batch."""
+    per_cell: dict[str, Any] = {}
+    if levels:
+        per_cell["levels"] = CellColumns(manifest, split, "levels", levels)
+    if number_columns:
+        per_cell["numbers"] = CellColumns(manifest, split, "numbers", number_columns)
+    if teacher is not None:
+        per_cell["teacher"] = open_vectors(Path(teacher), manifest)[1][split]
+    return per_cell
+
+
+def _windows_read(
+    order: Epoch, lanes: list[int], first: np.ndarray, last: np.ndarray
+) -> Iterator[tuple[int, int]]:
+    """Lane and number of each window of `lanes` with cells from `first` up to `last` of its lane.
+
+    `first` and `last` are `(lanes,)` int64, of all lanes.
+    """
+    for lane in lanes:
+        for window, (start, stop) in enumerate(pairwise(order.window_starts[lane].tolist())):
+            if stop > first[lane] and start < last[lane]:
+                yield lane, window

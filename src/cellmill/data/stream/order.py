@@ -187,7 +187,7 @@ def _cut_runs(runs: np.ndarray, start: int, stop: int) -> np.ndarray:
     """Cells `start:stop` of the concatenated runs."""
     shard, first, n = runs.T
     before = np.cumsum(n) - n  # cells of earlier runs
-    # what each run keeps of itself
+    # start and end of the part of each run that is kept
     low = np.clip(start - before, 0, n)
     high = np.clip(stop - before, 0, n)
     return _stack_runs(shard, first + low, high - low)[high > low]

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -136,22 +136,13 @@ class _ReadAhead:
     def _drop_before(self, step: int) -> None:
         """Drop windows without cells from `step` on; start to read the next ones."""
         self._started = [each for each in self._started if each.window.steps[-1] >= step]
-        while len(self._started) < 2 and self._start():
-            pass
-
-    def _start(self) -> bool:
-        """Start to read the next window; False if there is none."""
-        reading = next(self._windows, None)
-        if reading is None:
-            return False
-        self._started.append(reading)
-        return True
+        self._started += islice(self._windows, max(0, 2 - len(self._started)))
 
     def _window(self, number: int) -> StreamCells:
         """Window `number` of those that are kept."""
         if number == len(self._started):  # windows of lanes may end at different steps
-            has_started = self._start()
-            assert has_started, "cells of a step are in no window"
+            self._started += islice(self._windows, 1)
+        assert number < len(self._started), "cells of a step are in no window"
         return self._started[number].window
 
     def _wait(self, number: int) -> None:

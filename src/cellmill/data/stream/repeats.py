@@ -17,8 +17,11 @@ from functools import cached_property
 
 import numpy as np
 
+from cellmill.config.corpus import MISSING
 from cellmill.config.run import Stream
 from cellmill.data.keys import REPEATS, random_words
+from cellmill.data.shards.index import CellColumns
+from cellmill.data.shards.manifest import Manifest
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,3 +107,17 @@ def weigh_levels(sizes: np.ndarray, exponent: float, most: float) -> np.ndarray:
         if not above.any():
             return weights
         capped |= above
+
+
+def read_repeats(
+    manifest: Manifest, split: str, stream: Stream, max_cells: int | None = None
+) -> Repeats:
+    """Repeats of the first `max_cells` cells of a split by `stream.weight_by`, a column of the
+    shards.
+    """
+    columns = manifest.levels(stream.weights_column())
+    levels = CellColumns(manifest, split, "levels", columns)[:max_cells][:, 0]
+    [names] = columns.values()
+    if stream.labelled_frac is not None and MISSING in names:
+        levels = np.where(levels == names.index(MISSING) + 1, 0, levels)
+    return Repeats(levels, stream)
