@@ -226,17 +226,12 @@ def count_greedy(lengths: np.ndarray, n_cells: np.ndarray, token_budget: int) ->
     ends = n_cells.cumsum()
     first = ends - n_cells
     numbers = np.minimum(n_cells, 1)
-    # each round cuts a micro-batch of every rank whose cells do not fit in one; often none
+    # ranks with cells for a further micro-batch: at first, those whose cells do not fit in one
     ranks = np.flatnonzero(total[ends] - total[first] > token_budget)
-    first = first[ranks]
-    ends = ends[ranks]
     while len(ranks):
-        fitting = np.searchsorted(total, total[first] + token_budget, side="right") - 1
-        first = np.maximum(np.minimum(fitting, ends), first + 1)
-        has_more = first < ends
-        ranks = ranks[has_more]
-        first = first[has_more]
-        ends = ends[has_more]
+        fitting = np.searchsorted(total, total[first[ranks]] + token_budget, side="right") - 1
+        first[ranks] = np.maximum(np.minimum(fitting, ends[ranks]), first[ranks] + 1)
+        ranks = ranks[first[ranks] < ends[ranks]]
         numbers[ranks] += 1
     return numbers
 

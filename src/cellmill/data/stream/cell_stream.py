@@ -287,10 +287,10 @@ class CellStream:
         """`dataset:name (file row)` of cells by id, read from the shards; for error messages."""
         starts = row_offsets(self._layout.shard_cells)
         numbers = np.searchsorted(starts, cells, side="right") - 1
+        rows = cells - starts[numbers]
         names = []
-        for cell, number in zip(cells.tolist(), numbers.tolist()):
+        for number, row in zip(numbers.tolist(), rows.tolist()):
             path = self._shards[number].path
-            row = cell - int(starts[number])
             names.append(f"{read_names(path, 'obs')[row]} ({path.name} row {row})")
         return names
 

@@ -57,15 +57,14 @@ class LaneLengths:
         lengths = next(self._windows[lane], None)
         if lengths is None:
             return 0
-        n_left = int(self._stop[lane] - self._start[lane])
-        n_cells = n_left + len(lengths)
-        self._widen(n_cells)
-        row = self._table[lane]
-        left = row[self._start[lane] : self._stop[lane]]
-        row[:n_left] = left.copy()
-        row[n_left:n_cells] = lengths
+        start = self._start[lane]
+        stop = self._stop[lane]
+        left = self._table[lane, start:stop]
+        joined = np.concatenate([left, lengths])
+        self._widen(len(joined))
+        self._table[lane, : len(joined)] = joined
         self._start[lane] = 0
-        self._stop[lane] = n_cells
+        self._stop[lane] = len(joined)
         return len(lengths)
 
     def _widen(self, columns: int) -> None:

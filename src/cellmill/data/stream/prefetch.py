@@ -296,14 +296,13 @@ class Prefetch:
     def _windows(self, epoch: int, first_cells: np.ndarray) -> Iterator[Reading]:
         """Windows of this rank's lanes, from cell `first_cells`, `(lanes,)`, of each lane on.
 
-        Window w joins window number w of all lanes that have one.
+        Window w has the cells of window number w of all lanes that have one.
         """
         while any(self._epoch(epoch).lane_cells[lane] for lane in self._lanes):
             order = self._epoch(epoch)
             first = {lane: order.window_with(lane, int(first_cells[lane])) for lane in self._lanes}
-            stop = {lane: order.n_windows(lane) for lane in self._lanes}
-            for window in range(min(first.values()), max(stop.values())):
-                lanes = [lane for lane in self._lanes if first[lane] <= window < stop[lane]]
+            for window in range(min(first.values()), max(map(order.n_windows, first))):
+                lanes = [lane for lane in first if first[lane] <= window < order.n_windows(lane)]
                 if lanes:
                     yield self._read_window(order, lanes, window)
             if not self._layout.shuffle:

@@ -8,7 +8,6 @@ counts and the gene: the same in every layout and file.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -179,12 +178,11 @@ def _draw_absent(
     """
     all_genes = np.arange(n_genes, dtype=np.uint64)
     drawn = [np.empty(0, np.int64)]
-    for cell, (start, stop) in enumerate(pairwise(starts.tolist())):
-        if n[cell]:
-            draws = splitmix64(splitmix64(keys[cell : cell + 1] ^ _ZEROS) ^ all_genes)
-            # sorted last: genes with counts are not drawn
-            draws[genes[start:stop]] = np.iinfo(np.uint64).max
-            drawn.append(np.sort(_smallest(draws, n[cell])))
+    for cell in np.flatnonzero(n).tolist():
+        draws = splitmix64(splitmix64(keys[cell : cell + 1] ^ _ZEROS) ^ all_genes)
+        # sorted last: genes with counts are not drawn
+        draws[genes[starts[cell] : starts[cell + 1]]] = np.iinfo(np.uint64).max
+        drawn.append(np.sort(_smallest(draws, n[cell])))
     return np.concatenate(drawn)
 
 
@@ -196,20 +194,11 @@ def _smallest(values: np.ndarray, n: int) -> np.ndarray:
 class FirstGenes:
     """Tokens of the first `max_tokens` genes of each cell."""
 
-    dtype: np.dtype
-    needs_counts: bool
-
     def __init__(self, options: Any) -> None:
         self._options = options
 
-    def tokenize(
-        self, genes: np.ndarray, counts: np.ndarray | None, starts: np.ndarray
-    ) -> Tokenized:
-        assert counts is not None or not self.needs_counts
-        return self._tokens(Prefixes(starts, self._options.max_tokens), genes, counts)
-
-    def _tokens(self, kept: Prefixes, genes: np.ndarray, counts: Any) -> Tokenized:
-        raise NotImplementedError
+    def _prefixes(self, starts: np.ndarray) -> Prefixes:
+        return Prefixes(starts, self._options.max_tokens)
 
 
 class ContinuousTokenizer(FirstGenes):
@@ -218,8 +207,8 @@ class ContinuousTokenizer(FirstGenes):
     dtype = np.dtype(np.float32)
     needs_counts = True
 
-    def _tokens(self, kept: Prefixes, genes: np.ndarray, counts: Any) -> Tokenized:
-        return log_tokens(kept, genes, counts)
+    def tokenize(self, genes: np.ndarray, counts: Any, starts: np.ndarray) -> Tokenized:
+        return log_tokens(self._prefixes(starts), genes, counts)
 
 
 class RankTokenizer(FirstGenes):
@@ -228,7 +217,8 @@ class RankTokenizer(FirstGenes):
     dtype = np.dtype(np.int32)
     needs_counts = False
 
-    def _tokens(self, kept: Prefixes, genes: np.ndarray, counts: Any) -> Tokenized:
+    def tokenize(self, genes: np.ndarray, counts: Any, starts: np.ndarray) -> Tokenized:
+        kept = self._prefixes(starts)
         # slices of one cached array take half the time of arange - repeat
         longest = np.arange(kept.lengths.max(initial=0), dtype=np.int32)
         values = recycled_empty(kept.cu_seqlens[-1], self.dtype)
@@ -256,9 +246,10 @@ class BinnedTokenizer(FirstGenes):
                 )
             self._edges = np.array(options.edges)
 
-    def _tokens(self, kept: Prefixes, genes: np.ndarray, counts: Any) -> Tokenized:
+    def tokenize(self, genes: np.ndarray, counts: Any, starts: np.ndarray) -> Tokenized:
+        kept = self._prefixes(starts)
         if self._edges is None:
-            bins = _bin_cells(counts, kept.starts, self._options.bins)
+            bins = _bin_cells(counts, starts, self._options.bins)
             return Tokenized(kept.token_ids(genes), kept.copy(bins, np.int32), kept.cu_seqlens)
         ids, values, cu_seqlens = log_tokens(kept, genes, counts)
         # a value at an edge is in the bin above it
