@@ -17,6 +17,7 @@ from cellmill.data.packing.codec import CompiledLoops, DamagedPart, Parts, Value
 from cellmill.data.packing.layout import GROUP, LANES, aligned
 from cellmill.data.packing.rank_order import RankOrder
 from cellmill.data.shards.manifest import Manifest
+from cellmill.data.split import hash_cells, hash_genes
 from cellmill.data.stream.batch import Batch
 
 ANY = 2**40
@@ -133,6 +134,23 @@ def test_cells_are_their_parts_in_turn(kind: str, order: GeneOrder, dtype: type)
         expected = counts[of_cell].astype(np.int64) - 1
         part = memory[packed.count_starts[number] : packed.ends[number]].tobytes()
         assert unpack_slowly(part, int(lengths[number])) == expected.tolist()
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+def test_cells_have_the_same_hash_by_loops_and_numpy(
+    dtype: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(5)
+    starts = np.cumsum([0, 0, 3, 700, 0, 41])
+    genes = rng.integers(0, 900, starts[-1]).astype(np.int32)
+    counts = rng.integers(1, np.iinfo(dtype).max, starts[-1], dtype, endpoint=True)
+    gene_hashes = hash_genes(f"ENSG{number:011d}" for number in range(900))
+    hashes = []
+    for kind in KINDS:
+        use(monkeypatch, kind)
+        hashes.append(hash_cells(starts, genes, counts, gene_hashes).tolist())
+    assert hashes[0] == hashes[1]
+    assert len({*map(tuple, hashes[0])}) == 4  # the two empty cells are equal
 
 
 def test_genes_that_do_not_ascend_are_refused(kind: str) -> None:

@@ -15,6 +15,8 @@ WINDOW = 2
 SHARDS = 3
 REPEATS = 4
 
+SECOND_HASH = np.uint64(0x243F6A8885A308D3)  # key of the second of two hashes: digits of pi
+SPLITMIX_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 # shifts and factors of splitmix64
 _ROUNDS = (
     (30, 0xBF58476D1CE4E5B9),
@@ -37,7 +39,7 @@ def splitmix64(values: np.ndarray, in_place: bool = False) -> np.ndarray:
     """
     mixed = values if in_place else values.copy()
     shifted = np.empty_like(mixed)
-    mixed += np.uint64(0x9E3779B97F4A7C15)
+    mixed += SPLITMIX_GAMMA
     for bits, factor in _ROUNDS:
         np.right_shift(mixed, np.uint64(bits), out=shifted)
         mixed ^= shifted

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import pandas as pd
 
-from cellmill.data.keys import hash_text, splitmix64
+from cellmill.data.keys import SECOND_HASH, hash_text, splitmix64
+from cellmill.data.packing import codec
 from cellmill.errors import DataError, did_you_mean
 
 _SMALL_COUNTS = splitmix64(np.arange(1 << 16, dtype=np.uint64))  # looked up in a third of the time
-_SECOND = np.uint64(0x243F6A8885A308D3)  # key of the second half of a cell's hash: digits of pi
 # cells hashed at a time: their numbers fit into a core's cache, a third less time than with 1,024
 _HASHED = 32
 
@@ -33,8 +33,28 @@ def hash_cells(
     `gene_hashes`. The first half decides the split. Equal hashes are equal cells: among a billion
     different ones two collide with probability 10^-21.
     """
-    is_small = not len(counts) or counts.max() < len(_SMALL_COUNTS)
     sums = np.zeros((len(starts) - 1, 2), np.uint64)
+    loops = codec.COMPILED.loops_for(len(counts))
+    if loops is not None and counts.dtype in ("uint16", "uint32"):
+        starts = np.require(starts, np.int64, ["C", "W"])
+        genes = np.require(genes, np.int32, ["C", "W"])
+        counts = np.require(counts, counts.dtype, ["C", "W"])
+        loops.sum_hashes(starts, genes, counts, gene_hashes, _SMALL_COUNTS, sums)
+    else:
+        _sum_hashes(starts, genes, counts, gene_hashes, sums)
+    # the order of a cell's pairs does not matter
+    return splitmix64(sums)
+
+
+def _sum_hashes(
+    starts: np.ndarray,
+    genes: np.ndarray,
+    counts: np.ndarray,
+    gene_hashes: np.ndarray,
+    sums: np.ndarray,
+) -> None:
+    """Fill `sums`, `(cells, 2)` of zeros, with both sums of a cell's hashed pairs, modulo 2**64."""
+    is_small = not len(counts) or counts.max() < len(_SMALL_COUNTS)
     for first in range(0, len(sums), _HASHED):
         block_starts = starts[first : first + _HASHED + 1]
         nonzeros = slice(block_starts[0], block_starts[-1])
@@ -50,10 +70,9 @@ def hash_cells(
         begins = block_starts[filled] - block_starts[0]
         splitmix64(pairs, in_place=True)
         sums[first + filled, 0] = np.add.reduceat(pairs, begins)
-        pairs ^= _SECOND
+        pairs ^= SECOND_HASH
         splitmix64(pairs, in_place=True)
         sums[first + filled, 1] = np.add.reduceat(pairs, begins)
-    return splitmix64(sums)  # sums modulo 2**64: the order of a cell's pairs does not matter
 
 
 def split_of_hashes(hashes: np.ndarray, seed: int, val_frac: float, test_frac: float) -> np.ndarray:

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from cellmill.data.keys import SECOND_HASH, SPLITMIX_GAMMA
 from cellmill.data.packing.compiled import compiled
 
 _DIGITS = 4
@@ -134,6 +135,41 @@ def join_values(indptr: Any, genes: Any, counts: Any, ascending: bool, values: A
         for i in range(n):
             count_values[i] = np.uint32(cell_counts[i]) - np.uint32(1)
     return is_ascending
+
+
+@compiled("uint64(uint64)")
+def _mix(value: Any) -> Any:
+    """As `keys.splitmix64`."""
+    value += SPLITMIX_GAMMA
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+@compiled(
+    *(
+        f"void(int64[::1], int32[::1], {counts}[::1], uint64[::1], uint64[::1], uint64[:, ::1])"
+        for counts in ("uint16", "uint32")
+    )
+)
+def sum_hashes(
+    starts: Any, genes: Any, counts: Any, gene_hashes: Any, small_counts: Any, sums: Any
+) -> None:
+    """Fill the sums of cells' hashed pairs, as `split.hash_cells`; `small_counts` are mixed."""
+    for cell in range(len(sums)):
+        first = np.uint64(0)
+        second = np.uint64(0)
+        for i in range(np.uint64(starts[cell]), np.uint64(starts[cell + 1])):
+            count = np.uint64(counts[i])
+            if count < np.uint64(len(small_counts)):
+                pair = small_counts[count]
+            else:
+                pair = _mix(count)
+            pair = _mix(pair ^ gene_hashes[np.uint32(genes[i])])
+            first += pair
+            second += _mix(pair ^ SECOND_HASH)
+        sums[cell, 0] = first
+        sums[cell, 1] = second
 
 
 @compiled(*(f"void({counts}[::1], int64[::1], int64[::1])" for counts in ("uint16", "uint32")))
