@@ -32,7 +32,8 @@ from cellmill.parallel.apply import apply_fsdp
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.step import ParallelModel, clip_grad_norm
 from cellmill.planner.cost import Cost, estimate_cost
-from cellmill.planner.devices import Device, Hardware, find_device
+from cellmill.planner.devices import Device, find_device
+from cellmill.planner.hardware import Hardware
 from cellmill.planner.remedies import plan_memory
 from cellmill.planner.size import Load
 from cellmill.planner.size import measure as measure_sizes

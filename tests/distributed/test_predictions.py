@@ -20,7 +20,7 @@ from cellmill.data.shards.index import CellColumns
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import UserError
 from cellmill.evaluate.inference.embed import embed_cells, load_for_inference
-from cellmill.planner.inputs import fit_options
+from cellmill.stages.training_inputs import fit_options
 from tests.distributed import cases, conformance
 from tests.distributed.conftest import options
 

@@ -22,9 +22,9 @@ from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import UserError
 from cellmill.evaluate.inference.files import write_embedding
 from cellmill.models.batch import to_tensors
-from cellmill.planner.inputs import fit_options
 from cellmill.runs.identity import changed_keys, identity
 from cellmill.stages.train import supervised_by
+from cellmill.stages.training_inputs import fit_options
 from tests.checks import refused
 from tests.models import initialized, prepare, random_cells, spec, train_options
 from tests.unit.small_corpus import read_obs, write_corpus

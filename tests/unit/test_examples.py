@@ -26,7 +26,7 @@ from cellmill.config.load import load_config
 from cellmill.config.options import TrainOptions
 from cellmill.config.workflow import expand
 from cellmill.data.shards.manifest import Manifest
-from cellmill.planner.inputs import check_genes, check_weights, fit_options
+from cellmill.stages.training_inputs import check_architecture, check_genes, fit_options
 from cellmill.testing import write_shards
 from tests.distributed import cases
 from tests.distributed.pool import Pool
@@ -166,7 +166,7 @@ class Runs:
         shards = Manifest.read(corpus / "shards" / "manifest.json")
         tiny = fit_options(TrainOptions.model_validate(_tiny(options, steps)), vocabulary, shards)
         if init_from is not None:
-            check_weights(tiny, init_from)
+            check_architecture(tiny, init_from)
             check_genes(tiny, init_from, vocabulary)
         given = {
             "corpus": str(corpus),

@@ -28,8 +28,8 @@ from cellmill.models.export import (
 )
 from cellmill.models.gene_vectors import TABLE
 from cellmill.models.initial import fill_part, normal
-from cellmill.planner.inputs import check_genes
 from cellmill.runs.identity import changed_keys, identity
+from cellmill.stages.training_inputs import check_genes
 from tests.checks import refused
 from tests.models import genes_of, initialized, random_cells, spec, train_options
 from tests.unit.exported import SMALL, export_model, save_model

@@ -23,9 +23,9 @@ from cellmill.models.export import initial_tensors, load_model
 from cellmill.models.gene_vectors import TABLE, read_gene_vectors, read_vectors
 from cellmill.parallel.apply import freeze
 from cellmill.parallel.materialize import materialize
-from cellmill.planner.inputs import digest_vectors
 from cellmill.planner.size import measure
 from cellmill.runs.identity import changed_keys, identity
+from cellmill.stages.training_inputs import digest_vectors
 from tests.models import prepare, random_cells, spec, train_options
 from tests.unit.exported import save_model
 

@@ -248,8 +248,8 @@ def test_every_model_type_equals_transformers(kind: str) -> None:
 
     size = measure(spec_of(options))
     assert size.parameters == sum(parameter.numel() for parameter in network.parameters())
-    assert size.blocks == 2
-    assert size.flops.count(Load(1, 0, 0)) > 6 * size.blocks * size.block.parameters * 0.9
+    assert size.n_blocks == 2
+    assert size.flops.count(Load(1, 0, 0)) > 6 * size.n_blocks * size.block.parameters * 0.9
 
 
 def test_the_pickle_of_a_folder_is_never_read(folder: Path, tmp_path: Path) -> None:

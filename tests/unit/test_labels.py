@@ -31,8 +31,8 @@ from cellmill.evaluate.inference.calibration import (
 )
 from cellmill.models.batch import add_ends, has_genes, to_tensors
 from cellmill.models.objectives.regression import anticorrelation
-from cellmill.planner.inputs import check_levels, fit_options
 from cellmill.stages import cells as predict
+from cellmill.stages.training_inputs import check_levels, fit_options
 from tests.checks import refused
 from tests.models import KEYS, initialized, prepare, random_cells, spec, train_options
 from tests.unit.exported import export_model

@@ -54,7 +54,7 @@ def _activations(of_block: float, recomputed: float = 0.0) -> float:
     more.
     """
     outside = SIZE.begin.activations_per_token + SIZE.finish.activations_per_token
-    return SIZE.blocks * of_block + recomputed + outside
+    return SIZE.n_blocks * of_block + recomputed + outside
 
 
 def test_one_process_holds_weights_in_float32() -> None:
@@ -83,7 +83,9 @@ def test_full_shard_divides_weights_by_the_processes() -> None:
         memory = _memory(world, sharding_strategy="FULL_SHARD")
         share = -(-SIZE.parameters // world)
         assert (memory.parameters, memory.optimizer) == (4 * share, 8 * share)
-        assert memory.gathered == 4 * (SIZE.parameters - (SIZE.blocks - 2) * SIZE.block.parameters)
+        assert memory.gathered == 4 * (
+            SIZE.parameters - (SIZE.n_blocks - 2) * SIZE.block.parameters
+        )
         ended = _memory(world, tokens=SHORT, sharding_strategy="FULL_SHARD")
         assert ended.gradients >= 4 * share
         assert ended.communication > 0
@@ -145,7 +147,7 @@ def test_a_pipeline_holds_each_block_once(schedule: str) -> None:
     model = _model(3, pp=3, schedule=schedule)
     parallel = model.parallel
     stages = [*chain.from_iterable(map(model.stages, range(3)))]
-    assert sum(stage.n_blocks for stage in stages) == SIZE.blocks
+    assert sum(stage.n_blocks for stage in stages) == SIZE.n_blocks
     tied = SIZE.tied.parameters
     assert sum(model.totals(rank).parameters for rank in range(3)) == SIZE.parameters + tied
     load = Load(10, 100, 2)

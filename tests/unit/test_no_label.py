@@ -16,9 +16,9 @@ from cellmill.data.inputs.formats import open_counts
 from cellmill.data.prepare.obs import choose_obs
 from cellmill.data.shards.manifest import Manifest
 from cellmill.evaluate.inference.predict import count_labels
-from cellmill.planner.inputs import check_levels
 from cellmill.report.collect import read_corpus
 from cellmill.report.page import render
+from cellmill.stages.training_inputs import check_levels
 from tests.models import train_options
 from tests.unit.small_corpus import prepare_by_commands
 from tests.unit.test_named_files import write_config

@@ -22,7 +22,7 @@ from cellmill.evaluate.tasks.perturbation.changes import (
     read_profiles,
 )
 from cellmill.models.batch import to_tensors
-from cellmill.planner.inputs import fit_options
+from cellmill.stages.training_inputs import fit_options
 from tests.models import genes_of, initialized, prepare, random_cells, spec, train_options
 
 N_GENES = 30

@@ -20,7 +20,7 @@ from cellmill.config.run import Train
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError
 from cellmill.models.build import ModelSpec
-from cellmill.planner.devices import Hardware, find_hardware
+from cellmill.planner.hardware import Hardware, find_hardware
 from cellmill.planner.memory import format_bytes
 from cellmill.planner.remedies import find_remedy, plan_memory
 from cellmill.planner.size import Load, measure

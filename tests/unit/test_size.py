@@ -75,9 +75,9 @@ def test_flops_of_a_block_count_matrices_and_attention() -> None:
     size = measure(_spec())
     # forward and backward are 6 FLOPs per weight and token: qkv, out, up and down have 12 H^2
     # weights
-    assert size.flops.block == pytest.approx(6 * 12 * HIDDEN**2)
+    assert size.flops.block_per_token == pytest.approx(6 * 12 * HIDDEN**2)
     # two products of H multiply-adds for each query and key
-    assert size.flops.pair == pytest.approx(3 * 4 * HIDDEN)
+    assert size.flops.block_per_pair == pytest.approx(3 * 4 * HIDDEN)
 
 
 def test_flops_of_a_step_follow_the_published_formula() -> None:
@@ -191,8 +191,8 @@ def test_tensor_parallel_reduces_four_times_per_block() -> None:
     replicated = 6 * HIDDEN
     assert whole.block.parameters == matrices + biases + replicated
     assert cut.block.parameters == (matrices + biases) / 2 + replicated
-    assert cut.flops.block == pytest.approx(whole.flops.block / 2)
-    assert cut.flops.pair == pytest.approx(whole.flops.pair / 2)
+    assert cut.flops.block_per_token == pytest.approx(whole.flops.block_per_token / 2)
+    assert cut.flops.block_per_pair == pytest.approx(whole.flops.block_per_pair / 2)
     # Megatron-LM: two all-reduces of (T, H) in the forward and two in the backward pass
     assert cut.block.sums_per_token == 2 * HIDDEN
     assert cut.begin.sums_per_token == HIDDEN  # the embedding, whose vocabulary is cut
@@ -263,9 +263,9 @@ def test_flops_of_profile_models_are_independent_of_tokens(layers: int) -> None:
     # and its table
     blocks = 6 * layers * 8 * hidden**2
     decoder = 6 * (hidden * 256 + 256 * (genes + 2))
-    assert size.flops.pair == 0
+    assert size.flops.block_per_pair == 0
     assert size.flops.count(Load(1, 0, 0)) == pytest.approx(0, abs=1)
-    assert size.blocks * size.flops.block_by_cell == pytest.approx(blocks)
+    assert size.n_blocks * size.flops.block_per_cell == pytest.approx(blocks)
     assert size.flops.count(Load(1000, 1e6, 1)) == pytest.approx(blocks + decoder)
 
 

@@ -85,11 +85,11 @@ def test_the_plan_counts_what_a_pipeline_pads(tmp_path: Path, tp: int, budget: i
     counted = count_micro_batches(
         CorpusSize(in_order.ravel(), manifest.n_genes), 100, budget, 2, least, 2, tp
     )
-    assert counted.padding == pytest.approx(padded / in_order.sum() - 1)
+    assert counted.padding_frac == pytest.approx(padded / in_order.sum() - 1)
     cells = CorpusSize(np.minimum(detected, 60), manifest.n_genes)
     work = measure_work(options, cells, layout(options.parallel, 4 * tp, 4 * tp))
-    assert work.padding == pytest.approx(counted.padding, abs=0.06)
-    assert work.padding > 0.1
+    assert work.padding_frac == pytest.approx(counted.padding_frac, abs=0.06)
+    assert work.padding_frac > 0.1
 
 
 def test_planned_files_equal_those_that_shard_writes(tmp_path: Path) -> None:

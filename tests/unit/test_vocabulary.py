@@ -27,8 +27,8 @@ from cellmill.data.inputs.h5 import count_dtype
 from cellmill.data.inputs.packed_cells import write_packed
 from cellmill.data.shards.writer import write_shards
 from cellmill.errors import ConfigError, DataError
-from cellmill.planner.inputs import fit_options
 from cellmill.stages import data as stage
+from cellmill.stages.training_inputs import fit_options
 
 Make = Callable[..., Path]
 

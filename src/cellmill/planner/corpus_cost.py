@@ -1,9 +1,8 @@
 """Cost of the stages that make a corpus.
 
-Costs were measured once, at commit 92ae630 and the change that compressed cells, on an AMD EPYC
-with 2 busy cores, Python 3.11.7, h5py 3.16.0: 12,000 simulated cells of 2,060 genes, shards of
-1,024 (benchmarks/README.md). They scale with the number of values and differ between machines, file
-systems and input formats. Reading from the disk is not included.
+Costs are those of 12,000 simulated cells of 2,060 genes in shards of 1,024, with compressed cells,
+on an AMD EPYC with 2 busy cores (benchmarks/README.md). They scale with the number of values and
+differ between machines, file systems and input formats. Reading from the disk is not included.
 """
 
 from collections.abc import Mapping
@@ -41,12 +40,12 @@ class StageCost:
 
     @property
     def rss_gb(self) -> float:
-        """Peak memory of a job."""
+        """Return the peak memory of a job."""
         return (RSS_MB[self.stage] + self.further_mb) / 1e3
 
 
 def estimate_corpus(cells: list[int], genes_per_cell: float, shard: Shard) -> list[StageCost]:
-    """Costs of the stages of a corpus of datasets with these numbers of cells."""
+    """Return the costs of the stages of a corpus; `cells` are numbers of cells by dataset."""
     n_values = sum(cells) * genes_per_cell
     cpu_hours = {stage: n_values * ns / NS_PER_HOUR for stage, ns in NS_PER_VALUE.items()}
     obs_mb = RSS_BYTES_PER_CELL * max(cells) / 1e6
@@ -75,7 +74,7 @@ def estimate_corpus(cells: list[int], genes_per_cell: float, shard: Shard) -> li
 def _estimate_shards(
     cells: list[int], genes_per_cell: float, shard: Shard, cpu_hours: Mapping[str, float]
 ) -> list[StageCost]:
-    """Cost of `shard`; with several jobs, of the stages that divide the cells and write parts."""
+    """Return the cost of `shard`; with several jobs, of the stages that divide cells and write parts."""
     n_cells = sum(cells)
     n_shards = max(1, ceil(n_cells / shard.cells_per_shard))
     n_bytes = n_cells * genes_per_cell * SHARD_BYTES_PER_VALUE[shard.order] + n_shards * SHARD_BYTES
@@ -95,7 +94,7 @@ def _estimate_shards(
             disk_gb=n_bytes / 1e9,
         )
         return [whole]
-    jobs = min(shard.jobs, n_shards)
+    writing_jobs = min(shard.jobs, n_shards)  # further jobs have no shard to write
     divide = StageCost(
         stage="divide",
         hours=divide_hours,
@@ -105,7 +104,7 @@ def _estimate_shards(
     write = StageCost(
         stage="shard_part",
         jobs=shard.jobs,
-        hours=write_hours * ceil(n_shards / jobs) / n_shards,
+        hours=write_hours * ceil(n_shards / writing_jobs) / n_shards,
         cpu_hours=write_hours,
         further_mb=write_mb,
         files=n_shards,

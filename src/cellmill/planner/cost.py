@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from cellmill.config.options import PlanOptions
 from cellmill.models.batch import PAD_CELL
 from cellmill.models.build import ModelSpec
-from cellmill.planner.devices import Device, Hardware
+from cellmill.planner.devices import Device
+from cellmill.planner.hardware import Hardware
 from cellmill.planner.memory import Memory, PlannedModel
 from cellmill.planner.size import Load, ModelSize, measure
 from cellmill.planner.step_time import Network, StepTime, estimate_step
@@ -34,7 +35,7 @@ class Cost:
 def estimate_cost(
     options: PlanOptions, corpus: CorpusSize, hardware: Hardware, device: Device, memory: Memory
 ) -> Cost:
-    """Estimates of a run that needs `memory`."""
+    """Return the estimates of a run that needs `memory`."""
     model = PlannedModel.measure(
         options, corpus.n_genes, hardware.world, hardware.nproc_per_node, corpus.levels
     )
@@ -70,13 +71,13 @@ def estimate_cost(
 
 
 def _load_of_rank(corpus: CorpusSize, work: Work, dp: int) -> Load:
-    """Load of one of `dp` data-parallel ranks in a step.
+    """Return the load of one of `dp` data-parallel ranks in a step.
 
     A pipeline computes its padding like any other tokens, in cells of PAD_CELL.
     """
     n_cells = work.cells_per_step / dp
     tokens = n_cells * corpus.tokens_per_cell
-    padding = work.padding * tokens
+    padding = work.padding_frac * tokens
     return Load(
         tokens=tokens + padding,
         pairs=n_cells * corpus.pairs_per_cell + PAD_CELL * padding,
@@ -85,7 +86,7 @@ def _load_of_rank(corpus: CorpusSize, work: Work, dp: int) -> Load:
 
 
 def _find_network(options: PlanOptions, device: Device) -> Network | None:
-    """Rates that the options set, else the device's; None if one is unknown."""
+    """Return the rates that the options set, else the device's; None if one is unknown."""
     intra_node = options.plan.intra_node_gbs
     inter_node = options.plan.inter_node_gbs
     if intra_node is None:

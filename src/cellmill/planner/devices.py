@@ -1,4 +1,4 @@
-"""The processes of a run, and peak rates of devices from the vendors' data sheets: dense matrix products, and links.
+"""Peak rates of devices from the vendors' data sheets: dense matrix products, and links.
 
 Links are those of the vendors' own servers, per device and direction: NVLink or Infinity Fabric
 inside a node (PCIe 4.0 x16 for l40s), and the node's network cards divided by its devices: DGX-1
@@ -6,13 +6,10 @@ inside a node (PCIe 4.0 x16 for l40s), and the node's network cards divided by i
 L40S servers 2 x 200 for 4.
 """
 
-import os
 import re
 from dataclasses import dataclass, replace
 
-from cellmill.config.machine import Machine
-from cellmill.config.options import PlanOptions
-from cellmill.config.parallel import Layout, Parallel, layout
+from cellmill.config.parallel import Parallel
 from cellmill.errors import ConfigError
 
 GB = 1e9
@@ -31,7 +28,7 @@ class Device:
     tf32_flops: float | None = None
 
     def flops(self, parallel: Parallel) -> float | None:
-        """FLOP/s in the number format of a run; None if unknown."""
+        """Return FLOP/s in the number format of a run; None if unknown."""
         if parallel.half_precision:
             return self.bf16_flops
         if parallel.tf32 and self.tf32_flops:
@@ -107,7 +104,7 @@ DEVICES = {
 
 
 def find_device(name: str) -> Device:
-    """The device that a profile names. Raise ConfigError listing the known devices."""
+    """Return the device that a profile names. Raise ConfigError for an unknown one."""
     if name not in DEVICES:
         raise ConfigError(
             f"unknown device {name!r}; set the profile's device to one of: {', '.join(DEVICES)}"
@@ -116,7 +113,7 @@ def find_device(name: str) -> Device:
 
 
 def recognise_device(product: str) -> str:
-    """The device of a product, such as h100 for nvidia_h100_80gb_hbm3; "" if unknown."""
+    """Return the device of a product, such as h100 for nvidia_h100_80gb_hbm3; "" if unknown."""
     words = product.lower()
     chip = ""  # the device without a size of memory
     for name in DEVICES:
@@ -128,17 +125,17 @@ def recognise_device(product: str) -> str:
 
 
 def list_memory_sizes(name: str) -> list[str]:
-    """Devices that are `name` with a size of memory, such as a100-40gb; empty if it has only one."""
+    """Return the devices that are `name` with a size of memory, such as a100-40gb."""
     return [sized for sized in DEVICES if sized.startswith(f"{name}-")]
 
 
 def describe_assumption(name: str) -> str:
-    """The memory that is assumed if a device is also made with less; otherwise empty."""
+    """Return the memory that is assumed for a device that is made with several sizes; else ""."""
     memory_gb = DEVICES[name].memory_gb
-    smaller = [sized for sized in list_memory_sizes(name) if DEVICES[sized].memory_gb != memory_gb]
-    if not smaller:
+    others = [sized for sized in list_memory_sizes(name) if DEVICES[sized].memory_gb != memory_gb]
+    if not others:
         return ""
-    return f"{name} has {memory_gb:g} GB here; set device to {' or '.join(smaller)} if it has less"
+    return f"{name} has {memory_gb:g} GB here; set device to {' or '.join(others)} if it has less"
 
 
 def check_precision(parallel: Parallel, name: str, device: Device) -> None:
@@ -154,41 +151,6 @@ def check_precision(parallel: Parallel, name: str, device: Device) -> None:
 
 
 def find_peak_flops(product: str, parallel: Parallel) -> float | None:
-    """FLOP/s of a product such as "NVIDIA H100 80GB HBM3"; None if its device is unknown."""
+    """Return FLOP/s of a product such as "NVIDIA H100 80GB HBM3"; None if its device is unknown."""
     device = recognise_device(product)
     return DEVICES[device].flops(parallel) if device else None
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """The processes of a run, and the memory of each."""
-
-    nodes: int
-    nproc_per_node: int
-    device: str
-    device_bytes: int  # memory of one process
-    usable_bytes: int  # `plan.memory_frac` of it
-
-    @property
-    def world(self) -> int:
-        return self.nodes * self.nproc_per_node
-
-    def layout(self, parallel: Parallel) -> Layout:
-        """The mesh sizes. Raise ConfigError if the processes do not fit the layout."""
-        return layout(parallel, self.world, self.nproc_per_node)
-
-
-def find_hardware(options: PlanOptions, machine: Machine, device: str) -> Hardware:
-    """The processes that `machine` gives a run, with the fewest nodes of a range.
-
-    Fewer nodes need more memory per process.
-    """
-    memory_gb = options.plan.memory_gb or find_device(device).memory_gb
-    if memory_gb:
-        device_bytes = round(memory_gb * GB)
-    else:
-        machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        device_bytes = machine_bytes // machine.nproc_per_node
-    usable_bytes = int(device_bytes * options.plan.memory_frac)
-    nodes = machine.node_counts[0]
-    return Hardware(nodes, machine.nproc_per_node, device, device_bytes, usable_bytes)

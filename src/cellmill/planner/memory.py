@@ -52,11 +52,11 @@ class Stage:
     has_finish: bool  # True with the part after the blocks
 
     def flops(self, load: Load) -> float:
-        """FLOPs of the stage for `load`."""
+        """Return the FLOPs of the stage for `load`."""
         return self.size.flops.count(load, self.n_blocks, self.has_begin, self.has_finish)
 
     def activations(self, per_block: float) -> float:
-        """Elements kept per token for the backward pass, with `per_block` in each block."""
+        """Return the elements kept per token for the backward pass, with `per_block` in each block."""
         begin = int(self.has_begin) * self.size.begin.activations_per_token
         finish = int(self.has_finish) * self.size.finish.activations_per_token
         return self.n_blocks * per_block + (begin + finish)
@@ -118,7 +118,7 @@ class PlannedModel:
         n_stages = self.parallel.stages
         stages = []
         for stage in list_stages(rank, self.parallel):
-            blocks = len(list_blocks(stage, n_stages, self.size.blocks))
+            blocks = len(list_blocks(stage, n_stages, self.size.n_blocks))
             stages.append(Stage(self.size, blocks, stage == 0, stage == n_stages - 1))
         return stages
 
@@ -146,23 +146,33 @@ class PlannedModel:
 
 
 def kept_micro_batches(parallel: Parallel, rank: int, micro_batches: int) -> int:
-    """Most micro-batches whose activations pipeline rank `rank` holds, summed over its stages."""
+    """Return the most micro-batches whose activations a pipeline rank holds, summed over its stages."""
     pp = parallel.pp
     all_at_once = micro_batches * parallel.stages // pp
     in_flight = {
+        # every forward pass comes before the first backward pass
         "GPipe": all_at_once,
+        # the first backward pass returns after pp - 1 - rank further ranks; one more has begun
         "1F1B": pp - rank,
-        "Interleaved1F1B": 3 * pp - 1 - 2 * rank,
-        # schedules that compute gradients of weights after gradients of inputs
+        # pp of the first stage, then 2 for each further rank, on the way there and back; one more
+        "Interleaved1F1B": pp + 2 * (pp - 1 - rank) + 1,
+        # as interleaved with 1 for each further rank, 2 pp - rank; `rank` more wait for the gradients
+        # of their weights, which are computed after those of inputs
         "InterleavedZeroBubble": 2 * pp,
+        # both stages of a rank hold as much as 1F1B's first rank in one stage of twice the size
         "ZBV": 2 * pp,
+        # DualPipe on 2 pp ranks of one stage holds 2 pp + 1; its V shape has two of them on a rank
         "DualPipeV": 2 * pp + 1,
     }
     return min(all_at_once, in_flight[parallel.schedule])
 
 
 def idle_frac(parallel: Parallel, micro_batches: int) -> float:
-    """Fraction of a step in which a pipeline rank waits for others; 0 without a pipeline."""
+    """Return the fraction of a step in which a pipeline rank waits; 0 without a pipeline.
+
+    Each of the pp - 1 other ranks costs units of one stage: forward and backward, 1 + 2, in GPipe and
+    1F1B; 1 less in DualPipeV, and 2 less with zero bubble, where gradients of weights fill the time.
+    """
     stages_per_rank = parallel.stages // parallel.pp
     idle_units = {"GPipe": 3, "1F1B": 3, "Interleaved1F1B": 3, "DualPipeV": 2}
     lost = (parallel.pp - 1) * idle_units.get(parallel.schedule, 1)
@@ -211,7 +221,7 @@ def host_bytes(model: PlannedModel) -> tuple[int, int]:
         offloaded += average
 
     def copy_bytes(n_tensors: int) -> int:
-        """Bytes of this rank's weights and of `n_tensors` further tensors of each trained one."""
+        """Return the bytes of a rank's weights, and of `n_tensors` further tensors of each trained one."""
         elements = 0
         for rank in range(model.layout.pp):
             totals = model.totals(rank)
@@ -224,7 +234,7 @@ def host_bytes(model: PlannedModel) -> tuple[int, int]:
 def peak_memory(
     model: PlannedModel, micro_tokens: int, micro_batches: int, ranks: Iterable[int] | None = None
 ) -> Memory:
-    """Memory of the pipeline rank that needs most, with micro-batches of at most `micro_tokens`.
+    """Return the memory of the pipeline rank that needs most, for `micro_tokens` in a micro-batch.
 
     `micro_batches` is their number in a step; `ranks` limits the pipeline ranks.
     """
@@ -285,7 +295,10 @@ class _RankMemory:
         )
 
     def at_backward_start(self) -> Memory:
-        """Memory when the backward pass begins: all activations, and the gradients being computed."""
+        """Return the memory when the backward pass begins.
+
+        It has all activations, and the gradients being computed.
+        """
         model = self.model
         totals = self.totals
         block = model.size.block
@@ -302,7 +315,9 @@ class _RankMemory:
             # DistributedDataParallel's buckets persist and are sent as they are; accumulated
             # gradients are a further copy
             copies = int(model.layout.dp > 1) + int(self.micro_batches > 1)
-            elements = copies * totals.trained or block.trained
+            elements = copies * totals.trained
+            if elements == 0:  # no gradient is there yet, except those being computed
+                elements = block.trained
             return replace(memory, gradients=FLOAT32 * elements)
         communication = 0
         if self.micro_batches > 1 and self.parallel.reduces_each_micro_batch:
@@ -315,8 +330,9 @@ class _RankMemory:
         )
 
     def at_blocks_end(self) -> Memory:
-        """Memory when the backward pass has reached the first block: gradients of all blocks, and
-        activations of the first block and the part before it.
+        """Return the memory when the backward pass has reached the first block.
+
+        It has gradients of all blocks, and activations of the first block and the part before it.
         """
         model = self.model
         size = model.size
@@ -343,8 +359,9 @@ class _RankMemory:
         )
 
     def at_last_reduction(self) -> Memory:
-        """Memory with the last gradients of a sharded model to be reduced: those of a pipeline
-        stage, or of the root.
+        """Return the memory when the last gradients of a sharded model are reduced.
+
+        They are those of a pipeline stage or, without a pipeline, of the root.
         """
         totals = self.totals
         if self.parallel.pp > 1:  # each stage's gradients are reduced after its last micro-batch
@@ -364,43 +381,52 @@ class _RankMemory:
 
     @property
     def _activation_bytes(self) -> float:
-        """Bytes of one activation that is kept for the backward pass."""
+        """Return the bytes of one activation that is kept for the backward pass."""
         if self.parallel.half_precision and not self.model.is_sharded:
             return AUTOCAST_BYTES
         return self.model.element_bytes
 
     @property
     def _gathered(self) -> int:
-        """Bytes of full weights in a forward pass, or of autocast's casts until the backward pass."""
+        """Return the bytes of full weights in a forward pass, or of autocast's casts of them."""
         totals = self.totals
         size = self.model.size
         if not self.model.is_sharded:
             return 2 * totals.parameters if self.parallel.half_precision else 0
         weights = totals.parameters
         if self.parallel.reshards_after_forward:  # the next block is gathered while one computes
-            weights = totals.outside + min(2, size.blocks) * size.block.parameters
+            weights = totals.outside + min(2, size.n_blocks) * size.block.parameters
         return self.model.element_bytes * weights
 
     def _kept_per_token(self) -> float:
-        """Elements per token when a backward pass begins: kept activations, one block's workspace."""
+        """Return elements per token when a backward pass begins: kept activations, one block's workspace."""
         size = self.model.size
-        stages = self.stages
+        per_block = self._kept_per_block()
+        kept = 0.0
+        for n_micro_batches, stage in zip(self._in_flight_by_stage(), self.stages):
+            kept += n_micro_batches * stage.activations(per_block)
+        # a block computes again what it has not kept before its backward pass begins
+        recomputed = size.block.activations_per_token - per_block
+        workspace = size.block_workspace_per_token + recomputed
+        # the part after the blocks has freed its activations when a block's backward pass begins
+        freed = int(any(stage.has_finish for stage in self.stages))
+        return kept + max(workspace - freed * size.finish.activations_per_token, 0)
+
+    def _kept_per_block(self) -> float:
+        """Return elements per token that a block keeps; with full recomputation only its input."""
+        size = self.model.size
         kept_by_checkpointing = {
             None: size.block.activations_per_token,
             "selective": size.selective_per_token,
             "full": size.width,
         }
-        per_block = kept_by_checkpointing[self.parallel.activation_checkpointing]
+        return kept_by_checkpointing[self.parallel.activation_checkpointing]
+
+    def _in_flight_by_stage(self) -> list[int]:
+        """Return the micro-batches whose activations each stage holds."""
         if self.parallel.pp == 1:
-            in_flight_by_stage = [1]
-        elif len(stages) == 1:
-            in_flight_by_stage = [self.in_flight]
-        else:  # the first of two stages gets more
-            in_flight_by_stage = [-(-self.in_flight // 2), self.in_flight // 2]
-        kept = 0.0
-        for n_micro_batches, stage in zip(in_flight_by_stage, stages):
-            kept += n_micro_batches * stage.activations(per_block)
-        workspace = size.block_workspace_per_token + size.block.activations_per_token - per_block
-        # the part after the blocks has freed its activations when a block's backward pass begins
-        freed = int(any(stage.has_finish for stage in stages)) * size.finish.activations_per_token
-        return kept + max(workspace - freed, 0)
+            return [1]
+        if len(self.stages) == 1:
+            return [self.in_flight]
+        # the first of two stages gets the odd one: it waits longer for gradients
+        return [-(-self.in_flight // 2), self.in_flight // 2]

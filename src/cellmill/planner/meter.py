@@ -47,7 +47,7 @@ class Window:
     reduced_bytes: int = 0  # bytes of the full tensors of all collectives
 
     def live_bytes(self) -> int:
-        """Bytes allocated in the window and alive at its end."""
+        """Return the bytes allocated in the window and alive at its end."""
         total = 0
         for storage in self.allocations:
             is_alive = storage.died is None or storage.died > self.end
@@ -56,9 +56,9 @@ class Window:
         return total
 
     def peak_bytes(self, without: frozenset[int] = frozenset()) -> int:
-        """Peak of live bytes above those at the start.
+        """Return the peak of live bytes above those at the start.
 
-        Storages of the window that stay, with a key in `without`, are left out.
+        Leaves out storages that are allocated in the window, still live, and have a key in `without`.
         """
         changes: Counter[int] = Counter()
         for storage in self.allocations:
@@ -86,6 +86,7 @@ class OperationMeter(TorchDispatchMode):
 
     @contextmanager
     def window(self) -> Iterator[Window]:
+        """Count operations in a window until it is left; windows may overlap."""
         self.time += 1
         window = Window(self.allocations, start=self.time)
         self._windows.append(window)
@@ -104,6 +105,13 @@ class OperationMeter(TorchDispatchMode):
         if any(issubclass(kind, FakeTensor) for kind in types):
             return out  # DTensor infers the shapes of full tensors with these
         self.time += 1
+        self._count(func, args, kwargs, out)
+        for tensor in _tensors(out):
+            self._record(tensor.untyped_storage())
+        return out
+
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Add the FLOPs and reduced bytes of an operation to all open windows."""
         flops = 0
         packet = IN_PLACE.get(overload_packet(func), overload_packet(func))
         if self._windows and packet in flop_registry:
@@ -114,15 +122,15 @@ class OperationMeter(TorchDispatchMode):
         for window in self._windows:
             window.flops += flops
             window.reduced_bytes += reduced_bytes
-        for tensor in _tensors(out):
-            storage = tensor.untyped_storage()
-            key = storage_key(storage)
-            if self._storages.get(key) is None:
-                self._storages[key] = storage
-                allocation = Allocation(key, storage.nbytes(), self.time)
-                self.allocations.append(allocation)
-                weakref.finalize(storage, self._free, allocation)
-        return out
+
+    def _record(self, storage: torch.UntypedStorage) -> None:
+        """Begin an allocation for a storage that is seen for the first time."""
+        key = storage_key(storage)
+        if self._storages.get(key) is None:
+            self._storages[key] = storage
+            allocation = Allocation(key, storage.nbytes(), self.time)
+            self.allocations.append(allocation)
+            weakref.finalize(storage, self._free, allocation)
 
     def _free(self, allocation: Allocation) -> None:
         self.time += 1
@@ -130,5 +138,5 @@ class OperationMeter(TorchDispatchMode):
 
 
 def _tensors(*values: Any) -> list[torch.Tensor]:
-    """Tensors among nested values."""
+    """Return the tensors among nested values."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]

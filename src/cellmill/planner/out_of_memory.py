@@ -14,13 +14,15 @@ from cellmill.config.options import PlanOptions
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.tokenizers import token_numbers
 from cellmill.files import read_json
-from cellmill.planner.devices import Hardware
+from cellmill.planner.hardware import Hardware
 from cellmill.planner.memory import format_bytes
 from cellmill.planner.remedies import find_remedy, plan_memory
 from cellmill.planner.work import CorpusSize, detected_genes
 
 TIMEOUT_S = 120  # seconds that advice may take
-LESS_FRAC = 0.8  # share of the planned memory that is left after a remedy for running out of it
+# Share of the planned memory that a run may need after a remedy. The plan fitted and the run did not:
+# a fifth covers what plans leave out, such as fragmentation.
+REMEDY_FRAC = 0.8
 OUT_OF_MEMORY = re.compile(
     # torch on a CPU; pinned host memory; cuBLAS and cuDNN; NCCL
     r"can't allocate memory|not enough memory|Cannot allocate memory|CUDA error: out of memory|"
@@ -30,7 +32,7 @@ OUT_OF_MEMORY = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True for out-of-memory errors of Python, a device, its libraries, or torch's CPU allocator."""
+    """Return True for an out-of-memory error of Python, a device, its libraries, or torch on a CPU."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -55,7 +57,7 @@ def ask_for_advice(run_json: Path, world: int, nproc_per_node: int, device: str)
 
 
 def advise(run_json: Path, world: int, nproc_per_node: int, device: str = "cpu") -> str:
-    """The planned memory of a process, and the first change with which it needs a fifth less."""
+    """Return the planned memory of a process, and the first change with which it needs a fifth less."""
     record = read_json(run_json)
     stored = dict(stored_options(record["options"], "run.json"))
     options = PlanOptions.model_validate(stored | {"plan": {}})
@@ -64,11 +66,17 @@ def advise(run_json: Path, world: int, nproc_per_node: int, device: str = "cpu")
     corpus = CorpusSize(
         kept + zeros, manifest.n_genes, levels=manifest.levels(options.obs_columns())
     )
-    hardware = Hardware(world // nproc_per_node, nproc_per_node, device, 0, 0)
+    hardware = Hardware(
+        nodes=world // nproc_per_node,
+        nproc_per_node=nproc_per_node,
+        device=device,
+        device_bytes=0,  # a remedy is measured against the plan, not the device
+        usable_bytes=0,
+    )
     memory = plan_memory(options, corpus, hardware)
     parts = sorted(asdict(memory).items(), key=lambda part: -part[1])
     listed = ", ".join(f"{name} {format_bytes(n)}" for name, n in parts if n)
-    less = replace(hardware, usable_bytes=int(LESS_FRAC * memory.total))
+    less = replace(hardware, usable_bytes=int(REMEDY_FRAC * memory.total))
     return (
         f"the plan was {format_bytes(memory.total)} per process, most of it {parts[0][0]} ({listed}): "
         f"{find_remedy(options, corpus, less)}"

@@ -20,30 +20,39 @@ META = torch.device("meta")
 class MeasuredPasses:
     """Measurements of a forward and a backward pass of about `tokens` tokens.
 
-    Cells have 1 / `length_divisor` of the usual length. `begin` and `block` are windows of the
-    forward pass, `finish` is one of both passes. Numbers are in elements per token,
-    `kept_by_finish` and `finish_peak` of the whole batch:
-
-    - `kept_by_begin`, `kept_by_block`, `kept_by_finish`: kept for the backward pass; the latter two
-      with the input
-    - `block_workspace`: peak of a block's backward pass above its kept elements
-    - `finish_peak`: peak of `finish`
-    - `width`: passed from block to block; no integer if a view hides tokens
+    Cells have 1 / `length_divisor` of the usual length. *Kept* are elements that stay allocated for
+    the backward pass.
     """
+
+    tokens: int
+    cells: int
+    pairs_per_token: float  # (query, key) pairs of attention
+    # operations of the model's parts
+    begin_window: Window  # forward pass before the blocks
+    block_window: Window  # forward pass of one block
+    finish_window: Window  # both passes after the blocks
+    # elements per token
+    begin_kept_per_token: float
+    block_kept_per_token: float  # with the block's input
+    block_workspace_per_token: float  # peak of a block's backward pass above its kept elements
+    width: float  # passed from block to block; no integer if a view hides tokens
+    # elements of the whole batch, with the input of the part after the blocks
+    finish_kept: float
+    finish_peak: float
 
     def __init__(
         self, model: Model, spec: ModelSpec, tokens: int, multiple: int = 1, length_divisor: int = 1
     ) -> None:
-        cell_tokens = max(
-            1, min(spec.tokens.max_tokens, spec.n_genes, CELL_TOKENS) // length_divisor
-        )
+        usual_tokens = min(spec.tokens.max_tokens, spec.n_genes, CELL_TOKENS)
+        cell_tokens = max(1, usual_tokens // length_divisor)
         batch = _draw_cells(spec, cell_tokens, tokens)
         lengths = np.diff(batch.cu_seqlens)  # `(cells,)`: tokens of each cell
         self.tokens = int(batch.cu_seqlens[-1])
         self.cells = len(lengths)
         self.pairs_per_token = float(np.square(lengths, dtype=np.float64).sum() / self.tokens)
         view = model.view(to_tensors(batch), seed=0, step=0)
-        view = pad_batch(view, -(-len(view.genes) // multiple) * multiple)
+        padded_tokens = -(-len(view.genes) // multiple) * multiple
+        view = pad_batch(view, padded_tokens)
         # masks are drawn on the CPU, since their number is a shape
         prepared = copy_to_device(model.prepare(view, seed=0, step=0), META)
         passed = self._measure_blocks(model, prepared)
@@ -53,24 +62,26 @@ class MeasuredPasses:
     def _measure_blocks(self, model: Model, prepared: Any) -> torch.Tensor:
         """Measure the part before the blocks and one block. Return the block's output."""
         with OperationMeter() as meter:
-            with meter.window() as self.begin:
+            with meter.window() as self.begin_window:
                 entered = model.begin(prepared)
-            self.kept_by_begin = self._per_token(self.begin.live_bytes() - entered.nbytes)
+            self.begin_kept_per_token = self._per_token(
+                self.begin_window.live_bytes() - entered.nbytes
+            )
             self.width = entered.numel() / self.tokens
             x = torch.empty_like(entered, requires_grad=True)
-            with meter.window() as self.block:
+            with meter.window() as self.block_window:
                 passed = model.through(x, prepared)
-            kept_bytes = self.block.live_bytes() - passed.nbytes + x.nbytes
-            self.kept_by_block = self._per_token(kept_bytes)
+            kept_bytes = self.block_window.live_bytes() - passed.nbytes + x.nbytes
+            self.block_kept_per_token = self._per_token(kept_bytes)
             with meter.window() as backward:
                 passed.backward(torch.empty_like(passed))
-            self.block_workspace = self._per_token(_peak_bytes(model, backward))
+            self.block_workspace_per_token = self._per_token(_peak_bytes(model, backward))
         return passed
 
     def _measure_finish(self, model: Model, prepared: Any, passed: torch.Tensor) -> None:
         """Measure the part after the blocks, whose input is like `passed`."""
         x = torch.empty_like(passed, requires_grad=True)
-        with OperationMeter() as meter, meter.window() as self.finish:
+        with OperationMeter() as meter, meter.window() as self.finish_window:
             with meter.window() as forward:
                 loss = model.finish(x, prepared)
                 loss = loss.sum() if loss.ndim else loss
@@ -78,7 +89,7 @@ class MeasuredPasses:
                 loss.backward()
         live_bytes = forward.live_bytes()
         peak_bytes = max(forward.peak_bytes(), live_bytes + _peak_bytes(model, backward))
-        self.kept_by_finish = (live_bytes + x.nbytes) / FLOAT32
+        self.finish_kept = (live_bytes + x.nbytes) / FLOAT32
         self.finish_peak = (peak_bytes + x.nbytes) / FLOAT32
 
     def _per_token(self, n_bytes: int) -> float:
@@ -86,7 +97,7 @@ class MeasuredPasses:
 
 
 def _peak_bytes(model: Model, backward: Window) -> int:
-    """Peak bytes of a backward pass without the gradients of parameters."""
+    """Return the peak bytes of a backward pass without the gradients of parameters."""
     gradients = set()
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -95,12 +106,12 @@ def _peak_bytes(model: Model, backward: Window) -> int:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor; another tensor itself."""
+    """Return this rank's part of a DTensor; another tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def _draw_cells(spec: ModelSpec, cell_tokens: int, tokens: int) -> Batch:
-    """Random cells of `cell_tokens` tokens each, about `tokens` in total, by the run's tokenizer."""
+    """Return about `tokens` tokens of random cells with `cell_tokens` each, by the run's tokenizer."""
     rng = np.random.Generator(np.random.Philox(0))
     n_cells = max(1, tokens // cell_tokens)
     genes = rng.integers(0, spec.n_genes, n_cells * cell_tokens, dtype=np.int32)

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypedDict
 
 from cellmill.config.run import AUTO_EPOCHS, Train
 from cellmill.planner.cost import Cost
-from cellmill.planner.devices import GB, Hardware, describe_assumption, find_device
+from cellmill.planner.devices import GB, describe_assumption, find_device
+from cellmill.planner.hardware import Hardware
 from cellmill.planner.memory import format_bytes, host_bytes, idle_frac
 from cellmill.planner.traffic import link_bytes
 from cellmill.planner.work import CorpusSize
@@ -17,10 +18,81 @@ UNKNOWN = "unknown: no speed is known for this device"
 DEFAULT_BATCH = float(Train.model_fields["global_batch"].default)
 DEFAULT_LR = float(Train.model_fields["lr"].default)
 
-Plan = dict[str, Any]
-"""The content of plan.json, or a part of it."""
 Line = tuple[str, str]
 """Name and text of a line."""
+LayoutOptions = dict[str, Any]
+"""Options of section `parallel` and sizes of the mesh axes (`config.parallel.Layout`), by name."""
+
+
+class PlannedMemory(TypedDict):
+    """Memory of the process that needs most."""
+
+    parts_bytes: dict[str, int]  # by field of `planner.memory.Memory`
+    total_bytes: int
+    limit_bytes: int  # usable memory of the device
+    device_bytes: int
+    host_bytes: int  # pinned host memory for parallel.cpu_offload
+    staging_bytes: int  # pinned host memory for a copy of the checkpoint
+
+
+class Communication(TypedDict):
+    """Bytes that the process that sends the most sends in a step."""
+
+    link_bytes: dict[str, float]  # by kind of link: intra_node, inter_node
+    collectives: list[
+        dict[str, Any]
+    ]  # fields of `planner.traffic.Traffic`, and bytes by kind of link
+
+
+class Step(TypedDict):
+    """Seconds of a step, as in `planner.step_time.StepTime`."""
+
+    compute_s: float
+    communication_s: float
+    idle_s: float
+    step_s: float
+
+
+class RunPlan(TypedDict):
+    """The content of plan.json. None stands for what an unknown device leaves unknown."""
+
+    parameters: int  # of the whole model
+    memory: PlannedMemory
+    communication: Communication
+    flops_per_step: float  # over all processes, without recomputation
+    tokens_per_step: float
+    tokens_per_cell: float
+    tokens: float  # of the whole run
+    cells: int  # training cells
+    n_genes: int  # genes of the vocabulary
+    steps: int
+    steps_per_epoch: int
+    cells_seen: int  # cells over all steps
+    micro_batches_per_step: float  # mean over the steps
+    validations: int
+    val_cells: int  # cells per validation
+    auto_steps: bool  # True if train.steps is auto
+    micro_batch_tokens: int  # tokens of the largest micro-batch
+    step: Step | None
+    pipeline_idle_frac: float
+    mfu: float | None  # fraction of the device's peak that a step reaches
+    hours: float | None  # with validation
+    validation_frac: float | None  # fraction of the hours
+    gpu_hours: float | None
+    nodes: int
+    nproc_per_node: int
+    world_size: int
+    device: str
+    layout: LayoutOptions
+    mfu_frac: float  # plan.mfu_frac: fraction of the peak that computation is assumed to reach
+    warmup_steps: int
+    global_batch: int  # cells
+    scaled_lr: list[float] | None  # by square root and linearly; None if nothing is to be scaled
+    warnings: list[str]
+    largest_micro_batch: int  # most tokens of a micro-batch that fit in memory
+    genes_per_cell: float  # mean of detected genes
+    cut_cells_frac: float  # fraction of cells with more genes than tokens.max_tokens
+    fingerprint: str | None  # of the corpus; None for an assumed one
 
 
 def describe_plan(
@@ -32,13 +104,8 @@ def describe_plan(
     genes_per_cell: float,
     cut_cells_frac: float,
     fingerprint: str | None,
-) -> Plan:
-    """The content of plan.json.
-
-    `largest_micro_batch` is the most tokens that fit, `genes_per_cell` the mean of detected genes,
-    `cut_cells_frac` the fraction of cells with more genes than `tokens.max_tokens`. `fingerprint` is
-    that of the corpus, None for an assumed one.
-    """
+) -> RunPlan:
+    """Return the content of plan.json; the last four arguments are fields of `RunPlan`."""
     options = cost.options
     work = cost.work
     time = cost.time
@@ -50,6 +117,14 @@ def describe_plan(
             "inter_node_bytes": part.inter_node_bytes,
         }
         collectives.append(asdict(part) | links)
+    step: Step | None = None
+    if time is not None:
+        step = Step(
+            compute_s=time.compute_s,
+            communication_s=time.communication_s,
+            idle_s=time.idle_s,
+            step_s=time.step_s,
+        )
     host, staging = (0, 0) if hardware.device == "cpu" else host_bytes(cost.model)
     return {
         "parameters": cost.whole.parameters,
@@ -76,7 +151,7 @@ def describe_plan(
         "val_cells": work.val_cells,
         "auto_steps": train.steps == "auto",
         "micro_batch_tokens": work.micro_tokens,
-        "step": None if time is None else {**asdict(time), "step_s": time.step_s},
+        "step": step,
         "pipeline_idle_frac": idle_frac(options.parallel, work.most_micro_batches),
         "mfu": cost.mfu,
         "hours": cost.hours,
@@ -100,10 +175,10 @@ def describe_plan(
 
 
 def _scale_lr(train: Train) -> list[float] | None:
-    """The default learning rate scaled to another batch, by the square root of their ratio (Adam;
-    Malladi et al. 2022) and linearly (SGD; Goyal et al. 2017).
+    """Return the default learning rate scaled to another batch.
 
-    None if batch or rate leave nothing to scale.
+    It is scaled by the square root of their ratio (Adam; Malladi et al. 2022) and linearly (SGD;
+    Goyal et al. 2017). None if batch or rate leave nothing to scale.
     """
     ratio = train.global_batch / DEFAULT_BATCH
     if train.lr != DEFAULT_LR or ratio == 1:
@@ -111,18 +186,19 @@ def _scale_lr(train: Train) -> list[float] | None:
     return [train.lr * math.sqrt(ratio), train.lr * ratio]
 
 
-def describe_layout(sizes: Plan) -> str:
-    """A layout in words; `sizes` has the options of section `parallel` and the mesh sizes."""
-    kind = "ddp" if sizes["strategy"] == "ddp" else sizes["sharding_strategy"]
-    tensor = "" if sizes["tp"] == 1 else f" x tp {sizes['tp']}"
-    pipeline = "" if sizes["pp"] == 1 else f" x pp {sizes['pp']} {sizes['schedule']}"
-    return (
-        f"{kind} ({sizes['dp_replicate']} replicas of {sizes['dp_shard']} shards{tensor}{pipeline})"
-    )
+def describe_layout(layout: LayoutOptions) -> str:
+    """Return a layout in words."""
+    kind = "ddp" if layout["strategy"] == "ddp" else layout["sharding_strategy"]
+    sizes = f"{layout['dp_replicate']} replicas of {layout['dp_shard']} shards"
+    if layout["tp"] > 1:
+        sizes += f" x tp {layout['tp']}"
+    if layout["pp"] > 1:
+        sizes += f" x pp {layout['pp']} {layout['schedule']}"
+    return f"{kind} ({sizes})"
 
 
-def format_plan(plan: Plan) -> str:
-    """The content of plan.json as lines of text."""
+def format_plan(plan: RunPlan) -> str:
+    """Return the content of plan.json as lines of text."""
     lines = [
         *_format_work(plan),
         *_format_memory(plan),
@@ -132,7 +208,7 @@ def format_plan(plan: Plan) -> str:
     return "\n".join(f"{name:<12}{text}" for name, text in lines)
 
 
-def _format_work(plan: Plan) -> Iterator[Line]:
+def _format_work(plan: RunPlan) -> Iterator[Line]:
     yield "parameters", f"{plan['parameters']:,} over {plan['n_genes']:,} genes"
     text = f"{plan['cells']:,} for training, {plan['tokens_per_cell']:,.0f} tokens each"
     if plan["cut_cells_frac"]:
@@ -151,10 +227,10 @@ def _format_work(plan: Plan) -> Iterator[Line]:
     yield "step", f"{plan['tokens_per_step']:,.0f} tokens in {micro_batches}, {flops}"
 
 
-def _format_memory(plan: Plan) -> Iterator[Line]:
+def _format_memory(plan: RunPlan) -> Iterator[Line]:
     processes = f"{plan['world_size']} x {plan['device']}"
-    sizes = plan["layout"]
-    yield "processes", f"{processes}, {describe_layout(sizes)}, {sizes['precision']}"
+    layout = plan["layout"]
+    yield "processes", f"{processes}, {describe_layout(layout)}, {layout['precision']}"
     memory = plan["memory"]
     parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in memory["parts_bytes"].items() if n)
     if memory["host_bytes"]:
@@ -173,7 +249,7 @@ def _format_memory(plan: Plan) -> Iterator[Line]:
     yield "micro-batch", f"at most {plan['micro_batch_tokens']:,} tokens; {largest}"
 
 
-def _format_time(plan: Plan) -> Iterator[Line]:
+def _format_time(plan: RunPlan) -> Iterator[Line]:
     link = plan["communication"]["link_bytes"]
     inside = format_bytes(link["intra_node"])
     between = format_bytes(link["inter_node"])
@@ -192,7 +268,7 @@ def _format_time(plan: Plan) -> Iterator[Line]:
         yield "not counted", text
 
 
-def _format_hints(plan: Plan) -> Iterator[Line]:
+def _format_hints(plan: RunPlan) -> Iterator[Line]:
     if plan["validations"]:
         text = f"{plan['validations']:,} times {plan['val_cells']:,} cells"
         validation_frac = plan["validation_frac"]

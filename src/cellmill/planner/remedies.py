@@ -14,7 +14,7 @@ from typing import Any
 from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import Parallel, divisors
 from cellmill.errors import ConfigError
-from cellmill.planner.devices import Hardware
+from cellmill.planner.hardware import Hardware
 from cellmill.planner.memory import Memory, PlannedModel, format_bytes, peak_memory
 from cellmill.planner.work import CorpusSize, measure_work
 

@@ -9,7 +9,7 @@ no memory, and torch's "fake" process group sends nothing.
 
 import gc
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -26,7 +26,6 @@ from cellmill.parallel.apply import apply_tensor_parallel, checkpoint_activation
 from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.torch_private import FakeStore
-from cellmill.planner.meter import Window
 from cellmill.planner.passes import FLOAT32, MeasuredPasses, local_tensor
 
 # tokens of the measured batch: random fractions (masks) are within 1 % of their mean
@@ -67,15 +66,14 @@ class Load(NamedTuple):
 class Flops:
     """Measured FLOPs of a model on one tensor-parallel rank, forward and backward."""
 
-    blocks: int
-    # per token
-    begin: float
-    block: float  # one block without its attention
-    finish: float
-    # further FLOPs per cell: blocks whose rows are cells, heads of the cell embedding
-    block_by_cell: float
-    finish_by_cell: float
-    pair: float  # one block's attention, per (query, key) pair of a cell
+    n_blocks: int
+    begin_per_token: float
+    block_per_token: float  # one block without its attention
+    finish_per_token: float
+    # further FLOPs: blocks whose rows are cells, heads of the cell embedding
+    block_per_cell: float
+    finish_per_cell: float
+    block_per_pair: float  # one block's attention, per (query, key) pair of a cell
 
     def count(
         self,
@@ -84,22 +82,22 @@ class Flops:
         has_begin: bool = True,
         has_finish: bool = True,
     ) -> float:
-        """FLOPs for `load` of a part of the model, by default the whole.
+        """Return the FLOPs for `load` of a part of the model, by default the whole.
 
         A part has `n_blocks` blocks, and the parts before and after all blocks if it has them.
         """
-        n_blocks = self.blocks if n_blocks is None else n_blocks
-        ends = int(has_begin) * self.begin + int(has_finish) * self.finish
-        per_token = n_blocks * self.block + ends
-        per_cell = n_blocks * self.block_by_cell + int(has_finish) * self.finish_by_cell
-        return per_token * load.tokens + n_blocks * self.pair * load.pairs + per_cell * load.cells
+        n_blocks = self.n_blocks if n_blocks is None else n_blocks
+        ends = int(has_begin) * self.begin_per_token + int(has_finish) * self.finish_per_token
+        per_token = n_blocks * self.block_per_token + ends
+        per_cell = n_blocks * self.block_per_cell + int(has_finish) * self.finish_per_cell
+        per_pair = n_blocks * self.block_per_pair
+        return per_token * load.tokens + per_pair * load.pairs + per_cell * load.cells
 
 
 @dataclass(frozen=True)
 class ModelSize:
     """Measured sizes of a model on one tensor-parallel rank."""
 
-    blocks: int
     begin: PartSize
     block: PartSize
     finish: PartSize
@@ -116,12 +114,16 @@ class ModelSize:
     """
 
     @property
+    def n_blocks(self) -> int:
+        return self.flops.n_blocks
+
+    @property
     def parameters(self) -> int:
         outside = self.begin.parameters + self.finish.parameters - self.tied.parameters
-        return self.blocks * self.block.parameters + outside
+        return self.n_blocks * self.block.parameters + outside
 
     def finish_workspace(self, tokens: float) -> float:
-        """Peak elements of `finish` above its kept activations, for a micro-batch of `tokens`."""
+        """Return the peak elements of `finish` above its kept activations, for `tokens` tokens."""
         sizes, elements = zip((0, 0.0), *self.finish_workspace_by_tokens)
         if tokens >= sizes[-1]:  # extrapolate
             slope = (elements[-1] - elements[-2]) / (sizes[-1] - sizes[-2])
@@ -145,19 +147,19 @@ def measure(
     """
     key = (repr((spec, finetune)), tp, sequence_parallel)
     if key not in MEASURED:
-        with _prepare(spec, finetune, tp) as (spec, method):
-            MEASURED[key] = _measure(spec, method, tp, sequence_parallel)
+        with _prepare(spec, finetune, tp) as (fitted, method):
+            MEASURED[key] = _measure(fitted, method, tp, sequence_parallel)
     return MEASURED[key]
 
 
 def measure_flops(spec: ModelSpec, finetune: MethodConfig) -> Flops:
     """Return the FLOPs of `measure` on one rank, without the seconds that sizes take."""
-    with _prepare(spec, finetune) as (spec, method):
-        model = _build(spec, method, one_block=True)
-        blocks = _count_blocks(build(spec, method.transform))
-        long = MeasuredPasses(model, spec, SAMPLE_TOKENS)
-        short = MeasuredPasses(model, spec, SAMPLE_TOKENS, length_divisor=2)
-        return _count_flops(model, blocks, long, short)
+    with _prepare(spec, finetune) as (fitted, method):
+        model = _build(fitted, method, one_block=True)
+        n_blocks = _count_blocks(build(fitted, method.transform))
+        long = MeasuredPasses(model, fitted, SAMPLE_TOKENS)
+        short = MeasuredPasses(model, fitted, SAMPLE_TOKENS, length_divisor=2)
+        return _count_flops(model, n_blocks, long, short)
 
 
 def _count_blocks(model: Model) -> int:
@@ -168,7 +170,10 @@ def _count_blocks(model: Model) -> int:
 def _prepare(
     spec: ModelSpec, finetune: MethodConfig | None, tp: int = 1
 ) -> Iterator[tuple[ModelSpec, Method]]:
-    """Yield the model to be measured, with tp > 1 in a process group that sends nothing."""
+    """Yield the specification with a fitted tokenizer, and the fine-tuning method.
+
+    With tp > 1 there is a process group that sends nothing.
+    """
     # lifetimes must not depend on when Python collects reference cycles, which DTensor creates
     collects = gc.isenabled()
     gc.disable()
@@ -188,7 +193,7 @@ def _prepare(
 
 
 def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) -> ModelSize:
-    """Sizes from passes of a model of one block, and counts of the whole model."""
+    """Return sizes from passes of a model of one block, and counts of the whole model."""
     model = _build(spec, method, tp, sequence_parallel, one_block=True)
     multiple = tp if sequence_parallel else 1  # the trainer pads a batch to a multiple of tokens
     # warm up: more is kept alive when DTensor sees an operation and its shapes for the first time,
@@ -196,55 +201,68 @@ def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) 
     MeasuredPasses(model, spec, SAMPLE_TOKENS, multiple)
     long = MeasuredPasses(model, spec, SAMPLE_TOKENS, multiple)
     short = MeasuredPasses(model, spec, SAMPLE_TOKENS, multiple, length_divisor=2)
-    # reductions are measured without sequence parallelism; the planner derives its collectives from
-    # them
-    reduced = long
-    if tp > 1:
-        reduced = MeasuredPasses(
-            _build(spec, method, tp, one_block=True), spec, SMALL_SAMPLE_TOKENS
-        )
-    selective = _build(spec, method, tp, sequence_parallel, one_block=True)
-    checkpoint_activations(selective, selective.plan.blocks, "selective")
-    passes_by_tokens = {n: MeasuredPasses(model, spec, n, multiple) for n in WORKSPACE_TOKENS}
-    kept_by_finish, workspace = _separate_workspace(passes_by_tokens)
-    full = _build(spec, method, tp, sequence_parallel)
-    check_trains(method, (plain_name(name) for name, _ in full.named_parameters()))
-    parameters, trained = _count_parameters(full)
-    blocks = _count_blocks(full)
-    parameters["blocks"] //= max(blocks, 1)
-    trained["blocks"] //= max(blocks, 1)
+    sums_per_token = _measure_sums(spec, method, tp)
+    selective_per_token = _measure_selective(spec, method, tp, sequence_parallel)
+    finish_kept_per_token, workspace = _measure_workspace(model, spec, multiple)
+    whole = _build(spec, method, tp, sequence_parallel)
+    check_trains(method, (plain_name(name) for name, _ in whole.named_parameters()))
+    parameters, trained = _count_parameters(whole)
+    n_blocks = _count_blocks(whole)
+    parameters["block"] //= max(n_blocks, 1)
+    trained["block"] //= max(n_blocks, 1)
 
-    def make_part(name: str, activations_per_token: float, window: Window) -> PartSize:
-        sums_per_token = window.reduced_bytes / FLOAT32 / reduced.tokens
-        return PartSize(parameters[name], trained[name], activations_per_token, sums_per_token)
+    def make_part(name: str, activations_per_token: float) -> PartSize:
+        return PartSize(
+            parameters[name], trained[name], activations_per_token, sums_per_token.get(name, 0.0)
+        )
 
     return ModelSize(
-        blocks=blocks,
-        begin=make_part("begin", long.kept_by_begin, reduced.begin),
-        block=make_part("blocks", long.kept_by_block, reduced.block),
-        finish=make_part("finish", kept_by_finish, reduced.finish),
-        tied=PartSize(parameters["tied"], trained["tied"]),
-        buffers=sum(buffer.numel() for buffer in full.buffers()),
-        flops=_count_flops(model, blocks, long, short),
+        begin=make_part("begin", long.begin_kept_per_token),
+        block=make_part("block", long.block_kept_per_token),
+        finish=make_part("finish", finish_kept_per_token),
+        tied=make_part("tied", 0.0),
+        buffers=sum(buffer.numel() for buffer in whole.buffers()),
+        flops=_count_flops(model, n_blocks, long, short),
         width=long.width,
-        selective_per_token=MeasuredPasses(
-            selective, spec, SMALL_SAMPLE_TOKENS, multiple
-        ).kept_by_block,
-        block_workspace_per_token=long.block_workspace,
+        selective_per_token=selective_per_token,
+        block_workspace_per_token=long.block_workspace_per_token,
         finish_workspace_by_tokens=workspace,
     )
 
 
-def _separate_workspace(
-    passes_by_tokens: Mapping[int, MeasuredPasses],
-) -> tuple[float, Workspace]:
-    """Elements that `finish` keeps per token, and its workspace by tokens of a micro-batch.
+def _measure_sums(spec: ModelSpec, method: Method, tp: int) -> dict[str, float]:
+    """Return the elements per token that each part reduces over tp; none without tensor parallelism.
+
+    They are measured without sequence parallelism; the planner derives its collectives from them.
+    """
+    if tp == 1:
+        return {}
+    passes = MeasuredPasses(_build(spec, method, tp, one_block=True), spec, SMALL_SAMPLE_TOKENS)
+    windows = {
+        "begin": passes.begin_window,
+        "block": passes.block_window,
+        "finish": passes.finish_window,
+    }
+    return {part: w.reduced_bytes / FLOAT32 / passes.tokens for part, w in windows.items()}
+
+
+def _measure_selective(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) -> float:
+    """Return the elements per token that a block keeps with selective activation checkpointing."""
+    model = _build(spec, method, tp, sequence_parallel, one_block=True)
+    checkpoint_activations(model, model.plan.blocks, "selective")
+    multiple = tp if sequence_parallel else 1
+    return MeasuredPasses(model, spec, SMALL_SAMPLE_TOKENS, multiple).block_kept_per_token
+
+
+def _measure_workspace(model: Model, spec: ModelSpec, multiple: int) -> tuple[float, Workspace]:
+    """Return the elements that `finish` keeps per token, and its workspace.
 
     Elements that do not grow with the tokens, such as a table's gradient that a chunked loss makes
     in its forward pass, belong to the workspace.
     """
+    passes_by_tokens = {n: MeasuredPasses(model, spec, n, multiple) for n in WORKSPACE_TOKENS}
     *_, smaller, larger = passes_by_tokens.values()
-    kept_per_token = larger.kept_by_finish - smaller.kept_by_finish
+    kept_per_token = larger.finish_kept - smaller.finish_kept
     kept_per_token /= larger.tokens - smaller.tokens
     workspace = []
     for tokens, passes in passes_by_tokens.items():
@@ -252,34 +270,38 @@ def _separate_workspace(
     return kept_per_token, tuple(workspace)
 
 
-def _count_flops(model: Model, blocks: int, long: MeasuredPasses, short: MeasuredPasses) -> Flops:
-    """FLOPs from passes over cells of two lengths, `long` and half of it."""
-    block, block_by_cell = _separate_cells(long, short, long.block.flops, short.block.flops)
+def _count_flops(model: Model, n_blocks: int, long: MeasuredPasses, short: MeasuredPasses) -> Flops:
+    """Return the FLOPs from passes over cells of two lengths, `long` and half of it."""
+    long_block = long.block_window.flops
+    short_block = short.block_window.flops
+    block_per_token, block_per_cell = _separate_flops(long, short, long_block, short_block)
     # finish has both passes in its window: a chunked loss has all FLOPs in its forward pass
-    finish, finish_by_cell = _separate_cells(long, short, long.finish.flops, short.finish.flops)
+    finish_per_token, finish_per_cell = _separate_flops(
+        long, short, long.finish_window.flops, short.finish_window.flops
+    )
     # attention is the FLOPs per token that grow with the length of cells
-    pair = 0.0
-    if long.pairs_per_token > short.pairs_per_token and not block_by_cell:
-        difference = long.block.flops / long.tokens - short.block.flops / short.tokens
-        pair = max(0.0, difference / (long.pairs_per_token - short.pairs_per_token))
-        block -= pair * long.pairs_per_token
+    per_pair = 0.0
+    if long.pairs_per_token > short.pairs_per_token and not block_per_cell:
+        growth = long_block / long.tokens - short_block / short.tokens
+        per_pair = max(0.0, growth / (long.pairs_per_token - short.pairs_per_token))
+        block_per_token -= per_pair * long.pairs_per_token
     # rows of the global batch take a forward pass of their own, without heads
     units = FORWARD_UNITS + int(bool(model.objective.row_widths))
     return Flops(
-        blocks=blocks,
-        begin=units * long.begin.flops / long.tokens,
-        block=units * block,
-        finish=finish,
-        block_by_cell=units * block_by_cell,
-        finish_by_cell=finish_by_cell,
-        pair=units * pair,
+        n_blocks=n_blocks,
+        begin_per_token=units * long.begin_window.flops / long.tokens,
+        block_per_token=units * block_per_token,
+        finish_per_token=finish_per_token,
+        block_per_cell=units * block_per_cell,
+        finish_per_cell=finish_per_cell,
+        block_per_pair=units * per_pair,
     )
 
 
-def _separate_cells(
+def _separate_flops(
     long: MeasuredPasses, short: MeasuredPasses, long_flops: int, short_flops: int
 ) -> tuple[float, float]:
-    """FLOPs of a part per token, and per cell."""
+    """Return a part's FLOPs per token, and further ones per cell."""
     per_token = long_flops / long.tokens
     per_short_token = short_flops / short.tokens
     if per_short_token <= (1 + PER_CELL_FRAC) * per_token:  # random fractions differ by less
@@ -313,8 +335,9 @@ def _build(
 
 
 def _count_parameters(model: Model) -> tuple[Counter[str], Counter[str]]:
-    """Parameters, and trained parameters, of this rank by part of the model: begin, blocks, finish,
-    and tied, which are in both ends.
+    """Return the parameters and the trained parameters of this rank, by part of the model.
+
+    Parts are `begin`, `block` (all blocks), `finish`, and `tied`: parameters of both ends.
     """
     parameters: Counter[str] = Counter()
     trained: Counter[str] = Counter()
@@ -324,7 +347,7 @@ def _count_parameters(model: Model) -> tuple[Counter[str], Counter[str]]:
     for name, parameter in model.named_parameters():
         top = name.split(".")[0]
         if top == blocks:
-            parts = ["blocks"]
+            parts = ["block"]
         elif top in finish:
             parts = ["finish", "begin", "tied"] if top in begin else ["finish"]
         else:

@@ -31,7 +31,7 @@ class Network:
     inter_node_gbs: float
 
     def seconds(self, traffic: Traffic) -> float:
-        """Time of all calls: the time of the slower kind of link, plus latency."""
+        """Return the time of all calls: that of the slower kind of link, plus latency."""
         intra_node = traffic.intra_node_bytes / self.intra_node_gbs
         inter_node = traffic.inter_node_bytes / self.inter_node_gbs
         payload_s = max(intra_node, inter_node) / (NETWORK_FRAC * 1e9)
@@ -42,7 +42,7 @@ class Network:
 
 
 def latency(traffic: Traffic) -> float:
-    """Seconds of one collective without payload: its hops in sequence.
+    """Return the seconds of one collective without payload: its hops in sequence.
 
     All-gather and reduce-scatter travel a ring of all processes: with many nodes this latency, not
     the bytes, makes FULL_SHARD slow. An all-reduce travels the ring twice, or up and down a tree.
@@ -79,7 +79,7 @@ def estimate_step(
     load: Load,
     micro_batches: float,
 ) -> StepTime:
-    """Duration of a step in which each rank computes `load` at `flops_per_s`.
+    """Return the duration of a step in which each rank computes `load` at `flops_per_s`.
 
     `traffic` is the traffic of the rank that sends the most.
     """
@@ -93,22 +93,34 @@ def estimate_step(
     gathers_s = network.total_seconds(gathers)
     reductions_s = network.total_seconds(reductions)
     if model.layout.pp > 1:
-        communication_s = communication_s + gathers_s + reductions_s
+        communication_s += gathers_s + reductions_s
     else:
-        # nothing overlaps the first weights and the last gradients
-        first_and_last_s = (gathers_s / micro_batches + reductions_s) / (model.size.blocks + 1)
-        beyond_compute_s = gathers_s + reductions_s - compute_s
-        # gradients are sent in the last backward pass only
-        last_backward_s = BACKWARD_FRAC * compute_s / micro_batches
-        beyond_last_backward_s = reductions_s - last_backward_s
-        communication_s += max(first_and_last_s, beyond_compute_s, beyond_last_backward_s)
+        communication_s += _estimate_exposed(
+            gathers_s, reductions_s, compute_s, micro_batches, model.size.n_blocks
+        )
     idle = idle_frac(model.parallel, max(1, round(micro_batches)))
     idle_s = (compute_s + communication_s) * idle / (1 - idle)
     return StepTime(compute_s, communication_s, idle_s)
 
 
+def _estimate_exposed(
+    gathers_s: float, reductions_s: float, compute_s: float, micro_batches: float, n_blocks: int
+) -> float:
+    """Return the seconds of data-parallel communication that computation does not overlap.
+
+    Each of three limits is a least time that remains exposed, so the largest holds.
+    """
+    # no block computes while the first weights and the last gradients are sent
+    first_and_last_s = (gathers_s / micro_batches + reductions_s) / (n_blocks + 1)
+    # no more overlaps than is computed
+    beyond_compute_s = gathers_s + reductions_s - compute_s
+    # gradients are sent in the last micro-batch's backward pass only
+    last_backward_s = BACKWARD_FRAC * compute_s / micro_batches
+    return max(first_and_last_s, beyond_compute_s, reductions_s - last_backward_s)
+
+
 def _estimate_compute(model: PlannedModel, load: Load, flops_per_s: float) -> float:
-    """Seconds of computation of the pipeline rank that computes the most."""
+    """Return the seconds of computation of the pipeline rank that computes the most."""
     recomputed = 0.0  # FLOPs of a block whose activations are not kept
     if model.parallel.activation_checkpointing is not None:
         recomputed = model.size.flops.count(load, n_blocks=1, has_begin=False, has_finish=False)

@@ -21,7 +21,8 @@ from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import Parallel, divisors
 from cellmill.errors import ConfigError
 from cellmill.planner.cost import Cost, estimate_cost
-from cellmill.planner.devices import Hardware, check_precision, find_device, find_hardware
+from cellmill.planner.devices import check_precision, find_device
+from cellmill.planner.hardware import Hardware, find_hardware
 from cellmill.planner.memory import format_bytes
 from cellmill.planner.plan_file import describe_layout
 from cellmill.planner.remedies import plan_memory
@@ -75,7 +76,7 @@ def suggest(options: PlanOptions, corpus: CorpusSize, machine: Machine, device: 
 
 
 def _find_lanes(options: PlanOptions, dp: int) -> int:
-    """Lanes that `dp` ranks can share and that divide the batch; else those of the options."""
+    """Return lanes that `dp` ranks can share and that divide the batch; else those of the options."""
     lanes = options.stream.lanes
     for number in (lanes, math.lcm(lanes, dp), dp):
         if number % dp == 0 and options.train.global_batch % number == 0:
@@ -84,7 +85,7 @@ def _find_lanes(options: PlanOptions, dp: int) -> int:
 
 
 def _sort_key(suggestion: Cost) -> tuple[float, ...]:
-    """Key that sorts the best layout first.
+    """Return a key that sorts the best layout first.
 
     Hours come first, equal within SIMILAR, then bytes to other nodes, bytes inside the node, ranks
     that share the same cells, and memory.
@@ -99,7 +100,7 @@ def _sort_key(suggestion: Cost) -> tuple[float, ...]:
 
 
 def list_layouts(options: PlanOptions, hardware: Hardware) -> Iterator[Parallel]:
-    """Layouts worth trying, each once."""
+    """Yield the layouts worth trying, each once."""
     unchanged = options.parallel.model_dump(include={"precision", "compile", "cpu_offload"})
     strategies = [{"strategy": "ddp"}]
     for name in ("FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP"):
@@ -129,7 +130,7 @@ def list_layouts(options: PlanOptions, hardware: Hardware) -> Iterator[Parallel]
 
 
 def _find_effect(parallel: Parallel, hardware: Hardware) -> tuple[Any, ...] | None:
-    """A key equal for layouts that do the same.
+    """Return a key that is equal for layouts that do the same.
 
     None if the layout fits no processes, which `suggest` counts with its reason.
     """
@@ -148,21 +149,19 @@ def _find_effect(parallel: Parallel, hardware: Hardware) -> tuple[Any, ...] | No
 def format_suggestions(
     suggestions: Suggestions, options: PlanOptions, machine: Machine, device: str
 ) -> str:
-    """The best layouts as lines of text, why others are missing, and the YAML of the best layout."""
+    """Return the best layouts as lines of text, why others are missing, and the YAML of the best."""
     fitting = suggestions.fitting
     too_large = suggestions.too_large
-    lines = [
-        f"{machine.node_counts[0]:,} nodes x {machine.nproc_per_node} {device}; "
-        "memory per process, bytes sent per process and step",
-        "",
-        "no layout fits",
-    ]
+    processes = f"{machine.node_counts[0]:,} nodes x {machine.nproc_per_node} {device}"
+    title = "no layout fits"
     if fitting:
-        lines[-1] = ROW.format("memory", "hours", "MFU", "intra-node", "inter-node", "layout")
-    lines += [_format_row(suggestion) for suggestion in fitting[:MAX_SHOWN]]
-    lines += ["", f"{len(fitting)} layouts fit"]
+        title = ROW.format("memory", "hours", "MFU", "intra-node", "inter-node", "layout")
+    summary = f"{len(fitting)} layouts fit"
     if too_large:
-        lines[-1] += f", {len(too_large)} do not: the smallest needs {format_bytes(min(too_large))}"
+        summary += f", {len(too_large)} do not: the smallest needs {format_bytes(min(too_large))}"
+    lines = [f"{processes}; memory per process, bytes sent per process and step", "", title]
+    lines += [_format_row(suggestion) for suggestion in fitting[:MAX_SHOWN]]
+    lines += ["", summary]
     lines += [f"{number} refused: {reason}" for reason, number in suggestions.refused.most_common()]
     if fitting:
         lines += ["", "# the best layout, for config.yaml"]
@@ -171,7 +170,7 @@ def format_suggestions(
 
 
 def _format_row(suggestion: Cost) -> str:
-    """One layout as a row of the table."""
+    """Return one layout as a row of the table."""
     parallel = suggestion.options.parallel
     words = describe_layout(parallel.model_dump() | vars(suggestion.model.layout))
     if parallel.sequence_parallel:
@@ -190,7 +189,7 @@ def _format_row(suggestion: Cost) -> str:
 
 
 def format_sections(suggested: PlanOptions, options: PlanOptions) -> str:
-    """The YAML that changes `options` to `suggested`."""
+    """Return the YAML that changes `options` to `suggested`."""
     chosen = suggested.parallel.model_dump(mode="json")
     defaults = Parallel.model_validate({}).model_dump(mode="json")
     shown = {"strategy"}

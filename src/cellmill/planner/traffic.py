@@ -45,7 +45,7 @@ class Traffic:
 
     @property
     def inter_node_bytes(self) -> float:
-        """Bytes sent over this process's share of the node's network."""
+        """Return the bytes sent over this process's share of the node's network."""
         return self.sent_bytes / self.in_a_node if self.processes > self.in_a_node else 0.0
 
     @property
@@ -54,25 +54,25 @@ class Traffic:
 
 
 def link_bytes(traffic: Sequence[Traffic]) -> dict[str, float]:
-    """Bytes that a process sends in a step by kind of link: `intra_node` and `inter_node`."""
+    """Return the bytes that a process sends in a step by kind of link: `intra_node`, `inter_node`."""
     intra_node = sum(part.intra_node_bytes for part in traffic)
     inter_node = sum(part.inter_node_bytes for part in traffic)
     return {"intra_node": intra_node, "inter_node": inter_node}
 
 
-class Collectives(NamedTuple):
-    """Calls of one kind over one mesh axis: bytes of their full tensors, and their number."""
+class CollectiveCalls(NamedTuple):
+    """Calls that one part of a step makes; `Traffic` is the sum over all parts."""
 
     kind: Kind
-    axis: str
-    payload_bytes: float
+    axis: str  # mesh axis
+    payload_bytes: float  # bytes of their full tensors
     calls: float
 
 
 def list_traffic(
     model: PlannedModel, rank: int, tokens: float, micro_batches: float
 ) -> list[Traffic]:
-    """Traffic of pipeline rank `rank` in a step of `tokens` tokens, in all its micro-batches."""
+    """Return the traffic of pipeline rank `rank` in a step of `tokens` tokens, in all micro-batches."""
     totals = model.totals(rank)
     payloads = defaultdict[tuple[Kind, str], float](float)
     calls = defaultdict[tuple[Kind, str], float](float)
@@ -103,12 +103,14 @@ def list_traffic(
 
 def _data_parallel(
     model: PlannedModel, totals: RankTotals, micro_batches: float
-) -> Iterator[Collectives]:
-    """Weights that are gathered, and gradients that are reduced."""
+) -> Iterator[CollectiveCalls]:
+    """Yield calls that gather weights, and calls that reduce gradients."""
     parallel = model.parallel
     gradients = FLOAT32 * totals.trained
     if not model.is_sharded:
-        yield Collectives("all-reduce", "dp_replicate", gradients, 1 + gradients // BUCKET_BYTES)
+        yield CollectiveCalls(
+            "all-reduce", "dp_replicate", gradients, 1 + gradients // BUCKET_BYTES
+        )
         return
     root = int(totals.outside > 0)
     modules = root + totals.n_blocks
@@ -119,45 +121,50 @@ def _data_parallel(
     gathered_modules = root + totals.n_blocks * gathers_per_micro_batch
     repetitions = 1 if parallel.pp > 1 else micro_batches
     gathered_bytes = model.element_bytes * weights * repetitions
-    yield Collectives("all-gather", "dp_shard", gathered_bytes, gathered_modules * repetitions)
+    yield CollectiveCalls("all-gather", "dp_shard", gathered_bytes, gathered_modules * repetitions)
     reductions = micro_batches if parallel.reduces_each_micro_batch else 1
-    yield Collectives("reduce-scatter", "dp_shard", gradients * reductions, modules * reductions)
-    yield Collectives("all-reduce", "dp_replicate", gradients / model.layout.dp_shard, modules)
+    yield CollectiveCalls(
+        "reduce-scatter", "dp_shard", gradients * reductions, modules * reductions
+    )
+    yield CollectiveCalls("all-reduce", "dp_replicate", gradients / model.layout.dp_shard, modules)
 
 
 def _tensor_parallel(
     model: PlannedModel, totals: RankTotals, tokens: float, micro_batches: float
-) -> Iterator[Collectives]:
-    """Sums of activations and of their gradients over tensor-parallel ranks."""
+) -> Iterator[CollectiveCalls]:
+    """Yield calls that sum activations and their gradients over tensor-parallel ranks."""
     size = model.size
     parallel = model.parallel
     n_bytes = model.element_bytes * tokens
     begin = size.begin.sums_per_token
     finish = size.finish.sums_per_token
     # sums outside the blocks, one at each end of the model that has any
-    ends = totals.n_begin * int(begin > 0) + totals.n_finish * int(finish > 0)
+    outside_calls = totals.n_begin * int(begin > 0) + totals.n_finish * int(finish > 0)
     outside = totals.n_begin * begin + totals.n_finish * finish
-    yield Collectives("all-reduce", "tp", n_bytes * outside, ends * micro_batches)
-    # a block sums over tp twice in its forward pass (`sums` in all) and twice in its backward pass
+    yield CollectiveCalls("all-reduce", "tp", n_bytes * outside, outside_calls * micro_batches)
+    # a block sums over tp twice in its forward pass (`sums` in all) and twice in its backward pass;
+    # recomputation stops before the block's last sum, which the backward pass does not need
     sums = size.block.sums_per_token
     recomputed = int(parallel.activation_checkpointing == "full")
-    # recomputation stops before the block's last sum, which the backward pass does not need
+    sums_per_block = 4 + recomputed
     payload = n_bytes * totals.n_blocks * (2 * sums + recomputed * sums / 2)
     kind: Kind = "reduce-scatter" if parallel.sequence_parallel else "all-reduce"
-    yield Collectives(kind, "tp", payload, totals.n_blocks * (4 + recomputed) * micro_batches)
-    # then each sum is a reduce-scatter paired with an all-gather; at both ends of the model, the
-    # gradients of the blocks' input and the blocks' output are gathered too
+    yield CollectiveCalls(kind, "tp", payload, totals.n_blocks * sums_per_block * micro_batches)
+    # then each sum is a reduce-scatter paired with an all-gather; recomputation gathers the input of
+    # the second sum too
     if parallel.sequence_parallel:
+        gathers_per_block = 4 + 2 * recomputed
+        # the gradients of the blocks' input and the blocks' output are gathered at the model's ends
         ends = totals.n_begin + totals.n_finish
         elements = totals.n_blocks * (2 + recomputed) * sums + size.width * model.layout.tp * ends
-        calls = (totals.n_blocks * (4 + 2 * recomputed) + ends) * micro_batches
-        yield Collectives("all-gather", "tp", n_bytes * elements, calls)
+        calls = (totals.n_blocks * gathers_per_block + ends) * micro_batches
+        yield CollectiveCalls("all-gather", "tp", n_bytes * elements, calls)
 
 
 def _pipeline(
     model: PlannedModel, rank: int, tokens: float, micro_batches: float
-) -> Iterator[Collectives]:
-    """Activations and gradients between pipeline stages, and gradients of tied parameters."""
+) -> Iterator[CollectiveCalls]:
+    """Yield calls that send activations and gradients between stages, and gradients of tied parameters."""
     stages = list_stages(rank, model.parallel)
     last = model.parallel.stages - 1
     messages = 0  # sent by stages of this rank to stages of other ranks
@@ -165,7 +172,7 @@ def _pipeline(
         for neighbour in (stage - 1, stage + 1):
             messages += int(0 <= neighbour <= last and neighbour not in stages)
     n_bytes = model.element_bytes * tokens * model.size.width * messages
-    yield Collectives("point to point", "pp", n_bytes, messages * micro_batches)
+    yield CollectiveCalls("point to point", "pp", n_bytes, messages * micro_batches)
     if (0 in stages) != (last in stages):
         tied = FLOAT32 * model.size.tied.parameters / model.shards
-        yield Collectives("point to point", "pp", tied, 1)
+        yield CollectiveCalls("point to point", "pp", tied, 1)

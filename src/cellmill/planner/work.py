@@ -28,26 +28,26 @@ class CorpusSize:
     """Sizes of a corpus that a plan depends on."""
 
     # `(cells,)` int64: tokens of each training cell, in the order of the shards
-    token_lengths: np.ndarray
+    tokens_of_cells: np.ndarray
     n_genes: int  # genes of the vocabulary
     n_validation: int = 0  # validation cells
-    n_training: int | None = None  # training cells if `token_lengths` has only some of them
+    n_training: int | None = None  # training cells, if `tokens_of_cells` has only a sample of them
     # levels of the obs columns that the run reads
     levels: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def n_cells(self) -> int:
-        """Training cells."""
-        return len(self.token_lengths) if self.n_training is None else self.n_training
+        """Return the number of training cells."""
+        return len(self.tokens_of_cells) if self.n_training is None else self.n_training
 
     @cached_property
     def tokens_per_cell(self) -> float:
-        return float(self.token_lengths.mean())
+        return float(self.tokens_of_cells.mean())
 
     @cached_property
     def pairs_per_cell(self) -> float:
-        """Mean number of (query, key) pairs of attention."""
-        return float(np.square(self.token_lengths.astype(np.float64)).mean())
+        """Return the mean number of (query, key) pairs of attention."""
+        return float(np.square(self.tokens_of_cells.astype(np.float64)).mean())
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class Work:
     micro_batches_per_step: float  # mean over the steps; the same on every rank
     most_micro_batches: int
     micro_tokens: int  # tokens of the largest micro-batch, with padding in a pipeline
-    padding: float  # tokens that a pipeline pads a step with, per token of its cells
+    padding_frac: float  # tokens that a pipeline pads a step with, per token of its cells
 
 
 def detected_genes(manifest: Manifest) -> np.ndarray:
-    """`(cells,)` int64: detected genes of each training cell, in the order of the shards."""
+    """Return the detected genes of each training cell in the order of the shards, `(cells,)` int64."""
     return np.concatenate(
         [np.diff(shard.indptr).astype(np.int64) for shard in open_shards(manifest, "train")]
     )
@@ -107,7 +107,7 @@ def measure_work(options: PlanOptions, corpus: CorpusSize, sizes: Layout) -> Wor
         micro_batches_per_step=float(np.mean(micro_batches.counts)),
         most_micro_batches=max(micro_batches.counts),
         micro_tokens=micro_tokens,
-        padding=micro_batches.padding,
+        padding_frac=micro_batches.padding_frac,
     )
 
 
@@ -116,7 +116,7 @@ class MicroBatches(NamedTuple):
 
     counts: list[int]  # the most that any rank needs in each step
     most_tokens: int  # tokens of the largest; without a pipeline, a bound for any cells
-    padding: float  # tokens that a pipeline pads a step with, per token of its cells
+    padding_frac: float  # tokens that a pipeline pads a step with, per token of its cells
 
 
 @cache  # many layouts have the same micro-batches
@@ -135,7 +135,7 @@ def count_micro_batches(
     evenly and pads all micro-batches of a rank's step to the longest, in one of few lengths
     (`pipeline_tokens`).
     """
-    lengths = corpus.token_lengths
+    lengths = corpus.tokens_of_cells
     cells_per_rank = -(-min(global_batch, len(lengths)) // dp)
     n_steps = max(1, min(SAMPLED_STEPS, SAMPLED_BATCHES // dp))
     counts = []
@@ -160,5 +160,5 @@ def count_micro_batches(
                 n_padded_tokens += count * pipeline_tokens(longest, token_multiple)
     if microbatch_multiple == 1:
         most_tokens = min(token_budget, cells_per_rank * int(lengths.max()))
-        return MicroBatches(counts, most_tokens, padding=0.0)
-    return MicroBatches(counts, most_tokens, padding=n_padded_tokens / max(n_tokens, 1) - 1)
+        return MicroBatches(counts, most_tokens, padding_frac=0.0)
+    return MicroBatches(counts, most_tokens, n_padded_tokens / max(n_tokens, 1) - 1)

@@ -16,14 +16,15 @@ from cellmill.data.stream.tokenizers import token_numbers
 from cellmill.errors import ConfigError
 from cellmill.files import write_json
 from cellmill.planner.cost import estimate_cost
-from cellmill.planner.devices import check_precision, find_device, find_hardware
-from cellmill.planner.inputs import open_corpus
+from cellmill.planner.devices import check_precision, find_device
+from cellmill.planner.hardware import find_hardware
 from cellmill.planner.memory import format_bytes
 from cellmill.planner.plan_file import describe_plan, format_plan
 from cellmill.planner.remedies import check_memory, find_largest_micro_batch
 from cellmill.planner.suggest import format_suggestions
 from cellmill.planner.suggest import suggest as suggest_layouts
 from cellmill.planner.work import CorpusSize, detected_genes
+from cellmill.stages.training_inputs import open_corpus
 
 SAMPLED_CELLS = 1 << 22  # all assumed cells have the same length
 MB = 1 << 20  # SLURM's

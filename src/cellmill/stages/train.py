@@ -28,18 +28,18 @@ from cellmill.launch.job import Job
 from cellmill.launch.node import run_here
 from cellmill.launch.rendezvous import REACH_S
 from cellmill.launch.slurm import SlurmLauncher
-from cellmill.planner.inputs import (
-    check_genes,
-    check_vocabulary,
-    check_weights,
-    digest_vectors,
-    fit_options,
-    open_corpus,
-)
 from cellmill.runs.cost import accounted, write_cost
 from cellmill.runs.folder import TrainFolder
 from cellmill.runs.identity import begin_branch, changed_keys, check_data, identity, is_done
 from cellmill.runs.lock import FolderWatch
+from cellmill.stages.training_inputs import (
+    check_architecture,
+    check_genes,
+    check_vocabulary,
+    digest_vectors,
+    fit_options,
+    open_corpus,
+)
 from cellmill.track.follow import followed
 
 
@@ -68,7 +68,7 @@ def train(
     check_vocabulary(vocabulary, shards)
     options = fit_options(options, vocabulary, shards, teacher)
     if init_from is not None:
-        check_weights(options, init_from)
+        check_architecture(options, init_from)
         check_genes(options, init_from, vocabulary)
     weights = None if init_from is None else sha256_file(init_from / "model.safetensors")
     record: dict[str, Any] = {

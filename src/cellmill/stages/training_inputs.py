@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,16 @@ from cellmill.errors import ConfigError, DataError, did_you_mean
 from cellmill.files import sha256_file
 
 
-def open_corpus(options: TrainOptions, manifest: Path) -> tuple[Manifest, int, str]:
-    """Return a run's shards, number of training cells, and fingerprint with the columns it reads.
+class Corpus(NamedTuple):
+    """The corpus of a run."""
+
+    shards: Manifest
+    n_cells: int  # training cells that the run reads
+    fingerprint: str  # of the cells, and of the columns that the run reads
+
+
+def open_corpus(options: TrainOptions, manifest: Path) -> Corpus:
+    """Return the corpus of a run.
 
     Raise ConfigError if the run cannot be trained on them, DataError for a damaged manifest.
     """
@@ -33,7 +41,8 @@ def open_corpus(options: TrainOptions, manifest: Path) -> tuple[Manifest, int, s
     check_rows(options.tokens, shards, str(manifest), options.objective.needs_counts)
     n_cells = options.stream.train_cells(shards.splits["train"].n_obs)
     check_levels(options, shards.levels(columns), n_cells)
-    return shards, n_cells, shards.fingerprint_with(columns, options.number_columns())
+    fingerprint = shards.fingerprint_with(columns, options.number_columns())
+    return Corpus(shards, n_cells, fingerprint)
 
 
 def check_vocabulary(vocabulary: Path, shards: Manifest) -> None:
@@ -56,7 +65,7 @@ class CorpusFacts:
     teacher_folder: Path | None = None  # a teacher's vectors
 
     def _read_column(self, kind: Literal["levels", "numbers"], name: str) -> np.ndarray:
-        """`(cells,)`: level codes or numbers of a column."""
+        """Return level codes or numbers of a column, `(cells,)`."""
         n_cells = self.options.stream.train_cells(self.shards.splits["train"].n_obs)
         return CellColumns(self.shards, "train", kind, [name])[slice(n_cells)][:, 0]
 
@@ -80,7 +89,7 @@ class CorpusFacts:
         return float(numbers.mean()), float(numbers.std())
 
     def genes(self, column: str) -> dict[str, list[int]]:
-        """Token ids of the genes that each level is named after."""
+        """Return the token ids of the genes that each level is named after."""
         # imported by name: tables of genes need pandas, which other launchers do without
         names = importlib.import_module("cellmill.data.genes.names")
         levels = self.shards.levels({column: "objective"})[column]
@@ -199,12 +208,13 @@ def check_genes(options: TrainOptions, init_from: Path, vocabulary: Path) -> Non
         )
 
 
-def check_weights(options: TrainOptions, init_from: Path) -> None:
+def check_architecture(options: TrainOptions, init_from: Path) -> None:
     """Raise ConfigError if the exported model `init_from` has another architecture or tokenizer."""
     path = init_from / "config.json"
     config = read_model_config(path)
     stored = {}
     for key, contract in INHERITED.items():
         stored[key] = check_options(contract, config[key], f"{path}: {key}")
-    for message in unequal_options(stored, vars(options), init_from).values():
-        raise ConfigError(message)
+    messages = [*unequal_options(stored, vars(options), init_from).values()]
+    if messages:
+        raise ConfigError(messages[0])

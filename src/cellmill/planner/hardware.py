@@ -1,0 +1,44 @@
+"""The processes of a run, and the memory of each."""
+
+import os
+from dataclasses import dataclass
+
+from cellmill.config.machine import Machine
+from cellmill.config.options import PlanOptions
+from cellmill.config.parallel import Layout, Parallel, layout
+from cellmill.planner.devices import GB, find_device
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The processes of a run, and the memory of each."""
+
+    nodes: int
+    nproc_per_node: int
+    device: str
+    device_bytes: int  # memory of one process
+    usable_bytes: int  # `plan.memory_frac` of it
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.nproc_per_node
+
+    def layout(self, parallel: Parallel) -> Layout:
+        """Return the mesh sizes. Raise ConfigError if the processes do not fit the layout."""
+        return layout(parallel, self.world, self.nproc_per_node)
+
+
+def find_hardware(options: PlanOptions, machine: Machine, device: str) -> Hardware:
+    """Return the processes that `machine` gives a run, with the fewest nodes of a range.
+
+    Fewer nodes need more memory per process.
+    """
+    memory_gb = options.plan.memory_gb or find_device(device).memory_gb
+    if memory_gb:
+        device_bytes = round(memory_gb * GB)
+    else:  # processes on CPUs share the machine's memory
+        machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        device_bytes = machine_bytes // machine.nproc_per_node
+    usable_bytes = int(device_bytes * options.plan.memory_frac)
+    nodes = machine.node_counts[0]
+    return Hardware(nodes, machine.nproc_per_node, device, device_bytes, usable_bytes)
