@@ -319,7 +319,8 @@ def test_a_run_that_does_not_fit_is_refused_with_a_remedy(corpus: Manifest, tmp_
 
 
 RECOMPUTE = "set parallel.activation_checkpointing to full and "
-SHARD = RECOMPUTE + "use fsdp with parallel.sharding_strategy FULL_SHARD"
+FULL_SHARD = "use fsdp with parallel.sharding_strategy FULL_SHARD"
+SHARD = RECOMPUTE + FULL_SHARD
 
 
 @pytest.mark.parametrize(
@@ -341,7 +342,8 @@ SHARD = RECOMPUTE + "use fsdp with parallel.sharding_strategy FULL_SHARD"
         (4, 1, 0.55, "adamw", SHARD + " and set parallel.pp to 2"),
         (4, 1, 0.2, "adamw", SHARD + " and use 16 nodes (the profile)"),
         (1, 1, 0.9, "adamw", RECOMPUTE + "set parallel.cpu_offload to optimizer"),
-        (1, 1, 0.9, "muon", RECOMPUTE + "use 2 nodes (the profile)"),  # which cannot be offloaded
+        # muon cannot be offloaded; one process has nothing to shard, two have
+        (1, 1, 0.9, "muon", RECOMPUTE + "use 2 nodes (the profile) and " + FULL_SHARD),
         (1, 4, 0.001, "muon", "use a device with more memory (the profile) or a smaller model"),
     ],
 )

@@ -8,7 +8,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from cellmill.config.options import PlanOptions
@@ -26,7 +26,10 @@ MAX_DOUBLINGS = 7  # doublings of the number of nodes that are tried
 def plan_memory(
     options: PlanOptions, corpus: CorpusSize, hardware: Hardware, micro_tokens: int | None = None
 ) -> Memory:
-    """Memory of the rank that needs most, optionally with micro-batches of `micro_tokens` tokens."""
+    """Return the memory of the rank that needs most.
+
+    `micro_tokens` are the tokens of a micro-batch; by default those of the run.
+    """
     if hardware.device == "cpu":  # there is no other memory to offload to
         options = with_parallel(options, cpu_offload=None)
     model = PlannedModel.measure(
@@ -39,7 +42,7 @@ def plan_memory(
 
 
 def check_memory(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> Memory:
-    """Memory of a run. Raise ConfigError with the first change that helps if it does not fit."""
+    """Return the memory of a run. Raise ConfigError with the first change that helps if it does not fit."""
     memory = plan_memory(options, corpus, hardware)
     if memory.total <= hardware.usable_bytes:
         return memory
@@ -52,7 +55,7 @@ def check_memory(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -
 
 
 def find_largest_micro_batch(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> int:
-    """Most tokens of a micro-batch that fit, with the same number of micro-batches; 0 if none."""
+    """Return the most tokens of a micro-batch that fit, with as many micro-batches; 0 if none."""
 
     def needed(tokens: int) -> int:
         return plan_memory(options, corpus, hardware, tokens).total
@@ -61,7 +64,7 @@ def find_largest_micro_batch(options: PlanOptions, corpus: CorpusSize, hardware:
 
 
 def find_remedy(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> str:
-    """The first change, or combination of changes, that makes the run fit, in words."""
+    """Return the first change, or combination of changes, that makes the run fit, in words."""
     for change in _list_changes(options, hardware):
         needed = plan_memory(change.options, corpus, change.hardware)
         if needed.total <= change.hardware.usable_bytes:
@@ -78,13 +81,18 @@ class Change:
     hardware: Hardware
 
     def then(self, instruction: str, **parallel: Any) -> "Change":
-        """This change followed by one of section `parallel`."""
+        """Return this change followed by one of section `parallel`."""
         options = with_parallel(self.options, **parallel)
         return Change([*self.instructions, instruction], options, self.hardware)
 
 
 def _list_changes(options: PlanOptions, hardware: Hardware) -> Iterator[Change]:
-    """Changes, the least costly in speed first; some stay while later changes are tried."""
+    """Yield changes, the least costly in speed first.
+
+    Recomputation and sharding stay while the changes after them are tried. Smaller micro-batches and
+    larger layouts are alternatives: each is tried without the others. The instructions of a change
+    lead to exactly the options that it has.
+    """
     change = Change([], options, hardware)
     yield from islice(_smaller_budgets(change), FREE_HALVINGS)
     if options.parallel.activation_checkpointing is None:
@@ -97,27 +105,35 @@ def _list_changes(options: PlanOptions, hardware: Hardware) -> Iterator[Change]:
         reduced = change.then(instruction, gradient_reduction="micro_batch")
         yield reduced
         yield from _smaller_budgets(reduced)
-    instruction = "use fsdp with parallel.sharding_strategy FULL_SHARD"
+    sharded = _shard(change)
+    if sharded is not change:
+        yield sharded
+    for larger in chain(_larger_layouts(sharded), _more_nodes(sharded)):
+        yield _shard(larger)
+
+
+def _shard(change: Change) -> Change:
+    """Return `change` with FULL_SHARD; `change` itself if its processes would hold the same."""
     sharded = change.then(
-        instruction, strategy="fsdp", sharding_strategy="FULL_SHARD", shard_size=None
+        "use fsdp with parallel.sharding_strategy FULL_SHARD",
+        strategy="fsdp",
+        sharding_strategy="FULL_SHARD",
+        shard_size=None,
     )
-    if hardware.layout(sharded.options.parallel) == hardware.layout(options.parallel):
-        # sharding alone divides nothing further on the same mesh, so it is no suggestion; later
-        # changes enlarge the mesh and are tried with it
-        change = replace(change, options=sharded.options)
-    else:
-        change = sharded
-        yield change
-    yield from _larger_layouts(change)
-    for power in range(1, MAX_DOUBLINGS + 1):
-        nodes = hardware.nodes * 2**power
-        larger = replace(hardware, nodes=nodes)
-        yield replace(change.then(f"use {nodes} nodes (the profile)"), hardware=larger)
+    before = change.options.parallel
+    after = sharded.options.parallel
+    mesh = change.hardware.layout(before)
+    keeps_mesh = change.hardware.layout(after) == mesh
+    keeps_gathered = before.reshards_after_forward == after.reshards_after_forward
+    if keeps_mesh and (keeps_gathered or mesh.dp == 1):
+        return change
+    return sharded
 
 
 def _larger_layouts(change: Change) -> Iterator[Change]:
-    """Tensor parallelism of more ranks in a node, pipelines of more stages, then offload of the
-    optimizer's state, and of all that can be offloaded.
+    """Yield tensor parallelism of more ranks in a node, pipelines of more stages, and offload.
+
+    Offload is of the optimizer's state, then of all that can be offloaded.
     """
     hardware = change.hardware
     model = change.options.model
@@ -143,8 +159,17 @@ def _larger_layouts(change: Change) -> Iterator[Change]:
         yield change.then("set parallel.cpu_offload to full", cpu_offload="full")
 
 
+def _more_nodes(change: Change) -> Iterator[Change]:
+    """Yield powers of two times as many nodes."""
+    for power in range(1, MAX_DOUBLINGS + 1):
+        nodes = change.hardware.nodes * 2**power
+        larger = replace(change.hardware, nodes=nodes)
+        instruction = f"use {nodes} nodes (the profile)"
+        yield Change([*change.instructions, instruction], change.options, larger)
+
+
 def _smaller_budgets(change: Change) -> Iterator[Change]:
-    """Powers of two below the token budget that still hold the largest cell."""
+    """Yield powers of two below the token budget that still hold the largest cell."""
     train = change.options.train
     largest_power = (train.token_budget - 1).bit_length() - 1
     budget = 1 << largest_power
@@ -157,6 +182,6 @@ def _smaller_budgets(change: Change) -> Iterator[Change]:
 
 
 def with_parallel(options: PlanOptions, **changes: Any) -> PlanOptions:
-    """The options with changes in section `parallel`."""
+    """Return the options with changes in section `parallel`."""
     parallel = Parallel.model_validate(options.parallel.model_dump() | changes)
     return options.model_copy(update={"parallel": parallel})
