@@ -36,70 +36,23 @@ class Device:
         return self.fp32_flops
 
 
-_V100 = Device(
-    memory_gb=32,
-    bf16_flops=125e12,
-    fp32_flops=15.7e12,
-    intra_node_gbs=150,
-    inter_node_gbs=6.25,
-    has_bf16=False,
-)
-_A100 = Device(
-    memory_gb=80,
-    bf16_flops=312e12,
-    fp32_flops=19.5e12,
-    intra_node_gbs=300,
-    inter_node_gbs=25,
-    tf32_flops=156e12,
-)
-_H100 = Device(
-    memory_gb=80,
-    bf16_flops=989e12,
-    fp32_flops=67e12,
-    intra_node_gbs=450,
-    inter_node_gbs=50,
-    tf32_flops=494e12,
-)
+# GB of memory; FLOP/s in bf16 and in fp32; GB/s inside a node and to other nodes
+_V100 = Device(32, 125e12, 15.7e12, 150, 6.25, has_bf16=False)
+_A100 = Device(80, 312e12, 19.5e12, 300, 25, tf32_flops=156e12)
+_H100 = Device(80, 989e12, 67e12, 450, 50, tf32_flops=494e12)
 DEVICES = {
-    "cpu": Device(
-        memory_gb=None,
-        bf16_flops=None,
-        fp32_flops=None,
-        intra_node_gbs=None,
-        inter_node_gbs=None,
-    ),
+    "cpu": Device(None, None, None, None, None),
     "v100": _V100,
     "v100-16gb": replace(_V100, memory_gb=16),
     "v100-32gb": _V100,
     "a100": _A100,
     "a100-40gb": replace(_A100, memory_gb=40),
     "a100-80gb": _A100,
-    "l40s": Device(
-        memory_gb=48,
-        bf16_flops=362e12,
-        fp32_flops=91.6e12,
-        intra_node_gbs=32,
-        inter_node_gbs=12.5,
-        tf32_flops=183e12,
-    ),
+    "l40s": Device(48, 362e12, 91.6e12, 32, 12.5, tf32_flops=183e12),
     "h100": _H100,
     "h200": replace(_H100, memory_gb=141),
-    "b200": Device(
-        memory_gb=180,
-        bf16_flops=2250e12,
-        fp32_flops=75e12,
-        intra_node_gbs=900,
-        inter_node_gbs=50,
-        tf32_flops=1100e12,
-    ),
-    "mi300x": Device(
-        memory_gb=192,
-        bf16_flops=1307e12,
-        fp32_flops=163.4e12,
-        intra_node_gbs=448,
-        inter_node_gbs=50,
-        tf32_flops=653e12,
-    ),
+    "b200": Device(180, 2250e12, 75e12, 900, 50, tf32_flops=1100e12),
+    "mi300x": Device(192, 1307e12, 163.4e12, 448, 50, tf32_flops=653e12),
 }
 
 

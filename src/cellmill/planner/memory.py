@@ -401,7 +401,12 @@ class _RankMemory:
     def _kept_per_token(self) -> float:
         """Return elements per token when a backward pass begins: kept activations, one block's workspace."""
         size = self.model.size
-        per_block = self._kept_per_block()
+        kept_by_checkpointing = {
+            None: size.block.activations_per_token,
+            "selective": size.selective_per_token,
+            "full": size.width,  # only the block's input
+        }
+        per_block = kept_by_checkpointing[self.parallel.activation_checkpointing]
         kept = 0.0
         for n_micro_batches, stage in zip(self._in_flight_by_stage(), self.stages):
             kept += n_micro_batches * stage.activations(per_block)
@@ -411,16 +416,6 @@ class _RankMemory:
         # the part after the blocks has freed its activations when a block's backward pass begins
         freed = int(any(stage.has_finish for stage in self.stages))
         return kept + max(workspace - freed * size.finish.activations_per_token, 0)
-
-    def _kept_per_block(self) -> float:
-        """Return elements per token that a block keeps; with full recomputation only its input."""
-        size = self.model.size
-        kept_by_checkpointing = {
-            None: size.block.activations_per_token,
-            "selective": size.selective_per_token,
-            "full": size.width,
-        }
-        return kept_by_checkpointing[self.parallel.activation_checkpointing]
 
     def _in_flight_by_stage(self) -> list[int]:
         """Return the micro-batches whose activations each stage holds."""

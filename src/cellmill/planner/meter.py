@@ -107,7 +107,13 @@ class OperationMeter(TorchDispatchMode):
         self.time += 1
         self._count(func, args, kwargs, out)
         for tensor in _tensors(out):
-            self._record(tensor.untyped_storage())
+            storage = tensor.untyped_storage()
+            key = storage_key(storage)
+            if self._storages.get(key) is None:
+                self._storages[key] = storage
+                allocation = Allocation(key, storage.nbytes(), self.time)
+                self.allocations.append(allocation)
+                weakref.finalize(storage, self._free, allocation)
         return out
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -122,15 +128,6 @@ class OperationMeter(TorchDispatchMode):
         for window in self._windows:
             window.flops += flops
             window.reduced_bytes += reduced_bytes
-
-    def _record(self, storage: torch.UntypedStorage) -> None:
-        """Begin an allocation for a storage that is seen for the first time."""
-        key = storage_key(storage)
-        if self._storages.get(key) is None:
-            self._storages[key] = storage
-            allocation = Allocation(key, storage.nbytes(), self.time)
-            self.allocations.append(allocation)
-            weakref.finalize(storage, self._free, allocation)
 
     def _free(self, allocation: Allocation) -> None:
         self.time += 1

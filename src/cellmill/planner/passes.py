@@ -21,24 +21,16 @@ class MeasuredPasses:
     """Measurements of a forward and a backward pass of about `tokens` tokens.
 
     Cells have 1 / `length_divisor` of the usual length. *Kept* are elements that stay allocated for
-    the backward pass.
-    """
+    the backward pass. Attributes:
 
-    tokens: int
-    cells: int
-    pairs_per_token: float  # (query, key) pairs of attention
-    # operations of the model's parts
-    begin_window: Window  # forward pass before the blocks
-    block_window: Window  # forward pass of one block
-    finish_window: Window  # both passes after the blocks
-    # elements per token
-    begin_kept_per_token: float
-    block_kept_per_token: float  # with the block's input
-    block_workspace_per_token: float  # peak of a block's backward pass above its kept elements
-    width: float  # passed from block to block; no integer if a view hides tokens
-    # elements of the whole batch, with the input of the part after the blocks
-    finish_kept: float
-    finish_peak: float
+    - `begin_window`, `block_window`: operations of the forward pass before the blocks, and of one
+      block; `finish_window`: of both passes after the blocks
+    - `begin_kept_per_token`, `block_kept_per_token` (with the block's input): elements kept
+    - `block_workspace_per_token`: peak of a block's backward pass above its kept elements
+    - `finish_kept`, `finish_peak`: elements of the whole batch, with the input of that part
+    - `width`: elements per token from block to block; no integer if a view hides tokens
+    - `pairs_per_token`: (query, key) pairs of attention
+    """
 
     def __init__(
         self, model: Model, spec: ModelSpec, tokens: int, multiple: int = 1, length_divisor: int = 1

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any, TypedDict
+from typing import Any
 
 from cellmill.config.run import AUTO_EPOCHS, Train
 from cellmill.planner.cost import Cost
@@ -18,81 +18,12 @@ UNKNOWN = "unknown: no speed is known for this device"
 DEFAULT_BATCH = float(Train.model_fields["global_batch"].default)
 DEFAULT_LR = float(Train.model_fields["lr"].default)
 
+Plan = dict[str, Any]
+"""The content of plan.json; `describe_plan` lists its keys."""
 Line = tuple[str, str]
 """Name and text of a line."""
 LayoutOptions = dict[str, Any]
 """Options of section `parallel` and sizes of the mesh axes (`config.parallel.Layout`), by name."""
-
-
-class PlannedMemory(TypedDict):
-    """Memory of the process that needs most."""
-
-    parts_bytes: dict[str, int]  # by field of `planner.memory.Memory`
-    total_bytes: int
-    limit_bytes: int  # usable memory of the device
-    device_bytes: int
-    host_bytes: int  # pinned host memory for parallel.cpu_offload
-    staging_bytes: int  # pinned host memory for a copy of the checkpoint
-
-
-class Communication(TypedDict):
-    """Bytes that the process that sends the most sends in a step."""
-
-    link_bytes: dict[str, float]  # by kind of link: intra_node, inter_node
-    collectives: list[
-        dict[str, Any]
-    ]  # fields of `planner.traffic.Traffic`, and bytes by kind of link
-
-
-class Step(TypedDict):
-    """Seconds of a step, as in `planner.step_time.StepTime`."""
-
-    compute_s: float
-    communication_s: float
-    idle_s: float
-    step_s: float
-
-
-class RunPlan(TypedDict):
-    """The content of plan.json. None stands for what an unknown device leaves unknown."""
-
-    parameters: int  # of the whole model
-    memory: PlannedMemory
-    communication: Communication
-    flops_per_step: float  # over all processes, without recomputation
-    tokens_per_step: float
-    tokens_per_cell: float
-    tokens: float  # of the whole run
-    cells: int  # training cells
-    n_genes: int  # genes of the vocabulary
-    steps: int
-    steps_per_epoch: int
-    cells_seen: int  # cells over all steps
-    micro_batches_per_step: float  # mean over the steps
-    validations: int
-    val_cells: int  # cells per validation
-    auto_steps: bool  # True if train.steps is auto
-    micro_batch_tokens: int  # tokens of the largest micro-batch
-    step: Step | None
-    pipeline_idle_frac: float
-    mfu: float | None  # fraction of the device's peak that a step reaches
-    hours: float | None  # with validation
-    validation_frac: float | None  # fraction of the hours
-    gpu_hours: float | None
-    nodes: int
-    nproc_per_node: int
-    world_size: int
-    device: str
-    layout: LayoutOptions
-    mfu_frac: float  # plan.mfu_frac: fraction of the peak that computation is assumed to reach
-    warmup_steps: int
-    global_batch: int  # cells
-    scaled_lr: list[float] | None  # by square root and linearly; None if nothing is to be scaled
-    warnings: list[str]
-    largest_micro_batch: int  # most tokens of a micro-batch that fit in memory
-    genes_per_cell: float  # mean of detected genes
-    cut_cells_frac: float  # fraction of cells with more genes than tokens.max_tokens
-    fingerprint: str | None  # of the corpus; None for an assumed one
 
 
 def describe_plan(
@@ -104,73 +35,69 @@ def describe_plan(
     genes_per_cell: float,
     cut_cells_frac: float,
     fingerprint: str | None,
-) -> RunPlan:
-    """Return the content of plan.json; the last four arguments are fields of `RunPlan`."""
+) -> Plan:
+    """Return the content of plan.json; the last four arguments are values of it.
+
+    None stands for what an unknown device leaves unknown.
+    """
     options = cost.options
     work = cost.work
     time = cost.time
     train = options.train
     collectives = []
     for part in cost.traffic:
-        links = {
-            "intra_node_bytes": part.intra_node_bytes,
-            "inter_node_bytes": part.inter_node_bytes,
-        }
+        links = {f"{link}_bytes": n_bytes for link, n_bytes in link_bytes([part]).items()}
         collectives.append(asdict(part) | links)
-    step: Step | None = None
-    if time is not None:
-        step = Step(
-            compute_s=time.compute_s,
-            communication_s=time.communication_s,
-            idle_s=time.idle_s,
-            step_s=time.step_s,
-        )
     host, staging = (0, 0) if hardware.device == "cpu" else host_bytes(cost.model)
     return {
-        "parameters": cost.whole.parameters,
+        "parameters": cost.whole.parameters,  # of the whole model
         "memory": {
-            "parts_bytes": asdict(cost.memory),
+            "parts_bytes": asdict(cost.memory),  # by field of `planner.memory.Memory`
             "total_bytes": cost.memory.total,
-            "limit_bytes": hardware.usable_bytes,
+            "limit_bytes": hardware.usable_bytes,  # usable memory of the device
             "device_bytes": hardware.device_bytes,
-            "host_bytes": host,
-            "staging_bytes": staging,
+            "host_bytes": host,  # pinned host memory for parallel.cpu_offload
+            "staging_bytes": staging,  # pinned host memory for a copy of the checkpoint
         },
         "communication": {"link_bytes": link_bytes(cost.traffic), "collectives": collectives},
-        "flops_per_step": cost.flops_per_step,
+        "flops_per_step": cost.flops_per_step,  # over all processes, without recomputation
         "tokens_per_step": corpus.tokens_per_cell * work.cells_per_step,
         "tokens_per_cell": corpus.tokens_per_cell,
-        "tokens": corpus.tokens_per_cell * work.cells_seen,
-        "cells": corpus.n_cells,
-        "n_genes": corpus.n_genes,
+        "tokens": corpus.tokens_per_cell * work.cells_seen,  # of the whole run
+        "cells": corpus.n_cells,  # training cells
+        "n_genes": corpus.n_genes,  # genes of the vocabulary
         "steps": work.steps,
         "steps_per_epoch": work.steps_per_epoch,
-        "cells_seen": work.cells_seen,
-        "micro_batches_per_step": work.micro_batches_per_step,
+        "cells_seen": work.cells_seen,  # cells over all steps
+        "micro_batches_per_step": work.micro_batches_per_step,  # mean over the steps
         "validations": work.validations,
-        "val_cells": work.val_cells,
-        "auto_steps": train.steps == "auto",
-        "micro_batch_tokens": work.micro_tokens,
-        "step": step,
+        "val_cells": work.val_cells,  # cells per validation
+        "auto_steps": train.steps == "auto",  # True if train.steps is auto
+        "micro_batch_tokens": work.micro_tokens,  # tokens of the largest micro-batch
+        "step": None if time is None else {**asdict(time), "step_s": time.step_s},
         "pipeline_idle_frac": idle_frac(options.parallel, work.most_micro_batches),
-        "mfu": cost.mfu,
-        "hours": cost.hours,
-        "validation_frac": cost.validation_frac,
+        "mfu": cost.mfu,  # fraction of the device's peak that a step reaches
+        "hours": cost.hours,  # with validation
+        "validation_frac": cost.validation_frac,  # fraction of the hours
         "gpu_hours": cost.gpu_hours,
         "nodes": hardware.nodes,
         "nproc_per_node": hardware.nproc_per_node,
         "world_size": hardware.world,
         "device": hardware.device,
         "layout": options.parallel.model_dump(mode="json") | asdict(cost.model.layout),
+        # plan.mfu_frac: fraction of the peak that computation is assumed to reach
         "mfu_frac": options.plan.mfu_frac,
         "warmup_steps": train.warmup_steps,
-        "global_batch": train.global_batch,
+        "global_batch": train.global_batch,  # cells
+        # by square root and linearly; None if nothing is to be scaled
         "scaled_lr": _scale_lr(train),
         "warnings": options.objective.warnings(),
+        # most tokens of a micro-batch that fit in memory
         "largest_micro_batch": largest_micro_batch,
-        "genes_per_cell": genes_per_cell,
+        "genes_per_cell": genes_per_cell,  # mean of detected genes
+        # fraction of cells with more genes than tokens.max_tokens
         "cut_cells_frac": cut_cells_frac,
-        "fingerprint": fingerprint,
+        "fingerprint": fingerprint,  # of the corpus; None for an assumed one
     }
 
 
@@ -189,15 +116,13 @@ def _scale_lr(train: Train) -> list[float] | None:
 def describe_layout(layout: LayoutOptions) -> str:
     """Return a layout in words."""
     kind = "ddp" if layout["strategy"] == "ddp" else layout["sharding_strategy"]
-    sizes = f"{layout['dp_replicate']} replicas of {layout['dp_shard']} shards"
-    if layout["tp"] > 1:
-        sizes += f" x tp {layout['tp']}"
-    if layout["pp"] > 1:
-        sizes += f" x pp {layout['pp']} {layout['schedule']}"
-    return f"{kind} ({sizes})"
+    data = f"{layout['dp_replicate']} replicas of {layout['dp_shard']} shards"
+    tensor = "" if layout["tp"] == 1 else f" x tp {layout['tp']}"
+    pipeline = "" if layout["pp"] == 1 else f" x pp {layout['pp']} {layout['schedule']}"
+    return f"{kind} ({data}{tensor}{pipeline})"
 
 
-def format_plan(plan: RunPlan) -> str:
+def format_plan(plan: Plan) -> str:
     """Return the content of plan.json as lines of text."""
     lines = [
         *_format_work(plan),
@@ -208,7 +133,7 @@ def format_plan(plan: RunPlan) -> str:
     return "\n".join(f"{name:<12}{text}" for name, text in lines)
 
 
-def _format_work(plan: RunPlan) -> Iterator[Line]:
+def _format_work(plan: Plan) -> Iterator[Line]:
     yield "parameters", f"{plan['parameters']:,} over {plan['n_genes']:,} genes"
     text = f"{plan['cells']:,} for training, {plan['tokens_per_cell']:,.0f} tokens each"
     if plan["cut_cells_frac"]:
@@ -227,7 +152,7 @@ def _format_work(plan: RunPlan) -> Iterator[Line]:
     yield "step", f"{plan['tokens_per_step']:,.0f} tokens in {micro_batches}, {flops}"
 
 
-def _format_memory(plan: RunPlan) -> Iterator[Line]:
+def _format_memory(plan: Plan) -> Iterator[Line]:
     processes = f"{plan['world_size']} x {plan['device']}"
     layout = plan["layout"]
     yield "processes", f"{processes}, {describe_layout(layout)}, {layout['precision']}"
@@ -249,7 +174,7 @@ def _format_memory(plan: RunPlan) -> Iterator[Line]:
     yield "micro-batch", f"at most {plan['micro_batch_tokens']:,} tokens; {largest}"
 
 
-def _format_time(plan: RunPlan) -> Iterator[Line]:
+def _format_time(plan: Plan) -> Iterator[Line]:
     link = plan["communication"]["link_bytes"]
     inside = format_bytes(link["intra_node"])
     between = format_bytes(link["inter_node"])
@@ -268,7 +193,7 @@ def _format_time(plan: RunPlan) -> Iterator[Line]:
         yield "not counted", text
 
 
-def _format_hints(plan: RunPlan) -> Iterator[Line]:
+def _format_hints(plan: Plan) -> Iterator[Line]:
     if plan["validations"]:
         text = f"{plan['validations']:,} times {plan['val_cells']:,} cells"
         validation_frac = plan["validation_frac"]

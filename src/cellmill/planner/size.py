@@ -238,12 +238,11 @@ def _measure_sums(spec: ModelSpec, method: Method, tp: int) -> dict[str, float]:
     if tp == 1:
         return {}
     passes = MeasuredPasses(_build(spec, method, tp, one_block=True), spec, SMALL_SAMPLE_TOKENS)
-    windows = {
-        "begin": passes.begin_window,
-        "block": passes.block_window,
-        "finish": passes.finish_window,
-    }
-    return {part: w.reduced_bytes / FLOAT32 / passes.tokens for part, w in windows.items()}
+    sums = {}
+    for part in ("begin", "block", "finish"):
+        window = getattr(passes, f"{part}_window")
+        sums[part] = window.reduced_bytes / FLOAT32 / passes.tokens
+    return sums
 
 
 def _measure_selective(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) -> float:

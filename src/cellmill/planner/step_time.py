@@ -7,7 +7,7 @@ pipeline stages, and gradients of a pipeline (sent at its end) overlap with noth
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cellmill.planner.memory import PlannedModel, idle_frac
@@ -36,9 +36,6 @@ class Network:
         inter_node = traffic.inter_node_bytes / self.inter_node_gbs
         payload_s = max(intra_node, inter_node) / (NETWORK_FRAC * 1e9)
         return payload_s + traffic.calls * latency(traffic)
-
-    def total_seconds(self, traffic: Iterable[Traffic]) -> float:
-        return sum(self.seconds(part) for part in traffic)
 
 
 def latency(traffic: Traffic) -> float:
@@ -84,39 +81,30 @@ def estimate_step(
     `traffic` is the traffic of the rank that sends the most.
     """
     compute_s = _estimate_compute(model, load, flops_per_s)
-    # only traffic of data parallelism overlaps with computation
-    exposed = [part for part in traffic if part.axis in ("tp", "pp")]
-    data_parallel = [part for part in traffic if part.axis not in ("tp", "pp")]
-    gathers = [part for part in data_parallel if part.kind == "all-gather"]
-    reductions = [part for part in data_parallel if part.kind != "all-gather"]
-    communication_s = network.total_seconds(exposed)
-    gathers_s = network.total_seconds(gathers)
-    reductions_s = network.total_seconds(reductions)
+    communication_s = gathers_s = reductions_s = 0.0
+    for part in traffic:
+        seconds = network.seconds(part)
+        if part.axis in ("tp", "pp"):  # only traffic of data parallelism overlaps with computation
+            communication_s += seconds
+        elif part.kind == "all-gather":
+            gathers_s += seconds
+        else:
+            reductions_s += seconds
     if model.layout.pp > 1:
         communication_s += gathers_s + reductions_s
     else:
-        communication_s += _estimate_exposed(
-            gathers_s, reductions_s, compute_s, micro_batches, model.size.n_blocks
-        )
+        # Three limits say how much of this traffic at least overlaps with nothing; the largest holds.
+        # No block computes while the first weights and the last gradients are sent.
+        first_and_last_s = (gathers_s / micro_batches + reductions_s) / (model.size.n_blocks + 1)
+        # No more overlaps than is computed.
+        beyond_compute_s = gathers_s + reductions_s - compute_s
+        # Gradients are sent in the last micro-batch's backward pass only.
+        last_backward_s = BACKWARD_FRAC * compute_s / micro_batches
+        beyond_last_backward_s = reductions_s - last_backward_s
+        communication_s += max(first_and_last_s, beyond_compute_s, beyond_last_backward_s)
     idle = idle_frac(model.parallel, max(1, round(micro_batches)))
     idle_s = (compute_s + communication_s) * idle / (1 - idle)
     return StepTime(compute_s, communication_s, idle_s)
-
-
-def _estimate_exposed(
-    gathers_s: float, reductions_s: float, compute_s: float, micro_batches: float, n_blocks: int
-) -> float:
-    """Return the seconds of data-parallel communication that computation does not overlap.
-
-    Each of three limits is a least time that remains exposed, so the largest holds.
-    """
-    # no block computes while the first weights and the last gradients are sent
-    first_and_last_s = (gathers_s / micro_batches + reductions_s) / (n_blocks + 1)
-    # no more overlaps than is computed
-    beyond_compute_s = gathers_s + reductions_s - compute_s
-    # gradients are sent in the last micro-batch's backward pass only
-    last_backward_s = BACKWARD_FRAC * compute_s / micro_batches
-    return max(first_and_last_s, beyond_compute_s, reductions_s - last_backward_s)
 
 
 def _estimate_compute(model: PlannedModel, load: Load, flops_per_s: float) -> float:

@@ -136,15 +136,6 @@ def _nth_lacking(batch: Batch, n: Tensor, cell: Tensor, n_genes: int) -> Tensor:
     return n + n_detected_before
 
 
-def _weigh_queries(n_hidden: Tensor, n_queries: Tensor, cell: Tensor) -> Tensor:
-    """Return the number of hidden genes for which each query stands, `(queries,)`.
-
-    `n_hidden` and `n_queries` are numbers of a cell, `(C,)`; `cell` `(queries,)` is each query's.
-    """
-    weights = n_hidden / n_queries.clamp(min=1)
-    return weights[cell]
-
-
 class QueryDecoding(Objective):
     """See the module; needs a model with `cell_vectors`."""
 
@@ -213,15 +204,15 @@ class QueryDecoding(Objective):
         drawn_cell, drawn_genes = _draw_undetected(
             batch, n_drawn, n_lacking, self.n_genes, seed, step
         )
-        weights = [
-            _weigh_queries(n_hidden, n_picked, picked_cell),
-            _weigh_queries(hidden.frac * n_lacking, n_drawn, drawn_cell),
-        ]
+        # `(C,)` each: number of hidden genes for which a query stands
+        picked_weight = n_hidden / n_picked.clamp(min=1)
+        drawn_weight = hidden.frac * n_lacking / n_drawn.clamp(min=1)
+        weights = torch.cat([picked_weight[picked_cell], drawn_weight[drawn_cell]])
         return {
             "asked_cell": torch.cat([picked_cell, drawn_cell]),
             "asked_genes": torch.cat([batch.genes[picked], drawn_genes]),
             "asked_values": torch.cat([batch.values[picked], torch.zeros(len(drawn_cell))]),
-            "asked_weights": torch.cat(weights).float(),
+            "asked_weights": weights.float(),
         }
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> QueryBatch:
