@@ -6,11 +6,14 @@ import pytest
 
 from cellmill.report.advice import advise
 from cellmill.report.collect import ReportedRun
+from cellmill.report.forms import LoggedLine, ModelForm, PlanForm, RunRecordForm, StatusForm
 from cellmill.runs.results import Evaluation
 
 AHEAD = ["level", "ahead"]
 LEVEL = ["level"]
 BEHIND = ["level", "behind"]
+COLLAPSING = [LoggedLine(step=2, effective_rank=1.2)]
+SUPERVISED = ModelForm(supervised_by=["cell_type"])
 OPTIONS = {
     "objective": {"name": "cell_decoding"},
     "model": {"family": "profile", "hidden": 128},
@@ -20,13 +23,12 @@ OPTIONS = {
 
 def advised(options: dict[str, Any], outcomes: list[str] = AHEAD, **files: Any) -> list[str]:
     given: dict[str, Any] = {
-        "plan": {"steps": 1600, "steps_per_epoch": 20},
-        "status": {"step": 1600},
+        "plan": PlanForm(steps=1600, steps_per_epoch=20),
+        "status": StatusForm(step=1600),
     }
     given |= {"model": None, "evaluation": Evaluation({}, {"step": 1600})} | files
-    return list(
-        advise(ReportedRun("run", run_record={"options": OPTIONS | options}, **given), outcomes)
-    )
+    record = RunRecordForm.model_validate({"options": OPTIONS | options})
+    return list(advise(ReportedRun("run", run_record=record, **given), outcomes))
 
 
 @pytest.mark.parametrize(
@@ -35,46 +37,54 @@ def advised(options: dict[str, Any], outcomes: list[str] = AHEAD, **files: Any) 
         ({}, {}, None),
         (
             {},
-            {"metric_lines": [{"effective_rank": 9.0}, {"effective_rank": 1.2}]},
+            {"logged": [LoggedLine(step=1, effective_rank=9.0), *COLLAPSING]},
             "lower train.lr: the embedding has coll",
         ),
         (
             {"objective": {"name": "masked_value"}},
             {},
-            "set objective: cell_decoding; masked_value alone was",
+            "set objective: cell_decoding; models trained only by masked_value were",
         ),
         (
             {"model": {"family": "profile", "hidden": 512}},
             {},
-            "lower train.lr to 0.001: at a width of 512",
+            "lower train.lr to 0.001: from a width of 512",
         ),
         (
             {},
-            {"plan": {"steps": 390, "steps_per_epoch": 13}},
-            "set train.steps: auto, 1,600 in place of 390",
+            {"plan": PlanForm(steps=390, steps_per_epoch=13)},
+            "set train.steps: auto, which is 1,600 steps and not 390",
         ),
         (
             {},
-            {"plan": {"steps": 1600, "steps_per_epoch": 900}},
-            "set train.steps: auto, 2,700 in place of 1,600",
+            {"plan": PlanForm(steps=1600, steps_per_epoch=900)},
+            "set train.steps: auto, which is 2,700 steps and not 1,600",
         ),
         (
             {},
             {"evaluation": Evaluation({}, {"step": 300})},
-            "set consolidate.checkpoint: last: the exported one is of step 300",
+            "set consolidate.checkpoint: last; the exported checkpoint is of step 300",
         ),
-        ({}, {"outcomes": LEVEL}, "take the best baseline: it is as good on these cells"),
-        ({}, {"outcomes": BEHIND}, "take the best baseline: it is better on these cells"),
+        (
+            {},
+            {"outcomes": LEVEL},
+            "take the best baseline: it is as good as the model on these cells",
+        ),
+        (
+            {},
+            {"outcomes": BEHIND},
+            "take the best baseline: it is better than the model on these cells",
+        ),
         # lengths were measured without labels
         (
             {},
-            {"model": {"supervised_by": ["cell_type"]}, "plan": {"steps": 9, "steps_per_epoch": 3}},
+            {"model": SUPERVISED, "plan": PlanForm(steps=9, steps_per_epoch=3)},
             None,
         ),
         # two labels need no second direction
         (
             {},
-            {"model": {"supervised_by": ["cell_type"]}, "metric_lines": [{"effective_rank": 1.2}]},
+            {"model": SUPERVISED, "logged": COLLAPSING},
             None,
         ),
     ],
@@ -88,7 +98,5 @@ def test_each_rule_has_one_sentence(
 
 
 def test_more_steps_are_advised_before_another_rate() -> None:
-    few = advised(
-        {}, metric_lines=[{"effective_rank": 1.2}], plan={"steps": 60, "steps_per_epoch": 400}
-    )
+    few = advised({}, logged=COLLAPSING, plan=PlanForm(steps=60, steps_per_epoch=400))
     assert [sentence.split(":")[0] for sentence in few] == ["set train.steps", "lower train.lr"]

@@ -101,7 +101,7 @@ def test_the_task_where_another_run_is_better_is_named() -> None:
     ]
     assert [one.is_best for one in list_standings(runs)] == [True, False]
     assert first_line(runs).endswith(
-        "Better than it, beyond the interval between runs: second in probe (+0.030)."
+        "Better than first in one task, by more than the interval between runs: second in probe (+0.030)."
     )
 
 

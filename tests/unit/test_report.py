@@ -31,8 +31,9 @@ from reported import (
 from cellmill.config.options import ReportOptions
 from cellmill.errors import DataError
 from cellmill.evaluate.scores import ScoreColumn, tabulate
-from cellmill.report import drawing, figures
+from cellmill.report import charts, drawing
 from cellmill.report.collect import ReportedRun, read_corpus, read_run
+from cellmill.report.forms import LoggedLine, PlanForm, RunRecordForm
 from cellmill.report.page import render
 from cellmill.report.standings import list_standings
 from cellmill.report.tables import compare_runs
@@ -283,7 +284,7 @@ def test_wide_tables_mark_the_best_baseline() -> None:
     whole = page[page.index("<details>") :]
     assert re.findall(r'<td class="n top">([^<]*) <', whole) == ["0.700"] * 3 + ["-0.600"]
     [comparison] = compare_runs([run])
-    assert comparison.lines == [("run", "d", {"embedding": 0.9, "PCA": 0.7, "genes": 0.6})]
+    assert comparison.rows == [(run, "d", {"embedding": 0.9, "PCA": 0.7, "genes": 0.6})]
     assert "own is level." in page
 
 
@@ -300,20 +301,20 @@ def test_the_baseline_with_the_lowest_error_is_underlined() -> None:
     assert shown == [f"{0.5 + draws.mean():.3f}", f"{0.1 + draws.mean():.3f}"]
 
 
-def test_a_figure_uses_the_colours_of_the_page(tmp_path: Path) -> None:
+def test_a_chart_uses_the_colours_of_the_page(tmp_path: Path) -> None:
     lines = [
-        {"step": 1, "loss": 2.0},
-        {"step": 2, "loss": float("nan")},
-        {"step": 2, "val_loss": 1},
+        LoggedLine(step=1, loss=2.0),
+        LoggedLine(step=2, loss=float("nan")),
+        LoggedLine(step=2, val_loss=1),
     ]
     series = {
         EVIL: {
-            "training": figures.points(lines, "loss"),
-            "validation": figures.points(lines, "val_loss"),
+            "training": charts.list_points(lines, "loss"),
+            "validation": charts.list_points(lines, "val_loss"),
         }
     }
     drawings = drawing.Drawings()
-    shown = drawings.draw(figures.losses("Loss, =1+1", series))
+    shown = drawings.draw(charts.draw_losses("Loss, =1+1", series))
     assert shown.startswith("<figure")
     assert shown.count("<svg") == 1
     assert "currentColor" in shown
@@ -330,24 +331,24 @@ def test_a_figure_uses_the_colours_of_the_page(tmp_path: Path) -> None:
 
 def test_a_umap_shows_at_most_4000_cells() -> None:
     cells = [{"x": "1.23456", "y": "2", "label": "B", "heldout": "1"}] * 5000
-    figure = figures.umap("UMAP", cells, ["B"])
+    figure = charts.draw_umap("UMAP", cells, ["B"])
     assert len(figure.rows) == 4000
     assert figure.rows[0] == {"x": 1.235, "y": 2.0, "c": 0, "h": 1}
     cells = [{"x": "1", "y": "2", "label": "", "heldout": "0", "batch": batch} for batch in "aab"]
-    assert len(figures.umap("UMAP", cells, ["a", "b"], "batch", 2).rows) == 2
-    assert {row["c"] for row in figures.umap("UMAP", cells, ["a", "b"], "batch").rows} == {0, 1}
+    assert len(charts.draw_umap("UMAP", cells, ["a", "b"], "batch", 2).rows) == 2
+    assert {row["c"] for row in charts.draw_umap("UMAP", cells, ["a", "b"], "batch").rows} == {0, 1}
 
 
 def test_a_histogram_leaves_out_the_tails() -> None:
     before = [1, 0, 500, 499, 0, 0, 1]
-    figure = figures.histogram("genes", range(8), before, before, "genes per cell")
+    figure = charts.draw_histogram("genes", range(8), before, before, "genes per cell")
     assert [(row["from"], row["before"]) for row in figure.rows] == [(2, 500), (3, 499)]
-    assert figure.spec["layer"][0]["encoding"]["x"]["title"] == "genes per cell (2 cells beyond)"
-    assert len(figures.histogram("genes", range(4), [5, 0, 5], [0, 0, 5], "genes").rows) == 3
+    assert figure.spec["encoding"]["x"]["title"] == "genes per cell (2 cells beyond)"
+    assert len(charts.draw_histogram("genes", range(4), [5, 0, 5], [0, 0, 5], "genes").rows) == 3
 
 
 def test_confusion_is_shown_as_shares_of_the_true_class() -> None:
-    figure = figures.confusion("Confusion", ["A", EVIL], [[3, 1], [0, 5]])
+    figure = charts.draw_confusion("Confusion", ["A", EVIL], [[3, 1], [0, 5]])
     assert figure.rows == [
         {"true": "A", "predicted": "A", "cells": 3, "share": 0.75},
         {"true": "A", "predicted": EVIL, "cells": 1, "share": 0.25},
@@ -398,7 +399,7 @@ def test_the_standing_names_the_best_run() -> None:
     runs = [run("a", 0.7, -0.2, -0.01), run("b", 0.9, 0.02, 0.2), run("c", 0.81, -0.1, 0.12)]
     found = list_standings(runs)
     assert [one.is_best for one in found] == [False, True, False]
-    assert [one.difference and one.difference.outcome for one in found] == [
+    assert [one.verdict and one.verdict.outcome for one in found] == [
         "behind",
         "ahead",
         "level",
@@ -406,9 +407,9 @@ def test_the_standing_names_the_best_run() -> None:
     assert found[0].outcomes == {"ahead": 0, "level": 0, "behind": 1}
     assert found[0].baseline == Row(UNSCALED, {"f": Score(0.8)})
     assert (
-        "The run is ahead of the best baseline , all genes + LR, unscaled (0.800): +0.100, 95 % interval +0.020 to "
-        "+0.200. In 1 comparison with the best baseline of a metric, it is ahead in 1 (probe: f (+0.100)) and behind "
-        "in none, beyond the 95 % interval."
+        "The run is ahead of the best baseline, all genes + LR, unscaled (0.800): +0.100, 95 % interval +0.020 to "
+        "+0.200. In 1 comparison with the best baseline of a metric, the run is ahead in 1 (probe: f (+0.100)) and "
+        "behind in none, beyond the 95 % interval."
     ) in text_of(render("r", runs, []))
     # the digits that are shown are the same
     runs = [run("a", 0.8101, -0.1, 0.1), run("b", 0.81, -0.1, 0.1), run("c", 0.8094, -0.1, 0.1)]
@@ -433,8 +434,8 @@ def test_the_first_sentences_name_tasks_ahead_or_behind() -> None:
         ),
     )
     assert (
-        "In 4 comparisons with the best baseline of a metric, it is ahead in 2 (imputation: rho by gene (+0.080) and 1 "
-        "more) and behind in 1 (few shot: f, 5 (-0.100)), beyond the 95 % interval."
+        "In 4 comparisons with the best baseline of a metric, the run is ahead in 2 (imputation: rho by gene (+0.080) "
+        "and 1 more) and behind in 1 (few shot: f, 5 (-0.100)), beyond the 95 % interval."
     ) in text_of(render("r", [run], []))
 
 
@@ -461,7 +462,7 @@ def test_the_best_other_baseline_replaces_an_untrained_one(
     [found] = list_standings([of_tasks("a", probe=result)])
     assert found.baseline is not None
     assert found.baseline.method == against
-    assert (found.difference and found.difference.outcome) == outcome
+    assert (found.verdict and found.verdict.outcome) == outcome
     assert sum(found.outcomes.values()) == (outcome is not None)
     # its untrained network is a baseline to be behind
     result = of_task("f", rows, [verdict_on(OWN, UNTRAINED, "f", -0.1, (-0.2, -0.05))], lines)
@@ -471,9 +472,9 @@ def test_the_best_other_baseline_replaces_an_untrained_one(
 
 def test_a_run_has_one_next_step() -> None:
     level = of_task("f", {OWN: 0.7, GENES: 0.7}, [verdict_on(OWN, GENES, "f", 0.0, (-0.1, 0.1))])
-    run = replace(of_tasks("a", probe=level), plan={"steps": 390, "steps_per_epoch": 13})
+    run = replace(of_tasks("a", probe=level), plan=PlanForm(steps=390, steps_per_epoch=13))
     text = text_of(render("r", [run], []))
-    assert "Next: set train.steps: auto, 1,600 in place of 390" in text
+    assert "Next: set train.steps: auto, which is 1,600 steps and not 390" in text
     assert "take the best baseline" not in text
     assert "Next: take the best baseline" in text_of(render("r", [replace(run, plan=None)], []))
 
@@ -494,20 +495,20 @@ def test_runs_that_are_level_share_the_first_sentence(tmp_path: Path) -> None:
         "first and second are tied for best on pbmc over the task that all have (probe): first has probe accuracy 0.800"
     ) in text
     assert (
-        "Next for first, second: set train.steps: auto, 1,600 in place of 200: at 32 cells a step it added"
+        "Next for first, second: set train.steps: auto, which is 1,600 steps and not 200; with 32 cells a step"
         in text
     )
-    assert "first, second: max memory gb, nobody knows." in text
+    assert "first: max memory gb, nobody knows. second: max memory gb, nobody knows." in text
 
 
-def test_each_objective_has_a_figure_of_its_losses() -> None:
-    lines = [{"step": 1, "loss": 2.0}]
+def test_each_objective_has_a_chart_of_its_losses() -> None:
+    lines = [LoggedLine(step=1, loss=2.0)]
     options = [
         {"objective": {"name": name}}
         for name in ("cell_decoding", "classification", "cell_decoding")
     ]
     runs = [
-        ReportedRun(name, None, None, {"options": of}, None, None, metric_lines=lines)
+        ReportedRun(name, None, None, RunRecordForm(options=of), None, None, logged=lines)
         for name, of in zip("abc", options)
     ]
     first, second = draw_training(runs)
@@ -574,7 +575,7 @@ def chunks(png: bytes) -> tuple[list[bytes], bytes]:
 
 
 def test_planned_tensors_stand_next_to_measured_tensors() -> None:
-    plan = {"memory": {"total_bytes": 46_000_000}}
+    plan = PlanForm.model_validate({"memory": {"total_bytes": 46_000_000}})
     on_cpu = ReportedRun(
         "r",
         plan,
@@ -582,14 +583,14 @@ def test_planned_tensors_stand_next_to_measured_tensors() -> None:
         None,
         None,
         None,
-        metric_lines=[{"step": 1, "peak_resident_gb": [1.9, 2.13]}],
+        logged=[LoggedLine(step=1, peak_resident_gb=[1.9, 2.13])],
     )
-    line = {"step": 1, "peak_allocated_gb": [0.0512, 0.05], "peak_resident_gb": [2.1, 2.0]}
+    line = LoggedLine(step=1, peak_allocated_gb=[0.0512, 0.05], peak_resident_gb=[2.1, 2.0])
     tensors = "peak tensor memory per rank, GB"
     process = "peak process memory, libraries included, GB"
     for run, measured, rank in (
         (on_cpu, None, 1),
-        (replace(on_cpu, metric_lines=[line, {"step": 2}]), 0.051, 0),
+        (replace(on_cpu, logged=[line, LoggedLine(step=2)]), 0.051, 0),
     ):
         rows = {name: (planned, seen) for name, planned, seen in compare_with_plan(run)}
         assert rows[tensors] == (0.046, measured)
@@ -610,12 +611,3 @@ def test_each_file_has_the_command_that_makes_it_again(page: str) -> None:
     )
     assert f"--force 'results/runs/{EVIL}/plan.json'" in text, "what a shell would read is quoted"
     assert "embeddings/" not in text, "a file that is not there"
-
-
-def test_damage_missed_by_the_reader_is_still_one_line(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run")
-    write(folder / "train/run.json", {"options": {"objective": 3}})
-    with pytest.raises(
-        DataError, match=rf"^a file in {folder} is damaged .*; make the runs' files again$"
-    ):
-        report.report(options=OPTIONS, runs=[folder], corpora=[], out=tmp_path / "index.html")

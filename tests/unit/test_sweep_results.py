@@ -58,19 +58,19 @@ def test_runs_of_a_sweep_share_one_table(tmp_path: Path) -> None:
         "steps": "5", "cells_seen": "160", "gpu_hours": "", "cpu_core_hours": "", "dataset": "pbmc", "task": "probe",
         "name": "embedding + kNN", "kind": "model", "metric": "macro_f1", "value": "", "sd": "0.1",
     }  # fmt: skip
-    loss, probe, entropy = json.loads((out.parent / "curves.json").read_text())["curves"]
-    assert entropy["metric"] == "cross_entropy", "what is alike in all runs has no curve"
+    loss, probe, entropy = json.loads((out.parent / "curves.json").read_text())["scalings"]
+    assert entropy["measure"]["metric"] == "cross_entropy", "what is alike in all runs has no curve"
     assert (probe["quantity"], probe["baseline"]) == (
         "cells",
         {"name": "PCA50 + kNN", "value": pytest.approx(0.7)},
     )
-    (line,) = probe["lines"]
-    assert [point["size"] for point in line["points"]] == list(SIZES)
-    assert [(p["mean"], p["sd"], p["n"]) for p in line["points"]] == [
+    (curve,) = probe["curves"]
+    assert [point["size"] for point in curve["points"]] == list(SIZES)
+    assert [(p["mean"], p["sd"], p["n"]) for p in curve["points"]] == [
         (pytest.approx(0.55), pytest.approx(0.0707, abs=1e-4), 2)
     ] * 4
-    law = loss["lines"][0]["law"]
-    assert law["low"] < 0.5 < law["high"]
+    law = loss["curves"][0]["law"]
+    assert law["exponent_low"] < 0.5 < law["exponent_high"]
     assert law["floor"] == pytest.approx(1.5, abs=0.05)
 
 
@@ -80,8 +80,8 @@ def test_a_law_is_fitted_only_where_the_data_support_one() -> None:
     noise = np.random.default_rng(0).normal(0, 0.003, 10)
     law = fit_law(sizes, (1.2 + 30 * sizes**-0.45) * np.exp(noise))
     assert isinstance(law, Law)
-    assert law.low <= 0.45 + 0.005
-    assert law.high >= 0.45 - 0.005
+    assert law.exponent_low <= 0.45 + 0.005
+    assert law.exponent_high >= 0.45 - 0.005
     assert law.floor == pytest.approx(1.2, abs=0.03)
     flat = fit_law(sizes, 2 + noise)
     assert isinstance(flat, NoLaw)

@@ -9,13 +9,7 @@ import yaml
 
 from cellmill.errors import ConfigError, DataError
 from cellmill.models.published import import_geneformer, import_scgpt
-from cellmill.report.collect import (
-    ReportedCorpus,
-    ReportedRun,
-    evaluated_datasets,
-    read_corpus,
-    read_run,
-)
+from cellmill.report.collect import ReportedCorpus, ReportedRun, read_corpus, read_run
 from cellmill.runs.results import Row
 
 READERS = {"geneformer": import_geneformer, "scgpt": import_scgpt}
@@ -79,15 +73,20 @@ def hub_card(model: Path, licence: str) -> str:
     if not (folder / "train" / "run.json").is_file():
         return card
     run = read_run(folder)
-    record = run.run_record or {}
-    data = Path(record["manifest"]).parent.parent
-    corpus = read_corpus(data) if (data / "cells").is_dir() else None  # it may be gone
+    record = run.run_record
+    assert record is not None
+    corpus = None
+    if record.manifest is not None:
+        data = Path(record.manifest).parent.parent
+        if (data / "cells").is_dir():  # it may be gone
+            corpus = read_corpus(data)
     options = {"corpus": corpus.name if corpus else "CORPUS"}
-    if record["init_from"]:
-        options["init_from"] = record["init_from"]
-    options |= {name: section for name, section in record["options"].items() if name != "track"}
+    if record.init_from:
+        options["init_from"] = record.init_from
+    sections = record.options.content
+    options |= {name: section for name, section in sections.items() if name != "track"}
     configuration = yaml.safe_dump({"runs": {run.name: options}}, sort_keys=False)
-    versions = record.get("environment", {}).items()
+    versions = record.environment.items()
     environment = ", ".join(f"{name} {version}" for name, version in versions)
     lines = [card.rstrip("\n")]
     if corpus is not None:
@@ -95,7 +94,7 @@ def hub_card(model: Path, licence: str) -> str:
     lines += _results(run)
     lines += ["", "## Rerun"]
     lines.append(
-        f"Trained with {environment}, on {record['nodes']} nodes of {record['nproc_per_node']} processes."
+        f"Trained with {environment}, on {record.nodes} nodes of {record.nproc_per_node} processes."
     )
     lines.append(
         "With the data above as a corpus, this configuration trains the same model in any layout:"
@@ -105,8 +104,8 @@ def hub_card(model: Path, licence: str) -> str:
 
 
 def _data(corpus: ReportedCorpus) -> list[str]:
-    manifest = corpus.manifest or {}
-    trained = (manifest.get("obs_levels", {}).get("dataset") or {}).get("levels")
+    manifest = corpus.manifest
+    levels = manifest and manifest.obs_levels.get("dataset")
     lines = [
         "",
         "## Data",
@@ -115,29 +114,30 @@ def _data(corpus: ReportedCorpus) -> list[str]:
     ]
     rounded: list[str] = []
     for dataset in corpus.datasets:
-        name = dataset["dataset"]
-        if trained is not None and name not in trained:
-            continue
-        source = dataset["source"]
-        texts = (name, source["source"] or "not said", source["licence"] or "not said")
+        name = dataset.dataset
+        if levels and name not in levels.levels:
+            continue  # no cell of it was trained on
+        source = dataset.source
+        texts = (name, source.source or "not said", source.licence or "not said")
         shown = " | ".join(map(_cell, texts))
-        lines.append(f"| {shown} | `{source['sha256']}` | {dataset['cells']['out']:,} |")
-        if "counts_rule" in source:
+        lines.append(f"| {shown} | `{source.sha256}` | {dataset.cells.after:,} |")
+        if source.counts_rule:
             rounded.append(
-                f"{_cell(name)}: {source['n_rounded']:,} estimated counts had fractions and were "
-                f"rounded (`counts_rule: {source['counts_rule']}`)."
+                f"{_cell(name)}: {source.n_rounded:,} estimated counts had fractions and were "
+                f"rounded (`counts_rule: {source.counts_rule}`)."
             )
     if rounded:
         lines += ["", *rounded]
-    return [*lines, "", f"Fingerprint of the shards: `{manifest.get('fingerprint', 'unknown')}`."]
+    fingerprint = manifest.fingerprint if manifest else "unknown"
+    return [*lines, "", f"Fingerprint of the shards: `{fingerprint}`."]
 
 
 def _results(run: ReportedRun) -> list[str]:
     """A table of each task, its baselines among the rows, and its verdicts."""
     lines = ["", "## Results"]
     if run.evaluation is None:
-        lines.append("Not evaluated.")
-    for _, name, dataset in evaluated_datasets([run]):
+        return [*lines, "Not evaluated."]
+    for name, dataset in run.evaluation.datasets.items():
         lines += ["", f"{_cell(name)}: {dataset.n_scored:,} cells ({dataset.cells})."]
         for task, result in dataset.tasks.items():
             lines += _table(task, result.rows)

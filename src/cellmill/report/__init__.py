@@ -1,1 +1,1 @@
-"""The page over all runs and corpora: what is read, its tables, its figures, its HTML."""
+"""The page over all runs and corpora: what is read, its tables, its charts, its HTML."""

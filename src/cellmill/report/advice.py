@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from cellmill.config.run import AUTO_EPOCHS, AUTO_MIN_STEPS
 from cellmill.report.collect import ReportedRun
+from cellmill.report.forms import PlanForm
 from cellmill.runs.folder import COLLAPSED
 
 WEAK = ("masked_gene", "masked_value", "next_gene")
@@ -18,51 +19,51 @@ WIDE_LR = 0.0025
 
 
 def advise(run: ReportedRun, outcomes: Sequence[str]) -> Iterator[str]:
-    """Sentences for a run, the most urgent first, each naming an option; the page shows the first.
+    """Advice for a run, the most urgent first; each sentence names an option.
 
-    `outcomes` (ahead, level or behind) are those from comparisons with the best baselines, over all
-    datasets and tasks.
+    `outcomes` (ahead, level or behind) are those of its comparisons with the best baselines, over
+    all datasets and tasks.
     """
-    options = (run.run_record or {}).get("options", {})
-    objective = options.get("objective", {}).get("name")
+    objective = run.options.objective.name
     if objective in WEAK:
-        yield f"set objective: cell_decoding; {objective} alone was behind the baselines almost everywhere"
-    model = options.get("model", {})
-    is_wide = model.get("family") == "profile" and model["hidden"] >= WIDE
-    if is_wide and options["train"]["lr"] > WIDE_LR:
-        yield f"lower train.lr to 0.001: at a width of {WIDE}, higher rates cost accuracy on whole cells"
-    if not run.supervised_by:
+        yield (
+            f"set objective: cell_decoding; models trained only by {objective} were behind the baselines almost "
+            "everywhere"
+        )
+    model = run.options.model
+    lr = run.options.train.lr
+    is_wide = model.family == "profile" and model.hidden is not None and model.hidden >= WIDE
+    if is_wide and lr is not None and lr > WIDE_LR:
+        yield (
+            f"lower train.lr to 0.001: from a width of {WIDE}, higher rates cost accuracy on whole cells"
+        )
+    if not run.supervised_by:  # lengths of training were measured without labels
         yield from _advise_steps(run)
-        ranks = [
-            line["effective_rank"]
-            for line in run.metric_lines
-            if line.get("effective_rank") is not None
-        ]
-        # not for models trained with labels: two labels need no second direction
+        # two labels need no second direction, so models trained with labels are left out here
+        ranks = [line.effective_rank for line in run.logged if line.effective_rank is not None]
         if ranks and ranks[-1] < COLLAPSED:
             yield "lower train.lr: the embedding has collapsed to one direction"
     if any(outcomes) and "ahead" not in outcomes:
-        better = "is better" if "behind" in outcomes else "is as good"
+        compared = "better than" if "behind" in outcomes else "as good as"
         yield (
-            f"take the best baseline: it {better} on these cells and costs less; models were ahead where few counts or "
-            "genes were measured, on two panels of five datasets"
+            f"take the best baseline: it is {compared} the model on these cells and costs less; models were ahead of "
+            "baselines only where few counts or few genes were measured, on two panels of five datasets"
         )
 
 
 def _advise_steps(run: ReportedRun) -> Iterator[str]:
     """Advice on the number of steps and the exported checkpoint."""
-    plan = run.plan or {}
-    enough = max(AUTO_EPOCHS * plan.get("steps_per_epoch", 0), AUTO_MIN_STEPS)
-    steps = plan.get("steps", enough)
-    if steps < enough:
+    plan = run.plan or PlanForm()
+    enough = max(AUTO_EPOCHS * plan.steps_per_epoch, AUTO_MIN_STEPS)
+    if plan.steps is not None and plan.steps < enough:
         yield (
-            f"set train.steps: auto, {enough:,} in place of {steps:,}: at 32 cells a step it added up to 0.06 with "
-            "few genes, and up to 0.03 on whole cells"
+            f"set train.steps: auto, which is {enough:,} steps and not {plan.steps:,}; with 32 cells a step, the "
+            "longer training added up to 0.06 with few genes, and up to 0.03 on whole cells"
         )
-    exported = run.evaluation.model.get("step") if run.evaluation else None
-    last = (run.status or {}).get("step", 0)
+    exported = run.evaluated_model.step
+    last = (run.status and run.status.step) or 0
     if exported is not None and exported < last:
         yield (
-            f"set consolidate.checkpoint: last: the exported one is of step {exported:,} of {last:,}, and "
+            f"set consolidate.checkpoint: last; the exported checkpoint is of step {exported:,} of {last:,}, and "
             "embeddings improve for longer than the validation loss"
         )

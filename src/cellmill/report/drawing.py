@@ -1,13 +1,14 @@
-"""Figures on the page: Vega-Lite specifications, which a browser draws live and vl-convert draws as
+"""Charts on the page: Vega-Lite specifications, which a browser draws live and vl-convert draws as
 SVG.
 
 Field names are ours; user text appears only as values and titles, which Vega-Lite draws literally.
-Ink is `currentColor`, so that figures follow the page's colours.
+Ink is `currentColor`, so that charts follow the page's colours.
 """
 
 import base64
 import csv
 import hashlib
+import json
 import re
 import zlib
 from contextlib import suppress
@@ -27,48 +28,30 @@ from markupsafe import Markup
 from cellmill.errors import DataError
 from cellmill.files import atomic_path, user_cache, write_text
 
-PALETTE = (
-    "#4e79a7", "#e08f45", "#5f9e6e", "#c85c5c", "#8a6fae", "#9c7a5b", "#d38bb4", "#7f8791", "#b3a63f", "#55a9b5",
-    "#2f4b7c", "#f2b66d", "#a3c98f", "#e79a94", "#bba8d6", "#c9ad92", "#6b4f3a", "#b9bec5", "#dcd57f", "#9fd3da",
-)  # fmt: skip
-"""Twenty colours, distinguishable on light and dark background. They repeat after the twentieth
-class.
-"""
 MAX_STATIC_POINTS = 200  # points in all curves of a static picture; with more, it has only lines
 FORMULA = ("=", "+", "@", "\t")  # beginnings of a text that a spreadsheet computes
 WIDTH = 500  # width of a static picture, in pixels; a live one takes the width of its card
 
-CONFIG: dict[str, Any] = {
-    "background": None,
-    "view": {"stroke": None},
-    "font": "system-ui, sans-serif",
-    "range": {"category": list(PALETTE)},
-    "axis": {
-        **dict.fromkeys(("labelColor", "titleColor", "domainColor", "gridColor"), "currentColor"),
-        "gridOpacity": 0.14,
-        "domainOpacity": 0.3,
-        "ticks": False,
-        "labelPadding": 5,
-        "titleFontWeight": "normal",
-        "labelFontSize": 11,
-        "titleFontSize": 12,
-        "labelLimit": 230,
-        "labelSeparation": 8,
-    },
-    "legend": {
-        **dict.fromkeys(("labelColor", "titleColor"), "currentColor"),
-        "orient": "bottom",
-        "title": None,
-        "columns": 2,
-        "labelFontSize": 11,
-        "labelLimit": 220,
-        "symbolLimit": 60,
-    },
-}
+
+def read_asset(name: str) -> str:
+    """Text of a file next to this module."""
+    return files("cellmill.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def read_template(name: str) -> Any:
+    """A specification of vega.json, or the settings `config` that all charts share."""
+    return json.loads(read_asset("vega.json"))[name]
+
+
+CONFIG = read_template("config")
+PALETTE: list[str] = CONFIG["range"]["category"]
+"""Twenty colours, distinguishable on light and dark background. They repeat after the twentieth
+class.
+"""
 
 
 @dataclass(frozen=True)
-class Figure:
+class Chart:
     """A table and the Vega-Lite specification that draws it."""
 
     title: str  # what it shows, in words: read by screen readers, and the name of its files
@@ -83,77 +66,81 @@ class Figure:
 
     @property
     def complete(self) -> dict[str, Any]:
-        """The specification with the settings that all figures share."""
+        """The specification with the settings that all charts share."""
         return self.spec | {"config": CONFIG, "autosize": {"type": "fit-x", "contains": "padding"}}
 
 
 class Drawings:
-    """Figures of one page in their order: a static picture of each, for print and without scripts,
+    """Charts of one page in their order: a static picture of each, for print and without scripts,
     and its specification.
     """
 
     def __init__(self) -> None:
-        self.figures: list[Figure] = []
-        self.pictures: list[str] = []  # a standalone SVG of each figure
+        self.charts: list[Chart] = []
+        self.pictures: list[str] = []  # a standalone SVG of each chart
 
-    def draw(self, figure: Figure) -> Markup:
+    def draw(self, chart: Chart) -> Markup:
         """The `<figure>` element with the static picture; the same numbers give the same bytes."""
-        number = len(self.figures)
-        spec = figure.complete | {"data": {"values": figure.rows}, "width": WIDTH}
-        # the figure has a label; labels of single marks would be half of the bytes
+        number = len(self.charts)
+        spec = chart.complete | {"data": {"values": chart.rows}, "width": WIDTH}
+        # the element has a label; labels of single marks would be half of the bytes
         spec["config"] = CONFIG | {"aria": False}
-        if len(figure.rows) > MAX_STATIC_POINTS and "point" in spec.get("mark", {}):
+        if len(chart.rows) > MAX_STATIC_POINTS and "point" in spec.get("mark", {}):
             spec["mark"] = spec["mark"] | {"point": False}
         svg = _render_svg(spec, number)
-        self.figures.append(figure)
+        self.charts.append(chart)
         self.pictures.append(svg)
         return Markup(
-            f'<figure class="chart" data-chart="{number}" aria-label="{escape(figure.title)}">'
-            f'<div class="static">{_static_element(figure, svg, spec)}</div></figure>'
+            f'<figure class="chart" data-chart="{number}" aria-label="{escape(chart.title)}">'
+            f'<div class="static">{_static_element(chart, svg, spec)}</div></figure>'
         )
 
     def save(self, folder: Path) -> None:
-        """Each figure as SVG, its data as CSV; files of an earlier page are removed."""
+        """Write each chart as SVG and its rows as CSV; remove files of an earlier page."""
         for old in [*folder.glob("*.svg"), *folder.glob("*.csv")]:
             old.unlink()
-        for number, (figure, svg) in enumerate(zip(self.figures, self.pictures), start=1):
-            words = re.sub(r"[^A-Za-z0-9.-]+", "_", figure.title).strip("_.")[:100]
+        for number, (chart, svg) in enumerate(zip(self.charts, self.pictures), start=1):
+            words = re.sub(r"[^A-Za-z0-9.-]+", "_", chart.title).strip("_.")[:100]
             name = f"{number:03}_{words}"
             write_text(folder / f"{name}.svg", svg.replace("currentColor", "#222222"))
             with (
                 atomic_path(folder / f"{name}.csv") as path,
                 open(path, "w", encoding="utf-8", newline="") as file,
             ):
-                writer = csv.DictWriter(file, figure.keys, lineterminator="\n")
+                writer = csv.DictWriter(file, chart.keys, lineterminator="\n")
                 writer.writeheader()
-                for row in figure.rows:
-                    for key, value in row.items():
-                        if str(value).startswith(FORMULA):
-                            row = row | {key: f"'{value}"}
-                    writer.writerow(row)
+                writer.writerows(_without_formulas(row) for row in chart.rows)
 
     @property
     def data(self) -> Markup:
-        """The figures as JSON for the page's script, safe inside a script element."""
+        """The charts as JSON for the page's script, safe inside a script element."""
         charts = []
-        for figure in self.figures:
-            chart = {
-                "title": figure.title,
-                "canvas": figure.canvas,
-                "keys": figure.keys,
-                "spec": figure.complete,
-                "rows": [list(map(row.get, figure.keys)) for row in figure.rows],
+        for chart in self.charts:
+            entry = {
+                "title": chart.title,
+                "canvas": chart.canvas,
+                "keys": chart.keys,
+                "spec": chart.complete,
+                "rows": [list(map(row.get, chart.keys)) for row in chart.rows],
             }
-            charts.append(chart)
+            charts.append(entry)
         return htmlsafe_json_dumps(
             charts, ensure_ascii=False, allow_nan=False, separators=(",", ":")
         )
 
 
+def _without_formulas(row: dict[str, Any]) -> dict[str, Any]:
+    """The row for a spreadsheet: an apostrophe before a text that it would compute."""
+    safe = {}
+    for key, value in row.items():
+        safe[key] = f"'{value}" if str(value).startswith(FORMULA) else value
+    return safe
+
+
 def _render_svg(spec: dict[str, Any], number: int) -> str:
-    """The static picture of figure `number` as a standalone SVG."""
+    """The static picture of chart `number` as a standalone SVG."""
     svg = vl_convert.vegalite_to_svg(spec)
-    # number the ids within this figure: vl-convert counts them over the whole process
+    # number the ids within this chart: vl-convert counts them over the whole process
     old_ids = dict.fromkeys(re.findall(r'id="((?:clip|gradient)[\w-]*)"', svg))
     new_ids = {old: f"f{number}-{order}" for order, old in enumerate(old_ids)}
     return re.sub(
@@ -163,10 +150,10 @@ def _render_svg(spec: dict[str, Any], number: int) -> str:
     )
 
 
-def _static_element(figure: Figure, svg: str, spec: dict[str, Any]) -> str:
+def _static_element(chart: Chart, svg: str, spec: dict[str, Any]) -> str:
     """The static picture inside the page."""
-    title = escape(figure.title)
-    if figure.canvas:  # thousands of circles as text are larger than as a bitmap
+    title = escape(chart.title)
+    if chart.canvas:  # thousands of circles as text are larger than as a bitmap
         bitmap = compress_png(vl_convert.vegalite_to_png(spec, scale=1.5))
         png = base64.b64encode(bitmap).decode()
         return f'<img src="data:image/png;base64,{png}" alt="{title}">'
@@ -209,14 +196,10 @@ def load_scripts() -> tuple[Markup, Markup]:
     return Markup(bundle), Markup(read_asset("page.js"))
 
 
+@cache
 def hash_scripts() -> str:
     """`script-src` of the page: the hashes of its own scripts and nothing else."""
     digests = (
         base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in load_scripts()
     )
     return " ".join(f"'sha256-{digest}'" for digest in digests)
-
-
-def read_asset(name: str) -> str:
-    """Text of a file next to this module."""
-    return files("cellmill.report").joinpath(name).read_text(encoding="utf-8")

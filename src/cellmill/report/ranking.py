@@ -35,8 +35,8 @@ Scores = dict[tuple[str, str], TaskScore]
 """Scores of a run by task and metric."""
 
 
-class Lead(NamedTuple):
-    """A run that is better in one task than the best run, beyond the interval."""
+class BetterInTask(NamedTuple):
+    """A run that is better than the best run in one task, by more than the interval."""
 
     run: str
     task: str
@@ -45,58 +45,75 @@ class Lead(NamedTuple):
 
 @dataclass(frozen=True)
 class Ranking:
-    """Runs of one dataset."""
+    """Runs of one dataset, by name."""
 
     # tasks that all runs have, with the same metric
     tasks: list[str] = field(default_factory=list)
     # the run with the highest mean, then runs tied with it; empty if runs share no task
     best: list[str] = field(default_factory=list)
-    ahead: list[Lead] = field(default_factory=list)
+    better: list[BetterInTask] = field(default_factory=list)
 
 
 def score_tasks(tasks: Mapping[str, TaskResult]) -> Scores:
-    """Scores of one run on one dataset."""
+    """Scores of one run on one dataset, whose results are `tasks` by name."""
     scores: Scores = {}
     for task, result in tasks.items():
         best = result.best_row("model")
         if best is None or result.metric is None:
             continue
-        baseline = result.best_row("baseline")
-        errors = [0.0]
-        for line in result.differences:
-            is_best_row = (line.column, line.compared) == (result.metric, best.method.name)
-            if is_best_row and (baseline is None or line.against == baseline.method.name):
-                errors.append(line.cells_se)
         score = best.scores.get(result.metric)
         repetitions = [] if score is None else score.repetitions
-        scores[task, result.metric] = TaskScore(result.rank_value(best), repetitions, max(errors))
+        cells_se = _find_cells_se(result, best.method.name)
+        scores[task, result.metric] = TaskScore(result.rank_value(best), repetitions, cells_se)
     return scores
 
 
-def rank(runs: Mapping[str, Scores]) -> Ranking:
-    """The runs of a dataset, by name, compared over the tasks that all have."""
-    shared = list(next(iter(runs.values()), {}))
-    for scores in runs.values():
+def _find_cells_se(result: TaskResult, method: str) -> float:
+    """Standard error over cells of a method's difference from the best baseline; without a
+    baseline, the largest of its differences; 0 if unknown.
+    """
+    baseline = result.best_row("baseline")
+    errors = [0.0]
+    for difference in result.differences:
+        is_on_method = (difference.column, difference.compared) == (result.metric, method)
+        if is_on_method and (baseline is None or difference.against == baseline.method.name):
+            errors.append(difference.cells_se)
+    return max(errors)
+
+
+def rank(scores_by_run: Mapping[str, Scores]) -> Ranking:
+    """Compare the runs of one dataset, by name, over the tasks that all have."""
+    shared = list(next(iter(scores_by_run.values()), {}))
+    for scores in scores_by_run.values():
         shared = [key for key in shared if key in scores]
     if not shared:
         return Ranking()
     means = {}
-    for name, scores in runs.items():
-        means[name] = statistics.fmean([scores[key].value for key in shared])
+    for run, scores in scores_by_run.items():
+        means[run] = statistics.fmean([scores[key].value for key in shared])
     best = max(means, key=means.__getitem__)
     tied = [best]
-    leads = []
-    for name, scores in runs.items():
-        differences = {}
-        for task, metric in shared:
-            score = scores[task, metric]
-            differences[task] = significant_difference(score, runs[best][task, metric])
-        if name != best and all(difference is None for difference in differences.values()):
-            tied.append(name)
+    better = []
+    for run, scores in scores_by_run.items():
+        differences = _list_differences(scores, scores_by_run[best], shared)
+        if run != best and not differences:
+            tied.append(run)
         for task, difference in differences.items():
-            if difference is not None and difference > 0:
-                leads.append(Lead(name, task, difference))
-    return Ranking([task for task, _ in shared], tied, leads)
+            if difference > 0:
+                better.append(BetterInTask(run, task, difference))
+    return Ranking([task for task, _ in shared], tied, better)
+
+
+def _list_differences(
+    scores: Scores, best_scores: Scores, shared: Sequence[tuple[str, str]]
+) -> dict[str, float]:
+    """Significant differences of a run from the best one, by task."""
+    differences = {}
+    for task, metric in shared:
+        difference = significant_difference(scores[task, metric], best_scores[task, metric])
+        if difference is not None:
+            differences[task] = difference
+    return differences
 
 
 def significant_difference(score: TaskScore, other: TaskScore) -> float | None:

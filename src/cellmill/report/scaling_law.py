@@ -24,18 +24,18 @@ EXPONENTS = (0.1, 0.3, 0.7, 1.2)
 
 @dataclass(frozen=True)
 class Law:
-    """A power law, with the 95 % interval of its exponent."""
+    """A power law."""
 
     floor: float
     factor: float
     exponent: float
-    low: float
-    high: float
+    exponent_low: float  # 95 % interval
+    exponent_high: float
 
 
 @dataclass(frozen=True)
 class NoLaw:
-    """Why data support no law."""
+    """Losses that support no law."""
 
     reason: str
 
@@ -49,18 +49,21 @@ def fit_law(x: Sequence[float], y: Sequence[float]) -> Law | NoLaw:
         return NoLaw(f"{n_sizes} sizes; a law with a floor needs {MIN_SIZES}")
     if not (np.isfinite(losses).all() and losses.min() > 0 and sizes.min() > 0):
         return NoLaw("losses or sizes that are not positive")
-    # sizes relative to their geometric mean: at size 1 the factor would move with the exponent
+    # Divide sizes by their geometric mean. The factor is then the power's height in the middle of
+    # the data; at size 1, far from them, it would change with each step of the exponent.
     scale = float(np.exp(np.log(sizes).mean()))
+    relative_sizes = sizes / scale
     log_span = np.log(np.ptp(losses) + 1e-9)
     starts = []
     for floor_frac, exponent in product(FLOORS, EXPONENTS):
         log_floor = np.log(losses.min() * floor_frac)
         starts.append(np.array([log_span, log_floor, exponent]))
-    best = _fit(sizes / scale, losses, starts)
-    low, high = _bootstrap_interval(sizes / scale, losses, best)
+    best = _fit(relative_sizes, losses, starts)
+    low, high = _bootstrap_interval(relative_sizes, losses, best)
     if low <= 0.01 or high >= 0.99 * MAX_EXPONENT:
         return NoLaw(f"the exponent is not determined: 95 % interval {low:.2f} to {high:.2f}")
     log_factor, log_floor, exponent = best.tolist()
+    # back to sizes as they are
     factor = float(np.exp(log_factor) * scale**exponent)
     return Law(float(np.exp(log_floor)), factor, exponent, low, high)
 
@@ -68,7 +71,9 @@ def fit_law(x: Sequence[float], y: Sequence[float]) -> Law | NoLaw:
 def _bootstrap_interval(
     sizes: np.ndarray, losses: np.ndarray, best: np.ndarray
 ) -> tuple[float, float]:
-    """The 95 % interval of the exponent over draws of runs; fits start from `best`."""
+    """The 95 % interval of the exponent over draws of runs with replacement; fits start from
+    `best`.
+    """
     generator = np.random.Generator(np.random.Philox(key=0))
     exponents: list[float] = []
     while len(exponents) < DRAWS:
@@ -81,7 +86,9 @@ def _bootstrap_interval(
 
 
 def _fit(sizes: np.ndarray, losses: np.ndarray, starts: Sequence[np.ndarray]) -> np.ndarray:
-    """log factor, log floor and exponent of the best fit."""
+    """(3,) float64: log factor, log floor and exponent of the best fit. `sizes` and `losses` are
+    (runs,) float64, and each of `starts` is like the result.
+    """
     log_x = np.log(sizes)
     log_y = np.log(losses)
 
@@ -104,7 +111,8 @@ def _fit(sizes: np.ndarray, losses: np.ndarray, starts: Sequence[np.ndarray]) ->
         return float(loss), np.array(gradient)
 
     bounds = [(-50, 50), (-50, float(log_y.min())), (0.0, MAX_EXPONENT)]
-    minimize = import_module("scipy.optimize").minimize  # a fifth of a second, for few reports
+    # imported here: it takes a fifth of a second, and few reports have a sweep
+    minimize = import_module("scipy.optimize").minimize
     fits = [
         minimize(objective, start, method="L-BFGS-B", jac=True, bounds=bounds) for start in starts
     ]

@@ -5,10 +5,10 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cellmill.report.collect import EvaluatedDataset, ReportedRun, evaluated_datasets
+from cellmill.report.collect import ReportedRun, RunOnDataset, list_results
 from cellmill.report.ranking import Ranking, Scores, rank, score_tasks
 from cellmill.report.tables import to_words
-from cellmill.runs.results import Row, TaskResult, Verdict
+from cellmill.runs.results import Outcome, Row, TaskResult, Verdict
 
 
 class TaskVerdict(NamedTuple):
@@ -21,57 +21,40 @@ class TaskVerdict(NamedTuple):
 
 @dataclass(frozen=True)
 class Standing:
-    """A run on one dataset: its best row of the first task that all runs have, and verdicts against
-    baselines.
+    """A run on one dataset: its best row of one task, and verdicts of all tasks.
+
+    The task is probe, or else the first task that all runs of the dataset have. If they share none,
+    it is the run's own first task.
     """
 
-    run: str
+    run: ReportedRun
     dataset: str
     task: str
     result: TaskResult
     row: Row
     baseline: Row | None  # the best baseline of the task
-    difference: Verdict | None  # verdict of the row against the baseline; None if there is none
-    verdicts: Sequence[TaskVerdict]  # verdicts of all tasks
+    verdict: Verdict | None  # verdict of the row against the baseline; None if there is none
+    verdicts: Sequence[TaskVerdict]  # verdicts of all tasks against their best baselines
     ranking: Ranking  # runs of the dataset
     n_runs: int  # runs of the dataset
 
     @property
     def is_best(self) -> bool:
         """True if the run is the best on the dataset, or tied with it."""
-        return self.run in self.ranking.best
-
-    @property
-    def comparison_phrase(self) -> str:
-        """The tasks that the dataset's runs are compared over, in words; empty for a single run."""
-        if self.n_runs == 1 or not self.ranking.tasks:
-            return ""
-        tasks = ", ".join(map(to_words, self.ranking.tasks))
-        noun = "task" if len(self.ranking.tasks) == 1 else "tasks"
-        return f"over the {noun} that all have ({tasks})"
-
-    @property
-    def leads_sentence(self) -> str:
-        """Tasks in which another run is better than the best run, in words; empty without any."""
-        parts = []
-        for lead in self.ranking.ahead:
-            parts.append(f"{lead.run} in {to_words(lead.task)} (+{lead.difference:.3f})")
-        if not parts:
-            return ""
-        return f"Better than it, beyond the interval between runs: {', '.join(parts)}."
+        return self.run.name in self.ranking.best
 
     @property
     def outcomes(self) -> dict[str, int]:
-        """Number of verdicts by outcome."""
-        tally = Counter(line.verdict.outcome for line in self.verdicts)
-        return {"ahead": tally["ahead"], "level": tally["level"], "behind": tally["behind"]}
+        """Number of verdicts by outcome. Undecided verdicts count in none."""
+        tally = Counter(entry.verdict.outcome for entry in self.verdicts)
+        return {outcome: tally[outcome] for outcome in ("ahead", "level", "behind")}
 
-    def tasks_with(self, outcome: str) -> str:
-        """The tasks with verdicts of this outcome, in words, each with its largest difference."""
+    def describe_tasks(self, outcome: str) -> str:
+        """The tasks with verdicts of this outcome, each with its largest difference, in words."""
         by_task: dict[str, list[Verdict]] = {}
-        for line in self.verdicts:
-            if line.verdict.outcome == outcome:
-                by_task.setdefault(line.task, []).append(line.verdict)
+        for task, verdict, _ in self.verdicts:
+            if verdict.outcome == outcome:
+                by_task.setdefault(task, []).append(verdict)
         parts = []
         for task, verdicts in by_task.items():
             largest = max(verdicts, key=lambda verdict: abs(verdict.difference))
@@ -82,56 +65,65 @@ class Standing:
 
 def list_standings(runs: Sequence[ReportedRun]) -> list[Standing]:
     """Standing of each run on each dataset where one of its tasks has a metric."""
-    scores: dict[str, dict[str, Scores]] = {}  # keys are the dataset and the run
-    for evaluated in evaluated_datasets(runs):
-        task_scores = score_tasks(evaluated.result.tasks)
-        if task_scores:
-            scores.setdefault(evaluated.name, {})[evaluated.run.name] = task_scores
-    rankings = {name: rank(by_run) for name, by_run in scores.items()}
+    scores_by_dataset: dict[str, dict[str, Scores]] = {}  # then by run
+    for run, dataset, result in list_results(runs):
+        scores = score_tasks(result.tasks)
+        if scores:
+            scores_by_dataset.setdefault(dataset, {})[run.name] = scores
+    rankings = {dataset: rank(by_run) for dataset, by_run in scores_by_dataset.items()}
     standings = []
-    for evaluated in evaluated_datasets(runs):
-        by_run = scores.get(evaluated.name, {})
+    for evaluated in list_results(runs):
+        by_run = scores_by_dataset.get(evaluated.dataset, {})
         if evaluated.run.name in by_run:
-            standings.append(_find_standing(evaluated, rankings[evaluated.name], len(by_run)))
+            standings.append(_find_standing(evaluated, rankings[evaluated.dataset], len(by_run)))
     return standings
 
 
-def _find_standing(evaluated: EvaluatedDataset, ranking: Ranking, n_runs: int) -> Standing:
+def _find_standing(evaluated: RunOnDataset, ranking: Ranking, n_runs: int) -> Standing:
     tasks = evaluated.result.tasks
-    rows = {task: result.best_row("model") for task, result in tasks.items()}
-    comparable = ranking.tasks or [task for task, row in rows.items() if row is not None]
-    task = "probe" if "probe" in comparable else comparable[0]
+    task = _choose_task(tasks, ranking)
     result = tasks[task]
-    row = rows[task]
+    row = result.best_row("model")
     assert row is not None
     verdicts = _list_verdicts(tasks)
-    difference = _find_verdict(verdicts, task, row, result.metric)
-    baseline = result.best_row("baseline")
-    if difference is not None:
-        rows_by_name = {ranked.method.name: ranked for ranked in result.ranked_rows}
-        baseline = rows_by_name[difference.against]
+    verdict = _find_verdict(verdicts, task, row, result.metric)
     return Standing(
-        run=evaluated.run.name,
-        dataset=evaluated.name,
+        run=evaluated.run,
+        dataset=evaluated.dataset,
         task=task,
         result=result,
         row=row,
-        baseline=baseline,
-        difference=difference,
+        baseline=_find_baseline(result, verdict),
+        verdict=verdict,
         verdicts=verdicts,
         ranking=ranking,
         n_runs=n_runs,
     )
 
 
+def _choose_task(tasks: Mapping[str, TaskResult], ranking: Ranking) -> str:
+    """The task that a run is judged by."""
+    scored = [task for task, result in tasks.items() if result.best_row("model") is not None]
+    comparable = ranking.tasks or scored
+    return "probe" if "probe" in comparable else comparable[0]
+
+
+def _find_baseline(result: TaskResult, verdict: Verdict | None) -> Row | None:
+    """The baseline that `verdict` is against; without a verdict, the best one."""
+    if verdict is None:
+        return result.best_row("baseline")
+    rows_by_name = {row.method.name: row for row in result.ranked_rows}
+    return rows_by_name[verdict.against]
+
+
 def _find_verdict(
     verdicts: Sequence[TaskVerdict], task: str, row: Row, metric: str | None
 ) -> Verdict | None:
     """The first verdict on a row of a task in `metric`."""
-    for line in verdicts:
-        is_of_row = (line.task, line.verdict.compared) == (task, row.method.name)
-        if is_of_row and metric in {line.verdict.metric, *line.columns}:
-            return line.verdict
+    for entry in verdicts:
+        is_on_row = (entry.task, entry.verdict.compared) == (task, row.method.name)
+        if is_on_row and metric in {entry.verdict.metric, *entry.columns}:
+            return entry.verdict
     return None
 
 
@@ -139,37 +131,20 @@ def _list_verdicts(tasks: Mapping[str, TaskResult]) -> list[TaskVerdict]:
     """Verdicts against the best baselines. Tasks that see the same cells may share a verdict: it is
     listed once, for the first of them.
     """
-    lines: dict[Hashable, TaskVerdict] = {}
+    by_comparison: dict[Hashable, TaskVerdict] = {}
     for task, result in tasks.items():
         for verdict, columns in result.best_verdicts().items():
             comparison = (verdict.compared, verdict.against, verdict.metric, verdict.difference)
-            lines.setdefault(comparison, TaskVerdict(task, verdict, columns))
-    return list(lines.values())
+            by_comparison.setdefault(comparison, TaskVerdict(task, verdict, columns))
+    return list(by_comparison.values())
 
 
-def list_unscored(runs: Sequence[ReportedRun]) -> list[str]:
-    """Sentences about evaluations in which every task was skipped."""
+def list_comparisons(runs: Sequence[ReportedRun], *outcomes: Outcome) -> list[tuple[str, str]]:
+    """(run, sentence) of comparisons with these outcomes; a sentence begins with its dataset."""
     sentences = []
-    for evaluated in evaluated_datasets(runs):
-        tasks = evaluated.result.tasks
-        reasons = {to_words(task): result.skipped for task, result in tasks.items()}
-        if None in reasons.values():
-            continue
-        skipped = "; ".join(f"{task}: {reason}" for task, reason in reasons.items())
-        sentences.append(
-            f"{evaluated.run.name} on {evaluated.name}: nothing was scored, all {len(reasons)} "
-            f"tasks were skipped ({skipped or 'none is configured'})"
-        )
-    return sentences
-
-
-def list_comparisons(run: ReportedRun, outcomes: Sequence[str]) -> list[str]:
-    """Sentences of the run's comparisons with these outcomes, each after its dataset's name."""
-    sentences = []
-    for outcome in outcomes:
-        for evaluated in evaluated_datasets([run]):
-            for task in evaluated.result.tasks.values():
-                for verdict in task.verdicts:
-                    if verdict.outcome == outcome:
-                        sentences.append(f"{evaluated.name}: {verdict.sentence}")
+    for run, dataset, result in list_results(runs):
+        for task in result.tasks.values():
+            for verdict in task.verdicts:
+                if verdict.outcome in outcomes:
+                    sentences.append((run.name, f"{dataset}: {verdict.sentence}"))
     return list(dict.fromkeys(sentences))  # tasks that see the same cells may share a sentence

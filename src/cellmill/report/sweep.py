@@ -1,17 +1,22 @@
 """Results of the runs of a sweep side by side: tidy rows, and curves over an axis of sizes."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field, TypeAdapter, ValidationError
 
-from cellmill.report.collect import Object, ReportedRun
+from cellmill.files import read_json
+from cellmill.report.collect import ReportedRun
+from cellmill.report.forms import Object, PlanForm, damaged
 from cellmill.report.scaling_law import Law, NoLaw, fit_law
 from cellmill.report.tables import select_numbers
 
 SEED = "train.seed"
-NO_ROW = "model"  # name of measures that are no row of a table, but a single number
+SINGLE_NUMBER = "model"
+"""Name of measures that are a single number of the model, not a row of a table."""
 
 
 @dataclass(frozen=True)
@@ -20,40 +25,43 @@ class Measure:
 
     dataset: str
     task: str
-    name: str
+    row: str  # name of the row's method, or SINGLE_NUMBER
     metric: str
 
     @property
-    def column(self) -> "Measure":
-        """The measure without its row: equal for rows that can be compared."""
-        return Measure(self.dataset, self.task, "", self.metric)
+    def without_row(self) -> "Measure":
+        """Equal for the rows of one column, which can be compared."""
+        return replace(self, row="")
 
 
-LOSS = Measure("", "validation", NO_ROW, "val_loss")  # the best validation loss
+LOSS = Measure("", "validation", SINGLE_NUMBER, "val_loss")  # the best validation loss
 
 
 @dataclass(frozen=True)
 class SweepRow:
     """A value that a run was judged by."""
 
-    run: Object  # columns that are equal in all rows of the run: its name, axes and sizes
+    run_columns: Object  # columns that are equal in all rows of the run: its name, axes and sizes
     measure: Measure
     kind: str  # model, baseline or external
-    value: float | None
+    value: float
     sd: float | None = None
 
-    def columns(self) -> Object:
-        """The row of results.csv."""
+    def to_csv_row(self) -> Object:
+        """The row of results.csv: values by column."""
         measure = self.measure
-        return self.run | {
+        return self.run_columns | {
             "dataset": measure.dataset,
             "task": measure.task,
-            "name": measure.name,
+            "name": measure.row,
             "kind": self.kind,
             "metric": measure.metric,
             "value": self.value,
             "sd": self.sd,
         }
+
+
+RowsByMeasure = dict[Measure, list[SweepRow]]
 
 
 @dataclass(frozen=True)
@@ -67,20 +75,12 @@ class Point:
 
 
 @dataclass(frozen=True)
-class CurveLine:
+class CurveOfRuns:
     """Runs with the same values on all axes other than the curve's."""
 
     name: str  # these values
-    points: list[Point]  # sorted by size
-    law: Law | NoLaw | None  # None unless the curve is of the validation loss
-
-    def to_json(self) -> Object:
-        line: Object = {"name": self.name, "points": [asdict(point) for point in self.points]}
-        if isinstance(self.law, Law):
-            line["law"] = asdict(self.law)
-        elif isinstance(self.law, NoLaw):
-            line["no_law"] = self.law.reason
-        return line
+    points: Annotated[list[Point], Field(min_length=1)]  # sorted by size
+    law: Law | NoLaw | None  # None unless the measure is the validation loss
 
 
 @dataclass(frozen=True)
@@ -92,97 +92,110 @@ class BestBaseline:
 
 
 @dataclass(frozen=True)
-class Curve:
+class Scaling:
     """A measure over the sizes of an axis."""
 
     axis: str
-    quantity: str  # column with the sizes
+    quantity: str  # column of the rows with the sizes
     measure: Measure
-    lines: list[CurveLine]
+    curves: list[CurveOfRuns]
     baseline: BestBaseline | None
 
-    def to_json(self) -> Object:
-        """The curve in curves.json."""
-        return {
-            "axis": self.axis,
-            "quantity": self.quantity,
-            **asdict(self.measure),
-            "lines": [line.to_json() for line in self.lines],
-            "baseline": self.baseline and asdict(self.baseline),
-        }
+
+@dataclass(frozen=True)
+class SweepCurves:
+    """Content of curves.json."""
+
+    name: str
+    axes: list[str]
+    n_runs: int
+    scalings: list[Scaling]
+
+
+def read_sweep(path: Path) -> SweepCurves:
+    """curves.json of a sweep. Raises DataError if it is damaged."""
+    try:
+        return TypeAdapter(SweepCurves).validate_python(read_json(path))
+    except ValidationError as error:
+        raise damaged(path, error) from None
 
 
 def list_rows(run: ReportedRun, axes: Mapping[str, Any]) -> list[SweepRow]:
     """One row for each value that the run was judged by; `axes` are its values on the sweep's axes."""
-    plan = run.plan or {}
-    totals = (run.cost or {}).get("totals", {})
-    shared = {"run": run.name, **axes}
-    shared |= {key: plan.get(key) for key in ("parameters", "cells", "steps", "cells_seen")}
-    shared |= {key: totals.get(key) for key in ("gpu_hours", "cpu_core_hours")}
-    return list(_list_scores(run, shared))
+    plan = run.plan or PlanForm()
+    columns = {
+        "run": run.name,
+        **axes,
+        "parameters": plan.parameters,
+        "cells": plan.cells,
+        "steps": plan.steps,
+        "cells_seen": plan.cells_seen,
+        "gpu_hours": run.totals.get("gpu_hours"),
+        "cpu_core_hours": run.totals.get("cpu_core_hours"),
+    }
+    return list(_list_scores(run, columns))
 
 
-def _list_scores(run: ReportedRun, shared: Object) -> Iterator[SweepRow]:
+def _list_scores(run: ReportedRun, columns: Object) -> Iterator[SweepRow]:
     """The validation loss, then the ranked rows or the single numbers of each task."""
-    loss = (run.status or {}).get("best_val_loss")
-    if loss is not None:
-        yield SweepRow(shared, LOSS, "model", loss)
+    if run.status is not None and run.status.best_val_loss is not None:
+        yield SweepRow(columns, LOSS, "model", run.status.best_val_loss)
     if run.evaluation is None:
         return
     for dataset, task, result in run.evaluation.results():
         if result.metric is None:
-            for key, number in select_numbers(result).items():
-                yield SweepRow(shared, Measure(dataset, task, NO_ROW, key), "model", number)
+            for metric, number in select_numbers(result).items():
+                measure = Measure(dataset, task, SINGLE_NUMBER, metric)
+                yield SweepRow(columns, measure, "model", number)
             continue
         for row in result.ranked_rows:
             measure = Measure(dataset, task, row.method.name, result.metric)
             sd = row.sd(result.metric)
-            yield SweepRow(shared, measure, row.method.kind, result.rank_value(row), sd)
+            yield SweepRow(columns, measure, row.method.kind, result.rank_value(row), sd)
 
 
-def make_curves(rows: Sequence[SweepRow], axes: Sequence[str]) -> list[Curve]:
-    """A curve for each axis of sizes and each task, of the measure in which models are best.
+def make_scalings(rows: Sequence[SweepRow], axes: Sequence[str]) -> list[Scaling]:
+    """A scaling for each axis of sizes and each task, of the row in which models are best.
 
-    A curve has a line for each combination of values of the other axes, and the best baseline. A
-    line has the mean and sd over seeds by size, and for the validation loss the law or why there is
-    none.
+    It has a curve for each combination of values of the other axes except seeds, and the best
+    baseline.
     """
-    valued = [row for row in rows if row.value is not None]
-    by_measure = _group(valued, lambda row: row.measure)
-    measures = _best_measures(valued)
-    baselines = _best_baselines(valued)
-    curves = []
+    by_measure = _group(rows, lambda row: row.measure)
+    measures = _find_best_measures(by_measure)
+    baselines = _find_best_baselines(by_measure)
+    scalings = []
     for axis in axes:
         quantity = _find_quantity(rows, axis)
         if quantity is None:
             continue
         other_axes = [name for name in axes if name not in (axis, SEED)]
         for measure in measures:
-            lines = _make_lines(by_measure[measure], other_axes, quantity, measure == LOSS)
-            baseline = baselines.get(measure.column)
-            curves.append(Curve(axis, quantity, measure, lines, baseline))
-    return curves
+            is_loss = measure == LOSS
+            curves = _make_curves(by_measure[measure], other_axes, quantity, is_loss)
+            baseline = baselines.get(measure.without_row)
+            scalings.append(Scaling(axis, quantity, measure, curves, baseline))
+    return scalings
 
 
-def _make_lines(
+def _make_curves(
     rows: Sequence[SweepRow], axes: Sequence[str], quantity: str, is_loss: bool
-) -> list[CurveLine]:
-    """A line for each combination of values on `axes`."""
-    lines = []
-    groups = _group(rows, lambda row: tuple(row.run[axis] for axis in axes))
+) -> list[CurveOfRuns]:
+    """A curve over `quantity` for each combination of values on `axes`."""
+    curves = []
+    groups = _group(rows, lambda row: tuple(row.run_columns[axis] for axis in axes))
     for values, group in groups.items():
         law = None
         if is_loss:
-            law = fit_law([row.run[quantity] for row in group], _list_values(group))
+            law = fit_law([row.run_columns[quantity] for row in group], _list_values(group))
         name = ", ".join(map(str, values))
-        lines.append(CurveLine(name, _average_seeds(group, quantity), law))
-    return lines
+        curves.append(CurveOfRuns(name, _average_seeds(group, quantity), law))
+    return curves
 
 
 def _average_seeds(rows: Sequence[SweepRow], quantity: str) -> list[Point]:
     """Mean and standard deviation over seeds, by size."""
     points = []
-    for size, group in sorted(_group(rows, lambda row: row.run[quantity]).items()):
+    for size, group in sorted(_group(rows, lambda row: row.run_columns[quantity]).items()):
         values = np.array(_list_values(group), np.float64)
         sd = float(values.std(ddof=1)) if len(values) > 1 else None
         points.append(Point(size, float(values.mean()), sd, len(values)))
@@ -190,7 +203,7 @@ def _average_seeds(rows: Sequence[SweepRow], quantity: str) -> list[Point]:
 
 
 def _list_values(rows: Sequence[SweepRow]) -> list[float]:
-    return [row.value for row in rows if row.value is not None]
+    return [row.value for row in rows]
 
 
 def _group(rows: Iterable[SweepRow], key: Callable[[SweepRow], Any]) -> dict[Any, list[SweepRow]]:
@@ -201,60 +214,61 @@ def _group(rows: Iterable[SweepRow], key: Callable[[SweepRow], Any]) -> dict[Any
     return groups
 
 
-def _best_baselines(valued: Sequence[SweepRow]) -> dict[Measure, BestBaseline]:
-    """The highest baseline of each column."""
+def _average_runs(by_measure: RowsByMeasure, kind: str) -> dict[Measure, float]:
+    """Mean over the runs of each measure of one kind."""
+    means = {}
+    for measure, rows in by_measure.items():
+        if rows[0].kind == kind:
+            means[measure] = float(np.mean(_list_values(rows)))
+    return means
+
+
+def _find_best_baselines(by_measure: RowsByMeasure) -> dict[Measure, BestBaseline]:
+    """The highest baseline of each column; keys are measures without a row."""
+    means = _average_runs(by_measure, "baseline")
     best: dict[Measure, BestBaseline] = {}
-    baselines = [row for row in valued if row.kind == "baseline"]
-    for measure, group in _group(baselines, lambda row: row.measure).items():
-        mean = float(np.mean(_list_values(group)))
-        highest = best.get(measure.column)
-        if highest is None or mean > highest.value:
-            best[measure.column] = BestBaseline(measure.name, mean)
+    for measure in sorted(means, key=means.__getitem__, reverse=True):
+        best.setdefault(measure.without_row, BestBaseline(measure.row, means[measure]))
     return best
 
 
-def _best_measures(valued: Sequence[SweepRow]) -> list[Measure]:
+def _find_best_measures(by_measure: RowsByMeasure) -> list[Measure]:
     """The model's row (features and classifier) with the highest mean in each task.
 
-    The loss comes first, then task probe, other tasks, and numbers of tasks without rows. Numbers
-    that are equal in all runs are left out.
+    The loss comes first, then task probe, other tasks, and single numbers. Single numbers that are
+    equal in all runs are left out.
     """
-    models = [row for row in valued if row.kind == "model"]
-    values = {}
-    for measure, group in _group(models, lambda row: row.measure).items():
-        values[measure] = _list_values(group)
-    highest_first = sorted(values, key=lambda measure: -float(np.mean(values[measure])))
+    means = _average_runs(by_measure, "model")
     best: dict[Measure, Measure] = {}
-    for measure in highest_first:
-        is_shared = len({*values[measure]}) == 1
-        if measure.name != NO_ROW or measure == LOSS or not is_shared:
-            best.setdefault(measure.column, measure)
+    for measure in sorted(means, key=means.__getitem__, reverse=True):
+        is_equal = len({*_list_values(by_measure[measure])}) == 1
+        if measure == LOSS or measure.row != SINGLE_NUMBER or not is_equal:
+            best.setdefault(measure.without_row, measure)
 
     def order(measure: Measure) -> tuple[bool, bool, bool]:
-        return measure != LOSS, measure.task != "probe", measure.name == NO_ROW
+        return measure != LOSS, measure.task != "probe", measure.row == SINGLE_NUMBER
 
     return sorted(best.values(), key=order)
 
 
 def _find_quantity(rows: Sequence[SweepRow], axis: str) -> str | None:
-    """Column that has the size of runs along an axis; None if the axis has no sizes.
+    """Column of `rows` to draw on the x axis.
 
-    It is `cells` for fractions of the corpus, and `parameters` if they differ between the values of
-    the axis. Otherwise it is the axis itself if its values are numbers.
+    `cells` for fractions of the corpus; `parameters` if each value of the axis has its own number
+    of them; else the axis, if its values are numbers; None for seeds, an axis of one value, and
+    words.
     """
-    values = [row.run[axis] for row in rows]
+    values = [row.run_columns[axis] for row in rows]
     if axis == SEED or len({*map(str, values)}) < 2:
         return None
     if axis == "stream.train_frac":
         return "cells"
-    by_value = _group(rows, lambda row: str(row.run[axis]))
-    sizes = set()
+    by_value = _group(rows, lambda row: str(row.run_columns[axis]))
+    numbers_of_parameters = set()
     for group in by_value.values():
-        sizes.add(frozenset(row.run["parameters"] for row in group))
-    are_known = not any(None in parameters for parameters in sizes)
-    if are_known and len(sizes) == len(by_value):
+        numbers_of_parameters.add(frozenset(row.run_columns["parameters"] for row in group))
+    are_known = not any(None in numbers for numbers in numbers_of_parameters)
+    if are_known and len(numbers_of_parameters) == len(by_value):
         return "parameters"
-    are_numbers = [
-        isinstance(value, int | float) and not isinstance(value, bool) for value in values
-    ]
-    return axis if all(are_numbers) else None
+    kinds = {type(value) for value in values}
+    return axis if kinds <= {int, float} else None

@@ -1,56 +1,28 @@
 """Tables of tasks, generic over their rows, and values as text."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
-from cellmill.report.collect import EvaluatedDataset, ReportedRun, evaluated_datasets
-from cellmill.runs.results import Gap, Row, Score, TaskResult, Verdict
+from cellmill.report.collect import ReportedRun, RunOnDataset, list_results
+from cellmill.runs.results import Gap, Row, TaskResult, Verdict
 from cellmill.track.follow import flat as values_by_path
 
 
-class TableColumn(NamedTuple):
-    """Column of a task's table: means, or single values."""
-
-    heading: str
-
-    def score(self, row: Row) -> Score | None:
-        """The row's mean with a standard deviation; None if it has no such score."""
-        score = row.scores.get(self.heading)
-        if score is None or score.sd is None or score.mean is None:
-            return None
-        return score
-
-    def value(self, row: Row) -> Any:
-        score = row.scores.get(self.heading)
-        return row.numbers.get(self.heading) if score is None else score.mean
-
-
-def list_columns(rows: Sequence[Row]) -> list[TableColumn]:
-    """Columns over all rows, without lists and without counts that are 0 in all rows."""
+def list_columns(rows: Sequence[Row]) -> list[str]:
+    """Columns of a task's table that are shown, by heading."""
     headings: dict[str, None] = {}
     for row in rows:
         headings |= dict.fromkeys([*row.scores, *row.numbers])
-    columns = []
-    for column in map(TableColumn, headings):
-        values = [column.value(row) for row in rows]
-        has_list = any(isinstance(value, list) for value in values)
-        if not has_list and any(isinstance(value, float) or value for value in values):
-            columns.append(column)
-    return columns
+    return [heading for heading in headings if _is_shown(rows, heading)]
 
 
-def make_grid(result: TaskResult) -> dict[str, dict[str, Row]]:
-    """Ranked rows by features, then by classifier ("" without one); empty unless features have
-    several classifiers.
-    """
-    grid: dict[str, dict[str, Row]] = {}
-    for row in result.ranked_rows:
-        by_classifier = grid.setdefault(row.method.features_name, {})
-        by_classifier[row.method.classifier] = row
-    has_several = any(len(by_classifier) > 1 for by_classifier in grid.values())
-    return grid if has_several else {}
+def _is_shown(rows: Sequence[Row], column: str) -> bool:
+    """False for a column with lists, and for one with nothing but counts of 0 and missing values."""
+    values = [row.cell(column) for row in rows]
+    if any(isinstance(value, list) for value in values):
+        return False
+    return any(isinstance(value, float) or value for value in values)
 
 
 def find_best_baselines(result: TaskResult) -> set[tuple[str, str]]:
@@ -60,11 +32,34 @@ def find_best_baselines(result: TaskResult) -> set[tuple[str, str]]:
     baselines = [row for row in result.rows if row.method.kind == "baseline"]
     best = set()
     for column in list_columns(result.rows):
-        scored = [row for row in baselines if column.score(row)]
-        if scored:
-            choose = min if column.heading in result.lower_is_better else max
-            best.add((choose(scored, key=column.value).method.name, column.heading))
+        means = {row.method.name: row.cell(column) for row in baselines if column in row.scores}
+        known = [name for name, mean in means.items() if mean is not None]
+        if known:
+            choose = min if column in result.lower_is_better else max
+            best.add((choose(known, key=means.__getitem__), column))
     return best
+
+
+class Grid(NamedTuple):
+    """Ranked rows by features and classifier. Rows without a classifier are in the first column."""
+
+    classifiers: list[str]  # columns
+    rows: dict[str, dict[str, Row]]  # by features, then by classifier
+
+
+def make_grid(result: TaskResult) -> Grid | None:
+    """The ranked rows; None unless some features have several classifiers."""
+    rows: dict[str, dict[str, Row]] = {}
+    for row in result.ranked_rows:
+        rows.setdefault(row.method.features_name, {})[row.method.classifier] = row
+    if all(len(by_classifier) == 1 for by_classifier in rows.values()):
+        return None
+    names = dict.fromkeys(chain.from_iterable(rows.values()))
+    classifiers = [name for name in names if name]
+    for by_classifier in rows.values():
+        if "" in by_classifier:
+            by_classifier.setdefault(classifiers[0], by_classifier.pop(""))
+    return Grid(classifiers, rows)
 
 
 def find_gap(result: TaskResult) -> Gap | None:
@@ -74,7 +69,7 @@ def find_gap(result: TaskResult) -> Gap | None:
 
 def bar_half_width(verdicts: Sequence[Verdict]) -> float:
     """Half the width of a task's bars: the largest distance from 0 of the differences and the ends of
-    their intervals.
+    their intervals; 1 if all are 0.
     """
     ends = [0.0]
     for verdict in verdicts:
@@ -82,16 +77,15 @@ def bar_half_width(verdicts: Sequence[Verdict]) -> float:
     return max(map(abs, ends)) or 1
 
 
-class ComparisonLine(NamedTuple):
-    """Values of a run on one dataset by column."""
+class ComparisonRow(NamedTuple):
+    """Values of a run on one dataset, by column."""
 
-    run: str
+    run: ReportedRun
     dataset: str
     values: dict[str, float]
 
 
-@dataclass
-class Comparison:
+class Comparison(NamedTuple):
     """A task side by side in several runs.
 
     Columns are sets of features, each with its best classifier; without a metric that ranks rows,
@@ -100,33 +94,34 @@ class Comparison:
 
     task: str
     metric: str  # empty if no metric ranks rows
-    lines: list[ComparisonLine] = field(default_factory=list)
-    has_classifiers: bool = False  # True if some features have classifiers
+    rows: list[ComparisonRow]
 
     @property
     def columns(self) -> list[str]:
-        return list(dict.fromkeys(chain.from_iterable(line.values for line in self.lines)))
+        return list(dict.fromkeys(chain.from_iterable(row.values for row in self.rows)))
 
 
-def compare_runs(runs: list[ReportedRun]) -> list[Comparison]:
+def compare_runs(runs: Sequence[ReportedRun]) -> list[Comparison]:
     """Comparison of the runs in each task that is not skipped and has a value."""
-    evaluated_by_task: dict[str, list[EvaluatedDataset]] = {}
-    for evaluated in evaluated_datasets(runs):
+    by_task: dict[str, list[RunOnDataset]] = {}
+    for evaluated in list_results(runs):
         for task, result in evaluated.result.tasks.items():
             if result.skipped is None:
-                evaluated_by_task.setdefault(task, []).append(evaluated)
-    comparisons = []
-    for task, datasets in evaluated_by_task.items():
-        results = [evaluated.result.tasks[task] for evaluated in datasets]
-        metric = next((result.metric for result in results if result.metric), "")
-        comparison = Comparison(task, metric)
-        for evaluated, result in zip(datasets, results):
-            values = _best_by_features(result) if metric else select_numbers(result)
-            comparison.lines.append(ComparisonLine(evaluated.run.name, evaluated.name, values))
-            comparison.has_classifiers |= any(row.method.classifier for row in result.rows)
-        if comparison.columns:
-            comparisons.append(comparison)
-    return comparisons
+                by_task.setdefault(task, []).append(evaluated)
+    comparisons = [_compare_task(task, evaluated) for task, evaluated in by_task.items()]
+    return [comparison for comparison in comparisons if comparison.columns]
+
+
+def _compare_task(task: str, evaluated: Sequence[RunOnDataset]) -> Comparison:
+    """A row for each run and dataset; all have the task."""
+    metrics = [result.tasks[task].metric for _, _, result in evaluated]
+    metric = next(filter(None, metrics), "")
+    rows = []
+    for run, dataset, result in evaluated:
+        of_task = result.tasks[task]
+        values = _best_by_features(of_task) if metric else select_numbers(of_task)
+        rows.append(ComparisonRow(run, dataset, values))
+    return Comparison(task, metric, rows)
 
 
 def select_numbers(result: TaskResult) -> dict[str, float]:
@@ -150,8 +145,10 @@ def to_words(key: str) -> str:
 
 
 def to_text(value: Any) -> str:
-    """A value as text: 1,234 or four significant digits; a dash for None; `key value` pairs of a
-    mapping.
+    """A value as text.
+
+    Integers have commas, and numbers from 10,000 on no digits after the point; other numbers have
+    four significant digits. None is a dash, and a mapping is its pairs of key and value.
     """
     if value is None:
         return "–"

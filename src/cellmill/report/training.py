@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from cellmill.report import figures
+from cellmill.report import charts
 from cellmill.report.collect import ReportedRun
-from cellmill.report.drawing import Figure
+from cellmill.report.drawing import Chart
+from cellmill.report.forms import LoggedLine, PlanForm, StatusForm
 from cellmill.report.tables import to_words
 from cellmill.runs.folder import COLLAPSED
 from cellmill.runs.results import Evaluation, TaskResult
@@ -37,29 +38,33 @@ class Quantity(NamedTuple):
     measured: Any
 
 
-def draw_training(runs: Sequence[ReportedRun]) -> Iterator[Figure]:
-    """Figure of the loss of each objective, then of each quantity that any run logged."""
-    objectives = {}
-    for run in runs:
-        options = (run.run_record or {}).get("options", {})
-        objectives[run.name] = (options.get("objective") or {}).get("name")
-    for objective in dict.fromkeys(objectives.values()):
-        # runs of other objectives stay, without points, so that every run keeps its colour
-        losses: dict[str, dict[str, figures.Points]] = {run.name: {} for run in runs}
-        for run in runs:
-            if objectives[run.name] == objective:
-                losses[run.name] = {
-                    "training": figures.points(run.metric_lines, "loss"),
-                    "validation": figures.points(run.metric_lines, "val_loss"),
-                }
-        if any(any(points_by_kind.values()) for points_by_kind in losses.values()):
-            has_several = len({*objectives.values()}) > 1
-            title = to_words(f"Loss: {objective}") if has_several else "Loss"
-            yield figures.losses(title, losses)
+def draw_training(runs: Sequence[ReportedRun]) -> Iterator[Chart]:
+    """The losses of each objective, then each of CURVES that any run logged."""
+    yield from _draw_losses(runs)
     for key, name in CURVES.items():
-        series = {run.name: figures.points(run.metric_lines, key) for run in runs}
+        series = {run.name: charts.list_points(run.logged, key) for run in runs}
         if any(series.values()):
-            yield figures.curves(name[0].upper() + name[1:], series, name)
+            yield charts.draw_curves(name[0].upper() + name[1:], series, name)
+
+
+def _draw_losses(runs: Sequence[ReportedRun]) -> Iterator[Chart]:
+    """A chart for each objective with a logged loss.
+
+    Runs of other objectives stay in it, without points, so that every run keeps its colour.
+    """
+    objectives = list(dict.fromkeys(run.options.objective.name for run in runs))
+    for objective in objectives:
+        losses: dict[str, Mapping[str, charts.Points]] = {}
+        for run in runs:
+            losses[run.name] = {}
+            if run.options.objective.name == objective:
+                losses[run.name] = {
+                    "training": charts.list_points(run.logged, "loss"),
+                    "validation": charts.list_points(run.logged, "val_loss"),
+                }
+        if any(any(by_kind.values()) for by_kind in losses.values()):
+            title = to_words(f"Loss: {objective}") if len(objectives) > 1 else "Loss"
+            yield charts.draw_losses(title, losses)
 
 
 def compare_with_plan(run: ReportedRun) -> list[Quantity]:
@@ -69,23 +74,23 @@ def compare_with_plan(run: ReportedRun) -> list[Quantity]:
     process with its libraries, all that a CPU shows, has a row of its own. Fractions are rounded to
     two digits: times, memory and ranks are not known better.
     """
-    plan = run.plan or {}
-    status = run.status or {}
-    wall_s = status.get("wall_s")
-    planned_gb = plan["memory"]["total_bytes"] / 1e9 if "memory" in plan else None
+    plan = run.plan or PlanForm()
+    status = run.status or StatusForm()
+    hours = None if status.wall_s is None else status.wall_s / 3600
+    planned_gb = None if plan.memory is None else plan.memory.total_bytes / 1e9
     tensors_gb, tensors_rank = _find_peak(run, "peak_allocated_gb")
     process_gb, process_rank = _find_peak(run, "peak_resident_gb")
     fullest_rank = process_rank if tensors_rank is None else tensors_rank
     quantities = [
-        Quantity("steps", plan.get("steps"), status.get("step")),
-        Quantity("hours", plan.get("hours"), None if wall_s is None else wall_s / 3600),
+        Quantity("steps", plan.steps, status.step),
+        Quantity("hours", plan.hours, hours),
         Quantity(TENSOR_MEMORY, planned_gb, tensors_gb),
         Quantity(PROCESS_MEMORY, None, process_gb),
         Quantity("rank with the peak memory", None, fullest_rank),
-        Quantity("steps skipped as not finite", None, status.get("skipped_steps")),
-        Quantity("cells, all epochs", plan.get("cells_seen"), status.get("cells")),
-        Quantity("processes", plan.get("world_size"), status.get("world_size")),
-        *_logged_quantities(run.metric_lines),
+        Quantity("steps skipped as not finite", None, status.skipped_steps),
+        Quantity("cells, all epochs", plan.cells_seen, status.cells),
+        Quantity("processes", plan.world_size, status.world_size),
+        *_list_logged(run.logged),
     ]
     rounded = []
     for name, planned, measured in quantities:
@@ -94,34 +99,32 @@ def compare_with_plan(run: ReportedRun) -> list[Quantity]:
     return rounded
 
 
-def _logged_quantities(lines: Sequence[Mapping[str, Any]]) -> list[Quantity]:
-    """Measured quantities over all lines of metrics.jsonl, or from the last one that has them."""
-    latest: dict[str, Any] = {}
-    for line in lines:
-        latest |= line
-    rates = [line["cells_per_s"] for line in lines if "cells_per_s" in line]
-    waits = [line["data_wait_frac"] for line in lines if "data_wait_frac" in line]
+def _list_logged(lines: Sequence[LoggedLine]) -> list[Quantity]:
+    """Measured quantities over all lines of metrics.jsonl, or from the last validation."""
+    rates = [line.cells_per_s for line in lines if line.cells_per_s is not None]
+    waits = [line.data_wait_frac for line in lines if line.data_wait_frac is not None]
     mean_wait = sum(waits) / len(waits) if waits else None
-    effective_rank = latest.get("effective_rank")
+    validated = [line for line in lines if line.effective_rank is not None]
+    last = validated[-1] if validated else LoggedLine(step=0)
     rank_name = "effective rank of the embedding, last validation"
-    if effective_rank is not None and effective_rank < COLLAPSED:
+    if last.effective_rank is not None and last.effective_rank < COLLAPSED:
         rank_name += ": collapsed to one direction"
     depth_name = "R² of log depth from the embedding, last validation"
     batch_name = "share of the embedding explained by the batch, last validation"
     return [
         Quantity("highest cells/s", None, max(rates, default=None)),
         Quantity("fraction of time waiting for data", None, mean_wait),
-        Quantity(rank_name, None, effective_rank),
-        Quantity(depth_name, None, latest.get("depth_r2")),
-        Quantity(batch_name, None, latest.get("batch_r2")),
+        Quantity(rank_name, None, last.effective_rank),
+        Quantity(depth_name, None, last.depth_r2),
+        Quantity(batch_name, None, last.batch_r2),
     ]
 
 
 def _find_peak(run: ReportedRun, key: str) -> tuple[float | None, int | None]:
     """Largest value of a list over ranks, in all lines of metrics.jsonl, and its rank."""
     peaks: list[tuple[float, int]] = []
-    for line in run.metric_lines:
-        peaks += [(gb, rank) for rank, gb in enumerate(line.get(key, []))]
+    for line in run.logged:
+        peaks += [(value, rank) for rank, value in enumerate(getattr(line, key))]
     return max(peaks, default=(None, None))
 
 
@@ -134,8 +137,8 @@ def measure_energy(run: ReportedRun) -> float | None:
 
     It is the mean power of all GPUs together, times the time spent in training steps.
     """
-    watts = [sum(line["gpu_power_w"]) for line in run.metric_lines if line.get("gpu_power_w")]
-    seconds = ((run.cost or {}).get("totals") or {}).get("training_s")
+    watts = [sum(line.gpu_power_w) for line in run.logged if line.gpu_power_w]
+    seconds = run.totals.get("training_s")
     if not watts or not seconds:
         return None
     return sum(watts) / len(watts) * seconds / J_PER_KWH
@@ -143,52 +146,48 @@ def measure_energy(run: ReportedRun) -> float | None:
 
 def describe_cost(run: ReportedRun) -> str | None:
     """GPU-hours of a run, or core-hours if it had no GPU; None before its training has ended."""
-    totals = (run.cost or {}).get("totals") or {}
-    for key, unit in (("gpu_hours", "GPU-hours"), ("cpu_core_hours", "core-hours")):
-        hours = totals.get(key)
+    for quantity, unit in (("gpu_hours", "GPU-hours"), ("cpu_core_hours", "core-hours")):
+        hours = run.totals.get(quantity)
         if hours:
-            return f"{_two_digits(float(hours)):g} {unit}"
+            return f"{_two_digits(hours):g} {unit}"
     return None
 
 
-def draw_checkpoints(run: ReportedRun, dataset: str) -> Iterator[Figure]:
-    """Scores of a run's evaluated checkpoints over steps, a figure for each task whose rows a
-    metric ranks.
+def draw_checkpoints(run: ReportedRun, dataset: str) -> Iterator[Chart]:
+    """Scores of a run's evaluated checkpoints over steps, a chart for each task whose rows a metric
+    ranks.
 
     The last point is the export's. The baseline, a line, is the best one in the export's table.
     """
     exported = run.evaluation
-    if exported is None or not run.checkpoint_evaluations:
+    step = run.evaluated_model.step
+    if exported is None or step is None or not run.checkpoint_evaluations:
         return
-    exported_step = exported.model.get("step")
-    if exported_step is None:
-        return
-    by_step = {**run.checkpoint_evaluations, exported_step: exported}
+    by_step = {**run.checkpoint_evaluations, step: exported}
     evaluations = dict(sorted(by_step.items()))
     for task, final in exported.datasets[dataset].tasks.items():
         if final.metric is None:
             continue
-        series = _scores_by_method(evaluations, dataset, task, final)
+        series = _list_scores_by_method(evaluations, dataset, task, final)
         baseline = final.best_row("baseline")
         if baseline is not None:
             value = final.rank_value(baseline)
-            ends = (min(evaluations), max(evaluations))
             name = f"{baseline.method.name} (best baseline)"
-            series[name] = [(step, value) for step in ends]
+            series[name] = [(min(evaluations), value), (max(evaluations), value)]
         if any(len(points) > 1 for points in series.values()):
             metric = to_words(final.metric)
             title = f"{run.name}, {dataset}, {to_words(task)}: {metric} over steps"
-            yield figures.curves(title, series, metric)
+            yield charts.draw_curves(title, series, metric)
 
 
-def _scores_by_method(
+def _list_scores_by_method(
     evaluations: Mapping[int, Evaluation], dataset: str, task: str, final: TaskResult
-) -> dict[str, figures.Points]:
-    """(step, value) of each of the model's rows; those of the final result come first."""
-    series: dict[str, figures.Points] = {}
-    for row in final.ranked_rows:
-        if row.method.kind == "model":
-            series[row.method.name] = []
+) -> dict[str, charts.Points]:
+    """(step, value) of each of the model's rows, by name; those of the final result come first.
+    `evaluations` are by step, ascending.
+    """
+    own_rows = [row for row in final.ranked_rows if row.method.kind == "model"]
+    series: dict[str, charts.Points] = {row.method.name: [] for row in own_rows}
     for step, evaluation in evaluations.items():
         evaluated = evaluation.datasets.get(dataset)
         result = evaluated and evaluated.tasks.get(task)

@@ -74,10 +74,14 @@ class Row:
     scores: dict[str, Score] = field(default_factory=dict)  # by column
     numbers: dict[str, Any] = field(default_factory=dict)  # further columns of single values
 
+    def cell(self, column: str) -> Any:
+        """The mean or the single value in a column; None without one."""
+        score = self.scores.get(column)
+        return self.numbers.get(column) if score is None else score.mean
+
     def value(self, column: str) -> float | None:
         """The mean or the number in a column; None without one."""
-        score = self.scores.get(column)
-        value = self.numbers.get(column) if score is None else score.mean
+        value = self.cell(column)
         return value if isinstance(value, int | float) else None
 
     def sd(self, column: str) -> float:
@@ -262,30 +266,34 @@ class TaskResult:
                 first.setdefault(verdict.metric, verdict)
         chosen = {}
         for verdict in first.values():
-            lines = [line for line in self.differences if line.compared == verdict.compared]
+            differences = [
+                difference
+                for difference in self.differences
+                if difference.compared == verdict.compared
+            ]
             columns = {
-                line.column
-                for line in lines
-                if (line.against, line.mean) == (verdict.against, verdict.difference)
+                difference.column
+                for difference in differences
+                if (difference.against, difference.mean) == (verdict.against, verdict.difference)
             }
             if verdict.outcome == "ahead" and baselines[verdict.against].network == "untrained":
                 others = [
-                    line
-                    for line in lines
-                    if line.column in columns
-                    and line.against in baselines
-                    and baselines[line.against].network != "untrained"
+                    difference
+                    for difference in differences
+                    if difference.column in columns
+                    and difference.against in baselines
+                    and baselines[difference.against].network != "untrained"
                 ]
                 if not others:
                     continue
                 # all are worse than the untrained network
-                line = min(others, key=lambda line: abs(line.mean))
+                nearest = min(others, key=lambda difference: abs(difference.mean))
                 verdict = compare(
                     verdict.compared,
-                    line.against,
+                    nearest.against,
                     verdict.metric,
-                    line.mean,
-                    (line.low, line.high),
+                    nearest.mean,
+                    (nearest.low, nearest.high),
                     lower_is_better=verdict.difference < 0,
                 )
             chosen[verdict] = columns

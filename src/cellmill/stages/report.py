@@ -3,23 +3,21 @@
 results.csv has one row for each run and each value by which it was judged: `run`, the sweep's axes,
 `parameters`, `cells` (for training), `steps`, `cells_seen`, `gpu_hours`, `cpu_core_hours`,
 `dataset`, `task`, `name`, `kind` (model or baseline), `metric`, `value`, `sd`. curves.json next to
-it has what the report draws (`report.sweep.make_curves`).
+it has what the report draws (`report.sweep.SweepCurves`).
 """
 
 import csv
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from jinja2 import UndefinedError
-
 from cellmill.config.options import ReportOptions
-from cellmill.config.plugin import in_one_line
 from cellmill.errors import DataError
 from cellmill.files import atomic_path, read_json, write_json, write_text
-from cellmill.report.collect import read_corpus, read_run, read_sweep
+from cellmill.report.collect import read_corpus, read_run
 from cellmill.report.drawing import Drawings
 from cellmill.report.page import render
-from cellmill.report.sweep import list_rows, make_curves
+from cellmill.report.sweep import SweepCurves, list_rows, make_scalings, read_sweep
 
 
 def report(
@@ -32,21 +30,14 @@ def report(
 ) -> None:
     """Write the page over `runs`, `corpora` and the curves of `sweeps` to `out` (index.html).
 
-    Each figure is in figures/ next to the page, as SVG and its data as CSV. Raise DataError for a
+    Each chart is in figures/ next to the page, as SVG and its data as CSV. Raise DataError for a
     damaged file.
     """
     reported = [*map(read_run, runs)]
     described = [*map(read_corpus, corpora)]
     swept = [*map(read_sweep, sweeps)]
     drawn = Drawings()
-    try:
-        page = render(options.report.title, reported, described, swept, drawn)
-    # deeper than reading checks
-    except (UndefinedError, LookupError, TypeError, AttributeError, ValueError) as error:
-        folders = ", ".join(map(str, [*runs, *corpora]))
-        raise DataError(
-            f"a file in {folders} is damaged ({in_one_line(error)}); make the runs' files again"
-        ) from error
+    page = render(options.report.title, reported, described, swept, drawn)
     write_text(out, page)
     drawn.save(out.parent / "figures")
     print(f"report of {', '.join(run.name for run in reported)} -> {out}")
@@ -64,15 +55,12 @@ def sweep(*, values: Path, runs: Path, out: Path) -> None:
         rows += list_rows(read_run(runs / name), values_of_run)
     if not rows:
         raise DataError(f"{runs}: no run of the sweep has a result; train and evaluate them first")
-    about = {
-        "name": out.parent.name,
-        "axes": axes,
-        "n_runs": len(values_by_run),
-        "curves": [curve.to_json() for curve in make_curves(rows, axes)],
-    }
-    write_json(out.parent / "curves.json", about)
+    scalings = make_scalings(rows, axes)
+    about = SweepCurves(out.parent.name, axes, len(values_by_run), scalings)
+    write_json(out.parent / "curves.json", asdict(about))
+    csv_rows = [row.to_csv_row() for row in rows]
     with atomic_path(out) as path, open(path, "w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0].columns()), lineterminator="\n")
+        writer = csv.DictWriter(file, list(csv_rows[0]), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(row.columns() for row in rows)
+        writer.writerows(csv_rows)
     print(f"{len(values_by_run)} runs, {len(rows):,} values -> {out}")

@@ -1,0 +1,253 @@
+"""Charts of the page: rows of their tables, in the Vega-Lite specifications of vega.json."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cellmill.report.drawing import PALETTE, Chart, read_template
+from cellmill.report.forms import LoggedLine
+from cellmill.report.scaling_law import Law
+from cellmill.report.sweep import CurveOfRuns, Scaling
+from cellmill.report.tables import to_words
+
+Spec = dict[str, Any]
+"""Part of a Vega-Lite specification, or a row of its table."""
+Points = list[tuple[float, float]]
+"""(step, value) of a curve."""
+LIGHT_GREY = "#9aa0a6"
+MAX_CELLS = 4_000  # cells in a UMAP: more make the page slow and show no more
+MAX_CELLS_BY_BATCH = 1_500  # cells in the same UMAP by batch
+MAX_POINTS = 400  # points of a curve
+LAW_POINTS = 40  # points of the curve of a law
+TAILS_FRAC = 0.005  # share of cells at both ends together that a histogram does not draw
+
+
+def draw_curves(title: str, series: Mapping[str, Points], y: str) -> Chart:
+    """A line over steps for each run, or each method, in its colour. `series` has (step, value) by
+    name.
+    """
+    rows = []
+    for name, points in series.items():
+        rows += _list_line_rows(points, name=name)
+    return Chart(title, rows, {"height": 210, **_make_lines([*series], y, rows)})
+
+
+def draw_losses(title: str, runs: Mapping[str, Mapping[str, Points]]) -> Chart:
+    """Loss of training (dashed) and validation over steps, a colour for each run. `runs` has
+    (step, value) by run, then by `training` and `validation`; both are absent for a run without a
+    loss.
+    """
+    rows = []
+    for name, kinds in runs.items():
+        for kind, points in kinds.items():
+            rows += _list_line_rows(points, name=name, of=kind)
+    with_loss = [name for name, kinds in runs.items() if kinds]
+    spec = _make_lines([*runs], "loss", rows, with_loss)
+    spec["encoding"] |= read_template("loss")
+    # on a linear axis, the first steps would flatten the rest
+    values = [row["value"] for row in rows]
+    if values and min(values) > 0 and max(values) > 5 * min(values):
+        spec["encoding"]["y"]["scale"] = {"type": "log"}
+    return Chart(title, rows, {"height": 250, **spec})
+
+
+def _list_line_rows(points: Points, **columns: str) -> list[Spec]:
+    """Rows of about MAX_POINTS of the points, every n-th and the last one, after `columns`."""
+    step = max(1, math.ceil(len(points) / MAX_POINTS))
+    thinned = [*points[:-1:step], *points[-1:]]
+    return [{**columns, "step": step, "value": _short(value)} for step, value in thinned]
+
+
+def _make_lines(
+    names: Sequence[str], y: str, rows: Sequence[Spec], in_legend: Sequence[str] | None = None
+) -> Spec:
+    """Specification of lines over steps, in a colour for each of `names`.
+
+    The legend has `in_legend`, by default all names. The y axis has head-room above the highest
+    value.
+    """
+    spec = read_template("lines")
+    scale: Spec = {"zero": False, "nice": True}
+    values = [row["value"] for row in rows]
+    if values:
+        head_room = (max(values) - min(values)) / 20
+        scale["domainMax"] = _short(max(values) + head_room)
+    spec["encoding"]["y"] |= {"title": to_words(y), "scale": scale}
+    spec["encoding"]["color"] |= _colour_names(names, in_legend)
+    return spec
+
+
+def _colour_names(names: Sequence[str], in_legend: Sequence[str] | None = None) -> Spec:
+    """A colour for each name, and a legend of several names."""
+    colours = [colour(number) for number in range(len(names))]
+    colouring: Spec = {"scale": {"domain": [*names], "range": colours}}
+    if len(names) < 2:
+        colouring["legend"] = None
+    elif in_legend is not None:
+        colouring["legend"] = {"values": [*in_legend]}
+    return colouring
+
+
+def draw_histogram(
+    title: str, edges: Sequence[float], before: Sequence[int], after: Sequence[int], name: str
+) -> Chart:
+    """Cells per bin before QC (grey) and after (blue); log axis for geometric edges.
+
+    `before` and `after` are numbers of cells, (bins,); `edges` are (bins + 1,). Only bins of the
+    central 99.5 % of cells are drawn, or one outlier would squeeze them; the axis counts the other
+    cells.
+    """
+    # cells in each bin and all bins to its left
+    n_until_end = np.cumsum(before)
+    n_until_start = n_until_end - before
+    n_cells = n_until_end[-1]
+    tail = TAILS_FRAC / 2 * n_cells
+    is_drawn = (n_until_end > tail) & (n_until_start < n_cells - tail)
+    rows = []
+    for number in np.flatnonzero(is_drawn).tolist():
+        row = {
+            "from": _short(edges[number]),
+            "to": _short(edges[number + 1]),
+            "before": before[number],
+            "kept": after[number],
+        }
+        rows.append(row)
+    n_beyond = n_cells - sum(row["before"] for row in rows)
+    if n_beyond:
+        name += f" ({n_beyond:,} cells beyond)"
+    spec = read_template("histogram")
+    scale = {"type": "log"} if edges[0] > 0 else {"zero": False}
+    spec["encoding"]["x"] |= {"scale": scale, "title": name}
+    return Chart(title, rows, spec)
+
+
+def draw_scaling(title: str, scaling: Scaling) -> Chart:
+    """Mean and sd by size, a line for each curve. The law is dashed, the best baseline dotted."""
+    names = [curve.name or "runs" for curve in scaling.curves]
+    rows: list[Spec] = []
+    for name, curve in zip(names, scaling.curves):
+        rows += _list_curve_rows(name, curve)
+    is_positive = all(row["size"] > 0 for row in rows)
+    if scaling.baseline is not None:
+        value = _short(scaling.baseline.value)
+        rows.append({"name": scaling.baseline.name, "of": "baseline", "value": value})
+    spec = read_template("scaling")
+    *layers_over_sizes, _ = spec["layer"]
+    for layer in layers_over_sizes:
+        layer["encoding"]["x"]["title"] = to_words(scaling.quantity)
+        layer["encoding"]["x"]["scale"] = {"type": "log"} if is_positive else {}
+        layer["encoding"]["y"]["title"] = to_words(scaling.measure.metric)
+        layer["encoding"]["color"] |= _colour_names(names)
+    return Chart(title, rows, spec)
+
+
+def _list_curve_rows(name: str, curve: CurveOfRuns) -> list[Spec]:
+    """The mean of each size, with the ends of a bar of one sd to both sides, and points of the law."""
+    rows = []
+    for point in curve.points:
+        sd = point.sd or 0.0
+        row = {
+            "name": name,
+            "of": "runs",
+            "size": point.size,
+            "value": _short(point.mean),
+            "low": _short(point.mean - sd),
+            "high": _short(point.mean + sd),
+        }
+        rows.append(row)
+    law = curve.law
+    sizes = [point.size for point in curve.points]
+    if isinstance(law, Law) and min(sizes) > 0:
+        for size in np.geomspace(min(sizes), max(sizes), LAW_POINTS).tolist():
+            value = law.floor + law.factor * size**-law.exponent
+            rows.append({"name": name, "of": "law", "size": _short(size), "value": _short(value)})
+    return rows
+
+
+def draw_umap(
+    title: str,
+    cells: Sequence[Mapping[str, str]],
+    labels: Sequence[str],
+    column: str = "label",
+    max_cells: int = MAX_CELLS,
+) -> Chart:
+    """Cells at UMAP coordinates, at most `max_cells` of them, coloured by a column, whose values are
+    `labels`; held-out cells are circles.
+
+    `cells` are rows of umap.tsv. To keep the page small, rows of the chart have codes; the browser
+    looks the texts up.
+    """
+    codes = {label: code for code, label in enumerate(labels)}
+    # shuffle cells by a fixed seed, or the class drawn last would cover the others
+    order = np.random.Generator(np.random.Philox(key=0)).permutation(len(cells))
+    rows = []
+    for index in order[:max_cells]:
+        cell = cells[index]
+        row = {
+            "x": round(float(cell["x"]), 3),
+            "y": round(float(cell["y"]), 3),
+            "c": codes.get(cell[column], -1),  # -1 for a cell without a value
+            "h": int(cell["heldout"] == "1"),
+        }
+        rows.append(row)
+    names = [*labels, f"no {column}"]
+    colours = [*map(colour, range(len(labels))), LIGHT_GREY]
+    spec = read_template("umap")
+    names_by_code = [{"c": code, "name": label} for label, code in codes.items()]
+    names_by_code.append({"c": -1, "name": names[-1]})
+    spec["transform"][0]["from"]["data"]["values"] = names_by_code
+    # fewer cells are drawn larger
+    spec["mark"]["size"] = float(np.clip(9000 / max(len(rows), 1), 6, 30))
+    spec["encoding"]["color"]["scale"] = {"domain": names, "range": colours}
+    spec["encoding"]["tooltip"][0]["title"] = column
+    return Chart(title, rows, spec, canvas=True)
+
+
+def draw_confusion(title: str, classes: Sequence[str], counts: Sequence[Sequence[int]]) -> Chart:
+    """Share of the cells of each true class by predicted class; pairs without cells are left out.
+
+    `counts` are numbers of cells, (true classes, predicted classes).
+    """
+    rows = []
+    for true, class_counts in zip(classes, counts):
+        for predicted, n in zip(classes, class_counts):
+            if n:
+                share = _short(n / sum(class_counts))
+                rows.append({"true": true, "predicted": predicted, "cells": n, "share": share})
+    spec = read_template("confusion")
+    for axis in ("x", "y"):
+        spec["encoding"][axis] |= {"sort": [*classes], "scale": {"domain": [*classes]}}
+    return Chart(title, rows, spec)
+
+
+def colour(number: int) -> str:
+    """Colour of class or run `number`."""
+    return PALETTE[number % len(PALETTE)]
+
+
+def list_labels(cells: Sequence[Mapping[str, str]], column: str = "label") -> list[str]:
+    """Labels, or batches, of a UMAP, the most frequent first."""
+    counts = Counter(sorted(cell[column] for cell in cells if cell[column]))
+    return [label for label, _ in counts.most_common()]
+
+
+def list_points(lines: Sequence[LoggedLine], key: str) -> Points:
+    """(step, value) of the lines in which `key` is a finite number. From a list over ranks, the
+    largest value counts.
+    """
+    points: Points = []
+    for line in lines:
+        value = getattr(line, key)
+        if isinstance(value, list):
+            value = max(value, default=None)
+        if value is not None and np.isfinite(value):
+            points.append((line.step, value))
+    return points
+
+
+def _short(value: float) -> float:
+    """Value with five significant digits."""
+    return float(f"{value:.5g}")
