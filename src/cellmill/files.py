@@ -21,6 +21,7 @@ import shutil
 import socket
 import stat
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -63,7 +64,7 @@ def _processes() -> str:
     return hashlib.sha256("\n".join(names).encode()).hexdigest()[:6]
 
 
-_HOST = _processes()
+HOST = _processes()
 
 
 @contextmanager
@@ -80,7 +81,7 @@ def atomic_path(final: Path) -> Iterator[Path]:
     refuse_special(final, "the name of a file")
     final.parent.mkdir(parents=True, exist_ok=True)
     remove_incomplete(final, older_than_s=_SURELY_LEFT_S)
-    writer = f"{_HOST}-{os.getpid()}-{secrets.token_hex(4)}"
+    writer = f"{HOST}-{os.getpid()}-{secrets.token_hex(4)}"
     temporary = final.with_name(f".{final.stem}.{writer}.incomplete{final.suffix}")
     temporary.touch(exist_ok=False)
     mode = temporary.stat().st_mode
@@ -127,7 +128,7 @@ def remove_incomplete(final: Path, older_than_s: float = 0) -> None:
             continue
         # another process removed it first, or it or its writer is another user's
         with suppress(OSError):
-            if match["host"] == _HOST:
+            if match["host"] == HOST:
                 try:
                     os.kill(int(match["pid"]), 0)
                 except ProcessLookupError:
@@ -139,6 +140,17 @@ def remove_incomplete(final: Path, older_than_s: float = 0) -> None:
 def user_cache() -> Path:
     """Folder of this user's files that can be made again; it may not exist."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cellmill"
+
+
+def private_folder() -> Path | None:
+    """This user's temporary folder on this host; None if another user has made it, or it cannot be made."""
+    folder = Path(tempfile.gettempdir(), f"cellmill-{os.getuid()}")
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        made = folder.lstat()
+        if made.st_uid == os.getuid() and made.st_mode == stat.S_IFDIR | 0o700:
+            return folder
+    return None
 
 
 def write_text(final: Path, text: str) -> None:

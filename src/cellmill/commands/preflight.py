@@ -129,10 +129,7 @@ def preflight(
             jobs[name] = [doubt("job", "not tried: the profile has to change first")]
         else:  # begins when its checks are shown
             folder = out / name_entry(parsed.name, name)
-            excluded = bad_nodes.excluded(partial(node_states, machine), machine.node_counts[0])
-            jobs[name] = check_job(
-                machine, parsed.device(name), folder, 60 * wait_min, facts[name], excluded
-            )
+            jobs[name] = check_job(machine, parsed.device(name), folder, 60 * wait_min, facts[name])
     if facts:
         if parsed.options.get("executor") == "slurm":
             unused = _unused_stages(pipeline)

@@ -141,7 +141,7 @@ def interface_between_nodes(first: str) -> str | None:
 def run() -> None:
     """Run torchrun. Its messages and tracebacks go to the node's log if there is one."""
     error_file = os.environ[ERROR_FILE]
-    host = socket.gethostname()
+    host = node_name()
     log = os.environ.get(NODE_LOG, os.devnull)
     logging.raiseExceptions = False  # the disk may be full
     for name in ("torch", "torch.distributed"):

@@ -152,9 +152,12 @@ class JobFollower:
         """
         now = time.monotonic()
         if now >= self._next_poll:
-            slowest_s = PENDING_POLL_S if self.state.name == "PENDING" else self.slowest_poll_s
-            self._next_poll = now + min(slowest_s, (now - self._began) / 10)
-            self._poll()
+            followed_s = now - self._began
+            interval_s = min(self.slowest_poll_s, followed_s / 10)
+            if self.state.name == "PENDING":
+                interval_s = min(PENDING_POLL_S, followed_s / 2)
+            self._next_poll = now + interval_s
+            self._poll(interval_s)
         self.tail.read()
         return not self._ended
 
@@ -170,8 +173,8 @@ class JobFollower:
         if self.record is not None:
             self.record = self.record.write_state(state.name, state.reason, ended)
 
-    def _poll(self) -> None:
-        state = self.queue.state(self.job)
+    def _poll(self, max_age_s: float) -> None:
+        state = self.queue.state(self.job, max_age_s)
         if state.name == UNKNOWN:
             self._wait_for_answer(state.reason)
             return

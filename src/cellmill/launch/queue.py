@@ -1,7 +1,7 @@
 """States of SLURM jobs, by squeue or, for jobs it has forgotten, by sacct, and why they wait.
 
-Each launcher queries squeue itself, once in `poll_s` seconds, and holds no lock while it does. No
-answer, or one that cannot be parsed, is UNKNOWN and never taken for the end of a job.
+The launchers of a user on one host share squeue's answers (`shared_answer`). No answer, or one that
+cannot be parsed, is UNKNOWN and never taken for the end of a job.
 """
 
 import os
@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
 
+from cellmill.launch.shared_answer import Answer, shared_answer
 from cellmill.runs.jobs import Jobs
 from cellmill.runs.slurm import (
     ALIVE,
@@ -58,6 +59,7 @@ REMEDIES = {
 """What a pending job waits for, or what to do, by regular expression of SLURM's reason; the first
 match counts.
 """
+FRESH_S = 2.0
 # sbatch's words for a quota of submitted jobs that is full
 QUOTA = re.compile(r"(?:Assoc|QOS)\w*SubmitJobs?\w*Limit")
 
@@ -81,18 +83,25 @@ class Queue:
 
     poll_s: float
     cluster: str = ""  # or several separated by commas; empty for the default
-    _queried_at: float = field(default=float("-inf"), init=False)
-    _answer: str | CommandError = field(default="", init=False)
+    _answer: Answer = field(default=Answer(float("-inf"), "", ""), init=False)
+
+    @property
+    def fresh_s(self) -> float:
+        """Age up to which an answer counts as new: launchers that ask at once share it."""
+        return FRESH_S if self.poll_s > FRESH_S else 0.0
 
     def for_cluster(self, cluster: str) -> "Queue":
         """The queue of a cluster, or this one if `cluster` is empty: job ids are per cluster."""
         return self if cluster in ("", self.cluster) else Queue(self.poll_s, cluster)
 
-    def state(self, job: ClusterJob) -> JobState:
-        """The state of a job; OTHER_JOB if the job of its id has another name."""
+    def state(self, job: ClusterJob, max_age_s: float = 0.0) -> JobState:
+        """The state of a job; OTHER_JOB if the job of its id has another name.
+
+        By an answer that is at most `max_age_s` or `poll_s` seconds old, if the job is in it.
+        """
         try:
-            for max_age_s in (self.poll_s, 0):  # a new job is in no earlier answer
-                jobs = {listed.job_id: listed for listed in self._listed(max_age_s)}
+            for age_s in (max(self.poll_s, max_age_s), self.fresh_s):
+                jobs = {listed.job_id: listed for listed in self._listed(age_s)}
                 if job.job_id in jobs:
                     break
         except CommandError as error:
@@ -100,6 +109,9 @@ class Queue:
         if job.job_id in jobs:
             listed = jobs[job.job_id]
             return listed.state if listed.name == job.name else JobState(OTHER_JOB)
+        submitted_at = getattr(job, "submitted_at", 0.0)
+        if 0 <= time.time() - submitted_at < 2 * self.fresh_s:
+            return JobState(NOT_LISTED)  # too new for a shared answer
         try:
             options = ["-X", "-n", "-P", "--duplicates", "-j", job.job_id, "-o", "State,JobName"]
             answer = ask(self._command("sacct", *options))
@@ -116,7 +128,7 @@ class Queue:
 
     def named(self, is_ours: Callable[[str], bool]) -> list[QueuedJob]:
         """Jobs alive now whose name `is_ours`. Raise CommandError without a usable answer."""
-        jobs = [job for job in self._listed(0) if is_ours(job.name)]
+        jobs = [job for job in self._listed(self.fresh_s) if is_ours(job.name)]
         for job in jobs:
             if job.state.name == UNKNOWN:
                 raise CommandError(job.state.reason)
@@ -175,18 +187,14 @@ class Queue:
 
     def _listed(self, max_age_s: float) -> list[QueuedJob]:
         """Jobs by an answer of at most this age. Raise CommandError without a usable answer."""
-        if time.monotonic() - self._queried_at >= max_age_s:
+        if time.monotonic() - self._answer.queried_at >= max_age_s:
             # asked by uid, since the environment can change the name; -a: also hidden partitions
             who = ["-u", str(os.getuid())]
             options = ["-a", "-h", "-t", "all", *who, "-o", "%i|%T|%r|%N|%j"]
-            try:
-                self._answer = ask(self._command("squeue", *options))
-            except CommandError as error:  # kept as well: spare a controller in trouble
-                self._answer = error
-            self._queried_at = time.monotonic()
-        if isinstance(self._answer, CommandError):
-            raise self._answer
-        return parse(self._answer, self.cluster)
+            self._answer = shared_answer(self._command("squeue", *options), max_age_s)
+        if self._answer.error:
+            raise CommandError(self._answer.error)
+        return parse(self._answer.text, self.cluster)
 
 
 def living_jobs(jobs: Jobs, queue: Queue) -> list[QueuedJob]:

@@ -19,7 +19,8 @@ from cellmill.launch.queue import QUOTA, QueuedJob, explained
 from cellmill.runs.slurm import CommandError, JobState, ask
 
 QUOTA_REMEDY = "run the same command again once others have ended, or with jobs in the profile below your quota"
-WATCH_S = 15.0  # between two looks; a job that pends in two of them is reported
+WATCH_S = 60.0  # between two looks; a job that pends in two of them is reported
+SOON_S = 15.0  # until the next look if a job has begun to pend
 SHOWN_IDS = 5
 
 
@@ -133,10 +134,13 @@ class StageWatch:
         """Begin to watch, if there is a SLURM."""
 
         def watch() -> None:
+            pause_s = SOON_S
             while True:
-                time.sleep(WATCH_S)
+                time.sleep(pause_s)
+                before = self._before
                 with suppress(CommandError):  # the plugin reports it
                     self.look(stage_jobs(self.folder))
+                pause_s = SOON_S if self._before - before else WATCH_S
 
         if shutil.which("squeue") is not None:
             threading.Thread(target=watch, daemon=True).start()

@@ -229,6 +229,7 @@ class SlurmJobs:
             )
         deadline = time.monotonic() + self.patience_s
         printed = set[bool]()
+        pause_s = min(5.0, 3 * self.machine.poll_s)
         while True:
             accepted = self.find()
             if accepted is not None:
@@ -261,7 +262,8 @@ class SlurmJobs:
             if is_unreachable not in printed:
                 say(line)
                 printed.add(is_unreachable)
-            self.pause(min(10.0, 5 * self.machine.poll_s))
+            pause_s = min(60.0, 2 * pause_s)
+            self.pause(pause_s)
 
     def _submit_once(self, job: Callable[[Path], Job]) -> JobRecord:
         """Call sbatch and record the job. Raise _NotSubmitted without a job."""
@@ -327,11 +329,8 @@ def run_once(
     folder: Path,
     keep_open: int,
     wait_s: float,
-    excluded: Sequence[str] = (),
 ) -> End:
     """Run the job that `job` returns for a folder under `folder`/jobs, by the machine's launcher.
-
-    A submitted job excludes nodes called `excluded`.
 
     Raise UserError if SLURM refuses the job or gives no answer, StillQueued if it waits for more
     than `wait_s`, KeyboardInterrupt if a signal ended it. The caller holds a lock, whose descriptor
@@ -343,7 +342,7 @@ def run_once(
             return End(path, "COMPLETED" if code == 0 else "FAILED")
         with requests() as received:
             queue = Queue(min(machine.poll_s, POLL_S), machine.slurm_cluster)
-            slurm = SlurmJobs(Jobs(folder), queue, machine, received, ONCE_PATIENCE_S, [*excluded])
+            slurm = SlurmJobs(Jobs(folder), queue, machine, received, ONCE_PATIENCE_S)
             for left in slurm.alive():
                 say(f"cancelling job {left.job_id}, left by an earlier process")
                 cancel_job(left)

@@ -10,7 +10,7 @@ import secrets
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from platform import python_version
@@ -269,7 +269,6 @@ def check_job(
     folder: Path,
     wait_s: float,
     record: dict[str, Any],
-    excluded: Sequence[str] = (),
 ) -> Iterator[Check]:
     """Run the job of a preflight, then judge. Add the job's end and the nodes' reports to `record`.
 
@@ -314,7 +313,7 @@ def check_job(
         with locked(
             folder, "another preflight of this profile is running ({holder})", wait_s=0
         ) as lock:
-            end = run_once(job, short, folder, lock, wait_s, excluded)
+            end = run_once(job, short, folder, lock, wait_s)
         if end.state in ("COMPLETED", NOT_LISTED):
             settle((end.path / ALLREDUCE).exists, end.path, SETTLE_S, time.sleep)
         look(end.path)
