@@ -11,6 +11,7 @@ from small_corpus import random_counts, stream_of, write_corpus
 
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.arrays import rank_order_rows
+from cellmill.data.genes.build import Medians
 from cellmill.data.packing import codec
 from cellmill.data.packing.cells import CellKind, GeneOrder, PackedCells, Unpacked, pack_cells
 from cellmill.data.packing.codec import CompiledLoops, DamagedPart, Parts, ValueCoding, load_loops
@@ -151,6 +152,20 @@ def test_cells_have_the_same_hash_by_loops_and_numpy(
         hashes.append(hash_cells(starts, genes, counts, gene_hashes).tolist())
     assert hashes[0] == hashes[1]
     assert len({*map(tuple, hashes[0])}) == 4  # the two empty cells are equal
+
+
+def test_medians_are_the_same_by_loops_and_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(6)
+    genes = rng.integers(0, 30, 5000).astype(np.int32)
+    values = rng.lognormal(0, 3, 5000)
+    medians = []
+    for kind in KINDS:
+        use(monkeypatch, kind)
+        sketch = Medians(30)
+        sketch.add(genes, values)
+        medians.append(sketch.medians(np.arange(30)).tolist())
+        assert sketch.counts().tolist() == np.bincount(genes).tolist()
+    assert medians[0] == medians[1]
 
 
 def test_genes_that_do_not_ascend_are_refused(kind: str) -> None:

@@ -32,6 +32,7 @@ from cellmill.data.genes.vocabulary import Vocabulary, VocabularyCells
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.inputs.reader import CountsReader, refuse_duplicates
 from cellmill.data.inputs.source import optional_package
+from cellmill.data.packing import codec
 from cellmill.data.rows import row_numbers
 from cellmill.data.split import (
     hash_cells,
@@ -69,6 +70,8 @@ class Medians:
 
     def add(self, genes: np.ndarray, values: np.ndarray) -> None:
         """Add values, `(n,)`, each of the gene (row, int) at the same position of `genes`."""
+        loops = codec.COMPILED.loops_for(len(values))
+        count = np.add.at if loops is None else loops.add_at
         for first in range(0, len(values), _PIECE):
             logs = np.log(values[first : first + _PIECE])
             logs -= _LOW
@@ -76,7 +79,7 @@ class Medians:
             bins = logs.astype(np.int64)
             np.clip(bins, 0, _BINS - 1, out=bins)
             bins += np.multiply(genes[first : first + _PIECE], _BINS, dtype=np.int64)
-            np.add.at(self._bins.reshape(-1), bins, np.uint32(1))
+            count(self._bins.reshape(-1), bins, np.uint32(1))
 
     def counts(self) -> np.ndarray:
         """Number of values of each gene, int64."""

@@ -137,6 +137,13 @@ def join_values(indptr: Any, genes: Any, counts: Any, ascending: bool, values: A
     return is_ascending
 
 
+@compiled("void(uint32[::1], int64[::1], uint32)")
+def add_at(numbers: Any, places: Any, added: Any) -> None:
+    """As `numpy.add.at`; `places` are at least 0."""
+    for i in range(np.uint64(len(places))):
+        numbers[np.uint64(places[i])] += added
+
+
 @compiled("uint64(uint64)")
 def _mix(value: Any) -> Any:
     """As `keys.splitmix64`."""
