@@ -214,6 +214,26 @@ class Rig:
                 "slurmctld",
             )
 
+    def stop_slurmd(self, node: str) -> None:
+        """Suspend a node's slurmd: the controller loses the node, whose jobs run on."""
+        os.kill(self._slurmd(node), signal.SIGSTOP)
+
+    def continue_slurmd(self, node: str) -> None:
+        os.kill(self._slurmd(node), signal.SIGCONT)
+
+    def hide_folder(self, node: str, folder: Path) -> None:
+        """Show jobs of a node an empty folder, as where a file system is not mounted."""
+        call(*self._in_mounts(node), "mount", "-t", "tmpfs", "tmpfs", str(folder))
+
+    def show_folder(self, node: str, folder: Path) -> None:
+        call(*self._in_mounts(node), "umount", str(folder))
+
+    def _slurmd(self, node: str) -> int:
+        return int((self.folder / f"slurmd-{node}.pid").read_text())
+
+    def _in_mounts(self, node: str) -> list[str]:
+        return ["nsenter", f"--target={self._slurmd(node)}", "--mount"]
+
     def start_controller(self) -> None:
         call("slurmctld", "-f", str(self.config), env=self._env())
 

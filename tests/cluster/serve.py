@@ -45,6 +45,18 @@ class ServedRig(Rig):
     def start_node(self, node: str, wait: bool = True) -> None:
         ask("start_node", node)
 
+    def stop_slurmd(self, node: str) -> None:
+        ask("stop_slurmd", node)
+
+    def continue_slurmd(self, node: str) -> None:
+        ask("continue_slurmd", node)
+
+    def hide_folder(self, node: str, folder: Path) -> None:
+        ask("hide_folder", node, str(folder))
+
+    def show_folder(self, node: str, folder: Path) -> None:
+        ask("show_folder", node, str(folder))
+
     def stop_controller(self) -> None:
         ask("stop_controller")
 
@@ -99,6 +111,18 @@ class Server:
 
     def start_node(self, node: str) -> None:
         self._running().start_node(node)
+
+    def stop_slurmd(self, node: str) -> None:
+        self._running().stop_slurmd(node)
+
+    def continue_slurmd(self, node: str) -> None:
+        self._running().continue_slurmd(node)
+
+    def hide_folder(self, node: str, folder: str) -> None:
+        self._running().hide_folder(node, Path(folder))
+
+    def show_folder(self, node: str, folder: str) -> None:
+        self._running().show_folder(node, Path(folder))
 
     def stop_controller(self) -> None:
         self._running().stop_controller()

@@ -62,8 +62,7 @@ def test_one_job_follows_a_node_cut_off_from_the_controller(
     run = Launched.start(corpus, train, run_options(5000), rig.environment, rest_s=0.3, **MACHINE)
     run.wait_for_step(3)
     nodes = re.findall(r"RUNNING on (node\d)", run.printed)
-    slurmd = int((rig.folder / f"slurmd-{nodes[0]}.pid").read_text())
-    os.kill(slurmd, signal.SIGSTOP)
+    rig.stop_slurmd(nodes[0])
     try:
         run.wait_for_print("still trains on")
         step = run.step()
@@ -75,7 +74,7 @@ def test_one_job_follows_a_node_cut_off_from_the_controller(
         run.wait_for_step(run.step() + 5)
         assert run.printed.count("still trains on") == 1
     finally:
-        os.kill(slurmd, signal.SIGCONT)
+        rig.continue_slurmd(nodes[0])
     os.killpg(run.process.pid, signal.SIGTERM)
     assert run.end() == 75, run.printed
     cancelled = rf"cellmill train: cancelled job {run.job_ids()[1]}; saved at step \d+; run the same command to resume"

@@ -230,7 +230,8 @@ def test_a_hanging_rank_is_named_with_its_node(run: Run) -> None:
 
 @pytest.mark.full
 def test_a_rank_that_hangs_is_restarted_with_the_same_curve(run: Run, whole: Run) -> None:
-    given = options(train={"steps": 60, "checkpoint_every_steps": 10, "timeout_s": 20})
+    # many steps: on a busy machine the worker is suspended long after step 25
+    given = options(train={"steps": 300, "checkpoint_every_steps": 10, "timeout_s": 20})
     whole.train(given)
     run.start(given, until=25, nproc_per_node=2, max_restarts=1)
     run.worker(1).suspend()
