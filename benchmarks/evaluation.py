@@ -6,31 +6,35 @@ few steps. Each task runs in an evaluation of its own, on one thread; the same e
 
     python benchmarks/evaluation.py --cells 4989 --tasks probe few_shot
     python benchmarks/evaluation.py --cells 10000 --tasks integration clustering
-    python benchmarks/evaluation.py --before SRC         # also with the cellmill of another checkout
+    python benchmarks/evaluation.py --tasks "probe{seeds: 1}"         # options of a task
+    python benchmarks/evaluation.py --raw cells.h5ad --label cell_type  # real cells
+    python benchmarks/evaluation.py --beside CHECKOUT    # also with the cellmill of another checkout
     python benchmarks/evaluation.py --parts              # what one fold of `probe` does with all genes
 """
 
 import argparse
 import os
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 from origin import commit, machine
-from scipy.linalg.blas import ssyrk
+from prepare import cpu_seconds
 from threadpoolctl import threadpool_limits
 
 from cellmill.data.arrays import log_normalise
 from cellmill.data.inputs.formats import open_dataset
-from cellmill.evaluate.classifiers.fitted import NearestCells
-from cellmill.evaluate.classifiers.logistic import LogisticRegression
+from cellmill.evaluate.baselines import BaselineCache
+from cellmill.evaluate.classifiers.fitted import make_classifiers
 from cellmill.evaluate.components import RankedGenes, pca
 from cellmill.runs import results
 
@@ -58,16 +62,18 @@ def main() -> None:
     parser.add_argument("--genes", type=int, default=20_000, help="(default: %(default)s)")
     parser.add_argument("--tasks", nargs="+", default=["probe", "few_shot"], help="(default: two)")
     parser.add_argument("--repeats", type=int, default=1, help="turns (default: %(default)s)")
-    parser.add_argument("--before", type=Path, help="folder src of another checkout")
+    parser.add_argument("--raw", type=Path, help="cells (.h5ad) instead of simulated ones")
+    parser.add_argument("--label", default="cell_type", help="(default: %(default)s)")
+    parser.add_argument("--beside", type=Path, help="another checkout, whose build takes turns")
     parser.add_argument("--parts", action="store_true", help="parts of a fold, instead of tasks")
     parser.add_argument("--folder", type=Path, help="keep the files here, and use those that exist")
     arguments = parser.parse_args()
     sources = {"now": Path(results.__file__).parents[2]}
-    if arguments.before:
-        sources["before"] = arguments.before.resolve()
+    if arguments.beside:
+        sources = {"before": arguments.beside.resolve() / "src"} | sources
     with tempfile.TemporaryDirectory(prefix="cellmill-evaluation-") as name:
         folder = arguments.folder or Path(name)
-        prepare(folder, arguments.cells, arguments.genes)
+        prepare(folder, arguments.cells, arguments.genes, arguments.raw, arguments.label)
         if arguments.parts:
             print(f"{machine()}; commit {commit()}; `{shlex.join(['python', *sys.argv])}`\n")
             print_parts(folder)
@@ -76,38 +82,43 @@ def main() -> None:
         peaks: dict[tuple[str, str], float] = {}
         for _ in range(arguments.repeats):
             for build, source in sources.items():
-                overhead, _ = evaluate(folder, source, OVERHEAD, build)
+                overhead, _ = evaluate(folder, source, OVERHEAD, build, arguments.label)
                 spent.setdefault((build, OVERHEAD), []).append(overhead)
                 for task in arguments.tasks:
-                    cpu_s, peak = evaluate(folder, source, task, build)
+                    cpu_s, peak = evaluate(folder, source, task, build, arguments.label)
                     spent.setdefault((build, task), []).append(cpu_s - overhead)
                     peaks[build, task] = peak
         print(f"{machine()}; commit {commit()}; `{shlex.join(['python', *sys.argv])}`")
-        print(f"\n{arguments.cells:,} cells x {arguments.genes:,} genes\n")
+        with open_dataset(folder / "sim.h5ad") as reader:
+            print(f"\n{reader.n_obs:,} cells x {reader.n_vars:,} genes\n")
         print("| task | build | CPU-seconds (range) | peak GB | largest difference |")
         print("|---|---|---:|---:|---:|")
         for (build, task), seconds in spent.items():
             peak_gb = peaks.get((build, task), 0) / 1e6
-            difference = largest_difference(folder, task) if arguments.before else 0.0
+            difference = largest_difference(folder, task) if arguments.beside else 0.0
             middle = statistics.median(seconds)
             numbers = f"{middle:.1f} ({min(seconds):.1f} to {max(seconds):.1f})"
             print(f"| {task} | {build} | {numbers} | {peak_gb:.1f} | {difference:.1e} |")
 
 
-def prepare(folder: Path, cells: int, genes: int) -> None:
-    """Write the cells, a model and its embedding, unless they exist."""
+def prepare(folder: Path, cells: int, genes: int, raw: Path | None, label: str) -> None:
+    """Write the cells, simulated or of `raw`, a model and its embedding, unless they exist."""
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / "embedding.h5ad").exists():
         return
     (folder / "config.yaml").write_text(CONFIG)
     columns = "dataset\tpath\tlabel\tbatch\n"
-    (folder / "datasets.tsv").write_text(f"{columns}sim\traw.h5ad\tcell_type\tbatch\n")
+    (folder / "datasets.tsv").write_text(f"{columns}sim\traw.h5ad\t{label}\tbatch\n")
     source = Path(results.__file__).parents[2]
     corpus = "--config config.yaml --corpus cells"
     run = "--config config.yaml --run cells"
+    if raw is not None:
+        shutil.copy(raw, folder / "raw.h5ad")
+    else:
+        simulation = f"simulate --out raw.h5ad --cells {cells} --genes {genes} --batches 4"
+        measure(folder, source, simulation.split())
     for line in (
-        f"simulate --out raw.h5ad --cells {cells} --genes {genes} --batches 4",
-        f"preprocess {corpus} --input raw.h5ad --dataset sim --label cell_type --batch batch"
+        f"preprocess {corpus} --input raw.h5ad --dataset sim --label {label} --batch batch"
         " --out sim.h5ad --report sim.json",
         f"vocabulary {corpus} --cells sim.h5ad --out vocabulary.tsv",
         f"shard {corpus} --cells sim.h5ad --vocabulary vocabulary.tsv --out shards/manifest.json",
@@ -118,15 +129,17 @@ def prepare(folder: Path, cells: int, genes: int) -> None:
         measure(folder, source, line.split())
 
 
-def evaluate(folder: Path, source: Path, task: str, build: str) -> tuple[float, float]:
-    """CPU-seconds and peak memory (kB) of an evaluation with one task."""
+def evaluate(folder: Path, source: Path, task: str, build: str, label: str) -> tuple[float, float]:
+    """CPU-seconds and peak memory (kB) of an evaluation with one task, `NAME` or `NAME{OPTIONS}`."""
+    name, _, options = task.partition("{")
     config = (folder / "config.yaml").read_text()
-    tasks = f"evaluate: {{cells: all, tasks: {{{task}: {{}}}}}}"
+    tasks = f"evaluate: {{cells: all, tasks: {{{name}: {{{options or '}'}}}}}"
     (folder / "task.yaml").write_text(config.replace("evaluate: {cells: all}", tasks))
+    shutil.rmtree(folder / f"{build}-{name}", ignore_errors=True)  # or its results are kept
     words = (
         "evaluate --config task.yaml --run cells --model model --manifest shards/manifest.json"
-        f" --cells sim.h5ad --embeddings embedding.h5ad --labels cell_type"
-        f" --out {build}-{task}/metrics.json"
+        f" --cells sim.h5ad --embeddings embedding.h5ad --labels {label}"
+        f" --out {build}-{name}/metrics.json"
     )
     return measure(folder, source, words.split())
 
@@ -149,10 +162,8 @@ def measure(folder: Path, source: Path, words: list[str]) -> tuple[float, float]
 
 
 def print_parts(folder: Path) -> None:
-    """CPU-seconds of the parts of one fold of `probe` that read all genes, on one thread.
-
-    The last line is no part: the kernel of all fitted cells by one product in float32, from which
-    neighbours and both regressions could be computed.
+    """CPU-seconds of the parts of one fold of `probe` that read all genes, on one thread: from the
+    genes themselves, and from products that all folds share.
     """
     with open_dataset(folder / "sim.h5ad") as reader:
         labels = reader.obs["cell_type"].to_numpy().astype(str)
@@ -160,29 +171,47 @@ def print_parts(folder: Path) -> None:
     profiles = log_normalise(counts)
     is_tested = np.arange(len(labels)) % 5 == 0
     train = np.flatnonzero(~is_tested)
-    fitted = profiles[train]
-    own = labels[train]
-    nearest = NearestCells(15)
-    parts: dict[str, Callable[[], object]] = {
-        "ranks of genes, once": lambda: RankedGenes(profiles),
-        "PCA of all genes": lambda: pca(fitted.shape).fit(fitted),
-        "kNN": lambda: nearest.fit(fitted, own).predict(profiles[is_tested]),
-        "regression": lambda: LogisticRegression(standardised=True).fit(fitted, own),
-        "regression, unscaled": lambda: LogisticRegression(standardised=False).fit(fitted, own),
-        "(kernel of the fitted cells)": lambda: ssyrk(1.0, fitted.toarray()),
+    shared = BaselineCache().share(profiles)
+
+    def fit(cells: Any, classifier: Any) -> None:
+        classifier.fit(cells[train], labels[train]).predict(cells[is_tested])
+
+    once: dict[str, Callable[[], object]] = {
+        "ranks of genes": lambda: RankedGenes(profiles),
+        "products": lambda: shared.source.plain,
+        "scaled products": lambda: shared.source.scaled,
     }
-    print("| part of a fold | CPU-seconds |\n|---|---:|")
+
+    def fit_components(cells: sp.csr_matrix, from_products: bool) -> None:
+        fitted = shared[train]
+        products = fitted.products(fitted) if from_products else None
+        components = pca((len(train), cells.shape[1]))
+        components.fit_transform(cells[train], products=products)
+        components.transform(cells)
+
+    parts: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+        "PCA of all genes": (
+            lambda: fit_components(profiles, False),
+            lambda: fit_components(profiles, True),
+        )
+    }
+    for name, classifier in make_classifiers(15).items():
+        parts[name] = (partial(fit, profiles, classifier), partial(fit, shared, classifier))
+    print("| part | CPU-seconds, once |\n|---|---:|")
     with threadpool_limits(1):
-        for name, work in parts.items():
-            started = time.process_time()
-            work()
-            print(f"| {name} | {time.process_time() - started:.1f} |", flush=True)
+        for name, work in once.items():
+            print(f"| {name} | {cpu_seconds(work):.1f} |", flush=True)
+        print("\n| part of a fold | from genes | from shared products |\n|---|---:|---:|")
+        for name, both in parts.items():
+            plain, faster = map(cpu_seconds, both)
+            print(f"| {name} | {plain:.2f} | {faster:.2f} |", flush=True)
 
 
 def largest_difference(folder: Path, task: str) -> float:
     """Largest difference of a score between both builds, over all rows and columns of a task."""
-    before = results.read(folder / f"before-{task}" / "metrics.json").datasets["sim"]
-    now = results.read(folder / f"now-{task}" / "metrics.json").datasets["sim"]
+    name = task.partition("{")[0]
+    before = results.read(folder / f"before-{name}" / "metrics.json").datasets["sim"]
+    now = results.read(folder / f"now-{name}" / "metrics.json").datasets["sim"]
     largest = 0.0
     for name, result in before.tasks.items():
         rows = {row.method: row for row in now.tasks[name].rows}

@@ -19,6 +19,7 @@ import scipy.sparse as sp
 import sklearn
 from sklearn.exceptions import ConvergenceWarning
 
+from cellmill.evaluate.products import CellProducts, SharedCells
 from cellmill.files import atomic_path
 
 VERSIONS = f"scikit-learn {sklearn.__version__}, NumPy {np.__version__}"
@@ -36,6 +37,16 @@ class BaselineCache:
         # predictions from features that no other run has: never saved
         self.model_predictions: dict[str, np.ndarray] = {}
         self._n_read = len(self.predictions)
+        self._products: CellProducts | None = None
+
+    def share(self, cells: sp.csr_matrix) -> SharedCells:
+        """The cells with products that tasks share. Those of other cells are dropped: they fill
+        memory.
+        """
+        digest = _digest("", cells)
+        if self._products is None or self._products.digest != digest:
+            self._products = CellProducts(cells, digest)
+        return SharedCells(self._products, np.arange(cells.shape[0]))
 
     def features(self, about: str, values: Any, compute: Callable[[], np.ndarray]) -> np.ndarray:
         """Result of `compute`, which depends on `values`, dense or sparse, and on `about`; kept if
@@ -114,11 +125,12 @@ def _digest(about: str, *values: Any) -> str:
     """SHA-256 of a text and arrays, dense or sparse."""
     digest = hashlib.sha256(about.encode())
     for value in values:
-        parts = (
-            [value.data, value.indices, value.indptr, np.array(value.shape)]
-            if sp.issparse(value)
-            else [value]
-        )
+        parts = [value]
+        if isinstance(value, SharedCells):
+            digest.update(value.source.digest.encode())
+            parts = [value.rows]
+        elif sp.issparse(value):
+            parts = [value.data, value.indices, value.indptr, np.array(value.shape)]
         for array in map(np.ascontiguousarray, parts):
             digest.update(f" {array.dtype} {array.shape} ".encode())
             digest.update(array.tobytes())

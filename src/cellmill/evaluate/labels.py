@@ -126,7 +126,8 @@ def predict_from_other_half(context: Context) -> np.ndarray:
     if len(chosen.classes) < 2:
         return predicted
     counts = read_rows(context.reader, cells)
-    genes = log_normalise(summed(counts) if context.columns.ordered else counts)
+    profiles = log_normalise(summed(counts) if context.columns.ordered else counts)
+    genes = context.baselines.share(profiles)
     classifier = {REGRESSION: LogisticRegression(standardised=True)}
     # shuffle cells, sort them by label, and deal them into halves in turn
     order = seeded(seed, 6).permutation(len(labels))

@@ -21,6 +21,7 @@ from cellmill.config.plugin import load
 from cellmill.evaluate.baselines import CachedClassifiers
 from cellmill.evaluate.classifiers.logistic import LogisticRegression
 from cellmill.evaluate.methods import KNN, RANKED, REGRESSION, UNSCALED_REGRESSION, Arrays, Features
+from cellmill.evaluate.products import SharedCells
 from cellmill.evaluate.task import Context
 from cellmill.runs.results import ScoredMethod
 
@@ -43,6 +44,10 @@ class NearestCells:
         """Keep `features`, `(cells, width)`, dense or sparse, and `labels`, `(cells,)`."""
         self.classes, class_of_cell = np.unique(labels, return_inverse=True)
         self._votes = np.eye(len(self.classes))[class_of_cell]  # (cells, classes)
+        self._shared = features if isinstance(features, SharedCells) else None
+        if self._shared is not None:
+            self._squares = features.source.plain.diagonal()[features.rows]
+            return self
         values = features.astype(np.float64)
         self._squares = row_norms(values, squared=True)
         self._transposed = values.T.tocsr() if sp.issparse(values) else values.T
@@ -52,8 +57,11 @@ class NearestCells:
         """The class of each cell, `(cells,)`, of features `(cells, width)`."""
         numbers = []
         for first in range(0, features.shape[0], COMPARED):
-            block = features[first : first + COMPARED].astype(np.float64)
-            products = block @ self._transposed  # (block, fitted cells)
+            block = features[first : first + COMPARED]
+            if self._shared is not None:
+                products = block.products(self._shared)
+            else:
+                products = block.astype(np.float64) @ self._transposed  # (block, fitted cells)
             if sp.issparse(products):
                 products = products.toarray()
             # squared distances without the cell's own square, which is the same for all

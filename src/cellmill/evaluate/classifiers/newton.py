@@ -15,6 +15,7 @@ logit.
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from scipy.linalg import LinAlgError
@@ -44,6 +45,23 @@ class CellWeights:
 
 
 @dataclass(frozen=True)
+class Unwhitened:
+    """Features Z / √λ, as if c were 0, of which only products of cells are known."""
+
+    multiply: Callable[[np.ndarray], np.ndarray]  # weights of cells -> their product with ZZᵀ
+    penalty: float  # λ
+    curvature: ClassVar[float] = 0.0
+
+    def add_logits(self, weights: np.ndarray, out: np.ndarray) -> None:
+        """Write the product of `weights` with ZZᵀ / λ to `out`, both `(classes, cells)`."""
+        np.divide(self.multiply(weights), self.penalty, out=out)
+
+    def has_converged(self, weights: np.ndarray, squared_norm: float) -> bool:
+        """True if the gradient of these `weights` has no norm above TOLERANCE."""
+        return squared_norm <= TOLERANCE**2
+
+
+@dataclass(frozen=True)
 class Whitening:
     """Whitened features of the fitted cells."""
 
@@ -52,6 +70,7 @@ class Whitening:
     kernel: np.ndarray | None
     # weights of cells `(classes, cells)` -> coefficients `(width, classes)`
     unwhiten: Callable[[np.ndarray], np.ndarray]
+    curvature: ClassVar[float] = CURVATURE
 
     def add_logits(self, weights: np.ndarray, out: np.ndarray) -> None:
         """Write the product of `weights` with UUᵀ to `out`, both `(classes, cells)`."""
@@ -61,24 +80,29 @@ class Whitening:
         np.dot(weights @ self.features, self.features.T, out=out)
         daxpy(weights.ravel(), out.ravel(), a=RIDGE * len(self.features) / CURVATURE)
 
+    def has_converged(self, weights: np.ndarray, squared_norm: float) -> bool:
+        """True if no derivative of the gradient of these `weights` is above TOLERANCE."""
+        # with a norm above this bound, some derivative is
+        n_coefficients = len(weights) * self.features.shape[1]
+        if squared_norm > n_coefficients * TOLERANCE**2:
+            return False
+        return bool(np.abs(weights @ self.features).max() <= TOLERANCE)
 
-def whiten(features: np.ndarray, penalty: float, has_intercept: bool) -> Whitening:
+
+def whiten(features: np.ndarray, penalty: float) -> Whitening:
     """Whiten `features`, `(cells, width)`. Raises LinAlgError if their scales differ too much."""
     n, width = features.shape
-    constants = np.full(int(has_intercept), CURVATURE**-0.5)
     # the Hessian c ZᵀZ / n + λ, or c ZZᵀ / n + λ with fewer cells than features
     gram = features @ features.T if width > n else features.T @ features
     gram *= CURVATURE / n
     gram.flat[:: len(gram) + 1] += penalty
     factor = _cholesky(gram.T)
     if width > n:
-        return _whiten_wide(features, factor, penalty, constants)
-    return _whiten_tall(features, factor, constants)
+        return _whiten_wide(features, factor, penalty)
+    return _whiten_tall(features, factor)
 
 
-def _whiten_wide(
-    features: np.ndarray, factor: np.ndarray, penalty: float, constants: np.ndarray
-) -> Whitening:
+def _whiten_wide(features: np.ndarray, factor: np.ndarray, penalty: float) -> Whitening:
     """Whiten fewer cells than features; `factor` is the Cholesky factor of c ZZᵀ / n + λ."""
     n = len(features)
     # UUᵀ from the inverse, of which LAPACK returns the lower triangle
@@ -87,11 +111,11 @@ def _whiten_wide(
     kernel = inverse + inverse.T
     # centred features would be singular without RIDGE
     kernel.flat[:: n + 1] = inverse.diagonal() + (1 + RIDGE) * n / CURVATURE
-    columns = np.empty((n, n + len(constants)), order="F")
+    columns = np.empty((n, n + 1), order="F")
     columns[:, :n] = kernel.T
-    columns[:, n:] = constants
+    columns[:, n] = CURVATURE**-0.5
     _cholesky(columns[:, :n])
-    kernel += constants @ constants
+    kernel += 1 / CURVATURE
 
     def unwhiten(weights: np.ndarray) -> np.ndarray:
         solved = dpotrs(factor, weights.T, lower=True)[0]
@@ -100,13 +124,13 @@ def _whiten_wide(
     return Whitening(columns, kernel, unwhiten)
 
 
-def _whiten_tall(features: np.ndarray, factor: np.ndarray, constants: np.ndarray) -> Whitening:
+def _whiten_tall(features: np.ndarray, factor: np.ndarray) -> Whitening:
     """Whiten as many cells as features or more; `factor` is the Cholesky factor of c ZᵀZ / n + λ."""
     n, width = features.shape
     has_kernel = n <= min(2 * width, MAX_SIDE)
-    columns = np.empty((n, width + len(constants)), order="C" if has_kernel else "F")
+    columns = np.empty((n, width + 1), order="C" if has_kernel else "F")
     columns[:, :width] = dtrtrs(factor, features.T, lower=True)[0].T
-    columns[:, width:] = constants
+    columns[:, width] = CURVATURE**-0.5
     kernel = None
     if has_kernel:
         kernel = columns @ columns.T
@@ -129,34 +153,39 @@ def _cholesky(matrix: np.ndarray) -> np.ndarray:
     return np.asarray(factor)
 
 
-def minimise(whitening: Whitening, targets: np.ndarray) -> np.ndarray:
+def minimise(
+    whitening: Whitening | Unwhitened,
+    targets: np.ndarray,
+    start: np.ndarray | None = None,
+    constants: np.ndarray | float = 0.0,
+) -> np.ndarray:
     """Weights of the cells at the optimum, `(classes, cells)`, for one-hot `targets` of the same
-    shape.
+    shape; begins at the weights `start`, and adds `constants` to the logits.
 
     Warns by ConvergenceWarning if it stops before it converged.
     """
-    n_classes, n = targets.shape
-    n_coefficients = n_classes * whitening.features.shape[1]
-    current = CellWeights(np.zeros((2, n_classes, n)))
-    value, probabilities = _compute_loss(current, targets)
+    n = targets.shape[1]
+    curvature = whitening.curvature
+    current = CellWeights(np.zeros((2, *targets.shape)))
+    if start is not None:
+        current.weights[:] = start
+        whitening.add_logits(start, current.logits)
+    value, probabilities = _compute_loss(current, targets, constants, curvature)
     for _ in range(MAX_STEPS):
         gradient = CellWeights(np.empty_like(current.stacked))
-        gradient.weights[:] = (probabilities - targets) / n - CURVATURE / n * current.logits
+        gradient.weights[:] = (probabilities - targets) / n - curvature / n * current.logits
         gradient.weights[:] += current.weights
         whitening.add_logits(gradient.weights, gradient.logits)
         squared_norm = float(np.vdot(gradient.weights, gradient.logits))
-        # with a norm above this bound, some derivative is above TOLERANCE
-        if squared_norm <= n_coefficients * TOLERANCE**2:
-            derivatives = gradient.weights @ whitening.features
-            if np.abs(derivatives).max() <= TOLERANCE:
-                break
+        if whitening.has_converged(gradient.weights, squared_norm):
+            break
         step = _newton_step(whitening, probabilities, gradient, squared_norm)
         slope = np.vdot(gradient.logits, step.weights)
         # halve the step until the objective falls by enough
         length = 1.0
         while True:
             moved = CellWeights(current.stacked + length * step.stacked)
-            new_value, probabilities = _compute_loss(moved, targets)
+            new_value, probabilities = _compute_loss(moved, targets, constants, curvature)
             # rounding may hide the descent of the last steps
             if new_value <= value + 1e-4 * length * slope + 1e-12:
                 break
@@ -168,21 +197,27 @@ def minimise(whitening: Whitening, targets: np.ndarray) -> np.ndarray:
     return current.weights
 
 
-def _compute_loss(current: CellWeights, targets: np.ndarray) -> tuple[float, np.ndarray]:
+def _compute_loss(
+    current: CellWeights, targets: np.ndarray, constants: np.ndarray | float, curvature: float
+) -> tuple[float, np.ndarray]:
     """Objective, and probabilities `(classes, cells)`."""
     n = targets.shape[1]
-    shifted = current.logits - current.logits.max(0)
+    logits = current.logits + constants
+    shifted = logits - logits.max(0)
     true_logits = np.vdot(shifted, targets)
     odds = np.exp(shifted)
     sums = odds.sum(0)
     cross_entropy = (np.log(sums).sum() - true_logits) / n
     penalty = np.vdot(current.weights, current.logits)
-    penalty -= CURVATURE / n * np.vdot(current.logits, current.logits)
+    penalty -= curvature / n * np.vdot(current.logits, current.logits)
     return cross_entropy + penalty / 2, odds / sums
 
 
 def _newton_step(
-    whitening: Whitening, probabilities: np.ndarray, gradient: CellWeights, squared_norm: float
+    whitening: Whitening | Unwhitened,
+    probabilities: np.ndarray,
+    gradient: CellWeights,
+    squared_norm: float,
 ) -> CellWeights:
     """The step that leaves FORCING of the gradient's norm; `squared_norm` is that over whitened
     features.
@@ -193,7 +228,7 @@ def _newton_step(
     # the Hessian is 1 over whitened features plus diag(p / n) - p pᵀ / n - c / n over the logits
     n = probabilities.shape[1]
     shares = probabilities / n
-    diagonal = shares - CURVATURE / n
+    diagonal = shares - whitening.curvature / n
     residual = CellWeights(-gradient.stacked)
     direction = CellWeights(np.zeros_like(gradient.stacked))
     step = CellWeights(np.zeros_like(gradient.stacked))

@@ -10,10 +10,10 @@ as wrong for every method.
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pandas as pd
+import scipy.sparse as sp
 from sklearn.preprocessing import StandardScaler
 
 from cellmill.config.parts.tasks import FewShotConfig, LeaveOutConfig, ProbeConfig
@@ -41,6 +41,7 @@ from cellmill.evaluate.methods import (
     Arrays,
     Features,
 )
+from cellmill.evaluate.products import SharedCells
 from cellmill.evaluate.scores import ClassPredictions, ScoreColumn, tabulate
 from cellmill.evaluate.splits import Split, draw_shots, split_by_class, split_groups
 from cellmill.evaluate.task import Context, Skipped, Task
@@ -99,13 +100,16 @@ def predict_splits(
     """
     labels = predictions.labels
     ranked = RankedGenes(features[ALL_GENES])
+    shared = context.baselines.share(features[ALL_GENES])
+    if not context.options.classifiers:  # those of other packages know no shared products
+        features = {**features, ALL_GENES: shared}
     for split in splits:
         train = split.train
         test = split.test
         with small_problems():
             split_features = {**features, RANKED: ranked.select(train, labels[train])}
             if with_baselines:
-                split_features |= _features_of_split(features, train, context.baselines)
+                split_features |= _features_of_split(features, shared, train, context.baselines)
             train_features = select_cells(split_features, train)
             fitted = fit_all(train_features, labels[train], neighbors, context)
             predicted = predict_all(fitted, select_cells(split_features, test))
@@ -114,11 +118,13 @@ def predict_splits(
         predictions.record(condition, split.repetition, test, predicted)
 
 
-def _features_of_split(features: Features, train: np.ndarray, cache: BaselineCache) -> Features:
+def _features_of_split(
+    features: Features, genes: SharedCells, train: np.ndarray, cache: BaselineCache
+) -> Features:
     """Features of all cells that are fitted on the cells `train`: principal components, and the
     embedding joined to the components of the model's training cells.
     """
-    fitted: Features = {**_fit_components(features[ALL_GENES], train, COMPONENTS, cache)}
+    fitted: Features = {**_fit_components(genes, train, COMPONENTS, cache)}
     if TRAINING_COMPONENTS in features:
         scaler = StandardScaler().fit(features[EMBEDDING][train])
         scaled = scaler.transform(features[EMBEDDING])
@@ -132,21 +138,30 @@ def majority(labels: np.ndarray, n: int) -> np.ndarray:
     return np.full(n, classes[sizes.argmax()])
 
 
-def _fit_components(genes: Any, train: np.ndarray, components: int, cache: BaselineCache) -> Arrays:
+def _fit_components(
+    genes: SharedCells, train: np.ndarray, components: int, cache: BaselineCache
+) -> Arrays:
     """Principal components of all cells, fitted on cells `train`: of all genes, and of the variable
     genes unless all genes count as variable. Empty if there are too few cells or genes.
     """
     if min(len(train), genes.shape[1]) < 2:
         return {}
+    cells = genes.matrix
 
-    def fit(panel: Any) -> np.ndarray:
+    def fit(panel: sp.csr_matrix, shared: SharedCells | None = None) -> np.ndarray:
         unfitted = pca((len(train), panel.shape[1]), components)
         about = f"{unfitted!r} fitted on {train.tolist()}"
-        return cache.features(about, panel, lambda: unfitted.fit(panel[train]).transform(panel))
 
-    features = {ScoredMethod(f"PCA{components}"): fit(genes)}
+        def compute() -> np.ndarray:
+            products = None if shared is None else shared.products(shared)
+            unfitted.fit_transform(panel[train], products=products)
+            return unfitted.transform(panel)
+
+        return cache.features(about, panel, compute)
+
+    features = {ScoredMethod(f"PCA{components}"): fit(cells, genes[train])}
     if genes.shape[1] > VARIABLE_GENES:
-        panel = genes[:, choose_variable_genes(genes[train])]
+        panel = cells[:, choose_variable_genes(cells[train])]
         features[ScoredMethod(f"PCA{components} of variable genes")] = fit(panel)
     return features
 
