@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.sparse as sp
 from scipy.stats import chisquare
 from sklearn.decomposition import PCA
 from sklearn.linear_model import LinearRegression
@@ -21,12 +22,15 @@ from sklearn.metrics import (
 from sklearn.neighbors import NearestNeighbors
 
 from cellmill.config.parts.tasks import ClusteringConfig, IntegrationConfig
+from cellmill.evaluate import products
+from cellmill.evaluate.baselines import BaselineCache
 from cellmill.evaluate.inference.umap import project
 from cellmill.evaluate.methods import TRAINING_COMPONENTS
+from cellmill.evaluate.neighbors import NeighborGraph, jaccard_weights
 from cellmill.evaluate.task import Context, run_task
 from cellmill.evaluate.tasks import integration as mixing
 from cellmill.evaluate.tasks.clustering import Clustering, ari_scores, nmi_scores
-from cellmill.evaluate.tasks.integration import Integration, NeighborGraph, jaccard_weights
+from cellmill.evaluate.tasks.integration import Integration
 
 MEASURES = [(nmi_scores, normalized_mutual_info_score), (ari_scores, adjusted_rand_score)]
 
@@ -64,6 +68,25 @@ def labelled_clusters() -> tuple[np.ndarray, np.ndarray]:
     is_right = random.random(400) < 0.7
     clusters = np.where(is_right, classes, random.integers(0, 6, 400))
     return classes, clusters
+
+
+@pytest.mark.parametrize("single", [True, False], ids=["float32", "float64"])
+def test_neighbours_of_shared_products_match_the_features(
+    single: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if single:
+        monkeypatch.setattr(products, "MAX_DOUBLE", 0)
+    random = np.random.default_rng(0)
+    genes = sp.csr_matrix(np.log1p(random.poisson(0.7, (90, 200))).astype(np.float32))
+    shared = BaselineCache().share(genes)
+    cells = random.permutation(90)[:70]
+    found = NeighborGraph.build(shared[cells], 12)
+    expected = NeighborGraph.build(genes[cells].toarray().astype(np.float64), 12)
+    np.testing.assert_array_equal(np.sort(found.indices), np.sort(expected.indices))
+    np.testing.assert_allclose(found.distances, expected.distances, rtol=1e-5)
+    copies = sp.vstack([genes[:1]] * 4, format="csr")
+    same = NeighborGraph.build(BaselineCache().share(copies), 2)
+    assert not (same.indices == np.arange(4)[:, None]).any(), "a cell is no neighbour of itself"
 
 
 def test_the_graph_has_jaccard_weights() -> None:

@@ -52,6 +52,16 @@ class SharedCells:
         """Products with other cells of the source: `(cells, others)`."""
         return self.source.plain[self.rows].take(others.rows, axis=1)
 
+    def distances(self) -> np.ndarray:
+        """Euclidean distances of all pairs, `(cells, cells)`."""
+        distances = self.products(self)
+        squares = distances.diagonal().copy()
+        distances *= -2
+        distances += squares
+        distances += squares[:, None]
+        np.maximum(distances, 0, out=distances)
+        return np.sqrt(distances, out=distances)
+
     def scaled_products(self) -> np.ndarray:
         """Products of all pairs, divided by standard deviations over all cells of the source."""
         return self.source.scaled[self.rows].take(self.rows, axis=1)

@@ -22,9 +22,9 @@ from cellmill.evaluate.components import COMPONENTS, fit_own_components
 from cellmill.evaluate.features import cell_features
 from cellmill.evaluate.labels import labelled_cells
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING, add_note
+from cellmill.evaluate.neighbors import NeighborGraph, jaccard_weights
 from cellmill.evaluate.scores import ScoreColumn, table_rows, tabulate
 from cellmill.evaluate.task import Context, Task
-from cellmill.evaluate.tasks.integration import NeighborGraph, jaccard_weights
 from cellmill.runs.results import ScoredMethod, TaskResult
 
 TINY = 1e-12  # entropies, and shares of pairs, that are rounding errors
@@ -115,7 +115,7 @@ class Clustering(Task):
         features |= {
             components: fit_own_components(genes),
             add_note(components, ", scaled genes"): fit_own_components(scaled),
-            ALL_GENES: genes,
+            ALL_GENES: context.baselines.share(genes),
         }
         clusters = {
             method: self.cluster(method, values, labels, context, igraph)

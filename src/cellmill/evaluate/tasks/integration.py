@@ -17,16 +17,13 @@ nearest neighbours. `labels` and `batches` are class numbers from 0, `(cells,)`.
                         R2 sum to the sum of squares between batches
 """
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-import scipy.sparse as sp
 from scipy.sparse.csgraph import connected_components
 from scipy.stats import chi2
 from sklearn.metrics import silhouette_samples
-from sklearn.neighbors import NearestNeighbors
 
 from cellmill.config.parts.tasks import IntegrationConfig
 from cellmill.data.arrays import text_values
@@ -36,6 +33,7 @@ from cellmill.evaluate.components import COMPONENTS, fit_own_components
 from cellmill.evaluate.features import cell_features
 from cellmill.evaluate.labels import labelled_cells
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING, Arrays
+from cellmill.evaluate.neighbors import NeighborGraph, link_neighbors
 from cellmill.evaluate.scores import ScoreColumn, seeded
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.runs.results import Row, ScoredMethod, TaskResult
@@ -184,48 +182,6 @@ def run_harmony(vectors: np.ndarray, batches: np.ndarray, seed: int) -> np.ndarr
         ) from None
     # versions of harmonypy differ in the order of the axes
     return corrected if corrected.shape == vectors.shape else corrected.T
-
-
-@dataclass(frozen=True)
-class NeighborGraph:
-    """The k nearest other cells of each cell by Euclidean distance, the nearest first."""
-
-    indices: np.ndarray  # `(cells, k)` int32
-    distances: np.ndarray  # `(cells, k)` float64
-
-    @classmethod
-    def build(cls, features: Any, k: int) -> Self:
-        """Graph of `features` `(cells, width)`, dense or sparse; all other cells are neighbours if
-        there are fewer than k.
-        """
-        k = min(k, features.shape[0] - 1)
-        nearest = NearestNeighbors(n_neighbors=k, algorithm="brute").fit(features)
-        distances, indices = nearest.kneighbors()
-        return cls(indices.astype(np.int32), distances.astype(np.float64))
-
-
-def link_neighbors(indices: np.ndarray) -> sp.csr_matrix:
-    """1 from each cell to its neighbours `(cells, k)`; `(cells, cells)` float64, not symmetric."""
-    n, k = indices.shape
-    ones = np.ones(n * k)
-    row_starts = np.arange(0, n * k + 1, k)
-    return sp.csr_matrix((ones, indices.ravel(), row_starts), shape=(n, n))
-
-
-def jaccard_weights(graph: NeighborGraph) -> sp.coo_matrix:
-    """Undirected edges, upper triangle: share of common neighbours, cells included (Levine et al.
-    2015, Cell 162).
-    """
-    n, k = graph.indices.shape
-    adjacency = link_neighbors(graph.indices)
-    undirected = adjacency.maximum(adjacency.T)
-    edges = sp.triu(undirected, k=1).tocoo()
-    # each cell counts as its own neighbour, so a neighbourhood has k + 1 cells
-    with_self = adjacency + sp.identity(n, format="csr")
-    common = with_self[edges.row].multiply(with_self[edges.col])
-    n_common = np.asarray(common.sum(axis=1)).ravel()
-    weights = n_common / (2 * (k + 1) - n_common)
-    return sp.coo_matrix((weights, (edges.row, edges.col)), shape=(n, n))
 
 
 def lisi(graph: NeighborGraph, classes: np.ndarray, perplexity: float) -> np.ndarray:
