@@ -35,6 +35,7 @@ HUNG = (
 )
 STUCK = "rank 3 on node2 is stuck at the forward pass; the other ranks have waited 9 s at step 3"
 GPU = "rank 3 on node2: its GPU 1 failed (CUDA error: uncorrectable ECC error encountered); if it"
+WRONG = "rank 3 on node2: its GPU 1 failed step 40, computed twice from the same state: the loss differs"
 LATE = "1 of 2 nodes have not joined: node2; their logs may say why"
 LAUNCH = "srun: error: Task launch for StepId=7.0 failed on node node2: Invalid job credential"
 ATTEMPT = {"hosts": ["node1", "node2"], "started_at": 1, "ended_at": 9, "seen_at": 9}
@@ -112,6 +113,8 @@ def test_a_hang_ends_the_run_if_no_node_may_be_excluded(chain: Scripted) -> None
         (("7_0_log.out", LAUNCH), "LAUNCH_FAILED", ["node2"]),
         (("error.txt", HUNG), "FAILED", ["node2"]),
         (("error.txt", STUCK), "FAILED", ["node2"]),
+        (("error.txt", WRONG), "FAILED", ["node2"]),
+        (("error.txt", WRONG.replace("GPU 1", "CPU")), "FAILED", ["node2"]),
         # these name only who noticed, the end that torch gives all, or every node
         (("connection.txt", "rank 3 on node2: all_reduce failed: closed"), "FAILED", []),
         (("7_1_log.out", KILLED[1].replace("KILL", "ABRT")), "FAILED", []),
@@ -119,7 +122,7 @@ def test_a_hang_ends_the_run_if_no_node_may_be_excluded(chain: Scripted) -> None
         (("error.txt", "rank 3 on node2: ValueError: no"), "FAILED", []),
         (KILLED, "TIMEOUT", []),  # restarted in the same job, which went on
     ],
-    ids="killed GPU late launch hung stuck peer abort all error restarted".split(),
+    ids="killed GPU late launch hung stuck wrong CPU peer abort all error restarted".split(),
 )
 def test_a_line_names_the_node_that_failed(
     tmp_path: Path, file: tuple[str, str], state: str, nodes: list[str]

@@ -46,7 +46,7 @@ model: {hidden: 16, layers: 3, ffn_hidden: 24, dropout: 0.1}
 parallel: {strategy: ddp, sharding_strategy: NO_SHARD, shard_size: 4, tp: 2, sequence_parallel: yes, pp: 2,
   schedule: Interleaved1F1B, microbatches: 8, gradient_reduction: micro_batch, precision: bf16-mixed,
   activation_checkpointing: full, cpu_offload: optimizer}
-train: {steps: 7, global_batch: 32, token_budget: 32, ema_decay: 0.9}
+train: {steps: 7, global_batch: 32, token_budget: 32, ema_decay: 0.9, replay_every_steps: 4}
 plan: {memory_gb: 9, memory_frac: 0.5, mfu_frac: 0.1, intra_node_gbs: 1, inter_node_gbs: 1}
 """)
 NEEDS = {

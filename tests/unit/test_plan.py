@@ -153,6 +153,9 @@ def test_parameters_and_flops_equal_those_of_the_model(corpus: Manifest, tmp_pat
     assert planned["hours"] == pytest.approx(planned["gpu_hours"] / 4)
     seconds = planned["step"]["step_s"] * planned["cells_seen"] / 32
     assert planned["hours"] == pytest.approx(seconds / 3600)
+    train = {"replay_every_steps": 4}
+    replayed = _plan(corpus, tmp_path, device="h100", nproc=4, train=train)
+    assert replayed["hours"] == pytest.approx(1.25 * planned["hours"])
     assert planned["mfu"] == pytest.approx(
         0.35 * planned["step"]["compute_s"] / planned["step"]["step_s"]
     )

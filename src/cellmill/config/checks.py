@@ -111,6 +111,11 @@ def _problems_of_training(options: TrainOptions) -> Iterator[str]:
         )
     if parallel.cpu_offload is not None and train.optimizer.offloaded is None:
         yield f"parallel.cpu_offload requires train.optimizer adamw, got {train.optimizer.name}; set one of them"
+    if train.replay_every_steps is not None and parallel.pp * parallel.tp > 1:
+        yield (
+            "train.replay_every_steps requires pp 1 and tp 1, since ranks that exchange activations share errors, got "
+            f"pp {parallel.pp} and tp {parallel.tp}; set it to null"
+        )
     if stream.labelled_frac is not None and stream.weight_by is None:
         yield "stream.labelled_frac requires stream.weight_by, an obs column of labels; set both, or neither"
     if tokens.max_tokens > train.token_budget:

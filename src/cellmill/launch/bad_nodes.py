@@ -32,7 +32,7 @@ _LINES = [
     for pattern in (
         r"rank \d+ on (\S+)(?: and \d+ more \(.*?\))? (?:has been|is|are) stuck at",
         r"rank \d+ on (\S+)(?: and \d+ more \(.*?\))? do(?:es)? not respond",
-        r"rank \d+ on (\S+): its GPU \S+ failed",
+        r"rank \d+ on (\S+): its (?:GPU \S+|CPU) failed",
         rf"rank \d+ on (\S+) ended with signal {_NOT_A_CAUSE}",
         r"\d+ of \d+ nodes have not joined: ([^;…]+)[;…]",
         r"srun: error: [Tt]ask launch for \S+ failed on node (\S+):",

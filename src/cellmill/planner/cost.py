@@ -57,6 +57,8 @@ def estimate_cost(
     flops_per_s = peak * options.plan.mfu_frac
     time = estimate_step(model, heaviest, network, flops_per_s, load, work.micro_batches_per_step)
     steps_s = time.step_s * work.cells_seen / work.cells_per_step
+    if options.train.replay_every_steps is not None:
+        steps_s *= 1 + 1 / options.train.replay_every_steps
     # validation is only a forward pass, a third of a step
     validations_s = time.step_s / 3 * work.validations * work.val_cells / work.cells_per_step
     hours = (steps_s + validations_s) / 3600

@@ -38,7 +38,7 @@ FREE = {
     "finetune": {"min_known_frac"},
     "stream": {"io_threads", "stage_to", "stage_limit_gb"},
     "train": set(
-        "token_budget max_bad_steps timeout_s val_every_steps val_cells checkpoint_every_steps "
+        "token_budget max_bad_steps replay_every_steps timeout_s val_every_steps val_cells checkpoint_every_steps "
         "checkpoint_every_min keep_checkpoints keep_steps log_every_steps profile_steps".split()
     ),
 }

@@ -37,6 +37,7 @@ from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
 from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import Mesh, PipelineStages, gather_json
+from cellmill.parallel.replay import Replay
 from cellmill.parallel.step import ParallelModel, StepModel, clip_grad_norm
 from cellmill.planner.devices import find_peak_flops
 from cellmill.planner.size import Flops, Load
@@ -116,6 +117,8 @@ class Trainer:
         profile_folder = folder.path / "profile"
         self.profile = StepProfile(profile_folder, train.profile_steps, dist.get_rank(), device)
         self.loss_parts = LossParts(model.objective, device)
+        finish = self.checkpoints.wait
+        self.replay = Replay(model, train.replay_every_steps, device, finish)
         self.progress = Progress()
         self.trackers: list[Tracker] = []
 
@@ -216,9 +219,10 @@ class Trainer:
             divisors = targets.clamp(min=1)
         with self._part("forward_backward", "the gradient reduction"):
             scale = self._scale
-            prepared = self._with_shares(prepared)
+            prepared = self.replay.run(step + 1, partial(self._with_shares, prepared))
             factor = self.loss_parts.weights * (1.0 if scale is None else scale.value)
-            losses = self.parallel_model.forward_backward(prepared, divisors, factor)
+            compute = partial(self.parallel_model.forward_backward, prepared, divisors, factor)
+            losses = self.replay.run(step + 1, compute)
             loss = self.loss_parts.total(losses)
             if scale is not None:
                 scale.unscale(self.model)

@@ -41,6 +41,7 @@ with importing():
     from cellmill.parallel.apply import parallelize
     from cellmill.parallel.materialize import materialize, plain_name
     from cellmill.parallel.mesh import Mesh, PipelineStages, build_mesh, list_stages, set_tf32
+    from cellmill.parallel.replay import DETERMINISTIC_WORKSPACE, WORKSPACE
     from cellmill.parallel.torch_private import set_group_timeouts
     from cellmill.planner.size import Flops, measure_flops
     from cellmill.runs.folder import TrainFolder
@@ -158,6 +159,8 @@ def _join(options: TrainOptions, timeout: timedelta, wanted_device: str) -> torc
             "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(round(timeout.total_seconds()))
         )
         os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", dump_ms)
+        if options.train.replay_every_steps is not None:
+            os.environ.setdefault(WORKSPACE, DETERMINISTIC_WORKSPACE)
         set_tf32(options.parallel.tf32, device)
         # the norm of offloaded gradients is reduced on the CPU
         backend = "cpu:gloo,cuda:nccl" if options.parallel.cpu_offload == "full" else "nccl"
