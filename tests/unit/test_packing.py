@@ -15,7 +15,7 @@ from cellmill.data.genes.build import Medians
 from cellmill.data.packing import codec
 from cellmill.data.packing.cells import CellKind, GeneOrder, PackedCells, Unpacked, pack_cells
 from cellmill.data.packing.codec import CompiledLoops, DamagedPart, Parts, ValueCoding, load_loops
-from cellmill.data.packing.layout import GROUP, LANES, aligned
+from cellmill.data.packing.layout import GROUP, LANES, align_up
 from cellmill.data.packing.rank_order import RankOrder
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.split import hash_cells, hash_genes
@@ -90,7 +90,7 @@ def unpack_slowly(part: bytes, n_values: int) -> list[int]:
             high = int.from_bytes(highs[2 * patch : 2 * patch + 2], "little")
             values[GROUP * number + positions[patch]] |= high << widths[number]
             patch += 1
-    assert len(part) == aligned(at + 3 * total + 2 * n_groups)
+    assert len(part) == align_up(at + 3 * total + 2 * n_groups)
     return values
 
 

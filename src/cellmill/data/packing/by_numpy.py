@@ -14,13 +14,14 @@ from cellmill.data.packing.layout import (
     PLANE_BITS,
     ROWS,
     Groups,
-    aligned,
+    align_up,
     group_sizes,
+    plane_bytes,
 )
 from cellmill.data.rows import positions_in_rows, row_offsets
 
 _BITS = np.array([number.bit_length() for number in range(1 << PLANE_BITS)], np.uint8)
-"""Number of bits of each value of 16 bits."""
+"""Bit length of every number below 2**16."""
 
 
 def pack_parts(values: np.ndarray, borders: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -37,14 +38,7 @@ def pack_parts(values: np.ndarray, borders: np.ndarray) -> tuple[np.ndarray, np.
     padded[is_value] = values
     groups = _choose_widths(padded, n_values)
     planes = _pack_planes(padded, groups)
-    widths = groups.widths.astype(np.uint32)
-    # no value is wider than 32 bits; a shift by 32 is undefined
-    is_narrow = groups.widths < MAX_WIDTH
-    above = padded >> np.minimum(widths, MAX_WIDTH - 1)[:, None]
-    is_patched = (above > 0) & is_narrow[:, None]
-    _, position = np.nonzero(is_patched)
-    highs = above[is_patched].astype("<u2")
-    positions = position.astype(np.uint8)
+    highs, positions = _find_patches(padded, groups.widths)
     # first plane byte, patch and group of each part, and the ends
     first_group = row_offsets(n_groups)
     first_plane = row_offsets(groups.plane_bytes())[first_group].tolist()
@@ -63,11 +57,22 @@ def pack_parts(values: np.ndarray, borders: np.ndarray) -> tuple[np.ndarray, np.
             groups.widths[start:stop].astype(np.uint8),
         ]
         n_bytes = sum(map(len, contents)) + 2 * (stop - start)
-        padding = np.zeros(aligned(n_bytes) - n_bytes, np.uint8)
+        padding = np.zeros(align_up(n_bytes) - n_bytes, np.uint8)
         parts.append(np.concatenate([*contents, padding, *headers]))
     n_bytes_of_parts = [len(part) for part in parts[1:]]
     memory = np.concatenate(parts)
     return memory, np.array(n_bytes_of_parts, np.int64)
+
+
+def _find_patches(padded: np.ndarray, widths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Bits above the width, uint16, and position, uint8, of each patched value of all groups."""
+    # no value is wider than 32 bits; a shift by 32 is undefined
+    is_narrow = widths < MAX_WIDTH
+    shift = np.minimum(widths, MAX_WIDTH - 1).astype(np.uint32)
+    above = padded >> shift[:, None]
+    is_patched = (above > 0) & is_narrow[:, None]
+    _, position = np.nonzero(is_patched)
+    return above[is_patched].astype("<u2"), position.astype(np.uint8)
 
 
 def _choose_widths(padded: np.ndarray, n_values: np.ndarray) -> Groups:
@@ -92,8 +97,7 @@ def _choose_widths(padded: np.ndarray, n_values: np.ndarray) -> Groups:
     # the number of patches is a byte, so not all 256 values may be patched
     fits_patches = (largest_bits <= widths + PATCH_BITS) & (n_larger < GROUP)
     is_possible = (n_larger == 0) | (is_in_one_plane & fits_patches)
-    planes = Groups(n_values[:, None], widths, n_larger).plane_bytes()
-    n_bytes = planes + PATCH_BYTES * n_larger
+    n_bytes = plane_bytes(n_values[:, None], widths) + PATCH_BYTES * n_larger
     n_bytes[~is_possible] = np.iinfo(n_bytes.dtype).max
     # of equal ones the last
     from_last = n_bytes[:, ::-1]
@@ -134,14 +138,14 @@ def _pack_plane(values: np.ndarray, width: int) -> np.ndarray:
     return words[:, :-1].astype("<u2")
 
 
-class PartsOfGroups(NamedTuple):
-    """Which part each group belongs to, and the bytes of each part."""
+class Headers(NamedTuple):
+    """Headers of parts, and where their planes are. All arrays are int64."""
 
-    part: np.ndarray  # `(groups,)` int64
-    first_group: np.ndarray  # `(parts + 1,)` int64
     groups: Groups
+    part_of_group: np.ndarray  # `(groups,)`
+    first_group: np.ndarray  # `(parts + 1,)`
     plane_starts: np.ndarray  # `(groups,)`: first byte of each group's planes, in its part
-    plane_bytes: np.ndarray  # `(parts,)`
+    plane_bytes_of_part: np.ndarray  # `(parts,)`
 
 
 def unpack_parts(
@@ -151,20 +155,20 @@ def unpack_parts(
 
     Parts are `sizes` bytes of `memory`, uint8, from `starts` on.
     """
-    read = _read_headers(memory, starts, sizes, n_values)
-    first_byte = starts[read.part] + read.plane_starts
+    headers = _read_headers(memory, starts, sizes, n_values)
+    first_byte = starts[headers.part_of_group] + headers.plane_starts
     words = memory.view("<u2")
-    values = _unpack_planes(words, first_byte // 2, read.groups)
-    first_highs = starts + read.plane_bytes
-    _apply_patches(values, memory, first_highs, read)
-    is_value = np.arange(GROUP) < read.groups.n_values[:, None]
+    values = _unpack_planes(words, first_byte // 2, headers.groups)
+    first_highs = starts + headers.plane_bytes_of_part
+    _apply_patches(values, memory, first_highs, headers)
+    is_value = np.arange(GROUP) < headers.groups.n_values[:, None]
     return values[is_value]
 
 
 def _read_headers(
     memory: np.ndarray, starts: np.ndarray, sizes: np.ndarray, n_values: np.ndarray
-) -> PartsOfGroups:
-    """The groups of parts. Raises ValueError unless each part has the bytes that its groups need."""
+) -> Headers:
+    """Headers of parts. Raises ValueError unless each part has the bytes that its groups need."""
     n_groups = -(-n_values // GROUP)
     if (sizes < 2 * n_groups).any():
         raise ValueError("a part has too few bytes for its groups")
@@ -182,30 +186,30 @@ def _read_headers(
     most_patches = np.where(widths > PLANE_BITS, 0, in_group)
     is_possible = (widths <= MAX_WIDTH) & (n_patches <= most_patches)
     plane_starts = row_offsets(groups.plane_bytes())  # over all parts
-    plane_bytes = np.diff(plane_starts[first_group])
+    bytes_of_part = np.diff(plane_starts[first_group])
     patch_starts = row_offsets(n_patches)
     patches_of_part = np.diff(patch_starts[first_group])
-    needed = plane_bytes + PATCH_BYTES * patches_of_part + 2 * n_groups
-    if not is_possible.all() or (sizes != aligned(needed)).any():
+    needed = bytes_of_part + PATCH_BYTES * patches_of_part + 2 * n_groups
+    if not is_possible.all() or (sizes != align_up(needed)).any():
         raise ValueError("a part has other bytes than its groups say")
     start_of_part = plane_starts[first_group]
     in_part = plane_starts[:-1] - start_of_part[part]
-    return PartsOfGroups(part, first_group, groups, in_part, plane_bytes)
+    return Headers(groups, part, first_group, in_part, bytes_of_part)
 
 
 def _apply_patches(
-    values: np.ndarray, memory: np.ndarray, first_highs: np.ndarray, read: PartsOfGroups
+    values: np.ndarray, memory: np.ndarray, first_highs: np.ndarray, headers: Headers
 ) -> None:
     """Add the bits above the width to the patched of `values`, `(groups, GROUP)` uint32.
 
     `first_highs` is the byte at which the patches of each part begin. Raises ValueError for a patch
     outside its group.
     """
-    groups = read.groups
+    groups = headers.groups
     patch_starts = row_offsets(groups.n_patches)
-    first_patch = patch_starts[read.first_group]  # of each part, and the end
+    first_patch = patch_starts[headers.first_group]  # of each part, and the end
     group = np.repeat(np.arange(len(groups.widths)), groups.n_patches)
-    part = read.part[group]
+    part = headers.part_of_group[group]
     number = np.arange(patch_starts[-1]) - first_patch[part]  # of a patch in its part
     words = memory.view("<u2")
     first_word = first_highs // 2

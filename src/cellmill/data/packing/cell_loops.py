@@ -1,4 +1,7 @@
-"""Loops over the genes and counts of cells: rank order, and tokens. Compiled by numba on import."""
+"""Loops over the genes and counts of cells, compiled by numba on import: rank order, hashes, tokens.
+
+The loops over packed parts are here too, so that this module has them all.
+"""
 
 from typing import Any
 
@@ -6,6 +9,8 @@ import numpy as np
 
 from cellmill.data.keys import SECOND_HASH, SPLITMIX_GAMMA
 from cellmill.data.packing.compiled import compiled
+from cellmill.data.packing.loops import pack_parts as pack_parts
+from cellmill.data.packing.loops import unpack_parts as unpack_parts
 
 _DIGITS = 4
 _DIGIT_BITS = 8
@@ -110,15 +115,15 @@ def rank_rows(starts: Any, n: Any, genes: Any, counts: Any, inverse_medians: Any
         for counts in ("uint16", "uint32")
     )
 )
-def join_values(indptr: Any, genes: Any, counts: Any, ascending: bool, values: Any) -> bool:
-    """Fill `values` with what is packed of each cell: its genes, then its counts.
+def join_values(starts: Any, genes: Any, counts: Any, ascending: bool, values: Any) -> bool:
+    """As `cells._join_values`: fill `values` with each cell's genes, then its counts less one.
 
-    Returns False if genes that should ascend do not. As `cells.join_values`.
+    Returns False if genes that should ascend do not.
     """
     is_ascending = True
-    for cell in range(len(indptr) - 1):
-        first = indptr[cell]
-        n = np.uint64(indptr[cell + 1] - first)
+    for cell in range(len(starts) - 1):
+        first = starts[cell]
+        n = np.uint64(starts[cell + 1] - first)
         cell_genes = genes[first : first + n]
         cell_counts = counts[first : first + n]
         gene_values = values[2 * first : 2 * first + n]

@@ -127,9 +127,11 @@ def _join_values(
         if (gene_values < 0).any():
             return False
     n_genes = np.diff(starts)
-    place = np.arange(len(genes)) + np.repeat(starts[:-1], n_genes)
-    values[place] = gene_values
-    values[place + np.repeat(n_genes, n_genes)] = counts.astype(np.uint32) - 1
+    # values of a cell begin at twice its first gene
+    gene_position = np.arange(len(genes)) + np.repeat(starts[:-1], n_genes)
+    count_position = gene_position + np.repeat(n_genes, n_genes)
+    values[gene_position] = gene_values
+    values[count_position] = counts.astype(np.uint32) - 1
     return True
 
 

@@ -6,7 +6,6 @@ Until then, and where numba is not installed, numpy does the work.
 
 import importlib
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +17,6 @@ from cellmill.data.rows import positions_in_rows, row_offsets
 
 # values that a process packs or unpacks before the loops are worth numba's second and 100 MB
 WORTH_COMPILING = 1 << 23
-LOOP_MODULES = ("loops", "cell_loops")  # compiled by numba
 
 
 class Parts(NamedTuple):
@@ -81,16 +79,13 @@ class CompiledLoops:
 
 
 def load_loops() -> Any:
-    """Import the modules of loops as one, which compiles them for some seconds if they are not in
-    numba's cache; None without numba.
+    """Import the loops, which compiles them for some seconds if they are not in numba's cache; None
+    without numba.
     """
     try:
-        modules = [
-            importlib.import_module(f"cellmill.data.packing.{name}") for name in LOOP_MODULES
-        ]
+        return importlib.import_module("cellmill.data.packing.cell_loops")
     except ImportError:
         return None
-    return SimpleNamespace(**vars(modules[0]) | vars(modules[1]))
 
 
 COMPILED = CompiledLoops()
@@ -146,6 +141,7 @@ def unpack_parts(parts: Parts, coding: ValueCoding, out: np.ndarray) -> None:
 
 
 def _unpack_by_numpy(parts: Parts, coding: ValueCoding, out: np.ndarray) -> None:
+    """As `unpack_parts`."""
     memory, begins, sizes, n_values, kept, targets = parts
     try:
         unpacked = by_numpy.unpack_parts(memory, begins, sizes, n_values)
@@ -155,17 +151,17 @@ def _unpack_by_numpy(parts: Parts, coding: ValueCoding, out: np.ndarray) -> None
     part = np.repeat(np.arange(len(kept)), kept)
     ends = row_offsets(kept)
     in_part = positions_in_rows(ends)
-    chosen = unpacked[row_offsets(n_values)[part] + in_part].astype(np.int64)
+    first_value = row_offsets(n_values)
+    stored = unpacked[first_value[part] + in_part].astype(np.int64)
+    values = stored + coding.added
     if coding.ascending:
-        total = np.cumsum(chosen + 1)
-        before = np.concatenate([[0], total])[ends[:-1]]
-        chosen = total - before[part] - 1
-    else:
-        chosen += coding.added
+        total = np.cumsum(stored + 1)
+        total_before = np.concatenate([[0], total])[ends[:-1]]
+        values = total - total_before[part] - 1
     is_large = np.zeros(len(kept), bool)
-    is_large[part[chosen > coding.limit]] = True
+    is_large[part[values > coding.limit]] = True
     _refuse(is_large)
-    out[targets[part] + in_part] = chosen.astype(out.dtype)
+    out[targets[part] + in_part] = values.astype(out.dtype)
 
 
 def _find_damaged(parts: Parts) -> int:

@@ -32,7 +32,7 @@ MAX_WIDTH = 32
 PATCH_BITS = 16  # most bits of a value above the width of its group
 PATCH_BYTES = 3
 PLANE_BITS = 16
-WORD_BYTES = 2 * LANES  # one 16-bit word of every lane
+WORD_ROW_BYTES = 2 * LANES  # one 16-bit word of every lane
 ALIGNMENT = 8  # bytes; parts begin at multiples of it
 
 
@@ -60,11 +60,16 @@ class Groups(NamedTuple):
 
     def plane_bytes(self) -> np.ndarray:
         """Bytes of the planes of each group."""
-        n_rows = self.rows()
-        low_width = np.minimum(self.widths, PLANE_BITS)
-        high_width = np.maximum(self.widths - PLANE_BITS, 0)
-        n_words = -(-n_rows * low_width // PLANE_BITS) + -(-n_rows * high_width // PLANE_BITS)
-        return np.asarray(n_words * WORD_BYTES)
+        return plane_bytes(self.n_values, self.widths)
+
+
+def plane_bytes(n_values: np.ndarray, widths: np.ndarray) -> np.ndarray:
+    """Bytes of the planes of groups; the arrays are broadcast."""
+    n_rows = -(-n_values // LANES)
+    low_width = np.minimum(widths, PLANE_BITS)
+    high_width = np.maximum(widths - PLANE_BITS, 0)
+    n_words = -(-n_rows * low_width // PLANE_BITS) + -(-n_rows * high_width // PLANE_BITS)
+    return np.asarray(n_words * WORD_ROW_BYTES)
 
 
 def group_sizes(n_values: int) -> np.ndarray:
@@ -73,7 +78,7 @@ def group_sizes(n_values: int) -> np.ndarray:
     return np.minimum(n_values - first, GROUP)
 
 
-def aligned(n_bytes: Any) -> Any:
+def align_up(n_bytes: Any) -> Any:
     """The next multiple of the alignment."""
     return -(-n_bytes // ALIGNMENT) * ALIGNMENT
 
@@ -81,4 +86,4 @@ def aligned(n_bytes: Any) -> Any:
 def most_bytes(n_values: int, n_parts: int) -> int:
     """Most bytes of parts of `n_values` in all: every group may be 32 bits wide."""
     n_groups = n_values // GROUP + n_parts
-    return int(n_groups * aligned(2 * ROWS * WORD_BYTES + 2))
+    return int(n_groups * align_up(2 * ROWS * WORD_ROW_BYTES + 2))

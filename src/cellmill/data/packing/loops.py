@@ -35,8 +35,8 @@ def _unpack_plane(words: Any, start: Any, n_rows: Any, width: Any, values: Any) 
     bit = np.uint64(0)
     to = np.uint64(0)
     for _ in range(n_rows):
-        first = start + (bit >> np.uint64(4)) * row_words
-        shift = bit & np.uint64(15)
+        first = start + bit // np.uint64(PLANE_BITS) * row_words
+        shift = bit % np.uint64(PLANE_BITS)
         if shift + width <= np.uint64(PLANE_BITS):
             for i in range(row_words):
                 values[to + i] = (words[first + i] >> shift) & mask
@@ -396,6 +396,7 @@ def _pack_part(values: Any, memory: Any, memory_16: Any, memory_64: Any, start: 
             width_of_plane = min(width - first_bit, PLANE_BITS)
             _copy_bits(padded, first_bit, lanes)
             word = _pack_plane(lanes_64, n_rows, width_of_plane, word, memory_64)
+    # `word` counts 64 bits, which are 4 words of 16 bits and 8 bytes
     total_patches = n_patches.sum()
     first_position = 8 * word + 2 * total_patches
     _write_patches(values, widths, n_patches, 4 * word, first_position, memory, memory_16)

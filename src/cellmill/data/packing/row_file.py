@@ -28,7 +28,7 @@ from cellmill.errors import DataError
 from cellmill.files import special_kind
 
 T = TypeVar("T")
-# open files: a quarter of the usual limit of a process. A window of a lane reads at most 128
+# open files: a quarter of the usual limit of a process. A window of a lane reads at most 128 shards
 MOST_OPEN = 256
 # bytes between two rows that are read with them: one more call would cost as much
 _MOST_GAP = 1 << 14
@@ -160,9 +160,9 @@ class RowFile:
         except DamagedPart as error:
             raise self._damaged(f"row {rows[error.part]}: {error}") from None
 
-    def byte_of(self, border: np.ndarray) -> np.ndarray:
-        """Byte, int64, of each of these borders."""
-        return self.borders[border].astype(np.int64) * ALIGNMENT
+    def byte_of(self, parts: np.ndarray) -> np.ndarray:
+        """First byte, int64, of parts. Part `2 * c` is the genes of cell c, the next one its counts."""
+        return self.borders[parts].astype(np.int64) * ALIGNMENT
 
     def read_bytes(
         self, begins: np.ndarray, ends: np.ndarray, targets: np.ndarray, memory: np.ndarray
@@ -185,12 +185,17 @@ class RowFile:
         """Result of `use`, called with a descriptor of the local copy, or else of the file."""
         copies = self.files.copies
         copy = None if copies is None else copies.find(self.path)
-        if copies is not None and copy is not None:
-            try:
-                file = self.files.open(copy)
-                return use(file.descriptor)
-            except (OSError, ValueError) as error:
-                copies.give_up(error, self.path)
+        if copies is None or copy is None:
+            return self._with_original(use)
+        try:
+            file = self.files.open(copy)
+            return use(file.descriptor)
+        except (OSError, ValueError) as error:
+            copies.give_up(error, self.path)
+            return self._with_original(use)
+
+    def _with_original(self, use: Callable[[int], T]) -> T:
+        """Result of `use`. Raises DataError if the file cannot be read."""
         try:
             file = self.files.open(self.path)
             if not self._is_checked:
