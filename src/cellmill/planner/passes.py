@@ -122,15 +122,13 @@ def _draw_cells(spec: ModelSpec, cell_tokens: int, tokens: int) -> Batch:
         if vectors:
             columns["teacher"] = np.zeros((n_cells, vectors.width), np.float32)
     tokenizer: Tokenizer = spec.tokens.load()(spec.tokens)
-    # counts of a cell, for objectives that read them
-    most_counts = spec.tokens.max_tokens if spec.objective.needs_counts else None
-    positions = np.arange(n_cells, dtype=np.int64)
+    cell_ids = np.arange(n_cells, dtype=np.int64)
     return make_batch(
         tokenizer,
         genes,
         counts,
         starts,
-        positions,
-        most_counts,
+        cell_ids,
+        spec.objective.needs_counts,
         **columns,
     )

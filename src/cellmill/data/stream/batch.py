@@ -176,17 +176,18 @@ def make_batch(
     counts: Any,
     starts: np.ndarray,
     cells: np.ndarray,
-    max_counted: int | None,
+    counted: bool,
     **per_cell: Any,
 ) -> Batch:
-    """Batch of `cells` by `tokenizer.tokenize`, with further fields `per_cell`.
-
-    `max_counted` is `max_tokens` for a batch with the counts of its tokens, None for one without.
+    """Batch of `cells` by `tokenizer.tokenize`, with the counts of its tokens if `counted`, and
+    further fields `per_cell`.
     """
     tokens = tokenizer.tokenize(genes, counts, starts)
     token_counts = None
-    if max_counted is not None:
-        token_counts = Prefixes(starts, max_counted).copy(counts, np.int64)
+    if counted:
+        n_tokens = np.diff(tokens.cu_seqlens)
+        counted_tokens = Prefixes(starts, int(n_tokens.max(initial=0)))
+        token_counts = counted_tokens.copy(counts, np.int64)
     return Batch(*tokens, cells, token_counts, **per_cell)
 
 

@@ -35,7 +35,7 @@ from cellmill.data.stream.batch import (
     even_borders,
     greedy_borders,
 )
-from cellmill.data.stream.order import Epoch, EpochLayout, epoch_order
+from cellmill.data.stream.order import EpochLayout, EpochOrder, epoch_order
 from cellmill.data.stream.prefetch import Prefetch, PrefetchedSteps, StreamCells
 from cellmill.data.stream.repeats import read_repeats
 from cellmill.data.stream.tokenizers import CellTokenizer
@@ -161,10 +161,10 @@ class CellStream:
         self._rank_order: RankOrder | None = None
         if opened.order == "genes":
             self._max_genes = None
-            max_genes = self._tokenizer.max_genes_in_any_order()
-            if max_genes is not None:
+            unsorted_up_to = self._tokenizer.unsorted_up_to()
+            if unsorted_up_to is not None:
                 medians = read_medians(self._shards[0].path)
-                self._rank_order = RankOrder(inverse_medians(medians), max_genes)
+                self._rank_order = RankOrder(inverse_medians(medians), unsorted_up_to)
 
         # where the stream is
         self._epoch = 0
@@ -211,8 +211,8 @@ class CellStream:
             pool.shutdown(cancel_futures=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `epoch`, `step` (batches of the epoch handed out), and the options that define
-        the order.
+        """Return `epoch`, `step` (batches of the epoch handed out), the options that define the
+        order, and the fingerprint of the cells.
         """
         return {
             "epoch": self._epoch,
@@ -323,7 +323,7 @@ class CellStream:
         Every rank computes the cuts of all ranks from known lengths, so they agree without
         communication.
         """
-        lengths = self._tokenizer.numbers(steps.lengths)
+        lengths = self._tokenizer.count_tokens(steps.n_genes)
         n_cells = steps.n_cells
         # numbers of micro-batches, (steps, ranks) and (steps,)
         n_greedy = count_greedy(lengths, n_cells.ravel(), self._budget).reshape(n_cells.shape)
@@ -411,7 +411,7 @@ def _open_per_cell(
 
 
 def _windows_read(
-    order: Epoch, lanes: list[int], first: np.ndarray, last: np.ndarray
+    order: EpochOrder, lanes: list[int], first: np.ndarray, last: np.ndarray
 ) -> Iterator[tuple[int, int]]:
     """Lane and number of each window of `lanes` with cells from `first` up to `last` of its lane.
 

@@ -15,8 +15,8 @@ class LaneLengths:
 
     `skipped` is the number of cells that each lane leaves out of its first window.
 
-    All lanes end their windows at the same step. Looking up the next windows of 1,024 lanes at that
-    step took over a second, so each step looks up about as many cells as it takes, lane after lane.
+    Lanes end their windows at the same step; looking all of them up then took over a second for
+    1,024 lanes. So each step looks up about as many cells as it takes.
     """
 
     def __init__(self, windows: Sequence[Iterator[np.ndarray]], skipped: Sequence[int]) -> None:
@@ -36,11 +36,7 @@ class LaneLengths:
     def take(self, n: np.ndarray) -> np.ndarray:
         """Lengths of the next `n` cells, `(lanes,)` int64, lane by lane: `(n.sum(),)` int32."""
         self._n_due += int(n.sum())
-        while self._n_due > 0:
-            n_cells = self._look_up(self._next_lane)
-            # at the end of a lane, look no further ahead
-            self._n_due = self._n_due - n_cells if n_cells else 0
-            self._next_lane = (self._next_lane + 1) % len(n)
+        self._look_up_due()
         while (self._stop - self._start < n).any():
             lane = int((self._stop - self._start < n).argmax())
             if not self._look_up(lane):
@@ -51,6 +47,14 @@ class LaneLengths:
         lengths = self._table[lanes, self._start[lanes] + column]
         self._start += n
         return lengths
+
+    def _look_up_due(self) -> None:
+        """Look up windows, lane after lane, of about as many cells as are due."""
+        while self._n_due > 0:
+            n_cells = self._look_up(self._next_lane)
+            # at the end of a lane, look no further ahead
+            self._n_due = self._n_due - n_cells if n_cells else 0
+            self._next_lane = (self._next_lane + 1) % len(self._windows)
 
     def _look_up(self, lane: int) -> int:
         """Add the lane's next window to its row; return its number of cells, 0 at the end."""

@@ -99,7 +99,7 @@ class EpochLayout:
         return -((np.arange(self.stream.lanes) - cells) // self.stream.lanes)
 
 
-class Epoch:
+class EpochOrder:
     """Order of one epoch, with the rules that hold with and without repeats.
 
     Attributes: `window_starts`, for each lane the first cell of each of its windows, followed by
@@ -134,7 +134,7 @@ class Epoch:
         return permutation(stop - start, self.layout.seed, WINDOW, window, lane, self.epoch)
 
 
-class PlainEpoch(Epoch):
+class PlainEpoch(EpochOrder):
     """Order of one epoch that reads each cell once."""
 
     def __init__(self, layout: EpochLayout, epoch: int):
@@ -197,7 +197,7 @@ def _stack_runs(*columns: np.ndarray) -> np.ndarray:
     return np.stack(columns, axis=1)
 
 
-class RepeatedEpoch(Epoch):
+class RepeatedEpoch(EpochOrder):
     """Order of one epoch of a layout with `repeats`. Cells are numbered over all shards."""
 
     def __init__(self, layout: EpochLayout, epoch: int):
@@ -208,6 +208,7 @@ class RepeatedEpoch(Epoch):
         self._counts = np.pad(counts, (0, n_cells - len(counts)))
         copies = _list_copies(layout, self._counts)
         shuffled = copies[permutation(len(copies), layout.seed, BLOCKS, epoch, COPIES)]
+        # (copies, 3): first cell, cell after the last, number of the copy
         self._copies = shuffled[:, :3]
         self._copy_start = row_offsets(shuffled[:, 3])
         lane_cells = layout.deal(layout.n_cells).tolist()
@@ -262,7 +263,7 @@ def _list_copies(layout: EpochLayout, counts: np.ndarray) -> np.ndarray:
     return np.concatenate(copies)
 
 
-def epoch_order(layout: EpochLayout, epoch: int) -> Epoch:
+def epoch_order(layout: EpochLayout, epoch: int) -> EpochOrder:
     """Return the order of an epoch of `layout`."""
     kind = PlainEpoch if layout.repeats is None else RepeatedEpoch
     return kind(layout, epoch)

@@ -26,7 +26,7 @@ from cellmill.data.packing.row_file import RowFile
 from cellmill.data.recycled import recycled_empty
 from cellmill.data.rows import row_offsets
 from cellmill.data.stream.lane_lengths import LaneLengths
-from cellmill.data.stream.order import Epoch, EpochLayout, epoch_order
+from cellmill.data.stream.order import EpochLayout, EpochOrder, epoch_order
 
 _TASKS = 32  # read tasks per buffer: submitting one costs as much as reading some cells
 _STEPS = 256  # steps whose numbers of cells are computed at once
@@ -94,7 +94,7 @@ class Reading(NamedTuple):
     """A window whose bytes are being read."""
 
     window: StreamCells
-    tasks: list[Future[None]]  # empty when they are done
+    tasks: list[Future[None]]  # reads not yet waited for
 
 
 class _ReadAhead:
@@ -157,8 +157,7 @@ class PrefetchedSteps:
     """Cells of some consecutive global batches."""
 
     epoch: int
-    # `(cells of all ranks,)`: number of genes of each cell, by step and rank
-    lengths: np.ndarray
+    n_genes: np.ndarray  # `(cells of all ranks,)`: of each cell, by step and rank
     n_cells: np.ndarray  # `(steps, world)` int64: number of cells of each rank
     local: StreamCells  # this rank's cells, by step and lane
 
@@ -182,11 +181,11 @@ class Prefetch:
         self._layout = layout
         self._rank = rank
         self._world = world
-        lanes = np.arange(layout.stream.lanes).reshape(-1, world).T
+        lanes = np.arange(layout.stream.lanes).reshape(-1, world).T  # (ranks, lanes of each)
         self._lanes: list[int] = lanes[rank].tolist()
         self._other_lanes = np.delete(lanes, rank, axis=0).ravel()  # rank after rank
         self._first_cell = row_offsets(layout.shard_cells)
-        self._epochs: dict[int, Epoch] = {}
+        self._epochs: dict[int, EpochOrder] = {}
         self._pool = ThreadPoolExecutor(io_threads, thread_name_prefix="cellmill-read")
 
     def close(self) -> None:
@@ -233,7 +232,7 @@ class Prefetch:
         """Lengths of cells in the lanes of other ranks, from cell `first_cells`, `(lanes,)`, of each
         lane on.
         """
-        order = self._epoch(epoch)
+        order = self._order_of(epoch)
         windows = []
         skipped = []
         for lane in self._other_lanes.tolist():
@@ -262,8 +261,8 @@ class Prefetch:
             parts += [others[:in_lower_ranks], local, others[in_lower_ranks:]]
         return np.concatenate(parts)
 
-    def _epoch(self, epoch: int) -> Epoch:
-        """Order of an epoch, cached with the previous one: lanes end an epoch one after another."""
+    def _order_of(self, epoch: int) -> EpochOrder:
+        """Order of `epoch`, cached with the previous one: lanes end an epoch one after another."""
         if epoch not in self._epochs:
             self._epochs = {n: order for n, order in self._epochs.items() if n == epoch - 1}
             self._epochs[epoch] = epoch_order(self._layout, epoch)
@@ -271,8 +270,8 @@ class Prefetch:
 
     def _lengths_of_windows(self, lane: int, epoch: int, first: int) -> Iterator[np.ndarray]:
         """Lengths of the cells of each window of a lane, from window `first` of an epoch on."""
-        while self._epoch(epoch).lane_cells[lane]:
-            order = self._epoch(epoch)
+        while self._order_of(epoch).lane_cells[lane]:
+            order = self._order_of(epoch)
             for window in range(first, order.n_windows(lane)):
                 lengths = self._lengths(order.window_runs(lane, window))
                 yield lengths[order.window_order(lane, window)]
@@ -298,8 +297,8 @@ class Prefetch:
 
         Window w has the cells of window number w of all lanes that have one.
         """
-        while any(self._epoch(epoch).lane_cells[lane] for lane in self._lanes):
-            order = self._epoch(epoch)
+        while any(self._order_of(epoch).lane_cells[lane] for lane in self._lanes):
+            order = self._order_of(epoch)
             first = {lane: order.window_with(lane, int(first_cells[lane])) for lane in self._lanes}
             for window in range(min(first.values()), max(map(order.n_windows, first))):
                 lanes = [lane for lane in first if first[lane] <= window < order.n_windows(lane)]
@@ -310,7 +309,7 @@ class Prefetch:
             epoch = epoch + 1
             first_cells = self._layout.cells_before(0)
 
-    def _read_window(self, order: Epoch, lanes: list[int], window: int) -> Reading:
+    def _read_window(self, order: EpochOrder, lanes: list[int], window: int) -> Reading:
         """Start to read window number `window` of each of `lanes`."""
         runs = np.concatenate([order.window_runs(lane, window) for lane in lanes])
         byte_runs, packed = self._lay_out(runs)
@@ -322,7 +321,12 @@ class Prefetch:
         return Reading(self._sort_by_step(order, lanes, window, runs, packed), tasks)
 
     def _sort_by_step(
-        self, order: Epoch, lanes: list[int], window: int, runs: np.ndarray, packed: PackedCells
+        self,
+        order: EpochOrder,
+        lanes: list[int],
+        window: int,
+        runs: np.ndarray,
+        packed: PackedCells,
     ) -> StreamCells:
         """Put the cells of a window of `lanes` in stream order.
 

@@ -25,7 +25,7 @@ _ZEROS = np.uint64(0x5A45524F)  # part of the keys of genes without counts
 _MAX_TABLE = 1 << 24
 
 
-def token_numbers(
+def count_tokens(
     tokens: Tokens, detected: np.ndarray, n_genes: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Numbers of tokens with and without counts in each cell, (cells,) int64 each.
@@ -73,17 +73,15 @@ class CellTokenizer:
         reads_all = counted or self._chooses or self._tokenizer.needs_counts
         return None if reads_all else self._tokens.max_tokens
 
-    def max_genes_in_any_order(self) -> int | None:
-        """Number of genes up to which the order of a cell's genes does not change its tokens; None
-        if it never does.
-        """
+    def unsorted_up_to(self) -> int | None:
+        """Cells of at most so many genes give the same tokens in any order; None: all cells do."""
         if self._tokens.value_kind == "place":
             return 0
         return self._tokens.max_tokens if self._tokens.truncation == "top" else None
 
-    def numbers(self, detected: np.ndarray) -> np.ndarray:
+    def count_tokens(self, detected: np.ndarray) -> np.ndarray:
         """(cells,) int64: tokens of cells with `detected` genes."""
-        kept, zeros = token_numbers(self._tokens, detected, self._n_genes)
+        kept, zeros = count_tokens(self._tokens, detected, self._n_genes)
         return kept + zeros
 
     def batch(
@@ -100,8 +98,7 @@ class CellTokenizer:
         """
         if self._chooses:
             return self._chosen_batch(genes, counts, starts, cells, counted, epoch)
-        max_counted = self._tokens.max_tokens if counted else None
-        return make_batch(self._tokenizer, genes, counts, starts, cells, max_counted)
+        return make_batch(self._tokenizer, genes, counts, starts, cells, counted)
 
     def _chosen_batch(
         self,
@@ -115,7 +112,7 @@ class CellTokenizer:
         """`batch` of chosen genes. In each cell, genes with counts come first."""
         all_ids, all_values, _ = self._tokenizer.tokenize(genes, counts, starts)
         keys = self._cell_keys(genes, counts, starts, epoch)
-        n_kept, n_zeros = token_numbers(self._tokens, np.diff(starts), self._n_genes)
+        n_kept, n_zeros = count_tokens(self._tokens, np.diff(starts), self._n_genes)
         kept = self._choose(genes, starts, n_kept, keys)
         zeros = _draw_absent(genes, starts, n_zeros, keys, self._n_genes)
         n_tokens = n_kept + n_zeros
