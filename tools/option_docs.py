@@ -30,13 +30,13 @@ INTRODUCTION = f"""# Configuration
 
 <!-- {GENERATED} -->
 
-`config/config.yaml` sets what is computed; a profile sets where ([profiles/README.md](../profiles/README.md)). A
-section at the top of the file is the default for all corpora or runs; a corpus or run may override any key of it.
-`train.steps` in a run replaces `train.epochs` of the defaults and vice versa. A section that chooses another family,
-objective, tokenizer or method inherits only the options that all choices share. If a run sets a mapping of names, such
-as `evaluate.tasks`, its mapping replaces the whole default. `null` turns an option off. If a section has many keys,
-those that most people set are in a table of their own. A key that several choices share stands once, before the
-choices, with those that have it.
+`config/config.yaml` sets what is computed; a cluster profile sets where ([profiles/README.md](../profiles/README.md)).
+A section at the top of the file is the default for all corpora or runs; a corpus or run may override any key of it.
+`train.steps` in a run replaces `train.epochs` of the defaults and vice versa. Changing `family` in a run drops the
+top-level options of the other family; the same holds for another objective, tokenizer or method. Options that all
+choices share stay. If a run sets a mapping of names, such as `evaluate.tasks`, its mapping replaces the whole default.
+`null` turns an option off. If a section has many keys, those that most people set are in a table of their own. A key
+that several choices share stands once, before the choices, with those that have it.
 
 A changed key reruns the stages that read its section, and everything downstream. An unknown key, a wrong type or a
 value out of range stops every command with a one-line error that names it. On the command line, Snakemake's

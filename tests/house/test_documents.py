@@ -333,7 +333,6 @@ def test_figures_of_a_digest_match_their_source() -> None:
             ]
     words = {
         "embedding of the untrained model": "untrained",
-        "500 genes by rank": "rank-z genes, ANOVA",
         "PCA of the training cells": "PCA50 of the training cells",
     }
     short = [row for row in table_rows("README.md") if len(row) == 5][1:]

@@ -149,8 +149,9 @@ class Evaluate(Section):
     """
     gate: list[BaselineGate] = Field([])
     """Minimum results; the stage fails if one is missed. Each has `task`, `baseline` (a row, or
-    features, whose best classifier counts), `column` (default: the one that ranks the rows) and
-    `margin` (default 0): the minimum difference between the model's best row and the baseline's.
+    features, whose best classifier counts), `column` (default: the one that ranks the rows),
+    `lower_is_better` (default no; set it if the column is an error) and `margin` (default 0): the
+    minimum difference between the model's best row and the baseline's.
     Results are then in finished/metrics.json.
     """
 
