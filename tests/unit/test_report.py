@@ -38,6 +38,7 @@ from cellmill.report.page import render
 from cellmill.report.standings import list_standings
 from cellmill.report.tables import compare_runs
 from cellmill.report.training import compare_with_plan, draw_training
+from cellmill.runs import results
 from cellmill.runs.results import (
     Difference,
     Evaluation,
@@ -192,6 +193,27 @@ def test_missing_files_are_listed_on_the_page(tmp_path: Path) -> None:
         "No QC reports",
     ):
         assert wanted in text, wanted
+
+
+def test_runs_without_a_result_are_in_the_first_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = []
+    for number in range(40):
+        run = tmp_path / f"run-{number:02}"
+        write(run / "plan.json", {"parameters": 1})
+        if number not in (7, 8, 31):
+            results.write(run / "evaluate" / "metrics.json", Evaluation({"pbmc": make_dataset()}))
+        runs.append(run)  # an evaluation without tasks is named after these
+    out = tmp_path / "report" / "index.html"
+    report.report(options=OPTIONS, runs=runs, corpora=[], out=out)
+    sentence = "3 of 40 runs have no result: run-07, run-08, run-31"
+    assert capsys.readouterr().out.splitlines()[0] == sentence
+    overview = text_of(out.read_text(encoding="utf-8")).partition(" Overview ")[2]
+    assert overview.startswith(f"{sentence}.")
+    one = text_of(rendered(runs[6], runs[7])).partition(" Overview ")[2]
+    assert one.startswith("1 of 2 runs has no result: run-07.")
+    assert "no result" not in text_of(rendered(runs[6]))
 
 
 def test_missing_folders_are_named(tmp_path: Path) -> None:

@@ -122,6 +122,16 @@ def list_leads(standings: Sequence[Standing]) -> list[DatasetLead]:
     return leads
 
 
+def count_missing(runs: Sequence[ReportedRun]) -> str:
+    """Sentence that names the runs that were not evaluated; empty if all were."""
+    missing = [run.name for run in runs if run.evaluation is None]
+    if not missing:
+        return ""
+    noun = "run" if len(runs) == 1 else "runs"
+    verb = "has" if len(missing) == 1 else "have"
+    return f"{len(missing)} of {len(runs)} {noun} {verb} no result: {', '.join(missing)}"
+
+
 def list_unscored(runs: Sequence[ReportedRun]) -> list[str]:
     """Sentences about evaluations in which every task was skipped."""
     sentences = []

@@ -13,7 +13,7 @@ from cellmill.errors import DataError
 from cellmill.files import span
 from cellmill.report import charts, drawing
 from cellmill.report.collect import ReportedCorpus, ReportedRun
-from cellmill.report.lead import list_leads, list_next_steps, list_unscored
+from cellmill.report.lead import count_missing, list_leads, list_next_steps, list_unscored
 from cellmill.report.standings import list_comparisons, list_standings
 from cellmill.report.sweep import SweepCurves
 from cellmill.report.tables import (
@@ -67,6 +67,7 @@ def render(
             corpora=corpora,
             sweeps=sweeps,
             # overview
+            sentence_missing=count_missing(runs),
             sentences_unscored=list_unscored(runs),
             leads=list_leads(standings),
             next_steps=list_next_steps(standings),
