@@ -284,6 +284,25 @@ def test_processes_share_the_cores_reserved_for_them(
     assert agent_environment(2)["OMP_WAIT_POLICY"] == "ACTIVE", "the user wants them to spin"
 
 
+def test_compiled_kernels_are_cached_on_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "NUMBA_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    local = tmp_path / f"cellmill-{os.getuid()}"
+
+    def caches() -> dict[str, str]:
+        return {k: v for k, v in agent_environment(2).items() if k.endswith("_CACHE_DIR")}
+
+    inductor = {"TORCHINDUCTOR_CACHE_DIR": str(local / "torchinductor")}
+    assert caches() == inductor | {"TRITON_CACHE_DIR": str(local / "triton")}
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/mine")
+    assert caches() == inductor | {"TRITON_CACHE_DIR": "/mine"}
+    local.chmod(0o777)  # others could plant code
+    assert caches() == {"TRITON_CACHE_DIR": "/mine"}
+
+
 def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
     earlier = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

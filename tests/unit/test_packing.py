@@ -1,7 +1,10 @@
 """Packed parts: by loops, by numpy and by the slow, obvious way; damage is refused, never read."""
 
+import errno
+import os
 import random
 from collections.abc import Iterator
+from importlib import import_module
 from itertools import chain, islice
 from pathlib import Path
 
@@ -342,3 +345,22 @@ def test_packed_shards_take_a_fraction_of_the_bytes(tmp_path: Path) -> None:
         manifest = write_corpus(tmp_path / order, counts, cells_per_shard=600, order=order)
         [shard] = manifest.splits["train"].shards
         assert shard.n_bytes / shard.nnz < most
+
+
+def test_loops_are_compiled_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    caching = pytest.importorskip("numba.core.caching")
+    compiled = import_module("cellmill.data.packing.compiled").compiled
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
+    tried = []
+
+    def save(self: object, name: str, data: object) -> None:
+        tried.append(name)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(caching.IndexDataCacheFile, "_save_data", save)
+    assert compiled("int64(int64)")(increased)(2) == 3
+    assert len(tried) == 1
+
+
+def increased(number: int) -> int:
+    return number + 1

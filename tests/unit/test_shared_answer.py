@@ -91,7 +91,7 @@ def test_processes_that_ask_at_once_share_one_call(
     assert len(scripted.calls("squeue")) == 1
 
 
-def test_nobody_waits_for_a_stopped_process(
+def test_a_stopped_process_is_waited_for_briefly(
     scripted: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(scripted.fake))

@@ -9,9 +9,11 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ Cli = Callable[..., tuple[int, str, str]]
 HOLD = """
 import sys, time
 from pathlib import Path
+from types import SimpleNamespace
 from cellmill.runs.folder import TrainFolder
 with TrainFolder(Path(sys.argv[1])).locked(follows=len(sys.argv) > 2):
     print("locked", flush=True)
@@ -324,6 +327,34 @@ def test_status_names_the_stages_that_wait_or_run(results: Path, cli: Cli) -> No
         "stage vocabulary: job 9: PENDING (Priority): jobs of higher priority come first",
         "stage shard: job 10: RUNNING",
     ]
+
+
+def test_squeue_is_asked_once_a_minute_for_stages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    ended = threading.Event()
+    queued = iter(["7", "7", "78", "78", "78"])
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 6:
+            ended.set()
+            threading.Event().wait()  # a daemon thread
+
+    def jobs(folder: Path) -> list[QueuedJob]:
+        state = JobState("PENDING", "Priority")
+        return [QueuedJob(job_id, state, "embed", "30:00", "1") for job_id in next(queued)]
+
+    monkeypatch.setattr("cellmill.launch.stage_jobs.time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr("cellmill.launch.stage_jobs.stage_jobs", jobs)
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    said: list[str] = []
+    StageWatch(tmp_path, said.append).start()
+    assert ended.wait(60)
+    # a look soon after a job began to wait, to say why
+    assert pauses == [15, 15, 60, 15, 60, 60]
+    assert [line.partition(":")[0] for line in said] == ["stage embed"]
 
 
 def test_a_reason_is_repeated_only_if_it_comes_back(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cellmill.errors import DataError
-from cellmill.files import read_json
+from cellmill.files import private_folder, read_json
 from cellmill.launch.rendezvous import LOOPBACK, Rendezvous
 from cellmill.launch.signals import (
     STOP_SIGNALS,
@@ -40,6 +40,10 @@ SINGLE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE":
 ERROR_FILE = "CELLMILL_ERROR_FILE"
 # variable of a cluster job's agent and workers: file for tracebacks and messages of torchrun
 NODE_LOG = "CELLMILL_NODE_LOG"
+
+# variables of compiled kernels' folders, which are made on each node: a home may be full or slow.
+# Not numba's, whose code is next to its source: each job would compile it again
+COMPILER_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,13 @@ def agent_environment(processes: int, cores: int = 0, error_file: str = "") -> d
     """Environment of an agent and its workers, `processes` on `cores` of a machine (0: all)."""
     # one thread per core: more would compete
     threads = max(1, (cores or len(os.sched_getaffinity(0))) // processes)
+    caches = {}
+    local = private_folder()
+    if local is not None:
+        for name in COMPILER_CACHES:
+            caches[name] = str(local / name.removesuffix("_CACHE_DIR").lower())
     return {
+        **caches,
         # a waiting thread yields its core: on a busy machine a spinning one takes it from the
         # thread that it waits for
         "OMP_NUM_THREADS": str(threads),

@@ -12,7 +12,7 @@ def compiled(*signatures: str) -> Callable[[Any], Any]:
     def compile_function(function: Any) -> Any:
         try:
             return njit(list(signatures), nogil=True, cache=True)(function)
-        except RuntimeError:  # no folder for the cache
+        except (OSError, RuntimeError):  # a full disk, or no folder for the cache
             return njit(list(signatures), nogil=True)(function)
 
     return compile_function
