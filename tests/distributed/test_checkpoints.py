@@ -5,6 +5,8 @@ import json
 import pickle
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -111,6 +113,68 @@ def test_the_index_agrees_with_the_pickle_it_replaces(half: Path, tmp_path: Path
         match=r"cannot be loaded \(ValueError: .*: expected \(7,\), got parts of .*damaged$",
     ):
         load_whole(tmp_path / "checkpoint", {name: torch.zeros(7)})
+
+
+def test_missing_states_of_the_optimizer_are_named(alone: None, tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    optimizer = build_optimizer(model, Train(steps=1))
+    checkpoints = Checkpoints(TrainFolder(tmp_path), 1)
+    checkpoints.save(model, optimizer, 1, {"progress": {"best_step": None}})
+    checkpoints.wait()
+    [checkpoint] = checkpoints.folder.checkpoints()
+    checkpoints.load(checkpoint, model, optimizer)
+    file = checkpoint.path / "index.json"
+    index = json.loads(file.read_text())
+    key = "optimizer.state.1.weight.exp_avg_sq"
+    for prefix, reason in (
+        (key, rf"cannot be loaded \([^\n]*Missing key [^\n]*{key}\.\)"),
+        (
+            "optimizer.",
+            r"has no state of the optimizer \(all 12 tensors are missing, such as optimizer\.state\.0\.bias\.exp_avg\)",
+        ),
+    ):
+        kept = {k: v for k, v in index["tensors"].items() if not k.startswith(prefix)}
+        assert len(kept) < len(index["tensors"])
+        file.write_text(json.dumps(index | {"tensors": kept}))
+        with pytest.raises(
+            DataError,
+            match=f"^{re.escape(str(checkpoint.path))}: {reason}; the checkpoint is damaged$",
+        ):
+            checkpoints.load(checkpoint, model, optimizer)
+
+
+CONSOLIDATE = """
+import sys
+from pathlib import Path
+from cellmill.cli import main
+assert main(sys.argv[1:]) == 0
+status = Path("/proc/self/status").read_text()
+print(int(status.partition("VmHWM:")[2].split()[0]) << 10)
+"""
+
+
+@pytest.mark.full
+def test_consolidating_takes_one_model_and_little_more(
+    alone: None, corpus: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("safetensors", minversion="0.8")  # 0.5 copies all tensors to write them
+    peaks = []
+    sizes = []
+    for hidden in (16, 512):
+        folder = tmp_path / f"{hidden}"
+        model = {"hidden": hidden, "layers": 32, "heads": 4}
+        cases.trained(corpus, options(model=model), str(folder), 1)
+        words = ["consolidate", "--options", '{"consolidate": {"checkpoint": "last"}}']
+        words += ["--vocabulary", f"{corpus}/vocabulary.tsv", "--train", str(folder)]
+        made = subprocess.run(
+            [sys.executable, "-c", CONSOLIDATE, *words, "--out", str(folder / "model")],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        peaks.append(int(made.stdout.split()[-1]))
+        sizes.append((folder / "model" / "model.safetensors").stat().st_size)
+    n_bytes = sizes[1] - sizes[0]
+    assert n_bytes > 400e6
+    assert peaks[1] - peaks[0] < n_bytes + 100e6
 
 
 OF_A = {"dtype": "float32", "size": [2], "offsets": [0], "sizes": [2], "file": [0]}

@@ -46,6 +46,7 @@ from cellmill.train.optimizer import WeightAverage, get_state
 from cellmill.train.stored import INDEX, Stored, read_index
 
 CPU = torch.device("cpu")
+OPTIMIZER = "optimizer.state."  # prefix of names
 
 
 def write_index(folder: Path, metadata: Metadata) -> None:
@@ -137,6 +138,13 @@ def load_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     Of a DTensor this rank's part is filled.
     """
     reader = CheckpointReader(path, tensors)
+    missing = tensors.keys() - reader.read_metadata().state_dict_metadata
+    states = {name for name in tensors if name.startswith(OPTIMIZER)}
+    if states and states <= missing:  # DCP names one tensor
+        raise DataError(
+            f"{path}: has no state of the optimizer (all {len(states)} tensors are missing, such as {min(states)}); "
+            "the checkpoint is damaged"
+        )
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is intended
@@ -311,7 +319,7 @@ def list_tensors(
     for name, tensor in stored.items():
         if id(tensor) in trained:
             states = get_state(optimizer, tensor).items()
-            tensors |= {f"optimizer.state.{name}.{key}": value for key, value in states}
+            tensors |= {f"{OPTIMIZER}{name}.{key}": value for key, value in states}
     if average is not None:
         tensors |= {f"average.{name}": tensor for name, tensor in average.tensors().items()}
     return tensors
