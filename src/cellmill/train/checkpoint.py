@@ -140,7 +140,7 @@ def load_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     reader = CheckpointReader(path, tensors)
     missing = tensors.keys() - reader.read_metadata().state_dict_metadata
     states = {name for name in tensors if name.startswith(OPTIMIZER)}
-    if states and states <= missing:  # DCP names one tensor
+    if states and states == missing:  # DCP names one tensor
         raise DataError(
             f"{path}: has no state of the optimizer (all {len(states)} tensors are missing, such as {min(states)}); "
             "the checkpoint is damaged"
