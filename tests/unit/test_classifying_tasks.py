@@ -92,7 +92,7 @@ def _predicted(
     context: Any = SimpleNamespace(baselines=BaselineCache(), options=Evaluate())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(classify_module, "COMPONENTS", components)
-        predict_splits(predictions, features, splits, neighbors, context, with_baselines=True)
+        predict_splits(predictions, features, splits, neighbors, context, with_fitted_features=True)
     return predictions
 
 
@@ -296,7 +296,8 @@ def _accuracies(
 ) -> list[float]:
     """Accuracy of a classifier that is fitted on the training cells of each split alone."""
     cells, labels = _chosen(context, fewest)
-    values = features_of_counts(context, read_rows(context.reader, cells))[features]
+    counts = read_rows(context.reader, cells)
+    values = features_of_counts(context, counts, context.vectors[cells])[features]
     return [
         float(
             (
@@ -347,6 +348,8 @@ def test_few_shot_scores_come_from_classifiers_of_those_shots(context: Context) 
     classes, sizes = np.unique(labels, return_counts=True)
     classes = classes[np.lexsort((classes, -sizes))].tolist()  # the largest first
     most = min(sizes) - MIN_TESTED  # of which every class keeps just enough for the test
+    vectors = np.random.default_rng(0).normal(size=context.vectors.shape).astype(np.float32)
+    context = replace(context, vectors=vectors)
     config = FewShotConfig(shots=[3, most, most + 1, 500], draws=2, neighbors=15)
     result = FewShot(config).run(context)
     rows = {row.method.name: row for row in result.rows}
@@ -412,7 +415,7 @@ def test_features_equal_those_of_the_embed_command(context: Context) -> None:
     whole = embed_cells(
         context.reader, model.network, model.vocabulary, model.tokens, Embed()
     ).vectors
-    np.testing.assert_allclose(found[EMBEDDING], whole[:30], atol=1e-5)
+    np.testing.assert_array_equal(found[EMBEDDING], whole[:30])
     assert (found[ALL_GENES] != log_normalise(counts)).nnz == 0
     training = read_training_counts(model.manifest, 10_000)
     assert training.shape == (model.manifest.splits["train"].n_obs, model.vocabulary.n_genes)

@@ -268,11 +268,11 @@ def test_terms_of_batch_variance_spread_like_a_bootstrap() -> None:
 def test_means_weigh_every_label_equally() -> None:
     values = np.array([1.0, 1, 1, 0, np.nan])
     labels = np.array([0, 0, 0, 1, 2])
-    scores = mixing.average_labels(values, labels)
+    scores = mixing.label_mean_terms(values, labels)
     assert scores is not None
     assert scores.mean() == 0.5
     without_values = np.full(3, np.nan)
-    assert mixing.average_labels(without_values, np.zeros(3)) is None
+    assert mixing.label_mean_terms(without_values, np.zeros(3)) is None
 
 
 def test_labels_of_the_fewest_batches_are_isolated() -> None:

@@ -148,18 +148,18 @@ class EvaluatedModel:
         return log_normalise(summed(counts) if self.manifest.ordered else counts)
 
 
-def load_evaluated(model: Path, manifest: Path, shards: Manifest, seed: int) -> EvaluatedModel:
-    """The exported model in the folder `model`. Raises DataError if the shards have another
-    vocabulary.
+def load_evaluated(model: Path, manifest: Manifest, seed: int) -> EvaluatedModel:
+    """The exported model in the folder `model`. Raises DataError if the shards of `manifest` have
+    another vocabulary.
     """
     network, vocabulary, tokens, config = load_for_inference(model)
-    digest = shards.vocabulary["digest"]
+    digest = manifest.vocabulary["digest"]
     if vocabulary.digest != digest:
         raise DataError(
-            f"{manifest}: its vocabulary is {digest[:12]}, the model's {vocabulary.digest[:12]}; "
+            f"{manifest.path}: its vocabulary is {digest[:12]}, the model's {vocabulary.digest[:12]}; "
             "pass the manifest of the shards that the model was trained on"
         )
-    return EvaluatedModel(network, config, vocabulary, tokens, shards, seed)
+    return EvaluatedModel(network, config, vocabulary, tokens, manifest, seed)
 
 
 class TrainedCells:

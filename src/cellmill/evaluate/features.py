@@ -24,11 +24,10 @@ TOKEN_BUDGET = 16_384  # tokens in one forward pass of a task; results do not de
 ROW_BLOCK = 4096  # cells read at once
 
 
-def cell_features(
-    context: Context, cells: np.ndarray, embedding: np.ndarray | None = None
-) -> Features:
+def cell_features(context: Context, cells: np.ndarray) -> Features:
     """Features of `cells` (indices, ascending), including embeddings by models of other packages."""
-    features = features_of_counts(context, read_rows(context.reader, cells), embedding)
+    counts = read_rows(context.reader, cells)
+    features = features_of_counts(context, counts, context.vectors[cells])
     for name, vectors in context.external.items():
         features[ScoredMethod(f"external: {name}", kind="external")] = vectors[cells]
     return features

@@ -29,9 +29,9 @@ class LabelledCells:
     cells: np.ndarray  # indices of the cells, ascending; int64
     labels: np.ndarray  # class of each; text
     classes: dict[str, int]  # cells of each class used, the largest first
-    dropped: dict[str, int]  # cells of each class that has too few cells and is left out
-    n_unlabelled: int  # cells without a label, left out
-    n_left_out: int  # cells beyond `max_cells`, left out by a seeded draw
+    in_small_classes: dict[str, int]  # cells of each class that has too few cells; left out
+    n_unlabelled: int  # cells without a label; left out
+    n_not_drawn: int  # labelled cells that the seeded draw of `max_cells` leaves out
 
     @property
     def numbers(self) -> dict[str, Any]:
@@ -39,9 +39,9 @@ class LabelledCells:
         used = {
             "n_cells": len(self.cells),
             "classes": self.classes,
-            "dropped_classes": self.dropped,
+            "dropped_classes": self.in_small_classes,
         }
-        return used | {"n_unlabelled": self.n_unlabelled, "n_left_out": self.n_left_out}
+        return used | {"n_unlabelled": self.n_unlabelled, "n_left_out": self.n_not_drawn}
 
 
 def labelled_cells(
@@ -67,7 +67,7 @@ def labelled_cells(
     chosen = choose_cells(column.iloc[scored], min_cells, context.options.seed, max_cells)
     for heading, classes in (
         (column.name, chosen.classes),
-        (f"left out, fewer than {min_cells} cells", chosen.dropped),
+        (f"left out, fewer than {min_cells} cells", chosen.in_small_classes),
     ):
         if classes or heading == column.name:
             print(f"{context.dataset}: {task}: {heading}: {_list_first(classes)}", flush=True)
@@ -104,9 +104,9 @@ def choose_cells(
         cells=kept,
         labels=text[kept].astype(str),
         classes={name: n for name, n in counts.items() if n >= min_cells},
-        dropped={name: n for name, n in counts.items() if n < min_cells},
+        in_small_classes={name: n for name, n in counts.items() if n < min_cells},
         n_unlabelled=int(missing.sum()),
-        n_left_out=len(known) - len(drawn),
+        n_not_drawn=len(known) - len(drawn),
     )
 
 

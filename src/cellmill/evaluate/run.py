@@ -32,12 +32,12 @@ from cellmill.runs.results import DatasetResult, Row, TaskResult
 MAX_PROCESSES = 4  # the threads of rule evaluate: each may hold a dataset's features
 BaselinePredictions = dict[str, np.ndarray]
 """Predictions by digest, see `BaselineCache.predictions`."""
-WorkOutput = tuple[TaskResult, BaselinePredictions]
+RunOutput = tuple[TaskResult, BaselinePredictions]
 """Result of a task, and what it added to the predictions of baselines."""
 
 
 @dataclass(frozen=True)
-class _Work:
+class _TaskRun:
     """A task on a dataset, with one of its labels."""
 
     name: str  # NAME, or `NAME of LABEL`
@@ -46,7 +46,7 @@ class _Work:
     context: Context
     path: Path  # see `FinishedTasks.path`
 
-    def run(self) -> WorkOutput:
+    def run(self) -> RunOutput:
         """Result with its seconds, and the new predictions of baselines."""
         started = time.perf_counter()
         baselines = self.context.baselines
@@ -55,17 +55,18 @@ class _Work:
         seconds = round(time.perf_counter() - started, 2)
         numbers = result.figures | {"seconds": seconds}
         result = replace(result, figures=numbers, task=self.task_name)
+        # a NaN fails here, in the task's own process, where the error names the task
         json.dumps(result.to_json(), allow_nan=False)
         added = {key: value for key, value in baselines.predictions.items() if key not in before}
         return result, added
 
 
-def _list_works(
+def _list_task_runs(
     tasks: dict[str, Task], context: Context, finished: FinishedTasks
-) -> Iterator[_Work]:
+) -> Iterator[_TaskRun]:
     """Each task, then for each further label the tasks that read a label."""
     for name, task in tasks.items():
-        yield _Work(name, name, task, context, finished.path(name, task, context))
+        yield _TaskRun(name, name, task, context, finished.path(name, task, context))
     for role, column in context.roles.items():
         if role == "label" or not is_label(role):
             continue
@@ -73,17 +74,17 @@ def _list_works(
         for name, task in tasks.items():
             if context.options.tasks[name].reads_label:
                 path = finished.path(name, task, relabelled)
-                yield _Work(f"{name} of {column.name}", name, task, relabelled, path)
+                yield _TaskRun(f"{name} of {column.name}", name, task, relabelled, path)
 
 
-_inherited: list[_Work] = []  # work on the current dataset, which forked processes inherit
+_inherited: list[_TaskRun] = []  # on the current dataset, inherited by forked processes
 
 
-def _run_inherited(number: int) -> WorkOutput:
+def _run_inherited(number: int) -> RunOutput:
     return _inherited[number].run()
 
 
-def _limit_threads() -> None:
+def _enter_process() -> None:
     """Initialize a forked process, which has none of its parent's threads.
 
     Results do not depend on the number of threads.
@@ -96,7 +97,7 @@ def _limit_threads() -> None:
 def _open_processes(n: int) -> Iterator[ProcessPoolExecutor]:
     """Processes that are forked at the first call, and ended if an error ends the evaluation."""
     others = active_children()
-    with ProcessPoolExecutor(n, get_context("fork"), _limit_threads) as pool:
+    with ProcessPoolExecutor(n, get_context("fork"), _enter_process) as pool:
         try:
             yield pool
         except BaseException:
@@ -125,7 +126,7 @@ def run_tasks(
 
     A task that fails is named in the last line, below its traceback.
     """
-    works = [*_list_works(tasks, context, finished)]
+    task_runs = [*_list_task_runs(tasks, context, finished)]
     dataset = context.dataset
     n_scored = int(context.scored.sum())
     print(
@@ -133,57 +134,60 @@ def run_tasks(
         f"({context.options.cells})",
         flush=True,
     )
-    results = {work.name: finished.read(work.path) for work in works}
+    results = {task_run.name: finished.read(task_run.path) for task_run in task_runs}
     missing = []
-    for work in works:
-        if results[work.name] is None:
-            missing.append(work)
+    for task_run in task_runs:
+        if results[task_run.name] is None:
+            missing.append(task_run)
         else:
-            print(f"{dataset}: {work.name}: finished earlier", flush=True)
+            print(f"{dataset}: {task_run.name}: finished earlier", flush=True)
     n_processes = _count_processes(missing, context)
-    waiting = {work.name: None for work in missing}
+    waiting = {task_run.name: None for task_run in missing}
     with ExitStack() as stack:
-        for work, get_output in progress(
+        for task_run, get_output in progress(
             _submit(stack, missing, n_processes),
             f"evaluate {dataset}",
             len(missing),
             "tasks",
             now=lambda: ", ".join([*waiting][:n_processes]),
         ):
-            results[work.name] = _finish_work(work, get_output)
-            del waiting[work.name]
+            results[task_run.name] = _finish_task(task_run, get_output)
+            del waiting[task_run.name]
     return {name: result for name, result in results.items() if result is not None}
 
 
-def _count_processes(works: Sequence[_Work], context: Context) -> int:
-    """Number of processes that run the works: one if the model is on a GPU."""
+def _count_processes(task_runs: Sequence[_TaskRun], context: Context) -> int:
+    """Number of processes of the task runs: one if the model is on a GPU."""
     on_gpu = next(context.model.network.parameters()).is_cuda
-    return 1 if on_gpu else min(torch.get_num_threads(), len(works), MAX_PROCESSES)
+    return 1 if on_gpu else min(torch.get_num_threads(), len(task_runs), MAX_PROCESSES)
 
 
 def _submit(
-    stack: ExitStack, works: list[_Work], n_processes: int
-) -> Iterable[tuple[_Work, Callable[[], WorkOutput]]]:
-    """Each work with a function that returns its output.
+    stack: ExitStack, task_runs: list[_TaskRun], n_processes: int
+) -> Iterable[tuple[_TaskRun, Callable[[], RunOutput]]]:
+    """Each task run with a function that returns its output.
 
-    One process computes the output in that call. Several compute at once, so works come in the
-    order in which they end; leaving `stack` ends these processes.
+    With one process, the call of that function runs the task. Several processes start at once, and
+    task runs come in the order in which they end; leaving `stack` ends the processes.
     """
     if n_processes <= 1:
-        return ((work, work.run) for work in works)
-    _inherited[:] = works
+        return ((task_run, task_run.run) for task_run in task_runs)
+    _inherited[:] = task_runs
     stack.callback(_inherited.clear)
     pool = stack.enter_context(_open_processes(n_processes))
     with warnings.catch_warnings(), interrupted_later():
-        # Python 3.12 warns of threads, see _limit_threads
+        # Python 3.12 warns of threads, see _enter_process
         warnings.simplefilter("ignore", DeprecationWarning)
-        futures = {pool.submit(_run_inherited, number): work for number, work in enumerate(works)}
+        futures = {
+            pool.submit(_run_inherited, number): task_run
+            for number, task_run in enumerate(task_runs)
+        }
     return ((futures[future], future.result) for future in as_completed(futures))
 
 
-def _finish_work(work: _Work, get_output: Callable[[], WorkOutput]) -> TaskResult:
-    """Write and print the result of the work; an error that is not for users names the task."""
-    context = work.context
+def _finish_task(task_run: _TaskRun, get_output: Callable[[], RunOutput]) -> TaskResult:
+    """Write and print the result of the task run; an error that is not for users names the task."""
+    context = task_run.context
     try:
         result, predictions = get_output()
     except (UserError, BrokenProcessPool):
@@ -191,13 +195,13 @@ def _finish_work(work: _Work, get_output: Callable[[], WorkOutput]) -> TaskResul
     except Exception as error:
         traceback.print_exc()
         raise DataError(
-            f"{context.dataset}: task {work.name!r} failed ({in_one_line(error)}); repair "
+            f"{context.dataset}: task {task_run.name!r} failed ({in_one_line(error)}); repair "
             "it, or take it out of evaluate.tasks"
         ) from None
     context.baselines.predictions.update(predictions)
-    write_json(work.path, result.to_json())
+    write_json(task_run.path, result.to_json())
     for line in result_lines(result):
-        print(f"{context.dataset}: {work.name}: {line}", flush=True)
+        print(f"{context.dataset}: {task_run.name}: {line}", flush=True)
     return result
 
 

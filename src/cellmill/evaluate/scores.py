@@ -60,6 +60,14 @@ class Estimate(NamedTuple):
     cells_se: float  # standard error over cells only
 
 
+class ClosedShare(NamedTuple):
+    """Share of a gap that a method closes, with its 95 % interval."""
+
+    share: float
+    low: float
+    high: float
+
+
 def seeded(seed: int, key: int) -> np.random.Generator:
     """Random numbers of `seed` for one use, `key`."""
     return np.random.Generator(np.random.Philox(key=[seed, key]))
@@ -141,9 +149,7 @@ def _cluster_variance(sums: np.ndarray) -> tuple[float, int]:
     return variance, n
 
 
-def share_closed(
-    scores: np.ndarray, zero: np.ndarray, ceiling: np.ndarray
-) -> tuple[float, float, float] | None:
+def share_closed(scores: np.ndarray, zero: np.ndarray, ceiling: np.ndarray) -> ClosedShare | None:
     """Share of the gap from `zero` to `ceiling` that `scores` close, and its interval; None if the
     gap may be 0 or less.
 
@@ -159,7 +165,7 @@ def share_closed(
     share = paired_difference(scores, zero).mean / gap.mean
     # 0 on average; its interval is the one of the share, times the gap
     rest = paired_difference(scores - zero, share * (ceiling - zero))
-    return share, share + rest.low / gap.mean, share + rest.high / gap.mean
+    return ClosedShare(share, share + rest.low / gap.mean, share + rest.high / gap.mean)
 
 
 @dataclass
@@ -248,10 +254,10 @@ class ScoreColumn:
             scores = self.scores[method]
             if self._count_units(scores + zero + ceiling) < FEWEST:
                 return gap
-            share = share_closed(sign * scores, sign * zero, sign * ceiling)
-            if share is None:
+            part = share_closed(sign * scores, sign * zero, sign * ceiling)
+            if part is None:
                 return gap
-            closed.append(Closed(method.name, *(100 * number for number in share)))
+            closed.append(Closed(method.name, 100 * part.share, 100 * part.low, 100 * part.high))
         return replace(gap, model=closed[0], baseline=closed[1])
 
 
@@ -353,29 +359,42 @@ def tabulate(
     columns: list[ScoreColumn],
     numbers: dict[str, Any],
     judged: list[ScoreColumn] | None = None,
-    **fields: Any,
+    *,
+    metric: str | None = None,
+    rows: list[Row] | None = None,
+    verdicts: list[Verdict] | None = None,
+    differences: list[Difference] | None = None,
+    confusion: Confusion | None = None,
+    notes: Iterable[str] = (),
 ) -> TaskResult:
-    """Result with the table, verdicts, differences and gaps of `columns`; the first ranks the rows,
-    so its highest value must be the best one. `fields` replace others.
+    """Result with the table, verdicts, differences and gaps of `columns`.
 
-    Columns that are not `judged`, by default all, are only in the table.
+    `rows`, `verdicts` and `differences` replace those of the columns. `metric`, by default the
+    heading of the first column, ranks the rows, so its highest value must be the best one. Columns
+    that are not `judged`, by default all, are only in the table.
     """
     judged = columns if judged is None else judged
-    if "rows" not in fields:
-        fields["rows"] = table_rows(columns)
-    if "verdicts" not in fields:
-        fields["verdicts"] = [column.compare_best() for column in judged]
-    if "differences" not in fields:
-        fields["differences"] = list(chain.from_iterable(map(ScoreColumn.differences, judged)))
-    metric = fields.setdefault("metric", columns[0].heading)
+    if rows is None:
+        rows = table_rows(columns)
+    if verdicts is None:
+        verdicts = [column.compare_best() for column in judged]
+    if differences is None:
+        differences = list(chain.from_iterable(map(ScoreColumn.differences, judged)))
+    if metric is None:
+        metric = columns[0].heading
     ranking = [column for column in columns if column.heading == metric]
     assert not any(column.lower_is_better for column in ranking), (
         f"{metric} ranks rows by the highest"
     )
     gaps = [column.gap() for column in judged]
     return TaskResult(
-        figures=numbers,
+        rows,
+        metric,
+        verdicts,
+        numbers,
+        differences=differences,
+        confusion=confusion,
         gaps=[gap for gap in gaps if gap is not None],
         lower_is_better=[column.heading for column in columns if column.lower_is_better],
-        **fields,
+        notes=list(notes),
     )

@@ -32,21 +32,21 @@ class Context:
     """Cells to judge on, `(n_obs,)` bool: unseen in training unless `options.cells` is all, and
     with an embedding.
     """
-    # embeddings of all cells, `(n_obs, hidden)` float32; NaN rows for cells without a known gene
     vectors: np.ndarray
+    """Embeddings of all cells, `(n_obs, hidden)` float32; NaN rows for cells without a known gene."""
     roles: Mapping[str, pd.Series]
     """obs columns by role, with the column's name: `label`, `label 2`, ... and `batch`, `donor`,
     `condition`, `perturbation`, `dose` and `is_control` (bool). Roles that the dataset lacks are
     absent.
     """
     model: EvaluatedModel
-    options: Evaluate  # options that all tasks share: `folds`, `seed`, `cells`
+    options: Evaluate
+    """Options that all tasks share: `folds`, `seed`, `cells`."""
     baselines: BaselineCache = field(default_factory=BaselineCache)
-    # `seconds` and `peak_gb` of stage `embed`
     embedding_cost: Mapping[str, float] = field(default_factory=dict)
+    """`seconds` and `peak_gb` of stage `embed`."""
     external: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Embeddings of all cells by models of other packages, `(n_obs, width)` float32, finite.
-    """
+    """Embeddings of all cells by models of other packages, `(n_obs, width)` float32, finite."""
     datasets: EvaluatedDatasets | None = None
     """All datasets of the evaluation, this one among them, for tasks that need several."""
 

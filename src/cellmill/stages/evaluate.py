@@ -240,7 +240,7 @@ class _Evaluation:
     ) -> None:
         shards = Manifest.read(manifest)
         self.section = section
-        self.model = load_evaluated(model, manifest, shards, section.seed)
+        self.model = load_evaluated(model, shards, section.seed)
         network = self.model.network
         digest = sha256_file(model / "model.safetensors")
         self.fingerprint = shards.fingerprint

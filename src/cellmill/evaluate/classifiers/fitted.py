@@ -38,6 +38,7 @@ class NearestCells:
         self.neighbors = neighbors
 
     def __repr__(self) -> str:
+        """Part of the key of a cached prediction: it names all that predictions depend on."""
         return f"NearestCells({self.neighbors})"
 
     def fit(self, features: Any, labels: np.ndarray) -> Self:

@@ -45,6 +45,7 @@ class LogisticRegression:
         self.standardised = standardised
 
     def __repr__(self) -> str:
+        """Part of the key of a cached prediction: it names all that predictions depend on."""
         return f"LogisticRegression(standardised={self.standardised}, {CURVATURE=}, {TOLERANCE=}, {RIDGE=}, {FORCING=})"
 
     def fit(self, features: Any, labels: np.ndarray) -> Self:

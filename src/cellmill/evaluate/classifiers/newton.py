@@ -52,7 +52,7 @@ class Unwhitened:
     penalty: float  # λ
     curvature: ClassVar[float] = 0.0
 
-    def add_logits(self, weights: np.ndarray, out: np.ndarray) -> None:
+    def compute_logits(self, weights: np.ndarray, out: np.ndarray) -> None:
         """Write the product of `weights` with ZZᵀ / λ to `out`, both `(classes, cells)`."""
         np.divide(self.multiply(weights), self.penalty, out=out)
 
@@ -72,7 +72,7 @@ class Whitening:
     unwhiten: Callable[[np.ndarray], np.ndarray]
     curvature: ClassVar[float] = CURVATURE
 
-    def add_logits(self, weights: np.ndarray, out: np.ndarray) -> None:
+    def compute_logits(self, weights: np.ndarray, out: np.ndarray) -> None:
         """Write the product of `weights` with UUᵀ to `out`, both `(classes, cells)`."""
         if self.kernel is not None:
             np.dot(weights, self.kernel, out=out)
@@ -169,13 +169,13 @@ def minimise(
     current = CellWeights(np.zeros((2, *targets.shape)))
     if start is not None:
         current.weights[:] = start
-        whitening.add_logits(start, current.logits)
+        whitening.compute_logits(start, current.logits)
     value, probabilities = _compute_loss(current, targets, constants, curvature)
     for _ in range(MAX_STEPS):
         gradient = CellWeights(np.empty_like(current.stacked))
         gradient.weights[:] = (probabilities - targets) / n - curvature / n * current.logits
         gradient.weights[:] += current.weights
-        whitening.add_logits(gradient.weights, gradient.logits)
+        whitening.compute_logits(gradient.weights, gradient.logits)
         squared_norm = float(np.vdot(gradient.weights, gradient.logits))
         if whitening.has_converged(gradient.weights, squared_norm):
             break
@@ -256,6 +256,6 @@ def _newton_step(
         length = 1 / flat_direction_logits.dot(flat_curved)
         daxpy(flat_direction, flat_step, a=length)
         daxpy(flat_curved, flat_residual_weights, a=-length)
-        whitening.add_logits(residual.weights, residual.logits)
+        whitening.compute_logits(residual.weights, residual.logits)
         squared_norm = flat_residual_weights.dot(flat_residual_logits)
     return step

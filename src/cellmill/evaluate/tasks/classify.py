@@ -62,7 +62,7 @@ class Probe(Task):
         options = context.options
         config = self.config
         chosen = labelled_cells(context, "probe", options.folds, "evaluate.folds")
-        features = cell_features(context, chosen.cells, context.vectors[chosen.cells])
+        features = cell_features(context, chosen.cells)
         predictions = ClassPredictions(
             chosen.labels,
             config.seeds,
@@ -70,7 +70,7 @@ class Probe(Task):
         )
         splits = split_by_class(chosen.labels, options.folds, config.seeds, options.seed)
         predict_splits(
-            predictions, features, splits, config.neighbors, context, with_baselines=True
+            predictions, features, splits, config.neighbors, context, with_fitted_features=True
         )
         columns = [
             predictions.column("", metric, metric, metric_name)
@@ -92,11 +92,11 @@ def predict_splits(
     neighbors: int,
     context: Context,
     condition: str = "",
-    with_baselines: bool = False,
+    with_fitted_features: bool = False,
 ) -> None:
     """Predict the test cells of each split with every pair of features and classifier.
 
-    `with_baselines` adds the majority class, and the features of `_features_of_split`.
+    `with_fitted_features` adds the majority class, and the features of `_features_of_split`.
     """
     labels = predictions.labels
     ranked = RankedGenes(features[ALL_GENES])
@@ -108,12 +108,12 @@ def predict_splits(
         test = split.test
         with small_problems():
             split_features = {**features, RANKED: ranked.select(train, labels[train])}
-            if with_baselines:
+            if with_fitted_features:
                 split_features |= _features_of_split(features, shared, train, context.baselines)
             train_features = select_cells(split_features, train)
             fitted = fit_all(train_features, labels[train], neighbors, context)
             predicted = predict_all(fitted, select_cells(split_features, test))
-        if with_baselines:
+        if with_fitted_features:
             predicted[MAJORITY] = majority(labels[train], len(test))
         predictions.record(condition, split.repetition, test, predicted)
 
@@ -249,7 +249,7 @@ class LeaveOut(Task):
         chosen = labelled_cells(context, "leave_out", context.options.folds, "evaluate.folds")
         labels = chosen.labels
         ceiling_labels = predict_from_other_half(context)[chosen.cells]
-        features = cell_features(context, chosen.cells, context.vectors[chosen.cells])
+        features = cell_features(context, chosen.cells)
         columns: list[ScoreColumn] = []
         numbers = chosen.numbers
         for role in roles:
@@ -270,7 +270,12 @@ class LeaveOut(Task):
                 continue
             predictions = ClassPredictions(labels, len(splits), ceiling_labels=ceiling_labels)
             predict_splits(
-                predictions, features, splits, self.config.neighbors, context, with_baselines=True
+                predictions,
+                features,
+                splits,
+                self.config.neighbors,
+                context,
+                with_fitted_features=True,
             )
             unseen = f"{MANY[role]} not seen"
             accuracy = predictions.column(

@@ -108,7 +108,7 @@ class Clustering(Task):
             context, "clustering", config.min_cells, "evaluate.tasks.clustering.min_cells"
         )
         labels = chosen.labels
-        features = cell_features(context, chosen.cells, context.vectors[chosen.cells])
+        features = cell_features(context, chosen.cells)
         genes = features.pop(ALL_GENES)
         components = ScoredMethod(f"PCA{COMPONENTS} of the scored cells")
         scaled = StandardScaler(with_mean=False).fit_transform(genes)

@@ -126,7 +126,7 @@ class Integration(Task):
 
     def embed_cells(self, context: Context, cells: np.ndarray, batches: np.ndarray) -> Arrays:
         """Vectors of the cells by method, `(cells, width)`."""
-        vectors = cell_features(context, cells, context.vectors[cells])
+        vectors = cell_features(context, cells)
         principal = fit_own_components(vectors.pop(ALL_GENES))
         vectors[PRINCIPAL] = principal
         seed = context.options.seed
@@ -222,8 +222,8 @@ def neighbor_weights(distances: np.ndarray, perplexity: float) -> np.ndarray:
 
 
 def kbet(vectors: np.ndarray, batches: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
-    """1 for a cell whose neighbours have the batch composition of its label, by a test at level 5 %,
-    else 0; mean over labels.
+    """Terms by cell of the share of cells, mean over labels, whose neighbours have the batch
+    composition of their label, by a test at level 5 %.
 
     Neighbours are cells of the same label, a quarter of a batch's mean size, 10 to 70, as in scIB.
     Labels of one batch or below 10 cells are left out; None if all are.
@@ -245,7 +245,7 @@ def kbet(vectors: np.ndarray, batches: np.ndarray, labels: np.ndarray) -> np.nda
         observed = _sum_by_class(batch[tested], np.ones(tested.shape), n_batches)
         statistic = ((observed - expected) ** 2 / expected).sum(1)
         accepted[cells] = chi2.sf(statistic, n_batches - 1) >= ALPHA
-    return average_labels(accepted, labels)
+    return label_mean_terms(accepted, labels)
 
 
 def graph_connectivity(graph: NeighborGraph, labels: np.ndarray) -> float:
@@ -262,8 +262,8 @@ def graph_connectivity(graph: NeighborGraph, labels: np.ndarray) -> float:
 
 
 def bras(vectors: np.ndarray, batches: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
-    """1 - |s|, mean over labels, with s the silhouette of batches within a label; None if no label
-    has two batches.
+    """Terms by cell of the mean over labels of 1 - |s|, with s the silhouette of batches within a
+    label; None if no label has two batches.
     """
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     directions = vectors / np.where(lengths > 0, lengths, 1)
@@ -275,7 +275,7 @@ def bras(vectors: np.ndarray, batches: np.ndarray, labels: np.ndarray) -> np.nda
         if len(names) > 1:
             silhouette = _cosine_silhouette(directions[cells], batch)
             scores[cells] = 1 - np.abs(silhouette)
-    return average_labels(scores, labels)
+    return label_mean_terms(scores, labels)
 
 
 def _cosine_silhouette(directions: np.ndarray, batch: np.ndarray) -> np.ndarray:
@@ -312,15 +312,17 @@ def silhouettes(vectors: np.ndarray, labels: np.ndarray) -> np.ndarray:
 def isolated_labels(
     widths: np.ndarray, batches: np.ndarray, labels: np.ndarray
 ) -> np.ndarray | None:
-    """Silhouettes `widths` of the labels in the fewest batches, mean over these labels; None if
-    every label is in all batches.
+    """Terms by cell of the mean silhouette of the labels in the fewest batches, mean over these
+    labels; None if every label is in all batches.
+
+    `widths` are the silhouettes of all cells, `(cells,)`.
     """
     n_batches = pd.Series(batches).groupby(labels).nunique()  # for each label
     if n_batches.min() == len(np.unique(batches)):
         return None
     isolated = n_batches.index[n_batches == n_batches.min()]
     is_isolated = np.isin(labels, isolated)
-    return average_labels(np.where(is_isolated, widths, np.nan), labels)
+    return label_mean_terms(np.where(is_isolated, widths, np.nan), labels)
 
 
 def batch_variance(vectors: np.ndarray, batches: np.ndarray) -> np.ndarray:
@@ -341,8 +343,9 @@ def batch_variance(vectors: np.ndarray, batches: np.ndarray) -> np.ndarray:
     return 1 - within - (to_batch_mean - within * to_mean) / total
 
 
-def average_labels(values: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
-    """Numbers whose mean over all cells is the mean over labels of each label's mean of `values`.
+def label_mean_terms(values: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
+    """Linear terms of a mean over labels: one number per cell, whose mean over all cells is the mean
+    over labels of each label's mean of `values`.
 
     Cells with NaN do not count; None if all have NaN.
     """

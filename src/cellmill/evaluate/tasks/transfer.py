@@ -76,7 +76,7 @@ class CellGroup:
             column=str(label.name),
             context=context,
             names=names,
-            left_out={"n_unlabelled": chosen.n_unlabelled, "n_left_out": chosen.n_left_out},
+            left_out={"n_unlabelled": chosen.n_unlabelled, "n_left_out": chosen.n_not_drawn},
             cells=cells,
             counts=read_rows(reader, cells),
             labels=chosen.labels,

@@ -33,6 +33,9 @@ from cellmill.evaluate.task import Context, Skipped
 from cellmill.models.objectives.perturbation_response import PerturbationResponse
 from cellmill.runs.results import ScoredMethod
 
+# halves of the controls
+START = 0  # predictions start from these
+MEASURED = 1  # changes are measured from these
 MIN_CONTROLS = 5  # controls of a stratum in each half
 MAX_CONTROLS = 128  # controls of a stratum that the model predicts from: the first of their half
 # strengths of the ridge; the one with the least leave-one-out error on the training units is taken
@@ -59,82 +62,100 @@ class Profiles:
     perturbation: np.ndarray  # (cells,) text; empty for controls and for cells without one
     dose: np.ndarray  # (cells,) text, empty without the role
     stratum: np.ndarray  # (cells,) int64; -1 for cells of a stratum with too few controls
-    half: np.ndarray  # (cells,) int8: half (0 or 1) that a control is in; -1 for other cells
+    half: np.ndarray  # (cells,) int8: START or MEASURED for a control; -1 for other cells
 
     def control_means(self, half: int) -> np.ndarray:
-        """(strata, G) float64: mean of the controls of a half."""
+        """(strata, G) float64: mean of the controls of a half, START or MEASURED."""
         stratum = np.where(self.half == half, self.stratum, -1)
         return _average_groups(self.expression, stratum, self.stratum.max() + 1)
 
-    def changes(self, unit: np.ndarray, n_units: int, controls: np.ndarray) -> np.ndarray:
+    def changes(self, unit_of_cell: np.ndarray, n_units: int, controls: np.ndarray) -> np.ndarray:
         """(U, G) float64: mean over each unit's cells minus `controls`, (strata, G), of their
         strata.
 
-        `unit` is (cells,) int64. Cells with unit -1 or without a stratum take no part; a unit
-        without cells has NaN.
+        `unit_of_cell` is (cells,) int64. Cells with unit -1 or without a stratum take no part; a
+        unit without cells has NaN.
         """
-        unit = np.where(self.stratum == -1, -1, unit)
-        unit_means = _average_groups(self.expression, unit, n_units)
-        return unit_means - self.unit_controls(unit, n_units, controls)
+        unit_of_cell = np.where(self.stratum == -1, -1, unit_of_cell)
+        unit_means = _average_groups(self.expression, unit_of_cell, n_units)
+        return unit_means - self.unit_controls(unit_of_cell, n_units, controls)
 
-    def unit_controls(self, unit: np.ndarray, n_units: int, controls: np.ndarray) -> np.ndarray:
+    def unit_controls(
+        self, unit_of_cell: np.ndarray, n_units: int, controls: np.ndarray
+    ) -> np.ndarray:
         """(U, G) float64: mean of `controls`, (strata, G), over the strata of each unit's cells."""
         # NaN marks a stratum without controls, in which no unit has cells
-        return self.stratum_shares(unit, n_units) @ np.nan_to_num(controls)
+        return self.stratum_shares(unit_of_cell, n_units) @ np.nan_to_num(controls)
 
-    def stratum_shares(self, unit: np.ndarray, n_units: int) -> np.ndarray:
+    def stratum_shares(self, unit_of_cell: np.ndarray, n_units: int) -> np.ndarray:
         """(U, strata) float64: share of a unit's cells in each stratum; NaN for a unit without
         cells.
         """
-        cells = np.flatnonzero((unit >= 0) & (self.stratum != -1))
+        cells = np.flatnonzero((unit_of_cell >= 0) & (self.stratum != -1))
         n_cells = np.zeros((n_units, self.stratum.max() + 1))
-        np.add.at(n_cells, (unit[cells], self.stratum[cells]), 1)
+        np.add.at(n_cells, (unit_of_cell[cells], self.stratum[cells]), 1)
         return divide(n_cells, n_cells.sum(1, keepdims=True))
 
 
 def read_profiles(context: Context, roles: Iterable[str]) -> Profiles:
     """Profiles of all cells of the dataset, with strata by those of `roles` that it has."""
-    reader = context.reader
+    counts = _read_counts(context)
+    is_control = context.roles[IS_CONTROL].fillna(False).to_numpy(bool)
+    stratum = _number_strata(context, roles)
+    half = _halve_controls(stratum, is_control, context.options.seed)
+    n_in_half = np.bincount(stratum[half == MEASURED], minlength=stratum.max() + 1)
+    has_controls = n_in_half[stratum] >= MIN_CONTROLS  # START has as many, or one more
+    perturbation = text_values(context.roles[controlled_role(context)]).astype(str)
+    dose = np.full(len(stratum), "")
+    if "dose" in context.roles:
+        dose = text_values(context.roles["dose"]).astype(str)
+    return Profiles(
+        expression=log_normalise(counts),
+        genes=context.measured_genes,
+        depth=np.asarray(counts.sum(axis=1, dtype=np.int64)).ravel(),
+        perturbation=np.where(is_control, "", perturbation),
+        dose=dose,
+        stratum=np.where(has_controls, stratum, -1),
+        half=half,
+    )
+
+
+def _read_counts(context: Context) -> sp.csr_matrix:
+    """(cells, G): counts of the model's genes that the dataset has."""
     genes = context.measured_genes
     vocabulary_row = context.columns.target
     # (genes of the file,): index in `genes`, -1 for genes that the model does not know
     column = np.where(vocabulary_row >= 0, np.searchsorted(genes, vocabulary_row), -1)
     column = column.astype(np.int32)
-    blocks = [select_columns(block, column, len(genes)) for block in reader.rows(ROW_BLOCK)]
-    counts = sp.vstack(blocks, format="csr")
-    is_control = context.roles[IS_CONTROL].fillna(False).to_numpy(bool)
-    # a number for each combination of values of the roles; missing values are one value
+    blocks = context.reader.rows(ROW_BLOCK)
+    return sp.vstack([select_columns(block, column, len(genes)) for block in blocks], format="csr")
+
+
+def _number_strata(context: Context, roles: Iterable[str]) -> np.ndarray:
+    """(cells,) int64: a number for each combination of values of the roles; missing values are one
+    value.
+    """
     columns = {}
     for role in roles:
         if role in context.roles:
             columns[role] = text_values(context.roles[role]).astype(str)
-    stratum = np.zeros(reader.n_obs, np.int64)
-    if columns:
-        combinations = pd.DataFrame(columns).groupby([*columns], sort=True)
-        stratum = combinations.ngroup().to_numpy(np.int64)
-    # deal the controls of each stratum into two random halves
-    half = np.full(reader.n_obs, -1, np.int8)
-    generator = seeded(context.options.seed, 4)
-    too_few = []
+    if not columns:
+        return np.zeros(context.reader.n_obs, np.int64)
+    combinations = pd.DataFrame(columns).groupby([*columns], sort=True)
+    return combinations.ngroup().to_numpy(np.int64)
+
+
+def _halve_controls(stratum: np.ndarray, is_control: np.ndarray, seed: int) -> np.ndarray:
+    """(cells,) int8: random half, START or MEASURED, of each control of a stratum; -1 for other
+    cells.
+    """
+    half = np.full(len(stratum), -1, np.int8)
+    generator = seeded(seed, 4)
     for number in np.unique(stratum):
         controls = generator.permutation(np.flatnonzero(is_control & (stratum == number)))
-        half[controls] = np.arange(len(controls)) % 2
-        if len(controls) // 2 < MIN_CONTROLS:
-            too_few.append(number)
-    depth = np.asarray(counts.sum(axis=1, dtype=np.int64)).ravel()
-    perturbation = text_values(context.roles[controlled_role(context)]).astype(str)
-    dose = np.full(reader.n_obs, "")
-    if "dose" in context.roles:
-        dose = text_values(context.roles["dose"]).astype(str)
-    return Profiles(
-        expression=log_normalise(counts),
-        genes=genes,
-        depth=depth,
-        perturbation=np.where(is_control, "", perturbation),
-        dose=dose,
-        stratum=np.where(np.isin(stratum, too_few), -1, stratum),
-        half=half,
-    )
+        half[controls[::2]] = START
+        half[controls[1::2]] = MEASURED
+    return half
 
 
 def check_changes(context: Context) -> None:
@@ -157,16 +178,20 @@ def controlled_role(context: Context) -> str:
     return "perturbation" if "perturbation" in context.roles else "condition"
 
 
-def _average_groups(expression: sp.csr_matrix, group: np.ndarray, n_groups: int) -> np.ndarray:
+def _average_groups(
+    expression: sp.csr_matrix, group_of_cell: np.ndarray, n_groups: int
+) -> np.ndarray:
     """(groups, G) float64: mean over the cells of each group; -1 is no group, and an empty group
     has NaN.
     """
-    cells = np.flatnonzero(group >= 0)
+    cells = np.flatnonzero(group_of_cell >= 0)
     ones = np.ones(len(cells))
     # (groups, cells): 1 for the cells of a group
-    members = sp.csr_matrix((ones, (group[cells], cells)), shape=(n_groups, expression.shape[0]))
+    members = sp.csr_matrix(
+        (ones, (group_of_cell[cells], cells)), shape=(n_groups, expression.shape[0])
+    )
     sums = (members @ expression).toarray()
-    n_cells = np.bincount(group[cells], minlength=n_groups)
+    n_cells = np.bincount(group_of_cell[cells], minlength=n_groups)
     return divide(sums, n_cells[:, None])
 
 
@@ -278,7 +303,7 @@ def predict_responses(
             shares = in_dataset.double().softmax(1).cpu().numpy()
         return expected_log_expression(shares, profiles.depth[cells]).mean(0)
 
-    is_start = (profiles.half == 0) & np.isfinite(context.vectors).all(1)
+    is_start = (profiles.half == START) & np.isfinite(context.vectors).all(1)
     changes = np.zeros((len(names), len(profiles.genes)))
     for stratum in np.flatnonzero(stratum_shares.sum(0)).tolist():
         controls = np.flatnonzero(is_start & (profiles.stratum == stratum))[:MAX_CONTROLS]

@@ -35,6 +35,7 @@ from cellmill.evaluate.tasks.genes import (
     scaled_loadings,
 )
 from cellmill.evaluate.tasks.perturbation.changes import (
+    START,
     ChangesByMethod,
     Profiles,
     predict_new_contexts,
@@ -69,7 +70,8 @@ class HeldOut:
     # (cells,) int64: unit of a cell; -1 for controls, and for units with too few cells
     unit_of_cell: np.ndarray
     perturbation: np.ndarray  # (U,) text
-    group: np.ndarray  # (U,) text: what is held out whole, the perturbation or the context
+    # (U,) text: perturbation or context; a group is all units with one key, and is held out whole
+    fold_key: np.ndarray
     unseen: np.ndarray  # (U,) bool: the model saw no cell of the group
     # (U,) bool: the model was fitted, not only validated, on cells of the group
     trained: np.ndarray
@@ -93,7 +95,7 @@ class HeldOut:
             raise Skipped("no stratum has enough controls")
         cells = _tabulate_cells(context, profiles, role)
         usable = cells[cells["is_usable"]]
-        groups = usable.groupby("group")
+        groups = usable.groupby("fold_key")
         is_unseen = groups["is_scored"].sum() >= UNSEEN_FRAC * groups.size()
         is_trained = groups["is_trained"].any()
         units = _count_cells_of_units(usable, is_unseen)
@@ -107,9 +109,9 @@ class HeldOut:
             profiles,
             unit_of_cell=np.where(cells["is_usable"], unit_of_cell, -1),
             perturbation=kept["perturbation"].to_numpy(str),
-            group=kept["group"].to_numpy(str),
-            unseen=is_unseen[kept["group"]].to_numpy(bool),
-            trained=is_trained[kept["group"]].to_numpy(bool),
+            fold_key=kept["fold_key"].to_numpy(str),
+            unseen=is_unseen[kept["fold_key"]].to_numpy(bool),
+            trained=is_trained[kept["fold_key"]].to_numpy(bool),
             left_out=sorted(units["perturbation"][~has_enough].unique()),
         )
 
@@ -121,9 +123,9 @@ class HeldOut:
         those that only validated the model.
         """
         options = self.context.options
-        groups = np.unique(self.group)
-        unseen = np.unique(self.group[self.unseen])
-        units = np.arange(len(self.group))
+        groups = np.unique(self.fold_key)
+        unseen = np.unique(self.fold_key[self.unseen])
+        units = np.arange(len(self.fold_key))
         if len(groups) < 2 or not len(unseen):
             return
         if len(unseen) < len(groups):
@@ -136,15 +138,15 @@ class HeldOut:
             for repetition in range(self.config.seeds):
                 splitter = KFold(n_folds, shuffle=True, random_state=options.seed + repetition)
                 for _, test in splitter.split(groups):
-                    is_tested = np.isin(self.group, groups[test])
+                    is_tested = np.isin(self.fold_key, groups[test])
                     yield Split(repetition, units[~is_tested], units[is_tested])
         else:
             splitter = GroupKFold(min(len(groups), self.config.most_folds))
-            for train, test in splitter.split(units, groups=self.group):
+            for train, test in splitter.split(units, groups=self.fold_key):
                 yield Split(0, train, test)
 
     @cached_property
-    def scored_unit(self) -> np.ndarray:
+    def scored_unit_of_cell(self) -> np.ndarray:
         """(cells,) int64: unit of each scored cell, from which changes are measured; -1 for other
         cells.
         """
@@ -159,12 +161,12 @@ class HeldOut:
     @cached_property
     def start_means(self) -> np.ndarray:
         """(strata, G) float64: mean of the controls that predictions start from."""
-        return self.profiles.control_means(0)
+        return self.profiles.control_means(START)
 
     @cached_property
     def fitted_changes(self) -> np.ndarray:
         """(U, G) float64: changes from `start_means`, which predictions are fitted on."""
-        return self.profiles.changes(self.unit_of_cell, len(self.group), self.start_means)
+        return self.profiles.changes(self.unit_of_cell, len(self.fold_key), self.start_means)
 
     @cached_property
     def features(self) -> Arrays:
@@ -190,7 +192,7 @@ class HeldOut:
         """(V, F): loadings of the correlation of genes over the starting controls; NaN for genes
         not measured.
         """
-        is_start = (self.profiles.half == 0) & (self.profiles.stratum >= 0)
+        is_start = (self.profiles.half == START) & (self.profiles.stratum >= 0)
         controls = self.profiles.expression[np.flatnonzero(is_start)[:PCA_CELLS]]
         # components of genes with unit variance are those of their correlation
         sd = expression_statistics(controls)[:, 1]
@@ -226,9 +228,9 @@ class HeldOut:
 
     def predictions(self, folds: list[Split]) -> Iterator[ChangesByMethod]:
         """Predicted changes of the test units of each fold."""
-        n_units = len(self.group)
+        n_units = len(self.fold_key)
         controls = self.profiles.unit_controls(self.unit_of_cell, n_units, self.start_means)
-        shares = np.nan_to_num(self.profiles.stratum_shares(self.scored_unit, n_units))
+        shares = np.nan_to_num(self.profiles.stratum_shares(self.scored_unit_of_cell, n_units))
         responses = predict_responses(
             self.context, self.profiles, shares, self.perturbation.tolist(), self.genes
         )
@@ -253,36 +255,36 @@ def _tabulate_cells(context: Context, profiles: Profiles, role: str) -> pd.DataF
     A cell is usable if it is perturbed, has a stratum, and has a value of `role`.
     """
     is_usable = (profiles.perturbation != "") & (profiles.stratum >= 0)
-    group = profiles.perturbation
+    fold_key = profiles.perturbation
     if role != "perturbation":
-        group = text_values(context.roles[role]).astype(str)
+        fold_key = text_values(context.roles[role]).astype(str)
         is_usable &= context.roles[role].notna().to_numpy()
     cells = pd.DataFrame(
         {
             "perturbation": profiles.perturbation,
             "dose": profiles.dose,
-            "group": group,
+            "fold_key": fold_key,
             "is_usable": is_usable,
             "is_scored": context.scored,
             "is_trained": context.model.is_training_cell(context.dataset, context.reader.obs.index),
         }
     )
     # one sortable name for each unit
-    cells["unit"] = cells["perturbation"] + " | " + cells["dose"] + " | " + cells["group"]
+    cells["unit"] = cells["perturbation"] + " | " + cells["dose"] + " | " + cells["fold_key"]
     return cells
 
 
 def _count_cells_of_units(usable: pd.DataFrame, is_unseen: pd.Series) -> pd.DataFrame:
-    """Perturbation, group and `n_cells` of each unit, by its name.
+    """Perturbation, fold key and `n_cells` of each unit, by its name.
 
     Cells of a unit that may be tested, whose group `is_unseen`, count if they are scored, others
     always.
     """
-    is_counted = usable["is_scored"] | ~is_unseen[usable["group"]].to_numpy(bool)
+    is_counted = usable["is_scored"] | ~is_unseen[usable["fold_key"]].to_numpy(bool)
     units = usable.assign(is_counted=is_counted).groupby("unit")
     return units.agg(
         perturbation=("perturbation", "first"),
-        group=("group", "first"),
+        fold_key=("fold_key", "first"),
         n_cells=("is_counted", "sum"),
     )
 

@@ -24,7 +24,7 @@ plus the change.
 Legend: U units (a perturbation and its dose), G genes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,7 +45,9 @@ from cellmill.evaluate.tasks.classify import group_by_features
 from cellmill.evaluate.tasks.genes import correlations
 from cellmill.evaluate.tasks.perturbation.changes import (
     MEAN,
+    MEASURED,
     NO_CHANGE,
+    START,
     ChangesByMethod,
     check_changes,
     controlled_role,
@@ -55,7 +57,8 @@ from cellmill.runs.results import Difference, ScoredMethod, TaskResult
 
 HELD_OUT = "perturbation"  # role that stage predict_changes holds out
 ABOUT_CHANGES = "cellmill_changes"  # key in uns
-GROUPS = ["start control", "measured control", "measured"]
+# obs column `group`; a control's kind is at the number of its half, START or MEASURED
+CELL_KINDS = ["start control", "measured control", "measured"]
 METRICS: Mapping[str, str] = {  # names in words by heading; lower is better for MAE only
     "Pearson": "Pearson of the change",
     "discrimination": "discrimination",
@@ -78,22 +81,22 @@ class Compared(NamedTuple):
 
 
 def change_scores(
-    predicted: np.ndarray, seen: np.ndarray, perturbed: np.ndarray, top_genes: int
+    predicted: np.ndarray, measured: np.ndarray, perturbed: np.ndarray, top_genes: int
 ) -> dict[str, np.ndarray]:
     """Scores of each unit by metric, (units,) float64; NaN where one is not defined, as Pearson of
     a constant.
 
-    `predicted` and `seen` are changes, `(units, genes)`, of units that are tested together;
-    `perturbed` (bool) are the genes that a unit perturbs. Direction is judged on the `top_genes`
-    genes with the largest seen change. Discrimination is the share of other units whose seen change
-    is farther (in mean absolute difference) from the prediction than the unit's own (Wu et al.
-    2024, PerturBench; ties count half).
+    `predicted` and `measured` are changes, `(units, genes)`, of units that are tested together.
+    `perturbed`, bool of the same shape, marks the genes that a unit perturbs; they are not scored.
+    Direction is judged on the `top_genes` genes with the largest measured change. Discrimination is
+    the share of other units whose measured change is farther (in mean absolute difference) from the
+    prediction than the unit's own (Wu et al. 2024, PerturBench; ties count half).
     """
-    scores = {metric: np.full(len(seen), np.nan) for metric in METRICS}
-    for unit in range(len(seen)):
+    scores = {metric: np.full(len(measured), np.nan) for metric in METRICS}
+    for unit in range(len(measured)):
         is_scored = ~perturbed[unit]
         x = predicted[unit, is_scored]
-        y = seen[unit, is_scored]
+        y = measured[unit, is_scored]
         scores["MAE"][unit] = np.abs(x - y).mean()
         if not x.any():
             continue
@@ -101,9 +104,9 @@ def change_scores(
             scores["Pearson"][unit] = np.corrcoef(x, y)[0, 1]
         top = np.argsort(-np.abs(y), kind="stable")[:top_genes]
         scores["direction"][unit] = (np.sign(x[top]) == np.sign(y[top])).mean()
-        if len(seen) > 1:
-            # (units,): distance of the prediction to the seen change of each unit
-            distances = np.abs(seen[:, is_scored] - x).mean(1)
+        if len(measured) > 1:
+            # (units,): distance of the prediction to the measured change of each unit
+            distances = np.abs(measured[:, is_scored] - x).mean(1)
             excess = np.delete(distances, unit) - distances[unit]
             scores["discrimination"][unit] = (excess > 0).mean() + (excess == 0).mean() / 2
     return scores
@@ -126,6 +129,16 @@ def make_column(metric: str, role: str, scores: Arrays) -> ScoreColumn | None:
     )
 
 
+def make_ceiling_column(column: ScoreColumn, scores: Arrays) -> ScoreColumn:
+    """Column of the ceilings that have the metric of `column`."""
+    ceilings = {
+        method: values
+        for method, values in scores.items()
+        if method.kind == "ceiling" and np.isfinite(values).any()
+    }
+    return ScoreColumn(column.heading, column.metric_name, ceilings)
+
+
 class Perturbation(Task):
     config: PerturbationConfig
 
@@ -135,33 +148,38 @@ class Perturbation(Task):
         columns: list[ScoreColumn] = []
         ceilings: list[ScoreColumn] = []
         numbers: dict[str, Any] = {}
-        for held_out in self.config.held_out:
-            if held_out != "perturbation" and (
-                held_out not in context.roles or held_out == controlled_role(context)
-            ):
-                continue
-            try:
-                held = HeldOut.read(context, self.config, held_out)
-            except Skipped:
-                continue
+        for held in self._hold_out_roles(context):
             folds = list(held.folds())
             numbers |= self._describe_units(held, folds)
             if not folds:
                 continue
             for metric, scores in self._score(held, folds).items():
-                column = make_column(metric, held_out, scores)
-                if column is None:
-                    continue
-                columns.append(column)
-                ceiling_scores = {
-                    method: values
-                    for method, values in scores.items()
-                    if method.kind == "ceiling" and np.isfinite(values).any()
-                }
-                ceilings.append(ScoreColumn(column.heading, column.metric_name, ceiling_scores))
+                column = make_column(metric, held.role, scores)
+                if column is not None:
+                    columns.append(column)
+                    ceilings.append(make_ceiling_column(column, scores))
         if not columns:
             reasons = [str(value) for key, value in numbers.items() if key.endswith("no_folds")]
             raise Skipped("; ".join(reasons) or "no stratum has enough controls", numbers)
+        return self._tabulate(columns, ceilings, numbers)
+
+    def _hold_out_roles(self, context: Context) -> Iterator[HeldOut]:
+        """Units of each usable role of `held_out`: skips those without strata of enough controls."""
+        for role in self.config.held_out:
+            is_context = role in context.roles and role != controlled_role(context)
+            if role == "perturbation" or is_context:
+                try:
+                    held = HeldOut.read(context, self.config, role)
+                except Skipped:
+                    continue
+                yield held
+
+    def _tabulate(
+        self, columns: list[ScoreColumn], ceilings: list[ScoreColumn], numbers: dict[str, Any]
+    ) -> TaskResult:
+        """The table, with rows of the ceilings, and the differences of the model and of methods
+        with informed sources.
+        """
         judged = [column for column in columns if column.select_kind("model")]
         differences = []
         for column in judged:
@@ -200,7 +218,7 @@ class Perturbation(Task):
         role = held.role
         tested = np.unique(np.concatenate([np.array([], np.int64), *(fold.test for fold in folds)]))
         genes = dict(zip(held.perturbation, held.genes))
-        groups = np.unique(held.group)
+        groups = np.unique(held.fold_key)
         numbers: dict[str, Any] = {
             f"{role}_perturbations_tested": len(np.unique(held.perturbation[tested])),
             f"{role}_perturbations_with_a_gene": sum(map(bool, genes.values())),
@@ -211,7 +229,7 @@ class Perturbation(Task):
         if not folds:
             seen = "the model saw cells of each of them; divide its corpus by it (shard.split_by), or use cells: all"
             few = f"{len(groups)} values have {self.config.min_cells} cells (min_cells); two are needed"
-            reason = seen if not held.unseen.any() and len(held.group) else few
+            reason = seen if not held.unseen.any() and len(held.fold_key) else few
             numbers[f"{role}_no_folds"] = f"held out {role}: {reason}"
         if role == "perturbation":
             for source in self._list_informed():
@@ -225,9 +243,9 @@ class Perturbation(Task):
         perturbation.
         """
         profiles = held.profiles
-        n_units = len(held.group)
-        measured_controls = profiles.control_means(1)
-        measured = profiles.changes(held.scored_unit, n_units, measured_controls)
+        n_units = len(held.fold_key)
+        measured_controls = profiles.control_means(MEASURED)
+        measured = profiles.changes(held.scored_unit_of_cell, n_units, measured_controls)
         perturbed = np.stack([np.isin(profiles.genes, rows) for rows in held.genes])
         n_repetitions = 1 + max(fold.repetition for fold in folds)
         scores: Scores = {metric: {} for metric in METRICS}
@@ -260,13 +278,13 @@ class Perturbation(Task):
         """
         # (cells,): position of each cell when cells are sorted by unit, shuffled in each unit
         generator = seeded(held.context.options.seed + fold.repetition, 5)
-        shuffled = generator.permutation(len(held.scored_unit))
-        by_scored_unit = np.argsort(held.scored_unit[shuffled], kind="stable")
+        shuffled = generator.permutation(len(held.scored_unit_of_cell))
+        by_scored_unit = np.argsort(held.scored_unit_of_cell[shuffled], kind="stable")
         position = np.argsort(shuffled[by_scored_unit])
         halves = []
-        for half, controls in enumerate((held.start_means, measured_controls)):
-            unit = np.where(position % 2 == half, held.scored_unit, -1)
-            changes = held.profiles.changes(unit, len(held.group), controls)
+        for half, controls in ((START, held.start_means), (MEASURED, measured_controls)):
+            unit_of_cell = np.where(position % 2 == half, held.scored_unit_of_cell, -1)
+            changes = held.profiles.changes(unit_of_cell, len(held.fold_key), controls)
             halves.append(changes[fold.test])
         first, second = halves
         compared = {CEILING: Compared(first, second)}
@@ -341,7 +359,7 @@ def _hold_out(context: Context, config: PerturbationConfig) -> tuple[HeldOut, li
     if not folds:
         raise DataError(
             f"{context.dataset}: expected two perturbations of {config.min_cells} cells, and one that the model saw no "
-            f"cell of, got {len(held.group)} and {int(held.unseen.sum())}; set shard.split_by: perturbation, or "
+            f"cell of, got {len(held.fold_key)} and {int(held.unseen.sum())}; set shard.split_by: perturbation, or "
             "evaluate.cells: all"
         )
     return held, folds
@@ -362,22 +380,22 @@ def _collect_changes(held: HeldOut, folds: list[Split], tested: np.ndarray) -> C
 
 
 def _describe_cells(held: HeldOut, tested: np.ndarray, names: list[str]) -> pd.DataFrame:
-    """obs of all cells; those without a group are not written. `names` are those of the tested
+    """obs of all cells; those without a `group` are not written. `names` are those of the tested
     units, then the control's.
     """
     profiles = held.profiles
     # (cells,): number of the tested unit; -1 for other cells, whose unit -1 indexes the last entry
-    position = np.full(len(held.group) + 1, -1, np.int64)
+    position = np.full(len(held.fold_key) + 1, -1, np.int64)
     position[tested] = np.arange(len(tested))
-    unit = position[held.scored_unit]
-    # (cells,): index in GROUPS; -1 for cells that are not written
-    group = np.where(profiles.stratum >= 0, profiles.half, -1)
-    group = np.where(unit >= 0, GROUPS.index("measured"), group)
+    tested_unit_of_cell = position[held.scored_unit_of_cell]
+    # (cells,): index in CELL_KINDS; -1 for cells that are not written
+    kind = np.where(profiles.stratum >= 0, profiles.half, -1)
+    kind = np.where(tested_unit_of_cell >= 0, CELL_KINDS.index("measured"), kind)
     return pd.DataFrame(
         {
-            "group": pd.Categorical.from_codes(group, GROUPS),
+            "group": pd.Categorical.from_codes(kind, CELL_KINDS),
             # controls have unit -1, the last name
-            "perturbation": pd.Categorical(np.array(names, object)[unit]),
+            "perturbation": pd.Categorical(np.array(names, object)[tested_unit_of_cell]),
             "stratum": profiles.stratum,
         },
         index=held.context.reader.obs.index,
