@@ -192,7 +192,7 @@ def test_the_head_of_the_folder_predicts_like_transformers(folder: Path) -> None
         hidden.append((cell, target - starts[cell]))
     ids = padded_ids(set(hidden))
     with torch.inference_mode():
-        logits = network.objective.predict(
+        logits = network.objective.predict_from_head(
             network, network.head(network.states(prepared)[prepared.targets]), prepared
         )
         theirs = transformers.EsmForMaskedLM.from_pretrained(folder).eval()

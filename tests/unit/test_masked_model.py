@@ -57,7 +57,7 @@ def _tensors(tokenizer: str, lengths: tuple[int, ...] = (9, 14, 1, 14)) -> Batch
 def _predicted(model: Any, prepared: MaskedBatch) -> torch.Tensor:
     """Predictions from the states of masked tokens."""
     states = model.states(prepared)[prepared.targets]
-    return model.objective.predict(model, model.head(states), prepared)
+    return model.objective.predict_from_head(model, model.head(states), prepared)
 
 
 def _judged(model: Any, prepared: MaskedBatch) -> list[tuple[torch.Tensor, float]]:
@@ -68,7 +68,7 @@ def _judged(model: Any, prepared: MaskedBatch) -> list[tuple[torch.Tensor, float
 
     def listen(*given: Any) -> torch.Tensor:
         loss: torch.Tensor = head_loss(*given)
-        predictions = objective.predict(*given)
+        predictions = objective.predict_from_head(*given)
         judged.append((predictions, loss.item()))
         return loss
 

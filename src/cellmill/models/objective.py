@@ -9,6 +9,7 @@ importing torch: `families` that can train it, `needs_counts` in batches, whethe
 `reads_cells`, and its defaults for section `stream`.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -196,6 +197,14 @@ def expected_bins(logits: Tensor, first_bin: int = 1) -> Tensor:
 def r2_over(base: float, error: float) -> float | None:
     """R² of a squared error over that of a baseline; None for a baseline without error."""
     return 1 - error / base if base > 0 else None
+
+
+def pearson(x: np.ndarray, y: np.ndarray) -> float | None:
+    """Return Pearson's r of `x` and `y`, `(n,)` float64 each; None if either is constant."""
+    x = x - x.mean()
+    y = y - y.mean()
+    scale = math.sqrt(float(x @ x) * float(y @ y))
+    return float(x @ y) / scale if scale > 0 else None
 
 
 def loss_verdict(

@@ -185,7 +185,7 @@ def _predict_masked(hidden: HiddenGenes, objective: MaskedValue) -> np.ndarray:
                 block = slice(block_start, block_start + MASKED_GENES)
                 masked = _add_masked(network, tensors, genes[block].to(device))
                 states = network.head(network.states(masked)[masked.targets])
-                predicted = objective.predict(network, states, masked).float()
+                predicted = objective.predict_from_head(network, states, masked).float()
                 by_cell = predicted.view(len(batch.cells), -1)
                 values[batch.cells, block] = by_cell.cpu().numpy()
     return np.maximum(values, 0)

@@ -231,7 +231,7 @@ class CellDecoding(Objective):
         loss = float(-(weights * log_p).sum() / n_cells)
         base_loss = float(-(weights * mean_profile[genes]).sum() / n_cells)
         metrics = {
-            "n_targets": len(genes),
+            "n_targets": len(genes),  # entries; `DecodingBatch.n_targets` counts cells
             "cross_entropy": loss,
             "cross_entropy_mean_profile": base_loss,
             "saved_frac": 1 - loss / base_loss,

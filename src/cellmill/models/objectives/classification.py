@@ -73,13 +73,13 @@ class Classification(LabelObjective):
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
         config = self.config
-        self.head = f"label_head{self.suffix}"
+        self.head_name = f"label_head{self.suffix}"
         n_levels = len(self.levels[config.label_column])
         head = CellHead(model.vector_width, config.head_hidden, n_levels, config.head_dropout)
-        setattr(model, self.head, head)
-        rows = (f"{self.head}.out.weight", f"{self.head}.out.bias")
+        setattr(model, self.head_name, head)
+        rows = (f"{self.head_name}.out.weight", f"{self.head_name}.out.bias")
         model.level_rows = {**model.level_rows, **dict.fromkeys(rows, config.label_column)}
-        return (self.head,)
+        return (self.head_name,)
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> TargetBatch:
         prepared = super().prepare(batch, seed=seed, step=step)
@@ -92,12 +92,17 @@ class Classification(LabelObjective):
     def target_loss(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
         targets = prepared.targets
         assert prepared.weights is not None
-        if self.kept_sums is not None:
-            n_right = (predicted.argmax(1) == targets).sum()
-            n_cells = n_right.new_tensor(len(targets))
-            self.kept_sums.append(torch.stack([n_right, n_cells]).double())
+        self._keep_sums(predicted, targets)
         losses = F.cross_entropy(predicted, targets, reduction="none")
         return (losses * prepared.weights).sum()
+
+    def _keep_sums(self, predicted: Tensor, targets: Tensor) -> None:
+        """Record the sums that `validation_figures` reads, if validation collects them."""
+        if self.kept_sums is None:
+            return
+        n_right = (predicted.argmax(1) == targets).sum()
+        n_cells = n_right.new_tensor(len(targets))
+        self.kept_sums.append(torch.stack([n_right, n_cells]).double())
 
     def validation_figures(self, sums: Sequence[float]) -> dict[str, float]:
         n_right, n_cells = sums
@@ -107,7 +112,7 @@ class Classification(LabelObjective):
         """Return the logits of the labels, `(C, L - 1)` float32, or `(C, L)` if every cell has one."""
         if self.config.adversarial_scale:
             vectors = Reversed.apply(vectors, self.config.adversarial_scale)
-        logits: Tensor = getattr(model, self.head)(vectors, keys)
+        logits: Tensor = getattr(model, self.head_name)(vectors, keys)
         return logits[:, : len(self.labels)].float()
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:

@@ -26,12 +26,12 @@ class Distill(CellObjective):
     teacher_width: int  # set by `attach`
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
-        self.head = f"teacher_head{self.suffix}"
+        self.head_name = f"teacher_head{self.suffix}"
         width = model.vector_width
         # a plan may be made before the teacher's vectors are
         self.teacher_width = width if self.config.vectors is None else self.config.vectors.width
-        setattr(model, self.head, with_std(nn.Linear(width, self.teacher_width), width**-0.5))
-        return (self.head,)
+        setattr(model, self.head_name, with_std(nn.Linear(width, self.teacher_width), width**-0.5))
+        return (self.head_name,)
 
     def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
         vectors = batch.teacher
@@ -41,7 +41,7 @@ class Distill(CellObjective):
 
     def predict(self, model: Any, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
         """Return predicted vectors of the teacher, `(C, D)` float32, from `vectors` `(C, H)`."""
-        predicted: Tensor = getattr(model, self.head)(vectors)
+        predicted: Tensor = getattr(model, self.head_name)(vectors)
         return predicted.float()
 
     def target_loss(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:

@@ -19,7 +19,6 @@ training cells.
 Legend: C cells, T tokens of the batch, N targets, H hidden, V tokens of the vocabulary.
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
@@ -40,15 +39,19 @@ from cellmill.models.objective import (
     Objective,
     expected_bins,
     loss_verdict,
+    pearson,
     r2_over,
     r2_verdict,
     value_loss,
 )
-from cellmill.models.objectives.shared.views import CONTENT, FATE, make_tokens
+from cellmill.models.objectives.shared.views import make_tokens
 from cellmill.parallel.likelihoods import token_loss
 from cellmill.parallel.vocab_parallel import rows_at, token_logits
 
-NEVER = 2**63 - 1  # the highest draw, of tokens that are not masked
+HIGHEST_DRAW = 2**63 - 1  # draw of tokens that are not genes
+# Last key of each further draw of a token, after the bits that mask it.
+FATE = 2  # whether the model sees the token's own content, random content, or none
+CONTENT = 3  # the random content
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,9 +157,9 @@ class MaskedObjective(Objective):
         )
 
     def _choose_masked(self, keys: Tensor, is_gene: Tensor, cell: Tensor, n_cells: int) -> Tensor:
-        """Return True for genes with low draws and the gene with each cell's lowest, `(T,)` bool."""
-        draws = torch.where(is_gene, keys, NEVER)
-        lowest = torch.full((n_cells,), NEVER, device=draws.device)
+        """Return which tokens are masked: draws below `mask_frac`, and each cell's lowest; `(T,)` bool."""
+        draws = torch.where(is_gene, keys, HIGHEST_DRAW)
+        lowest = torch.full((n_cells,), HIGHEST_DRAW, device=draws.device)
         lowest = lowest.scatter_reduce(0, cell, draws, "amin")
         masked = (draws < threshold(self.config.mask_frac)) | (draws == lowest[cell])
         return masked & is_gene
@@ -251,9 +254,11 @@ class MaskedValue(MaskedObjective):
         return values
 
     def head_loss(self, model: Any, states: Tensor, prepared: MaskedBatch) -> Tensor:
-        return value_loss(self.predict(model, states, prepared), prepared.answers, self._first_bin)
+        return value_loss(
+            self.predict_from_head(model, states, prepared), prepared.answers, self._first_bin
+        )
 
-    def predict(self, model: Any, states: Tensor, prepared: MaskedBatch) -> Tensor:
+    def predict_from_head(self, model: Any, states: Tensor, prepared: MaskedBatch) -> Tensor:
         """Return values `(N,)` float32, or logits of bins `(N, bins)`, from states `(N, H)`."""
         out: Tensor = model.value_out(states).float()
         if self._is_class:
@@ -262,7 +267,9 @@ class MaskedValue(MaskedObjective):
 
     def observe(self, model: Any, prepared: MaskedBatch) -> ValueObservations:
         targets = prepared.targets
-        predicted = self.predict(model, model.head(model.states(prepared)[targets]), prepared)
+        predicted = self.predict_from_head(
+            model, model.head(model.states(prepared)[targets]), prepared
+        )
         if predicted.ndim == 2:
             predicted = expected_bins(predicted, self._first_bin)
         return ValueObservations(
@@ -284,7 +291,7 @@ class MaskedValue(MaskedObjective):
             "n_targets": len(values),
             "r2_over_gene_mean": r2,
             "r2_over_global_mean": r2_over(mse_global, mse),
-            "pearson_gene_centred": _correlate(values - gene_means, predicted - gene_means),
+            "pearson_gene_centred": pearson(values - gene_means, predicted - gene_means),
             "mse": mse,
             "mse_gene_mean": mse_gene,
             "mse_global_mean": mse_global,
@@ -313,14 +320,6 @@ def _choose_donors(mask: Mask, random: Tensor, n_donors: Tensor) -> Tensor:
     return donors[first_donor[cell] + draws % n_donors[cell]]
 
 
-def _correlate(x: np.ndarray, y: np.ndarray) -> float | None:
-    """Return Pearson's r of `x` and `y`, `(N,)` each; None if either is constant."""
-    x = x - x.mean()
-    y = y - y.mean()
-    scale = math.sqrt(float(x @ x) * float(y @ y))
-    return float(x @ y) / scale if scale > 0 else None
-
-
 class MaskedGene(MaskedObjective):
     hides_gene = True
     gene_rows = frozenset({"gene_bias"})
@@ -345,14 +344,14 @@ class MaskedGene(MaskedObjective):
     def head_loss(self, model: Any, states: Tensor, prepared: MaskedBatch) -> Tensor:
         return token_loss(states, model.gene_embedding.weight, model.gene_bias, prepared.answers)
 
-    def predict(self, model: Any, states: Tensor, prepared: MaskedBatch) -> Tensor:
+    def predict_from_head(self, model: Any, states: Tensor, prepared: MaskedBatch) -> Tensor:
         """Return logits of genes, `(N, V)` float32, from states `(N, H)`."""
         return token_logits(states, model.gene_embedding.weight, model.gene_bias)
 
     def observe(self, model: Any, prepared: MaskedBatch) -> GeneObservations:
         answers = prepared.answers
         states = model.states(prepared)[prepared.targets]
-        logits = self.predict(model, model.head(states), prepared)
+        logits = self.predict_from_head(model, model.head(states), prepared)
         return GeneObservations(
             genes=answers - len(SPECIAL),
             is_right=logits.argmax(1) == answers,

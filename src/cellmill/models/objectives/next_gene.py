@@ -42,8 +42,6 @@ from cellmill.models.objective import (
 from cellmill.parallel.likelihoods import token_loss
 from cellmill.parallel.vocab_parallel import embed_tokens, token_logits
 
-N_FIELDS = 4  # fields of NextGeneObservations; observed values follow them
-
 
 @dataclass(frozen=True, kw_only=True)
 class NextGeneBatch(EncoderBatch):
@@ -186,16 +184,15 @@ class NextGene(Objective):
 
         The baseline of genes knows the rank and earlier genes.
         """
-        targets = NextGeneObservations(*observed[:N_FIELDS])
-        values = observed[N_FIELDS:]
-        genes = targets.genes
+        # fields of NextGeneObservations, then values
+        genes, position, is_right, losses, *values = observed
         assert train.by_rank is not None, "statistics without ranks"
-        base_right, base_losses = _judge_rank_baseline(genes, targets.position, train.by_rank)
-        loss = float(targets.losses.astype(np.float64).mean())
+        base_right, base_losses = _judge_rank_baseline(genes, position, train.by_rank)
+        loss = float(losses.astype(np.float64).mean())
         base_loss = float(base_losses.mean())
         metrics: dict[str, Any] = {
             "n_targets": len(genes),
-            "accuracy": float(targets.is_right.mean()),
+            "accuracy": float(is_right.mean()),
             "accuracy_rank_frequency": float(base_right.mean()),
             "cross_entropy": loss,
             "cross_entropy_rank_frequency": base_loss,
@@ -241,8 +238,11 @@ def _judge_rank_baseline(
         for start, stop in cells:
             judged = np.flatnonzero(buckets[start:stop] == bucket)  # positions in the cell
             if len(judged):
-                judgement = _judge_cell(genes[start:stop], judged, frequency, by_frequency)
-                is_right[start + judged], cross_entropy[start + judged] = judgement
+                cell_right, cell_losses = _judge_cell(
+                    genes[start:stop], judged, frequency, by_frequency
+                )
+                is_right[start + judged] = cell_right
+                cross_entropy[start + judged] = cell_losses
     return is_right, cross_entropy
 
 
@@ -257,32 +257,32 @@ def _rank_frequencies(by_rank: np.ndarray) -> np.ndarray:
 
 
 def _judge_cell(
-    cell: np.ndarray, judged: np.ndarray, frequency: np.ndarray, by_frequency: np.ndarray
+    cell_genes: np.ndarray, judged: np.ndarray, frequency: np.ndarray, by_frequency: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return correctness and cross-entropy at positions `judged` of one cell, `(judged,)` each.
 
-    `cell` are its genes in order, `frequency` `(genes,)` of all genes at the rank of these positions,
-    and `by_frequency` all genes, the most frequent first.
+    `cell_genes` are its genes in order, `frequency` `(genes,)` of all genes at the rank of these
+    positions, and `by_frequency` all genes, the most frequent first.
     """
-    cell_frequency = frequency[cell]
+    cell_frequency = frequency[cell_genes]
     # total frequency of the candidates: at least the gene's own
     earlier = np.cumsum(cell_frequency) - cell_frequency
     left = np.maximum(1 - earlier, cell_frequency)[judged]
     cross_entropy = np.log(left / cell_frequency[judged])
-    predicted = _most_frequent_candidates(by_frequency, cell, judged)
-    return predicted == cell[judged], cross_entropy
+    predicted = _most_frequent_candidates(by_frequency, cell_genes, judged)
+    return predicted == cell_genes[judged], cross_entropy
 
 
 def _most_frequent_candidates(
-    by_frequency: np.ndarray, cell: np.ndarray, judged: np.ndarray
+    by_frequency: np.ndarray, cell_genes: np.ndarray, judged: np.ndarray
 ) -> np.ndarray:
     """Return the most frequent candidate at each position in `judged`, `(judged,)` int64.
 
-    `by_frequency` are all genes, the most frequent first, and `cell` the genes of a cell in order.
+    `by_frequency` are all genes, the most frequent first, and `cell_genes` those of a cell in order.
     """
     # a gene is a candidate up to its own position, a gene that the cell lacks at all positions
-    last_position = np.full(len(by_frequency), len(cell))
-    last_position[cell] = np.arange(len(cell))
+    last_position = np.full(len(by_frequency), len(cell_genes))
+    last_position[cell_genes] = np.arange(len(cell_genes))
     # the first gene that is a candidate at position p is where the running maximum reaches p
     running_max = np.maximum.accumulate(last_position[by_frequency])
     return by_frequency[np.searchsorted(running_max, judged)]

@@ -231,10 +231,10 @@ class QueryDecoding(Objective):
         )
 
     def loss(self, model: Any, states: Tensor, prepared: QueryBatch) -> Tensor:
-        errors = self.predict(model, states, prepared) - prepared.asked_values
+        errors = self.predict_targets(model, states, prepared) - prepared.asked_values
         return (prepared.asked_weights * errors.square()).sum()
 
-    def predict(self, model: Any, states: Tensor, prepared: QueryBatch) -> Tensor:
+    def predict_targets(self, model: Any, states: Tensor, prepared: QueryBatch) -> Tensor:
         """Return the predicted value of each query, `(N,)` float32, from states `(T, H)`."""
         vectors = model.cell_vectors(states, prepared).to(states.dtype)
         return self.predict_queries(model, vectors, prepared.asked_cell, prepared.asked_genes)
@@ -254,7 +254,7 @@ class QueryDecoding(Objective):
         return QueryObservations(
             genes=prepared.asked_genes - len(SPECIAL),
             values=prepared.asked_values,
-            predicted=self.predict(model, model.states(prepared), prepared),
+            predicted=self.predict_targets(model, model.states(prepared), prepared),
             weights=prepared.asked_weights,
         )
 

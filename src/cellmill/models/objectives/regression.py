@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from cellmill.config.parts.objectives import RegressionConfig
 from cellmill.data.stream.batch import Batch
-from cellmill.models.objective import GeneStatistics, Judgement, Tensors
+from cellmill.models.objective import GeneStatistics, Judgement, Tensors, pearson
 from cellmill.models.objectives.shared.per_cell import CellHead, CellObjective, TargetBatch
 from cellmill.runs.results import compare
 
@@ -50,13 +50,13 @@ class Regression(CellObjective):
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
         config = self.config
-        self.head = f"number_head{self.suffix}"
+        self.head_name = f"number_head{self.suffix}"
         head = CellHead(model.vector_width, config.number_hidden, 1, config.number_dropout)
-        setattr(model, self.head, head)
+        setattr(model, self.head_name, head)
         if config.loss == "pearson":
             self.row_widths = (3,)
             self.validates_rows = True
-        return (self.head,)
+        return (self.head_name,)
 
     @property
     def _scale(self) -> Scale:
@@ -72,24 +72,29 @@ class Regression(CellObjective):
 
     def target_loss(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
         targets = prepared.targets
-        if self.kept_sums is not None:
-            x = predicted.double()
-            y = targets.double()
-            sums = MomentSums(
-                n=torch.ones_like(x).sum(),
-                x=x.sum(),
-                y=y.sum(),
-                xx=(x * x).sum(),
-                yy=(y * y).sum(),
-                xy=(x * y).sum(),
-            )
-            self.kept_sums.append(torch.stack(sums))
+        self._keep_sums(predicted, targets)
         if self.config.loss == "pearson":
             return self.coupled_loss(_stack_rows(predicted, targets), prepared)
         if self.config.loss == "huber":
             delta = self.config.huber_delta
             return F.huber_loss(predicted, targets, reduction="sum", delta=delta)
         return F.mse_loss(predicted, targets, reduction="sum")
+
+    def _keep_sums(self, predicted: Tensor, targets: Tensor) -> None:
+        """Record the sums that `validation_figures` reads, if validation collects them."""
+        if self.kept_sums is None:
+            return
+        x = predicted.double()
+        y = targets.double()
+        sums = MomentSums(
+            n=torch.ones_like(x).sum(),
+            x=x.sum(),
+            y=y.sum(),
+            xx=(x * x).sum(),
+            yy=(y * y).sum(),
+            xy=(x * y).sum(),
+        )
+        self.kept_sums.append(torch.stack(sums))
 
     def rows(self, model: Any, states: Tensor, prepared: TargetBatch) -> Tensors:
         """Return rows of 1, prediction and number: `(C, 3)` float32."""
@@ -108,7 +113,7 @@ class Regression(CellObjective):
         return {"pearson": covariance / variances**0.5}
 
     def predict(self, model: Any, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
-        predicted: Tensor = getattr(model, self.head)(vectors, keys)
+        predicted: Tensor = getattr(model, self.head_name)(vectors, keys)
         return predicted[:, 0].float()
 
     def values(self, model: Any, vectors: Tensor) -> Tensor:
@@ -118,14 +123,14 @@ class Regression(CellObjective):
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
         numbers, predicted = (values.astype(np.float64) for values in observed)
         metrics: dict[str, Any] = {"n_targets": len(numbers)}
-        if len(numbers) < 2 or not numbers.std() or not predicted.std():
+        r = pearson(numbers, predicted) if len(numbers) else None
+        if r is None:
             return metrics, []
         name = f"regression of {self.config.target_column}"
-        pearson = _correlate(numbers, predicted)
-        metrics["pearson"] = pearson
-        metrics["spearman"] = _correlate(_rank(numbers), _rank(predicted))
+        metrics["pearson"] = r
+        metrics["spearman"] = pearson(_rank(numbers), _rank(predicted))
         if self.config.loss == "pearson":
-            return metrics, [compare(name, "no correlation", "Pearson's r", pearson)]
+            return metrics, [compare(name, "no correlation", "Pearson's r", r)]
         errors = numbers - predicted
         r2 = float(1 - np.square(errors).mean() / numbers.var())
         metrics["r2"] = r2
@@ -157,10 +162,6 @@ def anticorrelation(table: Tensor) -> Tensor:
     covariance = (x * y).sum() / n
     correlation = covariance / (x_variance * y_variance).sqrt()
     return n_cells * (1 - correlation)
-
-
-def _correlate(x: np.ndarray, y: np.ndarray) -> float:
-    return float(np.corrcoef(x, y)[0, 1])
 
 
 def _rank(values: np.ndarray) -> np.ndarray:

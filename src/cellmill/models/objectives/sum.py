@@ -26,7 +26,7 @@ from cellmill.models.objective import GeneStatistics, Judgement, Objective, RowS
 from cellmill.models.objectives.shared.views import ViewBatch
 from cellmill.runs.results import Verdict
 
-SHARED = [field.name for field in fields(EncoderBatch)]
+MODEL_FIELDS = [field.name for field in fields(EncoderBatch)]
 """Fields that the model reads: the same tensors in the batch of every part."""
 
 
@@ -100,18 +100,17 @@ class Sum(Objective):
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> SumBatch:
         """Prepare every part; the model is given the batch of the part that hides tokens."""
-        has_second_views = isinstance(batch, ViewBatch) and batch.n_paired > 0
-        prepared = self._prepare_parts(batch, seed, step)
+        first_views = batch
+        if isinstance(batch, ViewBatch) and batch.n_paired:
+            first_views = replace(batch.cut(0, batch.n_paired), n_paired=0)
+        has_second_views = first_views is not batch
+        prepared = self._prepare_parts(batch, first_views, seed, step)
         shown = self._choose_shown(prepared, has_second_views)
         n_targets = torch.stack([part_batch.n_targets for part_batch in prepared])
         return SumBatch(shown, _give_shown_tokens(prepared, shown), n_targets)
 
-    def _prepare_parts(self, batch: Batch, seed: int, step: int) -> list[Any]:
-        """Return the batch of each part, prepared on the views that it reads."""
-        first_views = batch
-        if isinstance(batch, ViewBatch) and batch.n_paired:
-            # only the part that draws the view reads second views
-            first_views = replace(batch.cut(0, batch.n_paired), n_paired=0)
+    def _prepare_parts(self, batch: Batch, first_views: Batch, seed: int, step: int) -> list[Any]:
+        """Return the batch of each part; only the part that draws the view reads second views."""
         prepared = []
         for part in self.objectives.values():
             part.training = self.training
@@ -198,7 +197,7 @@ def _give_shown_tokens(prepared: list[Any], shown: Any) -> tuple[Any, ...]:
     """
     if not isinstance(shown, EncoderBatch):
         return tuple(prepared)
-    tokens = {name: getattr(shown, name) for name in SHARED}
+    tokens = {name: getattr(shown, name) for name in MODEL_FIELDS}
     batches = []
     for part_batch in prepared:
         reads_tokens = isinstance(part_batch, EncoderBatch)
@@ -209,7 +208,7 @@ def _give_shown_tokens(prepared: list[Any], shown: Any) -> tuple[Any, ...]:
 def _add_second_views(first_views: Any, all_views: Any) -> Any:
     """Return `first_views`, followed by the second views: the rest of `all_views`."""
     joined = {}
-    for name in SHARED:
+    for name in MODEL_FIELDS:
         first = getattr(first_views, name)
         joined[name] = getattr(all_views, name)
         if isinstance(first, Tensor):

@@ -70,7 +70,7 @@ class CellObjective(Objective):
     """Base of objectives with one target per cell; they need a model with `cell_vectors`."""
 
     has_target_per_cell = True
-    head: str
+    head_name: str
     """Attribute of the model that has the head; set by `attach`."""
 
     def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -39,9 +39,6 @@ HIDDEN_FRAC = 2  # hidden fraction of a cell's genes or, in views thin and drop_
 HIDE = 3  # what is hidden; for whole genes after the position in the cell too
 DROPPED_FRAC = 4  # hidden fraction of a cell's genes in view drop_thin
 UNDETECTED = 4  # a gene that the cell lacks, after the number of the draw too
-# after the bits that mask a token
-FATE = 2  # whether the model sees the token's own content, random content, or none
-CONTENT = 3  # the random content
 
 
 @dataclass(frozen=True, kw_only=True)
