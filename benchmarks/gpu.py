@@ -48,9 +48,9 @@ from cellmill.parallel.apply import compile_blocks
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.step import ParallelModel, clip_grad_norm
 from cellmill.planner.devices import find_peak_flops
-from cellmill.planner.memory import PlannedModel, peak_memory
-from cellmill.planner.size import Load
-from cellmill.planner.size import measure as measure_sizes
+from cellmill.planner.measure.size import Load, measure_size
+from cellmill.planner.memory import peak_memory
+from cellmill.planner.planned_model import PlannedModel
 from cellmill.runs.folder import TrainFolder
 from cellmill.train.checkpoint import Checkpoints
 from cellmill.train.optimizer import build_optimizer
@@ -211,7 +211,7 @@ class Training:
 def measure(size: Size, kind: str, compiled: bool, steps: int, device: torch.device) -> Measured:
     """Training steps of one size. `kind`: full; packed or padded, of cells that vary."""
     training = Training(size, N_GENES, device, compiled)
-    needs = measure_sizes(training.spec)
+    needs = measure_size(training.spec)
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)

@@ -34,9 +34,8 @@ from cellmill.parallel.step import ParallelModel, clip_grad_norm
 from cellmill.planner.cost import Cost, estimate_cost
 from cellmill.planner.devices import Device, find_device
 from cellmill.planner.hardware import Hardware
+from cellmill.planner.measure.size import Load, measure_size
 from cellmill.planner.remedies import plan_memory
-from cellmill.planner.size import Load
-from cellmill.planner.size import measure as measure_sizes
 from cellmill.planner.step_time import NETWORK_FRAC
 from cellmill.planner.work import CorpusSize
 from cellmill.train.optimizer import build_optimizer
@@ -152,7 +151,7 @@ def here(arguments: argparse.Namespace) -> None:
     steps, sent_gbs = measure(arguments)
     cores = len(os.sched_getaffinity(0))
     cells = arguments.cells
-    size = measure_sizes(ModelSpec.of(options(arguments.strategy, SMALL, cells, 1, LENGTH), GENES))
+    size = measure_size(ModelSpec.of(options(arguments.strategy, SMALL, cells, 1, LENGTH), GENES))
     flops = cells * size.flops.count(Load(LENGTH, LENGTH**2, 1))
     print(
         f"one process computes {flops / steps[1] / 1e9:.0f} GFLOP/s; one of two sends {sent_gbs:.2f} GB/s; "

@@ -33,7 +33,7 @@ from cellmill.parallel.mesh import build_mesh, gather_json, to_local
 from cellmill.parallel.pipeline import PipelineModel
 from cellmill.parallel.torch_private import set_group_timeouts
 from cellmill.parallel.vocab_parallel import embed_tokens
-from cellmill.planner.size import Flops
+from cellmill.planner.measure.size import Flops
 from cellmill.runs.folder import TrainFolder
 from cellmill.train.checkpoint import Checkpoints
 from cellmill.train.hang_watch import HangWatch

@@ -20,7 +20,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cellmill.config.options import TrainOptions
-from cellmill.planner.memory import PlannedModel, peak_memory
+from cellmill.planner.memory import peak_memory
+from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.traffic import list_traffic
 from cellmill.train.telemetry import memory_bytes
 from tests.checks import quick

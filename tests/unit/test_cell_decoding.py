@@ -21,7 +21,7 @@ from cellmill.models.build import build
 from cellmill.models.objective import GeneStatistics
 from cellmill.models.objectives.query_decoding import QueryView
 from cellmill.parallel.likelihoods import profile_loss
-from cellmill.planner.size import measure
+from cellmill.planner.measure.size import measure_size
 from cellmill.train.validation import Monitor
 from tests.checks import assert_near, check_gradients, gradients_by_name, refused
 from tests.models import KEYS, initialized, prepare, random_cells, seeded, spec
@@ -406,12 +406,12 @@ def test_the_loss_is_the_squared_error_of_hidden_genes(family: str) -> None:
 
 @pytest.mark.full
 def test_the_plan_counts_the_decoder() -> None:
-    plain = measure(query_spec("autoencoder", decoder_layers=1))
-    wide = measure(query_spec("autoencoder", decoder_layers=2))
+    plain = measure_size(query_spec("autoencoder", decoder_layers=1))
+    wide = measure_size(query_spec("autoencoder", decoder_layers=2))
     assert wide.parameters - plain.parameters == 8 * 12**2 + 7 * 12
 
     def memory(max_asked: int) -> float:
-        size = measure(query_spec("autoencoder", max_asked=max_asked))
+        size = measure_size(query_spec("autoencoder", max_asked=max_asked))
         n_tokens = 1 << 14
         return size.finish_workspace(n_tokens) + size.finish.activations_per_token * n_tokens
 

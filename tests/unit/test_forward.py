@@ -25,7 +25,7 @@ from cellmill.models import blocks
 from cellmill.models.batch import copy_to_device, pad_batch, to_tensors
 from cellmill.models.build import build
 from cellmill.parallel.apply import checkpoint_activations
-from cellmill.planner.size import measure
+from cellmill.planner.measure.size import measure_size
 from cellmill.train.batch_rows import compute_shares
 from tests.checks import quick
 from tests.models import KEYS, initialized, prepare, random_cells, spec
@@ -298,6 +298,6 @@ def test_attention_on_cuda_reads_no_lengths(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("row", quick(TABLE, ["genes", "autoregressive", "profile"]))
 def test_the_plan_counts_every_parameter(row: str) -> None:
     given = spec_of(row)
-    assert measure(given).parameters == sum(
+    assert measure_size(given).parameters == sum(
         parameter.numel() for parameter in build(given).parameters()
     )

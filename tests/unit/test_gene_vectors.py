@@ -23,7 +23,7 @@ from cellmill.models.export import initial_tensors, load_model
 from cellmill.models.gene_vectors import TABLE, read_gene_vectors, read_vectors
 from cellmill.parallel.apply import freeze
 from cellmill.parallel.materialize import materialize
-from cellmill.planner.size import measure
+from cellmill.planner.measure.size import measure_size
 from cellmill.runs.identity import changed_keys, identity
 from cellmill.stages.training_inputs import digest_vectors
 from tests.models import prepare, random_cells, spec, train_options
@@ -291,7 +291,7 @@ def test_vectors_train_only_on_request(family: str, trained: bool, tmp_path: Pat
 @pytest.mark.parametrize("trained", [False, True])
 def test_the_planner_counts_the_vectors(trained: bool) -> None:
     plain, size = (
-        measure(spec_of("encoder", **given))
+        measure_size(spec_of("encoder", **given))
         for given in ({"gene_vector_dim": None}, {"train_gene_vectors": trained})
     )
     assert size.parameters - plain.parameters == 62 * DIM + 16 * DIM

@@ -25,7 +25,7 @@ from cellmill.models.batch import to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.export import initial_tensors, load_model
 from cellmill.parallel.materialize import materialize
-from cellmill.planner.size import Load, measure
+from cellmill.planner.measure.size import Load, measure_size
 
 transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed: pip install 'cellmill[hf]'"
@@ -246,7 +246,7 @@ def test_every_model_type_equals_transformers(kind: str) -> None:
         pad_sequence(batch().genes.split([*map(len, SEQUENCES)]), batch_first=True),
     )
 
-    size = measure(spec_of(options))
+    size = measure_size(spec_of(options))
     assert size.parameters == sum(parameter.numel() for parameter in network.parameters())
     assert size.n_blocks == 2
     assert size.flops.count(Load(1, 0, 0)) > 6 * size.n_blocks * size.block.parameters * 0.9

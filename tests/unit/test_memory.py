@@ -20,28 +20,23 @@ from cellmill.config.parallel import Parallel, layout
 from cellmill.config.parts.tokens import Tokens
 from cellmill.parallel.mesh import list_stages
 from cellmill.parallel.pipeline import SCHEDULES
-from cellmill.planner.memory import (
-    Memory,
-    PlannedModel,
-    host_bytes,
-    idle_frac,
-    kept_micro_batches,
-    peak_memory,
-)
-from cellmill.planner.size import Load, measure
+from cellmill.planner.measure.size import Load, measure_size
+from cellmill.planner.memory import Memory, host_bytes, peak_memory
+from cellmill.planner.planned_model import PlannedModel
+from cellmill.planner.schedules import idle_frac, kept_micro_batches
 from tests.checks import quick
 from tests.models import spec
 
 TOKENS = Tokens.model_validate({"max_tokens": 512})
 SPEC = spec(2000, TOKENS, hidden=64, layers=6, heads=4, objective="masked_gene")
-SIZE = measure(SPEC)
+SIZE = measure_size(SPEC)
 LONG = 4096
 SHORT = 16
 
 
 def _model(world: int, **options: Any) -> PlannedModel:
     parallel = Parallel.model_validate(options)
-    size = measure(SPEC, parallel.tp, parallel.sequence_parallel)
+    size = measure_size(SPEC, parallel.tp, parallel.sequence_parallel)
     return PlannedModel(size, parallel, layout(parallel, world, world), world)
 
 
@@ -175,15 +170,15 @@ def test_offloaded_parts_are_only_in_host_memory(pp: int) -> None:
     assert (moments.optimizer, full.optimizer, full.parameters) == (0, 0, 0)
     assert moments.total == plain.total - plain.optimizer
     assert full.total < moments.total - plain.parameters
-    assert host_bytes(_model(4, cpu_offload="optimizer", **strategy))[0] == pytest.approx(
+    assert host_bytes(_model(4, cpu_offload="optimizer", **strategy)).offload == pytest.approx(
         2 * plain.optimizer, abs=16
     )
-    assert host_bytes(_model(4, **strategy))[0] == 0
+    assert host_bytes(_model(4, **strategy)).offload == 0
 
 
 def test_a_checkpoint_needs_twelve_bytes_per_parameter() -> None:
-    sharded = host_bytes(_model(4, sharding_strategy="FULL_SHARD"))[1]
-    assert (host_bytes(_model(1))[1], sharded) == (
+    sharded = host_bytes(_model(4, sharding_strategy="FULL_SHARD")).staging
+    assert (host_bytes(_model(1)).staging, sharded) == (
         12 * SIZE.parameters,
         pytest.approx(3 * SIZE.parameters, abs=4),
     )

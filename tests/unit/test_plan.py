@@ -21,9 +21,9 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError
 from cellmill.models.build import ModelSpec
 from cellmill.planner.hardware import Hardware, find_hardware
+from cellmill.planner.measure.size import Load, measure_size
 from cellmill.planner.memory import format_bytes
 from cellmill.planner.remedies import find_remedy, plan_memory
-from cellmill.planner.size import Load, measure
 from cellmill.planner.suggest import Suggestions, format_sections, format_suggestions, suggest
 from cellmill.planner.work import CorpusSize, detected_genes
 from cellmill.stages import plan
@@ -143,7 +143,7 @@ def test_the_plan_says_how_auto_chose_the_steps(
 def test_parameters_and_flops_equal_those_of_the_model(corpus: Manifest, tmp_path: Path) -> None:
     options = _options()
     lengths = np.minimum(detected_genes(corpus), 16).astype(float)
-    size = measure(ModelSpec.of(options, 40))
+    size = measure_size(ModelSpec.of(options, 40))
     per_cell = size.flops.count(Load(lengths.mean(), (lengths**2).mean(), 1))
     planned = _plan(corpus, tmp_path, device="h100", nproc=4)
     assert planned["parameters"] == size.parameters

@@ -21,8 +21,8 @@ from cellmill.models.families.encoder import EncoderModel
 from cellmill.models.family import Model
 from cellmill.models.initial import zeros
 from cellmill.parallel.apply import checkpoint_activations
-from cellmill.planner import size as size_module
-from cellmill.planner.size import Load, measure
+from cellmill.planner.measure import size as size_module
+from cellmill.planner.measure.size import Load, measure_size
 from cellmill.runs.identity import identity
 from tests.checks import refused
 from tests.house.documents import documentation
@@ -50,7 +50,7 @@ def _spec(
 
 
 def test_frozen_parameters_are_counted_separately(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = measure(_spec())
+    plain = measure_size(_spec())
     begin = EncoderModel.__init__
 
     def partly_frozen(model: Any, *given: Any) -> None:
@@ -60,8 +60,8 @@ def test_frozen_parameters_are_counted_separately(monkeypatch: pytest.MonkeyPatc
         model.blocks[0].initial_value = {"table": zeros}.get
 
     monkeypatch.setattr(EncoderModel, "__init__", partly_frozen)
-    monkeypatch.setattr(size_module, "MEASURED", {})
-    size = measure(_spec())
+    monkeypatch.setattr(size_module, "_SIZES", {})
+    size = measure_size(_spec())
     frozen = (N_GENES + 2) * HIDDEN
     assert size.parameters == plain.parameters
     assert (size.begin.trained, plain.begin.trained) == (
@@ -72,7 +72,7 @@ def test_frozen_parameters_are_counted_separately(monkeypatch: pytest.MonkeyPatc
 
 
 def test_flops_of_a_block_count_matrices_and_attention() -> None:
-    size = measure(_spec())
+    size = measure_size(_spec())
     # forward and backward are 6 FLOPs per weight and token: qkv, out, up and down have 12 H^2
     # weights
     assert size.flops.block_per_token == pytest.approx(6 * 12 * HIDDEN**2)
@@ -91,7 +91,7 @@ def test_flops_of_a_step_follow_the_published_formula() -> None:
         "mask_frac": 0.15,
         "cell_loss_weight": 0,
     }
-    size = measure(
+    size = measure_size(
         spec(genes, Tokens.model_validate({"tokenizer": "rank"}), objective="masked_gene", **given)
     )
     tokens = cells * length
@@ -125,7 +125,7 @@ def test_activations_equal_those_that_autograd_keeps(
     options: dict[str, float],
 ) -> None:
     given = _spec(tokenizer, objective, **options)
-    size = measure(given)
+    size = measure_size(given)
     per_block = {
         None: size.block.activations_per_token,
         "full": size.width,
@@ -183,8 +183,8 @@ def _batch(given: ModelSpec, cells: int) -> Batch:
 
 
 def test_tensor_parallel_reduces_four_times_per_block() -> None:
-    whole = measure(_spec())
-    cut = measure(_spec(), tp=2)
+    whole = measure_size(_spec())
+    cut = measure_size(_spec(), tp=2)
     # replicated: norms, biases of out and down
     matrices = 12 * HIDDEN**2
     biases = 7 * HIDDEN
@@ -194,10 +194,10 @@ def test_tensor_parallel_reduces_four_times_per_block() -> None:
     assert cut.flops.block_per_token == pytest.approx(whole.flops.block_per_token / 2)
     assert cut.flops.block_per_pair == pytest.approx(whole.flops.block_per_pair / 2)
     # Megatron-LM: two all-reduces of (T, H) in the forward and two in the backward pass
-    assert cut.block.sums_per_token == 2 * HIDDEN
-    assert cut.begin.sums_per_token == HIDDEN  # the embedding, whose vocabulary is cut
-    assert whole.block.sums_per_token == whole.begin.sums_per_token == 0
-    sequence = measure(_spec(), tp=2, sequence_parallel=True)
+    assert cut.block.reduced_per_token == 2 * HIDDEN
+    assert cut.begin.reduced_per_token == HIDDEN  # the embedding, whose vocabulary is cut
+    assert whole.block.reduced_per_token == whole.begin.reduced_per_token == 0
+    sequence = measure_size(_spec(), tp=2, sequence_parallel=True)
     assert (
         sequence.block.activations_per_token
         < cut.block.activations_per_token
@@ -210,9 +210,9 @@ def test_tensor_parallel_reduces_four_times_per_block() -> None:
 def test_measuring_twice_gives_equal_sizes() -> None:
     given = _spec(layers=1)
     layouts: list[dict[str, Any]] = [{}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}]
-    first = [measure(given, **layout) for layout in layouts]
-    size_module.MEASURED.clear()
-    assert [measure(given, **layout) for layout in reversed(layouts)] == first[::-1]
+    first = [measure_size(given, **layout) for layout in layouts]
+    size_module._SIZES.clear()
+    assert [measure_size(given, **layout) for layout in reversed(layouts)] == first[::-1]
 
 
 def test_a_module_without_an_initial_value_is_named() -> None:
@@ -238,8 +238,8 @@ def test_a_sum_with_a_learned_pooling_is_measured() -> None:
         "parts": PARTS,
         "pooling": "attention",
     }
-    whole = measure(spec(120, **given))
-    half = measure(spec(120, **given), 2, sequence_parallel=True)
+    whole = measure_size(spec(120, **given))
+    half = measure_size(spec(120, **given), 2, sequence_parallel=True)
     assert whole.parameters == sum(p.numel() for p in model_on_cpu(120, **given).parameters())
     assert half.parameters < whole.parameters
     assert half.finish_workspace(4096) > 0
@@ -249,7 +249,7 @@ def test_a_sum_with_a_learned_pooling_is_measured() -> None:
 def test_flops_of_profile_models_are_independent_of_tokens(layers: int) -> None:
     hidden = 32
     genes = 300
-    size = measure(
+    size = measure_size(
         spec(
             genes,
             family="profile",
@@ -316,7 +316,7 @@ def test_the_documented_sizes_match_the_plan() -> None:
     rows = dict(re.findall(r"^\| `(\d+[MB])` \| (.*) \|$", documentation(), re.M))
     assert list(rows) == list(SIZES)
     for name, of in SIZES.items():
-        size = measure(spec(20_000, family="encoder", objective="cell_decoding", **of))
+        size = measure_size(spec(20_000, family="encoder", objective="cell_decoding", **of))
         encoder = size.parameters - size.finish.parameters
         decoder = size.finish.parameters
         assert of["hidden"] == 64 * of["heads"]

@@ -30,7 +30,7 @@ from cellmill.models.objectives.shared.views import (
     draw_hidden_frac,
     draw_view,
 )
-from cellmill.planner.size import measure
+from cellmill.planner.measure.size import measure_size
 from tests.checks import assert_near, check_gradients, loss_by_shares
 from tests.models import KEYS, ONE_LAYER, initialized, prepare, random_cells, seeded, spec
 
@@ -291,8 +291,8 @@ def test_the_second_views_are_the_hidden_parts(view: str) -> None:
 
 def test_the_plan_counts_both_views() -> None:
     options = {"view": "drop", "max_hidden_frac": 0.8}
-    plain = measure(_spec("encoder", **options, view_loss=None)).flops
-    paired = measure(_spec("encoder", **options, view_loss="vicreg")).flops
+    plain = measure_size(_spec("encoder", **options, view_loss=None)).flops
+    paired = measure_size(_spec("encoder", **options, view_loss="vicreg")).flops
     # half of a cell in one forward and one backward pass, or all of it in two and one
     assert paired.block / plain.block == pytest.approx(2 * 4 / 3, rel=0.1)
     assert paired.finish == pytest.approx(plain.finish, rel=0.02)

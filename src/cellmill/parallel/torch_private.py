@@ -104,6 +104,14 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, of the same storage; another tensor itself:
+    tests/unit/test_size.py.
+    """
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
 def operator_name(operator: Any) -> str:
     """Return the name of an operator, such as aten::mm, or "" for a function:
     tests/distributed/test_conformance.py.

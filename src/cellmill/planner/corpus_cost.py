@@ -44,19 +44,22 @@ class StageCost:
         return (RSS_MB[self.stage] + self.further_mb) / 1e3
 
 
-def estimate_corpus(cells: list[int], genes_per_cell: float, shard: Shard) -> list[StageCost]:
-    """Return the costs of the stages of a corpus; `cells` are numbers of cells by dataset."""
-    n_values = sum(cells) * genes_per_cell
+def estimate_corpus(
+    cells_per_dataset: list[int], genes_per_cell: float, shard: Shard
+) -> list[StageCost]:
+    """Return the costs of the stages of a corpus."""
+    n_values = sum(cells_per_dataset) * genes_per_cell
     cpu_hours = {stage: n_values * ns / NS_PER_HOUR for stage, ns in NS_PER_VALUE.items()}
-    obs_mb = RSS_BYTES_PER_CELL * max(cells) / 1e6
+    most_cells = max(cells_per_dataset)
+    obs_mb = RSS_BYTES_PER_CELL * most_cells / 1e6
     return [
         StageCost(
             stage="preprocess",
-            jobs=len(cells),
-            hours=max(cells) * genes_per_cell * NS_PER_VALUE["preprocess"] / NS_PER_HOUR,
+            jobs=len(cells_per_dataset),
+            hours=most_cells * genes_per_cell * NS_PER_VALUE["preprocess"] / NS_PER_HOUR,
             cpu_hours=cpu_hours["preprocess"],
             further_mb=obs_mb,
-            files=2 * len(cells),
+            files=2 * len(cells_per_dataset),
             disk_gb=n_values * CELL_BYTES_PER_VALUE / 1e9,
         ),
         StageCost(
@@ -67,19 +70,22 @@ def estimate_corpus(cells: list[int], genes_per_cell: float, shard: Shard) -> li
             files=1,
             disk_gb=0.002,
         ),
-        *_estimate_shards(cells, genes_per_cell, shard, cpu_hours),
+        *_estimate_shards(cells_per_dataset, genes_per_cell, shard, cpu_hours),
     ]
 
 
 def _estimate_shards(
-    cells: list[int], genes_per_cell: float, shard: Shard, cpu_hours: Mapping[str, float]
+    cells_per_dataset: list[int],
+    genes_per_cell: float,
+    shard: Shard,
+    cpu_hours: Mapping[str, float],
 ) -> list[StageCost]:
     """Return the cost of `shard`; with several jobs, of the stages that divide cells and write parts."""
-    n_cells = sum(cells)
+    n_cells = sum(cells_per_dataset)
     n_shards = max(1, ceil(n_cells / shard.cells_per_shard))
     n_bytes = n_cells * genes_per_cell * SHARD_BYTES_PER_VALUE[shard.order] + n_shards * SHARD_BYTES
     n_bytes += n_cells * INDEX_BYTES_PER_CELL
-    divide_mb = RSS_BYTES_PER_CELL * (n_cells + max(cells)) / 1e6
+    divide_mb = RSS_BYTES_PER_CELL * (n_cells + max(cells_per_dataset)) / 1e6
     write_mb = RSS_BYTES_PER_VALUE * min(shard.cells_per_shard, n_cells) * genes_per_cell / 1e6
     write_mb += OFFSET_BYTES_PER_CELL * n_cells / 1e6
     divide_hours = cpu_hours["divide"]

@@ -7,8 +7,9 @@ from cellmill.models.batch import PAD_CELL
 from cellmill.models.build import ModelSpec
 from cellmill.planner.devices import Device
 from cellmill.planner.hardware import Hardware
-from cellmill.planner.memory import Memory, PlannedModel
-from cellmill.planner.size import Load, ModelSize, measure
+from cellmill.planner.measure.size import Load, ModelSize, measure_size
+from cellmill.planner.memory import Memory
+from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.step_time import Network, StepTime, estimate_step
 from cellmill.planner.traffic import Traffic, list_traffic
 from cellmill.planner.work import CorpusSize, Work, measure_work
@@ -40,7 +41,9 @@ def estimate_cost(
         options, corpus.n_genes, hardware.world, hardware.nproc_per_node, corpus.levels
     )
     work = measure_work(options, corpus, model.layout)
-    whole = measure(ModelSpec.of(options, corpus.n_genes, corpus.levels), finetune=options.finetune)
+    whole = measure_size(
+        ModelSpec.of(options, corpus.n_genes, corpus.levels), finetune=options.finetune
+    )
     mean_cell = Load(corpus.tokens_per_cell, corpus.pairs_per_cell, cells=1)
     flops_per_step = whole.flops.count(mean_cell) * work.cells_per_step
     load = _load_of_rank(corpus, work, model.layout.dp)

@@ -77,7 +77,7 @@ def recognise_device(product: str) -> str:
     return sized if sized in DEVICES else chip
 
 
-def list_memory_sizes(name: str) -> list[str]:
+def list_sized_devices(name: str) -> list[str]:
     """Return the devices that are `name` with a size of memory, such as a100-40gb."""
     return [sized for sized in DEVICES if sized.startswith(f"{name}-")]
 
@@ -85,7 +85,7 @@ def list_memory_sizes(name: str) -> list[str]:
 def describe_assumption(name: str) -> str:
     """Return the memory that is assumed for a device that is made with several sizes; else ""."""
     memory_gb = DEVICES[name].memory_gb
-    others = [sized for sized in list_memory_sizes(name) if DEVICES[sized].memory_gb != memory_gb]
+    others = [sized for sized in list_sized_devices(name) if DEVICES[sized].memory_gb != memory_gb]
     if not others:
         return ""
     return f"{name} has {memory_gb:g} GB here; set device to {' or '.join(others)} if it has less"

@@ -1,182 +1,23 @@
-"""Planned memory of a training process by part, and idle time of its pipeline schedule.
+"""Planned memory of a training process by part.
 
-Memory: weights, gradients and the optimizer's state are float32 in every precision. The peak is at
-one of three moments: when the backward pass begins, when the backward passes of the blocks have
-ended, or at the last reduction of a sharded model. The framework's own memory (about 1 GB with CUDA
-and NCCL) belongs to the fraction that `plan.memory_frac` leaves free.
-
-Pipelines: schedules are counted in the units of the papers, forward 1 and backward 2 (1 for inputs,
-1 for weights), with all pipeline stages alike.
-
-Sources: Narayanan et al. 2021, section 2.2 (1F1B, interleaved); Qi et al. 2024 (zero bubble, ZBV);
-DeepSeek-V3, 2024, section 3.2.1 (DualPipe, here in V shape).
+Weights, gradients and the optimizer's state are float32 in every precision. The peak is at one of
+three moments: when the backward pass begins, when the backward passes of the blocks have ended, or
+at the last reduction of a sharded model. The framework's own memory (about 1 GB with CUDA and NCCL)
+belongs to the fraction that `plan.memory_frac` leaves free.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
-from cellmill.config.options import TrainOptions
-from cellmill.config.parallel import Layout, Parallel, layout
-from cellmill.models.build import ModelSpec
-from cellmill.parallel.mesh import list_blocks, list_stages
-from cellmill.planner.passes import FLOAT32
-from cellmill.planner.size import Load, ModelSize, measure
+from cellmill.planner.measure.passes import FLOAT32
+from cellmill.planner.planned_model import PlannedModel
+from cellmill.planner.schedules import kept_micro_batches
 
 AUTOCAST_BYTES = 2.5
 """Mean bytes of an element that autocast keeps for the backward pass: the residual stream and
 inputs of norms stay float32. 2.3 were measured, on a CPU.
 """
-
-
-class RankTotals(NamedTuple):
-    """Totals over the stages of one pipeline rank."""
-
-    n_blocks: int
-    n_begin: int  # 1 with the part before the blocks, else 0
-    n_finish: int  # 1 with the part after the blocks, else 0
-    parameters: int
-    trained: int  # parameters with a gradient and optimizer state
-    # parameters outside the blocks; tied parameters are in both the first and the last stage
-    outside: int
-    outside_trained: int
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One pipeline stage; the whole model without a pipeline."""
-
-    size: ModelSize
-    n_blocks: int
-    has_begin: bool  # True with the part before the blocks
-    has_finish: bool  # True with the part after the blocks
-
-    def flops(self, load: Load) -> float:
-        """Return the FLOPs of the stage for `load`."""
-        return self.size.flops.count(load, self.n_blocks, self.has_begin, self.has_finish)
-
-    def activations(self, per_block: float) -> float:
-        """Return the elements kept per token for the backward pass, with `per_block` in each block."""
-        begin = int(self.has_begin) * self.size.begin.activations_per_token
-        finish = int(self.has_finish) * self.size.finish.activations_per_token
-        return self.n_blocks * per_block + (begin + finish)
-
-
-@dataclass(frozen=True)
-class PlannedModel:
-    """A model in a parallel layout."""
-
-    size: ModelSize  # on one tensor-parallel rank
-    parallel: Parallel
-    layout: Layout
-    local_world: int  # processes per node
-    keeps_average: bool = False  # average of the trained weights, by train.ema_decay
-    states: int = 2  # tensors of the optimizer's state per trained parameter
-
-    @classmethod
-    def measure(
-        cls,
-        options: TrainOptions,
-        n_genes: int,
-        world: int,
-        local_world: int,
-        levels: Mapping[str, Sequence[str]] | None = None,
-    ) -> Self:
-        """Measure the model of a run on `world` processes.
-
-        Raise ConfigError if the layout does not divide them.
-        """
-        parallel = options.parallel
-        spec = ModelSpec.of(options, n_genes, levels)
-        return cls(
-            size=measure(spec, parallel.tp, parallel.sequence_parallel, options.finetune),
-            parallel=parallel,
-            layout=layout(parallel, world, local_world),
-            local_world=local_world,
-            keeps_average=options.train.ema_decay is not None,
-            states=options.train.optimizer.states_per_parameter,
-        )
-
-    @property
-    def element_bytes(self) -> int:
-        """Bytes of an element that the forward and backward passes compute with."""
-        return 2 if self.parallel.half_precision else FLOAT32
-
-    @property
-    def is_sharded(self) -> bool:
-        """True if FSDP2 wraps the model: with several data-parallel ranks under fsdp, tp or pp."""
-        sizes = self.layout
-        return sizes.dp > 1 and (self.parallel.strategy == "fsdp" or sizes.tp * sizes.pp > 1)
-
-    @property
-    def shards(self) -> int:
-        """Data-parallel ranks that share one copy of the weights."""
-        return self.layout.dp_shard if self.is_sharded else 1
-
-    def stages(self, rank: int) -> list[Stage]:
-        """Stages of pipeline rank `rank`, in the order of `list_stages`."""
-        n_stages = self.parallel.stages
-        stages = []
-        for stage in list_stages(rank, self.parallel):
-            blocks = len(list_blocks(stage, n_stages, self.size.n_blocks))
-            stages.append(Stage(self.size, blocks, stage == 0, stage == n_stages - 1))
-        return stages
-
-    def totals(self, rank: int) -> RankTotals:
-        """Totals over the stages of pipeline rank `rank`."""
-        size = self.size
-        stages = self.stages(rank)
-        n_blocks = sum(stage.n_blocks for stage in stages)
-        n_begin = sum(int(stage.has_begin) for stage in stages)
-        n_finish = sum(int(stage.has_finish) for stage in stages)
-        tied = int(self.parallel.stages == 1)  # a single stage has tied parameters once, not twice
-        outside = n_begin * size.begin.parameters + n_finish * size.finish.parameters
-        outside -= tied * size.tied.parameters
-        outside_trained = n_begin * size.begin.trained + n_finish * size.finish.trained
-        outside_trained -= tied * size.tied.trained
-        return RankTotals(
-            n_blocks=n_blocks,
-            n_begin=n_begin,
-            n_finish=n_finish,
-            parameters=n_blocks * size.block.parameters + outside,
-            trained=n_blocks * size.block.trained + outside_trained,
-            outside=outside,
-            outside_trained=outside_trained,
-        )
-
-
-def kept_micro_batches(parallel: Parallel, rank: int, micro_batches: int) -> int:
-    """Return the most micro-batches whose activations a pipeline rank holds, summed over its stages."""
-    pp = parallel.pp
-    all_at_once = micro_batches * parallel.stages // pp
-    in_flight = {
-        # every forward pass comes before the first backward pass
-        "GPipe": all_at_once,
-        # the first backward pass returns after pp - 1 - rank further ranks; one more has begun
-        "1F1B": pp - rank,
-        # pp of the first stage, then 2 for each further rank, on the way there and back; one more
-        "Interleaved1F1B": pp + 2 * (pp - 1 - rank) + 1,
-        # as interleaved with 1 for each further rank, 2 pp - rank; `rank` more wait for the gradients
-        # of their weights, which are computed after those of inputs
-        "InterleavedZeroBubble": 2 * pp,
-        # both stages of a rank hold as much as 1F1B's first rank in one stage of twice the size
-        "ZBV": 2 * pp,
-        # DualPipe on 2 pp ranks of one stage holds 2 pp + 1; its V shape has two of them on a rank
-        "DualPipeV": 2 * pp + 1,
-    }
-    return min(all_at_once, in_flight[parallel.schedule])
-
-
-def idle_frac(parallel: Parallel, micro_batches: int) -> float:
-    """Return the fraction of a step in which a pipeline rank waits; 0 without a pipeline.
-
-    Each of the pp - 1 other ranks costs units of one stage: forward and backward, 1 + 2, in GPipe and
-    1F1B; 1 less in DualPipeV, and 2 less with zero bubble, where gradients of weights fill the time.
-    """
-    stages_per_rank = parallel.stages // parallel.pp
-    idle_units = {"GPipe": 3, "1F1B": 3, "Interleaved1F1B": 3, "DualPipeV": 2}
-    lost = (parallel.pp - 1) * idle_units.get(parallel.schedule, 1)
-    return lost / (3 * micro_batches * stages_per_rank + lost)
 
 
 @dataclass(frozen=True)
@@ -208,15 +49,22 @@ def format_bytes(n_bytes: float) -> str:
     return f"{n_bytes:.0f} bytes"
 
 
-def host_bytes(model: PlannedModel) -> tuple[int, int]:
-    """Pinned host memory of one process: for `parallel.cpu_offload`, and for staging a checkpoint.
+class HostBytes(NamedTuple):
+    """Pinned host memory of one process."""
+
+    offload: int  # for parallel.cpu_offload
+    staging: int  # for a copy of the checkpoint
+
+
+def host_bytes(model: PlannedModel) -> HostBytes:
+    """Return the pinned host memory of one process.
 
     Offloaded are weights, gradients, optimizer state and, if full, the average. The staged copy of
     a GPU's checkpoint has weights, optimizer state and average.
     """
     offload = model.parallel.cpu_offload
     average = int(model.keeps_average)
-    offloaded = 1 + model.states
+    offloaded = 1 + model.optimizer_states  # gradients, optimizer state
     if offload == "full":
         offloaded += average
 
@@ -228,7 +76,10 @@ def host_bytes(model: PlannedModel) -> tuple[int, int]:
             elements = max(elements, totals.parameters + n_tensors * totals.trained)
         return FLOAT32 * -(-elements // model.shards)
 
-    return copy_bytes(offloaded) if offload else 0, copy_bytes(model.states + average)
+    return HostBytes(
+        offload=copy_bytes(offloaded) if offload else 0,
+        staging=copy_bytes(model.optimizer_states + average),
+    )
 
 
 def peak_memory(
@@ -238,15 +89,15 @@ def peak_memory(
 
     `micro_batches` is their number in a step; `ranks` limits the pipeline ranks.
     """
-    moments = []
+    peaks = []
     for rank in range(model.layout.pp) if ranks is None else ranks:
         planned = _RankMemory(model, rank, micro_tokens, micro_batches)
-        moments.append(planned.at_backward_start())
+        peaks.append(planned.at_backward_start())
         if model.layout.pp == 1:
-            moments.append(planned.at_blocks_end())
+            peaks.append(planned.at_blocks_end())
         if model.is_sharded:
-            moments.append(planned.at_last_reduction())
-    return max(moments, key=lambda memory: memory.total)
+            peaks.append(planned.at_last_reduction())
+    return max(peaks, key=lambda memory: memory.total)
 
 
 class _RankMemory:
@@ -289,7 +140,7 @@ class _RankMemory:
             pipeline = round(model.element_bytes * (messages * size.width * self.tokens))
         return Memory(
             parameters=FLOAT32 * (size.buffers + weights),
-            optimizer=0 if offload else model.states * FLOAT32 * trained_shard,
+            optimizer=0 if offload else model.optimizer_states * FLOAT32 * trained_shard,
             average=average,
             pipeline=pipeline,
         )

@@ -9,7 +9,8 @@ from cellmill.config.run import AUTO_EPOCHS, Train
 from cellmill.planner.cost import Cost
 from cellmill.planner.devices import GB, describe_assumption, find_device
 from cellmill.planner.hardware import Hardware
-from cellmill.planner.memory import format_bytes, host_bytes, idle_frac
+from cellmill.planner.memory import HostBytes, format_bytes, host_bytes
+from cellmill.planner.schedules import idle_frac
 from cellmill.planner.traffic import link_bytes
 from cellmill.planner.work import CorpusSize
 
@@ -19,14 +20,14 @@ DEFAULT_BATCH = float(Train.model_fields["global_batch"].default)
 DEFAULT_LR = float(Train.model_fields["lr"].default)
 
 Plan = dict[str, Any]
-"""The content of plan.json; `describe_plan` lists its keys."""
+"""The content of plan.json; `make_plan` lists its keys."""
 Line = tuple[str, str]
 """Name and text of a line."""
 LayoutOptions = dict[str, Any]
 """Options of section `parallel` and sizes of the mesh axes (`config.parallel.Layout`), by name."""
 
 
-def describe_plan(
+def make_plan(
     cost: Cost,
     corpus: CorpusSize,
     hardware: Hardware,
@@ -48,7 +49,7 @@ def describe_plan(
     for part in cost.traffic:
         links = {f"{link}_bytes": n_bytes for link, n_bytes in link_bytes([part]).items()}
         collectives.append(asdict(part) | links)
-    host, staging = (0, 0) if hardware.device == "cpu" else host_bytes(cost.model)
+    host = HostBytes(0, 0) if hardware.device == "cpu" else host_bytes(cost.model)
     return {
         "parameters": cost.whole.parameters,  # of the whole model
         "memory": {
@@ -56,8 +57,8 @@ def describe_plan(
             "total_bytes": cost.memory.total,
             "limit_bytes": hardware.usable_bytes,  # usable memory of the device
             "device_bytes": hardware.device_bytes,
-            "host_bytes": host,  # pinned host memory for parallel.cpu_offload
-            "staging_bytes": staging,  # pinned host memory for a copy of the checkpoint
+            "host_bytes": host.offload,  # pinned host memory for parallel.cpu_offload
+            "staging_bytes": host.staging,  # pinned host memory for a copy of the checkpoint
         },
         "communication": {"link_bytes": link_bytes(cost.traffic), "collectives": collectives},
         "flops_per_step": cost.flops_per_step,  # over all processes, without recomputation
@@ -69,7 +70,7 @@ def describe_plan(
         "steps": work.steps,
         "steps_per_epoch": work.steps_per_epoch,
         "cells_seen": work.cells_seen,  # cells over all steps
-        "micro_batches_per_step": work.micro_batches_per_step,  # mean over the steps
+        "micro_batches_per_step": work.micro_batches_per_step,  # mean over the sampled first steps
         "validations": work.validations,
         "val_cells": work.val_cells,  # cells per validation
         "auto_steps": train.steps == "auto",  # True if train.steps is auto

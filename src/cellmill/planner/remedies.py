@@ -15,7 +15,8 @@ from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import Parallel, divisors
 from cellmill.errors import ConfigError
 from cellmill.planner.hardware import Hardware
-from cellmill.planner.memory import Memory, PlannedModel, format_bytes, peak_memory
+from cellmill.planner.memory import Memory, format_bytes, peak_memory
+from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.work import CorpusSize, measure_work
 
 FREE_HALVINGS = 2  # halvings of a micro-batch that cost less than recomputing a forward pass

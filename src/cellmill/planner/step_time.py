@@ -9,18 +9,28 @@ pipeline stages, and gradients of a pipeline (sent at its end) overlap with noth
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from cellmill.planner.memory import PlannedModel, idle_frac
-from cellmill.planner.size import Load
+from cellmill.planner.measure.size import Load
+from cellmill.planner.planned_model import PlannedModel
+from cellmill.planner.schedules import idle_frac
 from cellmill.planner.traffic import Traffic
 
 # NCCL's own tests reach some 360 of 450 GB/s on eight H100, 230 of 300 on eight A100
 NETWORK_FRAC = 0.8
 CALL_S = 14e-6
-# seconds per hop inside a node, and between nodes
-RING_S = (1.9e-6, 4.0e-6)
-TREE_S = (1.25e-6, 8.5e-6)
 BACKWARD_FRAC = 2 / 3  # share of the backward pass in a step's computation
+
+
+class HopSeconds(NamedTuple):
+    """Seconds of one hop of a collective."""
+
+    intra_node: float
+    inter_node: float
+
+
+RING_S = HopSeconds(intra_node=1.9e-6, inter_node=4.0e-6)
+TREE_S = HopSeconds(intra_node=1.25e-6, inter_node=8.5e-6)
 
 
 @dataclass(frozen=True)
@@ -48,10 +58,10 @@ def latency(traffic: Traffic) -> float:
     nodes = -(-traffic.processes // traffic.in_a_node)
     if traffic.kind == "point to point":
         return CALL_S
-    ring = (traffic.processes - nodes) * RING_S[0] + (nodes - 1) * RING_S[1]
+    ring = (traffic.processes - nodes) * RING_S.intra_node + (nodes - 1) * RING_S.inter_node
     if traffic.kind != "all-reduce":
         return CALL_S + ring
-    tree = (traffic.in_a_node - 1) * TREE_S[0] + math.log2(nodes) * TREE_S[1]
+    tree = (traffic.in_a_node - 1) * TREE_S.intra_node + math.log2(nodes) * TREE_S.inter_node
     return CALL_S + 2 * min(ring, tree)
 
 

@@ -17,8 +17,8 @@ from itertools import chain
 from typing import Literal, NamedTuple
 
 from cellmill.parallel.mesh import list_stages
-from cellmill.planner.memory import PlannedModel, RankTotals
-from cellmill.planner.passes import FLOAT32
+from cellmill.planner.measure.passes import FLOAT32
+from cellmill.planner.planned_model import PlannedModel, RankTotals
 
 BUCKET_BYTES = 25 << 20  # default of DistributedDataParallel
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "point to point"]
@@ -136,18 +136,18 @@ def _tensor_parallel(
     size = model.size
     parallel = model.parallel
     n_bytes = model.element_bytes * tokens
-    begin = size.begin.sums_per_token
-    finish = size.finish.sums_per_token
+    begin = size.begin.reduced_per_token
+    finish = size.finish.reduced_per_token
     # sums outside the blocks, one at each end of the model that has any
     outside_calls = totals.n_begin * int(begin > 0) + totals.n_finish * int(finish > 0)
     outside = totals.n_begin * begin + totals.n_finish * finish
     yield CollectiveCalls("all-reduce", "tp", n_bytes * outside, outside_calls * micro_batches)
-    # a block sums over tp twice in its forward pass (`sums` in all) and twice in its backward pass;
-    # recomputation stops before the block's last sum, which the backward pass does not need
-    sums = size.block.sums_per_token
+    # a block sums over tp twice in its forward pass (`reduced` in all) and twice in its backward
+    # pass; recomputation stops before the block's last sum, which the backward pass does not need
+    reduced = size.block.reduced_per_token
     recomputed = int(parallel.activation_checkpointing == "full")
     sums_per_block = 4 + recomputed
-    payload = n_bytes * totals.n_blocks * (2 * sums + recomputed * sums / 2)
+    payload = n_bytes * totals.n_blocks * (2 * reduced + recomputed * reduced / 2)
     kind: Kind = "reduce-scatter" if parallel.sequence_parallel else "all-reduce"
     yield CollectiveCalls(kind, "tp", payload, totals.n_blocks * sums_per_block * micro_batches)
     # then each sum is a reduce-scatter paired with an all-gather; recomputation gathers the input of
@@ -156,7 +156,8 @@ def _tensor_parallel(
         gathers_per_block = 4 + 2 * recomputed
         # the gradients of the blocks' input and the blocks' output are gathered at the model's ends
         ends = totals.n_begin + totals.n_finish
-        elements = totals.n_blocks * (2 + recomputed) * sums + size.width * model.layout.tp * ends
+        elements = totals.n_blocks * (2 + recomputed) * reduced
+        elements += size.width * model.layout.tp * ends
         calls = (totals.n_blocks * gathers_per_block + ends) * micro_batches
         yield CollectiveCalls("all-gather", "tp", n_bytes * elements, calls)
 

@@ -60,7 +60,7 @@ class Work:
     cells_seen: int  # cells over all steps
     validations: int
     val_cells: int  # cells per validation
-    micro_batches_per_step: float  # mean over the steps; the same on every rank
+    micro_batches_per_step: float  # mean over the sampled first steps; the same on every rank
     most_micro_batches: int
     micro_tokens: int  # tokens of the largest micro-batch, with padding in a pipeline
     padding_frac: float  # tokens that a pipeline pads a step with, per token of its cells
@@ -152,13 +152,22 @@ def count_micro_batches(
         counts.append(count)
         if microbatch_multiple > 1 and len(counts) <= SAMPLED_EVENLY:
             for rank in ranks[:SAMPLED_EVENLY]:
-                # tokens of each micro-batch
-                sums = np.add.reduceat(rank, even_borders(rank, count)[:-1])
-                longest = int(sums.max())
+                longest, padded_tokens = _pad_evenly(rank, count, token_multiple)
                 most_tokens = max(most_tokens, longest)
                 n_tokens += int(rank.sum())
-                n_padded_tokens += count * pipeline_tokens(longest, token_multiple)
+                n_padded_tokens += padded_tokens
     if microbatch_multiple == 1:
         most_tokens = min(token_budget, cells_per_rank * int(lengths.max()))
         return MicroBatches(counts, most_tokens, padding_frac=0.0)
     return MicroBatches(counts, most_tokens, n_padded_tokens / max(n_tokens, 1) - 1)
+
+
+def _pad_evenly(lengths: np.ndarray, count: int, token_multiple: int) -> tuple[int, int]:
+    """Cut the cells of a rank's step evenly into `count` micro-batches and pad them to the longest.
+
+    `lengths` are the cells' tokens, `(cells,)`. Return the tokens of the longest micro-batch before
+    padding, and those of all micro-batches after it.
+    """
+    tokens_by_micro_batch = np.add.reduceat(lengths, even_borders(lengths, count)[:-1])
+    longest = int(tokens_by_micro_batch.max())
+    return longest, count * pipeline_tokens(longest, token_multiple)

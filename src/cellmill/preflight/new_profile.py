@@ -4,7 +4,7 @@ import re
 
 from cellmill.config.load import check_options
 from cellmill.config.machine import Machine
-from cellmill.planner.devices import describe_assumption, list_memory_sizes, recognise_device
+from cellmill.planner.devices import describe_assumption, list_sized_devices, recognise_device
 from cellmill.preflight.partitions import (
     DAY_MIN,
     Offer,
@@ -233,7 +233,7 @@ def _device(offer: Offer) -> Reasoned[str]:
             return Reasoned(device, why)
         # a feature such as gpu_40gb next to a100; 40g alone may be the network's
         sized = {}
-        for feature in features if list_memory_sizes(device) else ():
+        for feature in features if list_sized_devices(device) else ():
             if "gb" in feature.lower():
                 sized[recognise_device(f"{device} {feature}")] = feature
         sized.pop(device, None)

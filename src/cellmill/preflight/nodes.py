@@ -24,7 +24,7 @@ from cellmill.launch.follow import settle
 from cellmill.launch.job import Job
 from cellmill.launch.queue import expand
 from cellmill.launch.submit import End, StillQueued, run_once
-from cellmill.planner.devices import DEVICES, list_memory_sizes, recognise_device
+from cellmill.planner.devices import DEVICES, list_sized_devices, recognise_device
 from cellmill.preflight.checks import TRAIN, Check, doubt, judge, no, ok
 from cellmill.runs.lock import locked
 from cellmill.runs.slurm import NOT_LISTED
@@ -192,7 +192,7 @@ def judge_gpus(machine: Machine, device: str, nodes: Reports) -> Check:
         remedy = "set-resources: plan: device"
         return doubt("GPUs", f"{text}, but the plan assumes {device}", remedy)
     if (
-        product in list_memory_sizes(kind)
+        product in list_sized_devices(kind)
         and DEVICES[product].memory_gb != DEVICES[device].memory_gb
     ):
         assumed = f"{device} with {DEVICES[device].memory_gb:g} GB"

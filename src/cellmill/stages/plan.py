@@ -19,7 +19,7 @@ from cellmill.planner.cost import estimate_cost
 from cellmill.planner.devices import check_precision, find_device
 from cellmill.planner.hardware import find_hardware
 from cellmill.planner.memory import format_bytes
-from cellmill.planner.plan_file import describe_plan, format_plan
+from cellmill.planner.plan_file import format_plan, make_plan
 from cellmill.planner.remedies import check_memory, find_largest_micro_batch
 from cellmill.planner.suggest import format_suggestions
 from cellmill.planner.suggest import suggest as suggest_layouts
@@ -84,7 +84,7 @@ def plan(
     hardware = find_hardware(options, machine, device)
     memory = check_memory(options, corpus, hardware)
     cost = estimate_cost(options, corpus, hardware, rates, memory)
-    plan = describe_plan(
+    plan = make_plan(
         cost,
         corpus,
         hardware,

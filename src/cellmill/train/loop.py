@@ -40,7 +40,7 @@ from cellmill.parallel.mesh import Mesh, PipelineStages, gather_json
 from cellmill.parallel.replay import Replay
 from cellmill.parallel.step import ParallelModel, StepModel, clip_grad_norm
 from cellmill.planner.devices import find_peak_flops
-from cellmill.planner.size import Flops, Load
+from cellmill.planner.measure.size import Flops, Load
 from cellmill.runs.folder import TrainFolder, cut_back, is_of_a_step, status
 from cellmill.track.tracker import Tracker
 from cellmill.train.batch_rows import with_shares

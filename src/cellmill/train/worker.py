@@ -43,7 +43,7 @@ with importing():
     from cellmill.parallel.mesh import Mesh, PipelineStages, build_mesh, list_stages, set_tf32
     from cellmill.parallel.replay import DETERMINISTIC_WORKSPACE, WORKSPACE
     from cellmill.parallel.torch_private import set_group_timeouts
-    from cellmill.planner.size import Flops, measure_flops
+    from cellmill.planner.measure.size import Flops, measure_flops
     from cellmill.runs.folder import TrainFolder
     from cellmill.runs.jobs import HANG
     from cellmill.track.tracker import ConsoleTracker, JsonlTracker

@@ -25,8 +25,8 @@ from cellmill.models.family import Model
 from cellmill.parallel.apply import apply_tensor_parallel, checkpoint_activations, freeze
 from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import build_mesh
-from cellmill.parallel.torch_private import FakeStore
-from cellmill.planner.passes import FLOAT32, MeasuredPasses, local_tensor
+from cellmill.parallel.torch_private import FakeStore, local_tensor
+from cellmill.planner.measure.passes import FLOAT32, Passes, measure_passes
 
 # tokens of the measured batch: random fractions (masks) are within 1 % of their mean
 SAMPLE_TOKENS = 1 << 14
@@ -47,7 +47,7 @@ class PartSize:
     trained: int  # parameters with a gradient and optimizer state
     activations_per_token: float = 0.0  # kept for the backward pass; a block's with its input
     # elements reduced over tp without sequence parallelism; for a block, in each of both passes
-    sums_per_token: float = 0.0
+    reduced_per_token: float = 0.0
 
 
 Workspace = tuple[tuple[int, float], ...]
@@ -131,11 +131,11 @@ class ModelSize:
         return float(np.interp(tokens, sizes, elements))
 
 
-MEASURED: dict[tuple[str, int, bool], ModelSize] = {}
+_SIZES: dict[tuple[str, int, bool], ModelSize] = {}
 """Sizes by model, tensor-parallel ranks and sequence parallelism."""
 
 
-def measure(
+def measure_size(
     spec: ModelSpec,
     tp: int = 1,
     sequence_parallel: bool = False,
@@ -146,19 +146,19 @@ def measure(
     With tp > 1 there must be no default process group.
     """
     key = (repr((spec, finetune)), tp, sequence_parallel)
-    if key not in MEASURED:
+    if key not in _SIZES:
         with _prepare(spec, finetune, tp) as (fitted, method):
-            MEASURED[key] = _measure(fitted, method, tp, sequence_parallel)
-    return MEASURED[key]
+            _SIZES[key] = _measure_size(fitted, method, tp, sequence_parallel)
+    return _SIZES[key]
 
 
 def measure_flops(spec: ModelSpec, finetune: MethodConfig) -> Flops:
-    """Return the FLOPs of `measure` on one rank, without the seconds that sizes take."""
+    """Return the FLOPs of `measure_size` on one rank, without the seconds that sizes take."""
     with _prepare(spec, finetune) as (fitted, method):
         model = _build(fitted, method, one_block=True)
         n_blocks = _count_blocks(build(fitted, method.transform))
-        long = MeasuredPasses(model, fitted, SAMPLE_TOKENS)
-        short = MeasuredPasses(model, fitted, SAMPLE_TOKENS, length_divisor=2)
+        long = measure_passes(model, fitted, SAMPLE_TOKENS)
+        short = measure_passes(model, fitted, SAMPLE_TOKENS, length_divisor=2)
         return _count_flops(model, n_blocks, long, short)
 
 
@@ -192,16 +192,16 @@ def _prepare(
             gc.enable()
 
 
-def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) -> ModelSize:
+def _measure_size(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) -> ModelSize:
     """Return sizes from passes of a model of one block, and counts of the whole model."""
     model = _build(spec, method, tp, sequence_parallel, one_block=True)
     multiple = tp if sequence_parallel else 1  # the trainer pads a batch to a multiple of tokens
     # warm up: more is kept alive when DTensor sees an operation and its shapes for the first time,
     # or when a pass imports a module
-    MeasuredPasses(model, spec, SAMPLE_TOKENS, multiple)
-    long = MeasuredPasses(model, spec, SAMPLE_TOKENS, multiple)
-    short = MeasuredPasses(model, spec, SAMPLE_TOKENS, multiple, length_divisor=2)
-    sums_per_token = _measure_sums(spec, method, tp)
+    measure_passes(model, spec, SAMPLE_TOKENS, multiple)
+    long = measure_passes(model, spec, SAMPLE_TOKENS, multiple)
+    short = measure_passes(model, spec, SAMPLE_TOKENS, multiple, length_divisor=2)
+    reduced_per_token = _measure_reduced(spec, method, tp)
     selective_per_token = _measure_selective(spec, method, tp, sequence_parallel)
     finish_kept_per_token, workspace = _measure_workspace(model, spec, multiple)
     whole = _build(spec, method, tp, sequence_parallel)
@@ -213,7 +213,7 @@ def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) 
 
     def make_part(name: str, activations_per_token: float) -> PartSize:
         return PartSize(
-            parameters[name], trained[name], activations_per_token, sums_per_token.get(name, 0.0)
+            parameters[name], trained[name], activations_per_token, reduced_per_token.get(name, 0.0)
         )
 
     return ModelSize(
@@ -230,19 +230,19 @@ def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) 
     )
 
 
-def _measure_sums(spec: ModelSpec, method: Method, tp: int) -> dict[str, float]:
+def _measure_reduced(spec: ModelSpec, method: Method, tp: int) -> dict[str, float]:
     """Return the elements per token that each part reduces over tp; none without tensor parallelism.
 
     They are measured without sequence parallelism; the planner derives its collectives from them.
     """
     if tp == 1:
         return {}
-    passes = MeasuredPasses(_build(spec, method, tp, one_block=True), spec, SMALL_SAMPLE_TOKENS)
-    sums = {}
+    passes = measure_passes(_build(spec, method, tp, one_block=True), spec, SMALL_SAMPLE_TOKENS)
+    reduced_per_token = {}
     for part in ("begin", "block", "finish"):
         window = getattr(passes, f"{part}_window")
-        sums[part] = window.reduced_bytes / FLOAT32 / passes.tokens
-    return sums
+        reduced_per_token[part] = window.reduced_bytes / FLOAT32 / passes.tokens
+    return reduced_per_token
 
 
 def _measure_selective(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) -> float:
@@ -250,7 +250,7 @@ def _measure_selective(spec: ModelSpec, method: Method, tp: int, sequence_parall
     model = _build(spec, method, tp, sequence_parallel, one_block=True)
     checkpoint_activations(model, model.plan.blocks, "selective")
     multiple = tp if sequence_parallel else 1
-    return MeasuredPasses(model, spec, SMALL_SAMPLE_TOKENS, multiple).block_kept_per_token
+    return measure_passes(model, spec, SMALL_SAMPLE_TOKENS, multiple).block_kept_per_token
 
 
 def _measure_workspace(model: Model, spec: ModelSpec, multiple: int) -> tuple[float, Workspace]:
@@ -259,7 +259,7 @@ def _measure_workspace(model: Model, spec: ModelSpec, multiple: int) -> tuple[fl
     Elements that do not grow with the tokens, such as a table's gradient that a chunked loss makes
     in its forward pass, belong to the workspace.
     """
-    passes_by_tokens = {n: MeasuredPasses(model, spec, n, multiple) for n in WORKSPACE_TOKENS}
+    passes_by_tokens = {n: measure_passes(model, spec, n, multiple) for n in WORKSPACE_TOKENS}
     *_, smaller, larger = passes_by_tokens.values()
     kept_per_token = larger.finish_kept - smaller.finish_kept
     kept_per_token /= larger.tokens - smaller.tokens
@@ -269,7 +269,7 @@ def _measure_workspace(model: Model, spec: ModelSpec, multiple: int) -> tuple[fl
     return kept_per_token, tuple(workspace)
 
 
-def _count_flops(model: Model, n_blocks: int, long: MeasuredPasses, short: MeasuredPasses) -> Flops:
+def _count_flops(model: Model, n_blocks: int, long: Passes, short: Passes) -> Flops:
     """Return the FLOPs from passes over cells of two lengths, `long` and half of it."""
     long_block = long.block_window.flops
     short_block = short.block_window.flops
@@ -298,7 +298,7 @@ def _count_flops(model: Model, n_blocks: int, long: MeasuredPasses, short: Measu
 
 
 def _separate_flops(
-    long: MeasuredPasses, short: MeasuredPasses, long_flops: int, short_flops: int
+    long: Passes, short: Passes, long_flops: int, short_flops: int
 ) -> tuple[float, float]:
     """Return a part's FLOPs per token, and further ones per cell."""
     per_token = long_flops / long.tokens

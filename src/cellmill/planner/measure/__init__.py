@@ -1,0 +1,1 @@
+"""Sizes of a model, measured by passes on the meta device."""

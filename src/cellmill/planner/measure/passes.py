@@ -1,0 +1,168 @@
+"""A forward and a backward pass on the meta device, measured part by part."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from cellmill.data.stream.batch import Batch, Tokenizer, make_batch
+from cellmill.models.batch import copy_to_device, pad_batch, to_tensors
+from cellmill.models.build import ModelSpec
+from cellmill.models.family import Model
+from cellmill.parallel.torch_private import local_tensor, storage_key
+from cellmill.planner.measure.meter import OperationMeter, Window
+
+FLOAT32 = 4  # bytes
+CELL_TOKENS = 128  # tokens of each measured cell, or fewer
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Measurements of a forward and a backward pass, in elements.
+
+    *Kept* are elements that stay allocated for the backward pass.
+    """
+
+    tokens: int  # tokens of the batch, without padding
+    cells: int
+    pairs_per_token: float  # (query, key) pairs of attention
+    width: float  # elements per token from block to block; no integer if a view hides tokens
+    begin_window: Window  # operations of the forward pass before the blocks
+    begin_kept_per_token: float
+    block_window: Window  # operations of the forward pass of one block
+    block_kept_per_token: float  # with the block's input
+    block_workspace_per_token: float  # peak of a block's backward pass above its kept elements
+    finish_window: Window  # operations of both passes after the blocks
+    finish_kept: float  # of the whole batch, with the input of that part
+    finish_peak: float  # of the whole batch, with the input of that part
+
+
+class _Blocks(NamedTuple):
+    """Measurements of the part before the blocks and of one block."""
+
+    begin_window: Window
+    begin_kept_bytes: int
+    block_window: Window
+    kept_bytes: int
+    workspace_bytes: int
+    passed: torch.Tensor  # the block's output
+
+
+class _Finish(NamedTuple):
+    """Measurements of the part after the blocks."""
+
+    window: Window
+    kept_bytes: int
+    peak_bytes: int
+
+
+def measure_passes(
+    model: Model, spec: ModelSpec, tokens: int, multiple: int = 1, length_divisor: int = 1
+) -> Passes:
+    """Measure a forward and a backward pass of about `tokens` tokens, padded to a `multiple`.
+
+    Cells have 1 / `length_divisor` of the usual length.
+    """
+    usual_tokens = min(spec.tokens.max_tokens, spec.n_genes, CELL_TOKENS)
+    cell_tokens = max(1, usual_tokens // length_divisor)
+    batch = _draw_cells(spec, cell_tokens, tokens)
+    lengths = np.diff(batch.cu_seqlens)  # `(cells,)`: tokens of each cell
+    n_tokens = int(batch.cu_seqlens[-1])
+    view = model.view(to_tensors(batch), seed=0, step=0)
+    padded_tokens = -(-len(view.genes) // multiple) * multiple
+    view = pad_batch(view, padded_tokens)
+    # masks are drawn on the CPU, since their number is a shape
+    prepared = copy_to_device(model.prepare(view, seed=0, step=0), META)
+    blocks = _measure_blocks(model, prepared)
+    finish = _measure_finish(model, prepared, blocks.passed)
+    model.zero_grad(set_to_none=True)
+    token_bytes = FLOAT32 * n_tokens  # bytes of an element for every token
+    return Passes(
+        tokens=n_tokens,
+        cells=len(lengths),
+        pairs_per_token=float(np.square(lengths, dtype=np.float64).sum() / n_tokens),
+        width=blocks.passed.numel() / n_tokens,
+        begin_window=blocks.begin_window,
+        begin_kept_per_token=blocks.begin_kept_bytes / token_bytes,
+        block_window=blocks.block_window,
+        block_kept_per_token=blocks.kept_bytes / token_bytes,
+        block_workspace_per_token=blocks.workspace_bytes / token_bytes,
+        finish_window=finish.window,
+        finish_kept=finish.kept_bytes / FLOAT32,
+        finish_peak=finish.peak_bytes / FLOAT32,
+    )
+
+
+def _measure_blocks(model: Model, prepared: Any) -> _Blocks:
+    """Measure the part before the blocks and one block."""
+    with OperationMeter() as meter:
+        with meter.window() as begin_window:
+            entered = model.begin(prepared)
+        begin_kept_bytes = begin_window.live_bytes() - entered.nbytes
+        x = torch.empty_like(entered, requires_grad=True)
+        with meter.window() as block_window:
+            passed = model.through(x, prepared)
+        kept_bytes = block_window.live_bytes() - passed.nbytes + x.nbytes
+        with meter.window() as backward:
+            passed.backward(torch.empty_like(passed))
+        workspace_bytes = _peak_bytes(model, backward)
+    return _Blocks(
+        begin_window, begin_kept_bytes, block_window, kept_bytes, workspace_bytes, passed
+    )
+
+
+def _measure_finish(model: Model, prepared: Any, passed: torch.Tensor) -> _Finish:
+    """Measure the part after the blocks, whose input is like `passed`."""
+    x = torch.empty_like(passed, requires_grad=True)
+    with OperationMeter() as meter, meter.window() as window:
+        with meter.window() as forward:
+            loss = model.finish(x, prepared)
+            loss = loss.sum() if loss.ndim else loss
+        with meter.window() as backward:
+            loss.backward()
+    live_bytes = forward.live_bytes()
+    peak_bytes = max(forward.peak_bytes(), live_bytes + _peak_bytes(model, backward))
+    return _Finish(window, kept_bytes=live_bytes + x.nbytes, peak_bytes=peak_bytes + x.nbytes)
+
+
+def _peak_bytes(model: Model, backward: Window) -> int:
+    """Return the peak bytes of a backward pass without the gradients of parameters."""
+    gradients = set()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            gradients.add(storage_key(local_tensor(parameter.grad).untyped_storage()))
+    return backward.peak_bytes(frozenset(gradients))
+
+
+def _draw_cells(spec: ModelSpec, cell_tokens: int, tokens: int) -> Batch:
+    """Return about `tokens` tokens of random cells with `cell_tokens` each, by the run's tokenizer."""
+    rng = np.random.Generator(np.random.Philox(0))
+    n_cells = max(1, tokens // cell_tokens)
+    genes = rng.integers(0, spec.n_genes, n_cells * cell_tokens, dtype=np.int32)
+    counts = rng.integers(1, 50, n_cells * cell_tokens, dtype=np.uint32)
+    starts = np.arange(n_cells + 1, dtype=np.int64) * cell_tokens
+    columns: dict[str, np.ndarray] = {}
+    if spec.levels:
+        # `(cells, columns)` int32: level codes from 1, each level in turn
+        n_levels = np.array([len(levels) for levels in spec.levels.values()], np.int32)
+        columns["levels"] = np.arange(n_cells, dtype=np.int32)[:, None] % n_levels + 1
+    n_number_columns = len(spec.objective.columns().numbers)
+    if n_number_columns:
+        columns["numbers"] = np.zeros((n_cells, n_number_columns))
+    for part in spec.objective.each():
+        vectors = getattr(part, "vectors", None)
+        if vectors:
+            columns["teacher"] = np.zeros((n_cells, vectors.width), np.float32)
+    tokenizer: Tokenizer = spec.tokens.load()(spec.tokens)
+    cell_ids = np.arange(n_cells, dtype=np.int64)
+    return make_batch(
+        tokenizer,
+        genes,
+        counts,
+        starts,
+        cell_ids,
+        spec.objective.needs_counts,
+        **columns,
+    )

@@ -1,0 +1,129 @@
+"""A model in a parallel layout: its pipeline stages, and what each pipeline rank holds."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+from cellmill.config.options import TrainOptions
+from cellmill.config.parallel import Layout, Parallel, layout
+from cellmill.models.build import ModelSpec
+from cellmill.parallel.mesh import list_blocks, list_stages
+from cellmill.planner.measure.passes import FLOAT32
+from cellmill.planner.measure.size import Load, ModelSize, measure_size
+
+
+class RankTotals(NamedTuple):
+    """Totals over the stages of one pipeline rank."""
+
+    n_blocks: int
+    n_begin: int  # 1 with the part before the blocks, else 0
+    n_finish: int  # 1 with the part after the blocks, else 0
+    parameters: int
+    trained: int  # parameters with a gradient and optimizer state
+    # parameters outside the blocks; tied parameters are in both the first and the last stage
+    outside: int
+    outside_trained: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage; the whole model without a pipeline."""
+
+    size: ModelSize
+    n_blocks: int
+    has_begin: bool  # True with the part before the blocks
+    has_finish: bool  # True with the part after the blocks
+
+    def flops(self, load: Load) -> float:
+        """Return the FLOPs of the stage for `load`."""
+        return self.size.flops.count(load, self.n_blocks, self.has_begin, self.has_finish)
+
+    def activations(self, per_block: float) -> float:
+        """Return the elements kept per token for the backward pass, with `per_block` in each block."""
+        begin = int(self.has_begin) * self.size.begin.activations_per_token
+        finish = int(self.has_finish) * self.size.finish.activations_per_token
+        return self.n_blocks * per_block + (begin + finish)
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model in a parallel layout."""
+
+    size: ModelSize  # on one tensor-parallel rank
+    parallel: Parallel
+    layout: Layout
+    local_world: int  # processes per node
+    keeps_average: bool = False  # average of the trained weights, by train.ema_decay
+    optimizer_states: int = 2  # tensors of the optimizer's state per trained parameter
+
+    @classmethod
+    def measure(
+        cls,
+        options: TrainOptions,
+        n_genes: int,
+        world: int,
+        local_world: int,
+        levels: Mapping[str, Sequence[str]] | None = None,
+    ) -> Self:
+        """Measure the model of a run on `world` processes.
+
+        Raise ConfigError if the layout does not divide them.
+        """
+        parallel = options.parallel
+        spec = ModelSpec.of(options, n_genes, levels)
+        return cls(
+            size=measure_size(spec, parallel.tp, parallel.sequence_parallel, options.finetune),
+            parallel=parallel,
+            layout=layout(parallel, world, local_world),
+            local_world=local_world,
+            keeps_average=options.train.ema_decay is not None,
+            optimizer_states=options.train.optimizer.states_per_parameter,
+        )
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element that the forward and backward passes compute with."""
+        return 2 if self.parallel.half_precision else FLOAT32
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if FSDP2 wraps the model: with several data-parallel ranks under fsdp, tp or pp."""
+        sizes = self.layout
+        return sizes.dp > 1 and (self.parallel.strategy == "fsdp" or sizes.tp * sizes.pp > 1)
+
+    @property
+    def shards(self) -> int:
+        """Data-parallel ranks that share one copy of the weights."""
+        return self.layout.dp_shard if self.is_sharded else 1
+
+    def stages(self, rank: int) -> list[Stage]:
+        """Stages of pipeline rank `rank`, in the order of `list_stages`."""
+        n_stages = self.parallel.stages
+        stages = []
+        for stage in list_stages(rank, self.parallel):
+            blocks = len(list_blocks(stage, n_stages, self.size.n_blocks))
+            stages.append(Stage(self.size, blocks, stage == 0, stage == n_stages - 1))
+        return stages
+
+    def totals(self, rank: int) -> RankTotals:
+        """Totals over the stages of pipeline rank `rank`."""
+        size = self.size
+        stages = self.stages(rank)
+        n_blocks = sum(stage.n_blocks for stage in stages)
+        n_begin = sum(int(stage.has_begin) for stage in stages)
+        n_finish = sum(int(stage.has_finish) for stage in stages)
+        # the parts before and after the blocks both count tied parameters; a single stage has them once
+        counted_twice = int(self.parallel.stages == 1)
+        outside = n_begin * size.begin.parameters + n_finish * size.finish.parameters
+        outside -= counted_twice * size.tied.parameters
+        outside_trained = n_begin * size.begin.trained + n_finish * size.finish.trained
+        outside_trained -= counted_twice * size.tied.trained
+        return RankTotals(
+            n_blocks=n_blocks,
+            n_begin=n_begin,
+            n_finish=n_finish,
+            parameters=n_blocks * size.block.parameters + outside,
+            trained=n_blocks * size.block.trained + outside_trained,
+            outside=outside,
+            outside_trained=outside_trained,
+        )

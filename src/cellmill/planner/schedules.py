@@ -1,0 +1,55 @@
+"""Pipeline schedules: micro-batches whose activations a rank holds, and idle time.
+
+Schedules are counted in the units of the papers, forward 1 and backward 2 (1 for inputs, 1 for
+weights), with all pipeline stages alike.
+
+Sources: Narayanan et al. 2021, section 2.2 (1F1B, interleaved); Qi et al. 2024 (zero bubble, ZBV);
+DeepSeek-V3, 2024, section 3.2.1 (DualPipe, here in V shape).
+"""
+
+from cellmill.config.parallel import Parallel
+
+# Gradients of weights fill idle time: 1 unit in DualPipeV, 2 with zero bubble.
+IDLE_UNITS = {
+    "GPipe": 3,
+    "1F1B": 3,
+    "Interleaved1F1B": 3,
+    "InterleavedZeroBubble": 1,
+    "ZBV": 1,
+    "DualPipeV": 2,
+}
+"""Idle units of one stage, per other rank."""
+
+
+def kept_micro_batches(parallel: Parallel, rank: int, micro_batches: int) -> int:
+    """Return the most micro-batches whose activations a pipeline rank holds, summed over its stages."""
+    pp = parallel.pp
+    all_at_once = micro_batches * parallel.stages // pp
+    in_flight = {
+        # every forward pass comes before the first backward pass
+        "GPipe": all_at_once,
+        # the first backward pass returns after pp - 1 - rank further ranks; one more has begun
+        "1F1B": pp - rank,
+        # pp of the first stage, then 2 for each further rank, on the way there and back; one more
+        "Interleaved1F1B": pp + 2 * (pp - 1 - rank) + 1,
+        # as interleaved with 1 for each further rank, 2 pp - rank; `rank` more wait for the gradients
+        # of their weights, which are computed after those of inputs
+        "InterleavedZeroBubble": 2 * pp,
+        # both stages of a rank hold as much as 1F1B's first rank in one stage of twice the size
+        "ZBV": 2 * pp,
+        # DualPipe on 2 pp ranks of one stage holds 2 pp + 1; its V shape has two of them on a rank
+        "DualPipeV": 2 * pp + 1,
+    }
+    return min(all_at_once, in_flight[parallel.schedule])
+
+
+def idle_frac(parallel: Parallel, micro_batches: int) -> float:
+    """Return the fraction of a step in which a pipeline rank waits; 0 without a pipeline.
+
+    Units are those of the module: a pass of one micro-batch through one stage takes 1 forward and 2
+    backward.
+    """
+    stages_per_rank = parallel.stages // parallel.pp
+    busy = 3 * micro_batches * stages_per_rank
+    idle = (parallel.pp - 1) * IDLE_UNITS[parallel.schedule]
+    return idle / (busy + idle)
