@@ -313,18 +313,12 @@ def test_an_unknown_size_is_answered_with_the_names() -> None:
 
 @pytest.mark.full
 def test_the_documented_sizes_match_the_plan() -> None:
-    rows = dict(re.findall(r"^\| `(\d+[MB])` \| (.*) \|$", documentation(), re.M))
+    rows = dict(re.findall(r"^(\d+[MB]) +(\d.*)$", documentation(), re.M))
     assert list(rows) == list(SIZES)
     for name, of in SIZES.items():
         size = measure_size(spec(20_000, family="encoder", objective="cell_decoding", **of))
         encoder = size.parameters - size.finish.parameters
-        decoder = size.finish.parameters
         assert of["hidden"] == 64 * of["heads"]
-        stated = (
-            of["hidden"],
-            of["layers"],
-            of["heads"],
-            f"{encoder / 1e6:,.1f}",
-            f"{decoder / 1e6:.1f}",
-        )
-        assert rows[name] == " | ".join(map(str, stated))
+        assert 5e6 < size.finish.parameters < 6.5e6
+        stated = [of["hidden"], of["layers"], of["heads"], f"{encoder / 1e6:,.1f}"]
+        assert rows[name].split() == [str(number) for number in stated]
