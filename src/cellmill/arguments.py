@@ -292,6 +292,13 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         option("file", "its YAML", type=Path),
         *files(out="the .yaml to write; its table of datasets goes beside it")),
 
+    "init": ("write a project for your files: configuration, table, profile, Snakefile",
+        option("folder", "folder of the project; it must be new or empty", type=Path, metavar="FOLDER"),
+        option("--data", "files or folders in a format of docs/inputs.md, patterns in quotes, or URLs",
+               nargs="+", metavar="PATH", **NEEDED),
+        option("--skip-unreadable", "write the project without files that cannot be used", **YES)),
+    "check": ("open the files of a configuration, and say what will be skipped and why", CONFIGURATION),
+
     "profiles install": ("link the profiles into Snakemake's profile folder",
         value("--from", Path("profiles"), "folder of profiles", dest="source")),
     "profiles new": ("write a profile for a partition, from what SLURM says of it",

@@ -143,6 +143,10 @@ class CountsReader(AbstractContextManager["CountsReader"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def find_counts(self) -> str:
+        """The value of `counts` whose matrix looks like counts. Raises DataError if there is none."""
+        return self._source.find_counts()
+
     def use_gene_column(self, name: str) -> None:
         """Name genes by column `name` of var, or by its `index`, whatever other columns hold.
 

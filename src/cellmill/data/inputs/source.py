@@ -21,7 +21,7 @@ from cellmill.data.arrays import named_frame
 from cellmill.data.fractions import describe_fractions
 from cellmill.data.inputs.h5 import decode
 from cellmill.data.inputs.matrices import MAX_LENGTH, StoredMatrix
-from cellmill.errors import ConfigError, require_known
+from cellmill.errors import ConfigError, DataError, require_known
 
 COUNTS = "the dataset's `counts`"  # where a user says which matrix
 COUNTS_RULE = "counts_rule"
@@ -86,6 +86,21 @@ class CountSource:
 
     # what the values of every matrix look like, by the name of the matrix
     look: Callable[[], dict[str, str]] = dict
+
+    def find_counts(self) -> str:
+        """The value of `counts` to read: this matrix if it looks like counts, else the likeliest.
+
+        Raise DataError if no matrix holds counts.
+        """
+        looks = self.look()
+        likely = [name for name in self.others if name == "raw" or "count" in name.lower()]
+        for name in (self.counts, *likely, *self.others):
+            if looks.get(name, COUNTED) == COUNTED:
+                return name
+        recover = looks_recoverable(looks, self.obs)
+        if recover is None:
+            raise DataError(f"{self.path}: {self.counts} {looks[self.counts]}; {self.elsewhere()}")
+        return recover
 
     def elsewhere(self) -> str:
         """Where counts may be, in words, for a message that `matrix` has none."""

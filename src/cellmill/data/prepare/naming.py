@@ -42,6 +42,12 @@ class Genes:
     own_ids: list[str]  # ids of the genes in the organism of the dataset
 
 
+def find_organism(names: list[str], var: pd.DataFrame) -> Coverage:
+    """Coverage of the organism to which most names of genes belong; `var` has a row for each."""
+    coverages = [map_genes(names, var, organism).coverage for organism in ORGANISMS]
+    return max(coverages, key=lambda coverage: coverage.frac)
+
+
 def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
     """Genes of a dataset, sorted by id as in every vocabulary: later stages then need not sort the
     genes of a cell.
@@ -134,12 +140,11 @@ def _check_coverage(
         f"{path}: {coverage.n_with_id:,} of {coverage.n_genes:,} genes ({coverage.frac:.1%}) map to a "
         f"{organism} Ensembl id, preprocess.min_coverage_frac is {options.min_coverage_frac:g}"
     )
-    for other in ORGANISMS:
-        frac = map_genes(names, var, other).coverage.frac
-        if frac > coverage.frac and frac >= max(options.min_coverage_frac, FITS_WELL):
-            raise DataError(
-                f"{text}; {frac:.1%} map as {other}: set preprocess.organism to {other}"
-            )
+    other = find_organism(names, var)
+    if other.frac > coverage.frac and other.frac >= max(options.min_coverage_frac, FITS_WELL):
+        raise DataError(
+            f"{text}; {other.frac:.1%} map as {other.organism}: set preprocess.organism to {other.organism}"
+        )
     unknown = [name for name, gene in zip(mapped.names, mapped.gene_ids) if not gene]
     text += f"; unknown: {', '.join(map(repr, unknown[:3]))}"
     if coverage.by_column:

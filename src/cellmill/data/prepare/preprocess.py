@@ -201,13 +201,7 @@ def _measure(
         if is_left_out.any():
             entries = np.flatnonzero(is_left_out.take(raw.indices))
             left_out += np.bincount(raw.indices[entries], raw.data[entries], reader.n_vars)
-        n_genes[rows] = np.diff(block.indptr)
-        n_counts[rows] = row_sums(block.data, block.indptr)
-        # few entries are mitochondrial: a search is faster than a row number for every entry
-        entries = np.flatnonzero(genes.is_mito.take(block.indices))
-        cell_of_entry = np.searchsorted(block.indptr, entries, side="right") - 1
-        mito_counts = np.bincount(cell_of_entry, block.data[entries], block.shape[0])
-        mito_frac[rows] = mito_counts / np.maximum(n_counts[rows], 1)
+        n_genes[rows], n_counts[rows], mito_frac[rows] = measure_block(block, genes.is_mito)
         checks = (
             ~keep[rows],
             n_counts[rows] == 0,
@@ -224,6 +218,18 @@ def _measure(
     total = float(n_counts.sum() + left_out[genes.rows].sum())
     measures = {"n_genes": n_genes, "n_counts": n_counts, "mito_frac": mito_frac}
     return _Cells(measures, reason, detected, largest, left_out[genes.unnamed], total)
+
+
+def measure_block(
+    block: sp.csr_matrix, is_mito: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Detected genes, counts and mitochondrial fraction of each cell; `is_mito` is by column."""
+    n_counts = row_sums(block.data, block.indptr)
+    # few entries are mitochondrial: a search is faster than a row number for every entry
+    entries = np.flatnonzero(is_mito.take(block.indices))
+    cell_of_entry = np.searchsorted(block.indptr, entries, side="right") - 1
+    mito_counts = np.bincount(cell_of_entry, block.data[entries], block.shape[0])
+    return np.diff(block.indptr), n_counts, mito_counts / np.maximum(n_counts, 1)
 
 
 def _keep_rows(

@@ -1,0 +1,202 @@
+"""Projects: init writes one for files of counts, check says what of it can run."""
+
+import glob
+import os
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import chdir
+from pathlib import Path, PurePosixPath
+from urllib.parse import urlsplit
+
+import pandas as pd
+from jinja2 import StrictUndefined, Template
+
+from cellmill.commands.preflight import check_genes
+from cellmill.config.datasets import MAX_NAME, Dataset, check_name, input_path, is_url
+from cellmill.config.load import check_options, load_config
+from cellmill.config.shipped import find_shipped
+from cellmill.data.prepare.check import check_datasets, check_inputs
+from cellmill.data.prepare.survey import COLUMNS, Survey, survey_file
+from cellmill.errors import ConfigError, UserError
+from cellmill.files import fsync, write_text
+
+TEMPLATE = Path(__file__).with_name("project.yaml")
+SNAKEFILE = """\
+# The workflow of the installed cellmill; config/config.yaml says what it computes, profiles/ where.
+from cellmill.config.shipped import find_shipped
+
+
+include: find_shipped("workflow/Snakefile")
+
+
+rule default:
+    default_target: True
+    input:
+        rules.all.input,
+"""
+_ENDS = re.compile(r"(\.(h5ad|h5mu|h5|hdf5|loom|zarr|mtx|csv|tsv|txt|zip|gz))+$", re.IGNORECASE)
+
+Row = dict[str, str | None]
+"""A row of the table of datasets."""
+
+
+def init(*, folder: Path, data: list[str], skip_unreadable: bool) -> None:
+    """Write a project for the files `data` (paths, patterns or URLs) to `folder`.
+
+    Raise UserError, and write nothing, if the folder is not empty or a file cannot be used.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder}: exists and is not an empty folder; choose another FOLDER")
+    inputs = list_inputs(data)
+    faults: list[Exception] = []
+    rows: list[Row] = []
+    surveys: list[Survey] = []
+    for name, path in zip(name_datasets(inputs), inputs):
+        try:
+            survey = survey_file(input_path(path))
+            rows.append(make_row(name, path, survey))
+            surveys.append(survey)
+            print(f"{name}: {survey.describe()}", flush=True)
+        except (UserError, OSError) as error:
+            faults.append(error)
+    for fault in faults:
+        print(f"cellmill init: {fault}", file=sys.stderr, flush=True)
+    if not surveys or (faults and not skip_unreadable):
+        n_all = len(faults) + len(surveys)
+        remedy = "; --skip-unreadable leaves them out" if surveys else ""
+        raise UserError(f"{len(faults)} of {n_all} inputs cannot be used, nothing written{remedy}")
+    write_project(folder, rows, surveys)
+    where = shlex.quote(str(folder))
+    print(f"{folder}: Snakefile, config/config.yaml, config/datasets.tsv, profiles/local")
+    print(
+        f"options: {find_shipped('config/README.md')}; examples: {find_shipped('config/examples')}"
+    )
+    print(f"cd {where} && snakemake --profile profiles/local", flush=True)
+
+
+def list_inputs(data: Iterable[str]) -> list[str]:
+    """Absolute paths and URLs that `data` names, each once."""
+    inputs: dict[str, str] = {}  # by resolved path
+    for text in data:
+        matches = [] if Path(text).exists() else sorted(glob.glob(text, recursive=True))
+        for path in matches or [text]:
+            absolute = path if is_url(path) else os.path.abspath(path)
+            resolved = os.path.realpath(absolute)
+            if resolved in inputs:
+                print(f"{path}: given twice, used once", flush=True)
+            inputs.setdefault(resolved, absolute)
+    return list(inputs.values())
+
+
+def name_datasets(inputs: list[str]) -> list[str]:
+    """A name for each input: that of the file, after that of its folder if files share one."""
+    paths = [PurePosixPath(urlsplit(text).path if is_url(text) else text) for text in inputs]
+    stems = [_ENDS.sub("", path.name.replace("#", "-")) for path in paths]
+    shared = {stem for stem, n in Counter(stems).items() if n > 1}
+    names: list[str] = []
+    for path, stem in zip(paths, stems):
+        wanted = make_name(f"{path.parent.name}-{stem}" if stem in shared else stem)
+        name = wanted
+        number = 2
+        while name in names:
+            name = f"{wanted[: MAX_NAME - 5]}-{number}"
+            number += 1
+        names.append(name)
+    return names
+
+
+def make_name(text: str) -> str:
+    """A name that a corpus, run or dataset may have, like `text`."""
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-._")[: MAX_NAME - 5]
+    try:
+        return check_name(name)
+    except ValueError:  # empty, or a number, date or truth value in YAML
+        return f"data-{name}".rstrip("-")
+
+
+def make_row(name: str, path: str, survey: Survey) -> Row:
+    """Row of the table for an input. Raise ConfigError if the table cannot hold it."""
+    thresholds = survey.thresholds
+    row: Row = {
+        "dataset": name,
+        "path": path,
+        "counts": survey.counts,
+        "counts_rule": survey.counts_rule,
+        "organism": survey.coverage.organism,
+        **dict.fromkeys(COLUMNS),
+        **survey.columns,
+        "min_genes": str(thresholds.min_genes),
+        "max_mito_frac": f"{thresholds.max_mito_frac:g}",
+    }
+    check_options(Dataset, row, path)
+    return row
+
+
+def write_project(folder: Path, rows: list[Row], surveys: list[Survey]) -> None:
+    """Write all files of a project next to `folder`, check them, and rename."""
+    name = make_name(folder.resolve().name)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".cellmill-init-", dir=folder.parent) as temporary:
+        made = Path(temporary, "project")
+        write_text(made / "config/datasets.tsv", format_table(rows))
+        write_text(made / "config/config.yaml", format_config(name, rows, surveys))
+        write_text(made / "Snakefile", SNAKEFILE)
+        shutil.copytree(find_shipped("profiles/local"), made / "profiles/local")
+        with chdir(made):
+            pipeline = load_config(Path("config/config.yaml"))
+            check_datasets(pipeline)
+            check_inputs(pipeline)
+        made.rename(folder)  # replaces an empty folder
+    fsync(folder.parent)
+
+
+def format_table(rows: list[Row]) -> str:
+    """The table of datasets. Values of the first file, which config.yaml has, are left out."""
+    table = pd.DataFrame(rows)
+    table["counts_rule"] = table["counts_rule"].where(table["counts_rule"] != "refuse")
+    for column in ("organism", "min_genes", "max_mito_frac"):
+        table[column] = table[column].where(table[column] != rows[0][column])
+    labels = table["label"].dropna()
+    if labels.nunique() > 1:  # datasets share one name, by which they are compared
+        table.loc[labels.index, "label_name"] = labels.iloc[0]
+    is_shown = table.notna().any() | (table.columns == "label")
+    return table.loc[:, is_shown].to_csv(sep="\t", index=False)
+
+
+def format_config(name: str, rows: list[Row], surveys: list[Survey]) -> str:
+    """config.yaml of a project, with the reason of each value that depends on the files."""
+    n_genes = [survey.coverage.n_with_id for survey in surveys]
+    text = TEMPLATE.read_text(encoding="utf-8")
+    template = Template(
+        text, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
+    )
+    return template.render(
+        name=name,
+        datasets=list(zip(rows, surveys)),
+        fields={field for survey in surveys for field in survey.columns},
+        most_genes=max(n_genes),
+        least_genes=min(n_genes),
+    )
+
+
+def check(*, config: Path) -> None:
+    """Open every file, and print what cannot be used and what will be skipped.
+
+    Raise UserError if a file or a column that the configuration names cannot be used.
+    """
+    pipeline = load_config(config)
+    n_unusable = 0
+    for checked in check_genes(pipeline):
+        n_unusable += checked.verdict == "no"
+        print(checked, flush=True)
+    check_datasets(pipeline)
+    for line in check_inputs(pipeline):
+        print(f"?   {line}", flush=True)
+    if n_unusable:
+        raise UserError(f"{n_unusable} of the datasets cannot be used, for the reasons above")
+    print(f"{config}: every file and column is there")
