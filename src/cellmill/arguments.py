@@ -298,6 +298,9 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
                nargs="+", metavar="PATH", **NEEDED),
         option("--skip-unreadable", "write the project without files that cannot be used", **YES)),
     "check": ("open the files of a configuration, and say what will be skipped and why", CONFIGURATION),
+    "run": ("run the workflow of this folder by snakemake, and print the path of the report",
+        value("--profile", "profiles/local", "profile of the machine"),
+        option("words", "targets and options of snakemake, after --", nargs="*", metavar="WORD")),
 
     "profiles install": ("link the profiles into Snakemake's profile folder",
         value("--from", Path("profiles"), "folder of profiles", dest="source")),

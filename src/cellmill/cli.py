@@ -31,7 +31,7 @@ MODULES = {
     "stages.cells": "embed embed_external teach predict generate",
     "stages.evaluate": "evaluate knock_out predict_changes",
     "stages.report": "report sweep",
-    "commands.project": "init check",
+    "commands.project": "init check run",
     "commands.status": "status",
     "commands.watch": "watch",
     "commands.run": "attach cancel logs follow",

@@ -384,3 +384,28 @@ def test_check_says_what_is_skipped_and_what_is_broken(
     told = capsys.readouterr()
     assert "no  genes of b: " in told.out
     assert told.err == "cellmill check: 1 of the datasets cannot be used, for the reasons above\n"
+
+
+def test_tasks_without_a_batch_or_control_are_named(
+    write: Callable[..., Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(obs={"cell_type": repeat("x", "y")}).absolute()
+    assert main(["init", "p", "--data", str(path)]) == 0
+    monkeypatch.chdir("p")
+    config = Path("config/config.yaml")
+    tasks = "tasks: {leave_out: {}, integration: {}, perturbation: {}}\n"
+    text = config.read_text()
+    head, _, rest = text.partition("  tasks:")
+    config.write_text(f"{head}  {tasks}\nruns:{rest.partition('runs:')[2]}")
+    capsys.readouterr()
+    assert main(["check"]) == 0
+    assert [line[4:].partition(";")[0] for line in capsys.readouterr().out.splitlines()[1:-1]] == [
+        "cells: no donor or batch, so leave_out will be skipped",
+        "cells: no batch, so integration will be skipped",
+        "cells: no control, so perturbation will be skipped",
+    ]
+    frame = ad.read_h5ad(path)
+    frame.obs["batch"] = repeat("1", "2")  # a column with the name of the role counts
+    frame.write_h5ad(path)
+    assert main(["check"]) == 0
+    assert "batch" not in capsys.readouterr().out

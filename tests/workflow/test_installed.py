@@ -152,3 +152,27 @@ def test_a_missing_shipped_file_is_named() -> None:
     assert find_shipped("profiles/local") == REPOSITORY / "profiles/local"
     with pytest.raises(DataError, match=r"/profiles/none: no such file; install cellmill again"):
         find_shipped("profiles/none")
+
+
+@pytest.mark.full
+def test_run_makes_targets_and_ends_with_the_report(
+    tmp_path: Path,
+    cells: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "p", "--data", str(cells)]) == 0
+    monkeypatch.chdir("p")
+    assert main(["run", "results/corpora/p/vocabulary.tsv", "--", "--quiet", "rules"]) == 0
+    assert Path("results/corpora/p/vocabulary.tsv").is_file()
+    report = tmp_path / "p/results/report/index.html"
+    report.parent.mkdir(parents=True)
+    report.touch()
+    capfd.readouterr()
+    assert main(["run", "results/corpora/p/vocabulary.tsv"]) == 0
+    assert capfd.readouterr().out.splitlines()[-1] == str(report)
+    assert main(["run", "--", "nothing"]) == 2
+    last = capfd.readouterr().err.splitlines()[-1]
+    command = "snakemake --profile profiles/local nothing"
+    assert last == f"cellmill run: snakemake ended with exit code 1: {command}"

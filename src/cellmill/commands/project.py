@@ -1,15 +1,16 @@
-"""Projects: init writes one for files of counts, check says what of it can run."""
+"""Projects: init writes one from files of counts, check tells what it will do, run runs it."""
 
 import glob
 import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import chdir
+from contextlib import chdir, suppress
 from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
@@ -39,6 +40,7 @@ rule default:
     input:
         rules.all.input,
 """
+REPORT = Path("results/report/index.html")
 _ENDS = re.compile(r"(\.(h5ad|h5mu|h5|hdf5|loom|zarr|mtx|csv|tsv|txt|zip|gz))+$", re.IGNORECASE)
 
 Row = dict[str, str | None]
@@ -200,3 +202,21 @@ def check(*, config: Path) -> None:
     if n_unusable:
         raise UserError(f"{n_unusable} of the datasets cannot be used, for the reasons above")
     print(f"{config}: every file and column is there")
+
+
+def run(*, profile: str, words: list[str]) -> None:
+    """Run snakemake with a profile, and print the path of the report.
+
+    Raise UserError if it fails. Ctrl-C is left to snakemake.
+    """
+    command = [sys.executable, "-m", "snakemake", "--profile", profile, *words]
+    process = subprocess.Popen(command)
+    while process.poll() is None:
+        with suppress(KeyboardInterrupt):
+            process.wait()
+    if process.returncode:
+        raise UserError(
+            f"snakemake ended with exit code {process.returncode}: {shlex.join(command[2:])}"
+        )
+    if REPORT.exists():
+        print(REPORT.absolute(), flush=True)

@@ -1,6 +1,6 @@
 """Options of evaluation tasks. Torch-free."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
@@ -30,6 +30,20 @@ class TaskConfig(Plugin):
         """Files that the options name, by option."""
         paths = {option: getattr(self, option) for option in self.files}
         return {option: path for option, path in paths.items() if path is not None}
+
+    def missing_role(self, roles: Collection[str]) -> str | None:
+        """Column of the table without which the task is skipped, if a dataset with `roles` lacks it.
+
+        Roles are label, control, and those of obs columns.
+        """
+        if self.reads_label and "label" not in roles:
+            return "label"
+        needed = self.needed_roles()
+        return None if {*needed} & {*roles} else " or ".join(needed) or None
+
+    def needed_roles(self) -> Sequence[str]:
+        """Columns of the table, beside label, of which a dataset must have one."""
+        return ()
 
     def packages(self) -> dict[str, str]:
         """Modules beside the core that the task imports, and the extra of cellmill that each comes
@@ -95,6 +109,9 @@ class LeaveOutConfig(LabelTaskConfig):
     """
     most_folds: int = MOST_FOLDS
 
+    def needed_roles(self) -> Sequence[str]:
+        return self.roles
+
 
 class DegradedConfig(LabelTaskConfig):
     """Options of tasks that classify cells with removed counts or genes."""
@@ -156,6 +173,9 @@ class PerturbationConfig(TaskConfig):
     """Files of gene vectors by name, in the formats of model.gene_vectors, such as of STRING or of a protein language
     model: new perturbations are predicted from the vectors of their genes.
     """
+
+    def needed_roles(self) -> Sequence[str]:
+        return ("control",)
 
     def paths(self) -> dict[str, str]:
         return {f"priors.{name}": path for name, path in self.priors.items()}
@@ -261,6 +281,9 @@ class IntegrationConfig(LabelTaskConfig):
     harmony: bool = False
     """Add a row for PCA50 corrected by Harmony (extra `integrate`)."""
     min_cells: int = MIN_CELLS
+
+    def needed_roles(self) -> Sequence[str]:
+        return ("batch",)
 
     def packages(self) -> dict[str, str]:
         return {"harmonypy": "integrate"} if self.harmony else {}

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 
-from cellmill.config.corpus import DATASET
+from cellmill.config.corpus import DATASET, IS_CONTROL, ROLES
 from cellmill.config.datasets import Dataset, is_url, read_label_map
 from cellmill.config.published import HUB_MODEL, PublishedFolder
 from cellmill.config.workflow import CorpusConfig, Workflow
@@ -142,17 +142,48 @@ def check_inputs(
         if gone
         else []
     )
-    for name, run in pipeline.runs.items():
-        table = pipeline.datasets(run.corpus)
-        evaluated = pipeline.evaluated_on(name)
-        unlabelled = [dataset for dataset in evaluated if not table[dataset].labels]
-        tasks = [task for task, options in run.evaluate.tasks.items() if options.reads_label]
-        if unlabelled and tasks:
-            fill = f"fill column label of {pipeline.corpora[run.corpus].table}"
-            lines.append(
-                f"{list_first(unlabelled, _SHOWN)}: no label, so {', '.join(tasks)} will be skipped; {fill}"
-            )
+    for name in pipeline.runs:
+        lines += _skipped_tasks(pipeline, name)
     return list(dict.fromkeys(lines))
+
+
+def _skipped_tasks(pipeline: Workflow, name: str) -> Iterator[str]:
+    """Lines on tasks of a run for which datasets have no label, batch or other column."""
+    run = pipeline.runs[name]
+    table = pipeline.datasets(run.corpus)
+    corpus = pipeline.corpora[run.corpus]
+    datasets: dict[tuple[str, str], list[str]] = {}  # by column and tasks
+    for dataset in pipeline.evaluated_on(name):
+        roles = _roles_of(table[dataset], corpus.preprocess.keep_obs)
+        tasks: dict[str, list[str]] = {}
+        for task, options in run.evaluate.tasks.items():
+            missing = options.missing_role(roles)
+            if missing is not None:
+                tasks.setdefault(missing, []).append(task)
+        for column, without in tasks.items():
+            datasets.setdefault((column, ", ".join(without)), []).append(dataset)
+    for (column, skipped), lacking in datasets.items():
+        fill = f"fill column {column} of {corpus.table}"
+        yield f"{list_first(lacking, _SHOWN)}: no {column}, so {skipped} will be skipped; {fill}"
+
+
+def _roles_of(dataset: Dataset, keep_obs: list[str] | None) -> set[str]:
+    """Roles that the preprocessed cells of a dataset will have, and label and control.
+
+    obs columns with the name of a role count too. Without knowledge of them, every role does.
+    """
+    roles = {*dataset.roles}
+    if dataset.labels:
+        roles.add("label")
+    if dataset.control is not None:
+        roles.add("control")
+    with declared_names(Path(dataset.path)) as names:
+        if names is None:
+            return roles | {*ROLES, "control"}
+        columns = {*names.columns} if keep_obs is None else {*names.columns} & {*keep_obs}
+    if IS_CONTROL in columns:
+        roles.add("control")
+    return roles | (columns & {*ROLES})
 
 
 def _files_of_options(pipeline: Workflow) -> Iterator[tuple[str, str]]:
