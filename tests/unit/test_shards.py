@@ -36,7 +36,13 @@ from cellmill.config.corpus import Shard
 from cellmill.data.arrays import inverse_medians, rank_order_rows
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.shards.manifest import Manifest, verify
-from cellmill.data.shards.obs import MAX_LEVELS, encode_columns, find_levels
+from cellmill.data.shards.obs import (
+    MAX_LEVELS,
+    JointObs,
+    encode_columns,
+    find_levels,
+    join_columns,
+)
 from cellmill.data.shards.reader import open_shards
 from cellmill.data.shards.writer import write_shards
 from cellmill.data.split import hash_cells, hash_genes, split_by_content, split_by_value
@@ -505,3 +511,26 @@ def test_counts_of_moved_cells_are_refused(corpus: Manifest, tmp_path: Path) -> 
     changed.write_h5ad(tmp_path / "changed.h5ad")
     with pytest.raises(DataError, match="its cells or genes were changed, but not its packed"):
         open_cells(tmp_path / "changed.h5ad")
+
+
+@pytest.mark.parametrize("n_cells", [50, MAX_LEVELS])
+def test_text_of_a_corpus_is_that_of_its_datasets(tmp_path: Path, n_cells: int) -> None:
+    texts = {
+        "a": np.array([f"é{i % 3000}" for i in range(n_cells)], object),
+        "b": np.array([*(f"z{i}" for i in range(n_cells)), None], object),
+    }
+    frames = [pd.DataFrame({"well": values}) for values in texts.values()]
+    for frame in frames:
+        frame.index = frame.index.astype(str)
+    frames.append(pd.DataFrame({"other": ["x"]}, index=["0"]))  # has no such column
+    dtypes = [dict.fromkeys(frame.columns) for frame in frames]
+    obs = JointObs(tmp_path, ["a", "b", "c"], join_columns(dtypes))
+    for number, frame in enumerate(frames):
+        obs.write(number, frame, np.ones(len(frame), bool))
+    dataset = np.repeat([0, 1, 2], [len(frame) for frame in frames])
+    row = np.concatenate([np.arange(len(frame)) for frame in frames])
+    expected = np.concatenate([*texts.values(), [None]])
+    order = np.random.default_rng(0).permutation(len(row))
+    column = obs.column("well", dataset[order], row[order])
+    pd.testing.assert_extension_array_equal(column, pd.Categorical(expected[order]))
+    assert obs.unbounded == ({"well"} if n_cells == MAX_LEVELS else set())

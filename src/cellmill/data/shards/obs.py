@@ -159,6 +159,11 @@ class JointObs:
     def column_names(self) -> list[str]:
         return [DATASET, *(column.name for column in self.columns)]
 
+    @property
+    def unbounded(self) -> set[str]:
+        """Columns of text with more than MAX_LEVELS values."""
+        return {each.name for each in self.columns if each.dtype is None and each.values is None}
+
     def write(self, number: int, obs: pd.DataFrame, kept: np.ndarray) -> None:
         """Store dataset `number`; `kept` is a mask of the cells that shards have. Datasets come in
         order.
@@ -201,24 +206,36 @@ class JointObs:
             return pd.Categorical.from_codes(dataset, categories=self.datasets)
         i = [column.name for column in self.columns].index(name)
         column = self.columns[i]
-        missing = {"<f8": np.nan, None: None}.get(column.dtype, 0)
-        values = np.full(len(row), missing, column.dtype or object)
+        if column.dtype is None:
+            return self._text_column(i, dataset, row)
+        values = np.full(len(row), np.nan if column.dtype == "<f8" else 0, column.dtype)
         for number, cells in _by_dataset(dataset):
-            if not column.present[number]:
-                continue
-            stored = self._load(f"{number}-{i}")[row[cells]]
-            if column.dtype is None:
-                codes, inverse = np.unique(stored, return_inverse=True)
-                texts = self._load(f"{number}-{i}-values")[codes[codes >= 0]].tolist()
-                decoded = [text.decode() for text in texts]
-                if len(decoded) < len(codes):  # the first code, -1, is a missing value
-                    decoded.insert(0, None)
-                stored = np.array(decoded, object)[inverse]
-            values[cells] = stored
-        if column.dtype is not None:
-            return values
-        # categories None: a shard keeps only its own values of a column of many, such as barcodes
-        return pd.Categorical(values, categories=column.values)
+            if column.present[number]:
+                values[cells] = self._load(f"{number}-{i}")[row[cells]]
+        return values
+
+    def _text_column(self, i: int, dataset: np.ndarray, row: np.ndarray) -> pd.Categorical:
+        """Text of column `i`. Texts are not sorted or hashed again: their stored codes are sorted."""
+        column = self.columns[i]
+        parts = []
+        for number, cells in _by_dataset(dataset):
+            if column.present[number]:
+                codes, inverse = np.unique(
+                    self._load(f"{number}-{i}")[row[cells]], return_inverse=True
+                )
+                stored = self._load(f"{number}-{i}-values")[codes[codes >= 0]].tolist()
+                parts.append((cells, inverse, len(codes), [text.decode() for text in stored]))
+        levels = column.values
+        # a shard keeps only its own values of a column of many, such as barcodes
+        if levels is None:
+            levels = sorted(set[str]().union(*(texts for *_, texts in parts)))
+        position = {text: level for level, text in enumerate(levels)}
+        level_of_cell = np.full(len(row), -1, np.int32)
+        for cells, inverse, n_codes, texts in parts:
+            level_of_code = np.full(n_codes, -1, np.int32)  # the first code may be a missing value
+            level_of_code[n_codes - len(texts) :] = [position[text] for text in texts]
+            level_of_cell[cells] = level_of_code[inverse]
+        return pd.Categorical.from_codes(level_of_cell, pd.Index(levels, dtype=object))
 
     def _save(self, name: str, array: np.ndarray) -> None:
         np.save(self.folder / f"{name}.npy", array)
@@ -305,7 +322,7 @@ def write_columns(
     levels = {}
     numeric = []
     for name in obs.column_names:
-        levels_of_column = find_levels(read(name))
+        levels_of_column = None if name in obs.unbounded else find_levels(read(name))
         if levels_of_column is not None:
             levels[name] = levels_of_column
         if all(parse_numbers(values) is not None for values in read(name)):
