@@ -4,6 +4,8 @@
 # make test      every promise once: 15 minutes on 2 cores
 # make test-all  every test, with the packages of all extras
 # make bench     ratios of CPU time against benchmarks/budget.toml: 3 minutes
+# make scale     a million cells from gzipped counts to the report, and how each stage grows: 90 minutes, 20 GB of disk;
+#                FOLDER=/var/tmp is where, SCALE="--cells 10000 100000 --files 1 8" the sizes
 # make matrix    demo, every stage and tests with the oldest and the newest versions that pyproject.toml allows;
 #                make newest: demo, every stage and bridges with the newest; BRIDGES= leaves the bridges out
 # make wheelhouse PYTHON_VERSION=3.12 PLATFORM=manylinux_2_28_x86_64 WITHOUT="torch numpy" SET=gpu
@@ -33,8 +35,10 @@ SET ?= all
 TO ?= wheelhouse
 
 BRIDGES ?= --bridges
+FOLDER ?= /var/tmp
+SCALE ?=
 
-.PHONY: demo showcase check test test-all extras bench matrix newest docs wheelhouse install
+.PHONY: demo showcase check test test-all extras bench scale matrix newest docs wheelhouse install
 
 demo: install
 	$(BIN)/snakemake --profile profiles/local
@@ -78,6 +82,9 @@ check: install
 
 bench: install
 	$(BIN)/python benchmarks/budget.py
+
+scale: install
+	$(BIN)/python benchmarks/scale.py --folder "$(FOLDER)" $(SCALE)
 
 matrix: install
 	$(BIN)/python tools/matrix.py $(BRIDGES)

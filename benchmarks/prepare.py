@@ -26,9 +26,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from million import MEASURE, UNIT
 from origin import commit, machine
 from raw_counts import GENES, used, write_raw
+from scale import MEASURE, UNIT
 
 from cellmill.config.options import PreprocessOptions, ShardOptions, VocabularyOptions
 from cellmill.data.genes.tables import gene_table

@@ -16,11 +16,19 @@ BLOCK = 1_024  # cells drawn at a time
 STEPS = 1 << 20  # of the table that turns a number in [0, 1) into a gene
 TYPES = 4
 CHUNK = 1 << 16  # values
+CATEGORIES = {"batch": 8, "donor": 20, "tissue": 12, "assay": 3, "sex": 2, "cluster": 200}  # levels
 
 
-def write_raw(path: Path, cells: int, detected: int, seed: int, compressed: bool = True) -> None:
+def write_raw(
+    path: Path,
+    cells: int,
+    detected: int,
+    seed: int,
+    compressed: bool = True,
+    all_columns: bool = False,
+) -> None:
     """Write counts of `cells` cells of `TYPES` types; each cell has about `detected` genes,
-    log-normal over cells.
+    log-normal over cells. obs has the type, and with `all_columns` 19 more columns.
     """
     rng = np.random.default_rng(seed)
     # as in 10x
@@ -34,6 +42,8 @@ def write_raw(path: Path, cells: int, detected: int, seed: int, compressed: bool
             {"type": pd.Categorical.from_codes(types, list("abcd"))},
             index=[f"{seed}-{cell}" for cell in range(cells)],
         )
+        if all_columns:
+            obs = obs.assign(**draw_columns(cells, seed))
         for key, value in (("obs", obs), ("var", pd.DataFrame(index=genes)), ("uns", {})):
             write_elem(file, key, value)
         file.attrs.update({"encoding-type": "anndata", "encoding-version": "0.1.0"})
@@ -60,6 +70,22 @@ def write_raw(path: Path, cells: int, detected: int, seed: int, compressed: bool
             indices[start:] = columns
         indptr = np.concatenate(ends)  # of the dtype of indices where it fits, as scipy has them
         matrix["indptr"] = indptr.astype(np.int32 if indptr[-1] < 2**31 else np.int64)
+
+
+def draw_columns(cells: int, seed: int) -> dict[str, np.ndarray | pd.Categorical]:
+    """Columns of obs: 5 unique texts, 6 of categories, 4 of whole numbers, 4 of fractions."""
+    rng = np.random.default_rng((seed, 1))
+    columns: dict[str, np.ndarray | pd.Categorical] = {}
+    for name in ("barcode", "cell_id", "well", "file", "uuid"):
+        numbers = rng.permutation(cells).tolist()
+        columns[name] = np.array([f"{name}-{seed}-{n:016x}" for n in numbers], object)
+    for name, levels in CATEGORIES.items():
+        values = [f"{name} {level}" for level in range(levels)]
+        columns[name] = pd.Categorical.from_codes(rng.integers(0, levels, cells), values)
+    for number in range(4):
+        columns[f"integer{number}"] = rng.integers(0, 10_000, cells)
+        columns[f"fraction{number}"] = rng.random(cells)
+    return columns
 
 
 def gene_tables() -> np.ndarray:

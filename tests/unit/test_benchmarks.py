@@ -24,10 +24,10 @@ TINY = {
     "finetune.py": "{cells} --label cell_type --shots 5 --seeds 1 --epochs 1 --steps 2 --methods lora",
     "gpu.py": "--toy",
     "loader.py": "--cells 4096 --batch 16 --repeats 1",
-    "million.py": "--cells 400 --files 2 --detected 600",
     "prepare.py": "--cells 400 --detected 100 --repeats 1",
     "regression.py": "--repeats 1 --problems 1",
     "report.py": "{results} --runs 2",
+    "scale.py": "--cells 300 --files 2 --detected 600 --families profile",
     "scaling.py": "--steps 1 --cells 1",
     "step_plan.py": "--worlds 2 --cells 2 --steps 2",
     "train_step.py": "--steps 1 --threads 1 --longest 64 --device cpu",
@@ -57,6 +57,36 @@ def test_a_benchmark_prints_its_table(
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "|---" in done.stdout
+
+
+def test_growth_above_a_goal_is_bold(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(root / "benchmarks"))
+    scale = importlib.import_module("scale")
+    small = {
+        scale.INPUTS: scale.Cost(cpu_s=1, wall_s=2, peak_mb=100),
+        "shard": scale.Cost(cpu_s=1, wall_s=1, peak_mb=200),
+        "embed": scale.Cost(cpu_s=1, wall_s=1, peak_mb=200),
+    }
+    large = {
+        scale.INPUTS: scale.Cost(cpu_s=59, wall_s=58, peak_mb=100),
+        "shard": scale.Cost(cpu_s=10, wall_s=2, peak_mb=380),
+        "embed": scale.Cost(cpu_s=20, wall_s=3, peak_mb=390),
+    }
+    scale.print_growth({100_000: large, 10_000: small}, 8)
+    assert capsys.readouterr().out.strip().splitlines() == [
+        "from 10,000 to 100,000 cells, files: 8",
+        "",
+        "| stage | exponent | MB at a million cells |",
+        "|---|---:|---:|",
+        "| shard | 1.00 | **2,180** |",
+        "| embed | **1.30** | **2,290** |",
+        "",
+        "100,000 cells: 1.5 CPU-minutes, 1.1 minutes",
+        "",
+        "10,000 cells: 0.1 CPU-minutes, 0.1 minutes",
+    ]
 
 
 TRAINING = ("genes", "leave_out", "lengths", "perturbations", "quality", "structure", "transfer")
