@@ -7,7 +7,8 @@ steps: `preprocess` to `shard`, `train`, `consolidate`, `embed`, `evaluate` and 
 table has a row for each stage; its memory is that of the largest process. The second table compares
 the largest size with the smallest: the exponent is the logarithm of the ratio of CPU-seconds over
 that of the ratio of cells, and 1 is linear. Memory is extrapolated to a million cells on a straight
-line. What misses a goal (1.0, and 2 GB) is in bold.
+line, which is too high if the smallest size does not fill a shard. What misses a goal (1.0, and 2
+GB) is in bold.
 
 A million cells take 20 GB of disk. Files of a size are removed before the next size.
 
