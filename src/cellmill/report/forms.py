@@ -118,7 +118,7 @@ class RunRecordForm(ModelForm):
     environment: Object = {}
     manifest: Text = None
     init_from: Text = None
-    nodes: Count = None
+    nodes: Text = None
     nproc_per_node: Count = None
 
 
