@@ -35,7 +35,7 @@ def _answering(model: EvaluatedModel, rule: Any) -> EvaluatedModel:
     """A model that predicts what `rule` makes of the targets' vocabulary rows and answers."""
     network = copy.copy(model.network)
     network.objective = copy.copy(network.objective)
-    network.objective.predict = lambda _, states, prepared: rule(
+    network.objective.predict_from_head = lambda _, states, prepared: rule(
         prepared.genes[prepared.targets] - 2, prepared.answers
     )
     return replace(model, network=network)

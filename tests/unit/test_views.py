@@ -294,8 +294,8 @@ def test_the_plan_counts_both_views() -> None:
     plain = measure_size(_spec("encoder", **options, view_loss=None)).flops
     paired = measure_size(_spec("encoder", **options, view_loss="vicreg")).flops
     # half of a cell in one forward and one backward pass, or all of it in two and one
-    assert paired.block / plain.block == pytest.approx(2 * 4 / 3, rel=0.1)
-    assert paired.finish == pytest.approx(plain.finish, rel=0.02)
+    assert paired.block_per_token / plain.block_per_token == pytest.approx(2 * 4 / 3, rel=0.1)
+    assert paired.finish_per_token == pytest.approx(plain.finish_per_token, rel=0.02)
 
 
 WORD = (1 << 64) - 1
