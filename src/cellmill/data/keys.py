@@ -18,10 +18,10 @@ REPEATS = 4
 SECOND_HASH = np.uint64(0x243F6A8885A308D3)  # key of the second of two hashes: digits of pi
 SPLITMIX_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 # shifts and factors of splitmix64
-_ROUNDS = (
-    (30, 0xBF58476D1CE4E5B9),
-    (27, 0x94D049BB133111EB),
-    (31, 1),
+SPLITMIX_ROUNDS = (
+    (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
+    (np.uint64(27), np.uint64(0x94D049BB133111EB)),
+    (np.uint64(31), np.uint64(1)),
 )
 
 
@@ -40,11 +40,11 @@ def splitmix64(values: np.ndarray, in_place: bool = False) -> np.ndarray:
     mixed = values if in_place else values.copy()
     shifted = np.empty_like(mixed)
     mixed += SPLITMIX_GAMMA
-    for bits, factor in _ROUNDS:
-        np.right_shift(mixed, np.uint64(bits), out=shifted)
+    for bits, factor in SPLITMIX_ROUNDS:
+        np.right_shift(mixed, bits, out=shifted)
         mixed ^= shifted
         if factor > 1:
-            mixed *= np.uint64(factor)
+            mixed *= factor
     return mixed
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cellmill.data.keys import SECOND_HASH, SPLITMIX_GAMMA
+from cellmill.data.keys import SECOND_HASH, SPLITMIX_GAMMA, SPLITMIX_ROUNDS
 from cellmill.data.packing.compiled import compiled
 from cellmill.data.packing.loops import pack_parts as pack_parts
 from cellmill.data.packing.loops import unpack_parts as unpack_parts
@@ -153,9 +153,9 @@ def add_at(numbers: Any, places: Any, added: Any) -> None:
 def _mix(value: Any) -> Any:
     """As `keys.splitmix64`."""
     value += SPLITMIX_GAMMA
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))
+    for bits, factor in SPLITMIX_ROUNDS:
+        value = (value ^ (value >> bits)) * factor
+    return value
 
 
 @compiled(
