@@ -7,7 +7,7 @@ varies from one evaluation to the next. Folder `finished` has the results of fin
 (`evaluate/finished.py`), so that only what changed is computed again.
 
 knock_out and predict_changes write what `evaluate/inference/knock_out.py` and
-`evaluate/tasks/perturbation/task.py` describe.
+`evaluate/tasks/perturbation/changes_file.py` describe.
 """
 
 import os
@@ -51,7 +51,8 @@ from cellmill.evaluate.inference.umap import project, write_umap
 from cellmill.evaluate.run import check_packages, run_tasks, summarize
 from cellmill.evaluate.scores import draw_cells
 from cellmill.evaluate.task import Context, Task
-from cellmill.evaluate.tasks.perturbation.task import ABOUT_CHANGES, HELD_OUT, write_changes
+from cellmill.evaluate.tasks.perturbation.changes_file import ABOUT_CHANGES, write_changes
+from cellmill.evaluate.tasks.perturbation.held_out import HELD_OUT
 from cellmill.files import check_writable, refuse_overwriting, sha256_file
 from cellmill.launch.signals import belong_to_parent, blocked, children, signal_all
 from cellmill.runs import results

@@ -153,6 +153,7 @@ class PerturbationConfig(TaskConfig):
     """Expression changes under held-out perturbations, donors or batches; skipped without controls."""
 
     implementation = "cellmill.evaluate.tasks.perturbation.task:Perturbation"
+    files = ("split_file",)
     name: Literal["perturbation"] = "perturbation"
     held_out: Annotated[
         list[Literal["perturbation", "label", "condition", "donor", "batch"]], EachOnce
@@ -173,12 +174,22 @@ class PerturbationConfig(TaskConfig):
     """Files of gene vectors by name, in the formats of model.gene_vectors, such as of STRING or of a protein language
     model: new perturbations are predicted from the vectors of their genes.
     """
+    split_file: str | None = None
+    """File of perturbations to train and to test on, instead of held_out: TOML of cell-load, JSON lists by split as of
+    GEARS, or a table with columns perturbation, split and perhaps context. Each group of tested perturbations, such as
+    few-shot or 1 of 2 seen, has scores of its own.
+    """
+    split_context: Literal["label", "condition", "donor", "batch"] = "label"
+    """Role whose values are the contexts of split_file; label stands for cell types and cell lines."""
+    combination_delimiter: str = Field("+", min_length=1)
+    """Text between the parts of a combination in the dataset's perturbations; preprocess writes genes with +."""
 
     def needed_roles(self) -> Sequence[str]:
         return ("control",)
 
     def paths(self) -> dict[str, str]:
-        return {f"priors.{name}": path for name, path in self.priors.items()}
+        priors = {f"priors.{name}": path for name, path in self.priors.items()}
+        return super().paths() | priors
 
 
 class ImputationConfig(TaskConfig):

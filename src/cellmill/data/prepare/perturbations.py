@@ -122,7 +122,7 @@ def _find_reordered(texts: Iterable[str], controls: Sequence[str]) -> list[list[
     for text in texts:
         delimiter = next((delimiter for delimiter in DELIMITERS if delimiter in text), None)
         if delimiter is not None:
-            parts = sorted(_split(text, delimiter, controls))
+            parts = sorted(split_at(text, delimiter, controls))
             groups.setdefault(tuple(parts), []).append(text)
     return [group for group in groups.values() if len(group) > 1]
 
@@ -132,7 +132,7 @@ def _divide(
 ) -> list[str] | None:
     """Genes of a combination, sorted, without controls; None if no delimiter makes one of `text`."""
     for delimiter in delimiters:
-        parts = _split(text, delimiter, controls)
+        parts = split_at(text, delimiter, controls)
         if len(parts) < 2:
             continue
         targets = set(parts) - {*controls}
@@ -146,7 +146,7 @@ def _divide(
     return None
 
 
-def _split(text: str, delimiter: str, controls: Sequence[str]) -> list[str]:
+def split_at(text: str, delimiter: str, controls: Sequence[str]) -> list[str]:
     """Parts between delimiters. A word for a control is one part even if the delimiter is in it
     (`non_targeting`).
     """

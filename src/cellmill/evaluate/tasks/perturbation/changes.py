@@ -50,6 +50,8 @@ MEAN = ScoredMethod("mean")
 SAME_MEAN = ScoredMethod("same perturbation", "mean")
 SAME_LINEAR = ScoredMethod("same perturbation", "linear")
 SAME_NEAREST = ScoredMethod("same perturbation", "nearest")
+CONTEXT_MEAN = ScoredMethod("mean of the context")
+ADDITIVE = ScoredMethod("additive")
 
 
 @dataclass(frozen=True)
@@ -261,14 +263,45 @@ def predict_new_contexts(
     # (U, perturbations of training units)
     names = np.unique(perturbation[train])
     one_hot = (perturbation[:, None] == names).astype(float)
-    ridge = RidgeCV(ALPHAS).fit(one_hot[train], changes[train])
+    linear = mean
+    if len(train) > 1:
+        ridge = RidgeCV(ALPHAS).fit(one_hot[train], changes[train])
+        linear = ridge.predict(one_hot[test])
     return {
         NO_CHANGE: no_change,
         MEAN: mean,
         SAME_MEAN: same_mean,
-        SAME_LINEAR: ridge.predict(one_hot[test]),
+        SAME_LINEAR: linear,
         SAME_NEAREST: nearest,
     }
+
+
+def add_parts(
+    changes: np.ndarray,
+    train: np.ndarray,
+    test: np.ndarray,
+    perturbation: np.ndarray,
+    place: np.ndarray,
+    parts: Sequence[Sequence[str]],
+) -> np.ndarray:
+    """(test units, G): sum of the changes under each part of a combination alone, by training units
+    of the same context, or of all contexts if it has none. A part without any adds nothing; a unit
+    without such parts is NaN.
+
+    `perturbation` and `place`, `(U,)`, name each unit's perturbation and context, `parts` its
+    parts.
+    """
+    sums = np.full((len(test), changes.shape[1]), np.nan)
+    for row, unit in enumerate(test):
+        changes_of_parts = []
+        for part in parts[unit]:
+            alone = train[perturbation[train] == part]
+            in_context = alone[place[alone] == place[unit]]
+            if len(alone):
+                changes_of_parts.append(changes[in_context if len(in_context) else alone].mean(0))
+        if changes_of_parts:
+            sums[row] = np.sum(changes_of_parts, axis=0)
+    return sums
 
 
 def predict_responses(

@@ -1,7 +1,7 @@
 """Units of perturbed cells that are held out whole, and the predictions of their changes.
 
 A unit is a perturbation with its dose, and with its context (such as a donor) if contexts are held
-out. Of a tested unit only the gene, the context and the strata of its cells are read, never its
+out or a file divides them. Of a tested unit only the gene, the context and the strata of its cells are read, never its
 expression.
 
 Legend: U units, G genes, V genes of the vocabulary, F features of a unit.
@@ -35,17 +35,22 @@ from cellmill.evaluate.tasks.genes import (
     scaled_loadings,
 )
 from cellmill.evaluate.tasks.perturbation.changes import (
+    ADDITIVE,
+    CONTEXT_MEAN,
     START,
     ChangesByMethod,
     Profiles,
+    add_parts,
     predict_new_contexts,
     predict_new_perturbations,
     predict_responses,
     read_profiles,
 )
+from cellmill.evaluate.tasks.perturbation.split_file import TEST, TRAIN, SplitFile
 from cellmill.models.gene_vectors import read_vectors
 from cellmill.runs.results import ScoredMethod
 
+HELD_OUT = "perturbation"  # role of a split file and of stage predict_changes
 STRATA = ("batch", "donor")  # roles that divide cells into strata
 # a group counts as unseen if this share of its cells is scored; the rest equal training cells or
 # have no known gene
@@ -70,12 +75,15 @@ class HeldOut:
     # (cells,) int64: unit of a cell; -1 for controls, and for units with too few cells
     unit_of_cell: np.ndarray
     perturbation: np.ndarray  # (U,) text
-    # (U,) text: perturbation or context; a group is all units with one key, and is held out whole
+    dose: np.ndarray  # (U,) text, empty without the role
+    place: np.ndarray  # (U,) text: the context, empty if units have none
+    # (U,) text: perturbation, context or both; a group is all units with one key, held out whole
     fold_key: np.ndarray
     unseen: np.ndarray  # (U,) bool: the model saw no cell of the group
     # (U,) bool: the model was fitted, not only validated, on cells of the group
     trained: np.ndarray
     left_out: list[str]  # perturbations of units with too few cells
+    split: SplitFile | None = None
 
     @classmethod
     def read(
@@ -83,17 +91,21 @@ class HeldOut:
         context: Context,
         config: PerturbationConfig,
         role: str,
+        split: SplitFile | None = None,
     ) -> Self:
         """Units with at least `min_cells` cells. For units that may be tested, only scored cells
         count.
 
         Raises Skipped if no stratum has enough controls.
         """
-        roles = STRATA if role == "perturbation" else (*STRATA, role)
+        place_role = None if role == "perturbation" else role
+        if split is not None:
+            place_role = split.context_role
+        roles = (*STRATA, place_role) if place_role else STRATA
         profiles = read_profiles(context, dict.fromkeys(roles))
         if profiles.stratum.max() < 0:
             raise Skipped("no stratum has enough controls")
-        cells = _tabulate_cells(context, profiles, role)
+        cells = _tabulate_cells(context, profiles, place_role, by_both=split is not None)
         usable = cells[cells["is_usable"]]
         groups = usable.groupby("fold_key")
         is_unseen = groups["is_scored"].sum() >= UNSEEN_FRAC * groups.size()
@@ -109,11 +121,38 @@ class HeldOut:
             profiles,
             unit_of_cell=np.where(cells["is_usable"], unit_of_cell, -1),
             perturbation=kept["perturbation"].to_numpy(str),
+            dose=kept["dose"].to_numpy(str),
+            place=kept["place"].to_numpy(str),
             fold_key=kept["fold_key"].to_numpy(str),
             unseen=is_unseen[kept["fold_key"]].to_numpy(bool),
             trained=is_trained[kept["fold_key"]].to_numpy(bool),
             left_out=sorted(units["perturbation"][~has_enough].unique()),
+            split=split,
         )
+
+    def tests(self) -> dict[str, list[Split]]:
+        """Folds by what they test, in the words of a heading: one entry, but for a split file,
+        which has one for each group of units. Empty if nothing can be tested.
+        """
+        if self.split is None:
+            folds = [*self.folds()]
+            return {f"new {self.role}": folds} if folds else {}
+        train = np.flatnonzero(self.splits == TRAIN)
+        test = np.flatnonzero((self.splits == TEST) & self.unseen)
+        groups = self.split.group(test, train, self.perturbation, self.place)
+        return {name: [Split(0, train, units)] for name, units in groups.items()}
+
+    @cached_property
+    def splits(self) -> np.ndarray:
+        """(U,) text: split of each unit in the file; empty for a unit that it does not name."""
+        assert self.split is not None
+        return self.split.assign(self.perturbation, self.place)
+
+    @cached_property
+    def unit_names(self) -> list[str]:
+        """Perturbation, dose and context of each unit, as far as it has them."""
+        texts = zip(self.perturbation.tolist(), self.dose.tolist(), self.place.tolist())
+        return [" | ".join(filter(None, unit_texts)) for unit_texts in texts]
 
     def folds(self) -> Iterator[Split]:
         """Units to fit on and to test. Empty if the model saw cells of all groups, or if there are
@@ -226,43 +265,84 @@ class HeldOut:
             rows.append([row_of_name[part] for part in unit_parts if part in row_of_name])
         return _average_rows(rows, vectors)
 
-    def predictions(self, folds: list[Split]) -> Iterator[ChangesByMethod]:
-        """Predicted changes of the test units of each fold."""
+    @cached_property
+    def responses(self) -> np.ndarray | None:
+        """(U, G) float64: change of each unit by the model's response head, if it has one."""
         n_units = len(self.fold_key)
-        controls = self.profiles.unit_controls(self.unit_of_cell, n_units, self.start_means)
         shares = np.nan_to_num(self.profiles.stratum_shares(self.scored_unit_of_cell, n_units))
-        responses = predict_responses(
+        return predict_responses(
             self.context, self.profiles, shares, self.perturbation.tolist(), self.genes
         )
+
+    def predictions(self, folds: list[Split]) -> Iterator[ChangesByMethod]:
+        """Predicted changes of the test units of each fold."""
         for fold in folds:
+            predicted: ChangesByMethod = {}
             if self.role == "perturbation":
-                predicted = predict_new_perturbations(
+                predicted |= predict_new_perturbations(
                     self.fitted_changes, fold.train, fold.test, self.features, self.config.neighbors
                 )
-            else:
-                predicted = predict_new_contexts(
+            if self.split is not None:
+                predicted |= self._predict_from_parts(fold)
+            if self.role != "perturbation" or self._is_trained_elsewhere(fold):
+                n_units = len(self.fold_key)
+                controls = self.profiles.unit_controls(self.unit_of_cell, n_units, self.start_means)
+                predicted |= predict_new_contexts(
                     self.fitted_changes, fold.train, fold.test, self.perturbation, controls
                 )
-            if responses is not None:
-                predicted[RESPONSE] = responses[fold.test]
+            if self.responses is not None:
+                predicted[RESPONSE] = self.responses[fold.test]
             yield predicted
 
+    def _is_trained_elsewhere(self, fold: Split) -> bool:
+        """True if a training unit has the perturbation of a test unit."""
+        return bool(np.isin(self.perturbation[fold.test], self.perturbation[fold.train]).any())
 
-def _tabulate_cells(context: Context, profiles: Profiles, role: str) -> pd.DataFrame:
+    def _predict_from_parts(self, fold: Split) -> ChangesByMethod:
+        """Means of the units' contexts, and sums over the parts of combinations, each only if all
+        test units have it.
+        """
+        assert self.split is not None
+        parts = [self.split.names.divide(name) for name in self.perturbation.tolist()]
+        predicted: ChangesByMethod = {}
+        if any(self.place):
+            is_same = self.place[fold.test][:, None] == self.place[fold.train]
+            n_same = is_same.sum(1, keepdims=True)
+            if n_same.all():
+                predicted[CONTEXT_MEAN] = is_same @ self.fitted_changes[fold.train] / n_same
+        if max(len(parts[unit]) for unit in fold.test) > 1:
+            sums = add_parts(
+                self.fitted_changes, fold.train, fold.test, self.perturbation, self.place, parts
+            )
+            if np.isfinite(sums).all():
+                predicted[ADDITIVE] = sums
+        return predicted
+
+
+def _tabulate_cells(
+    context: Context, profiles: Profiles, place_role: str | None, by_both: bool
+) -> pd.DataFrame:
     """A row for each cell: its unit and the values that name it, and whether the cell is usable,
     scored, and in the model's training.
 
-    A cell is usable if it is perturbed, has a stratum, and has a value of `role`.
+    A cell is usable if it is perturbed, has a stratum, and has a value of `place_role`, the role of
+    contexts. Units are held out by their context if they have one, else by their perturbation, or
+    with `by_both` by the two together.
     """
     is_usable = (profiles.perturbation != "") & (profiles.stratum >= 0)
+    place = np.full(len(is_usable), "")
     fold_key = profiles.perturbation
-    if role != "perturbation":
-        fold_key = text_values(context.roles[role]).astype(str)
-        is_usable &= context.roles[role].notna().to_numpy()
+    if place_role is not None:
+        place = text_values(context.roles[place_role]).astype(str)
+        is_usable &= context.roles[place_role].notna().to_numpy()
+        fold_key = place
+    if by_both:
+        fold_key = pd.Series(profiles.perturbation).str.cat(place, sep=" | ").to_numpy(str)
     cells = pd.DataFrame(
         {
             "perturbation": profiles.perturbation,
             "dose": profiles.dose,
+            "place": place,
             "fold_key": fold_key,
             "is_usable": is_usable,
             "is_scored": context.scored,
@@ -270,12 +350,12 @@ def _tabulate_cells(context: Context, profiles: Profiles, role: str) -> pd.DataF
         }
     )
     # one sortable name for each unit
-    cells["unit"] = cells["perturbation"] + " | " + cells["dose"] + " | " + cells["fold_key"]
+    cells["unit"] = cells["perturbation"] + " | " + cells["dose"] + " | " + cells["place"]
     return cells
 
 
 def _count_cells_of_units(usable: pd.DataFrame, is_unseen: pd.Series) -> pd.DataFrame:
-    """Perturbation, fold key and `n_cells` of each unit, by its name.
+    """Perturbation, dose, context, fold key and `n_cells` of each unit, by its name.
 
     Cells of a unit that may be tested, whose group `is_unseen`, count if they are scored, others
     always.
@@ -284,6 +364,8 @@ def _count_cells_of_units(usable: pd.DataFrame, is_unseen: pd.Series) -> pd.Data
     units = usable.assign(is_counted=is_counted).groupby("unit")
     return units.agg(
         perturbation=("perturbation", "first"),
+        dose=("dose", "first"),
+        place=("place", "first"),
         fold_key=("fold_key", "first"),
         n_cells=("is_counted", "sum"),
     )

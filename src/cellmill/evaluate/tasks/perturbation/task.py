@@ -6,37 +6,16 @@ model saw cells of some perturbations, those it never saw are tested, once; else
 folds. A unit's own perturbed genes are left out of its scores. Intervals are over perturbations and
 repetitions.
 
-Stage `predict_changes` writes predictions and measured cells to one .h5ad file, for metrics of
-other packages:
-
-X       log(1 + counts per 10,000) over the model's genes that the dataset has, CSR float32
-obs     `group`: `start control` (the half of the controls that predictions start from), `measured control` (the other
-        half) or `measured` (a scored cell of a held-out perturbation); `perturbation`: the control's name, or one of
-        those below; `stratum`: number of the batch of a donor that has controls of its own
-var     Ensembl ids, and `symbol`
-uns["cellmill_changes"]
-        perturbations, followed by ` | ` and the dose if there is one; methods and kinds (model or baseline);
-        changes, float32 (methods, perturbations, genes); control; seed; model_digest; n_folds
-
-A predicted profile is the mean of the start controls, weighted by the strata of the measured cells,
-plus the change.
-
 Legend: U units (a perturbation and its dose), G genes.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from pathlib import Path
+from itertools import chain
 from typing import Any, NamedTuple
 
-import anndata as ad
 import numpy as np
-import pandas as pd
 
-from cellmill.config.corpus import IS_CONTROL
 from cellmill.config.parts.tasks import PerturbationConfig
-from cellmill.data.inputs.h5 import create_h5, write_anndata
-from cellmill.errors import DataError
 from cellmill.evaluate.methods import Arrays
 from cellmill.evaluate.scores import ScoreColumn, divide, seeded, table_rows, tabulate
 from cellmill.evaluate.splits import Split
@@ -48,17 +27,18 @@ from cellmill.evaluate.tasks.perturbation.changes import (
     MEASURED,
     NO_CHANGE,
     START,
-    ChangesByMethod,
     check_changes,
     controlled_role,
 )
-from cellmill.evaluate.tasks.perturbation.held_out import CO_EXPRESSION, HeldOut, prior_method
+from cellmill.evaluate.tasks.perturbation.held_out import (
+    CO_EXPRESSION,
+    HELD_OUT,
+    HeldOut,
+    prior_method,
+)
+from cellmill.evaluate.tasks.perturbation.split_file import SPLITS, TEST, TRAIN, SplitFile
 from cellmill.runs.results import Difference, ScoredMethod, TaskResult
 
-HELD_OUT = "perturbation"  # role that stage predict_changes holds out
-ABOUT_CHANGES = "cellmill_changes"  # key in uns
-# obs column `group`; a control's kind is at the number of its half, START or MEASURED
-CELL_KINDS = ["start control", "measured control", "measured"]
 METRICS: Mapping[str, str] = {  # names in words by heading; lower is better for MAE only
     "Pearson": "Pearson of the change",
     "discrimination": "discrimination",
@@ -112,16 +92,19 @@ def change_scores(
     return scores
 
 
-def make_column(metric: str, role: str, scores: Arrays) -> ScoreColumn | None:
-    """Column of the methods that have the metric; None if none has it, or the ceiling lacks it."""
+def make_column(metric: str, tested: str, scores: Arrays) -> ScoreColumn | None:
+    """Column of the methods that have the metric; None if none has it, or the ceiling lacks it.
+
+    `tested` are the tested units in words, such as `new perturbation`.
+    """
     defined = {method: values for method, values in scores.items() if np.isfinite(values).any()}
     ceiling = defined.get(CEILING)
     methods = {method: values for method, values in defined.items() if method.kind != "ceiling"}
     if not methods or ceiling is None:
         return None
     return ScoreColumn(
-        f"{metric}, new {role}",
-        f"{METRICS[metric]}, new {role}",
+        f"{metric}, {tested}",
+        f"{METRICS[metric]}, {tested}",
         methods,
         trivial={method: methods[method] for method in (NO_CHANGE, MEAN) if method in methods},
         ceiling=(CEILING, ceiling),
@@ -148,23 +131,31 @@ class Perturbation(Task):
         columns: list[ScoreColumn] = []
         ceilings: list[ScoreColumn] = []
         numbers: dict[str, Any] = {}
+        notes: list[str] = []
         for held in self._hold_out_roles(context):
-            folds = list(held.folds())
-            numbers |= self._describe_units(held, folds)
-            if not folds:
-                continue
-            for metric, scores in self._score(held, folds).items():
-                column = make_column(metric, held.role, scores)
-                if column is not None:
-                    columns.append(column)
-                    ceilings.append(make_ceiling_column(column, scores))
+            tests = held.tests()
+            numbers |= self._describe_units(held, [*chain.from_iterable(tests.values())])
+            if held.split is not None:
+                numbers |= describe_split(held, tests)
+                notes += check_split(held, held.split, tests)
+            for tested, folds in tests.items():
+                for metric, scores in self._score(held, folds).items():
+                    column = make_column(metric, tested, scores)
+                    if column is not None:
+                        columns.append(column)
+                        ceilings.append(make_ceiling_column(column, scores))
         if not columns:
             reasons = [str(value) for key, value in numbers.items() if key.endswith("no_folds")]
             raise Skipped("; ".join(reasons) or "no stratum has enough controls", numbers)
-        return self._tabulate(columns, ceilings, numbers)
+        return self._tabulate(columns, ceilings, numbers, notes)
 
     def _hold_out_roles(self, context: Context) -> Iterator[HeldOut]:
-        """Units of each usable role of `held_out`: skips those without strata of enough controls."""
+        """Units of the split file, or of each usable role of `held_out`: skips those without strata
+        of enough controls.
+        """
+        if self.config.split_file is not None:
+            yield HeldOut.read(context, self.config, HELD_OUT, SplitFile.read(self.config, context))
+            return
         for role in self.config.held_out:
             is_context = role in context.roles and role != controlled_role(context)
             if role == "perturbation" or is_context:
@@ -175,7 +166,11 @@ class Perturbation(Task):
                 yield held
 
     def _tabulate(
-        self, columns: list[ScoreColumn], ceilings: list[ScoreColumn], numbers: dict[str, Any]
+        self,
+        columns: list[ScoreColumn],
+        ceilings: list[ScoreColumn],
+        numbers: dict[str, Any],
+        notes: list[str],
     ) -> TaskResult:
         """The table, with rows of the ceilings, and the differences of the model and of methods
         with informed sources.
@@ -184,14 +179,14 @@ class Perturbation(Task):
         differences = []
         for column in judged:
             differences += column.differences()
-        informed_differences, notes = self._compare_informed(columns)
+        informed_differences, comparisons = self._compare_informed(columns)
         return tabulate(
             columns,
             numbers,
             judged,
             rows=table_rows(columns) + table_rows(ceilings),
             differences=differences + informed_differences,
-            notes=notes,
+            notes=notes + comparisons,
         )
 
     def _compare_informed(self, columns: list[ScoreColumn]) -> tuple[list[Difference], list[str]]:
@@ -229,7 +224,8 @@ class Perturbation(Task):
         if not folds:
             seen = "the model saw cells of each of them; divide its corpus by it (shard.split_by), or use cells: all"
             few = f"{len(groups)} values have {self.config.min_cells} cells (min_cells); two are needed"
-            reason = seen if not held.unseen.any() and len(held.fold_key) else few
+            is_seen = held.split is not None or not held.unseen.any()
+            reason = seen if is_seen and len(held.fold_key) else few
             numbers[f"{role}_no_folds"] = f"held out {role}: {reason}"
         if role == "perturbation":
             for source in self._list_informed():
@@ -295,6 +291,50 @@ class Perturbation(Task):
         return compared
 
 
+def describe_split(held: HeldOut, tests: Mapping[str, list[Split]]) -> dict[str, Any]:
+    """Single values on the units of a split file."""
+    n_by_split = {}
+    for split in SPLITS:
+        n_by_split[f"split_{split}"] = int((held.splits == split).sum())
+    unnamed = held.perturbation[held.splits == ""]
+    numbers: dict[str, Any] = {
+        **n_by_split,
+        "split_unnamed": ", ".join(np.unique(unnamed)) or "none",
+    }
+    for tested, [fold] in tests.items():
+        numbers[f"tested {tested}"] = len(fold.test)
+    return numbers
+
+
+def check_split(held: HeldOut, split: SplitFile, tests: Mapping[str, list[Split]]) -> list[str]:
+    """Sentences on what the file says and the dataset or the model contradicts."""
+    notes = []
+    is_test = held.splits == TEST
+    names = np.array(held.unit_names)
+    seen = names[is_test & ~held.unseen]
+    if len(seen):
+        notes.append(
+            f"{len(seen):,} of {is_test.sum():,} tested units of {split.path} are left out: the model saw cells of "
+            f"them, the first {seen[0]}; hold them out of its corpus (shard.split_by)."
+        )
+    for tested, [fold] in tests.items():
+        for stated in sorted({*split.groups.values()} - {tested}):
+            others = [
+                unit for unit in fold.test if split.groups.get(held.perturbation[unit]) == stated
+            ]
+            if others:
+                notes.append(
+                    f"{len(others):,} perturbations that {split.path} counts as {stated}, the first "
+                    f"{names[others[0]]}, are scored as {tested}, by the perturbations in {TRAIN}."
+                )
+    if split.undivided:
+        notes.append(
+            f"{len(split.undivided):,} perturbations, the first {split.undivided[0]}, have the names of two others but "
+            "count as one; if they are combinations, set combination_delimiter."
+        )
+    return notes
+
+
 def average_perturbations(by_unit: np.ndarray, perturbation: np.ndarray) -> np.ndarray:
     """(repetitions, perturbations): means of `by_unit`, (repetitions, U), over the units of each
     perturbation; `perturbation`, (U,), names that of a unit.
@@ -303,100 +343,3 @@ def average_perturbations(by_unit: np.ndarray, perturbation: np.ndarray) -> np.n
     is_member = np.eye(len(names))[number]  # (U, perturbations)
     sums = np.nan_to_num(by_unit) @ is_member
     return divide(sums, np.isfinite(by_unit) @ is_member)
-
-
-def write_changes(
-    path: Path, context: Context, config: PerturbationConfig, model_digest: str
-) -> ad.AnnData:
-    """Write the file of stage predict_changes and return its content. Raises DataError if nothing
-    can be held out.
-    """
-    held, folds = _hold_out(context, config)
-    tested = np.sort(np.concatenate([fold.test for fold in folds]))
-    changes = _collect_changes(held, folds, tested)
-    # doses are empty if the dataset has none
-    doses = dict(zip(held.unit_of_cell.tolist(), held.profiles.dose.tolist()))
-    names = []
-    for unit in tested.tolist():
-        name = str(held.perturbation[unit])
-        names.append(f"{name} | {doses[unit]}" if doses[unit] else name)
-    is_control = context.roles[IS_CONTROL].fillna(False).to_numpy(bool)
-    control = str(context.roles[controlled_role(context)][is_control].iloc[0])
-    obs = _describe_cells(held, tested, [*names, control])
-    cells = np.flatnonzero(obs["group"].notna())
-    about = {
-        "perturbations": np.array(names, object),
-        "methods": np.array([method.name for method in changes], object),
-        "kinds": np.array([method.kind for method in changes], object),
-        "changes": np.stack([*changes.values()]).astype(np.float32),
-        "control": control,
-        "seed": context.options.seed,
-        "model_digest": model_digest,
-        "n_folds": len(folds),
-    }
-    vocabulary = context.model.vocabulary
-    genes = held.profiles.genes
-    symbols = [vocabulary.symbols[row] for row in genes]
-    var = pd.DataFrame({"symbol": symbols}, index=[vocabulary.gene_ids[row] for row in genes])
-    expression = held.profiles.expression[cells]
-    adata = ad.AnnData(expression, obs.iloc[cells], var, uns={ABOUT_CHANGES: about})
-    with create_h5(path) as file:
-        write_anndata(file, adata)
-    return adata
-
-
-def _hold_out(context: Context, config: PerturbationConfig) -> tuple[HeldOut, list[Split]]:
-    """Units, and the folds of the first repetition. Raises DataError if there are none."""
-    try:
-        check_changes(context)
-        held = HeldOut.read(context, config, HELD_OUT)
-    except Skipped as reason:
-        raise DataError(
-            f"{context.dataset}: {reason}; expected perturbations, and controls in each batch or donor (columns of the "
-            "table of datasets)"
-        ) from None
-    folds = [fold for fold in held.folds() if fold.repetition == 0]
-    if not folds:
-        raise DataError(
-            f"{context.dataset}: expected two perturbations of {config.min_cells} cells, and one that the model saw no "
-            f"cell of, got {len(held.fold_key)} and {int(held.unseen.sum())}; set shard.split_by: perturbation, or "
-            "evaluate.cells: all"
-        )
-    return held, folds
-
-
-def _collect_changes(held: HeldOut, folds: list[Split], tested: np.ndarray) -> ChangesByMethod:
-    """(tested units, G) by method: predicted changes of all folds, NaN without a prediction."""
-    changes: ChangesByMethod = {}
-    for fold, by_method in zip(folds, held.predictions(folds)):
-        rows = np.searchsorted(tested, fold.test)
-        for method, values in by_method.items():
-            if method.network == "trained":
-                method = replace(method, supervised=held.context.supervised or "")
-            if method not in changes:
-                changes[method] = np.full((len(tested), values.shape[1]), np.nan)
-            changes[method][rows] = values
-    return changes
-
-
-def _describe_cells(held: HeldOut, tested: np.ndarray, names: list[str]) -> pd.DataFrame:
-    """obs of all cells; those without a `group` are not written. `names` are those of the tested
-    units, then the control's.
-    """
-    profiles = held.profiles
-    # (cells,): number of the tested unit; -1 for other cells, whose unit -1 indexes the last entry
-    position = np.full(len(held.fold_key) + 1, -1, np.int64)
-    position[tested] = np.arange(len(tested))
-    tested_unit_of_cell = position[held.scored_unit_of_cell]
-    # (cells,): index in CELL_KINDS; -1 for cells that are not written
-    kind = np.where(profiles.stratum >= 0, profiles.half, -1)
-    kind = np.where(tested_unit_of_cell >= 0, CELL_KINDS.index("measured"), kind)
-    return pd.DataFrame(
-        {
-            "group": pd.Categorical.from_codes(kind, CELL_KINDS),
-            # controls have unit -1, the last name
-            "perturbation": pd.Categorical(np.array(names, object)[tested_unit_of_cell]),
-            "stratum": profiles.stratum,
-        },
-        index=held.context.reader.obs.index,
-    )

@@ -1,0 +1,139 @@
+"""File of stage `predict_changes`: predictions of task `perturbation` and measured cells, one .h5ad for
+metrics of other packages.
+
+X       log(1 + counts per 10,000) over the model's genes that the dataset has, CSR float32
+obs     `group`: `start control` (the half of the controls that predictions start from), `measured control` (the other
+        half) or `measured` (a scored cell of a held-out perturbation); `perturbation`: the control's name, or one of
+        those below; `stratum`: number of the batch of a donor that has controls of its own
+var     Ensembl ids, and `symbol`
+uns["cellmill_changes"]
+        perturbations, followed by ` | ` and the dose or the context if there is one; methods and kinds;
+        changes, float32 (methods, perturbations, genes); control; seed; model_digest; n_folds
+
+A predicted profile is the mean of the start controls, weighted by the strata of the measured cells,
+plus the change.
+
+Legend: U units (a perturbation and its dose), G genes.
+"""
+
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+
+from cellmill.config.corpus import IS_CONTROL
+from cellmill.config.parts.tasks import PerturbationConfig
+from cellmill.data.inputs.h5 import create_h5, write_anndata
+from cellmill.errors import DataError
+from cellmill.evaluate.splits import Split
+from cellmill.evaluate.task import Context, Skipped
+from cellmill.evaluate.tasks.perturbation.changes import (
+    ChangesByMethod,
+    check_changes,
+    controlled_role,
+)
+from cellmill.evaluate.tasks.perturbation.held_out import HELD_OUT, HeldOut
+from cellmill.evaluate.tasks.perturbation.split_file import SplitFile
+
+ABOUT_CHANGES = "cellmill_changes"  # key in uns
+# obs column `group`; a control's kind is at the number of its half, START or MEASURED
+CELL_KINDS = ["start control", "measured control", "measured"]
+
+
+def write_changes(
+    path: Path, context: Context, config: PerturbationConfig, model_digest: str
+) -> ad.AnnData:
+    """Write the file of stage predict_changes and return its content. Raises DataError if nothing
+    can be held out.
+    """
+    held, folds = _hold_out(context, config)
+    tested = np.sort(np.concatenate([fold.test for fold in folds]))
+    changes = _collect_changes(held, folds, tested)
+    names = [held.unit_names[unit] for unit in tested.tolist()]
+    is_control = context.roles[IS_CONTROL].fillna(False).to_numpy(bool)
+    control = str(context.roles[controlled_role(context)][is_control].iloc[0])
+    obs = _describe_cells(held, tested, [*names, control])
+    cells = np.flatnonzero(obs["group"].notna())
+    about = {
+        "perturbations": np.array(names, object),
+        "methods": np.array([method.name for method in changes], object),
+        "kinds": np.array([method.kind for method in changes], object),
+        "changes": np.stack([*changes.values()]).astype(np.float32),
+        "control": control,
+        "seed": context.options.seed,
+        "model_digest": model_digest,
+        "n_folds": len(folds),
+    }
+    vocabulary = context.model.vocabulary
+    genes = held.profiles.genes
+    symbols = [vocabulary.symbols[row] for row in genes]
+    var = pd.DataFrame({"symbol": symbols}, index=[vocabulary.gene_ids[row] for row in genes])
+    expression = held.profiles.expression[cells]
+    adata = ad.AnnData(expression, obs.iloc[cells], var, uns={ABOUT_CHANGES: about})
+    with create_h5(path) as file:
+        write_anndata(file, adata)
+    return adata
+
+
+def _hold_out(context: Context, config: PerturbationConfig) -> tuple[HeldOut, list[Split]]:
+    """Units, and the folds of the first repetition. Raises DataError if there are none."""
+    try:
+        check_changes(context)
+        split = None if config.split_file is None else SplitFile.read(config, context)
+        held = HeldOut.read(context, config, HELD_OUT, split)
+    except Skipped as reason:
+        raise DataError(
+            f"{context.dataset}: {reason}; expected perturbations, and controls in each batch or donor (columns of the "
+            "table of datasets)"
+        ) from None
+    every_fold = chain.from_iterable(held.tests().values())
+    folds = [fold for fold in every_fold if fold.repetition == 0]
+    if not folds:
+        raise DataError(
+            f"{context.dataset}: expected two perturbations of {config.min_cells} cells, and one that the model saw no "
+            f"cell of, got {len(held.fold_key)} and {int(held.unseen.sum())}; set shard.split_by: perturbation, or "
+            "evaluate.cells: all"
+        )
+    return held, folds
+
+
+def _collect_changes(held: HeldOut, folds: list[Split], tested: np.ndarray) -> ChangesByMethod:
+    """(tested units, G) by method: predicted changes of all folds, of the methods that predict all
+    of them.
+    """
+    changes: ChangesByMethod = {}
+    for fold, by_method in zip(folds, held.predictions(folds)):
+        rows = np.searchsorted(tested, fold.test)
+        for method, values in by_method.items():
+            if method.network == "trained":
+                method = replace(method, supervised=held.context.supervised or "")
+            if method not in changes:
+                changes[method] = np.full((len(tested), values.shape[1]), np.nan)
+            changes[method][rows] = values
+    return {method: values for method, values in changes.items() if np.isfinite(values).all()}
+
+
+def _describe_cells(held: HeldOut, tested: np.ndarray, names: list[str]) -> pd.DataFrame:
+    """obs of all cells; those without a `group` are not written. `names` are those of the tested
+    units, then the control's.
+    """
+    profiles = held.profiles
+    # (cells,): number of the tested unit; -1 for other cells, whose unit -1 indexes the last entry
+    position = np.full(len(held.fold_key) + 1, -1, np.int64)
+    position[tested] = np.arange(len(tested))
+    tested_unit_of_cell = position[held.scored_unit_of_cell]
+    # (cells,): index in CELL_KINDS; -1 for cells that are not written
+    kind = np.where(profiles.stratum >= 0, profiles.half, -1)
+    kind = np.where(tested_unit_of_cell >= 0, CELL_KINDS.index("measured"), kind)
+    return pd.DataFrame(
+        {
+            "group": pd.Categorical.from_codes(kind, CELL_KINDS),
+            # controls have unit -1, the last name
+            "perturbation": pd.Categorical(np.array(names, object)[tested_unit_of_cell]),
+            "stratum": profiles.stratum,
+        },
+        index=held.context.reader.obs.index,
+    )
