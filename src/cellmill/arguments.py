@@ -280,7 +280,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         value("--genes-per-cell", 2_000, "detected genes of a cell, on average", type=count)),
     "push": ("upload a model folder to the Hugging Face hub; the token is HF_TOKEN's",
         option("--repo", "owner/name on the hub; it is made if there is none", **NEEDED),
-        option("--licence", "licence of the model, as the hub names it: apache-2.0, other, …", **NEEDED),
+        option("--licence", "licence of the model, as the hub names it: apache-2.0, other, …; required", default=""),
         option("--private", "make the repository private", **YES),
         *files(model=MODEL)),
     "export": ("write the embedder of a model folder for other runtimes",

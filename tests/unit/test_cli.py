@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -188,6 +189,26 @@ def test_a_missing_package_is_named(
     assert capsys.readouterr().err == (
         "cellmill export: the package transformers is not installed; pip install 'cellmill[hf]'\n"
     )
+
+
+def test_push_asks_for_its_package_before_a_licence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["push", "--repo", "me/model", "--model", str(tmp_path)]
+    monkeypatch.delitem(sys.modules, "cellmill.models.hub", raising=False)
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "huggingface_hub", None)
+        assert main(asked) == 2
+    assert capsys.readouterr().err == (
+        "cellmill push: the package huggingface_hub is not installed; pip install 'cellmill[hub]'\n"
+    )
+    stand_in = SimpleNamespace(CommitOperationAdd=None, HfApi=None, snapshot_download=None)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", stand_in)
+    assert main(asked) == 2
+    assert capsys.readouterr().err == (
+        "cellmill push: --licence: expected an identifier of the hub, such as apache-2.0 or other, got ''\n"
+    )
+    sys.modules.pop("cellmill.models.hub")
 
 
 SPECIAL = ("a FIFO", "a socket", "a device")

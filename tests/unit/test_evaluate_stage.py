@@ -170,7 +170,7 @@ def test_rare_classes_are_left_out_by_name(
     tasks = metrics["datasets"]["elsewhere"]["tasks"]
     assert tasks["probe"]["figures"]["dropped_classes"] == {"rare": 3}
     assert tasks["probe"]["figures"]["n_unlabelled"] == 7
-    assert "elsewhere: probe: left out, fewer than 5 cells: rare 3\n" in capsys.readouterr().out
+    assert "; classes of too few cells left out: rare 3\n" in capsys.readouterr().out
     assert tasks["probe of common"]["rows"] == []
     assert tasks["probe of common"]["skipped"] == (
         "1 classes of common have at least 5 scored cells (evaluate.folds), expected two or more; raise "
@@ -219,21 +219,16 @@ def test_the_log_has_one_short_line_per_task(
     lines = [
         line for line in capsys.readouterr().out.splitlines() if line.startswith("many: probe: ")
     ]
-    rest = ", ".join(sorted({f"c{i}" for i in range(60)})[:8])
-    assert (
-        lines[0]
-        == f"many: probe: mine: {rest.replace(',', ' 10,')} 10 and 52 more classes with 520 cells"
-    )
     probe = metrics["datasets"]["many"]["tasks"]["probe"]
     best = max(
         row["scores"]["accuracy"]["mean"]
         for row in probe["rows"]
         if row["method"]["kind"] == "model"
     )
-    assert len(lines) == 2
-    assert lines[1].startswith(f"many: probe: accuracy {best:.3f}, embedding + ")
-    assert "; best baseline " in lines[1]
-    assert len(lines[1]) < 200
+    assert len(lines) == 1
+    assert lines[0].startswith(f"many: probe: accuracy {best:.3f} (embedding + ")
+    assert "; best baseline " in lines[0]
+    assert len(lines[0]) < 200
 
 
 def test_files_that_do_not_pair_up_are_refused(corpus: dict[str, Path], tmp_path: Path) -> None:

@@ -180,8 +180,8 @@ def test_the_plan_is_printed_as_a_table(
 
 
 LEAK = (
-    ".renormalize is no: values of visible tokens are made with a cell's whole library size, so they leak the sum of "
-    "the hidden counts; set it to yes in a new run"
+    ".renormalize to yes in a new run; no, the default, repeats earlier runs: values of visible tokens are made with "
+    "a cell's whole library size, so they leak the sum of the hidden counts"
 )
 SCALED = (
     "hint        train.lr 0.001 suits train.global_batch 256; scaled to 16 it is 0.00025 (square root, usual for "
@@ -204,8 +204,8 @@ TP = {"nproc": 4, "parallel": {"strategy": "ddp", "tp": 2}}
             "warning     train.warmup_steps 20 leaves no step at the peak learning rate",
         ),
         ({"train": {"global_batch": 16, "warmup_steps": 2}}, SCALED),
-        ({}, f"warning     objective{LEAK}"),
-        ({"objective": PARTS}, f"warning     objective.parts.masked_value{LEAK}"),
+        ({}, f"warning     set objective{LEAK}"),
+        ({"objective": PARTS}, f"warning     set objective.parts.masked_value{LEAK}"),
     ],
     ids=str,
 )

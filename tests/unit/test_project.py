@@ -13,7 +13,7 @@ import scipy.io
 import scipy.sparse as sp
 
 from cellmill.cli import main
-from cellmill.commands.project import make_name, name_datasets
+from cellmill.commands.project import DEMO_DATA, make_name, name_datasets
 from cellmill.config.load import load_config
 from cellmill.config.shipped import find_shipped
 from cellmill.data.genes.tables import gene_table
@@ -376,7 +376,7 @@ def test_check_says_what_is_skipped_and_what_is_broken(
         "ok  genes of b: 75 of 75 (100.0%) have a human Ensembl id",
         "?   b: no label, so probe, few_shot, low_depth, missing_genes, leave_out, integration will be skipped; "
         "fill column label of config/datasets.tsv",
-        "config/config.yaml: every file and column is there",
+        "config/config.yaml: every file and column is there, or the workflow makes it",
     ]
     content = Path("../b.h5ad").read_bytes()
     Path("../b.h5ad").write_bytes(content[: len(content) // 2])
@@ -384,6 +384,22 @@ def test_check_says_what_is_skipped_and_what_is_broken(
     told = capsys.readouterr()
     assert "no  genes of b: " in told.out
     assert told.err == "cellmill check: 1 of the datasets cannot be used, for the reasons above\n"
+
+
+def test_check_accepts_files_that_the_workflow_makes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The demo in a fresh checkout, whose cells rule demo_data writes."""
+    for name in ("config.yaml", "datasets.tsv"):
+        (tmp_path / "config").mkdir(exist_ok=True)
+        (tmp_path / "config" / name).write_text(find_shipped(f"config/{name}").read_text())
+    assert f'"{DEMO_DATA}"' in find_shipped("workflow/rules/data.smk").read_text()
+    monkeypatch.chdir(tmp_path)
+    assert main(["check"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"?   genes of pbmc68k: {DEMO_DATA} does not exist yet",
+        "config/config.yaml: every file and column is there, or the workflow makes it",
+    ]
 
 
 def test_tasks_without_a_batch_or_control_are_named(

@@ -196,7 +196,7 @@ def test_predictions_in_python_show_the_message_of_the_command(
     ]
     assert repr(model).splitlines() == [
         f"LoadedModel {folder}",
-        "    encoder of 16 dimensions, 400 genes (human)",
+        "    encoder of 16 dimensions, 13,379 parameters, 400 genes (human)",
         "    labels: a, b",
     ]
 

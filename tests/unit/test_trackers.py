@@ -282,16 +282,20 @@ def test_a_tracker_does_not_change_the_identity_of_a_run() -> None:
 def test_the_console_shows_steps_and_validations(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    tracker = ConsoleTracker()
+    times = iter((100.0, 104.9, 105.0, 109.0, 109.5))
+    tracker = ConsoleTracker(lambda: next(times))
     tracker.start({"steps": 20}, 10)
-    tracker.log(
-        20, {"loss": 0.5, "lr": 1e-3, "cells_per_s": 10.0, "data_wait_frac": 0.25, "left_s": 75.4}
-    )
+    line = {"loss": 0.5, "lr": 1e-3, "cells_per_s": 10.0, "data_wait_frac": 0.25, "left_s": 75.4}
+    for step in (11, 12, 13, 14, 20):  # less than 5 s after 11 and 13 come 12 and 14
+        tracker.log(step, line)
     tracker.log(20, {"val_loss": 0.25})
     tracker.log(20, {"skipped": "validation loss inf"})
     tracker.finish("done")
+    step = "loss 0.5000  lr 1.00e-03  10 cells/s  waiting for data 25%  left 75 s"
     assert capsys.readouterr().out.splitlines() == [
-        "step 20/20  loss 0.5000  lr 1.00e-03  10 cells/s  waiting for data 25%  left 75 s",
+        f"step 11/20  {step}",
+        f"step 13/20  {step}",
+        f"step 20/20  {step}",
         "step 20/20  validation loss 0.2500",
         "step 20/20  skipped: validation loss inf",
     ]

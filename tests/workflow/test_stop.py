@@ -60,6 +60,18 @@ def test_a_stopped_training_resumes_with_the_same_command(
     assert steps[-1] == 100
 
 
+def test_a_locked_folder_points_to_the_runs_in_it(project: Project) -> None:
+    lock = project.folder / ".snakemake" / "locks" / "0.output.lock"
+    lock.parent.mkdir(parents=True)
+    lock.write_text(f"{STATUS}\n")
+    refused = project.snakemake("--", STATUS)
+    assert refused.returncode != 0
+    assert refused.stdout.splitlines()[-1] == (
+        "cellmill: another snakemake works in this folder (`cellmill status` shows its runs); if it was killed, run "
+        "snakemake --unlock with the same --profile first"
+    )
+
+
 @pytest.mark.full
 def test_a_changed_option_is_refused_until_a_restart(
     project: Project,

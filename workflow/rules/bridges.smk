@@ -25,6 +25,8 @@ rule scib_metrics:
         runtime=120,
     params:
         label=jobs.bridge_label,
+    message:
+        JOB_LINE
     shell:
         "{resources.python:q} {resources.script:q} --cells {input.cells:q} --embedding {input.embedding:q} --metrics {input.metrics:q}"
         " --umap {input.umap:q} --label {params.label:q} --out {output:q} 2>&1 | tee -i {log:q}"
@@ -52,6 +54,8 @@ rule cz_benchmarks:
         runtime=120,
     params:
         label=jobs.bridge_label,
+    message:
+        JOB_LINE
     shell:
         "{resources.python:q} {resources.script:q} --cells {input.cells:q} --embedding {input.embedding:q} --metrics {input.metrics:q}"
         " --umap {input.umap:q} --label {params.label:q} --out {output:q} 2>&1 | tee -i {log:q}"
@@ -74,6 +78,8 @@ rule cell_eval:
         script=lambda wildcards: script("cell_bridge.py"),
         mem_mb=sized(16000, 3),
         runtime=240,
+    message:
+        JOB_LINE
     shell:
         "{resources.python:q} {resources.script:q} --changes {input.changes:q} --threads {threads:q} --out {output:q} 2>&1 | tee -i {log:q}"
 
@@ -95,5 +101,7 @@ rule cell_eval2:
         script=lambda wildcards: script("cell2_bridge.py"),
         mem_mb=sized(16000, 3),
         runtime=240,
+    message:
+        JOB_LINE
     shell:
         "{resources.python:q} {resources.script:q} --changes {input.changes:q} --threads {threads:q} --out {output:q} 2>&1 | tee -i {log:q}"

@@ -1,5 +1,5 @@
 # The checked configuration, and as `jobs` what rules take from it. Nothing slow is imported: every job of a cluster parses
-# this file again. is_main, elsewhere, executes, is_made, machines, config_source, words, one_line: undocumented.smk.
+# this file again. is_main, elsewhere, executes, is_locked, is_made, machines, config_source, words, one_line: undocumented.smk.
 import atexit
 import os
 import re
@@ -31,6 +31,9 @@ with one_line():
         from cellmill.data.prepare.check import check_datasets, check_inputs
 
         check_datasets(pipeline)
+
+# what a run prints of a job, besides why it runs; a dry run lists its inputs and resources
+JOB_LINE = None if {"-n", "--dry-run", "--dryrun"} & {*words} else "{rule} -> {output}; log {log}"
 
 # the cellmill of this Python, where no activated environment has one
 shell.prefix(f'set -euo pipefail; PATH="$PATH":{shlex.quote(os.path.dirname(sys.executable))}; ')
@@ -91,6 +94,16 @@ def repeat_reasons(log):
     """Print why jobs failed as the last lines, below what Snakemake prints about them as it ends."""
     if reasons := reasons_of_failed(log):
         atexit.register(print, *reasons, sep="\n", file=sys.stderr)
+
+
+def tell_of_lock():
+    """Print what to do about another snakemake in this folder, below Snakemake's own error."""
+    if executes():
+        print(
+            "cellmill: another snakemake works in this folder (`cellmill status` shows its runs); if it was killed, run"
+            " snakemake --unlock with the same --profile first",
+            file=sys.stderr,
+        )
 
 
 def watch_stages():

@@ -18,6 +18,8 @@ rule demo_data:
     localrule: True  # copies a small file
     conda:
         "../../envs/cellmill.yaml"
+    message:
+        JOB_LINE
     shell:
         "cellmill demo --out {output:q} 2>&1 | tee -i {log:q}"
 
@@ -35,6 +37,8 @@ rule fetch:
         "../../envs/cellmill.yaml"
     params:
         url=lambda wildcards: jobs.dataset(wildcards).path,
+    message:
+        JOB_LINE
     shell:
         "cellmill fetch --input {params.url:q} --out {output:q} 2>&1 | tee -i {log:q}"
 
@@ -70,6 +74,8 @@ rule preprocess:
         # `--source=…`: Snakemake quotes an empty string as nothing, and the option would take the next word
         source=lambda wildcards: jobs.dataset(wildcards).source or "",
         licence=lambda wildcards: jobs.dataset(wildcards).licence or "",
+    message:
+        JOB_LINE
     shell:
         "cellmill preprocess --options {params.options:q} --dataset {wildcards.dataset:q}"
         " --input {input.raw:q} --counts {params.counts:q} {params.columns:q} --source={params.source:q} --licence={params.licence:q}"
@@ -94,6 +100,8 @@ rule unpack:
     resources:
         mem_mb=sized(2000, 1),
         runtime=sized(30, 10),
+    message:
+        JOB_LINE
     shell:
         "cellmill unpack {input:q} --out {output:q} 2>&1 | tee -i {log:q}"
 
@@ -118,6 +126,8 @@ rule vocabulary:
         runtime=sized(60, 300),
     params:
         options=jobs.vocabulary_options,
+    message:
+        JOB_LINE
     shell:
         "cellmill vocabulary --options {params.options:q} --cells {input.cells:q} --out {output:q} 2>&1 | tee -i {log:q}"
 
@@ -144,6 +154,8 @@ rule divide:
         runtime=sized(240, 120),
     params:
         options=jobs.options("divide"),
+    message:
+        JOB_LINE
     shell:
         "cellmill divide --options {params.options:q} --cells {input.cells:q} --vocabulary {input.vocabulary:q}"
         " --out {output:q} 2>&1 | tee -i {log:q}"
@@ -169,6 +181,8 @@ rule shard_part:
         runtime=sized(240, 120),
     params:
         options=jobs.options("shard_part"),
+    message:
+        JOB_LINE
     shell:
         "cellmill shard_part --options {params.options:q} --cells {input.cells:q} --vocabulary {input.vocabulary:q}"
         " --part {wildcards.part:q} --out {output:q} 2>&1 | tee -i {log:q}"
@@ -194,6 +208,8 @@ rule shard:
         runtime=sized(240, 120),
     params:
         options=jobs.options("shard"),
+    message:
+        JOB_LINE
     shell:
         "cellmill shard --options {params.options:q} --cells {input.cells:q} --vocabulary {input.vocabulary:q}"
         " --out {output:q} 2>&1 | tee -i {log:q}"

@@ -23,6 +23,8 @@ rule embed:
         runtime=sized(240, 25),
     params:
         options=jobs.options("embed"),
+    message:
+        JOB_LINE
     shell:
         'cellmill embed --options {params.options:q} --model "$(dirname {input.weights:q})" --input {input.cells:q}'
         " --out {output:q} 2>&1 | tee -i {log:q}"
@@ -48,6 +50,8 @@ rule embed_external:
         runtime=sized(240, 25),
     params:
         command=lambda wildcards: jobs.external_model(wildcards).line,
+    message:
+        JOB_LINE
     shell:
         "cellmill embed_external --name {wildcards.external:q} --command={params.command:q} --input {input.cells:q}"
         " --out {output:q} 2>&1 | tee -i {log:q}"
@@ -76,6 +80,8 @@ rule predict:
         runtime=sized(240, 25),
     params:
         options=jobs.options("predict"),
+    message:
+        JOB_LINE
     shell:
         'cellmill predict --options {params.options:q} --model "$(dirname {input.weights:q})" --input {input.cells:q}'
         " --out {output:q} 2>&1 | tee -i {log:q}"
@@ -104,6 +110,8 @@ rule knock_out:
         runtime=sized(240, 25),
     params:
         options=jobs.options("knock_out"),
+    message:
+        JOB_LINE
     shell:
         'cellmill knock_out --options {params.options:q} --model "$(dirname {input.weights:q})" --input {input.cells:q}'
         " --out {output:q} 2>&1 | tee -i {log:q}"
@@ -142,6 +150,8 @@ rule evaluate:
         options=jobs.options("evaluate"),
         labels=jobs.label_columns,
         baselines=jobs.of_corpus("{corpus}/baselines"),  # a cache: the same for all runs of a dataset
+    message:
+        JOB_LINE
     shell:
         'cellmill evaluate --options {params.options:q} --model "$(dirname {input.weights:q})"'
         " --manifest {input.manifest:q} --ancestors {input.ancestors:q} --cells {input.cells:q} --embeddings {input.embeddings:q}"
@@ -173,6 +183,8 @@ rule predict_changes:
         runtime=sized(240, 25),
     params:
         options=jobs.options("predict_changes"),
+    message:
+        JOB_LINE
     shell:
         'cellmill predict_changes --options {params.options:q} --model "$(dirname {input.weights:q})"'
         " --manifest {input.manifest:q} --ancestors {input.ancestors:q} --cells {input.cells:q}"

@@ -18,6 +18,8 @@ rule sweep:
         "../../envs/cellmill.yaml"
     params:
         values=jobs.options("sweep"),
+    message:
+        JOB_LINE
     shell:
         "cellmill sweep --values {params.values:q} --runs results/runs --out {output.table:q}" " 2>&1 | tee -i {log:q}"
 
@@ -47,6 +49,8 @@ rule report:
         runs=expand("results/runs/{run}", run=pipeline.runs),
         corpora=expand("results/corpora/{corpus}", corpus=jobs.reported_corpora()),
         sweeps=["--sweeps", *expand("results/sweeps/{sweep}/curves.json", sweep=jobs.swept)] if jobs.swept else [],
+    message:
+        JOB_LINE
     shell:
         "cellmill report --options {params.options:q} --runs {params.runs:q} --corpora {params.corpora:q}"
         " {params.sweeps:q} --out {output:q} 2>&1 | tee -i {log:q}"

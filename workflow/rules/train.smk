@@ -16,6 +16,8 @@ rule pull:
         "../../envs/cellmill.yaml"
     params:
         folder=lambda wildcards, output: Path(output[0]).parent,
+    message:
+        JOB_LINE
     shell:
         "cellmill pull {wildcards.model:q} --out {params.folder:q} 2>&1 | tee -i {log:q}"
 
@@ -41,6 +43,8 @@ rule import:
         kind=lambda wildcards: jobs.published[wildcards.published].kind,
         folder=lambda wildcards: jobs.published[wildcards.published].folder,
         out=lambda wildcards, output: Path(output[0]).parent,
+    message:
+        JOB_LINE
     shell:
         "cellmill import {params.kind:q} {params.folder:q} --out {params.out:q} 2>&1 | tee -i {log:q}"
 
@@ -67,6 +71,8 @@ rule plan:
     params:
         options=jobs.options("plan"),
         machine=plan_machine,
+    message:
+        JOB_LINE
     shell:
         "cellmill plan --options {params.options:q} --manifest {input:q} --out {output:q} {params.machine:q}"
         " 2>&1 | tee -i {log:q}"
@@ -89,6 +95,8 @@ rule teach:
     resources:
         mem_mb=sized(8000, 1),  # all vectors
         runtime=sized(60, 300),
+    message:
+        JOB_LINE
     shell:
         "cellmill teach --manifest {input.manifest:q} --embeddings {input.embeddings:q}"
         ' --out "$(dirname {output.about:q})" 2>&1 | tee -i {log:q}'
@@ -121,6 +129,8 @@ rule train:
         options=jobs.options("train"),
         parent=jobs.parent_arguments,
         machine=train_machine,
+    message:
+        JOB_LINE
     shell:
         # Snakemake sets these to the threads of the rule; the launcher divides the cores over the processes
         "unset OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS;"
@@ -161,6 +171,8 @@ rule consolidate:
         # other options of the training, or newer shards
         trained=lambda wildcards: digest(jobs.section("train", wildcards)),
         options=jobs.options("consolidate"),
+    message:
+        JOB_LINE
     shell:
         'cellmill consolidate --options {params.options:q} --train "$(dirname {input.status:q})"'
         ' --vocabulary {input.vocabulary:q} --out "$(dirname {output.weights:q})" 2>&1 | tee -i {log:q}'

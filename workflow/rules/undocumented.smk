@@ -40,6 +40,11 @@ def executes():
     return workflow.executor_plugin is not None and not workflow.dryrun
 
 
+def is_locked():
+    """True if a snakemake works in this folder, or was killed there; before this one takes the lock."""
+    return any(Path(".snakemake/locks").glob("*.lock"))
+
+
 def is_made(path):
     """True if a rule makes the file; of rules further below nothing is known."""
     return any(rule.is_producer(path) for rule in workflow.rules)

@@ -21,6 +21,8 @@ rule zoo:
         script=lambda wildcards: script(f"zoo_{wildcards.preset}.py"),
         mem_mb=sized(32000, 3),
         runtime=sized(240, 25),
+    message:
+        JOB_LINE
     shell:
         "{resources.python:q} -W ignore {resources.script:q} --cells {input.cells:q} --manifest {input.manifest:q}"
         " --threads {threads:q} --out {output:q} 2>&1 | tee -i {log:q}"

@@ -58,7 +58,7 @@ def hub_card(model: Path, licence: str) -> str:
     """
     if not licence.replace("-", "").replace(".", "").isalnum():
         raise ConfigError(
-            f"--licence {licence!r}: expected an identifier of the hub, such as apache-2.0 or other"
+            f"--licence: expected an identifier of the hub, such as apache-2.0 or other, got {licence!r}"
         )
     try:
         card = (model / "README.md").read_text(encoding="utf-8")

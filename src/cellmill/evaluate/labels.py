@@ -17,7 +17,6 @@ from cellmill.evaluate.methods import REGRESSION
 from cellmill.evaluate.scores import draw_cells, seeded
 from cellmill.evaluate.task import Context, Skipped
 
-MAX_SHOWN_CLASSES = 8  # classes named in a line of the log
 # all-genes regression over more takes hours and moves accuracy by less than 0.01
 MAX_CELLS = 10_000
 
@@ -47,7 +46,7 @@ class LabelledCells:
 def labelled_cells(
     context: Context, task: str, min_cells: int, needed_by: str, max_cells: int = MAX_CELLS
 ) -> LabelledCells:
-    """Evaluated cells of classes with at least `min_cells` cells, which are printed.
+    """Evaluated cells of classes with at least `min_cells` cells.
 
     `needed_by` is the option that needs so many cells. Raises Skipped for fewer than two such
     classes, and DataError for a column of one class.
@@ -65,12 +64,6 @@ def labelled_cells(
         )
     scored = np.flatnonzero(context.scored)
     chosen = choose_cells(column.iloc[scored], min_cells, context.options.seed, max_cells)
-    for heading, classes in (
-        (column.name, chosen.classes),
-        (f"left out, fewer than {min_cells} cells", chosen.in_small_classes),
-    ):
-        if classes or heading == column.name:
-            print(f"{context.dataset}: {task}: {heading}: {_list_first(classes)}", flush=True)
     n = len(chosen.classes)
     if n < 2:
         raise Skipped(
@@ -79,15 +72,6 @@ def labelled_cells(
             chosen.numbers,
         )
     return replace(chosen, cells=scored[chosen.cells])
-
-
-def _list_first(classes: dict[str, int]) -> str:
-    """The largest classes with their cells, and how many more there are."""
-    shown = ", ".join(f"{name} {n:,}" for name, n in [*classes.items()][:MAX_SHOWN_CLASSES])
-    others = [*classes.values()][MAX_SHOWN_CLASSES:]
-    if not others:
-        return shown or "no class"
-    return f"{shown} and {len(others):,} more classes with {sum(others):,} cells"
 
 
 def choose_cells(

@@ -21,6 +21,7 @@ import torch
 
 from cellmill.config.evaluate import Evaluate
 from cellmill.config.plugin import in_one_line
+from cellmill.data.prepare.qc_lines import list_first
 from cellmill.errors import ConfigError, DataError, UserError
 from cellmill.evaluate.evaluated import is_label
 from cellmill.evaluate.finished import FinishedTasks
@@ -29,6 +30,7 @@ from cellmill.files import progress, write_json
 from cellmill.launch.signals import belong_to_parent, interrupted_later
 from cellmill.runs.results import DatasetResult, Row, TaskResult
 
+SHOWN_CLASSES = 3  # classes named in the line of a task
 MAX_PROCESSES = 4  # the threads of rule evaluate: each may hold a dataset's features
 BaselinePredictions = dict[str, np.ndarray]
 """Predictions by digest, see `BaselineCache.predictions`."""
@@ -53,8 +55,8 @@ class _TaskRun:
         before = set(baselines.predictions)
         result = run_task(self.task, self.context)
         seconds = round(time.perf_counter() - started, 2)
-        numbers = result.figures | {"seconds": seconds}
-        result = replace(result, figures=numbers, task=self.task_name)
+        result = replace(result, task=self.task_name)
+        result.figures["seconds"] = seconds
         # a NaN fails here, in the task's own process, where the error names the task
         json.dumps(result.to_json(), allow_nan=False)
         added = {key: value for key, value in baselines.predictions.items() if key not in before}
@@ -200,17 +202,14 @@ def _finish_task(task_run: _TaskRun, get_output: Callable[[], RunOutput]) -> Tas
         ) from None
     context.baselines.predictions.update(predictions)
     write_json(task_run.path, result.to_json())
-    for line in result_lines(result):
-        print(f"{context.dataset}: {task_run.name}: {line}", flush=True)
+    print(f"{context.dataset}: {task_run.name}: {describe_result(result)}", flush=True)
     return result
 
 
-def result_lines(result: TaskResult) -> list[str]:
-    """The result of a task in one line, and its notes. metrics.json and the report have every
-    comparison.
-    """
+def describe_result(result: TaskResult) -> str:
+    """The result of a task in one line. metrics.json and the report have every comparison."""
     if result.skipped is not None:
-        return [f"skipped: {result.skipped}"]
+        return f"skipped: {result.skipped}"
     parts = []
     best = result.best_row("model")
     if best is not None:
@@ -220,16 +219,19 @@ def result_lines(result: TaskResult) -> list[str]:
         parts.append(f"best baseline {_describe_row(result, baseline)}")
     outcomes = Counter(verdict.outcome for verdict in result.best_verdicts())
     if outcomes:
-        counts = ", ".join(f"{outcome} in {n}" for outcome, n in sorted(outcomes.items()))
-        parts.append(f"against the best baseline of each metric {counts}")
+        parts.append(", ".join(f"{outcome} in {n}" for outcome, n in sorted(outcomes.items())))
+    numbers = result.figures
+    if numbers.get("dropped_classes"):
+        classes = [f"{name} {n:,}" for name, n in numbers["dropped_classes"].items()]
+        parts.append(f"classes of too few cells left out: {list_first(classes, SHOWN_CLASSES)}")
     if not parts:
-        parts = [verdict.sentence.removesuffix(".") for verdict in result.verdicts]
-    lines = ["; ".join(parts)] if parts else []
-    return lines + result.notes or ["done, its numbers are in metrics.json"]
+        sentences = [sentence.removesuffix(".") for sentence in result.sentences]
+        parts = [*sentences[:1], "all numbers are in metrics.json"]
+    return "; ".join(parts)
 
 
 def _describe_row(result: TaskResult, row: Row) -> str:
-    return f"{result.rank_value(row):.3f}, {row.method.name}"
+    return f"{result.rank_value(row):.3f} ({row.method.name})"
 
 
 def summarize(datasets: Mapping[str, DatasetResult]) -> str:

@@ -1,11 +1,16 @@
 """Contracts of a tracker, which gets the metrics of a training, and of an observer of a training."""
 
 import json
+import math
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from cellmill.files import span
+
+STEP_EVERY_S = 5.0  # between lines of steps in a log
 
 
 class Tracker(Protocol):
@@ -63,8 +68,13 @@ class JsonlTracker:
 class ConsoleTracker:
     """Progress on stdout: one line that is rewritten on a terminal, plain lines in a log.
 
-    `config` of `start` must have `steps`, the steps of the whole run.
+    A log has a line of a step every 5 s, of the first and the last step, and of each validation;
+    metrics.jsonl has all. `config` of `start` must have `steps`, the steps of the whole run.
     """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._due = -math.inf  # time of the next line of a step in a log
 
     def start(self, config: dict[str, Any], resume_step: int) -> None:
         self.steps = config["steps"]
@@ -81,6 +91,10 @@ class ConsoleTracker:
             if "skipped_steps" in scalars:
                 text += f"; {scalars['skipped_steps']} steps so far"
         else:
+            time_now = self._clock()
+            if not self.terminal and time_now < self._due and step < self.steps:
+                return
+            self._due = time_now + STEP_EVERY_S
             text += f"loss {scalars['loss']:.4f}  lr {scalars['lr']:.2e}  {scalars['cells_per_s']:.0f} cells/s  "
             text += (
                 f"waiting for data {scalars['data_wait_frac']:.0%}  left {span(scalars['left_s'])}"

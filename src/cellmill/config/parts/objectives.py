@@ -68,8 +68,8 @@ class MaskedValueConfig(MaskedObjectiveConfig):
 
     def warnings(self, option: str = "objective") -> list[str]:
         leak = (
-            f"{option}.renormalize is no: values of visible tokens are made with a cell's whole library size, so they "
-            "leak the sum of the hidden counts; set it to yes in a new run"
+            f"set {option}.renormalize to yes in a new run; no, the default, repeats earlier runs: values of visible "
+            "tokens are made with a cell's whole library size, so they leak the sum of the hidden counts"
         )
         return [] if self.renormalize else [leak]
 

@@ -310,10 +310,11 @@ class LoadedModel:
 
     def __repr__(self) -> str:
         organisms = ", ".join(organisms_of(self.vocabulary)) or "unknown organism"
+        n_parameters = sum(parameter.numel() for parameter in self._model.parameters())
         lines = [
             f"LoadedModel {self.folder}",
             f"{self.config['family']} of {self._model.vector_width:,} dimensions, "
-            f"{self.vocabulary.n_genes:,} genes ({organisms})",
+            f"{n_parameters:,} parameters, {self.vocabulary.n_genes:,} genes ({organisms})",
             f"labels: {_list_first(self.labels) or 'none'}",
         ]
         return "\n    ".join(lines)
