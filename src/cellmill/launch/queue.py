@@ -39,22 +39,36 @@ REMEDIES = {
     "job requeued in held state": "held: `scontrol release {job_id}` releases it",
     "launch failed requeued held": "held after a failed start: `scontrol release {job_id}` tries again",
     "JobHoldMaxRequeue": "held after too many requeues: `scontrol release {job_id}` tries again",
-    "BadConstraints": "no node satisfies it: change constraint, gpus_per_node or mem_mb in the profile",
+    "(Bad)?Constraints": "no node satisfies it: change constraint, gpus_per_node or mem_mb in the profile",
+    "PartitionConfig": "the partition does not allow the request: change nodes, runtime or slurm_partition in the "
+    "profile",
+    "MaxMemPerLimit": "a node of the partition gives less memory: lower mem_mb in the profile",
+    "Reservation(Deleted|Invalid)": "its reservation is gone: change reservation in "
+    "sbatch_options of the profile",
     "ReqNodeNotAvail|NodeDown|Reservation|Nodes required for job are DOWN": "its nodes are down or reserved: "
     "`sinfo -R` says why; with another slurm_partition or less runtime it may start sooner",
     "Partition(Down|Inactive)": "its partition is not open: wait, or change slurm_partition in the profile",
     "(QOS|Account)NotAllowed": "the partition refuses it: change slurm_account, qos or slurm_partition in the profile",
     "Licenses": "its licenses are in use",
+    "Dependency": "it starts after the job that it depends on",
+    "Prolog|Cleaning|MpiPortsBusy|NvidiaImexChannels": "SLURM prepares its nodes",
+    "MaxPoweredUpNodes|Power(NotAvail|Reserved)": "the site limits how many nodes are switched on",
+    "JobLaunchFailure|SystemFailure": "SLURM could not start it: an administrator sees why in SLURM's logs",
+    "QOSUsageThreshold|AccountingPolicy": "too little of what was granted is left: change slurm_account or qos in the "
+    "profile",
     "BeginTime": "SLURM starts it at a set time, or again after a pause",
     "DependencyNeverSatisfied": "it will never start: cancel it",
     "InvalidAccount": "slurm_account is not valid: change it in the profile",
     "InvalidQOS": "qos is not valid: change it in the profile",
     "Priority": "jobs of higher priority come first",
     "Resources": "it starts as soon as enough nodes are free",
-    r"(QOS|Assoc)Grp\w*Minutes\w*": "the time that was granted is used up: change slurm_account or qos in the profile",
-    r"(QOS|Assoc)(Max\w*PerJob|Min)\w*": "a job may not request this: change the request, or qos, in the profile",
-    r"(QOS|Assoc)(Max|Grp|Job)\w*|Association\w*Limit|Max\w*PerAccount": "a limit of yours, the account or the QOS is "
-    "reached: it starts once other jobs have ended, or with another qos in the profile",
+    r"(QOS|Assoc)Grp\w*Minutes\w*|Job is at or exceeds .*": "the time that was granted is used up: change "
+    "slurm_account or qos in the profile",
+    r"(QOS|Assoc)(Max\w*Per(Job|Node)|Min)\w*": "a job may not request this: change the request, or "
+    "qos, in the profile",
+    r"(QOS|Assoc)(Max|Grp|Job|Resource|Time)\w*|Association\w*Limit|Max\w*Per(Account|User)": "a limit "
+    "of yours, the account or the QOS is reached: it starts once other jobs have ended, or with "
+    "another qos in the profile",
 }
 """What a pending job waits for, or what to do, by regular expression of SLURM's reason; the first
 match counts.

@@ -22,11 +22,11 @@ Fields = dict[str, str]
 """Fields of one of scontrol's records, by name."""
 Records = dict[str, Fields]
 _DOWN = set(
-    "DOWN DRAIN DRAINED DRAINING FAIL FAILING FUTURE MAINT MAINTENANCE UNKNOWN ERROR BLOCKED "
+    "DOWN DRAIN DRAINED DRAINING FAIL FAILING FUTURE INVALID INVALID_REG MAINT MAINTENANCE UNKNOWN ERROR "
     "NOT_RESPONDING".split()
 )
-"""States of a node on which SLURM places no job. Powered down is not among them: a job starts the
-node.
+"""States of a node on which SLURM places no job. Not among them: powered down, since a job starts
+the node, and blocked, which ends with another job.
 """
 
 
