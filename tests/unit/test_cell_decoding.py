@@ -116,7 +116,7 @@ def test_weights_are_log_counts_or_counts() -> None:
     ("options", "answers"),
     [
         ({"objective": "cell_decoding", "view": "drop"}, "entry_weights"),
-        ({"objective": "query_decoding", "decoder_hidden": 12}, "asked_values"),
+        ({"objective": "query_decoding", "decoder_hidden": 12}, "query_targets"),
     ],
 )
 def test_hidden_expression_does_not_reach_the_cell_vector(
@@ -341,9 +341,9 @@ def test_queried_genes_have_the_values_of_the_whole_cell() -> None:
     view = _view(batch, max_asked=8, undetected_ratio=2)
     given = _values_by_gene(view)
     values = _values_by_gene(batch)
-    asked = list(zip(view.asked_cell.tolist(), view.asked_genes.tolist()))
+    asked = list(zip(view.query_cells.tolist(), view.query_genes.tolist()))
     assert not given.keys() & set(asked)
-    assert view.asked_values.tolist() == [values.get(query, 0.0) for query in asked]
+    assert view.query_targets.tolist() == [values.get(query, 0.0) for query in asked]
     assert {gene for _, gene in asked} <= set(range(2, N_GENES + 2))
     for cell, length in enumerate(batch.lengths):
         detected = [query for query in asked if query[0] == cell and query in values]
@@ -358,7 +358,7 @@ def test_undetected_genes_are_drawn_evenly() -> None:
     drawn: Counter[int] = Counter()
     for step in range(40):
         view = _view(batch, step=step, undetected_ratio=50)
-        drawn.update(view.asked_genes.tolist())
+        drawn.update(view.query_genes.tolist())
     token_ids = set(range(2, N_GENES + 2))
     undetected = token_ids - set(batch.genes.tolist())
     counts = np.array([drawn[gene] for gene in undetected])
@@ -376,8 +376,8 @@ def test_weights_count_the_hidden_genes_of_the_vocabulary() -> None:
         min_hidden_frac=0.4,
         max_hidden_frac=0.4,
     )
-    is_detected = view.asked_values > 0
-    weights = view.asked_weights.double()
+    is_detected = view.query_targets > 0
+    weights = view.query_weights.double()
     n_hidden = 400 * 30 - sum(view.lengths)
     n_undetected = 400 * 0.4 * (N_GENES - 30)
     # all hidden genes count, though only 5 of a cell are queried
@@ -392,16 +392,16 @@ def test_the_loss_is_the_squared_error_of_hidden_genes(family: str) -> None:
     view = model.view(batch, **KEYS)
     prepared = model.prepare(view, **KEYS)
     answers = model.objective.predict_targets(model, model.states(prepared), prepared)
-    errors = (answers - view.asked_values).square().double()
+    errors = (answers - view.query_targets).square().double()
     expected = 0.0
-    for cell in view.asked_cell.unique():
-        is_of_cell = view.asked_cell == cell
-        weights = view.asked_weights[is_of_cell]
+    for cell in view.query_cells.unique():
+        is_of_cell = view.query_cells == cell
+        weights = view.query_weights[is_of_cell]
         mean = (weights * errors[is_of_cell]).sum() / weights.sum()
         expected += len(weights) * mean.item()
     assert model(prepared).item() == pytest.approx(expected, rel=1e-5)
-    assert int(prepared.n_targets) == len(view.asked_cell) > 50
-    assert prepared.asked_weights.max() > 1.2
+    assert int(prepared.n_targets) == len(view.query_cells) > 50
+    assert prepared.query_weights.max() > 1.2
 
 
 @pytest.mark.full

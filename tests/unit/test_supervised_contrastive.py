@@ -71,7 +71,7 @@ def _table(vectors: torch.Tensor, labels: list[int]) -> torch.Tensor:
 def test_the_loss_equals_the_formula_of_the_paper(
     anchors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cellmill.models.objectives.contrastive.ANCHORS", anchors)
+    monkeypatch.setattr("cellmill.models.objectives.contrastive.ANCHORS_PER_CHUNK", anchors)
     vectors = torch.randn(9, 5, generator=seeded(0), dtype=torch.float64)
     labels = [1, 2, 2, 1, 1, 3, 2, 4, 4]
     expected = _reference(vectors, labels, 0.3)

@@ -5,7 +5,8 @@ which pads: variable-length flash attention on GPUs that have it, in half precis
 scaled-dot-product attention over runs of cells of equal length. Linear layers are torch's, or
 transformers' Conv1D of GPT-2, whose weight is transposed.
 
-Legend: T tokens of the batch, R rows (cells or queries), H hidden, h heads, d width of a head.
+Legend: T tokens of the batch, R rows (cells or queries), H width of the model, h heads, d
+width of a head.
 """
 
 from functools import cache

@@ -5,7 +5,8 @@ view; its embedding belongs to the cell's level. In a batch these tokens are `<p
 neither mask nor predict them, and `covariate_rows` holds their rows of the embedding. In training
 some levels are replaced by the unknown one, so that cells of unknown level can be embedded.
 
-Legend: R rows of the residual stream (tokens, or cells), T tokens, C cells, K columns, H hidden.
+Legend: R rows of the residual stream (tokens, or cells), T tokens, C cells, K columns,
+H width of the model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -136,7 +137,7 @@ class CellEncoder(Model):
         trunk = {*self.plan.begin, *children, *parameters}
         finish = ("norm", *self.objective.attach(self, n_tokens))
         self.heads = tuple(name for name in finish if name not in trunk)
-        styles = {**self.plan.tensor, **self.objective.tensor}
+        styles = {**self.plan.tensor, **self.objective.tensor_parallel_styles}
         self.plan = replace(self.plan, tensor=styles, finish=finish)
         self.gene_rows = self.gene_rows | self.objective.gene_rows
 

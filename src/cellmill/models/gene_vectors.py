@@ -5,7 +5,7 @@ a gene without a vector has only the learned embedding. Vectors are divided by t
 square over all genes that have one, so that the projection starts as large as a learned embedding.
 Files are never unpickled.
 
-Legend: T tokens of the batch, C cells, D numbers of a vector, H hidden.
+Legend: T tokens of the batch, C cells, D numbers of a vector, H width of the model.
 """
 
 import csv

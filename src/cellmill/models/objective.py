@@ -51,7 +51,7 @@ class GeneStatistics:
 class Objective:
     """Base of every objective."""
 
-    tensor: Mapping[str, Style] = MappingProxyType({})
+    tensor_parallel_styles: Mapping[str, Style] = MappingProxyType({})
     """Tensor-parallel style of heads, by path in the model; others are replicated."""
     gene_rows: frozenset[str] = frozenset()
     """Parameters of heads with a row per token of the vocabulary; `init_from` matches them by gene."""

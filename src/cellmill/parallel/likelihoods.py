@@ -20,7 +20,7 @@ Zeros are computed densely and without gamma functions, which cancel there; the 
 them. Source: Robinson & Smyth 2008 (this parametrisation); Lopez et al. 2018 (scVI: mean as library
 size times a softmax).
 
-Legend: N targets or cells, H hidden, V local rows of the table.
+Legend: N targets or cells, H width of the states, V local rows of the table.
 """
 
 from abc import ABC, abstractmethod

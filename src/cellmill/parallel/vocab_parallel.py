@@ -9,7 +9,7 @@ the backward pass of `x[index]` on several threads of a CPU: tensor-parallel ran
 would drift apart. The sums here are of bags of rows, each added by one thread from first to last:
 on one thread of a CPU they equal torch's operations bit by bit.
 
-Legend: T tokens or rows, C cells, N targets or indices, H hidden, V rows of the table.
+Legend: T tokens or rows, C cells, N targets or indices, H width of the states, V rows of the table.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """A causal transformer over genes in rank order; positions are a rotary table, a buffer (Su et al.
 2021, RoPE).
 
-Legend: T tokens of the batch, H hidden, h heads, d width of a head.
+Legend: T tokens of the batch, H width of the model, h heads, d width of a head.
 """
 
 from dataclasses import replace

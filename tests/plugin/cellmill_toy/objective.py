@@ -1,6 +1,6 @@
 """Predict the next gene of each cell from the tokens so far.
 
-Legend: T tokens of the batch, N targets, H hidden.
+Legend: T tokens of the batch, N targets, H width of the model.
 """
 
 from dataclasses import dataclass

@@ -24,8 +24,8 @@ from cellmill.models.objective import Objective
 from cellmill.models.objectives.classification import (
     Classification,
     calibration_error,
-    find_highest,
-    measure_error,
+    calibration_error_of_logits,
+    confidence_and_correctness,
 )
 from cellmill.models.objectives.regression import Regression
 
@@ -61,18 +61,20 @@ def calibrate(logits: np.ndarray, labels: np.ndarray) -> Calibration:
         held_out = fold == number
         if not held_out.all():
             scaled[held_out] /= fit_temperature(logits[~held_out], labels[~held_out])
-    lowers_error = measure_error(scaled, labels) < measure_error(logits, labels)
+    lowers_error = calibration_error_of_logits(scaled, labels) < calibration_error_of_logits(
+        logits, labels
+    )
     temperature = fit_temperature(logits, labels) if lowers_error else 1.0
-    highest, right = find_highest(logits / temperature, labels)
+    confidence, is_right = confidence_and_correctness(logits / temperature, labels)
     # (cells, STEPS): cells that each threshold keeps
-    above = highest[:, None] >= np.arange(STEPS) / STEPS
-    accuracy = [float(right[chosen].mean()) if chosen.any() else None for chosen in above.T]
+    above = confidence[:, None] >= np.arange(STEPS) / STEPS
+    accuracy = [float(is_right[chosen].mean()) if chosen.any() else None for chosen in above.T]
     return Calibration(
         temperature=temperature,
         n_cells=len(labels),
-        accuracy=float(right.mean()),
-        calibration_error=calibration_error(highest, right),
-        calibration_error_uncalibrated=measure_error(logits, labels),
+        accuracy=float(is_right.mean()),
+        calibration_error=calibration_error(confidence, is_right),
+        calibration_error_uncalibrated=calibration_error_of_logits(logits, labels),
         accuracy_above=accuracy,
         labelled_above=above.mean(axis=0).tolist(),
     )

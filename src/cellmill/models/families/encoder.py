@@ -8,7 +8,7 @@ output is the cell's vector.
 perceptron on the cell's log-normalised profile, whose first matrix is the gene embedding. Rows of
 its residual stream are cells, not tokens: a cell costs the same whatever its depth.
 
-Legend: T tokens of the batch, N targets, C cells, H hidden.
+Legend: T tokens of the batch, N targets, C cells, H width of the model.
 """
 
 import math

@@ -10,7 +10,7 @@ and ESM, and takes its weights if the folder has them. Only safetensors are read
 a pickle.
 
 Legend: B cells, L tokens of the longest cell with its special tokens, T tokens without special
-tokens, H hidden.
+tokens, H width of the model.
 """
 
 import os

@@ -7,7 +7,7 @@ it to the positions. BERT's dropout on embeddings and attention weights is left 
 `scgpt` (Cui et al. 2024) adds a normed gene embedding and a normed perceptron of the bin's number,
 without positions. The cell's vector is divided by its length (L2), as in scGPT's embeddings.
 
-Legend: T tokens of the batch, N targets, H hidden.
+Legend: T tokens of the batch, N targets, H width of the model.
 """
 
 import math
@@ -175,5 +175,5 @@ class ScgptModel(PostNormEncoder):
         return gene_vectors + self.with_hidden(embedded, prepared, index)
 
     def cell_vectors(self, states: Tensor, prepared: EncoderBatch) -> Tensor:
-        """(T, H) -> (cells, H) float32, of length 1."""
+        """(T, H) -> (cells, H) float32, unit vectors (L2 norm 1)."""
         return F.normalize(super().cell_vectors(states, prepared), dim=1)

@@ -1,12 +1,13 @@
 """cell_decoding: predict the hidden part of a cell's expression from its vector, over all genes.
 
 A view of each cell is encoded and pooled to a vector; a decoder turns it into a softmax over all
-genes, whose cross-entropy with the hidden expression is the loss. Which genes are on is what a cell
-is: values of detected genes only are mostly sequencing depth. With `weights: counts` this is the
-multinomial likelihood of the hidden counts given their sum, divided by the sum; with `likelihood:
-nb` the negative binomial likelihood of all genes' hidden counts, zeros included, also divided by
-the sum. With `view_loss` the hidden part is encoded too, and VICReg of the vectors of both parts is
-added in training only. `judge` compares with the mean profile of the training cells.
+genes, whose cross-entropy with the hidden expression is the loss. All genes are predicted, because
+which genes are expressed defines a cell; the values of detected genes alone mostly reflect
+sequencing depth. With `weights: counts` this is the multinomial likelihood of the hidden counts
+given their sum, divided by the sum; with `likelihood: nb` the negative binomial likelihood of all
+genes' hidden counts, zeros included, also divided by the sum. With `view_loss` the hidden part is
+encoded too, and VICReg of the vectors of both parts is added in training only. `judge` compares
+with the mean profile of the training cells.
 
 Legend: C cells with targets, H width of a cell's vector, D width of the decoder's last layer, V
 tokens of the vocabulary.
@@ -70,7 +71,7 @@ class CellDecoding(Objective):
     """See the module; needs a model with `cell_vectors`."""
 
     config: ViewConfig
-    tensor = MappingProxyType({"profile_genes": "vocabulary"})
+    tensor_parallel_styles = MappingProxyType({"profile_genes": "vocabulary"})
     gene_rows = frozenset({"profile_genes.weight", "profile_bias", "profile_dispersion"})
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
@@ -93,7 +94,7 @@ class CellDecoding(Objective):
         return tuple(names)
 
     def _attach_batch_terms(self, model: Any, column: str, width: int) -> list[str]:
-        """Add a vector of each batch to the decoder, and the adversary if there is one."""
+        """Add a vector per experimental batch to the decoder, and the adversary if there is one."""
         n_levels = len(self.levels[column])
         model.batch_terms = LevelTerms(n_levels, width)
         names = ["batch_terms"]
@@ -176,7 +177,10 @@ class CellDecoding(Objective):
         return loss
 
     def rows(self, model: Any, states: Tensor, prepared: DecodingBatch) -> Tensors:
-        """Return rows of 1 and the vectors of the shown and the hidden part: `(pairs, 1 + 2 H)` float32."""
+        """Return one row per pair: a 1, then the vectors of the shown and the hidden part.
+
+        The table is `(pairs, 1 + 2 H)` float32.
+        """
         vectors = model.cell_vectors(states, prepared)
         shown = vectors[prepared.pairs[0]]
         hidden = vectors[prepared.pairs[1]]
@@ -200,7 +204,9 @@ class CellDecoding(Objective):
 
     def _batch_levels(self, prepared: DecodingBatch) -> Tensor:
         """Return the level number of each cell's experimental batch, `(C,)` int64."""
-        return self.level_numbers(prepared, self.config.batch_column or "")[prepared.target_cells]
+        column = self.config.batch_column
+        assert column is not None, "no column of batches"
+        return self.level_numbers(prepared, column)[prepared.target_cells]
 
     def observe(self, model: Any, prepared: DecodingBatch) -> ProfileObservations:
         vectors = self._target_vectors(model, model.states(prepared), prepared)

@@ -36,32 +36,35 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return powers / powers.sum(axis=1, keepdims=True)
 
 
-def calibration_error(highest: np.ndarray, right: np.ndarray) -> float:
+def calibration_error(confidence: np.ndarray, is_right: np.ndarray) -> float:
     """Return the expected calibration error, in bins of equal width.
 
-    `highest` `(cells,)` is each cell's highest probability; `right` `(cells,)` is 1 if it is the
-    probability of the cell's label, otherwise 0.
+    `confidence` `(cells,)` is each cell's highest probability; `is_right` `(cells,)` is 1 if it is
+    the probability of the cell's label, otherwise 0.
     """
-    bins = np.minimum((highest * BINS).astype(np.int64), BINS - 1)
+    bins = np.minimum((confidence * BINS).astype(np.int64), BINS - 1)
     # `(BINS,)`: number of cells predicted right, minus the number expected
-    gaps = np.bincount(bins, weights=right - highest, minlength=BINS)
-    return float(np.abs(gaps).sum() / len(highest))
+    gaps = np.bincount(bins, weights=is_right - confidence, minlength=BINS)
+    return float(np.abs(gaps).sum() / len(confidence))
 
 
-def measure_error(logits: np.ndarray, labels: np.ndarray, temperature: float = 1.0) -> float:
+def calibration_error_of_logits(
+    logits: np.ndarray, labels: np.ndarray, temperature: float = 1.0
+) -> float:
     """Return the calibration error of logits divided by a temperature.
 
     `logits` are `(cells, labels)`, `labels` `(cells,)` int64.
     """
-    return calibration_error(*find_highest(logits / temperature, labels))
+    return calibration_error(*confidence_and_correctness(logits / temperature, labels))
 
 
-def find_highest(logits: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def confidence_and_correctness(
+    logits: np.ndarray, labels: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Return each cell's highest probability, and 1 if its label has it, else 0: `(cells,)` float64."""
     probabilities = softmax(logits)
-    highest = probabilities.max(axis=1)
     is_right = probabilities.argmax(axis=1) == labels
-    return highest, is_right.astype(np.float64)
+    return probabilities.max(axis=1), is_right.astype(np.float64)
 
 
 class Classification(LabelObjective):
@@ -136,8 +139,10 @@ class Classification(LabelObjective):
         logits = logits.astype(np.float64)
         if self.temperature is not None:
             metrics["temperature"] = self.temperature
-            metrics["calibration_error"] = measure_error(logits, labels, self.temperature)
-        metrics["calibration_error_uncalibrated"] = measure_error(logits, labels)
+            metrics["calibration_error"] = calibration_error_of_logits(
+                logits, labels, self.temperature
+            )
+        metrics["calibration_error_uncalibrated"] = calibration_error_of_logits(logits, labels)
         name = f"classification of {self.config.label_column}"
         against = "the frequencies of labels"
         return metrics, loss_verdict(name, against, loss - entropy, "nats")

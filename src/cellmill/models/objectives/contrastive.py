@@ -1,8 +1,8 @@
 """supervised_contrastive: cells of one label have similar vectors.
 
-For each cell and each other cell p of its label: the cross-entropy of p among all other cells of the
-global batch, whose logits are cosines of vectors over a temperature. The loss of a cell is the mean
-over p, or 0 if its label is unique (Khosla et al. 2020, equation 2, L_out). There is no projection
+The loss pairs each cell with every other cell p of its label: the cross-entropy of p among all other
+cells of the global batch, with cosine / temperature as logits. The loss of a cell is the mean over
+p, or 0 if its label is unique (Khosla et al. 2020, equation 2, L_out). There is no projection
 head. The published loss has two augmented views of each image; here a cell is encoded once. In a
 `sum` with cell_decoding the vector is that of the shown part, which changes from step to step.
 
@@ -22,7 +22,7 @@ from cellmill.config.parts.objectives import SupervisedContrastiveConfig
 from cellmill.models.objective import GeneStatistics, Judgement, Tensors, loss_verdict
 from cellmill.models.objectives.shared.per_cell import LabelObjective, TargetBatch
 
-ANCHORS = 1024  # cells that are compared with all others at once
+ANCHORS_PER_CHUNK = 1024  # cells that are compared with all others at once
 
 
 class SupervisedContrastive(LabelObjective):
@@ -38,7 +38,7 @@ class SupervisedContrastive(LabelObjective):
         return self.coupled_loss(rows, prepared)
 
     def rows(self, model: Any, states: Tensor, prepared: TargetBatch) -> Tensors:
-        """Return rows of a label, from 1, and a vector of length 1: `(C, 1 + H)` float32."""
+        """Return one row per cell: its label from 1, then a unit vector (L2 norm 1): `(C, 1 + H)` float32."""
         vectors = model.cell_vectors(states, prepared)[prepared.target_cells].float()
         labels = prepared.targets[:, None].to(vectors) + 1
         return (torch.cat([labels, F.normalize(vectors, dim=1)], dim=1),)
@@ -47,7 +47,7 @@ class SupervisedContrastive(LabelObjective):
         return tuple(contrast(table, self.config.temperature) for table in tables)
 
     def observe(self, model: Any, prepared: TargetBatch) -> Tensors:
-        """Return labels from 1, `(C,)` int64, and vectors of length 1, `(C, H)` float32."""
+        """Return labels from 1, `(C,)` int64, and unit vectors, `(C, H)` float32."""
         (rows,) = self.rows(model, model.states(prepared), prepared)
         return prepared.targets + 1, rows[:, 1:]
 
@@ -73,14 +73,14 @@ class SupervisedContrastive(LabelObjective):
 def contrast(table: Tensor, temperature: float) -> Tensor:
     """Return the summed loss of `table` `(S, 1 + H)`, a float64 scalar.
 
-    A row is a label, 0 for an empty slot, and a vector of length 1.
+    A row is a label, 0 for an empty slot, and a unit vector.
     """
     labels = table[:, 0].detach()
     vectors = table[:, 1:]
     loss = table.new_zeros((), dtype=torch.float64)
     # an empty table still has one chunk, without anchors, so the loss has a gradient
-    for anchors in torch.arange(len(table), device=table.device).split(ANCHORS):
-        # recompute in the backward pass, to hold ANCHORS * S logits at a time, not S * S
+    for anchors in torch.arange(len(table), device=table.device).split(ANCHORS_PER_CHUNK):
+        # recompute in the backward pass, to hold ANCHORS_PER_CHUNK * S logits at a time, not S * S
         loss = loss + checkpoint(
             _contrast_anchors,
             labels,

@@ -1,4 +1,4 @@
-"""distill: predict another model's vector of a cell from its own.
+"""distill: predict a teacher model's vector of a cell from this model's vector.
 
 The loss is the mean squared error of a linear layer over the columns of the teacher's vector, which
 are standardised (`data.shards.index`). Regression on hidden features of a teacher through a learned

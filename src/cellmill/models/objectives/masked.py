@@ -4,8 +4,8 @@ A fraction `mask_frac` of a cell's tokens, and at least one, is drawn by a hash 
 cell, position). Of the masked tokens, `keep_frac` show their own content in training and
 `random_frac` random content: a random gene of the vocabulary, or the value of a random visible gene
 of the cell (Devlin et al. 2019). The rest is hidden. A second loss, times `cell_loss_weight`,
-predicts the same targets from the cell's vector and what is not hidden of each target: its gene, or
-its value (scGPT, Cui et al. 2024, GEPC).
+predicts the same targets from the cell's vector and the visible half of each target: the gene for
+masked_value, the value for masked_gene (scGPT, Cui et al. 2024, GEPC).
 
 masked_value: cross-entropy of bins, squared error of continuous values. Genes differ far more in
 their mean than cells in a gene, so values are judged by R² *over the gene mean*, and by the
@@ -16,7 +16,7 @@ Without it, both metrics include this leak.
 masked_gene: the output matrix is the gene embedding, the baseline the frequency of genes in the
 training cells.
 
-Legend: C cells, T tokens of the batch, N targets, H hidden, V tokens of the vocabulary.
+Legend: C cells, T tokens of the batch, N targets, H width of the model, V tokens of the vocabulary.
 """
 
 from dataclasses import dataclass, replace
@@ -201,8 +201,8 @@ class MaskedObjective(Objective):
         """Return True if some masked tokens show random content or their own."""
         return self.config.random_frac + self.config.keep_frac > 0
 
-    def head_loss(self, model: Any, states: Tensor, prepared: MaskedBatch) -> Tensor:
-        """Return the summed loss of predictions from states of a head `(N, H)`, a float32 scalar."""
+    def head_loss(self, model: Any, head_output: Tensor, prepared: MaskedBatch) -> Tensor:
+        """Return the summed loss of predictions from the head's output `(N, H)`, a float32 scalar."""
         raise NotImplementedError
 
 
@@ -253,14 +253,14 @@ class MaskedValue(MaskedObjective):
         values[counts > 0] = tokens["values"]
         return values
 
-    def head_loss(self, model: Any, states: Tensor, prepared: MaskedBatch) -> Tensor:
+    def head_loss(self, model: Any, head_output: Tensor, prepared: MaskedBatch) -> Tensor:
         return value_loss(
-            self.predict_from_head(model, states, prepared), prepared.answers, self._first_bin
+            self.predict_from_head(model, head_output, prepared), prepared.answers, self._first_bin
         )
 
-    def predict_from_head(self, model: Any, states: Tensor, prepared: MaskedBatch) -> Tensor:
-        """Return values `(N,)` float32, or logits of bins `(N, bins)`, from states `(N, H)`."""
-        out: Tensor = model.value_out(states).float()
+    def predict_from_head(self, model: Any, head_output: Tensor, prepared: MaskedBatch) -> Tensor:
+        """Return values `(N,)` float32, or logits of bins `(N, bins)`, from the head's output `(N, H)`."""
+        out: Tensor = model.value_out(head_output).float()
         if self._is_class:
             return out
         return out.squeeze(-1) + prepared.center[prepared.cell[prepared.targets]]
@@ -341,12 +341,13 @@ class MaskedGene(MaskedObjective):
             genes = torch.where(mask.random, random_genes, genes)
         return {"genes": genes}
 
-    def head_loss(self, model: Any, states: Tensor, prepared: MaskedBatch) -> Tensor:
-        return token_loss(states, model.gene_embedding.weight, model.gene_bias, prepared.answers)
+    def head_loss(self, model: Any, head_output: Tensor, prepared: MaskedBatch) -> Tensor:
+        table = model.gene_embedding.weight
+        return token_loss(head_output, table, model.gene_bias, prepared.answers)
 
-    def predict_from_head(self, model: Any, states: Tensor, prepared: MaskedBatch) -> Tensor:
-        """Return logits of genes, `(N, V)` float32, from states `(N, H)`."""
-        return token_logits(states, model.gene_embedding.weight, model.gene_bias)
+    def predict_from_head(self, model: Any, head_output: Tensor, prepared: MaskedBatch) -> Tensor:
+        """Return logits of genes, `(N, V)` float32, from the head's output `(N, H)`."""
+        return token_logits(head_output, model.gene_embedding.weight, model.gene_bias)
 
     def observe(self, model: Any, prepared: MaskedBatch) -> GeneObservations:
         answers = prepared.answers

@@ -9,7 +9,7 @@ many tokens as `max_tokens` may have been cut, so its end is no target.
 Genes are judged among those that the cell does not have yet, as `cellmill generate` draws them; so
 is the baseline, the frequency of genes at the same rank in training cells.
 
-Legend: T tokens of the batch, N targets, H hidden, V tokens of the vocabulary.
+Legend: T tokens of the batch, N targets, H width of the model, V tokens of the vocabulary.
 """
 
 import math
@@ -221,12 +221,12 @@ class NextGene(Objective):
 def _judge_rank_baseline(
     genes: np.ndarray, position: np.ndarray, by_rank: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Predict each gene by its frequency at the rank; return correctness and cross-entropy.
+    """Predict each gene by its frequency in the bucket of its rank; return correctness and cross-entropy.
 
     Arrays are `(N,)`, `by_rank` `(buckets, genes)` counts training cells. Candidates are genes that
     are not in the cell yet.
     """
-    frequencies = _rank_frequencies(by_rank)
+    frequencies = _bucket_frequencies(by_rank)
     buckets = rank_buckets(position)
     cell_starts = np.flatnonzero(position == 0)
     cells = list(pairwise([*cell_starts, len(genes)]))
@@ -246,10 +246,13 @@ def _judge_rank_baseline(
     return is_right, cross_entropy
 
 
-def _rank_frequencies(by_rank: np.ndarray) -> np.ndarray:
-    """Return the smoothed frequency of each gene at each rank, `(buckets, genes)` float64, above 0."""
+def _bucket_frequencies(by_rank: np.ndarray) -> np.ndarray:
+    """Return the smoothed frequency of each gene in each bucket of ranks.
+
+    `by_rank` and the result, float64 and above 0, are `(buckets, genes)`.
+    """
     n_genes = by_rank.shape[1]
-    # each rank gets `n_genes` further counts, spread like the frequencies over all ranks
+    # each bucket gets `n_genes` further counts, spread like the frequencies over all buckets
     overall = (by_rank.sum(0) + 1) / (by_rank.sum() + n_genes)
     smoothed = by_rank + n_genes * overall
     frequencies: np.ndarray = smoothed / smoothed.sum(1, keepdims=True)
@@ -261,8 +264,8 @@ def _judge_cell(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return correctness and cross-entropy at positions `judged` of one cell, `(judged,)` each.
 
-    `cell_genes` are its genes in order, `frequency` `(genes,)` of all genes at the rank of these
-    positions, and `by_frequency` all genes, the most frequent first.
+    `cell_genes` are its genes in order, `frequency` `(genes,)` of all genes in the bucket of
+    these positions, and `by_frequency` all genes, the most frequent first.
     """
     cell_frequency = frequency[cell_genes]
     # total frequency of the candidates: at least the gene's own

@@ -1,14 +1,14 @@
 """perturbation_response: cell_decoding, with a response of the cell to its perturbation.
 
 The decoder is given the cell's vector plus a response, as in CPA (Lotfollahi et al. 2023, Mol.
-Syst. Biol. 19:e11517). The response is a projection of what the decoder knows of the perturbed
+Syst. Biol. 19:e11517). The response is a projection of the decoder's embeddings of the perturbed
 genes, a bias that all perturbations share, and a learned vector of each perturbation. Controls have
 no response. A perturbation that was not trained on has the first two, so it can be predicted if its
 gene is known; its learned vector stays zero. The loss is of binomial draws: the response has to
 explain the part of the counts that the cell's vector, made from the other part, does not.
 
-Legend: C cells with targets, H width of a cell's vector, D width of the decoder's last layer, M most
-genes of a perturbation, V tokens of the vocabulary. Level numbers begin at 1; 0 is an unknown level.
+Legend: C cells with targets, H width of a cell's vector, D width of the decoder's last layer, M
+largest number of genes of a perturbation, V tokens of the vocabulary. Level numbers begin at 1; 0 is an unknown level.
 """
 
 from collections.abc import Sequence

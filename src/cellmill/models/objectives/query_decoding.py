@@ -5,10 +5,10 @@ vector with an embedding of the gene, and feed-forward layers turn the product i
 loss is the squared error; values are judged by R² over the gene's mean in training cells, zeros
 included. `docs/quality.md` compares it with a zero-inflated loss and with a sum of vector and gene.
 
-A gene of the vocabulary is hidden with the probability that its cell drew, whether the cell has it
+A gene of the vocabulary is hidden with the probability that its cell drew, whether it is detected
 or not, so hidden genes are detected as often as genes of whole cells. All hidden genes would be too
-many queries: at most `max_asked` of the detected genes are queried, and `undetected_ratio` times as
-many of the others. A query's weight is the number of hidden genes for which it stands. Genes that
+many queries: at most `max_asked` detected genes are queried, and `undetected_ratio` times as many
+undetected ones. A query's weight is the number of hidden genes for which it stands. Genes that
 `tokens.max_tokens` cuts from a cell count as undetected.
 
 Legend: C cells, T tokens of the batch, N queries, H width of a cell's vector.
@@ -49,12 +49,12 @@ from cellmill.parallel.vocab_parallel import embed_tokens, rows_at
 
 @dataclass(frozen=True, kw_only=True)
 class QueryView(Batch):
-    """The shown tokens, and the queries: detected genes, then others."""
+    """The shown tokens, and the queries: detected genes, then undetected ones."""
 
-    asked_cell: Tensor  # `(N,)` int64: index of the cell
-    asked_genes: Tensor  # `(N,)` int64: token ids
-    asked_values: Tensor  # `(N,)` float32: values of the whole cell, 0 where not detected
-    asked_weights: Tensor
+    query_cells: Tensor  # `(N,)` int64: index of the cell
+    query_genes: Tensor  # `(N,)` int64: token ids
+    query_targets: Tensor  # `(N,)` float32: values of the whole cell, 0 where not detected
+    query_weights: Tensor
     """`(N,)` float32: hidden genes for which each query stands; in QueryBatch, of mean 1 in each cell."""
 
 
@@ -92,33 +92,36 @@ def _number_in_cell(n_items: Tensor, cell: Tensor) -> Tensor:
     return torch.arange(len(cell)) - first_item[cell]
 
 
-def _pick_lowest(hidden: HiddenTokens, n_most: int) -> Tensor:
-    """Return the `n_most` hidden tokens of each cell with the lowest keys: `(tokens,)` int64, ascending."""
+def _pick_lowest(hidden: HiddenTokens, max_tokens: int) -> Tensor:
+    """Return the at most `max_tokens` hidden tokens of each cell with the lowest keys.
+
+    The result is `(tokens,)` int64, ascending.
+    """
     tokens = hidden.is_hidden.nonzero().flatten()
     # hidden tokens, cell after cell, the lowest key of each cell first
     tokens = tokens[hidden.keys[tokens].argsort()]
     tokens = tokens[hidden.cell[tokens].argsort(stable=True)]
     cell = hidden.cell[tokens]
     rank = _number_in_cell(torch.bincount(cell), cell)
-    return tokens[rank < n_most].sort().values
+    return tokens[rank < max_tokens].sort().values
 
 
 def _draw_undetected(
-    batch: Batch, n_drawn: Tensor, n_lacking: Tensor, n_genes: int, seed: int, step: int
+    batch: Batch, n_drawn: Tensor, n_undetected: Tensor, n_genes: int, seed: int, step: int
 ) -> tuple[Tensor, Tensor]:
-    """Return cell and token id of genes that cells lack, drawn with replacement: `(draws,)` int64 each.
+    """Return cell and token id of undetected genes, drawn with replacement: `(draws,)` int64 each.
 
-    Each cell has `n_drawn` draws from the `n_lacking` genes that it lacks, `(C,)` int64 each.
+    Each cell has `n_drawn` draws from its `n_undetected` undetected genes, `(C,)` int64 each.
     """
     cell = torch.repeat_interleave(n_drawn)
     draw_number = _number_in_cell(n_drawn, cell)
     bits = keyed_token_bits(batch.cells, cell, seed, step, draw_number, UNDETECTED)
-    rows = _nth_lacking(batch, bits % n_lacking[cell], cell, n_genes)
+    rows = _nth_undetected(batch, bits % n_undetected[cell], cell, n_genes)
     return cell, rows + len(SPECIAL)
 
 
-def _nth_lacking(batch: Batch, n: Tensor, cell: Tensor, n_genes: int) -> Tensor:
-    """Return the vocabulary row of the n-th gene, from 0, that a cell lacks: `(draws,)` int64.
+def _nth_undetected(batch: Batch, n: Tensor, cell: Tensor, n_genes: int) -> Tensor:
+    """Return the vocabulary row of a cell's n-th undetected gene, n from 0: `(draws,)` int64.
 
     `n` and `cell` are `(draws,)` int64. The row is n + the number of detected genes before it.
     """
@@ -126,11 +129,11 @@ def _nth_lacking(batch: Batch, n: Tensor, cell: Tensor, n_genes: int) -> Tensor:
     # `(T,)`: vocabulary rows of detected genes, ascending in each cell
     first_row = token_cell * n_genes
     rows = (first_row + batch.genes - len(SPECIAL)).sort().values - first_row
-    # `(T,)`: number of genes with smaller rows that the cell lacks, ascending in each cell
-    n_lacking_before = rows - position
+    # `(T,)`: number of undetected genes with smaller rows, ascending in each cell
+    n_undetected_before = rows - position
     # search all cells at once: an offset for each cell makes the numbers ascend over all of them
     offset = n_genes + 1
-    numbers = n_lacking_before + token_cell * offset
+    numbers = n_undetected_before + token_cell * offset
     end = torch.searchsorted(numbers, n + cell * offset, right=True)
     n_detected_before = end - batch.cu_seqlens[cell]
     return n + n_detected_before
@@ -140,7 +143,9 @@ class QueryDecoding(Objective):
     """See the module; needs a model with `cell_vectors`."""
 
     config: QueryDecodingConfig
-    tensor = MappingProxyType({"query_genes": "vocabulary", "query_bias": "vocabulary"})
+    tensor_parallel_styles = MappingProxyType(
+        {"query_genes": "vocabulary", "query_bias": "vocabulary"}
+    )
     gene_rows = frozenset({"query_genes.weight", "query_bias.weight"})
     n_genes: int  # genes of the vocabulary
 
@@ -173,7 +178,7 @@ class QueryDecoding(Objective):
         return QueryView(
             **make_tokens(batch.genes.numpy(), shown, batch.cu_seqlens.numpy(), self.tokenizer),
             **batch.arrays("cell"),
-            **self._ask(batch, hidden, seed, step),
+            **self._choose_queries(batch, hidden, seed, step),
         )
 
     def _draw_hidden(self, batch: Batch, seed: int, step: int) -> HiddenTokens:
@@ -189,7 +194,9 @@ class QueryDecoding(Objective):
             frac=frac,
         )
 
-    def _ask(self, batch: Batch, hidden: HiddenTokens, seed: int, step: int) -> dict[str, Any]:
+    def _choose_queries(
+        self, batch: Batch, hidden: HiddenTokens, seed: int, step: int
+    ) -> dict[str, Any]:
         """Choose the queries of each cell; return the fields of `QueryView` for them."""
         n_cells = len(batch.lengths)
         # detected genes
@@ -197,47 +204,47 @@ class QueryDecoding(Objective):
         picked_cell = hidden.cell[picked]
         n_picked = torch.bincount(picked_cell, minlength=n_cells)
         n_hidden = torch.bincount(hidden.cell[hidden.is_hidden], minlength=n_cells)
-        # genes that the cell lacks; as many of them as its fraction of all are hidden
-        n_lacking = self.n_genes - batch.cu_seqlens.diff().long()
+        # undetected genes: the cell's hidden fraction of them counts as hidden
+        n_undetected = self.n_genes - batch.cu_seqlens.diff().long()
         n_drawn = (n_picked * self.config.undetected_ratio).ceil().long()
-        n_drawn = torch.where(n_lacking > 0, n_drawn, 0)
+        n_drawn = torch.where(n_undetected > 0, n_drawn, 0)
         drawn_cell, drawn_genes = _draw_undetected(
-            batch, n_drawn, n_lacking, self.n_genes, seed, step
+            batch, n_drawn, n_undetected, self.n_genes, seed, step
         )
         # `(C,)` each: number of hidden genes for which a query stands
         picked_weight = n_hidden / n_picked.clamp(min=1)
-        drawn_weight = hidden.frac * n_lacking / n_drawn.clamp(min=1)
+        drawn_weight = hidden.frac * n_undetected / n_drawn.clamp(min=1)
         weights = torch.cat([picked_weight[picked_cell], drawn_weight[drawn_cell]])
         return {
-            "asked_cell": torch.cat([picked_cell, drawn_cell]),
-            "asked_genes": torch.cat([batch.genes[picked], drawn_genes]),
-            "asked_values": torch.cat([batch.values[picked], torch.zeros(len(drawn_cell))]),
-            "asked_weights": weights.float(),
+            "query_cells": torch.cat([picked_cell, drawn_cell]),
+            "query_genes": torch.cat([batch.genes[picked], drawn_genes]),
+            "query_targets": torch.cat([batch.values[picked], torch.zeros(len(drawn_cell))]),
+            "query_weights": weights.float(),
         }
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> QueryBatch:
         assert isinstance(batch, QueryView), "expected a view"
         n_cells = len(batch.lengths)
-        cell = batch.asked_cell
-        weights = batch.asked_weights.double()
+        cell = batch.query_cells
+        weights = batch.query_weights.double()
         # `(C,)`: factor that makes the mean weight of a cell's queries 1
         sums = torch.zeros(n_cells, dtype=weights.dtype).index_add(0, cell, weights)
         scale = torch.bincount(cell, minlength=n_cells) / sums
         return QueryBatch.prepared(
             batch,
             (seed, step),
-            asked_weights=(weights * scale[cell]).float(),
+            query_weights=(weights * scale[cell]).float(),
             n_targets=torch.tensor(len(cell)),
         )
 
     def loss(self, model: Any, states: Tensor, prepared: QueryBatch) -> Tensor:
-        errors = self.predict_targets(model, states, prepared) - prepared.asked_values
-        return (prepared.asked_weights * errors.square()).sum()
+        errors = self.predict_targets(model, states, prepared) - prepared.query_targets
+        return (prepared.query_weights * errors.square()).sum()
 
     def predict_targets(self, model: Any, states: Tensor, prepared: QueryBatch) -> Tensor:
         """Return the predicted value of each query, `(N,)` float32, from states `(T, H)`."""
         vectors = model.cell_vectors(states, prepared).to(states.dtype)
-        return self.predict_queries(model, vectors, prepared.asked_cell, prepared.asked_genes)
+        return self.predict_queries(model, vectors, prepared.query_cells, prepared.query_genes)
 
     def predict_queries(self, model: Any, vectors: Tensor, cell: Tensor, genes: Tensor) -> Tensor:
         """Return the predicted value of each query, `(N,)` float32, from `vectors` `(C, H)`.
@@ -252,10 +259,10 @@ class QueryDecoding(Objective):
 
     def observe(self, model: Any, prepared: QueryBatch) -> QueryObservations:
         return QueryObservations(
-            genes=prepared.asked_genes - len(SPECIAL),
-            values=prepared.asked_values,
+            genes=prepared.query_genes - len(SPECIAL),
+            values=prepared.query_targets,
             predicted=self.predict_targets(model, model.states(prepared), prepared),
-            weights=prepared.asked_weights,
+            weights=prepared.query_weights,
         )
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:

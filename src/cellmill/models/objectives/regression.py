@@ -97,12 +97,12 @@ class Regression(CellObjective):
         self.kept_sums.append(torch.stack(sums))
 
     def rows(self, model: Any, states: Tensor, prepared: TargetBatch) -> Tensors:
-        """Return rows of 1, prediction and number: `(C, 3)` float32."""
+        """Return one row per cell: a 1, the prediction, the number; `(C, 3)` float32."""
         predicted = self.predict_targets(model, states, prepared)
         return (_stack_rows(predicted, prepared.targets),)
 
     def loss_of_rows(self, *tables: Tensor) -> Tensors:
-        return tuple(anticorrelation(table) for table in tables)
+        return tuple(correlation_loss(table) for table in tables)
 
     def validation_figures(self, sums: Sequence[float]) -> dict[str, float]:
         n, x, y, xx, yy, xy = MomentSums(*sums)
@@ -145,10 +145,10 @@ def _stack_rows(predicted: Tensor, targets: Tensor) -> Tensor:
     return torch.stack([torch.ones_like(predicted), predicted, targets], dim=1)
 
 
-def anticorrelation(table: Tensor) -> Tensor:
+def correlation_loss(table: Tensor) -> Tensor:
     """Return n (1 - r), a float64 scalar, for n cells with correlation r.
 
-    A row of `table` `(S, 3)` is 1, prediction and number; rows of zeros are empty slots.
+    A row of `table` `(S, 3)` is a 1, the prediction, the number; rows of zeros are empty slots.
     """
     filled, predicted, targets = table.double().unbind(1)
     n_cells = filled.detach().sum()

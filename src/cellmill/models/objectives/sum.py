@@ -41,7 +41,8 @@ class SumBatch:
     """Shares in losses of the global batch, in the order of the parts."""
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("shown", "batches", "n_targets", "shares"):  # missing while a copy is made
+        # copy and pickle look attributes up before they are set; delegating them would recurse forever
+        if name in ("shown", "batches", "n_targets", "shares"):
             raise AttributeError(name)
         return getattr(self.shown, name)
 
@@ -53,7 +54,7 @@ class Sum(Objective):
         super().__init__(config, tokens)
         self.objectives: dict[str, Objective] = {}  # the parts by name
         self.part_weights: dict[str, float] = {}
-        self.tensor = {}
+        self.tensor_parallel_styles = {}
         for name, options in config.parts.items():
             part = options.load()(options, tokens)
             if type(part).view is not Objective.view and not options.draws_view:
@@ -62,7 +63,7 @@ class Sum(Objective):
                 )
             self.objectives[name] = part
             self.part_weights[name] = options.weight  # type: ignore[attr-defined]
-            self.tensor |= part.tensor
+            self.tensor_parallel_styles |= part.tensor_parallel_styles
             self.gene_rows |= part.gene_rows
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:

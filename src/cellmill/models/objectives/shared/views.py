@@ -33,17 +33,20 @@ from cellmill.models.counter_rng import host_state
 ViewConfig = CellDecodingConfig | DenoiseConfig | PerturbationResponseConfig
 
 
-# Last key of each draw. Draws with the same last key differ in the keys before it.
-# after (cell, seed, step)
+# Last key of each draw, after (cell, seed, step). UNDETECTED may equal DROPPED_FRAC because a draw
+# number precedes it.
 HIDDEN_FRAC = 2  # hidden fraction of a cell's genes or, in views thin and drop_thin, of its counts
-HIDE = 3  # what is hidden; for whole genes after the position in the cell too
+HIDE = 3  # what is hidden; whole genes have the position in the cell before it
 DROPPED_FRAC = 4  # hidden fraction of a cell's genes in view drop_thin
-UNDETECTED = 4  # a gene that the cell lacks, after the number of the draw too
+UNDETECTED = 4  # an undetected gene; the draw's number is before it
 
 
 @dataclass(frozen=True, kw_only=True)
 class ViewBatch(Batch):
-    """The shown tokens, and the profile to predict: entries in the order of their cells."""
+    """The shown tokens, and the profile to predict: entries in the order of their cells.
+
+    An entry is one gene of one cell with the count to predict.
+    """
 
     entry_cell: Tensor  # `(entries,)` int64: index of the cell in the batch
     entry_genes: Tensor  # `(entries,)` int64: token id
@@ -59,16 +62,17 @@ def draw_view(
     assert batch.counts is not None, "the batch has no counts"
     genes = batch.genes.numpy()
     counts = batch.counts.numpy()
-    ends = batch.cu_seqlens.numpy()
+    offsets = batch.cu_seqlens.numpy()
     cell = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
     state = host_state(batch.cells.numpy(), seed, step)
     shown = counts
     if config.view != "thin":
         frac_key = HIDDEN_FRAC if config.view == "drop" else DROPPED_FRAC
         dropped_frac = draw_hidden_frac(state, config, frac_key)
-        shown = _drop_genes(shown, dropped_frac[cell], positions_in_rows(ends), state[cell])
+        shown = _drop_genes(shown, dropped_frac[cell], positions_in_rows(offsets), state[cell])
     if config.view != "drop":
-        shown = _thin_counts(shown, ends, draw_hidden_frac(state, config, HIDDEN_FRAC), state)
+        removed_frac = draw_hidden_frac(state, config, HIDDEN_FRAC)
+        shown = _thin_counts(shown, offsets, removed_frac, state)
     hidden = counts - shown
     predicted = counts if config.target == "all" else hidden
     entries = np.flatnonzero(predicted)
@@ -78,13 +82,13 @@ def draw_view(
         # second views, of what is hidden, follow the first
         genes = np.concatenate([genes, genes])
         shown = np.concatenate([shown, hidden])
-        ends = np.concatenate([ends, ends[1:] + ends[-1]])
+        offsets = np.concatenate([offsets, offsets[1:] + offsets[-1]])
         n_paired = len(batch.lengths)
         per_cell = {name: torch.cat([array, array]) for name, array in per_cell.items()}
         # ids of second views differ, and with them the keys of their dropout
         per_cell["cells"] = torch.cat([batch.cells, ~batch.cells])
     return ViewBatch(
-        **make_tokens(genes, shown, ends, tokenizer),
+        **make_tokens(genes, shown, offsets, tokenizer),
         **per_cell,
         entry_cell=torch.from_numpy(cell[entries]),
         entry_genes=batch.genes[torch.from_numpy(entries)],
@@ -106,17 +110,17 @@ def _drop_genes(
 
 
 def _thin_counts(
-    counts: np.ndarray, ends: np.ndarray, removed_frac: np.ndarray, state: np.ndarray
+    counts: np.ndarray, offsets: np.ndarray, removed_frac: np.ndarray, state: np.ndarray
 ) -> np.ndarray:
     """Hide a binomial part of each count: return the rest, `(tokens,)`.
 
-    `counts` `(tokens,)` are cut into cells by `ends`, `(cells + 1,)`; `removed_frac` and `state` are
-    `(cells,)`.
+    `counts` `(tokens,)` are cut into cells by `offsets`, `(cells + 1,)`; `removed_frac` and `state`
+    are `(cells,)`.
     """
     entries = np.flatnonzero(counts)  # a binomial draw from 0 takes no random number
-    entry_ends = np.searchsorted(entries, ends)
+    entry_offsets = np.searchsorted(entries, offsets)
     cell_states = host_state(HIDE, state=state)
-    removed = _draw_binomials(counts[entries], entry_ends, removed_frac, cell_states)
+    removed = _draw_binomials(counts[entries], entry_offsets, removed_frac, cell_states)
     left = counts.copy()
     left[entries] -= removed
     return left
@@ -133,18 +137,18 @@ def draw_hidden_frac(state: np.ndarray, config: HiddenFracConfig, key: int) -> n
 
 
 def make_tokens(
-    genes: np.ndarray, counts: np.ndarray, ends: np.ndarray, tokenizer: Tokenizer
+    genes: np.ndarray, counts: np.ndarray, offsets: np.ndarray, tokenizer: Tokenizer
 ) -> dict[str, Any]:
     """Return the fields per token and the lengths of a batch of cells.
 
-    `genes` and `counts`, `(n,)` int64, are cut into cells by `ends`, `(cells + 1,)`. Values are made
-    from these counts only; a count of 0 makes no token.
+    `genes` and `counts`, `(n,)` int64, are cut into cells by `offsets`, `(cells + 1,)`. Values are
+    made from these counts only; a count of 0 makes no token.
     """
     entries = np.flatnonzero(counts)
     counts = counts[entries]
-    starts = np.searchsorted(entries, ends)
+    entry_offsets = np.searchsorted(entries, offsets)
     rows = (genes[entries] - len(SPECIAL)).astype(np.int32)
-    ids, values, cu_seqlens = tokenizer.tokenize(rows, counts, starts)
+    ids, values, cu_seqlens = tokenizer.tokenize(rows, counts, entry_offsets)
     value_tensor = torch.from_numpy(values)
     if not value_tensor.is_floating_point():
         value_tensor = value_tensor.long()
@@ -153,7 +157,7 @@ def make_tokens(
         "values": value_tensor,
         "counts": torch.from_numpy(counts),
         "cu_seqlens": torch.from_numpy(cu_seqlens),
-        "lengths": np.diff(starts).tolist(),
+        "lengths": np.diff(entry_offsets).tolist(),
     }
 
 
@@ -163,12 +167,12 @@ def uniform(state: np.ndarray) -> np.ndarray:
 
 
 def _draw_binomials(
-    counts: np.ndarray, ends: np.ndarray, probability: np.ndarray, state: np.ndarray
+    counts: np.ndarray, offsets: np.ndarray, probability: np.ndarray, state: np.ndarray
 ) -> np.ndarray:
     """Return a binomial draw from each count, `(entries,)` int64.
 
-    `counts` `(entries,)` are cut into cells by `ends`, `(cells + 1,)`. Each cell has a `probability`
-    and a `state` that keys its draws, `(cells,)` each.
+    `counts` `(entries,)` are cut into cells by `offsets`, `(cells + 1,)`. Each cell has a
+    `probability` and a `state` that keys its draws, `(cells,)` each.
     """
     draws = np.empty_like(counts)
     # one generator is set to the start of each cell's stream: a new one would read entropy from the
@@ -178,7 +182,7 @@ def _draw_binomials(
     stream_start = philox.state
     key_words = stream_start["state"]["key"]  # (2,) uint64; the second stays 0
     keys = (state >> np.uint64(1)).tolist()
-    for (first, end), p, key in zip(pairwise(ends.tolist()), probability.tolist(), keys):
+    for (first, end), p, key in zip(pairwise(offsets.tolist()), probability.tolist(), keys):
         key_words[0] = key
         philox.state = stream_start
         draws[first:end] = generator.binomial(counts[first:end], p)
