@@ -3,6 +3,7 @@ between runs.
 """
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from reported import make_dataset, make_method
 from scipy.stats import ttest_rel
 
 from cellmill.report.collect import ReportedRun
+from cellmill.report.forms import StatusForm
 from cellmill.report.page import render
 from cellmill.report.ranking import TaskScore, rank, score_tasks, significant_difference
 from cellmill.report.standings import list_standings
@@ -53,6 +55,11 @@ def test_runs_with_different_left_out_batches_are_not_tied() -> None:
     assert first_line(runs).startswith(
         "second is best on d over the tasks that all have (probe, leave out): probe acc"
     )
+    longer = [replace(one, status=StatusForm(step=steps)) for one, steps in zip(runs, (200, 1600))]
+    assert not any(one.is_best for one in list_standings(longer))
+    assert first_line(longer).startswith(
+        "second has the highest mean on d over the tasks that all have (probe, leave out), with other numbers of steps:"
+    )
 
 
 def test_runs_inside_the_interval_are_tied_in_every_task() -> None:
@@ -60,10 +67,10 @@ def test_runs_inside_the_interval_are_tied_in_every_task() -> None:
         run("first", probe=result("f", [0.80, 0.82, 0.81]), few_shot=result("5", [0.7, 0.8])),
         run("second", probe=result("f", [0.81, 0.80, 0.81]), few_shot=result("5", [0.72, 0.79])),
     ]
-    assert [one.is_best for one in list_standings(runs)] == [True, True]
+    assert [(one.is_leading, one.is_best) for one in list_standings(runs)] == [(True, False)] * 2
     shared = "over the tasks that all have (probe, few shot)"
     assert first_line(runs).startswith(
-        f"first and second are tied for best on d {shared}: first has probe f 0.810"
+        f"first and second are tied for the highest mean on d {shared}; first: probe f 0.810; the best baseline"
     )
 
 

@@ -151,7 +151,8 @@ def test_the_page_shows_what_the_folders_hold(page: str) -> None:
         "0.840 ± 0.020", "probe: accuracy", "n unlabelled 2", "Skipped: the dataset has no label column.", "-0.012",
         "97.3 %", "min_genes: 5",
         "a vocabulary of 1 genes", "240", "f00d" * 16, "cafe" * 16, "beef" * 16, "2.99.1", "train.lr", "raw.h5ad",
-        f"(embedding + logistic regression), which {CLOSED}.", f"embedding + LR {CLOSED}.",
+        f"0.800 ± 0.020, embedding + LR; -0.040 from the best baseline, 95 % interval -0.070 to -0.010; {CLOSED}.",
+        f"embedding + LR {CLOSED}.", "0 % is the first of its two methods",
         "3 cells, 1 of them held out", "UMAP by batch", "confusion of embedding + kNN",
     ):  # fmt: skip
         assert wanted in text, wanted
@@ -275,6 +276,21 @@ def test_comparisons_warn_only_if_a_model_is_behind(
     ) * 2
 
 
+def test_many_losses_of_a_run_fold_into_one_line() -> None:
+    verdicts = [verdict_on(OWN, GENES, f"f{i}", -0.1 - i / 100, (-0.4, -0.04)) for i in range(20)]
+    columns = {f"f{i}": Score(0.5) for i in range(20)}
+    result = TaskResult([Row(OWN, columns), Row(GENES, columns)], "f0", verdicts)
+    shown = without_scripts(render("r", [of_tasks("a", probe=result)], []))
+    box = shown[shown.index("Where models are behind") :]
+    before_words = box[: box.index("<details>")]
+    assert re.findall("<li>(.*?)</li>", before_words) == [
+        "d: behind in 20 of 20: probe: f19 (-0.290) and 19 more."
+    ]
+    assert (
+        "Of 20 comparisons with the best baseline of a metric: ahead in none, behind in 20" in shown
+    )
+
+
 def test_a_gap_without_a_scale_is_in_the_first_line(tmp_path: Path) -> None:
     run = make_run(tmp_path / "first")
     words = "no scale: all (0.410) is not clearly better than majority (0.400)"
@@ -284,7 +300,8 @@ def test_a_gap_without_a_scale_is_in_the_first_line(tmp_path: Path) -> None:
         ]
     text = text_of(rendered(run))
     assert f"probe: accuracy {words}." in text
-    assert f"(embedding + logistic regression); {words}." in text
+    assert f"95 % interval -0.070 to -0.010; {words}." in text
+    assert "0 % is the first" not in text
 
 
 def test_wide_tables_mark_the_best_baseline() -> None:
@@ -420,7 +437,8 @@ def test_the_standing_names_the_best_run() -> None:
 
     runs = [run("a", 0.7, -0.2, -0.01), run("b", 0.9, 0.02, 0.2), run("c", 0.81, -0.1, 0.12)]
     found = list_standings(runs)
-    assert [one.is_best for one in found] == [False, True, False]
+    assert [one.is_leading for one in found] == [False, True, False]
+    assert not any(one.is_best for one in found), "no repetitions, so no interval between runs"
     assert [one.verdict and one.verdict.outcome for one in found] == [
         "behind",
         "ahead",
@@ -429,13 +447,13 @@ def test_the_standing_names_the_best_run() -> None:
     assert found[0].outcomes == {"ahead": 0, "level": 0, "behind": 1}
     assert found[0].baseline == Row(UNSCALED, {"f": Score(0.8)})
     assert (
-        "The run is ahead of the best baseline, all genes + LR, unscaled (0.800): +0.100, 95 % interval +0.020 to "
-        "+0.200. In 1 comparison with the best baseline of a metric, the run is ahead in 1 (probe: f (+0.100)) and "
-        "behind in none, beyond the 95 % interval."
+        "b has the highest mean on d over the tasks that all have (probe, low depth), not beyond chance: ahead of the "
+        "best baseline, all genes + LR, unscaled: 0.900 against 0.800 (probe f). Of 1 comparison with the best "
+        "baseline of a metric: ahead in 1 (probe: f (+0.100)), behind in none."
     ) in text_of(render("r", runs, []))
     # the digits that are shown are the same
     runs = [run("a", 0.8101, -0.1, 0.1), run("b", 0.81, -0.1, 0.1), run("c", 0.8094, -0.1, 0.1)]
-    assert [one.is_best for one in list_standings(runs)] == [True, True, False]
+    assert [one.is_leading for one in list_standings(runs)] == [True, True, False]
 
 
 def test_the_first_sentences_name_tasks_ahead_or_behind() -> None:
@@ -456,8 +474,8 @@ def test_the_first_sentences_name_tasks_ahead_or_behind() -> None:
         ),
     )
     assert (
-        "In 4 comparisons with the best baseline of a metric, the run is ahead in 2 (imputation: rho by gene (+0.080) "
-        "and 1 more) and behind in 1 (few shot: f, 5 (-0.100)), beyond the 95 % interval."
+        "Of 4 comparisons with the best baseline of a metric: ahead in 2 (imputation: rho by gene (+0.080) and 1 "
+        "more), behind in 1 (few shot: f, 5 (-0.100)), level in 1."
     ) in text_of(render("r", [run], []))
 
 
@@ -514,7 +532,8 @@ def test_runs_that_are_level_share_the_first_sentence(tmp_path: Path) -> None:
         write(folder / "train/cost.json", cost)
     text = text_of(rendered(*folders))
     assert (
-        "first and second are tied for best on pbmc over the task that all have (probe): first has probe accuracy 0.800"
+        "first and second are tied for the highest mean on pbmc over the task that all have (probe); first: behind the "
+        "best baseline, all genes + LR: 0.800 against 0.840 (probe accuracy)."
     ) in text
     assert (
         "Next for first, second: set train.steps: auto, which is 1,600 steps and not 200; with 32 cells a step"

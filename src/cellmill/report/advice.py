@@ -19,11 +19,13 @@ WIDE_LR = 0.0025
 
 
 def advise(run: ReportedRun, outcomes: Sequence[str]) -> Iterator[str]:
-    """Advice for a run, the most urgent first; each sentence names an option.
+    """Advice for a run, the most urgent first, at least one sentence.
 
-    `outcomes` (ahead, level or behind) are those of its comparisons with the best baselines, over
-    all datasets and tasks.
+    `outcomes` (ahead, level, behind or undecided) are those of its comparisons with the best
+    baselines, over all datasets and tasks.
     """
+    if has_collapsed(run):
+        yield "lower train.lr: the embedding has collapsed to one direction"
     objective = run.options.objective.name
     if objective in WEAK:
         yield (
@@ -39,16 +41,27 @@ def advise(run: ReportedRun, outcomes: Sequence[str]) -> Iterator[str]:
         )
     if not run.supervised_by:  # lengths of training were measured without labels
         yield from _advise_steps(run)
-        # two labels need no second direction, so models trained with labels are left out here
-        ranks = [line.effective_rank for line in run.logged if line.effective_rank is not None]
-        if ranks and ranks[-1] < COLLAPSED:
-            yield "lower train.lr: the embedding has collapsed to one direction"
-    if any(outcomes) and "ahead" not in outcomes:
+    if outcomes and "ahead" not in outcomes:
         compared = "better than" if "behind" in outcomes else "as good as"
         yield (
             f"take the best baseline: it is {compared} the model on these cells and costs less; models were ahead of "
             "baselines only where few counts or few genes were measured, on two panels of five datasets"
         )
+    if run.evaluation is None:
+        yield "run the workflow to its end: the run has no result yet"
+    elif not outcomes:
+        yield "name the label, batch or other columns that its tasks need: no task compares it with a baseline"
+    else:
+        yield "train it with other seeds, in a sweep over train.seed: the intervals do not cover them"
+
+
+def has_collapsed(run: ReportedRun) -> bool:
+    """True if the embedding of a run without labels varies in one direction only.
+
+    Two labels need no second direction, so models trained with labels count as not collapsed.
+    """
+    ranks = [line.effective_rank for line in run.logged if line.effective_rank is not None]
+    return not run.supervised_by and bool(ranks) and ranks[-1] < COLLAPSED
 
 
 def _advise_steps(run: ReportedRun) -> Iterator[str]:

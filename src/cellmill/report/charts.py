@@ -1,6 +1,7 @@
 """Charts of the page: rows of their tables, in the Vega-Lite specifications of vega.json."""
 
 import math
+import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ MAX_CELLS = 4_000  # cells in a UMAP: more make the page slow and show no more
 MAX_CELLS_BY_BATCH = 1_500  # cells in the same UMAP by batch
 MAX_POINTS = 400  # points of a curve
 LAW_POINTS = 40  # points of the curve of a law
+TITLE_WIDTH = 32  # characters in a line of the title of a y axis
 TAILS_FRAC = 0.005  # share of cells at both ends together that a histogram does not draw
 
 
@@ -75,7 +77,8 @@ def _make_lines(
     if values:
         head_room = (max(values) - min(values)) / 20
         scale["domainMax"] = _short(max(values) + head_room)
-    spec["encoding"]["y"] |= {"title": to_words(y), "scale": scale}
+    title = textwrap.wrap(to_words(y), TITLE_WIDTH)  # lines of a title that would be cut
+    spec["encoding"]["y"] |= {"title": title, "scale": scale}
     spec["encoding"]["color"] |= _colour_names(names, in_legend)
     return spec
 
@@ -200,7 +203,7 @@ def draw_umap(
     names_by_code.append({"c": -1, "name": names[-1]})
     spec["transform"][0]["from"]["data"]["values"] = names_by_code
     # fewer cells are drawn larger
-    spec["mark"]["size"] = float(np.clip(9000 / max(len(rows), 1), 6, 30))
+    spec["mark"]["size"] = float(np.clip(30_000 / max(len(rows), 1), 14, 60))
     spec["encoding"]["color"]["scale"] = {"domain": names, "range": colours}
     spec["encoding"]["tooltip"][0]["title"] = column
     return Chart(title, rows, spec, canvas=True)

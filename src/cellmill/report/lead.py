@@ -1,12 +1,15 @@
-"""Sentences at the top of the page: the best run on each dataset, and what to change next."""
+"""Sentences at the top of the page: the verdict on each dataset, where the run is ahead and behind,
+what to change next, and the numbers behind them.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cellmill.report.advice import advise
+from cellmill.report.advice import advise, has_collapsed
 from cellmill.report.collect import ReportedRun, list_results
 from cellmill.report.standings import Standing
 from cellmill.report.tables import find_gap, to_words
+from cellmill.runs.results import Outcome
 
 RELATIONS = {
     "ahead": "ahead of",
@@ -18,105 +21,115 @@ RELATIONS = {
 
 @dataclass(frozen=True)
 class DatasetLead:
-    """The best run on a dataset, in words. Of runs that are tied for best, the first is described."""
+    """The leading run on a dataset, in words. Of runs that are tied, the first is described."""
 
     standing: Standing  # of the described run
-    names: str  # the best run, or all that are tied
+    names: str  # the leading run, or all that are tied
     is_tied: bool
 
     @property
-    def subject(self) -> str:
-        """The described run, as the subject of a sentence."""
-        return self.standing.run.name if self.is_tied else "the run"
-
-    @property
     def phrase(self) -> str:
-        """The phrase after the names: what they are best in."""
-        relation = "on"
+        """The phrase after the names: on which dataset, and how they stand among the runs."""
+        standing = self.standing
+        if standing.n_runs == 1:
+            return f"on {standing.dataset}"
+        tasks = standing.ranking.tasks
+        noun = "task" if len(tasks) == 1 else "tasks"
+        shared = f"over the {noun} that all have ({', '.join(map(to_words, tasks))})"
         if self.is_tied:
-            relation = "are tied for best on"
-        elif self.standing.n_runs > 1:
-            relation = "is best on"
-        phrase = f"{relation} {self.standing.dataset}"
-        tasks = self.standing.ranking.tasks
-        if self.standing.n_runs > 1 and tasks:
-            noun = "task" if len(tasks) == 1 else "tasks"
-            phrase += f" over the {noun} that all have ({', '.join(map(to_words, tasks))})"
-        return phrase
+            return (
+                f"are tied for the highest mean on {standing.dataset} {shared}; {standing.run.name}"
+            )
+        if standing.is_best:
+            return f"is best on {standing.dataset} {shared}"
+        reason = "with other numbers of steps" if standing.differs_in_steps else "not beyond chance"
+        return f"has the highest mean on {standing.dataset} {shared}, {reason}"
 
     @property
-    def score_sentence(self) -> str:
-        """The score of the described run, and the gap that it closes."""
+    def verdict_words(self) -> str:
+        """How the described run compares with the best baseline, with both scores."""
+        standing = self.standing
+        score = f"{standing.result.rank_value(standing.row):.3f}"
+        metric = f"{to_words(standing.task)} {to_words(standing.result.metric or '')}"
+        baseline = standing.baseline
+        if baseline is None:
+            return f"{metric} {score}, without a baseline"
+        name = baseline.method.name
+        reference = f"{standing.result.rank_value(baseline):.3f}"
+        if standing.verdict is None:
+            return f"{metric} {score}; the best baseline, {name}, has {reference}"
+        relation = RELATIONS[standing.verdict.outcome]
+        return f"{relation} the best baseline, {name}: {score} against {reference} ({metric})"
+
+    @property
+    def comparisons_sentence(self) -> str:
+        """Where the described run is ahead, level and behind."""
+        standing = self.standing
+        n = len(standing.verdicts)
+        if n == 0:
+            return "No task compares it with a baseline."
+        parts = []
+        outcomes: tuple[Outcome, ...] = ("ahead", "behind", "level", "undecided")
+        for outcome in outcomes:
+            n_verdicts = standing.count(outcome)
+            text = f"{outcome} in {n_verdicts or 'none'}"
+            if n_verdicts and outcome in ("ahead", "behind"):
+                text += f" ({standing.describe_tasks(outcome)})"
+            if n_verdicts or outcome in ("ahead", "behind"):
+                parts.append(text)
+        noun = "comparison" if n == 1 else "comparisons"
+        return f"Of {n} {noun} with the best baseline of a metric: {', '.join(parts)}."
+
+    @property
+    def numbers_sentence(self) -> str:
+        """The score, its difference from the best baseline, and the gap that the run closes."""
         standing = self.standing
         metric = standing.result.metric or ""
         score = f"{standing.result.rank_value(standing.row):.3f}"
         sd = standing.row.sd(metric)
         if sd:
             score += f" ± {sd:.3f}"
-        sentence = f"{self.subject} has " if self.is_tied else ""
-        sentence += f"{to_words(standing.task)} {to_words(metric)} {score}"
-        sentence += f" ({standing.row.method.name})"
+        parts = [
+            f"{to_words(standing.task)} {to_words(metric)} {score}, {standing.row.method.name}"
+        ]
+        verdict = standing.verdict
+        if verdict is not None:
+            difference = f"{verdict.difference:+.3f} from the best baseline"
+            if verdict.interval is not None:
+                difference += ", 95 % interval {:+.3f} to {:+.3f}".format(*verdict.interval)
+            parts.append(difference)
         gap = find_gap(standing.result)
         if gap is not None:
-            sentence += f"; {gap.words}" if gap.model is None else f", which {gap.words}"
-        return f"{sentence}."
+            parts.append(gap.words)
+        return "; ".join(parts) + "."
 
     @property
-    def verdict_sentence(self) -> str:
-        """How the described run compares with the best baseline; empty without a baseline."""
-        baseline = self.standing.baseline
-        verdict = self.standing.verdict
-        if baseline is None:
-            return ""
-        name = baseline.method.name
-        score = f"{self.standing.result.rank_value(baseline):.3f}"
-        if verdict is None:
-            return f"The best baseline, {name}, has {score}."
-        subject = self.subject if self.is_tied else "The run"
-        interval = ""
-        if verdict.interval is not None:
-            interval = ", 95 % interval {:+.3f} to {:+.3f}".format(*verdict.interval)
-        return (
-            f"{subject} is {RELATIONS[verdict.outcome]} the best baseline, {name} ({score}): "
-            f"{verdict.difference:+.3f}{interval}."
-        )
-
-    @property
-    def comparisons_sentence(self) -> str:
-        """The tasks where the described run is ahead and behind; empty without comparisons."""
-        standing = self.standing
-        n = len(standing.verdicts)
-        if n == 0:
-            return ""
-        noun = "comparison" if n == 1 else "comparisons"
-        parts = []
-        for outcome in ("ahead", "behind"):
-            n_verdicts = standing.outcomes[outcome]
-            tasks = f" ({standing.describe_tasks(outcome)})" if n_verdicts else ""
-            parts.append(f"{outcome} in {n_verdicts or 'none'}{tasks}")
-        return (
-            f"In {n} {noun} with the best baseline of a metric, {self.subject} is {' and '.join(parts)}, beyond the "
-            "95 % interval."
-        )
+    def has_percent(self) -> bool:
+        """True if the numbers have percents of a gap."""
+        gap = find_gap(self.standing.result)
+        return gap is not None and gap.model is not None
 
     @property
     def better_sentence(self) -> str:
-        """Tasks in which another run is better than the best run; empty without any."""
+        """Tasks in which another run is better than the leading run; empty without any."""
         ranking = self.standing.ranking
         runs = [f"{run} in {to_words(task)} (+{size:.3f})" for run, task, size in ranking.better]
         if not runs:
             return ""
-        return f"Better than {ranking.best[0]} in one task, by more than the interval between runs: {', '.join(runs)}."
+        return (
+            f"Better than {ranking.best[0]} in one task, by more than the interval between runs: "
+            f"{', '.join(runs)}."
+        )
 
 
 def list_leads(standings: Sequence[Standing]) -> list[DatasetLead]:
-    """The lead of each dataset with a best run."""
-    best: dict[str, list[Standing]] = {}
+    """The lead of each dataset with a leading run."""
+    leading: dict[str, list[Standing]] = {}
     for standing in standings:
-        if standing.is_best:
-            best.setdefault(standing.dataset, []).append(standing)
+        if standing.is_leading:
+            leading.setdefault(standing.dataset, []).append(standing)
     leads = []
-    for tied in best.values():
+    for tied in leading.values():
         names = " and ".join(standing.run.name for standing in tied)
         leads.append(DatasetLead(tied[0], names, len(tied) > 1))
     return leads
@@ -147,16 +160,16 @@ def list_unscored(runs: Sequence[ReportedRun]) -> list[str]:
     return sentences
 
 
-def list_next_steps(standings: Sequence[Standing]) -> dict[str, list[str]]:
-    """The most urgent advice for each best run: names of runs by advice."""
-    best = {standing.run.name: standing.run for standing in standings if standing.is_best}
+def list_next_steps(
+    runs: Sequence[ReportedRun], standings: Sequence[Standing]
+) -> dict[str, list[str]]:
+    """The most urgent advice for each run: names of runs by advice. Collapsed runs come first."""
     next_steps: dict[str, list[str]] = {}
-    for name, run in best.items():
+    for run in sorted(runs, key=lambda run: not has_collapsed(run)):
         outcomes: list[str] = []
         for standing in standings:
-            if standing.run.name == name:
-                outcomes += [outcome for outcome, n in standing.outcomes.items() if n]
-        sentence = next(advise(run, outcomes), None)
-        if sentence is not None:
-            next_steps.setdefault(sentence, []).append(name)
+            if standing.run.name == run.name:
+                outcomes += [entry.verdict.outcome for entry in standing.verdicts]
+        sentence = next(advise(run, outcomes))
+        next_steps.setdefault(sentence, []).append(run.name)
     return next_steps

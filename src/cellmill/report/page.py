@@ -14,7 +14,7 @@ from cellmill.files import span
 from cellmill.report import charts, drawing
 from cellmill.report.collect import ReportedCorpus, ReportedRun
 from cellmill.report.lead import count_missing, list_leads, list_next_steps, list_unscored
-from cellmill.report.standings import list_comparisons, list_standings
+from cellmill.report.standings import list_comparisons, list_losses, list_standings
 from cellmill.report.sweep import SweepCurves
 from cellmill.report.tables import (
     bar_half_width,
@@ -70,9 +70,10 @@ def render(
             sentence_missing=count_missing(runs),
             sentences_unscored=list_unscored(runs),
             leads=list_leads(standings),
-            next_steps=list_next_steps(standings),
+            next_steps=list_next_steps(runs, standings),
             standings=standings,
             comparisons=compare_runs(runs),
+            losses=list_losses(runs, standings),
             sentences_behind=list_comparisons(runs, "behind"),
             sentences_level=list_comparisons(runs, "level", "undecided"),
             # charts

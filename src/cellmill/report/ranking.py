@@ -1,7 +1,7 @@
 """Which runs are best on a dataset, over the tasks that all of them have.
 
 A run's score of a task is the value of its best row. The run with the highest mean of these scores
-is best; others are tied with it if their difference in every task is within its interval between
+leads; others are tied with it if their difference in every task is within its interval between
 runs. That interval is over repetitions, whose folds and draws are the same in all runs, and over
 cells. No file compares two runs cell by cell, so their difference is assumed to scatter over cells
 like the difference of each run from its best baseline. The interval does not cover other training
@@ -52,6 +52,8 @@ class Ranking:
     # the run with the highest mean, then runs tied with it; empty if runs share no task
     best: list[str] = field(default_factory=list)
     better: list[BetterInTask] = field(default_factory=list)
+    # the best run differs from each other run by more than an interval over several repetitions
+    is_clear: bool = False
 
 
 def score_tasks(tasks: Mapping[str, TaskResult]) -> Scores:
@@ -94,14 +96,18 @@ def rank(scores_by_run: Mapping[str, Scores]) -> Ranking:
     best = max(means, key=means.__getitem__)
     tied = [best]
     better = []
+    is_clear = True
     for run, scores in scores_by_run.items():
         differences = _list_differences(scores, scores_by_run[best], shared)
-        if run != best and not differences:
-            tied.append(run)
+        if run != best:
+            intervals = [scores[key].repetitions for key in shared if key[0] in differences]
+            is_clear &= any(len(repetitions) > 1 for repetitions in intervals)
+            if not differences:
+                tied.append(run)
         for task, difference in differences.items():
             if difference > 0:
                 better.append(BetterInTask(run, task, difference))
-    return Ranking([task for task, _ in shared], tied, better)
+    return Ranking([task for task, _ in shared], tied, better, is_clear)
 
 
 def _list_differences(

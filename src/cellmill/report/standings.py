@@ -1,6 +1,5 @@
 """Standings of runs on datasets: which run is best, and how runs compare with the baselines."""
 
-from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,6 +8,8 @@ from cellmill.report.collect import ReportedRun, RunOnDataset, list_results
 from cellmill.report.ranking import Ranking, Scores, rank, score_tasks
 from cellmill.report.tables import to_words
 from cellmill.runs.results import Outcome, Row, TaskResult, Verdict
+
+OUTCOMES: tuple[Outcome, ...] = ("ahead", "level", "behind")
 
 
 class TaskVerdict(NamedTuple):
@@ -37,17 +38,27 @@ class Standing:
     verdicts: Sequence[TaskVerdict]  # verdicts of all tasks against their best baselines
     ranking: Ranking  # runs of the dataset
     n_runs: int  # runs of the dataset
+    differs_in_steps: bool  # the runs of the dataset were trained for different numbers of steps
+
+    @property
+    def is_leading(self) -> bool:
+        """True if the run has the highest mean on the dataset, or is tied with that run."""
+        return self.run.name in self.ranking.best
 
     @property
     def is_best(self) -> bool:
-        """True if the run is the best on the dataset, or tied with it."""
-        return self.run.name in self.ranking.best
+        """True if the run leads alone, beyond the intervals between runs of equally many steps."""
+        is_alone = self.ranking.is_clear and self.n_runs > 1 and not self.differs_in_steps
+        return is_alone and self.is_leading
 
     @property
     def outcomes(self) -> dict[str, int]:
         """Number of verdicts by outcome. Undecided verdicts count in none."""
-        tally = Counter(entry.verdict.outcome for entry in self.verdicts)
-        return {outcome: tally[outcome] for outcome in ("ahead", "level", "behind")}
+        return {outcome: self.count(outcome) for outcome in OUTCOMES}
+
+    def count(self, outcome: Outcome) -> int:
+        """Number of verdicts with an outcome."""
+        return sum(entry.verdict.outcome == outcome for entry in self.verdicts)
 
     def describe_tasks(self, outcome: str) -> str:
         """The tasks with verdicts of this outcome, each with its largest difference, in words."""
@@ -71,15 +82,20 @@ def list_standings(runs: Sequence[ReportedRun]) -> list[Standing]:
         if scores:
             scores_by_dataset.setdefault(dataset, {})[run.name] = scores
     rankings = {dataset: rank(by_run) for dataset, by_run in scores_by_dataset.items()}
+    steps = {run.name: run.status and run.status.step for run in runs}
     standings = []
     for evaluated in list_results(runs):
         by_run = scores_by_dataset.get(evaluated.dataset, {})
         if evaluated.run.name in by_run:
-            standings.append(_find_standing(evaluated, rankings[evaluated.dataset], len(by_run)))
+            differs_in_steps = len({steps[name] for name in by_run}) > 1
+            ranking = rankings[evaluated.dataset]
+            standings.append(_find_standing(evaluated, ranking, len(by_run), differs_in_steps))
     return standings
 
 
-def _find_standing(evaluated: RunOnDataset, ranking: Ranking, n_runs: int) -> Standing:
+def _find_standing(
+    evaluated: RunOnDataset, ranking: Ranking, n_runs: int, differs_in_steps: bool
+) -> Standing:
     tasks = evaluated.result.tasks
     task = _choose_task(tasks, ranking)
     result = tasks[task]
@@ -98,6 +114,7 @@ def _find_standing(evaluated: RunOnDataset, ranking: Ranking, n_runs: int) -> St
         verdicts=verdicts,
         ranking=ranking,
         n_runs=n_runs,
+        differs_in_steps=differs_in_steps,
     )
 
 
@@ -148,3 +165,26 @@ def list_comparisons(runs: Sequence[ReportedRun], *outcomes: Outcome) -> list[tu
                 if verdict.outcome in outcomes:
                     sentences.append((run.name, f"{dataset}: {verdict.sentence}"))
     return list(dict.fromkeys(sentences))  # tasks that see the same cells may share a sentence
+
+
+def list_losses(
+    runs: Sequence[ReportedRun], standings: Sequence[Standing]
+) -> list[tuple[str, str]]:
+    """(run, sentence) on where a run is behind: one of all comparisons with the best baselines of a
+    dataset, then those of tasks that have no such comparison.
+    """
+    losses = []
+    for standing in standings:
+        n_behind = standing.count("behind")
+        if n_behind:
+            n = len(standing.verdicts)
+            tasks = standing.describe_tasks("behind")
+            losses.append(
+                (standing.run.name, f"{standing.dataset}: behind in {n_behind} of {n}: {tasks}.")
+            )
+    for run, dataset, result in list_results(runs):
+        for task in result.tasks.values():
+            for verdict in task.verdicts:
+                if verdict.outcome == "behind" and not task.best_verdicts():
+                    losses.append((run.name, f"{dataset}: {verdict.sentence}"))
+    return losses
