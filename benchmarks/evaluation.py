@@ -9,7 +9,7 @@ few steps. Each task runs in an evaluation of its own, on one thread; the same e
     python benchmarks/evaluation.py --tasks "probe{seeds: 1}"         # options of a task
     python benchmarks/evaluation.py --raw cells.h5ad --label cell_type  # real cells
     python benchmarks/evaluation.py --beside CHECKOUT    # also with the cellmill of another checkout
-    python benchmarks/evaluation.py --parts              # what one fold of `probe` does with all genes
+    python benchmarks/evaluation.py --parts              # what folds of `probe` do with all genes
 """
 
 import argparse
@@ -34,8 +34,10 @@ from threadpoolctl import threadpool_limits
 from cellmill.data.arrays import log_normalise
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.evaluate.baselines import BaselineCache
-from cellmill.evaluate.classifiers.fitted import make_classifiers
-from cellmill.evaluate.components import RankedGenes, pca
+from cellmill.evaluate.classifiers.fitted import make_classifiers, predict_folds
+from cellmill.evaluate.components import COMPONENTS, RankedGenes, pca, project_on_fitted
+from cellmill.evaluate.methods import KNN, REGRESSION, UNSCALED_REGRESSION
+from cellmill.evaluate.splits import Split
 from cellmill.runs import results
 
 CONFIG = """
@@ -65,7 +67,7 @@ def main() -> None:
     parser.add_argument("--raw", type=Path, help="cells (.h5ad) instead of simulated ones")
     parser.add_argument("--label", default="cell_type", help="(default: %(default)s)")
     parser.add_argument("--beside", type=Path, help="another checkout, whose build takes turns")
-    parser.add_argument("--parts", action="store_true", help="parts of a fold, instead of tasks")
+    parser.add_argument("--parts", action="store_true", help="parts of folds, instead of tasks")
     parser.add_argument("--folder", type=Path, help="keep the files here, and use those that exist")
     arguments = parser.parse_args()
     sources = {"now": Path(results.__file__).parents[2]}
@@ -162,46 +164,52 @@ def measure(folder: Path, source: Path, words: list[str]) -> tuple[float, float]
 
 
 def print_parts(folder: Path) -> None:
-    """CPU-seconds of the parts of one fold of `probe` that read all genes, on one thread: from the
-    genes themselves, and from products that all folds share.
+    """CPU-seconds of what `probe` does with all genes, on one thread: one fold from the genes
+    themselves, and five folds from products that all of them share.
     """
     with open_dataset(folder / "sim.h5ad") as reader:
         labels = reader.obs["cell_type"].to_numpy().astype(str)
         counts = sp.vstack([*reader.rows(4096)], format="csr")
     profiles = log_normalise(counts)
-    is_tested = np.arange(len(labels)) % 5 == 0
-    train = np.flatnonzero(~is_tested)
+    cells = np.arange(len(labels))
+    splits = [Split(0, cells[cells % 5 != fold], cells[cells % 5 == fold]) for fold in range(5)]
+    train, test = splits[0].train, splits[0].test
     shared = BaselineCache().share(profiles)
+    classifiers = make_classifiers(15)
 
-    def fit(cells: Any, classifier: Any) -> None:
-        classifier.fit(cells[train], labels[train]).predict(cells[is_tested])
+    def fit(features: Any, name: str, folds: list[Split]) -> None:
+        for split in folds:
+            classifiers[name].fit(features[split.train], labels[split.train])
+            classifiers[name].predict(features[split.test])
+
+    def fit_components() -> None:
+        components = pca((len(train), profiles.shape[1])).fit(profiles[train])
+        components.transform(profiles)
+
+    def project_folds() -> None:
+        for split in splits:
+            project_on_fitted(shared.products(shared), split.train, COMPONENTS)
 
     once: dict[str, Callable[[], object]] = {
         "ranks of genes": lambda: RankedGenes(profiles),
         "products": lambda: shared.source.plain,
         "scaled products": lambda: shared.source.scaled,
     }
-
-    def fit_components(cells: sp.csr_matrix, from_products: bool) -> None:
-        fitted = shared[train]
-        products = fitted.products(fitted) if from_products else None
-        components = pca((len(train), cells.shape[1]))
-        components.fit_transform(cells[train], products=products)
-        components.transform(cells)
-
     parts: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
-        "PCA of all genes": (
-            lambda: fit_components(profiles, False),
-            lambda: fit_components(profiles, True),
-        )
+        "PCA of all genes": (fit_components, project_folds),
+        KNN: (partial(fit, profiles, KNN, splits[:1]), partial(fit, shared, KNN, splits)),
     }
-    for name, classifier in make_classifiers(15).items():
-        parts[name] = (partial(fit, profiles, classifier), partial(fit, shared, classifier))
+    for name in (REGRESSION, UNSCALED_REGRESSION):
+        parts[name] = (
+            partial(fit, profiles, name, splits[:1]),
+            partial(predict_folds, shared, labels, splits, {}, [name]),
+        )
+    print(f"{len(train):,} cells are fitted, {len(test):,} tested\n")
     print("| part | CPU-seconds, once |\n|---|---:|")
     with threadpool_limits(1):
         for name, work in once.items():
             print(f"| {name} | {cpu_seconds(work):.1f} |", flush=True)
-        print("\n| part of a fold | from genes | from shared products |\n|---|---:|---:|")
+        print("\n| part | one fold from genes | five folds from shared products |\n|---|---:|---:|")
         for name, both in parts.items():
             plain, faster = map(cpu_seconds, both)
             print(f"| {name} | {plain:.2f} | {faster:.2f} |", flush=True)

@@ -13,11 +13,13 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from cellmill.evaluate import products as products_module
-from cellmill.evaluate.baselines import BaselineCache
+from cellmill.evaluate.baselines import BaselineCache, CachedClassifiers
 from cellmill.evaluate.classifiers import dual, logistic, newton
-from cellmill.evaluate.classifiers.fitted import NearestCells
-from cellmill.evaluate.classifiers.logistic import LogisticRegression
+from cellmill.evaluate.classifiers.dual import FoldFit, fit_folds
+from cellmill.evaluate.classifiers.fitted import NearestCells, make_classifiers, predict_folds
+from cellmill.evaluate.methods import REGRESSION, UNSCALED_REGRESSION
 from cellmill.evaluate.products import SharedCells
+from cellmill.evaluate.splits import Split
 from cellmill.evaluate.tasks.classify import _fit_components
 from cellmill.runs.results import ScoredMethod
 from tests.unit.evaluated import regression
@@ -58,60 +60,108 @@ def _centre(logits: np.ndarray) -> np.ndarray:
     return logits - logits.mean(1, keepdims=True)
 
 
+def _folds(labels: np.ndarray) -> tuple[list[FoldFit], list[np.ndarray]]:
+    """Fits on three fourths of the cells each, and the cells that they test."""
+    fits = []
+    tests = []
+    for part in (3, 2):
+        is_fitted = np.arange(len(labels)) % 4 != part
+        rows = np.flatnonzero(is_fitted)
+        _, class_of_cell = np.unique(labels[rows], return_inverse=True)
+        fits.append(FoldFit(rows, np.eye(class_of_cell.max() + 1)[:, class_of_cell]))
+        tests.append(np.flatnonzero(~is_fitted))
+    return fits, tests
+
+
 @pytest.mark.parametrize("standardised", [True, False])
 @pytest.mark.parametrize("single", [True, False], ids=["float32", "float64"])
+@pytest.mark.parametrize("columns", [1, dual.MAX_COLUMNS], ids=["one by one", "together"])
 @SHAPES
 def test_regression_of_shared_products_equals_scikit_learn(
     n: int,
     width: int,
     classes: int,
+    columns: int,
     single: bool,
     standardised: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if single:  # as of many cells and genes
+    monkeypatch.setattr(dual, "MAX_COLUMNS", columns)
+    if single:  # as of many cells
         monkeypatch.setattr(products_module, "MAX_DOUBLE", 0)
-        monkeypatch.setattr(logistic, "MAX_SIDE", 5)
-    else:  # whitened features are fitted less closely
-        monkeypatch.setattr(newton, "TOLERANCE", 1e-6)
-    genes, labels, is_fitted = _cells(n, width, classes)
-    shared = BaselineCache().share(genes)
-    train = np.flatnonzero(is_fitted)
-    test = np.flatnonzero(~is_fitted)
-    ours = LogisticRegression(standardised=standardised).fit(shared[train], labels[train])
+    genes, labels, _ = _cells(n, width, classes)
+    fits, tests = _folds(labels)
+    found = fit_folds(BaselineCache().share(genes).source, fits, standardised)
+    assert sorted(found) == [0, 1]
     scaler: list[Any] = [StandardScaler(with_mean=False)] if standardised else []
-    reference = make_pipeline(*scaler, regression(sparse=True)).fit(genes[train], labels[train])
-    logits = genes[test] @ ours.coefficients + ours.intercepts
-    expected = reference.decision_function(genes[test])
-    if classes == 2:
-        np.testing.assert_allclose(logits[:, 1] - logits[:, 0], expected, atol=5e-3)
-    else:
-        np.testing.assert_allclose(_centre(logits), _centre(expected), atol=5e-3)
-    assert ours.predict(shared[test]).tolist() == reference.predict(genes[test]).tolist()
+    for number, (fit, test) in enumerate(zip(fits, tests)):
+        reference = make_pipeline(*scaler, regression(sparse=True))
+        reference.fit(genes[fit.rows], labels[fit.rows])
+        expected = reference.decision_function(genes[test])
+        logits = found[number][:, test].T
+        if len(fit.targets) == 2:
+            np.testing.assert_allclose(logits[:, 1] - logits[:, 0], expected, atol=5e-3)
+        else:
+            np.testing.assert_allclose(_centre(logits), _centre(expected), atol=5e-3)
 
 
-@pytest.mark.parametrize("rounds", [0, dual.MAX_ROUNDS], ids=["no stand-in", "stand-in"])
-def test_tested_cells_leave_no_trace_in_a_fit(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folds_fitted_together_predict_as_single_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logistic, "MAX_SIDE", 5)
+    genes, labels, _ = _cells(60, 200, 3)
+    fits, tests = _folds(labels)
+    splits = [Split(0, fit.rows, test) for fit, test in zip(fits, tests)]
+    shared = BaselineCache().share(genes)
+    known: dict[str, np.ndarray] = {}
+    predict_folds(shared, labels, splits, known)
+    assert len(known) == 4, "two folds, two regressions"
+    classifiers = make_classifiers(5)
+    for split in splits:
+        train, test = split.train, split.test
+        cached = CachedClassifiers(dict(known), classifiers, shared[train], labels[train])
+        keys = cached.keys(shared[test])
+        for name in (REGRESSION, UNSCALED_REGRESSION):
+            alone = classifiers[name].fit(genes[train], labels[train]).predict(genes[test])
+            assert known[keys[name]].tolist() == alone.tolist()
+    monkeypatch.setattr(dual, "MAX_ROUNDS", 1)
+    monkeypatch.setattr(dual, "LOGIT_TOLERANCE", 0)
+    unfinished: dict[str, np.ndarray] = {}
+    predict_folds(shared, labels, splits, unfinished)
+    assert len(unfinished) == 2, "a scaled fit that does not settle is left to be fitted alone"
+
+
+def test_tested_cells_leave_no_trace_in_a_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(newton, "TOLERANCE", 1e-7)
     monkeypatch.setattr(dual, "LOGIT_TOLERANCE", 1e-7)
-    monkeypatch.setattr(dual, "MAX_ROUNDS", rounds)
+    monkeypatch.setattr(dual, "MAX_ROUNDS", 200)
     genes, labels, is_fitted = _cells(60, 200, 3)
     train = np.flatnonzero(is_fitted)
     changed = genes.toarray()
-    changed[~is_fitted] = 4 * np.random.default_rng(0).random(changed[~is_fitted].shape)
+    changed[~is_fitted] = 1.5 * changed[~is_fitted][::-1]
+    fits, _ = _folds(labels)
+    assert fits[0].rows.tolist() == train.tolist()
     for standardised in (True, False):
-        fits = []
-        for cells in (genes, sp.csr_matrix(changed)):
-            shared = BaselineCache().share(cells)
-            model = LogisticRegression(standardised=standardised)
-            fits.append(model.fit(shared[train], labels[train]))
-        np.testing.assert_allclose(fits[0].coefficients, fits[1].coefficients, atol=1e-5)
-        np.testing.assert_allclose(fits[0].intercepts, fits[1].intercepts, atol=1e-5)
+        first, second = (
+            fit_folds(BaselineCache().share(cells).source, fits[:1], standardised)[0][:, train]
+            for cells in (genes, sp.csr_matrix(changed))
+        )
+        np.testing.assert_allclose(first, second, atol=1e-4)
     first, second = (
         _components(cells, train, 5)[train] for cells in (genes, sp.csr_matrix(changed))
     )
     np.testing.assert_allclose(np.abs(first), np.abs(second), atol=1e-4)
+
+
+@pytest.mark.parametrize("share", [0, 0.3, 2], ids=["dense", "both", "sparse"])
+def test_products_of_rare_and_common_genes_are_those_of_all(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products_module, "RARE", share)
+    monkeypatch.setattr(products_module, "ROW_BLOCK", 25)
+    monkeypatch.setattr(products_module, "BLOCK", 30)
+    genes, _, _ = _cells(60, 200, 3)
+    dense = genes.toarray().astype(np.float64)
+    source = BaselineCache().share(genes).source
+    np.testing.assert_allclose(source.plain, dense @ dense.T, rtol=1e-5)
 
 
 @pytest.mark.parametrize("single", [True, False], ids=["float32", "float64"])

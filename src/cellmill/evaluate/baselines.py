@@ -8,7 +8,8 @@ arrays are never pickled.
 import hashlib
 import warnings
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -84,12 +85,18 @@ class CachedClassifiers:
         self._fitted = cache(lambda name: fit(classifiers[name], features, class_of_cell))
         self._digest = _digest(VERSIONS, features, self._classes, class_of_cell)
 
+    def keys(self, features: Any) -> dict[str, str]:
+        """Key of the predictions of every classifier on `features`."""
+        digest = _digest(self._digest, features)
+        return {
+            name: _digest(f"{name}: {classifier!r} on {digest}")
+            for name, classifier in self._classifiers.items()
+        }
+
     def predict(self, features: Any) -> dict[str, np.ndarray]:
         """Predicted classes, text `(cells,)`, by every classifier."""
         predicted = {}
-        digest = _digest(self._digest, features)
-        for name, classifier in self._classifiers.items():
-            key = _digest(f"{name}: {classifier!r} on {digest}")
+        for name, key in self.keys(features).items():
             if key not in self._known:
                 self._known[key] = self._classes[self._fitted(name).predict(features)]
             predicted[name] = self._known[key]
@@ -97,18 +104,23 @@ class CachedClassifiers:
 
 
 def fit(classifier: Any, features: Any, labels: np.ndarray) -> Any:
-    """Fit the classifier and return it; a regression that stops before it converged says so in one
-    line.
-    """
+    """Fit the classifier and return it."""
+    with report_early_stop(features.shape[1]):
+        classifier.fit(features, labels)
+    return classifier
+
+
+@contextmanager
+def report_early_stop(n_features: int) -> Iterator[None]:
+    """Say in one line that a regression stopped before it converged."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ConvergenceWarning)
-        classifier.fit(features, labels)
+        yield
     if any(issubclass(w.category, ConvergenceWarning) for w in caught):
         print(
-            f"logistic regression on {features.shape[1]:,} features stopped before it converged",
+            f"logistic regression on {n_features:,} features stopped before it converged",
             flush=True,
         )
-    return classifier
 
 
 def _read(file: Path | None) -> dict[str, np.ndarray]:

@@ -1,6 +1,6 @@
 """Principal components of sparse cells, and genes chosen by their ranks or their variance."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -16,6 +16,8 @@ COMPONENTS = 50
 # length of a component relative to the first, below which it is noise: rounding errors are below
 # 1e-4, the 50th component of cells is usually above 1e-2
 NO_SPREAD = 3e-4
+NO_SPREAD_SINGLE = 3e-3  # the same, of products that are float32
+MAX_DENSE = 2048  # features whose products are computed at once
 RANKED_GENES = 500
 VARIABLE_GENES = 2000
 BINS = 20  # bins of mean expression, within which dispersions are standardised
@@ -39,12 +41,8 @@ class PrincipalComponents(BaseEstimator):
         self.fit_transform(cells)
         return self
 
-    def fit_transform(
-        self, cells: sp.csr_matrix, labels: None = None, products: np.ndarray | None = None
-    ) -> np.ndarray:
-        """Fit to `cells`, `(n, features)`, and return their components. Known `products` of all
-        pairs of the cells, `(n, n)`, save the time of others.
-        """
+    def fit_transform(self, cells: sp.csr_matrix, labels: None = None) -> np.ndarray:
+        """Fit to `cells`, `(n, features)`, and return their components."""
         mean = mean_variance_axis(cells, axis=0)[0]
 
         # centred cells X, without making them dense: X @ x, and X.T @ x
@@ -54,22 +52,27 @@ class PrincipalComponents(BaseEstimator):
         def multiply_transposed(x: np.ndarray) -> np.ndarray:
             return cells.T @ x - np.multiply.outer(mean, x.sum(0))
 
-        def multiply_products(x: np.ndarray) -> np.ndarray:
-            product = products @ (x - x.mean())
-            return np.asarray(product - product.mean())
-
         n, width = cells.shape
         # eigenvectors of the smaller of X X' and X' X, then the exact SVD inside their span
         if n < width:
-            if products is None:
-                basis = self._find_basis(n, multiply_transposed, multiply, cells.dtype)
-            else:
-                basis = self._find_basis(n, np.asarray, multiply_products, products.dtype)
+
+            def multiply_cells(x: np.ndarray) -> np.ndarray:
+                return multiply(multiply_transposed(x))
+
+            basis = find_eigenvectors(multiply_cells, n, self.n_components, cells.dtype)
             loadings, lengths, rotation = svd(multiply_transposed(basis), full_matrices=False)
             left = basis @ rotation.T
             right = loadings.T
         else:
-            basis = self._find_basis(width, multiply, multiply_transposed, cells.dtype)
+
+            def multiply_genes(x: np.ndarray) -> np.ndarray:
+                return multiply_transposed(multiply(x))
+
+            if width <= MAX_DENSE:
+                centred = cells.toarray() - mean.astype(cells.dtype)
+                gram = centred.T @ centred
+                multiply_genes = gram.__matmul__
+            basis = find_eigenvectors(multiply_genes, width, self.n_components, cells.dtype)
             left, lengths, rotation = svd(multiply(basis), full_matrices=False)
             right = rotation @ basis.T
         left, right = svd_flip(left, right, u_based_decision=False)
@@ -81,24 +84,47 @@ class PrincipalComponents(BaseEstimator):
         self._center = mean @ self.components_.T
         return np.asarray(left[:, :rank] * lengths)
 
-    def _find_basis(self, size: int, project: Any, combine: Any, dtype: Any) -> np.ndarray:
-        """Orthonormal eigenvectors of combine(project(x)), `(size, components)`."""
-
-        def multiply_gram(x: np.ndarray) -> np.ndarray:
-            return np.asarray(combine(project(x)))
-
-        gram = LinearOperator((size, size), multiply_gram, dtype=dtype)
-        start = np.random.RandomState(0).uniform(-1, 1, size)
-        # ARPACK takes neither one gene nor cells without any counts
-        if size == 1 or not gram.matvec(start).any():
-            return np.eye(size, self.n_components, dtype=dtype)
-        _, vectors = eigsh(gram, self.n_components, v0=start, rng=0)
-        basis, _ = np.linalg.qr(vectors)
-        return basis
-
     def transform(self, cells: sp.csr_matrix) -> np.ndarray:
         """Components of `cells`, `(n, features)`."""
         return np.asarray(cells @ self.components_.T - self._center)
+
+
+def find_eigenvectors(
+    multiply: Callable[[np.ndarray], np.ndarray], size: int, n_components: int, dtype: Any
+) -> np.ndarray:
+    """Orthonormal eigenvectors of the largest eigenvalues, `(size, n_components)`, of a symmetric
+    matrix that `multiply` multiplies by.
+    """
+    gram = LinearOperator((size, size), multiply, dtype=dtype)
+    start = np.random.RandomState(0).uniform(-1, 1, size)
+    # ARPACK takes neither one gene nor cells without any counts
+    if size == 1 or not gram.matvec(start).any():
+        return np.eye(size, n_components, dtype=dtype)
+    _, vectors = eigsh(gram, n_components, v0=start, rng=0)
+    basis, _ = np.linalg.qr(vectors)
+    return basis
+
+
+def project_on_fitted(products: np.ndarray, fitted: np.ndarray, components: int) -> np.ndarray:
+    """Principal components of all cells, fitted on the cells `fitted` (indices), from the
+    `products` of all pairs of cells, `(cells, cells)`: `(cells, components)` or fewer.
+    """
+    # products with the fitted cells, after the mean of the fitted cells is subtracted from all
+    centred = products.take(fitted, axis=1)
+    centred -= centred.mean(1, keepdims=True)
+    centred -= centred[fitted].mean(0)
+    gram = centred[fitted]
+    basis = find_eigenvectors(gram.__matmul__, len(fitted), components, gram.dtype)
+    projected = basis.T @ (gram @ basis)
+    eigenvalues, rotation = np.linalg.eigh(projected)
+    # the largest first
+    lengths = np.sqrt(np.maximum(eigenvalues[::-1], 0))
+    vectors = basis @ rotation[:, ::-1]
+    no_spread = NO_SPREAD if gram.dtype == np.float64 else NO_SPREAD_SINGLE
+    has_spread = lengths > no_spread * lengths[0]
+    rank = max(1, int(has_spread.sum()))
+    divisors = np.maximum(lengths[:rank], np.finfo(gram.dtype).tiny)
+    return np.asarray(centred @ (vectors[:, :rank] / divisors))
 
 
 def pca(shape: Sequence[int], components: int = COMPONENTS) -> PrincipalComponents:

@@ -9,6 +9,8 @@ from sklearn.utils.sparsefuncs import mean_variance_axis
 
 MAX_DOUBLE = 2048  # cells whose products are float64; those of more are float32
 BLOCK = 4096  # genes that are dense at once
+ROW_BLOCK = 512  # cells whose products of rare genes are computed at once
+RARE = 0.03  # share of the cells below which pairs of a gene's cells are sooner added one by one
 
 
 class CellProducts:
@@ -44,27 +46,30 @@ class SharedCells:
         return type(self)(self.source, self.rows[cells])
 
     @property
+    def is_whole(self) -> bool:
+        """True if these are all cells of the source, in their order."""
+        return np.array_equal(self.rows, np.arange(self.source.cells.shape[0]))
+
+    @property
     def matrix(self) -> sp.csr_matrix:
         """The features themselves."""
-        return self.source.cells[self.rows]
+        return self.source.cells if self.is_whole else self.source.cells[self.rows]
 
     def products(self, others: Self) -> np.ndarray:
-        """Products with other cells of the source: `(cells, others)`."""
+        """Products with other cells of the source: `(cells, others)`; not to be changed."""
+        if self.is_whole and others.is_whole:
+            return self.source.plain
         return self.source.plain[self.rows].take(others.rows, axis=1)
 
     def distances(self) -> np.ndarray:
         """Euclidean distances of all pairs, `(cells, cells)`."""
-        distances = self.products(self)
+        distances = self.products(self).copy()
         squares = distances.diagonal().copy()
         distances *= -2
         distances += squares
         distances += squares[:, None]
         np.maximum(distances, 0, out=distances)
         return np.sqrt(distances, out=distances)
-
-    def scaled_products(self) -> np.ndarray:
-        """Products of all pairs, divided by standard deviations over all cells of the source."""
-        return self.source.scaled[self.rows].take(self.rows, axis=1)
 
 
 def choose_scale(cells: sp.csr_matrix) -> np.ndarray:
@@ -80,11 +85,18 @@ def divide_genes(cells: sp.csr_matrix, scale: np.ndarray) -> sp.csr_matrix:
 
 
 def _multiply_pairs(cells: sp.csr_matrix) -> np.ndarray:
-    n, width = cells.shape
+    n = cells.shape[0]
     dtype = np.float64 if n <= MAX_DOUBLE else np.float32
-    products = np.zeros((n, n), dtype)
     columns = cells.tocsc()
-    for first in range(0, width, BLOCK):
-        dense = columns[:, first : first + BLOCK].toarray().astype(dtype, copy=False)
+    is_rare = np.diff(columns.indptr) < RARE * n
+    products = np.zeros((n, n), dtype)
+    common = np.flatnonzero(~is_rare)
+    for first in range(0, len(common), BLOCK):
+        block = columns[:, common[first : first + BLOCK]]
+        dense = block.toarray().astype(dtype, copy=False)
         products += dense @ dense.T
+    rare = columns[:, np.flatnonzero(is_rare)].tocsr().astype(dtype, copy=False)
+    for first in range(0, n, ROW_BLOCK):
+        rows = slice(first, first + ROW_BLOCK)
+        products[rows] += (rare[rows] @ rare.T).toarray()
     return products

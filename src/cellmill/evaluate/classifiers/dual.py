@@ -1,73 +1,185 @@
 """Logistic regression on sparse features Z, by weights of the cells (`newton.py`).
 
-Coefficients are Zᵀa of weights a of the cells, so a fit needs only products with ZZᵀ. Those of features
-as they are come from products that all fits share (`evaluate.products`). Standard deviations are of
-the fitted cells, so each fit has a ZZᵀ of its own. A shared one K, scaled by all cells, stands in for it:
-the fit adds the constants (ZZᵀ - K) a to the logits, computes them again from the weights that it
-finds, and repeats this until they stay. Nothing of K is left in the result.
+Coefficients are Zᵀa of weights a of the cells, so a fit needs only products with ZZᵀ. The fits of all
+folds take their steps together: one product of shared products of cells (`evaluate.products`) with
+the weights of all fits, which are 0 for cells that a fit does not read, costs little more than that
+of one fit.
+
+Standard deviations are of the fitted cells, so each fit has a ZZᵀ of its own. A shared one K, scaled by
+all cells, stands in for it: the fit adds the constants (ZZᵀ - K) a to the logits, computes them again
+from the weights that it finds, and repeats this until they stay. Nothing of K is left in the result.
 """
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from cellmill.evaluate.classifiers import newton
-from cellmill.evaluate.classifiers.newton import Unwhitened
-from cellmill.evaluate.products import SharedCells
+from cellmill.evaluate.classifiers.newton import Products, Unwhitened
+from cellmill.evaluate.products import CellProducts, choose_scale
 
-MAX_ROUNDS = 12  # of the stand-in; then the products of the features themselves are used
+MAX_ROUNDS = 12  # of the stand-in; then the fit is left to `fit_weights`
 LOGIT_TOLERANCE = 1e-3  # largest change of a logit by the last round
+MAX_COLUMNS = 256  # classes of all fits that take steps together
+ByFit = dict[int, np.ndarray]
+"""Weights or logits of fits, by the number of the fit."""
 
 
-def fit_weights(
-    features: Any, shared: SharedCells | None, is_scaled: bool, targets: np.ndarray
-) -> np.ndarray:
-    """Weights `(classes, cells)` of the `features`, divided by their scale if this `is_scaled`, and
-    of a constant feature of 1.
+@dataclass(frozen=True)
+class FoldFit:
+    """A regression that reads some of the cells."""
+
+    rows: np.ndarray  # indices of the fitted cells
+    targets: np.ndarray  # one-hot, `(classes, fitted cells)`
+
+    @property
+    def penalty(self) -> float:
+        n_classes, n = self.targets.shape
+        return (2 if n_classes == 2 else 1) / n
+
+
+def fit_weights(features: Any, targets: np.ndarray) -> np.ndarray:
+    """Weights `(classes, cells)` of the `features`, `(cells, width)`, and of a constant feature of 1.
 
     `features` are sparse, or dense if they are small. `targets` are one-hot, `(classes, cells)`.
-    `shared` are the same cells without a scale.
     """
-    n_classes, n = targets.shape
-    penalty = (2 if n_classes == 2 else 1) / n
+    n = targets.shape[1]
+    penalty = FoldFit(np.arange(n), targets).penalty
+    products = None
+    if isinstance(features, np.ndarray) and n <= features.shape[1]:
+        products = features @ features.T
+        products += 1
 
-    def multiply(weights: np.ndarray) -> np.ndarray:
-        coefficients = features.T @ weights.T.astype(features.dtype)
-        constant = weights.sum(1, keepdims=True)
-        return np.asarray((features @ coefficients).T + constant)
+    def compute_logits(weights: np.ndarray, out: np.ndarray) -> None:
+        if products is None:
+            coefficients = features.T @ weights.T.astype(features.dtype)
+            constant = weights.sum(1, keepdims=True)
+            np.divide((features @ coefficients).T + constant, penalty, out=out)
+        else:
+            np.divide(weights @ products, penalty, out=out)
 
-    exact = Unwhitened(multiply, penalty)
-    is_dense = isinstance(features, np.ndarray)
-    if n <= features.shape[1]:
-        if shared is not None and not is_scaled:
-            exact = _multiply_by(shared.products(shared), penalty)
-        elif is_dense:
-            exact = _multiply_by(features @ features.T, penalty)
-    weights = None
-    if shared is not None and is_scaled and not is_dense:
-        stand_in = _multiply_by(shared.scaled_products(), penalty)
-        weights = _replace_products(stand_in, exact, targets)
-    if weights is None:
-        weights = newton.minimise(exact, targets)
-    return weights / penalty
+    search = newton.find_optimum(Unwhitened(), targets)
+    return newton.minimise(search, compute_logits) / penalty
 
 
-def _multiply_by(products: np.ndarray, penalty: float) -> Unwhitened:
-    """Features whose products are `products`, `(cells, cells)`, and a constant feature of 1."""
-    products += 1
-    return Unwhitened(lambda weights: weights.astype(products.dtype) @ products, penalty)
+def fit_folds(cells: CellProducts, fits: Sequence[FoldFit], is_scaled: bool) -> ByFit:
+    """Logits of all cells, `(classes, cells)` float64, by each fit, of features divided by the
+    standard deviations of its cells if this `is_scaled`.
+
+    Leaves out fits whose rounds do not converge.
+    """
+    logits: ByFit = {}
+    group: ByFit = {}
+    n_columns = 0
+    for number, fit in enumerate(fits):
+        n_classes = len(fit.targets)
+        if group and n_columns + n_classes > MAX_COLUMNS:
+            logits |= _FoldFits(cells, fits, is_scaled).solve(group)
+            group = {}
+            n_columns = 0
+        group[number] = np.zeros(fit.targets.shape)
+        n_columns += n_classes
+    if group:
+        logits |= _FoldFits(cells, fits, is_scaled).solve(group)
+    return logits
 
 
-def _replace_products(
-    stand_in: Unwhitened, exact: Unwhitened, targets: np.ndarray
-) -> np.ndarray | None:
-    """Weights at the optimum of the `exact` products; None if the rounds do not converge."""
-    weights = newton.minimise(stand_in, targets)
-    constants = np.zeros(targets.shape)
-    for _ in range(MAX_ROUNDS):
-        previous = constants
-        constants = (exact.multiply(weights) - stand_in.multiply(weights)) / exact.penalty
-        weights = newton.minimise(stand_in, targets, weights, constants)
-        if np.abs(constants - previous).max() <= LOGIT_TOLERANCE:
-            return weights
-    return None
+class _FoldFits:
+    """Fits that share products of cells."""
+
+    def __init__(self, cells: CellProducts, fits: Sequence[FoldFit], is_scaled: bool) -> None:
+        self.fits = fits
+        self.cells = cells.cells
+        self.is_scaled = is_scaled
+        self.products = cells.scaled if is_scaled else cells.plain
+
+    def solve(self, starts: ByFit) -> ByFit:
+        """Logits of all cells by the fits that have a start."""
+        weights = self._search(starts, {})
+        if not self.is_scaled:
+            return self._multiply(weights)
+        self._by_gene = self.cells.tocsc().T
+        self._shares = {
+            number: choose_scale(self.cells[self.fits[number].rows]) ** -2.0 for number in starts
+        }
+        converged: ByFit = {}
+        constants = starts
+        for _ in range(MAX_ROUNDS):
+            if not weights:
+                break
+            previous = constants
+            exact = self._multiply_scaled(weights)
+            replaced = self._multiply(weights)
+            constants = {}
+            for number in weights:
+                difference = exact[number] - replaced[number]
+                constants[number] = difference[:, self.fits[number].rows]
+            weights = self._search(weights, constants)
+            for number in [*weights]:
+                change = np.abs(constants[number] - previous[number]).max()
+                if change <= LOGIT_TOLERANCE:
+                    converged[number] = weights.pop(number)
+        return self._multiply_scaled(converged) if converged else {}
+
+    def _search(self, starts: ByFit, constants: ByFit) -> ByFit:
+        """Weights at the optima, of shared products; the fits take their steps together."""
+        searches: dict[int, Products] = {}
+        for number, start in starts.items():
+            targets = self.fits[number].targets
+            added = constants.get(number, 0.0)
+            searches[number] = newton.find_optimum(Unwhitened(), targets, start, added)
+        found: ByFit = {}
+        while searches:
+            requests = {}
+            for number in [*searches]:
+                try:
+                    requests[number] = next(searches[number])
+                except StopIteration as end:
+                    found[number] = end.value
+                    del searches[number]
+            if requests:
+                weights = {number: wanted for number, (wanted, _) in requests.items()}
+                products = self._stack(weights) @ self.products
+                for number, columns in _split(weights, products):
+                    wanted, logits = requests[number]
+                    logits[:] = columns[:, self.fits[number].rows]
+                    logits += wanted.sum(1, keepdims=True)
+                    logits /= self.fits[number].penalty
+        return found
+
+    def _multiply(self, weights: ByFit) -> ByFit:
+        """Logits of all cells, of shared products."""
+        return self._finish(weights, self._stack(weights) @ self.products)
+
+    def _multiply_scaled(self, weights: ByFit) -> ByFit:
+        """Logits of all cells, of genes divided by standard deviations over the cells of each fit."""
+        coefficients = self._by_gene @ np.ascontiguousarray(self._stack(weights).T)
+        for number, columns in _split(weights, coefficients.T):
+            columns *= self._shares[number]
+        return self._finish(weights, (self.cells @ coefficients).T)
+
+    def _stack(self, weights: ByFit) -> np.ndarray:
+        """Weights of all fits, `(classes of all fits, cells)`; 0 for cells that a fit does not read."""
+        n_columns = sum(map(len, weights.values()))
+        stacked = np.zeros((n_columns, self.cells.shape[0]), self.products.dtype)
+        for number, columns in _split(weights, stacked):
+            columns[:, self.fits[number].rows] = weights[number]
+        return stacked
+
+    def _finish(self, weights: ByFit, products: np.ndarray) -> ByFit:
+        logits: ByFit = {}
+        for number, columns in _split(weights, products):
+            constant = weights[number].sum(1, keepdims=True)
+            logits[number] = (columns + constant) / self.fits[number].penalty
+        return logits
+
+
+def _split(weights: ByFit, stacked: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """The rows of `stacked`, `(classes of all fits, ...)`, that belong to each fit."""
+    first = 0
+    for number, classes in weights.items():
+        last = first + len(classes)
+        yield number, stacked[first:last]
+        first = last

@@ -18,10 +18,12 @@ from sklearn.utils.extmath import row_norms
 from threadpoolctl import ThreadpoolController
 
 from cellmill.config.plugin import load
-from cellmill.evaluate.baselines import CachedClassifiers
-from cellmill.evaluate.classifiers.logistic import LogisticRegression
+from cellmill.evaluate.baselines import CachedClassifiers, report_early_stop
+from cellmill.evaluate.classifiers.dual import FoldFit, fit_folds
+from cellmill.evaluate.classifiers.logistic import LogisticRegression, is_small_problem
 from cellmill.evaluate.methods import KNN, RANKED, REGRESSION, UNSCALED_REGRESSION, Arrays, Features
 from cellmill.evaluate.products import SharedCells
+from cellmill.evaluate.splits import Split
 from cellmill.evaluate.task import Context
 from cellmill.runs.results import ScoredMethod
 
@@ -118,6 +120,39 @@ def fit_all(
             classifiers = {REGRESSION: classifiers[REGRESSION]}
         fitted[method] = CachedClassifiers(predictions, classifiers, values, labels)
     return fitted
+
+
+def predict_folds(
+    cells: SharedCells,
+    labels: np.ndarray,
+    splits: Iterable[Split],
+    known: dict[str, np.ndarray],
+    names: Iterable[str] = (REGRESSION, UNSCALED_REGRESSION),
+) -> None:
+    """Add to `known` the predictions of large regressions on `cells`, which are fitted together for
+    all splits. `CachedClassifiers` finds them there.
+    """
+    for name in names:
+        classifier = make_classifiers(1)[name]
+        fits: list[FoldFit] = []
+        tested: list[tuple[str, np.ndarray, np.ndarray]] = []
+        for split in splits:
+            train = split.train
+            n, width = len(train), cells.shape[1]
+            if n > width or is_small_problem((n, width)):
+                continue
+            cached = CachedClassifiers(known, {name: classifier}, cells[train], labels[train])
+            key = cached.keys(cells[split.test])[name]
+            if key not in known:
+                classes, class_of_cell = np.unique(labels[train], return_inverse=True)
+                targets = np.eye(len(classes))[:, class_of_cell]
+                fits.append(FoldFit(cells.rows[train], targets))
+                tested.append((key, cells.rows[split.test], classes))
+        with report_early_stop(cells.shape[1]):
+            logits = fit_folds(cells.source, fits, classifier.standardised)
+        for number, fold_logits in logits.items():
+            key, test, classes = tested[number]
+            known[key] = classes[fold_logits[:, test].argmax(0)]
 
 
 def predict_all(fitted: Mapping[ScoredMethod, CachedClassifiers], features: Features) -> Arrays:

@@ -55,17 +55,16 @@ class LogisticRegression:
         Warns by ConvergenceWarning if it stops before it converged.
         """
         self.classes, class_of_cell = np.unique(labels, return_inverse=True)
-        shared = features if isinstance(features, SharedCells) else None
-        values = features if shared is None else shared.matrix
+        values = features.matrix if isinstance(features, SharedCells) else features
         shape = values.shape
-        is_small = min(shape) <= MAX_SIDE and math.prod(shape) <= MAX_VALUES
+        is_small = is_small_problem(shape)
         if sp.issparse(values):
             scale = choose_scale(values) if self.standardised else np.ones(shape[1])
             divided: Any = divide_genes(values, scale)
             if is_small:
                 divided = divided.toarray().astype(np.float64)
             targets = np.eye(len(self.classes))[:, class_of_cell]
-            weights = fit_weights(divided, shared, self.standardised, targets)
+            weights = fit_weights(divided, targets)
             self.coefficients = divided.T @ weights.T / scale[:, None]
             self.intercepts = weights.sum(1)
         else:
@@ -91,6 +90,11 @@ class LogisticRegression:
         return self.classes[(features @ coefficients + self.intercepts).argmax(1)]
 
 
+def is_small_problem(shape: tuple[int, int]) -> bool:
+    """True if features of this shape, `(cells, width)`, are fitted as dense ones."""
+    return min(shape) <= MAX_SIDE and math.prod(shape) <= MAX_VALUES
+
+
 def _minimise(features: np.ndarray, class_of_cell: np.ndarray, is_small: bool) -> Solution:
     """The optimum for centred `features`."""
     n_classes = class_of_cell.max() + 1
@@ -98,7 +102,8 @@ def _minimise(features: np.ndarray, class_of_cell: np.ndarray, is_small: bool) -
         with suppress(LinAlgError):  # raised if scales differ by more than about 1e4
             penalty = (2 if n_classes == 2 else 1) / len(features)
             whitening = newton.whiten(features, penalty)
-            weights = newton.minimise(whitening, np.eye(n_classes)[:, class_of_cell])
+            search = newton.find_optimum(whitening, np.eye(n_classes)[:, class_of_cell])
+            weights = newton.minimise(search, whitening.compute_logits)
             return Solution(whitening.unwhiten(weights), weights.sum(1) / CURVATURE)
     model = linear_model.LogisticRegression(solver="newton-cg", max_iter=1000)
     model.fit(features, class_of_cell)

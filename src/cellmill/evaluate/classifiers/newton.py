@@ -13,9 +13,9 @@ logit.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from scipy.linalg import LinAlgError
@@ -29,6 +29,11 @@ RIDGE = 1e-10  # relative to n / c, the largest value of UUᵀ
 FORCING = 0.5  # a Newton step is exact enough when it leaves this share of the gradient's norm
 MAX_STEPS = 100
 MAX_SIDE = 2048  # cells of the largest UUᵀ that is stored, unless features are even more
+
+Products = Generator[tuple[np.ndarray, np.ndarray], None, Any]
+"""Weights of cells whose logits are needed, and the array that the caller writes them to, both
+`(classes, cells)`.
+"""
 
 
 class CellWeights:
@@ -44,17 +49,10 @@ class CellWeights:
         self.logits = stacked[1]
 
 
-@dataclass(frozen=True)
 class Unwhitened:
     """Features Z / √λ, as if c were 0, of which only products of cells are known."""
 
-    multiply: Callable[[np.ndarray], np.ndarray]  # weights of cells -> their product with ZZᵀ
-    penalty: float  # λ
-    curvature: ClassVar[float] = 0.0
-
-    def compute_logits(self, weights: np.ndarray, out: np.ndarray) -> None:
-        """Write the product of `weights` with ZZᵀ / λ to `out`, both `(classes, cells)`."""
-        np.divide(self.multiply(weights), self.penalty, out=out)
+    curvature = 0.0
 
     def has_converged(self, weights: np.ndarray, squared_norm: float) -> bool:
         """True if the gradient of these `weights` has no norm above TOLERANCE."""
@@ -154,32 +152,47 @@ def _cholesky(matrix: np.ndarray) -> np.ndarray:
 
 
 def minimise(
+    search: Products, compute_logits: Callable[[np.ndarray, np.ndarray], None]
+) -> np.ndarray:
+    """Weights that `find_optimum` returns; `compute_logits` writes the logits of weights to an
+    array.
+    """
+    while True:
+        try:
+            weights, logits = next(search)
+        except StopIteration as end:
+            return np.asarray(end.value)
+        compute_logits(weights, logits)
+
+
+def find_optimum(
     whitening: Whitening | Unwhitened,
     targets: np.ndarray,
     start: np.ndarray | None = None,
     constants: np.ndarray | float = 0.0,
-) -> np.ndarray:
-    """Weights of the cells at the optimum, `(classes, cells)`, for one-hot `targets` of the same
-    shape; begins at the weights `start`, and adds `constants` to the logits.
+) -> Products:
+    """Return the weights of the cells at the optimum, `(classes, cells)`, for one-hot `targets` of
+    the same shape; begins at the weights `start`, and adds `constants` to the logits.
 
-    Warns by ConvergenceWarning if it stops before it converged.
+    Whoever iterates computes the logits, so that several fits can share one product. Warns by
+    ConvergenceWarning if it stops before it converged.
     """
     n = targets.shape[1]
     curvature = whitening.curvature
     current = CellWeights(np.zeros((2, *targets.shape)))
     if start is not None:
         current.weights[:] = start
-        whitening.compute_logits(start, current.logits)
+        yield current.weights, current.logits
     value, probabilities = _compute_loss(current, targets, constants, curvature)
     for _ in range(MAX_STEPS):
         gradient = CellWeights(np.empty_like(current.stacked))
         gradient.weights[:] = (probabilities - targets) / n - curvature / n * current.logits
         gradient.weights[:] += current.weights
-        whitening.compute_logits(gradient.weights, gradient.logits)
+        yield gradient.weights, gradient.logits
         squared_norm = float(np.vdot(gradient.weights, gradient.logits))
         if whitening.has_converged(gradient.weights, squared_norm):
             break
-        step = _newton_step(whitening, probabilities, gradient, squared_norm)
+        step = yield from _newton_step(whitening.curvature, probabilities, gradient, squared_norm)
         slope = np.vdot(gradient.logits, step.weights)
         # halve the step until the objective falls by enough
         length = 1.0
@@ -214,12 +227,9 @@ def _compute_loss(
 
 
 def _newton_step(
-    whitening: Whitening | Unwhitened,
-    probabilities: np.ndarray,
-    gradient: CellWeights,
-    squared_norm: float,
-) -> CellWeights:
-    """The step that leaves FORCING of the gradient's norm; `squared_norm` is that over whitened
+    curvature: float, probabilities: np.ndarray, gradient: CellWeights, squared_norm: float
+) -> Products:
+    """Return the step that leaves FORCING of the gradient's norm; `squared_norm` is that over whitened
     features.
 
     Works in place, and on conjugate directions divided by their norms: calls of numpy take the most
@@ -228,7 +238,7 @@ def _newton_step(
     # the Hessian is 1 over whitened features plus diag(p / n) - p pᵀ / n - c / n over the logits
     n = probabilities.shape[1]
     shares = probabilities / n
-    diagonal = shares - whitening.curvature / n
+    diagonal = shares - curvature / n
     residual = CellWeights(-gradient.stacked)
     direction = CellWeights(np.zeros_like(gradient.stacked))
     step = CellWeights(np.zeros_like(gradient.stacked))
@@ -256,6 +266,6 @@ def _newton_step(
         length = 1 / flat_direction_logits.dot(flat_curved)
         daxpy(flat_direction, flat_step, a=length)
         daxpy(flat_curved, flat_residual_weights, a=-length)
-        whitening.compute_logits(residual.weights, residual.logits)
+        yield residual.weights, residual.logits
         squared_norm = flat_residual_weights.dot(flat_residual_logits)
     return step

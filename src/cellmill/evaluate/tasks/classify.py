@@ -13,18 +13,24 @@ from dataclasses import replace
 
 import numpy as np
 import pandas as pd
-import scipy.sparse as sp
 from sklearn.preprocessing import StandardScaler
 
 from cellmill.config.parts.tasks import FewShotConfig, LeaveOutConfig, ProbeConfig
 from cellmill.evaluate.baselines import BaselineCache
-from cellmill.evaluate.classifiers.fitted import fit_all, predict_all, select_cells, small_problems
+from cellmill.evaluate.classifiers.fitted import (
+    fit_all,
+    predict_all,
+    predict_folds,
+    select_cells,
+    small_problems,
+)
 from cellmill.evaluate.components import (
     COMPONENTS,
     VARIABLE_GENES,
     RankedGenes,
     choose_variable_genes,
     pca,
+    project_on_fitted,
 )
 from cellmill.evaluate.features import cell_features
 from cellmill.evaluate.labels import labelled_cells, predict_from_other_half
@@ -103,6 +109,9 @@ def predict_splits(
     shared = context.baselines.share(features[ALL_GENES])
     if not context.options.classifiers:  # those of other packages know no shared products
         features = {**features, ALL_GENES: shared}
+        splits = [*splits]
+        with small_problems():
+            predict_folds(shared, labels, splits, context.baselines.predictions)
     for split in splits:
         train = split.train
         test = split.test
@@ -147,22 +156,22 @@ def _fit_components(
     if min(len(train), genes.shape[1]) < 2:
         return {}
     cells = genes.matrix
-
-    def fit(panel: sp.csr_matrix, shared: SharedCells | None = None) -> np.ndarray:
-        unfitted = pca((len(train), panel.shape[1]), components)
-        about = f"{unfitted!r} fitted on {train.tolist()}"
-
-        def compute() -> np.ndarray:
-            products = None if shared is None else shared.products(shared)
-            unfitted.fit_transform(panel[train], products=products)
-            return unfitted.transform(panel)
-
-        return cache.features(about, panel, compute)
-
-    features = {ScoredMethod(f"PCA{components}"): fit(cells, genes[train])}
-    if genes.shape[1] > VARIABLE_GENES:
+    unfitted = pca((len(train), cells.shape[1]), components)
+    features = {
+        ScoredMethod(f"PCA{components}"): cache.features(
+            f"{unfitted!r} from products, fitted on {train.tolist()}",
+            cells,
+            lambda: project_on_fitted(genes.products(genes), train, unfitted.n_components),
+        )
+    }
+    if cells.shape[1] > VARIABLE_GENES:
         panel = cells[:, choose_variable_genes(cells[train])]
-        features[ScoredMethod(f"PCA{components} of variable genes")] = fit(panel)
+        of_panel = pca((len(train), panel.shape[1]), components)
+        features[ScoredMethod(f"PCA{components} of variable genes")] = cache.features(
+            f"{of_panel!r} fitted on {train.tolist()}",
+            panel,
+            lambda: of_panel.fit(panel[train]).transform(panel),
+        )
     return features
 
 
