@@ -213,6 +213,17 @@ def test_kbet_is_the_chi_square_test_of_each_neighbourhood() -> None:
         assert bool(accepted[cell]) == (p >= 0.05)
 
 
+@pytest.mark.parametrize("block", [7, mixing.BLOCK])
+def test_label_silhouettes_equal_scikit_learn(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixing, "BLOCK", block)
+    random = np.random.default_rng(0)
+    labels = np.append(random.integers(0, 4, 60), 4)  # the last label has one cell
+    vectors = (random.normal(size=(61, 5)) + labels[:, None] + 100).astype(np.float32)
+    vectors[1] = vectors[0]
+    expected = (silhouette_samples(vectors.astype(np.float64), labels) + 1) / 2
+    np.testing.assert_allclose(mixing.silhouettes(vectors, labels), expected, atol=1e-6)
+
+
 def test_bras_is_a_silhouette_against_all_other_batches() -> None:
     vectors, batches, labels = cells(2, 60)
     batches[labels == 1] = np.arange(20) % 2  # with two batches, it is scikit-learn's

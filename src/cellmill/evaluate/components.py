@@ -17,6 +17,7 @@ COMPONENTS = 50
 # 1e-4, the 50th component of cells is usually above 1e-2
 NO_SPREAD = 3e-4
 NO_SPREAD_SINGLE = 3e-3  # the same, of products that are float32
+BLOCK = 1024  # cells whose products are copied at once
 MAX_DENSE = 2048  # features whose products are computed at once
 RANKED_GENES = 500
 VARIABLE_GENES = 2000
@@ -109,14 +110,19 @@ def project_on_fitted(products: np.ndarray, fitted: np.ndarray, components: int)
     """Principal components of all cells, fitted on the cells `fitted` (indices), from the
     `products` of all pairs of cells, `(cells, cells)`: `(cells, components)` or fewer.
     """
-    # products with the fitted cells, after the mean of the fitted cells is subtracted from all
-    centred = products.take(fitted, axis=1)
-    centred -= centred.mean(1, keepdims=True)
-    centred -= centred[fitted].mean(0)
-    gram = centred[fitted]
+    n = len(products)
+    n_fitted = len(fitted)
+    # Gram matrix of the fitted cells after their mean is subtracted, (fitted cells, fitted cells)
+    gram = np.empty((n_fitted, n_fitted), products.dtype)
+    for first in range(0, n_fitted, BLOCK):
+        rows = fitted[first : first + BLOCK]
+        gram[first : first + BLOCK] = products[rows].take(fitted, axis=1)
+    means = gram.mean(0)
+    gram -= means
+    gram -= gram.mean(1, keepdims=True)
     basis = find_eigenvectors(gram.__matmul__, len(fitted), components, gram.dtype)
-    projected = basis.T @ (gram @ basis)
-    eigenvalues, rotation = np.linalg.eigh(projected)
+    in_basis = basis.T @ (gram @ basis)
+    eigenvalues, rotation = np.linalg.eigh(in_basis)
     # the largest first
     lengths = np.sqrt(np.maximum(eigenvalues[::-1], 0))
     vectors = basis @ rotation[:, ::-1]
@@ -124,7 +130,13 @@ def project_on_fitted(products: np.ndarray, fitted: np.ndarray, components: int)
     has_spread = lengths > no_spread * lengths[0]
     rank = max(1, int(has_spread.sum()))
     divisors = np.maximum(lengths[:rank], np.finfo(gram.dtype).tiny)
-    return np.asarray(centred @ (vectors[:, :rank] / divisors))
+    directions = vectors[:, :rank] / divisors
+    directions -= directions.mean(0)  # so the mean product of each cell does not matter
+    projected = np.empty((n, rank), products.dtype)
+    for first in range(0, n, BLOCK):
+        centred = products[first : first + BLOCK].take(fitted, axis=1) - means
+        projected[first : first + BLOCK] = centred @ directions
+    return projected
 
 
 def pca(shape: Sequence[int], components: int = COMPONENTS) -> PrincipalComponents:

@@ -9,6 +9,8 @@ from sklearn.neighbors import NearestNeighbors
 
 from cellmill.evaluate.products import SharedCells
 
+BLOCK = 512  # cells whose distances to all others are known at once
+
 
 @dataclass(frozen=True)
 class NeighborGraph:
@@ -23,13 +25,36 @@ class NeighborGraph:
         neighbours if there are fewer than k.
         """
         k = min(k, features.shape[0] - 1)
-        metric = "euclidean"
         if isinstance(features, SharedCells):
-            metric = "precomputed"
-            features = features.distances()
-        nearest = NearestNeighbors(n_neighbors=k, algorithm="brute", metric=metric)
+            return cls(*_search_products(features, k))
+        nearest = NearestNeighbors(n_neighbors=k, algorithm="brute")
         distances, indices = nearest.fit(features).kneighbors()
         return cls(indices.astype(np.int32), distances.astype(np.float64))
+
+
+def _search_products(cells: SharedCells, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Indices and distances of the k nearest other cells, in blocks of cells."""
+    n = cells.shape[0]
+    indices = np.empty((n, k), np.int32)
+    distances = np.empty((n, k))
+    squares = cells.squares()
+    for first in range(0, n, BLOCK):
+        block = cells[first : first + BLOCK]
+        rows = np.arange(block.shape[0])
+        # squared distances without the square of the cell itself, which is the same for all
+        products = block.products(cells)
+        relative = squares - 2 * products
+        relative[rows, first + rows] = np.inf
+        unordered = relative.argpartition(k - 1, axis=1)[:, :k]
+        values = np.take_along_axis(relative, unordered, axis=1)
+        order = values.argsort(axis=1, kind="stable")
+        nearest = np.take_along_axis(unordered, order, axis=1)
+        values = np.take_along_axis(values, order, axis=1)
+        last = first + len(rows)
+        squared = values + squares[first:last, None]
+        indices[first:last] = nearest
+        distances[first:last] = np.sqrt(np.maximum(squared, 0))
+    return indices, distances
 
 
 def link_neighbors(indices: np.ndarray) -> sp.csr_matrix:

@@ -31,6 +31,10 @@ class CellProducts:
         scale = choose_scale(self.cells)
         return _multiply_pairs(divide_genes(self.cells, scale))
 
+    def forget_scaled(self) -> None:
+        """Free the memory of `scaled`; it is computed again when it is read."""
+        self.__dict__.pop("scaled", None)
+
 
 class SharedCells:
     """Some cells of `source`: features `(cells, genes)` whose products are shared by all that read
@@ -61,15 +65,9 @@ class SharedCells:
             return self.source.plain
         return self.source.plain[self.rows].take(others.rows, axis=1)
 
-    def distances(self) -> np.ndarray:
-        """Euclidean distances of all pairs, `(cells, cells)`."""
-        distances = self.products(self).copy()
-        squares = distances.diagonal().copy()
-        distances *= -2
-        distances += squares
-        distances += squares[:, None]
-        np.maximum(distances, 0, out=distances)
-        return np.sqrt(distances, out=distances)
+    def squares(self) -> np.ndarray:
+        """Product of each cell with itself, `(cells,)`."""
+        return self.source.plain.diagonal()[self.rows]
 
 
 def choose_scale(cells: sp.csr_matrix) -> np.ndarray:

@@ -49,7 +49,7 @@ class NearestCells:
         self._votes = np.eye(len(self.classes))[class_of_cell]  # (cells, classes)
         self._shared = features if isinstance(features, SharedCells) else None
         if self._shared is not None:
-            self._squares = features.source.plain.diagonal()[features.rows]
+            self._squares = features.squares()
             return self
         values = features.astype(np.float64)
         self._squares = row_norms(values, squared=True)

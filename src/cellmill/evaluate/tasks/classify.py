@@ -112,6 +112,7 @@ def predict_splits(
         splits = [*splits]
         with small_problems():
             predict_folds(shared, labels, splits, context.baselines.predictions)
+        shared.source.forget_scaled()
     for split in splits:
         train = split.train
         test = split.test

@@ -18,7 +18,7 @@ from sklearn.preprocessing import StandardScaler
 
 from cellmill.config.parts.tasks import ClusteringConfig
 from cellmill.data.inputs.source import optional_package
-from cellmill.evaluate.components import COMPONENTS, fit_own_components
+from cellmill.evaluate.components import COMPONENTS, fit_own_components, pca, project_on_fitted
 from cellmill.evaluate.features import cell_features
 from cellmill.evaluate.labels import labelled_cells
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING, add_note
@@ -111,11 +111,14 @@ class Clustering(Task):
         features = cell_features(context, chosen.cells)
         genes = features.pop(ALL_GENES)
         components = ScoredMethod(f"PCA{COMPONENTS} of the scored cells")
+        shared = context.baselines.share(genes)
+        n = genes.shape[0]
+        n_components = pca(genes.shape).n_components
         scaled = StandardScaler(with_mean=False).fit_transform(genes)
         features |= {
-            components: fit_own_components(genes),
+            components: project_on_fitted(shared.products(shared), np.arange(n), n_components),
             add_note(components, ", scaled genes"): fit_own_components(scaled),
-            ALL_GENES: context.baselines.share(genes),
+            ALL_GENES: shared,
         }
         clusters = {
             method: self.cluster(method, values, labels, context, igraph)
@@ -152,10 +155,11 @@ class Clustering(Task):
 
         def clusters() -> np.ndarray:
             edges = jaccard_weights(NeighborGraph.build(features, config.neighbors))
+            graph = make_graph(igraph, edges)
             seeds = range(seed, seed + config.seeds)
             by_resolution = {}
             for resolution in dict.fromkeys([*config.resolutions, config.resolution]):
-                by_resolution[resolution] = np.stack(leiden(igraph, edges, resolution, seeds))
+                by_resolution[resolution] = np.stack(leiden(igraph, graph, resolution, seeds))
 
             def mean_ari(resolution: float) -> float:
                 scores = [ari_scores(labels, found) for found in by_resolution[resolution]]
@@ -183,15 +187,15 @@ def _average_number(clusters: np.ndarray) -> float:
     return float(np.mean([len(np.unique(found)) for found in clusters]))
 
 
-def leiden(
-    igraph: Any, edges: sp.coo_matrix, resolution: float, seeds: Iterable[int]
-) -> list[np.ndarray]:
-    """Cluster of each cell, int64 `(cells,)`, for each seed; `edges` are an upper triangle, of
-    weights above 0.
-    """
+def make_graph(igraph: Any, edges: sp.coo_matrix) -> Any:
+    """Graph of `edges`, which are an upper triangle, of weights above 0."""
     pairs = np.stack([edges.row, edges.col], axis=1)
+    return igraph.Graph(n=edges.shape[0], edges=pairs, edge_attrs={"weight": edges.data})
+
+
+def leiden(igraph: Any, graph: Any, resolution: float, seeds: Iterable[int]) -> list[np.ndarray]:
+    """Cluster of each cell, int64 `(cells,)`, for each seed."""
     found = []
-    graph = igraph.Graph(n=edges.shape[0], edges=pairs, edge_attrs={"weight": edges.data})
     options = {
         "objective_function": "modularity",
         "weights": "weight",
