@@ -66,6 +66,10 @@ RUN_FILES: dict[str, Any] = {
         "data_wait_frac": 0, "mfu": 0, "peak_allocated_gb": [1], "peak_resident_gb": [1], "gpu_busy_frac": [1],
         "gpu_power_w": [1], "depth_r2": 0, "batch_r2": 0,
     },
+    "bridges/pbmc.cell-eval2.json": {
+        "package": "cell-eval2", "version": "0.20.0", "dataset": "pbmc", "model_digest": "abc",
+        "rows": [{"name": "mean", "kind": "baseline", "metric": "pds_cosine", "value": 0.5}],
+    },
 }  # fmt: skip
 QC = {
     "source": {"source": "s", "licence": "l", "counts_rule": "round", "n_rounded": 3},

@@ -217,6 +217,38 @@ def test_runs_without_a_result_are_in_the_first_line(
     assert "no result" not in text_of(rendered(runs[6]))
 
 
+def test_tables_of_bridges_are_next_to_ours(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    evaluation = read_run(run).evaluation
+    assert evaluation is not None
+    dataset = next(iter(evaluation.datasets))
+    rows = [
+        ("embedding", "model", 0.25),
+        ("mean", "baseline", 0.5),
+        ("probe: mean x 2", "probe", None),
+    ]
+    tidy = [
+        {"name": name, "kind": kind, "metric": "pds_cosine", "value": value}
+        for name, kind, value in rows
+    ]
+    bridge = {"package": "cell-eval2", "version": "0.20.0", "dataset": dataset, "rows": tidy}
+    path = run / "bridges" / f"{dataset}.cell-eval2.json"
+    write(path, bridge)
+    text = text_of(rendered(run))
+    assert (
+        "cell-eval2 0.20.0 row pds cosine embedding model 0.25 mean 0.5 probe: mean x 2 probe –"
+        in text
+    )
+    assert "Probe: a row's predictions at half or double size" in text
+    digest = json.loads((run / "evaluate/metrics.json").read_text())["model"]["digest"]
+    write(path, bridge | {"model_digest": digest})
+    assert text_of(rendered(run)) == text
+    write(path, bridge | {"model_digest": "of another"})
+    text = text_of(rendered(run))
+    assert f"Skipped: {path.name} is of another model; make it again." in text
+    assert "pds cosine" not in text
+
+
 def test_missing_folders_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"gone: expected the folder of a run, found none$"):
         read_run(tmp_path / "gone")

@@ -19,8 +19,9 @@ def write_rows(
 ) -> None:
     """Write `values` by name and metric as tidy rows, complete or not at all, and print them.
 
-    `kinds` are those of the names: model, baseline or ceiling. `about` has `dataset`, and what else is said of it. A
-    value that is not finite is null. `counts`, by name and metric, are numbers of units that a value is the mean of.
+    `kinds` are those of the names: model, baseline, ceiling or probe. `about` has `dataset`, and what else is said of
+    it. A value that is not finite is null. `counts`, by name and metric, are numbers of units that a value is the mean
+    of.
     """
     rows = [
         {"name": name, "kind": kinds[name], "metric": metric}

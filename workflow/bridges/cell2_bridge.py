@@ -113,6 +113,7 @@ def main() -> None:
             values[method] = means
     about = {
         "dataset": given.changes.stem,
+        "model_digest": cells.model_digest,
         "n_perturbations": len(cells.perturbations),
         "n_genes": cells.measured.n_vars,
         "de_backend": DE_BACKEND,

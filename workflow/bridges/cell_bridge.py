@@ -113,6 +113,7 @@ def main() -> None:
     is_control = (cells.measured.obs[COLUMN] == cells.control).to_numpy()
     about = {
         "dataset": given.changes.stem,
+        "model_digest": cells.model_digest,
         "n_perturbations": len(cells.perturbations),
         "n_cells": int((~is_control).sum()),
         "n_controls": int(is_control.sum()),

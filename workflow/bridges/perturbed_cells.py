@@ -34,11 +34,12 @@ class PerturbedCells:
 
     control: str
     perturbations: list[str]  # (U,)
-    kinds: dict[str, str]  # kind by method: model or baseline
+    kinds: dict[str, str]  # kind by method: model, baseline or probe
     changes: dict[str, np.ndarray]  # (U, G) by method
     measured: ad.AnnData  # with the controls that nothing starts from
     start: ad.AnnData  # controls that predictions start from
     seed: int
+    model_digest: str
 
     def profiles(self, method: str) -> np.ndarray:
         """(U, G) float64: predicted mean of each perturbation's cells; may be below 0."""
@@ -135,6 +136,7 @@ def read_changes(path: Path) -> PerturbedCells:
         cells[~starts].copy(),
         cells[starts].copy(),
         int(about["seed"]),
+        str(about["model_digest"]),
     )
 
 

@@ -15,6 +15,7 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.evaluate.inference.umap import read_umap
 from cellmill.report.forms import (
+    BridgeForm,
     CostForm,
     LoggedLine,
     ManifestForm,
@@ -28,7 +29,7 @@ from cellmill.report.forms import (
 )
 from cellmill.runs import results
 from cellmill.runs.folder import read_lines
-from cellmill.runs.results import DatasetResult, Evaluation
+from cellmill.runs.results import DatasetResult, Evaluation, Row, ScoredMethod, TaskResult
 
 TRAINED = "train/status.json"
 FILES_BY_KIND = {
@@ -41,6 +42,7 @@ FILES_BY_KIND = {
         "changes/*.h5ad",
         "evaluate/metrics.json",
         "steps/*/evaluate/metrics.json",
+        "bridges/*.json",
     ),
     "corpora": ("cells/*.h5ad", "vocabulary.tsv", "shards/manifest.json"),
 }
@@ -64,6 +66,8 @@ class ReportedRun:
     umap: dict[str, list[dict[str, str]]] = field(default_factory=dict)
     # metrics.json of kept checkpoints by step
     checkpoint_evaluations: dict[int, Evaluation] = field(default_factory=dict)
+    # tables of other packages by dataset, then by package and version
+    bridges: dict[str, dict[str, TaskResult]] = field(default_factory=dict)
     remake_commands: dict[str, str] = field(default_factory=dict)  # by file
 
     @property
@@ -132,17 +136,19 @@ def read_run(folder: Path) -> ReportedRun:
     for row in read_umap(folder / "evaluate" / "umap.tsv"):
         umap[row["dataset"]].append(row)
     model = ModelForm.read(folder / "model" / "config.json")
+    evaluation = _read_evaluation(metrics) if metrics.exists() else None
     return ReportedRun(
         name=folder.resolve().name,
         plan=PlanForm.read(folder / "plan.json"),
         status=StatusForm.read(folder / TRAINED) or StatusForm.read(train / "state.json"),
         run_record=RunRecordForm.read(train / "run.json"),
         model=model,
-        evaluation=_read_evaluation(metrics) if metrics.exists() else None,
+        evaluation=evaluation,
         cost=CostForm.read(train / "cost.json"),
         logged=logged,
         umap=umap,
         checkpoint_evaluations=_read_checkpoint_evaluations(folder, model),
+        bridges=_read_bridges(folder, evaluation),
         remake_commands=list_remake_commands("runs", folder),
     )
 
@@ -170,6 +176,26 @@ def _read_checkpoint_evaluations(folder: Path, model: ModelForm | None) -> dict[
         if is_of_training and step is not None:
             by_step[step] = evaluation
     return dict(sorted(by_step.items()))
+
+
+def _read_bridges(folder: Path, evaluation: Evaluation | None) -> dict[str, dict[str, TaskResult]]:
+    """Tables of other packages by dataset, then by package and version; skipped if another model
+    was scored.
+    """
+    tables: dict[str, dict[str, TaskResult]] = defaultdict(dict)
+    for path in sorted(folder.glob("bridges/*.json")):
+        form = BridgeForm.read(path)
+        assert form is not None
+        rows: dict[str, Row] = {}
+        for scored in form.rows:
+            row = rows.setdefault(scored.name, Row(ScoredMethod(scored.name, kind=scored.kind)))
+            row.numbers[scored.metric] = scored.value
+        table = TaskResult([*rows.values()])
+        evaluated = None if evaluation is None else evaluation.model.get("digest")
+        if form.model_digest and evaluated and form.model_digest != evaluated:
+            table = TaskResult(skipped=f"{path.name} is of another model; make it again")
+        tables[form.dataset][f"{form.package} {form.version}"] = table
+    return tables
 
 
 def read_corpus(folder: Path) -> ReportedCorpus:

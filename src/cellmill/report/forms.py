@@ -20,6 +20,7 @@ from cellmill.config.section import error_line, explain
 from cellmill.errors import DataError
 from cellmill.files import read_json
 from cellmill.runs.cost import Start
+from cellmill.runs.results import Kind
 
 Object = dict[str, Any]
 Count = int | None
@@ -128,6 +129,23 @@ class MeasuredGenesForm(Form):
     n_present: int
     n_genes: int
     expressed_frac: float
+
+
+class BridgeRow(Form):
+    name: str
+    kind: Kind
+    metric: str
+    value: FiniteFloat | None
+
+
+class BridgeForm(Form):
+    """bridges/DATASET.PACKAGE.json: metrics of another package on a run's predictions."""
+
+    package: str
+    version: str
+    dataset: str
+    model_digest: Text = None
+    rows: list[BridgeRow]
 
 
 class CostForm(Form):

@@ -27,7 +27,7 @@ FORMAT = 2  # of metrics.json
 TOLERANCE = 5e-4  # differences below this print as 0.000: the two are level
 # independent units from which an interval is of use: with two, the quantile of Student's t is 12.7
 FEWEST = 3
-Kind = Literal["model", "variant", "baseline", "external", "ceiling"]
+Kind = Literal["model", "variant", "baseline", "external", "ceiling", "probe"]
 Outcome = Literal["ahead", "level", "behind", "undecided"]
 
 
@@ -39,7 +39,8 @@ class ScoredMethod:
     classifier: str = ""
     kind: Kind = "baseline"
     """variant: features beside the model's own, in no comparison with the best baseline; external:
-    a model of another package; ceiling: no method, but the best score that the data allow.
+    a model of another package; ceiling: no method, but the best score that the data allow; probe:
+    another row's prediction, changed to test the metric.
     """
     # the network that computes the features: the model, or the same one with initial weights
     network: Literal["trained", "untrained"] | None = None
@@ -232,11 +233,12 @@ class TaskResult:
 
     @property
     def ranked_rows(self) -> list[Row]:
-        """Rows with a value of the metric, without ceilings; empty if no metric ranks the rows."""
+        """Rows of methods with a value of the metric; empty if no metric ranks the rows."""
         return [
             row
             for row in self.rows
-            if row.method.kind != "ceiling" and row.value(self.metric or "") is not None
+            if row.method.kind not in ("ceiling", "probe")
+            and row.value(self.metric or "") is not None
         ]
 
     def rank_value(self, row: Row) -> float:

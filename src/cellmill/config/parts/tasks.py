@@ -183,6 +183,8 @@ class PerturbationConfig(TaskConfig):
     """Role whose values are the contexts of split_file; label stands for cell types and cell lines."""
     combination_delimiter: str = Field("+", min_length=1)
     """Text between the parts of a combination in the dataset's perturbations; preprocess writes genes with +."""
+    probe_noise: float = Field(0.5, gt=0)
+    """Noise in the rows `probe: …` that test the metrics, in standard deviations of the predicted change."""
 
     def needed_roles(self) -> Sequence[str]:
         return ("control",)

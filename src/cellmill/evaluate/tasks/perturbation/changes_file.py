@@ -36,7 +36,9 @@ from cellmill.evaluate.tasks.perturbation.changes import (
     controlled_role,
 )
 from cellmill.evaluate.tasks.perturbation.held_out import HELD_OUT, HeldOut
+from cellmill.evaluate.tasks.perturbation.probes import choose_probed, make_probes
 from cellmill.evaluate.tasks.perturbation.split_file import SplitFile
+from cellmill.evaluate.tasks.perturbation.task import Perturbation
 
 ABOUT_CHANGES = "cellmill_changes"  # key in uns
 # obs column `group`; a control's kind is at the number of its half, START or MEASURED
@@ -51,16 +53,27 @@ def write_changes(
     """
     held, folds = _hold_out(context, config)
     tested = np.sort(np.concatenate([fold.test for fold in folds]))
-    changes = _collect_changes(held, folds, tested)
+    predictions = [*held.predictions(folds)]
+    changes = _collect_changes(folds, predictions, tested)
+    scores = Perturbation(config).compare(held, folds, predictions)
+    probed = {method: scores["Pearson"][method] for method in changes}
+    for entry in choose_probed(probed):
+        changes |= make_probes(
+            entry, changes[entry], tested, config.probe_noise, context.options.seed
+        )
     names = [held.unit_names[unit] for unit in tested.tolist()]
     is_control = context.roles[IS_CONTROL].fillna(False).to_numpy(bool)
     control = str(context.roles[controlled_role(context)][is_control].iloc[0])
     obs = _describe_cells(held, tested, [*names, control])
     cells = np.flatnonzero(obs["group"].notna())
+    methods = []
+    for method in changes:
+        is_model = method.network == "trained"
+        methods.append(replace(method, supervised=context.supervised or "") if is_model else method)
     about = {
         "perturbations": np.array(names, object),
-        "methods": np.array([method.name for method in changes], object),
-        "kinds": np.array([method.kind for method in changes], object),
+        "methods": np.array([method.name for method in methods], object),
+        "kinds": np.array([method.kind for method in methods], object),
         "changes": np.stack([*changes.values()]).astype(np.float32),
         "control": control,
         "seed": context.options.seed,
@@ -100,16 +113,16 @@ def _hold_out(context: Context, config: PerturbationConfig) -> tuple[HeldOut, li
     return held, folds
 
 
-def _collect_changes(held: HeldOut, folds: list[Split], tested: np.ndarray) -> ChangesByMethod:
+def _collect_changes(
+    folds: list[Split], predictions: list[ChangesByMethod], tested: np.ndarray
+) -> ChangesByMethod:
     """(tested units, G) by method: predicted changes of all folds, of the methods that predict all
     of them.
     """
     changes: ChangesByMethod = {}
-    for fold, by_method in zip(folds, held.predictions(folds)):
+    for fold, by_method in zip(folds, predictions):
         rows = np.searchsorted(tested, fold.test)
         for method, values in by_method.items():
-            if method.network == "trained":
-                method = replace(method, supervised=held.context.supervised or "")
             if method not in changes:
                 changes[method] = np.full((len(tested), values.shape[1]), np.nan)
             changes[method][rows] = values

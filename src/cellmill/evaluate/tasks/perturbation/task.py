@@ -9,7 +9,8 @@ repetitions.
 Legend: U units (a perturbation and its dose), G genes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from cellmill.evaluate.tasks.perturbation.changes import (
     MEASURED,
     NO_CHANGE,
     START,
+    ChangesByMethod,
     check_changes,
     controlled_role,
 )
@@ -36,6 +38,7 @@ from cellmill.evaluate.tasks.perturbation.held_out import (
     HeldOut,
     prior_method,
 )
+from cellmill.evaluate.tasks.perturbation.probes import choose_probed, find_gamed, make_probes
 from cellmill.evaluate.tasks.perturbation.split_file import SPLITS, TEST, TRAIN, SplitFile
 from cellmill.runs.results import Difference, ScoredMethod, TaskResult
 
@@ -99,7 +102,7 @@ def make_column(metric: str, tested: str, scores: Arrays) -> ScoreColumn | None:
     """
     defined = {method: values for method, values in scores.items() if np.isfinite(values).any()}
     ceiling = defined.get(CEILING)
-    methods = {method: values for method, values in defined.items() if method.kind != "ceiling"}
+    methods = {method: values for method, values in defined.items() if is_ranked(method)}
     if not methods or ceiling is None:
         return None
     return ScoreColumn(
@@ -112,14 +115,18 @@ def make_column(metric: str, tested: str, scores: Arrays) -> ScoreColumn | None:
     )
 
 
-def make_ceiling_column(column: ScoreColumn, scores: Arrays) -> ScoreColumn:
-    """Column of the ceilings that have the metric of `column`."""
-    ceilings = {
+def make_other_column(column: ScoreColumn, scores: Arrays) -> ScoreColumn:
+    """Column of the ceilings and probes that have the metric of `column`."""
+    others = {
         method: values
         for method, values in scores.items()
-        if method.kind == "ceiling" and np.isfinite(values).any()
+        if not is_ranked(method) and np.isfinite(values).any()
     }
-    return ScoreColumn(column.heading, column.metric_name, ceilings)
+    return replace(column, scores=others)
+
+
+def is_ranked(method: ScoredMethod) -> bool:
+    return method.kind not in ("ceiling", "probe")
 
 
 class Perturbation(Task):
@@ -129,7 +136,7 @@ class Perturbation(Task):
         """Scores for each role that is held out; skipped without perturbations and controls."""
         check_changes(context)
         columns: list[ScoreColumn] = []
-        ceilings: list[ScoreColumn] = []
+        others: list[ScoreColumn] = []  # ceilings and probes
         numbers: dict[str, Any] = {}
         notes: list[str] = []
         for held in self._hold_out_roles(context):
@@ -139,15 +146,17 @@ class Perturbation(Task):
                 numbers |= describe_split(held, tests)
                 notes += check_split(held, held.split, tests)
             for tested, folds in tests.items():
-                for metric, scores in self._score(held, folds).items():
+                by_metric, entries = self._score(held, folds)
+                for metric, scores in by_metric.items():
                     column = make_column(metric, tested, scores)
                     if column is not None:
                         columns.append(column)
-                        ceilings.append(make_ceiling_column(column, scores))
+                        others.append(make_other_column(column, scores))
+                        notes += find_gamed(column, scores, entries, self.config.probe_noise)
         if not columns:
             reasons = [str(value) for key, value in numbers.items() if key.endswith("no_folds")]
             raise Skipped("; ".join(reasons) or "no stratum has enough controls", numbers)
-        return self._tabulate(columns, ceilings, numbers, notes)
+        return self._tabulate(columns, others, numbers, notes)
 
     def _hold_out_roles(self, context: Context) -> Iterator[HeldOut]:
         """Units of the split file, or of each usable role of `held_out`: skips those without strata
@@ -168,11 +177,11 @@ class Perturbation(Task):
     def _tabulate(
         self,
         columns: list[ScoreColumn],
-        ceilings: list[ScoreColumn],
+        others: list[ScoreColumn],
         numbers: dict[str, Any],
         notes: list[str],
     ) -> TaskResult:
-        """The table, with rows of the ceilings, and the differences of the model and of methods
+        """The table, with rows of the ceilings and probes, and the differences of the model and of methods
         with informed sources.
         """
         judged = [column for column in columns if column.select_kind("model")]
@@ -184,7 +193,7 @@ class Perturbation(Task):
             columns,
             numbers,
             judged,
-            rows=table_rows(columns) + table_rows(ceilings),
+            rows=table_rows(columns) + table_rows(others),
             differences=differences + informed_differences,
             notes=notes + comparisons,
         )
@@ -234,39 +243,68 @@ class Perturbation(Task):
                 numbers[f"perturbation_perturbations_with_{source.name}"] = n
         return numbers
 
-    def _score(self, held: HeldOut, folds: list[Split]) -> Scores:
+    def _score(self, held: HeldOut, folds: list[Split]) -> tuple[Scores, list[ScoredMethod]]:
         """(repetitions, perturbations) by metric and method: means over the units of a
-        perturbation.
+        perturbation. Then the methods that have probes, of which the first repetition is scored.
         """
-        profiles = held.profiles
+        scores = self.compare(held, folds, held.predictions(folds))
+        ceilings = (self._compare_halves(held, fold) for fold in folds)
+        by_metric = self._compare(held, folds, ceilings)
+        entries = choose_probed(scores["Pearson"])
+        first = [fold for fold in folds if fold.repetition == 0]
+        probes = self.compare(held, first, self._probe(held, first, entries))
+        for metric, by_method in scores.items():
+            by_method |= by_metric[metric] | probes[metric]
+        return scores, entries
+
+    def _probe(
+        self, held: HeldOut, folds: list[Split], entries: list[ScoredMethod]
+    ) -> Iterator[ChangesByMethod]:
+        """Probes of the entries in each fold."""
+        seed = held.context.options.seed
+        for fold, predicted in zip(folds, held.predictions(folds)):
+            probes: ChangesByMethod = {}
+            for entry in entries:
+                noise = self.config.probe_noise
+                probes |= make_probes(entry, predicted[entry], fold.test, noise, seed)
+            yield probes
+
+    def compare(
+        self, held: HeldOut, folds: list[Split], predictions: Iterable[ChangesByMethod]
+    ) -> Scores:
+        """(repetitions, perturbations) by metric and method: scores of predicted changes, `(test
+        units, G)` of each fold.
+        """
         n_units = len(held.fold_key)
-        measured_controls = profiles.control_means(MEASURED)
-        measured = profiles.changes(held.scored_unit_of_cell, n_units, measured_controls)
-        perturbed = np.stack([np.isin(profiles.genes, rows) for rows in held.genes])
+        controls = held.profiles.control_means(MEASURED)
+        measured = held.profiles.changes(held.scored_unit_of_cell, n_units, controls)
+        compared = (
+            {method: Compared(change, measured[fold.test]) for method, change in changes.items()}
+            for fold, changes in zip(folds, predictions)
+        )
+        return self._compare(held, folds, compared)
+
+    def _compare(
+        self, held: HeldOut, folds: list[Split], compared: Iterable[Mapping[ScoredMethod, Compared]]
+    ) -> Scores:
+        perturbed = np.stack([np.isin(held.profiles.genes, rows) for rows in held.genes])
         n_repetitions = 1 + max(fold.repetition for fold in folds)
         scores: Scores = {metric: {} for metric in METRICS}
-        for fold, prediction in zip(folds, held.predictions(folds)):
-            test = fold.test
-            compared = {
-                method: Compared(change, measured[test]) for method, change in prediction.items()
-            }
-            compared |= self._compare_halves(held, fold, measured_controls)
-            for method, pair in compared.items():
+        for fold, by_method in zip(folds, compared):
+            for method, pair in by_method.items():
                 by_metric = change_scores(
-                    pair.predicted, pair.measured, perturbed[test], self.config.top_genes
+                    pair.predicted, pair.measured, perturbed[fold.test], self.config.top_genes
                 )
                 for metric, values in by_metric.items():
-                    empty = np.full((n_repetitions, n_units), np.nan)
+                    empty = np.full((n_repetitions, len(held.fold_key)), np.nan)
                     by_unit = scores[metric].setdefault(method, empty)
-                    by_unit[fold.repetition, test] = values
-        for by_method in scores.values():
-            for method, by_unit in by_method.items():
-                by_method[method] = average_perturbations(by_unit, held.perturbation)
+                    by_unit[fold.repetition, fold.test] = values
+        for by_scored in scores.values():
+            for method, by_unit in by_scored.items():
+                by_scored[method] = average_perturbations(by_unit, held.perturbation)
         return scores
 
-    def _compare_halves(
-        self, held: HeldOut, fold: Split, measured_controls: np.ndarray
-    ) -> dict[ScoredMethod, Compared]:
+    def _compare_halves(self, held: HeldOut, fold: Split) -> dict[ScoredMethod, Compared]:
         """Ceilings: a change measured in half of a unit's cells, and the most similar change of a
         training unit, against the change in the other half.
 
@@ -278,7 +316,8 @@ class Perturbation(Task):
         by_scored_unit = np.argsort(held.scored_unit_of_cell[shuffled], kind="stable")
         position = np.argsort(shuffled[by_scored_unit])
         halves = []
-        for half, controls in ((START, held.start_means), (MEASURED, measured_controls)):
+        for half in (START, MEASURED):
+            controls = held.profiles.control_means(half)
             unit_of_cell = np.where(position % 2 == half, held.scored_unit_of_cell, -1)
             changes = held.profiles.changes(unit_of_cell, len(held.fold_key), controls)
             halves.append(changes[fold.test])
