@@ -2,9 +2,11 @@
 
 import errno
 import json
+import os
 import pickle
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -265,6 +267,47 @@ def test_a_save_that_fails_is_an_error_of_the_run(
         DataError, match=r"of step 3 could not be written \(.*No space left on device\); earlier"
     ):
         checkpoints.wait()
+
+
+KILLED_WHILE_WRITING = """
+import os, signal, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from cellmill.config.run import Train
+from cellmill.runs.folder import TrainFolder
+from cellmill.train import checkpoint
+from cellmill.train.failure import leave_reason
+from cellmill.train.optimizer import build_optimizer
+
+folder = Path(sys.argv[1])
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+if rank == 1:
+    checkpoint._Writer.write_data = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
+model = torch.nn.Linear(1, 1)
+checkpoints = checkpoint.Checkpoints(TrainFolder(folder), 1)
+checkpoints.save(model, build_optimizer(model, Train(steps=1)), 3, {})
+try:
+    checkpoints.wait()
+except Exception as error:
+    leave_reason(folder / "error.txt", error, folder)
+    os._exit(7)
+"""
+
+
+def test_a_process_lost_during_a_save_is_no_full_disk(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    command = [sys.executable, "-c", KILLED_WHILE_WRITING, str(tmp_path)]
+    ranks = [
+        subprocess.Popen(command, env=os.environ | {"RANK": rank, "OMP_NUM_THREADS": "1"})
+        for rank in ("0", "1")
+    ]
+    assert [process.wait(100) for process in ranks] == [7, -signal.SIGKILL]
+    # the launcher restarts a job without a reason of its own from the last checkpoint
+    assert not (tmp_path / "error.txt").exists()
+    line = (tmp_path / "connection.txt").read_text()
+    assert re.match(r"rank 0 on \S+: \w+ failed: .*gloo", line)
 
 
 def test_a_disk_that_fills_up_inside_a_tensor_is_named(alone: None, tmp_path: Path) -> None:

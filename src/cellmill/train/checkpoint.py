@@ -42,6 +42,7 @@ from cellmill.parallel.apply import reshard
 from cellmill.parallel.materialize import named_tensors
 from cellmill.parallel.mesh import gather_json
 from cellmill.runs.folder import DIGEST, Checkpoint, TrainFolder
+from cellmill.train.failure import is_lost_peer
 from cellmill.train.optimizer import WeightAverage, get_state
 from cellmill.train.stored import INDEX, Stored, read_index
 
@@ -151,7 +152,7 @@ def load_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
             dcp.load(tensors, storage_reader=reader, no_dist=True)
     except CheckpointException as error:
         raise DataError(
-            f"{path}: cannot be loaded ({_reason(error)}); the checkpoint is damaged"
+            f"{path}: cannot be loaded ({_reason(_first_failure(error))}); the checkpoint is damaged"
         ) from error
 
 
@@ -257,7 +258,7 @@ class Checkpoints:
         return self._writing is not None and not self._writing.done()
 
     def wait(self) -> None:
-        """Wait until nothing is being written. Raises DataError if a save failed."""
+        """Wait until nothing is being written. Raises as `raise_if_failed`."""
         if self._writing is not None:
             self._writing.exception()
         self.raise_if_failed()
@@ -265,18 +266,23 @@ class Checkpoints:
     def raise_if_failed(self) -> None:
         """Raise DataError if a background save has failed on any rank.
 
-        It is called in each step, and does not communicate.
+        If it failed because a process was lost, the error of the collective is raised: the training
+        starts again. It is called in each step, and does not communicate.
         """
         if self._writing is None or not self._writing.done():
             return
         error = self._writing.exception()
-        if error is not None:
-            if dist.get_rank() == 0:
-                self.folder.remove_incomplete()  # on a full disk it would take what the user frees
-            raise DataError(
-                f"{self.folder.checkpoint_folder}: the checkpoint of step {self.saved_step} could not be written "
-                f"({_reason(error)}); earlier ones are intact: free some space and run the same command again"
-            ) from error
+        if error is None:
+            return
+        cause = _first_failure(error)
+        if is_lost_peer(cause):
+            raise cause
+        if dist.get_rank() == 0:
+            self.folder.remove_incomplete()  # on a full disk it would take what the user frees
+        raise DataError(
+            f"{self.folder.checkpoint_folder}: the checkpoint of step {self.saved_step} could not be written "
+            f"({_reason(cause)}); earlier ones are intact: free some space and run the same command again"
+        ) from error
 
     def load(
         self, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer
@@ -325,11 +331,15 @@ def list_tensors(
     return tensors
 
 
+def _first_failure(error: BaseException) -> BaseException:
+    """Return the first rank's exception of a CheckpointException, otherwise `error`."""
+    if not isinstance(error, CheckpointException) or not error.failures:
+        return error
+    exception, _ = next(iter(error.failures.values()))
+    return exception
+
+
 def _reason(error: BaseException) -> str:
-    # CheckpointException: {rank: (exception, traceback)}
-    failures = getattr(error, "failures", None)
-    if failures:
-        error = next(iter(failures.values()))[0]
     if "unexpected pos" in str(error):  # torch's writer of zip files keeps no reason
         return "a file was cut off: the disk is full, or a quota or limit of file size is reached"
     return " ".join(str(error).split())[:300] or type(error).__name__

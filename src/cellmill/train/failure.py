@@ -43,11 +43,17 @@ def error_line(error: BaseException, folder: Path) -> str | None:
         return _out_of_memory_line(error, folder)
     if isinstance(error, OSError) and not isinstance(error, ConnectionError):
         return f"{error.filename or folder}: {error.strerror or error}"
-    text = _one_line(error)
-    is_lost_peer = isinstance(error, ConnectionError | dist.DistError) or LOST_PEER.search(text)
-    if is_lost_peer or _is_lost_device(error):
+    if is_lost_peer(error) or _is_lost_device(error):
         return None  # a peer or its node is lost, and says why itself if it could
-    return f"{_who()}: {type(error).__name__}: {text[:300]}; its traceback is in {trace_name()}"
+    text = _one_line(error)[:300]
+    return f"{_who()}: {type(error).__name__}: {text}; its traceback is in {trace_name()}"
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Return whether a collective failed, perhaps because another process ended."""
+    if isinstance(error, ConnectionError | dist.DistError):
+        return True
+    return not isinstance(error, OSError) and LOST_PEER.search(_one_line(error)) is not None
 
 
 def leave_reason(error_file: Path, error: BaseException, folder: Path) -> None:
