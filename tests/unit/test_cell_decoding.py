@@ -159,6 +159,21 @@ def test_an_unknown_batch_has_no_term() -> None:
     assert not torch.allclose(observed[1], without_terms[1])
 
 
+def test_an_unknown_batch_has_the_mean_of_the_known_terms() -> None:
+    model = decoding_model("profile", batch_column="batch")
+    batch = cells_of()
+
+    def decode(number: int) -> torch.Tensor:
+        levels = torch.full_like(batch.levels, number)  # type: ignore[arg-type]
+        prepared = prepare(model, replace(batch, levels=levels))
+        vectors = model.cell_vectors(model.states(prepared), prepared)[prepared.target_cells]
+        return model.objective.decode(model, vectors, prepared)
+
+    known = torch.stack([decode(number) for number in (1, 2, 3)])
+    torch.testing.assert_close(decode(0), known.mean(0))
+    assert not torch.allclose(known[0], known[1])
+
+
 def test_terms_of_batches_start_at_zero() -> None:
     options = FAMILIES["profile"] | {"objective": "cell_decoding", "batch_column": "batch"}
     model = initialized(spec(N_GENES, TOKENS, LEVELS, **options))

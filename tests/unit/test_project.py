@@ -49,6 +49,7 @@ model:
 objective:
   name: cell_decoding  # the cell embedding predicts the hidden part of the cell
   view: drop_thin  # hide whole genes, and part of the counts of the others
+  batch_column: auto  # batch, donor or dataset, if the training cells have several; `plan` prints which and why
 
 train:
   steps: auto  # by the number of cells; `plan` prints how many

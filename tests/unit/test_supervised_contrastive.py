@@ -226,3 +226,15 @@ def test_the_card_of_a_sum_has_the_options_of_its_parts() -> None:
     assert "# An `encoder` single-cell model\n" in written
     listed = "sum of cell_decoding: weight 1.0, view thin; masked_gene: weight 0.3, mask_frac 0.15"
     assert f"| objective | {listed} |\n" in written
+
+
+def test_the_card_names_the_batch_and_the_reason() -> None:
+    chosen = {
+        "name": "cell_decoding",
+        "batch_column": "donor",
+        "batch_reason": "donor has 2 values",
+    }
+    assert "| batch | obs column donor (donor has 2 values) |" in card("profile", chosen, [])
+    named = {"name": "sum", "parts": {"cell_decoding": {"batch_column": "assay"}}}
+    assert "| batch | obs column assay |" in card("profile", named, [])
+    assert "| batch |" not in card("profile", {"name": "cell_decoding", "batch_column": None}, [])

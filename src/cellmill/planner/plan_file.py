@@ -92,6 +92,7 @@ def make_plan(
         "global_batch": train.global_batch,  # cells
         # by square root and linearly; None if nothing is to be scaled
         "scaled_lr": _scale_lr(train),
+        "choices": options.objective.choices(),  # what options take from the corpus, and why
         "warnings": options.objective.warnings(),
         # most tokens of a micro-batch that fit in memory
         "largest_micro_batch": largest_micro_batch,
@@ -203,6 +204,7 @@ def _format_hints(plan: Plan) -> Iterator[Line]:
         if validation_frac is not None and validation_frac > LARGE_FRAC:
             text += ": lower train.val_cells or raise train.val_every_steps"
         yield "validation", text
+    yield from plan["choices"].items()
     for warning in plan["warnings"]:
         yield "warning", warning
     if plan["scaled_lr"] is not None:

@@ -43,6 +43,8 @@ FREE = {
     ),
 }
 """Sections and keys that change no number of a run."""
+REASONS: Any = {"objective": {"batch_reason": True, "parts": {"__all__": {"batch_reason"}}}}
+"""Texts, which another version may word differently."""
 
 
 def identity(
@@ -54,7 +56,7 @@ def identity(
     the SHA-256 of the file `model.gene_vectors`, which it replaces.
     """
     values = dict[str, Any]()
-    for section, keys in options.model_dump(mode="json").items():
+    for section, keys in options.model_dump(mode="json", exclude=REASONS).items():
         free = keys if section in FREE_SECTIONS else FREE.get(section, ())
         values |= {f"{section}.{key}": value for key, value in keys.items() if key not in free}
     if gene_vectors is not None:

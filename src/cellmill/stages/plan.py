@@ -60,7 +60,8 @@ def plan(
         detected = kept = np.full(min(cells, SAMPLED_CELLS), longest)
         corpus = CorpusSize(kept, genes, val, n_training=cells, levels=levels)
     else:
-        shards, n_cells, fingerprint = open_corpus(options, manifest)
+        chosen, shards, n_cells, fingerprint = open_corpus(options, manifest)
+        options = options.model_copy(update={"objective": chosen.objective})
         detected = detected_genes(shards)[:n_cells]
         if options.stream.weight_by is not None:  # cells are not read equally often
             counts = read_repeats(shards, "train", options.stream, n_cells).counts(

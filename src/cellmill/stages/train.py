@@ -63,7 +63,9 @@ def train(
     folder of stage teach. Raise Stopped if a signal ended it with its state saved, UserError if a
     process failed.
     """
-    shards, n_cells, fingerprint = open_corpus(options, manifest)
+    options, shards, n_cells, fingerprint = open_corpus(options, manifest)
+    for name, reason in options.objective.choices().items():
+        print(f"{name}: {reason}", flush=True)
     check_nodes(options, machine.node_counts, machine.nproc_per_node, n_cells)
     check_vocabulary(vocabulary, shards)
     options = fit_options(options, vocabulary, shards, teacher)

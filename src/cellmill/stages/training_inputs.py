@@ -26,6 +26,7 @@ from cellmill.files import sha256_file
 class Corpus(NamedTuple):
     """The corpus of a run."""
 
+    options: TrainOptions  # with the columns that they take from the corpus
     shards: Manifest
     n_cells: int  # training cells that the run reads
     fingerprint: str  # of the cells, and of the columns that the run reads
@@ -37,12 +38,16 @@ def open_corpus(options: TrainOptions, manifest: Path) -> Corpus:
     Raise ConfigError if the run cannot be trained on them, DataError for a damaged manifest.
     """
     shards = Manifest.read(manifest)
+    objective = options.objective.choose_columns(
+        CorpusFacts(options, shards), options.objective.supervised_by
+    )
+    options = options.model_copy(update={"objective": objective})
     columns = options.read_columns()
     check_rows(options.tokens, shards, str(manifest), options.objective.needs_counts)
     n_cells = options.stream.train_cells(shards.splits["train"].n_obs)
     check_levels(options, shards.levels(columns), n_cells)
     fingerprint = shards.fingerprint_with(columns, options.number_columns())
-    return Corpus(shards, n_cells, fingerprint)
+    return Corpus(options, shards, n_cells, fingerprint)
 
 
 def check_vocabulary(vocabulary: Path, shards: Manifest) -> None:
@@ -60,8 +65,8 @@ class CorpusFacts:
     """`Facts` of a corpus: of the training cells that the run reads, and of the vocabulary."""
 
     options: TrainOptions
-    vocabulary: Path
     shards: Manifest
+    vocabulary: Path | None = None  # only `genes` reads it
     teacher_folder: Path | None = None  # a teacher's vectors
 
     def _read_column(self, kind: Literal["levels", "numbers"], name: str) -> np.ndarray:
@@ -70,10 +75,29 @@ class CorpusFacts:
         return CellColumns(self.shards, "train", kind, [name])[slice(n_cells)][:, 0]
 
     def cells_by_level(self, column: str) -> dict[str, int]:
+        if column not in self.shards.obs_levels:
+            return {}
         levels = self.shards.levels({column: "objective"})[column]
         codes = self._read_column("levels", column)  # from 1; 0 is unknown
         counts = np.bincount(codes, minlength=len(levels) + 1)[1:].tolist()
         return {level: n for level, n in zip(levels, counts) if level != MISSING}
+
+    def cells_by_levels(self, column: str, other: str) -> dict[tuple[str, str], int]:
+        if not {column, other} <= self.shards.obs_levels.keys():
+            return {}
+        names, other_names = self.shards.levels(
+            dict.fromkeys((column, other), "objective")
+        ).values()
+        codes = self._read_column("levels", column) - 1
+        other_codes = self._read_column("levels", other) - 1
+        counts = np.zeros((len(names), len(other_names)), np.int64)
+        np.add.at(counts, (codes, other_codes), 1)
+        pairs = {}
+        for row, number in np.argwhere(counts):
+            pair = names[row], other_names[number]
+            if MISSING not in pair:
+                pairs[pair] = int(counts[row, number])
+        return pairs
 
     def moments(self, column: str) -> tuple[float, float]:
         option = self.options.number_columns()[column]
@@ -94,6 +118,7 @@ class CorpusFacts:
         names = importlib.import_module("cellmill.data.genes.names")
         levels = self.shards.levels({column: "objective"})[column]
         named = _exclude_missing(levels)
+        assert self.vocabulary is not None, "expected a vocabulary"
         rows_by_level = names.perturbed_genes(named, Vocabulary.read(self.vocabulary))
         tokens = {}
         for level, rows in rows_by_level.items():
@@ -124,7 +149,7 @@ def fit_options(
                 "vocabulary.quantiles to yes and make it again"
             )
         tokens = tokens.fitted(quantiles.tolist())
-    objective = options.objective.fit(CorpusFacts(options, vocabulary, shards, teacher))
+    objective = options.objective.fit(CorpusFacts(options, shards, vocabulary, teacher))
     return options.model_copy(update={"tokens": tokens, "objective": objective})
 
 

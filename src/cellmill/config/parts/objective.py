@@ -49,7 +49,13 @@ class Facts(Protocol):
     """What options can take from a corpus when a training starts; files are read on each call."""
 
     def cells_by_level(self, column: str) -> Mapping[str, int]:
-        """Number of training cells of each level, without cells of no value."""
+        """Number of training cells of each level, without cells of no value.
+
+        Empty for a column that the corpus lacks, or that has no levels.
+        """
+
+    def cells_by_levels(self, column: str, other: str) -> Mapping[tuple[str, str], int]:
+        """Number of training cells of each pair of levels, without cells that lack either."""
 
     def moments(self, column: str) -> tuple[float, float]:
         """Mean and standard deviation of a column of numbers.
@@ -119,6 +125,17 @@ class ObjectiveConfig(Plugin):
 
         A run that sets `weight_by` takes none of them; otherwise options that it sets win.
         """
+        return {}
+
+    def choose_columns(self, facts: Facts, labels: Sequence[str]) -> Self:
+        """Return the options with the obs columns that they take from the corpus.
+
+        `labels` are columns whose labels the run reads. Called before `columns` and `fit` are.
+        """
+        return self
+
+    def choices(self) -> dict[str, str]:
+        """Return what `choose_columns` took and why, as text by name; `plan` and `train` print it."""
         return {}
 
     def fit(self, facts: Facts) -> Self:

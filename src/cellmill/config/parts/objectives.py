@@ -4,7 +4,7 @@ others. Torch-free.
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache, partial, reduce
 from itertools import chain
 from operator import or_
@@ -13,9 +13,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, SerializeAsAny, WithJsonSchema, create_model
 
 from cellmill.config import plugin
+from cellmill.config.parts.batch import ADVERSARY, AUTO, MIN_BATCH_CELLS, choose_batch
 from cellmill.config.parts.objective import Columns, Facts, ObjectiveConfig, TeacherVectors
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.plugin import Plugin, by_name
+from cellmill.config.section import leaving_out
 
 ENCODING = ("profile", "encoder", "autoencoder", "autoregressive", "bert", "scgpt", "hf")
 """Families with cell vectors that heads can read."""
@@ -352,6 +354,13 @@ class SumConfig(ObjectiveConfig):
     def stream(self) -> dict[str, Any]:
         return self.each()[0].stream() if len(self.parts) == 1 else {}
 
+    def choices(self) -> dict[str, str]:
+        return reduce(or_, (part.choices() for part in self.each()))
+
+    def choose_columns(self, facts: Facts, labels: Sequence[str]) -> Self:
+        parts = {name: part.choose_columns(facts, labels) for name, part in self.parts.items()}
+        return self.model_copy(update={"parts": parts})
+
     def fit(self, facts: Facts) -> Self:
         return self.model_copy(
             update={"parts": {name: part.fit(facts) for name, part in self.parts.items()}}
@@ -406,14 +415,22 @@ class DecodingConfig(HiddenFracConfig):
     """Weight of vicreg's variance term, which is 0 if all standard deviations are at least 1."""
     covariance_weight: float = Field(0.004, ge=0)
     """Weight of vicreg's covariance term."""
-    batch_column: str | None = None
-    """obs column of the batch, or `dataset`. The decoder gets a term per batch, so that embeddings
-    need not contain the batch.
-    """
-    batch_adversary: float | None = Field(None, gt=0)
-    """Weight of the loss of a classifier of batch_column whose reversed gradient removes the batch
-    from embeddings.
-    """
+    batch_column: str | None = Field(
+        None,
+        description="obs column of the batch, or `dataset`. The decoder gets a term per batch, so that embeddings need "
+        f"not contain the batch; an unknown batch gets the mean term. {AUTO}: the first of batch, donor and dataset "
+        f"with two values of at least {MIN_BATCH_CELLS} training cells each, which together hold half of the training "
+        "cells; without one, null. `plan` and `train` print the column and the reason.",
+    )
+    batch_adversary: float | None = Field(
+        None,
+        gt=0,
+        description="Weight of the loss of a classifier of batch_column whose reversed gradient removes the batch from "
+        f"embeddings. null: none, but batch_column {AUTO} then sets {ADVERSARY:g} for column batch, unless batch "
+        "determines a label, condition or perturbation.",
+    )
+    batch_reason: str | None = None
+    """Why batch_column auto took its column, which train writes into the run; leave it out."""
     batch_adversary_scale: float = Field(0.02, gt=0)
     """Factor of the reversed gradient, besides the loss's weight. If their product is large,
     embeddings collapse.
@@ -426,7 +443,7 @@ class DecodingConfig(HiddenFracConfig):
             unread["weights"] = "likelihood softmax, got nb"
         if self.view_loss is None:
             unread |= dict.fromkeys(vicreg, "view_loss vicreg, got null")
-        if self.batch_adversary is None:
+        if self.batch_adversary is None and self.batch_column != AUTO:
             unread["batch_adversary_scale"] = "batch_adversary, got null"
         for name, required in unread.items():
             if getattr(self, name) != type(self).model_fields[name].default:
@@ -434,10 +451,31 @@ class DecodingConfig(HiddenFracConfig):
         if self.batch_adversary is not None and self.batch_column is None:
             yield "batch_adversary requires batch_column; set it, or batch_adversary to null"
 
+    _dump = leaving_out("batch_reason")
+
+    def choices(self) -> dict[str, str]:
+        return {} if self.batch_reason is None else {"batch": self.batch_reason}
+
+    @property
+    def known_batch(self) -> str | None:
+        """Column of the batch; None without one, or before auto is resolved."""
+        return None if self.batch_column == AUTO else self.batch_column
+
     def columns(self) -> Columns:
-        return Columns(
-            {} if self.batch_column is None else {self.batch_column: "objective.batch_column"}
-        )
+        column = self.known_batch
+        return Columns({} if column is None else {column: "objective.batch_column"})
+
+    def choose_columns(self, facts: Facts, labels: Sequence[str]) -> Self:
+        if self.batch_column != AUTO:
+            return self
+        choice = choose_batch(facts, labels)
+        changes: dict[str, Any] = {"batch_column": choice.column, "batch_reason": choice.reason}
+        if choice.column is None:
+            unread = ("batch_adversary", "batch_adversary_scale")
+            changes |= {name: type(self).model_fields[name].default for name in unread}
+        elif self.batch_adversary is None:
+            changes["batch_adversary"] = choice.adversary
+        return self.model_copy(update=changes)
 
     def check_tokens(self, tokens: Tokens) -> None:
         """Refuse sequences, which have no counts, and to thin places: their order is that of the

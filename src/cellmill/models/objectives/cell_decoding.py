@@ -86,8 +86,8 @@ class CellDecoding(Objective):
             model.decoder = nn.Sequential(layer, nn.GELU())
         model.profile_genes = with_std(nn.Embedding(n_tokens, width), width**-0.5)
         model.profile_bias = nn.Parameter(torch.empty(n_tokens))
-        if config.batch_column is not None:
-            names += self._attach_batch_terms(model, config.batch_column, width)
+        if config.known_batch is not None:
+            names += self._attach_batch_terms(model, config.known_batch, width)
         if self._is_nb:
             model.profile_dispersion = nn.Parameter(torch.empty(n_tokens))
             names.append("profile_dispersion")
@@ -194,7 +194,7 @@ class CellDecoding(Objective):
     def decode(self, model: Any, vectors: Tensor, prepared: DecodingBatch) -> Tensor:
         """Return the decoder's last layer, `(C, D)`, of `vectors` `(C, H)`."""
         decoded: Tensor = model.decoder(vectors)
-        if self.config.batch_column is None:
+        if self.config.known_batch is None:
             return decoded
         return decoded + model.batch_terms(self._batch_levels(prepared)).to(decoded.dtype)
 
@@ -204,7 +204,7 @@ class CellDecoding(Objective):
 
     def _batch_levels(self, prepared: DecodingBatch) -> Tensor:
         """Return the level number of each cell's experimental batch, `(C,)` int64."""
-        column = self.config.batch_column
+        column = self.config.known_batch
         assert column is not None, "no column of batches"
         return self.level_numbers(prepared, column)[prepared.target_cells]
 

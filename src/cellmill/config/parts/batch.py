@@ -1,0 +1,88 @@
+"""Choice of the obs column of the batch, for `batch_column: auto`. Torch-free."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from cellmill.config.corpus import DATASET
+
+AUTO = "auto"
+CANDIDATES = ("batch", "donor", DATASET)
+"""obs columns of shards, in the order in which they are tried."""
+BIOLOGY = ("condition", "perturbation")
+"""Roles that an embedding should keep."""
+MIN_BATCH_CELLS = 100
+"""Training cells that a batch needs to count; docs/quality.md has no measurement of fewer."""
+MIN_COVERED_FRAC = 0.5  # of the training cells, in batches that count
+MIN_PURE_FRAC = 0.95  # of the cells that have the most frequent value of their batch
+ADVERSARY = 0.1
+"""`batch_adversary` of a chosen batch: docs/quality.md compares strengths."""
+
+
+class CellCounts(Protocol):
+    """Numbers of training cells (`parts.objective.Facts`)."""
+
+    def cells_by_level(self, column: str) -> Mapping[str, int]:
+        """Number of cells of each level."""
+
+    def cells_by_levels(self, column: str, other: str) -> Mapping[tuple[str, str], int]:
+        """Number of cells of each pair of levels."""
+
+
+class BatchChoice(NamedTuple):
+    """The column of the batch, and how it was chosen."""
+
+    column: str | None
+    adversary: float | None  # `batch_adversary`
+    reason: str
+
+
+def choose_batch(facts: CellCounts, labels: Sequence[str]) -> BatchChoice:
+    """Return the first candidate with two batches of `MIN_BATCH_CELLS` cells, or none.
+
+    These batches hold `MIN_COVERED_FRAC` of the training cells. A column of `labels` is no batch.
+    """
+    rejected = []
+    n_cells = sum(facts.cells_by_level(DATASET).values())
+    for column in CANDIDATES:
+        counts = facts.cells_by_level(column)
+        sizes = [n for n in counts.values() if n >= MIN_BATCH_CELLS]
+        values = "value" if len(sizes) == 1 else "values"
+        described = (
+            f"{column} has {len(sizes)} {values} of at least {MIN_BATCH_CELLS} training cells"
+        )
+        if column in labels:
+            rejected.append(f"{column} is a label")
+        elif not counts:
+            rejected.append(f"there is no {column}")
+        elif len(sizes) < 2:
+            rejected.append(described)
+        elif sum(sizes) < MIN_COVERED_FRAC * n_cells:
+            rejected.append(f"{described}, but these are {sum(sizes):,} of {n_cells:,}")
+        else:
+            adversary, rule = _choose_adversary(facts, column, labels)
+            return BatchChoice(column, adversary, "; ".join([described, rule, *rejected]))
+    return BatchChoice(None, None, f"none: {'; '.join(rejected)}")
+
+
+def _choose_adversary(
+    facts: CellCounts, column: str, labels: Sequence[str]
+) -> tuple[float | None, str]:
+    """Return `batch_adversary`, and the reason. Donors and datasets may differ in biology."""
+    for other in dict.fromkeys((*labels, *BIOLOGY)):
+        if _is_determined(facts, column, other):
+            return None, f"no adversary: {column} determines {other}, which it would remove"
+    if column != CANDIDATES[0]:
+        return None, f"no adversary: {column} may be biology"
+    return ADVERSARY, f"adversary {ADVERSARY:g}"
+
+
+def _is_determined(facts: CellCounts, column: str, other: str) -> bool:
+    """Return True if nearly all cells have the value of `other` most frequent in their batch."""
+    pairs = facts.cells_by_levels(column, other)
+    if len({value for _, value in pairs}) < 2:
+        return False
+    most = Counter[str]()
+    for (batch, _), n in pairs.items():
+        most[batch] = max(most[batch], n)
+    return most.total() >= MIN_PURE_FRAC * sum(pairs.values())
