@@ -36,6 +36,7 @@ TARGETS = (
     "all",
     f"{RESULTS}/adapted/predictions/sim.h5ad",
     f"{RESULTS}/profile/knock_out/sim.h5ad",
+    f"{RESULTS}/profile/map/sim.h5ad",
     f"{RESULTS}/response/changes/sim.h5ad",
     "results/sweeps/seeds/results.csv",
 )

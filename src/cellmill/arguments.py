@@ -144,6 +144,7 @@ EMBEDDED = [
     option("--append", "write all of the .h5ad --input too, which --out may be, instead of obs alone", **YES),
     *given("embed", "min_coverage_frac", "min_expressed_frac"),
 ]
+ATLAS = option("--atlas", "folder of the atlas (default: atlas in the model's folder)", type=Path)
 EVALUATED = [
     *stage("run"), *files(model=MODEL, manifest=f"{MANIFEST} it was trained on"),
     some("--ancestors", "manifests of the runs its initial weights came from", nargs="*", required=False, default=[]),
@@ -209,6 +210,18 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     "predict": ("label the cells of a dataset with an exported classifier",
         *stage("run"), *files(model=MODEL, out=f"{H5AD}, with obs['cellmill_label']"), *EMBEDDED,
         *given("predict", "min_probability", "min_accuracy")),
+    "atlas": ("index the embeddings of a corpus's cells, for map",
+        *stage("run"), *files(model=MODEL), ATLAS,
+        some("--embeddings", "by stage embed, one file per dataset"),
+        some("--labels", "obs column of the labels of each file, in the same order; '-' for none", type=str),
+        option("--donor-columns", "obs columns of the donors, separated by commas: the first that a file has counts "
+               "(default: atlas.donor_columns of the configuration)", dest="atlas.donor_columns",
+               type=lambda text: text.split(","), metavar="COLUMNS"),
+        option("--neighbors", "neighbours of a cell that vote (default: atlas.neighbors of the configuration)",
+               dest="atlas.neighbors", metavar="K")),
+    "map": ("label the cells of a dataset by the most similar cells of the model's atlas",
+        *stage("run"), *files(model=MODEL, out=f"{H5AD}, with obs['cellmill_label']; a .map.tsv goes beside it"), ATLAS,
+        *EMBEDDED, *given("map", "refuse_frac", "certainty")),
     "knock_out": ("remove genes one by one and measure how far embeddings move",
         *stage("run"), *files(model=MODEL, out=f"{H5AD}: cells by genes"), *INPUT),
     "embed_external": ("embed the cells of a dataset by a command of another environment",

@@ -29,6 +29,7 @@ MODULES = {
     "stages.train": "train",
     "stages.export": "pull consolidate",
     "stages.cells": "embed embed_external teach predict generate",
+    "stages.atlas": "atlas map_cells",
     "stages.evaluate": "evaluate knock_out predict_changes",
     "stages.report": "report sweep",
     "commands.project": "init check run",
@@ -75,6 +76,7 @@ def main(argv: list[str] | None = None) -> int:
         name = {
             "profiles": f"profiles_{arguments.pop('what', None)}",
             "import": "import_model",
+            "map": "map_cells",
         }.get(stage, stage)
         with importing():
             module = importlib.import_module(f"cellmill.{MODULE_OF[name]}")
@@ -135,7 +137,11 @@ def _options(stage: str, arguments: dict[str, Any]) -> Any:
         written = text.lstrip().startswith(("{", "["))
         tree = parse_json(text, "--options") if written else read_json(Path(text))
         return check_options(OPTIONS[stage], tree, "--options" if written else text)
-    if stage in ("embed", "knock_out", "predict") and name is None and config is CONFIG:
+    if (
+        stage in ("embed", "atlas", "map", "knock_out", "predict")
+        and name is None
+        and config is CONFIG
+    ):
         # not given: the model is enough
         defaults: dict[str, Any] = {section: {} for section in OPTIONS[stage].model_fields}
         return check_options(OPTIONS[stage], defaults, stage)
@@ -159,7 +165,7 @@ def _options(stage: str, arguments: dict[str, Any]) -> Any:
     return check_options(OPTIONS[stage], workflow.section(stage, name), str(config))
 
 
-def _with_flags(options: Any, flags: dict[str, str | None]) -> Any:
+def _with_flags(options: Any, flags: dict[str, Any]) -> Any:
     """The options with those that flags give, by `section.option`."""
     given = {key: value for key, value in flags.items() if value is not None}
     if not given:

@@ -154,7 +154,8 @@ SMALL = CellOntology(
         "T": ("blood",),
         "both": ("blood", "nerve"),
         "CD4": ("T",),
-    }
+    },
+    {},
 )
 
 

@@ -159,11 +159,16 @@ def test_a_changed_profile_reruns_nothing(done: tuple[Project, str], tmp_path: P
 def test_an_added_run_adapts_the_model_of_the_first(finished: Project) -> None:
     shutil.copy(CASES / "finetune" / "config" / "config.yaml", finished.folder / "config")
     folder = finished.folder / "results/runs/adapted"
-    made = "predictions/sim.h5ad", "knock_out/sim.h5ad", "evaluate/metrics.json"
-    targets = [f"results/runs/adapted/{name}" for name in made]
-    assert finished.jobs(*targets) == dict.fromkeys([*RUN, "predict", "knock_out"], 1), (
-        "nothing of the first run"
+    made = (
+        "predictions/sim.h5ad",
+        "knock_out/sim.h5ad",
+        "map/sim.h5ad",
+        "evaluate/metrics.json",
     )
+    targets = [f"results/runs/adapted/{name}" for name in made]
+    assert finished.jobs(*targets) == dict.fromkeys(
+        [*RUN, "predict", "knock_out", "atlas", "map"], 1
+    ), "nothing of the first run"
     finished.ran(*targets)
     before, after = (
         load_file(path / "model/model.safetensors") for path in (folder.with_name("tiny"), folder)
@@ -179,6 +184,10 @@ def test_an_added_run_adapts_the_model_of_the_first(finished: Project) -> None:
     assert {*predicted.obs["cellmill_label"].dropna()} <= {*predicted.obs["cell_type"]}
     assert predicted.n_obs == ad.read_h5ad(finished.folder / CELLS, backed="r").n_obs
     assert ad.read_h5ad(folder / "knock_out/sim.h5ad").obs_names.isin(predicted.obs_names).all()
+    atlas = json.loads((folder / "model/atlas/atlas.json").read_text())
+    assert (atlas["datasets"], atlas["label_columns"]) == (["sim"], ["cell_type"])
+    assert atlas["n_cells"] == predicted.n_obs
+    assert ad.read_h5ad(folder / "map/sim.h5ad").obs["cellmill_in_atlas"].all()
     metrics = json.loads((folder / "evaluate/metrics.json").read_text())
     assert metrics["model"]["supervised_by"] == ["cell_type"]
     assert metrics["datasets"]["sim"]["supervised"]

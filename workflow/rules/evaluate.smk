@@ -87,6 +87,63 @@ rule predict:
         " --out {output:q} 2>&1 | tee -i {log:q}"
 
 
+# Index of the embeddings of the corpus's cells, for `cellmill map`; only on request: results/runs/{run}/model/atlas/atlas.json.
+rule atlas:
+    input:
+        weights="results/runs/{run}/model/model.safetensors",
+        config="results/runs/{run}/model/config.json",
+        embeddings=jobs.atlas_embeddings,
+    output:
+        "results/runs/{run}/model/atlas/atlas.json",
+    log:
+        "logs/atlas/{run}.log",
+    benchmark:
+        "results/benchmarks/atlas/{run}.tsv"
+    conda:
+        "../../envs/cellmill.yaml"
+    container:
+        image
+    threads: 1
+    resources:
+        mem_mb=sized(8000, 0.3),
+        runtime=sized(60, 10),
+    params:
+        options=jobs.options("atlas"),
+        labels=jobs.atlas_labels,
+    shell:
+        'cellmill atlas --options {params.options:q} --model "$(dirname {input.weights:q})"'
+        " --embeddings {input.embeddings:q} --labels {params.labels:q} 2>&1 | tee -i {log:q}"
+
+
+# Labels by the atlas, of any dataset of the corpus's table; only on request: results/runs/{run}/map/{dataset}.h5ad.
+rule map:
+    input:
+        weights="results/runs/{run}/model/model.safetensors",
+        config="results/runs/{run}/model/config.json",
+        vocabulary="results/runs/{run}/model/vocabulary.tsv",
+        atlas="results/runs/{run}/model/atlas/atlas.json",
+        cells=jobs.of_corpus("{corpus}/cells/{dataset}.h5ad"),
+    output:
+        "results/runs/{run}/map/{dataset}.h5ad",
+    log:
+        "logs/map/{run}.{dataset}.log",
+    benchmark:
+        "results/benchmarks/map/{run}.{dataset}.tsv"
+    conda:
+        "../../envs/cellmill.yaml"
+    container:
+        image
+    threads: 4
+    resources:
+        mem_mb=sized(32000, 3),
+        runtime=sized(240, 25),
+    params:
+        options=jobs.options("map"),
+    shell:
+        'cellmill map --options {params.options:q} --model "$(dirname {input.weights:q})" --input {input.cells:q}'
+        " --out {output:q} 2>&1 | tee -i {log:q}"
+
+
 # Shifts of embeddings without each gene; only on request: results/runs/{run}/knock_out/{dataset}.h5ad.
 rule knock_out:
     input:

@@ -312,6 +312,17 @@ class JobFiles:
             for name in self.workflow.evaluated_on(wildcards.run)
         ]
 
+    def atlas_embeddings(self, wildcards: Wildcards) -> list[str]:
+        """Embeddings of the datasets of the run's corpus."""
+        names = self.workflow.trained_on(self.runs[wildcards.run].corpus)
+        return [f"results/runs/{wildcards.run}/embeddings/{name}.h5ad" for name in names]
+
+    def atlas_labels(self, wildcards: Wildcards) -> list[str]:
+        """obs column of the first label of each of these datasets; '-' for none."""
+        corpus = self.runs[wildcards.run].corpus
+        datasets = [self.datasets[corpus][name] for name in self.workflow.trained_on(corpus)]
+        return [next(iter(dataset.label_names), "-") for dataset in datasets]
+
     def evaluated_steps(self) -> list[str]:
         files = []
         for name, run in self.runs.items():

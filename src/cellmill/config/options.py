@@ -13,7 +13,18 @@ from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.objectives import DistillConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.parts.trackers import Track
-from cellmill.config.run import Consolidate, Embed, KnockOut, Plan, Predict, Report, Stream, Train
+from cellmill.config.run import (
+    Atlas,
+    Consolidate,
+    Embed,
+    KnockOut,
+    Map,
+    Plan,
+    Predict,
+    Report,
+    Stream,
+    Train,
+)
 from cellmill.config.section import Section
 
 
@@ -89,6 +100,14 @@ class PredictOptions(EmbedOptions):
     predict: Predict = Field(default_factory=lambda: Predict.model_validate({}))
 
 
+class AtlasOptions(Section):
+    atlas: Atlas = Field(default_factory=lambda: Atlas.model_validate({}))
+
+
+class MapOptions(EmbedOptions):
+    map: Map = Field(default_factory=lambda: Map.model_validate({}))
+
+
 class KnockOutOptions(EmbedOptions):
     knock_out: KnockOut = Field(default_factory=lambda: KnockOut.model_validate({}))
 
@@ -112,6 +131,8 @@ OPTIONS: dict[str, type[Section]] = {
     "consolidate": ConsolidateOptions,
     "embed": EmbedOptions,
     "predict": PredictOptions,
+    "atlas": AtlasOptions,
+    "map": MapOptions,
     "knock_out": KnockOutOptions,
     "evaluate": EvaluateOptions,
     "predict_changes": EvaluateOptions,

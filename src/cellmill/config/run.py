@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from cellmill.config.parts.methods import Optimizer
-from cellmill.config.section import Counts, Section, leaving_out, one_message
+from cellmill.config.section import Counts, Names, Section, leaving_out, one_message
 
 
 class Stream(Section):
@@ -283,6 +283,30 @@ class Predict(Section):
     def problems(self) -> Iterator[str]:
         if self.min_probability is not None and self.min_accuracy is not None:
             yield "expected one of min_probability and min_accuracy, got both; set one of them to null"
+
+
+class Atlas(Section):
+    """Atlas of the model: an index of the embeddings of the corpus's cells."""
+
+    neighbors: int = Field(15, ge=1, le=1000)
+    """Neighbours of a cell that vote on its label, and whose mean distance says how new it is."""
+    donor_columns: Names = Field(["donor", "batch"])
+    """obs columns of the donors: the first that a dataset has counts. All cells of a dataset without
+    one are of one donor.
+    """
+
+
+class Map(Section):
+    """Labels of cells by the atlas of the model."""
+
+    refuse_frac: float = Field(0.05, gt=0, lt=1)
+    """Share of the atlas's own cells that would be refused if their donor were left out. Cells at
+    larger distances get no label.
+    """
+    certainty: float = Field(0.8, gt=0.5, le=1)
+    """Minimum share of the votes of a label. If labels are terms of the Cell Ontology, a label is
+    the most specific term that has it; other labels ignore it.
+    """
 
 
 class KnockOut(Section):

@@ -21,9 +21,11 @@ from cellmill.config.datasets import Dataset, check_name, read_datasets
 from cellmill.config.evaluate import PRESETS, check_transfer
 from cellmill.config.options import (
     OPTIONS,
+    AtlasOptions,
     ConsolidateOptions,
     EvaluateOptions,
     KnockOutOptions,
+    MapOptions,
     PlanOptions,
     PredictOptions,
     PreprocessOptions,
@@ -161,7 +163,15 @@ class CorpusConfig(ShardOptions, VocabularyOptions, PreprocessOptions):
     """Names of the rows to use; null: all."""
 
 
-class RunConfig(EvaluateOptions, KnockOutOptions, PredictOptions, ConsolidateOptions, PlanOptions):
+class RunConfig(
+    EvaluateOptions,
+    KnockOutOptions,
+    MapOptions,
+    AtlasOptions,
+    PredictOptions,
+    ConsolidateOptions,
+    PlanOptions,
+):
     """One model, from plan to evaluation."""
 
     corpus: str

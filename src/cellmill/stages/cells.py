@@ -81,7 +81,7 @@ def embed(
     With them are obs and nothing else, or, with `append`, everything in the .h5ad `input`, which
     `out` may be.
     """
-    path = _checked_input(input, out, append)
+    path = check_input(input, out, append)
     network, vocabulary, tokens, config = load_for_inference(model)
     started = time.perf_counter()
     with open_dataset(path, counts) as reader:
@@ -111,7 +111,7 @@ def embed(
         print(f"{path.stem}: {line}")
 
 
-def _checked_input(input: Path | str, out: Path, append: bool) -> Path:
+def check_input(input: Path | str, out: Path, append: bool) -> Path:
     """Return where `input` is on this machine.
 
     Raise ConfigError if `out` cannot be written, or nothing appended.
@@ -345,7 +345,7 @@ def predict(
 
     `input` and `append` as in `embed`.
     """
-    path = _checked_input(input, out, append)
+    path = check_input(input, out, append)
     network, vocabulary, tokens, config = load_for_inference(model)
     smallest = choose_thresholds(network, config, options.predict, f"--model {model}")
     with open_dataset(path, counts) as reader:

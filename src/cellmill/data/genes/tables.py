@@ -10,8 +10,9 @@ import gzip
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, cached_property
 from itertools import chain
+from math import log
 from pathlib import Path
 from typing import NamedTuple
 
@@ -100,10 +101,13 @@ def gene_lengths(organism: str) -> dict[str, int]:
 
 
 class CellOntology:
-    """Terms and their is_a edges: `parents` maps an id to those of its direct superclasses."""
+    """Terms and their is_a edges: `parents` maps an id to those of its direct superclasses, `names`
+    to its name.
+    """
 
-    def __init__(self, parents: Mapping[str, tuple[str, ...]]) -> None:
+    def __init__(self, parents: Mapping[str, tuple[str, ...]], names: Mapping[str, str]) -> None:
         self.parents = parents
+        self.names = names
         self._known: dict[str, dict[str, int]] = {}
 
     def __contains__(self, term: str) -> bool:
@@ -121,6 +125,17 @@ class CellOntology:
                         waiting.append(above)
             self._known[term] = steps
         return self._known[term]
+
+    @cached_property
+    def _n_below(self) -> Counter[str]:
+        """Number of terms that have a term among their superclasses, itself included."""
+        return Counter(chain.from_iterable(map(self.ancestors, self.parents)))
+
+    def information(self, term: str) -> float:
+        """Information content from the terms below: 1 without any, 0 for the root (Seco, Veale &
+        Hayes 2004, ECAI).
+        """
+        return 1 - log(self._n_below[term]) / log(len(self.parents))
 
     def nearness(self, one: str, other: str) -> float:
         """Shared part of the superclasses of two terms, each with itself: intersection by union, 1
@@ -151,10 +166,11 @@ def is_term_id(text: str) -> bool:
 def cell_ontology() -> CellOntology:
     _, *lines = read_lines(Path(__file__).parents[1] / "ontology" / "cell_ontology.tsv.gz")
     parents = {}
+    names = {}
     for line in lines:
-        term, _, ids = line.split("\t")
+        term, names[term], ids = line.split("\t")
         parents[term] = tuple(filter(None, ids.split("|")))
-    return CellOntology(parents)
+    return CellOntology(parents, names)
 
 
 @cache

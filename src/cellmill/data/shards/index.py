@@ -40,7 +40,9 @@ TABLE = "vectors.npy"
 
 
 @contextmanager
-def new_array(path: Path, shape: tuple[int, ...], dtype: str) -> Iterator[np.ndarray]:
+def new_array(
+    path: Path, shape: tuple[int, ...], dtype: str | np.dtype[Any]
+) -> Iterator[np.ndarray]:
     """An array to fill, which is complete at `path` when the block ends without an error."""
     remove_incomplete(path)
     with atomic_path(path) as temporary:

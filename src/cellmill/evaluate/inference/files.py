@@ -20,8 +20,8 @@ from cellmill.data.arrays import plain_text
 from cellmill.data.inputs.h5 import create_h5, one_line, open_h5, write_anndata
 from cellmill.data.inputs.reader import refuse_duplicates
 from cellmill.errors import DataError
+from cellmill.evaluate.atlas.mapping import MAP_COLUMNS, Mapped
 from cellmill.evaluate.inference.predict import (
-    ABOUT_PREDICTION,
     LABEL,
     PROBABILITIES,
     PROBABILITY,
@@ -39,8 +39,8 @@ OWN = f"obsm[{KEY!r}]"
 EXTERNAL = "obsm['X_emb']"
 PATHS = {OWN: f"obsm/{KEY}", EXTERNAL: "obsm/X_emb", "X": "X"}
 AGAIN = "run embed again"
-# beginnings of the names of obs columns of `predict`
-OWN_COLUMNS = (LABEL, PROBABILITY, REJECTED, SEEN, VALUE)
+# beginnings of the names of obs columns of `predict` and `map`
+OWN_COLUMNS = (LABEL, PROBABILITY, REJECTED, SEEN, VALUE, *MAP_COLUMNS)
 FIELDS = ("dataset", "task", "name", "kind", "column", "statistic", "repetition", "value")
 
 
@@ -59,16 +59,15 @@ def write_embedding(
 
 
 def write_prediction(
-    path: Path, obs: pd.DataFrame, predicted: Predicted, source: Path | None = None
+    path: Path, obs: pd.DataFrame, predicted: Predicted | Mapped, source: Path | None = None
 ) -> None:
     """Write the predictions with `obs`, or into a copy of the .h5ad `source`, where they replace
-    those of another model.
+    earlier ones.
     """
     columns = predicted.obs
     with create_h5(path, copy_of=source) as file:
-        _add(
-            file, obs.assign(**columns), predicted.obsm, {ABOUT_PREDICTION: predicted.about}, source
-        )
+        about = {predicted.key: predicted.about}
+        _add(file, obs.assign(**columns), predicted.obsm, about, source)
         if source is None:
             return
         obs = file["obs"]
@@ -139,7 +138,7 @@ def read_embedding(path: Path, names: pd.Index, model_digest: str, width: int | 
 
 def read_costs(path: Path) -> dict[str, float]:
     """`seconds`, `peak_gb` and `coverage_frac` of the stage `embed` that wrote an embedding."""
-    with open_h5(path, AGAIN) as file, _explain_damage(f"{path}: uns[{ABOUT!r}]", f"; {AGAIN}"):
+    with open_h5(path, AGAIN) as file, explain_damage(f"{path}: uns[{ABOUT!r}]", f"; {AGAIN}"):
         return {
             name: float(read_elem(file["uns"][ABOUT][name]))
             for name in ("seconds", "peak_gb", "coverage_frac")
@@ -195,7 +194,7 @@ def _read(
     remedy: str = "",
 ) -> _Stored:
     """The first array of `wanted` that the file has; its obs names must be `names`."""
-    with _explain_damage(f"{source}: obs, obsm or uns", remedy):
+    with explain_damage(f"{source}: obs, obsm or uns", remedy):
         stored_names = pd.Index(read_elem(file["obs"][file["obs"].attrs["_index"]])).astype(str)
         place = next((name for name in wanted if PATHS[name] in file), wanted[-1])
         stored = file.get(PATHS[place])
@@ -224,12 +223,12 @@ def _read(
         raise DataError(
             f"{source}: expected {len(stored_names):,} rows in {place}, got shape {stored.shape}{remedy}"
         )
-    with _explain_damage(f"{source}: {place}", remedy):
+    with explain_damage(f"{source}: {place}", remedy):
         return _Stored(stored_names, place, np.asarray(stored[:], np.float32), about)
 
 
 @contextmanager
-def _explain_damage(what: str, remedy: str = "") -> Iterator[None]:
+def explain_damage(what: str, remedy: str = "") -> Iterator[None]:
     """Turn any error of reading a damaged file into one line."""
     try:
         yield

@@ -20,13 +20,15 @@ import pandas as pd
 from cellmill.config.corpus import DATASET
 from cellmill.config.datasets import NO_COLUMNS
 from cellmill.config.load import check_options
-from cellmill.config.run import Embed, Predict
+from cellmill.config.run import Embed, Map, Predict
 from cellmill.data.arrays import as_text
 from cellmill.data.genes.names import organisms_of
 from cellmill.data.inputs.anndata_files import open_memory
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.shards.obs import shard_column
 from cellmill.errors import ConfigError
+from cellmill.evaluate.atlas.mapping import LABEL, SEEN, Mapped, map_vectors
+from cellmill.evaluate.atlas.store import ATLAS, CellAtlas
 from cellmill.evaluate.inference.calibration import (
     NO_VALIDATION,
     STEPS,
@@ -45,10 +47,8 @@ from cellmill.models.family import Model
 from cellmill.models.objectives.classification import Classification, softmax
 
 MAX_NAMES = 20  # labels that are named, the most frequent
-LABEL = "cellmill_label"  # obs
 PROBABILITY = "cellmill_probability"  # obs
 REJECTED = "cellmill_rejected"  # obs: True for a cell below the threshold, whose label is missing
-SEEN = "cellmill_seen_in_training"  # obs: True for a cell of the model's training or validation
 PROBABILITIES = "cellmill_probabilities"  # obsm, in the order of uns[ABOUT]["labels"]
 VALUE = "cellmill_value"  # obs
 ABOUT_PREDICTION = "cellmill_prediction"  # uns
@@ -87,6 +87,7 @@ class Predicted:
     about: dict[str, Any]  # uns["cellmill_prediction"]
     # sentences about labels that the file has too
     agreement: list[str] = field(default_factory=list)
+    key = ABOUT_PREDICTION  # of `about` in uns
 
     def __repr__(self) -> str:
         n_cells = len(next(iter(self.obs.values()), ()))
@@ -307,6 +308,35 @@ class LoadedModel:
             )
         _warn(dataset, embedding)
         return predicted
+
+    def map(
+        self,
+        adata: Any,
+        counts: str = "X",
+        *,
+        refuse_frac: float = 0.05,
+        certainty: float = 0.8,
+        atlas: Path | str | None = None,
+        dataset: str = "adata",
+        **options: Any,
+    ) -> Mapped:
+        """Labels, neighbours and distances in the model's atlas, as `cellmill map` writes them.
+
+        `atlas` is its folder, by default `atlas` in the model's. `add_to(adata)` of the result adds
+        everything. Thresholds are options of section `map`; other arguments are as in `embed`.
+        Raises DataError if the atlas is missing, damaged or another model's.
+        """
+        given = {"refuse_frac": refuse_frac, "certainty": certainty}
+        section = check_options(Map, given, "options of map")
+        embed = check_options(Embed, options, "options of embed")
+        folder = self.folder / ATLAS if atlas is None else Path(atlas)
+        width = self._model.vector_width
+        cell_atlas = CellAtlas.read(folder, self.config["weights_sha256"], width)
+        with self._open_reader(adata, counts, dataset) as reader:
+            embedding = embed_cells(reader, self._model, self.vocabulary, self._tokens, embed)
+            seen = mark_seen_cells(reader, self.folder)
+        _warn(dataset, embedding)
+        return map_vectors(cell_atlas, embedding.vectors, seen, section)
 
     def __repr__(self) -> str:
         organisms = ", ".join(organisms_of(self.vocabulary)) or "unknown organism"

@@ -1,0 +1,215 @@
+"""Cells mapped to an atlas: labels by vote, and a refusal of cells that are far from all of it.
+
+The distance of a cell is the mean over its neighbours. Its percentile among the n reference cells of
+the atlas is 100 c / (n + 1), where c of them are nearer to theirs. Cells from 100 (1 - refuse_frac)
+on are refused: of new cells like those of the left-out donors, at most that share on average
+(conformal prediction: Vovk, Gammerman & Shafer 2005).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from cellmill.config.run import Map
+from cellmill.evaluate.atlas.ontology import find_terms
+from cellmill.evaluate.atlas.search import NOWHERE, mean_distance
+from cellmill.evaluate.atlas.store import CellAtlas
+from cellmill.evaluate.atlas.votes import NO_LABEL, Votes
+from cellmill.evaluate.seen import Seen
+
+LABEL = "cellmill_label"  # obs
+AGREEMENT = "cellmill_agreement"  # obs: share of the votes for the label
+DONORS = "cellmill_donors"  # obs: number of donors that voted
+DISTANCE = "cellmill_distance"  # obs: begins the names of two columns
+PERCENTILE = f"{DISTANCE}_percentile"
+REFUSED = "cellmill_refused"  # obs
+IN_ATLAS = "cellmill_in_atlas"  # obs
+NEAREST = "cellmill_nearest"  # obs: dataset and row of the nearest cell
+SEEN = "cellmill_seen_in_training"  # obs: True for a cell of the model's training or validation
+MAP_COLUMNS = (AGREEMENT, DONORS, DISTANCE, REFUSED, IN_ATLAS, NEAREST)
+"""Beginnings of the names of obs columns that only `map` writes."""
+NEIGHBORS = "cellmill_neighbors"  # obsm: numbers of the atlas's cells
+NEIGHBOR_DISTANCES = "cellmill_neighbor_distances"  # obsm
+ABOUT_MAP = "cellmill_map"  # uns
+BLOCK = 16_384  # cells mapped at once
+COPIES = 4  # more neighbours than needed, of which copies of the cell are left out
+SAME = 2.0**-10
+"""Distance, in lengths of the vector, up to which a cell is one of the atlas: float16 rounds by half."""
+MIN_SHOWN = 20  # reference cells of a donor whose share is printed
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """Content that `cellmill map` writes. Labels are missing for refused cells."""
+
+    obs: dict[str, Any]  # (cells,) each
+    obsm: dict[str, np.ndarray]
+    about: dict[str, Any]
+    lines: list[str] = field(default_factory=list)  # sentences about the result
+    key = ABOUT_MAP  # of `about` in uns
+
+    @property
+    def labels(self) -> pd.Categorical:
+        """(cells,)"""
+        return self.obs[LABEL]
+
+    def add_to(self, adata: Any) -> None:
+        """Add obs, obsm and uns to the AnnData whose cells these are."""
+        for name, column in self.obs.items():
+            adata.obs[name] = column
+        adata.obsm.update(self.obsm)
+        adata.uns[ABOUT_MAP] = self.about
+
+    def __repr__(self) -> str:
+        return "\n    ".join(["Mapped", *self.lines])
+
+
+def map_vectors(atlas: CellAtlas, vectors: np.ndarray, seen: Seen, section: Map) -> Mapped:
+    """Map cells with vectors `(cells, width)` float32, NaN rows for cells without any gene.
+
+    Cells of the atlas itself, or that the model was trained on, have no percentile: their distances
+    are smaller than those of new cells. A cell's copies in the atlas are none of its neighbours.
+    """
+    record = atlas.record
+    blocks = list(_map_blocks(atlas, vectors, section))
+    points = np.concatenate([block.points for block in blocks])
+    distances = np.concatenate([block.distances for block in blocks])
+    codes = np.concatenate([block.codes for block in blocks])
+    agreement = np.concatenate([block.agreement for block in blocks])
+    in_atlas = np.concatenate([block.in_atlas for block in blocks])
+    mean = mean_distance(distances) * np.float32(record.scale)
+    is_new = ~in_atlas if seen.cells is None else ~in_atlas & ~seen.cells
+    n_reference = len(atlas.reference)
+    nearer = np.searchsorted(np.sort(atlas.reference["distance"]), mean / np.float32(record.scale))
+    is_new &= np.isfinite(mean) & (n_reference > 0)
+    percentile = np.where(is_new, 100 * nearer / (n_reference + 1), np.nan)
+    refused = percentile >= 100 * (1 - section.refuse_frac) - 1e-9
+    codes[refused] = NO_LABEL
+    names = blocks[0].names
+    has_neighbor = points[:, 0] != NOWHERE
+    neighbors = np.where(points == NOWHERE, NOWHERE, atlas.first_cells[points])
+    nearest = np.full(len(points), "", object)
+    nearest[has_neighbor] = [atlas.name_cell(cell) for cell in neighbors[has_neighbor, 0].tolist()]
+    obs: dict[str, Any] = {
+        LABEL: pd.Categorical.from_codes(codes, names),
+        AGREEMENT: agreement.astype(np.float32),
+        DONORS: np.concatenate([block.n_donors for block in blocks]).astype(np.int32),
+        DISTANCE: mean,
+        PERCENTILE: percentile.astype(np.float32),
+        REFUSED: refused,
+        IN_ATLAS: in_atlas,
+        NEAREST: nearest,
+    }
+    if seen.cells is not None:
+        obs[SEEN] = seen.cells
+    obsm = {
+        NEIGHBORS: neighbors.astype(np.int32),
+        NEIGHBOR_DISTANCES: (distances * np.float32(record.scale)).astype(np.float32),
+    }
+    about = {
+        "model_digest": record.model_digest,
+        "refuse_frac": section.refuse_frac,
+        "certainty": section.certainty,
+        "ontology": blocks[0].is_ontology,
+        "held_out": record.held_out,
+        "neighbors": record.neighbors,
+        "n_reference": n_reference,
+        "n_refused": int(refused.sum()),
+        "n_in_atlas": int(in_atlas.sum()),
+        "datasets": record.datasets,
+    }
+    return Mapped(obs, obsm, about, [*atlas.notes, *_describe(atlas, obs, section)])
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Neighbours and labels of some cells; distances as stored vectors have them."""
+
+    points: np.ndarray  # (cells, k) int64
+    distances: np.ndarray  # (cells, k) float32
+    in_atlas: np.ndarray  # (cells,) bool
+    codes: np.ndarray  # (cells,) int64: number of the label in `names`
+    agreement: np.ndarray  # (cells,) float64
+    n_donors: np.ndarray  # (cells,) int64
+    names: list[str]
+    is_ontology: bool
+
+
+def _map_blocks(atlas: CellAtlas, vectors: np.ndarray, section: Map) -> Iterator[_Block]:
+    record = atlas.record
+    terms = find_terms(record.labels)
+    for first in range(0, max(len(vectors), 1), BLOCK):
+        block = vectors[first : first + BLOCK]
+        known = np.flatnonzero(np.isfinite(block).all(axis=1))
+        queries = np.ascontiguousarray(block[known] / np.float32(record.scale), np.float32)
+        found, away = atlas.points.nearest(queries, record.neighbors + COPIES)
+        lengths = np.sqrt(np.einsum("ij,ij->i", queries, queries))
+        is_copy = away <= SAME * lengths[:, None]
+        # the nearest that are no copies
+        away = np.where(is_copy, np.inf, away)
+        order = np.argsort(away, axis=1, kind="stable")[:, : record.neighbors]
+        points = np.full((len(block), record.neighbors), NOWHERE, np.int64)
+        distances = np.full(points.shape, np.inf, np.float32)
+        distances[known] = np.take_along_axis(away, order, axis=1)
+        points[known] = np.take_along_axis(np.where(is_copy, NOWHERE, found), order, axis=1)
+        in_atlas = np.zeros(len(block), bool)
+        in_atlas[known] = is_copy.any(axis=1)
+        votes: Votes = atlas.electorate.vote(points)
+        names = record.labels
+        codes = votes.labels
+        agreement = votes.agreement
+        if terms is not None:
+            names = terms.names
+            codes, agreement = terms.climb(votes.shares, section.certainty)
+        yield _Block(
+            points, distances, in_atlas, codes, agreement, votes.n_donors, names, terms is not None
+        )
+
+
+def _describe(atlas: CellAtlas, obs: dict[str, Any], section: Map) -> list[str]:
+    """Lines on labels, refusals and the atlas."""
+    record = atlas.record
+    n = len(obs[REFUSED])
+    n_in_atlas = int(obs[IN_ATLAS].sum())
+    n_seen = int(obs[SEEN].sum()) if SEEN in obs else 0
+    n_new = int(np.isfinite(obs[PERCENTILE]).sum())
+    n_refused = int(obs[REFUSED].sum())
+    lines = [
+        f"{int(obs[LABEL].notna().sum()):,} of {n:,} cells have a label, {n_refused:,} are none of these "
+        f"({n_refused / max(n_new, 1):.1%} of {n_new:,} new cells)"
+    ]
+    reference = np.sort(atlas.reference["distance"])
+    smallest = len(reference) + 1
+    whose = "its donor" if record.held_out == "donor" else "the cell itself"
+    # of reference cells, as of new ones
+    percentile = 100 * np.searchsorted(reference, atlas.reference["distance"]) / smallest
+    would_be = percentile >= 100 * (1 - section.refuse_frac) - 1e-9
+    if section.refuse_frac * smallest < 1:
+        lines.append(
+            f"warning: no cell can be refused: {len(reference):,} distances of the atlas allow no rate of "
+            f"{section.refuse_frac:g}; raise --refuse-frac"
+        )
+    else:
+        shares = pd.Series(would_be).groupby(atlas.reference["donor"]).agg(["size", "mean"])
+        shares = shares.loc[shares["size"] >= MIN_SHOWN, "mean"]
+        by_donor = f", {shares.min():.1%} to {shares.max():.1%} by donor" if len(shares) > 1 else ""
+        lines.append(
+            f"the same rule refuses {would_be.mean():.1%} of {len(reference):,} cells of the atlas, each without "
+            f"{whose}{by_donor}"
+        )
+    if record.held_out == "cell":
+        lines.append(
+            "warning: the atlas has one donor, so cells of a new donor are refused more often than that"
+        )
+    if not record.labels:
+        lines.append("warning: the atlas has no labels")
+    if n_in_atlas:
+        lines.append(f"{n_in_atlas:,} of {n:,} cells are in the atlas: no percentile")
+    if n_seen:
+        lines.append(
+            f"{n_seen:,} of {n:,} cells are of the model's training or validation: no percentile"
+        )
+    return lines

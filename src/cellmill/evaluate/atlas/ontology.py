@@ -1,0 +1,83 @@
+"""Votes on terms of the Cell Ontology: the most specific term with enough of the votes.
+
+A vote for a term is one for all of its superclasses. How specific a term is says its information
+content, from the number of terms below it (Seco, Veale & Hayes 2004, ECAI): 1 for a term with none,
+0 for `cell`.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+import scipy.sparse as sp
+
+from cellmill.data.genes.tables import cell_ontology
+from cellmill.evaluate.atlas.votes import NO_LABEL
+
+_ROUNDING = 1e-6  # shares of votes are rounded
+
+
+class Terms:
+    """Terms of the Cell Ontology that the labels of an atlas name, and their superclasses."""
+
+    def __init__(self, terms: Sequence[str], are_ids: bool) -> None:
+        self._terms = terms
+        self._are_ids = are_ids
+
+    @cached_property
+    def _classes(self) -> list[str]:
+        """Ids of the terms and their superclasses, the most specific first."""
+        ontology = cell_ontology()
+        ids = set[str]().union(*(ontology.ancestors(term) for term in self._terms))
+        return sorted(ids, key=lambda term: (-ontology.information(term), term))
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Names of these classes in the form of the labels: ids or names."""
+        if self._are_ids:
+            return self._classes
+        return [cell_ontology().names[term] for term in self._classes]
+
+    @cached_property
+    def _is_above(self) -> np.ndarray:
+        """(labels, classes) float64: 1 where the class is the label's term or a superclass."""
+        number = {term: index for index, term in enumerate(self._classes)}
+        is_above = np.zeros((len(self._terms), len(number)))
+        for label, term in enumerate(self._terms):
+            is_above[label, [number[above] for above in cell_ontology().ancestors(term)]] = 1
+        return is_above
+
+    def climb(self, shares: sp.csr_matrix, certainty: float) -> tuple[np.ndarray, np.ndarray]:
+        """Number in `names` of the most specific class with `certainty` of the votes, (cells,)
+        int64, and its share of the votes.
+
+        `shares` of the votes are `(cells, labels)`; a cell without votes has NO_LABEL.
+        """
+        votes = np.asarray(shares @ self._is_above)
+        has_enough = votes >= certainty - _ROUNDING
+        chosen = np.where(has_enough.any(axis=1), has_enough.argmax(axis=1), NO_LABEL)
+        share = votes[np.arange(len(votes)), chosen]
+        return chosen, np.where(chosen == NO_LABEL, np.nan, share)
+
+
+def find_terms(labels: Sequence[str]) -> Terms | None:
+    """Terms that are named by `labels`: all by ids, or all by names in any case; None otherwise."""
+    if not labels:
+        return None
+    ontology = cell_ontology()
+    if all(label in ontology for label in labels):
+        return Terms(labels, are_ids=True)
+    by_name = {name.casefold(): term for term, name in ontology.names.items()}
+    terms = [by_name.get(label.casefold()) for label in labels]
+    known = [term for term in terms if term is not None]
+    return Terms(known, are_ids=False) if len(known) == len(labels) else None
+
+
+def partial_credit(predicted: str, true: str) -> float:
+    """1 for the true term, the share of its information for one of its superclasses, 0 for any other."""
+    ontology = cell_ontology()
+    if predicted not in ontology.ancestors(true):
+        return 0.0
+    if predicted == true:
+        return 1.0
+    return ontology.information(predicted) / ontology.information(true)

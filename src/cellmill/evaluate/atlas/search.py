@@ -1,0 +1,195 @@
+"""Nearest points of an atlas by Euclidean distance: exact in blocks, or by an HNSW graph of faiss.
+
+A point is a vector that no other point equals: many equal vectors cut a graph into parts
+(`findings/hnsw_equal_vectors.sh`). Vectors are float16 and stored once. The graph's file has only
+its links (Malkov & Yashunin 2018, arXiv:1603.09320), and one thread adds the points in their order,
+so the same points give the same bytes. Either way the distances are computed again from the stored
+vectors, and equal distances are in the order of the points.
+"""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cellmill.config.plugin import in_one_line
+from cellmill.errors import DataError
+from cellmill.files import atomic_path
+
+MAX_EXACT = 50_000
+"""Most points without a graph: comparing a cell with all of them takes less than a millisecond."""
+LINKS = 16
+BUILD_WIDTH = 64
+SEARCH_WIDTH = 64
+"""Parameters M, efConstruction and efSearch of the graph."""
+QUERIES = 1024
+POINTS = 16_384
+"""Queries and points that are compared at once."""
+SPARE = 8
+"""More candidates than neighbours, whose distances are computed again."""
+NOWHERE = -1
+
+
+class Points:
+    """Distinct vectors, `(points, width)` float16, and their graph if there is one."""
+
+    def __init__(self, vectors: np.ndarray, graph: Any = None) -> None:
+        self.vectors = vectors
+        self.graph = graph
+
+    def nearest(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """The k nearest points of each query, `(queries, k)` int64, and their distances, float32.
+
+        `queries` are `(queries, width)` float32. Without k points, the last ones are NOWHERE at an
+        infinite distance.
+        """
+        if self.graph is None:
+            return self.nearest_of_others(queries, k)
+        wanted = min(k + SPARE, len(self.vectors))
+        parameters = _faiss().SearchParametersHNSW(efSearch=max(SEARCH_WIDTH, 2 * wanted))
+        _, candidates = self.graph.search(queries, wanted, params=parameters)
+        points, distances = self._rank(queries, candidates, k)
+        missed = np.flatnonzero(points[:, min(k, wanted) - 1] == NOWHERE)
+        if len(missed):  # the search ended in a small part of the graph
+            points[missed], distances[missed] = self.nearest_of_others(queries[missed], k)
+        return points, distances
+
+    def nearest_of_others(
+        self,
+        queries: np.ndarray,
+        k: int,
+        groups: np.ndarray | None = None,
+        left_out: np.ndarray | None = None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The same by an exact search, without the points whose group, `(points,)`, is the query's
+        `left_out`, `(queries,)`.
+        """
+        parts = []
+        for first in range(0, len(queries), QUERIES):
+            block = queries[first : first + QUERIES]
+            excluded = None if left_out is None else left_out[first : first + QUERIES]
+            candidates = self._compare_all(block, k + SPARE, groups, excluded)
+            parts.append(self._rank(block, candidates, k))
+        if not parts:
+            return np.zeros((0, k), np.int64), np.zeros((0, k), np.float32)
+        points, distances = zip(*parts)
+        return np.concatenate(points), np.concatenate(distances)
+
+    def _compare_all(
+        self,
+        queries: np.ndarray,
+        k: int,
+        groups: np.ndarray | None,
+        left_out: np.ndarray | None,
+    ) -> np.ndarray:
+        """Candidates, `(queries, at most k)`: the points at the smallest distances, in no order."""
+        best = np.zeros((len(queries), 0), np.int64)
+        best_scores = np.zeros((len(queries), 0), np.float32)
+        for first in range(0, len(self.vectors), POINTS):
+            block = self.vectors[first : first + POINTS].astype(np.float32)
+            # squared distances without the query's own square, which is the same for all points
+            squares = np.einsum("ij,ij->i", block, block)
+            scores = squares - 2 * (queries @ block.T)
+            if groups is not None and left_out is not None:
+                scores[groups[first : first + POINTS] == left_out[:, None]] = np.inf
+            numbers = np.arange(first, first + len(block))
+            scores = np.hstack([best_scores, scores])
+            points = np.hstack([best, np.broadcast_to(numbers, (len(queries), len(numbers)))])
+            if scores.shape[1] > k:
+                smallest = np.argpartition(scores, k - 1, axis=1)[:, :k]
+                scores = np.take_along_axis(scores, smallest, axis=1)
+                points = np.take_along_axis(points, smallest, axis=1)
+            best = points
+            best_scores = scores
+        return np.where(np.isinf(best_scores), NOWHERE, best)
+
+    def _rank(
+        self, queries: np.ndarray, candidates: np.ndarray, k: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The k nearest of the candidates, `(queries, candidates)`, by distance, then by number."""
+        points = np.full((len(queries), k), NOWHERE, np.int64)
+        distances = np.full((len(queries), k), np.inf, np.float32)
+        for first in range(0, len(queries), QUERIES):
+            block = slice(first, first + QUERIES)
+            numbers = candidates[block]
+            away = self.vectors[numbers].astype(np.float32) - queries[block, None]
+            lengths = np.sqrt(np.einsum("ijk,ijk->ij", away, away))
+            lengths[numbers == NOWHERE] = np.inf
+            order = np.lexsort((numbers, lengths))[:, :k]
+            n = order.shape[1]
+            points[block, :n] = np.take_along_axis(numbers, order, axis=1)
+            distances[block, :n] = np.take_along_axis(lengths, order, axis=1)
+        return points, distances
+
+
+def mean_distance(distances: np.ndarray) -> np.ndarray:
+    """(cells,) float32: mean of the finite distances, `(cells, k)`; NaN without any."""
+    is_finite = np.isfinite(distances)
+    sums = np.where(is_finite, distances, 0).sum(axis=1, dtype=np.float64)
+    n = is_finite.sum(axis=1)
+    mean = np.divide(sums, n, out=np.full(len(n), np.nan), where=n > 0)
+    return mean.astype(np.float32)
+
+
+def has_faiss() -> bool:
+    """True if the package of the graph is installed (extra `atlas`)."""
+    try:
+        _faiss()
+    except ImportError:
+        return False
+    return True
+
+
+def write_graph(path: Path, vectors: np.ndarray) -> str:
+    """Write the graph of the points `(points, width)` float16; return the name of the library."""
+    faiss = _faiss()
+    graph = faiss.IndexHNSW(_storage(vectors[:0]), LINKS)
+    graph.hnsw.efConstruction = BUILD_WIDTH
+    threads = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)  # several would add points in an order that varies
+    try:
+        for first in range(0, len(vectors), POINTS):
+            graph.add(vectors[first : first + POINTS].astype(np.float32))
+        with atomic_path(path) as temporary:
+            faiss.write_index(graph, str(temporary), faiss.IO_FLAG_SKIP_STORAGE)
+    except RuntimeError as error:
+        raise DataError(f"{path}: could not be written: {in_one_line(error)}") from None
+    finally:
+        faiss.omp_set_num_threads(threads)
+    return f"faiss {faiss.__version__}"
+
+
+def read_graph(path: Path, vectors: np.ndarray, remedy: str) -> Any:
+    """The graph of `vectors`. Raises DataError if the file is not one of as many points.
+
+    Its SHA-256 must have been compared: the library trusts what it reads.
+    """
+    faiss = _faiss()
+    try:
+        graph = faiss.read_index(str(path))
+        is_whole = isinstance(graph, faiss.IndexHNSW) and graph.storage is None
+    except RuntimeError as error:
+        raise DataError(f"{path}: cannot be read: {in_one_line(error)}; {remedy}") from None
+    if not is_whole or (graph.ntotal, graph.d) != vectors.shape:
+        raise DataError(
+            f"{path}: expected a graph of {vectors.shape[0]:,} vectors of {vectors.shape[1]:,} numbers; {remedy}"
+        )
+    graph.storage = _storage(vectors)
+    graph.own_fields = False
+    graph.referenced_objects = [graph.storage]  # kept alive as long as the graph
+    return graph
+
+
+def _faiss() -> Any:
+    return import_module("faiss")
+
+
+def _storage(vectors: np.ndarray) -> Any:
+    """Vectors `(points, width)` float16 as the library keeps them."""
+    faiss = _faiss()
+    kind = faiss.ScalarQuantizer.QT_fp16
+    storage = faiss.IndexScalarQuantizer(vectors.shape[1], kind, faiss.METRIC_L2)
+    faiss.copy_array_to_vector(np.ascontiguousarray(vectors).view(np.uint8).ravel(), storage.codes)
+    storage.ntotal = len(vectors)
+    return storage

@@ -1,0 +1,108 @@
+"""Stages of an atlas: atlas, from embeddings of stage `embed`, and map, of new cells to it.
+
+map writes an .h5ad, and next to it a .map.tsv with a line for each cell: its obs name and the obs
+columns that map adds.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from cellmill.config.datasets import CountsRule
+from cellmill.config.options import AtlasOptions, MapOptions
+from cellmill.data.inputs.formats import open_dataset
+from cellmill.errors import ConfigError
+from cellmill.evaluate.atlas.build import build_atlas, read_embedded
+from cellmill.evaluate.atlas.mapping import map_vectors
+from cellmill.evaluate.atlas.store import ATLAS, CellAtlas
+from cellmill.evaluate.inference.embed import describe_limits, embed_cells, load_for_inference
+from cellmill.evaluate.inference.files import KEY, write_prediction
+from cellmill.evaluate.seen import mark_seen_cells
+from cellmill.files import atomic_path, refuse_overwriting, sha256_file
+from cellmill.stages.cells import check_input
+
+
+def atlas(
+    *,
+    options: AtlasOptions,
+    model: Path,
+    embeddings: Sequence[Path],
+    labels: Sequence[str],
+    atlas: Path | None = None,
+) -> None:
+    """Write the atlas of the cells of `embeddings`, by default to folder `atlas` of `model`.
+
+    `labels` are the obs column of each file, `-` for none.
+    """
+    if len(labels) != len(embeddings):
+        raise ConfigError(
+            f"expected as many --labels as --embeddings, got {len(labels)} and {len(embeddings)}"
+        )
+    names = [path.stem for path in embeddings]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(
+            f"--embeddings: two files are called {twice[0]!r}; a dataset is named by its file, rename one"
+        )
+    started = time.process_time()
+    network, *_ = load_for_inference(model)
+    digest = sha256_file(model / "model.safetensors")
+    section = options.atlas
+    datasets = []
+    for path, label in zip(embeddings, labels):
+        width = network.vector_width
+        datasets.append(read_embedded(path, label, section.donor_columns, digest, width))
+    folder = model / ATLAS if atlas is None else atlas
+    record = build_atlas(folder, datasets, digest, section)
+    print(
+        f"{record.n_cells:,} cells -> {folder}; datasets: {len(names):,}, donors: {len(record.donors):,}, labels: "
+        f"{len(record.labels):,}, distinct vectors: {record.n_points:,}; {time.process_time() - started:.1f} CPU-s"
+    )
+    if record.accuracy is not None:
+        without = "without their donor" if record.held_out == "donor" else "without themselves"
+        print(f"labels of cells {without}: {record.accuracy:.3f} right by the vote of the others")
+    if record.held_out == "cell":
+        columns = ", ".join(section.donor_columns)
+        print(
+            f"warning: all cells are of one donor (obs columns {columns}): distances and rates are too good for a "
+            "new donor"
+        )
+
+
+def map_cells(
+    *,
+    options: MapOptions,
+    model: Path,
+    input: Path | str,
+    counts: str,
+    out: Path,
+    atlas: Path | None = None,
+    append: bool = False,
+    counts_rule: CountsRule = "refuse",
+) -> None:
+    """Write labels, neighbours and distances in the atlas of the cells of `input` to `out`.
+
+    `input` and `append` as in `embed`.
+    """
+    path = check_input(input, out, append)
+    table = out.with_suffix(".map.tsv")
+    refuse_overwriting(table, [("--input", path)])
+    network, vocabulary, tokens, config = load_for_inference(model)
+    folder = model / ATLAS if atlas is None else atlas
+    cell_atlas = CellAtlas.read(folder, config["weights_sha256"], network.vector_width)
+    with open_dataset(path, counts) as reader:
+        reader.counts_rule = counts_rule
+        obs = reader.obs
+        embedding = embed_cells(reader, network, vocabulary, tokens, options.embed)
+        seen = mark_seen_cells(reader, model)
+    mapped = map_vectors(cell_atlas, embedding.vectors, seen, options.map)
+    mapped.obsm[KEY] = embedding.vectors
+    with atomic_path(table) as temporary:
+        columns = pd.DataFrame(mapped.obs, index=obs.index)
+        columns.to_csv(temporary, sep="\t", index_label="cell", lineterminator="\n")
+    write_prediction(out, obs, mapped, path if append else None)
+    for line in [*mapped.lines, *describe_limits(embedding)]:
+        print(f"{path.stem}: {line}")
+    print(f"{path.stem}: -> {out} and {table}")
