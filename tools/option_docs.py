@@ -8,18 +8,26 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_args, get_origin
+from typing import Any
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
+from cellmill.commands.options import (
+    KEYS,
+    OptionRow,
+    list_options,
+    list_parts,
+    list_rows,
+    named_parts,
+)
 from cellmill.config.datasets import Dataset
 from cellmill.config.load import top_level
 from cellmill.config.options import OPTIONS
 from cellmill.config.plugin import Plugin
-from cellmill.config.section import description, summary
+from cellmill.config.section import summary
 from cellmill.config.workflow import ENTRIES, Sweep, Workflow, sections_of
 from cellmill.files import write_text
 
@@ -43,6 +51,12 @@ value out of range stops every command with a one-line error that names it. On t
 `--config 'train={{lr: 1e-4}}'` changes single keys. It can add names to a mapping but remove none.
 `--configfile FILE --replace-workflow-config` uses another file; [examples/](examples) has complete files.
 """
+TOP = """
+datasets.tsv: path|datasets.tsv: counts|datasets.tsv: label|datasets.tsv: batch|preprocess.organism|preprocess.min_genes
+preprocess.max_mito_frac|vocabulary.max_genes|shard.split_by|shard.test_frac|tokens.max_tokens|model.family|model.hidden
+objective.name|train.steps|train.global_batch|train.lr|train.seed|parallel.precision|evaluate.tasks
+"""
+"""Twenty options that most people set, in the order of the workflow."""
 FEW = 6
 """Tables of more keys are divided in two."""
 COMMON = {
@@ -60,23 +74,6 @@ COMMON = {
 }
 """Keys that most people set, by section, in the order of their table, for all choices of a section.
 """
-LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-TYPES = {"string": "text", "boolean": "yes/no", "object": "mapping"}
-
-
-class Row(NamedTuple):
-    """Row of a table of options."""
-
-    key: str
-    kind: str  # of its values
-    default: str
-    text: str
-    choices: str = ""  # that have this key, where several share a table
-
-    @property
-    def same(self) -> tuple[str, str, str]:
-        """What two choices must have in common to share a row."""
-        return self.key, self.kind, self.text
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -101,19 +98,15 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if stale else 0
 
 
-KEYS = [name for name in Workflow.model_fields if name not in {*sections_of(Workflow), *ENTRIES}]
-"""Keys of the whole workflow other than sections, corpora and runs."""
-
-
 def readme() -> str:
-    lines = [INTRODUCTION]
+    lines = [INTRODUCTION, *_most_used()]
     lines += [
         "## The table of datasets",
         "",
         f"Tab-separated, with a header. {summary(Dataset)}",
         "",
     ]
-    lines += _tables(_rows(Dataset), "datasets")
+    lines += _tables(list_rows(Dataset), "datasets")
     for name, owner in ENTRIES.items():
         sections = list(sections_of(owner))
         lines += [f"## {name}", "", f"By name. {summary(owner)}"]
@@ -121,7 +114,7 @@ def readme() -> str:
             f"Each may also have the sections {', '.join(f'`{section}`' for section in sections)}.",
             "",
         ]
-        lines += _tables(_rows(owner, skip=sections), name)
+        lines += _tables(list_rows(owner, skip=sections), name)
     for name, section in top_level().items():
         if section is not None:
             stages = [
@@ -130,11 +123,25 @@ def readme() -> str:
             lines += _section(name, section, f"Read by: {', '.join(stages)}.")
     lines += _section("sweep", Sweep, "By name.")
     lines += ["## At the top of the file", "", "Keys of the whole workflow.", ""]
-    lines += _table(_rows(Workflow, KEYS))
+    lines += _table(list_rows(Workflow, KEYS))
     text = "\n".join(lines).rstrip() + "\n"
     for name in " ".join(COMMON.values()).split():
         assert f"\n| `{name}` |" in text, f"COMMON names {name}, which is no key"
     return text
+
+
+def _most_used() -> Iterator[str]:
+    """Table of the options in TOP; several choices of a section give a key once."""
+    yield from ("## The twenty that most people set", "")
+    yield "`cellmill options WORD` searches all options by name and description."
+    yield ""
+    by_path = {option.path.removeprefix("config/"): option for option in reversed(list_options())}
+    rows = []
+    for path in TOP.strip().replace("\n", "|").split("|"):
+        row = by_path[path].row
+        kind = "mapping of names to options" if path == "evaluate.tasks" else row.kind
+        rows.append(replace(row, key=path, kind=kind))
+    yield from _table(rows)
 
 
 def _section(name: str, section: type[BaseModel], readers: str) -> Iterator[str]:
@@ -145,12 +152,12 @@ def _section(name: str, section: type[BaseModel], readers: str) -> Iterator[str]
         common = [key for key in section.model_fields if key != section.key]
         if common:
             yield from (f"Each {section.kind} has these keys:", "")
-            yield from _table(_rows(section, common))
+            yield from _table(list_rows(section, common))
         yield from _choices(section, name)
         return
     yield from (f"{summary(section)} {readers}", "")
-    yield from _tables(_rows(section), name)
-    for field, contract in _parts(section).items():
+    yield from _tables(list_rows(section), name)
+    for field, contract in list_parts(section).items():
         if contract.built_in():
             yield from (f"Options of each {contract.kind} in `{name}.{field}`:", "")
         yield from _choices(contract, name)
@@ -163,7 +170,7 @@ def _choices(contract: type[Plugin], section: str) -> Iterator[str]:
     for name, choice in contract.built_in().items():
         properties = choice.model_json_schema()["properties"]
         inherited = [key for key in of_all if properties[key] == of_all[key]]
-        rows[name] = _rows(choice, skip=[contract.key, *inherited])
+        rows[name] = list_rows(choice, skip=[contract.key, *inherited])
     shared = _shared(rows, COMMON.get(section, "").split())
     yield from _tables(list(shared.values()), section, contract.kind)
     for name, choice in contract.built_in().items():
@@ -175,7 +182,9 @@ def _choices(contract: type[Plugin], section: str) -> Iterator[str]:
         yield from _tables(own, section)
 
 
-def _shared(rows: dict[str, list[Row]], common: list[str]) -> dict[tuple[str, str, str], Row]:
+def _shared(
+    rows: dict[str, list[OptionRow]], common: list[str]
+) -> dict[tuple[str, str, str], OptionRow]:
     """Rows that more than one choice has, with the choices that have them.
 
     A key in `common` is shared as soon as two choices have it, even if they describe it differently.
@@ -190,7 +199,7 @@ def _shared(rows: dict[str, list[Row]], common: list[str]) -> dict[tuple[str, st
         if len(by_choice) > 1 or (key in common and n_choices[key] > 1):
             choices = _listed(list(by_choice), list(rows))
             default = _defaults(by_choice)
-            shared[key, kind, text] = Row(key, kind, default, text, choices)
+            shared[key, kind, text] = OptionRow(key, kind, default, text, choices)
     return shared
 
 
@@ -212,53 +221,7 @@ def _defaults(by_choice: dict[str, str]) -> str:
     return "; ".join(f"{default} in {', '.join(choices)}" for default, choices in names.items())
 
 
-def _parts(section: type[BaseModel]) -> dict[str, type[Plugin]]:
-    """Fields with options of a contract's choices."""
-    parts = {name: _part_of(field.annotation) for name, field in section.model_fields.items()}
-    return {
-        name: part
-        for name, part in parts.items()
-        if isinstance(part, type) and issubclass(part, Plugin)
-    }
-
-
-def _part_of(annotation: Any) -> Any:
-    """Type of the values of a `dict[str, X]`, or the type itself; without pydantic's annotations."""
-    if get_origin(annotation) is dict:
-        annotation = get_args(annotation)[1]
-    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
-
-
-def _named(section: type[BaseModel]) -> dict[str, type[Plugin]]:
-    """Fields that map names of a contract's choices to their options."""
-    return {
-        name: part
-        for name, part in _parts(section).items()
-        if section.model_fields[name].annotation is not part
-    }
-
-
-def _rows(
-    model: type[BaseModel], names: list[str] | None = None, skip: Sequence[str] = ()
-) -> list[Row]:
-    properties = model.model_json_schema()["properties"]
-    named = _named(model)
-    rows = []
-    for name in model.model_fields if names is None else names:
-        if name in skip:
-            continue
-        kind = (
-            f"mapping of {named[name].kind} names to options"
-            if name in named
-            else _type(properties[name])
-        )
-        text = description(model, name).replace("|", "\\|")
-        default = _default(model.model_fields[name], name in named)
-        rows.append(Row(name, kind, default, text))
-    return rows
-
-
-def _tables(rows: list[Row], section: str, kind: str = "") -> Iterator[str]:
+def _tables(rows: list[OptionRow], section: str, kind: str = "") -> Iterator[str]:
     """One table of keys, or two: those that most people set, and the rest.
 
     `kind` is that of the choices that share the keys, for a column that names these choices.
@@ -278,7 +241,7 @@ def _tables(rows: list[Row], section: str, kind: str = "") -> Iterator[str]:
     yield from _table([row for row in rows if row not in common], kind)
 
 
-def _table(rows: list[Row], kind: str = "") -> Iterator[str]:
+def _table(rows: list[OptionRow], kind: str = "") -> Iterator[str]:
     """Markdown table; with a column for the choices that have a key if `kind` names the choices."""
     if not rows:
         return
@@ -288,29 +251,6 @@ def _table(rows: list[Row], kind: str = "") -> Iterator[str]:
         choices = f" {row.choices} |" if kind else ""
         yield f"| `{row.key}` |{choices} {row.kind} | {row.default} | {row.text} |"
     yield ""
-
-
-def _default(field: FieldInfo, named: bool) -> str:
-    if field.is_required():
-        return "required"
-    value = field.get_default(call_default_factory=True)
-    if named:
-        return ", ".join(f"`{name}`" for name in value) or "none"
-    return f"`{value if isinstance(value, str) else json.dumps(value)}`"
-
-
-def _type(schema: dict[str, Any]) -> str:
-    if "anyOf" in schema:
-        kinds = [_type(part) for part in schema["anyOf"]]
-        return (", or " if "," in kinds[0] else " or ").join(kinds)
-    if "enum" in schema or "const" in schema:
-        return " or ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
-    if "$ref" in schema:  # a section in a list, whose keys the description names
-        return "mapping"
-    if schema["type"] == "array":
-        return f"list of {_type(schema['items'])}"
-    limits = [f"{sign} {schema[limit]:g}" for limit, sign in LIMITS.items() if limit in schema]
-    return ", ".join([TYPES.get(schema["type"], schema["type"]), *limits])
 
 
 def schema() -> dict[str, Any]:
@@ -361,7 +301,7 @@ def _add_choices(section: type[BaseModel], definitions: dict[str, Any]) -> None:
             "required": [section.key],
         }
         definitions[section.__name__] = {"anyOf": [*known.values(), {"type": "object", **other}]}
-    for field, contract in _named(section).items():
+    for field, contract in named_parts(section).items():
         known = _built_in(contract, definitions)
         definitions[section.__name__]["properties"][field] |= {
             "properties": {name: _or_null(choice) for name, choice in known.items()},

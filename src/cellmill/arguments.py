@@ -291,6 +291,8 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         option("--corpus", "name of the corpus", **NEEDED),
         option("--cells", "cells in all (default: those of the table's files)", type=count),
         value("--genes-per-cell", 2_000, "detected genes of a cell, on average", type=count)),
+    "options": ("search the options of the configuration by name, type, default and description",
+        option("words", "all of them must be there; upper and lower case are the same", nargs="+", metavar="WORD")),
     "push": ("upload a model folder to the Hugging Face hub; the token is HF_TOKEN's",
         option("--repo", "owner/name on the hub; it is made if there is none", **NEEDED),
         option("--licence", "licence of the model, as the hub names it: apache-2.0, other, …; required", default=""),

@@ -40,6 +40,7 @@ MODULES = {
     "commands.profiles": "profiles_install profiles_new",
     "commands.corpora": "convert plan_corpus",
     "commands.exchange": "import_model export push",
+    "commands.options": "options",
     "commands.translate": "translate",
 }
 """Functions that run sub-commands, by module; a function is called like its sub-command."""
@@ -52,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one sub-command.
 
     Exit codes: 0 done, 2 an error the user can fix, 75 stopped with its state saved, 130
-    interrupted, 1 a bug.
+    interrupted, 1 a bug, or a search without a result.
     """
     arguments = vars(new_parser(__doc__.split("\n\n")[0]).parse_args(argv))
     stage = arguments.pop("stage")

@@ -31,6 +31,12 @@ class DataError(UserError):
     """A missing, damaged or unexpected file."""
 
 
+class NothingFound(UserError):
+    """A search without a result."""
+
+    exit_code = 1
+
+
 class Stopped(UserError):
     """A run that was asked to stop and saved its state: resumable, not done."""
 

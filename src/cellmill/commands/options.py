@@ -1,0 +1,214 @@
+"""options: search every option of the configuration by its name, type, default and description.
+
+The rows are also those of config/README.md, which tools/option_docs.py writes.
+"""
+
+import difflib
+import json
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, NamedTuple, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from cellmill.config.datasets import Dataset
+from cellmill.config.load import top_level
+from cellmill.config.plugin import Plugin
+from cellmill.config.section import description, other_words
+from cellmill.config.workflow import ENTRIES, Sweep, Workflow, sections_of
+from cellmill.errors import NothingFound
+
+WIDTH = 100  # characters of a line
+MAX_SUGGESTED = 3  # names that resemble a word without a match
+LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+TYPES = {"string": "text", "boolean": "yes/no", "object": "mapping"}
+
+
+@dataclass(frozen=True)
+class OptionRow:
+    """Row of a table of options."""
+
+    key: str
+    kind: str  # of its values
+    default: str
+    text: str
+    choices: str = ""  # that have this key, where several share a table
+
+    @property
+    def same(self) -> tuple[str, str, str]:
+        """What two choices must have in common to share a row."""
+        return self.key, self.kind, self.text
+
+
+KEYS = [name for name in Workflow.model_fields if name not in {*sections_of(Workflow), *ENTRIES}]
+"""Keys of the whole workflow other than sections, corpora and runs."""
+
+
+class Option(NamedTuple):
+    """An option of the configuration, or a column of the table of datasets."""
+
+    path: str  # dotted; NAME stands for a name of the user's
+    row: OptionRow
+
+    def describe(self) -> str:
+        """The option with its type and default, and its description in lines below."""
+        choices = f" of {self.row.choices}" if self.row.choices else ""
+        head = f"{self.path}{choices}: {self.row.kind}; default {self.row.default}"
+        text = textwrap.fill(self.row.text, WIDTH, initial_indent="    ", subsequent_indent="    ")
+        return f"{head}\n{text}".replace("`", "").replace("\\|", "|")
+
+
+def options(*, words: list[str]) -> None:
+    """Print the options that have all `words`, those with them in their name first.
+
+    Raise NothingFound if there are none.
+    """
+    wanted = [word.lower() for word in words]
+    known = list_options()
+    matches = []
+    for option in known:
+        other_names = [
+            name
+            for name, ours in other_words("keys").items()
+            if option.path in ours.replace(",", " ").split()
+        ]
+        searched = " ".join([option.path, *vars(option.row).values(), *other_names]).lower()
+        if all(word in searched for word in wanted):
+            matches.append(option)
+    if not matches:
+        names = {option.row.key for option in known}
+        close = difflib.get_close_matches("_".join(wanted), sorted(names), MAX_SUGGESTED)
+        hint = f"; similar names: {', '.join(close)}" if close else ""
+        raise NothingFound(f"no option has {' and '.join(map(repr, words))}{hint}")
+    matches.sort(key=lambda option: not all(word in option.path.lower() for word in wanted))
+    for option in matches:
+        print(option.describe())
+
+
+def list_options() -> list[Option]:
+    """Every option, each once for all choices that describe it alike."""
+    shared: dict[tuple[str, str, str], Option] = {}
+    for path, row in _walk():
+        key = (path, row.kind, row.text)
+        if key in shared and row.choices:
+            first = shared[key].row
+            shared[key] = Option(path, replace(first, choices=f"{first.choices}, {row.choices}"))
+        shared.setdefault(key, Option(path, row))
+    return list(shared.values())
+
+
+def _walk() -> Iterator[Option]:
+    yield from _options_of(Dataset, "config/datasets.tsv: ")
+    for name, owner in ENTRIES.items():
+        for row in list_rows(owner, skip=list(sections_of(owner))):
+            yield Option(f"{name}.NAME.{row.key}", row)
+    for name, section in top_level().items():
+        if section is None:
+            continue
+        if issubclass(section, Plugin):
+            yield Option(f"{name}.{section.key}", _choice_row(section))
+            yield from _options_of_choices(section, f"{name}.")
+            continue
+        yield from _options_of(section, f"{name}.")
+        named = named_parts(section)
+        for field, contract in list_parts(section).items():
+            yield from _options_of_choices(contract, f"{name}.{field}.", field in named)
+    yield from _options_of(Sweep, "sweep.NAME.")
+    for row in list_rows(Workflow, KEYS):
+        yield Option(row.key, row)
+
+
+def _options_of(section: type[BaseModel], prefix: str) -> Iterator[Option]:
+    for row in list_rows(section):
+        yield Option(prefix + row.key, row)
+
+
+def _options_of_choices(
+    contract: type[Plugin], prefix: str, is_named: bool = False
+) -> Iterator[Option]:
+    """Options of each choice; `is_named` if a mapping has the choices by their names."""
+    for name, choice in contract.built_in().items():
+        for row in list_rows(choice, skip=[contract.key]):
+            if is_named:
+                yield Option(f"{prefix}{name}.{row.key}", row)
+            else:
+                yield Option(prefix + row.key, replace(row, choices=name))
+
+
+def _choice_row(contract: type[Plugin]) -> OptionRow:
+    """Row of the key that chooses a part."""
+    names = " or ".join(f"`{name}`" for name in contract.built_in())
+    default = f"`{contract.default}`" if contract.default else "required"
+    return OptionRow(contract.key, names, default, f"Chooses the {contract.kind}.")
+
+
+def list_parts(section: type[BaseModel]) -> dict[str, type[Plugin]]:
+    """Fields with options of a contract's choices."""
+    parts = {name: _part_of(field.annotation) for name, field in section.model_fields.items()}
+    return {
+        name: part
+        for name, part in parts.items()
+        if isinstance(part, type) and issubclass(part, Plugin)
+    }
+
+
+def _part_of(annotation: Any) -> Any:
+    """Type of the values of a `dict[str, X]`, or the type itself; without pydantic's annotations."""
+    if get_origin(annotation) is dict:
+        annotation = get_args(annotation)[1]
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+def named_parts(section: type[BaseModel]) -> dict[str, type[Plugin]]:
+    """Fields that map names of a contract's choices to their options."""
+    return {
+        name: part
+        for name, part in list_parts(section).items()
+        if section.model_fields[name].annotation is not part
+    }
+
+
+def list_rows(
+    model: type[BaseModel], names: list[str] | None = None, skip: Sequence[str] = ()
+) -> list[OptionRow]:
+    """Rows of the fields of `model`, or of those in `names`, without those in `skip`."""
+    properties = model.model_json_schema()["properties"]
+    named = named_parts(model)
+    rows = []
+    for name in model.model_fields if names is None else names:
+        if name in skip:
+            continue
+        kind = (
+            f"mapping of {named[name].kind} names to options"
+            if name in named
+            else _type(properties[name])
+        )
+        text = description(model, name).replace("|", "\\|")
+        default = _default(model.model_fields[name], name in named)
+        rows.append(OptionRow(name, kind, default, text))
+    return rows
+
+
+def _default(field: FieldInfo, named: bool) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if named:
+        return ", ".join(f"`{name}`" for name in value) or "none"
+    return f"`{value if isinstance(value, str) else json.dumps(value)}`"
+
+
+def _type(schema: dict[str, Any]) -> str:
+    if "anyOf" in schema:
+        kinds = [_type(part) for part in schema["anyOf"]]
+        return (", or " if "," in kinds[0] else " or ").join(kinds)
+    if "enum" in schema or "const" in schema:
+        return " or ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
+    if "$ref" in schema:  # a section in a list, whose keys the description names
+        return "mapping"
+    if schema["type"] == "array":
+        return f"list of {_type(schema['items'])}"
+    limits = [f"{sign} {schema[limit]:g}" for limit, sign in LIMITS.items() if limit in schema]
+    return ", ".join([TYPES.get(schema["type"], schema["type"]), *limits])

@@ -1,0 +1,59 @@
+"""cellmill options searches every option that config/README.md documents."""
+
+import re
+
+import pytest
+
+from cellmill.cli import main
+from cellmill.commands.options import list_options
+from cellmill.config.shipped import find_shipped
+
+
+def search(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(["options", *words])
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def test_an_option_is_found_by_any_word_about_it(capsys: pytest.CaptureFixture[str]) -> None:
+    warmup = (
+        "train.warmup_steps: integer, ≥ 0; default 100\n    Steps of linear warm-up from 0 to lr.\n"
+    )
+    assert search(capsys, "LINEAR", "from 0 to") == (0, warmup, "")
+    lr = "train.lr: number, > 0; default 0.001\n    Peak learning rate.\n"
+    assert search(capsys, "peak learning")[1] == lr
+    assert lr in search(capsys, "learning_rate")[1], "its name in other packages"
+    assert "\ntrain.token_budget: " in "\n" + search(capsys, "gradient_accumulation")[1]
+    by_name = search(capsys, "val_cells")[1]
+    assert by_name.startswith("train.val_cells: "), "options with the word in their name come first"
+
+
+def test_an_option_of_several_choices_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
+    found = search(capsys, "objective.mask_frac")[1]
+    assert found == (
+        "objective.mask_frac of masked_value, masked_gene: number, > 0, < 1; default 0.15\n"
+        "    Fraction of a cell's tokens that is masked, at least one.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["zebra"], "no option has 'zebra'"),
+        (["warmup", "zebra"], "no option has 'warmup' and 'zebra'"),
+        (["warmup_step5"], "no option has 'warmup_step5'; similar names: warmup_steps, "),
+    ],
+)
+def test_no_match_is_one_line_with_similar_names(
+    capsys: pytest.CaptureFixture[str], words: list[str], line: str
+) -> None:
+    code, out, err = search(capsys, *words)
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith(f"cellmill options: {line}")
+
+
+def test_every_documented_key_can_be_searched() -> None:
+    tables = find_shipped("config/README.md").read_text(encoding="utf-8")
+    documented = set(re.findall(r"^\| `([a-z_]+)` \|", tables, re.M))
+    assert documented - {"replace"} <= {option.row.key for option in list_options()}
+    assert len(documented) > 200
