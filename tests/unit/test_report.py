@@ -217,6 +217,17 @@ def test_runs_without_a_result_are_in_the_first_line(
     assert "no result" not in text_of(rendered(runs[6]))
 
 
+def test_further_tables_of_a_task_are_shown(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    curves = [{"compound": EVIL, "EC50": 0.25, "n": None}, {"compound": "b", "EC50": 2.0, "n": 1.5}]
+    with changed_metrics(run) as datasets:
+        tasks = next(iter(datasets.values()))["tasks"]
+        next(iter(tasks.values()))["tables"] = {"dose curves": curves, "none": []}
+    page = rendered(run)
+    assert f"dose curves compound EC50 n {EVIL} 0.25 – b 2 1.5" in text_of(page)
+    assert EVIL not in without_scripts(page)
+
+
 def test_tables_of_bridges_are_next_to_ours(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     evaluation = read_run(run).evaluation

@@ -224,6 +224,8 @@ class TaskResult:
     gaps: list[Gap] = field(default_factory=list)  # of each column with a natural scale
     lower_is_better: list[str] = field(default_factory=list)  # columns of errors
     notes: list[str] = field(default_factory=list)  # further sentences
+    # further tables by title; all rows of a table have the same columns
+    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     task: str = ""  # name in `evaluate.tasks`; results for further labels are kept under others
 
     @property

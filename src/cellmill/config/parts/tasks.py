@@ -183,11 +183,23 @@ class PerturbationConfig(TaskConfig):
     """Role whose values are the contexts of split_file; label stands for cell types and cell lines."""
     combination_delimiter: str = Field("+", min_length=1)
     """Text between the parts of a combination in the dataset's perturbations; preprocess writes genes with +."""
+    doses: Literal["column", "names"] | None = None
+    """Hold out single doses too, and fit curves to the others: doses of the dataset's column, or at the end of names,
+    as in drug_0.1uM.
+    """
+    dose_unit: Literal["pM", "nM", "uM", "mM", "M", "ng/ml", "ug/ml", "mg/ml"] | None = None
+    """Unit of the column of doses, and of names without one; names with a unit keep theirs."""
     probe_noise: float = Field(0.5, gt=0)
     """Noise in the rows `probe: …` that test the metrics, in standard deviations of the predicted change."""
 
     def needed_roles(self) -> Sequence[str]:
         return ("control",)
+
+    def problems(self) -> Iterator[str]:
+        if self.doses is not None and self.split_file is not None:
+            yield f"doses: expected null next to split_file, got {self.doses}; split the doses in the file, as names"
+        if self.doses is None and self.dose_unit is not None:
+            yield f"dose_unit: expected doses next to {self.dose_unit}, got null; set doses to column or names"
 
     def paths(self) -> dict[str, str]:
         priors = {f"priors.{name}": path for name, path in self.priors.items()}

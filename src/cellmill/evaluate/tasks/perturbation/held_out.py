@@ -46,11 +46,18 @@ from cellmill.evaluate.tasks.perturbation.changes import (
     predict_responses,
     read_profiles,
 )
+from cellmill.evaluate.tasks.perturbation.doses import (
+    leave_out_doses,
+    log_doses,
+    parse_names,
+    predict_new_doses,
+)
 from cellmill.evaluate.tasks.perturbation.split_file import TEST, TRAIN, SplitFile
 from cellmill.models.gene_vectors import read_vectors
 from cellmill.runs.results import ScoredMethod
 
 HELD_OUT = "perturbation"  # role of a split file and of stage predict_changes
+DOSE = "dose"  # role of doses that are held out
 STRATA = ("batch", "donor")  # roles that divide cells into strata
 # a group counts as unseen if this share of its cells is scored; the rest equal training cells or
 # have no known gene
@@ -74,15 +81,18 @@ class HeldOut:
     profiles: Profiles
     # (cells,) int64: unit of a cell; -1 for controls, and for units with too few cells
     unit_of_cell: np.ndarray
-    perturbation: np.ndarray  # (U,) text
-    dose: np.ndarray  # (U,) text, empty without the role
+    level: np.ndarray  # (U,) text: perturbation as the dataset has it
+    perturbation: np.ndarray  # (U,) text: the same, or the compound if names have doses
+    dose: np.ndarray  # (U,) text, empty for a unit without
     place: np.ndarray  # (U,) text: the context, empty if units have none
     # (U,) text: perturbation, context or both; a group is all units with one key, held out whole
     fold_key: np.ndarray
     unseen: np.ndarray  # (U,) bool: the model saw no cell of the group
     # (U,) bool: the model was fitted, not only validated, on cells of the group
     trained: np.ndarray
-    left_out: list[str]  # perturbations of units with too few cells
+    left_out: list[
+        str
+    ]  # perturbations of units with too few cells, or without the dose that is held out
     split: SplitFile | None = None
 
     @classmethod
@@ -98,14 +108,22 @@ class HeldOut:
 
         Raises Skipped if no stratum has enough controls.
         """
-        place_role = None if role == "perturbation" else role
+        place_role = None if role in (HELD_OUT, DOSE) else role
         if split is not None:
             place_role = split.context_role
         roles = (*STRATA, place_role) if place_role else STRATA
         profiles = read_profiles(context, dict.fromkeys(roles))
         if profiles.stratum.max() < 0:
             raise Skipped("no stratum has enough controls")
-        cells = _tabulate_cells(context, profiles, place_role, by_both=split is not None)
+        cells = _tabulate_cells(context, config, profiles, place_role)
+        no_dose: list[str] = []
+        if split is not None:
+            cells["fold_key"] = cells["perturbation"] + " | " + cells["place"]
+        if role == DOSE:
+            cells["fold_key"] = cells["perturbation"] + " | " + cells["dose"]
+            has_dose = np.isfinite(log_doses(cells["dose"].to_numpy(str)))
+            no_dose = cells["perturbation"][cells["is_usable"] & ~has_dose].unique().tolist()
+            cells["is_usable"] &= has_dose
         usable = cells[cells["is_usable"]]
         groups = usable.groupby("fold_key")
         is_unseen = groups["is_scored"].sum() >= UNSEEN_FRAC * groups.size()
@@ -120,13 +138,14 @@ class HeldOut:
             role,
             profiles,
             unit_of_cell=np.where(cells["is_usable"], unit_of_cell, -1),
+            level=kept["level"].to_numpy(str),
             perturbation=kept["perturbation"].to_numpy(str),
             dose=kept["dose"].to_numpy(str),
             place=kept["place"].to_numpy(str),
             fold_key=kept["fold_key"].to_numpy(str),
             unseen=is_unseen[kept["fold_key"]].to_numpy(bool),
             trained=is_trained[kept["fold_key"]].to_numpy(bool),
-            left_out=sorted(units["perturbation"][~has_enough].unique()),
+            left_out=sorted({*units["perturbation"][~has_enough], *no_dose}),
             split=split,
         )
 
@@ -147,6 +166,11 @@ class HeldOut:
         """(U,) text: split of each unit in the file; empty for a unit that it does not name."""
         assert self.split is not None
         return self.split.assign(self.perturbation, self.place)
+
+    @cached_property
+    def log_dose(self) -> np.ndarray:
+        """(U,) float64: log10 of each unit's dose; NaN for a unit without a dose above 0."""
+        return log_doses(self.dose)
 
     @cached_property
     def unit_names(self) -> list[str]:
@@ -172,6 +196,9 @@ class HeldOut:
             if not fitted.any():
                 fitted = ~self.unseen
             yield Split(0, units[fitted], units[self.unseen])
+        elif self.role == DOSE:
+            for test in leave_out_doses(self.perturbation, self.log_dose):
+                yield Split(0, np.setdiff1d(units, test), test)
         elif self.role == "perturbation":
             n_folds = min(options.folds, len(groups))
             for repetition in range(self.config.seeds):
@@ -271,7 +298,7 @@ class HeldOut:
         n_units = len(self.fold_key)
         shares = np.nan_to_num(self.profiles.stratum_shares(self.scored_unit_of_cell, n_units))
         return predict_responses(
-            self.context, self.profiles, shares, self.perturbation.tolist(), self.genes
+            self.context, self.profiles, shares, self.level.tolist(), self.genes
         )
 
     def predictions(self, folds: list[Split]) -> Iterator[ChangesByMethod]:
@@ -284,7 +311,11 @@ class HeldOut:
                 )
             if self.split is not None:
                 predicted |= self._predict_from_parts(fold)
-            if self.role != "perturbation" or self._is_trained_elsewhere(fold):
+            if self.role == DOSE:
+                predicted |= predict_new_doses(
+                    self.fitted_changes, fold.train, fold.test, self.perturbation, self.log_dose
+                )
+            elif self.role != "perturbation" or self._is_trained_elsewhere(fold):
                 n_units = len(self.fold_key)
                 controls = self.profiles.unit_controls(self.unit_of_cell, n_units, self.start_means)
                 predicted |= predict_new_contexts(
@@ -320,30 +351,30 @@ class HeldOut:
 
 
 def _tabulate_cells(
-    context: Context, profiles: Profiles, place_role: str | None, by_both: bool
+    context: Context, config: PerturbationConfig, profiles: Profiles, place_role: str | None
 ) -> pd.DataFrame:
     """A row for each cell: its unit and the values that name it, and whether the cell is usable,
     scored, and in the model's training.
 
     A cell is usable if it is perturbed, has a stratum, and has a value of `place_role`, the role of
-    contexts. Units are held out by their context if they have one, else by their perturbation, or
-    with `by_both` by the two together.
+    contexts. Units are held out by their context if they have one, else by their perturbation.
     """
     is_usable = (profiles.perturbation != "") & (profiles.stratum >= 0)
     place = np.full(len(is_usable), "")
-    fold_key = profiles.perturbation
+    compound = profiles.perturbation
+    dose = profiles.dose
+    if config.doses == "names":
+        compound, dose, _ = parse_names(compound, config.dose_unit)
     if place_role is not None:
         place = text_values(context.roles[place_role]).astype(str)
         is_usable &= context.roles[place_role].notna().to_numpy()
-        fold_key = place
-    if by_both:
-        fold_key = pd.Series(profiles.perturbation).str.cat(place, sep=" | ").to_numpy(str)
     cells = pd.DataFrame(
         {
-            "perturbation": profiles.perturbation,
-            "dose": profiles.dose,
+            "level": profiles.perturbation,
+            "perturbation": compound,
+            "dose": dose,
             "place": place,
-            "fold_key": fold_key,
+            "fold_key": compound if place_role is None else place,
             "is_usable": is_usable,
             "is_scored": context.scored,
             "is_trained": context.model.is_training_cell(context.dataset, context.reader.obs.index),
@@ -363,6 +394,7 @@ def _count_cells_of_units(usable: pd.DataFrame, is_unseen: pd.Series) -> pd.Data
     is_counted = usable["is_scored"] | ~is_unseen[usable["fold_key"]].to_numpy(bool)
     units = usable.assign(is_counted=is_counted).groupby("unit")
     return units.agg(
+        level=("level", "first"),
         perturbation=("perturbation", "first"),
         dose=("dose", "first"),
         place=("place", "first"),

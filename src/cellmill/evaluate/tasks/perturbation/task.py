@@ -32,8 +32,16 @@ from cellmill.evaluate.tasks.perturbation.changes import (
     check_changes,
     controlled_role,
 )
+from cellmill.evaluate.tasks.perturbation.doses import (
+    HILL,
+    LINEAR,
+    count_linear,
+    parse_names,
+    tabulate_curves,
+)
 from cellmill.evaluate.tasks.perturbation.held_out import (
     CO_EXPRESSION,
+    DOSE,
     HELD_OUT,
     HeldOut,
     prior_method,
@@ -139,6 +147,7 @@ class Perturbation(Task):
         others: list[ScoreColumn] = []  # ceilings and probes
         numbers: dict[str, Any] = {}
         notes: list[str] = []
+        tables: dict[str, list[dict[str, Any]]] = {}
         for held in self._hold_out_roles(context):
             tests = held.tests()
             numbers |= self._describe_units(held, [*chain.from_iterable(tests.values())])
@@ -147,6 +156,11 @@ class Perturbation(Task):
                 notes += check_split(held, held.split, tests)
             for tested, folds in tests.items():
                 by_metric, entries = self._score(held, folds)
+                if held.role == DOSE:
+                    notes += count_linear(
+                        held.fitted_changes, folds, held.perturbation, held.log_dose
+                    )
+                    tables["dose curves"] = self._tabulate_doses(held, by_metric["MAE"], entries)
                 for metric, scores in by_metric.items():
                     column = make_column(metric, tested, scores)
                     if column is not None:
@@ -156,7 +170,23 @@ class Perturbation(Task):
         if not columns:
             reasons = [str(value) for key, value in numbers.items() if key.endswith("no_folds")]
             raise Skipped("; ".join(reasons) or "no stratum has enough controls", numbers)
-        return self._tabulate(columns, others, numbers, notes)
+        return replace(self._tabulate(columns, others, numbers, notes), tables=tables)
+
+    def _tabulate_doses(
+        self, held: HeldOut, errors: Arrays, entries: list[ScoredMethod]
+    ) -> list[dict[str, Any]]:
+        """Row of each compound, with errors of the curves and of the model's best method."""
+        unit = str(self.config.dose_unit or "")
+        if self.config.doses == "names":
+            _, _, unit = parse_names(held.level, self.config.dose_unit)
+        methods = [LINEAR, HILL, *(entry for entry in entries if entry.kind == "model")]
+        return tabulate_curves(
+            held.fitted_changes,
+            held.perturbation,
+            held.log_dose,
+            f" ({unit})" if unit else "",
+            {method: errors[method] for method in methods},
+        )
 
     def _hold_out_roles(self, context: Context) -> Iterator[HeldOut]:
         """Units of the split file, or of each usable role of `held_out`: skips those without strata
@@ -165,9 +195,10 @@ class Perturbation(Task):
         if self.config.split_file is not None:
             yield HeldOut.read(context, self.config, HELD_OUT, SplitFile.read(self.config, context))
             return
-        for role in self.config.held_out:
+        doses = [] if self.config.doses is None else [DOSE]
+        for role in [*self.config.held_out, *doses]:
             is_context = role in context.roles and role != controlled_role(context)
-            if role == "perturbation" or is_context:
+            if role in (HELD_OUT, DOSE) or is_context:
                 try:
                     held = HeldOut.read(context, self.config, role)
                 except Skipped:
