@@ -41,6 +41,7 @@ MODULES = {
     "commands.corpora": "convert plan_corpus",
     "commands.exchange": "import_model export push",
     "commands.options": "options",
+    "commands.seen": "seen",
     "commands.translate": "translate",
 }
 """Functions that run sub-commands, by module; a function is called like its sub-command."""

@@ -221,7 +221,7 @@ def test_an_unchanged_model_has_the_embedding_of_stage_embed(
     )
     np.testing.assert_array_equal(*(ad.read_h5ad(path).obsm["X_cellmill"] for path in (made, own)))
     assert ad.read_h5ad(made).uns["cellmill"]["model_digest"] == model.command_digest
-    assert model.note == " (may have seen these cells)"
+    assert model.note == " (unknown: may have seen these cells)"
     assert model.read_files == [f"{corpus['model']}/model.safetensors"]
     published = ExternalModel(model="geneformer:a b")
     [weights] = published.read_files

@@ -135,7 +135,12 @@ def test_the_example_predicts_from_published_folders(
     page = (project.folder / "results/report/index.html").read_text()
     assert all(
         name in page
-        for name in ("PCA50", "all genes", *KINDS, "as-published (may have seen these cells) + kNN")
+        for name in (
+            "PCA50",
+            "all genes",
+            *KINDS,
+            "as-published (unknown: may have seen these cells) + kNN",
+        )
     )
     assert project.jobs(*command) == {}
     weights = project.folder / "published" / "scgpt" / "best_model.pt"
@@ -229,7 +234,7 @@ def check_run(folder: Path, kind: str) -> None:
     ]["probe"]["rows"]
     assert {row["method"]["kind"] for row in rows} >= {"model", "baseline"}
     beside = {row["method"]["features"] for row in rows if row["method"]["kind"] == "external"}
-    assert beside == {"external: as-published (may have seen these cells)"}
+    assert beside == {"external: as-published (unknown: may have seen these cells)"}
     [made] = (folder / "results" / "corpora" / kind / "external" / "as-published").glob(
         "labelled-*.h5ad"
     )

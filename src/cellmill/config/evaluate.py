@@ -21,8 +21,8 @@ from cellmill.files import digest
 PLACEHOLDERS = ("{cells}", "{out}")
 PRESETS = {"scvi": "fitted on training cells", "harmony": "transductive"}
 """What the rows of a preset say of it, by name; its script is workflow/bridges/zoo_NAME.py."""
-AS_IS = "may have seen these cells"
-"""What the rows of a model say that is used as it is."""
+AS_IS = "unknown: may have seen these cells"
+"""What the rows of a model say that is used as it is, and has no digests of its training cells."""
 _DEFAULT_TASKS: Any = {"probe": {}, "reconstruct": {}}
 
 
@@ -38,7 +38,7 @@ class ExternalModel(Section):
     """
     model: str | None = None
     """A model that is used as it is: a model folder, or as in `init_from` hf://owner/name,
-    geneformer:FOLDER or scgpt:FOLDER. Which cells it was trained on is not known.
+    geneformer:FOLDER or scgpt:FOLDER. Its rows say whether it has seen the scored cells, or that this is not known.
     """
     command: str | None = None
     """Program and arguments, split as by a shell but run without one; {cells} is the input .h5ad,

@@ -300,6 +300,17 @@ def _as_written(where: list[str], tree: Tree) -> list[str]:
     return where
 
 
+class ListedCells(BaseModel):
+    """Entry of config.json about cells.digest."""
+
+    model_config = ConfigDict(strict=True)
+
+    n_cells: int
+    n_barcodes: int
+    unknown: list[str]
+    sha256: str
+
+
 class ModelFile(BaseModel):
     """Keys of config.json of an exported model that are read; the file has more."""
 
@@ -313,6 +324,7 @@ class ModelFile(BaseModel):
     objective: Tree
     levels: dict[str, list[str]] = {}
     supervised_by: list[str] = []
+    cell_digests: ListedCells | None = None
 
 
 def unusable(path: Path, problem: str) -> DataError:

@@ -250,6 +250,12 @@ class Consolidate(Section):
         one_message("best, last or a step of train.keep_steps"),
     ] = "best"
     """Checkpoint with the best train.best_metric, the last one, or one of train.keep_steps."""
+    cell_digests: bool = True
+    """Whether the model folder has digests of the training and validation cells, by which `cellmill
+    seen` recognises them anywhere; whoever has a cell can then find out that it was among them.
+    """
+
+    _dump = leaving_out("cell_digests")
 
 
 class Embed(Section):

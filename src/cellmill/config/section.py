@@ -80,7 +80,8 @@ def leaving_out(*names: str) -> Any:
         values = handler(self)
         for name in names:
             value = getattr(self, name)
-            if not value or value == fields[name].default:
+            is_empty = not value and value is not False
+            if is_empty or value == fields[name].default:
                 values.pop(name, None)
         return values
 

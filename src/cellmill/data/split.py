@@ -33,6 +33,21 @@ def hash_cells(
     `gene_hashes`. The first half decides the split. Equal hashes are equal cells: among a billion
     different ones two collide with probability 10^-21.
     """
+    # the order of a cell's pairs does not matter
+    return splitmix64(sum_pairs(starts, genes, counts, gene_hashes))
+
+
+def hash_pairs(gene_hashes: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """First summand, uint64, that each pair of gene and count adds to its cell's `sum_pairs`."""
+    return splitmix64(gene_hashes ^ splitmix64(counts.astype(np.uint64)))
+
+
+def sum_pairs(
+    starts: np.ndarray, genes: np.ndarray, counts: np.ndarray, gene_hashes: np.ndarray
+) -> np.ndarray:
+    """Both sums of each cell's hashed pairs modulo 2**64, `(cells, 2)` uint64; arguments as in
+    `hash_cells`.
+    """
     sums = np.zeros((len(starts) - 1, 2), np.uint64)
     loops = codec.COMPILED.loops_for(len(counts))
     if loops is not None and counts.dtype in ("uint16", "uint32"):
@@ -42,8 +57,7 @@ def hash_cells(
         loops.sum_hashes(starts, genes, counts, gene_hashes, _SMALL_COUNTS, sums)
     else:
         _sum_hashes(starts, genes, counts, gene_hashes, sums)
-    # the order of a cell's pairs does not matter
-    return splitmix64(sums)
+    return sums
 
 
 def _sum_hashes(

@@ -1,9 +1,9 @@
 """What is evaluated: the exported model, the datasets, and the cells that the model was trained on.
 
 Held-out cells are in no training or validation shard of the model's corpus or of its ancestors'
-corpora. A cell is recognised by dataset and obs name and, under any name, by its counts of the
-vocabulary's genes. Different cells with few counts may be equal by chance; these do not count as
-held out either.
+corpora; digests in the model's folder stand in for shards of ancestors that are not here. A cell is
+recognised by dataset and obs name and, under any name, by its counts of the vocabulary's genes.
+Different cells with few counts may be equal by chance; these do not count as held out either.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from cellmill.data.arrays import log_normalise, rank_buckets, summed
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.inputs.reader import CountsReader
+from cellmill.data.shards.cell_digests import CorpusDigests
 from cellmill.data.shards.manifest import READ, Manifest, record, verify_changed
 from cellmill.data.shards.reader import read_names
 from cellmill.data.stream.tokenizers import CellTokenizer
@@ -30,7 +32,14 @@ from cellmill.errors import DataError
 from cellmill.evaluate.components import PrincipalComponents, pca
 from cellmill.evaluate.inference.embed import load_for_inference
 from cellmill.evaluate.inference.files import read_embedding
-from cellmill.evaluate.seen import CellBlock, find_equal_cells, read_blocks, read_hashes
+from cellmill.evaluate.seen import (
+    CellBlock,
+    as_hashed,
+    find_barcodes,
+    find_equal_cells,
+    read_blocks,
+    read_hashes,
+)
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors, spec_of
 from cellmill.models.family import Model
@@ -163,12 +172,18 @@ def load_evaluated(model: Path, manifest: Manifest, seed: int) -> EvaluatedModel
 
 
 class TrainedCells:
-    """Training and validation cells of the corpora of the model and its ancestors.
+    """Training and validation cells of the corpora of the model and its ancestors: by their shards,
+    and of corpora without `manifests` by their digests in `listed`, by fingerprint.
 
     Raises DataError for a changed shard.
     """
 
-    def __init__(self, manifests: Sequence[Manifest], datasets: Iterable[str]) -> None:
+    def __init__(
+        self,
+        manifests: Sequence[Manifest],
+        datasets: Iterable[str],
+        listed: Mapping[str, CorpusDigests] = MappingProxyType({}),
+    ) -> None:
         self.seen: dict[str, set[str]] = {name: set() for name in datasets}  # obs names
         for manifest in manifests:
             if verify_changed(manifest):
@@ -181,6 +196,8 @@ class TrainedCells:
                             self.seen[dataset].add(cell)
         by_fingerprint = {manifest.fingerprint: manifest for manifest in manifests}
         self.corpora = [read_hashes(manifest) for manifest in by_fingerprint.values()]
+        self._listed = [listed[name] for name in sorted(listed.keys() - by_fingerprint.keys())]
+        self.corpora += [as_hashed(corpus) for corpus in self._listed]
 
     def unseen(self, dataset: str, reader: CountsReader) -> tuple[np.ndarray, int]:
         """Mask, bool `(n_obs,)`, of the cells that were not trained on, and the number of copies,
@@ -188,11 +205,15 @@ class TrainedCells:
         """
         unnamed = ~reader.obs.index.isin([*self.seen[dataset]])
         copies = find_equal_cells(reader, self.corpora, unnamed)
-        n = int(copies.sum())
-        if n:
-            line = f"{n:,} cells are equal to training or validation cells of other names: not held out"
-            print(f"{dataset}: {line}", flush=True)
-        return unnamed & ~copies, n
+        near = unnamed & ~copies & find_barcodes(reader, self._listed)
+        for mask, relation in (
+            (copies, "are equal to training or validation cells of other names"),
+            (near, "have barcodes of a training sample of a model before this one"),
+        ):
+            if mask.any():
+                print(f"{dataset}: {int(mask.sum()):,} cells {relation}: not held out", flush=True)
+        copies |= near
+        return unnamed & ~copies, int(copies.sum())
 
 
 def read_gene_statistics(manifest: Manifest, tokens: Tokens) -> GeneStatistics:

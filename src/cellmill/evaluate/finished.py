@@ -61,7 +61,7 @@ class FinishedTasks:
             # which cells are held out depends on the corpora of the model's ancestors too
             scored = hashlib.sha256(context.scored.tobytes()).hexdigest()
             # a task may read several datasets
-            read["cells"] = [context.dataset, columns, scored, self._datasets]
+            read["cells"] = [context.dataset, columns, scored, self._datasets, [*context.external]]
         return self._folder / f"{digest(read)}.task.json"
 
     @staticmethod

@@ -1,18 +1,19 @@
-"""Cells of a file that a model was trained on, and the agreement of its labels with those of the
-file.
+"""Cells of a file that a model was trained on.
 
-A cell is recognised by its counts of the vocabulary's genes, under any name: hashes of all training
-and validation cells are stored next to the shards. For a file that lacks some of these genes, the cells of the
-shards are hashed again over the others. A model folder contains none of this. The shards are found
-through train/run.json of the run that the folder is in, also for the models that the run started
-from or learnt from. If a model was copied elsewhere, its training cells are not found, and a message
-says so.
+A cell is recognised by its counts of the vocabulary's genes, under any name. Hashes of all training
+and validation cells are stored next to the shards, which are found through train/run.json of the
+run that the model folder is in, also for the models that the run started from or learnt from. For a
+file that lacks some genes, the cells of the shards are hashed again over the others.
+
+The folder itself has digests of these cells (`data/shards/cell_digests`), so a model that was
+copied elsewhere knows them too; they also find copies at another depth, by barcode. Without shards
+and digests a message says that the training cells are not known.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -23,18 +24,30 @@ from cellmill.config.plugin import in_one_line
 from cellmill.data.genes.names import match_columns
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.reader import CountsReader
+from cellmill.data.keys import splitmix64
 from cellmill.data.rows import positions_in_rows
+from cellmill.data.shards.cell_digests import (
+    BARCODE,
+    CellDigests,
+    CorpusDigests,
+    read_digests,
+)
 from cellmill.data.shards.index import are_in, open_index
 from cellmill.data.shards.manifest import READ, Manifest, verify
 from cellmill.data.shards.plan import select_genes
 from cellmill.data.shards.reader import open_shards, read_names
-from cellmill.data.split import hash_cells, hash_genes
+from cellmill.data.split import hash_cells, hash_genes, hash_pairs, sum_pairs
 from cellmill.errors import DataError, UserError
 from cellmill.files import read_json
 
 ROWS = 4096  # cells of a shard that are read at once
 HASHED_ROWS = 1024  # cells of a file that are hashed at once
 _MIN_GENES = 20  # with counts, in a file that lacks genes; on fewer, different cells may be equal
+# genes that a file lacks, times counts, which are tried for each cell that a digest list may have
+MAX_COMPLETIONS = 4096
+MAX_COMPLETED_COUNT = 16
+KINDS = ["exact", "near", "new"]
+"""Equal counts of the model's genes; the barcode of a training sample at other counts; neither."""
 Ancestor = tuple[str, Path | None]  # name, and folder of the exported model if it is there
 
 
@@ -63,13 +76,16 @@ class HashedCorpus(NamedTuple):
     """Genes of a corpus, and the hashes of its training and validation cells."""
 
     genes: Vocabulary
-    hashes: list[np.ndarray]  # for each split, `(2, cells)` uint64 in ascending order
-    manifest: Manifest
+    # for each split, `(2, cells)` uint64 in ascending order; `(1, cells)` of a digest list
+    hashes: list[np.ndarray]
+    manifest: Manifest | None  # None of a digest list
 
     def hashes_over(self, shared: np.ndarray) -> list[np.ndarray]:
         """`hashes` of the counts of genes `shared`, bool `(n_genes,)`, for cells with enough such
-        genes.
+        genes. Without shards, of all genes: see `completions`.
         """
+        if self.manifest is None:
+            return self.hashes
         gene_hashes = hash_genes(self.genes.gene_ids)
         parts = [np.zeros((0, 2), np.uint64)]
         for split in _list_filled_splits(self.manifest):
@@ -83,6 +99,19 @@ class HashedCorpus(NamedTuple):
         hashes = np.concatenate(parts)
         return [hashes[np.lexsort((hashes[:, 1], hashes[:, 0]))].T]
 
+    def completions(self, lacked: np.ndarray) -> np.ndarray | None:
+        """Summands, uint64, of one of the genes `lacked`, bool `(n_genes,)`, with a small count;
+        at most MAX_COMPLETIONS. None with shards, and for more genes.
+
+        Digests cannot be computed over fewer genes, but each completes a cell that has counts of
+        all but one gene.
+        """
+        genes = hash_genes(np.array(self.genes.gene_ids, object)[lacked])
+        n_counts = min(MAX_COMPLETED_COUNT, MAX_COMPLETIONS // len(genes))
+        if self.manifest is not None or n_counts == 0:
+            return None
+        return hash_pairs(genes[:, None], np.arange(1, n_counts + 1)).ravel()
+
 
 def _list_filled_splits(manifest: Manifest) -> list[str]:
     return [split for split in READ if manifest.splits[split].n_obs]
@@ -92,11 +121,19 @@ def read_hashes(manifest: Manifest) -> HashedCorpus:
     """Genes and cells of the shards that a training reads."""
     splits = _list_filled_splits(manifest)
     first_shard = manifest.shard_path(manifest.splits[splits[0]].shards[0])
-    ids = read_names(first_shard, "var").tolist()
-    genes = Vocabulary(ids, ids, np.ones(len(ids), np.int64), np.ones(len(ids), np.float32))
+    genes = _as_vocabulary(read_names(first_shard, "var").tolist())
     return HashedCorpus(
         genes, [open_index(manifest, split, "hashes") for split in splits], manifest
     )
+
+
+def as_hashed(corpus: CorpusDigests) -> HashedCorpus:
+    """Genes and cells of a digest list."""
+    return HashedCorpus(_as_vocabulary(corpus.gene_ids), [corpus.cells[None]], None)
+
+
+def _as_vocabulary(ids: list[str]) -> Vocabulary:
+    return Vocabulary(ids, ids, np.ones(len(ids), np.int64), np.ones(len(ids), np.float32))
 
 
 def find_equal_cells(
@@ -122,6 +159,7 @@ def find_equal_cells(
         corpus_hashes = corpus.hashes_over(shared) if lacks_genes else corpus.hashes
         min_genes = _MIN_GENES if lacks_genes else 0
         gene_hashes = hash_genes(corpus.genes.gene_ids)
+        completions = corpus.completions(~shared) if lacks_genes else None
         # hash the file block by block, and look the hashes up
         block_start = 0
         for raw in reader.rows(HASHED_ROWS):
@@ -132,10 +170,17 @@ def find_equal_cells(
                 continue
             block = select_genes(raw[rows], target, n_genes, reader.ordered)
             values = positions_in_rows(block.indptr) if reader.ordered else block.data
-            hashes = hash_cells(block.indptr, block.indices, values, gene_hashes)
+            sums = sum_pairs(block.indptr, block.indices, values, gene_hashes)
             has_enough = np.diff(block.indptr) >= min_genes
+            hashes = splitmix64(sums)
             for split_hashes in corpus_hashes:
                 is_equal[cells] |= has_enough & are_in(hashes, split_hashes)
+            if completions is not None:
+                rows = np.flatnonzero(has_enough & ~is_equal[cells])
+                # (cells, completions): digest of each cell with one more gene
+                completed = splitmix64(sums[rows, :1] + completions)
+                known = are_in(completed.reshape(-1, 1), corpus_hashes[0])
+                is_equal[cells[rows]] |= known.reshape(completed.shape).any(axis=1)
     return is_equal
 
 
@@ -167,54 +212,106 @@ def _find_existing(path: Path, start: Path) -> list[Path]:
 
 
 class Training(NamedTuple):
-    """Shards that a model and its ancestors were trained on, as far as they can be found."""
+    """Cells that a model and its ancestors were trained on, as far as they can be found."""
 
-    manifests: list[Manifest]
-    own_missing: str  # why the model's own shards were not found; empty if they were
-    ancestors_missing: list[str]  # models before it whose shards were not found
+    manifests: dict[str, Manifest]  # shards by fingerprint
+    listed: dict[str, CorpusDigests]  # digests of the folders, by fingerprint
+    own_missing: str  # why the model's own cells were not found; empty if they were
+    ancestors_missing: list[str]  # models before it whose cells were not found
+
+    def hashed(self) -> list[HashedCorpus]:
+        """All corpora, by their shards where these were found."""
+        only_listed = self.listed.keys() - self.manifests.keys()
+        corpora = [read_hashes(manifest) for manifest in self.manifests.values()]
+        return corpora + [as_hashed(self.listed[name]) for name in sorted(only_listed)]
+
+
+class _OwnTraining(NamedTuple):
+    """Cells of one model, without those of its ancestors unless its folder lists them."""
+
+    manifest: Manifest | None
+    problem: str  # why there is no manifest
+    ancestors: list[Ancestor]
+    digests: CellDigests | None = None
 
 
 def find_training(model: Path) -> Training:
-    """The shards of the exported model in the folder `model`, and of the models that it came from."""
-    manifests, problem, ancestors = _find_own_training(model)
-    if problem:
-        return Training([], problem, [])
+    """Cells of the exported model in the folder `model`, and of the models that it came from.
+
+    Raises DataError for a damaged digest list.
+    """
+    return _with_ancestors(_find_own_training(model), {model.resolve()})
+
+
+def find_training_of_run(train: Path, fingerprint: str) -> Training:
+    """Cells of the run in the folder `train`, with this fingerprint, and of the models before it."""
+    return _with_ancestors(_find_shards_of_run(train, fingerprint), set())
+
+
+def _with_ancestors(own: _OwnTraining, visited: set[Path]) -> Training:
+    """Add the cells of the ancestors, whose folders are not in `visited`."""
+    if own.manifest is None and own.digests is None:
+        return Training({}, {}, own.problem, [])
+    manifests: dict[str, Manifest] = {}
+    listed: dict[str, CorpusDigests] = {}
     missing: list[str] = []
-    visited = {model.resolve()}
-    for name, folder in ancestors:  # grows while the loop runs
-        if folder is None:
-            missing.append(name)
-        elif folder.resolve() not in visited:
-            visited.add(folder.resolve())
-            found, problem, earlier = _find_own_training(folder)
-            manifests += found
-            ancestors += earlier
-            missing += [name] if problem else []
-    return Training(manifests, "", missing)
+    # grows while the loop runs; the last entry of each is true if a list has its cells already
+    waiting = [("", own, False)]
+    for name, training, is_covered in waiting:
+        if training.manifest is not None:
+            manifests[training.manifest.fingerprint] = training.manifest
+        if training.digests is not None:
+            listed |= training.digests.corpora
+        if not is_covered:
+            if training.digests is not None:
+                missing += training.digests.unknown
+            elif training.manifest is None:
+                missing.append(name)
+        for earlier, folder in training.ancestors:
+            ancestor = _OwnTraining(None, "no such folder", [])
+            if folder is not None:
+                if folder.resolve() in visited:
+                    continue
+                visited.add(folder.resolve())
+                ancestor = _find_own_training(folder)
+            waiting.append((earlier, ancestor, is_covered or training.digests is not None))
+    return Training(manifests, listed, "", list(dict.fromkeys(missing)))
 
 
-def _find_own_training(model: Path) -> tuple[list[Manifest], str, list[Ancestor]]:
-    """Shards of one export, why they were not found, and the models that its run came from."""
+def _find_own_training(model: Path) -> _OwnTraining:
+    """Cells of one export, by its digest list and by the shards of its run."""
+    try:
+        config = read_model_config(model / "config.json")
+    except (UserError, OSError) as error:
+        return _OwnTraining(None, in_one_line(error), [])
     # an export is results/runs/RUN/model, or results/runs/RUN/steps/STEP/model
     run = model.resolve().parent
     if run.parent.name == "steps":
         run = run.parents[1]
-    train = run / "train"
-    if not (train / "run.json").is_file():
-        return [], f"{model} is not in the folder of its run, which names its training cells", []
+    digests = read_digests(model, config)
+    if not (run / "train" / "run.json").is_file():
+        problem = f"{model} is not in the folder of its run, which names its training cells"
+        return _OwnTraining(None, problem, [], digests)
+    manifest, problem, ancestors, _ = _find_shards_of_run(
+        run / "train", str(config.get("fingerprint"))
+    )
+    return _OwnTraining(manifest, problem, ancestors, digests)
+
+
+def _find_shards_of_run(train: Path, fingerprint: str) -> _OwnTraining:
+    """Shards of a run, and the models that it came from."""
     try:
         record = read_json(train / "run.json")
         options = stored_options(record["options"], str(train / "run.json"))
-        fingerprint = read_model_config(model / "config.json").get("fingerprint")
-        path, problem = find_shards(train, options, str(fingerprint))
-        manifests = []
+        path, problem = find_shards(train, options, fingerprint)
+        manifest = None
         if path is not None:
-            manifests = [Manifest.read(path)]
-            splits = _list_filled_splits(manifests[0])
-            verify(manifests[0], [manifests[0].splits[split].index["hashes"] for split in splits])
+            manifest = Manifest.read(path)
+            splits = _list_filled_splits(manifest)
+            verify(manifest, [manifest.splits[split].index["hashes"] for split in splits])
     except (UserError, OSError, LookupError, TypeError, ValueError) as error:
-        return [], in_one_line(error), []
-    return manifests, problem, [*_find_ancestors(record, options, train)]
+        return _OwnTraining(None, in_one_line(error), [])
+    return _OwnTraining(manifest, problem, [*_find_ancestors(record, options, train)])
 
 
 def _find_ancestors(
@@ -236,80 +333,76 @@ class Seen(NamedTuple):
 
     cells: np.ndarray | None  # (n_obs,) bool; None if the training cells are not known
     unknown: str  # what is not known about the training cells, in words; empty if all are known
+    is_near: np.ndarray | None = None
+    """(n_obs,) bool: seen cells whose counts differ, found by barcode; None if not looked for."""
 
 
 def mark_seen_cells(reader: CountsReader, model: Path) -> Seen:
     """Cells of `reader` that the exported model in the folder `model`, or a model before it, was
-    trained on.
+    trained on. Raises DataError for a damaged digest list.
     """
-    training = find_training(model)
+    return _mark_cells(reader, find_training(model))
+
+
+def _mark_cells(reader: CountsReader, training: Training) -> Seen:
     if training.own_missing:
         return Seen(None, training.own_missing)
-    by_fingerprint = {manifest.fingerprint: manifest for manifest in training.manifests}
-    corpora = [read_hashes(manifest) for manifest in by_fingerprint.values()]
     unknown = ""
     if training.ancestors_missing:
         unknown = f"the training cells of {', '.join(training.ancestors_missing)}, before it, are not known"
-    return Seen(find_equal_cells(reader, corpora, np.ones(reader.n_obs, bool)), unknown)
+    is_equal = find_equal_cells(reader, training.hashed(), np.ones(reader.n_obs, bool))
+    if not training.listed:
+        return Seen(is_equal, unknown)
+    is_near = find_barcodes(reader, training.listed.values()) & ~is_equal
+    return Seen(is_equal | is_near, unknown, is_near)
 
 
-class Agreement(NamedTuple):
-    """Number of cells whose label in the file the model knows, and how many of them have the same
-    predicted label.
+def find_barcodes(reader: CountsReader, corpora: Iterable[CorpusDigests]) -> np.ndarray:
+    """Mask, bool `(n_obs,)`, of the cells whose barcode is in the same sample of `corpora`."""
+    is_near = np.zeros(reader.n_obs, bool)
+    for corpus in corpora:
+        is_near |= corpus.has_barcodes(reader.obs.index)
+    return is_near
+
+
+def table_of_seen(
+    reader: CountsReader, model: Path, vocabulary: Vocabulary
+) -> tuple[pd.DataFrame, list[str]]:
+    """Column `seen`, one of KINDS, of each cell by name, and sentences on what was not looked for.
+
+    Raises DataError if `reader` has no gene of the model, or its training cells are not known.
     """
-
-    n_cells: int
-    n_right: int
-    n_rejected: int  # cells without a predicted label, counted as wrong
-
-    @classmethod
-    def tally(cls, given: np.ndarray, predicted: np.ndarray, among: np.ndarray) -> Self:
-        """`given` and `predicted` are text, (cells,), None without a label; `among` is a mask."""
-        return cls(
-            n_cells=int(among.sum()),
-            n_right=int((among & (given == predicted)).sum()),
-            n_rejected=int((among & pd.isna(predicted)).sum()),
-        )
-
-    def describe(self) -> str:
-        rejected = f", {self.n_rejected:,} rejected" if self.n_rejected else ""
-        return f"{self.n_right:,} of {self.n_cells:,} ({self.n_right / self.n_cells:.3f}{rejected})"
-
-
-def compare_labels(
-    column: str, given: np.ndarray, predicted: np.ndarray, known: Sequence[str], seen: Seen
-) -> tuple[dict[str, Any], list[str]]:
-    """Numbers and sentences about the labels `given` in obs column `column` against `predicted`,
-    both (cells,).
-
-    Only cells whose label is `known` to the model are compared, and only unseen cells have an
-    accuracy.
-    """
-    compared = np.isin(given.astype(str), np.array(known, str)) & ~pd.isna(given)
-    if not compared.any():
-        return {}, []
+    columns = match_columns(reader, vocabulary)
+    training = find_training(model)
+    seen = _mark_cells(reader, training)
     if seen.cells is None:
-        every = Agreement.tally(given, predicted, compared)
-        line = (
-            f"{column}: {every.describe()} as in the file, no accuracy: unknown whether the model was "
-            "trained on them"
+        raise DataError(
+            f"{model}: unknown: may have seen these cells: it has no digests of its training cells "
+            f"({seen.unknown}); export it again, with consolidate.cell_digests"
         )
-        return {}, [f"{line} ({seen.unknown})"]
-    unseen = Agreement.tally(given, predicted, compared & ~seen.cells)
-    trained = Agreement.tally(given, predicted, compared & seen.cells)
-    numbers: dict[str, Any] = {
-        "n_labelled_unseen": unseen.n_cells,
-        "n_labelled_seen": trained.n_cells,
-    }
-    lines = []
-    if unseen.n_cells:
-        numbers["accuracy"] = unseen.n_right / unseen.n_cells
-        note = f"; {seen.unknown}" if seen.unknown else ""
-        lines.append(
-            f"{column}: accuracy on cells that the model was not trained on: {unseen.describe()}{note}"
+    is_near = np.zeros(reader.n_obs, bool) if seen.is_near is None else seen.is_near
+    codes = np.where(is_near, 1, np.where(seen.cells, 0, 2))
+    table = pd.DataFrame(
+        {"seen": pd.Categorical.from_codes(codes, KINDS)},
+        index=pd.Index(reader.obs.index, name="cell"),
+    )
+    notes = [seen.unknown] if seen.unknown else []
+    n_missing = vocabulary.n_genes - len(np.unique(columns.target[columns.target >= 0]))
+    has_lists_only = bool(training.listed.keys() - training.manifests.keys())
+    if n_missing and has_lists_only and not columns.ordered:
+        n_counts = min(MAX_COMPLETED_COUNT, MAX_COMPLETIONS // n_missing)
+        kind = f"more than one of them, or above {n_counts} counts of one," if n_counts else "any"
+        notes.append(
+            f"it lacks {n_missing:,} of the model's {vocabulary.n_genes:,} genes: a training cell with {kind} is "
+            "found by its barcode only"
         )
-    if trained.n_cells:
-        lines.append(
-            f"{column}: no accuracy, cells of its training or validation: {trained.describe()} as in the file"
+    if seen.is_near is None or not reader.obs.index.str.contains(BARCODE).any():
+        where = (
+            "the model has no list of barcodes"
+            if seen.is_near is None
+            else "its cell names have no barcodes"
         )
-    return numbers, lines
+        notes.append(f"near copies are not found: {where}")
+    if columns.mismatch:
+        notes.append(columns.mismatch)
+    return table, notes

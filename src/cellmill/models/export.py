@@ -2,6 +2,7 @@
 
     model.safetensors   full tensors, of which only the requested elements are read
     vocabulary.tsv      gene of each token
+    cells.digest        digests of its training cells (`data/shards/cell_digests`), unless left out
     config.json         family, architecture, tokenizer and digests; written last
 
 Nothing is unpickled. Genes that the model of `init_from` never saw start as the mean row of the

@@ -31,6 +31,7 @@ FILES = (
     "metrics.json",
     "adapter/adapter_config.json",
     "adapter/adapter_model.safetensors",
+    "cells.digest",
     "config.json",  # written last
 )
 SCHEME = "hf://"

@@ -398,7 +398,8 @@ tags: [single-cell, transcriptomics, {config["family"]}]
 | parameters | {n_parameters:,} |
 | vocabulary | {config["n_genes"]:,} genes, digest `{config["vocabulary_digest"][:16]}` |
 | tokens | {config["tokens"]["tokenizer"]}, at most {config["tokens"]["max_tokens"]} genes a cell |
-{rows}
+{rows}| training cells | unknown: the source has no digests of them |
+
 Parameters that the source does not have, at their initial values: {untrained}.
 
     cellmill embed --model . --input cells.h5ad --out embedded.h5ad

@@ -331,6 +331,11 @@ class DatasetResult:
     n_copies: int = 0
     supervised: str | None = None  # in words, for a model that was trained with labels
 
+    @property
+    def n_seen(self) -> int:
+        """Cells that are not scored because the model was trained or validated on them."""
+        return self.n_cells - self.n_scored - self.n_without_genes
+
 
 @dataclass(frozen=True)
 class Evaluation:

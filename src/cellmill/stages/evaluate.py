@@ -26,9 +26,10 @@ from typing import Any
 import numpy as np
 
 from cellmill.config.datasets import CountsRule
-from cellmill.config.evaluate import Evaluate, check_transfer
+from cellmill.config.evaluate import Evaluate, ExternalModel, check_transfer
 from cellmill.config.options import EvaluateOptions, KnockOutOptions
 from cellmill.config.parts.tasks import PerturbationConfig
+from cellmill.config.published import model_folder_of
 from cellmill.data.arrays import text_values
 from cellmill.data.inputs.fetch import local_input
 from cellmill.data.inputs.formats import open_dataset
@@ -50,6 +51,7 @@ from cellmill.evaluate.inference.knock_out import knock_out_genes
 from cellmill.evaluate.inference.umap import project, write_umap
 from cellmill.evaluate.run import check_packages, run_tasks, summarize
 from cellmill.evaluate.scores import draw_cells
+from cellmill.evaluate.seen import find_training, mark_seen_cells
 from cellmill.evaluate.task import Context, Task
 from cellmill.evaluate.tasks.perturbation.changes_file import ABOUT_CHANGES, write_changes
 from cellmill.evaluate.tasks.perturbation.held_out import HELD_OUT
@@ -103,7 +105,8 @@ def evaluate(
                 predictions = None if baselines is None else baselines / f"{name}.npz"
                 vectors = {}
                 for (other, command), file in zip(section.external.items(), files[name].external):
-                    vectors[f"{other}{command.note}"] = read_embedding(
+                    note = describe_seen(command, context)
+                    vectors[f"{other}{note}"] = read_embedding(
                         file, context.reader.obs.index, command.command_digest, None
                     )
                 context = replace(
@@ -153,6 +156,22 @@ def evaluate(
         )
     results.write(out, metrics)  # last: its existence means that the others are complete
     print(f"{summarize(datasets)} -> {out}", flush=True)
+
+
+def describe_seen(external: ExternalModel, context: Context) -> str:
+    """End of the name of another model, with its share in the cells that are scored."""
+    if external.model is None:
+        return external.note
+    folder = Path(model_folder_of(external.model))
+    seen = mark_seen_cells(context.reader, folder)
+    if seen.cells is None or seen.unknown:
+        return external.note
+    n_seen = int((seen.cells & context.scored).sum())
+    n_scored = int(context.scored.sum())
+    print(
+        f"{context.dataset}: {folder} has seen {n_seen:,} of {n_scored:,} scored cells", flush=True
+    )
+    return " (has seen some of these cells)" if n_seen else " (has seen none of these cells)"
 
 
 def _pair_files(
@@ -252,7 +271,15 @@ class _Evaluation:
             "objective": network.objective.config.name,
             "supervised_by": self.model.supervised_by,
         }
-        self.trained = TrainedCells([shards, *map(Manifest.read, ancestors)], files)
+        training = find_training(model)
+        unknown = training.ancestors_missing
+        parent = self.model.config.get("init_from")
+        if training.own_missing and parent is not None and not ancestors:
+            unknown = [parent]
+        if unknown:
+            self.about["unknown_cells"] = unknown
+        manifests = [shards, *map(Manifest.read, ancestors)]
+        self.trained = TrainedCells(manifests, files, training.listed)
         self.datasets = EvaluatedDatasets(files, digest, network.vector_width)
 
     @contextmanager

@@ -20,6 +20,7 @@ from cellmill.config.options import ConsolidateOptions
 from cellmill.config.parts.family import WEIGHTS_FORMAT
 from cellmill.config.parts.methods import MethodConfig
 from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.shards.cell_digests import ENTRY, FILE, CellDigests, digest_corpus, write_digests
 from cellmill.errors import DataError
 from cellmill.evaluate.inference.calibration import (
     NO_VALIDATION,
@@ -27,7 +28,7 @@ from cellmill.evaluate.inference.calibration import (
     find_classifications,
     find_regressions,
 )
-from cellmill.evaluate.seen import find_shards
+from cellmill.evaluate.seen import find_shards, find_training_of_run
 from cellmill.files import write_json
 from cellmill.finetune.method import load_method
 from cellmill.models.build import build
@@ -74,6 +75,7 @@ def consolidate(*, options: ConsolidateOptions, train: Path, vocabulary: Path, o
         )
     (out / "config.json").unlink(missing_ok=True)
     shutil.rmtree(out / "adapter", ignore_errors=True)  # left by an earlier export
+    (out / FILE).unlink(missing_ok=True)
     if adapter is not None:  # in the layout of the package peft, its configuration last
         write_tensors(out / "adapter" / "adapter_model.safetensors", adapter[1])
         described = {"base_model_name_or_path": state.get("init_from")} | adapter[0]
@@ -95,6 +97,8 @@ def consolidate(*, options: ConsolidateOptions, train: Path, vocabulary: Path, o
         if about[key] is None:
             del about[key]
     about |= _heads(model, genes, state, train)
+    if options.consolidate.cell_digests:
+        about |= list_cells(out, train, state["fingerprint"])
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
     write_model(
         out, trained_with, genes, tensors, about, lambda config: model_card(config, n_parameters)
@@ -167,6 +171,25 @@ def _heads(model: Model, genes: Vocabulary, state: dict[str, Any], train: Path) 
     return entries
 
 
+def list_cells(out: Path, train: Path, fingerprint: str) -> dict[str, Any]:
+    """Write digests of the cells of the run and of the models before it to the folder `out`, and
+    return the entry of config.json; without the run's shards, print a warning and return none.
+    """
+    training = find_training_of_run(train, fingerprint)
+    if training.own_missing:
+        print(f"warning: {train}: no digests of its cells: {training.own_missing}", flush=True)
+        return {}
+    corpora = dict(training.listed)
+    for name in training.manifests.keys() - training.listed.keys():
+        corpora[name] = digest_corpus(training.manifests[name])
+    digests = CellDigests(dict(sorted(corpora.items())), training.ancestors_missing)
+    entry = write_digests(out, digests)
+    print(
+        f"{out / FILE}: digests of {entry['n_cells']:,} training and validation cells", flush=True
+    )
+    return {ENTRY: entry}
+
+
 def model_card(config: dict[str, Any], parameters: int) -> str:
     """Return the README of an export: the model, its training, and its limits (model_card.md)."""
     classifiers = [config.get("classifier"), *config.get("more_classifiers", {}).values()]
@@ -178,7 +201,7 @@ def model_card(config: dict[str, Any], parameters: int) -> str:
         keep_trailing_newline=True,
     )
     return template.render(
-        **{"ema_decay": None, "weighted_by": None, "regressors": {}} | config,
+        **{"ema_decay": None, "weighted_by": None, "regressors": {}, ENTRY: None} | config,
         parameters=parameters,
         architecture=_listed(config["model"], "family"),
         goal=_objective(config["objective"]),

@@ -149,9 +149,14 @@ def open_vectors(
 
 
 def are_in(hashes: np.ndarray, ordered: np.ndarray) -> np.ndarray:
-    """Mask, bool, of the `hashes`, `(n, 2)`, that `ordered`, `(2, m)` in ascending order, has too."""
+    """Mask, bool, of the `hashes`, `(n, 2)`, that `ordered`, `(2, m)` in ascending order, has too.
+
+    If `ordered` has only the first halves, `(1, m)`, these decide.
+    """
     low = np.searchsorted(ordered[0], hashes[:, 0], side="left")
     high = np.searchsorted(ordered[0], hashes[:, 0], side="right")
+    if len(ordered) == 1:
+        return high > low
     mask = np.zeros(len(hashes), bool)
     for i in np.flatnonzero(high > low).tolist():  # nearly always one entry
         mask[i] = (ordered[1, low[i] : high[i]] == hashes[i, 1]).any()

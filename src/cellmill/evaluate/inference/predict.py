@@ -29,6 +29,7 @@ from cellmill.data.shards.obs import shard_column
 from cellmill.errors import ConfigError
 from cellmill.evaluate.atlas.mapping import LABEL, SEEN, Mapped, map_vectors
 from cellmill.evaluate.atlas.store import ATLAS, CellAtlas
+from cellmill.evaluate.inference.agreement import compare_labels
 from cellmill.evaluate.inference.calibration import (
     NO_VALIDATION,
     STEPS,
@@ -42,7 +43,7 @@ from cellmill.evaluate.inference.embed import (
     embed_cells,
     load_for_inference,
 )
-from cellmill.evaluate.seen import Seen, compare_labels, mark_seen_cells
+from cellmill.evaluate.seen import Seen, mark_seen_cells, table_of_seen
 from cellmill.models.family import Model
 from cellmill.models.objectives.classification import Classification, softmax
 
@@ -337,6 +338,19 @@ class LoadedModel:
             seen = mark_seen_cells(reader, self.folder)
         _warn(dataset, embedding)
         return map_vectors(cell_atlas, embedding.vectors, seen, section)
+
+    def seen(self, adata: Any, counts: str = "X", *, dataset: str = "adata") -> pd.DataFrame:
+        """Cells that the model, or a model before it, was trained on, as `cellmill seen` finds them.
+
+        A row per cell; column `seen` is exact, near or new (`seen.KINDS`). Arguments are as in
+        `embed`. Raises DataError if no gene is known, or the training cells are not: the model has
+        no list of them.
+        """
+        with self._open_reader(adata, counts, dataset) as reader:
+            table, notes = table_of_seen(reader, self.folder, self.vocabulary)
+        for note in notes:
+            warnings.warn(f"{dataset}: {note}", stacklevel=2)
+        return table
 
     def __repr__(self) -> str:
         organisms = ", ".join(organisms_of(self.vocabulary)) or "unknown organism"

@@ -1,0 +1,45 @@
+"""Cells of a file that an exported model was trained on."""
+
+from pathlib import Path
+
+from cellmill.config.datasets import CountsRule
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.inputs.fetch import local_input
+from cellmill.data.inputs.formats import open_dataset
+from cellmill.evaluate.seen import table_of_seen
+from cellmill.files import atomic_path, check_writable
+
+
+def seen(
+    *,
+    model: Path,
+    input: Path | str,
+    counts: str,
+    out: Path | None,
+    rows: bool,
+    counts_rule: CountsRule = "refuse",
+) -> None:
+    """Print how many cells of `input` were in training, and with `rows` each of them; write a row
+    per cell to `out` (.tsv): row from 0, cell, seen.
+    """
+    if out is not None:
+        check_writable(out)
+    path = local_input(input)
+    vocabulary = Vocabulary.read(model / "vocabulary.tsv")
+    with open_dataset(path, counts) as reader:
+        reader.counts_rule = counts_rule
+        table, notes = table_of_seen(reader, model, vocabulary)
+    n = table["seen"].value_counts()
+    n_seen = len(table) - n["new"]
+    print(
+        f"{path.stem}: {n_seen:,} of {len(table):,} cells ({n_seen / max(1, len(table)):.1%}) were in training or "
+        f"validation: {n['exact']:,} with equal counts, {n['near']:,} near copies (barcode of a training sample)"
+    )
+    for note in notes:
+        print(f"{path.stem}: {note}")
+    table = table.reset_index().rename_axis("row").reset_index()
+    if rows:
+        print(table[table["seen"] != "new"].to_csv(sep="\t", index=False), end="")
+    if out is not None:
+        with atomic_path(out) as temporary:
+            table.to_csv(temporary, sep="\t", index=False)

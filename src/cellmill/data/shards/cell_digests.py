@@ -1,0 +1,197 @@
+"""Digests of the cells that a model was trained and validated on, which travel with its folder.
+
+cells.digest is a safetensors file. Corpus N, of the model or of a model before it, has
+
+    N.cells      `(cells,)` uint64, ascending: first half of `split.hash_cells` over the genes of N.genes
+    N.barcodes   `(barcodes,)` uint64, ascending within a sample: hashes of the barcodes in the cells' names
+    N.samples    `(samples + 1,)` int64: first barcode of each sample
+    N.genes      `(bytes,)` uint8: Ensembl ids of the corpus's vocabulary, one a line
+
+A cell's digest is a sum over its pairs of Ensembl id and count, so no order of genes or cells, no
+symbol and no other gene of a file changes it. It changes with every count, so copies at another
+depth are found by barcode. A barcode means nothing by itself: a kit has 737,280 of them or more,
+and every sample draws from the same list. It counts only in samples that share far more barcodes
+with a sample of the training than two draws would.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from cellmill.config.load import unusable
+from cellmill.config.plugin import in_one_line
+from cellmill.data.keys import hash_text
+from cellmill.data.rows import row_numbers, row_offsets
+from cellmill.data.shards.index import open_index
+from cellmill.data.shards.manifest import READ, Manifest
+from cellmill.data.shards.reader import read_names
+from cellmill.files import atomic_path, sha256_file
+
+FILE = "cells.digest"
+ENTRY = "cell_digests"  # of config.json
+FORMAT = 1
+KIT = 737_280  # barcodes of the smallest common kit (10x Genomics v1 and v2)
+MAX_CHANCE = 0.1  # largest share of a sample's shared barcodes that chance may explain
+MAX_LOG_PROBABILITY = -20.7  # of a match of samples by chance, over all pairs: 1e-9
+FEWEST = 8  # barcodes of a sample; fewer are counted with the rest of the file
+BARCODE = "[ACGT]{12,}"
+
+
+class CorpusDigests(NamedTuple):
+    """Training and validation cells of one corpus; arrays as in the file."""
+
+    gene_ids: list[str]
+    cells: np.ndarray
+    barcodes: np.ndarray
+    samples: np.ndarray
+
+    def has_barcodes(self, names: Iterable[str]) -> np.ndarray:
+        """Mask, bool `(n,)`, of the cells with one of these names that are in a training sample.
+
+        Samples of the file and of the training are paired if chance explains at most MAX_CHANCE of
+        the barcodes that they share, which is less likely than 1e-9 (Chernoff's bound).
+        """
+        cells = _read_barcodes(names)
+        mask = np.zeros(len(cells), bool)
+        order = np.argsort(self.barcodes, kind="stable")
+        ordered = self.barcodes[order]
+        sample_of = row_numbers(self.samples)[order]
+        sizes = np.diff(self.samples)
+        in_file = cells[cells["sample"] >= 0]
+        n_pairs = max(1, in_file["sample"].nunique() * len(sizes))
+        for _, sample in in_file.groupby("sample"):
+            hashes = sample["barcode"].to_numpy(np.uint64)
+            first = np.searchsorted(ordered, hashes, side="left")
+            n_equal = np.searchsorted(ordered, hashes, side="right") - first
+            starts = row_offsets(n_equal)
+            within = np.arange(starts[-1]) - np.repeat(starts[:-1], n_equal)
+            matched = sample_of[np.repeat(first, n_equal) + within]
+            n_shared = np.bincount(matched, minlength=len(sizes))
+            expected = len(hashes) * sizes / KIT
+            with np.errstate(divide="ignore", invalid="ignore"):
+                bound = n_shared - expected - n_shared * np.log(n_shared / expected)
+            is_same = (expected <= MAX_CHANCE * n_shared) & (n_shared > 0)
+            is_same &= bound <= MAX_LOG_PROBABILITY - np.log(n_pairs)
+            cell = np.repeat(sample.index.to_numpy(), n_equal)
+            mask[cell[is_same[matched]]] = True
+        return mask
+
+
+class CellDigests(NamedTuple):
+    """Content of the file: corpora by fingerprint, and models whose training cells are not known."""
+
+    corpora: dict[str, CorpusDigests]
+    unknown: list[str]
+
+
+def _read_barcodes(names: Iterable[str], files: Iterable[str] = ("",)) -> pd.DataFrame:
+    """Columns `barcode` (uint64 hash) and `sample` (number, -1 without a barcode) of cells of
+    `files`, one name for all or one a cell.
+
+    A sample is the rest of the name; those with few cells are one sample for each file.
+    """
+    parts = pd.Series(list(names), dtype=object).str.extract(
+        rf"(?P<before>.*?)(?P<barcode>{BARCODE})(?P<after>.*)"
+    )
+    files = list(files)
+    file = pd.Series(files if len(files) == len(parts) else files[:1] * len(parts), dtype=object)
+    rest = file + "\n" + parts["before"] + "\n" + parts["after"]
+    is_small = rest.map(rest.value_counts()) < FEWEST
+    sample, _ = pd.factorize(rest.where(~is_small, file).where(parts["barcode"].notna()), sort=True)
+    codes, barcodes = pd.factorize(parts["barcode"])
+    hashes = np.array([*map(hash_text, barcodes), 0], np.uint64)
+    return pd.DataFrame({"barcode": hashes[codes], "sample": sample})
+
+
+def digest_corpus(manifest: Manifest) -> CorpusDigests:
+    """Read the training and validation cells of shards. Raise DataError for damage."""
+    splits = [split for split in READ if manifest.splits[split].n_obs]
+    hashes = [open_index(manifest, split, "hashes")[0] for split in splits]
+    shards = [shard for split in splits for shard in manifest.splits[split].shards]
+    names = np.concatenate([read_names(manifest.shard_path(shard), "obs") for shard in shards])
+    ids = read_names(manifest.shard_path(shards[0]), "var").tolist()
+    divided = [name.partition(":") for name in names]
+    cells = _read_barcodes([cell for _, _, cell in divided], [file for file, _, _ in divided])
+    cells = cells[cells["sample"] >= 0].drop_duplicates().sort_values(["sample", "barcode"])
+    samples = row_offsets(np.bincount(cells["sample"]))
+    barcodes = cells["barcode"].to_numpy(np.uint64)
+    return CorpusDigests(ids, np.unique(np.concatenate(hashes)), barcodes, samples)
+
+
+def write_digests(folder: Path, digests: CellDigests) -> dict[str, Any]:
+    """Write the file of a model folder, atomically, and return its entry of config.json."""
+    tensors = {}
+    for number, corpus in enumerate(digests.corpora.values()):
+        genes = "\n".join(corpus.gene_ids).encode()
+        tensors[f"{number}.cells"] = corpus.cells
+        tensors[f"{number}.barcodes"] = corpus.barcodes
+        tensors[f"{number}.samples"] = corpus.samples
+        tensors[f"{number}.genes"] = np.frombuffer(genes, np.uint8)
+    about = {"format": FORMAT, "corpora": [*digests.corpora], "unknown": digests.unknown}
+    with atomic_path(folder / FILE) as temporary:
+        # one key: safetensors writes several in any order
+        save_file(tensors, temporary, metadata={"cellmill": json.dumps(about)})
+    corpora = digests.corpora.values()
+    return {
+        "n_cells": sum(len(corpus.cells) for corpus in corpora),
+        "n_barcodes": sum(len(corpus.barcodes) for corpus in corpora),
+        "unknown": digests.unknown,
+        "sha256": sha256_file(folder / FILE),
+    }
+
+
+def read_digests(folder: Path, config: Mapping[str, Any]) -> CellDigests | None:
+    """Read the file of a model folder with this config.json; None for a model without one.
+
+    Raise DataError if the file is missing, damaged or of another model.
+    """
+    entry = config.get(ENTRY)
+    if entry is None:
+        return None
+    path = folder / FILE
+    sha256 = sha256_file(path)
+    if sha256 != entry["sha256"]:
+        raise unusable(
+            path,
+            f"its SHA-256 is {sha256[:12]}, config.json has {entry['sha256'][:12]}: damaged, or another model's cells",
+        )
+    try:
+        with safe_open(path, framework="np") as file:
+            about = json.loads(file.metadata()["cellmill"])
+            if about["format"] != FORMAT:
+                raise ValueError(f"expected format {FORMAT}, got {about['format']}")
+            corpora = {}
+            for number, fingerprint in enumerate(about["corpora"]):
+                corpora[fingerprint] = _read_corpus(file, number)
+        return CellDigests(corpora, [str(name) for name in about["unknown"]])
+    except (SafetensorError, LookupError, TypeError, ValueError) as error:
+        raise unusable(path, f"not a list of cells: {in_one_line(error)}") from None
+
+
+def _read_corpus(file: Any, number: int) -> CorpusDigests:
+    """Raise ValueError unless the arrays are as `write_digests` writes them."""
+    arrays = {}
+    for name, dtype in (
+        ("cells", np.uint64),
+        ("barcodes", np.uint64),
+        ("samples", np.int64),
+        ("genes", np.uint8),
+    ):
+        array = file.get_tensor(f"{number}.{name}")
+        if array.dtype != dtype or array.ndim != 1:
+            raise ValueError(f"{number}.{name}: expected one row of {np.dtype(dtype)}")
+        arrays[name] = array
+    samples = arrays["samples"]
+    is_divided = len(samples) and samples[0] == 0 and samples[-1] == len(arrays["barcodes"])
+    if not is_divided or (np.diff(samples) < 0).any():
+        raise ValueError(f"{number}.samples: expected starts of its barcodes")
+    if (arrays["cells"][1:] <= arrays["cells"][:-1]).any():
+        raise ValueError(f"{number}.cells: expected ascending digests")
+    ids = arrays.pop("genes").tobytes().decode().split("\n")
+    return CorpusDigests(ids, **arrays)
