@@ -132,7 +132,7 @@ STREAMS: dict[str, dict[str, Any]] = {
     "equal steps": {"stream": {"lanes": 4, "equal_steps": True}},
     "a part": {"stream": {"train_frac": 0.5}},
     "rank": {"tokens": {"tokenizer": "rank"}},
-    "binned, counted": {"tokens": {"tokenizer": "binned"}, "counted": True},
+    "binned, counted": {"tokens": {"tokenizer": "binned"}, "with_counts": True},
     "cut at random": {"tokens": {"truncation": "random", "zero_frac": 0.2, "max_tokens": 24}},
     "levels and numbers": {
         "columns": {"cell_type": "a", "batch": "b"},
@@ -254,6 +254,8 @@ for name, given in streams.items():
     start = given.pop("start", 0)
     options = Stream.model_validate(shared | given.pop("stream", {}))
     tokens = Tokens.model_validate({"max_tokens": 40} | given.pop("tokens", {}))
+    if "with_counts" in given and "with_counts" not in CellStream.__init__.__kwdefaults__:
+        given["counted"] = given.pop("with_counts")  # its name in earlier commits
     given = dict(rank=0, world=1) | given
     stream = CellStream(manifest, "train", tokens, options, global_batch=16, token_budget=256, seed=3, **given)
     if start:

@@ -111,7 +111,7 @@ def random_cells(
     *,
     seed: int = 0,
     first: int = 11,
-    counted: int | None = 64,
+    with_counts: int | None = 64,
     **per_cell: np.ndarray,
 ) -> Batch:
     """Cells of these lengths with random genes and counts from 1 to 8; ids count from `first`."""
@@ -124,7 +124,7 @@ def random_cells(
         counts,
         np.cumsum([0, *lengths]),
         np.arange(len(lengths)) + first,
-        counted,
+        with_counts,
         **per_cell,
     )
 

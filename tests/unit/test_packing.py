@@ -16,7 +16,7 @@ from cellmill.config.parts.tokens import Tokens
 from cellmill.data.arrays import rank_order_rows
 from cellmill.data.genes.build import Medians
 from cellmill.data.packing import codec
-from cellmill.data.packing.cells import CellKind, GeneOrder, PackedCells, Unpacked, pack_cells
+from cellmill.data.packing.cells import CellKind, GeneOrder, PackedCells, SparseCounts, pack_cells
 from cellmill.data.packing.codec import CompiledLoops, DamagedPart, Parts, ValueCoding, load_loops
 from cellmill.data.packing.layout import GROUP, LANES, align_up
 from cellmill.data.packing.rank_order import RankOrder
@@ -125,7 +125,7 @@ def test_cells_are_their_parts_in_turn(kind: str, order: GeneOrder, dtype: type)
     genes = np.concatenate(cells).astype(np.int32)
     counts = rng.integers(1, np.iinfo(dtype).max, len(genes), dtype, endpoint=True)
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    memory, sizes = pack_cells(Unpacked(starts, genes, counts), order)
+    memory, sizes = pack_cells(SparseCounts(starts, genes, counts), order)
     gene_bytes, count_bytes = np.ascontiguousarray(sizes.reshape(-1, 2).T)
     ends = np.cumsum(gene_bytes + count_bytes)
     count_starts = ends - count_bytes
@@ -174,10 +174,10 @@ def test_medians_are_the_same_by_loops_and_numpy(monkeypatch: pytest.MonkeyPatch
 def test_genes_that_do_not_ascend_are_refused(kind: str) -> None:
     ones = np.ones(3, np.uint16)
     starts = np.array([0, 1, 3])
-    pack_cells(Unpacked(starts, np.array([5, 2, 4], np.int32), ones), "genes")
+    pack_cells(SparseCounts(starts, np.array([5, 2, 4], np.int32), ones), "genes")
     for genes in ([5, 4, 4], [5, 4, 2], [-1, 2, 4]):
         with pytest.raises(ValueError, match="do not ascend"):
-            pack_cells(Unpacked(starts, np.array(genes, np.int32), ones), "genes")
+            pack_cells(SparseCounts(starts, np.array(genes, np.int32), ones), "genes")
 
 
 @pytest.mark.parametrize("seed", range(12))

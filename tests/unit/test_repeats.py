@@ -229,7 +229,7 @@ def test_without_weights_the_order_matches_earlier_versions() -> None:
         for epoch in (0, 3):
             order = epoch_order(layout, epoch)
             for lane in range(lanes):
-                for window in range(len(order.window_starts[lane]) - 1):
+                for window in range(len(order.window_offsets[lane]) - 1):
                     runs = order.window_runs(lane, window)
                     for part in (*runs.T, order.window_order(lane, window)):
                         digest.update(part.astype("<i8").tobytes())

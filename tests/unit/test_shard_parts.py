@@ -75,7 +75,7 @@ FIRST = "2317f8daca1dcf92387566de61ea1b6164167265c65066fb68c08e9ceadff449"  # of
 def test_shards_equal_those_of_version_0_1_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Shard, gap: int, fingerprint: str
 ) -> None:
-    monkeypatch.setattr(row_file, "_MOST_GAP", gap)
+    monkeypatch.setattr(row_file, "_MAX_GAP", gap)
     paths, _, ids = two_datasets(tmp_path)
     made = write_shards(
         paths[:: 1 if gap else -1], vocabulary_of(ids), options, tmp_path / "manifest.json"
@@ -255,7 +255,7 @@ def test_a_missing_or_short_shard_is_named_when_it_is_read(tmp_path: Path) -> No
 def test_few_files_are_open_at_once_however_many_are_read(tmp_path: Path) -> None:
     for i in range(40):
         (tmp_path / str(i)).write_bytes(bytes([i]) * 8)
-    files = OpenFiles(most=5)
+    files = OpenFiles(max_open=5)
 
     def read(number: int) -> bool:
         file = files.open(tmp_path / str(number))

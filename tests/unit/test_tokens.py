@@ -32,7 +32,7 @@ from cellmill.data.shards.writer import write_shards
 from cellmill.data.stream import log_values
 from cellmill.data.stream.batch import Batch, Prefixes, empty_batch
 from cellmill.data.stream.cell_stream import CellStream
-from cellmill.data.stream.tokenizers import CellTokenizer, bin_counts, count_tokens
+from cellmill.data.stream.tokenizers import CellTokenizer, bin_counts, count_kept_and_zeros
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.inference.embed import tokenize_blocks
 from cellmill.models.batch import to_tensors
@@ -316,7 +316,7 @@ def made(options: dict[str, Any], epoch: int = 0, seed: int = 0, max_tokens: int
     )
     genes, counts, starts = cells_of()
     cells = np.arange(CELLS)
-    return tokenizer.batch(genes, counts, starts, cells, counted=True, epoch=epoch)
+    return tokenizer.batch(genes, counts, starts, cells, with_counts=True, epoch=epoch)
 
 
 def by_cell(batch: Batch, array: np.ndarray) -> list[list[Any]]:
@@ -359,7 +359,7 @@ def test_values_are_those_of_the_whole_cell(options: dict[str, Any]) -> None:
             assert {*genes[:detected]} == {*by_variability[:detected]}
     tokens = Tokens.model_validate(options | {"max_tokens": 40})
     lengths = np.diff(cells_of()[2])
-    with_counts, without_counts = count_tokens(tokens, lengths, GENES)
+    with_counts, without_counts = count_kept_and_zeros(tokens, lengths, GENES)
     expected = with_counts + without_counts
     assert np.diff(batch.cu_seqlens).tolist() == expected.tolist()
 

@@ -245,7 +245,7 @@ def test_gradients_of_micro_batches_equal_the_whole_batch(family: str) -> None:
         _cells((20, 31, 1, 14), first=0),
         _cells((2, 1, 25), first=10),
         _cells((9,), first=20),
-        to_tensors(empty_batch(np.dtype(np.float32), counted=True)),
+        to_tensors(empty_batch(np.dtype(np.float32), with_counts=True)),
     ]
     prepared = [prepare(model, batch, 200) for batch in batches]
     loss = loss_by_shares(model, prepared)

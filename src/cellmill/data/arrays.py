@@ -150,39 +150,39 @@ def rank_buckets(positions: np.ndarray) -> np.ndarray:
 
 
 def rank_order_rows(
-    starts: np.ndarray, genes: np.ndarray, counts: np.ndarray, inverse_median: np.ndarray
+    offsets: np.ndarray, genes: np.ndarray, counts: np.ndarray, inverse_median: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Genes (int32) and counts of each cell in rank order, `(nonzeros,)`: by count / median
     descending, ties by gene ascending.
 
-    `starts`, `(cells + 1,)`, are offsets of each cell's first gene, the first 0. `genes` and
+    `offsets`, `(cells + 1,)`, are offsets of each cell's first gene, the first 0. `genes` and
     `counts`, `(nonzeros,)`, are in any order within a cell, each gene at most once, at most 2**32
     in all.
     """
     genes = genes.astype(np.int32, copy=False)
     ascending = genes[1:] > genes[:-1]
-    borders = starts[1:-1]
+    borders = offsets[1:-1]
     between = borders[(borders > 0) & (borders < len(genes))]
     ascending[between - 1] = True  # from the last gene of a cell to the first of the next
     if not ascending.all():  # ties of the key are broken by position
-        order = np.lexsort((genes, row_numbers(starts)))
+        order = np.lexsort((genes, row_numbers(offsets)))
         genes = genes[order]
         counts = counts[order]
     ranked = np.empty_like(genes)
     ranked_counts = np.empty_like(counts)
-    n_cells = len(starts) - 1
+    n_cells = len(offsets) - 1
     for first in range(0, n_cells, _RANKED):
-        part_starts = starts[first : first + _RANKED + 1]
-        start, stop = part_starts[[0, -1]].tolist()
+        part_offsets = offsets[first : first + _RANKED + 1]
+        start, stop = part_offsets[[0, -1]].tolist()
         part = slice(start, stop)
-        order = _rank_order(part_starts - start, genes[part], counts[part], inverse_median)
+        order = _rank_order(part_offsets - start, genes[part], counts[part], inverse_median)
         genes[part].take(order, out=ranked[part], mode="clip")  # `raise` would copy
         counts[part].take(order, out=ranked_counts[part], mode="clip")
     return ranked, ranked_counts
 
 
 def _rank_order(
-    starts: np.ndarray, genes: np.ndarray, counts: np.ndarray, inverse_median: np.ndarray
+    offsets: np.ndarray, genes: np.ndarray, counts: np.ndarray, inverse_median: np.ndarray
 ) -> np.ndarray:
     """Positions, int64, in rank order within each cell."""
     key = counts.astype(np.float32)
@@ -191,7 +191,7 @@ def _rank_order(
     packed = (~key.view(np.uint32)).astype(np.uint64)
     packed <<= np.uint64(32)
     packed |= np.arange(len(packed), dtype=np.uint64)
-    for start, stop in pairwise(starts.tolist()):
+    for start, stop in pairwise(offsets.tolist()):
         packed[start:stop].sort()
     packed &= np.uint64(0xFFFFFFFF)
     return packed.view(np.int64)

@@ -25,11 +25,11 @@ def row_offsets(lengths: Any) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
-def positions_in_rows(starts: np.ndarray) -> np.ndarray:
-    """Position from 0 of each entry in its row, int64; rows start at `starts`, `(rows + 1,)`."""
-    return np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
+def positions_in_rows(offsets: np.ndarray) -> np.ndarray:
+    """Position from 0 of each entry in its row, int64; rows begin at `offsets`, `(rows + 1,)`."""
+    return np.arange(offsets[-1]) - np.repeat(offsets[:-1], np.diff(offsets))
 
 
-def row_numbers(starts: np.ndarray) -> np.ndarray:
-    """Row of each entry, int64; rows start at `starts`, `(rows + 1,)`."""
-    return np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+def row_numbers(offsets: np.ndarray) -> np.ndarray:
+    """Row of each entry, int64; rows begin at `offsets`, `(rows + 1,)`."""
+    return np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))

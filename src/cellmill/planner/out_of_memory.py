@@ -12,7 +12,7 @@ import torch
 from cellmill.config.load import stored_options
 from cellmill.config.options import PlanOptions
 from cellmill.data.shards.manifest import Manifest
-from cellmill.data.stream.tokenizers import count_tokens
+from cellmill.data.stream.tokenizers import count_kept_and_zeros
 from cellmill.files import read_json
 from cellmill.planner.hardware import Hardware
 from cellmill.planner.memory import format_bytes
@@ -62,7 +62,7 @@ def advise(run_json: Path, world: int, nproc_per_node: int, device: str = "cpu")
     stored = dict(stored_options(record["options"], "run.json"))
     options = PlanOptions.model_validate(stored | {"plan": {}})
     manifest = Manifest.read(Path(record["manifest"]))
-    kept, zeros = count_tokens(options.tokens, detected_genes(manifest), manifest.n_genes)
+    kept, zeros = count_kept_and_zeros(options.tokens, detected_genes(manifest), manifest.n_genes)
     corpus = CorpusSize(
         kept + zeros, manifest.n_genes, levels=manifest.levels(options.obs_columns())
     )

@@ -12,7 +12,7 @@ from cellmill.config.checks import check_nodes
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
 from cellmill.data.stream.repeats import read_repeats
-from cellmill.data.stream.tokenizers import count_tokens
+from cellmill.data.stream.tokenizers import count_kept_and_zeros
 from cellmill.errors import ConfigError
 from cellmill.files import write_json
 from cellmill.planner.cost import estimate_cost
@@ -68,7 +68,7 @@ def plan(
                 options.train.seed, 0, 0
             )
             detected = detected.repeat(counts)
-        kept, zeros = count_tokens(options.tokens, detected, shards.n_genes)
+        kept, zeros = count_kept_and_zeros(options.tokens, detected, shards.n_genes)
         levels = shards.levels(options.obs_columns())
         corpus = CorpusSize(
             kept + zeros, shards.n_genes, n_validation=shards.splits["val"].n_obs, levels=levels

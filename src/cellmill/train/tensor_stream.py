@@ -98,7 +98,7 @@ class TensorStream:
             world=world_size,
             seed=train.seed,
             shuffle=split == "train",
-            counted=counts,
+            with_counts=counts,
             columns=dict.fromkeys(columns, "columns"),
             number_columns=dict.fromkeys(number_columns, "number_columns"),
         )

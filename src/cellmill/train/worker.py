@@ -234,7 +234,7 @@ def build_streams(
         "min_microbatches": min_microbatches(options.parallel),
         "microbatch_multiple": options.parallel.pp,
         "seed": options.train.seed,
-        "counted": options.objective.needs_counts,
+        "with_counts": options.objective.needs_counts,
         "copies": copies,
         "number_columns": options.number_columns(),
         "teacher": teacher,

@@ -80,7 +80,7 @@ class FamilyConfig(Plugin):
 
     @classmethod
     def override(cls, defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-        """As `Plugin.override`.
+        """Same as `Plugin.override`.
 
         A run's own `size` replaces the numbers at the top that it stands for.
         """

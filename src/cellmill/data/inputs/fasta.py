@@ -73,16 +73,16 @@ class _FastaMatrix(StoredMatrix):
         self.shape = (n_sequences, len(RESIDUES))
 
     def parts(self, block: int) -> Iterator[sp.csr_matrix]:
-        """As `StoredMatrix.parts`. Raises DataError at the first letter that is no residue, naming
+        """Same as `StoredMatrix.parts`. Raises DataError at the first letter that is no residue, naming
         the record.
         """
         records = (self._columns(name, sequence) for name, _, sequence in _records(self._path))
         for rows in iter(lambda: list(islice(records, block)), []):
-            starts = row_offsets(list(map(len, rows)))
+            offsets = row_offsets(list(map(len, rows)))
             indices = np.concatenate(rows)
             ones = np.ones(len(indices), np.uint32)
             shape = (len(rows), len(RESIDUES))
-            yield sp.csr_matrix((ones, indices, starts), shape=shape)
+            yield sp.csr_matrix((ones, indices, offsets), shape=shape)
 
     def _columns(self, name: str, sequence: bytes) -> np.ndarray:
         columns = _COLUMN[np.frombuffer(sequence.removesuffix(_STOP), np.uint8)]

@@ -40,9 +40,9 @@ from cellmill.data.inputs.h5 import (
 )
 from cellmill.data.inputs.h5_walk import is_hdf5
 from cellmill.data.inputs.matrices import StoredMatrix
-from cellmill.data.packing.cells import CellKind, GeneOrder, Unpacked, pack_cells
+from cellmill.data.packing.cells import CellKind, GeneOrder, SparseCounts, pack_cells
 from cellmill.data.packing.layout import ALIGNMENT
-from cellmill.data.packing.row_file import OpenFiles, Place, RowFile
+from cellmill.data.packing.row_file import ByteRange, OpenFiles, RowFile
 from cellmill.data.rows import row_offsets
 from cellmill.errors import DataError
 from cellmill.files import named_errors
@@ -75,7 +75,7 @@ class PackedBlocks:
         assert not rows.nnz or 0 < rows.data.min() <= rows.data.max() <= np.iinfo(self.dtype).max
         genes = np.require(rows.indices, np.int32, ["C", "W"])
         counts = np.require(rows.data, self.dtype, ["C", "W"])
-        packed, sizes = pack_cells(Unpacked(indptr, genes, counts), self.order)
+        packed, sizes = pack_cells(SparseCounts(indptr, genes, counts), self.order)
         with named_errors(self.out):
             self._file.write(packed.data)
         self.sizes.append(sizes)
@@ -185,14 +185,14 @@ def find_packed(path: Path, file: h5py.File, files: OpenFiles) -> RowFile:
                 or group[name].size > most
             ):
                 raise ValueError(f"{PACKED}/{name} has a size or dtype that it cannot have")
-        starts = row_offsets(np.asarray(group["n_genes"][:], np.int64))
+        offsets = row_offsets(np.asarray(group["n_genes"][:], np.int64))
         n_vars = len(file["var"][file["var"].attrs["_index"]])
         return RowFile(
             path=path,
-            nnz=int(starts[-1]),
+            nnz=int(offsets[-1]),
             kind=CellKind("genes" if order == "genes" else "rank", n_vars, dtype),
             packed=locate(group["bytes"]),
-            unchecked_indptr=starts,
+            unchecked_indptr=offsets,
             unchecked_borders=group["borders"][:],
             files=files,
             remedy=REMEDY,
@@ -203,7 +203,7 @@ def find_packed(path: Path, file: h5py.File, files: OpenFiles) -> RowFile:
         ) from None
 
 
-def locate(array: h5py.Dataset) -> Place:
+def locate(array: h5py.Dataset) -> ByteRange:
     """Where an array lies in its file. Raises ValueError unless it is in one piece."""
     if array.chunks is not None:  # as it is where anything is compressed
         raise ValueError(f"{array.name} is chunked or compressed, but is read by offset")
@@ -212,7 +212,7 @@ def locate(array: h5py.Dataset) -> Place:
         raise ValueError(
             f"{array.name} has no offset in the file (virtual, external or never written)"
         )
-    return Place(offset or 0, array.size * array.dtype.itemsize)
+    return ByteRange(offset or 0, array.size * array.dtype.itemsize)
 
 
 class PackedMatrix(StoredMatrix):
@@ -220,13 +220,13 @@ class PackedMatrix(StoredMatrix):
 
     def __init__(self, rows: RowFile):
         self._rows = rows
-        self.shape = (rows.n_obs, rows.kind.n_genes)
+        self.shape = (rows.n_obs, rows.kind.vocabulary_size)
 
     def parts(self, block: int) -> Iterator[sp.csr_matrix]:
         for first in range(0, self.shape[0], block):
             n = min(block, self.shape[0] - first)
-            starts, genes, counts = self._rows.read(first, n)
-            yield sp.csr_matrix((counts, genes, starts), shape=(n, self.shape[1]))
+            offsets, genes, counts = self._rows.read(first, n)
+            yield sp.csr_matrix((counts, genes, offsets), shape=(n, self.shape[1]))
 
     def close(self) -> None:
         self._rows.close()

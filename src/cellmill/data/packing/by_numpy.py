@@ -24,12 +24,12 @@ _BITS = np.array([number.bit_length() for number in range(1 << PLANE_BITS)], np.
 """Bit length of every number below 2**16."""
 
 
-def pack_parts(values: np.ndarray, borders: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def pack_parts(values: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Parts, uint8 one after the other, of `values`, uint32, and the bytes of each, int64.
 
-    Part i has values `borders[i]` to `borders[i + 1]`.
+    Part i has values `offsets[i]` to `offsets[i + 1]`.
     """
-    groups_of_parts = [group_sizes(n) for n in np.diff(borders).tolist()]
+    groups_of_parts = [group_sizes(n) for n in np.diff(offsets).tolist()]
     n_groups = np.array([len(groups) for groups in groups_of_parts], np.int64)
     n_values = np.concatenate([np.zeros(0, np.int64), *groups_of_parts])  # of each group
     # `(groups, GROUP)`, zeros behind the values of a short group
@@ -40,11 +40,11 @@ def pack_parts(values: np.ndarray, borders: np.ndarray) -> tuple[np.ndarray, np.
     planes = _pack_planes(padded, groups)
     highs, positions = _find_patches(padded, groups.widths)
     # first plane byte, patch and group of each part, and the ends
-    first_group = row_offsets(n_groups)
-    first_plane = row_offsets(groups.plane_bytes())[first_group].tolist()
-    first_patch = row_offsets(groups.n_patches)[first_group].tolist()
+    group_offsets = row_offsets(n_groups)
+    first_plane = row_offsets(groups.plane_bytes())[group_offsets].tolist()
+    first_patch = row_offsets(groups.n_patches)[group_offsets].tolist()
     parts = [np.zeros(0, np.uint8)]
-    for number, (start, stop) in enumerate(pairwise(first_group.tolist())):
+    for number, (start, stop) in enumerate(pairwise(group_offsets.tolist())):
         in_planes = slice(*first_plane[number : number + 2])
         in_patches = slice(*first_patch[number : number + 2])
         contents = [
@@ -143,7 +143,7 @@ class Headers(NamedTuple):
 
     groups: Groups
     part_of_group: np.ndarray  # `(groups,)`
-    first_group: np.ndarray  # `(parts + 1,)`
+    group_offsets: np.ndarray  # `(parts + 1,)`
     plane_starts: np.ndarray  # `(groups,)`: first byte of each group's planes, in its part
     plane_bytes_of_part: np.ndarray  # `(parts,)`
 
@@ -172,9 +172,9 @@ def _read_headers(
     n_groups = -(-n_values // GROUP)
     if (sizes < 2 * n_groups).any():
         raise ValueError("a part has too few bytes for its groups")
-    first_group = row_offsets(n_groups)
+    group_offsets = row_offsets(n_groups)
     part = np.repeat(np.arange(len(starts)), n_groups)
-    number = positions_in_rows(first_group)  # of a group in its part
+    number = positions_in_rows(group_offsets)  # of a group in its part
     in_group = np.minimum(n_values[part] - number * GROUP, GROUP)
     # numbers of patches, then widths, end a part
     first_header = starts + sizes - 2 * n_groups
@@ -183,18 +183,18 @@ def _read_headers(
     header += n_groups[part]
     widths = memory[header].astype(np.int64)
     groups = Groups(in_group, widths, n_patches)
-    most_patches = np.where(widths > PLANE_BITS, 0, in_group)
-    is_possible = (widths <= MAX_WIDTH) & (n_patches <= most_patches)
-    plane_starts = row_offsets(groups.plane_bytes())  # over all parts
-    bytes_of_part = np.diff(plane_starts[first_group])
-    patch_starts = row_offsets(n_patches)
-    patches_of_part = np.diff(patch_starts[first_group])
+    max_patches = np.where(widths > PLANE_BITS, 0, in_group)
+    is_possible = (widths <= MAX_WIDTH) & (n_patches <= max_patches)
+    plane_offsets = row_offsets(groups.plane_bytes())  # over all parts
+    bytes_of_part = np.diff(plane_offsets[group_offsets])
+    patch_offsets = row_offsets(n_patches)
+    patches_of_part = np.diff(patch_offsets[group_offsets])
     needed = bytes_of_part + PATCH_BYTES * patches_of_part + 2 * n_groups
     if not is_possible.all() or (sizes != align_up(needed)).any():
         raise ValueError("a part has other bytes than its groups say")
-    start_of_part = plane_starts[first_group]
-    in_part = plane_starts[:-1] - start_of_part[part]
-    return Headers(groups, part, first_group, in_part, bytes_of_part)
+    start_of_part = plane_offsets[group_offsets]
+    in_part = plane_offsets[:-1] - start_of_part[part]
+    return Headers(groups, part, group_offsets, in_part, bytes_of_part)
 
 
 def _apply_patches(
@@ -206,11 +206,11 @@ def _apply_patches(
     outside its group.
     """
     groups = headers.groups
-    patch_starts = row_offsets(groups.n_patches)
-    first_patch = patch_starts[headers.first_group]  # of each part, and the end
+    patch_offsets = row_offsets(groups.n_patches)
+    first_patch = patch_offsets[headers.group_offsets]  # of each part, and the end
     group = np.repeat(np.arange(len(groups.widths)), groups.n_patches)
     part = headers.part_of_group[group]
-    number = np.arange(patch_starts[-1]) - first_patch[part]  # of a patch in its part
+    number = np.arange(patch_offsets[-1]) - first_patch[part]  # of a patch in its part
     words = memory.view("<u2")
     first_word = first_highs // 2
     highs = words[first_word[part] + number].astype(np.uint32)

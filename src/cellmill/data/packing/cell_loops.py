@@ -70,20 +70,20 @@ def _sort_by_digit(items: Any, out: Any, shift: Any, n_with_value: Any) -> None:
     )
 )
 def rank_rows(starts: Any, n: Any, genes: Any, counts: Any, inverse_medians: Any) -> None:
-    """Sort cells in place, as `rank_order.RankOrder.sort`.
+    """Sort cells in place as `rank_order.RankOrder.sort` does.
 
-    Keys are at least 0, so their bits ascend as they do. A stable radix sort by digits of 8 bits
-    leaves ties in order. With digits of 11 bits, 2,048 numbers would be summed up for each of
-    them, which takes longer than a fourth pass over the genes of most cells.
+    Keys are non-negative floats, so their bit patterns sort in the same order. A stable radix sort by
+    digits of 8 bits leaves ties in order. With digits of 11 bits, 2,048 numbers would be summed up for each of
+    them, which takes longer than a fourth pass over the genes of max_length cells.
     """
-    most = np.int64(1)
+    max_length = np.int64(1)
     for row in range(len(n)):
-        most = max(most, n[row])
-    keys = np.empty(most, np.float32)
-    items = np.empty(most, np.uint64)
-    sorted_items = np.empty(most, np.uint64)
-    genes_before = np.empty(most, np.int32)
-    counts_before = np.empty(most, counts.dtype)
+        max_length = max(max_length, n[row])
+    keys = np.empty(max_length, np.float32)
+    items = np.empty(max_length, np.uint64)
+    sorted_items = np.empty(max_length, np.uint64)
+    genes_before = np.empty(max_length, np.int32)
+    counts_before = np.empty(max_length, counts.dtype)
     n_with_digit = np.empty((_DIGITS, _N_VALUES), np.uint32)
     for row in range(len(n)):
         size = n[row]
@@ -115,15 +115,15 @@ def rank_rows(starts: Any, n: Any, genes: Any, counts: Any, inverse_medians: Any
         for counts in ("uint16", "uint32")
     )
 )
-def join_values(starts: Any, genes: Any, counts: Any, ascending: bool, values: Any) -> bool:
-    """As `cells._join_values`: fill `values` with each cell's genes, then its counts less one.
+def join_values(offsets: Any, genes: Any, counts: Any, ascending: bool, values: Any) -> bool:
+    """Same as `cells._join_values`: fill `values` with each cell's genes, then its counts less one.
 
     Returns False if genes that should ascend do not.
     """
     is_ascending = True
-    for cell in range(len(starts) - 1):
-        first = starts[cell]
-        n = np.uint64(starts[cell + 1] - first)
+    for cell in range(len(offsets) - 1):
+        first = offsets[cell]
+        n = np.uint64(offsets[cell + 1] - first)
         cell_genes = genes[first : first + n]
         cell_counts = counts[first : first + n]
         gene_values = values[2 * first : 2 * first + n]
@@ -143,15 +143,15 @@ def join_values(starts: Any, genes: Any, counts: Any, ascending: bool, values: A
 
 
 @compiled("void(uint32[::1], int64[::1], uint32)")
-def add_at(numbers: Any, places: Any, added: Any) -> None:
-    """As `numpy.add.at`; `places` are at least 0."""
-    for i in range(np.uint64(len(places))):
-        numbers[np.uint64(places[i])] += added
+def add_at(numbers: Any, positions: Any, added: Any) -> None:
+    """Same as `numpy.add.at`; `positions` are at least 0."""
+    for i in range(np.uint64(len(positions))):
+        numbers[np.uint64(positions[i])] += added
 
 
 @compiled("uint64(uint64)")
 def _mix(value: Any) -> Any:
-    """As `keys.splitmix64`."""
+    """Same as `keys.splitmix64`."""
     value += SPLITMIX_GAMMA
     for bits, factor in SPLITMIX_ROUNDS:
         value = (value ^ (value >> bits)) * factor
@@ -165,13 +165,13 @@ def _mix(value: Any) -> Any:
     )
 )
 def sum_hashes(
-    starts: Any, genes: Any, counts: Any, gene_hashes: Any, small_counts: Any, sums: Any
+    offsets: Any, genes: Any, counts: Any, gene_hashes: Any, small_counts: Any, sums: Any
 ) -> None:
     """Fill the sums of cells' hashed pairs, as `split.hash_cells`; `small_counts` are mixed."""
     for cell in range(len(sums)):
         first = np.uint64(0)
         second = np.uint64(0)
-        for i in range(np.uint64(starts[cell]), np.uint64(starts[cell + 1])):
+        for i in range(np.uint64(offsets[cell]), np.uint64(offsets[cell + 1])):
             count = np.uint64(counts[i])
             if count < np.uint64(len(small_counts)):
                 pair = small_counts[count]
@@ -185,10 +185,10 @@ def sum_hashes(
 
 
 @compiled(*(f"void({counts}[::1], int64[::1], int64[::1])" for counts in ("uint16", "uint32")))
-def sum_cells(counts: Any, starts: Any, totals: Any) -> None:
+def sum_cells(counts: Any, offsets: Any, totals: Any) -> None:
     """Fill `totals` with the sum of each cell's counts."""
     for cell in range(len(totals)):
-        cell_counts = counts[starts[cell] : starts[cell + 1]]
+        cell_counts = counts[offsets[cell] : offsets[cell + 1]]
         total = np.uint64(0)
         for i in range(len(cell_counts)):
             total += np.uint64(cell_counts[i])
@@ -205,8 +205,8 @@ def sum_cells(counts: Any, starts: Any, totals: Any) -> None:
 def fill_tokens(
     genes: Any,
     counts: Any,
-    starts: Any,
-    ends: Any,
+    cell_offsets: Any,
+    token_offsets: Any,
     table: Any,
     scale: Any,
     ids: Any,
@@ -222,9 +222,9 @@ def fill_tokens(
     n_tabled = np.uint64(table.shape[1])
     n_large = 0
     for cell in range(len(scale)):
-        first = ends[cell]
-        start = starts[cell]
-        n = np.uint64(ends[cell + 1] - ends[cell])
+        first = token_offsets[cell]
+        start = cell_offsets[cell]
+        n = np.uint64(token_offsets[cell + 1] - token_offsets[cell])
         cell_counts = counts[start : start + n]
         value_of_count = table[cell]
         cell_values = values[first : first + n]

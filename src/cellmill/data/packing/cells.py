@@ -22,16 +22,16 @@ class CellKind(NamedTuple):
     """What packed cells hold."""
 
     order: GeneOrder
-    n_genes: int  # genes are below it
+    vocabulary_size: int  # genes are below it
     dtype: np.dtype[Any]  # of the counts: uint16 or uint32
 
 
-class Unpacked(NamedTuple):
-    """Cells as arrays."""
+class SparseCounts(NamedTuple):
+    """Genes and counts of cells, cell after cell."""
 
-    starts: np.ndarray  # `(cells + 1,)` int64, first gene of each cell, and the end
+    offsets: np.ndarray  # `(cells + 1,)` int64: first gene of each cell, and the end
     genes: np.ndarray  # `(nonzeros,)` int32
-    counts: np.ndarray | None  # `(nonzeros,)`, of `CellKind.dtype`
+    counts: np.ndarray | None  # `(nonzeros,)`: uint16 or uint32; None if only genes were read
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class PackedCells:
     gene_starts: np.ndarray  # first byte of the genes
     count_starts: np.ndarray  # first byte of the counts, which is the end of the genes
     ends: np.ndarray
-    n_genes: np.ndarray
+    lengths: np.ndarray  # number of genes
 
     def select(self, chosen: slice | np.ndarray) -> PackedCells:
         """Some of the cells, in the same memory."""
@@ -51,22 +51,22 @@ class PackedCells:
             self.gene_starts[chosen],
             self.count_starts[chosen],
             self.ends[chosen],
-            self.n_genes[chosen],
+            self.lengths[chosen],
         )
 
-    def unpack(self, kind: CellKind, max_genes: int | None = None) -> Unpacked:
+    def unpack(self, kind: CellKind, max_genes: int | None = None) -> SparseCounts:
         """All genes and counts, or the first `max_genes` genes of each cell without counts.
 
         Raises codec.DamagedPart.
         """
-        kept = self.n_genes if max_genes is None else np.minimum(self.n_genes, max_genes)
-        starts = row_offsets(kept)
-        genes = recycled_empty(starts[-1], np.int32)
+        kept = self.lengths if max_genes is None else np.minimum(self.lengths, max_genes)
+        offsets = row_offsets(kept)
+        genes = recycled_empty(offsets[-1], np.int32)
         counts = None
         if max_genes is None:
-            counts = recycled_empty(starts[-1], kind.dtype)
-        self.unpack_into(kind, kept, starts[:-1], genes, counts)
-        return Unpacked(starts, genes, counts)
+            counts = recycled_empty(offsets[-1], kind.dtype)
+        self.unpack_into(kind, kept, offsets[:-1], genes, counts)
+        return SparseCounts(offsets, genes, counts)
 
     def unpack_into(
         self,
@@ -83,17 +83,17 @@ class PackedCells:
         """
         count_starts = self.count_starts
         gene_bytes = count_starts - self.gene_starts
-        parts = Parts(self.memory, self.gene_starts, gene_bytes, self.n_genes, kept, targets)
+        parts = Parts(self.memory, self.gene_starts, gene_bytes, self.lengths, kept, targets)
         ascending = kind.order == "genes"
-        unpack_parts(parts, ValueCoding(ascending, added=0, limit=kind.n_genes - 1), genes)
+        unpack_parts(parts, ValueCoding(ascending, added=0, limit=kind.vocabulary_size - 1), genes)
         if counts is not None:
             limit = int(np.iinfo(kind.dtype).max)
             count_bytes = self.ends - count_starts
-            parts = Parts(self.memory, count_starts, count_bytes, self.n_genes, kept, targets)
+            parts = Parts(self.memory, count_starts, count_bytes, self.lengths, kept, targets)
             unpack_parts(parts, ValueCoding(ascending=False, added=1, limit=limit), counts)
 
 
-def pack_cells(cells: Unpacked, order: GeneOrder) -> tuple[np.ndarray, np.ndarray]:
+def pack_cells(cells: SparseCounts, order: GeneOrder) -> tuple[np.ndarray, np.ndarray]:
     """Bytes, uint8, with the genes and the counts of each cell in turn, and the bytes of each of
     these parts, `(2 * cells,)` int64.
 
@@ -105,14 +105,14 @@ def pack_cells(cells: Unpacked, order: GeneOrder) -> tuple[np.ndarray, np.ndarra
     ascending = order == "genes"
     loops = codec.COMPILED.loops_for(len(values))
     join = _join_values if loops is None else loops.join_values
-    if not join(cells.starts, cells.genes, counts, ascending, values):
+    if not join(cells.offsets, cells.genes, counts, ascending, values):
         raise ValueError("genes of a cell do not ascend")
-    n_genes = np.diff(cells.starts)
-    return pack_parts(values, row_offsets(np.repeat(n_genes, 2)))
+    lengths = np.diff(cells.offsets)
+    return pack_parts(values, row_offsets(np.repeat(lengths, 2)))
 
 
 def _join_values(
-    starts: np.ndarray, genes: np.ndarray, counts: np.ndarray, ascending: bool, values: np.ndarray
+    offsets: np.ndarray, genes: np.ndarray, counts: np.ndarray, ascending: bool, values: np.ndarray
 ) -> bool:
     """Fill `values` with what is packed of each cell: its genes, then its counts, less one.
 
@@ -121,15 +121,15 @@ def _join_values(
     gene_values = genes
     if ascending:
         is_first = np.zeros(len(genes) + 1, bool)
-        is_first[starts[:-1]] = True
+        is_first[offsets[:-1]] = True
         before = np.where(is_first[:-1], -1, np.roll(genes, 1))
         gene_values = genes - before - 1
         if (gene_values < 0).any():
             return False
-    n_genes = np.diff(starts)
+    lengths = np.diff(offsets)
     # values of a cell begin at twice its first gene
-    gene_position = np.arange(len(genes)) + np.repeat(starts[:-1], n_genes)
-    count_position = gene_position + np.repeat(n_genes, n_genes)
+    gene_position = np.arange(len(genes)) + np.repeat(offsets[:-1], lengths)
+    count_position = gene_position + np.repeat(lengths, lengths)
     values[gene_position] = gene_values
     values[count_position] = counts.astype(np.uint32) - 1
     return True
@@ -141,9 +141,9 @@ def join_cells(parts: list[PackedCells]) -> PackedCells:
     for part in parts:
         for begin, end in zip(part.gene_starts.tolist(), part.ends.tolist()):
             pieces.append(part.memory[begin:end])
-    n_genes = np.concatenate([part.n_genes for part in parts])
+    lengths = np.concatenate([part.lengths for part in parts])
     gene_bytes = np.concatenate([part.count_starts - part.gene_starts for part in parts])
     offsets = row_offsets([len(piece) for piece in pieces[1:]])
-    starts = offsets[:-1]
+    gene_starts = offsets[:-1]
     memory = np.concatenate(pieces)
-    return PackedCells(memory, starts, starts + gene_bytes, offsets[1:], n_genes)
+    return PackedCells(memory, gene_starts, gene_starts + gene_bytes, offsets[1:], lengths)

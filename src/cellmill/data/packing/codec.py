@@ -1,6 +1,6 @@
 """Packing and unpacking of parts, by compiled loops or by numpy, which give the same bytes.
 
-The loops are compiled in the background, by a process that has packed or unpacked many values.
+The loops are compiled in a background thread once the process has packed or unpacked many values.
 Until then, and where numba is not installed, numpy does the work.
 """
 
@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cellmill.data.packing import by_numpy
-from cellmill.data.packing.layout import most_bytes
+from cellmill.data.packing.layout import max_bytes
 from cellmill.data.recycled import recycled_empty
 from cellmill.data.rows import positions_in_rows, row_offsets
 
-# values that a process packs or unpacks before the loops are worth numba's second and 100 MB
+# values that a process packs or unpacks before compiling the loops (about 1 s and 100 MB) pays off
 WORTH_COMPILING = 1 << 23
 
 
@@ -33,17 +33,18 @@ class Parts(NamedTuple):
 class ValueCoding(NamedTuple):
     """Meaning of packed values."""
 
-    # True: stored are differences, less one, of values that ascend; the first follows -1
+    # True: values ascend, and each is stored as its difference from the previous one minus 1,
+    # starting from -1
     ascending: bool
     added: int  # to each stored value; 0 if they ascend
     limit: int  # a larger value is damage
 
 
 class DamagedPart(ValueError):
-    """A part that is not what packing writes."""
+    """A part whose bytes packing cannot have written."""
 
     def __init__(self, part: int) -> None:
-        super().__init__("a cell is not packed as it should be")
+        super().__init__("its packed bytes are invalid")
         self.part = part
 
 
@@ -91,20 +92,20 @@ def load_loops() -> Any:
 COMPILED = CompiledLoops()
 
 
-def pack_parts(values: np.ndarray, borders: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def pack_parts(values: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Parts, uint8 one after the other, and the bytes of each, int64.
 
-    `values`, `(n,)`, are 0 to 2**32 - 1; `borders[i]` to `borders[i + 1]` are those of part i.
+    `values`, `(n,)`, are 0 to 2**32 - 1; `offsets[i]` to `offsets[i + 1]` are those of part i.
     """
     values = np.ascontiguousarray(values, dtype=np.uint32)
     loops = COMPILED.loops_for(len(values))
     if loops is None:
-        return by_numpy.pack_parts(values, borders)
-    borders = np.array(borders, np.int64)
-    sizes = np.zeros(len(borders) - 1, np.int64)
-    memory = recycled_empty(most_bytes(len(values), len(sizes)), np.uint8)
+        return by_numpy.pack_parts(values, offsets)
+    offsets = np.array(offsets, np.int64)
+    sizes = np.zeros(len(offsets) - 1, np.int64)
+    memory = recycled_empty(max_bytes(len(values), len(sizes)), np.uint8)
     views = (memory, memory.view(np.uint16), memory.view(np.uint64))
-    n_bytes = loops.pack_parts(values, borders, *views, sizes)
+    n_bytes = loops.pack_parts(values, offsets, *views, sizes)
     return memory[:n_bytes], sizes
 
 
@@ -141,7 +142,7 @@ def unpack_parts(parts: Parts, coding: ValueCoding, out: np.ndarray) -> None:
 
 
 def _unpack_by_numpy(parts: Parts, coding: ValueCoding, out: np.ndarray) -> None:
-    """As `unpack_parts`."""
+    """Same as `unpack_parts`."""
     memory, begins, sizes, n_values, kept, targets = parts
     try:
         unpacked = by_numpy.unpack_parts(memory, begins, sizes, n_values)
@@ -149,14 +150,14 @@ def _unpack_by_numpy(parts: Parts, coding: ValueCoding, out: np.ndarray) -> None
         raise DamagedPart(_find_damaged(parts)) from None
     _refuse(kept > n_values)
     part = np.repeat(np.arange(len(kept)), kept)
-    ends = row_offsets(kept)
-    in_part = positions_in_rows(ends)
+    offsets = row_offsets(kept)
+    in_part = positions_in_rows(offsets)
     first_value = row_offsets(n_values)
     stored = unpacked[first_value[part] + in_part].astype(np.int64)
     values = stored + coding.added
     if coding.ascending:
         total = np.cumsum(stored + 1)
-        total_before = np.concatenate([[0], total])[ends[:-1]]
+        total_before = np.concatenate([[0], total])[offsets[:-1]]
         values = total - total_before[part] - 1
     is_large = np.zeros(len(kept), bool)
     is_large[part[values > coding.limit]] = True

@@ -83,7 +83,7 @@ def align_up(n_bytes: Any) -> Any:
     return -(-n_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def most_bytes(n_values: int, n_parts: int) -> int:
+def max_bytes(n_values: int, n_parts: int) -> int:
     """Most bytes of parts of `n_values` in all: every group may be 32 bits wide."""
     n_groups = n_values // GROUP + n_parts
     return int(n_groups * align_up(2 * ROWS * WORD_ROW_BYTES + 2))

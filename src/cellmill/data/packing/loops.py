@@ -241,13 +241,13 @@ def unpack_parts(
 ) -> int:
     """Unpack parts into `out`. Return the number of the first damaged one, or -1.
 
-    As `codec.unpack_parts`; the three memories are views of one.
+    Same as `codec.unpack_parts`; the three memories are views of one.
     """
-    most_groups = np.int64(1)
+    max_groups = np.int64(1)
     for part in range(len(begins)):
-        most_groups = max(most_groups, (n_values[part] + GROUP - 1) // GROUP)
-    first_word = np.empty(most_groups + 1, np.int64)
-    first_patch = np.empty(most_groups + 1, np.int64)
+        max_groups = max(max_groups, (n_values[part] + GROUP - 1) // GROUP)
+    first_word = np.empty(max_groups + 1, np.int64)
+    first_patch = np.empty(max_groups + 1, np.int64)
     low_64 = np.empty(ROWS * _ROW_WORDS, np.uint64)
     high_64 = np.empty(ROWS * _ROW_WORDS, np.uint64)
     low = low_64.view(np.uint16)
@@ -304,32 +304,32 @@ def _count_larger(values: Any, n_larger: Any) -> Any:
     union = np.uint32(0)
     for i in range(np.uint64(GROUP)):
         union |= values[i]
-    most_bits = np.int64(0)
-    while most_bits < MAX_WIDTH and union >> np.uint32(most_bits):
-        most_bits += 1
-    for width in range(most_bits):
+    max_bits = np.int64(0)
+    while max_bits < MAX_WIDTH and union >> np.uint32(max_bits):
+        max_bits += 1
+    for width in range(max_bits):
         largest = np.uint32((np.int64(1) << width) - 1)
         n = np.uint32(0)
         for i in range(np.uint64(GROUP)):
             n = np.uint32(n + np.uint32(values[i] > largest))
         n_larger[width] = n
-    for width in range(most_bits, MAX_WIDTH + 1):
+    for width in range(max_bits, MAX_WIDTH + 1):
         n_larger[width] = 0
-    return most_bits
+    return max_bits
 
 
 @compiled("int64(int64[::1], int64, int64)")
-def _choose_width(n_larger: Any, most_bits: int, n_rows: int) -> int:
+def _choose_width(n_larger: Any, max_bits: int, n_rows: int) -> int:
     """Return the width of a group that takes the fewest bytes; of equal ones the largest.
 
-    `n_larger` and `most_bits` are those of `_count_larger`.
+    `n_larger` and `max_bits` are those of `_count_larger`.
     """
     best = MAX_WIDTH
     fewest = _plane_words(n_rows, MAX_WIDTH) * 8
     for width in range(MAX_WIDTH - 1, -1, -1):
         n_patches = n_larger[width]
         # the number of patches is a byte, so not all 256 values may be patched
-        may_patch = width <= PLANE_BITS and most_bits <= width + PATCH_BITS and n_patches < GROUP
+        may_patch = width <= PLANE_BITS and max_bits <= width + PATCH_BITS and n_patches < GROUP
         n_bytes = _plane_words(n_rows, width) * 8 + PATCH_BYTES * n_patches
         if n_bytes < fewest and (may_patch or n_patches == 0):
             best = width
@@ -388,8 +388,8 @@ def _pack_part(values: Any, memory: Any, memory_16: Any, memory_64: Any, start: 
         if len(in_group) < GROUP:
             padded[:] = 0
         padded[: len(in_group)] = in_group
-        most_bits = _count_larger(padded, n_larger)
-        width = _choose_width(n_larger, most_bits, n_rows)
+        max_bits = _count_larger(padded, n_larger)
+        width = _choose_width(n_larger, max_bits, n_rows)
         widths[group] = width
         n_patches[group] = n_larger[width]
         for first_bit in range(0, width, PLANE_BITS):
@@ -412,15 +412,15 @@ def _pack_part(values: Any, memory: Any, memory_16: Any, memory_64: Any, start: 
 
 @compiled("int64(uint32[::1], int64[::1], uint8[::1], uint16[::1], uint64[::1], int64[::1])")
 def pack_parts(
-    values: Any, borders: Any, memory: Any, memory_16: Any, memory_64: Any, sizes: Any
+    values: Any, offsets: Any, memory: Any, memory_16: Any, memory_64: Any, sizes: Any
 ) -> int:
     """Write parts into `memory`, of which the others are views, and their `sizes`. Return their bytes.
 
-    As `codec.pack_parts`.
+    Same as `codec.pack_parts`.
     """
     end = 0
     for part in range(len(sizes)):
-        in_part = values[borders[part] : borders[part + 1]]
+        in_part = values[offsets[part] : offsets[part + 1]]
         start = end
         end = _pack_part(in_part, memory, memory_16, memory_64, start)
         sizes[part] = end - start

@@ -16,7 +16,7 @@ class RankOrder:
     """Puts cells into rank order."""
 
     inverse_medians: np.ndarray  # `(genes,)` float32
-    unsorted_up_to: int = 0  # cells of at most so many genes are left as they are
+    unsorted_up_to: int = 0  # cells of at most this many genes are left as they are
 
     def sort(
         self, starts: np.ndarray, n: np.ndarray, genes: np.ndarray, counts: np.ndarray
@@ -29,11 +29,11 @@ class RankOrder:
         is_long = n > self.unsorted_up_to
         n = n[is_long]
         starts = starts[is_long]
-        ends = row_offsets(n)
-        loops = codec.COMPILED.loops_for(int(ends[-1]))
+        offsets = row_offsets(n)
+        loops = codec.COMPILED.loops_for(int(offsets[-1]))
         if loops is not None:
             loops.rank_rows(starts, n, genes, counts, self.inverse_medians)
             return
-        entries = np.repeat(starts, n) + positions_in_rows(ends)
-        ranked = rank_order_rows(ends, genes[entries], counts[entries], self.inverse_medians)
+        entries = np.repeat(starts, n) + positions_in_rows(offsets)
+        ranked = rank_order_rows(offsets, genes[entries], counts[entries], self.inverse_medians)
         genes[entries], counts[entries] = ranked

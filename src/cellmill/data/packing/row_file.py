@@ -29,9 +29,9 @@ from cellmill.files import special_kind
 
 T = TypeVar("T")
 # open files: a quarter of the usual limit of a process. A window of a lane reads at most 128 shards
-MOST_OPEN = 256
+MAX_OPEN = 256
 # bytes between two rows that are read with them: one more call would cost as much
-_MOST_GAP = 1 << 14
+_MAX_GAP = 1 << 14
 
 
 @dataclass
@@ -55,20 +55,22 @@ class Copies(Protocol):
 
 
 class OpenFiles:
-    """The `most` files used last, kept open. Thread-safe.
+    """The `max_open` files used last, kept open. Thread-safe.
 
     `open` returns a file, whose descriptor stays open while the caller holds it; it raises OSError
     when the file cannot be opened. `copies` are files that may be read instead.
     """
 
-    def __init__(self, most: int = MOST_OPEN, copies: Copies | None = None):
+    def __init__(self, max_open: int = MAX_OPEN, copies: Copies | None = None):
         self.copies = copies
         # a FIFO would wait without end
-        self.open = lru_cache(most)(lambda path: _Open(os.open(path, os.O_RDONLY | os.O_NONBLOCK)))
+        self.open = lru_cache(max_open)(
+            lambda path: _Open(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+        )
 
 
-class Place(NamedTuple):
-    """An array that lies in a file in one piece."""
+class ByteRange(NamedTuple):
+    """Bytes of a file that hold one array."""
 
     offset: int  # in bytes
     n_bytes: int
@@ -84,7 +86,7 @@ class RowFile:
     path: Path
     nnz: int
     kind: CellKind
-    packed: Place
+    packed: ByteRange
     unchecked_indptr: np.ndarray  # `(cells + 1,)`
     # `(2 * cells + 1,)`: where the genes and then the counts of each cell begin in `packed`, and
     # the end, in units of 8 bytes
@@ -105,10 +107,12 @@ class RowFile:
         indptr = self.unchecked_indptr
         # a group, at most 256 values, takes at least the two bytes of its header: checked before
         # memory is taken for nnz values
-        most_nnz = GROUP // 2 * self.packed.n_bytes
-        is_possible = indptr[0] == 0 and indptr[-1] == self.nnz and self.nnz <= most_nnz
+        max_nnz = GROUP // 2 * self.packed.n_bytes
+        is_possible = indptr[0] == 0 and indptr[-1] == self.nnz and self.nnz <= max_nnz
         if not is_possible or (indptr[1:] < indptr[:-1]).any():
-            raise self._damaged(f"its offsets of rows are not of {self.nnz:,} nonzeros")
+            raise self._damaged(
+                f"its row offsets do not ascend from 0 to {self.nnz:,} nonzeros, or do not fit its bytes"
+            )
         return indptr
 
     @cached_property
@@ -118,7 +122,9 @@ class RowFile:
         n_units, rest = divmod(self.packed.n_bytes, ALIGNMENT)
         is_whole = len(borders) == 2 * self.n_obs + 1 and borders[-1] == n_units and not rest
         if not is_whole or borders[0] or (borders[1:] < borders[:-1]).any():
-            raise self._damaged(f"its offsets of cells are not of {self.packed.n_bytes:,} bytes")
+            raise self._damaged(
+                f"its cell offsets do not ascend from 0 to {self.packed.n_bytes:,} bytes"
+            )
         return borders
 
     def close(self) -> None:
@@ -127,12 +133,12 @@ class RowFile:
 
     def read(self, first: int, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Cells `first` to `first + n`: indptr from 0, int64, genes, int32, and counts."""
-        starts = self.indptr[first : first + n + 1].astype(np.int64)
-        starts -= starts[0]
-        genes = np.empty(starts[-1], np.int32)
-        counts = np.empty(starts[-1], self.kind.dtype)
-        self.read_rows(np.arange(first, first + n), starts[:-1], genes, counts)
-        return starts, genes, counts
+        offsets = self.indptr[first : first + n + 1].astype(np.int64)
+        offsets -= offsets[0]
+        genes = np.empty(offsets[-1], np.int32)
+        counts = np.empty(offsets[-1], self.kind.dtype)
+        self.read_rows(np.arange(first, first + n), offsets[:-1], genes, counts)
+        return offsets, genes, counts
 
     def read_rows(
         self, rows: np.ndarray, targets: np.ndarray, genes: np.ndarray, counts: np.ndarray
@@ -220,9 +226,9 @@ class RowFile:
 
 
 def _join_reads(starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """First and last row of each read: rows that follow within `_MOST_GAP` bytes share one."""
+    """First and last row of each read: rows that follow within `_MAX_GAP` bytes share one."""
     gaps = starts[1:] - ends[:-1]
-    is_far = (gaps < 0) | (gaps > _MOST_GAP)
+    is_far = (gaps < 0) | (gaps > _MAX_GAP)
     first_row = np.concatenate([[0], np.flatnonzero(is_far) + 1])
     last_row = np.append(first_row[1:], len(starts)) - 1
     return first_row, last_row

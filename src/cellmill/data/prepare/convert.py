@@ -169,9 +169,9 @@ def _rank_blocks(
         if repeated.size:
             number = first + int(repeated[0]) // n_genes
             raise DataError(f"{folder}: cell {number:,} has a gene twice; expected ranks")
-        starts = row_offsets(np.bincount(cell, minlength=len(lengths)))
+        offsets = row_offsets(np.bincount(cell, minlength=len(lengths)))
         ones = np.ones(len(columns), np.uint16)
-        yield sp.csr_matrix((ones, columns, starts), shape=(len(lengths), n_genes))
+        yield sp.csr_matrix((ones, columns, offsets), shape=(len(lengths), n_genes))
         first += len(lengths)
 
 

@@ -28,13 +28,13 @@ def read_cells(path: Path, rows: Sequence[int] | np.ndarray | None = None) -> ad
             f"{path}: expected rows from 0 to {packed.n_obs - 1:,}, got {chosen.min():,} to {chosen.max():,}"
         )
     lengths = (packed.indptr[chosen + 1] - packed.indptr[chosen]).astype(np.int64)
-    starts = row_offsets(lengths)
-    genes = np.empty(starts[-1], np.int32)
-    counts = np.empty(starts[-1], packed.kind.dtype)
+    offsets = row_offsets(lengths)
+    genes = np.empty(offsets[-1], np.int32)
+    counts = np.empty(offsets[-1], packed.kind.dtype)
     ascending = np.argsort(chosen, kind="stable")  # rows that stand together are read at once
-    packed.read_rows(chosen[ascending], starts[:-1][ascending], genes, counts)
+    packed.read_rows(chosen[ascending], offsets[:-1][ascending], genes, counts)
     packed.close()
-    x = sp.csr_matrix((counts, genes, starts), shape=(len(chosen), packed.kind.n_genes))
+    x = sp.csr_matrix((counts, genes, offsets), shape=(len(chosen), packed.kind.vocabulary_size))
     with open_counts(path) as reader:
         if not reader.ordered:
             x.sort_indices()

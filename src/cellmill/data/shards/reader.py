@@ -7,7 +7,7 @@ import numpy as np
 
 from cellmill.data.inputs.h5 import UNREADABLE, one_line, open_h5, read_texts
 from cellmill.data.packing.cells import CellKind
-from cellmill.data.packing.row_file import OpenFiles, Place, RowFile
+from cellmill.data.packing.row_file import ByteRange, OpenFiles, RowFile
 from cellmill.data.rows import row_offsets
 from cellmill.data.shards.index import open_index
 from cellmill.data.shards.local_copies import LocalCopies
@@ -23,10 +23,10 @@ def open_shards(manifest: Manifest, split: str, copies: LocalCopies | None = Non
     """
     shards = manifest.entry(split).shards
     files = OpenFiles(copies=copies)
-    starts = open_index(manifest, split, "offsets")
+    offsets = open_index(manifest, split, "offsets")
     units = open_index(manifest, split, "borders")
-    first_start = row_offsets([shard.n_obs + 1 for shard in shards])
-    first_unit = row_offsets([2 * shard.n_obs + 1 for shard in shards])
+    shard_offsets = row_offsets([shard.n_obs + 1 for shard in shards])
+    unit_offsets = row_offsets([2 * shard.n_obs + 1 for shard in shards])
     opened = []
     for number, shard in enumerate(shards):
         kind = CellKind(manifest.order, manifest.n_genes, np.dtype(shard.dtype))
@@ -35,9 +35,9 @@ def open_shards(manifest: Manifest, split: str, copies: LocalCopies | None = Non
                 path=manifest.shard_path(shard),
                 nnz=shard.nnz,
                 kind=kind,
-                packed=Place(shard.bytes_at, shard.n_bytes),
-                unchecked_indptr=starts[first_start[number] : first_start[number + 1]],
-                unchecked_borders=units[first_unit[number] : first_unit[number + 1]],
+                packed=ByteRange(shard.bytes_at, shard.n_bytes),
+                unchecked_indptr=offsets[shard_offsets[number] : shard_offsets[number + 1]],
+                unchecked_borders=units[unit_offsets[number] : unit_offsets[number + 1]],
                 files=files,
                 remedy=REMEDY,
             )

@@ -245,10 +245,10 @@ class _Writer:
         Rows are in rank order; sequences keep their own order.
         """
         ordered = self._plan.ordered
-        starts, columns, counts = _gather(cells, self._sources)
+        offsets, columns, counts = _gather(cells, self._sources)
         for first in range(0, len(cells), BLOCK):
             in_block = cells[first : first + BLOCK]
-            edges = starts[first : first + BLOCK + 1]
+            edges = offsets[first : first + BLOCK + 1]
             nonzeros = slice(edges[0], edges[-1])
             first_column = self._first_column[in_block["dataset"]]
             columns[nonzeros] += np.repeat(first_column, np.diff(edges))
@@ -263,18 +263,18 @@ class _Writer:
                 raise DataError(
                     f"{self._sources[0].path.parent}: a cells file changed while shards were written; run again"
                 )
-            block_starts = block.indptr.astype(np.int64)
+            block_offsets = block.indptr.astype(np.int64)
             genes = block.indices
             values = block.data
             if not ordered and self._plan.order == "rank":
-                self._rank_order.sort(block_starts[:-1], np.diff(block_starts), genes, values)
-            for array, dtype in ((block_starts, "<i8"), (genes, "<i4"), (values, "<u4")):
+                self._rank_order.sort(block_offsets[:-1], np.diff(block_offsets), genes, values)
+            for array, dtype in ((block_offsets, "<i8"), (genes, "<i4"), (values, "<u4")):
                 update(array.astype(dtype, copy=False).data)
-            yield sp.csr_matrix((values, genes, block_starts), shape=block.shape)
+            yield sp.csr_matrix((values, genes, block_offsets), shape=block.shape)
 
 
 def _gather(cells: np.ndarray, sources: list[RowFile]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows of `cells` from their files: starts (int64), columns (int32) and counts (of the widest
+    """Rows of `cells` from their files: offsets (int64), columns (int32) and counts (of the widest
     dtype).
     """
     dataset = np.ascontiguousarray(cells["dataset"])
@@ -284,10 +284,10 @@ def _gather(cells: np.ndarray, sources: list[RowFile]) -> tuple[np.ndarray, np.n
     for number, positions in chosen.items():
         indptr = sources[number].indptr
         lengths[positions] = indptr[rows[positions] + 1] - indptr[rows[positions]]
-    starts = row_offsets(lengths)
-    columns = np.empty(starts[-1], np.int32)
+    offsets = row_offsets(lengths)
+    columns = np.empty(offsets[-1], np.int32)
     counts = np.empty(
-        starts[-1], np.result_type(*(sources[number].kind.dtype for number in chosen))
+        offsets[-1], np.result_type(*(sources[number].kind.dtype for number in chosen))
     )
     tasks = []
     with ThreadPoolExecutor(_READ_THREADS) as pool:
@@ -296,8 +296,8 @@ def _gather(cells: np.ndarray, sources: list[RowFile]) -> tuple[np.ndarray, np.n
             for first in range(0, len(in_order), BLOCK):
                 part = in_order[first : first + BLOCK]
                 read = sources[number].read_rows
-                task = pool.submit(read, rows[part], starts[part], columns, counts)
+                task = pool.submit(read, rows[part], offsets[part], columns, counts)
                 tasks.append(task)
     for task in tasks:
         task.result()
-    return starts, columns, counts
+    return offsets, columns, counts

@@ -20,7 +20,7 @@ Array = Any  # numpy arrays as read, torch tensors in training (`models.batch.to
 
 @dataclass(frozen=True)
 class Per:
-    """Axis of a field of a batch, and its entry in padding."""
+    """Axis along which a batch field runs, and its padding value."""
 
     axis: Literal["token", "cell"]
     pad: float = 0
@@ -85,8 +85,8 @@ class Batch:
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def with_rows(self, per_cell: Mapping[str, Array | None]) -> Self:
-        """Return the batch with rows of arrays as fields per cell; `per_cell` maps a field to an
-        array that `cells` index, or to None, which adds nothing.
+        """Return the batch with added per-cell fields: each array in `per_cell` is indexed by `cells`;
+        None is skipped.
         """
         added = {name: rows[self.cells] for name, rows in per_cell.items() if rows is not None}
         return replace(self, **added) if added else self
@@ -122,12 +122,12 @@ class Tokenizer(Protocol):
     needs_counts: bool
 
     def tokenize(
-        self, genes: np.ndarray, counts: np.ndarray | None, starts: np.ndarray
+        self, genes: np.ndarray, counts: np.ndarray | None, offsets: np.ndarray
     ) -> Tokenized:
         """Tokens of cells whose genes are in rank order.
 
         `genes`, `(nonzeros,)`, are rows of the vocabulary. `counts`, `(nonzeros,)`, are of any
-        integer type, above 0; None is possible unless `needs_counts`. `starts`, `(cells + 1,)`, are
+        integer type, above 0; None is possible unless `needs_counts`. `offsets`, `(cells + 1,)`, are
         offsets of each cell's first gene.
         """
 
@@ -135,14 +135,14 @@ class Tokenizer(Protocol):
 class Prefixes:
     """The first `max_tokens` entries of each cell.
 
-    Attributes: `starts` `(cells + 1,)` of the whole cells; `lengths` `(cells,)` and `cu_seqlens`
+    Attributes: `offsets` `(cells + 1,)` of the whole cells; `lengths` `(cells,)` and `cu_seqlens`
     `(cells + 1,)` int32 of what is kept.
     """
 
-    def __init__(self, starts: np.ndarray, max_tokens: int) -> None:
-        self.starts = starts
-        self.lengths = np.minimum(starts[1:] - starts[:-1], max_tokens)
-        self.cu_seqlens = np.zeros(len(starts), np.int32)
+    def __init__(self, offsets: np.ndarray, max_tokens: int) -> None:
+        self.offsets = offsets
+        self.lengths = np.minimum(offsets[1:] - offsets[:-1], max_tokens)
+        self.cu_seqlens = np.zeros(len(offsets), np.int32)
         self.lengths.cumsum(out=self.cu_seqlens[1:])
 
     def copy(self, array: np.ndarray, dtype: np.dtype | type) -> np.ndarray:
@@ -151,7 +151,7 @@ class Prefixes:
         if self._is_whole():
             kept[:] = array
         else:
-            first = self.starts[:-1].tolist()
+            first = self.offsets[:-1].tolist()
             parts = [array[start : start + n] for start, n in zip(first, self.lengths.tolist())]
             np.concatenate(parts, out=kept, casting="unsafe")
         return kept
@@ -167,34 +167,34 @@ class Prefixes:
 
     def _is_whole(self) -> bool:
         """True if no cell is cut."""
-        return bool(self.cu_seqlens[-1] == self.starts[-1])
+        return bool(self.cu_seqlens[-1] == self.offsets[-1])
 
 
 def make_batch(
     tokenizer: Tokenizer,
     genes: np.ndarray,
     counts: Any,
-    starts: np.ndarray,
+    offsets: np.ndarray,
     cells: np.ndarray,
-    counted: bool,
+    with_counts: bool,
     **per_cell: Any,
 ) -> Batch:
-    """Batch of `cells` by `tokenizer.tokenize`, with the counts of its tokens if `counted`, and
+    """Batch of `cells` by `tokenizer.tokenize`, with the counts of its tokens if `with_counts`, and
     further fields `per_cell`.
     """
-    tokens = tokenizer.tokenize(genes, counts, starts)
+    tokens = tokenizer.tokenize(genes, counts, offsets)
     token_counts = None
-    if counted:
+    if with_counts:
         n_tokens = np.diff(tokens.cu_seqlens)
-        counted_tokens = Prefixes(starts, int(n_tokens.max(initial=0)))
+        counted_tokens = Prefixes(offsets, int(n_tokens.max(initial=0)))
         token_counts = counted_tokens.copy(counts, np.int64)
     return Batch(*tokens, cells, token_counts, **per_cell)
 
 
-def empty_batch(dtype: np.dtype, counted: bool = False, **per_cell: Any) -> Batch:
-    """Batch of no cells, with values of `dtype`, and with counts if `counted`."""
+def empty_batch(dtype: np.dtype, with_counts: bool = False, **per_cell: Any) -> Batch:
+    """Batch of no cells, with values of `dtype`, and with counts if `with_counts`."""
     none = np.empty(0, np.int64)
-    counts = none if counted else None
+    counts = none if with_counts else None
     return Batch(
         np.empty(0, np.int32), np.empty(0, dtype), np.zeros(1, np.int32), none, counts, **per_cell
     )
@@ -237,13 +237,13 @@ def count_greedy(lengths: np.ndarray, n_cells: np.ndarray, token_budget: int) ->
     return numbers
 
 
-def even_borders(lengths: np.ndarray, most: int) -> list[int]:
-    """Borders of at most `most` micro-batches that minimise the largest one."""
+def even_borders(lengths: np.ndarray, max_batches: int) -> list[int]:
+    """Borders of at most `max_batches` micro-batches that minimise the largest one."""
     low = int(lengths.max(initial=1))
     high = int(lengths.sum())
 
     def fits(budget: int) -> bool:
-        return len(greedy_borders(lengths, budget)) - 1 <= most
+        return len(greedy_borders(lengths, budget)) - 1 <= max_batches
 
     # the smallest budget in low:high that fits, else high
     return greedy_borders(lengths, low + bisect_left(range(low, high), True, key=fits))

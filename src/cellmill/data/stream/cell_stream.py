@@ -1,9 +1,9 @@
 """Batches of tokens for one rank: endless, shuffled and resumable at any step.
 
 Uses threads, not processes: reading and copying release the GIL, and processes cost 1.7 times the
-CPU time per tokenized cell. One thread plans and tokenizes ahead through a bounded queue, a few
-read. The state is a handful of integers, counted in batches handed out; resuming seeks and replays
-nothing.
+CPU time per tokenized cell. One thread plans and tokenizes ahead through a bounded queue; a few
+other threads read the shards. The state is a handful of integers, counted in batches handed out;
+resuming seeks and replays nothing.
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ import numpy as np
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Stream as StreamOptions
 from cellmill.data.arrays import inverse_medians
-from cellmill.data.packing.cells import CellKind, Unpacked
+from cellmill.data.packing.cells import CellKind, SparseCounts
 from cellmill.data.packing.codec import DamagedPart
 from cellmill.data.packing.rank_order import RankOrder
 from cellmill.data.rows import row_offsets
@@ -77,7 +77,7 @@ class CellStream:
     evenly. With `shuffle` the stream is endless, over `stream.train_frac` of the cells; else it is
     one epoch in disk order of the first `max_cells` cells.
 
-    Batches have the counts of their tokens if `counted`. `columns` and `number_columns` map obs
+    Batches have the counts of their tokens if `with_counts`. `columns` and `number_columns` map obs
     columns, whose levels or numbers batches carry, to the option that names each; `teacher` is the
     folder of vectors that they carry (`data.shards.index`). Shards are read from `copies` once
     these are complete.
@@ -102,7 +102,7 @@ class CellStream:
         microbatch_multiple: int = 1,
         shuffle: bool = True,
         max_cells: int | None = None,
-        counted: bool = False,
+        with_counts: bool = False,
         columns: Mapping[str, str] = MappingProxyType({}),
         number_columns: Mapping[str, str] = MappingProxyType({}),
         teacher: str | None = None,
@@ -146,18 +146,20 @@ class CellStream:
         self._world = world
         self._min_microbatches = min_microbatches
         self._microbatch_multiple = microbatch_multiple
-        self._counted = counted
+        self._with_counts = with_counts
         self._tokenizer = CellTokenizer(
             tokens, opened.n_genes, seed if shuffle else 0, opened.variability
         )
         self._per_cell = _open_per_cell(opened, split, self.levels, number_columns, teacher)
-        self._empty_batch = empty_batch(self._tokenizer.dtype, counted).with_rows(self._per_cell)
+        self._empty_batch = empty_batch(self._tokenizer.dtype, with_counts).with_rows(
+            self._per_cell
+        )
 
         # from packed cells to cells in rank order
         self._prefetch = Prefetch(self._shards, self._layout, rank, world, stream.io_threads)
         dtype = np.result_type(*(shard.kind.dtype for shard in self._shards))
         self._kind = CellKind(opened.order, opened.n_genes, dtype)
-        self._max_genes = self._tokenizer.max_genes(counted)
+        self._max_genes = self._tokenizer.max_genes(with_counts)
         self._rank_order: RankOrder | None = None
         if opened.order == "genes":
             self._max_genes = None
@@ -285,9 +287,9 @@ class CellStream:
 
     def names(self, cells: np.ndarray) -> list[str]:
         """`dataset:name (file row)` of cells by id, read from the shards; for error messages."""
-        starts = row_offsets(self._layout.shard_cells)
-        numbers = np.searchsorted(starts, cells, side="right") - 1
-        rows = cells - starts[numbers]
+        offsets = row_offsets(self._layout.shard_cells)
+        numbers = np.searchsorted(offsets, cells, side="right") - 1
+        rows = cells - offsets[numbers]
         names = []
         for number, row in zip(numbers.tolist(), rows.tolist()):
             path = self._shards[number].path
@@ -336,11 +338,12 @@ class CellStream:
         # cells of this rank in each step, and their end among those of all steps and ranks
         n_local = n_cells[:, self._rank].tolist()
         ends = n_cells.cumsum().reshape(n_cells.shape)[:, self._rank].tolist()
-        in_rank = n_greedy[:, self._rank].tolist()
-        for n, end, n_cuts, most in zip(n_local, ends, in_rank, n_batches):
+        n_greedy_local = n_greedy[:, self._rank].tolist()
+        steps_of_rank = zip(n_local, ends, n_greedy_local, n_batches)
+        for n, end, n_greedy_step, n_step_batches in steps_of_rank:
             if is_even:
-                borders_in_step = even_borders(lengths[end - n : end], most)
-            elif n_cuts == 1:
+                borders_in_step = even_borders(lengths[end - n : end], n_step_batches)
+            elif n_greedy_step == 1:
                 borders_in_step = [0, n]
             else:
                 borders_in_step = greedy_borders(lengths[end - n : end], self._budget)
@@ -352,28 +355,28 @@ class CellStream:
     def _tokenize(self, cells: StreamCells, borders: list[int], epoch: int) -> list[Batch]:
         """Micro-batches of `cells` between `borders`; small ones are made together and cut apart."""
         batches = []
-        n_genes = np.diff(row_offsets(cells.packed.n_genes)[borders])
+        n_genes = np.diff(row_offsets(cells.packed.lengths)[borders])
         for first, last in pairwise(greedy_borders(n_genes, _TOKENS_TOGETHER)):
             start = borders[first]
             part = cells.select(slice(start, borders[last]))
-            starts, genes, counts = self._unpack(part)
+            offsets, genes, counts = self._unpack(part)
             batch = self._tokenizer.batch(
-                genes, counts, starts, part.ids, self._counted, epoch
+                genes, counts, offsets, part.ids, self._with_counts, epoch
             ).with_rows(self._per_cell)
             for low, high in pairwise(borders[first : last + 1]):
                 batches.append(batch.cut(low - start, high - start))
         return batches
 
-    def _unpack(self, cells: StreamCells) -> Unpacked:
+    def _unpack(self, cells: StreamCells) -> SparseCounts:
         """Genes and counts of cells, in rank order where their tokens depend on it."""
         try:
             unpacked = cells.packed.unpack(self._kind, self._max_genes)
         except DamagedPart as error:
             [name] = self.names(cells.ids[error.part : error.part + 1])
             raise DataError(f"{self._manifest_path}: {name}: damaged: {error}; {REMEDY}") from None
-        starts, genes, counts = unpacked
+        offsets, genes, counts = unpacked
         if self._rank_order is not None and counts is not None:
-            self._rank_order.sort(starts[:-1], np.diff(starts), genes, counts)
+            self._rank_order.sort(offsets[:-1], np.diff(offsets), genes, counts)
         return unpacked
 
     def _pad_step(self, batches: list[Batch], n_batches: int) -> list[Batch]:
@@ -418,6 +421,6 @@ def _windows_read(
     `first` and `last` are `(lanes,)` int64, of all lanes.
     """
     for lane in lanes:
-        for window, (start, stop) in enumerate(pairwise(order.window_starts[lane].tolist())):
+        for window, (start, stop) in enumerate(pairwise(order.window_offsets[lane].tolist())):
             if stop > first[lane] and start < last[lane]:
                 yield lane, window

@@ -22,34 +22,34 @@ _TABLED_COUNTS = 64  # counts below it are looked up in a table of each cell
 def log_tokens(kept: Prefixes, genes: np.ndarray, counts: np.ndarray) -> Tokenized:
     """Tokens, with float32 values, of the kept `genes` and `counts`, `(nonzeros,)`."""
     n_tokens = int(kept.cu_seqlens[-1])
-    if n_tokens >= LARGE_BATCH and _fit_loops(genes, counts, kept.starts):
+    if n_tokens >= LARGE_BATCH and _fit_loops(genes, counts, kept.offsets):
         loops = codec.COMPILED.loops_for(n_tokens)
         if loops is not None:
             return _tokens_by_loops(loops, kept, genes, counts)
     values = kept.copy(counts, np.float32)
-    values *= np.repeat(scale_of_totals(row_sums(counts, kept.starts), np.float32), kept.lengths)
+    values *= np.repeat(scale_of_totals(row_sums(counts, kept.offsets), np.float32), kept.lengths)
     np.log1p(values, out=values)
     return Tokenized(kept.token_ids(genes), values, kept.cu_seqlens)
 
 
-def _fit_loops(genes: np.ndarray, counts: np.ndarray, starts: np.ndarray) -> bool:
+def _fit_loops(genes: np.ndarray, counts: np.ndarray, offsets: np.ndarray) -> bool:
     """True if the arrays have the types and layout that the loops are compiled for."""
-    for array in (genes, counts, starts):
+    for array in (genes, counts, offsets):
         if not (array.flags.c_contiguous and array.flags.writeable):
             return False
     has_known_counts = counts.dtype in (np.uint16, np.uint32)
-    return has_known_counts and genes.dtype == np.int32 and starts.dtype == np.int64
+    return has_known_counts and genes.dtype == np.int32 and offsets.dtype == np.int64
 
 
 def _tokens_by_loops(
     loops: Any, kept: Prefixes, genes: np.ndarray, counts: np.ndarray
 ) -> Tokenized:
     """`log_tokens` by the compiled loops, in memory that is allocated here."""
-    starts = kept.starts
-    ends = kept.cu_seqlens
-    n_tokens = int(ends[-1])
-    totals = np.empty(len(starts) - 1, np.int64)
-    loops.sum_cells(counts, starts, totals)
+    cell_offsets = kept.offsets
+    token_offsets = kept.cu_seqlens
+    n_tokens = int(token_offsets[-1])
+    totals = np.empty(len(cell_offsets) - 1, np.int64)
+    loops.sum_cells(counts, cell_offsets, totals)
     scale = scale_of_totals(totals, np.float32)
     # value of each small count of each cell, (cells, _TABLED_COUNTS)
     table = np.multiply.outer(scale, np.arange(_TABLED_COUNTS, dtype=np.float32))
@@ -58,9 +58,18 @@ def _tokens_by_loops(
     values = recycled_empty(n_tokens, np.float32)
     large = recycled_empty(n_tokens, np.int32)  # tokens whose count is not in the table
     n_large = loops.fill_tokens(
-        genes, counts, starts, ends, table, scale, ids, values, large, np.int32(len(SPECIAL))
+        genes,
+        counts,
+        cell_offsets,
+        token_offsets,
+        table,
+        scale,
+        ids,
+        values,
+        large,
+        np.int32(len(SPECIAL)),
     )
     # these still have their count times the scale
     large = large[:n_large]
     values[large] = np.log1p(values[large])
-    return Tokenized(ids, values, ends)
+    return Tokenized(ids, values, token_offsets)

@@ -102,22 +102,22 @@ class EpochLayout:
 class EpochOrder:
     """Order of one epoch, with the rules that hold with and without repeats.
 
-    Attributes: `window_starts`, for each lane the first cell of each of its windows, followed by
+    Attributes: `window_offsets`, for each lane the first cell of each of its windows, followed by
     the lane's number of cells; `lane_cells`, the number of cells in each lane.
     """
 
-    def __init__(self, layout: EpochLayout, epoch: int, window_starts: list[np.ndarray]):
+    def __init__(self, layout: EpochLayout, epoch: int, window_offsets: list[np.ndarray]):
         self.layout = layout
         self.epoch = epoch
-        self.window_starts = window_starts
-        self.lane_cells = [int(starts[-1]) for starts in window_starts]
+        self.window_offsets = window_offsets
+        self.lane_cells = [int(offsets[-1]) for offsets in window_offsets]
 
     def n_windows(self, lane: int) -> int:
-        return len(self.window_starts[lane]) - 1
+        return len(self.window_offsets[lane]) - 1
 
     def window_with(self, lane: int, cell: int) -> int:
         """Number of the window with cell `cell` of a lane."""
-        return int(np.searchsorted(self.window_starts[lane], cell, side="right")) - 1
+        return int(np.searchsorted(self.window_offsets[lane], cell, side="right")) - 1
 
     def window_runs(self, lane: int, window: int) -> np.ndarray:
         """Runs of contiguous cells in window `window` of `lane`.
@@ -128,7 +128,7 @@ class EpochOrder:
 
     def window_order(self, lane: int, window: int) -> np.ndarray:
         """Permutation of the cells of the window's concatenated runs."""
-        start, stop = self.window_starts[lane][window : window + 2].tolist()
+        start, stop = self.window_offsets[lane][window : window + 2].tolist()
         if not self.layout.shuffle:
             return np.arange(stop - start)
         return permutation(stop - start, self.layout.seed, WINDOW, window, lane, self.epoch)
@@ -150,18 +150,18 @@ class PlainEpoch(EpochOrder):
         n_dealt = len(full) // lanes * lanes
         rest = np.concatenate([full[n_dealt:], short])
         n_rest = int(rest[:, 2].sum())
-        cuts = row_offsets(layout.deal(n_rest)).tolist()
+        rest_offsets = row_offsets(layout.deal(n_rest)).tolist()
         self._runs: list[np.ndarray] = []  # blocks of each lane, the last of them cut
-        window_starts = []
-        for lane, (start, stop) in enumerate(pairwise(cuts)):
+        window_offsets = []
+        for lane, (start, stop) in enumerate(pairwise(rest_offsets)):
             dealt = full[lane:n_dealt:lanes]
             runs = np.concatenate([dealt, _cut_runs(rest, start, stop)])
             offsets = row_offsets(runs[:, 2])
             self._runs.append(runs)
-            window_starts.append(
+            window_offsets.append(
                 np.append(offsets[: -1 : layout.stream.window_blocks], offsets[-1])
             )
-        super().__init__(layout, epoch, window_starts)
+        super().__init__(layout, epoch, window_offsets)
 
     def window_runs(self, lane: int, window: int) -> np.ndarray:
         size = self.layout.stream.window_blocks
@@ -202,38 +202,38 @@ class RepeatedEpoch(EpochOrder):
 
     def __init__(self, layout: EpochLayout, epoch: int):
         assert layout.repeats is not None
-        self._shard_start = row_offsets(layout.shard_cells)
-        n_cells = int(self._shard_start[-1])
+        self._shard_offsets = row_offsets(layout.shard_cells)
+        n_cells = int(self._shard_offsets[-1])
         counts = layout.repeats.counts(layout.seed, epoch, epoch * layout.steps_per_epoch)
         self._counts = np.pad(counts, (0, n_cells - len(counts)))
         copies = _list_copies(layout, self._counts)
         shuffled = copies[permutation(len(copies), layout.seed, BLOCKS, epoch, COPIES)]
         # (copies, 3): first cell, cell after the last, number of the copy
         self._copies = shuffled[:, :3]
-        self._copy_start = row_offsets(shuffled[:, 3])
+        self._copy_offsets = row_offsets(shuffled[:, 3])
         lane_cells = layout.deal(layout.n_cells).tolist()
-        self._lane_start = row_offsets(lane_cells)
+        self._lane_offsets = row_offsets(lane_cells)
         size = layout.stream.window_blocks * layout.stream.block_cells
         super().__init__(layout, epoch, [np.append(np.arange(0, n, size), n) for n in lane_cells])
 
     def window_runs(self, lane: int, window: int) -> np.ndarray:
-        span = self._lane_start[lane] + self.window_starts[lane][window : window + 2]
+        span = self._lane_offsets[lane] + self.window_offsets[lane][window : window + 2]
         low, high = span.tolist()
         # the copies that hold the window's cells, and the cells in them
-        first_last = np.searchsorted(self._copy_start, [low, high - 1], side="right") - 1
+        first_last = np.searchsorted(self._copy_offsets, [low, high - 1], side="right") - 1
         first, last = first_last.tolist()
         copied = []
         for start, stop, number in self._copies[first : last + 1].tolist():
             is_copied = self._counts[start:stop] >= number
             copied.append(start + np.flatnonzero(is_copied))
-        skipped = low - int(self._copy_start[first])
+        skipped = low - int(self._copy_offsets[first])
         cells = np.concatenate(copied)[skipped : skipped + high - low]
         # a run continues while the next cell follows in the same shard
-        shard = np.searchsorted(self._shard_start, cells, side="right") - 1
+        shard = np.searchsorted(self._shard_offsets, cells, side="right") - 1
         continues = (np.diff(cells) == 1) & (np.diff(shard) == 0)
         begins = np.flatnonzero(np.append(True, ~continues))
         shard = shard[begins]
-        first_cell = cells[begins] - self._shard_start[shard]
+        first_cell = cells[begins] - self._shard_offsets[shard]
         return _stack_runs(shard, first_cell, np.diff(begins, append=len(cells)))
 
 

@@ -1,10 +1,10 @@
 """Cells in stream order, read ahead by threads in shuffled windows.
 
 The packed bytes of a window are read in the order of the file into one buffer. Index arrays name
-its cells in step order, lane after lane, so shuffling moves no data, and a step is one slice. Small
-steps are given several at a time. Cells are unpacked when their step is taken. Only cells of a step
-that spans windows are copied (`_join`). There are two buffers, one in use and one being filled;
-their memory is used again (`recycled_empty`).
+its cells in step order, lane after lane, so shuffling moves no data, and a step is one slice.
+Several small steps are yielded together, to spread Python's overhead. Cells are unpacked when their
+step is taken. Only cells of a step that spans windows are copied (`_join`). There are two buffers,
+one in use and one being filled; their memory is used again (`recycled_empty`).
 
 Numbers of cells are computed for many steps at once. For lanes of other ranks only the lengths of
 cells are looked up (`LaneLengths`).
@@ -30,7 +30,7 @@ from cellmill.data.stream.order import EpochLayout, EpochOrder, epoch_order
 
 _TASKS = 32  # read tasks per buffer: submitting one costs as much as reading some cells
 _STEPS = 256  # steps whose numbers of cells are computed at once
-# cells of small steps that are given together, to spread the overhead of Python over them
+# cells of small steps that are yielded together
 _CELLS_TOGETHER = 256
 
 
@@ -184,7 +184,7 @@ class Prefetch:
         lanes = np.arange(layout.stream.lanes).reshape(-1, world).T  # (ranks, lanes of each)
         self._lanes: list[int] = lanes[rank].tolist()
         self._other_lanes = np.delete(lanes, rank, axis=0).ravel()  # rank after rank
-        self._first_cell = row_offsets(layout.shard_cells)
+        self._shard_offsets = row_offsets(layout.shard_cells)
         self._epochs: dict[int, EpochOrder] = {}
         self._pool = ThreadPoolExecutor(io_threads, thread_name_prefix="cellmill-read")
 
@@ -213,7 +213,7 @@ class Prefetch:
                     n_local = in_ranks[:, self._rank]
                     n = ahead.n_steps_together(step_in_run, n_local)
                     local = ahead.take(step_in_run, n_local[:n])
-                    lengths = local.packed.n_genes
+                    lengths = local.packed.lengths
                     if len(self._other_lanes):
                         lengths = self._insert_lengths(
                             lengths, lengths_of_others, in_ranks[:n], in_lanes[:n]
@@ -238,7 +238,7 @@ class Prefetch:
         for lane in self._other_lanes.tolist():
             cell = int(first_cells[lane])
             window = order.window_with(lane, cell)
-            skipped.append(cell - int(order.window_starts[lane][window]))
+            skipped.append(cell - int(order.window_offsets[lane][window]))
             windows.append(self._lengths_of_windows(lane, epoch, window))
         return LaneLengths(windows, skipped)
 
@@ -332,7 +332,7 @@ class Prefetch:
 
         `runs`, `(runs, 3)`, are those of the lanes, and `packed` has the cells in their order.
         """
-        spans = np.array([order.window_starts[lane][window : window + 2] for lane in lanes])
+        spans = np.array([order.window_offsets[lane][window : window + 2] for lane in lanes])
         sizes = np.diff(spans)[:, 0]
         # lane after lane: each cell's row in the concatenated runs, and its step
         shuffled = np.concatenate([order.window_order(lane, window) for lane in lanes])
@@ -346,7 +346,7 @@ class Prefetch:
         row = row[by_step]
         # id of the cell in each row: rows of a run are consecutive cells
         shard, first, n = runs.T
-        first_id = self._first_cell[shard] + first
+        first_id = self._shard_offsets[shard] + first
         first_row_of_run = np.cumsum(n) - n
         id_of_row = np.arange(len(row)) + np.repeat(first_id - first_row_of_run, n)
         return StreamCells(

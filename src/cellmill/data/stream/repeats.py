@@ -65,16 +65,16 @@ class Repeats:
     def _weights(self, exponent: float) -> np.ndarray:
         """(levels,) float64: weight of a cell of each level."""
         sizes = self._sizes
-        most = self.stream.max_repeats
+        max_weight = self.stream.max_repeats
         labelled_frac = self.stream.labelled_frac
         n_cells = len(self.levels)
         n_with_level = n_cells - int(sizes[0])
         if labelled_frac is None or not n_with_level:
             # exactly 1 for exponent 0, where a quotient of sums may not be
-            return weigh_levels(sizes, exponent, most) if exponent else np.ones(len(sizes))
+            return weigh_levels(sizes, exponent, max_weight) if exponent else np.ones(len(sizes))
         # reads of cells with a level; the other cells share the rest
         labelled_reads = labelled_frac * n_cells if n_with_level < n_cells else n_cells
-        labelled = weigh_levels(np.append(0, sizes[1:]), exponent, most)
+        labelled = weigh_levels(np.append(0, sizes[1:]), exponent, max_weight)
         weights = labelled * labelled_reads / n_with_level
         weights[0] = (n_cells - labelled_reads) / max(n_cells - n_with_level, 1)
         return weights
@@ -90,20 +90,20 @@ class Repeats:
         return np.split(np.argsort(self.levels, kind="stable"), np.cumsum(self._sizes)[:-1])
 
 
-def weigh_levels(sizes: np.ndarray, exponent: float, most: float) -> np.ndarray:
-    """Weight of a cell of each level, (levels,) float64: `min(most, s * size ** -exponent)`.
+def weigh_levels(sizes: np.ndarray, exponent: float, max_weight: float) -> np.ndarray:
+    """Weight of a cell of each level, (levels,) float64: `min(max_weight, s * size ** -exponent)`.
 
-    The mean over all cells is 1. `sizes`, (levels,), are numbers of cells, and may be 0; `most` is
-    at least 1.
+    The mean over all cells is 1. `sizes`, (levels,), are numbers of cells, and may be 0;
+    `max_weight` is at least 1.
     """
     relative = np.maximum(sizes, 1.0) ** -exponent
     capped = np.zeros(len(sizes), bool)
     while True:  # each round caps at least one more level
-        left = sizes.sum() - most * sizes[capped].sum()
+        left = sizes.sum() - max_weight * sizes[capped].sum()
         free = float((sizes * relative)[~capped].sum())
         scale = left / free if free else 0.0
-        weights = np.where(capped, most, relative * scale)
-        above = ~capped & (sizes > 0) & (weights > most)
+        weights = np.where(capped, max_weight, relative * scale)
+        above = ~capped & (sizes > 0) & (weights > max_weight)
         if not above.any():
             return weights
         capped |= above

@@ -25,24 +25,24 @@ _ZEROS = np.uint64(0x5A45524F)  # part of the keys of genes without counts
 _MAX_TABLE = 1 << 24
 
 
-def count_tokens(
+def count_kept_and_zeros(
     tokens: Tokens, detected: np.ndarray, n_genes: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of tokens with and without counts in each cell, (cells,) int64 each.
+    """Numbers of tokens with counts and without, zeros, in each cell, `(cells,)` int64 each.
 
-    `detected`, (cells,), is the number of genes that each cell has, out of `n_genes`. A fraction
+    `detected`, `(cells,)`, is the number of genes that each cell has, out of `n_genes`. A fraction
     `zero_frac` of the tokens have no counts.
     """
     zero_frac = tokens.zero_frac
     if not zero_frac:
         kept = np.minimum(detected, tokens.max_tokens)
         return kept, np.zeros_like(kept)
-    most_kept = int(tokens.max_tokens * (1 - zero_frac))
-    kept = np.minimum(detected, max(1, most_kept))
+    max_kept = int(tokens.max_tokens * (1 - zero_frac))
+    kept = np.minimum(detected, max(1, max_kept))
     zeros = np.floor(kept * zero_frac / (1 - zero_frac)).astype(kept.dtype)
     absent = n_genes - detected
-    most_zeros = np.minimum(absent, tokens.max_tokens - kept)
-    return kept, np.minimum(zeros, most_zeros)
+    max_zeros = np.minimum(absent, tokens.max_tokens - kept)
+    return kept, np.minimum(zeros, max_zeros)
 
 
 class CellTokenizer:
@@ -68,93 +68,93 @@ class CellTokenizer:
         self._tokenizer: Tokenizer = uncut.load()(uncut)
         self.dtype = self._tokenizer.dtype
 
-    def max_genes(self, counted: bool) -> int | None:
+    def max_genes(self, with_counts: bool) -> int | None:
         """Genes of each cell that have to be read; None for all of them and their counts."""
-        reads_all = counted or self._chooses or self._tokenizer.needs_counts
+        reads_all = with_counts or self._chooses or self._tokenizer.needs_counts
         return None if reads_all else self._tokens.max_tokens
 
     def unsorted_up_to(self) -> int | None:
-        """Cells of at most so many genes give the same tokens in any order; None: all cells do."""
+        """Largest number of genes at which gene order cannot change a cell's tokens; None if it never can."""
         if self._tokens.value_kind == "place":
             return 0
         return self._tokens.max_tokens if self._tokens.truncation == "top" else None
 
     def count_tokens(self, detected: np.ndarray) -> np.ndarray:
         """(cells,) int64: tokens of cells with `detected` genes."""
-        kept, zeros = count_tokens(self._tokens, detected, self._n_genes)
+        kept, zeros = count_kept_and_zeros(self._tokens, detected, self._n_genes)
         return kept + zeros
 
     def batch(
         self,
         genes: np.ndarray,
         counts: Any,
-        starts: np.ndarray,
+        offsets: np.ndarray,
         cells: np.ndarray,
-        counted: bool = False,
+        with_counts: bool = False,
         epoch: int = 0,
     ) -> Batch:
         """Batch of cells whose genes, (nonzeros,), are in rank order; with the counts of its tokens
-        if `counted`.
+        if `with_counts`.
         """
         if self._chooses:
-            return self._chosen_batch(genes, counts, starts, cells, counted, epoch)
-        return make_batch(self._tokenizer, genes, counts, starts, cells, counted)
+            return self._chosen_batch(genes, counts, offsets, cells, with_counts, epoch)
+        return make_batch(self._tokenizer, genes, counts, offsets, cells, with_counts)
 
     def _chosen_batch(
         self,
         genes: np.ndarray,
         counts: np.ndarray,
-        starts: np.ndarray,
+        offsets: np.ndarray,
         cells: np.ndarray,
-        counted: bool,
+        with_counts: bool,
         epoch: int,
     ) -> Batch:
         """`batch` of chosen genes. In each cell, genes with counts come first."""
-        all_ids, all_values, _ = self._tokenizer.tokenize(genes, counts, starts)
-        keys = self._cell_keys(genes, counts, starts, epoch)
-        n_kept, n_zeros = count_tokens(self._tokens, np.diff(starts), self._n_genes)
-        kept = self._choose(genes, starts, n_kept, keys)
-        zeros = _draw_absent(genes, starts, n_zeros, keys, self._n_genes)
+        all_ids, all_values, _ = self._tokenizer.tokenize(genes, counts, offsets)
+        keys = self._cell_keys(genes, counts, offsets, epoch)
+        n_kept, n_zeros = count_kept_and_zeros(self._tokens, np.diff(offsets), self._n_genes)
+        kept = self._choose(genes, offsets, n_kept, keys)
+        zeros = _draw_absent(genes, offsets, n_zeros, keys, self._n_genes)
         n_tokens = n_kept + n_zeros
-        ends = row_offsets(n_tokens)
-        is_zero = positions_in_rows(ends) >= np.repeat(n_kept, n_tokens)
+        token_offsets = row_offsets(n_tokens)
+        is_zero = positions_in_rows(token_offsets) >= np.repeat(n_kept, n_tokens)
         ids = np.empty(len(is_zero), np.int32)
         ids[~is_zero] = all_ids[kept]
         ids[is_zero] = zeros + len(SPECIAL)
         values = np.zeros(len(is_zero), self.dtype)
         if self._tokens.value_kind == "place":
-            values[:] = positions_in_rows(ends)
+            values[:] = positions_in_rows(token_offsets)
         else:
             values[~is_zero] = all_values[kept]
         token_counts = None
-        if counted:
+        if with_counts:
             token_counts = np.zeros(len(is_zero), np.int64)
             token_counts[~is_zero] = counts[kept]
-        return Batch(ids, values, ends.astype(np.int32), cells, token_counts)
+        return Batch(ids, values, token_offsets.astype(np.int32), cells, token_counts)
 
     def _cell_keys(
-        self, genes: np.ndarray, counts: np.ndarray, starts: np.ndarray, epoch: int
+        self, genes: np.ndarray, counts: np.ndarray, offsets: np.ndarray, epoch: int
     ) -> np.ndarray:
         """Key of each cell's draws, (cells,) uint64, by its genes and counts in any order."""
         pairs = splitmix64(genes.astype(np.uint64) ^ splitmix64(counts.astype(np.uint64)))
         # sums modulo 2**64
         total = np.zeros(len(pairs) + 1, np.uint64)
         pairs.cumsum(out=total[1:])
-        sums = total[starts[1:]] - total[starts[:-1]]
+        sums = total[offsets[1:]] - total[offsets[:-1]]
         seed = np.array([self._seed], np.uint64)
         return splitmix64(sums ^ splitmix64(splitmix64(seed) ^ np.uint64(epoch)))
 
     def _choose(
-        self, genes: np.ndarray, starts: np.ndarray, n_kept: np.ndarray, keys: np.ndarray
+        self, genes: np.ndarray, offsets: np.ndarray, n_kept: np.ndarray, keys: np.ndarray
     ) -> np.ndarray:
         """Indices of the `n_kept` genes of each cell that become tokens, ascending."""
-        lengths = np.diff(starts)
+        lengths = np.diff(offsets)
         if self._tokens.truncation == "top":
-            return np.flatnonzero(positions_in_rows(starts) < np.repeat(n_kept, lengths))
+            return np.flatnonzero(positions_in_rows(offsets) < np.repeat(n_kept, lengths))
         keep = np.ones(len(genes), bool)
         for cell in np.flatnonzero(lengths > n_kept).tolist():
-            start = int(starts[cell])
-            stop = int(starts[cell + 1])
+            start = int(offsets[cell])
+            stop = int(offsets[cell + 1])
             cell_genes = genes[start:stop]
             if self._tokens.truncation == "variable":
                 assert self._variability is not None
@@ -167,7 +167,7 @@ class CellTokenizer:
 
 
 def _draw_absent(
-    genes: np.ndarray, starts: np.ndarray, n: np.ndarray, keys: np.ndarray, n_genes: int
+    genes: np.ndarray, offsets: np.ndarray, n: np.ndarray, keys: np.ndarray, n_genes: int
 ) -> np.ndarray:
     """Draw `n`, (cells,), genes without counts for each cell by its key; return their rows.
 
@@ -178,7 +178,7 @@ def _draw_absent(
     for cell in np.flatnonzero(n).tolist():
         draws = splitmix64(splitmix64(keys[cell : cell + 1] ^ _ZEROS) ^ all_genes)
         # sorted last: genes with counts are not drawn
-        draws[genes[starts[cell] : starts[cell + 1]]] = np.iinfo(np.uint64).max
+        draws[genes[offsets[cell] : offsets[cell + 1]]] = np.iinfo(np.uint64).max
         drawn.append(np.sort(_smallest(draws, n[cell])))
     return np.concatenate(drawn)
 
@@ -194,8 +194,8 @@ class FirstGenes:
     def __init__(self, options: Any) -> None:
         self._options = options
 
-    def _prefixes(self, starts: np.ndarray) -> Prefixes:
-        return Prefixes(starts, self._options.max_tokens)
+    def _prefixes(self, offsets: np.ndarray) -> Prefixes:
+        return Prefixes(offsets, self._options.max_tokens)
 
 
 class ContinuousTokenizer(FirstGenes):
@@ -204,8 +204,8 @@ class ContinuousTokenizer(FirstGenes):
     dtype = np.dtype(np.float32)
     needs_counts = True
 
-    def tokenize(self, genes: np.ndarray, counts: Any, starts: np.ndarray) -> Tokenized:
-        return log_tokens(self._prefixes(starts), genes, counts)
+    def tokenize(self, genes: np.ndarray, counts: Any, offsets: np.ndarray) -> Tokenized:
+        return log_tokens(self._prefixes(offsets), genes, counts)
 
 
 class RankTokenizer(FirstGenes):
@@ -214,8 +214,8 @@ class RankTokenizer(FirstGenes):
     dtype = np.dtype(np.int32)
     needs_counts = False
 
-    def tokenize(self, genes: np.ndarray, counts: Any, starts: np.ndarray) -> Tokenized:
-        kept = self._prefixes(starts)
+    def tokenize(self, genes: np.ndarray, counts: Any, offsets: np.ndarray) -> Tokenized:
+        kept = self._prefixes(offsets)
         # slices of one cached array take half the time of arange - repeat
         longest = np.arange(kept.lengths.max(initial=0), dtype=np.int32)
         values = recycled_empty(kept.cu_seqlens[-1], self.dtype)
@@ -243,10 +243,10 @@ class BinnedTokenizer(FirstGenes):
                 )
             self._edges = np.array(options.edges)
 
-    def tokenize(self, genes: np.ndarray, counts: Any, starts: np.ndarray) -> Tokenized:
-        kept = self._prefixes(starts)
+    def tokenize(self, genes: np.ndarray, counts: Any, offsets: np.ndarray) -> Tokenized:
+        kept = self._prefixes(offsets)
         if self._edges is None:
-            bins = _bin_cells(counts, starts, self._options.bins)
+            bins = _bin_cells(counts, offsets, self._options.bins)
             return Tokenized(kept.token_ids(genes), kept.copy(bins, np.int32), kept.cu_seqlens)
         ids, values, cu_seqlens = log_tokens(kept, genes, counts)
         # a value at an edge is in the bin above it
@@ -265,28 +265,28 @@ def bin_counts(counts: np.ndarray, bins: int) -> np.ndarray:
     return np.digitize(counts, quantiles).astype(np.int32)
 
 
-def _bin_cells(counts: np.ndarray, starts: np.ndarray, bins: int) -> np.ndarray:
+def _bin_cells(counts: np.ndarray, offsets: np.ndarray, bins: int) -> np.ndarray:
     """`bin_counts` of every cell, by lookup tables over the values of counts: no sort, no search
     per token.
     """
-    lengths = np.diff(starts)
+    lengths = np.diff(offsets)
     filled = np.flatnonzero(lengths)
     if not len(filled):
         return np.empty(0, np.int32)
-    largest = np.maximum.reduceat(counts, starts[:-1][filled]).astype(np.int64)
+    largest = np.maximum.reduceat(counts, offsets[:-1][filled]).astype(np.int64)
     sizes = largest + 2  # entries of each cell's table: a count is its index
     if int(sizes.sum()) > _MAX_TABLE:
-        cells = np.split(counts, starts[1:-1])
+        cells = np.split(counts, offsets[1:-1])
         return np.concatenate([bin_counts(cell, bins) for cell in cells if len(cell)])
     # tables of all cells, one after another, with an entry for each token
     n = lengths[filled]
-    table_starts = row_offsets(sizes)
-    entry = np.repeat(table_starts[:-1], n)
+    table_offsets = row_offsets(sizes)
+    entry = np.repeat(table_offsets[:-1], n)
     entry += counts
-    # `(entries,)`: counts in this entry and all earlier ones, earlier cells included
-    n_up_to = np.cumsum(np.bincount(entry, minlength=int(table_starts[-1])))
-    quantiles = _cell_quantiles(n_up_to, table_starts[:-1, None], n, bins)
-    return _bins_reached(quantiles, table_starts)[entry]
+    # `(entries,)`: number of tokens whose entry is this one or an earlier one, earlier cells included
+    n_up_to = np.cumsum(np.bincount(entry, minlength=int(table_offsets[-1])))
+    quantiles = _cell_quantiles(n_up_to, table_offsets[:-1, None], n, bins)
+    return _bins_reached(quantiles, table_offsets)[entry]
 
 
 def _cell_quantiles(
@@ -312,14 +312,14 @@ def _cell_quantiles(
     return np.where(frac >= 0.5, above - gap * (1 - frac), below + gap * frac)
 
 
-def _bins_reached(quantiles: np.ndarray, table_starts: np.ndarray) -> np.ndarray:
+def _bins_reached(quantiles: np.ndarray, table_offsets: np.ndarray) -> np.ndarray:
     """`(entries,)` int32: number of its cell's `quantiles`, `(cells, bins)`, that each count in the
     tables reaches.
     """
     n_cells, bins = quantiles.shape
     # an integer reaches a quantile when it reaches the quantile rounded up
-    reached_at = table_starts[:-1, None] + np.ceil(quantiles).astype(np.int64)
-    reached = np.cumsum(np.bincount(reached_at.ravel(), minlength=int(table_starts[-1])))
+    reached_at = table_offsets[:-1, None] + np.ceil(quantiles).astype(np.int64)
+    reached = np.cumsum(np.bincount(reached_at.ravel(), minlength=int(table_offsets[-1])))
     # without the quantiles of earlier cells
-    reached -= np.repeat(np.arange(n_cells) * bins, np.diff(table_starts))
+    reached -= np.repeat(np.arange(n_cells) * bins, np.diff(table_offsets))
     return reached.astype(np.int32)

@@ -145,13 +145,13 @@ def tokenize_blocks(
         nonempty = np.diff(block.indptr) > 0
         block = select_rows(block, nonempty)
         cells = cells[nonempty].astype(np.int64)
-        starts = block.indptr.astype(np.int64)
+        offsets = block.indptr.astype(np.int64)
         if columns.ordered:
             genes = columns.target[block.indices]
             counts = block.data
         else:
-            genes, counts = rank_order_rows(starts, block.indices, block.data, inverse)
-        yield tokenizer.batch(genes, counts, starts, cells, with_counts).with_rows(per_cell)
+            genes, counts = rank_order_rows(offsets, block.indices, block.data, inverse)
+        yield tokenizer.batch(genes, counts, offsets, cells, with_counts).with_rows(per_cell)
 
 
 def _sum_counts(raw: sp.csr_matrix, block: sp.csr_matrix, columns: GeneColumns) -> np.ndarray:

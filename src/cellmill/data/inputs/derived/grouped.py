@@ -40,9 +40,9 @@ class GroupedColumns(StoredMatrix):
         for part in self._whole.blocks(block):
             columns = self._target[part.indices]
             is_kept = columns >= 0
-            ends = row_offsets(is_kept)[part.indptr]
+            offsets = row_offsets(is_kept)[part.indptr]
             shape = (part.shape[0], self.shape[1])
-            grouped = sp.csr_matrix((part.data[is_kept], columns[is_kept], ends), shape=shape)
+            grouped = sp.csr_matrix((part.data[is_kept], columns[is_kept], offsets), shape=shape)
             if grouped.dtype.kind == "f":  # fractions that sum to a count are one
                 grouped = grouped.astype(np.float64)
                 grouped.sum_duplicates()

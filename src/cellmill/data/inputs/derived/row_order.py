@@ -65,11 +65,11 @@ class OrderedRows:
 
     def parts(self, block: int) -> Iterator[sp.csr_matrix]:
         """All rows in order, `block` at a time."""
-        ends = row_offsets(self._lengths)
+        offsets = row_offsets(self._lengths)
         self._columns.seek(0)
         self._values.seek(0)
         for low in range(0, self.shape[0], block):
-            indptr = ends[low : low + block + 1] - ends[low]
+            indptr = offsets[low : low + block + 1] - offsets[low]
             n = int(indptr[-1])
             columns = np.empty(n, np.int32)
             values = np.empty(n, self._dtype)

@@ -90,7 +90,7 @@ class _LongMatrix(StoredMatrix):
         self.shape = (len(cells), len(genes))
 
     def blocks(self, block: int) -> Iterator[sp.csr_matrix]:
-        """As `StoredMatrix.blocks`. Raises DataError for a gene that has two lines in one cell."""
+        """Same as `StoredMatrix.blocks`. Raises DataError for a gene that has two lines in one cell."""
         first = 0
         for part in super().blocks(block):
             part.sort_indices()
