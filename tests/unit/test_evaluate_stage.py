@@ -74,6 +74,49 @@ def test_initial_weights_are_level_with_untrained_ones(
     assert (entry["mean"], entry["low"], entry["high"]) == (0, 0, 0)
 
 
+def test_effort_fast_is_full_with_fewer_repetitions(
+    corpus: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    probes = {"full": {"seeds": 1}, "fast": {"seeds": 3}}
+    results = {}
+    for effort, options in probes.items():
+        out = tmp_path / effort / "metrics.json"
+        metrics = evaluate(corpus, out, effort=effort, tasks={"probe": options})
+        results[effort] = metrics["datasets"]["simulated"]["tasks"]["probe"]
+        assert metrics["options"].get("effort", "full") == effort
+    log = capsys.readouterr().out
+    assert "effort fast leaves out the UMAP; 2 of 3 seeds of probe\n" in log
+    full = results["full"]
+    fast = results["fast"]
+    assert fast["rows"] == full["rows"]
+    assert fast["verdicts"] == [verdict | {"effort": "fast"} for verdict in full["verdicts"]]
+    marked = [sentence.replace(" (effort fast).", ".") for sentence in fast["sentences"]]
+    assert marked == [*full["sentences"], "Effort fast left out 2 of 3 seeds."]
+    assert marked != fast["sentences"]
+    omitted = {"effort": "fast", "left_out": "2 of 3 seeds"}
+    assert fast["figures"] == full["figures"] | omitted
+    assert read_umap(tmp_path / "fast" / "umap.tsv") == []
+
+
+def test_effort_fast_reduces_every_task_with_repetitions() -> None:
+    names = ("probe", "few_shot", "low_depth", "missing_genes", "clustering", "imputation")
+    tasks: dict[str, Any] = {name: {} for name in names}
+    section = EvaluateOptions.model_validate({"evaluate": {"tasks": tasks, "effort": "fast"}})
+    reduced, left_out = section.evaluate.reduce_effort()
+    assert left_out == {
+        "probe": ["4 of 5 seeds"],
+        "few_shot": ["7 of 10 draws"],
+        "low_depth": ["2 of 3 repeats", "1 of 2 count_fracs"],
+        "missing_genes": ["2 of 3 repeats", "1 of 2 genes"],
+        "clustering": ["4 of 5 seeds", "all resolutions but the fixed one"],
+        "imputation": ["2 of 3 seeds"],
+    }
+    assert reduced.tasks["clustering"].model_dump()["resolutions"] == [1.0]
+    assert reduced.reduce_effort()[0] == reduced
+    full = section.evaluate.model_copy(update={"effort": "full"})
+    assert full.reduce_effort() == (full, {})
+
+
 @pytest.mark.full
 def test_all_cells_are_scored_on_request(corpus: dict[str, Path], tmp_path: Path) -> None:
     few: dict[str, Any] = {"tasks": {"reconstruct": {}}}

@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny
 
@@ -139,6 +139,10 @@ class Evaluate(Section):
     """Cross-validation folds of tasks that fit a model."""
     seed: int = Field(0, ge=0, le=2**31 - 1)
     """Seed of folds, masks, the untrained model and the UMAP."""
+    effort: Literal["fast", "full"] = "full"
+    """fast has fewer repetitions and levels, one resolution and no UMAP; each result and verdict
+    says so.
+    """
     tasks: Annotated[
         dict[str, SerializeAsAny[TaskConfig]], BeforeValidator(partial(by_name, TaskConfig))
     ] = Field(_DEFAULT_TASKS, min_length=1)
@@ -162,7 +166,19 @@ class Evaluate(Section):
     embeddings, but enter no verdict and no gate.
     """
 
-    _dump = leaving_out("classifiers", "gate", "external")
+    _dump = leaving_out("effort", "classifiers", "gate", "external")
+
+    def reduce_effort(self) -> tuple[Self, dict[str, list[str]]]:
+        """The options that are evaluated, and what effort fast leaves out of each task; nothing at
+        effort full.
+        """
+        if self.effort == "full":
+            return self, {}
+        tasks = {}
+        left_out = {}
+        for name, config in self.tasks.items():
+            tasks[name], left_out[name] = config.reduce_effort()
+        return self.model_copy(update={"tasks": tasks}), left_out
 
     def problems(self) -> Iterator[str]:
         for name in self.classifiers:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from multiprocessing import active_children, get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,6 +48,7 @@ class _TaskRun:
     task: Task
     context: Context
     path: Path  # see `FinishedTasks.path`
+    left_out: list[str] | None  # what effort fast leaves out; None at effort full
 
     def run(self) -> RunOutput:
         """Result with its seconds, and the new predictions of baselines."""
@@ -55,8 +57,13 @@ class _TaskRun:
         before = set(baselines.predictions)
         result = run_task(self.task, self.context)
         seconds = round(time.perf_counter() - started, 2)
+        numbers: dict[str, Any] = {"seconds": seconds}
         result = replace(result, task=self.task_name)
-        result.figures["seconds"] = seconds
+        if self.left_out is not None:
+            left_out = ", ".join(self.left_out) or "nothing"
+            result = result.mark_fast(left_out)
+            numbers |= {"effort": "fast", "left_out": left_out}
+        result.figures.update(numbers)
         # a NaN fails here, in the task's own process, where the error names the task
         json.dumps(result.to_json(), allow_nan=False)
         added = {key: value for key, value in baselines.predictions.items() if key not in before}
@@ -64,11 +71,15 @@ class _TaskRun:
 
 
 def _list_task_runs(
-    tasks: dict[str, Task], context: Context, finished: FinishedTasks
+    tasks: dict[str, Task],
+    context: Context,
+    finished: FinishedTasks,
+    left_out: Mapping[str, list[str]],
 ) -> Iterator[_TaskRun]:
     """Each task, then for each further label the tasks that read a label."""
     for name, task in tasks.items():
-        yield _TaskRun(name, name, task, context, finished.path(name, task, context))
+        path = finished.path(name, task, context)
+        yield _TaskRun(name, name, task, context, path, left_out.get(name))
     for role, column in context.roles.items():
         if role == "label" or not is_label(role):
             continue
@@ -76,7 +87,9 @@ def _list_task_runs(
         for name, task in tasks.items():
             if context.options.tasks[name].reads_label:
                 path = finished.path(name, task, relabelled)
-                yield _TaskRun(f"{name} of {column.name}", name, task, relabelled, path)
+                yield _TaskRun(
+                    f"{name} of {column.name}", name, task, relabelled, path, left_out.get(name)
+                )
 
 
 _inherited: list[_TaskRun] = []  # on the current dataset, inherited by forked processes
@@ -121,14 +134,17 @@ def check_packages(section: Evaluate) -> None:
 
 
 def run_tasks(
-    tasks: dict[str, Task], context: Context, finished: FinishedTasks
+    tasks: dict[str, Task],
+    context: Context,
+    finished: FinishedTasks,
+    left_out: Mapping[str, list[str]],
 ) -> dict[str, TaskResult]:
     """Result of each task; prints the results. On CPU cores several processes run the tasks that
-    were not `finished` earlier.
+    were not `finished` earlier. `left_out` is what effort fast leaves out of each task.
 
     A task that fails is named in the last line, below its traceback.
     """
-    task_runs = [*_list_task_runs(tasks, context, finished)]
+    task_runs = [*_list_task_runs(tasks, context, finished, left_out)]
     dataset = context.dataset
     n_scored = int(context.scored.sum())
     print(

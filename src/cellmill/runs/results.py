@@ -13,10 +13,10 @@ them differ by the same, the interval says nothing, and the comparison is undeci
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -103,22 +103,28 @@ class Verdict:
     """95 % interval of the difference; None if none was estimated: then the difference decides."""
     outcome: Outcome
     n: int | None = None  # independent units of an undecided comparison
+    effort: Literal["fast", "full"] = "full"  # `evaluate.effort`
 
     @property
     def sentence(self) -> str:
         """The verdict in words, with the difference and its interval."""
+        mark = " (effort fast)" if self.effort == "fast" else ""
+        return f"{self._words}{mark}."
+
+    @property
+    def _words(self) -> str:
         over = "" if self.interval is None else " ({:+.3f} to {:+.3f})".format(*self.interval)
         signed = f"{self.difference:+.3f} {self.metric}{over}"
         if self.outcome == "undecided":
             reason = f"n = {self.n}"
             if self.n is not None and self.n >= FEWEST:
                 reason = f"all {self.n:,} differ by the same"
-            return f"{self.compared} against {self.against}: {signed}, undecided, {reason}."
+            return f"{self.compared} against {self.against}: {signed}, undecided, {reason}"
         if self.outcome == "level":
-            return f"{self.compared} is level with {self.against}: {signed}."
+            return f"{self.compared} is level with {self.against}: {signed}"
         relation = "is ahead of" if self.outcome == "ahead" else "is behind"
         size = f"{abs(self.difference):.3f} {self.metric}{over}"
-        return f"{self.compared} {relation} {self.against} by {size}."
+        return f"{self.compared} {relation} {self.against} by {size}"
 
 
 def compare(
@@ -292,7 +298,7 @@ class TaskResult:
                     continue
                 # all are worse than the untrained network
                 nearest = min(others, key=lambda difference: abs(difference.mean))
-                verdict = compare(
+                nearest_verdict = compare(
                     verdict.compared,
                     nearest.against,
                     verdict.metric,
@@ -300,8 +306,17 @@ class TaskResult:
                     (nearest.low, nearest.high),
                     lower_is_better=verdict.difference < 0,
                 )
+                verdict = replace(nearest_verdict, effort=verdict.effort)
             chosen[verdict] = columns
         return chosen
+
+    def mark_fast(self, left_out: str) -> Self:
+        """The result marked as of effort fast, which left this out."""
+        return replace(
+            self,
+            verdicts=[replace(verdict, effort="fast") for verdict in self.verdicts],
+            notes=[*self.notes, f"Effort fast left out {left_out}."],
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain mappings and lists, with the texts for people."""
@@ -309,6 +324,9 @@ class TaskResult:
         fields["rows"] = [
             {"name": row.method.name, **plain} for row, plain in zip(self.rows, fields["rows"])
         ]
+        for verdict in fields["verdicts"]:
+            if verdict["effort"] == "full":
+                del verdict["effort"]
         fields["gaps"] = [
             plain | {"words": gap.words} for gap, plain in zip(self.gaps, fields["gaps"])
         ]

@@ -85,13 +85,16 @@ def evaluate(
     shared by the runs of a corpus. `external` are files of rules embed_external or zoo: those of
     the first dataset in the order of `evaluate.external`, then the next one's.
     """
-    section = options.evaluate
+    section, left_out = options.evaluate.reduce_effort()
     files = _pair_files(section, cells, embeddings, labels, external)
     for name in ("umap.tsv", "scores.csv"):
         refuse_overwriting(out, [("the file of another result", out.with_name(name))])
     refuse_overwriting(out, [("a file of --model", path) for path in model.glob("*")])
     check_writable(out)
     check_packages(section)
+    if section.effort == "fast":
+        omitted = [f"{', '.join(parts)} of {name}" for name, parts in left_out.items() if parts]
+        print(f"effort fast leaves out the UMAP; {'; '.join(omitted)}", flush=True)
     evaluation = _Evaluation(section, model, manifest, ancestors, files)
     finished = FinishedTasks(out.with_name("finished"), evaluation.datasets)
     tasks: dict[str, Task] = {name: config.load()(config) for name, config in section.tasks.items()}
@@ -115,7 +118,8 @@ def evaluate(
                     embedding_cost=cost,
                     external=vectors,
                 )
-                pictures.append(_start_umap(context, unseen))
+                if section.effort == "full":
+                    pictures.append(_start_umap(context, unseen))
                 n_cells = context.reader.n_obs
                 n_scored = int(context.scored.sum())
                 n_chosen = n_cells if section.cells == "all" else int(unseen.sum())
@@ -126,7 +130,7 @@ def evaluate(
                     cells=section.cells,
                     n_without_genes=n_chosen - n_scored,
                     roles={role: column for role, column in roles.items() if column != role},
-                    tasks=run_tasks(tasks, context, finished),
+                    tasks=run_tasks(tasks, context, finished, left_out),
                     genes=asdict(gene_coverage(context.columns, context.model.vocabulary)),
                     in_corpus=bool(evaluation.trained.seen[name]),
                     n_copies=n_copies,

@@ -1,7 +1,7 @@
 """Options of evaluation tasks. Torch-free."""
 
-from collections.abc import Collection, Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field
 
@@ -23,8 +23,22 @@ class TaskConfig(Plugin):
     kind = "task"
     reads_label: ClassVar[bool] = False  # runs once for each label of a dataset
     files: ClassVar[tuple[str, ...]] = ()  # options that name files, which the rule reads too
+    # most of an option, or of the values in its list, at effort fast
+    fast: ClassVar[Mapping[str, int]] = {}
 
     name: str
+
+    def reduce_effort(self) -> tuple[Self, list[str]]:
+        """The options at effort fast, and what they leave out."""
+        reduced: dict[str, Any] = {}
+        left_out = []
+        for option, most in self.fast.items():
+            value = getattr(self, option)
+            size = len(value) if isinstance(value, list) else value
+            if size > most:
+                reduced[option] = value[:most] if isinstance(value, list) else most
+                left_out.append(f"{size - most} of {size} {option}")
+        return self.model_copy(update=reduced), left_out
 
     def paths(self) -> dict[str, str]:
         """Files that the options name, by option."""
@@ -65,6 +79,7 @@ class ProbeConfig(LabelTaskConfig):
     """Classifiers of the label on embeddings, against baselines; skipped without a label."""
 
     implementation = "cellmill.evaluate.tasks.classify:Probe"
+    fast: ClassVar[Mapping[str, int]] = {"seeds": 1}
     name: Literal["probe"] = "probe"
     seeds: int = Field(5, ge=1)
     """Repetitions of the cross-validation, each with different folds."""
@@ -87,6 +102,7 @@ class FewShotConfig(LabelTaskConfig):
     """Few-shot classifiers of the label, trained on a few cells per class; skipped without a label."""
 
     implementation = "cellmill.evaluate.tasks.classify:FewShot"
+    fast: ClassVar[Mapping[str, int]] = {"draws": 3}
     name: Literal["few_shot"] = "few_shot"
     shots: Counts = Field([5, 10, 20], min_length=1)
     """Numbers of training cells per class."""
@@ -125,6 +141,7 @@ class DegradedConfig(LabelTaskConfig):
 class LowDepthConfig(DegradedConfig):
     """Classifiers of the label on cells with a fraction of their counts; skipped without a label."""
 
+    fast: ClassVar[Mapping[str, int]] = {"repeats": 1, "count_fracs": 1}
     name: Literal["low_depth"] = "low_depth"
     count_fracs: Annotated[list[Annotated[float, Field(gt=0, lt=1)]], EachOnce] = Field(
         [0.3, 0.1], min_length=1
@@ -144,6 +161,7 @@ class LowDepthConfig(DegradedConfig):
 class MissingGenesConfig(DegradedConfig):
     """Classifiers of the label on cells with few measured genes; skipped without a label."""
 
+    fast: ClassVar[Mapping[str, int]] = {"repeats": 1, "genes": 1}
     name: Literal["missing_genes"] = "missing_genes"
     genes: Counts = Field([200, 75], min_length=1)
     """Numbers of genes to keep, drawn from the expressed ones."""
@@ -154,6 +172,7 @@ class PerturbationConfig(TaskConfig):
 
     implementation = "cellmill.evaluate.tasks.perturbation.task:Perturbation"
     files = ("split_file",)
+    fast: ClassVar[Mapping[str, int]] = {"seeds": 1}
     name: Literal["perturbation"] = "perturbation"
     held_out: Annotated[
         list[Literal["perturbation", "label", "condition", "donor", "batch"]], EachOnce
@@ -210,6 +229,7 @@ class ImputationConfig(TaskConfig):
     """Imputation of hidden genes from the others; skipped without enough cells."""
 
     implementation = "cellmill.evaluate.tasks.imputation:Imputation"
+    fast: ClassVar[Mapping[str, int]] = {"seeds": 1}
     name: Literal["imputation"] = "imputation"
     hidden_frac: float = Field(0.2, gt=0, le=0.9)
     """Fraction of the genes to hide, the same for all cells."""
@@ -233,6 +253,7 @@ class GeneEmbeddingConfig(TaskConfig):
 
     implementation = "cellmill.evaluate.tasks.gene_sets:GeneEmbedding"
     files = ("gene_sets", "transcription_factors")
+    fast: ClassVar[Mapping[str, int]] = {"seeds": 1}
     name: Literal["gene_embedding"] = "gene_embedding"
     gene_sets: str | None = None
     """GMT file: per line a set's name, a description and its genes."""
@@ -277,6 +298,7 @@ class ClusteringConfig(LabelTaskConfig):
     """
 
     implementation = "cellmill.evaluate.tasks.clustering:Clustering"
+    fast: ClassVar[Mapping[str, int]] = {"seeds": 1}
     name: Literal["clustering"] = "clustering"
     neighbors: int = Field(15, ge=2)
     """k of the neighbour graph."""
@@ -292,6 +314,13 @@ class ClusteringConfig(LabelTaskConfig):
 
     def packages(self) -> dict[str, str]:
         return {"igraph": "cluster"}
+
+    def reduce_effort(self) -> tuple[Self, list[str]]:
+        reduced, left_out = super().reduce_effort()
+        if self.resolutions == [self.resolution]:
+            return reduced, left_out
+        left_out.append("all resolutions but the fixed one")
+        return reduced.model_copy(update={"resolutions": [self.resolution]}), left_out
 
 
 class IntegrationConfig(LabelTaskConfig):
