@@ -4,6 +4,7 @@ that it accepts.
 
 import itertools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,7 @@ def test_the_plan_is_printed_as_a_table(
     assert [line[:12].rstrip() for line in lines] == [
         *("parameters", "cells", "steps", "step", "processes", "memory", "micro-batch", "traffic"),
         *("step time", "hours", "warning"),  # masked_value without renormalize
+        *("", "        GPUs", "   1 x 1 = 1", "   1 x 2 = 2", "   1 x 4 = 4", "efficiency:"),
     ]
     assert lines[4] == "processes   4 x h100, HYBRID_SHARD (1 replicas of 4 shards), 32-true"
     assert "of 72 GB per process: parameters" in lines[5]
@@ -521,10 +523,58 @@ def test_a_large_share_of_validation_time_gets_a_hint(
     # 97,657 steps of 512 cells; 489 times 6,250,000 cells forward, a third of a step each
     seen = 489 * 6_250_000 / 3
     share = seen / (seen + 50_000_000)
-    assert (
-        f"validation  489 times 6,250,000 cells, {share:.0%} of the hours: lower train.val_cells or raise "
-        "train.val_every_steps\n"
-    ) in printed("--device h100 --cells 50000000")[0]
+    words = "--device h100 --cells 50000000"
+    line = f"validation  489 times 6,250,000 cells, {share:.0%} of the hours; train.val_cells: 34000 takes 10%\n"
+    assert line in printed(words)[0]
+    capped = printed(words, train={"val_cells": 34_000})[0]
+    assert "validation  489 times 34,000 cells, 10% of the hours\n" in capped
+
+
+def test_one_table_has_the_hours_on_each_number_of_gpus(
+    printed: Callable[..., tuple[str, str]],
+) -> None:
+    words = "--device h100 --nproc-per-node 8 --cells 5e6"
+    lanes = {"lanes": 128}
+    table = (
+        printed(f"{words} --nodes 16", stream=lanes)[0].partition("efficiency\n")[2].splitlines()
+    )
+    counts = [int(line[:12].rpartition("=")[2]) for line in table[:-1]]
+    assert counts == [1, 2, 4, 8, 16, 32, 64, 128]
+    hours = [float(line.split()[5]) for line in table[:-1]]
+    gpu_hours = [float(line.split()[6].replace(",", "")) for line in table[:-1]]
+    shares = [float(line.split()[7].rstrip("%")) for line in table[:-1]]
+    assert hours == sorted(hours, reverse=True)
+    assert shares[0] == 100
+    assert shares == sorted(shares, reverse=True)
+    assert shares[-1] == pytest.approx(100 * gpu_hours[0] / gpu_hours[-1], rel=0.02)
+    # the same hours as a plan of that number alone
+    alone = printed(f"{words} --nodes 4", stream=lanes)[0]
+    assert f"hours       {hours[5]:.3g}, {gpu_hours[5]:,.3g} GPU hours" in alone
+    # a number that cannot work says why
+    odd = printed(
+        "--device h100 --nproc-per-node 6 --cells 5e6",
+        stream={"lanes": 6},
+        train={"global_batch": 1536},
+    )
+    assert "   1 x 4 = 4  stream.lanes 6 is not a multiple of " in odd[0]
+    assert "GPU hours  " not in printed("--device h100 --cells 5e6")[0], "one GPU needs no table"
+
+
+def test_hours_on_cpu_cores_come_from_a_measured_rate(
+    corpus: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned = _plan(corpus, tmp_path)
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hours ")]
+    match = re.fullmatch(
+        r"hours       about ([\d.e-]+) on CPU cores like these, measured now at ([\d,]+) GFLOP/s per process; steps of "
+        "a few ms take longer",
+        line,
+    )
+    assert match is not None, line
+    # at 35 % of the rate, which is printed in whole GFLOP/s
+    flops = planned["flops_per_step"] * planned["steps"]
+    rate = float(match[2].replace(",", "")) * 1e9
+    assert float(match[1]) * 3600 == pytest.approx(flops / (0.35 * rate), rel=0.6)
 
 
 def test_a_device_without_bfloat16_is_refused(

@@ -14,7 +14,7 @@ from cellmill.planner.schedules import idle_frac
 from cellmill.planner.traffic import link_bytes
 from cellmill.planner.work import CorpusSize
 
-LARGE_FRAC = 0.2  # validation above this fraction of the hours gets a hint
+LARGE_FRAC = 0.1  # validation above this fraction of the hours gets a hint
 UNKNOWN = "unknown: no speed is known for this device"
 DEFAULT_BATCH = float(Train.model_fields["global_batch"].default)
 DEFAULT_LR = float(Train.model_fields["lr"].default)
@@ -184,15 +184,26 @@ def _format_time(plan: Plan) -> Iterator[Line]:
     step = plan["step"]
     if step is None:
         yield "step time", UNKNOWN
-        yield "hours", UNKNOWN
         return
     exposed = f"exposed communication {step['communication_s']:.3g}, idle in the pipeline {step['idle_s']:.3g}"
     yield "step time", f"{step['step_s']:.3g} s: compute {step['compute_s']:.3g}, {exposed}"
-    peak = f"{plan['mfu']:.0%} of the peak (compute alone at {plan['mfu_frac']:.0%})"
+    peak = f"{plan['mfu']:.0%} of the peak"
+    if round(plan["mfu"], 2) < round(plan["mfu_frac"], 2):
+        peak += f", which is {plan['mfu_frac']:.0%} (plan.mfu_frac) while a process computes"
     yield "hours", f"{plan['hours']:,.3g}, {plan['gpu_hours']:,.3g} GPU hours at {peak}"
     if plan["layout"]["cpu_offload"] is not None:
         text = "copies between host and device of cpu_offload, and AdamW on the host"
         yield "not counted", text
+
+
+def _suggest_val_cells(plan: Plan) -> int:
+    """Number of validation cells that takes LARGE_FRAC of the hours, of two digits.
+
+    Validation is a forward pass, a third of a step.
+    """
+    cells = 3 * plan["cells_seen"] * LARGE_FRAC / (1 - LARGE_FRAC) / plan["validations"]
+    unit = 10 ** max(0, int(math.log10(max(cells, 1))) - 1)
+    return max(1, int(cells) // unit * unit)
 
 
 def _format_hints(plan: Plan) -> Iterator[Line]:
@@ -202,7 +213,7 @@ def _format_hints(plan: Plan) -> Iterator[Line]:
         if validation_frac is not None:
             text += f", {validation_frac:.0%} of the hours"
         if validation_frac is not None and validation_frac > LARGE_FRAC:
-            text += ": lower train.val_cells or raise train.val_every_steps"
+            text += f"; train.val_cells: {_suggest_val_cells(plan)} takes {LARGE_FRAC:.0%}"
         yield "validation", text
     yield from plan["choices"].items()
     for warning in plan["warnings"]:

@@ -18,9 +18,11 @@ from cellmill.files import write_json
 from cellmill.planner.cost import estimate_cost
 from cellmill.planner.devices import check_precision, find_device
 from cellmill.planner.hardware import find_hardware
+from cellmill.planner.measure.cpu_speed import measure_cpu
 from cellmill.planner.memory import format_bytes
 from cellmill.planner.plan_file import format_plan, make_plan
 from cellmill.planner.remedies import check_memory, find_largest_micro_batch
+from cellmill.planner.scaling import format_scaling
 from cellmill.planner.suggest import format_suggestions
 from cellmill.planner.suggest import suggest as suggest_layouts
 from cellmill.planner.work import CorpusSize, detected_genes
@@ -111,4 +113,13 @@ def plan(
         )
     if out is not None:
         write_json(out, plan)
-    print(format_plan(plan), flush=True)
+    lines = [format_plan(plan)]
+    if device == "cpu":
+        measured = measure_cpu(rates, machine.nproc_per_node)
+        hours = estimate_cost(options, corpus, hardware, measured, memory).hours
+        lines.append(
+            f"hours       about {hours:,.2g} on CPU cores like these, measured now at "
+            f"{(measured.fp32_flops or 0) / 1e9:,.0f} GFLOP/s per process; steps of a few ms take longer"
+        )
+    lines += format_scaling(options, corpus, machine, device, rates)
+    print("\n".join(lines), flush=True)

@@ -1,0 +1,35 @@
+"""Speed of this machine's CPU cores, for the hours of a plan without a GPU."""
+
+import time
+from dataclasses import replace
+
+import torch
+
+from cellmill.planner.devices import Device
+
+SIDE = 768  # rows and columns of the multiplied matrices
+MEASURED_S = 0.1  # least time of the measurement
+MEMORY_GBS = 10.0  # GB/s between processes of a node; only `plan` on several CPU processes reads it
+
+
+def measure_cpu(device: Device, nproc_per_node: int) -> Device:
+    """`device` with the FLOP/s that a process reaches if `nproc_per_node` share the cores.
+
+    Rates are those of float32 matrix products by torch, the best of several.
+    """
+    matrix = torch.ones(SIDE, SIDE)
+    best_s = float("inf")
+    began = time.perf_counter()
+    while time.perf_counter() - began < MEASURED_S:
+        start = time.perf_counter()
+        torch.mm(matrix, matrix)
+        best_s = min(best_s, time.perf_counter() - start)
+    flops = 2 * SIDE**3 / best_s / nproc_per_node
+    return replace(
+        device,
+        bf16_flops=flops,
+        fp32_flops=flops,
+        tf32_flops=flops,
+        intra_node_gbs=MEMORY_GBS,
+        inter_node_gbs=MEMORY_GBS,
+    )

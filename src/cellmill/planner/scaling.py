@@ -1,0 +1,80 @@
+"""Hours of a run on other numbers of devices, within the nodes of the profile."""
+
+from cellmill.config.checks import check_nodes
+from cellmill.config.machine import Machine
+from cellmill.config.options import PlanOptions
+from cellmill.errors import ConfigError
+from cellmill.planner.cost import Cost, estimate_cost
+from cellmill.planner.devices import Device
+from cellmill.planner.hardware import find_hardware
+from cellmill.planner.memory import format_bytes
+from cellmill.planner.remedies import plan_memory
+from cellmill.planner.work import CorpusSize
+
+ROW = "{:>12}  {:>7}  {:>9}  {:>10}"
+
+
+def list_machines(machine: Machine) -> list[Machine]:
+    """The machine with 1, 2, 4, … processes on one node, then with 2, 4, … of its nodes."""
+    n_nodes = machine.node_counts[-1]
+    sizes = [(1, nproc) for nproc in _list_doublings(machine.nproc_per_node)]
+    sizes += [(nodes, machine.nproc_per_node) for nodes in _list_doublings(n_nodes)[1:]]
+    machines = []
+    for nodes, nproc in sizes:
+        size = {"nodes": str(nodes), "nproc_per_node": nproc}
+        machines.append(machine.model_copy(update=size))
+    return machines
+
+
+def _list_doublings(most: int) -> list[int]:
+    """1, 2, 4, … and `most`."""
+    numbers = [1]
+    while numbers[-1] < most:
+        numbers.append(min(2 * numbers[-1], most))
+    return numbers
+
+
+def format_scaling(
+    options: PlanOptions, corpus: CorpusSize, machine: Machine, device: str, rates: Device
+) -> list[str]:
+    """Lines of a table of hours by number of devices; empty with one device or an unknown speed.
+
+    The efficiency is that of the GPU hours: those on the fewest devices that fit, over these. Links
+    and idle time of pipelines lower it.
+    """
+    machines = list_machines(machine)
+    if len(machines) == 1 or rates.flops(options.parallel) is None:
+        return []
+    lines = ["", ROW.format("GPUs", "hours", "GPU hours", "efficiency")]
+    fewest: float | None = None  # GPU hours
+    for size in machines:
+        nodes = size.node_counts[0]
+        count = f"{nodes} x {size.nproc_per_node} = {nodes * size.nproc_per_node}"
+        try:
+            cost = _estimate(options, corpus, size, device, rates)
+        except ConfigError as error:
+            lines.append(f"{count:>12}  {str(error).partition(';')[0]}")
+            continue
+        if cost.hours is None or cost.gpu_hours is None:
+            return []
+        fewest = fewest or cost.gpu_hours
+        efficiency = f"{fewest / cost.gpu_hours:.0%}"
+        lines.append(ROW.format(count, f"{cost.hours:,.3g}", f"{cost.gpu_hours:,.3g}", efficiency))
+    lines.append(
+        "efficiency: GPU hours of the fewest over these; links and idle time lower it, and batches too small for a GPU "
+        "are not counted"
+    )
+    return lines
+
+
+def _estimate(
+    options: PlanOptions, corpus: CorpusSize, machine: Machine, device: str, rates: Device
+) -> Cost:
+    """Estimates of the run on the machine. Raise ConfigError if it does not work or fit there."""
+    check_nodes(options, machine.node_counts, machine.nproc_per_node, corpus.n_cells)
+    hardware = find_hardware(options, machine, device)
+    memory = plan_memory(options, corpus, hardware)
+    if memory.total > hardware.usable_bytes:
+        usable = format_bytes(hardware.usable_bytes)
+        raise ConfigError(f"needs {format_bytes(memory.total)} of {usable} per process")
+    return estimate_cost(options, corpus, hardware, rates, memory)
