@@ -170,6 +170,7 @@ CLASSIFIERS = {
         "ridge",
         "ridge, unscaled",
         "decoder",
+        "decoder + ridge",
     ),
     "kNN": ("kNN", "kNN, unscaled"),
 }
@@ -182,6 +183,7 @@ BASELINES = (
     "PCA50 of the panel",
     "PCA50",
     "PCA50 of visible genes",
+    "PCA50 of all genes",
     "rank-z genes, ANOVA",
 )
 SCORED = ("whole", "5 per class", "75 genes")

@@ -23,7 +23,7 @@ from cellmill.data.inputs.formats import open_counts
 from cellmill.data.shards.manifest import Manifest, verify
 from cellmill.data.shards.reader import open_shards
 from cellmill.errors import DataError, UserError
-from cellmill.evaluate.evaluated import TrainedCells, read_training_counts
+from cellmill.evaluate.evaluated import TrainedCells, read_counts
 from cellmill.evaluate.seen import find_equal_cells
 from cellmill.files import digest, sha256_file
 
@@ -100,7 +100,7 @@ def read_all(folder: Path) -> str:
         stream.close()
     trained = TrainedCells([manifest], ["one"])
     hashed.update(json.dumps(sorted(trained.seen["one"])).encode())
-    hashed.update(read_training_counts(manifest, 1000).toarray().tobytes())
+    hashed.update(read_counts(manifest, 1000).toarray().tobytes())
     with open_counts(folder / "cells.h5ad") as reader:
         hashed.update(
             find_equal_cells(reader, trained.corpora, np.ones(reader.n_obs, bool)).tobytes()

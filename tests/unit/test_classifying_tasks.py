@@ -30,7 +30,7 @@ from cellmill.evaluate import components as components_module
 from cellmill.evaluate import features as features_module
 from cellmill.evaluate.baselines import BaselineCache
 from cellmill.evaluate.components import RankedGenes, choose_variable_genes
-from cellmill.evaluate.evaluated import read_training_counts
+from cellmill.evaluate.evaluated import read_counts
 from cellmill.evaluate.features import features_of_counts, read_rows
 from cellmill.evaluate.inference.embed import embed_cells
 from cellmill.evaluate.labels import choose_cells, predict_from_other_half
@@ -417,7 +417,7 @@ def test_features_equal_those_of_the_embed_command(context: Context) -> None:
     ).vectors
     np.testing.assert_array_equal(found[EMBEDDING], whole[:30])
     assert (found[ALL_GENES] != log_normalise(counts)).nnz == 0
-    training = read_training_counts(model.manifest, 10_000)
+    training = read_counts(model.manifest, 10_000)
     assert training.shape == (model.manifest.splits["train"].n_obs, model.vocabulary.n_genes)
     profiles = log_normalise(training).toarray()
     centred = found[TRAINING_COMPONENTS]

@@ -254,8 +254,13 @@ class Consolidate(Section):
     """Whether the model folder has digests of the training and validation cells, by which `cellmill
     seen` recognises them anywhere; whoever has a cell can then find out that it was among them.
     """
+    hidden_genes: Literal["decoder", "ensemble"] = "ensemble"
+    """Prediction of genes that were not measured, by family profile with cell_decoding. ensemble: weighted mean of
+    the decoder and a ridge regression on 50 components of the training cells; validation cells choose its
+    penalty and the weight. decoder: no regression is exported.
+    """
 
-    _dump = leaving_out("cell_digests")
+    _dump = leaving_out("cell_digests", "hidden_genes")
 
 
 class Embed(Section):

@@ -32,6 +32,7 @@ from cellmill.errors import DataError
 from cellmill.evaluate.components import PrincipalComponents, pca
 from cellmill.evaluate.inference.embed import load_for_inference
 from cellmill.evaluate.inference.files import read_embedding
+from cellmill.evaluate.inference.ridge import GeneRidge
 from cellmill.evaluate.seen import (
     CellBlock,
     as_hashed,
@@ -113,6 +114,7 @@ class EvaluatedModel:
     tokens: Tokens
     manifest: Manifest  # manifest of its training corpus
     seed: int
+    ridge: GeneRidge | None = None  # predicts hidden genes together with the decoder
 
     @property
     def supervised_by(self) -> list[str]:
@@ -153,7 +155,7 @@ class EvaluatedModel:
         """Log-normalised training cells, at most PCA_CELLS, `(cells, genes)` float32; read again at
         each call.
         """
-        counts = read_training_counts(self.manifest, PCA_CELLS)[:PCA_CELLS]
+        counts = read_counts(self.manifest, PCA_CELLS)[:PCA_CELLS]
         return log_normalise(summed(counts) if self.manifest.ordered else counts)
 
 
@@ -168,7 +170,8 @@ def load_evaluated(model: Path, manifest: Manifest, seed: int) -> EvaluatedModel
             f"{manifest.path}: its vocabulary is {digest[:12]}, the model's {vocabulary.digest[:12]}; "
             "pass the manifest of the shards that the model was trained on"
         )
-    return EvaluatedModel(network, config, vocabulary, tokens, manifest, seed)
+    ridge = GeneRidge.read(model, config)
+    return EvaluatedModel(network, config, vocabulary, tokens, manifest, seed, ridge)
 
 
 class TrainedCells:
@@ -223,7 +226,7 @@ def read_gene_statistics(manifest: Manifest, tokens: Tokens) -> GeneStatistics:
     total = np.zeros(n_genes)
     by_rank = np.zeros((tokens.max_tokens.bit_length(), n_genes), np.int64)
     tokenizer = CellTokenizer(tokens, n_genes, variability=manifest.variability)
-    for block in _read_training_blocks(manifest, MAX_TRAIN_CELLS):
+    for block in _read_first_blocks(manifest, MAX_TRAIN_CELLS, "train"):
         cells = np.arange(block.n_cells)
         batch = tokenizer.batch(block.genes, block.counts, block.starts, cells)
         genes = batch.genes - len(SPECIAL)
@@ -240,8 +243,8 @@ def read_gene_statistics(manifest: Manifest, tokens: Tokens) -> GeneStatistics:
     return GeneStatistics(n_by_gene, means, overall, n_cells, by_rank)
 
 
-def read_training_counts(manifest: Manifest, max_cells: int) -> sp.csr_matrix:
-    """Counts of the first training cells, at least `max_cells` if there are so many: `(cells,
+def read_counts(manifest: Manifest, max_cells: int, split: str = "train") -> sp.csr_matrix:
+    """Counts of the first cells of a split, at least `max_cells` if there are so many: `(cells,
     genes)`, uint32.
     """
     blocks = [
@@ -249,15 +252,15 @@ def read_training_counts(manifest: Manifest, max_cells: int) -> sp.csr_matrix:
             (block.counts.astype(np.uint32), block.genes, block.starts),
             shape=(block.n_cells, manifest.n_genes),
         )
-        for block in _read_training_blocks(manifest, max_cells)
+        for block in _read_first_blocks(manifest, max_cells, split)
     ]
     return sp.vstack(blocks, format="csr")
 
 
-def _read_training_blocks(manifest: Manifest, max_cells: int) -> Iterator[CellBlock]:
-    """Blocks of training cells, until `max_cells`."""
+def _read_first_blocks(manifest: Manifest, max_cells: int, split: str) -> Iterator[CellBlock]:
+    """Blocks of cells of a split, until `max_cells`."""
     n_cells = 0
-    for block in read_blocks(manifest, "train"):
+    for block in read_blocks(manifest, split):
         if n_cells >= max_cells:
             return
         n_cells += block.n_cells

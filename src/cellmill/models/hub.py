@@ -28,6 +28,7 @@ FILES = (
     "README.md",
     "vocabulary.tsv",
     "model.safetensors",
+    "ridge.safetensors",
     "metrics.json",
     "adapter/adapter_config.json",
     "adapter/adapter_model.safetensors",

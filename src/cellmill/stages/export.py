@@ -19,21 +19,27 @@ from cellmill.config.load import stored_options
 from cellmill.config.options import ConsolidateOptions
 from cellmill.config.parts.family import WEIGHTS_FORMAT
 from cellmill.config.parts.methods import MethodConfig
+from cellmill.config.parts.tokens import Tokens
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.shards.cell_digests import ENTRY, FILE, CellDigests, digest_corpus, write_digests
+from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import DataError
+from cellmill.evaluate.evaluated import EvaluatedModel
 from cellmill.evaluate.inference.calibration import (
     NO_VALIDATION,
     calibrate_head,
     find_classifications,
     find_regressions,
 )
+from cellmill.evaluate.inference.ridge import RIDGE
 from cellmill.evaluate.seen import find_shards, find_training_of_run
+from cellmill.evaluate.tasks.fit_ridge import fit_ridge
 from cellmill.files import write_json
 from cellmill.finetune.method import load_method
 from cellmill.models.build import build
 from cellmill.models.export import fill_buffers, spec_of, write_model, write_tensors
 from cellmill.models.family import Model
+from cellmill.models.objectives.cell_decoding import CellDecoding
 from cellmill.parallel.materialize import named_tensors, to_empty
 from cellmill.runs.folder import Checkpoint, TrainFolder
 from cellmill.train.stored import load_whole, read_index
@@ -99,6 +105,9 @@ def consolidate(*, options: ConsolidateOptions, train: Path, vocabulary: Path, o
     about |= _heads(model, genes, state, train)
     if options.consolidate.cell_digests:
         about |= list_cells(out, train, state["fingerprint"])
+    (out / RIDGE).unlink(missing_ok=True)
+    if options.consolidate.hidden_genes == "ensemble":
+        about |= _write_ridge(model, genes, spec.tokens, state, train, out)
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
     write_model(
         out, trained_with, genes, tensors, about, lambda config: model_card(config, n_parameters)
@@ -190,6 +199,25 @@ def list_cells(out: Path, train: Path, fingerprint: str) -> dict[str, Any]:
     return {ENTRY: entry}
 
 
+def _write_ridge(
+    model: Model, genes: Vocabulary, tokens: Tokens, state: dict[str, Any], train: Path, out: Path
+) -> dict[str, Any]:
+    """Write the regression for hidden genes, and return its entry of config.json; empty without one."""
+    options = stored_options(state["options"], f"{train}: its checkpoint")
+    leaves = model.objective.leaves().values()
+    if options.model.family != "profile" or not any(isinstance(x, CellDecoding) for x in leaves):
+        return {}
+    shards, problem = find_shards(train, options, state["fingerprint"])
+    if shards is None:
+        print(f"warning: {train}: no ridge regression for hidden genes: {problem}", flush=True)
+        return {}
+    seed = options.train.seed
+    fill_buffers(model, seed, genes)
+    manifest = Manifest.read(shards)
+    ridge = fit_ridge(EvaluatedModel(model.eval(), {}, genes, tokens, manifest, seed))
+    return {} if ridge is None else {"ridge": ridge.write(out)}
+
+
 def model_card(config: dict[str, Any], parameters: int) -> str:
     """Return the README of an export: the model, its training, and its limits (model_card.md)."""
     classifiers = [config.get("classifier"), *config.get("more_classifiers", {}).values()]
@@ -201,7 +229,8 @@ def model_card(config: dict[str, Any], parameters: int) -> str:
         keep_trailing_newline=True,
     )
     return template.render(
-        **{"ema_decay": None, "weighted_by": None, "regressors": {}, ENTRY: None} | config,
+        **{"ema_decay": None, "weighted_by": None, "regressors": {}, "ridge": None, ENTRY: None}
+        | config,
         parameters=parameters,
         architecture=_listed(config["model"], "family"),
         goal=_objective(config["objective"]),

@@ -19,7 +19,7 @@ from cellmill.config.parts.tasks import LowDepthConfig, MissingGenesConfig
 from cellmill.data.arrays import counts_per_10k, log_normalise, select_columns
 from cellmill.evaluate.classifiers.fitted import fit_all, predict_all, select_cells, small_problems
 from cellmill.evaluate.components import COMPONENTS, pca
-from cellmill.evaluate.evaluated import PCA_CELLS, read_training_counts
+from cellmill.evaluate.evaluated import PCA_CELLS, read_counts
 from cellmill.evaluate.features import features_of_counts, keep_columns, read_rows
 from cellmill.evaluate.labels import labelled_cells, predict_from_other_half
 from cellmill.evaluate.methods import (
@@ -70,7 +70,7 @@ class TrainingCounts:
         manifest = context.model.manifest
         if manifest.ordered:
             return None
-        counts = read_training_counts(manifest, PCA_CELLS)[:PCA_CELLS]
+        counts = read_counts(manifest, PCA_CELLS)[:PCA_CELLS]
         return cls(context, counts, _fit_components(context, counts, log_per_1k))
 
     def project_panel(self, panel: sp.csr_matrix) -> np.ndarray:

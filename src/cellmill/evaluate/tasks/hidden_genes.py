@@ -22,6 +22,7 @@ from cellmill.data.genes.names import GeneColumns
 from cellmill.data.stream.batch import Batch, split_batch
 from cellmill.evaluate.features import embed_counts, keep_columns
 from cellmill.evaluate.inference.embed import inference, tokenize_blocks
+from cellmill.evaluate.inference.ridge import GeneRidge
 from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.perturbation.changes import expected_log_expression
 from cellmill.models.batch import PAD_TOKEN, add_tokens, to_tensors
@@ -92,6 +93,11 @@ class HiddenGenes:
     def embed(self, network: Model) -> np.ndarray:
         """(C, H) float32: vectors of the visible part of each cell; zeros for a cell without any."""
         return embed_counts(self.context, self.counts, network, self.tokens())
+
+    def predict_by(self, ridge: GeneRidge) -> np.ndarray:
+        """(C, G) float32: expression of the hidden genes, from the visible ones."""
+        shown = np.setdiff1d(self.context.measured_genes, self.genes)
+        return ridge.predict(self.to_vocabulary(self.visible), shown, self.genes)
 
     def to_vocabulary(self, counts: sp.csr_matrix) -> sp.csr_matrix:
         """(C, V): counts (C, F) by row of the vocabulary."""

@@ -30,7 +30,7 @@ from cellmill.data.shards.reader import read_names
 from cellmill.errors import DataError
 from cellmill.evaluate.classifiers.fitted import select_cells
 from cellmill.evaluate.components import COMPONENTS, pca
-from cellmill.evaluate.evaluated import read_training_counts
+from cellmill.evaluate.evaluated import read_counts
 from cellmill.evaluate.features import read_rows
 from cellmill.evaluate.methods import EMBEDDING, KNN, UNTRAINED, Arrays, add_note
 from cellmill.evaluate.scores import ScoreColumn, divide, draw_cells, seeded, tabulate
@@ -54,6 +54,8 @@ MAX_FITTED = 20_000
 MIN_CELLS = 4  # cells of a training or test fold, or training cells of one dataset
 VISIBLE_COMPONENTS = ScoredMethod(f"PCA{COMPONENTS} of visible genes")
 GENE_MEANS = ScoredMethod("gene means")
+# the part of "decoder + ridge" without a network
+ALL_COMPONENTS = ScoredMethod(f"PCA{COMPONENTS} of all genes", classifier="ridge")
 
 
 def expression_scores(predicted: np.ndarray, measured: np.ndarray) -> dict[str, np.ndarray]:
@@ -111,7 +113,7 @@ class TrainingCells:
         manifest = context.model.manifest
         if manifest.ordered:
             return None
-        counts = read_training_counts(manifest, MAX_FITTED)[:MAX_FITTED]
+        counts = read_counts(manifest, MAX_FITTED)[:MAX_FITTED]
         n_cells = counts.shape[0]
         if n_cells < MIN_CELLS:
             return None
@@ -346,6 +348,12 @@ class Imputation(Task):
         decoded = decode_expression(hidden, vectors[EMBEDDING])
         if decoded is not None:
             by_method[replace(EMBEDDING, classifier="decoder")] = decoded
+            if model.ridge is not None:
+                by_ridge = hidden.predict_by(model.ridge)
+                by_method[replace(EMBEDDING, classifier="decoder + ridge")] = model.ridge.mix(
+                    decoded, by_ridge
+                )
+                by_method[ALL_COMPONENTS] = by_ridge
         if trained is not None:
             by_method |= trained.predict(hidden, vectors, self.config.neighbors)
         for fold in folds:

@@ -1,0 +1,114 @@
+"""Ridge regression that predicts hidden genes together with a model's decoder (`ridge.safetensors`).
+
+Profiles are modelled by probabilistic PCA: the mean profile, plus loadings times the factors of a
+cell, plus noise. The factors are a ridge regression of the visible genes on their loadings, so any
+genes may be hidden. The largest eigenvalues of training cells are too large by the mean of the
+others, which is subtracted. Source: Tipping & Bishop 1999, sections 3.2 and 3.3.
+
+Legend: C cells, V genes of the vocabulary, G hidden genes, K factors.
+"""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+from sklearn.utils.sparsefuncs import mean_variance_axis
+
+from cellmill.config.load import unusable
+from cellmill.data.arrays import TARGET_SUM, log_normalise
+from cellmill.evaluate.components import COMPONENTS, pca
+from cellmill.files import sha256_file
+from cellmill.models.export import WeightsFile, write_tensors
+
+RIDGE = "ridge.safetensors"
+
+
+@dataclass(frozen=True)
+class GeneRidge:
+    """See the module."""
+
+    means: np.ndarray  # (V,) float32: mean log(1 + counts per 10,000)
+    shares: np.ndarray  # (V,) float32: mean share of a gene in the counts of a cell
+    loadings: np.ndarray  # (K, V) float32, for factors of variance 1
+    noise: np.ndarray  # (1,) float32: variance of the noise, the penalty of the regression
+    decoder_weight: (
+        np.ndarray
+    )  # (1,) float32: weight of the decoder in the mean of both predictions
+
+    @classmethod
+    def fit(cls, counts: sp.csr_matrix) -> Self:
+        """Fit to training cells, counts (C, V); C and V of at least 4."""
+        profiles = log_normalise(counts)
+        means, variances = mean_variance_axis(profiles.astype(np.float64), axis=0)
+        rank = min(len(means), profiles.shape[0] - 1)
+        components = pca(profiles.shape, min(COMPONENTS, rank // 2)).fit(profiles)
+        eigenvalues = components.explained_variance_.astype(np.float64)
+        residual = max(variances.sum() - eigenvalues.sum(), 0.0)
+        other_eigenvalues = residual / (rank - len(eigenvalues))
+        lengths = np.sqrt(np.maximum(eigenvalues - other_eigenvalues, 0))
+        depth = np.maximum(np.asarray(counts.sum(axis=1, dtype=np.float64)), 1)
+        shares = np.asarray(counts.multiply(1 / depth).mean(axis=0)).ravel()
+        n_varying = max(np.count_nonzero(variances), 1)
+        return cls(
+            means.astype(np.float32),
+            shares.astype(np.float32),
+            (components.components_ * lengths[:, None]).astype(np.float32),
+            np.array([max(residual / n_varying, 1e-6)], np.float32),
+            np.array([0.5], np.float32),
+        )
+
+    def predict(self, visible: sp.csr_matrix, shown: np.ndarray, genes: np.ndarray) -> np.ndarray:
+        """(C, G) float32: log(1 + counts per 10,000) of `genes`, rows of the vocabulary, from the
+        counts (C, V) of the genes `shown`, other rows.
+        """
+        shares = self.shares.astype(np.float64)
+        known = shares[shown].sum()
+        # counts per 10,000 of all measured genes: the hidden ones have their mean share
+        per_cell = TARGET_SUM * known / max(known + shares[genes].sum(), 1e-9)
+        depth = np.maximum(np.asarray(visible.sum(axis=1, dtype=np.float64)), 1e-9)
+        profiles = visible.multiply(per_cell / depth).tocsr().log1p()
+        loadings = self.loadings.astype(np.float64)
+        known_loadings = loadings[:, shown]
+        products = profiles[:, shown] @ known_loadings.T - known_loadings @ self.means[shown]
+        gram = known_loadings @ known_loadings.T + self.noise * np.eye(len(loadings))
+        factors = np.linalg.solve(gram, products.T).T
+        return (factors @ loadings[:, genes] + self.means[genes]).astype(np.float32)
+
+    def mix(self, decoded: np.ndarray, by_ridge: np.ndarray) -> np.ndarray:
+        """(C, G): weighted mean of the predictions of the decoder and of this regression."""
+        return self.decoder_weight * decoded + (1 - self.decoder_weight) * by_ridge
+
+    def write(self, folder: Path) -> dict[str, Any]:
+        """Write the file to a model folder, and return its entry of config.json."""
+        write_tensors(
+            folder / RIDGE, {name: torch.from_numpy(value) for name, value in vars(self).items()}
+        )
+        return {
+            "noise": float(self.noise[0]),
+            "decoder_weight": float(self.decoder_weight[0]),
+            "sha256": sha256_file(folder / RIDGE),
+        }
+
+    @classmethod
+    def read(cls, folder: Path, config: dict[str, Any]) -> Self | None:
+        """Read the file that config.json names; None if it names none.
+
+        Raises DataError for a damaged file.
+        """
+        entry = config.get("ridge")
+        if entry is None:
+            return None
+        path = folder / RIDGE
+        file = WeightsFile(path)
+        if not isinstance(entry, dict) or sha256_file(path) != entry.get("sha256"):
+            raise unusable(path, "its SHA-256 is not the one in config.json: damaged")
+        ridge = cls(**{field.name: file.read(field.name, ()).numpy() for field in fields(cls)})
+        shapes = [value.shape for value in vars(ridge).values()]
+        n_genes = config["n_genes"]
+        expected = [(n_genes,), (n_genes,), (len(ridge.loadings), n_genes), (1,), (1,)]
+        if shapes != expected:
+            raise unusable(path, f"expected tensors of shapes {expected}, got {shapes}")
+        return ridge
