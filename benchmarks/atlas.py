@@ -19,7 +19,7 @@ import numpy as np
 from origin import commit, machine
 
 from cellmill.config.run import Atlas, Map
-from cellmill.evaluate.atlas.build import EmbeddedCells, build_atlas
+from cellmill.evaluate.atlas.build import EmbeddedCells, make_atlas, write_atlas
 from cellmill.evaluate.atlas.mapping import map_vectors
 from cellmill.evaluate.atlas.search import Points
 from cellmill.evaluate.atlas.store import CellAtlas
@@ -159,13 +159,14 @@ def measure_atlas(n: int) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         started = cpu_s()
-        record = build_atlas(folder, [cells], "d", Atlas.model_validate({}))
+        made = make_atlas([cells], "d", Atlas.model_validate({}))
+        write_atlas(folder, made)
         build = cpu_s() - started
         size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
         started = cpu_s()
         atlas = CellAtlas.read(folder, "d", WIDTH)
         reading = cpu_s() - started
-        scaled = queries / np.float32(record.scale)
+        scaled = queries / np.float32(made.record.scale)
         started = cpu_s()
         found, _ = atlas.points.nearest(scaled, K)
         search = len(queries) / (cpu_s() - started)

@@ -13,8 +13,8 @@ import pandas as pd
 from cellmill.config.datasets import CountsRule
 from cellmill.config.options import AtlasOptions, MapOptions
 from cellmill.data.inputs.formats import open_dataset
-from cellmill.errors import ConfigError
-from cellmill.evaluate.atlas.build import build_atlas, read_embedded
+from cellmill.errors import ConfigError, DataError
+from cellmill.evaluate.atlas.build import make_atlas, read_embedded, write_atlas
 from cellmill.evaluate.atlas.mapping import map_vectors
 from cellmill.evaluate.atlas.store import ATLAS, CellAtlas
 from cellmill.evaluate.inference.embed import describe_limits, embed_cells, load_for_inference
@@ -55,7 +55,11 @@ def atlas(
         width = network.vector_width
         datasets.append(read_embedded(path, label, section.donor_columns, digest, width))
     folder = model / ATLAS if atlas is None else atlas
-    record = build_atlas(folder, datasets, digest, section)
+    if not any(len(cells.vectors) for cells in datasets):
+        raise DataError(f"{embeddings[0]}: no cell has a vector; an atlas requires at least one")
+    made = make_atlas(datasets, digest, section)
+    write_atlas(folder, made)
+    record = made.record
     print(
         f"{record.n_cells:,} cells -> {folder}; datasets: {len(names):,}, donors: {len(record.donors):,}, labels: "
         f"{len(record.labels):,}, distinct vectors: {record.n_points:,}; {time.process_time() - started:.1f} CPU-s"

@@ -368,3 +368,24 @@ class TransferConfig(LabelTaskConfig):
         both = [name for name in self.test_on or () if name in self.fit_on]
         if both:
             yield f"test_on: {both[0]!r} is in fit_on too; take it out of one of them"
+
+
+class MapConfig(TaskConfig):
+    """Labels of new donors' cells, and refusal of cell types that are left out, by an atlas of the other
+    cells, against baselines that refuse as often; skipped without a label, or donors or batches.
+    """
+
+    implementation = "cellmill.evaluate.tasks.map:MapCells"
+    reads_label = True
+    name: Literal["map"] = "map"
+    neighbors: int = Field(15, ge=1)
+    """Neighbours that vote on a cell."""
+    refuse_frac: float = Field(0.05, gt=0, lt=1)
+    """Share of the atlas's own cells that would be refused if their donor were left out."""
+    max_types: int = Field(5, ge=1)
+    """Cell types that are left out, one at a time: the largest."""
+    min_cells: int = MIN_CELLS
+    most_folds: int = MOST_FOLDS
+
+    def needed_roles(self) -> Sequence[str]:
+        return ("donor", "batch")

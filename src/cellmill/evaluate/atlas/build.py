@@ -35,6 +35,7 @@ from cellmill.evaluate.atlas.store import (
     VECTORS,
     AtlasDonor,
     AtlasRecord,
+    CellAtlas,
 )
 from cellmill.evaluate.atlas.votes import NO_LABEL, Electorate
 from cellmill.evaluate.inference.files import explain_damage, read_embedding
@@ -92,20 +93,9 @@ def read_embedded(
     return EmbeddedCells(path.stem, label, vectors[rows], rows, labels[rows], donors[rows])
 
 
-def build_atlas(
-    folder: Path,
-    datasets: Sequence[EmbeddedCells],
-    model_digest: str,
-    section: Atlas,
-    max_exact: int = MAX_EXACT,
-) -> AtlasRecord:
-    """Write an atlas to `folder`; with more than `max_exact` points also their graph.
-
-    Raises DataError if no cell has a vector.
-    """
+def make_atlas(datasets: Sequence[EmbeddedCells], model_digest: str, section: Atlas) -> CellAtlas:
+    """An atlas in memory, without a graph; at least one cell has a vector."""
     vectors = np.concatenate([cells.vectors for cells in datasets])
-    if not len(vectors):
-        raise DataError(f"{folder}: no cell has a vector; an atlas requires at least one")
     largest = float(np.abs(vectors).max())
     scale = 2.0 ** np.ceil(np.log2(largest)) if largest else 1.0
     # the zero added makes one of 0 and -0, which are equal numbers of different bytes
@@ -119,23 +109,6 @@ def build_atlas(
     cells["row"] = np.concatenate([part.rows for part in datasets])
     labels, donors = _number_labels_and_donors(datasets, cells)
     reference, accuracy = _measure_reference(points, cells, len(donors), len(labels), section)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / RECORD).unlink(missing_ok=True)
-    for name, array in ((VECTORS, points), (CELLS, cells), (REFERENCE, reference)):
-        with new_array(folder / name, array.shape, array.dtype) as file:
-            file[:] = array
-    names = [VECTORS, CELLS, REFERENCE]
-    library = None
-    (folder / GRAPH).unlink(missing_ok=True)
-    if len(points) > max_exact and has_faiss():
-        library = write_graph(folder / GRAPH, points)
-        names.append(GRAPH)
-    elif len(points) > max_exact:
-        print(
-            f"warning: no graph of {len(points):,} vectors, each mapped cell is compared with all: the package faiss "
-            "is not installed; pip install 'cellmill[atlas]'",
-            flush=True,
-        )
     record = AtlasRecord(
         format=1,
         model_digest=model_digest,
@@ -151,11 +124,36 @@ def build_atlas(
         label_columns=[part.label_column for part in datasets],
         donors=donors,
         labels=labels,
-        library=library,
-        sha256={name: sha256_file(folder / name) for name in names},
+        library=None,
+        sha256={},
     )
+    return CellAtlas(record, Points(points), cells, reference)
+
+
+def write_atlas(folder: Path, atlas: CellAtlas, max_exact: int = MAX_EXACT) -> None:
+    """Write an atlas; with more than `max_exact` points also their graph."""
+    points = atlas.points.vectors
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / RECORD).unlink(missing_ok=True)
+    arrays = {VECTORS: points, CELLS: atlas.cells, REFERENCE: atlas.reference}
+    for name, array in arrays.items():
+        with new_array(folder / name, array.shape, array.dtype) as file:
+            file[:] = array
+    names = [*arrays]
+    library = None
+    (folder / GRAPH).unlink(missing_ok=True)
+    if len(points) > max_exact and has_faiss():
+        library = write_graph(folder / GRAPH, points)
+        names.append(GRAPH)
+    elif len(points) > max_exact:
+        print(
+            f"warning: no graph of {len(points):,} vectors, each mapped cell is compared with all: the package faiss "
+            "is not installed; pip install 'cellmill[atlas]'",
+            flush=True,
+        )
+    digests = {name: sha256_file(folder / name) for name in names}
+    record = atlas.record.model_copy(update={"library": library, "sha256": digests})
     write_json(folder / RECORD, record.model_dump(mode="json"))
-    return record
 
 
 def _number_labels_and_donors(

@@ -6,7 +6,7 @@ content, from the number of terms below it (Seco, Veale & Hayes 2004, ECAI): 1 f
 """
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 import scipy.sparse as sp
@@ -20,7 +20,8 @@ _ROUNDING = 1e-6  # shares of votes are rounded
 class Terms:
     """Terms of the Cell Ontology that the labels of an atlas name, and their superclasses."""
 
-    def __init__(self, terms: Sequence[str], are_ids: bool) -> None:
+    def __init__(self, labels: Sequence[str], terms: Sequence[str], are_ids: bool) -> None:
+        self._label_of_term = dict(zip(terms, labels))
         self._terms = terms
         self._are_ids = are_ids
 
@@ -33,10 +34,10 @@ class Terms:
 
     @cached_property
     def names(self) -> list[str]:
-        """Names of these classes in the form of the labels: ids or names."""
-        if self._are_ids:
-            return self._classes
-        return [cell_ontology().names[term] for term in self._classes]
+        """Names of these classes: the labels, and ids or names of superclasses as the labels have."""
+        names = cell_ontology().names
+        known = self._label_of_term
+        return [known.get(term, term if self._are_ids else names[term]) for term in self._classes]
 
     @cached_property
     def _is_above(self) -> np.ndarray:
@@ -62,22 +63,37 @@ class Terms:
 
 def find_terms(labels: Sequence[str]) -> Terms | None:
     """Terms that are named by `labels`: all by ids, or all by names in any case; None otherwise."""
-    if not labels:
-        return None
-    ontology = cell_ontology()
-    if all(label in ontology for label in labels):
-        return Terms(labels, are_ids=True)
-    by_name = {name.casefold(): term for term, name in ontology.names.items()}
-    terms = [by_name.get(label.casefold()) for label in labels]
-    known = [term for term in terms if term is not None]
-    return Terms(known, are_ids=False) if len(known) == len(labels) else None
+    are_ids = all(label in cell_ontology() for label in labels)
+    known = [term for term in map(_find_term, labels) if term is not None]
+    return Terms(labels, known, are_ids) if labels and len(known) == len(labels) else None
 
 
-def partial_credit(predicted: str, true: str) -> float:
-    """1 for the true term, the share of its information for one of its superclasses, 0 for any other."""
+@cache
+def _find_term(label: str) -> str | None:
+    """Id of a term by its id or name in any case."""
     ontology = cell_ontology()
-    if predicted not in ontology.ancestors(true):
-        return 0.0
-    if predicted == true:
-        return 1.0
-    return ontology.information(predicted) / ontology.information(true)
+    return label if label in ontology else _ids_by_name().get(label.casefold())
+
+
+@cache
+def _ids_by_name() -> dict[str, str]:
+    return {name.casefold(): term for term, name in cell_ontology().names.items()}
+
+
+def credit_labels(labels: Sequence[str]) -> np.ndarray:
+    """Credit for each predicted label, (labels, true labels) float64: 1 for the same term, the share of its
+    information for a superclass of the true term, 0 for any other, or for no term.
+    """
+    ontology = cell_ontology()
+    terms = [_find_term(label) for label in labels]
+    credit = np.zeros((len(terms), len(terms)))
+    for column, true in enumerate(terms):
+        for row, predicted in enumerate(terms):
+            if true is None or predicted not in ontology.ancestors(true):
+                continue
+            # the root, as the true term, has no information
+            same = predicted == true
+            credit[row, column] = same or ontology.information(predicted) / ontology.information(
+                true
+            )
+    return credit
