@@ -93,15 +93,12 @@ class Points:
             scores = squares - 2 * (queries @ block.T)
             if groups is not None and left_out is not None:
                 scores[groups[first : first + POINTS] == left_out[:, None]] = np.inf
-            numbers = np.arange(first, first + len(block))
-            scores = np.hstack([best_scores, scores])
-            points = np.hstack([best, np.broadcast_to(numbers, (len(queries), len(numbers)))])
-            if scores.shape[1] > k:
-                smallest = np.argpartition(scores, k - 1, axis=1)[:, :k]
-                scores = np.take_along_axis(scores, smallest, axis=1)
-                points = np.take_along_axis(points, smallest, axis=1)
-            best = points
-            best_scores = scores
+            smallest = _find_smallest(scores, k)
+            best = np.hstack([best, first + smallest])
+            best_scores = np.hstack([best_scores, np.take_along_axis(scores, smallest, axis=1)])
+            kept = _find_smallest(best_scores, k)
+            best = np.take_along_axis(best, kept, axis=1)
+            best_scores = np.take_along_axis(best_scores, kept, axis=1)
         return np.where(np.isinf(best_scores), NOWHERE, best)
 
     def _rank(
@@ -121,6 +118,13 @@ class Points:
             points[block, :n] = np.take_along_axis(numbers, order, axis=1)
             distances[block, :n] = np.take_along_axis(lengths, order, axis=1)
         return points, distances
+
+
+def _find_smallest(scores: np.ndarray, k: int) -> np.ndarray:
+    """Columns of the k smallest scores of each row, in no order; all if there are no more."""
+    if scores.shape[1] <= k:
+        return np.broadcast_to(np.arange(scores.shape[1]), scores.shape)
+    return np.argpartition(scores, k - 1, axis=1)[:, :k]
 
 
 def mean_distance(distances: np.ndarray) -> np.ndarray:
@@ -149,8 +153,8 @@ def write_graph(path: Path, vectors: np.ndarray) -> str:
     threads = faiss.omp_get_max_threads()
     faiss.omp_set_num_threads(1)  # several would add points in an order that varies
     try:
-        for first in range(0, len(vectors), POINTS):
-            graph.add(vectors[first : first + POINTS].astype(np.float32))
+        # in one call: a graph of batches finds fewer of the neighbours
+        graph.add(vectors.astype(np.float32))
         with atomic_path(path) as temporary:
             faiss.write_index(graph, str(temporary), faiss.IO_FLAG_SKIP_STORAGE)
     except RuntimeError as error:
