@@ -403,6 +403,30 @@ def test_check_accepts_files_that_the_workflow_makes(
     ]
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["--config", "train.lr=1e-3"],
+            "--config train.lr=1e-3: expected 'train={lr: 1e-3}'; targets go before --config",
+        ),
+        (
+            ["--config", "train={lr: 1e-3}", "results/a"],
+            "--config results/a: expected KEY=VALUE; targets go before --config",
+        ),
+        (
+            ["-n", "--configfile", "nope.yaml"],
+            "--configfile nope.yaml: no such file; targets go before --configfile",
+        ),
+    ],
+)
+def test_words_that_snakemake_cannot_read_are_one_line(
+    capsys: pytest.CaptureFixture[str], words: list[str], line: str
+) -> None:
+    assert main(["run", "--", *words]) == 2
+    assert capsys.readouterr().err == f"cellmill run: {line}\n"
+
+
 def test_tasks_without_a_batch_or_control_are_named(
     write: Callable[..., Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

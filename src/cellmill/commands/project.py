@@ -212,11 +212,28 @@ def is_made(path: str) -> bool:
     return path == DEMO_DATA or Path(path).parts[:1] == ("results",)
 
 
+def check_words(words: list[str]) -> None:
+    """Raise ConfigError for values of --config and --configfile on which snakemake would end in a
+    traceback.
+    """
+    flag = ""
+    for word in words:
+        if word.startswith("-"):
+            flag = word
+        elif flag in ("--config", "-C") and not re.match(r"[A-Za-z_]\w*=", word):
+            dotted = re.fullmatch(r"(\w+)\.(\w+)=(.*)", word)
+            example = "'{}={{{}: {}}}'".format(*dotted.groups()) if dotted else "KEY=VALUE"
+            raise ConfigError(f"--config {word}: expected {example}; targets go before --config")
+        elif flag in ("--configfile", "--configfiles") and not Path(word).is_file():
+            raise ConfigError(f"{flag} {word}: no such file; targets go before {flag}")
+
+
 def run(*, profile: str, words: list[str]) -> None:
     """Run snakemake with a profile, and print the path of the report.
 
     Raise UserError if it fails. Ctrl-C is left to snakemake.
     """
+    check_words(words)
     command = [sys.executable, "-m", "snakemake", "--profile", profile, *words]
     process = subprocess.Popen(command)
     while process.poll() is None:
