@@ -70,6 +70,10 @@ def checked(
             "evaluate: {tasks: {perturbation: {priors: {p: nope}}}}",
             "runs.r.evaluate.tasks.perturbation.priors.p: ",
         ),
+        (
+            "evaluate: {tasks: {perturbation: {split_file: nope}}}",
+            "runs.r.evaluate.tasks.perturbation.split_file: ",
+        ),
     ],
 )
 def test_a_missing_file_of_an_option_is_named(project: Path, options: str, where: str) -> None:

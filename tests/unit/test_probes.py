@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cellmill.config.parts.tasks import PerturbationConfig
-from cellmill.evaluate.scores import ScoreColumn
+from cellmill.evaluate.scores import ScoreColumn, paired_difference
 from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.perturbation.changes import MEASURED
 from cellmill.evaluate.tasks.perturbation.held_out import HeldOut
@@ -96,10 +96,17 @@ def test_a_column_that_rewards_small_changes_is_named() -> None:
         for method, change in changed.items():
             probes[method] = change_scores(change, true, no_genes, 20)[metric][None]
         sentences += find_gamed(column, probes, [ENTRY], 0.5)
-        half = probes[name_probes(ENTRY, 0.5)[0]]
         if metric == "MAE":
-            gain = (scores["MAE"] - half[0]).mean()
+            half = probes[name_probes(ENTRY, 0.5)[0]]
+            gain = paired_difference(half, scores["MAE"][None])
     assert sentences == [
-        f"MAE, new perturbation: better than the prediction itself: probe: f x 0.5 + linear (by {gain:.4f}); this "
-        "column can be improved without a better prediction."
+        f"MAE, new perturbation: better than the prediction itself: probe: f x 0.5 + linear {gain.mean:+.4f} "
+        f"({gain.low:+.4f} to {gain.high:+.4f}): this column can be improved without a better prediction."
     ]
+    # of two perturbations, or if the interval contains 0, nothing follows
+    probes = {name_probes(ENTRY, 0.5)[0]: np.array([[0.5, 0.7, 0.1, 0.6]])}
+    for n, scores in ((4, np.array([[0.4, 0.8, 0.0, 0.6]])), (2, np.array([[0.4, 0.6]]))):
+        column = ScoreColumn("direction, new perturbation", "direction", {ENTRY: scores})
+        few = {method: values[:, :n] for method, values in probes.items()}
+        [sentence] = find_gamed(column, few, [ENTRY], 0.5)
+        assert sentence.endswith("): this may be chance.")

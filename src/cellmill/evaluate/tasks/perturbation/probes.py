@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from cellmill.evaluate.methods import Arrays
-from cellmill.evaluate.scores import ScoreColumn, paired_difference, seeded
+from cellmill.evaluate.scores import ScoreColumn, seeded
 from cellmill.evaluate.tasks.perturbation.changes import ChangesByMethod
 from cellmill.runs.results import ScoredMethod
 
@@ -56,19 +56,28 @@ def choose_probed(pearson: Arrays) -> list[ScoredMethod]:
 def find_gamed(
     column: ScoreColumn, probes: Arrays, entries: Sequence[ScoredMethod], noise: float
 ) -> list[str]:
-    """A sentence for each entry with a better probe. `probes` are scores of the first repetition."""
+    """A sentence for each entry with a better probe, and the paired differences with their
+    intervals. `probes` are scores of the first repetition.
+    """
     sentences = []
-    sign = -1 if column.lower_is_better else 1
     for entry in entries:
         better = []
+        outcomes = set()
         for probe in name_probes(entry, noise):
-            if entry in column.scores and probe in probes:
-                difference = paired_difference(probes[probe], column.scores[entry][:1]).mean
-                if sign * difference > ROUNDING:
-                    better.append(f"{probe.name} (by {abs(difference):.4f})")
+            if entry not in column.scores or probe not in probes:
+                continue
+            pair = {entry: column.scores[entry][:1], probe: probes[probe]}
+            verdict = replace(column, scores=pair).compare(probe, entry)
+            gain = -verdict.difference if column.lower_is_better else verdict.difference
+            if gain > ROUNDING:
+                low, high = verdict.interval or (verdict.difference, verdict.difference)
+                better.append(f"{probe.name} {verdict.difference:+.4f} ({low:+.4f} to {high:+.4f})")
+                outcomes.add(verdict.outcome)
         if better:
+            reading = "this may be chance"
+            if "ahead" in outcomes:
+                reading = "this column can be improved without a better prediction"
             sentences.append(
-                f"{column.heading}: better than the prediction itself: {', '.join(better)}; this column can be "
-                "improved without a better prediction."
+                f"{column.heading}: better than the prediction itself: {'; '.join(better)}: {reading}."
             )
     return sentences
