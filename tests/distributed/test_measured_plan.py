@@ -245,7 +245,7 @@ def test_measured_bytes_of_collectives_agree_with_the_plan(
                 )
                 seen[kind, len(group), of_first_node] += n_bytes
                 calls[kind, len(group), of_first_node] += 1
-        expected = {(part.kind, part.processes, part.in_a_node): part for part in planned}
+        expected = {(part.kind, part.processes, part.processes_per_node): part for part in planned}
         assert dict(seen) == pytest.approx(
             {key: part.payload_bytes for key, part in expected.items()}, rel=0.03
         )

@@ -345,11 +345,17 @@ SHARD = RECOMPUTE + FULL_SHARD
         (1, 4, 0.594, "adamw", SHARD),
         (1, 4, 0.55, "adamw", SHARD + " and set parallel.tp to 2 with parallel.sequence_parallel"),
         (4, 1, 0.55, "adamw", SHARD + " and set parallel.pp to 2"),
-        (4, 1, 0.2, "adamw", SHARD + " and use 16 nodes (the profile)"),
+        (4, 1, 0.2, "adamw", SHARD + " and set nodes to 16 in the profile"),
         (1, 1, 0.9, "adamw", RECOMPUTE + "set parallel.cpu_offload to optimizer"),
         # muon cannot be offloaded; one process has nothing to shard, two have
-        (1, 1, 0.9, "muon", RECOMPUTE + "use 2 nodes (the profile) and " + FULL_SHARD),
-        (1, 4, 0.001, "muon", "use a device with more memory (the profile) or a smaller model"),
+        (1, 1, 0.9, "muon", RECOMPUTE + "set nodes to 2 in the profile and " + FULL_SHARD),
+        (
+            1,
+            4,
+            0.001,
+            "muon",
+            "name a device with more memory in the profile, or use a smaller model",
+        ),
     ],
 )
 def test_the_remedy_is_the_first_change_that_fits(

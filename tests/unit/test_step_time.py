@@ -25,7 +25,7 @@ from cellmill.planner.work import (
 
 
 @pytest.mark.parametrize(
-    ("kind", "processes", "in_a_node", "microseconds"),
+    ("kind", "processes", "processes_per_node", "microseconds"),
     [
         ("all-gather", 8, 8, 14 + 7 * 1.9),
         ("reduce-scatter", 16, 8, 14 + 14 * 1.9 + 4),
@@ -36,9 +36,9 @@ from cellmill.planner.work import (
     ],
 )
 def test_latency_counts_each_hop(
-    kind: Kind, processes: int, in_a_node: int, microseconds: float
+    kind: Kind, processes: int, processes_per_node: int, microseconds: float
 ) -> None:
-    traffic = Traffic(kind, "dp_shard", processes, in_a_node, payload_bytes=0, calls=1)
+    traffic = Traffic(kind, "dp_shard", processes, processes_per_node, payload_bytes=0, calls=1)
     assert latency(traffic) == pytest.approx(1e-6 * microseconds)
 
 

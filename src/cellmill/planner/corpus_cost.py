@@ -1,8 +1,9 @@
 """Cost of the stages that make a corpus.
 
-Costs are those of 12,000 simulated cells of 2,060 genes in shards of 1,024, with compressed cells,
-on an AMD EPYC with 2 busy cores (benchmarks/README.md). They scale with the number of values and
-differ between machines, file systems and input formats. Reading from the disk is not included.
+Costs are those of 12,000 simulated cells of 2,060 genes in shards of 1,024, from uncompressed input
+files to packed output cells, on an AMD EPYC with 2 busy cores (benchmarks/README.md). They scale
+with the number of values and differ between machines, file systems and input formats. Reading from
+the disk is not included.
 """
 
 from collections.abc import Mapping
@@ -13,17 +14,18 @@ from cellmill.config.corpus import Shard
 
 NS_PER_HOUR = 3.6e12
 NS_PER_VALUE = {"preprocess": 68, "vocabulary": 40, "divide": 40, "shard_part": 69}
-"""CPU time of one process, by stage; inputs without compression."""
+"""CPU time of one process, by stage, with uncompressed input files."""
 CELL_BYTES_PER_VALUE = 1.2  # preprocessed cells
 SHARD_BYTES_PER_VALUE = {"rank": 2.2, "genes": 1.2}  # keys are values of shard.order
-SHARD_BYTES = 1.9e6  # further bytes of each file: obs of 1,024 cells, var of 20,000 genes
-INDEX_BYTES_PER_CELL = 28  # offsets, borders and hashes, next to the manifest
+SHARD_BYTES = 1.9e6  # further bytes per file: obs of 1,024 cells, var of 20,000 genes
+INDEX_BYTES_PER_CELL = 28  # per cell of the corpus: offsets, borders and hashes
 N_INDEX_FILES = 10  # manifest.json, and offsets, borders and hashes of each split
 RSS_MB = {"preprocess": 530, "vocabulary": 440, "divide": 310, "shard_part": 250, "shard": 250}
-RSS_BYTES_PER_VALUE = 16  # cells of one shard: genes, counts, and both again in their order
-# cells of the corpus in `divide`; estimated for obs of one file in stages that open it
+RSS_BYTES_PER_VALUE = 16  # per value of one shard: gene and count, and both again when sorted
+# per cell of the corpus in `divide`; in stages that open one file, per cell of that file, for obs (an
+# estimate)
 RSS_BYTES_PER_CELL = 150
-OFFSET_BYTES_PER_CELL = 16  # cells of the corpus in `shard_part`: offsets of rows and borders
+OFFSET_BYTES_PER_CELL = 16  # per cell of the corpus in `shard_part`: offsets of rows and borders
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,13 @@ def estimate_corpus(
     """Return the costs of the stages of a corpus."""
     n_values = sum(cells_per_dataset) * genes_per_cell
     cpu_hours = {stage: n_values * ns / NS_PER_HOUR for stage, ns in NS_PER_VALUE.items()}
-    most_cells = max(cells_per_dataset)
-    obs_mb = RSS_BYTES_PER_CELL * most_cells / 1e6
+    max_cells = max(cells_per_dataset)
+    obs_mb = RSS_BYTES_PER_CELL * max_cells / 1e6
     return [
         StageCost(
             stage="preprocess",
             jobs=len(cells_per_dataset),
-            hours=most_cells * genes_per_cell * NS_PER_VALUE["preprocess"] / NS_PER_HOUR,
+            hours=max_cells * genes_per_cell * NS_PER_VALUE["preprocess"] / NS_PER_HOUR,
             cpu_hours=cpu_hours["preprocess"],
             further_mb=obs_mb,
             files=2 * len(cells_per_dataset),
@@ -80,7 +82,7 @@ def _estimate_shards(
     shard: Shard,
     cpu_hours: Mapping[str, float],
 ) -> list[StageCost]:
-    """Return the cost of `shard`; with several jobs, of the stages that divide cells and write parts."""
+    """Return the cost of `shard`; with several jobs, the costs of `divide`, `shard_part` and `shard`."""
     n_cells = sum(cells_per_dataset)
     n_shards = max(1, ceil(n_cells / shard.cells_per_shard))
     n_bytes = n_cells * genes_per_cell * SHARD_BYTES_PER_VALUE[shard.order] + n_shards * SHARD_BYTES

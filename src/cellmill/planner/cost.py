@@ -47,11 +47,11 @@ def estimate_cost(
     mean_cell = Load(corpus.tokens_per_cell, corpus.pairs_per_cell, cells=1)
     flops_per_step = whole.flops.count(mean_cell) * work.cells_per_step
     load = _load_of_rank(corpus, work, model.layout.dp)
-    traffics = [
+    traffic_by_rank = [
         list_traffic(model, rank, load.tokens, work.micro_batches_per_step)
         for rank in range(model.layout.pp)
     ]
-    heaviest = max(traffics, key=lambda traffic: sum(part.sent_bytes for part in traffic))
+    heaviest = max(traffic_by_rank, key=lambda traffic: sum(part.sent_bytes for part in traffic))
     cost = Cost(options, model, whole, work, memory, flops_per_step, heaviest)
     network = _find_network(options, device)
     peak = device.flops(options.parallel)
@@ -61,6 +61,7 @@ def estimate_cost(
     time = estimate_step(model, heaviest, network, flops_per_s, load, work.micro_batches_per_step)
     steps_s = time.step_s * work.cells_seen / work.cells_per_step
     if options.train.replay_every_steps is not None:
+        # one more step is computed for each step that is replayed
         steps_s *= 1 + 1 / options.train.replay_every_steps
     # validation is only a forward pass, a third of a step
     validations_s = time.step_s / 3 * work.validations * work.val_cells / work.cells_per_step

@@ -105,5 +105,5 @@ def check_precision(parallel: Parallel, name: str, device: Device) -> None:
 
 def find_peak_flops(product: str, parallel: Parallel) -> float | None:
     """Return FLOP/s of a product such as "NVIDIA H100 80GB HBM3"; None if its device is unknown."""
-    device = recognise_device(product)
-    return DEVICES[device].flops(parallel) if device else None
+    name = recognise_device(product)
+    return DEVICES[name].flops(parallel) if name else None

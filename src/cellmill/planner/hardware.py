@@ -15,7 +15,7 @@ class Hardware:
 
     nodes: int
     nproc_per_node: int
-    device: str
+    device: str  # its name
     device_bytes: int  # memory of one process
     usable_bytes: int  # `plan.memory_frac` of it
 
@@ -28,12 +28,12 @@ class Hardware:
         return layout(parallel, self.world, self.nproc_per_node)
 
 
-def find_hardware(options: PlanOptions, machine: Machine, device: str) -> Hardware:
+def find_hardware(options: PlanOptions, machine: Machine, device_name: str) -> Hardware:
     """Return the processes that `machine` gives a run, with the fewest nodes of a range.
 
     Fewer nodes need more memory per process.
     """
-    memory_gb = options.plan.memory_gb or find_device(device).memory_gb
+    memory_gb = options.plan.memory_gb or find_device(device_name).memory_gb
     if memory_gb:
         device_bytes = round(memory_gb * GB)
     else:  # processes on CPUs share the machine's memory
@@ -41,4 +41,4 @@ def find_hardware(options: PlanOptions, machine: Machine, device: str) -> Hardwa
         device_bytes = machine_bytes // machine.nproc_per_node
     usable_bytes = int(device_bytes * options.plan.memory_frac)
     nodes = machine.node_counts[0]
-    return Hardware(nodes, machine.nproc_per_node, device, device_bytes, usable_bytes)
+    return Hardware(nodes, machine.nproc_per_node, device_name, device_bytes, usable_bytes)

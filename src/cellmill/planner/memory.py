@@ -64,12 +64,14 @@ def host_bytes(model: PlannedModel) -> HostBytes:
     """
     offload = model.parallel.cpu_offload
     average = int(model.keeps_average)
-    offloaded = 1 + model.optimizer_states  # gradients, optimizer state
+    n_offloaded = 1 + model.optimizer_states  # gradients, optimizer state
     if offload == "full":
-        offloaded += average
+        n_offloaded += average
 
     def copy_bytes(n_tensors: int) -> int:
-        """Return the bytes of a rank's weights, and of `n_tensors` further tensors of each trained one."""
+        """Return the bytes of a rank's weights plus `n_tensors` tensors as large as its trained weights;
+        the largest rank counts.
+        """
         elements = 0
         for rank in range(model.layout.pp):
             totals = model.totals(rank)
@@ -77,7 +79,7 @@ def host_bytes(model: PlannedModel) -> HostBytes:
         return FLOAT32 * -(-elements // model.shards)
 
     return HostBytes(
-        offload=copy_bytes(offloaded) if offload else 0,
+        offload=copy_bytes(n_offloaded) if offload else 0,
         staging=copy_bytes(model.optimizer_states + average),
     )
 

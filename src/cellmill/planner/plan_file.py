@@ -37,9 +37,10 @@ def make_plan(
     cut_cells_frac: float,
     fingerprint: str | None,
 ) -> Plan:
-    """Return the content of plan.json; the last four arguments are values of it.
+    """Return the content of plan.json.
 
-    None stands for what an unknown device leaves unknown.
+    The keyword arguments are stored as given. Values that need the device's speed are None if it is
+    unknown.
     """
     options = cost.options
     work = cost.work
@@ -48,7 +49,11 @@ def make_plan(
     collectives = []
     for part in cost.traffic:
         links = {f"{link}_bytes": n_bytes for link, n_bytes in link_bytes([part]).items()}
-        collectives.append(asdict(part) | links)
+        entry = asdict(part) | links
+        entry["in_a_node"] = entry.pop(
+            "processes_per_node"
+        )  # the key that plan.json has always had
+        collectives.append(entry)
     host = HostBytes(0, 0) if hardware.device == "cpu" else host_bytes(cost.model)
     return {
         "parameters": cost.whole.parameters,  # of the whole model
@@ -76,7 +81,7 @@ def make_plan(
         "auto_steps": train.steps == "auto",  # True if train.steps is auto
         "micro_batch_tokens": work.micro_tokens,  # tokens of the largest micro-batch
         "step": None if time is None else {**asdict(time), "step_s": time.step_s},
-        "pipeline_idle_frac": idle_frac(options.parallel, work.most_micro_batches),
+        "pipeline_idle_frac": idle_frac(options.parallel, work.max_micro_batches_per_step),
         "mfu": cost.mfu,  # fraction of the device's peak that a step reaches
         "hours": cost.hours,  # with validation
         "validation_frac": cost.validation_frac,  # fraction of the hours
@@ -90,7 +95,7 @@ def make_plan(
         "mfu_frac": options.plan.mfu_frac,
         "warmup_steps": train.warmup_steps,
         "global_batch": train.global_batch,  # cells
-        # by square root and linearly; None if nothing is to be scaled
+        # by square root and linearly; None if batch or learning rate leave nothing to scale
         "scaled_lr": _scale_lr(train),
         "choices": options.objective.choices(),  # what options take from the corpus, and why
         "warnings": options.objective.warnings(),
@@ -104,10 +109,11 @@ def make_plan(
 
 
 def _scale_lr(train: Train) -> list[float] | None:
-    """Return the default learning rate scaled to another batch.
+    """Return the default learning rate scaled to the run's batch.
 
-    It is scaled by the square root of their ratio (Adam; Malladi et al. 2022) and linearly (SGD;
-    Goyal et al. 2017). None if batch or rate leave nothing to scale.
+    It is scaled by the square root of the ratio of batch sizes (Adam; Malladi et al. 2022) and
+    linearly (SGD; Goyal et al. 2017). None if the run keeps the default batch or sets another
+    train.lr.
     """
     ratio = train.global_batch / DEFAULT_BATCH
     if train.lr != DEFAULT_LR or ratio == 1:
@@ -161,7 +167,8 @@ def _format_memory(plan: Plan) -> Iterator[Line]:
     memory = plan["memory"]
     parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in memory["parts_bytes"].items() if n)
     if memory["host_bytes"]:
-        parts += f"; {format_bytes(memory['host_bytes'])} of host memory"
+        pinned = format_bytes(memory["host_bytes"])
+        parts += f"; {pinned} of pinned host memory for parallel.cpu_offload"
     if memory["staging_bytes"]:
         parts += f"; {format_bytes(memory['staging_bytes'])} of pinned host memory for checkpoints"
     total = format_bytes(memory["total_bytes"])

@@ -39,7 +39,7 @@ def plan_memory(
     work = measure_work(options, corpus, model.layout)
     if micro_tokens is None:
         micro_tokens = work.micro_tokens
-    return peak_memory(model, micro_tokens, work.most_micro_batches)
+    return peak_memory(model, micro_tokens, work.max_micro_batches_per_step)
 
 
 def check_memory(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> Memory:
@@ -56,7 +56,7 @@ def check_memory(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -
 
 
 def find_largest_micro_batch(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> int:
-    """Return the most tokens of a micro-batch that fit, with as many micro-batches; 0 if none."""
+    """Return the most tokens per micro-batch that fit, at the run's number of micro-batches; 0 if none fit."""
 
     def needed(tokens: int) -> int:
         return plan_memory(options, corpus, hardware, tokens).total
@@ -70,7 +70,7 @@ def find_remedy(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) ->
         needed = plan_memory(change.options, corpus, change.hardware)
         if needed.total <= change.hardware.usable_bytes:
             return " and ".join(change.instructions)
-    return "use a device with more memory (the profile) or a smaller model"
+    return "name a device with more memory in the profile, or use a smaller model"
 
 
 @dataclass(frozen=True)
@@ -140,17 +140,17 @@ def _larger_layouts(change: Change) -> Iterator[Change]:
     model = change.options.model
     parallel = change.options.parallel
     tp_sizes = model.tp_sizes().values()
-    most_tp = 1
+    max_tp = 1
     if tp_sizes:
-        most_tp = math.gcd(hardware.nproc_per_node, hardware.world // parallel.pp, *tp_sizes)
-    for tp in divisors(most_tp):
+        max_tp = math.gcd(hardware.nproc_per_node, hardware.world // parallel.pp, *tp_sizes)
+    for tp in divisors(max_tp):
         if tp > parallel.tp:
             instruction = f"set parallel.tp to {tp} with parallel.sequence_parallel"
             yield change.then(instruction, tp=tp, sequence_parallel=True)
     # at least one block per stage
-    most_pp = min(model.pp_sizes().values(), default=1) // (parallel.stages // parallel.pp)
+    max_pp = min(model.pp_sizes().values(), default=1) // (parallel.stages // parallel.pp)
     for pp in divisors(hardware.world // parallel.tp):
-        if parallel.pp < pp <= most_pp:
+        if parallel.pp < pp <= max_pp:
             yield change.then(f"set parallel.pp to {pp}", pp=pp)
     if change.hardware.device == "cpu" or not change.options.train.optimizer.offloaded:
         return
@@ -165,7 +165,7 @@ def _more_nodes(change: Change) -> Iterator[Change]:
     for power in range(1, MAX_DOUBLINGS + 1):
         nodes = change.hardware.nodes * 2**power
         larger = replace(change.hardware, nodes=nodes)
-        instruction = f"use {nodes} nodes (the profile)"
+        instruction = f"set nodes to {nodes} in the profile"
         yield Change([*change.instructions, instruction], change.options, larger)
 
 

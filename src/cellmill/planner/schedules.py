@@ -9,7 +9,8 @@ DeepSeek-V3, 2024, section 3.2.1 (DualPipe, here in V shape).
 
 from cellmill.config.parallel import Parallel
 
-# Gradients of weights fill idle time: 1 unit in DualPipeV, 2 with zero bubble.
+# Idle units of a stage per other rank: 3 (forward 1, backward 2), less the weight-gradient units that
+# fill idle time: 1 in DualPipeV, 2 with zero bubble.
 IDLE_UNITS = {
     "GPipe": 3,
     "1F1B": 3,
@@ -18,11 +19,13 @@ IDLE_UNITS = {
     "ZBV": 1,
     "DualPipeV": 2,
 }
-"""Idle units of one stage, per other rank."""
 
 
 def kept_micro_batches(parallel: Parallel, rank: int, micro_batches: int) -> int:
-    """Return the most micro-batches whose activations a pipeline rank holds, summed over its stages."""
+    """Return the largest number of micro-batches whose activations a pipeline rank holds.
+
+    It is summed over the stages of the rank.
+    """
     pp = parallel.pp
     all_at_once = micro_batches * parallel.stages // pp
     in_flight = {
@@ -32,8 +35,8 @@ def kept_micro_batches(parallel: Parallel, rank: int, micro_batches: int) -> int
         "1F1B": pp - rank,
         # pp of the first stage, then 2 for each further rank, on the way there and back; one more
         "Interleaved1F1B": pp + 2 * (pp - 1 - rank) + 1,
-        # as interleaved with 1 for each further rank, 2 pp - rank; `rank` more wait for the gradients
-        # of their weights, which are computed after those of inputs
+        # interleaved, but 1 instead of 2 per further rank: 2 pp - rank. `rank` more are held until their
+        # weight gradients, which come after those of inputs
         "InterleavedZeroBubble": 2 * pp,
         # both stages of a rank hold as much as 1F1B's first rank in one stage of twice the size
         "ZBV": 2 * pp,

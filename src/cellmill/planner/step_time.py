@@ -18,7 +18,7 @@ from cellmill.planner.traffic import Traffic
 
 # NCCL's own tests reach some 360 of 450 GB/s on eight H100, 230 of 300 on eight A100
 NETWORK_FRAC = 0.8
-CALL_S = 14e-6
+CALL_S = 14e-6  # base latency of a call, from the same source as `latency`
 BACKWARD_FRAC = 2 / 3  # share of the backward pass in a step's computation
 
 
@@ -42,10 +42,9 @@ class Network:
 
     def seconds(self, traffic: Traffic) -> float:
         """Return the time of all calls: that of the slower kind of link, plus latency."""
-        intra_node = traffic.intra_node_bytes / self.intra_node_gbs
-        inter_node = traffic.inter_node_bytes / self.inter_node_gbs
-        payload_s = max(intra_node, inter_node) / (NETWORK_FRAC * 1e9)
-        return payload_s + traffic.calls * latency(traffic)
+        intra_node_s = traffic.intra_node_bytes / (NETWORK_FRAC * 1e9 * self.intra_node_gbs)
+        inter_node_s = traffic.inter_node_bytes / (NETWORK_FRAC * 1e9 * self.inter_node_gbs)
+        return max(intra_node_s, inter_node_s) + traffic.calls * latency(traffic)
 
 
 def latency(traffic: Traffic) -> float:
@@ -55,13 +54,14 @@ def latency(traffic: Traffic) -> float:
     the bytes, makes FULL_SHARD slow. An all-reduce travels the ring twice, or up and down a tree.
     Source: NCCL's own cost model (src/graph/tuning.cc of 2.20, protocol LL128).
     """
-    nodes = -(-traffic.processes // traffic.in_a_node)
+    nodes = -(-traffic.processes // traffic.processes_per_node)
     if traffic.kind == "point to point":
         return CALL_S
     ring = (traffic.processes - nodes) * RING_S.intra_node + (nodes - 1) * RING_S.inter_node
     if traffic.kind != "all-reduce":
         return CALL_S + ring
-    tree = (traffic.in_a_node - 1) * TREE_S.intra_node + math.log2(nodes) * TREE_S.inter_node
+    tree = (traffic.processes_per_node - 1) * TREE_S.intra_node
+    tree += math.log2(nodes) * TREE_S.inter_node
     return CALL_S + 2 * min(ring, tree)
 
 
@@ -103,7 +103,7 @@ def estimate_step(
     if model.layout.pp > 1:
         communication_s += gathers_s + reductions_s
     else:
-        # Three limits say how much of this traffic at least overlaps with nothing; the largest holds.
+        # Three lower bounds on the exposed communication; the largest applies.
         # No block computes while the first weights and the last gradients are sent.
         first_and_last_s = (gathers_s / micro_batches + reductions_s) / (model.size.n_blocks + 1)
         # No more overlaps than is computed.
@@ -123,10 +123,10 @@ def _estimate_compute(model: PlannedModel, load: Load, flops_per_s: float) -> fl
     if model.parallel.activation_checkpointing is not None:
         recomputed = model.size.flops.count(load, n_blocks=1, has_begin=False, has_finish=False)
     forward_frac = 1 - BACKWARD_FRAC
-    most_s = 0.0
+    max_s = 0.0
     for rank in range(model.layout.pp):
         flops = 0.0
         for stage in model.stages(rank):
             flops += stage.flops(load) + forward_frac * stage.n_blocks * recomputed
-        most_s = max(most_s, flops / flops_per_s)
-    return most_s
+        max_s = max(max_s, flops / flops_per_s)
+    return max_s

@@ -30,7 +30,7 @@ from cellmill.planner.traffic import link_bytes
 from cellmill.planner.work import CorpusSize
 
 MAX_SHOWN = 10  # layouts in the table
-MAX_PIPELINE = 16  # most pipeline ranks that are tried
+MAX_PIPELINE = 16  # pipeline ranks that are tried at most
 SCHEDULES = ("1F1B", "Interleaved1F1B")  # schedules of a pipeline
 ROW = "{:>10}  {:>9}  {:>4}  {:>10}  {:>10}  {}"
 SIMILAR = 0.02  # relative difference of hours that is ignored; plans are less exact
@@ -46,10 +46,12 @@ class Suggestions:
     refused: Counter[str]
 
 
-def suggest(options: PlanOptions, corpus: CorpusSize, machine: Machine, device: str) -> Suggestions:
+def suggest(
+    options: PlanOptions, corpus: CorpusSize, machine: Machine, device_name: str
+) -> Suggestions:
     """Rank the layouts for all processes of `machine`, with the fewest of a range of nodes."""
-    hardware = find_hardware(options, machine, device)
-    rates = find_device(device)
+    hardware = find_hardware(options, machine, device_name)
+    device = find_device(device_name)
     nodes = range(hardware.nodes, hardware.nodes + 1)
     fitting = []
     too_large = []
@@ -60,7 +62,7 @@ def suggest(options: PlanOptions, corpus: CorpusSize, machine: Machine, device: 
             lanes = _find_lanes(options, hardware.layout(parallel).dp)
             stream = options.stream.model_copy(update={"lanes": lanes})
             changed = options.model_copy(update={"parallel": parallel, "stream": stream})
-            check_precision(parallel, device, rates)
+            check_precision(parallel, device_name, device)
             check_nodes(changed, nodes, hardware.nproc_per_node, corpus.n_cells)
         except ConfigError as error:
             without_numbers = re.sub(r"\d+", "", str(error))
@@ -71,7 +73,7 @@ def suggest(options: PlanOptions, corpus: CorpusSize, machine: Machine, device: 
         if memory.total > hardware.usable_bytes:
             too_large.append(memory.total)
         else:
-            fitting.append(estimate_cost(changed, corpus, hardware, rates, memory))
+            fitting.append(estimate_cost(changed, corpus, hardware, device, memory))
     return Suggestions(sorted(fitting, key=_sort_key), too_large, refused)
 
 
@@ -92,11 +94,17 @@ def _sort_key(suggestion: Cost) -> tuple[float, ...]:
     """
     parallel = suggestion.options.parallel
     sent = link_bytes(suggestion.traffic)
-    speed = 0.0
+    rounded_log_hours = 0.0
     if suggestion.hours is not None:
-        speed = round(math.log(suggestion.hours) / SIMILAR)
+        rounded_log_hours = round(math.log(suggestion.hours) / SIMILAR)
     ranks = parallel.tp * parallel.pp
-    return speed, sent["inter_node"], sent["intra_node"], ranks, suggestion.memory.total
+    return (
+        rounded_log_hours,
+        sent["inter_node"],
+        sent["intra_node"],
+        ranks,
+        suggestion.memory.total,
+    )
 
 
 def list_layouts(options: PlanOptions, hardware: Hardware) -> Iterator[Parallel]:
@@ -107,11 +115,11 @@ def list_layouts(options: PlanOptions, hardware: Hardware) -> Iterator[Parallel]
         strategies.append({"sharding_strategy": name})
     recomputed = (None, "full") if options.parallel.compile else (None, "selective", "full")
     tensor_sizes = divisors(hardware.nproc_per_node) if options.model.tp_sizes() else [1]
-    most_pp = min(MAX_PIPELINE, min(options.model.pp_sizes().values(), default=1))
+    max_pp = min(MAX_PIPELINE, min(options.model.pp_sizes().values(), default=1))
     tried = set()
     for tp in tensor_sizes:
         for pp in divisors(hardware.world // tp):
-            if pp > most_pp:
+            if pp > max_pp:
                 continue
             schedules = SCHEDULES if pp > 1 else SCHEDULES[:1]
             for schedule, recompute, strategy in product(schedules, recomputed, strategies):
@@ -132,7 +140,7 @@ def list_layouts(options: PlanOptions, hardware: Hardware) -> Iterator[Parallel]
 def _find_effect(parallel: Parallel, hardware: Hardware) -> tuple[Any, ...] | None:
     """Return a key that is equal for layouts that do the same.
 
-    None if the layout fits no processes, which `suggest` counts with its reason.
+    None if the processes cannot be divided into this layout; `suggest` then counts it as refused.
     """
     try:
         sizes = hardware.layout(parallel)
@@ -147,12 +155,12 @@ def _find_effect(parallel: Parallel, hardware: Hardware) -> tuple[Any, ...] | No
 
 
 def format_suggestions(
-    suggestions: Suggestions, options: PlanOptions, machine: Machine, device: str
+    suggestions: Suggestions, options: PlanOptions, machine: Machine, device_name: str
 ) -> str:
     """Return the best layouts as lines of text, why others are missing, and the YAML of the best."""
     fitting = suggestions.fitting
     too_large = suggestions.too_large
-    processes = f"{machine.node_counts[0]:,} nodes x {machine.nproc_per_node} {device}"
+    processes = f"{machine.node_counts[0]:,} nodes x {machine.nproc_per_node} {device_name}"
     title = "no layout fits"
     if fitting:
         title = ROW.format("memory", "hours", "MFU", "intra-node", "inter-node", "layout")

@@ -31,7 +31,7 @@ class Traffic:
     kind: Kind
     axis: str
     processes: int  # processes of the group
-    in_a_node: int  # processes of the group on one node
+    processes_per_node: int  # processes of the group on one node
     # bytes of the full tensors, before a reduce-scatter or after an all-gather
     payload_bytes: float
     calls: float
@@ -46,7 +46,8 @@ class Traffic:
     @property
     def inter_node_bytes(self) -> float:
         """Return the bytes sent over this process's share of the node's network."""
-        return self.sent_bytes / self.in_a_node if self.processes > self.in_a_node else 0.0
+        is_on_one_node = self.processes <= self.processes_per_node
+        return 0.0 if is_on_one_node else self.sent_bytes / self.processes_per_node
 
     @property
     def intra_node_bytes(self) -> float:
@@ -96,8 +97,10 @@ def list_traffic(
         processes = getattr(sizes, axis)
         distance = distances[axis]
         if payload and processes > 1:
-            in_a_node = min(processes, max(1, model.local_world // distance))
-            traffic.append(Traffic(kind, axis, processes, in_a_node, payload, calls[kind, axis]))
+            processes_per_node = min(processes, max(1, model.local_world // distance))
+            traffic.append(
+                Traffic(kind, axis, processes, processes_per_node, payload, calls[kind, axis])
+            )
     return traffic
 
 
@@ -150,9 +153,9 @@ def _tensor_parallel(
     payload = n_bytes * totals.n_blocks * (2 * reduced + recomputed * reduced / 2)
     kind: Kind = "reduce-scatter" if parallel.sequence_parallel else "all-reduce"
     yield CollectiveCalls(kind, "tp", payload, totals.n_blocks * sums_per_block * micro_batches)
-    # then each sum is a reduce-scatter paired with an all-gather; recomputation gathers the input of
-    # the second sum too
     if parallel.sequence_parallel:
+        # each sum is a reduce-scatter paired with an all-gather; recomputation also gathers the input
+        # of the second sum
         gathers_per_block = 4 + 2 * recomputed
         # the gradients of the blocks' input and the blocks' output are gathered at the model's ends
         ends = totals.n_begin + totals.n_finish

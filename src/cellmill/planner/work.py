@@ -18,9 +18,10 @@ from cellmill.data.stream.batch import even_borders, greedy_borders
 from cellmill.data.stream.order import EpochLayout
 
 # Micro-batches are counted in the first steps only: shards are preshuffled, so any cells will do.
-SAMPLED_BATCHES = 4096  # most batches of single ranks
-SAMPLED_STEPS = 64  # most steps
-SAMPLED_EVENLY = 4  # most steps that are cut evenly, and ranks of each: such cuts take longer
+SAMPLED_BATCHES = 4096  # at most this many batches of single ranks
+SAMPLED_STEPS = 64  # at most this many steps
+# at most this many steps are cut evenly, and this many ranks of each: such cuts take longer
+SAMPLED_EVENLY = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +62,7 @@ class Work:
     validations: int
     val_cells: int  # cells per validation
     micro_batches_per_step: float  # mean over the sampled first steps; the same on every rank
-    most_micro_batches: int
+    max_micro_batches_per_step: int  # over the sampled steps
     micro_tokens: int  # tokens of the largest micro-batch, with padding in a pipeline
     padding_frac: float  # tokens that a pipeline pads a step with, per token of its cells
 
@@ -91,7 +92,7 @@ def measure_work(options: PlanOptions, corpus: CorpusSize, sizes: Layout) -> Wor
         microbatch_multiple=parallel.pp,
         token_multiple=multiple,
     )
-    micro_tokens = micro_batches.most_tokens
+    micro_tokens = micro_batches.max_tokens
     if parallel.pp > 1:
         micro_tokens = pipeline_tokens(micro_tokens, multiple)
     val_cells = corpus.n_validation
@@ -105,7 +106,7 @@ def measure_work(options: PlanOptions, corpus: CorpusSize, sizes: Layout) -> Wor
         validations=-(-steps // train.val_every_steps) if corpus.n_validation else 0,
         val_cells=val_cells,
         micro_batches_per_step=float(np.mean(micro_batches.counts)),
-        most_micro_batches=max(micro_batches.counts),
+        max_micro_batches_per_step=max(micro_batches.counts),
         micro_tokens=micro_tokens,
         padding_frac=micro_batches.padding_frac,
     )
@@ -114,8 +115,8 @@ def measure_work(options: PlanOptions, corpus: CorpusSize, sizes: Layout) -> Wor
 class MicroBatches(NamedTuple):
     """Micro-batches of the first steps of a run."""
 
-    counts: list[int]  # the most that any rank needs in each step
-    most_tokens: int  # tokens of the largest; without a pipeline, a bound for any cells
+    counts: list[int]  # of each step: the largest number that any rank needs
+    max_tokens: int  # tokens of the largest; without a pipeline, a bound for any cells
     padding_frac: float  # tokens that a pipeline pads a step with, per token of its cells
 
 
@@ -139,7 +140,7 @@ def count_micro_batches(
     cells_per_rank = -(-min(global_batch, len(lengths)) // dp)
     n_steps = max(1, min(SAMPLED_STEPS, SAMPLED_BATCHES // dp))
     counts = []
-    most_tokens = 0
+    max_tokens = 0
     n_tokens = 0
     n_padded_tokens = 0
     for step_start in range(0, len(lengths), global_batch)[:n_steps]:
@@ -153,13 +154,13 @@ def count_micro_batches(
         if microbatch_multiple > 1 and len(counts) <= SAMPLED_EVENLY:
             for rank in ranks[:SAMPLED_EVENLY]:
                 longest, padded_tokens = _pad_evenly(rank, count, token_multiple)
-                most_tokens = max(most_tokens, longest)
+                max_tokens = max(max_tokens, longest)
                 n_tokens += int(rank.sum())
                 n_padded_tokens += padded_tokens
     if microbatch_multiple == 1:
-        most_tokens = min(token_budget, cells_per_rank * int(lengths.max()))
-        return MicroBatches(counts, most_tokens, padding_frac=0.0)
-    return MicroBatches(counts, most_tokens, n_padded_tokens / max(n_tokens, 1) - 1)
+        max_tokens = min(token_budget, cells_per_rank * int(lengths.max()))
+        return MicroBatches(counts, max_tokens, padding_frac=0.0)
+    return MicroBatches(counts, max_tokens, n_padded_tokens / max(n_tokens, 1) - 1)
 
 
 def _pad_evenly(lengths: np.ndarray, count: int, token_multiple: int) -> tuple[int, int]:

@@ -81,12 +81,12 @@ def plan(
         if not suggestions.fitting:
             raise ConfigError("no layout fits, for the reasons above")
         return
-    rates = find_device(device)
-    check_precision(options.parallel, device, rates)
+    named_device = find_device(device)
+    check_precision(options.parallel, device, named_device)
     check_nodes(options, machine.node_counts, machine.nproc_per_node, corpus.n_cells)
     hardware = find_hardware(options, machine, device)
     memory = check_memory(options, corpus, hardware)
-    cost = estimate_cost(options, corpus, hardware, rates, memory)
+    cost = estimate_cost(options, corpus, hardware, named_device, memory)
     plan = make_plan(
         cost,
         corpus,
