@@ -31,8 +31,8 @@ from pathlib import Path
 from origin import commit, machine
 from raw_counts import GENES, used, write_raw
 
-MOST_EXPONENT = 1.0
-MOST_MB = 2_000
+MAX_EXPONENT = 1.0
+MAX_MB = 2_000
 CONFIG = """
 corpora: {scale: {table: datasets.tsv}}
 stream: {lanes: 8}
@@ -97,7 +97,7 @@ class Project:
     def add(self, name: str, cost: Cost) -> None:
         """Print a row of the table, and keep the cost."""
         self.costs[name] = cost
-        peak = bold(f"{cost.peak_mb:,.0f}", cost.peak_mb > MOST_MB)
+        peak = bold(f"{cost.peak_mb:,.0f}", cost.peak_mb > MAX_MB)
         numbers = f"{cost.cpu_s:,.1f} | {cost.wall_s:,.0f} | {peak} | {cost.written_gb:.3f}"
         print(f"| {name} | {numbers} |", flush=True)
 
@@ -255,8 +255,8 @@ def print_growth(by_size: dict[int, dict[str, Cost]], n_files: int) -> None:
         exponent = math.log(large.cpu_s / small.cpu_s) / math.log(largest / smallest)
         per_cell = (large.peak_mb - small.peak_mb) / (largest - smallest)
         peak_mb = large.peak_mb + per_cell * (1_000_000 - largest)
-        power = bold(f"{exponent:.2f}", exponent > MOST_EXPONENT)
-        print(f"| {stage} | {power} | {bold(f'{peak_mb:,.0f}', peak_mb > MOST_MB)} |")
+        power = bold(f"{exponent:.2f}", exponent > MAX_EXPONENT)
+        print(f"| {stage} | {power} | {bold(f'{peak_mb:,.0f}', peak_mb > MAX_MB)} |")
     for size, costs in by_size.items():
         cpu_min = sum(cost.cpu_s for cost in costs.values()) / 60
         wall_min = sum(cost.wall_s for cost in costs.values()) / 60

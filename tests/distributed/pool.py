@@ -34,7 +34,7 @@ of the time.
 """
 FORGET_THREADS = 120  # torch's caches are emptied above it
 # gloo's, of groups that torch still knows after their world has ended; a hundred take 3 % of a core
-MOST_THREADS = 160
+MAX_THREADS = 160
 
 
 class Pool:
@@ -50,7 +50,7 @@ class Pool:
         """Results of `cases.<case>(**arguments)` by rank, or of `<module>.<case>`. Raises
         AssertionError with a rank's traceback.
         """
-        if self._threads() > MOST_THREADS:
+        if self._threads() > MAX_THREADS:
             self.close()
         if not self.processes:
             self._start()

@@ -272,8 +272,8 @@ def _check_run(machine: Machine, pipeline: Workflow, name: str) -> Check:
         if manifest.exists():
             stored = Manifest.read(manifest).entry("train").n_obs
             cells = options.stream.train_cells(stored)
-        most_cells = sys.maxsize if cells is None else cells
-        check_nodes(options, machine.node_counts, machine.nproc_per_node, most_cells)
+        max_cells = sys.maxsize if cells is None else cells
+        check_nodes(options, machine.node_counts, machine.nproc_per_node, max_cells)
     except UserError as error:
         remedy = f"{TRAIN} nodes, nproc_per_node" if isinstance(error, ConfigError) else ""
         return no(what, str(error), remedy)

@@ -184,7 +184,7 @@ def format_config(name: str, rows: list[Row], surveys: list[Survey]) -> str:
         name=name,
         datasets=list(zip(rows, surveys)),
         fields={field for survey in surveys for field in survey.columns},
-        most_genes=max(n_genes),
+        max_genes=max(n_genes),
         least_genes=min(n_genes),
     )
 

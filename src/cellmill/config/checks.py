@@ -81,8 +81,8 @@ def _problems_of_layout(model: FamilyConfig, parallel: Parallel) -> Iterator[str
         yield f"parallel.pp {pp}: family {model.family} does not support pipelines; set pp to 1"
     for name, size in model.pp_sizes().items():
         if pp > 1 and size < stages:
-            most = size * pp // stages
-            fewer = f"pp {most}" if most > 1 else "1F1B, or pp 1" if stages > pp else "pp 1"
+            max_pp = size * pp // stages
+            fewer = f"pp {max_pp}" if max_pp > 1 else "1F1B, or pp 1" if stages > pp else "pp 1"
             yield (
                 f"parallel.pp {pp} with schedule {schedule} has {stages} pipeline stages for {name} {size}, and each "
                 f"needs a block; use {fewer}"

@@ -18,7 +18,7 @@ from cellmill.errors import ConfigError, did_you_mean, one_line
 from cellmill.files import digest, write_json
 
 SHOWN_CHANGES = 5  # options in a line about a stage that would run again
-MOST_CHARACTERS = 40  # characters of a value in it
+MAX_CHARACTERS = 40  # characters of a value in it
 Wildcards = Any  # Snakemake's wildcards of a job, as attributes
 
 
@@ -58,7 +58,7 @@ def values_by_path(tree: Any, path: str = "") -> dict[str, Any]:
 def _shorten(value: Any) -> str:
     """A value of an option in few characters, as JSON."""
     text = json.dumps(value)
-    return text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 3]}..."
+    return text if len(text) <= MAX_CHARACTERS else f"{text[: MAX_CHARACTERS - 3]}..."
 
 
 class JobFiles:

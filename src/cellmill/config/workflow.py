@@ -40,7 +40,7 @@ from cellmill.config.run import Report
 from cellmill.config.section import Counts, Names, Section
 from cellmill.errors import ConfigError, did_you_mean
 
-MOST_RUNS = 10_000
+MAX_RUNS = 10_000
 # columns of results.csv, next to the axes
 _COLUMNS = set(
     "run parameters cells steps cells_seen gpu_hours cpu_core_hours dataset task name kind metric "
@@ -86,9 +86,9 @@ def expand(
                 f"{where}.over.{taken_names[0]}: is a column of results.csv; give the axis another name"
             )
         n = prod(map(len, axes.values()))
-        if n > MOST_RUNS:
+        if n > MAX_RUNS:
             raise ConfigError(
-                f"{where}: {n:,} runs; leave out values, or make sweeps of at most {MOST_RUNS:,}"
+                f"{where}: {n:,} runs; leave out values, or make sweeps of at most {MAX_RUNS:,}"
             )
         for combination in product(*axes.values()):
             run = "-".join([str(name), *(label for label, _ in combination)])

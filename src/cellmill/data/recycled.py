@@ -14,8 +14,8 @@ import numpy as np
 _SMALLEST = 1 << 16  # bytes; smaller arrays are as cheap from the allocator
 # free blocks of each size: enough for the windows that are read, and for the batches that are made,
 # queued and used
-_MOST_FREE = 8
-_free: defaultdict[int, deque[np.ndarray]] = defaultdict(lambda: deque(maxlen=_MOST_FREE))
+_MAX_FREE = 8
+_free: defaultdict[int, deque[np.ndarray]] = defaultdict(lambda: deque(maxlen=_MAX_FREE))
 
 
 def recycled_empty(size: int, dtype: np.dtype | type) -> np.ndarray:

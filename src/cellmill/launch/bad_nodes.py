@@ -19,7 +19,7 @@ from cellmill.launch.follow import Tail
 from cellmill.runs.jobs import CONNECTION, JobRecord, error_line
 
 KEPT_S = 3 * 86400
-MOST = 4  # at most one of this many nodes of a partition is excluded
+NODES_PER_EXCLUDED = 4  # at most one of this many nodes of a partition is excluded
 HOW_TO_LIFT = "`cellmill preflight --profile PROFILE --node NODE` tests one and lifts this"
 NodeStates = Callable[[], Mapping[str, str]]
 """Returns SLURM's states of a partition's nodes by name."""
@@ -96,9 +96,9 @@ class BadNodes:
         if not nodes:
             return []
         partition = states()
-        most = min(len(partition) // MOST, len(partition) - fewest)
+        max_excluded = min(len(partition) // NODES_PER_EXCLUDED, len(partition) - fewest)
         listed = [node.name for node in nodes if node.name in partition]
-        return listed[: max(0, most)]
+        return listed[: max(0, max_excluded)]
 
 
 def blamed(ended: JobRecord, states: NodeStates) -> dict[str, str]:

@@ -21,9 +21,9 @@ Reader = asyncio.StreamReader
 Writer = asyncio.StreamWriter
 
 _MAGIC = 0x3C85F7CE  # the first request of a client
-_MOST_KEYS = 128 * 1024  # most keys in one request, as in torch
-_MOST_KEY = 8 * 1024  # bytes
-_MOST_VALUE = 8 * 1024 * 1024  # bytes
+_MAX_KEYS = 128 * 1024  # most keys in one request, as in torch
+_MAX_KEY = 8 * 1024  # bytes
+_MAX_VALUE = 8 * 1024 * 1024  # bytes
 # answers of check
 _READY = b"\0"
 _NOT_READY = b"\1"
@@ -55,23 +55,23 @@ class Client:
         return int(struct.unpack(layout, raw)[0])
 
     async def read_key(self) -> bytes:
-        return await self._read_bytes(_MOST_KEY)
+        return await self._read_bytes(_MAX_KEY)
 
     async def read_value(self) -> bytes:
-        return await self._read_bytes(_MOST_VALUE)
+        return await self._read_bytes(_MAX_VALUE)
 
     async def read_keys(self) -> list[bytes]:
         return [await self.read_key() for _ in range(await self.read_key_count())]
 
     async def read_key_count(self) -> int:
         count = await self.read("=Q")
-        if count > _MOST_KEYS:
+        if count > _MAX_KEYS:
             raise BadRequest
         return count
 
-    async def _read_bytes(self, most: int) -> bytes:
+    async def _read_bytes(self, max_bytes: int) -> bytes:
         length = await self.read("=Q")
-        if length > most:
+        if length > max_bytes:
             raise BadRequest
         return await self._reader.readexactly(length)
 

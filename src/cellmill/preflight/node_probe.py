@@ -189,9 +189,9 @@ def find_busiest(moved: dict[str, int], n_bytes: int) -> str | None:
     counts only if no other device did.
     """
     for names in (moved.keys() - {"lo"}, moved.keys()):
-        most = max(sorted(names), key=lambda name: moved[name], default=None)
-        if most is not None and moved[most] >= n_bytes:
-            return most
+        busiest = max(sorted(names), key=lambda name: moved[name], default=None)
+        if busiest is not None and moved[busiest] >= n_bytes:
+            return busiest
     return None
 
 

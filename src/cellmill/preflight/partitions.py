@@ -151,11 +151,11 @@ def _offers(partition: Partition, request: Request) -> Iterator[Offer]:
         return
     for kind in kinds:
         numbers = sorted((node.gpus.get(kind, 0) for node in nodes), reverse=True)
-        most = numbers[n_nodes - 1]
-        gpus = request.gpus or most
+        max_gpus = numbers[n_nodes - 1]
+        gpus = request.gpus or max_gpus
         if not request.gpus and _SLICE.search(kind):
-            gpus = min(1, most)
-        if 0 < gpus <= most:
+            gpus = min(1, max_gpus)
+        if 0 < gpus <= max_gpus:
             able = [node for node in nodes if node.gpus.get(kind, 0) >= gpus]
             yield Offer(partition, able, gpus, kind)
 

@@ -193,10 +193,9 @@ def generate(
             "0, or with tokens.tokenizer rank"
         )
     prompt_rows = _rows_of(prompt, vocabulary)
-    least = max(1, len(prompt_rows))
-    most = tokens.max_tokens
-    limit = f"{most} (tokens.max_tokens of the model)"
-    n_genes = max_genes or most
+    min_genes = max(1, len(prompt_rows))
+    limit = f"{tokens.max_tokens} (tokens.max_tokens of the model)"
+    n_genes = max_genes or tokens.max_tokens
     for name, is_right, expected, got in (
         ("cells", cells >= 1, "at least 1", cells),
         ("top-k", top_k >= 0, "at least 0", top_k),
@@ -205,14 +204,14 @@ def generate(
         ("temperature", 0 <= temperature < np.inf, "0 or more", f"{temperature:g}"),
         (
             "prompt",
-            len(prompt_rows) <= most,
-            f"at most {most} genes (tokens.max_tokens of the model)",
+            len(prompt_rows) <= tokens.max_tokens,
+            f"at most {tokens.max_tokens} genes (tokens.max_tokens of the model)",
             len(prompt_rows),
         ),
         (
             "max-genes",
-            least <= n_genes <= most,
-            f"{least} (genes of --prompt) to {limit}",
+            min_genes <= n_genes <= tokens.max_tokens,
+            f"{min_genes} (genes of --prompt) to {limit}",
             max_genes,
         ),
     ):

@@ -23,7 +23,7 @@ START_FACTOR = 5  # longer timeout before the first steps are done: weights, com
 JOIN_S = 60.0  # shortest timeout until all ranks have joined: they import torch at different speeds
 TICKS = 20  # ticks of the thread within timeout_s
 STORE_TIMEOUT_S = 60.0
-MOST_LISTED = 8  # ranks in a message
+MAX_LISTED = 8  # ranks in a message
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def _name_ranks(ranks: list[int], node: str | None) -> str:
     others = ranks[1:]
     if not others:
         return name
-    listed = ", ".join(map(str, others[:MOST_LISTED]))
-    if len(others) > MOST_LISTED:
+    listed = ", ".join(map(str, others[:MAX_LISTED]))
+    if len(others) > MAX_LISTED:
         listed += ", …"
     return f"{name} and {len(others)} more (ranks {listed})"

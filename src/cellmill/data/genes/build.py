@@ -185,10 +185,10 @@ def build_vocabulary(
     n_cells = medians.counts()
     keep = np.flatnonzero(allowed & (n_cells >= max(options.min_cells, 1)))
     if not len(keep):
-        most = int(n_cells[allowed].max(initial=0))
+        max_cells = int(n_cells[allowed].max(initial=0))
         raise DataError(
             f"no gene is left for the vocabulary: none of {int(allowed.sum()):,} is detected in {options.min_cells:,} "
-            f"cells, at most in {most:,}; lower vocabulary.min_cells"
+            f"cells, at most in {max_cells:,}; lower vocabulary.min_cells"
         )
     scores = n_cells[keep].astype(float)
     if options.select == "seurat_v3":

@@ -29,7 +29,7 @@ SYMBOL_COLUMNS = ("symbol", "gene_symbol", "feature_name", "gene_name", "gene_sy
 """var columns searched for symbols of ids that the table lacks."""
 
 # share of counts on genes without an Ensembl id above which a file is warned about
-MOST_LOST = 0.02
+MAX_LOST = 0.02
 LOST_NAMES = 5  # genes that such a warning names
 SEPARATOR = "+"
 """Between the genes of one perturbation."""
@@ -229,14 +229,14 @@ def _match_genes(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
     rows = np.flatnonzero(measured)
     names = [reader.var_names[row] for row in rows]
     best = None
-    most = (0, 0)  # genes and columns that match
+    best_matched = (0, 0)  # genes and columns that match
     mismatch = None
     for reading in _readings(names, reader.var.iloc[rows], vocabulary):
         target = np.full(reader.n_vars, -1, np.int32)
         target[rows] = vocabulary.rows_of(reading.gene_ids)
         known = target[target >= 0]
         matched = (len(np.unique(known)), len(known))
-        if matched > most:
+        if matched > best_matched:
             unnamed = np.zeros(reader.n_vars, bool)
             unnamed[rows] = [not gene for gene in reading.gene_ids]
             sums = describe_sums(_shared_genes(reading.gene_ids, names))
@@ -247,7 +247,7 @@ def _match_genes(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
                 notes=(*reading.notes, *sums),
                 mismatch=reading.mismatch,
             )
-            most = matched
+            best_matched = matched
         mismatch = reading.mismatch or mismatch
         if len(known) == len(rows):
             break  # no table can match more
@@ -351,7 +351,7 @@ def lost_counts(frac: float, names: Sequence[str]) -> str | None:
     """Warning that names without an Ensembl id have the share `frac` of the counts; None if that is
     little.
     """
-    if frac <= MOST_LOST:
+    if frac <= MAX_LOST:
         return None
     shown = ", ".join(repr(name) for name in names[:LOST_NAMES])
     return (

@@ -29,7 +29,7 @@ from cellmill.data.inputs.text import counts as text_counts
 from cellmill.errors import ConfigError, DataError
 
 _HDF5_ENDS = (".h5ad", ".h5mu", ".h5", ".hdf5", ".loom", ".h5seurat")
-_MOST_LISTED = 12  # inputs of a folder
+_MAX_LISTED = 12  # inputs of a folder
 _FROM_R = (
     'in R write the counts with DropletUtils::write10xCounts("cells.h5", counts(sce)), '
     'of Seurat with SeuratObject::LayerData(object, layer = "counts") for counts(sce)'
@@ -118,7 +118,7 @@ def _hint(path: Path, file: h5py.File | None) -> str:
     file.
     """
     if path.is_dir():
-        below = list(islice(_inputs_below(path, depth=3), _MOST_LISTED))
+        below = list(islice(_inputs_below(path, depth=3), _MAX_LISTED))
         return f"; it has {', '.join(below)}: give one of these" if below else ""
     if file is not None and "assays" in file and "meta.data" in file:
         return '; it is an h5Seurat: in R run SeuratDisk::Convert("cells.h5Seurat", dest = "h5ad")'

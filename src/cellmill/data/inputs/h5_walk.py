@@ -25,7 +25,7 @@ from cellmill.errors import DataError
 # errors of flock where a file system has none; 524 is ENOTSUPP of the kernel, as NFS returns it
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EROFS, 524)
 LIMIT_S = 8  # of CPU time for one file; 10,000 objects take 1 s
-_MOST_TEXTS = 1_000_000  # texts read of one file; the rest would take as long as opening it
+_MAX_TEXTS = 1_000_000  # texts read of one file; the rest would take as long as opening it
 _known: set[tuple[str, int, int]] = set()  # files that this process has had walked
 
 
@@ -69,7 +69,7 @@ def _walk(path: bytes) -> None:
     """Read what opening a file reads: attributes, sizes on disk, and text. What raises is left to
     the reader.
     """
-    left = _MOST_TEXTS
+    left = _MAX_TEXTS
     seen = set[int]()
 
     def visit(item: Any) -> None:

@@ -26,15 +26,15 @@ REAL = "buif"  # kinds of numpy dtypes
 WHOLE = "ui"
 MAX_LENGTH = 2**31 - 1  # cells, and genes: indices of scipy are int32 here
 LARGE = 1 << 26  # bytes; smaller arrays may be declared by any file
-_MOST_CHUNK = 1 << 32  # bytes, as in HDF5
+_MAX_CHUNK = 1 << 32  # bytes, as in HDF5
 # ratio of declared to stored bytes; the filters of h5py and hdf5plugin stay below
-_MOST_RATIO = 100_000
+_MAX_RATIO = 100_000
 _PER_CELL = 16  # bytes of an obs column: Zarr stores one value for all cells as nothing
 
 Pieces = Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]
 """Rows and columns, int within the shape, and values, each `(n,)`."""
 _ROWS = 1024  # fewest rows of one bucket: smaller ones make writes too short
-_MOST_BUCKETS = 60_000  # their numbers are sorted as 16-bit integers, which is fast
+_MAX_BUCKETS = 60_000  # their numbers are sorted as 16-bit integers, which is fast
 _PIECE = 1 << 22  # values in memory at once while a matrix compressed by gene is transposed
 _SLAB_BYTES = 1 << 26  # dense values in memory at once, if chunks allow it
 _TALL = 4  # a chunk of more slabs than this is cheaper to transpose on disk than to hold
@@ -134,8 +134,8 @@ def size_problem(name: str, array: Any, stored: Callable[[], int], n_cells: int 
     if max(declared, chunk) <= LARGE:
         return None
     n_stored = stored()
-    most = max(LARGE, _MOST_RATIO * n_stored, _PER_CELL * n_cells)
-    if chunk <= _MOST_CHUNK and declared <= most:
+    max_declared = max(LARGE, _MAX_RATIO * n_stored, _PER_CELL * n_cells)
+    if chunk <= _MAX_CHUNK and declared <= max_declared:
         return None
     return f"{name} is damaged: it declares {declared:,} bytes in shape {array.shape} and stores {n_stored:,}"
 
@@ -186,7 +186,7 @@ class RowBuckets:
 
     def __init__(self, shape: tuple[int, int], pieces: Pieces) -> None:
         self.shape = shape
-        self._rows = max(_ROWS, -(-shape[0] // _MOST_BUCKETS))
+        self._rows = max(_ROWS, -(-shape[0] // _MAX_BUCKETS))
         self._record = np.dtype([("row", "<u4"), ("column", "<u4"), ("value", "f4")])
         self._segments: list[list[tuple[int, int]]] = [[] for _ in range(0, shape[0], self._rows)]
         self._file = tempfile.TemporaryFile(prefix="cellmill-")  # noqa: SIM115 - closed by close()

@@ -177,12 +177,12 @@ def find_packed(path: Path, file: h5py.File, files: OpenFiles) -> RowFile:
         if order not in ("rank", "genes") or dtype not in ("uint16", "uint32"):
             raise ValueError(f"{PACKED} has an unknown order or dtype")
         # before memory is taken for it: a damaged header may claim any size
-        most = 256 * path.stat().st_size
+        max_size = 256 * path.stat().st_size
         for name in ("borders", "n_genes"):
             if (
                 group[name].ndim != 1
                 or group[name].dtype.kind not in "iu"
-                or group[name].size > most
+                or group[name].size > max_size
             ):
                 raise ValueError(f"{PACKED}/{name} has a size or dtype that it cannot have")
         offsets = row_offsets(np.asarray(group["n_genes"][:], np.int64))

@@ -296,7 +296,7 @@ def _report(
     kept = cells.reason[unfiltered] < 0
     coverage = genes.coverage
     lost = cells.unnamed_sums
-    most_lost = genes.unnamed[np.argsort(-lost, kind="stable")][:LOST_NAMES]
+    lost_rows = genes.unnamed[np.argsort(-lost, kind="stable")][:LOST_NAMES]
     dropped_genes = {
         "not gene expression": reader.n_vars - len(genes.rows),
         "no Ensembl id": coverage.ambiguous + coverage.unmapped,
@@ -312,7 +312,7 @@ def _report(
             **coverage.as_json(),
             "summed": dict(islice(genes.summed.items(), 10)),
             "counts_frac": 1 - float(lost.sum()) / max(cells.total, 1),
-            "lost_names": [genes.names[row] for row in most_lost],
+            "lost_names": [genes.names[row] for row in lost_rows],
             "notes": [*describe_changes(coverage), *describe_sums(genes.summed)],
         },
         "nnz": int(cells.detected[keep_gene].sum()),

@@ -14,8 +14,8 @@ import numpy as np
 
 from cellmill.data.prepare.simulate import (
     LEVELS,
-    MOST_SEED,
-    MOST_TYPES,
+    MAX_SEED,
+    MAX_TYPES,
     require_between,
     seeded,
 )
@@ -42,8 +42,8 @@ def write_sequences(out: Path, sequences: int, families: int, seed: int) -> None
     Raises ConfigError when a number is out of range.
     """
     require_between("cells", sequences, 1, 10**7)
-    require_between("types", families, 1, MOST_TYPES)
-    require_between("seed", seed, 0, MOST_SEED)
+    require_between("types", families, 1, MAX_TYPES)
+    require_between("seed", seed, 0, MAX_SEED)
     text = "".join(_draw_records(sequences, families, seed)).encode()
     with atomic_path(out) as temporary:
         temporary.write_bytes(gzip.compress(text, mtime=0) if out.suffix == ".gz" else text)

@@ -27,7 +27,7 @@ _FULL_LENGTH = re.compile(
     re.IGNORECASE,
 )
 """Names of full-length protocols, and their terms in the EFO. Smart-seq3 counts molecules."""
-_MOST_LEVELS = 1000  # levels of an obs column that may name protocols
+_MAX_LEVELS = 1000  # levels of an obs column that may name protocols
 _SHOWN = 3
 
 
@@ -59,7 +59,7 @@ def find_full_length(obs: pd.DataFrame, keep: np.ndarray) -> FullLengthCells | N
         if isinstance(column, pd.DataFrame) or pd.api.types.is_numeric_dtype(column.dtype):
             continue
         codes, levels = pd.factorize(column)
-        if len(levels) > _MOST_LEVELS:
+        if len(levels) > _MAX_LEVELS:
             continue
         texts = text_values(pd.Series(levels))
         matches = [_FULL_LENGTH.search(text) is not None for text in texts]

@@ -9,15 +9,15 @@ DEEPER = (
 )
 
 
-def list_first(texts: Sequence[str], most: int = SHOWN, separator: str = ", ") -> str:
-    """The first `most` texts, and how many more there are."""
-    shown = separator.join(texts[:most])
-    n_more = len(texts) - most
+def list_first(texts: Sequence[str], max_shown: int = SHOWN, separator: str = ", ") -> str:
+    """The first `max_shown` texts, and how many more there are."""
+    shown = separator.join(texts[:max_shown])
+    n_more = len(texts) - max_shown
     return f"{shown}{separator.strip(', ')} and {n_more:,} more" if n_more > 0 else shown
 
 
-def list_counts(counts: Mapping[str, int], most: int = SHOWN) -> str:
-    return list_first([f"{text!r} {n:,}" for text, n in counts.items()], most)
+def list_counts(counts: Mapping[str, int], max_shown: int = SHOWN) -> str:
+    return list_first([f"{text!r} {n:,}" for text, n in counts.items()], max_shown)
 
 
 def describe_no_label(name: str, counts: dict[str, int], dataset: str) -> str:

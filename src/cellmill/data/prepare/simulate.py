@@ -24,8 +24,8 @@ LIBRARY = 4000.0
 LIBRARY_SD = 0.35
 AMBIENT_FRAC = 0.05  # mean over cells
 MITO_GENES = 13
-MOST_TYPES = 1000
-MOST_SEED = 2**63
+MAX_TYPES = 1000
+MAX_SEED = 2**63
 # streams of random numbers
 LEVELS = 0
 COUNTS = 1
@@ -60,10 +60,10 @@ class Simulation:
         symbols = _named_genes()
         require_between("cells", cells, 1, 2**31)
         require_between("genes", genes, 2 * MITO_GENES, len(symbols))
-        require_between("types", types, 1, MOST_TYPES)
+        require_between("types", types, 1, MAX_TYPES)
         require_between("batches", batches, 1, 1000)
         require_between("perturbations", perturbations, 0, genes - MITO_GENES)
-        require_between("seed", seed, 0, MOST_SEED)
+        require_between("seed", seed, 0, MAX_SEED)
         coding = gene_table("human").protein_coding
         mito: list[str] = []
         nuclear: list[str] = []

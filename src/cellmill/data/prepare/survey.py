@@ -2,7 +2,7 @@
 
 Counts, names of genes, texts that mean no label and sparse rows are judged by the rules of the
 stages that read them. Only the choice of obs columns and of thresholds is made here; thresholds
-from the first `MOST_BLOCKS` blocks.
+from the first `MAX_BLOCKS` blocks.
 """
 
 import fnmatch
@@ -27,7 +27,7 @@ from cellmill.data.prepare.naming import find_organism, name_genes
 from cellmill.data.prepare.preprocess import describe_sparse, measure_block
 from cellmill.errors import DataError
 
-MOST_BLOCKS = 5  # of 4,096 cells
+MAX_BLOCKS = 5  # of 4,096 cells
 COLUMNS = {
     "label": (
         "celltype celltypes cellontologyclass annotation annotations cellannotation celllabel "
@@ -46,12 +46,12 @@ COLUMNS = {
 """Names of obs columns by field of the table, the likeliest first, in lower case and without
 punctuation; * stands for any text.
 """
-_MOST_VALUES = 200
+_MAX_VALUES = 200
 # share of the median number of detected genes below which a cell is dropped; in whole transcriptomes
 # of 1,000 genes a cell, the usual 200
 _LEAST_GENES_FRAC = 0.2
 _MITO_FRACS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
-_MOST_DROPPED = 0.25
+_MAX_DROPPED = 0.25
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def _count_values(obs: pd.DataFrame) -> Iterator[tuple[str, int]]:
             continue
         values = map(as_text, pd.factorize(column)[1])
         n_values = sum(not NO_COLUMNS.means_no_label(value) for value in values)
-        if 2 <= n_values <= min(_MOST_VALUES, len(obs) // 2):
+        if 2 <= n_values <= min(_MAX_VALUES, len(obs) // 2):
             yield column_name, n_values
 
 
@@ -168,7 +168,7 @@ def _choose_thresholds(reader: CountsReader, coverage: Coverage) -> Thresholds:
     options = Preprocess.model_validate({"organism": coverage.organism})
     genes = name_genes(reader, options)
     parts = []
-    for raw in islice(reader.rows(), MOST_BLOCKS):
+    for raw in islice(reader.rows(), MAX_BLOCKS):
         block = select_columns(raw, genes.target, len(genes.gene_ids))
         parts.append(measure_block(block, genes.is_mito))
     n_genes, n_counts, mito_frac = np.hstack(parts)
@@ -180,7 +180,7 @@ def _choose_thresholds(reader: CountsReader, coverage: Coverage) -> Thresholds:
     mito_fracs = _MITO_FRACS if sparse is None else (options.max_mito_frac,)
     for max_mito_frac in mito_fracs:
         is_dropped = (n_genes < min_genes) | (n_counts == 0) | (mito_frac > max_mito_frac)
-        if is_dropped.mean() <= _MOST_DROPPED:
+        if is_dropped.mean() <= _MAX_DROPPED:
             break
     return Thresholds(
         min_genes, max_mito_frac, median, float(is_dropped.mean()), len(n_genes), sparse

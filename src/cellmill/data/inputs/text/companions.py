@@ -21,7 +21,7 @@ import pandas as pd
 from cellmill.data.inputs.text.tables import CELLS, GENES, TextTable, is_table, name_words, peek
 from cellmill.errors import DataError
 
-_MOST_TABLES = 40  # tables of one matrix
+_MAX_TABLES = 40  # tables of one matrix
 
 
 class Companions(NamedTuple):
@@ -83,11 +83,11 @@ def _tables_of(matrix: Path, longest: int) -> Iterator[TextTable]:
     candidates = [file for file in files if is_table(file) and file.is_file()]
     nearest = []
     for file in candidates:
-        most = max((_shared(file, other) for other in others), default=0)
-        if _shared(file, matrix) >= most:
+        closest = max((_shared(file, other) for other in others), default=0)
+        if _shared(file, matrix) >= closest:
             nearest.append(file)
     nearest.sort(key=lambda file: -_shared(file, matrix))
-    for file in nearest[:_MOST_TABLES]:
+    for file in nearest[:_MAX_TABLES]:
         table = peek(file, 2 * longest + 2)
         if table is not None and table.n_lines:
             yield table

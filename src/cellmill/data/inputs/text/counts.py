@@ -22,8 +22,8 @@ from cellmill.data.inputs.text.long_tables import find_long_columns, open_long_t
 from cellmill.data.inputs.text.tables import BARCODE, ENSEMBL, cell_frame, gene_frame, is_table
 from cellmill.errors import DataError
 
-_MOST_REPEATED = 4  # rows of one name, on average; a gene may have some
-_MOST_LISTED = 8  # columns named in a note
+_MAX_REPEATED = 4  # rows of one name, on average; a gene may have some
+_MAX_LISTED = 8  # columns named in a note
 _COMMON = frozenset(
     """
     actb gapdh malat1 b2m rplp0 rpl13 rps27 eef1a1 tmsb4x ftl fth1 vim cd74 mt-co1 mt-nd1 hsp90ab1 tubb tp53 myc ptprc
@@ -55,7 +55,7 @@ def _open_table(path: Path, file: Any, counts: str) -> CountSource:
         obs = cell_frame(rows)
         note = "cells are in rows, genes in columns"
     if described:
-        note += f"; not counts but descriptions of rows: {', '.join(described[:_MOST_LISTED])}"
+        note += f"; not counts but descriptions of rows: {', '.join(described[:_MAX_LISTED])}"
     matrix = _TextMatrix(layout, len(rows), genes_in_rows)
     return CountSource(path, counts, matrix, obs, var, notes=[note])
 
@@ -73,7 +73,7 @@ def _read_rows(layout: TableLayout) -> pd.DataFrame:
         rows.insert(0, "", [f"row {number}" for number in range(1, len(rows) + 1)])
         return rows
     n_names = rows.iloc[:, 0].nunique()
-    if len(rows) > _MOST_REPEATED * n_names:
+    if len(rows) > _MAX_REPEATED * n_names:
         raise DataError(
             f"{layout.path}: its {n_names:,} names of rows are on {len(rows):,} rows: expected a row for each gene or "
             "cell, or a table with one column of genes, one of cells and one of counts, named gene, cell and count"

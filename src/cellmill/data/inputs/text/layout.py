@@ -31,7 +31,7 @@ CELL = frozenset("cell cells barcode cell_barcode cell_id cellid cell_index cb".
 # the first that a table has counts
 GENE = ("gene", "gene_name", "genes", "symbol", "geneid", "gene_id", "feature", "feature_name")
 _KNOWN = frozenset((*GENE, *CELL, *COUNT, *DESCRIPTIONS))
-MOST_LONG = 12  # columns of a table with a count a line
+MAX_LONG = 12  # columns of a table with a count a line
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?")
 _VALUES = 1 << 20  # in memory at once
 _ROWS = 20  # rows whose fields show which columns have numbers
@@ -108,7 +108,7 @@ def read_layout(path: Path) -> TableLayout:
     n_numbers = sum(map(_is_number, header[1:]))
     # with a known name in the header, names of cells may be numbers
     has_names = names_row_names(header) or any(name.lower() in _KNOWN for name in header)
-    if not has_names and (n_numbers == width - 1 or (n_numbers and width <= MOST_LONG)):
+    if not has_names and (n_numbers == width - 1 or (n_numbers and width <= MAX_LONG)):
         raise DataError(
             f"{path}: expected a header with names, got numbers in the first line; add one"
         )

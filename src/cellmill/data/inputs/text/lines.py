@@ -55,10 +55,10 @@ def _read_piece(
     path: Path, piece: memoryview, dtype: type, shape: tuple[int, int], parse: Any
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     if parse is not None:
-        most = len(piece) // 6 + 1  # lines: the shortest is `1 1 1`
-        rows = np.empty(most, np.int32)
-        columns = np.empty(most, np.int32)
-        values: np.ndarray = np.empty(most, dtype)
+        max_lines = len(piece) // 6 + 1  # the shortest line is `1 1 1`
+        rows = np.empty(max_lines, np.int32)
+        columns = np.empty(max_lines, np.int32)
+        values: np.ndarray = np.empty(max_lines, dtype)
         n = parse(
             np.frombuffer(piece, np.uint8),
             rows,

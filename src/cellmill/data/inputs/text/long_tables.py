@@ -12,7 +12,7 @@ import scipy.sparse as sp
 from cellmill.data.arrays import named_frame
 from cellmill.data.inputs.matrices import Pieces, StoredMatrix
 from cellmill.data.inputs.source import CountSource
-from cellmill.data.inputs.text.layout import CELL, COUNT, GENE, MOST_LONG, TableLayout
+from cellmill.data.inputs.text.layout import CELL, COUNT, GENE, MAX_LONG, TableLayout
 from cellmill.data.rows import row_numbers
 from cellmill.errors import DataError
 
@@ -33,7 +33,7 @@ def find_long_columns(layout: TableLayout) -> LongColumns | None:
     Raises DataError if it has several columns of counts.
     """
     names = [name.lower() for name in layout.header]
-    if len(names) > MOST_LONG:
+    if len(names) > MAX_LONG:
         return None
     cells = [column for column, name in enumerate(names) if name in CELL]
     genes = [names.index(name) for name in GENE if name in names]

@@ -134,8 +134,8 @@ def is_table(path: Path) -> bool:
     return name.endswith(ENDS) and not path.name.startswith(".")
 
 
-def peek(path: Path, most: int) -> TextTable | None:
-    """Separator, first rows and number of lines of a table; None if it has more than `most` lines."""
+def peek(path: Path, max_lines: int) -> TextTable | None:
+    """Separator, first rows and number of lines of a table; None if it has more than `max_lines` lines."""
     n_lines = 0
     head = b""
     tail = b""
@@ -147,11 +147,11 @@ def peek(path: Path, most: int) -> TextTable | None:
                 head += chunk
             n_lines += _count_lines(chunk)
             tail = (tail + chunk)[-4096:]
-            if n_lines > most + len(tail) + 1:  # empty lines at the end do not count
+            if n_lines > max_lines + len(tail) + 1:  # empty lines at the end do not count
                 return None
     blank = tail[len(tail.rstrip(b"\r\n")) :]
     n_lines += bool(head.strip(b"\r\n")) - _count_lines(blank)
-    if n_lines > min(most, MAX_LENGTH):
+    if n_lines > min(max_lines, MAX_LENGTH):
         return None
     text = head.decode("utf-8-sig", "replace").replace("\r\n", "\n").replace("\r", "\n")
     lines = text.rstrip("\n").split("\n")[:_SAMPLE] if n_lines else []

@@ -45,7 +45,7 @@ NAME = re.compile(
 # bounds of a Hill curve: EC50 in decades beyond the doses, and the coefficient n
 BEYOND = 1.0
 SLOPES = (0.3, 5.0)
-MOST_TOP = 100.0  # largest strength, over that of the doses
+MAX_TOP = 100.0  # largest strength, over that of the doses
 LARGEST_LOG = 30.0  # of the ends of an interval
 FEWEST_DOSES = 4  # of a compound that is tested
 
@@ -134,7 +134,7 @@ def fit_hill(log_dose: np.ndarray, changes: np.ndarray) -> Curve:
     if not top > 0:
         return Curve(reason="no change")
     start = (top, float(np.median(log_dose)), 1.0)
-    bounds = ((0, low, SLOPES[0]), (MOST_TOP * top, high, SLOPES[1]))
+    bounds = ((0, low, SLOPES[0]), (MAX_TOP * top, high, SLOPES[1]))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", OptimizeWarning)

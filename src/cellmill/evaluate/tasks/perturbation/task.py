@@ -356,8 +356,8 @@ class Perturbation(Task):
         compared = {CEILING: Compared(first, second)}
         if held.role == "perturbation":
             known = held.fitted_changes[fold.train]
-            most_similar = correlations(first.T, known.T).argmax(1)
-            compared[BEST_OTHER] = Compared(known[most_similar], second)
+            nearest = correlations(first.T, known.T).argmax(1)
+            compared[BEST_OTHER] = Compared(known[nearest], second)
         return compared
 
 
