@@ -6,8 +6,8 @@
 Laws: imports point to the right in LAYERS, inside data/ in DATA_LAYERS, and form no circle. No
 public class name exists twice. A folder has at most MAX_FILES files. A file over MAX_LINES lines
 says in its docstring why it is one file. Docstrings open with a noun phrase or an imperative. Words
-of DIALECT stand at most MAX_DIALECT times in a file. Only PRIVATE uses private names of other
-packages. Code keeps the bounds of density (`tools/density.py`).
+of DIALECT stand at most MAX_DIALECT times in a file. Names of maxima begin with `max_`. Only
+PRIVATE uses private names of other packages. Code keeps the bounds of density (`tools/density.py`).
 """
 
 import ast
@@ -78,6 +78,9 @@ DIALECT = {
     "goes on": r"\bgo(?:es)? on\b",
 }
 """Words that this code overuses where English has a plainer one, by pattern."""
+NAME_DIALECT = re.compile(r"_?most(_|$)", re.IGNORECASE)
+"""Names of maxima, which are to begin with `max_`."""
+OPTION_NAMES = ("most_folds", "MOST_FOLDS")
 MAX_DIALECT = 2
 """Uses of each of them in one file."""
 ONE_FILE = re.compile(r"\bone file\b", re.IGNORECASE)
@@ -261,6 +264,21 @@ def dialect(source: Path = SOURCE) -> Iterator[str]:
                 yield f"{name}: {word!r} {n} times"
 
 
+def names_in_dialect(trees: Trees) -> Iterator[str]:
+    """Variables, arguments and functions whose names match NAME_DIALECT, except OPTION_NAMES."""
+    for module, tree in trees.items():
+        for node in ast.walk(tree):
+            name = ""
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                name = node.id
+            elif isinstance(node, ast.arg):
+                name = node.arg
+            elif isinstance(node, Function):
+                name = node.name
+            if NAME_DIALECT.match(name) and name not in OPTION_NAMES:
+                yield f"{module}:{getattr(node, 'lineno', 1)} {name}"
+
+
 def docstrings(trees: Trees) -> Iterator[tuple[str, str]]:
     """Every docstring with the place it stands at."""
     for name, tree in trees.items():
@@ -349,6 +367,7 @@ def main(rooms: list[str]) -> int:
         "private names of other packages": list(foreign_private(trees)),
         "class names twice": list(classes_twice(trees)),
         f"words of DIALECT over {MAX_DIALECT} times in a file": list(dialect()),
+        "maxima whose names begin with `most_`, not `max_`": list(names_in_dialect(trees)),
         f"folders of more than {MAX_FILES} files": list(full_folders(trees)),
         f"files over {MAX_LINES} lines without a reason": list(long_files()),
         f"docstrings that open with {', '.join(RIDDLES)}, over the limit": odd if too_odd else [],

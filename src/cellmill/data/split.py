@@ -25,16 +25,16 @@ def hash_genes(gene_ids: Iterable[str]) -> np.ndarray:
 
 
 def hash_cells(
-    starts: np.ndarray, genes: np.ndarray, counts: np.ndarray, gene_hashes: np.ndarray
+    offsets: np.ndarray, genes: np.ndarray, counts: np.ndarray, gene_hashes: np.ndarray
 ) -> np.ndarray:
     """128 bits per cell, `(cells, 2)` uint64, of its set of (gene id, count) pairs in any order.
 
-    CSR rows: `starts` `(cells + 1,)`, `genes` and `counts` `(nonzeros,)`; `genes` index
+    CSR rows: `offsets` `(cells + 1,)`, `genes` and `counts` `(nonzeros,)`; `genes` index
     `gene_hashes`. The first half decides the split. Equal hashes are equal cells: among a billion
     different ones two collide with probability 10^-21.
     """
     # the order of a cell's pairs does not matter
-    return splitmix64(sum_pairs(starts, genes, counts, gene_hashes))
+    return splitmix64(sum_pairs(offsets, genes, counts, gene_hashes))
 
 
 def hash_pairs(gene_hashes: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -43,25 +43,25 @@ def hash_pairs(gene_hashes: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def sum_pairs(
-    starts: np.ndarray, genes: np.ndarray, counts: np.ndarray, gene_hashes: np.ndarray
+    offsets: np.ndarray, genes: np.ndarray, counts: np.ndarray, gene_hashes: np.ndarray
 ) -> np.ndarray:
     """Both sums of each cell's hashed pairs modulo 2**64, `(cells, 2)` uint64; arguments as in
     `hash_cells`.
     """
-    sums = np.zeros((len(starts) - 1, 2), np.uint64)
+    sums = np.zeros((len(offsets) - 1, 2), np.uint64)
     loops = codec.COMPILED.loops_for(len(counts))
     if loops is not None and counts.dtype in ("uint16", "uint32"):
-        starts = np.require(starts, np.int64, ["C", "W"])
+        offsets = np.require(offsets, np.int64, ["C", "W"])
         genes = np.require(genes, np.int32, ["C", "W"])
         counts = np.require(counts, counts.dtype, ["C", "W"])
-        loops.sum_hashes(starts, genes, counts, gene_hashes, _SMALL_COUNTS, sums)
+        loops.sum_hashes(offsets, genes, counts, gene_hashes, _SMALL_COUNTS, sums)
     else:
-        _sum_hashes(starts, genes, counts, gene_hashes, sums)
+        _sum_hashes(offsets, genes, counts, gene_hashes, sums)
     return sums
 
 
 def _sum_hashes(
-    starts: np.ndarray,
+    offsets: np.ndarray,
     genes: np.ndarray,
     counts: np.ndarray,
     gene_hashes: np.ndarray,
@@ -70,18 +70,18 @@ def _sum_hashes(
     """Fill `sums`, `(cells, 2)` of zeros, with both sums of a cell's hashed pairs, modulo 2**64."""
     is_small = not len(counts) or counts.max() < len(_SMALL_COUNTS)
     for first in range(0, len(sums), _HASHED):
-        block_starts = starts[first : first + _HASHED + 1]
-        nonzeros = slice(block_starts[0], block_starts[-1])
+        block_offsets = offsets[first : first + _HASHED + 1]
+        nonzeros = slice(block_offsets[0], block_offsets[-1])
         block_counts = counts[nonzeros]
         pairs = gene_hashes.take(genes[nonzeros])
         if is_small:
             pairs ^= _SMALL_COUNTS.take(block_counts)
         else:
             pairs ^= splitmix64(block_counts.astype(np.uint64))
-        filled = np.flatnonzero(np.diff(block_starts))
+        filled = np.flatnonzero(np.diff(block_offsets))
         if not len(filled):
             continue
-        begins = block_starts[filled] - block_starts[0]
+        begins = block_offsets[filled] - block_offsets[0]
         splitmix64(pairs, in_place=True)
         sums[first + filled, 0] = np.add.reduceat(pairs, begins)
         pairs ^= SECOND_HASH

@@ -24,6 +24,7 @@ from cellmill.data.arrays import log_normalise, rank_buckets, summed
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.inputs.reader import CountsReader
+from cellmill.data.packing.cells import SparseCounts
 from cellmill.data.shards.cell_digests import CorpusDigests
 from cellmill.data.shards.manifest import READ, Manifest, record, verify_changed
 from cellmill.data.shards.reader import read_names
@@ -34,7 +35,6 @@ from cellmill.evaluate.inference.embed import load_for_inference
 from cellmill.evaluate.inference.files import read_embedding
 from cellmill.evaluate.inference.ridge import GeneRidge
 from cellmill.evaluate.seen import (
-    CellBlock,
     as_hashed,
     find_barcodes,
     find_equal_cells,
@@ -228,7 +228,7 @@ def read_gene_statistics(manifest: Manifest, tokens: Tokens) -> GeneStatistics:
     tokenizer = CellTokenizer(tokens, n_genes, variability=manifest.variability)
     for block in _read_first_blocks(manifest, MAX_TRAIN_CELLS, "train"):
         cells = np.arange(block.n_cells)
-        batch = tokenizer.batch(block.genes, block.counts, block.starts, cells)
+        batch = tokenizer.batch(block.genes, block.counts, block.offsets, cells)
         genes = batch.genes - len(SPECIAL)
         # position of each token in its cell, by powers of two
         cell_starts = np.repeat(batch.cu_seqlens[:-1], np.diff(batch.cu_seqlens))
@@ -249,7 +249,7 @@ def read_counts(manifest: Manifest, max_cells: int, split: str = "train") -> sp.
     """
     blocks = [
         sp.csr_matrix(
-            (block.counts.astype(np.uint32), block.genes, block.starts),
+            (block.counts.astype(np.uint32), block.genes, block.offsets),
             shape=(block.n_cells, manifest.n_genes),
         )
         for block in _read_first_blocks(manifest, max_cells, split)
@@ -257,7 +257,7 @@ def read_counts(manifest: Manifest, max_cells: int, split: str = "train") -> sp.
     return sp.vstack(blocks, format="csr")
 
 
-def _read_first_blocks(manifest: Manifest, max_cells: int, split: str) -> Iterator[CellBlock]:
+def _read_first_blocks(manifest: Manifest, max_cells: int, split: str) -> Iterator[SparseCounts]:
     """Blocks of cells of a split, until `max_cells`."""
     n_cells = 0
     for block in read_blocks(manifest, split):

@@ -25,6 +25,7 @@ from cellmill.data.genes.names import match_columns
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.keys import splitmix64
+from cellmill.data.packing.cells import SparseCounts
 from cellmill.data.rows import positions_in_rows
 from cellmill.data.shards.cell_digests import (
     BARCODE,
@@ -51,24 +52,11 @@ KINDS = ["exact", "near", "new"]
 Ancestor = tuple[str, Path | None]  # name, and folder of the exported model if it is there
 
 
-class CellBlock(NamedTuple):
-    """Counts of some cells of a shard, as `Tokenizer.tokenize` takes them."""
-
-    genes: np.ndarray  # (nonzeros,) rows of the vocabulary
-    counts: np.ndarray  # (nonzeros,)
-    starts: np.ndarray  # (cells + 1,) int64: first nonzero of each cell
-
-    @property
-    def n_cells(self) -> int:
-        return len(self.starts) - 1
-
-
-def read_blocks(manifest: Manifest, split: str) -> Iterator[CellBlock]:
+def read_blocks(manifest: Manifest, split: str) -> Iterator[SparseCounts]:
     """The cells of a split, block by block. Raises DataError for a damaged shard."""
     for shard in open_shards(manifest, split):
         for first in range(0, shard.n_obs, ROWS):
-            starts, genes, counts = shard.read(first, min(ROWS, shard.n_obs - first))
-            yield CellBlock(genes, counts, starts)
+            yield shard.read(first, min(ROWS, shard.n_obs - first))
         shard.close()
 
 
@@ -92,10 +80,10 @@ class HashedCorpus(NamedTuple):
             for block in read_blocks(self.manifest, split):
                 is_shared = shared.take(block.genes)
                 n_shared_before = np.concatenate([[0], np.cumsum(is_shared)])
-                starts = n_shared_before[block.starts]
+                offsets = n_shared_before[block.offsets]
                 counts = block.counts[is_shared]
-                hashes = hash_cells(starts, block.genes[is_shared], counts, gene_hashes)
-                parts.append(hashes[np.diff(starts) >= _MIN_GENES])
+                hashes = hash_cells(offsets, block.genes[is_shared], counts, gene_hashes)
+                parts.append(hashes[np.diff(offsets) >= _MIN_GENES])
         hashes = np.concatenate(parts)
         return [hashes[np.lexsort((hashes[:, 1], hashes[:, 0]))].T]
 

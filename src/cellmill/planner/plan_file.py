@@ -50,9 +50,8 @@ def make_plan(
     for part in cost.traffic:
         links = {f"{link}_bytes": n_bytes for link, n_bytes in link_bytes([part]).items()}
         entry = asdict(part) | links
-        entry["in_a_node"] = entry.pop(
-            "processes_per_node"
-        )  # the key that plan.json has always had
+        # plan.json keeps its key
+        entry["in_a_node"] = entry.pop("processes_per_node")
         collectives.append(entry)
     host = HostBytes(0, 0) if hardware.device == "cpu" else host_bytes(cost.model)
     return {

@@ -26,16 +26,16 @@ def list_machines(machine: Machine) -> list[Machine]:
     return machines
 
 
-def _list_doublings(most: int) -> list[int]:
-    """1, 2, 4, … and `most`."""
+def _list_doublings(max_number: int) -> list[int]:
+    """1, 2, 4, … and `max_number`."""
     numbers = [1]
-    while numbers[-1] < most:
-        numbers.append(min(2 * numbers[-1], most))
+    while numbers[-1] < max_number:
+        numbers.append(min(2 * numbers[-1], max_number))
     return numbers
 
 
 def format_scaling(
-    options: PlanOptions, corpus: CorpusSize, machine: Machine, device: str, rates: Device
+    options: PlanOptions, corpus: CorpusSize, machine: Machine, device_name: str, device: Device
 ) -> list[str]:
     """Lines of a table of hours by number of devices; empty with one device or an unknown speed.
 
@@ -43,7 +43,7 @@ def format_scaling(
     and idle time of pipelines lower it.
     """
     machines = list_machines(machine)
-    if len(machines) == 1 or rates.flops(options.parallel) is None:
+    if len(machines) == 1 or device.flops(options.parallel) is None:
         return []
     lines = ["", ROW.format("GPUs", "hours", "GPU hours", "efficiency")]
     fewest: float | None = None  # GPU hours
@@ -51,7 +51,7 @@ def format_scaling(
         nodes = size.node_counts[0]
         count = f"{nodes} x {size.nproc_per_node} = {nodes * size.nproc_per_node}"
         try:
-            cost = _estimate(options, corpus, size, device, rates)
+            cost = _estimate(options, corpus, size, device_name, device)
         except ConfigError as error:
             lines.append(f"{count:>12}  {str(error).partition(';')[0]}")
             continue
@@ -68,13 +68,13 @@ def format_scaling(
 
 
 def _estimate(
-    options: PlanOptions, corpus: CorpusSize, machine: Machine, device: str, rates: Device
+    options: PlanOptions, corpus: CorpusSize, machine: Machine, device_name: str, device: Device
 ) -> Cost:
     """Estimates of the run on the machine. Raise ConfigError if it does not work or fit there."""
     check_nodes(options, machine.node_counts, machine.nproc_per_node, corpus.n_cells)
-    hardware = find_hardware(options, machine, device)
+    hardware = find_hardware(options, machine, device_name)
     memory = plan_memory(options, corpus, hardware)
     if memory.total > hardware.usable_bytes:
         usable = format_bytes(hardware.usable_bytes)
         raise ConfigError(f"needs {format_bytes(memory.total)} of {usable} per process")
-    return estimate_cost(options, corpus, hardware, rates, memory)
+    return estimate_cost(options, corpus, hardware, device, memory)

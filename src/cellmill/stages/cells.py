@@ -358,14 +358,14 @@ def predict(
     for end, (_, classifier) in find_classifiers(network, config).items():
         column = classifier["label_column"]
         common = Counter(predicted.obs[LABEL + end].dropna()).most_common(3)
-        most = ", ".join(f"{label} {n:,}" for label, n in common) or "no label"
+        commonest = ", ".join(f"{label} {n:,}" for label, n in common) or "no label"
         rejected = "none rejected"
         if smallest[end]:
             n_rejected = predicted.about[f"n_rejected{end}"]
             below = f"below probability {smallest[end]:g}"
             rejected = f"{n_rejected:,} {below} rejected, without a label"
         lines.append(
-            f"{len(obs):,} cells labelled by {column}, {rejected}; most as {most} -> {out}"
+            f"{len(obs):,} cells labelled by {column}, {rejected}; most as {commonest} -> {out}"
         )
         if not classifier["calibration"]:
             why = classifier.get("uncalibrated", NO_VALIDATION)

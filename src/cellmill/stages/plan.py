@@ -115,11 +115,11 @@ def plan(
         write_json(out, plan)
     lines = [format_plan(plan)]
     if device == "cpu":
-        measured = measure_cpu(rates, machine.nproc_per_node)
+        measured = measure_cpu(named_device, machine.nproc_per_node)
         hours = estimate_cost(options, corpus, hardware, measured, memory).hours
         lines.append(
             f"hours       about {hours:,.2g} on CPU cores like these, measured now at "
             f"{(measured.fp32_flops or 0) / 1e9:,.0f} GFLOP/s per process; steps of a few ms take longer"
         )
-    lines += format_scaling(options, corpus, machine, device, rates)
+    lines += format_scaling(options, corpus, machine, device, named_device)
     print("\n".join(lines), flush=True)

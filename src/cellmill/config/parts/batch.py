@@ -82,7 +82,7 @@ def _is_determined(facts: CellCounts, column: str, other: str) -> bool:
     pairs = facts.cells_by_levels(column, other)
     if len({value for _, value in pairs}) < 2:
         return False
-    most = Counter[str]()
+    largest = Counter[str]()
     for (batch, _), n in pairs.items():
-        most[batch] = max(most[batch], n)
-    return most.total() >= MIN_PURE_FRAC * sum(pairs.values())
+        largest[batch] = max(largest[batch], n)
+    return largest.total() >= MIN_PURE_FRAC * sum(pairs.values())

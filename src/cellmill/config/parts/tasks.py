@@ -32,12 +32,12 @@ class TaskConfig(Plugin):
         """The options at effort fast, and what they leave out."""
         reduced: dict[str, Any] = {}
         left_out = []
-        for option, most in self.fast.items():
+        for option, limit in self.fast.items():
             value = getattr(self, option)
             size = len(value) if isinstance(value, list) else value
-            if size > most:
-                reduced[option] = value[:most] if isinstance(value, list) else most
-                left_out.append(f"{size - most} of {size} {option}")
+            if size > limit:
+                reduced[option] = value[:limit] if isinstance(value, list) else limit
+                left_out.append(f"{size - limit} of {size} {option}")
         return self.model_copy(update=reduced), left_out
 
     def paths(self) -> dict[str, str]:

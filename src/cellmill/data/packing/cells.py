@@ -31,7 +31,11 @@ class SparseCounts(NamedTuple):
 
     offsets: np.ndarray  # `(cells + 1,)` int64: first gene of each cell, and the end
     genes: np.ndarray  # `(nonzeros,)` int32
-    counts: np.ndarray | None  # `(nonzeros,)`: uint16 or uint32; None if only genes were read
+    counts: Any  # `(nonzeros,)`: uint16 or uint32; None if only genes were read
+
+    @property
+    def n_cells(self) -> int:
+        return len(self.offsets) - 1
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from cellmill.data.packing.cells import CellKind, PackedCells
+from cellmill.data.packing.cells import CellKind, PackedCells, SparseCounts
 from cellmill.data.packing.codec import DamagedPart
 from cellmill.data.packing.layout import ALIGNMENT, GROUP
 from cellmill.data.recycled import recycled_empty
@@ -131,14 +131,14 @@ class RowFile:
         """Close all files of `files`, while no thread reads them; a later read opens them again."""
         self.files.open.cache_clear()
 
-    def read(self, first: int, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Cells `first` to `first + n`: indptr from 0, int64, genes, int32, and counts."""
+    def read(self, first: int, n: int) -> SparseCounts:
+        """Cells `first` to `first + n`."""
         offsets = self.indptr[first : first + n + 1].astype(np.int64)
         offsets -= offsets[0]
         genes = np.empty(offsets[-1], np.int32)
         counts = np.empty(offsets[-1], self.kind.dtype)
         self.read_rows(np.arange(first, first + n), offsets[:-1], genes, counts)
-        return offsets, genes, counts
+        return SparseCounts(offsets, genes, counts)
 
     def read_rows(
         self, rows: np.ndarray, targets: np.ndarray, genes: np.ndarray, counts: np.ndarray

@@ -272,11 +272,11 @@ def _judge_cell(
     earlier = np.cumsum(cell_frequency) - cell_frequency
     left = np.maximum(1 - earlier, cell_frequency)[judged]
     cross_entropy = np.log(left / cell_frequency[judged])
-    predicted = _most_frequent_candidates(by_frequency, cell_genes, judged)
+    predicted = _predict_candidates(by_frequency, cell_genes, judged)
     return predicted == cell_genes[judged], cross_entropy
 
 
-def _most_frequent_candidates(
+def _predict_candidates(
     by_frequency: np.ndarray, cell_genes: np.ndarray, judged: np.ndarray
 ) -> np.ndarray:
     """Return the most frequent candidate at each position in `judged`, `(judged,)` int64.
