@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import scipy.sparse as sp
 import torch
 import torch.distributed as dist
 from loader import CONTINUOUS, RANK, own
@@ -38,8 +39,11 @@ from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.config.run import Embed
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.stream.batch import make_batch
-from cellmill.evaluate.classifiers.fitted import make_classifiers
+from cellmill.evaluate.baselines import BaselineCache
+from cellmill.evaluate.classifiers.fitted import NearestCells, make_classifiers, predict_folds
+from cellmill.evaluate.components import COMPONENTS, project_on_fitted
 from cellmill.evaluate.inference.embed import embed_cells
+from cellmill.evaluate.splits import split_by_class
 from cellmill.models.batch import to_tensors
 from cellmill.models.build import ModelSpec, build
 
@@ -117,6 +121,26 @@ def fits(problems: int) -> Work:
     ]
 
 
+def folds(cells: int, genes: int = 3_000) -> Work:
+    """What task `probe` does with all genes in 5 folds: products, regressions, components, kNN."""
+    rng = np.random.default_rng(0)
+    number = rng.integers(0, 8, cells)
+    rates = np.exp(rng.normal(-2.5, 1, (8, genes)))
+    profiles = sp.csr_matrix(np.log1p(rng.poisson(rates[number])).astype(np.float32))
+    labels = number.astype(str)
+    splits = [*split_by_class(labels, 5, 1, 0)]
+
+    def work() -> None:
+        shared = BaselineCache().share(profiles)
+        predict_folds(shared, labels, splits, {})
+        for split in splits:
+            project_on_fitted(shared.products(shared), split.train, COMPONENTS)
+            nearest = NearestCells(15).fit(shared[split.train], labels[split.train])
+            nearest.predict(shared[split.test])
+
+    return work
+
+
 def of_loop(work: Work) -> float:
     before, own, after = map(cpu_seconds, (yardstick, work, yardstick))
     return 2 * own / (before + after)
@@ -152,6 +176,7 @@ def main() -> None:
             "embed": embed(corpus),
             "steps of profile": step(max(3, int(100 * part))),
             "fits of the evaluation": fits(max(1, int(12 * part))),
+            "folds of all genes": folds(max(300, int(2_600 * part))),
         }
         turns = [
             {job: of_loop(work) for job, work in jobs.items()} for _ in range(given.repeats + 1)

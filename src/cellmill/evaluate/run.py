@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from threadpoolctl import threadpool_limits
 
 from cellmill.config.evaluate import Evaluate
 from cellmill.config.plugin import in_one_line
@@ -160,6 +161,11 @@ def run_tasks(
         else:
             print(f"{dataset}: {task_run.name}: finished earlier", flush=True)
     n_processes = _count_processes(missing, context)
+    reads_label = [context.options.tasks[task_run.task_name].reads_label for task_run in missing]
+    if n_processes > 1 and any(reads_label) and "label" in context.roles:
+        # once for all processes, by sums in the order of run_task
+        with threadpool_limits(1):
+            _ = context.model.components
     waiting = {task_run.name: None for task_run in missing}
     with ExitStack() as stack:
         for task_run, get_output in progress(
