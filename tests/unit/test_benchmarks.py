@@ -29,6 +29,7 @@ TINY = {
     "report.py": "{results} --runs 2",
     "scale.py": "--cells 300 --files 2 --detected 600 --families profile",
     "scaling.py": "--steps 1 --cells 1",
+    "seen.py": "{cells} --million 10000",
     "step_plan.py": "--worlds 2 --cells 2 --steps 2",
     "train_step.py": "--steps 1 --threads 1 --longest 64 --device cpu",
 }

@@ -258,7 +258,11 @@ def test_a_damaged_file_is_one_line(
         path.write_bytes(content if damage == "changed" else content[:1000])
     assert main(f"seen --model {model} --input {demo}".split()) == 2
     [line] = capsys.readouterr().err.splitlines()
-    said = "no such file" if damage == "missing" else "its SHA-256 is "
+    said = (
+        "no such file, though config.json has its SHA-256"
+        if damage == "missing"
+        else "its SHA-256 is "
+    )
     assert line.startswith(f"cellmill seen: {path}: {said}")
 
 

@@ -125,6 +125,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory, simulated: Path) -> Pat
     export_model(folder / "model", corpus["vocabulary"])
     (folder / "model" / "README.md").write_text("---\nlibrary_name: cellmill\n---\n# A model\n")
     (folder / "model" / "run.pkl").write_bytes(b"never")
+    (folder / "model" / "cells.digest").write_bytes(b"digests")
     record = {
         "manifest": str(corpus["manifest"]),
         "init_from": None,
@@ -208,8 +209,8 @@ def test_a_pushed_model_is_pulled_unchanged(hub: Any, run_folder: Path, tmp_path
     assert pushed[0] == 0, pushed[2]
     assert {token for token in hub.tokens if token} == {"Bearer hf_secret"}
     assert hub.private == {"me/sim": True}
-    files = {"README.md", "config.json", "metrics.json", "model.safetensors", "vocabulary.tsv"}
-    assert set(hub.repos["me/sim"]) == files
+    taken = ("cells.digest", "config.json", "model.safetensors", "vocabulary.tsv")
+    assert set(hub.repos["me/sim"]) == {"README.md", "metrics.json", *taken}
     card = hub.repos["me/sim"]["README.md"].decode()
     assert card.startswith("---\nlibrary_name: cellmill\nlicense: apache-2.0\n---\n# A model\n")
     assert "\npbmc: 95 cells (heldout).\n\n| probe | accuracy | macro_f1 |\n|---|---|---|\n" in card
@@ -222,7 +223,7 @@ def test_a_pushed_model_is_pulled_unchanged(hub: Any, run_folder: Path, tmp_path
 
     assert pulled[:2] == [0, f"me/sim@main at {COMMIT[:12]} -> {out}\n"], pulled[2]
     assert hub.tokens[-1] is None
-    for file in ("config.json", "model.safetensors", "vocabulary.tsv"):
+    for file in taken:
         assert (out / file).read_bytes() == (model / file).read_bytes()
     assert [path.name for path in tmp_path.iterdir()] == ["pulled"]
 
