@@ -1,13 +1,14 @@
 """The page says what to change next, by rules that the tables of docs/quality.md support."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cellmill.report.advice import advise
+from cellmill.report.advice import GAINS, advise
 from cellmill.report.collect import ReportedRun
 from cellmill.report.forms import LoggedLine, ModelForm, PlanForm, RunRecordForm, StatusForm
-from cellmill.runs.results import Evaluation
+from cellmill.runs.results import DatasetResult, Evaluation, TaskResult
 
 AHEAD = ["level", "ahead"]
 LEVEL = ["level"]
@@ -105,3 +106,31 @@ def test_each_rule_has_one_sentence(
 def test_a_collapsed_embedding_is_named_before_steps() -> None:
     few = advised({}, logged=COLLAPSING, plan=PlanForm(steps=60, steps_per_epoch=400))
     assert [sentence.split(":")[0] for sentence in few][:2] == ["lower train.lr", "set train.steps"]
+
+
+def batches(**figures: Any) -> Evaluation:
+    result = TaskResult([], **figures)
+    dataset = DatasetResult(9, 9, "heldout", 0, {}, {"integration": result})
+    return Evaluation({"a": dataset}, {"step": 1600})
+
+
+def test_batches_that_the_model_does_not_know_are_named() -> None:
+    said = "set objective.batch_column: auto, so that the embedding need not contain the batch"
+    first, *_ = advised({}, evaluation=batches())
+    assert first.startswith(said)
+    for objective in (
+        {"name": "cell_decoding", "batch_column": "batch"},
+        {"name": "cell_decoding", "batch_reason": "none: batch has 1 value"},
+        {"name": "masked_value"},
+    ):
+        assert said not in str(advised({"objective": objective}, evaluation=batches()))
+    assert said not in str(advised({}, evaluation=batches(skipped="no batch")))
+    assert said not in str(advised({}, evaluation=batches(), model=SUPERVISED))
+
+
+@pytest.mark.parametrize("change", GAINS)
+def test_gains_are_those_of_the_documentation(change: str) -> None:
+    text = Path("docs/quality.md").read_text(encoding="utf-8")
+    section = text.partition("## What to change first\n")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith(f"| {change}")]
+    assert [GAINS[change] in row for row in rows] == [True]

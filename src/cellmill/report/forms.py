@@ -85,6 +85,8 @@ class StatusForm(Form):
 
 class ObjectiveOptionsForm(Form):
     name: Text = None
+    batch_column: Text = None
+    batch_reason: Text = None  # set if batch_column auto was resolved
 
 
 class ModelOptionsForm(Form):
