@@ -66,14 +66,14 @@ def choose(folder: Path, *frames: dict[str, object], labels: tuple[str, ...] = (
             [{"batch": blocks(a=220), "donor": blocks(x=120, y=100)}],
             "donor",
             None,
-            "donor has 2 values of at least 100 training cells; no adversary: donor may be biology; "
+            "donor has 2 values of at least 100 training cells; donor may be biology: no adversary; "
             "batch has 1 value of at least 100 training cells",
         ),
         (
             [{}, {}],
             "dataset",
             None,
-            "dataset has 2 values of at least 100 training cells; no adversary: dataset may be biology; "
+            "dataset has 2 values of at least 100 training cells; dataset may be biology: no adversary; "
             "there is no batch; there is no donor",
         ),
         (
@@ -96,7 +96,7 @@ def choose(folder: Path, *frames: dict[str, object], labels: tuple[str, ...] = (
             [{"batch": blocks(a=110, b=110)}, {}, {}],
             "dataset",
             None,
-            "dataset has 3 values of at least 100 training cells; no adversary: dataset may be biology; "
+            "dataset has 3 values of at least 100 training cells; dataset may be biology: no adversary; "
             "batch has 2 values of at least 100 training cells, but these are 220 of 660; there is no donor",
         ),
     ],
@@ -112,16 +112,18 @@ def test_the_first_column_with_two_batches_is_taken(
     assert choose(tmp_path, *frames) == BatchChoice(column, adversary, reason)
 
 
-@pytest.mark.parametrize(("swapped", "is_kept"), [(0, False), (8, False), (15, True)])
-def test_no_adversary_removes_a_condition_of_its_own_batch(
-    tmp_path: Path, swapped: int, is_kept: bool
+@pytest.mark.parametrize(("swapped", "is_taken"), [(0, False), (8, False), (15, True)])
+def test_a_batch_that_determines_the_condition_is_not_taken(
+    tmp_path: Path, swapped: int, is_taken: bool
 ) -> None:
     condition = blocks(healthy=110, ill=110)
     condition[:swapped] = ["ill"] * swapped
     choice = choose(tmp_path, {"batch": blocks(a=110, b=110), "condition": condition})
-    assert (choice.column, choice.adversary) == ("batch", 0.1 if is_kept else None)
-    warning = "no adversary: batch determines condition, which it would remove"
-    assert (warning in choice.reason) == (not is_kept)
+    if is_taken:
+        assert (choice.column, choice.adversary) == ("batch", 0.1)
+    else:
+        reason = f"none: batch determines condition; there is no donor; {NO_DATASET}"
+        assert choice == BatchChoice(None, None, reason)
 
 
 def test_a_label_of_the_objective_is_no_batch(tmp_path: Path) -> None:
@@ -129,7 +131,7 @@ def test_a_label_of_the_objective_is_no_batch(tmp_path: Path) -> None:
     choice = choose(tmp_path, batch, labels=("batch",))
     assert choice.reason == f"none: batch is a label; there is no donor; {NO_DATASET}"
     kind = batch | {"kind": blocks(x=110, y=110)}
-    assert choose(tmp_path / "kind", kind, labels=("kind",)).adversary is None
+    assert choose(tmp_path / "kind", kind, labels=("kind",)).column is None
 
 
 def test_pairs_of_levels_are_those_of_a_crosstab(tmp_path: Path) -> None:
@@ -175,9 +177,9 @@ def test_a_chosen_batch_is_the_named_one(tmp_path: Path) -> None:
 
 
 def test_a_strength_of_the_user_stands(tmp_path: Path) -> None:
-    condition = {"batch": blocks(a=110, b=110), "condition": blocks(x=110, y=110)}
+    donors = {"donor": blocks(a=110, b=110)}
     strong = AUTO | {"batch_adversary": 0.3, "batch_adversary_scale": 0.01}
-    opened = open_corpus(options_of(objective=strong), write_corpus(tmp_path, condition).path)
+    opened = open_corpus(options_of(objective=strong), write_corpus(tmp_path, donors).path)
     objective: Any = opened.options.objective
     assert (objective.batch_adversary, objective.batch_adversary_scale) == (0.3, 0.01)
     # without a batch there is nothing to scale, and stored options must be valid
@@ -188,7 +190,7 @@ def test_a_strength_of_the_user_stands(tmp_path: Path) -> None:
 
 
 def test_a_part_of_a_sum_chooses_too(tmp_path: Path) -> None:
-    manifest = write_corpus(tmp_path, {"batch": blocks(a=110, b=110), "kind": blocks(x=100, y=120)})
+    manifest = write_corpus(tmp_path, {"batch": blocks(a=110, b=110), "kind": ["x", "y"] * 110})
     parts = {"cell_decoding": {"batch_column": "auto"}, "classification": {"label_column": "kind"}}
     opened = open_corpus(options_of(objective={"name": "sum", "parts": parts}), manifest.path)
     assert opened.options.obs_columns() == {

@@ -40,7 +40,8 @@ class BatchChoice(NamedTuple):
 def choose_batch(facts: CellCounts, labels: Sequence[str]) -> BatchChoice:
     """Return the first candidate with two batches of `MIN_BATCH_CELLS` cells, or none.
 
-    These batches hold `MIN_COVERED_FRAC` of the training cells. A column of `labels` is no batch.
+    These batches hold `MIN_COVERED_FRAC` of the training cells. A column that is one of `labels`, or
+    determines a label, condition or perturbation, is no batch: the model would remove that too.
     """
     rejected = []
     n_cells = sum(facts.cells_by_level(DATASET).values())
@@ -51,6 +52,7 @@ def choose_batch(facts: CellCounts, labels: Sequence[str]) -> BatchChoice:
         described = (
             f"{column} has {len(sizes)} {values} of at least {MIN_BATCH_CELLS} training cells"
         )
+        determined = _find_determined(facts, column, labels)
         if column in labels:
             rejected.append(f"{column} is a label")
         elif not counts:
@@ -59,22 +61,25 @@ def choose_batch(facts: CellCounts, labels: Sequence[str]) -> BatchChoice:
             rejected.append(described)
         elif sum(sizes) < MIN_COVERED_FRAC * n_cells:
             rejected.append(f"{described}, but these are {sum(sizes):,} of {n_cells:,}")
+        elif determined is not None:
+            rejected.append(f"{column} determines {determined}")
         else:
-            adversary, rule = _choose_adversary(facts, column, labels)
+            adversary = ADVERSARY if column == CANDIDATES[0] else None
+            rule = (
+                f"adversary {adversary:g}"
+                if adversary
+                else f"{column} may be biology: no adversary"
+            )
             return BatchChoice(column, adversary, "; ".join([described, rule, *rejected]))
     return BatchChoice(None, None, f"none: {'; '.join(rejected)}")
 
 
-def _choose_adversary(
-    facts: CellCounts, column: str, labels: Sequence[str]
-) -> tuple[float | None, str]:
-    """Return `batch_adversary`, and the reason. Donors and datasets may differ in biology."""
+def _find_determined(facts: CellCounts, column: str, labels: Sequence[str]) -> str | None:
+    """Return a label, condition or perturbation that the batch determines, or None."""
     for other in dict.fromkeys((*labels, *BIOLOGY)):
-        if _is_determined(facts, column, other):
-            return None, f"no adversary: {column} determines {other}, which it would remove"
-    if column != CANDIDATES[0]:
-        return None, f"no adversary: {column} may be biology"
-    return ADVERSARY, f"adversary {ADVERSARY:g}"
+        if other != column and _is_determined(facts, column, other):
+            return other
+    return None
 
 
 def _is_determined(facts: CellCounts, column: str, other: str) -> bool:

@@ -420,14 +420,14 @@ class DecodingConfig(HiddenFracConfig):
         description="obs column of the batch, or `dataset`. The decoder gets a term per batch, so that embeddings need "
         f"not contain the batch; an unknown batch gets the mean term. {AUTO}: the first of batch, donor and dataset "
         f"with two values of at least {MIN_BATCH_CELLS} training cells each, which together hold half of the training "
-        "cells; without one, null. `plan` and `train` print the column and the reason.",
+        "cells, unless it determines a label, condition or perturbation; without one, null. `plan` and `train` print "
+        "the column and the reason.",
     )
     batch_adversary: float | None = Field(
         None,
         gt=0,
         description="Weight of the loss of a classifier of batch_column whose reversed gradient removes the batch from "
-        f"embeddings. null: none, but batch_column {AUTO} then sets {ADVERSARY:g} for column batch, unless batch "
-        "determines a label, condition or perturbation.",
+        f"embeddings. null: none, but batch_column {AUTO} then sets {ADVERSARY:g} for column batch.",
     )
     batch_reason: str | None = None
     """Why batch_column auto took its column, which train writes into the run; leave it out."""
