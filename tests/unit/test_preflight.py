@@ -744,12 +744,16 @@ def test_each_stage_is_checked_against_its_partition(
         "cpu, gpu, new, short",
         "no  stage embed, time limit: partition gpu (scontrol) allows 2880 min, requested: 4320; set-resources: embed: "
         "runtime: 2880",
-        *(refused.format(stage=stage) for stage in ("embed_external", "predict", "knock_out")),
+        *(
+            refused.format(stage=stage)
+            for stage in ("embed_external", "predict", "map", "knock_out")
+        ),
         "ok  stage evaluate: fits gpu, 60 min, 32000 MB, 8 CPUs, GPUs a100:1",
+        "ok  stage atlas: fits cpu, 60 min, 8000 MB, 1 CPU",
         "ok  stage unpack: fits cpu, 30 min, 2000 MB, 1 CPU",
         refused.format(stage="zoo"),
     ]
-    assert (code, last) == (2, "cellmill preflight: no go: 9 reasons")
+    assert (code, last) == (2, "cellmill preflight: no go: 10 reasons")
     Path("config.yaml").write_text(given)
     _, lines, _ = preflight("profiles/one", "--no-job")
     unused = (
@@ -763,4 +767,4 @@ def test_each_stage_is_checked_against_its_partition(
         "no  stages' Python: /my env/bin/python: a job of a stage cannot start a Python whose path has spaces"
         in "".join(lines)
     )
-    assert (code, last) == (2, "cellmill preflight: no go: 7 reasons")
+    assert (code, last) == (2, "cellmill preflight: no go: 8 reasons")

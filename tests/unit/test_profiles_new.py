@@ -109,8 +109,8 @@ def test_the_best_partition_has_the_figures_of_its_smallest_node(
         "disk_mb": 1000,
     }
     assert tree["set-threads"] == {
-        "preprocess": 2, "shard": 2, "shard_part": 2, "embed": 8, "embed_external": 8, "predict": 8, "knock_out": 8,
-        "evaluate": 8, "predict_changes": 8
+        "preprocess": 2, "shard": 2, "shard_part": 2, "embed": 8, "embed_external": 8, "predict": 8, "map": 8,
+        "knock_out": 8, "evaluate": 8, "predict_changes": 8
     }  # fmt: skip
     on_a_gpu = {"slurm_partition": "gpu", "gpu": 1, "gpu_model": "h100", "tasks_per_gpu": 0}
     assert tree["set-resources"]["embed"] == on_a_gpu | {

@@ -105,7 +105,7 @@ rule atlas:
         image
     threads: 1
     resources:
-        mem_mb=sized(8000, 0.3),
+        mem_mb=sized(8000, 1),
         runtime=sized(60, 10),
     params:
         options=jobs.options("atlas"),

@@ -31,7 +31,15 @@ from cellmill.preflight.site import Node, Partition, Refused, SlurmFacts
 from cellmill.runs.slurm import CommandError
 
 TRAIN = "set-resources: train:"  # section of the profile with the keys that remedies name
-GPU_STAGES = ("embed", "embed_external", "predict", "knock_out", "evaluate", "predict_changes")
+GPU_STAGES = (
+    "embed",
+    "embed_external",
+    "predict",
+    "map",
+    "knock_out",
+    "evaluate",
+    "predict_changes",
+)
 DECLARED: dict[str, dict[str, tuple[int, int | None]]] = {
     "preprocess": {"mem_mb": (8000, 5), "runtime": (120, 200)},
     "vocabulary": {"mem_mb": (4000, 12), "runtime": (60, 300)},
@@ -44,6 +52,7 @@ DECLARED: dict[str, dict[str, tuple[int, int | None]]] = {
     "consolidate": {"mem_mb": (8000, None), "runtime": (60, None)},
     **{stage: {"mem_mb": (32000, 3), "runtime": (240, 25)} for stage in GPU_STAGES},
     "evaluate": {"mem_mb": (32000, None), "runtime": (240, None)},
+    "atlas": {"mem_mb": (8000, 1), "runtime": (60, 10)},
     "unpack": {"mem_mb": (2000, 1), "runtime": (30, 10)},
     "zoo": {"mem_mb": (32000, 3), "runtime": (240, 25)},
 }

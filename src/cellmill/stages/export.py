@@ -24,20 +24,17 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.shards.cell_digests import ENTRY, FILE, CellDigests, digest_corpus, write_digests
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import DataError
-from cellmill.evaluate.evaluated import EvaluatedModel
 from cellmill.evaluate.inference.calibration import (
     NO_VALIDATION,
     calibrate_head,
     find_classifications,
     find_regressions,
 )
-from cellmill.evaluate.inference.ridge import RIDGE
 from cellmill.evaluate.seen import find_shards, find_training_of_run
-from cellmill.evaluate.tasks.fit_ridge import fit_ridge
 from cellmill.files import write_json
 from cellmill.finetune.method import load_method
 from cellmill.models.build import build
-from cellmill.models.export import fill_buffers, spec_of, write_model, write_tensors
+from cellmill.models.export import RIDGE, fill_buffers, spec_of, write_model, write_tensors
 from cellmill.models.family import Model
 from cellmill.models.objectives.cell_decoding import CellDecoding
 from cellmill.parallel.materialize import named_tensors, to_empty
@@ -214,7 +211,11 @@ def _write_ridge(
     seed = options.train.seed
     fill_buffers(model, seed, genes)
     manifest = Manifest.read(shards)
-    ridge = fit_ridge(EvaluatedModel(model.eval(), {}, genes, tokens, manifest, seed))
+    # other exports do without scikit-learn
+    fitting = importlib.import_module("cellmill.evaluate.tasks.fit_ridge")
+    ridge = fitting.fit_ridge(
+        fitting.EvaluatedModel(model.eval(), {}, genes, tokens, manifest, seed)
+    )
     return {} if ridge is None else {"ridge": ridge.write(out)}
 
 

@@ -21,9 +21,7 @@ from cellmill.config.load import unusable
 from cellmill.data.arrays import TARGET_SUM, log_normalise
 from cellmill.evaluate.components import COMPONENTS, pca
 from cellmill.files import sha256_file
-from cellmill.models.export import WeightsFile, write_tensors
-
-RIDGE = "ridge.safetensors"
+from cellmill.models.export import RIDGE, WeightsFile, write_tensors
 
 
 @dataclass(frozen=True)
@@ -34,9 +32,8 @@ class GeneRidge:
     shares: np.ndarray  # (V,) float32: mean share of a gene in the counts of a cell
     loadings: np.ndarray  # (K, V) float32, for factors of variance 1
     noise: np.ndarray  # (1,) float32: variance of the noise, the penalty of the regression
-    decoder_weight: (
-        np.ndarray
-    )  # (1,) float32: weight of the decoder in the mean of both predictions
+    # (1,) float32: weight of the decoder in the mean of both predictions
+    decoder_weight: np.ndarray
 
     @classmethod
     def fit(cls, counts: sp.csr_matrix) -> Self:
@@ -49,8 +46,10 @@ class GeneRidge:
         residual = max(variances.sum() - eigenvalues.sum(), 0.0)
         other_eigenvalues = residual / (rank - len(eigenvalues))
         lengths = np.sqrt(np.maximum(eigenvalues - other_eigenvalues, 0))
-        depth = np.maximum(np.asarray(counts.sum(axis=1, dtype=np.float64)), 1)
-        shares = np.asarray(counts.multiply(1 / depth).mean(axis=0)).ravel()
+        totals = counts.sum(axis=1, dtype=np.float64)
+        depth = np.maximum(np.asarray(totals), 1)
+        shares_of_cells = counts.multiply(1 / depth)
+        shares = np.asarray(shares_of_cells.mean(axis=0)).ravel()
         n_varying = max(np.count_nonzero(variances), 1)
         return cls(
             means.astype(np.float32),
@@ -68,14 +67,19 @@ class GeneRidge:
         known = shares[shown].sum()
         # counts per 10,000 of all measured genes: the hidden ones have their mean share
         per_cell = TARGET_SUM * known / max(known + shares[genes].sum(), 1e-9)
-        depth = np.maximum(np.asarray(visible.sum(axis=1, dtype=np.float64)), 1e-9)
+        totals = visible.sum(axis=1, dtype=np.float64)
+        depth = np.maximum(np.asarray(totals), 1e-9)
         profiles = visible.multiply(per_cell / depth).tocsr().log1p()
         loadings = self.loadings.astype(np.float64)
         known_loadings = loadings[:, shown]
-        products = profiles[:, shown] @ known_loadings.T - known_loadings @ self.means[shown]
-        gram = known_loadings @ known_loadings.T + self.noise * np.eye(len(loadings))
+        products = profiles[:, shown] @ known_loadings.T
+        products -= known_loadings @ self.means[shown]
+        gram = known_loadings @ known_loadings.T
+        gram += self.noise * np.eye(len(loadings))
+        # (C, K)
         factors = np.linalg.solve(gram, products.T).T
-        return (factors @ loadings[:, genes] + self.means[genes]).astype(np.float32)
+        predicted = factors @ loadings[:, genes] + self.means[genes]
+        return predicted.astype(np.float32)
 
     def mix(self, decoded: np.ndarray, by_ridge: np.ndarray) -> np.ndarray:
         """(C, G): weighted mean of the predictions of the decoder and of this regression."""
@@ -83,13 +87,13 @@ class GeneRidge:
 
     def write(self, folder: Path) -> dict[str, Any]:
         """Write the file to a model folder, and return its entry of config.json."""
-        write_tensors(
-            folder / RIDGE, {name: torch.from_numpy(value) for name, value in vars(self).items()}
-        )
+        path = folder / RIDGE
+        tensors = {name: torch.from_numpy(value) for name, value in vars(self).items()}
+        write_tensors(path, tensors)
         return {
             "noise": float(self.noise[0]),
             "decoder_weight": float(self.decoder_weight[0]),
-            "sha256": sha256_file(folder / RIDGE),
+            "sha256": sha256_file(path),
         }
 
     @classmethod
@@ -105,7 +109,8 @@ class GeneRidge:
         file = WeightsFile(path)
         if not isinstance(entry, dict) or sha256_file(path) != entry.get("sha256"):
             raise unusable(path, "its SHA-256 is not the one in config.json: damaged")
-        ridge = cls(**{field.name: file.read(field.name, ()).numpy() for field in fields(cls)})
+        names = [field.name for field in fields(cls)]
+        ridge = cls(**{name: file.read(name, ()).numpy() for name in names})
         shapes = [value.shape for value in vars(ridge).values()]
         n_genes = config["n_genes"]
         expected = [(n_genes,), (n_genes,), (len(ridge.loadings), n_genes), (1,), (1,)]
