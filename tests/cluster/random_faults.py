@@ -14,6 +14,7 @@ Two runs at a time, on the partitions gpu-a100 and gpu-h100, with `EACH` faults 
 import argparse
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -242,6 +243,54 @@ def lose_the_answer_of_sbatch(run: FaultyRun) -> None:
     kill_a_worker(run)
 
 
+def kill_srun(run: FaultyRun) -> None:
+    """The task step of its job."""
+    for pid in pids_with("cellmill.launch.agent", "srun"):
+        if run.name in environment_of(pid).get("SLURM_JOB_NAME", ""):
+            kill(pid)
+
+
+def stop_an_agent_for_a_while(run: FaultyRun) -> None:
+    agents = pids_with(str(run.train), "cellmill.launch.agent")
+    if agents:
+        agent = run.draw.choice(agents)
+        kill(agent, signal.SIGSTOP)
+        time.sleep(run.draw.uniform(1, 20))
+        kill(agent, signal.SIGCONT)
+
+
+def kill_all_by_scancel(run: FaultyRun) -> None:
+    for job in run.jobs():
+        run.rig.call("scancel", "--signal=KILL", "--full", job, check=False)
+
+
+def requeue_and_hold_for_a_while(run: FaultyRun) -> None:
+    for job in run.jobs():
+        run.rig.call("scontrol", "requeuehold", job, check=False)
+        time.sleep(run.draw.uniform(2, 15))
+        run.rig.call("scontrol", "release", job, check=False)
+
+
+def delete_its_checkpoints(run: FaultyRun) -> None:
+    """All of them, and a process with them."""
+    for folder in (run.train / "checkpoints").glob("*"):
+        shutil.rmtree(folder, ignore_errors=True)
+    kill_a_worker(run)
+
+
+def delete_its_logs(run: FaultyRun) -> None:
+    for log in (run.train / "jobs").glob("*/*_log.out"):
+        log.unlink()
+
+
+def tear_its_metrics(run: FaultyRun) -> None:
+    """Half a line at the end, as a full disk leaves it."""
+    for file in run.train.glob("metrics.jsonl"):
+        with file.open("a") as metrics:
+            metrics.write('{"step": 99, "lo')
+    kill_a_worker(run)
+
+
 def damage_the_newest_checkpoint(run: FaultyRun) -> None:
     """One byte of its tensors, while no process uses it."""
     interrupt(run)
@@ -274,6 +323,13 @@ FAULTS: list[Callable[[FaultyRun], None]] = [
     stop_the_controller,
     lose_the_answer_of_sbatch,
     damage_the_newest_checkpoint,
+    kill_srun,
+    stop_an_agent_for_a_while,
+    kill_all_by_scancel,
+    requeue_and_hold_for_a_while,
+    delete_its_checkpoints,
+    delete_its_logs,
+    tear_its_metrics,
 ]
 
 
