@@ -298,6 +298,7 @@ def test_an_external_model_changes_no_verdict(
 def test_files_of_external_models_match_their_command(
     corpus: dict[str, Path], tmp_path: Path
 ) -> None:
+    pytest.importorskip("igraph")  # of the extra cluster
     message = "expected 1 --external for each of 1 --cells, for evaluate.external: pca; got 0 files"
     with pytest.raises(ConfigError, match=message):
         evaluated(corpus, tmp_path / "none", [])

@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 from cellmill.cli import main
 from tests.workflow.conftest import REPOSITORY, make_project
 
@@ -25,6 +27,7 @@ def matrix() -> ModuleType:
 
 
 def test_the_case_of_every_stage_has_every_rule(tmp_path: Path) -> None:
+    pytest.importorskip("igraph")  # of the extra cluster
     tool = matrix()
     cells = tmp_path / "sim.h5ad"
     words = tool.CELLS.split()
