@@ -1,7 +1,7 @@
 """Task `perturbation`: predicted changes of expression under unseen perturbations, or in unseen
 donors and contexts.
 
-Changes are defined in `changes.py`, rows and ceilings in docs/evaluation.md. If the
+Changes are defined in `changes.py`, rows and ceilings in docs/perturbations.md. If the
 model saw cells of some perturbations, those it never saw are tested, once; else all are tested in
 folds. A unit's own perturbed genes are left out of its scores. Intervals are over perturbations and
 repetitions.
