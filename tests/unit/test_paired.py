@@ -111,6 +111,9 @@ def test_the_table_has_means_over_repetitions() -> None:
     assert entry.mean == 0.125
 
 
+SAME = "own is the same as other to three decimals of accuracy: undecided."
+
+
 @pytest.mark.parametrize(
     ("difference", "interval", "n", "text"),
     [
@@ -123,7 +126,17 @@ def test_the_table_has_means_over_repetitions() -> None:
             None,
             "own is level with other: -0.050 accuracy (-0.110 to +0.010).",
         ),
-        (0.0, (0.0, 0.0), 1, "own is level with other: +0.000 accuracy (+0.000 to +0.000)."),
+        (0.0, (0.0, 0.0), 1, SAME),
+        (0.0, (0.0, 0.0), None, SAME),
+        (-0.00001, (-0.00002, 0.000004), 900, SAME),
+        (0.0003, (0.0002, 0.0004), 900, SAME),
+        (
+            0.0,
+            (-0.1, 0.1),
+            2,
+            "own against other: +0.000 accuracy (-0.100 to +0.100), undecided, n = 2.",
+        ),
+        (0.0, (-0.001, 0.0), 9, "own is level with other: +0.000 accuracy (-0.001 to +0.000)."),
         (
             0.0004,
             (0.0003, 0.0005),

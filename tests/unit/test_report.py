@@ -522,6 +522,54 @@ def test_the_first_sentences_name_tasks_ahead_or_behind() -> None:
     ) in text_of(render("r", [run], []))
 
 
+def test_the_accuracy_of_whole_cells_counts_once_for_each_label() -> None:
+    def result(task: str, metric: str, difference: float) -> TaskResult:
+        verdict = verdict_on(OWN, GENES, metric, difference, (difference - 0.1, difference + 0.1))
+        other = replace(verdict, metric=f"{task} of its own")
+        made = of_task("f", {OWN: 0.7, GENES: 0.7}, [verdict, other])
+        return replace(made, task=task)
+
+    tasks = {
+        "low_depth": result("low_depth", "accuracy, whole", 0.21),
+        "missing_genes": result("missing_genes", "accuracy, whole", 0.22),
+        "probe": result("probe", "accuracy", 0.23),
+        "low_depth of donor": result("low_depth", "accuracy, whole", 0.24),
+        "missing_genes of donor": result("missing_genes", "accuracy, whole", 0.25),
+        "transfer": result("transfer", "accuracy", 0.26),
+    }
+    [standing] = list_standings([of_tasks("a", **tasks)])
+    whole = [
+        (task, verdict.difference)
+        for task, verdict, _ in standing.verdicts
+        if verdict.metric.startswith("accuracy")
+    ]
+    assert whole == [("probe", 0.23), ("low_depth of donor", 0.24), ("transfer", 0.26)]
+    assert standing.outcomes == {"ahead": 9, "level": 0, "behind": 0}
+
+
+def test_equal_predictions_count_as_undecided() -> None:
+    verdict = verdict_on(OWN, GENES, "f", 0.00001, (-0.00001, 0.00003), False, 900)
+    run = of_tasks("a", probe=of_task("f", {OWN: 0.7, GENES: 0.7}, [verdict]))
+    [standing] = list_standings([run])
+    assert standing.outcomes == {"ahead": 0, "level": 0, "behind": 0}
+    shown = text_of(render("r", [run], []))
+    assert "undecided against the best baseline, all genes + LR: 0.700 against 0.700" in shown
+    assert "ahead in none, behind in none, undecided in 1." in shown
+    assert (
+        "embedding + kNN is the same as all genes + LR to three decimals of f: undecided." in shown
+    )
+
+
+def test_the_first_line_names_effort_fast() -> None:
+    verdict = verdict_on(OWN, GENES, "f", 0.0, (-0.1, 0.1))
+    result = of_task("f", {OWN: 0.7, GENES: 0.7}, [verdict])
+    line = "level with the best baseline, all genes + LR: 0.700 against 0.700 (probe f)"
+    full = text_of(render("r", [of_tasks("a", probe=result)], []))
+    fast = text_of(render("r", [of_tasks("a", probe=result.mark_fast("2 of 3 seeds"))], []))
+    assert f"{line}." in full
+    assert f"{line} (effort fast)." in fast
+
+
 @pytest.mark.parametrize(
     ("low", "outcome", "against"),
     [(0.02, "ahead", UNSCALED), (-0.02, "level", UNSCALED), (None, None, UNTRAINED)],

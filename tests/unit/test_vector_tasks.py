@@ -139,6 +139,23 @@ def test_planted_groups_are_found(context: Context) -> None:
     assert again.to_json() == result.to_json()
 
 
+def test_a_single_resolution_has_no_best_one(context: Context) -> None:
+    pytest.importorskip("igraph")
+    config = ClusteringConfig(resolutions=[1.0], seeds=1, min_cells=5)
+    result = Clustering(config).run(context)
+    columns = ["ARI, resolution 1", "NMI, resolution 1"]
+    assert result.metric == columns[0]
+    assert {verdict.metric for verdict in result.verdicts} == {*columns}
+    for row in result.rows:
+        assert [*row.scores] == columns
+        assert [*row.numbers] == ["clusters, fixed"]
+    # a fixed resolution beside a single other one is a second clustering
+    config = ClusteringConfig(resolutions=[0.1], seeds=1, min_cells=5)
+    both = Clustering(config).run(context).rows[0]
+    assert [*both.scores] == ["ARI, best resolution", "NMI, best resolution", *columns]
+    assert both.numbers["best resolution"] == 0.1
+
+
 Cells = tuple[np.ndarray, np.ndarray, np.ndarray]  # vectors, batches, labels
 
 

@@ -249,7 +249,8 @@ def describe_result(result: TaskResult) -> str:
     if not parts:
         sentences = [sentence.removesuffix(".") for sentence in result.sentences]
         parts = [*sentences[:1], "all numbers are in metrics.json"]
-    return "; ".join(parts)
+        return "; ".join(parts)
+    return "; ".join(parts) + result.effort_mark
 
 
 def _describe_row(result: TaskResult, row: Row) -> str:

@@ -47,7 +47,11 @@ class DatasetLead:
 
     @property
     def verdict_words(self) -> str:
-        """How the described run compares with the best baseline, with both scores."""
+        """How the described run compares with the best baseline, with both scores and the effort."""
+        return self._comparison + self.standing.result.effort_mark
+
+    @property
+    def _comparison(self) -> str:
         standing = self.standing
         score = f"{standing.result.rank_value(standing.row):.3f}"
         metric = f"{to_words(standing.task)} {to_words(standing.result.metric or '')}"

@@ -10,6 +10,12 @@ from cellmill.report.tables import to_words
 from cellmill.runs.results import Outcome, Row, TaskResult, Verdict
 
 OUTCOMES: tuple[Outcome, ...] = ("ahead", "level", "behind")
+# metric in which each of these tasks classifies whole cells
+WHOLE_CELLS = {
+    "probe": "accuracy",
+    "low_depth": "accuracy, whole",
+    "missing_genes": "accuracy, whole",
+}
 
 
 class TaskVerdict(NamedTuple):
@@ -146,12 +152,20 @@ def _find_verdict(
 
 def _list_verdicts(tasks: Mapping[str, TaskResult]) -> list[TaskVerdict]:
     """Verdicts against the best baselines. Tasks that see the same cells may share a verdict: it is
-    listed once, for the first of them.
+    listed once, for the first of them. So is the accuracy of whole cells for each label, for probe
+    if it has it.
     """
     by_comparison: dict[Hashable, TaskVerdict] = {}
-    for task, result in tasks.items():
+    for task, result in sorted(tasks.items(), key=lambda item: item[1].task != "probe"):
         for verdict, columns in result.best_verdicts().items():
-            comparison = (verdict.compared, verdict.against, verdict.metric, verdict.difference)
+            comparison: Hashable = (
+                verdict.compared,
+                verdict.against,
+                verdict.metric,
+                verdict.difference,
+            )
+            if verdict.metric == WHOLE_CELLS.get(result.task):
+                comparison = task.removeprefix(result.task)  # the label
             by_comparison.setdefault(comparison, TaskVerdict(task, verdict, columns))
     return list(by_comparison.values())
 

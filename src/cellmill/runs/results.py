@@ -8,8 +8,9 @@ also have their `name`, gaps `words` and tasks `sentences`: texts for people, ma
 fields and not read again.
 
 A comparison is ahead or behind only if the 95 % interval of the difference leaves out 0; otherwise
-the two are level. With fewer than `FEWEST` independent units (perturbations, donors), or if all of
-them differ by the same, the interval says nothing, and the comparison is undecided.
+the two are level. A comparison is undecided if the interval says nothing: with fewer than `FEWEST`
+independent units (perturbations, donors), if all of them differ by the same, or if the difference
+and both ends print as 0.000.
 """
 
 from collections.abc import Iterator
@@ -24,7 +25,8 @@ from cellmill.errors import DataError
 from cellmill.files import read_json, write_json
 
 FORMAT = 2  # of metrics.json
-TOLERANCE = 5e-4  # differences below this print as 0.000: the two are level
+TOLERANCE = 5e-4  # differences below this print as 0.000: neither is ahead
+FAST_MARK = " (effort fast)"
 # independent units from which an interval is of use: with two, the quantile of Student's t is 12.7
 FEWEST = 3
 Kind = Literal["model", "variant", "baseline", "external", "ceiling", "probe"]
@@ -108,7 +110,7 @@ class Verdict:
     @property
     def sentence(self) -> str:
         """The verdict in words, with the difference and its interval."""
-        mark = " (effort fast)" if self.effort == "fast" else ""
+        mark = FAST_MARK if self.effort == "fast" else ""
         return f"{self._words}{mark}."
 
     @property
@@ -116,6 +118,9 @@ class Verdict:
         over = "" if self.interval is None else " ({:+.3f} to {:+.3f})".format(*self.interval)
         signed = f"{self.difference:+.3f} {self.metric}{over}"
         if self.outcome == "undecided":
+            if _prints_as_zero(self.difference, self.interval):
+                same = f"{self.compared} is the same as {self.against}"
+                return f"{same} to three decimals of {self.metric}: undecided"
             reason = f"n = {self.n}"
             if self.n is not None and self.n >= FEWEST:
                 reason = f"all {self.n:,} differ by the same"
@@ -137,17 +142,23 @@ def compare(
     n: int | None = None,
 ) -> Verdict:
     """Return the verdict on `difference`, estimated from `n` independent units (None: not known)."""
-    is_level = abs(difference) < TOLERANCE
-    if n is not None and interval is not None and not is_level:
+    if _prints_as_zero(difference, interval):
+        return Verdict(compared, against, metric, difference, interval, "undecided")
+    if n is not None and interval is not None:
         has_width = interval[0] < interval[1]
         if n < FEWEST or not has_width:
             shown = interval if has_width else None
             return Verdict(compared, against, metric, difference, shown, "undecided", n)
     low, high = interval or (difference, difference)
     outcome: Outcome = "level"
-    if not is_level and not low <= 0 <= high:
+    if abs(difference) >= TOLERANCE and not low <= 0 <= high:
         outcome = "ahead" if (difference > 0) != lower_is_better else "behind"
     return Verdict(compared, against, metric, difference, interval, outcome)
+
+
+def _prints_as_zero(difference: float, interval: tuple[float, float] | None) -> bool:
+    """True if the difference and both ends of its interval print as 0.000."""
+    return interval is not None and max(map(abs, (difference, *interval))) < TOLERANCE
 
 
 @dataclass(frozen=True)
@@ -238,6 +249,12 @@ class TaskResult:
     def sentences(self) -> list[str]:
         verdicts = [verdict.sentence for verdict in self.verdicts]
         return verdicts + [gap.sentence for gap in self.gaps] + self.notes
+
+    @property
+    def effort_mark(self) -> str:
+        """The mark of verdicts of effort fast; empty for a full effort."""
+        is_fast = any(verdict.effort == "fast" for verdict in self.verdicts)
+        return FAST_MARK if is_fast else ""
 
     @property
     def ranked_rows(self) -> list[Row]:

@@ -99,8 +99,8 @@ class Clustering(Task):
     config: ClusteringConfig
 
     def run(self, context: Context) -> TaskResult:
-        """NMI and ARI at the best and at the fixed resolution; skipped without two labels of enough
-        cells.
+        """NMI and ARI at the best and at the fixed resolution, or at the fixed one alone if no other
+        ran; skipped without two labels of enough cells.
         """
         igraph = optional_package("igraph", "cluster", "task clustering")
         config = self.config
@@ -125,7 +125,10 @@ class Clustering(Task):
             for method, values in features.items()
         }
         columns = []
-        for number, where in enumerate(("best resolution", f"resolution {config.resolution:g}")):
+        has_choice = config.resolutions != [config.resolution]
+        places = {"best resolution": 0} if has_choice else {}
+        places[f"resolution {config.resolution:g}"] = 1
+        for where, number in places.items():
             for name, score in (("ARI", ari_scores), ("NMI", nmi_scores)):
                 scores = {}
                 for method, (_, at_resolutions) in clusters.items():
@@ -134,12 +137,13 @@ class Clustering(Task):
                 columns.append(ScoreColumn(f"{name}, {where}", f"{name}, {where}", scores))
         rows = table_rows(columns)
         for row in rows:
-            row.numbers["best resolution"], (at_best, at_fixed) = clusters[row.method]
-            row.numbers["clusters there"] = _average_number(at_best)
+            best, (at_best, at_fixed) = clusters[row.method]
+            if has_choice:
+                row.numbers["best resolution"] = best
+                row.numbers["clusters there"] = _average_number(at_best)
             row.numbers["clusters, fixed"] = _average_number(at_fixed)
         numbers = chosen.numbers | {"neighbors": config.neighbors, "seeds": config.seeds}
-        # against the best baseline in each column, then against all baselines by ARI at the best
-        # resolution
+        # against the best baseline in each column, then against all baselines by the first ARI
         verdicts = [column.compare_best() for column in columns]
         verdicts += [
             columns[0].compare(EMBEDDING, method) for method in columns[0].select_kind("baseline")
