@@ -18,6 +18,7 @@ from typing import Any
 from cellmill.arguments import CONFIG, PLANNED, new_parser
 from cellmill.config import OPTIONS, check_options, load_config
 from cellmill.config.datasets import ObsColumns
+from cellmill.config.load import find_atlas
 from cellmill.config.machine import Machine
 from cellmill.errors import UserError
 from cellmill.files import parse_json, read_json, refuse_overwriting, refuse_special
@@ -61,6 +62,8 @@ def main(argv: list[str] | None = None) -> int:
     message: object
     try:
         _check_paths(arguments)
+        if stage == "map":
+            find_atlas(arguments["model"], arguments["atlas"])
         flags = _pop(arguments, [name for name in arguments if "." in name])
         if stage in OPTIONS:
             arguments["options"] = _with_flags(_options(stage, arguments), flags)

@@ -4,6 +4,8 @@ one line.
 
 import json
 import shutil
+import subprocess
+import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 
 import cellmill
 from cellmill.cli import main
+from cellmill.config.load import find_atlas
 from cellmill.config.run import Atlas, Map
 from cellmill.data.genes.tables import cell_ontology
 from cellmill.errors import ConfigError, DataError
@@ -340,7 +343,7 @@ def test_a_damaged_record_of_an_atlas_is_one_line(tmp_path: Path) -> None:
         DataError, match=r"expected vectors of 9 numbers as of the model, got 8; make "
     ):
         CellAtlas.read(tmp_path, DIGEST, 9)
-    with pytest.raises(DataError, match=r"none/atlas.json: no such file; make the atlas first"):
+    with pytest.raises(DataError, match=r"none/atlas.json: no such file$"):
         CellAtlas.read(tmp_path / "none", DIGEST, WIDTH)
 
 
@@ -433,6 +436,10 @@ def test_wrong_inputs_of_an_atlas_are_one_line(
     for words, message in (
         ([*made, str(half), "--labels", "kind"], "half.h5ad: no obs column 'kind'; "),
         (
+            [*made, str(half), "--labels", "-", "--donor-columns", "btach"],
+            "atlas.donor_columns: no obs column 'btach'; did you mean 'batch'?\n",
+        ),
+        (
             [*made, str(half), "--labels", "-", "-"],
             "expected as many --labels as --embeddings, got 2 and 1",
         ),
@@ -446,7 +453,8 @@ def test_wrong_inputs_of_an_atlas_are_one_line(
         ),
         (
             [*onto, str(half), "--model", str(other)],
-            "atlas.json: no such file; make the atlas first",
+            f"{other}/atlas/atlas.json: no such file; make the atlas first: cellmill atlas --model {other} "
+            "--embeddings EMBEDDED.h5ad --labels COLUMN\n",
         ),
         (
             [*onto, str(tmp_path / "mouse.h5ad"), "--model", str(mapped_model)],
@@ -464,3 +472,105 @@ def test_wrong_inputs_of_an_atlas_are_one_line(
         assert error.count("\n") == 1, error
     assert not [*tmp_path.glob("out*")]
     assert not (tmp_path / "atlas").exists()
+
+
+def test_a_donor_column_in_no_file_gets_a_warning_by_others(
+    tmp_path: Path, mapped_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    half = mapped_model.parent / "embedded" / "half.h5ad"
+    words = ["--model", str(mapped_model), "--atlas", str(tmp_path), "--embeddings", str(half)]
+    words += ["--labels", "-"]
+    line = "warning: atlas.donor_columns: no obs column 'btach'; did you mean 'batch'?\n"
+    assert main(["atlas", *words, "--donor-columns", "btach,batch"]) == 0
+    assert line in capsys.readouterr().out
+    assert main(["atlas", *words]) == 0
+    assert "no obs column" not in capsys.readouterr().out, "donor and batch are the defaults"
+
+
+def test_a_missing_atlas_is_told_before_torch_is_imported(
+    tmp_path: Path, mapped_model: Path, corpus: dict[str, Path]
+) -> None:
+    model = tmp_path / "results" / "runs" / "my run" / "model"
+    shutil.copytree(corpus["model"], model)
+    script = (
+        "import sys; from cellmill.cli import main; code = main(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    words = ["map", "--model", str(model), "--input", "a.h5ad", "--out", "b.h5ad"]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"cellmill map: {model}/atlas/atlas.json: no such file; make the atlas first: "
+        "cellmill run -- 'results/runs/my run/model/atlas/atlas.json'\n"
+    )
+    with pytest.raises(DataError, match=r"make the atlas first: cellmill run -- 'results/runs/my "):
+        cellmill.load(model).map(ad.read_h5ad(mapped_model.parent / "half.h5ad"))
+    with pytest.raises(
+        DataError, match=r"cellmill atlas --model .+/model' --atlas /none --embeddings "
+    ):
+        find_atlas(model, Path("/none"))
+
+
+@pytest.mark.parametrize("stage", ["map", "embed", "seen"])
+@pytest.mark.parametrize("name", [".", "vocabulary.tsv"])
+def test_a_path_that_is_no_model_folder_is_named(
+    tmp_path: Path,
+    corpus: dict[str, Path],
+    stage: str,
+    name: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shutil.copy(corpus["model"] / "vocabulary.tsv", tmp_path)
+    path = tmp_path / name
+    words = ["--input", str(corpus["cells"]), "--out", str(tmp_path / "out.h5ad")]
+    assert main([stage, "--model", str(path), *words]) == 2
+    assert capsys.readouterr().err == (
+        f"cellmill {stage}: {path}: no model folder (no config.json); a model is results/runs/RUN/model\n"
+    )
+
+
+def test_map_tells_a_low_coverage_of_counts(
+    tmp_path: Path, mapped_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells = ad.read_h5ad(mapped_model.parent / "half.h5ad")[:20].copy()
+    foreign = ad.AnnData(9 * cells.X, cells.obs, pd.DataFrame(index=cells.var_names + " foreign"))
+    mixed = ad.concat([cells, foreign], axis="var", merge="first")
+    mixed.write_h5ad(tmp_path / "mixed.h5ad")
+    words = ["--input", str(tmp_path / "mixed.h5ad"), "--out", str(tmp_path / "out.h5ad")]
+    line = (
+        "only 10.0% of its counts fall on genes that the model knows: compare its vectors with each "
+        "other only"
+    )
+    options = ["--min-coverage-frac", "0.05"]
+    assert main(["map", "--model", str(mapped_model), *words, *options]) == 0
+    printed = capsys.readouterr().out
+    assert "mixed: 10.0% of counts on known genes\n" in printed
+    assert f"mixed: warning: {line}\n" in printed
+    model = cellmill.load(mapped_model)
+    with pytest.warns(UserWarning, match=f"^adata: {line}$"):
+        model.map(mixed, min_coverage_frac=0.05)
+
+
+def test_wrong_arguments_in_python_name_what_is_right(mapped_model: Path) -> None:
+    model = cellmill.load(mapped_model)
+    cells = ad.read_h5ad(mapped_model.parent / "half.h5ad")
+    message = r"^expected an AnnData, got 'a\.h5ad'; to read a file: anndata\.read_h5ad\(path\)$"
+    for method in (model.embed, model.seen, model.map):
+        with pytest.raises(ConfigError, match=message):
+            method("a.h5ad")
+    with pytest.raises(ConfigError, match=r"^expected an AnnData, got 3; "):
+        model.embed(3)
+    message = r"^map: unknown argument 'refuse_fraction'; did you mean 'refuse_frac'\?$"
+    with pytest.raises(ConfigError, match=message):
+        model.map(cells, refuse_fraction=0.1)
+    message = r"^embed: unknown argument 'token_budgt'; did you mean 'token_budget'\?$"
+    with pytest.raises(ConfigError, match=message):
+        model.embed(cells, token_budgt=5)
+
+
+def test_cells_of_the_atlas_only_are_no_new_cells(tmp_path: Path) -> None:
+    cells = draw_dataset("one", 60, 1)
+    lines = map_to(written_atlas(tmp_path, cells, neighbors=5), cells.vectors).lines
+    assert lines[0] == "60 of 60 cells have a label, 0 are none of these (no new cells)"

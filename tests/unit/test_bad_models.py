@@ -204,12 +204,17 @@ def test_a_mismatch_is_refused_with_both_digests(model: Path) -> None:
     [
         (WEIGHTS, "; export the model first (consolidate)"),
         ("vocabulary.tsv", ""),
-        ("config.json", ""),
     ],
 )
 def test_a_missing_file_is_named(model: Path, name: str, more: str) -> None:
     (model / name).unlink()
     assert error_of(model) == f"{model / name}: no such file{more}"
+
+
+def test_a_folder_without_config_json_is_no_model(model: Path) -> None:
+    (model / "config.json").unlink()
+    expected = "no model folder (no config.json); a model is results/runs/RUN/model"
+    assert error_of(model) == f"{model}: {expected}"
 
 
 def make_socket(path: Path) -> None:

@@ -167,7 +167,7 @@ def test_low_gene_coverage_is_refused(tmp_path: Path, corpus: dict[str, Path], m
     mixed = ad.concat([adata[:, :5], rest], axis="var", merge="first")
     message = (
         r"a\.h5ad: \d\.\d% of its counts fall on genes that the model knows, embed\.min_coverage_frac is 0\.3; use a "
-        r"model of these genes, or lower it \(--min-coverage-frac\)$"
+        r"model of these genes, or lower it \(--min-coverage-frac, in Python min_coverage_frac\)$"
     )
     with pytest.raises(DataError, match=message):
         _embed(model, _written(mixed, tmp_path / "a.h5ad"))

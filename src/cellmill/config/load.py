@@ -8,6 +8,8 @@ with `init_from` takes sections from the model that it starts from, and some opt
 model's. Torch-free.
 """
 
+import os
+import shlex
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +31,8 @@ from cellmill.files import read_json, refuse_special
 
 Tree = dict[str, Any]
 INHERITED: dict[str, type[Plugin]] = {"model": FamilyConfig, "tokens": Tokens}
+ATLAS = "atlas"  # folder, in the model's
+RECORD = "atlas.json"
 
 
 class _Loader(yaml.SafeLoader):
@@ -331,8 +335,40 @@ def unusable(path: Path, problem: str) -> DataError:
     return DataError(f"{path}: {problem}; export the model again (consolidate)")
 
 
+def require_model(folder: Path) -> None:
+    """Raise DataError unless `folder` has the config.json of a model."""
+    if os.path.lexists(folder / "config.json"):
+        return
+    inner = folder / "model"
+    if (inner / "config.json").exists():
+        raise DataError(f"{folder}: this is the folder of a run; its model is {inner}")
+    raise DataError(
+        f"{folder}: no model folder (no config.json); a model is results/runs/RUN/model"
+    )
+
+
+def find_atlas(model: Path, atlas: Path | None) -> Path:
+    """Return the folder `atlas`, by default that in the folder `model`.
+
+    Raise DataError with the command that makes it if there is none.
+    """
+    require_model(model)
+    folder = model / ATLAS if atlas is None else atlas
+    path = folder / RECORD
+    if not path.exists():
+        command = f"cellmill atlas --model {shlex.quote(str(model))}"
+        if atlas is not None:
+            command += f" --atlas {shlex.quote(str(atlas))}"
+        command += " --embeddings EMBEDDED.h5ad --labels COLUMN"
+        if path.match("results/runs/*/model/atlas/atlas.json"):
+            command = f"cellmill run -- {shlex.quote('/'.join(path.parts[-6:]))}"
+        raise DataError(f"{path}: no such file; make the atlas first: {command}")
+    return folder
+
+
 def read_model_config(path: Path) -> Tree:
     """Return the contents of config.json of a model. Raise DataError naming what is wrong."""
+    require_model(path.parent)
     config = read_json(path)
     version = config.get("format") if isinstance(config, dict) else None
     if version != WEIGHTS_FORMAT:

@@ -120,8 +120,6 @@ def load_model(folder: Path) -> tuple[Model, Vocabulary, dict[str, Any]]:
     config_path = folder / "config.json"
     vocabulary_path = folder / "vocabulary.tsv"
     weights = folder / WEIGHTS
-    if not config_path.exists() and (folder / "model" / "config.json").exists():
-        raise DataError(f"{folder}: this is the folder of a run; its model is {folder / 'model'}")
     config = read_model_config(config_path)
     vocabulary = Vocabulary.read(vocabulary_path)
     trained_with = config["vocabulary_digest"]

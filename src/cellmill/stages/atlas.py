@@ -11,12 +11,14 @@ from pathlib import Path
 import pandas as pd
 
 from cellmill.config.datasets import CountsRule
+from cellmill.config.load import ATLAS, find_atlas
 from cellmill.config.options import AtlasOptions, MapOptions
+from cellmill.config.run import Atlas
 from cellmill.data.inputs.formats import open_dataset
-from cellmill.errors import ConfigError, DataError
+from cellmill.errors import ConfigError, DataError, did_you_mean
 from cellmill.evaluate.atlas.build import make_atlas, read_embedded, write_atlas
 from cellmill.evaluate.atlas.mapping import map_vectors
-from cellmill.evaluate.atlas.store import ATLAS, CellAtlas
+from cellmill.evaluate.atlas.store import CellAtlas
 from cellmill.evaluate.inference.embed import describe_limits, embed_cells, load_for_inference
 from cellmill.evaluate.inference.files import KEY, write_prediction
 from cellmill.evaluate.seen import mark_seen_cells
@@ -57,6 +59,16 @@ def atlas(
     folder = model / ATLAS if atlas is None else atlas
     if not any(len(cells.vectors) for cells in datasets):
         raise DataError(f"{embeddings[0]}: no cell has a vector; an atlas requires at least one")
+    known = {name for cells in datasets for name in cells.obs_columns}
+    if section.donor_columns != Atlas.model_validate({}).donor_columns:
+        for name in section.donor_columns:
+            if name in known:
+                continue
+            hint = did_you_mean(name, sorted(known))
+            message = f"atlas.donor_columns: no obs column {name!r}; {hint}"
+            if known.isdisjoint(section.donor_columns):
+                raise DataError(message)
+            print(f"warning: {message}")
     made = make_atlas(datasets, digest, section)
     write_atlas(folder, made)
     record = made.record
@@ -93,8 +105,8 @@ def map_cells(
     path = check_input(input, out, append)
     table = out.with_suffix(".map.tsv")
     refuse_overwriting(table, [("--input", path)])
+    folder = find_atlas(model, atlas)
     network, vocabulary, tokens, config = load_for_inference(model)
-    folder = model / ATLAS if atlas is None else atlas
     cell_atlas = CellAtlas.read(folder, config["weights_sha256"], network.vector_width)
     with open_dataset(path, counts) as reader:
         reader.counts_rule = counts_rule
@@ -107,6 +119,7 @@ def map_cells(
         columns = pd.DataFrame(mapped.obs, index=obs.index)
         columns.to_csv(temporary, sep="\t", index_label="cell", lineterminator="\n")
     write_prediction(out, obs, mapped, path if append else None)
-    for line in [*mapped.lines, *describe_limits(embedding)]:
+    coverage = f"{embedding.coverage_frac:.1%} of counts on known genes"
+    for line in [coverage, *mapped.lines, *describe_limits(embedding)]:
         print(f"{path.stem}: {line}")
     print(f"{path.stem}: -> {out} and {table}")

@@ -19,9 +19,11 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 import zarr
+from anndata import AnnData
 from anndata.io import read_elem
 from zarr.storage import ZipStore
 
+from cellmill.config.section import shown
 from cellmill.data.arrays import named_frame, text_index
 from cellmill.data.inputs.containers import (
     add_columns,
@@ -53,7 +55,7 @@ from cellmill.data.inputs.source import (
     require_matrix,
 )
 from cellmill.data.packing.row_file import OpenFiles
-from cellmill.errors import DataError
+from cellmill.errors import ConfigError, DataError
 from cellmill.files import read_json
 
 NOTES = "uns/cellmill"  # text on what preprocessing did to the counts
@@ -401,8 +403,13 @@ def open_memory(adata: Any, counts: str, dataset: str) -> CountSource:
     """The matrix `counts` (`X`, `raw` or the name of a layer) of an AnnData, called `dataset` in
     messages.
 
-    Raises DataError for a matrix that is missing, or is neither of numpy nor of scipy.
+    Raises DataError for a matrix that is missing, or is neither of numpy nor of scipy, ConfigError
+    for another object.
     """
+    if not isinstance(adata, AnnData):
+        raise ConfigError(
+            f"expected an AnnData, got {shown(adata)}; to read a file: anndata.read_h5ad(path)"
+        )
     if adata.isbacked:
         raise DataError(
             f"{dataset}: it is backed by {adata.filename}; pass adata.to_memory(), or embed the file"

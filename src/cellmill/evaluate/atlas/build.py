@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 from anndata.io import read_elem
 
+from cellmill.config.load import RECORD
 from cellmill.config.run import Atlas
 from cellmill.data.arrays import as_text
 from cellmill.data.inputs.h5 import open_h5
@@ -29,7 +30,6 @@ from cellmill.evaluate.atlas.store import (
     CELL,
     CELLS,
     GRAPH,
-    RECORD,
     REFERENCE,
     REFERENCE_CELL,
     VECTORS,
@@ -57,6 +57,7 @@ class EmbeddedCells(NamedTuple):
     rows: np.ndarray  # (cells,) int64: row of each in the file
     labels: np.ndarray  # (cells,) object: text, None without a label
     donors: np.ndarray  # (cells,) object: text, empty without a donor
+    obs_columns: Sequence[str] = ()  # names of all that the file has
 
 
 def read_embedded(
@@ -90,7 +91,7 @@ def read_embedded(
         column = columns[donor_column]
         donors = np.array([as_text(value) for value in column], object)
         donors[column.isna().to_numpy()] = ""
-    return EmbeddedCells(path.stem, label, vectors[rows], rows, labels[rows], donors[rows])
+    return EmbeddedCells(path.stem, label, vectors[rows], rows, labels[rows], donors[rows], known)
 
 
 def make_atlas(datasets: Sequence[EmbeddedCells], model_digest: str, section: Atlas) -> CellAtlas:

@@ -177,9 +177,10 @@ def _describe(atlas: CellAtlas, obs: dict[str, Any], section: Map) -> list[str]:
     n_seen = int(obs[SEEN].sum()) if SEEN in obs else 0
     n_new = int(np.isfinite(obs[PERCENTILE]).sum())
     n_refused = int(obs[REFUSED].sum())
+    new = f"{n_refused / n_new:.1%} of {n_new:,} new cells" if n_new else "no new cells"
     lines = [
         f"{int(obs[LABEL].notna().sum()):,} of {n:,} cells have a label, {n_refused:,} are none of these "
-        f"({n_refused / max(n_new, 1):.1%} of {n_new:,} new cells)"
+        f"({new})"
     ]
     reference = np.sort(atlas.reference["distance"])
     smallest = len(reference) + 1
@@ -190,7 +191,7 @@ def _describe(atlas: CellAtlas, obs: dict[str, Any], section: Map) -> list[str]:
     if section.refuse_frac * smallest < 1:
         lines.append(
             f"warning: no cell can be refused: {len(reference):,} distances of the atlas allow no rate of "
-            f"{section.refuse_frac:g}; raise --refuse-frac"
+            f"{section.refuse_frac:g}; raise --refuse-frac (in Python refuse_frac)"
         )
     else:
         shares = pd.Series(would_be).groupby(atlas.reference["donor"]).agg(["size", "mean"])

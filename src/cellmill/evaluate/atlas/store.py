@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from pydantic import Field
 
-from cellmill.config.load import check_options
+from cellmill.config.load import RECORD, check_options
 from cellmill.config.section import Section
 from cellmill.data.shards.index import open_array
 from cellmill.errors import DataError
@@ -25,8 +25,6 @@ from cellmill.evaluate.atlas.search import Points, has_faiss, read_graph
 from cellmill.evaluate.atlas.votes import NO_LABEL, Electorate
 from cellmill.files import read_json, sha256_file
 
-ATLAS = "atlas"  # folder, in the model's
-RECORD = "atlas.json"
 VECTORS = "vectors.npy"
 CELLS = "cells.npy"
 REFERENCE = "reference.npy"
@@ -96,8 +94,6 @@ class CellAtlas:
     def read(cls, folder: Path, model_digest: str, width: int) -> Self:
         """Read the atlas of a model. Raises UserError if it is missing, damaged or another model's."""
         path = folder / RECORD
-        if not path.exists():
-            raise DataError(f"{path}: no such file; make the atlas first (cellmill atlas)")
         record: AtlasRecord = check_options(AtlasRecord, read_json(path), str(path))
         if record.model_digest != model_digest:
             raise DataError(

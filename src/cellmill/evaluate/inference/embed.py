@@ -241,20 +241,21 @@ def _check_coverage(
         raise DataError(
             f"{reader.path}: {coverage_frac:.1%} of its counts fall on genes that the model knows, "
             f"embed.min_coverage_frac is {section.min_coverage_frac:g}; "
-            f"{_advise(columns, '--min-coverage-frac')}"
+            f"{_advise(columns, 'min_coverage_frac')}"
         )
     if genes.expressed_frac < section.min_expressed_frac:
         raise DataError(
             f"{reader.path}: it measures {genes}; embed.min_expressed_frac is "
             f"{section.min_expressed_frac:g}; "
-            f"{_advise(columns, '--min-expressed-frac')}"
+            f"{_advise(columns, 'min_expressed_frac')}"
         )
 
 
 def _advise(columns: GeneColumns, option: str) -> str:
     if columns.mismatch is not None:
         return f"{columns.mismatch}; use a model of that organism, or one trained on both"
-    return f"use a model of these genes, or lower it ({option})"
+    flag = option.replace("_", "-")
+    return f"use a model of these genes, or lower it (--{flag}, in Python {option})"
 
 
 def read_levels(reader: CountsReader, model: Model) -> np.ndarray | None:
@@ -303,6 +304,11 @@ def describe_limits(embedding: Embedding) -> list[str]:
     line = lost_counts(embedding.lost_frac, embedding.lost_names)
     if line:
         lines.append(line)
+    if embedding.coverage_frac < Embed.model_validate({}).min_coverage_frac:
+        lines.append(
+            f"warning: only {embedding.coverage_frac:.1%} of its counts fall on genes that the model knows: compare "
+            "its vectors with each other only"
+        )
     if embedding.genes.expressed_frac < FEW:
         lines.append(
             f"warning: it measures {embedding.genes}: compare its vectors with each other only"

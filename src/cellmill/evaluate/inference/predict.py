@@ -8,7 +8,7 @@ order of the head's rows) and `calibration` (fields of `Calibration`), or None a
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,16 +19,16 @@ import pandas as pd
 
 from cellmill.config.corpus import DATASET
 from cellmill.config.datasets import NO_COLUMNS
-from cellmill.config.load import check_options
+from cellmill.config.load import check_options, find_atlas
 from cellmill.config.run import Embed, Map, Predict
 from cellmill.data.arrays import as_text
 from cellmill.data.genes.names import organisms_of
 from cellmill.data.inputs.anndata_files import open_memory
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.shards.obs import shard_column
-from cellmill.errors import ConfigError
+from cellmill.errors import ConfigError, did_you_mean
 from cellmill.evaluate.atlas.mapping import LABEL, SEEN, Mapped, map_vectors
-from cellmill.evaluate.atlas.store import ATLAS, CellAtlas
+from cellmill.evaluate.atlas.store import CellAtlas
 from cellmill.evaluate.inference.agreement import compare_labels
 from cellmill.evaluate.inference.calibration import (
     NO_VALIDATION,
@@ -267,7 +267,7 @@ class LoadedModel:
         min_expressed_frac. Raises DataError if the matrix holds no counts, or the model knows too
         few of its genes.
         """
-        section = check_options(Embed, options, "options of embed")
+        section = _embed_options("embed", options)
         with self._open_reader(adata, counts, dataset) as reader:
             embedding = embed_cells(reader, self._model, self.vocabulary, self._tokens, section)
         _warn(dataset, embedding)
@@ -300,7 +300,7 @@ class LoadedModel:
         given = {"min_probability": min_probability, "min_accuracy": min_accuracy}
         section = check_options(Predict, given, "options of predict")
         thresholds = choose_thresholds(self._model, self.config, section, str(self.folder))
-        embed = check_options(Embed, options, "options of embed")
+        embed = _embed_options("predict", options, given)
         with self._open_reader(adata, counts, dataset) as reader:
             embedding = embed_cells(reader, self._model, self.vocabulary, self._tokens, embed)
             seen = mark_seen_cells(reader, self.folder)
@@ -329,8 +329,8 @@ class LoadedModel:
         """
         given = {"refuse_frac": refuse_frac, "certainty": certainty}
         section = check_options(Map, given, "options of map")
-        embed = check_options(Embed, options, "options of embed")
-        folder = self.folder / ATLAS if atlas is None else Path(atlas)
+        embed = _embed_options("map", options, [*given, "atlas"])
+        folder = find_atlas(self.folder, None if atlas is None else Path(atlas))
         width = self._model.vector_width
         cell_atlas = CellAtlas.read(folder, self.config["weights_sha256"], width)
         with self._open_reader(adata, counts, dataset) as reader:
@@ -362,6 +362,17 @@ class LoadedModel:
             f"labels: {_list_first(self.labels) or 'none'}",
         ]
         return "\n    ".join(lines)
+
+
+def _embed_options(method: str, options: dict[str, Any], others: Iterable[str] = ()) -> Embed:
+    """Options of section `embed` that a method was called with; `others` are its other arguments."""
+    known = ["counts", "dataset", *others, *Embed.model_fields]
+    for name in options:
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise ConfigError(f"{method}: unknown argument {name!r}; {hint}")
+    embed: Embed = check_options(Embed, options, f"options of {method}")
+    return embed
 
 
 def _warn(dataset: str, embedding: Embedding) -> None:
