@@ -1,10 +1,12 @@
 """Arguments of every sub-command of `cellmill`, in one file: a table that is read as a whole."""
 
 import argparse
-from collections.abc import Iterable
+import difflib
+import sys
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from cellmill import __version__
 from cellmill.config.datasets import COUNTS_RULES, ObsColumns, input_path
@@ -37,8 +39,56 @@ GROUPS = {
 """Commands that are followed by the name of one of their kinds."""
 
 
-def new_parser(description: str) -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="cellmill", description=description)
+class Parser(argparse.ArgumentParser):
+    """Refuses an unknown option before a missing one, with the usage of its own command."""
+
+    def __init__(self, **options: Any) -> None:
+        self.flags: list[str] = []
+        self.commands: Collection[str] = ()
+        super().__init__(**options)
+
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        action = super().add_argument(*names, **options)
+        self.flags += action.option_strings
+        return action
+
+    def add_subparsers(self, **options: Any) -> Any:
+        nested: Any = super().add_subparsers(**options)
+        self.commands = nested.choices
+        return nested
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = sys.argv[1:] if args is None else list(args)
+        for word in words:
+            if self.commands and not word.startswith("-"):
+                if word not in self.commands:
+                    self.refuse("command", word, self.commands)
+                break
+            if word == "--":
+                break
+            flag = word.partition("=")[0]
+            is_known = any(name.startswith(flag) for name in self.flags)
+            if flag.startswith("--") and " " not in flag and not is_known:
+                self.refuse("option", flag, self.flags)
+        parsed, rest = super().parse_known_args(words, namespace)
+        if rest:
+            kind = "option" if rest[0].startswith("-") else "argument"
+            self.refuse(kind, rest[0], self.flags)
+        return parsed, rest
+
+    def refuse(self, kind: str, word: str, names: Collection[str]) -> NoReturn:
+        """End with the usage of the command, and with the closest of `names`."""
+        hint = f"see {self.prog} --help"
+        close = difflib.get_close_matches(word, names, n=1)
+        if close:
+            hint = f"did you mean {close[0]}?"
+        elif self.prog == "cellmill run":
+            hint = "options of snakemake come after --, as in: cellmill run -- --cores 4"
+        self.error(f"unknown {kind} {word}; {hint}")
+
+
+def new_parser(description: str) -> Parser:
+    top = Parser(prog="cellmill", description=description)
     top.add_argument("--version", action="version", version=f"cellmill {__version__}")
     parents: dict[str, Any] = {"": top.add_subparsers(dest="stage", required=True, metavar="STAGE")}
     for name, (text, *arguments) in COMMANDS.items():
@@ -188,12 +238,12 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
 
     "plan": ("estimate memory and time of a run before it is submitted",
         *stage("run"), *machine(PLANNED),
-        option("--manifest", f"{MANIFEST}; without it a corpus is assumed", type=Path),
+        option("--manifest", f"{MANIFEST} (default: the corpus's in results, without --cells and --genes)", type=Path),
         option("--out", "plan.json to write (default: none)", type=Path),
         value("--device", "cpu", "device of each process, such as h100"),
         option("--suggest", "print the best layouts instead of the plan", **YES),
-        value("--cells", 1_000_000, "number of cells assumed without a manifest", type=count),
-        value("--genes", 20_000, "number of genes assumed without a manifest", type=count)),
+        option("--cells", "number of cells assumed without a manifest (default: 1000000)", type=count),
+        option("--genes", "number of genes assumed without a manifest (default: 20000)", type=count)),
     "train": ("train a run, or resume it",
         *stage("run"),
         *files(manifest=MANIFEST, vocabulary=VOCABULARY, out="folder for checkpoints, metrics.jsonl, status.json"),

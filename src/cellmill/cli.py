@@ -10,6 +10,7 @@ is called, so `--help` needs no torch.
 import errno
 import importlib
 import os
+import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -167,7 +168,24 @@ def _options(stage: str, arguments: dict[str, Any]) -> Any:
             raise UserError(
                 f"run {name!r} has {key}: {parent}; pass {flag} FOLDER too, as the workflow does"
             )
+    is_sized = any(arguments.get(key) for key in ("manifest", "cells", "genes"))
+    if stage == "plan" and name in workflow.runs and not is_sized:
+        arguments["manifest"] = _find_shards(workflow.runs[name].corpus, config)
     return check_options(OPTIONS[stage], workflow.section(stage, name), str(config))
+
+
+def _find_shards(corpus: str, config: Path) -> Path | None:
+    """Manifest of a corpus in results; without one None, after saying which command writes it."""
+    manifest = Path("results/corpora", corpus, "shards/manifest.json")
+    if manifest.exists():
+        print(f"shards of {manifest}\n")
+        return manifest
+    words = "" if config == CONFIG else f" --configfile {shlex.quote(str(config))}"
+    print(
+        f"corpus {corpus} has no shards yet, so the numbers below are of assumed cells; "
+        f"`cellmill run -- {manifest}{words}` makes them"
+    )
+    return None
 
 
 def _with_flags(options: Any, flags: dict[str, Any]) -> Any:

@@ -120,6 +120,36 @@ def test_bad_arguments_are_refused_in_one_line(
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("command", "usage", "message"),
+    [
+        ("map --inputt x", "map", "unknown option --inputt; did you mean --input?"),
+        ("map --inputt=x", "map", "unknown option --inputt; did you mean --input?"),
+        ("map --zebra red", "map", "unknown option --zebra; see cellmill map --help"),
+        ("status --zebra", "status", "unknown option --zebra; see cellmill status --help"),
+        ("logs a b", "logs", "unknown argument b; see cellmill logs --help"),
+        ("import genefomer", "import", "unknown command genefomer; did you mean geneformer?"),
+        (
+            "run --cores 4",
+            "run",
+            "unknown option --cores; options of snakemake come after --, as in: cellmill run -- --cores 4",
+        ),
+        ("mapp", "", "unknown command mapp; did you mean map?"),
+        ("zebra --input x", "", "unknown command zebra; see cellmill --help"),
+    ],
+)
+def test_an_unknown_word_is_named_first_with_the_closest(
+    command: str, usage: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(command.split())
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    program = f"cellmill {usage}".rstrip()
+    assert error.startswith(f"usage: {program} [-h]")
+    assert error.splitlines()[-1] == f"{program}: error: {message}"
+
+
 def test_the_usual_configuration_is_read_where_it_is_named(
     config: Path,
     tmp_path: Path,

@@ -36,6 +36,25 @@ def test_an_option_of_several_choices_is_shown_once(capsys: pytest.CaptureFixtur
     )
 
 
+def test_matches_in_names_come_before_at_most_ten_options(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    *printed, last = search(capsys, "batch")[1].splitlines()
+    heads = [line for line in printed if not line.startswith("    ")]
+    in_name = ["batch" in head.partition("; default")[0].rpartition(": ")[0] for head in heads]
+    named = [option for option in list_options() if "batch" in option.path]
+    assert len(heads) == 10
+    assert in_name == [True] * len(named) + [False] * (10 - len(named))
+    assert re.fullmatch(
+        r"… and \d+ more whose help has the word; `cellmill options WORD WORD` narrows", last
+    )
+    assert (
+        search(capsys, "train")[1]
+        .splitlines()[-1]
+        .endswith(" more; `cellmill options WORD WORD` narrows")
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [

@@ -13,7 +13,7 @@ import scipy.io
 import scipy.sparse as sp
 
 from cellmill.cli import main
-from cellmill.commands.project import DEMO_DATA, make_name, name_datasets
+from cellmill.commands.project import DEMO_DATA, make_name, name_datasets, quiet_words
 from cellmill.config.load import load_config
 from cellmill.config.shipped import find_shipped
 from cellmill.data.genes.tables import gene_table
@@ -145,7 +145,7 @@ def test_a_panel_with_labels_makes_this_project(
     assert files == {"Snakefile", "profiles/local/config.yaml"} | tables
     assert {path.name for path in Path().iterdir()} == {"cells.h5ad", "my project"}
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last == "cd 'my project' && snakemake --profile profiles/local"
+    assert last == "cd 'my project' && cellmill check && cellmill run"
 
 
 def test_mouse_symbols_make_a_project_of_mouse(write: Callable[..., Path]) -> None:
@@ -425,6 +425,28 @@ def test_words_that_snakemake_cannot_read_are_one_line(
 ) -> None:
     assert main(["run", "--", *words]) == 2
     assert capsys.readouterr().err == f"cellmill run: {line}\n"
+
+
+@pytest.mark.parametrize("words", [["run"], ["run", "--profile", "mine"]])
+def test_run_outside_a_project_is_one_line(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    words: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    assert capsys.readouterr().err == (
+        "cellmill run: no project here (no Snakefile or profiles/local): cd into one, or `cellmill init`\n"
+    )
+
+
+def test_run_leaves_out_reasons_if_the_profile_is_as_shipped(tmp_path: Path) -> None:
+    shipped = find_shipped("profiles/local")
+    assert quiet_words(shipped) == ["--quiet", "host", "reason"]
+    text = (shipped / "config.yaml").read_text().replace("quiet: [host]", "quiet: [rules]")
+    (tmp_path / "config.yaml").write_text(text)
+    assert quiet_words(tmp_path) == quiet_words(tmp_path / "none") == []
 
 
 def test_tasks_without_a_batch_or_control_are_named(

@@ -135,7 +135,7 @@ def test_a_project_uses_the_workflow_of_the_wheel(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert made.returncode == 0, made.stderr
-    assert made.stdout.splitlines()[-1] == "cd 'my project' && snakemake --profile profiles/local"
+    assert made.stdout.splitlines()[-1] == "cd 'my project' && cellmill check && cellmill run"
     project = InstalledProject(tmp_path / "my project")
     target = "results/runs/my-project/bridges/sim.scib-metrics.json"
     shown = project.snakemake(

@@ -21,6 +21,7 @@ from cellmill.config.workflow import ENTRIES, Sweep, Workflow, sections_of
 from cellmill.errors import NothingFound
 
 WIDTH = 100  # characters of a line
+MAX_PRINTED = 10  # options
 MAX_SUGGESTED = 3  # names that resemble a word without a match
 LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 TYPES = {"string": "text", "boolean": "yes/no", "object": "mapping"}
@@ -61,7 +62,7 @@ class Option(NamedTuple):
 
 
 def options(*, words: list[str]) -> None:
-    """Print the options that have all `words`, those with them in their name first.
+    """Print the first options that have all `words`, those with them in their name before others.
 
     Raise NothingFound if there are none.
     """
@@ -82,9 +83,14 @@ def options(*, words: list[str]) -> None:
         close = difflib.get_close_matches("_".join(wanted), sorted(names), MAX_SUGGESTED)
         hint = f"; similar names: {', '.join(close)}" if close else ""
         raise NothingFound(f"no option has {' and '.join(map(repr, words))}{hint}")
-    matches.sort(key=lambda option: not all(word in option.path.lower() for word in wanted))
-    for option in matches:
+    named = [option for option in matches if all(word in option.path.lower() for word in wanted)]
+    matches = [*named, *(option for option in matches if option not in named)]
+    for option in matches[:MAX_PRINTED]:
         print(option.describe())
+    n_more = len(matches) - MAX_PRINTED
+    if n_more > 0:
+        which = " whose help has the word" if len(named) <= MAX_PRINTED else ""
+        print(f"… and {n_more} more{which}; `cellmill options WORD WORD` narrows")
 
 
 def list_options() -> list[Option]:

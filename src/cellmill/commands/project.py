@@ -42,6 +42,8 @@ rule default:
     message:
         "every file is made"
 """
+LOCAL = "profiles/local"
+SNAKEFILES = ("Snakefile", "snakefile", "workflow/Snakefile", "workflow/snakefile")  # as snakemake
 REPORT = Path("results/report/index.html")
 DEMO_DATA = "data/demo/pbmc68k.h5ad"  # output of rule demo_data
 _ENDS = re.compile(r"(\.(h5ad|h5mu|h5|hdf5|loom|zarr|mtx|csv|tsv|txt|zip|gz))+$", re.IGNORECASE)
@@ -81,7 +83,7 @@ def init(*, folder: Path, data: list[str], skip_unreadable: bool) -> None:
     print(
         f"options: {find_shipped('config/README.md')}; examples: {find_shipped('config/examples')}"
     )
-    print(f"cd {where} && snakemake --profile profiles/local", flush=True)
+    print(f"cd {where} && cellmill check && cellmill run", flush=True)
 
 
 def list_inputs(data: Iterable[str]) -> list[str]:
@@ -228,20 +230,36 @@ def check_words(words: list[str]) -> None:
             raise ConfigError(f"{flag} {word}: no such file; targets go before {flag}")
 
 
+def quiet_words(profile: Path) -> list[str]:
+    """Words that leave out the reason of each job, if `quiet` of the profile is as it was shipped."""
+    file = profile / "config.yaml"
+    is_shipped = file.is_file() and "\nquiet: [host] " in file.read_text(encoding="utf-8")
+    return ["--quiet", "host", "reason"] if is_shipped else []
+
+
 def run(*, profile: str, words: list[str]) -> None:
     """Run snakemake with a profile, and print the path of the report.
 
     Raise UserError if it fails. Ctrl-C is left to snakemake.
     """
     check_words(words)
-    command = [sys.executable, "-m", "snakemake", "--profile", profile, *words]
+    is_named = any(word.startswith(("-s", "--snakefile")) for word in words)
+    has_workflow = is_named or any(map(os.path.exists, SNAKEFILES))
+    if not has_workflow or (profile == LOCAL and not os.path.exists(LOCAL)):
+        raise ConfigError(
+            f"no project here (no Snakefile or {LOCAL}): cd into one, or `cellmill init`"
+        )
+    is_dry = any(word.startswith(("-n", "--dry")) for word in words)
+    quiet = [] if is_dry else quiet_words(Path(profile))
+    command = [sys.executable, "-m", "snakemake", *quiet, "--profile", profile, *words]
     process = subprocess.Popen(command)
     while process.poll() is None:
         with suppress(KeyboardInterrupt):
             process.wait()
     if process.returncode:
+        command = ["snakemake", "--profile", profile, *words]
         raise UserError(
-            f"snakemake ended with exit code {process.returncode}: {shlex.join(command[2:])}"
+            f"snakemake ended with exit code {process.returncode}: {shlex.join(command)}"
         )
     if REPORT.exists():
         print(REPORT.absolute(), flush=True)

@@ -14,7 +14,7 @@ from cellmill.config.options import PlanOptions
 from cellmill.data.stream.repeats import read_repeats
 from cellmill.data.stream.tokenizers import count_kept_and_zeros
 from cellmill.errors import ConfigError
-from cellmill.files import write_json
+from cellmill.files import span, write_json
 from cellmill.planner.cost import estimate_cost
 from cellmill.planner.devices import check_precision, find_device
 from cellmill.planner.hardware import find_hardware
@@ -30,6 +30,8 @@ from cellmill.stages.training_inputs import open_corpus
 
 SAMPLED_CELLS = 1 << 22  # all assumed cells have the same length
 MB = 1 << 20  # SLURM's
+ASSUMED_CELLS = 1_000_000
+ASSUMED_GENES = 20_000
 ASSUMED_LEVELS = 16  # levels of an obs column that the run reads
 
 
@@ -41,8 +43,8 @@ def plan(
     machine: Machine,
     device: str,
     suggest: bool = False,
-    cells: int = 1_000_000,
-    genes: int = 20_000,
+    cells: int | None = None,
+    genes: int | None = None,
 ) -> None:
     """Print the plan, or the best layouts, and write `out`; without `manifest` for assumed cells.
 
@@ -51,6 +53,8 @@ def plan(
     device = device.lower()
     fingerprint: str | None = None
     if manifest is None:
+        cells = cells or ASSUMED_CELLS
+        genes = genes or ASSUMED_GENES
         # the defaults of val_frac and test_frac
         longest = min(options.tokens.max_tokens, genes)
         val = cells // 8
@@ -117,8 +121,10 @@ def plan(
     if device == "cpu":
         measured = measure_cpu(named_device, machine.nproc_per_node)
         hours = estimate_cost(options, corpus, hardware, measured, memory).hours
+        assert hours is not None, "the rate was measured"
         lines.append(
-            f"hours       about {hours:,.2g} on CPU cores like these, measured now at "
+            f"time        about {span(max(1.0, 3600 * hours))} of training, without start-up, on CPU cores like these, "
+            "measured now at "
             f"{(measured.fp32_flops or 0) / 1e9:,.0f} GFLOP/s per process; steps of a few ms take longer"
         )
     lines += format_scaling(options, corpus, machine, device, named_device)
