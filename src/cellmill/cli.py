@@ -63,11 +63,11 @@ def main(argv: list[str] | None = None) -> int:
     message: object
     try:
         _check_paths(arguments)
-        if stage == "map":
-            find_atlas(arguments["model"], arguments["atlas"])
         flags = _pop(arguments, [name for name in arguments if "." in name])
         if stage in OPTIONS:
             arguments["options"] = _with_flags(_options(stage, arguments), flags)
+        if stage == "map":
+            find_atlas(arguments["model"], arguments["atlas"])
         if stage == "preprocess":
             columns = _pop(arguments, ObsColumns.model_fields)
             columns = {name: value for name, value in columns.items() if value is not None}

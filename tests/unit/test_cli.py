@@ -161,7 +161,7 @@ def test_the_usual_configuration_is_read_where_it_is_named(
     Path("config/config.yaml").write_bytes(config.read_bytes())
     embed = ["embed", "--model", "m", *CELLS.split()]
     for given, line in (
-        ([], "m/"),
+        ([], "m: no model folder (no config.json); "),
         (["--config", "config/config.yaml"], "--run is required for config/config.yaml; "),
     ):
         assert main([*embed, *given]) == 2
