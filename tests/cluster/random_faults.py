@@ -161,6 +161,15 @@ def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
         os.kill(pid, number)
 
 
+def stop_for_a_while(run: FaultyRun, pids: list[int], max_s: float) -> None:
+    """Stop one of the processes, if there are any, for 1 to `max_s` seconds."""
+    if pids:
+        pid = run.draw.choice(pids)
+        kill(pid, signal.SIGSTOP)
+        time.sleep(run.draw.uniform(1, max_s))
+        kill(pid, signal.SIGCONT)
+
+
 def kill_a_worker(run: FaultyRun) -> None:
     workers = sorted(run.processes())
     if workers:
@@ -174,12 +183,7 @@ def kill_an_agent(run: FaultyRun) -> None:
 
 
 def stop_a_worker_for_a_while(run: FaultyRun) -> None:
-    workers = sorted(run.processes())
-    if workers:
-        worker = run.draw.choice(workers)
-        kill(worker, signal.SIGSTOP)
-        time.sleep(run.draw.uniform(1, 10))
-        kill(worker, signal.SIGCONT)
+    stop_for_a_while(run, sorted(run.processes()), 10)
 
 
 def kill_the_launcher(run: FaultyRun) -> None:
@@ -251,12 +255,7 @@ def kill_srun(run: FaultyRun) -> None:
 
 
 def stop_an_agent_for_a_while(run: FaultyRun) -> None:
-    agents = pids_with(str(run.train), "cellmill.launch.agent")
-    if agents:
-        agent = run.draw.choice(agents)
-        kill(agent, signal.SIGSTOP)
-        time.sleep(run.draw.uniform(1, 20))
-        kill(agent, signal.SIGCONT)
+    stop_for_a_while(run, pids_with(str(run.train), "cellmill.launch.agent"), 20)
 
 
 def kill_all_by_scancel(run: FaultyRun) -> None:
