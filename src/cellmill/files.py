@@ -23,7 +23,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -197,6 +197,17 @@ def refuse_special(path: Path, expected: str = "a file") -> None:
     kind = special_kind(path)
     if kind is not None:
         raise DataError(f"{path}: expected {expected}, got a {kind}")
+
+
+def name_datasets(paths: Sequence[Path], option: str) -> list[str]:
+    """Return the dataset's name of each file. Raises ConfigError if two files of `option` share one."""
+    names = [path.stem for path in paths]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(
+            f"{option}: two files are called {twice[0]!r}; a dataset is named by its file, rename one"
+        )
+    return names
 
 
 def refuse_overwriting(

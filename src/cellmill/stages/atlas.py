@@ -22,7 +22,7 @@ from cellmill.evaluate.atlas.store import CellAtlas
 from cellmill.evaluate.inference.embed import describe_limits, embed_cells, load_for_inference
 from cellmill.evaluate.inference.files import KEY, write_prediction
 from cellmill.evaluate.seen import mark_seen_cells
-from cellmill.files import atomic_path, refuse_overwriting, sha256_file
+from cellmill.files import atomic_path, name_datasets, refuse_overwriting, sha256_file
 from cellmill.stages.cells import check_input
 
 
@@ -42,12 +42,7 @@ def atlas(
         raise ConfigError(
             f"expected as many --labels as --embeddings, got {len(labels)} and {len(embeddings)}"
         )
-    names = [path.stem for path in embeddings]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ConfigError(
-            f"--embeddings: two files are called {twice[0]!r}; a dataset is named by its file, rename one"
-        )
+    names = name_datasets(embeddings, "--embeddings")
     started = time.process_time()
     network, *_ = load_for_inference(model)
     digest = sha256_file(model / "model.safetensors")

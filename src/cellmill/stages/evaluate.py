@@ -55,7 +55,7 @@ from cellmill.evaluate.seen import find_training, mark_seen_cells
 from cellmill.evaluate.task import Context, Task
 from cellmill.evaluate.tasks.perturbation.changes_file import ABOUT_CHANGES, write_changes
 from cellmill.evaluate.tasks.perturbation.held_out import HELD_OUT
-from cellmill.files import check_writable, refuse_overwriting, sha256_file
+from cellmill.files import check_writable, name_datasets, refuse_overwriting, sha256_file
 from cellmill.launch.signals import belong_to_parent, blocked, children, signal_all
 from cellmill.runs import results
 from cellmill.runs.results import DatasetResult, Evaluation
@@ -192,12 +192,7 @@ def _pair_files(
             f"expected as many --embeddings and --labels as --cells, got {len(cells)} cells files, "
             f"{len(embeddings)} embeddings and {len(labels)} labels"
         )
-    names = [path.stem for path in paths]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ConfigError(
-            f"--cells: two files are called {twice[0]!r}; a dataset is named by its file, rename one"
-        )
+    names = name_datasets(paths, "--cells")
     check_transfer(section, names, "evaluate")
     n_models = len(section.external)
     if len(external) != len(names) * n_models:
