@@ -601,6 +601,18 @@ def test_the_best_other_baseline_replaces_an_untrained_one(
     assert found.outcomes["behind"] == 1
 
 
+def test_a_replaced_verdict_keeps_its_number_of_units() -> None:
+    verdict = verdict_on(OWN, UNTRAINED, "accuracy", 0.05, (0.03, 0.07))
+    lines = [("f", OWN.name, UNTRAINED.name, 0.05, 0.03, 0.07)]
+    result = of_task("f", {OWN: 0.9, UNTRAINED: 0.85, GENES: 0.8}, [verdict], lines)
+    same = Difference("f", OWN.name, GENES.name, 0.1, 0.1, 0.1, 0.0, n=5)
+    result = replace(result, differences=[*result.differences, same])
+    [found] = result.best_verdicts()
+    assert found.sentence == (
+        f"{OWN.name} against {GENES.name}: +0.100 accuracy, undecided, all 5 differ by the same."
+    )
+
+
 def test_a_run_has_one_next_step() -> None:
     level = of_task("f", {OWN: 0.7, GENES: 0.7}, [verdict_on(OWN, GENES, "f", 0.0, (-0.1, 0.1))])
     run = replace(of_tasks("a", probe=level), plan=PlanForm(steps=390, steps_per_epoch=13))

@@ -218,8 +218,11 @@ class ScoreColumn:
         return self.compare(self.best_model(), self.best(self.select_kind("baseline")))
 
     def difference(self, method: ScoredMethod, other: ScoredMethod) -> Difference:
-        estimate = paired_difference(self.scores[method], self.scores[other])
-        return Difference(self.heading, method.name, other.name, *estimate)
+        scores = self.scores[method]
+        other_scores = self.scores[other]
+        estimate = paired_difference(scores, other_scores)
+        n = self._count_units(scores - other_scores)
+        return Difference(self.heading, method.name, other.name, *estimate, n)
 
     def differences(self) -> list[Difference]:
         """Every method on the model's own features minus every other."""

@@ -173,6 +173,7 @@ class Difference:
     high: float
     # standard error over cells only, for the same cells in runs of several pretraining seeds
     cells_se: float
+    n: int | None = None  # independent units; None in results of earlier versions
 
 
 @dataclass(frozen=True)
@@ -322,6 +323,7 @@ class TaskResult:
                     nearest.mean,
                     (nearest.low, nearest.high),
                     lower_is_better=verdict.difference < 0,
+                    n=nearest.n,
                 )
                 verdict = replace(nearest_verdict, effort=verdict.effort)
             chosen[verdict] = columns
