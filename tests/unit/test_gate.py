@@ -114,6 +114,30 @@ def test_a_gate_on_a_task_that_does_not_run_is_refused() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("task", "column", "kept"),
+    [
+        ("clustering", "ARI, best resolution", "resolution 1"),
+        ("low_depth", "10 % of counts, shifted", "30 % of counts"),
+        ("missing_genes", "75 genes, matched", "200 genes"),
+    ],
+)
+def test_a_gate_on_a_column_that_effort_fast_lacks_is_refused(
+    task: str, column: str, kept: str
+) -> None:
+    gate = {"task": task, "baseline": "all genes", "column": column}
+    given: dict[str, Any] = {"tasks": {task: {}}, "gate": [gate]}
+    EvaluateOptions.model_validate({"evaluate": given})
+    with pytest.raises(
+        ValidationError,
+        match=f"gate: effort fast leaves out column '{column}' of task {task}; set effort: full, "
+        f"or a column of {kept}",
+    ):
+        EvaluateOptions.model_validate({"evaluate": given | {"effort": "fast"}})
+    gate["column"] = column.replace(column.split(", ")[task == "clustering"], kept)
+    EvaluateOptions.model_validate({"evaluate": given | {"effort": "fast"}})
+
+
 def test_without_a_gate_the_stored_options_are_unchanged() -> None:
     given = EvaluateOptions.model_validate({"evaluate": {}}).evaluate
     assert "gate" not in given.model_dump(mode="json")

@@ -187,6 +187,16 @@ class Evaluate(Section):
         missing = [gate.task for gate in self.gate if gate.task not in self.tasks]
         if missing:
             yield f"gate: task {missing[0]!r} is not in evaluate.tasks, which are: {', '.join(self.tasks)}"
+            return
+        reduced = self.reduce_effort()[0].tasks
+        for gate in self.gate:
+            kept = reduced[gate.task].levels()
+            left_out = {*self.tasks[gate.task].levels()} - {*kept}
+            if left_out & {*(gate.column or "").split(", ")}:
+                yield (
+                    f"gate: effort fast leaves out column {gate.column!r} of task {gate.task}; set effort: full, or a "
+                    f"column of {' or '.join(kept)}"
+                )
 
 
 def check_transfer(evaluate: Evaluate, evaluated: list[str], where: str) -> None:

@@ -40,6 +40,10 @@ class TaskConfig(Plugin):
                 left_out.append(f"{size - limit} of {size} {option}")
         return self.model_copy(update=reduced), left_out
 
+    def levels(self) -> list[str]:
+        """Names of the levels that the options add to the table: parts of names of columns."""
+        return []
+
     def paths(self) -> dict[str, str]:
         """Files that the options name, by option."""
         paths = {option: getattr(self, option) for option in self.files}
@@ -149,13 +153,11 @@ class LowDepthConfig(DegradedConfig):
     """Fractions of the counts to keep."""
 
     def problems(self) -> Iterator[str]:
-        if len({self.level(frac) for frac in self.count_fracs}) < len(self.count_fracs):
+        if len({*self.levels()}) < len(self.count_fracs):
             yield f"count_fracs: expected fractions that differ in 6 digits, got {self.count_fracs}; leave one out"
 
-    @staticmethod
-    def level(frac: float) -> str:
-        """Name of a fraction in tables."""
-        return f"{100 * frac:g} % of counts"
+    def levels(self) -> list[str]:
+        return [f"{100 * frac:g} % of counts" for frac in self.count_fracs]
 
 
 class MissingGenesConfig(DegradedConfig):
@@ -165,6 +167,9 @@ class MissingGenesConfig(DegradedConfig):
     name: Literal["missing_genes"] = "missing_genes"
     genes: Counts = Field([200, 75], min_length=1)
     """Numbers of genes to keep, drawn from the expressed ones."""
+
+    def levels(self) -> list[str]:
+        return [f"{n:,} genes" for n in self.genes]
 
 
 class PerturbationConfig(TaskConfig):
@@ -314,6 +319,10 @@ class ClusteringConfig(LabelTaskConfig):
 
     def packages(self) -> dict[str, str]:
         return {"igraph": "cluster"}
+
+    def levels(self) -> list[str]:
+        fixed = f"resolution {self.resolution:g}"
+        return [fixed] if self.resolutions == [self.resolution] else ["best resolution", fixed]
 
     def reduce_effort(self) -> tuple[Self, list[str]]:
         reduced, left_out = super().reduce_effort()

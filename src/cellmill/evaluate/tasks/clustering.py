@@ -125,20 +125,18 @@ class Clustering(Task):
             for method, values in features.items()
         }
         columns = []
-        has_choice = config.resolutions != [config.resolution]
-        places = {"best resolution": 0} if has_choice else {}
-        places[f"resolution {config.resolution:g}"] = 1
-        for where, number in places.items():
+        *choice, fixed = config.levels()
+        for where in (*choice, fixed):
             for name, score in (("ARI", ari_scores), ("NMI", nmi_scores)):
                 scores = {}
-                for method, (_, at_resolutions) in clusters.items():
-                    by_seed = at_resolutions[number]
+                for method, (_, (at_best, at_fixed)) in clusters.items():
+                    by_seed = at_fixed if where == fixed else at_best
                     scores[method] = np.stack([score(labels, found) for found in by_seed])
                 columns.append(ScoreColumn(f"{name}, {where}", f"{name}, {where}", scores))
         rows = table_rows(columns)
         for row in rows:
             best, (at_best, at_fixed) = clusters[row.method]
-            if has_choice:
+            if choice:
                 row.numbers["best resolution"] = best
                 row.numbers["clusters there"] = _average_number(at_best)
             row.numbers["clusters, fixed"] = _average_number(at_fixed)

@@ -105,10 +105,12 @@ class Degraded(Task):
 
     def levels(self) -> dict[str, Degrade]:
         """The loss of counts or genes at each level, by name."""
-        if isinstance(self.config, LowDepthConfig):
-            fracs = self.config.count_fracs
-            return {self.config.level(frac): partial(thin, frac) for frac in fracs}
-        return {f"{n:,} genes": partial(keep_genes, n) for n in self.config.genes}
+        config = self.config
+        if isinstance(config, LowDepthConfig):
+            losses: list[Degrade] = [partial(thin, frac) for frac in config.count_fracs]
+        else:
+            losses = [partial(keep_genes, n) for n in config.genes]
+        return dict(zip(config.levels(), losses))
 
     def run(self, context: Context) -> TaskResult:
         """A row for each features and classifier; columns for whole cells, and for each level and
