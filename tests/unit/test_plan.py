@@ -22,6 +22,7 @@ from cellmill.config.run import Train
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError
 from cellmill.models.build import ModelSpec
+from cellmill.planner.cost import format_hours
 from cellmill.planner.hardware import Hardware, find_hardware
 from cellmill.planner.measure.size import Load, measure_size
 from cellmill.planner.memory import format_bytes
@@ -175,7 +176,7 @@ def test_the_plan_is_printed_as_a_table(
     lines = capsys.readouterr().out.splitlines()
     assert [line[:12].rstrip() for line in lines] == [
         *("parameters", "cells", "steps", "step", "processes", "memory", "micro-batch", "traffic"),
-        *("step time", "hours", "warning"),  # masked_value without renormalize
+        *("step time", "time", "warning"),  # masked_value without renormalize
         *("", "        GPUs", "   1 x 1 = 1", "   1 x 2 = 2", "   1 x 4 = 4", "efficiency:"),
     ]
     assert lines[4] == "processes   4 x h100, HYBRID_SHARD (1 replicas of 4 shards), 32-true"
@@ -453,7 +454,7 @@ def test_the_fastest_layouts_come_first() -> None:
         "4 nodes x 8 h100; memory per process, bytes sent per process and step",
         "",
     ]
-    assert lines[2].split() == ["memory", "hours", "MFU", "intra-node", "inter-node", "layout"]
+    assert lines[2].split() == ["memory", "time", "MFU", "intra-node", "inter-node", "layout"]
     assert lines[13] == ""
     fitting = len(suggestions.fitting)
     too_large = len(suggestions.too_large)
@@ -506,7 +507,7 @@ def test_runs_are_planned_without_a_corpus(
     out, _ = printed(f"{machine} --device H100", train=train, stream={"lanes": 96})
     assert "cells       50,000,000 for training, 2,048 tokens each" in out
     assert "processes   8 x h100" in out
-    assert "validation  163 times 1,000 cells, 0% of the hours\n" in out
+    assert "validation  163 times 1,000 cells, 0% of the time\n" in out
 
 
 def test_a_plan_reads_the_shards_of_the_corpus_if_they_exist(
@@ -555,13 +556,33 @@ def test_a_large_share_of_validation_time_gets_a_hint(
     seen = 489 * 6_250_000 / 3
     share = seen / (seen + 50_000_000)
     words = "--device h100 --cells 50000000"
-    line = f"validation  489 times 6,250,000 cells, {share:.0%} of the hours; train.val_cells: 34000 takes 10%\n"
+    line = f"validation  489 times 6,250,000 cells, {share:.0%} of the time; train.val_cells: 34000 takes 10%\n"
     assert line in printed(words)[0]
     capped = printed(words, train={"val_cells": 34_000})[0]
-    assert "validation  489 times 34,000 cells, 10% of the hours\n" in capped
+    assert "validation  489 times 34,000 cells, 10% of the time\n" in capped
 
 
-def test_one_table_has_the_hours_on_each_number_of_gpus(
+def hours_of(text: str) -> float:
+    number, unit = text.replace(",", "").split()
+    return float(number) / {"min": 60, "h": 1}[unit]
+
+
+@pytest.mark.parametrize(
+    ("hours", "text"),
+    [
+        (0.0085, "0.51 min"),
+        (0.0508, "3.05 min"),
+        (0.9999, "60 min"),
+        (1, "1 h"),
+        (12.34, "12.3 h"),
+        (12345.6, "12,346 h"),
+    ],
+)
+def test_times_below_an_hour_are_minutes(hours: float, text: str) -> None:
+    assert format_hours(hours) == text
+
+
+def test_one_table_has_the_time_on_each_number_of_gpus(
     printed: Callable[..., tuple[str, str]],
 ) -> None:
     words = "--device h100 --nproc-per-node 8 --cells 5e6"
@@ -571,16 +592,16 @@ def test_one_table_has_the_hours_on_each_number_of_gpus(
     )
     counts = [int(line[:12].rpartition("=")[2]) for line in table[:-1]]
     assert counts == [1, 2, 4, 8, 16, 32, 64, 128]
-    hours = [float(line.split()[5]) for line in table[:-1]]
-    gpu_hours = [float(line.split()[6].replace(",", "")) for line in table[:-1]]
-    shares = [float(line.split()[7].rstrip("%")) for line in table[:-1]]
+    times, gpu_times, shares = zip(*(re.split(r"\s\s+", line[14:].strip()) for line in table[:-1]))
+    hours, gpu_hours = [[*map(hours_of, column)] for column in (times, gpu_times)]
+    shares = [float(share.rstrip("%")) for share in shares]
     assert hours == sorted(hours, reverse=True)
     assert shares[0] == 100
     assert shares == sorted(shares, reverse=True)
     assert shares[-1] == pytest.approx(100 * gpu_hours[0] / gpu_hours[-1], rel=0.02)
-    # the same hours as a plan of that number alone
+    # the same as a plan of that number alone
     alone = printed(f"{words} --nodes 4", stream=lanes)[0]
-    assert f"hours       {hours[5]:.3g}, {gpu_hours[5]:,.3g} GPU hours" in alone
+    assert f"time        {times[5]} of training, GPU time {gpu_times[5]} at " in alone
     # a number that cannot work says why
     odd = printed(
         "--device h100 --nproc-per-node 6 --cells 5e6",
@@ -588,7 +609,7 @@ def test_one_table_has_the_hours_on_each_number_of_gpus(
         train={"global_batch": 1536},
     )
     assert "   1 x 4 = 4  stream.lanes 6 is not a multiple of " in odd[0]
-    assert "GPU hours  " not in printed("--device h100 --cells 5e6")[0], "one GPU needs no table"
+    assert "GPU time  " not in printed("--device h100 --cells 5e6")[0], "one GPU needs no table"
 
 
 def test_hours_on_cpu_cores_come_from_a_measured_rate(

@@ -76,6 +76,12 @@ def estimate_cost(
     )
 
 
+def format_hours(hours: float) -> str:
+    """A duration or a time of GPUs with three digits: in minutes below an hour."""
+    value, unit = (60 * hours, "min") if hours < 1 else (hours, "h")
+    return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
+
+
 def _load_of_rank(corpus: CorpusSize, work: Work, dp: int) -> Load:
     """Return the load of one of `dp` data-parallel ranks in a step.
 

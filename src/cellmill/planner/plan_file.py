@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from cellmill.config.run import AUTO_EPOCHS, Train
-from cellmill.planner.cost import Cost
+from cellmill.planner.cost import Cost, format_hours
 from cellmill.planner.devices import GB, describe_assumption, find_device
 from cellmill.planner.hardware import Hardware
 from cellmill.planner.memory import HostBytes, format_bytes, host_bytes
@@ -14,7 +14,7 @@ from cellmill.planner.schedules import idle_frac
 from cellmill.planner.traffic import link_bytes
 from cellmill.planner.work import CorpusSize
 
-LARGE_FRAC = 0.1  # validation above this fraction of the hours gets a hint
+LARGE_FRAC = 0.1  # validation above this fraction of the time gets a hint
 UNKNOWN = "unknown: no speed is known for this device"
 DEFAULT_BATCH = float(Train.model_fields["global_batch"].default)
 DEFAULT_LR = float(Train.model_fields["lr"].default)
@@ -196,7 +196,8 @@ def _format_time(plan: Plan) -> Iterator[Line]:
     peak = f"{plan['mfu']:.0%} of the peak"
     if round(plan["mfu"], 2) < round(plan["mfu_frac"], 2):
         peak += f", which is {plan['mfu_frac']:.0%} (plan.mfu_frac) while a process computes"
-    yield "hours", f"{plan['hours']:,.3g}, {plan['gpu_hours']:,.3g} GPU hours at {peak}"
+    gpu_time = format_hours(plan["gpu_hours"])
+    yield "time", f"{format_hours(plan['hours'])} of training, GPU time {gpu_time} at {peak}"
     if plan["layout"]["cpu_offload"] is not None:
         text = "copies between host and device of cpu_offload, and AdamW on the host"
         yield "not counted", text
@@ -217,7 +218,7 @@ def _format_hints(plan: Plan) -> Iterator[Line]:
         text = f"{plan['validations']:,} times {plan['val_cells']:,} cells"
         validation_frac = plan["validation_frac"]
         if validation_frac is not None:
-            text += f", {validation_frac:.0%} of the hours"
+            text += f", {validation_frac:.0%} of the time"
         if validation_frac is not None and validation_frac > LARGE_FRAC:
             text += f"; train.val_cells: {_suggest_val_cells(plan)} takes {LARGE_FRAC:.0%}"
         yield "validation", text

@@ -1,17 +1,17 @@
-"""Hours of a run on other numbers of devices, within the nodes of the profile."""
+"""Time of a run on other numbers of devices, within the nodes of the profile."""
 
 from cellmill.config.checks import check_nodes
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
 from cellmill.errors import ConfigError
-from cellmill.planner.cost import Cost, estimate_cost
+from cellmill.planner.cost import Cost, estimate_cost, format_hours
 from cellmill.planner.devices import Device
 from cellmill.planner.hardware import find_hardware
 from cellmill.planner.memory import format_bytes
 from cellmill.planner.remedies import plan_memory
 from cellmill.planner.work import CorpusSize
 
-ROW = "{:>12}  {:>7}  {:>9}  {:>10}"
+ROW = "{:>12}  {:>8}  {:>10}  {:>10}"
 
 
 def list_machines(machine: Machine) -> list[Machine]:
@@ -37,15 +37,15 @@ def _list_doublings(max_number: int) -> list[int]:
 def format_scaling(
     options: PlanOptions, corpus: CorpusSize, machine: Machine, device_name: str, device: Device
 ) -> list[str]:
-    """Lines of a table of hours by number of devices; empty with one device or an unknown speed.
+    """Lines of a table of times by number of devices; empty with one device or an unknown speed.
 
-    The efficiency is that of the GPU hours: those on the fewest devices that fit, over these. Links
+    The efficiency is the GPU time on the fewest devices that fit, over that on these. Links
     and idle time of pipelines lower it.
     """
     machines = list_machines(machine)
     if len(machines) == 1 or device.flops(options.parallel) is None:
         return []
-    lines = ["", ROW.format("GPUs", "hours", "GPU hours", "efficiency")]
+    lines = ["", ROW.format("GPUs", "time", "GPU time", "efficiency")]
     fewest: float | None = None  # GPU hours
     for size in machines:
         nodes = size.node_counts[0]
@@ -59,9 +59,10 @@ def format_scaling(
             return []
         fewest = fewest or cost.gpu_hours
         efficiency = f"{fewest / cost.gpu_hours:.0%}"
-        lines.append(ROW.format(count, f"{cost.hours:,.3g}", f"{cost.gpu_hours:,.3g}", efficiency))
+        shown = map(format_hours, (cost.hours, cost.gpu_hours))
+        lines.append(ROW.format(count, *shown, efficiency))
     lines.append(
-        "efficiency: GPU hours of the fewest over these; links and idle time lower it, and batches too small for a GPU "
+        "efficiency: GPU time of the fewest over this; links and idle time lower it, and batches too small for a GPU "
         "are not counted"
     )
     return lines

@@ -20,7 +20,7 @@ from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import Parallel, divisors
 from cellmill.errors import ConfigError
-from cellmill.planner.cost import Cost, estimate_cost
+from cellmill.planner.cost import Cost, estimate_cost, format_hours
 from cellmill.planner.devices import check_precision, find_device
 from cellmill.planner.hardware import Hardware, find_hardware
 from cellmill.planner.memory import format_bytes
@@ -163,7 +163,7 @@ def format_suggestions(
     processes = f"{machine.node_counts[0]:,} nodes x {machine.nproc_per_node} {device_name}"
     title = "no layout fits"
     if fitting:
-        title = ROW.format("memory", "hours", "MFU", "intra-node", "inter-node", "layout")
+        title = ROW.format("memory", "time", "MFU", "intra-node", "inter-node", "layout")
     summary = f"{len(fitting)} layouts fit"
     if too_large:
         summary += f", {len(too_large)} do not: the smallest needs {format_bytes(min(too_large))}"
@@ -188,7 +188,7 @@ def _format_row(suggestion: Cost) -> str:
     sent = link_bytes(suggestion.traffic)
     return ROW.format(
         format_bytes(suggestion.memory.total),
-        "unknown" if suggestion.hours is None else f"{suggestion.hours:,.3g}",
+        "unknown" if suggestion.hours is None else format_hours(suggestion.hours),
         "?" if suggestion.mfu is None else f"{suggestion.mfu:.0%}",
         format_bytes(sent["intra_node"]),
         format_bytes(sent["inter_node"]),
