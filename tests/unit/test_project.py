@@ -144,8 +144,14 @@ def test_a_panel_with_labels_makes_this_project(
     tables = {"config/config.yaml", "config/datasets.tsv"}
     assert files == {"Snakefile", "profiles/local/config.yaml"} | tables
     assert {path.name for path in Path().iterdir()} == {"cells.h5ad", "my project"}
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last == "cd 'my project' && cellmill check && cellmill run"
+    lines = capsys.readouterr().out.splitlines()
+    table = "of config/datasets.tsv"
+    assert lines[1:3] == [
+        f"label: cell_type, chosen by its name; to change it, edit column label {table}",
+        f"batch: sample, chosen by its name; to change it, edit column batch {table}; empty it if you compare its "
+        "values, because a model removes differences between batches",
+    ]
+    assert lines[-1] == "cd 'my project' && cellmill check && cellmill run"
 
 
 def test_mouse_symbols_make_a_project_of_mouse(write: Callable[..., Path]) -> None:
@@ -238,12 +244,18 @@ def test_labels_need_two_values_that_are_shared(write: Callable[..., Path]) -> N
     assert survey.columns == {"label": "cluster"}
 
 
-def test_labels_of_two_files_share_one_name(write: Callable[..., Path]) -> None:
+def test_labels_of_two_files_share_one_name(
+    write: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     a = write("a.h5ad", obs={"cell_type": repeat("x", "y")})
     b = write("b.h5ad", obs={"annotation": repeat("x", "y")})
     assert main(["init", "p", "--data", str(a), str(b)]) == 0
     shown = [(row["label"], row["label_name"]) for row in table_of()]
     assert shown == [("cell_type", "cell_type"), ("annotation", "cell_type")]
+    assert capsys.readouterr().out.splitlines()[2] == (
+        "label: cell_type of a, annotation of b, chosen by their names; to change them, edit column label of "
+        "config/datasets.tsv; all become column cell_type (label_name)"
+    )
 
 
 @pytest.mark.parametrize("mito_frac", [0.0, 0.35, 0.9])

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import chdir, suppress
 from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
@@ -22,6 +22,7 @@ from cellmill.config.datasets import MAX_NAME, Dataset, check_name, input_path, 
 from cellmill.config.load import check_options, load_config
 from cellmill.config.shipped import find_shipped
 from cellmill.data.prepare.check import check_datasets, check_inputs
+from cellmill.data.prepare.qc_lines import list_first
 from cellmill.data.prepare.survey import COLUMNS, Survey, survey_file
 from cellmill.errors import ConfigError, UserError
 from cellmill.files import fsync, write_text
@@ -78,6 +79,8 @@ def init(*, folder: Path, data: list[str], skip_unreadable: bool) -> None:
         remedy = "; --skip-unreadable leaves them out" if surveys else ""
         raise UserError(f"{len(faults)} of {n_all} inputs cannot be used, nothing written{remedy}")
     write_project(folder, rows, surveys)
+    for line in explain_columns(rows):
+        print(line, flush=True)
     where = shlex.quote(str(folder))
     print(f"{folder}: Snakefile, config/config.yaml, config/datasets.tsv, profiles/local")
     print(
@@ -142,6 +145,28 @@ def make_row(name: str, path: str, survey: Survey) -> Row:
     }
     check_options(Dataset, row, path)
     return row
+
+
+def explain_columns(rows: list[Row]) -> Iterator[str]:
+    """Lines on the obs columns that were chosen as label, batch and donor, and how to change them."""
+    for field in COLUMNS:
+        datasets: dict[str, list[str]] = {}  # by column
+        for row in rows:
+            if row[field] is not None:
+                datasets.setdefault(str(row[field]), []).append(str(row["dataset"]))
+        if not datasets:
+            continue
+        columns = [*datasets]
+        taken = f"{columns[0]}, chosen by its name; to change it"
+        if len(columns) > 1:
+            each = [f"{column} of {list_first(names)}" for column, names in datasets.items()]
+            taken = f"{', '.join(each)}, chosen by their names; to change them"
+        text = f"{field}: {taken}, edit column {field} of config/datasets.tsv"
+        if field == "label" and len(columns) > 1:
+            text += f"; all become column {columns[0]} (label_name)"
+        if field == "batch":
+            text += "; empty it if you compare its values, because a model removes differences between batches"
+        yield text
 
 
 def write_project(folder: Path, rows: list[Row], surveys: list[Survey]) -> None:
