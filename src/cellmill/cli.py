@@ -168,9 +168,10 @@ def _options(stage: str, arguments: dict[str, Any]) -> Any:
             raise UserError(
                 f"run {name!r} has {key}: {parent}; pass {flag} FOLDER too, as the workflow does"
             )
-    is_sized = any(arguments.get(key) for key in ("manifest", "cells", "genes"))
-    if stage == "plan" and name in workflow.runs and not is_sized:
-        arguments["manifest"] = _find_shards(workflow.runs[name].corpus, config)
+    if stage == "plan" and name in workflow.runs:
+        arguments["train"] = Path("results/runs", name, "train")
+        if not any(arguments.get(key) for key in ("manifest", "cells", "genes")):
+            arguments["manifest"] = _find_shards(workflow.runs[name].corpus, config)
     return check_options(OPTIONS[stage], workflow.section(stage, name), str(config))
 
 

@@ -11,13 +11,19 @@ import pandas as pd
 import pytest
 import scipy.io
 import scipy.sparse as sp
+import yaml
+from small_corpus import write_corpus
 
 from cellmill.cli import main
 from cellmill.commands.project import DEMO_DATA, make_name, name_datasets, quiet_words
-from cellmill.config.load import load_config
+from cellmill.config.load import check_options, load_config
+from cellmill.config.options import TrainOptions
 from cellmill.config.shipped import find_shipped
 from cellmill.data.genes.tables import gene_table
 from cellmill.data.prepare.survey import choose_columns, survey_file
+from cellmill.files import write_json
+from cellmill.runs.folder import TrainFolder
+from cellmill.runs.identity import identity
 
 N_CELLS = 80
 CONFIG = """\
@@ -397,6 +403,49 @@ def test_check_says_what_is_skipped_and_what_is_broken(
     told = capsys.readouterr()
     assert "no  genes of b: " in told.out
     assert told.err == "cellmill check: 1 of the datasets cannot be used, for the reasons above\n"
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ("lr: 0.02", r"another configuration (train.lr 0.005 -> 0.02); change it back, or "),
+        ("steps: 5", r"10 steps in all were lowered to 5; set train.steps above 6, or "),
+        ("steps: 20", ""),
+        ("log_every_steps: 1", ""),
+    ],
+)
+def test_check_and_plan_name_options_that_train_will_refuse(
+    write: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    changed: str,
+    problem: str,
+) -> None:
+    assert main(["init", "p", "--data", str(write())]) == 0
+    monkeypatch.chdir("p")
+    config = Path("config/config.yaml")
+    tree = yaml.safe_load(config.read_text())
+    tree["train"]["steps"] = 10
+    config.write_text(yaml.safe_dump(tree))
+    options = check_options(TrainOptions, load_config(config).section("train", "p"), "here")
+    folder = TrainFolder(Path("results/runs/p/train"))
+    state = {"options": options.model_dump(mode="json"), "identity": identity(options, None)}
+    write_json(folder.begin(6) / "state.json", state | {"steps": 10, "progress": {"best_step": 6}})
+    folder.finish(folder.checkpoint_folder / "step-00000006.incomplete", keep=1)
+    write_corpus(Path("results/corpora/p"), 300, val_frac=0.2)
+    assert main(["check"]) == 0
+    assert main(["plan"]) == 0
+    assert "refuse" not in capsys.readouterr().out
+    tree["train"] |= yaml.safe_load(changed)
+    config.write_text(yaml.safe_dump(tree))
+    assert main(["check"]) == 0
+    assert main(["plan"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "refuse" in line]
+    starts = ["?   run p will be refused: ", "warning     stage train will refuse this run: "]
+    for line, start in zip(lines, starts):
+        assert line.startswith(f"{start}{folder.path}: it holds a training of 6 steps")
+        assert problem in line
+    assert len(lines) == (2 if problem else 0)
 
 
 def test_check_accepts_files_that_the_workflow_makes(

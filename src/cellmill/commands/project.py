@@ -20,12 +20,17 @@ from jinja2 import StrictUndefined, Template
 from cellmill.commands.preflight import check_genes
 from cellmill.config.datasets import MAX_NAME, Dataset, check_name, input_path, is_url
 from cellmill.config.load import check_options, load_config
+from cellmill.config.options import TrainOptions
 from cellmill.config.shipped import find_shipped
+from cellmill.config.workflow import Workflow
 from cellmill.data.prepare.check import check_datasets, check_inputs
 from cellmill.data.prepare.qc_lines import list_first
 from cellmill.data.prepare.survey import COLUMNS, Survey, survey_file
+from cellmill.data.shards.manifest import Manifest
+from cellmill.data.stream.order import EpochLayout
 from cellmill.errors import ConfigError, UserError
 from cellmill.files import fsync, write_text
+from cellmill.runs.identity import foresee_refusal
 
 TEMPLATE = Path(__file__).with_name("project.yaml")
 SNAKEFILE = """\
@@ -227,11 +232,26 @@ def check(*, config: Path) -> None:
         n_unusable += checked.verdict == "no"
         print(checked, flush=True)
     check_datasets(pipeline)
-    for line in check_inputs(pipeline, is_made):
+    for line in [*check_inputs(pipeline, is_made), *list_refused(pipeline, str(config))]:
         print(f"?   {line}", flush=True)
     if n_unusable:
         raise UserError(f"{n_unusable} of the datasets cannot be used, for the reasons above")
     print(f"{config}: every file and column is there, or the workflow makes it")
+
+
+def list_refused(pipeline: Workflow, source: str) -> Iterator[str]:
+    """A line for each trained run whose changed options stage `train` will refuse."""
+    for name, run in pipeline.runs.items():
+        options = check_options(TrainOptions, pipeline.section("train", name), source)
+        manifest = Path("results/corpora", run.corpus, "shards/manifest.json")
+        steps = None
+        if manifest.exists():
+            cells = options.stream.train_cells(Manifest.read(manifest).splits["train"].n_obs)
+            epoch = EpochLayout.of_run(options, cells)
+            steps = options.train.total_steps(epoch.steps_per_epoch)
+        refusal = foresee_refusal(Path("results/runs", name, "train"), options, steps)
+        if refusal is not None:
+            yield f"run {name} will be refused: {refusal}"
 
 
 def is_made(path: str) -> bool:

@@ -24,7 +24,7 @@ from cellmill.config.options import TrainOptions
 from cellmill.config.parts.family import WEIGHTS_FORMAT
 from cellmill.config.run import Train, learning_rate
 from cellmill.config.workflow import Workflow
-from cellmill.errors import ConfigError
+from cellmill.errors import ConfigError, UserError
 from cellmill.files import read_json, write_json, write_text
 from cellmill.runs.folder import DIGEST, Checkpoint, TrainFolder, cut_back, status
 
@@ -43,6 +43,8 @@ FREE = {
     ),
 }
 """Sections and keys that change no number of a run."""
+UNFITTED = ("model", "stream", "train")
+"""Sections in which a training keeps what the configuration says, whatever the corpus."""
 REASONS: Any = {"objective": {"batch_reason": True, "parts": {"__all__": {"batch_reason"}}}}
 """Texts, which another version may word differently."""
 
@@ -95,9 +97,8 @@ def _trained_with(stored: dict[str, Any], source: str) -> TrainOptions:
 
 
 def check_data(folder: str, before: str, now: str) -> None:
-    """Raise ConfigError naming `run` unless its learning rates up to step `last` are its trunk's.
-
-    `before` and `now` are options and number of steps of the trunk and the run.
+    """Raise ConfigError naming `folder` unless the fingerprints of the data of its checkpoints
+    (`before`) and of the shards (`now`) are equal.
     """
     if before != now:
         raise ConfigError(
@@ -124,19 +125,13 @@ def is_done(folder: TrainFolder, record: dict[str, Any], steps: int, restart: bo
         return False
     state = checkpoint.state()
     step = checkpoint.step
-    data = record["fingerprint"]
-    changes = changed_keys(state, record["identity"], str(checkpoint.path / "state.json"))
-    different = [f"{key} {change}" for key, change in changes.items()]
-    afresh = (
-        "set that training aside and start afresh with `cellmill train --restart` (of a workflow: `snakemake --config "
-        f"restart={folder.path.resolve().parent.name}`)"
-    )
     if restart:
-        if state["fingerprint"] != data:
-            different.append(f"data {state['fingerprint'][:12]} -> {data[:12]}")
-        if different:
+        changes = _list_changes(checkpoint, record)
+        if state["fingerprint"] != record["fingerprint"]:
+            changes["data"] = f"{state['fingerprint'][:12]} -> {record['fingerprint'][:12]}"
+        if changes:
             print(
-                f"restart ({'; '.join(different)}): the earlier training is now in {folder.set_aside()}",
+                f"restart ({_join(changes)}): the earlier training is now in {folder.set_aside()}",
                 flush=True,
             )
             return False
@@ -144,17 +139,7 @@ def is_done(folder: TrainFolder, record: dict[str, Any], steps: int, restart: bo
             f"{folder.path}: --restart changes nothing: the training in it has this configuration",
             flush=True,
         )
-    elif changes.keys() - LENGTH:
-        raise ConfigError(
-            f"{folder.path}: it holds a training of {step} steps with another configuration ({'; '.join(different)}); "
-            f"change it back, or {afresh}"
-        )
-    check_data(str(folder.path), state["fingerprint"], data)
-    if state["steps"] != steps and steps <= step:
-        raise ConfigError(
-            f"{folder.path}: it holds a training of {step} steps, and {state['steps']} steps in all were lowered to "
-            f"{steps}; set train.steps above {step}, or {afresh}"
-        )
+    _check_change(folder, checkpoint, record, steps)
     patience = record["identity"].get(PATIENCE)
     stale = state["progress"].get("stale_validations", 0)
     is_early = patience is not None and stale >= patience
@@ -179,6 +164,77 @@ def is_done(folder: TrainFolder, record: dict[str, Any], steps: int, restart: bo
     return False
 
 
+def _check_change(
+    folder: TrainFolder, checkpoint: Checkpoint, record: dict[str, Any], steps: int
+) -> None:
+    """Raise ConfigError if the training of `checkpoint` in `folder` cannot continue as `record`, of
+    `steps` optimizer steps: options or data have changed, or it has too few steps.
+    """
+    _refuse_changes(folder, checkpoint, _list_changes(checkpoint, record))
+    check_data(str(folder.path), checkpoint.state()["fingerprint"], record["fingerprint"])
+    _check_length(folder, checkpoint, steps)
+
+
+def foresee_refusal(train: Path, options: TrainOptions, steps: int | None) -> str | None:
+    """Why the training in folder `train` cannot continue with `options` and as many optimizer steps,
+    in a line; None if it can, or if there is none.
+
+    `options` are not fitted to the corpus yet, so only sections that never are count. `steps` are
+    None as long as cells are not counted.
+    """
+    folder = TrainFolder(train)
+    try:
+        checkpoint, _ = folder.newest_whole(contents=False)
+        if checkpoint is None:
+            return None
+        changes = _list_changes(checkpoint, {"identity": identity(options, None)})
+        for key in [*changes]:
+            if key.partition(".")[0] not in UNFITTED or key == "model.gene_vectors":
+                del changes[key]
+        _refuse_changes(folder, checkpoint, changes)
+        if steps is not None:
+            _check_length(folder, checkpoint, steps)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def _refuse_changes(folder: TrainFolder, checkpoint: Checkpoint, changes: dict[str, str]) -> None:
+    if changes.keys() - LENGTH:
+        raise ConfigError(
+            f"{folder.path}: it holds a training of {checkpoint.step} steps with another configuration "
+            f"({_join(changes)}); change it back, or {_how_to_restart(folder)}"
+        )
+
+
+def _check_length(folder: TrainFolder, checkpoint: Checkpoint, steps: int) -> None:
+    """Raise ConfigError if the training of `checkpoint` in `folder` has too many steps for `steps`."""
+    step = checkpoint.step
+    before = checkpoint.state()["steps"]
+    if before != steps and steps <= step:
+        raise ConfigError(
+            f"{folder.path}: it holds a training of {step} steps, and {before} steps in all were lowered to "
+            f"{steps}; set train.steps above {step}, or {_how_to_restart(folder)}"
+        )
+
+
+def _list_changes(checkpoint: Checkpoint, record: dict[str, Any]) -> dict[str, str]:
+    """`changed_keys` between a checkpoint and `record`, which is as run.json."""
+    source = str(checkpoint.path / "state.json")
+    return changed_keys(checkpoint.state(), record["identity"], source)
+
+
+def _join(changes: dict[str, str]) -> str:
+    return "; ".join(f"{key} {change}" for key, change in changes.items())
+
+
+def _how_to_restart(folder: TrainFolder) -> str:
+    return (
+        "set that training aside and start afresh with `cellmill train --restart` (of a workflow: `snakemake --config "
+        f"restart={folder.path.resolve().parent.name}`)"
+    )
+
+
 def begin_branch(
     folder: TrainFolder, trunk: Path, record: dict[str, Any], train: Train, steps: int
 ) -> None:
@@ -201,12 +257,12 @@ def begin_branch(
     checkpoint = of_trunk.of_step(int(given[1]))
     state = checkpoint.state()
     source = str(checkpoint.path / "state.json")
-    changes = changed_keys(state, record["identity"], source)
-    different = [f"{key} {change}" for key, change in changes.items() if key not in LENGTH | RATE]
+    changes = _list_changes(checkpoint, record)
+    different = {key: change for key, change in changes.items() if key not in LENGTH | RATE}
     if different:
         raise ConfigError(
             f"{path}: it cannot continue {checkpoint.path}, which is of another configuration "
-            f"({'; '.join(different)}); make them equal, or set init_from in place of trunk"
+            f"({_join(different)}); make them equal, or set init_from in place of trunk"
         )
     check_data(str(checkpoint.path), state["fingerprint"], record["fingerprint"])
     _check_rates(

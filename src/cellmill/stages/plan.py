@@ -26,6 +26,7 @@ from cellmill.planner.scaling import format_scaling
 from cellmill.planner.suggest import format_suggestions
 from cellmill.planner.suggest import suggest as suggest_layouts
 from cellmill.planner.work import CorpusSize, detected_genes
+from cellmill.runs.identity import foresee_refusal
 from cellmill.stages.training_inputs import open_corpus
 
 SAMPLED_CELLS = 1 << 22  # all assumed cells have the same length
@@ -45,8 +46,12 @@ def plan(
     suggest: bool = False,
     cells: int | None = None,
     genes: int | None = None,
+    train: Path | None = None,
 ) -> None:
     """Print the plan, or the best layouts, and write `out`; without `manifest` for assumed cells.
+
+    `train` is the run's folder of that stage, by default next to `out`: a training that it holds and
+    that cannot continue with these options gets a warning.
 
     Raise ConfigError if the run cannot work.
     """
@@ -127,5 +132,12 @@ def plan(
             "measured now at "
             f"{(measured.fp32_flops or 0) / 1e9:,.0f} GFLOP/s per process; steps of a few ms take longer"
         )
+    if train is None and out is not None:
+        train = out.parent / "train"
+    if train is not None:
+        steps = None if manifest is None else cost.work.steps
+        refusal = foresee_refusal(train, options, steps)
+        if refusal is not None:
+            lines.append(f"{'warning':<12}stage train will refuse this run: {refusal}")
     lines += format_scaling(options, corpus, machine, device, named_device)
     print("\n".join(lines), flush=True)
