@@ -120,6 +120,16 @@ def _scale_lr(train: Train) -> list[float] | None:
     return [train.lr * math.sqrt(ratio), train.lr * ratio]
 
 
+def _suggest_val_cells(plan: Plan) -> int:
+    """Number of validation cells that takes LARGE_FRAC of the hours, of two digits.
+
+    Validation is a forward pass, a third of a step.
+    """
+    cells = 3 * plan["cells_seen"] * LARGE_FRAC / (1 - LARGE_FRAC) / plan["validations"]
+    unit = 10 ** max(0, int(math.log10(max(cells, 1))) - 1)
+    return max(1, int(cells) // unit * unit)
+
+
 def describe_layout(layout: LayoutOptions) -> str:
     """Return a layout in words."""
     kind = "ddp" if layout["strategy"] == "ddp" else layout["sharding_strategy"]
@@ -137,7 +147,11 @@ def format_plan(plan: Plan) -> str:
         *_format_time(plan),
         *_format_hints(plan),
     ]
-    return "\n".join(f"{name:<12}{text}" for name, text in lines)
+    return "\n".join(format_line(*line) for line in lines)
+
+
+def format_line(name: str, text: str) -> str:
+    return f"{name:<12}{text}"
 
 
 def _format_work(plan: Plan) -> Iterator[Line]:
@@ -201,16 +215,6 @@ def _format_time(plan: Plan) -> Iterator[Line]:
     if plan["layout"]["cpu_offload"] is not None:
         text = "copies between host and device of cpu_offload, and AdamW on the host"
         yield "not counted", text
-
-
-def _suggest_val_cells(plan: Plan) -> int:
-    """Number of validation cells that takes LARGE_FRAC of the hours, of two digits.
-
-    Validation is a forward pass, a third of a step.
-    """
-    cells = 3 * plan["cells_seen"] * LARGE_FRAC / (1 - LARGE_FRAC) / plan["validations"]
-    unit = 10 ** max(0, int(math.log10(max(cells, 1))) - 1)
-    return max(1, int(cells) // unit * unit)
 
 
 def _format_hints(plan: Plan) -> Iterator[Line]:

@@ -81,10 +81,13 @@ class Change:
     options: PlanOptions
     hardware: Hardware
 
-    def then(self, instruction: str, **parallel: Any) -> "Change":
+    def then(self, instruction: str, **changed: Any) -> "Change":
+        """Return this change followed by another one, of `options` or `hardware`."""
+        return replace(self, instructions=[*self.instructions, instruction], **changed)
+
+    def then_parallel(self, instruction: str, **parallel: Any) -> "Change":
         """Return this change followed by one of section `parallel`."""
-        options = with_parallel(self.options, **parallel)
-        return Change([*self.instructions, instruction], options, self.hardware)
+        return self.then(instruction, options=with_parallel(self.options, **parallel))
 
 
 def _list_changes(options: PlanOptions, hardware: Hardware) -> Iterator[Change]:
@@ -95,27 +98,27 @@ def _list_changes(options: PlanOptions, hardware: Hardware) -> Iterator[Change]:
     lead to exactly the options that it has.
     """
     change = Change([], options, hardware)
-    yield from islice(_smaller_budgets(change), FREE_HALVINGS)
+    yield from islice(_try_smaller_budgets(change), FREE_HALVINGS)
     if options.parallel.activation_checkpointing is None:
         instruction = "set parallel.activation_checkpointing to full"
-        change = change.then(instruction, activation_checkpointing="full")
+        change = change.then_parallel(instruction, activation_checkpointing="full")
         yield change
-    yield from _smaller_budgets(change)
+    yield from _try_smaller_budgets(change)
     if options.parallel.shards_gradients and not options.parallel.reduces_each_micro_batch:
         instruction = "set parallel.gradient_reduction to micro_batch"
-        reduced = change.then(instruction, gradient_reduction="micro_batch")
+        reduced = change.then_parallel(instruction, gradient_reduction="micro_batch")
         yield reduced
-        yield from _smaller_budgets(reduced)
+        yield from _try_smaller_budgets(reduced)
     sharded = _shard(change)
     if sharded is not change:
         yield sharded
-    for larger in chain(_larger_layouts(sharded), _more_nodes(sharded)):
+    for larger in chain(_try_larger_layouts(sharded), _try_more_nodes(sharded)):
         yield _shard(larger)
 
 
 def _shard(change: Change) -> Change:
     """Return `change` with FULL_SHARD; `change` itself if its processes would hold the same."""
-    sharded = change.then(
+    sharded = change.then_parallel(
         "use fsdp with parallel.sharding_strategy FULL_SHARD",
         strategy="fsdp",
         sharding_strategy="FULL_SHARD",
@@ -131,7 +134,7 @@ def _shard(change: Change) -> Change:
     return sharded
 
 
-def _larger_layouts(change: Change) -> Iterator[Change]:
+def _try_larger_layouts(change: Change) -> Iterator[Change]:
     """Yield tensor parallelism of more ranks in a node, pipelines of more stages, and offload.
 
     Offload is of the optimizer's state, then of all that can be offloaded.
@@ -146,30 +149,29 @@ def _larger_layouts(change: Change) -> Iterator[Change]:
     for tp in divisors(max_tp):
         if tp > parallel.tp:
             instruction = f"set parallel.tp to {tp} with parallel.sequence_parallel"
-            yield change.then(instruction, tp=tp, sequence_parallel=True)
+            yield change.then_parallel(instruction, tp=tp, sequence_parallel=True)
     # at least one block per stage
     max_pp = min(model.pp_sizes().values(), default=1) // (parallel.stages // parallel.pp)
     for pp in divisors(hardware.world // parallel.tp):
         if parallel.pp < pp <= max_pp:
-            yield change.then(f"set parallel.pp to {pp}", pp=pp)
+            yield change.then_parallel(f"set parallel.pp to {pp}", pp=pp)
     if change.hardware.device == "cpu" or not change.options.train.optimizer.offloaded:
         return
     if parallel.cpu_offload is None:
-        yield change.then("set parallel.cpu_offload to optimizer", cpu_offload="optimizer")
+        yield change.then_parallel("set parallel.cpu_offload to optimizer", cpu_offload="optimizer")
     if parallel.cpu_offload != "full" and change.hardware.layout(parallel).dp > 1:
-        yield change.then("set parallel.cpu_offload to full", cpu_offload="full")
+        yield change.then_parallel("set parallel.cpu_offload to full", cpu_offload="full")
 
 
-def _more_nodes(change: Change) -> Iterator[Change]:
+def _try_more_nodes(change: Change) -> Iterator[Change]:
     """Yield powers of two times as many nodes."""
     for power in range(1, MAX_DOUBLINGS + 1):
         nodes = change.hardware.nodes * 2**power
         larger = replace(change.hardware, nodes=nodes)
-        instruction = f"set nodes to {nodes} in the profile"
-        yield Change([*change.instructions, instruction], change.options, larger)
+        yield change.then(f"set nodes to {nodes} in the profile", hardware=larger)
 
 
-def _smaller_budgets(change: Change) -> Iterator[Change]:
+def _try_smaller_budgets(change: Change) -> Iterator[Change]:
     """Yield powers of two below the token budget that still hold the largest cell."""
     train = change.options.train
     largest_power = (train.token_budget - 1).bit_length() - 1
@@ -177,8 +179,7 @@ def _smaller_budgets(change: Change) -> Iterator[Change]:
     while budget >= max(1, change.options.tokens.max_tokens):
         smaller = train.model_copy(update={"token_budget": budget})
         options = change.options.model_copy(update={"train": smaller})
-        instruction = f"lower train.token_budget to {budget}"
-        yield Change([*change.instructions, instruction], options, change.hardware)
+        yield change.then(f"lower train.token_budget to {budget}", options=options)
         budget //= 2
 
 

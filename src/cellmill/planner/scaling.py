@@ -17,12 +17,12 @@ ROW = "{:>12}  {:>8}  {:>10}  {:>10}"
 def list_machines(machine: Machine) -> list[Machine]:
     """The machine with 1, 2, 4, … processes on one node, then with 2, 4, … of its nodes."""
     n_nodes = machine.node_counts[-1]
-    sizes = [(1, nproc) for nproc in _list_doublings(machine.nproc_per_node)]
-    sizes += [(nodes, machine.nproc_per_node) for nodes in _list_doublings(n_nodes)[1:]]
+    counts = [(1, nproc) for nproc in _list_doublings(machine.nproc_per_node)]
+    counts += [(nodes, machine.nproc_per_node) for nodes in _list_doublings(n_nodes)[1:]]
     machines = []
-    for nodes, nproc in sizes:
-        size = {"nodes": str(nodes), "nproc_per_node": nproc}
-        machines.append(machine.model_copy(update=size))
+    for nodes, nproc in counts:
+        update = {"nodes": str(nodes), "nproc_per_node": nproc}
+        machines.append(machine.model_copy(update=update))
     return machines
 
 
@@ -47,11 +47,12 @@ def format_scaling(
         return []
     lines = ["", ROW.format("GPUs", "time", "GPU time", "efficiency")]
     fewest: float | None = None  # GPU hours
-    for size in machines:
-        nodes = size.node_counts[0]
-        count = f"{nodes} x {size.nproc_per_node} = {nodes * size.nproc_per_node}"
+    for smaller in machines:
+        nodes = smaller.node_counts[0]
+        nproc = smaller.nproc_per_node
+        count = f"{nodes} x {nproc} = {nodes * nproc}"
         try:
-            cost = _estimate(options, corpus, size, device_name, device)
+            cost = _estimate(options, corpus, smaller, device_name, device)
         except ConfigError as error:
             lines.append(f"{count:>12}  {str(error).partition(';')[0]}")
             continue

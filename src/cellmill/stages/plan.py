@@ -20,7 +20,7 @@ from cellmill.planner.devices import check_precision, find_device
 from cellmill.planner.hardware import find_hardware
 from cellmill.planner.measure.cpu_speed import measure_cpu
 from cellmill.planner.memory import format_bytes
-from cellmill.planner.plan_file import format_plan, make_plan
+from cellmill.planner.plan_file import format_line, format_plan, make_plan
 from cellmill.planner.remedies import check_memory, find_largest_micro_batch
 from cellmill.planner.scaling import format_scaling
 from cellmill.planner.suggest import format_suggestions
@@ -127,17 +127,19 @@ def plan(
         measured = measure_cpu(named_device, machine.nproc_per_node)
         hours = estimate_cost(options, corpus, hardware, measured, memory).hours
         assert hours is not None, "the rate was measured"
-        lines.append(
-            f"time        about {span(max(1.0, 3600 * hours))} of training, without start-up, on CPU cores like these, "
-            "measured now at "
-            f"{(measured.fp32_flops or 0) / 1e9:,.0f} GFLOP/s per process; steps of a few ms take longer"
+        time = span(max(1.0, 3600 * hours))
+        speed = f"{(measured.fp32_flops or 0) / 1e9:,.0f} GFLOP/s per process"
+        text = (
+            f"about {time} of training, without start-up, on CPU cores like these, measured now at {speed}; steps of a "
+            "few ms take longer"
         )
+        lines.append(format_line("time", text))
     if train is None and out is not None:
         train = out.parent / "train"
     if train is not None:
         steps = None if manifest is None else cost.work.steps
         refusal = foresee_refusal(train, options, steps)
         if refusal is not None:
-            lines.append(f"{'warning':<12}stage train will refuse this run: {refusal}")
+            lines.append(format_line("warning", f"stage train will refuse this run: {refusal}"))
     lines += format_scaling(options, corpus, machine, device, named_device)
     print("\n".join(lines), flush=True)
