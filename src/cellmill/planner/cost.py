@@ -1,6 +1,6 @@
 """Cost of a whole run: FLOPs and traffic of its steps, and hours if the device's speed is known."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cellmill.config.options import PlanOptions
 from cellmill.models.batch import PAD_CELL
@@ -16,8 +16,19 @@ from cellmill.planner.work import CorpusSize, Work, measure_work
 
 
 @dataclass(frozen=True)
+class RunTime:
+    """Time of a run on devices of known speed."""
+
+    step: StepTime
+    mfu: float  # fraction of the devices' peak that a step reaches
+    hours: float  # including validation
+    validation_frac: float  # fraction of the hours spent in validation
+    gpu_hours: float
+
+
+@dataclass(frozen=True)
 class Cost:
-    """Estimates of a run; the last five are None if the device's speed is unknown."""
+    """Estimates of a run."""
 
     options: PlanOptions
     model: PlannedModel
@@ -26,11 +37,7 @@ class Cost:
     memory: Memory
     flops_per_step: float  # FLOPs of the model over all processes; recomputation is not counted
     traffic: list[Traffic]  # traffic of the rank that sends the most
-    time: StepTime | None = None
-    mfu: float | None = None
-    hours: float | None = None  # hours including validation
-    validation_frac: float | None = None  # fraction of the hours spent in validation
-    gpu_hours: float | None = None
+    time: RunTime | None  # None if the device's speed is unknown
 
 
 def estimate_cost(
@@ -52,28 +59,31 @@ def estimate_cost(
         for rank in range(model.layout.pp)
     ]
     heaviest = max(traffic_by_rank, key=lambda traffic: sum(part.sent_bytes for part in traffic))
-    cost = Cost(options, model, whole, work, memory, flops_per_step, heaviest)
+    time = None
     network = _find_network(options, device)
     peak = device.flops(options.parallel)
-    if network is None or peak is None:
-        return cost
-    flops_per_s = peak * options.plan.mfu_frac
-    time = estimate_step(model, heaviest, network, flops_per_s, load, work.micro_batches_per_step)
-    steps_s = time.step_s * work.cells_seen / work.cells_per_step
+    if network is not None and peak is not None:
+        flops_per_s = peak * options.plan.mfu_frac
+        step = estimate_step(
+            model, heaviest, network, flops_per_s, load, work.micro_batches_per_step
+        )
+        mfu = flops_per_step / (step.step_s * peak * hardware.world)
+        time = _estimate_time(options, work, step, mfu, hardware.world)
+    return Cost(options, model, whole, work, memory, flops_per_step, heaviest, time)
+
+
+def _estimate_time(
+    options: PlanOptions, work: Work, step: StepTime, mfu: float, world: int
+) -> RunTime:
+    """Return the time of all steps and validations."""
+    steps_s = step.step_s * work.cells_seen / work.cells_per_step
     if options.train.replay_every_steps is not None:
         # one more step is computed for each step that is replayed
         steps_s *= 1 + 1 / options.train.replay_every_steps
     # validation is only a forward pass, a third of a step
-    validations_s = time.step_s / 3 * work.validations * work.val_cells / work.cells_per_step
+    validations_s = step.step_s / 3 * work.validations * work.val_cells / work.cells_per_step
     hours = (steps_s + validations_s) / 3600
-    return replace(
-        cost,
-        time=time,
-        mfu=flops_per_step / (time.step_s * peak * hardware.world),
-        hours=hours,
-        validation_frac=validations_s / 3600 / hours,
-        gpu_hours=hours * hardware.world,
-    )
+    return RunTime(step, mfu, hours, validations_s / 3600 / hours, hours * world)
 
 
 def format_hours(hours: float) -> str:

@@ -79,12 +79,12 @@ def make_plan(
         "val_cells": work.val_cells,  # cells per validation
         "auto_steps": train.steps == "auto",  # True if train.steps is auto
         "micro_batch_tokens": work.micro_tokens,  # tokens of the largest micro-batch
-        "step": None if time is None else {**asdict(time), "step_s": time.step_s},
+        "step": time and {**asdict(time.step), "step_s": time.step.step_s},
         "pipeline_idle_frac": idle_frac(options.parallel, work.max_micro_batches_per_step),
-        "mfu": cost.mfu,  # fraction of the device's peak that a step reaches
-        "hours": cost.hours,  # with validation
-        "validation_frac": cost.validation_frac,  # fraction of the hours
-        "gpu_hours": cost.gpu_hours,
+        "mfu": time and time.mfu,  # fraction of the device's peak that a step reaches
+        "hours": time and time.hours,  # with validation
+        "validation_frac": time and time.validation_frac,  # fraction of the hours
+        "gpu_hours": time and time.gpu_hours,
         "nodes": hardware.nodes,
         "nproc_per_node": hardware.nproc_per_node,
         "world_size": hardware.world,

@@ -52,15 +52,15 @@ def format_scaling(
         nproc = smaller.nproc_per_node
         count = f"{nodes} x {nproc} = {nodes * nproc}"
         try:
-            cost = _estimate(options, corpus, smaller, device_name, device)
+            time = _estimate(options, corpus, smaller, device_name, device).time
         except ConfigError as error:
             lines.append(f"{count:>12}  {str(error).partition(';')[0]}")
             continue
-        if cost.hours is None or cost.gpu_hours is None:
+        if time is None:
             return []
-        fewest = fewest or cost.gpu_hours
-        efficiency = f"{fewest / cost.gpu_hours:.0%}"
-        shown = map(format_hours, (cost.hours, cost.gpu_hours))
+        fewest = fewest or time.gpu_hours
+        efficiency = f"{fewest / time.gpu_hours:.0%}"
+        shown = map(format_hours, (time.hours, time.gpu_hours))
         lines.append(ROW.format(count, *shown, efficiency))
     lines.append(
         "efficiency: GPU time of the fewest over this; links and idle time lower it, and batches too small for a GPU "

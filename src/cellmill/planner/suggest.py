@@ -95,8 +95,8 @@ def _sort_key(suggestion: Cost) -> tuple[float, ...]:
     parallel = suggestion.options.parallel
     sent = link_bytes(suggestion.traffic)
     rounded_log_hours = 0.0
-    if suggestion.hours is not None:
-        rounded_log_hours = round(math.log(suggestion.hours) / SIMILAR)
+    if suggestion.time is not None:
+        rounded_log_hours = round(math.log(suggestion.time.hours) / SIMILAR)
     ranks = parallel.tp * parallel.pp
     return (
         rounded_log_hours,
@@ -186,10 +186,11 @@ def _format_row(suggestion: Cost) -> str:
     if parallel.activation_checkpointing:
         words += f", recompute {parallel.activation_checkpointing}"
     sent = link_bytes(suggestion.traffic)
+    time = suggestion.time
     return ROW.format(
         format_bytes(suggestion.memory.total),
-        "unknown" if suggestion.hours is None else format_hours(suggestion.hours),
-        "?" if suggestion.mfu is None else f"{suggestion.mfu:.0%}",
+        "unknown" if time is None else format_hours(time.hours),
+        "?" if time is None else f"{time.mfu:.0%}",
         format_bytes(sent["intra_node"]),
         format_bytes(sent["inter_node"]),
         words,

@@ -125,9 +125,9 @@ def plan(
     lines = [format_plan(plan)]
     if device == "cpu":
         measured = measure_cpu(named_device, machine.nproc_per_node)
-        hours = estimate_cost(options, corpus, hardware, measured, memory).hours
-        assert hours is not None, "the rate was measured"
-        time = span(max(1.0, 3600 * hours))
+        estimated = estimate_cost(options, corpus, hardware, measured, memory).time
+        assert estimated is not None, "the rate was measured"
+        time = span(max(1.0, 3600 * estimated.hours))
         speed = f"{(measured.fp32_flops or 0) / 1e9:,.0f} GFLOP/s per process"
         text = (
             f"about {time} of training, without start-up, on CPU cores like these, measured now at {speed}; steps of a "
