@@ -572,6 +572,7 @@ def hours_of(text: str) -> float:
 @pytest.mark.parametrize(
     ("hours", "text"),
     [
+        (7e-5, "<0.1 min"),
         (0.0085, "0.51 min"),
         (0.0508, "3.05 min"),
         (0.9999, "60 min"),

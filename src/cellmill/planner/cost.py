@@ -14,6 +14,8 @@ from cellmill.planner.step_time import Network, StepTime, estimate_step
 from cellmill.planner.traffic import Traffic, list_traffic
 from cellmill.planner.work import CorpusSize, Work, measure_work
 
+MIN_HOURS = 0.1 / 60  # shorter times are not told apart
+
 
 @dataclass(frozen=True)
 class RunTime:
@@ -88,6 +90,8 @@ def _estimate_time(
 
 def format_hours(hours: float) -> str:
     """A duration or a time of GPUs with three digits: in minutes below an hour."""
+    if hours < MIN_HOURS:
+        return f"<{60 * MIN_HOURS:g} min"
     value, unit = (60 * hours, "min") if hours < 1 else (hours, "h")
     return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
 
