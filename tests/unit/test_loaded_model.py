@@ -20,7 +20,7 @@ from cellmill.cli import main
 from cellmill.config.options import PredictOptions
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.inference.predict import MAX_NAMES, count_labels
-from cellmill.models.objectives.classification import calibration_error
+from cellmill.models.objectives.shared.calibration import expected_calibration_error
 from cellmill.report.collect import read_run
 from cellmill.report.page import render
 from cellmill.stages import cells as predict
@@ -242,7 +242,7 @@ def test_calibration_is_measured_at_the_exported_temperature(
     figures = _reconstruct(corpus, tmp_path, model, cells)["figures"]
     predicted = cellmill.load(model).predict(ad.read_h5ad(cells))
     right = np.asarray(predicted.labels, object) == ad.read_h5ad(cells).obs["kind"].to_numpy(object)
-    expected = calibration_error(
+    expected = expected_calibration_error(
         predicted.obs["cellmill_probability"].astype(np.float64), right.astype(np.float64)
     )
     assert figures["calibration_error"] == pytest.approx(expected, abs=1e-5)

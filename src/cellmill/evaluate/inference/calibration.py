@@ -21,13 +21,13 @@ from cellmill.data.stream.cell_stream import CellStream
 from cellmill.models.batch import to_tensors
 from cellmill.models.family import Model
 from cellmill.models.objective import Objective
-from cellmill.models.objectives.classification import (
-    Classification,
-    calibration_error,
+from cellmill.models.objectives.classification import Classification
+from cellmill.models.objectives.regression import Regression
+from cellmill.models.objectives.shared.calibration import (
     calibration_error_of_logits,
     confidence_and_correctness,
+    expected_calibration_error,
 )
-from cellmill.models.objectives.regression import Regression
 
 STEPS = 100  # thresholds of the table: 0, 1 / STEPS, ...
 # largest temperature, and inverse of the smallest: separable cells would have no best one
@@ -73,7 +73,7 @@ def calibrate(logits: np.ndarray, labels: np.ndarray) -> Calibration:
         temperature=temperature,
         n_cells=len(labels),
         accuracy=float(is_right.mean()),
-        calibration_error=calibration_error(confidence, is_right),
+        calibration_error=expected_calibration_error(confidence, is_right),
         calibration_error_uncalibrated=calibration_error_of_logits(logits, labels),
         accuracy_above=accuracy,
         labelled_above=above.mean(axis=0).tolist(),

@@ -45,7 +45,8 @@ from cellmill.evaluate.inference.embed import (
 )
 from cellmill.evaluate.seen import Seen, mark_seen_cells, table_of_seen
 from cellmill.models.family import Model
-from cellmill.models.objectives.classification import Classification, softmax
+from cellmill.models.objectives.classification import Classification
+from cellmill.models.objectives.shared.calibration import softmax
 
 MAX_NAMES = 20  # labels that are named, the most frequent
 PROBABILITY = "cellmill_probability"  # obs

@@ -32,7 +32,7 @@ from cellmill.evaluate.scores import ClassPredictions, ScoreColumn, tabulate
 from cellmill.evaluate.seen import Seen
 from cellmill.evaluate.splits import split_groups
 from cellmill.evaluate.task import Context, Skipped, Task
-from cellmill.models.objectives.classification import softmax
+from cellmill.models.objectives.shared.calibration import softmax
 from cellmill.runs.results import TaskResult
 
 VOTE = "vote of donors"

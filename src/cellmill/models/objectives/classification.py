@@ -21,50 +21,8 @@ from cellmill.config.parts.objectives import ClassificationConfig
 from cellmill.data.stream.batch import Batch
 from cellmill.models.blocks import Reversed
 from cellmill.models.objective import GeneStatistics, Judgement, loss_verdict
+from cellmill.models.objectives.shared.calibration import calibration_error_of_logits
 from cellmill.models.objectives.shared.per_cell import CellHead, LabelObjective, TargetBatch
-
-BINS = 15  # of the calibration error
-
-
-def softmax(logits: np.ndarray) -> np.ndarray:
-    """Return probabilities of `logits`, both `(cells, labels)`.
-
-    Without scipy.special, whose import takes 0.17 s.
-    """
-    largest = logits.max(axis=1, keepdims=True)
-    powers = np.exp(logits - largest)
-    return powers / powers.sum(axis=1, keepdims=True)
-
-
-def calibration_error(confidence: np.ndarray, is_right: np.ndarray) -> float:
-    """Return the expected calibration error, in bins of equal width.
-
-    `confidence` `(cells,)` is each cell's highest probability; `is_right` `(cells,)` is 1 if it is
-    the probability of the cell's label, otherwise 0.
-    """
-    bins = np.minimum((confidence * BINS).astype(np.int64), BINS - 1)
-    # `(BINS,)`: number of cells predicted right, minus the number expected
-    gaps = np.bincount(bins, weights=is_right - confidence, minlength=BINS)
-    return float(np.abs(gaps).sum() / len(confidence))
-
-
-def calibration_error_of_logits(
-    logits: np.ndarray, labels: np.ndarray, temperature: float = 1.0
-) -> float:
-    """Return the calibration error of logits divided by a temperature.
-
-    `logits` are `(cells, labels)`, `labels` `(cells,)` int64.
-    """
-    return calibration_error(*confidence_and_correctness(logits / temperature, labels))
-
-
-def confidence_and_correctness(
-    logits: np.ndarray, labels: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return each cell's highest probability, and 1 if its label has it, else 0: `(cells,)` float64."""
-    probabilities = softmax(logits)
-    is_right = probabilities.argmax(axis=1) == labels
-    return probabilities.max(axis=1), is_right.astype(np.float64)
 
 
 class Classification(LabelObjective):
