@@ -53,17 +53,14 @@ class Classification(LabelObjective):
     def target_loss(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
         targets = prepared.targets
         assert prepared.weights is not None
-        self._keep_sums(predicted, targets)
         losses = F.cross_entropy(predicted, targets, reduction="none")
         return (losses * prepared.weights).sum()
 
-    def _keep_sums(self, predicted: Tensor, targets: Tensor) -> None:
-        """Record the sums that `validation_figures` reads, if validation collects them."""
-        if self.kept_sums is None:
-            return
+    def validation_sums(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
+        targets = prepared.targets
         n_right = (predicted.argmax(1) == targets).sum()
         n_cells = n_right.new_tensor(len(targets))
-        self.kept_sums.append(torch.stack([n_right, n_cells]).double())
+        return torch.stack([n_right, n_cells]).double()
 
     def validation_figures(self, sums: Sequence[float]) -> dict[str, float]:
         n_right, n_cells = sums

@@ -72,7 +72,6 @@ class Regression(CellObjective):
 
     def target_loss(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
         targets = prepared.targets
-        self._keep_sums(predicted, targets)
         if self.config.loss == "pearson":
             return self.coupled_loss(_stack_rows(predicted, targets), prepared)
         if self.config.loss == "huber":
@@ -80,12 +79,9 @@ class Regression(CellObjective):
             return F.huber_loss(predicted, targets, reduction="sum", delta=delta)
         return F.mse_loss(predicted, targets, reduction="sum")
 
-    def _keep_sums(self, predicted: Tensor, targets: Tensor) -> None:
-        """Record the sums that `validation_figures` reads, if validation collects them."""
-        if self.kept_sums is None:
-            return
+    def validation_sums(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
         x = predicted.double()
-        y = targets.double()
+        y = prepared.targets.double()
         sums = MomentSums(
             n=torch.ones_like(x).sum(),
             x=x.sum(),
@@ -94,7 +90,7 @@ class Regression(CellObjective):
             yy=(y * y).sum(),
             xy=(x * y).sum(),
         )
-        self.kept_sums.append(torch.stack(sums))
+        return torch.stack(sums)
 
     def rows(self, model: Any, states: Tensor, prepared: TargetBatch) -> Tensors:
         """Return one row per cell: a 1, the prediction, the number; `(C, 3)` float32."""

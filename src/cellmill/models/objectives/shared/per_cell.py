@@ -102,7 +102,17 @@ class CellObjective(Objective):
         return self.predict(model, vectors, prepared.cell_keys[cells])
 
     def loss(self, model: Any, states: Tensor, prepared: TargetBatch) -> Tensor:
-        return self.target_loss(self.predict_targets(model, states, prepared), prepared)
+        predicted = self.predict_targets(model, states, prepared)
+        if self.kept_sums is not None:
+            self.kept_sums.append(self.validation_sums(predicted, prepared))
+        return self.target_loss(predicted, prepared)
+
+    def validation_sums(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
+        """Return the sums over targets that `validation_figures` reads, `(n_sums,)` float64.
+
+        Only objectives with `n_sums` define it. `predicted` is what `predict` returned.
+        """
+        raise NotImplementedError
 
     def target_loss(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
         """Return the summed loss of what `predict` returned, a float32 scalar."""
