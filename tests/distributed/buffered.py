@@ -10,7 +10,7 @@ from cellmill.config.parts.tokens import Tokens
 from cellmill.models.families.encoder import EncoderModel
 from cellmill.models.initial import Fill, normal
 from cellmill.models.objective import Objective
-from cellmill.models.objectives.masked import MaskedBatch
+from cellmill.models.objectives.shared.masking import MaskedBatch
 
 PERIOD = 7
 

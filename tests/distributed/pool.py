@@ -27,7 +27,7 @@ IMPORTED = [
     "cellmill.data.stream.tokenizers",
     "cellmill.models.families.encoder",
     "cellmill.models.objectives.cell_decoding",
-    "cellmill.models.objectives.masked",
+    "cellmill.models.objectives.masked_value",
 ]
 """Modules of the process that the pool is forked from; imported in each of the four, they took most
 of the time.

@@ -16,7 +16,8 @@ from cellmill.config.parts.objectives import MaskedGeneConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.stream.batch import Batch, make_batch
 from cellmill.models.batch import pad_batch, to_tensors
-from cellmill.models.objectives.masked import MaskedBatch, MaskedValue
+from cellmill.models.objectives.masked_value import MaskedValue
+from cellmill.models.objectives.shared.masking import MaskedBatch
 from tests.checks import quick
 from tests.models import initialized, random_cells, seeded, spec
 

@@ -16,7 +16,7 @@ from cellmill.config.parts.tokens import Tokens
 from cellmill.data.stream.batch import Batch, empty_batch
 from cellmill.models.batch import to_tensors
 from cellmill.models.objective import GeneStatistics
-from cellmill.models.objectives.contrastive import contrast
+from cellmill.models.objectives.supervised_contrastive import contrast
 from cellmill.stages.export import model_card
 from cellmill.stages.train import supervised_by
 from cellmill.train.worker import batch_column
@@ -71,7 +71,9 @@ def _table(vectors: torch.Tensor, labels: list[int]) -> torch.Tensor:
 def test_the_loss_equals_the_formula_of_the_paper(
     anchors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cellmill.models.objectives.contrastive.ANCHORS_PER_CHUNK", anchors)
+    monkeypatch.setattr(
+        "cellmill.models.objectives.supervised_contrastive.ANCHORS_PER_CHUNK", anchors
+    )
     vectors = torch.randn(9, 5, generator=seeded(0), dtype=torch.float64)
     labels = [1, 2, 2, 1, 1, 3, 2, 4, 4]
     expected = _reference(vectors, labels, 0.3)

@@ -55,7 +55,7 @@ class MaskedObjectiveConfig(ObjectiveConfig):
 class MaskedValueConfig(MaskedObjectiveConfig):
     """Predict the values of masked tokens; their genes stay visible."""
 
-    implementation = "cellmill.models.objectives.masked:MaskedValue"
+    implementation = "cellmill.models.objectives.masked_value:MaskedValue"
     name: Literal["masked_value"] = "masked_value"
     renormalize: bool = False
     """Compute values of visible tokens only from visible counts; set it to yes in new runs.
@@ -85,7 +85,7 @@ class MaskedValueConfig(MaskedObjectiveConfig):
 class MaskedGeneConfig(MaskedObjectiveConfig):
     """Predict which genes the masked tokens are; their values stay visible."""
 
-    implementation = "cellmill.models.objectives.masked:MaskedGene"
+    implementation = "cellmill.models.objectives.masked_gene:MaskedGene"
     name: Literal["masked_gene"] = "masked_gene"
 
 
@@ -215,7 +215,7 @@ class SupervisedContrastiveConfig(LabelConfig):
     al. 2020).
     """
 
-    implementation = "cellmill.models.objectives.contrastive:SupervisedContrastive"
+    implementation = "cellmill.models.objectives.supervised_contrastive:SupervisedContrastive"
     name: Literal["supervised_contrastive"] = "supervised_contrastive"
     temperature: float = Field(0.1, gt=0)
     """Temperature, which divides cosine similarities; lower values give the nearest cells more

@@ -28,8 +28,9 @@ from cellmill.evaluate.tasks.perturbation.changes import expected_log_expression
 from cellmill.models.batch import PAD_TOKEN, add_tokens, to_tensors
 from cellmill.models.family import Model
 from cellmill.models.objectives.cell_decoding import CellDecoding
-from cellmill.models.objectives.masked import MaskedBatch, MaskedValue
+from cellmill.models.objectives.masked_value import MaskedValue
 from cellmill.models.objectives.query_decoding import QueryDecoding
+from cellmill.models.objectives.shared.masking import MaskedBatch
 from cellmill.parallel.vocab_parallel import token_logits
 
 DECODED_CELLS = 256  # cells whose profiles are decoded at once

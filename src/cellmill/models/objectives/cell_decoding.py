@@ -7,7 +7,8 @@ sequencing depth. With `weights: counts` this is the multinomial likelihood of t
 given their sum, divided by the sum; with `likelihood: nb` the negative binomial likelihood of all
 genes' hidden counts, zeros included, also divided by the sum. With `view_loss` the hidden part is
 encoded too, and VICReg of the vectors of both parts is added in training only. `judge` compares
-with the mean profile of the training cells.
+with the mean profile of the training cells. Objective denoise is the same with view thin and target
+all.
 
 Legend: C cells with targets, H width of a cell's vector, D width of the decoder's last layer, V
 tokens of the vocabulary.

@@ -1,0 +1,88 @@
+"""masked_gene: predict which genes the masked tokens are.
+
+The output matrix is the gene embedding, the baseline the frequency of genes in the training cells.
+
+Legend: T tokens of the batch, N targets, H width of the model, V tokens of the vocabulary.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cellmill.config.parts.tokens import SPECIAL
+from cellmill.data.stream.batch import Batch
+from cellmill.models.batch import MASK_TOKEN
+from cellmill.models.counter_rng import keyed_bits
+from cellmill.models.initial import Fill, zeros
+from cellmill.models.objective import GeneStatistics, Judgement, loss_verdict
+from cellmill.models.objectives.shared.masking import CONTENT, Mask, MaskedBatch, MaskedObjective
+from cellmill.parallel.likelihoods import token_loss
+from cellmill.parallel.vocab_parallel import token_logits
+
+
+class GeneObservations(NamedTuple):
+    """Observations, `(N,)` each: tensors in `observe`, arrays in `judge`."""
+
+    genes: Any  # int64: vocabulary rows
+    is_right: Any  # bool: the gene has the highest logit
+    losses: Any  # float32: cross-entropy
+
+
+class MaskedGene(MaskedObjective):
+    hides_gene = True
+    gene_rows = frozenset({"gene_bias"})
+    n_genes: int  # genes of the vocabulary; set by `attach`
+
+    def attach_output(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+        self.n_genes = n_tokens - len(SPECIAL)
+        model.gene_bias = nn.Parameter(torch.empty(n_tokens))
+        return ("gene_bias", "gene_embedding")
+
+    def initial_value(self, name: str) -> Fill | None:
+        return zeros if name == "gene_bias" else None
+
+    def hide(self, batch: Batch, mask: Mask) -> dict[str, Tensor]:
+        """Hide genes, or replace them by a random gene of the vocabulary."""
+        genes = batch.genes.masked_fill(mask.hidden, MASK_TOKEN)
+        if self.shows_content and self.training:
+            random_genes = len(SPECIAL) + keyed_bits(mask.keys, CONTENT) % self.n_genes
+            genes = torch.where(mask.random, random_genes, genes)
+        return {"genes": genes}
+
+    def head_loss(self, model: Any, head_output: Tensor, prepared: MaskedBatch) -> Tensor:
+        table = model.gene_embedding.weight
+        return token_loss(head_output, table, model.gene_bias, prepared.answers)
+
+    def predict_from_head(self, model: Any, head_output: Tensor, prepared: MaskedBatch) -> Tensor:
+        """Return logits of genes, `(N, V)` float32, from the head's output `(N, H)`."""
+        return token_logits(head_output, model.gene_embedding.weight, model.gene_bias)
+
+    def observe(self, model: Any, prepared: MaskedBatch) -> GeneObservations:
+        answers = prepared.answers
+        states = model.states(prepared)[prepared.targets]
+        logits = self.predict_from_head(model, model.head(states), prepared)
+        return GeneObservations(
+            genes=answers - len(SPECIAL),
+            is_right=logits.argmax(1) == answers,
+            losses=F.cross_entropy(logits, answers, reduction="none"),
+        )
+
+    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
+        genes, is_right, losses = GeneObservations(*observed)
+        # add one: no gene has frequency 0
+        frequency = (train.n + 1) / (train.n.sum() + len(train.n))
+        base_loss = float(-np.log(frequency[genes]).mean())
+        loss = float(losses.astype(np.float64).mean())
+        metrics = {
+            "n_targets": len(genes),
+            "accuracy": float(is_right.mean()),
+            "accuracy_frequency": float((genes == int(train.n.argmax())).mean()),
+            "cross_entropy": loss,
+            "cross_entropy_frequency": base_loss,
+        }
+        name = "prediction of masked genes"
+        against = "gene frequency in training cells"
+        return metrics, loss_verdict(name, against, loss - base_loss)

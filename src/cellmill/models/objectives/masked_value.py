@@ -1,0 +1,148 @@
+"""masked_value: predict the values of masked tokens.
+
+The loss is the cross-entropy of bins, or the squared error of continuous values. Genes differ far
+more in their mean than cells in a gene, so values are judged by R² *over the gene mean*, and by the
+correlation after subtracting the gene mean from both. Values depend on the sum of all counts of a
+cell, hidden counts included; with `renormalize` the model sees values of visible counts only.
+Without it, both metrics include this leak.
+
+Legend: C cells, T tokens of the batch, N targets, H width of the model.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from cellmill.config.parts.objectives import MaskedValueConfig
+from cellmill.config.parts.tokens import SPECIAL
+from cellmill.data.stream.batch import Batch
+from cellmill.models.counter_rng import keyed_bits
+from cellmill.models.initial import STD, Fill, normal
+from cellmill.models.objective import (
+    GeneStatistics,
+    Judgement,
+    expected_bins,
+    pearson,
+    r2_over,
+    r2_verdict,
+    value_loss,
+)
+from cellmill.models.objectives.shared.masking import CONTENT, Mask, MaskedBatch, MaskedObjective
+from cellmill.models.objectives.shared.views import make_tokens
+
+
+class ValueObservations(NamedTuple):
+    """Observations, `(N,)` each: tensors in `observe`, arrays in `judge`."""
+
+    genes: Any  # int64: vocabulary rows
+    values: Any
+    predicted: Any  # values, or expected bins
+
+
+class MaskedValue(MaskedObjective):
+    config: MaskedValueConfig
+    hides_gene = False
+
+    def attach_output(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+        model.hidden_value = nn.Parameter(torch.empty(model.width))
+        n_outputs = self.tokens.n_values - self._first_bin if self._is_class else 1
+        model.value_out = nn.Linear(model.width, n_outputs)
+        return ("value_out",)
+
+    def initial_value(self, name: str) -> Fill | None:
+        return normal(STD) if name == "hidden_value" else None
+
+    def hide(self, batch: Batch, mask: Mask) -> dict[str, Tensor]:
+        """Hide values, or replace them by the value of a random visible token of the cell."""
+        values = batch.values
+        if self.config.renormalize:
+            values = self._renormalize(batch, mask.visible | mask.kept)
+        n_donors = torch.bincount(mask.cell[mask.visible], minlength=len(batch.lengths))  # `(C,)`
+        # a cell without a visible token has its random tokens hidden
+        has_donor = (n_donors > 0)[mask.cell]
+        hidden = mask.hidden | (mask.random & ~has_donor)
+        random = mask.random & has_donor
+        shown = values.masked_fill(hidden, 0)
+        shown[random] = values[_choose_donors(mask, random, n_donors)]
+        return {"values": shown, "value_hidden": hidden}
+
+    def _renormalize(self, batch: Batch, shows_value: Tensor) -> Tensor:
+        """Return values `(T,)` made from the counts of shown values only, with 0 for the others.
+
+        `shows_value` `(T,)` bool is True for a token whose own value the model sees.
+        """
+        assert batch.counts is not None, "the batch has no counts"
+        counts = batch.counts * shows_value
+        genes = batch.genes.numpy()
+        tokens = make_tokens(genes, counts.numpy(), batch.cu_seqlens.numpy(), self.tokenizer)
+        values = torch.zeros_like(batch.values)
+        values[counts > 0] = tokens["values"]
+        return values
+
+    def head_loss(self, model: Any, head_output: Tensor, prepared: MaskedBatch) -> Tensor:
+        return value_loss(
+            self.predict_from_head(model, head_output, prepared), prepared.answers, self._first_bin
+        )
+
+    def predict_from_head(self, model: Any, head_output: Tensor, prepared: MaskedBatch) -> Tensor:
+        """Return values `(N,)` float32, or logits of bins `(N, bins)`, from the head's output `(N, H)`."""
+        out: Tensor = model.value_out(head_output).float()
+        if self._is_class:
+            return out
+        return out.squeeze(-1) + prepared.center[prepared.cell[prepared.targets]]
+
+    def observe(self, model: Any, prepared: MaskedBatch) -> ValueObservations:
+        targets = prepared.targets
+        predicted = self.predict_from_head(
+            model, model.head(model.states(prepared)[targets]), prepared
+        )
+        if predicted.ndim == 2:
+            predicted = expected_bins(predicted, self._first_bin)
+        return ValueObservations(
+            genes=prepared.genes[targets] - len(SPECIAL),
+            values=prepared.answers,
+            predicted=predicted,
+        )
+
+    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
+        targets = ValueObservations(*observed)
+        values = targets.values.astype(np.float64)
+        predicted = targets.predicted.astype(np.float64)
+        gene_means = train.mean[targets.genes]
+        mse = float(np.mean((values - predicted) ** 2))
+        mse_gene = float(np.mean((values - gene_means) ** 2))
+        mse_global = float(np.mean((values - train.global_mean) ** 2))
+        r2 = r2_over(mse_gene, mse)
+        metrics = {
+            "n_targets": len(values),
+            "r2_over_gene_mean": r2,
+            "r2_over_global_mean": r2_over(mse_global, mse),
+            "pearson_gene_centred": pearson(values - gene_means, predicted - gene_means),
+            "mse": mse,
+            "mse_gene_mean": mse_gene,
+            "mse_global_mean": mse_global,
+        }
+        return metrics, r2_verdict("prediction of masked values", "the gene's training mean", r2)
+
+    @property
+    def _first_bin(self) -> int:
+        """Return the number of the first bin; 0 is the bin of genes without counts."""
+        return 0 if self.tokens.zero_frac else 1
+
+    @property
+    def _is_class(self) -> bool:
+        return self.tokens.value_kind == "class"
+
+
+def _choose_donors(mask: Mask, random: Tensor, n_donors: Tensor) -> Tensor:
+    """Return a random visible token of the same cell for each `random` token, `(random,)` int64.
+
+    `random` is `(T,)` bool. `n_donors` `(C,)` is the number of visible tokens of each cell.
+    """
+    donors = mask.visible.nonzero().flatten()  # tokens, cell after cell
+    first_donor = n_donors.cumsum(0) - n_donors  # `(C,)`: index in `donors`
+    cell = mask.cell[random]
+    draws = keyed_bits(mask.keys[random], CONTENT)
+    return donors[first_donor[cell] + draws % n_donors[cell]]

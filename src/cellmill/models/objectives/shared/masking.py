@@ -1,0 +1,172 @@
+"""Base of masked_value and masked_gene: which tokens are masked, and what the model sees of them.
+
+A fraction `mask_frac` of a cell's tokens, and at least one, is drawn by a hash of (seed, step,
+cell, position). Of the masked tokens, `keep_frac` show their own content in training and
+`random_frac` random content: a random gene of the vocabulary, or the value of a random visible gene
+of the cell (Devlin et al. 2019). The rest is hidden. A second loss, times `cell_loss_weight`,
+predicts the same targets from the cell's vector and the visible half of each target: the gene for
+masked_value, the value for masked_gene (scGPT, Cui et al. 2024, GEPC).
+
+Legend: C cells, T tokens of the batch, N targets, H width of the model.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from cellmill.config.parts.objectives import MaskedObjectiveConfig
+from cellmill.data.stream.batch import Batch
+from cellmill.models.batch import MASK_TOKEN, PAD_TOKEN, EncoderBatch, positions
+from cellmill.models.counter_rng import keyed_bits, keyed_token_bits, threshold
+from cellmill.models.objective import Objective
+from cellmill.parallel.vocab_parallel import rows_at
+
+HIGHEST_DRAW = 2**63 - 1  # draw of tokens that are not genes
+# Last key of each further draw of a token, after the bits that mask it.
+FATE = 2  # whether the model sees the token's own content, random content, or none
+CONTENT = 3  # the random content
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedBatch(EncoderBatch):
+    """A batch with its targets hidden, and the answers."""
+
+    targets: Tensor  # `(N,)` int64, ascending: all masked tokens, also those that show content
+    answers: Tensor  # `(N,)`: hidden genes (int64 token ids) or hidden values
+    n_targets: Tensor
+
+    def hide_targets(self, hides_gene: bool) -> Self:
+        """Hide the gene, or the value, of every target; return a new batch."""
+        if hides_gene:
+            return replace(self, genes=self.genes.index_fill(0, self.targets, MASK_TOKEN))
+        return replace(
+            self,
+            values=self.values.index_fill(0, self.targets, 0),
+            value_hidden=self.value_hidden.index_fill(0, self.targets, True),
+        )
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Tokens that are masked, and what the model sees of each. All fields are `(T,)`."""
+
+    cell: Tensor  # int64: index of the token's cell
+    keys: Tensor  # int64: keys of the token's further draws
+    visible: Tensor  # bool: genes that are not masked
+    masked: Tensor  # bool: tokens to predict, of which each is hidden, kept or random
+    hidden: Tensor  # bool
+    kept: Tensor  # bool: shows its own content
+    random: Tensor  # bool: shows random content
+
+
+class MaskedObjective(Objective):
+    """Base of masked_value and masked_gene; needs a model with `states`, `inputs` and `cell_vectors`."""
+
+    config: MaskedObjectiveConfig
+    hides_gene: bool
+
+    def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+        model.head = _make_head(model, model.width)
+        names: tuple[str, ...] = ("head",)
+        if self.config.cell_loss_weight:
+            model.cell_head = _make_head(model, 2 * model.width)
+            names = ("head", "cell_head", *model.plan.begin)
+        return (*names, *self.attach_output(model, n_tokens))
+
+    def attach_output(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+        """Add the layer from states to predictions; return the names that it reads."""
+        raise NotImplementedError
+
+    def prepare(self, batch: Batch, *, seed: int, step: int) -> MaskedBatch:
+        """Draw the mask of a batch and hide the genes of masked tokens, or their values."""
+        mask = self._draw_mask(batch, seed, step)
+        targets = mask.masked.nonzero().flatten()
+        content = batch.genes if self.hides_gene else batch.values
+        values_known = torch.ones_like(mask.masked) if self.hides_gene else ~mask.masked
+        return MaskedBatch.prepared(
+            batch,
+            (seed, step),
+            **self.hide(batch, mask),
+            value_known=values_known,
+            targets=targets,
+            answers=content[targets],
+            n_targets=torch.tensor(len(targets), device=targets.device),
+        )
+
+    def _draw_mask(self, batch: Batch, seed: int, step: int) -> Mask:
+        cell, position = positions(batch)
+        keys = keyed_token_bits(batch.cells, cell, seed, step, position)
+        is_gene = batch.genes > PAD_TOKEN  # neither padding nor an end of the cell
+        masked = self._choose_masked(keys, is_gene, cell, len(batch.lengths))
+        hidden = masked
+        kept = torch.zeros_like(masked)
+        # validation hides everything that is masked
+        if self.shows_content and self.training:
+            hidden, kept = self._draw_fates(keys, masked)
+        return Mask(
+            cell=cell,
+            keys=keys,
+            visible=is_gene & ~masked,
+            masked=masked,
+            hidden=hidden,
+            kept=kept,
+            random=masked & ~kept & ~hidden,
+        )
+
+    def _choose_masked(self, keys: Tensor, is_gene: Tensor, cell: Tensor, n_cells: int) -> Tensor:
+        """Return which tokens are masked: draws below `mask_frac`, and each cell's lowest; `(T,)` bool."""
+        draws = torch.where(is_gene, keys, HIGHEST_DRAW)
+        lowest = torch.full((n_cells,), HIGHEST_DRAW, device=draws.device)
+        lowest = lowest.scatter_reduce(0, cell, draws, "amin")
+        masked = (draws < threshold(self.config.mask_frac)) | (draws == lowest[cell])
+        return masked & is_gene
+
+    def _draw_fates(self, keys: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which masked tokens are hidden, and which show their own content, `(T,)` bool each.
+
+        Fates are from low to high: the token is hidden, shows random content, or its own.
+        """
+        keep_frac = self.config.keep_frac
+        hidden_frac = 1 - keep_frac - self.config.random_frac
+        fates = keyed_bits(keys, FATE)
+        # without keep_frac nothing is kept: the highest fate reaches even the threshold of 1
+        kept = masked & (fates >= threshold(1 - keep_frac)) & (keep_frac > 0)
+        hidden = masked & ~kept & (fates < threshold(hidden_frac))
+        return hidden, kept
+
+    def hide(self, batch: Batch, mask: Mask) -> dict[str, Tensor]:
+        """Hide the content of hidden tokens and replace that of random ones; return the new fields."""
+        raise NotImplementedError
+
+    def loss(self, model: Any, states: Tensor, prepared: MaskedBatch) -> Tensor:
+        targets = prepared.targets
+        loss = self.head_loss(model, model.head(states[targets]), prepared)
+        weight = self.config.cell_loss_weight
+        if not weight:
+            return loss
+        cells = model.cell_vectors(states, prepared).to(states.dtype)
+        # the targets are embedded again: the last pipeline stage does not receive the embeddings
+        queried = prepared.hide_targets(self.hides_gene) if self.shows_content else prepared
+        # both parts stay unnamed, so their memory is free before the head runs
+        queries = torch.cat(
+            [rows_at(cells, prepared.cell[targets]), model.inputs(queried, targets)], dim=-1
+        )
+        return loss + weight * self.head_loss(model, model.cell_head(queries), prepared)
+
+    @property
+    def shows_content(self) -> bool:
+        """Return True if some masked tokens show random content or their own."""
+        return self.config.random_frac + self.config.keep_frac > 0
+
+    def head_loss(self, model: Any, head_output: Tensor, prepared: MaskedBatch) -> Tensor:
+        """Return the summed loss of predictions from the head's output `(N, H)`, a float32 scalar."""
+        raise NotImplementedError
+
+
+def _make_head(model: Any, width: int) -> nn.Module:
+    """Return a layer from `width` to the width of the model, with activation and norm."""
+    layer = nn.Linear(width, model.width)
+    norm = nn.LayerNorm(model.width, eps=model.head_norm_eps)
+    return nn.Sequential(layer, model.head_activation(), norm)
