@@ -22,7 +22,7 @@ from cellmill.models.counter_rng import (
     keyed_token_bits,
     threshold,
 )
-from cellmill.models.objectives.shared.terms import vicreg
+from cellmill.models.objectives.shared.vicreg import vicreg
 from cellmill.models.objectives.shared.views import (
     HIDDEN_FRAC,
     HIDE,

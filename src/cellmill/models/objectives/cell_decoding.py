@@ -34,7 +34,8 @@ from cellmill.models.objective import (
     Tensors,
     loss_verdict,
 )
-from cellmill.models.objectives.shared.terms import Adversary, LevelTerms, vicreg
+from cellmill.models.objectives.shared.batch_terms import Adversary, LevelTerms
+from cellmill.models.objectives.shared.vicreg import vicreg
 from cellmill.models.objectives.shared.views import ViewBatch, ViewConfig, draw_view
 from cellmill.parallel.likelihoods import profile_loss
 from cellmill.parallel.vocab_parallel import token_logits

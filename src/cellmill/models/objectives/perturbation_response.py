@@ -25,7 +25,7 @@ from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import PAD_TOKEN
 from cellmill.models.initial import with_std
 from cellmill.models.objectives.cell_decoding import CellDecoding, DecodingBatch
-from cellmill.models.objectives.shared.terms import LevelTerms
+from cellmill.models.objectives.shared.batch_terms import LevelTerms
 from cellmill.models.objectives.shared.views import ViewBatch
 from cellmill.parallel.vocab_parallel import embed_tokens, token_logits
 

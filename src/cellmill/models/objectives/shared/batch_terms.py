@@ -1,0 +1,59 @@
+"""Two ways to keep a cell's batch out of its vector, which options add to cell_decoding.
+
+The decoder gets a vector of each batch (`LevelTerms`), so that the cell's vector need not encode it,
+as in scVI (Lopez et al. 2018). Or an `Adversary` predicts the batch from the cell's vector, through
+a reversed gradient that makes the encoder hide it (Ganin & Lempitsky 2015).
+
+Legend: C cells, H width of a cell's vector. Level numbers begin at 1; 0 is an unknown level.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cellmill.models.blocks import Reversed
+from cellmill.models.initial import Fill, with_std, zeros
+
+
+class LevelTerms(nn.Module):
+    """A vector of each level, zero for an unknown level.
+
+    With `centered` the mean over levels is subtracted.
+    """
+
+    def __init__(self, n_levels: int, width: int, centered: bool = True) -> None:
+        super().__init__()
+        self.centered = centered
+        self.weight = nn.Parameter(torch.empty(n_levels, width))
+
+    def initial_value(self, name: str) -> Fill:
+        return zeros
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        """Return the term of each cell, `(C, width)`, from its level number, `(C,)` int64."""
+        terms: Tensor = self.weight
+        if self.centered:
+            terms = terms - terms.mean(0)
+        with_unknown = F.pad(terms, (0, 0, 1, 0))
+        return F.embedding(numbers, with_unknown)
+
+
+class Adversary(nn.Module):
+    """Classifier of a cell's level that sends the encoder its reversed gradient, times `scale`."""
+
+    def __init__(self, width: int, n_levels: int, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+        self.inner = with_std(nn.Linear(width, width), width**-0.5)
+        self.out = with_std(nn.Linear(width, n_levels), width**-0.5)
+
+    def forward(self, vectors: Tensor, numbers: Tensor) -> Tensor:
+        """Return the cross-entropy summed over cells of a known level, a float32 scalar.
+
+        `vectors` are `(C, H)`, `numbers` the cells' level numbers, `(C,)` int64.
+        """
+        vectors = Reversed.apply(vectors, self.scale)
+        hidden = F.gelu(self.inner(vectors))
+        logits = self.out(hidden).float()
+        labels = numbers - 1
+        return F.cross_entropy(logits, labels, ignore_index=-1, reduction="sum")
