@@ -22,10 +22,9 @@ from cellmill.models.counter_rng import (
     keyed_token_bits,
     threshold,
 )
+from cellmill.models.draws import HIDDEN_FRAC, HIDE
 from cellmill.models.objectives.shared.vicreg import vicreg
 from cellmill.models.objectives.shared.views import (
-    HIDDEN_FRAC,
-    HIDE,
     ViewBatch,
     draw_hidden_frac,
     draw_view,

@@ -15,6 +15,7 @@ from torch import Tensor
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.stream.batch import Batch, Per
 from cellmill.models.counter_rng import keyed_bits, keyed_token_bits
+from cellmill.models.draws import TOKEN_DROPOUT
 from cellmill.parallel.vocab_parallel import segment_sum
 
 CPU = torch.device("cpu")
@@ -23,7 +24,6 @@ MASK_TOKEN = SPECIAL.index("<mask>")
 # token ids; row -1 - id of `end_embedding`
 CLS = -1
 EOS = -2
-DROPOUT = 1  # last key of the dropout of tokens; 2 and 3 are those of masks
 PAD_CELL = 256
 """Tokens of one cell of padding: the cost of attention grows with the square of a cell's length."""
 SHOWN = ("genes", "values", "cu_seqlens", "cells", "levels", "covariate_rows", "lengths")
@@ -180,7 +180,7 @@ class EncoderBatch(Batch):
         if self.keys is None:
             return position
         bits = keyed_token_bits(self.cells, cell, *self.keys, position)
-        return keyed_bits(bits, DROPOUT)
+        return keyed_bits(bits, TOKEN_DROPOUT)
 
     @cached_property
     def cell_keys(self) -> Tensor:

@@ -22,11 +22,10 @@ from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import PAD_TOKEN, AnyBatch, EncoderBatch, add_tokens
 from cellmill.models.blocks import Entry
 from cellmill.models.counter_rng import keyed_bits, threshold
+from cellmill.models.draws import UNKNOWN
 from cellmill.models.family import Model, ParallelPlan
 from cellmill.models.objective import Objective
 from cellmill.parallel.vocab_parallel import segment_sum
-
-UNKNOWN = 4  # last key of the draws; 2 and 3 are those of views
 
 
 class CovariateEmbedding(nn.Module):

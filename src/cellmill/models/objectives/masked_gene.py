@@ -16,9 +16,10 @@ from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import MASK_TOKEN
 from cellmill.models.counter_rng import keyed_bits
+from cellmill.models.draws import CONTENT
 from cellmill.models.initial import Fill, zeros
 from cellmill.models.objective import GeneStatistics, Judgement, loss_verdict
-from cellmill.models.objectives.shared.masking import CONTENT, Mask, MaskedBatch, MaskedObjective
+from cellmill.models.objectives.shared.masking import Mask, MaskedBatch, MaskedObjective
 from cellmill.parallel.likelihoods import token_loss
 from cellmill.parallel.vocab_parallel import token_logits
 

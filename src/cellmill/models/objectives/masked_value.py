@@ -19,6 +19,7 @@ from cellmill.config.parts.objectives import MaskedValueConfig
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.stream.batch import Batch
 from cellmill.models.counter_rng import keyed_bits
+from cellmill.models.draws import CONTENT
 from cellmill.models.initial import STD, Fill, normal
 from cellmill.models.objective import (
     GeneStatistics,
@@ -29,7 +30,7 @@ from cellmill.models.objective import (
     r2_verdict,
     value_loss,
 )
-from cellmill.models.objectives.shared.masking import CONTENT, Mask, MaskedBatch, MaskedObjective
+from cellmill.models.objectives.shared.masking import Mask, MaskedBatch, MaskedObjective
 from cellmill.models.objectives.shared.views import make_tokens
 
 

@@ -28,6 +28,7 @@ from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import EncoderBatch, positions
 from cellmill.models.blocks import FeedForward
 from cellmill.models.counter_rng import host_state, keyed_token_bits
+from cellmill.models.draws import HIDDEN_FRAC, HIDE, UNDETECTED
 from cellmill.models.initial import with_std
 from cellmill.models.objective import (
     GeneStatistics,
@@ -37,9 +38,6 @@ from cellmill.models.objective import (
     r2_verdict,
 )
 from cellmill.models.objectives.shared.views import (
-    HIDDEN_FRAC,
-    HIDE,
-    UNDETECTED,
     draw_hidden_frac,
     make_tokens,
     uniform,

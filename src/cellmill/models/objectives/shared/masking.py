@@ -20,13 +20,11 @@ from cellmill.config.parts.objectives import MaskedObjectiveConfig
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import MASK_TOKEN, PAD_TOKEN, EncoderBatch, positions
 from cellmill.models.counter_rng import keyed_bits, keyed_token_bits, threshold
+from cellmill.models.draws import FATE
 from cellmill.models.objective import Objective
 from cellmill.parallel.vocab_parallel import rows_at
 
 HIGHEST_DRAW = 2**63 - 1  # draw of tokens that are not genes
-# Last key of each further draw of a token, after the bits that mask it.
-FATE = 2  # whether the model sees the token's own content, random content, or none
-CONTENT = 3  # the random content
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ and cells without a shown token take no part. Validation has no dropout.
 Losses over the cells of a global batch are the same in every layout (`train.batch_rows`), in
 training and in validation, whose loss therefore depends on train.global_batch too.
 
-Legend: C cells with a target, H width of a cell's vector, L outputs of the head or, of a label, its
-levels.
+Legend: C cells with a target, H width of a cell's vector, L outputs of the head; for labels, the number
+of levels.
 """
 
 from dataclasses import dataclass
@@ -23,10 +23,9 @@ from cellmill.config.parts.objectives import LabelConfig
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import EncoderBatch, has_genes
 from cellmill.models.counter_rng import keyed_dropout, keyed_state
+from cellmill.models.draws import HEAD_DROPOUT
 from cellmill.models.initial import with_std
 from cellmill.models.objective import Objective, RowShare, Tensors
-
-DROPOUT = -1  # key of the head's dropout, which no block has
 
 
 class CellHead(nn.Module):
@@ -46,7 +45,7 @@ class CellHead(nn.Module):
         """
         x = vectors if self.inner is None else F.gelu(self.inner(vectors))
         if keys is not None and self.training and self.dropout:
-            x = keyed_dropout(x, self.dropout, keyed_state(keys, DROPOUT))
+            x = keyed_dropout(x, self.dropout, keyed_state(keys, HEAD_DROPOUT))
         outputs: Tensor = self.out(x)
         return outputs
 

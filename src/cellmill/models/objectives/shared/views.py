@@ -29,16 +29,9 @@ from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.rows import positions_in_rows
 from cellmill.data.stream.batch import Batch, Tokenizer
 from cellmill.models.counter_rng import host_state
+from cellmill.models.draws import DROPPED_FRAC, HIDDEN_FRAC, HIDE
 
 ViewConfig = CellDecodingConfig | DenoiseConfig | PerturbationResponseConfig
-
-
-# Last key of each draw, after (cell, seed, step). UNDETECTED may equal DROPPED_FRAC because a draw
-# number precedes it.
-HIDDEN_FRAC = 2  # hidden fraction of a cell's genes or, in views thin and drop_thin, of its counts
-HIDE = 3  # what is hidden; whole genes have the position in the cell before it
-DROPPED_FRAC = 4  # hidden fraction of a cell's genes in view drop_thin
-UNDETECTED = 4  # an undetected gene; the draw's number is before it
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,19 @@
+"""Last keys of the random draws of a training (`counter_rng`), by the keys before them.
+
+Draws with equal keys are equal. Whether a token is masked has no last key: its position is the last.
+So if a sum masks tokens of a view, those at positions 2, 3 and 4 share bits with the view's draws.
+UNDETECTED and UNKNOWN share bits for draw 0 and column 0. Other keys would change every training.
+"""
+
+# after (cell, seed, step)
+HIDDEN_FRAC = 2  # hidden fraction of a cell's genes or, in views thin and drop_thin, of its counts
+HIDE = 3  # what is hidden; for whole genes the position in the cell comes before it
+DROPPED_FRAC = 4  # hidden fraction of a cell's genes in view drop_thin
+# after (cell, seed, step, position)
+TOKEN_DROPOUT = 1
+FATE = 2  # whether a masked token shows its own content, random content, or none
+CONTENT = 3  # the random content
+# after (cell, seed, step), in layers whose rows are cells; those of blocks count from 0
+HEAD_DROPOUT = -1
+UNDETECTED = 4  # after (cell, seed, step, draw number): an undetected gene
+UNKNOWN = 4  # after (cell, seed, step, column): whether the model is not told a cell's level
