@@ -191,7 +191,7 @@ def predict_heads(
     regressions = find_regressions(model.objective)
     for name, head in regressions.items():
         suffix = f"_{name}" if len(regressions) > 1 else ""
-        predicted.obs[VALUE + suffix] = run_head(model, embedding.vectors, head.values)
+        predicted.obs[VALUE + suffix] = run_head(model, embedding.vectors, head.predict_in_units)
         predicted.about[f"value_column{suffix}"] = head.config.target_column
     return predicted
 

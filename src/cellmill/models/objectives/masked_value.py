@@ -47,7 +47,7 @@ class MaskedValue(MaskedObjective):
     hides_gene = False
 
     def attach_output(self, model: Any, n_tokens: int) -> tuple[str, ...]:
-        model.hidden_value = nn.Parameter(torch.empty(model.width))
+        model.hidden_value = nn.Parameter(torch.empty(model.width))  # `Model.begin` reads it
         n_outputs = self.tokens.n_values - self._first_bin if self._is_class else 1
         model.value_out = nn.Linear(model.width, n_outputs)
         return ("value_out",)

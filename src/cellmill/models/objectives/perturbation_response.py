@@ -8,7 +8,8 @@ gene is known; its learned vector stays zero. The loss is of binomial draws: the
 explain the part of the counts that the cell's vector, made from the other part, does not.
 
 Legend: C cells with targets, H width of a cell's vector, D width of the decoder's last layer, M
-largest number of genes of a perturbation, V tokens of the vocabulary. Level numbers begin at 1; 0 is an unknown level.
+largest number of genes of a perturbation, V tokens of the vocabulary. Level numbers begin at 1; 0
+is an unknown level.
 """
 
 from collections.abc import Sequence
@@ -59,8 +60,8 @@ class PerturbationResponse(CellDecoding):
         model.level_rows = {**model.level_rows, **rows}
         genes = config.perturbed_genes or {}
         self._genes = [[], *(genes.get(level, []) for level in levels)]
-        self._control = _find_number(config.control, levels)
-        self._excluded = [0, _find_number(MISSING, levels)]
+        self._control = _find_level_number(config.control, levels)
+        self._excluded = [0, _find_level_number(MISSING, levels)]
         return (*names, "response_genes", "response_terms")
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> ResponseBatch:
@@ -102,7 +103,7 @@ class PerturbationResponse(CellDecoding):
         if perturbation is not None:
             levels = self.levels[self.config.perturbation_column]
             device = vectors.device
-            numbers = torch.tensor([_find_number(perturbation, levels)], device=device)
+            numbers = torch.tensor([_find_level_number(perturbation, levels)], device=device)
             perturbed = _pad_genes([genes]).to(device)
             vectors = vectors + _respond(model, numbers, perturbed)
         decoded = model.decoder(vectors)
@@ -110,7 +111,7 @@ class PerturbationResponse(CellDecoding):
         return logits[:, len(SPECIAL) :].float().log_softmax(1)
 
 
-def _find_number(level: str, levels: Sequence[str]) -> int:
+def _find_level_number(level: str, levels: Sequence[str]) -> int:
     """Return the number of a level, from 1; 0 if it is unknown."""
     return 1 + levels.index(level) if level in levels else 0
 

@@ -90,7 +90,7 @@ def _number_in_cell(n_items: Tensor, cell: Tensor) -> Tensor:
     return torch.arange(len(cell)) - first_item[cell]
 
 
-def _pick_lowest(hidden: HiddenTokens, max_tokens: int) -> Tensor:
+def _pick_detected(hidden: HiddenTokens, max_tokens: int) -> Tensor:
     """Return the at most `max_tokens` hidden tokens of each cell with the lowest keys.
 
     The result is `(tokens,)` int64, ascending.
@@ -198,7 +198,7 @@ class QueryDecoding(Objective):
         """Choose the queries of each cell; return the fields of `QueryView` for them."""
         n_cells = len(batch.lengths)
         # detected genes
-        picked = _pick_lowest(hidden, self.config.max_asked)
+        picked = _pick_detected(hidden, self.config.max_asked)
         picked_cell = hidden.cell[picked]
         n_picked = torch.bincount(picked_cell, minlength=n_cells)
         n_hidden = torch.bincount(hidden.cell[hidden.is_hidden], minlength=n_cells)

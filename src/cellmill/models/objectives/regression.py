@@ -112,7 +112,7 @@ class Regression(CellObjective):
         predicted: Tensor = getattr(model, self.head_name)(vectors, keys)
         return predicted[:, 0].float()
 
-    def values(self, model: Any, vectors: Tensor) -> Tensor:
+    def predict_in_units(self, model: Any, vectors: Tensor) -> Tensor:
         """Return predicted numbers, in the unit of the column: `(C,)` float32, from `(C, H)`."""
         return self.predict(model, vectors) * self._scale.std + self._scale.mean
 

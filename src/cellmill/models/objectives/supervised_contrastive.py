@@ -38,7 +38,7 @@ class SupervisedContrastive(LabelObjective):
         return self.coupled_loss(rows, prepared)
 
     def rows(self, model: Any, states: Tensor, prepared: TargetBatch) -> Tensors:
-        """Return one row per cell: its label from 1, then a unit vector (L2 norm 1): `(C, 1 + H)` float32."""
+        """Return one row per cell: its label from 1, then its unit vector: `(C, 1 + H)` float32."""
         vectors = model.cell_vectors(states, prepared)[prepared.target_cells].float()
         labels = prepared.targets[:, None].to(vectors) + 1
         return (torch.cat([labels, F.normalize(vectors, dim=1)], dim=1),)

@@ -134,7 +134,7 @@ class LabelObjective(CellObjective):
 
     @property
     def labels(self) -> list[str]:
-        """Return the labels in the order of their codes: all levels but the last, of cells without one."""
+        """Return the labels in the order of their numbers: all levels except MISSING, the last."""
         return [level for level in self.levels[self.config.label_column] if level != MISSING]
 
     def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
