@@ -320,6 +320,16 @@ def test_both_orders_give_the_same_ranked_batches(
     assert n_cut > 300 if tokens["tokenizer"] == "rank" else n_cut > 50
 
 
+def test_genes_without_counts_leave_the_same_ranked_genes(
+    kind: str, ordered: dict[str, Manifest]
+) -> None:
+    tokens = {"tokenizer": "continuous", "max_tokens": 24, "zero_frac": 0.5}
+    both = zip(*(batches_of(manifest, **tokens) for manifest in ordered.values()))
+    for by_rank, by_genes in both:
+        for begin, end in zip(by_rank.cu_seqlens, by_rank.cu_seqlens[1:]):
+            assert {*by_rank.genes[begin:end]} == {*by_genes.genes[begin:end]}
+
+
 def test_whole_cells_have_ascending_genes(kind: str, ordered: dict[str, Manifest]) -> None:
     pairs = zip(
         *(

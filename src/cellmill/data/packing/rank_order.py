@@ -16,7 +16,7 @@ class RankOrder:
     """Puts cells into rank order."""
 
     inverse_medians: np.ndarray  # `(genes,)` float32
-    unsorted_up_to: int = 0  # cells of at most this many genes are left as they are
+    sorts_above: int = 0  # cells with at most this many genes are left as they are
 
     def sort(
         self, starts: np.ndarray, n: np.ndarray, genes: np.ndarray, counts: np.ndarray
@@ -26,7 +26,7 @@ class RankOrder:
         `starts` and `n` are `(cells,)` int64, `genes` int32, `counts` uint16 or uint32. By compiled
         loops or by numpy, with the same result.
         """
-        is_long = n > self.unsorted_up_to
+        is_long = n > self.sorts_above
         n = n[is_long]
         starts = starts[is_long]
         offsets = row_offsets(n)

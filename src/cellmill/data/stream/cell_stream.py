@@ -163,10 +163,10 @@ class CellStream:
         self._rank_order: RankOrder | None = None
         if opened.order == "genes":
             self._max_genes = None
-            unsorted_up_to = self._tokenizer.unsorted_up_to()
-            if unsorted_up_to is not None:
+            sorts_above = self._tokenizer.sorts_cells_above()
+            if sorts_above is not None:
                 medians = read_medians(self._shards[0].path)
-                self._rank_order = RankOrder(inverse_medians(medians), unsorted_up_to)
+                self._rank_order = RankOrder(inverse_medians(medians), sorts_above)
 
         # where the stream is
         self._epoch = 0

@@ -34,15 +34,18 @@ def count_kept_and_zeros(
     `zero_frac` of the tokens have no counts.
     """
     zero_frac = tokens.zero_frac
+    kept = np.minimum(detected, _max_kept(tokens))
     if not zero_frac:
-        kept = np.minimum(detected, tokens.max_tokens)
         return kept, np.zeros_like(kept)
-    max_kept = int(tokens.max_tokens * (1 - zero_frac))
-    kept = np.minimum(detected, max(1, max_kept))
     zeros = np.floor(kept * zero_frac / (1 - zero_frac)).astype(kept.dtype)
     absent = n_genes - detected
     max_zeros = np.minimum(absent, tokens.max_tokens - kept)
     return kept, np.minimum(zeros, max_zeros)
+
+
+def _max_kept(tokens: Tokens) -> int:
+    """Most tokens of a cell that have counts."""
+    return max(1, int(tokens.max_tokens * (1 - tokens.zero_frac)))
 
 
 class CellTokenizer:
@@ -73,11 +76,13 @@ class CellTokenizer:
         reads_all = with_counts or self._chooses or self._tokenizer.needs_counts
         return None if reads_all else self._tokens.max_tokens
 
-    def unsorted_up_to(self) -> int | None:
-        """Largest number of genes at which gene order cannot change a cell's tokens; None if it never can."""
+    def sorts_cells_above(self) -> int | None:
+        """Cells with more genes than this are put into rank order, because it decides their tokens;
+        None if it never does.
+        """
         if self._tokens.value_kind == "place":
             return 0
-        return self._tokens.max_tokens if self._tokens.truncation == "top" else None
+        return _max_kept(self._tokens) if self._tokens.truncation == "top" else None
 
     def count_tokens(self, detected: np.ndarray) -> np.ndarray:
         """(cells,) int64: tokens of cells with `detected` genes."""
