@@ -256,13 +256,19 @@ def test_a_value_above_the_limit_is_refused(kind: str) -> None:
         codec.unpack_parts(parts, ValueCoding(ascending=False, added=0, limit=ANY), out[:3])
 
 
-@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
-def test_rank_order_in_place_is_that_of_a_sort(kind: str, dtype: type) -> None:
-    counts = random_counts(300, 500, largest=60 if dtype == np.uint16 else 70_000)
-    medians = np.random.default_rng(0).choice([0.5, 1, 1.001, 3], 500).astype(np.float32)
+@pytest.mark.parametrize("medians", [[0.5, 1, 1.001, 3], 1 + np.arange(500)[::-1] * 2**-23])
+@pytest.mark.parametrize(
+    ("dtype", "largest"), [(np.uint16, 1), (np.uint16, 60), (np.uint32, 70_000)]
+)
+def test_rank_order_in_place_is_that_of_a_sort(
+    kind: str, dtype: type, largest: int, medians: list[float]
+) -> None:
+    counts = random_counts(300, 500, largest=largest)
+    medians = np.random.default_rng(0).choice(medians, 500).astype(np.float32)
     starts = counts.indptr.astype(np.int64)
     genes = counts.indices.astype(np.int32)
     values = counts.data.astype(dtype)
+    values[5::1000] = np.iinfo(dtype).max  # the other keys differ in few of the upper bits
     expected = rank_order_rows(starts, genes, values, 1 / medians)
     RankOrder(1 / medians).sort(starts[:-1], np.diff(starts), genes, values)
     np.testing.assert_array_equal(genes, expected[0])

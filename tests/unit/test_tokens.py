@@ -29,7 +29,7 @@ from cellmill.data.genes.names import GeneColumns
 from cellmill.data.packing import codec
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.writer import write_shards
-from cellmill.data.stream import log_values
+from cellmill.data.stream import token_values
 from cellmill.data.stream.batch import Batch, Prefixes, empty_batch
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.data.stream.tokenizers import CellTokenizer, bin_counts, count_kept_and_zeros
@@ -237,9 +237,10 @@ def test_compiled_loops_are_bitwise_equal_to_numpy(
     counts = sizes.round().clip(1, largest).astype(dtype)
     genes = rng.integers(0, 60_000, starts[-1]).astype(np.int32)
     kept = Prefixes(starts, MOST)
-    assert kept.cu_seqlens[-1] > log_values.LARGE_BATCH
+    assert kept.cu_seqlens[-1] > token_values.LARGE_BATCH
     monkeypatch.setattr(codec, "COMPILED", codec.CompiledLoops())
-    expected = log_values.log_tokens(kept, genes, counts)
+    expected = token_values.log_tokens(kept, genes, counts)
+    ranks = token_values.rank_tokens(kept, genes)
     loops = codec.load_loops()
     assert loops is not None
     monkeypatch.setattr(codec.COMPILED, "loops_for", lambda n_values: loops)
@@ -249,10 +250,13 @@ def test_compiled_loops_are_bitwise_equal_to_numpy(
     given_counts = (counts, counts.astype(np.int64), frozen)
     given_genes = (genes, genes.astype(np.int64), np.repeat(genes, 2)[::2])
     for some_counts, some_genes in product(given_counts, given_genes):
-        ids, values, _ = log_values.log_tokens(kept, some_genes, some_counts)
+        ids, values, _ = token_values.log_tokens(kept, some_genes, some_counts)
         assert (ids.dtype, values.dtype) == (np.int32, np.float32)
         np.testing.assert_array_equal(ids, expected[0])
         np.testing.assert_array_equal(values.view(np.uint32), expected[1].view(np.uint32))
+        by_loops = token_values.rank_tokens(kept, some_genes)
+        assert by_loops.values.dtype == np.int32
+        np.testing.assert_array_equal(by_loops[:2], ranks[:2])
 
 
 @pytest.mark.parametrize(

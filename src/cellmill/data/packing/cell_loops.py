@@ -12,40 +12,44 @@ from cellmill.data.packing.compiled import compiled
 from cellmill.data.packing.loops import pack_parts as pack_parts
 from cellmill.data.packing.loops import unpack_parts as unpack_parts
 
-_DIGITS = 4
+# an item has the upper bits of a gene's key, inverted, and below them its position in the cell
+_POSITION_BITS = 16
+_POSITION_MASK = np.uint32((1 << _POSITION_BITS) - 1)
 _DIGIT_BITS = 8
 _N_VALUES = 1 << _DIGIT_BITS  # of a digit
-_DIGIT_MASK = np.uint64(_N_VALUES - 1)
+_DIGIT_MASK = np.uint32(_N_VALUES - 1)
+_LOW_SHIFT = np.uint32(_POSITION_BITS)
+_HIGH_SHIFT = np.uint32(_POSITION_BITS + _DIGIT_BITS)
+_MAX_UPPER = np.uint32((1 << 2 * _DIGIT_BITS) - 1)
+MAX_RANKED = 1 << _POSITION_BITS  # most genes of a cell that `rank_rows` sorts
 
 
-@compiled(
-    *(
-        f"void(int32[::1], {counts}[::1], float32[::1], float32[::1], uint64[::1], uint32[:, ::1])"
-        for counts in ("uint16", "uint32")
-    )
-)
-def _make_items(
-    genes: Any, counts: Any, inverse_medians: Any, keys: Any, items: Any, n_with_digit: Any
-) -> None:
-    """Fill an item for each gene of a cell, and the number of items with each value of each digit.
+@compiled("void(uint32[::1], uint32[::1], uint32[::1], uint32[::1])")
+def _make_items(keys: Any, items: Any, n_with_low: Any, n_with_high: Any) -> None:
+    """Fill an item for each gene of a cell, and the number of items with each value of their two
+    digits.
 
-    The upper 32 bits of an item are its inverted key, so that the highest comes first; the lower
-    ones are its position.
+    Only the bits in which the keys of a cell differ are used, so that 16 of them tell most apart.
     """
-    n = np.uint64(len(genes))
-    for i in range(n):
-        keys[i] = np.float32(counts[i]) * inverse_medians[np.uint32(genes[i])]
-    bits = keys.view(np.uint32)
-    n_with_digit[:] = 0
-    for i in range(n):
-        key = np.uint64(~bits[i])
-        items[i] = (key << np.uint64(32)) | i
-        for digit in range(_DIGITS):
-            value = (key >> (np.uint64(digit) * np.uint64(_DIGIT_BITS))) & _DIGIT_MASK
-            n_with_digit[digit, value] += np.uint32(1)
+    size = np.uint64(len(keys))
+    smallest = keys[0]
+    largest = keys[0]
+    for i in range(size):
+        smallest = min(smallest, keys[i])
+        largest = max(largest, keys[i])
+    shift = np.uint32(0)
+    while (largest - smallest) >> shift > _MAX_UPPER:
+        shift += np.uint32(1)
+    n_with_low[:] = 0
+    n_with_high[:] = 0
+    for i in range(size):
+        upper = (largest - keys[i]) >> shift
+        items[i] = upper << _LOW_SHIFT | np.uint32(i)
+        n_with_low[upper & _DIGIT_MASK] += np.uint32(1)
+        n_with_high[upper >> np.uint32(_DIGIT_BITS)] += np.uint32(1)
 
 
-@compiled("void(uint64[::1], uint64[::1], uint64, uint32[::1])")
+@compiled("void(uint32[::1], uint32[::1], uint32, uint32[::1])")
 def _sort_by_digit(items: Any, out: Any, shift: Any, n_with_value: Any) -> None:
     """Fill `out` with the items in the order of the digit from bit `shift` on; equal ones stay in
     their order.
@@ -53,14 +57,32 @@ def _sort_by_digit(items: Any, out: Any, shift: Any, n_with_value: Any) -> None:
     `n_with_value`, the number of items with each value, becomes the end of each in `out`.
     """
     total = np.uint32(0)
-    for value in range(_N_VALUES):
+    for value in range(np.uint64(_N_VALUES)):
         n = n_with_value[value]
         n_with_value[value] = total
         total += n
     for i in range(np.uint64(len(items))):
-        value = (items[i] >> shift) & _DIGIT_MASK
+        value = items[i] >> shift & _DIGIT_MASK
         out[n_with_value[value]] = items[i]
         n_with_value[value] += np.uint32(1)
+
+
+@compiled("void(uint32[::1], uint32[::1])")
+def _sort_alike(items: Any, keys: Any) -> None:
+    """Sort items with the same upper bits by their whole keys; equal ones stay in their order."""
+    for i in range(np.uint64(1), np.uint64(len(items))):
+        item = items[i]
+        if (item ^ items[i - np.uint64(1)]) > _POSITION_MASK:
+            continue
+        key = keys[item & _POSITION_MASK]
+        to: Any = i
+        while to > np.uint64(0):
+            before = items[to - np.uint64(1)]
+            if (item ^ before) > _POSITION_MASK or keys[before & _POSITION_MASK] >= key:
+                break
+            items[to] = before
+            to -= np.uint64(1)
+        items[to] = item
 
 
 @compiled(
@@ -72,39 +94,37 @@ def _sort_by_digit(items: Any, out: Any, shift: Any, n_with_value: Any) -> None:
 def rank_rows(starts: Any, n: Any, genes: Any, counts: Any, inverse_medians: Any) -> None:
     """Sort cells in place as `rank_order.RankOrder.sort` does.
 
-    Keys are non-negative floats, so their bit patterns sort in the same order. A stable radix sort by
-    digits of 8 bits leaves ties in order. With digits of 11 bits, 2,048 numbers would be summed up for each of
-    them, which takes longer than a fourth pass over the genes of max_length cells.
+    Keys are non-negative floats, so their bit patterns sort in the same order. A stable radix sort
+    by two digits of the upper bits leaves few genes to be moved.
     """
     max_length = np.int64(1)
     for row in range(len(n)):
         max_length = max(max_length, n[row])
     keys = np.empty(max_length, np.float32)
-    items = np.empty(max_length, np.uint64)
-    sorted_items = np.empty(max_length, np.uint64)
+    items = np.empty(max_length, np.uint32)
+    sorted_items = np.empty(max_length, np.uint32)
     genes_before = np.empty(max_length, np.int32)
     counts_before = np.empty(max_length, counts.dtype)
-    n_with_digit = np.empty((_DIGITS, _N_VALUES), np.uint32)
+    n_with_low = np.empty(_N_VALUES, np.uint32)
+    n_with_high = np.empty(_N_VALUES, np.uint32)
     for row in range(len(n)):
-        size = n[row]
-        if size == 0:
+        size = np.uint64(n[row])
+        if size == np.uint64(0):
             continue
-        row_genes = genes[starts[row] : starts[row] + size]
-        row_counts = counts[starts[row] : starts[row] + size]
-        _make_items(row_genes, row_counts, inverse_medians, keys, items, n_with_digit)
-        for digit in range(_DIGITS):
-            n_with_value = n_with_digit[digit]
-            shift = np.uint64(32) + np.uint64(digit) * np.uint64(_DIGIT_BITS)
-            if n_with_value[(items[0] >> shift) & _DIGIT_MASK] == size:
-                continue  # all have the same digit
-            _sort_by_digit(items[:size], sorted_items, shift, n_with_value)
-            unsorted = items
-            items = sorted_items
-            sorted_items = unsorted
-        genes_before[:size] = row_genes
-        counts_before[:size] = row_counts
-        for i in range(np.uint64(size)):
-            position = items[i] & np.uint64(0xFFFFFFFF)
+        row_genes = genes[starts[row] : starts[row] + n[row]]
+        row_counts = counts[starts[row] : starts[row] + n[row]]
+        for i in range(size):
+            keys[i] = np.float32(row_counts[i]) * inverse_medians[np.uint32(row_genes[i])]
+        key_bits = keys[:size].view(np.uint32)
+        _make_items(key_bits, items, n_with_low, n_with_high)
+        _sort_by_digit(items[:size], sorted_items, _LOW_SHIFT, n_with_low)
+        _sort_by_digit(sorted_items[:size], items, _HIGH_SHIFT, n_with_high)
+        _sort_alike(items[:size], key_bits)
+        for i in range(size):
+            genes_before[i] = row_genes[i]
+            counts_before[i] = row_counts[i]
+        for i in range(size):
+            position = items[i] & _POSITION_MASK
             row_genes[i] = genes_before[position]
             row_counts[i] = counts_before[position]
 
@@ -241,3 +261,21 @@ def fill_tokens(
                 large[n_large] = first + i
                 n_large += 1
     return n_large
+
+
+@compiled("void(int32[::1], int64[::1], int32[::1], int32[::1], int32[::1], int32)")
+def fill_ranks(
+    genes: Any, cell_offsets: Any, token_offsets: Any, ids: Any, values: Any, first_id: int
+) -> None:
+    """Fill `ids` with the first genes of each cell, and `values` with their positions from 0."""
+    for cell in range(len(cell_offsets) - 1):
+        first = token_offsets[cell]
+        start = cell_offsets[cell]
+        n = np.uint64(token_offsets[cell + 1] - first)
+        cell_genes = genes[start : start + n]
+        cell_ids = ids[first : first + n]
+        cell_values = values[first : first + n]
+        for i in range(n):
+            cell_ids[i] = cell_genes[i] + first_id
+        for i in range(n):
+            cell_values[i] = i

@@ -31,7 +31,7 @@ class RankOrder:
         starts = starts[is_long]
         offsets = row_offsets(n)
         loops = codec.COMPILED.loops_for(int(offsets[-1]))
-        if loops is not None:
+        if loops is not None and n.max(initial=0) <= loops.MAX_RANKED:
             loops.rank_rows(starts, n, genes, counts, self.inverse_medians)
             return
         entries = np.repeat(starts, n) + positions_in_rows(offsets)

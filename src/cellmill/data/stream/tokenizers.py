@@ -14,10 +14,9 @@ import numpy as np
 
 from cellmill.config.parts.tokens import SPECIAL, BinnedTokens, Tokens
 from cellmill.data.keys import splitmix64
-from cellmill.data.recycled import recycled_empty
 from cellmill.data.rows import positions_in_rows, row_offsets
 from cellmill.data.stream.batch import Batch, Prefixes, Tokenized, Tokenizer, make_batch
-from cellmill.data.stream.log_values import log_tokens
+from cellmill.data.stream.token_values import log_tokens, rank_tokens
 from cellmill.errors import ConfigError, DataError
 
 _ZEROS = np.uint64(0x5A45524F)  # part of the keys of genes without counts
@@ -220,13 +219,7 @@ class RankTokenizer(FirstGenes):
     needs_counts = False
 
     def tokenize(self, genes: np.ndarray, counts: Any, offsets: np.ndarray) -> Tokenized:
-        kept = self._prefixes(offsets)
-        # slices of one cached array take half the time of arange - repeat
-        longest = np.arange(kept.lengths.max(initial=0), dtype=np.int32)
-        values = recycled_empty(kept.cu_seqlens[-1], self.dtype)
-        parts = [longest[:n] for n in kept.lengths.tolist()]
-        np.concatenate(parts or [longest], out=values)
-        return Tokenized(kept.token_ids(genes), values, kept.cu_seqlens)
+        return rank_tokens(self._prefixes(offsets), genes)
 
 
 class BinnedTokenizer(FirstGenes):

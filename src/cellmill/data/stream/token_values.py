@@ -1,7 +1,9 @@
-"""log(1 + counts per 10,000) as values of tokens, by numpy or by compiled loops.
+"""Values of tokens, by numpy or by compiled loops: positions in the cell, and log(1 + counts per
+10,000).
 
-numpy, and the loops that numba compiles (`packing.codec`), give the same bits; the loops look up
-small counts in a table of each cell. For small batches numpy computes the values, which is faster.
+numpy, and the loops that numba compiles (`packing.codec`), give the same bits; for logarithms the
+loops look up small counts in a table of each cell. For small batches numpy computes the values,
+which is faster.
 """
 
 from typing import Any
@@ -19,26 +21,46 @@ LARGE_BATCH = 1 << 15  # tokens of a batch from which loops are faster
 _TABLED_COUNTS = 64  # counts below it are looked up in a table of each cell
 
 
+def rank_tokens(kept: Prefixes, genes: np.ndarray) -> Tokenized:
+    """Tokens of the kept `genes`, `(nonzeros,)`, with int32 positions in their cell from 0."""
+    values = recycled_empty(kept.cu_seqlens[-1], np.int32)
+    loops = _choose_loops(kept, genes)
+    if loops is not None:
+        ids = recycled_empty(len(values), np.int32)
+        loops.fill_ranks(genes, kept.offsets, kept.cu_seqlens, ids, values, np.int32(len(SPECIAL)))
+        return Tokenized(ids, values, kept.cu_seqlens)
+    # slices of one cached array take half the time of arange - repeat
+    longest = np.arange(kept.lengths.max(initial=0), dtype=np.int32)
+    parts = [longest[:n] for n in kept.lengths.tolist()]
+    np.concatenate(parts or [longest], out=values)
+    return Tokenized(kept.token_ids(genes), values, kept.cu_seqlens)
+
+
 def log_tokens(kept: Prefixes, genes: np.ndarray, counts: np.ndarray) -> Tokenized:
     """Tokens, with float32 values, of the kept `genes` and `counts`, `(nonzeros,)`."""
-    n_tokens = int(kept.cu_seqlens[-1])
-    if n_tokens >= LARGE_BATCH and _fit_loops(genes, counts, kept.offsets):
-        loops = codec.COMPILED.loops_for(n_tokens)
-        if loops is not None:
-            return _tokens_by_loops(loops, kept, genes, counts)
+    loops = _choose_loops(kept, genes, counts)
+    if loops is not None:
+        return _tokens_by_loops(loops, kept, genes, counts)
     values = kept.copy(counts, np.float32)
     values *= np.repeat(scale_of_totals(row_sums(counts, kept.offsets), np.float32), kept.lengths)
     np.log1p(values, out=values)
     return Tokenized(kept.token_ids(genes), values, kept.cu_seqlens)
 
 
-def _fit_loops(genes: np.ndarray, counts: np.ndarray, offsets: np.ndarray) -> bool:
-    """True if the arrays have the types and layout that the loops are compiled for."""
-    for array in (genes, counts, offsets):
-        if not (array.flags.c_contiguous and array.flags.writeable):
-            return False
-    has_known_counts = counts.dtype in (np.uint16, np.uint32)
-    return has_known_counts and genes.dtype == np.int32 and offsets.dtype == np.int64
+def _choose_loops(kept: Prefixes, genes: np.ndarray, counts: np.ndarray | None = None) -> Any:
+    """The loops; None if numpy is faster, or arrays have other types or layouts than they are
+    compiled for.
+    """
+    n_tokens = int(kept.cu_seqlens[-1])
+    arrays = [genes, kept.offsets]
+    dtypes = [genes.dtype == np.int32, kept.offsets.dtype == np.int64]
+    if counts is not None:
+        arrays.append(counts)
+        dtypes.append(counts.dtype in (np.uint16, np.uint32))
+    is_plain = all(array.flags.c_contiguous and array.flags.writeable for array in arrays)
+    if n_tokens < LARGE_BATCH or not (is_plain and all(dtypes)):
+        return None
+    return codec.COMPILED.loops_for(n_tokens)
 
 
 def _tokens_by_loops(
