@@ -15,6 +15,8 @@ with a sample of the training than two draws would.
 """
 
 import json
+import re
+from array import array
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +42,7 @@ KIT = 737_280  # barcodes of the smallest common kit (10x Genomics v1 and v2)
 MAX_CHANCE = 0.1  # largest share of a sample's shared barcodes that chance may explain
 MAX_LOG_PROBABILITY = -20.7  # of a match of samples by chance, over all pairs: 1e-9
 FEWEST = 8  # barcodes of a sample; fewer are counted with the rest of the file
-BARCODE = "[ACGT]{12,}"
+BARCODE = re.compile("[ACGT]{12,}")
 
 
 class CorpusDigests(NamedTuple):
@@ -57,7 +59,7 @@ class CorpusDigests(NamedTuple):
         Samples of the file and of the training are paired if chance explains at most MAX_CHANCE of
         the barcodes that they share, which is less likely than 1e-9 (Chernoff's bound).
         """
-        cells = _read_barcodes(names)
+        cells = _read_barcodes(("", name) for name in names)
         mask = np.zeros(len(cells), bool)
         order = np.argsort(self.barcodes, kind="stable")
         ordered = self.barcodes[order]
@@ -90,23 +92,32 @@ class CellDigests(NamedTuple):
     unknown: list[str]
 
 
-def _read_barcodes(names: Iterable[str], files: Iterable[str] = ("",)) -> pd.DataFrame:
-    """Columns `barcode` (uint64 hash) and `sample` (number, -1 without a barcode) of cells of
-    `files`, one name for all or one a cell.
+def _read_barcodes(cells: Iterable[tuple[str, str]]) -> pd.DataFrame:
+    """Columns `barcode` (uint64 hash) and `sample` (number, -1 without a barcode) of cells.
 
-    A sample is the rest of the name; those with few cells are one sample for each file.
+    `cells` are file and name. A sample is the rest of the name; those with few cells are one sample
+    for each file. Texts of one cell at a time are in memory.
     """
-    parts = pd.Series(list(names), dtype=object).str.extract(
-        rf"(?P<before>.*?)(?P<barcode>{BARCODE})(?P<after>.*)"
-    )
-    files = list(files)
-    file = pd.Series(files if len(files) == len(parts) else files[:1] * len(parts), dtype=object)
-    rest = file + "\n" + parts["before"] + "\n" + parts["after"]
-    is_small = rest.map(rest.value_counts()) < FEWEST
-    sample, _ = pd.factorize(rest.where(~is_small, file).where(parts["barcode"].notna()), sort=True)
-    codes, barcodes = pd.factorize(parts["barcode"])
-    hashes = np.array([*map(hash_text, barcodes), 0], np.uint64)
-    return pd.DataFrame({"barcode": hashes[codes], "sample": sample})
+    barcodes = array("Q")
+    samples = array("q")
+    numbers: dict[tuple[str, str], int] = {}  # by file, and rest of the name
+    for file, name in cells:
+        found = BARCODE.search(name)
+        if found is None:
+            barcodes.append(0)
+            samples.append(-1)
+            continue
+        rest = f"\n{name[: found.start()]}\n{name[found.end() :]}"
+        barcodes.append(hash_text(found[0]))
+        samples.append(numbers.setdefault((file, rest), len(numbers)))
+    sample = np.array(samples, np.int64)
+    n_cells = np.bincount(sample[sample >= 0], minlength=len(numbers))
+    texts = []
+    for (file, rest), n in zip(numbers, n_cells.tolist()):
+        texts.append(file if n < FEWEST else file + rest)
+    in_order, _ = pd.factorize(np.array(texts, object), sort=True)
+    sample = np.append(in_order, -1)[sample]
+    return pd.DataFrame({"barcode": np.array(barcodes, np.uint64), "sample": sample})
 
 
 def digest_corpus(manifest: Manifest) -> CorpusDigests:
@@ -114,10 +125,9 @@ def digest_corpus(manifest: Manifest) -> CorpusDigests:
     splits = [split for split in READ if manifest.splits[split].n_obs]
     hashes = [open_index(manifest, split, "hashes")[0] for split in splits]
     shards = [shard for split in splits for shard in manifest.splits[split].shards]
-    names = np.concatenate([read_names(manifest.shard_path(shard), "obs") for shard in shards])
+    names = (name for s in shards for name in read_names(manifest.shard_path(s), "obs"))
     ids = read_names(manifest.shard_path(shards[0]), "var").tolist()
-    divided = [name.partition(":") for name in names]
-    cells = _read_barcodes([cell for _, _, cell in divided], [file for file, _, _ in divided])
+    cells = _read_barcodes(name.partition(":")[::2] for name in names)
     cells = cells[cells["sample"] >= 0].drop_duplicates().sort_values(["sample", "barcode"])
     samples = row_offsets(np.bincount(cells["sample"]))
     barcodes = cells["barcode"].to_numpy(np.uint64)
