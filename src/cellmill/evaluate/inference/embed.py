@@ -203,8 +203,9 @@ def embed_cells(
         rows(), columns, vocabulary, tokens, chosen, totals, per_cell=per_cell
     )
     vectors = embed_batches(batches, model, reader.n_obs, section.token_budget, section.precision)
-    vectors = vectors[chosen]
-    if np.isnan(vectors).all():
+    if not chosen.all():  # else a copy would double the memory
+        vectors = vectors[chosen]
+    if np.isnan(vectors[:, 0]).all():
         raise DataError(f"{reader.path}: no cell has a count on a gene that the model knows")
     frac = float(totals[0] / totals[1])
     genes = gene_coverage(columns, vocabulary)
