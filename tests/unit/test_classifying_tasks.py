@@ -31,7 +31,7 @@ from cellmill.evaluate import features as features_module
 from cellmill.evaluate.baselines import BaselineCache
 from cellmill.evaluate.components import RankedGenes, choose_variable_genes
 from cellmill.evaluate.evaluated import read_counts
-from cellmill.evaluate.features import features_of_counts, read_rows
+from cellmill.evaluate.features import cell_features, features_of_counts, read_rows
 from cellmill.evaluate.inference.embed import embed_cells
 from cellmill.evaluate.labels import choose_cells, predict_from_other_half
 from cellmill.evaluate.methods import (
@@ -306,6 +306,21 @@ def _accuracies(
         )
         for *_, train, test in splits(cells, labels)
     ]
+
+
+def test_features_are_shared_by_the_same_cells_and_vectors(context: Context) -> None:
+    context = replace(context, baselines=BaselineCache())
+    cells = np.flatnonzero(context.scored)
+    first = cell_features(context, cells)
+    assert cell_features(context, cells)[UNTRAINED] is first[UNTRAINED], "computed once"
+    changed = replace(context, vectors=context.vectors + 1)
+    found = cell_features(changed, cells)[EMBEDDING]
+    np.testing.assert_array_equal(found, context.vectors[cells] + 1)
+    fewer = cell_features(changed, cells[1:])
+    for method, values in fewer.items():
+        expected = found if method == EMBEDDING else first[method]
+        dense = [part.toarray() if sp.issparse(part) else part for part in (values, expected[1:])]
+        np.testing.assert_allclose(*dense, rtol=1e-4, atol=1e-5)
 
 
 def test_the_ceiling_is_predicted_from_the_other_half_of_labels(

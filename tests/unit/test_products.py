@@ -2,6 +2,7 @@
 fold, and nothing of the tested cells is in them.
 """
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from cellmill.evaluate.classifiers import dual, logistic, newton
 from cellmill.evaluate.classifiers.dual import FoldFit, fit_folds
 from cellmill.evaluate.classifiers.fitted import NearestCells, make_classifiers, predict_folds
 from cellmill.evaluate.methods import REGRESSION, UNSCALED_REGRESSION
-from cellmill.evaluate.products import SharedCells
+from cellmill.evaluate.products import CellProducts, SharedCells, choose_scales
 from cellmill.evaluate.splits import Split
 from cellmill.evaluate.tasks.classify import _fit_components
 from cellmill.runs.results import ScoredMethod
@@ -202,3 +203,44 @@ def test_cells_of_equal_content_share_products() -> None:
     whole = SharedCells(shared.source, np.arange(60))
     dense = genes.toarray().astype(np.float64)
     np.testing.assert_allclose(whole.products(whole), dense @ dense.T, rtol=1e-5)
+
+
+@pytest.mark.parametrize("single", [True, False], ids=["float32", "float64"])
+def test_products_equal_those_of_dense_cells(single: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if single:
+        monkeypatch.setattr(products_module, "MAX_DOUBLE", 0)
+    monkeypatch.setattr(products_module, "BLOCK", 32)
+    monkeypatch.setattr(products_module, "ROW_BLOCK", 25)
+    genes, _, _ = _cells(150, 200, 3)
+    genes[:, 100:] = genes[:, 100:].multiply(np.arange(150)[:, None] % 50 == 0)  # rare genes
+    genes.eliminate_zeros()
+    shared = CellProducts(genes, "")
+    dense = genes.toarray().astype(np.float64)
+    np.testing.assert_allclose(shared.plain, dense @ dense.T, rtol=1e-5, atol=1e-5)
+    scaled = StandardScaler(with_mean=False).fit_transform(dense)
+    np.testing.assert_allclose(shared.scaled, scaled @ scaled.T, rtol=1e-5, atol=1e-4)
+
+
+def test_deviations_of_groups_are_of_their_members_alone() -> None:
+    genes, _, is_fitted = _cells(60, 200, 3)
+    groups = np.stack([is_fitted, ~is_fitted]).astype(float)
+    found = choose_scales(genes, groups)
+    for scale, members in zip(found, groups):
+        scaler = StandardScaler(with_mean=False).fit(genes[members == 1].astype(np.float64))
+        np.testing.assert_allclose(scale, scaler.scale_, rtol=1e-9)
+    assert found[0, 1] == 1, "a constant gene is not divided by a rounding error"
+
+
+def test_products_take_little_more_memory_than_their_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(products_module, "MAX_DOUBLE", 0)
+    monkeypatch.setattr(products_module, "BLOCK", 64)
+    monkeypatch.setattr(products_module, "ROW_BLOCK", 64)
+    genes = sp.random_array((1500, 400), density=0.05, format="csr", dtype=np.float32, rng=0)
+    shared = CellProducts(genes, "")
+    tracemalloc.start()
+    size = shared.plain.nbytes
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1.5 * size, f"{peak:,} bytes for {size:,}"

@@ -20,6 +20,7 @@ import scipy.sparse as sp
 import sklearn
 from sklearn.exceptions import ConvergenceWarning
 
+from cellmill.evaluate.methods import Features
 from cellmill.evaluate.products import CellProducts, SharedCells
 from cellmill.files import atomic_path
 
@@ -37,6 +38,7 @@ class BaselineCache:
         self.predictions = _read(file)
         # predictions from features that no other run has: never saved
         self.model_predictions: dict[str, np.ndarray] = {}
+        self._kept: tuple[tuple[Any, ...], np.ndarray, Features] | None = None
         self._n_read = len(self.predictions)
         self._products: CellProducts | None = None
 
@@ -44,10 +46,25 @@ class BaselineCache:
         """The cells with products that tasks share. Those of other cells are dropped: they fill
         memory.
         """
-        digest = _digest("", cells)
-        if self._products is None or self._products.digest != digest:
-            self._products = CellProducts(cells, digest)
+        if self._products is None or self._products.cells is not cells:
+            digest = _digest("", cells)
+            if self._products is None or self._products.digest != digest:
+                self._products = CellProducts(cells, digest)
         return SharedCells(self._products, np.arange(cells.shape[0]))
+
+    def keep(self, sources: tuple[Any, ...], cells: np.ndarray, features: Features) -> None:
+        """Keep the features of `cells` (indices), made from `sources`, for the next task. Those of
+        other cells are dropped.
+        """
+        self._kept = (sources, cells, features)
+
+    def find_kept(self, sources: tuple[Any, ...], cells: np.ndarray) -> Features | None:
+        """Features of `cells` (indices) that were kept, if made from the same objects `sources`."""
+        if self._kept is None:
+            return None
+        kept_sources, kept_cells, features = self._kept
+        is_same = all(kept is source for kept, source in zip(kept_sources, sources))
+        return features if is_same and np.array_equal(kept_cells, cells) else None
 
     def features(self, about: str, values: Any, compute: Callable[[], np.ndarray]) -> np.ndarray:
         """Result of `compute`, which depends on `values`, dense or sparse, and on `about`; kept if

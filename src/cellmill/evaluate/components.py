@@ -112,16 +112,22 @@ def project_on_fitted(products: np.ndarray, fitted: np.ndarray, components: int)
     """
     n = len(products)
     n_fitted = len(fitted)
-    # Gram matrix of the fitted cells after their mean is subtracted, (fitted cells, fitted cells)
-    gram = np.empty((n_fitted, n_fitted), products.dtype)
-    for first in range(0, n_fitted, BLOCK):
-        rows = fitted[first : first + BLOCK]
-        gram[first : first + BLOCK] = products[rows].take(fitted, axis=1)
+    # products of the fitted cells, (fitted cells, fitted cells): no copy if these are all cells
+    gram = products
+    if not np.array_equal(fitted, np.arange(n)):
+        gram = np.empty((n_fitted, n_fitted), products.dtype)
+        for first in range(0, n_fitted, BLOCK):
+            rows = fitted[first : first + BLOCK]
+            gram[first : first + BLOCK] = products[rows].take(fitted, axis=1)
     means = gram.mean(0)
-    gram -= means
-    gram -= gram.mean(1, keepdims=True)
-    basis = find_eigenvectors(gram.__matmul__, len(fitted), components, gram.dtype)
-    in_basis = basis.T @ (gram @ basis)
+
+    # products of the fitted cells after their mean is subtracted, times x
+    def multiply(x: np.ndarray) -> np.ndarray:
+        multiplied = gram @ (x - x.mean(0))
+        return np.asarray(multiplied - multiplied.mean(0))
+
+    basis = find_eigenvectors(multiply, n_fitted, components, gram.dtype)
+    in_basis = basis.T @ multiply(basis)
     eigenvalues, rotation = np.linalg.eigh(in_basis)
     # the largest first
     lengths = np.sqrt(np.maximum(eigenvalues[::-1], 0))
@@ -181,25 +187,14 @@ class RankedGenes:
     """
 
     def __init__(self, genes: sp.csr_matrix) -> None:
-        self.above = genes.astype(np.float64)
-        self.above.eliminate_zeros()
-        n, width = genes.shape
-        n_expressed = np.diff(self.above.indptr)  # (cells,)
-        n_absent = width - n_expressed
-        # cell of each stored value
-        cell = np.repeat(np.arange(n), n_expressed)
-        ranks_in_cell = pd.Series(self.above.data).groupby(cell).rank()
-        ranks = n_absent[cell] + ranks_in_cell.to_numpy()
-        middle = (width + 1) / 2  # mean rank of a cell
-        lowest = (n_absent + 1) / 2  # shared rank of the genes without a count
-        squares = np.bincount(cell, ranks**2, n)
-        squares = squares + n_absent * lowest**2
-        variance = squares / width - middle**2
-        varies = variance > 1e-9 * middle**2
-        # 1 for a cell whose values are all equal
-        scale = np.sqrt(np.where(varies, variance, 1))
-        self.zero = (lowest - middle) / scale
-        self.above.data = (ranks - lowest[cell]) / scale[cell]
+        n = genes.shape[0]
+        self.zero = np.empty(n)
+        blocks = []
+        for first in range(0, n, BLOCK):
+            zero, above = _standardise_ranks(genes[first : first + BLOCK].astype(np.float64))
+            self.zero[first : first + BLOCK] = zero
+            blocks.append(above)
+        self.above = sp.vstack(blocks, format="csr")
 
     def select(self, cells: np.ndarray, labels: np.ndarray) -> np.ndarray:
         """Values of all cells, dense, of the RANKED_GENES genes of largest F between the `labels`
@@ -207,19 +202,46 @@ class RankedGenes:
         """
         classes, class_of_cell = np.unique(labels, return_inverse=True)
         member = np.eye(len(classes))[class_of_cell].T  # (classes, cells)
-        above = self.above[cells]
-        zero = self.zero[cells]
-        zero_sums = member @ zero
-        sums = member @ above + zero_sums[:, None]  # (classes, genes)
-        # (genes,): squares of `above` plus `zero`
-        squares = above.power(2).sum(0) + 2 * (zero @ above) + zero @ zero
+        sums = np.zeros((len(classes), self.above.shape[1]))  # (classes, genes)
+        squares = np.zeros(self.above.shape[1])
+        for first in range(0, len(cells), BLOCK):
+            block = cells[first : first + BLOCK]
+            above = self.above[block]
+            zero = self.zero[block]
+            members = member[:, first : first + BLOCK]
+            sums += members @ above + (members @ zero)[:, None]
+            # squares of `above` plus `zero`
+            squares += 2 * (zero @ above) + zero @ zero
+            squares += np.bincount(above.indices, above.data**2, len(squares))
         sizes = member.sum(1)[:, None]
         explained = (sums**2 / sizes).sum(0)
         totals = sums.sum(0)
         between = explained - totals**2 / len(cells)
-        within = np.maximum(np.asarray(squares).ravel() - explained, 1e-9)
+        within = np.maximum(squares - explained, 1e-9)
         f = between / within  # up to a factor that all genes share
         order = np.argsort(-f, kind="stable")
         chosen = np.sort(order[:RANKED_GENES])
         values = self.above[:, chosen].toarray()
         return np.asarray(values + self.zero[:, None])
+
+
+def _standardise_ranks(above: sp.csr_matrix) -> tuple[np.ndarray, sp.csr_matrix]:
+    """`zero` and `above` of `RankedGenes` for some cells; changes these cells, `(n, genes)` float64."""
+    above.eliminate_zeros()
+    n, width = above.shape
+    n_expressed = np.diff(above.indptr)  # (cells,)
+    n_absent = width - n_expressed
+    # cell of each stored value
+    cell = np.repeat(np.arange(n), n_expressed)
+    ranks_in_cell = pd.Series(above.data).groupby(cell).rank()
+    ranks = n_absent[cell] + ranks_in_cell.to_numpy()
+    middle = (width + 1) / 2  # mean rank of a cell
+    lowest = (n_absent + 1) / 2  # shared rank of the genes without a count
+    squares = np.bincount(cell, ranks**2, n)
+    squares = squares + n_absent * lowest**2
+    variance = squares / width - middle**2
+    varies = variance > 1e-9 * middle**2
+    # 1 for a cell whose values are all equal
+    scale = np.sqrt(np.where(varies, variance, 1))
+    above.data = (ranks - lowest[cell]) / scale[cell]
+    return (lowest - middle) / scale, above

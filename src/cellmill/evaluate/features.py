@@ -1,6 +1,7 @@
 """Features of cells made from their counts: the embedding and the baselines."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -22,15 +23,36 @@ from cellmill.runs.results import ScoredMethod
 
 TOKEN_BUDGET = 16_384  # tokens in one forward pass of a task; results do not depend on it
 ROW_BLOCK = 4096  # cells read at once
+TOKENIZED = 512  # cells whose tokens are made at once
 
 
 def cell_features(context: Context, cells: np.ndarray) -> Features:
-    """Features of `cells` (indices, ascending), including embeddings by models of other packages."""
+    """Features of `cells` (indices, ascending), including embeddings by models of other packages.
+
+    Tasks in one process that read the same cells one after another share them. No array is to be changed.
+    """
+    features = context.baselines.find_kept(_sources(context), cells)
+    if features is None:
+        counts = read_rows(context.reader, cells)
+        features = features_of_counts(context, counts, context.vectors[cells])
+        for name, vectors in context.external.items():
+            features[ScoredMethod(f"external: {name}", kind="external")] = vectors[cells]
+        context.baselines.keep(_sources(context), cells, features)
+    return {**features}
+
+
+def cell_genes(context: Context, cells: np.ndarray) -> sp.csr_matrix:
+    """Log-normalised counts of `cells` (indices, ascending), which a task may have kept."""
+    kept = context.baselines.find_kept(_sources(context), cells)
+    if kept is not None:
+        return kept[ALL_GENES]
     counts = read_rows(context.reader, cells)
-    features = features_of_counts(context, counts, context.vectors[cells])
-    for name, vectors in context.external.items():
-        features[ScoredMethod(f"external: {name}", kind="external")] = vectors[cells]
-    return features
+    return log_normalise(summed(counts) if context.columns.ordered else counts)
+
+
+def _sources(context: Context) -> tuple[Any, ...]:
+    """All that the features of cells are made from."""
+    return context.reader, context.vectors, context.model, context.external
 
 
 def features_of_counts(
@@ -59,9 +81,10 @@ def embed_counts(
     `tokens` replace the tokens of `counts`.
     """
     model = context.model
-    if tokens is None:
-        tokens = tokenize_blocks([counts], context.columns, model.vocabulary, model.tokens)
     n_cells = counts.shape[0]
+    if tokens is None:
+        rows = (counts[first : first + TOKENIZED] for first in range(0, n_cells, TOKENIZED))
+        tokens = tokenize_blocks(rows, context.columns, model.vocabulary, model.tokens)
     vectors = embed_batches(tokens, network, n_cells, TOKEN_BUDGET, context.options.precision)
     return np.nan_to_num(vectors)
 

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from cellmill.data.arrays import log_normalise, summed, text_values
+from cellmill.data.arrays import text_values
 from cellmill.errors import DataError
 from cellmill.evaluate.baselines import CachedClassifiers
 from cellmill.evaluate.classifiers.fitted import predict_folds, small_problems
 from cellmill.evaluate.classifiers.logistic import LogisticRegression
-from cellmill.evaluate.features import read_rows
+from cellmill.evaluate.features import cell_genes
 from cellmill.evaluate.inference.predict import tally
 from cellmill.evaluate.methods import REGRESSION
 from cellmill.evaluate.scores import draw_cells, seeded
@@ -110,9 +110,7 @@ def predict_from_other_half(context: Context) -> np.ndarray:
     predicted = np.full(context.reader.n_obs, "", dtype=labels.dtype)
     if len(chosen.classes) < 2:
         return predicted
-    counts = read_rows(context.reader, cells)
-    profiles = log_normalise(summed(counts) if context.columns.ordered else counts)
-    genes = context.baselines.share(profiles)
+    genes = context.baselines.share(cell_genes(context, cells))
     classifier = {REGRESSION: LogisticRegression(standardised=True)}
     # shuffle cells, sort them by label, and deal them into halves in turn
     order = seeded(seed, 6).permutation(len(labels))

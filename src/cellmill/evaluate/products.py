@@ -5,11 +5,12 @@ from typing import Self
 
 import numpy as np
 import scipy.sparse as sp
-from sklearn.utils.sparsefuncs import mean_variance_axis
+from scipy.linalg import blas
 
 MAX_DOUBLE = 2048  # cells whose products are float64; those of more are float32
-BLOCK = 4096  # genes that are dense at once
+BLOCK = 2048  # genes that are dense at once
 ROW_BLOCK = 512  # cells whose products of rare genes are computed at once
+NO_VARIANCE = 1e-12  # variance of a gene relative to its squared mean, below which it is constant
 RARE = 0.03  # share of the cells below which pairs of a gene's cells are sooner added one by one
 
 
@@ -28,8 +29,7 @@ class CellProducts:
     @cached_property
     def scaled(self) -> np.ndarray:
         """Products of the cells divided by the standard deviation of each gene over all of them."""
-        scale = choose_scale(self.cells)
-        return _multiply_pairs(divide_genes(self.cells, scale))
+        return _multiply_pairs(self.cells, choose_scale(self.cells))
 
     def forget_scaled(self) -> None:
         """Free the memory of `scaled`; it is computed again when it is read."""
@@ -72,29 +72,65 @@ class SharedCells:
 
 def choose_scale(cells: sp.csr_matrix) -> np.ndarray:
     """Standard deviation of each gene, float64 `(genes,)`; 1 for a constant gene."""
-    mean, variance = mean_variance_axis(cells.astype(np.float64), axis=0)
-    return np.sqrt(np.where(variance > 1e-20 * mean**2, variance, 1))
+    return choose_scales(cells, np.ones((1, cells.shape[0])))[0]
+
+
+def choose_scales(cells: sp.csr_matrix, is_member: np.ndarray) -> np.ndarray:
+    """Standard deviation of each gene over the members of each group, `(groups, genes)` float64; 1
+    for a constant gene.
+
+    `is_member`, `(groups, cells)` float64, is 1 for members and 0 for other cells.
+    """
+    sums = np.zeros((len(is_member), cells.shape[1]))
+    squares = np.zeros_like(sums)
+    for first in range(0, cells.shape[0], ROW_BLOCK):
+        block = cells[first : first + ROW_BLOCK].astype(np.float64)
+        members = is_member[:, first : first + ROW_BLOCK]
+        sums += members @ block
+        np.square(block.data, out=block.data)
+        squares += members @ block
+    sizes = is_member.sum(1, keepdims=True)
+    squared_means = (sums / sizes) ** 2
+    variances = squares / sizes - squared_means
+    # below this bound the difference is a rounding error
+    return np.sqrt(np.where(variances > NO_VARIANCE * squared_means, variances, 1))
 
 
 def divide_genes(cells: sp.csr_matrix, scale: np.ndarray) -> sp.csr_matrix:
-    """Cells, each gene divided by its `scale`, `(genes,)`."""
+    """Cells, each gene divided by its `scale`, `(genes,)`; they share the indices of `cells`."""
     factors = (1 / scale).astype(cells.dtype)
-    return (cells @ sp.diags_array(factors)).tocsr()
+    values = cells.data * factors[cells.indices]
+    return sp.csr_matrix((values, cells.indices, cells.indptr), shape=cells.shape)
 
 
-def _multiply_pairs(cells: sp.csr_matrix) -> np.ndarray:
-    n = cells.shape[0]
+def _multiply_pairs(cells: sp.csr_matrix, scale: np.ndarray | None = None) -> np.ndarray:
+    """Products of all pairs of cells, `(n, n)`, whose genes are divided by their `scale`, `(genes,)`.
+
+    Besides the products, only blocks of genes and the rare genes are in memory.
+    """
+    n, width = cells.shape
     dtype = np.float64 if n <= MAX_DOUBLE else np.float32
-    columns = cells.tocsc()
-    is_rare = np.diff(columns.indptr) < RARE * n
-    products = np.zeros((n, n), dtype)
+    scale = np.ones(width) if scale is None else scale
+    factors = (1 / scale).astype(cells.dtype)
+    is_rare = np.bincount(cells.indices, minlength=width) < RARE * n
+    multiply = blas.dsyrk if n <= MAX_DOUBLE else blas.ssyrk
+    products = np.zeros((n, n), dtype, order="F")
     common = np.flatnonzero(~is_rare)
     for first in range(0, len(common), BLOCK):
-        block = columns[:, common[first : first + BLOCK]]
-        dense = block.toarray().astype(dtype, copy=False)
-        products += dense @ dense.T
-    rare = columns[:, np.flatnonzero(is_rare)].tocsr().astype(dtype, copy=False)
+        genes = common[first : first + BLOCK]
+        dense = cells[:, genes].toarray()
+        dense *= factors[genes]
+        by_gene = dense.astype(dtype, copy=False).T
+        # adds the products of the pairs in the lower triangle, in place
+        multiply(1, by_gene, 1, products, trans=1, lower=1, overwrite_c=1)
+    for first in range(0, n, ROW_BLOCK):
+        last = first + ROW_BLOCK
+        corner = products[first:last, first:last]
+        corner += np.tril(corner, -1).T
+        products[first:last, last:] = products[last:, first:last].T
+    genes = np.flatnonzero(is_rare)
+    rare = divide_genes(cells[:, genes], scale[genes]).astype(dtype, copy=False)
     for first in range(0, n, ROW_BLOCK):
         rows = slice(first, first + ROW_BLOCK)
-        products[rows] += (rare[rows] @ rare.T).toarray()
-    return products
+        products[:, rows] += (rare[rows] @ rare.T).toarray().T
+    return products.T

@@ -18,7 +18,7 @@ import numpy as np
 
 from cellmill.evaluate.classifiers import newton
 from cellmill.evaluate.classifiers.newton import Products, Unwhitened
-from cellmill.evaluate.products import CellProducts, choose_scale
+from cellmill.evaluate.products import CellProducts, choose_scales
 
 MAX_ROUNDS = 12  # of the stand-in; then the fit is left to `fit_weights`
 LOGIT_TOLERANCE = 1e-3  # largest change of a logit by the last round
@@ -100,10 +100,11 @@ class _FoldFits:
         weights = self._search(starts, {})
         if not self.is_scaled:
             return self._multiply(weights)
-        self._by_gene = self.cells.tocsc().T
-        self._shares = {
-            number: choose_scale(self.cells[self.fits[number].rows]) ** -2.0 for number in starts
-        }
+        is_fitted = np.zeros((len(starts), self.cells.shape[0]))
+        for row, number in zip(is_fitted, starts):
+            row[self.fits[number].rows] = 1
+        scales = choose_scales(self.cells, is_fitted)
+        self._shares = dict(zip(starts, scales**-2.0))
         converged: ByFit = {}
         constants = starts
         for _ in range(MAX_ROUNDS):
@@ -155,7 +156,7 @@ class _FoldFits:
 
     def _multiply_scaled(self, weights: ByFit) -> ByFit:
         """Logits of all cells, of genes divided by standard deviations over the cells of each fit."""
-        coefficients = self._by_gene @ np.ascontiguousarray(self._stack(weights).T)
+        coefficients = self.cells.T @ np.ascontiguousarray(self._stack(weights).T)
         for number, columns in _split(weights, coefficients.T):
             columns *= self._shares[number]
         return self._finish(weights, (self.cells @ coefficients).T)

@@ -150,6 +150,7 @@ def predict_folds(
                 tested.append((key, cells.rows[split.test], classes))
         with report_early_stop(cells.shape[1]):
             logits = fit_folds(cells.source, fits, classifier.standardised)
+        cells.source.forget_scaled()  # before the products of the next name fill as much memory
         for number, fold_logits in logits.items():
             key, test, classes = tested[number]
             known[key] = classes[fold_logits[:, test].argmax(0)]

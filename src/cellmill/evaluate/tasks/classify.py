@@ -105,14 +105,13 @@ def predict_splits(
     `with_fitted_features` adds the majority class, and the features of `_features_of_split`.
     """
     labels = predictions.labels
-    ranked = RankedGenes(features[ALL_GENES])
     shared = context.baselines.share(features[ALL_GENES])
     if not context.options.classifiers:  # those of other packages know no shared products
         features = {**features, ALL_GENES: shared}
         splits = [*splits]
         with small_problems():
             predict_folds(shared, labels, splits, context.baselines.predictions)
-        shared.source.forget_scaled()
+    ranked = RankedGenes(shared.matrix)
     for split in splits:
         train = split.train
         test = split.test
@@ -161,7 +160,7 @@ def _fit_components(
     features = {
         ScoredMethod(f"PCA{components}"): cache.features(
             f"{unfitted!r} from products, fitted on {train.tolist()}",
-            cells,
+            genes,
             lambda: project_on_fitted(genes.products(genes), train, unfitted.n_components),
         )
     }

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
-from sklearn.preprocessing import StandardScaler
 
 from cellmill.config.parts.tasks import ClusteringConfig
 from cellmill.data.inputs.source import optional_package
@@ -23,6 +22,7 @@ from cellmill.evaluate.features import cell_features
 from cellmill.evaluate.labels import labelled_cells
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING, add_note
 from cellmill.evaluate.neighbors import NeighborGraph, jaccard_weights
+from cellmill.evaluate.products import choose_scale, divide_genes
 from cellmill.evaluate.scores import ScoreColumn, table_rows, tabulate
 from cellmill.evaluate.task import Context, Task
 from cellmill.runs.results import ScoredMethod, TaskResult
@@ -111,13 +111,14 @@ class Clustering(Task):
         features = cell_features(context, chosen.cells)
         genes = features.pop(ALL_GENES)
         components = ScoredMethod(f"PCA{COMPONENTS} of the scored cells")
+        # before the products of all genes fill the memory
+        of_scaled = fit_own_components(divide_genes(genes, choose_scale(genes)))
         shared = context.baselines.share(genes)
-        n = genes.shape[0]
         n_components = pca(genes.shape).n_components
-        scaled = StandardScaler(with_mean=False).fit_transform(genes)
+        every_cell = np.arange(genes.shape[0])
         features |= {
-            components: project_on_fitted(shared.products(shared), np.arange(n), n_components),
-            add_note(components, ", scaled genes"): fit_own_components(scaled),
+            components: project_on_fitted(shared.products(shared), every_cell, n_components),
+            add_note(components, ", scaled genes"): of_scaled,
             ALL_GENES: shared,
         }
         clusters = {
