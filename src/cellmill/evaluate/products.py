@@ -7,6 +7,8 @@ import numpy as np
 import scipy.sparse as sp
 from scipy.linalg import blas
 
+from cellmill.evaluate.components import fit_own_components
+
 MAX_DOUBLE = 2048  # cells whose products are float64; those of more are float32
 BLOCK = 2048  # genes that are dense at once
 ROW_BLOCK = 512  # cells whose products of rare genes are computed at once
@@ -30,6 +32,11 @@ class CellProducts:
     def scaled(self) -> np.ndarray:
         """Products of the cells divided by the standard deviation of each gene over all of them."""
         return _multiply_pairs(self.cells, choose_scale(self.cells))
+
+    @cached_property
+    def components(self) -> np.ndarray:
+        """Principal components fitted on the cells themselves, `(n, components)`."""
+        return fit_own_components(self.cells)
 
     def forget_scaled(self) -> None:
         """Free the memory of `scaled`; it is computed again when it is read."""

@@ -17,7 +17,7 @@ import scipy.sparse as sp
 
 from cellmill.config.parts.tasks import ClusteringConfig
 from cellmill.data.inputs.source import optional_package
-from cellmill.evaluate.components import COMPONENTS, fit_own_components, pca, project_on_fitted
+from cellmill.evaluate.components import COMPONENTS, fit_own_components
 from cellmill.evaluate.features import cell_features
 from cellmill.evaluate.labels import labelled_cells
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING, add_note
@@ -111,16 +111,14 @@ class Clustering(Task):
         features = cell_features(context, chosen.cells)
         genes = features.pop(ALL_GENES)
         components = ScoredMethod(f"PCA{COMPONENTS} of the scored cells")
-        # before the products of all genes fill the memory
-        of_scaled = fit_own_components(divide_genes(genes, choose_scale(genes)))
         shared = context.baselines.share(genes)
-        n_components = pca(genes.shape).n_components
-        every_cell = np.arange(genes.shape[0])
+        scaled = divide_genes(genes, choose_scale(genes))
         features |= {
-            components: project_on_fitted(shared.products(shared), every_cell, n_components),
-            add_note(components, ", scaled genes"): of_scaled,
+            components: shared.source.components,
+            add_note(components, ", scaled genes"): fit_own_components(scaled),
             ALL_GENES: shared,
         }
+        del scaled  # before the products of all genes take as much memory
         clusters = {
             method: self.cluster(method, values, labels, context, igraph)
             for method, values in features.items()

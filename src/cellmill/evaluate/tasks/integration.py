@@ -28,11 +28,12 @@ from cellmill.config.parts.tasks import IntegrationConfig
 from cellmill.data.arrays import text_values
 from cellmill.data.inputs.h5 import one_line
 from cellmill.data.inputs.source import optional_package
-from cellmill.evaluate.components import COMPONENTS, fit_own_components
+from cellmill.evaluate.components import COMPONENTS
 from cellmill.evaluate.features import cell_features
 from cellmill.evaluate.labels import labelled_cells
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING, Arrays
 from cellmill.evaluate.neighbors import NeighborGraph, link_neighbors
+from cellmill.evaluate.products import MAX_DOUBLE
 from cellmill.evaluate.scores import ScoreColumn, seeded
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.runs.results import Row, ScoredMethod, TaskResult
@@ -47,6 +48,7 @@ MIN_LABEL_CELLS = 10  # cells that a label needs in kBET, as in scIB
 MAX_NEIGHBORS = 70  # neighbours that kBET tests
 CONNECTED = 15  # neighbours in graph connectivity, as in scIB
 BLOCK = 1024  # cells whose neighbours' classes are counted at once
+COMPARED = 256  # cells compared with all others at once
 
 
 class CellsOfBatches(NamedTuple):
@@ -126,7 +128,7 @@ class Integration(Task):
     def embed_cells(self, context: Context, cells: np.ndarray, batches: np.ndarray) -> Arrays:
         """Vectors of the cells by method, `(cells, width)`."""
         vectors = cell_features(context, cells)
-        principal = fit_own_components(vectors.pop(ALL_GENES))
+        principal = context.baselines.share(vectors.pop(ALL_GENES)).source.components
         vectors[PRINCIPAL] = principal
         seed = context.options.seed
         if self.config.harmony:
@@ -309,17 +311,23 @@ def silhouettes(vectors: np.ndarray, labels: np.ndarray) -> np.ndarray:
     n = len(labels)
     values = np.asarray(vectors, np.float64)
     values = values - values.mean(0)
+    if n > MAX_DOUBLE:
+        values = values.astype(np.float32)
     squares = np.einsum("ij,ij->i", values, values)
-    is_label = np.eye(labels.max() + 1)[labels]  # (cells, labels)
-    sizes = is_label.sum(0)
+    is_label = np.eye(labels.max() + 1, dtype=values.dtype)[labels]  # (cells, labels)
+    sizes = np.bincount(labels)
     widths = np.zeros(n)
-    for first in range(0, n, BLOCK):
-        last = min(first + BLOCK, n)
+    for first in range(0, n, COMPARED):
+        last = min(first + COMPARED, n)
         rows = np.arange(last - first)
-        squared = squares - 2 * (values[first:last] @ values.T) + squares[first:last, None]
-        squared[rows, first + rows] = 0
-        distances = np.sqrt(np.maximum(squared, 0))
-        sums = distances @ is_label
+        # (rows, cells), squared and then not, in place
+        distances = (-2 * values[first:last]) @ values.T
+        distances += squares
+        distances += squares[first:last, None]
+        distances[rows, first + rows] = 0
+        np.maximum(distances, 0, out=distances)
+        np.sqrt(distances, out=distances)
+        sums = (distances @ is_label).astype(np.float64)
         label = labels[first:last]
         n_others = sizes[label] - 1
         within = sums[rows, label] / np.maximum(n_others, 1)
