@@ -340,18 +340,29 @@ def test_masked_values_are_predicted_for_the_requested_gene(
     np.testing.assert_allclose(own, np.maximum(of_genes + centers[:, None], 0), atol=1e-5)
 
 
-@pytest.mark.parametrize("is_log", [False, True])
-def test_a_true_profile_gives_the_expected_logarithm(is_log: bool) -> None:
+def test_a_true_profile_gives_the_expected_logarithm() -> None:
     random = np.random.default_rng(0)
     profile = random.gamma(0.5, 1, 300) + 1e-3
     means = 4000 * profile / profile.sum()
     counts = random.poisson(means, (4000, 300))
-    shares = np.log1p(counts).mean(0) if is_log else counts.mean(0)
-    shares = shares[:40] / shares.sum()
+    shares = profile[:40] / profile.sum()
     visible = sp.csr_matrix(np.where(np.arange(300) < 40, 0, counts))
     seen = np.log1p(counts * 1e4 / counts.sum(1, keepdims=True))[:, :40]
-    predicted = expand_shares(np.tile(shares, (4000, 1)), visible, is_log)
+    predicted = expand_shares(np.tile(shares, (4000, 1)), visible, is_log=False)
     np.testing.assert_allclose(predicted.mean(0), seen.mean(0), atol=0.03)
+
+
+def test_shares_of_logarithms_are_scaled_by_visible_genes() -> None:
+    random = np.random.default_rng(0)
+    shares = random.dirichlet(np.ones(50), 6)[:, :20]
+    counts = random.poisson(random.gamma(1, 4, (6, 30)))
+    rest = 1 - shares.sum(1, keepdims=True)
+    logs = np.log1p(counts * 1e4 * rest / counts.sum(1, keepdims=True))
+    expected = shares * logs.sum(1, keepdims=True) / rest
+    for depth in (1, 5):
+        visible = sp.csr_matrix(depth * np.hstack([np.zeros((6, 20), int), counts]))
+        predicted = expand_shares(shares, visible, is_log=True)
+        np.testing.assert_allclose(predicted, expected, rtol=1e-5)
 
 
 def test_scores_equal_scipy() -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import scipy.sparse as sp
 from sklearn.decomposition import PCA
@@ -80,7 +81,7 @@ def test_factors_are_a_ridge_regression_of_the_visible_genes() -> None:
         regression = Ridge(alpha=0.7, fit_intercept=False)
         regression.fit(ridge.loadings[:, shown].T, profile - ridge.means[shown])
         expected.append(ridge.means[genes] + regression.coef_ @ ridge.loadings[:, genes])
-    predicted = ridge.predict(sp.csr_matrix(visible), shown, genes)
+    (predicted,) = ridge.predict(sp.csr_matrix(visible), shown, genes)
     np.testing.assert_allclose(predicted, np.array(expected), atol=1e-4)
     assert predicted.std(0).min() > 0.01
 
@@ -124,16 +125,37 @@ def test_validation_cells_choose_penalty_and_weight(context: Context) -> None:
             decoded = decode_expression(hidden, hidden.embed(hidden.network))
             measured = hidden.expression()
             for row, noise in enumerate(noises):
-                by_ridge = hidden.predict_by(replace(fitted, noise=np.array([noise], np.float32)))
+                noisy = replace(fitted, noise=np.array([noise], np.float32))
+                (by_ridge,) = hidden.predict_by(noisy)
                 for column, weight in enumerate(WEIGHTS):
                     mixed = weight * decoded + (1 - weight) * by_ridge
                     for predicted, true in zip(mixed.T, measured.T):
                         if true.std() > 0 and predicted.std() > 0:
                             totals[row, column] += np.corrcoef(predicted, true)[0, 1]
-    best_noise = totals[:, 0].argmax()
-    assert chosen.noise[0] == pytest.approx(noises[best_noise])
-    best_weight = WEIGHTS[totals[best_noise].argmax()]
-    assert chosen.decoder_weight[0] == pytest.approx(best_weight)
+    noise, weight = np.unravel_index(totals.argmax(), totals.shape)
+    assert chosen.noise[0] == pytest.approx(noises[noise])
+    assert chosen.decoder_weight[0] == pytest.approx(WEIGHTS[weight])
+
+
+def test_the_weight_is_scored_within_donor_or_batch(context: Context) -> None:
+    manifest = context.model.manifest
+    shards = [manifest.shard_path(shard) for shard in manifest.splits["val"].shards]
+    obs = pd.concat([open_cells(path).obs for path in shards])
+    columns = [name for name in fitting.GROUPS if name in manifest.obs_levels]
+    assert len(columns) > 1
+    group = fitting._group_cells(manifest, len(obs))
+    together = obs[columns].astype(str).agg("|".join, axis=1)
+    assert len(set(zip(group, together))) == len(set(group)) == together.nunique() > 1
+    random = np.random.default_rng(0)
+    decoded, by_ridge, measured = random.normal(size=(3, len(obs), 7)) + group[:, None]
+    measured[:, 3] = 0.1
+    centred = [fitting._centre(values, group) for values in (decoded, by_ridge, measured)]
+    for weight, score in zip(WEIGHTS, fitting._score_weights(*centred)):
+        mixed = weight * decoded + (1 - weight) * by_ridge
+        frames = [pd.DataFrame(values) for values in (mixed, measured)]
+        left = [frame - frame.groupby(group).transform("mean") for frame in frames]
+        expected = [left[0][gene].corr(left[1][gene]) for gene in range(7) if gene != 3]
+        assert score == pytest.approx(sum(expected))
 
 
 def test_imputation_scores_the_mean_of_decoder_and_ridge(context: Context) -> None:

@@ -8,6 +8,7 @@ others, which is subtracted. Source: Tipping & Bishop 1999, sections 3.2 and 3.3
 Legend: C cells, V genes of the vocabulary, G hidden genes, K factors.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -59,9 +60,15 @@ class GeneRidge:
             np.array([0.5], np.float32),
         )
 
-    def predict(self, visible: sp.csr_matrix, shown: np.ndarray, genes: np.ndarray) -> np.ndarray:
+    def predict(
+        self,
+        visible: sp.csr_matrix,
+        shown: np.ndarray,
+        genes: np.ndarray,
+        noises: Iterable[float] = (1.0,),
+    ) -> list[np.ndarray]:
         """(C, G) float32: log(1 + counts per 10,000) of `genes`, rows of the vocabulary, from the
-        counts (C, V) of the genes `shown`, other rows.
+        counts (C, V) of the genes `shown`, other rows; for each of `noises`, in units of `noise`.
         """
         shares = self.shares.astype(np.float64)
         known = shares[shown].sum()
@@ -72,14 +79,18 @@ class GeneRidge:
         profiles = visible.multiply(per_cell / depth).tocsr().log1p()
         loadings = self.loadings.astype(np.float64)
         known_loadings = loadings[:, shown]
-        products = profiles[:, shown] @ known_loadings.T
+        # genes that are not shown have no counts
+        products = profiles @ loadings.T
         products -= known_loadings @ self.means[shown]
         gram = known_loadings @ known_loadings.T
-        gram += self.noise * np.eye(len(loadings))
-        # (C, K)
-        factors = np.linalg.solve(gram, products.T).T
-        predicted = factors @ loadings[:, genes] + self.means[genes]
-        return predicted.astype(np.float32)
+        predictions = []
+        for noise in noises:
+            penalty = self.noise * np.float32(noise) * np.eye(len(loadings))
+            # (C, K)
+            factors = np.linalg.solve(gram + penalty, products.T).T
+            predicted = factors @ loadings[:, genes] + self.means[genes]
+            predictions.append(predicted.astype(np.float32))
+        return predictions
 
     def mix(self, decoded: np.ndarray, by_ridge: np.ndarray) -> np.ndarray:
         """(C, G): weighted mean of the predictions of the decoder and of this regression."""

@@ -12,19 +12,22 @@ from threadpoolctl import threadpool_limits
 from cellmill.config.evaluate import Evaluate
 from cellmill.data.inputs.anndata_files import open_memory
 from cellmill.data.inputs.reader import CountsReader
+from cellmill.data.shards.index import CellColumns
+from cellmill.data.shards.manifest import Manifest
 from cellmill.evaluate.evaluated import EvaluatedModel, read_counts
 from cellmill.evaluate.features import read_rows
 from cellmill.evaluate.inference.ridge import GeneRidge
-from cellmill.evaluate.scores import seeded
+from cellmill.evaluate.scores import divide, seeded
 from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.hidden_genes import HiddenGenes, decode_expression
-from cellmill.evaluate.tasks.imputation import MAX_FITTED, MIN_CELLS, correlation
+from cellmill.evaluate.tasks.imputation import MAX_FITTED, MIN_CELLS
 
 VALIDATION_CELLS = 500  # used at most
 PARTS = 5  # parts of the genes, hidden in turn
 NOISES = 2.0 ** np.arange(8)  # in units of the mean residual variance of a gene
 NOISE_WITHOUT_VALIDATION = 8.0  # the choice on most datasets of docs/quality.md
 WEIGHTS = np.arange(11) / 10  # of the decoder
+GROUPS = ("dataset", "donor", "batch")  # obs columns within whose levels correlations are computed
 
 
 def fit_ridge(model: EvaluatedModel) -> GeneRidge | None:
@@ -40,7 +43,18 @@ def fit_ridge(model: EvaluatedModel) -> GeneRidge | None:
         if model.manifest.splits["val"].n_obs < MIN_CELLS:
             return replace(ridge, noise=ridge.noise * np.float32(NOISE_WITHOUT_VALIDATION))
         with _open_validation(model) as context:
-            return _choose(ridge, context)
+            group = _group_cells(model.manifest, context.reader.n_obs)
+            return _choose(ridge, context, group)
+
+
+def _group_cells(manifest: Manifest, n_cells: int) -> np.ndarray:
+    """(C,) int64: group of each of the first validation cells, by dataset and by donor or batch, as
+    task imputation scores.
+    """
+    columns = [name for name in GROUPS if name in manifest.obs_levels]
+    levels = CellColumns(manifest, "val", "levels", columns)[:n_cells]
+    _, group = np.unique(levels, axis=0, return_inverse=True)
+    return group.ravel()
 
 
 @contextmanager
@@ -57,38 +71,54 @@ def _open_validation(model: EvaluatedModel) -> Iterator[Context]:
         )
 
 
-def _choose(ridge: GeneRidge, context: Context) -> GeneRidge:
-    """The regression with the noise, and then the weight, of the largest mean correlation over cells of
-    hidden genes.
+def _choose(ridge: GeneRidge, context: Context, group: np.ndarray) -> GeneRidge:
+    """The regression with the noise and the weight of the largest mean correlation of hidden genes
+    over cells, within each `group`, (C,) int64.
     """
     genes = context.measured_genes
     part_of_gene = seeded(context.model.seed, 10).permutation(len(genes)) % PARTS
     counts = read_rows(context.reader, np.arange(context.reader.n_obs))
-    noisy = [replace(ridge, noise=ridge.noise * np.float32(noise)) for noise in NOISES]
-    decoded_parts = []
-    measured_parts = []
-    predicted_parts: list[list[np.ndarray]] = [[] for _ in noisy]
+    scores = np.zeros((len(NOISES), len(WEIGHTS)))
     for part in range(PARTS):
         hidden = HiddenGenes(context, counts, genes[part_of_gene == part])
         vectors = hidden.embed(hidden.network)
         decoded = decode_expression(hidden, vectors)
         assert decoded is not None, "expected a model with cell_decoding"
-        decoded_parts.append(decoded)
-        measured_parts.append(hidden.expression())
-        for candidate, predictions in zip(noisy, predicted_parts):
-            predictions.append(hidden.predict_by(candidate))
-    decoded = np.concatenate(decoded_parts, axis=1)
-    measured = np.concatenate(measured_parts, axis=1)
-    by_noise = [np.concatenate(predictions, axis=1) for predictions in predicted_parts]
-    best = int(np.argmax([_score(predicted, measured) for predicted in by_noise]))
-    chosen = noisy[best]
-    weighted = [
-        replace(chosen, decoder_weight=np.array([weight], np.float32)) for weight in WEIGHTS
-    ]
-    scores = [_score(each.mix(decoded, by_noise[best]), measured) for each in weighted]
-    return weighted[int(np.argmax(scores))]
+        decoded = _centre(decoded, group)
+        measured = _centre(hidden.expression(), group)
+        for row, by_ridge in enumerate(hidden.predict_by(ridge, NOISES)):
+            scores[row] += _score_weights(decoded, _centre(by_ridge, group), measured)
+    best, column = np.unravel_index(scores.argmax(), scores.shape)
+    noise = ridge.noise * np.float32(NOISES[best])
+    weight = np.array([WEIGHTS[column]], np.float32)
+    return replace(ridge, noise=noise, decoder_weight=weight)
 
 
-def _score(predicted: np.ndarray, measured: np.ndarray) -> float:
-    """Mean correlation of the genes; 0 for a gene without one."""
-    return float(np.nan_to_num(correlation(predicted, measured)).mean())
+def _centre(values: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """(C, G): values minus the gene's mean over the cells of the group; 0 for rounding errors."""
+    groups = range(group.max() + 1)
+    means = np.stack([values[group == number].mean(0) for number in groups])
+    centred = values - means[group]
+    is_rounding = np.abs(centred) <= 1e-6 * np.abs(values)
+    return np.where(is_rounding, 0, centred)
+
+
+def _score_weights(decoded: np.ndarray, by_ridge: np.ndarray, measured: np.ndarray) -> np.ndarray:
+    """(weights,): sum over genes of the correlation between the weighted mean and the measured values,
+    all (C, G) with means of 0; 0 for a gene without a correlation.
+    """
+    weight = WEIGHTS[:, None]
+    rest = 1 - weight
+    covariance = weight * _dot(decoded, measured)
+    covariance += rest * _dot(by_ridge, measured)
+    variance = weight**2 * _dot(decoded, decoded)
+    variance += rest**2 * _dot(by_ridge, by_ridge)
+    variance += 2 * weight * rest * _dot(decoded, by_ridge)
+    product = np.maximum(variance, 0) * _dot(measured, measured)
+    correlations = divide(covariance, np.sqrt(product))
+    return np.nan_to_num(correlations).sum(1)
+
+
+def _dot(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """(G,) float64: sum over cells of the products."""
+    return np.einsum("cg,cg->g", first, second, dtype=np.float64)

@@ -7,7 +7,7 @@ a zero.
 Legend: C cells, F columns of the file, V genes of the vocabulary, G hidden genes, H hidden width.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -95,10 +95,12 @@ class HiddenGenes:
         """(C, H) float32: vectors of the visible part of each cell; zeros for a cell without any."""
         return embed_counts(self.context, self.counts, network, self.tokens())
 
-    def predict_by(self, ridge: GeneRidge) -> np.ndarray:
-        """(C, G) float32: expression of the hidden genes, from the visible ones."""
+    def predict_by(self, ridge: GeneRidge, noises: Iterable[float] = (1.0,)) -> list[np.ndarray]:
+        """(C, G) float32: expression of the hidden genes, from the visible ones, for each of `noises`,
+        in units of the noise of the regression.
+        """
         shown = np.setdiff1d(self.context.measured_genes, self.genes)
-        return ridge.predict(self.to_vocabulary(self.visible), shown, self.genes)
+        return ridge.predict(self.to_vocabulary(self.visible), shown, self.genes, noises)
 
     def to_vocabulary(self, counts: sp.csr_matrix) -> sp.csr_matrix:
         """(C, V): counts (C, F) by row of the vocabulary."""
@@ -199,29 +201,24 @@ def _predict_masked(hidden: HiddenGenes, objective: MaskedValue) -> np.ndarray:
 
 
 def expand_shares(shares: np.ndarray, visible: sp.csr_matrix, is_log: bool) -> np.ndarray:
-    """(C, G) float64: expected log(1 + counts per 10,000) of hidden genes with Poisson counts.
+    """(C, G) float64: expected log(1 + counts per 10,000) of hidden genes.
 
-    `shares`, (C, G), are the shares of hidden genes in the cell's counts, or if `is_log` in the sum
-    of its log(1 + count). `visible`, (C, V), are counts of the other genes, which have the remaining
-    share.
-    The logarithm of an expectation would be far larger.
+    `shares`, (C, G), are the shares of hidden genes in the cell's counts, which are Poisson counts,
+    or if `is_log` in the sum of its log(1 + count). `visible`, (C, V), are counts of the other
+    genes, which have the remaining share.
     """
     visible_share = np.maximum(1 - shares.sum(1), 1e-9)
     visible_depth = np.asarray(visible.sum(axis=1, dtype=np.float64)).ravel()
     if is_log:
-        log_counts = visible.astype(np.float64).log1p()
-        visible_sum = np.asarray(log_counts.sum(axis=1)).ravel()
-        # tabulate the expected logarithm by mean count, to invert it; at a depth of 10,000, counts
-        # per 10,000 are counts
-        means = np.concatenate([[0.0], np.logspace(-6, 6, 1200)])
-        depth = np.full(1, TARGET_SUM)
-        logs = expected_log_expression(means[None] / TARGET_SUM, depth)[0]
-        expected_logs = shares * (visible_sum / visible_share)[:, None]
-        counts = np.interp(expected_logs, logs, means)
-    else:
-        counts = shares * (visible_depth / visible_share)[:, None]
+        # used as shares of log(1 + counts per 10,000): depth enters through the visible genes only
+        per_count = TARGET_SUM * visible_share / np.maximum(visible_depth, 1e-9)
+        logs = visible.multiply(per_count[:, None]).tocsr().log1p()
+        log_sum = np.asarray(logs.sum(axis=1)).ravel()
+        return np.asarray(shares * (log_sum / visible_share)[:, None])
+    counts = shares * (visible_depth / visible_share)[:, None]
     depth = visible_depth + counts.sum(1)
     shares_of_all = counts / np.maximum(depth, 1e-9)[:, None]
+    # the logarithm of an expectation would be far larger
     return expected_log_expression(shares_of_all, depth)
 
 
