@@ -18,7 +18,7 @@ from cellmill.config.parts.tokens import Tokens
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import to_tensors
 from cellmill.models.build import build
-from cellmill.models.objective import GeneStatistics
+from cellmill.models.objective import HIDDEN_GENES, GeneStatistics
 from cellmill.models.objectives.query_decoding import QueryView
 from cellmill.parallel.likelihoods import profile_loss
 from cellmill.planner.measure.size import measure_size
@@ -34,6 +34,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "encoder without blocks": {"family": "encoder", "hidden": 16, "layers": 0, "heads": 2},
     "profile": {"family": "profile", "hidden": 16, "layers": 1},
 }
+METRIC = "val_hidden_genes"
+MESH: Any = SimpleNamespace(
+    device="cpu", pp=SimpleNamespace(size=lambda: 1), sum=lambda tensor: tensor
+)
+"""A mesh of one rank."""
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -109,6 +114,43 @@ def test_weights_are_log_counts_or_counts() -> None:
         expected = weights / weights.sum()
         prepared = model.prepare(view, **KEYS)
         torch.testing.assert_close(prepared.entry_weights, expected.float())
+
+
+@pytest.mark.parametrize("weights", [{"weights": "counts"}, {"likelihood": "nb"}])
+def test_validation_correlates_hidden_genes_if_asked(
+    weights: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cellmill.models.objectives.cell_decoding.COMPARED_CELLS", 4)
+    model = decoding_model("profile", **weights)
+    batches = [cells_of(), cells_of((25, 40, 12))]
+    monitor = Monitor(model, best_metric=METRIC)
+    keys = KEYS | {"step": HIDDEN_GENES}
+    predicted = []
+    measured = []
+    with torch.no_grad():
+        for batch in batches:
+            view = model.view(batch, **keys)
+            assert sorted(view.genes) == sorted(batch.genes[batch.genes % 5 != 0])
+            prepared = model.prepare(view, **keys)
+            with monitor.watching([]), monitor.watching_hidden_genes():
+                model(prepared)
+            vectors = model.cell_vectors(model.states(prepared), prepared)
+            logits = model.decoder(vectors) @ model.profile_genes.weight.T + model.profile_bias
+            counts = torch.zeros(len(batch.lengths), N_GENES + 2)
+            counts[torch.repeat_interleave(torch.tensor(batch.lengths)), batch.genes] = (
+                batch.counts.float()
+            )
+            logs = (1e4 * counts / counts.sum(1, keepdim=True)).log1p()
+            shares = logits.softmax(1)
+            visible = torch.arange(N_GENES + 2) % 5 != 0
+            scale = logs[:, visible].sum(1) / shares[:, visible].sum(1)
+            predicted.append(shares[:, ~visible] * scale[:, None])
+            measured.append(logs[:, ~visible])
+    pairs = zip(torch.cat(predicted).T.numpy(), torch.cat(measured).T.numpy())
+    expected = [np.corrcoef(x, y)[0, 1] for x, y in pairs if y.any()]
+    assert len(expected) > 9
+    assert monitor.line(MESH)[METRIC] == pytest.approx(np.mean(expected), abs=1e-5)
+    assert not Monitor(model).leaves
 
 
 @EVERY_FAMILY
@@ -218,9 +260,6 @@ def test_the_batch_share_is_an_analysis_of_variance() -> None:
     model: Any = SimpleNamespace(
         vector_width=width, kept_vectors=None, objective=SimpleNamespace(leaves=dict)
     )
-    mesh: Any = SimpleNamespace(
-        device="cpu", pp=SimpleNamespace(size=lambda: 1), sum=lambda tensor: tensor
-    )
     monitor = Monitor(model, LEVELS, "batch")
     for cells in torch.arange(n).split(70):
         ones = torch.ones(len(cells))
@@ -235,10 +274,10 @@ def test_the_batch_share_is_an_analysis_of_variance() -> None:
     for level in (1, 2, 3):
         of_level = z[levels[:, 1] == level].double()
         within += (of_level - of_level.mean(0)).square().sum()
-    line = monitor.line(mesh)
+    line = monitor.line(MESH)
     assert line["batch_r2"] == pytest.approx(float(1 - within / total))
     assert 0.1 < line["batch_r2"] < 0.9
-    assert "batch_r2" not in Monitor(model).line(mesh)
+    assert "batch_r2" not in Monitor(model).line(MESH)
 
 
 def test_the_profile_encoder_is_a_plain_perceptron() -> None:

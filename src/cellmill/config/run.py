@@ -114,6 +114,7 @@ class Plan(Section):
 
 AUTO_EPOCHS = 3
 AUTO_MIN_STEPS = 1600
+LARGER_IS_BETTER = ("val_accuracy", "val_pearson", "val_hidden_genes")  # beginnings of metrics
 """Length of `train.steps: auto`, from benchmarks/lengths.py: docs/quality.md has its table.
 Larger numbers continue finished runs, smaller ones refuse them.
 """
@@ -190,8 +191,10 @@ class Train(Section):
     best_metric: str = "val_loss"
     """Validation metric that chooses the best checkpoint and stops early, by its name in
     metrics.jsonl: val_loss, val_accuracy of classification, val_pearson of regression,
-    effective_rank, depth_r2 or batch_r2; of a part of objective sum val_loss_PART,
-    val_accuracy_PART or val_pearson_PART.
+    val_hidden_genes of cell_decoding, effective_rank, depth_r2 or batch_r2; of a part of objective
+    sum val_loss_PART, val_accuracy_PART, val_pearson_PART or val_hidden_genes_PART. val_hidden_genes
+    is logged only if it is chosen: a fifth of the genes is hidden from validation cells, and each is
+    correlated with its prediction over cells; the mean over genes.
     """
     best_mode: Literal["min", "max"] = "min"
     """Whether a smaller or a larger best_metric is better."""
@@ -232,7 +235,7 @@ class Train(Section):
         return self.steps or max(1, round((self.epochs or 0) * steps_per_epoch))
 
     def problems(self) -> Iterator[str]:
-        if self.best_mode == "min" and self.best_metric.startswith(("val_accuracy", "val_pearson")):
+        if self.best_mode == "min" and self.best_metric.startswith(LARGER_IS_BETTER):
             yield f"best_metric {self.best_metric}: larger is better; set best_mode to max"
         if (self.steps is None) == (self.epochs is None):
             both = "both" if self.steps is not None else "neither"

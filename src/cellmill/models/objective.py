@@ -28,6 +28,9 @@ from cellmill.data.stream.batch import Batch, Tokenizer
 from cellmill.models.initial import Fill
 from cellmill.runs.results import Verdict, compare
 
+# steps that key views and masks outside training: always the same, and never a step of training
+VALIDATION = -1
+HIDDEN_GENES = -2  # all cells lack the same genes, and the whole cell is predicted
 Tensors = tuple[Tensor, ...]
 Judgement = tuple[dict[str, Any], list[Verdict]]
 """Metrics of a task, and verdicts against a baseline."""
@@ -66,6 +69,10 @@ class Objective:
     validates_rows: bool = False  # True if `loss` needs shares in validation too
     figure_names: tuple[str, ...] = ()
     """Metrics that validation logs in addition, such as accuracy: keys of `validation_figures`."""
+    hides_genes: bool = False
+    """True if they are of views of step HIDDEN_GENES (`objectives/shared/views.py`), which
+    validation draws only if one of them is `train.best_metric`.
+    """
     n_sums: int = 0  # numbers that `validation_figures` needs: sums over cells or targets
     kept_sums: list[Tensor] | None = None
     """If not None, `loss` appends these sums over a micro-batch, `(n_sums,)` float64."""

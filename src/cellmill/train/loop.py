@@ -35,6 +35,7 @@ from cellmill.launch.signals import StopFlag
 from cellmill.models.batch import copy_to_device, pad_batch, to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
+from cellmill.models.objective import HIDDEN_GENES, VALIDATION
 from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import Mesh, PipelineStages, gather_json
 from cellmill.parallel.replay import Replay
@@ -51,9 +52,6 @@ from cellmill.train.step_guard import AsyncScalars, LossScale, name_cells, step_
 from cellmill.train.step_report import LossParts, StepReport, StepScalars
 from cellmill.train.telemetry import Meter, StepProfile, TimeLeft, local_readings, readings_line
 from cellmill.train.validation import VAL_LOSS, Monitor, Progress, check_best_metric
-
-VALIDATION = -1
-"""Step that keys the masks of validation: the same each time, and never those of training."""
 
 
 class Trainer:
@@ -296,6 +294,8 @@ class Trainer:
         for view, length in zip(views, lengths):
             masked = self.model.prepare(pad_batch(view, length), **keys)
             prepared.append(copy_to_device(masked, self.device))
+        if step < 0 and self.model.objective.validates_rows:
+            return self._with_shares(prepared)
         return prepared
 
     def _is_logged(self, step: int) -> bool:
@@ -387,7 +387,7 @@ class Trainer:
         The masks are the same each time.
         """
         assert stream is not None
-        monitor = Monitor(self.model, stream.levels, self.batch_column)
+        monitor = Monitor(self.model, stream.levels, self.batch_column, self.train.best_metric)
         totals: Any = 0  # this rank's losses and targets, (2,) or (2, parts)
         self.parallel_model.eval()
         with nullcontext() if self.average is None else self.average.in_model():
@@ -395,10 +395,11 @@ class Trainer:
                 self.watch.reach(f"the validation after step {self.progress.step}")
                 batches = [to_tensors(batch) for batch in micro_batches]
                 prepared = self._prepare(batches, VALIDATION)
-                if self.model.objective.validates_rows:
-                    prepared = self._with_shares(prepared)
                 with monitor.watching(batches):
                     loss_sum = self.parallel_model.loss(prepared)
+                if monitor.hiding:
+                    with monitor.watching_hidden_genes():
+                        self.parallel_model.loss(self._prepare(batches, HIDDEN_GENES))
                 n_targets = torch.stack([p.n_targets for p in prepared]).sum(0)
                 totals = totals + torch.stack([loss_sum, n_targets.double()])
         self.parallel_model.train()

@@ -7,8 +7,8 @@ cells and the sum of z. Source: Roy & Vetterli 2007 (effective rank, here of the
 eigenvalues).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -37,6 +37,7 @@ class Monitor:
         model: Model | PipelineStages,
         levels: Mapping[str, Sequence[str]] = MappingProxyType({}),
         batch_column: str | None = None,
+        best_metric: str = VAL_LOSS,
     ) -> None:
         self.model = any_part(model)
         self.last = last_part(model)
@@ -47,11 +48,16 @@ class Monitor:
         self.level_sums = torch.zeros(n_levels, self.width + 1, dtype=torch.float64)
         """Number of cells and sum of vectors, by level."""
         self.leaves: dict[str, Objective] = {}
+        self.hiding: set[str] = set()  # those with metrics of hidden genes
         self.leaf_sums: dict[str, Tensor] = {}
         for name, leaf in self.model.objective.leaves().items():
-            if leaf.n_sums:
-                self.leaves[name] = leaf
-                self.leaf_sums[name] = torch.zeros(leaf.n_sums, dtype=torch.float64)
+            metrics = [_name(metric, name) for metric in leaf.figure_names]
+            if not leaf.n_sums or (leaf.hides_genes and best_metric not in metrics):
+                continue
+            self.leaves[name] = leaf
+            self.leaf_sums[name] = torch.zeros(leaf.n_sums, dtype=torch.float64)
+            if leaf.hides_genes:
+                self.hiding.add(name)
 
     @contextmanager
     def watching(self, batches: Sequence[Batch]) -> Iterator[None]:
@@ -60,20 +66,35 @@ class Monitor:
             yield
             return
         vectors: list[Tensor] = []
-        watched: dict[str, Objective] = self.last.objective.leaves() if self.leaves else {}
         self.last.kept_vectors = vectors if self.width else None
-        for name in self.leaves:
-            watched[name].kept_sums = []
+        try:
+            with self._collecting(self.leaves.keys() - self.hiding):
+                yield
+        finally:
+            self.last.kept_vectors = None
+        for batch_vectors, batch in zip(vectors, batches):
+            self._add(batch_vectors, batch)
+
+    def watching_hidden_genes(self) -> AbstractContextManager[None]:
+        """Add cells whose losses are computed inside, in views of step HIDDEN_GENES."""
+        return self._collecting(self.hiding)
+
+    @contextmanager
+    def _collecting(self, names: Collection[str]) -> Iterator[None]:
+        """Add the sums of these leaves of the objective."""
+        leaves: dict[str, Objective] = {}
+        if names and self.last is not None:
+            watched = self.last.objective.leaves()
+            leaves = {name: watched[name] for name in names}
+        for leaf in leaves.values():
+            leaf.kept_sums = []
         try:
             yield
         finally:
-            self.last.kept_vectors = None
-            for name in self.leaves:
-                for sums in watched[name].kept_sums or ():
+            for name, leaf in leaves.items():
+                for sums in leaf.kept_sums or ():
                     self.leaf_sums[name] += sums.double().cpu()
-                watched[name].kept_sums = None
-        for batch_vectors, batch in zip(vectors, batches):
-            self._add(batch_vectors, batch)
+                leaf.kept_sums = None
 
     def _add(self, vectors: Tensor, batch: Batch) -> None:
         # (cells, width); vectors after those of the batch's cells are of padding

@@ -14,6 +14,7 @@ Legend: C cells with targets, H width of a cell's vector, D width of the decoder
 tokens of the vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from cellmill.config.parts.tokens import SPECIAL
+from cellmill.data.arrays import TARGET_SUM
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import EncoderBatch
 from cellmill.models.initial import Fill, with_std, zeros
@@ -36,9 +38,17 @@ from cellmill.models.objective import (
 )
 from cellmill.models.objectives.shared.batch_terms import Adversary, LevelTerms
 from cellmill.models.objectives.shared.vicreg import vicreg
-from cellmill.models.objectives.shared.views import ViewBatch, ViewConfig, draw_view
+from cellmill.models.objectives.shared.views import (
+    HIDDEN_PART,
+    ViewBatch,
+    ViewConfig,
+    draw_view,
+)
 from cellmill.parallel.likelihoods import profile_loss
+from cellmill.parallel.torch_private import is_dtensor
 from cellmill.parallel.vocab_parallel import token_logits
+
+COMPARED_CELLS = 256  # cells whose predicted profiles exist at once in validation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +85,13 @@ class CellDecoding(Objective):
     config: ViewConfig
     tensor_parallel_styles = MappingProxyType({"profile_genes": "vocabulary"})
     gene_rows = frozenset({"profile_genes.weight", "profile_bias", "profile_dispersion"})
+    figure_names = ("hidden_genes",)
+    hides_genes = True
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
         config = self.config
         vector_width = model.vector_width
+        self.n_sums = 1 + 5 * -(-n_tokens // HIDDEN_PART)
         self.row_widths = (1 + 2 * vector_width,) if config.view_loss else ()
         width = config.decoder_hidden or vector_width
         names = ["decoder", "profile_genes", "profile_bias"]
@@ -158,8 +171,10 @@ class CellDecoding(Objective):
     def loss(self, model: Any, states: Tensor, prepared: DecodingBatch) -> Tensor:
         """Return the summed loss, a float32 scalar; in training with VICReg and the adversary."""
         vectors = self._target_vectors(model, states, prepared)
+        decoded = self.decode(model, vectors, prepared)
+        self._keep_sums(model, decoded, prepared)
         loss = profile_loss(
-            self.decode(model, vectors, prepared),
+            decoded,
             model.profile_genes.weight,
             model.profile_bias,
             prepared.n_entries,
@@ -177,6 +192,54 @@ class CellDecoding(Objective):
             adversary_loss = model.batch_adversary(vectors, self._batch_levels(prepared))
             loss = loss + adversary_weight * adversary_loss
         return loss
+
+    def _keep_sums(self, model: Any, decoded: Tensor, prepared: DecodingBatch) -> None:
+        """Record the sums that `validation_figures` reads, if validation collects them in views of
+        step HIDDEN_GENES: the number of cells, then by hidden gene the sums of prediction,
+        measurement, their squares and their product.
+
+        Measured is log(1 + share per 10,000), predicted the softmax with the visible genes' sum of it.
+        """
+        if self.kept_sums is None:
+            return
+        shares = prepared.entry_weights
+        n_entries = prepared.entry_starts.diff()
+        cell = torch.repeat_interleave(n_entries, output_size=len(shares))
+        if self._is_nb:
+            cell_sums = shares.new_zeros(len(n_entries)).index_add(0, cell, shares)
+            shares = shares / cell_sums[cell]
+        logs = torch.log1p(TARGET_SUM * shares)
+        n_hidden = -(-len(model.profile_bias) // HIDDEN_PART)
+        sums = decoded.new_zeros(5, n_hidden, dtype=torch.float64)
+        for start in range(0, len(decoded), COMPARED_CELLS):
+            part = decoded[start : start + COMPARED_CELLS]
+            logits = token_logits(part, model.profile_genes.weight, model.profile_bias)
+            if is_dtensor(logits):
+                logits = logits.full_tensor()
+            entries = (cell >= start) & (cell < start + COMPARED_CELLS)
+            profiles = torch.zeros_like(logits)
+            profiles[cell[entries] - start, prepared.entry_genes[entries]] = logs[entries]
+            measured = profiles[:, ::HIDDEN_PART]
+            predicted = logits.softmax(1)[:, ::HIDDEN_PART]
+            visible = profiles.sum(1) - measured.sum(1)
+            visible_share = (1 - predicted.sum(1)).clamp(min=1e-9)
+            predicted = predicted * (visible / visible_share)[:, None]
+            pairs = (predicted, measured, predicted**2, measured**2, predicted * measured)
+            sums += torch.stack([values.sum(0, dtype=torch.float64) for values in pairs])
+        n_cells = sums.new_tensor([len(decoded)])
+        self.kept_sums.append(torch.cat([n_cells, sums.flatten()]))
+
+    def validation_figures(self, sums: Sequence[float]) -> dict[str, float]:
+        n_cells = max(sums[0], 1)
+        predicted, measured, *squares, products = np.reshape(sums[1:], (5, -1))
+        covariance = products - predicted * measured / n_cells
+        variances = np.stack(squares) - np.stack([predicted, measured]) ** 2 / n_cells
+        varies = (variances > 1e-9 * np.stack(squares)).all(0)
+        lengths = np.sqrt(np.where(varies, variances, 1).prod(0))
+        is_expressed = measured > 0
+        if not is_expressed.any():
+            return {}
+        return {"hidden_genes": float((covariance / lengths * varies)[is_expressed].mean())}
 
     def rows(self, model: Any, states: Tensor, prepared: DecodingBatch) -> Tensors:
         """Return one row per pair: a 1, then the vectors of the shown and the hidden part.

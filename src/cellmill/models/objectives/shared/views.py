@@ -30,8 +30,13 @@ from cellmill.data.rows import positions_in_rows
 from cellmill.data.stream.batch import Batch, Tokenizer
 from cellmill.models.counter_rng import host_state
 from cellmill.models.draws import DROPPED_FRAC, HIDDEN_FRAC, HIDE
+from cellmill.models.objective import HIDDEN_GENES
 
 ViewConfig = CellDecodingConfig | DenoiseConfig | PerturbationResponseConfig
+
+
+# in views of step HIDDEN_GENES all cells lack the genes with a token id that this divides
+HIDDEN_PART = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,15 +64,17 @@ def draw_view(
     cell = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
     state = host_state(batch.cells.numpy(), seed, step)
     shown = counts
-    if config.view != "thin":
+    if step == HIDDEN_GENES:
+        shown = counts * (genes % HIDDEN_PART != 0)
+    elif config.view != "thin":
         frac_key = HIDDEN_FRAC if config.view == "drop" else DROPPED_FRAC
         dropped_frac = draw_hidden_frac(state, config, frac_key)
         shown = _drop_genes(shown, dropped_frac[cell], positions_in_rows(offsets), state[cell])
-    if config.view != "drop":
+    if step != HIDDEN_GENES and config.view != "drop":
         removed_frac = draw_hidden_frac(state, config, HIDDEN_FRAC)
         shown = _thin_counts(shown, offsets, removed_frac, state)
     hidden = counts - shown
-    predicted = counts if config.target == "all" else hidden
+    predicted = counts if config.target == "all" or step == HIDDEN_GENES else hidden
     entries = np.flatnonzero(predicted)
     per_cell = batch.arrays("cell")
     n_paired = 0
