@@ -155,7 +155,7 @@ class EvaluatedModel:
         """Log-normalised training cells, at most PCA_CELLS, `(cells, genes)` float32; read again at
         each call.
         """
-        counts = read_counts(self.manifest, PCA_CELLS)[:PCA_CELLS]
+        counts = read_counts(self.manifest, PCA_CELLS)
         return log_normalise(summed(counts) if self.manifest.ordered else counts)
 
 
@@ -244,16 +244,18 @@ def read_gene_statistics(manifest: Manifest, tokens: Tokens) -> GeneStatistics:
 
 
 def read_counts(manifest: Manifest, max_cells: int, split: str = "train") -> sp.csr_matrix:
-    """Counts of the first cells of a split, at least `max_cells` if there are so many: `(cells,
+    """Counts of the first `max_cells` cells of a split, or of all if there are fewer: `(cells,
     genes)`, uint32.
     """
-    blocks = [
-        sp.csr_matrix(
-            (block.counts.astype(np.uint32), block.genes, block.offsets),
-            shape=(block.n_cells, manifest.n_genes),
-        )
-        for block in _read_first_blocks(manifest, max_cells, split)
-    ]
+    blocks: list[sp.csr_matrix] = []
+    n_missing = max_cells
+    for block in _read_first_blocks(manifest, max_cells, split):
+        n_cells = min(block.n_cells, n_missing)
+        offsets = block.offsets[: n_cells + 1]
+        counts = block.counts[: offsets[-1]].astype(np.uint32)
+        values = (counts, block.genes[: offsets[-1]], offsets)
+        blocks.append(sp.csr_matrix(values, shape=(n_cells, manifest.n_genes)))
+        n_missing -= n_cells
     return sp.vstack(blocks, format="csr")
 
 

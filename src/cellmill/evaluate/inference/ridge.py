@@ -20,7 +20,8 @@ from sklearn.utils.sparsefuncs import mean_variance_axis
 
 from cellmill.config.load import unusable
 from cellmill.data.arrays import TARGET_SUM, log_normalise
-from cellmill.evaluate.components import COMPONENTS, pca
+from cellmill.data.rows import row_sums
+from cellmill.evaluate.components import BLOCK, COMPONENTS, pca
 from cellmill.files import sha256_file
 from cellmill.models.export import RIDGE, WeightsFile, write_tensors
 
@@ -40,21 +41,18 @@ class GeneRidge:
     def fit(cls, counts: sp.csr_matrix) -> Self:
         """Fit to training cells, counts (C, V); C and V of at least 4."""
         profiles = log_normalise(counts)
-        means, variances = mean_variance_axis(profiles.astype(np.float64), axis=0)
+        # summed in float64
+        means, variances = mean_variance_axis(profiles, axis=0)
         rank = min(len(means), profiles.shape[0] - 1)
         components = pca(profiles.shape, min(COMPONENTS, rank // 2)).fit(profiles)
         eigenvalues = components.explained_variance_.astype(np.float64)
-        residual = max(variances.sum() - eigenvalues.sum(), 0.0)
+        residual = max(variances.sum(dtype=np.float64) - eigenvalues.sum(), 0.0)
         other_eigenvalues = residual / (rank - len(eigenvalues))
         lengths = np.sqrt(np.maximum(eigenvalues - other_eigenvalues, 0))
-        totals = counts.sum(axis=1, dtype=np.float64)
-        depth = np.maximum(np.asarray(totals), 1)
-        shares_of_cells = counts.multiply(1 / depth)
-        shares = np.asarray(shares_of_cells.mean(axis=0)).ravel()
         n_varying = max(np.count_nonzero(variances), 1)
         return cls(
             means.astype(np.float32),
-            shares.astype(np.float32),
+            _mean_shares(counts).astype(np.float32),
             (components.components_ * lengths[:, None]).astype(np.float32),
             np.array([max(residual / n_varying, 1e-6)], np.float32),
             np.array([0.5], np.float32),
@@ -128,3 +126,15 @@ class GeneRidge:
         if shapes != expected:
             raise unusable(path, f"expected tensors of shapes {expected}, got {shapes}")
         return ridge
+
+
+def _mean_shares(counts: sp.csr_matrix) -> np.ndarray:
+    """(V,) float64: mean share of each gene in the counts (C, V) of a cell."""
+    n_cells, n_genes = counts.shape
+    sums = np.zeros(n_genes)
+    # in blocks, because scipy copies the counts that it multiplies as float64
+    for start in range(0, n_cells, BLOCK):
+        block = counts[start : start + BLOCK]
+        depth = row_sums(block.data, block.indptr)
+        sums += block.T @ (1 / np.maximum(depth, 1))
+    return sums / n_cells

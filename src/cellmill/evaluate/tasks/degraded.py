@@ -70,7 +70,7 @@ class TrainingCounts:
         manifest = context.model.manifest
         if manifest.ordered:
             return None
-        counts = read_counts(manifest, PCA_CELLS)[:PCA_CELLS]
+        counts = read_counts(manifest, PCA_CELLS)
         return cls(context, counts, _fit_components(context, counts, log_per_1k))
 
     def project_panel(self, panel: sp.csr_matrix) -> np.ndarray:

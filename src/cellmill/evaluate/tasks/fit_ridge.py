@@ -36,7 +36,7 @@ def fit_ridge(model: EvaluatedModel) -> GeneRidge | None:
     None for too few cells.
     """
     with threadpool_limits(1):  # sums in one order: the same bits on any number of cores
-        counts = read_counts(model.manifest, MAX_FITTED)[:MAX_FITTED]
+        counts = read_counts(model.manifest, MAX_FITTED)
         if min(counts.shape) < MIN_CELLS:
             return None
         ridge = GeneRidge.fit(counts)
@@ -60,7 +60,7 @@ def _group_cells(manifest: Manifest, n_cells: int) -> np.ndarray:
 @contextmanager
 def _open_validation(model: EvaluatedModel) -> Iterator[Context]:
     """Validation cells as a dataset."""
-    counts = read_counts(model.manifest, VALIDATION_CELLS, "val")[:VALIDATION_CELLS]
+    counts = read_counts(model.manifest, VALIDATION_CELLS, "val")
     var = pd.DataFrame(index=model.vocabulary.gene_ids)
     adata = import_module("anndata").AnnData(counts, var=var)
     n_cells = len(adata)

@@ -113,7 +113,7 @@ class TrainingCells:
         manifest = context.model.manifest
         if manifest.ordered:
             return None
-        counts = read_counts(manifest, MAX_FITTED)[:MAX_FITTED]
+        counts = read_counts(manifest, MAX_FITTED)
         n_cells = counts.shape[0]
         if n_cells < MIN_CELLS:
             return None
