@@ -71,10 +71,9 @@ def prepare(folder: Path, data: Path, name: str) -> Path:
     return copied
 
 
-def write_runs(folder: Path, data: Path, datasets: list[str], seeds: int, steps: int | str) -> None:
+def write_runs(folder: Path, data: Path, datasets: list[str], steps: int | str) -> None:
     """Write config/ with every setting, so that a later call with others goes on."""
     folder.mkdir(parents=True, exist_ok=True)
-    length = int(steps) if steps.isdigit() else steps
     rows = ["dataset\tpath\tcounts\tlabel\tbatch"]
     corpora: dict[str, Any] = {}
     runs: dict[str, Any] = {}
@@ -90,7 +89,7 @@ def write_runs(folder: Path, data: Path, datasets: list[str], seeds: int, steps:
         for setting in SETTINGS:
             options = {"corpus": name, "evaluate": evaluate} | MODELS["profile"]
             options["objective"] = objective(setting)
-            runs |= seeded_runs(f"{name}-{setting}", options, MAX_SEEDS, steps=length)
+            runs |= seeded_runs(f"{name}-{setting}", options, MAX_SEEDS, steps=steps)
     train = {"schedule": "wsd", "decay_frac": 0.2, "checkpoint_every_steps": 10_000}
     train |= {"global_batch": 32, "warmup_steps": 20, "lr": 5e-3, "val_every_steps": 400}
     write_config(
