@@ -107,7 +107,7 @@ def step(steps: int) -> Work:
     counts = rng.geometric(0.4, len(genes)).astype(np.uint16)
     starts = np.append(0, lengths.cumsum())
     batch = to_tensors(
-        make_batch(TOKENS.load()(TOKENS), genes, counts, starts, np.arange(32), TOKENS.max_tokens)
+        make_batch(TOKENS.load()(TOKENS), genes, counts, starts, np.arange(32), with_counts=True)
     )
     work = packed_step(SPEC, torch.device("cpu"), "fp32")
     return lambda: [work(batch, number) for number in range(steps)]

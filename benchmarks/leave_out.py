@@ -66,7 +66,7 @@ def main() -> None:
     }
     print("\n".join(table(results, FEATURES, COLUMNS)))
     for name, runs in results.items():
-        print(f"\n{name}: {runs[0]['figures']}")
+        print(f"\n{name}: {runs[0].figures}")
         print("\n".join(verdicts(runs)))
 
 

@@ -176,7 +176,7 @@ def here(arguments: argparse.Namespace) -> None:
         assert found.time is not None
         alone = cells * world * share / steps[1]
         print(f"| {world:,} ", end="")
-        for step_s in (steps.get(world), found.time.step_s):
+        for step_s in (steps.get(world), found.time.step.step_s):
             speed = None if step_s is None else cells * world / step_s
             print("| | " if speed is None else f"| {speed:,.1f} | {speed / alone:.0%} ", end="")
         print("|")
@@ -207,8 +207,8 @@ def there() -> None:
             )
             found = planned(chosen, world, 8, 2048, h100, "h100")
             assert found.time is not None
-            speed = FEW * world / found.time.step_s
-            first = alone.setdefault(strategy, FEW / found.time.compute_s)
+            speed = FEW * world / found.time.step.step_s
+            first = alone.setdefault(strategy, FEW / found.time.step.compute_s)
             print(f"| {speed:,.0f} | {speed / world / first:.0%} ", end="")
         print("|")
 
