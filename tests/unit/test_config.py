@@ -133,6 +133,7 @@ def test_a_corpus_lists_its_datasets_in_table_order(
     one = config(corpora=named("other"))
     assert one.trained_on("pbmc") == one.evaluated_on("demo") == ["other"]
     assert list(one.datasets("pbmc")) == ["sim", "other"]
+    assert one.datasets("pbmc") is one.datasets("pbmc")  # read once
 
 
 STAGES = (

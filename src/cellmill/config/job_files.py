@@ -2,8 +2,8 @@
 
 import json
 import os
-import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
@@ -71,6 +71,8 @@ class JobFiles:
         # true if jobs run, so that files of options are written; known only after all rules
         self.writes = writes
         self._reported: set[Path] = set()  # files of options whose changes were printed
+        # files of options by stage and by run or corpus, as they were at the first look
+        self._written: dict[str, dict[str, list[Path]]] = {}
         self.datasets = {corpus: workflow.datasets(corpus) for corpus in workflow.corpora}
         self.swept = workflow.swept()
         models = [corpus.vocabulary.medians for corpus in self.corpora.values()]
@@ -145,8 +147,11 @@ class JobFiles:
 
         Snakemake would only name digests.
         """
-        pattern = re.compile(rf"{re.escape(f'{owner}.' if owner else '')}[0-9a-f]{{12}}\.json")
-        written = [file for file in path.parent.glob("*.json") if pattern.fullmatch(file.name)]
+        if stage not in self._written:  # a folder has a file or more for each run
+            self._written[stage] = defaultdict(list)
+            for file in path.parent.glob("*.json"):
+                self._written[stage][file.stem.rpartition(".")[0]].append(file)
+        written = self._written[stage].get(owner or "")
         if not written or path in self._reported:
             return
         self._reported.add(path)

@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, PrivateAttr, model_validator
 
 from cellmill.config.checks import check_together
 from cellmill.config.corpus import IS_CONTROL, NOT_WILDCARD, ORGANISM
@@ -248,6 +248,7 @@ class Workflow(Section):
     `.cell-eval.json` or `.cell-eval2.json`; or by preset of `evaluate.external`, scvi or harmony.
     Changing it reruns nothing.
     """
+    _tables: dict[str, dict[str, Dataset]] = PrivateAttr(default_factory=dict)  # by path, once read
 
     def problems(self) -> Iterator[str]:
         for name, corpus in self.corpora.items():
@@ -310,7 +311,10 @@ class Workflow(Section):
 
     def datasets(self, corpus: str) -> dict[str, Dataset]:
         """Every dataset of the corpus's table, including those the corpus does not train on."""
-        return read_datasets(Path(self.corpora[corpus].table))
+        table = self.corpora[corpus].table
+        if table not in self._tables:  # each run asks for it several times
+            self._tables[table] = read_datasets(Path(table))
+        return self._tables[table]
 
     def check_datasets(self, source: str) -> None:
         """Read every table. Raise ConfigError for options in `source` that do not fit the tables."""

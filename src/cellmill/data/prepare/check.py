@@ -27,6 +27,8 @@ from cellmill.files import read_json, special_kind
 
 CELLS = "results/corpora/{corpus}/cells/{dataset}.h5ad"
 _SHOWN = 3  # datasets that a line names
+Roles = dict[tuple[str, str], set[str]]
+"""Roles of obs columns by corpus and dataset."""
 
 
 def check_datasets(pipeline: Workflow) -> None:
@@ -142,22 +144,28 @@ def check_inputs(
         if gone
         else []
     )
+    roles: Roles = {}
     for name in pipeline.runs:
-        lines += _skipped_tasks(pipeline, name)
+        lines += _skipped_tasks(pipeline, name, roles)
     return list(dict.fromkeys(lines))
 
 
-def _skipped_tasks(pipeline: Workflow, name: str) -> Iterator[str]:
-    """Lines on tasks of a run for which datasets have no label, batch or other column."""
+def _skipped_tasks(pipeline: Workflow, name: str, roles: Roles) -> Iterator[str]:
+    """Lines on tasks of a run for which datasets have no label, batch or other column.
+
+    Each file is opened once for all runs: `roles` keeps what its cells have.
+    """
     run = pipeline.runs[name]
     table = pipeline.datasets(run.corpus)
     corpus = pipeline.corpora[run.corpus]
     datasets: dict[tuple[str, str], list[str]] = {}  # by column and tasks
     for dataset in pipeline.evaluated_on(name):
-        roles = _roles_of(table[dataset], corpus.preprocess.keep_obs)
+        key = (run.corpus, dataset)
+        if key not in roles:
+            roles[key] = _roles_of(table[dataset], corpus.preprocess.keep_obs)
         tasks: dict[str, list[str]] = {}
         for task, options in run.evaluate.tasks.items():
-            missing = options.missing_role(roles)
+            missing = options.missing_role(roles[key])
             if missing is not None:
                 tasks.setdefault(missing, []).append(task)
         for column, without in tasks.items():
