@@ -49,7 +49,7 @@ def test_only_cells_of_the_test_split_are_scored(corpus: dict[str, Path], tmp_pa
     assert {
         row["obs_name"] for row in read_umap(tmp_path / "umap.tsv") if row["heldout"] == "1"
     } == test
-    assert len(read_umap(tmp_path / "umap.tsv")) == dataset["n_cells"]
+    assert len([*read_umap(tmp_path / "umap.tsv")]) == dataset["n_cells"]
     probe = dataset["tasks"]["probe"]["figures"]
     assert sum(probe["classes"].values()) == probe["n_cells"]
     assert probe["n_cells"] + sum(probe["dropped_classes"].values()) == len(test)
@@ -97,7 +97,7 @@ def test_effort_fast_is_full_with_fewer_repetitions(
     assert marked != fast["sentences"]
     omitted = {"effort": "fast", "left_out": "2 of 3 seeds"}
     assert fast["figures"] == full["figures"] | omitted
-    assert read_umap(tmp_path / "fast" / "umap.tsv") == []
+    assert [*read_umap(tmp_path / "fast" / "umap.tsv")] == []
 
 
 def test_effort_fast_reduces_every_task_with_repetitions() -> None:

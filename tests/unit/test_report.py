@@ -5,6 +5,7 @@ import csv
 import hashlib
 import json
 import re
+import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +33,7 @@ from cellmill.config.options import ReportOptions
 from cellmill.errors import DataError
 from cellmill.evaluate.scores import ScoreColumn, tabulate
 from cellmill.report import charts, drawing
-from cellmill.report.collect import ReportedRun, read_corpus, read_run
+from cellmill.report.collect import ReportedRun, UmapCells, read_corpus, read_run
 from cellmill.report.forms import LoggedLine, PlanForm, RunRecordForm
 from cellmill.report.page import render
 from cellmill.report.standings import list_standings
@@ -91,6 +92,11 @@ def without_scripts(page: str) -> str:
     return re.sub(r'data:image/png;base64,[^"]*', "data:", page)
 
 
+def unpack(data: str) -> dict[str, Any]:
+    """What the page's script unpacks: charts, and folded parts."""
+    return json.loads(zlib.decompress(base64.b64decode(data, validate=True)))
+
+
 def text_of(page: str) -> str:
     page = re.sub(r"<(script|style).*?</\1>", "", page, flags=re.DOTALL)
     return " ".join(unescape(re.sub(r"<[^>]*>", " ", page)).split())
@@ -132,15 +138,31 @@ def test_the_page_loads_nothing_from_elsewhere(page: str) -> None:
 def test_user_text_is_escaped(page: str) -> None:
     own = without_scripts(page)
     assert re.findall(r"<script[^>]*>", own) == [
-        '<script type="application/json" id="charts">',
+        '<script type="application/zlib" id="packed">',
         "<script>",
         "<script>",
     ]
     assert "<b>few" not in own
     assert own.count("&lt;script&gt;alert(1)") > 5
-    [inside] = re.findall(r'id="charts">(.*?)</script>', own, re.DOTALL)
-    assert not set("<>&") & {*inside}
-    assert EVIL in {row[0] for row in json.loads(inside)[0]["rows"]}
+    [inside] = re.findall(r'id="packed">(.*?)</script>', own, re.DOTALL)
+    assert EVIL in unpack(inside)["charts"][0]["columns"]["name"]
+
+
+def test_the_folded_parts_of_many_runs_are_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [make_run(tmp_path / name) for name in ("first", EVIL)]
+    plain = without_scripts(rendered(*runs))
+    monkeypatch.setattr(drawing, "MAX_PLAIN_RUNS", 1)
+    large = without_scripts(rendered(*runs))
+    pattern = r'(id="packed">)(.*?)(</script>)'
+    [folded] = [unpack(found[1])["folded"] for found in re.findall(pattern, large)]
+    assert len(folded) > 10
+    assert unpack(re.findall(pattern, plain)[0][1])["folded"] == []
+    place = r'<p class="dim" data-folded="(\d+)">Allow scripts to see this part.</p>'
+    whole = re.sub(place, lambda match: folded[int(match[1])], large)
+    assert re.sub(pattern, "", whole) == re.sub(pattern, "", plain)
+    assert len(large) < len(plain)
 
 
 def test_the_page_shows_what_the_folders_hold(page: str) -> None:
@@ -407,18 +429,41 @@ def test_a_chart_uses_the_colours_of_the_page(tmp_path: Path) -> None:
     assert [(row["name"], row["of"], row["value"]) for row in rows] == [
         (EVIL, "training", "2.0"), (EVIL, "validation", "1.0")
     ]  # fmt: skip
-    [chart] = json.loads(drawings.data)
-    assert chart["rows"] == [[EVIL, "training", 1, 2.0], [EVIL, "validation", 2, 1.0]]
+    [chart] = unpack(drawings.data)["charts"]
+    assert chart["columns"] == {
+        "name": [EVIL, EVIL],
+        "of": ["training", "validation"],
+        "step": [1, 2],
+        "value": [2.0, 1.0],
+    }
+
+
+def umap_of(*rows: dict[str, str]) -> UmapCells:
+    cells = UmapCells()
+    for row in rows:
+        cells.append({"x": "1.23456", "y": "2", "label": "", "batch": "", "heldout": "0"} | row)
+    return cells
 
 
 def test_a_umap_shows_at_most_4000_cells() -> None:
-    cells = [{"x": "1.23456", "y": "2", "label": "B", "heldout": "1"}] * 5000
-    figure = charts.draw_umap("UMAP", cells, ["B"])
+    figure = charts.draw_umap("UMAP", umap_of(*[{"label": "B", "heldout": "1"}] * 5000), ["B"])
     assert len(figure.rows) == 4000
-    assert figure.rows[0] == {"x": 1.235, "y": 2.0, "c": 0, "h": 1}
-    cells = [{"x": "1", "y": "2", "label": "", "heldout": "0", "batch": batch} for batch in "aab"]
+    assert figure.rows[0] == {"x": 1.23, "y": 2.0, "c": 0, "h": 1}
+    cells = umap_of(*({"batch": batch} for batch in "baab"), {})
+    assert charts.list_labels(cells, "batch") == ["a", "b"]
     assert len(charts.draw_umap("UMAP", cells, ["a", "b"], "batch", 2).rows) == 2
-    assert {row["c"] for row in charts.draw_umap("UMAP", cells, ["a", "b"], "batch").rows} == {0, 1}
+    drawn = charts.draw_umap("UMAP", cells, ["a", "b"], "batch").rows
+    assert sorted(row["c"] for row in drawn) == [-1, 0, 0, 1, 1]
+
+
+def test_many_runs_are_drawn_with_fewer_points() -> None:
+    assert [*map(charts.limit_cells, (0, 1, 25, 100, 400))] == [4000, 4000, 4000, 1000, 500]
+    points = [(step, 1.0) for step in range(1000)]
+    for n_runs, shown in ((1, 334), (100, 101), (400, 51)):
+        runs = {str(number): points for number in range(n_runs)}
+        rows = charts.draw_curves("Loss", runs, "loss").rows
+        assert len(rows) == n_runs * shown
+        assert rows[-1]["step"] == 999
 
 
 def test_a_histogram_leaves_out_the_tails() -> None:
@@ -687,35 +732,56 @@ def test_a_page_of_ten_runs_is_less_than_4_mb(tmp_path: Path) -> None:
     assert len(page.encode()) < 4e6
 
 
-def test_the_static_umap_has_every_pixel_in_fewer_bytes() -> None:
+def test_the_static_umap_has_its_colours_in_fewer_bytes() -> None:
     spec = {
-        "data": {"values": [{"x": 1}]},
-        "mark": "point",
-        "encoding": {"x": {"field": "x", "type": "quantitative"}},
+        "data": {"values": [{"x": value, "y": value % 7} for value in range(50)]},
+        "mark": {"type": "point", "filled": True},
+        "encoding": {
+            axis: {"field": axis, "type": "quantitative", "axis": {"grid": False}} for axis in "xy"
+        },
     }
     png = vl_convert.vegalite_to_png(spec)
-    smaller = drawing.compress_png(png)
-    assert len(smaller) < len(png)
-    (rest, pixels), (rest_of_smaller, pixels_of_smaller) = map(chunks, (png, smaller))
-    assert zlib.decompress(pixels) == zlib.decompress(pixels_of_smaller)
-    assert rest == rest_of_smaller
+    smaller = drawing.shrink_png(png)
+    assert len(smaller) < len(png) / 3
+    pixels, shown = pixels_of(png), pixels_of(smaller)
+    assert shown.shape == pixels.shape
+    is_seen = pixels[..., 3] >= 16
+    assert is_seen.any()
+    # 4 bits a channel, and at most 256 colours
+    assert np.abs(shown[is_seen].astype(int) - pixels[is_seen]).max() < 32
+    assert not shown[~is_seen].any()
+    assert len(np.unique(shown.reshape(-1, 4), axis=0)) <= 256
+    lines = chunks_of(png)[b"IDAT"]
+    other = zlib.compress(b"\0" + zlib.decompress(lines)[1:])
+    unfiltered = png.replace(lines, other)
+    assert drawing.shrink_png(unfiltered) == unfiltered
 
 
-def chunks(png: bytes) -> tuple[list[bytes], bytes]:
-    """Chunks of a PNG, whose checksums must be right: all without pixels, and the pixels."""
-    rest = []
-    pixels = b""
+def chunks_of(png: bytes) -> dict[bytes, bytes]:
+    """Chunks of a PNG by kind, whose checksums must be right; those of pixels as one."""
+    chunks: dict[bytes, bytes] = {}
     begin = 8
     while begin < len(png):
         end = begin + 8 + int.from_bytes(png[begin : begin + 4], "big")
-        chunk = png[begin + 4 : end]
-        assert png[end : end + 4] == zlib.crc32(chunk).to_bytes(4, "big")
-        if chunk[:4] == b"IDAT":
-            pixels += chunk[4:]
-        else:
-            rest.append(chunk)
+        kind, data = png[begin + 4 : begin + 8], png[begin + 8 : end]
+        assert png[end : end + 4] == zlib.crc32(kind + data).to_bytes(4, "big")
+        chunks[kind] = chunks.get(kind, b"") + data
         begin = end + 4
-    return rest, pixels
+    return chunks
+
+
+def pixels_of(png: bytes) -> np.ndarray:
+    """(height, width, 4) uint8, of a PNG with a palette or with 32 bits a pixel."""
+    chunks = chunks_of(png)
+    width, height, _, kind = struct.unpack(">IIBB", chunks[b"IHDR"][:10])
+    lines = np.frombuffer(zlib.decompress(chunks[b"IDAT"]), np.uint8).reshape(height, -1)
+    if kind == 3:
+        assert not lines[:, 0].any()
+        colours = np.frombuffer(chunks[b"PLTE"], np.uint8).reshape(-1, 3)
+        alphas = np.frombuffer(chunks[b"tRNS"], np.uint8)
+        return np.column_stack([colours, alphas])[lines[:, 1:]]
+    assert (lines[:, 0] == 1).all()
+    return lines[:, 1:].reshape(height, width, 4).cumsum(axis=1, dtype=np.uint8)
 
 
 def test_planned_tensors_stand_next_to_measured_tensors() -> None:

@@ -16,6 +16,7 @@ import pytest
 from reported import make_corpus, make_run
 
 from cellmill.config.options import ReportOptions
+from cellmill.report import drawing
 from cellmill.stages import report
 from tests.distributed.command import wait_for
 
@@ -106,12 +107,14 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     runs = [make_run(folder / "runs" / "first"), make_run(folder / "runs" / "second")]
     options = ReportOptions.model_validate({"report": {}})
-    report.report(
-        options=options,
-        runs=runs,
-        corpora=[make_corpus(folder / "pbmc")],
-        out=folder / "index.html",
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drawing, "MAX_PLAIN_RUNS", 1)  # the script unpacks the folded parts
+        report.report(
+            options=options,
+            runs=runs,
+            corpora=[make_corpus(folder / "pbmc")],
+            out=folder / "index.html",
+        )
     return folder / "index.html"
 
 
@@ -137,6 +140,10 @@ def test_every_figure_is_drawn_without_an_error(browser: Browser, page: Path, wi
 
 def test_tables_can_be_sorted_and_searched(browser: Browser, page: Path) -> None:
     browser.open(page, 1280)
+    assert "data-folded" in page.read_text(encoding="utf-8")
+    wait_for(lambda: browser.run("return !document.querySelector('[data-folded]')"))
+    shown = browser.run("return document.getElementById('provenance').textContent")
+    assert "train.lr" in shown
     find = "const t = [...document.querySelectorAll('#evaluation table.sortable')].find((t) => t.rows.length > 3);"
     column = "[...t.tBodies[0].rows].map((r) => parseFloat(r.cells[1].textContent))"
     before = browser.run(f"{find} return {column}")

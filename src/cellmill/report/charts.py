@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from cellmill.report.collect import UmapCells
 from cellmill.report.drawing import PALETTE, Chart, read_template
 from cellmill.report.forms import LoggedLine
 from cellmill.report.scaling_law import Law
@@ -20,8 +21,12 @@ Points = list[tuple[float, float]]
 """(step, value) of a curve."""
 LIGHT_GREY = "#9aa0a6"
 MAX_CELLS = 4_000  # cells in a UMAP: more make the page slow and show no more
+MIN_CELLS = 500  # cells in each of very many
+CELLS_OF_PAGE = 100_000  # cells in all UMAPs of a page
 MAX_CELLS_BY_BATCH = 1_500  # cells in the same UMAP by batch
 MAX_POINTS = 400  # points of a curve
+MIN_POINTS = 50  # points of each of very many
+POINTS_OF_CHART = 10_000  # points of all curves of a chart
 LAW_POINTS = 40  # points of the curve of a law
 TITLE_WIDTH = 32  # characters in a line of the title of a y axis
 TAILS_FRAC = 0.005  # share of cells at both ends together that a histogram does not draw
@@ -33,7 +38,7 @@ def draw_curves(title: str, series: Mapping[str, Points], y: str) -> Chart:
     """
     rows = []
     for name, points in series.items():
-        rows += _list_line_rows(points, name=name)
+        rows += _list_line_rows(points, len(series), name=name)
     return Chart(title, rows, {"height": 210, **_make_lines([*series], y, rows)})
 
 
@@ -45,7 +50,7 @@ def draw_losses(title: str, runs: Mapping[str, Mapping[str, Points]]) -> Chart:
     rows = []
     for name, kinds in runs.items():
         for kind, points in kinds.items():
-            rows += _list_line_rows(points, name=name, of=kind)
+            rows += _list_line_rows(points, 2 * len(runs), name=name, of=kind)
     with_loss = [name for name, kinds in runs.items() if kinds]
     spec = _make_lines([*runs], "loss", rows, with_loss)
     spec["encoding"] |= read_template("loss")
@@ -56,9 +61,10 @@ def draw_losses(title: str, runs: Mapping[str, Mapping[str, Points]]) -> Chart:
     return Chart(title, rows, {"height": 250, **spec})
 
 
-def _list_line_rows(points: Points, **columns: str) -> list[Spec]:
-    """Rows of about MAX_POINTS of the points, every n-th and the last one, after `columns`."""
-    step = max(1, math.ceil(len(points) / MAX_POINTS))
+def _list_line_rows(points: Points, n_curves: int, **columns: str) -> list[Spec]:
+    """Rows of the points of one of `n_curves`, every n-th and the last one, after `columns`."""
+    max_points = min(MAX_POINTS, max(MIN_POINTS, POINTS_OF_CHART // n_curves))
+    step = max(1, math.ceil(len(points) / max_points))
     thinned = [*points[:-1:step], *points[-1:]]
     return [{**columns, "step": step, "value": _short(value)} for step, value in thinned]
 
@@ -170,9 +176,14 @@ def _list_curve_rows(name: str, curve: CurveOfRuns) -> list[Spec]:
     return rows
 
 
+def limit_cells(n_umaps: int) -> int:
+    """Cells that each of `n_umaps` on a page draws at most."""
+    return min(MAX_CELLS, max(MIN_CELLS, CELLS_OF_PAGE // max(n_umaps, 1)))
+
+
 def draw_umap(
     title: str,
-    cells: Sequence[Mapping[str, str]],
+    cells: UmapCells,
     labels: Sequence[str],
     column: str = "label",
     max_cells: int = MAX_CELLS,
@@ -180,20 +191,19 @@ def draw_umap(
     """Cells at UMAP coordinates, at most `max_cells` of them, coloured by a column, whose values are
     `labels`; held-out cells are circles.
 
-    `cells` are rows of umap.tsv. To keep the page small, rows of the chart have codes; the browser
-    looks the texts up.
+    To keep the page small, rows of the chart have codes, whose texts the browser looks up, and
+    coordinates of two decimals, which a screen cannot tell from more.
     """
     codes = {label: code for code, label in enumerate(labels)}
     # shuffle cells by a fixed seed, or the class drawn last would cover the others
-    order = np.random.Generator(np.random.Philox(key=0)).permutation(len(cells))
+    order = np.random.Generator(np.random.Philox(key=0)).permutation(len(cells.x))
     rows = []
-    for index in order[:max_cells]:
-        cell = cells[index]
+    for index in order[:max_cells].tolist():
         row = {
-            "x": round(float(cell["x"]), 3),
-            "y": round(float(cell["y"]), 3),
-            "c": codes.get(cell[column], -1),  # -1 for a cell without a value
-            "h": int(cell["heldout"] == "1"),
+            "x": round(cells.x[index], 2),
+            "y": round(cells.y[index], 2),
+            "c": codes.get(cells.texts[column][index], -1),  # -1 for a cell without a value
+            "h": cells.is_held_out[index],
         }
         rows.append(row)
     names = [*labels, f"no {column}"]
@@ -231,10 +241,11 @@ def colour(number: int) -> str:
     return PALETTE[number % len(PALETTE)]
 
 
-def list_labels(cells: Sequence[Mapping[str, str]], column: str = "label") -> list[str]:
+def list_labels(cells: UmapCells, column: str = "label") -> list[str]:
     """Labels, or batches, of a UMAP, the most frequent first."""
-    counts = Counter(sorted(cell[column] for cell in cells if cell[column]))
-    return [label for label, _ in counts.most_common()]
+    counts = Counter(cells.texts[column])
+    del counts[""]
+    return sorted(counts, key=lambda text: (-counts[text], text))
 
 
 def list_points(lines: Sequence[LoggedLine], key: str) -> Points:

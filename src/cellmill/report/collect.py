@@ -5,8 +5,10 @@ DataError that names it in one line.
 """
 
 import shlex
+import sys
+from array import array
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -49,6 +51,27 @@ FILES_BY_KIND = {
 """Outputs of rules, in the order of the stages: Snakemake makes them again by name."""
 
 
+@dataclass
+class UmapCells:
+    """Cells of one dataset in umap.tsv, column by column: as rows they would take ten times as much
+    memory.
+    """
+
+    x: "array[float]" = field(default_factory=lambda: array("d"))
+    y: "array[float]" = field(default_factory=lambda: array("d"))
+    is_held_out: bytearray = field(default_factory=bytearray)
+    # texts by `label` and `batch`, then by cell; empty if a cell has none
+    texts: dict[str, list[str]] = field(default_factory=lambda: {"label": [], "batch": []})
+
+    def append(self, row: Mapping[str, str]) -> None:
+        """Add a row of umap.tsv."""
+        self.x.append(float(row["x"]))
+        self.y.append(float(row["y"]))
+        self.is_held_out.append(row["heldout"] == "1")
+        for column, texts in self.texts.items():
+            texts.append(sys.intern(row[column]))
+
+
 @dataclass(frozen=True)
 class ReportedRun:
     """Files of a run; None if they are absent."""
@@ -62,8 +85,7 @@ class ReportedRun:
     cost: CostForm | None = None  # train/cost.json; None before a training has ended
     # metrics.jsonl, without an incomplete last line
     logged: list[LoggedLine] = field(default_factory=list)
-    # rows of umap.tsv by dataset, as text by column
-    umap: dict[str, list[dict[str, str]]] = field(default_factory=dict)
+    umap: dict[str, UmapCells] = field(default_factory=dict)  # by dataset
     # metrics.json of kept checkpoints by step
     checkpoint_evaluations: dict[int, Evaluation] = field(default_factory=dict)
     # tables of other packages by dataset, then by package and version
@@ -132,7 +154,7 @@ def read_run(folder: Path) -> ReportedRun:
     for line in read_lines(train / "metrics.jsonl"):
         logged.append(LoggedLine.parse(train / "metrics.jsonl", line))
     metrics = folder / "evaluate" / "metrics.json"
-    umap = defaultdict(list)
+    umap: dict[str, UmapCells] = defaultdict(UmapCells)
     for row in read_umap(folder / "evaluate" / "umap.tsv"):
         umap[row["dataset"]].append(row)
     model = ModelForm.read(folder / "model" / "config.json")

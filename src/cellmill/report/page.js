@@ -1,10 +1,17 @@
 "use strict";
-// Live figures, sorting, theme and search. Without it the page shows the same tables and static pictures.
-(() => {
+// Live figures, folded parts of many runs, sorting, theme and search. Without it the page shows tables and static pictures.
+(async () => {
   const root = document.documentElement;
-  const charts = JSON.parse(document.getElementById("charts").textContent);
+  const packed = Uint8Array.from(atob(document.getElementById("packed").textContent), (byte) => byte.charCodeAt(0));
+  const unpacked = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const { charts, folded } = await new Response(unpacked).json();
+  document.querySelectorAll("[data-folded]").forEach((place) => { place.outerHTML = folded[place.dataset.folded]; });
 
-  const rowsOf = (chart) => chart.rows.map((row) => Object.fromEntries(chart.keys.map((key, i) => [key, row[i]])));
+  const keysOf = (chart) => Object.keys(chart.columns);
+  const rowsOf = (chart) => {
+    const keys = keysOf(chart);
+    return (chart.columns[keys[0]] ?? []).map((_, row) => Object.fromEntries(keys.map((key) => [key, chart.columns[key][row]])));
+  };
   const save = (name, type, text) => {
     const link = document.createElement("a");
     link.href = URL.createObjectURL(new Blob([text], { type }));
@@ -18,7 +25,8 @@
       const text = typeof value === "string" && /^[=+@\t]/.test(value) ? `'${value}` : String(value ?? "");
       return /[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
     };
-    return [chart.keys, ...chart.rows].map((row) => row.map(cell).join(",")).join("\n") + "\n";
+    const rows = rowsOf(chart).map((row) => Object.values(row));
+    return [keysOf(chart), ...rows].map((row) => row.map(cell).join(",")).join("\n") + "\n";
   };
   const button = (text, label, click) => {
     const made = document.createElement("button");
@@ -92,4 +100,4 @@
     const wanted = search.value.trim().toLowerCase();
     document.querySelectorAll("tbody tr").forEach((row) => { row.hidden = !row.textContent.toLowerCase().includes(wanted); });
   });
-})();
+})().catch((error) => console.error(error));

@@ -80,7 +80,8 @@ def render(
             training_charts=draw_training(runs),
             histogram_names=HISTOGRAMS,
             charts=charts,
-            drawings=drawings or drawing.Drawings(),
+            max_cells=charts.limit_cells(sum(len(run.umap) for run in runs)),
+            drawings=drawings or drawing.Drawings(len(runs)),
             # the page's own style and scripts
             style=Markup(drawing.read_asset("page.css")),
             scripts=drawing.load_scripts(),

@@ -40,7 +40,7 @@ def report(
     missing = count_missing(reported)
     if missing:
         print(missing)
-    drawn = Drawings()
+    drawn = Drawings(len(runs))
     page = render(options.report.title, reported, described, swept, drawn)
     write_text(out, page)
     drawn.save(out.parent / "figures")

@@ -9,6 +9,7 @@ import csv
 import io
 import sys
 import warnings
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
@@ -94,12 +95,11 @@ def write_umap(path: Path, rows: list[tuple[Any, ...]]) -> None:
     write_text(path, text.getvalue())
 
 
-def read_umap(path: Path) -> list[dict[str, str]]:
+def read_umap(path: Path) -> Iterator[dict[str, str]]:
     """Rows as text by column; none when the file is absent. Raises DataError for a damaged file."""
     if not path.exists():
-        return []
+        return
     require_file(path)
-    rows = []
     try:
         with open(path, newline="", encoding="utf-8") as file:
             lines = csv.reader(file, delimiter="\t")
@@ -109,9 +109,8 @@ def read_umap(path: Path) -> list[dict[str, str]]:
                 row = dict(zip(COLUMNS, line))
                 if len(line) != len(COLUMNS) or not isfinite(float(row["x"]) + float(row["y"])):
                     raise ValueError(f"expected {', '.join(COLUMNS)}")
-                rows.append(row)
+                yield row
     except (ValueError, csv.Error) as error:
         raise DataError(
             f"{path}, row {lines.line_num}: damaged ({error}); run evaluate again"
         ) from None
-    return rows
