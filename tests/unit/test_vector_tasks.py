@@ -230,15 +230,21 @@ def test_kbet_is_the_chi_square_test_of_each_neighbourhood() -> None:
         assert bool(accepted[cell]) == (p >= 0.05)
 
 
-@pytest.mark.parametrize("block", [7, mixing.BLOCK])
-def test_label_silhouettes_equal_scikit_learn(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixing, "BLOCK", block)
+@pytest.mark.parametrize("block", [7, mixing.COMPARED])
+@pytest.mark.parametrize("single", [True, False], ids=["float32", "float64"])
+def test_label_silhouettes_equal_scikit_learn(
+    block: int, single: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mixing, "COMPARED", block)
+    if single:  # as of many cells
+        monkeypatch.setattr(mixing, "MAX_DOUBLE", 0)
     random = np.random.default_rng(0)
     labels = np.append(random.integers(0, 4, 60), 4)  # the last label has one cell
     vectors = (random.normal(size=(61, 5)) + labels[:, None] + 100).astype(np.float32)
     vectors[1] = vectors[0]
     expected = (silhouette_samples(vectors.astype(np.float64), labels) + 1) / 2
-    np.testing.assert_allclose(mixing.silhouettes(vectors, labels), expected, atol=1e-6)
+    atol = 1e-4 if single else 1e-6
+    np.testing.assert_allclose(mixing.silhouettes(vectors, labels), expected, atol=atol)
 
 
 def test_bras_is_a_silhouette_against_all_other_batches() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
+from sklearn.preprocessing import StandardScaler
 
 from cellmill.config.parts.tasks import ClusteringConfig
 from cellmill.data.inputs.source import optional_package
@@ -22,7 +23,6 @@ from cellmill.evaluate.features import cell_features
 from cellmill.evaluate.labels import labelled_cells
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING, add_note
 from cellmill.evaluate.neighbors import NeighborGraph, jaccard_weights
-from cellmill.evaluate.products import choose_scale, divide_genes
 from cellmill.evaluate.scores import ScoreColumn, table_rows, tabulate
 from cellmill.evaluate.task import Context, Task
 from cellmill.runs.results import ScoredMethod, TaskResult
@@ -112,7 +112,7 @@ class Clustering(Task):
         genes = features.pop(ALL_GENES)
         components = ScoredMethod(f"PCA{COMPONENTS} of the scored cells")
         shared = context.baselines.share(genes)
-        scaled = divide_genes(genes, choose_scale(genes))
+        scaled = StandardScaler(with_mean=False).fit_transform(genes)
         features |= {
             components: shared.source.components,
             add_note(components, ", scaled genes"): fit_own_components(scaled),
