@@ -17,6 +17,7 @@ COMPONENTS = 50
 # 1e-4, the 50th component of cells is usually above 1e-2
 NO_SPREAD = 3e-4
 NO_SPREAD_SINGLE = 3e-3  # the same, of products that are float32
+NO_VARIANCE = 1e-12  # variance of a gene relative to its squared mean, below which it is constant
 BLOCK = 1024  # cells whose products are copied at once
 MAX_DENSE = 2048  # features whose products are computed at once
 RANKED_GENES = 500
@@ -97,7 +98,8 @@ def find_eigenvectors(
     matrix that `multiply` multiplies by.
     """
     gram = LinearOperator((size, size), multiply, dtype=dtype)
-    start = np.random.RandomState(0).uniform(-1, 1, size)
+    # float64 would have a float32 matrix copied to twice its size
+    start = np.random.RandomState(0).uniform(-1, 1, size).astype(dtype)
     # ARPACK takes neither one gene nor cells without any counts
     if size == 1 or not gram.matvec(start).any():
         return np.eye(size, n_components, dtype=dtype)
@@ -164,8 +166,17 @@ def choose_variable_genes(profiles: sp.csr_matrix) -> np.ndarray:
 
     Variance over mean of counts per 10,000; its logarithm is standardised over genes of like means.
     """
-    counts = profiles.expm1().astype(np.float64)
-    mean, variance = mean_variance_axis(counts, axis=0)
+    n, width = profiles.shape
+    sums = np.zeros(width)
+    squares = np.zeros(width)
+    for first in range(0, n, BLOCK):
+        block = profiles[first : first + BLOCK]
+        counts = np.expm1(block.data).astype(np.float64)
+        sums += np.bincount(block.indices, counts, width)
+        squares += np.bincount(block.indices, counts**2, width)
+    mean = sums / n
+    variance = squares / n - mean**2
+    variance[variance < NO_VARIANCE * mean**2] = 0  # a rounding error
     varying = np.flatnonzero(variance > 0)
     mean = mean[varying]
     dispersion = pd.Series(np.log(variance[varying] / mean))
@@ -187,14 +198,20 @@ class RankedGenes:
     """
 
     def __init__(self, genes: sp.csr_matrix) -> None:
+        if not genes.data.all():
+            genes = genes.copy()
+            genes.eliminate_zeros()
         n = genes.shape[0]
         self.zero = np.empty(n)
-        blocks = []
+        # shares the indices of the genes
+        values = np.empty(genes.nnz)
         for first in range(0, n, BLOCK):
-            zero, above = _standardise_ranks(genes[first : first + BLOCK].astype(np.float64))
+            block = genes[first : first + BLOCK]
+            start = genes.indptr[first]
+            zero, above = _standardise_ranks(block)
             self.zero[first : first + BLOCK] = zero
-            blocks.append(above)
-        self.above = sp.vstack(blocks, format="csr")
+            values[start : start + block.nnz] = above
+        self.above = sp.csr_matrix((values, genes.indices, genes.indptr), shape=genes.shape)
 
     def select(self, cells: np.ndarray, labels: np.ndarray) -> np.ndarray:
         """Values of all cells, dense, of the RANKED_GENES genes of largest F between the `labels`
@@ -225,15 +242,14 @@ class RankedGenes:
         return np.asarray(values + self.zero[:, None])
 
 
-def _standardise_ranks(above: sp.csr_matrix) -> tuple[np.ndarray, sp.csr_matrix]:
-    """`zero` and `above` of `RankedGenes` for some cells; changes these cells, `(n, genes)` float64."""
-    above.eliminate_zeros()
-    n, width = above.shape
-    n_expressed = np.diff(above.indptr)  # (cells,)
+def _standardise_ranks(genes: sp.csr_matrix) -> tuple[np.ndarray, np.ndarray]:
+    """`zero`, and the stored values of `above`, of `RankedGenes` for some cells."""
+    n, width = genes.shape
+    n_expressed = np.diff(genes.indptr)  # (cells,)
     n_absent = width - n_expressed
     # cell of each stored value
     cell = np.repeat(np.arange(n), n_expressed)
-    ranks_in_cell = pd.Series(above.data).groupby(cell).rank()
+    ranks_in_cell = pd.Series(genes.data).groupby(cell).rank()
     ranks = n_absent[cell] + ranks_in_cell.to_numpy()
     middle = (width + 1) / 2  # mean rank of a cell
     lowest = (n_absent + 1) / 2  # shared rank of the genes without a count
@@ -243,5 +259,4 @@ def _standardise_ranks(above: sp.csr_matrix) -> tuple[np.ndarray, sp.csr_matrix]
     varies = variance > 1e-9 * middle**2
     # 1 for a cell whose values are all equal
     scale = np.sqrt(np.where(varies, variance, 1))
-    above.data = (ranks - lowest[cell]) / scale[cell]
-    return (lowest - middle) / scale, above
+    return (lowest - middle) / scale, (ranks - lowest[cell]) / scale[cell]

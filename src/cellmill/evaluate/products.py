@@ -7,12 +7,11 @@ import numpy as np
 import scipy.sparse as sp
 from scipy.linalg import blas
 
-from cellmill.evaluate.components import fit_own_components
+from cellmill.evaluate.components import NO_VARIANCE, fit_own_components
 
 MAX_DOUBLE = 2048  # cells whose products are float64; those of more are float32
 BLOCK = 2048  # genes that are dense at once
 ROW_BLOCK = 512  # cells whose products of rare genes are computed at once
-NO_VARIANCE = 1e-12  # variance of a gene relative to its squared mean, below which it is constant
 RARE = 0.03  # share of the cells below which pairs of a gene's cells are sooner added one by one
 
 

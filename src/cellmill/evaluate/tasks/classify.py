@@ -102,43 +102,42 @@ def predict_splits(
 ) -> None:
     """Predict the test cells of each split with every pair of features and classifier.
 
-    `with_fitted_features` adds the majority class, and the features of `_features_of_split`.
+    `with_fitted_features` adds the majority class, and features fitted on the training cells:
+    principal components, and the embedding joined to the components of the model's training cells.
     """
     labels = predictions.labels
+    splits = [*splits]
     shared = context.baselines.share(features[ALL_GENES])
     if not context.options.classifiers:  # those of other packages know no shared products
         features = {**features, ALL_GENES: shared}
-        splits = [*splits]
         with small_problems():
             predict_folds(shared, labels, splits, context.baselines.predictions)
+    # components of all splits before the ranks of genes, which take as much memory
+    components: list[Arrays] = [{} for _ in splits]
+    if with_fitted_features:
+        with small_problems():
+            components = [
+                _fit_components(shared, split.train, COMPONENTS, context.baselines)
+                for split in splits
+            ]
     ranked = RankedGenes(shared.matrix)
-    for split in splits:
+    for split, fitted_components in zip(splits, components):
         train = split.train
         test = split.test
         with small_problems():
             split_features = {**features, RANKED: ranked.select(train, labels[train])}
-            if with_fitted_features:
-                split_features |= _features_of_split(features, shared, train, context.baselines)
+            split_features |= fitted_components
+            if with_fitted_features and TRAINING_COMPONENTS in features:
+                scaler = StandardScaler().fit(features[EMBEDDING][train])
+                scaled = scaler.transform(features[EMBEDDING])
+                joined = np.hstack([scaled, features[TRAINING_COMPONENTS]])
+                split_features[WITH_COMPONENTS] = joined
             train_features = select_cells(split_features, train)
             fitted = fit_all(train_features, labels[train], neighbors, context)
             predicted = predict_all(fitted, select_cells(split_features, test))
         if with_fitted_features:
             predicted[MAJORITY] = majority(labels[train], len(test))
         predictions.record(condition, split.repetition, test, predicted)
-
-
-def _features_of_split(
-    features: Features, genes: SharedCells, train: np.ndarray, cache: BaselineCache
-) -> Features:
-    """Features of all cells that are fitted on the cells `train`: principal components, and the
-    embedding joined to the components of the model's training cells.
-    """
-    fitted: Features = {**_fit_components(genes, train, COMPONENTS, cache)}
-    if TRAINING_COMPONENTS in features:
-        scaler = StandardScaler().fit(features[EMBEDDING][train])
-        scaled = scaler.transform(features[EMBEDDING])
-        fitted[WITH_COMPONENTS] = np.hstack([scaled, features[TRAINING_COMPONENTS]])
-    return fitted
 
 
 def majority(labels: np.ndarray, n: int) -> np.ndarray:
