@@ -189,6 +189,18 @@ def test_every_file_that_the_documentation_names_exists() -> None:
     ] == []
 
 
+def test_every_file_that_the_source_names_exists() -> None:
+    folders = ("src", "workflow", "tests", "benchmarks", "docs", "tools")
+    files = [path.as_posix() for folder in folders for path in (ROOT / folder).rglob("*.*")]
+    missing = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in sorted((ROOT / "src").rglob("*.py"))
+        for name in re.findall(r"`([a-z][\w/]*\.(?:py|smk|md))`", path.read_text(encoding="utf-8"))
+        if not any(file.endswith(f"/{name}") for file in files)
+    ]
+    assert missing == []
+
+
 def test_the_documentation_lists_the_layers() -> None:
     text = " ".join(documentation().split())
     assert (

@@ -8,6 +8,7 @@ import pytest
 from cellmill.report.advice import GAINS, advise
 from cellmill.report.collect import ReportedRun
 from cellmill.report.forms import LoggedLine, ModelForm, PlanForm, RunRecordForm, StatusForm
+from cellmill.report.training import compare_with_plan
 from cellmill.runs.results import DatasetResult, Evaluation, TaskResult
 
 AHEAD = ["level", "ahead"]
@@ -106,6 +107,13 @@ def test_each_rule_has_one_sentence(
 def test_a_collapsed_embedding_is_named_before_steps() -> None:
     few = advised({}, logged=COLLAPSING, plan=PlanForm(steps=60, steps_per_epoch=400))
     assert [sentence.split(":")[0] for sentence in few][:2] == ["lower train.lr", "set train.steps"]
+
+
+def test_only_runs_without_labels_are_called_collapsed() -> None:
+    name = "effective rank of the embedding, last validation"
+    for model, addition in ((None, ": collapsed to one direction"), (SUPERVISED, "")):
+        run = ReportedRun("run", None, None, None, model, None, logged=COLLAPSING)
+        assert f"{name}{addition}" in [row.name for row in compare_with_plan(run)]
 
 
 def batches(**figures: Any) -> Evaluation:

@@ -64,8 +64,8 @@ def draw_losses(title: str, runs: Mapping[str, Mapping[str, Points]]) -> Chart:
 def _list_line_rows(points: Points, n_curves: int, **columns: str) -> list[Spec]:
     """Rows of the points of one of `n_curves`, every n-th and the last one, after `columns`."""
     max_points = min(MAX_POINTS, max(MIN_POINTS, POINTS_OF_CHART // n_curves))
-    step = max(1, math.ceil(len(points) / max_points))
-    thinned = [*points[:-1:step], *points[-1:]]
+    stride = max(1, math.ceil(len(points) / max_points))
+    thinned = [*points[:-1:stride], *points[-1:]]
     return [{**columns, "step": step, "value": _short(value)} for step, value in thinned]
 
 

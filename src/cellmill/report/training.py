@@ -4,11 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cellmill.report import charts
+from cellmill.report.advice import has_collapsed
 from cellmill.report.collect import ReportedRun
 from cellmill.report.drawing import Chart
 from cellmill.report.forms import LoggedLine, PlanForm, StatusForm
 from cellmill.report.tables import to_words
-from cellmill.runs.folder import COLLAPSED
 from cellmill.runs.results import Evaluation, TaskResult
 
 TENSOR_MEMORY = "peak tensor memory per rank, GB"
@@ -90,7 +90,7 @@ def compare_with_plan(run: ReportedRun) -> list[Quantity]:
         Quantity("steps skipped as not finite", None, status.skipped_steps),
         Quantity("cells, all epochs", plan.cells_seen, status.cells),
         Quantity("processes", plan.world_size, status.world_size),
-        *_list_logged(run.logged),
+        *_list_logged(run),
     ]
     rounded = []
     for name, planned, measured in quantities:
@@ -99,15 +99,16 @@ def compare_with_plan(run: ReportedRun) -> list[Quantity]:
     return rounded
 
 
-def _list_logged(lines: Sequence[LoggedLine]) -> list[Quantity]:
+def _list_logged(run: ReportedRun) -> list[Quantity]:
     """Measured quantities over all lines of metrics.jsonl, or from the last validation."""
+    lines = run.logged
     rates = [line.cells_per_s for line in lines if line.cells_per_s is not None]
     waits = [line.data_wait_frac for line in lines if line.data_wait_frac is not None]
     mean_wait = sum(waits) / len(waits) if waits else None
     validated = [line for line in lines if line.effective_rank is not None]
     last = validated[-1] if validated else LoggedLine(step=0)
     rank_name = "effective rank of the embedding, last validation"
-    if last.effective_rank is not None and last.effective_rank < COLLAPSED:
+    if has_collapsed(run):
         rank_name += ": collapsed to one direction"
     depth_name = "R² of log depth from the embedding, last validation"
     batch_name = "share of the embedding explained by the batch, last validation"

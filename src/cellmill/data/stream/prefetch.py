@@ -225,7 +225,7 @@ class Prefetch:
                     in_ranks = in_ranks[n:]
             if not layout.shuffle:
                 return
-            epoch = epoch + 1
+            epoch += 1
             step = 0
 
     def _look_up_others(self, epoch: int, first_cells: np.ndarray) -> LaneLengths:
@@ -277,7 +277,7 @@ class Prefetch:
                 yield lengths[order.window_order(lane, window)]
             if not self._layout.shuffle:
                 return
-            epoch = epoch + 1
+            epoch += 1
             first = 0
 
     def _lengths(self, runs: np.ndarray) -> np.ndarray:
@@ -306,7 +306,7 @@ class Prefetch:
                     yield self._read_window(order, lanes, window)
             if not self._layout.shuffle:
                 return
-            epoch = epoch + 1
+            epoch += 1
             first_cells = self._layout.cells_before(0)
 
     def _read_window(self, order: EpochOrder, lanes: list[int], window: int) -> Reading:
