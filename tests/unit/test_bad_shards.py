@@ -24,7 +24,7 @@ from cellmill.data.shards.manifest import Manifest, verify
 from cellmill.data.shards.reader import open_shards
 from cellmill.errors import DataError, UserError
 from cellmill.evaluate.evaluated import TrainedCells, read_counts
-from cellmill.evaluate.seen import find_equal_cells
+from cellmill.evaluate.inference.seen import find_equal_cells
 from cellmill.files import digest, sha256_file
 
 MUTATIONS = int(os.environ.get("CELLMILL_FUZZ", "50"))

@@ -34,7 +34,7 @@ from cellmill.evaluate.components import PrincipalComponents, pca
 from cellmill.evaluate.inference.embed import load_for_inference
 from cellmill.evaluate.inference.files import read_embedding
 from cellmill.evaluate.inference.ridge import GeneRidge
-from cellmill.evaluate.seen import (
+from cellmill.evaluate.inference.seen import (
     as_hashed,
     find_barcodes,
     find_equal_cells,

@@ -8,13 +8,14 @@ import pandas as pd
 
 from cellmill.data.arrays import text_values
 from cellmill.errors import DataError
+from cellmill.evaluate import draws
 from cellmill.evaluate.baselines import CachedClassifiers
 from cellmill.evaluate.classifiers.fitted import predict_folds, small_problems
 from cellmill.evaluate.classifiers.logistic import LogisticRegression
+from cellmill.evaluate.draws import draw_cells, seeded
 from cellmill.evaluate.features import cell_genes
 from cellmill.evaluate.inference.predict import tally
 from cellmill.evaluate.methods import REGRESSION
-from cellmill.evaluate.scores import draw_cells, seeded
 from cellmill.evaluate.splits import Split
 from cellmill.evaluate.task import Context, Skipped
 
@@ -82,7 +83,7 @@ def choose_cells(
     text = text_values(labels)
     missing = labels.isna().to_numpy()
     known = np.flatnonzero(~missing)
-    drawn = draw_cells(known, max_cells, seed, 0)
+    drawn = draw_cells(known, max_cells, seed, draws.LABELLED_CELLS)
     counts = tally(text[drawn])
     kept = np.array([cell for cell in drawn if counts[text[cell]] >= min_cells], dtype=np.int64)
     return LabelledCells(
@@ -113,7 +114,7 @@ def predict_from_other_half(context: Context) -> np.ndarray:
     genes = context.baselines.share(cell_genes(context, cells))
     classifier = {REGRESSION: LogisticRegression(standardised=True)}
     # shuffle cells, sort them by label, and deal them into halves in turn
-    order = seeded(seed, 6).permutation(len(labels))
+    order = seeded(seed, draws.HALVES_OF_LABELS).permutation(len(labels))
     by_label = order[np.argsort(labels[order], kind="stable")]
     is_first_half = np.ones(len(labels), bool)
     is_first_half[by_label[1::2]] = False

@@ -68,18 +68,6 @@ class ClosedShare(NamedTuple):
     high: float
 
 
-def seeded(seed: int, key: int) -> np.random.Generator:
-    """Random numbers of `seed` for one use, `key`."""
-    return np.random.Generator(np.random.Philox(key=[seed, key]))
-
-
-def draw_cells(cells: np.ndarray, max_cells: int, seed: int, key: int) -> np.ndarray:
-    """`cells` (indices, ascending), or a seeded draw of `max_cells` of them, ascending."""
-    if len(cells) <= max_cells:
-        return cells
-    return np.sort(seeded(seed, key).permutation(cells)[:max_cells])
-
-
 def divide(sums: np.ndarray, n: np.ndarray) -> np.ndarray:
     """`sums` / `n`, NaN where `n` is 0."""
     return np.divide(sums, n, out=np.full(np.shape(sums), np.nan), where=n > 0)

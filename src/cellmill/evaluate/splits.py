@@ -8,7 +8,7 @@ import pandas as pd
 from sklearn.model_selection import GroupKFold, StratifiedKFold
 
 from cellmill.data.arrays import text_values
-from cellmill.evaluate.scores import seeded
+from cellmill.evaluate.draws import seeded
 
 
 class Split(NamedTuple):

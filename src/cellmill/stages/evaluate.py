@@ -36,7 +36,9 @@ from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.inputs.h5 import check_h5ad, create_h5, write_anndata
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError, DataError
+from cellmill.evaluate import draws
 from cellmill.evaluate.baselines import BaselineCache
+from cellmill.evaluate.draws import draw_cells
 from cellmill.evaluate.evaluated import (
     DatasetFiles,
     EvaluatedDatasets,
@@ -48,10 +50,9 @@ from cellmill.evaluate.gate import find_failures
 from cellmill.evaluate.inference.embed import describe_limits, gene_coverage, load_for_inference
 from cellmill.evaluate.inference.files import read_costs, read_embedding, write_scores
 from cellmill.evaluate.inference.knock_out import knock_out_genes
+from cellmill.evaluate.inference.seen import find_training, mark_seen_cells
 from cellmill.evaluate.inference.umap import project, write_umap
 from cellmill.evaluate.run import check_packages, run_tasks, summarize
-from cellmill.evaluate.scores import draw_cells
-from cellmill.evaluate.seen import find_training, mark_seen_cells
 from cellmill.evaluate.task import Context, Task
 from cellmill.evaluate.tasks.perturbation.changes_file import ABOUT_CHANGES, write_changes
 from cellmill.evaluate.tasks.perturbation.held_out import HELD_OUT
@@ -226,7 +227,9 @@ def _start_umap(context: Context, unseen: np.ndarray) -> Callable[[], list[tuple
     names = context.reader.obs.index
     vectors = context.vectors
     seed = context.options.seed
-    cells = draw_cells(np.flatnonzero(np.isfinite(vectors).all(axis=1)), UMAP_CELLS, seed, 1)
+    cells = draw_cells(
+        np.flatnonzero(np.isfinite(vectors).all(axis=1)), UMAP_CELLS, seed, draws.UMAP_CELLS
+    )
     projected = _umap_process().submit(project, vectors[cells], seed)
     texts = {}
     for role in ("label", "batch"):

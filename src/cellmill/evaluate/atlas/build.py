@@ -19,6 +19,7 @@ from cellmill.data.arrays import as_text
 from cellmill.data.inputs.h5 import open_h5
 from cellmill.data.shards.index import new_array
 from cellmill.errors import DataError, did_you_mean
+from cellmill.evaluate import draws
 from cellmill.evaluate.atlas.search import (
     MAX_EXACT,
     Points,
@@ -38,9 +39,9 @@ from cellmill.evaluate.atlas.store import (
     CellAtlas,
 )
 from cellmill.evaluate.atlas.votes import NO_LABEL, Electorate
+from cellmill.evaluate.draws import draw_cells
 from cellmill.evaluate.inference.files import explain_damage, read_embedding
 from cellmill.evaluate.inference.predict import label_texts
-from cellmill.evaluate.scores import draw_cells
 from cellmill.files import sha256_file, write_json
 
 DRAWN = 5000
@@ -183,7 +184,7 @@ def _measure_reference(
 
     Cells without another donor's cell have no distance and are left out.
     """
-    drawn = draw_cells(np.arange(len(cells)), DRAWN, 0, 7)
+    drawn = draw_cells(np.arange(len(cells)), DRAWN, 0, draws.ATLAS_CELLS)
     chosen = cells[drawn]
     groups = np.arange(len(points))
     left_out = chosen["point"]

@@ -18,7 +18,7 @@ from cellmill.evaluate.atlas.ontology import find_terms
 from cellmill.evaluate.atlas.search import NOWHERE, mean_distance
 from cellmill.evaluate.atlas.store import CellAtlas
 from cellmill.evaluate.atlas.votes import NO_LABEL, Votes
-from cellmill.evaluate.seen import Seen
+from cellmill.evaluate.inference.seen import Seen
 
 LABEL = "cellmill_label"  # obs
 AGREEMENT = "cellmill_agreement"  # obs: share of the votes for the label

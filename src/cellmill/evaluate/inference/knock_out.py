@@ -20,6 +20,8 @@ from cellmill.data.genes.names import match_columns, rows_of_names
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.errors import ConfigError, DataError, did_you_mean
+from cellmill.evaluate import draws
+from cellmill.evaluate.draws import draw_cells
 from cellmill.evaluate.features import keep_columns, read_rows
 from cellmill.evaluate.inference.embed import (
     Embedding,
@@ -28,7 +30,7 @@ from cellmill.evaluate.inference.embed import (
     read_levels,
     tokenize_blocks,
 )
-from cellmill.evaluate.scores import divide, draw_cells
+from cellmill.evaluate.scores import divide
 from cellmill.files import progress
 from cellmill.models.family import Model
 
@@ -54,7 +56,9 @@ def knock_out_genes(
         raise DataError(
             f"{reader.path}: its genes are ordered and have no counts; knock_out removes counts from cells"
         )
-    cells = draw_cells(np.arange(reader.n_obs), section.cells, section.seed, key=0)
+    cells = draw_cells(
+        np.arange(reader.n_obs), section.cells, section.seed, draws.KNOCKED_OUT_CELLS
+    )
     drawn = np.isin(np.arange(reader.n_obs), cells)
     embedding = embed_cells(reader, network, vocabulary, tokens, embed, drawn)
     counts = read_rows(reader, cells)

@@ -43,7 +43,7 @@ from cellmill.evaluate.inference.embed import (
     embed_cells,
     load_for_inference,
 )
-from cellmill.evaluate.seen import Seen, mark_seen_cells, table_of_seen
+from cellmill.evaluate.inference.seen import Seen, mark_seen_cells, table_of_seen
 from cellmill.models.family import Model
 from cellmill.models.objectives.classification import Classification
 from cellmill.models.objectives.shared.calibration import softmax

@@ -17,8 +17,10 @@ import scipy.sparse as sp
 
 from cellmill.config.parts.tasks import LowDepthConfig, MissingGenesConfig
 from cellmill.data.arrays import counts_per_10k, log_normalise, select_columns
+from cellmill.evaluate import draws
 from cellmill.evaluate.classifiers.fitted import fit_all, predict_all, select_cells, small_problems
 from cellmill.evaluate.components import COMPONENTS, pca
+from cellmill.evaluate.draws import seeded
 from cellmill.evaluate.evaluated import PCA_CELLS, read_counts
 from cellmill.evaluate.features import features_of_counts, keep_columns, read_rows
 from cellmill.evaluate.labels import labelled_cells, predict_from_other_half
@@ -31,7 +33,7 @@ from cellmill.evaluate.methods import (
     Features,
     add_note,
 )
-from cellmill.evaluate.scores import ClassPredictions, seeded, tabulate
+from cellmill.evaluate.scores import ClassPredictions, tabulate
 from cellmill.evaluate.splits import Split, split_by_class
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.evaluate.tasks.classify import majority
@@ -132,7 +134,7 @@ class Degraded(Task):
         )
         training = TrainingCounts.read(context)
         for repeat in range(config.repeats):
-            generator = seeded(options.seed, 1000 + repeat)
+            generator = seeded(options.seed, draws.FEWER_COUNTS + repeat)
             counts = {WHOLE: whole}
             for level, degrade in levels.items():
                 counts[level] = degrade(whole, generator)
@@ -142,7 +144,7 @@ class Degraded(Task):
                 for level, values in counts.items():
                     cells[level][PER_1K] = training.per_1k(values)
                 for number, level in enumerate(levels):
-                    draw = seeded(options.seed, 2000 + 100 * repeat + number)
+                    draw = seeded(options.seed, draws.TRAINING_CELLS + 100 * repeat + number)
                     made_for[level] = self._make_features(level, counts, cells, training, draw)
             for split in split_by_class(chosen.labels, options.folds, 1, options.seed + repeat):
                 with small_problems():

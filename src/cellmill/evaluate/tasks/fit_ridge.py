@@ -14,10 +14,12 @@ from cellmill.data.inputs.anndata_files import open_memory
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.shards.index import CellColumns
 from cellmill.data.shards.manifest import Manifest
+from cellmill.evaluate import draws
+from cellmill.evaluate.draws import seeded
 from cellmill.evaluate.evaluated import EvaluatedModel, read_counts
 from cellmill.evaluate.features import read_rows
 from cellmill.evaluate.inference.ridge import GeneRidge
-from cellmill.evaluate.scores import divide, seeded
+from cellmill.evaluate.scores import divide
 from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.hidden_genes import HiddenGenes, decode_expression
 from cellmill.evaluate.tasks.imputation import MAX_FITTED, MIN_CELLS
@@ -76,7 +78,7 @@ def _choose(ridge: GeneRidge, context: Context, group: np.ndarray) -> GeneRidge:
     over cells, within each `group`, (C,) int64.
     """
     genes = context.measured_genes
-    part_of_gene = seeded(context.model.seed, 10).permutation(len(genes)) % PARTS
+    part_of_gene = seeded(context.model.seed, draws.RIDGE_PARTS).permutation(len(genes)) % PARTS
     counts = read_rows(context.reader, np.arange(context.reader.n_obs))
     scores = np.zeros((len(NOISES), len(WEIGHTS)))
     for part in range(PARTS):

@@ -20,8 +20,10 @@ from sklearn.preprocessing import StandardScaler
 from cellmill.config.parts.tasks import GeneEmbeddingConfig
 from cellmill.data.genes.names import rows_of_names
 from cellmill.errors import DataError
+from cellmill.evaluate import draws
+from cellmill.evaluate.draws import seeded
 from cellmill.evaluate.methods import Arrays
-from cellmill.evaluate.scores import ScoreColumn, seeded, table_rows, tabulate
+from cellmill.evaluate.scores import ScoreColumn, table_rows, tabulate
 from cellmill.evaluate.task import Context, Skipped
 from cellmill.evaluate.tasks.genes import GeneTask, auroc_terms, expression_statistics, read_lines
 from cellmill.runs.results import Score, ScoredMethod, TaskResult
@@ -111,7 +113,9 @@ class GeneEmbedding(GeneTask):
             name: np.full((len(sets), config.seeds, len(expressed)), np.nan) for name in features
         }
         for repetition in range(config.seeds):
-            others = seeded(options.seed + repetition, 7).permutation(rest)[: config.max_others]
+            others = seeded(options.seed + repetition, draws.OTHER_GENES).permutation(rest)[
+                : config.max_others
+            ]
             genes = np.sort(np.concatenate([listed, others]))
             splitter = StratifiedKFold(
                 options.folds, shuffle=True, random_state=options.seed + repetition

@@ -12,10 +12,11 @@ from scipy.stats import rankdata
 
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.errors import DataError
+from cellmill.evaluate import draws
 from cellmill.evaluate.components import COMPONENTS, PrincipalComponents
+from cellmill.evaluate.draws import seeded
 from cellmill.evaluate.evaluated import EvaluatedModel
 from cellmill.evaluate.methods import EMBEDDING, UNTRAINED, Arrays
-from cellmill.evaluate.scores import seeded
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.files import require_file
 from cellmill.models.family import Model
@@ -64,7 +65,7 @@ def gene_vectors(model: EvaluatedModel) -> Arrays:
     shape = next(iter(vectors.values())).shape
     for name, table in _read_tables(model.untrained).items():
         vectors[replace(UNTRAINED, features=f"untrained {name}")] = table
-    vectors[RANDOM] = seeded(model.seed, 6).normal(size=shape)
+    vectors[RANDOM] = seeded(model.seed, draws.RANDOM_GENE_VECTORS).normal(size=shape)
     return vectors
 
 

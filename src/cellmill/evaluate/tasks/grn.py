@@ -19,8 +19,10 @@ from cellmill.config.parts.tasks import GrnConfig
 from cellmill.data.genes.names import rows_of_names
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import DataError
+from cellmill.evaluate import draws
+from cellmill.evaluate.draws import seeded
 from cellmill.evaluate.methods import Arrays
-from cellmill.evaluate.scores import ScoreColumn, seeded, table_rows, tabulate
+from cellmill.evaluate.scores import ScoreColumn, table_rows, tabulate
 from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.genes import RANDOM, GeneTask, auroc, correlations, read_lines
 from cellmill.runs.results import ScoredMethod, TaskResult
@@ -163,7 +165,7 @@ def _rank_pairs(
         for method, values in similarities.items():
             scores[method] = _score_factors(function, is_edge, is_candidate, values)
             pooled[method][heading] = function(is_edge[is_candidate], values[is_candidate])
-        generator = seeded(seed, 8)
+        generator = seeded(seed, draws.RANDOM_PAIRS)
         by_factor = []
         over_pairs = []
         for _ in range(DRAWS):

@@ -28,12 +28,14 @@ from cellmill.data.arrays import select_columns
 from cellmill.data.genes.names import GeneColumns, rows_of_names
 from cellmill.data.shards.reader import read_names
 from cellmill.errors import DataError
+from cellmill.evaluate import draws
 from cellmill.evaluate.classifiers.fitted import select_cells
 from cellmill.evaluate.components import COMPONENTS, pca
+from cellmill.evaluate.draws import draw_cells, seeded
 from cellmill.evaluate.evaluated import read_counts
 from cellmill.evaluate.features import read_rows
 from cellmill.evaluate.methods import EMBEDDING, KNN, UNTRAINED, Arrays, add_note
-from cellmill.evaluate.scores import ScoreColumn, divide, draw_cells, seeded, tabulate
+from cellmill.evaluate.scores import ScoreColumn, divide, tabulate
 from cellmill.evaluate.splits import Split, split_groups
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.evaluate.tasks.hidden_genes import HiddenGenes, decode_expression
@@ -206,7 +208,9 @@ class Imputation(Task):
         """
         if context.reader.ordered:
             raise Skipped("sequences and ranks have no expression")
-        cells = draw_cells(np.flatnonzero(context.scored), MAX_CELLS, context.options.seed, 9)
+        cells = draw_cells(
+            np.flatnonzero(context.scored), MAX_CELLS, context.options.seed, draws.IMPUTED_CELLS
+        )
         role, folds = self._split(context, cells)
         if not folds:
             raise Skipped(f"{len(cells)} scored cells make no two folds of {MIN_CELLS} or more")
@@ -278,7 +282,7 @@ class Imputation(Task):
             expressed = np.flatnonzero(is_expressed)
             n = round(config.hidden_frac * len(expressed))
             n = max(min(n, config.max_genes, len(expressed) - 1), 0)
-            drawn = seeded(context.options.seed, 10).permutation(expressed)[:n]
+            drawn = seeded(context.options.seed, draws.HIDDEN_GENES).permutation(expressed)[:n]
             return np.sort(drawn)
         row_of_name = rows_of_names(config.genes, vocabulary)
         rows = []

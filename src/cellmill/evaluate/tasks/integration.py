@@ -28,13 +28,15 @@ from cellmill.config.parts.tasks import IntegrationConfig
 from cellmill.data.arrays import text_values
 from cellmill.data.inputs.h5 import one_line
 from cellmill.data.inputs.source import optional_package
+from cellmill.evaluate import draws
 from cellmill.evaluate.components import COMPONENTS
+from cellmill.evaluate.draws import seeded
 from cellmill.evaluate.features import cell_features
 from cellmill.evaluate.labels import labelled_cells
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING, Arrays
 from cellmill.evaluate.neighbors import NeighborGraph, link_neighbors
 from cellmill.evaluate.products import MAX_DOUBLE
-from cellmill.evaluate.scores import ScoreColumn, seeded
+from cellmill.evaluate.scores import ScoreColumn
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.runs.results import Row, ScoredMethod, TaskResult
 
@@ -133,7 +135,7 @@ class Integration(Task):
         seed = context.options.seed
         if self.config.harmony:
             vectors[CORRECTED] = run_harmony(principal, batches, seed)
-        vectors[RANDOM] = seeded(seed, 2).normal(size=vectors[EMBEDDING].shape)
+        vectors[RANDOM] = seeded(seed, draws.RANDOM_VECTORS).normal(size=vectors[EMBEDDING].shape)
         return vectors
 
     def measure(

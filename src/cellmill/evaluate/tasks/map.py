@@ -26,10 +26,10 @@ from cellmill.evaluate.atlas.ontology import credit_labels, find_terms
 from cellmill.evaluate.classifiers.fitted import small_problems
 from cellmill.evaluate.classifiers.logistic import LogisticRegression
 from cellmill.evaluate.features import cell_features
+from cellmill.evaluate.inference.seen import Seen
 from cellmill.evaluate.labels import labelled_cells
 from cellmill.evaluate.methods import ALL_GENES, REGRESSION, Arrays
 from cellmill.evaluate.scores import ClassPredictions, ScoreColumn, tabulate
-from cellmill.evaluate.seen import Seen
 from cellmill.evaluate.splits import split_groups
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.models.objectives.shared.calibration import softmax

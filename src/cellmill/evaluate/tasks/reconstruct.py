@@ -18,11 +18,12 @@ from cellmill.config.parts.tasks import ReconstructConfig, ThroughputConfig
 from cellmill.data.shards.obs import parse_columns
 from cellmill.data.stream.batch import split_batch
 from cellmill.errors import ConfigError
+from cellmill.evaluate import draws
+from cellmill.evaluate.draws import draw_cells
 from cellmill.evaluate.evaluated import EvaluatedModel
 from cellmill.evaluate.features import TOKEN_BUDGET
 from cellmill.evaluate.inference.embed import ROW_BLOCK, inference, read_levels, tokenize_blocks
 from cellmill.evaluate.inference.predict import count_labels, find_classifiers
-from cellmill.evaluate.scores import draw_cells
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.models.batch import copy_to_device, to_tensors
 from cellmill.models.build import build
@@ -39,7 +40,12 @@ class Reconstruct(Task):
 
     def run(self, context: Context) -> TaskResult:
         """Number of cells, and metrics and verdicts of the objective."""
-        cells = draw_cells(np.flatnonzero(context.scored), MAX_CELLS, context.options.seed, 2)
+        cells = draw_cells(
+            np.flatnonzero(context.scored),
+            MAX_CELLS,
+            context.options.seed,
+            draws.RECONSTRUCTED_CELLS,
+        )
         network = self._change_objective(context.model)
         reader = context.reader
         arrays = _observe(context, network, cells)

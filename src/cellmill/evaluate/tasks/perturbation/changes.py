@@ -25,10 +25,12 @@ from cellmill.config.corpus import IS_CONTROL
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.arrays import TARGET_SUM, log_normalise, select_columns, text_values
 from cellmill.errors import DataError
+from cellmill.evaluate import draws
+from cellmill.evaluate.draws import seeded
 from cellmill.evaluate.features import ROW_BLOCK
 from cellmill.evaluate.inference.embed import inference
 from cellmill.evaluate.methods import KNN, Arrays
-from cellmill.evaluate.scores import divide, seeded
+from cellmill.evaluate.scores import divide
 from cellmill.evaluate.task import Context, Skipped
 from cellmill.models.objectives.perturbation_response import PerturbationResponse
 from cellmill.runs.results import ScoredMethod
@@ -152,7 +154,7 @@ def _halve_controls(stratum: np.ndarray, is_control: np.ndarray, seed: int) -> n
     cells.
     """
     half = np.full(len(stratum), -1, np.int8)
-    generator = seeded(seed, 4)
+    generator = seeded(seed, draws.HALVES_OF_CONTROLS)
     for number in np.unique(stratum):
         controls = generator.permutation(np.flatnonzero(is_control & (stratum == number)))
         half[controls[::2]] = START

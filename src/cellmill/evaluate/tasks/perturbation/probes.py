@@ -9,8 +9,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from cellmill.evaluate import draws
+from cellmill.evaluate.draws import seeded
 from cellmill.evaluate.methods import Arrays
-from cellmill.evaluate.scores import ScoreColumn, seeded
+from cellmill.evaluate.scores import ScoreColumn
 from cellmill.evaluate.tasks.perturbation.changes import ChangesByMethod
 from cellmill.runs.results import ScoredMethod
 
@@ -33,8 +35,9 @@ def make_probes(
     """Changes, (units, G), of an entry's probes. The noise is normal, its deviation `noise` times
     that of a unit's predicted change over genes; it depends on the seed and the unit only.
     """
-    draws = [seeded(seed, (6 << 32) + unit).normal(size=predicted.shape[1]) for unit in units]
-    noisy = predicted + noise * predicted.std(1, keepdims=True) * np.array(draws)
+    generators = [seeded(seed, (draws.PROBE_NOISE << 32) + unit) for unit in units]
+    noises = [generator.normal(size=predicted.shape[1]) for generator in generators]
+    noisy = predicted + noise * predicted.std(1, keepdims=True) * np.array(noises)
     changes = [*(scale * predicted for scale in SCALES), noisy]
     return dict(zip(name_probes(entry, noise), changes, strict=True))
 

@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cellmill.config.parts.tasks import PerturbationConfig
+from cellmill.evaluate import draws
+from cellmill.evaluate.draws import seeded
 from cellmill.evaluate.methods import Arrays
-from cellmill.evaluate.scores import ScoreColumn, divide, seeded, table_rows, tabulate
+from cellmill.evaluate.scores import ScoreColumn, divide, table_rows, tabulate
 from cellmill.evaluate.splits import Split
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.evaluate.tasks.classify import group_by_features
@@ -342,7 +344,7 @@ class Perturbation(Task):
         Each half of the cells has its own half of the controls.
         """
         # (cells,): position of each cell when cells are sorted by unit, shuffled in each unit
-        generator = seeded(held.context.options.seed + fold.repetition, 5)
+        generator = seeded(held.context.options.seed + fold.repetition, draws.HALVES_OF_UNITS)
         shuffled = generator.permutation(len(held.scored_unit_of_cell))
         by_scored_unit = np.argsort(held.scored_unit_of_cell[shuffled], kind="stable")
         position = np.argsort(shuffled[by_scored_unit])
