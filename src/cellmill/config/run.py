@@ -112,9 +112,9 @@ class Plan(Section):
     """GB/s one process can send to other nodes; null takes it from the profile's device."""
 
 
+LARGER_IS_BETTER = ("val_accuracy", "val_pearson", "val_hidden_genes")  # beginnings of metrics
 AUTO_EPOCHS = 3
 AUTO_MIN_STEPS = 1600
-LARGER_IS_BETTER = ("val_accuracy", "val_pearson", "val_hidden_genes")  # beginnings of metrics
 """Length of `train.steps: auto`, from benchmarks/lengths.py: docs/quality.md has its table.
 Larger numbers continue finished runs, smaller ones refuse them.
 """

@@ -31,9 +31,8 @@ from cellmill.errors import DataError
 from cellmill.files import atomic_path, user_cache, write_text
 
 MAX_STATIC_POINTS = 200  # points in all curves of a static picture; with more, it has only lines
-MAX_PLAIN_RUNS = (
-    20  # runs of a page whose folded parts are plain HTML; of more, scripts unpack them
-)
+# runs of a page whose folded parts are plain HTML; of more, scripts unpack them
+MAX_PLAIN_RUNS = 20
 # of a PNG: its most colours, and its numbers for colours by a palette and for lines as differences
 MAX_COLOURS = 256
 BY_PALETTE = 3
