@@ -180,7 +180,7 @@ def format_suggestions(
 def _format_row(suggestion: Cost) -> str:
     """Return one layout as a row of the table."""
     parallel = suggestion.options.parallel
-    words = describe_layout(parallel.model_dump() | vars(suggestion.model.layout))
+    words = describe_layout(parallel, suggestion.model.layout)
     if parallel.sequence_parallel:
         words += ", sequence_parallel"
     if parallel.activation_checkpointing:

@@ -20,7 +20,7 @@ from cellmill.planner.devices import check_precision, find_device
 from cellmill.planner.hardware import find_hardware
 from cellmill.planner.measure.cpu_speed import measure_cpu
 from cellmill.planner.memory import format_bytes
-from cellmill.planner.plan_file import format_line, format_plan, make_plan
+from cellmill.planner.plan_file import RunPlan, format_line, format_plan
 from cellmill.planner.remedies import check_memory, find_largest_micro_batch
 from cellmill.planner.scaling import format_scaling
 from cellmill.planner.suggest import format_suggestions
@@ -96,24 +96,26 @@ def plan(
     hardware = find_hardware(options, machine, device)
     memory = check_memory(options, corpus, hardware)
     cost = estimate_cost(options, corpus, hardware, named_device, memory)
-    plan = make_plan(
+    cut_cells_frac = float((detected > kept).mean())
+    warnings = options.objective.warnings()
+    # the family's blocks compute rows of cells
+    if cut_cells_frac and not options.model.sequence_parallel:
+        warnings.append(
+            f"set tokens.max_tokens to {detected.max()}, the most genes of a cell: family {options.model.family} is "
+            "more accurate with all of them, at little more cost (docs/quality.md)"
+        )
+    plan = RunPlan(
         cost,
         corpus,
         hardware,
         largest_micro_batch=find_largest_micro_batch(options, corpus, hardware),
         genes_per_cell=float(detected.mean()),
-        cut_cells_frac=float((detected > kept).mean()),
+        cut_cells_frac=cut_cells_frac,
         fingerprint=fingerprint,
+        warnings=warnings,
     )
-    # the family's blocks compute rows of cells
-    if plan["cut_cells_frac"] and not options.model.sequence_parallel:
-        plan["warnings"].append(
-            f"set tokens.max_tokens to {detected.max()}, the most genes of a cell: family {options.model.family} is "
-            "more accurate with all of them, at little more cost (docs/quality.md)"
-        )
     # host memory that the processes of a node pin
-    host_bytes = plan["memory"]["host_bytes"] + plan["memory"]["staging_bytes"]
-    pinned = machine.nproc_per_node * host_bytes
+    pinned = machine.nproc_per_node * sum(plan.host)
     if machine.mem_mb and pinned > machine.mem_mb * MB:
         raise ConfigError(
             f"the {machine.nproc_per_node} processes of a node pin {format_bytes(pinned)} of host memory for "
@@ -121,7 +123,7 @@ def plan(
             "of a node), or use more nodes"
         )
     if out is not None:
-        write_json(out, plan)
+        write_json(out, plan.record())
     lines = [format_plan(plan)]
     if device == "cpu":
         measured = measure_cpu(named_device, machine.nproc_per_node)
