@@ -24,7 +24,7 @@ class Hardware:
         return self.nodes * self.nproc_per_node
 
     def layout(self, parallel: Parallel) -> Layout:
-        """Return the mesh sizes. Raise ConfigError if the processes do not fit the layout."""
+        """Divide the processes over the axes of a layout. Raise ConfigError if they do not fit."""
         return layout(parallel, self.world, self.nproc_per_node)
 
 

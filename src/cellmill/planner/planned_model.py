@@ -88,8 +88,8 @@ class PlannedModel:
     @property
     def is_sharded(self) -> bool:
         """True if FSDP2 wraps the model: with several data-parallel ranks under fsdp, tp or pp."""
-        sizes = self.layout
-        return sizes.dp > 1 and (self.parallel.strategy == "fsdp" or sizes.tp * sizes.pp > 1)
+        shares_cells = self.layout.tp * self.layout.pp > 1
+        return self.layout.dp > 1 and (self.parallel.strategy == "fsdp" or shares_cells)
 
     @property
     def shards(self) -> int:

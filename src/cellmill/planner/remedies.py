@@ -126,10 +126,10 @@ def _shard(change: Change) -> Change:
     )
     before = change.options.parallel
     after = sharded.options.parallel
-    mesh = change.hardware.layout(before)
-    keeps_mesh = change.hardware.layout(after) == mesh
+    layout = change.hardware.layout(before)
+    keeps_layout = change.hardware.layout(after) == layout
     keeps_gathered = before.reshards_after_forward == after.reshards_after_forward
-    if keeps_mesh and (keeps_gathered or mesh.dp == 1):
+    if keeps_layout and (keeps_gathered or layout.dp == 1):
         return change
     return sharded
 

@@ -114,23 +114,23 @@ def list_layouts(options: PlanOptions, hardware: Hardware) -> Iterator[Parallel]
     for name in ("FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP"):
         strategies.append({"sharding_strategy": name})
     recomputed = (None, "full") if options.parallel.compile else (None, "selective", "full")
-    tensor_sizes = divisors(hardware.nproc_per_node) if options.model.tp_sizes() else [1]
+    tp_sizes = divisors(hardware.nproc_per_node) if options.model.tp_sizes() else [1]
     max_pp = min(MAX_PIPELINE, min(options.model.pp_sizes().values(), default=1))
     tried = set()
-    for tp in tensor_sizes:
+    for tp in tp_sizes:
         for pp in divisors(hardware.world // tp):
             if pp > max_pp:
                 continue
             schedules = SCHEDULES if pp > 1 else SCHEDULES[:1]
             for schedule, recompute, strategy in product(schedules, recomputed, strategies):
-                layout = {
+                axes = {
                     "tp": tp,
                     "sequence_parallel": tp > 1,
                     "pp": pp,
                     "schedule": schedule,
                     "activation_checkpointing": recompute,
                 }
-                parallel = Parallel.model_validate(unchanged | strategy | layout)
+                parallel = Parallel.model_validate(unchanged | strategy | axes)
                 key = _find_effect(parallel, hardware)
                 if key is None or key not in tried:
                     tried.add(key)
@@ -143,15 +143,15 @@ def _find_effect(parallel: Parallel, hardware: Hardware) -> tuple[Any, ...] | No
     None if the processes cannot be divided into this layout; `suggest` then counts it as refused.
     """
     try:
-        sizes = hardware.layout(parallel)
+        layout = hardware.layout(parallel)
     except ConfigError:
         return None
     sharding = None
-    if sizes.dp > 1:
+    if layout.dp > 1:
         # pipeline stages keep their weights gathered under every strategy
-        keeps_gathered = parallel.sharding_strategy == "SHARD_GRAD_OP" and sizes.pp == 1
+        keeps_gathered = parallel.sharding_strategy == "SHARD_GRAD_OP" and layout.pp == 1
         sharding = (parallel.strategy, keeps_gathered)
-    return sizes, sharding, parallel.schedule, parallel.activation_checkpointing
+    return layout, sharding, parallel.schedule, parallel.activation_checkpointing
 
 
 def format_suggestions(

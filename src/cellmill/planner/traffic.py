@@ -84,17 +84,17 @@ def list_traffic(
     ):
         payloads[sent.kind, sent.axis] += sent.payload_bytes
         calls[sent.kind, sent.axis] += sent.calls
-    sizes = model.layout
+    layout = model.layout
     # neighbours on an axis are this many processes apart: tp is the innermost axis of the mesh
     distances = {
         "tp": 1,
-        "dp_shard": sizes.tp,
-        "dp_replicate": sizes.tp * sizes.dp_shard,
-        "pp": sizes.tp * sizes.dp,
+        "dp_shard": layout.tp,
+        "dp_replicate": layout.tp * layout.dp_shard,
+        "pp": layout.tp * layout.dp,
     }
     traffic = []
     for (kind, axis), payload in payloads.items():
-        processes = getattr(sizes, axis)
+        processes = getattr(layout, axis)
         distance = distances[axis]
         if payload and processes > 1:
             processes_per_node = min(processes, max(1, model.local_world // distance))

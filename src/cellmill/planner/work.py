@@ -74,7 +74,7 @@ def detected_genes(manifest: Manifest) -> np.ndarray:
     )
 
 
-def measure_work(options: PlanOptions, corpus: CorpusSize, sizes: Layout) -> Work:
+def measure_work(options: PlanOptions, corpus: CorpusSize, layout: Layout) -> Work:
     """Count the steps of a run, and the micro-batches of the first of them."""
     train = options.train
     parallel = options.parallel
@@ -87,7 +87,7 @@ def measure_work(options: PlanOptions, corpus: CorpusSize, sizes: Layout) -> Wor
         corpus,
         global_batch=epoch.max_step_cells,
         token_budget=train.token_budget,
-        dp=sizes.dp,
+        dp=layout.dp,
         min_microbatches=min_microbatches(parallel),
         microbatch_multiple=parallel.pp,
         token_multiple=multiple,
