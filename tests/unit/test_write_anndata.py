@@ -11,6 +11,8 @@ import pytest
 import scipy.sparse as sp
 
 from cellmill.data.inputs.h5 import create_h5, write_anndata
+from cellmill.evaluate.inference.files import write_prediction
+from cellmill.evaluate.inference.predict import Predicted
 
 MAPPINGS = ("layers", "obsm", "obsp", "varm", "varp", "uns")
 
@@ -75,3 +77,36 @@ def test_an_anndata_without_x_is_written_without_x(tmp_path: Path) -> None:
     given = ad.AnnData(obs=pd.DataFrame(index=["c1", "c2"]))
     found = written(given, tmp_path / "cells.h5ad")
     assert found.X is None
+
+
+@pytest.mark.parametrize("how", ["append", "obs alone", "in memory"])
+def test_a_prediction_leaves_nothing_of_an_earlier_one(tmp_path: Path, how: str) -> None:
+    names = ["first", "second"]
+    adata = ad.AnnData(np.ones((2, 1), np.float32), obs=pd.DataFrame(index=names))
+    label = pd.Categorical(["T cell", None])
+    rejected = np.array([False, True])
+    with_two_heads = Predicted(
+        {
+            "cellmill_label": label,
+            "cellmill_probability": np.array([0.9, 0.2]),
+            "cellmill_rejected": rejected,
+            "cellmill_rejected_tissue": rejected,
+            "cellmill_seen_in_training": rejected,
+        },
+        {"cellmill_probabilities_tissue": np.ones((2, 2), np.float32)},
+        {"label_column": "cell_type", "label_column_tissue": "tissue"},
+    )
+    with_two_heads.add_to(adata)
+    adata.obs["cellmill_label_old"] = label  # the user's own copy
+    adata.write_h5ad(tmp_path / "cells.h5ad")
+
+    later = Predicted({"cellmill_value": np.array([1.0, 2.0])}, {}, {"value_column": "age"})
+    if how == "in memory":
+        later.add_to(adata)
+    else:
+        source = tmp_path / "cells.h5ad" if how == "append" else None
+        write_prediction(tmp_path / "out.h5ad", adata.obs, later, source)
+        adata = ad.read_h5ad(tmp_path / "out.h5ad")
+    suffixed = ["cellmill_rejected_tissue"] if how == "obs alone" else []
+    assert sorted(adata.obs) == sorted(["cellmill_label_old", *suffixed, "cellmill_value"])
+    assert list(adata.obsm) == []

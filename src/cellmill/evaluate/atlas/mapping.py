@@ -6,8 +6,9 @@ on are refused: of new cells like those of the left-out donors, at most that sha
 (conformal prediction: Vovk, Gammerman & Shafer 2005).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -23,14 +24,19 @@ from cellmill.evaluate.inference.seen import Seen
 LABEL = "cellmill_label"  # obs
 AGREEMENT = "cellmill_agreement"  # obs: share of the votes for the label
 DONORS = "cellmill_donors"  # obs: number of donors that voted
-DISTANCE = "cellmill_distance"  # obs: begins the names of two columns
+DISTANCE = "cellmill_distance"  # obs
 PERCENTILE = f"{DISTANCE}_percentile"
 REFUSED = "cellmill_refused"  # obs
 IN_ATLAS = "cellmill_in_atlas"  # obs
 NEAREST = "cellmill_nearest"  # obs: dataset and row of the nearest cell
 SEEN = "cellmill_seen_in_training"  # obs: True for a cell of the model's training or validation
-MAP_COLUMNS = (AGREEMENT, DONORS, DISTANCE, REFUSED, IN_ATLAS, NEAREST)
-"""Beginnings of the names of obs columns that only `map` writes."""
+MAP_COLUMNS = (AGREEMENT, DONORS, DISTANCE, PERCENTILE, REFUSED, IN_ATLAS, NEAREST)
+"""obs columns that only `map` writes."""
+PROBABILITY = "cellmill_probability"  # obs
+REJECTED = "cellmill_rejected"  # obs: True for a cell below the threshold, whose label is missing
+VALUE = "cellmill_value"  # obs
+PROBABILITIES = "cellmill_probabilities"  # obsm, in the order of uns[ABOUT_PREDICTION]["labels"]
+ABOUT_PREDICTION = "cellmill_prediction"  # uns
 NEIGHBORS = "cellmill_neighbors"  # obsm: numbers of the atlas's cells
 NEIGHBOR_DISTANCES = "cellmill_neighbor_distances"  # obsm
 ABOUT_MAP = "cellmill_map"  # uns
@@ -39,6 +45,28 @@ COPIES = 4  # more neighbours than needed, of which copies of the cell are left 
 SAME = 2.0**-10
 """Distance, in lengths of the vector, up to which a cell is one of the atlas: float16 rounds by half."""
 MIN_SHOWN = 20  # reference cells of a donor whose share is printed
+
+
+def names_of_predictions(*abouts: Iterable[str]) -> set[str]:
+    """obs columns and obsm tables of predictions with the keys `abouts` in uns, and of one head.
+
+    A prediction replaces all of them: a column that it lacks would be about other labels.
+    """
+    heads = {""}
+    for key in chain(*abouts):
+        for entry in ("label_column", "value_column"):
+            if key.startswith(entry):
+                heads.add(key.removeprefix(entry))
+    names = product((LABEL, PROBABILITY, REJECTED, VALUE, PROBABILITIES), heads)
+    return {SEEN, *MAP_COLUMNS, *map("".join, names)}
+
+
+def drop_earlier(adata: Any, about: Iterable[str]) -> None:
+    """Drop earlier predictions from an AnnData that gets one with the keys `about` in uns."""
+    for name in names_of_predictions(adata.uns.get(ABOUT_PREDICTION, {}), about):
+        adata.obsm.pop(name, None)
+        if name in adata.obs:
+            del adata.obs[name]
 
 
 @dataclass(frozen=True)
@@ -58,6 +86,7 @@ class Mapped:
 
     def add_to(self, adata: Any) -> None:
         """Add obs, obsm and uns to the AnnData whose cells these are."""
+        drop_earlier(adata, self.about)
         for name, column in self.obs.items():
             adata.obs[name] = column
         adata.obsm.update(self.obsm)

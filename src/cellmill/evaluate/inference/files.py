@@ -20,16 +20,8 @@ from cellmill.data.arrays import plain_text
 from cellmill.data.inputs.h5 import create_h5, one_line, open_h5, write_anndata
 from cellmill.data.inputs.reader import refuse_duplicates
 from cellmill.errors import DataError
-from cellmill.evaluate.atlas.mapping import MAP_COLUMNS, Mapped
-from cellmill.evaluate.inference.predict import (
-    LABEL,
-    PROBABILITIES,
-    PROBABILITY,
-    REJECTED,
-    SEEN,
-    VALUE,
-    Predicted,
-)
+from cellmill.evaluate.atlas.mapping import ABOUT_PREDICTION, Mapped, names_of_predictions
+from cellmill.evaluate.inference.predict import Predicted
 from cellmill.files import atomic_path
 from cellmill.runs.results import DatasetResult, Row
 
@@ -39,8 +31,6 @@ OWN = f"obsm[{KEY!r}]"
 EXTERNAL = "obsm['X_emb']"
 PATHS = {OWN: f"obsm/{KEY}", EXTERNAL: "obsm/X_emb", "X": "X"}
 AGAIN = "run embed again"
-# beginnings of the names of obs columns of `predict` and `map`
-OWN_COLUMNS = (LABEL, PROBABILITY, REJECTED, SEEN, VALUE, *MAP_COLUMNS)
 FIELDS = ("dataset", "task", "name", "kind", "column", "statistic", "repetition", "value")
 
 
@@ -61,12 +51,16 @@ def write_embedding(
 def write_prediction(
     path: Path, obs: pd.DataFrame, predicted: Predicted | Mapped, source: Path | None = None
 ) -> None:
-    """Write the predictions with `obs`, or into a copy of the .h5ad `source`, where they replace
-    earlier ones.
+    """Write the predictions with `obs`, or into a copy of the .h5ad `source`. They replace earlier
+    predictions.
     """
     columns = predicted.obs
     with create_h5(path, copy_of=source) as file:
         about = {predicted.key: predicted.about}
+        earlier = file.get(f"uns/{ABOUT_PREDICTION}")
+        keys = earlier if isinstance(earlier, h5py.Group) else ()
+        replaced = names_of_predictions(keys, predicted.about)
+        obs = obs.drop(columns=replaced & {*obs.columns})
         _add(file, obs.assign(**columns), predicted.obsm, about, source)
         if source is None:
             return
@@ -75,11 +69,10 @@ def write_prediction(
             raise DataError(
                 f"{source}: its obs is of an AnnData before 0.7; read and write it once, or leave out --append"
             )
-        for name in list(obs):
-            if name.startswith(OWN_COLUMNS) and name not in columns:
+        for name in replaced:
+            if name in obs and name not in columns:
                 del obs[name]
-        for name in list(file["obsm"]):
-            if name.startswith(PROBABILITIES) and name not in predicted.obsm:
+            if name in file["obsm"] and name not in predicted.obsm:
                 del file["obsm"][name]
         for name, column in plain_text(pd.DataFrame(columns)).items():
             is_categorical = isinstance(column.dtype, pd.CategoricalDtype)

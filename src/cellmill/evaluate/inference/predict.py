@@ -27,7 +27,18 @@ from cellmill.data.inputs.anndata_files import open_memory
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.shards.obs import shard_column
 from cellmill.errors import ConfigError, did_you_mean
-from cellmill.evaluate.atlas.mapping import LABEL, SEEN, Mapped, map_vectors
+from cellmill.evaluate.atlas.mapping import (
+    ABOUT_PREDICTION,
+    LABEL,
+    PROBABILITIES,
+    PROBABILITY,
+    REJECTED,
+    SEEN,
+    VALUE,
+    Mapped,
+    drop_earlier,
+    map_vectors,
+)
 from cellmill.evaluate.atlas.store import CellAtlas
 from cellmill.evaluate.inference.agreement import compare_labels
 from cellmill.evaluate.inference.calibration import (
@@ -49,11 +60,6 @@ from cellmill.models.objectives.classification import Classification
 from cellmill.models.objectives.shared.calibration import softmax
 
 MAX_NAMES = 20  # labels that are named, the most frequent
-PROBABILITY = "cellmill_probability"  # obs
-REJECTED = "cellmill_rejected"  # obs: True for a cell below the threshold, whose label is missing
-PROBABILITIES = "cellmill_probabilities"  # obsm, in the order of uns[ABOUT]["labels"]
-VALUE = "cellmill_value"  # obs
-ABOUT_PREDICTION = "cellmill_prediction"  # uns
 
 
 def find_classifiers(
@@ -113,7 +119,8 @@ class Predicted:
         return self.obs[LABEL]
 
     def add_to(self, adata: Any) -> None:
-        """Add obs, obsm and uns to the AnnData whose cells these are."""
+        """Add obs, obsm and uns to the AnnData whose cells these are, for earlier predictions."""
+        drop_earlier(adata, self.about)
         for name, column in self.obs.items():
             adata.obs[name] = column
         for name, table in self.obsm.items():
