@@ -33,7 +33,7 @@ from tests.checks import quick
 from tests.unit.evaluated import make_context, with_config
 from tests.unit.exported import make_corpus
 from tests.unit.small_corpus import read_obs
-from tests.unit.test_seen_cells import make_run
+from tests.unit.test_seen_cells import make_run, run_predict
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +145,25 @@ def test_a_file_without_one_gene_has_the_same_cells(
         "of one, is found by its barcode only",
         "source: near copies are not found: its cell names have no barcodes",
     ]
+
+
+def test_an_accuracy_says_if_lacked_genes_may_hide_seen_cells(
+    copied: Path, demo: Path, trained: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fewer = ad.read_h5ad(demo)[:, 5:].copy()
+    hidden = (
+        "it lacks 5 of the model's 755 genes: a training cell with more than one of them, or above 16 counts of one, "
+        "is found by its barcode only"
+    )
+    for adata, note in ((fewer, ""), (renamed(fewer.copy()), hidden)):
+        adata.write_h5ad(tmp_path / "fewer.h5ad")
+        about = run_predict(copied, tmp_path / "fewer.h5ad", tmp_path / "out.h5ad").uns
+        about = about["cellmill_prediction"]
+        printed = capsys.readouterr().out.splitlines()
+        [line] = [line for line in printed if "was not trained on: " in line]
+        assert line.partition("; ")[2] == note
+        assert about.get("training_cells_unknown", "") == note
+        assert (about["n_seen_in_training"] == len(trained)) == (note == "")
 
 
 @pytest.mark.parametrize(

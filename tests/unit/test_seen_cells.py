@@ -83,12 +83,14 @@ def test_the_accuracy_counts_only_cells_never_trained_on(
     assert (found.obs["cellmill_seen_in_training"] == ~unseen).all()
     n_unseen = int((known & unseen).sum())
     n_right = int((right & known & unseen).sum())
+    n_unknown = int((found.obs["kind"] == "other")[unseen].sum())
+    assert n_unknown
     n_seen = int((known & ~unseen).sum())
     n_right_seen = int((right & known & ~unseen).sum())
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("renamed: kind: ")] == [
         f"renamed: kind: accuracy on cells that the model was not trained on: {n_right} of {n_unseen} "
-        f"({n_right / n_unseen:.3f})",
+        f"({n_right / n_unseen:.3f}), without {n_unknown} of labels that it does not know",
         f"renamed: kind: no accuracy, cells of its training or validation: {n_right_seen} of {n_seen} "
         f"({n_right_seen / n_seen:.3f}) as in the file",
     ]

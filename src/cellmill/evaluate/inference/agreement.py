@@ -58,9 +58,12 @@ def compare_labels(
         "n_labelled_seen": trained.n_cells,
     }
     lines = []
+    n_unknown = int((~pd.isna(given) & ~compared & ~seen.cells).sum())
     if unseen.n_cells:
         numbers["accuracy"] = unseen.n_right / unseen.n_cells
-        note = f"; {seen.unknown}" if seen.unknown else ""
+        note = f", without {n_unknown:,} of labels that it does not know" if n_unknown else ""
+        if seen.unknown:
+            note += f"; {seen.unknown}"
         lines.append(
             f"{column}: accuracy on cells that the model was not trained on: {unseen.describe()}{note}"
         )

@@ -335,14 +335,48 @@ def mark_seen_cells(reader: CountsReader, model: Path) -> Seen:
 def _mark_cells(reader: CountsReader, training: Training) -> Seen:
     if training.own_missing:
         return Seen(None, training.own_missing)
-    unknown = ""
+    unknown = []
     if training.ancestors_missing:
-        unknown = f"the training cells of {', '.join(training.ancestors_missing)}, before it, are not known"
-    is_equal = find_equal_cells(reader, training.hashed(), np.ones(reader.n_obs, bool))
+        names = ", ".join(training.ancestors_missing)
+        unknown.append(f"the training cells of {names}, before it, are not known")
+    corpora = training.hashed()
+    is_equal = find_equal_cells(reader, corpora, np.ones(reader.n_obs, bool))
     if not training.listed:
-        return Seen(is_equal, unknown)
-    is_near = find_barcodes(reader, training.listed.values()) & ~is_equal
-    return Seen(is_equal | is_near, unknown, is_near)
+        return Seen(is_equal, "".join(unknown))
+    listed = training.listed.values()
+    if not (_has_barcodes(reader) and all(len(corpus.barcodes) for corpus in listed)):
+        unknown += _describe_lacked_genes(reader, corpora)
+    is_near = find_barcodes(reader, listed) & ~is_equal
+    return Seen(is_equal | is_near, "; ".join(unknown), is_near)
+
+
+def _has_barcodes(reader: CountsReader) -> bool:
+    return bool(reader.obs.index.str.contains(BARCODE).any())
+
+
+def _describe_lacked_genes(reader: CountsReader, corpora: Sequence[HashedCorpus]) -> list[str]:
+    """A sentence on training cells that are not found by their counts, because the file lacks genes
+    of a corpus without shards; empty if it lacks none.
+    """
+    n_lacked = 0
+    n_genes = 0
+    for corpus in corpora:
+        if corpus.manifest is not None or reader.ordered:
+            continue  # shards are hashed again over the shared genes
+        with suppress(DataError):  # no gene in common: no equal cells
+            target = match_columns(reader, corpus.genes).target
+            n = corpus.genes.n_genes - len(np.unique(target[target >= 0]))
+            if n > n_lacked:
+                n_lacked = n
+                n_genes = corpus.genes.n_genes
+    if not n_lacked:
+        return []
+    n_counts = min(MAX_COMPLETED_COUNT, MAX_COMPLETIONS // n_lacked)
+    kind = f"more than one of them, or above {n_counts} counts of one," if n_counts else "any"
+    return [
+        f"it lacks {n_lacked:,} of the model's {n_genes:,} genes: a training cell with {kind} is found by its "
+        "barcode only"
+    ]
 
 
 def find_barcodes(reader: CountsReader, corpora: Iterable[CorpusDigests]) -> np.ndarray:
@@ -375,16 +409,10 @@ def table_of_seen(
         index=pd.Index(reader.obs.index, name="cell"),
     )
     notes = [seen.unknown] if seen.unknown else []
-    n_missing = vocabulary.n_genes - len(np.unique(columns.target[columns.target >= 0]))
-    has_lists_only = bool(training.listed.keys() - training.manifests.keys())
-    if n_missing and has_lists_only and not columns.ordered:
-        n_counts = min(MAX_COMPLETED_COUNT, MAX_COMPLETIONS // n_missing)
-        kind = f"more than one of them, or above {n_counts} counts of one," if n_counts else "any"
-        notes.append(
-            f"it lacks {n_missing:,} of the model's {vocabulary.n_genes:,} genes: a training cell with {kind} is "
-            "found by its barcode only"
-        )
-    if seen.is_near is None or not reader.obs.index.str.contains(BARCODE).any():
+    lacked = _describe_lacked_genes(reader, training.hashed())
+    if not any(line in seen.unknown for line in lacked):
+        notes += lacked
+    if seen.is_near is None or not _has_barcodes(reader):
         where = (
             "the model has no list of barcodes"
             if seen.is_near is None
