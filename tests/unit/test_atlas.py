@@ -209,6 +209,16 @@ def test_an_atlas_of_one_donor_leaves_out_cells(tmp_path: Path) -> None:
     assert any(line.startswith("warning: no cell can be refused") for line in mapped.lines)
 
 
+def test_a_map_warns_of_training_cells_that_are_not_known(tmp_path: Path) -> None:
+    atlas = written_atlas(tmp_path, draw_dataset("one", 40, 1))
+    seen = Seen(np.zeros(2, bool), "it lacks 5 genes")
+    mapped = map_vectors(atlas, draw_dataset("new", 2, 2).vectors, seen, Map.model_validate({}))
+    assert mapped.about["training_cells_unknown"] == "it lacks 5 genes"
+    assert mapped.lines[-1] == (
+        "warning: cells of the model's training may have a percentile, which is too low: it lacks 5 genes"
+    )
+
+
 def test_an_atlas_without_labels_still_measures_distances(tmp_path: Path) -> None:
     cells = draw_dataset("one", 80, 1)
     atlas = written_atlas(tmp_path, cells._replace(labels=np.full(80, None, object)))

@@ -327,6 +327,16 @@ def test_an_evaluation_leaves_out_cells_of_a_list(
         f"demo: {len(trained) - n_equal} cells have barcodes of a training sample of a model before this one: not "
         "held out",
     ]
+    renamed(ad.read_h5ad(demo)[:, 5:].copy()).write_h5ad(tmp_path / "fewer.h5ad")
+    with open_counts(tmp_path / "fewer.h5ad") as reader:
+        contents.unseen("demo", reader)
+    assert (
+        capsys.readouterr()
+        .out.splitlines()[-1]
+        .startswith(
+            "demo: warning: it lacks 5 of the model's 755 genes: a training cell with more than one"
+        )
+    )
 
 
 def test_rows_of_another_model_say_whether_it_saw_the_cells(

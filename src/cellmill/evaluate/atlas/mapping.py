@@ -150,7 +150,13 @@ def map_vectors(atlas: CellAtlas, vectors: np.ndarray, seen: Seen, section: Map)
         "n_in_atlas": int(in_atlas.sum()),
         "datasets": record.datasets,
     }
-    return Mapped(obs, obsm, about, [*atlas.notes, *_describe(atlas, obs, section)])
+    lines = [*atlas.notes, *_describe(atlas, obs, section)]
+    if seen.unknown:
+        about["training_cells_unknown"] = seen.unknown
+        lines.append(
+            f"warning: cells of the model's training may have a percentile, which is too low: {seen.unknown}"
+        )
+    return Mapped(obs, obsm, about, lines)
 
 
 @dataclass(frozen=True)

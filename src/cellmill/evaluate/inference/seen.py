@@ -10,7 +10,7 @@ copied elsewhere knows them too; they also find copies at another depth, by barc
 and digests a message says that the training cells are not known.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -344,10 +344,18 @@ def _mark_cells(reader: CountsReader, training: Training) -> Seen:
     if not training.listed:
         return Seen(is_equal, "".join(unknown))
     listed = training.listed.values()
-    if not (_has_barcodes(reader) and all(len(corpus.barcodes) for corpus in listed)):
-        unknown += _describe_lacked_genes(reader, corpora)
+    unknown += describe_hidden_cells(reader, corpora, listed)
     is_near = find_barcodes(reader, listed) & ~is_equal
     return Seen(is_equal | is_near, "; ".join(unknown), is_near)
+
+
+def describe_hidden_cells(
+    reader: CountsReader, corpora: Sequence[HashedCorpus], listed: Collection[CorpusDigests]
+) -> list[str]:
+    """A sentence on training cells that neither counts nor barcodes find; empty if all are found."""
+    if _has_barcodes(reader) and all(len(corpus.barcodes) for corpus in listed):
+        return []
+    return _describe_lacked_genes(reader, corpora)
 
 
 def _has_barcodes(reader: CountsReader) -> bool:
