@@ -38,6 +38,7 @@ from cellmill.config.parts.objectives import CellDecodingConfig
 from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.config.run import Embed
 from cellmill.data.inputs.formats import open_dataset
+from cellmill.data.rows import SparseCounts
 from cellmill.data.stream.batch import make_batch
 from cellmill.evaluate.baselines import BaselineCache
 from cellmill.evaluate.classifiers.fitted import NearestCells, make_classifiers, predict_folds
@@ -105,10 +106,8 @@ def step(steps: int) -> Work:
     lengths = rng.integers(150, 350, 32)
     genes = np.concatenate([rng.permutation(SPEC.n_genes)[:n] for n in lengths]).astype(np.int32)
     counts = rng.geometric(0.4, len(genes)).astype(np.uint16)
-    starts = np.append(0, lengths.cumsum())
-    batch = to_tensors(
-        make_batch(TOKENS.load()(TOKENS), genes, counts, starts, np.arange(32), with_counts=True)
-    )
+    cells = SparseCounts(np.append(0, lengths.cumsum()), genes, counts)
+    batch = to_tensors(make_batch(TOKENS.load()(TOKENS), cells, np.arange(32), with_counts=True))
     work = packed_step(SPEC, torch.device("cpu"), "fp32")
     return lambda: [work(batch, number) for number in range(steps)]
 

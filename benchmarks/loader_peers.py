@@ -28,6 +28,7 @@ from loader_corpus import (
 from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.data.arrays import counts_per_10k, inverse_medians
 from cellmill.data.packing.rank_order import RankOrder
+from cellmill.data.rows import SparseCounts
 
 Epochs = Iterator[Iterator[int]]
 RAW = "genes and counts"
@@ -182,7 +183,7 @@ def sort_rows(matrix: sp.csr_matrix, ranking: RankOrder) -> None:
     indptr = matrix.indptr.astype(np.int64)
     genes = np.array(matrix.indices, np.int32)
     counts = np.array(matrix.data, np.uint16)
-    ranking.sort(indptr[:-1], np.diff(indptr), genes, counts)
+    ranking.sort(SparseCounts(indptr, genes, counts))
     matrix.indices = genes
     matrix.data = counts
 
@@ -211,8 +212,8 @@ def tokenized() -> Callable[[sp.csr_matrix], int]:
     tokenizer = options.load()(options)
 
     def make(matrix: sp.csr_matrix) -> int:
-        _, _, ends = tokenizer.tokenize(matrix.indices, matrix.data, matrix.indptr.astype(np.int64))
-        return len(ends) - 1
+        cells = SparseCounts(matrix.indptr.astype(np.int64), matrix.indices, matrix.data)
+        return len(tokenizer.tokenize(cells).cu_seqlens) - 1
 
     return make
 

@@ -13,6 +13,7 @@ from cellmill.config.parts.family import WEIGHTS_FORMAT, FamilyConfig
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.rows import SparseCounts
 from cellmill.data.stream.batch import Batch, make_batch
 from cellmill.models.batch import pad_batch
 from cellmill.models.build import ModelSpec, build
@@ -111,7 +112,7 @@ def random_cells(
     *,
     seed: int = 0,
     first: int = 11,
-    with_counts: int | None = 64,
+    with_counts: bool = True,
     **per_cell: np.ndarray,
 ) -> Batch:
     """Cells of these lengths with random genes and counts from 1 to 8; ids count from `first`."""
@@ -120,9 +121,7 @@ def random_cells(
     counts = random.integers(1, 9, sum(lengths)).astype(np.uint8)
     return make_batch(
         tokens.load()(tokens),
-        np.concatenate(genes).astype(np.int32),
-        counts,
-        np.cumsum([0, *lengths]),
+        SparseCounts(np.cumsum([0, *lengths]), np.concatenate(genes).astype(np.int32), counts),
         np.arange(len(lengths)) + first,
         with_counts,
         **per_cell,

@@ -60,7 +60,7 @@ def model_of(tokenizer: str = "continuous", **options: Any) -> Any:
 
 def batch_of(tokenizer: str = "continuous", lengths: tuple[int, ...] = (20, 31, 1, 40, 2)) -> Batch:
     """Random cells, the fourth of which is cut."""
-    return to_tensors(random_cells(lengths, tokenize_blocks(tokenizer), N_GENES, with_counts=None))
+    return to_tensors(random_cells(lengths, tokenize_blocks(tokenizer), N_GENES, with_counts=False))
 
 
 @TOKENIZERS

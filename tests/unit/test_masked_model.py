@@ -14,6 +14,7 @@ import torch
 from cellmill.config.load import load_config
 from cellmill.config.parts.objectives import MaskedGeneConfig
 from cellmill.config.parts.tokens import Tokens
+from cellmill.data.rows import SparseCounts
 from cellmill.data.stream.batch import Batch, make_batch
 from cellmill.models.batch import pad_batch, to_tensors
 from cellmill.models.objectives.masked_value import MaskedValue
@@ -317,7 +318,8 @@ def test_hidden_counts_change_inputs_only_without_renormalize(
     def prepared(counts: np.ndarray) -> tuple[Any, Batch]:
         starts = cells.cu_seqlens.astype(np.int64)
         tokenizer = tokens.load()(tokens)
-        batch = make_batch(tokenizer, cells.genes - 2, counts, starts, cells.cells, 64)
+        given = SparseCounts(starts, cells.genes - 2, counts)
+        batch = make_batch(tokenizer, given, cells.cells, True)
         tensors = pad_batch(to_tensors(batch), 80)
         return objective.prepare(tensors, seed=3, step=4), tensors
 

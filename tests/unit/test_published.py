@@ -31,6 +31,7 @@ from cellmill.data.genes.names import match_columns
 from cellmill.data.genes.tables import gene_table
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_counts
+from cellmill.data.rows import SparseCounts
 from cellmill.data.stream.batch import Batch
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.inference.embed import load_for_inference, tokenize_blocks
@@ -331,7 +332,8 @@ def test_values_are_scgpts_bins() -> None:
     """
     counts = np.random.RandomState(0).geometric(0.05, 400)
     options: Any = Tokens.model_validate({"tokenizer": "binned", "bins": 50, "max_tokens": 1199})
-    _, values, _ = options.load()(options).tokenize(np.arange(400), counts, np.array([0, 400]))
+    cell = SparseCounts(np.array([0, 400]), np.arange(400), counts)
+    _, values, _ = options.load()(options).tokenize(cell)
     np.testing.assert_array_equal(
         values, np.digitize(counts, np.quantile(counts, np.linspace(0, 1, 51 - 1)))
     )

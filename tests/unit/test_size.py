@@ -14,6 +14,7 @@ from torch.utils.checkpoint import _VersionWrapper
 from cellmill.config.load import check_config, check_options
 from cellmill.config.parts.family import SIZES, FamilyConfig
 from cellmill.config.parts.tokens import Tokens
+from cellmill.data.rows import SparseCounts
 from cellmill.data.stream.batch import Batch, make_batch
 from cellmill.models.batch import to_tensors
 from cellmill.models.build import ModelSpec, build
@@ -178,8 +179,8 @@ def _batch(given: ModelSpec, cells: int) -> Batch:
     genes = np.concatenate([rng.permutation(N_GENES) for _ in range(cells)]).astype(np.int32)
     counts = rng.integers(1, 50, len(genes), dtype=np.uint32)
     tokenizer = given.tokens.load()(given.tokens)
-    starts = np.arange(cells + 1) * N_GENES
-    return make_batch(tokenizer, genes, counts, starts, np.arange(cells), given.tokens.max_tokens)
+    counted = SparseCounts(np.arange(cells + 1) * N_GENES, genes, counts)
+    return make_batch(tokenizer, counted, np.arange(cells), True)
 
 
 def test_tensor_parallel_reduces_four_times_per_block() -> None:

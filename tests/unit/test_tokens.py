@@ -27,10 +27,11 @@ from cellmill.config.parts.tokens import SPECIAL, BinnedTokens, ContinuousTokens
 from cellmill.data.arrays import inverse_medians, rank_order_rows
 from cellmill.data.genes.names import GeneColumns
 from cellmill.data.packing import codec
+from cellmill.data.rows import SparseCounts
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.writer import write_shards
 from cellmill.data.stream import token_values
-from cellmill.data.stream.batch import Batch, Prefixes, empty_batch
+from cellmill.data.stream.batch import Batch, Prefixes, Tokenized, empty_batch
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.data.stream.tokenizers import CellTokenizer, bin_counts, count_kept_and_zeros
 from cellmill.errors import ConfigError, DataError
@@ -50,22 +51,19 @@ PAIRS = [
     (60_000, 51),
 ]
 every_tokenizer = pytest.mark.parametrize("tokenizer", OPTIONS)
-Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
-def cells(dtype: type = np.uint16, largest: int = 40) -> Arrays:
+def cells(dtype: type = np.uint16, largest: int = 40) -> SparseCounts:
     rng = np.random.default_rng(0)
     starts = np.concatenate([[0], np.cumsum(LENGTHS)])
     genes_by_cell = [rng.choice(500, n, replace=False) for n in LENGTHS]
     genes = np.concatenate(genes_by_cell).astype(np.int32)
     counts = np.minimum(rng.geometric(0.2, len(genes)), largest)
-    return genes, counts.astype(dtype), starts
+    return SparseCounts(starts, genes, counts.astype(dtype))
 
 
-def tokenize(
-    genes: np.ndarray, counts: np.ndarray | None, starts: np.ndarray, tokens: Tokens
-) -> Arrays:
-    return tokens.load()(tokens).tokenize(genes, counts, starts)  # type: ignore[no-any-return]
+def tokenize(cells: SparseCounts, tokens: Tokens) -> Tokenized:
+    return tokens.load()(tokens).tokenize(cells)  # type: ignore[no-any-return]
 
 
 def reference(
@@ -91,22 +89,23 @@ def reference(
     ),
 )
 def test_a_batch_of_cells_equals_each_cell_separately(tokenizer: str, max_tokens: int) -> None:
-    genes, counts, starts = cells()
+    given = cells()
     tokens = OPTIONS[tokenizer](max_tokens=max_tokens)
-    ids, values, cu = tokenize(genes, counts, starts, tokens)
+    ids, values, cu = tokenize(given, tokens)
     assert (ids.dtype, cu.dtype) == (np.int32, np.int32)
     dtype = np.float32 if tokenizer == "continuous" else np.int32
     assert values.dtype == dtype
     assert tokens.load().dtype == dtype
     assert np.diff(cu).tolist() == [min(n, max_tokens) for n in LENGTHS]
     assert tokens.n_values == {"scalar": 0, "class": 52, "place": max_tokens}[tokens.value_kind]
-    for cell, (start, end) in enumerate(pairwise(starts)):
-        genes_of_cell = genes[start:end]
-        counts_of_cell = counts[start:end]
+    for cell, (start, end) in enumerate(pairwise(given.offsets)):
+        genes_of_cell = given.genes[start:end]
+        counts_of_cell = given.counts[start:end]
         expected_ids, expected = reference(genes_of_cell, counts_of_cell, tokens)
         in_batch = slice(cu[cell], cu[cell + 1])
         np.testing.assert_array_equal(ids[in_batch], expected_ids)
-        alone = tokenize(genes_of_cell, counts_of_cell, np.array([0, end - start]), tokens)
+        one_cell = SparseCounts(np.array([0, end - start]), genes_of_cell, counts_of_cell)
+        alone = tokenize(one_cell, tokens)
         np.testing.assert_array_equal(values[in_batch], alone[1])
         if tokenizer == "continuous":
             np.testing.assert_allclose(values[in_batch], expected, rtol=2e-6)
@@ -125,7 +124,8 @@ def test_bins_equal_numpys_quantiles_exactly(bins: int, largest: int) -> None:
     counts = rng.integers(1, largest + 1, starts[-1])
     counts = counts.astype(np.uint16)
     genes = np.zeros(len(counts), np.int32)
-    _, values, _ = tokenize(genes, counts, starts, BinnedTokens(bins=bins))
+    cells = SparseCounts(starts, genes, counts)
+    _, values, _ = tokenize(cells, BinnedTokens(bins=bins))
     fractions = np.linspace(0, 1, bins)
     for start, end in pairwise(starts):
         counts_of_cell = counts[start:end]
@@ -138,7 +138,6 @@ def test_bins_equal_numpys_quantiles_exactly(bins: int, largest: int) -> None:
 
 @pytest.mark.parametrize("binning", ["uniform", "quantile_corpus"])
 def test_shared_bins_cut_the_log_normalised_values(binning: str) -> None:
-    genes, counts, starts = cells()
     options = BinnedTokens(max_tokens=50, bins=20, binning=binning)
     quantiles = np.linspace(3, 9, 7).tolist()
     tokens = options.fitted(quantiles)
@@ -147,10 +146,8 @@ def test_shared_bins_cut_the_log_normalised_values(binning: str) -> None:
         edges = inner * 0.5
     else:
         edges = np.interp(inner / 20, np.arange(7) / 6, quantiles)
-    ids, bins, cu = tokenize(genes, counts, starts, tokens)
-    expected_ids, values, expected_cu = tokenize(
-        genes, counts, starts, ContinuousTokens(max_tokens=50)
-    )
+    ids, bins, cu = tokenize(cells(), tokens)
+    expected_ids, values, expected_cu = tokenize(cells(), ContinuousTokens(max_tokens=50))
     np.testing.assert_array_equal(ids, expected_ids)
     np.testing.assert_array_equal(cu, expected_cu)
     for value, number in zip(values, bins, strict=True):
@@ -177,8 +174,8 @@ def test_edges_that_do_not_fit_are_refused() -> None:
 def test_counts_too_large_for_a_table_are_binned_too() -> None:
     counts = np.array([1, 2, 4_000_000_000, 1, 5], np.uint32)
     genes = np.zeros(5, np.int32)
-    starts = np.array([0, 3, 5])
-    _, values, _ = tokenize(genes, counts, starts, BinnedTokens(bins=3))
+    cells = SparseCounts(np.array([0, 3, 5]), genes, counts)
+    _, values, _ = tokenize(cells, BinnedTokens(bins=3))
     assert values.tolist() == [1, 2, 3, 1, 3]
 
 
@@ -187,10 +184,10 @@ def test_without_cells_the_batch_is_empty(tokenizer: str) -> None:
     tokens = OPTIONS[tokenizer]()
     genes = np.empty(0, np.int32)
     counts = np.empty(0, np.uint16)
-    starts = np.zeros(1, np.int64)
+    none = SparseCounts(np.zeros(1, np.int64), genes, counts)
     empty = empty_batch(tokens.load().dtype)
     fields = (empty.genes, empty.values, empty.cu_seqlens)
-    for array, expected in zip(tokenize(genes, counts, starts, tokens), fields):
+    for array, expected in zip(tokenize(none, tokens), fields):
         assert array.dtype == expected.dtype
         np.testing.assert_array_equal(array, expected)
 
@@ -198,10 +195,10 @@ def test_without_cells_the_batch_is_empty(tokenizer: str) -> None:
 def test_values_beyond_the_edges_fall_into_the_outer_bins() -> None:
     genes = np.arange(2, dtype=np.int32)
     counts = np.array([1, 999_999], np.uint32)
+    cell = SparseCounts(np.array([0, 2]), genes, counts)
 
     def values_of(tokens: Tokens) -> list[float]:
-        starts = np.array([0, 2])
-        _, values, _ = tokenize(genes, counts, starts, tokens)
+        _, values, _ = tokenize(cell, tokens)
         return values.tolist()  # type: ignore[no-any-return]
 
     edges = values_of(ContinuousTokens())
@@ -236,11 +233,11 @@ def test_compiled_loops_are_bitwise_equal_to_numpy(
     sizes = np.exp(exponents * np.log(largest))
     counts = sizes.round().clip(1, largest).astype(dtype)
     genes = rng.integers(0, 60_000, starts[-1]).astype(np.int32)
-    kept = Prefixes(starts, MOST)
+    kept = Prefixes(SparseCounts(starts, genes, counts), MOST)
     assert kept.cu_seqlens[-1] > token_values.LARGE_BATCH
     monkeypatch.setattr(codec, "COMPILED", codec.CompiledLoops())
-    expected = token_values.log_tokens(kept, genes, counts)
-    ranks = token_values.rank_tokens(kept, genes)
+    expected = token_values.log_tokens(kept)
+    ranks = token_values.rank_tokens(kept)
     loops = codec.load_loops()
     assert loops is not None
     monkeypatch.setattr(codec.COMPILED, "loops_for", lambda n_values: loops)
@@ -250,11 +247,12 @@ def test_compiled_loops_are_bitwise_equal_to_numpy(
     given_counts = (counts, counts.astype(np.int64), frozen)
     given_genes = (genes, genes.astype(np.int64), np.repeat(genes, 2)[::2])
     for some_counts, some_genes in product(given_counts, given_genes):
-        ids, values, _ = token_values.log_tokens(kept, some_genes, some_counts)
+        kept = Prefixes(SparseCounts(starts, some_genes, some_counts), MOST)
+        ids, values, _ = token_values.log_tokens(kept)
         assert (ids.dtype, values.dtype) == (np.int32, np.float32)
         np.testing.assert_array_equal(ids, expected[0])
         np.testing.assert_array_equal(values.view(np.uint32), expected[1].view(np.uint32))
-        by_loops = token_values.rank_tokens(kept, some_genes)
+        by_loops = token_values.rank_tokens(kept)
         assert by_loops.values.dtype == np.int32
         np.testing.assert_array_equal(by_loops[:2], ranks[:2])
 
@@ -281,7 +279,7 @@ def test_the_rank_order_equals_a_plain_sort_for_any_input_order(
     genes = np.concatenate(genes_by_cell).astype(np.int32)
     counts = factor * rng.integers(1, 20, len(genes))
     counts = counts.astype(dtype)
-    ordered, moved = rank_order_rows(starts, genes, counts, inverse)
+    _, ordered, moved = rank_order_rows(SparseCounts(starts, genes, counts), inverse)
     assert (ordered.dtype, moved.dtype) == (np.int32, dtype)
     key = counts.astype(np.float32) * inverse[genes]
     for start, end in pairwise(starts.tolist()):
@@ -304,23 +302,21 @@ KINDS = [
 VARIABILITY = np.random.default_rng(3).permutation(GENES).astype(np.int32)
 
 
-def cells_of() -> Arrays:
-    """Genes in rank order, counts and starts of cells, the first without genes."""
+def cells_of() -> SparseCounts:
+    """Cells in rank order, the first without genes."""
     counts = random_counts(CELLS, GENES, 0)
     counts.data[: counts.indptr[1]] = 0
     counts.eliminate_zeros()
     starts = counts.indptr.astype(np.int64)
     inverse = inverse_medians(vocabulary_of(genes_named(GENES)).medians)
-    return *rank_order_rows(starts, counts.indices, counts.data, inverse), starts
+    return rank_order_rows(SparseCounts(starts, counts.indices, counts.data), inverse)
 
 
 def made(options: dict[str, Any], epoch: int = 0, seed: int = 0, max_tokens: int = 40) -> Batch:
     tokenizer = CellTokenizer(
         Tokens.model_validate(options | {"max_tokens": max_tokens}), GENES, seed, VARIABILITY
     )
-    genes, counts, starts = cells_of()
-    cells = np.arange(CELLS)
-    return tokenizer.batch(genes, counts, starts, cells, with_counts=True, epoch=epoch)
+    return tokenizer.batch(cells_of(), np.arange(CELLS), with_counts=True, epoch=epoch)
 
 
 def by_cell(batch: Batch, array: np.ndarray) -> list[list[Any]]:
@@ -362,7 +358,7 @@ def test_values_are_those_of_the_whole_cell(options: dict[str, Any]) -> None:
             by_variability = sorted(all_genes, key=lambda gene: VARIABILITY[gene - len(SPECIAL)])
             assert {*genes[:detected]} == {*by_variability[:detected]}
     tokens = Tokens.model_validate(options | {"max_tokens": 40})
-    lengths = np.diff(cells_of()[2])
+    lengths = cells_of().lengths
     with_counts, without_counts = count_kept_and_zeros(tokens, lengths, GENES)
     expected = with_counts + without_counts
     assert np.diff(batch.cu_seqlens).tolist() == expected.tolist()
@@ -374,7 +370,7 @@ def test_every_gene_is_drawn_equally_often() -> None:
     assert made(options).genes.tolist() == first
     assert made(options, epoch=1).genes.tolist() != first
     assert made(options, seed=1).genes.tolist() != first
-    lengths = np.diff(cells_of()[2])
+    lengths = cells_of().lengths
     longest = int(lengths.argmax())
     detected: Counter[int] = Counter()
     undetected: Counter[int] = Counter()
@@ -462,9 +458,7 @@ def test_a_bin_of_genes_without_counts_is_predicted_too() -> None:
     sizes = {"hidden": 16, "layers": 1, "heads": 2}
     model = model_on_cpu(GENES, tokens, **sizes)
     assert model.value_out.out_features == 8  # type: ignore[union-attr]
-    genes, counts, starts = cells_of()
-    cells = np.arange(CELLS)
-    batch = CellTokenizer(tokens, GENES).batch(genes, counts, starts, cells)
+    batch = CellTokenizer(tokens, GENES).batch(cells_of(), np.arange(CELLS))
     prepared = model.prepare(to_tensors(batch), seed=0, step=0)
     assert 0 in prepared.answers
     for parameter in model.parameters():

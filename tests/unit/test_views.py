@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from cellmill.config.parts.objectives import CellDecodingConfig
 from cellmill.config.parts.tokens import Tokens
+from cellmill.data.rows import SparseCounts
 from cellmill.data.stream.batch import Batch, empty_batch, make_batch, split_batch
 from cellmill.models.batch import to_tensors
 from cellmill.models.counter_rng import (
@@ -51,7 +52,7 @@ def _batch() -> Batch:
     counts = rng.integers(1, 30, len(genes)).astype(np.uint16)
     cells = np.arange(40) * 7 + 3
     tokenizer = LONG_CELLS.load()(LONG_CELLS)
-    return make_batch(tokenizer, genes, counts, starts, cells, LONG_CELLS.max_tokens)
+    return make_batch(tokenizer, SparseCounts(starts, genes, counts), cells, True)
 
 
 def _view(batch: Batch, view: str, step: int = 0, **options: Any) -> ViewBatch:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import scipy.sparse as sp
 
-from cellmill.data.rows import row_numbers, row_offsets, row_sums
+from cellmill.data.rows import SparseCounts, row_numbers, row_offsets, row_sums
 from cellmill.errors import DataError
 
 if TYPE_CHECKING:  # takes a fifth of a second, which readers of shards do not need
@@ -149,16 +149,12 @@ def rank_buckets(positions: np.ndarray) -> np.ndarray:
     return np.frexp(positions + 1)[1] - 1
 
 
-def rank_order_rows(
-    offsets: np.ndarray, genes: np.ndarray, counts: np.ndarray, inverse_median: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Genes (int32) and counts of each cell in rank order, `(nonzeros,)`: by count / median
-    descending, ties by gene ascending.
+def rank_order_rows(cells: SparseCounts, inverse_median: np.ndarray) -> SparseCounts:
+    """Copy of `cells` in rank order: by count / median descending, ties by gene ascending.
 
-    `offsets`, `(cells + 1,)`, are offsets of each cell's first gene, the first 0. `genes` and
-    `counts`, `(nonzeros,)`, are in any order within a cell, each gene at most once, at most 2**32
-    in all.
+    The genes of a cell are in any order, each at most once. There are at most 2**32 in all.
     """
+    offsets, genes, counts = cells
     genes = genes.astype(np.int32, copy=False)
     ascending = genes[1:] > genes[:-1]
     borders = offsets[1:-1]
@@ -170,28 +166,26 @@ def rank_order_rows(
         counts = counts[order]
     ranked = np.empty_like(genes)
     ranked_counts = np.empty_like(counts)
-    n_cells = len(offsets) - 1
-    for first in range(0, n_cells, _RANKED):
+    for first in range(0, cells.n_cells, _RANKED):
         part_offsets = offsets[first : first + _RANKED + 1]
         start, stop = part_offsets[[0, -1]].tolist()
         part = slice(start, stop)
-        order = _rank_order(part_offsets - start, genes[part], counts[part], inverse_median)
+        in_part = SparseCounts(part_offsets - start, genes[part], counts[part])
+        order = _rank_order(in_part, inverse_median)
         genes[part].take(order, out=ranked[part], mode="clip")  # `raise` would copy
         counts[part].take(order, out=ranked_counts[part], mode="clip")
-    return ranked, ranked_counts
+    return SparseCounts(offsets, ranked, ranked_counts)
 
 
-def _rank_order(
-    offsets: np.ndarray, genes: np.ndarray, counts: np.ndarray, inverse_median: np.ndarray
-) -> np.ndarray:
+def _rank_order(cells: SparseCounts, inverse_median: np.ndarray) -> np.ndarray:
     """Positions, int64, in rank order within each cell."""
-    key = counts.astype(np.float32)
-    key *= inverse_median.take(genes)
+    key = cells.counts.astype(np.float32)
+    key *= inverse_median.take(cells.genes)
     # inverted bits of the key, so that the largest comes first, then the position
     packed = (~key.view(np.uint32)).astype(np.uint64)
     packed <<= np.uint64(32)
     packed |= np.arange(len(packed), dtype=np.uint64)
-    for start, stop in pairwise(offsets.tolist()):
+    for start, stop in pairwise(cells.offsets.tolist()):
         packed[start:stop].sort()
     packed &= np.uint64(0xFFFFFFFF)
     return packed.view(np.int64)

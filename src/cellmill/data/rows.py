@@ -1,11 +1,29 @@
-"""Arithmetic of rows that stand one after the other in one array. Imports only numpy.
+"""Rows that stand one after the other in one array: cells as genes and counts, and arithmetic.
+Imports only numpy.
 
 Rows are given by their lengths, or by the first entry of each and the end of the last (`indptr`).
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+
+
+class SparseCounts(NamedTuple):
+    """Genes and counts of cells, cell after cell."""
+
+    offsets: np.ndarray  # `(cells + 1,)` int64: first gene of each cell, and the end
+    genes: np.ndarray  # `(nonzeros,)` int32
+    counts: Any  # `(nonzeros,)` of any integer type; None if only genes were read
+
+    @property
+    def n_cells(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Number of genes of each cell, `(cells,)` int64."""
+        return np.diff(self.offsets)
 
 
 def row_sums(values: np.ndarray, indptr: np.ndarray) -> np.ndarray:

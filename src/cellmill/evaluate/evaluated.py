@@ -24,7 +24,7 @@ from cellmill.data.arrays import log_normalise, rank_buckets, summed
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.inputs.reader import CountsReader
-from cellmill.data.packing.cells import SparseCounts
+from cellmill.data.rows import SparseCounts
 from cellmill.data.shards.cell_digests import CorpusDigests
 from cellmill.data.shards.manifest import READ, Manifest, record, verify_changed
 from cellmill.data.shards.reader import read_names
@@ -230,8 +230,7 @@ def read_gene_statistics(manifest: Manifest, tokens: Tokens) -> GeneStatistics:
     by_rank = np.zeros((tokens.max_tokens.bit_length(), n_genes), np.int64)
     tokenizer = CellTokenizer(tokens, n_genes, variability=manifest.variability)
     for block in _read_first_blocks(manifest, MAX_TRAIN_CELLS, "train"):
-        cells = np.arange(block.n_cells)
-        batch = tokenizer.batch(block.genes, block.counts, block.offsets, cells)
+        batch = tokenizer.batch(block, np.arange(block.n_cells))
         genes = batch.genes - len(SPECIAL)
         # position of each token in its cell, by powers of two
         cell_starts = np.repeat(batch.cu_seqlens[:-1], np.diff(batch.cu_seqlens))

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from cellmill.data.rows import SparseCounts
 from cellmill.data.stream.batch import Prefixes, Tokenized
 from cellmill_toy.options import ToyGenes
 
@@ -15,10 +16,8 @@ class GenesOnly:
     def __init__(self, options: ToyGenes) -> None:
         self._max_tokens = options.max_tokens
 
-    def tokenize(
-        self, genes: np.ndarray, counts: np.ndarray | None, starts: np.ndarray
-    ) -> Tokenized:
+    def tokenize(self, cells: SparseCounts) -> Tokenized:
         """Token ids and zeros."""
-        kept = Prefixes(starts, self._max_tokens)
-        genes = kept.token_ids(genes)
-        return Tokenized(genes, np.zeros(len(genes), self.dtype), kept.cu_seqlens)
+        kept = Prefixes(cells, self._max_tokens)
+        ids = kept.token_ids()
+        return Tokenized(ids, np.zeros(len(ids), self.dtype), kept.cu_seqlens)

@@ -40,10 +40,10 @@ from cellmill.data.inputs.h5 import (
 )
 from cellmill.data.inputs.h5_walk import is_hdf5
 from cellmill.data.inputs.matrices import StoredMatrix
-from cellmill.data.packing.cells import CellKind, GeneOrder, SparseCounts, pack_cells
+from cellmill.data.packing.cells import CellKind, GeneOrder, pack_cells
 from cellmill.data.packing.layout import ALIGNMENT
 from cellmill.data.packing.row_file import ByteRange, OpenFiles, RowFile
-from cellmill.data.rows import row_offsets
+from cellmill.data.rows import SparseCounts, row_offsets
 from cellmill.errors import DataError
 from cellmill.files import named_errors
 

@@ -204,8 +204,8 @@ def sum_hashes(
         sums[cell, 1] = second
 
 
-@compiled(*(f"void({counts}[::1], int64[::1], int64[::1])" for counts in ("uint16", "uint32")))
-def sum_cells(counts: Any, offsets: Any, totals: Any) -> None:
+@compiled(*(f"void(int64[::1], {counts}[::1], int64[::1])" for counts in ("uint16", "uint32")))
+def sum_cells(offsets: Any, counts: Any, totals: Any) -> None:
     """Fill `totals` with the sum of each cell's counts."""
     for cell in range(len(totals)):
         cell_counts = counts[offsets[cell] : offsets[cell + 1]]
@@ -217,15 +217,15 @@ def sum_cells(counts: Any, offsets: Any, totals: Any) -> None:
 
 @compiled(
     *(
-        f"int64(int32[::1], {counts}[::1], int64[::1], int32[::1], float32[:, ::1], float32[::1], "
+        f"int64(int64[::1], int32[::1], {counts}[::1], int32[::1], float32[:, ::1], float32[::1], "
         "int32[::1], float32[::1], int32[::1], int32)"
         for counts in ("uint16", "uint32")
     )
 )
 def fill_tokens(
+    cell_offsets: Any,
     genes: Any,
     counts: Any,
-    cell_offsets: Any,
     token_offsets: Any,
     table: Any,
     scale: Any,
@@ -263,9 +263,9 @@ def fill_tokens(
     return n_large
 
 
-@compiled("void(int32[::1], int64[::1], int32[::1], int32[::1], int32[::1], int32)")
+@compiled("void(int64[::1], int32[::1], int32[::1], int32[::1], int32[::1], int32)")
 def fill_ranks(
-    genes: Any, cell_offsets: Any, token_offsets: Any, ids: Any, values: Any, first_id: int
+    cell_offsets: Any, genes: Any, token_offsets: Any, ids: Any, values: Any, first_id: int
 ) -> None:
     """Fill `ids` with the first genes of each cell, and `values` with their positions from 0."""
     for cell in range(len(cell_offsets) - 1):

@@ -10,7 +10,7 @@ import numpy as np
 from cellmill.data.packing import codec
 from cellmill.data.packing.codec import Parts, ValueCoding, pack_parts, unpack_parts
 from cellmill.data.recycled import recycled_empty
-from cellmill.data.rows import row_offsets
+from cellmill.data.rows import SparseCounts, row_offsets
 
 GeneOrder = Literal["rank", "genes"]
 """Order of the genes of a cell. rank: as they were given, in rank order or that of a sequence.
@@ -24,18 +24,6 @@ class CellKind(NamedTuple):
     order: GeneOrder
     vocabulary_size: int  # genes are below it
     dtype: np.dtype[Any]  # of the counts: uint16 or uint32
-
-
-class SparseCounts(NamedTuple):
-    """Genes and counts of cells, cell after cell."""
-
-    offsets: np.ndarray  # `(cells + 1,)` int64: first gene of each cell, and the end
-    genes: np.ndarray  # `(nonzeros,)` int32
-    counts: Any  # `(nonzeros,)`: uint16 or uint32; None if only genes were read
-
-    @property
-    def n_cells(self) -> int:
-        return len(self.offsets) - 1
 
 
 @dataclass(frozen=True)
@@ -103,16 +91,13 @@ def pack_cells(cells: SparseCounts, order: GeneOrder) -> tuple[np.ndarray, np.nd
 
     Counts are above 0. Raises ValueError if genes do not ascend, but `order` is `genes`.
     """
-    counts = cells.counts
-    assert counts is not None
-    values = recycled_empty(2 * len(counts), np.uint32)
+    values = recycled_empty(2 * len(cells.counts), np.uint32)
     ascending = order == "genes"
     loops = codec.COMPILED.loops_for(len(values))
     join = _join_values if loops is None else loops.join_values
-    if not join(cells.offsets, cells.genes, counts, ascending, values):
+    if not join(*cells, ascending, values):
         raise ValueError("genes of a cell do not ascend")
-    lengths = np.diff(cells.offsets)
-    return pack_parts(values, row_offsets(np.repeat(lengths, 2)))
+    return pack_parts(values, row_offsets(np.repeat(cells.lengths, 2)))
 
 
 def _join_values(

@@ -8,7 +8,7 @@ import numpy as np
 
 from cellmill.data.arrays import rank_order_rows
 from cellmill.data.packing import codec
-from cellmill.data.rows import positions_in_rows, row_offsets
+from cellmill.data.rows import SparseCounts, positions_in_rows, row_offsets
 
 
 @dataclass(frozen=True)
@@ -18,22 +18,21 @@ class RankOrder:
     inverse_medians: np.ndarray  # `(genes,)` float32
     sorts_above: int = 0  # cells with at most this many genes are left as they are
 
-    def sort(
-        self, starts: np.ndarray, n: np.ndarray, genes: np.ndarray, counts: np.ndarray
-    ) -> None:
-        """Sort cells in place, each of which has `n` genes, ascending, and counts from `starts` on.
+    def sort(self, cells: SparseCounts) -> None:
+        """Sort cells, whose genes ascend, in place; counts are uint16 or uint32.
 
-        `starts` and `n` are `(cells,)` int64, `genes` int32, `counts` uint16 or uint32. By compiled
-        loops or by numpy, with the same result.
+        By compiled loops or by numpy, with the same result.
         """
+        n = cells.lengths
         is_long = n > self.sorts_above
         n = n[is_long]
-        starts = starts[is_long]
+        starts = cells.offsets[:-1][is_long]
+        _, genes, counts = cells
         offsets = row_offsets(n)
         loops = codec.COMPILED.loops_for(int(offsets[-1]))
         if loops is not None and n.max(initial=0) <= loops.MAX_RANKED:
             loops.rank_rows(starts, n, genes, counts, self.inverse_medians)
             return
         entries = np.repeat(starts, n) + positions_in_rows(offsets)
-        ranked = rank_order_rows(offsets, genes[entries], counts[entries], self.inverse_medians)
-        genes[entries], counts[entries] = ranked
+        long_cells = SparseCounts(offsets, genes[entries], counts[entries])
+        _, genes[entries], counts[entries] = rank_order_rows(long_cells, self.inverse_medians)

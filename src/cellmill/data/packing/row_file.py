@@ -19,11 +19,11 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from cellmill.data.packing.cells import CellKind, PackedCells, SparseCounts
+from cellmill.data.packing.cells import CellKind, PackedCells
 from cellmill.data.packing.codec import DamagedPart
 from cellmill.data.packing.layout import ALIGNMENT, GROUP
 from cellmill.data.recycled import recycled_empty
-from cellmill.data.rows import row_offsets
+from cellmill.data.rows import SparseCounts, row_offsets
 from cellmill.errors import DataError
 from cellmill.files import special_kind
 

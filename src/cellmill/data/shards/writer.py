@@ -28,7 +28,7 @@ from cellmill.data.inputs.packed_cells import PACKED, locate, open_packed, write
 from cellmill.data.packing import codec
 from cellmill.data.packing.rank_order import RankOrder
 from cellmill.data.packing.row_file import OpenFiles, RowFile
-from cellmill.data.rows import row_offsets
+from cellmill.data.rows import SparseCounts, row_offsets
 from cellmill.data.shards.index import new_array
 from cellmill.data.shards.manifest import (
     CorpusSummary,
@@ -263,14 +263,12 @@ class _Writer:
                 raise DataError(
                     f"{self._sources[0].path.parent}: a cells file changed while shards were written; run again"
                 )
-            block_offsets = block.indptr.astype(np.int64)
-            genes = block.indices
-            values = block.data
+            rows = SparseCounts(block.indptr.astype(np.int64), block.indices, block.data)
             if not ordered and self._plan.order == "rank":
-                self._rank_order.sort(block_offsets[:-1], np.diff(block_offsets), genes, values)
-            for array, dtype in ((block_offsets, "<i8"), (genes, "<i4"), (values, "<u4")):
+                self._rank_order.sort(rows)
+            for array, dtype in zip(rows, ("<i8", "<i4", "<u4")):
                 update(array.astype(dtype, copy=False).data)
-            yield sp.csr_matrix((values, genes, block_offsets), shape=block.shape)
+            yield sp.csr_matrix((rows.counts, rows.genes, rows.offsets), shape=block.shape)
 
 
 def _gather(cells: np.ndarray, sources: list[RowFile]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

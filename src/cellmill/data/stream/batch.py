@@ -14,6 +14,7 @@ import numpy as np
 
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.recycled import recycled_empty
+from cellmill.data.rows import SparseCounts
 
 Array = Any  # numpy arrays as read, torch tensors in training (`models.batch.to_tensors`)
 
@@ -121,28 +122,24 @@ class Tokenizer(Protocol):
     # if False, only the genes that fit into `max_tokens` are read, and no counts
     needs_counts: bool
 
-    def tokenize(
-        self, genes: np.ndarray, counts: np.ndarray | None, offsets: np.ndarray
-    ) -> Tokenized:
-        """Tokens of cells whose genes are in rank order.
+    def tokenize(self, cells: SparseCounts) -> Tokenized:
+        """Tokens of cells whose genes, rows of the vocabulary, are in rank order.
 
-        `genes`, `(nonzeros,)`, are rows of the vocabulary. `counts`, `(nonzeros,)`, are of any
-        integer type, above 0; None is possible unless `needs_counts`. `offsets`, `(cells + 1,)`, are
-        offsets of each cell's first gene.
+        Their counts are above 0, or None unless `needs_counts`.
         """
 
 
 class Prefixes:
-    """The first `max_tokens` entries of each cell.
+    """The first `max_tokens` genes of each cell.
 
-    Attributes: `offsets` `(cells + 1,)` of the whole cells; `lengths` `(cells,)` and `cu_seqlens`
-    `(cells + 1,)` int32 of what is kept.
+    Attributes: the whole `cells`; `lengths` `(cells,)` and `cu_seqlens` `(cells + 1,)` int32 of
+    what is kept.
     """
 
-    def __init__(self, offsets: np.ndarray, max_tokens: int) -> None:
-        self.offsets = offsets
-        self.lengths = np.minimum(offsets[1:] - offsets[:-1], max_tokens)
-        self.cu_seqlens = np.zeros(len(offsets), np.int32)
+    def __init__(self, cells: SparseCounts, max_tokens: int) -> None:
+        self.cells = cells
+        self.lengths = np.minimum(cells.lengths, max_tokens)
+        self.cu_seqlens = np.zeros(cells.n_cells + 1, np.int32)
         self.lengths.cumsum(out=self.cu_seqlens[1:])
 
     def copy(self, array: np.ndarray, dtype: np.dtype | type) -> np.ndarray:
@@ -151,13 +148,14 @@ class Prefixes:
         if self._is_whole():
             kept[:] = array
         else:
-            first = self.offsets[:-1].tolist()
+            first = self.cells.offsets[:-1].tolist()
             parts = [array[start : start + n] for start, n in zip(first, self.lengths.tolist())]
             np.concatenate(parts, out=kept, casting="unsafe")
         return kept
 
-    def token_ids(self, genes: np.ndarray) -> np.ndarray:
-        """Token ids, int32, of the kept `genes`, which are rows of the vocabulary."""
+    def token_ids(self) -> np.ndarray:
+        """Token ids, int32, of the kept genes."""
+        genes = self.cells.genes
         if self._is_whole():
             ids = recycled_empty(self.cu_seqlens[-1], np.int32)
             return np.add(genes, len(SPECIAL), out=ids)
@@ -167,28 +165,27 @@ class Prefixes:
 
     def _is_whole(self) -> bool:
         """True if no cell is cut."""
-        return bool(self.cu_seqlens[-1] == self.offsets[-1])
+        return bool(self.cu_seqlens[-1] == self.cells.offsets[-1])
 
 
 def make_batch(
     tokenizer: Tokenizer,
-    genes: np.ndarray,
-    counts: Any,
-    offsets: np.ndarray,
-    cells: np.ndarray,
+    cells: SparseCounts,
+    ids: np.ndarray,
     with_counts: bool,
     **per_cell: Any,
 ) -> Batch:
-    """Batch of `cells` by `tokenizer.tokenize`, with the counts of its tokens if `with_counts`, and
-    further fields `per_cell`.
+    """Batch of `cells`, whose ids are `ids`, `(cells,)`, by `tokenizer.tokenize`.
+
+    It has the counts of its tokens if `with_counts`, and further fields `per_cell`.
     """
-    tokens = tokenizer.tokenize(genes, counts, offsets)
+    tokens = tokenizer.tokenize(cells)
     token_counts = None
     if with_counts:
         n_tokens = np.diff(tokens.cu_seqlens)
-        counted_tokens = Prefixes(offsets, int(n_tokens.max(initial=0)))
-        token_counts = counted_tokens.copy(counts, np.int64)
-    return Batch(*tokens, cells, token_counts, **per_cell)
+        counted_tokens = Prefixes(cells, int(n_tokens.max(initial=0)))
+        token_counts = counted_tokens.copy(cells.counts, np.int64)
+    return Batch(*tokens, ids, token_counts, **per_cell)
 
 
 def empty_batch(dtype: np.dtype, with_counts: bool = False, **per_cell: Any) -> Batch:
@@ -196,7 +193,12 @@ def empty_batch(dtype: np.dtype, with_counts: bool = False, **per_cell: Any) -> 
     none = np.empty(0, np.int64)
     counts = none if with_counts else None
     return Batch(
-        np.empty(0, np.int32), np.empty(0, dtype), np.zeros(1, np.int32), none, counts, **per_cell
+        np.empty(0, np.int32),
+        np.empty(0, dtype),
+        np.zeros(1, np.int32),
+        none,
+        counts,
+        **per_cell,
     )
 
 

@@ -20,10 +20,10 @@ import numpy as np
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Stream as StreamOptions
 from cellmill.data.arrays import inverse_medians
-from cellmill.data.packing.cells import CellKind, SparseCounts
+from cellmill.data.packing.cells import CellKind
 from cellmill.data.packing.codec import DamagedPart
 from cellmill.data.packing.rank_order import RankOrder
-from cellmill.data.rows import row_offsets
+from cellmill.data.rows import SparseCounts, row_offsets
 from cellmill.data.shards.index import CellColumns, open_vectors
 from cellmill.data.shards.local_copies import LocalCopies
 from cellmill.data.shards.manifest import REMEDY, Manifest
@@ -359,9 +359,8 @@ class CellStream:
         for first, last in pairwise(greedy_borders(n_genes, _TOKENS_TOGETHER)):
             start = borders[first]
             part = cells.select(slice(start, borders[last]))
-            offsets, genes, counts = self._unpack(part)
             batch = self._tokenizer.batch(
-                genes, counts, offsets, part.ids, self._with_counts, epoch
+                self._unpack(part), part.ids, self._with_counts, epoch
             ).with_rows(self._per_cell)
             for low, high in pairwise(borders[first : last + 1]):
                 batches.append(batch.cut(low - start, high - start))
@@ -374,9 +373,8 @@ class CellStream:
         except DamagedPart as error:
             [name] = self.names(cells.ids[error.part : error.part + 1])
             raise DataError(f"{self._manifest_path}: {name}: damaged: {error}; {REMEDY}") from None
-        offsets, genes, counts = unpacked
-        if self._rank_order is not None and counts is not None:
-            self._rank_order.sort(offsets[:-1], np.diff(offsets), genes, counts)
+        if self._rank_order is not None:
+            self._rank_order.sort(unpacked)
         return unpacked
 
     def _pad_step(self, batches: list[Batch], n_batches: int) -> list[Batch]:

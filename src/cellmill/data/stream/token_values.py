@@ -21,57 +21,54 @@ LARGE_BATCH = 1 << 15  # tokens of a batch from which loops are faster
 _TABLED_COUNTS = 64  # counts below it are looked up in a table of each cell
 
 
-def rank_tokens(kept: Prefixes, genes: np.ndarray) -> Tokenized:
-    """Tokens of the kept `genes`, `(nonzeros,)`, with int32 positions in their cell from 0."""
+def rank_tokens(kept: Prefixes) -> Tokenized:
+    """Tokens of the kept genes, with int32 positions in their cell from 0."""
     values = recycled_empty(kept.cu_seqlens[-1], np.int32)
-    loops = _choose_loops(kept, genes)
+    offsets, genes, _ = kept.cells
+    loops = _choose_loops(kept, offsets, genes)
     if loops is not None:
         ids = recycled_empty(len(values), np.int32)
-        loops.fill_ranks(genes, kept.offsets, kept.cu_seqlens, ids, values, np.int32(len(SPECIAL)))
+        loops.fill_ranks(offsets, genes, kept.cu_seqlens, ids, values, np.int32(len(SPECIAL)))
         return Tokenized(ids, values, kept.cu_seqlens)
     # slices of one cached array take half the time of arange - repeat
     longest = np.arange(kept.lengths.max(initial=0), dtype=np.int32)
     parts = [longest[:n] for n in kept.lengths.tolist()]
     np.concatenate(parts or [longest], out=values)
-    return Tokenized(kept.token_ids(genes), values, kept.cu_seqlens)
+    return Tokenized(kept.token_ids(), values, kept.cu_seqlens)
 
 
-def log_tokens(kept: Prefixes, genes: np.ndarray, counts: np.ndarray) -> Tokenized:
-    """Tokens, with float32 values, of the kept `genes` and `counts`, `(nonzeros,)`."""
-    loops = _choose_loops(kept, genes, counts)
+def log_tokens(kept: Prefixes) -> Tokenized:
+    """Tokens, with float32 values, of the kept genes and their counts."""
+    offsets, _, counts = kept.cells
+    loops = _choose_loops(kept, *kept.cells)
     if loops is not None:
-        return _tokens_by_loops(loops, kept, genes, counts)
+        return _tokens_by_loops(loops, kept)
     values = kept.copy(counts, np.float32)
-    values *= np.repeat(scale_of_totals(row_sums(counts, kept.offsets), np.float32), kept.lengths)
+    values *= np.repeat(scale_of_totals(row_sums(counts, offsets), np.float32), kept.lengths)
     np.log1p(values, out=values)
-    return Tokenized(kept.token_ids(genes), values, kept.cu_seqlens)
+    return Tokenized(kept.token_ids(), values, kept.cu_seqlens)
 
 
-def _choose_loops(kept: Prefixes, genes: np.ndarray, counts: np.ndarray | None = None) -> Any:
-    """The loops; None if numpy is faster, or arrays have other types or layouts than they are
-    compiled for.
+def _choose_loops(kept: Prefixes, *arrays: np.ndarray) -> Any:
+    """The loops; None if numpy is faster, or offsets, genes and perhaps counts have other types or
+    layouts than they are compiled for.
     """
     n_tokens = int(kept.cu_seqlens[-1])
-    arrays = [genes, kept.offsets]
-    dtypes = [genes.dtype == np.int32, kept.offsets.dtype == np.int64]
-    if counts is not None:
-        arrays.append(counts)
-        dtypes.append(counts.dtype in (np.uint16, np.uint32))
+    compiled_for = ((np.int64,), (np.int32,), (np.uint16, np.uint32))
+    fits = all(array.dtype in dtypes for array, dtypes in zip(arrays, compiled_for))
     is_plain = all(array.flags.c_contiguous and array.flags.writeable for array in arrays)
-    if n_tokens < LARGE_BATCH or not (is_plain and all(dtypes)):
+    if n_tokens < LARGE_BATCH or not (is_plain and fits):
         return None
     return codec.COMPILED.loops_for(n_tokens)
 
 
-def _tokens_by_loops(
-    loops: Any, kept: Prefixes, genes: np.ndarray, counts: np.ndarray
-) -> Tokenized:
+def _tokens_by_loops(loops: Any, kept: Prefixes) -> Tokenized:
     """`log_tokens` by the compiled loops, in memory that is allocated here."""
-    cell_offsets = kept.offsets
+    cells = kept.cells
     token_offsets = kept.cu_seqlens
     n_tokens = int(token_offsets[-1])
-    totals = np.empty(len(cell_offsets) - 1, np.int64)
-    loops.sum_cells(counts, cell_offsets, totals)
+    totals = np.empty(cells.n_cells, np.int64)
+    loops.sum_cells(cells.offsets, cells.counts, totals)
     scale = scale_of_totals(totals, np.float32)
     # value of each small count of each cell, (cells, _TABLED_COUNTS)
     table = np.multiply.outer(scale, np.arange(_TABLED_COUNTS, dtype=np.float32))
@@ -80,9 +77,7 @@ def _tokens_by_loops(
     values = recycled_empty(n_tokens, np.float32)
     large = recycled_empty(n_tokens, np.int32)  # tokens whose count is not in the table
     n_large = loops.fill_tokens(
-        genes,
-        counts,
-        cell_offsets,
+        *cells,
         token_offsets,
         table,
         scale,

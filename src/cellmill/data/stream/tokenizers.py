@@ -14,7 +14,7 @@ import numpy as np
 
 from cellmill.config.parts.tokens import SPECIAL, BinnedTokens, Tokens
 from cellmill.data.keys import splitmix64
-from cellmill.data.rows import positions_in_rows, row_offsets
+from cellmill.data.rows import SparseCounts, positions_in_rows, row_offsets
 from cellmill.data.stream.batch import Batch, Prefixes, Tokenized, Tokenizer, make_batch
 from cellmill.data.stream.token_values import log_tokens, rank_tokens
 from cellmill.errors import ConfigError, DataError
@@ -89,36 +89,24 @@ class CellTokenizer:
         return kept + zeros
 
     def batch(
-        self,
-        genes: np.ndarray,
-        counts: Any,
-        offsets: np.ndarray,
-        cells: np.ndarray,
-        with_counts: bool = False,
-        epoch: int = 0,
+        self, cells: SparseCounts, ids: np.ndarray, with_counts: bool = False, epoch: int = 0
     ) -> Batch:
-        """Batch of cells whose genes, (nonzeros,), are in rank order; with the counts of its tokens
-        if `with_counts`.
+        """Batch of cells whose genes are in rank order, and whose ids are `ids`, (cells,); with the
+        counts of its tokens if `with_counts`.
         """
         if self._chooses:
-            return self._chosen_batch(genes, counts, offsets, cells, with_counts, epoch)
-        return make_batch(self._tokenizer, genes, counts, offsets, cells, with_counts)
+            return self._chosen_batch(cells, ids, with_counts, epoch)
+        return make_batch(self._tokenizer, cells, ids, with_counts)
 
     def _chosen_batch(
-        self,
-        genes: np.ndarray,
-        counts: np.ndarray,
-        offsets: np.ndarray,
-        cells: np.ndarray,
-        with_counts: bool,
-        epoch: int,
+        self, cells: SparseCounts, cell_ids: np.ndarray, with_counts: bool, epoch: int
     ) -> Batch:
         """`batch` of chosen genes. In each cell, genes with counts come first."""
-        all_ids, all_values, _ = self._tokenizer.tokenize(genes, counts, offsets)
-        keys = self._cell_keys(genes, counts, offsets, epoch)
-        n_kept, n_zeros = count_kept_and_zeros(self._tokens, np.diff(offsets), self._n_genes)
-        kept = self._choose(genes, offsets, n_kept, keys)
-        zeros = _draw_absent(genes, offsets, n_zeros, keys, self._n_genes)
+        all_ids, all_values, _ = self._tokenizer.tokenize(cells)
+        keys = self._cell_keys(cells, epoch)
+        n_kept, n_zeros = count_kept_and_zeros(self._tokens, cells.lengths, self._n_genes)
+        kept = self._choose(cells, n_kept, keys)
+        zeros = _draw_absent(cells, n_zeros, keys, self._n_genes)
         n_tokens = n_kept + n_zeros
         token_offsets = row_offsets(n_tokens)
         is_zero = positions_in_rows(token_offsets) >= np.repeat(n_kept, n_tokens)
@@ -133,13 +121,12 @@ class CellTokenizer:
         token_counts = None
         if with_counts:
             token_counts = np.zeros(len(is_zero), np.int64)
-            token_counts[~is_zero] = counts[kept]
-        return Batch(ids, values, token_offsets.astype(np.int32), cells, token_counts)
+            token_counts[~is_zero] = cells.counts[kept]
+        return Batch(ids, values, token_offsets.astype(np.int32), cell_ids, token_counts)
 
-    def _cell_keys(
-        self, genes: np.ndarray, counts: np.ndarray, offsets: np.ndarray, epoch: int
-    ) -> np.ndarray:
+    def _cell_keys(self, cells: SparseCounts, epoch: int) -> np.ndarray:
         """Key of each cell's draws, (cells,) uint64, by its genes and counts in any order."""
+        offsets, genes, counts = cells
         pairs = splitmix64(genes.astype(np.uint64) ^ splitmix64(counts.astype(np.uint64)))
         # sums modulo 2**64
         total = np.zeros(len(pairs) + 1, np.uint64)
@@ -148,11 +135,10 @@ class CellTokenizer:
         seed = np.array([self._seed], np.uint64)
         return splitmix64(sums ^ splitmix64(splitmix64(seed) ^ np.uint64(epoch)))
 
-    def _choose(
-        self, genes: np.ndarray, offsets: np.ndarray, n_kept: np.ndarray, keys: np.ndarray
-    ) -> np.ndarray:
+    def _choose(self, cells: SparseCounts, n_kept: np.ndarray, keys: np.ndarray) -> np.ndarray:
         """Indices of the `n_kept` genes of each cell that become tokens, ascending."""
-        lengths = np.diff(offsets)
+        offsets, genes, _ = cells
+        lengths = cells.lengths
         if self._tokens.truncation == "top":
             return np.flatnonzero(positions_in_rows(offsets) < np.repeat(n_kept, lengths))
         keep = np.ones(len(genes), bool)
@@ -170,13 +156,12 @@ class CellTokenizer:
         return np.flatnonzero(keep)
 
 
-def _draw_absent(
-    genes: np.ndarray, offsets: np.ndarray, n: np.ndarray, keys: np.ndarray, n_genes: int
-) -> np.ndarray:
+def _draw_absent(cells: SparseCounts, n: np.ndarray, keys: np.ndarray, n_genes: int) -> np.ndarray:
     """Draw `n`, (cells,), genes without counts for each cell by its key; return their rows.
 
     Rows ascend within a cell.
     """
+    offsets, genes, _ = cells
     all_genes = np.arange(n_genes, dtype=np.uint64)
     drawn = [np.empty(0, np.int64)]
     for cell in np.flatnonzero(n).tolist():
@@ -198,8 +183,8 @@ class FirstGenes:
     def __init__(self, options: Any) -> None:
         self._options = options
 
-    def _prefixes(self, offsets: np.ndarray) -> Prefixes:
-        return Prefixes(offsets, self._options.max_tokens)
+    def _prefixes(self, cells: SparseCounts) -> Prefixes:
+        return Prefixes(cells, self._options.max_tokens)
 
 
 class ContinuousTokenizer(FirstGenes):
@@ -208,8 +193,8 @@ class ContinuousTokenizer(FirstGenes):
     dtype = np.dtype(np.float32)
     needs_counts = True
 
-    def tokenize(self, genes: np.ndarray, counts: Any, offsets: np.ndarray) -> Tokenized:
-        return log_tokens(self._prefixes(offsets), genes, counts)
+    def tokenize(self, cells: SparseCounts) -> Tokenized:
+        return log_tokens(self._prefixes(cells))
 
 
 class RankTokenizer(FirstGenes):
@@ -218,8 +203,8 @@ class RankTokenizer(FirstGenes):
     dtype = np.dtype(np.int32)
     needs_counts = False
 
-    def tokenize(self, genes: np.ndarray, counts: Any, offsets: np.ndarray) -> Tokenized:
-        return rank_tokens(self._prefixes(offsets), genes)
+    def tokenize(self, cells: SparseCounts) -> Tokenized:
+        return rank_tokens(self._prefixes(cells))
 
 
 class BinnedTokenizer(FirstGenes):
@@ -241,12 +226,12 @@ class BinnedTokenizer(FirstGenes):
                 )
             self._edges = np.array(options.edges)
 
-    def tokenize(self, genes: np.ndarray, counts: Any, offsets: np.ndarray) -> Tokenized:
-        kept = self._prefixes(offsets)
+    def tokenize(self, cells: SparseCounts) -> Tokenized:
+        kept = self._prefixes(cells)
         if self._edges is None:
-            bins = _bin_cells(counts, offsets, self._options.bins)
-            return Tokenized(kept.token_ids(genes), kept.copy(bins, np.int32), kept.cu_seqlens)
-        ids, values, cu_seqlens = log_tokens(kept, genes, counts)
+            bins = _bin_cells(cells, self._options.bins)
+            return Tokenized(kept.token_ids(), kept.copy(bins, np.int32), kept.cu_seqlens)
+        ids, values, cu_seqlens = log_tokens(kept)
         # a value at an edge is in the bin above it
         bins = 1 + np.searchsorted(self._edges, values, side="right")
         return Tokenized(ids, bins.astype(np.int32), cu_seqlens)
@@ -263,19 +248,20 @@ def bin_counts(counts: np.ndarray, bins: int) -> np.ndarray:
     return np.digitize(counts, quantiles).astype(np.int32)
 
 
-def _bin_cells(counts: np.ndarray, offsets: np.ndarray, bins: int) -> np.ndarray:
+def _bin_cells(cells: SparseCounts, bins: int) -> np.ndarray:
     """`bin_counts` of every cell, by lookup tables over the values of counts: no sort, no search
     per token.
     """
-    lengths = np.diff(offsets)
+    offsets, _, counts = cells
+    lengths = cells.lengths
     filled = np.flatnonzero(lengths)
     if not len(filled):
         return np.empty(0, np.int32)
     largest = np.maximum.reduceat(counts, offsets[:-1][filled]).astype(np.int64)
     sizes = largest + 2  # entries of each cell's table: a count is its index
     if int(sizes.sum()) > _MAX_TABLE:
-        cells = np.split(counts, offsets[1:-1])
-        return np.concatenate([bin_counts(cell, bins) for cell in cells if len(cell)])
+        by_cell = np.split(counts, offsets[1:-1])
+        return np.concatenate([bin_counts(cell, bins) for cell in by_cell if len(cell)])
     # tables of all cells, one after another, with an entry for each token
     n = lengths[filled]
     table_offsets = row_offsets(sizes)

@@ -26,6 +26,7 @@ from cellmill.data.arrays import inverse_medians, rank_order_rows, select_column
 from cellmill.data.genes.names import LOST_NAMES, GeneColumns, lost_counts, match_columns
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.reader import CountsReader
+from cellmill.data.rows import SparseCounts
 from cellmill.data.shards.obs import encode_columns
 from cellmill.data.stream.batch import Batch, split_batch
 from cellmill.data.stream.tokenizers import CellTokenizer
@@ -145,13 +146,11 @@ def tokenize_blocks(
         nonempty = np.diff(block.indptr) > 0
         block = select_rows(block, nonempty)
         cells = cells[nonempty].astype(np.int64)
-        offsets = block.indptr.astype(np.int64)
-        if columns.ordered:
-            genes = columns.target[block.indices]
-            counts = block.data
-        else:
-            genes, counts = rank_order_rows(offsets, block.indices, block.data, inverse)
-        yield tokenizer.batch(genes, counts, offsets, cells, with_counts).with_rows(per_cell)
+        genes = columns.target[block.indices] if columns.ordered else block.indices
+        counts = SparseCounts(block.indptr.astype(np.int64), genes, block.data)
+        if not columns.ordered:
+            counts = rank_order_rows(counts, inverse)
+        yield tokenizer.batch(counts, cells, with_counts).with_rows(per_cell)
 
 
 def _sum_counts(raw: sp.csr_matrix, block: sp.csr_matrix, columns: GeneColumns) -> np.ndarray:

@@ -25,8 +25,7 @@ from cellmill.data.genes.names import match_columns
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.keys import splitmix64
-from cellmill.data.packing.cells import SparseCounts
-from cellmill.data.rows import positions_in_rows
+from cellmill.data.rows import SparseCounts, positions_in_rows
 from cellmill.data.shards.cell_digests import (
     BARCODE,
     CellDigests,

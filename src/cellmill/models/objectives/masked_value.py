@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from cellmill.config.parts.objectives import MaskedValueConfig
 from cellmill.config.parts.tokens import SPECIAL
+from cellmill.data.rows import SparseCounts
 from cellmill.data.stream.batch import Batch
 from cellmill.models.counter_rng import keyed_bits
 from cellmill.models.draws import CONTENT
@@ -76,8 +77,8 @@ class MaskedValue(MaskedObjective):
         """
         assert batch.counts is not None, "the batch has no counts"
         counts = batch.counts * shows_value
-        genes = batch.genes.numpy()
-        tokens = make_tokens(genes, counts.numpy(), batch.cu_seqlens.numpy(), self.tokenizer)
+        cells = SparseCounts(batch.cu_seqlens.numpy(), batch.genes.numpy(), counts.numpy())
+        tokens = make_tokens(cells, self.tokenizer)
         values = torch.zeros_like(batch.values)
         values[counts > 0] = tokens["values"]
         return values

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from cellmill.config.parts.objectives import QueryDecodingConfig
 from cellmill.config.parts.tokens import SPECIAL
+from cellmill.data.rows import SparseCounts
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import EncoderBatch, positions
 from cellmill.models.blocks import FeedForward
@@ -173,8 +174,9 @@ class QueryDecoding(Objective):
         assert batch.counts is not None, "the batch has no counts"
         hidden = self._draw_hidden(batch, seed, step)
         shown = (batch.counts * ~hidden.is_hidden).numpy()
+        shown_cells = SparseCounts(batch.cu_seqlens.numpy(), batch.genes.numpy(), shown)
         return QueryView(
-            **make_tokens(batch.genes.numpy(), shown, batch.cu_seqlens.numpy(), self.tokenizer),
+            **make_tokens(shown_cells, self.tokenizer),
             **batch.arrays("cell"),
             **self._choose_queries(batch, hidden, seed, step),
         )

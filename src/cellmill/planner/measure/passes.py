@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from cellmill.data.rows import SparseCounts
 from cellmill.data.stream.batch import Batch, Tokenizer, make_batch
 from cellmill.models.batch import copy_to_device, pad_batch, to_tensors
 from cellmill.models.build import ModelSpec
@@ -142,7 +143,7 @@ def _draw_cells(spec: ModelSpec, cell_tokens: int, tokens: int) -> Batch:
     n_cells = max(1, tokens // cell_tokens)
     genes = rng.integers(0, spec.n_genes, n_cells * cell_tokens, dtype=np.int32)
     counts = rng.integers(1, 50, n_cells * cell_tokens, dtype=np.uint32)
-    starts = np.arange(n_cells + 1, dtype=np.int64) * cell_tokens
+    offsets = np.arange(n_cells + 1, dtype=np.int64) * cell_tokens
     columns: dict[str, np.ndarray] = {}
     if spec.levels:
         # `(cells, columns)` int32: level codes from 1, each level in turn
@@ -157,12 +158,5 @@ def _draw_cells(spec: ModelSpec, cell_tokens: int, tokens: int) -> Batch:
             columns["teacher"] = np.zeros((n_cells, vectors.width), np.float32)
     tokenizer: Tokenizer = spec.tokens.load()(spec.tokens)
     cell_ids = np.arange(n_cells, dtype=np.int64)
-    return make_batch(
-        tokenizer,
-        genes,
-        counts,
-        starts,
-        cell_ids,
-        spec.objective.needs_counts,
-        **columns,
-    )
+    cells = SparseCounts(offsets, genes, counts)
+    return make_batch(tokenizer, cells, cell_ids, spec.objective.needs_counts, **columns)

@@ -26,7 +26,7 @@ from cellmill.config.parts.objectives import (
     PerturbationResponseConfig,
 )
 from cellmill.config.parts.tokens import SPECIAL
-from cellmill.data.rows import positions_in_rows
+from cellmill.data.rows import SparseCounts, positions_in_rows
 from cellmill.data.stream.batch import Batch, Tokenizer
 from cellmill.models.counter_rng import host_state
 from cellmill.models.draws import DROPPED_FRAC, HIDDEN_FRAC, HIDE
@@ -88,7 +88,7 @@ def draw_view(
         # ids of second views differ, and with them the keys of their dropout
         per_cell["cells"] = torch.cat([batch.cells, ~batch.cells])
     return ViewBatch(
-        **make_tokens(genes, shown, offsets, tokenizer),
+        **make_tokens(SparseCounts(offsets, genes, shown), tokenizer),
         **per_cell,
         entry_cell=torch.from_numpy(cell[entries]),
         entry_genes=batch.genes[torch.from_numpy(entries)],
@@ -136,19 +136,17 @@ def draw_hidden_frac(state: np.ndarray, config: HiddenFracConfig, key: int) -> n
     return low + (high - low) * uniform(host_state(key, state=state))
 
 
-def make_tokens(
-    genes: np.ndarray, counts: np.ndarray, offsets: np.ndarray, tokenizer: Tokenizer
-) -> dict[str, Any]:
+def make_tokens(cells: SparseCounts, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the fields per token and the lengths of a batch of cells.
 
-    `genes` and `counts`, `(n,)` int64, are cut into cells by `offsets`, `(cells + 1,)`. Values are
-    made from these counts only; a count of 0 makes no token.
+    Their genes are token ids. Values are made from these counts only; a count of 0 makes no token.
     """
+    offsets, genes, counts = cells
     entries = np.flatnonzero(counts)
     counts = counts[entries]
     entry_offsets = np.searchsorted(entries, offsets)
     rows = (genes[entries] - len(SPECIAL)).astype(np.int32)
-    ids, values, cu_seqlens = tokenizer.tokenize(rows, counts, entry_offsets)
+    ids, values, cu_seqlens = tokenizer.tokenize(SparseCounts(entry_offsets, rows, counts))
     value_tensor = torch.from_numpy(values)
     if not value_tensor.is_floating_point():
         value_tensor = value_tensor.long()
