@@ -4,9 +4,11 @@ Imports only numpy.
 Rows are given by their lengths, or by the first entry of each and the end of the last (`indptr`).
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+
+Columns = TypeVar("Columns", bound=NamedTuple)
 
 
 class SparseCounts(NamedTuple):
@@ -24,6 +26,18 @@ class SparseCounts(NamedTuple):
     def lengths(self) -> np.ndarray:
         """Number of genes of each cell, `(cells,)` int64."""
         return np.diff(self.offsets)
+
+
+def choose_rows(columns: Columns, chosen: slice | np.ndarray) -> Columns:
+    """The chosen entries of each array of `columns`, whose arrays are equally long."""
+    make: Any = type(columns)
+    rows: Columns = make(*(column[chosen] for column in columns))
+    return rows
+
+
+def iterate_rows(columns: NamedTuple) -> Any:
+    """Iterate over the entries of arrays of integers: a tuple with one int of each array."""
+    return zip(*(column.tolist() for column in columns))
 
 
 def row_sums(values: np.ndarray, indptr: np.ndarray) -> np.ndarray:

@@ -279,7 +279,7 @@ class CellStream:
             first = layout.cells_before(max(step - epoch * per_epoch, 0))
             last = layout.cells_before(min(stop - epoch * per_epoch, per_epoch))
             for lane, window in _windows_read(order, lanes, first, last):
-                shard_numbers.update(order.window_runs(lane, window)[:, 0].tolist())
+                shard_numbers.update(order.window_runs(lane, window).shards.tolist())
             if len(shard_numbers) == len(self._sha256):
                 break
         shards = enumerate(self._sha256.items())

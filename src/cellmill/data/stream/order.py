@@ -20,13 +20,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from cellmill.config.options import TrainOptions
 from cellmill.config.run import Stream
 from cellmill.data.keys import BLOCKS, WINDOW, permutation
-from cellmill.data.rows import row_offsets
+from cellmill.data.rows import choose_rows, iterate_rows, row_offsets
 from cellmill.data.stream.repeats import Repeats
 
 # last word of the key of a permutation: of full blocks, of shorter blocks, of copies of blocks
@@ -99,6 +100,38 @@ class EpochLayout:
         return -((np.arange(self.stream.lanes) - cells) // self.stream.lanes)
 
 
+class CellRuns(NamedTuple):
+    """Runs of contiguous cells of a shard; `(runs,)` int64 each."""
+
+    shards: np.ndarray  # number of the shard
+    starts: np.ndarray  # first cell, counted in the shard
+    n_cells: np.ndarray
+
+    @classmethod
+    def join(cls, parts: list[CellRuns]) -> CellRuns:
+        """Runs of all parts, one part after the other."""
+        return cls(*map(np.concatenate, zip(*parts)))
+
+    def cut(self, start: int, stop: int) -> CellRuns:
+        """Runs with cells `start:stop` of these runs, whose cells are counted run after run."""
+        n = self.n_cells
+        before = np.cumsum(n) - n  # cells of earlier runs
+        # start and end of the part of each run that is kept
+        low = np.clip(start - before, 0, n)
+        high = np.clip(stop - before, 0, n)
+        parts = CellRuns(self.shards, self.starts + low, high - low)
+        return choose_rows(parts, high > low)
+
+
+class BlockCopies(NamedTuple):
+    """Copies of blocks. Cells are numbered over all shards; `(copies,)` int64 each."""
+
+    starts: np.ndarray  # first cell of the block
+    stops: np.ndarray  # the cell after its last
+    numbers: np.ndarray  # number of the copy, from 1
+    n_cells: np.ndarray  # cells in the copy
+
+
 class EpochOrder:
     """Order of one epoch, with the rules that hold with and without repeats.
 
@@ -119,11 +152,8 @@ class EpochOrder:
         """Number of the window with cell `cell` of a lane."""
         return int(np.searchsorted(self.window_offsets[lane], cell, side="right")) - 1
 
-    def window_runs(self, lane: int, window: int) -> np.ndarray:
-        """Runs of contiguous cells in window `window` of `lane`.
-
-        `(runs, 3)` int64: number of the shard, first cell in it and number of cells.
-        """
+    def window_runs(self, lane: int, window: int) -> CellRuns:
+        """Runs of the cells in window `window` of `lane`."""
         raise NotImplementedError
 
     def window_order(self, lane: int, window: int) -> np.ndarray:
@@ -140,35 +170,34 @@ class PlainEpoch(EpochOrder):
     def __init__(self, layout: EpochLayout, epoch: int):
         lanes = layout.stream.lanes
         blocks = _list_blocks(layout)
-        is_full = blocks[:, 2] == layout.stream.block_cells
-        full = blocks[is_full]
-        short = blocks[~is_full]
+        is_full = blocks.n_cells == layout.stream.block_cells
+        full = np.flatnonzero(is_full)
+        short = np.flatnonzero(~is_full)
         if layout.shuffle:
             full = full[permutation(len(full), layout.seed, BLOCKS, epoch, FULL)]
             short = short[permutation(len(short), layout.seed, BLOCKS, epoch, SHORT)]
         # blocks go round the lanes; those that do not fill a round are cut by cell
         n_dealt = len(full) // lanes * lanes
-        rest = np.concatenate([full[n_dealt:], short])
-        n_rest = int(rest[:, 2].sum())
-        rest_offsets = row_offsets(layout.deal(n_rest)).tolist()
-        self._runs: list[np.ndarray] = []  # blocks of each lane, the last of them cut
+        rest = choose_rows(blocks, np.concatenate([full[n_dealt:], short]))
+        rest_offsets = row_offsets(layout.deal(int(rest.n_cells.sum()))).tolist()
+        self._runs: list[CellRuns] = []  # blocks of each lane, the last of them cut
         window_offsets = []
         for lane, (start, stop) in enumerate(pairwise(rest_offsets)):
-            dealt = full[lane:n_dealt:lanes]
-            runs = np.concatenate([dealt, _cut_runs(rest, start, stop)])
-            offsets = row_offsets(runs[:, 2])
+            dealt = choose_rows(blocks, full[lane:n_dealt:lanes])
+            runs = CellRuns.join([dealt, rest.cut(start, stop)])
+            offsets = row_offsets(runs.n_cells)
             self._runs.append(runs)
             window_offsets.append(
                 np.append(offsets[: -1 : layout.stream.window_blocks], offsets[-1])
             )
         super().__init__(layout, epoch, window_offsets)
 
-    def window_runs(self, lane: int, window: int) -> np.ndarray:
+    def window_runs(self, lane: int, window: int) -> CellRuns:
         size = self.layout.stream.window_blocks
-        return self._runs[lane][window * size : (window + 1) * size]
+        return choose_rows(self._runs[lane], slice(window * size, (window + 1) * size))
 
 
-def _list_blocks(layout: EpochLayout) -> np.ndarray:
+def _list_blocks(layout: EpochLayout) -> CellRuns:
     """Runs of the blocks of all shards; the last block of a shard may be shorter."""
     size = layout.stream.block_cells
     n_left = layout.n_cells
@@ -176,25 +205,10 @@ def _list_blocks(layout: EpochLayout) -> np.ndarray:
     for shard, n_cells in enumerate(layout.shard_cells):
         n_read = min(n_cells, n_left)
         first = np.arange(0, n_read, size)
-        blocks.append(
-            _stack_runs(np.full_like(first, shard), first, np.minimum(n_read - first, size))
-        )
+        n_in_block = np.minimum(n_read - first, size)
+        blocks.append(CellRuns(np.full_like(first, shard), first, n_in_block))
         n_left -= n_read
-    return np.concatenate(blocks)
-
-
-def _cut_runs(runs: np.ndarray, start: int, stop: int) -> np.ndarray:
-    """Cells `start:stop` of the concatenated runs."""
-    shard, first, n = runs.T
-    before = np.cumsum(n) - n  # cells of earlier runs
-    # start and end of the part of each run that is kept
-    low = np.clip(start - before, 0, n)
-    high = np.clip(stop - before, 0, n)
-    return _stack_runs(shard, first + low, high - low)[high > low]
-
-
-def _stack_runs(*columns: np.ndarray) -> np.ndarray:
-    return np.stack(columns, axis=1)
+    return CellRuns.join(blocks)
 
 
 class RepeatedEpoch(EpochOrder):
@@ -207,23 +221,24 @@ class RepeatedEpoch(EpochOrder):
         counts = layout.repeats.counts(layout.seed, epoch, epoch * layout.steps_per_epoch)
         self._counts = np.pad(counts, (0, n_cells - len(counts)))
         copies = _list_copies(layout, self._counts)
-        shuffled = copies[permutation(len(copies), layout.seed, BLOCKS, epoch, COPIES)]
-        # (copies, 3): first cell, cell after the last, number of the copy
-        self._copies = shuffled[:, :3]
-        self._copy_offsets = row_offsets(shuffled[:, 3])
+        n_copies = len(copies.numbers)
+        shuffled = permutation(n_copies, layout.seed, BLOCKS, epoch, COPIES)
+        self._copies = choose_rows(copies, shuffled)
+        self._copy_offsets = row_offsets(self._copies.n_cells)
         lane_cells = layout.deal(layout.n_cells).tolist()
         self._lane_offsets = row_offsets(lane_cells)
         size = layout.stream.window_blocks * layout.stream.block_cells
         super().__init__(layout, epoch, [np.append(np.arange(0, n, size), n) for n in lane_cells])
 
-    def window_runs(self, lane: int, window: int) -> np.ndarray:
+    def window_runs(self, lane: int, window: int) -> CellRuns:
         span = self._lane_offsets[lane] + self.window_offsets[lane][window : window + 2]
         low, high = span.tolist()
         # the copies that hold the window's cells, and the cells in them
         first_last = np.searchsorted(self._copy_offsets, [low, high - 1], side="right") - 1
         first, last = first_last.tolist()
         copied = []
-        for start, stop, number in self._copies[first : last + 1].tolist():
+        in_window = choose_rows(self._copies, slice(first, last + 1))
+        for start, stop, number, _ in iterate_rows(in_window):
             is_copied = self._counts[start:stop] >= number
             copied.append(start + np.flatnonzero(is_copied))
         skipped = low - int(self._copy_offsets[first])
@@ -234,20 +249,16 @@ class RepeatedEpoch(EpochOrder):
         begins = np.flatnonzero(np.append(True, ~continues))
         shard = shard[begins]
         first_cell = cells[begins] - self._shard_offsets[shard]
-        return _stack_runs(shard, first_cell, np.diff(begins, append=len(cells)))
+        return CellRuns(shard, first_cell, np.diff(begins, append=len(cells)))
 
 
-def _list_copies(layout: EpochLayout, counts: np.ndarray) -> np.ndarray:
-    """Copies of blocks, each as often as `counts`, `(cells,)`, has its most repeated cell.
-
-    `(copies, 4)` int64: first cell of the block, the cell after its last, number of the copy from
-    1, and cells in the copy.
-    """
+def _list_copies(layout: EpochLayout, counts: np.ndarray) -> BlockCopies:
+    """Copies of blocks, each as often as `counts`, `(cells,)`, has its most repeated cell."""
     size = layout.stream.block_cells
     shards = zip(row_offsets(layout.shard_cells), layout.shard_cells)
     starts = np.concatenate([first + np.arange(0, n, size) for first, n in shards])
     stops = np.append(starts[1:], len(counts))
-    copies: list[np.ndarray] = []
+    copies: list[BlockCopies] = []
     # cells with a further copy: fewer each round, because few cells have many copies
     left = np.flatnonzero(counts)
     while len(left):
@@ -258,9 +269,9 @@ def _list_copies(layout: EpochLayout, counts: np.ndarray) -> np.ndarray:
         block = block_of_cell[begins]
         n_copied = np.diff(begins, append=len(left))
         numbers = np.full_like(block, number)
-        copies.append(_stack_runs(starts[block], stops[block], numbers, n_copied))
+        copies.append(BlockCopies(starts[block], stops[block], numbers, n_copied))
         left = left[counts[left] > number]
-    return np.concatenate(copies)
+    return BlockCopies(*map(np.concatenate, zip(*copies)))
 
 
 def epoch_order(layout: EpochLayout, epoch: int) -> EpochOrder:

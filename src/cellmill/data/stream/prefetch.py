@@ -24,9 +24,9 @@ from cellmill.data.packing.cells import PackedCells, join_cells
 from cellmill.data.packing.layout import ALIGNMENT
 from cellmill.data.packing.row_file import RowFile
 from cellmill.data.recycled import recycled_empty
-from cellmill.data.rows import row_offsets
+from cellmill.data.rows import choose_rows, iterate_rows, row_offsets
 from cellmill.data.stream.lane_lengths import LaneLengths
-from cellmill.data.stream.order import EpochLayout, EpochOrder, epoch_order
+from cellmill.data.stream.order import CellRuns, EpochLayout, EpochOrder, epoch_order
 
 _TASKS = 32  # read tasks per buffer: submitting one costs as much as reading some cells
 _STEPS = 256  # steps whose numbers of cells are computed at once
@@ -45,11 +45,11 @@ class ByteRuns(NamedTuple):
     def by_shard(self, max_runs: int) -> Iterator[ByteRuns]:
         """Parts of at most `max_runs` runs of one shard each, ascending in it."""
         order = np.lexsort((self.begins, self.shards))
-        runs = ByteRuns(*(array[order] for array in self))
+        runs = choose_rows(self, order)
         shard_starts = np.flatnonzero(np.diff(runs.shards)) + 1
         part_starts = np.union1d(np.arange(0, len(order), max_runs), shard_starts)
         for start, stop in pairwise([*part_starts.tolist(), len(order)]):
-            yield ByteRuns(*(array[start:stop] for array in runs))
+            yield choose_rows(runs, slice(start, stop))
 
 
 @dataclass(frozen=True)
@@ -280,16 +280,15 @@ class Prefetch:
             epoch += 1
             first = 0
 
-    def _lengths(self, runs: np.ndarray) -> np.ndarray:
+    def _lengths(self, runs: CellRuns) -> np.ndarray:
         """Number of genes of each cell of `runs`, `(cells,)` int64."""
         offsets = []
-        for shard, first, n in runs.tolist():
+        for shard, first, n in iterate_rows(runs):
             offsets.append(self._shards[shard].indptr[first : first + n + 1])
         # a run of n cells has n + 1 offsets: leave out the difference between a run's end and the
         # next run's start, which is not a cell
-        n_cells = runs[:, 2]
-        is_cell = np.ones(int(n_cells.sum()) + len(runs) - 1, bool)
-        is_cell[np.cumsum(n_cells + 1)[:-1] - 1] = False
+        is_cell = np.ones(int(runs.n_cells.sum()) + len(runs.n_cells) - 1, bool)
+        is_cell[np.cumsum(runs.n_cells + 1)[:-1] - 1] = False
         return np.diff(np.concatenate(offsets, dtype=np.int64))[is_cell]
 
     def _windows(self, epoch: int, first_cells: np.ndarray) -> Iterator[Reading]:
@@ -311,9 +310,9 @@ class Prefetch:
 
     def _read_window(self, order: EpochOrder, lanes: list[int], window: int) -> Reading:
         """Start to read window number `window` of each of `lanes`."""
-        runs = np.concatenate([order.window_runs(lane, window) for lane in lanes])
+        runs = CellRuns.join([order.window_runs(lane, window) for lane in lanes])
         byte_runs, packed = self._lay_out(runs)
-        max_runs = -(-len(runs) // _TASKS)
+        max_runs = -(-len(runs.shards) // _TASKS)
         tasks = []
         for part in byte_runs.by_shard(max_runs):
             read_bytes = self._shards[int(part.shards[0])].read_bytes
@@ -325,12 +324,12 @@ class Prefetch:
         order: EpochOrder,
         lanes: list[int],
         window: int,
-        runs: np.ndarray,
+        runs: CellRuns,
         packed: PackedCells,
     ) -> StreamCells:
         """Put the cells of a window of `lanes` in stream order.
 
-        `runs`, `(runs, 3)`, are those of the lanes, and `packed` has the cells in their order.
+        `runs` are those of the lanes, and `packed` has the cells in their order.
         """
         spans = np.array([order.window_offsets[lane][window : window + 2] for lane in lanes])
         sizes = np.diff(spans)[:, 0]
@@ -345,10 +344,9 @@ class Prefetch:
         by_step = np.argsort(step, kind="stable")
         row = row[by_step]
         # id of the cell in each row: rows of a run are consecutive cells
-        shard, first, n = runs.T
-        first_id = self._shard_offsets[shard] + first
-        first_row_of_run = np.cumsum(n) - n
-        id_of_row = np.arange(len(row)) + np.repeat(first_id - first_row_of_run, n)
+        first_id = self._shard_offsets[runs.shards] + runs.starts
+        first_row_of_run = np.cumsum(runs.n_cells) - runs.n_cells
+        id_of_row = np.arange(len(row)) + np.repeat(first_id - first_row_of_run, runs.n_cells)
         return StreamCells(
             order.epoch * self._layout.steps_per_epoch + step[by_step],
             np.repeat(lanes, sizes)[by_step],
@@ -356,15 +354,15 @@ class Prefetch:
             packed.select(row),
         )
 
-    def _lay_out(self, runs: np.ndarray) -> tuple[ByteRuns, PackedCells]:
-        """Lay out runs of cells, `(runs, 3)`, in a new memory, one after the other.
+    def _lay_out(self, runs: CellRuns) -> tuple[ByteRuns, PackedCells]:
+        """Lay out runs of cells in a new memory, one after the other.
 
         Returns the bytes to read, and the cells, in the order of the runs, as they will be there.
         """
         units = []
-        for shard, first, n in runs.tolist():
+        for shard, first, n in iterate_rows(runs):
             units.append(self._shards[shard].borders[2 * first : 2 * (first + n) + 1])
-        n_units = 2 * runs[:, 2] + 1
+        n_units = 2 * runs.n_cells + 1
         last = np.cumsum(n_units) - 1  # entry of each run's end
         # where genes and counts of each cell begin, and the end of each run: in the shard, then in
         # the memory
@@ -383,4 +381,4 @@ class Prefetch:
             positions[gene_entry + 2],
             self._lengths(runs),
         )
-        return ByteRuns(runs[:, 0], begins, ends, offsets[:-1]), packed
+        return ByteRuns(runs.shards, begins, ends, offsets[:-1]), packed
