@@ -55,7 +55,7 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.data.stream.order import EpochLayout
-from cellmill.data.stream.prefetch import Prefetch, PrefetchedSteps
+from cellmill.data.stream.step_reader import StepGroup, StepReader
 
 WORLD = 4  # ranks among which cells are counted
 WHOLE = "continuous tokens, whole cells"
@@ -343,7 +343,7 @@ def own_rows(corpus: Corpus, options: StreamOptions, batch: int) -> Epochs:
     shards = open_shards(manifest, "train")
     sizes = tuple(shard.n_obs for shard in shards)
     layout = EpochLayout(sizes, options, batch, seed=0, shuffle=True)
-    rows = Prefetch(shards, layout, 0, 1, options.io_threads)
+    rows = StepReader(shards, layout, 0, 1, options.io_threads)
     batches = rows_of_steps(rows.steps(0, 0), shards[0].kind)
     try:
         while True:
@@ -352,11 +352,9 @@ def own_rows(corpus: Corpus, options: StreamOptions, batch: int) -> Epochs:
         rows.close()
 
 
-def rows_of_steps(
-    prefetched: Iterator[PrefetchedSteps], kind: CellKind
-) -> Iterator[tuple[np.ndarray, ...]]:
+def rows_of_steps(groups: Iterator[StepGroup], kind: CellKind) -> Iterator[tuple[np.ndarray, ...]]:
     """Cells of each step, where their genes start, and their genes and counts."""
-    for steps in prefetched:
+    for steps in groups:
         starts, genes, counts = steps.local.packed.unpack(kind)
         assert counts is not None
         for first, last in pairwise([0, *steps.n_cells[:, 0].cumsum().tolist()]):

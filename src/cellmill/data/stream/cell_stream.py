@@ -1,8 +1,8 @@
 """Batches of tokens for one rank: endless, shuffled and resumable at any step.
 
 Uses threads, not processes: reading and copying release the GIL, and processes cost 1.7 times the
-CPU time per tokenized cell. One thread plans and tokenizes ahead through a bounded queue; a few
-other threads read the shards. The state is a handful of integers, counted in batches handed out;
+CPU time per tokenized cell. One thread cuts and tokenizes the next steps into a bounded queue; a
+few other threads read the shards. The state is a handful of integers, counted in batches handed out;
 resuming seeks and replays nothing.
 """
 
@@ -36,13 +36,14 @@ from cellmill.data.stream.batch import (
     greedy_borders,
 )
 from cellmill.data.stream.order import EpochLayout, EpochOrder, epoch_order
-from cellmill.data.stream.prefetch import Prefetch, PrefetchedSteps, StreamCells
 from cellmill.data.stream.repeats import read_repeats
+from cellmill.data.stream.step_reader import StepGroup, StepReader
 from cellmill.data.stream.tokenizers import CellTokenizer
+from cellmill.data.stream.windows import StreamCells
 from cellmill.errors import ConfigError, DataError
 
-# groups of steps ahead: the thread tokenizes one, the others are done or wait for it
-_AHEAD = 3
+# groups of steps in the queue: the thread tokenizes one, the others are done or wait for it
+_QUEUED_GROUPS = 3
 _TOKENS_TOGETHER = 1 << 20  # tokens of small micro-batches that are made at once
 # options that fix the order of cells; those of weights and the fraction only if the run has them
 _ORDER_OPTIONS = ("lanes", "block_cells", "window_blocks", "equal_steps")
@@ -156,7 +157,7 @@ class CellStream:
         )
 
         # from packed cells to cells in rank order
-        self._prefetch = Prefetch(self._shards, self._layout, rank, world, stream.io_threads)
+        self._reader = StepReader(self._shards, self._layout, rank, world, stream.io_threads)
         dtype = np.result_type(*(shard.kind.dtype for shard in self._shards))
         self._kind = CellKind(opened.order, opened.n_genes, dtype)
         self._max_genes = self._tokenizer.max_genes(with_counts)
@@ -171,7 +172,7 @@ class CellStream:
         # where the stream is
         self._epoch = 0
         self._step = 0
-        self._pool: ThreadPoolExecutor | None = None  # the thread that tokenizes ahead
+        self._pool: ThreadPoolExecutor | None = None  # the thread that tokenizes
         self._closed = False
 
     def __iter__(self) -> Iterator[list[Batch]]:
@@ -185,22 +186,22 @@ class CellStream:
         if not self._layout.shuffle:
             self._epoch = 0
             self._step = 0
-        self._stop_ahead()
-        groups = map(self._micro_batches, self._prefetch.steps(self._epoch, self._step))
+        self._stop_tokenizing()
+        groups = map(self._micro_batches, self._reader.steps(self._epoch, self._step))
         pool = ThreadPoolExecutor(1, thread_name_prefix="cellmill-stream")
         self._pool = pool
-        ahead = deque(pool.submit(next, groups, None) for _ in range(_AHEAD))
+        queue = deque(pool.submit(next, groups, None) for _ in range(_QUEUED_GROUPS))
         try:
-            while ahead:
+            while queue:
                 try:
-                    group = ahead.popleft().result()
+                    group = queue.popleft().result()
                 except CancelledError:
                     return  # another thread has stopped the stream
                 if group is None:
                     return
                 # a pool that another thread has stopped takes no tasks
                 with suppress(RuntimeError):
-                    ahead.append(pool.submit(next, groups, None))
+                    queue.append(pool.submit(next, groups, None))
                 for batches in group:
                     if self._pool is not pool:
                         return
@@ -256,7 +257,7 @@ class CellStream:
                 f"expected a state of step 0 to {self.steps_per_epoch - 1:,} of an epoch, got step {step:,} of epoch "
                 f"{epoch:,}; load one that state_dict has returned for this split"
             )
-        self._stop_ahead()
+        self._stop_tokenizing()
         self._epoch = epoch
         self._step = step
 
@@ -299,18 +300,18 @@ class CellStream:
     def close(self) -> None:
         """End all threads; may be called at any time, and again."""
         self._closed = True
-        self._stop_ahead()
-        self._prefetch.close()
+        self._stop_tokenizing()
+        self._reader.close()
         self._shards[0].close()  # they share their open files
 
-    def _stop_ahead(self) -> None:
-        """End the thread that tokenizes ahead, and wait for it."""
+    def _stop_tokenizing(self) -> None:
+        """End the thread that tokenizes, and wait for it."""
         pool = self._pool
         self._pool = None
         if pool is not None:
             pool.shutdown(cancel_futures=True)
 
-    def _micro_batches(self, steps: PrefetchedSteps) -> list[list[Batch]]:
+    def _micro_batches(self, steps: StepGroup) -> list[list[Batch]]:
         """This rank's micro-batches of each step, as many as on every other rank."""
         cuts = self._cut_steps(steps)
         filled = iter(self._tokenize(steps.local, cuts.borders, steps.epoch))
@@ -319,7 +320,7 @@ class CellStream:
             for n, n_batches in zip(cuts.n_filled, cuts.n_batches)
         ]
 
-    def _cut_steps(self, steps: PrefetchedSteps) -> Cuts:
+    def _cut_steps(self, steps: StepGroup) -> Cuts:
         """Cut this rank's cells of each step into micro-batches.
 
         Every rank computes the cuts of all ranks from known lengths, so they agree without

@@ -278,3 +278,18 @@ def epoch_order(layout: EpochLayout, epoch: int) -> EpochOrder:
     """Return the order of an epoch of `layout`."""
     kind = PlainEpoch if layout.repeats is None else RepeatedEpoch
     return kind(layout, epoch)
+
+
+class EpochOrders:
+    """Orders of the epochs of `layout`. Two are kept: lanes end an epoch one after another."""
+
+    def __init__(self, layout: EpochLayout) -> None:
+        self._layout = layout
+        self._kept: dict[int, EpochOrder] = {}
+
+    def of(self, epoch: int) -> EpochOrder:
+        """Order of `epoch`, computed unless it is kept."""
+        if epoch not in self._kept:
+            self._kept = {n: order for n, order in self._kept.items() if n == epoch - 1}
+            self._kept[epoch] = epoch_order(self._layout, epoch)
+        return self._kept[epoch]

@@ -1,0 +1,226 @@
+"""Windows of shuffled cells, whose packed bytes are read by threads.
+
+The bytes of a window are read in the order of the file into one buffer. Index arrays name its cells
+in step order, lane after lane, so shuffling moves no data, and the cells of a step are one slice.
+The memory of a buffer is used again (`recycled_empty`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from cellmill.data.packing.cells import PackedCells, join_cells
+from cellmill.data.packing.layout import ALIGNMENT
+from cellmill.data.packing.row_file import RowFile
+from cellmill.data.recycled import recycled_empty
+from cellmill.data.rows import choose_rows, iterate_rows, row_offsets
+from cellmill.data.stream.order import CellRuns, EpochLayout, EpochOrder, EpochOrders
+
+_TASKS = 32  # read tasks per window: submitting one costs as much as reading some cells
+
+
+class ByteRuns(NamedTuple):
+    """Bytes of runs of packed cells: where they are in a shard, and where they go; `(runs,)` int64."""
+
+    shards: np.ndarray  # number of the shard
+    begins: np.ndarray  # first byte in the shard's packed bytes
+    ends: np.ndarray  # byte after the last
+    targets: np.ndarray  # position of the first byte in the window's memory
+
+    def by_shard(self, max_runs: int) -> Iterator[ByteRuns]:
+        """Parts of at most `max_runs` runs of one shard each, ascending in it."""
+        order = np.lexsort((self.begins, self.shards))
+        runs = choose_rows(self, order)
+        shard_starts = np.flatnonzero(np.diff(runs.shards)) + 1
+        part_starts = np.union1d(np.arange(0, len(order), max_runs), shard_starts)
+        for start, stop in pairwise([*part_starts.tolist(), len(order)]):
+            yield choose_rows(runs, slice(start, stop))
+
+
+@dataclass(frozen=True)
+class StreamCells:
+    """Cells of one rank in the order in which they are taken: by step, then by lane.
+
+    Arrays are `(cells,)` int64.
+    """
+
+    steps: np.ndarray  # step that takes each cell, counted over all epochs
+    lanes: np.ndarray
+    ids: np.ndarray
+    packed: PackedCells
+
+    def select(self, chosen: slice | np.ndarray) -> StreamCells:
+        return StreamCells(
+            self.steps[chosen], self.lanes[chosen], self.ids[chosen], self.packed.select(chosen)
+        )
+
+    def of_steps(self, step: int, n_steps: int) -> StreamCells:
+        """Cells that `n_steps` steps from `step` on take; may be none."""
+        start, stop = np.searchsorted(self.steps, [step, step + n_steps]).tolist()
+        return self.select(slice(start, stop))
+
+
+def join_stream_cells(parts: list[StreamCells]) -> StreamCells:
+    """Copy the cells of some steps, which several windows have, into one memory."""
+    none = np.empty(0, np.int64)
+    packed = PackedCells(np.empty(0, np.uint8), none, none, none, none)
+    parts = [StreamCells(none, none, none, packed), *parts]
+    joined = StreamCells(
+        np.concatenate([part.steps for part in parts]),
+        np.concatenate([part.lanes for part in parts]),
+        np.concatenate([part.ids for part in parts]),
+        join_cells([part.packed for part in parts]),
+    )
+    # cells of a lane stay in the order of their windows
+    return joined.select(np.lexsort((joined.lanes, joined.steps)))
+
+
+@dataclass
+class CellWindow:
+    """A window whose bytes are being read."""
+
+    cells: StreamCells
+    reads: list[Future[None]]  # not yet waited for
+
+    def take(self, step: int, n_steps: int) -> StreamCells:
+        """Cells of `n_steps` steps from `step` on, after their bytes are read; may be none.
+
+        Raises the errors of the reads.
+        """
+        taken = self.cells.of_steps(step, n_steps)
+        while self.reads and len(taken.ids):
+            self.reads.pop().result()
+        return taken
+
+
+class WindowReader:
+    """Reads the windows of `lanes` by `io_threads` threads."""
+
+    def __init__(
+        self,
+        shards: list[RowFile],
+        layout: EpochLayout,
+        orders: EpochOrders,
+        lanes: list[int],
+        io_threads: int,
+    ) -> None:
+        self._shards = shards
+        self._layout = layout
+        self._orders = orders
+        self._lanes = lanes
+        self._shard_offsets = row_offsets(layout.shard_cells)
+        self._pool = ThreadPoolExecutor(io_threads, thread_name_prefix="cellmill-read")
+
+    def close(self) -> None:
+        """End the threads after the reads in progress."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def windows(self, epoch: int, first_cells: np.ndarray) -> Iterator[CellWindow]:
+        """Windows from cell `first_cells`, `(lanes,)`, of each lane on; `next` starts to read one.
+
+        Window w has the cells of window number w of all lanes that have one.
+        """
+        while any(self._orders.of(epoch).lane_cells[lane] for lane in self._lanes):
+            order = self._orders.of(epoch)
+            first = {lane: order.window_with(lane, int(first_cells[lane])) for lane in self._lanes}
+            for window in range(min(first.values()), max(map(order.n_windows, first))):
+                lanes = [lane for lane in first if first[lane] <= window < order.n_windows(lane)]
+                if lanes:
+                    yield self._start_reading(order, lanes, window)
+            if not self._layout.shuffle:
+                return
+            epoch += 1
+            first_cells = self._layout.cells_before(0)
+
+    def _start_reading(self, order: EpochOrder, lanes: list[int], window: int) -> CellWindow:
+        """Start to read window number `window` of each of `lanes`."""
+        runs = CellRuns.join([order.window_runs(lane, window) for lane in lanes])
+        byte_runs, packed = self._lay_out(runs)
+        max_runs = -(-len(runs.shards) // _TASKS)
+        reads = []
+        for part in byte_runs.by_shard(max_runs):
+            read_bytes = self._shards[int(part.shards[0])].read_bytes
+            reads.append(self._pool.submit(read_bytes, *part[1:], packed.memory))
+        return CellWindow(self._sort_by_step(order, lanes, window, runs, packed), reads)
+
+    def _sort_by_step(
+        self,
+        order: EpochOrder,
+        lanes: list[int],
+        window: int,
+        runs: CellRuns,
+        packed: PackedCells,
+    ) -> StreamCells:
+        """Put the cells of a window of `lanes` in stream order.
+
+        `runs` are those of the lanes, and `packed` has the cells in their order.
+        """
+        spans = np.array([order.window_offsets[lane][window : window + 2] for lane in lanes])
+        sizes = np.diff(spans)[:, 0]
+        # lane after lane: each cell's row in the concatenated runs, and its step
+        shuffled = np.concatenate([order.window_order(lane, window) for lane in lanes])
+        first_row_of_lane = np.cumsum(sizes) - sizes
+        row = shuffled + np.repeat(first_row_of_lane, sizes)
+        step = np.concatenate(
+            [self._layout.steps_of(lane, np.arange(*span)) for lane, span in zip(lanes, spans)]
+        )
+        # a step's cells stay lane after lane
+        by_step = np.argsort(step, kind="stable")
+        row = row[by_step]
+        # id of the cell in each row: rows of a run are consecutive cells
+        first_id = self._shard_offsets[runs.shards] + runs.starts
+        first_row_of_run = np.cumsum(runs.n_cells) - runs.n_cells
+        id_of_row = np.arange(len(row)) + np.repeat(first_id - first_row_of_run, runs.n_cells)
+        return StreamCells(
+            order.epoch * self._layout.steps_per_epoch + step[by_step],
+            np.repeat(lanes, sizes)[by_step],
+            id_of_row[row],
+            packed.select(row),
+        )
+
+    def _lay_out(self, runs: CellRuns) -> tuple[ByteRuns, PackedCells]:
+        """Lay out runs of cells in a new memory, one after the other.
+
+        Returns the bytes to read, and the cells, in the order of the runs, as they will be there.
+        """
+        units = []
+        for shard, first, n in iterate_rows(runs):
+            units.append(self._shards[shard].borders[2 * first : 2 * (first + n) + 1])
+        n_units = 2 * runs.n_cells + 1
+        last = np.cumsum(n_units) - 1  # entry of each run's end
+        # where genes and counts of each cell begin, and the end of each run: in the shard, then in
+        # the memory
+        positions = np.concatenate(units).astype(np.int64) * ALIGNMENT
+        begins = positions[last - n_units + 1]
+        ends = positions[last]
+        offsets = row_offsets(ends - begins)
+        positions += np.repeat(offsets[:-1] - begins, n_units)
+        is_begin = np.ones(len(positions), bool)
+        is_begin[last] = False
+        gene_entry = np.flatnonzero(is_begin)[::2]
+        packed = PackedCells(
+            recycled_empty(offsets[-1], np.uint8),
+            positions[gene_entry],
+            positions[gene_entry + 1],
+            positions[gene_entry + 2],
+            cell_lengths(self._shards, runs),
+        )
+        return ByteRuns(runs.shards, begins, ends, offsets[:-1]), packed
+
+
+def cell_lengths(shards: list[RowFile], runs: CellRuns) -> np.ndarray:
+    """Number of genes of each cell of `runs`, `(cells,)` int64."""
+    offsets = []
+    for shard, first, n in iterate_rows(runs):
+        offsets.append(shards[shard].indptr[first : first + n + 1])
+    # a run of n cells has n + 1 offsets: leave out the difference between a run's end and the
+    # next run's start, which is not a cell
+    is_cell = np.ones(int(runs.n_cells.sum()) + len(runs.n_cells) - 1, bool)
+    is_cell[np.cumsum(runs.n_cells + 1)[:-1] - 1] = False
+    return np.diff(np.concatenate(offsets, dtype=np.int64))[is_cell]
