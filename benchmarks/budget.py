@@ -39,7 +39,7 @@ from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.config.run import Embed
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.rows import SparseCounts
-from cellmill.data.stream.batch import make_batch
+from cellmill.data.stream.tokenizer import make_batch
 from cellmill.evaluate.baselines import BaselineCache
 from cellmill.evaluate.classifiers.fitted import NearestCells, make_classifiers, predict_folds
 from cellmill.evaluate.components import COMPONENTS, project_on_fitted

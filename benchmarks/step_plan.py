@@ -18,7 +18,7 @@ import torch
 from train_step import commit, machine
 
 from cellmill.config.run import Stream
-from cellmill.data.stream.batch import count_greedy
+from cellmill.data.stream.micro_batches import count_greedy
 from cellmill.data.stream.order import EpochLayout
 from cellmill.data.stream.step_reader import StepReader
 

@@ -14,7 +14,8 @@ from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.rows import SparseCounts
-from cellmill.data.stream.batch import Batch, make_batch
+from cellmill.data.stream.batch import Batch
+from cellmill.data.stream.tokenizer import make_batch
 from cellmill.models.batch import pad_batch
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.export import initial_tensors

@@ -15,7 +15,8 @@ from cellmill.config.load import load_config
 from cellmill.config.parts.objectives import MaskedGeneConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.rows import SparseCounts
-from cellmill.data.stream.batch import Batch, make_batch
+from cellmill.data.stream.batch import Batch
+from cellmill.data.stream.tokenizer import make_batch
 from cellmill.models.batch import pad_batch, to_tensors
 from cellmill.models.objectives.masked_value import MaskedValue
 from cellmill.models.objectives.shared.masking import MaskedBatch

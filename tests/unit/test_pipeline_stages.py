@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cellmill.config.parallel import Parallel, min_microbatches
-from cellmill.data.stream.batch import even_borders, greedy_borders
+from cellmill.data.stream.micro_batches import even_borders, greedy_borders
 from cellmill.models.build import build
 from cellmill.parallel.mesh import keep_stage, list_blocks, list_stages, tied_parameters
 from tests.models import spec

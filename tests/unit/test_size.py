@@ -15,7 +15,8 @@ from cellmill.config.load import check_config, check_options
 from cellmill.config.parts.family import SIZES, FamilyConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.rows import SparseCounts
-from cellmill.data.stream.batch import Batch, make_batch
+from cellmill.data.stream.batch import Batch
+from cellmill.data.stream.tokenizer import make_batch
 from cellmill.models.batch import to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.families.encoder import EncoderModel

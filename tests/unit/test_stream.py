@@ -17,16 +17,12 @@ from small_corpus import random_counts, read_obs, write_corpus
 from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import layout
 from cellmill.config.parts.tokens import ContinuousTokens, Tokens
+from cellmill.data.recycled import recycled_empty
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards
-from cellmill.data.stream.batch import (
-    Batch,
-    count_greedy,
-    greedy_borders,
-    recycled_empty,
-    split_batch,
-)
+from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.cell_stream import CellStream
+from cellmill.data.stream.micro_batches import count_greedy, greedy_borders, split_batch
 from cellmill.errors import DataError, UserError
 from cellmill.planner.work import CorpusSize, detected_genes, measure_work
 

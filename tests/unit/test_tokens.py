@@ -31,9 +31,11 @@ from cellmill.data.rows import SparseCounts
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.writer import write_shards
 from cellmill.data.stream import token_values
-from cellmill.data.stream.batch import Batch, Prefixes, Tokenized, empty_batch
+from cellmill.data.stream.batch import Batch, empty_batch
 from cellmill.data.stream.cell_stream import CellStream
-from cellmill.data.stream.tokenizers import CellTokenizer, bin_counts, count_kept_and_zeros
+from cellmill.data.stream.cell_tokenizer import CellTokenizer, count_kept_and_zeros
+from cellmill.data.stream.tokenizer import Prefixes, Tokenized
+from cellmill.data.stream.tokenizers import bin_counts
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.inference.embed import tokenize_blocks
 from cellmill.models.batch import to_tensors

@@ -13,7 +13,9 @@ from torch.nn import functional as F
 from cellmill.config.parts.objectives import CellDecodingConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.rows import SparseCounts
-from cellmill.data.stream.batch import Batch, empty_batch, make_batch, split_batch
+from cellmill.data.stream.batch import Batch, empty_batch
+from cellmill.data.stream.micro_batches import split_batch
+from cellmill.data.stream.tokenizer import make_batch
 from cellmill.models.batch import to_tensors
 from cellmill.models.counter_rng import (
     host_state,

@@ -28,7 +28,7 @@ from cellmill.data.rows import SparseCounts
 from cellmill.data.shards.cell_digests import CorpusDigests
 from cellmill.data.shards.manifest import READ, Manifest, record, verify_changed
 from cellmill.data.shards.reader import read_names
-from cellmill.data.stream.tokenizers import CellTokenizer
+from cellmill.data.stream.cell_tokenizer import CellTokenizer
 from cellmill.errors import DataError
 from cellmill.evaluate.components import PrincipalComponents, pca
 from cellmill.evaluate.inference.embed import load_for_inference

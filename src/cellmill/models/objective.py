@@ -24,7 +24,8 @@ from torch.nn import functional as F
 from cellmill.config.parallel import Style
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import Tokens
-from cellmill.data.stream.batch import Batch, Tokenizer
+from cellmill.data.stream.batch import Batch
+from cellmill.data.stream.tokenizer import Tokenizer
 from cellmill.models.initial import Fill
 from cellmill.runs.results import Verdict, compare
 

@@ -14,7 +14,7 @@ from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import Layout, min_microbatches, pipeline_tokens
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards
-from cellmill.data.stream.batch import even_borders, greedy_borders
+from cellmill.data.stream.micro_batches import even_borders, greedy_borders
 from cellmill.data.stream.order import EpochLayout
 
 # Micro-batches are counted in the first steps only: shards are preshuffled, so any cells will do.

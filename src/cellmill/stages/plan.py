@@ -11,8 +11,8 @@ import numpy as np
 from cellmill.config.checks import check_nodes
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
+from cellmill.data.stream.cell_tokenizer import count_kept_and_zeros
 from cellmill.data.stream.repeats import read_repeats
-from cellmill.data.stream.tokenizers import count_kept_and_zeros
 from cellmill.errors import ConfigError
 from cellmill.files import span, write_json
 from cellmill.planner.cost import estimate_cost

@@ -3,7 +3,7 @@
 import numpy as np
 
 from cellmill.data.rows import SparseCounts
-from cellmill.data.stream.batch import Prefixes, Tokenized
+from cellmill.data.stream.tokenizer import Prefixes, Tokenized
 from cellmill_toy.options import ToyGenes
 
 

@@ -20,7 +20,7 @@ ones.
 
 
 class Tokens(Plugin):
-    """Contract of a tokenizer's options; see `cellmill.data.stream.batch.Tokenizer` for its
+    """Contract of a tokenizer's options; see `cellmill.data.stream.tokenizer.Tokenizer` for its
     implementation.
     """
 

@@ -28,17 +28,12 @@ from cellmill.data.shards.index import CellColumns, open_vectors
 from cellmill.data.shards.local_copies import LocalCopies
 from cellmill.data.shards.manifest import REMEDY, Manifest
 from cellmill.data.shards.reader import open_shards, read_medians, read_names
-from cellmill.data.stream.batch import (
-    Batch,
-    count_greedy,
-    empty_batch,
-    even_borders,
-    greedy_borders,
-)
+from cellmill.data.stream.batch import Batch, empty_batch
+from cellmill.data.stream.cell_tokenizer import CellTokenizer
+from cellmill.data.stream.micro_batches import count_greedy, even_borders, greedy_borders
 from cellmill.data.stream.order import EpochLayout, EpochOrder, epoch_order
 from cellmill.data.stream.repeats import read_repeats
 from cellmill.data.stream.step_reader import StepGroup, StepReader
-from cellmill.data.stream.tokenizers import CellTokenizer
 from cellmill.data.stream.windows import StreamCells
 from cellmill.errors import ConfigError, DataError
 

@@ -15,7 +15,7 @@ from cellmill.data.arrays import scale_of_totals
 from cellmill.data.packing import codec
 from cellmill.data.recycled import recycled_empty
 from cellmill.data.rows import row_sums
-from cellmill.data.stream.batch import Prefixes, Tokenized
+from cellmill.data.stream.tokenizer import Prefixes, Tokenized
 
 LARGE_BATCH = 1 << 15  # tokens of a batch from which loops are faster
 _TABLED_COUNTS = 64  # counts below it are looked up in a table of each cell

@@ -28,8 +28,9 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.rows import SparseCounts
 from cellmill.data.shards.obs import encode_columns
-from cellmill.data.stream.batch import Batch, split_batch
-from cellmill.data.stream.tokenizers import CellTokenizer
+from cellmill.data.stream.batch import Batch
+from cellmill.data.stream.cell_tokenizer import CellTokenizer
+from cellmill.data.stream.micro_batches import split_batch
 from cellmill.errors import DataError
 from cellmill.files import progress
 from cellmill.models.batch import to_tensors

@@ -19,7 +19,8 @@ import torch
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.arrays import TARGET_SUM, log_normalise, select_columns
 from cellmill.data.genes.names import GeneColumns
-from cellmill.data.stream.batch import Batch, split_batch
+from cellmill.data.stream.batch import Batch
+from cellmill.data.stream.micro_batches import split_batch
 from cellmill.evaluate.features import embed_counts, keep_columns
 from cellmill.evaluate.inference.embed import inference, tokenize_blocks
 from cellmill.evaluate.inference.ridge import GeneRidge

@@ -16,7 +16,7 @@ from cellmill.config.load import check_options
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tasks import ReconstructConfig, ThroughputConfig
 from cellmill.data.shards.obs import parse_columns
-from cellmill.data.stream.batch import split_batch
+from cellmill.data.stream.micro_batches import split_batch
 from cellmill.errors import ConfigError
 from cellmill.evaluate import draws
 from cellmill.evaluate.draws import draw_cells

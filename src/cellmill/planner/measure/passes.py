@@ -7,7 +7,8 @@ import numpy as np
 import torch
 
 from cellmill.data.rows import SparseCounts
-from cellmill.data.stream.batch import Batch, Tokenizer, make_batch
+from cellmill.data.stream.batch import Batch
+from cellmill.data.stream.tokenizer import Tokenizer, make_batch
 from cellmill.models.batch import copy_to_device, pad_batch, to_tensors
 from cellmill.models.build import ModelSpec
 from cellmill.models.family import Model

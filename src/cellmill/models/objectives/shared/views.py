@@ -27,7 +27,8 @@ from cellmill.config.parts.objectives import (
 )
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.rows import SparseCounts, positions_in_rows
-from cellmill.data.stream.batch import Batch, Tokenizer
+from cellmill.data.stream.batch import Batch
+from cellmill.data.stream.tokenizer import Tokenizer
 from cellmill.models.counter_rng import host_state
 from cellmill.models.draws import DROPPED_FRAC, HIDDEN_FRAC, HIDE
 from cellmill.models.objective import HIDDEN_GENES

@@ -1,0 +1,171 @@
+"""A run's tokenizer, and its choice among the genes of a cell that do not fit.
+
+By default the tokens of a cell are its first genes in rank order; `truncation: random` draws them,
+`variable` takes the genes that vary most over the corpus, and `zero_frac` adds genes without
+counts. Values are always computed from the whole cell. Draws are keyed by seed, epoch, the cell's
+counts and the gene: the same in every layout and file.
+"""
+
+import numpy as np
+
+from cellmill.config.parts.tokens import SPECIAL, Tokens
+from cellmill.data.keys import splitmix64
+from cellmill.data.rows import SparseCounts, positions_in_rows, row_offsets
+from cellmill.data.stream.batch import Batch
+from cellmill.data.stream.tokenizer import Tokenizer, make_batch
+from cellmill.errors import DataError
+
+_ZEROS = np.uint64(0x5A45524F)  # part of the keys of genes without counts
+
+
+def count_kept_and_zeros(
+    tokens: Tokens, detected: np.ndarray, n_genes: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of tokens with counts and without, zeros, in each cell, `(cells,)` int64 each.
+
+    `detected`, `(cells,)`, is the number of genes that each cell has, out of `n_genes`. A fraction
+    `zero_frac` of the tokens have no counts.
+    """
+    zero_frac = tokens.zero_frac
+    kept = np.minimum(detected, _max_kept(tokens))
+    if not zero_frac:
+        return kept, np.zeros_like(kept)
+    zeros = np.floor(kept * zero_frac / (1 - zero_frac)).astype(kept.dtype)
+    absent = n_genes - detected
+    max_zeros = np.minimum(absent, tokens.max_tokens - kept)
+    return kept, np.minimum(zeros, max_zeros)
+
+
+def _max_kept(tokens: Tokens) -> int:
+    """Most tokens of a cell that have counts."""
+    return max(1, int(tokens.max_tokens * (1 - tokens.zero_frac)))
+
+
+class CellTokenizer:
+    """A run's tokenizer and its choice of genes, over a vocabulary of `n_genes`.
+
+    `variability` is the vocabulary's. Raises DataError if it has none and the options need it.
+    """
+
+    def __init__(
+        self, tokens: Tokens, n_genes: int, seed: int = 0, variability: np.ndarray | None = None
+    ) -> None:
+        if tokens.truncation == "variable" and variability is None:
+            raise DataError(
+                "tokens.truncation variable: the vocabulary has no order of genes by variability; set "
+                "vocabulary.variability to yes and make vocabulary and shards again"
+            )
+        self._variability = variability
+        self._tokens = tokens
+        self._n_genes = n_genes
+        self._seed = seed
+        self._chooses = tokens.truncation != "top" or tokens.zero_frac > 0
+        uncut = tokens.model_copy(update={"max_tokens": 2**31 - 1}) if self._chooses else tokens
+        self._tokenizer: Tokenizer = uncut.load()(uncut)
+        self.dtype = self._tokenizer.dtype
+
+    def max_genes(self, with_counts: bool) -> int | None:
+        """Genes of each cell that have to be read; None for all of them and their counts."""
+        reads_all = with_counts or self._chooses or self._tokenizer.needs_counts
+        return None if reads_all else self._tokens.max_tokens
+
+    def sorts_cells_above(self) -> int | None:
+        """Cells with more genes than this are put into rank order, because it decides their tokens;
+        None if it never does.
+        """
+        if self._tokens.value_kind == "place":
+            return 0
+        return _max_kept(self._tokens) if self._tokens.truncation == "top" else None
+
+    def count_tokens(self, detected: np.ndarray) -> np.ndarray:
+        """(cells,) int64: tokens of cells with `detected` genes."""
+        kept, zeros = count_kept_and_zeros(self._tokens, detected, self._n_genes)
+        return kept + zeros
+
+    def batch(
+        self, cells: SparseCounts, ids: np.ndarray, with_counts: bool = False, epoch: int = 0
+    ) -> Batch:
+        """Batch of cells whose genes are in rank order, and whose ids are `ids`, (cells,); with the
+        counts of its tokens if `with_counts`.
+        """
+        if self._chooses:
+            return self._chosen_batch(cells, ids, with_counts, epoch)
+        return make_batch(self._tokenizer, cells, ids, with_counts)
+
+    def _chosen_batch(
+        self, cells: SparseCounts, cell_ids: np.ndarray, with_counts: bool, epoch: int
+    ) -> Batch:
+        """`batch` of chosen genes. In each cell, genes with counts come first."""
+        all_ids, all_values, _ = self._tokenizer.tokenize(cells)
+        keys = self._cell_keys(cells, epoch)
+        n_kept, n_zeros = count_kept_and_zeros(self._tokens, cells.lengths, self._n_genes)
+        kept = self._choose(cells, n_kept, keys)
+        zeros = _draw_absent(cells, n_zeros, keys, self._n_genes)
+        n_tokens = n_kept + n_zeros
+        token_offsets = row_offsets(n_tokens)
+        is_zero = positions_in_rows(token_offsets) >= np.repeat(n_kept, n_tokens)
+        ids = np.empty(len(is_zero), np.int32)
+        ids[~is_zero] = all_ids[kept]
+        ids[is_zero] = zeros + len(SPECIAL)
+        values = np.zeros(len(is_zero), self.dtype)
+        if self._tokens.value_kind == "place":
+            values[:] = positions_in_rows(token_offsets)
+        else:
+            values[~is_zero] = all_values[kept]
+        token_counts = None
+        if with_counts:
+            token_counts = np.zeros(len(is_zero), np.int64)
+            token_counts[~is_zero] = cells.counts[kept]
+        return Batch(ids, values, token_offsets.astype(np.int32), cell_ids, token_counts)
+
+    def _cell_keys(self, cells: SparseCounts, epoch: int) -> np.ndarray:
+        """Key of each cell's draws, (cells,) uint64, by its genes and counts in any order."""
+        offsets, genes, counts = cells
+        pairs = splitmix64(genes.astype(np.uint64) ^ splitmix64(counts.astype(np.uint64)))
+        # sums modulo 2**64
+        total = np.zeros(len(pairs) + 1, np.uint64)
+        pairs.cumsum(out=total[1:])
+        sums = total[offsets[1:]] - total[offsets[:-1]]
+        seed = np.array([self._seed], np.uint64)
+        return splitmix64(sums ^ splitmix64(splitmix64(seed) ^ np.uint64(epoch)))
+
+    def _choose(self, cells: SparseCounts, n_kept: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """Indices of the `n_kept` genes of each cell that become tokens, ascending."""
+        offsets, genes, _ = cells
+        lengths = cells.lengths
+        if self._tokens.truncation == "top":
+            return np.flatnonzero(positions_in_rows(offsets) < np.repeat(n_kept, lengths))
+        keep = np.ones(len(genes), bool)
+        for cell in np.flatnonzero(lengths > n_kept).tolist():
+            start = int(offsets[cell])
+            stop = int(offsets[cell + 1])
+            cell_genes = genes[start:stop]
+            if self._tokens.truncation == "variable":
+                assert self._variability is not None
+                order = self._variability[cell_genes]
+            else:
+                order = splitmix64(keys[cell] ^ cell_genes.astype(np.uint64))
+            keep[start:stop] = False
+            keep[start + _smallest(order, n_kept[cell])] = True
+        return np.flatnonzero(keep)
+
+
+def _draw_absent(cells: SparseCounts, n: np.ndarray, keys: np.ndarray, n_genes: int) -> np.ndarray:
+    """Draw `n`, (cells,), genes without counts for each cell by its key; return their rows.
+
+    Rows ascend within a cell.
+    """
+    offsets, genes, _ = cells
+    all_genes = np.arange(n_genes, dtype=np.uint64)
+    drawn = [np.empty(0, np.int64)]
+    for cell in np.flatnonzero(n).tolist():
+        draws = splitmix64(splitmix64(keys[cell : cell + 1] ^ _ZEROS) ^ all_genes)
+        # sorted last: genes with counts are not drawn
+        draws[genes[offsets[cell] : offsets[cell + 1]]] = np.iinfo(np.uint64).max
+        drawn.append(np.sort(_smallest(draws, n[cell])))
+    return np.concatenate(drawn)
+
+
+def _smallest(values: np.ndarray, n: int) -> np.ndarray:
+    """Indices of the `n` smallest values, in any order."""
+    return np.argpartition(values, n - 1)[:n]
