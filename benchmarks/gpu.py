@@ -40,6 +40,7 @@ from cellmill.config.run import Stream, Train
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.cell_stream import CellStream
+from cellmill.data.stream.micro_batches import MicroBatchRule
 from cellmill.models.batch import copy_to_device, to_tensors
 from cellmill.models.blocks import attention
 from cellmill.models.build import ModelSpec, build
@@ -261,15 +262,13 @@ def feed(size: Size, steps: int, device: torch.device, folder: Path) -> str:
     corpus = make_corpus(folder, size.cells * (WARM_UP + steps))
     manifest = Manifest.read(corpus.manifest)
     training = Training(size, manifest.n_genes, device)
-    options = {"global_batch": size.cells, "token_budget": size.cells * size.genes}
     stream = CellStream(
         corpus.manifest,
         "train",
         training.tokens,
         Stream(lanes=1),
-        **options,
-        rank=0,
-        world=1,
+        global_batch=size.cells,
+        rule=MicroBatchRule(size.cells * size.genes),
         seed=0,
     )
     batches = iter(stream)

@@ -54,7 +54,8 @@ from cellmill.data.packing.cells import CellKind
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards
 from cellmill.data.stream.cell_stream import CellStream
-from cellmill.data.stream.order import EpochLayout
+from cellmill.data.stream.micro_batches import MicroBatchRule
+from cellmill.data.stream.order import ONLY_RANK, DataRank, EpochLayout
 from cellmill.data.stream.step_reader import StepGroup, StepReader
 
 WORLD = 4  # ranks among which cells are counted
@@ -343,7 +344,7 @@ def own_rows(corpus: Corpus, options: StreamOptions, batch: int) -> Epochs:
     shards = open_shards(manifest, "train")
     sizes = tuple(shard.n_obs for shard in shards)
     layout = EpochLayout(sizes, options, batch, seed=0, shuffle=True)
-    rows = StepReader(shards, layout, 0, 1, options.io_threads)
+    rows = StepReader(shards, layout, ONLY_RANK, options.io_threads)
     batches = rows_of_steps(rows.steps(0, 0), shards[0].kind)
     try:
         while True:
@@ -373,9 +374,15 @@ def open_stream(
     max_tokens: int = MAX_TOKENS,
 ) -> CellStream:
     tokens = Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": max_tokens})
-    sizes = {"global_batch": batch, "token_budget": batch * max_tokens}
     return CellStream(
-        corpus.manifest, "train", tokens, options, **sizes, rank=rank, world=world, seed=0
+        corpus.manifest,
+        "train",
+        tokens,
+        options,
+        global_batch=batch,
+        rule=MicroBatchRule(batch * max_tokens),
+        data_rank=DataRank(rank, world),
+        seed=0,
     )
 
 

@@ -256,8 +256,16 @@ for name, given in streams.items():
     tokens = Tokens.model_validate({"max_tokens": 40} | given.pop("tokens", {}))
     if "with_counts" in given and "with_counts" not in CellStream.__init__.__kwdefaults__:
         given["counted"] = given.pop("with_counts")  # its name in earlier commits
-    given = dict(rank=0, world=1) | given
-    stream = CellStream(manifest, "train", tokens, options, global_batch=16, token_budget=256, seed=3, **given)
+    given = dict(rank=0, world=1, token_budget=256) | given
+    if "data_rank" in CellStream.__init__.__kwdefaults__:  # one argument each in earlier commits
+        from cellmill.data.stream.batch_maker import BatchFields
+        from cellmill.data.stream.micro_batches import MicroBatchRule
+        from cellmill.data.stream.order import DataRank
+        fields = [field.name for field in dataclasses.fields(BatchFields) if field.name in given]
+        given["fields"] = BatchFields(**{name: given.pop(name) for name in fields})
+        given["rule"] = MicroBatchRule(given.pop("token_budget"))
+        given["data_rank"] = DataRank(given.pop("rank"), given.pop("world"))
+    stream = CellStream(manifest, "train", tokens, options, global_batch=16, seed=3, **given)
     if start:
         stream.load_state_dict(stream.state_dict() | {"step": start})
     digest = hashlib.sha256()

@@ -1,5 +1,6 @@
 """A corpus of a few hundred random cells on disk, for the tests of shards and stream."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ from cellmill.data.inputs.h5 import count_dtype
 from cellmill.data.inputs.packed_cells import write_packed
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.writer import write_shards
+from cellmill.data.stream.batch_maker import BatchFields
 from cellmill.data.stream.cell_stream import CellStream
+from cellmill.data.stream.micro_batches import MicroBatchRule
+from cellmill.data.stream.order import DataRank
 
 
 def random_counts(n_obs: int, n_vars: int, seed: int = 0, largest: int = 30) -> sp.csr_matrix:
@@ -120,18 +124,22 @@ def stream_of(
     options: dict[str, Any] | None = None,
     **changes: Any,
 ) -> CellStream:
-    """Cells of the training split in 8 small lanes; `options` are of section `stream`."""
+    """Cells of the training split in 8 small lanes; `options` are of section `stream`.
+
+    `changes` are arguments of the stream, or fields of its rule and of its `BatchFields`.
+    """
     order = {"lanes": 8, "block_cells": 4, "window_blocks": 3, "io_threads": 2} | (options or {})
     given: dict[str, Any] = {
         "split": "train",
         "tokens": ContinuousTokens(max_tokens=12),
         "token_budget": 400,
-    }
-    given |= {
         "stream": Stream.model_validate(order),
         "global_batch": 32,
-        "rank": rank,
-        "world": world,
+        "data_rank": DataRank(rank, world),
         "seed": 0,
     }
-    return CellStream(manifest.path, **given | changes)
+    given |= changes
+    for name, kind in (("rule", MicroBatchRule), ("fields", BatchFields)):
+        names = [field.name for field in dataclasses.fields(kind) if field.name in given]
+        given[name] = kind(**{field: given.pop(field) for field in names})
+    return CellStream(manifest.path, **given)

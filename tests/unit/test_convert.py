@@ -25,6 +25,7 @@ from cellmill.data.prepare.preprocess import preprocess_sequences
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.writer import write_shards
 from cellmill.data.stream.cell_stream import CellStream
+from cellmill.data.stream.micro_batches import MicroBatchRule
 from cellmill.errors import ConfigError
 from cellmill.evaluate.inference.embed import embed_cells, load_for_inference
 from cellmill.models.published import import_geneformer
@@ -127,9 +128,7 @@ def test_ranks_keep_their_order_into_the_batch(tmp_path: Path, published: Path) 
     ranked = Tokens.model_validate({"tokenizer": "rank", "max_tokens": 8})
     given: dict[str, Any] = {
         "global_batch": 4,
-        "token_budget": 64,
-        "rank": 0,
-        "world": 1,
+        "rule": MicroBatchRule(64),
         "seed": 0,
         "shuffle": False,
     }

@@ -18,7 +18,9 @@ from cellmill.cli import main
 from cellmill.config.run import Stream
 from cellmill.data.shards.index import open_vectors
 from cellmill.data.shards.manifest import READ, Manifest
+from cellmill.data.stream.batch_maker import BatchFields
 from cellmill.data.stream.cell_stream import CellStream
+from cellmill.data.stream.micro_batches import MicroBatchRule
 from cellmill.errors import UserError
 from cellmill.evaluate.inference.files import write_embedding
 from cellmill.models.batch import to_tensors
@@ -154,14 +156,11 @@ def test_a_batch_has_the_vectors_of_its_cells(shards: Manifest, tmp_path: Path) 
     vectors = open_vectors(tmp_path / "out", shards)[1]["train"]
     shared: dict[str, Any] = {
         "global_batch": 8,
-        "token_budget": 64,
-        "rank": 0,
-        "world": 1,
+        "rule": MicroBatchRule(64),
+        "fields": BatchFields(teacher=str(tmp_path / "out")),
         "seed": 0,
     }
-    stream = CellStream(
-        shards.path, "train", TOKENS, Stream(lanes=4), teacher=str(tmp_path / "out"), **shared
-    )
+    stream = CellStream(shards.path, "train", TOKENS, Stream(lanes=4), **shared)
     batches = [*chain.from_iterable(islice(stream, 4))]
     stream.close()
     cells = np.concatenate([batch.cells for batch in batches])

@@ -23,6 +23,7 @@ from cellmill.data.shards.index import CellColumns
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.split import hash_cells, hash_genes
 from cellmill.data.stream.cell_stream import CellStream
+from cellmill.data.stream.micro_batches import MicroBatchRule
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import read_json
 from cellmill.stages import cells as embed
@@ -185,9 +186,7 @@ def test_batches_have_the_sequences_in_their_order(tmp_path: Path) -> None:
     tokens = Tokens.model_validate(TOKENS)
     given = {
         "global_batch": 8,
-        "token_budget": 400,
-        "rank": 0,
-        "world": 1,
+        "rule": MicroBatchRule(400),
         "seed": 0,
         "shuffle": False,
     }

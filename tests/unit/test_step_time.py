@@ -72,8 +72,8 @@ def test_the_plan_counts_what_a_pipeline_pads(tmp_path: Path, tp: int, budget: i
         sizes = {
             "global_batch": 100,
             "token_budget": budget,
-            "min_microbatches": least,
-            "microbatch_multiple": 2,
+            "min_per_step": least,
+            "multiple_of": 2,
         }
         stream = stream_of(manifest, rank, 2, tokens=options.tokens, stream=options.stream, **sizes)
         for number, step in enumerate(islice(stream, 4)):

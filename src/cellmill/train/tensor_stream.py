@@ -13,7 +13,10 @@ from cellmill.config.load import check_options
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Stream, Train
 from cellmill.data.shards.manifest import READ, Manifest, record, verify, verify_changed
+from cellmill.data.stream.batch_maker import BatchFields
 from cellmill.data.stream.cell_stream import CellStream
+from cellmill.data.stream.micro_batches import MicroBatchRule
+from cellmill.data.stream.order import DataRank
 from cellmill.errors import ConfigError
 from cellmill.models.batch import to_tensors
 
@@ -93,14 +96,15 @@ class TensorStream:
             parsed,
             order,
             global_batch=global_batch,
-            token_budget=global_batch * parsed.max_tokens,  # so that no step is cut
-            rank=rank,
-            world=world_size,
+            rule=MicroBatchRule(global_batch * parsed.max_tokens),  # so that no step is cut
+            data_rank=DataRank(rank, world_size),
             seed=train.seed,
             shuffle=split == "train",
-            with_counts=counts,
-            columns=dict.fromkeys(columns, "columns"),
-            number_columns=dict.fromkeys(number_columns, "number_columns"),
+            fields=BatchFields(
+                with_counts=counts,
+                columns=dict.fromkeys(columns, "columns"),
+                number_columns=dict.fromkeys(number_columns, "number_columns"),
+            ),
         )
         self._is_endless = split == "train"
         self.n_genes = opened.n_genes

@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,10 @@ with importing():
     from cellmill.data.genes.vocabulary import Vocabulary
     from cellmill.data.shards.local_copies import LocalCopies
     from cellmill.data.shards.manifest import Manifest
+    from cellmill.data.stream.batch_maker import BatchFields
     from cellmill.data.stream.cell_stream import CellStream
+    from cellmill.data.stream.micro_batches import MicroBatchRule
+    from cellmill.data.stream.order import DataRank
     from cellmill.errors import UserError
     from cellmill.files import read_json
     from cellmill.finetune.method import check_trains, load_method, trained_names
@@ -228,28 +232,28 @@ def build_streams(
         "tokens": options.tokens,
         "stream": options.stream,
         "global_batch": options.train.global_batch,
-        "token_budget": options.train.token_budget,
-        "rank": mesh.dp_rank,
-        "world": mesh.dp_world,
-        "min_microbatches": min_microbatches(options.parallel),
-        "microbatch_multiple": options.parallel.pp,
+        "rule": MicroBatchRule(
+            options.train.token_budget,
+            min_per_step=min_microbatches(options.parallel),
+            multiple_of=options.parallel.pp,
+        ),
+        "data_rank": DataRank(mesh.dp_rank, mesh.dp_world),
         "seed": options.train.seed,
-        "with_counts": options.objective.needs_counts,
         "copies": copies,
-        "number_columns": options.number_columns(),
-        "teacher": teacher,
     }
     columns = options.obs_columns()
-    train = CellStream(manifest.path, "train", columns=columns, **shared)
+    fields = BatchFields(options.objective.needs_counts, columns, options.number_columns(), teacher)
+    train = CellStream(manifest.path, "train", fields=fields, **shared)
     if manifest.splits["val"].n_obs == 0:
         return train, None, None
     batches = batch_column(options, manifest)
     if batches is not None:
         # after the columns that the model reads
         columns = columns | {batches: columns.get(batches, "validation")}
+        fields = replace(fields, columns=columns)
     val_cells = options.train.val_cells
     val = CellStream(
-        manifest.path, "val", shuffle=False, max_cells=val_cells, columns=columns, **shared
+        manifest.path, "val", shuffle=False, max_cells=val_cells, fields=fields, **shared
     )
     return train, val, batches
 

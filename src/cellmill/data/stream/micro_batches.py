@@ -2,11 +2,66 @@
 
 from bisect import bisect_left
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from cellmill.data.stream.batch import Batch
+
+
+class StepCuts(NamedTuple):
+    """Micro-batches into which a data rank cuts its cells of some steps."""
+
+    # first cell of each micro-batch that is not empty, and the number of cells
+    borders: list[int]
+    n_filled: list[int]  # micro-batches of each step that are not empty
+    n_batches: list[int]  # all micro-batches of each step, as many on every rank
+
+
+@dataclass(frozen=True)
+class MicroBatchRule:
+    """How the cells of a step are cut into micro-batches.
+
+    A micro-batch has at most `token_budget` tokens. A step has at least `min_per_step` of them and
+    a multiple of `multiple_of`; if either is above 1 (pipelines), cells are spread evenly.
+    """
+
+    token_budget: int
+    min_per_step: int = 1
+    multiple_of: int = 1
+
+    def cut_steps(self, lengths: np.ndarray, n_cells: np.ndarray, rank: int) -> StepCuts:
+        """Cut the cells of data rank `rank` in some steps.
+
+        `lengths`, `(cells,)`, are tokens of all ranks' cells, by step and rank, and `n_cells`,
+        `(steps, ranks)`, are their numbers. Every rank computes the cuts of all ranks from them, so
+        they agree without communication.
+        """
+        budget = self.token_budget
+        # numbers of micro-batches, (steps, ranks) and (steps,)
+        n_greedy = count_greedy(lengths, n_cells.ravel(), budget).reshape(n_cells.shape)
+        n_needed = np.maximum(n_greedy.max(1), self.min_per_step)
+        n_batches: list[int] = (-(-n_needed // self.multiple_of) * self.multiple_of).tolist()
+        is_even = self.multiple_of > 1 or self.min_per_step > 1
+        borders = [0]
+        n_filled = []
+        # cells of this rank in each step, and their end among those of all steps and ranks
+        n_local = n_cells[:, rank].tolist()
+        ends = n_cells.cumsum().reshape(n_cells.shape)[:, rank].tolist()
+        n_greedy_local = n_greedy[:, rank].tolist()
+        for n, end, n_greedy_step, n_in_step in zip(n_local, ends, n_greedy_local, n_batches):
+            if is_even:
+                borders_in_step = even_borders(lengths[end - n : end], n_in_step)
+            elif n_greedy_step == 1:
+                borders_in_step = [0, n]
+            else:
+                borders_in_step = greedy_borders(lengths[end - n : end], budget)
+            start = borders[-1]
+            borders += [start + border for border in borders_in_step[1:]]
+            n_filled.append(len(borders_in_step) - 1)
+        return StepCuts(borders, n_filled, n_batches)
 
 
 def greedy_borders(lengths: np.ndarray, token_budget: int) -> list[int]:

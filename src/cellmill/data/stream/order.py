@@ -36,6 +36,16 @@ SHORT = 1
 COPIES = 2
 
 
+class DataRank(NamedTuple):
+    """A data-parallel rank; tensor- and pipeline-parallel peers share it."""
+
+    rank: int
+    world: int  # number of data-parallel ranks
+
+
+ONLY_RANK = DataRank(0, 1)
+
+
 @dataclass(frozen=True)
 class EpochLayout:
     """Everything but the epoch that defines the order of a split's cells."""

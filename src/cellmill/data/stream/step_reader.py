@@ -18,7 +18,7 @@ import numpy as np
 
 from cellmill.data.packing.row_file import RowFile
 from cellmill.data.stream.lane_lengths import LaneLengths
-from cellmill.data.stream.order import EpochLayout, EpochOrders
+from cellmill.data.stream.order import DataRank, EpochLayout, EpochOrders
 from cellmill.data.stream.windows import (
     CellWindow,
     StreamCells,
@@ -89,20 +89,16 @@ class StepGroup:
 class StepReader:
     """Reader of the cells of a split in the order of `layout`, starting at any step.
 
-    Reads the lanes of data rank `rank`: lane l belongs to rank l % `world`. Of other lanes only the
+    Reads the lanes of one data rank: lane l belongs to rank l % `world`. Of other lanes only the
     lengths are looked up.
     """
 
     def __init__(
-        self,
-        shards: list[RowFile],
-        layout: EpochLayout,
-        rank: int,
-        world: int,
-        io_threads: int,
+        self, shards: list[RowFile], layout: EpochLayout, data_rank: DataRank, io_threads: int
     ):
         self._shards = shards
         self._layout = layout
+        rank, world = data_rank
         self._rank = rank
         self._world = world
         lanes = np.arange(layout.stream.lanes).reshape(-1, world).T  # (ranks, lanes of each)

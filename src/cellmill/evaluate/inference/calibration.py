@@ -17,7 +17,9 @@ import torch
 
 from cellmill.config.options import TrainOptions
 from cellmill.data.shards.manifest import Manifest
+from cellmill.data.stream.batch_maker import BatchFields
 from cellmill.data.stream.cell_stream import CellStream
+from cellmill.data.stream.micro_batches import MicroBatchRule
 from cellmill.models.batch import to_tensors
 from cellmill.models.family import Model
 from cellmill.models.objective import Objective
@@ -135,13 +137,11 @@ def calibrate_head(
         options.tokens,
         options.stream,
         global_batch=options.train.global_batch,
-        token_budget=options.train.token_budget,
-        rank=0,
-        world=1,
+        rule=MicroBatchRule(options.train.token_budget),
         seed=options.train.seed,
         shuffle=False,
         max_cells=options.train.val_cells,
-        columns=options.obs_columns(),
+        fields=BatchFields(columns=options.obs_columns()),
     )
     column = [*options.obs_columns()].index(objective.config.label_column)
     vectors = []

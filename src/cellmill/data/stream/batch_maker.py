@@ -1,0 +1,91 @@
+"""Micro-batches of a data rank, made of the packed cells of its steps."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cellmill.data.rows import row_offsets
+from cellmill.data.shards.index import CellColumns, open_vectors
+from cellmill.data.shards.manifest import Manifest
+from cellmill.data.stream.batch import Batch, empty_batch
+from cellmill.data.stream.cell_tokenizer import CellTokenizer
+from cellmill.data.stream.micro_batches import MicroBatchRule, greedy_borders
+from cellmill.data.stream.step_reader import StepGroup
+from cellmill.data.stream.unpacker import CellUnpacker
+from cellmill.data.stream.windows import StreamCells
+
+_TOKENS_TOGETHER = 1 << 20  # tokens of small micro-batches that are made at once
+
+
+@dataclass(frozen=True)
+class BatchFields:
+    """Fields of batches besides the tokens."""
+
+    with_counts: bool = False  # the counts of the tokens
+    # obs columns with levels and with numbers, and the option that names each
+    columns: Mapping[str, str] = field(default_factory=dict)
+    number_columns: Mapping[str, str] = field(default_factory=dict)
+    teacher: str | None = None  # folder of vectors (`data.shards.index`)
+
+    def open_rows(self, manifest: Manifest, split: str) -> dict[str, Any]:
+        """Open arrays indexed by cell id, by field of the batch."""
+        rows: dict[str, Any] = {}
+        if self.columns:
+            rows["levels"] = CellColumns(manifest, split, "levels", self.columns)
+        if self.number_columns:
+            rows["numbers"] = CellColumns(manifest, split, "numbers", self.number_columns)
+        if self.teacher is not None:
+            rows["teacher"] = open_vectors(Path(self.teacher), manifest)[1][split]
+        return rows
+
+
+class BatchMaker:
+    """Makes the micro-batches of data rank `rank`; `rows` are fields indexed by cell id."""
+
+    def __init__(
+        self,
+        rule: MicroBatchRule,
+        rank: int,
+        unpacker: CellUnpacker,
+        tokenizer: CellTokenizer,
+        with_counts: bool,
+        rows: Mapping[str, Any],
+    ) -> None:
+        self._rule = rule
+        self._rank = rank
+        self._unpacker = unpacker
+        self._tokenizer = tokenizer
+        self._with_counts = with_counts
+        self._rows = rows
+        self._empty_batch = empty_batch(tokenizer.dtype, with_counts).with_rows(rows)
+
+    def make(self, group: StepGroup) -> list[list[Batch]]:
+        """This rank's micro-batches of each step, as many as on every other rank.
+
+        A step is filled up with empty ones.
+        """
+        lengths = self._tokenizer.count_tokens(group.n_genes)
+        cuts = self._rule.cut_steps(lengths, group.n_cells, self._rank)
+        filled = iter(self._tokenize(group.local, cuts.borders, group.epoch))
+        return [
+            [*islice(filled, n_filled), *[self._empty_batch] * (n_batches - n_filled)]
+            for n_filled, n_batches in zip(cuts.n_filled, cuts.n_batches)
+        ]
+
+    def _tokenize(self, cells: StreamCells, borders: list[int], epoch: int) -> list[Batch]:
+        """Micro-batches of `cells` between `borders`; small ones are made together and cut apart."""
+        batches = []
+        n_genes = np.diff(row_offsets(cells.packed.lengths)[borders])
+        for first, last in pairwise(greedy_borders(n_genes, _TOKENS_TOGETHER)):
+            start = borders[first]
+            part = cells.select(slice(start, borders[last]))
+            counts = self._unpacker.unpack(part)
+            batch = self._tokenizer.batch(counts, part.ids, self._with_counts, epoch)
+            batch = batch.with_rows(self._rows)
+            for low, high in pairwise(borders[first : last + 1]):
+                batches.append(batch.cut(low - start, high - start))
+        return batches

@@ -1,0 +1,64 @@
+"""Packed cells of a split, unpacked in the order of genes that their tokens depend on."""
+
+import numpy as np
+
+from cellmill.data.arrays import inverse_medians
+from cellmill.data.packing.cells import CellKind
+from cellmill.data.packing.codec import DamagedPart
+from cellmill.data.packing.rank_order import RankOrder
+from cellmill.data.packing.row_file import RowFile
+from cellmill.data.rows import SparseCounts, row_offsets
+from cellmill.data.shards.manifest import REMEDY, Manifest
+from cellmill.data.shards.reader import read_medians, read_names
+from cellmill.data.stream.cell_tokenizer import CellTokenizer
+from cellmill.data.stream.windows import StreamCells
+from cellmill.errors import DataError
+
+
+class CellUnpacker:
+    """Unpacks what `tokenizer` reads of the cells of `shards`, and the counts if `with_counts`.
+
+    Genes are in rank order where the tokens depend on it.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        shards: list[RowFile],
+        tokenizer: CellTokenizer,
+        with_counts: bool,
+    ) -> None:
+        self._path = manifest.path
+        self._shards = shards
+        self._shard_offsets = row_offsets([shard.n_obs for shard in shards])
+        dtype = np.result_type(*(shard.kind.dtype for shard in shards))
+        self._kind = CellKind(manifest.order, manifest.n_genes, dtype)
+        self._max_genes = tokenizer.max_genes(with_counts)
+        self._rank_order: RankOrder | None = None
+        if manifest.order == "genes":
+            self._max_genes = None
+            sorts_above = tokenizer.sorts_cells_above()
+            if sorts_above is not None:
+                medians = read_medians(shards[0].path)
+                self._rank_order = RankOrder(inverse_medians(medians), sorts_above)
+
+    def unpack(self, cells: StreamCells) -> SparseCounts:
+        """Genes and counts of `cells`. Raises DataError, with its name, for a damaged cell."""
+        try:
+            unpacked = cells.packed.unpack(self._kind, self._max_genes)
+        except DamagedPart as error:
+            [name] = self.names(cells.ids[error.part : error.part + 1])
+            raise DataError(f"{self._path}: {name}: damaged: {error}; {REMEDY}") from None
+        if self._rank_order is not None:
+            self._rank_order.sort(unpacked)
+        return unpacked
+
+    def names(self, ids: np.ndarray) -> list[str]:
+        """`dataset:name (file row)` of cells by id, read from the shards; for error messages."""
+        numbers = np.searchsorted(self._shard_offsets, ids, side="right") - 1
+        rows = ids - self._shard_offsets[numbers]
+        names = []
+        for number, row in zip(numbers.tolist(), rows.tolist()):
+            path = self._shards[number].path
+            names.append(f"{read_names(path, 'obs')[row]} ({path.name} row {row})")
+        return names
