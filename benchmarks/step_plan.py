@@ -36,7 +36,7 @@ class Lengths:
     def __init__(self, n_obs: int) -> None:
         lengths = np.random.default_rng(0).gamma(4.0, MEAN_GENES / 4, n_obs).astype(np.int64) + 1
         self.indptr = np.concatenate([[0], np.cumsum(lengths)])
-        self.borders = np.zeros(2 * n_obs + 1, np.uint32)
+        self.part_offsets = np.zeros(2 * n_obs + 1, np.uint32)
 
     def read_bytes(self, *_: np.ndarray) -> None: ...
 

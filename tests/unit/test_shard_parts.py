@@ -200,7 +200,7 @@ def test_the_index_describes_the_shards(tmp_path: Path) -> None:
         for rows in open_shards(manifest, split):
             in_file = open_packed(rows.path, OpenFiles())
             np.testing.assert_array_equal(rows.indptr, in_file.indptr)
-            np.testing.assert_array_equal(rows.borders, in_file.borders)
+            np.testing.assert_array_equal(rows.part_offsets, in_file.part_offsets)
             for array, stored in zip(rows.read(0, rows.n_obs), in_file.read(0, rows.n_obs)):
                 np.testing.assert_array_equal(array, stored)
         cells = [open_cells(manifest.shard_path(shard_entry)).X for shard_entry in entry.shards]

@@ -22,7 +22,7 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards
 from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.cell_stream import CellStream
-from cellmill.data.stream.micro_batches import count_greedy, greedy_borders, split_batch
+from cellmill.data.stream.micro_batches import count_greedy, cut_greedily, split_batch
 from cellmill.errors import DataError, UserError
 from cellmill.planner.work import CorpusSize, detected_genes, measure_work
 
@@ -71,16 +71,16 @@ def digests_of(steps: list[list[Batch]]) -> list[list[tuple[bytes, ...]]]:
 
 
 def test_micro_batches_are_filled_greedily_in_order() -> None:
-    assert greedy_borders(np.array([5, 5, 1, 9, 10, 2]), 10) == [0, 2, 4, 5, 6]
-    assert greedy_borders(np.array([3, 30, 40, 4, 5]), 12) == [0, 1, 2, 3, 5]
-    assert greedy_borders(np.array([], int), 10) == [0]
+    assert cut_greedily(np.array([5, 5, 1, 9, 10, 2]), 10) == [0, 2, 4, 5, 6]
+    assert cut_greedily(np.array([3, 30, 40, 4, 5]), 12) == [0, 1, 2, 3, 5]
+    assert cut_greedily(np.array([], int), 10) == [0]
     for seed in range(40):
         rng = np.random.default_rng(seed)
         n_cells = rng.integers(0, 9, rng.integers(1, 9))
         lengths = rng.integers(0, 30, n_cells.sum())
         for budget in (1, 30, 77):
             alone = [
-                len(greedy_borders(part, budget)) - 1
+                len(cut_greedily(part, budget)) - 1
                 for part in np.split(lengths, n_cells.cumsum()[:-1])
             ]
             assert count_greedy(lengths, n_cells, budget).tolist() == alone

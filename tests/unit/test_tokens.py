@@ -239,7 +239,7 @@ def test_compiled_loops_are_bitwise_equal_to_numpy(
     assert kept.cu_seqlens[-1] > token_values.LARGE_BATCH
     monkeypatch.setattr(codec, "COMPILED", codec.CompiledLoops())
     expected = token_values.log_tokens(kept)
-    ranks = token_values.rank_tokens(kept)
+    ranks = token_values.position_tokens(kept)
     loops = codec.load_loops()
     assert loops is not None
     monkeypatch.setattr(codec.COMPILED, "loops_for", lambda n_values: loops)
@@ -254,7 +254,7 @@ def test_compiled_loops_are_bitwise_equal_to_numpy(
         assert (ids.dtype, values.dtype) == (np.int32, np.float32)
         np.testing.assert_array_equal(ids, expected[0])
         np.testing.assert_array_equal(values.view(np.uint32), expected[1].view(np.uint32))
-        by_loops = token_values.rank_tokens(kept)
+        by_loops = token_values.position_tokens(kept)
         assert by_loops.values.dtype == np.int32
         np.testing.assert_array_equal(by_loops[:2], ranks[:2])
 

@@ -14,7 +14,7 @@ from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import Layout, min_microbatches, pipeline_tokens
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards
-from cellmill.data.stream.micro_batches import even_borders, greedy_borders
+from cellmill.data.stream.micro_batches import cut_evenly, cut_greedily
 from cellmill.data.stream.order import EpochLayout
 
 # Micro-batches are counted in the first steps only: shards are preshuffled, so any cells will do.
@@ -148,7 +148,7 @@ def count_micro_batches(
         # lengths of the cells of each rank
         starts = range(0, len(batch), cells_per_rank)
         ranks = [batch[start : start + cells_per_rank] for start in starts]
-        needed = [len(greedy_borders(rank, token_budget)) - 1 for rank in ranks]
+        needed = [len(cut_greedily(rank, token_budget)) - 1 for rank in ranks]
         count = ceil(max(min_microbatches, *needed) / microbatch_multiple) * microbatch_multiple
         counts.append(count)
         if microbatch_multiple > 1 and len(counts) <= SAMPLED_EVENLY:
@@ -169,6 +169,6 @@ def _pad_evenly(lengths: np.ndarray, count: int, token_multiple: int) -> tuple[i
     `lengths` are the cells' tokens, `(cells,)`. Return the tokens of the longest micro-batch before
     padding, and those of all micro-batches after it.
     """
-    tokens_by_micro_batch = np.add.reduceat(lengths, even_borders(lengths, count)[:-1])
+    tokens_by_micro_batch = np.add.reduceat(lengths, cut_evenly(lengths, count)[:-1])
     longest = int(tokens_by_micro_batch.max())
     return longest, count * pipeline_tokens(longest, token_multiple)

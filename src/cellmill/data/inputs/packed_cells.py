@@ -193,7 +193,7 @@ def find_packed(path: Path, file: h5py.File, files: OpenFiles) -> RowFile:
             kind=CellKind("genes" if order == "genes" else "rank", n_vars, dtype),
             packed=locate(group["bytes"]),
             unchecked_indptr=offsets,
-            unchecked_borders=group["borders"][:],
+            unchecked_part_offsets=group["borders"][:],
             files=files,
             remedy=REMEDY,
         )

@@ -264,7 +264,7 @@ def fill_tokens(
 
 
 @compiled("void(int64[::1], int32[::1], int32[::1], int32[::1], int32[::1], int32)")
-def fill_ranks(
+def fill_positions(
     cell_offsets: Any, genes: Any, token_offsets: Any, ids: Any, values: Any, first_id: int
 ) -> None:
     """Fill `ids` with the first genes of each cell, and `values` with their positions from 0."""

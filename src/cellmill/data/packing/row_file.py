@@ -90,7 +90,7 @@ class RowFile:
     unchecked_indptr: np.ndarray  # `(cells + 1,)`
     # `(2 * cells + 1,)`: where the genes and then the counts of each cell begin in `packed`, and
     # the end, in units of 8 bytes
-    unchecked_borders: np.ndarray
+    unchecked_part_offsets: np.ndarray
     files: OpenFiles
     remedy: str
     _is_checked: bool = field(default=False, init=False)
@@ -116,16 +116,16 @@ class RowFile:
         return indptr
 
     @cached_property
-    def borders(self) -> np.ndarray:
-        """`unchecked_borders`. Raises DataError unless they ascend from 0 to the number of bytes."""
-        borders = self.unchecked_borders
+    def part_offsets(self) -> np.ndarray:
+        """`unchecked_part_offsets`. Raises DataError unless they ascend from 0 to the number of bytes."""
+        offsets = self.unchecked_part_offsets
         n_units, rest = divmod(self.packed.n_bytes, ALIGNMENT)
-        is_whole = len(borders) == 2 * self.n_obs + 1 and borders[-1] == n_units and not rest
-        if not is_whole or borders[0] or (borders[1:] < borders[:-1]).any():
+        is_whole = len(offsets) == 2 * self.n_obs + 1 and offsets[-1] == n_units and not rest
+        if not is_whole or offsets[0] or (offsets[1:] < offsets[:-1]).any():
             raise self._damaged(
                 f"its cell offsets do not ascend from 0 to {self.packed.n_bytes:,} bytes"
             )
-        return borders
+        return offsets
 
     def close(self) -> None:
         """Close all files of `files`, while no thread reads them; a later read opens them again."""
@@ -168,19 +168,19 @@ class RowFile:
 
     def byte_of(self, parts: np.ndarray) -> np.ndarray:
         """First byte, int64, of parts. Part `2 * c` is the genes of cell c, the next one its counts."""
-        return self.borders[parts].astype(np.int64) * ALIGNMENT
+        return self.part_offsets[parts].astype(np.int64) * ALIGNMENT
 
     def read_bytes(
-        self, begins: np.ndarray, ends: np.ndarray, targets: np.ndarray, memory: np.ndarray
+        self, starts: np.ndarray, stops: np.ndarray, targets: np.ndarray, memory: np.ndarray
     ) -> None:
-        """Read packed bytes `begins` to `ends` to positions `targets` of `memory`."""
+        """Read packed bytes `starts` to `stops` to positions `targets` of `memory`."""
         view = memory.data
-        spans = list(zip(begins.tolist(), ends.tolist(), targets.tolist()))
+        spans = list(zip(starts.tolist(), stops.tolist(), targets.tolist()))
 
         def read(descriptor: int) -> None:
-            for begin, end, target in spans:
-                part = view[target : target + end - begin]
-                _read_into(part, descriptor, self.packed.offset + begin)
+            for start, stop, target in spans:
+                part = view[target : target + stop - start]
+                _read_into(part, descriptor, self.packed.offset + start)
 
         self._with_file(read)
 

@@ -37,7 +37,7 @@ def open_shards(manifest: Manifest, split: str, copies: LocalCopies | None = Non
                 kind=kind,
                 packed=ByteRange(shard.bytes_at, shard.n_bytes),
                 unchecked_indptr=offsets[shard_offsets[number] : shard_offsets[number + 1]],
-                unchecked_borders=units[unit_offsets[number] : unit_offsets[number + 1]],
+                unchecked_part_offsets=units[unit_offsets[number] : unit_offsets[number + 1]],
                 files=files,
                 remedy=REMEDY,
             )

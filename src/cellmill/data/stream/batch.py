@@ -25,7 +25,7 @@ CELL = {"per": Per("cell")}
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of one rank, without padding.
+    """One micro-batch of one data rank, without padding.
 
     It may be empty: no cells, no tokens, `cu_seqlens` [0]. Arrays per token or per cell are
     declared only here, and cut, padded and copied by `map`. Objectives read all of them, a model

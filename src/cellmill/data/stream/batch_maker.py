@@ -13,7 +13,7 @@ from cellmill.data.shards.index import CellColumns, open_vectors
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.batch import Batch, empty_batch
 from cellmill.data.stream.cell_tokenizer import CellTokenizer
-from cellmill.data.stream.micro_batches import MicroBatchRule, greedy_borders
+from cellmill.data.stream.micro_batches import MicroBatchRule, cut_greedily
 from cellmill.data.stream.step_reader import StepGroup
 from cellmill.data.stream.unpacker import CellUnpacker
 from cellmill.data.stream.windows import StreamCells
@@ -70,22 +70,22 @@ class BatchMaker:
         """
         lengths = self._tokenizer.count_tokens(group.n_genes)
         cuts = self._rule.cut_steps(lengths, group.n_cells, self._rank)
-        filled = iter(self._tokenize(group.local, cuts.borders, group.epoch))
+        filled = iter(self._tokenize(group.local, cuts.offsets, group.epoch))
         return [
             [*islice(filled, n_filled), *[self._empty_batch] * (n_batches - n_filled)]
             for n_filled, n_batches in zip(cuts.n_filled, cuts.n_batches)
         ]
 
-    def _tokenize(self, cells: StreamCells, borders: list[int], epoch: int) -> list[Batch]:
-        """Micro-batches of `cells` between `borders`; small ones are made together and cut apart."""
+    def _tokenize(self, cells: StreamCells, offsets: list[int], epoch: int) -> list[Batch]:
+        """Micro-batches of `cells`, which begin at `offsets`; small ones are made together and cut apart."""
         batches = []
-        n_genes = np.diff(row_offsets(cells.packed.lengths)[borders])
-        for first, last in pairwise(greedy_borders(n_genes, _TOKENS_TOGETHER)):
-            start = borders[first]
-            part = cells.select(slice(start, borders[last]))
+        n_genes = np.diff(row_offsets(cells.packed.lengths)[offsets])
+        for first, last in pairwise(cut_greedily(n_genes, _TOKENS_TOGETHER)):
+            start = offsets[first]
+            part = cells.select(slice(start, offsets[last]))
             counts = self._unpacker.unpack(part)
             batch = self._tokenizer.batch(counts, part.ids, self._with_counts, epoch)
             batch = batch.with_rows(self._rows)
-            for low, high in pairwise(borders[first : last + 1]):
+            for low, high in pairwise(offsets[first : last + 1]):
                 batches.append(batch.cut(low - start, high - start))
         return batches

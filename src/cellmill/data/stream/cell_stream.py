@@ -1,4 +1,4 @@
-"""Batches of tokens for one rank: endless, shuffled and resumable at any step.
+"""Batches of tokens for one data rank: endless, shuffled and resumable at any step.
 
 Uses threads, not processes: reading and copying release the GIL, and processes cost 1.7 times the
 CPU time per tokenized cell. One thread cuts and tokenizes the next steps into a bounded queue; a
@@ -125,7 +125,7 @@ class CellStream:
         self._closed = False
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        """Micro-batches of this rank for each optimizer step, as many as on every other rank.
+        """Micro-batches of this data rank for each optimizer step, as many as on every other rank.
 
         Some may be empty. Endless over epochs, starting at the state; without shuffling one epoch,
         always from its start.

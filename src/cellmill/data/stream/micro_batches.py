@@ -15,7 +15,7 @@ class StepCuts(NamedTuple):
     """Micro-batches into which a data rank cuts its cells of some steps."""
 
     # first cell of each micro-batch that is not empty, and the number of cells
-    borders: list[int]
+    offsets: list[int]
     n_filled: list[int]  # micro-batches of each step that are not empty
     n_batches: list[int]  # all micro-batches of each step, as many on every rank
 
@@ -45,7 +45,7 @@ class MicroBatchRule:
         n_needed = np.maximum(n_greedy.max(1), self.min_per_step)
         n_batches: list[int] = (-(-n_needed // self.multiple_of) * self.multiple_of).tolist()
         is_even = self.multiple_of > 1 or self.min_per_step > 1
-        borders = [0]
+        offsets = [0]
         n_filled = []
         # cells of this rank in each step, and their end among those of all steps and ranks
         n_local = n_cells[:, rank].tolist()
@@ -53,36 +53,36 @@ class MicroBatchRule:
         n_greedy_local = n_greedy[:, rank].tolist()
         for n, end, n_greedy_step, n_in_step in zip(n_local, ends, n_greedy_local, n_batches):
             if is_even:
-                borders_in_step = even_borders(lengths[end - n : end], n_in_step)
+                offsets_in_step = cut_evenly(lengths[end - n : end], n_in_step)
             elif n_greedy_step == 1:
-                borders_in_step = [0, n]
+                offsets_in_step = [0, n]
             else:
-                borders_in_step = greedy_borders(lengths[end - n : end], budget)
-            start = borders[-1]
-            borders += [start + border for border in borders_in_step[1:]]
-            n_filled.append(len(borders_in_step) - 1)
-        return StepCuts(borders, n_filled, n_batches)
+                offsets_in_step = cut_greedily(lengths[end - n : end], budget)
+            start = offsets[-1]
+            offsets += [start + offset for offset in offsets_in_step[1:]]
+            n_filled.append(len(offsets_in_step) - 1)
+        return StepCuts(offsets, n_filled, n_batches)
 
 
-def greedy_borders(lengths: np.ndarray, token_budget: int) -> list[int]:
-    """Borders `[0, ..., cells]` of micro-batches of at most `token_budget` tokens, filled greedily
+def cut_greedily(lengths: np.ndarray, token_budget: int) -> list[int]:
+    """Offsets `[0, ..., cells]` of micro-batches of at most `token_budget` tokens, filled greedily
     in order.
 
     `lengths`, `(cells,)`, are tokens of each cell. A cell above the budget is a micro-batch of its
     own.
     """
     total = lengths.cumsum()
-    borders = [0]
+    offsets = [0]
     first = 0
     while first < len(lengths):
         used = int(total[first - 1]) if first else 0
         first = max(int(total.searchsorted(used + token_budget, side="right")), first + 1)
-        borders.append(first)
-    return borders
+        offsets.append(first)
+    return offsets
 
 
 def count_greedy(lengths: np.ndarray, n_cells: np.ndarray, token_budget: int) -> np.ndarray:
-    """Number of micro-batches that `greedy_borders` makes of each rank's cells, `(ranks,)`.
+    """Number of micro-batches that `cut_greedily` makes of each rank's cells, `(ranks,)`.
 
     `lengths`, `(cells,)`, are tokens of all ranks' cells, rank by rank, `n_cells` of them on each.
     """
@@ -101,19 +101,19 @@ def count_greedy(lengths: np.ndarray, n_cells: np.ndarray, token_budget: int) ->
     return numbers
 
 
-def even_borders(lengths: np.ndarray, max_batches: int) -> list[int]:
-    """Borders of at most `max_batches` micro-batches that minimise the largest one."""
+def cut_evenly(lengths: np.ndarray, max_batches: int) -> list[int]:
+    """Offsets of at most `max_batches` micro-batches that minimise the largest one."""
     low = int(lengths.max(initial=1))
     high = int(lengths.sum())
 
     def fits(budget: int) -> bool:
-        return len(greedy_borders(lengths, budget)) - 1 <= max_batches
+        return len(cut_greedily(lengths, budget)) - 1 <= max_batches
 
     # the smallest budget in low:high that fits, else high
-    return greedy_borders(lengths, low + bisect_left(range(low, high), True, key=fits))
+    return cut_greedily(lengths, low + bisect_left(range(low, high), True, key=fits))
 
 
 def split_batch(batch: Batch, token_budget: int) -> Iterator[Batch]:
     """Parts of `batch` in order, of at most `token_budget` tokens if they have several cells."""
-    for first, last in pairwise(greedy_borders(np.diff(batch.cu_seqlens), token_budget)):
+    for first, last in pairwise(cut_greedily(np.diff(batch.cu_seqlens), token_budget)):
         yield batch.cut(first, last)

@@ -256,10 +256,10 @@ class RepeatedEpoch(EpochOrder):
         # a run continues while the next cell follows in the same shard
         shard = np.searchsorted(self._shard_offsets, cells, side="right") - 1
         continues = (np.diff(cells) == 1) & (np.diff(shard) == 0)
-        begins = np.flatnonzero(np.append(True, ~continues))
-        shard = shard[begins]
-        first_cell = cells[begins] - self._shard_offsets[shard]
-        return CellRuns(shard, first_cell, np.diff(begins, append=len(cells)))
+        starts = np.flatnonzero(np.append(True, ~continues))
+        shard = shard[starts]
+        first_cell = cells[starts] - self._shard_offsets[shard]
+        return CellRuns(shard, first_cell, np.diff(starts, append=len(cells)))
 
 
 def _list_copies(layout: EpochLayout, counts: np.ndarray) -> BlockCopies:
@@ -275,9 +275,9 @@ def _list_copies(layout: EpochLayout, counts: np.ndarray) -> BlockCopies:
         number = len(copies) + 1
         block_of_cell = np.searchsorted(starts, left, side="right") - 1
         # the first of these cells in each block
-        begins = np.flatnonzero(np.diff(block_of_cell, prepend=-1))
-        block = block_of_cell[begins]
-        n_copied = np.diff(begins, append=len(left))
+        first_left = np.flatnonzero(np.diff(block_of_cell, prepend=-1))
+        block = block_of_cell[first_left]
+        n_copied = np.diff(first_left, append=len(left))
         numbers = np.full_like(block, number)
         copies.append(BlockCopies(starts[block], stops[block], numbers, n_copied))
         left = left[counts[left] > number]

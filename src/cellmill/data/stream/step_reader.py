@@ -83,7 +83,7 @@ class StepGroup:
     epoch: int
     n_genes: np.ndarray  # `(cells of all ranks,)`: of each cell, by step and rank
     n_cells: np.ndarray  # `(steps, world)` int64: number of cells of each rank
-    local: StreamCells  # this rank's cells, by step and lane
+    local: StreamCells  # this data rank's cells, by step and lane
 
 
 class StepReader:

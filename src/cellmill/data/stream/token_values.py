@@ -21,14 +21,14 @@ LARGE_BATCH = 1 << 15  # tokens of a batch from which loops are faster
 _TABLED_COUNTS = 64  # counts below it are looked up in a table of each cell
 
 
-def rank_tokens(kept: Prefixes) -> Tokenized:
+def position_tokens(kept: Prefixes) -> Tokenized:
     """Tokens of the kept genes, with int32 positions in their cell from 0."""
     values = recycled_empty(kept.cu_seqlens[-1], np.int32)
     offsets, genes, _ = kept.cells
     loops = _choose_loops(kept, offsets, genes)
     if loops is not None:
         ids = recycled_empty(len(values), np.int32)
-        loops.fill_ranks(offsets, genes, kept.cu_seqlens, ids, values, np.int32(len(SPECIAL)))
+        loops.fill_positions(offsets, genes, kept.cu_seqlens, ids, values, np.int32(len(SPECIAL)))
         return Tokenized(ids, values, kept.cu_seqlens)
     # slices of one cached array take half the time of arange - repeat
     longest = np.arange(kept.lengths.max(initial=0), dtype=np.int32)

@@ -6,7 +6,7 @@ import numpy as np
 
 from cellmill.config.parts.tokens import BinnedTokens
 from cellmill.data.rows import SparseCounts, row_offsets
-from cellmill.data.stream.token_values import log_tokens, rank_tokens
+from cellmill.data.stream.token_values import log_tokens, position_tokens
 from cellmill.data.stream.tokenizer import Prefixes, Tokenized
 from cellmill.errors import ConfigError
 
@@ -41,7 +41,7 @@ class RankTokenizer(FirstGenes):
     needs_counts = False
 
     def tokenize(self, cells: SparseCounts) -> Tokenized:
-        return rank_tokens(self._prefixes(cells))
+        return position_tokens(self._prefixes(cells))
 
 
 class BinnedTokenizer(FirstGenes):
@@ -119,16 +119,16 @@ def _cell_quantiles(
     Cells have `n` counts each, `(cells,)`; their tables in `n_up_to` begin at `table_start`,
     `(cells, 1)`.
     """
-    # rank of each quantile among the cell's sorted counts, and the whole ranks below and above it
-    last_rank = (n - 1)[:, None]
-    rank = np.linspace(0, 1, bins) * last_rank
-    rank_below = np.floor(rank).astype(np.int64)
-    rank_above = np.minimum(rank_below + 1, last_rank)
-    # the counts at these ranks
+    # position of each quantile among the cell's sorted counts, and the whole ones next to it
+    last = (n - 1)[:, None]
+    position = np.linspace(0, 1, bins) * last
+    position_below = np.floor(position).astype(np.int64)
+    position_above = np.minimum(position_below + 1, last)
+    # the counts at these positions
     n_before = (np.cumsum(n) - n)[:, None]  # counts of earlier cells
-    below = np.searchsorted(n_up_to, n_before + rank_below, side="right") - table_start
-    above = np.searchsorted(n_up_to, n_before + rank_above, side="right") - table_start
-    frac = rank - rank_below
+    below = np.searchsorted(n_up_to, n_before + position_below, side="right") - table_start
+    above = np.searchsorted(n_up_to, n_before + position_above, side="right") - table_start
+    frac = position - position_below
     gap = above - below
     return np.where(frac >= 0.5, above - gap * (1 - frac), below + gap * frac)
 

@@ -29,13 +29,13 @@ class ByteRuns(NamedTuple):
     """Bytes of runs of packed cells: where they are in a shard, and where they go; `(runs,)` int64."""
 
     shards: np.ndarray  # number of the shard
-    begins: np.ndarray  # first byte in the shard's packed bytes
-    ends: np.ndarray  # byte after the last
+    starts: np.ndarray  # first byte in the shard's packed bytes
+    stops: np.ndarray  # byte after the last
     targets: np.ndarray  # position of the first byte in the window's memory
 
     def by_shard(self, max_runs: int) -> Iterator[ByteRuns]:
         """Parts of at most `max_runs` runs of one shard each, ascending in it."""
-        order = np.lexsort((self.begins, self.shards))
+        order = np.lexsort((self.starts, self.shards))
         runs = choose_rows(self, order)
         shard_starts = np.flatnonzero(np.diff(runs.shards)) + 1
         part_starts = np.union1d(np.arange(0, len(order), max_runs), shard_starts)
@@ -45,7 +45,7 @@ class ByteRuns(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamCells:
-    """Cells of one rank in the order in which they are taken: by step, then by lane.
+    """Cells of one data rank in the order in which they are taken: by step, then by lane.
 
     Arrays are `(cells,)` int64.
     """
@@ -191,19 +191,19 @@ class WindowReader:
         """
         units = []
         for shard, first, n in iterate_rows(runs):
-            units.append(self._shards[shard].borders[2 * first : 2 * (first + n) + 1])
+            units.append(self._shards[shard].part_offsets[2 * first : 2 * (first + n) + 1])
         n_units = 2 * runs.n_cells + 1
         last = np.cumsum(n_units) - 1  # entry of each run's end
         # where genes and counts of each cell begin, and the end of each run: in the shard, then in
         # the memory
         positions = np.concatenate(units).astype(np.int64) * ALIGNMENT
-        begins = positions[last - n_units + 1]
-        ends = positions[last]
-        offsets = row_offsets(ends - begins)
-        positions += np.repeat(offsets[:-1] - begins, n_units)
-        is_begin = np.ones(len(positions), bool)
-        is_begin[last] = False
-        gene_entry = np.flatnonzero(is_begin)[::2]
+        starts = positions[last - n_units + 1]
+        stops = positions[last]
+        offsets = row_offsets(stops - starts)
+        positions += np.repeat(offsets[:-1] - starts, n_units)
+        is_start = np.ones(len(positions), bool)
+        is_start[last] = False
+        gene_entry = np.flatnonzero(is_start)[::2]
         packed = PackedCells(
             recycled_empty(offsets[-1], np.uint8),
             positions[gene_entry],
@@ -211,7 +211,7 @@ class WindowReader:
             positions[gene_entry + 2],
             cell_lengths(self._shards, runs),
         )
-        return ByteRuns(runs.shards, begins, ends, offsets[:-1]), packed
+        return ByteRuns(runs.shards, starts, stops, offsets[:-1]), packed
 
 
 def cell_lengths(shards: list[RowFile], runs: CellRuns) -> np.ndarray:
