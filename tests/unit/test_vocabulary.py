@@ -166,7 +166,7 @@ def test_a_damaged_vocabulary_is_named_with_its_line(simulated: Path, tmp_path: 
             "",
             "not a complete vocabulary: expected columns token_id, gene_id, symbol, n_cells, median",
         ),
-        (text[:-1], "not a complete vocabulary"),
+        (text[:-1], "not a complete vocabulary: its last line is cut; copy it again"),
         ("".join(lines[:3]), "not a vocabulary: no genes, or a duplicate"),
         ("".join(lines[:1] + lines[2:]), "line 2: expected token 0: <pad>"),
         (

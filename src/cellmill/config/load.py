@@ -332,7 +332,7 @@ class ModelFile(BaseModel):
 
 
 def unusable(path: Path, problem: str) -> DataError:
-    return DataError(f"{path}: {problem}; export the model again (consolidate)")
+    return DataError(f"{path}: {problem}; copy it again, or export the model again (consolidate)")
 
 
 def require_model(folder: Path) -> None:

@@ -67,9 +67,7 @@ class WeightsFile:
         try:
             yield
         except FileNotFoundError:
-            raise DataError(
-                f"{self._path}: no such file; export the model first (consolidate)"
-            ) from None
+            raise unusable(self._path, "no such file") from None
         except (SafetensorError, OSError, RuntimeError) as error:
             raise unusable(self._path, f"damaged: {error}") from None
 
@@ -121,6 +119,8 @@ def load_model(folder: Path) -> tuple[Model, Vocabulary, dict[str, Any]]:
     vocabulary_path = folder / "vocabulary.tsv"
     weights = folder / WEIGHTS
     config = read_model_config(config_path)
+    if not vocabulary_path.exists():
+        raise unusable(vocabulary_path, "no such file")
     vocabulary = Vocabulary.read(vocabulary_path)
     trained_with = config["vocabulary_digest"]
     if vocabulary.digest != trained_with:

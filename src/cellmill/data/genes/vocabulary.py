@@ -114,7 +114,11 @@ class Vocabulary:
             lines = Path(path).read_text(encoding="utf-8").split("\n")
         except UnicodeDecodeError:
             raise DataError(f"{path}: not a vocabulary: not UTF-8 text") from None
-        if lines.pop() != "" or not lines or tuple(lines[0].split("\t")) != COLUMNS:
+        if lines.pop() != "" and lines:
+            raise DataError(
+                f"{path}: not a complete vocabulary: its last line is cut; copy it again"
+            )
+        if not lines or tuple(lines[0].split("\t")) != COLUMNS:
             raise DataError(
                 f"{path}: not a complete vocabulary: expected columns {', '.join(COLUMNS)}"
             )

@@ -166,7 +166,7 @@ def read_digests(folder: Path, config: Mapping[str, Any]) -> CellDigests | None:
         return None
     path = folder / FILE
     if not path.exists():
-        raise unusable(path, "no such file, though config.json has its SHA-256; copy it too")
+        raise unusable(path, "no such file, though config.json has its SHA-256")
     sha256 = sha256_file(path)
     if sha256 != entry["sha256"]:
         raise unusable(
