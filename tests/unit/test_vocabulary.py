@@ -20,7 +20,7 @@ from cellmill import open_cells
 from cellmill.config.corpus import Shard, VocabularyConfig
 from cellmill.config.options import TrainOptions, VocabularyOptions
 from cellmill.config.parts.tokens import SPECIAL
-from cellmill.data.genes import build as module
+from cellmill.data.genes import passes
 from cellmill.data.genes.build import Medians, build_vocabulary
 from cellmill.data.genes.vocabulary import Vocabulary, VocabularyCells
 from cellmill.data.inputs.h5 import count_dtype
@@ -271,7 +271,7 @@ def test_variable_genes_equal_scanpy_over_files_and_blocks(
     parts: list[Path], simulated: Path, flavor: str, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = scanpy_genes(simulated, flavor, n)
-    monkeypatch.setattr(module, "_BLOCK", 37)
+    monkeypatch.setattr(passes, "BLOCK", 37)
     assert set(built(*parts, select=flavor, max_genes=n).gene_ids) == wanted
     assert wanted != set(built(*parts, max_genes=n).gene_ids)
 

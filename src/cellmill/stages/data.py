@@ -10,6 +10,7 @@ from cellmill.config.load import check_options
 from cellmill.config.options import PreprocessOptions, ShardOptions, VocabularyOptions
 from cellmill.data.genes.build import build_vocabulary
 from cellmill.data.genes.names import lost_counts
+from cellmill.data.genes.passes import remove_sums
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.fetch import fetch_url, local_input, origin_of, state_of
 from cellmill.data.inputs.formats import open_dataset
@@ -172,11 +173,12 @@ def vocabulary(
     """Read preprocessed .h5ad files; write the vocabulary to `out` (.tsv).
 
     `split`, options of the shard section as JSON, leaves out the cells that the shards will hold
-    out.
+    out. Sums of a killed process are not computed again.
     """
     shard = None if split is None else check_options(Shard, parse_json(split, "--split"), "--split")
-    vocabulary = build_vocabulary(cells, options.vocabulary, shard)
+    vocabulary = build_vocabulary(cells, options.vocabulary, shard, out)
     vocabulary.write(out)
+    remove_sums(out)
     print(f"genes and medians are those of {vocabulary.training or 'all cells'}")
     print(f"{vocabulary.n_genes:,} genes, digest {vocabulary.digest[:12]} -> {out}")
 

@@ -12,7 +12,7 @@ counts clipped: that takes a second pass over the cells.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from copy import copy
 from itertools import chain
 from pathlib import Path
@@ -20,30 +20,22 @@ from typing import Self
 
 import numpy as np
 import pandas as pd
-import scipy.sparse as sp
 
-from cellmill.config.corpus import ORGANISM, SPLITS, Shard, VocabularyConfig
+from cellmill.config.corpus import ORGANISM, Shard, VocabularyConfig
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.config.published import vocabulary_file
-from cellmill.data.arrays import TARGET_SUM, counts_per_10k, select_rows
+from cellmill.data.arrays import TARGET_SUM, counts_per_10k
 from cellmill.data.genes.allowed import find_allowed
+from cellmill.data.genes.passes import FIRST, SECOND, CellPasses
 from cellmill.data.genes.tables import ORGANISMS
-from cellmill.data.genes.vocabulary import Vocabulary, VocabularyCells
+from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.inputs.reader import CountsReader, refuse_duplicates
 from cellmill.data.inputs.source import optional_package
 from cellmill.data.packing import codec
 from cellmill.data.rows import row_numbers
-from cellmill.data.split import (
-    hash_cells,
-    hash_genes,
-    split_by_value,
-    split_of_hashes,
-)
 from cellmill.errors import DataError
-from cellmill.files import progress
 
-_BLOCK = 1024  # cells
 # values and genes at a time: those whose numbers fit into a core's cache
 _PIECE = 1 << 16
 _GENES = 256
@@ -66,7 +58,7 @@ class Medians:
     """
 
     def __init__(self, n_genes: int):
-        self._bins = np.zeros((n_genes, _BINS), np.uint32)
+        self.bins = np.zeros((n_genes, _BINS), np.uint32)
 
     def add(self, genes: np.ndarray, values: np.ndarray) -> None:
         """Add values, `(n,)`, each of the gene (row, int) at the same position of `genes`."""
@@ -79,11 +71,11 @@ class Medians:
             bins = logs.astype(np.int64)
             np.clip(bins, 0, _BINS - 1, out=bins)
             bins += np.multiply(genes[first : first + _PIECE], _BINS, dtype=np.int64)
-            count(self._bins.reshape(-1), bins, np.uint32(1))
+            count(self.bins.reshape(-1), bins, np.uint32(1))
 
     def counts(self) -> np.ndarray:
         """Number of values of each gene, int64."""
-        return self._bins.sum(axis=1, dtype=np.int64)
+        return self.bins.sum(axis=1, dtype=np.int64)
 
     def medians(self, rows: np.ndarray) -> np.ndarray:
         """Median of each of the genes `rows`, which have values, float32.
@@ -94,7 +86,7 @@ class Medians:
         for first in range(0, len(rows), _GENES):
             part = slice(first, first + _GENES)
             # cumulative over all of these genes: one search finds the middle of each
-            total = np.cumsum(self._bins[rows[part]], dtype=np.int64)
+            total = np.cumsum(self.bins[rows[part]], dtype=np.int64)
             ends = total[_BINS - 1 :: _BINS]
             starts = np.append(0, ends[:-1])
             n = ends - starts
@@ -109,7 +101,7 @@ class Medians:
 
         Counts per 10,000 are within 0.5 % of the exact quantile.
         """
-        total = np.cumsum(self._bins[rows].sum(axis=0, dtype=np.int64))
+        total = np.cumsum(self.bins[rows].sum(axis=0, dtype=np.int64))
         # the smallest value that at least this part of all values does not exceed
         least = -(-np.arange(_PARTS + 1) * total[-1] // _PARTS)
         bins = np.searchsorted(total, np.maximum(1, least))
@@ -121,10 +113,13 @@ def _value_in_bin(bins: np.ndarray) -> np.ndarray:
 
 
 class Moments:
-    """Sums of values, and of their squares, of each gene over cells; float64."""
+    """Sums of values, and of their squares, of each gene over cells; float64.
+
+    `add` changes the arrays in place.
+    """
 
     def __init__(self, n_genes: int):
-        self.n_cells = 0
+        self.n_cells = np.zeros((), np.int64)
         self.sums = np.zeros(n_genes)
         self.squares = np.zeros(n_genes)
 
@@ -153,17 +148,21 @@ class Moments:
     def variance(self) -> np.ndarray:
         """Unbiased variance over all cells, those without the gene included."""
         biased = self.squares / self.n_cells - self.mean**2
-        return biased * (self.n_cells / max(1, self.n_cells - 1))
+        return biased * (self.n_cells / max(1, int(self.n_cells) - 1))
 
 
 def build_vocabulary(
-    paths: Iterable[Path], options: VocabularyConfig | None = None, split: Shard | None = None
+    paths: Iterable[Path],
+    options: VocabularyConfig | None = None,
+    split: Shard | None = None,
+    out: Path | None = None,
 ) -> Vocabulary:
     """Vocabulary of preprocessed .h5ad files, independent of their order; of sequences, all
     residues.
 
-    With `split`, only its training cells count. Raises DataError when a file shares no gene with
-    the others, or no gene is left.
+    With `split`, only its training cells count. Sums that a killed process left next to `out`, the
+    file to be written, are not computed again. Raises DataError when a file shares no gene with the
+    others, or no gene is left.
     """
     paths = [Path(path) for path in paths]
     options = options or VocabularyConfig.model_validate({})
@@ -172,11 +171,12 @@ def build_vocabulary(
         return _sequence_vocabulary(paths)
     gene_ids = sorted(symbols)
     allowed = find_allowed(gene_ids, options)
-    cells = _Cells(paths, gene_ids, split)
+    cells = CellPasses(paths, gene_ids, split, options, out)
     medians = Medians(len(gene_ids))
     moments = Moments(len(gene_ids))
     measured = options.variability or options.select != "detected"
-    for genes, block in cells.blocks():
+    sums = {"bins": medians.bins, **vars(moments)}
+    for genes, block in cells.blocks(FIRST, sums):
         per_10k = counts_per_10k(block.data, block.indptr)
         medians.add(genes, per_10k)
         if measured:
@@ -224,83 +224,6 @@ def build_vocabulary(
     )
 
 
-class _Cells:
-    """Cells that a vocabulary is made of: all cells of the files, or with `split` its training
-    cells.
-    """
-
-    def __init__(self, paths: list[Path], gene_ids: list[str], split: Shard | None):
-        self._paths = paths
-        self.gene_ids = gene_ids
-        self._split = split
-        self._rows = {gene: row for row, gene in enumerate(gene_ids)}
-        self._gene_hashes = hash_genes([])
-        self._masks: dict[Path, np.ndarray] = {}  # training cells, if a column splits
-        if split is not None and split.split_by is not None:
-            self._masks = _training_masks(paths, split, split.split_by)
-        elif split is not None:
-            self._gene_hashes = hash_genes(gene_ids)
-        self._n_training = 0
-        self._n_all = 0
-
-    def blocks(self) -> Iterator[tuple[np.ndarray, sp.csr_matrix]]:
-        """Blocks of cells of all files, each with the row in `gene_ids` of every value."""
-        self._n_training = 0
-        self._n_all = 0
-        for path in progress(self._paths, "vocabulary", len(self._paths), "files"):
-            with open_counts(path) as reader:
-                row_of_column = np.array([self._rows[gene] for gene in reader.var_names], np.int32)
-                first = 0
-                for block in progress(reader.rows(_BLOCK), f"vocabulary {path.stem}", reader.n_obs):
-                    last = first + block.shape[0]
-                    if path in self._masks:
-                        block = select_rows(block, self._masks[path][first:last])
-                    elif self._split is not None:
-                        block = self._select_by_content(block, row_of_column, self._split)
-                    self._n_all += last - first
-                    self._n_training += block.shape[0]
-                    first = last
-                    yield row_of_column.take(block.indices), block
-
-    def training(self) -> VocabularyCells | None:
-        """The training cells that `blocks` gave last; None without a split. Raises DataError if
-        there were none.
-        """
-        if self._split is None:
-            return None
-        if not self._n_training:
-            raise DataError(
-                f"none of {self._n_all:,} cells is for training; lower shard.val_frac or test_frac"
-            )
-        return VocabularyCells(self._n_training, self._n_all, self._split.split_by or "")
-
-    def _select_by_content(
-        self, block: sp.csr_matrix, row_of_column: np.ndarray, split: Shard
-    ) -> sp.csr_matrix:
-        genes = row_of_column.take(block.indices)
-        hashes = hash_cells(block.indptr, genes, block.data, self._gene_hashes)[:, 0]
-        number = split_of_hashes(hashes, split.seed, split.val_frac, split.test_frac)
-        return select_rows(block, number == SPLITS.index("train"))
-
-
-def _training_masks(paths: list[Path], split: Shard, column: str) -> dict[Path, np.ndarray]:
-    """Mask of the training cells of each file, by the values of an obs column."""
-    values = []
-    for path in paths:
-        with open_counts(path) as reader:
-            values.append(reader.split_values(column))
-    number = split_by_value(
-        np.concatenate(values),
-        column,
-        split.seed,
-        split.val_frac,
-        split.test_frac,
-        split.train_values,
-    )
-    ends = np.cumsum(list(map(len, values)))[:-1]
-    return dict(zip(paths, np.split(number == SPLITS.index("train"), ends)))
-
-
 def _standardised_dispersion(per_10k: Moments) -> np.ndarray:
     """Score of flavor `seurat`, from moments of counts per 10,000; NaN for a gene without variance."""
     mean = np.where(per_10k.mean == 0, _NO_MEAN, per_10k.mean)
@@ -318,7 +241,7 @@ def _standardised_dispersion(per_10k: Moments) -> np.ndarray:
     return ((table["dispersion"] - centre) / spread).to_numpy()
 
 
-def _standardised_variance(cells: _Cells, keep: np.ndarray, counts: Moments) -> np.ndarray:
+def _standardised_variance(cells: CellPasses, keep: np.ndarray, counts: Moments) -> np.ndarray:
     """Score of flavor `seurat_v3` of the genes `keep`, from moments of their counts and a second
     pass over the files.
 
@@ -337,7 +260,7 @@ def _standardised_variance(cells: _Cells, keep: np.ndarray, counts: Moments) -> 
     clipped = Moments(len(cells.gene_ids))
     limits = np.full(len(cells.gene_ids), np.inf)
     limits[keep] = deviation * np.sqrt(n) + mean
-    for genes, block in cells.blocks():
+    for genes, block in cells.blocks(SECOND, vars(clipped)):
         clipped.add(genes, np.minimum(block.data, limits[genes]), block.shape[0])
     clipped = clipped.of_genes(keep)
     return (n * mean**2 + clipped.squares - 2 * clipped.sums * mean) / ((n - 1) * deviation**2)

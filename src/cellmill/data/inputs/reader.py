@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -181,17 +182,18 @@ class CountsReader(AbstractContextManager["CountsReader"]):
             )
         return text_values(values.astype(object))
 
-    def rows(self, block: int = 4096) -> Iterator[sp.csr_matrix]:
+    def rows(self, block: int = 4096, first: int = 0) -> Iterator[sp.csr_matrix]:
         """All cells in order, `block` at a time: CSR `(cells, n_vars)`, uint32, columns ascending,
-        no stored zeros; `ordered` rows as stored.
+        no stored zeros; `ordered` rows as stored. Begins with row `first`, a multiple of `block`
+        or `n_obs`.
 
         May be called again. Raises DataError naming cell and gene of the first value that is not a
         count, or damage.
         """
-        first = 0
         self.n_rounded = 0
         self._clipped = ClippedCounts()
-        for matrix in self._source.matrix.blocks(block):
+        n_skipped = -(-first // block)
+        for matrix in islice(self._source.matrix.blocks(block), n_skipped, None):
             self._clipped.add(matrix.data)
             values = self._whole_numbers(matrix, first)
             counts = sp.csr_matrix((values, matrix.indices, matrix.indptr), shape=matrix.shape)

@@ -1,0 +1,186 @@
+"""Passes over the cells that a vocabulary is made of, which a killed process resumes.
+
+What a pass adds up is a few arrays of a fixed size. They are saved next to the vocabulary every
+`SAVE_EVERY` cells, with the position that the pass has reached, by fsync and rename. A process that
+finds sums of the same files and options goes on from there: it reads the cells before the position
+again, but does not count them. The sums are equal to those of one process to the bit, because each
+sum takes the same blocks in the same order.
+
+    vocabulary.tsv.PASS.sums    safetensors: the arrays; `position`, int64 (4,): file, row in it,
+                                training cells and cells so far; `key`, uint8 (32,): SHA-256 of
+                                files and options
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import scipy.sparse as sp
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from cellmill.config.corpus import SPLITS, Shard, VocabularyConfig
+from cellmill.data.arrays import select_rows
+from cellmill.data.genes.vocabulary import VocabularyCells
+from cellmill.data.inputs.fetch import state_of
+from cellmill.data.inputs.formats import open_counts
+from cellmill.data.split import (
+    hash_cells,
+    hash_genes,
+    split_by_value,
+    split_of_hashes,
+)
+from cellmill.errors import DataError
+from cellmill.files import atomic_path, digest, progress
+
+BLOCK = 1024  # cells
+SAVE_EVERY = 1 << 18  # cells, a multiple of BLOCK; they take about 15 CPU-seconds
+FIRST = "first"
+SECOND = "second"
+FORMAT = 1  # of the sums; to be raised when the same cells give other sums
+_TRAIN = SPLITS.index("train")
+
+
+class CellPasses:
+    """Cells that a vocabulary is made of: all cells of the files, or with `split` its training
+    cells.
+
+    Sums are saved next to `out`, if given, and are those of `options`.
+    """
+
+    def __init__(
+        self,
+        paths: list[Path],
+        gene_ids: list[str],
+        split: Shard | None,
+        options: VocabularyConfig,
+        out: Path | None,
+    ):
+        self._paths = paths
+        self.gene_ids = gene_ids
+        self._split = split
+        self._out = out
+        self._rows = {gene: row for row, gene in enumerate(gene_ids)}
+        self._gene_hashes = hash_genes([])
+        self._masks: dict[Path, np.ndarray] = {}  # training cells, if a column splits
+        if split is not None and split.split_by is not None:
+            self._masks = _training_masks(paths, split, split.split_by)
+        elif split is not None:
+            self._gene_hashes = hash_genes(gene_ids)
+        facts = {
+            "format": FORMAT,
+            "files": [state_of(path) for path in paths],
+            "vocabulary": options.model_dump(mode="json"),
+            "split": None if split is None else split.model_dump(mode="json"),
+        }
+        self._key = np.frombuffer(bytes.fromhex(digest(facts)), np.uint8)
+        # file, row in it, training cells and cells so far, of the pass that was read last
+        self._position = np.zeros(4, np.int64)
+
+    def blocks(
+        self, name: str, sums: Mapping[str, np.ndarray]
+    ) -> Iterator[tuple[np.ndarray, sp.csr_matrix]]:
+        """Blocks of cells of all files, each with the row in `gene_ids` of every value.
+
+        The caller adds each block to the arrays `sums` in place, before it takes the next one. In
+        pass `name` these begin as a killed process saved them, and the cells that it had added are
+        left out.
+        """
+        saved = None if self._out is None else _file_of(self._out, name)
+        state = {**sums, "position": self._position}
+        self._position[:] = 0
+        if saved is not None:
+            _restore(saved, self._key, state)
+        started, done, _, n_saved = self._position.tolist()
+        paths = progress(self._paths, "vocabulary", len(self._paths), "files")
+        for number, path in islice(enumerate(paths), started, None):
+            with open_counts(path) as reader:
+                row_of_column = np.array([self._rows[gene] for gene in reader.var_names], np.int32)
+                first = done if number == started else 0
+                left = reader.rows(BLOCK, first)
+                for block in progress(left, f"vocabulary {path.stem}", reader.n_obs - first):
+                    last = first + block.shape[0]
+                    if path in self._masks:
+                        chosen = select_rows(block, self._masks[path][first:last])
+                    elif self._split is not None:
+                        chosen = self._select_by_content(block, row_of_column, self._split)
+                    else:
+                        chosen = block
+                    yield row_of_column.take(chosen.indices), chosen
+                    self._position += (0, last - first, chosen.shape[0], last - first)
+                    first = last
+                    if saved is not None and self._position[3] - n_saved >= SAVE_EVERY:
+                        _save(saved, self._key, state)
+                        n_saved = int(self._position[3])
+            self._position[:2] = (number + 1, 0)
+        if saved is not None and n_saved:
+            _save(saved, self._key, state)  # another pass may follow
+
+    def training(self) -> VocabularyCells | None:
+        """The training cells that `blocks` gave last; None without a split. Raises DataError if
+        there were none.
+        """
+        if self._split is None:
+            return None
+        n_training, n_all = self._position[2:].tolist()
+        if not n_training:
+            raise DataError(
+                f"none of {n_all:,} cells is for training; lower shard.val_frac or test_frac"
+            )
+        return VocabularyCells(n_training, n_all, self._split.split_by or "")
+
+    def _select_by_content(
+        self, block: sp.csr_matrix, row_of_column: np.ndarray, split: Shard
+    ) -> sp.csr_matrix:
+        genes = row_of_column.take(block.indices)
+        hashes = hash_cells(block.indptr, genes, block.data, self._gene_hashes)[:, 0]
+        number = split_of_hashes(hashes, split.seed, split.val_frac, split.test_frac)
+        return select_rows(block, number == _TRAIN)
+
+
+def _training_masks(paths: list[Path], split: Shard, column: str) -> dict[Path, np.ndarray]:
+    """Mask of the training cells of each file, by the values of an obs column."""
+    values = []
+    for path in paths:
+        with open_counts(path) as reader:
+            values.append(reader.split_values(column))
+    number = split_by_value(
+        np.concatenate(values),
+        column,
+        split.seed,
+        split.val_frac,
+        split.test_frac,
+        split.train_values,
+    )
+    ends = np.cumsum(list(map(len, values)))[:-1]
+    return dict(zip(paths, np.split(number == _TRAIN, ends)))
+
+
+def remove_sums(out: Path) -> None:
+    """Remove the sums next to a vocabulary, which is complete."""
+    for name in (FIRST, SECOND):
+        _file_of(out, name).unlink(missing_ok=True)
+
+
+def _file_of(out: Path, name: str) -> Path:
+    return out.with_name(f"{out.name}.{name}.sums")
+
+
+def _save(path: Path, key: np.ndarray, state: Mapping[str, np.ndarray]) -> None:
+    with atomic_path(path) as temporary:
+        save_file({**state, "key": key}, temporary)
+
+
+def _restore(path: Path, key: np.ndarray, state: Mapping[str, np.ndarray]) -> None:
+    """Fill the arrays of `state` with those that were saved; leave them if they are damaged or of
+    other files or options.
+    """
+    try:
+        stored = load_file(path)
+        is_same = np.array_equal(stored["key"], key)
+        if is_same and all(stored[name].shape == array.shape for name, array in state.items()):
+            for name, array in state.items():
+                array[...] = stored[name]
+    except (OSError, SafetensorError, KeyError, ValueError):
+        return

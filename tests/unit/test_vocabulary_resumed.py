@@ -1,0 +1,145 @@
+"""A vocabulary whose process was killed: sums next to it are resumed, or left if they are of other
+inputs.
+"""
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import anndata as ad
+import numpy as np
+import pytest
+
+from cellmill.config.options import VocabularyOptions
+from cellmill.data.genes import build, passes
+from cellmill.stages import data as stage
+
+FORK = multiprocessing.get_context("fork")  # a process without imports of its own
+BLOCKS_SAVED = 3
+BY_CONTENT = '{"val_frac": 0.2, "test_frac": 0.2}'
+BY_COLUMN = '{"split_by": "batch", "val_frac": 0, "test_frac": 0.5}'
+ALWAYS = -1
+
+
+@pytest.fixture(scope="module")
+def halves(simulated: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """600 simulated cells in two files, of 8 and 11 blocks, the last ones incomplete."""
+    folder = tmp_path_factory.mktemp("halves")
+    data = ad.read_h5ad(simulated)
+    paths = [folder / "a.h5ad", folder / "b.h5ad"]
+    for path, half in zip(paths, (data[:250], data[250:, ::-1])):
+        half.copy().write_h5ad(path)
+    return paths
+
+
+def run_stage(
+    cells: list[Path], out: Path, killed_after: int, select: str = "seurat", split: str = ""
+) -> int | None:
+    """Run stage `vocabulary` in a process that kill -9 ends after a number of counted blocks.
+
+    Return how many it counted, and None if it was killed.
+    """
+    process = FORK.Process(target=count, args=(cells, out, killed_after, select, split))
+    process.start()
+    process.join(60)
+    if process.exitcode == -signal.SIGKILL:
+        return None
+    assert process.exitcode == 0
+    return int(out.with_suffix(".counted").read_text())
+
+
+def count(cells: list[Path], out: Path, killed_after: int, select: str, split: str) -> None:
+    counted = 0
+    add = build.Moments.add
+
+    def add_or_die(
+        moments: build.Moments, genes: np.ndarray, values: np.ndarray, n_cells: int
+    ) -> None:
+        nonlocal counted
+        if counted == killed_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        add(moments, genes, values, n_cells)
+        counted += 1
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(passes, "BLOCK", 32)
+        patched.setattr(passes, "SAVE_EVERY", 32 * BLOCKS_SAVED)
+        patched.setattr(build.Moments, "add", add_or_die)
+        chosen = {"select": select, "max_genes": 50, "variability": True, "quantiles": True}
+        options = VocabularyOptions.model_validate({"vocabulary": chosen})
+        stage.vocabulary(options=options, cells=cells, out=out, split=split or None)
+    out.with_suffix(".counted").write_text(str(counted))
+
+
+@pytest.mark.parametrize(
+    ("select", "split", "killed_after"),
+    [
+        ("seurat", "", (5, 6)),
+        ("seurat", BY_CONTENT, (10,)),
+        ("detected", BY_COLUMN, (8,)),
+        ("seurat_v3", "", (12, 9, 4)),
+        pytest.param("seurat_v3", BY_CONTENT, (18, 0, 5, 7), marks=pytest.mark.full),
+    ],
+)
+def test_a_killed_vocabulary_is_resumed_bit_for_bit(
+    halves: list[Path], tmp_path: Path, select: str, split: str, killed_after: tuple[int, ...]
+) -> None:
+    if select == "seurat_v3":
+        pytest.importorskip("skmisc")
+    whole = tmp_path / "whole" / "vocabulary.tsv"
+    total = run_stage(halves, whole, ALWAYS, select, split)
+    assert total == (38 if select == "seurat_v3" else 19)
+    out = tmp_path / "resumed" / "vocabulary.tsv"
+    counted = 0
+    for n in killed_after:
+        assert run_stage(halves, out, n, select, split) is None
+        assert not out.exists()
+        counted += n
+    rest = run_stage(halves, out, ALWAYS, select, split)
+    assert rest is not None
+    counted += rest
+    # each kill loses the blocks since the last save; the last block of a file counts for less
+    assert total <= counted <= total + BLOCKS_SAVED * len(killed_after)
+    assert out.read_bytes() == whole.read_bytes()
+    assert {path.name for path in out.parent.iterdir()} == {out.name, "vocabulary.counted"}
+
+
+@pytest.mark.parametrize("changed", ["cells", "order", "options", "split", "damage", "nothing"])
+def test_sums_of_other_inputs_are_not_resumed(
+    halves: list[Path], tmp_path: Path, changed: str
+) -> None:
+    cells = [tmp_path / path.name for path in halves]
+    for path, half in zip(cells, halves):
+        path.write_bytes(half.read_bytes())
+    out = tmp_path / "vocabulary.tsv"
+    assert run_stage(cells, out, 7) is None
+    saved = tmp_path / "vocabulary.tsv.first.sums"
+    select = "seurat"
+    split = ""
+    if changed == "cells":
+        os.utime(cells[1])
+    elif changed == "order":
+        cells.reverse()
+    elif changed == "options":
+        select = "detected"
+    elif changed == "split":
+        split = BY_CONTENT
+    elif changed == "damage":
+        saved.write_bytes(saved.read_bytes()[:-9])
+    assert run_stage(cells, out, ALWAYS, select, split) == (13 if changed == "nothing" else 19)
+    if select == "seurat" and not split:
+        assert out.read_bytes() == own_text(tmp_path, cells)
+
+
+def own_text(folder: Path, cells: list[Path]) -> bytes:
+    """The vocabulary of a process that was not killed."""
+    out = folder / "own.tsv"
+    assert run_stage(cells, out, ALWAYS) == 19
+    return out.read_bytes()
+
+
+def test_a_small_corpus_saves_no_sums(halves: list[Path], tmp_path: Path) -> None:
+    out = tmp_path / "vocabulary.tsv"
+    build.build_vocabulary(halves, out=out)
+    assert not [*tmp_path.iterdir()]
