@@ -121,6 +121,20 @@ def star(folder: Path) -> None:
     write_names(folder / "barcodes.tsv", CELLS)
 
 
+def expression_atlas(folder: Path) -> None:
+    """Rows are genes, though rows of alevin are cells."""
+    matrix = "E-MTAB-1.aggregated_filtered_counts.mtx"
+    write_mtx(folder / matrix)
+    write_names(folder / f"{matrix}_rows", GENES, GENES)
+    write_names(folder / f"{matrix}_cols", CELLS)
+
+
+def bcbio(folder: Path) -> None:
+    write_mtx(folder / "tagcounts.mtx")
+    write_names(folder / "tagcounts.mtx.rownames", GENES)
+    write_names(folder / "tagcounts.mtx.colnames", CELLS)
+
+
 def quoted(folder: Path) -> None:
     """As R's write.table writes names: quotes, row names, and a header that does not name them."""
     write_mtx(folder / "matrix.mtx")
@@ -173,6 +187,9 @@ LAYOUTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "alevin": (alevin, ""),
     "alevin's file": (alevin, "quants_mat.mtx.gz"),
     "STARsolo raw": (star, ""),
+    "Expression Atlas": (expression_atlas, ""),
+    "Expression Atlas's file": (expression_atlas, "E-MTAB-1.aggregated_filtered_counts.mtx"),
+    "bcbio": (bcbio, ""),
     "quotes of R": (quoted, ""),
     "barcodes of write.csv": (csv_barcodes, ""),
     "tables of Excel": (excel, ""),
@@ -286,6 +303,26 @@ def test_multi_mapper_fractions_point_to_the_count_matrix(tmp_path: Path) -> Non
     assert "is fractional" in text
     assert text.endswith("raw counts may be in matrix.mtx: set the path to that file")
     assert "is fractional" in refusal(tmp_path, "UniqueAndMult-EM")
+
+
+def test_a_matrix_without_names_says_which_file_is_missing(tmp_path: Path) -> None:
+    bcbio(tmp_path)
+    (tmp_path / "tagcounts.mtx.colnames").unlink()
+    assert f"{tmp_path}: no tagcounts_barcodes.tsv; expected it beside tagcounts.mtx" in refusal(
+        tmp_path
+    )
+
+
+def test_three_counts_a_line_are_refused(tmp_path: Path) -> None:
+    """As the first STARsolo with Velocyto wrote spliced, unspliced and ambiguous molecules."""
+    star(tmp_path)
+    file = tmp_path / "matrix.mtx"
+    header, comment, sizes, *rows = file.read_text().splitlines()
+    file.write_text("\n".join([header, comment, sizes, *(f"{row} 0 1" for row in rows)]) + "\n")
+    assert (
+        refusal(tmp_path)
+        == f"{file}: expected three numbers a line, got more, such as '{rows[0]} 0 1'"
+    )
 
 
 @pytest.mark.parametrize("text", ["1e308", "1.0e+308", "1E308"])

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from cellmill.data.inputs.formats import open_counts
 from cellmill.data.inputs.text import layout
 from tests.unit.test_inputs import refusal
 from tests.unit.test_matrix_market import CELLS, GENES, SYMBOLS, TRUTH, Counts, read
@@ -122,6 +123,51 @@ def test_tables_of_symbols_are_turned_by_common_genes(rows: str, tmp_path: Path)
     symbol_of = dict(zip(GENES, NAMED_BY_SYMBOL))
     wanted: Counts = {(cell, symbol_of[gene]): value for (cell, gene), value in TRUTH.items()}
     assert read(write_table(",", table)(tmp_path)) == wanted
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_rows_with_numbers_only_are_cells(start: int, tmp_path: Path) -> None:
+    """Cells without names, and genes of a panel that none of the common ones is in."""
+    header, *rows = cells_in_rows(SYMBOLS)
+    numbered = [[str(number), *row[1:]] for number, row in enumerate(rows, start)]
+    name_of = dict(zip(CELLS, map(str, range(start, start + len(CELLS)))))
+    symbol_of = dict(zip(GENES, SYMBOLS))
+    wanted: Counts = {(name_of[cell], symbol_of[gene]): n for (cell, gene), n in TRUTH.items()}
+    assert read(write_table(",", [header, *numbered])(tmp_path)) == wanted
+    # the genes of numbered rows are in a column of text
+    table = [
+        [str(number), *row] for number, row in enumerate(genes_in_rows(NAMED_BY_SYMBOL), start - 1)
+    ]
+    table[0][:2] = ["", "gene"]
+    with open_counts(write_table(",", table)(tmp_path)) as reader:
+        assert reader.var["gene"].tolist() == NAMED_BY_SYMBOL
+        assert reader.obs.index.tolist() == CELLS
+
+
+def test_cells_of_cosmx_keep_their_field_of_view(tmp_path: Path) -> None:
+    header, *rows = cells_in_rows(SYMBOLS)
+    table = [["fov", "cell_ID", *header[1:]]]
+    table += [[str(1 + n // 5), str(n % 5), *row[1:]] for n, row in enumerate(rows)]
+    with open_counts(write_table(",", table)(tmp_path)) as reader:
+        assert reader.var_names == SYMBOLS
+        assert reader.obs["fov"].tolist() == ["1"] * 5 + ["2"] * 4
+        assert reader.obs["cell_ID"].tolist() == [str(n % 5) for n in range(9)]
+        assert sum(int(block.sum()) for block in reader.rows(4)) == sum(TRUTH.values())
+
+
+@pytest.mark.parametrize(("encoding", "byte"), [("utf-16", "0xff"), ("latin-1", "0xe8")])
+def test_text_in_another_encoding_is_refused(encoding: str, byte: str, tmp_path: Path) -> None:
+    path = tmp_path / "table.txt"
+    table = [["G\xe8ne", *CELLS], *genes_in_rows()[1:]]
+    path.write_bytes(joined(table, "\t").encode(encoding))
+    assert refusal(path) == f"{path}: expected UTF-8 text, got byte {byte}; save the file as UTF-8"
+
+
+def test_decimal_commas_are_no_separators(tmp_path: Path) -> None:
+    header, *rows = genes_in_rows()
+    table = [header, *([row[0], *(f"{value},0" for value in row[1:])] for row in rows)]
+    path = write_table(";", table)(tmp_path)
+    assert refusal(path).startswith(f"{path}: expected columns of counts after the names of rows")
 
 
 def test_the_chosen_orientation_is_reported(

@@ -177,6 +177,11 @@ def reading(path: Path) -> Iterator[None]:
         raise
     except MemoryError:
         raise DataError(f"{path}: damaged, or needs more memory than there is") from None
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise DataError(
+            f"{path}: expected UTF-8 text, got byte 0x{byte:02x}; save the file as UTF-8"
+        ) from None
     except Exception as error:  # h5py, zarr, codecs, numpy and pandas raise errors of many kinds
         raise DataError(f"{path}: damaged: {one_line(error)}") from None
 

@@ -5,6 +5,8 @@ prefix and by length.
     cells_x_genes.mtx  cells_x_genes.barcodes.txt  cells_x_genes.genes.txt       cells in rows: kb-python
     quants_mat.mtx     quants_mat_rows.txt  quants_mat_cols.txt                  cells in rows: alevin-fry
     count_matrix.mtx   all_genes.csv  cell_metadata.csv                          cells in rows: Parse
+    NAME.mtx  NAME.mtx_rows  NAME.mtx_cols                                       genes in rows: Expression Atlas
+    NAME.mtx  NAME.mtx.rownames  NAME.mtx.colnames                               genes in rows: bcbio
 
 Genes are in rows if the table of genes has as many names as the matrix has rows. A table belongs to
 the matrix with which its name shares most words from the first on, so that files of several samples
@@ -126,7 +128,8 @@ def _explain(matrix: Path, tables: Sequence[TextTable], n_rows: int, n_columns: 
     cells = _likeliest(matrix, tables, CELLS)
     if genes is None or cells is None:
         stem = matrix.name.lower().removesuffix(".gz").removesuffix(".mtx")
-        prefix = matrix.name[: len(stem)].removesuffix("matrix")
+        stem = matrix.name[: len(stem)]
+        prefix = stem.removesuffix("matrix") if stem.endswith("matrix") else f"{stem}_"
         wanted = f"{prefix}{'features' if genes is None else 'barcodes'}.tsv"
         present = [f"{table.path.name} with {table.n_rows():,}" for table in tables[:4]]
         return (

@@ -19,7 +19,14 @@ from cellmill.data.inputs.matrices import Pieces, StoredMatrix
 from cellmill.data.inputs.source import CountSource, Format, require_matrix
 from cellmill.data.inputs.text.layout import CELL, GENE, TableLayout, read_layout
 from cellmill.data.inputs.text.long_tables import find_long_columns, open_long_table
-from cellmill.data.inputs.text.tables import BARCODE, ENSEMBL, cell_frame, gene_frame, is_table
+from cellmill.data.inputs.text.tables import (
+    BARCODE,
+    ENSEMBL,
+    cell_frame,
+    gene_frame,
+    is_numbering,
+    is_table,
+)
 from cellmill.errors import DataError
 
 _MAX_REPEATED = 4  # rows of one name, on average; a gene may have some
@@ -44,7 +51,9 @@ def _open_table(path: Path, file: Any, counts: str) -> CountSource:
     rows = _read_rows(layout)
     name, *described = rows.columns
     columns = [layout.header[column] for column in layout.numbers]
-    genes_in_rows = layout.names is not None and _are_genes(rows[name].tolist(), columns, name)
+    # without texts, rows that are numbered have no names of genes
+    is_named = layout.names is not None and (described or not is_numbering(rows[name]))
+    genes_in_rows = is_named and _are_genes(rows[name].tolist(), columns, name)
     named_by_column = named_frame(columns)
     if genes_in_rows:
         var, _ = gene_frame(rows.set_axis(["", *described], axis=1))

@@ -27,6 +27,7 @@ DESCRIPTIONS = frozenset(
     """.split()
 )
 COUNT = frozenset("count counts umi umis umi_count n_umis reads n value midcount".split())
+FIELD_OF_VIEW = "fov"
 CELL = frozenset("cell cells barcode cell_barcode cell_id cellid cell_index cb".split())
 # the first that a table has counts
 GENE = ("gene", "gene_name", "genes", "symbol", "geneid", "gene_id", "feature", "feature_name")
@@ -159,7 +160,9 @@ def _divide_columns(
         is_empty = not name and not any(values[column])  # commas at the end of lines
         if column == names or is_empty:
             continue
-        if is_text[column] or name.lower().replace(" ", "_") in DESCRIPTIONS:
+        key = name.lower().replace(" ", "_")
+        # CosMx numbers its cells within fields of view
+        if is_text[column] or key in DESCRIPTIONS or key in CELL or key == FIELD_OF_VIEW:
             texts.append(column)
             continue
         numbers.append(column)

@@ -20,6 +20,7 @@ from cellmill.data.inputs.h5 import reading
 from cellmill.errors import DataError
 
 _PIECE = 1 << 24  # bytes in memory at once
+_SHOWN = 80  # bytes of a line in an error
 _LARGEST = 2**31 - 1  # largest whole number: these are held in 32 bits
 _WORTH = 1 << 21  # values; fewer are read before numba is compiled
 _POWERS = 10.0 ** np.arange(23)  # the powers of ten that a double holds exactly
@@ -77,10 +78,16 @@ def _read_piece(
     types = {"row": np.int64, "column": np.int64, "value": np.int64 if is_whole else dtype}
     with warnings.catch_warnings():
         warnings.simplefilter("error", pd.errors.ParserWarning)  # more than three columns
-        table = pd.read_csv(
-            io.BytesIO(piece.tobytes()), sep=r"\s+", header=None, names=list(types), dtype=types, index_col=False,
-            na_values=[], keep_default_na=False, float_precision="round_trip",
-        )  # fmt: skip
+        try:
+            table = pd.read_csv(
+                io.BytesIO(piece.tobytes()), sep=r"\s+", header=None, names=list(types), dtype=types, index_col=False,
+                na_values=[], keep_default_na=False, float_precision="round_trip",
+            )  # fmt: skip
+        except pd.errors.ParserWarning:
+            first = piece[:_SHOWN].tobytes().partition(b"\n")[0].decode("ascii", "replace")
+            raise DataError(
+                f"{path}: expected three numbers a line, got more, such as {first!r}"
+            ) from None
     for name, size in zip(types, shape):
         if len(table) and not 1 <= table[name].min() <= table[name].max() <= size:
             raise DataError(f"{path}: damaged: an index is outside 1 to {size:,}")

@@ -19,9 +19,16 @@ from cellmill.data.inputs.h5 import open_bytes, reading
 from cellmill.data.inputs.matrices import MAX_LENGTH
 from cellmill.errors import DataError
 
-ENDS = (".tsv", ".csv", ".txt")
 GENES = "genes"
 CELLS = "cells"
+# how the Single Cell Expression Atlas and bcbio call the names of a matrix of genes x cells
+_ENDS_OF_NAMES = {
+    "mtx_rows": GENES,
+    "mtx.rownames": GENES,
+    "mtx_cols": CELLS,
+    "mtx.colnames": CELLS,
+}
+ENDS = (".tsv", ".csv", ".txt", *(f".{end}" for end in _ENDS_OF_NAMES))
 _WORDS = {  # in the name of a file
     GENES: {"gene", "genes", "feature", "features", "var", "probes", "symbols", "cols"},
     CELLS: {"barcode", "barcodes", "cell", "cells", "obs", "rows", "metadata", "samples", "meta"},
@@ -118,13 +125,16 @@ class TextTable:
         names = range(len(columns)) if header is None else header[: len(columns)]
         frame = pd.DataFrame(dict(enumerate(columns)), dtype=object).set_axis(list(names), axis=1)
         frame = frame.loc[:, ~frame.columns.duplicated()]
-        numbers = [name for name in frame if _is_numbering(frame[name])]
+        numbers = [name for name in frame if is_numbering(frame[name])]
         return frame.drop(columns=numbers[: frame.shape[1] - 1])
 
 
 def name_words(path: Path) -> list[str]:
     """Words of a file's name without its endings, in lower case."""
-    stem = re.sub(r"(\.(tsv|csv|txt|mtx|gz))+$", "", path.name, flags=re.IGNORECASE)
+    name = path.name
+    for end, role in _ENDS_OF_NAMES.items():
+        name = re.sub(rf"\.{re.escape(end)}(\.gz)?$", f".{role}", name, flags=re.IGNORECASE)
+    stem = re.sub(r"(\.(tsv|csv|txt|mtx|gz))+$", "", name, flags=re.IGNORECASE)
     return [word.lower() for word in re.findall(r"[A-Za-z]+|\d+", stem)]
 
 
@@ -173,6 +183,8 @@ def find_separator(lines: Sequence[str]) -> str:
     for separator in ("\t", ",", ";", "|", " "):
         if separator == " " and not all(line.startswith('"') for line in body):
             continue  # a name may have a space; R puts quotes
+        if separator == "," and ";" in lines[0] and "," not in lines[0]:
+            continue  # decimal commas
         widths = {len(fields) for fields in split_lines(body, separator)}
         if separator == "\t" and min(widths, default=1) > 1:
             return separator
@@ -216,7 +228,7 @@ def _columns(lines: list[str], separator: str) -> list[list[str]]:
     return [[row[column].strip() for row in rows] for column in range(width)]
 
 
-def _is_numbering(column: pd.Series) -> bool:
+def is_numbering(column: pd.Series) -> bool:
     """True for numbers from 0 or 1 on."""
     if len(column) < 2 or column.iloc[0] not in ("0", "1"):
         return False
