@@ -166,10 +166,6 @@ class CellEncoder(Model):
         """(R, H): the normed output of the last block."""
         return self.norm(self.through(self.begin(prepared), prepared))
 
-    def cell_vectors(self, states: Tensor, prepared: EncoderBatch) -> Tensor:
-        """(R, H) -> (cells, H) float32."""
-        raise NotImplementedError
-
 
 class TokenEncoder(CellEncoder):
     """Base of families whose rows are tokens.

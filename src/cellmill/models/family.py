@@ -51,10 +51,7 @@ class Model(nn.Module):
     frozen: frozenset[str] = frozenset()
     """Parameters that are never trained, whatever the fine-tuning method says."""
     level_rows: Mapping[str, str] = MappingProxyType({})
-    """Column of each parameter with a row per level of an obs column.
-
-    `init_from` matches rows by level.
-    """
+    """Column of each parameter with a row per level of an obs column, from `add_level_rows`."""
     heads: tuple[str, ...] | None = None
     """Modules and parameters that the objective added.
 
@@ -112,6 +109,18 @@ class Model(nn.Module):
     def finish(self, x: Tensor, prepared: Any) -> Tensor:
         """Return the loss, as `forward`, from the output (T, H) of the last block."""
         raise NotImplementedError
+
+    def states(self, prepared: Any) -> Tensor:
+        """(T, H): the normed output of the last block, for objectives that predict in `evaluate`."""
+        raise NotImplementedError
+
+    def cell_vectors(self, states: Tensor, prepared: Any) -> Tensor:
+        """(T, H) -> (cells, vector width) float32, for objectives that predict from cell vectors."""
+        raise NotImplementedError
+
+    def add_level_rows(self, column: str, *names: str) -> None:
+        """Name parameters with a row per level of an obs column, whose rows `init_from` matches."""
+        self.level_rows = {**self.level_rows, **dict.fromkeys(names, column)}
 
     def keep_vectors(self, vectors: Callable[[], Tensor]) -> None:
         """Append the result of `vectors` to `kept_vectors` if that is a list; called by `finish`."""

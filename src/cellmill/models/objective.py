@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cellmill.config.parallel import Style
@@ -50,6 +50,34 @@ class GeneStatistics:
     """`(buckets, genes)` int64: tokens of each gene by log2 of their position in the cell
     (`data.arrays.rank_buckets`).
     """
+
+
+class ObjectiveModel(Protocol):
+    """A model as its objective sees it: `models.family.Model` with heads as attributes."""
+
+    training: bool
+    width: int  # H, the width of the states
+    head_activation: type[nn.Module]  # of heads, between linear layer and norm
+    head_norm_eps: float  # of the norms of heads
+
+    @property
+    def vector_width(self) -> int:
+        """Width of a cell's vector; H unless the family narrows it."""
+
+    def states(self, prepared: Any) -> Tensor:
+        """Run the model on what `prepare` returned, up to the norm after the blocks: `(T, H)`."""
+
+    def cell_vectors(self, states: Tensor, prepared: Any) -> Tensor:
+        """Pool states `(T, H)` to the vector of each cell, `(cells, vector_width)` float32."""
+
+    def add_level_rows(self, column: str, *names: str) -> None:
+        """Name parameters with a row per level of an obs column, whose rows `init_from` matches."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Get a head, or what only some families have, such as `gene_embedding`."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Add a head: a module, or a parameter."""
 
 
 class Objective:
@@ -99,7 +127,7 @@ class Objective:
         numbers: Tensor = batch.levels[:, [*self.levels].index(column)]
         return numbers
 
-    def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+    def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
         """Add heads to `model` on the meta device, as its attributes.
 
         Returns the names of all modules and parameters of the model that `loss` reads, including
@@ -132,7 +160,7 @@ class Objective:
         """Draw masks and targets in a view: a pure function like `view`, without parameters."""
         raise NotImplementedError
 
-    def loss(self, model: Any, states: Tensor, prepared: Any) -> Tensor:
+    def loss(self, model: ObjectiveModel, states: Tensor, prepared: Any) -> Tensor:
         """Return the loss summed over the targets, a float32 scalar, from the normed states `(T, H)`.
 
         An objective with `part_weights` returns one sum per part, `(parts,)`, each over its own targets:
@@ -140,7 +168,7 @@ class Objective:
         """
         raise NotImplementedError
 
-    def rows(self, model: Any, states: Tensor, prepared: Any) -> Tensors:
+    def rows(self, model: ObjectiveModel, states: Tensor, prepared: Any) -> Tensors:
         """Return the rows of a micro-batch for each table, `(n, width)` float32.
 
         A cell has at most one row. The first number of a row is not 0. Training gathers the rows of
@@ -156,7 +184,7 @@ class Objective:
         """
         raise NotImplementedError
 
-    def observe(self, model: Any, prepared: Any) -> Tensors:
+    def observe(self, model: ObjectiveModel, prepared: Any) -> Tensors:
         """Return per-target tensors for `judge`, which are concatenated over batches.
 
         Of a loss over tokens the first is the vocabulary row of each target's gene, (targets,)

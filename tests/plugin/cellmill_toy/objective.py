@@ -14,7 +14,7 @@ from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import positions
 from cellmill.models.initial import Fill, zeros
-from cellmill.models.objective import GeneStatistics, Objective
+from cellmill.models.objective import GeneStatistics, Objective, ObjectiveModel
 from cellmill.parallel.likelihoods import token_loss
 from cellmill.parallel.vocab_parallel import token_logits
 from cellmill.runs.results import Verdict, compare
@@ -58,7 +58,7 @@ def causal_batch(batch: Batch, skip: int) -> CausalBatch:
 class NextGene(Objective):
     """See the module."""
 
-    def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+    def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
         """Add a bias; the output matrix is the gene embedding."""
         model.gene_bias = nn.Parameter(torch.empty(n_tokens))
         return ("gene_bias", "gene_embedding")
@@ -71,13 +71,15 @@ class NextGene(Objective):
         """Find the next genes."""
         return causal_batch(batch, self.config.skip)
 
-    def loss(self, model: Any, states: torch.Tensor, prepared: CausalBatch) -> torch.Tensor:
+    def loss(
+        self, model: ObjectiveModel, states: torch.Tensor, prepared: CausalBatch
+    ) -> torch.Tensor:
         """Summed cross-entropy over the vocabulary, in chunks."""
         return token_loss(
             states[prepared.targets], model.gene_embedding.weight, model.gene_bias, prepared.answers
         )
 
-    def observe(self, model: Any, prepared: CausalBatch) -> tuple[torch.Tensor, ...]:
+    def observe(self, model: ObjectiveModel, prepared: CausalBatch) -> tuple[torch.Tensor, ...]:
         """Vocabulary row of each next gene, and whether it was the first choice."""
         logits = token_logits(
             model.states(prepared)[prepared.targets], model.gene_embedding.weight, model.gene_bias

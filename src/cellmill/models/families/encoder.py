@@ -65,8 +65,7 @@ class EncoderModel(TokenEncoder):
             self.covariates = CovariateEmbedding(tokens, objective.levels, hidden)
             self.plan = replace(self.plan, begin=(*self.plan.begin, "covariates"))
             for index, name in enumerate(tokens.covariates):
-                table = f"covariates.tables.{index}.weight"
-                self.level_rows = {**self.level_rows, table: name}
+                self.add_level_rows(name, f"covariates.tables.{index}.weight")
         attach_gene_vectors(self, config, self.n_tokens)
         self.blocks = pre_norm_blocks(config)
         self.norm = nn.LayerNorm(hidden)

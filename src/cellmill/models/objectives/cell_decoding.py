@@ -32,6 +32,7 @@ from cellmill.models.objective import (
     GeneStatistics,
     Judgement,
     Objective,
+    ObjectiveModel,
     RowShare,
     Tensors,
     loss_verdict,
@@ -88,7 +89,7 @@ class CellDecoding(Objective):
     figure_names = ("hidden_genes",)
     hides_genes = True
 
-    def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+    def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
         config = self.config
         vector_width = model.vector_width
         self.n_sums = 1 + 5 * -(-n_tokens // HIDDEN_PART)
@@ -108,18 +109,18 @@ class CellDecoding(Objective):
             names.append("profile_dispersion")
         return tuple(names)
 
-    def _attach_batch_terms(self, model: Any, column: str, width: int) -> list[str]:
+    def _attach_batch_terms(self, model: ObjectiveModel, column: str, width: int) -> list[str]:
         """Add a vector per experimental batch to the decoder, and the adversary if there is one."""
         n_levels = len(self.levels[column])
         model.batch_terms = LevelTerms(n_levels, width)
+        model.add_level_rows(column, "batch_terms.weight")
         names = ["batch_terms"]
-        rows = ["batch_terms.weight"]
         if self.config.batch_adversary is not None:
             scale = self.config.batch_adversary_scale
             model.batch_adversary = Adversary(model.vector_width, n_levels, scale)
             names.append("batch_adversary")
-            rows += ["batch_adversary.out.weight", "batch_adversary.out.bias"]
-        model.level_rows = {**model.level_rows, **dict.fromkeys(rows, column)}
+            last = "batch_adversary.out"
+            model.add_level_rows(column, f"{last}.weight", f"{last}.bias")
         return names
 
     def initial_value(self, name: str) -> Fill | None:
@@ -168,7 +169,7 @@ class CellDecoding(Objective):
         """Return True if the profile is of log(1 + count), not of counts."""
         return not self._is_nb and self.config.weights == "log1p"
 
-    def loss(self, model: Any, states: Tensor, prepared: DecodingBatch) -> Tensor:
+    def loss(self, model: ObjectiveModel, states: Tensor, prepared: DecodingBatch) -> Tensor:
         """Return the summed loss, a float32 scalar; in training with VICReg and the adversary."""
         vectors = self._target_vectors(model, states, prepared)
         decoded = self.decode(model, vectors, prepared)
@@ -193,7 +194,7 @@ class CellDecoding(Objective):
             loss = loss + adversary_weight * adversary_loss
         return loss
 
-    def _keep_sums(self, model: Any, decoded: Tensor, prepared: DecodingBatch) -> None:
+    def _keep_sums(self, model: ObjectiveModel, decoded: Tensor, prepared: DecodingBatch) -> None:
         """Record the sums that `validation_figures` reads, if validation collects them in views of
         step HIDDEN_GENES: the number of cells, then by hidden gene the sums of prediction,
         measurement, their squares and their product.
@@ -241,7 +242,7 @@ class CellDecoding(Objective):
             return {}
         return {"hidden_genes": float((covariance / lengths * varies)[is_expressed].mean())}
 
-    def rows(self, model: Any, states: Tensor, prepared: DecodingBatch) -> Tensors:
+    def rows(self, model: ObjectiveModel, states: Tensor, prepared: DecodingBatch) -> Tensors:
         """Return one row per pair: a 1, then the vectors of the shown and the hidden part.
 
         The table is `(pairs, 1 + 2 H)` float32.
@@ -256,14 +257,16 @@ class CellDecoding(Objective):
         weights = (config.invariance_weight, config.variance_weight, config.covariance_weight)
         return tuple(vicreg(table, weights) for table in tables)
 
-    def decode(self, model: Any, vectors: Tensor, prepared: DecodingBatch) -> Tensor:
+    def decode(self, model: ObjectiveModel, vectors: Tensor, prepared: DecodingBatch) -> Tensor:
         """Return the decoder's last layer, `(C, D)`, of `vectors` `(C, H)`."""
         decoded: Tensor = model.decoder(vectors)
         if self.config.known_batch is None:
             return decoded
         return decoded + model.batch_terms(self._batch_levels(prepared)).to(decoded.dtype)
 
-    def _target_vectors(self, model: Any, states: Tensor, prepared: DecodingBatch) -> Tensor:
+    def _target_vectors(
+        self, model: ObjectiveModel, states: Tensor, prepared: DecodingBatch
+    ) -> Tensor:
         """Return the vectors of the cells with targets, `(C, H)`."""
         return model.cell_vectors(states, prepared)[prepared.target_cells].to(states.dtype)
 
@@ -273,7 +276,7 @@ class CellDecoding(Objective):
         assert column is not None, "no column of batches"
         return self.level_numbers(prepared, column)[prepared.target_cells]
 
-    def observe(self, model: Any, prepared: DecodingBatch) -> ProfileObservations:
+    def observe(self, model: ObjectiveModel, prepared: DecodingBatch) -> ProfileObservations:
         vectors = self._target_vectors(model, model.states(prepared), prepared)
         decoded = self.decode(model, vectors, prepared)
         logits = token_logits(decoded, model.profile_genes.weight, model.profile_bias)

@@ -10,7 +10,6 @@ Legend: C cells with a target, L levels, H width of a cell's vector.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from torch.nn import functional as F
 from cellmill.config.parts.objectives import ClassificationConfig
 from cellmill.data.stream.batch import Batch
 from cellmill.models.blocks import Reversed
-from cellmill.models.objective import GeneStatistics, Judgement, loss_verdict
+from cellmill.models.objective import GeneStatistics, Judgement, ObjectiveModel, loss_verdict
 from cellmill.models.objectives.shared.calibration import calibration_error_of_logits
 from cellmill.models.objectives.shared.per_cell import CellHead, LabelObjective, TargetBatch
 
@@ -32,14 +31,14 @@ class Classification(LabelObjective):
     temperature: float | None = None
     """Fitted temperature of an exported head, for the calibration in `judge`; set by `evaluate`."""
 
-    def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+    def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
         config = self.config
         self.head_name = f"label_head{self.suffix}"
         n_levels = len(self.levels[config.label_column])
         head = CellHead(model.vector_width, config.head_hidden, n_levels, config.head_dropout)
         setattr(model, self.head_name, head)
-        rows = (f"{self.head_name}.out.weight", f"{self.head_name}.out.bias")
-        model.level_rows = {**model.level_rows, **dict.fromkeys(rows, config.label_column)}
+        last = f"{self.head_name}.out"
+        model.add_level_rows(config.label_column, f"{last}.weight", f"{last}.bias")
         return (self.head_name,)
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> TargetBatch:
@@ -66,7 +65,7 @@ class Classification(LabelObjective):
         n_right, n_cells = sums
         return {"accuracy": n_right / n_cells} if n_cells else {}
 
-    def predict(self, model: Any, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
+    def predict(self, model: ObjectiveModel, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
         """Return the logits of the labels, `(C, L - 1)` float32, or `(C, L)` if every cell has one."""
         if self.config.adversarial_scale:
             vectors = Reversed.apply(vectors, self.config.adversarial_scale)

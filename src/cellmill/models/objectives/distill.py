@@ -8,8 +8,6 @@ teacher's vector: the embedding is judged by its tasks.
 Legend: C cells with a target, H width of a cell's vector, D width of the teacher's.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 from cellmill.config.parts.objectives import DistillConfig
 from cellmill.data.stream.batch import Batch
 from cellmill.models.initial import with_std
-from cellmill.models.objective import GeneStatistics, Judgement
+from cellmill.models.objective import GeneStatistics, Judgement, ObjectiveModel
 from cellmill.models.objectives.shared.per_cell import CellObjective, TargetBatch
 
 
@@ -25,7 +23,7 @@ class Distill(CellObjective):
     config: DistillConfig
     teacher_width: int  # set by `attach`
 
-    def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+    def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
         self.head_name = f"teacher_head{self.suffix}"
         width = model.vector_width
         # a plan may be made before the teacher's vectors are
@@ -39,7 +37,7 @@ class Distill(CellObjective):
             vectors = torch.full((len(batch.lengths), self.teacher_width), torch.nan)
         return vectors, vectors.isfinite().all(1)
 
-    def predict(self, model: Any, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
+    def predict(self, model: ObjectiveModel, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
         """Return predicted vectors of the teacher, `(C, D)` float32, from `vectors` `(C, H)`."""
         predicted: Tensor = getattr(model, self.head_name)(vectors)
         return predicted.float()

@@ -18,7 +18,7 @@ from cellmill.models.batch import MASK_TOKEN
 from cellmill.models.counter_rng import keyed_bits
 from cellmill.models.draws import CONTENT
 from cellmill.models.initial import Fill, zeros
-from cellmill.models.objective import GeneStatistics, Judgement, loss_verdict
+from cellmill.models.objective import GeneStatistics, Judgement, ObjectiveModel, loss_verdict
 from cellmill.models.objectives.shared.masking import Mask, MaskedBatch, MaskedObjective
 from cellmill.parallel.likelihoods import token_loss
 from cellmill.parallel.vocab_parallel import token_logits
@@ -37,7 +37,7 @@ class MaskedGene(MaskedObjective):
     gene_rows = frozenset({"gene_bias"})
     n_genes: int  # genes of the vocabulary; set by `attach`
 
-    def attach_output(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+    def attach_output(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
         self.n_genes = n_tokens - len(SPECIAL)
         model.gene_bias = nn.Parameter(torch.empty(n_tokens))
         return ("gene_bias", "gene_embedding")
@@ -53,15 +53,19 @@ class MaskedGene(MaskedObjective):
             genes = torch.where(mask.random, random_genes, genes)
         return {"genes": genes}
 
-    def head_loss(self, model: Any, head_output: Tensor, prepared: MaskedBatch) -> Tensor:
+    def head_loss(
+        self, model: ObjectiveModel, head_output: Tensor, prepared: MaskedBatch
+    ) -> Tensor:
         table = model.gene_embedding.weight
         return token_loss(head_output, table, model.gene_bias, prepared.answers)
 
-    def predict_from_head(self, model: Any, head_output: Tensor, prepared: MaskedBatch) -> Tensor:
+    def predict_from_head(
+        self, model: ObjectiveModel, head_output: Tensor, prepared: MaskedBatch
+    ) -> Tensor:
         """Return logits of genes, `(N, V)` float32, from the head's output `(N, H)`."""
         return token_logits(head_output, model.gene_embedding.weight, model.gene_bias)
 
-    def observe(self, model: Any, prepared: MaskedBatch) -> GeneObservations:
+    def observe(self, model: ObjectiveModel, prepared: MaskedBatch) -> GeneObservations:
         answers = prepared.answers
         states = model.states(prepared)[prepared.targets]
         logits = self.predict_from_head(model, model.head(states), prepared)

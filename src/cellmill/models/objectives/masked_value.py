@@ -25,6 +25,7 @@ from cellmill.models.initial import STD, Fill, normal
 from cellmill.models.objective import (
     GeneStatistics,
     Judgement,
+    ObjectiveModel,
     expected_bins,
     pearson,
     r2_over,
@@ -47,7 +48,7 @@ class MaskedValue(MaskedObjective):
     config: MaskedValueConfig
     hides_gene = False
 
-    def attach_output(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+    def attach_output(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
         model.hidden_value = nn.Parameter(torch.empty(model.width))  # `Model.begin` reads it
         n_outputs = self.tokens.n_values - self._first_bin if self._is_class else 1
         model.value_out = nn.Linear(model.width, n_outputs)
@@ -83,19 +84,23 @@ class MaskedValue(MaskedObjective):
         values[counts > 0] = tokens["values"]
         return values
 
-    def head_loss(self, model: Any, head_output: Tensor, prepared: MaskedBatch) -> Tensor:
+    def head_loss(
+        self, model: ObjectiveModel, head_output: Tensor, prepared: MaskedBatch
+    ) -> Tensor:
         return value_loss(
             self.predict_from_head(model, head_output, prepared), prepared.answers, self._first_bin
         )
 
-    def predict_from_head(self, model: Any, head_output: Tensor, prepared: MaskedBatch) -> Tensor:
+    def predict_from_head(
+        self, model: ObjectiveModel, head_output: Tensor, prepared: MaskedBatch
+    ) -> Tensor:
         """Return values `(N,)` float32, or logits of bins `(N, bins)`, from the head's output `(N, H)`."""
         out: Tensor = model.value_out(head_output).float()
         if self._is_class:
             return out
         return out.squeeze(-1) + prepared.center[prepared.cell[prepared.targets]]
 
-    def observe(self, model: Any, prepared: MaskedBatch) -> ValueObservations:
+    def observe(self, model: ObjectiveModel, prepared: MaskedBatch) -> ValueObservations:
         targets = prepared.targets
         predicted = self.predict_from_head(
             model, model.head(model.states(prepared)[targets]), prepared

@@ -32,6 +32,7 @@ from cellmill.models.objective import (
     GeneStatistics,
     Judgement,
     Objective,
+    ObjectiveModel,
     Tensors,
     expected_bins,
     loss_verdict,
@@ -68,7 +69,7 @@ class NextGene(Objective):
     config: NextGeneConfig
     gene_rows = frozenset({"gene_bias"})
 
-    def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+    def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
         """Add `start`, the state before the first gene, and the heads of genes, ends and values."""
         hidden = model.width
         model.start = nn.Parameter(torch.empty(hidden))
@@ -103,7 +104,7 @@ class NextGene(Objective):
             n_targets=torch.tensor(len(targets), device=targets.device),
         )
 
-    def loss(self, model: Any, states: Tensor, prepared: NextGeneBatch) -> Tensor:
+    def loss(self, model: ObjectiveModel, states: Tensor, prepared: NextGeneBatch) -> Tensor:
         before = self.states_before(model, states, prepared)
         genes = prepared.genes[prepared.targets]
         loss = token_loss(before, model.gene_embedding.weight, model.gene_bias, genes)
@@ -117,22 +118,24 @@ class NextGene(Objective):
         values = prepared.values[prepared.targets]
         return loss + self.config.value_loss_weight * value_loss(predicted, values)
 
-    def states_before(self, model: Any, states: Tensor, prepared: NextGeneBatch) -> Tensor:
+    def states_before(
+        self, model: ObjectiveModel, states: Tensor, prepared: NextGeneBatch
+    ) -> Tensor:
         """Return the state before each target, `(N, H)`, from states `(T, H)`."""
         earlier = states[(prepared.targets - 1).clamp(min=0)]
         return torch.where(prepared.is_first[:, None], model.start.to(states.dtype), earlier)
 
-    def gene_logits(self, model: Any, before: Tensor) -> Tensor:
+    def gene_logits(self, model: ObjectiveModel, before: Tensor) -> Tensor:
         """Return logits of the next token, `(N, V)` float32; special tokens are never targets."""
         return token_logits(before, model.gene_embedding.weight, model.gene_bias)
 
-    def end_logits(self, model: Any, before: Tensor) -> Tensor:
+    def end_logits(self, model: ObjectiveModel, before: Tensor) -> Tensor:
         """Return the logit of the cell ending at each state, `(N,)` float32."""
         # start near the chance of an end, one in many tokens: a bias that starts at 0 would take
         # thousands of steps to learn it
         return model.end(before).float().squeeze(-1) - math.log(self.tokens.max_tokens)
 
-    def predict_values(self, model: Any, before: Tensor, genes: Tensor) -> Tensor:
+    def predict_values(self, model: ObjectiveModel, before: Tensor, genes: Tensor) -> Tensor:
         """Return values `(N,)` float32, or logits `(N, bins)`.
 
         `before` are states `(N, H)`, `genes` the token ids of the next genes `(N,)`.
@@ -142,7 +145,7 @@ class NextGene(Objective):
         out: Tensor = model.value_out(model.value_head(queries)).float()
         return out if self._is_class else out.squeeze(-1)
 
-    def observe(self, model: Any, prepared: NextGeneBatch) -> Tensors:
+    def observe(self, model: ObjectiveModel, prepared: NextGeneBatch) -> Tensors:
         """Return `NextGeneObservations`, then value and predicted value if values are predicted.
 
         Genes are in order, cell after cell.
@@ -159,7 +162,9 @@ class NextGene(Objective):
             predicted = expected_bins(predicted)
         return (*observed, prepared.values, predicted)
 
-    def _observe_cell(self, model: Any, before: Tensor, genes: Tensor) -> NextGeneObservations:
+    def _observe_cell(
+        self, model: ObjectiveModel, before: Tensor, genes: Tensor
+    ) -> NextGeneObservations:
         """Return the observations of a cell's `genes` `(n,)` from the states before them, `(n, H)`.
 
         Candidates are genes that the cell does not have yet.

@@ -14,7 +14,6 @@ is an unknown level.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import PAD_TOKEN
 from cellmill.models.initial import with_std
+from cellmill.models.objective import ObjectiveModel
 from cellmill.models.objectives.cell_decoding import CellDecoding, DecodingBatch
 from cellmill.models.objectives.shared.batch_terms import LevelTerms
 from cellmill.models.objectives.shared.views import ViewBatch
@@ -48,7 +48,7 @@ class PerturbationResponse(CellDecoding):
     _control: int  # level number of controls
     _excluded: list[int]  # level numbers of cells that have no target
 
-    def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+    def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
         names = super().attach(model, n_tokens)
         config = self.config
         width = model.vector_width
@@ -56,8 +56,7 @@ class PerturbationResponse(CellDecoding):
         # no response at the start
         model.response_genes = with_std(nn.Linear(config.decoder_hidden or width, width), 0.0)
         model.response_terms = LevelTerms(len(levels), width, centered=False)
-        rows = {"response_terms.weight": config.perturbation_column}
-        model.level_rows = {**model.level_rows, **rows}
+        model.add_level_rows(config.perturbation_column, "response_terms.weight")
         genes = config.perturbed_genes or {}
         self._genes = [[], *(genes.get(level, []) for level in levels)]
         self._control = _find_level_number(config.control, levels)
@@ -84,7 +83,7 @@ class PerturbationResponse(CellDecoding):
             perturbed=_pad_genes([self._genes[number] for number in perturbation.tolist()]),
         )
 
-    def decode(self, model: Any, vectors: Tensor, prepared: DecodingBatch) -> Tensor:
+    def decode(self, model: ObjectiveModel, vectors: Tensor, prepared: DecodingBatch) -> Tensor:
         """Return the decoder's last layer, `(C, D)`, of `vectors` `(C, H)` plus each cell's response."""
         assert isinstance(prepared, ResponseBatch), "expected a batch with perturbations"
         response = _respond(model, prepared.perturbation, prepared.perturbed)
@@ -93,7 +92,7 @@ class PerturbationResponse(CellDecoding):
         return super().decode(model, changed.to(vectors.dtype), prepared)
 
     def log_profile(
-        self, model: Any, vectors: Tensor, perturbation: str | None, genes: list[int]
+        self, model: ObjectiveModel, vectors: Tensor, perturbation: str | None, genes: list[int]
     ) -> Tensor:
         """Return the log fraction of each gene in a cell of an average batch, `(C, V - special)` float32.
 
@@ -116,7 +115,7 @@ def _find_level_number(level: str, levels: Sequence[str]) -> int:
     return 1 + levels.index(level) if level in levels else 0
 
 
-def _respond(model: Any, perturbation: Tensor, perturbed: Tensor) -> Tensor:
+def _respond(model: ObjectiveModel, perturbation: Tensor, perturbed: Tensor) -> Tensor:
     """Return the term that a perturbation adds to the cell's vector, `(C, H)`.
 
     `perturbation` `(C,)` int64 are level numbers, `perturbed` `(C, M)` int64 token ids, as in

@@ -35,6 +35,7 @@ from cellmill.models.objective import (
     GeneStatistics,
     Judgement,
     Objective,
+    ObjectiveModel,
     r2_over,
     r2_verdict,
 )
@@ -148,7 +149,7 @@ class QueryDecoding(Objective):
     gene_rows = frozenset({"query_genes.weight", "query_bias.weight"})
     n_genes: int  # genes of the vocabulary
 
-    def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+    def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
         self.n_genes = n_tokens - len(SPECIAL)
         width = self.config.decoder_hidden
         model.query_genes = with_std(nn.Embedding(n_tokens, width), 1.0)
@@ -237,16 +238,20 @@ class QueryDecoding(Objective):
             n_targets=torch.tensor(len(cell)),
         )
 
-    def loss(self, model: Any, states: Tensor, prepared: QueryBatch) -> Tensor:
+    def loss(self, model: ObjectiveModel, states: Tensor, prepared: QueryBatch) -> Tensor:
         errors = self.predict_targets(model, states, prepared) - prepared.query_targets
         return (prepared.query_weights * errors.square()).sum()
 
-    def predict_targets(self, model: Any, states: Tensor, prepared: QueryBatch) -> Tensor:
+    def predict_targets(
+        self, model: ObjectiveModel, states: Tensor, prepared: QueryBatch
+    ) -> Tensor:
         """Return the predicted value of each query, `(N,)` float32, from states `(T, H)`."""
         vectors = model.cell_vectors(states, prepared).to(states.dtype)
         return self.predict_queries(model, vectors, prepared.query_cells, prepared.query_genes)
 
-    def predict_queries(self, model: Any, vectors: Tensor, cell: Tensor, genes: Tensor) -> Tensor:
+    def predict_queries(
+        self, model: ObjectiveModel, vectors: Tensor, cell: Tensor, genes: Tensor
+    ) -> Tensor:
         """Return the predicted value of each query, `(N,)` float32, from `vectors` `(C, H)`.
 
         `cell` are indices of vectors and `genes` token ids, `(N,)` int64 each.
@@ -257,7 +262,7 @@ class QueryDecoding(Objective):
         biases = embed_tokens(genes, model.query_bias.weight)
         return (model.query_out(model.query_norm(x)).float() + biases.float()).squeeze(1)
 
-    def observe(self, model: Any, prepared: QueryBatch) -> QueryObservations:
+    def observe(self, model: ObjectiveModel, prepared: QueryBatch) -> QueryObservations:
         return QueryObservations(
             genes=prepared.query_genes - len(SPECIAL),
             values=prepared.query_targets,

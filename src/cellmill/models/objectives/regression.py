@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from cellmill.config.parts.objectives import RegressionConfig
 from cellmill.data.stream.batch import Batch
-from cellmill.models.objective import GeneStatistics, Judgement, Tensors, pearson
+from cellmill.models.objective import GeneStatistics, Judgement, ObjectiveModel, Tensors, pearson
 from cellmill.models.objectives.shared.per_cell import CellHead, CellObjective, TargetBatch
 from cellmill.runs.results import compare
 
@@ -48,7 +48,7 @@ class Regression(CellObjective):
     figure_names = ("pearson",)
     n_sums = 6
 
-    def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+    def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
         config = self.config
         self.head_name = f"number_head{self.suffix}"
         head = CellHead(model.vector_width, config.number_hidden, 1, config.number_dropout)
@@ -92,7 +92,7 @@ class Regression(CellObjective):
         )
         return torch.stack(sums)
 
-    def rows(self, model: Any, states: Tensor, prepared: TargetBatch) -> Tensors:
+    def rows(self, model: ObjectiveModel, states: Tensor, prepared: TargetBatch) -> Tensors:
         """Return one row per cell: a 1, the prediction, the number; `(C, 3)` float32."""
         predicted = self.predict_targets(model, states, prepared)
         return (_stack_rows(predicted, prepared.targets),)
@@ -108,11 +108,11 @@ class Regression(CellObjective):
             return {}
         return {"pearson": covariance / variances**0.5}
 
-    def predict(self, model: Any, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
+    def predict(self, model: ObjectiveModel, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
         predicted: Tensor = getattr(model, self.head_name)(vectors, keys)
         return predicted[:, 0].float()
 
-    def predict_in_units(self, model: Any, vectors: Tensor) -> Tensor:
+    def predict_in_units(self, model: ObjectiveModel, vectors: Tensor) -> Tensor:
         """Return predicted numbers, in the unit of the column: `(C,)` float32, from `(C, H)`."""
         return self.predict(model, vectors) * self._scale.std + self._scale.mean
 

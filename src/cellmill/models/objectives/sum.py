@@ -22,7 +22,14 @@ from cellmill.data.stream.batch import Batch
 from cellmill.errors import ConfigError
 from cellmill.models.batch import EncoderBatch
 from cellmill.models.initial import Fill
-from cellmill.models.objective import GeneStatistics, Judgement, Objective, RowShare, Tensors
+from cellmill.models.objective import (
+    GeneStatistics,
+    Judgement,
+    Objective,
+    ObjectiveModel,
+    RowShare,
+    Tensors,
+)
 from cellmill.models.objectives.shared.views import ViewBatch
 from cellmill.runs.results import Verdict
 
@@ -66,7 +73,7 @@ class Sum(Objective):
             self.tensor_parallel_styles |= part.tensor_parallel_styles
             self.gene_rows |= part.gene_rows
 
-    def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+    def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
         """Add the heads of every part. Raise ConfigError if two would have the same name."""
         names: dict[str, None] = {}  # an ordered set
         for name, part in self.objectives.items():
@@ -139,7 +146,7 @@ class Sum(Objective):
             return _add_second_views(hiding_batch, view_batch)
         return hiding_batch
 
-    def loss(self, model: Any, states: Tensor, prepared: SumBatch) -> Tensor:
+    def loss(self, model: ObjectiveModel, states: Tensor, prepared: SumBatch) -> Tensor:
         all_shares = iter(prepared.shares or ())
         losses = []
         for part, batch in zip(self.objectives.values(), prepared.batches):
@@ -149,7 +156,7 @@ class Sum(Objective):
             losses.append(part.loss(model, states, batch).float())
         return torch.stack(losses)
 
-    def rows(self, model: Any, states: Tensor, prepared: SumBatch) -> Tensors:
+    def rows(self, model: ObjectiveModel, states: Tensor, prepared: SumBatch) -> Tensors:
         rows: Tensors = ()
         for part, batch in zip(self.objectives.values(), prepared.batches):
             if part.row_widths:
@@ -164,7 +171,7 @@ class Sum(Objective):
                 losses += part.loss_of_rows(*islice(all_tables, len(part.row_widths)))
         return losses
 
-    def observe(self, model: Any, prepared: SumBatch) -> Tensors:
+    def observe(self, model: ObjectiveModel, prepared: SumBatch) -> Tensors:
         """Return the number of tensors of each part, `(parts,)` int64, then these tensors."""
         sizes = []
         observed: Tensors = ()
@@ -186,7 +193,7 @@ class Sum(Objective):
         return metrics, verdicts
 
 
-def _list_attributes(model: Any) -> Mapping[str, Any]:
+def _list_attributes(model: ObjectiveModel) -> Mapping[str, Any]:
     """Return the children and the direct parameters of `model` by name."""
     return {**dict(model.named_children()), **dict(model.named_parameters(recurse=False))}
 

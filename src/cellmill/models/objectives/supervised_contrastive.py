@@ -10,7 +10,6 @@ Legend: C cells with a target, H width of a cell's vector, S slots of a global b
 """
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from cellmill.config.parts.objectives import SupervisedContrastiveConfig
-from cellmill.models.objective import GeneStatistics, Judgement, Tensors, loss_verdict
+from cellmill.models.objective import (
+    GeneStatistics,
+    Judgement,
+    ObjectiveModel,
+    Tensors,
+    loss_verdict,
+)
 from cellmill.models.objectives.shared.per_cell import LabelObjective, TargetBatch
 
 ANCHORS_PER_CHUNK = 1024  # cells that are compared with all others at once
@@ -29,15 +34,15 @@ class SupervisedContrastive(LabelObjective):
     config: SupervisedContrastiveConfig
     validates_rows = True
 
-    def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+    def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
         self.row_widths = (1 + model.vector_width,)
         return ()
 
-    def loss(self, model: Any, states: Tensor, prepared: TargetBatch) -> Tensor:
+    def loss(self, model: ObjectiveModel, states: Tensor, prepared: TargetBatch) -> Tensor:
         (rows,) = self.rows(model, states, prepared)
         return self.coupled_loss(rows, prepared)
 
-    def rows(self, model: Any, states: Tensor, prepared: TargetBatch) -> Tensors:
+    def rows(self, model: ObjectiveModel, states: Tensor, prepared: TargetBatch) -> Tensors:
         """Return one row per cell: its label from 1, then its unit vector: `(C, 1 + H)` float32."""
         vectors = model.cell_vectors(states, prepared)[prepared.target_cells].float()
         labels = prepared.targets[:, None].to(vectors) + 1
@@ -46,7 +51,7 @@ class SupervisedContrastive(LabelObjective):
     def loss_of_rows(self, *tables: Tensor) -> Tensors:
         return tuple(contrast(table, self.config.temperature) for table in tables)
 
-    def observe(self, model: Any, prepared: TargetBatch) -> Tensors:
+    def observe(self, model: ObjectiveModel, prepared: TargetBatch) -> Tensors:
         """Return labels from 1, `(C,)` int64, and unit vectors, `(C, H)` float32."""
         (rows,) = self.rows(model, model.states(prepared), prepared)
         return prepared.targets + 1, rows[:, 1:]

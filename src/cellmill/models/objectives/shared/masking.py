@@ -11,7 +11,7 @@ Legend: C cells, T tokens of the batch, N targets, H width of the model.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import MASK_TOKEN, PAD_TOKEN, EncoderBatch, positions
 from cellmill.models.counter_rng import keyed_bits, keyed_token_bits, threshold
 from cellmill.models.draws import FATE
-from cellmill.models.objective import Objective
+from cellmill.models.objective import Objective, ObjectiveModel
 from cellmill.parallel.vocab_parallel import rows_at
 
 HIGHEST_DRAW = 2**63 - 1  # draw of tokens that are not genes
@@ -65,7 +65,7 @@ class MaskedObjective(Objective):
     config: MaskedObjectiveConfig
     hides_gene: bool
 
-    def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+    def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
         model.head = _make_head(model, model.width)
         names: tuple[str, ...] = ("head",)
         if self.config.cell_loss_weight:
@@ -73,7 +73,7 @@ class MaskedObjective(Objective):
             names = ("head", "cell_head", *model.plan.begin)
         return (*names, *self.attach_output(model, n_tokens))
 
-    def attach_output(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+    def attach_output(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
         """Add the layer from states to predictions; return the names that it reads."""
         raise NotImplementedError
 
@@ -138,7 +138,7 @@ class MaskedObjective(Objective):
         """Hide the content of hidden tokens and replace that of random ones; return the new fields."""
         raise NotImplementedError
 
-    def loss(self, model: Any, states: Tensor, prepared: MaskedBatch) -> Tensor:
+    def loss(self, model: ObjectiveModel, states: Tensor, prepared: MaskedBatch) -> Tensor:
         targets = prepared.targets
         loss = self.head_loss(model, model.head(states[targets]), prepared)
         weight = self.config.cell_loss_weight
@@ -158,12 +158,14 @@ class MaskedObjective(Objective):
         """Return True if some masked tokens show random content or their own."""
         return self.config.random_frac + self.config.keep_frac > 0
 
-    def head_loss(self, model: Any, head_output: Tensor, prepared: MaskedBatch) -> Tensor:
+    def head_loss(
+        self, model: ObjectiveModel, head_output: Tensor, prepared: MaskedBatch
+    ) -> Tensor:
         """Return the summed loss of predictions from the head's output `(N, H)`, a float32 scalar."""
         raise NotImplementedError
 
 
-def _make_head(model: Any, width: int) -> nn.Module:
+def _make_head(model: ObjectiveModel, width: int) -> nn.Module:
     """Return a layer from `width` to the width of the model, with activation and norm."""
     layer = nn.Linear(width, model.width)
     norm = nn.LayerNorm(model.width, eps=model.head_norm_eps)

@@ -12,7 +12,6 @@ of levels.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,7 @@ from cellmill.models.batch import EncoderBatch, has_genes
 from cellmill.models.counter_rng import keyed_dropout, keyed_state
 from cellmill.models.draws import HEAD_DROPOUT
 from cellmill.models.initial import with_std
-from cellmill.models.objective import Objective, RowShare, Tensors
+from cellmill.models.objective import Objective, ObjectiveModel, RowShare, Tensors
 
 
 class CellHead(nn.Module):
@@ -76,7 +75,7 @@ class CellObjective(Objective):
         """Return the targets, `(cells, …)`, and which cells have one, `(cells,)` bool."""
         raise NotImplementedError
 
-    def predict(self, model: Any, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
+    def predict(self, model: ObjectiveModel, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
         """Return predictions from `vectors` `(C, H)`, float32, as `judge` compares them.
 
         `keys` `(C,)` int64 key the dropout; None for none.
@@ -94,13 +93,15 @@ class CellObjective(Objective):
             n_targets=torch.tensor(len(cells)),
         )
 
-    def predict_targets(self, model: Any, states: Tensor, prepared: TargetBatch) -> Tensor:
+    def predict_targets(
+        self, model: ObjectiveModel, states: Tensor, prepared: TargetBatch
+    ) -> Tensor:
         """Return `predict` for the cells with a target, from the states of all tokens, `(T, H)`."""
         cells = prepared.target_cells
         vectors = model.cell_vectors(states, prepared)[cells].to(states.dtype)
         return self.predict(model, vectors, prepared.cell_keys[cells])
 
-    def loss(self, model: Any, states: Tensor, prepared: TargetBatch) -> Tensor:
+    def loss(self, model: ObjectiveModel, states: Tensor, prepared: TargetBatch) -> Tensor:
         predicted = self.predict_targets(model, states, prepared)
         if self.kept_sums is not None:
             self.kept_sums.append(self.validation_sums(predicted, prepared))
@@ -123,7 +124,7 @@ class CellObjective(Objective):
             return self.loss_of_rows(rows)[0].float()
         return prepared.shares[0].loss(rows)
 
-    def observe(self, model: Any, prepared: TargetBatch) -> Tensors:
+    def observe(self, model: ObjectiveModel, prepared: TargetBatch) -> Tensors:
         return prepared.targets, self.predict_targets(model, model.states(prepared), prepared)
 
 
