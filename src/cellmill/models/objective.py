@@ -122,7 +122,7 @@ class Objective:
         return self.tokens.load()(self.tokens)
 
     def level_numbers(self, batch: Batch, column: str) -> Tensor:
-        """`(cells,)` int64: level numbers of an obs column, from 1; 0 for an unknown level."""
+        """Read the level number of each cell in an obs column, `(cells,)` int64: from 1, 0 if unknown."""
         assert batch.levels is not None, "the batch has no levels"
         numbers: Tensor = batch.levels[:, [*self.levels].index(column)]
         return numbers
@@ -137,19 +137,19 @@ class Objective:
         raise NotImplementedError
 
     def leaves(self) -> "Mapping[str, Objective]":
-        """Return the objectives of the parts by name; an objective without parts has the name ""."""
+        """List the objectives of the parts by name; an objective without parts has the name ""."""
         return {"": self}
 
     def validation_figures(self, sums: Sequence[float]) -> dict[str, float]:
-        """Return the metrics in `figure_names` from `kept_sums`, summed over validation cells."""
+        """Compute the metrics in `figure_names` from `kept_sums` over all validation cells, `(n_sums,)`."""
         return {}
 
     def initial_value(self, name: str) -> Fill | None:
-        """Return the initial value of a parameter that `attach` set; None for an unknown name."""
+        """Name the function that fills a parameter that `attach` added; None for an unknown name."""
         return None
 
     def view(self, batch: Batch, *, seed: int, step: int) -> Batch:
-        """Return the tokens that the model is given, of the cells of a batch on the CPU: all tokens.
+        """Choose the tokens of a batch, on the CPU, that the model is given; by default all.
 
         A pure function of (seed, step, cell, position in the cell). What `prepare` needs of hidden
         tokens goes along in a subclass of Batch.
@@ -161,7 +161,7 @@ class Objective:
         raise NotImplementedError
 
     def loss(self, model: ObjectiveModel, states: Tensor, prepared: Any) -> Tensor:
-        """Return the loss summed over the targets, a float32 scalar, from the normed states `(T, H)`.
+        """Sum the loss over the targets, a float32 scalar, from the normed states `(T, H)`.
 
         An objective with `part_weights` returns one sum per part, `(parts,)`, each over its own targets:
         `n_targets` `(parts,)`.
@@ -169,7 +169,7 @@ class Objective:
         raise NotImplementedError
 
     def rows(self, model: ObjectiveModel, states: Tensor, prepared: Any) -> Tensors:
-        """Return the rows of a micro-batch for each table, `(n, width)` float32.
+        """Make the rows of a micro-batch for each table, `(n, width)` float32.
 
         A cell has at most one row. The first number of a row is not 0. Training gathers the rows of
         the global batch, and what `prepare` returned gets the attribute `shares`, a `RowShare` for
@@ -178,14 +178,14 @@ class Objective:
         raise NotImplementedError
 
     def loss_of_rows(self, *tables: Tensor) -> Tensors:
-        """Return the loss of each table, a float scalar, summed over its rows.
+        """Sum the loss of each table over its rows, `(slots, width)`, to a float scalar.
 
         Rows of zeros are empty slots. The order of rows has no effect.
         """
         raise NotImplementedError
 
     def observe(self, model: ObjectiveModel, prepared: Any) -> Tensors:
-        """Return per-target tensors for `judge`, which are concatenated over batches.
+        """Collect what `judge` compares, a tensor per quantity, concatenated over batches by target.
 
         Of a loss over tokens the first is the vocabulary row of each target's gene, (targets,)
         int64.
@@ -193,14 +193,14 @@ class Objective:
         raise NotImplementedError
 
     def judged_labels(self) -> Mapping[str, Sequence[str]]:
-        """Return the labels that the model knows, by obs column.
+        """List the labels that the model knows, by obs column.
 
         `evaluate` lists cells with other labels, and leaves them out of `judge`.
         """
         return {}
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
-        """Return metrics of the observed targets, and verdicts against a baseline without a model."""
+        """Score the observed targets: metrics, and verdicts against a baseline without a model."""
         raise NotImplementedError
 
 
@@ -212,31 +212,31 @@ class RowShare:
     gradient: Tensor  # `(n, width)` float32: gradient of the loss with respect to these rows
 
     def loss(self, rows: Tensor) -> Tensor:
-        """Return the share, a float32 scalar, whose gradient with respect to `rows` is `gradient`."""
+        """Make a float32 scalar of this value whose gradient with respect to `rows` is `gradient`."""
         product = (self.gradient * rows).sum()
         return (self.value + (product - product.detach())).float()
 
 
 def value_loss(predicted: Tensor, values: Tensor, first_bin: int = 1) -> Tensor:
-    """Return the summed loss of values `(N,)`: squared errors, or cross-entropy of logits `(N, bins)`."""
+    """Sum the loss of values `(N,)`: squared errors, or cross-entropy of logits `(N, bins)`."""
     if predicted.ndim == 2:
         return F.cross_entropy(predicted, values - first_bin, reduction="sum")
     return (predicted - values).square().sum()
 
 
 def expected_bins(logits: Tensor, first_bin: int = 1) -> Tensor:
-    """`(N, bins)` -> `(N,)` float32: expected number of the bin."""
+    """Average the numbers of the bins by their probabilities: `(N, bins)` logits -> `(N,)` float32."""
     bins = torch.arange(logits.shape[1], device=logits.device, dtype=logits.dtype)
     return logits.softmax(1) @ (bins + first_bin)
 
 
 def r2_over(base: float, error: float) -> float | None:
-    """R² of a squared error over that of a baseline; None for a baseline without error."""
+    """Compute R² of a squared error over a baseline's; None for a baseline without error."""
     return 1 - error / base if base > 0 else None
 
 
 def pearson(x: np.ndarray, y: np.ndarray) -> float | None:
-    """Return Pearson's r of `x` and `y`, `(n,)` float64 each; None if either is constant."""
+    """Compute Pearson's r of `x` and `y`, `(n,)` float64 each; None if either is constant."""
     x = x - x.mean()
     y = y - y.mean()
     scale = math.sqrt(float(x @ x) * float(y @ y))
@@ -246,10 +246,10 @@ def pearson(x: np.ndarray, y: np.ndarray) -> float | None:
 def loss_verdict(
     name: str, baseline: str, difference: float, metric: str = "nats cross-entropy"
 ) -> list[Verdict]:
-    """Return the verdict of a difference of losses, of which the lower is better."""
+    """Judge a difference of losses: a negative one is better than the baseline."""
     return [compare(name, baseline, metric, difference, lower_is_better=True)]
 
 
 def r2_verdict(name: str, baseline: str, r2: float | None) -> list[Verdict]:
-    """Return the verdict of an R², none if it is undefined."""
+    """Judge an R² over a baseline; no verdict if it is undefined."""
     return [] if r2 is None else [compare(name, baseline, "R²", r2)]

@@ -42,14 +42,14 @@ class StageCost:
 
     @property
     def rss_gb(self) -> float:
-        """Return the peak memory of a job."""
+        """Peak memory of a job."""
         return (RSS_MB[self.stage] + self.further_mb) / 1e3
 
 
 def estimate_corpus(
     cells_per_dataset: list[int], genes_per_cell: float, shard: Shard
 ) -> list[StageCost]:
-    """Return the costs of the stages of a corpus."""
+    """Estimate the costs of the stages that make a corpus."""
     n_values = sum(cells_per_dataset) * genes_per_cell
     cpu_hours = {stage: n_values * ns / NS_PER_HOUR for stage, ns in NS_PER_VALUE.items()}
     max_cells = max(cells_per_dataset)
@@ -82,7 +82,7 @@ def _estimate_shards(
     shard: Shard,
     cpu_hours: Mapping[str, float],
 ) -> list[StageCost]:
-    """Return the cost of `shard`; with several jobs, the costs of `divide`, `shard_part` and `shard`."""
+    """Estimate the cost of `shard`; with several jobs, the costs of `divide`, `shard_part` and `shard`."""
     n_cells = sum(cells_per_dataset)
     n_shards = max(1, ceil(n_cells / shard.cells_per_shard))
     n_bytes = n_cells * genes_per_cell * SHARD_BYTES_PER_VALUE[shard.order] + n_shards * SHARD_BYTES

@@ -45,7 +45,7 @@ class Cost:
 def estimate_cost(
     options: PlanOptions, corpus: CorpusSize, hardware: Hardware, device: Device, memory: Memory
 ) -> Cost:
-    """Return the estimates of a run that needs `memory`."""
+    """Estimate work, FLOPs, traffic and time of a run that needs `memory`."""
     model = PlannedModel.measure(
         options, corpus.n_genes, hardware.world, hardware.nproc_per_node, corpus.levels
     )
@@ -77,7 +77,7 @@ def estimate_cost(
 def _estimate_time(
     options: PlanOptions, work: Work, step: StepTime, mfu: float, world: int
 ) -> RunTime:
-    """Return the time of all steps and validations."""
+    """Add up the time of all steps and validations."""
     steps_s = step.step_s * work.cells_seen / work.cells_per_step
     if options.train.replay_every_steps is not None:
         # one more step is computed for each step that is replayed
@@ -89,7 +89,7 @@ def _estimate_time(
 
 
 def format_hours(hours: float) -> str:
-    """A duration or a time of GPUs with three digits: in minutes below an hour."""
+    """Format hours or GPU hours with three digits, below an hour as minutes."""
     if hours < MIN_HOURS:
         return f"<{60 * MIN_HOURS:g} min"
     value, unit = (60 * hours, "min") if hours < 1 else (hours, "h")
@@ -97,7 +97,7 @@ def format_hours(hours: float) -> str:
 
 
 def _load_of_rank(corpus: CorpusSize, work: Work, dp: int) -> Load:
-    """Return the load of one of `dp` data-parallel ranks in a step.
+    """Divide a step over `dp` data-parallel ranks: the load of one.
 
     A pipeline computes its padding like any other tokens, in cells of PAD_CELL.
     """
@@ -112,7 +112,7 @@ def _load_of_rank(corpus: CorpusSize, work: Work, dp: int) -> Load:
 
 
 def _find_network(options: PlanOptions, device: Device) -> Network | None:
-    """Return the rates that the options set, else the device's; None if one is unknown."""
+    """Take the link rates that the options set, else the device's; None if one is unknown."""
     intra_node = options.plan.intra_node_gbs
     inter_node = options.plan.inter_node_gbs
     if intra_node is None:

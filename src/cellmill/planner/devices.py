@@ -28,7 +28,7 @@ class Device:
     tf32_flops: float | None = None
 
     def flops(self, parallel: Parallel) -> float | None:
-        """Return FLOP/s in the number format of a run; None if unknown."""
+        """Find the peak FLOP/s in the number format of a run; None if unknown."""
         if parallel.half_precision:
             return self.bf16_flops
         if parallel.tf32 and self.tf32_flops:
@@ -57,7 +57,7 @@ DEVICES = {
 
 
 def find_device(name: str) -> Device:
-    """Return the device that a profile names. Raise ConfigError for an unknown one."""
+    """Look up the device that a profile names. Raise ConfigError for an unknown one."""
     if name not in DEVICES:
         raise ConfigError(
             f"unknown device {name!r}; set the profile's device to one of: {', '.join(DEVICES)}"
@@ -66,7 +66,7 @@ def find_device(name: str) -> Device:
 
 
 def recognise_device(product: str) -> str:
-    """Return the device of a product, such as h100 for nvidia_h100_80gb_hbm3; "" if unknown."""
+    """Name the device of a product, such as h100 for nvidia_h100_80gb_hbm3; "" if unknown."""
     words = product.lower()
     chip = ""  # the device without a size of memory
     for name in DEVICES:
@@ -78,12 +78,12 @@ def recognise_device(product: str) -> str:
 
 
 def list_sized_devices(name: str) -> list[str]:
-    """Return the devices that are `name` with a size of memory, such as a100-40gb."""
+    """List the devices that are `name` with a size of memory, such as a100-40gb."""
     return [sized for sized in DEVICES if sized.startswith(f"{name}-")]
 
 
 def describe_assumption(name: str) -> str:
-    """Return the memory that is assumed for a device that is made with several sizes; else ""."""
+    """Say which memory is assumed for a device that is made with several sizes; else ""."""
     memory_gb = DEVICES[name].memory_gb
     others = [sized for sized in list_sized_devices(name) if DEVICES[sized].memory_gb != memory_gb]
     if not others:
@@ -104,6 +104,6 @@ def check_precision(parallel: Parallel, name: str, device: Device) -> None:
 
 
 def find_peak_flops(product: str, parallel: Parallel) -> float | None:
-    """Return FLOP/s of a product such as "NVIDIA H100 80GB HBM3"; None if its device is unknown."""
+    """Find the peak FLOP/s of a product such as "NVIDIA H100 80GB HBM3"; None if its device is unknown."""
     name = recognise_device(product)
     return DEVICES[name].flops(parallel) if name else None

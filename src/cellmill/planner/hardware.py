@@ -29,7 +29,7 @@ class Hardware:
 
 
 def find_hardware(options: PlanOptions, machine: Machine, device_name: str) -> Hardware:
-    """Return the processes that `machine` gives a run, with the fewest nodes of a range.
+    """Find the processes that `machine` gives a run, with the fewest nodes of a range.
 
     Fewer nodes need more memory per process.
     """

@@ -57,7 +57,7 @@ class HostBytes(NamedTuple):
 
 
 def host_bytes(model: PlannedModel) -> HostBytes:
-    """Return the pinned host memory of one process.
+    """Estimate the pinned host memory of one process.
 
     Offloaded are weights, gradients, optimizer state and, if full, the average. The staged copy of
     a GPU's checkpoint has weights, optimizer state and average.
@@ -69,9 +69,7 @@ def host_bytes(model: PlannedModel) -> HostBytes:
         n_offloaded += average
 
     def copy_bytes(n_tensors: int) -> int:
-        """Return the bytes of a rank's weights plus `n_tensors` tensors as large as its trained weights;
-        the largest rank counts.
-        """
+        """Count the bytes of all weights plus `n_tensors` tensors of the trained ones, on the largest rank."""
         elements = 0
         for rank in range(model.layout.pp):
             totals = model.totals(rank)
@@ -87,7 +85,7 @@ def host_bytes(model: PlannedModel) -> HostBytes:
 def peak_memory(
     model: PlannedModel, micro_tokens: int, micro_batches: int, ranks: Iterable[int] | None = None
 ) -> Memory:
-    """Return the memory of the pipeline rank that needs most, for `micro_tokens` in a micro-batch.
+    """Estimate the memory of the pipeline rank that needs most, for `micro_tokens` in a micro-batch.
 
     `micro_batches` is their number in a step; `ranks` limits the pipeline ranks.
     """
@@ -124,7 +122,7 @@ class _RankMemory:
         self.constant = self._plan_constant(trained_shard)
 
     def _plan_constant(self, trained_shard: int) -> Memory:
-        """Memory that stays allocated for the whole step."""
+        """Estimate the memory that stays allocated for the whole step."""
         model = self.model
         size = model.size
         totals = self.totals
@@ -148,7 +146,7 @@ class _RankMemory:
         )
 
     def at_backward_start(self) -> Memory:
-        """Return the memory when the backward pass begins.
+        """Estimate the memory when the backward pass begins.
 
         It has all activations, and the gradients being computed.
         """
@@ -183,7 +181,7 @@ class _RankMemory:
         )
 
     def at_blocks_end(self) -> Memory:
-        """Return the memory when the backward pass has reached the first block.
+        """Estimate the memory when the backward pass has reached the first block.
 
         It has gradients of all blocks, and activations of the first block and the part before it.
         """
@@ -212,7 +210,7 @@ class _RankMemory:
         )
 
     def at_last_reduction(self) -> Memory:
-        """Return the memory when the last gradients of a sharded model are reduced.
+        """Estimate the memory when the last gradients of a sharded model are reduced.
 
         They are those of a pipeline stage or, without a pipeline, of the root.
         """
@@ -234,14 +232,14 @@ class _RankMemory:
 
     @property
     def _activation_bytes(self) -> float:
-        """Return the bytes of one activation that is kept for the backward pass."""
+        """Mean bytes of an activation that is kept for the backward pass."""
         if self.parallel.half_precision and not self.model.is_sharded:
             return AUTOCAST_BYTES
         return self.model.element_bytes
 
     @property
     def _gathered(self) -> int:
-        """Return the bytes of full weights in a forward pass, or of autocast's casts of them."""
+        """Bytes of full weights in a forward pass, or of autocast's casts of them."""
         totals = self.totals
         size = self.model.size
         if not self.model.is_sharded:
@@ -252,7 +250,7 @@ class _RankMemory:
         return self.model.element_bytes * weights
 
     def _kept_per_token(self) -> float:
-        """Return elements per token when a backward pass begins: kept activations, one block's workspace."""
+        """Count elements per token when a backward pass begins: kept activations, one block's workspace."""
         size = self.model.size
         kept_by_checkpointing = {
             None: size.block.activations_per_token,
@@ -271,7 +269,7 @@ class _RankMemory:
         return kept + max(workspace - freed * size.finish.activations_per_token, 0)
 
     def _in_flight_by_stage(self) -> list[int]:
-        """Return the micro-batches whose activations each stage holds."""
+        """Count the micro-batches whose activations each stage of the rank holds."""
         if self.parallel.pp == 1:
             return [1]
         if len(self.stages) == 1:

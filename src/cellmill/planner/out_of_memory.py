@@ -32,7 +32,7 @@ OUT_OF_MEMORY = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True for an out-of-memory error of Python, a device, its libraries, or torch on a CPU."""
+    """Recognise an out-of-memory error of Python, a device, its libraries, or torch on a CPU."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -41,9 +41,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def ask_for_advice(run_json: Path, world: int, nproc_per_node: int, device: str) -> str | None:
-    """Return the answer of `advise` from a new process, since sizes are measured without a process group.
+    """Run `advise` in a new process, since sizes are measured without a process group.
 
-    Return None if that process fails.
+    None if that process fails.
     """
     arguments = [str(run_json), str(world), str(nproc_per_node), device]
     command = [sys.executable, "-m", "cellmill.planner.out_of_memory", *arguments]
@@ -57,7 +57,7 @@ def ask_for_advice(run_json: Path, world: int, nproc_per_node: int, device: str)
 
 
 def advise(run_json: Path, world: int, nproc_per_node: int, device: str = "cpu") -> str:
-    """Return the planned memory of a process, and the first change with which it needs a fifth less."""
+    """Name the planned memory of a process, and the first change with which it needs a fifth less."""
     record = read_json(run_json)
     stored = dict(stored_options(record["options"], "run.json"))
     options = PlanOptions.model_validate(stored | {"plan": {}})

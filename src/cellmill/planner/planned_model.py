@@ -35,11 +35,11 @@ class Stage:
     has_finish: bool  # True with the part after the blocks
 
     def flops(self, load: Load) -> float:
-        """Return the FLOPs of the stage for `load`."""
+        """Count the FLOPs of the stage for `load`, forward and backward."""
         return self.size.flops.count(load, self.n_blocks, self.has_begin, self.has_finish)
 
     def activations(self, per_block: float) -> float:
-        """Return the elements kept per token for the backward pass, with `per_block` in each block."""
+        """Count the elements kept per token for the backward pass, with `per_block` in each block."""
         begin = int(self.has_begin) * self.size.begin.activations_per_token
         finish = int(self.has_finish) * self.size.finish.activations_per_token
         return self.n_blocks * per_block + (begin + finish)
@@ -97,7 +97,7 @@ class PlannedModel:
         return self.layout.dp_shard if self.is_sharded else 1
 
     def stages(self, rank: int) -> list[Stage]:
-        """Stages of pipeline rank `rank`, in the order of `list_stages`."""
+        """List the stages of pipeline rank `rank`, in the order of `parallel.mesh.list_stages`."""
         n_stages = self.parallel.stages
         stages = []
         for stage in list_stages(rank, self.parallel):
@@ -106,7 +106,7 @@ class PlannedModel:
         return stages
 
     def totals(self, rank: int) -> RankTotals:
-        """Totals over the stages of pipeline rank `rank`."""
+        """Sum blocks and parameters over the stages of pipeline rank `rank`."""
         size = self.size
         stages = self.stages(rank)
         n_blocks = sum(stage.n_blocks for stage in stages)

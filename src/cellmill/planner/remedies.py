@@ -27,7 +27,7 @@ MAX_DOUBLINGS = 7  # doublings of the number of nodes that are tried
 def plan_memory(
     options: PlanOptions, corpus: CorpusSize, hardware: Hardware, micro_tokens: int | None = None
 ) -> Memory:
-    """Return the memory of the rank that needs most.
+    """Estimate the memory of the rank that needs most.
 
     `micro_tokens` are the tokens of a micro-batch; by default those of the run.
     """
@@ -43,7 +43,7 @@ def plan_memory(
 
 
 def check_memory(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> Memory:
-    """Return the memory of a run. Raise ConfigError with the first change that helps if it does not fit."""
+    """Estimate the memory of a run; raise ConfigError with the first change that helps if it does not fit."""
     memory = plan_memory(options, corpus, hardware)
     if memory.total <= hardware.usable_bytes:
         return memory
@@ -56,7 +56,7 @@ def check_memory(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -
 
 
 def find_largest_micro_batch(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> int:
-    """Return the most tokens per micro-batch that fit, at the run's number of micro-batches; 0 if none fit."""
+    """Find the most tokens per micro-batch that fit, at the run's number of micro-batches; 0 if none fit."""
 
     def needed(tokens: int) -> int:
         return plan_memory(options, corpus, hardware, tokens).total
@@ -65,7 +65,7 @@ def find_largest_micro_batch(options: PlanOptions, corpus: CorpusSize, hardware:
 
 
 def find_remedy(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> str:
-    """Return the first change, or combination of changes, that makes the run fit, in words."""
+    """Describe the first change, or combination of changes, that makes the run fit."""
     for change in _list_changes(options, hardware):
         needed = plan_memory(change.options, corpus, change.hardware)
         if needed.total <= change.hardware.usable_bytes:
@@ -82,11 +82,11 @@ class Change:
     hardware: Hardware
 
     def then(self, instruction: str, **changed: Any) -> "Change":
-        """Return this change followed by another one, of `options` or `hardware`."""
+        """Follow this change by another one, of `options` or `hardware`."""
         return replace(self, instructions=[*self.instructions, instruction], **changed)
 
     def then_parallel(self, instruction: str, **parallel: Any) -> "Change":
-        """Return this change followed by one of section `parallel`."""
+        """Follow this change by one of section `parallel`."""
         return self.then(instruction, options=with_parallel(self.options, **parallel))
 
 
@@ -117,7 +117,7 @@ def _list_changes(options: PlanOptions, hardware: Hardware) -> Iterator[Change]:
 
 
 def _shard(change: Change) -> Change:
-    """Return `change` with FULL_SHARD; `change` itself if its processes would hold the same."""
+    """Follow `change` by FULL_SHARD; return `change` itself if its processes would hold the same."""
     sharded = change.then_parallel(
         "use fsdp with parallel.sharding_strategy FULL_SHARD",
         strategy="fsdp",
@@ -184,6 +184,6 @@ def _try_smaller_budgets(change: Change) -> Iterator[Change]:
 
 
 def with_parallel(options: PlanOptions, **changes: Any) -> PlanOptions:
-    """Return the options with changes in section `parallel`."""
+    """Copy the options with changes in section `parallel`, validated."""
     parallel = Parallel.model_validate(options.parallel.model_dump() | changes)
     return options.model_copy(update={"parallel": parallel})

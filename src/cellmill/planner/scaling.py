@@ -15,7 +15,7 @@ ROW = "{:>12}  {:>8}  {:>10}  {:>10}"
 
 
 def list_machines(machine: Machine) -> list[Machine]:
-    """The machine with 1, 2, 4, … processes on one node, then with 2, 4, … of its nodes."""
+    """List the machine with 1, 2, 4, … processes on one node, then with 2, 4, … of its nodes."""
     n_nodes = machine.node_counts[-1]
     counts = [(1, nproc) for nproc in _list_doublings(machine.nproc_per_node)]
     counts += [(nodes, machine.nproc_per_node) for nodes in _list_doublings(n_nodes)[1:]]
@@ -27,7 +27,7 @@ def list_machines(machine: Machine) -> list[Machine]:
 
 
 def _list_doublings(max_number: int) -> list[int]:
-    """1, 2, 4, … and `max_number`."""
+    """List 1, 2, 4, … and `max_number`."""
     numbers = [1]
     while numbers[-1] < max_number:
         numbers.append(min(2 * numbers[-1], max_number))
@@ -37,7 +37,7 @@ def _list_doublings(max_number: int) -> list[int]:
 def format_scaling(
     options: PlanOptions, corpus: CorpusSize, machine: Machine, device_name: str, device: Device
 ) -> list[str]:
-    """Lines of a table of times by number of devices; empty with one device or an unknown speed.
+    """Format a table of times by number of devices; empty with one device or an unknown speed.
 
     The efficiency is the GPU time on the fewest devices that fit, over that on these. Links
     and idle time of pipelines lower it.
@@ -72,7 +72,7 @@ def format_scaling(
 def _estimate(
     options: PlanOptions, corpus: CorpusSize, machine: Machine, device_name: str, device: Device
 ) -> Cost:
-    """Estimates of the run on the machine. Raise ConfigError if it does not work or fit there."""
+    """Estimate the run on the machine. Raise ConfigError if it does not work or fit there."""
     check_nodes(options, machine.node_counts, machine.nproc_per_node, corpus.n_cells)
     hardware = find_hardware(options, machine, device_name)
     memory = plan_memory(options, corpus, hardware)

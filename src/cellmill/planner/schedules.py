@@ -22,7 +22,7 @@ IDLE_UNITS = {
 
 
 def kept_micro_batches(parallel: Parallel, rank: int, micro_batches: int) -> int:
-    """Return the largest number of micro-batches whose activations a pipeline rank holds.
+    """Count the micro-batches whose activations a pipeline rank holds, at most.
 
     It is summed over the stages of the rank.
     """
@@ -47,7 +47,7 @@ def kept_micro_batches(parallel: Parallel, rank: int, micro_batches: int) -> int
 
 
 def idle_frac(parallel: Parallel, micro_batches: int) -> float:
-    """Return the fraction of a step in which a pipeline rank waits; 0 without a pipeline.
+    """Estimate the fraction of a step in which a pipeline rank waits; 0 without a pipeline.
 
     Units are those of the module: a pass of one micro-batch through one stage takes 1 forward and 2
     backward.

@@ -41,14 +41,14 @@ class Network:
     inter_node_gbs: float
 
     def seconds(self, traffic: Traffic) -> float:
-        """Return the time of all calls: that of the slower kind of link, plus latency."""
+        """Estimate the time of all calls: that of the slower kind of link, plus latency."""
         intra_node_s = traffic.intra_node_bytes / (NETWORK_FRAC * 1e9 * self.intra_node_gbs)
         inter_node_s = traffic.inter_node_bytes / (NETWORK_FRAC * 1e9 * self.inter_node_gbs)
         return max(intra_node_s, inter_node_s) + traffic.calls * latency(traffic)
 
 
 def latency(traffic: Traffic) -> float:
-    """Return the seconds of one collective without payload: its hops in sequence.
+    """Estimate the seconds of one collective without payload: its hops in sequence.
 
     All-gather and reduce-scatter travel a ring of all processes: with many nodes this latency, not
     the bytes, makes FULL_SHARD slow. An all-reduce travels the ring twice, or up and down a tree.
@@ -86,7 +86,7 @@ def estimate_step(
     load: Load,
     micro_batches: float,
 ) -> StepTime:
-    """Return the duration of a step in which each rank computes `load` at `flops_per_s`.
+    """Estimate the duration of a step in which each rank computes `load` at `flops_per_s`.
 
     `traffic` is the traffic of the rank that sends the most.
     """
@@ -118,7 +118,7 @@ def estimate_step(
 
 
 def _estimate_compute(model: PlannedModel, load: Load, flops_per_s: float) -> float:
-    """Return the seconds of computation of the pipeline rank that computes the most."""
+    """Estimate the seconds of computation of the pipeline rank that computes the most."""
     recomputed = 0.0  # FLOPs of a block whose activations are not kept
     if model.parallel.activation_checkpointing is not None:
         recomputed = model.size.flops.count(load, n_blocks=1, has_begin=False, has_finish=False)

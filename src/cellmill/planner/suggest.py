@@ -78,7 +78,7 @@ def suggest(
 
 
 def _find_lanes(options: PlanOptions, dp: int) -> int:
-    """Return lanes that `dp` ranks can share and that divide the batch; else those of the options."""
+    """Choose lanes that `dp` ranks can share and that divide the batch; else those of the options."""
     lanes = options.stream.lanes
     for number in (lanes, math.lcm(lanes, dp), dp):
         if number % dp == 0 and options.train.global_batch % number == 0:
@@ -87,7 +87,7 @@ def _find_lanes(options: PlanOptions, dp: int) -> int:
 
 
 def _sort_key(suggestion: Cost) -> tuple[float, ...]:
-    """Return a key that sorts the best layout first.
+    """Make a key that sorts the best layout first.
 
     Hours come first, equal within SIMILAR, then bytes to other nodes, bytes inside the node, ranks
     that share the same cells, and memory.
@@ -138,7 +138,7 @@ def list_layouts(options: PlanOptions, hardware: Hardware) -> Iterator[Parallel]
 
 
 def _find_effect(parallel: Parallel, hardware: Hardware) -> tuple[Any, ...] | None:
-    """Return a key that is equal for layouts that do the same.
+    """Make a key that is equal for layouts that do the same.
 
     None if the processes cannot be divided into this layout; `suggest` then counts it as refused.
     """
@@ -157,7 +157,7 @@ def _find_effect(parallel: Parallel, hardware: Hardware) -> tuple[Any, ...] | No
 def format_suggestions(
     suggestions: Suggestions, options: PlanOptions, machine: Machine, device_name: str
 ) -> str:
-    """Return the best layouts as lines of text, why others are missing, and the YAML of the best."""
+    """Format the best layouts, why others are missing, and the YAML of the best."""
     fitting = suggestions.fitting
     too_large = suggestions.too_large
     processes = f"{machine.node_counts[0]:,} nodes x {machine.nproc_per_node} {device_name}"
@@ -178,7 +178,7 @@ def format_suggestions(
 
 
 def _format_row(suggestion: Cost) -> str:
-    """Return one layout as a row of the table."""
+    """Format one layout as a row of the table."""
     parallel = suggestion.options.parallel
     words = describe_layout(parallel, suggestion.model.layout)
     if parallel.sequence_parallel:
@@ -198,7 +198,7 @@ def _format_row(suggestion: Cost) -> str:
 
 
 def format_sections(suggested: PlanOptions, options: PlanOptions) -> str:
-    """Return the YAML that changes `options` to `suggested`."""
+    """Write the YAML that changes `options` to `suggested`."""
     chosen = suggested.parallel.model_dump(mode="json")
     defaults = Parallel.model_validate({}).model_dump(mode="json")
     shown = {"strategy"}

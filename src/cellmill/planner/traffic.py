@@ -45,7 +45,7 @@ class Traffic:
 
     @property
     def inter_node_bytes(self) -> float:
-        """Return the bytes sent over this process's share of the node's network."""
+        """Bytes sent to other nodes, over this process's share of its node's network cards."""
         is_on_one_node = self.processes <= self.processes_per_node
         return 0.0 if is_on_one_node else self.sent_bytes / self.processes_per_node
 
@@ -55,7 +55,7 @@ class Traffic:
 
 
 def link_bytes(traffic: Sequence[Traffic]) -> dict[str, float]:
-    """Return the bytes that a process sends in a step by kind of link: `intra_node`, `inter_node`."""
+    """Sum the bytes that a process sends in a step by kind of link: `intra_node`, `inter_node`."""
     intra_node = sum(part.intra_node_bytes for part in traffic)
     inter_node = sum(part.inter_node_bytes for part in traffic)
     return {"intra_node": intra_node, "inter_node": inter_node}
@@ -73,7 +73,7 @@ class CollectiveCalls(NamedTuple):
 def list_traffic(
     model: PlannedModel, rank: int, tokens: float, micro_batches: float
 ) -> list[Traffic]:
-    """Return the traffic of pipeline rank `rank` in a step of `tokens` tokens, in all micro-batches."""
+    """Sum the calls of pipeline rank `rank` in a step of `tokens` tokens, in all micro-batches."""
     totals = model.totals(rank)
     payloads = defaultdict[tuple[Kind, str], float](float)
     calls = defaultdict[tuple[Kind, str], float](float)

@@ -38,7 +38,7 @@ class CorpusSize:
 
     @property
     def n_cells(self) -> int:
-        """Return the number of training cells."""
+        """Number of training cells."""
         return len(self.tokens_of_cells) if self.n_training is None else self.n_training
 
     @cached_property
@@ -47,7 +47,7 @@ class CorpusSize:
 
     @cached_property
     def pairs_per_cell(self) -> float:
-        """Return the mean number of (query, key) pairs of attention."""
+        """Mean number of (query, key) pairs of attention in a cell: the mean square of its tokens."""
         return float(np.square(self.tokens_of_cells.astype(np.float64)).mean())
 
 
@@ -68,7 +68,7 @@ class Work:
 
 
 def detected_genes(manifest: Manifest) -> np.ndarray:
-    """Return the detected genes of each training cell in the order of the shards, `(cells,)` int64."""
+    """Count the detected genes of each training cell in the order of the shards, `(cells,)` int64."""
     return np.concatenate(
         [np.diff(shard.indptr).astype(np.int64) for shard in open_shards(manifest, "train")]
     )

@@ -149,7 +149,7 @@ class CellDecoding(Objective):
         )
 
     def _weigh_entries(self, batch: ViewBatch) -> Tensor:
-        """Return `DecodingBatch.entry_weights`."""
+        """Compute `DecodingBatch.entry_weights`, `(entries,)` float32."""
         weights = batch.entry_counts.double()
         if self._is_nb:
             return weights.float()
@@ -166,11 +166,11 @@ class CellDecoding(Objective):
 
     @property
     def predicts_log_counts(self) -> bool:
-        """Return True if the profile is of log(1 + count), not of counts."""
+        """True if the profile is of log(1 + count), not of counts."""
         return not self._is_nb and self.config.weights == "log1p"
 
     def loss(self, model: ObjectiveModel, states: Tensor, prepared: DecodingBatch) -> Tensor:
-        """Return the summed loss, a float32 scalar; in training with VICReg and the adversary."""
+        """Sum the loss over the cells, a float32 scalar; in training with VICReg and the adversary."""
         vectors = self._target_vectors(model, states, prepared)
         decoded = self.decode(model, vectors, prepared)
         self._keep_sums(model, decoded, prepared)
@@ -243,7 +243,7 @@ class CellDecoding(Objective):
         return {"hidden_genes": float((covariance / lengths * varies)[is_expressed].mean())}
 
     def rows(self, model: ObjectiveModel, states: Tensor, prepared: DecodingBatch) -> Tensors:
-        """Return one row per pair: a 1, then the vectors of the shown and the hidden part.
+        """Make one row per pair: a 1, then the vectors of the shown and the hidden part.
 
         The table is `(pairs, 1 + 2 H)` float32.
         """
@@ -258,7 +258,7 @@ class CellDecoding(Objective):
         return tuple(vicreg(table, weights) for table in tables)
 
     def decode(self, model: ObjectiveModel, vectors: Tensor, prepared: DecodingBatch) -> Tensor:
-        """Return the decoder's last layer, `(C, D)`, of `vectors` `(C, H)`."""
+        """Apply the decoder up to its last layer: `vectors` `(C, H)` -> `(C, D)`."""
         decoded: Tensor = model.decoder(vectors)
         if self.config.known_batch is None:
             return decoded
@@ -267,11 +267,11 @@ class CellDecoding(Objective):
     def _target_vectors(
         self, model: ObjectiveModel, states: Tensor, prepared: DecodingBatch
     ) -> Tensor:
-        """Return the vectors of the cells with targets, `(C, H)`."""
+        """Pool the states `(T, H)` to the vectors of the cells with targets, `(C, H)`."""
         return model.cell_vectors(states, prepared)[prepared.target_cells].to(states.dtype)
 
     def _batch_levels(self, prepared: DecodingBatch) -> Tensor:
-        """Return the level number of each cell's experimental batch, `(C,)` int64."""
+        """Read the level number of each cell's experimental batch, `(C,)` int64."""
         column = self.config.known_batch
         assert column is not None, "no column of batches"
         return self.level_numbers(prepared, column)[prepared.target_cells]
@@ -316,7 +316,7 @@ class CellDecoding(Objective):
 
 
 def _find_pairs(batch: ViewBatch) -> Tensor:
-    """Return `DecodingBatch.pairs`: indices of the first and the second views."""
+    """Find `DecodingBatch.pairs`: indices of the first and the second views, `(2, pairs)` int64."""
     n_paired = batch.n_paired
     # second views follow the first views
     lengths = torch.tensor(batch.lengths[: 2 * n_paired], dtype=torch.int64)

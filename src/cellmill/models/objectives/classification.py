@@ -66,7 +66,7 @@ class Classification(LabelObjective):
         return {"accuracy": n_right / n_cells} if n_cells else {}
 
     def predict(self, model: ObjectiveModel, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Return the logits of the labels, `(C, L - 1)` float32, or `(C, L)` if every cell has one."""
+        """Predict the logits of the labels, `(C, L - 1)` float32, or `(C, L)` if every cell has one."""
         if self.config.adversarial_scale:
             vectors = Reversed.apply(vectors, self.config.adversarial_scale)
         logits: Tensor = getattr(model, self.head_name)(vectors, keys)

@@ -38,7 +38,7 @@ class Distill(CellObjective):
         return vectors, vectors.isfinite().all(1)
 
     def predict(self, model: ObjectiveModel, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Return predicted vectors of the teacher, `(C, D)` float32, from `vectors` `(C, H)`."""
+        """Predict the teacher's vectors, `(C, D)` float32, from `vectors` `(C, H)`."""
         predicted: Tensor = getattr(model, self.head_name)(vectors)
         return predicted.float()
 

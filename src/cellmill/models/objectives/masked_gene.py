@@ -62,7 +62,7 @@ class MaskedGene(MaskedObjective):
     def predict_from_head(
         self, model: ObjectiveModel, head_output: Tensor, prepared: MaskedBatch
     ) -> Tensor:
-        """Return logits of genes, `(N, V)` float32, from the head's output `(N, H)`."""
+        """Predict logits of genes, `(N, V)` float32, from the head's output `(N, H)`."""
         return token_logits(head_output, model.gene_embedding.weight, model.gene_bias)
 
     def observe(self, model: ObjectiveModel, prepared: MaskedBatch) -> GeneObservations:

@@ -72,7 +72,7 @@ class MaskedValue(MaskedObjective):
         return {"values": shown, "value_hidden": hidden}
 
     def _renormalize(self, batch: Batch, shows_value: Tensor) -> Tensor:
-        """Return values `(T,)` made from the counts of shown values only, with 0 for the others.
+        """Compute values `(T,)` from the counts of shown values only, with 0 for the others.
 
         `shows_value` `(T,)` bool is True for a token whose own value the model sees.
         """
@@ -94,7 +94,7 @@ class MaskedValue(MaskedObjective):
     def predict_from_head(
         self, model: ObjectiveModel, head_output: Tensor, prepared: MaskedBatch
     ) -> Tensor:
-        """Return values `(N,)` float32, or logits of bins `(N, bins)`, from the head's output `(N, H)`."""
+        """Predict values `(N,)` float32, or logits of bins `(N, bins)`, from the head's output `(N, H)`."""
         out: Tensor = model.value_out(head_output).float()
         if self._is_class:
             return out
@@ -135,7 +135,7 @@ class MaskedValue(MaskedObjective):
 
     @property
     def _first_bin(self) -> int:
-        """Return the number of the first bin; 0 is the bin of genes without counts."""
+        """Number of the first bin; bin 0 is that of genes without counts."""
         return 0 if self.tokens.zero_frac else 1
 
     @property
@@ -144,7 +144,7 @@ class MaskedValue(MaskedObjective):
 
 
 def _choose_donors(mask: Mask, random: Tensor, n_donors: Tensor) -> Tensor:
-    """Return a random visible token of the same cell for each `random` token, `(random,)` int64.
+    """Choose a random visible token of the same cell for each `random` token, `(random,)` int64.
 
     `random` is `(T,)` bool. `n_donors` `(C,)` is the number of visible tokens of each cell.
     """

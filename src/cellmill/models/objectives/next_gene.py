@@ -121,22 +121,22 @@ class NextGene(Objective):
     def states_before(
         self, model: ObjectiveModel, states: Tensor, prepared: NextGeneBatch
     ) -> Tensor:
-        """Return the state before each target, `(N, H)`, from states `(T, H)`."""
+        """Take the state before each target, `(N, H)`, from states `(T, H)`."""
         earlier = states[(prepared.targets - 1).clamp(min=0)]
         return torch.where(prepared.is_first[:, None], model.start.to(states.dtype), earlier)
 
     def gene_logits(self, model: ObjectiveModel, before: Tensor) -> Tensor:
-        """Return logits of the next token, `(N, V)` float32; special tokens are never targets."""
+        """Predict logits of the next token, `(N, V)` float32; special tokens are never targets."""
         return token_logits(before, model.gene_embedding.weight, model.gene_bias)
 
     def end_logits(self, model: ObjectiveModel, before: Tensor) -> Tensor:
-        """Return the logit of the cell ending at each state, `(N,)` float32."""
+        """Predict the logit of the cell ending at each state, `(N,)` float32."""
         # start near the chance of an end, one in many tokens: a bias that starts at 0 would take
         # thousands of steps to learn it
         return model.end(before).float().squeeze(-1) - math.log(self.tokens.max_tokens)
 
     def predict_values(self, model: ObjectiveModel, before: Tensor, genes: Tensor) -> Tensor:
-        """Return values `(N,)` float32, or logits `(N, bins)`.
+        """Predict values `(N,)` float32, or logits of bins `(N, bins)`.
 
         `before` are states `(N, H)`, `genes` the token ids of the next genes `(N,)`.
         """
@@ -146,7 +146,7 @@ class NextGene(Objective):
         return out if self._is_class else out.squeeze(-1)
 
     def observe(self, model: ObjectiveModel, prepared: NextGeneBatch) -> Tensors:
-        """Return `NextGeneObservations`, then value and predicted value if values are predicted.
+        """Observe `NextGeneObservations`, then value and predicted value if values are predicted.
 
         Genes are in order, cell after cell.
         """
@@ -165,7 +165,7 @@ class NextGene(Objective):
     def _observe_cell(
         self, model: ObjectiveModel, before: Tensor, genes: Tensor
     ) -> NextGeneObservations:
-        """Return the observations of a cell's `genes` `(n,)` from the states before them, `(n, H)`.
+        """Observe a cell's `genes` `(n,)` from the states before them, `(n, H)`.
 
         Candidates are genes that the cell does not have yet.
         """
@@ -185,7 +185,7 @@ class NextGene(Objective):
         )
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
-        """Return metrics and verdicts of genes, and of values if the model predicts them.
+        """Score predicted genes, and values if the model predicts them.
 
         The baseline of genes knows the rank and earlier genes.
         """
@@ -252,7 +252,7 @@ def _judge_rank_baseline(
 
 
 def _bucket_frequencies(by_rank: np.ndarray) -> np.ndarray:
-    """Return the smoothed frequency of each gene in each bucket of ranks.
+    """Smooth the frequency of each gene in each bucket of ranks.
 
     `by_rank` and the result, float64 and above 0, are `(buckets, genes)`.
     """
@@ -267,7 +267,7 @@ def _bucket_frequencies(by_rank: np.ndarray) -> np.ndarray:
 def _judge_cell(
     cell_genes: np.ndarray, judged: np.ndarray, frequency: np.ndarray, by_frequency: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return correctness and cross-entropy at positions `judged` of one cell, `(judged,)` each.
+    """Compute correctness and cross-entropy at positions `judged` of one cell, `(judged,)` each.
 
     `cell_genes` are its genes in order, `frequency` `(genes,)` of all genes in the bucket of
     these positions, and `by_frequency` all genes, the most frequent first.
@@ -284,7 +284,7 @@ def _judge_cell(
 def _predict_candidates(
     by_frequency: np.ndarray, cell_genes: np.ndarray, judged: np.ndarray
 ) -> np.ndarray:
-    """Return the most frequent candidate at each position in `judged`, `(judged,)` int64.
+    """Find the most frequent candidate at each position in `judged`, `(judged,)` int64.
 
     `by_frequency` are all genes, the most frequent first, and `cell_genes` those of a cell in order.
     """

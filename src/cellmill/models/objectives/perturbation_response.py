@@ -84,7 +84,7 @@ class PerturbationResponse(CellDecoding):
         )
 
     def decode(self, model: ObjectiveModel, vectors: Tensor, prepared: DecodingBatch) -> Tensor:
-        """Return the decoder's last layer, `(C, D)`, of `vectors` `(C, H)` plus each cell's response."""
+        """Add each cell's response to its vector, then decode: `vectors` `(C, H)` -> `(C, D)`."""
         assert isinstance(prepared, ResponseBatch), "expected a batch with perturbations"
         response = _respond(model, prepared.perturbation, prepared.perturbed)
         is_perturbed = (prepared.perturbation > 0)[:, None]
@@ -94,7 +94,7 @@ class PerturbationResponse(CellDecoding):
     def log_profile(
         self, model: ObjectiveModel, vectors: Tensor, perturbation: str | None, genes: list[int]
     ) -> Tensor:
-        """Return the log fraction of each gene in a cell of an average batch, `(C, V - special)` float32.
+        """Predict the log fraction of each gene in a cell of an average batch, `(C, V - special)` float32.
 
         `vectors` are `(C, H)`. `perturbation` is a level, or another name, which has no learned
         vector; None for the cells as they are. `genes` are token ids of its genes, maybe none.
@@ -111,12 +111,12 @@ class PerturbationResponse(CellDecoding):
 
 
 def _find_level_number(level: str, levels: Sequence[str]) -> int:
-    """Return the number of a level, from 1; 0 if it is unknown."""
+    """Find the number of a level, from 1; 0 if it is unknown."""
     return 1 + levels.index(level) if level in levels else 0
 
 
 def _respond(model: ObjectiveModel, perturbation: Tensor, perturbed: Tensor) -> Tensor:
-    """Return the term that a perturbation adds to the cell's vector, `(C, H)`.
+    """Compute the term that a perturbation adds to the cell's vector, `(C, H)`.
 
     `perturbation` `(C,)` int64 are level numbers, `perturbed` `(C, M)` int64 token ids, as in
     `ResponseBatch`.
@@ -132,7 +132,7 @@ def _respond(model: ObjectiveModel, perturbation: Tensor, perturbed: Tensor) -> 
 
 
 def _pad_genes(genes: list[Sequence[int]]) -> Tensor:
-    """Return token ids by cell, then `<pad>`: `(C, M)` int64; M is at least 1."""
+    """Pad token ids by cell with `<pad>`: `(C, M)` int64; M is at least 1."""
     width = max([1, *map(len, genes)])
     rows = [[*cell_genes, *[PAD_TOKEN] * (width - len(cell_genes))] for cell_genes in genes]
     return torch.tensor(rows, dtype=torch.int64).reshape(len(genes), width)

@@ -84,7 +84,7 @@ class HiddenTokens(NamedTuple):
 
 
 def _number_in_cell(n_items: Tensor, cell: Tensor) -> Tensor:
-    """Return the number of each item in its cell, from 0: `(items,)` int64.
+    """Number the items of each cell from 0: `(items,)` int64.
 
     `n_items` `(C,)` is the number of items of each cell; `cell` `(items,)` is each item's cell, ascending.
     """
@@ -93,7 +93,7 @@ def _number_in_cell(n_items: Tensor, cell: Tensor) -> Tensor:
 
 
 def _pick_detected(hidden: HiddenTokens, max_tokens: int) -> Tensor:
-    """Return the at most `max_tokens` hidden tokens of each cell with the lowest keys.
+    """Pick the hidden tokens of each cell with the lowest keys, at most `max_tokens`.
 
     The result is `(tokens,)` int64, ascending.
     """
@@ -109,7 +109,7 @@ def _pick_detected(hidden: HiddenTokens, max_tokens: int) -> Tensor:
 def _draw_undetected(
     batch: Batch, n_drawn: Tensor, n_undetected: Tensor, n_genes: int, seed: int, step: int
 ) -> tuple[Tensor, Tensor]:
-    """Return cell and token id of undetected genes, drawn with replacement: `(draws,)` int64 each.
+    """Draw undetected genes with replacement: cell and token id, `(draws,)` int64 each.
 
     Each cell has `n_drawn` draws from its `n_undetected` undetected genes, `(C,)` int64 each.
     """
@@ -121,7 +121,7 @@ def _draw_undetected(
 
 
 def _nth_undetected(batch: Batch, n: Tensor, cell: Tensor, n_genes: int) -> Tensor:
-    """Return the vocabulary row of a cell's n-th undetected gene, n from 0: `(draws,)` int64.
+    """Find the vocabulary row of a cell's n-th undetected gene, n from 0: `(draws,)` int64.
 
     `n` and `cell` are `(draws,)` int64. The row is n + the number of detected genes before it.
     """
@@ -171,7 +171,7 @@ class QueryDecoding(Objective):
         )
 
     def view(self, batch: Batch, *, seed: int, step: int) -> QueryView:
-        """Return the shown tokens of each cell of a batch with counts, on the CPU, and its queries."""
+        """Draw the shown tokens and the queries of each cell of a batch with counts, on the CPU."""
         assert batch.counts is not None, "the batch has no counts"
         hidden = self._draw_hidden(batch, seed, step)
         shown = (batch.counts * ~hidden.is_hidden).numpy()
@@ -245,14 +245,14 @@ class QueryDecoding(Objective):
     def predict_targets(
         self, model: ObjectiveModel, states: Tensor, prepared: QueryBatch
     ) -> Tensor:
-        """Return the predicted value of each query, `(N,)` float32, from states `(T, H)`."""
+        """Predict the value of each query, `(N,)` float32, from states `(T, H)`."""
         vectors = model.cell_vectors(states, prepared).to(states.dtype)
         return self.predict_queries(model, vectors, prepared.query_cells, prepared.query_genes)
 
     def predict_queries(
         self, model: ObjectiveModel, vectors: Tensor, cell: Tensor, genes: Tensor
     ) -> Tensor:
-        """Return the predicted value of each query, `(N,)` float32, from `vectors` `(C, H)`.
+        """Predict the value of each query, `(N,)` float32, from `vectors` `(C, H)`.
 
         `cell` are indices of vectors and `genes` token ids, `(N,)` int64 each.
         """
@@ -271,7 +271,7 @@ class QueryDecoding(Objective):
         )
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
-        """Return mean squares of model and gene means, zeros included, and R² over these means."""
+        """Score the mean squares of model and gene means, zeros included, and R² over these means."""
         queries = QueryObservations(*observed)
         values = queries.values.astype(np.float64)
         predicted = queries.predicted.astype(np.float64)

@@ -93,7 +93,7 @@ class Regression(CellObjective):
         return torch.stack(sums)
 
     def rows(self, model: ObjectiveModel, states: Tensor, prepared: TargetBatch) -> Tensors:
-        """Return one row per cell: a 1, the prediction, the number; `(C, 3)` float32."""
+        """Make one row per cell: a 1, the prediction, the number; `(C, 3)` float32."""
         predicted = self.predict_targets(model, states, prepared)
         return (_stack_rows(predicted, prepared.targets),)
 
@@ -113,7 +113,7 @@ class Regression(CellObjective):
         return predicted[:, 0].float()
 
     def predict_in_units(self, model: ObjectiveModel, vectors: Tensor) -> Tensor:
-        """Return predicted numbers, in the unit of the column: `(C,)` float32, from `(C, H)`."""
+        """Predict numbers in the unit of the column: `vectors` `(C, H)` -> `(C,)` float32."""
         return self.predict(model, vectors) * self._scale.std + self._scale.mean
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
@@ -142,7 +142,7 @@ def _stack_rows(predicted: Tensor, targets: Tensor) -> Tensor:
 
 
 def correlation_loss(table: Tensor) -> Tensor:
-    """Return n (1 - r), a float64 scalar, for n cells with correlation r.
+    """Compute n (1 - r), a float64 scalar, for n cells with correlation r.
 
     A row of `table` `(S, 3)` is a 1, the prediction, the number; rows of zeros are empty slots.
     """
@@ -161,7 +161,7 @@ def correlation_loss(table: Tensor) -> Tensor:
 
 
 def _rank(values: np.ndarray) -> np.ndarray:
-    """Return the ranks of `values`, both `(n,)`, with the mean rank for equal numbers.
+    """Rank `values`, both `(n,)`, with the mean rank for equal numbers.
 
     Without scipy.stats, whose import takes 1 s.
     """

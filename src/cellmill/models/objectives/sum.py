@@ -118,7 +118,7 @@ class Sum(Objective):
         return SumBatch(shown, _give_shown_tokens(prepared, shown), n_targets)
 
     def _prepare_parts(self, batch: Batch, first_views: Batch, seed: int, step: int) -> list[Any]:
-        """Return the batch of each part; only the part that draws the view reads second views."""
+        """Prepare the batch of each part; only the part that draws the view reads second views."""
         prepared = []
         for part in self.objectives.values():
             part.training = self.training
@@ -127,7 +127,7 @@ class Sum(Objective):
         return prepared
 
     def _choose_shown(self, prepared: list[Any], has_second_views: bool) -> Any:
-        """Return the batch that the model is given.
+        """Choose the batch that the model is given.
 
         It is the batch of the part that hides tokens, whose targets no part may see, with the second
         views of the part that draws the view appended. If no part hides tokens it is the batch of the
@@ -172,7 +172,7 @@ class Sum(Objective):
         return losses
 
     def observe(self, model: ObjectiveModel, prepared: SumBatch) -> Tensors:
-        """Return the number of tensors of each part, `(parts,)` int64, then these tensors."""
+        """Observe every part: the number of its tensors, `(parts,)` int64, then these tensors."""
         sizes = []
         observed: Tensors = ()
         for part, batch in zip(self.objectives.values(), prepared.batches):
@@ -194,12 +194,12 @@ class Sum(Objective):
 
 
 def _list_attributes(model: ObjectiveModel) -> Mapping[str, Any]:
-    """Return the children and the direct parameters of `model` by name."""
+    """List the children and the direct parameters of `model` by name."""
     return {**dict(model.named_children()), **dict(model.named_parameters(recurse=False))}
 
 
 def _give_shown_tokens(prepared: list[Any], shown: Any) -> tuple[Any, ...]:
-    """Return the parts' batches with the tokens of `shown`.
+    """Replace the tokens of the parts' batches by those of `shown`.
 
     So nothing is hidden for one part and shown to another.
     """
@@ -214,7 +214,7 @@ def _give_shown_tokens(prepared: list[Any], shown: Any) -> tuple[Any, ...]:
 
 
 def _add_second_views(first_views: Any, all_views: Any) -> Any:
-    """Return `first_views`, followed by the second views: the rest of `all_views`."""
+    """Append the second views, the rest of `all_views`, to `first_views`."""
     joined = {}
     for name in MODEL_FIELDS:
         first = getattr(first_views, name)

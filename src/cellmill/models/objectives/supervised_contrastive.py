@@ -43,7 +43,7 @@ class SupervisedContrastive(LabelObjective):
         return self.coupled_loss(rows, prepared)
 
     def rows(self, model: ObjectiveModel, states: Tensor, prepared: TargetBatch) -> Tensors:
-        """Return one row per cell: its label from 1, then its unit vector: `(C, 1 + H)` float32."""
+        """Make one row per cell: its label from 1, then its unit vector; `(C, 1 + H)` float32."""
         vectors = model.cell_vectors(states, prepared)[prepared.target_cells].float()
         labels = prepared.targets[:, None].to(vectors) + 1
         return (torch.cat([labels, F.normalize(vectors, dim=1)], dim=1),)
@@ -52,7 +52,7 @@ class SupervisedContrastive(LabelObjective):
         return tuple(contrast(table, self.config.temperature) for table in tables)
 
     def observe(self, model: ObjectiveModel, prepared: TargetBatch) -> Tensors:
-        """Return labels from 1, `(C,)` int64, and unit vectors, `(C, H)` float32."""
+        """Observe labels from 1, `(C,)` int64, and unit vectors, `(C, H)` float32."""
         (rows,) = self.rows(model, model.states(prepared), prepared)
         return prepared.targets + 1, rows[:, 1:]
 
@@ -76,7 +76,7 @@ class SupervisedContrastive(LabelObjective):
 
 
 def contrast(table: Tensor, temperature: float) -> Tensor:
-    """Return the summed loss of `table` `(S, 1 + H)`, a float64 scalar.
+    """Sum the loss over the rows of `table` `(S, 1 + H)`, a float64 scalar.
 
     A row is a label, 0 for an empty slot, and a unit vector.
     """
@@ -101,7 +101,7 @@ def contrast(table: Tensor, temperature: float) -> Tensor:
 def _contrast_anchors(
     labels: Tensor, vectors: Tensor, anchors: Tensor, temperature: float
 ) -> Tensor:
-    """Return the summed loss of slots `anchors` `(A,)` int64, a float64 scalar.
+    """Sum the loss over slots `anchors` `(A,)` int64, a float64 scalar.
 
     `labels` are `(S,)`, `vectors` `(S, H)`.
     """

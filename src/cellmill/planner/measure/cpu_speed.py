@@ -13,7 +13,7 @@ MEMORY_GBS = 10.0  # GB/s between processes of a node; only `plan` on several CP
 
 
 def measure_cpu(device: Device, nproc_per_node: int) -> Device:
-    """`device` with the FLOP/s that a process reaches if `nproc_per_node` share the cores.
+    """Give `device` the FLOP/s that a process reaches if `nproc_per_node` share the cores.
 
     Rates are those of float32 matrix products by torch, the best of several.
     """

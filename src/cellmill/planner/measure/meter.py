@@ -47,7 +47,7 @@ class Window:
     reduced_bytes: int = 0  # bytes of the full tensors of all collectives
 
     def live_bytes(self) -> int:
-        """Return the bytes allocated in the window and alive at its end."""
+        """Sum the bytes allocated in the window and alive at its end."""
         total = 0
         for storage in self.allocations:
             is_alive = storage.died is None or storage.died > self.end
@@ -56,7 +56,7 @@ class Window:
         return total
 
     def peak_bytes(self, without: frozenset[int] = frozenset()) -> int:
-        """Return the peak of live bytes above those at the start.
+        """Find the peak of live bytes above those at the start.
 
         Leaves out storages that are allocated in the window, still live, and have a key in `without`.
         """
@@ -135,5 +135,5 @@ class OperationMeter(TorchDispatchMode):
 
 
 def _tensors(*values: Any) -> list[torch.Tensor]:
-    """Return the tensors among nested values."""
+    """List the tensors among nested values."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]

@@ -130,7 +130,7 @@ def _measure_finish(model: Model, prepared: Any, passed: torch.Tensor) -> _Finis
 
 
 def _peak_bytes(model: Model, backward: Window) -> int:
-    """Return the peak bytes of a backward pass without the gradients of parameters."""
+    """Find the peak bytes of a backward pass without the gradients of parameters."""
     gradients = set()
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -139,7 +139,7 @@ def _peak_bytes(model: Model, backward: Window) -> int:
 
 
 def _draw_cells(spec: ModelSpec, cell_tokens: int, tokens: int) -> Batch:
-    """Return about `tokens` tokens of random cells with `cell_tokens` each, by the run's tokenizer."""
+    """Draw random cells of `cell_tokens` tokens each, about `tokens` in all, by the run's tokenizer."""
     rng = np.random.Generator(np.random.Philox(0))
     n_cells = max(1, tokens // cell_tokens)
     genes = rng.integers(0, spec.n_genes, n_cells * cell_tokens, dtype=np.int32)

@@ -82,7 +82,7 @@ class Flops:
         has_begin: bool = True,
         has_finish: bool = True,
     ) -> float:
-        """Return the FLOPs for `load` of a part of the model, by default the whole.
+        """Count the FLOPs for `load` of a part of the model, by default the whole.
 
         A part has `n_blocks` blocks, and the parts before and after all blocks if it has them.
         """
@@ -123,7 +123,7 @@ class ModelSize:
         return self.n_blocks * self.block.parameters + outside
 
     def finish_workspace(self, tokens: float) -> float:
-        """Return the peak elements of `finish` above its kept activations, for `tokens` tokens."""
+        """Interpolate the peak elements of `finish` above its kept activations, for `tokens` tokens."""
         sizes, elements = zip((0, 0.0), *self.finish_workspace_by_tokens)
         if tokens >= sizes[-1]:  # extrapolate
             slope = (elements[-1] - elements[-2]) / (sizes[-1] - sizes[-2])
@@ -141,7 +141,7 @@ def measure_size(
     sequence_parallel: bool = False,
     finetune: MethodConfig | None = None,
 ) -> ModelSize:
-    """Return a model's sizes on one of `tp` ranks, cached.
+    """Measure a model's sizes on one of `tp` ranks, once per process.
 
     With tp > 1 there must be no default process group.
     """
@@ -153,7 +153,7 @@ def measure_size(
 
 
 def measure_flops(spec: ModelSpec, finetune: MethodConfig) -> Flops:
-    """Return the FLOPs of `measure_size` on one rank, without the seconds that sizes take."""
+    """Measure the FLOPs on one rank only, without the seconds that `measure_size` takes."""
     with _prepare(spec, finetune) as (fitted, method):
         model = _build(fitted, method, one_block=True)
         n_blocks = _count_blocks(build(fitted, method.transform))
@@ -193,7 +193,7 @@ def _prepare(
 
 
 def _measure_size(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) -> ModelSize:
-    """Return sizes from passes of a model of one block, and counts of the whole model."""
+    """Measure passes of a model of one block, and count the whole model's parameters."""
     model = _build(spec, method, tp, sequence_parallel, one_block=True)
     multiple = tp if sequence_parallel else 1  # the trainer pads a batch to a multiple of tokens
     # warm up: more is kept alive when DTensor sees an operation and its shapes for the first time,
@@ -231,7 +231,7 @@ def _measure_size(spec: ModelSpec, method: Method, tp: int, sequence_parallel: b
 
 
 def _measure_reduced(spec: ModelSpec, method: Method, tp: int) -> dict[str, float]:
-    """Return the elements per token that each part reduces over tp; none without tensor parallelism.
+    """Measure the elements per token that each part reduces over tp; none without tensor parallelism.
 
     They are measured without sequence parallelism; the planner derives its collectives from them.
     """
@@ -246,7 +246,7 @@ def _measure_reduced(spec: ModelSpec, method: Method, tp: int) -> dict[str, floa
 
 
 def _measure_selective(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) -> float:
-    """Return the elements per token that a block keeps with selective activation checkpointing."""
+    """Measure the elements per token that a block keeps with selective activation checkpointing."""
     model = _build(spec, method, tp, sequence_parallel, one_block=True)
     checkpoint_activations(model, model.plan.blocks, "selective")
     multiple = tp if sequence_parallel else 1
@@ -254,7 +254,7 @@ def _measure_selective(spec: ModelSpec, method: Method, tp: int, sequence_parall
 
 
 def _measure_workspace(model: Model, spec: ModelSpec, multiple: int) -> tuple[float, Workspace]:
-    """Return the elements that `finish` keeps per token, and its workspace.
+    """Measure the elements that `finish` keeps per token, and its workspace.
 
     Elements that do not grow with the tokens, such as a table's gradient that a chunked loss makes
     in its forward pass, belong to the workspace.
@@ -270,7 +270,7 @@ def _measure_workspace(model: Model, spec: ModelSpec, multiple: int) -> tuple[fl
 
 
 def _count_flops(model: Model, n_blocks: int, long: Passes, short: Passes) -> Flops:
-    """Return the FLOPs from passes over cells of two lengths, `long` and half of it."""
+    """Derive the FLOPs from passes over cells of two lengths, `long` and half of it."""
     long_block = long.block_window.flops
     short_block = short.block_window.flops
     block_per_token, block_per_cell = _separate_flops(long, short, long_block, short_block)
@@ -300,7 +300,7 @@ def _count_flops(model: Model, n_blocks: int, long: Passes, short: Passes) -> Fl
 def _separate_flops(
     long: Passes, short: Passes, long_flops: int, short_flops: int
 ) -> tuple[float, float]:
-    """Return a part's FLOPs per token, and further ones per cell."""
+    """Separate a part's FLOPs into FLOPs per token and FLOPs per cell."""
     per_token = long_flops / long.tokens
     per_short_token = short_flops / short.tokens
     if per_short_token <= (1 + PER_CELL_FRAC) * per_token:  # random fractions differ by less
@@ -334,7 +334,7 @@ def _build(
 
 
 def _count_parameters(model: Model) -> tuple[Counter[str], Counter[str]]:
-    """Return the parameters and the trained parameters of this rank, by part of the model.
+    """Count the parameters and the trained parameters of this rank, by part of the model.
 
     Parts are `begin`, `block` (all blocks), `finish`, and `tied`: parameters of both ends.
     """

@@ -30,7 +30,7 @@ class LevelTerms(nn.Module):
         return zeros
 
     def forward(self, numbers: Tensor) -> Tensor:
-        """Return the term of each cell, `(C, width)`, from its level number, `(C,)` int64."""
+        """Look up the term of each cell, `(C, width)`, by its level number, `(C,)` int64."""
         terms: Tensor = self.weight
         if self.centered:
             terms = terms - terms.mean(0)
@@ -48,7 +48,7 @@ class Adversary(nn.Module):
         self.out = with_std(nn.Linear(width, n_levels), width**-0.5)
 
     def forward(self, vectors: Tensor, numbers: Tensor) -> Tensor:
-        """Return the cross-entropy summed over cells of a known level, a float32 scalar.
+        """Sum the cross-entropy over cells of a known level, a float32 scalar.
 
         `vectors` are `(C, H)`, `numbers` the cells' level numbers, `(C,)` int64.
         """

@@ -6,7 +6,7 @@ BINS = 15  # of confidence
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
-    """Return probabilities of `logits`, both `(cells, labels)`.
+    """Turn logits into probabilities, both `(cells, labels)`.
 
     Without scipy.special, whose import takes 0.17 s.
     """
@@ -16,7 +16,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def expected_calibration_error(confidence: np.ndarray, is_right: np.ndarray) -> float:
-    """Return the expected calibration error, in bins of equal width.
+    """Compute the expected calibration error, in bins of equal width.
 
     `confidence` `(cells,)` is each cell's highest probability; `is_right` `(cells,)` is 1 if it is
     the probability of the cell's label, otherwise 0.
@@ -30,7 +30,7 @@ def expected_calibration_error(confidence: np.ndarray, is_right: np.ndarray) -> 
 def calibration_error_of_logits(
     logits: np.ndarray, labels: np.ndarray, temperature: float = 1.0
 ) -> float:
-    """Return the calibration error of logits divided by a temperature.
+    """Compute the expected calibration error of logits divided by a temperature.
 
     `logits` are `(cells, labels)`, `labels` `(cells,)` int64.
     """
@@ -40,7 +40,7 @@ def calibration_error_of_logits(
 def confidence_and_correctness(
     logits: np.ndarray, labels: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return each cell's highest probability, and 1 if its label has it, else 0: `(cells,)` float64."""
+    """Find each cell's highest probability, and 1 if its label has it, else 0: `(cells,)` float64."""
     probabilities = softmax(logits)
     is_right = probabilities.argmax(axis=1) == labels
     return probabilities.max(axis=1), is_right.astype(np.float64)

@@ -114,7 +114,7 @@ class MaskedObjective(Objective):
         )
 
     def _choose_masked(self, keys: Tensor, is_gene: Tensor, cell: Tensor, n_cells: int) -> Tensor:
-        """Return which tokens are masked: draws below `mask_frac`, and each cell's lowest; `(T,)` bool."""
+        """Mask tokens with draws below `mask_frac`, and each cell's lowest draw; `(T,)` bool."""
         draws = torch.where(is_gene, keys, HIGHEST_DRAW)
         lowest = torch.full((n_cells,), HIGHEST_DRAW, device=draws.device)
         lowest = lowest.scatter_reduce(0, cell, draws, "amin")
@@ -122,7 +122,7 @@ class MaskedObjective(Objective):
         return masked & is_gene
 
     def _draw_fates(self, keys: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
-        """Return which masked tokens are hidden, and which show their own content, `(T,)` bool each.
+        """Draw which masked tokens are hidden, and which show their own content, `(T,)` bool each.
 
         Fates are from low to high: the token is hidden, shows random content, or its own.
         """
@@ -155,18 +155,18 @@ class MaskedObjective(Objective):
 
     @property
     def shows_content(self) -> bool:
-        """Return True if some masked tokens show random content or their own."""
+        """True if some masked tokens show random content or their own."""
         return self.config.random_frac + self.config.keep_frac > 0
 
     def head_loss(
         self, model: ObjectiveModel, head_output: Tensor, prepared: MaskedBatch
     ) -> Tensor:
-        """Return the summed loss of predictions from the head's output `(N, H)`, a float32 scalar."""
+        """Sum the loss of predictions from the head's output `(N, H)`, a float32 scalar."""
         raise NotImplementedError
 
 
 def _make_head(model: ObjectiveModel, width: int) -> nn.Module:
-    """Return a layer from `width` to the width of the model, with activation and norm."""
+    """Make a layer from `width` to the width of the model, with activation and norm."""
     layer = nn.Linear(width, model.width)
     norm = nn.LayerNorm(model.width, eps=model.head_norm_eps)
     return nn.Sequential(layer, model.head_activation(), norm)

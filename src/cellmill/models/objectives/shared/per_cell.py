@@ -38,7 +38,7 @@ class CellHead(nn.Module):
         self.out = with_std(nn.Linear(last_width, outputs), last_width**-0.5)
 
     def forward(self, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Return outputs `(C, L)` of `vectors` `(C, H)`.
+        """Map `vectors` `(C, H)` to outputs `(C, L)`.
 
         `keys` `(C,)` int64 key the dropout, which only training has.
         """
@@ -72,11 +72,11 @@ class CellObjective(Objective):
     """Attribute of the model that has the head; set by `attach`."""
 
     def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the targets, `(cells, …)`, and which cells have one, `(cells,)` bool."""
+        """Find the targets, `(cells, …)`, and which cells have one, `(cells,)` bool."""
         raise NotImplementedError
 
     def predict(self, model: ObjectiveModel, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Return predictions from `vectors` `(C, H)`, float32, as `judge` compares them.
+        """Predict from `vectors` `(C, H)`: `(C, …)` float32, as `judge` compares them.
 
         `keys` `(C,)` int64 key the dropout; None for none.
         """
@@ -96,7 +96,7 @@ class CellObjective(Objective):
     def predict_targets(
         self, model: ObjectiveModel, states: Tensor, prepared: TargetBatch
     ) -> Tensor:
-        """Return `predict` for the cells with a target, from the states of all tokens, `(T, H)`."""
+        """Predict for the cells with a target, `(C, …)`, from the states of all tokens, `(T, H)`."""
         cells = prepared.target_cells
         vectors = model.cell_vectors(states, prepared)[cells].to(states.dtype)
         return self.predict(model, vectors, prepared.cell_keys[cells])
@@ -108,18 +108,18 @@ class CellObjective(Objective):
         return self.target_loss(predicted, prepared)
 
     def validation_sums(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
-        """Return the sums over targets that `validation_figures` reads, `(n_sums,)` float64.
+        """Sum over targets what `validation_figures` reads, `(n_sums,)` float64.
 
         Only objectives with `n_sums` define it. `predicted` is what `predict` returned.
         """
         raise NotImplementedError
 
     def target_loss(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
-        """Return the summed loss of what `predict` returned, a float32 scalar."""
+        """Sum the loss of what `predict` returned, a float32 scalar."""
         raise NotImplementedError
 
     def coupled_loss(self, rows: Tensor, prepared: TargetBatch) -> Tensor:
-        """Return the share of `rows` `(C, width)` in the loss of the global batch, a float32 scalar."""
+        """Take the share of `rows` `(C, width)` in the loss of the global batch, a float32 scalar."""
         if prepared.shares is None:
             return self.loss_of_rows(rows)[0].float()
         return prepared.shares[0].loss(rows)
@@ -135,7 +135,7 @@ class LabelObjective(CellObjective):
 
     @property
     def labels(self) -> list[str]:
-        """Return the labels in the order of their numbers: all levels except MISSING, the last."""
+        """Labels in the order of their numbers: all levels except MISSING, the last."""
         return [level for level in self.levels[self.config.label_column] if level != MISSING]
 
     def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ VARIANCE_EPS = 1e-4
 
 
 def vicreg(table: Tensor, weights: tuple[float, float, float]) -> Tensor:
-    """Return n times the loss of VICReg, a float64 scalar.
+    """Compute n times the loss of VICReg, a float64 scalar.
 
     Rows of `table` `(S, 1 + 2 H)` are 1, z and z'; rows of zeros are empty slots. z and z' are the
     vectors of both views of the n cells of a global batch, and K and K' their covariances, divided by

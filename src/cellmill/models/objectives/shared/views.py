@@ -57,7 +57,7 @@ class ViewBatch(Batch):
 def draw_view(
     batch: Batch, tokenizer: Tokenizer, config: ViewConfig, *, seed: int, step: int
 ) -> ViewBatch:
-    """Return the view of each cell of a batch with counts, on the CPU."""
+    """Draw the view of each cell of a batch with counts, on the CPU."""
     assert batch.counts is not None, "the batch has no counts"
     genes = batch.genes.numpy()
     counts = batch.counts.numpy()
@@ -128,7 +128,7 @@ def _thin_counts(
 
 
 def draw_hidden_frac(state: np.ndarray, config: HiddenFracConfig, key: int) -> np.ndarray:
-    """Return the hidden fraction of each cell, `(cells,)` float64.
+    """Draw the hidden fraction of each cell, `(cells,)` float64.
 
     `state` `(cells,)` has the keys (cell, seed, step); `key` is the last.
     """
@@ -138,7 +138,7 @@ def draw_hidden_frac(state: np.ndarray, config: HiddenFracConfig, key: int) -> n
 
 
 def make_tokens(cells: SparseCounts, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the fields per token and the lengths of a batch of cells.
+    """Tokenize counts of cells: the fields per token and the lengths of a batch.
 
     Their genes are token ids. Values are made from these counts only; a count of 0 makes no token.
     """
@@ -161,14 +161,14 @@ def make_tokens(cells: SparseCounts, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def uniform(state: np.ndarray) -> np.ndarray:
-    """Return float64 in [0, 1) from the upper 53 bits of each uint64."""
+    """Map the upper 53 bits of each uint64 to float64 in [0, 1)."""
     return (state >> np.uint64(11)).view(np.int64) * 2.0**-53
 
 
 def _draw_binomials(
     counts: np.ndarray, offsets: np.ndarray, probability: np.ndarray, state: np.ndarray
 ) -> np.ndarray:
-    """Return a binomial draw from each count, `(entries,)` int64.
+    """Draw a binomial part of each count, `(entries,)` int64.
 
     `counts` `(entries,)` are cut into cells by `offsets`, `(cells + 1,)`. Each cell has a
     `probability` and a `state` that keys its draws, `(cells,)` each.
