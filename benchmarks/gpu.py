@@ -50,7 +50,7 @@ from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.step import ParallelModel, clip_grad_norm
 from cellmill.planner.devices import find_peak_flops
 from cellmill.planner.measure.size import Load, measure_size
-from cellmill.planner.memory import peak_memory
+from cellmill.planner.memory import estimate_peak_memory
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.runs.folder import TrainFolder
 from cellmill.train.checkpoint import Checkpoints
@@ -245,7 +245,9 @@ def measure(size: Size, kind: str, compiled: bool, steps: int, device: torch.dev
         seconds,
         flops / steps,
         torch.cuda.max_memory_allocated(device) if cuda else None,
-        peak_memory(PlannedModel(needs, PARALLEL, Layout(1, 1), local_world=1), most, 1).total,
+        estimate_peak_memory(
+            PlannedModel(needs, PARALLEL, Layout(1, 1), nproc_per_node=1), most, 1
+        ).total,
     )
     del training, prepared
     gc.collect()

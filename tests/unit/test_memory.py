@@ -21,9 +21,9 @@ from cellmill.config.parts.tokens import Tokens
 from cellmill.parallel.mesh import list_stages
 from cellmill.parallel.pipeline import SCHEDULES
 from cellmill.planner.measure.size import Load, measure_size
-from cellmill.planner.memory import Memory, host_bytes, peak_memory
+from cellmill.planner.memory import Memory, estimate_host_bytes, estimate_peak_memory
 from cellmill.planner.planned_model import PlannedModel
-from cellmill.planner.schedules import idle_frac, kept_micro_batches
+from cellmill.planner.schedules import count_kept_micro_batches, estimate_idle_frac
 from tests.checks import quick
 from tests.models import spec
 
@@ -41,7 +41,7 @@ def _model(world: int, **options: Any) -> PlannedModel:
 
 
 def _memory(world: int, tokens: int = LONG, micro_batches: int = 1, **options: Any) -> Memory:
-    return peak_memory(_model(world, **options), tokens, micro_batches)
+    return estimate_peak_memory(_model(world, **options), tokens, micro_batches)
 
 
 def _activations(of_block: float, recomputed: float = 0.0) -> float:
@@ -153,8 +153,8 @@ def test_a_pipeline_holds_each_block_once(schedule: str) -> None:
 
 def test_the_peak_belongs_to_the_largest_pipeline_rank() -> None:
     model = _model(3, pp=3)
-    each = [peak_memory(model, LONG, 6, [rank]) for rank in range(3)]
-    assert peak_memory(model, LONG, 6) == max(each, key=lambda memory: memory.total)
+    each = [estimate_peak_memory(model, LONG, 6, [rank]) for rank in range(3)]
+    assert estimate_peak_memory(model, LONG, 6) == max(each, key=lambda memory: memory.total)
     assert each[0].logits == each[1].logits == 0 < each[2].logits
     # 1F1B keeps one per following stage
     few, many = (_memory(4, micro_batches=n, pp=4) for n in (4, 16))
@@ -170,15 +170,15 @@ def test_offloaded_parts_are_only_in_host_memory(pp: int) -> None:
     assert (moments.optimizer, full.optimizer, full.parameters) == (0, 0, 0)
     assert moments.total == plain.total - plain.optimizer
     assert full.total < moments.total - plain.parameters
-    assert host_bytes(_model(4, cpu_offload="optimizer", **strategy)).offload == pytest.approx(
-        2 * plain.optimizer, abs=16
-    )
-    assert host_bytes(_model(4, **strategy)).offload == 0
+    assert estimate_host_bytes(
+        _model(4, cpu_offload="optimizer", **strategy)
+    ).offload == pytest.approx(2 * plain.optimizer, abs=16)
+    assert estimate_host_bytes(_model(4, **strategy)).offload == 0
 
 
 def test_a_checkpoint_needs_twelve_bytes_per_parameter() -> None:
-    sharded = host_bytes(_model(4, sharding_strategy="FULL_SHARD")).staging
-    assert (host_bytes(_model(1)).staging, sharded) == (
+    sharded = estimate_host_bytes(_model(4, sharding_strategy="FULL_SHARD")).staging
+    assert (estimate_host_bytes(_model(1)).staging, sharded) == (
         12 * SIZE.parameters,
         pytest.approx(3 * SIZE.parameters, abs=4),
     )
@@ -190,10 +190,14 @@ def test_the_average_of_the_weights_is_where_the_weights_are(how: str | None) ->
     model = replace(without, keeps_average=True)
     share = 4 * -(-without.totals(0).trained // 4)
     device, host = (0, share) if how == "full" else (share, 0)
-    memory = peak_memory(model, SHORT, 1)
-    assert (memory.average, memory.total - peak_memory(without, SHORT, 1).total) == (device, device)
+    memory = estimate_peak_memory(model, SHORT, 1)
+    assert (memory.average, memory.total - estimate_peak_memory(without, SHORT, 1).total) == (
+        device,
+        device,
+    )
     pinned, staged = (
-        after - before for after, before in zip(host_bytes(model), host_bytes(without))
+        after - before
+        for after, before in zip(estimate_host_bytes(model), estimate_host_bytes(without))
     )
     assert (pinned, staged) == (pytest.approx(host, abs=16), pytest.approx(share, abs=4))
 
@@ -221,18 +225,18 @@ def test_idle_time_agrees_with_the_schedule_table(pp: int, schedule: str, times:
     micro_batches = times * parallel.stages
     table = _table(parallel, micro_batches)
     busy = 3.0 * micro_batches * parallel.stages / pp
-    assert idle_frac(parallel, micro_batches) == pytest.approx(
+    assert estimate_idle_frac(parallel, micro_batches) == pytest.approx(
         1 - busy / _play(table, parallel), abs=1e-9
     )
     most = [_most_kept(actions) for actions in table]
-    planned = [kept_micro_batches(parallel, rank, micro_batches) for rank in range(pp)]
+    planned = [count_kept_micro_batches(parallel, rank, micro_batches) for rank in range(pp)]
     assert planned == most
 
 
 def test_idle_time_is_zero_without_a_pipeline() -> None:
-    assert idle_frac(Parallel(), 5) == 0
-    assert idle_frac(Parallel(pp=4), 8) == pytest.approx(3 / 11)
-    assert [kept_micro_batches(Parallel(pp=4), rank, 8) for rank in range(4)] == [4, 3, 2, 1]
+    assert estimate_idle_frac(Parallel(), 5) == 0
+    assert estimate_idle_frac(Parallel(pp=4), 8) == pytest.approx(3 / 11)
+    assert [count_kept_micro_batches(Parallel(pp=4), rank, 8) for rank in range(4)] == [4, 3, 2, 1]
 
 
 def _table(parallel: Parallel, micro_batches: int) -> list[list[Any]]:

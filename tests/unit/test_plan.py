@@ -28,7 +28,7 @@ from cellmill.planner.measure.size import Load, measure_size
 from cellmill.planner.memory import format_bytes
 from cellmill.planner.remedies import find_remedy, plan_memory
 from cellmill.planner.suggest import Suggestions, format_sections, format_suggestions, suggest
-from cellmill.planner.work import CorpusSize, detected_genes
+from cellmill.planner.work import CorpusSize, count_detected_genes
 from cellmill.stages import plan
 
 N_CELLS = 250
@@ -145,7 +145,7 @@ def test_the_plan_says_how_auto_chose_the_steps(
 
 def test_parameters_and_flops_equal_those_of_the_model(corpus: Manifest, tmp_path: Path) -> None:
     options = _options()
-    lengths = np.minimum(detected_genes(corpus), 16).astype(float)
+    lengths = np.minimum(count_detected_genes(corpus), 16).astype(float)
     size = measure_size(ModelSpec.of(options, 40))
     per_cell = size.flops.count(Load(lengths.mean(), (lengths**2).mean(), 1))
     planned = _plan(corpus, tmp_path, device="h100", nproc=4)
@@ -255,7 +255,7 @@ def test_cut_cells_are_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     planned = _plan(corpus, tmp_path, tokens={"max_tokens": 2})
-    detected = detected_genes(corpus)
+    detected = count_detected_genes(corpus)
     assert planned["genes_per_cell"] == pytest.approx(detected.mean())
     assert planned["cut_cells_frac"] == pytest.approx((detected > 2).mean())
     said = f"2 tokens each of {detected.mean():,.0f} genes: tokens.max_tokens cuts"
@@ -384,7 +384,7 @@ def test_the_largest_micro_batch_is_exactly_the_limit(corpus: Manifest, tmp_path
     changes: dict[str, Any] = {"parallel": {"strategy": "ddp"}, "plan": {"memory_gb": 2.0}, **BIG}
     planned = _plan(corpus, tmp_path, nproc=4, **changes)
     options = _options(**changes)
-    cells = CorpusSize(np.minimum(detected_genes(corpus), 16), 40)
+    cells = CorpusSize(np.minimum(count_detected_genes(corpus), 16), 40)
     hardware = find_hardware(options, Machine(nodes="1", nproc_per_node=4), "cpu")
     largest = planned["largest_micro_batch"]
     assert plan_memory(options, cells, hardware, largest).total <= hardware.usable_bytes
@@ -419,7 +419,7 @@ def test_a_suggested_layout_is_planned_with_the_same_numbers(tmp_path: Path) -> 
         "train": {"epochs": None, "steps": 20, "global_batch": 64, "token_budget": 64},
     }
     options = _options(LARGE, **base, model={"hidden": 64, "layers": 4, "heads": 4})
-    cells = CorpusSize(np.minimum(detected_genes(corpus), 16), 40, corpus.splits["val"].n_obs)
+    cells = CorpusSize(np.minimum(count_detected_genes(corpus), 16), 40, corpus.splits["val"].n_obs)
     machine = Machine(nodes="2", nproc_per_node=4)
     suggestions = suggest(options, cells, machine, "h100")
     assert len(suggestions.fitting) > 10

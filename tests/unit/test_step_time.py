@@ -14,12 +14,12 @@ from cellmill.config.corpus import Shard
 from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import layout, min_microbatches, pipeline_tokens
 from cellmill.planner.corpus_cost import SHARD_BYTES, estimate_corpus
-from cellmill.planner.step_time import NETWORK_FRAC, Network, latency
+from cellmill.planner.step_time import NETWORK_FRAC, Network, estimate_latency
 from cellmill.planner.traffic import Kind, Traffic
 from cellmill.planner.work import (
     CorpusSize,
+    count_detected_genes,
     count_micro_batches,
-    detected_genes,
     measure_work,
 )
 
@@ -39,7 +39,7 @@ def test_latency_counts_each_hop(
     kind: Kind, processes: int, processes_per_node: int, microseconds: float
 ) -> None:
     traffic = Traffic(kind, "dp_shard", processes, processes_per_node, payload_bytes=0, calls=1)
-    assert latency(traffic) == pytest.approx(1e-6 * microseconds)
+    assert estimate_latency(traffic) == pytest.approx(1e-6 * microseconds)
 
 
 def test_bytes_add_up_over_the_slower_link() -> None:
@@ -47,7 +47,7 @@ def test_bytes_add_up_over_the_slower_link() -> None:
     traffic = Traffic("all-gather", "dp_shard", 16, 8, payload_bytes=1.6e9, calls=10)
     # 1.5 GB are sent; an eighth of them, over this process's share of the network, takes longer than the rest
     assert network.seconds(traffic) == pytest.approx(
-        1.5 / 8 / 10 / NETWORK_FRAC + 10 * latency(traffic)
+        1.5 / 8 / 10 / NETWORK_FRAC + 10 * estimate_latency(traffic)
     )
 
 
@@ -63,7 +63,7 @@ def test_the_plan_counts_what_a_pipeline_pads(tmp_path: Path, tp: int, budget: i
     }
     train = {"global_batch": 100, "steps": 4, "token_budget": budget}
     options = PlanOptions.model_validate(tree | {"parallel": parallel, "train": train})
-    detected = detected_genes(manifest)
+    detected = count_detected_genes(manifest)
     least = min_microbatches(options.parallel)
     # steps, ranks, cells
     padded = 0

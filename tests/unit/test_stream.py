@@ -24,7 +24,7 @@ from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.data.stream.micro_batches import count_greedy, cut_greedily, split_batch
 from cellmill.errors import DataError, UserError
-from cellmill.planner.work import CorpusSize, detected_genes, measure_work
+from cellmill.planner.work import CorpusSize, count_detected_genes, measure_work
 
 BUDGET = 30  # tokens of a micro-batch: two to four cells
 # prime to everything: short blocks, short windows, a short last batch, lanes that differ by one
@@ -358,7 +358,7 @@ def test_a_fraction_of_the_cells_is_a_part_of_every_larger_one(manifest: Manifes
 def test_the_plan_knows_the_cells_of_equal_steps(manifest: Manifest) -> None:
     tree = {"tokens": {"max_tokens": 12}, "model": {}, "parallel": {}, "plan": {}}
     tree["train"] = {"global_batch": 40, "steps": 20, "token_budget": 60}
-    cells = CorpusSize(detected_genes(manifest), manifest.n_genes)
+    cells = CorpusSize(count_detected_genes(manifest), manifest.n_genes)
     for equal, largest, more in ((False, 40, 6 * 40), (True, 39, 6 * CELLS // 14)):
         options = PlanOptions.model_validate(tree | {"stream": {"lanes": 8, "equal_steps": equal}})
         work = measure_work(options, cells, layout(options.parallel, 1, 1))

@@ -1,9 +1,9 @@
 """Cost of the stages that make a corpus.
 
-Costs are those of 12,000 simulated cells of 2,060 genes in shards of 1,024, from uncompressed input
-files to packed output cells, on an AMD EPYC with 2 busy cores (benchmarks/README.md). They scale
-with the number of values and differ between machines, file systems and input formats. Reading from
-the disk is not included.
+The constants were measured on 12,000 simulated cells of 2,060 genes in shards of 1,024, from
+uncompressed input files to packed output cells, on an AMD EPYC with 2 busy cores
+(benchmarks/README.md). Costs scale with the number of values and differ between machines, file
+systems and input formats. Reading from the disk is not included.
 """
 
 from collections.abc import Mapping
@@ -17,13 +17,12 @@ NS_PER_VALUE = {"preprocess": 68, "vocabulary": 40, "divide": 40, "shard_part": 
 """CPU time of one process, by stage, with uncompressed input files."""
 CELL_BYTES_PER_VALUE = 1.2  # preprocessed cells
 SHARD_BYTES_PER_VALUE = {"rank": 2.2, "genes": 1.2}  # keys are values of shard.order
-SHARD_BYTES = 1.9e6  # further bytes per file: obs of 1,024 cells, var of 20,000 genes
+SHARD_BYTES = 1.9e6  # added per file: obs of 1,024 cells, var of 20,000 genes
 INDEX_BYTES_PER_CELL = 28  # per cell of the corpus: offsets, borders and hashes
 N_INDEX_FILES = 10  # manifest.json, and offsets, borders and hashes of each split
 RSS_MB = {"preprocess": 530, "vocabulary": 440, "divide": 310, "shard_part": 250, "shard": 250}
 RSS_BYTES_PER_VALUE = 16  # per value of one shard: gene and count, and both again when sorted
-# per cell of the corpus in `divide`; in stages that open one file, per cell of that file, for obs (an
-# estimate)
+# for obs (an estimate): per cell of the corpus in `divide`, per cell of the file in stages that open one
 RSS_BYTES_PER_CELL = 150
 OFFSET_BYTES_PER_CELL = 16  # per cell of the corpus in `shard_part`: offsets of rows and borders
 
@@ -35,7 +34,7 @@ class StageCost:
     stage: str
     hours: float  # longest job, on one core
     cpu_hours: float  # all jobs
-    further_mb: float = 0.0  # memory of a job that grows with the corpus
+    corpus_mb: float = 0.0  # memory of a job that grows with the corpus
     jobs: int = 1
     files: int = 0  # written and kept
     disk_gb: float = 0.0
@@ -43,7 +42,7 @@ class StageCost:
     @property
     def rss_gb(self) -> float:
         """Peak memory of a job."""
-        return (RSS_MB[self.stage] + self.further_mb) / 1e3
+        return (RSS_MB[self.stage] + self.corpus_mb) / 1e3
 
 
 def estimate_corpus(
@@ -60,7 +59,7 @@ def estimate_corpus(
             jobs=len(cells_per_dataset),
             hours=max_cells * genes_per_cell * NS_PER_VALUE["preprocess"] / NS_PER_HOUR,
             cpu_hours=cpu_hours["preprocess"],
-            further_mb=obs_mb,
+            corpus_mb=obs_mb,
             files=2 * len(cells_per_dataset),
             disk_gb=n_values * CELL_BYTES_PER_VALUE / 1e9,
         ),
@@ -68,7 +67,7 @@ def estimate_corpus(
             stage="vocabulary",
             hours=cpu_hours["vocabulary"],
             cpu_hours=cpu_hours["vocabulary"],
-            further_mb=obs_mb,
+            corpus_mb=obs_mb,
             files=1,
             disk_gb=0.002,
         ),
@@ -97,7 +96,7 @@ def _estimate_shards(
             stage="shard",
             hours=divide_hours + write_hours,
             cpu_hours=divide_hours + write_hours,
-            further_mb=write_mb + divide_mb,
+            corpus_mb=write_mb + divide_mb,
             files=n_shards + N_INDEX_FILES,
             disk_gb=n_bytes / 1e9,
         )
@@ -107,14 +106,14 @@ def _estimate_shards(
         stage="divide",
         hours=divide_hours,
         cpu_hours=divide_hours,
-        further_mb=divide_mb,
+        corpus_mb=divide_mb,
     )
     write = StageCost(
         stage="shard_part",
         jobs=shard.jobs,
         hours=write_hours * ceil(n_shards / writing_jobs) / n_shards,
         cpu_hours=write_hours,
-        further_mb=write_mb,
+        corpus_mb=write_mb,
         files=n_shards,
         disk_gb=n_bytes / 1e9,
     )

@@ -14,7 +14,7 @@ from cellmill.planner.step_time import Network, StepTime, estimate_step
 from cellmill.planner.traffic import Traffic, list_traffic
 from cellmill.planner.work import CorpusSize, Work, measure_work
 
-MIN_HOURS = 0.1 / 60  # shorter times are not told apart
+MIN_HOURS = 0.1 / 60  # shorter times are printed as less than this
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Cost:
 
     options: PlanOptions
     model: PlannedModel
-    whole: ModelSize  # sizes of the whole model, without tensor parallelism
+    whole_model: ModelSize  # without tensor parallelism
     work: Work
     memory: Memory
     flops_per_step: float  # FLOPs of the model over all processes; recomputation is not counted
@@ -50,12 +50,12 @@ def estimate_cost(
         options, corpus.n_genes, hardware.world, hardware.nproc_per_node, corpus.levels
     )
     work = measure_work(options, corpus, model.layout)
-    whole = measure_size(
+    whole_model = measure_size(
         ModelSpec.of(options, corpus.n_genes, corpus.levels), finetune=options.finetune
     )
     mean_cell = Load(corpus.tokens_per_cell, corpus.pairs_per_cell, cells=1)
-    flops_per_step = whole.flops.count(mean_cell) * work.cells_per_step
-    load = _load_of_rank(corpus, work, model.layout.dp)
+    flops_per_step = whole_model.flops.count(mean_cell) * work.cells_per_step
+    load = _divide_load(corpus, work, model.layout.dp)
     traffic_by_rank = [
         list_traffic(model, rank, load.tokens, work.micro_batches_per_step)
         for rank in range(model.layout.pp)
@@ -71,7 +71,7 @@ def estimate_cost(
         )
         mfu = flops_per_step / (step.step_s * peak * hardware.world)
         time = _estimate_time(options, work, step, mfu, hardware.world)
-    return Cost(options, model, whole, work, memory, flops_per_step, heaviest, time)
+    return Cost(options, model, whole_model, work, memory, flops_per_step, heaviest, time)
 
 
 def _estimate_time(
@@ -88,16 +88,8 @@ def _estimate_time(
     return RunTime(step, mfu, hours, validations_s / 3600 / hours, hours * world)
 
 
-def format_hours(hours: float) -> str:
-    """Format hours or GPU hours with three digits, below an hour as minutes."""
-    if hours < MIN_HOURS:
-        return f"<{60 * MIN_HOURS:g} min"
-    value, unit = (60 * hours, "min") if hours < 1 else (hours, "h")
-    return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
-
-
-def _load_of_rank(corpus: CorpusSize, work: Work, dp: int) -> Load:
-    """Divide a step over `dp` data-parallel ranks: the load of one.
+def _divide_load(corpus: CorpusSize, work: Work, dp: int) -> Load:
+    """Divide a step over `dp` data-parallel ranks; return the load of one.
 
     A pipeline computes its padding like any other tokens, in cells of PAD_CELL.
     """
@@ -122,3 +114,11 @@ def _find_network(options: PlanOptions, device: Device) -> Network | None:
     if intra_node is None or inter_node is None:
         return None
     return Network(intra_node, inter_node)
+
+
+def format_hours(hours: float) -> str:
+    """Format hours or GPU hours with three digits, below an hour as minutes."""
+    if hours < MIN_HOURS:
+        return f"<{60 * MIN_HOURS:g} min"
+    value, unit = (60 * hours, "min") if hours < 1 else (hours, "h")
+    return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""The processes of a run, and the memory of each."""
+"""Processes that a machine gives a run, and the memory of each."""
 
 import os
 from dataclasses import dataclass

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from cellmill.planner.measure.passes import FLOAT32
 from cellmill.planner.planned_model import PlannedModel
-from cellmill.planner.schedules import kept_micro_batches
+from cellmill.planner.schedules import count_kept_micro_batches
 
 AUTOCAST_BYTES = 2.5
 """Mean bytes of an element that autocast keeps for the backward pass: the residual stream and
@@ -56,7 +56,7 @@ class HostBytes(NamedTuple):
     staging: int  # for a copy of the checkpoint
 
 
-def host_bytes(model: PlannedModel) -> HostBytes:
+def estimate_host_bytes(model: PlannedModel) -> HostBytes:
     """Estimate the pinned host memory of one process.
 
     Offloaded are weights, gradients, optimizer state and, if full, the average. The staged copy of
@@ -82,7 +82,7 @@ def host_bytes(model: PlannedModel) -> HostBytes:
     )
 
 
-def peak_memory(
+def estimate_peak_memory(
     model: PlannedModel, micro_tokens: int, micro_batches: int, ranks: Iterable[int] | None = None
 ) -> Memory:
     """Estimate the memory of the pipeline rank that needs most, for `micro_tokens` in a micro-batch.
@@ -110,7 +110,7 @@ class _RankMemory:
         self.stages = model.stages(rank)
         self.tokens = tokens  # tokens of a micro-batch
         self.micro_batches = micro_batches
-        self.in_flight = kept_micro_batches(self.parallel, rank, micro_batches)
+        self.in_flight = count_kept_micro_batches(self.parallel, rank, micro_batches)
         offload = self.parallel.cpu_offload
         trained_shard = -(-self.totals.trained // model.shards)
         self.shard_gradients = 0 if offload == "full" else FLOAT32 * trained_shard

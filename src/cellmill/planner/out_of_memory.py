@@ -17,11 +17,11 @@ from cellmill.files import read_json
 from cellmill.planner.hardware import Hardware
 from cellmill.planner.memory import format_bytes
 from cellmill.planner.remedies import find_remedy, plan_memory
-from cellmill.planner.work import CorpusSize, detected_genes
+from cellmill.planner.work import CorpusSize, count_detected_genes
 
 TIMEOUT_S = 120  # seconds that advice may take
-# Share of the planned memory that a run may need after a remedy. The plan fitted and the run did not:
-# a fifth covers what plans leave out, such as fragmentation.
+# Fraction of the planned memory that a run may need after a remedy: it was planned to fit and did not,
+# so a fifth is left for what plans leave out, such as fragmentation.
 REMEDY_FRAC = 0.8
 OUT_OF_MEMORY = re.compile(
     # torch on a CPU; pinned host memory; cuBLAS and cuDNN; NCCL
@@ -62,7 +62,9 @@ def advise(run_json: Path, world: int, nproc_per_node: int, device: str = "cpu")
     stored = dict(stored_options(record["options"], "run.json"))
     options = PlanOptions.model_validate(stored | {"plan": {}})
     manifest = Manifest.read(Path(record["manifest"]))
-    kept, zeros = count_kept_and_zeros(options.tokens, detected_genes(manifest), manifest.n_genes)
+    kept, zeros = count_kept_and_zeros(
+        options.tokens, count_detected_genes(manifest), manifest.n_genes
+    )
     corpus = CorpusSize(
         kept + zeros, manifest.n_genes, levels=manifest.levels(options.obs_columns())
     )

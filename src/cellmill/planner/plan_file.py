@@ -10,9 +10,9 @@ from cellmill.config.run import AUTO_EPOCHS, Train
 from cellmill.planner.cost import Cost, format_hours
 from cellmill.planner.devices import GB, describe_assumption, find_device
 from cellmill.planner.hardware import Hardware
-from cellmill.planner.memory import HostBytes, format_bytes, host_bytes
-from cellmill.planner.schedules import idle_frac
-from cellmill.planner.traffic import Traffic, link_bytes
+from cellmill.planner.memory import HostBytes, estimate_host_bytes, format_bytes
+from cellmill.planner.schedules import estimate_idle_frac
+from cellmill.planner.traffic import Traffic, sum_link_bytes
 from cellmill.planner.work import CorpusSize, Work
 
 LARGE_FRAC = 0.1  # validation above this fraction of the time gets a hint
@@ -40,7 +40,11 @@ class RunPlan:
     @property
     def host(self) -> HostBytes:
         """Pinned host memory of one process; a CPU process needs none."""
-        return HostBytes(0, 0) if self.hardware.device == "cpu" else host_bytes(self.cost.model)
+        return (
+            HostBytes(0, 0)
+            if self.hardware.device == "cpu"
+            else estimate_host_bytes(self.cost.model)
+        )
 
     @property
     def tokens_per_step(self) -> float:
@@ -60,7 +64,7 @@ class RunPlan:
         time = cost.time
         hardware = self.hardware
         return {
-            "parameters": cost.whole.parameters,  # of the whole model
+            "parameters": cost.whole_model.parameters,  # of the whole model
             "memory": {
                 "parts_bytes": asdict(cost.memory),  # by field of `planner.memory.Memory`
                 "total_bytes": cost.memory.total,
@@ -70,7 +74,7 @@ class RunPlan:
                 "staging_bytes": self.host.staging,  # pinned host memory for a copy of the checkpoint
             },
             "communication": {
-                "link_bytes": link_bytes(cost.traffic),
+                "link_bytes": sum_link_bytes(cost.traffic),
                 "collectives": [_record_traffic(part) for part in cost.traffic],
             },
             "flops_per_step": cost.flops_per_step,  # over all processes, without recomputation
@@ -88,7 +92,9 @@ class RunPlan:
             "auto_steps": train.steps == "auto",
             "micro_batch_tokens": work.micro_tokens,  # tokens of the largest micro-batch
             "step": time and {**asdict(time.step), "step_s": time.step.step_s},
-            "pipeline_idle_frac": idle_frac(options.parallel, work.max_micro_batches_per_step),
+            "pipeline_idle_frac": estimate_idle_frac(
+                options.parallel, work.max_micro_batches_per_step
+            ),
             "mfu": time and time.mfu,  # fraction of the device's peak that a step reaches
             "hours": time and time.hours,  # with validation
             "validation_frac": time and time.validation_frac,  # fraction of the hours
@@ -114,7 +120,7 @@ class RunPlan:
 
 def _record_traffic(traffic: Traffic) -> dict[str, Any]:
     """Make an entry of `collectives`, whose key for `processes_per_node` is `in_a_node`."""
-    entry = asdict(traffic) | {f"{link}_bytes": n for link, n in link_bytes([traffic]).items()}
+    entry = asdict(traffic) | {f"{link}_bytes": n for link, n in sum_link_bytes([traffic]).items()}
     entry["in_a_node"] = entry.pop("processes_per_node")
     return entry
 
@@ -172,7 +178,7 @@ def _format_work(plan: RunPlan) -> Iterator[Line]:
     corpus = plan.corpus
     cost = plan.cost
     work = cost.work
-    yield "parameters", f"{cost.whole.parameters:,} over {corpus.n_genes:,} genes"
+    yield "parameters", f"{cost.whole_model.parameters:,} over {corpus.n_genes:,} genes"
     text = f"{corpus.n_cells:,} for training, {corpus.tokens_per_cell:,.0f} tokens each"
     if plan.cut_cells_frac:
         text += f" of {plan.genes_per_cell:,.0f} genes: tokens.max_tokens cuts {plan.cut_cells_frac:.0%} of cells"
@@ -215,7 +221,7 @@ def _format_memory(plan: RunPlan) -> Iterator[Line]:
 
 
 def _format_time(cost: Cost) -> Iterator[Line]:
-    sent = link_bytes(cost.traffic)
+    sent = sum_link_bytes(cost.traffic)
     inside = format_bytes(sent["intra_node"])
     between = format_bytes(sent["inter_node"])
     yield "traffic", f"{inside} inside the node and {between} to other nodes, per process and step"

@@ -52,7 +52,7 @@ class PlannedModel:
     size: ModelSize  # on one tensor-parallel rank
     parallel: Parallel
     layout: Layout
-    local_world: int  # processes per node
+    nproc_per_node: int  # processes per node
     keeps_average: bool = False  # average of the trained weights, by train.ema_decay
     optimizer_states: int = 2  # tensors of the optimizer's state per trained parameter
 
@@ -62,7 +62,7 @@ class PlannedModel:
         options: TrainOptions,
         n_genes: int,
         world: int,
-        local_world: int,
+        nproc_per_node: int,
         levels: Mapping[str, Sequence[str]] | None = None,
     ) -> Self:
         """Measure the model of a run on `world` processes.
@@ -74,8 +74,8 @@ class PlannedModel:
         return cls(
             size=measure_size(spec, parallel.tp, parallel.sequence_parallel, options.finetune),
             parallel=parallel,
-            layout=layout(parallel, world, local_world),
-            local_world=local_world,
+            layout=layout(parallel, world, nproc_per_node),
+            nproc_per_node=nproc_per_node,
             keeps_average=options.train.ema_decay is not None,
             optimizer_states=options.train.optimizer.states_per_parameter,
         )

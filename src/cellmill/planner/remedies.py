@@ -15,7 +15,7 @@ from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import Parallel, divisors
 from cellmill.errors import ConfigError
 from cellmill.planner.hardware import Hardware
-from cellmill.planner.memory import Memory, format_bytes, peak_memory
+from cellmill.planner.memory import Memory, estimate_peak_memory, format_bytes
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.work import CorpusSize, measure_work
 
@@ -39,7 +39,7 @@ def plan_memory(
     work = measure_work(options, corpus, model.layout)
     if micro_tokens is None:
         micro_tokens = work.micro_tokens
-    return peak_memory(model, micro_tokens, work.max_micro_batches_per_step)
+    return estimate_peak_memory(model, micro_tokens, work.max_micro_batches_per_step)
 
 
 def check_memory(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> Memory:

@@ -39,14 +39,14 @@ def format_scaling(
 ) -> list[str]:
     """Format a table of times by number of devices; empty with one device or an unknown speed.
 
-    The efficiency is the GPU time on the fewest devices that fit, over that on these. Links
-    and idle time of pipelines lower it.
+    The efficiency is the GPU time on the fewest devices that fit, divided by that on these. Links
+    and idle pipelines lower it.
     """
     machines = list_machines(machine)
     if len(machines) == 1 or device.flops(options.parallel) is None:
         return []
     lines = ["", ROW.format("GPUs", "time", "GPU time", "efficiency")]
-    fewest: float | None = None  # GPU hours
+    base_gpu_hours: float | None = None  # on the fewest devices that fit
     for smaller in machines:
         nodes = smaller.node_counts[0]
         nproc = smaller.nproc_per_node
@@ -58,8 +58,8 @@ def format_scaling(
             continue
         if time is None:
             return []
-        fewest = fewest or time.gpu_hours
-        efficiency = f"{fewest / time.gpu_hours:.0%}"
+        base_gpu_hours = base_gpu_hours or time.gpu_hours
+        efficiency = f"{base_gpu_hours / time.gpu_hours:.0%}"
         shown = map(format_hours, (time.hours, time.gpu_hours))
         lines.append(ROW.format(count, *shown, efficiency))
     lines.append(

@@ -21,7 +21,7 @@ IDLE_UNITS = {
 }
 
 
-def kept_micro_batches(parallel: Parallel, rank: int, micro_batches: int) -> int:
+def count_kept_micro_batches(parallel: Parallel, rank: int, micro_batches: int) -> int:
     """Count the micro-batches whose activations a pipeline rank holds, at most.
 
     It is summed over the stages of the rank.
@@ -31,12 +31,12 @@ def kept_micro_batches(parallel: Parallel, rank: int, micro_batches: int) -> int
     in_flight = {
         # every forward pass comes before the first backward pass
         "GPipe": all_at_once,
-        # the first backward pass returns after pp - 1 - rank further ranks; one more has begun
+        # one for each of the pp - 1 - rank later ranks, and the rank's own
         "1F1B": pp - rank,
-        # pp of the first stage, then 2 for each further rank, on the way there and back; one more
+        # pp in the rank's first stage, 2 for each later rank (there and back), and the rank's own
         "Interleaved1F1B": pp + 2 * (pp - 1 - rank) + 1,
-        # interleaved, but 1 instead of 2 per further rank: 2 pp - rank. `rank` more are held until their
-        # weight gradients, which come after those of inputs
+        # interleaved, but 1 instead of 2 per later rank: 2 pp - rank. `rank` more are held until their
+        # weight gradients, which are computed after those of inputs
         "InterleavedZeroBubble": 2 * pp,
         # both stages of a rank hold as much as 1F1B's first rank in one stage of twice the size
         "ZBV": 2 * pp,
@@ -46,7 +46,7 @@ def kept_micro_batches(parallel: Parallel, rank: int, micro_batches: int) -> int
     return min(all_at_once, in_flight[parallel.schedule])
 
 
-def idle_frac(parallel: Parallel, micro_batches: int) -> float:
+def estimate_idle_frac(parallel: Parallel, micro_batches: int) -> float:
     """Estimate the fraction of a step in which a pipeline rank waits; 0 without a pipeline.
 
     Units are those of the module: a pass of one micro-batch through one stage takes 1 forward and 2

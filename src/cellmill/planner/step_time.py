@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from cellmill.planner.measure.size import Load
 from cellmill.planner.planned_model import PlannedModel
-from cellmill.planner.schedules import idle_frac
+from cellmill.planner.schedules import estimate_idle_frac
 from cellmill.planner.traffic import Traffic
 
 # NCCL's own tests reach some 360 of 450 GB/s on eight H100, 230 of 300 on eight A100
 NETWORK_FRAC = 0.8
-CALL_S = 14e-6  # base latency of a call, from the same source as `latency`
+CALL_S = 14e-6  # base latency of a call, from the same source as `estimate_latency`
 BACKWARD_FRAC = 2 / 3  # share of the backward pass in a step's computation
 
 
@@ -44,10 +44,10 @@ class Network:
         """Estimate the time of all calls: that of the slower kind of link, plus latency."""
         intra_node_s = traffic.intra_node_bytes / (NETWORK_FRAC * 1e9 * self.intra_node_gbs)
         inter_node_s = traffic.inter_node_bytes / (NETWORK_FRAC * 1e9 * self.inter_node_gbs)
-        return max(intra_node_s, inter_node_s) + traffic.calls * latency(traffic)
+        return max(intra_node_s, inter_node_s) + traffic.calls * estimate_latency(traffic)
 
 
-def latency(traffic: Traffic) -> float:
+def estimate_latency(traffic: Traffic) -> float:
     """Estimate the seconds of one collective without payload: its hops in sequence.
 
     All-gather and reduce-scatter travel a ring of all processes: with many nodes this latency, not
@@ -112,7 +112,7 @@ def estimate_step(
         last_backward_s = BACKWARD_FRAC * compute_s / micro_batches
         beyond_last_backward_s = reductions_s - last_backward_s
         communication_s += max(first_and_last_s, beyond_compute_s, beyond_last_backward_s)
-    idle = idle_frac(model.parallel, max(1, round(micro_batches)))
+    idle = estimate_idle_frac(model.parallel, max(1, round(micro_batches)))
     idle_s = (compute_s + communication_s) * idle / (1 - idle)
     return StepTime(compute_s, communication_s, idle_s)
 
@@ -123,10 +123,10 @@ def _estimate_compute(model: PlannedModel, load: Load, flops_per_s: float) -> fl
     if model.parallel.activation_checkpointing is not None:
         recomputed = model.size.flops.count(load, n_blocks=1, has_begin=False, has_finish=False)
     forward_frac = 1 - BACKWARD_FRAC
-    max_s = 0.0
+    slowest_s = 0.0
     for rank in range(model.layout.pp):
         flops = 0.0
         for stage in model.stages(rank):
             flops += stage.flops(load) + forward_frac * stage.n_blocks * recomputed
-        max_s = max(max_s, flops / flops_per_s)
-    return max_s
+        slowest_s = max(slowest_s, flops / flops_per_s)
+    return slowest_s

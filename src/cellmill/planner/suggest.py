@@ -26,7 +26,7 @@ from cellmill.planner.hardware import Hardware, find_hardware
 from cellmill.planner.memory import format_bytes
 from cellmill.planner.plan_file import describe_layout
 from cellmill.planner.remedies import plan_memory
-from cellmill.planner.traffic import link_bytes
+from cellmill.planner.traffic import sum_link_bytes
 from cellmill.planner.work import CorpusSize
 
 MAX_SHOWN = 10  # layouts in the table
@@ -93,7 +93,7 @@ def _sort_key(suggestion: Cost) -> tuple[float, ...]:
     that share the same cells, and memory.
     """
     parallel = suggestion.options.parallel
-    sent = link_bytes(suggestion.traffic)
+    sent = sum_link_bytes(suggestion.traffic)
     rounded_log_hours = 0.0
     if suggestion.time is not None:
         rounded_log_hours = round(math.log(suggestion.time.hours) / SIMILAR)
@@ -123,14 +123,14 @@ def list_layouts(options: PlanOptions, hardware: Hardware) -> Iterator[Parallel]
                 continue
             schedules = SCHEDULES if pp > 1 else SCHEDULES[:1]
             for schedule, recompute, strategy in product(schedules, recomputed, strategies):
-                axes = {
+                changes = {
                     "tp": tp,
                     "sequence_parallel": tp > 1,
                     "pp": pp,
                     "schedule": schedule,
                     "activation_checkpointing": recompute,
                 }
-                parallel = Parallel.model_validate(unchanged | strategy | axes)
+                parallel = Parallel.model_validate(unchanged | strategy | changes)
                 key = _find_effect(parallel, hardware)
                 if key is None or key not in tried:
                     tried.add(key)
@@ -185,7 +185,7 @@ def _format_row(suggestion: Cost) -> str:
         words += ", sequence_parallel"
     if parallel.activation_checkpointing:
         words += f", recompute {parallel.activation_checkpointing}"
-    sent = link_bytes(suggestion.traffic)
+    sent = sum_link_bytes(suggestion.traffic)
     time = suggestion.time
     return ROW.format(
         format_bytes(suggestion.memory.total),

@@ -54,7 +54,7 @@ class Traffic:
         return self.sent_bytes - self.inter_node_bytes
 
 
-def link_bytes(traffic: Sequence[Traffic]) -> dict[str, float]:
+def sum_link_bytes(traffic: Sequence[Traffic]) -> dict[str, float]:
     """Sum the bytes that a process sends in a step by kind of link: `intra_node`, `inter_node`."""
     intra_node = sum(part.intra_node_bytes for part in traffic)
     inter_node = sum(part.inter_node_bytes for part in traffic)
@@ -78,9 +78,9 @@ def list_traffic(
     payloads = defaultdict[tuple[Kind, str], float](float)
     calls = defaultdict[tuple[Kind, str], float](float)
     for sent in chain(
-        _data_parallel(model, totals, micro_batches),
-        _tensor_parallel(model, totals, tokens, micro_batches),
-        _pipeline(model, rank, tokens, micro_batches),
+        _list_data_parallel(model, totals, micro_batches),
+        _list_tensor_parallel(model, totals, tokens, micro_batches),
+        _list_pipeline(model, rank, tokens, micro_batches),
     ):
         payloads[sent.kind, sent.axis] += sent.payload_bytes
         calls[sent.kind, sent.axis] += sent.calls
@@ -97,14 +97,14 @@ def list_traffic(
         processes = getattr(layout, axis)
         distance = distances[axis]
         if payload and processes > 1:
-            processes_per_node = min(processes, max(1, model.local_world // distance))
+            processes_per_node = min(processes, max(1, model.nproc_per_node // distance))
             traffic.append(
                 Traffic(kind, axis, processes, processes_per_node, payload, calls[kind, axis])
             )
     return traffic
 
 
-def _data_parallel(
+def _list_data_parallel(
     model: PlannedModel, totals: RankTotals, micro_batches: float
 ) -> Iterator[CollectiveCalls]:
     """Yield calls that gather weights, and calls that reduce gradients."""
@@ -132,7 +132,7 @@ def _data_parallel(
     yield CollectiveCalls("all-reduce", "dp_replicate", gradients / model.layout.dp_shard, modules)
 
 
-def _tensor_parallel(
+def _list_tensor_parallel(
     model: PlannedModel, totals: RankTotals, tokens: float, micro_batches: float
 ) -> Iterator[CollectiveCalls]:
     """Yield calls that sum activations and their gradients over tensor-parallel ranks."""
@@ -165,7 +165,7 @@ def _tensor_parallel(
         yield CollectiveCalls("all-gather", "tp", n_bytes * elements, calls)
 
 
-def _pipeline(
+def _list_pipeline(
     model: PlannedModel, rank: int, tokens: float, micro_batches: float
 ) -> Iterator[CollectiveCalls]:
     """Yield calls that send activations and gradients between stages, and gradients of tied parameters."""

@@ -64,10 +64,10 @@ class Work:
     micro_batches_per_step: float  # mean over the sampled first steps; the same on every rank
     max_micro_batches_per_step: int  # over the sampled steps
     micro_tokens: int  # tokens of the largest micro-batch, with padding in a pipeline
-    padding_frac: float  # tokens that a pipeline pads a step with, per token of its cells
+    padding_frac: float  # padding tokens of a pipeline per token of the step's cells
 
 
-def detected_genes(manifest: Manifest) -> np.ndarray:
+def count_detected_genes(manifest: Manifest) -> np.ndarray:
     """Count the detected genes of each training cell in the order of the shards, `(cells,)` int64."""
     return np.concatenate(
         [np.diff(shard.indptr).astype(np.int64) for shard in open_shards(manifest, "train")]
@@ -115,9 +115,9 @@ def measure_work(options: PlanOptions, corpus: CorpusSize, layout: Layout) -> Wo
 class MicroBatches(NamedTuple):
     """Micro-batches of the first steps of a run."""
 
-    counts: list[int]  # of each step: the largest number that any rank needs
-    max_tokens: int  # tokens of the largest; without a pipeline, a bound for any cells
-    padding_frac: float  # tokens that a pipeline pads a step with, per token of its cells
+    counts: list[int]  # micro-batches of each step, as many as the neediest rank has to run
+    max_tokens: int  # of the largest micro-batch; without a pipeline an upper bound
+    padding_frac: float  # padding tokens of a pipeline per token of the step's cells
 
 
 @cache  # many layouts have the same micro-batches

@@ -25,7 +25,7 @@ from cellmill.planner.remedies import check_memory, find_largest_micro_batch
 from cellmill.planner.scaling import format_scaling
 from cellmill.planner.suggest import format_suggestions
 from cellmill.planner.suggest import suggest as suggest_layouts
-from cellmill.planner.work import CorpusSize, detected_genes
+from cellmill.planner.work import CorpusSize, count_detected_genes
 from cellmill.runs.identity import foresee_refusal
 from cellmill.stages.training_inputs import open_corpus
 
@@ -73,7 +73,7 @@ def plan(
     else:
         chosen, shards, n_cells, fingerprint = open_corpus(options, manifest)
         options = options.model_copy(update={"objective": chosen.objective})
-        detected = detected_genes(shards)[:n_cells]
+        detected = count_detected_genes(shards)[:n_cells]
         if options.stream.weight_by is not None:  # cells are not read equally often
             counts = read_repeats(shards, "train", options.stream, n_cells).counts(
                 options.train.seed, 0, 0
