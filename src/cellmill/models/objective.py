@@ -96,15 +96,15 @@ class Objective:
     training: bool = True
     """False while `prepare` is called for validation or evaluation; set by `Model.prepare`."""
     validates_rows: bool = False  # True if `loss` needs shares in validation too
-    figure_names: tuple[str, ...] = ()
-    """Metrics that validation logs in addition, such as accuracy: keys of `validation_figures`."""
-    hides_genes: bool = False
-    """True if they are of views of step HIDDEN_GENES (`objectives/shared/views.py`), which
-    validation draws only if one of them is `train.best_metric`.
+    metric_names: tuple[str, ...] = ()
+    """Metrics that validation logs in addition, such as accuracy: keys of `validation_metrics`."""
+    uses_hidden_genes: bool = False
+    """True if these metrics need views of step HIDDEN_GENES (`objectives/shared/views.py`): validation
+    draws them only if one of the metrics is `train.best_metric`.
     """
-    n_sums: int = 0  # numbers that `validation_figures` needs: sums over cells or targets
+    n_sums: int = 0  # numbers that `validation_metrics` reads: sums over cells or targets
     kept_sums: list[Tensor] | None = None
-    """If not None, `loss` appends these sums over a micro-batch, `(n_sums,)` float64."""
+    """If a list, `loss` appends these sums over a micro-batch, `(n_sums,)` float64."""
 
     def __init__(self, config: ObjectiveConfig, tokens: Tokens) -> None:
         self.config = config
@@ -140,8 +140,8 @@ class Objective:
         """List the objectives of the parts by name; an objective without parts has the name ""."""
         return {"": self}
 
-    def validation_figures(self, sums: Sequence[float]) -> dict[str, float]:
-        """Compute the metrics in `figure_names` from `kept_sums` over all validation cells, `(n_sums,)`."""
+    def validation_metrics(self, sums: Sequence[float]) -> dict[str, float]:
+        """Compute the metrics in `metric_names` from `kept_sums` over all validation cells, `(n_sums,)`."""
         return {}
 
     def initial_value(self, name: str) -> Fill | None:

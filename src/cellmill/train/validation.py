@@ -51,12 +51,12 @@ class Monitor:
         self.hiding: set[str] = set()  # those with metrics of hidden genes
         self.leaf_sums: dict[str, Tensor] = {}
         for name, leaf in self.model.objective.leaves().items():
-            metrics = [_name(metric, name) for metric in leaf.figure_names]
-            if not leaf.n_sums or (leaf.hides_genes and best_metric not in metrics):
+            metrics = [_name(metric, name) for metric in leaf.metric_names]
+            if not leaf.n_sums or (leaf.uses_hidden_genes and best_metric not in metrics):
                 continue
             self.leaves[name] = leaf
             self.leaf_sums[name] = torch.zeros(leaf.n_sums, dtype=torch.float64)
-            if leaf.hides_genes:
+            if leaf.uses_hidden_genes:
                 self.hiding.add(name)
 
     @contextmanager
@@ -124,7 +124,7 @@ class Monitor:
 
         line: dict[str, float] = {}
         for name, leaf in self.leaves.items():
-            metrics = leaf.validation_figures(add_up(self.leaf_sums[name]).tolist())
+            metrics = leaf.validation_metrics(add_up(self.leaf_sums[name]).tolist())
             line |= {_name(metric, name): value for metric, value in metrics.items()}
         sums = add_up(torch.cat([self.sums, self.level_sums.flatten()])).cpu()
         cells, levels = sums.split([self.sums.numel(), self.level_sums.numel()])
@@ -242,7 +242,7 @@ def check_best_metric(objective: Objective, metric: str) -> None:
     """Raise ConfigError unless validation logs the metric of `train.best_metric`."""
     logged = [VAL_LOSS, *(f"{VAL_LOSS}_{name}" for name in objective.part_weights)]
     for name, leaf in objective.leaves().items():
-        logged += [_name(metric, name) for metric in leaf.figure_names]
+        logged += [_name(metric, name) for metric in leaf.metric_names]
     logged += ["effective_rank", "depth_r2", "batch_r2"]
     if metric not in logged:
         raise ConfigError(

@@ -40,7 +40,7 @@ from cellmill.models.objective import (
 from cellmill.models.objectives.shared.batch_terms import Adversary, LevelTerms
 from cellmill.models.objectives.shared.vicreg import vicreg
 from cellmill.models.objectives.shared.views import (
-    HIDDEN_PART,
+    HIDDEN_GENE_STRIDE,
     ViewBatch,
     ViewConfig,
     draw_view,
@@ -50,6 +50,7 @@ from cellmill.parallel.torch_private import is_dtensor
 from cellmill.parallel.vocab_parallel import token_logits
 
 COMPARED_CELLS = 256  # cells whose predicted profiles exist at once in validation
+N_MOMENTS = 5  # sums per hidden gene: prediction, measurement, their squares and their product
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,13 +87,13 @@ class CellDecoding(Objective):
     config: ViewConfig
     tensor_parallel_styles = MappingProxyType({"profile_genes": "vocabulary"})
     gene_rows = frozenset({"profile_genes.weight", "profile_bias", "profile_dispersion"})
-    figure_names = ("hidden_genes",)
-    hides_genes = True
+    metric_names = ("hidden_genes",)
+    uses_hidden_genes = True
 
     def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
         config = self.config
         vector_width = model.vector_width
-        self.n_sums = 1 + 5 * -(-n_tokens // HIDDEN_PART)
+        self.n_sums = 1 + N_MOMENTS * -(-n_tokens // HIDDEN_GENE_STRIDE)
         self.row_widths = (1 + 2 * vector_width,) if config.view_loss else ()
         width = config.decoder_hidden or vector_width
         names = ["decoder", "profile_genes", "profile_bias"]
@@ -173,7 +174,8 @@ class CellDecoding(Objective):
         """Sum the loss over the cells, a float32 scalar; in training with VICReg and the adversary."""
         vectors = self._target_vectors(model, states, prepared)
         decoded = self.decode(model, vectors, prepared)
-        self._keep_sums(model, decoded, prepared)
+        if self.kept_sums is not None:
+            self.kept_sums.append(self._sum_hidden_genes(model, decoded, prepared))
         loss = profile_loss(
             decoded,
             model.profile_genes.weight,
@@ -194,15 +196,15 @@ class CellDecoding(Objective):
             loss = loss + adversary_weight * adversary_loss
         return loss
 
-    def _keep_sums(self, model: ObjectiveModel, decoded: Tensor, prepared: DecodingBatch) -> None:
-        """Record the sums that `validation_figures` reads, if validation collects them in views of
-        step HIDDEN_GENES: the number of cells, then by hidden gene the sums of prediction,
-        measurement, their squares and their product.
+    def _sum_hidden_genes(
+        self, model: ObjectiveModel, decoded: Tensor, prepared: DecodingBatch
+    ) -> Tensor:
+        """Sum over cells what `validation_metrics` reads of a view of step HIDDEN_GENES.
 
-        Measured is log(1 + share per 10,000), predicted the softmax with the visible genes' sum of it.
+        `(n_sums,)` float64: the number of cells, then N_MOMENTS rows with a sum per hidden gene.
+        Measured is log(1 + 10,000 w) with w the weight of the entry. Predicted is the softmax, scaled
+        so that the cell's visible genes have the same sum in both.
         """
-        if self.kept_sums is None:
-            return
         shares = prepared.entry_weights
         n_entries = prepared.entry_starts.diff()
         cell = torch.repeat_interleave(n_entries, output_size=len(shares))
@@ -210,8 +212,8 @@ class CellDecoding(Objective):
             cell_sums = shares.new_zeros(len(n_entries)).index_add(0, cell, shares)
             shares = shares / cell_sums[cell]
         logs = torch.log1p(TARGET_SUM * shares)
-        n_hidden = -(-len(model.profile_bias) // HIDDEN_PART)
-        sums = decoded.new_zeros(5, n_hidden, dtype=torch.float64)
+        n_hidden = -(-len(model.profile_bias) // HIDDEN_GENE_STRIDE)
+        sums = decoded.new_zeros(N_MOMENTS, n_hidden, dtype=torch.float64)
         for start in range(0, len(decoded), COMPARED_CELLS):
             part = decoded[start : start + COMPARED_CELLS]
             logits = token_logits(part, model.profile_genes.weight, model.profile_bias)
@@ -220,19 +222,19 @@ class CellDecoding(Objective):
             entries = (cell >= start) & (cell < start + COMPARED_CELLS)
             profiles = torch.zeros_like(logits)
             profiles[cell[entries] - start, prepared.entry_genes[entries]] = logs[entries]
-            measured = profiles[:, ::HIDDEN_PART]
-            predicted = logits.softmax(1)[:, ::HIDDEN_PART]
+            measured = profiles[:, ::HIDDEN_GENE_STRIDE]
+            predicted = logits.softmax(1)[:, ::HIDDEN_GENE_STRIDE]
             visible = profiles.sum(1) - measured.sum(1)
             visible_share = (1 - predicted.sum(1)).clamp(min=1e-9)
             predicted = predicted * (visible / visible_share)[:, None]
             pairs = (predicted, measured, predicted**2, measured**2, predicted * measured)
             sums += torch.stack([values.sum(0, dtype=torch.float64) for values in pairs])
         n_cells = sums.new_tensor([len(decoded)])
-        self.kept_sums.append(torch.cat([n_cells, sums.flatten()]))
+        return torch.cat([n_cells, sums.flatten()])
 
-    def validation_figures(self, sums: Sequence[float]) -> dict[str, float]:
+    def validation_metrics(self, sums: Sequence[float]) -> dict[str, float]:
         n_cells = max(sums[0], 1)
-        predicted, measured, *squares, products = np.reshape(sums[1:], (5, -1))
+        predicted, measured, *squares, products = np.reshape(sums[1:], (N_MOMENTS, -1))
         covariance = products - predicted * measured / n_cells
         variances = np.stack(squares) - np.stack([predicted, measured]) ** 2 / n_cells
         varies = (variances > 1e-9 * np.stack(squares)).all(0)

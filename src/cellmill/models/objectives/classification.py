@@ -26,7 +26,7 @@ from cellmill.models.objectives.shared.per_cell import CellHead, LabelObjective,
 
 class Classification(LabelObjective):
     config: ClassificationConfig
-    figure_names = ("accuracy",)
+    metric_names = ("accuracy",)
     n_sums = 2
     temperature: float | None = None
     """Fitted temperature of an exported head, for the calibration in `judge`; set by `evaluate`."""
@@ -61,7 +61,7 @@ class Classification(LabelObjective):
         n_cells = n_right.new_tensor(len(targets))
         return torch.stack([n_right, n_cells]).double()
 
-    def validation_figures(self, sums: Sequence[float]) -> dict[str, float]:
+    def validation_metrics(self, sums: Sequence[float]) -> dict[str, float]:
         n_right, n_cells = sums
         return {"accuracy": n_right / n_cells} if n_cells else {}
 

@@ -33,7 +33,7 @@ class GeneObservations(NamedTuple):
 
 
 class MaskedGene(MaskedObjective):
-    hides_gene = True
+    predicts_genes = True
     gene_rows = frozenset({"gene_bias"})
     n_genes: int  # genes of the vocabulary; set by `attach`
 

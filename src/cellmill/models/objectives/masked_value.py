@@ -46,7 +46,7 @@ class ValueObservations(NamedTuple):
 
 class MaskedValue(MaskedObjective):
     config: MaskedValueConfig
-    hides_gene = False
+    predicts_genes = False
 
     def attach_output(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
         model.hidden_value = nn.Parameter(torch.empty(model.width))  # `Model.begin` reads it

@@ -86,7 +86,7 @@ class PerturbationResponse(CellDecoding):
     def decode(self, model: ObjectiveModel, vectors: Tensor, prepared: DecodingBatch) -> Tensor:
         """Add each cell's response to its vector, then decode: `vectors` `(C, H)` -> `(C, D)`."""
         assert isinstance(prepared, ResponseBatch), "expected a batch with perturbations"
-        response = _respond(model, prepared.perturbation, prepared.perturbed)
+        response = _compute_response(model, prepared.perturbation, prepared.perturbed)
         is_perturbed = (prepared.perturbation > 0)[:, None]
         changed = vectors + response * is_perturbed
         return super().decode(model, changed.to(vectors.dtype), prepared)
@@ -104,7 +104,7 @@ class PerturbationResponse(CellDecoding):
             device = vectors.device
             numbers = torch.tensor([_find_level_number(perturbation, levels)], device=device)
             perturbed = _pad_genes([genes]).to(device)
-            vectors = vectors + _respond(model, numbers, perturbed)
+            vectors = vectors + _compute_response(model, numbers, perturbed)
         decoded = model.decoder(vectors)
         logits = token_logits(decoded, model.profile_genes.weight, model.profile_bias)
         return logits[:, len(SPECIAL) :].float().log_softmax(1)
@@ -115,7 +115,7 @@ def _find_level_number(level: str, levels: Sequence[str]) -> int:
     return 1 + levels.index(level) if level in levels else 0
 
 
-def _respond(model: ObjectiveModel, perturbation: Tensor, perturbed: Tensor) -> Tensor:
+def _compute_response(model: ObjectiveModel, perturbation: Tensor, perturbed: Tensor) -> Tensor:
     """Compute the term that a perturbation adds to the cell's vector, `(C, H)`.
 
     `perturbation` `(C,)` int64 are level numbers, `perturbed` `(C, M)` int64 token ids, as in

@@ -83,62 +83,6 @@ class HiddenTokens(NamedTuple):
     frac: Tensor  # `(C,)` float64: probability with which a gene of the cell is hidden
 
 
-def _number_in_cell(n_items: Tensor, cell: Tensor) -> Tensor:
-    """Number the items of each cell from 0: `(items,)` int64.
-
-    `n_items` `(C,)` is the number of items of each cell; `cell` `(items,)` is each item's cell, ascending.
-    """
-    first_item = n_items.cumsum(0) - n_items
-    return torch.arange(len(cell)) - first_item[cell]
-
-
-def _pick_detected(hidden: HiddenTokens, max_tokens: int) -> Tensor:
-    """Pick the hidden tokens of each cell with the lowest keys, at most `max_tokens`.
-
-    The result is `(tokens,)` int64, ascending.
-    """
-    tokens = hidden.is_hidden.nonzero().flatten()
-    # hidden tokens, cell after cell, the lowest key of each cell first
-    tokens = tokens[hidden.keys[tokens].argsort()]
-    tokens = tokens[hidden.cell[tokens].argsort(stable=True)]
-    cell = hidden.cell[tokens]
-    rank = _number_in_cell(torch.bincount(cell), cell)
-    return tokens[rank < max_tokens].sort().values
-
-
-def _draw_undetected(
-    batch: Batch, n_drawn: Tensor, n_undetected: Tensor, n_genes: int, seed: int, step: int
-) -> tuple[Tensor, Tensor]:
-    """Draw undetected genes with replacement: cell and token id, `(draws,)` int64 each.
-
-    Each cell has `n_drawn` draws from its `n_undetected` undetected genes, `(C,)` int64 each.
-    """
-    cell = torch.repeat_interleave(n_drawn)
-    draw_number = _number_in_cell(n_drawn, cell)
-    bits = keyed_token_bits(batch.cells, cell, seed, step, draw_number, UNDETECTED)
-    rows = _nth_undetected(batch, bits % n_undetected[cell], cell, n_genes)
-    return cell, rows + len(SPECIAL)
-
-
-def _nth_undetected(batch: Batch, n: Tensor, cell: Tensor, n_genes: int) -> Tensor:
-    """Find the vocabulary row of a cell's n-th undetected gene, n from 0: `(draws,)` int64.
-
-    `n` and `cell` are `(draws,)` int64. The row is n + the number of detected genes before it.
-    """
-    token_cell, position = positions(batch)
-    # `(T,)`: vocabulary rows of detected genes, ascending in each cell
-    first_row = token_cell * n_genes
-    rows = (first_row + batch.genes - len(SPECIAL)).sort().values - first_row
-    # `(T,)`: number of undetected genes with smaller rows, ascending in each cell
-    n_undetected_before = rows - position
-    # search all cells at once: an offset for each cell makes the numbers ascend over all of them
-    offset = n_genes + 1
-    numbers = n_undetected_before + token_cell * offset
-    end = torch.searchsorted(numbers, n + cell * offset, right=True)
-    n_detected_before = end - batch.cu_seqlens[cell]
-    return n + n_detected_before
-
-
 class QueryDecoding(Objective):
     """See the module; needs a model with `cell_vectors`."""
 
@@ -290,3 +234,59 @@ class QueryDecoding(Objective):
         }
         against = "the gene's training mean, zeros included"
         return metrics, r2_verdict("prediction of hidden genes", against, r2)
+
+
+def _number_in_cell(n_items: Tensor, cell: Tensor) -> Tensor:
+    """Number the items of each cell from 0: `(items,)` int64.
+
+    `n_items` `(C,)` is the number of items of each cell; `cell` `(items,)` is each item's cell, ascending.
+    """
+    first_item = n_items.cumsum(0) - n_items
+    return torch.arange(len(cell)) - first_item[cell]
+
+
+def _pick_detected(hidden: HiddenTokens, max_tokens: int) -> Tensor:
+    """Pick the hidden tokens of each cell with the lowest keys, at most `max_tokens`.
+
+    The result is `(tokens,)` int64, ascending.
+    """
+    tokens = hidden.is_hidden.nonzero().flatten()
+    # hidden tokens, cell after cell, the lowest key of each cell first
+    tokens = tokens[hidden.keys[tokens].argsort()]
+    tokens = tokens[hidden.cell[tokens].argsort(stable=True)]
+    cell = hidden.cell[tokens]
+    rank = _number_in_cell(torch.bincount(cell), cell)
+    return tokens[rank < max_tokens].sort().values
+
+
+def _draw_undetected(
+    batch: Batch, n_drawn: Tensor, n_undetected: Tensor, n_genes: int, seed: int, step: int
+) -> tuple[Tensor, Tensor]:
+    """Draw undetected genes with replacement: cell and token id, `(draws,)` int64 each.
+
+    Each cell has `n_drawn` draws from its `n_undetected` undetected genes, `(C,)` int64 each.
+    """
+    cell = torch.repeat_interleave(n_drawn)
+    draw_number = _number_in_cell(n_drawn, cell)
+    bits = keyed_token_bits(batch.cells, cell, seed, step, draw_number, UNDETECTED)
+    rows = _nth_undetected(batch, bits % n_undetected[cell], cell, n_genes)
+    return cell, rows + len(SPECIAL)
+
+
+def _nth_undetected(batch: Batch, n: Tensor, cell: Tensor, n_genes: int) -> Tensor:
+    """Find the vocabulary row of a cell's n-th undetected gene, n from 0: `(draws,)` int64.
+
+    `n` and `cell` are `(draws,)` int64. The row is n + the number of detected genes before it.
+    """
+    token_cell, position = positions(batch)
+    # `(T,)`: vocabulary rows of detected genes, ascending in each cell
+    first_row = token_cell * n_genes
+    rows = (first_row + batch.genes - len(SPECIAL)).sort().values - first_row
+    # `(T,)`: number of undetected genes with smaller rows, ascending in each cell
+    n_undetected_before = rows - position
+    # search all cells at once: an offset for each cell makes the numbers ascend over all of them
+    offset = n_genes + 1
+    numbers = n_undetected_before + token_cell * offset
+    end = torch.searchsorted(numbers, n + cell * offset, right=True)
+    n_detected_before = end - batch.cu_seqlens[cell]
+    return n + n_detected_before

@@ -45,7 +45,7 @@ class MomentSums(NamedTuple):
 
 class Regression(CellObjective):
     config: RegressionConfig
-    figure_names = ("pearson",)
+    metric_names = ("pearson",)
     n_sums = 6
 
     def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ class Regression(CellObjective):
     def loss_of_rows(self, *tables: Tensor) -> Tensors:
         return tuple(correlation_loss(table) for table in tables)
 
-    def validation_figures(self, sums: Sequence[float]) -> dict[str, float]:
+    def validation_metrics(self, sums: Sequence[float]) -> dict[str, float]:
         n, x, y, xx, yy, xy = MomentSums(*sums)
         covariance = n * xy - x * y
         variances = (n * xx - x * x) * (n * yy - y * y)

@@ -115,7 +115,7 @@ class Sum(Objective):
         prepared = self._prepare_parts(batch, first_views, seed, step)
         shown = self._choose_shown(prepared, has_second_views)
         n_targets = torch.stack([part_batch.n_targets for part_batch in prepared])
-        return SumBatch(shown, _give_shown_tokens(prepared, shown), n_targets)
+        return SumBatch(shown, _replace_tokens(prepared, shown), n_targets)
 
     def _prepare_parts(self, batch: Batch, first_views: Batch, seed: int, step: int) -> list[Any]:
         """Prepare the batch of each part; only the part that draws the view reads second views."""
@@ -198,7 +198,7 @@ def _list_attributes(model: ObjectiveModel) -> Mapping[str, Any]:
     return {**dict(model.named_children()), **dict(model.named_parameters(recurse=False))}
 
 
-def _give_shown_tokens(prepared: list[Any], shown: Any) -> tuple[Any, ...]:
+def _replace_tokens(prepared: list[Any], shown: Any) -> tuple[Any, ...]:
     """Replace the tokens of the parts' batches by those of `shown`.
 
     So nothing is hidden for one part and shown to another.

@@ -35,9 +35,9 @@ class MaskedBatch(EncoderBatch):
     answers: Tensor  # `(N,)`: hidden genes (int64 token ids) or hidden values
     n_targets: Tensor
 
-    def hide_targets(self, hides_gene: bool) -> Self:
+    def hide_targets(self, predicts_genes: bool) -> Self:
         """Hide the gene, or the value, of every target; return a new batch."""
-        if hides_gene:
+        if predicts_genes:
             return replace(self, genes=self.genes.index_fill(0, self.targets, MASK_TOKEN))
         return replace(
             self,
@@ -63,7 +63,7 @@ class MaskedObjective(Objective):
     """Base of masked_value and masked_gene; needs a model with `states`, `inputs` and `cell_vectors`."""
 
     config: MaskedObjectiveConfig
-    hides_gene: bool
+    predicts_genes: bool  # True if targets are genes, False if they are values
 
     def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
         model.head = _make_head(model, model.width)
@@ -81,8 +81,8 @@ class MaskedObjective(Objective):
         """Draw the mask of a batch and hide the genes of masked tokens, or their values."""
         mask = self._draw_mask(batch, seed, step)
         targets = mask.masked.nonzero().flatten()
-        content = batch.genes if self.hides_gene else batch.values
-        values_known = torch.ones_like(mask.masked) if self.hides_gene else ~mask.masked
+        content = batch.genes if self.predicts_genes else batch.values
+        values_known = torch.ones_like(mask.masked) if self.predicts_genes else ~mask.masked
         return MaskedBatch.prepared(
             batch,
             (seed, step),
@@ -146,7 +146,7 @@ class MaskedObjective(Objective):
             return loss
         cells = model.cell_vectors(states, prepared).to(states.dtype)
         # the targets are embedded again: the last pipeline stage does not receive the embeddings
-        queried = prepared.hide_targets(self.hides_gene) if self.shows_content else prepared
+        queried = prepared.hide_targets(self.predicts_genes) if self.shows_content else prepared
         # both parts stay unnamed, so their memory is free before the head runs
         queries = torch.cat(
             [rows_at(cells, prepared.cell[targets]), model.inputs(queried, targets)], dim=-1

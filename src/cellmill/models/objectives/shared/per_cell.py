@@ -108,7 +108,7 @@ class CellObjective(Objective):
         return self.target_loss(predicted, prepared)
 
     def validation_sums(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
-        """Sum over targets what `validation_figures` reads, `(n_sums,)` float64.
+        """Sum over targets what `validation_metrics` reads, `(n_sums,)` float64.
 
         Only objectives with `n_sums` define it. `predicted` is what `predict` returned.
         """

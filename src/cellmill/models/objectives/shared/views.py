@@ -34,10 +34,8 @@ from cellmill.models.draws import DROPPED_FRAC, HIDDEN_FRAC, HIDE
 from cellmill.models.objective import HIDDEN_GENES
 
 ViewConfig = CellDecodingConfig | DenoiseConfig | PerturbationResponseConfig
-
-
-# in views of step HIDDEN_GENES all cells lack the genes with a token id that this divides
-HIDDEN_PART = 5
+# views of step HIDDEN_GENES hide every fifth gene from all cells: token ids that this divides
+HIDDEN_GENE_STRIDE = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +64,7 @@ def draw_view(
     state = host_state(batch.cells.numpy(), seed, step)
     shown = counts
     if step == HIDDEN_GENES:
-        shown = counts * (genes % HIDDEN_PART != 0)
+        shown = counts * (genes % HIDDEN_GENE_STRIDE != 0)
     elif config.view != "thin":
         frac_key = HIDDEN_FRAC if config.view == "drop" else DROPPED_FRAC
         dropped_frac = draw_hidden_frac(state, config, frac_key)
