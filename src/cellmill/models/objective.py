@@ -56,7 +56,7 @@ class ObjectiveModel(Protocol):
     """A model as its objective sees it: `models.family.Model` with heads as attributes."""
 
     training: bool
-    width: int  # H, the width of the states
+    width: int  # H, the width of a state; a state belongs to one of T tokens, in family profile to a cell
     head_activation: type[nn.Module]  # of heads, between linear layer and norm
     head_norm_eps: float  # of the norms of heads
 
@@ -130,7 +130,7 @@ class Objective:
     def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
         """Add heads to `model` on the meta device, as its attributes.
 
-        Returns the names of all modules and parameters of the model that `loss` reads, including
+        Return the names of all modules and parameters of the model that `loss` reads, including
         the heads. Those that `Model.begin` reads too are tied between the first and the last
         pipeline stage.
         """
@@ -157,7 +157,11 @@ class Objective:
         return batch
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> Any:
-        """Draw masks and targets in a view: a pure function like `view`, without parameters."""
+        """Draw masks and targets in a view: a pure function like `view`, without parameters.
+
+        The result has `lengths`, the tokens of each cell, list[int], and `n_targets`, int64: a scalar, or `(parts,)`
+        with `part_weights`.
+        """
         raise NotImplementedError
 
     def loss(self, model: ObjectiveModel, states: Tensor, prepared: Any) -> Tensor:

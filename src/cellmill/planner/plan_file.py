@@ -40,11 +40,9 @@ class RunPlan:
     @property
     def host(self) -> HostBytes:
         """Pinned host memory of one process; a CPU process needs none."""
-        return (
-            HostBytes(0, 0)
-            if self.hardware.device == "cpu"
-            else estimate_host_bytes(self.cost.model)
-        )
+        if self.hardware.device == "cpu":
+            return HostBytes(offload=0, staging=0)
+        return estimate_host_bytes(self.cost.model)
 
     @property
     def tokens_per_step(self) -> float:
@@ -64,7 +62,7 @@ class RunPlan:
         time = cost.time
         hardware = self.hardware
         return {
-            "parameters": cost.whole_model.parameters,  # of the whole model
+            "parameters": cost.whole_model.parameters,
             "memory": {
                 "parts_bytes": asdict(cost.memory),  # by field of `planner.memory.Memory`
                 "total_bytes": cost.memory.total,
