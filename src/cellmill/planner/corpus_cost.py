@@ -92,35 +92,37 @@ def _estimate_shards(
     divide_hours = cpu_hours["divide"]
     write_hours = cpu_hours["shard_part"]
     if shard.jobs == 1:
-        whole = StageCost(
-            stage="shard",
-            hours=divide_hours + write_hours,
-            cpu_hours=divide_hours + write_hours,
-            corpus_mb=write_mb + divide_mb,
-            files=n_shards + N_INDEX_FILES,
-            disk_gb=n_bytes / 1e9,
-        )
-        return [whole]
+        return [
+            StageCost(
+                stage="shard",
+                hours=divide_hours + write_hours,
+                cpu_hours=divide_hours + write_hours,
+                corpus_mb=write_mb + divide_mb,
+                files=n_shards + N_INDEX_FILES,
+                disk_gb=n_bytes / 1e9,
+            )
+        ]
     writing_jobs = min(shard.jobs, n_shards)  # further jobs have no shard to write
-    divide = StageCost(
-        stage="divide",
-        hours=divide_hours,
-        cpu_hours=divide_hours,
-        corpus_mb=divide_mb,
-    )
-    write = StageCost(
-        stage="shard_part",
-        jobs=shard.jobs,
-        hours=write_hours * ceil(n_shards / writing_jobs) / n_shards,
-        cpu_hours=write_hours,
-        corpus_mb=write_mb,
-        files=n_shards,
-        disk_gb=n_bytes / 1e9,
-    )
-    join = StageCost(
-        stage="shard",
-        hours=0.01,
-        cpu_hours=0.01,
-        files=N_INDEX_FILES,
-    )
-    return [divide, write, join]
+    return [
+        StageCost(
+            stage="divide",
+            hours=divide_hours,
+            cpu_hours=divide_hours,
+            corpus_mb=divide_mb,
+        ),
+        StageCost(
+            stage="shard_part",
+            jobs=shard.jobs,
+            hours=write_hours * ceil(n_shards / writing_jobs) / n_shards,
+            cpu_hours=write_hours,
+            corpus_mb=write_mb,
+            files=n_shards,
+            disk_gb=n_bytes / 1e9,
+        ),
+        StageCost(
+            stage="shard",
+            hours=0.01,
+            cpu_hours=0.01,
+            files=N_INDEX_FILES,
+        ),
+    ]

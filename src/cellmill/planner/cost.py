@@ -105,12 +105,8 @@ def _divide_load(corpus: CorpusSize, work: Work, dp: int) -> Load:
 
 def _find_network(options: PlanOptions, device: Device) -> Network | None:
     """Take the link rates that the options set, else the device's; None if one is unknown."""
-    intra_node = options.plan.intra_node_gbs
-    inter_node = options.plan.inter_node_gbs
-    if intra_node is None:
-        intra_node = device.intra_node_gbs
-    if inter_node is None:
-        inter_node = device.inter_node_gbs
+    intra_node = options.plan.intra_node_gbs or device.intra_node_gbs
+    inter_node = options.plan.inter_node_gbs or device.inter_node_gbs
     if intra_node is None or inter_node is None:
         return None
     return Network(intra_node, inter_node)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from cellmill.config.parallel import Layout, Parallel
 from cellmill.config.run import AUTO_EPOCHS, Train
@@ -123,19 +123,16 @@ def _record_traffic(traffic: Traffic) -> dict[str, Any]:
     return entry
 
 
-class ScaledLr(NamedTuple):
-    """The default learning rate scaled to another global batch."""
+def _scale_lr(train: Train) -> tuple[float, float] | None:
+    """Scale the default learning rate to the run's batch by the square root and linearly.
 
-    square_root: float  # by the square root of the ratio of batch sizes (Adam; Malladi et al. 2022)
-    linear: float  # by the ratio (SGD; Goyal et al. 2017)
-
-
-def _scale_lr(train: Train) -> ScaledLr | None:
-    """Scale the default rate; None if the run keeps the default batch or sets another train.lr."""
+    By the square root of the ratio of batch sizes (Adam; Malladi et al. 2022), and by the ratio (SGD;
+    Goyal et al. 2017). None if the run keeps the default batch or sets another train.lr.
+    """
     ratio = train.global_batch / DEFAULT_BATCH
     if train.lr != DEFAULT_LR or ratio == 1:
         return None
-    return ScaledLr(train.lr * math.sqrt(ratio), train.lr * ratio)
+    return train.lr * math.sqrt(ratio), train.lr * ratio
 
 
 def _suggest_val_cells(work: Work) -> int:
@@ -151,10 +148,9 @@ def _suggest_val_cells(work: Work) -> int:
 def describe_layout(parallel: Parallel, layout: Layout) -> str:
     """Describe a layout in words."""
     kind = "ddp" if parallel.strategy == "ddp" else parallel.sharding_strategy
+    schedule = "" if layout.pp == 1 else f" {parallel.schedule}"
     data = f"{layout.dp_replicate} replicas of {layout.dp_shard} shards"
-    tensor = "" if layout.tp == 1 else f" x tp {layout.tp}"
-    pipeline = "" if layout.pp == 1 else f" x pp {layout.pp} {parallel.schedule}"
-    return f"{kind} ({data}{tensor}{pipeline})"
+    return f"{kind} ({data}{layout.tp_pp_text}{schedule})"
 
 
 def format_plan(plan: RunPlan) -> str:
@@ -202,8 +198,9 @@ def _format_memory(plan: RunPlan) -> Iterator[Line]:
     yield "processes", f"{hardware.world} x {hardware.device}, {layout}, {parallel.precision}"
     parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in asdict(memory).items() if n)
     if plan.host.offload:
-        pinned = format_bytes(plan.host.offload)
-        parts += f"; {pinned} of pinned host memory for parallel.cpu_offload"
+        parts += (
+            f"; {format_bytes(plan.host.offload)} of pinned host memory for parallel.cpu_offload"
+        )
     if plan.host.staging:
         parts += f"; {format_bytes(plan.host.staging)} of pinned host memory for checkpoints"
     usable = format_bytes(hardware.usable_bytes)
@@ -260,8 +257,8 @@ def _format_hints(plan: RunPlan) -> Iterator[Line]:
         yield "warning", warning
     scaled_lr = _scale_lr(train)
     if scaled_lr is not None:
-        root = f"{scaled_lr.square_root:.2g} (square root, usual for AdamW)"
-        scaled = f"{root} or {scaled_lr.linear:.2g} (linear)"
+        root, linear = scaled_lr
+        scaled = f"{root:.2g} (square root, usual for AdamW) or {linear:.2g} (linear)"
         suits = f"train.lr {DEFAULT_LR:g} suits train.global_batch {DEFAULT_BATCH:g}"
         yield "hint", f"{suits}; scaled to {train.global_batch:,} it is {scaled}"
     if train.warmup_steps >= work.steps:

@@ -110,8 +110,8 @@ class PlannedModel:
         size = self.size
         stages = self.stages(rank)
         n_blocks = sum(stage.n_blocks for stage in stages)
-        n_begin = sum(int(stage.has_begin) for stage in stages)
-        n_finish = sum(int(stage.has_finish) for stage in stages)
+        n_begin = sum(stage.has_begin for stage in stages)
+        n_finish = sum(stage.has_finish for stage in stages)
         # the parts before and after the blocks both count tied parameters; a single stage has them once
         counted_twice = int(self.parallel.stages == 1)
         outside = n_begin * size.begin.parameters + n_finish * size.finish.parameters

@@ -19,11 +19,10 @@ def list_machines(machine: Machine) -> list[Machine]:
     n_nodes = machine.node_counts[-1]
     counts = [(1, nproc) for nproc in _list_doublings(machine.nproc_per_node)]
     counts += [(nodes, machine.nproc_per_node) for nodes in _list_doublings(n_nodes)[1:]]
-    machines = []
-    for nodes, nproc in counts:
-        update = {"nodes": str(nodes), "nproc_per_node": nproc}
-        machines.append(machine.model_copy(update=update))
-    return machines
+    return [
+        machine.model_copy(update={"nodes": str(nodes), "nproc_per_node": nproc})
+        for nodes, nproc in counts
+    ]
 
 
 def _list_doublings(max_number: int) -> list[int]:
