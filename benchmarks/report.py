@@ -1,12 +1,14 @@
 """Seconds to make the report of many runs, and the size of its page.
 
-    python benchmarks/report.py [RESULTS] [--runs 10]
+    python benchmarks/report.py [RESULTS] [--runs 10] [--cells 20000]
 
 The first run of RESULTS (default: results, after `make demo`) is copied with small changes of its
-numbers, so that no two curves are the same.
+numbers, so that no two curves are the same. With --cells, each UMAP has that many cells in ten
+batches.
 """
 
 import argparse
+import csv
 import json
 import random
 import resource
@@ -35,11 +37,27 @@ def copy_run(run: Path, out: Path, seed: int) -> None:
     metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
+def enlarge_umap(path: Path, n_cells: int, seed: int) -> None:
+    """Make umap.tsv one of `n_cells`: its cells again and again, moved a little, in ten batches."""
+    draw = random.Random(seed)
+    with open(path, encoding="utf-8", newline="") as file:
+        cells = list(csv.DictReader(file, delimiter="\t"))
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(cells[0]), delimiter="\t", lineterminator="\n")
+        writer.writeheader()
+        for number in range(n_cells):
+            cell = cells[number % len(cells)]
+            moved = {axis: f"{float(cell[axis]) + draw.gauss(0, 1.5):.4f}" for axis in ("x", "y")}
+            batch = f"batch {draw.randrange(10)}"
+            writer.writerow(cell | moved | {"obs_name": f"cell{number}", "batch": batch})
+
+
 def main() -> None:
     """Write the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("results", type=Path, nargs="?", default=Path("results"))
     parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--cells", type=int, help="cells of each UMAP (default: as they are)")
     given = parser.parse_args()
     first = min(
         (path.parent.parent for path in given.results.glob("runs/*/evaluate/metrics.json")),
@@ -52,6 +70,8 @@ def main() -> None:
         runs = [folder / "runs" / f"{first.name}{number}" for number in range(given.runs)]
         for number, run in enumerate(runs):
             copy_run(first, run, number)
+            if given.cells is not None:
+                enlarge_umap(run / "evaluate" / "umap.tsv", given.cells, number)
         corpora = sorted(
             path.parent.parent for path in given.results.glob("corpora/*/shards/manifest.json")
         )
