@@ -13,7 +13,12 @@ from cellmill.errors import DataError
 from cellmill.files import span
 from cellmill.report import charts, drawing
 from cellmill.report.collect import ReportedCorpus, ReportedRun
-from cellmill.report.lead import count_missing, list_leads, list_next_steps, list_unscored
+from cellmill.report.overview import (
+    describe_missing,
+    describe_unscored,
+    group_by_next_step,
+    list_leading_runs,
+)
 from cellmill.report.standings import list_comparisons, list_losses, list_standings
 from cellmill.report.sweep import SweepCurves
 from cellmill.report.tables import (
@@ -67,15 +72,15 @@ def render(
             corpora=corpora,
             sweeps=sweeps,
             # overview
-            sentence_missing=count_missing(runs),
-            sentences_unscored=list_unscored(runs),
-            leads=list_leads(standings),
-            next_steps=list_next_steps(runs, standings),
+            missing_sentence=describe_missing(runs),
+            unscored_sentences=describe_unscored(runs),
+            leading_runs=list_leading_runs(standings),
+            names_by_next_step=group_by_next_step(runs, standings),
             standings=standings,
             comparisons=compare_runs(runs),
             losses=list_losses(runs, standings),
-            sentences_behind=list_comparisons(runs, "behind"),
-            sentences_level=list_comparisons(runs, "level", "undecided"),
+            behind_sentences=list_comparisons(runs, "behind"),
+            level_sentences=list_comparisons(runs, "level", "undecided"),
             # charts
             training_charts=draw_training(runs),
             histogram_names=HISTOGRAMS,

@@ -16,7 +16,7 @@ from cellmill.errors import DataError
 from cellmill.files import atomic_path, read_json, write_json, write_text
 from cellmill.report.collect import read_corpus, read_run
 from cellmill.report.drawing import Drawings
-from cellmill.report.lead import count_missing
+from cellmill.report.overview import describe_missing
 from cellmill.report.page import render
 from cellmill.report.sweep import SweepCurves, list_rows, make_scalings, read_sweep
 
@@ -37,7 +37,7 @@ def report(
     reported = [*map(read_run, runs)]
     described = [*map(read_corpus, corpora)]
     swept = [*map(read_sweep, sweeps)]
-    missing = count_missing(reported)
+    missing = describe_missing(reported)
     if missing:
         print(missing)
     drawn = Drawings(len(runs))

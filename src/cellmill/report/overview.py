@@ -1,5 +1,5 @@
-"""Sentences at the top of the page: the verdict on each dataset, where the run is ahead and behind,
-what to change next, and the numbers behind them.
+"""Sentences of the overview, the first section of the page: which runs have no result, which run
+leads on each dataset, how it compares with the baselines, and what to change next.
 """
 
 from collections.abc import Sequence
@@ -20,16 +20,16 @@ RELATIONS = {
 
 
 @dataclass(frozen=True)
-class DatasetLead:
-    """The leading run on a dataset, in words. Of runs that are tied, the first is described."""
+class LeadingRun:
+    """The run that leads on a dataset, in words. If several are tied, the first one is described."""
 
     standing: Standing  # of the described run
-    names: str  # the leading run, or all that are tied
+    names: str  # name of the run, or the names of all tied runs
     is_tied: bool
 
     @property
-    def phrase(self) -> str:
-        """The phrase after the names: on which dataset, and how they stand among the runs."""
+    def rank_phrase(self) -> str:
+        """The words after the names: the dataset, and the rank among its runs."""
         standing = self.standing
         if standing.n_runs == 1:
             return f"on {standing.dataset}"
@@ -46,12 +46,12 @@ class DatasetLead:
         return f"has the highest mean on {standing.dataset} {shared}, {reason}"
 
     @property
-    def verdict_words(self) -> str:
-        """How the described run compares with the best baseline, with both scores and the effort."""
-        return self._comparison + self.standing.result.effort_mark
+    def verdict_phrase(self) -> str:
+        """The described run against the best baseline: outcome, both scores and the effort."""
+        return self._verdict_without_effort + self.standing.result.effort_mark
 
     @property
-    def _comparison(self) -> str:
+    def _verdict_without_effort(self) -> str:
         standing = self.standing
         score = f"{standing.result.rank_value(standing.row):.3f}"
         metric = f"{to_words(standing.task)} {to_words(standing.result.metric or '')}"
@@ -66,8 +66,8 @@ class DatasetLead:
         return f"{relation} the best baseline, {name}: {score} against {reference} ({metric})"
 
     @property
-    def comparisons_sentence(self) -> str:
-        """Where the described run is ahead, level and behind."""
+    def outcomes_sentence(self) -> str:
+        """The tasks in which the described run is ahead, level and behind."""
         standing = self.standing
         n = len(standing.verdicts)
         if n == 0:
@@ -86,7 +86,7 @@ class DatasetLead:
 
     @property
     def numbers_sentence(self) -> str:
-        """The score, its difference from the best baseline, and the gap that the run closes."""
+        """The score, its difference from the best baseline, and the share of the gap that it closes."""
         standing = self.standing
         metric = standing.result.metric or ""
         score = f"{standing.result.rank_value(standing.row):.3f}"
@@ -108,14 +108,14 @@ class DatasetLead:
         return "; ".join(parts) + "."
 
     @property
-    def has_percent(self) -> bool:
-        """True if the numbers have percents of a gap."""
+    def shows_percent(self) -> bool:
+        """True if `numbers_sentence` gives a percentage of a gap."""
         gap = find_gap(self.standing.result)
         return gap is not None and gap.model is not None
 
     @property
     def better_sentence(self) -> str:
-        """Tasks in which another run is better than the leading run; empty without any."""
+        """The tasks in which another run beats the leading one; empty if there are none."""
         ranking = self.standing.ranking
         runs = [f"{run} in {to_words(task)} (+{size:.3f})" for run, task, size in ranking.better]
         if not runs:
@@ -126,21 +126,21 @@ class DatasetLead:
         )
 
 
-def list_leads(standings: Sequence[Standing]) -> list[DatasetLead]:
-    """The lead of each dataset with a leading run."""
-    leading: dict[str, list[Standing]] = {}
+def list_leading_runs(standings: Sequence[Standing]) -> list[LeadingRun]:
+    """The leading run of each dataset that has one."""
+    by_dataset: dict[str, list[Standing]] = {}
     for standing in standings:
         if standing.is_leading:
-            leading.setdefault(standing.dataset, []).append(standing)
-    leads = []
-    for tied in leading.values():
+            by_dataset.setdefault(standing.dataset, []).append(standing)
+    leading = []
+    for tied in by_dataset.values():
         names = " and ".join(standing.run.name for standing in tied)
-        leads.append(DatasetLead(tied[0], names, len(tied) > 1))
-    return leads
+        leading.append(LeadingRun(tied[0], names, len(tied) > 1))
+    return leading
 
 
-def count_missing(runs: Sequence[ReportedRun]) -> str:
-    """Sentence that names the runs that were not evaluated; empty if all were."""
+def describe_missing(runs: Sequence[ReportedRun]) -> str:
+    """A sentence that names the runs without an evaluation; empty if there are none."""
     missing = [run.name for run in runs if run.evaluation is None]
     if not missing:
         return ""
@@ -149,8 +149,8 @@ def count_missing(runs: Sequence[ReportedRun]) -> str:
     return f"{len(missing)} of {len(runs)} {noun} {verb} no result: {', '.join(missing)}"
 
 
-def list_unscored(runs: Sequence[ReportedRun]) -> list[str]:
-    """Sentences about evaluations in which every task was skipped."""
+def describe_unscored(runs: Sequence[ReportedRun]) -> list[str]:
+    """A sentence for each run and dataset on which every task was skipped."""
     sentences = []
     for run, dataset, result in list_results(runs):
         reasons = {to_words(task): outcome.skipped for task, outcome in result.tasks.items()}
@@ -164,16 +164,16 @@ def list_unscored(runs: Sequence[ReportedRun]) -> list[str]:
     return sentences
 
 
-def list_next_steps(
+def group_by_next_step(
     runs: Sequence[ReportedRun], standings: Sequence[Standing]
 ) -> dict[str, list[str]]:
-    """The most urgent advice for each run: names of runs by advice. Collapsed runs come first."""
-    next_steps: dict[str, list[str]] = {}
+    """Names of runs by the most urgent advice for them. Collapsed runs come first."""
+    names: dict[str, list[str]] = {}
     for run in sorted(runs, key=lambda run: not has_collapsed(run)):
         outcomes: list[str] = []
         for standing in standings:
             if standing.run.name == run.name:
                 outcomes += [entry.verdict.outcome for entry in standing.verdicts]
         sentence = next(advise(run, outcomes))
-        next_steps.setdefault(sentence, []).append(run.name)
-    return next_steps
+        names.setdefault(sentence, []).append(run.name)
+    return names
