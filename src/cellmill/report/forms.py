@@ -1,7 +1,7 @@
 """Forms of the JSON files that the page reads: what each must hold, checked once when it is read.
 
-A form lists every key that the page reads by name; a file may have more. Keys with a default may be
-absent.
+A form lists the keys that the page, or the card of a pushed model, reads by name; a file may have
+more. Keys with a default may be absent.
 """
 
 from pathlib import Path
@@ -23,19 +23,16 @@ from cellmill.runs.cost import Start
 from cellmill.runs.results import Kind
 
 Object = dict[str, Any]
-Count = int | None
-Number = float | None
-Text = str | None
 
 
 class Form(BaseModel):
-    """A JSON object."""
+    """A JSON object that may have other keys than those of its class."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
     @property
     def content(self) -> Object:
-        """All keys of the object and their values, for a listing."""
+        """The whole object as it was read, for tables of all its keys."""
         return self.model_dump(exclude_unset=True)
 
     @classmethod
@@ -59,43 +56,43 @@ class PlannedMemory(Form):
 class PlanForm(Form):
     """plan.json."""
 
-    parameters: Count = None
+    parameters: int | None = None
     memory: PlannedMemory | None = None
-    steps: Count = None
+    steps: int | None = None
     steps_per_epoch: int = 0
-    hours: Number = None
-    cells: Count = None
-    cells_seen: Count = None
-    world_size: Count = None
+    hours: float | None = None
+    cells: int | None = None
+    cells_seen: int | None = None
+    world_size: int | None = None
 
 
 class StatusForm(Form):
     """train/status.json, and train/state.json."""
 
     state: str = "not trained"
-    step: Count = None
-    cells: Count = None
-    train_loss: Number = None
-    best_val_loss: Number = None
-    best_step: Count = None
-    wall_s: Number = None
-    skipped_steps: Count = None
-    world_size: Count = None
+    step: int | None = None
+    cells: int | None = None
+    train_loss: float | None = None
+    best_val_loss: float | None = None
+    best_step: int | None = None
+    wall_s: float | None = None
+    skipped_steps: int | None = None
+    world_size: int | None = None
 
 
 class ObjectiveOptionsForm(Form):
-    name: Text = None
-    batch_column: Text = None
-    batch_reason: Text = None  # set if batch_column auto was resolved
+    name: str | None = None
+    batch_column: str | None = None
+    batch_reason: str | None = None  # set if batch_column auto was resolved
 
 
 class ModelOptionsForm(Form):
-    family: Text = None
-    hidden: Count = None
+    family: str | None = None
+    hidden: int | None = None
 
 
 class TrainOptionsForm(Form):
-    lr: Number = None
+    lr: float | None = None
 
 
 class OptionsForm(Form):
@@ -109,9 +106,9 @@ class OptionsForm(Form):
 class ModelForm(Form):
     """config.json of an exported model, and `model` of metrics.json."""
 
-    step: Count = None
-    fingerprint: Text = None  # of the training shards
-    supervised_by: list[str] | None = None  # obs columns
+    step: int | None = None
+    fingerprint: str | None = None  # digest of the training shards
+    supervised_by: list[str] | None = None  # obs columns with the labels it was trained with
 
 
 class RunRecordForm(ModelForm):
@@ -119,10 +116,11 @@ class RunRecordForm(ModelForm):
 
     options: OptionsForm = OptionsForm()
     environment: Object = {}
-    manifest: Text = None
-    init_from: Text = None
-    nodes: Text = None
-    nproc_per_node: Count = None
+    # for the card of a pushed model
+    manifest: str | None = None
+    init_from: str | None = None
+    nodes: str | None = None
+    nproc_per_node: int | None = None
 
 
 class MeasuredGenesForm(Form):
@@ -134,6 +132,8 @@ class MeasuredGenesForm(Form):
 
 
 class BridgeRow(Form):
+    """A value of one method."""
+
     name: str
     kind: Kind
     metric: str
@@ -146,19 +146,19 @@ class BridgeForm(Form):
     package: str
     version: str
     dataset: str
-    model_digest: Text = None
+    model_digest: str | None = None
     rows: list[BridgeRow]
 
 
 class CostForm(Form):
     """train/cost.json."""
 
-    model_config = ConfigDict(strict=False)  # a strict form would expect objects of class Start
+    model_config = ConfigDict(strict=False)  # strict, it would refuse dicts for Start
 
     source: str
     jobs: list[Start]
-    totals: dict[str, FiniteFloat | None]  # None: unknown
-    unknown: dict[str, str]
+    totals: dict[str, FiniteFloat | None]  # by quantity; None if unknown
+    unknown: dict[str, str]  # reasons by quantity
 
 
 class LoggedLine(Form):
@@ -167,20 +167,20 @@ class LoggedLine(Form):
     model_config = ConfigDict(extra="ignore")
 
     step: int
-    loss: Number = None
-    val_loss: Number = None
-    effective_rank: Number = None
-    lr: Number = None
-    grad_norm: Number = None
-    cells_per_s: Number = None
-    data_wait_frac: Number = None
-    mfu: Number = None
+    loss: float | None = None
+    val_loss: float | None = None
+    effective_rank: float | None = None
+    lr: float | None = None
+    grad_norm: float | None = None
+    cells_per_s: float | None = None
+    data_wait_frac: float | None = None
+    mfu: float | None = None
     peak_allocated_gb: list[float] = []
     peak_resident_gb: list[float] = []
     gpu_busy_frac: list[float] = []
     gpu_power_w: list[float] = []
-    depth_r2: Number = None
-    batch_r2: Number = None
+    depth_r2: float | None = None
+    batch_r2: float | None = None
 
 
 class SourceForm(Form):
@@ -189,9 +189,9 @@ class SourceForm(Form):
     file: str
     sha256: str
     counts: str
-    source: Text = None
-    licence: Text = None
-    counts_rule: Text = None
+    source: str | None = None
+    licence: str | None = None
+    counts_rule: str | None = None
     n_rounded: int = 0
 
 
@@ -200,22 +200,22 @@ class KeptForm(Form):
 
     before: int = Field(alias="in")
     after: int = Field(alias="out")
-    dropped: dict[str, int] = {}  # by reason
+    dropped: dict[str, int] = {}  # numbers by reason
 
 
 class CoverageForm(Form):
     """Genes of a dataset that have an Ensembl id."""
 
     frac: float
-    reference: Text = None
-    ortholog_frac: float = 0.0  # in organism `reference`
+    reference: str | None = None
+    ortholog_frac: float = 0.0  # genes with an ortholog in organism `reference`
     notes: list[str] = []
 
 
 class HistogramForm(Form):
     """Cells of each bin before and after quality control."""
 
-    edges: list[float]  # one more than bins
+    edges: list[float]  # (bins + 1,)
     before: list[int]
     after: list[int]
 
@@ -227,7 +227,7 @@ class HistogramForm(Form):
 
 
 class LabelMapForm(Form):
-    """Cells by label: renamed, left as they are, and without a label now."""
+    """Effect of a label map: number of cells by the label that was renamed, kept or removed."""
 
     renamed: dict[str, int]
     kept: dict[str, int]
@@ -244,7 +244,8 @@ class QcForm(Form):
     coverage: CoverageForm
     histograms: dict[str, HistogramForm]
     labels: dict[str, LabelMapForm] = {}
-    no_label: dict[str, dict[str, int]] = {}  # cells by text that means no label, by label
+    # by label column, the number of cells with each text that means "no label"
+    no_label: dict[str, dict[str, int]] = {}
     notes: list[str] = []
 
 
@@ -272,5 +273,5 @@ class ManifestForm(Form):
 
 
 def damaged(path: Path, error: ValidationError) -> DataError:
-    """The first problem of a file in one line."""
+    """An error that names the file's first problem in one line."""
     return DataError(f"{path}: damaged: {error_line(*explain(error, Form))}; make it again")
