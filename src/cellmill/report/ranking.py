@@ -31,7 +31,8 @@ class TaskScore:
     cells_se: float
 
 
-Scores = dict[tuple[str, str], TaskScore]
+TaskAndMetric = tuple[str, str]
+Scores = dict[TaskAndMetric, TaskScore]
 """Scores of a run by task and metric."""
 
 
@@ -85,40 +86,51 @@ def _find_cells_se(result: TaskResult, method: str) -> float:
 
 def rank(scores_by_run: Mapping[str, Scores]) -> Ranking:
     """Compare the runs of one dataset, by name, over the tasks that all have."""
-    shared = list(next(iter(scores_by_run.values()), {}))
-    for scores in scores_by_run.values():
-        shared = [key for key in shared if key in scores]
+    shared = _list_shared_tasks(scores_by_run)
     if not shared:
         return Ranking()
+    best = _find_best_run(scores_by_run, shared)
+    differences_by_run = {}
+    for run, scores in scores_by_run.items():
+        if run != best:
+            differences_by_run[run] = _list_differences(scores, scores_by_run[best], shared)
+    better = []
+    for run, differences in differences_by_run.items():
+        for (task, _), difference in differences.items():
+            if difference > 0:
+                better.append(BetterInTask(run, task, difference))
+    tied = [run for run, differences in differences_by_run.items() if not differences]
+    # a difference of single values has no interval over repetitions
+    is_clear = all(
+        any(len(scores_by_run[run][key].repetitions) > 1 for key in differences)
+        for run, differences in differences_by_run.items()
+    )
+    return Ranking([task for task, _ in shared], [best, *tied], better, is_clear)
+
+
+def _list_shared_tasks(scores_by_run: Mapping[str, Scores]) -> list[TaskAndMetric]:
+    """Tasks that all runs have with the same metric, in the order of the first run."""
+    first, *others = scores_by_run.values()
+    return [key for key in first if all(key in scores for scores in others)]
+
+
+def _find_best_run(scores_by_run: Mapping[str, Scores], shared: Sequence[TaskAndMetric]) -> str:
+    """The run with the highest mean score, the first of several."""
     means = {}
     for run, scores in scores_by_run.items():
         means[run] = statistics.fmean([scores[key].value for key in shared])
-    best = max(means, key=means.__getitem__)
-    tied = [best]
-    better = []
-    is_clear = True
-    for run, scores in scores_by_run.items():
-        differences = _list_differences(scores, scores_by_run[best], shared)
-        if run != best:
-            intervals = [scores[key].repetitions for key in shared if key[0] in differences]
-            is_clear &= any(len(repetitions) > 1 for repetitions in intervals)
-            if not differences:
-                tied.append(run)
-        for task, difference in differences.items():
-            if difference > 0:
-                better.append(BetterInTask(run, task, difference))
-    return Ranking([task for task, _ in shared], tied, better, is_clear)
+    return max(means, key=means.__getitem__)
 
 
 def _list_differences(
-    scores: Scores, best_scores: Scores, shared: Sequence[tuple[str, str]]
-) -> dict[str, float]:
-    """Significant differences of a run from the best one, by task."""
+    scores: Scores, best_scores: Scores, shared: Sequence[TaskAndMetric]
+) -> dict[TaskAndMetric, float]:
+    """Significant differences of a run from the best one."""
     differences = {}
-    for task, metric in shared:
-        difference = significant_difference(scores[task, metric], best_scores[task, metric])
+    for key in shared:
+        difference = significant_difference(scores[key], best_scores[key])
         if difference is not None:
-            differences[task] = difference
+            differences[key] = difference
     return differences
 
 
