@@ -1,9 +1,8 @@
-"""The HTML page (overview, training curves, scores of checkpoints), rendered from the files of
-stages. It loads nothing from elsewhere.
-"""
+"""The HTML page, rendered from the files of runs and corpora. It loads nothing from elsewhere."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -22,10 +21,10 @@ from cellmill.report.overview import (
 from cellmill.report.standings import list_comparisons, list_losses, list_standings
 from cellmill.report.sweep import SweepCurves
 from cellmill.report.tables import (
-    bar_half_width,
     compare_runs,
     find_best_baselines,
     find_gap,
+    find_half_width,
     flatten,
     list_columns,
     make_grid,
@@ -39,6 +38,7 @@ from cellmill.report.training import (
     draw_training,
     measure_energy,
 )
+from cellmill.runs.results import Row, TaskResult
 
 HISTOGRAMS = {
     "n_genes": "genes per cell",
@@ -95,9 +95,51 @@ def render(
     )
 
 
+def shorten(name: str) -> str:
+    """The name of a method with abbreviations."""
+    return name.replace("logistic regression", "LR")
+
+
+def to_duration(seconds: float | None) -> str:
+    return "–" if seconds is None else span(seconds)
+
+
+def to_percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.0f} %"
+
+
+def find_highest(rows: Iterable[Row], result: TaskResult) -> Row:
+    """The row of a task's result with the highest value in the metric that ranks them."""
+    return max(rows, key=result.rank_value)
+
+
+FILTERS: tuple[Callable[..., Any], ...] = (
+    # of a value
+    to_text,
+    to_words,
+    to_duration,
+    to_percent,
+    flatten,
+    shorten,
+    # of a run
+    describe_cost,
+    measure_energy,
+    compare_with_plan,
+    draw_checkpoints,
+    # of a task's result, rows or verdicts
+    list_columns,
+    find_best_baselines,
+    make_grid,
+    find_gap,
+    find_highest,
+    find_half_width,
+)
+"""Functions that page.html calls by name, as filters."""
+
+
 @cache
 def _make_environment() -> Environment:
-    """Jinja's environment with the filters of page.html. An undefined variable is an error."""
+    """Jinja's environment for page.html. An undefined variable is an error."""
     environment = Environment(
         loader=PackageLoader("cellmill", "report"),
         autoescape=True,
@@ -105,31 +147,11 @@ def _make_environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {
-        # of a value
-        "number": to_text,
-        "flat": flatten,
-        "heading": to_words,
-        "brief": lambda name: name.replace("logistic regression", "LR"),
-        "span": lambda seconds: "–" if seconds is None else span(seconds),
-        "percent": lambda share: "–" if share is None else f"{100 * share:.0f} %",
-        # of a run
-        "cost": describe_cost,
-        "energy": measure_energy,
-        "quantities": compare_with_plan,
-        "checkpoint_charts": draw_checkpoints,
-        # of a task's result, rows or verdicts
-        "table_columns": list_columns,
-        "best_baselines": find_best_baselines,
-        "grid": make_grid,
-        "gap": find_gap,
-        "highest": lambda rows, result: max(rows, key=result.rank_value),
-        "bar_half_width": bar_half_width,
-    }
+    environment.filters |= {function.__name__: function for function in FILTERS}
     return environment
 
 
 def _check_unique(kind: str, names: list[str]) -> None:
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise DataError(f"two {kind} are called {twice[0]!r}; rename one of their folders")
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise DataError(f"two {kind} are called {repeated[0]!r}; rename one of their folders")

@@ -53,9 +53,9 @@ class Standing:
 
     @property
     def is_best(self) -> bool:
-        """True if the run leads alone, beyond the intervals between runs of equally many steps."""
-        is_alone = self.ranking.is_clear and self.n_runs > 1 and not self.differs_in_steps
-        return is_alone and self.is_leading
+        """True if the run leads by more than the interval between runs, all of equally many steps."""
+        is_clear = self.ranking.is_clear and self.n_runs > 1 and not self.differs_in_steps
+        return is_clear and self.is_leading
 
     @property
     def outcomes(self) -> dict[str, int]:
@@ -95,11 +95,11 @@ def list_standings(runs: Sequence[ReportedRun]) -> list[Standing]:
         if evaluated.run.name in by_run:
             differs_in_steps = len({steps[name] for name in by_run}) > 1
             ranking = rankings[evaluated.dataset]
-            standings.append(_find_standing(evaluated, ranking, len(by_run), differs_in_steps))
+            standings.append(_make_standing(evaluated, ranking, len(by_run), differs_in_steps))
     return standings
 
 
-def _find_standing(
+def _make_standing(
     evaluated: RunOnDataset, ranking: Ranking, n_runs: int, differs_in_steps: bool
 ) -> Standing:
     tasks = evaluated.result.tasks

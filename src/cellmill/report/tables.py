@@ -1,4 +1,4 @@
-"""Tables of tasks, generic over their rows, and values as text."""
+"""Tables of any task's rows, comparisons of runs, and values as text."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -18,7 +18,7 @@ def list_columns(rows: Sequence[Row]) -> list[str]:
 
 
 def _is_shown(rows: Sequence[Row], column: str) -> bool:
-    """False for a column with lists, and for one with nothing but counts of 0 and missing values."""
+    """False if the column has lists, or only counts of 0 and missing values."""
     values = [row.cell(column) for row in rows]
     if any(isinstance(value, list) for value in values):
         return False
@@ -67,7 +67,7 @@ def find_gap(result: TaskResult) -> Gap | None:
     return next((gap for gap in result.gaps if gap.column == result.metric), None)
 
 
-def bar_half_width(verdicts: Sequence[Verdict]) -> float:
+def find_half_width(verdicts: Sequence[Verdict]) -> float:
     """Half the width of a task's bars: the largest distance from 0 of the differences and the ends of
     their intervals; 1 if all are 0.
     """
@@ -118,8 +118,8 @@ def _compare_task(task: str, evaluated: Sequence[RunOnDataset]) -> Comparison:
     metric = next(filter(None, metrics), "")
     rows = []
     for run, dataset, result in evaluated:
-        of_task = result.tasks[task]
-        values = _best_by_features(of_task) if metric else select_numbers(of_task)
+        task_result = result.tasks[task]
+        values = _find_best_by_features(task_result) if metric else select_numbers(task_result)
         rows.append(ComparisonRow(run, dataset, values))
     return Comparison(task, metric, rows)
 
@@ -129,8 +129,8 @@ def select_numbers(result: TaskResult) -> dict[str, float]:
     return {key: value for key, value in result.figures.items() if isinstance(value, int | float)}
 
 
-def _best_by_features(result: TaskResult) -> dict[str, float]:
-    """The metric of each set of features with its best classifier."""
+def _find_best_by_features(result: TaskResult) -> dict[str, float]:
+    """The highest value of the metric, over classifiers, by features."""
     best: dict[str, float] = {}
     for row in result.ranked_rows:
         features = row.method.features_name

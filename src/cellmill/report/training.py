@@ -95,7 +95,9 @@ def compare_with_plan(run: ReportedRun) -> list[Quantity]:
     rounded = []
     for name, planned, measured in quantities:
         if planned is not None or measured is not None:
-            rounded.append(Quantity(name, _two_digits(planned), _two_digits(measured)))
+            rounded.append(
+                Quantity(name, _round_to_two_digits(planned), _round_to_two_digits(measured))
+            )
     return rounded
 
 
@@ -129,7 +131,7 @@ def _find_peak(run: ReportedRun, key: str) -> tuple[float | None, int | None]:
     return max(peaks, default=(None, None))
 
 
-def _two_digits(value: Any) -> Any:
+def _round_to_two_digits(value: Any) -> Any:
     return float(f"{value:.2g}") if isinstance(value, float) else value
 
 
@@ -150,7 +152,7 @@ def describe_cost(run: ReportedRun) -> str | None:
     for quantity, unit in (("gpu_hours", "GPU-hours"), ("cpu_core_hours", "core-hours")):
         hours = run.totals.get(quantity)
         if hours:
-            return f"{_two_digits(hours):g} {unit}"
+            return f"{_round_to_two_digits(hours):g} {unit}"
     return None
 
 
