@@ -48,8 +48,8 @@ def enlarge_umap(path: Path, n_cells: int, seed: int) -> None:
         for number in range(n_cells):
             cell = cells[number % len(cells)]
             moved = {axis: f"{float(cell[axis]) + draw.gauss(0, 1.5):.4f}" for axis in ("x", "y")}
-            batch = f"batch {draw.randrange(10)}"
-            writer.writerow(cell | moved | {"obs_name": f"cell{number}", "batch": batch})
+            names = {"obs_name": f"cell{number}", "batch": f"batch {number % 10}"}
+            writer.writerow(cell | moved | names)
 
 
 def main() -> None:

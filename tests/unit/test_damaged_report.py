@@ -85,7 +85,7 @@ class Undrawn(Drawings):
     """Charts without pictures, which would take most of the time."""
 
     def draw(self, chart: Chart) -> Markup:
-        json.dumps([chart.complete, chart.rows], allow_nan=False)
+        json.dumps([chart.full_spec, chart.rows], allow_nan=False)
         return Markup()
 
 

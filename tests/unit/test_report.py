@@ -7,6 +7,7 @@ import json
 import re
 import struct
 import zlib
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -36,6 +37,7 @@ from cellmill.report import charts, drawing
 from cellmill.report.collect import ReportedRun, UmapCells, read_corpus, read_run
 from cellmill.report.forms import LoggedLine, PlanForm, RunRecordForm
 from cellmill.report.page import render
+from cellmill.report.png import shrink_png
 from cellmill.report.standings import list_standings
 from cellmill.report.tables import compare_runs
 from cellmill.report.training import compare_with_plan, draw_training
@@ -438,18 +440,18 @@ def test_a_chart_uses_the_colours_of_the_page(tmp_path: Path) -> None:
     }
 
 
-def umap_of(*rows: dict[str, str]) -> UmapCells:
-    cells = UmapCells()
-    for row in rows:
-        cells.append({"x": "1.23456", "y": "2", "label": "", "batch": "", "heldout": "0"} | row)
-    return cells
+def umap_of(labels: Sequence[str], batches: Sequence[str]) -> UmapCells:
+    """Held-out cells, all at the same coordinates."""
+    x = array("d", [1.23456] * len(labels))
+    texts = {"label": labels, "batch": batches}
+    return UmapCells(x, array("d", [2.0] * len(labels)), bytes([1] * len(labels)), texts)
 
 
 def test_a_umap_shows_at_most_4000_cells() -> None:
-    figure = charts.draw_umap("UMAP", umap_of(*[{"label": "B", "heldout": "1"}] * 5000), ["B"])
+    figure = charts.draw_umap("UMAP", umap_of(["B"] * 5000, [""] * 5000), ["B"])
     assert len(figure.rows) == 4000
     assert figure.rows[0] == {"x": 1.23, "y": 2.0, "c": 0, "h": 1}
-    cells = umap_of(*({"batch": batch} for batch in "baab"), {})
+    cells = umap_of([""] * 5, [*"baab", ""])
     assert charts.list_labels(cells, "batch") == ["a", "b"]
     assert len(charts.draw_umap("UMAP", cells, ["a", "b"], "batch", 2).rows) == 2
     drawn = charts.draw_umap("UMAP", cells, ["a", "b"], "batch").rows
@@ -457,7 +459,7 @@ def test_a_umap_shows_at_most_4000_cells() -> None:
 
 
 def test_many_runs_are_drawn_with_fewer_points() -> None:
-    assert [*map(charts.limit_cells, (0, 1, 25, 100, 400))] == [4000, 4000, 4000, 1000, 500]
+    assert [*map(charts.limit_cells, (0, 1, 25, 100, 400))] == [4000, 4000, 2400, 600, 500]
     points = [(step, 1.0) for step in range(1000)]
     for n_runs, shown in ((1, 334), (100, 101), (400, 51)):
         runs = {str(number): points for number in range(n_runs)}
@@ -741,7 +743,7 @@ def test_the_static_umap_has_its_colours_in_fewer_bytes() -> None:
         },
     }
     png = vl_convert.vegalite_to_png(spec)
-    smaller = drawing.shrink_png(png)
+    smaller = shrink_png(png)
     assert len(smaller) < len(png) / 3
     pixels, shown = pixels_of(png), pixels_of(smaller)
     assert shown.shape == pixels.shape
@@ -754,7 +756,7 @@ def test_the_static_umap_has_its_colours_in_fewer_bytes() -> None:
     lines = chunks_of(png)[b"IDAT"]
     other = zlib.compress(b"\0" + zlib.decompress(lines)[1:])
     unfiltered = png.replace(lines, other)
-    assert drawing.shrink_png(unfiltered) == unfiltered
+    assert shrink_png(unfiltered) == unfiltered
 
 
 def chunks_of(png: bytes) -> dict[bytes, bytes]:

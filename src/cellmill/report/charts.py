@@ -21,11 +21,11 @@ Points = list[tuple[float, float]]
 """(step, value) of a curve."""
 LIGHT_GREY = "#9aa0a6"
 MAX_CELLS = 4_000  # cells in a UMAP: more make the page slow and show no more
-MIN_CELLS = 500  # cells in each of very many
-CELLS_OF_PAGE = 100_000  # cells in all UMAPs of a page
+MIN_CELLS = 500  # fewest cells in a UMAP, however many UMAPs a page has
+CELLS_OF_PAGE = 60_000  # cells in all UMAPs of a page, if each has more than MIN_CELLS
 MAX_CELLS_BY_BATCH = 1_500  # cells in the same UMAP by batch
 MAX_POINTS = 400  # points of a curve
-MIN_POINTS = 50  # points of each of very many
+MIN_POINTS = 50  # fewest points of a curve, however many curves a chart has
 POINTS_OF_CHART = 10_000  # points of all curves of a chart
 LAW_POINTS = 40  # points of the curve of a law
 TITLE_WIDTH = 32  # characters in a line of the title of a y axis
@@ -62,11 +62,11 @@ def draw_losses(title: str, runs: Mapping[str, Mapping[str, Points]]) -> Chart:
 
 
 def _list_line_rows(points: Points, n_curves: int, **columns: str) -> list[Spec]:
-    """Rows of the points of one of `n_curves`, every n-th and the last one, after `columns`."""
+    """Rows of one of `n_curves`: every n-th point and the last one. Each row begins with `columns`."""
     max_points = min(MAX_POINTS, max(MIN_POINTS, POINTS_OF_CHART // n_curves))
     stride = max(1, math.ceil(len(points) / max_points))
     thinned = [*points[:-1:stride], *points[-1:]]
-    return [{**columns, "step": step, "value": _short(value)} for step, value in thinned]
+    return [{**columns, "step": step, "value": _round(value)} for step, value in thinned]
 
 
 def _make_lines(
@@ -82,7 +82,7 @@ def _make_lines(
     values = [row["value"] for row in rows]
     if values:
         head_room = (max(values) - min(values)) / 20
-        scale["domainMax"] = _short(max(values) + head_room)
+        scale["domainMax"] = _round(max(values) + head_room)
     title = textwrap.wrap(to_words(y), TITLE_WIDTH)  # lines of a title that would be cut
     spec["encoding"]["y"] |= {"title": title, "scale": scale}
     spec["encoding"]["color"] |= _colour_names(names, in_legend)
@@ -118,8 +118,8 @@ def draw_histogram(
     rows = []
     for number in np.flatnonzero(is_drawn).tolist():
         row = {
-            "from": _short(edges[number]),
-            "to": _short(edges[number + 1]),
+            "from": _round(edges[number]),
+            "to": _round(edges[number + 1]),
             "before": before[number],
             "kept": after[number],
         }
@@ -141,7 +141,7 @@ def draw_scaling(title: str, scaling: Scaling) -> Chart:
         rows += _list_curve_rows(name, curve)
     is_positive = all(row["size"] > 0 for row in rows)
     if scaling.baseline is not None:
-        value = _short(scaling.baseline.value)
+        value = _round(scaling.baseline.value)
         rows.append({"name": scaling.baseline.name, "of": "baseline", "value": value})
     spec = read_template("scaling")
     *layers_over_sizes, _ = spec["layer"]
@@ -162,9 +162,9 @@ def _list_curve_rows(name: str, curve: CurveOfRuns) -> list[Spec]:
             "name": name,
             "of": "runs",
             "size": point.size,
-            "value": _short(point.mean),
-            "low": _short(point.mean - sd),
-            "high": _short(point.mean + sd),
+            "value": _round(point.mean),
+            "low": _round(point.mean - sd),
+            "high": _round(point.mean + sd),
         }
         rows.append(row)
     law = curve.law
@@ -172,12 +172,12 @@ def _list_curve_rows(name: str, curve: CurveOfRuns) -> list[Spec]:
     if isinstance(law, Law) and min(sizes) > 0:
         for size in np.geomspace(min(sizes), max(sizes), LAW_POINTS).tolist():
             value = law.floor + law.factor * size**-law.exponent
-            rows.append({"name": name, "of": "law", "size": _short(size), "value": _short(value)})
+            rows.append({"name": name, "of": "law", "size": _round(size), "value": _round(value)})
     return rows
 
 
 def limit_cells(n_umaps: int) -> int:
-    """Cells that each of `n_umaps` on a page draws at most."""
+    """The most cells that each of `n_umaps` on a page draws."""
     return min(MAX_CELLS, max(MIN_CELLS, CELLS_OF_PAGE // max(n_umaps, 1)))
 
 
@@ -216,7 +216,7 @@ def draw_umap(
     spec["mark"]["size"] = float(np.clip(30_000 / max(len(rows), 1), 14, 60))
     spec["encoding"]["color"]["scale"] = {"domain": names, "range": colours}
     spec["encoding"]["tooltip"][0]["title"] = column
-    return Chart(title, rows, spec, canvas=True)
+    return Chart(title, rows, spec, is_umap=True)
 
 
 def draw_confusion(title: str, classes: Sequence[str], counts: Sequence[Sequence[int]]) -> Chart:
@@ -228,7 +228,7 @@ def draw_confusion(title: str, classes: Sequence[str], counts: Sequence[Sequence
     for true, class_counts in zip(classes, counts):
         for predicted, n in zip(classes, class_counts):
             if n:
-                share = _short(n / sum(class_counts))
+                share = _round(n / sum(class_counts))
                 rows.append({"true": true, "predicted": predicted, "cells": n, "share": share})
     spec = read_template("confusion")
     for axis in ("x", "y"):
@@ -262,6 +262,6 @@ def list_points(lines: Sequence[LoggedLine], key: str) -> Points:
     return points
 
 
-def _short(value: float) -> float:
-    """Value with five significant digits."""
+def _round(value: float) -> float:
+    """The value with five significant digits."""
     return float(f"{value:.5g}")

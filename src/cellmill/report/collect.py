@@ -8,8 +8,9 @@ import shlex
 import sys
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,25 +52,16 @@ FILES_BY_KIND = {
 """Outputs of rules, in the order of the stages: Snakemake makes them again by name."""
 
 
-@dataclass
-class UmapCells:
+class UmapCells(NamedTuple):
     """Cells of one dataset in umap.tsv, column by column: as rows they would take ten times as much
     memory.
     """
 
-    x: "array[float]" = field(default_factory=lambda: array("d"))
-    y: "array[float]" = field(default_factory=lambda: array("d"))
-    is_held_out: bytearray = field(default_factory=bytearray)
-    # texts by `label` and `batch`, then by cell; empty if a cell has none
-    texts: dict[str, list[str]] = field(default_factory=lambda: {"label": [], "batch": []})
-
-    def append(self, row: Mapping[str, str]) -> None:
-        """Add a row of umap.tsv."""
-        self.x.append(float(row["x"]))
-        self.y.append(float(row["y"]))
-        self.is_held_out.append(row["heldout"] == "1")
-        for column, texts in self.texts.items():
-            texts.append(sys.intern(row[column]))
+    x: "array[float]"
+    y: "array[float]"
+    is_held_out: bytes  # 1 for a held-out cell
+    # by `label` and `batch`: a text for each cell, empty if unknown
+    texts: Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -154,9 +146,6 @@ def read_run(folder: Path) -> ReportedRun:
     for line in read_lines(train / "metrics.jsonl"):
         logged.append(LoggedLine.parse(train / "metrics.jsonl", line))
     metrics = folder / "evaluate" / "metrics.json"
-    umap: dict[str, UmapCells] = defaultdict(UmapCells)
-    for row in read_umap(folder / "evaluate" / "umap.tsv"):
-        umap[row["dataset"]].append(row)
     model = ModelForm.read(folder / "model" / "config.json")
     evaluation = _read_evaluation(metrics) if metrics.exists() else None
     return ReportedRun(
@@ -168,11 +157,33 @@ def read_run(folder: Path) -> ReportedRun:
         evaluation=evaluation,
         cost=CostForm.read(train / "cost.json"),
         logged=logged,
-        umap=umap,
+        umap=_read_umap_cells(folder / "evaluate" / "umap.tsv"),
         checkpoint_evaluations=_read_checkpoint_evaluations(folder, model),
         bridges=_read_bridges(folder, evaluation),
         remake_commands=list_remake_commands("runs", folder),
     )
+
+
+def _read_umap_cells(path: Path) -> dict[str, UmapCells]:
+    """Cells of umap.tsv by dataset."""
+    columns = read_umap(path)
+    cells = {}
+    for dataset in dict.fromkeys(columns.dataset):
+        is_of_dataset = [name == dataset for name in columns.dataset]
+        x, y, heldout, *texts = (
+            [*compress(column, is_of_dataset)]
+            for column in (columns.x, columns.y, columns.heldout, columns.label, columns.batch)
+        )
+        cells[dataset] = UmapCells(
+            x=array("d", map(float, x)),
+            y=array("d", map(float, y)),
+            is_held_out=bytes(text == "1" for text in heldout),
+            # each text once in memory
+            texts={
+                key: [*map(sys.intern, column)] for key, column in zip(("label", "batch"), texts)
+            },
+        )
+    return cells
 
 
 def _read_evaluation(path: Path) -> Evaluation:

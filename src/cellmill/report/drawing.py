@@ -1,5 +1,5 @@
-"""Charts on the page: Vega-Lite specifications, which a browser draws live and vl-convert draws as
-SVG.
+"""Charts on the page: Vega-Lite specifications for live charts in a browser, and static pictures of
+them.
 
 Field names are ours; user text appears only as values and titles, which Vega-Lite draws literally.
 Ink is `currentColor`, so that charts follow the page's colours.
@@ -10,9 +10,8 @@ import csv
 import hashlib
 import json
 import re
-import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -23,24 +22,18 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import vl_convert
 from markupsafe import Markup
 
 from cellmill.errors import DataError
 from cellmill.files import atomic_path, user_cache, write_text
+from cellmill.report.png import draw_png
+from cellmill.report.svg import draw_svg, draw_umap_svg
 
-MAX_STATIC_POINTS = 200  # points in all curves of a static picture; with more, it has only lines
-# runs of a page whose folded parts are plain HTML; of more, scripts unpack them
+MAX_STATIC_POINTS = 200  # with more points, curves of a static picture have no dots
+# with more runs, a page's folded parts are packed as data, which its script unpacks
 MAX_PLAIN_RUNS = 20
-# of a PNG: its most colours, and its numbers for colours by a palette and for lines as differences
-MAX_COLOURS = 256
-BY_PALETTE = 3
-DIFFERENCES = 1
-# attributes of an SVG that say nothing where nobody can point at a mark, or repeat the default
-SILENT = re.compile(r' (?:aria-[a-z]+|role|class|pointer-events)="[^"]*"| opacity="1"| d=""')
-LONG_NUMBER = re.compile(r"\d+\.\d{3,}(?:e-\d+)?")
-FORMULA = ("=", "+", "@", "\t")  # beginnings of a text that a spreadsheet computes
+FORMULA = ("=", "+", "@", "\t")  # a spreadsheet evaluates texts that begin so
 WIDTH = 500  # width of a static picture, in pixels; a live one takes the width of its card
 
 
@@ -68,15 +61,15 @@ class Chart:
     title: str  # what it shows, in words: read by screen readers, and the name of its files
     rows: list[dict[str, Any]]  # all that is drawn
     spec: dict[str, Any]  # without the data
-    canvas: bool = False  # True for thousands of marks, which are drawn as a bitmap
+    is_umap: bool = False  # its thousands of marks are drawn as a bitmap
 
     @cached_property
-    def keys(self) -> list[str]:
+    def column_names(self) -> list[str]:
         """Columns of the table."""
         return list(dict.fromkeys(chain.from_iterable(self.rows)))
 
     @property
-    def complete(self) -> dict[str, Any]:
+    def full_spec(self) -> dict[str, Any]:
         """The specification with the settings that all charts share."""
         return self.spec | {"config": CONFIG, "autosize": {"type": "fit-x", "contains": "padding"}}
 
@@ -93,7 +86,7 @@ class Drawings:
         self.folded: list[str] = []
 
     def fold(self, caller: Callable[[], Markup]) -> Markup:
-        """A part that the page shows folded. On a large page it is packed, and this is its place."""
+        """HTML of a folded part; on a large page, a placeholder that the script replaces by it."""
         if not self.is_large:
             return caller()
         self.folded.append(caller())
@@ -103,29 +96,34 @@ class Drawings:
     def draw(self, chart: Chart) -> Markup:
         """The `<figure>` element with the static picture; the same numbers give the same bytes."""
         number = len(self.charts)
-        spec = chart.complete | {"data": {"values": chart.rows}, "width": WIDTH}
         # the element has a label; labels of single marks would be half of the bytes
-        spec["config"] = CONFIG | {"aria": False}
-        if len(chart.rows) > MAX_STATIC_POINTS and "point" in spec.get("mark", {}):
-            spec["mark"] = spec["mark"] | {"point": False}
-        svg = _render_svg(spec, number)
+        spec = chart.full_spec | {"width": WIDTH, "config": CONFIG | {"aria": False}}
+        title = escape(chart.title)
+        if chart.is_umap:
+            picture = draw_umap_svg(spec, chart.rows, 2)
+            element = self._draw_bitmap(spec, chart.rows, title)
+        else:
+            if len(chart.rows) > MAX_STATIC_POINTS and "point" in spec.get("mark", {}):
+                spec["mark"] = spec["mark"] | {"point": False}
+            picture = draw_svg(spec | {"data": {"values": chart.rows}}, number)
+            inline = re.sub(r' xmlns(:\w+)?="[^"]*"', "", picture)
+            element = inline.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
         self.charts.append(chart)
-        self.pictures.append(svg)
+        self.pictures.append(picture)
         return Markup(
-            f'<figure class="chart" data-chart="{number}" aria-label="{escape(chart.title)}">'
-            f'<div class="static">{self._static_element(chart, svg)}</div></figure>'
+            f'<figure class="chart" data-chart="{number}" aria-label="{title}">'
+            f'<div class="static">{element}</div></figure>'
         )
 
-    def _static_element(self, chart: Chart, svg: str) -> str:
-        """The static picture inside the page."""
-        title = escape(chart.title)
-        if chart.canvas:  # thousands of circles as text are larger than as a bitmap
-            scale = 1 if self.is_large else 1.5
-            bitmap = shrink_png(vl_convert.svg_to_png(svg, scale=scale))
-            png = base64.b64encode(bitmap).decode()
-            return f'<img src="data:image/png;base64,{png}" alt="{title}">'
-        inline = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg)
-        return inline.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
+    def _draw_bitmap(self, spec: dict[str, Any], rows: list[dict[str, Any]], title: str) -> str:
+        """The `<img>` element of a UMAP: thousands of marks are larger as SVG than as a bitmap.
+
+        On a large page, marks stand on whole pixels: equal marks are then equal bytes, and the
+        bitmap is smaller by a sixth.
+        """
+        svg = draw_umap_svg(spec, rows, 0 if self.is_large else 2)
+        png = base64.b64encode(draw_png(svg, 1 if self.is_large else 1.5)).decode()
+        return f'<img src="data:image/png;base64,{png}" alt="{title}">'
 
     def save(self, folder: Path) -> None:
         """Write each chart as SVG and its rows as CSV; remove files of an earlier page."""
@@ -139,20 +137,22 @@ class Drawings:
                 atomic_path(folder / f"{name}.csv") as path,
                 open(path, "w", encoding="utf-8", newline="") as file,
             ):
-                writer = csv.DictWriter(file, chart.keys, lineterminator="\n")
+                writer = csv.DictWriter(file, chart.column_names, lineterminator="\n")
                 writer.writeheader()
                 writer.writerows(_without_formulas(row) for row in chart.rows)
 
     @property
     def data(self) -> str:
-        """The charts and what is folded as JSON for the page's script, by zlib and in base64."""
+        """Charts and folded parts for the page's script: JSON, compressed by zlib, in base64."""
         charts = []
         for chart in self.charts:
             entry = {
                 "title": chart.title,
-                "canvas": chart.canvas,
-                "spec": chart.complete,
-                "columns": {key: [row.get(key) for row in chart.rows] for key in chart.keys},
+                "canvas": chart.is_umap,
+                "spec": chart.full_spec,
+                "columns": {
+                    key: [row.get(key) for row in chart.rows] for key in chart.column_names
+                },
             }
             charts.append(entry)
         text = json.dumps(
@@ -165,77 +165,11 @@ class Drawings:
 
 
 def _without_formulas(row: dict[str, Any]) -> dict[str, Any]:
-    """The row for a spreadsheet: an apostrophe before a text that it would compute."""
+    """The row with an apostrophe before each text that a spreadsheet would evaluate."""
     safe = {}
     for key, value in row.items():
         safe[key] = f"'{value}" if str(value).startswith(FORMULA) else value
     return safe
-
-
-def _render_svg(spec: dict[str, Any], number: int) -> str:
-    """The static picture of chart `number` as a standalone SVG."""
-    svg = vl_convert.vegalite_to_svg(spec)
-    # number the ids within this chart: vl-convert counts them over the whole process
-    old_ids = dict.fromkeys(re.findall(r'id="((?:clip|gradient)[\w-]*)"', svg))
-    new_ids = {old: f"f{number}-{order}" for order, old in enumerate(old_ids)}
-    named = re.sub(
-        r'(id="|url\(#|href="#)([\w-]+)',
-        lambda match: match[1] + new_ids.get(match[2], match[2]),
-        svg,
-    )
-    return re.sub(r"<[^>]*>", _shorten_tag, named)
-
-
-def _shorten_tag(match: re.Match[str]) -> str:
-    """The tag without attributes that change no pixel, and numbers of two decimals."""
-    tag = SILENT.sub("", match[0])
-    return LONG_NUMBER.sub(lambda number: f"{float(number[0]):.2f}", tag)
-
-
-def shrink_png(png: bytes) -> bytes:
-    """A picture of 32-bit pixels in a sixth of the bytes, with at most MAX_COLOURS colours of 4 bits
-    a channel. It stays as it is if its lines are filtered by more than differences of neighbours.
-    """
-    width, height = struct.unpack(">II", png[16:24])
-    packed = b"".join(data for kind, data in _list_chunks(png) if kind == b"IDAT")
-    # a line is the number of its filter and 4 bytes a pixel
-    lines = np.frombuffer(zlib.decompress(packed), np.uint8).reshape(height, 1 + 4 * width)
-    if not (lines[:, 0] == DIFFERENCES).all():
-        return png
-    pixels = lines[:, 1:].reshape(height, width, 4).cumsum(axis=1, dtype=np.uint8)
-    channels = (pixels >> 4).astype(np.uint16)
-    codes = channels @ np.array([1 << 12, 1 << 8, 1 << 4, 1], np.uint16)
-    codes[channels[..., 3] == 0] = 0  # transparent, whatever its colour
-    counts = np.bincount(codes.ravel(), minlength=1 << 16)
-    used = np.argsort(-counts, kind="stable")[: np.count_nonzero(counts)]
-    colours = used[:, None] >> np.array([12, 8, 4, 0]) & 15  # (colours, 4), the most frequent first
-    palette = colours[:MAX_COLOURS]
-    distances = np.square(colours[:, None] - palette).sum(axis=2)
-    index_by_code = np.zeros(1 << 16, np.uint8)
-    index_by_code[used] = distances.argmin(axis=1)
-    indices = np.insert(index_by_code[codes], 0, 0, axis=1)  # each line without a filter
-    colour_bytes = (17 * palette).astype(np.uint8)  # 15 becomes 255
-    chunks = {
-        b"IHDR": struct.pack(">IIBBBBB", width, height, 8, BY_PALETTE, 0, 0, 0),
-        b"PLTE": colour_bytes[:, :3].tobytes(),
-        b"tRNS": colour_bytes[:, 3].tobytes(),
-        b"IDAT": zlib.compress(indices.tobytes(), 9),
-        b"IEND": b"",
-    }
-    parts = [png[:8]]
-    for kind, data in chunks.items():
-        checksum = zlib.crc32(kind + data)
-        parts += [struct.pack(">I", len(data)), kind, data, struct.pack(">I", checksum)]
-    return b"".join(parts)
-
-
-def _list_chunks(png: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """(kind, data) of each chunk of a PNG: 4 bytes of length, 4 of kind, the data, a checksum of 4."""
-    begin = 8
-    while begin < len(png):
-        end = begin + 8 + int.from_bytes(png[begin : begin + 4], "big")
-        yield png[begin + 4 : begin + 8], png[begin + 8 : end]
-        begin = end + 4
 
 
 @cache

@@ -9,26 +9,40 @@ import csv
 import io
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from math import isfinite
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cellmill.errors import DataError
 from cellmill.files import require_file, write_text
 
-COLUMNS = ("dataset", "obs_name", "label", "x", "y", "heldout", "batch")
 APPROXIMATE_SEARCH: dict[str, dict[str, Any]] = {  # the names that umap-learn imports
     "pynndescent": {"NNDescent": type("NNDescent", (), {})},
     "pynndescent.distances": {"named_distances": {}},
     "pynndescent.sparse": {"sparse_named_distances": {}},
 }
+
+
+class UmapColumns(NamedTuple):
+    """Columns of umap.tsv, a text for each drawn cell. Unknown labels and batches are empty."""
+
+    dataset: Sequence[str]
+    obs_name: Sequence[str]
+    label: Sequence[str]
+    x: Sequence[str]
+    y: Sequence[str]
+    heldout: Sequence[str]  # 1 for a held-out cell, else 0
+    batch: Sequence[str]
+
+
+COLUMNS = tuple(UmapColumns.__annotations__)
 
 
 @cache
@@ -95,22 +109,28 @@ def write_umap(path: Path, rows: list[tuple[Any, ...]]) -> None:
     write_text(path, text.getvalue())
 
 
-def read_umap(path: Path) -> Iterator[dict[str, str]]:
-    """Rows as text by column; none when the file is absent. Raises DataError for a damaged file."""
+def read_umap(path: Path) -> UmapColumns:
+    """The file's columns, empty if it is absent. Raises DataError if it is damaged."""
+    columns: list[Sequence[str]] = [()] * len(COLUMNS)
     if not path.exists():
-        return
+        return UmapColumns(*columns)
     require_file(path)
+    expected = f"expected the columns {', '.join(COLUMNS)}"
+    rows = []
     try:
         with open(path, newline="", encoding="utf-8") as file:
             lines = csv.reader(file, delimiter="\t")
             if tuple(next(lines, ())) != COLUMNS:
-                raise ValueError(f"expected the columns {', '.join(COLUMNS)}")
-            for line in lines:
-                row = dict(zip(COLUMNS, line))
-                if len(line) != len(COLUMNS) or not isfinite(float(row["x"]) + float(row["y"])):
-                    raise ValueError(f"expected {', '.join(COLUMNS)}")
-                yield row
+                raise ValueError(expected)
+            for row in lines:
+                if len(row) != len(COLUMNS):
+                    raise ValueError(expected)
+                _, _, _, x, y, _, _ = row
+                if not isfinite(float(x) + float(y)):
+                    raise ValueError("expected finite x and y")
+                rows.append(row)
     except (ValueError, csv.Error) as error:
         raise DataError(
             f"{path}, row {lines.line_num}: damaged ({error}); run evaluate again"
         ) from None
+    return UmapColumns(*(zip(*rows) if rows else columns))

@@ -1,0 +1,85 @@
+"""Bitmaps of static pictures: PNG files with a palette, a sixth of the size of 32-bit pixels."""
+
+import struct
+import zlib
+from collections.abc import Iterator
+
+import numpy as np
+import vl_convert
+
+MAX_COLOURS = 128
+# codes of the format: pixels as indices of a palette, and lines as differences of neighbours
+INDEXED = 3
+DIFFERENCES = 1
+
+
+def draw_png(svg: str, scale: float) -> bytes:
+    """The picture with `scale` pixels of the bitmap for each pixel of the SVG."""
+    return shrink_png(vl_convert.svg_to_png(svg, scale=scale))
+
+
+def shrink_png(png: bytes) -> bytes:
+    """The picture, of 32-bit pixels, with the MAX_COLOURS most frequent colours of 4 bits a channel.
+
+    Other colours become the nearest of these. A picture whose lines are not stored as differences
+    of neighbours is returned as it is.
+    """
+    width, height = struct.unpack(">II", png[16:24])
+    packed = b"".join(data for kind, data in _list_chunks(png) if kind == b"IDAT")
+    content = np.frombuffer(zlib.decompress(packed), np.uint8)
+    # a line has the code of its filter and 4 bytes a pixel
+    lines = content.reshape(height, 1 + 4 * width)
+    if not (lines[:, 0] == DIFFERENCES).all():
+        return png
+    pixels = lines[:, 1:].reshape(height, width, 4).cumsum(axis=1, dtype=np.uint8)
+    palette, indices = _choose_colours(pixels >> 4)
+    colours = 17 * palette  # 15 becomes 255
+    unfiltered = np.insert(indices, 0, 0, axis=1)
+    chunks = {
+        b"IHDR": struct.pack(">IIBBBBB", width, height, 8, INDEXED, 0, 0, 0),
+        b"PLTE": colours[:, :3].tobytes(),
+        b"tRNS": colours[:, 3].tobytes(),
+        b"IDAT": zlib.compress(unfiltered.tobytes()),
+        b"IEND": b"",
+    }
+    parts = [png[:8]]
+    for kind, data in chunks.items():
+        parts.append(struct.pack(">I", len(data)))
+        parts.append(kind)
+        parts.append(data)
+        checksum = zlib.crc32(kind + data)
+        parts.append(struct.pack(">I", checksum))
+    return b"".join(parts)
+
+
+def _choose_colours(channels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The palette, (colours, 4), the most frequent colour first, and each pixel's index in it,
+    (height, width), both uint8.
+
+    `channels` are red, green, blue and alpha of 4 bits, (height, width, 4) uint8.
+    """
+    red, green, blue, alpha = np.moveaxis(channels, 2, 0).astype(np.uint16)
+    codes = red << 12 | green << 8 | blue << 4 | alpha
+    codes[alpha == 0] = 0  # transparent, whatever its colour
+    counts = np.bincount(codes.ravel(), minlength=1 << 16)
+    used = np.flatnonzero(counts)
+    order = np.argsort(-counts[used], kind="stable")
+    used = used[order]
+    shifts = np.array([12, 8, 4, 0])
+    colours = used[:, None] >> shifts & 15
+    palette = colours[:MAX_COLOURS]
+    distances = np.square(colours[:, None] - palette).sum(axis=2)
+    index_by_code = np.zeros(1 << 16, np.uint8)
+    index_by_code[used] = distances.argmin(axis=1)
+    return palette.astype(np.uint8), index_by_code[codes]
+
+
+def _list_chunks(png: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """(kind, data) of each chunk: 4 bytes of length, 4 of kind, the data, a checksum of 4."""
+    begin = 8
+    while begin < len(png):
+        n_bytes = int.from_bytes(png[begin : begin + 4], "big")
+        end = begin + 8 + n_bytes
+        kind = png[begin + 4 : begin + 8]
+        yield kind, png[begin + 8 : end]
+        begin = end + 4
