@@ -254,10 +254,11 @@ for name, given in streams.items():
     start = given.pop("start", 0)
     options = Stream.model_validate(shared | given.pop("stream", {}))
     tokens = Tokens.model_validate({"max_tokens": 40} | given.pop("tokens", {}))
-    if "with_counts" in given and "with_counts" not in CellStream.__init__.__kwdefaults__:
-        given["counted"] = given.pop("with_counts")  # its name in earlier commits
     given = dict(rank=0, world=1, token_budget=256) | given
-    if "data_rank" in CellStream.__init__.__kwdefaults__:  # one argument each in earlier commits
+    names = CellStream.__init__.__kwdefaults__
+    if "with_counts" in given and not {"with_counts", "fields"} & names.keys():
+        given["counted"] = given.pop("with_counts")  # its name in earlier commits
+    if "fields" in names:  # one argument each in earlier commits
         from cellmill.data.stream.batch_maker import BatchFields
         from cellmill.data.stream.micro_batches import MicroBatchRule
         from cellmill.data.stream.order import DataRank
