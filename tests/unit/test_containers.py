@@ -79,6 +79,34 @@ def test_the_only_rna_of_a_mudata_keeps_the_shared_columns(
         assert list(reader.obs) == ["kind", "depth", "donor"]
 
 
+@pytest.mark.parametrize("rows", [np.arange(1, 231), np.arange(230), np.zeros(230, int)])
+def test_shared_columns_follow_the_names_of_cells_if_obsmap_is_out_of_date(
+    rows: np.ndarray, counts: sp.csr_matrix, tmp_path: Path
+) -> None:
+    path = tmp_path / "cells.h5mu"
+    with h5py.File(path, "w") as file:
+        write_mudata(file, {"rna": rna_of(counts), "prot": adt_of(counts)}, DONORS)
+        for part in ("rna", "prot"):
+            file[f"obsmap/{part}"][:] = rows
+    for part, donors in (("rna", DONORS), ("prot", DONORS[::2])):
+        with open_counts(Path(f"{path}#{part}")) as reader:
+            assert reader.obs["donor"].tolist() == donors
+
+
+def test_a_modality_with_repeated_names_of_cells_is_joined_by_obsmap(
+    counts: sp.csr_matrix, tmp_path: Path
+) -> None:
+    path = tmp_path / "cells.h5mu"
+    with h5py.File(path, "w") as file:
+        write_mudata(file, {"rna": rna_of(counts), "prot": adt_of(counts)}, DONORS)
+        names = file["obs"][file["obs"].attrs["_index"]]
+        names[:2] = CELLS[0]
+        with open_counts(Path(f"{path}#prot")) as reader:
+            assert reader.obs["donor"].tolist() == DONORS[::2]
+        file["obsmap/prot"][:] = np.arange(230)
+    assert "obsmap does not name every cell" in refusal(Path(f"{path}#prot"))
+
+
 def test_a_modality_is_named_after_the_path(mudata: Path, counts: sp.csr_matrix) -> None:
     part = Path(f"{mudata}#prot")
     assert (read(part) != counts[::2, :4]).nnz == 0

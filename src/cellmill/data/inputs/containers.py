@@ -109,16 +109,19 @@ def _has_genes(group: Any) -> bool:
 def add_columns(path: Path, obs: pd.DataFrame, whole: pd.DataFrame, obsmap: Any) -> pd.DataFrame:
     """obs of a modality with those columns of the whole file that it lacks.
 
-    MuData's `obsmap` has for each cell of the file its row in the modality, from 1, or 0.
+    Cells are joined by name: MuData's `obsmap`, for each cell of the file its row in the modality
+    (from 1) or 0, is out of date if a modality was sorted or filtered before writing. It is read
+    only if names repeat.
     """
     names = [name for name in whole if name not in obs and ":" not in str(name)]
-    if not names or not is_array(obsmap) or obsmap.shape != (len(whole),):
+    is_map = is_array(obsmap) and obsmap.shape == (len(whole),) and obsmap.dtype.kind in WHOLE
+    if not names or not is_map:
         return obs
-    if obsmap.dtype.kind not in WHOLE:
-        return obs
+    if whole.index.is_unique and obs.index.isin(whole.index).all():
+        return pd.concat([obs, whole.loc[obs.index, names]], axis=1)
     rows = obsmap[:].astype(np.int64)
     cells = np.flatnonzero(rows > 0)
-    if len(cells) != len(obs) or sorted(rows[cells].tolist()) != list(range(1, len(obs) + 1)):
+    if sorted(rows[cells].tolist()) != list(range(1, len(obs) + 1)):
         raise DataError(f"{path}: damaged: obsmap does not name every cell of the modality once")
     order = cells[np.argsort(rows[cells])]
     more = whole[names].iloc[order].set_axis(obs.index, axis=0)
