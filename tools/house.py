@@ -252,15 +252,15 @@ def long_files(source: Path = SOURCE) -> Iterator[str]:
 
 
 def dialect(source: Path = SOURCE) -> Iterator[str]:
-    """Files that use a word of DIALECT more than MAX_DIALECT times; figures of a report are
-    figures.
+    """Files that use a word of DIALECT more than MAX_DIALECT times. Figures of a report are figures,
+    and `figures` is the key of a task's single values in metrics.json.
     """
     for name, path in modules(source).items():
         text = path.read_text(encoding="utf-8")
         for word, pattern in DIALECT.items():
-            drawn = word == "figures" and "report" in name
+            is_named_so = word == "figures" and ("report" in name or "evaluate" in name)
             n = len(re.findall(pattern, text))
-            if n > MAX_DIALECT and not drawn:
+            if n > MAX_DIALECT and not is_named_so:
                 yield f"{name}: {word!r} {n} times"
 
 
