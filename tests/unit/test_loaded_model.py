@@ -344,7 +344,7 @@ def test_labels_are_the_same_text_as_in_the_shards() -> None:
         "kind: 435 of 465 labelled cells have a label that the model does not know: '28' 29, '27' 28,"
     )
     assert line.endswith("'9' 10 and 9 more")
-    assert list(counts.numbers()["unknown_labels"]) == [
+    assert list(counts.figures()["unknown_labels"]) == [
         str(i) for i in range(28, 28 - MAX_NAMES, -1)
     ]
     assert count_labels(obs, "one", "dataset", ["two"]).unknown == {"one": 466}

@@ -35,8 +35,8 @@ class LabelledCells:
     n_not_drawn: int  # labelled cells that the seeded draw of `max_cells` leaves out
 
     @property
-    def numbers(self) -> dict[str, Any]:
-        """Numbers of cells, for metrics.json."""
+    def figures(self) -> dict[str, Any]:
+        """Numbers of cells and their classes, for metrics.json."""
         used = {
             "n_cells": len(self.cells),
             "classes": self.classes,
@@ -71,7 +71,7 @@ def labelled_cells(
         raise Skipped(
             f"{n} classes of {column.name} have at least {min_cells} scored cells ({needed_by}), expected two or more; "
             f"raise shard.test_frac or lower {needed_by}",
-            chosen.numbers,
+            chosen.figures,
         )
     return replace(chosen, cells=scored[chosen.cells])
 

@@ -58,13 +58,13 @@ class _TaskRun:
         before = set(baselines.predictions)
         result = run_task(self.task, self.context)
         seconds = round(time.perf_counter() - started, 2)
-        numbers: dict[str, Any] = {"seconds": seconds}
+        figures: dict[str, Any] = {"seconds": seconds}
         result = replace(result, task=self.task_name)
         if self.left_out is not None:
             left_out = ", ".join(self.left_out) or "nothing"
             result = result.mark_fast(left_out)
-            numbers |= {"effort": "fast", "left_out": left_out}
-        result.figures.update(numbers)
+            figures |= {"effort": "fast", "left_out": left_out}
+        result.figures.update(figures)
         # a NaN fails here, in the task's own process, where the error names the task
         json.dumps(result.to_json(), allow_nan=False)
         added = {key: value for key, value in baselines.predictions.items() if key not in before}
@@ -242,9 +242,9 @@ def describe_result(result: TaskResult) -> str:
     outcomes = Counter(verdict.outcome for verdict in result.best_verdicts())
     if outcomes:
         parts.append(", ".join(f"{outcome} in {n}" for outcome, n in sorted(outcomes.items())))
-    numbers = result.figures
-    if numbers.get("dropped_classes"):
-        classes = [f"{name} {n:,}" for name, n in numbers["dropped_classes"].items()]
+    figures = result.figures
+    if figures.get("dropped_classes"):
+        classes = [f"{name} {n:,}" for name, n in figures["dropped_classes"].items()]
         parts.append(f"classes of too few cells left out: {list_first(classes, SHOWN_CLASSES)}")
     if not parts:
         sentences = [sentence.removesuffix(".") for sentence in result.sentences]

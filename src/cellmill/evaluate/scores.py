@@ -77,7 +77,7 @@ def cell_scores(metric: str, labels: np.ndarray, predicted: np.ndarray) -> np.nd
     """Scores whose mean over the tested cells of a repetition is its accuracy, macro_f1 or
     weighted_f1.
 
-    `labels`, `(cells,)`, and `predicted`, `(repetitions, cells)`, are class numbers. Returns
+    `labels`, `(cells,)`, and `predicted`, `(repetitions, cells)`, are class ids. Returns
     float64 of the shape of `predicted`, NaN for cells that are not tested.
     """
     scores = np.full(predicted.shape, np.nan)
@@ -262,13 +262,13 @@ class ClassPredictions:
     # class of each cell, text, by `labels.predict_from_other_half`; "" for none
     ceiling_labels: np.ndarray | None = None
     by_condition: dict[str, Arrays] = field(default_factory=dict)
-    """Class numbers `(repetitions, cells)` int64 of each method, NOT_TESTED for cells that a
+    """Class ids `(repetitions, cells)` int64 of each method, NOT_TESTED for cells that a
     repetition does not test.
     """
 
     @cached_property
     def classes(self) -> np.ndarray:
-        """Classes of cells and of predictions, sorted: a class number is an index into it."""
+        """Classes of cells and of predictions, sorted: a class id is an index into it."""
         return np.union1d(self.labels, np.array(self.others, dtype=self.labels.dtype.type))
 
     def record(self, condition: str, repetition: int, cells: np.ndarray, classes: Arrays) -> None:
@@ -281,14 +281,15 @@ class ClassPredictions:
 
     @cached_property
     def truth(self) -> np.ndarray:
-        """Class number of each cell."""
+        """Class id of each cell."""
         return np.searchsorted(self.classes, self.labels)
 
     def column(self, condition: str, metric: str, heading: str, metric_name: str) -> ScoreColumn:
         """Scores by `metric`: accuracy, macro_f1 or weighted_f1; verdicts call it `metric_name`."""
         methods = self.by_condition[condition]
         scores = {
-            method: cell_scores(metric, self.truth, numbers) for method, numbers in methods.items()
+            method: cell_scores(metric, self.truth, class_ids)
+            for method, class_ids in methods.items()
         }
         return self._with_gap(ScoreColumn(heading, metric_name, scores), metric, methods)
 
@@ -296,16 +297,16 @@ class ClassPredictions:
         """The column with the trivial methods and the ceiling; without these if there is no ceiling
         for the metric.
 
-        `methods` are predicted class numbers, `(repetitions, cells)`.
+        `methods` are predicted class ids, `(repetitions, cells)`.
         """
         if self.ceiling_labels is None:
             return column
         is_tested = next(iter(methods.values())) != NOT_TESTED
         if metric != "accuracy" and (is_tested & (self.ceiling_labels == "")).any():
             return column  # an F1 over some of the cells would be another one
-        number_of_class = dict(zip(self.classes, range(len(self.classes)))) | {"": NOT_TESTED}
-        unknown = len(number_of_class)  # is never right
-        ceiling = np.array([number_of_class.get(name, unknown) for name in self.ceiling_labels])
+        id_of_class = dict(zip(self.classes, range(len(self.classes)))) | {"": NOT_TESTED}
+        unknown = len(id_of_class)  # is never right
+        ceiling = np.array([id_of_class.get(name, unknown) for name in self.ceiling_labels])
         largest = np.bincount(self.truth).argmax()
 
         def score_tested(predicted: Any) -> np.ndarray:
@@ -320,9 +321,9 @@ class ClassPredictions:
         """Predictions of a method by class, all repetitions together."""
         n = len(self.classes)
         counts = np.zeros((n, n), np.int64)
-        for numbers in self.by_condition[condition][method]:
-            is_tested = numbers != NOT_TESTED
-            np.add.at(counts, (self.truth[is_tested], numbers[is_tested]), 1)
+        for class_ids in self.by_condition[condition][method]:
+            is_tested = class_ids != NOT_TESTED
+            np.add.at(counts, (self.truth[is_tested], class_ids[is_tested]), 1)
         return Confusion(method.name, self.classes.tolist(), counts.tolist())
 
     def accuracies(self) -> list[ScoreColumn]:
@@ -348,7 +349,7 @@ def table_rows(columns: Iterable[ScoreColumn]) -> list[Row]:
 
 def tabulate(
     columns: list[ScoreColumn],
-    numbers: dict[str, Any],
+    figures: dict[str, Any],
     judged: list[ScoreColumn] | None = None,
     *,
     metric: str | None = None,
@@ -382,7 +383,7 @@ def tabulate(
         rows,
         metric,
         verdicts,
-        numbers,
+        figures,
         differences=differences,
         confusion=confusion,
         gaps=[gap for gap in gaps if gap is not None],

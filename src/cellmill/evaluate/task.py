@@ -72,11 +72,13 @@ class Context:
 
 
 class Skipped(Exception):
-    """Raised by a task that does not apply to a dataset, with the reason and single values."""
+    """Raised by a task that does not apply to a dataset, with the reason and single values of the
+    result.
+    """
 
-    def __init__(self, reason: str, numbers: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, reason: str, figures: Mapping[str, Any] | None = None) -> None:
         super().__init__(reason)
-        self.numbers = dict(numbers or {})
+        self.figures = dict(figures or {})
 
 
 class Task:
@@ -102,7 +104,7 @@ def run_task(task: Task, context: Context) -> TaskResult:
         with threadpool_limits(1):  # sums in one order: the same scores on any number of cores
             result = task.run(context)
     except Skipped as skipped:
-        return TaskResult(figures=skipped.numbers, skipped=str(skipped))
+        return TaskResult(figures=skipped.figures, skipped=str(skipped))
     return result if context.supervised is None else name_supervised(result, context.supervised)
 
 

@@ -109,13 +109,13 @@ class Points:
         distances = np.full((len(queries), k), np.inf, np.float32)
         for first in range(0, len(queries), QUERIES):
             block = slice(first, first + QUERIES)
-            numbers = candidates[block]
-            away = self.vectors[numbers].astype(np.float32) - queries[block, None]
+            point_ids = candidates[block]
+            away = self.vectors[point_ids].astype(np.float32) - queries[block, None]
             lengths = np.sqrt(np.einsum("ijk,ijk->ij", away, away))
-            lengths[numbers == NOWHERE] = np.inf
-            order = np.lexsort((numbers, lengths))[:, :k]
+            lengths[point_ids == NOWHERE] = np.inf
+            order = np.lexsort((point_ids, lengths))[:, :k]
             n = order.shape[1]
-            points[block, :n] = np.take_along_axis(numbers, order, axis=1)
+            points[block, :n] = np.take_along_axis(point_ids, order, axis=1)
             distances[block, :n] = np.take_along_axis(lengths, order, axis=1)
         return points, distances
 

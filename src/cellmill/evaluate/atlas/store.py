@@ -122,8 +122,8 @@ class CellAtlas:
             "label": (NO_LABEL, len(record.labels)),
         }
         for field, (low, high) in limits.items():
-            numbers = cells[field]
-            if numbers.min() < low or numbers.max() >= high:
+            ids = cells[field]
+            if ids.min() < low or ids.max() >= high:
                 raise DataError(
                     f"{folder / CELLS}: damaged: it has a {field} of no entry; {REMEDY}"
                 )

@@ -58,7 +58,7 @@ class NearestCells:
 
     def predict(self, features: Any) -> np.ndarray:
         """The class of each cell, `(cells,)`, of features `(cells, width)`."""
-        numbers = []
+        class_ids = []
         for first in range(0, features.shape[0], COMPARED):
             block = features[first : first + COMPARED]
             if self._shared is not None:
@@ -70,8 +70,8 @@ class NearestCells:
             # squared distances without the cell's own square, which is the same for all
             distances = self._squares - 2 * products
             nearest = distances.argpartition(self.neighbors - 1, axis=1)[:, : self.neighbors]
-            numbers.append(self._votes[nearest].sum(1).argmax(1))
-        return self.classes[np.concatenate(numbers)]
+            class_ids.append(self._votes[nearest].sum(1).argmax(1))
+        return self.classes[np.concatenate(class_ids)]
 
 
 def make_classifiers(neighbors: int, installed: Iterable[str] = ()) -> dict[str, Any]:

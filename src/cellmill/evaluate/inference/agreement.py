@@ -53,14 +53,14 @@ def compare_labels(
         return {}, [f"{line} ({seen.unknown})"]
     unseen = Agreement.tally(given, predicted, compared & ~seen.cells)
     trained = Agreement.tally(given, predicted, compared & seen.cells)
-    numbers: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "n_labelled_unseen": unseen.n_cells,
         "n_labelled_seen": trained.n_cells,
     }
     lines = []
     n_unknown = int((~pd.isna(given) & ~compared & ~seen.cells).sum())
     if unseen.n_cells:
-        numbers["accuracy"] = unseen.n_right / unseen.n_cells
+        figures["accuracy"] = unseen.n_right / unseen.n_cells
         note = f", without {n_unknown:,} of labels that it does not know" if n_unknown else ""
         if seen.unknown:
             note += f"; {seen.unknown}"
@@ -71,4 +71,4 @@ def compare_labels(
         lines.append(
             f"{column}: no accuracy, cells of its training or validation: {trained.describe()} as in the file"
         )
-    return numbers, lines
+    return figures, lines

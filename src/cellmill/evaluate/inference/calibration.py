@@ -155,7 +155,7 @@ def calibrate_head(
             vectors.append(model.embed(to_tensors(batch)).float().numpy()[is_known])
             labels.append(level[is_known].astype(np.int64) - 1)
     stream.close()
-    numbers = np.concatenate(labels)
-    if not len(numbers):
+    class_ids = np.concatenate(labels)
+    if not len(class_ids):
         return None
-    return calibrate(run_head(model, np.concatenate(vectors), objective.predict), numbers)
+    return calibrate(run_head(model, np.concatenate(vectors), objective.predict), class_ids)

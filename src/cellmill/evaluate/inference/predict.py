@@ -192,8 +192,8 @@ def predict_heads(
         if column in obs and column != DATASET:
             assigned = np.asarray(predicted.obs[LABEL + suffix], object)
             given = label_texts(obs[column], classifier["labels"])
-            numbers, lines = compare_labels(column, given, assigned, classifier["labels"], seen)
-            predicted.about.update({key + suffix: value for key, value in numbers.items()})
+            figures, lines = compare_labels(column, given, assigned, classifier["labels"], seen)
+            predicted.about.update({key + suffix: value for key, value in figures.items()})
             predicted.agreement.extend(lines)
     regressions = find_regressions(model.objective)
     for name, head in regressions.items():
@@ -400,7 +400,7 @@ class LabelCounts:
     unknown: dict[str, int]  # cells by such a label, the most frequent first
     problem: str | None  # what is wrong with the labels, without a full stop
 
-    def numbers(self) -> dict[str, Any]:
+    def figures(self) -> dict[str, Any]:
         """Cells of unknown labels and the labels of most of them; empty without any."""
         if not self.unknown:
             return {}

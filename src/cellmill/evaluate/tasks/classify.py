@@ -82,13 +82,13 @@ class Probe(Task):
             predictions.column("", metric, metric, metric_name)
             for metric, metric_name in METRICS.items()
         ]
-        numbers = chosen.numbers | {
+        figures = chosen.figures | {
             "folds": options.folds,
             "seeds": config.seeds,
             "neighbors": config.neighbors,
         }
         confusion = predictions.confusion("", columns[0].best_model())
-        return tabulate(columns, numbers, verdicts=judge(columns), confusion=confusion)
+        return tabulate(columns, figures, verdicts=judge(columns), confusion=confusion)
 
 
 def predict_splits(
@@ -236,12 +236,12 @@ class FewShot(Task):
                 neighbors = min(config.neighbors, shots)
                 condition = f"{shots} per class"
                 predict_splits(predictions, features, splits, neighbors, context, condition)
-        numbers = chosen.numbers | {
+        figures = chosen.figures | {
             "draws": config.draws,
             "n_classes": n_classes,
             "classes_left_out": left_out,
         }
-        return tabulate(predictions.accuracies(), numbers)
+        return tabulate(predictions.accuracies(), figures)
 
 
 class LeaveOut(Task):
@@ -259,7 +259,7 @@ class LeaveOut(Task):
         ceiling_labels = predict_from_other_half(context)[chosen.cells]
         features = cell_features(context, chosen.cells)
         columns: list[ScoreColumn] = []
-        numbers = chosen.numbers
+        figures = chosen.figures
         for role in roles:
             groups = context.roles[role].iloc[chosen.cells]
             n_groups = pd.Series(groups.to_numpy()).groupby(labels).nunique()  # for each class
@@ -269,7 +269,7 @@ class LeaveOut(Task):
                 # training cells of one class fit nothing
                 if len(np.unique(labels[train])) > 1:
                     splits.append(Split(len(splits), train, test))
-            numbers |= {
+            figures |= {
                 MANY[role]: int(groups.nunique()),
                 f"{role}_folds": len(splits),
                 f"classes_of_one_{role}": in_one_group or "none",
@@ -293,5 +293,5 @@ class LeaveOut(Task):
             columns += [replace(column, n_units=len(splits)) for column in (accuracy, f1)]
         if not columns:
             which = " and one ".join(roles)
-            raise Skipped(f"the scored cells of two classes or more have one {which}", numbers)
-        return tabulate(columns, numbers)
+            raise Skipped(f"the scored cells of two classes or more have one {which}", figures)
+        return tabulate(columns, figures)

@@ -57,8 +57,8 @@ def ari_scores(classes: np.ndarray, clusters: np.ndarray) -> np.ndarray:
     in_both, in_class, in_cluster = _count_cells(classes, clusters)
     n = len(classes)
     pairs = n * (n - 1) / 2
-    # numbers of pairs of cells that share both, a class, a cluster; the sum of sizes over cells is
-    # the sum of squared sizes over groups
+    # pairs of cells that share both, a class, a cluster; the sum of sizes over cells is the sum of
+    # squared sizes over groups
     both = (in_both.sum() - n) / 2
     same_class = (in_class.sum() - n) / 2
     same_cluster = (in_cluster.sum() - n) / 2
@@ -139,13 +139,13 @@ class Clustering(Task):
                 row.numbers["best resolution"] = best
                 row.numbers["clusters there"] = _average_number(at_best)
             row.numbers["clusters, fixed"] = _average_number(at_fixed)
-        numbers = chosen.numbers | {"neighbors": config.neighbors, "seeds": config.seeds}
+        figures = chosen.figures | {"neighbors": config.neighbors, "seeds": config.seeds}
         # against the best baseline in each column, then against all baselines by the first ARI
         verdicts = [column.compare_best() for column in columns]
         verdicts += [
             columns[0].compare(EMBEDDING, method) for method in columns[0].select_kind("baseline")
         ]
-        return tabulate(columns, numbers, rows=rows, verdicts=[*dict.fromkeys(verdicts)])
+        return tabulate(columns, figures, rows=rows, verdicts=[*dict.fromkeys(verdicts)])
 
     def cluster(
         self, method: ScoredMethod, features: Any, labels: np.ndarray, context: Context, igraph: Any

@@ -156,9 +156,9 @@ class Degraded(Task):
                 largest = {MAJORITY: majority(chosen.labels[split.train], len(split.test))}
                 for column, classes in predicted.items():
                     predictions.record(column, repeat, split.test, classes | largest)
-        numbers = {"folds": options.folds, "repeats": config.repeats, "neighbors": config.neighbors}
+        figures = {"folds": options.folds, "repeats": config.repeats, "neighbors": config.neighbors}
         metric = f"{list(levels)[-1]}, {SHIFTED}"
-        return tabulate(predictions.accuracies(), chosen.numbers | numbers, metric=metric)
+        return tabulate(predictions.accuracies(), chosen.figures | figures, metric=metric)
 
     def _make_features(
         self,

@@ -59,7 +59,7 @@ class GeneEmbedding(GeneTask):
         expressed = np.asarray(profiles.sum(axis=0)).ravel() > 0
         features = vectors | {STATISTICS: expression_statistics(profiles)}
         members: dict[str, dict[str, np.ndarray]] = {}
-        numbers: dict[str, Any] = {"genes": int(expressed.sum())}
+        figures: dict[str, Any] = {"genes": int(expressed.sum())}
         for heading, file in ((SETS, config.gene_sets), (FACTORS, config.transcription_factors)):
             if file is None:
                 continue
@@ -75,7 +75,7 @@ class GeneEmbedding(GeneTask):
                 context, path, genes_of_sets, expressed, min_genes
             )
             prefix = "" if heading == SETS else f"{FACTORS}: "
-            numbers |= {f"{prefix}{key}": value for key, value in found.items()}
+            figures |= {f"{prefix}{key}": value for key, value in found.items()}
         columns = []
         by_set: Arrays = {}  # (sets, repetitions)
         for heading, sets in members.items():
@@ -87,13 +87,13 @@ class GeneEmbedding(GeneTask):
                     by_set = {name: np.nanmean(values, axis=2) for name, values in terms.items()}
         if not columns:
             few = f"no set has {min_genes} genes that the model knows and its training cells express, and lacks as many"
-            raise Skipped(f"{few} (min_genes, evaluate.folds)", numbers)
+            raise Skipped(f"{few} (min_genes, evaluate.folds)", figures)
         rows = table_rows(columns)
         for row in rows:
             for number, name in enumerate(members.get(SETS, {})):
                 repetitions = by_set[row.method][number].tolist()
                 row.scores[f"AUROC of {name}"] = Score(None, None, repetitions)
-        return tabulate(columns, numbers, rows=rows)
+        return tabulate(columns, figures, rows=rows)
 
     def _compute_terms(
         self,
@@ -142,7 +142,7 @@ def _find_members(
     expressed: np.ndarray,
     min_genes: int,
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Vocabulary rows of each set of at least `min_genes` genes, ascending, and numbers for the result.
+    """Vocabulary rows of each set of at least `min_genes` genes, ascending, and figures for the result.
 
     Prints the coverage.
     """
@@ -169,10 +169,10 @@ def _find_members(
         flush=True,
     )
     sizes = {name: len(usable) for name, usable in kept.items()}
-    numbers = {
+    figures = {
         "named_genes": len(rows),
         "known_genes": n_known,
         "sets": len(kept),
         "genes_of_sets": sizes,
     }
-    return kept, numbers | {"left_out": left_out or "none"}
+    return kept, figures | {"left_out": left_out or "none"}

@@ -115,7 +115,7 @@ class Grn(GeneTask):
         if config.absolute:
             similarities = {name: np.abs(values) for name, values in similarities.items()}
         columns, pooled = _rank_pairs(similarities, network, context.options.seed)
-        numbers = {
+        figures = {
             "edges": len(edges),
             "known_edges": n_known,
             "factors": n_factors,
@@ -124,7 +124,7 @@ class Grn(GeneTask):
             "left_out": left_out or "none",
         }
         rows = [replace(row, numbers=pooled[row.method]) for row in table_rows(columns)]
-        return tabulate(columns, numbers, rows=rows)
+        return tabulate(columns, figures, rows=rows)
 
 
 def compare_genes(vectors: Arrays, profiles: sp.csr_matrix, network: RegulatoryNetwork) -> Arrays:

@@ -220,7 +220,7 @@ class Imputation(Task):
             limits = f"hidden_frac {self.config.hidden_frac:g}, min_cells {self.config.min_cells}"
             raise Skipped(f"no gene can be hidden ({limits}, {len(cells)} scored cells)")
         n_measured = len(context.measured_genes)
-        numbers = {
+        figures = {
             "n_cells": len(cells),
             "hidden_genes": len(genes),
             "measured_genes": n_measured,
@@ -232,8 +232,8 @@ class Imputation(Task):
         trained = TrainingCells.read(hidden)
         fitted_on = "no training cells with counts"
         if trained is not None:
-            numbers["training_cells"] = len(trained.is_from_dataset)
-            numbers["training_cells_of_dataset"] = int(trained.is_from_dataset.sum())
+            figures["training_cells"] = len(trained.is_from_dataset)
+            figures["training_cells_of_dataset"] = int(trained.is_from_dataset.sum())
             fitted_on = f"{len(trained.is_from_dataset):,} training cells"
         print(
             f"{context.dataset}: imputation: {len(genes):,} of {n_measured:,} measured genes are hidden, "
@@ -248,7 +248,7 @@ class Imputation(Task):
             and column.select_kind("model")
             and column.select_kind("baseline")
         ]
-        return tabulate(columns, numbers, judged)
+        return tabulate(columns, figures, judged)
 
     def _split(self, context: Context, cells: np.ndarray) -> tuple[str, list[Split]]:
         """Role whose values are left out, or "cells" for folds of cells, and the folds."""
@@ -315,7 +315,7 @@ class Imputation(Task):
         """
         measured = hidden.expression()
         n_cells, n_genes = measured.shape
-        # sums of scores and their numbers, (2, repetitions, cells or genes), by metric and method
+        # sums and counts of scores, (2, repetitions, cells or genes), by metric and method
         totals: dict[str, Arrays] = {metric: {} for metric in METRICS}
         for prediction in predictions:
             scores = expression_scores(prediction.values, measured[prediction.cells])

@@ -4,7 +4,7 @@ Each measure is between 0 and 1, higher is better. It is returned as one number 
 float64, whose mean is the measure, so that the difference of two embeddings has an interval
 (`evaluate.scores`). A mean over labels of means over their cells becomes one over cells by the
 infinitesimal jackknife (Efron 1981). Intervals take the neighbour graph as given; it holds exact
-nearest neighbours. `labels` and `batches` are class numbers from 0, `(cells,)`.
+nearest neighbours. `labels` and `batches` are class ids from 0, `(cells,)`.
 
     lisi                Korsunsky et al. 2019, Nat. Methods 16:1289 (Harmony): inverse Simpson index of the neighbours'
                         classes, weighted by a Gaussian kernel of given perplexity
@@ -59,7 +59,7 @@ class CellsOfBatches(NamedTuple):
     cells: np.ndarray  # indices
     batches: np.ndarray
     labels: np.ndarray
-    numbers: dict[str, Any]  # for metrics.json
+    figures: dict[str, Any]  # for metrics.json
 
 
 class Integration(Task):
@@ -77,7 +77,7 @@ class Integration(Task):
         return TaskResult(
             rows,
             verdicts=[column.compare(EMBEDDING, baseline) for column in columns],
-            figures=chosen.numbers,
+            figures=chosen.figures,
             differences=differences,
         )
 
@@ -92,18 +92,18 @@ class Integration(Task):
         has_batch = column.notna().to_numpy()
         batch_of_cell = text_values(column[has_batch]).astype(str)
         names, batches = np.unique(batch_of_cell, return_inverse=True)
-        numbers = labelled.numbers | {
+        figures = labelled.figures | {
             "n_batches": len(names),
             "n_without_batch": int((~has_batch).sum()),
         }
         if len(names) < 2:
-            raise Skipped(f"the labelled scored cells have {len(names)} batches, not 2", numbers)
+            raise Skipped(f"the labelled scored cells have {len(names)} batches, not 2", figures)
         classes, labels = np.unique(labelled.labels[has_batch], return_inverse=True)
         if not 2 <= len(classes) < len(labels):
             raise Skipped(
-                f"the {len(labels)} scored cells with a batch have {len(classes)} labels", numbers
+                f"the {len(labels)} scored cells with a batch have {len(classes)} labels", figures
             )
-        return CellsOfBatches(labelled.cells[has_batch], batches, labels, numbers)
+        return CellsOfBatches(labelled.cells[has_batch], batches, labels, figures)
 
     def _score(
         self, vectors_by_method: Arrays, batches: np.ndarray, labels: np.ndarray

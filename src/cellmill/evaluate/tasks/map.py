@@ -72,7 +72,7 @@ class MapCells(Task):
                     if len(np.unique(labels[train])) > 1:
                         folds.append((train, test))
         if not folds:
-            raise Skipped("the scored cells have no two donors or batches", chosen.numbers)
+            raise Skipped("the scored cells have no two donors or batches", chosen.figures)
         features = cell_features(context, chosen.cells)
         del features[ALL_GENES]  # distances among all genes are those of depth
         types = [*chosen.classes][: config.max_types]
@@ -125,13 +125,13 @@ class MapCells(Task):
                 ScoreColumn("novelty AUROC", "AUROC of types not seen", auroc),
                 ScoreColumn("refused, new type", "share refused of types not seen", refused),
             ]
-        numbers = chosen.numbers | {
+        figures = chosen.figures | {
             "folds": len(folds),
             "types_left_out": ", ".join(types),
             "refuse_frac": config.refuse_frac,
             "refused_of_known_types": {method.name: n / n_known for method, n in n_refused.items()},
         }
-        return tabulate(columns, numbers)
+        return tabulate(columns, figures)
 
     def _vote(
         self,
@@ -201,7 +201,7 @@ def _credit_column(predictions: ClassPredictions) -> ScoreColumn:
     """Partial credit of predicted terms (`credit_labels`)."""
     table = credit_labels(predictions.classes.tolist())
     scores = {}
-    for method, numbers in predictions.by_condition[""].items():
-        credit = table[numbers, predictions.truth]
-        scores[method] = np.where(numbers < 0, np.nan, credit)
+    for method, class_ids in predictions.by_condition[""].items():
+        credit = table[class_ids, predictions.truth]
+        scores[method] = np.where(class_ids < 0, np.nan, credit)
     return ScoreColumn("credit", "credit in the Cell Ontology", scores)

@@ -62,7 +62,7 @@ class Reconstruct(Task):
             prefix = f"{name}." if name else ""
             for column, labels in leaf.judged_labels().items():
                 counts = count_labels(obs, dataset, column, labels)
-                for key, value in counts.numbers().items():
+                for key, value in counts.figures().items():
                     metrics[f"{prefix}{key}"] = value
                 if not counts.problem:
                     continue
@@ -101,10 +101,10 @@ def _observe(context: Context, network: Model, cells: np.ndarray) -> list[np.nda
     reader = context.reader
     objective = network.objective
     device = next(network.parameters()).device
-    numbers = None
+    obs_numbers = None
     if objective.number_columns:
-        numbers = parse_columns(reader.obs, objective.number_columns)
-    per_cell = {"levels": read_levels(reader, network), "numbers": numbers}
+        obs_numbers = parse_columns(reader.obs, objective.number_columns)
+    per_cell = {"levels": read_levels(reader, network), "numbers": obs_numbers}
     keys = {"seed": context.options.seed, "step": 0}
     observed: list[list[np.ndarray]] = []  # arrays of each batch
     with inference(device, context.options.precision):
@@ -137,10 +137,10 @@ class Throughput(Task):
         """One row."""
         cost = context.embedding_cost
         n_cells = context.reader.n_obs
-        numbers = {
+        figures = {
             "cells": n_cells,
             "seconds": cost["seconds"],
             "cells per s": n_cells / cost["seconds"],
             "peak memory, GB": cost["peak_gb"],
         }
-        return TaskResult([Row(ScoredMethod("embed", kind="model"), numbers=numbers)])
+        return TaskResult([Row(ScoredMethod("embed", kind="model"), numbers=figures)])

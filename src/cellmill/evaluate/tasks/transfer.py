@@ -55,7 +55,7 @@ class CellGroup:
     context: Context  # context of the dataset, whose file may be closed
     # name of each column: the model's, else the file's; empty if it is not a gene
     names: list[str]
-    left_out: dict[str, int]  # numbers of cells that are left out, by reason
+    left_out: dict[str, int]  # cells that are left out, by reason
     cells: np.ndarray  # indices of the cells in the dataset, ascending
     counts: sp.csr_matrix  # `(cells, genes of the file)`
     labels: np.ndarray  # class of each cell; text
@@ -110,7 +110,7 @@ class ComparedCells:
         return np.isin(self.tested.labels, self.fitted_labels)
 
     @property
-    def numbers(self) -> dict[str, Any]:
+    def figures(self) -> dict[str, Any]:
         """Numbers of cells, for metrics.json."""
         is_known = self.is_known
         tested_labels = self.tested.labels
@@ -217,19 +217,19 @@ class Transfer(Task):
         if "label" not in context.roles:
             raise Skipped("the dataset has no label column")
         compared = self._read_cells(context)
-        numbers = compared.numbers
+        figures = compared.figures
         ids = config.ontology and _are_ids([*compared.fitted, compared.tested])
         fitted_names = tally(compared.fitted_labels)
         if len(fitted_names) < 2:
-            raise Skipped(f"the cells of {numbers['fitted_on']} have one label", numbers)
+            raise Skipped(f"the cells of {figures['fitted_on']} have one label", figures)
         is_known = compared.is_known
         if not (is_known.any() or (ids and len(is_known))):
             fitted_labels = ", ".join([*fitted_names][:3])
-            tested_labels = ", ".join([*numbers["new_classes"]][:3]) or "none"
+            tested_labels = ", ".join([*figures["new_classes"]][:3]) or "none"
             reason = f"no label in common: fitted {fitted_labels}, tested {tested_labels}"
-            raise Skipped(reason, numbers)
+            raise Skipped(reason, figures)
         predictions = self._predict(context, compared)
-        return _tabulate_predictions(predictions, numbers, ids)
+        return _tabulate_predictions(predictions, figures, ids)
 
     def _read_cells(self, context: Context) -> ComparedCells:
         """Fitted cells, and tested cells without copies of them."""
@@ -316,7 +316,7 @@ def _are_ids(groups: list[CellGroup]) -> bool:
 
 
 def _tabulate_predictions(
-    predictions: ClassPredictions, numbers: dict[str, Any], ids: bool
+    predictions: ClassPredictions, figures: dict[str, Any], ids: bool
 ) -> TaskResult:
     columns: list[ScoreColumn] = []
     steps: list[ScoreColumn] = []
@@ -328,7 +328,7 @@ def _tabulate_predictions(
         ]
         confusion = predictions.confusion(KNOWN, columns[0].best_model())
     if ids:
-        numbers = numbers | {"cell_ontology": RELEASE}
+        figures = figures | {"cell_ontology": RELEASE}
         ontology = cell_ontology()
         terms = predictions.classes
         for condition, methods in predictions.by_condition.items():
@@ -352,4 +352,4 @@ def _tabulate_predictions(
     judged = [
         column for column in columns if np.isfinite(column.scores[MAJORITY]).sum() >= MIN_JUDGED
     ]
-    return tabulate(columns, numbers, judged, rows=rows, confusion=confusion)
+    return tabulate(columns, figures, judged, rows=rows, confusion=confusion)

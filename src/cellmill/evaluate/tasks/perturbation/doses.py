@@ -97,8 +97,8 @@ def parse_names(names: np.ndarray, unit: str | None) -> tuple[np.ndarray, np.nda
 
 def log_doses(doses: np.ndarray) -> np.ndarray:
     """(n,) float64: log10 of doses, which are text; NaN without one above 0."""
-    numbers = np.array([float(dose or "nan") for dose in doses.tolist()])
-    return np.log10(numbers, out=np.full(len(numbers), np.nan), where=numbers > 0)
+    doses = np.array([float(dose or "nan") for dose in doses.tolist()])
+    return np.log10(doses, out=np.full(len(doses), np.nan), where=doses > 0)
 
 
 def leave_out_doses(compound: np.ndarray, log_dose: np.ndarray) -> list[np.ndarray]:

@@ -147,14 +147,14 @@ class Perturbation(Task):
         check_changes(context)
         columns: list[ScoreColumn] = []
         others: list[ScoreColumn] = []  # ceilings and probes
-        numbers: dict[str, Any] = {}
+        figures: dict[str, Any] = {}
         notes: list[str] = []
         tables: dict[str, list[dict[str, Any]]] = {}
         for held in self._hold_out_roles(context):
             tests = held.tests()
-            numbers |= self._describe_units(held, [*chain.from_iterable(tests.values())])
+            figures |= self._describe_units(held, [*chain.from_iterable(tests.values())])
             if held.split is not None:
-                numbers |= describe_split(held, tests)
+                figures |= describe_split(held, tests)
                 notes += check_split(held, held.split, tests)
             for tested, folds in tests.items():
                 by_metric, entries = self._score(held, folds)
@@ -170,9 +170,9 @@ class Perturbation(Task):
                         others.append(make_other_column(column, scores))
                         notes += find_gamed(column, scores, entries, self.config.probe_noise)
         if not columns:
-            reasons = [str(value) for key, value in numbers.items() if key.endswith("no_folds")]
-            raise Skipped("; ".join(reasons) or "no stratum has enough controls", numbers)
-        return replace(self._tabulate(columns, others, numbers, notes), tables=tables)
+            reasons = [str(value) for key, value in figures.items() if key.endswith("no_folds")]
+            raise Skipped("; ".join(reasons) or "no stratum has enough controls", figures)
+        return replace(self._tabulate(columns, others, figures, notes), tables=tables)
 
     def _tabulate_doses(
         self, held: HeldOut, errors: Arrays, entries: list[ScoredMethod]
@@ -211,7 +211,7 @@ class Perturbation(Task):
         self,
         columns: list[ScoreColumn],
         others: list[ScoreColumn],
-        numbers: dict[str, Any],
+        figures: dict[str, Any],
         notes: list[str],
     ) -> TaskResult:
         """The table, with rows of the ceilings and probes, and the differences of the model and of methods
@@ -224,7 +224,7 @@ class Perturbation(Task):
         informed_differences, comparisons = self._compare_informed(columns)
         return tabulate(
             columns,
-            numbers,
+            figures,
             judged,
             rows=table_rows(columns) + table_rows(others),
             differences=differences + informed_differences,
@@ -256,7 +256,7 @@ class Perturbation(Task):
         tested = np.unique(np.concatenate([np.array([], np.int64), *(fold.test for fold in folds)]))
         genes = dict(zip(held.perturbation, held.genes))
         groups = np.unique(held.fold_key)
-        numbers: dict[str, Any] = {
+        figures: dict[str, Any] = {
             f"{role}_perturbations_tested": len(np.unique(held.perturbation[tested])),
             f"{role}_perturbations_with_a_gene": sum(map(bool, genes.values())),
             f"{role}_groups": len(groups),
@@ -268,13 +268,13 @@ class Perturbation(Task):
             few = f"{len(groups)} values have {self.config.min_cells} cells (min_cells); two are needed"
             is_seen = held.split is not None or not held.unseen.any()
             reason = seen if is_seen and len(held.fold_key) else few
-            numbers[f"{role}_no_folds"] = f"held out {role}: {reason}"
+            figures[f"{role}_no_folds"] = f"held out {role}: {reason}"
         if role == "perturbation":
             for source in self._list_informed():
                 has_vector = np.isfinite(held.features[source]).all(1)
                 n = np.unique(held.perturbation[has_vector]).size
-                numbers[f"perturbation_perturbations_with_{source.name}"] = n
-        return numbers
+                figures[f"perturbation_perturbations_with_{source.name}"] = n
+        return figures
 
     def _score(self, held: HeldOut, folds: list[Split]) -> tuple[Scores, list[ScoredMethod]]:
         """(repetitions, perturbations) by metric and method: means over the units of a
@@ -369,13 +369,13 @@ def describe_split(held: HeldOut, tests: Mapping[str, list[Split]]) -> dict[str,
     for split in SPLITS:
         n_by_split[f"split_{split}"] = int((held.splits == split).sum())
     unnamed = held.perturbation[held.splits == ""]
-    numbers: dict[str, Any] = {
+    figures: dict[str, Any] = {
         **n_by_split,
         "split_unnamed": ", ".join(np.unique(unnamed)) or "none",
     }
     for tested, [fold] in tests.items():
-        numbers[f"tested {tested}"] = len(fold.test)
-    return numbers
+        figures[f"tested {tested}"] = len(fold.test)
+    return figures
 
 
 def check_split(held: HeldOut, split: SplitFile, tests: Mapping[str, list[Split]]) -> list[str]:
