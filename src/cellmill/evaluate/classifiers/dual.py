@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from cellmill.evaluate.classifiers import newton
-from cellmill.evaluate.classifiers.newton import Products, Unwhitened
+from cellmill.evaluate.classifiers.newton import Search, Unwhitened
 from cellmill.evaluate.products import CellProducts, choose_scales
 
 MAX_ROUNDS = 12  # of the stand-in; then the fit is left to `fit_weights`
@@ -126,7 +126,7 @@ class _FoldFits:
 
     def _search(self, starts: ByFit, constants: ByFit) -> ByFit:
         """Weights at the optima, of shared products; the fits take their steps together."""
-        searches: dict[int, Products] = {}
+        searches: dict[int, Search] = {}
         for number, start in starts.items():
             targets = self.fits[number].targets
             added = constants.get(number, 0.0)

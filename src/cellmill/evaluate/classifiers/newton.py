@@ -30,9 +30,9 @@ FORCING = 0.5  # a Newton step is exact enough when it leaves this share of the 
 MAX_STEPS = 100
 MAX_SIDE = 2048  # cells of the largest UUᵀ that is stored, unless features are even more
 
-Products = Generator[tuple[np.ndarray, np.ndarray], None, Any]
-"""Weights of cells whose logits are needed, and the array that the caller writes them to, both
-`(classes, cells)`.
+Search = Generator[tuple[np.ndarray, np.ndarray], None, Any]
+"""Search for an optimum whose caller multiplies: it yields weights of the cells, and the array that
+the caller must write their logits to, both `(classes, cells)`, and returns what it finds.
 """
 
 
@@ -152,10 +152,11 @@ def _cholesky(matrix: np.ndarray) -> np.ndarray:
 
 
 def minimise(
-    search: Products, compute_logits: Callable[[np.ndarray, np.ndarray], None]
+    search: Search, compute_logits: Callable[[np.ndarray, np.ndarray], None]
 ) -> np.ndarray:
-    """Weights that `find_optimum` returns; `compute_logits` writes the logits of weights to an
-    array.
+    """Run a `search` of `find_optimum` alone, and return its weights, `(classes, cells)`.
+
+    `compute_logits` writes the logits of weights to an array.
     """
     while True:
         try:
@@ -170,11 +171,11 @@ def find_optimum(
     targets: np.ndarray,
     start: np.ndarray | None = None,
     constants: np.ndarray | float = 0.0,
-) -> Products:
-    """Return the weights of the cells at the optimum, `(classes, cells)`, for one-hot `targets` of
-    the same shape; begins at the weights `start`, and adds `constants` to the logits.
+) -> Search:
+    """Search for the weights of the cells at the optimum, `(classes, cells)`, for one-hot `targets`
+    of the same shape. It begins at the weights `start`, and adds `constants` to the logits.
 
-    Whoever iterates computes the logits, so that several fits can share one product. Warns by
+    The caller computes the logits, so that several fits can share one product. Warns by
     ConvergenceWarning if it stops before it converged.
     """
     n = targets.shape[1]
@@ -228,9 +229,9 @@ def _compute_loss(
 
 def _newton_step(
     curvature: float, probabilities: np.ndarray, gradient: CellWeights, squared_norm: float
-) -> Products:
-    """Return the step that leaves FORCING of the gradient's norm; `squared_norm` is that over whitened
-    features.
+) -> Search:
+    """Search for the step that leaves FORCING of the gradient's norm, and return it as CellWeights.
+    `squared_norm` is the gradient's over whitened features.
 
     Works in place, and on conjugate directions divided by their norms: calls of numpy take the most
     time here.
