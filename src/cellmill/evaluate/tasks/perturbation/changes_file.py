@@ -55,11 +55,11 @@ def write_changes(
     tested = np.sort(np.concatenate([fold.test for fold in folds]))
     predictions = [*held.predictions(folds)]
     changes = _collect_changes(folds, predictions, tested)
-    scores = Perturbation(config).compare(held, folds, predictions)
-    probed = {method: scores["Pearson"][method] for method in changes}
-    for entry in choose_probed(probed):
+    scores = Perturbation(config).score_predictions(held, folds, predictions)
+    pearson = {method: scores["Pearson"][method] for method in changes}
+    for method in choose_probed(pearson):
         changes |= make_probes(
-            entry, changes[entry], tested, config.probe_noise, context.options.seed
+            method, changes[method], tested, config.probe_noise, context.options.seed
         )
     names = [held.unit_names[unit] for unit in tested.tolist()]
     is_control = context.roles[IS_CONTROL].fillna(False).to_numpy(bool)

@@ -1,7 +1,7 @@
-"""Probes of the metrics: predictions that are scaled or have noise added, and are never ranked.
+"""Probes of the metrics: rows with the prediction of another row, scaled or with noise added.
 
-Neither knows more of the measured change. A column in which such a row is better than the
-prediction itself can be improved without predicting anything.
+A probe knows no more of the measured change than the prediction itself. A column in which it is
+better can be improved without predicting anything. Probes are never ranked.
 """
 
 from collections.abc import Sequence
@@ -20,31 +20,33 @@ SCALES = (0.5, 2.0)
 ROUNDING = 1e-9  # differences below this are none, as of the Pearson of scaled changes
 
 
-def name_probes(entry: ScoredMethod, noise: float) -> list[ScoredMethod]:
-    """Methods of an entry's probes: its changes at each of `SCALES`, and with noise."""
-    changes = [*(f"x {scale:g}" for scale in SCALES), f"with noise {noise:g}"]
+def name_probes(method: ScoredMethod, noise: float) -> list[ScoredMethod]:
+    """Probes of a method: its predictions at each of `SCALES`, and with noise."""
+    endings = [*(f"x {scale:g}" for scale in SCALES), f"with noise {noise:g}"]
     return [
-        replace(entry, features=f"probe: {entry.features} {change}", kind="probe", network=None)
-        for change in changes
+        replace(method, features=f"probe: {method.features} {ending}", kind="probe", network=None)
+        for ending in endings
     ]
 
 
 def make_probes(
-    entry: ScoredMethod, predicted: np.ndarray, units: np.ndarray, noise: float, seed: int
+    method: ScoredMethod, predicted: np.ndarray, units: np.ndarray, noise: float, seed: int
 ) -> ChangesByMethod:
-    """Changes, (units, G), of an entry's probes. The noise is normal, its deviation `noise` times
-    that of a unit's predicted change over genes; it depends on the seed and the unit only.
+    """Changes, (units, G) float64 each, of the probes of a method whose changes are `predicted`.
+
+    The noise is normal. Its standard deviation is `noise` times that of a unit's predicted change
+    over genes. It depends on the seed and the unit only.
     """
     generators = [seeded(seed, (draws.PROBE_NOISE << 32) + unit) for unit in units]
     noises = [generator.normal(size=predicted.shape[1]) for generator in generators]
     noisy = predicted + noise * predicted.std(1, keepdims=True) * np.array(noises)
     changes = [*(scale * predicted for scale in SCALES), noisy]
-    return dict(zip(name_probes(entry, noise), changes, strict=True))
+    return dict(zip(name_probes(method, noise), changes, strict=True))
 
 
 def choose_probed(pearson: Arrays) -> list[ScoredMethod]:
     """The best method of the model and the best baseline, by Pearson in the first repetition."""
-    entries = []
+    probed = []
     for kind in ("model", "baseline"):
         means = {
             method: float(np.nanmean(scores[0]))
@@ -52,25 +54,25 @@ def choose_probed(pearson: Arrays) -> list[ScoredMethod]:
             if method.kind == kind and np.isfinite(scores[0]).any()
         }
         if means:
-            entries.append(max(means, key=means.__getitem__))
-    return entries
+            probed.append(max(means, key=means.__getitem__))
+    return probed
 
 
 def find_gamed(
-    column: ScoreColumn, probes: Arrays, entries: Sequence[ScoredMethod], noise: float
+    column: ScoreColumn, probes: Arrays, probed: Sequence[ScoredMethod], noise: float
 ) -> list[str]:
-    """A sentence for each entry with a better probe, and the paired differences with their
-    intervals. `probes` are scores of the first repetition.
+    """A sentence for each method with a better probe, and the paired differences with their
+    intervals. `probes` are scores of the first repetition, `(1, perturbations)`.
     """
     sentences = []
-    for entry in entries:
+    for method in probed:
         better = []
         outcomes = set()
-        for probe in name_probes(entry, noise):
-            if entry not in column.scores or probe not in probes:
+        for probe in name_probes(method, noise):
+            if method not in column.scores or probe not in probes:
                 continue
-            pair = {entry: column.scores[entry][:1], probe: probes[probe]}
-            verdict = replace(column, scores=pair).compare(probe, entry)
+            pair = {method: column.scores[method][:1], probe: probes[probe]}
+            verdict = replace(column, scores=pair).compare(probe, method)
             gain = -verdict.difference if column.lower_is_better else verdict.difference
             if gain > ROUNDING:
                 low, high = verdict.interval or (verdict.difference, verdict.difference)

@@ -66,8 +66,8 @@ Scores = dict[str, Arrays]
 """Arrays by metric and method."""
 
 
-class Compared(NamedTuple):
-    """Changes of the tested units, (units, G) each."""
+class ChangePair(NamedTuple):
+    """Changes of the tested units, (test units, G) float64 each."""
 
     predicted: np.ndarray
     measured: np.ndarray
@@ -157,31 +157,31 @@ class Perturbation(Task):
                 figures |= describe_split(held, tests)
                 notes += check_split(held, held.split, tests)
             for tested, folds in tests.items():
-                by_metric, entries = self._score(held, folds)
+                by_metric, probed = self._score(held, folds)
                 if held.role == DOSE:
                     notes += count_linear(
                         held.fitted_changes, folds, held.perturbation, held.log_dose
                     )
-                    tables["dose curves"] = self._tabulate_doses(held, by_metric["MAE"], entries)
+                    tables["dose curves"] = self._tabulate_doses(held, by_metric["MAE"], probed)
                 for metric, scores in by_metric.items():
                     column = make_column(metric, tested, scores)
                     if column is not None:
                         columns.append(column)
                         others.append(make_other_column(column, scores))
-                        notes += find_gamed(column, scores, entries, self.config.probe_noise)
+                        notes += find_gamed(column, scores, probed, self.config.probe_noise)
         if not columns:
             reasons = [str(value) for key, value in figures.items() if key.endswith("no_folds")]
             raise Skipped("; ".join(reasons) or "no stratum has enough controls", figures)
         return replace(self._tabulate(columns, others, figures, notes), tables=tables)
 
     def _tabulate_doses(
-        self, held: HeldOut, errors: Arrays, entries: list[ScoredMethod]
+        self, held: HeldOut, errors: Arrays, probed: list[ScoredMethod]
     ) -> list[dict[str, Any]]:
         """Row of each compound, with errors of the curves and of the model's best method."""
         unit = str(self.config.dose_unit or "")
         if self.config.doses == "names":
             _, _, unit = parse_names(held.level, self.config.dose_unit)
-        methods = [LINEAR, HILL, *(entry for entry in entries if entry.kind == "model")]
+        methods = [LINEAR, HILL, *(method for method in probed if method.kind == "model")]
         return tabulate_curves(
             held.fitted_changes,
             held.perturbation,
@@ -277,32 +277,34 @@ class Perturbation(Task):
         return figures
 
     def _score(self, held: HeldOut, folds: list[Split]) -> tuple[Scores, list[ScoredMethod]]:
-        """(repetitions, perturbations) by metric and method: means over the units of a
-        perturbation. Then the methods that have probes, of which the first repetition is scored.
+        """Scores of predictions, ceilings and probes, and the methods that have probes.
+
+        Scores are (repetitions, perturbations) by metric and method: means over the units of a
+        perturbation. Of probes, the first repetition is scored.
         """
-        scores = self.compare(held, folds, held.predictions(folds))
-        ceilings = (self._compare_halves(held, fold) for fold in folds)
-        by_metric = self._compare(held, folds, ceilings)
-        entries = choose_probed(scores["Pearson"])
+        scores = self.score_predictions(held, folds, held.predictions(folds))
+        halves = (self._pair_halves(held, fold) for fold in folds)
+        ceilings = self._score_pairs(held, folds, halves)
+        probed = choose_probed(scores["Pearson"])
         first = [fold for fold in folds if fold.repetition == 0]
-        probes = self.compare(held, first, self._probe(held, first, entries))
+        probes = self.score_predictions(held, first, self._probe(held, first, probed))
         for metric, by_method in scores.items():
-            by_method |= by_metric[metric] | probes[metric]
-        return scores, entries
+            by_method |= ceilings[metric] | probes[metric]
+        return scores, probed
 
     def _probe(
-        self, held: HeldOut, folds: list[Split], entries: list[ScoredMethod]
+        self, held: HeldOut, folds: list[Split], probed: list[ScoredMethod]
     ) -> Iterator[ChangesByMethod]:
-        """Probes of the entries in each fold."""
+        """Probes of the methods `probed` in each fold."""
         seed = held.context.options.seed
         for fold, predicted in zip(folds, held.predictions(folds)):
             probes: ChangesByMethod = {}
-            for entry in entries:
+            for method in probed:
                 noise = self.config.probe_noise
-                probes |= make_probes(entry, predicted[entry], fold.test, noise, seed)
+                probes |= make_probes(method, predicted[method], fold.test, noise, seed)
             yield probes
 
-    def compare(
+    def score_predictions(
         self, held: HeldOut, folds: list[Split], predictions: Iterable[ChangesByMethod]
     ) -> Scores:
         """(repetitions, perturbations) by metric and method: scores of predicted changes, `(test
@@ -311,20 +313,24 @@ class Perturbation(Task):
         n_units = len(held.fold_key)
         controls = held.profiles.control_means(MEASURED)
         measured = held.profiles.changes(held.scored_unit_of_cell, n_units, controls)
-        compared = (
-            {method: Compared(change, measured[fold.test]) for method, change in changes.items()}
+        pairs = (
+            {method: ChangePair(change, measured[fold.test]) for method, change in changes.items()}
             for fold, changes in zip(folds, predictions)
         )
-        return self._compare(held, folds, compared)
+        return self._score_pairs(held, folds, pairs)
 
-    def _compare(
-        self, held: HeldOut, folds: list[Split], compared: Iterable[Mapping[ScoredMethod, Compared]]
+    def _score_pairs(
+        self,
+        held: HeldOut,
+        folds: list[Split],
+        pairs: Iterable[Mapping[ScoredMethod, ChangePair]],
     ) -> Scores:
+        """(repetitions, perturbations) by metric and method: scores of the `pairs` of each fold."""
         perturbed = np.stack([np.isin(held.profiles.genes, rows) for rows in held.genes])
         n_repetitions = 1 + max(fold.repetition for fold in folds)
         scores: Scores = {metric: {} for metric in METRICS}
-        for fold, by_method in zip(folds, compared):
-            for method, pair in by_method.items():
+        for fold, pair_by_method in zip(folds, pairs):
+            for method, pair in pair_by_method.items():
                 by_metric = change_scores(
                     pair.predicted, pair.measured, perturbed[fold.test], self.config.top_genes
                 )
@@ -332,12 +338,12 @@ class Perturbation(Task):
                     empty = np.full((n_repetitions, len(held.fold_key)), np.nan)
                     by_unit = scores[metric].setdefault(method, empty)
                     by_unit[fold.repetition, fold.test] = values
-        for by_scored in scores.values():
-            for method, by_unit in by_scored.items():
-                by_scored[method] = average_perturbations(by_unit, held.perturbation)
+        for by_method in scores.values():
+            for method, by_unit in by_method.items():
+                by_method[method] = average_perturbations(by_unit, held.perturbation)
         return scores
 
-    def _compare_halves(self, held: HeldOut, fold: Split) -> dict[ScoredMethod, Compared]:
+    def _pair_halves(self, held: HeldOut, fold: Split) -> dict[ScoredMethod, ChangePair]:
         """Ceilings: a change measured in half of a unit's cells, and the most similar change of a
         training unit, against the change in the other half.
 
@@ -355,12 +361,12 @@ class Perturbation(Task):
             changes = held.profiles.changes(unit_of_cell, len(held.fold_key), controls)
             halves.append(changes[fold.test])
         first, second = halves
-        compared = {CEILING: Compared(first, second)}
+        pairs = {CEILING: ChangePair(first, second)}
         if held.role == "perturbation":
             known = held.fitted_changes[fold.train]
             nearest = correlations(first.T, known.T).argmax(1)
-            compared[BEST_OTHER] = Compared(known[nearest], second)
-        return compared
+            pairs[BEST_OTHER] = ChangePair(known[nearest], second)
+        return pairs
 
 
 def describe_split(held: HeldOut, tests: Mapping[str, list[Split]]) -> dict[str, Any]:
