@@ -77,10 +77,7 @@ def _ordered(path: Path, genes: Vocabulary, tokens: Tokens) -> list[list[str]]:
     """Genes of each cell of a file in the order of its tokens."""
     with open_counts(path) as reader:
         columns = match_columns(reader, genes)
-        chosen = np.ones(reader.n_obs, bool)
-        [batch] = tokenize_blocks(
-            reader.rows(1000), columns, genes, tokens, chosen, np.zeros(2, np.int64)
-        )
+        [batch] = tokenize_blocks(reader.rows(1000), columns, genes, tokens)
     names = [genes.gene_ids[token - len(SPECIAL)] for token in batch.genes]
     return [names[first:last] for first, last in pairwise(batch.cu_seqlens.tolist())]
 

@@ -443,9 +443,7 @@ def test_variable_genes_come_from_the_vocabulary(tmp_path: Path) -> None:
         streamed += by_cell(batch, batch.genes)
     every = np.arange(GENES, dtype=np.int32)
     columns = GeneColumns(every, np.ones(GENES, bool), False)
-    totals = np.zeros(2, np.int64)
-    all_cells = np.ones(30, bool)
-    [batch] = tokenize_blocks([counts], columns, vocabulary, tokens, all_cells, totals)
+    [batch] = tokenize_blocks([counts], columns, vocabulary, tokens)
     assert sorted(streamed) == sorted(by_cell(batch, batch.genes))
     with pytest.raises(
         DataError, match=r"tokens\.truncation variable: the vocabulary has no order of genes"

@@ -95,6 +95,39 @@ class Embedding:
     gene_notes: tuple[str, ...] = ()  # lines on how the names of the file's genes were read
 
 
+class ColumnCounts:
+    """Sums of the counts in each column of a file, (columns,) float64, over all cells and over the
+    chosen ones.
+    """
+
+    def __init__(self, n_columns: int) -> None:
+        self.all_cells = np.zeros(n_columns)
+        self.chosen_cells = np.zeros(n_columns)
+
+    def add_up(
+        self, blocks: Iterable[sp.csr_matrix], chosen: np.ndarray
+    ) -> Iterator[sp.csr_matrix]:
+        """The `blocks` of a file, each added when it is read. `chosen` is bool, (n_obs,)."""
+        block_start = 0
+        for block in blocks:
+            is_chosen = chosen[block_start : block_start + block.shape[0]]
+            block_start += block.shape[0]
+            sums = self._sum(block)
+            self.all_cells += sums
+            self.chosen_cells += sums if is_chosen.all() else self._sum(block[is_chosen])
+            yield block
+
+    def _sum(self, block: sp.csr_matrix) -> np.ndarray:
+        return np.bincount(block.indices, block.data, len(self.all_cells))
+
+    def coverage_frac(self, columns: GeneColumns) -> float:
+        """Share of the chosen cells' counts that fall on genes of the vocabulary."""
+        if columns.ordered:
+            return 1.0
+        known = self.chosen_cells[columns.target >= 0].sum()
+        return float(known / self.chosen_cells[columns.measured].sum())
+
+
 def load_for_inference(folder: Path) -> tuple[Model, Vocabulary, Tokens, dict[str, Any]]:
     """Exported model in eval mode, on a GPU if there is one; its vocabulary, tokens and
     config.json.
@@ -116,17 +149,15 @@ def tokenize_blocks(
     vocabulary: Vocabulary,
     tokens: Tokens,
     chosen: np.ndarray | None = None,
-    totals: np.ndarray | None = None,
     with_counts: bool = False,
     per_cell: Mapping[str, np.ndarray | None] = MappingProxyType({}),
 ) -> Iterator[Batch]:
     """Tokens of the cells where `chosen` (bool, `(n_obs,)`; None takes all) is True, one block of
     `rows` at a time.
 
-    `Batch.cells` are indices of rows. Cells without a known gene are left out. `totals` (two int64)
-    gains the chosen cells' counts on known genes, and all their counts. With `with_counts`, batches
-    have the counts of their tokens; `per_cell` has further fields, such as levels, for all cells of
-    the file.
+    `Batch.cells` are indices of rows. Cells without a known gene are left out. With `with_counts`,
+    batches have the counts of their tokens; `per_cell` has further fields, such as levels, for all
+    cells of the file.
     """
     inverse = inverse_medians(vocabulary.medians)
     block_start = 0
@@ -142,8 +173,6 @@ def tokenize_blocks(
             continue
         raw = raw[kept] if len(kept) < n else raw
         block = raw if columns.ordered else select_columns(raw, columns.target, vocabulary.n_genes)
-        if totals is not None:
-            totals += _sum_counts(raw, block, columns)
         nonempty = np.diff(block.indptr) > 0
         block = select_rows(block, nonempty)
         cells = cells[nonempty].astype(np.int64)
@@ -152,20 +181,6 @@ def tokenize_blocks(
         if not columns.ordered:
             counts = rank_order_rows(counts, inverse)
         yield tokenizer.batch(counts, cells, with_counts).with_rows(per_cell)
-
-
-def _sum_counts(raw: sp.csr_matrix, block: sp.csr_matrix, columns: GeneColumns) -> np.ndarray:
-    """Sums of the cells' counts on known genes, and of all their counts, (2,) int64; numbers of
-    genes if these are ordered.
-
-    `raw` has the columns of the file, `block` those of the vocabulary.
-    """
-    if columns.ordered:
-        return np.full(2, raw.nnz, np.int64)
-    measured = raw.data
-    if not columns.measured.all():
-        measured = raw.data[columns.measured[raw.indices]]
-    return np.array([block.data.sum(dtype=np.int64), measured.sum(dtype=np.int64)])
 
 
 def embed_cells(
@@ -185,43 +200,33 @@ def embed_cells(
     chosen = np.ones(reader.n_obs, dtype=bool) if chosen is None else chosen
     check_rows(tokens, reader, str(reader.path))
     columns = match_columns(reader, vocabulary)
-    totals = np.zeros(2, np.int64)
-    column_counts = np.zeros(reader.n_vars)
-    unnamed = np.flatnonzero([] if columns.unnamed is None else columns.unnamed).tolist()
-
-    def rows() -> Iterator[sp.csr_matrix]:
-        """Blocks of the file. If some names are unknown, add up the counts of each column."""
-        for raw in progress(reader.rows(ROW_BLOCK), f"embed {reader.path.stem}", reader.n_obs):
-            if unnamed:
-                column_counts[:] += np.bincount(
-                    raw.indices, weights=raw.data, minlength=len(column_counts)
-                )
-            yield raw
-
+    column_counts = ColumnCounts(reader.n_vars)
+    blocks = progress(reader.rows(ROW_BLOCK), f"embed {reader.path.stem}", reader.n_obs)
     per_cell = {"levels": read_levels(reader, model)}
     batches = tokenize_blocks(
-        rows(), columns, vocabulary, tokens, chosen, totals, per_cell=per_cell
+        column_counts.add_up(blocks, chosen), columns, vocabulary, tokens, chosen, per_cell=per_cell
     )
     vectors = embed_batches(batches, model, reader.n_obs, section.token_budget, section.precision)
     if not chosen.all():  # else a copy would double the memory
         vectors = vectors[chosen]
     if np.isnan(vectors[:, 0]).all():
         raise DataError(f"{reader.path}: no cell has a count on a gene that the model knows")
-    frac = float(totals[0] / totals[1])
+    frac = column_counts.coverage_frac(columns)
     genes = gene_coverage(columns, vocabulary)
     _check_coverage(reader, columns, section, frac, genes)
     reader.warn_of_values()
     notes = columns.notes
     if columns.mismatch is not None:
         notes = (f"warning: {columns.mismatch}", *notes)
-    lost = sorted(unnamed, key=lambda column: -column_counts[column])
-    measured_counts = column_counts[columns.measured].sum()
+    unnamed = np.flatnonzero([] if columns.unnamed is None else columns.unnamed).tolist()
+    lost = sorted(unnamed, key=lambda column: -column_counts.all_cells[column])
+    measured_counts = column_counts.all_cells[columns.measured].sum()
     return Embedding(
         vectors,
         coverage_frac=frac,
         n_without_genes=int(np.isnan(vectors[:, 0]).sum()),
         genes=genes,
-        lost_frac=float(column_counts[lost].sum() / max(measured_counts, 1)),
+        lost_frac=float(column_counts.all_cells[lost].sum() / max(measured_counts, 1)),
         lost_names=tuple(reader.var_names[column] for column in lost[:LOST_NAMES]),
         gene_notes=notes,
         absent_columns=tuple(
