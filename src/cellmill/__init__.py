@@ -8,8 +8,8 @@ __version__ = "0.1.0"
 
 
 def load(path: Path | str) -> Any:
-    """Return the exported model in a folder as an `evaluate.inference.predict.LoadedModel`, on a GPU if there
-    is one.
+    """Return the exported model in a folder as an `evaluate.inference.loaded_model.LoadedModel`, on a GPU
+    if there is one.
 
     `hf://owner/name`, also with `@revision`, is a model on the Hugging Face hub (extra `hub`).
 
@@ -22,7 +22,8 @@ def load(path: Path | str) -> Any:
     """
     if isinstance(path, str) and path.startswith("hf://"):
         path = importlib.import_module("cellmill.models.hub").download(path)
-    return importlib.import_module("cellmill.evaluate.inference.predict").LoadedModel(Path(path))
+    module = importlib.import_module("cellmill.evaluate.inference.loaded_model")
+    return module.LoadedModel(Path(path))
 
 
 def stream(manifest: Path | str, split: str = "train", **options: Any) -> Any:

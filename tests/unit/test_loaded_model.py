@@ -19,7 +19,7 @@ from cellmill import open_cells
 from cellmill.cli import main
 from cellmill.config.options import PredictOptions
 from cellmill.errors import ConfigError, DataError
-from cellmill.evaluate.inference.predict import MAX_NAMES, count_labels
+from cellmill.evaluate.inference.label_counts import MAX_NAMES, count_labels
 from cellmill.models.objectives.shared.calibration import expected_calibration_error
 from cellmill.report.collect import read_run
 from cellmill.report.page import render

@@ -15,7 +15,7 @@ from cellmill.config.datasets import NO_COLUMNS, NO_LABEL, ObsColumns, plain_lab
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.prepare.obs import choose_obs
 from cellmill.data.shards.manifest import Manifest
-from cellmill.evaluate.inference.predict import count_labels
+from cellmill.evaluate.inference.label_counts import count_labels
 from cellmill.report.collect import read_corpus
 from cellmill.report.page import render
 from cellmill.stages.training_inputs import check_levels

@@ -14,7 +14,7 @@ from cellmill.evaluate.classifiers.fitted import predict_folds, small_problems
 from cellmill.evaluate.classifiers.logistic import LogisticRegression
 from cellmill.evaluate.draws import draw_cells, seeded
 from cellmill.evaluate.features import cell_genes
-from cellmill.evaluate.inference.predict import tally
+from cellmill.evaluate.inference.label_counts import count_by_label
 from cellmill.evaluate.methods import REGRESSION
 from cellmill.evaluate.splits import Split
 from cellmill.evaluate.task import Context, Skipped
@@ -84,7 +84,7 @@ def choose_cells(
     missing = labels.isna().to_numpy()
     known = np.flatnonzero(~missing)
     drawn = draw_cells(known, max_cells, seed, draws.LABELLED_CELLS)
-    counts = tally(text[drawn])
+    counts = count_by_label(text[drawn])
     kept = np.array([cell for cell in drawn if counts[text[cell]] >= min_cells], dtype=np.int64)
     return LabelledCells(
         cells=kept,

@@ -46,10 +46,10 @@ from cellmill.evaluate.inference.files import (
     write_embedding,
     write_prediction,
 )
+from cellmill.evaluate.inference.label_counts import count_labels
 from cellmill.evaluate.inference.predict import (
     LABEL,
     choose_thresholds,
-    count_labels,
     find_classifiers,
     predict_heads,
 )

@@ -41,7 +41,7 @@ from cellmill.evaluate.atlas.store import (
 from cellmill.evaluate.atlas.votes import NO_LABEL, Electorate
 from cellmill.evaluate.draws import draw_cells
 from cellmill.evaluate.inference.files import explain_damage, read_embedding
-from cellmill.evaluate.inference.predict import label_texts
+from cellmill.evaluate.inference.label_counts import label_texts
 from cellmill.files import sha256_file, write_json
 
 DRAWN = 5000

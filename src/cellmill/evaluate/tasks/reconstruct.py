@@ -23,7 +23,8 @@ from cellmill.evaluate.draws import draw_cells
 from cellmill.evaluate.evaluated import EvaluatedModel
 from cellmill.evaluate.features import TOKEN_BUDGET
 from cellmill.evaluate.inference.embed import ROW_BLOCK, inference, read_levels, tokenize_blocks
-from cellmill.evaluate.inference.predict import count_labels, find_classifiers
+from cellmill.evaluate.inference.label_counts import count_labels
+from cellmill.evaluate.inference.predict import find_classifiers
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.models.batch import copy_to_device, to_tensors
 from cellmill.models.build import build

@@ -21,7 +21,7 @@ from cellmill.evaluate.classifiers.fitted import fit_all, predict_all, small_pro
 from cellmill.evaluate.components import COMPONENTS, RankedGenes, pca
 from cellmill.evaluate.evaluated import EvaluatedModel, is_label
 from cellmill.evaluate.features import read_rows
-from cellmill.evaluate.inference.predict import tally
+from cellmill.evaluate.inference.label_counts import count_by_label
 from cellmill.evaluate.labels import choose_cells, predict_from_other_half
 from cellmill.evaluate.methods import (
     EMBEDDING,
@@ -117,11 +117,11 @@ class ComparedCells:
         return self.tested.left_out | {
             "fitted_on": ", ".join(group.context.dataset for group in self.fitted),
             "n_fitted": len(self.fitted_labels),
-            "fitted_classes": tally(self.fitted_labels),
+            "fitted_classes": count_by_label(self.fitted_labels),
             "shared_genes": len(self.genes),
             "n_cells": int(is_known.sum()),
-            "classes": tally(tested_labels[is_known]),
-            "new_classes": tally(tested_labels[~is_known]),
+            "classes": count_by_label(tested_labels[is_known]),
+            "new_classes": count_by_label(tested_labels[~is_known]),
             "n_new_classes": int((~is_known).sum()),
             "n_copies": self.n_copies,
         }
@@ -219,7 +219,7 @@ class Transfer(Task):
         compared = self._read_cells(context)
         figures = compared.figures
         ids = config.ontology and _are_ids([*compared.fitted, compared.tested])
-        fitted_names = tally(compared.fitted_labels)
+        fitted_names = count_by_label(compared.fitted_labels)
         if len(fitted_names) < 2:
             raise Skipped(f"the cells of {figures['fitted_on']} have one label", figures)
         is_known = compared.is_known

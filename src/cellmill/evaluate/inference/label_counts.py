@@ -1,0 +1,82 @@
+"""Labels of cells in a file: their texts as shards have them, and counts of those that a model does
+not know.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from cellmill.config.datasets import NO_COLUMNS
+from cellmill.data.arrays import as_text
+from cellmill.data.prepare.qc_lines import list_counts, list_first
+from cellmill.data.shards.obs import shard_column
+
+MAX_NAMES = 20  # labels that are named, the most frequent
+
+
+def label_texts(column: Any, known: Sequence[str]) -> np.ndarray:
+    """Labels of an obs column as shards have them, (cells,) object: text, or None for a missing one.
+
+    A text that usually means no label, such as `unknown`, is a label only if it is in `known`.
+    """
+    codes, values = pd.factorize(column)
+    texts: list[str | None] = []
+    for value in values:
+        text = as_text(value)
+        is_unknown = isinstance(value, str) and text not in known
+        texts.append(None if is_unknown and NO_COLUMNS.means_no_label(text) else text)
+    return np.array([*texts, None], object)[codes]
+
+
+def count_by_label(labels: np.ndarray) -> dict[str, int]:
+    """Number of cells of each of the `labels`, (cells,) text; the largest first, then by name."""
+    return dict(sorted(Counter(labels.tolist()).items(), key=lambda item: (-item[1], item[0])))
+
+
+@dataclass(frozen=True)
+class LabelCounts:
+    """Labelled cells of a file, and those whose label the model does not know."""
+
+    n_labelled: int
+    n_unknown: int  # cells of a label that the model does not know
+    unknown: dict[str, int]  # cells by such a label, the most frequent first
+    problem: str | None  # what is wrong with the labels, without a full stop
+
+    def figures(self) -> dict[str, Any]:
+        """Cells of unknown labels and the labels of most of them; empty without any."""
+        if not self.unknown:
+            return {}
+        named = dict(list(self.unknown.items())[:MAX_NAMES])
+        return {"n_cells_of_unknown_labels": self.n_unknown, "unknown_labels": named}
+
+
+def count_labels(
+    obs: pd.DataFrame, dataset: str, column: str, labels: Sequence[str]
+) -> LabelCounts:
+    """Count the cells of `obs` by label in obs column `column`; `labels` are those that the model
+    knows.
+
+    `dataset` is the name of the dataset: the label of all cells if `column` is `dataset`.
+    """
+    found = shard_column(obs, dataset, column)
+    if found is None:
+        return LabelCounts(0, 0, {}, f"{column}: the file has no such obs column")
+    texts = label_texts(found, labels)
+    given = texts[~pd.isna(texts)]
+    unknown = {label: n for label, n in count_by_label(given).items() if label not in labels}
+    n = len(given)
+    n_unknown = sum(unknown.values())
+    problem = ""
+    named = list_counts(unknown, MAX_NAMES)
+    if not n:
+        problem = "no cell has a label"
+    elif n_unknown == n:
+        known = list_first(labels, MAX_NAMES)
+        problem = f"none of {n:,} labelled cells has a label that the model knows: expected {known}; got {named}"
+    elif unknown:
+        problem = f"{n_unknown:,} of {n:,} labelled cells have a label that the model does not know: {named}"
+    return LabelCounts(n, n_unknown, unknown, f"{column}: {problem}" if problem else None)

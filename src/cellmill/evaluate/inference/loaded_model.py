@@ -1,0 +1,169 @@
+"""`LoadedModel`, an exported model for cells in memory (`cellmill.load`)."""
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from cellmill.config.load import check_options, find_atlas
+from cellmill.config.run import Embed, Map, Predict
+from cellmill.data.genes.names import organisms_of
+from cellmill.data.inputs.anndata_files import open_memory
+from cellmill.data.inputs.reader import CountsReader
+from cellmill.data.prepare.qc_lines import list_first
+from cellmill.errors import ConfigError, did_you_mean
+from cellmill.evaluate.atlas.mapping import Mapped, map_vectors
+from cellmill.evaluate.atlas.store import CellAtlas
+from cellmill.evaluate.inference.embed import (
+    Embedding,
+    describe_limits,
+    embed_cells,
+    load_for_inference,
+)
+from cellmill.evaluate.inference.label_counts import MAX_NAMES
+from cellmill.evaluate.inference.predict import Predicted, choose_thresholds, predict_heads
+from cellmill.evaluate.inference.seen import mark_seen_cells, table_of_seen
+
+
+class LoadedModel:
+    """An exported model with its vocabulary and tokens.
+
+    A cell's vector depends only on its own counts, not on the other cells or their order (except
+    for rounding, 5e-6). It is the vector that `cellmill embed` writes.
+
+    Attributes: `folder`, `config` (config.json), `vocabulary`, and `labels` of the first head that
+    predicts labels; empty without one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._model, self.vocabulary, self._tokens, self.config = load_for_inference(folder)
+        self.labels: list[str] = list((self.config.get("classifier") or {}).get("labels", ()))
+
+    def embed(
+        self, adata: Any, counts: str = "X", *, dataset: str = "adata", **options: Any
+    ) -> np.ndarray:
+        """Vectors of all cells in their order, (n_obs, hidden) float32; NaN for a cell without a
+        gene of the model.
+
+        `adata` is an AnnData in memory; genes are matched by Ensembl id or symbol. `counts` is X,
+        raw, or the name of a layer, `dataset` the name that a model with this covariate reads.
+        `options` are those of section `embed`: token_budget, precision, min_coverage_frac,
+        min_expressed_frac. Raises DataError if the matrix holds no counts, or the model knows too
+        few of its genes.
+        """
+        section = _embed_options("embed", options)
+        with self._open_reader(adata, counts, dataset) as reader:
+            embedding = embed_cells(reader, self._model, self.vocabulary, self._tokens, section)
+        _warn(dataset, embedding)
+        return embedding.vectors
+
+    @contextmanager
+    def _open_reader(self, adata: Any, counts: str, dataset: str) -> Iterator[CountsReader]:
+        with CountsReader(open_memory(adata, counts, dataset)) as reader:
+            reader.dataset = dataset
+            yield reader
+
+    def predict(
+        self,
+        adata: Any,
+        counts: str = "X",
+        *,
+        min_probability: float | None = None,
+        min_accuracy: float | None = None,
+        dataset: str = "adata",
+        **options: Any,
+    ) -> Predicted:
+        """Predictions of all heads, as `cellmill predict` writes them: labels, calibrated
+        probabilities and numbers.
+
+        `obs`, `obsm` and `about` have what the command writes, under its names, and `add_to(adata)`
+        adds it; `labels` are from the first head of labels. Thresholds are options of section
+        `predict`; other arguments are as in `embed`. Raises ConfigError for a model that predicts
+        neither labels nor numbers.
+        """
+        given = {"min_probability": min_probability, "min_accuracy": min_accuracy}
+        section = check_options(Predict, given, "options of predict")
+        thresholds = choose_thresholds(self._model, self.config, section, str(self.folder))
+        embed = _embed_options("predict", options, given)
+        with self._open_reader(adata, counts, dataset) as reader:
+            embedding = embed_cells(reader, self._model, self.vocabulary, self._tokens, embed)
+            seen = mark_seen_cells(reader, self.folder)
+            predicted = predict_heads(
+                self._model, self.config, embedding, thresholds, reader.obs, seen
+            )
+        _warn(dataset, embedding)
+        return predicted
+
+    def map(
+        self,
+        adata: Any,
+        counts: str = "X",
+        *,
+        refuse_frac: float = 0.05,
+        certainty: float = 0.8,
+        atlas: Path | str | None = None,
+        dataset: str = "adata",
+        **options: Any,
+    ) -> Mapped:
+        """Labels, neighbours and distances in the model's atlas, as `cellmill map` writes them.
+
+        `atlas` is its folder, by default `atlas` in the model's. `add_to(adata)` of the result adds
+        everything. Thresholds are options of section `map`; other arguments are as in `embed`.
+        Raises DataError if the atlas is missing, damaged or another model's.
+        """
+        given = {"refuse_frac": refuse_frac, "certainty": certainty}
+        section = check_options(Map, given, "options of map")
+        embed = _embed_options("map", options, [*given, "atlas"])
+        folder = find_atlas(self.folder, None if atlas is None else Path(atlas))
+        width = self._model.vector_width
+        cell_atlas = CellAtlas.read(folder, self.config["weights_sha256"], width)
+        with self._open_reader(adata, counts, dataset) as reader:
+            embedding = embed_cells(reader, self._model, self.vocabulary, self._tokens, embed)
+            seen = mark_seen_cells(reader, self.folder)
+        _warn(dataset, embedding)
+        return map_vectors(cell_atlas, embedding.vectors, seen, section)
+
+    def seen(self, adata: Any, counts: str = "X", *, dataset: str = "adata") -> pd.DataFrame:
+        """Cells that the model, or a model before it, was trained on, as `cellmill seen` finds them.
+
+        A row per cell; column `seen` is exact, near or new (`seen.KINDS`). Arguments are as in
+        `embed`. Raises DataError if no gene is known, or the training cells are not: the model has
+        no list of them.
+        """
+        with self._open_reader(adata, counts, dataset) as reader:
+            table, notes = table_of_seen(reader, self.folder, self.vocabulary)
+        for note in notes:
+            warnings.warn(f"{dataset}: {note}", stacklevel=2)
+        return table
+
+    def __repr__(self) -> str:
+        organisms = ", ".join(organisms_of(self.vocabulary)) or "unknown organism"
+        n_parameters = sum(parameter.numel() for parameter in self._model.parameters())
+        lines = [
+            f"LoadedModel {self.folder}",
+            f"{self.config['family']} of {self._model.vector_width:,} dimensions, "
+            f"{n_parameters:,} parameters, {self.vocabulary.n_genes:,} genes ({organisms})",
+            f"labels: {list_first(self.labels, MAX_NAMES) or 'none'}",
+        ]
+        return "\n    ".join(lines)
+
+
+def _embed_options(method: str, options: dict[str, Any], others: Iterable[str] = ()) -> Embed:
+    """Options of section `embed` that a method was called with; `others` are its other arguments."""
+    known = ["counts", "dataset", *others, *Embed.model_fields]
+    for name in options:
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise ConfigError(f"{method}: unknown argument {name!r}; {hint}")
+    embed: Embed = check_options(Embed, options, f"options of {method}")
+    return embed
+
+
+def _warn(dataset: str, embedding: Embedding) -> None:
+    for line in describe_limits(embedding):
+        warnings.warn(f"{dataset}: {line.removeprefix('warning: ')}", stacklevel=3)
