@@ -437,7 +437,7 @@ def test_features_equal_those_of_the_embed_command(context: Context) -> None:
     profiles = log_normalise(training).toarray()
     centred = found[TRAINING_COMPONENTS]
     basis = np.linalg.svd(profiles - profiles.mean(0), full_matrices=False)[2][: centred.shape[1]]
-    columns = select_columns(counts, context.columns.target, model.vocabulary.n_genes)
+    columns = select_columns(counts, context.gene_columns.target, model.vocabulary.n_genes)
     expected = (log_normalise(columns).toarray() - profiles.mean(0)) @ basis.T
     np.testing.assert_allclose(
         np.abs(centred[:, :5]), np.abs(expected[:, :5]), rtol=1e-3, atol=1e-3
@@ -459,7 +459,9 @@ def test_a_model_that_copies_a_baseline_is_level_with_it(
     context: Context, monkeypatch: pytest.MonkeyPatch, task: Any
 ) -> None:
     def copied(context: Context, counts: sp.csr_matrix, *_: Any) -> np.ndarray:
-        known = select_columns(counts, context.columns.target, context.model.vocabulary.n_genes)
+        known = select_columns(
+            counts, context.gene_columns.target, context.model.vocabulary.n_genes
+        )
         return context.model.components.transform(log_normalise(known))
 
     monkeypatch.setattr(features_module, "embed_counts", copied)

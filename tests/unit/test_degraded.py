@@ -48,7 +48,7 @@ def in_vocabulary(context: Context, counts: sp.csr_matrix) -> np.ndarray:
     """The counts by gene of the vocabulary, column by column."""
     dense = counts.toarray()
     by_gene = np.zeros((len(dense), context.model.vocabulary.n_genes))
-    for column, gene in enumerate(context.columns.target):
+    for column, gene in enumerate(context.gene_columns.target):
         if gene >= 0:
             by_gene[:, gene] += dense[:, column]
     return by_gene

@@ -460,7 +460,7 @@ def test_a_decoder_that_copies_the_baseline_is_level(
 
 def test_predictions_read_no_hidden_gene_of_scored_cells(context: Context) -> None:
     hidden = _hidden(context)
-    columns = np.isin(context.columns.target, hidden.genes)
+    columns = np.isin(context.gene_columns.target, hidden.genes)
     other = hidden.counts.copy()
     other.data = np.where(columns[other.indices], 7 * other.data + 3, other.data)
     changed = _hidden(context, other)

@@ -47,7 +47,7 @@ def cell_genes(context: Context, cells: np.ndarray) -> sp.csr_matrix:
     if kept is not None:
         return kept[ALL_GENES]
     counts = read_rows(context.reader, cells)
-    return log_normalise(summed(counts) if context.columns.ordered else counts)
+    return log_normalise(summed(counts) if context.gene_columns.ordered else counts)
 
 
 def _sources(context: Context) -> tuple[Any, ...]:
@@ -62,7 +62,7 @@ def features_of_counts(
     `embedding` is not computed again.
     """
     model = context.model
-    columns = context.columns
+    columns = context.gene_columns
     profiles = summed(counts) if columns.ordered else counts
     known = log_normalise(select_columns(profiles, columns.target, model.vocabulary.n_genes))
     return {
@@ -84,7 +84,7 @@ def embed_counts(
     n_cells = counts.shape[0]
     if tokens is None:
         rows = (counts[first : first + TOKENIZED] for first in range(0, n_cells, TOKENIZED))
-        tokens = tokenize_blocks(rows, context.columns, model.vocabulary, model.tokens)
+        tokens = tokenize_blocks(rows, context.gene_columns, model.vocabulary, model.tokens)
     vectors = embed_batches(tokens, network, n_cells, TOKEN_BUDGET, context.options.precision)
     return np.nan_to_num(vectors)
 

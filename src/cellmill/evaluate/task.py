@@ -51,14 +51,14 @@ class Context:
     """All datasets of the evaluation, this one among them, for tasks that need several."""
 
     @cached_property
-    def columns(self) -> GeneColumns:
-        """Genes of the model in the dataset."""
+    def gene_columns(self) -> GeneColumns:
+        """Columns of the dataset as rows of the model's vocabulary."""
         return match_columns(self.reader, self.model.vocabulary)
 
     @property
     def measured_genes(self) -> np.ndarray:
         """(M,) int64: rows of the model's vocabulary that the dataset has, ascending."""
-        target = self.columns.target
+        target = self.gene_columns.target
         return np.unique(target[target >= 0]).astype(np.int64)
 
     @property

@@ -132,7 +132,7 @@ def evaluate(
                     n_without_genes=n_chosen - n_scored,
                     roles={role: column for role, column in roles.items() if column != role},
                     tasks=run_tasks(tasks, context, finished, left_out),
-                    genes=asdict(gene_coverage(context.columns, context.model.vocabulary)),
+                    genes=asdict(gene_coverage(context.gene_columns, context.model.vocabulary)),
                     in_corpus=bool(evaluation.trained.seen[name]),
                     n_copies=n_copies,
                     supervised=context.supervised,

@@ -77,7 +77,7 @@ class TrainingCounts:
 
     def project_panel(self, panel: sp.csr_matrix) -> np.ndarray:
         """Components of cells `panel`, fitted on training cells with only the genes that these have."""
-        rows = self.context.columns.target[np.unique(panel.indices)]
+        rows = self.context.gene_columns.target[np.unique(panel.indices)]
         in_panel = np.isin(np.arange(self.counts.shape[1]), rows[rows >= 0])
         fitted = keep_columns(self.counts, in_panel)
         return _fit_components(self.context, fitted, log_normalise)(panel)
@@ -94,7 +94,7 @@ def _fit_components(
     components = pca(fitted.shape).fit(normalise(fitted))
 
     def project(counts: sp.csr_matrix) -> np.ndarray:
-        known = select_columns(counts, context.columns.target, fitted.shape[1])
+        known = select_columns(counts, context.gene_columns.target, fitted.shape[1])
         return components.transform(normalise(known))
 
     return project

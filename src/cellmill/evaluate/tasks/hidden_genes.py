@@ -48,13 +48,13 @@ class HiddenGenes:
     context: Context
     counts: sp.csr_matrix  # (C, F)
     genes: np.ndarray  # (G,) int64: rows of the vocabulary, ascending
-    # genes of the columns of `counts`, if these are not the columns of the dataset
+    # `gene_columns`, if the columns of `counts` are not those of the dataset
     other_columns: GeneColumns | None = None
 
     @property
-    def columns(self) -> GeneColumns:
-        """Genes of the columns of `counts`."""
-        return self.other_columns or self.context.columns
+    def gene_columns(self) -> GeneColumns:
+        """Columns of `counts` as rows of the model's vocabulary."""
+        return self.other_columns or self.context.gene_columns
 
     @property
     def network(self) -> Any:
@@ -69,7 +69,7 @@ class HiddenGenes:
     @cached_property
     def visible(self) -> sp.csr_matrix:
         """(C, F): the counts without those of hidden genes."""
-        is_hidden = np.isin(self.columns.target, self.genes)
+        is_hidden = np.isin(self.gene_columns.target, self.genes)
         return keep_columns(self.counts, ~is_hidden)
 
     @cached_property
@@ -87,7 +87,9 @@ class HiddenGenes:
     def tokens(self) -> Iterator[Batch]:
         """Tokens of the visible genes; cells without any are left out."""
         model = self.context.model
-        for batch in tokenize_blocks([self.visible], self.columns, model.vocabulary, model.tokens):
+        for batch in tokenize_blocks(
+            [self.visible], self.gene_columns, model.vocabulary, model.tokens
+        ):
             # removed counts are zeros, which may have tokens too
             is_visible = ~np.isin(batch.genes, self.genes + len(SPECIAL))
             yield _keep_tokens(batch, is_visible)
@@ -105,7 +107,9 @@ class HiddenGenes:
 
     def to_vocabulary(self, counts: sp.csr_matrix) -> sp.csr_matrix:
         """(C, V): counts (C, F) by row of the vocabulary."""
-        return select_columns(counts, self.columns.target, self.context.model.vocabulary.n_genes)
+        return select_columns(
+            counts, self.gene_columns.target, self.context.model.vocabulary.n_genes
+        )
 
 
 def _keep_tokens(batch: Batch, is_kept: np.ndarray) -> Batch:

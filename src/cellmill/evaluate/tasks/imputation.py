@@ -275,7 +275,7 @@ class Imputation(Task):
         """Rows of the vocabulary to hide, ascending. Prints the listed genes that are not hidden."""
         config = self.config
         vocabulary = context.model.vocabulary
-        known_counts = select_columns(counts, context.columns.target, vocabulary.n_genes)
+        known_counts = select_columns(counts, context.gene_columns.target, vocabulary.n_genes)
         n_cells = np.bincount(known_counts.indices, minlength=vocabulary.n_genes)
         is_expressed = n_cells >= config.min_cells
         if config.genes is None:

@@ -111,7 +111,7 @@ def _observe(context: Context, network: Model, cells: np.ndarray) -> list[np.nda
     with inference(device, context.options.precision):
         blocks = tokenize_blocks(
             reader.rows(ROW_BLOCK),
-            context.columns,
+            context.gene_columns,
             model.vocabulary,
             model.tokens,
             chosen=np.isin(np.arange(reader.n_obs), cells),

@@ -68,7 +68,7 @@ class CellGroup:
         known = context.model.vocabulary.gene_ids
         cells = candidates[chosen.cells]
         names = []
-        columns = zip(context.columns.target, reader.var_names, context.columns.measured)
+        columns = zip(context.gene_columns.target, reader.var_names, context.gene_columns.measured)
         for row, name, is_measured in columns:
             name_of_other = name if is_measured else ""
             names.append(known[row] if row >= 0 else name_of_other)
@@ -86,7 +86,7 @@ class CellGroup:
         """Counts of `genes`, each of which the group has: `(cells, genes)`."""
         position = {gene: index for index, gene in enumerate(genes)}
         target = np.array([position.get(name, -1) for name in self.names], np.int32)
-        counts = summed(self.counts) if self.context.columns.ordered else self.counts
+        counts = summed(self.counts) if self.context.gene_columns.ordered else self.counts
         return select_columns(counts, target, len(genes))
 
 

@@ -127,7 +127,7 @@ def read_profiles(context: Context, roles: Iterable[str]) -> Profiles:
 def _read_counts(context: Context) -> sp.csr_matrix:
     """(cells, G): counts of the model's genes that the dataset has."""
     genes = context.measured_genes
-    vocabulary_row = context.columns.target
+    vocabulary_row = context.gene_columns.target
     # (genes of the file,): index in `genes`, -1 for genes that the model does not know
     column = np.where(vocabulary_row >= 0, np.searchsorted(genes, vocabulary_row), -1)
     column = column.astype(np.int32)
