@@ -42,12 +42,11 @@ from cellmill.evaluate.methods import (
     UNTRAINED,
     WITH_COMPONENTS,
 )
-from cellmill.evaluate.scores import ClassPredictions, ScoreColumn, table_rows
+from cellmill.evaluate.scores import CLASS_METRICS, ClassPredictions, ScoreColumn, table_rows
 from cellmill.evaluate.splits import draw_shots, split_by_class, split_groups
 from cellmill.evaluate.task import Context, run_task
 from cellmill.evaluate.tasks import classify as classify_module
 from cellmill.evaluate.tasks.classify import (
-    METRICS,
     MIN_TESTED,
     FewShot,
     LeaveOut,
@@ -97,7 +96,7 @@ def _predicted(
 
 
 def _columns(predictions: ClassPredictions) -> list[ScoreColumn]:
-    return [predictions.column("", metric, metric, words) for metric, words in METRICS.items()]
+    return predictions.metric_columns("")
 
 
 def _rank_z(genes: sp.csr_matrix) -> np.ndarray:
@@ -150,7 +149,7 @@ def test_rows_equal_scikit_learn_pipelines_over_the_same_folds(
         for repetition in range(2):
             folds = StratifiedKFold(5, shuffle=True, random_state=3 + repetition)
             predicted = cross_val_predict(pipeline, values, labels, cv=folds)
-            of_row = {key: rows[name].scores[key].repetitions[repetition] for key in METRICS}
+            of_row = {key: rows[name].scores[key].repetitions[repetition] for key in CLASS_METRICS}
             f1 = {
                 kind: f1_score(labels, predicted, average=kind, zero_division=0)
                 for kind in ("macro", "weighted")

@@ -28,11 +28,11 @@ from cellmill.evaluate.features import read_rows
 from cellmill.evaluate.methods import EMBEDDING, UNTRAINED
 from cellmill.evaluate.task import Context, Skipped, run_task
 from cellmill.evaluate.tasks import imputation
+from cellmill.evaluate.tasks.expression import cross_correlations
 from cellmill.evaluate.tasks.gene_sets import GeneEmbedding
 from cellmill.evaluate.tasks.genes import (
     auroc,
     auroc_terms,
-    correlations,
     expression_statistics,
 )
 from cellmill.evaluate.tasks.grn import Grn, average_precision, build_network, known_edges
@@ -97,7 +97,9 @@ def test_sparse_statistics_equal_those_of_dense_arrays(planted: Context) -> None
     expected = np.stack([dense.mean(0), dense.std(0), (dense > 0).mean(0)], axis=1)
     np.testing.assert_allclose(expression_statistics(profiles), expected, atol=1e-6)
     both = np.corrcoef(dense[:, :7].T)
-    np.testing.assert_allclose(correlations(dense[:, :3], dense[:, 3:7]), both[:3, 3:], atol=1e-9)
+    np.testing.assert_allclose(
+        cross_correlations(dense[:, :3], dense[:, 3:7]), both[:3, 3:], atol=1e-9
+    )
 
 
 def test_only_a_planted_gene_set_is_found(

@@ -15,9 +15,9 @@ from scipy.stats import poisson
 from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.stream.batch import Batch
 from cellmill.evaluate.task import Context
+from cellmill.evaluate.tasks.expression import expected_log_expression
 from cellmill.evaluate.tasks.perturbation.changes import (
     Profiles,
-    expected_log_expression,
     predict_responses,
     read_profiles,
 )

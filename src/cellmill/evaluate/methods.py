@@ -1,9 +1,14 @@
-"""Features that several tasks score, as methods without a classifier; tasks define more."""
+"""Methods that several tasks score, and the features of cells by method.
 
+A method without a classifier names features. Tasks define more methods.
+"""
+
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import scipy.sparse as sp
 
 from cellmill.evaluate.components import COMPONENTS
 from cellmill.runs.results import ScoredMethod
@@ -31,3 +36,26 @@ KNN = "kNN"
 def add_note(method: ScoredMethod, note: str) -> ScoredMethod:
     """The method with a note after the name of its features, such as the cells it is fitted on."""
     return replace(method, features=f"{method.features}{note}")
+
+
+def group_by_features(methods: Iterable[ScoredMethod]) -> dict[str, list[ScoredMethod]]:
+    """Methods by the name of their features."""
+    groups: dict[str, list[ScoredMethod]] = {}
+    for method in methods:
+        groups.setdefault(method.features, []).append(method)
+    return groups
+
+
+def select_cells(features: Features, cells: np.ndarray) -> Features:
+    """Features of some of the `cells` (indices)."""
+    return {method: values[cells] for method, values in features.items()}
+
+
+def stack_cells(parts: Iterable[Features]) -> Features:
+    """Features of the cells of all parts, one part after another."""
+    all_features = [*parts]
+    stacked: Features = {}
+    for method in all_features[0]:
+        values = [features[method] for features in all_features]
+        stacked[method] = sp.vstack(values, "csr") if sp.issparse(values[0]) else np.vstack(values)
+    return stacked

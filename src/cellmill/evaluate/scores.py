@@ -46,6 +46,8 @@ from cellmill.runs.results import (
     compare,
 )
 
+# names in words of the metrics of classes
+CLASS_METRICS = {"accuracy": "accuracy", "macro_f1": "macro-F1", "weighted_f1": "weighted F1"}
 NOT_TESTED = -1  # predicted class of a cell that a repetition does not test
 LEVEL = 0.95
 LARGEST_CLASS = ScoredMethod("largest class")
@@ -74,8 +76,7 @@ def divide(sums: np.ndarray, n: np.ndarray) -> np.ndarray:
 
 
 def cell_scores(metric: str, labels: np.ndarray, predicted: np.ndarray) -> np.ndarray:
-    """Scores whose mean over the tested cells of a repetition is its accuracy, macro_f1 or
-    weighted_f1.
+    """Scores whose mean over the tested cells of a repetition is its `metric`, one of CLASS_METRICS.
 
     `labels`, `(cells,)`, and `predicted`, `(repetitions, cells)`, are class ids. Returns
     float64 of the shape of `predicted`, NaN for cells that are not tested.
@@ -285,7 +286,7 @@ class ClassPredictions:
         return np.searchsorted(self.classes, self.labels)
 
     def column(self, condition: str, metric: str, heading: str, metric_name: str) -> ScoreColumn:
-        """Scores by `metric`: accuracy, macro_f1 or weighted_f1; verdicts call it `metric_name`."""
+        """Scores by `metric`, one of CLASS_METRICS; verdicts call it `metric_name`."""
         methods = self.by_condition[condition]
         scores = {
             method: cell_scores(metric, self.truth, class_ids)
@@ -326,8 +327,14 @@ class ClassPredictions:
             np.add.at(counts, (self.truth[is_tested], class_ids[is_tested]), 1)
         return Confusion(method.name, self.classes.tolist(), counts.tolist())
 
+    def metric_columns(self, condition: str) -> list[ScoreColumn]:
+        """A column for each of CLASS_METRICS."""
+        return [
+            self.column(condition, metric, metric, name) for metric, name in CLASS_METRICS.items()
+        ]
+
     def accuracies(self) -> list[ScoreColumn]:
-        """A column for each condition."""
+        """A column of accuracies for each condition."""
         return [
             self.column(name, "accuracy", name, f"accuracy, {name}") for name in self.by_condition
         ]

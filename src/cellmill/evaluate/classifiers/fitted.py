@@ -96,11 +96,6 @@ def small_problems() -> Iterator[None]:
         yield
 
 
-def select_cells(features: Features, cells: np.ndarray) -> Features:
-    """The features of some of the cells."""
-    return {method: values[cells] for method, values in features.items()}
-
-
 def fit_all(
     features: Features, labels: np.ndarray, neighbors: int, context: Context
 ) -> dict[ScoredMethod, CachedClassifiers]:
@@ -163,3 +158,11 @@ def predict_all(fitted: Mapping[ScoredMethod, CachedClassifiers], features: Feat
         for name, classes in classifiers.predict(features[method]).items():
             predicted[replace(method, classifier=name)] = classes
     return predicted
+
+
+def predict_majority(labels: np.ndarray, n: int) -> np.ndarray:
+    """The largest class of the fitted `labels`, or the first of equally large classes, for each of
+    `n` cells: text `(n,)`.
+    """
+    classes, sizes = np.unique(labels, return_counts=True)
+    return np.full(n, classes[sizes.argmax()])

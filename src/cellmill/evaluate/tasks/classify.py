@@ -21,7 +21,7 @@ from cellmill.evaluate.classifiers.fitted import (
     fit_all,
     predict_all,
     predict_folds,
-    select_cells,
+    predict_majority,
     small_problems,
 )
 from cellmill.evaluate.components import (
@@ -46,6 +46,8 @@ from cellmill.evaluate.methods import (
     WITH_COMPONENTS,
     Arrays,
     Features,
+    group_by_features,
+    select_cells,
 )
 from cellmill.evaluate.products import SharedCells
 from cellmill.evaluate.scores import ClassPredictions, ScoreColumn, tabulate
@@ -53,7 +55,6 @@ from cellmill.evaluate.splits import Split, draw_shots, split_by_class, split_gr
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.runs.results import ScoredMethod, TaskResult, Verdict
 
-METRICS = {"accuracy": "accuracy", "macro_f1": "macro-F1", "weighted_f1": "weighted F1"}
 MIN_TESTED = 5
 MANY = {"donor": "donors", "batch": "batches"}
 
@@ -78,10 +79,7 @@ class Probe(Task):
         predict_splits(
             predictions, features, splits, config.neighbors, context, with_fitted_features=True
         )
-        columns = [
-            predictions.column("", metric, metric, metric_name)
-            for metric, metric_name in METRICS.items()
-        ]
+        columns = predictions.metric_columns("")
         figures = chosen.figures | {
             "folds": options.folds,
             "seeds": config.seeds,
@@ -136,14 +134,8 @@ def predict_splits(
             fitted = fit_all(train_features, labels[train], neighbors, context)
             predicted = predict_all(fitted, select_cells(split_features, test))
         if with_fitted_features:
-            predicted[MAJORITY] = majority(labels[train], len(test))
+            predicted[MAJORITY] = predict_majority(labels[train], len(test))
         predictions.record(condition, split.repetition, test, predicted)
-
-
-def majority(labels: np.ndarray, n: int) -> np.ndarray:
-    """The largest class, or the first of equally large classes, for `n` cells."""
-    classes, sizes = np.unique(labels, return_counts=True)
-    return np.full(n, classes[sizes.argmax()])
 
 
 def _fit_components(
@@ -196,14 +188,6 @@ def judge(columns: list[ScoreColumn]) -> list[Verdict]:
         components = accuracy.best(by_features[TRAINING_COMPONENTS.features])
         verdicts.append(accuracy.compare(joined, components))
     return list(dict.fromkeys(verdicts))
-
-
-def group_by_features(methods: Iterable[ScoredMethod]) -> dict[str, list[ScoredMethod]]:
-    """Methods by the name of their features."""
-    groups: dict[str, list[ScoredMethod]] = {}
-    for method in methods:
-        groups.setdefault(method.features, []).append(method)
-    return groups
 
 
 class FewShot(Task):

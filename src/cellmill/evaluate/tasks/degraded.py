@@ -18,7 +18,12 @@ import scipy.sparse as sp
 from cellmill.config.parts.tasks import LowDepthConfig, MissingGenesConfig
 from cellmill.data.arrays import counts_per_10k, log_normalise, select_columns
 from cellmill.evaluate import draws
-from cellmill.evaluate.classifiers.fitted import fit_all, predict_all, select_cells, small_problems
+from cellmill.evaluate.classifiers.fitted import (
+    fit_all,
+    predict_all,
+    predict_majority,
+    small_problems,
+)
 from cellmill.evaluate.components import COMPONENTS, pca
 from cellmill.evaluate.draws import seeded
 from cellmill.evaluate.evaluated import PCA_CELLS, read_counts
@@ -32,11 +37,12 @@ from cellmill.evaluate.methods import (
     Arrays,
     Features,
     add_note,
+    select_cells,
+    stack_cells,
 )
 from cellmill.evaluate.scores import ClassPredictions, tabulate
 from cellmill.evaluate.splits import Split, split_by_class
 from cellmill.evaluate.task import Context, Skipped, Task
-from cellmill.evaluate.tasks.classify import majority
 from cellmill.runs.results import ScoredMethod, TaskResult
 
 MAX_CELLS = 2_000  # cells used at most: each level is embedded and classified again
@@ -153,7 +159,7 @@ class Degraded(Task):
                         added = self._predict(context, features, [level], chosen.labels, split)
                         for column, classes in added.items():
                             predicted[column] |= classes
-                largest = {MAJORITY: majority(chosen.labels[split.train], len(split.test))}
+                largest = {MAJORITY: predict_majority(chosen.labels[split.train], len(split.test))}
                 for column, classes in predicted.items():
                     predictions.record(column, repeat, split.test, classes | largest)
         figures = {"folds": options.folds, "repeats": config.repeats, "neighbors": config.neighbors}
@@ -198,7 +204,7 @@ class Degraded(Task):
         for name, features in trained.items():
             fitted[name] = fit_all(features, labels[split.train], neighbors, context)
         labels_of_all = np.tile(labels[split.train], len(trained))
-        on_all = fit_all(stack_levels(trained.values()), labels_of_all, neighbors, context)
+        on_all = fit_all(stack_cells(trained.values()), labels_of_all, neighbors, context)
         predicted = {}
         for level in levels:
             tested = select_cells(by_level[level], split.test)
@@ -210,16 +216,6 @@ class Degraded(Task):
             predicted[f"{level}, {SHIFTED}"] = predict_all(on_whole, tested)
             predicted[f"{level}, {ALL_LEVELS}"] = predict_all(on_all, tested)
         return predicted
-
-
-def stack_levels(levels: Iterable[Features]) -> Features:
-    """Features of the cells of all levels, one level after another."""
-    all_features = [*levels]
-    stacked: Features = {}
-    for method in all_features[0]:
-        parts = [features[method] for features in all_features]
-        stacked[method] = sp.vstack(parts, "csr") if sp.issparse(parts[0]) else np.vstack(parts)
-    return stacked
 
 
 def log_per_1k(counts: sp.csr_matrix) -> sp.csr_matrix:

@@ -165,18 +165,3 @@ def auroc_terms(member: np.ndarray, scores: np.ndarray) -> np.ndarray:
     weight = np.where(member, len(member) / n_members, len(member) / n_others)
     terms: np.ndarray = area + weight * (shares - area)
     return terms
-
-
-def correlations(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """(m, n) float64: Pearson of the columns of `first` (cells, m) and `second` (cells, n).
-
-    It is 0 for constant columns.
-    """
-    return np.asarray(_standardise(first).T @ _standardise(second))
-
-
-def _standardise(values: np.ndarray) -> np.ndarray:
-    """Centre columns and scale them to length 1; a constant column becomes zeros."""
-    centred = values.astype(np.float64) - values.mean(0, dtype=np.float64)
-    length = np.linalg.norm(centred, axis=0)
-    return np.divide(centred, length, out=np.zeros_like(centred), where=length > 1e-9)

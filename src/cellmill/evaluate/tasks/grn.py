@@ -24,7 +24,8 @@ from cellmill.evaluate.draws import seeded
 from cellmill.evaluate.methods import Arrays
 from cellmill.evaluate.scores import ScoreColumn, table_rows, tabulate
 from cellmill.evaluate.task import Context
-from cellmill.evaluate.tasks.genes import RANDOM, GeneTask, auroc, correlations, read_lines
+from cellmill.evaluate.tasks.expression import cross_correlations
+from cellmill.evaluate.tasks.genes import RANDOM, GeneTask, auroc, read_lines
 from cellmill.runs.results import ScoredMethod, TaskResult
 
 CO_EXPRESSION_PEARSON = ScoredMethod("co-expression, Pearson")
@@ -142,8 +143,8 @@ def compare_genes(vectors: Arrays, profiles: sp.csr_matrix, network: RegulatoryN
         similarities[name] = np.asarray(cosines)
     factor_expression = profiles[:, network.factors].toarray()
     target_expression = profiles[:, network.targets].toarray()
-    similarities[CO_EXPRESSION_PEARSON] = correlations(factor_expression, target_expression)
-    similarities[CO_EXPRESSION_SPEARMAN] = correlations(
+    similarities[CO_EXPRESSION_PEARSON] = cross_correlations(factor_expression, target_expression)
+    similarities[CO_EXPRESSION_SPEARMAN] = cross_correlations(
         rankdata(factor_expression, axis=0), rankdata(target_expression, axis=0)
     )
     return similarities

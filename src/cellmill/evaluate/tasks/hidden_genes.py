@@ -25,7 +25,7 @@ from cellmill.evaluate.features import embed_counts, keep_columns
 from cellmill.evaluate.inference.embed import inference, tokenize_blocks
 from cellmill.evaluate.inference.ridge import GeneRidge
 from cellmill.evaluate.task import Context
-from cellmill.evaluate.tasks.perturbation.changes import expected_log_expression
+from cellmill.evaluate.tasks.expression import expected_log_expression
 from cellmill.models.batch import PAD_TOKEN, add_tokens, to_tensors
 from cellmill.models.family import Model
 from cellmill.models.objectives.cell_decoding import CellDecoding

@@ -29,17 +29,16 @@ from cellmill.data.genes.names import GeneColumns, rows_of_names
 from cellmill.data.shards.reader import read_names
 from cellmill.errors import DataError
 from cellmill.evaluate import draws
-from cellmill.evaluate.classifiers.fitted import select_cells
 from cellmill.evaluate.components import COMPONENTS, pca
 from cellmill.evaluate.draws import draw_cells, seeded
 from cellmill.evaluate.evaluated import read_counts
 from cellmill.evaluate.features import read_rows
-from cellmill.evaluate.methods import EMBEDDING, KNN, UNTRAINED, Arrays, add_note
+from cellmill.evaluate.methods import EMBEDDING, KNN, UNTRAINED, Arrays, add_note, select_cells
 from cellmill.evaluate.scores import ScoreColumn, divide, tabulate
 from cellmill.evaluate.splits import Split, split_groups
 from cellmill.evaluate.task import Context, Skipped, Task
+from cellmill.evaluate.tasks.expression import ALPHAS, column_correlations
 from cellmill.evaluate.tasks.hidden_genes import HiddenGenes, decode_expression
-from cellmill.evaluate.tasks.perturbation.changes import ALPHAS
 from cellmill.runs.results import ScoredMethod, TaskResult
 
 METRICS: Mapping[str, str] = {  # names in words by heading; lower is better for MSE only
@@ -69,25 +68,12 @@ def expression_scores(predicted: np.ndarray, measured: np.ndarray) -> dict[str, 
     rank_in_gene = rankdata(predicted, axis=0)
     rank_in_cell = rankdata(predicted, axis=1)
     return {
-        "Pearson by gene": correlation(predicted, measured),
-        "Spearman by gene": correlation(rank_in_gene, rankdata(measured, axis=0)),
-        "Pearson by cell": correlation(predicted.T, measured.T),
-        "Spearman by cell": correlation(rank_in_cell.T, rankdata(measured, axis=1).T),
+        "Pearson by gene": column_correlations(predicted, measured),
+        "Spearman by gene": column_correlations(rank_in_gene, rankdata(measured, axis=0)),
+        "Pearson by cell": column_correlations(predicted.T, measured.T),
+        "Spearman by cell": column_correlations(rank_in_cell.T, rankdata(measured, axis=1).T),
         "MSE": np.square(predicted - measured).mean(1),
     }
-
-
-def correlation(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Pearson of each column of two arrays; NaN if the column is constant in either."""
-    x = first - first.mean(0)
-    y = second - second.mean(0)
-    x_length = np.linalg.norm(x, axis=0)
-    y_length = np.linalg.norm(y, axis=0)
-    # a constant column has a length of rounding errors, not of 0
-    x_varies = x_length > 1e-9 * np.abs(first).max(0)
-    y_varies = y_length > 1e-9 * np.abs(second).max(0)
-    lengths = np.where(x_varies & y_varies, x_length * y_length, 0)
-    return divide((x * y).sum(0), lengths)
 
 
 @dataclass(frozen=True)

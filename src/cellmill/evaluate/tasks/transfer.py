@@ -17,7 +17,12 @@ from cellmill.config.parts.tasks import TransferConfig
 from cellmill.data.arrays import log_normalise, select_columns, summed
 from cellmill.data.genes.tables import RELEASE, cell_ontology, is_term_id
 from cellmill.errors import ConfigError, DataError
-from cellmill.evaluate.classifiers.fitted import fit_all, predict_all, small_problems
+from cellmill.evaluate.classifiers.fitted import (
+    fit_all,
+    predict_all,
+    predict_majority,
+    small_problems,
+)
 from cellmill.evaluate.components import COMPONENTS, RankedGenes, pca
 from cellmill.evaluate.evaluated import EvaluatedModel, is_label
 from cellmill.evaluate.features import read_rows
@@ -32,11 +37,10 @@ from cellmill.evaluate.methods import (
     UNTRAINED,
     Features,
     add_note,
+    stack_cells,
 )
 from cellmill.evaluate.scores import NOT_TESTED, ClassPredictions, ScoreColumn, table_rows, tabulate
 from cellmill.evaluate.task import Context, Skipped, Task
-from cellmill.evaluate.tasks.classify import METRICS, majority
-from cellmill.evaluate.tasks.degraded import stack_levels
 from cellmill.evaluate.tasks.hidden_genes import HiddenGenes
 from cellmill.runs.results import ScoredMethod, TaskResult
 
@@ -179,7 +183,7 @@ def transfer_features(
         features[SHARED_GENES] = log_normalise(counts)
         return features
 
-    fitted_features = stack_levels(map(read_features, fitted))
+    fitted_features = stack_cells(map(read_features, fitted))
     tested_features = read_features(tested)
     profiles = fitted_features[SHARED_GENES]
     tested_profiles = tested_features[SHARED_GENES]
@@ -265,7 +269,7 @@ class Transfer(Task):
         with small_problems():
             classifiers = fit_all(fitted_features, labels, self.config.neighbors, context)
             predicted = predict_all(classifiers, tested_features)
-        predicted[MAJORITY] = majority(labels, len(tested.labels))
+        predicted[MAJORITY] = predict_majority(labels, len(tested.labels))
         ceiling_labels = predict_from_other_half(context)[tested.cells]
         predictions = ClassPredictions(tested.labels, 1, tuple(np.unique(labels)), ceiling_labels)
         for condition, is_chosen in ((KNOWN, compared.is_known), (NEW, ~compared.is_known)):
@@ -322,10 +326,7 @@ def _tabulate_predictions(
     steps: list[ScoreColumn] = []
     confusion = None
     if KNOWN in predictions.by_condition:
-        columns += [
-            predictions.column(KNOWN, metric, metric, metric_name)
-            for metric, metric_name in METRICS.items()
-        ]
+        columns += predictions.metric_columns(KNOWN)
         confusion = predictions.confusion(KNOWN, columns[0].best_model())
     if ids:
         figures = figures | {"cell_ontology": RELEASE}

@@ -23,7 +23,7 @@ from sklearn.preprocessing import StandardScaler
 
 from cellmill.config.corpus import IS_CONTROL
 from cellmill.config.parts.tokens import SPECIAL
-from cellmill.data.arrays import TARGET_SUM, log_normalise, select_columns, text_values
+from cellmill.data.arrays import log_normalise, select_columns, text_values
 from cellmill.errors import DataError
 from cellmill.evaluate import draws
 from cellmill.evaluate.draws import seeded
@@ -32,6 +32,7 @@ from cellmill.evaluate.inference.embed import inference
 from cellmill.evaluate.methods import KNN, Arrays
 from cellmill.evaluate.scores import divide
 from cellmill.evaluate.task import Context, Skipped
+from cellmill.evaluate.tasks.expression import ALPHAS, expected_log_expression
 from cellmill.models.objectives.perturbation_response import PerturbationResponse
 from cellmill.runs.results import ScoredMethod
 
@@ -40,11 +41,7 @@ START = 0  # predictions start from these
 MEASURED = 1  # changes are measured from these
 MIN_CONTROLS = 5  # controls of a stratum in each half
 MAX_CONTROLS = 128  # controls of a stratum that the model predicts from: the first of their half
-# strengths of the ridge; the one with the least leave-one-out error on the training units is taken
-ALPHAS = np.logspace(-2, 4, 13)
 MIN_FITTED = 3  # training units with features that a linear prediction needs
-# expected counts from which the logarithm of the expectation is within 0.02 of the expected one
-LARGE = 30.0
 ChangesByMethod = dict[ScoredMethod, np.ndarray]
 """Predicted changes `(test units, G)` of each method."""
 NO_CHANGE = ScoredMethod("no change")
@@ -351,23 +348,3 @@ def predict_responses(
                 change_by_name[name] = predict_mean(controls, name, genes[unit]) - unperturbed
             changes[unit] += stratum_shares[unit, stratum] * change_by_name[name]
     return changes
-
-
-def expected_log_expression(shares: np.ndarray, depth: np.ndarray) -> np.ndarray:
-    """(C, G) float64: mean of log(1 + k * 10,000 / depth) over Poisson counts k of mean depth *
-    share.
-
-    Summed over k, because the expectation of a logarithm is not the logarithm of the expectation.
-    """
-    mean = depth[:, None] * shares
-    scale = TARGET_SUM / np.maximum(depth, 1)[:, None]
-    summed_mean = np.minimum(mean, LARGE)
-    # sum over counts up to 8 standard deviations above the mean; the rest adds nothing
-    largest = summed_mean.max(initial=0)
-    n_counts = int(np.ceil(largest + 8 * largest**0.5)) + 5
-    probability = np.exp(-summed_mean)  # Poisson probability of a count of 0
-    expectation = np.zeros_like(mean)
-    for count in range(1, n_counts + 1):
-        probability = probability * summed_mean / count
-        expectation += probability * np.log1p(count * scale)
-    return np.where(mean < LARGE, expectation, np.log1p(mean * scale))

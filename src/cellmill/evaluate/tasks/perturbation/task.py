@@ -19,12 +19,11 @@ import numpy as np
 from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.evaluate import draws
 from cellmill.evaluate.draws import seeded
-from cellmill.evaluate.methods import Arrays
+from cellmill.evaluate.methods import Arrays, group_by_features
 from cellmill.evaluate.scores import ScoreColumn, divide, table_rows, tabulate
 from cellmill.evaluate.splits import Split
 from cellmill.evaluate.task import Context, Skipped, Task
-from cellmill.evaluate.tasks.classify import group_by_features
-from cellmill.evaluate.tasks.genes import correlations
+from cellmill.evaluate.tasks.expression import cross_correlations
 from cellmill.evaluate.tasks.perturbation.changes import (
     MEAN,
     MEASURED,
@@ -364,7 +363,7 @@ class Perturbation(Task):
         pairs = {CEILING: ChangePair(first, second)}
         if held.role == "perturbation":
             known = held.fitted_changes[fold.train]
-            nearest = correlations(first.T, known.T).argmax(1)
+            nearest = cross_correlations(first.T, known.T).argmax(1)
             pairs[BEST_OTHER] = ChangePair(known[nearest], second)
         return pairs
 
