@@ -260,12 +260,12 @@ class _Evaluation:
         ancestors: Sequence[Path],
         files: dict[str, DatasetFiles],
     ) -> None:
-        shards = Manifest.read(manifest)
+        training_manifest = Manifest.read(manifest)
         self.section = section
-        self.model = load_evaluated(model, shards, section.seed)
+        self.model = load_evaluated(model, training_manifest, section.seed)
         network = self.model.network
         digest = sha256_file(model / "model.safetensors")
-        self.fingerprint = shards.fingerprint
+        self.fingerprint = training_manifest.fingerprint
         self.about: dict[str, Any] = {
             "digest": digest,
             "vocabulary_digest": self.model.vocabulary.digest,
@@ -280,7 +280,7 @@ class _Evaluation:
             unknown = [parent]
         if unknown:
             self.about["unknown_cells"] = unknown
-        manifests = [shards, *map(Manifest.read, ancestors)]
+        manifests = [training_manifest, *map(Manifest.read, ancestors)]
         self.trained = TrainedCells(manifests, files, training.listed)
         self.datasets = EvaluatedDatasets(files, digest, network.vector_width)
 

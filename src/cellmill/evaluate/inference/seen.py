@@ -183,11 +183,9 @@ def find_shards(train: Path, options: TrainOptions, fingerprint: str) -> tuple[P
     candidates = _find_existing(path, train)
     for candidate in candidates:
         with suppress(DataError, KeyError):  # damaged, or without these columns: other shards
-            shards = Manifest.read(candidate)
-            if (
-                shards.fingerprint_with(options.read_columns(), options.number_columns())
-                == fingerprint
-            ):
+            manifest = Manifest.read(candidate)
+            columns = options.read_columns(), options.number_columns()
+            if manifest.fingerprint_with(*columns) == fingerprint:
                 return candidate, ""
     return None, f"{path} {'is of other shards by now' if candidates else 'was not found'}"
 
