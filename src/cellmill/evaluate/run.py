@@ -71,56 +71,7 @@ class _TaskRun:
         return result, added
 
 
-def _list_task_runs(
-    tasks: dict[str, Task],
-    context: Context,
-    finished: FinishedTasks,
-    left_out: Mapping[str, list[str]],
-) -> Iterator[_TaskRun]:
-    """Each task, then for each further label the tasks that read a label."""
-    for name, task in tasks.items():
-        path = finished.path(name, task, context)
-        yield _TaskRun(name, name, task, context, path, left_out.get(name))
-    for role, column in context.roles.items():
-        if role == "label" or not is_label(role):
-            continue
-        relabelled = replace(context, roles={**context.roles, "label": column})
-        for name, task in tasks.items():
-            if context.options.tasks[name].reads_label:
-                path = finished.path(name, task, relabelled)
-                yield _TaskRun(
-                    f"{name} of {column.name}", name, task, relabelled, path, left_out.get(name)
-                )
-
-
 _inherited: list[_TaskRun] = []  # on the current dataset, inherited by forked processes
-
-
-def _run_inherited(number: int) -> RunOutput:
-    return _inherited[number].run()
-
-
-def _enter_process() -> None:
-    """Initialize a forked process, which has none of its parent's threads.
-
-    Results do not depend on the number of threads.
-    """
-    belong_to_parent()
-    torch.set_num_threads(1)
-
-
-@contextmanager
-def _open_processes(n: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes that are forked at the first call, and ended if an error ends the evaluation."""
-    others = active_children()
-    with ProcessPoolExecutor(n, get_context("fork"), _enter_process) as pool:
-        try:
-            yield pool
-        except BaseException:
-            for process in active_children():
-                if process not in others:
-                    process.terminate()
-            raise
 
 
 def check_packages(section: Evaluate) -> None:
@@ -180,6 +131,28 @@ def run_tasks(
     return {name: result for name, result in results.items() if result is not None}
 
 
+def _list_task_runs(
+    tasks: dict[str, Task],
+    context: Context,
+    finished: FinishedTasks,
+    left_out: Mapping[str, list[str]],
+) -> Iterator[_TaskRun]:
+    """Each task, then for each further label the tasks that read a label."""
+    for name, task in tasks.items():
+        path = finished.path(name, task, context)
+        yield _TaskRun(name, name, task, context, path, left_out.get(name))
+    for role, column in context.roles.items():
+        if role == "label" or not is_label(role):
+            continue
+        relabelled = replace(context, roles={**context.roles, "label": column})
+        for name, task in tasks.items():
+            if context.options.tasks[name].reads_label:
+                path = finished.path(name, task, relabelled)
+                yield _TaskRun(
+                    f"{name} of {column.name}", name, task, relabelled, path, left_out.get(name)
+                )
+
+
 def _count_processes(task_runs: Sequence[_TaskRun], context: Context) -> int:
     """Number of processes of the task runs: one if the model is on a GPU."""
     on_gpu = next(context.model.network.parameters()).is_cuda
@@ -207,6 +180,33 @@ def _submit(
             for number, task_run in enumerate(task_runs)
         }
     return ((futures[future], future.result) for future in as_completed(futures))
+
+
+@contextmanager
+def _open_processes(n: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes that are forked at the first call, and ended if an error ends the evaluation."""
+    others = active_children()
+    with ProcessPoolExecutor(n, get_context("fork"), _enter_process) as pool:
+        try:
+            yield pool
+        except BaseException:
+            for process in active_children():
+                if process not in others:
+                    process.terminate()
+            raise
+
+
+def _enter_process() -> None:
+    """Initialize a forked process, which has none of its parent's threads.
+
+    Results do not depend on the number of threads.
+    """
+    belong_to_parent()
+    torch.set_num_threads(1)
+
+
+def _run_inherited(number: int) -> RunOutput:
+    return _inherited[number].run()
 
 
 def _finish_task(task_run: _TaskRun, get_output: Callable[[], RunOutput]) -> TaskResult:

@@ -89,6 +89,97 @@ class Probe(Task):
         return tabulate(columns, figures, verdicts=judge(columns), confusion=confusion)
 
 
+class FewShot(Task):
+    config: FewShotConfig
+
+    def run(self, context: Context) -> TaskResult:
+        """Accuracy for each number of cells per class; numbers that fewer than two classes have are
+        left out.
+        """
+        config = self.config
+        min_cells = min(config.shots) + MIN_TESTED
+        chosen = labelled_cells(context, "few_shot", min_cells, "evaluate.tasks.few_shot.shots")
+        features = cell_features(context, chosen.cells)
+        predictions = ClassPredictions(
+            chosen.labels,
+            config.draws,
+            ceiling_labels=predict_from_other_half(context)[chosen.cells],
+        )
+        n_classes = {}
+        left_out = {}
+        for shots in sorted(config.shots):
+            classes = [name for name, n in chosen.classes.items() if n >= shots + MIN_TESTED]
+            n_classes[str(shots)] = len(classes)
+            # the largest come first
+            left_out[str(shots)] = ", ".join([*chosen.classes][len(classes) :]) or "none"
+            if len(classes) > 1:
+                splits = draw_shots(
+                    chosen.labels, classes, shots, config.draws, context.options.seed
+                )
+                neighbors = min(config.neighbors, shots)
+                condition = f"{shots} per class"
+                predict_splits(predictions, features, splits, neighbors, context, condition)
+        figures = chosen.figures | {
+            "draws": config.draws,
+            "n_classes": n_classes,
+            "classes_left_out": left_out,
+        }
+        return tabulate(predictions.accuracies(), figures)
+
+
+class LeaveOut(Task):
+    config: LeaveOutConfig
+
+    def run(self, context: Context) -> TaskResult:
+        """Accuracy and macro-F1 for each role that the dataset has; skipped without a label or such
+        a role.
+        """
+        roles = [role for role in self.config.roles if role in context.roles]
+        if not roles:
+            raise Skipped(f"the dataset has no {' or '.join(self.config.roles)} column")
+        chosen = labelled_cells(context, "leave_out", context.options.folds, "evaluate.folds")
+        labels = chosen.labels
+        ceiling_labels = predict_from_other_half(context)[chosen.cells]
+        features = cell_features(context, chosen.cells)
+        columns: list[ScoreColumn] = []
+        figures = chosen.figures
+        for role in roles:
+            groups = context.roles[role].iloc[chosen.cells]
+            n_groups = pd.Series(groups.to_numpy()).groupby(labels).nunique()  # for each class
+            in_one_group = ", ".join(sorted(n_groups.index[n_groups < 2]))
+            splits: list[Split] = []
+            for train, test in split_groups(groups, self.config.most_folds):
+                # training cells of one class fit nothing
+                if len(np.unique(labels[train])) > 1:
+                    splits.append(Split(len(splits), train, test))
+            figures |= {
+                MANY[role]: int(groups.nunique()),
+                f"{role}_folds": len(splits),
+                f"classes_of_one_{role}": in_one_group or "none",
+            }
+            if not splits:
+                continue
+            predictions = ClassPredictions(labels, len(splits), ceiling_labels=ceiling_labels)
+            predict_splits(
+                predictions,
+                features,
+                splits,
+                self.config.neighbors,
+                context,
+                with_fitted_features=True,
+            )
+            unseen = f"{MANY[role]} not seen"
+            accuracy = predictions.column(
+                "", "accuracy", f"accuracy, new {role}", f"accuracy, {unseen}"
+            )
+            f1 = predictions.column("", "macro_f1", f"macro F1, new {role}", f"macro-F1, {unseen}")
+            columns += [replace(column, n_units=len(splits)) for column in (accuracy, f1)]
+        if not columns:
+            which = " and one ".join(roles)
+            raise Skipped(f"the scored cells of two classes or more have one {which}", figures)
+        return tabulate(columns, figures)
+
+
 def predict_splits(
     predictions: ClassPredictions,
     features: Features,
@@ -188,94 +279,3 @@ def judge(columns: list[ScoreColumn]) -> list[Verdict]:
         components = accuracy.best(by_features[TRAINING_COMPONENTS.features])
         verdicts.append(accuracy.compare(joined, components))
     return list(dict.fromkeys(verdicts))
-
-
-class FewShot(Task):
-    config: FewShotConfig
-
-    def run(self, context: Context) -> TaskResult:
-        """Accuracy for each number of cells per class; numbers that fewer than two classes have are
-        left out.
-        """
-        config = self.config
-        min_cells = min(config.shots) + MIN_TESTED
-        chosen = labelled_cells(context, "few_shot", min_cells, "evaluate.tasks.few_shot.shots")
-        features = cell_features(context, chosen.cells)
-        predictions = ClassPredictions(
-            chosen.labels,
-            config.draws,
-            ceiling_labels=predict_from_other_half(context)[chosen.cells],
-        )
-        n_classes = {}
-        left_out = {}
-        for shots in sorted(config.shots):
-            classes = [name for name, n in chosen.classes.items() if n >= shots + MIN_TESTED]
-            n_classes[str(shots)] = len(classes)
-            # the largest come first
-            left_out[str(shots)] = ", ".join([*chosen.classes][len(classes) :]) or "none"
-            if len(classes) > 1:
-                splits = draw_shots(
-                    chosen.labels, classes, shots, config.draws, context.options.seed
-                )
-                neighbors = min(config.neighbors, shots)
-                condition = f"{shots} per class"
-                predict_splits(predictions, features, splits, neighbors, context, condition)
-        figures = chosen.figures | {
-            "draws": config.draws,
-            "n_classes": n_classes,
-            "classes_left_out": left_out,
-        }
-        return tabulate(predictions.accuracies(), figures)
-
-
-class LeaveOut(Task):
-    config: LeaveOutConfig
-
-    def run(self, context: Context) -> TaskResult:
-        """Accuracy and macro-F1 for each role that the dataset has; skipped without a label or such
-        a role.
-        """
-        roles = [role for role in self.config.roles if role in context.roles]
-        if not roles:
-            raise Skipped(f"the dataset has no {' or '.join(self.config.roles)} column")
-        chosen = labelled_cells(context, "leave_out", context.options.folds, "evaluate.folds")
-        labels = chosen.labels
-        ceiling_labels = predict_from_other_half(context)[chosen.cells]
-        features = cell_features(context, chosen.cells)
-        columns: list[ScoreColumn] = []
-        figures = chosen.figures
-        for role in roles:
-            groups = context.roles[role].iloc[chosen.cells]
-            n_groups = pd.Series(groups.to_numpy()).groupby(labels).nunique()  # for each class
-            in_one_group = ", ".join(sorted(n_groups.index[n_groups < 2]))
-            splits: list[Split] = []
-            for train, test in split_groups(groups, self.config.most_folds):
-                # training cells of one class fit nothing
-                if len(np.unique(labels[train])) > 1:
-                    splits.append(Split(len(splits), train, test))
-            figures |= {
-                MANY[role]: int(groups.nunique()),
-                f"{role}_folds": len(splits),
-                f"classes_of_one_{role}": in_one_group or "none",
-            }
-            if not splits:
-                continue
-            predictions = ClassPredictions(labels, len(splits), ceiling_labels=ceiling_labels)
-            predict_splits(
-                predictions,
-                features,
-                splits,
-                self.config.neighbors,
-                context,
-                with_fitted_features=True,
-            )
-            unseen = f"{MANY[role]} not seen"
-            accuracy = predictions.column(
-                "", "accuracy", f"accuracy, new {role}", f"accuracy, {unseen}"
-            )
-            f1 = predictions.column("", "macro_f1", f"macro F1, new {role}", f"macro-F1, {unseen}")
-            columns += [replace(column, n_units=len(splits)) for column in (accuracy, f1)]
-        if not columns:
-            which = " and one ".join(roles)
-            raise Skipped(f"the scored cells of two classes or more have one {which}", figures)
-        return tabulate(columns, figures)

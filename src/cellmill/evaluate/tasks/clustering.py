@@ -30,71 +30,6 @@ from cellmill.runs.results import ScoredMethod, TaskResult
 TINY = 1e-12  # entropies, and shares of pairs, that are rounding errors
 
 
-def nmi_scores(classes: np.ndarray, clusters: np.ndarray) -> np.ndarray:
-    """Scores, float64 `(cells,)`, whose mean is 2 I / (H + H'), scikit-learn's
-    `normalized_mutual_info_score`.
-    """
-    in_both, in_class, in_cluster = _count_cells(classes, clusters)
-    n = len(classes)
-    # (cells,): surprise of a cell's class and cluster, and the information that they share
-    surprise = -np.log(in_class / n) - np.log(in_cluster / n)
-    information = np.log(in_both * n / (in_class * in_cluster))
-    entropies = -np.log(in_class / n).mean() + -np.log(in_cluster / n).mean()
-    shared = information.mean()
-    if entropies < TINY:  # one class and one cluster
-        return np.ones(n)
-    nmi = 2 * shared / entropies
-    # derivatives by the weight of a cell, times n
-    d_shared = information - shared
-    d_entropies = surprise - entropies
-    return nmi + (2 * d_shared / entropies - nmi * d_entropies / entropies)
-
-
-def ari_scores(classes: np.ndarray, clusters: np.ndarray) -> np.ndarray:
-    """Scores, float64 `(cells,)`, whose mean is scikit-learn's `adjusted_rand_score` (Hubert &
-    Arabie 1985).
-    """
-    in_both, in_class, in_cluster = _count_cells(classes, clusters)
-    n = len(classes)
-    pairs = n * (n - 1) / 2
-    # pairs of cells that share both, a class, a cluster; the sum of sizes over cells is the sum of
-    # squared sizes over groups
-    both = (in_both.sum() - n) / 2
-    same_class = (in_class.sum() - n) / 2
-    same_cluster = (in_cluster.sum() - n) / 2
-    expected = same_class * same_cluster / pairs
-    largest = (same_class + same_cluster) / 2
-    if largest - expected < TINY * pairs:  # all cells together, or each alone, in both
-        return np.ones(n)
-    ari = (both - expected) / (largest - expected)
-    # derivatives by the weight of a cell, (cells,)
-    d_both = in_both - 0.5
-    d_class = in_class - 0.5
-    d_cluster = in_cluster - 0.5
-    d_expected = d_class * same_cluster + same_class * d_cluster - expected * (n - 0.5)
-    d_expected = d_expected / pairs
-    d_largest = (d_class + d_cluster) / 2
-    slope = d_both - d_expected - ari * (d_largest - d_expected)
-    slope = slope / (largest - expected)
-    return ari + n * (slope - slope.mean())
-
-
-def _count_cells(
-    classes: np.ndarray, clusters: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Numbers of cells in both the class and the cluster of each cell, in its class, in its
-    cluster; float64 `(cells,)`.
-    """
-    _, class_of_cell = np.unique(classes, return_inverse=True)
-    _, cluster_of_cell = np.unique(clusters, return_inverse=True)
-    table = np.zeros((class_of_cell.max() + 1, cluster_of_cell.max() + 1))
-    np.add.at(table, (class_of_cell, cluster_of_cell), 1.0)
-    in_both = table[class_of_cell, cluster_of_cell]
-    in_class = table.sum(1)[class_of_cell]
-    in_cluster = table.sum(0)[cluster_of_cell]
-    return in_both, in_class, in_cluster
-
-
 class Clustering(Task):
     config: ClusteringConfig
 
@@ -183,11 +118,6 @@ class Clustering(Task):
         return config.resolutions[rows[0, 0]], (at_best, at_fixed)
 
 
-def _average_number(clusters: np.ndarray) -> float:
-    """Mean over seeds of the number of clusters."""
-    return float(np.mean([len(np.unique(found)) for found in clusters]))
-
-
 def make_graph(igraph: Any, edges: sp.coo_matrix) -> Any:
     """Graph of `edges`, which are an upper triangle, of weights above 0."""
     pairs = np.stack([edges.row, edges.col], axis=1)
@@ -210,3 +140,73 @@ def leiden(igraph: Any, graph: Any, resolution: float, seeds: Iterable[int]) -> 
     finally:
         igraph.set_random_number_generator(random)  # igraph's own default
     return found
+
+
+def nmi_scores(classes: np.ndarray, clusters: np.ndarray) -> np.ndarray:
+    """Scores, float64 `(cells,)`, whose mean is 2 I / (H + H'), scikit-learn's
+    `normalized_mutual_info_score`.
+    """
+    in_both, in_class, in_cluster = _count_cells(classes, clusters)
+    n = len(classes)
+    # (cells,): surprise of a cell's class and cluster, and the information that they share
+    surprise = -np.log(in_class / n) - np.log(in_cluster / n)
+    information = np.log(in_both * n / (in_class * in_cluster))
+    entropies = -np.log(in_class / n).mean() + -np.log(in_cluster / n).mean()
+    shared = information.mean()
+    if entropies < TINY:  # one class and one cluster
+        return np.ones(n)
+    nmi = 2 * shared / entropies
+    # derivatives by the weight of a cell, times n
+    d_shared = information - shared
+    d_entropies = surprise - entropies
+    return nmi + (2 * d_shared / entropies - nmi * d_entropies / entropies)
+
+
+def ari_scores(classes: np.ndarray, clusters: np.ndarray) -> np.ndarray:
+    """Scores, float64 `(cells,)`, whose mean is scikit-learn's `adjusted_rand_score` (Hubert &
+    Arabie 1985).
+    """
+    in_both, in_class, in_cluster = _count_cells(classes, clusters)
+    n = len(classes)
+    pairs = n * (n - 1) / 2
+    # pairs of cells that share both, a class, a cluster; the sum of sizes over cells is the sum of
+    # squared sizes over groups
+    both = (in_both.sum() - n) / 2
+    same_class = (in_class.sum() - n) / 2
+    same_cluster = (in_cluster.sum() - n) / 2
+    expected = same_class * same_cluster / pairs
+    largest = (same_class + same_cluster) / 2
+    if largest - expected < TINY * pairs:  # all cells together, or each alone, in both
+        return np.ones(n)
+    ari = (both - expected) / (largest - expected)
+    # derivatives by the weight of a cell, (cells,)
+    d_both = in_both - 0.5
+    d_class = in_class - 0.5
+    d_cluster = in_cluster - 0.5
+    d_expected = d_class * same_cluster + same_class * d_cluster - expected * (n - 0.5)
+    d_expected = d_expected / pairs
+    d_largest = (d_class + d_cluster) / 2
+    slope = d_both - d_expected - ari * (d_largest - d_expected)
+    slope = slope / (largest - expected)
+    return ari + n * (slope - slope.mean())
+
+
+def _count_cells(
+    classes: np.ndarray, clusters: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Numbers of cells in both the class and the cluster of each cell, in its class, in its
+    cluster; float64 `(cells,)`.
+    """
+    _, class_of_cell = np.unique(classes, return_inverse=True)
+    _, cluster_of_cell = np.unique(clusters, return_inverse=True)
+    table = np.zeros((class_of_cell.max() + 1, cluster_of_cell.max() + 1))
+    np.add.at(table, (class_of_cell, cluster_of_cell), 1.0)
+    in_both = table[class_of_cell, cluster_of_cell]
+    in_class = table.sum(1)[class_of_cell]
+    in_cluster = table.sum(0)[cluster_of_cell]
+    return in_both, in_class, in_cluster
+
+
+def _average_number(clusters: np.ndarray) -> float:
+    """Mean over seeds of the number of clusters."""
+    return float(np.mean([len(np.unique(found)) for found in clusters]))

@@ -93,19 +93,6 @@ class TrainingCounts:
         return _fit_components(self.context, degrade(self.counts, generator), log_normalise)
 
 
-def _fit_components(
-    context: Context, fitted: sp.csr_matrix, normalise: Callable[[sp.csr_matrix], sp.csr_matrix]
-) -> Project:
-    """Principal components of the normalised counts `fitted`, `(cells, genes of the vocabulary)`."""
-    components = pca(fitted.shape).fit(normalise(fitted))
-
-    def project(counts: sp.csr_matrix) -> np.ndarray:
-        known = select_columns(counts, context.gene_columns.target, fitted.shape[1])
-        return components.transform(normalise(known))
-
-    return project
-
-
 class Degraded(Task):
     """Tasks `low_depth` and `missing_genes`."""
 
@@ -236,3 +223,16 @@ def keep_genes(n: int, counts: sp.csr_matrix, generator: np.random.Generator) ->
     """Keep the counts of `n` genes, the same for all cells, drawn from those with any count."""
     drawn = generator.permutation(np.unique(counts.indices))[:n]
     return keep_columns(counts, np.isin(np.arange(counts.shape[1]), drawn))
+
+
+def _fit_components(
+    context: Context, fitted: sp.csr_matrix, normalise: Callable[[sp.csr_matrix], sp.csr_matrix]
+) -> Project:
+    """Principal components of the normalised counts `fitted`, `(cells, genes of the vocabulary)`."""
+    components = pca(fitted.shape).fit(normalise(fitted))
+
+    def project(counts: sp.csr_matrix) -> np.ndarray:
+        known = select_columns(counts, context.gene_columns.target, fitted.shape[1])
+        return components.transform(normalise(known))
+
+    return project

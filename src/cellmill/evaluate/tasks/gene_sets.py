@@ -33,22 +33,6 @@ FACTORS = "transcription factors"
 STATISTICS = ScoredMethod("mean, spread and detection of genes")
 
 
-def read_gene_sets(path: Path) -> dict[str, list[str]]:
-    """Genes of each set of a GMT file, each once. Raises DataError naming the malformed line."""
-    sets: dict[str, list[str]] = {}
-    for number, fields in read_lines(path):
-        genes = [gene for gene in fields[2:] if gene]
-        if not fields[0] or not genes:
-            raise DataError(
-                f"{path}, line {number}: expected a name, a description and genes, separated by tabs (GMT), got "
-                f"{len(fields)} columns"
-            )
-        if fields[0] in sets:
-            raise DataError(f"{path}, line {number}: a second set {fields[0]!r}; leave one out")
-        sets[fields[0]] = [*dict.fromkeys(genes)]
-    return sets
-
-
 class GeneEmbedding(GeneTask):
     config: GeneEmbeddingConfig
 
@@ -133,6 +117,22 @@ class GeneEmbedding(GeneTask):
                         fold_terms = auroc_terms(member[test], scores)
                         terms[name][number, repetition, genes[test]] = fold_terms
         return terms
+
+
+def read_gene_sets(path: Path) -> dict[str, list[str]]:
+    """Genes of each set of a GMT file, each once. Raises DataError naming the malformed line."""
+    sets: dict[str, list[str]] = {}
+    for number, fields in read_lines(path):
+        genes = [gene for gene in fields[2:] if gene]
+        if not fields[0] or not genes:
+            raise DataError(
+                f"{path}, line {number}: expected a name, a description and genes, separated by tabs (GMT), got "
+                f"{len(fields)} columns"
+            )
+        if fields[0] in sets:
+            raise DataError(f"{path}, line {number}: a second set {fields[0]!r}; leave one out")
+        sets[fields[0]] = [*dict.fromkeys(genes)]
+    return sets
 
 
 def _find_members(

@@ -34,33 +34,6 @@ RANDOM_RANKING = ScoredMethod("random")
 DRAWS = 20  # random rankings
 
 
-def read_edges(path: Path) -> list[tuple[str, str]]:
-    """Transcription factors and targets as written, each pair once. Raises DataError naming the
-    malformed line.
-    """
-    edges: dict[tuple[str, str], None] = {}
-    for number, fields in read_lines(path):
-        if len(fields) < 2 or not fields[0] or not fields[1]:
-            raise DataError(
-                f"{path}, line {number}: expected a transcription factor and a target, separated by a tab, got "
-                f"{len(fields)} columns"
-            )
-        edges[fields[0], fields[1]] = None
-    return [*edges]
-
-
-def average_precision(member: np.ndarray, scores: np.ndarray) -> float:
-    """Area under the steps of precision over recall; ties are one step."""
-    order = np.argsort(-scores, kind="stable")
-    hits = np.cumsum(member[order])
-    ranked = scores[order]
-    # last rank of each group of equal scores
-    ends = np.flatnonzero(np.append(ranked[1:] != ranked[:-1], True))
-    precision = hits[ends] / (ends + 1)
-    recall = hits[ends] / hits[-1]
-    return float((np.diff(recall, prepend=0) * precision).sum())
-
-
 class RegulatoryNetwork(NamedTuple):
     """Edges from transcription factors to targets, both rows of the vocabulary, ascending."""
 
@@ -128,6 +101,49 @@ class Grn(GeneTask):
         return tabulate(columns, figures, rows=rows)
 
 
+def read_edges(path: Path) -> list[tuple[str, str]]:
+    """Transcription factors and targets as written, each pair once. Raises DataError naming the
+    malformed line.
+    """
+    edges: dict[tuple[str, str], None] = {}
+    for number, fields in read_lines(path):
+        if len(fields) < 2 or not fields[0] or not fields[1]:
+            raise DataError(
+                f"{path}, line {number}: expected a transcription factor and a target, separated by a tab, got "
+                f"{len(fields)} columns"
+            )
+        edges[fields[0], fields[1]] = None
+    return [*edges]
+
+
+def known_edges(
+    edges: Iterable[tuple[str, str]], vocabulary: Vocabulary, usable: np.ndarray
+) -> np.ndarray:
+    """(edges, 2) int64: vocabulary rows of the edges of two different genes of `usable`, (genes,)
+    bool, each once.
+    """
+    rows = rows_of_names(chain.from_iterable(edges), vocabulary)
+    pairs = np.array([(rows[factor], rows[target]) for factor, target in edges], np.int64)
+    is_known = (pairs >= 0).all(1)
+    differs = pairs[:, 0] != pairs[:, 1]
+    is_usable = usable[pairs].all(1)
+    return np.unique(pairs[is_known & differs & is_usable], axis=0)
+
+
+def build_network(pairs: np.ndarray, min_targets: int) -> RegulatoryNetwork:
+    """RegulatoryNetwork of the known edges `pairs`, (edges, 2)."""
+    factors = np.unique(pairs[:, 0])
+    targets = np.unique(pairs[:, 1])
+    is_edge = np.zeros((len(factors), len(targets)), bool)
+    factor_rows = np.searchsorted(factors, pairs[:, 0])
+    target_columns = np.searchsorted(targets, pairs[:, 1])
+    is_edge[factor_rows, target_columns] = True
+    n_edges = is_edge.sum(1)
+    n_others = (factors[:, None] != targets).sum(1) - n_edges
+    kept = (n_edges >= min_targets) & (n_others > 0)
+    return RegulatoryNetwork(factors[kept], targets, is_edge[kept], left_out=factors[~kept])
+
+
 def compare_genes(vectors: Arrays, profiles: sp.csr_matrix, network: RegulatoryNetwork) -> Arrays:
     """(factors, targets) by method: cosines of centred gene vectors, and correlations of the
     expression in `profiles`, (cells, genes).
@@ -190,29 +206,13 @@ def _score_factors(
     return np.array([[function(edges[pairs], row[pairs]) for edges, pairs, row in rows]])
 
 
-def known_edges(
-    edges: Iterable[tuple[str, str]], vocabulary: Vocabulary, usable: np.ndarray
-) -> np.ndarray:
-    """(edges, 2) int64: vocabulary rows of the edges of two different genes of `usable`, (genes,)
-    bool, each once.
-    """
-    rows = rows_of_names(chain.from_iterable(edges), vocabulary)
-    pairs = np.array([(rows[factor], rows[target]) for factor, target in edges], np.int64)
-    is_known = (pairs >= 0).all(1)
-    differs = pairs[:, 0] != pairs[:, 1]
-    is_usable = usable[pairs].all(1)
-    return np.unique(pairs[is_known & differs & is_usable], axis=0)
-
-
-def build_network(pairs: np.ndarray, min_targets: int) -> RegulatoryNetwork:
-    """RegulatoryNetwork of the known edges `pairs`, (edges, 2)."""
-    factors = np.unique(pairs[:, 0])
-    targets = np.unique(pairs[:, 1])
-    is_edge = np.zeros((len(factors), len(targets)), bool)
-    factor_rows = np.searchsorted(factors, pairs[:, 0])
-    target_columns = np.searchsorted(targets, pairs[:, 1])
-    is_edge[factor_rows, target_columns] = True
-    n_edges = is_edge.sum(1)
-    n_others = (factors[:, None] != targets).sum(1) - n_edges
-    kept = (n_edges >= min_targets) & (n_others > 0)
-    return RegulatoryNetwork(factors[kept], targets, is_edge[kept], left_out=factors[~kept])
+def average_precision(member: np.ndarray, scores: np.ndarray) -> float:
+    """Area under the steps of precision over recall; ties are one step."""
+    order = np.argsort(-scores, kind="stable")
+    hits = np.cumsum(member[order])
+    ranked = scores[order]
+    # last rank of each group of equal scores
+    ends = np.flatnonzero(np.append(ranked[1:] != ranked[:-1], True))
+    precision = hits[ends] / (ends + 1)
+    recall = hits[ends] / hits[-1]
+    return float((np.diff(recall, prepend=0) * precision).sum())

@@ -59,23 +59,6 @@ GENE_MEANS = ScoredMethod("gene means")
 ALL_COMPONENTS = ScoredMethod(f"PCA{COMPONENTS} of all genes", classifier="ridge")
 
 
-def expression_scores(predicted: np.ndarray, measured: np.ndarray) -> dict[str, np.ndarray]:
-    """Scores by metric, (G,) or (C,) float64, of expression (C, G); a correlation with a constant
-    is NaN.
-    """
-    predicted = predicted.astype(np.float64)
-    measured = measured.astype(np.float64)
-    rank_in_gene = rankdata(predicted, axis=0)
-    rank_in_cell = rankdata(predicted, axis=1)
-    return {
-        "Pearson by gene": column_correlations(predicted, measured),
-        "Spearman by gene": column_correlations(rank_in_gene, rankdata(measured, axis=0)),
-        "Pearson by cell": column_correlations(predicted.T, measured.T),
-        "Spearman by cell": column_correlations(rank_in_cell.T, rankdata(measured, axis=1).T),
-        "MSE": np.square(predicted - measured).mean(1),
-    }
-
-
 @dataclass(frozen=True)
 class FoldPrediction:
     """Expression of the test cells of one fold, predicted by one method."""
@@ -152,37 +135,6 @@ class TrainingCells:
             )
             predicted |= {add_note(method, note): values for method, values in by_method.items()}
         return predicted
-
-
-def predict_hidden(
-    expression: np.ndarray,
-    fitted_profiles: sp.csr_matrix,
-    fitted_vectors: Arrays,
-    tested_profiles: sp.csr_matrix,
-    tested_vectors: Arrays,
-    neighbors: int,
-) -> Arrays:
-    """Expression (tested cells, G) by method: regressions on vectors and on components of the
-    visible genes, and the means of `expression`, (fitted cells, G).
-
-    Features are used with and without standardising, which raises the weight of small components
-    and so helps or hurts depending on the number of cells.
-    """
-    components = pca(fitted_profiles.shape).fit(fitted_profiles)
-    fitted = fitted_vectors | {VISIBLE_COMPONENTS: components.transform(fitted_profiles)}
-    tested = tested_vectors | {VISIBLE_COMPONENTS: components.transform(tested_profiles)}
-    n_neighbors = min(neighbors, len(expression))
-    predicted: Arrays = {}
-    for method, values in fitted.items():
-        for ending, scaler in (("", StandardScaler()), (", unscaled", None)):
-            regressors = {"ridge": RidgeCV(ALPHAS), KNN: KNeighborsRegressor(n_neighbors)}
-            for name, regressor in regressors.items():
-                regression = make_pipeline(scaler, regressor).fit(values, expression)
-                classified = replace(method, classifier=f"{name}{ending}")
-                predicted[classified] = regression.predict(tested[method])
-    n_tested = tested_profiles.shape[0]
-    predicted[GENE_MEANS] = np.tile(expression.mean(0), (n_tested, 1))
-    return predicted
 
 
 class Imputation(Task):
@@ -370,6 +322,54 @@ class Imputation(Task):
                 yield FoldPrediction(noted, fold.repetition, n_repetitions, test, values)
 
 
+def predict_hidden(
+    expression: np.ndarray,
+    fitted_profiles: sp.csr_matrix,
+    fitted_vectors: Arrays,
+    tested_profiles: sp.csr_matrix,
+    tested_vectors: Arrays,
+    neighbors: int,
+) -> Arrays:
+    """Expression (tested cells, G) by method: regressions on vectors and on components of the
+    visible genes, and the means of `expression`, (fitted cells, G).
+
+    Features are used with and without standardising, which raises the weight of small components
+    and so helps or hurts depending on the number of cells.
+    """
+    components = pca(fitted_profiles.shape).fit(fitted_profiles)
+    fitted = fitted_vectors | {VISIBLE_COMPONENTS: components.transform(fitted_profiles)}
+    tested = tested_vectors | {VISIBLE_COMPONENTS: components.transform(tested_profiles)}
+    n_neighbors = min(neighbors, len(expression))
+    predicted: Arrays = {}
+    for method, values in fitted.items():
+        for ending, scaler in (("", StandardScaler()), (", unscaled", None)):
+            regressors = {"ridge": RidgeCV(ALPHAS), KNN: KNeighborsRegressor(n_neighbors)}
+            for name, regressor in regressors.items():
+                regression = make_pipeline(scaler, regressor).fit(values, expression)
+                classified = replace(method, classifier=f"{name}{ending}")
+                predicted[classified] = regression.predict(tested[method])
+    n_tested = tested_profiles.shape[0]
+    predicted[GENE_MEANS] = np.tile(expression.mean(0), (n_tested, 1))
+    return predicted
+
+
 def note_folds(method: ScoredMethod) -> ScoredMethod:
     """The method fitted on other cells than the model: a row of its own, in no verdict."""
     return replace(add_note(method, ", folds of scored cells"), kind="variant")
+
+
+def expression_scores(predicted: np.ndarray, measured: np.ndarray) -> dict[str, np.ndarray]:
+    """Scores by metric, (G,) or (C,) float64, of expression (C, G); a correlation with a constant
+    is NaN.
+    """
+    predicted = predicted.astype(np.float64)
+    measured = measured.astype(np.float64)
+    rank_in_gene = rankdata(predicted, axis=0)
+    rank_in_cell = rankdata(predicted, axis=1)
+    return {
+        "Pearson by gene": column_correlations(predicted, measured),
+        "Spearman by gene": column_correlations(rank_in_gene, rankdata(measured, axis=0)),
+        "Pearson by cell": column_correlations(predicted.T, measured.T),
+        "Spearman by cell": column_correlations(rank_in_cell.T, rankdata(measured, axis=1).T),
+        "MSE": np.square(predicted - measured).mean(1),
+    }

@@ -131,81 +131,6 @@ class ComparedCells:
         }
 
 
-def shared_genes(groups: list[CellGroup]) -> list[str]:
-    """Genes that all groups have, sorted: the order of columns in the files does not matter."""
-    shared = sorted(set.intersection(*({*group.names} - {""} for group in groups)))
-    if not shared:
-        *others, path = [str(group.context.reader.path) for group in groups]
-        raise DataError(
-            f"{path}: no gene in common with {', '.join(others)}: its first is {groups[-1].names[0]!r}, theirs "
-            f"{groups[0].names[0]!r}; take one of them out of evaluate.tasks.transfer"
-        )
-    return shared
-
-
-def find_copies(fitted: sp.csr_matrix, tested: sp.csr_matrix) -> np.ndarray:
-    """Mask of the rows of `tested` that equal a row of `fitted`; empty rows equal none."""
-
-    def rows(counts: sp.csr_matrix) -> list[bytes]:
-        genes = counts.indices.astype(np.int64)
-        values = counts.data.astype(np.float64)
-        bounds = zip(counts.indptr, counts.indptr[1:])
-        return [
-            genes[first:last].tobytes() + values[first:last].tobytes() for first, last in bounds
-        ]
-
-    known = {*rows(fitted)} - {b""}
-    return np.array([row in known for row in rows(tested)], bool)
-
-
-def transfer_features(
-    model: EvaluatedModel, genes: list[str], fitted: list[CellGroup], tested: CellGroup
-) -> tuple[Features, Features]:
-    """Features of fitted and of tested cells, from the counts of `genes`."""
-    n_genes = model.vocabulary.n_genes
-    rows = model.vocabulary.rows_of(genes).astype(np.int32)
-    hidden = np.setdiff1d(np.arange(n_genes), rows)
-    groups = [*fitted, tested]
-    measured = np.concatenate([group.context.measured_genes for group in groups])
-    hides_genes = np.isin(hidden, measured).any()
-
-    def read_features(group: CellGroup) -> Features:
-        """Features that need no other cells."""
-        counts = group.select_genes(genes)
-        shared = HiddenGenes(group.context, group.counts, hidden)
-        whole = group.context.vectors[group.cells]
-        features: Features = {EMBEDDING: whole}
-        if hides_genes:
-            features = {EMBEDDING: shared.embed(model.network), FULL_PANEL: whole}
-        features[UNTRAINED] = shared.embed(model.untrained)
-        known = log_normalise(select_columns(counts, rows, n_genes))
-        features[TRAINING_COMPONENTS] = model.components.transform(known)
-        features[SHARED_GENES] = log_normalise(counts)
-        return features
-
-    fitted_features = stack_cells(map(read_features, fitted))
-    tested_features = read_features(tested)
-    profiles = fitted_features[SHARED_GENES]
-    tested_profiles = tested_features[SHARED_GENES]
-    if min(profiles.shape) > 1:
-        components = ScoredMethod(f"PCA{COMPONENTS} of the fitted cells")
-        scaler = StandardScaler(with_mean=False)
-        for method, unfitted in (
-            (components, pca(profiles.shape)),
-            (add_note(components, ", scaled genes"), make_pipeline(scaler, pca(profiles.shape))),
-        ):
-            unfitted.fit(profiles)
-            fitted_features[method] = unfitted.transform(profiles)
-            tested_features[method] = unfitted.transform(tested_profiles)
-    labels = np.concatenate([group.labels for group in fitted])
-    n_fitted = len(labels)
-    ranks = RankedGenes(sp.vstack([profiles, tested_profiles], format="csr"))
-    ranked = ranks.select(np.arange(n_fitted), labels)
-    fitted_features[RANKED] = ranked[:n_fitted]
-    tested_features[RANKED] = ranked[n_fitted:]
-    return fitted_features, tested_features
-
-
 class Transfer(Task):
     config: TransferConfig
 
@@ -301,6 +226,33 @@ def _find_label(roles: dict[str, pd.Series], context: Context, dataset: str) -> 
     return label
 
 
+def shared_genes(groups: list[CellGroup]) -> list[str]:
+    """Genes that all groups have, sorted: the order of columns in the files does not matter."""
+    shared = sorted(set.intersection(*({*group.names} - {""} for group in groups)))
+    if not shared:
+        *others, path = [str(group.context.reader.path) for group in groups]
+        raise DataError(
+            f"{path}: no gene in common with {', '.join(others)}: its first is {groups[-1].names[0]!r}, theirs "
+            f"{groups[0].names[0]!r}; take one of them out of evaluate.tasks.transfer"
+        )
+    return shared
+
+
+def find_copies(fitted: sp.csr_matrix, tested: sp.csr_matrix) -> np.ndarray:
+    """Mask of the rows of `tested` that equal a row of `fitted`; empty rows equal none."""
+
+    def rows(counts: sp.csr_matrix) -> list[bytes]:
+        genes = counts.indices.astype(np.int64)
+        values = counts.data.astype(np.float64)
+        bounds = zip(counts.indptr, counts.indptr[1:])
+        return [
+            genes[first:last].tobytes() + values[first:last].tobytes() for first, last in bounds
+        ]
+
+    known = {*rows(fitted)} - {b""}
+    return np.array([row in known for row in rows(tested)], bool)
+
+
 def _are_ids(groups: list[CellGroup]) -> bool:
     """True if labels are ids of the Cell Ontology. Raises DataError if only some are, or one is
     unknown.
@@ -317,6 +269,54 @@ def _are_ids(groups: list[CellGroup]) -> bool:
                     "false"
                 )
     return True
+
+
+def transfer_features(
+    model: EvaluatedModel, genes: list[str], fitted: list[CellGroup], tested: CellGroup
+) -> tuple[Features, Features]:
+    """Features of fitted and of tested cells, from the counts of `genes`."""
+    n_genes = model.vocabulary.n_genes
+    rows = model.vocabulary.rows_of(genes).astype(np.int32)
+    hidden = np.setdiff1d(np.arange(n_genes), rows)
+    groups = [*fitted, tested]
+    measured = np.concatenate([group.context.measured_genes for group in groups])
+    hides_genes = np.isin(hidden, measured).any()
+
+    def read_features(group: CellGroup) -> Features:
+        """Features that need no other cells."""
+        counts = group.select_genes(genes)
+        shared = HiddenGenes(group.context, group.counts, hidden)
+        whole = group.context.vectors[group.cells]
+        features: Features = {EMBEDDING: whole}
+        if hides_genes:
+            features = {EMBEDDING: shared.embed(model.network), FULL_PANEL: whole}
+        features[UNTRAINED] = shared.embed(model.untrained)
+        known = log_normalise(select_columns(counts, rows, n_genes))
+        features[TRAINING_COMPONENTS] = model.components.transform(known)
+        features[SHARED_GENES] = log_normalise(counts)
+        return features
+
+    fitted_features = stack_cells(map(read_features, fitted))
+    tested_features = read_features(tested)
+    profiles = fitted_features[SHARED_GENES]
+    tested_profiles = tested_features[SHARED_GENES]
+    if min(profiles.shape) > 1:
+        components = ScoredMethod(f"PCA{COMPONENTS} of the fitted cells")
+        scaler = StandardScaler(with_mean=False)
+        for method, unfitted in (
+            (components, pca(profiles.shape)),
+            (add_note(components, ", scaled genes"), make_pipeline(scaler, pca(profiles.shape))),
+        ):
+            unfitted.fit(profiles)
+            fitted_features[method] = unfitted.transform(profiles)
+            tested_features[method] = unfitted.transform(tested_profiles)
+    labels = np.concatenate([group.labels for group in fitted])
+    n_fitted = len(labels)
+    ranks = RankedGenes(sp.vstack([profiles, tested_profiles], format="csr"))
+    ranked = ranks.select(np.arange(n_fitted), labels)
+    fitted_features[RANKED] = ranked[:n_fitted]
+    tested_features[RANKED] = ranked[n_fitted:]
+    return fitted_features, tested_features
 
 
 def _tabulate_predictions(

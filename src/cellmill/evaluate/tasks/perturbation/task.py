@@ -72,72 +72,6 @@ class ChangePair(NamedTuple):
     measured: np.ndarray
 
 
-def change_scores(
-    predicted: np.ndarray, measured: np.ndarray, perturbed: np.ndarray, top_genes: int
-) -> dict[str, np.ndarray]:
-    """Scores of each unit by metric, (units,) float64; NaN where one is not defined, as Pearson of
-    a constant.
-
-    `predicted` and `measured` are changes, `(units, genes)`, of units that are tested together.
-    `perturbed`, bool of the same shape, marks the genes that a unit perturbs; they are not scored.
-    Direction is judged on the `top_genes` genes with the largest measured change. Discrimination is
-    the share of other units whose measured change is farther (in mean absolute difference) from the
-    prediction than the unit's own (Wu et al. 2024, PerturBench; ties count half).
-    """
-    scores = {metric: np.full(len(measured), np.nan) for metric in METRICS}
-    for unit in range(len(measured)):
-        is_scored = ~perturbed[unit]
-        x = predicted[unit, is_scored]
-        y = measured[unit, is_scored]
-        scores["MAE"][unit] = np.abs(x - y).mean()
-        if not x.any():
-            continue
-        if x.std() > 0 and y.std() > 0:
-            scores["Pearson"][unit] = np.corrcoef(x, y)[0, 1]
-        top = np.argsort(-np.abs(y), kind="stable")[:top_genes]
-        scores["direction"][unit] = (np.sign(x[top]) == np.sign(y[top])).mean()
-        if len(measured) > 1:
-            # (units,): distance of the prediction to the measured change of each unit
-            distances = np.abs(measured[:, is_scored] - x).mean(1)
-            excess = np.delete(distances, unit) - distances[unit]
-            scores["discrimination"][unit] = (excess > 0).mean() + (excess == 0).mean() / 2
-    return scores
-
-
-def make_column(metric: str, tested: str, scores: Arrays) -> ScoreColumn | None:
-    """Column of the methods that have the metric; None if none has it, or the ceiling lacks it.
-
-    `tested` are the tested units in words, such as `new perturbation`.
-    """
-    defined = {method: values for method, values in scores.items() if np.isfinite(values).any()}
-    ceiling = defined.get(CEILING)
-    methods = {method: values for method, values in defined.items() if is_ranked(method)}
-    if not methods or ceiling is None:
-        return None
-    return ScoreColumn(
-        f"{metric}, {tested}",
-        f"{METRICS[metric]}, {tested}",
-        methods,
-        trivial={method: methods[method] for method in (NO_CHANGE, MEAN) if method in methods},
-        ceiling=(CEILING, ceiling),
-        lower_is_better=metric == "MAE",
-    )
-
-
-def make_other_column(column: ScoreColumn, scores: Arrays) -> ScoreColumn:
-    """Column of the ceilings and probes that have the metric of `column`."""
-    others = {
-        method: values
-        for method, values in scores.items()
-        if not is_ranked(method) and np.isfinite(values).any()
-    }
-    return replace(column, scores=others)
-
-
-def is_ranked(method: ScoredMethod) -> bool:
-    return method.kind not in ("ceiling", "probe")
-
-
 class Perturbation(Task):
     config: PerturbationConfig
 
@@ -412,6 +346,38 @@ def check_split(held: HeldOut, split: SplitFile, tests: Mapping[str, list[Split]
     return notes
 
 
+def change_scores(
+    predicted: np.ndarray, measured: np.ndarray, perturbed: np.ndarray, top_genes: int
+) -> dict[str, np.ndarray]:
+    """Scores of each unit by metric, (units,) float64; NaN where one is not defined, as Pearson of
+    a constant.
+
+    `predicted` and `measured` are changes, `(units, genes)`, of units that are tested together.
+    `perturbed`, bool of the same shape, marks the genes that a unit perturbs; they are not scored.
+    Direction is judged on the `top_genes` genes with the largest measured change. Discrimination is
+    the share of other units whose measured change is farther (in mean absolute difference) from the
+    prediction than the unit's own (Wu et al. 2024, PerturBench; ties count half).
+    """
+    scores = {metric: np.full(len(measured), np.nan) for metric in METRICS}
+    for unit in range(len(measured)):
+        is_scored = ~perturbed[unit]
+        x = predicted[unit, is_scored]
+        y = measured[unit, is_scored]
+        scores["MAE"][unit] = np.abs(x - y).mean()
+        if not x.any():
+            continue
+        if x.std() > 0 and y.std() > 0:
+            scores["Pearson"][unit] = np.corrcoef(x, y)[0, 1]
+        top = np.argsort(-np.abs(y), kind="stable")[:top_genes]
+        scores["direction"][unit] = (np.sign(x[top]) == np.sign(y[top])).mean()
+        if len(measured) > 1:
+            # (units,): distance of the prediction to the measured change of each unit
+            distances = np.abs(measured[:, is_scored] - x).mean(1)
+            excess = np.delete(distances, unit) - distances[unit]
+            scores["discrimination"][unit] = (excess > 0).mean() + (excess == 0).mean() / 2
+    return scores
+
+
 def average_perturbations(by_unit: np.ndarray, perturbation: np.ndarray) -> np.ndarray:
     """(repetitions, perturbations): means of `by_unit`, (repetitions, U), over the units of each
     perturbation; `perturbation`, (U,), names that of a unit.
@@ -420,3 +386,37 @@ def average_perturbations(by_unit: np.ndarray, perturbation: np.ndarray) -> np.n
     is_member = np.eye(len(names))[number]  # (U, perturbations)
     sums = np.nan_to_num(by_unit) @ is_member
     return divide(sums, np.isfinite(by_unit) @ is_member)
+
+
+def make_column(metric: str, tested: str, scores: Arrays) -> ScoreColumn | None:
+    """Column of the methods that have the metric; None if none has it, or the ceiling lacks it.
+
+    `tested` are the tested units in words, such as `new perturbation`.
+    """
+    defined = {method: values for method, values in scores.items() if np.isfinite(values).any()}
+    ceiling = defined.get(CEILING)
+    methods = {method: values for method, values in defined.items() if is_ranked(method)}
+    if not methods or ceiling is None:
+        return None
+    return ScoreColumn(
+        f"{metric}, {tested}",
+        f"{METRICS[metric]}, {tested}",
+        methods,
+        trivial={method: methods[method] for method in (NO_CHANGE, MEAN) if method in methods},
+        ceiling=(CEILING, ceiling),
+        lower_is_better=metric == "MAE",
+    )
+
+
+def make_other_column(column: ScoreColumn, scores: Arrays) -> ScoreColumn:
+    """Column of the ceilings and probes that have the metric of `column`."""
+    others = {
+        method: values
+        for method, values in scores.items()
+        if not is_ranked(method) and np.isfinite(values).any()
+    }
+    return replace(column, scores=others)
+
+
+def is_ranked(method: ScoredMethod) -> bool:
+    return method.kind not in ("ceiling", "probe")
