@@ -185,7 +185,7 @@ def test_components_are_stored_by_their_training_cells(tmp_path: Path) -> None:
     for other in others:
         assert len(_fit_components(*other, again)) == 1
     assert len(again.predictions) == 1 + len(others)
-    wide = again.features("zeros", genes, lambda: np.zeros((30, MAX_BYTES)))
+    wide = again.get_or_compute("zeros", genes, lambda: np.zeros((30, MAX_BYTES)))
     assert wide.shape == (30, MAX_BYTES)
     assert len(again.predictions) == 1 + len(others), (
         "large arrays would make every evaluation read them"

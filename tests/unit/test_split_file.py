@@ -77,7 +77,7 @@ def splits_of(held: HeldOut) -> dict[str, str]:
 
 def groups_of(held: HeldOut) -> dict[str, list[str]]:
     groups = {}
-    for group, [fold] in held.tests().items():
+    for group, [fold] in held.folds_by_heading().items():
         groups[group] = [held.unit_names[unit] for unit in fold.test]
     return groups
 
@@ -256,7 +256,7 @@ FAULTS = {
 def test_a_faulty_split_file_is_one_line(screen: Context, tmp_path: Path, fault: str) -> None:
     name, text, message = FAULTS[fault]
     with pytest.raises(DataError, match=message) as raised:
-        hold_out(screen, tmp_path / name, text).tests()
+        hold_out(screen, tmp_path / name, text).folds_by_heading()
     assert str(raised.value).startswith(str(tmp_path / name))
     assert "\n" not in str(raised.value)
 
@@ -290,7 +290,7 @@ def test_scores_of_a_group_are_those_of_its_units(screen: Context, tmp_path: Pat
             [found] = rows["mean"].scores[f"{metric}, {group}"].repetitions
             assert found == pytest.approx(values.mean()), (metric, group)
     changes = dict(zip(held.unit_names, held.fitted_changes))
-    [fold] = held.tests()["few-shot"]
+    [fold] = held.folds_by_heading()["few-shot"]
     predicted_of = {
         method.name: values for method, values in next(held.predictions([fold])).items()
     }
@@ -307,7 +307,7 @@ def test_scores_of_a_group_are_those_of_its_units(screen: Context, tmp_path: Pat
 
 def test_only_training_units_are_fitted_on(screen: Context, tmp_path: Path) -> None:
     held = hold_out(screen, tmp_path / "split.json", json.dumps(LISTS))
-    folds = [fold for [fold] in held.tests().values()]
+    folds = [fold for [fold] in held.folds_by_heading().values()]
     changed = held.profiles.expression.tolil()
     is_fitted = np.isin(held.unit_of_cell, np.flatnonzero(held.splits == "train"))
     changed[np.flatnonzero(~is_fitted & (held.profiles.half != 0))] = 7.0

@@ -66,9 +66,11 @@ class BaselineCache:
         is_same = all(kept is source for kept, source in zip(kept_sources, sources))
         return features if is_same and np.array_equal(kept_cells, cells) else None
 
-    def features(self, about: str, values: Any, compute: Callable[[], np.ndarray]) -> np.ndarray:
-        """Result of `compute`, which depends on `values`, dense or sparse, and on `about`; kept if
-        it is small.
+    def get_or_compute(
+        self, about: str, values: Any, compute: Callable[[], np.ndarray]
+    ) -> np.ndarray:
+        """Known result of `compute`, which depends on `values`, dense or sparse, and on `about`. A
+        new result is kept if it is small.
         """
         key = _digest(f"{about} of {VERSIONS}", values)
         result = self.predictions[key] if key in self.predictions else compute()

@@ -152,7 +152,7 @@ def read_external(path: Path, names: pd.Index, command: str) -> np.ndarray:
     is_infinite = ~np.isfinite(stored.vectors).all(axis=1)
     if is_infinite.any():
         raise DataError(
-            f"{command}: {int(is_infinite.sum()):,} cells have numbers in {stored.place} that are not finite, "
+            f"{command}: {int(is_infinite.sum()):,} cells have numbers in {stored.key} that are not finite, "
             f"the first is {names[int(is_infinite.argmax())]!r}; expected an embedding of every cell"
         )
     return stored.vectors
@@ -173,7 +173,7 @@ def read_vectors(path: Path) -> tuple[pd.Index, np.ndarray, dict[str, Any]]:
 
 class _Stored(NamedTuple):
     names: pd.Index  # obs names
-    place: str  # the key of PATHS where the vectors are
+    key: str  # key of PATHS where the vectors are
     vectors: np.ndarray  # (cells, width) float32
     about: dict[str, Any]  # uns["cellmill"] if the vectors are from stage embed, else empty
 
@@ -189,10 +189,10 @@ def _read(
     """The first array of `wanted` that the file has; its obs names must be `names`."""
     with explain_damage(f"{source}: obs, obsm or uns", remedy):
         stored_names = pd.Index(read_elem(file["obs"][file["obs"].attrs["_index"]])).astype(str)
-        place = next((name for name in wanted if PATHS[name] in file), wanted[-1])
-        stored = file.get(PATHS[place])
+        key = next((name for name in wanted if PATHS[name] in file), wanted[-1])
+        stored = file.get(PATHS[key])
         about = {}
-        if place == OWN and stored is not None:
+        if key == OWN and stored is not None:
             about = dict(read_elem(file["uns"][ABOUT]))
     if names is not None and not stored_names.equals(names.astype(str)):
         n_equal = sum(
@@ -214,10 +214,10 @@ def _read(
         )
     if stored.shape[0] != len(stored_names) or not stored.shape[1]:
         raise DataError(
-            f"{source}: expected {len(stored_names):,} rows in {place}, got shape {stored.shape}{remedy}"
+            f"{source}: expected {len(stored_names):,} rows in {key}, got shape {stored.shape}{remedy}"
         )
-    with explain_damage(f"{source}: {place}", remedy):
-        return _Stored(stored_names, place, np.asarray(stored[:], np.float32), about)
+    with explain_damage(f"{source}: {key}", remedy):
+        return _Stored(stored_names, key, np.asarray(stored[:], np.float32), about)
 
 
 @contextmanager

@@ -240,7 +240,7 @@ def _fit_components(
     cells = genes.matrix
     unfitted = pca((len(train), cells.shape[1]), components)
     features = {
-        ScoredMethod(f"PCA{components}"): cache.features(
+        ScoredMethod(f"PCA{components}"): cache.get_or_compute(
             f"{unfitted!r} from products, fitted on {train.tolist()}",
             genes,
             lambda: project_on_fitted(genes.products(genes), train, unfitted.n_components),
@@ -249,7 +249,7 @@ def _fit_components(
     if cells.shape[1] > VARIABLE_GENES:
         panel = cells[:, choose_variable_genes(cells[train])]
         of_panel = pca((len(train), panel.shape[1]), components)
-        features[ScoredMethod(f"PCA{components} of variable genes")] = cache.features(
+        features[ScoredMethod(f"PCA{components} of variable genes")] = cache.get_or_compute(
             f"{of_panel!r} fitted on {train.tolist()}",
             panel,
             lambda: of_panel.fit(panel[train]).transform(panel),

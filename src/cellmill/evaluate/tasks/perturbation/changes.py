@@ -280,14 +280,14 @@ def add_parts(
     train: np.ndarray,
     test: np.ndarray,
     perturbation: np.ndarray,
-    place: np.ndarray,
+    unit_context: np.ndarray,
     parts: Sequence[Sequence[str]],
 ) -> np.ndarray:
     """(test units, G): sum of the changes under each part of a combination alone, by training units
     of the same context, or of all contexts if it has none. A part without any adds nothing; a unit
     without such parts is NaN.
 
-    `perturbation` and `place`, `(U,)`, name each unit's perturbation and context, `parts` its
+    `perturbation` and `unit_context`, `(U,)`, name each unit's perturbation and context, `parts` its
     parts.
     """
     sums = np.full((len(test), changes.shape[1]), np.nan)
@@ -295,7 +295,7 @@ def add_parts(
         changes_of_parts = []
         for part in parts[unit]:
             alone = train[perturbation[train] == part]
-            in_context = alone[place[alone] == place[unit]]
+            in_context = alone[unit_context[alone] == unit_context[unit]]
             if len(alone):
                 changes_of_parts.append(changes[in_context if len(in_context) else alone].mean(0))
         if changes_of_parts:

@@ -102,7 +102,7 @@ def _hold_out(context: Context, config: PerturbationConfig) -> tuple[HeldOut, li
             f"{context.dataset}: {reason}; expected perturbations, and controls in each batch or donor (columns of the "
             "table of datasets)"
         ) from None
-    every_fold = chain.from_iterable(held.tests().values())
+    every_fold = chain.from_iterable(held.folds_by_heading().values())
     folds = [fold for fold in every_fold if fold.repetition == 0]
     if not folds:
         raise DataError(

@@ -1,8 +1,8 @@
 """Units of perturbed cells that are held out whole, and the predictions of their changes.
 
 A unit is a perturbation with its dose, and with its context (such as a donor) if contexts are held
-out or a file divides them. Of a tested unit only the gene, the context and the strata of its cells are read, never its
-expression.
+out or a file divides them. Predictions of a tested unit read its gene, its context and the strata of
+its cells, never its expression.
 
 Legend: U units, G genes, V genes of the vocabulary, F features of a unit.
 """
@@ -81,18 +81,17 @@ class HeldOut:
     profiles: Profiles
     # (cells,) int64: unit of a cell; -1 for controls, and for units with too few cells
     unit_of_cell: np.ndarray
-    level: np.ndarray  # (U,) text: perturbation as the dataset has it
+    name_in_dataset: np.ndarray  # (U,) text: perturbation as the dataset has it
     perturbation: np.ndarray  # (U,) text: the same, or the compound if names have doses
     dose: np.ndarray  # (U,) text, empty for a unit without
-    place: np.ndarray  # (U,) text: the context, empty if units have none
+    unit_context: np.ndarray  # (U,) text, empty if units have none
     # (U,) text: perturbation, context or both; a group is all units with one key, held out whole
     fold_key: np.ndarray
     unseen: np.ndarray  # (U,) bool: the model saw no cell of the group
     # (U,) bool: the model was fitted, not only validated, on cells of the group
     trained: np.ndarray
-    left_out: list[
-        str
-    ]  # perturbations of units with too few cells, or without the dose that is held out
+    # perturbations of units with too few cells, or without the dose that is held out
+    left_out: list[str]
     split: SplitFile | None = None
 
     @classmethod
@@ -108,17 +107,17 @@ class HeldOut:
 
         Raises Skipped if no stratum has enough controls.
         """
-        place_role = None if role in (HELD_OUT, DOSE) else role
+        context_role = None if role in (HELD_OUT, DOSE) else role
         if split is not None:
-            place_role = split.context_role
-        roles = (*STRATA, place_role) if place_role else STRATA
+            context_role = split.context_role
+        roles = (*STRATA, context_role) if context_role else STRATA
         profiles = read_profiles(context, dict.fromkeys(roles))
         if profiles.stratum.max() < 0:
             raise Skipped("no stratum has enough controls")
-        cells = _tabulate_cells(context, config, profiles, place_role)
+        cells = _tabulate_cells(context, config, profiles, context_role)
         no_dose: list[str] = []
         if split is not None:
-            cells["fold_key"] = cells["perturbation"] + " | " + cells["place"]
+            cells["fold_key"] = cells["perturbation"] + " | " + cells["context"]
         if role == DOSE:
             cells["fold_key"] = cells["perturbation"] + " | " + cells["dose"]
             has_dose = np.isfinite(log_doses(cells["dose"].to_numpy(str)))
@@ -138,10 +137,10 @@ class HeldOut:
             role,
             profiles,
             unit_of_cell=np.where(cells["is_usable"], unit_of_cell, -1),
-            level=kept["level"].to_numpy(str),
+            name_in_dataset=kept["name_in_dataset"].to_numpy(str),
             perturbation=kept["perturbation"].to_numpy(str),
             dose=kept["dose"].to_numpy(str),
-            place=kept["place"].to_numpy(str),
+            unit_context=kept["context"].to_numpy(str),
             fold_key=kept["fold_key"].to_numpy(str),
             unseen=is_unseen[kept["fold_key"]].to_numpy(bool),
             trained=is_trained[kept["fold_key"]].to_numpy(bool),
@@ -149,23 +148,23 @@ class HeldOut:
             split=split,
         )
 
-    def tests(self) -> dict[str, list[Split]]:
-        """Folds by what they test, in the words of a heading: one entry, but for a split file,
-        which has one for each group of units. Empty if nothing can be tested.
+    def folds_by_heading(self) -> dict[str, list[Split]]:
+        """Folds by what they test, in the words of a heading, such as `new donor`. A split file has
+        a heading for each group of units. Empty if nothing can be tested.
         """
         if self.split is None:
             folds = [*self.folds()]
             return {f"new {self.role}": folds} if folds else {}
         train = np.flatnonzero(self.splits == TRAIN)
         test = np.flatnonzero((self.splits == TEST) & self.unseen)
-        groups = self.split.group(test, train, self.perturbation, self.place)
+        groups = self.split.group(test, train, self.perturbation, self.unit_context)
         return {name: [Split(0, train, units)] for name, units in groups.items()}
 
     @cached_property
     def splits(self) -> np.ndarray:
         """(U,) text: split of each unit in the file; empty for a unit that it does not name."""
         assert self.split is not None
-        return self.split.assign(self.perturbation, self.place)
+        return self.split.assign(self.perturbation, self.unit_context)
 
     @cached_property
     def log_dose(self) -> np.ndarray:
@@ -175,7 +174,7 @@ class HeldOut:
     @cached_property
     def unit_names(self) -> list[str]:
         """Perturbation, dose and context of each unit, as far as it has them."""
-        texts = zip(self.perturbation.tolist(), self.dose.tolist(), self.place.tolist())
+        texts = zip(self.perturbation.tolist(), self.dose.tolist(), self.unit_context.tolist())
         return [" | ".join(filter(None, unit_texts)) for unit_texts in texts]
 
     def folds(self) -> Iterator[Split]:
@@ -298,7 +297,7 @@ class HeldOut:
         n_units = len(self.fold_key)
         shares = np.nan_to_num(self.profiles.stratum_shares(self.scored_unit_of_cell, n_units))
         return predict_responses(
-            self.context, self.profiles, shares, self.level.tolist(), self.genes
+            self.context, self.profiles, shares, self.name_in_dataset.tolist(), self.genes
         )
 
     def predictions(self, folds: list[Split]) -> Iterator[ChangesByMethod]:
@@ -336,14 +335,19 @@ class HeldOut:
         assert self.split is not None
         parts = [self.split.names.divide(name) for name in self.perturbation.tolist()]
         predicted: ChangesByMethod = {}
-        if any(self.place):
-            is_same = self.place[fold.test][:, None] == self.place[fold.train]
+        if any(self.unit_context):
+            is_same = self.unit_context[fold.test][:, None] == self.unit_context[fold.train]
             n_same = is_same.sum(1, keepdims=True)
             if n_same.all():
                 predicted[CONTEXT_MEAN] = is_same @ self.fitted_changes[fold.train] / n_same
         if max(len(parts[unit]) for unit in fold.test) > 1:
             sums = add_parts(
-                self.fitted_changes, fold.train, fold.test, self.perturbation, self.place, parts
+                self.fitted_changes,
+                fold.train,
+                fold.test,
+                self.perturbation,
+                self.unit_context,
+                parts,
             )
             if np.isfinite(sums).all():
                 predicted[ADDITIVE] = sums
@@ -351,37 +355,37 @@ class HeldOut:
 
 
 def _tabulate_cells(
-    context: Context, config: PerturbationConfig, profiles: Profiles, place_role: str | None
+    context: Context, config: PerturbationConfig, profiles: Profiles, context_role: str | None
 ) -> pd.DataFrame:
     """A row for each cell: its unit and the values that name it, and whether the cell is usable,
     scored, and in the model's training.
 
-    A cell is usable if it is perturbed, has a stratum, and has a value of `place_role`, the role of
+    A cell is usable if it is perturbed, has a stratum, and has a value of `context_role`, the role of
     contexts. Units are held out by their context if they have one, else by their perturbation.
     """
     is_usable = (profiles.perturbation != "") & (profiles.stratum >= 0)
-    place = np.full(len(is_usable), "")
+    contexts = np.full(len(is_usable), "")
     compound = profiles.perturbation
     dose = profiles.dose
     if config.doses == "names":
         compound, dose, _ = parse_names(compound, config.dose_unit)
-    if place_role is not None:
-        place = text_values(context.roles[place_role]).astype(str)
-        is_usable &= context.roles[place_role].notna().to_numpy()
+    if context_role is not None:
+        contexts = text_values(context.roles[context_role]).astype(str)
+        is_usable &= context.roles[context_role].notna().to_numpy()
     cells = pd.DataFrame(
         {
-            "level": profiles.perturbation,
+            "name_in_dataset": profiles.perturbation,
             "perturbation": compound,
             "dose": dose,
-            "place": place,
-            "fold_key": compound if place_role is None else place,
+            "context": contexts,
+            "fold_key": compound if context_role is None else contexts,
             "is_usable": is_usable,
             "is_scored": context.scored,
             "is_trained": context.model.is_training_cell(context.dataset, context.reader.obs.index),
         }
     )
     # one sortable name for each unit
-    cells["unit"] = cells["perturbation"] + " | " + cells["dose"] + " | " + cells["place"]
+    cells["unit"] = cells["perturbation"] + " | " + cells["dose"] + " | " + cells["context"]
     return cells
 
 
@@ -394,10 +398,10 @@ def _count_cells_of_units(usable: pd.DataFrame, is_unseen: pd.Series) -> pd.Data
     is_counted = usable["is_scored"] | ~is_unseen[usable["fold_key"]].to_numpy(bool)
     units = usable.assign(is_counted=is_counted).groupby("unit")
     return units.agg(
-        level=("level", "first"),
+        name_in_dataset=("name_in_dataset", "first"),
         perturbation=("perturbation", "first"),
         dose=("dose", "first"),
-        place=("place", "first"),
+        context=("context", "first"),
         fold_key=("fold_key", "first"),
         n_cells=("is_counted", "sum"),
     )

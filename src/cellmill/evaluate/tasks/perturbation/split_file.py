@@ -45,7 +45,7 @@ Parts = tuple[str, ...]
 class Line(NamedTuple):
     """A statement of the file; an empty perturbation or context stands for all."""
 
-    place: str  # in the file
+    location: str  # in the file
     perturbation: str
     context: str
     split: str
@@ -126,7 +126,7 @@ class SplitFile:
         splits: dict[tuple[str, str], str] = {}
         groups: dict[str, str] = {}
         for line in lines:
-            where = f"{path}, {line.place}"
+            where = f"{path}, {line.location}"
             if line.split not in SPLITS and line.split not in GEARS_GROUPS:
                 expected = ", ".join((*SPLITS, *GEARS_GROUPS))
                 raise DataError(f"{where}: expected a split ({expected}), got {line.split!r}")
@@ -156,15 +156,15 @@ class SplitFile:
         one, and if no unit is trained or tested on.
         """
         assigned = []
-        for name, place in zip(perturbation.tolist(), context.tolist()):
-            keys = ((name, place), (name, ""), ("", place), ("", ""))
+        for name, context_name in zip(perturbation.tolist(), context.tolist()):
+            keys = ((name, context_name), (name, ""), ("", context_name), ("", ""))
             assigned.append(next((self.splits[key] for key in keys if key in self.splits), ""))
         splits = np.array(assigned, "U5")
-        for place in np.unique(context).tolist():
-            if not splits[context == place].any() and place:
+        for context_name in np.unique(context).tolist():
+            if not splits[context == context_name].any() and context_name:
                 raise DataError(
-                    f"{self.path}: expected a split for {self.context_role} {place!r}, got none; add a line for it, "
-                    f"such as all its perturbations in {TRAIN}"
+                    f"{self.path}: expected a split for {self.context_role} {context_name!r}, got none; add a line for "
+                    f"it, such as all its perturbations in {TRAIN}"
                 )
         for split in (TRAIN, TEST):
             if split not in assigned:
@@ -200,7 +200,7 @@ class SplitFile:
 def _make_resolver(
     path: Path, names: PartNames, known: set[str]
 ) -> Callable[[str, str], str | None]:
-    """Function of a place and a name of the file: the perturbation of the dataset, None for a
+    """Function of a location and a name in the file: the perturbation of the dataset, None for a
     control. It raises DataError for an unknown or ambiguous name.
     """
     by_parts: dict[Parts, list[str]] = {}
@@ -239,9 +239,9 @@ def _read_lines(path: Path, dataset: str) -> list[Line]:
             return [*_read_table(path, "\t" if suffix == ".tsv" else ",")]
     except ValidationError as error:
         problem = error.errors()[0]
-        place = ".".join(map(str, problem["loc"]))
+        location = ".".join(map(str, problem["loc"]))
         raise DataError(
-            f"{path}: {place}: {problem['msg']}, got {problem['input']!r}; a name with a dot needs quotes, as in "
+            f"{path}: {location}: {problem['msg']}, got {problem['input']!r}; a name with a dot needs quotes, as in "
             '[fewshot."DATASET.CONTEXT"]'
         ) from None
     except (csv.Error, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
@@ -268,11 +268,11 @@ def _read_cell_load(path: Path, dataset: str) -> Iterator[Line]:
         name, _, context = key.partition(".")
         if name != dataset:
             continue
-        place = f"[fewshot.{key!r}]"
-        yield Line(place, "", context, TRAIN)  # the other perturbations
+        location = f"[fewshot.{key!r}]"
+        yield Line(location, "", context, TRAIN)  # the other perturbations
         for split, names in names_by_split.items():
             for perturbation in names:
-                yield Line(place, perturbation, context, split)
+                yield Line(location, perturbation, context, split)
 
 
 def _read_lists(path: Path) -> Iterator[Line]:
@@ -290,12 +290,14 @@ def _read_table(path: Path, delimiter: str) -> Iterator[Line]:
             require_known(column, header, f"{path}: no column {column!r}")
         for row in rows:
             cells: dict[str, Any] = {"context": "", **row}
-            place = f"line {rows.line_num}"
+            location = f"line {rows.line_num}"
             if None in cells.values() or None in row:
-                raise DataError(f"{path}, {place}: expected {len(header)} values as in the header")
+                raise DataError(
+                    f"{path}, {location}: expected {len(header)} values as in the header"
+                )
             texts = [str(cells[name]).strip() for name in ("perturbation", "context", "split")]
             if not texts[0] and not texts[1]:
                 raise DataError(
-                    f"{path}, {place}: expected a perturbation or a context, got neither"
+                    f"{path}, {location}: expected a perturbation or a context, got neither"
                 )
-            yield Line(place, *texts)
+            yield Line(location, *texts)

@@ -84,12 +84,12 @@ class Perturbation(Task):
         notes: list[str] = []
         tables: dict[str, list[dict[str, Any]]] = {}
         for held in self._hold_out_roles(context):
-            tests = held.tests()
-            figures |= self._describe_units(held, [*chain.from_iterable(tests.values())])
+            folds_by_heading = held.folds_by_heading()
+            figures |= self._describe_units(held, [*chain.from_iterable(folds_by_heading.values())])
             if held.split is not None:
-                figures |= describe_split(held, tests)
-                notes += check_split(held, held.split, tests)
-            for tested, folds in tests.items():
+                figures |= describe_split(held, folds_by_heading)
+                notes += check_split(held, held.split, folds_by_heading)
+            for tested, folds in folds_by_heading.items():
                 by_metric, probed = self._score(held, folds)
                 if held.role == DOSE:
                     notes += count_linear(
@@ -113,7 +113,7 @@ class Perturbation(Task):
         """Row of each compound, with errors of the curves and of the model's best method."""
         unit = str(self.config.dose_unit or "")
         if self.config.doses == "names":
-            _, _, unit = parse_names(held.level, self.config.dose_unit)
+            _, _, unit = parse_names(held.name_in_dataset, self.config.dose_unit)
         methods = [LINEAR, HILL, *(method for method in probed if method.kind == "model")]
         return tabulate_curves(
             held.fitted_changes,
@@ -302,8 +302,8 @@ class Perturbation(Task):
         return pairs
 
 
-def describe_split(held: HeldOut, tests: Mapping[str, list[Split]]) -> dict[str, Any]:
-    """Single values on the units of a split file."""
+def describe_split(held: HeldOut, folds_by_heading: Mapping[str, list[Split]]) -> dict[str, Any]:
+    """Figures of the units of a split file, for metrics.json."""
     n_by_split = {}
     for split in SPLITS:
         n_by_split[f"split_{split}"] = int((held.splits == split).sum())
@@ -312,13 +312,15 @@ def describe_split(held: HeldOut, tests: Mapping[str, list[Split]]) -> dict[str,
         **n_by_split,
         "split_unnamed": ", ".join(np.unique(unnamed)) or "none",
     }
-    for tested, [fold] in tests.items():
+    for tested, [fold] in folds_by_heading.items():
         figures[f"tested {tested}"] = len(fold.test)
     return figures
 
 
-def check_split(held: HeldOut, split: SplitFile, tests: Mapping[str, list[Split]]) -> list[str]:
-    """Sentences on what the file says and the dataset or the model contradicts."""
+def check_split(
+    held: HeldOut, split: SplitFile, folds_by_heading: Mapping[str, list[Split]]
+) -> list[str]:
+    """Sentences on statements of the file that the dataset or the model contradicts."""
     notes = []
     is_test = held.splits == TEST
     names = np.array(held.unit_names)
@@ -328,7 +330,7 @@ def check_split(held: HeldOut, split: SplitFile, tests: Mapping[str, list[Split]
             f"{len(seen):,} of {is_test.sum():,} tested units of {split.path} are left out: the model saw cells of "
             f"them, the first {seen[0]}; hold them out of its corpus (shard.split_by)."
         )
-    for tested, [fold] in tests.items():
+    for tested, [fold] in folds_by_heading.items():
         for stated in sorted({*split.groups.values()} - {tested}):
             others = [
                 unit for unit in fold.test if split.groups.get(held.perturbation[unit]) == stated
