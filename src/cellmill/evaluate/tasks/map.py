@@ -1,17 +1,19 @@
 """Task `map`: cells of left-out donors, mapped to an atlas of the other donors' cells.
 
 Known types are scored by accuracy, in which a refused cell is wrong. Then one type at a time is
-left out of the atlas, too: how often are its cells refused, and how well does novelty (the
-distance; of a regression 1 minus the highest probability) tell them from other cells (AUROC)?
-A regression refuses from the same quantile of the novelty of its own training cells, predicted
-without their donors. Terms of the Cell Ontology have a column `credit`: a superclass of the right term
-counts as the share of its information (`evaluate/atlas/ontology.py`).
+left out of the atlas, too. Two columns score its cells: the share that is refused, and the AUROC of
+their novelty against that of other cells. Novelty is the distance to the atlas, or for a regression
+1 minus the highest probability. A regression refuses from the same quantile of the novelty of its
+own training cells, predicted without their donors. Labels that are terms of the Cell Ontology have
+a column `credit`: a superclass of the right term counts as its share of the information
+(`evaluate/atlas/ontology.py`).
 
 Left-out donors are the repetitions of an interval; its units are cells, or types that are left out.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import product
 
 import numpy as np
 import pandas as pd
@@ -33,12 +35,12 @@ from cellmill.evaluate.scores import ClassPredictions, ScoreColumn, tabulate
 from cellmill.evaluate.splits import split_groups
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.models.objectives.shared.calibration import softmax
-from cellmill.runs.results import TaskResult
+from cellmill.runs.results import ScoredMethod, TaskResult
 
 VOTE = "vote of donors"
 NONE = "none of these"
 INNER_FOLDS = 5
-LARGEST = float(np.finfo(np.float32).max)  # novelty of a cell without neighbours
+MAX_NOVELTY = float(np.finfo(np.float32).max)  # novelty of a cell without neighbours
 MIN_TESTED = 5  # cells of a left-out type, and other cells, in a fold
 
 
@@ -47,8 +49,39 @@ class MappedCells:
     """Results of one method for some cells."""
 
     labels: np.ndarray  # (cells,) text; NONE for a refused cell
-    refused: np.ndarray  # (cells,) bool
+    is_refused: np.ndarray  # (cells,) bool
     novelty: np.ndarray  # (cells,) float64
+
+
+@dataclass(frozen=True)
+class LabelledVectors:
+    """Labelled cells with their features and donors."""
+
+    vectors: np.ndarray  # (cells, width) float32
+    labels: np.ndarray  # (cells,) text
+    donors: np.ndarray  # (cells,) text
+
+    def fit_probabilities(
+        self, train: np.ndarray, test: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Classes of a regression fitted on cells `train`, and their probabilities for cells `test`
+        (both indices), `(len(test), classes)`.
+        """
+        model = LogisticRegression(standardised=True).fit(self.vectors[train], self.labels[train])
+        logits = self.vectors[test].astype(np.float64) @ model.coefficients + model.intercepts
+        return model.classes, softmax(logits)
+
+    def novelty_without_donors(self, train: np.ndarray) -> np.ndarray:
+        """Novelty of the cells `train` (indices) by regressions without their donors,
+        `(len(train),)` float64; NaN for a cell without such a regression.
+        """
+        novelty = np.full(len(train), np.nan)
+        for inner_train, inner_test in split_groups(pd.Series(self.donors[train]), INNER_FOLDS):
+            fitted = train[inner_train]
+            if len(np.unique(self.labels[fitted])) > 1:
+                _, probabilities = self.fit_probabilities(fitted, train[inner_test])
+                novelty[inner_test] = 1 - probabilities.max(axis=1)
+        return novelty
 
 
 class MapCells(Task):
@@ -79,42 +112,34 @@ class MapCells(Task):
         terms = find_terms(sorted(chosen.classes))
         others = (NONE, *(terms.names if terms is not None else ()))
         predictions = ClassPredictions(labels, len(folds), others)
-        shape = (len(folds), len(types))
+        # (folds, types) by method
         refused: Arrays = {}
         auroc: Arrays = {}
-        n_known = 0
-        n_refused: dict[Any, float] = {}
+        n_refused: Counter[ScoredMethod] = Counter()
         with small_problems():
-            for number, (train, test) in enumerate(folds):
-                n_known += len(test)
-                for method, values in features.items():
-                    vectors = np.asarray(values, np.float32)
-                    by_vote = replace(method, classifier=VOTE)
-                    by_regression = replace(method, classifier=REGRESSION)
-                    inner = _predict_inner(vectors, labels, donors, train)
-                    for one, mapped in (
-                        (by_vote, self._vote(vectors, labels, donors, train, test)),
-                        (by_regression, self._regress(vectors, labels, train, test, inner)),
-                    ):
-                        predictions.record("", number, test, {one: mapped.labels})
-                        n_refused[one] = n_refused.get(one, 0) + int(mapped.refused.sum())
-                    for column, name in enumerate(types):
-                        is_new = labels[test] == name
-                        kept = train[labels[train] != name]
-                        n_fewest = min(is_new.sum(), (~is_new).sum())
-                        if n_fewest < MIN_TESTED or len(np.unique(labels[kept])) < 2:
-                            continue
-                        left = inner[labels[train] != name]
-                        for one, mapped in (
-                            (by_vote, self._vote(vectors, labels, donors, kept, test)),
-                            (by_regression, self._regress(vectors, labels, kept, test, left)),
+            for (fold, (train, test)), (source, values) in product(
+                enumerate(folds), features.items()
+            ):
+                cells = LabelledVectors(np.asarray(values, np.float32), labels, donors)
+                novelty = cells.novelty_without_donors(train)
+                mapped = self._map_cells(source, cells, train, test, novelty)
+                for method, result in mapped.items():
+                    predictions.record("", fold, test, {method: result.labels})
+                    n_refused[method] += int(result.is_refused.sum())
+                for column, name in enumerate(types):
+                    is_new = labels[test] == name
+                    is_kept = labels[train] != name
+                    n_fewest = min(is_new.sum(), (~is_new).sum())
+                    if n_fewest < MIN_TESTED or len(np.unique(labels[train[is_kept]])) < 2:
+                        continue
+                    mapped = self._map_cells(source, cells, train[is_kept], test, novelty[is_kept])
+                    for method, result in mapped.items():
+                        for scores, value in (
+                            (refused, result.is_refused[is_new].mean()),
+                            (auroc, roc_auc_score(is_new, result.novelty)),
                         ):
-                            for scores, value in (
-                                (refused, mapped.refused[is_new].mean()),
-                                (auroc, roc_auc_score(is_new, mapped.novelty)),
-                            ):
-                                table = scores.setdefault(one, np.full(shape, np.nan))
-                                table[number, column] = value
+                            empty = np.full((len(folds), len(types)), np.nan)
+                            scores.setdefault(method, empty)[fold, column] = value
         columns = [
             predictions.column("", "accuracy", "accuracy", "accuracy, donors not seen"),
         ]
@@ -125,76 +150,61 @@ class MapCells(Task):
                 ScoreColumn("novelty AUROC", "AUROC of types not seen", auroc),
                 ScoreColumn("refused, new type", "share refused of types not seen", refused),
             ]
+        n_tested = sum(len(test) for _, test in folds)
         figures = chosen.figures | {
             "folds": len(folds),
             "types_left_out": ", ".join(types),
             "refuse_frac": config.refuse_frac,
-            "refused_of_known_types": {method.name: n / n_known for method, n in n_refused.items()},
+            "refused_of_known_types": {
+                method.name: n / n_tested for method, n in n_refused.items()
+            },
         }
         return tabulate(columns, figures)
 
-    def _vote(
+    def _map_cells(
         self,
-        vectors: np.ndarray,
-        labels: np.ndarray,
-        donors: np.ndarray,
+        method: ScoredMethod,
+        cells: LabelledVectors,
         train: np.ndarray,
         test: np.ndarray,
-    ) -> MappedCells:
+        novelty: np.ndarray,
+    ) -> dict[ScoredMethod, MappedCells]:
+        """The cells `test` by the vote of an atlas of the cells `train`, and by a regression fitted
+        on these; `novelty` is that of the cells `train`.
+        """
+        return {
+            replace(method, classifier=VOTE): self._vote(cells, train, test),
+            replace(method, classifier=REGRESSION): self._regress(cells, train, test, novelty),
+        }
+
+    def _vote(self, cells: LabelledVectors, train: np.ndarray, test: np.ndarray) -> MappedCells:
         """The cells `test` mapped to an atlas of the cells `train`, both indices of cells."""
-        texts = labels[train].astype(object)
-        cells = EmbeddedCells("", "", vectors[train], train, texts, donors[train])
+        texts = cells.labels[train].astype(object)
+        embedded = EmbeddedCells("", "", cells.vectors[train], train, texts, cells.donors[train])
         section = Atlas.model_validate({"neighbors": self.config.neighbors})
-        atlas = make_atlas([cells], "", section)
-        how = Map.model_validate({"refuse_frac": self.config.refuse_frac})
-        mapped = map_vectors(atlas, vectors[test], Seen(None, ""), how)
+        atlas = make_atlas([embedded], "", section)
+        map_options = Map.model_validate({"refuse_frac": self.config.refuse_frac})
+        mapped = map_vectors(atlas, cells.vectors[test], Seen(None, ""), map_options)
         names = pd.Series(mapped.labels).astype(object)
-        novelty = np.nan_to_num(mapped.obs[DISTANCE].astype(np.float64), nan=LARGEST)
+        novelty = np.nan_to_num(mapped.obs[DISTANCE].astype(np.float64), nan=MAX_NOVELTY)
         return MappedCells(
             names.fillna(NONE).to_numpy(str), np.asarray(mapped.obs[REFUSED]), novelty
         )
 
     def _regress(
-        self,
-        vectors: np.ndarray,
-        labels: np.ndarray,
-        train: np.ndarray,
-        test: np.ndarray,
-        inner: np.ndarray,
+        self, cells: LabelledVectors, train: np.ndarray, test: np.ndarray, known: np.ndarray
     ) -> MappedCells:
-        """The same by a logistic regression; `inner` is the novelty of training cells."""
-        classes, probabilities = _fit_probabilities(vectors, labels, train, test)
+        """Classes of the cells `test` by a logistic regression; `known` is the novelty of the cells
+        `train`.
+        """
+        classes, probabilities = cells.fit_probabilities(train, test)
         novelty = 1 - probabilities.max(axis=1)
-        known = np.sort(inner[np.isfinite(inner)])
+        known = np.sort(known[np.isfinite(known)])
         percentile = np.searchsorted(known, novelty) / (len(known) + 1)
-        refused = percentile >= 1 - self.config.refuse_frac - 1e-9
+        is_refused = percentile >= 1 - self.config.refuse_frac - 1e-9
         names = classes[probabilities.argmax(axis=1)].astype(object)
-        names[refused] = NONE
-        return MappedCells(names.astype(str), refused, novelty)
-
-
-def _predict_inner(
-    vectors: np.ndarray, labels: np.ndarray, donors: np.ndarray, train: np.ndarray
-) -> np.ndarray:
-    """Novelty of training cells by regressions without their donors, `(len(train),)`; NaN where
-    there is none.
-    """
-    novelty = np.full(len(train), np.nan)
-    for inner_train, inner_test in split_groups(pd.Series(donors[train]), INNER_FOLDS):
-        fitted = train[inner_train]
-        if len(np.unique(labels[fitted])) > 1:
-            _, probabilities = _fit_probabilities(vectors, labels, fitted, train[inner_test])
-            novelty[inner_test] = 1 - probabilities.max(axis=1)
-    return novelty
-
-
-def _fit_probabilities(
-    vectors: np.ndarray, labels: np.ndarray, train: np.ndarray, test: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Classes, and their probabilities for the cells `test`, `(len(test), classes)`."""
-    model = LogisticRegression(standardised=True).fit(vectors[train], labels[train])
-    logits = vectors[test].astype(np.float64) @ model.coefficients + model.intercepts
-    return model.classes, softmax(logits)
+        names[is_refused] = NONE
+        return MappedCells(names.astype(str), is_refused, novelty)
 
 
 def _credit_column(predictions: ClassPredictions) -> ScoreColumn:
