@@ -99,7 +99,7 @@ def read_all(folder: Path) -> str:
                     hashed.update(np.ascontiguousarray(part).tobytes())
         stream.close()
     trained = TrainedCells([manifest], ["one"])
-    hashed.update(json.dumps(sorted(trained.seen["one"])).encode())
+    hashed.update(json.dumps(sorted(trained.names["one"])).encode())
     hashed.update(read_counts(manifest, 1000).toarray().tobytes())
     with open_counts(folder / "cells.h5ad") as reader:
         hashed.update(
@@ -348,7 +348,7 @@ def test_a_shard_with_random_bytes_is_refused(right: str, folder: Path, seed: in
 
 def test_evaluation_finds_one_byte_changed_after_training(folder: Path) -> None:
     manifest = Manifest.read(folder / "manifest.json")
-    assert len(TrainedCells([manifest], ["one"]).seen["one"]) > 100
+    assert len(TrainedCells([manifest], ["one"]).names["one"]) > 100
     with h5py.File(folder / "train-00000.h5ad", "a") as file:
         file["obs/_index"][0] = "one:cell99999"
     with pytest.raises(

@@ -23,7 +23,7 @@ from cellmill.config.parts.tokens import ContinuousTokens, Tokens
 from cellmill.data.shards.obs import parse_numbers
 from cellmill.errors import ConfigError
 from cellmill.evaluate.inference.calibration import (
-    STEPS,
+    N_THRESHOLDS,
     calibrate,
     find_classifications,
     fit_temperature,
@@ -278,7 +278,7 @@ def test_calibration_finds_the_temperature_of_simulated_logits() -> None:
     assert found.calibration_error < 0.015 < 0.1 < found.calibration_error_uncalibrated
     assert found.accuracy_above[0] == found.accuracy
     assert found.labelled_above[0] == 1
-    assert len(found.accuracy_above) == STEPS
+    assert len(found.accuracy_above) == N_THRESHOLDS
     assert found.accuracy_above[90] > 0.9 > found.accuracy  # type: ignore[operator]
 
 

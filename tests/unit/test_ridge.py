@@ -126,7 +126,7 @@ def test_validation_cells_choose_penalty_and_weight(context: Context) -> None:
             measured = hidden.expression()
             for row, noise in enumerate(noises):
                 noisy = replace(fitted, noise=np.array([noise], np.float32))
-                (by_ridge,) = hidden.predict_by(noisy)
+                (by_ridge,) = hidden.predict_by_ridge(noisy)
                 for column, weight in enumerate(WEIGHTS):
                     mixed = weight * decoded + (1 - weight) * by_ridge
                     for predicted, true in zip(mixed.T, measured.T):

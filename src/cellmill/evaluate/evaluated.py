@@ -188,7 +188,7 @@ class TrainedCells:
         datasets: Iterable[str],
         listed: Mapping[str, CorpusDigests] = MappingProxyType({}),
     ) -> None:
-        self.seen: dict[str, set[str]] = {name: set() for name in datasets}  # obs names
+        self.names: dict[str, set[str]] = {name: set() for name in datasets}  # obs names by dataset
         for manifest in manifests:
             if verify_changed(manifest):
                 record(manifest)
@@ -196,8 +196,8 @@ class TrainedCells:
                 for shard in manifest.splits[split].shards:
                     for name in read_names(manifest.shard_path(shard), "obs"):
                         dataset, _, cell = name.partition(":")
-                        if dataset in self.seen:
-                            self.seen[dataset].add(cell)
+                        if dataset in self.names:
+                            self.names[dataset].add(cell)
         by_fingerprint = {manifest.fingerprint: manifest for manifest in manifests}
         self.corpora = [read_hashes(manifest) for manifest in by_fingerprint.values()]
         self._listed = [listed[name] for name in sorted(listed.keys() - by_fingerprint.keys())]
@@ -207,7 +207,7 @@ class TrainedCells:
         """Mask, bool `(n_obs,)`, of the cells that were not trained on, and the number of copies,
         which is printed.
         """
-        unnamed = ~reader.obs.index.isin([*self.seen[dataset]])
+        unnamed = ~reader.obs.index.isin([*self.names[dataset]])
         copies = find_equal_cells(reader, self.corpora, unnamed)
         near = unnamed & ~copies & find_barcodes(reader, self._listed)
         for mask, relation in (

@@ -28,13 +28,13 @@ def find_failures(
                 f"evaluate.gate: task {gate.task} was skipped on every dataset: no row to compare"
             )
         for where, result in results.items():
-            line = _compare(gate, where, result)
+            line = _describe_failure(gate, where, result)
             if line is not None:
                 lines.append(f"{where}: {line}")
     return lines
 
 
-def _compare(gate: BaselineGate, where: str, result: TaskResult) -> str | None:
+def _describe_failure(gate: BaselineGate, where: str, result: TaskResult) -> str | None:
     """Say by how much the model's best row misses the gate; None if it passes."""
     column = gate.column or result.metric
     if column is None:

@@ -259,7 +259,7 @@ class ClassPredictions:
 
     labels: np.ndarray  # class of each cell; text
     repetitions: int
-    others: tuple[str, ...] = ()  # classes that no cell has and a method may predict
+    other_classes: tuple[str, ...] = ()  # classes that no cell has and a method may predict
     # class of each cell, text, by `labels.predict_from_other_half`; "" for none
     ceiling_labels: np.ndarray | None = None
     by_condition: dict[str, Arrays] = field(default_factory=dict)
@@ -270,7 +270,7 @@ class ClassPredictions:
     @cached_property
     def classes(self) -> np.ndarray:
         """Classes of cells and of predictions, sorted: a class id is an index into it."""
-        return np.union1d(self.labels, np.array(self.others, dtype=self.labels.dtype.type))
+        return np.union1d(self.labels, np.array(self.other_classes, dtype=self.labels.dtype.type))
 
     def record(self, condition: str, repetition: int, cells: np.ndarray, classes: Arrays) -> None:
         """Keep the predicted `classes` (text) of `cells` (indices)."""
@@ -281,15 +281,15 @@ class ClassPredictions:
             methods[method][repetition, cells] = np.searchsorted(self.classes, predicted)
 
     @cached_property
-    def truth(self) -> np.ndarray:
-        """Class id of each cell."""
+    def true_ids(self) -> np.ndarray:
+        """Class id of each cell, `(cells,)` int64."""
         return np.searchsorted(self.classes, self.labels)
 
     def column(self, condition: str, metric: str, heading: str, metric_name: str) -> ScoreColumn:
         """Scores by `metric`, one of CLASS_METRICS; verdicts call it `metric_name`."""
         methods = self.by_condition[condition]
         scores = {
-            method: cell_scores(metric, self.truth, class_ids)
+            method: cell_scores(metric, self.true_ids, class_ids)
             for method, class_ids in methods.items()
         }
         return self._with_gap(ScoreColumn(heading, metric_name, scores), metric, methods)
@@ -308,10 +308,10 @@ class ClassPredictions:
         id_of_class = dict(zip(self.classes, range(len(self.classes)))) | {"": NOT_TESTED}
         unknown = len(id_of_class)  # is never right
         ceiling = np.array([id_of_class.get(name, unknown) for name in self.ceiling_labels])
-        largest = np.bincount(self.truth).argmax()
+        largest = np.bincount(self.true_ids).argmax()
 
         def score_tested(predicted: Any) -> np.ndarray:
-            return cell_scores(metric, self.truth, np.where(is_tested, predicted, NOT_TESTED))
+            return cell_scores(metric, self.true_ids, np.where(is_tested, predicted, NOT_TESTED))
 
         largest_scores = score_tested(largest)
         majority_scores = column.scores.get(MAJORITY, largest_scores)
@@ -324,7 +324,7 @@ class ClassPredictions:
         counts = np.zeros((n, n), np.int64)
         for class_ids in self.by_condition[condition][method]:
             is_tested = class_ids != NOT_TESTED
-            np.add.at(counts, (self.truth[is_tested], class_ids[is_tested]), 1)
+            np.add.at(counts, (self.true_ids[is_tested], class_ids[is_tested]), 1)
         return Confusion(method.name, self.classes.tolist(), counts.tolist())
 
     def metric_columns(self, condition: str) -> list[ScoreColumn]:

@@ -133,7 +133,7 @@ def evaluate(
                     roles={role: column for role, column in roles.items() if column != role},
                     tasks=run_tasks(tasks, context, finished, left_out),
                     genes=asdict(gene_coverage(context.gene_columns, context.model.vocabulary)),
-                    in_corpus=bool(evaluation.trained.seen[name]),
+                    in_corpus=bool(evaluation.trained.names[name]),
                     n_copies=n_copies,
                     supervised=context.supervised,
                 )

@@ -1,8 +1,8 @@
 """An atlas from the embeddings of datasets.
 
-For the distances that a new cell is compared with, cells are drawn from the atlas, and each looks
-for its neighbours among the cells of the other donors, as a cell of a new donor would. An atlas of
-one donor leaves out only the cell itself, so its distances are too small for a new donor.
+The distance of a new cell is compared with those of reference cells, which are drawn from the atlas.
+The neighbours of a reference cell are cells of the other donors, as for a cell of a new donor. In an
+atlas of one donor only the cell itself is left out, so distances are too small for a new donor.
 """
 
 from collections.abc import Sequence
@@ -64,10 +64,10 @@ class EmbeddedCells(NamedTuple):
 def read_embedded(
     path: Path, label: str, donor_columns: Sequence[str], model_digest: str, width: int
 ) -> EmbeddedCells:
-    """Cells of a file of stage `embed`, with the obs columns `label` and the first of `donor_columns`
-    that it has.
+    """Read the cells of a file of stage `embed`: their vectors, obs column `label`, and the first of
+    `donor_columns` that the file has.
 
-    Raises DataError if it is damaged, of another model, or has no such label.
+    Raises DataError if the file is damaged, of another model, or has no column `label`.
     """
     with open_h5(path) as file, explain_damage(f"{path}: obs"):
         obs = file["obs"]
@@ -100,7 +100,7 @@ def make_atlas(datasets: Sequence[EmbeddedCells], model_digest: str, section: At
     vectors = np.concatenate([cells.vectors for cells in datasets])
     largest = float(np.abs(vectors).max())
     scale = 2.0 ** np.ceil(np.log2(largest)) if largest else 1.0
-    # the zero added makes one of 0 and -0, which are equal numbers of different bytes
+    # adding 0 turns -0 into 0, which is equal but has other bytes
     stored = np.ascontiguousarray((vectors / np.float32(scale)).astype("<f2") + np.float16(0))
     width = stored.shape[1]
     as_bytes = stored.view(np.dtype((np.void, 2 * width))).ravel()
@@ -161,7 +161,7 @@ def write_atlas(folder: Path, atlas: CellAtlas, max_exact: int = MAX_EXACT) -> N
 def _number_labels_and_donors(
     datasets: Sequence[EmbeddedCells], cells: np.ndarray
 ) -> tuple[list[str], list[AtlasDonor]]:
-    """Names of labels, sorted, and donors by dataset; their numbers are written to `cells`."""
+    """Names of labels, sorted, and donors by dataset. Their indices are written to `cells`."""
     texts = np.concatenate([part.labels for part in datasets])
     labels = sorted({*texts} - {None})
     number = {None: NO_LABEL} | {label: index for index, label in enumerate(labels)}

@@ -1,9 +1,10 @@
 """Cells mapped to an atlas: labels by vote, and a refusal of cells that are far from all of it.
 
-The distance of a cell is the mean over its neighbours. Its percentile among the n reference cells of
-the atlas is 100 c / (n + 1), where c of them are nearer to theirs. Cells from 100 (1 - refuse_frac)
-on are refused: of new cells like those of the left-out donors, at most that share on average
-(conformal prediction: Vovk, Gammerman & Shafer 2005).
+The distance of a cell is the mean over its neighbours. Its percentile is 100 c / (n + 1), where c of
+the n reference cells of the atlas are nearer to their neighbours. Cells with a percentile of
+100 (1 - refuse_frac) or more are refused. Among new cells that are like those of the left-out
+donors, the refused share is at most `refuse_frac` on average (conformal prediction: Vovk,
+Gammerman & Shafer 2005).
 """
 
 from collections.abc import Iterable, Iterator
@@ -37,7 +38,7 @@ REJECTED = "cellmill_rejected"  # obs: True for a cell below the threshold, whos
 VALUE = "cellmill_value"  # obs
 PROBABILITIES = "cellmill_probabilities"  # obsm, in the order of uns[ABOUT_PREDICTION]["labels"]
 ABOUT_PREDICTION = "cellmill_prediction"  # uns
-NEIGHBORS = "cellmill_neighbors"  # obsm: numbers of the atlas's cells
+NEIGHBORS = "cellmill_neighbors"  # obsm: indices of cells of the atlas
 NEIGHBOR_DISTANCES = "cellmill_neighbor_distances"  # obsm
 ABOUT_MAP = "cellmill_map"  # uns
 BLOCK = 16_384  # cells mapped at once
@@ -71,7 +72,7 @@ def drop_earlier(adata: Any, about: Iterable[str]) -> None:
 
 @dataclass(frozen=True)
 class Mapped:
-    """Content that `cellmill map` writes. Labels are missing for refused cells."""
+    """Obs, obsm and uns that `cellmill map` writes. Refused cells have no label."""
 
     obs: dict[str, Any]  # (cells,) each
     obsm: dict[str, np.ndarray]
@@ -81,7 +82,7 @@ class Mapped:
 
     @property
     def labels(self) -> pd.Categorical:
-        """(cells,)"""
+        """Labels of the cells, (cells,)."""
         return self.obs[LABEL]
 
     def add_to(self, adata: Any) -> None:
@@ -100,7 +101,7 @@ def map_vectors(atlas: CellAtlas, vectors: np.ndarray, seen: Seen, section: Map)
     """Map cells with vectors `(cells, width)` float32, NaN rows for cells without any gene.
 
     Cells of the atlas itself, or that the model was trained on, have no percentile: their distances
-    are smaller than those of new cells. A cell's copies in the atlas are none of its neighbours.
+    are smaller than those of new cells. Copies of a cell in the atlas do not count as neighbours.
     """
     record = atlas.record
     blocks = list(_map_blocks(atlas, vectors, section))
@@ -166,7 +167,7 @@ class _Block:
     points: np.ndarray  # (cells, k) int64
     distances: np.ndarray  # (cells, k) float32
     in_atlas: np.ndarray  # (cells,) bool
-    codes: np.ndarray  # (cells,) int64: number of the label in `names`
+    codes: np.ndarray  # (cells,) int64: index of the label in `names`; NO_LABEL for none
     agreement: np.ndarray  # (cells,) float64
     n_donors: np.ndarray  # (cells,) int64
     names: list[str]

@@ -1,8 +1,8 @@
 """Votes on terms of the Cell Ontology: the most specific term with enough of the votes.
 
-A vote for a term is one for all of its superclasses. How specific a term is says its information
-content, from the number of terms below it (Seco, Veale & Hayes 2004, ECAI): 1 for a term with none,
-0 for `cell`.
+A vote for a term is also a vote for each of its superclasses. The information content of a term
+measures how specific it is (Seco, Veale & Hayes 2004, ECAI): from 0 for `cell` to 1 for a term
+without terms below it.
 """
 
 from collections.abc import Sequence
@@ -49,8 +49,8 @@ class Terms:
         return is_above
 
     def climb(self, shares: sp.csr_matrix, certainty: float) -> tuple[np.ndarray, np.ndarray]:
-        """Number in `names` of the most specific class with `certainty` of the votes, (cells,)
-        int64, and its share of the votes.
+        """Index in `names` of the most specific class with `certainty` of the votes, (cells,) int64,
+        and its share of the votes, (cells,) float64.
 
         `shares` of the votes are `(cells, labels)`; a cell without votes has NO_LABEL.
         """
@@ -81,8 +81,10 @@ def _ids_by_name() -> dict[str, str]:
 
 
 def credit_labels(labels: Sequence[str]) -> np.ndarray:
-    """Credit for each predicted label, (labels, true labels) float64: 1 for the same term, the share of its
-    information for a superclass of the true term, 0 for any other, or for no term.
+    """Credit of each predicted label for each true label, (labels, labels) float64.
+
+    1 for the same term. For a superclass of the true term, its information divided by that of the
+    true term. 0 otherwise.
     """
     ontology = cell_ontology()
     terms = [_find_term(label) for label in labels]

@@ -27,7 +27,7 @@ QUERIES = 1024
 POINTS = 16_384
 """Queries and points that are compared at once."""
 SPARE = 8
-"""More candidates than neighbours, whose distances are computed again."""
+"""Candidates beyond the k neighbours: distances of all candidates are computed again."""
 NOWHERE = -1
 
 
@@ -62,8 +62,10 @@ class Points:
         groups: np.ndarray | None = None,
         left_out: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The same by an exact search, without the points whose group, `(points,)`, is the query's
-        `left_out`, `(queries,)`.
+        """The k nearest points as `nearest` returns them, by an exact search.
+
+        Without the points whose group in `groups`, `(points,)`, is the query's in `left_out`,
+        `(queries,)`; both None leaves out none.
         """
         parts = []
         for first in range(0, len(queries), QUERIES):
@@ -104,7 +106,7 @@ class Points:
     def _rank(
         self, queries: np.ndarray, candidates: np.ndarray, k: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The k nearest of the candidates, `(queries, candidates)`, by distance, then by number."""
+        """The k nearest of the candidates, `(queries, candidates)`, by distance, then by index."""
         points = np.full((len(queries), k), NOWHERE, np.int64)
         distances = np.full((len(queries), k), np.inf, np.float32)
         for first in range(0, len(queries), QUERIES):

@@ -1,8 +1,8 @@
 """Files of an atlas, in folder `atlas` of its model.
 
     vectors.npy     (points, width) float16: distinct vectors of the cells, divided by `scale`
-    cells.npy       (cells,): point, donor, label (NO_LABEL for none) and row in its dataset's file, as numbers
-    reference.npy   (cells drawn,): donor of a cell of the atlas, and its mean distance to the neighbours of others
+    cells.npy       (cells,): point, donor, label (NO_LABEL for none) and row in its dataset's file, as indices
+    reference.npy   (cells drawn,): donor of a cell of the atlas, and its mean distance to neighbours of other donors
     graph.faiss     links between the points (`search.py`); absent from a small atlas
     atlas.json      an `AtlasRecord`, with the SHA-256 of the others; written last
 
@@ -38,7 +38,7 @@ class AtlasDonor(Section):
     """Donor of a dataset."""
 
     dataset: int = Field(ge=0)
-    """Number of the dataset."""
+    """Index of the dataset in `AtlasRecord.datasets`."""
     name: str
     """Value of the obs column; empty for all cells without a value."""
 
@@ -51,11 +51,11 @@ class AtlasRecord(Section):
     model_digest: str
     """SHA-256 of the model's weights."""
     width: int = Field(ge=1)
-    """Numbers of a vector."""
+    """Width of a vector."""
     scale: float = Field(gt=0)
     """Power of two by which vectors are divided."""
     neighbors: int = Field(ge=1)
-    """Neighbours of a cell."""
+    """Neighbours of a cell that are looked up."""
     n_cells: int = Field(ge=1)
     """Number of cells."""
     n_points: int = Field(ge=1)
@@ -63,9 +63,13 @@ class AtlasRecord(Section):
     n_reference: int = Field(ge=0)
     """Number of cells with a distance in reference.npy."""
     held_out: Literal["donor", "cell"]
-    """What their neighbours leave out: their donor, or only the cell in an atlas of one donor."""
+    """Which cells are no neighbours of a cell of reference.npy: those of its donor, or in an atlas of
+    one donor only the cell itself.
+    """
     accuracy: float | None
-    """Share of the labelled ones whose label is that of the vote; null without labels."""
+    """Share of these cells, as far as they are labelled, to which the others' vote gives their label;
+    null without labels.
+    """
     datasets: list[str]
     """Names of the datasets."""
     label_columns: list[str]
@@ -82,7 +86,7 @@ class AtlasRecord(Section):
 
 @dataclass(frozen=True)
 class CellAtlas:
-    """An atlas that is read."""
+    """An atlas in memory."""
 
     record: AtlasRecord
     points: Points
@@ -140,7 +144,7 @@ class CellAtlas:
 
     @cached_property
     def electorate(self) -> Electorate:
-        """Cells that vote."""
+        """Labelled cells, which vote on new cells."""
         cells = self.cells
         n_labels = len(self.record.labels)
         return Electorate(

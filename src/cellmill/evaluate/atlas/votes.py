@@ -21,7 +21,7 @@ class Votes(NamedTuple):
     """Votes for some cells."""
 
     labels: np.ndarray
-    """(cells,) int64: number of the label with most votes; NO_LABEL without any vote."""
+    """(cells,) int64: index of the label with most votes; NO_LABEL without any vote."""
     agreement: np.ndarray  # (cells,) float64: its share of the votes; NaN without any
     shares: sp.csr_matrix  # (cells, labels) float64: shares of the votes by label
     n_donors: np.ndarray  # (cells,) int64: donors that voted
@@ -38,7 +38,7 @@ class Electorate:
         n_points: int,
         n_labels: int,
     ) -> None:
-        """`points`, `donors` and `labels` are numbers, `(cells,)`; NO_LABEL is a missing label."""
+        """`points`, `donors` and `labels` are indices, `(cells,)` int; NO_LABEL for a missing label."""
         self.n_labels = n_labels
         cells = pd.DataFrame({"point": points, "donor": donors, "label": labels})
         counts = cells[labels != NO_LABEL].groupby(["point", "donor", "label"]).size()

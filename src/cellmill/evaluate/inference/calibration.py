@@ -31,11 +31,11 @@ from cellmill.models.objectives.shared.calibration import (
     expected_calibration_error,
 )
 
-STEPS = 100  # thresholds of the table: 0, 1 / STEPS, ...
-# largest temperature, and inverse of the smallest: separable cells would have no best one
-LARGEST = 100.0
+N_THRESHOLDS = 100  # in the table of a calibration: 0, 1 / N_THRESHOLDS, ...
+# also the inverse of the smallest one; without bounds, separable cells have no best temperature
+MAX_TEMPERATURE = 100.0
 NO_VALIDATION = "the run had no labelled validation cells"
-CHUNK = 65_536  # cells whose logits are computed at once
+CELL_BLOCK = 65_536  # cells whose logits are computed at once
 FOLDS = 5  # parts of the cells, held out in turn to see whether a temperature helps
 
 
@@ -46,14 +46,14 @@ class Calibration:
     accuracy: float
     calibration_error: float
     calibration_error_uncalibrated: float  # with temperature 1
-    # entry i: accuracy of cells whose highest probability is i / STEPS or more; None without cells
+    # entry i: accuracy of cells whose highest probability is i / N_THRESHOLDS or more; None without cells
     accuracy_above: list[float | None]
     labelled_above: list[float]  # entry i: share of these cells among all
 
 
 def calibrate(logits: np.ndarray, labels: np.ndarray) -> Calibration:
-    """Return the calibration of logits, (cells, labels) float, on cells of these labels, (cells,)
-    int from 0.
+    """Calibration of `logits`, (cells, labels) float, on cells with the ids `labels`, (cells,) int
+    from 0.
     """
     logits = logits.astype(np.float64)
     # scale each fold by the temperature of the other folds
@@ -68,8 +68,8 @@ def calibrate(logits: np.ndarray, labels: np.ndarray) -> Calibration:
     )
     temperature = fit_temperature(logits, labels) if lowers_error else 1.0
     confidence, is_right = confidence_and_correctness(logits / temperature, labels)
-    # (cells, STEPS): cells that each threshold keeps
-    above = confidence[:, None] >= np.arange(STEPS) / STEPS
+    # (cells, N_THRESHOLDS): cells that each threshold keeps
+    above = confidence[:, None] >= np.arange(N_THRESHOLDS) / N_THRESHOLDS
     accuracy = [float(is_right[chosen].mean()) if chosen.any() else None for chosen in above.T]
     return Calibration(
         temperature=temperature,
@@ -83,21 +83,21 @@ def calibrate(logits: np.ndarray, labels: np.ndarray) -> Calibration:
 
 
 def fit_temperature(logits: np.ndarray, labels: np.ndarray) -> float:
-    """Return the temperature with the smallest cross-entropy, between 1 / LARGEST and LARGEST."""
+    """Return the temperature with the smallest cross-entropy, between 1 / MAX_TEMPERATURE and MAX_TEMPERATURE."""
 
     def loss(log_temperature: float) -> float:
         scaled = torch.from_numpy(logits / np.exp(log_temperature)).log_softmax(1).numpy()
         return -float(scaled[np.arange(len(labels)), labels].mean())
 
-    bound = float(np.log(LARGEST))
+    bound = float(np.log(MAX_TEMPERATURE))
     # a fifth of a second, for few models
     minimize_scalar = import_module("scipy.optimize").minimize_scalar
     return float(np.exp(minimize_scalar(loss, bounds=(-bound, bound), method="bounded").x))
 
 
 def find_classifications(objective: Objective) -> dict[str, Classification]:
-    """Return the objective, or the parts of a sum, that predict labels, by part; not those whose
-    label is hidden.
+    """Parts of the objective that predict labels, by name; without adversarial parts, whose label
+    the vectors are to hide. An objective that is no sum has the name "".
     """
     return {
         name: leaf
@@ -107,7 +107,7 @@ def find_classifications(objective: Objective) -> dict[str, Classification]:
 
 
 def find_regressions(objective: Objective) -> dict[str, Regression]:
-    """Return the objective, or the parts of a sum, that predict numbers, by part."""
+    """Parts of the objective that predict numbers, by name."""
     return {name: leaf for name, leaf in objective.leaves().items() if isinstance(leaf, Regression)}
 
 
@@ -115,19 +115,19 @@ def find_regressions(objective: Objective) -> dict[str, Regression]:
 def run_head(
     model: Model, vectors: np.ndarray, head: Callable[[Model, torch.Tensor], torch.Tensor]
 ) -> np.ndarray:
-    """Return the output of `head`, such as `Classification.predict`, (cells, ...) float32, from
-    vectors of `embed`.
+    """Output of `head`, such as `Classification.predict`, (cells, ...) float32, for `vectors` of
+    `embed`, (cells, hidden) float32.
     """
     device = next(model.parameters()).device
-    parts = torch.from_numpy(vectors).split(CHUNK)
+    parts = torch.from_numpy(vectors).split(CELL_BLOCK)
     return np.concatenate([head(model, part.to(device)).cpu().numpy() for part in parts])
 
 
 def calibrate_head(
     model: Model, options: TrainOptions, manifest: Path, objective: Classification
 ) -> Calibration | None:
-    """Calibration of a head on the labelled validation cells of its run, None without any; for a
-    model on the CPU.
+    """Calibration of the head `objective` on the labelled validation cells of its run; None without
+    any. The model is on the CPU, and `manifest` is that of its shards.
     """
     if Manifest.read(manifest).splits["val"].n_obs == 0:
         return None

@@ -37,7 +37,7 @@ from cellmill.models.batch import to_tensors
 from cellmill.models.export import load_model, spec_of
 from cellmill.models.family import Model
 
-FEW = 0.5  # share of the expression below which a file is warned about
+MIN_UNWARNED_FRAC = 0.5  # share of the expression from which no warning is printed
 ROW_BLOCK = 1024  # cells read at once
 
 
@@ -84,6 +84,8 @@ def gene_coverage(columns: GeneColumns, vocabulary: Vocabulary) -> GeneCoverage:
 
 @dataclass(frozen=True)
 class Embedding:
+    """Vectors of cells, and what of the file the model knows."""
+
     # `(cells, hidden)` float32; NaN where a cell has no gene that the model knows
     vectors: np.ndarray
     coverage_frac: float  # fraction of the cells' counts that fall on genes of the vocabulary
@@ -129,8 +131,8 @@ class ColumnCounts:
 
 
 def load_for_inference(folder: Path) -> tuple[Model, Vocabulary, Tokens, dict[str, Any]]:
-    """Exported model in eval mode, on a GPU if there is one; its vocabulary, tokens and
-    config.json.
+    """Read the exported model in `folder`: in eval mode, on a GPU if there is one. Also return its
+    vocabulary, tokens and config.json. Raises DataError for a damaged file.
     """
     network, vocabulary, config = load_model(folder)
     if torch.cuda.is_available():
@@ -315,7 +317,7 @@ def describe_limits(embedding: Embedding) -> list[str]:
             f"warning: only {embedding.coverage_frac:.1%} of its counts fall on genes that the model knows: compare "
             "its vectors with each other only"
         )
-    if embedding.genes.expressed_frac < FEW:
+    if embedding.genes.expressed_frac < MIN_UNWARNED_FRAC:
         lines.append(
             f"warning: it measures {embedding.genes}: compare its vectors with each other only"
         )

@@ -139,12 +139,12 @@ def _tabulate_genes(
             "expression": expression[gene],
         }
         null = np.array([means[other] for other in others])
-        rows.append(about | _compare(means[gene], null[np.isfinite(null)]))
+        rows.append(about | _compare_with_null(means[gene], null[np.isfinite(null)]))
     return pd.DataFrame(rows, index=[vocabulary.gene_ids[gene] for gene in null_genes])
 
 
-def _compare(shift: float, null: np.ndarray) -> dict[str, float]:
-    """The shift of a gene against the shifts of other genes."""
+def _compare_with_null(shift: float, null: np.ndarray) -> dict[str, float]:
+    """Columns of a gene with this `shift`, against `null`, the shifts of its null genes."""
     compared = {"shift": shift, "null_mean": np.nan, "null_sd": np.nan, "z": np.nan, "p": 1.0}
     if len(null) and np.isfinite(shift):
         compared["null_mean"] = float(null.mean())

@@ -28,8 +28,8 @@ from cellmill.evaluate.atlas.mapping import (
 )
 from cellmill.evaluate.inference.agreement import compare_labels
 from cellmill.evaluate.inference.calibration import (
+    N_THRESHOLDS,
     NO_VALIDATION,
-    STEPS,
     find_classifications,
     find_regressions,
     run_head,
@@ -140,7 +140,7 @@ def choose_thresholds(
                 f"predict.min_accuracy {section.min_accuracy:g}: no threshold reaches it on the validation cells, the "
                 f"best has {max(accuracies):.3f}; lower it"
             )
-        thresholds[suffix] = reached.index(True) / STEPS
+        thresholds[suffix] = reached.index(True) / N_THRESHOLDS
     return thresholds
 
 

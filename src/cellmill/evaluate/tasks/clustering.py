@@ -60,20 +60,20 @@ class Clustering(Task):
         }
         columns = []
         *choice, fixed = config.levels()
-        for where in (*choice, fixed):
-            for name, score in (("ARI", ari_scores), ("NMI", nmi_scores)):
+        for level in (*choice, fixed):
+            for metric, score in (("ARI", ari_scores), ("NMI", nmi_scores)):
                 scores = {}
                 for method, (_, (at_best, at_fixed)) in clusters.items():
-                    by_seed = at_fixed if where == fixed else at_best
+                    by_seed = at_fixed if level == fixed else at_best
                     scores[method] = np.stack([score(labels, found) for found in by_seed])
-                columns.append(ScoreColumn(f"{name}, {where}", f"{name}, {where}", scores))
+                columns.append(ScoreColumn(f"{metric}, {level}", f"{metric}, {level}", scores))
         rows = table_rows(columns)
         for row in rows:
             best, (at_best, at_fixed) = clusters[row.method]
             if choice:
                 row.numbers["best resolution"] = best
-                row.numbers["clusters there"] = _average_number(at_best)
-            row.numbers["clusters, fixed"] = _average_number(at_fixed)
+                row.numbers["clusters there"] = _average_n_clusters(at_best)
+            row.numbers["clusters, fixed"] = _average_n_clusters(at_fixed)
         figures = chosen.figures | {"neighbors": config.neighbors, "seeds": config.seeds}
         # against the best baseline in each column, then against all baselines by the first ARI
         verdicts = [column.compare_best() for column in columns]
@@ -85,12 +85,14 @@ class Clustering(Task):
     def cluster(
         self, method: ScoredMethod, features: Any, labels: np.ndarray, context: Context, igraph: Any
     ) -> tuple[float, tuple[np.ndarray, np.ndarray]]:
-        """Best resolution, and clusters `(seeds, cells)` there and at the fixed resolution."""
+        """Best resolution, and cluster ids `(seeds, cells)` there and at the fixed resolution."""
         config = self.config
         seed = context.options.seed
 
         def find_clusters() -> np.ndarray:
-            """(1 + 2 seeds, cells) int16."""
+            """Index of the best resolution, cluster ids there and at the fixed resolution: one array
+            for the cache, (1 + 2 seeds, cells) int16.
+            """
             edges = jaccard_weights(NeighborGraph.build(features, config.neighbors))
             graph = make_graph(igraph, edges)
             seeds = range(seed, seed + config.seeds)
@@ -103,9 +105,8 @@ class Clustering(Task):
                 return float(np.mean(scores))
 
             best = max(config.resolutions, key=mean_ari)
-            # one array for the cache: the first row repeats the index of the best resolution
-            head = np.full((1, len(labels)), config.resolutions.index(best))
-            parts = [head, by_resolution[best], by_resolution[config.resolution]]
+            index = np.full((1, len(labels)), config.resolutions.index(best))
+            parts = [index, by_resolution[best], by_resolution[config.resolution]]
             return np.concatenate(parts).astype(np.int16)
 
         if method.network is not None:
@@ -126,7 +127,7 @@ def make_graph(igraph: Any, edges: sp.coo_matrix) -> Any:
 
 
 def leiden(igraph: Any, graph: Any, resolution: float, seeds: Iterable[int]) -> list[np.ndarray]:
-    """Cluster of each cell, int64 `(cells,)`, for each seed."""
+    """Cluster id of each cell, int64 `(cells,)`, for each seed."""
     found = []
     options = {
         "objective_function": "modularity",
@@ -208,6 +209,6 @@ def _count_cells(
     return in_both, in_class, in_cluster
 
 
-def _average_number(clusters: np.ndarray) -> float:
+def _average_n_clusters(clusters: np.ndarray) -> float:
     """Mean over seeds of the number of clusters."""
     return float(np.mean([len(np.unique(found)) for found in clusters]))

@@ -131,18 +131,21 @@ class Degraded(Task):
             counts = {WHOLE: whole}
             for level, degrade in levels.items():
                 counts[level] = degrade(whole, generator)
-            cells = {level: features_of_counts(context, values) for level, values in counts.items()}
-            made_for: dict[str, dict[str, Features]] = {}
+            by_level = {
+                level: features_of_counts(context, cells) for level, cells in counts.items()
+            }
+            # for each level, features by level: see `_fit_to_level`
+            fitted: dict[str, dict[str, Features]] = {}
             if training is not None:
-                for level, values in counts.items():
-                    cells[level][PER_1K] = training.per_1k(values)
+                for level, cells in counts.items():
+                    by_level[level][PER_1K] = training.per_1k(cells)
                 for number, level in enumerate(levels):
-                    draw = seeded(options.seed, draws.TRAINING_CELLS + 100 * repeat + number)
-                    made_for[level] = self._make_features(level, counts, cells, training, draw)
+                    generator = seeded(options.seed, draws.TRAINING_CELLS + 100 * repeat + number)
+                    fitted[level] = self._fit_to_level(level, counts, by_level, training, generator)
             for split in split_by_class(chosen.labels, options.folds, 1, options.seed + repeat):
                 with small_problems():
-                    predicted = self._predict(context, cells, cells, chosen.labels, split)
-                    for level, features in made_for.items():
+                    predicted = self._predict(context, by_level, by_level, chosen.labels, split)
+                    for level, features in fitted.items():
                         added = self._predict(context, features, [level], chosen.labels, split)
                         for column, classes in added.items():
                             predicted[column] |= classes
@@ -153,26 +156,27 @@ class Degraded(Task):
         metric = f"{list(levels)[-1]}, {SHIFTED}"
         return tabulate(predictions.accuracies(), chosen.figures | figures, metric=metric)
 
-    def _make_features(
+    def _fit_to_level(
         self,
         level: str,
         counts: Mapping[str, sp.csr_matrix],
-        cells: Mapping[str, Features],
+        by_level: Mapping[str, Features],
         training: TrainingCounts,
         generator: np.random.Generator,
     ) -> dict[str, Features]:
-        """Features for the genes or the depth of `level`, by level: of baselines, and for a panel,
-        whose cells have only this level, also of the model.
+        """Features by level, from components fitted to the genes or the depth of `level`.
+
+        With genes removed, only the cells of `level` have them, and the model's features take part.
         """
         if isinstance(self.config, MissingGenesConfig):
             panel_features = {
-                PANEL_EMBEDDING: cells[level][EMBEDDING],
+                PANEL_EMBEDDING: by_level[level][EMBEDDING],
                 PANEL_COMPONENTS: training.project_panel(counts[level]),
-                PANEL_GENES: cells[level][ALL_GENES],
+                PANEL_GENES: by_level[level][ALL_GENES],
             }
             return {level: panel_features}
         project = training.fit_thinned(self.levels()[level], generator)
-        return {name: {THINNED_COMPONENTS: project(values)} for name, values in counts.items()}
+        return {name: {THINNED_COMPONENTS: project(cells)} for name, cells in counts.items()}
 
     def _predict(
         self,

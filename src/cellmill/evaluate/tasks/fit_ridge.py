@@ -46,7 +46,7 @@ def fit_ridge(model: EvaluatedModel) -> GeneRidge | None:
             return replace(ridge, noise=ridge.noise * np.float32(NOISE_WITHOUT_VALIDATION))
         with _open_validation(model) as context:
             group = _group_cells(model.manifest, context.reader.n_obs)
-            return _choose(ridge, context, group)
+            return _choose_noise_and_weight(ridge, context, group)
 
 
 def _group_cells(manifest: Manifest, n_cells: int) -> np.ndarray:
@@ -73,7 +73,7 @@ def _open_validation(model: EvaluatedModel) -> Iterator[Context]:
         )
 
 
-def _choose(ridge: GeneRidge, context: Context, group: np.ndarray) -> GeneRidge:
+def _choose_noise_and_weight(ridge: GeneRidge, context: Context, group: np.ndarray) -> GeneRidge:
     """The regression with the noise and the weight of the largest mean correlation of hidden genes
     over cells, within each `group`, (C,) int64.
     """
@@ -88,7 +88,7 @@ def _choose(ridge: GeneRidge, context: Context, group: np.ndarray) -> GeneRidge:
         assert decoded is not None, "expected a model with cell_decoding"
         decoded = _centre(decoded, group)
         measured = _centre(hidden.expression(), group)
-        for row, by_ridge in enumerate(hidden.predict_by(ridge, NOISES)):
+        for row, by_ridge in enumerate(hidden.predict_by_ridge(ridge, NOISES)):
             scores[row] += _score_weights(decoded, _centre(by_ridge, group), measured)
     best, column = np.unravel_index(scores.argmax(), scores.shape)
     noise = ridge.noise * np.float32(NOISES[best])

@@ -48,7 +48,7 @@ class HiddenGenes:
     context: Context
     counts: sp.csr_matrix  # (C, F)
     genes: np.ndarray  # (G,) int64: rows of the vocabulary, ascending
-    # `gene_columns`, if the columns of `counts` are not those of the dataset
+    # `gene_columns`, if the columns of `counts` differ from the columns of the dataset
     other_columns: GeneColumns | None = None
 
     @property
@@ -98,7 +98,9 @@ class HiddenGenes:
         """(C, H) float32: vectors of the visible part of each cell; zeros for a cell without any."""
         return embed_counts(self.context, self.counts, network, self.tokens())
 
-    def predict_by(self, ridge: GeneRidge, noises: Iterable[float] = (1.0,)) -> list[np.ndarray]:
+    def predict_by_ridge(
+        self, ridge: GeneRidge, noises: Iterable[float] = (1.0,)
+    ) -> list[np.ndarray]:
         """(C, G) float32: expression of the hidden genes, from the visible ones, for each of `noises`,
         in units of the noise of the regression.
         """

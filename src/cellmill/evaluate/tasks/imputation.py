@@ -291,7 +291,7 @@ class Imputation(Task):
         if decoded is not None:
             by_method[replace(EMBEDDING, classifier="decoder")] = decoded
             if model.ridge is not None:
-                (by_ridge,) = hidden.predict_by(model.ridge)
+                (by_ridge,) = hidden.predict_by_ridge(model.ridge)
                 by_method[replace(EMBEDDING, classifier="decoder + ridge")] = model.ridge.mix(
                     decoded, by_ridge
                 )

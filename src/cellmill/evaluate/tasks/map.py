@@ -170,7 +170,7 @@ class MapCells(Task):
         novelty: np.ndarray,
     ) -> dict[ScoredMethod, MappedCells]:
         """The cells `test` by the vote of an atlas of the cells `train`, and by a regression fitted
-        on these; `novelty` is that of the cells `train`.
+        on these. `novelty` belongs to the cells `train`.
         """
         return {
             replace(method, classifier=VOTE): self._vote(cells, train, test),
@@ -212,6 +212,6 @@ def _credit_column(predictions: ClassPredictions) -> ScoreColumn:
     table = credit_labels(predictions.classes.tolist())
     scores = {}
     for method, class_ids in predictions.by_condition[""].items():
-        credit = table[class_ids, predictions.truth]
+        credit = table[class_ids, predictions.true_ids]
         scores[method] = np.where(class_ids < 0, np.nan, credit)
     return ScoreColumn("credit", "credit in the Cell Ontology", scores)

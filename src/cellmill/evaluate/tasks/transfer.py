@@ -344,7 +344,7 @@ def _tabulate_predictions(
                 table = table.reshape(len(terms), len(terms))
                 scores = {}
                 for method, classes in methods.items():
-                    cell_scores = table[predictions.truth, classes]
+                    cell_scores = table[predictions.true_ids, classes]
                     scores[method] = np.where(classes == NOT_TESTED, np.nan, cell_scores)
                 kept.append(ScoreColumn(heading, f"{heading} in the Cell Ontology", scores))
     rows = table_rows(columns)

@@ -187,7 +187,7 @@ def predict_new_doses(
     return {NO_CHANGE: no_change, MEAN: mean} | predicted
 
 
-def count_linear(
+def describe_linear_doses(
     changes: np.ndarray, folds: list[Split], compound: np.ndarray, log_dose: np.ndarray
 ) -> list[str]:
     """A sentence on the held-out doses that row Hill curve predicts linearly, if there are any."""

@@ -36,7 +36,7 @@ from cellmill.evaluate.tasks.perturbation.changes import (
 from cellmill.evaluate.tasks.perturbation.doses import (
     HILL,
     LINEAR,
-    count_linear,
+    describe_linear_doses,
     parse_names,
     tabulate_curves,
 )
@@ -92,7 +92,7 @@ class Perturbation(Task):
             for tested, folds in folds_by_heading.items():
                 by_metric, probed = self._score(held, folds)
                 if held.role == DOSE:
-                    notes += count_linear(
+                    notes += describe_linear_doses(
                         held.fitted_changes, folds, held.perturbation, held.log_dose
                     )
                     tables["dose curves"] = self._tabulate_doses(held, by_metric["MAE"], probed)
