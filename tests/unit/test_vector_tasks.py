@@ -390,8 +390,8 @@ def test_the_training_components_see_no_scored_cell(context: Context) -> None:
     cells = np.arange(0, 40, 2)
     batches = np.arange(20) % 2
     task = Integration(IntegrationConfig())
-    of_all = task.embed_cells(context, cells, batches)[TRAINING_COMPONENTS]
-    of_half = task.embed_cells(context, cells[:10], batches[:10])[TRAINING_COMPONENTS]
+    of_all = task.collect_vectors(context, cells, batches)[TRAINING_COMPONENTS]
+    of_half = task.collect_vectors(context, cells[:10], batches[:10])[TRAINING_COMPONENTS]
     np.testing.assert_allclose(of_all[:10], of_half, atol=1e-5)
 
 

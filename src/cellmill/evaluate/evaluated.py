@@ -55,6 +55,8 @@ PCA_CELLS = 10_000
 
 @dataclass(frozen=True)
 class DatasetFiles:
+    """Files of a dataset under evaluation, and its label columns."""
+
     cells: Path
     embedding: Path
     labels: list[str]  # obs columns
@@ -67,7 +69,7 @@ def is_label(role: str) -> bool:
 
 
 class OpenDataset(NamedTuple):
-    """See the fields of `task.Context`."""
+    """A dataset whose file is open; the fields are those that `task.Context` describes."""
 
     reader: CountsReader
     vectors: np.ndarray
@@ -86,9 +88,9 @@ class EvaluatedDatasets:
 
     @contextmanager
     def open(self, name: str) -> Iterator[OpenDataset]:
-        """Open one of `files`. Raises DataError for a damaged file.
+        """Open the dataset `name`. Raises DataError for a damaged file.
 
-        Roles are the labels, and the roles that preprocessed cells have under their own names.
+        Its roles are the labels, and the columns of preprocessed cells that are named like a role.
         """
         files = self.files[name]
         columns = {
@@ -133,7 +135,7 @@ class EvaluatedModel:
         return model.eval()
 
     def is_training_cell(self, dataset: str, cells: pd.Index) -> np.ndarray:
-        """Mask of the `cells` (obs names) of a dataset that are in training shards, bool."""
+        """(cells,) bool: True for the obs names in `cells` that a training shard has for `dataset`."""
         names: set[str] = set()
         for shard in self.manifest.splits["train"].shards:
             for name in read_names(self.manifest.shard_path(shard), "obs"):
@@ -144,6 +146,7 @@ class EvaluatedModel:
 
     @cached_property
     def gene_statistics(self) -> GeneStatistics:
+        """Statistics of the genes of training cells."""
         return read_gene_statistics(self.manifest, self.tokens)
 
     @cached_property
@@ -176,9 +179,9 @@ def load_evaluated(model: Path, manifest: Manifest, seed: int) -> EvaluatedModel
 
 
 class TrainedCells:
-    """Training and validation cells of the corpora of the model and its ancestors: by their shards,
-    and of corpora without `manifests` by their digests in `listed`, by fingerprint.
+    """Training and validation cells of the model and its ancestors.
 
+    Those of `manifests` are read from shards. Of other corpora, `listed` has digests by fingerprint.
     Raises DataError for a changed shard.
     """
 
@@ -204,8 +207,8 @@ class TrainedCells:
         self.corpora += [as_hashed(corpus) for corpus in self._listed]
 
     def unseen(self, dataset: str, reader: CountsReader) -> tuple[np.ndarray, int]:
-        """Mask, bool `(n_obs,)`, of the cells that were not trained on, and the number of copies,
-        which is printed.
+        """Mask, bool `(n_obs,)`, of the cells that were not trained on, and the number of copies of
+        training cells under other names. Prints the copies.
         """
         unnamed = ~reader.obs.index.isin([*self.names[dataset]])
         copies = find_equal_cells(reader, self.corpora, unnamed)

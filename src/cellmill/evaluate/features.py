@@ -29,7 +29,7 @@ TOKENIZED = 512  # cells whose tokens are made at once
 def cell_features(context: Context, cells: np.ndarray) -> Features:
     """Features of `cells` (indices, ascending), including embeddings by models of other packages.
 
-    Tasks in one process that read the same cells one after another share them. No array is to be changed.
+    Consecutive tasks of one process that read the same cells share the arrays: do not change them.
     """
     features = context.baselines.find_kept(_sources(context), cells)
     if features is None:

@@ -1,9 +1,9 @@
 """Results of finished tasks, kept in folder `finished` next to metrics.json.
 
-A kill, another option of one task, or a task that fails loses and repeats only that task. The name
-of a file is the SHA-256 of everything that its result depends on. The folder also has the last
-complete metrics.json. It is no output of the workflow, because Snakemake deletes outputs before it
-runs a rule again.
+After a kill, a failed task or a changed option of a task, only the tasks without a result run again.
+The name of a file is the SHA-256 of everything that its result depends on. The folder also has the
+last complete metrics.json. It is not an output of the workflow, because Snakemake deletes outputs
+before it runs a rule again.
 """
 
 import hashlib

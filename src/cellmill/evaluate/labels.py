@@ -48,9 +48,9 @@ class LabelledCells:
 def labelled_cells(
     context: Context, task: str, min_cells: int, needed_by: str, max_cells: int = MAX_CELLS
 ) -> LabelledCells:
-    """Evaluated cells of classes with at least `min_cells` cells.
+    """Scored cells of classes with at least `min_cells` cells.
 
-    `needed_by` is the option that needs so many cells. Raises Skipped for fewer than two such
+    `needed_by` is the option that requires `min_cells`, for messages. Raises Skipped for fewer than two such
     classes, and DataError for a column of one class.
     """
     if "label" not in context.roles:
@@ -79,7 +79,9 @@ def labelled_cells(
 def choose_cells(
     labels: pd.Series, min_cells: int, seed: int, max_cells: int = MAX_CELLS
 ) -> LabelledCells:
-    """The labelled cells of classes with at least `min_cells` cells."""
+    """Cells with one of the `labels`, `(n,)`, of classes with at least `min_cells` cells; of more than
+    `max_cells` labelled cells, a seeded draw. Cells are indices of `labels`.
+    """
     text = text_values(labels)
     missing = labels.isna().to_numpy()
     known = np.flatnonzero(~missing)

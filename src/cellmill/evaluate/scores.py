@@ -171,6 +171,7 @@ class ScoreColumn:
     ceiling: tuple[ScoredMethod, np.ndarray] | None = None  # closes 100 %
 
     def mean(self, method: ScoredMethod) -> float:
+        """Mean over repetitions and cells."""
         return float(np.nanmean(self.scores[method]))
 
     def best(self, among: Iterable[ScoredMethod]) -> ScoredMethod:
@@ -185,6 +186,7 @@ class ScoreColumn:
         return self.best(self.select_kind("model"))
 
     def compare(self, method: ScoredMethod, other: ScoredMethod) -> Verdict:
+        """Verdict on `method` against `other` over the cells that both have scores of."""
         scores = self.scores[method]
         other_scores = self.scores[other]
         estimate = paired_difference(scores, other_scores)
@@ -201,12 +203,13 @@ class ScoreColumn:
     def compare_best(self) -> Verdict:
         """The best method of the model against the best baseline.
 
-        Both are chosen by their scores on the tested cells; the baselines, which are more, gain
-        more by it.
+        Both are chosen by their scores on the tested cells. This favours the baselines, because
+        there are more of them.
         """
         return self.compare(self.best_model(), self.best(self.select_kind("baseline")))
 
     def difference(self, method: ScoredMethod, other: ScoredMethod) -> Difference:
+        """Paired difference `method` minus `other`, with its interval."""
         scores = self.scores[method]
         other_scores = self.scores[other]
         estimate = paired_difference(scores, other_scores)

@@ -84,14 +84,14 @@ class Skipped(Exception):
 class Task:
     """Base of the built-in tasks; a class of a plug-in needs only these two methods."""
 
-    reads_cells = True  # otherwise the result of one dataset is that of all
+    reads_cells = True  # False if the result does not depend on the dataset
 
     def __init__(self, config: Any) -> None:
         self.config = config
 
     def run(self, context: Context) -> TaskResult:
-        """Judge the model on one dataset. Raises Skipped, and DataError if the user named
-        something unusable.
+        """Score the model on one dataset. Raises Skipped if the task does not apply to it, and
+        DataError if a file or column that the user named cannot be used.
         """
         raise NotImplementedError
 

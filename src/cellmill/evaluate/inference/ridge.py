@@ -28,7 +28,7 @@ from cellmill.models.export import RIDGE, WeightsFile, write_tensors
 
 @dataclass(frozen=True)
 class GeneRidge:
-    """See the module."""
+    """Fitted regression, as ridge.safetensors has it; see the module for the model."""
 
     means: np.ndarray  # (V,) float32: mean log(1 + counts per 10,000)
     shares: np.ndarray  # (V,) float32: mean share of a gene in the counts of a cell

@@ -1,13 +1,13 @@
 """Cells of a file that a model was trained on.
 
 A cell is recognised by its counts of the vocabulary's genes, under any name. Hashes of all training
-and validation cells are stored next to the shards, which are found through train/run.json of the
-run that the model folder is in, also for the models that the run started from or learnt from. For a
-file that lacks some genes, the cells of the shards are hashed again over the others.
+and validation cells are stored next to the shards. train/run.json of the run that the model folder
+is in names the shards, and the models that the run started from or learnt from. If a file lacks some
+genes, the cells of the shards are hashed again over the other genes.
 
-The folder itself has digests of these cells (`data/shards/cell_digests`), so a model that was
-copied elsewhere knows them too; they also find copies at another depth, by barcode. Without shards
-and digests a message says that the training cells are not known.
+The model folder itself has digests of these cells (`data/shards/cell_digests`), also after it was
+copied elsewhere. They also find copies at another depth, by barcode. Without shards and digests, a
+message says that the training cells are not known.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence

@@ -68,7 +68,7 @@ class Integration(Task):
     def run(self, context: Context) -> TaskResult:
         """Batch and bio columns of every row; skipped without a label, or with cells of one batch."""
         chosen = self._choose_cells(context)
-        vectors_by_method = self.embed_cells(context, chosen.cells, chosen.batches)
+        vectors_by_method = self.collect_vectors(context, chosen.cells, chosen.batches)
         rows, columns = self._score(vectors_by_method, chosen.batches, chosen.labels)
         baseline = CORRECTED if self.config.harmony else PRINCIPAL
         differences = []
@@ -127,8 +127,10 @@ class Integration(Task):
         ]
         return rows, columns
 
-    def embed_cells(self, context: Context, cells: np.ndarray, batches: np.ndarray) -> Arrays:
-        """Vectors of the cells by method, `(cells, width)`."""
+    def collect_vectors(self, context: Context, cells: np.ndarray, batches: np.ndarray) -> Arrays:
+        """Features of the cells by method, `(cells, width)`: the embedding, components with and
+        without Harmony, and random vectors.
+        """
         vectors = cell_features(context, cells)
         principal = context.baselines.share(vectors.pop(ALL_GENES)).source.components
         vectors[PRINCIPAL] = principal
