@@ -103,8 +103,7 @@ class Predicted:
         drop_earlier(adata, self.about)
         for name, column in self.obs.items():
             adata.obs[name] = column
-        for name, table in self.obsm.items():
-            adata.obsm[name] = table
+        adata.obsm.update(self.obsm)
         adata.uns[ABOUT_PREDICTION] = self.about
 
 
