@@ -19,5 +19,5 @@ class GenesOnly:
     def tokenize(self, cells: SparseCounts) -> Tokenized:
         """Token ids and zeros."""
         kept = Prefixes(cells, self._max_tokens)
-        ids = kept.token_ids()
-        return Tokenized(ids, np.zeros(len(ids), self.dtype), kept.cu_seqlens)
+        token_ids = kept.token_ids()
+        return Tokenized(token_ids, np.zeros(len(token_ids), self.dtype), kept.cu_seqlens)

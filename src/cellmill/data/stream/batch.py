@@ -32,7 +32,7 @@ class Batch:
     those in `models.batch.SHOWN`.
     """
 
-    # (tokens,) token ids: int32, int64 as tensors
+    # (tokens,) token ids, rows of the vocabulary + len(SPECIAL): int32, int64 as tensors
     genes: Array = field(metadata=TOKEN)
     # (tokens,) float32 (continuous), or integers: bins from 1, ranks from 0
     values: Array = field(metadata=TOKEN)

@@ -83,20 +83,21 @@ class CellTokenizer:
         return kept + zeros
 
     def batch(
-        self, cells: SparseCounts, ids: np.ndarray, with_counts: bool = False, epoch: int = 0
+        self, cells: SparseCounts, cell_ids: np.ndarray, with_counts: bool = False, epoch: int = 0
     ) -> Batch:
-        """Batch of cells whose genes are in rank order, and whose ids are `ids`, (cells,); with the
-        counts of its tokens if `with_counts`.
+        """Batch of cells whose genes are in rank order, and whose ids are `cell_ids`, `(cells,)`.
+
+        It has the counts of its tokens if `with_counts`.
         """
         if self._chooses:
-            return self._chosen_batch(cells, ids, with_counts, epoch)
-        return make_batch(self._tokenizer, cells, ids, with_counts)
+            return self._chosen_batch(cells, cell_ids, with_counts, epoch)
+        return make_batch(self._tokenizer, cells, cell_ids, with_counts)
 
     def _chosen_batch(
         self, cells: SparseCounts, cell_ids: np.ndarray, with_counts: bool, epoch: int
     ) -> Batch:
         """`batch` of chosen genes. In each cell, genes with counts come first."""
-        all_ids, all_values, _ = self._tokenizer.tokenize(cells)
+        all_token_ids, all_values, _ = self._tokenizer.tokenize(cells)
         keys = self._cell_keys(cells, epoch)
         n_kept, n_zeros = count_kept_and_zeros(self._tokens, cells.lengths, self._n_genes)
         kept = self._choose(cells, n_kept, keys)
@@ -104,9 +105,9 @@ class CellTokenizer:
         n_tokens = n_kept + n_zeros
         token_offsets = row_offsets(n_tokens)
         is_zero = positions_in_rows(token_offsets) >= np.repeat(n_kept, n_tokens)
-        ids = np.empty(len(is_zero), np.int32)
-        ids[~is_zero] = all_ids[kept]
-        ids[is_zero] = zeros + len(SPECIAL)
+        token_ids = np.empty(len(is_zero), np.int32)
+        token_ids[~is_zero] = all_token_ids[kept]
+        token_ids[is_zero] = zeros + len(SPECIAL)
         values = np.zeros(len(is_zero), self.dtype)
         if self._tokens.value_kind == "place":
             values[:] = positions_in_rows(token_offsets)
@@ -116,7 +117,7 @@ class CellTokenizer:
         if with_counts:
             token_counts = np.zeros(len(is_zero), np.int64)
             token_counts[~is_zero] = cells.counts[kept]
-        return Batch(ids, values, token_offsets.astype(np.int32), cell_ids, token_counts)
+        return Batch(token_ids, values, token_offsets.astype(np.int32), cell_ids, token_counts)
 
     def _cell_keys(self, cells: SparseCounts, epoch: int) -> np.ndarray:
         """Key of each cell's draws, (cells,) uint64, by its genes and counts in any order."""

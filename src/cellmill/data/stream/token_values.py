@@ -27,9 +27,11 @@ def position_tokens(kept: Prefixes) -> Tokenized:
     offsets, genes, _ = kept.cells
     loops = _choose_loops(kept, offsets, genes)
     if loops is not None:
-        ids = recycled_empty(len(values), np.int32)
-        loops.fill_positions(offsets, genes, kept.cu_seqlens, ids, values, np.int32(len(SPECIAL)))
-        return Tokenized(ids, values, kept.cu_seqlens)
+        token_ids = recycled_empty(len(values), np.int32)
+        loops.fill_positions(
+            offsets, genes, kept.cu_seqlens, token_ids, values, np.int32(len(SPECIAL))
+        )
+        return Tokenized(token_ids, values, kept.cu_seqlens)
     # slices of one cached array take half the time of arange - repeat
     longest = np.arange(kept.lengths.max(initial=0), dtype=np.int32)
     parts = [longest[:n] for n in kept.lengths.tolist()]
@@ -73,7 +75,7 @@ def _tokens_by_loops(loops: Any, kept: Prefixes) -> Tokenized:
     # value of each small count of each cell, (cells, _TABLED_COUNTS)
     table = np.multiply.outer(scale, np.arange(_TABLED_COUNTS, dtype=np.float32))
     np.log1p(table, out=table)
-    ids = recycled_empty(n_tokens, np.int32)
+    token_ids = recycled_empty(n_tokens, np.int32)
     values = recycled_empty(n_tokens, np.float32)
     large = recycled_empty(n_tokens, np.int32)  # tokens whose count is not in the table
     n_large = loops.fill_tokens(
@@ -81,7 +83,7 @@ def _tokens_by_loops(loops: Any, kept: Prefixes) -> Tokenized:
         token_offsets,
         table,
         scale,
-        ids,
+        token_ids,
         values,
         large,
         np.int32(len(SPECIAL)),
@@ -89,4 +91,4 @@ def _tokens_by_loops(loops: Any, kept: Prefixes) -> Tokenized:
     # these still have their count times the scale
     large = large[:n_large]
     values[large] = np.log1p(values[large])
-    return Tokenized(ids, values, token_offsets)
+    return Tokenized(token_ids, values, token_offsets)

@@ -13,7 +13,7 @@ from cellmill.data.stream.batch import Batch
 class Tokenized(NamedTuple):
     """Tokens of some cells, as in `Batch`."""
 
-    ids: np.ndarray  # (tokens,) int32
+    token_ids: np.ndarray  # (tokens,) int32
     values: np.ndarray  # (tokens,) of the tokenizer's `dtype`
     cu_seqlens: np.ndarray  # (cells + 1,) int32
 
@@ -64,11 +64,11 @@ class Prefixes:
         """Token ids, int32, of the kept genes."""
         genes = self.cells.genes
         if self._is_whole():
-            ids = recycled_empty(self.cu_seqlens[-1], np.int32)
-            return np.add(genes, len(SPECIAL), out=ids)
-        ids = self.copy(genes, np.int32)
-        ids += len(SPECIAL)
-        return ids
+            token_ids = recycled_empty(self.cu_seqlens[-1], np.int32)
+            return np.add(genes, len(SPECIAL), out=token_ids)
+        token_ids = self.copy(genes, np.int32)
+        token_ids += len(SPECIAL)
+        return token_ids
 
     def _is_whole(self) -> bool:
         """True if no cell is cut."""
@@ -78,11 +78,11 @@ class Prefixes:
 def make_batch(
     tokenizer: Tokenizer,
     cells: SparseCounts,
-    ids: np.ndarray,
+    cell_ids: np.ndarray,
     with_counts: bool,
     **per_cell: Any,
 ) -> Batch:
-    """Batch of `cells`, whose ids are `ids`, `(cells,)`, by `tokenizer.tokenize`.
+    """Batch of `cells`, whose ids are `cell_ids`, `(cells,)`, by `tokenizer.tokenize`.
 
     It has the counts of its tokens if `with_counts`, and further fields `per_cell`.
     """
@@ -90,6 +90,7 @@ def make_batch(
     token_counts = None
     if with_counts:
         n_tokens = np.diff(tokens.cu_seqlens)
+        # all cells were cut at one number of genes: cut there again, or at the longest cell's
         counted_tokens = Prefixes(cells, int(n_tokens.max(initial=0)))
         token_counts = counted_tokens.copy(cells.counts, np.int64)
-    return Batch(*tokens, ids, token_counts, **per_cell)
+    return Batch(*tokens, cell_ids, token_counts, **per_cell)

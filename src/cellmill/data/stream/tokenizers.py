@@ -68,10 +68,10 @@ class BinnedTokenizer(FirstGenes):
         if self._edges is None:
             bins = _bin_cells(cells, self._options.bins)
             return Tokenized(kept.token_ids(), kept.copy(bins, np.int32), kept.cu_seqlens)
-        ids, values, cu_seqlens = log_tokens(kept)
+        token_ids, values, cu_seqlens = log_tokens(kept)
         # a value at an edge is in the bin above it
         bins = 1 + np.searchsorted(self._edges, values, side="right")
-        return Tokenized(ids, bins.astype(np.int32), cu_seqlens)
+        return Tokenized(token_ids, bins.astype(np.int32), cu_seqlens)
 
 
 def bin_counts(counts: np.ndarray, bins: int) -> np.ndarray:
