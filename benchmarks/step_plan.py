@@ -87,7 +87,9 @@ def measured(
         began = time.thread_time()
         together = next(taken)
         known = time.thread_time()
-        count_greedy(np.minimum(together.n_genes, MAX_TOKENS), together.n_cells.ravel(), budget)
+        count_greedy(
+            np.minimum(together.genes_per_cell, MAX_TOKENS), together.n_cells.ravel(), budget
+        )
         each.append((known - began, time.thread_time() - known, len(together.n_cells)))
     rows.close()
     return start, *(np.array(column) for column in zip(*each))

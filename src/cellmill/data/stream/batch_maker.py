@@ -68,8 +68,8 @@ class BatchMaker:
 
         A step is filled up with empty ones.
         """
-        lengths = self._tokenizer.count_tokens(group.n_genes)
-        cuts = self._rule.cut_steps(lengths, group.n_cells, self._rank)
+        n_tokens = self._tokenizer.count_tokens(group.genes_per_cell)
+        cuts = self._rule.cut_steps(n_tokens, group.n_cells, self._rank)
         filled = iter(self._tokenize(group.local, cuts.offsets, group.epoch))
         return [
             [*islice(filled, n_filled), *[self._empty_batch] * (n_batches - n_filled)]

@@ -4,8 +4,8 @@ The next window is read while one is used (`WindowQueue`). Several small steps a
 to spread Python's overhead. Cells are unpacked when their step is taken. Only cells of a step that
 spans windows are copied.
 
-Numbers of cells are computed for many steps at once. For lanes of other ranks only the lengths of
-cells are looked up (`LaneLengths`).
+Numbers of cells are computed for many steps at once. For lanes of other ranks only the numbers of
+genes of the cells are looked up (`LaneGenes`).
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from itertools import islice
 import numpy as np
 
 from cellmill.data.packing.row_file import RowFile
-from cellmill.data.stream.lane_lengths import LaneLengths
+from cellmill.data.stream.lane_genes import LaneGenes
 from cellmill.data.stream.order import DataRank, EpochLayout, EpochOrders
 from cellmill.data.stream.windows import (
     CellWindow,
     StreamCells,
     WindowReader,
-    cell_lengths,
+    count_genes,
     join_stream_cells,
 )
 
-_STEPS = 256  # steps whose numbers of cells are computed at once
+_STEPS_COUNTED = 256  # steps whose numbers of cells are computed at once
 # cells of small steps that are yielded together
 _CELLS_TOGETHER = 256
 
@@ -42,33 +42,34 @@ class WindowQueue:
         self._windows = windows  # `next` starts to read a window
         self._started: list[CellWindow] = []
 
-    def n_steps_together(self, step: int, n_cells: np.ndarray) -> int:
-        """Number of steps from `step` on to take together.
+    def take_group(self, step: int, n_cells: np.ndarray) -> tuple[int, StreamCells]:
+        """Take the cells of `step`, and of the steps after it that can be taken together.
 
-        At least one; more if one window has all of their `n_cells`, `(steps,)`, and these are at
-        most `_CELLS_TOGETHER`.
+        `n_cells`, `(steps,)`, are numbers of cells from `step` on. Returns the number of steps taken
+        and their cells.
         """
         self._drop_before(step)
-        if len(self._started) > 1:
-            first_of_next = int(self._started[1].cells.steps[0])
-            n_cells = n_cells[: max(0, first_of_next - step)]
-        return max(1, int(np.searchsorted(n_cells.cumsum(), _CELLS_TOGETHER, side="right")))
-
-    def take(self, step: int, n_cells: np.ndarray) -> StreamCells:
-        """Cells of `len(n_cells)` steps from `step` on, which have `n_cells` each."""
+        n_steps = self._n_steps_together(step, n_cells)
         parts = []
         number = 0
-        n_left = int(n_cells.sum())
+        n_left = int(n_cells[:n_steps].sum())
         while n_left:
             if number == len(self._started):  # windows of lanes may end at different steps
                 self._started += islice(self._windows, 1)
             assert number < len(self._started), "cells of a step are in no window"
-            part = self._started[number].take(step, len(n_cells))
+            part = self._started[number].take(step, n_steps)
             if len(part.ids):
                 parts.append(part)
             n_left -= len(part.ids)
             number += 1
-        return parts[0] if len(parts) == 1 else join_stream_cells(parts)
+        return n_steps, parts[0] if len(parts) == 1 else join_stream_cells(parts)
+
+    def _n_steps_together(self, step: int, n_cells: np.ndarray) -> int:
+        """One, or more if the first window has all cells of the steps, at most `_CELLS_TOGETHER`."""
+        if len(self._started) > 1:
+            first_of_next = int(self._started[1].cells.steps[0])
+            n_cells = n_cells[: max(0, first_of_next - step)]
+        return max(1, int(np.searchsorted(n_cells.cumsum(), _CELLS_TOGETHER, side="right")))
 
     def _drop_before(self, step: int) -> None:
         """Drop windows without cells from `step` on; start to read the next ones."""
@@ -81,7 +82,7 @@ class StepGroup:
     """Cells of some consecutive steps of an epoch."""
 
     epoch: int
-    n_genes: np.ndarray  # `(cells of all ranks,)`: of each cell, by step and rank
+    genes_per_cell: np.ndarray  # `(cells of all ranks,)`, by step and rank
     n_cells: np.ndarray  # `(steps, world)` int64: number of cells of each rank
     local: StreamCells  # this data rank's cells, by step and lane
 
@@ -89,8 +90,8 @@ class StepGroup:
 class StepReader:
     """Reader of the cells of a split in the order of `layout`, starting at any step.
 
-    Reads the lanes of one data rank: lane l belongs to rank l % `world`. Of other lanes only the
-    lengths are looked up.
+    Reads the lanes of one data rank: lane l belongs to rank l % `world`. Of the cells of other
+    lanes only the numbers of genes are looked up.
     """
 
     def __init__(
@@ -105,47 +106,54 @@ class StepReader:
         self._other_lanes = np.delete(lanes, rank, axis=0).ravel()  # rank after rank
         self._orders = EpochOrders(layout)
         self._reader = WindowReader(shards, layout, self._orders, lanes[rank].tolist(), io_threads)
-        self.close = self._reader.close
 
-    def steps(self, epoch: int, step: int) -> Iterator[StepGroup]:
-        """Steps from `step` of `epoch` on: endless if the layout shuffles, else to the end of the
-        epoch.
+    def close(self) -> None:
+        """End the threads after the reads in progress."""
+        self._reader.close()
+
+    def steps(self, first_epoch: int, first_step: int) -> Iterator[StepGroup]:
+        """Read from step `first_step` of epoch `first_epoch` on: endlessly if the layout shuffles, else
+        to the end of the epoch.
+        """
+        first_cells = self._layout.cells_before(first_step)
+        other_genes = self._look_up_others(first_epoch, first_cells)
+        queue = WindowQueue(self._reader.windows(first_epoch, first_cells))
+        for epoch, step, cells_by_lane in self._count_cells(first_epoch, first_step):
+            step_in_run = epoch * self._layout.steps_per_epoch + step
+            cells_by_rank = cells_by_lane.reshape(len(cells_by_lane), -1, self._world).sum(1)
+            start = 0
+            while start < len(cells_by_lane):
+                n_local = cells_by_rank[start:, self._rank]
+                n_steps, local = queue.take_group(step_in_run + start, n_local)
+                taken = slice(start, start + n_steps)
+                genes_per_cell = local.packed.lengths
+                if len(self._other_lanes):
+                    genes_per_cell = self._insert_local(
+                        genes_per_cell, other_genes, cells_by_rank[taken], cells_by_lane[taken]
+                    )
+                yield StepGroup(epoch, genes_per_cell, cells_by_rank[taken], local)
+                del local  # the next window may take its memory
+                start += n_steps
+
+    def _count_cells(self, epoch: int, step: int) -> Iterator[tuple[int, int, np.ndarray]]:
+        """Count the cells of each lane, `(steps, lanes)`, for up to `_STEPS_COUNTED` steps at a time.
+
+        Yields them with the epoch and its step that they begin at.
         """
         layout = self._layout
-        per_epoch = layout.steps_per_epoch
-        first_cells = layout.cells_before(step)
-        lengths_of_others = self._look_up_others(epoch, first_cells)
-        queue = WindowQueue(self._reader.windows(epoch, first_cells))
         while True:
-            while step < per_epoch:
-                stop = min(step + _STEPS, per_epoch)
-                # numbers of cells, (steps, lanes) and (steps, ranks)
-                taken_before = layout.cells_before(np.arange(step, stop + 1)[:, None])
-                in_lanes = np.diff(taken_before, axis=0)
-                in_ranks = in_lanes.reshape(stop - step, -1, self._world).sum(1)
-                while step < stop:
-                    step_in_run = epoch * per_epoch + step
-                    n_local = in_ranks[:, self._rank]
-                    n = queue.n_steps_together(step_in_run, n_local)
-                    local = queue.take(step_in_run, n_local[:n])
-                    lengths = local.packed.lengths
-                    if len(self._other_lanes):
-                        lengths = self._insert_lengths(
-                            lengths, lengths_of_others, in_ranks[:n], in_lanes[:n]
-                        )
-                    yield StepGroup(epoch, lengths, in_ranks[:n], local)
-                    del local  # the next window may take its memory
-                    step = step + n
-                    in_lanes = in_lanes[n:]
-                    in_ranks = in_ranks[n:]
+            for first in range(step, layout.steps_per_epoch, _STEPS_COUNTED):
+                stop = min(first + _STEPS_COUNTED, layout.steps_per_epoch)
+                taken_before = layout.cells_before(np.arange(first, stop + 1)[:, None])
+                yield epoch, first, np.diff(taken_before, axis=0)
             if not layout.shuffle:
                 return
             epoch += 1
             step = 0
 
-    def _look_up_others(self, epoch: int, first_cells: np.ndarray) -> LaneLengths:
-        """Lengths of cells in the lanes of other ranks, from cell `first_cells`, `(lanes,)`, of each
-        lane on.
+    def _look_up_others(self, epoch: int, first_cells: np.ndarray) -> LaneGenes:
+        """Numbers of genes of the cells in the lanes of other ranks, from cell `first_cells`,
+        `(lanes,)`, of each lane on.
         """
         order = self._orders.of(epoch)
         windows = []
@@ -154,35 +162,38 @@ class StepReader:
             cell = int(first_cells[lane])
             window = order.window_with(lane, cell)
             skipped.append(cell - int(order.window_offsets[lane][window]))
-            windows.append(self._lengths_of_windows(lane, epoch, window))
-        return LaneLengths(windows, skipped)
+            windows.append(self._genes_of_windows(lane, epoch, window))
+        return LaneGenes(windows, skipped)
 
-    def _insert_lengths(
+    def _insert_local(
         self,
-        local_lengths: np.ndarray,
-        other_lanes: LaneLengths,
-        in_ranks: np.ndarray,
-        in_lanes: np.ndarray,
+        local_genes: np.ndarray,
+        other_genes: LaneGenes,
+        cells_by_rank: np.ndarray,
+        cells_by_lane: np.ndarray,
     ) -> np.ndarray:
-        """Lengths of the cells of all ranks, by step and rank.
+        """Numbers of genes of the cells of all ranks, by step and rank.
 
-        `in_ranks`, `(steps, ranks)`, and `in_lanes`, `(steps, lanes)`, are numbers of cells.
+        `cells_by_rank`, `(steps, ranks)`, and `cells_by_lane`, `(steps, lanes)`, are numbers of cells.
         """
         parts = []
-        by_step = np.split(local_lengths, np.cumsum(in_ranks[:-1, self._rank]))
-        for local, in_rank, in_lane in zip(by_step, in_ranks, in_lanes[:, self._other_lanes]):
-            others = other_lanes.take(in_lane)
-            in_lower_ranks = int(in_rank[: self._rank].sum())
+        by_step = np.split(local_genes, np.cumsum(cells_by_rank[:-1, self._rank]))
+        for local, in_ranks, in_lanes in zip(
+            by_step, cells_by_rank, cells_by_lane[:, self._other_lanes]
+        ):
+            others = other_genes.take(in_lanes)
+            in_lower_ranks = int(in_ranks[: self._rank].sum())
             parts += [others[:in_lower_ranks], local, others[in_lower_ranks:]]
         return np.concatenate(parts)
 
-    def _lengths_of_windows(self, lane: int, epoch: int, first: int) -> Iterator[np.ndarray]:
-        """Lengths of the cells of each window of a lane, from window `first` of an epoch on."""
+    def _genes_of_windows(self, lane: int, epoch: int, first: int) -> Iterator[np.ndarray]:
+        """Numbers of genes of the cells of each window of a lane, from window `first` of an epoch on."""
+        # a lane without cells in an epoch has none in any: it would loop forever
         while self._orders.of(epoch).lane_cells[lane]:
             order = self._orders.of(epoch)
             for window in range(first, order.n_windows(lane)):
-                lengths = cell_lengths(self._shards, order.window_runs(lane, window))
-                yield lengths[order.window_order(lane, window)]
+                genes_per_cell = count_genes(self._shards, order.window_runs(lane, window))
+                yield genes_per_cell[order.window_order(lane, window)]
             if not self._layout.shuffle:
                 return
             epoch += 1

@@ -126,6 +126,7 @@ class WindowReader:
 
         Window w has the cells of window number w of all lanes that have one.
         """
+        # lanes without cells in an epoch have none in any: they would loop forever
         while any(self._orders.of(epoch).lane_cells[lane] for lane in self._lanes):
             order = self._orders.of(epoch)
             first = {lane: order.window_with(lane, int(first_cells[lane])) for lane in self._lanes}
@@ -145,8 +146,10 @@ class WindowReader:
         max_runs = -(-len(runs.shards) // _TASKS)
         reads = []
         for part in byte_runs.by_shard(max_runs):
-            read_bytes = self._shards[int(part.shards[0])].read_bytes
-            reads.append(self._pool.submit(read_bytes, *part[1:], packed.memory))
+            read = self._shards[int(part.shards[0])].read_bytes
+            reads.append(
+                self._pool.submit(read, part.starts, part.stops, part.targets, packed.memory)
+            )
         return CellWindow(self._sort_by_step(order, lanes, window, runs, packed), reads)
 
     def _sort_by_step(
@@ -189,32 +192,34 @@ class WindowReader:
 
         Returns the bytes to read, and the cells, in the order of the runs, as they will be there.
         """
-        units = []
+        # a cell has two parts, its genes and its counts: a run of n cells has 2 n + 1 entries, the
+        # start of each part and the end of the run
+        part_offsets = []
         for shard, first, n in iterate_rows(runs):
-            units.append(self._shards[shard].part_offsets[2 * first : 2 * (first + n) + 1])
-        n_units = 2 * runs.n_cells + 1
-        last = np.cumsum(n_units) - 1  # entry of each run's end
-        # where genes and counts of each cell begin, and the end of each run: in the shard, then in
-        # the memory
-        positions = np.concatenate(units).astype(np.int64) * ALIGNMENT
-        starts = positions[last - n_units + 1]
-        stops = positions[last]
+            part_offsets.append(self._shards[shard].part_offsets[2 * first : 2 * (first + n) + 1])
+        n_entries = 2 * runs.n_cells + 1
+        end_entry = np.cumsum(n_entries) - 1  # of each run
+        # bytes of the entries: in the shard, then in the memory
+        positions = np.concatenate(part_offsets).astype(np.int64) * ALIGNMENT
+        starts = positions[end_entry - n_entries + 1]
+        stops = positions[end_entry]
         offsets = row_offsets(stops - starts)
-        positions += np.repeat(offsets[:-1] - starts, n_units)
-        is_start = np.ones(len(positions), bool)
-        is_start[last] = False
-        gene_entry = np.flatnonzero(is_start)[::2]
+        positions += np.repeat(offsets[:-1] - starts, n_entries)
+        is_part = np.ones(len(positions), bool)
+        is_part[end_entry] = False
+        # entry of each cell's genes; its counts and their end are the next two
+        genes_entry = np.flatnonzero(is_part)[::2]
         packed = PackedCells(
             recycled_empty(offsets[-1], np.uint8),
-            positions[gene_entry],
-            positions[gene_entry + 1],
-            positions[gene_entry + 2],
-            cell_lengths(self._shards, runs),
+            positions[genes_entry],
+            positions[genes_entry + 1],
+            positions[genes_entry + 2],
+            count_genes(self._shards, runs),
         )
         return ByteRuns(runs.shards, starts, stops, offsets[:-1]), packed
 
 
-def cell_lengths(shards: list[RowFile], runs: CellRuns) -> np.ndarray:
+def count_genes(shards: list[RowFile], runs: CellRuns) -> np.ndarray:
     """Number of genes of each cell of `runs`, `(cells,)` int64."""
     offsets = []
     for shard, first, n in iterate_rows(runs):

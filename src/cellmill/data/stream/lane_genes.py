@@ -10,10 +10,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 
-class LaneLengths:
-    """Lengths of the cells of some lanes, from the lengths of each lane's windows, `(cells,)` each.
+class LaneGenes:
+    """Numbers of genes of the cells of some lanes.
 
-    `skipped` is the number of cells that each lane leaves out of its first window.
+    `windows`, an iterator per lane, yields those of the cells of each window, `(cells,)`, and
+    `skipped`, per lane, is the number of cells left out of the first. A row is the position of a
+    lane in them.
 
     Lanes end their windows at the same step; looking all of them up then took over a second for
     1,024 lanes. So each step looks up about as many cells as it takes.
@@ -25,51 +27,51 @@ class LaneLengths:
         # (lanes,): column of each lane's next cell, and the column after its last
         self._start = np.zeros(len(windows), np.int64)
         self._stop = np.zeros(len(windows), np.int64)
-        self._next_lane = 0
+        self._next_row = 0
         self._n_due = int(sum(skipped))  # cells to look up before the next step
-        for lane in range(len(windows)):
-            self._look_up(lane)
-        self._start += np.minimum(np.array(skipped, np.int64), self._stop)
+        for row in range(len(windows)):
+            self._look_up(row)
+        self._start += np.array(skipped, np.int64)
         # room for a second window; widened later, a step would wait for the copy
         self._widen(2 * self._table.shape[1])
 
     def take(self, n: np.ndarray) -> np.ndarray:
-        """Lengths of the next `n` cells, `(lanes,)` int64, lane by lane: `(n.sum(),)` int32."""
+        """Numbers of genes of the next `n` cells, `(lanes,)` int64, lane by lane: `(n.sum(),)` int32."""
         self._n_due += int(n.sum())
         self._look_up_due()
         while (self._stop - self._start < n).any():
-            lane = int((self._stop - self._start < n).argmax())
-            if not self._look_up(lane):
-                raise IndexError(f"lane {lane} has fewer than {n[lane]} cells left")
-        # for each cell taken: its lane, and its column counted from the lane's start
+            row = int((self._stop - self._start < n).argmax())
+            if not self._look_up(row):
+                raise IndexError(f"row {row} has fewer than {n[row]} cells left")
+        # for each cell taken: its row, and its column counted from the row's start
         columns = np.arange(n.max())
-        lanes, column = np.nonzero(columns < n[:, None])
-        lengths = self._table[lanes, self._start[lanes] + column]
+        rows, column = np.nonzero(columns < n[:, None])
+        genes_per_cell = self._table[rows, self._start[rows] + column]
         self._start += n
-        return lengths
+        return genes_per_cell
 
     def _look_up_due(self) -> None:
         """Look up windows, lane after lane, of about as many cells as are due."""
         while self._n_due > 0:
-            n_cells = self._look_up(self._next_lane)
+            n_cells = self._look_up(self._next_row)
             # at the end of a lane, look no further ahead
             self._n_due = self._n_due - n_cells if n_cells else 0
-            self._next_lane = (self._next_lane + 1) % len(self._windows)
+            self._next_row = (self._next_row + 1) % len(self._windows)
 
-    def _look_up(self, lane: int) -> int:
+    def _look_up(self, row: int) -> int:
         """Add the lane's next window to its row; return its number of cells, 0 at the end."""
-        lengths = next(self._windows[lane], None)
-        if lengths is None:
+        genes_per_cell = next(self._windows[row], None)
+        if genes_per_cell is None:
             return 0
-        start = self._start[lane]
-        stop = self._stop[lane]
-        left = self._table[lane, start:stop]
-        joined = np.concatenate([left, lengths])
+        start = self._start[row]
+        stop = self._stop[row]
+        left = self._table[row, start:stop]
+        joined = np.concatenate([left, genes_per_cell])
         self._widen(len(joined))
-        self._table[lane, : len(joined)] = joined
-        self._start[lane] = 0
-        self._stop[lane] = len(joined)
-        return len(lengths)
+        self._table[row, : len(joined)] = joined
+        self._start[row] = 0
+        self._stop[row] = len(joined)
+        return len(genes_per_cell)
 
     def _widen(self, columns: int) -> None:
         n_more = columns - self._table.shape[1]
