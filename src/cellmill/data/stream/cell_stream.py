@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +24,7 @@ from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.batch_maker import BatchFields, BatchMaker
 from cellmill.data.stream.cell_tokenizer import CellTokenizer
 from cellmill.data.stream.micro_batches import MicroBatchRule
-from cellmill.data.stream.order import ONLY_RANK, DataRank, EpochLayout, EpochOrder, epoch_order
+from cellmill.data.stream.order import ONLY_RANK, DataRank, EpochLayout, epoch_order
 from cellmill.data.stream.repeats import read_repeats
 from cellmill.data.stream.step_reader import StepReader
 from cellmill.data.stream.unpacker import CellUnpacker
@@ -34,8 +33,8 @@ from cellmill.errors import ConfigError, DataError
 # groups of steps in the queue: the thread tokenizes one, the others are done or wait for it
 _QUEUED_GROUPS = 3
 _TOKENS_ONLY = BatchFields()
-# options that fix the order of cells; those of weights and the fraction only if the run has them
-_ORDER_OPTIONS = ("lanes", "block_cells", "window_blocks", "equal_steps")
+# options that fix the order of cells; those of weights only if the run has some
+_ORDER_OPTIONS = ("lanes", "block_cells", "window_blocks", "equal_steps", "train_frac")
 _WEIGHT_OPTIONS = (
     "weight_by",
     "labelled_frac",
@@ -44,7 +43,6 @@ _WEIGHT_OPTIONS = (
     "weight_warmup_steps",
     "weight_start_exponent",
 )
-_TRAIN_FRAC = "train_frac"
 
 
 class CellStream:
@@ -61,7 +59,7 @@ class CellStream:
 
     def __init__(
         self,
-        manifest: Path,
+        manifest_path: Path,
         split: Literal["train", "val", "test"],
         tokens: Tokens,
         stream: StreamOptions,
@@ -79,44 +77,43 @@ class CellStream:
         assert stream.lanes % world == 0, f"{stream.lanes} lanes for {world} ranks"
         assert global_batch % stream.lanes == 0, f"{global_batch} cells in {stream.lanes} lanes"
         assert tokens.max_tokens <= rule.token_budget, f"{tokens.max_tokens} tokens for {rule}"
-        opened = Manifest.read(manifest)
-        assert tokens.sequences == (opened.ordered and not opened.ranked), (
-            f"{manifest}: not for {tokens.tokenizer}"
+        manifest = Manifest.read(manifest_path)
+        assert tokens.sequences == (manifest.ordered and not manifest.ranked), (
+            f"{manifest_path}: not for {tokens.tokenizer}"
         )
         self._sha256 = {
-            opened.shard_path(shard): shard.sha256 for shard in opened.entry(split).shards
+            manifest.shard_path(shard): shard.sha256 for shard in manifest.entry(split).shards
         }
         # checks the manifest's numbers before memory is taken
-        shards = open_shards(opened, split, copies)
-        self._close_files = shards[0].close  # they share their open files
+        self._shards = open_shards(manifest, split, copies)
 
-        self._layout = _read_layout(opened, split, stream, global_batch, seed, shuffle, max_cells)
+        self._layout = _read_layout(manifest, split, stream, global_batch, seed, shuffle, max_cells)
         self._world = world
         self.n_cells = self._layout.n_cells
         self.steps_per_epoch = self._layout.steps_per_epoch
-        self.levels = opened.levels(fields.columns)
-        weight_columns = stream.weights_column() if shuffle else {}
-        self.fingerprint = opened.fingerprint_with(
-            sorted({*fields.columns, *weight_columns}), fields.number_columns
-        )
         if shuffle and self.n_cells < world:
             raise DataError(
-                f"{manifest}: {split}: {self.n_cells} cells for {world} ranks; use fewer ranks"
+                f"{manifest_path}: {split}: {self.n_cells} cells for {world} ranks; use fewer ranks"
             )
+        self.levels = manifest.levels(fields.columns)
+        weight_columns = stream.weights_column() if shuffle else {}
+        self.fingerprint = manifest.fingerprint_with(
+            sorted({*fields.columns, *weight_columns}), fields.number_columns
+        )
 
-        seed_of_draws = seed if shuffle else 0
-        tokenizer = CellTokenizer(tokens, opened.n_genes, seed_of_draws, opened.variability)
-        unpacker = CellUnpacker(opened, shards, tokenizer, fields.with_counts)
-        self.names = unpacker.names
+        # the draws of validation do not depend on the run's seed
+        draw_seed = seed if shuffle else 0
+        tokenizer = CellTokenizer(tokens, manifest.n_genes, draw_seed, manifest.variability)
+        self._unpacker = CellUnpacker(manifest, self._shards, tokenizer, fields.with_counts)
         self._maker = BatchMaker(
             rule,
             data_rank.rank,
-            unpacker,
+            self._unpacker,
             tokenizer,
             fields.with_counts,
-            fields.open_rows(opened, split),
+            fields.open_rows(manifest, split),
         )
-        self._reader = StepReader(shards, self._layout, data_rank, stream.io_threads)
+        self._reader = StepReader(self._shards, self._layout, data_rank, stream.io_threads)
 
         # where the stream is
         self._epoch = 0
@@ -189,11 +186,9 @@ class CellStream:
                 f"expected shards of fingerprint {fingerprint}, as in the checkpoint, got {self.fingerprint}: "
                 "restore the shards it was trained on, or start a new run"
             )
-        options = _order_options(self._layout)
-        for name in ("seed", *_ORDER_OPTIONS, *_WEIGHT_OPTIONS, _TRAIN_FRAC, "global_batch"):
-            default = 1.0 if name == _TRAIN_FRAC else None
-            before = state.get(name, default)
-            now = options.get(name, default)
+        state = {"train_frac": 1.0} | state  # earlier versions left it out if all cells are read
+        for name, now in _order_options(self._layout).items():
+            before = state.get(name)
             if before != now:
                 section = "train" if name in ("seed", "global_batch") else "stream"
                 raise ConfigError(
@@ -211,6 +206,10 @@ class CellStream:
         self._epoch = epoch
         self._step = step
 
+    def names(self, cell_ids: np.ndarray) -> list[str]:
+        """Name cells by `dataset:name (file row)` for error messages; reads the shards."""
+        return self._unpacker.names(cell_ids)
+
     def shards_read(self, ranks: Collection[int], step: int, stop: int) -> dict[Path, str]:
         """SHA-256 of the shards, by path, that `ranks` read in steps `step` to `stop`, counted over
         all epochs.
@@ -226,11 +225,14 @@ class CellStream:
         shard_numbers = set[int]()
         for epoch in range(step // per_epoch, -(-stop // per_epoch)):
             order = epoch_order(layout, epoch)
-            # cells of each lane before the first of these steps in the epoch, and after the last
-            first = layout.cells_before(max(step - epoch * per_epoch, 0))
-            last = layout.cells_before(min(stop - epoch * per_epoch, per_epoch))
-            for lane, window in _windows_read(order, lanes, first, last):
-                shard_numbers.update(order.window_runs(lane, window).shards.tolist())
+            # cells of each lane before the first of these steps in the epoch, and until the last
+            before = layout.cells_before(max(step - epoch * per_epoch, 0)).tolist()
+            until = layout.cells_before(min(stop - epoch * per_epoch, per_epoch)).tolist()
+            for lane in lanes:
+                first = order.window_with(lane, before[lane])
+                last = order.window_with(lane, until[lane] - 1)
+                for window in range(first, last + 1):
+                    shard_numbers.update(order.window_runs(lane, window).shards.tolist())
             if len(shard_numbers) == len(self._sha256):
                 break
         shards = enumerate(self._sha256.items())
@@ -241,7 +243,7 @@ class CellStream:
         self._closed = True
         self._stop_tokenizing()
         self._reader.close()
-        self._close_files()
+        self._shards[0].close()  # they share their open files
 
     def _stop_tokenizing(self) -> None:
         """End the thread that tokenizes, and wait for it."""
@@ -273,24 +275,9 @@ def _read_layout(
 
 
 def _order_options(layout: EpochLayout) -> dict[str, Any]:
-    """Options that fix the order of cells, and are compared on resume."""
-    names = [*_ORDER_OPTIONS]
-    if layout.repeats is not None:
-        names += _WEIGHT_OPTIONS
-    if layout.shuffle and layout.stream.train_frac < 1:
-        names.append(_TRAIN_FRAC)
+    """Options that fix the order of cells, and are compared on resume; None for weights without use."""
+    names = _ORDER_OPTIONS + _WEIGHT_OPTIONS
     options = {name: getattr(layout.stream, name) for name in names}
+    if layout.repeats is None:
+        options |= dict.fromkeys(_WEIGHT_OPTIONS)
     return {"seed": layout.seed, **options, "global_batch": layout.global_batch}
-
-
-def _windows_read(
-    order: EpochOrder, lanes: list[int], first: np.ndarray, last: np.ndarray
-) -> Iterator[tuple[int, int]]:
-    """Lane and number of each window of `lanes` with cells from `first` up to `last` of its lane.
-
-    `first` and `last` are `(lanes,)` int64, of all lanes.
-    """
-    for lane in lanes:
-        for window, (start, stop) in enumerate(pairwise(order.window_offsets[lane].tolist())):
-            if stop > first[lane] and start < last[lane]:
-                yield lane, window
