@@ -41,7 +41,7 @@ from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.rows import SparseCounts
 from cellmill.data.stream.tokenizer import make_batch
 from cellmill.evaluate.baselines import BaselineCache
-from cellmill.evaluate.classifiers.fitted import NearestCells, make_classifiers, predict_folds
+from cellmill.evaluate.classifiers.fitted import NearestCells, make_classifiers, precompute_folds
 from cellmill.evaluate.components import COMPONENTS, project_on_fitted
 from cellmill.evaluate.inference.embed import embed_cells
 from cellmill.evaluate.splits import split_by_class
@@ -131,7 +131,7 @@ def folds(cells: int, genes: int = 3_000) -> Work:
 
     def work() -> None:
         shared = BaselineCache().share(profiles)
-        predict_folds(shared, labels, splits, {})
+        precompute_folds(shared, labels, splits, {})
         for split in splits:
             project_on_fitted(shared.products(shared), split.train, COMPONENTS)
             nearest = NearestCells(15).fit(shared[split.train], labels[split.train])

@@ -34,7 +34,7 @@ from threadpoolctl import threadpool_limits
 from cellmill.data.arrays import log_normalise
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.evaluate.baselines import BaselineCache
-from cellmill.evaluate.classifiers.fitted import make_classifiers, predict_folds
+from cellmill.evaluate.classifiers.fitted import make_classifiers, precompute_folds
 from cellmill.evaluate.components import COMPONENTS, RankedGenes, pca, project_on_fitted
 from cellmill.evaluate.methods import KNN, REGRESSION, UNSCALED_REGRESSION
 from cellmill.evaluate.splits import Split
@@ -202,7 +202,7 @@ def print_parts(folder: Path) -> None:
     for name in (REGRESSION, UNSCALED_REGRESSION):
         parts[name] = (
             partial(fit, profiles, name, splits[:1]),
-            partial(predict_folds, shared, labels, splits, {}, [name]),
+            partial(precompute_folds, shared, labels, splits, {}, [name]),
         )
     print(f"{len(train):,} cells are fitted, {len(test):,} tested\n")
     print("| part | CPU-seconds, once |\n|---|---:|")

@@ -17,7 +17,7 @@ from cellmill.evaluate import products as products_module
 from cellmill.evaluate.baselines import BaselineCache, CachedClassifiers
 from cellmill.evaluate.classifiers import dual, logistic, newton
 from cellmill.evaluate.classifiers.dual import FoldFit, fit_folds
-from cellmill.evaluate.classifiers.fitted import NearestCells, make_classifiers, predict_folds
+from cellmill.evaluate.classifiers.fitted import NearestCells, make_classifiers, precompute_folds
 from cellmill.evaluate.methods import REGRESSION, UNSCALED_REGRESSION
 from cellmill.evaluate.products import CellProducts, SharedCells, choose_scales
 from cellmill.evaluate.splits import Split
@@ -113,7 +113,7 @@ def test_folds_fitted_together_predict_as_single_fits(monkeypatch: pytest.Monkey
     splits = [Split(0, fit.rows, test) for fit, test in zip(fits, tests)]
     shared = BaselineCache().share(genes)
     known: dict[str, np.ndarray] = {}
-    predict_folds(shared, labels, splits, known)
+    precompute_folds(shared, labels, splits, known)
     assert len(known) == 4, "two folds, two regressions"
     classifiers = make_classifiers(5)
     for split in splits:
@@ -126,7 +126,7 @@ def test_folds_fitted_together_predict_as_single_fits(monkeypatch: pytest.Monkey
     monkeypatch.setattr(dual, "MAX_ROUNDS", 1)
     monkeypatch.setattr(dual, "LOGIT_TOLERANCE", 0)
     unfinished: dict[str, np.ndarray] = {}
-    predict_folds(shared, labels, splits, unfinished)
+    precompute_folds(shared, labels, splits, unfinished)
     assert len(unfinished) == 2, "a scaled fit that does not settle is left to be fitted alone"
 
 

@@ -36,7 +36,7 @@ from cellmill.evaluate.inference.files import read_embedding
 from cellmill.evaluate.inference.ridge import GeneRidge
 from cellmill.evaluate.inference.seen import (
     as_hashed,
-    describe_hidden_cells,
+    describe_unfindable_cells,
     find_barcodes,
     find_equal_cells,
     read_blocks,
@@ -219,7 +219,7 @@ class TrainedCells:
         ):
             if mask.any():
                 print(f"{dataset}: {int(mask.sum()):,} cells {relation}: not held out", flush=True)
-        for line in describe_hidden_cells(reader, self.corpora, self._listed):
+        for line in describe_unfindable_cells(reader, self.corpora, self._listed):
             print(f"{dataset}: warning: {line}", flush=True)
         copies |= near
         return unnamed & ~copies, int(copies.sum())

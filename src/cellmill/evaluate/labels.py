@@ -10,7 +10,7 @@ from cellmill.data.arrays import text_values
 from cellmill.errors import DataError
 from cellmill.evaluate import draws
 from cellmill.evaluate.baselines import CachedClassifiers
-from cellmill.evaluate.classifiers.fitted import predict_folds, small_problems
+from cellmill.evaluate.classifiers.fitted import precompute_folds, without_overhead
 from cellmill.evaluate.classifiers.logistic import LogisticRegression
 from cellmill.evaluate.draws import draw_cells, seeded
 from cellmill.evaluate.features import cell_genes
@@ -84,8 +84,8 @@ def choose_cells(
     """
     text = text_values(labels)
     missing = labels.isna().to_numpy()
-    known = np.flatnonzero(~missing)
-    drawn = draw_cells(known, max_cells, seed, draws.LABELLED_CELLS)
+    labelled = np.flatnonzero(~missing)
+    drawn = draw_cells(labelled, max_cells, seed, draws.LABELLED_CELLS)
     counts = count_by_label(text[drawn])
     kept = np.array([cell for cell in drawn if counts[text[cell]] >= min_cells], dtype=np.int64)
     return LabelledCells(
@@ -94,7 +94,7 @@ def choose_cells(
         classes={name: n for name, n in counts.items() if n >= min_cells},
         in_small_classes={name: n for name, n in counts.items() if n < min_cells},
         n_unlabelled=int(missing.sum()),
-        n_not_drawn=len(known) - len(drawn),
+        n_not_drawn=len(labelled) - len(drawn),
     )
 
 
@@ -120,12 +120,14 @@ def predict_from_other_half(context: Context) -> np.ndarray:
     by_label = order[np.argsort(labels[order], kind="stable")]
     is_first_half = np.ones(len(labels), bool)
     is_first_half[by_label[1::2]] = False
-    known = context.baselines.predictions
+    predictions = context.baselines.predictions
     halves = [np.flatnonzero(is_first_half), np.flatnonzero(~is_first_half)]
     splits = [Split(0, halves[1], halves[0]), Split(0, halves[0], halves[1])]
-    with small_problems():
-        predict_folds(genes, labels, splits, known, [REGRESSION])
+    with without_overhead():
+        precompute_folds(genes, labels, splits, predictions, [REGRESSION])
         for is_tested in (is_first_half, ~is_first_half):
-            fitted = CachedClassifiers(known, classifier, genes[~is_tested], labels[~is_tested])
+            fitted = CachedClassifiers(
+                predictions, classifier, genes[~is_tested], labels[~is_tested]
+            )
             predicted[cells[is_tested]] = fitted.predict(genes[is_tested])[REGRESSION]
     return predicted

@@ -20,7 +20,7 @@ Arrays = dict[ScoredMethod, np.ndarray]
 EMBEDDING = ScoredMethod("embedding", kind="model", network="trained")
 # all genes of the dataset, if the other features have only the genes that datasets share
 FULL_PANEL = replace(EMBEDDING, features="embedding, full panel", kind="variant")
-WITH_COMPONENTS = replace(EMBEDDING, features="embedding with PCA50", kind="variant")
+WITH_COMPONENTS = replace(EMBEDDING, features=f"embedding with PCA{COMPONENTS}", kind="variant")
 # the same architecture with initial weights
 UNTRAINED = ScoredMethod("untrained", network="untrained")
 ALL_GENES = ScoredMethod("all genes")

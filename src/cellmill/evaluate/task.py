@@ -41,7 +41,7 @@ class Context:
     """
     model: EvaluatedModel
     options: Evaluate
-    """Options that all tasks share: `folds`, `seed`, `cells`."""
+    """Section `evaluate`."""
     baselines: BaselineCache = field(default_factory=BaselineCache)
     embedding_cost: Mapping[str, float] = field(default_factory=dict)
     """`seconds` and `peak_gb` of stage `embed`."""

@@ -85,7 +85,7 @@ def make_classifiers(neighbors: int, installed: Iterable[str] = ()) -> dict[str,
 
 
 @contextmanager
-def small_problems() -> Iterator[None]:
+def without_overhead() -> Iterator[None]:
     """Fit and predict without threads and scikit-learn's checks, which would take longer than the
     work itself.
     """
@@ -117,7 +117,7 @@ def fit_all(
     return fitted
 
 
-def predict_folds(
+def precompute_folds(
     cells: SharedCells,
     labels: np.ndarray,
     splits: Iterable[Split],

@@ -341,12 +341,12 @@ def _mark_cells(reader: CountsReader, training: Training) -> Seen:
     if not training.listed:
         return Seen(is_equal, "".join(unknown))
     listed = training.listed.values()
-    unknown += describe_hidden_cells(reader, corpora, listed)
+    unknown += describe_unfindable_cells(reader, corpora, listed)
     is_near = find_barcodes(reader, listed) & ~is_equal
     return Seen(is_equal | is_near, "; ".join(unknown), is_near)
 
 
-def describe_hidden_cells(
+def describe_unfindable_cells(
     reader: CountsReader, corpora: Sequence[HashedCorpus], listed: Collection[CorpusDigests]
 ) -> list[str]:
     """A sentence on training cells that neither counts nor barcodes find; empty if all are found."""

@@ -19,10 +19,10 @@ from cellmill.config.parts.tasks import FewShotConfig, LeaveOutConfig, ProbeConf
 from cellmill.evaluate.baselines import BaselineCache
 from cellmill.evaluate.classifiers.fitted import (
     fit_all,
+    precompute_folds,
     predict_all,
-    predict_folds,
     predict_majority,
-    small_problems,
+    without_overhead,
 )
 from cellmill.evaluate.components import (
     COMPONENTS,
@@ -199,12 +199,12 @@ def predict_splits(
     shared = context.baselines.share(features[ALL_GENES])
     if not context.options.classifiers:  # those of other packages know no shared products
         features = {**features, ALL_GENES: shared}
-        with small_problems():
-            predict_folds(shared, labels, splits, context.baselines.predictions)
+        with without_overhead():
+            precompute_folds(shared, labels, splits, context.baselines.predictions)
     # components of all splits before the ranks of genes, which take as much memory
     components: list[Arrays] = [{} for _ in splits]
     if with_fitted_features:
-        with small_problems():
+        with without_overhead():
             components = [
                 _fit_components(shared, split.train, COMPONENTS, context.baselines)
                 for split in splits
@@ -213,7 +213,7 @@ def predict_splits(
     for split, fitted_components in zip(splits, components):
         train = split.train
         test = split.test
-        with small_problems():
+        with without_overhead():
             split_features = {**features, RANKED: ranked.select(train, labels[train])}
             split_features |= fitted_components
             if with_fitted_features and TRAINING_COMPONENTS in features:
@@ -230,7 +230,7 @@ def predict_splits(
 
 
 def _fit_components(
-    genes: SharedCells, train: np.ndarray, components: int, cache: BaselineCache
+    genes: SharedCells, train: np.ndarray, n_components: int, cache: BaselineCache
 ) -> Arrays:
     """Principal components of all cells, fitted on cells `train`: of all genes, and of the variable
     genes unless all genes count as variable. Empty if there are too few cells or genes.
@@ -238,9 +238,9 @@ def _fit_components(
     if min(len(train), genes.shape[1]) < 2:
         return {}
     cells = genes.matrix
-    unfitted = pca((len(train), cells.shape[1]), components)
+    unfitted = pca((len(train), cells.shape[1]), n_components)
     features = {
-        ScoredMethod(f"PCA{components}"): cache.get_or_compute(
+        ScoredMethod(f"PCA{n_components}"): cache.get_or_compute(
             f"{unfitted!r} from products, fitted on {train.tolist()}",
             genes,
             lambda: project_on_fitted(genes.products(genes), train, unfitted.n_components),
@@ -248,8 +248,8 @@ def _fit_components(
     }
     if cells.shape[1] > VARIABLE_GENES:
         panel = cells[:, choose_variable_genes(cells[train])]
-        of_panel = pca((len(train), panel.shape[1]), components)
-        features[ScoredMethod(f"PCA{components} of variable genes")] = cache.get_or_compute(
+        of_panel = pca((len(train), panel.shape[1]), n_components)
+        features[ScoredMethod(f"PCA{n_components} of variable genes")] = cache.get_or_compute(
             f"{of_panel!r} fitted on {train.tolist()}",
             panel,
             lambda: of_panel.fit(panel[train]).transform(panel),

@@ -22,7 +22,7 @@ from cellmill.evaluate.classifiers.fitted import (
     fit_all,
     predict_all,
     predict_majority,
-    small_problems,
+    without_overhead,
 )
 from cellmill.evaluate.components import COMPONENTS, pca
 from cellmill.evaluate.draws import seeded
@@ -143,7 +143,7 @@ class Degraded(Task):
                     generator = seeded(options.seed, draws.TRAINING_CELLS + 100 * repeat + number)
                     fitted[level] = self._fit_to_level(level, counts, by_level, training, generator)
             for split in split_by_class(chosen.labels, options.folds, 1, options.seed + repeat):
-                with small_problems():
+                with without_overhead():
                     predicted = self._predict(context, by_level, by_level, chosen.labels, split)
                     for level, features in fitted.items():
                         added = self._predict(context, features, [level], chosen.labels, split)

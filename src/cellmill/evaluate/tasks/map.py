@@ -25,7 +25,7 @@ from cellmill.data.arrays import text_values
 from cellmill.evaluate.atlas.build import EmbeddedCells, make_atlas
 from cellmill.evaluate.atlas.mapping import DISTANCE, REFUSED, map_vectors
 from cellmill.evaluate.atlas.ontology import credit_labels, find_terms
-from cellmill.evaluate.classifiers.fitted import small_problems
+from cellmill.evaluate.classifiers.fitted import without_overhead
 from cellmill.evaluate.classifiers.logistic import LogisticRegression
 from cellmill.evaluate.features import cell_features
 from cellmill.evaluate.inference.seen import Seen
@@ -116,7 +116,7 @@ class MapCells(Task):
         refused: Arrays = {}
         auroc: Arrays = {}
         n_refused: Counter[ScoredMethod] = Counter()
-        with small_problems():
+        with without_overhead():
             for (fold, (train, test)), (source, values) in product(
                 enumerate(folds), features.items()
             ):

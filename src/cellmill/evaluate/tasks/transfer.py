@@ -21,7 +21,7 @@ from cellmill.evaluate.classifiers.fitted import (
     fit_all,
     predict_all,
     predict_majority,
-    small_problems,
+    without_overhead,
 )
 from cellmill.evaluate.components import COMPONENTS, RankedGenes, pca
 from cellmill.evaluate.evaluated import EvaluatedModel, is_label
@@ -191,7 +191,7 @@ class Transfer(Task):
         fitted_features, tested_features = transfer_features(
             context.model, compared.genes, compared.fitted, tested
         )
-        with small_problems():
+        with without_overhead():
             classifiers = fit_all(fitted_features, labels, self.config.neighbors, context)
             predicted = predict_all(classifiers, tested_features)
         predicted[MAJORITY] = predict_majority(labels, len(tested.labels))
