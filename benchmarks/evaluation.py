@@ -37,7 +37,7 @@ from cellmill.evaluate.baselines import BaselineCache
 from cellmill.evaluate.classifiers.fitted import make_classifiers, precompute_folds
 from cellmill.evaluate.components import COMPONENTS, RankedGenes, pca, project_on_fitted
 from cellmill.evaluate.methods import KNN, REGRESSION, UNSCALED_REGRESSION
-from cellmill.evaluate.splits import Split
+from cellmill.evaluate.splits import Fold
 from cellmill.runs import results
 
 CONFIG = """
@@ -172,12 +172,12 @@ def print_parts(folder: Path) -> None:
         counts = sp.vstack([*reader.rows(4096)], format="csr")
     profiles = log_normalise(counts)
     cells = np.arange(len(labels))
-    splits = [Split(0, cells[cells % 5 != fold], cells[cells % 5 == fold]) for fold in range(5)]
+    splits = [Fold(0, cells[cells % 5 != fold], cells[cells % 5 == fold]) for fold in range(5)]
     train, test = splits[0].train, splits[0].test
     shared = BaselineCache().share(profiles)
     classifiers = make_classifiers(15)
 
-    def fit(features: Any, name: str, folds: list[Split]) -> None:
+    def fit(features: Any, name: str, folds: list[Fold]) -> None:
         for split in folds:
             classifiers[name].fit(features[split.train], labels[split.train])
             classifiers[name].predict(features[split.test])

@@ -52,7 +52,7 @@ from cellmill.evaluate.tasks.classify import (
     LeaveOut,
     Probe,
     judge,
-    predict_splits,
+    predict_folds,
 )
 from cellmill.evaluate.tasks.degraded import Degraded
 from cellmill.runs.results import ScoredMethod
@@ -91,7 +91,7 @@ def _predicted(
     context: Any = SimpleNamespace(baselines=BaselineCache(), options=Evaluate())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(classify_module, "COMPONENTS", components)
-        predict_splits(predictions, features, splits, neighbors, context, with_fitted_features=True)
+        predict_folds(predictions, features, splits, neighbors, context, with_fitted_features=True)
     return predictions
 
 

@@ -157,7 +157,7 @@ def test_a_dose_is_held_out_of_each_compound(screen: Context) -> None:
     assert rows["linear in log dose"].value(column) == pytest.approx(np.mean(errors))
     # whole compounds are held out together
     whole = HeldOut.read(screen, config, "perturbation")
-    assert np.unique(whole.fold_key).tolist() == ["a", "b", "c"]
+    assert np.unique(whole.group_of_unit).tolist() == ["a", "b", "c"]
     for fold in whole.folds():
         assert not {*whole.perturbation[fold.test]} & {*whole.perturbation[fold.train]}
 

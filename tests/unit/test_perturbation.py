@@ -156,8 +156,8 @@ def test_genes_are_matched_by_id_symbol_or_alias() -> None:
 def test_a_change_is_measured_within_batches(screen: Context) -> None:
     held = HeldOut.read(screen, CONFIG, "perturbation")
     profiles = held.profiles
-    assert len(held.fold_key) == 5
-    assert set(held.fold_key[held.unseen]) == {screen.model.vocabulary.symbols[3], "unheard"}
+    assert len(held.group_of_unit) == 5
+    assert set(held.group_of_unit[held.unseen]) == {screen.model.vocabulary.symbols[3], "unheard"}
     # the first cell of an untrained perturbation has no stratum: its other cells count
     stratum = profiles.stratum.copy()
     stratum[held.unit_of_cell.tolist().index(3)] = -1
@@ -165,7 +165,7 @@ def test_a_change_is_measured_within_batches(screen: Context) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(held_out, "read_profiles", lambda context, roles: changed)
         without = HeldOut.read(screen, CONFIG, "perturbation")
-    assert without.fold_key.tolist() == held.fold_key.tolist()
+    assert without.group_of_unit.tolist() == held.group_of_unit.tolist()
     assert without.unseen.tolist() == held.unseen.tolist()
     expression = profiles.expression.toarray()
     half = profiles.half

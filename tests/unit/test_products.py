@@ -20,7 +20,7 @@ from cellmill.evaluate.classifiers.dual import FoldFit, fit_folds
 from cellmill.evaluate.classifiers.fitted import NearestCells, make_classifiers, precompute_folds
 from cellmill.evaluate.methods import REGRESSION, UNSCALED_REGRESSION
 from cellmill.evaluate.products import CellProducts, SharedCells, choose_scales
-from cellmill.evaluate.splits import Split
+from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.tasks.classify import _fit_components
 from cellmill.runs.results import ScoredMethod
 from tests.unit.evaluated import regression
@@ -110,7 +110,7 @@ def test_folds_fitted_together_predict_as_single_fits(monkeypatch: pytest.Monkey
     monkeypatch.setattr(logistic, "MAX_SIDE", 5)
     genes, labels, _ = _cells(60, 200, 3)
     fits, tests = _folds(labels)
-    splits = [Split(0, fit.rows, test) for fit, test in zip(fits, tests)]
+    splits = [Fold(0, fit.rows, test) for fit, test in zip(fits, tests)]
     shared = BaselineCache().share(genes)
     known: dict[str, np.ndarray] = {}
     precompute_folds(shared, labels, splits, known)

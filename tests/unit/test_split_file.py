@@ -72,7 +72,7 @@ def hold_out(screen: Context, path: Path, text: str, **options: Any) -> HeldOut:
 
 
 def splits_of(held: HeldOut) -> dict[str, str]:
-    return dict(zip(held.unit_names, held.splits.tolist(), strict=True))
+    return dict(zip(held.unit_names, held.split_of_unit.tolist(), strict=True))
 
 
 def groups_of(held: HeldOut) -> dict[str, list[str]]:
@@ -279,7 +279,7 @@ def test_scores_of_a_group_are_those_of_its_units(screen: Context, tmp_path: Pat
     profiles = held.profiles
     n_units = len(held.unit_names)
     measured = profiles.changes(held.unit_of_cell, n_units, profiles.control_means(MEASURED))
-    train = np.flatnonzero(held.splits == "train")
+    train = np.flatnonzero(held.split_of_unit == "train")
     mean = held.fitted_changes[train].mean(0)
     for group, names in groups_of(held).items():
         units = [held.unit_names.index(name) for name in names]
@@ -309,7 +309,7 @@ def test_only_training_units_are_fitted_on(screen: Context, tmp_path: Path) -> N
     held = hold_out(screen, tmp_path / "split.json", json.dumps(LISTS))
     folds = [fold for [fold] in held.folds_by_heading().values()]
     changed = held.profiles.expression.tolil()
-    is_fitted = np.isin(held.unit_of_cell, np.flatnonzero(held.splits == "train"))
+    is_fitted = np.isin(held.unit_of_cell, np.flatnonzero(held.split_of_unit == "train"))
     changed[np.flatnonzero(~is_fitted & (held.profiles.half != 0))] = 7.0
     other = replace(held, profiles=replace(held.profiles, expression=changed.tocsr()))
     pairs = zip(held.predictions(folds), other.predictions(folds), strict=True)

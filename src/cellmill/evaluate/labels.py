@@ -16,7 +16,7 @@ from cellmill.evaluate.draws import draw_cells, seeded
 from cellmill.evaluate.features import cell_genes
 from cellmill.evaluate.inference.label_counts import count_by_label
 from cellmill.evaluate.methods import REGRESSION
-from cellmill.evaluate.splits import Split
+from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.task import Context, Skipped
 
 # all-genes regression over more takes hours and moves accuracy by less than 0.01
@@ -122,9 +122,9 @@ def predict_from_other_half(context: Context) -> np.ndarray:
     is_first_half[by_label[1::2]] = False
     predictions = context.baselines.predictions
     halves = [np.flatnonzero(is_first_half), np.flatnonzero(~is_first_half)]
-    splits = [Split(0, halves[1], halves[0]), Split(0, halves[0], halves[1])]
+    folds = [Fold(0, halves[1], halves[0]), Fold(0, halves[0], halves[1])]
     with without_overhead():
-        precompute_folds(genes, labels, splits, predictions, [REGRESSION])
+        precompute_folds(genes, labels, folds, predictions, [REGRESSION])
         for is_tested in (is_first_half, ~is_first_half):
             fitted = CachedClassifiers(
                 predictions, classifier, genes[~is_tested], labels[~is_tested]

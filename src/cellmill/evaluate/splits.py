@@ -1,4 +1,4 @@
-"""Splits of labelled cells, or of perturbed units, into those to fit on and those to test."""
+"""Folds: labelled cells, or perturbed units, divided into those to fit on and those to test."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from cellmill.data.arrays import text_values
 from cellmill.evaluate.draws import seeded
 
 
-class Split(NamedTuple):
+class Fold(NamedTuple):
     """Cells or units of one fold or draw."""
 
     repetition: int
@@ -19,24 +19,24 @@ class Split(NamedTuple):
     test: np.ndarray  # indices
 
 
-def split_by_class(labels: np.ndarray, folds: int, seeds: int, seed: int) -> Iterator[Split]:
+def split_by_class(labels: np.ndarray, folds: int, seeds: int, seed: int) -> Iterator[Fold]:
     """Stratified folds of classes with at least `folds` cells each, in repetitions from 0."""
     for repetition in range(seeds):
         splitter = StratifiedKFold(folds, shuffle=True, random_state=seed + repetition)
         for train, test in splitter.split(labels, labels):
-            yield Split(repetition, train, test)
+            yield Fold(repetition, train, test)
 
 
 def draw_shots(
     labels: np.ndarray, classes: list[str], shots: int, draws: int, seed: int
-) -> Iterator[Split]:
+) -> Iterator[Fold]:
     """Train on `shots` cells of each of `classes`, and test on all other cells of these classes."""
     for draw in range(draws):
         generator = seeded(seed, (shots << 32) + draw)
         drawn = [generator.permutation(np.flatnonzero(labels == name)) for name in classes]
         train = np.concatenate([cells[:shots] for cells in drawn])
         test = np.concatenate([cells[shots:] for cells in drawn])
-        yield Split(draw, train, test)
+        yield Fold(draw, train, test)
 
 
 def split_groups(groups: pd.Series, most_folds: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

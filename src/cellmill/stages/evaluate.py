@@ -55,7 +55,7 @@ from cellmill.evaluate.inference.umap import project, write_umap
 from cellmill.evaluate.run import check_packages, run_tasks, summarize
 from cellmill.evaluate.task import Context, Task
 from cellmill.evaluate.tasks.perturbation.changes_file import ABOUT_CHANGES, write_changes
-from cellmill.evaluate.tasks.perturbation.held_out import HELD_OUT
+from cellmill.evaluate.tasks.perturbation.held_out import PERTURBATION
 from cellmill.files import check_writable, name_datasets, refuse_overwriting, sha256_file
 from cellmill.launch.signals import belong_to_parent, blocked, children, signal_all
 from cellmill.runs import results
@@ -374,7 +374,7 @@ def predict_changes(
         raise ConfigError(
             "evaluate.tasks: no task perturbation, whose predictions these are; add perturbation: {}"
         )
-    if HELD_OUT not in config.held_out:
+    if PERTURBATION not in config.held_out:
         raise ConfigError(
             "evaluate.tasks.perturbation.held_out: expected perturbation among them; add it"
         )

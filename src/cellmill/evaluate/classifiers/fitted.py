@@ -23,7 +23,7 @@ from cellmill.evaluate.classifiers.dual import FoldFit, fit_folds
 from cellmill.evaluate.classifiers.logistic import LogisticRegression, is_small_problem
 from cellmill.evaluate.methods import KNN, RANKED, REGRESSION, UNSCALED_REGRESSION, Arrays, Features
 from cellmill.evaluate.products import SharedCells
-from cellmill.evaluate.splits import Split
+from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.task import Context
 from cellmill.runs.results import ScoredMethod
 
@@ -120,29 +120,29 @@ def fit_all(
 def precompute_folds(
     cells: SharedCells,
     labels: np.ndarray,
-    splits: Iterable[Split],
+    folds: Iterable[Fold],
     known: dict[str, np.ndarray],
     names: Iterable[str] = (REGRESSION, UNSCALED_REGRESSION),
 ) -> None:
     """Add to `known` the predictions of large regressions on `cells`, which are fitted together for
-    all splits. `CachedClassifiers` finds them there.
+    all folds. `CachedClassifiers` finds them there.
     """
     for name in names:
         classifier = make_classifiers(1)[name]
         fits: list[FoldFit] = []
         tested: list[tuple[str, np.ndarray, np.ndarray]] = []
-        for split in splits:
-            train = split.train
+        for fold in folds:
+            train = fold.train
             n, width = len(train), cells.shape[1]
             if n > width or is_small_problem((n, width)):
                 continue
             cached = CachedClassifiers(known, {name: classifier}, cells[train], labels[train])
-            key = cached.keys(cells[split.test])[name]
+            key = cached.keys(cells[fold.test])[name]
             if key not in known:
                 classes, class_of_cell = np.unique(labels[train], return_inverse=True)
                 targets = np.eye(len(classes))[:, class_of_cell]
                 fits.append(FoldFit(cells.rows[train], targets))
-                tested.append((key, cells.rows[split.test], classes))
+                tested.append((key, cells.rows[fold.test], classes))
         with report_early_stop(cells.shape[1]):
             logits = fit_folds(cells.source, fits, classifier.standardised)
         cells.source.forget_scaled()  # before the products of the next name fill as much memory

@@ -1,7 +1,7 @@
 """Tasks that classify cells by label, against baselines (docs/evaluation.md).
 
-All kinds of features get the same splits and classifiers. Everything fitted, scalers and components
-included, is fitted on the training cells of a split or of the model. The number of folds is never
+All kinds of features get the same folds and classifiers. Everything fitted, scalers and components
+included, is fitted on the training cells of a fold or of the model. The number of folds is never
 lowered, so that runs stay comparable.
 
 A donor or batch that `leave_out` tests is one draw in an interval; a class that only it has counts
@@ -51,7 +51,7 @@ from cellmill.evaluate.methods import (
 )
 from cellmill.evaluate.products import SharedCells
 from cellmill.evaluate.scores import ClassPredictions, ScoreColumn, tabulate
-from cellmill.evaluate.splits import Split, draw_shots, split_by_class, split_groups
+from cellmill.evaluate.splits import Fold, draw_shots, split_by_class, split_groups
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.runs.results import ScoredMethod, TaskResult, Verdict
 
@@ -75,9 +75,9 @@ class Probe(Task):
             config.seeds,
             ceiling_labels=predict_from_other_half(context)[chosen.cells],
         )
-        splits = split_by_class(chosen.labels, options.folds, config.seeds, options.seed)
-        predict_splits(
-            predictions, features, splits, config.neighbors, context, with_fitted_features=True
+        folds = split_by_class(chosen.labels, options.folds, config.seeds, options.seed)
+        predict_folds(
+            predictions, features, folds, config.neighbors, context, with_fitted_features=True
         )
         columns = predictions.metric_columns("")
         figures = chosen.figures | {
@@ -113,12 +113,12 @@ class FewShot(Task):
             # the largest come first
             left_out[str(shots)] = ", ".join([*chosen.classes][len(classes) :]) or "none"
             if len(classes) > 1:
-                splits = draw_shots(
+                folds = draw_shots(
                     chosen.labels, classes, shots, config.draws, context.options.seed
                 )
                 neighbors = min(config.neighbors, shots)
                 condition = f"{shots} per class"
-                predict_splits(predictions, features, splits, neighbors, context, condition)
+                predict_folds(predictions, features, folds, neighbors, context, condition)
         figures = chosen.figures | {
             "draws": config.draws,
             "n_classes": n_classes,
@@ -147,23 +147,23 @@ class LeaveOut(Task):
             groups = context.roles[role].iloc[chosen.cells]
             n_groups = pd.Series(groups.to_numpy()).groupby(labels).nunique()  # for each class
             in_one_group = ", ".join(sorted(n_groups.index[n_groups < 2]))
-            splits: list[Split] = []
+            folds: list[Fold] = []
             for train, test in split_groups(groups, self.config.most_folds):
                 # training cells of one class fit nothing
                 if len(np.unique(labels[train])) > 1:
-                    splits.append(Split(len(splits), train, test))
+                    folds.append(Fold(len(folds), train, test))
             figures |= {
                 MANY[role]: int(groups.nunique()),
-                f"{role}_folds": len(splits),
+                f"{role}_folds": len(folds),
                 f"classes_of_one_{role}": in_one_group or "none",
             }
-            if not splits:
+            if not folds:
                 continue
-            predictions = ClassPredictions(labels, len(splits), ceiling_labels=ceiling_labels)
-            predict_splits(
+            predictions = ClassPredictions(labels, len(folds), ceiling_labels=ceiling_labels)
+            predict_folds(
                 predictions,
                 features,
-                splits,
+                folds,
                 self.config.neighbors,
                 context,
                 with_fitted_features=True,
@@ -173,46 +173,45 @@ class LeaveOut(Task):
                 "", "accuracy", f"accuracy, new {role}", f"accuracy, {unseen}"
             )
             f1 = predictions.column("", "macro_f1", f"macro F1, new {role}", f"macro-F1, {unseen}")
-            columns += [replace(column, n_units=len(splits)) for column in (accuracy, f1)]
+            columns += [replace(column, n_units=len(folds)) for column in (accuracy, f1)]
         if not columns:
             which = " and one ".join(roles)
             raise Skipped(f"the scored cells of two classes or more have one {which}", figures)
         return tabulate(columns, figures)
 
 
-def predict_splits(
+def predict_folds(
     predictions: ClassPredictions,
     features: Features,
-    splits: Iterable[Split],
+    folds: Iterable[Fold],
     neighbors: int,
     context: Context,
     condition: str = "",
     with_fitted_features: bool = False,
 ) -> None:
-    """Predict the test cells of each split with every pair of features and classifier.
+    """Predict the test cells of each fold with every pair of features and classifier.
 
     `with_fitted_features` adds the majority class, and features fitted on the training cells:
     principal components, and the embedding joined to the components of the model's training cells.
     """
     labels = predictions.labels
-    splits = [*splits]
+    folds = [*folds]
     shared = context.baselines.share(features[ALL_GENES])
     if not context.options.classifiers:  # those of other packages know no shared products
         features = {**features, ALL_GENES: shared}
         with without_overhead():
-            precompute_folds(shared, labels, splits, context.baselines.predictions)
-    # components of all splits before the ranks of genes, which take as much memory
-    components: list[Arrays] = [{} for _ in splits]
+            precompute_folds(shared, labels, folds, context.baselines.predictions)
+    # components of all folds before the ranks of genes, which take as much memory
+    components: list[Arrays] = [{} for _ in folds]
     if with_fitted_features:
         with without_overhead():
             components = [
-                _fit_components(shared, split.train, COMPONENTS, context.baselines)
-                for split in splits
+                _fit_components(shared, fold.train, COMPONENTS, context.baselines) for fold in folds
             ]
     ranked = RankedGenes(shared.matrix)
-    for split, fitted_components in zip(splits, components):
-        train = split.train
-        test = split.test
+    for fold, fitted_components in zip(folds, components):
+        train = fold.train
+        test = fold.test
         with without_overhead():
             split_features = {**features, RANKED: ranked.select(train, labels[train])}
             split_features |= fitted_components
@@ -226,7 +225,7 @@ def predict_splits(
             predicted = predict_all(fitted, select_cells(split_features, test))
         if with_fitted_features:
             predicted[MAJORITY] = predict_majority(labels[train], len(test))
-        predictions.record(condition, split.repetition, test, predicted)
+        predictions.record(condition, fold.repetition, test, predicted)
 
 
 def _fit_components(

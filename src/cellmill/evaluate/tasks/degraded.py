@@ -41,7 +41,7 @@ from cellmill.evaluate.methods import (
     stack_cells,
 )
 from cellmill.evaluate.scores import ClassPredictions, tabulate
-from cellmill.evaluate.splits import Split, split_by_class
+from cellmill.evaluate.splits import Fold, split_by_class
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.runs.results import ScoredMethod, TaskResult
 
@@ -142,16 +142,16 @@ class Degraded(Task):
                 for number, level in enumerate(levels):
                     generator = seeded(options.seed, draws.TRAINING_CELLS + 100 * repeat + number)
                     fitted[level] = self._fit_to_level(level, counts, by_level, training, generator)
-            for split in split_by_class(chosen.labels, options.folds, 1, options.seed + repeat):
+            for fold in split_by_class(chosen.labels, options.folds, 1, options.seed + repeat):
                 with without_overhead():
-                    predicted = self._predict(context, by_level, by_level, chosen.labels, split)
+                    predicted = self._predict(context, by_level, by_level, chosen.labels, fold)
                     for level, features in fitted.items():
-                        added = self._predict(context, features, [level], chosen.labels, split)
+                        added = self._predict(context, features, [level], chosen.labels, fold)
                         for column, classes in added.items():
                             predicted[column] |= classes
-                largest = {MAJORITY: predict_majority(chosen.labels[split.train], len(split.test))}
+                largest = {MAJORITY: predict_majority(chosen.labels[fold.train], len(fold.test))}
                 for column, classes in predicted.items():
-                    predictions.record(column, repeat, split.test, classes | largest)
+                    predictions.record(column, repeat, fold.test, classes | largest)
         figures = {"folds": options.folds, "repeats": config.repeats, "neighbors": config.neighbors}
         metric = f"{list(levels)[-1]}, {SHIFTED}"
         return tabulate(predictions.accuracies(), chosen.figures | figures, metric=metric)
@@ -184,21 +184,21 @@ class Degraded(Task):
         by_level: Mapping[str, Features],
         levels: Iterable[str],
         labels: np.ndarray,
-        split: Split,
+        fold: Fold,
     ) -> dict[str, Arrays]:
         """Classes of the test cells of some `levels` by column; `by_level` are features of all
         cells. Features of one level have the same classes in all its columns.
         """
         neighbors = self.config.neighbors
-        trained = {name: select_cells(values, split.train) for name, values in by_level.items()}
+        trained = {name: select_cells(values, fold.train) for name, values in by_level.items()}
         fitted = {}
         for name, features in trained.items():
-            fitted[name] = fit_all(features, labels[split.train], neighbors, context)
-        labels_of_all = np.tile(labels[split.train], len(trained))
+            fitted[name] = fit_all(features, labels[fold.train], neighbors, context)
+        labels_of_all = np.tile(labels[fold.train], len(trained))
         on_all = fit_all(stack_cells(trained.values()), labels_of_all, neighbors, context)
         predicted = {}
         for level in levels:
-            tested = select_cells(by_level[level], split.test)
+            tested = select_cells(by_level[level], fold.test)
             if level == WHOLE:
                 predicted[WHOLE] = predict_all(fitted[WHOLE], tested)
                 continue

@@ -35,7 +35,7 @@ from cellmill.evaluate.evaluated import read_counts
 from cellmill.evaluate.features import read_rows
 from cellmill.evaluate.methods import EMBEDDING, KNN, UNTRAINED, Arrays, add_note, select_cells
 from cellmill.evaluate.scores import ScoreColumn, divide, tabulate
-from cellmill.evaluate.splits import Split, split_groups
+from cellmill.evaluate.splits import Fold, split_groups
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.evaluate.tasks.expression import ALPHAS, column_correlations
 from cellmill.evaluate.tasks.hidden_genes import HiddenGenes, decode_expression
@@ -188,16 +188,16 @@ class Imputation(Task):
         ]
         return tabulate(columns, figures, judged)
 
-    def _split(self, context: Context, cells: np.ndarray) -> tuple[str, list[Split]]:
+    def _split(self, context: Context, cells: np.ndarray) -> tuple[str, list[Fold]]:
         """Role whose values are left out, or "cells" for folds of cells, and the folds."""
-        folds: list[Split] = []
+        folds: list[Fold] = []
         for role in ("donor", "batch"):
             if role not in context.roles:
                 continue
             groups = context.roles[role].iloc[cells]
             for train, test in split_groups(groups, self.config.most_folds):
                 if min(len(train), len(test)) >= MIN_CELLS:
-                    folds.append(Split(len(folds), train, test))
+                    folds.append(Fold(len(folds), train, test))
             if folds:
                 return role, folds
         options = context.options
@@ -206,7 +206,7 @@ class Imputation(Task):
         for repetition in range(self.config.seeds):
             splitter = KFold(options.folds, shuffle=True, random_state=options.seed + repetition)
             for train, test in splitter.split(cells):
-                folds.append(Split(repetition, train, test))
+                folds.append(Fold(repetition, train, test))
         return "cells", folds
 
     def _choose_genes(self, context: Context, counts: sp.csr_matrix) -> np.ndarray:
@@ -278,7 +278,7 @@ class Imputation(Task):
         return columns
 
     def _predict(
-        self, hidden: HiddenGenes, trained: TrainingCells | None, folds: list[Split]
+        self, hidden: HiddenGenes, trained: TrainingCells | None, folds: list[Fold]
     ) -> Iterator[FoldPrediction]:
         """Predictions of the test cells of each fold: by the model and methods fitted on training
         cells, then by methods fitted on the other folds.

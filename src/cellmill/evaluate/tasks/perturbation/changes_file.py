@@ -28,14 +28,14 @@ from cellmill.config.corpus import IS_CONTROL
 from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.data.inputs.h5 import create_h5, write_anndata
 from cellmill.errors import DataError
-from cellmill.evaluate.splits import Split
+from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.task import Context, Skipped
 from cellmill.evaluate.tasks.perturbation.changes import (
     ChangesByMethod,
     check_changes,
     controlled_role,
 )
-from cellmill.evaluate.tasks.perturbation.held_out import HELD_OUT, HeldOut
+from cellmill.evaluate.tasks.perturbation.held_out import PERTURBATION, HeldOut
 from cellmill.evaluate.tasks.perturbation.probes import choose_probed, make_probes
 from cellmill.evaluate.tasks.perturbation.split_file import SplitFile
 from cellmill.evaluate.tasks.perturbation.task import Perturbation
@@ -91,12 +91,12 @@ def write_changes(
     return adata
 
 
-def _hold_out(context: Context, config: PerturbationConfig) -> tuple[HeldOut, list[Split]]:
+def _hold_out(context: Context, config: PerturbationConfig) -> tuple[HeldOut, list[Fold]]:
     """Units, and the folds of the first repetition. Raises DataError if there are none."""
     try:
         check_changes(context)
-        split = None if config.split_file is None else SplitFile.read(config, context)
-        held = HeldOut.read(context, config, HELD_OUT, split)
+        split_file = None if config.split_file is None else SplitFile.read(config, context)
+        held = HeldOut.read(context, config, PERTURBATION, split_file)
     except Skipped as reason:
         raise DataError(
             f"{context.dataset}: {reason}; expected perturbations, and controls in each batch or donor (columns of the "
@@ -107,14 +107,14 @@ def _hold_out(context: Context, config: PerturbationConfig) -> tuple[HeldOut, li
     if not folds:
         raise DataError(
             f"{context.dataset}: expected two perturbations of {config.min_cells} cells, and one that the model saw no "
-            f"cell of, got {len(held.fold_key)} and {int(held.unseen.sum())}; set shard.split_by: perturbation, or "
-            "evaluate.cells: all"
+            f"cell of, got {len(held.group_of_unit)} and {int(held.unseen.sum())}; set shard.split_by: perturbation, "
+            "or evaluate.cells: all"
         )
     return held, folds
 
 
 def _collect_changes(
-    folds: list[Split], predictions: list[ChangesByMethod], tested: np.ndarray
+    folds: list[Fold], predictions: list[ChangesByMethod], tested: np.ndarray
 ) -> ChangesByMethod:
     """(tested units, G) by method: predicted changes of all folds, of the methods that predict all
     of them.
@@ -135,7 +135,7 @@ def _describe_cells(held: HeldOut, tested: np.ndarray, names: list[str]) -> pd.D
     """
     profiles = held.profiles
     # (cells,): number of the tested unit; -1 for other cells, whose unit -1 indexes the last entry
-    position = np.full(len(held.fold_key) + 1, -1, np.int64)
+    position = np.full(len(held.group_of_unit) + 1, -1, np.int64)
     position[tested] = np.arange(len(tested))
     tested_unit_of_cell = position[held.scored_unit_of_cell]
     # (cells,): index in CELL_KINDS; -1 for cells that are not written

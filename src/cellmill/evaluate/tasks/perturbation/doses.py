@@ -23,7 +23,7 @@ from scipy.special import stdtrit
 
 from cellmill.errors import DataError
 from cellmill.evaluate.methods import Arrays
-from cellmill.evaluate.splits import Split
+from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.tasks.perturbation.changes import (
     MEAN,
     NO_CHANGE,
@@ -188,7 +188,7 @@ def predict_new_doses(
 
 
 def describe_linear_doses(
-    changes: np.ndarray, folds: list[Split], compound: np.ndarray, log_dose: np.ndarray
+    changes: np.ndarray, folds: list[Fold], compound: np.ndarray, log_dose: np.ndarray
 ) -> list[str]:
     """A sentence on the held-out doses that row Hill curve predicts linearly, if there are any."""
     reasons: Counter[str] = Counter()

@@ -24,7 +24,7 @@ from cellmill.data.genes.names import SEPARATOR, names_of_genes, perturbed_genes
 from cellmill.evaluate.components import pca
 from cellmill.evaluate.evaluated import PCA_CELLS
 from cellmill.evaluate.methods import EMBEDDING, Arrays
-from cellmill.evaluate.splits import Split
+from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.task import Context, Skipped
 from cellmill.evaluate.tasks.genes import (
     GENE_VECTORS,
@@ -56,7 +56,7 @@ from cellmill.evaluate.tasks.perturbation.split_file import TEST, TRAIN, SplitFi
 from cellmill.models.gene_vectors import read_vectors
 from cellmill.runs.results import ScoredMethod
 
-HELD_OUT = "perturbation"  # role of a split file and of stage predict_changes
+PERTURBATION = "perturbation"  # role whose perturbations are held out, such as by a split file
 DOSE = "dose"  # role of doses that are held out
 STRATA = ("batch", "donor")  # roles that divide cells into strata
 # a group counts as unseen if this share of its cells is scored; the rest equal training cells or
@@ -85,14 +85,14 @@ class HeldOut:
     perturbation: np.ndarray  # (U,) text: the same, or the compound if names have doses
     dose: np.ndarray  # (U,) text, empty for a unit without
     unit_context: np.ndarray  # (U,) text, empty if units have none
-    # (U,) text: perturbation, context or both; a group is all units with one key, held out whole
-    fold_key: np.ndarray
+    # (U,) text: perturbation, context or both; the units of a group are held out together
+    group_of_unit: np.ndarray
     unseen: np.ndarray  # (U,) bool: the model saw no cell of the group
     # (U,) bool: the model was fitted, not only validated, on cells of the group
     trained: np.ndarray
     # perturbations of units with too few cells, or without the dose that is held out
     left_out: list[str]
-    split: SplitFile | None = None
+    split_file: SplitFile | None = None
 
     @classmethod
     def read(
@@ -100,31 +100,31 @@ class HeldOut:
         context: Context,
         config: PerturbationConfig,
         role: str,
-        split: SplitFile | None = None,
+        split_file: SplitFile | None = None,
     ) -> Self:
         """Units with at least `min_cells` cells. For units that may be tested, only scored cells
         count.
 
         Raises Skipped if no stratum has enough controls.
         """
-        context_role = None if role in (HELD_OUT, DOSE) else role
-        if split is not None:
-            context_role = split.context_role
+        context_role = None if role in (PERTURBATION, DOSE) else role
+        if split_file is not None:
+            context_role = split_file.context_role
         roles = (*STRATA, context_role) if context_role else STRATA
         profiles = read_profiles(context, dict.fromkeys(roles))
         if profiles.stratum.max() < 0:
             raise Skipped("no stratum has enough controls")
         cells = _tabulate_cells(context, config, profiles, context_role)
         no_dose: list[str] = []
-        if split is not None:
-            cells["fold_key"] = cells["perturbation"] + " | " + cells["context"]
+        if split_file is not None:
+            cells["group"] = cells["perturbation"] + " | " + cells["context"]
         if role == DOSE:
-            cells["fold_key"] = cells["perturbation"] + " | " + cells["dose"]
+            cells["group"] = cells["perturbation"] + " | " + cells["dose"]
             has_dose = np.isfinite(log_doses(cells["dose"].to_numpy(str)))
             no_dose = cells["perturbation"][cells["is_usable"] & ~has_dose].unique().tolist()
             cells["is_usable"] &= has_dose
         usable = cells[cells["is_usable"]]
-        groups = usable.groupby("fold_key")
+        groups = usable.groupby("group")
         is_unseen = groups["is_scored"].sum() >= UNSEEN_FRAC * groups.size()
         is_trained = groups["is_trained"].any()
         units = _count_cells_of_units(usable, is_unseen)
@@ -141,30 +141,32 @@ class HeldOut:
             perturbation=kept["perturbation"].to_numpy(str),
             dose=kept["dose"].to_numpy(str),
             unit_context=kept["context"].to_numpy(str),
-            fold_key=kept["fold_key"].to_numpy(str),
-            unseen=is_unseen[kept["fold_key"]].to_numpy(bool),
-            trained=is_trained[kept["fold_key"]].to_numpy(bool),
+            group_of_unit=kept["group"].to_numpy(str),
+            unseen=is_unseen[kept["group"]].to_numpy(bool),
+            trained=is_trained[kept["group"]].to_numpy(bool),
             left_out=sorted({*units["perturbation"][~has_enough], *no_dose}),
-            split=split,
+            split_file=split_file,
         )
 
-    def folds_by_heading(self) -> dict[str, list[Split]]:
+    def folds_by_heading(self) -> dict[str, list[Fold]]:
         """Folds by what they test, in the words of a heading, such as `new donor`. A split file has
-        a heading for each group of units. Empty if nothing can be tested.
+        a heading for each novelty of units. Empty if nothing can be tested.
         """
-        if self.split is None:
+        if self.split_file is None:
             folds = [*self.folds()]
             return {f"new {self.role}": folds} if folds else {}
-        train = np.flatnonzero(self.splits == TRAIN)
-        test = np.flatnonzero((self.splits == TEST) & self.unseen)
-        groups = self.split.group(test, train, self.perturbation, self.unit_context)
-        return {name: [Split(0, train, units)] for name, units in groups.items()}
+        train = np.flatnonzero(self.split_of_unit == TRAIN)
+        test = np.flatnonzero((self.split_of_unit == TEST) & self.unseen)
+        by_novelty = self.split_file.divide_by_novelty(
+            test, train, self.perturbation, self.unit_context
+        )
+        return {novelty: [Fold(0, train, units)] for novelty, units in by_novelty.items()}
 
     @cached_property
-    def splits(self) -> np.ndarray:
+    def split_of_unit(self) -> np.ndarray:
         """(U,) text: split of each unit in the file; empty for a unit that it does not name."""
-        assert self.split is not None
-        return self.split.assign(self.perturbation, self.unit_context)
+        assert self.split_file is not None
+        return self.split_file.assign(self.perturbation, self.unit_context)
 
     @cached_property
     def log_dose(self) -> np.ndarray:
@@ -177,7 +179,7 @@ class HeldOut:
         texts = zip(self.perturbation.tolist(), self.dose.tolist(), self.unit_context.tolist())
         return [" | ".join(filter(None, unit_texts)) for unit_texts in texts]
 
-    def folds(self) -> Iterator[Split]:
+    def folds(self) -> Iterator[Fold]:
         """Units to fit on and to test. Empty if the model saw cells of all groups, or if there are
         fewer than two groups.
 
@@ -185,30 +187,30 @@ class HeldOut:
         those that only validated the model.
         """
         options = self.context.options
-        groups = np.unique(self.fold_key)
-        unseen = np.unique(self.fold_key[self.unseen])
-        units = np.arange(len(self.fold_key))
+        groups = np.unique(self.group_of_unit)
+        unseen = np.unique(self.group_of_unit[self.unseen])
+        units = np.arange(len(self.group_of_unit))
         if len(groups) < 2 or not len(unseen):
             return
         if len(unseen) < len(groups):
             fitted = ~self.unseen & self.trained
             if not fitted.any():
                 fitted = ~self.unseen
-            yield Split(0, units[fitted], units[self.unseen])
+            yield Fold(0, units[fitted], units[self.unseen])
         elif self.role == DOSE:
             for test in leave_out_doses(self.perturbation, self.log_dose):
-                yield Split(0, np.setdiff1d(units, test), test)
-        elif self.role == "perturbation":
+                yield Fold(0, np.setdiff1d(units, test), test)
+        elif self.role == PERTURBATION:
             n_folds = min(options.folds, len(groups))
             for repetition in range(self.config.seeds):
                 splitter = KFold(n_folds, shuffle=True, random_state=options.seed + repetition)
                 for _, test in splitter.split(groups):
-                    is_tested = np.isin(self.fold_key, groups[test])
-                    yield Split(repetition, units[~is_tested], units[is_tested])
+                    is_tested = np.isin(self.group_of_unit, groups[test])
+                    yield Fold(repetition, units[~is_tested], units[is_tested])
         else:
             splitter = GroupKFold(min(len(groups), self.config.most_folds))
-            for train, test in splitter.split(units, groups=self.fold_key):
-                yield Split(0, train, test)
+            for train, test in splitter.split(units, groups=self.group_of_unit):
+                yield Fold(0, train, test)
 
     @cached_property
     def scored_unit_of_cell(self) -> np.ndarray:
@@ -231,7 +233,7 @@ class HeldOut:
     @cached_property
     def fitted_changes(self) -> np.ndarray:
         """(U, G) float64: changes from `start_means`, which predictions are fitted on."""
-        return self.profiles.changes(self.unit_of_cell, len(self.fold_key), self.start_means)
+        return self.profiles.changes(self.unit_of_cell, len(self.group_of_unit), self.start_means)
 
     @cached_property
     def features(self) -> Arrays:
@@ -294,28 +296,28 @@ class HeldOut:
     @cached_property
     def responses(self) -> np.ndarray | None:
         """(U, G) float64: change of each unit by the model's response head, if it has one."""
-        n_units = len(self.fold_key)
+        n_units = len(self.group_of_unit)
         shares = np.nan_to_num(self.profiles.stratum_shares(self.scored_unit_of_cell, n_units))
         return predict_responses(
             self.context, self.profiles, shares, self.name_in_dataset.tolist(), self.genes
         )
 
-    def predictions(self, folds: list[Split]) -> Iterator[ChangesByMethod]:
+    def predictions(self, folds: list[Fold]) -> Iterator[ChangesByMethod]:
         """Predicted changes of the test units of each fold."""
         for fold in folds:
             predicted: ChangesByMethod = {}
-            if self.role == "perturbation":
+            if self.role == PERTURBATION:
                 predicted |= predict_new_perturbations(
                     self.fitted_changes, fold.train, fold.test, self.features, self.config.neighbors
                 )
-            if self.split is not None:
+            if self.split_file is not None:
                 predicted |= self._predict_from_parts(fold)
             if self.role == DOSE:
                 predicted |= predict_new_doses(
                     self.fitted_changes, fold.train, fold.test, self.perturbation, self.log_dose
                 )
-            elif self.role != "perturbation" or self._is_trained_elsewhere(fold):
-                n_units = len(self.fold_key)
+            elif self.role != PERTURBATION or self._is_trained_elsewhere(fold):
+                n_units = len(self.group_of_unit)
                 controls = self.profiles.unit_controls(self.unit_of_cell, n_units, self.start_means)
                 predicted |= predict_new_contexts(
                     self.fitted_changes, fold.train, fold.test, self.perturbation, controls
@@ -324,16 +326,16 @@ class HeldOut:
                 predicted[RESPONSE] = self.responses[fold.test]
             yield predicted
 
-    def _is_trained_elsewhere(self, fold: Split) -> bool:
+    def _is_trained_elsewhere(self, fold: Fold) -> bool:
         """True if a training unit has the perturbation of a test unit."""
         return bool(np.isin(self.perturbation[fold.test], self.perturbation[fold.train]).any())
 
-    def _predict_from_parts(self, fold: Split) -> ChangesByMethod:
+    def _predict_from_parts(self, fold: Fold) -> ChangesByMethod:
         """Means of the units' contexts, and sums over the parts of combinations, each only if all
         test units have it.
         """
-        assert self.split is not None
-        parts = [self.split.names.divide(name) for name in self.perturbation.tolist()]
+        assert self.split_file is not None
+        parts = [self.split_file.names.divide(name) for name in self.perturbation.tolist()]
         predicted: ChangesByMethod = {}
         if any(self.unit_context):
             is_same = self.unit_context[fold.test][:, None] == self.unit_context[fold.train]
@@ -378,7 +380,7 @@ def _tabulate_cells(
             "perturbation": compound,
             "dose": dose,
             "context": contexts,
-            "fold_key": compound if context_role is None else contexts,
+            "group": compound if context_role is None else contexts,
             "is_usable": is_usable,
             "is_scored": context.scored,
             "is_trained": context.model.is_training_cell(context.dataset, context.reader.obs.index),
@@ -390,19 +392,19 @@ def _tabulate_cells(
 
 
 def _count_cells_of_units(usable: pd.DataFrame, is_unseen: pd.Series) -> pd.DataFrame:
-    """Perturbation, dose, context, fold key and `n_cells` of each unit, by its name.
+    """Perturbation, dose, context, group and `n_cells` of each unit, by its name.
 
     Cells of a unit that may be tested, whose group `is_unseen`, count if they are scored, others
     always.
     """
-    is_counted = usable["is_scored"] | ~is_unseen[usable["fold_key"]].to_numpy(bool)
+    is_counted = usable["is_scored"] | ~is_unseen[usable["group"]].to_numpy(bool)
     units = usable.assign(is_counted=is_counted).groupby("unit")
     return units.agg(
         name_in_dataset=("name_in_dataset", "first"),
         perturbation=("perturbation", "first"),
         dose=("dose", "first"),
         context=("context", "first"),
-        fold_key=("fold_key", "first"),
+        group=("group", "first"),
         n_cells=("is_counted", "sum"),
     )
 

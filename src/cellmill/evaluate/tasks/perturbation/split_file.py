@@ -97,7 +97,8 @@ class SplitFile:
     context_role: str | None  # role whose values are the contexts; None if the file has none
     names: PartNames
     splits: Mapping[tuple[str, str], str]  # by perturbation and context, as `Line` has them
-    groups: Mapping[str, str]  # what the file says of tested perturbations, by `GEARS_GROUPS`
+    # what the file says of tested perturbations, as `divide_by_novelty` words it
+    stated_novelty: Mapping[str, str]
     undivided: list[str]  # see `PartNames`
 
     @classmethod
@@ -124,7 +125,7 @@ class SplitFile:
         names = PartNames(controls, config.combination_delimiter)
         resolve = _make_resolver(path, names, known)
         splits: dict[tuple[str, str], str] = {}
-        groups: dict[str, str] = {}
+        stated_novelty: dict[str, str] = {}
         for line in lines:
             where = f"{path}, {line.location}"
             if line.split not in SPLITS and line.split not in GEARS_GROUPS:
@@ -148,8 +149,8 @@ class SplitFile:
                 )
             splits[key] = TEST if TEST in (before, split) else split
             if line.split in GEARS_GROUPS:
-                groups[perturbation] = GEARS_GROUPS[line.split]
-        return cls(path, role, names, splits, groups, names.undivided(known))
+                stated_novelty[perturbation] = GEARS_GROUPS[line.split]
+        return cls(path, role, names, splits, stated_novelty, names.undivided(known))
 
     def assign(self, perturbation: np.ndarray, context: np.ndarray) -> np.ndarray:
         """(U,) text: split of each unit, empty without one. Raises DataError for a context without
@@ -174,27 +175,27 @@ class SplitFile:
                 )
         return splits
 
-    def group(
+    def divide_by_novelty(
         self, units: np.ndarray, train: np.ndarray, perturbation: np.ndarray, context: np.ndarray
     ) -> dict[str, np.ndarray]:
-        """`units` by what training units have of them: groups that are never scored together.
+        """`units` by what training units have of them, in words; each novelty is scored apart.
 
         A part of a combination is seen if a training unit is that perturbation alone.
         """
         trained = {*perturbation[train].tolist()}
-        by_group: dict[str, list[int]] = {}
+        by_novelty: dict[str, list[int]] = {}
         for unit in units.tolist():
             parts = self.names.divide(perturbation[unit])
             if context[unit] not in context[train]:
-                name = ZERO_SHOT
+                novelty = ZERO_SHOT
             elif perturbation[unit] in trained:
-                name = FEW_SHOT
+                novelty = FEW_SHOT
             elif len(parts) > 1:
-                name = f"{sum(part in trained for part in parts)} of {len(parts)} seen"
+                novelty = f"{sum(part in trained for part in parts)} of {len(parts)} seen"
             else:
-                name = NEW
-            by_group.setdefault(name, []).append(unit)
-        return {name: np.array(by_group[name]) for name in sorted(by_group)}
+                novelty = NEW
+            by_novelty.setdefault(novelty, []).append(unit)
+        return {novelty: np.array(by_novelty[novelty]) for novelty in sorted(by_novelty)}
 
 
 def _make_resolver(

@@ -21,7 +21,7 @@ from cellmill.evaluate import draws
 from cellmill.evaluate.draws import seeded
 from cellmill.evaluate.methods import Arrays, group_by_features
 from cellmill.evaluate.scores import ScoreColumn, divide, table_rows, tabulate
-from cellmill.evaluate.splits import Split
+from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.evaluate.tasks.expression import cross_correlations
 from cellmill.evaluate.tasks.perturbation.changes import (
@@ -43,7 +43,7 @@ from cellmill.evaluate.tasks.perturbation.doses import (
 from cellmill.evaluate.tasks.perturbation.held_out import (
     CO_EXPRESSION,
     DOSE,
-    HELD_OUT,
+    PERTURBATION,
     HeldOut,
     prior_method,
 )
@@ -86,9 +86,9 @@ class Perturbation(Task):
         for held in self._hold_out_roles(context):
             folds_by_heading = held.folds_by_heading()
             figures |= self._describe_units(held, [*chain.from_iterable(folds_by_heading.values())])
-            if held.split is not None:
+            if held.split_file is not None:
                 figures |= describe_split(held, folds_by_heading)
-                notes += check_split(held, held.split, folds_by_heading)
+                notes += check_split(held, held.split_file, folds_by_heading)
             for tested, folds in folds_by_heading.items():
                 by_metric, probed = self._score(held, folds)
                 if held.role == DOSE:
@@ -128,12 +128,14 @@ class Perturbation(Task):
         of enough controls.
         """
         if self.config.split_file is not None:
-            yield HeldOut.read(context, self.config, HELD_OUT, SplitFile.read(self.config, context))
+            yield HeldOut.read(
+                context, self.config, PERTURBATION, SplitFile.read(self.config, context)
+            )
             return
         doses = [] if self.config.doses is None else [DOSE]
         for role in [*self.config.held_out, *doses]:
             is_context = role in context.roles and role != controlled_role(context)
-            if role in (HELD_OUT, DOSE) or is_context:
+            if role in (PERTURBATION, DOSE) or is_context:
                 try:
                     held = HeldOut.read(context, self.config, role)
                 except Skipped:
@@ -184,11 +186,11 @@ class Perturbation(Task):
         """Sources of gene vectors that are compared with the mean: controls and files."""
         return [CO_EXPRESSION, *map(prior_method, self.config.priors)]
 
-    def _describe_units(self, held: HeldOut, folds: list[Split]) -> dict[str, Any]:
+    def _describe_units(self, held: HeldOut, folds: list[Fold]) -> dict[str, Any]:
         role = held.role
         tested = np.unique(np.concatenate([np.array([], np.int64), *(fold.test for fold in folds)]))
         genes = dict(zip(held.perturbation, held.genes))
-        groups = np.unique(held.fold_key)
+        groups = np.unique(held.group_of_unit)
         figures: dict[str, Any] = {
             f"{role}_perturbations_tested": len(np.unique(held.perturbation[tested])),
             f"{role}_perturbations_with_a_gene": sum(map(bool, genes.values())),
@@ -199,17 +201,17 @@ class Perturbation(Task):
         if not folds:
             seen = "the model saw cells of each of them; divide its corpus by it (shard.split_by), or use cells: all"
             few = f"{len(groups)} values have {self.config.min_cells} cells (min_cells); two are needed"
-            is_seen = held.split is not None or not held.unseen.any()
-            reason = seen if is_seen and len(held.fold_key) else few
+            is_seen = held.split_file is not None or not held.unseen.any()
+            reason = seen if is_seen and len(held.group_of_unit) else few
             figures[f"{role}_no_folds"] = f"held out {role}: {reason}"
-        if role == "perturbation":
+        if role == PERTURBATION:
             for source in self._list_informed():
                 has_vector = np.isfinite(held.features[source]).all(1)
                 n = np.unique(held.perturbation[has_vector]).size
                 figures[f"perturbation_perturbations_with_{source.name}"] = n
         return figures
 
-    def _score(self, held: HeldOut, folds: list[Split]) -> tuple[Scores, list[ScoredMethod]]:
+    def _score(self, held: HeldOut, folds: list[Fold]) -> tuple[Scores, list[ScoredMethod]]:
         """Scores of predictions, ceilings and probes, and the methods that have probes.
 
         Scores are (repetitions, perturbations) by metric and method: means over the units of a
@@ -226,7 +228,7 @@ class Perturbation(Task):
         return scores, probed
 
     def _probe(
-        self, held: HeldOut, folds: list[Split], probed: list[ScoredMethod]
+        self, held: HeldOut, folds: list[Fold], probed: list[ScoredMethod]
     ) -> Iterator[ChangesByMethod]:
         """Probes of the methods `probed` in each fold."""
         seed = held.context.options.seed
@@ -238,12 +240,12 @@ class Perturbation(Task):
             yield probes
 
     def score_predictions(
-        self, held: HeldOut, folds: list[Split], predictions: Iterable[ChangesByMethod]
+        self, held: HeldOut, folds: list[Fold], predictions: Iterable[ChangesByMethod]
     ) -> Scores:
         """(repetitions, perturbations) by metric and method: scores of predicted changes, `(test
         units, G)` of each fold.
         """
-        n_units = len(held.fold_key)
+        n_units = len(held.group_of_unit)
         controls = held.profiles.control_means(MEASURED)
         measured = held.profiles.changes(held.scored_unit_of_cell, n_units, controls)
         pairs = (
@@ -255,7 +257,7 @@ class Perturbation(Task):
     def _score_pairs(
         self,
         held: HeldOut,
-        folds: list[Split],
+        folds: list[Fold],
         pairs: Iterable[Mapping[ScoredMethod, ChangePair]],
     ) -> Scores:
         """(repetitions, perturbations) by metric and method: scores of the `pairs` of each fold."""
@@ -268,7 +270,7 @@ class Perturbation(Task):
                     pair.predicted, pair.measured, perturbed[fold.test], self.config.top_genes
                 )
                 for metric, values in by_metric.items():
-                    empty = np.full((n_repetitions, len(held.fold_key)), np.nan)
+                    empty = np.full((n_repetitions, len(held.group_of_unit)), np.nan)
                     by_unit = scores[metric].setdefault(method, empty)
                     by_unit[fold.repetition, fold.test] = values
         for by_method in scores.values():
@@ -276,7 +278,7 @@ class Perturbation(Task):
                 by_method[method] = average_perturbations(by_unit, held.perturbation)
         return scores
 
-    def _pair_halves(self, held: HeldOut, fold: Split) -> dict[ScoredMethod, ChangePair]:
+    def _pair_halves(self, held: HeldOut, fold: Fold) -> dict[ScoredMethod, ChangePair]:
         """Ceilings: a change measured in half of a unit's cells, and the most similar change of a
         training unit, against the change in the other half.
 
@@ -291,23 +293,23 @@ class Perturbation(Task):
         for half in (START, MEASURED):
             controls = held.profiles.control_means(half)
             unit_of_cell = np.where(position % 2 == half, held.scored_unit_of_cell, -1)
-            changes = held.profiles.changes(unit_of_cell, len(held.fold_key), controls)
+            changes = held.profiles.changes(unit_of_cell, len(held.group_of_unit), controls)
             halves.append(changes[fold.test])
         first, second = halves
         pairs = {CEILING: ChangePair(first, second)}
-        if held.role == "perturbation":
+        if held.role == PERTURBATION:
             known = held.fitted_changes[fold.train]
             nearest = cross_correlations(first.T, known.T).argmax(1)
             pairs[BEST_OTHER] = ChangePair(known[nearest], second)
         return pairs
 
 
-def describe_split(held: HeldOut, folds_by_heading: Mapping[str, list[Split]]) -> dict[str, Any]:
+def describe_split(held: HeldOut, folds_by_heading: Mapping[str, list[Fold]]) -> dict[str, Any]:
     """Figures of the units of a split file, for metrics.json."""
     n_by_split = {}
     for split in SPLITS:
-        n_by_split[f"split_{split}"] = int((held.splits == split).sum())
-    unnamed = held.perturbation[held.splits == ""]
+        n_by_split[f"split_{split}"] = int((held.split_of_unit == split).sum())
+    unnamed = held.perturbation[held.split_of_unit == ""]
     figures: dict[str, Any] = {
         **n_by_split,
         "split_unnamed": ", ".join(np.unique(unnamed)) or "none",
@@ -318,32 +320,34 @@ def describe_split(held: HeldOut, folds_by_heading: Mapping[str, list[Split]]) -
 
 
 def check_split(
-    held: HeldOut, split: SplitFile, folds_by_heading: Mapping[str, list[Split]]
+    held: HeldOut, split_file: SplitFile, folds_by_heading: Mapping[str, list[Fold]]
 ) -> list[str]:
     """Sentences on statements of the file that the dataset or the model contradicts."""
     notes = []
-    is_test = held.splits == TEST
+    is_test = held.split_of_unit == TEST
     names = np.array(held.unit_names)
     seen = names[is_test & ~held.unseen]
     if len(seen):
         notes.append(
-            f"{len(seen):,} of {is_test.sum():,} tested units of {split.path} are left out: the model saw cells of "
-            f"them, the first {seen[0]}; hold them out of its corpus (shard.split_by)."
+            f"{len(seen):,} of {is_test.sum():,} tested units of {split_file.path} are left out: the model saw cells "
+            f"of them, the first {seen[0]}; hold them out of its corpus (shard.split_by)."
         )
     for tested, [fold] in folds_by_heading.items():
-        for stated in sorted({*split.groups.values()} - {tested}):
+        for stated in sorted({*split_file.stated_novelty.values()} - {tested}):
             others = [
-                unit for unit in fold.test if split.groups.get(held.perturbation[unit]) == stated
+                unit
+                for unit in fold.test
+                if split_file.stated_novelty.get(held.perturbation[unit]) == stated
             ]
             if others:
                 notes.append(
-                    f"{len(others):,} perturbations that {split.path} counts as {stated}, the first "
+                    f"{len(others):,} perturbations that {split_file.path} counts as {stated}, the first "
                     f"{names[others[0]]}, are scored as {tested}, by the perturbations in {TRAIN}."
                 )
-    if split.undivided:
+    if split_file.undivided:
         notes.append(
-            f"{len(split.undivided):,} perturbations, the first {split.undivided[0]}, have the names of two others but "
-            "count as one; if they are combinations, set combination_delimiter."
+            f"{len(split_file.undivided):,} perturbations, the first {split_file.undivided[0]}, have the names of two "
+            "others but count as one; if they are combinations, set combination_delimiter."
         )
     return notes
 
