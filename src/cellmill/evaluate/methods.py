@@ -15,8 +15,8 @@ from cellmill.runs.results import ScoredMethod
 
 Features = dict[ScoredMethod, Any]
 """Features of each method, `(cells, width)`, dense or sparse."""
-Arrays = dict[ScoredMethod, np.ndarray]
-"""An array of each method."""
+ByMethod = dict[ScoredMethod, np.ndarray]
+"""An array of each method: vectors, scores or class ids, as the variable is named."""
 EMBEDDING = ScoredMethod("embedding", kind="model", network="trained")
 # all genes of the dataset, if the other features have only the genes that datasets share
 FULL_PANEL = replace(EMBEDDING, features="embedding, full panel", kind="variant")

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.special import stdtrit
 
-from cellmill.evaluate.methods import HALF_LABELS, MAJORITY, Arrays
+from cellmill.evaluate.methods import HALF_LABELS, MAJORITY, ByMethod
 from cellmill.runs.results import (
     FEWEST,
     Closed,
@@ -100,15 +100,16 @@ def _compute_f1_terms(true: np.ndarray, guessed: np.ndarray, is_weighted: bool) 
     """
     n = len(true)
     classes = np.union1d(true, guessed)
-    is_class = true[:, None] == classes  # (cells, classes), as are is_guess and derivatives
+    is_class = true[:, None] == classes  # (cells, classes), as are is_guess and scaled_derivatives
     is_guess = guessed[:, None] == classes
     is_hit = is_class & is_guess
     sizes = is_class.sum(0) + is_guess.sum(0)
     f1 = 2 * is_hit.sum(0) / sizes
     share = is_class.mean(0) if is_weighted else np.full(len(classes), 1 / len(classes))
-    derivatives = 2.0 * is_hit - f1 * (is_class.astype(float) + is_guess)
-    terms: np.ndarray = n * (derivatives / sizes) @ share + share @ f1
-    if is_weighted:  # the shares of the classes depend on the weights of the cells, too
+    # dF1/dw_i of each class, times its size: F1 is 2 hits / size, sums over the weighted cells
+    scaled_derivatives = 2.0 * is_hit - f1 * (is_class.astype(float) + is_guess)
+    terms: np.ndarray = n * (scaled_derivatives / sizes) @ share + share @ f1
+    if is_weighted:  # n dshare/dw_i = is_class - share: shares depend on the weights, too
         terms = terms + is_class @ f1 - share @ f1
     return terms
 
@@ -163,11 +164,11 @@ class ScoreColumn:
 
     heading: str
     metric_name: str  # in words, as verdicts have it
-    scores: Arrays  # as `cell_scores` returns them
+    scores: ByMethod  # as `cell_scores` returns them
     lower_is_better: bool = False
     n_units: int | None = None  # independent units, unless these are the columns of `scores`
     # scores of methods, the best of which closes 0 % of the gap
-    trivial: Arrays = field(default_factory=dict)
+    trivial: ByMethod = field(default_factory=dict)
     ceiling: tuple[ScoredMethod, np.ndarray] | None = None  # closes 100 %
 
     def mean(self, method: ScoredMethod) -> float:
@@ -187,17 +188,15 @@ class ScoreColumn:
 
     def compare(self, method: ScoredMethod, other: ScoredMethod) -> Verdict:
         """Verdict on `method` against `other` over the cells that both have scores of."""
-        scores = self.scores[method]
-        other_scores = self.scores[other]
-        estimate = paired_difference(scores, other_scores)
+        difference = self.difference(method, other)
         return compare(
             method.name,
             other.name,
             self.metric_name,
-            estimate.mean,
-            (estimate.low, estimate.high),
+            difference.mean,
+            (difference.low, difference.high),
             self.lower_is_better,
-            self._count_units(scores - other_scores),
+            difference.n,
         )
 
     def compare_best(self) -> Verdict:
@@ -265,7 +264,7 @@ class ClassPredictions:
     other_classes: tuple[str, ...] = ()  # classes that no cell has and a method may predict
     # class of each cell, text, by `labels.predict_from_other_half`; "" for none
     ceiling_labels: np.ndarray | None = None
-    by_condition: dict[str, Arrays] = field(default_factory=dict)
+    by_condition: dict[str, ByMethod] = field(default_factory=dict)
     """Class ids `(repetitions, cells)` int64 of each method, NOT_TESTED for cells that a
     repetition does not test.
     """
@@ -275,13 +274,13 @@ class ClassPredictions:
         """Classes of cells and of predictions, sorted: a class id is an index into it."""
         return np.union1d(self.labels, np.array(self.other_classes, dtype=self.labels.dtype.type))
 
-    def record(self, condition: str, repetition: int, cells: np.ndarray, classes: Arrays) -> None:
+    def record(self, condition: str, repetition: int, cells: np.ndarray, classes: ByMethod) -> None:
         """Keep the predicted `classes` (text) of `cells` (indices)."""
-        methods = self.by_condition.setdefault(condition, {})
+        by_method = self.by_condition.setdefault(condition, {})
         for method, predicted in classes.items():
-            if method not in methods:
-                methods[method] = np.full((self.repetitions, len(self.labels)), NOT_TESTED)
-            methods[method][repetition, cells] = np.searchsorted(self.classes, predicted)
+            if method not in by_method:
+                by_method[method] = np.full((self.repetitions, len(self.labels)), NOT_TESTED)
+            by_method[method][repetition, cells] = np.searchsorted(self.classes, predicted)
 
     @cached_property
     def true_ids(self) -> np.ndarray:
@@ -290,22 +289,22 @@ class ClassPredictions:
 
     def column(self, condition: str, metric: str, heading: str, metric_name: str) -> ScoreColumn:
         """Scores by `metric`, one of CLASS_METRICS; verdicts call it `metric_name`."""
-        methods = self.by_condition[condition]
+        class_ids_by_method = self.by_condition[condition]
         scores = {
             method: cell_scores(metric, self.true_ids, class_ids)
-            for method, class_ids in methods.items()
+            for method, class_ids in class_ids_by_method.items()
         }
-        return self._with_gap(ScoreColumn(heading, metric_name, scores), metric, methods)
+        is_tested = next(iter(class_ids_by_method.values())) != NOT_TESTED
+        return self._with_gap(ScoreColumn(heading, metric_name, scores), metric, is_tested)
 
-    def _with_gap(self, column: ScoreColumn, metric: str, methods: Arrays) -> ScoreColumn:
+    def _with_gap(self, column: ScoreColumn, metric: str, is_tested: np.ndarray) -> ScoreColumn:
         """The column with the trivial methods and the ceiling; without these if there is no ceiling
         for the metric.
 
-        `methods` are predicted class ids, `(repetitions, cells)`.
+        `is_tested` is bool, `(repetitions, cells)`.
         """
         if self.ceiling_labels is None:
             return column
-        is_tested = next(iter(methods.values())) != NOT_TESTED
         if metric != "accuracy" and (is_tested & (self.ceiling_labels == "")).any():
             return column  # an F1 over some of the cells would be another one
         id_of_class = dict(zip(self.classes, range(len(self.classes)))) | {"": NOT_TESTED}

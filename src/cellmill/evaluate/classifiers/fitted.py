@@ -21,7 +21,14 @@ from cellmill.config.plugin import load
 from cellmill.evaluate.baselines import CachedClassifiers, report_early_stop
 from cellmill.evaluate.classifiers.dual import FoldFit, fit_folds
 from cellmill.evaluate.classifiers.logistic import LogisticRegression, is_small_problem
-from cellmill.evaluate.methods import KNN, RANKED, REGRESSION, UNSCALED_REGRESSION, Arrays, Features
+from cellmill.evaluate.methods import (
+    KNN,
+    RANKED,
+    REGRESSION,
+    UNSCALED_REGRESSION,
+    ByMethod,
+    Features,
+)
 from cellmill.evaluate.products import SharedCells
 from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.task import Context
@@ -151,7 +158,7 @@ def precompute_folds(
             known[key] = classes[fold_logits[:, test].argmax(0)]
 
 
-def predict_all(fitted: Mapping[ScoredMethod, CachedClassifiers], features: Features) -> Arrays:
+def predict_all(fitted: Mapping[ScoredMethod, CachedClassifiers], features: Features) -> ByMethod:
     """Predicted classes, text `(cells,)`, by features and classifier."""
     predicted = {}
     for method, classifiers in fitted.items():

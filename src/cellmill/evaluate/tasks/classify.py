@@ -44,7 +44,7 @@ from cellmill.evaluate.methods import (
     TRAINING_COMPONENTS,
     UNSCALED_REGRESSION,
     WITH_COMPONENTS,
-    Arrays,
+    ByMethod,
     Features,
     group_by_features,
     select_cells,
@@ -202,7 +202,7 @@ def predict_folds(
         with without_overhead():
             precompute_folds(shared, labels, folds, context.baselines.predictions)
     # components of all folds before the ranks of genes, which take as much memory
-    components: list[Arrays] = [{} for _ in folds]
+    components: list[ByMethod] = [{} for _ in folds]
     if with_fitted_features:
         with without_overhead():
             components = [
@@ -230,7 +230,7 @@ def predict_folds(
 
 def _fit_components(
     genes: SharedCells, train: np.ndarray, n_components: int, cache: BaselineCache
-) -> Arrays:
+) -> ByMethod:
     """Principal components of all cells, fitted on cells `train`: of all genes, and of the variable
     genes unless all genes count as variable. Empty if there are too few cells or genes.
     """

@@ -34,7 +34,7 @@ from cellmill.evaluate.methods import (
     EMBEDDING,
     MAJORITY,
     TRAINING_COMPONENTS,
-    Arrays,
+    ByMethod,
     Features,
     add_note,
     select_cells,
@@ -185,7 +185,7 @@ class Degraded(Task):
         levels: Iterable[str],
         labels: np.ndarray,
         fold: Fold,
-    ) -> dict[str, Arrays]:
+    ) -> dict[str, ByMethod]:
         """Classes of the test cells of some `levels` by column; `by_level` are features of all
         cells. Features of one level have the same classes in all its columns.
         """

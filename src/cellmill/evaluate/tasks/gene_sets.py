@@ -22,7 +22,7 @@ from cellmill.data.genes.names import rows_of_names
 from cellmill.errors import DataError
 from cellmill.evaluate import draws
 from cellmill.evaluate.draws import seeded
-from cellmill.evaluate.methods import Arrays
+from cellmill.evaluate.methods import ByMethod
 from cellmill.evaluate.scores import ScoreColumn, table_rows, tabulate
 from cellmill.evaluate.task import Context, Skipped
 from cellmill.evaluate.tasks.genes import GeneTask, auroc_terms, expression_statistics, read_lines
@@ -36,7 +36,7 @@ STATISTICS = ScoredMethod("mean, spread and detection of genes")
 class GeneEmbedding(GeneTask):
     config: GeneEmbeddingConfig
 
-    def judge(self, context: Context, vectors: Arrays, profiles: sp.csr_matrix) -> TaskResult:
+    def judge(self, context: Context, vectors: ByMethod, profiles: sp.csr_matrix) -> TaskResult:
         """A column for gene sets, their mean, and one for transcription factors."""
         config = self.config
         min_genes = max(config.min_genes, context.options.folds)
@@ -61,7 +61,7 @@ class GeneEmbedding(GeneTask):
             prefix = "" if heading == SETS else f"{FACTORS}: "
             figures |= {f"{prefix}{key}": value for key, value in found.items()}
         columns = []
-        by_set: Arrays = {}  # (sets, repetitions)
+        by_set: ByMethod = {}  # (sets, repetitions)
         for heading, sets in members.items():
             if sets:
                 terms = self._compute_terms(context, features, sets, expressed)
@@ -82,10 +82,10 @@ class GeneEmbedding(GeneTask):
     def _compute_terms(
         self,
         context: Context,
-        features: Arrays,
+        features: ByMethod,
         sets: Mapping[str, np.ndarray],
         expressed: np.ndarray,
-    ) -> Arrays:
+    ) -> ByMethod:
         """Terms of the AUROC by features, (sets, repetitions, genes); NaN for genes that a
         repetition lacks.
         """

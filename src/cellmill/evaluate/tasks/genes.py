@@ -16,7 +16,7 @@ from cellmill.evaluate import draws
 from cellmill.evaluate.components import COMPONENTS, PrincipalComponents
 from cellmill.evaluate.draws import seeded
 from cellmill.evaluate.evaluated import EvaluatedModel
-from cellmill.evaluate.methods import EMBEDDING, UNTRAINED, Arrays
+from cellmill.evaluate.methods import EMBEDDING, UNTRAINED, ByMethod
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.files import require_file
 from cellmill.models.family import Model
@@ -44,14 +44,14 @@ class GeneTask(Task):
         vectors[LOADINGS] = scaled_loadings(model.components)
         return self.judge(context, vectors, model.training_profiles())
 
-    def judge(self, context: Context, vectors: Arrays, profiles: sp.csr_matrix) -> TaskResult:
+    def judge(self, context: Context, vectors: ByMethod, profiles: sp.csr_matrix) -> TaskResult:
         """Scores of `vectors` (genes, width); `profiles` (cells, genes) are log-normalised
         training cells.
         """
         raise NotImplementedError
 
 
-def gene_vectors(model: EvaluatedModel) -> Arrays:
+def gene_vectors(model: EvaluatedModel) -> ByMethod:
     """Vectors of the vocabulary's genes, (genes, width), by method; empty for a model without any.
 
     Methods are the input and the decoder of the model, the same tables of the untrained model, and

@@ -21,7 +21,7 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.evaluate import draws
 from cellmill.evaluate.draws import seeded
-from cellmill.evaluate.methods import Arrays
+from cellmill.evaluate.methods import ByMethod
 from cellmill.evaluate.scores import ScoreColumn, table_rows, tabulate
 from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.expression import cross_correlations
@@ -51,7 +51,7 @@ class RegulatoryNetwork(NamedTuple):
 class Grn(GeneTask):
     config: GrnConfig
 
-    def judge(self, context: Context, vectors: Arrays, profiles: sp.csr_matrix) -> TaskResult:
+    def judge(self, context: Context, vectors: ByMethod, profiles: sp.csr_matrix) -> TaskResult:
         """AUROC and AUPRC of each kind of features. Raises DataError where too few edges have genes
         of the model.
         """
@@ -144,7 +144,9 @@ def build_network(pairs: np.ndarray, min_targets: int) -> RegulatoryNetwork:
     return RegulatoryNetwork(factors[kept], targets, is_edge[kept], left_out=factors[~kept])
 
 
-def compare_genes(vectors: Arrays, profiles: sp.csr_matrix, network: RegulatoryNetwork) -> Arrays:
+def compare_genes(
+    vectors: ByMethod, profiles: sp.csr_matrix, network: RegulatoryNetwork
+) -> ByMethod:
     """(factors, targets) by method: cosines of centred gene vectors, and correlations of the
     expression in `profiles`, (cells, genes).
     """
@@ -167,7 +169,7 @@ def compare_genes(vectors: Arrays, profiles: sp.csr_matrix, network: RegulatoryN
 
 
 def _rank_pairs(
-    similarities: Arrays, network: RegulatoryNetwork, seed: int
+    similarities: ByMethod, network: RegulatoryNetwork, seed: int
 ) -> tuple[list[ScoreColumn], dict[ScoredMethod, dict[str, float]]]:
     """A column for each score, with the factors as units, and scores over all pairs by row."""
     is_edge = network.is_edge

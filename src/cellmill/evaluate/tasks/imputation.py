@@ -33,7 +33,7 @@ from cellmill.evaluate.components import COMPONENTS, pca
 from cellmill.evaluate.draws import draw_cells, seeded
 from cellmill.evaluate.evaluated import read_counts
 from cellmill.evaluate.features import read_rows
-from cellmill.evaluate.methods import EMBEDDING, KNN, UNTRAINED, Arrays, add_note, select_cells
+from cellmill.evaluate.methods import EMBEDDING, KNN, UNTRAINED, ByMethod, add_note, select_cells
 from cellmill.evaluate.scores import ScoreColumn, divide, tabulate
 from cellmill.evaluate.splits import Fold, split_groups
 from cellmill.evaluate.task import Context, Skipped, Task
@@ -114,7 +114,7 @@ class TrainingCells:
             groups[", training cells of the dataset"] = np.flatnonzero(self.is_from_dataset)
         return groups
 
-    def predict(self, tested: HiddenGenes, vectors: Arrays, neighbors: int) -> Arrays:
+    def predict(self, tested: HiddenGenes, vectors: ByMethod, neighbors: int) -> ByMethod:
         """(C, G) by method: expression of the `tested` cells, whose embeddings are `vectors`."""
         model = self.hidden.context.model
         expression = self.hidden.expression()
@@ -123,7 +123,7 @@ class TrainingCells:
             UNTRAINED: self.hidden.embed(model.untrained),
         }
         profiles = self.hidden.profiles
-        predicted: Arrays = {}
+        predicted: ByMethod = {}
         for note, cells in self.groups().items():
             by_method = predict_hidden(
                 expression[cells],
@@ -254,7 +254,7 @@ class Imputation(Task):
         measured = hidden.expression()
         n_cells, n_genes = measured.shape
         # sums and counts of scores, (2, repetitions, cells or genes), by metric and method
-        totals: dict[str, Arrays] = {metric: {} for metric in METRICS}
+        totals: dict[str, ByMethod] = {metric: {} for metric in METRICS}
         for prediction in predictions:
             scores = expression_scores(prediction.values, measured[prediction.cells])
             for metric, unit_scores in scores.items():
@@ -286,7 +286,7 @@ class Imputation(Task):
         model = hidden.context.model
         n_repetitions = 1 + max(fold.repetition for fold in folds)
         vectors = {EMBEDDING: hidden.embed(model.network), UNTRAINED: hidden.embed(model.untrained)}
-        by_method: Arrays = {}
+        by_method: ByMethod = {}
         decoded = decode_expression(hidden, vectors[EMBEDDING])
         if decoded is not None:
             by_method[replace(EMBEDDING, classifier="decoder")] = decoded
@@ -325,11 +325,11 @@ class Imputation(Task):
 def predict_hidden(
     expression: np.ndarray,
     fitted_profiles: sp.csr_matrix,
-    fitted_vectors: Arrays,
+    fitted_vectors: ByMethod,
     tested_profiles: sp.csr_matrix,
-    tested_vectors: Arrays,
+    tested_vectors: ByMethod,
     neighbors: int,
-) -> Arrays:
+) -> ByMethod:
     """Expression (tested cells, G) by method: regressions on vectors and on components of the
     visible genes, and the means of `expression`, (fitted cells, G).
 
@@ -340,7 +340,7 @@ def predict_hidden(
     fitted = fitted_vectors | {VISIBLE_COMPONENTS: components.transform(fitted_profiles)}
     tested = tested_vectors | {VISIBLE_COMPONENTS: components.transform(tested_profiles)}
     n_neighbors = min(neighbors, len(expression))
-    predicted: Arrays = {}
+    predicted: ByMethod = {}
     for method, values in fitted.items():
         for ending, scaler in (("", StandardScaler()), (", unscaled", None)):
             regressors = {"ridge": RidgeCV(ALPHAS), KNN: KNeighborsRegressor(n_neighbors)}

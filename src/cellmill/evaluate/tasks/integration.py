@@ -33,7 +33,7 @@ from cellmill.evaluate.components import COMPONENTS
 from cellmill.evaluate.draws import seeded
 from cellmill.evaluate.features import cell_features
 from cellmill.evaluate.labels import labelled_cells
-from cellmill.evaluate.methods import ALL_GENES, EMBEDDING, Arrays
+from cellmill.evaluate.methods import ALL_GENES, EMBEDDING, ByMethod
 from cellmill.evaluate.neighbors import NeighborGraph, link_neighbors
 from cellmill.evaluate.products import MAX_DOUBLE
 from cellmill.evaluate.scores import ScoreColumn
@@ -106,12 +106,12 @@ class Integration(Task):
         return CellsOfBatches(labelled.cells[has_batch], batches, labels, figures)
 
     def _score(
-        self, vectors_by_method: Arrays, batches: np.ndarray, labels: np.ndarray
+        self, vectors_by_method: ByMethod, batches: np.ndarray, labels: np.ndarray
     ) -> tuple[list[Row], list[ScoreColumn]]:
         """A row for each method, and a column for each measure that is a mean over cells."""
         rows = []
         # scores by heading and method
-        scores: dict[str, Arrays] = {}
+        scores: dict[str, ByMethod] = {}
         for method, vectors in vectors_by_method.items():
             measures = self.measure(vectors, vectors_by_method[PRINCIPAL], batches, labels)
             row = Row(method)
@@ -127,7 +127,7 @@ class Integration(Task):
         ]
         return rows, columns
 
-    def collect_vectors(self, context: Context, cells: np.ndarray, batches: np.ndarray) -> Arrays:
+    def collect_vectors(self, context: Context, cells: np.ndarray, batches: np.ndarray) -> ByMethod:
         """Features of the cells by method, `(cells, width)`: the embedding, components with and
         without Harmony, and random vectors.
         """
@@ -377,6 +377,7 @@ def batch_variance(vectors: np.ndarray, batches: np.ndarray) -> np.ndarray:
     if total == 0:
         return np.zeros(len(values))
     within = to_batch_mean.mean() / total
+    # 1 - W/T, plus its derivative by the weight of each cell
     return 1 - within - (to_batch_mean - within * to_mean) / total
 
 

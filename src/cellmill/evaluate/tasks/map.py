@@ -30,7 +30,7 @@ from cellmill.evaluate.classifiers.logistic import LogisticRegression
 from cellmill.evaluate.features import cell_features
 from cellmill.evaluate.inference.seen import Seen
 from cellmill.evaluate.labels import labelled_cells
-from cellmill.evaluate.methods import ALL_GENES, REGRESSION, Arrays
+from cellmill.evaluate.methods import ALL_GENES, REGRESSION, ByMethod
 from cellmill.evaluate.scores import ClassPredictions, ScoreColumn, tabulate
 from cellmill.evaluate.splits import split_groups
 from cellmill.evaluate.task import Context, Skipped, Task
@@ -113,8 +113,8 @@ class MapCells(Task):
         others = (NONE, *(terms.names if terms is not None else ()))
         predictions = ClassPredictions(labels, len(folds), others)
         # (folds, types) by method
-        refused: Arrays = {}
-        auroc: Arrays = {}
+        refused: ByMethod = {}
+        auroc: ByMethod = {}
         n_refused: Counter[ScoredMethod] = Counter()
         with without_overhead():
             for (fold, (train, test)), (source, values) in product(

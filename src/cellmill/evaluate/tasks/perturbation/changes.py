@@ -29,7 +29,7 @@ from cellmill.evaluate import draws
 from cellmill.evaluate.draws import seeded
 from cellmill.evaluate.features import ROW_BLOCK
 from cellmill.evaluate.inference.embed import inference
-from cellmill.evaluate.methods import KNN, Arrays
+from cellmill.evaluate.methods import KNN, ByMethod
 from cellmill.evaluate.scores import divide
 from cellmill.evaluate.task import Context, Skipped
 from cellmill.evaluate.tasks.expression import ALPHAS, expected_log_expression
@@ -197,7 +197,7 @@ def _average_groups(
 
 
 def predict_new_perturbations(
-    changes: np.ndarray, train: np.ndarray, test: np.ndarray, features: Arrays, neighbors: int
+    changes: np.ndarray, train: np.ndarray, test: np.ndarray, features: ByMethod, neighbors: int
 ) -> ChangesByMethod:
     """Predict changes under perturbations that no training unit has.
 

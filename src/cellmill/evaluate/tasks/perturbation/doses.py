@@ -22,7 +22,7 @@ from scipy.optimize import OptimizeWarning, curve_fit
 from scipy.special import stdtrit
 
 from cellmill.errors import DataError
-from cellmill.evaluate.methods import Arrays
+from cellmill.evaluate.methods import ByMethod
 from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.tasks.perturbation.changes import (
     MEAN,
@@ -208,7 +208,7 @@ def describe_linear_doses(
 
 
 def tabulate_curves(
-    changes: np.ndarray, compound: np.ndarray, log_dose: np.ndarray, unit: str, errors: Arrays
+    changes: np.ndarray, compound: np.ndarray, log_dose: np.ndarray, unit: str, errors: ByMethod
 ) -> list[dict[str, Any]]:
     """Row of each compound: its curve over all doses, with the interval of EC50, and mean absolute
     errors at held-out doses.

@@ -23,7 +23,7 @@ from cellmill.data.arrays import text_values
 from cellmill.data.genes.names import SEPARATOR, names_of_genes, perturbed_genes
 from cellmill.evaluate.components import pca
 from cellmill.evaluate.evaluated import PCA_CELLS
-from cellmill.evaluate.methods import EMBEDDING, Arrays
+from cellmill.evaluate.methods import EMBEDDING, ByMethod
 from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.task import Context, Skipped
 from cellmill.evaluate.tasks.genes import (
@@ -236,7 +236,7 @@ class HeldOut:
         return self.profiles.changes(self.unit_of_cell, len(self.group_of_unit), self.start_means)
 
     @cached_property
-    def features(self) -> Arrays:
+    def features(self) -> ByMethod:
         """(U, F) by source of gene vectors: mean over a unit's perturbed genes, NaN for a unit
         without a vector.
 

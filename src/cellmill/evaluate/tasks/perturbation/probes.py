@@ -11,7 +11,7 @@ import numpy as np
 
 from cellmill.evaluate import draws
 from cellmill.evaluate.draws import seeded
-from cellmill.evaluate.methods import Arrays
+from cellmill.evaluate.methods import ByMethod
 from cellmill.evaluate.scores import ScoreColumn
 from cellmill.evaluate.tasks.perturbation.changes import ChangesByMethod
 from cellmill.runs.results import ScoredMethod
@@ -44,7 +44,7 @@ def make_probes(
     return dict(zip(name_probes(method, noise), changes, strict=True))
 
 
-def choose_probed(pearson: Arrays) -> list[ScoredMethod]:
+def choose_probed(pearson: ByMethod) -> list[ScoredMethod]:
     """The best method of the model and the best baseline, by Pearson in the first repetition."""
     probed = []
     for kind in ("model", "baseline"):
@@ -59,7 +59,7 @@ def choose_probed(pearson: Arrays) -> list[ScoredMethod]:
 
 
 def find_gamed(
-    column: ScoreColumn, probes: Arrays, probed: Sequence[ScoredMethod], noise: float
+    column: ScoreColumn, probes: ByMethod, probed: Sequence[ScoredMethod], noise: float
 ) -> list[str]:
     """A sentence for each method with a better probe, and the paired differences with their
     intervals. `probes` are scores of the first repetition, `(1, perturbations)`.

@@ -19,7 +19,7 @@ import numpy as np
 from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.evaluate import draws
 from cellmill.evaluate.draws import seeded
-from cellmill.evaluate.methods import Arrays, group_by_features
+from cellmill.evaluate.methods import ByMethod, group_by_features
 from cellmill.evaluate.scores import ScoreColumn, divide, table_rows, tabulate
 from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.task import Context, Skipped, Task
@@ -61,8 +61,8 @@ CEILING = ScoredMethod("split halves", kind="ceiling")
 # ceiling of methods that copy the change of the most similar training perturbation
 BEST_OTHER = ScoredMethod("best other perturbation", kind="ceiling")
 
-Scores = dict[str, Arrays]
-"""Arrays by metric and method."""
+Scores = dict[str, ByMethod]
+"""(repetitions, perturbations) by metric and method."""
 
 
 class ChangePair(NamedTuple):
@@ -108,7 +108,7 @@ class Perturbation(Task):
         return replace(self._tabulate(columns, others, figures, notes), tables=tables)
 
     def _tabulate_doses(
-        self, held: HeldOut, errors: Arrays, probed: list[ScoredMethod]
+        self, held: HeldOut, errors: ByMethod, probed: list[ScoredMethod]
     ) -> list[dict[str, Any]]:
         """Row of each compound, with errors of the curves and of the model's best method."""
         unit = str(self.config.dose_unit or "")
@@ -394,7 +394,7 @@ def average_perturbations(by_unit: np.ndarray, perturbation: np.ndarray) -> np.n
     return divide(sums, np.isfinite(by_unit) @ is_member)
 
 
-def make_column(metric: str, tested: str, scores: Arrays) -> ScoreColumn | None:
+def make_column(metric: str, tested: str, scores: ByMethod) -> ScoreColumn | None:
     """Column of the methods that have the metric; None if none has it, or the ceiling lacks it.
 
     `tested` are the tested units in words, such as `new perturbation`.
@@ -414,7 +414,7 @@ def make_column(metric: str, tested: str, scores: Arrays) -> ScoreColumn | None:
     )
 
 
-def make_other_column(column: ScoreColumn, scores: Arrays) -> ScoreColumn:
+def make_other_column(column: ScoreColumn, scores: ByMethod) -> ScoreColumn:
     """Column of the ceilings and probes that have the metric of `column`."""
     others = {
         method: values
