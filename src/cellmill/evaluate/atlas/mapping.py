@@ -8,7 +8,7 @@ Gammerman & Shafer 2005).
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, product
 from typing import Any
 
@@ -104,51 +104,46 @@ def map_vectors(atlas: CellAtlas, vectors: np.ndarray, seen: Seen, section: Map)
     are smaller than those of new cells. Copies of a cell in the atlas do not count as neighbours.
     """
     record = atlas.record
-    blocks = list(_map_blocks(atlas, vectors, section))
-    points = np.concatenate([block.points for block in blocks])
-    distances = np.concatenate([block.distances for block in blocks])
-    codes = np.concatenate([block.codes for block in blocks])
-    agreement = np.concatenate([block.agreement for block in blocks])
-    in_atlas = np.concatenate([block.in_atlas for block in blocks])
-    mean = mean_distance(distances) * np.float32(record.scale)
-    is_new = ~in_atlas if seen.cells is None else ~in_atlas & ~seen.cells
+    scale = np.float32(record.scale)
+    mapped = _join(list(_map_blocks(atlas, vectors, section)))
+    distance = mean_distance(mapped.distances) * scale
+    is_new = ~mapped.in_atlas if seen.cells is None else ~mapped.in_atlas & ~seen.cells
     n_reference = len(atlas.reference)
-    nearer = np.searchsorted(np.sort(atlas.reference["distance"]), mean / np.float32(record.scale))
-    is_new &= np.isfinite(mean) & (n_reference > 0)
-    percentile = np.where(is_new, 100 * nearer / (n_reference + 1), np.nan)
-    refused = percentile >= 100 * (1 - section.refuse_frac) - 1e-9
-    codes[refused] = NO_LABEL
-    names = blocks[0].names
+    is_new &= np.isfinite(distance) & (n_reference > 0)
+    percentile = np.where(is_new, _percentiles(atlas, distance / scale), np.nan)
+    refused = _is_refused(percentile, section.refuse_frac)
+    codes = np.where(refused, NO_LABEL, mapped.codes)
+    points = mapped.points
     has_neighbor = points[:, 0] != NOWHERE
     neighbors = np.where(points == NOWHERE, NOWHERE, atlas.first_cells[points])
     nearest = np.full(len(points), "", object)
     nearest[has_neighbor] = [atlas.name_cell(cell) for cell in neighbors[has_neighbor, 0].tolist()]
     obs: dict[str, Any] = {
-        LABEL: pd.Categorical.from_codes(codes, names),
-        AGREEMENT: agreement.astype(np.float32),
-        DONORS: np.concatenate([block.n_donors for block in blocks]).astype(np.int32),
-        DISTANCE: mean,
+        LABEL: pd.Categorical.from_codes(codes, mapped.names),
+        AGREEMENT: mapped.agreement.astype(np.float32),
+        DONORS: mapped.n_donors.astype(np.int32),
+        DISTANCE: distance,
         PERCENTILE: percentile.astype(np.float32),
         REFUSED: refused,
-        IN_ATLAS: in_atlas,
+        IN_ATLAS: mapped.in_atlas,
         NEAREST: nearest,
     }
     if seen.cells is not None:
         obs[SEEN] = seen.cells
     obsm = {
         NEIGHBORS: neighbors.astype(np.int32),
-        NEIGHBOR_DISTANCES: (distances * np.float32(record.scale)).astype(np.float32),
+        NEIGHBOR_DISTANCES: (mapped.distances * scale).astype(np.float32),
     }
     about = {
         "model_digest": record.model_digest,
         "refuse_frac": section.refuse_frac,
         "certainty": section.certainty,
-        "ontology": blocks[0].is_ontology,
+        "ontology": mapped.is_ontology,
         "held_out": record.held_out,
         "neighbors": record.neighbors,
         "n_reference": n_reference,
         "n_refused": int(refused.sum()),
-        "n_in_atlas": int(in_atlas.sum()),
+        "n_in_atlas": int(mapped.in_atlas.sum()),
         "datasets": record.datasets,
     }
     lines = [*atlas.notes, *_describe(atlas, obs, section)]
@@ -161,8 +156,8 @@ def map_vectors(atlas: CellAtlas, vectors: np.ndarray, seen: Seen, section: Map)
 
 
 @dataclass(frozen=True)
-class _Block:
-    """Neighbours and labels of some cells; distances as stored vectors have them."""
+class _MappedCells:
+    """Neighbours and labels of some cells; distances in the unit of the stored vectors."""
 
     points: np.ndarray  # (cells, k) int64
     distances: np.ndarray  # (cells, k) float32
@@ -174,7 +169,26 @@ class _Block:
     is_ontology: bool
 
 
-def _map_blocks(atlas: CellAtlas, vectors: np.ndarray, section: Map) -> Iterator[_Block]:
+def _percentiles(atlas: CellAtlas, distances: np.ndarray) -> np.ndarray:
+    """(cells,) float64: percentiles of `distances`, (cells,), in the unit of the stored vectors, among
+    those of the reference cells.
+    """
+    reference = np.sort(atlas.reference["distance"])
+    return 100 * np.searchsorted(reference, distances) / (len(reference) + 1)
+
+
+def _is_refused(percentile: np.ndarray, refuse_frac: float) -> np.ndarray:
+    """(cells,) bool, False for a NaN; the bound itself is refused in spite of rounding."""
+    return percentile >= 100 * (1 - refuse_frac) - 1e-9
+
+
+def _join(blocks: list[_MappedCells]) -> _MappedCells:
+    arrays = ("points", "distances", "in_atlas", "codes", "agreement", "n_donors")
+    joined = {name: np.concatenate([getattr(block, name) for block in blocks]) for name in arrays}
+    return replace(blocks[0], **joined)
+
+
+def _map_blocks(atlas: CellAtlas, vectors: np.ndarray, section: Map) -> Iterator[_MappedCells]:
     record = atlas.record
     terms = find_terms(record.labels)
     for first in range(0, max(len(vectors), 1), BLOCK):
@@ -200,7 +214,7 @@ def _map_blocks(atlas: CellAtlas, vectors: np.ndarray, section: Map) -> Iterator
         if terms is not None:
             names = terms.names
             codes, agreement = terms.climb(votes.shares, section.certainty)
-        yield _Block(
+        yield _MappedCells(
             points, distances, in_atlas, codes, agreement, votes.n_donors, names, terms is not None
         )
 
@@ -218,15 +232,14 @@ def _describe(atlas: CellAtlas, obs: dict[str, Any], section: Map) -> list[str]:
         f"{int(obs[LABEL].notna().sum()):,} of {n:,} cells have a label, {n_refused:,} are none of these "
         f"({new})"
     ]
-    reference = np.sort(atlas.reference["distance"])
-    smallest = len(reference) + 1
+    n_reference = len(atlas.reference)
     whose = "its donor" if record.held_out == "donor" else "the cell itself"
-    # of reference cells, as of new ones
-    percentile = 100 * np.searchsorted(reference, atlas.reference["distance"]) / smallest
-    would_be = percentile >= 100 * (1 - section.refuse_frac) - 1e-9
-    if section.refuse_frac * smallest < 1:
+    # reference cells by the rule for new ones
+    percentile = _percentiles(atlas, atlas.reference["distance"])
+    would_be = _is_refused(percentile, section.refuse_frac)
+    if section.refuse_frac * (n_reference + 1) < 1:
         lines.append(
-            f"warning: no cell can be refused: {len(reference):,} distances of the atlas allow no rate of "
+            f"warning: no cell can be refused: {n_reference:,} distances of the atlas allow no rate of "
             f"{section.refuse_frac:g}; raise --refuse-frac (in Python refuse_frac)"
         )
     else:
@@ -234,7 +247,7 @@ def _describe(atlas: CellAtlas, obs: dict[str, Any], section: Map) -> list[str]:
         shares = shares.loc[shares["size"] >= MIN_SHOWN, "mean"]
         by_donor = f", {shares.min():.1%} to {shares.max():.1%} by donor" if len(shares) > 1 else ""
         lines.append(
-            f"the same rule refuses {would_be.mean():.1%} of {len(reference):,} cells of the atlas, each without "
+            f"the same rule refuses {would_be.mean():.1%} of {n_reference:,} cells of the atlas, each without "
             f"{whose}{by_donor}"
         )
     if record.held_out == "cell":

@@ -28,6 +28,8 @@ TOLERANCE = 1e-4  # largest derivative by a coefficient of whitened features
 RIDGE = 1e-10  # relative to n / c, the largest value of UUᵀ
 FORCING = 0.5  # a Newton step is exact enough when it leaves this share of the gradient's norm
 MAX_STEPS = 100
+ARMIJO = 1e-4  # a step must lower the objective by this share of what its slope promises
+ROUNDING = 1e-12  # rise of the objective that may hide the descent of the last steps
 MAX_SIDE = 2048  # cells of the largest UUᵀ that is stored, unless features are even more
 
 Search = Generator[tuple[np.ndarray, np.ndarray], None, Any]
@@ -36,8 +38,9 @@ the caller must write their logits to, both `(classes, cells)`, and returns what
 """
 
 
-class CellWeights:
-    """Weights of the cells, and what they add to the logits: their product with UUᵀ.
+class Vector:
+    """A vector of the search, such as a step or a gradient: weights of the cells, and what they add
+    to the logits, which is their product with UUᵀ.
 
     Both are `(classes, cells)` float64 views of one array `stacked`, `(2, classes, cells)`, so that
     one operation changes both.
@@ -112,8 +115,8 @@ def _whiten_wide(features: np.ndarray, factor: np.ndarray, penalty: float) -> Wh
     columns = np.empty((n, n + 1), order="F")
     columns[:, :n] = kernel.T
     columns[:, n] = CURVATURE**-0.5
-    _cholesky(columns[:, :n])
-    kernel += 1 / CURVATURE
+    _cholesky(columns[:, :n])  # overwrites these columns by U
+    kernel += 1 / CURVATURE  # the intercept's column times itself
 
     def unwhiten(weights: np.ndarray) -> np.ndarray:
         solved = dpotrs(factor, weights.T, lower=True)[0]
@@ -143,7 +146,7 @@ def _whiten_tall(features: np.ndarray, factor: np.ndarray) -> Whitening:
 def _cholesky(matrix: np.ndarray) -> np.ndarray:
     """Return the lower factor of a matrix, of which only the lower triangle is read.
 
-    The matrix is in Fortran's order and is overwritten.
+    The matrix, in Fortran's order, is overwritten by the factor.
     """
     factor, failed = dpotrf(matrix, lower=True, overwrite_a=True)
     if failed:
@@ -180,28 +183,27 @@ def find_optimum(
     """
     n = targets.shape[1]
     curvature = whitening.curvature
-    current = CellWeights(np.zeros((2, *targets.shape)))
+    current = Vector(np.zeros((2, *targets.shape)))
     if start is not None:
         current.weights[:] = start
         yield current.weights, current.logits
     value, probabilities = _compute_loss(current, targets, constants, curvature)
     for _ in range(MAX_STEPS):
-        gradient = CellWeights(np.empty_like(current.stacked))
+        gradient = Vector(np.empty_like(current.stacked))
         gradient.weights[:] = (probabilities - targets) / n - curvature / n * current.logits
         gradient.weights[:] += current.weights
         yield gradient.weights, gradient.logits
         squared_norm = float(np.vdot(gradient.weights, gradient.logits))
         if whitening.has_converged(gradient.weights, squared_norm):
             break
-        step = yield from _newton_step(whitening.curvature, probabilities, gradient, squared_norm)
+        step = yield from _newton_step(curvature, probabilities, gradient, squared_norm)
         slope = np.vdot(gradient.logits, step.weights)
         # halve the step until the objective falls by enough
         length = 1.0
         while True:
-            moved = CellWeights(current.stacked + length * step.stacked)
+            moved = Vector(current.stacked + length * step.stacked)
             new_value, probabilities = _compute_loss(moved, targets, constants, curvature)
-            # rounding may hide the descent of the last steps
-            if new_value <= value + 1e-4 * length * slope + 1e-12:
+            if new_value <= value + ARMIJO * length * slope + ROUNDING:
                 break
             length /= 2
         current = moved
@@ -212,25 +214,25 @@ def find_optimum(
 
 
 def _compute_loss(
-    current: CellWeights, targets: np.ndarray, constants: np.ndarray | float, curvature: float
+    point: Vector, targets: np.ndarray, constants: np.ndarray | float, curvature: float
 ) -> tuple[float, np.ndarray]:
     """Objective, and probabilities `(classes, cells)`."""
     n = targets.shape[1]
-    logits = current.logits + constants
+    logits = point.logits + constants
     shifted = logits - logits.max(0)
     true_logits = np.vdot(shifted, targets)
     odds = np.exp(shifted)
     sums = odds.sum(0)
     cross_entropy = (np.log(sums).sum() - true_logits) / n
-    penalty = np.vdot(current.weights, current.logits)
-    penalty -= curvature / n * np.vdot(current.logits, current.logits)
+    penalty = np.vdot(point.weights, point.logits)
+    penalty -= curvature / n * np.vdot(point.logits, point.logits)
     return cross_entropy + penalty / 2, odds / sums
 
 
 def _newton_step(
-    curvature: float, probabilities: np.ndarray, gradient: CellWeights, squared_norm: float
+    curvature: float, probabilities: np.ndarray, gradient: Vector, squared_norm: float
 ) -> Search:
-    """Search for the step that leaves FORCING of the gradient's norm, and return it as CellWeights.
+    """Search for the step that leaves FORCING of the gradient's norm, and return it as a Vector.
     `squared_norm` is the gradient's over whitened features.
 
     Works in place, and on conjugate directions divided by their norms: calls of numpy take the most
@@ -240,9 +242,9 @@ def _newton_step(
     n = probabilities.shape[1]
     shares = probabilities / n
     diagonal = shares - curvature / n
-    residual = CellWeights(-gradient.stacked)
-    direction = CellWeights(np.zeros_like(gradient.stacked))
-    step = CellWeights(np.zeros_like(gradient.stacked))
+    residual = Vector(-gradient.stacked)
+    direction = Vector(np.zeros_like(gradient.stacked))
+    step = Vector(np.zeros_like(gradient.stacked))
     curved = np.empty_like(diagonal)  # direction times the Hessian
     shared = np.empty_like(diagonal)
     # flat views, which BLAS takes

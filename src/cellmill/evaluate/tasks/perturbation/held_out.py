@@ -212,6 +212,14 @@ class HeldOut:
             for train, test in splitter.split(units, groups=self.group_of_unit):
                 yield Fold(0, train, test)
 
+    def explain_no_folds(self) -> str:
+        """Why there are no folds, if there are none."""
+        n_groups = len(np.unique(self.group_of_unit))
+        reason = f"{n_groups} values have {self.config.min_cells} cells (min_cells); two are needed"
+        if n_groups and (self.split_file is not None or not self.unseen.any()):
+            reason = "the model saw cells of each of them; divide its corpus by it (shard.split_by), or use cells: all"
+        return f"held out {self.role}: {reason}"
+
     @cached_property
     def scored_unit_of_cell(self) -> np.ndarray:
         """(cells,) int64: unit of each scored cell, from which changes are measured; -1 for other

@@ -79,17 +79,20 @@ class Perturbation(Task):
         """Scores for each role that is held out; skipped without perturbations and controls."""
         check_changes(context)
         columns: list[ScoreColumn] = []
-        others: list[ScoreColumn] = []  # ceilings and probes
+        reference_columns: list[ScoreColumn] = []  # ceilings and probes
         figures: dict[str, Any] = {}
         notes: list[str] = []
         tables: dict[str, list[dict[str, Any]]] = {}
+        reasons: list[str] = []  # why roles cannot be tested
         for held in self._hold_out_roles(context):
             folds_by_heading = held.folds_by_heading()
             figures |= self._describe_units(held, [*chain.from_iterable(folds_by_heading.values())])
+            if not folds_by_heading:
+                reasons.append(held.explain_no_folds())
             if held.split_file is not None:
                 figures |= describe_split(held, folds_by_heading)
                 notes += check_split(held, held.split_file, folds_by_heading)
-            for tested, folds in folds_by_heading.items():
+            for heading, folds in folds_by_heading.items():
                 by_metric, probed = self._score(held, folds)
                 if held.role == DOSE:
                     notes += describe_linear_doses(
@@ -97,31 +100,14 @@ class Perturbation(Task):
                     )
                     tables["dose curves"] = self._tabulate_doses(held, by_metric["MAE"], probed)
                 for metric, scores in by_metric.items():
-                    column = make_column(metric, tested, scores)
+                    column = make_column(metric, heading, scores)
                     if column is not None:
                         columns.append(column)
-                        others.append(make_other_column(column, scores))
+                        reference_columns.append(make_reference_column(column, scores))
                         notes += find_gamed(column, scores, probed, self.config.probe_noise)
         if not columns:
-            reasons = [str(value) for key, value in figures.items() if key.endswith("no_folds")]
             raise Skipped("; ".join(reasons) or "no stratum has enough controls", figures)
-        return replace(self._tabulate(columns, others, figures, notes), tables=tables)
-
-    def _tabulate_doses(
-        self, held: HeldOut, errors: ByMethod, probed: list[ScoredMethod]
-    ) -> list[dict[str, Any]]:
-        """Row of each compound, with errors of the curves and of the model's best method."""
-        unit = str(self.config.dose_unit or "")
-        if self.config.doses == "names":
-            _, _, unit = parse_names(held.name_in_dataset, self.config.dose_unit)
-        methods = [LINEAR, HILL, *(method for method in probed if method.kind == "model")]
-        return tabulate_curves(
-            held.fitted_changes,
-            held.perturbation,
-            held.log_dose,
-            f" ({unit})" if unit else "",
-            {method: errors[method] for method in methods},
-        )
+        return replace(self._tabulate(columns, reference_columns, figures, notes), tables=tables)
 
     def _hold_out_roles(self, context: Context) -> Iterator[HeldOut]:
         """Units of the split file, or of each usable role of `held_out`: skips those without strata
@@ -142,68 +128,20 @@ class Perturbation(Task):
                     continue
                 yield held
 
-    def _tabulate(
-        self,
-        columns: list[ScoreColumn],
-        others: list[ScoreColumn],
-        figures: dict[str, Any],
-        notes: list[str],
-    ) -> TaskResult:
-        """The table, with rows of the ceilings and probes, and the differences of the model and of methods
-        with informed sources.
-        """
-        judged = [column for column in columns if column.select_kind("model")]
-        differences = []
-        for column in judged:
-            differences += column.differences()
-        informed_differences, comparisons = self._compare_informed(columns)
-        return tabulate(
-            columns,
-            figures,
-            judged,
-            rows=table_rows(columns) + table_rows(others),
-            differences=differences + informed_differences,
-            notes=notes + comparisons,
-        )
-
-    def _compare_informed(self, columns: list[ScoreColumn]) -> tuple[list[Difference], list[str]]:
-        """Differences of methods with informed sources to the mean, and a sentence on the best
-        method of each source.
-        """
-        informed = [method.features for method in self._list_informed()]
-        differences = []
-        notes = []
-        for column in columns:
-            groups = group_by_features(
-                method for method in column.scores if method.features in informed
-            )
-            for methods in groups.values():
-                differences += [column.difference(method, MEAN) for method in methods]
-                notes.append(column.compare(column.best(methods), MEAN).sentence)
-        return differences, notes
-
-    def _list_informed(self) -> list[ScoredMethod]:
-        """Sources of gene vectors that are compared with the mean: controls and files."""
-        return [CO_EXPRESSION, *map(prior_method, self.config.priors)]
-
     def _describe_units(self, held: HeldOut, folds: list[Fold]) -> dict[str, Any]:
+        """Figures of the units of a role, for metrics.json."""
         role = held.role
         tested = np.unique(np.concatenate([np.array([], np.int64), *(fold.test for fold in folds)]))
         genes = dict(zip(held.perturbation, held.genes))
-        groups = np.unique(held.group_of_unit)
         figures: dict[str, Any] = {
             f"{role}_perturbations_tested": len(np.unique(held.perturbation[tested])),
             f"{role}_perturbations_with_a_gene": sum(map(bool, genes.values())),
-            f"{role}_groups": len(groups),
+            f"{role}_groups": len(np.unique(held.group_of_unit)),
             f"{role}_folds": len(folds),
             f"{role}_left_out": ", ".join(held.left_out) or "none",
         }
         if not folds:
-            seen = "the model saw cells of each of them; divide its corpus by it (shard.split_by), or use cells: all"
-            few = f"{len(groups)} values have {self.config.min_cells} cells (min_cells); two are needed"
-            is_seen = held.split_file is not None or not held.unseen.any()
-            reason = seen if is_seen and len(held.group_of_unit) else few
-            figures[f"{role}_no_folds"] = f"held out {role}: {reason}"
+            figures[f"{role}_no_folds"] = held.explain_no_folds()
         if role == PERTURBATION:
             for source in self._list_informed():
                 has_vector = np.isfinite(held.features[source]).all(1)
@@ -226,18 +164,6 @@ class Perturbation(Task):
         for metric, by_method in scores.items():
             by_method |= ceilings[metric] | probes[metric]
         return scores, probed
-
-    def _probe(
-        self, held: HeldOut, folds: list[Fold], probed: list[ScoredMethod]
-    ) -> Iterator[ChangesByMethod]:
-        """Probes of the methods `probed` in each fold."""
-        seed = held.context.options.seed
-        for fold, predicted in zip(folds, held.predictions(folds)):
-            probes: ChangesByMethod = {}
-            for method in probed:
-                noise = self.config.probe_noise
-                probes |= make_probes(method, predicted[method], fold.test, noise, seed)
-            yield probes
 
     def score_predictions(
         self, held: HeldOut, folds: list[Fold], predictions: Iterable[ChangesByMethod]
@@ -289,10 +215,11 @@ class Perturbation(Task):
         shuffled = generator.permutation(len(held.scored_unit_of_cell))
         by_scored_unit = np.argsort(held.scored_unit_of_cell[shuffled], kind="stable")
         position = np.argsort(shuffled[by_scored_unit])
+        half_of_cell = position % 2  # cells of each unit alternate between the halves
         halves = []
-        for half in (START, MEASURED):
-            controls = held.profiles.control_means(half)
-            unit_of_cell = np.where(position % 2 == half, held.scored_unit_of_cell, -1)
+        for half, half_of_controls in enumerate((START, MEASURED)):
+            controls = held.profiles.control_means(half_of_controls)
+            unit_of_cell = np.where(half_of_cell == half, held.scored_unit_of_cell, -1)
             changes = held.profiles.changes(unit_of_cell, len(held.group_of_unit), controls)
             halves.append(changes[fold.test])
         first, second = halves
@@ -302,6 +229,78 @@ class Perturbation(Task):
             nearest = cross_correlations(first.T, known.T).argmax(1)
             pairs[BEST_OTHER] = ChangePair(known[nearest], second)
         return pairs
+
+    def _probe(
+        self, held: HeldOut, folds: list[Fold], probed: list[ScoredMethod]
+    ) -> Iterator[ChangesByMethod]:
+        """Probes of the methods `probed` in each fold."""
+        seed = held.context.options.seed
+        for fold, predicted in zip(folds, held.predictions(folds)):
+            probes: ChangesByMethod = {}
+            for method in probed:
+                noise = self.config.probe_noise
+                probes |= make_probes(method, predicted[method], fold.test, noise, seed)
+            yield probes
+
+    def _tabulate_doses(
+        self, held: HeldOut, errors: ByMethod, probed: list[ScoredMethod]
+    ) -> list[dict[str, Any]]:
+        """Row of each compound, with errors of the curves and of the model's best method."""
+        unit = str(self.config.dose_unit or "")
+        if self.config.doses == "names":
+            _, _, unit = parse_names(held.name_in_dataset, self.config.dose_unit)
+        methods = [LINEAR, HILL, *(method for method in probed if method.kind == "model")]
+        return tabulate_curves(
+            held.fitted_changes,
+            held.perturbation,
+            held.log_dose,
+            f" ({unit})" if unit else "",
+            {method: errors[method] for method in methods},
+        )
+
+    def _tabulate(
+        self,
+        columns: list[ScoreColumn],
+        reference_columns: list[ScoreColumn],
+        figures: dict[str, Any],
+        notes: list[str],
+    ) -> TaskResult:
+        """The table, with rows of the ceilings and probes, and the differences of the model and of methods
+        with informed sources.
+        """
+        judged = [column for column in columns if column.select_kind("model")]
+        differences = []
+        for column in judged:
+            differences += column.differences()
+        informed_differences, comparisons = self._compare_informed(columns)
+        return tabulate(
+            columns,
+            figures,
+            judged,
+            rows=table_rows(columns) + table_rows(reference_columns),
+            differences=differences + informed_differences,
+            notes=notes + comparisons,
+        )
+
+    def _compare_informed(self, columns: list[ScoreColumn]) -> tuple[list[Difference], list[str]]:
+        """Differences of methods with informed sources to the mean, and a sentence on the best
+        method of each source.
+        """
+        informed = [method.features for method in self._list_informed()]
+        differences = []
+        notes = []
+        for column in columns:
+            groups = group_by_features(
+                method for method in column.scores if method.features in informed
+            )
+            for methods in groups.values():
+                differences += [column.difference(method, MEAN) for method in methods]
+                notes.append(column.compare(column.best(methods), MEAN).sentence)
+        return differences, notes
+
+    def _list_informed(self) -> list[ScoredMethod]:
+        """Sources of gene vectors that are compared with the mean: controls and files."""
+        return [CO_EXPRESSION, *map(prior_method, self.config.priors)]
 
 
 def describe_split(held: HeldOut, folds_by_heading: Mapping[str, list[Fold]]) -> dict[str, Any]:
@@ -314,8 +313,8 @@ def describe_split(held: HeldOut, folds_by_heading: Mapping[str, list[Fold]]) ->
         **n_by_split,
         "split_unnamed": ", ".join(np.unique(unnamed)) or "none",
     }
-    for tested, [fold] in folds_by_heading.items():
-        figures[f"tested {tested}"] = len(fold.test)
+    for heading, [fold] in folds_by_heading.items():
+        figures[f"tested {heading}"] = len(fold.test)
     return figures
 
 
@@ -332,8 +331,8 @@ def check_split(
             f"{len(seen):,} of {is_test.sum():,} tested units of {split_file.path} are left out: the model saw cells "
             f"of them, the first {seen[0]}; hold them out of its corpus (shard.split_by)."
         )
-    for tested, [fold] in folds_by_heading.items():
-        for stated in sorted({*split_file.stated_novelty.values()} - {tested}):
+    for heading, [fold] in folds_by_heading.items():
+        for stated in sorted({*split_file.stated_novelty.values()} - {heading}):
             others = [
                 unit
                 for unit in fold.test
@@ -342,7 +341,7 @@ def check_split(
             if others:
                 notes.append(
                     f"{len(others):,} perturbations that {split_file.path} counts as {stated}, the first "
-                    f"{names[others[0]]}, are scored as {tested}, by the perturbations in {TRAIN}."
+                    f"{names[others[0]]}, are scored as {heading}, by the perturbations in {TRAIN}."
                 )
     if split_file.undivided:
         notes.append(
@@ -394,10 +393,10 @@ def average_perturbations(by_unit: np.ndarray, perturbation: np.ndarray) -> np.n
     return divide(sums, np.isfinite(by_unit) @ is_member)
 
 
-def make_column(metric: str, tested: str, scores: ByMethod) -> ScoreColumn | None:
+def make_column(metric: str, heading: str, scores: ByMethod) -> ScoreColumn | None:
     """Column of the methods that have the metric; None if none has it, or the ceiling lacks it.
 
-    `tested` are the tested units in words, such as `new perturbation`.
+    `heading` has the tested units in words, such as `new perturbation`.
     """
     defined = {method: values for method, values in scores.items() if np.isfinite(values).any()}
     ceiling = defined.get(CEILING)
@@ -405,8 +404,8 @@ def make_column(metric: str, tested: str, scores: ByMethod) -> ScoreColumn | Non
     if not methods or ceiling is None:
         return None
     return ScoreColumn(
-        f"{metric}, {tested}",
-        f"{METRICS[metric]}, {tested}",
+        f"{metric}, {heading}",
+        f"{METRICS[metric]}, {heading}",
         methods,
         trivial={method: methods[method] for method in (NO_CHANGE, MEAN) if method in methods},
         ceiling=(CEILING, ceiling),
@@ -414,14 +413,14 @@ def make_column(metric: str, tested: str, scores: ByMethod) -> ScoreColumn | Non
     )
 
 
-def make_other_column(column: ScoreColumn, scores: ByMethod) -> ScoreColumn:
+def make_reference_column(column: ScoreColumn, scores: ByMethod) -> ScoreColumn:
     """Column of the ceilings and probes that have the metric of `column`."""
-    others = {
+    references = {
         method: values
         for method, values in scores.items()
         if not is_ranked(method) and np.isfinite(values).any()
     }
-    return replace(column, scores=others)
+    return replace(column, scores=references)
 
 
 def is_ranked(method: ScoredMethod) -> bool:
