@@ -7,9 +7,8 @@ donors, the refused share is at most `refuse_frac` on average (conformal predict
 Gammerman & Shafer 2005).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -21,26 +20,22 @@ from cellmill.evaluate.atlas.search import NOWHERE, mean_distance
 from cellmill.evaluate.atlas.store import CellAtlas
 from cellmill.evaluate.atlas.votes import NO_LABEL, Votes
 from cellmill.evaluate.inference.seen import Seen
+from cellmill.evaluate.inference.written import (
+    ABOUT_MAP,
+    AGREEMENT,
+    DISTANCE,
+    DONORS,
+    IN_ATLAS,
+    LABEL,
+    NEAREST,
+    NEIGHBOR_DISTANCES,
+    NEIGHBORS,
+    PERCENTILE,
+    REFUSED,
+    SEEN,
+    Written,
+)
 
-LABEL = "cellmill_label"  # obs
-AGREEMENT = "cellmill_agreement"  # obs: share of the votes for the label
-DONORS = "cellmill_donors"  # obs: number of donors that voted
-DISTANCE = "cellmill_distance"  # obs
-PERCENTILE = f"{DISTANCE}_percentile"
-REFUSED = "cellmill_refused"  # obs
-IN_ATLAS = "cellmill_in_atlas"  # obs
-NEAREST = "cellmill_nearest"  # obs: dataset and row of the nearest cell
-SEEN = "cellmill_seen_in_training"  # obs: True for a cell of the model's training or validation
-MAP_COLUMNS = (AGREEMENT, DONORS, DISTANCE, PERCENTILE, REFUSED, IN_ATLAS, NEAREST)
-"""obs columns that only `map` writes."""
-PROBABILITY = "cellmill_probability"  # obs
-REJECTED = "cellmill_rejected"  # obs: True for a cell below the threshold, whose label is missing
-VALUE = "cellmill_value"  # obs
-PROBABILITIES = "cellmill_probabilities"  # obsm, in the order of uns[ABOUT_PREDICTION]["labels"]
-ABOUT_PREDICTION = "cellmill_prediction"  # uns
-NEIGHBORS = "cellmill_neighbors"  # obsm: indices of cells of the atlas
-NEIGHBOR_DISTANCES = "cellmill_neighbor_distances"  # obsm
-ABOUT_MAP = "cellmill_map"  # uns
 BLOCK = 16_384  # cells mapped at once
 COPIES = 4  # more neighbours than needed, of which copies of the cell are left out
 SAME = 2.0**-10
@@ -48,50 +43,17 @@ SAME = 2.0**-10
 MIN_SHOWN = 20  # reference cells of a donor whose share is printed
 
 
-def names_of_predictions(*abouts: Iterable[str]) -> set[str]:
-    """obs columns and obsm tables of predictions with the keys `abouts` in uns, and of one head.
-
-    A prediction replaces all of them: a column that it lacks would be about other labels.
-    """
-    heads = {""}
-    for key in chain(*abouts):
-        for entry in ("label_column", "value_column"):
-            if key.startswith(entry):
-                heads.add(key.removeprefix(entry))
-    names = product((LABEL, PROBABILITY, REJECTED, VALUE, PROBABILITIES), heads)
-    return {SEEN, *MAP_COLUMNS, *map("".join, names)}
-
-
-def drop_earlier(adata: Any, about: Iterable[str]) -> None:
-    """Drop earlier predictions from an AnnData that gets one with the keys `about` in uns."""
-    for name in names_of_predictions(adata.uns.get(ABOUT_PREDICTION, {}), about):
-        adata.obsm.pop(name, None)
-        if name in adata.obs:
-            del adata.obs[name]
-
-
 @dataclass(frozen=True)
-class Mapped:
+class Mapped(Written):
     """Obs, obsm and uns that `cellmill map` writes. Refused cells have no label."""
 
-    obs: dict[str, Any]  # (cells,) each
-    obsm: dict[str, np.ndarray]
-    about: dict[str, Any]
     lines: list[str] = field(default_factory=list)  # sentences about the result
-    key = ABOUT_MAP  # of `about` in uns
+    key = ABOUT_MAP
 
     @property
     def labels(self) -> pd.Categorical:
         """Labels of the cells, (cells,)."""
         return self.obs[LABEL]
-
-    def add_to(self, adata: Any) -> None:
-        """Add obs, obsm and uns to the AnnData whose cells these are."""
-        drop_earlier(adata, self.about)
-        for name, column in self.obs.items():
-            adata.obs[name] = column
-        adata.obsm.update(self.obsm)
-        adata.uns[ABOUT_MAP] = self.about
 
     def __repr__(self) -> str:
         return "\n    ".join(["Mapped", *self.lines])
@@ -170,8 +132,8 @@ class _MappedCells:
 
 
 def _percentiles(atlas: CellAtlas, distances: np.ndarray) -> np.ndarray:
-    """(cells,) float64: percentiles of `distances`, (cells,), in the unit of the stored vectors, among
-    those of the reference cells.
+    """(cells,) float64: percentile of each of `distances`, (cells,), among the reference cells. The
+    unit is the one of the stored vectors.
     """
     reference = np.sort(atlas.reference["distance"])
     return 100 * np.searchsorted(reference, distances) / (len(reference) + 1)
@@ -183,8 +145,9 @@ def _is_refused(percentile: np.ndarray, refuse_frac: float) -> np.ndarray:
 
 
 def _join(blocks: list[_MappedCells]) -> _MappedCells:
-    arrays = ("points", "distances", "in_atlas", "codes", "agreement", "n_donors")
-    joined = {name: np.concatenate([getattr(block, name) for block in blocks]) for name in arrays}
+    joined: dict[str, Any] = {}
+    for name in ("points", "distances", "in_atlas", "codes", "agreement", "n_donors"):
+        joined[name] = np.concatenate([getattr(block, name) for block in blocks])
     return replace(blocks[0], **joined)
 
 

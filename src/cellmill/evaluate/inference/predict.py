@@ -16,16 +16,6 @@ from cellmill.config.corpus import DATASET
 from cellmill.config.run import Predict
 from cellmill.data.prepare.qc_lines import list_counts
 from cellmill.errors import ConfigError
-from cellmill.evaluate.atlas.mapping import (
-    ABOUT_PREDICTION,
-    LABEL,
-    PROBABILITIES,
-    PROBABILITY,
-    REJECTED,
-    SEEN,
-    VALUE,
-    drop_earlier,
-)
 from cellmill.evaluate.inference.agreement import compare_labels
 from cellmill.evaluate.inference.calibration import (
     N_THRESHOLDS,
@@ -37,6 +27,16 @@ from cellmill.evaluate.inference.calibration import (
 from cellmill.evaluate.inference.embed import Embedding
 from cellmill.evaluate.inference.label_counts import MAX_NAMES, count_by_label, label_texts
 from cellmill.evaluate.inference.seen import Seen
+from cellmill.evaluate.inference.written import (
+    ABOUT_PREDICTION,
+    LABEL,
+    PROBABILITIES,
+    PROBABILITY,
+    REJECTED,
+    SEEN,
+    VALUE,
+    Written,
+)
 from cellmill.models.family import Model
 from cellmill.models.objectives.classification import Classification
 from cellmill.models.objectives.shared.calibration import softmax
@@ -60,22 +60,18 @@ def find_classifiers(
 
 
 @dataclass(frozen=True)
-class Predicted:
+class Predicted(Written):
     """Content that `cellmill predict` writes.
 
-    Names end in `_PART` if a sum has several heads of a kind.
+    Names end in `_PART` if a sum has several heads of a kind. obs has cellmill_label,
+    cellmill_probability, cellmill_value; cellmill_rejected with a threshold, and
+    cellmill_seen_in_training if the model's training cells are known. obsm has
+    cellmill_probabilities, (cells, labels) float32, after the temperature.
     """
 
-    obs: dict[str, Any]
-    """(cells,) each: cellmill_label, cellmill_probability, cellmill_value; cellmill_rejected with a
-    threshold, and cellmill_seen_in_training if the model's training cells are known.
-    """
-    # cellmill_probabilities, (cells, labels) float32, after the temperature
-    obsm: dict[str, np.ndarray]
-    about: dict[str, Any]  # uns["cellmill_prediction"]
     # sentences about labels that the file has too
     agreement: list[str] = field(default_factory=list)
-    key = ABOUT_PREDICTION  # of `about` in uns
+    key = ABOUT_PREDICTION
 
     def __repr__(self) -> str:
         n_cells = len(next(iter(self.obs.values()), ()))
@@ -97,14 +93,6 @@ class Predicted:
                 f"the model predicts no labels; its numbers are in obs: {', '.join(self.obs)}"
             )
         return self.obs[LABEL]
-
-    def add_to(self, adata: Any) -> None:
-        """Add obs, obsm and uns to the AnnData whose cells these are, for earlier predictions."""
-        drop_earlier(adata, self.about)
-        for name, column in self.obs.items():
-            adata.obs[name] = column
-        adata.obsm.update(self.obsm)
-        adata.uns[ABOUT_PREDICTION] = self.about
 
 
 def choose_thresholds(

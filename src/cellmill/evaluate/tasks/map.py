@@ -23,12 +23,13 @@ from cellmill.config.parts.tasks import MapConfig
 from cellmill.config.run import Atlas, Map
 from cellmill.data.arrays import text_values
 from cellmill.evaluate.atlas.build import EmbeddedCells, make_atlas
-from cellmill.evaluate.atlas.mapping import DISTANCE, REFUSED, map_vectors
+from cellmill.evaluate.atlas.mapping import map_vectors
 from cellmill.evaluate.atlas.ontology import credit_labels, find_terms
 from cellmill.evaluate.classifiers.fitted import without_overhead
 from cellmill.evaluate.classifiers.logistic import LogisticRegression
 from cellmill.evaluate.features import cell_features
 from cellmill.evaluate.inference.seen import Seen
+from cellmill.evaluate.inference.written import DISTANCE, REFUSED
 from cellmill.evaluate.labels import labelled_cells
 from cellmill.evaluate.methods import ALL_GENES, REGRESSION, ByMethod
 from cellmill.evaluate.scores import ClassPredictions, ScoreColumn, tabulate
