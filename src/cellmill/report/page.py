@@ -18,7 +18,7 @@ from cellmill.report.overview import (
     group_by_next_step,
     list_leading_runs,
 )
-from cellmill.report.standings import list_comparisons, list_losses, list_standings
+from cellmill.report.standings import list_comparisons, list_defeats, list_standings
 from cellmill.report.sweep import SweepCurves
 from cellmill.report.tables import (
     compare_runs,
@@ -78,7 +78,7 @@ def render(
             names_by_next_step=group_by_next_step(runs, standings),
             standings=standings,
             comparisons=compare_runs(runs),
-            losses=list_losses(runs, standings),
+            defeat_sentences=list_defeats(runs, standings),
             behind_sentences=list_comparisons(runs, "behind"),
             level_sentences=list_comparisons(runs, "level", "undecided"),
             # charts

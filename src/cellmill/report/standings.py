@@ -181,24 +181,24 @@ def list_comparisons(runs: Sequence[ReportedRun], *outcomes: Outcome) -> list[tu
     return list(dict.fromkeys(sentences))  # tasks that see the same cells may share a sentence
 
 
-def list_losses(
+def list_defeats(
     runs: Sequence[ReportedRun], standings: Sequence[Standing]
 ) -> list[tuple[str, str]]:
-    """(run, sentence) on where a run is behind: one of all comparisons with the best baselines of a
-    dataset, then those of tasks that have no such comparison.
+    """(run, sentence) on where a run is behind: one sentence for all best baselines of a dataset,
+    then one for each verdict of a task that has no verdict against a best baseline.
     """
-    losses = []
+    defeats = []
     for standing in standings:
         n_behind = standing.count("behind")
         if n_behind:
             n = len(standing.verdicts)
             tasks = standing.describe_tasks("behind")
-            losses.append(
+            defeats.append(
                 (standing.run.name, f"{standing.dataset}: behind in {n_behind} of {n}: {tasks}.")
             )
     for run, dataset, result in list_results(runs):
         for task in result.tasks.values():
             for verdict in task.verdicts:
                 if verdict.outcome == "behind" and not task.best_verdicts():
-                    losses.append((run.name, f"{dataset}: {verdict.sentence}"))
-    return losses
+                    defeats.append((run.name, f"{dataset}: {verdict.sentence}"))
+    return defeats
