@@ -389,8 +389,8 @@ def test_wide_tables_mark_the_best_baseline() -> None:
     page = render("r", [run], [])
     whole = page[page.index("<details>") :]
     assert re.findall(r'<td class="n top">([^<]*) <', whole) == ["0.700"] * 3 + ["-0.600"]
-    [comparison] = compare_runs([run])
-    assert comparison.rows == [(run, "d", {"embedding": 0.9, "PCA": 0.7, "genes": 0.6})]
+    [across] = compare_runs([run])
+    assert across.rows == [(run, "d", {"embedding": 0.9, "PCA": 0.7, "genes": 0.6})]
     assert "own is level." in page
 
 

@@ -18,7 +18,7 @@ from cellmill.report.overview import (
     group_by_next_step,
     list_leading_runs,
 )
-from cellmill.report.standings import list_comparisons, list_defeats, list_standings
+from cellmill.report.standings import list_defeats, list_standings, list_verdict_sentences
 from cellmill.report.sweep import SweepCurves
 from cellmill.report.tables import (
     compare_runs,
@@ -77,10 +77,10 @@ def render(
             leading_runs=list_leading_runs(standings),
             names_by_next_step=group_by_next_step(runs, standings),
             standings=standings,
-            comparisons=compare_runs(runs),
+            tasks_across_runs=compare_runs(runs),
             defeat_sentences=list_defeats(runs, standings),
-            behind_sentences=list_comparisons(runs, "behind"),
-            level_sentences=list_comparisons(runs, "level", "undecided"),
+            behind_sentences=list_verdict_sentences(runs, "behind"),
+            level_sentences=list_verdict_sentences(runs, "level", "undecided"),
             # charts
             training_charts=draw_training(runs),
             histogram_names=HISTOGRAMS,

@@ -151,27 +151,29 @@ def _find_verdict(
 
 
 def _list_verdicts(tasks: Mapping[str, TaskResult]) -> list[TaskVerdict]:
-    """Verdicts against the best baselines. Tasks that see the same cells may share a verdict: it is
-    listed once, for the first of them. So is the accuracy of whole cells for each label, for probe
-    if it has it.
-    """
-    by_comparison: dict[Hashable, TaskVerdict] = {}
+    """Verdicts against the best baselines, without those that only repeat another task's."""
+    distinct: dict[Hashable, TaskVerdict] = {}
+    # probe comes first, so that it keeps a verdict that other tasks repeat
     for task, result in sorted(tasks.items(), key=lambda item: item[1].task != "probe"):
         for verdict, columns in result.best_verdicts().items():
-            comparison: Hashable = (
-                verdict.compared,
-                verdict.against,
-                verdict.metric,
-                verdict.difference,
-            )
-            if verdict.metric == WHOLE_CELLS.get(result.task):
-                comparison = task.removeprefix(result.task)  # the label
-            by_comparison.setdefault(comparison, TaskVerdict(task, verdict, columns))
-    return list(by_comparison.values())
+            key = _make_repetition_key(task, result, verdict)
+            distinct.setdefault(key, TaskVerdict(task, verdict, columns))
+    return list(distinct.values())
 
 
-def list_comparisons(runs: Sequence[ReportedRun], *outcomes: Outcome) -> list[tuple[str, str]]:
-    """(run, sentence) of comparisons with these outcomes; a sentence begins with its dataset."""
+def _make_repetition_key(task: str, result: TaskResult, verdict: Verdict) -> Hashable:
+    """Equal for verdicts that repeat each other: those on the accuracy of whole cells for one
+    label, and equal ones of tasks that score the same cells.
+    """
+    if verdict.metric == WHOLE_CELLS.get(result.task):
+        return task.removeprefix(result.task)  # ` of LABEL`, or empty for the first label
+    return verdict.compared, verdict.against, verdict.metric, verdict.difference
+
+
+def list_verdict_sentences(
+    runs: Sequence[ReportedRun], *outcomes: Outcome
+) -> list[tuple[str, str]]:
+    """(run, sentence) of verdicts with these outcomes; a sentence begins with its dataset."""
     sentences = []
     for run, dataset, result in list_results(runs):
         for task in result.tasks.values():

@@ -1,4 +1,4 @@
-"""Tables of any task's rows, comparisons of runs, and values as text."""
+"""Tables of any task's rows, a task side by side in several runs, and values as text."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -77,7 +77,7 @@ def find_half_width(verdicts: Sequence[Verdict]) -> float:
     return max(map(abs, ends)) or 1
 
 
-class ComparisonRow(NamedTuple):
+class RunValues(NamedTuple):
     """Values of a run on one dataset, by column."""
 
     run: ReportedRun
@@ -85,7 +85,7 @@ class ComparisonRow(NamedTuple):
     values: dict[str, float]
 
 
-class Comparison(NamedTuple):
+class TaskAcrossRuns(NamedTuple):
     """A task side by side in several runs.
 
     Columns are sets of features, each with its best classifier; without a metric that ranks rows,
@@ -94,34 +94,34 @@ class Comparison(NamedTuple):
 
     task: str
     metric: str  # empty if no metric ranks rows
-    rows: list[ComparisonRow]
+    rows: list[RunValues]
 
     @property
     def columns(self) -> list[str]:
         return list(dict.fromkeys(chain.from_iterable(row.values for row in self.rows)))
 
 
-def compare_runs(runs: Sequence[ReportedRun]) -> list[Comparison]:
-    """Comparison of the runs in each task that is not skipped and has a value."""
+def compare_runs(runs: Sequence[ReportedRun]) -> list[TaskAcrossRuns]:
+    """Each task that is not skipped and has a value, side by side in the runs."""
     by_task: dict[str, list[RunOnDataset]] = {}
     for evaluated in list_results(runs):
         for task, result in evaluated.result.tasks.items():
             if result.skipped is None:
                 by_task.setdefault(task, []).append(evaluated)
-    comparisons = [_compare_task(task, evaluated) for task, evaluated in by_task.items()]
-    return [comparison for comparison in comparisons if comparison.columns]
+    tables = [_compare_task(task, evaluated) for task, evaluated in by_task.items()]
+    return [table for table in tables if table.columns]
 
 
-def _compare_task(task: str, evaluated: Sequence[RunOnDataset]) -> Comparison:
-    """A row for each run and dataset; all have the task."""
+def _compare_task(task: str, evaluated: Sequence[RunOnDataset]) -> TaskAcrossRuns:
+    """The task of runs and datasets that all have it, a row for each."""
     metrics = [result.tasks[task].metric for _, _, result in evaluated]
     metric = next(filter(None, metrics), "")
     rows = []
     for run, dataset, result in evaluated:
         task_result = result.tasks[task]
         values = _find_best_by_features(task_result) if metric else select_numbers(task_result)
-        rows.append(ComparisonRow(run, dataset, values))
-    return Comparison(task, metric, rows)
+        rows.append(RunValues(run, dataset, values))
+    return TaskAcrossRuns(task, metric, rows)
 
 
 def select_numbers(result: TaskResult) -> dict[str, float]:
