@@ -32,7 +32,7 @@ from cellmill.report.forms import (
 )
 from cellmill.runs import results
 from cellmill.runs.folder import read_lines
-from cellmill.runs.results import DatasetResult, Evaluation, Row, ScoredMethod, TaskResult
+from cellmill.runs.results import Evaluation, Row, ScoredMethod, TaskResult
 
 TRAINED = "train/status.json"
 FILES_BY_KIND = {
@@ -126,7 +126,7 @@ class RunOnDataset(NamedTuple):
 
     run: ReportedRun
     dataset: str
-    result: DatasetResult
+    results: dict[str, TaskResult]  # by task
 
 
 def list_results(runs: Iterable[ReportedRun]) -> list[RunOnDataset]:
@@ -134,7 +134,8 @@ def list_results(runs: Iterable[ReportedRun]) -> list[RunOnDataset]:
     evaluated = []
     for run in runs:
         datasets = run.evaluation.datasets if run.evaluation else {}
-        evaluated += [RunOnDataset(run, *item) for item in datasets.items()]
+        for name, dataset in datasets.items():
+            evaluated.append(RunOnDataset(run, name, dataset.tasks))
     return evaluated
 
 

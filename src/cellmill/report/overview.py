@@ -152,8 +152,8 @@ def describe_missing(runs: Sequence[ReportedRun]) -> str:
 def describe_unscored(runs: Sequence[ReportedRun]) -> list[str]:
     """A sentence for each run and dataset on which every task was skipped."""
     sentences = []
-    for run, dataset, result in list_results(runs):
-        reasons = {to_words(task): outcome.skipped for task, outcome in result.tasks.items()}
+    for run, dataset, results in list_results(runs):
+        reasons = {to_words(task): result.skipped for task, result in results.items()}
         if None in reasons.values():
             continue
         skipped = "; ".join(f"{task}: {reason}" for task, reason in reasons.items())

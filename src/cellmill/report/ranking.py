@@ -57,10 +57,10 @@ class Ranking:
     is_clear: bool = False
 
 
-def score_tasks(tasks: Mapping[str, TaskResult]) -> Scores:
-    """Scores of one run on one dataset, whose results are `tasks` by name."""
+def score_tasks(results: Mapping[str, TaskResult]) -> Scores:
+    """Scores of one run on one dataset, from its results by task."""
     scores: Scores = {}
-    for task, result in tasks.items():
+    for task, result in results.items():
         best = result.best_row("model")
         if best is None or result.metric is None:
             continue

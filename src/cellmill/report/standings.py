@@ -83,8 +83,8 @@ class Standing:
 def list_standings(runs: Sequence[ReportedRun]) -> list[Standing]:
     """Standing of each run on each dataset where one of its tasks has a metric."""
     scores_by_dataset: dict[str, dict[str, Scores]] = {}  # then by run
-    for run, dataset, result in list_results(runs):
-        scores = score_tasks(result.tasks)
+    for run, dataset, results in list_results(runs):
+        scores = score_tasks(results)
         if scores:
             scores_by_dataset.setdefault(dataset, {})[run.name] = scores
     rankings = {dataset: rank(by_run) for dataset, by_run in scores_by_dataset.items()}
@@ -102,12 +102,11 @@ def list_standings(runs: Sequence[ReportedRun]) -> list[Standing]:
 def _make_standing(
     evaluated: RunOnDataset, ranking: Ranking, n_runs: int, differs_in_steps: bool
 ) -> Standing:
-    tasks = evaluated.result.tasks
-    task = _choose_task(tasks, ranking)
-    result = tasks[task]
+    task = _choose_task(evaluated.results, ranking)
+    result = evaluated.results[task]
     row = result.best_row("model")
     assert row is not None
-    verdicts = _list_verdicts(tasks)
+    verdicts = _list_verdicts(evaluated.results)
     verdict = _find_verdict(verdicts, task, row, result.metric)
     return Standing(
         run=evaluated.run,
@@ -124,9 +123,9 @@ def _make_standing(
     )
 
 
-def _choose_task(tasks: Mapping[str, TaskResult], ranking: Ranking) -> str:
+def _choose_task(results: Mapping[str, TaskResult], ranking: Ranking) -> str:
     """The task that a run is judged by."""
-    scored = [task for task, result in tasks.items() if result.best_row("model") is not None]
+    scored = [task for task, result in results.items() if result.best_row("model") is not None]
     comparable = ranking.tasks or scored
     return "probe" if "probe" in comparable else comparable[0]
 
@@ -150,11 +149,11 @@ def _find_verdict(
     return None
 
 
-def _list_verdicts(tasks: Mapping[str, TaskResult]) -> list[TaskVerdict]:
+def _list_verdicts(results: Mapping[str, TaskResult]) -> list[TaskVerdict]:
     """Verdicts against the best baselines, without those that only repeat another task's."""
     distinct: dict[Hashable, TaskVerdict] = {}
     # probe comes first, so that it keeps a verdict that other tasks repeat
-    for task, result in sorted(tasks.items(), key=lambda item: item[1].task != "probe"):
+    for task, result in sorted(results.items(), key=lambda item: item[1].task != "probe"):
         for verdict, columns in result.best_verdicts().items():
             key = _make_repetition_key(task, result, verdict)
             distinct.setdefault(key, TaskVerdict(task, verdict, columns))
@@ -175,9 +174,9 @@ def list_verdict_sentences(
 ) -> list[tuple[str, str]]:
     """(run, sentence) of verdicts with these outcomes; a sentence begins with its dataset."""
     sentences = []
-    for run, dataset, result in list_results(runs):
-        for task in result.tasks.values():
-            for verdict in task.verdicts:
+    for run, dataset, results in list_results(runs):
+        for result in results.values():
+            for verdict in result.verdicts:
                 if verdict.outcome in outcomes:
                     sentences.append((run.name, f"{dataset}: {verdict.sentence}"))
     return list(dict.fromkeys(sentences))  # tasks that see the same cells may share a sentence
@@ -198,9 +197,9 @@ def list_defeats(
             defeats.append(
                 (standing.run.name, f"{standing.dataset}: behind in {n_behind} of {n}: {tasks}.")
             )
-    for run, dataset, result in list_results(runs):
-        for task in result.tasks.values():
-            for verdict in task.verdicts:
-                if verdict.outcome == "behind" and not task.best_verdicts():
+    for run, dataset, results in list_results(runs):
+        for result in results.values():
+            for verdict in result.verdicts:
+                if verdict.outcome == "behind" and not result.best_verdicts():
                     defeats.append((run.name, f"{dataset}: {verdict.sentence}"))
     return defeats

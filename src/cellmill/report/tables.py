@@ -105,7 +105,7 @@ def compare_runs(runs: Sequence[ReportedRun]) -> list[TaskAcrossRuns]:
     """Each task that is not skipped and has a value, side by side in the runs."""
     by_task: dict[str, list[RunOnDataset]] = {}
     for evaluated in list_results(runs):
-        for task, result in evaluated.result.tasks.items():
+        for task, result in evaluated.results.items():
             if result.skipped is None:
                 by_task.setdefault(task, []).append(evaluated)
     tables = [_compare_task(task, evaluated) for task, evaluated in by_task.items()]
@@ -114,12 +114,12 @@ def compare_runs(runs: Sequence[ReportedRun]) -> list[TaskAcrossRuns]:
 
 def _compare_task(task: str, evaluated: Sequence[RunOnDataset]) -> TaskAcrossRuns:
     """The task of runs and datasets that all have it, a row for each."""
-    metrics = [result.tasks[task].metric for _, _, result in evaluated]
+    metrics = [results[task].metric for _, _, results in evaluated]
     metric = next(filter(None, metrics), "")
     rows = []
-    for run, dataset, result in evaluated:
-        task_result = result.tasks[task]
-        values = _find_best_by_features(task_result) if metric else select_numbers(task_result)
+    for run, dataset, results in evaluated:
+        result = results[task]
+        values = _find_best_by_features(result) if metric else select_numbers(result)
         rows.append(RunValues(run, dataset, values))
     return TaskAcrossRuns(task, metric, rows)
 
