@@ -13,7 +13,7 @@ from scipy.stats import ttest_rel
 from cellmill.report.collect import ReportedRun
 from cellmill.report.forms import StatusForm
 from cellmill.report.page import render
-from cellmill.report.ranking import TaskScore, rank, score_tasks, significant_difference
+from cellmill.report.ranking import TaskScore, rank_runs, score_tasks, significant_difference
 from cellmill.report.standings import list_standings
 from cellmill.runs.results import Difference, Evaluation, Row, Score, TaskResult
 
@@ -51,12 +51,12 @@ def test_runs_with_different_left_out_batches_are_not_tied() -> None:
         run("first", probe=probe, leave_out=result("accuracy, new batch", [0.87, 0.88, 0.88])),
         run("second", probe=probe, leave_out=result("accuracy, new batch", [0.93, 0.94, 0.94])),
     ]
-    assert [one.is_best for one in list_standings(runs)] == [False, True]
+    assert [one.leads_clearly for one in list_standings(runs)] == [False, True]
     assert first_line(runs).startswith(
         "second is best on d over the tasks that all have (probe, leave out): probe acc"
     )
     longer = [replace(one, status=StatusForm(step=steps)) for one, steps in zip(runs, (200, 1600))]
-    assert not any(one.is_best for one in list_standings(longer))
+    assert not any(one.leads_clearly for one in list_standings(longer))
     assert first_line(longer).startswith(
         "second has the highest mean on d over the tasks that all have (probe, leave out), with other numbers of steps:"
     )
@@ -67,7 +67,9 @@ def test_runs_inside_the_interval_are_tied_in_every_task() -> None:
         run("first", probe=result("f", [0.80, 0.82, 0.81]), few_shot=result("5", [0.7, 0.8])),
         run("second", probe=result("f", [0.81, 0.80, 0.81]), few_shot=result("5", [0.72, 0.79])),
     ]
-    assert [(one.is_leading, one.is_best) for one in list_standings(runs)] == [(True, False)] * 2
+    assert [(one.is_leader, one.leads_clearly) for one in list_standings(runs)] == [
+        (True, False)
+    ] * 2
     shared = "over the tasks that all have (probe, few shot)"
     assert first_line(runs).startswith(
         f"first and second are tied for the highest mean on d {shared}; first: probe f 0.810; the best baseline"
@@ -80,7 +82,7 @@ def test_runs_are_compared_over_their_shared_tasks() -> None:
         run("second", probe=result("f", [0.9, 0.9]), few_shot=result("5", [0.1, 0.1])),
     ]
     found = list_standings(runs)
-    assert [(one.is_best, one.ranking.tasks) for one in found] == [
+    assert [(one.leads_clearly, one.ranking.tasks) for one in found] == [
         (False, ["probe"]),
         (True, ["probe"]),
     ]
@@ -94,7 +96,7 @@ def test_no_run_is_best_without_a_task_that_all_have() -> None:
         run("first", probe=result("f", [0.8, 0.8])),
         run("second", few_shot=result("5", [0.9, 0.9])),
     ]
-    assert not any(one.is_best for one in list_standings(runs))
+    assert not any(one.leads_clearly for one in list_standings(runs))
     assert (
         first_line(runs)
         == "The runs on d have no task in common that ranks rows: none is called best."
@@ -106,7 +108,7 @@ def test_the_task_where_another_run_is_better_is_named() -> None:
         run("first", probe=result("f", [0.80, 0.80]), leave_out=result("g", [0.5, 0.5])),
         run("second", probe=result("f", [0.83, 0.83]), leave_out=result("g", [0.2, 0.2])),
     ]
-    assert [one.is_best for one in list_standings(runs)] == [True, False]
+    assert [one.leads_clearly for one in list_standings(runs)] == [True, False]
     assert first_line(runs).endswith(
         "Better than first in one task, by more than the interval between runs: second in probe (+0.030)."
     )
@@ -129,5 +131,5 @@ def test_few_cells_widen_the_interval_between_runs() -> None:
         [score_tasks({"probe": result("f", of, cells_se=error)}) for of in values]
         for error in (0.03, 0.003)
     )
-    assert rank(dict(zip("ab", many))).best == ["b"]
-    assert rank(dict(zip("ab", few))).best == ["b", "a"]
+    assert rank_runs(dict(zip("ab", many))).leaders == ["b"]
+    assert rank_runs(dict(zip("ab", few))).leaders == ["b", "a"]

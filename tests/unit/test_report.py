@@ -527,8 +527,10 @@ def test_the_standing_names_the_best_run() -> None:
 
     runs = [run("a", 0.7, -0.2, -0.01), run("b", 0.9, 0.02, 0.2), run("c", 0.81, -0.1, 0.12)]
     found = list_standings(runs)
-    assert [one.is_leading for one in found] == [False, True, False]
-    assert not any(one.is_best for one in found), "no repetitions, so no interval between runs"
+    assert [one.is_leader for one in found] == [False, True, False]
+    assert not any(one.leads_clearly for one in found), (
+        "no repetitions, so no interval between runs"
+    )
     assert [one.verdict and one.verdict.outcome for one in found] == [
         "behind",
         "ahead",
@@ -543,7 +545,7 @@ def test_the_standing_names_the_best_run() -> None:
     ) in text_of(render("r", runs, []))
     # the digits that are shown are the same
     runs = [run("a", 0.8101, -0.1, 0.1), run("b", 0.81, -0.1, 0.1), run("c", 0.8094, -0.1, 0.1)]
-    assert [one.is_leading for one in list_standings(runs)] == [True, True, False]
+    assert [one.is_leader for one in list_standings(runs)] == [True, True, False]
 
 
 def test_the_first_sentences_name_tasks_ahead_or_behind() -> None:

@@ -20,16 +20,21 @@ RELATIONS = {
 
 
 @dataclass(frozen=True)
-class LeadingRun:
-    """The run that leads on a dataset, in words. If several are tied, the first one is described."""
+class Lead:
+    """The lead on a dataset, in words. If several runs are tied, the first one is described.
+
+    page.html makes one sentence of `names`, `lead_phrase`, a colon and `verdict_phrase`: "A and B
+    are tied for the highest mean on D over the task that all have (probe); A: ahead of the best
+    baseline, PCA50 + kNN: 0.912 against 0.874 (probe accuracy)."
+    """
 
     standing: Standing  # of the described run
-    names: str  # name of the run, or the names of all tied runs
+    names: str  # name of the leader, or the names of all tied runs
     is_tied: bool
 
     @property
-    def rank_phrase(self) -> str:
-        """The words after the names: the dataset, and the rank among its runs."""
+    def lead_phrase(self) -> str:
+        """The words after the names: the dataset, and how far the lead over its other runs is known."""
         standing = self.standing
         if standing.n_runs == 1:
             return f"on {standing.dataset}"
@@ -40,7 +45,7 @@ class LeadingRun:
             return (
                 f"are tied for the highest mean on {standing.dataset} {shared}; {standing.run.name}"
             )
-        if standing.is_best:
+        if standing.leads_clearly:
             return f"is best on {standing.dataset} {shared}"
         reason = "with other numbers of steps" if standing.differs_in_steps else "not beyond chance"
         return f"has the highest mean on {standing.dataset} {shared}, {reason}"
@@ -114,29 +119,32 @@ class LeadingRun:
         return gap is not None and gap.model is not None
 
     @property
-    def better_sentence(self) -> str:
-        """The tasks in which another run beats the leading one; empty if there are none."""
+    def beaten_sentence(self) -> str:
+        """The tasks in which another run beats the first leader; empty if there are none."""
         ranking = self.standing.ranking
-        runs = [f"{run} in {to_words(task)} (+{size:.3f})" for run, task, size in ranking.better]
+        runs = [
+            f"{run} in {to_words(task)} (+{size:.3f})"
+            for run, task, size in ranking.leader_beaten_by
+        ]
         if not runs:
             return ""
         return (
-            f"Better than {ranking.best[0]} in one task, by more than the interval between runs: "
+            f"Better than {ranking.leaders[0]} in one task, by more than the interval between runs: "
             f"{', '.join(runs)}."
         )
 
 
-def list_leading_runs(standings: Sequence[Standing]) -> list[LeadingRun]:
-    """The leading run of each dataset that has one."""
+def list_leads(standings: Sequence[Standing]) -> list[Lead]:
+    """The lead on each dataset that has a leader."""
     by_dataset: dict[str, list[Standing]] = {}
     for standing in standings:
-        if standing.is_leading:
+        if standing.is_leader:
             by_dataset.setdefault(standing.dataset, []).append(standing)
-    leading = []
+    leads = []
     for tied in by_dataset.values():
         names = " and ".join(standing.run.name for standing in tied)
-        leading.append(LeadingRun(tied[0], names, len(tied) > 1))
-    return leading
+        leads.append(Lead(tied[0], names, len(tied) > 1))
+    return leads
 
 
 def describe_missing(runs: Sequence[ReportedRun]) -> str:

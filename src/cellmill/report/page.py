@@ -16,7 +16,7 @@ from cellmill.report.overview import (
     describe_missing,
     describe_unscored,
     group_by_next_step,
-    list_leading_runs,
+    list_leads,
 )
 from cellmill.report.standings import list_defeats, list_standings, list_verdict_sentences
 from cellmill.report.sweep import SweepCurves
@@ -74,7 +74,7 @@ def render(
             # overview
             missing_sentence=describe_missing(runs),
             unscored_sentences=describe_unscored(runs),
-            leading_runs=list_leading_runs(standings),
+            leads=list_leads(standings),
             names_by_next_step=group_by_next_step(runs, standings),
             standings=standings,
             tasks_across_runs=compare_runs(runs),

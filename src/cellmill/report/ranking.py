@@ -2,10 +2,10 @@
 
 A run's score of a task is the value of its best row. The run with the highest mean of these scores
 leads; others are tied with it if their difference in every task is within its interval between
-runs. That interval is over repetitions, whose folds and draws are the same in all runs, and over
-cells. No file compares two runs cell by cell, so their difference is assumed to scatter over cells
-like the difference of each run from its best baseline. The interval does not cover other training
-seeds; sweeps over `train.seed` show these.
+runs, and count as leaders too. That interval is over repetitions, whose folds and draws are the
+same in all runs, and over cells. No file compares two runs cell by cell, so their difference is
+assumed to scatter over cells like the difference of each run from its best baseline. The interval
+does not cover other training seeds; sweeps over `train.seed` show these.
 """
 
 import statistics
@@ -37,7 +37,7 @@ Scores = dict[TaskAndMetric, TaskScore]
 
 
 class BetterInTask(NamedTuple):
-    """A run that is better than the best run in one task, by more than the interval."""
+    """A run that is better than the first leader in one task, by more than the interval."""
 
     run: str
     task: str
@@ -51,9 +51,9 @@ class Ranking:
     # tasks that all runs have, with the same metric
     tasks: list[str] = field(default_factory=list)
     # the run with the highest mean, then runs tied with it; empty if runs share no task
-    best: list[str] = field(default_factory=list)
-    better: list[BetterInTask] = field(default_factory=list)
-    # the best run differs from each other run by more than an interval over several repetitions
+    leaders: list[str] = field(default_factory=list)
+    leader_beaten_by: list[BetterInTask] = field(default_factory=list)
+    # the first leader differs from each other run by more than an interval over several repetitions
     is_clear: bool = False
 
 
@@ -84,28 +84,28 @@ def _find_cells_se(result: TaskResult, method: str) -> float:
     return max(errors)
 
 
-def rank(scores_by_run: Mapping[str, Scores]) -> Ranking:
+def rank_runs(scores_by_run: Mapping[str, Scores]) -> Ranking:
     """Compare the runs of one dataset, by name, over the tasks that all have."""
     shared = _list_shared_tasks(scores_by_run)
     if not shared:
         return Ranking()
-    best = _find_best_run(scores_by_run, shared)
+    leader = _find_leader(scores_by_run, shared)
     differences_by_run = {}
     for run, scores in scores_by_run.items():
-        if run != best:
-            differences_by_run[run] = _list_differences(scores, scores_by_run[best], shared)
-    better = []
+        if run != leader:
+            differences_by_run[run] = _list_differences(scores, scores_by_run[leader], shared)
+    beaten_by = []
     for run, differences in differences_by_run.items():
         for (task, _), difference in differences.items():
             if difference > 0:
-                better.append(BetterInTask(run, task, difference))
+                beaten_by.append(BetterInTask(run, task, difference))
     tied = [run for run, differences in differences_by_run.items() if not differences]
     # a difference of single values has no interval over repetitions
     is_clear = all(
         any(len(scores_by_run[run][key].repetitions) > 1 for key in differences)
         for run, differences in differences_by_run.items()
     )
-    return Ranking([task for task, _ in shared], [best, *tied], better, is_clear)
+    return Ranking([task for task, _ in shared], [leader, *tied], beaten_by, is_clear)
 
 
 def _list_shared_tasks(scores_by_run: Mapping[str, Scores]) -> list[TaskAndMetric]:
@@ -114,7 +114,7 @@ def _list_shared_tasks(scores_by_run: Mapping[str, Scores]) -> list[TaskAndMetri
     return [key for key in first if all(key in scores for scores in others)]
 
 
-def _find_best_run(scores_by_run: Mapping[str, Scores], shared: Sequence[TaskAndMetric]) -> str:
+def _find_leader(scores_by_run: Mapping[str, Scores], shared: Sequence[TaskAndMetric]) -> str:
     """The run with the highest mean score, the first of several."""
     means = {}
     for run, scores in scores_by_run.items():
@@ -123,12 +123,12 @@ def _find_best_run(scores_by_run: Mapping[str, Scores], shared: Sequence[TaskAnd
 
 
 def _list_differences(
-    scores: Scores, best_scores: Scores, shared: Sequence[TaskAndMetric]
+    scores: Scores, leader_scores: Scores, shared: Sequence[TaskAndMetric]
 ) -> dict[TaskAndMetric, float]:
-    """Significant differences of a run from the best one."""
+    """Significant differences of a run from the leader."""
     differences = {}
     for key in shared:
-        difference = significant_difference(scores[key], best_scores[key])
+        difference = significant_difference(scores[key], leader_scores[key])
         if difference is not None:
             differences[key] = difference
     return differences

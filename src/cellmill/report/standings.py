@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cellmill.report.collect import ReportedRun, RunOnDataset, list_results
-from cellmill.report.ranking import Ranking, Scores, rank, score_tasks
+from cellmill.report.ranking import Ranking, Scores, rank_runs, score_tasks
 from cellmill.report.tables import to_words
 from cellmill.runs.results import Outcome, Row, TaskResult, Verdict
 
@@ -47,15 +47,15 @@ class Standing:
     differs_in_steps: bool  # the runs of the dataset were trained for different numbers of steps
 
     @property
-    def is_leading(self) -> bool:
+    def is_leader(self) -> bool:
         """True if the run has the highest mean on the dataset, or is tied with that run."""
-        return self.run.name in self.ranking.best
+        return self.run.name in self.ranking.leaders
 
     @property
-    def is_best(self) -> bool:
+    def leads_clearly(self) -> bool:
         """True if the run leads by more than the interval between runs, all of equally many steps."""
         is_clear = self.ranking.is_clear and self.n_runs > 1 and not self.differs_in_steps
-        return is_clear and self.is_leading
+        return is_clear and self.is_leader
 
     @property
     def outcomes(self) -> dict[str, int]:
@@ -87,7 +87,7 @@ def list_standings(runs: Sequence[ReportedRun]) -> list[Standing]:
         scores = score_tasks(results)
         if scores:
             scores_by_dataset.setdefault(dataset, {})[run.name] = scores
-    rankings = {dataset: rank(by_run) for dataset, by_run in scores_by_dataset.items()}
+    rankings = {dataset: rank_runs(by_run) for dataset, by_run in scores_by_dataset.items()}
     steps = {run.name: run.status and run.status.step for run in runs}
     standings = []
     for evaluated in list_results(runs):
