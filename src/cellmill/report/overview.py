@@ -172,16 +172,16 @@ def describe_unscored(runs: Sequence[ReportedRun]) -> list[str]:
     return sentences
 
 
-def group_by_next_step(
+def group_by_advice(
     runs: Sequence[ReportedRun], standings: Sequence[Standing]
 ) -> dict[str, list[str]]:
     """Names of runs by the most urgent advice for them. Collapsed runs come first."""
-    names: dict[str, list[str]] = {}
+    names_by_advice: dict[str, list[str]] = {}
     for run in sorted(runs, key=lambda run: not has_collapsed(run)):
         outcomes: list[str] = []
         for standing in standings:
             if standing.run.name == run.name:
                 outcomes += [entry.verdict.outcome for entry in standing.verdicts]
-        sentence = next(advise(run, outcomes))
-        names.setdefault(sentence, []).append(run.name)
-    return names
+        advice = next(advise(run, outcomes))
+        names_by_advice.setdefault(advice, []).append(run.name)
+    return names_by_advice

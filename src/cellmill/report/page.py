@@ -15,7 +15,7 @@ from cellmill.report.collect import ReportedCorpus, ReportedRun
 from cellmill.report.overview import (
     describe_missing,
     describe_unscored,
-    group_by_next_step,
+    group_by_advice,
     list_leads,
 )
 from cellmill.report.standings import list_defeats, list_standings, list_verdict_sentences
@@ -75,7 +75,7 @@ def render(
             missing_sentence=describe_missing(runs),
             unscored_sentences=describe_unscored(runs),
             leads=list_leads(standings),
-            names_by_next_step=group_by_next_step(runs, standings),
+            names_by_advice=group_by_advice(runs, standings),
             standings=standings,
             tasks_across_runs=compare_runs(runs),
             defeat_sentences=list_defeats(runs, standings),
