@@ -36,7 +36,7 @@ from cellmill.report.training import (
     describe_cost,
     draw_checkpoints,
     draw_training,
-    measure_energy,
+    estimate_energy,
 )
 from cellmill.runs.results import Row, TaskResult
 
@@ -123,7 +123,7 @@ FILTERS: tuple[Callable[..., Any], ...] = (
     shorten,
     # of a run
     describe_cost,
-    measure_energy,
+    estimate_energy,
     compare_with_plan,
     draw_checkpoints,
     # of a task's result, rows or verdicts

@@ -78,27 +78,25 @@ def compare_with_plan(run: ReportedRun) -> list[Quantity]:
     status = run.status or StatusForm()
     hours = None if status.wall_s is None else status.wall_s / 3600
     planned_gb = None if plan.memory is None else plan.memory.total_bytes / 1e9
-    tensors_gb, tensors_rank = _find_peak(run, "peak_allocated_gb")
-    process_gb, process_rank = _find_peak(run, "peak_resident_gb")
-    fullest_rank = process_rank if tensors_rank is None else tensors_rank
+    tensors_gb, rank_of_tensors = _find_peak(run, "peak_allocated_gb")
+    process_gb, rank_of_process = _find_peak(run, "peak_resident_gb")
+    rank_of_peak = rank_of_process if rank_of_tensors is None else rank_of_tensors
     quantities = [
         Quantity("steps", plan.steps, status.step),
         Quantity("hours", plan.hours, hours),
         Quantity(TENSOR_MEMORY, planned_gb, tensors_gb),
         Quantity(PROCESS_MEMORY, None, process_gb),
-        Quantity("rank with the peak memory", None, fullest_rank),
+        Quantity("rank with the peak memory", None, rank_of_peak),
         Quantity("steps skipped as not finite", None, status.skipped_steps),
         Quantity("cells, all epochs", plan.cells_seen, status.cells),
         Quantity("processes", plan.world_size, status.world_size),
         *_list_logged(run),
     ]
-    rounded = []
-    for name, planned, measured in quantities:
-        if planned is not None or measured is not None:
-            rounded.append(
-                Quantity(name, _round_to_two_digits(planned), _round_to_two_digits(measured))
-            )
-    return rounded
+    return [
+        Quantity(name, _round_to_two_digits(planned), _round_to_two_digits(measured))
+        for name, planned, measured in quantities
+        if planned is not None or measured is not None
+    ]
 
 
 def _list_logged(run: ReportedRun) -> list[Quantity]:
@@ -108,23 +106,21 @@ def _list_logged(run: ReportedRun) -> list[Quantity]:
     waits = [line.data_wait_frac for line in lines if line.data_wait_frac is not None]
     mean_wait = sum(waits) / len(waits) if waits else None
     validated = [line for line in lines if line.effective_rank is not None]
-    last = validated[-1] if validated else LoggedLine(step=0)
-    rank_name = "effective rank of the embedding, last validation"
-    if has_collapsed(run):
-        rank_name += ": collapsed to one direction"
-    depth_name = "R² of log depth from the embedding, last validation"
-    batch_name = "share of the embedding explained by the batch, last validation"
-    return [
+    last = validated[-1] if validated else LoggedLine(step=0)  # a line without values
+    quantities = [
         Quantity("highest cells/s", None, max(rates, default=None)),
-        Quantity("fraction of time waiting for data", None, mean_wait),
-        Quantity(rank_name, None, last.effective_rank),
-        Quantity(depth_name, None, last.depth_r2),
-        Quantity(batch_name, None, last.batch_r2),
+        Quantity(CURVES["data_wait_frac"], None, mean_wait),
     ]
+    for key in ("effective_rank", "depth_r2", "batch_r2"):
+        name = f"{CURVES[key]}, last validation"
+        if key == "effective_rank" and has_collapsed(run):
+            name += ": collapsed to one direction"
+        quantities.append(Quantity(name, None, getattr(last, key)))
+    return quantities
 
 
 def _find_peak(run: ReportedRun, key: str) -> tuple[float | None, int | None]:
-    """Largest value of a list over ranks, in all lines of metrics.jsonl, and its rank."""
+    """Largest value of a list over ranks (processes) in all lines of metrics.jsonl, and its rank."""
     peaks: list[tuple[float, int]] = []
     for line in run.logged:
         peaks += [(value, rank) for rank, value in enumerate(getattr(line, key))]
@@ -135,7 +131,7 @@ def _round_to_two_digits(value: Any) -> Any:
     return float(f"{value:.2g}") if isinstance(value, float) else value
 
 
-def measure_energy(run: ReportedRun) -> float | None:
+def estimate_energy(run: ReportedRun) -> float | None:
     """Energy of a run's training in kWh; None if power was not measured.
 
     It is the mean power of all GPUs together, times the time spent in training steps.
