@@ -9,14 +9,15 @@ from cellmill.report.advice import advise, has_collapsed
 from cellmill.report.collect import ReportedRun, list_results
 from cellmill.report.standings import Standing
 from cellmill.report.tables import find_gap, to_words
-from cellmill.runs.results import Outcome
+from cellmill.runs.results import Gap, Outcome
 
-RELATIONS = {
+RELATIONS: dict[Outcome, str] = {
     "ahead": "ahead of",
     "behind": "behind",
     "level": "level with",
     "undecided": "undecided against",
 }
+"""Words between a run and a baseline. Outcomes are counted in this order."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,15 @@ class Lead:
         return f"has the highest mean on {standing.dataset} {shared}, {reason}"
 
     @property
+    def _metric(self) -> str:
+        """The task that the described run is judged by, and its metric, in words."""
+        return to_words(f"{self.standing.task} {self.standing.result.metric}")
+
+    @property
+    def _score(self) -> str:
+        return f"{self.standing.result.rank_value(self.standing.row):.3f}"
+
+    @property
     def verdict_phrase(self) -> str:
         """The described run against the best baseline: outcome, both scores and the effort."""
         return self._verdict_without_effort + self.standing.result.effort_mark
@@ -58,17 +68,15 @@ class Lead:
     @property
     def _verdict_without_effort(self) -> str:
         standing = self.standing
-        score = f"{standing.result.rank_value(standing.row):.3f}"
-        metric = f"{to_words(standing.task)} {to_words(standing.result.metric or '')}"
         baseline = standing.baseline
         if baseline is None:
-            return f"{metric} {score}, without a baseline"
+            return f"{self._metric} {self._score}, without a baseline"
         name = baseline.method.name
         reference = f"{standing.result.rank_value(baseline):.3f}"
         if standing.verdict is None:
-            return f"{metric} {score}; the best baseline, {name}, has {reference}"
+            return f"{self._metric} {self._score}; the best baseline, {name}, has {reference}"
         relation = RELATIONS[standing.verdict.outcome]
-        return f"{relation} the best baseline, {name}: {score} against {reference} ({metric})"
+        return f"{relation} the best baseline, {name}: {self._score} against {reference} ({self._metric})"
 
     @property
     def outcomes_sentence(self) -> str:
@@ -78,45 +86,40 @@ class Lead:
         if n == 0:
             return "No task compares it with a baseline."
         parts = []
-        outcomes: tuple[Outcome, ...] = ("ahead", "behind", "level", "undecided")
-        for outcome in outcomes:
+        for outcome in RELATIONS:
             n_verdicts = standing.count(outcome)
+            is_decided = outcome in ("ahead", "behind")
             text = f"{outcome} in {n_verdicts or 'none'}"
-            if n_verdicts and outcome in ("ahead", "behind"):
+            if n_verdicts and is_decided:
                 text += f" ({standing.describe_tasks(outcome)})"
-            if n_verdicts or outcome in ("ahead", "behind"):
+            if n_verdicts or is_decided:
                 parts.append(text)
         noun = "comparison" if n == 1 else "comparisons"
         return f"Of {n} {noun} with the best baseline of a metric: {', '.join(parts)}."
 
     @property
+    def gap(self) -> Gap | None:
+        """The gap in the metric; `numbers_sentence` gives the percentage of it that is closed."""
+        return find_gap(self.standing.result)
+
+    @property
     def numbers_sentence(self) -> str:
-        """The score, its difference from the best baseline, and the share of the gap that it closes."""
+        """The score, its difference from the best baseline, and how much of the gap it closes."""
         standing = self.standing
-        metric = standing.result.metric or ""
-        score = f"{standing.result.rank_value(standing.row):.3f}"
-        sd = standing.row.sd(metric)
+        score = self._score
+        sd = standing.row.sd(standing.result.metric or "")
         if sd:
             score += f" ± {sd:.3f}"
-        parts = [
-            f"{to_words(standing.task)} {to_words(metric)} {score}, {standing.row.method.name}"
-        ]
+        parts = [f"{self._metric} {score}, {standing.row.method.name}"]
         verdict = standing.verdict
         if verdict is not None:
             difference = f"{verdict.difference:+.3f} from the best baseline"
             if verdict.interval is not None:
                 difference += ", 95 % interval {:+.3f} to {:+.3f}".format(*verdict.interval)
             parts.append(difference)
-        gap = find_gap(standing.result)
-        if gap is not None:
-            parts.append(gap.words)
+        if self.gap is not None:
+            parts.append(self.gap.words)
         return "; ".join(parts) + "."
-
-    @property
-    def shows_percent(self) -> bool:
-        """True if `numbers_sentence` gives a percentage of a gap."""
-        gap = find_gap(self.standing.result)
-        return gap is not None and gap.model is not None
 
     @property
     def beaten_sentence(self) -> str:
