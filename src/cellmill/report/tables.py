@@ -22,7 +22,7 @@ def _is_shown(rows: Sequence[Row], column: str) -> bool:
     values = [row.cell(column) for row in rows]
     if any(isinstance(value, list) for value in values):
         return False
-    return any(isinstance(value, float) or value for value in values)
+    return any(isinstance(value, float) or value for value in values)  # also a mean of 0.0
 
 
 def find_best_baselines(result: TaskResult) -> set[tuple[str, str]]:
@@ -41,7 +41,11 @@ def find_best_baselines(result: TaskResult) -> set[tuple[str, str]]:
 
 
 class Grid(NamedTuple):
-    """Ranked rows by features and classifier. Rows without a classifier are in the first column."""
+    """Ranked rows by features and classifier.
+
+    A row without a classifier stands in the first column, unless its features have that classifier
+    too: then only the table of all columns shows it.
+    """
 
     classifiers: list[str]  # columns
     rows: dict[str, dict[str, Row]]  # by features, then by classifier
@@ -58,7 +62,8 @@ def make_grid(result: TaskResult) -> Grid | None:
     classifiers = [name for name in names if name]
     for by_classifier in rows.values():
         if "" in by_classifier:
-            by_classifier.setdefault(classifiers[0], by_classifier.pop(""))
+            row = by_classifier.pop("")
+            by_classifier.setdefault(classifiers[0], row)
     return Grid(classifiers, rows)
 
 
