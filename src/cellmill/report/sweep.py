@@ -15,8 +15,8 @@ from cellmill.report.scaling_law import Law, NoLaw, fit_law
 from cellmill.report.tables import select_numbers
 
 SEED = "train.seed"
-SINGLE_NUMBER = "model"
-"""Name of measures that are a single number of the model, not a row of a table."""
+NO_ROW = "model"
+"""Column `name` of results.csv for values that are single numbers, not rows of a table."""
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,24 @@ class Measure:
 
     dataset: str
     task: str
-    row: str  # name of the row's method, or SINGLE_NUMBER
+    row: str  # name of the row's method, or NO_ROW
     metric: str
 
     @property
+    def has_row(self) -> bool:
+        """False for a single number of the model."""
+        return self.row != NO_ROW
+
+    @property
     def without_row(self) -> "Measure":
-        """Equal for the rows of one column, which can be compared."""
+        """The measure's column: equal for the rows of a table that can be compared."""
         return replace(self, row="")
 
 
-LOSS = Measure("", "validation", SINGLE_NUMBER, "val_loss")  # the best validation loss
+LOSS = Measure("", "validation", NO_ROW, "val_loss")
+"""The best validation loss. It is the only measure of its column, so choosing the highest mean keeps
+it, although lower is better.
+"""
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,7 @@ class SweepRow:
 
     run_columns: Object  # columns that are equal in all rows of the run: its name, axes and sizes
     measure: Measure
-    kind: str  # model, baseline or external
+    kind: str  # of the row's method: model, baseline or external
     value: float
     sd: float | None = None
 
@@ -145,7 +153,7 @@ def _list_scores(run: ReportedRun, columns: Object) -> Iterator[SweepRow]:
     for dataset, task, result in run.evaluation.results():
         if result.metric is None:
             for metric, number in select_numbers(result).items():
-                measure = Measure(dataset, task, SINGLE_NUMBER, metric)
+                measure = Measure(dataset, task, NO_ROW, metric)
                 yield SweepRow(columns, measure, "model", number)
             continue
         for row in result.ranked_rows:
@@ -226,10 +234,8 @@ def _average_runs(by_measure: RowsByMeasure, kind: str) -> dict[Measure, float]:
 def _find_best_baselines(by_measure: RowsByMeasure) -> dict[Measure, BestBaseline]:
     """The highest baseline of each column; keys are measures without a row."""
     means = _average_runs(by_measure, "baseline")
-    best: dict[Measure, BestBaseline] = {}
-    for measure in sorted(means, key=means.__getitem__, reverse=True):
-        best.setdefault(measure.without_row, BestBaseline(measure.row, means[measure]))
-    return best
+    best = _find_highest(means)
+    return {column: BestBaseline(best[column].row, means[best[column]]) for column in best}
 
 
 def _find_best_measures(by_measure: RowsByMeasure) -> list[Measure]:
@@ -239,16 +245,23 @@ def _find_best_measures(by_measure: RowsByMeasure) -> list[Measure]:
     equal in all runs are left out.
     """
     means = _average_runs(by_measure, "model")
-    best: dict[Measure, Measure] = {}
-    for measure in sorted(means, key=means.__getitem__, reverse=True):
-        is_equal = len({*_list_values(by_measure[measure])}) == 1
-        if measure == LOSS or measure.row != SINGLE_NUMBER or not is_equal:
-            best.setdefault(measure.without_row, measure)
+    for measure in [*means]:
+        is_single_number = measure != LOSS and not measure.has_row
+        if is_single_number and len({*_list_values(by_measure[measure])}) == 1:
+            del means[measure]
 
     def order(measure: Measure) -> tuple[bool, bool, bool]:
-        return measure != LOSS, measure.task != "probe", measure.row == SINGLE_NUMBER
+        return measure != LOSS, measure.task != "probe", not measure.has_row
 
-    return sorted(best.values(), key=order)
+    return sorted(_find_highest(means).values(), key=order)
+
+
+def _find_highest(means: Mapping[Measure, float]) -> dict[Measure, Measure]:
+    """The measure with the highest mean of each column; keys are measures without a row."""
+    highest: dict[Measure, Measure] = {}
+    for measure in sorted(means, key=means.__getitem__, reverse=True):
+        highest.setdefault(measure.without_row, measure)
+    return highest
 
 
 def _find_quantity(rows: Sequence[SweepRow], axis: str) -> str | None:
