@@ -16,7 +16,9 @@ from cellmill.report.sweep import CurveOfRuns, Scaling
 from cellmill.report.tables import to_words
 
 Spec = dict[str, Any]
-"""Part of a Vega-Lite specification, or a row of its table."""
+"""Part of a Vega-Lite specification."""
+ChartRow = dict[str, Any]
+"""Row of a chart's table."""
 Points = list[tuple[float, float]]
 """(step, value) of a curve."""
 LIGHT_GREY = "#9aa0a6"
@@ -24,6 +26,10 @@ MAX_CELLS = 4_000  # cells in a UMAP: more make the page slow and show no more
 MIN_CELLS = 500  # fewest cells in a UMAP, however many UMAPs a page has
 CELLS_OF_PAGE = 60_000  # cells in all UMAPs of a page, if each has more than MIN_CELLS
 MAX_CELLS_BY_BATCH = 1_500  # cells in the same UMAP by batch
+# areas in square pixels: all cells of a UMAP together, and the limits of a single one
+AREA_OF_CELLS = 30_000
+MIN_CELL_AREA = 14
+MAX_CELL_AREA = 60
 MAX_POINTS = 400  # points of a curve
 MIN_POINTS = 50  # fewest points of a curve, however many curves a chart has
 POINTS_OF_CHART = 10_000  # points of all curves of a chart
@@ -61,7 +67,7 @@ def draw_losses(title: str, runs: Mapping[str, Mapping[str, Points]]) -> Chart:
     return Chart(title, rows, {"height": 250, **spec})
 
 
-def _list_line_rows(points: Points, n_curves: int, **columns: str) -> list[Spec]:
+def _list_line_rows(points: Points, n_curves: int, **columns: str) -> list[ChartRow]:
     """Rows of one of `n_curves`: every n-th point and the last one. Each row begins with `columns`."""
     max_points = min(MAX_POINTS, max(MIN_POINTS, POINTS_OF_CHART // n_curves))
     stride = max(1, math.ceil(len(points) / max_points))
@@ -70,7 +76,7 @@ def _list_line_rows(points: Points, n_curves: int, **columns: str) -> list[Spec]
 
 
 def _make_lines(
-    names: Sequence[str], y: str, rows: Sequence[Spec], in_legend: Sequence[str] | None = None
+    names: Sequence[str], y: str, rows: Sequence[ChartRow], in_legend: Sequence[str] | None = None
 ) -> Spec:
     """Specification of lines over steps, in a colour for each of `names`.
 
@@ -117,13 +123,14 @@ def draw_histogram(
     is_drawn = (n_until_end > tail) & (n_until_start < n_cells - tail)
     rows = []
     for number in np.flatnonzero(is_drawn).tolist():
-        row = {
-            "from": _round(edges[number]),
-            "to": _round(edges[number + 1]),
-            "before": before[number],
-            "kept": after[number],
-        }
-        rows.append(row)
+        rows.append(
+            {
+                "from": _round(edges[number]),
+                "to": _round(edges[number + 1]),
+                "before": before[number],
+                "kept": after[number],
+            }
+        )
     n_beyond = n_cells - sum(row["before"] for row in rows)
     if n_beyond:
         name += f" ({n_beyond:,} cells beyond)"
@@ -136,7 +143,7 @@ def draw_histogram(
 def draw_scaling(title: str, scaling: Scaling) -> Chart:
     """Mean and sd by size, a line for each curve. The law is dashed, the best baseline dotted."""
     names = [curve.name or "runs" for curve in scaling.curves]
-    rows: list[Spec] = []
+    rows: list[ChartRow] = []
     for name, curve in zip(names, scaling.curves):
         rows += _list_curve_rows(name, curve)
     is_positive = all(row["size"] > 0 for row in rows)
@@ -144,7 +151,7 @@ def draw_scaling(title: str, scaling: Scaling) -> Chart:
         value = _round(scaling.baseline.value)
         rows.append({"name": scaling.baseline.name, "of": "baseline", "value": value})
     spec = read_template("scaling")
-    *layers_over_sizes, _ = spec["layer"]
+    *layers_over_sizes, _ = spec["layer"]  # the last layer is the baseline, equal at all sizes
     for layer in layers_over_sizes:
         layer["encoding"]["x"]["title"] = to_words(scaling.quantity)
         layer["encoding"]["x"]["scale"] = {"type": "log"} if is_positive else {}
@@ -153,20 +160,21 @@ def draw_scaling(title: str, scaling: Scaling) -> Chart:
     return Chart(title, rows, spec)
 
 
-def _list_curve_rows(name: str, curve: CurveOfRuns) -> list[Spec]:
+def _list_curve_rows(name: str, curve: CurveOfRuns) -> list[ChartRow]:
     """The mean of each size, with the ends of a bar of one sd to both sides, and points of the law."""
     rows = []
     for point in curve.points:
         sd = point.sd or 0.0
-        row = {
-            "name": name,
-            "of": "runs",
-            "size": point.size,
-            "value": _round(point.mean),
-            "low": _round(point.mean - sd),
-            "high": _round(point.mean + sd),
-        }
-        rows.append(row)
+        rows.append(
+            {
+                "name": name,
+                "of": "runs",
+                "size": point.size,
+                "value": _round(point.mean),
+                "low": _round(point.mean - sd),
+                "high": _round(point.mean + sd),
+            }
+        )
     law = curve.law
     sizes = [point.size for point in curve.points]
     if isinstance(law, Law) and min(sizes) > 0:
@@ -199,13 +207,15 @@ def draw_umap(
     order = np.random.Generator(np.random.Philox(key=0)).permutation(len(cells.x))
     rows = []
     for index in order[:max_cells].tolist():
-        row = {
-            "x": round(cells.x[index], 2),
-            "y": round(cells.y[index], 2),
-            "c": codes.get(cells.texts[column][index], -1),  # -1 for a cell without a value
-            "h": cells.is_held_out[index],
-        }
-        rows.append(row)
+        rows.append(
+            {
+                "x": round(cells.x[index], 2),
+                "y": round(cells.y[index], 2),
+                # -1 for a cell without a value: as an index, the last colour
+                "c": codes.get(cells.texts[column][index], -1),
+                "h": cells.is_held_out[index],
+            }
+        )
     names = [*labels, f"no {column}"]
     colours = [*map(colour, range(len(labels))), LIGHT_GREY]
     spec = read_template("umap")
@@ -213,7 +223,8 @@ def draw_umap(
     names_by_code.append({"c": -1, "name": names[-1]})
     spec["transform"][0]["from"]["data"]["values"] = names_by_code
     # fewer cells are drawn larger
-    spec["mark"]["size"] = float(np.clip(30_000 / max(len(rows), 1), 14, 60))
+    size = AREA_OF_CELLS / max(len(rows), 1)
+    spec["mark"]["size"] = float(np.clip(size, MIN_CELL_AREA, MAX_CELL_AREA))
     spec["encoding"]["color"]["scale"] = {"domain": names, "range": colours}
     spec["encoding"]["tooltip"][0]["title"] = column
     return Chart(title, rows, spec, is_umap=True)

@@ -42,14 +42,11 @@ def shrink_png(png: bytes) -> bytes:
         b"IDAT": zlib.compress(unfiltered.tobytes()),
         b"IEND": b"",
     }
-    parts = [png[:8]]
+    shrunk = png[:8]  # signature
     for kind, data in chunks.items():
-        parts.append(struct.pack(">I", len(data)))
-        parts.append(kind)
-        parts.append(data)
         checksum = zlib.crc32(kind + data)
-        parts.append(struct.pack(">I", checksum))
-    return b"".join(parts)
+        shrunk += struct.pack(">I", len(data)) + kind + data + struct.pack(">I", checksum)
+    return shrunk
 
 
 def _choose_colours(channels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
