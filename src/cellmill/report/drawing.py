@@ -146,15 +146,15 @@ class Drawings:
         """Charts and folded parts for the page's script: JSON, compressed by zlib, in base64."""
         charts = []
         for chart in self.charts:
-            entry = {
-                "title": chart.title,
-                "canvas": chart.is_umap,
-                "spec": chart.full_spec,
-                "columns": {
-                    key: [row.get(key) for row in chart.rows] for key in chart.column_names
-                },
-            }
-            charts.append(entry)
+            columns = {key: [row.get(key) for row in chart.rows] for key in chart.column_names}
+            charts.append(
+                {
+                    "title": chart.title,
+                    "canvas": chart.is_umap,
+                    "spec": chart.full_spec,
+                    "columns": columns,
+                }
+            )
         text = json.dumps(
             {"charts": charts, "folded": self.folded},
             ensure_ascii=False,
@@ -166,10 +166,9 @@ class Drawings:
 
 def _without_formulas(row: dict[str, Any]) -> dict[str, Any]:
     """The row with an apostrophe before each text that a spreadsheet would evaluate."""
-    safe = {}
-    for key, value in row.items():
-        safe[key] = f"'{value}" if str(value).startswith(FORMULA) else value
-    return safe
+    return {
+        key: f"'{value}" if str(value).startswith(FORMULA) else value for key, value in row.items()
+    }
 
 
 @cache

@@ -249,11 +249,10 @@ def _find_best_measures(by_measure: RowsByMeasure) -> list[Measure]:
         is_single_number = measure != LOSS and not measure.has_row
         if is_single_number and len({*_list_values(by_measure[measure])}) == 1:
             del means[measure]
-
-    def order(measure: Measure) -> tuple[bool, bool, bool]:
-        return measure != LOSS, measure.task != "probe", not measure.has_row
-
-    return sorted(_find_highest(means).values(), key=order)
+    return sorted(
+        _find_highest(means).values(),
+        key=lambda measure: (measure != LOSS, measure.task != "probe", not measure.has_row),
+    )
 
 
 def _find_highest(means: Mapping[Measure, float]) -> dict[Measure, Measure]:
