@@ -12,7 +12,7 @@ from reported import make_corpus, make_run, write
 
 from cellmill.errors import DataError
 from cellmill.report.collect import read_corpus, read_run
-from cellmill.report.drawing import Chart, Drawings
+from cellmill.report.drawing import Chart, PageCharts
 from cellmill.report.page import render
 from cellmill.report.sweep import read_sweep
 
@@ -81,10 +81,10 @@ QC = {
 SWEEP = {"name": "s", "axes": ["a"], "n_runs": 2, "scalings": [SCALING]}
 
 
-class Undrawn(Drawings):
+class Undrawn(PageCharts):
     """Charts without pictures, which would take most of the time."""
 
-    def draw(self, chart: Chart) -> Markup:
+    def add(self, chart: Chart) -> Markup:
         json.dumps([chart.full_spec, chart.rows], allow_nan=False)
         return Markup()
 

@@ -36,7 +36,7 @@ from cellmill.evaluate.scores import ScoreColumn, tabulate
 from cellmill.report import charts, drawing
 from cellmill.report.collect import ReportedRun, UmapCells, read_corpus, read_run
 from cellmill.report.forms import LoggedLine, PlanForm, RunRecordForm
-from cellmill.report.page import render
+from cellmill.report.page import load_scripts, render
 from cellmill.report.png import shrink_png
 from cellmill.report.standings import list_standings
 from cellmill.report.tables import compare_runs
@@ -88,7 +88,7 @@ def page(tmp_path: Path) -> str:
 
 def without_scripts(page: str) -> str:
     """The page without its own two scripts, each of which must be there once."""
-    for script in drawing.load_scripts():
+    for script in load_scripts():
         assert page.count(script) == 1
         page = page.replace(script, "")
     return re.sub(r'data:image/png;base64,[^"]*', "data:", page)
@@ -111,8 +111,8 @@ def rendered(*runs: Path) -> str:
 def test_the_bundle_of_scripts_is_kept_for_the_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bundle = drawing.load_scripts()[0]
-    read = drawing.load_scripts.__wrapped__
+    bundle = load_scripts()[0]
+    read = load_scripts.__wrapped__
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert read()[0] == bundle
     [kept] = (tmp_path / "cellmill").iterdir()
@@ -125,7 +125,7 @@ def test_the_bundle_of_scripts_is_kept_for_the_user(
 
 def test_the_page_loads_nothing_from_elsewhere(page: str) -> None:
     own = without_scripts(page)
-    scripts = drawing.load_scripts()
+    scripts = load_scripts()
     assert not re.search(r"https?:|//[a-z]|<(link|iframe|object|embed)\b", own)
     digests = [
         base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts
@@ -419,19 +419,19 @@ def test_a_chart_uses_the_colours_of_the_page(tmp_path: Path) -> None:
             "validation": charts.list_points(lines, "val_loss"),
         }
     }
-    drawings = drawing.Drawings()
-    shown = drawings.draw(charts.draw_losses("Loss, =1+1", series))
+    page_charts = drawing.PageCharts()
+    shown = page_charts.add(charts.draw_losses("Loss, =1+1", series))
     assert shown.startswith("<figure")
     assert shown.count("<svg") == 1
     assert "currentColor" in shown
     assert "http" not in shown
-    drawings.save(tmp_path)
+    page_charts.save(tmp_path)
     assert (tmp_path / "001_Loss_1_1.svg").exists()
     rows = [*csv.DictReader((tmp_path / "001_Loss_1_1.csv").open())]
     assert [(row["name"], row["of"], row["value"]) for row in rows] == [
         (EVIL, "training", "2.0"), (EVIL, "validation", "1.0")
     ]  # fmt: skip
-    [chart] = unpack(drawings.data)["charts"]
+    [chart] = unpack(page_charts.packed)["charts"]
     assert chart["columns"] == {
         "name": [EVIL, EVIL],
         "of": ["training", "validation"],

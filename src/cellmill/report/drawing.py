@@ -7,26 +7,21 @@ Ink is `currentColor`, so that charts follow the page's colours.
 
 import base64
 import csv
-import hashlib
 import json
 import re
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from html import escape
-from importlib.metadata import version
 from importlib.resources import files
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import vl_convert
 from markupsafe import Markup
 
-from cellmill.errors import DataError
-from cellmill.files import atomic_path, user_cache, write_text
+from cellmill.files import atomic_path, write_text
 from cellmill.report.png import draw_png
 from cellmill.report.svg import draw_svg, draw_umap_svg
 
@@ -74,15 +69,14 @@ class Chart:
         return self.spec | {"config": CONFIG, "autosize": {"type": "fit-x", "contains": "padding"}}
 
 
-class Drawings:
-    """Charts of one page in their order: a static picture of each, for print and without scripts,
-    and its specification. The page's script also unpacks `folded` HTML.
+class PageCharts:
+    """Charts of one page in their order, each with a static picture for print and for browsers
+    without scripts. The page's script draws them anew and unpacks the `folded` HTML.
     """
 
     def __init__(self, n_runs: int = 1) -> None:
         self.is_large = n_runs > MAX_PLAIN_RUNS
-        self.charts: list[Chart] = []
-        self.pictures: list[str] = []  # a standalone SVG of each chart
+        self.charts: list[tuple[Chart, str]] = []  # the picture is a standalone SVG
         self.folded: list[str] = []
 
     def fold(self, caller: Callable[[], Markup]) -> Markup:
@@ -93,8 +87,10 @@ class Drawings:
         number = len(self.folded) - 1
         return Markup(f'<p class="dim" data-folded="{number}">Allow scripts to see this part.</p>')
 
-    def draw(self, chart: Chart) -> Markup:
-        """The `<figure>` element with the static picture; the same numbers give the same bytes."""
+    def add(self, chart: Chart) -> Markup:
+        """Draw a chart and keep it. Returns the `<figure>` element with the static picture; the same
+        numbers give the same bytes.
+        """
         number = len(self.charts)
         # the element has a label; labels of single marks would be half of the bytes
         spec = chart.full_spec | {"width": WIDTH, "config": CONFIG | {"aria": False}}
@@ -108,8 +104,7 @@ class Drawings:
             picture = draw_svg(spec | {"data": {"values": chart.rows}}, number)
             inline = re.sub(r' xmlns(:\w+)?="[^"]*"', "", picture)
             element = inline.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
-        self.charts.append(chart)
-        self.pictures.append(picture)
+        self.charts.append((chart, picture))
         return Markup(
             f'<figure class="chart" data-chart="{number}" aria-label="{title}">'
             f'<div class="static">{element}</div></figure>'
@@ -129,7 +124,7 @@ class Drawings:
         """Write each chart as SVG and its rows as CSV; remove files of an earlier page."""
         for old in [*folder.glob("*.svg"), *folder.glob("*.csv")]:
             old.unlink()
-        for number, (chart, svg) in enumerate(zip(self.charts, self.pictures), start=1):
+        for number, (chart, svg) in enumerate(self.charts, start=1):
             words = re.sub(r"[^A-Za-z0-9.-]+", "_", chart.title).strip("_.")[:100]
             name = f"{number:03}_{words}"
             write_text(folder / f"{name}.svg", svg.replace("currentColor", "#222222"))
@@ -142,10 +137,10 @@ class Drawings:
                 writer.writerows(_without_formulas(row) for row in chart.rows)
 
     @property
-    def data(self) -> str:
+    def packed(self) -> str:
         """Charts and folded parts for the page's script: JSON, compressed by zlib, in base64."""
         charts = []
-        for chart in self.charts:
+        for chart, _ in self.charts:
             columns = {key: [row.get(key) for row in chart.rows] for key in chart.column_names}
             charts.append(
                 {
@@ -169,30 +164,3 @@ def _without_formulas(row: dict[str, Any]) -> dict[str, Any]:
     return {
         key: f"'{value}" if str(value).startswith(FORMULA) else value for key, value in row.items()
     }
-
-
-@cache
-def load_scripts() -> tuple[Markup, Markup]:
-    """Vega with vega-embed, and the page's own script.
-
-    The first takes two seconds to bundle, so each user has it in a cache. The cache is not shared:
-    a user could put scripts into the pages of others.
-    """
-    cached = user_cache() / f"vega-{version('vl-convert-python')}.js"
-    try:
-        bundle = cached.read_text(encoding="utf-8")
-    except OSError:
-        bundle = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub asks for an optional one
-        with suppress(OSError, DataError):
-            cached.parent.mkdir(parents=True, exist_ok=True)
-            write_text(cached, bundle)
-    return Markup(bundle), Markup(read_asset("page.js"))
-
-
-@cache
-def hash_scripts() -> str:
-    """`script-src` of the page: the hashes of its own scripts and nothing else."""
-    digests = (
-        base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in load_scripts()
-    )
-    return " ".join(f"'sha256-{digest}'" for digest in digests)

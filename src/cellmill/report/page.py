@@ -1,17 +1,23 @@
 """The HTML page, rendered from the files of runs and corpora. It loads nothing from elsewhere."""
 
+import base64
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import cache
+from importlib.metadata import version
 from typing import Any
 
+import vl_convert
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from cellmill import __version__
 from cellmill.errors import DataError
-from cellmill.files import span
-from cellmill.report import charts, drawing
+from cellmill.files import span, user_cache, write_text
+from cellmill.report import charts
 from cellmill.report.collect import ReportedCorpus, ReportedRun
+from cellmill.report.drawing import PageCharts, read_asset
 from cellmill.report.overview import (
     describe_missing,
     describe_unscored,
@@ -54,9 +60,9 @@ def render(
     runs: list[ReportedRun],
     corpora: list[ReportedCorpus],
     sweeps: Sequence[SweepCurves] = (),
-    drawings: drawing.Drawings | None = None,
+    page_charts: PageCharts | None = None,
 ) -> str:
-    """The page as HTML; its charts are added to `drawings`. Raises DataError when two runs or
+    """The page as HTML; its charts are added to `page_charts`. Raises DataError when two runs or
     corpora share a name.
     """
     _check_unique("runs", [run.name for run in runs])
@@ -86,13 +92,40 @@ def render(
             histogram_names=HISTOGRAMS,
             charts=charts,
             max_cells=charts.limit_cells(sum(len(run.umap) for run in runs)),
-            drawings=drawings or drawing.Drawings(len(runs)),
+            page_charts=page_charts or PageCharts(len(runs)),
             # the page's own style and scripts
-            style=Markup(drawing.read_asset("page.css")),
-            scripts=drawing.load_scripts(),
-            script_hashes=drawing.hash_scripts(),
+            style=Markup(read_asset("page.css")),
+            scripts=load_scripts(),
+            script_hashes=hash_scripts(),
         )
     )
+
+
+@cache
+def load_scripts() -> tuple[Markup, Markup]:
+    """Vega with vega-embed, and the page's own script.
+
+    The first takes two seconds to bundle, so each user has it in a cache. The cache is not shared:
+    a user could put scripts into the pages of others.
+    """
+    cached = user_cache() / f"vega-{version('vl-convert-python')}.js"
+    try:
+        bundle = cached.read_text(encoding="utf-8")
+    except OSError:
+        bundle = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub asks for an optional one
+        with suppress(OSError, DataError):
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            write_text(cached, bundle)
+    return Markup(bundle), Markup(read_asset("page.js"))
+
+
+@cache
+def hash_scripts() -> str:
+    """`script-src` of the page: the hashes of its own scripts and nothing else."""
+    digests = (
+        base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in load_scripts()
+    )
+    return " ".join(f"'sha256-{digest}'" for digest in digests)
 
 
 def shorten(name: str) -> str:

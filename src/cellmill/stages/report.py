@@ -15,7 +15,7 @@ from cellmill.config.options import ReportOptions
 from cellmill.errors import DataError
 from cellmill.files import atomic_path, read_json, write_json, write_text
 from cellmill.report.collect import read_corpus, read_run
-from cellmill.report.drawing import Drawings
+from cellmill.report.drawing import PageCharts
 from cellmill.report.overview import describe_missing
 from cellmill.report.page import render
 from cellmill.report.sweep import SweepCurves, list_rows, make_scalings, read_sweep
@@ -40,10 +40,10 @@ def report(
     missing = describe_missing(reported)
     if missing:
         print(missing)
-    drawn = Drawings(len(runs))
-    page = render(options.report.title, reported, described, swept, drawn)
+    page_charts = PageCharts(len(runs))
+    page = render(options.report.title, reported, described, swept, page_charts)
     write_text(out, page)
-    drawn.save(out.parent / "figures")
+    page_charts.save(out.parent / "figures")
     print(f"report of {', '.join(run.name for run in reported)} -> {out}")
 
 
