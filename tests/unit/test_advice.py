@@ -7,14 +7,14 @@ import pytest
 
 from cellmill.report.advice import GAINS, advise
 from cellmill.report.collect import ReportedRun
-from cellmill.report.forms import LoggedLine, ModelForm, PlanForm, RunRecordForm, StatusForm
+from cellmill.report.forms import LoggedLineForm, ModelForm, PlanForm, RunRecordForm, StatusForm
 from cellmill.report.training import compare_with_plan
 from cellmill.runs.results import DatasetResult, Evaluation, TaskResult
 
 AHEAD = ["level", "ahead"]
 LEVEL = ["level"]
 BEHIND = ["level", "behind"]
-COLLAPSING = [LoggedLine(step=2, effective_rank=1.2)]
+COLLAPSING = [LoggedLineForm(step=2, effective_rank=1.2)]
 SUPERVISED = ModelForm(supervised_by=["cell_type"])
 OPTIONS = {
     "objective": {"name": "cell_decoding"},
@@ -41,7 +41,7 @@ def advised(options: dict[str, Any], outcomes: list[str] = AHEAD, **files: Any) 
         ({}, {"outcomes": []}, "name the label, batch or other columns that its tasks need"),
         (
             {},
-            {"logged": [LoggedLine(step=1, effective_rank=9.0), *COLLAPSING]},
+            {"logged": [LoggedLineForm(step=1, effective_rank=9.0), *COLLAPSING]},
             "lower train.lr: the embedding has coll",
         ),
         (

@@ -35,7 +35,7 @@ from cellmill.errors import DataError
 from cellmill.evaluate.scores import ScoreColumn, tabulate
 from cellmill.report import charts, drawing
 from cellmill.report.collect import ReportedRun, UmapCells, read_corpus, read_run
-from cellmill.report.forms import LoggedLine, PlanForm, RunRecordForm
+from cellmill.report.forms import LoggedLineForm, PlanForm, RunRecordForm
 from cellmill.report.page import load_scripts, render
 from cellmill.report.png import shrink_png
 from cellmill.report.standings import list_standings
@@ -409,9 +409,9 @@ def test_the_baseline_with_the_lowest_error_is_underlined() -> None:
 
 def test_a_chart_uses_the_colours_of_the_page(tmp_path: Path) -> None:
     lines = [
-        LoggedLine(step=1, loss=2.0),
-        LoggedLine(step=2, loss=float("nan")),
-        LoggedLine(step=2, val_loss=1),
+        LoggedLineForm(step=1, loss=2.0),
+        LoggedLineForm(step=2, loss=float("nan")),
+        LoggedLineForm(step=2, val_loss=1),
     ]
     series = {
         EVIL: {
@@ -695,7 +695,7 @@ def test_runs_that_are_level_share_the_first_sentence(tmp_path: Path) -> None:
 
 
 def test_each_objective_has_a_chart_of_its_losses() -> None:
-    lines = [LoggedLine(step=1, loss=2.0)]
+    lines = [LoggedLineForm(step=1, loss=2.0)]
     options = [
         {"objective": {"name": name}}
         for name in ("cell_decoding", "classification", "cell_decoding")
@@ -797,14 +797,14 @@ def test_planned_tensors_stand_next_to_measured_tensors() -> None:
         None,
         None,
         None,
-        logged=[LoggedLine(step=1, peak_resident_gb=[1.9, 2.13])],
+        logged=[LoggedLineForm(step=1, peak_resident_gb=[1.9, 2.13])],
     )
-    line = LoggedLine(step=1, peak_allocated_gb=[0.0512, 0.05], peak_resident_gb=[2.1, 2.0])
+    line = LoggedLineForm(step=1, peak_allocated_gb=[0.0512, 0.05], peak_resident_gb=[2.1, 2.0])
     tensors = "peak tensor memory per rank, GB"
     process = "peak process memory, libraries included, GB"
     for run, measured, rank in (
         (on_cpu, None, 1),
-        (replace(on_cpu, logged=[line, LoggedLine(step=2)]), 0.051, 0),
+        (replace(on_cpu, logged=[line, LoggedLineForm(step=2)]), 0.051, 0),
     ):
         rows = {name: (planned, seen) for name, planned, seen in compare_with_plan(run)}
         assert rows[tensors] == (0.046, measured)

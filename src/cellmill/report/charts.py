@@ -10,7 +10,7 @@ import numpy as np
 
 from cellmill.report.collect import UmapCells
 from cellmill.report.drawing import PALETTE, Chart, read_template
-from cellmill.report.forms import LoggedLine
+from cellmill.report.forms import LoggedLineForm
 from cellmill.report.scaling_law import Law
 from cellmill.report.sweep import CurveOfRuns, Scaling
 from cellmill.report.tables import to_words
@@ -259,7 +259,7 @@ def list_labels(cells: UmapCells, column: str = "label") -> list[str]:
     return sorted(counts, key=lambda text: (-counts[text], text))
 
 
-def list_points(lines: Sequence[LoggedLine], key: str) -> Points:
+def list_points(lines: Sequence[LoggedLineForm], key: str) -> Points:
     """(step, value) of the lines in which `key` is a finite number. From a list over ranks, the
     largest value counts.
     """

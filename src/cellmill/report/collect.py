@@ -20,7 +20,7 @@ from cellmill.evaluate.inference.umap import read_umap
 from cellmill.report.forms import (
     BridgeForm,
     CostForm,
-    LoggedLine,
+    LoggedLineForm,
     ManifestForm,
     MeasuredGenesForm,
     ModelForm,
@@ -34,11 +34,11 @@ from cellmill.runs import results
 from cellmill.runs.folder import read_lines
 from cellmill.runs.results import Evaluation, Row, ScoredMethod, TaskResult
 
-TRAINED = "train/status.json"
+STATUS_FILE = "train/status.json"
 FILES_BY_KIND = {
     "runs": (
         "plan.json",
-        TRAINED,
+        STATUS_FILE,
         "model/model.safetensors",
         "embeddings/*.h5ad",
         "predictions/*.h5ad",
@@ -76,7 +76,7 @@ class ReportedRun:
     evaluation: Evaluation | None
     cost: CostForm | None = None  # train/cost.json; None before a training has ended
     # metrics.jsonl, without an incomplete last line
-    logged: list[LoggedLine] = field(default_factory=list)
+    logged: list[LoggedLineForm] = field(default_factory=list)
     umap: dict[str, UmapCells] = field(default_factory=dict)  # by dataset
     # metrics.json of kept checkpoints by step
     checkpoint_evaluations: dict[int, Evaluation] = field(default_factory=dict)
@@ -145,14 +145,14 @@ def read_run(folder: Path) -> ReportedRun:
     train = folder / "train"
     logged = []
     for line in read_lines(train / "metrics.jsonl"):
-        logged.append(LoggedLine.parse(train / "metrics.jsonl", line))
+        logged.append(LoggedLineForm.parse(train / "metrics.jsonl", line))
     metrics = folder / "evaluate" / "metrics.json"
     model = ModelForm.read(folder / "model" / "config.json")
     evaluation = _read_evaluation(metrics) if metrics.exists() else None
     return ReportedRun(
         name=folder.resolve().name,
         plan=PlanForm.read(folder / "plan.json"),
-        status=StatusForm.read(folder / TRAINED) or StatusForm.read(train / "state.json"),
+        status=StatusForm.read(folder / STATUS_FILE) or StatusForm.read(train / "state.json"),
         run_record=RunRecordForm.read(train / "run.json"),
         model=model,
         evaluation=evaluation,
@@ -273,7 +273,7 @@ def list_remake_commands(kind: str, folder: Path) -> dict[str, str]:
         for path in sorted(folder.glob(pattern)):
             file = path.relative_to(folder).as_posix()
             target = shlex.quote(f"{results_folder}/{file}")
-            if file == TRAINED:
+            if file == STATUS_FILE:
                 move = f"mv {train} {train}.old"
                 commands[file] = f"{move} && snakemake --profile PROFILE {target}"
             else:

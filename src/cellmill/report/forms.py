@@ -41,7 +41,7 @@ class Form(BaseModel):
         try:
             return cls.model_validate(value)
         except ValidationError as error:
-            raise damaged(path, error) from None
+            raise damage_error(path, error) from None
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
@@ -49,7 +49,7 @@ class Form(BaseModel):
         return cls.parse(path, read_json(path)) if path.exists() else None
 
 
-class PlannedMemory(Form):
+class PlannedMemoryForm(Form):
     total_bytes: int
 
 
@@ -57,7 +57,7 @@ class PlanForm(Form):
     """plan.json."""
 
     parameters: int | None = None
-    memory: PlannedMemory | None = None
+    memory: PlannedMemoryForm | None = None
     steps: int | None = None
     steps_per_epoch: int = 0
     hours: float | None = None
@@ -103,15 +103,20 @@ class OptionsForm(Form):
     train: TrainOptionsForm = TrainOptionsForm()
 
 
-class ModelForm(Form):
+class TrainingDataForm(Form):
+    """The data that a model was, or a run is, trained on."""
+
+    fingerprint: str | None = None  # digest of the training shards
+    supervised_by: list[str] | None = None  # obs columns of the labels, if any
+
+
+class ModelForm(TrainingDataForm):
     """config.json of an exported model, and `model` of metrics.json."""
 
     step: int | None = None
-    fingerprint: str | None = None  # digest of the training shards
-    supervised_by: list[str] | None = None  # obs columns with the labels it was trained with
 
 
-class RunRecordForm(ModelForm):
+class RunRecordForm(TrainingDataForm):
     """train/run.json."""
 
     options: OptionsForm = OptionsForm()
@@ -131,7 +136,7 @@ class MeasuredGenesForm(Form):
     expressed_frac: float
 
 
-class BridgeRow(Form):
+class BridgeRowForm(Form):
     """A value of one method."""
 
     name: str
@@ -147,7 +152,7 @@ class BridgeForm(Form):
     version: str
     dataset: str
     model_digest: str | None = None
-    rows: list[BridgeRow]
+    rows: list[BridgeRowForm]
 
 
 class CostForm(Form):
@@ -161,7 +166,7 @@ class CostForm(Form):
     unknown: dict[str, str]  # reasons by quantity
 
 
-class LoggedLine(Form):
+class LoggedLineForm(Form):
     """A line of metrics.jsonl. Lists are over ranks."""
 
     model_config = ConfigDict(extra="ignore")
@@ -272,6 +277,6 @@ class ManifestForm(Form):
     obs_levels: dict[str, LevelsForm] = {}  # by obs column
 
 
-def damaged(path: Path, error: ValidationError) -> DataError:
-    """An error that names the file's first problem in one line."""
+def damage_error(path: Path, error: ValidationError) -> DataError:
+    """A DataError that names the file's first problem in one line."""
     return DataError(f"{path}: damaged: {error_line(*explain(error, Form))}; make it again")

@@ -10,7 +10,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from cellmill.files import read_json
 from cellmill.report.collect import ReportedRun
-from cellmill.report.forms import Object, PlanForm, damaged
+from cellmill.report.forms import Object, PlanForm, damage_error
 from cellmill.report.scaling_law import Law, NoLaw, fit_law
 from cellmill.report.tables import select_numbers
 
@@ -125,7 +125,7 @@ def read_sweep(path: Path) -> SweepCurves:
     try:
         return TypeAdapter(SweepCurves).validate_python(read_json(path))
     except ValidationError as error:
-        raise damaged(path, error) from None
+        raise damage_error(path, error) from None
 
 
 def list_rows(run: ReportedRun, axes: Mapping[str, Any]) -> list[SweepRow]:

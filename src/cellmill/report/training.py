@@ -7,7 +7,7 @@ from cellmill.report import charts
 from cellmill.report.advice import has_collapsed
 from cellmill.report.collect import ReportedRun
 from cellmill.report.drawing import Chart
-from cellmill.report.forms import LoggedLine, PlanForm, StatusForm
+from cellmill.report.forms import LoggedLineForm, PlanForm, StatusForm
 from cellmill.report.tables import to_words
 from cellmill.runs.results import Evaluation, TaskResult
 
@@ -106,7 +106,7 @@ def _list_logged(run: ReportedRun) -> list[Quantity]:
     waits = [line.data_wait_frac for line in lines if line.data_wait_frac is not None]
     mean_wait = sum(waits) / len(waits) if waits else None
     validated = [line for line in lines if line.effective_rank is not None]
-    last = validated[-1] if validated else LoggedLine(step=0)  # a line without values
+    last = validated[-1] if validated else LoggedLineForm(step=0)  # a line without values
     quantities = [
         Quantity("highest cells/s", None, max(rates, default=None)),
         Quantity(CURVES["data_wait_frac"], None, mean_wait),
