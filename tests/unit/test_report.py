@@ -428,13 +428,13 @@ def test_a_chart_uses_the_colours_of_the_page(tmp_path: Path) -> None:
     page_charts.save(tmp_path)
     assert (tmp_path / "001_Loss_1_1.svg").exists()
     rows = [*csv.DictReader((tmp_path / "001_Loss_1_1.csv").open())]
-    assert [(row["name"], row["of"], row["value"]) for row in rows] == [
+    assert [(row["name"], row["series"], row["value"]) for row in rows] == [
         (EVIL, "training", "2.0"), (EVIL, "validation", "1.0")
     ]  # fmt: skip
     [chart] = unpack(page_charts.packed)["charts"]
     assert chart["columns"] == {
         "name": [EVIL, EVIL],
-        "of": ["training", "validation"],
+        "series": ["training", "validation"],
         "step": [1, 2],
         "value": [2.0, 1.0],
     }

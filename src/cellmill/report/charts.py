@@ -56,7 +56,7 @@ def draw_losses(title: str, runs: Mapping[str, Mapping[str, Points]]) -> Chart:
     rows = []
     for name, kinds in runs.items():
         for kind, points in kinds.items():
-            rows += _list_line_rows(points, 2 * len(runs), name=name, of=kind)
+            rows += _list_line_rows(points, 2 * len(runs), name=name, series=kind)
     with_loss = [name for name, kinds in runs.items() if kinds]
     spec = _make_lines([*runs], "loss", rows, with_loss)
     spec["encoding"] |= read_template("loss")
@@ -149,7 +149,7 @@ def draw_scaling(title: str, scaling: Scaling) -> Chart:
     is_positive = all(row["size"] > 0 for row in rows)
     if scaling.baseline is not None:
         value = _round(scaling.baseline.value)
-        rows.append({"name": scaling.baseline.name, "of": "baseline", "value": value})
+        rows.append({"name": scaling.baseline.name, "series": "baseline", "value": value})
     spec = read_template("scaling")
     *layers_over_sizes, _ = spec["layer"]  # the last layer is the baseline, equal at all sizes
     for layer in layers_over_sizes:
@@ -168,7 +168,7 @@ def _list_curve_rows(name: str, curve: CurveOfRuns) -> list[ChartRow]:
         rows.append(
             {
                 "name": name,
-                "of": "runs",
+                "series": "runs",
                 "size": point.size,
                 "value": _round(point.mean),
                 "low": _round(point.mean - sd),
@@ -180,7 +180,9 @@ def _list_curve_rows(name: str, curve: CurveOfRuns) -> list[ChartRow]:
     if isinstance(law, Law) and min(sizes) > 0:
         for size in np.geomspace(min(sizes), max(sizes), LAW_POINTS).tolist():
             value = law.floor + law.factor * size**-law.exponent
-            rows.append({"name": name, "of": "law", "size": _round(size), "value": _round(value)})
+            rows.append(
+                {"name": name, "series": "law", "size": _round(size), "value": _round(value)}
+            )
     return rows
 
 
