@@ -30,7 +30,7 @@ from cellmill.report.tables import (
     compare_runs,
     find_best_baselines,
     find_gap,
-    find_half_width,
+    find_longest_bar,
     flatten,
     list_columns,
     make_grid,
@@ -128,7 +128,7 @@ def hash_scripts() -> str:
     return " ".join(f"'sha256-{digest}'" for digest in digests)
 
 
-def shorten(name: str) -> str:
+def abbreviate(name: str) -> str:
     """The name of a method with abbreviations."""
     return name.replace("logistic regression", "LR")
 
@@ -153,7 +153,7 @@ FILTERS: tuple[Callable[..., Any], ...] = (
     to_duration,
     to_percent,
     flatten,
-    shorten,
+    abbreviate,
     # of a run
     describe_cost,
     estimate_energy,
@@ -165,7 +165,7 @@ FILTERS: tuple[Callable[..., Any], ...] = (
     make_grid,
     find_gap,
     find_highest,
-    find_half_width,
+    find_longest_bar,
 )
 """Functions that page.html calls by name, as filters."""
 

@@ -72,9 +72,9 @@ def find_gap(result: TaskResult) -> Gap | None:
     return next((gap for gap in result.gaps if gap.column == result.metric), None)
 
 
-def find_half_width(verdicts: Sequence[Verdict]) -> float:
-    """Half the width of a task's bars: the largest distance from 0 of the differences and the ends of
-    their intervals; 1 if all are 0.
+def find_longest_bar(verdicts: Sequence[Verdict]) -> float:
+    """Length that the longest bar of a task needs: the largest distance from 0 of the differences
+    and the ends of their intervals; 1 if all are 0.
     """
     ends = [0.0]
     for verdict in verdicts:
