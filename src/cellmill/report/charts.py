@@ -38,14 +38,14 @@ TITLE_WIDTH = 32  # characters in a line of the title of a y axis
 TAILS_FRAC = 0.005  # share of cells at both ends together that a histogram does not draw
 
 
-def draw_curves(title: str, series: Mapping[str, Points], y: str) -> Chart:
-    """A line over steps for each run, or each method, in its colour. `series` has (step, value) by
+def draw_curves(title: str, curves: Mapping[str, Points], y: str) -> Chart:
+    """A line over steps for each run, or each method, in its colour. `curves` has (step, value) by
     name.
     """
     rows = []
-    for name, points in series.items():
-        rows += _list_line_rows(points, len(series), name=name)
-    return Chart(title, rows, {"height": 210, **_make_lines([*series], y, rows)})
+    for name, points in curves.items():
+        rows += _list_line_rows(points, len(curves), name=name)
+    return Chart(title, rows, {"height": 210, **_make_lines([*curves], y, rows)})
 
 
 def draw_losses(title: str, runs: Mapping[str, Mapping[str, Points]]) -> Chart:

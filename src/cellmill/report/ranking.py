@@ -1,4 +1,4 @@
-"""Which runs are best on a dataset, over the tasks that all of them have.
+"""Which runs lead on a dataset, over the tasks that all of them have.
 
 A run's score of a task is the value of its best row. The run with the highest mean of these scores
 leads; others are tied with it if their difference in every task is within its interval between
@@ -61,13 +61,13 @@ def score_tasks(results: Mapping[str, TaskResult]) -> Scores:
     """Scores of one run on one dataset, from its results by task."""
     scores: Scores = {}
     for task, result in results.items():
-        best = result.best_row("model")
-        if best is None or result.metric is None:
+        row = result.best_row("model")
+        if row is None or result.metric is None:
             continue
-        score = best.scores.get(result.metric)
+        score = row.scores.get(result.metric)
         repetitions = [] if score is None else score.repetitions
-        cells_se = _find_cells_se(result, best.method.name)
-        scores[task, result.metric] = TaskScore(result.rank_value(best), repetitions, cells_se)
+        cells_se = _find_cells_se(result, row.method.name)
+        scores[task, result.metric] = TaskScore(result.rank_value(row), repetitions, cells_se)
     return scores
 
 

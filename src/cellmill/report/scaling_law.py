@@ -58,28 +58,28 @@ def fit_law(x: Sequence[float], y: Sequence[float]) -> Law | NoLaw:
     for floor_frac, exponent in product(FLOORS, EXPONENTS):
         log_floor = np.log(losses.min() * floor_frac)
         starts.append(np.array([log_span, log_floor, exponent]))
-    best = _fit(relative_sizes, losses, starts)
-    low, high = _bootstrap_interval(relative_sizes, losses, best)
+    fitted = _fit(relative_sizes, losses, starts)
+    low, high = _bootstrap_interval(relative_sizes, losses, fitted)
     if low <= 0.01 or high >= 0.99 * MAX_EXPONENT:
         return NoLaw(f"the exponent is not determined: 95 % interval {low:.2f} to {high:.2f}")
-    log_factor, log_floor, exponent = best.tolist()
+    log_factor, log_floor, exponent = fitted.tolist()
     # back to sizes as they are
     factor = float(np.exp(log_factor) * scale**exponent)
     return Law(float(np.exp(log_floor)), factor, exponent, low, high)
 
 
 def _bootstrap_interval(
-    sizes: np.ndarray, losses: np.ndarray, best: np.ndarray
+    sizes: np.ndarray, losses: np.ndarray, fitted: np.ndarray
 ) -> tuple[float, float]:
     """The 95 % interval of the exponent over draws of runs with replacement; fits start from
-    `best`.
+    `fitted`.
     """
     generator = np.random.Generator(np.random.Philox(key=0))
     exponents: list[float] = []
     while len(exponents) < DRAWS:
         runs = generator.integers(len(sizes), size=len(sizes))
         if len(np.unique(sizes[runs])) >= MIN_SIZES - 1:
-            _, _, exponent = _fit(sizes[runs], losses[runs], [best])
+            _, _, exponent = _fit(sizes[runs], losses[runs], [fitted])
             exponents.append(float(exponent))
     low, high = np.quantile(exponents, [0.025, 0.975]).tolist()
     return low, high
@@ -100,15 +100,15 @@ def _fit(sizes: np.ndarray, losses: np.ndarray, starts: Sequence[np.ndarray]) ->
         residual = predicted - log_y
         distance = np.abs(residual)
         quadratic = residual**2 / (2 * DELTA)
-        loss = np.where(distance <= DELTA, quadratic, distance - DELTA / 2).sum()
-        slope = np.clip(residual / DELTA, -1, 1)  # gradient of the loss by residual
+        huber = np.where(distance <= DELTA, quadratic, distance - DELTA / 2).sum()
+        slope = np.clip(residual / DELTA, -1, 1)  # gradient of the Huber loss by residual
         power_share = np.exp(log_power - predicted)  # share of the power in the prediction
         gradient = [
             slope @ power_share,
             slope @ (1 - power_share),
             -(slope * power_share) @ log_x,
         ]
-        return float(loss), np.array(gradient)
+        return float(huber), np.array(gradient)
 
     bounds = [(-50, 50), (-50, float(log_y.min())), (0.0, MAX_EXPONENT)]
     # imported here: it takes a fifth of a second, and few reports have a sweep

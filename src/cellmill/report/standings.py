@@ -1,4 +1,4 @@
-"""Standings of runs on datasets: which run is best, and how runs compare with the baselines."""
+"""Standings of runs on datasets: which run leads, and how runs compare with the baselines."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,8 +37,8 @@ class Standing:
     run: ReportedRun
     dataset: str
     task: str
-    result: TaskResult
-    row: Row
+    result: TaskResult  # of this task
+    row: Row  # the run's best one
     baseline: Row | None  # the best baseline of the task
     verdict: Verdict | None  # verdict of the row against the baseline; None if there is none
     verdicts: Sequence[TaskVerdict]  # verdicts of all tasks against their best baselines

@@ -124,7 +124,7 @@ def _compare_task(task: str, evaluated: Sequence[RunOnDataset]) -> TaskAcrossRun
     rows = []
     for run, dataset, results in evaluated:
         result = results[task]
-        values = _find_best_by_features(result) if metric else select_numbers(result)
+        values = _find_highest_by_features(result) if metric else select_numbers(result)
         rows.append(RunValues(run, dataset, values))
     return TaskAcrossRuns(task, metric, rows)
 
@@ -134,14 +134,14 @@ def select_numbers(result: TaskResult) -> dict[str, float]:
     return {key: value for key, value in result.figures.items() if isinstance(value, int | float)}
 
 
-def _find_best_by_features(result: TaskResult) -> dict[str, float]:
+def _find_highest_by_features(result: TaskResult) -> dict[str, float]:
     """The highest value of the metric, over classifiers, by features."""
-    best: dict[str, float] = {}
+    highest: dict[str, float] = {}
     for row in result.ranked_rows:
         features = row.method.features_name
         value = result.rank_value(row)
-        best[features] = max(value, best.get(features, value))
-    return best
+        highest[features] = max(value, highest.get(features, value))
+    return highest
 
 
 def to_words(key: str) -> str:

@@ -42,9 +42,9 @@ def draw_training(runs: Sequence[ReportedRun]) -> Iterator[Chart]:
     """The losses of each objective, then each of CURVES that any run logged."""
     yield from _draw_losses(runs)
     for key, name in CURVES.items():
-        series = {run.name: charts.list_points(run.logged, key) for run in runs}
-        if any(series.values()):
-            yield charts.draw_curves(name[0].upper() + name[1:], series, name)
+        curves = {run.name: charts.list_points(run.logged, key) for run in runs}
+        if any(curves.values()):
+            yield charts.draw_curves(name[0].upper() + name[1:], curves, name)
 
 
 def _draw_losses(runs: Sequence[ReportedRun]) -> Iterator[Chart]:
@@ -167,16 +167,16 @@ def draw_checkpoints(run: ReportedRun, dataset: str) -> Iterator[Chart]:
     for task, final in exported.datasets[dataset].tasks.items():
         if final.metric is None:
             continue
-        series = _list_scores_by_method(evaluations, dataset, task, final)
+        curves = _list_scores_by_method(evaluations, dataset, task, final)
         baseline = final.best_row("baseline")
         if baseline is not None:
             value = final.rank_value(baseline)
             name = f"{baseline.method.name} (best baseline)"
-            series[name] = [(min(evaluations), value), (max(evaluations), value)]
-        if any(len(points) > 1 for points in series.values()):
+            curves[name] = [(min(evaluations), value), (max(evaluations), value)]
+        if any(len(points) > 1 for points in curves.values()):
             metric = to_words(final.metric)
             title = f"{run.name}, {dataset}, {to_words(task)}: {metric} over steps"
-            yield charts.draw_curves(title, series, metric)
+            yield charts.draw_curves(title, curves, metric)
 
 
 def _list_scores_by_method(
@@ -186,7 +186,7 @@ def _list_scores_by_method(
     `evaluations` are by step, ascending.
     """
     own_rows = [row for row in final.ranked_rows if row.method.kind == "model"]
-    series: dict[str, charts.Points] = {row.method.name: [] for row in own_rows}
+    curves: dict[str, charts.Points] = {row.method.name: [] for row in own_rows}
     for step, evaluation in evaluations.items():
         evaluated = evaluation.datasets.get(dataset)
         result = evaluated and evaluated.tasks.get(task)
@@ -195,5 +195,5 @@ def _list_scores_by_method(
         for row in result.ranked_rows:
             if row.method.kind == "model":
                 point = (step, result.rank_value(row))
-                series.setdefault(row.method.name, []).append(point)
-    return series
+                curves.setdefault(row.method.name, []).append(point)
+    return curves
