@@ -71,8 +71,8 @@ def compare_with_plan(run: ReportedRun) -> list[Quantity]:
     """Quantities of a run that were planned or measured.
 
     The plan counts tensors, so it is compared with the tensors that a GPU held. The memory of a
-    process with its libraries, all that a CPU shows, has a row of its own. Fractions are rounded to
-    two digits: times, memory and ranks are not known better.
+    process with its libraries, all that a CPU shows, has a row of its own. Numbers with
+    decimals are rounded to two digits: times, memory and effective ranks are not known better.
     """
     plan = run.plan or PlanForm()
     status = run.status or StatusForm()
