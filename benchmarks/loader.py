@@ -55,7 +55,7 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.data.stream.micro_batches import MicroBatchRule
-from cellmill.data.stream.order import ONLY_RANK, DataRank, EpochLayout
+from cellmill.data.stream.order import ONLY_RANK, DataRank, OrderRule
 from cellmill.data.stream.step_reader import StepGroup, StepReader
 
 WORLD = 4  # ranks among which cells are counted
@@ -343,12 +343,12 @@ def own_rows(corpus: Corpus, options: StreamOptions, batch: int) -> Epochs:
     manifest = Manifest.read(corpus.manifest)
     shards = open_shards(manifest, "train")
     sizes = tuple(shard.n_obs for shard in shards)
-    layout = EpochLayout(sizes, options, batch, seed=0, shuffle=True)
-    rows = StepReader(shards, layout, ONLY_RANK, options.io_threads)
+    rule = OrderRule(sizes, options, batch, seed=0, shuffle=True)
+    rows = StepReader(shards, rule, ONLY_RANK, options.io_threads)
     batches = rows_of_steps(rows.steps(0, 0), shards[0].kind)
     try:
         while True:
-            yield (len(next(batches)[0]) for _ in range(layout.steps_per_epoch))
+            yield (len(next(batches)[0]) for _ in range(rule.steps_per_epoch))
     finally:
         rows.close()
 

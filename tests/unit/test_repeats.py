@@ -16,7 +16,7 @@ from cellmill.config.run import Stream as StreamOptions
 from cellmill.data.shards.index import CellColumns
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.cell_stream import CellStream
-from cellmill.data.stream.order import EpochLayout, epoch_order
+from cellmill.data.stream.order import OrderRule, make_epoch_order
 from cellmill.data.stream.repeats import Repeats
 from cellmill.errors import ConfigError, DataError
 
@@ -64,7 +64,7 @@ def test_each_epoch_has_exactly_its_repeats(
     seen = joined(ranks, 3 * steps)
     epochs = [Counter(chain(*seen[e * steps : (e + 1) * steps])) for e in range(3)]
     for epoch, found in enumerate(epochs):
-        expected = repeats.counts(3, epoch, epoch * steps)
+        expected = repeats.times_read(3, epoch, epoch * steps)
         assert [found[cell] for cell in range(CELLS)] == expected.tolist()
         assert expected.sum() == CELLS
     assert epochs[0] != epochs[1]
@@ -89,9 +89,9 @@ def test_repeats_of_a_level_follow_the_formula(exponent: float, most: float, n_f
     sizes = np.array([700, 200, 80, 19, 1])
     levels = np.repeat(names, sizes)
     options = {"weight_by": "kind", "weight_exponent": exponent, "max_repeats": most}
-    counts = Repeats(levels, StreamOptions.model_validate(options)).counts(0, 0, 0)
-    assert all(np.ptp(counts[levels == name]) <= 1 for name in names)
-    read = np.bincount(levels, counts)[names]
+    times_read = Repeats(levels, StreamOptions.model_validate(options)).times_read(0, 0, 0)
+    assert all(np.ptp(times_read[levels == name]) <= 1 for name in names)
+    read = np.bincount(levels, times_read)[names]
     assert read.sum() == sizes.sum()
     assert (read <= most * sizes + 1).all()
     free = read < most * sizes - 1
@@ -109,7 +109,7 @@ def test_a_curriculum_resumes_between_its_exponents(
     seen = taken(stream, 3 * steps)
     epochs = [Counter(chain(*seen[e * steps : (e + 1) * steps])) for e in range(3)]
     full = repeats_of(manifest, StreamOptions.model_validate(WEIGHTED | {"weight_exponent": 1.0}))
-    assert [epochs[0][cell] for cell in range(CELLS)] == full.counts(3, 0, 0).tolist()
+    assert [epochs[0][cell] for cell in range(CELLS)] == full.times_read(3, 0, 0).tolist()
     assert epochs[2] == Counter(range(CELLS))
     read = [Counter(full.levels[list(epoch.elements())].tolist()) for epoch in epochs]
     for level in range(1, 5):
@@ -191,7 +191,7 @@ def test_every_cell_is_read_if_labels_are_all_or_none(
     steps = 17
     assert taken(stream_of(manifest, labelled_frac=0.5), steps) == taken(weighted, steps)
     options = StreamOptions.model_validate(WEIGHTED | {"labelled_frac": 1})
-    assert Repeats(np.zeros(9, np.int32), options).counts(0, 0, 0).tolist() == 9 * [1]
+    assert Repeats(np.zeros(9, np.int32), options).times_read(0, 0, 0).tolist() == 9 * [1]
 
 
 def test_a_subset_is_weighted_like_a_whole_corpus(labelled: Manifest) -> None:
@@ -210,8 +210,8 @@ def test_few_labelled_cells_among_many_are_read_very_often() -> None:
     stream = StreamOptions.model_validate(order | {"weight_by": "kind", "labelled_frac": 1})
     levels = np.zeros(400_000, np.int32)
     levels[[7, 250_000]] = 1, 2
-    layout = EpochLayout((300_000, 100_000), stream, 1000, 0, True, repeats=Repeats(levels, stream))
-    order = epoch_order(layout, 0)
+    rule = OrderRule((300_000, 100_000), stream, 1000, 0, True, repeats=Repeats(levels, stream))
+    order = make_epoch_order(rule, 0)
     read = Counter[tuple[int, int]]()
     for lane in range(4):
         runs = order.window_runs(lane, 0)
@@ -225,9 +225,9 @@ def test_without_weights_the_order_matches_earlier_versions() -> None:
     digest = hashlib.sha256()
     for shards, lanes, equal in (((100, 37, 64), 4, False), ((500,), 8, True)):
         stream = StreamOptions(lanes=lanes, block_cells=8, window_blocks=3, equal_steps=equal)
-        layout = EpochLayout(shards, stream, 16, seed=5, shuffle=True)
+        rule = OrderRule(shards, stream, 16, seed=5, shuffle=True)
         for epoch in (0, 3):
-            order = epoch_order(layout, epoch)
+            order = make_epoch_order(rule, epoch)
             for lane in range(lanes):
                 for window in range(len(order.window_offsets[lane]) - 1):
                     runs = order.window_runs(lane, window)

@@ -27,7 +27,7 @@ from cellmill.data.prepare.check import check_datasets, check_inputs
 from cellmill.data.prepare.qc_lines import list_first
 from cellmill.data.prepare.survey import COLUMNS, Survey, survey_file
 from cellmill.data.shards.manifest import Manifest
-from cellmill.data.stream.order import EpochLayout
+from cellmill.data.stream.order import OrderRule
 from cellmill.errors import ConfigError, UserError
 from cellmill.files import fsync, write_text
 from cellmill.runs.identity import foresee_refusal
@@ -247,8 +247,8 @@ def list_refused(pipeline: Workflow, source: str) -> Iterator[str]:
         steps = None
         if manifest.exists():
             cells = options.stream.train_cells(Manifest.read(manifest).splits["train"].n_obs)
-            epoch = EpochLayout.of_run(options, cells)
-            steps = options.train.total_steps(epoch.steps_per_epoch)
+            order_rule = OrderRule.of_run(options, cells)
+            steps = options.train.total_steps(order_rule.steps_per_epoch)
         refusal = foresee_refusal(Path("results/runs", name, "train"), options, steps)
         if refusal is not None:
             yield f"run {name} will be refused: {refusal}"

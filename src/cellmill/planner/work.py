@@ -15,7 +15,7 @@ from cellmill.config.parallel import Layout, min_microbatches, pipeline_tokens
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards
 from cellmill.data.stream.micro_batches import cut_evenly, cut_greedily
-from cellmill.data.stream.order import EpochLayout
+from cellmill.data.stream.order import OrderRule
 
 # Micro-batches are counted in the first steps only: shards are preshuffled, so any cells will do.
 SAMPLED_BATCHES = 4096  # at most this many batches of single ranks
@@ -79,13 +79,13 @@ def measure_work(options: PlanOptions, corpus: CorpusSize, layout: Layout) -> Wo
     train = options.train
     parallel = options.parallel
     n_cells = corpus.n_cells
-    epoch = EpochLayout.of_run(options, n_cells)
-    steps = train.total_steps(epoch.steps_per_epoch)
-    epochs, rest = divmod(steps, epoch.steps_per_epoch)
+    order_rule = OrderRule.of_run(options, n_cells)
+    steps = train.total_steps(order_rule.steps_per_epoch)
+    epochs, rest = divmod(steps, order_rule.steps_per_epoch)
     multiple = parallel.tp if parallel.sequence_parallel else 1
     micro_batches = count_micro_batches(
         corpus,
-        global_batch=epoch.max_step_cells,
+        global_batch=order_rule.max_step_cells,
         token_budget=train.token_budget,
         dp=layout.dp,
         min_microbatches=min_microbatches(parallel),
@@ -100,9 +100,9 @@ def measure_work(options: PlanOptions, corpus: CorpusSize, layout: Layout) -> Wo
         val_cells = min(train.val_cells, corpus.n_validation)
     return Work(
         steps=steps,
-        steps_per_epoch=epoch.steps_per_epoch,
-        cells_per_step=epoch.max_step_cells,
-        cells_seen=epochs * n_cells + int(epoch.cells_before(rest).sum()),
+        steps_per_epoch=order_rule.steps_per_epoch,
+        cells_per_step=order_rule.max_step_cells,
+        cells_seen=epochs * n_cells + int(order_rule.cells_before(rest).sum()),
         validations=-(-steps // train.val_every_steps) if corpus.n_validation else 0,
         val_cells=val_cells,
         micro_batches_per_step=float(np.mean(micro_batches.counts)),

@@ -21,7 +21,7 @@ from cellmill.config.load import read_model_config
 from cellmill.config.machine import Machine
 from cellmill.config.options import TrainOptions
 from cellmill.config.parts.objective import ObjectiveConfig
-from cellmill.data.stream.order import EpochLayout
+from cellmill.data.stream.order import OrderRule
 from cellmill.errors import Stopped, UserError
 from cellmill.files import read_json, sha256_file, write_json
 from cellmill.launch.job import Job
@@ -87,7 +87,7 @@ def train(
         "environment": environment(),
     }
     folder = TrainFolder(out)
-    steps = options.train.total_steps(EpochLayout.of_run(options, n_cells).steps_per_epoch)
+    steps = options.train.total_steps(OrderRule.of_run(options, n_cells).steps_per_epoch)
 
     def job(error_folder: Path) -> Job:
         """The processes of the training; error.txt goes to `error_folder`."""

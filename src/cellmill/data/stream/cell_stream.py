@@ -24,7 +24,7 @@ from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.batch_maker import BatchFields, BatchMaker
 from cellmill.data.stream.cell_tokenizer import CellTokenizer
 from cellmill.data.stream.micro_batches import MicroBatchRule
-from cellmill.data.stream.order import ONLY_RANK, DataRank, EpochLayout, epoch_order
+from cellmill.data.stream.order import ONLY_RANK, DataRank, OrderRule, make_epoch_order
 from cellmill.data.stream.repeats import read_repeats
 from cellmill.data.stream.step_reader import StepReader
 from cellmill.data.stream.unpacker import CellUnpacker
@@ -87,10 +87,12 @@ class CellStream:
         # checks the manifest's numbers before memory is taken
         self._shards = open_shards(manifest, split, copies)
 
-        self._layout = _read_layout(manifest, split, stream, global_batch, seed, shuffle, max_cells)
+        self._order_rule = _read_order_rule(
+            manifest, split, stream, global_batch, seed, shuffle, max_cells
+        )
         self._world = world
-        self.n_cells = self._layout.n_cells
-        self.steps_per_epoch = self._layout.steps_per_epoch
+        self.n_cells = self._order_rule.n_cells
+        self.steps_per_epoch = self._order_rule.steps_per_epoch
         if shuffle and self.n_cells < world:
             raise DataError(
                 f"{manifest_path}: {split}: {self.n_cells} cells for {world} ranks; use fewer ranks"
@@ -113,7 +115,7 @@ class CellStream:
             fields.with_counts,
             fields.open_rows(manifest, split),
         )
-        self._reader = StepReader(self._shards, self._layout, data_rank, stream.io_threads)
+        self._reader = StepReader(self._shards, self._order_rule, data_rank, stream.io_threads)
 
         # where the stream is
         self._epoch = 0
@@ -129,7 +131,7 @@ class CellStream:
         """
         if self._closed:
             raise RuntimeError("the stream is closed")
-        if not self._layout.shuffle:
+        if not self._order_rule.shuffle:
             self._epoch = 0
             self._step = 0
         self._stop_tokenizing()
@@ -166,7 +168,7 @@ class CellStream:
         return {
             "epoch": self._epoch,
             "step": self._step,
-            **_order_options(self._layout),
+            **_order_options(self._order_rule),
             "fingerprint": self.fingerprint,
         }
 
@@ -176,7 +178,7 @@ class CellStream:
         Raises DataError if the shards differ or it is not a state of this split, ConfigError if the
         order differs or the stream is not shuffled.
         """
-        if not self._layout.shuffle:
+        if not self._order_rule.shuffle:
             raise ConfigError(
                 "a split that is not shuffled is always read from its start; load a state of split train"
             )
@@ -187,7 +189,7 @@ class CellStream:
                 "restore the shards it was trained on, or start a new run"
             )
         state = {"train_frac": 1.0} | state  # earlier versions left it out if all cells are read
-        for name, now in _order_options(self._layout).items():
+        for name, now in _order_options(self._order_rule).items():
             before = state.get(name)
             if before != now:
                 section = "train" if name in ("seed", "global_batch") else "stream"
@@ -216,18 +218,18 @@ class CellStream:
 
         Without shuffling, the steps do not matter: the stream has one epoch.
         """
-        layout = self._layout
+        order_rule = self._order_rule
         per_epoch = self.steps_per_epoch
-        if not layout.shuffle:
+        if not order_rule.shuffle:
             step = 0
             stop = per_epoch
-        lanes = [lane for lane in range(layout.stream.lanes) if lane % self._world in ranks]
+        lanes = [lane for lane in range(order_rule.stream.lanes) if lane % self._world in ranks]
         shard_numbers = set[int]()
         for epoch in range(step // per_epoch, -(-stop // per_epoch)):
-            order = epoch_order(layout, epoch)
+            order = make_epoch_order(order_rule, epoch)
             # cells of each lane before the first of these steps in the epoch, and until the last
-            before = layout.cells_before(max(step - epoch * per_epoch, 0)).tolist()
-            until = layout.cells_before(min(stop - epoch * per_epoch, per_epoch)).tolist()
+            before = order_rule.cells_before(max(step - epoch * per_epoch, 0)).tolist()
+            until = order_rule.cells_before(min(stop - epoch * per_epoch, per_epoch)).tolist()
             for lane in lanes:
                 first = order.window_with(lane, before[lane])
                 last = order.window_with(lane, until[lane] - 1)
@@ -253,7 +255,7 @@ class CellStream:
             pool.shutdown(cancel_futures=True)
 
 
-def _read_layout(
+def _read_order_rule(
     manifest: Manifest,
     split: str,
     stream: StreamOptions,
@@ -261,8 +263,8 @@ def _read_layout(
     seed: int,
     shuffle: bool,
     max_cells: int | None,
-) -> EpochLayout:
-    """Layout of the epochs of a split, whose weights are read from the shards."""
+) -> OrderRule:
+    """Rule of the order of a split's cells, with weights that are read from the shards."""
     entry = manifest.entry(split)
     repeats = None
     if shuffle:
@@ -271,13 +273,13 @@ def _read_layout(
         if stream.weights_column():
             repeats = read_repeats(manifest, split, stream, max_cells)
     sizes = tuple(shard.n_obs for shard in entry.shards)
-    return EpochLayout(sizes, stream, global_batch, seed, shuffle, max_cells, repeats)
+    return OrderRule(sizes, stream, global_batch, seed, shuffle, max_cells, repeats)
 
 
-def _order_options(layout: EpochLayout) -> dict[str, Any]:
+def _order_options(order_rule: OrderRule) -> dict[str, Any]:
     """Options that fix the order of cells, and are compared on resume; None for weights without use."""
     names = _ORDER_OPTIONS + _WEIGHT_OPTIONS
-    options = {name: getattr(layout.stream, name) for name in names}
-    if layout.repeats is None:
+    options = {name: getattr(order_rule.stream, name) for name in names}
+    if order_rule.repeats is None:
         options |= dict.fromkeys(_WEIGHT_OPTIONS)
-    return {"seed": layout.seed, **options, "global_batch": layout.global_batch}
+    return {"seed": order_rule.seed, **options, "global_batch": order_rule.global_batch}

@@ -47,8 +47,8 @@ ONLY_RANK = DataRank(0, 1)
 
 
 @dataclass(frozen=True)
-class EpochLayout:
-    """Everything but the epoch that defines the order of a split's cells."""
+class OrderRule:
+    """The rule for the order of a split's cells in any epoch."""
 
     shard_cells: tuple[int, ...]  # number of cells in each shard
     stream: Stream
@@ -59,8 +59,8 @@ class EpochLayout:
     repeats: Repeats | None = None  # None reads each cell once; see `RepeatedEpoch`
 
     @classmethod
-    def of_run(cls, options: TrainOptions, n_cells: int) -> EpochLayout:
-        """Layout of a run over `n_cells` training cells, for its steps and the cells of each."""
+    def of_run(cls, options: TrainOptions, n_cells: int) -> OrderRule:
+        """Make the rule of a run over `n_cells` training cells, for its steps and the cells of each."""
         train = options.train
         return cls((n_cells,), options.stream, train.global_batch, train.seed, shuffle=True)
 
@@ -95,19 +95,19 @@ class EpochLayout:
             return np.minimum(step * self.per_lane, self.deal(self.n_cells))
         return self.deal(step * self.n_cells // self.steps_per_epoch)
 
-    def steps_of(self, lane: int, cells: np.ndarray) -> np.ndarray:
-        """Step of an epoch that takes each of `cells`, positions in a lane; `(cells,)` int64."""
+    def steps_of(self, lane: int, positions: np.ndarray) -> np.ndarray:
+        """Step of an epoch that takes the cell at each of `positions` in a lane; `(cells,)` int64."""
         if not self.stream.equal_steps:
-            return cells // self.per_lane
+            return positions // self.per_lane
         # number of cells dealt, one to each lane in turn, up to and including each of these
-        dealt = cells * self.stream.lanes + lane + 1
+        dealt = positions * self.stream.lanes + lane + 1
         # the first step with (step + 1) * n_cells // steps_per_epoch >= dealt
         return (dealt * self.steps_per_epoch - 1) // self.n_cells
 
-    def deal(self, cells: int | np.ndarray) -> np.ndarray:
-        """Cells of each lane if `cells` are dealt one by one, `(lanes,)`."""
-        # (cells - lane) / lanes, rounded up
-        return -((np.arange(self.stream.lanes) - cells) // self.stream.lanes)
+    def deal(self, n_cells: int | np.ndarray) -> np.ndarray:
+        """Number of cells of each lane if `n_cells` are dealt one by one, `(lanes,)`."""
+        # (n_cells - lane) / lanes, rounded up
+        return -((np.arange(self.stream.lanes) - n_cells) // self.stream.lanes)
 
 
 class CellRuns(NamedTuple):
@@ -149,8 +149,8 @@ class EpochOrder:
     the lane's number of cells; `lane_cells`, the number of cells in each lane.
     """
 
-    def __init__(self, layout: EpochLayout, epoch: int, window_offsets: list[np.ndarray]):
-        self.layout = layout
+    def __init__(self, rule: OrderRule, epoch: int, window_offsets: list[np.ndarray]):
+        self.rule = rule
         self.epoch = epoch
         self.window_offsets = window_offsets
         self.lane_cells = [int(offsets[-1]) for offsets in window_offsets]
@@ -169,27 +169,27 @@ class EpochOrder:
     def window_order(self, lane: int, window: int) -> np.ndarray:
         """Permutation of the cells of the window's concatenated runs."""
         start, stop = self.window_offsets[lane][window : window + 2].tolist()
-        if not self.layout.shuffle:
+        if not self.rule.shuffle:
             return np.arange(stop - start)
-        return permutation(stop - start, self.layout.seed, WINDOW, window, lane, self.epoch)
+        return permutation(stop - start, self.rule.seed, WINDOW, window, lane, self.epoch)
 
 
 class PlainEpoch(EpochOrder):
     """Order of one epoch that reads each cell once."""
 
-    def __init__(self, layout: EpochLayout, epoch: int):
-        lanes = layout.stream.lanes
-        blocks = _list_blocks(layout)
-        is_full = blocks.n_cells == layout.stream.block_cells
+    def __init__(self, rule: OrderRule, epoch: int):
+        lanes = rule.stream.lanes
+        blocks = _list_blocks(rule)
+        is_full = blocks.n_cells == rule.stream.block_cells
         full = np.flatnonzero(is_full)
         short = np.flatnonzero(~is_full)
-        if layout.shuffle:
-            full = full[permutation(len(full), layout.seed, BLOCKS, epoch, FULL)]
-            short = short[permutation(len(short), layout.seed, BLOCKS, epoch, SHORT)]
+        if rule.shuffle:
+            full = full[permutation(len(full), rule.seed, BLOCKS, epoch, FULL)]
+            short = short[permutation(len(short), rule.seed, BLOCKS, epoch, SHORT)]
         # blocks go round the lanes; those that do not fill a round are cut by cell
         n_dealt = len(full) // lanes * lanes
         rest = choose_rows(blocks, np.concatenate([full[n_dealt:], short]))
-        rest_offsets = row_offsets(layout.deal(int(rest.n_cells.sum()))).tolist()
+        rest_offsets = row_offsets(rule.deal(int(rest.n_cells.sum()))).tolist()
         self._runs: list[CellRuns] = []  # blocks of each lane, the last of them cut
         window_offsets = []
         for lane, (start, stop) in enumerate(pairwise(rest_offsets)):
@@ -197,22 +197,20 @@ class PlainEpoch(EpochOrder):
             runs = CellRuns.join([dealt, rest.cut(start, stop)])
             offsets = row_offsets(runs.n_cells)
             self._runs.append(runs)
-            window_offsets.append(
-                np.append(offsets[: -1 : layout.stream.window_blocks], offsets[-1])
-            )
-        super().__init__(layout, epoch, window_offsets)
+            window_offsets.append(np.append(offsets[: -1 : rule.stream.window_blocks], offsets[-1]))
+        super().__init__(rule, epoch, window_offsets)
 
     def window_runs(self, lane: int, window: int) -> CellRuns:
-        size = self.layout.stream.window_blocks
+        size = self.rule.stream.window_blocks
         return choose_rows(self._runs[lane], slice(window * size, (window + 1) * size))
 
 
-def _list_blocks(layout: EpochLayout) -> CellRuns:
+def _list_blocks(rule: OrderRule) -> CellRuns:
     """Runs of the blocks of all shards; the last block of a shard may be shorter."""
-    size = layout.stream.block_cells
-    n_left = layout.n_cells
+    size = rule.stream.block_cells
+    n_left = rule.n_cells
     blocks = []
-    for shard, n_cells in enumerate(layout.shard_cells):
+    for shard, n_cells in enumerate(rule.shard_cells):
         n_read = min(n_cells, n_left)
         first = np.arange(0, n_read, size)
         n_in_block = np.minimum(n_read - first, size)
@@ -222,23 +220,23 @@ def _list_blocks(layout: EpochLayout) -> CellRuns:
 
 
 class RepeatedEpoch(EpochOrder):
-    """Order of one epoch of a layout with `repeats`. Cells are numbered over all shards."""
+    """Order of one epoch by a rule with `repeats`. Cells are numbered over all shards."""
 
-    def __init__(self, layout: EpochLayout, epoch: int):
-        assert layout.repeats is not None
-        self._shard_offsets = row_offsets(layout.shard_cells)
+    def __init__(self, rule: OrderRule, epoch: int):
+        assert rule.repeats is not None
+        self._shard_offsets = row_offsets(rule.shard_cells)
         n_cells = int(self._shard_offsets[-1])
-        counts = layout.repeats.counts(layout.seed, epoch, epoch * layout.steps_per_epoch)
-        self._counts = np.pad(counts, (0, n_cells - len(counts)))
-        copies = _list_copies(layout, self._counts)
+        times_read = rule.repeats.times_read(rule.seed, epoch, epoch * rule.steps_per_epoch)
+        self._times_read = np.pad(times_read, (0, n_cells - len(times_read)))
+        copies = _list_copies(rule, self._times_read)
         n_copies = len(copies.numbers)
-        shuffled = permutation(n_copies, layout.seed, BLOCKS, epoch, COPIES)
+        shuffled = permutation(n_copies, rule.seed, BLOCKS, epoch, COPIES)
         self._copies = choose_rows(copies, shuffled)
         self._copy_offsets = row_offsets(self._copies.n_cells)
-        lane_cells = layout.deal(layout.n_cells).tolist()
+        lane_cells = rule.deal(rule.n_cells).tolist()
         self._lane_offsets = row_offsets(lane_cells)
-        size = layout.stream.window_blocks * layout.stream.block_cells
-        super().__init__(layout, epoch, [np.append(np.arange(0, n, size), n) for n in lane_cells])
+        size = rule.stream.window_blocks * rule.stream.block_cells
+        super().__init__(rule, epoch, [np.append(np.arange(0, n, size), n) for n in lane_cells])
 
     def window_runs(self, lane: int, window: int) -> CellRuns:
         span = self._lane_offsets[lane] + self.window_offsets[lane][window : window + 2]
@@ -249,28 +247,28 @@ class RepeatedEpoch(EpochOrder):
         copied = []
         in_window = choose_rows(self._copies, slice(first, last + 1))
         for start, stop, number, _ in iterate_rows(in_window):
-            is_copied = self._counts[start:stop] >= number
+            is_copied = self._times_read[start:stop] >= number
             copied.append(start + np.flatnonzero(is_copied))
         skipped = low - int(self._copy_offsets[first])
-        cells = np.concatenate(copied)[skipped : skipped + high - low]
+        cell_ids = np.concatenate(copied)[skipped : skipped + high - low]
         # a run continues while the next cell follows in the same shard
-        shard = np.searchsorted(self._shard_offsets, cells, side="right") - 1
-        continues = (np.diff(cells) == 1) & (np.diff(shard) == 0)
+        shard = np.searchsorted(self._shard_offsets, cell_ids, side="right") - 1
+        continues = (np.diff(cell_ids) == 1) & (np.diff(shard) == 0)
         starts = np.flatnonzero(np.append(True, ~continues))
         shard = shard[starts]
-        first_cell = cells[starts] - self._shard_offsets[shard]
-        return CellRuns(shard, first_cell, np.diff(starts, append=len(cells)))
+        first_cell = cell_ids[starts] - self._shard_offsets[shard]
+        return CellRuns(shard, first_cell, np.diff(starts, append=len(cell_ids)))
 
 
-def _list_copies(layout: EpochLayout, counts: np.ndarray) -> BlockCopies:
-    """Copies of blocks, each as often as `counts`, `(cells,)`, has its most repeated cell."""
-    size = layout.stream.block_cells
-    shards = zip(row_offsets(layout.shard_cells), layout.shard_cells)
+def _list_copies(rule: OrderRule, times_read: np.ndarray) -> BlockCopies:
+    """List the copies of blocks: each as often as its most repeated cell by `times_read`, `(cells,)`."""
+    size = rule.stream.block_cells
+    shards = zip(row_offsets(rule.shard_cells), rule.shard_cells)
     starts = np.concatenate([first + np.arange(0, n, size) for first, n in shards])
-    stops = np.append(starts[1:], len(counts))
+    stops = np.append(starts[1:], len(times_read))
     copies: list[BlockCopies] = []
     # cells with a further copy: fewer each round, because few cells have many copies
-    left = np.flatnonzero(counts)
+    left = np.flatnonzero(times_read)
     while len(left):
         number = len(copies) + 1
         block_of_cell = np.searchsorted(starts, left, side="right") - 1
@@ -280,26 +278,26 @@ def _list_copies(layout: EpochLayout, counts: np.ndarray) -> BlockCopies:
         n_copied = np.diff(first_left, append=len(left))
         numbers = np.full_like(block, number)
         copies.append(BlockCopies(starts[block], stops[block], numbers, n_copied))
-        left = left[counts[left] > number]
+        left = left[times_read[left] > number]
     return BlockCopies(*map(np.concatenate, zip(*copies)))
 
 
-def epoch_order(layout: EpochLayout, epoch: int) -> EpochOrder:
-    """Return the order of an epoch of `layout`."""
-    kind = PlainEpoch if layout.repeats is None else RepeatedEpoch
-    return kind(layout, epoch)
+def make_epoch_order(rule: OrderRule, epoch: int) -> EpochOrder:
+    """Make the order of an epoch by `rule`."""
+    kind = PlainEpoch if rule.repeats is None else RepeatedEpoch
+    return kind(rule, epoch)
 
 
-class EpochOrders:
-    """Orders of the epochs of `layout`. Two are kept: lanes end an epoch one after another."""
+class OrderCache:
+    """The last two orders that were asked for: lanes end an epoch one after another."""
 
-    def __init__(self, layout: EpochLayout) -> None:
-        self._layout = layout
+    def __init__(self, rule: OrderRule) -> None:
+        self._rule = rule
         self._kept: dict[int, EpochOrder] = {}
 
     def of(self, epoch: int) -> EpochOrder:
-        """Order of `epoch`, computed unless it is kept."""
+        """Return the order of `epoch`, which is made unless it is kept."""
         if epoch not in self._kept:
             self._kept = {n: order for n, order in self._kept.items() if n == epoch - 1}
-            self._kept[epoch] = epoch_order(self._layout, epoch)
+            self._kept[epoch] = make_epoch_order(self._rule, epoch)
         return self._kept[epoch]

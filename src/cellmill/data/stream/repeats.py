@@ -4,9 +4,9 @@ An epoch with repeats has N cells, as any other, but reads some of them several 
 at all. A cell of a level with n cells has the weight `min(max_repeats, s * n ** -exponent)`, with s
 such that all weights add up to N: exponent 0 reads every cell once, 1 every level equally often.
 
-With `labelled_frac` the L cells with a level make up that fraction of the N reads: their weights,
-with L in place of N, are multiplied by `labelled_frac * N / L`. Cells without a level share the
-other reads equally.
+With `labelled_frac` the L cells with a level make up that fraction of the N reads: the weights
+above, computed over the L cells alone, are multiplied by `labelled_frac * N / L`. Cells without a
+level share the other reads equally.
 
 A cell of weight w is read floor(w) times or once more. Which cells are read once more is drawn anew
 each epoch.
@@ -32,22 +32,22 @@ class Repeats:
     levels: np.ndarray
     stream: Stream
 
-    def counts(self, seed: int, epoch: int, first_step: int) -> np.ndarray:
-        """(cells,) uint32: how often each cell is read in an epoch that begins at optimizer step
+    def times_read(self, seed: int, epoch: int, first_step: int) -> np.ndarray:
+        """Draw how often each cell is read, `(cells,)` uint32, in an epoch that begins at optimizer step
         `first_step`.
         """
-        counts = np.zeros(len(self.levels), np.uint32)
+        times_read = np.zeros(len(self.levels), np.uint32)
         reads = self._reads(first_step).tolist()
         for level, (cells, n_reads) in enumerate(zip(self._cells, reads)):
             if not len(cells):
                 continue
             whole, n_more = divmod(n_reads, len(cells))
-            counts[cells] = whole
+            times_read[cells] = whole
             if n_more:
                 words = random_words(len(cells), seed, REPEATS, epoch, level)
                 drawn = np.argpartition(words, n_more - 1)[:n_more]
-                counts[cells[drawn]] += 1
-        return counts
+                times_read[cells[drawn]] += 1
+        return times_read
 
     def _reads(self, first_step: int) -> np.ndarray:
         """(levels,) int64: reads of each level in an epoch from `first_step` on; they sum to N."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from cellmill.data.packing.row_file import RowFile
 from cellmill.data.stream.lane_genes import LaneGenes
-from cellmill.data.stream.order import DataRank, EpochLayout, EpochOrders
+from cellmill.data.stream.order import DataRank, OrderCache, OrderRule
 from cellmill.data.stream.windows import (
     CellWindow,
     StreamCells,
@@ -88,38 +88,38 @@ class StepGroup:
 
 
 class StepReader:
-    """Reader of the cells of a split in the order of `layout`, starting at any step.
+    """Reader of the cells of a split in the order of `rule`, starting at any step.
 
     Reads the lanes of one data rank: lane l belongs to rank l % `world`. Of the cells of other
     lanes only the numbers of genes are looked up.
     """
 
     def __init__(
-        self, shards: list[RowFile], layout: EpochLayout, data_rank: DataRank, io_threads: int
+        self, shards: list[RowFile], rule: OrderRule, data_rank: DataRank, io_threads: int
     ):
         self._shards = shards
-        self._layout = layout
+        self._rule = rule
         rank, world = data_rank
         self._rank = rank
         self._world = world
-        lanes = np.arange(layout.stream.lanes).reshape(-1, world).T  # (ranks, lanes of each)
+        lanes = np.arange(rule.stream.lanes).reshape(-1, world).T  # (ranks, lanes of each)
         self._other_lanes = np.delete(lanes, rank, axis=0).ravel()  # rank after rank
-        self._orders = EpochOrders(layout)
-        self._reader = WindowReader(shards, layout, self._orders, lanes[rank].tolist(), io_threads)
+        self._orders = OrderCache(rule)
+        self._reader = WindowReader(shards, rule, self._orders, lanes[rank].tolist(), io_threads)
 
     def close(self) -> None:
         """End the threads after the reads in progress."""
         self._reader.close()
 
     def steps(self, first_epoch: int, first_step: int) -> Iterator[StepGroup]:
-        """Read from step `first_step` of epoch `first_epoch` on: endlessly if the layout shuffles, else
+        """Read from step `first_step` of epoch `first_epoch` on: endlessly if the rule shuffles, else
         to the end of the epoch.
         """
-        first_cells = self._layout.cells_before(first_step)
+        first_cells = self._rule.cells_before(first_step)
         other_genes = self._look_up_others(first_epoch, first_cells)
         queue = WindowQueue(self._reader.windows(first_epoch, first_cells))
         for epoch, step, cells_by_lane in self._count_cells(first_epoch, first_step):
-            step_in_run = epoch * self._layout.steps_per_epoch + step
+            step_in_run = epoch * self._rule.steps_per_epoch + step
             cells_by_rank = cells_by_lane.reshape(len(cells_by_lane), -1, self._world).sum(1)
             start = 0
             while start < len(cells_by_lane):
@@ -140,13 +140,13 @@ class StepReader:
 
         Yields them with the epoch and its step that they begin at.
         """
-        layout = self._layout
+        rule = self._rule
         while True:
-            for first in range(step, layout.steps_per_epoch, _STEPS_COUNTED):
-                stop = min(first + _STEPS_COUNTED, layout.steps_per_epoch)
-                taken_before = layout.cells_before(np.arange(first, stop + 1)[:, None])
+            for first in range(step, rule.steps_per_epoch, _STEPS_COUNTED):
+                stop = min(first + _STEPS_COUNTED, rule.steps_per_epoch)
+                taken_before = rule.cells_before(np.arange(first, stop + 1)[:, None])
                 yield epoch, first, np.diff(taken_before, axis=0)
-            if not layout.shuffle:
+            if not rule.shuffle:
                 return
             epoch += 1
             step = 0
@@ -194,7 +194,7 @@ class StepReader:
             for window in range(first, order.n_windows(lane)):
                 genes_per_cell = count_genes(self._shards, order.window_runs(lane, window))
                 yield genes_per_cell[order.window_order(lane, window)]
-            if not self._layout.shuffle:
+            if not self._rule.shuffle:
                 return
             epoch += 1
             first = 0

@@ -20,7 +20,7 @@ from cellmill.data.packing.layout import ALIGNMENT
 from cellmill.data.packing.row_file import RowFile
 from cellmill.data.recycled import recycled_empty
 from cellmill.data.rows import choose_rows, iterate_rows, row_offsets
-from cellmill.data.stream.order import CellRuns, EpochLayout, EpochOrder, EpochOrders
+from cellmill.data.stream.order import CellRuns, EpochOrder, OrderCache, OrderRule
 
 _TASKS = 32  # read tasks per window: submitting one costs as much as reading some cells
 
@@ -105,16 +105,16 @@ class WindowReader:
     def __init__(
         self,
         shards: list[RowFile],
-        layout: EpochLayout,
-        orders: EpochOrders,
+        rule: OrderRule,
+        orders: OrderCache,
         lanes: list[int],
         io_threads: int,
     ) -> None:
         self._shards = shards
-        self._layout = layout
+        self._rule = rule
         self._orders = orders
         self._lanes = lanes
-        self._shard_offsets = row_offsets(layout.shard_cells)
+        self._shard_offsets = row_offsets(rule.shard_cells)
         self._pool = ThreadPoolExecutor(io_threads, thread_name_prefix="cellmill-read")
 
     def close(self) -> None:
@@ -134,10 +134,10 @@ class WindowReader:
                 lanes = [lane for lane in first if first[lane] <= window < order.n_windows(lane)]
                 if lanes:
                     yield self._start_reading(order, lanes, window)
-            if not self._layout.shuffle:
+            if not self._rule.shuffle:
                 return
             epoch += 1
-            first_cells = self._layout.cells_before(0)
+            first_cells = self._rule.cells_before(0)
 
     def _start_reading(self, order: EpochOrder, lanes: list[int], window: int) -> CellWindow:
         """Start to read window number `window` of each of `lanes`."""
@@ -171,7 +171,7 @@ class WindowReader:
         first_row_of_lane = np.cumsum(sizes) - sizes
         row = shuffled + np.repeat(first_row_of_lane, sizes)
         step = np.concatenate(
-            [self._layout.steps_of(lane, np.arange(*span)) for lane, span in zip(lanes, spans)]
+            [self._rule.steps_of(lane, np.arange(*span)) for lane, span in zip(lanes, spans)]
         )
         # a step's cells stay lane after lane
         by_step = np.argsort(step, kind="stable")
@@ -181,7 +181,7 @@ class WindowReader:
         first_row_of_run = np.cumsum(runs.n_cells) - runs.n_cells
         id_of_row = np.arange(len(row)) + np.repeat(first_id - first_row_of_run, runs.n_cells)
         return StreamCells(
-            order.epoch * self._layout.steps_per_epoch + step[by_step],
+            order.epoch * self._rule.steps_per_epoch + step[by_step],
             np.repeat(lanes, sizes)[by_step],
             id_of_row[row],
             packed.select(row),
