@@ -18,7 +18,7 @@ import torch
 from train_step import commit, machine
 
 from cellmill.config.run import Stream
-from cellmill.data.stream.micro_batches import count_greedy
+from cellmill.data.stream.micro_batches import count_greedy_batches
 from cellmill.data.stream.order import DataRank, OrderRule
 from cellmill.data.stream.step_reader import StepReader
 
@@ -87,7 +87,7 @@ def measured(
         began = time.thread_time()
         together = next(taken)
         known = time.thread_time()
-        count_greedy(
+        count_greedy_batches(
             np.minimum(together.genes_per_cell, MAX_TOKENS), together.n_cells.ravel(), budget
         )
         each.append((known - began, time.thread_time() - known, len(together.n_cells)))

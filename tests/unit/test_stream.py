@@ -22,7 +22,7 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards
 from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.cell_stream import CellStream
-from cellmill.data.stream.micro_batches import count_greedy, cut_greedily, split_batch
+from cellmill.data.stream.micro_batches import count_greedy_batches, cut_greedily, split_batch
 from cellmill.errors import DataError, UserError
 from cellmill.planner.work import CorpusSize, count_detected_genes, measure_work
 
@@ -83,7 +83,7 @@ def test_micro_batches_are_filled_greedily_in_order() -> None:
                 len(cut_greedily(part, budget)) - 1
                 for part in np.split(lengths, n_cells.cumsum()[:-1])
             ]
-            assert count_greedy(lengths, n_cells, budget).tolist() == alone
+            assert count_greedy_batches(lengths, n_cells, budget).tolist() == alone
 
 
 def test_parts_of_a_batch_have_every_cell_once_within_the_budget() -> None:

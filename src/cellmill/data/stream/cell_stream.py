@@ -278,8 +278,7 @@ def _read_order_rule(
 
 def _order_options(order_rule: OrderRule) -> dict[str, Any]:
     """Options that fix the order of cells, and are compared on resume; None for weights without use."""
-    names = _ORDER_OPTIONS + _WEIGHT_OPTIONS
-    options = {name: getattr(order_rule.stream, name) for name in names}
+    options = {name: getattr(order_rule.stream, name) for name in _ORDER_OPTIONS + _WEIGHT_OPTIONS}
     if order_rule.repeats is None:
         options |= dict.fromkeys(_WEIGHT_OPTIONS)
     return {"seed": order_rule.seed, **options, "global_batch": order_rule.global_batch}

@@ -32,62 +32,69 @@ class MicroBatchRule:
     min_per_step: int = 1
     multiple_of: int = 1
 
-    def cut_steps(self, lengths: np.ndarray, n_cells: np.ndarray, rank: int) -> StepCuts:
+    def cut_steps(self, n_tokens: np.ndarray, n_cells: np.ndarray, rank: int) -> StepCuts:
         """Cut the cells of data rank `rank` in some steps.
 
-        `lengths`, `(cells,)`, are tokens of all ranks' cells, by step and rank, and `n_cells`,
-        `(steps, ranks)`, are their numbers. Every rank computes the cuts of all ranks from them, so
-        they agree without communication.
+        `n_tokens`, `(cells,)`, has the number of tokens of each cell of all ranks, by step and rank,
+        and `n_cells`, `(steps, ranks)`, the numbers of cells. Every rank computes the cuts of all
+        ranks from them, so they agree without communication.
         """
-        budget = self.token_budget
         # numbers of micro-batches, (steps, ranks) and (steps,)
-        n_greedy = count_greedy(lengths, n_cells.ravel(), budget).reshape(n_cells.shape)
-        n_needed = np.maximum(n_greedy.max(1), self.min_per_step)
-        n_batches: list[int] = (-(-n_needed // self.multiple_of) * self.multiple_of).tolist()
-        is_even = self.multiple_of > 1 or self.min_per_step > 1
+        by_rank = count_greedy_batches(n_tokens, n_cells.ravel(), self.token_budget)
+        greedy_batches = by_rank.reshape(n_cells.shape)
+        needed_batches = np.maximum(greedy_batches.max(1), self.min_per_step)
+        n_batches: list[int] = (-(-needed_batches // self.multiple_of) * self.multiple_of).tolist()
+        # this rank's cells of each step, among those of all steps and ranks
+        stops = n_cells.cumsum().reshape(n_cells.shape)[:, rank]
+        starts = stops - n_cells[:, rank]
         offsets = [0]
         n_filled = []
-        # cells of this rank in each step, and their end among those of all steps and ranks
-        n_local = n_cells[:, rank].tolist()
-        ends = n_cells.cumsum().reshape(n_cells.shape)[:, rank].tolist()
-        n_greedy_local = n_greedy[:, rank].tolist()
-        for n, end, n_greedy_step, n_in_step in zip(n_local, ends, n_greedy_local, n_batches):
-            if is_even:
-                offsets_in_step = cut_evenly(lengths[end - n : end], n_in_step)
-            elif n_greedy_step == 1:
-                offsets_in_step = [0, n]
-            else:
-                offsets_in_step = cut_greedily(lengths[end - n : end], budget)
-            start = offsets[-1]
-            offsets += [start + offset for offset in offsets_in_step[1:]]
-            n_filled.append(len(offsets_in_step) - 1)
+        steps = zip(starts.tolist(), stops.tolist(), greedy_batches[:, rank].tolist(), n_batches)
+        for start, stop, n_greedy, max_batches in steps:
+            step_offsets = self._cut_step(n_tokens[start:stop], n_greedy, max_batches)
+            offsets += [offsets[-1] + offset for offset in step_offsets[1:]]
+            n_filled.append(len(step_offsets) - 1)
         return StepCuts(offsets, n_filled, n_batches)
 
+    def _cut_step(self, n_tokens: np.ndarray, n_greedy: int, max_batches: int) -> list[int]:
+        """Cut one step: greedily into `n_greedy` micro-batches, or evenly into at most `max_batches`.
 
-def cut_greedily(lengths: np.ndarray, token_budget: int) -> list[int]:
+        Returns the offsets of the micro-batches.
+        """
+        if self.multiple_of > 1 or self.min_per_step > 1:
+            return cut_evenly(n_tokens, max_batches)
+        if n_greedy == 1:
+            return [0, len(n_tokens)]
+        return cut_greedily(n_tokens, self.token_budget)
+
+
+def cut_greedily(n_tokens: np.ndarray, token_budget: int) -> list[int]:
     """Offsets `[0, ..., cells]` of micro-batches of at most `token_budget` tokens, filled greedily
     in order.
 
-    `lengths`, `(cells,)`, are tokens of each cell. A cell above the budget is a micro-batch of its
-    own.
+    `n_tokens`, `(cells,)`, has the number of tokens of each cell. A cell above the budget is a
+    micro-batch of its own.
     """
-    total = lengths.cumsum()
+    total = n_tokens.cumsum()
     offsets = [0]
     first = 0
-    while first < len(lengths):
+    while first < len(n_tokens):
         used = int(total[first - 1]) if first else 0
         first = max(int(total.searchsorted(used + token_budget, side="right")), first + 1)
         offsets.append(first)
     return offsets
 
 
-def count_greedy(lengths: np.ndarray, n_cells: np.ndarray, token_budget: int) -> np.ndarray:
+def count_greedy_batches(
+    n_tokens: np.ndarray, n_cells: np.ndarray, token_budget: int
+) -> np.ndarray:
     """Number of micro-batches that `cut_greedily` makes of each rank's cells, `(ranks,)`.
 
-    `lengths`, `(cells,)`, are tokens of all ranks' cells, rank by rank, `n_cells` of them on each.
+    `n_tokens`, `(cells,)`, has the number of tokens of each cell of all ranks, rank by rank, and
+    `n_cells`, `(ranks,)`, the numbers of cells.
     """
-    total = np.zeros(len(lengths) + 1, np.int64)
-    lengths.cumsum(out=total[1:])
+    total = np.zeros(len(n_tokens) + 1, np.int64)
+    n_tokens.cumsum(out=total[1:])
     ends = n_cells.cumsum()
     first = ends - n_cells
     numbers = np.minimum(n_cells, 1)
@@ -101,16 +108,16 @@ def count_greedy(lengths: np.ndarray, n_cells: np.ndarray, token_budget: int) ->
     return numbers
 
 
-def cut_evenly(lengths: np.ndarray, max_batches: int) -> list[int]:
+def cut_evenly(n_tokens: np.ndarray, max_batches: int) -> list[int]:
     """Offsets of at most `max_batches` micro-batches that minimise the largest one."""
-    low = int(lengths.max(initial=1))
-    high = int(lengths.sum())
+    low = int(n_tokens.max(initial=1))
+    high = int(n_tokens.sum())
 
     def fits(budget: int) -> bool:
-        return len(cut_greedily(lengths, budget)) - 1 <= max_batches
+        return len(cut_greedily(n_tokens, budget)) - 1 <= max_batches
 
     # the smallest budget in low:high that fits, else high
-    return cut_greedily(lengths, low + bisect_left(range(low, high), True, key=fits))
+    return cut_greedily(n_tokens, low + bisect_left(range(low, high), True, key=fits))
 
 
 def split_batch(batch: Batch, token_budget: int) -> Iterator[Batch]:

@@ -91,6 +91,6 @@ def make_batch(
     if with_counts:
         n_tokens = np.diff(tokens.cu_seqlens)
         # all cells were cut at one number of genes: cut there again, or at the longest cell's
-        counted_tokens = Prefixes(cells, int(n_tokens.max(initial=0)))
-        token_counts = counted_tokens.copy(cells.counts, np.int64)
+        kept = Prefixes(cells, int(n_tokens.max(initial=0)))
+        token_counts = kept.copy(cells.counts, np.int64)
     return Batch(*tokens, cell_ids, token_counts, **per_cell)
