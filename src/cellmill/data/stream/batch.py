@@ -65,6 +65,7 @@ class Batch:
 
     def map(self, change: Callable[[Per, Array], Array], **replaced: Any) -> Self:
         """Return the batch with `change` applied to every array, except for fields in `replaced`."""
+        # lengths are computed again from `cu_seqlens`
         fields_of_batch: dict[str, Any] = {"lengths": []}
         for name, per in self._axes().items():
             array = getattr(self, name)

@@ -64,9 +64,9 @@ class BatchMaker:
         self._empty_batch = empty_batch(tokenizer.dtype, with_counts).with_rows(rows)
 
     def make(self, group: StepGroup) -> list[list[Batch]]:
-        """This rank's micro-batches of each step, as many as on every other rank.
+        """Make this rank's micro-batches of each step, as many as on every other rank.
 
-        A step is filled up with empty ones.
+        A step is filled up with empty micro-batches.
         """
         n_tokens = self._tokenizer.count_tokens(group.genes_per_cell)
         cuts = self._rule.cut_steps(n_tokens, group.n_cells, self._rank)
@@ -77,7 +77,10 @@ class BatchMaker:
         ]
 
     def _tokenize(self, cells: StreamCells, offsets: list[int], epoch: int) -> list[Batch]:
-        """Micro-batches of `cells`, which begin at `offsets`; small ones are made together and cut apart."""
+        """Make the micro-batches of `cells`, which begin at `offsets`.
+
+        Small ones are made together and cut apart.
+        """
         batches = []
         n_genes = np.diff(row_offsets(cells.packed.lengths)[offsets])
         for first, last in pairwise(cut_greedily(n_genes, _TOKENS_TOGETHER)):

@@ -103,7 +103,7 @@ class CellStream:
             sorted({*fields.columns, *weight_columns}), fields.number_columns
         )
 
-        # the draws of validation do not depend on the run's seed
+        # draws of validation do not depend on the run's seed
         draw_seed = seed if shuffle else 0
         tokenizer = CellTokenizer(tokens, manifest.n_genes, draw_seed, manifest.variability)
         self._unpacker = CellUnpacker(manifest, self._shards, tokenizer, fields.with_counts)
@@ -124,7 +124,7 @@ class CellStream:
         self._closed = False
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        """Micro-batches of this data rank for each optimizer step, as many as on every other rank.
+        """Yield the micro-batches of this data rank for each optimizer step, as many as on every rank.
 
         Some may be empty. Endless over epochs, starting at the state; without shuffling one epoch,
         always from its start.
@@ -209,11 +209,11 @@ class CellStream:
         self._step = step
 
     def names(self, cell_ids: np.ndarray) -> list[str]:
-        """Name cells by `dataset:name (file row)` for error messages; reads the shards."""
+        """Name cells by id as `dataset:name (file row)`, read from the shards; for error messages."""
         return self._unpacker.names(cell_ids)
 
     def shards_read(self, ranks: Collection[int], step: int, stop: int) -> dict[Path, str]:
-        """SHA-256 of the shards, by path, that `ranks` read in steps `step` to `stop`, counted over
+        """Return the SHA-256 of the shards, by path, that `ranks` read in steps `step` to `stop`, counted over
         all epochs.
 
         Without shuffling, the steps do not matter: the stream has one epoch.
@@ -264,7 +264,7 @@ def _read_order_rule(
     shuffle: bool,
     max_cells: int | None,
 ) -> OrderRule:
-    """Rule of the order of a split's cells, with weights that are read from the shards."""
+    """Make the rule of the order of a split's cells, with weights that are read from the shards."""
     entry = manifest.entry(split)
     repeats = None
     if shuffle:

@@ -21,7 +21,7 @@ _ZEROS = np.uint64(0x5A45524F)  # part of the keys of genes without counts
 def count_kept_and_zeros(
     tokens: Tokens, detected: np.ndarray, n_genes: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of tokens with counts and without, zeros, in each cell, `(cells,)` int64 each.
+    """Count the tokens with counts and those without, zeros, in each cell, `(cells,)` int64 each.
 
     `detected`, `(cells,)`, is the number of genes that each cell has, out of `n_genes`. A fraction
     `zero_frac` of the tokens have no counts.
@@ -60,6 +60,7 @@ class CellTokenizer:
         self._n_genes = n_genes
         self._seed = seed
         self._chooses = tokens.truncation != "top" or tokens.zero_frac > 0
+        # values come from the whole cell; `_choose` cuts
         uncut = tokens.model_copy(update={"max_tokens": 2**31 - 1}) if self._chooses else tokens
         self._tokenizer: Tokenizer = uncut.load()(uncut)
         self.dtype = self._tokenizer.dtype
@@ -69,8 +70,8 @@ class CellTokenizer:
         reads_all = with_counts or self._chooses or self._tokenizer.needs_counts
         return None if reads_all else self._tokens.max_tokens
 
-    def sorts_cells_above(self) -> int | None:
-        """Cells with more genes than this are put into rank order, because it decides their tokens;
+    def rank_order_above(self) -> int | None:
+        """Number of genes above which a cell must be in rank order, because that decides its tokens;
         None if it never does.
         """
         if self._tokens.value_kind == "place":
@@ -78,14 +79,14 @@ class CellTokenizer:
         return _max_kept(self._tokens) if self._tokens.truncation == "top" else None
 
     def count_tokens(self, detected: np.ndarray) -> np.ndarray:
-        """(cells,) int64: tokens of cells with `detected` genes."""
+        """Count the tokens of cells with `detected` genes, `(cells,)` int64."""
         kept, zeros = count_kept_and_zeros(self._tokens, detected, self._n_genes)
         return kept + zeros
 
     def batch(
         self, cells: SparseCounts, cell_ids: np.ndarray, with_counts: bool = False, epoch: int = 0
     ) -> Batch:
-        """Batch of cells whose genes are in rank order, and whose ids are `cell_ids`, `(cells,)`.
+        """Make the batch of cells whose genes are in rank order, and whose ids are `cell_ids`, `(cells,)`.
 
         It has the counts of its tokens if `with_counts`.
         """
@@ -96,7 +97,7 @@ class CellTokenizer:
     def _chosen_batch(
         self, cells: SparseCounts, cell_ids: np.ndarray, with_counts: bool, epoch: int
     ) -> Batch:
-        """`batch` of chosen genes. In each cell, genes with counts come first."""
+        """Make the batch of chosen genes. In each cell, genes with counts come first."""
         all_token_ids, all_values, _ = self._tokenizer.tokenize(cells)
         keys = self._cell_keys(cells, epoch)
         n_kept, n_zeros = count_kept_and_zeros(self._tokens, cells.lengths, self._n_genes)
@@ -120,7 +121,7 @@ class CellTokenizer:
         return Batch(token_ids, values, token_offsets.astype(np.int32), cell_ids, token_counts)
 
     def _cell_keys(self, cells: SparseCounts, epoch: int) -> np.ndarray:
-        """Key of each cell's draws, (cells,) uint64, by its genes and counts in any order."""
+        """Key of each cell's draws, `(cells,)` uint64, by its genes and counts in any order."""
         offsets, genes, counts = cells
         pairs = splitmix64(genes.astype(np.uint64) ^ splitmix64(counts.astype(np.uint64)))
         # sums modulo 2**64
@@ -131,28 +132,29 @@ class CellTokenizer:
         return splitmix64(sums ^ splitmix64(splitmix64(seed) ^ np.uint64(epoch)))
 
     def _choose(self, cells: SparseCounts, n_kept: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """Indices of the `n_kept` genes of each cell that become tokens, ascending."""
+        """Choose the `n_kept` genes of each cell that become tokens; return their indices, ascending."""
         offsets, genes, _ = cells
         lengths = cells.lengths
         if self._tokens.truncation == "top":
             return np.flatnonzero(positions_in_rows(offsets) < np.repeat(n_kept, lengths))
         keep = np.ones(len(genes), bool)
         for cell in np.flatnonzero(lengths > n_kept).tolist():
-            start = int(offsets[cell])
-            stop = int(offsets[cell + 1])
+            start = offsets[cell]
+            stop = offsets[cell + 1]
             cell_genes = genes[start:stop]
             if self._tokens.truncation == "variable":
                 assert self._variability is not None
-                order = self._variability[cell_genes]
+                priority = self._variability[cell_genes]
             else:
-                order = splitmix64(keys[cell] ^ cell_genes.astype(np.uint64))
+                priority = splitmix64(keys[cell] ^ cell_genes.astype(np.uint64))
             keep[start:stop] = False
-            keep[start + _smallest(order, n_kept[cell])] = True
+            # the smallest are kept
+            keep[start + _smallest(priority, n_kept[cell])] = True
         return np.flatnonzero(keep)
 
 
 def _draw_absent(cells: SparseCounts, n: np.ndarray, keys: np.ndarray, n_genes: int) -> np.ndarray:
-    """Draw `n`, (cells,), genes without counts for each cell by its key; return their rows.
+    """Draw `n`, `(cells,)`, genes without counts for each cell by its key; return their rows.
 
     Rows ascend within a cell.
     """

@@ -69,8 +69,9 @@ class MicroBatchRule:
 
 
 def cut_greedily(n_tokens: np.ndarray, token_budget: int) -> list[int]:
-    """Offsets `[0, ..., cells]` of micro-batches of at most `token_budget` tokens, filled greedily
-    in order.
+    """Cut cells in order into micro-batches of at most `token_budget` tokens, filled greedily.
+
+    Returns the offsets of the micro-batches, `[0, ..., cells]`.
 
     `n_tokens`, `(cells,)`, has the number of tokens of each cell. A cell above the budget is a
     micro-batch of its own.
@@ -88,7 +89,7 @@ def cut_greedily(n_tokens: np.ndarray, token_budget: int) -> list[int]:
 def count_greedy_batches(
     n_tokens: np.ndarray, n_cells: np.ndarray, token_budget: int
 ) -> np.ndarray:
-    """Number of micro-batches that `cut_greedily` makes of each rank's cells, `(ranks,)`.
+    """Count the micro-batches that `cut_greedily` makes of each rank's cells, `(ranks,)`.
 
     `n_tokens`, `(cells,)`, has the number of tokens of each cell of all ranks, rank by rank, and
     `n_cells`, `(ranks,)`, the numbers of cells.
@@ -109,7 +110,10 @@ def count_greedy_batches(
 
 
 def cut_evenly(n_tokens: np.ndarray, max_batches: int) -> list[int]:
-    """Offsets of at most `max_batches` micro-batches that minimise the largest one."""
+    """Cut cells into at most `max_batches` micro-batches so that the largest is smallest.
+
+    Returns the offsets, like `cut_greedily`.
+    """
     low = int(n_tokens.max(initial=1))
     high = int(n_tokens.sum())
 
@@ -121,6 +125,6 @@ def cut_evenly(n_tokens: np.ndarray, max_batches: int) -> list[int]:
 
 
 def split_batch(batch: Batch, token_budget: int) -> Iterator[Batch]:
-    """Parts of `batch` in order, of at most `token_budget` tokens if they have several cells."""
+    """Yield parts of `batch` in order, of at most `token_budget` tokens if they have several cells."""
     for first, last in pairwise(cut_greedily(np.diff(batch.cu_seqlens), token_budget)):
         yield batch.cut(first, last)

@@ -65,7 +65,9 @@ class WindowQueue:
         return n_steps, parts[0] if len(parts) == 1 else join_stream_cells(parts)
 
     def _n_steps_together(self, step: int, n_cells: np.ndarray) -> int:
-        """One, or more if the first window has all cells of the steps, at most `_CELLS_TOGETHER`."""
+        """Number of steps: one, or more if the first window has all of their cells and these are at
+        most `_CELLS_TOGETHER`.
+        """
         if len(self._started) > 1:
             first_of_next = int(self._started[1].cells.steps[0])
             n_cells = n_cells[: max(0, first_of_next - step)]
@@ -152,8 +154,8 @@ class StepReader:
             step = 0
 
     def _look_up_others(self, epoch: int, first_cells: np.ndarray) -> LaneGenes:
-        """Numbers of genes of the cells in the lanes of other ranks, from cell `first_cells`,
-        `(lanes,)`, of each lane on.
+        """Look up the numbers of genes of the cells in the lanes of other ranks, from cell
+        `first_cells`, `(lanes,)`, of each lane on.
         """
         order = self._orders.of(epoch)
         windows = []
@@ -172,7 +174,7 @@ class StepReader:
         cells_by_rank: np.ndarray,
         cells_by_lane: np.ndarray,
     ) -> np.ndarray:
-        """Numbers of genes of the cells of all ranks, by step and rank.
+        """Insert this rank's numbers of genes among those of other ranks, by step and rank.
 
         `cells_by_rank`, `(steps, ranks)`, and `cells_by_lane`, `(steps, lanes)`, are numbers of cells.
         """
@@ -187,7 +189,7 @@ class StepReader:
         return np.concatenate(parts)
 
     def _genes_of_windows(self, lane: int, epoch: int, first: int) -> Iterator[np.ndarray]:
-        """Numbers of genes of the cells of each window of a lane, from window `first` of an epoch on."""
+        """Count the genes of the cells of each window of a lane, from window `first` of an epoch on."""
         # a lane without cells in an epoch has none in any: it would loop forever
         while self._orders.of(epoch).lane_cells[lane]:
             order = self._orders.of(epoch)

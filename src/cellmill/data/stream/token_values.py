@@ -22,7 +22,7 @@ _TABLED_COUNTS = 64  # counts below it are looked up in a table of each cell
 
 
 def position_tokens(kept: Prefixes) -> Tokenized:
-    """Tokens of the kept genes, with int32 positions in their cell from 0."""
+    """Make tokens of the kept genes, with int32 positions in their cell from 0."""
     values = recycled_empty(kept.cu_seqlens[-1], np.int32)
     offsets, genes, _ = kept.cells
     loops = _choose_loops(kept, offsets, genes)
@@ -40,7 +40,7 @@ def position_tokens(kept: Prefixes) -> Tokenized:
 
 
 def log_tokens(kept: Prefixes) -> Tokenized:
-    """Tokens, with float32 values, of the kept genes and their counts."""
+    """Make tokens, with float32 values, of the kept genes and their counts."""
     offsets, _, counts = kept.cells
     loops = _choose_loops(kept, *kept.cells)
     if loops is not None:
@@ -52,14 +52,17 @@ def log_tokens(kept: Prefixes) -> Tokenized:
 
 
 def _choose_loops(kept: Prefixes, *arrays: np.ndarray) -> Any:
-    """The loops; None if numpy is faster, or offsets, genes and perhaps counts have other types or
+    """Return the loops; None if numpy is faster, or offsets, genes and perhaps counts have other types or
     layouts than they are compiled for.
     """
     n_tokens = int(kept.cu_seqlens[-1])
     compiled_for = ((np.int64,), (np.int32,), (np.uint16, np.uint32))
-    fits = all(array.dtype in dtypes for array, dtypes in zip(arrays, compiled_for))
-    is_plain = all(array.flags.c_contiguous and array.flags.writeable for array in arrays)
-    if n_tokens < LARGE_BATCH or not (is_plain and fits):
+    # `arrays` may leave the counts out
+    fits = all(
+        array.dtype in dtypes and array.flags.c_contiguous and array.flags.writeable
+        for array, dtypes in zip(arrays, compiled_for)
+    )
+    if n_tokens < LARGE_BATCH or not fits:
         return None
     return codec.COMPILED.loops_for(n_tokens)
 

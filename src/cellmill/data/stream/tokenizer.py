@@ -30,7 +30,7 @@ class Tokenizer(Protocol):
     needs_counts: bool
 
     def tokenize(self, cells: SparseCounts) -> Tokenized:
-        """Tokens of cells whose genes, rows of the vocabulary, are in rank order.
+        """Make the tokens of cells whose genes, rows of the vocabulary, are in rank order.
 
         Their counts are above 0, or None unless `needs_counts`.
         """
@@ -50,7 +50,7 @@ class Prefixes:
         self.lengths.cumsum(out=self.cu_seqlens[1:])
 
     def copy(self, array: np.ndarray, dtype: np.dtype | type) -> np.ndarray:
-        """Kept entries of `array`, `(nonzeros,)`, as `dtype`, in new memory."""
+        """Copy the kept entries of `array`, `(nonzeros,)`, as `dtype`, into new memory."""
         kept = recycled_empty(self.cu_seqlens[-1], dtype)
         if self._is_whole():
             kept[:] = array
@@ -82,7 +82,7 @@ def make_batch(
     with_counts: bool,
     **per_cell: Any,
 ) -> Batch:
-    """Batch of `cells`, whose ids are `cell_ids`, `(cells,)`, by `tokenizer.tokenize`.
+    """Make the batch of `cells`, whose ids are `cell_ids`, `(cells,)`, by `tokenizer.tokenize`.
 
     It has the counts of its tokens if `with_counts`, and further fields `per_cell`.
     """

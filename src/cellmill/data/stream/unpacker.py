@@ -37,13 +37,13 @@ class CellUnpacker:
         self._rank_order: RankOrder | None = None
         if manifest.order == "genes":
             self._max_genes = None
-            sorts_above = tokenizer.sorts_cells_above()
+            sorts_above = tokenizer.rank_order_above()
             if sorts_above is not None:
-                medians = read_medians(shards[0].path)
-                self._rank_order = RankOrder(inverse_medians(medians), sorts_above)
+                inverses = inverse_medians(read_medians(shards[0].path))
+                self._rank_order = RankOrder(inverses, sorts_above)
 
     def unpack(self, cells: StreamCells) -> SparseCounts:
-        """Genes and counts of `cells`. Raises DataError, with its name, for a damaged cell."""
+        """Unpack genes and counts of `cells`. Raises DataError, with its name, for a damaged cell."""
         try:
             unpacked = cells.packed.unpack(self._kind, self._max_genes)
         except DamagedPart as error:
@@ -53,10 +53,10 @@ class CellUnpacker:
             self._rank_order.sort(unpacked)
         return unpacked
 
-    def names(self, ids: np.ndarray) -> list[str]:
-        """`dataset:name (file row)` of cells by id, read from the shards; for error messages."""
-        numbers = np.searchsorted(self._shard_offsets, ids, side="right") - 1
-        rows = ids - self._shard_offsets[numbers]
+    def names(self, cell_ids: np.ndarray) -> list[str]:
+        """Name cells by id as `dataset:name (file row)`, read from the shards; for error messages."""
+        numbers = np.searchsorted(self._shard_offsets, cell_ids, side="right") - 1
+        rows = cell_ids - self._shard_offsets[numbers]
         names = []
         for number, row in zip(numbers.tolist(), rows.tolist()):
             path = self._shards[number].path

@@ -89,7 +89,7 @@ class CellWindow:
     reads: list[Future[None]]  # not yet waited for
 
     def take(self, step: int, n_steps: int) -> StreamCells:
-        """Cells of `n_steps` steps from `step` on, after their bytes are read; may be none.
+        """Wait for the bytes of the cells of `n_steps` steps from `step` on; return them, may be none.
 
         Raises the errors of the reads.
         """
@@ -122,7 +122,7 @@ class WindowReader:
         self._pool.shutdown(cancel_futures=True)
 
     def windows(self, epoch: int, first_cells: np.ndarray) -> Iterator[CellWindow]:
-        """Windows from cell `first_cells`, `(lanes,)`, of each lane on; `next` starts to read one.
+        """Yield windows from cell `first_cells`, `(lanes,)`, of each lane on; `next` starts to read one.
 
         Window w has the cells of window number w of all lanes that have one.
         """
@@ -220,7 +220,7 @@ class WindowReader:
 
 
 def count_genes(shards: list[RowFile], runs: CellRuns) -> np.ndarray:
-    """Number of genes of each cell of `runs`, `(cells,)` int64."""
+    """Count the genes of each cell of `runs`, `(cells,)` int64."""
     offsets = []
     for shard, first, n in iterate_rows(runs):
         offsets.append(shards[shard].indptr[first : first + n + 1])
