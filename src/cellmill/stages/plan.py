@@ -75,10 +75,10 @@ def plan(
         options = options.model_copy(update={"objective": chosen.objective})
         detected = count_detected_genes(shards)[:n_cells]
         if options.stream.weight_by is not None:  # cells are not read equally often
-            counts = read_repeats(shards, "train", options.stream, n_cells).times_read(
+            times_read = read_repeats(shards, "train", options.stream, n_cells).times_read(
                 options.train.seed, 0, 0
             )
-            detected = detected.repeat(counts)
+            detected = detected.repeat(times_read)
         kept, zeros = count_kept_and_zeros(options.tokens, detected, shards.n_genes)
         levels = shards.levels(options.obs_columns())
         corpus = CorpusSize(

@@ -155,7 +155,7 @@ class CellStream:
                         return
                     self._step += 1
                     if self._step == self.steps_per_epoch:
-                        self._epoch = self._epoch + 1
+                        self._epoch += 1
                         self._step = 0
                     yield batches
         finally:

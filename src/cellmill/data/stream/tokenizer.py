@@ -89,8 +89,7 @@ def make_batch(
     tokens = tokenizer.tokenize(cells)
     token_counts = None
     if with_counts:
-        n_tokens = np.diff(tokens.cu_seqlens)
-        # all cells were cut at one number of genes: cut there again, or at the longest cell's
-        kept = Prefixes(cells, int(n_tokens.max(initial=0)))
-        token_counts = kept.copy(cells.counts, np.int64)
+        # the tokenizer cut all cells at one number of genes: cutting at the longest does it again
+        longest = int(np.diff(tokens.cu_seqlens).max(initial=0))
+        token_counts = Prefixes(cells, longest).copy(cells.counts, np.int64)
     return Batch(*tokens, cell_ids, token_counts, **per_cell)
