@@ -284,7 +284,7 @@ def context(
 
 def _hidden(context: Context, counts: sp.csr_matrix | None = None) -> HiddenGenes:
     genes = context.measured_genes[5:150:2]  # more than are asked at once
-    return HiddenGenes(
+    return HiddenGenes.in_context(
         context, read_rows(context.reader, np.arange(20)) if counts is None else counts, genes
     )
 
@@ -302,7 +302,9 @@ def test_the_model_sees_nothing_of_hidden_genes(context: Context) -> None:
     np.testing.assert_array_equal(changed.embed(context.model.network), vectors)
     assert (
         vectors
-        != HiddenGenes(context, hidden.counts, hidden.genes[:1]).embed(context.model.network)
+        != HiddenGenes.in_context(context, hidden.counts, hidden.genes[:1]).embed(
+            context.model.network
+        )
     ).any()
     own = decode_expression(hidden, vectors)
     of_changed = decode_expression(changed, vectors)
@@ -470,7 +472,7 @@ def test_predictions_read_no_hidden_gene_of_scored_cells(context: Context) -> No
         EMBEDDING: hidden.embed(context.model.network),
         UNTRAINED: np.ones((20, 16), np.float32),
     }
-    trained = TrainingCells.read(hidden)
+    trained = TrainingCells.read(context, hidden.genes)
     assert trained is not None
     assert trained.hidden.counts.shape[0] == context.model.manifest.splits["train"].n_obs
     found = trained.predict(hidden, vectors, 3)
@@ -481,9 +483,7 @@ def test_predictions_read_no_hidden_gene_of_scored_cells(context: Context) -> No
 
 
 def test_cells_of_the_dataset_are_fitted_separately(context: Context) -> None:
-    trained = TrainingCells.read(
-        replace(_hidden(context), context=replace(context, dataset="elsewhere"))
-    )
+    trained = TrainingCells.read(replace(context, dataset="elsewhere"), _hidden(context).genes)
     assert trained is not None
     assert [*trained.groups()] == [""]  # a dataset that the model was not trained on
     some = replace(trained, is_from_dataset=np.arange(len(trained.is_from_dataset)) % 3 == 0)

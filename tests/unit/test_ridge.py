@@ -121,7 +121,7 @@ def test_validation_cells_choose_penalty_and_weight(context: Context) -> None:
         counts = next(validation.reader.rows(10_000))
         totals = np.zeros((len(NOISES), len(WEIGHTS)))
         for part in range(5):
-            hidden = HiddenGenes(validation, counts, genes[part_of_gene == part])
+            hidden = HiddenGenes.in_context(validation, counts, genes[part_of_gene == part])
             decoded = decode_expression(hidden, hidden.embed(hidden.network))
             measured = hidden.expression()
             for row, noise in enumerate(noises):

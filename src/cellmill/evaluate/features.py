@@ -1,6 +1,5 @@
 """Features of cells made from their counts: the embedding and the baselines."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -8,7 +7,6 @@ import scipy.sparse as sp
 
 from cellmill.data.arrays import log_normalise, select_columns, summed
 from cellmill.data.inputs.reader import CountsReader
-from cellmill.data.stream.batch import Batch
 from cellmill.evaluate.inference.embed import embed_batches, tokenize_blocks
 from cellmill.evaluate.methods import (
     ALL_GENES,
@@ -73,18 +71,12 @@ def features_of_counts(
     }
 
 
-def embed_counts(
-    context: Context, counts: sp.csr_matrix, network: Model, tokens: Iterable[Batch] | None = None
-) -> np.ndarray:
-    """Vectors of the cells, `(cells, hidden)` float32; zeros for cells without tokens.
-
-    `tokens` replace the tokens of `counts`.
-    """
+def embed_counts(context: Context, counts: sp.csr_matrix, network: Model) -> np.ndarray:
+    """Vectors of the cells, `(cells, hidden)` float32; zeros for cells without tokens."""
     model = context.model
     n_cells = counts.shape[0]
-    if tokens is None:
-        rows = (counts[first : first + TOKENIZED] for first in range(0, n_cells, TOKENIZED))
-        tokens = tokenize_blocks(rows, context.gene_columns, model.vocabulary, model.tokens)
+    rows = (counts[first : first + TOKENIZED] for first in range(0, n_cells, TOKENIZED))
+    tokens = tokenize_blocks(rows, context.gene_columns, model.vocabulary, model.tokens)
     vectors = embed_batches(tokens, network, n_cells, TOKEN_BUDGET, context.options.precision)
     return np.nan_to_num(vectors)
 

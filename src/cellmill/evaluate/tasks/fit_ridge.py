@@ -82,7 +82,7 @@ def _choose_noise_and_weight(ridge: GeneRidge, context: Context, group: np.ndarr
     counts = read_rows(context.reader, np.arange(context.reader.n_obs))
     scores = np.zeros((len(NOISES), len(WEIGHTS)))
     for part in range(PARTS):
-        hidden = HiddenGenes(context, counts, genes[part_of_gene == part])
+        hidden = HiddenGenes.in_context(context, counts, genes[part_of_gene == part])
         vectors = hidden.embed(hidden.network)
         decoded = decode_expression(hidden, vectors)
         assert decoded is not None, "expected a model with cell_decoding"

@@ -10,19 +10,20 @@ Legend: C cells, F columns of the file, V genes of the vocabulary, G hidden gene
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import scipy.sparse as sp
 import torch
 
-from cellmill.config.parts.tokens import SPECIAL
+from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.arrays import TARGET_SUM, log_normalise, select_columns
 from cellmill.data.genes.names import GeneColumns
+from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.micro_batches import split_batch
-from cellmill.evaluate.features import embed_counts, keep_columns
-from cellmill.evaluate.inference.embed import inference, tokenize_blocks
+from cellmill.evaluate.features import TOKEN_BUDGET, keep_columns
+from cellmill.evaluate.inference.embed import embed_batches, inference, tokenize_blocks
 from cellmill.evaluate.inference.ridge import GeneRidge
 from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.expression import expected_log_expression
@@ -43,23 +44,35 @@ MASKED_TOKENS = 16_384  # tokens of such a pass, without those of hidden genes
 
 @dataclass(frozen=True)
 class HiddenGenes:
-    """Counts of some cells, and the genes that are hidden in all of them."""
+    """Counts of some cells, and the genes that are hidden in all of them from a model."""
 
-    context: Context
+    network: Any  # the model; which parts it has depends on its family and objective
+    vocabulary: Vocabulary
+    token_options: Tokens
+    precision: str
+    gene_columns: GeneColumns  # columns of `counts` as rows of the vocabulary
     counts: sp.csr_matrix  # (C, F)
     genes: np.ndarray  # (G,) int64: rows of the vocabulary, ascending
-    # `gene_columns`, if the columns of `counts` differ from the columns of the dataset
-    other_columns: GeneColumns | None = None
 
-    @property
-    def gene_columns(self) -> GeneColumns:
-        """Columns of `counts` as rows of the model's vocabulary."""
-        return self.other_columns or self.context.gene_columns
+    @classmethod
+    def in_context(
+        cls,
+        context: Context,
+        counts: sp.csr_matrix,
+        genes: np.ndarray,
+        gene_columns: GeneColumns | None = None,
+    ) -> Self:
+        """Hide `genes` from the evaluated model; `gene_columns`: by default the dataset's."""
+        model = context.model
+        columns = gene_columns or context.gene_columns
+        precision = context.options.precision
+        return cls(model.network, model.vocabulary, model.tokens, precision, columns, counts, genes)
 
-    @property
-    def network(self) -> Any:
-        """The evaluated model; which parts it has depends on its family and objective."""
-        return self.context.model.network
+    @cached_property
+    def measured_genes(self) -> np.ndarray:
+        """(M,) int64: rows of the genes that have a column or are hidden, ascending."""
+        target = self.gene_columns.target
+        return np.union1d(target[target >= 0], self.genes)
 
     @property
     def device(self) -> torch.device:
@@ -86,9 +99,8 @@ class HiddenGenes:
 
     def tokens(self) -> Iterator[Batch]:
         """Tokens of the visible genes; cells without any are left out."""
-        model = self.context.model
         for batch in tokenize_blocks(
-            [self.visible], self.gene_columns, model.vocabulary, model.tokens
+            [self.visible], self.gene_columns, self.vocabulary, self.token_options
         ):
             # removed counts are zeros, which may have tokens too
             is_visible = ~np.isin(batch.genes, self.genes + len(SPECIAL))
@@ -96,7 +108,9 @@ class HiddenGenes:
 
     def embed(self, network: Model) -> np.ndarray:
         """(C, H) float32: vectors of the visible part of each cell; zeros for a cell without any."""
-        return embed_counts(self.context, self.counts, network, self.tokens())
+        n_cells = self.counts.shape[0]
+        vectors = embed_batches(self.tokens(), network, n_cells, TOKEN_BUDGET, self.precision)
+        return np.nan_to_num(vectors)
 
     def predict_by_ridge(
         self, ridge: GeneRidge, noises: Iterable[float] = (1.0,)
@@ -104,14 +118,12 @@ class HiddenGenes:
         """(C, G) float32: expression of the hidden genes, from the visible ones, for each of `noises`,
         in units of the noise of the regression.
         """
-        shown = np.setdiff1d(self.context.measured_genes, self.genes)
+        shown = np.setdiff1d(self.measured_genes, self.genes)
         return ridge.predict(self.to_vocabulary(self.visible), shown, self.genes, noises)
 
     def to_vocabulary(self, counts: sp.csr_matrix) -> sp.csr_matrix:
         """(C, V): counts (C, F) by row of the vocabulary."""
-        return select_columns(
-            counts, self.gene_columns.target, self.context.model.vocabulary.n_genes
-        )
+        return select_columns(counts, self.gene_columns.target, self.vocabulary.n_genes)
 
 
 def _keep_tokens(batch: Batch, is_kept: np.ndarray) -> Batch:
@@ -133,16 +145,26 @@ def decode_expression(hidden: HiddenGenes, vectors: np.ndarray) -> np.ndarray | 
 
     None for a model that predicts no expression.
     """
-    objective = hidden.network.objective
-    with inference(hidden.device, hidden.context.options.precision):
-        for leaf in objective.leaves().values():
-            if isinstance(leaf, CellDecoding):
-                return _decode_profiles(hidden, vectors, leaf)
-            if isinstance(leaf, QueryDecoding):
-                return _query_genes(hidden, vectors, leaf)
-        # not a leaf of a sum, because a sum may draw a view of the cell
-        if isinstance(objective, MaskedValue) and objective.tokens.value_kind == "scalar":
-            return _predict_masked(hidden, objective)
+    decoder = find_decoder(hidden.network)
+    with inference(hidden.device, hidden.precision):
+        if isinstance(decoder, CellDecoding):
+            return _decode_profiles(hidden, vectors, decoder)
+        if isinstance(decoder, QueryDecoding):
+            return _query_genes(hidden, vectors, decoder)
+        if isinstance(decoder, MaskedValue):
+            return _predict_masked(hidden, decoder)
+    return None
+
+
+def find_decoder(network: Model) -> CellDecoding | QueryDecoding | MaskedValue | None:
+    """The objective, or part of a sum, that predicts expression; None without one."""
+    objective = network.objective
+    for leaf in objective.leaves().values():
+        if isinstance(leaf, CellDecoding | QueryDecoding):
+            return leaf
+    # not a leaf of a sum, because a sum may draw a view of the cell
+    if isinstance(objective, MaskedValue) and objective.tokens.value_kind == "scalar":
+        return objective
     return None
 
 
@@ -152,7 +174,7 @@ def _decode_profiles(
     """(C, G) float32: expression from the profile that the decoder predicts for each vector."""
     network = hidden.network
     device = hidden.device
-    measured = hidden.context.measured_genes
+    measured = hidden.measured_genes
     hidden_columns = np.searchsorted(measured, hidden.genes)
     measured_tokens = torch.from_numpy(measured + len(SPECIAL)).to(device)
     visible = hidden.to_vocabulary(hidden.visible)

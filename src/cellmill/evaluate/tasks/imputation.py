@@ -31,7 +31,7 @@ from cellmill.errors import DataError
 from cellmill.evaluate import draws
 from cellmill.evaluate.components import COMPONENTS, pca
 from cellmill.evaluate.draws import draw_cells, seeded
-from cellmill.evaluate.evaluated import read_counts
+from cellmill.evaluate.evaluated import EvaluatedModel, read_counts
 from cellmill.evaluate.features import read_rows
 from cellmill.evaluate.methods import EMBEDDING, KNN, UNTRAINED, ByMethod, add_note, select_cells
 from cellmill.evaluate.scores import ScoreColumn, divide, tabulate
@@ -74,13 +74,15 @@ class FoldPrediction:
 class TrainingCells:
     """Cells that the model was trained on, over the genes that the evaluated dataset measures."""
 
+    model: EvaluatedModel
     hidden: HiddenGenes
     is_from_dataset: np.ndarray  # cells of the evaluated dataset, bool (C,)
 
     @classmethod
-    def read(cls, hidden: HiddenGenes) -> Self | None:
-        """The training cells of the model; None if they have no counts, or are too few."""
-        context = hidden.context
+    def read(cls, context: Context, genes: np.ndarray) -> Self | None:
+        """The training cells of the model, with `genes` hidden; None if they have no counts, or are
+        too few.
+        """
         manifest = context.model.manifest
         if manifest.ordered:
             return None
@@ -88,9 +90,9 @@ class TrainingCells:
         n_cells = counts.shape[0]
         if n_cells < MIN_CELLS:
             return None
-        genes = np.arange(context.model.vocabulary.n_genes)
-        is_measured = np.isin(genes, context.measured_genes)
-        target = np.where(is_measured, genes, -1).astype(np.int32)
+        rows = np.arange(context.model.vocabulary.n_genes)
+        is_measured = np.isin(rows, context.measured_genes)
+        target = np.where(is_measured, rows, -1).astype(np.int32)
         # names of the first cells, `dataset:cell`, read from as few shards as needed
         names: list[str] = []
         for shard in manifest.splits["train"].shards:
@@ -98,8 +100,8 @@ class TrainingCells:
                 names += read_names(manifest.shard_path(shard), "obs").tolist()
         is_from_dataset = [name.startswith(f"{context.dataset}:") for name in names[:n_cells]]
         columns = GeneColumns(target, is_measured)
-        trained = HiddenGenes(context, counts, hidden.genes, columns)
-        return cls(trained, np.array(is_from_dataset, bool))
+        trained = HiddenGenes.in_context(context, counts, genes, columns)
+        return cls(context.model, trained, np.array(is_from_dataset, bool))
 
     def groups(self) -> dict[str, np.ndarray]:
         """Indices of the cells to fit on, by the note in a row's name: all cells and, if cells of
@@ -116,7 +118,7 @@ class TrainingCells:
 
     def predict(self, tested: HiddenGenes, vectors: ByMethod, neighbors: int) -> ByMethod:
         """(C, G) by method: expression of the `tested` cells, whose embeddings are `vectors`."""
-        model = self.hidden.context.model
+        model = self.model
         expression = self.hidden.expression()
         embedded = {
             EMBEDDING: self.hidden.embed(model.network),
@@ -166,8 +168,8 @@ class Imputation(Task):
             "folds": len(folds),
             "neighbors": self.config.neighbors,
         }
-        hidden = HiddenGenes(context, counts, genes)
-        trained = TrainingCells.read(hidden)
+        hidden = HiddenGenes.in_context(context, counts, genes)
+        trained = TrainingCells.read(context, genes)
         fitted_on = "no training cells with counts"
         if trained is not None:
             figures["training_cells"] = len(trained.is_from_dataset)
@@ -178,7 +180,7 @@ class Imputation(Task):
             f"{len(cells):,} cells, folds of {role}; fitted on {fitted_on}",
             flush=True,
         )
-        columns = self._tabulate(hidden, self._predict(hidden, trained, folds))
+        columns = self._tabulate(hidden, self._predict(context.model, hidden, trained, folds))
         judged = [
             column
             for column in columns
@@ -278,12 +280,15 @@ class Imputation(Task):
         return columns
 
     def _predict(
-        self, hidden: HiddenGenes, trained: TrainingCells | None, folds: list[Fold]
+        self,
+        model: EvaluatedModel,
+        hidden: HiddenGenes,
+        trained: TrainingCells | None,
+        folds: list[Fold],
     ) -> Iterator[FoldPrediction]:
         """Predictions of the test cells of each fold: by the model and methods fitted on training
         cells, then by methods fitted on the other folds.
         """
-        model = hidden.context.model
         n_repetitions = 1 + max(fold.repetition for fold in folds)
         vectors = {EMBEDDING: hidden.embed(model.network), UNTRAINED: hidden.embed(model.untrained)}
         by_method: ByMethod = {}

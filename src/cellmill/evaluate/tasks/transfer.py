@@ -285,7 +285,7 @@ def transfer_features(
     def read_features(group: CellGroup) -> Features:
         """Features that need no other cells."""
         counts = group.select_genes(genes)
-        shared = HiddenGenes(group.context, group.counts, hidden)
+        shared = HiddenGenes.in_context(group.context, group.counts, hidden)
         whole = group.context.vectors[group.cells]
         features: Features = {EMBEDDING: whole}
         if hides_genes:
