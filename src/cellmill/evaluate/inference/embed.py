@@ -83,18 +83,24 @@ def gene_coverage(columns: GeneColumns, vocabulary: Vocabulary) -> GeneCoverage:
 
 
 @dataclass(frozen=True)
-class Embedding:
-    """Vectors of cells, and what of the file the model knows."""
+class FileCoverage:
+    """What of a file the model knows."""
 
-    # `(cells, hidden)` float32; NaN where a cell has no gene that the model knows
-    vectors: np.ndarray
     coverage_frac: float  # fraction of the cells' counts that fall on genes of the vocabulary
     n_without_genes: int
     genes: GeneCoverage
     lost_frac: float  # fraction of the file's counts on genes whose names are not known
     lost_names: tuple[str, ...]  # those with most of these counts
     absent_columns: tuple[str, ...]  # covariates of the model that the file has no obs column of
-    gene_notes: tuple[str, ...] = ()  # lines on how the names of the file's genes were read
+    gene_notes: tuple[str, ...]  # lines on how the names of the file's genes were read
+
+
+@dataclass(frozen=True)
+class Embedding(FileCoverage):
+    """Vectors of cells, and what of the file the model knows."""
+
+    # `(cells, hidden)` float32; NaN where a cell has no gene that the model knows
+    vectors: np.ndarray
 
 
 class ColumnCounts:
@@ -211,8 +217,27 @@ def embed_cells(
     vectors = embed_batches(batches, model, reader.n_obs, section.token_budget, section.precision)
     if not chosen.all():  # else a copy would double the memory
         vectors = vectors[chosen]
-    if np.isnan(vectors[:, 0]).all():
+    has_vector = np.isfinite(vectors[:, 0])
+    coverage = measure_coverage(reader, vocabulary, tokens, section, column_counts, has_vector)
+    return Embedding(**vars(coverage), vectors=vectors)
+
+
+def measure_coverage(
+    reader: CountsReader,
+    vocabulary: Vocabulary,
+    tokens: Tokens,
+    section: Embed,
+    column_counts: ColumnCounts,
+    has_genes: np.ndarray,
+) -> FileCoverage:
+    """What the model knows of a file that was read. `has_genes`, bool (cells,), is False for cells
+    without a gene of the model.
+
+    Raises DataError as `embed_cells`.
+    """
+    if not has_genes.any():
         raise DataError(f"{reader.path}: no cell has a count on a gene that the model knows")
+    columns = match_columns(reader, vocabulary)
     frac = column_counts.coverage_frac(columns)
     genes = gene_coverage(columns, vocabulary)
     _check_coverage(reader, columns, section, frac, genes)
@@ -223,10 +248,9 @@ def embed_cells(
     unnamed = np.flatnonzero([] if columns.unnamed is None else columns.unnamed).tolist()
     lost = sorted(unnamed, key=lambda column: -column_counts.all_cells[column])
     measured_counts = column_counts.all_cells[columns.measured].sum()
-    return Embedding(
-        vectors,
+    return FileCoverage(
         coverage_frac=frac,
-        n_without_genes=int(np.isnan(vectors[:, 0]).sum()),
+        n_without_genes=int((~has_genes).sum()),
         genes=genes,
         lost_frac=float(column_counts.all_cells[lost].sum() / max(measured_counts, 1)),
         lost_names=tuple(reader.var_names[column] for column in lost[:LOST_NAMES]),
@@ -306,7 +330,7 @@ def inference(device: torch.device, precision: str) -> Iterator[None]:
         yield
 
 
-def describe_limits(embedding: Embedding) -> list[str]:
+def describe_limits(embedding: FileCoverage) -> list[str]:
     """Lines on what limits the use of the vectors."""
     lines = [*embedding.gene_notes]
     line = lost_counts(embedding.lost_frac, embedding.lost_names)
