@@ -44,6 +44,7 @@ MODULES = {
     "commands.exchange": "import_model export push",
     "commands.options": "options",
     "commands.seen": "seen",
+    "commands.impute": "impute",
     "commands.translate": "translate",
 }
 """Functions that run sub-commands, by module; a function is called like its sub-command."""
@@ -144,7 +145,7 @@ def _options(stage: str, arguments: dict[str, Any]) -> Any:
         tree = parse_json(text, "--options") if written else read_json(Path(text))
         return check_options(OPTIONS[stage], tree, "--options" if written else text)
     if (
-        stage in ("embed", "atlas", "map", "knock_out", "predict")
+        stage in ("embed", "atlas", "map", "knock_out", "predict", "impute")
         and name is None
         and config is CONFIG
     ):

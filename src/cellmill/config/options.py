@@ -131,6 +131,7 @@ OPTIONS: dict[str, type[Section]] = {
     "consolidate": ConsolidateOptions,
     "embed": EmbedOptions,
     "predict": PredictOptions,
+    "impute": EmbedOptions,
     "atlas": AtlasOptions,
     "map": MapOptions,
     "knock_out": KnockOutOptions,

@@ -1,8 +1,9 @@
 """`LoadedModel`, an exported model for cells in memory (`cellmill.load`)."""
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,35 @@ class LoadedModel:
             )
         _warn(dataset, embedding)
         return predicted
+
+    def impute(
+        self,
+        adata: Any,
+        genes: Sequence[str] | None = None,
+        counts: str = "X",
+        *,
+        dataset: str = "adata",
+        **options: Any,
+    ) -> Any:
+        """Predicted expression of genes that `adata` lacks, as `cellmill impute` writes it: an AnnData
+        of cells by predicted genes, X float32, log(1 + counts per 10,000).
+
+        `genes` are ids or symbols, None for all genes of the model that `adata` lacks; other
+        arguments are as in `embed`. Raises ConfigError for a model that predicts no expression, or
+        an unknown gene; DataError if `adata` measures all of them.
+        """
+        section = _embed_options("impute", options, ["genes"])
+        # imports scikit-learn
+        impute = import_module("cellmill.evaluate.inference.impute")
+        loaded = self._model, self.vocabulary, self._tokens, self.config
+        with self._open_reader(adata, counts, dataset) as reader:
+            imputer = impute.FileImputer(reader, loaded, self.folder, genes, section)
+            values = np.concatenate([*imputer.blocks()])
+            described = imputer.describe()
+        for line in imputer.limits(described):
+            warnings.warn(f"{dataset}: {line.removeprefix('warning: ')}", stacklevel=2)
+        described.X = values
+        return described
 
     def map(
         self,

@@ -1,0 +1,208 @@
+"""Predicted expression of genes that a file lacks, by a model's decoder and, in an export that has
+one, its ridge regression.
+
+Values are those that task `imputation` scores if the same genes are hidden: log(1 + counts per
+10,000), where 10,000 is the sum over the measured and the predicted genes. So they depend a little
+on which genes are predicted together. Cells are read in blocks.
+
+Legend: C cells, G predicted genes.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+
+from cellmill.config.checks import check_rows
+from cellmill.config.parts.tokens import Tokens
+from cellmill.config.run import Embed
+from cellmill.data.genes.names import match_columns, rows_of_names
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.inputs.reader import CountsReader
+from cellmill.data.prepare.qc_lines import list_first
+from cellmill.errors import ConfigError, DataError, did_you_mean
+from cellmill.evaluate.inference.embed import (
+    ROW_BLOCK,
+    ColumnCounts,
+    FileCoverage,
+    describe_limits,
+    measure_coverage,
+)
+from cellmill.evaluate.inference.label_counts import MAX_NAMES
+from cellmill.evaluate.inference.ridge import GeneRidge
+from cellmill.evaluate.inference.seen import mark_seen_cells
+from cellmill.evaluate.inference.written import SEEN
+from cellmill.evaluate.tasks.hidden_genes import HiddenGenes, decode_expression, find_decoder
+from cellmill.files import progress
+from cellmill.models.family import Model
+
+ABOUT_IMPUTATION = "cellmill_imputation"  # uns
+
+
+class FileImputer:
+    """Prediction of genes that one file lacks: `blocks`, then `describe`.
+
+    Attributes: `genes`, (G,) int64, rows of the vocabulary in ascending order; `about`, content of
+    uns; `shape`, (C, G).
+    """
+
+    def __init__(
+        self,
+        reader: CountsReader,
+        loaded: tuple[Model, Vocabulary, Tokens, dict[str, Any]],
+        folder: Path,
+        names: Sequence[str] | None,
+        section: Embed,
+    ) -> None:
+        """`loaded` is the model in `folder` (`load_for_inference`). `names` are ids or symbols of
+        genes, None for all that the file lacks.
+
+        Raises ConfigError for a model that predicts no expression, or an unknown gene; DataError
+        for a file without counts, or one that has all these genes.
+        """
+        self._network, self._vocabulary, self._tokens, config = loaded
+        if find_decoder(self._network) is None:
+            raise ConfigError(
+                f"{folder}: it predicts no expression; export a run with objective cell_decoding, query_decoding, or "
+                "masked_value with tokens.tokenizer continuous"
+            )
+        check_rows(self._tokens, reader, str(reader.path))
+        self._columns = match_columns(reader, self._vocabulary)
+        if self._columns.ordered:
+            raise DataError(
+                f"{reader.path}: its genes are ordered and have no counts; impute predicts expression from counts"
+            )
+        self._reader = reader
+        self._folder = folder
+        self._section = section
+        self._ridge = GeneRidge.read(folder, config)
+        self._coverage: FileCoverage | None = None
+        target = self._columns.target
+        measured = np.unique(target[target >= 0])
+        wanted = _rows_of_genes(names, self._vocabulary)
+        self.genes = np.setdiff1d(wanted, measured)
+        self.shape = reader.n_obs, len(self.genes)
+        if not len(self.genes):
+            which = "all of the model's genes, none is left to predict"
+            if names is not None:
+                which = f"all {len(wanted):,} named genes; name some that it lacks"
+            raise DataError(f"{reader.path}: it measures {which}")
+        self.about: dict[str, Any] = {
+            "model_digest": config["weights_sha256"],
+            "vocabulary_digest": self._vocabulary.digest,
+            "method": "decoder" if self._ridge is None else "decoder + ridge",
+            "unit": "log(1 + counts per 10,000 of the measured and the predicted genes)",
+            "measured_genes": self._ids(measured),
+        }
+        if self._ridge is not None:
+            self.about["decoder_weight"] = float(self._ridge.decoder_weight[0])
+        if names is not None:
+            self.about["named_and_measured"] = self._ids(np.intersect1d(wanted, measured))
+
+    def _ids(self, genes: np.ndarray) -> list[str]:
+        return [self._vocabulary.gene_ids[gene] for gene in genes]
+
+    def blocks(self) -> Iterator[np.ndarray]:
+        """Expression of the cells in their order, (cells of a block, G) float32; NaN for a cell
+        without a gene of the model.
+
+        Raises DataError as `embed_cells`, after the last block.
+        """
+        reader = self._reader
+        column_counts = ColumnCounts(reader.n_vars)
+        rows = progress(reader.rows(ROW_BLOCK), f"impute {reader.path.stem}", reader.n_obs)
+        has_genes = []
+        for counts in column_counts.add_up(rows, np.ones(reader.n_obs, bool)):
+            values, is_known = self._predict(counts)
+            has_genes.append(is_known)
+            yield values
+        self._coverage = measure_coverage(
+            reader,
+            self._vocabulary,
+            self._tokens,
+            self._section,
+            column_counts,
+            np.concatenate(has_genes),
+        )
+
+    def _predict(self, counts: sp.csr_matrix) -> tuple[np.ndarray, np.ndarray]:
+        """(cells, G) float32: expression of cells with these counts; and whether each has a gene of
+        the model, bool (cells,).
+        """
+        hidden = HiddenGenes(
+            self._network,
+            self._vocabulary,
+            self._tokens,
+            self._section.precision,
+            self._columns,
+            counts,
+            self.genes,
+        )
+        values = decode_expression(hidden, hidden.embed(self._network))
+        assert values is not None, "expected a model with a decoder"
+        if self._ridge is not None:
+            (by_ridge,) = hidden.predict_by_ridge(self._ridge)
+            values = self._ridge.mix(values, by_ridge)
+        is_known = hidden.to_vocabulary(counts).getnnz(axis=1) > 0
+        values[~is_known] = np.nan
+        return values, is_known
+
+    def describe(self) -> ad.AnnData:
+        """obs, var and uns of the result, without X; after all `blocks`."""
+        assert self._coverage is not None, "expected all blocks to be read"
+        obs = self._reader.obs
+        seen = mark_seen_cells(self._reader, self._folder)
+        about = self.about | {"n_without_genes": self._coverage.n_without_genes}
+        if seen.cells is not None:
+            obs = obs.assign(**{SEEN: seen.cells})
+            about["n_seen_in_training"] = int(seen.cells.sum())
+        if seen.unknown:
+            about["training_cells_unknown"] = seen.unknown
+        columns = {
+            "symbol": [self._vocabulary.symbols[gene] for gene in self.genes],
+            # cells of the model's corpus that express the gene
+            "n_corpus_cells": self._vocabulary.n_cells[self.genes],
+        }
+        var = pd.DataFrame(columns, index=self._ids(self.genes))
+        return ad.AnnData(obs=obs, var=var, uns={ABOUT_IMPUTATION: about})
+
+    def limits(self, described: ad.AnnData) -> list[str]:
+        """Lines on what limits the use of the values; `described` is of `describe`."""
+        assert self._coverage is not None
+        about = described.uns[ABOUT_IMPUTATION]
+        lines = describe_limits(self._coverage)
+        left = about.get("named_and_measured")
+        if left:
+            lines.append(
+                f"{len(left):,} of the named genes are measured in it and not predicted: {list_first(left, MAX_NAMES)}"
+            )
+        if about.get("decoder_weight") == 0:
+            lines.append(
+                "warning: validation cells gave the decoder no weight: values are those of the ridge regression"
+            )
+        n_seen = about.get("n_seen_in_training")
+        if n_seen:
+            lines.append(f"{n_seen:,} cells are of the model's training or validation")
+        if "training_cells_unknown" in about:
+            lines.append(about["training_cells_unknown"])
+        return lines
+
+
+def _rows_of_genes(names: Sequence[str] | None, vocabulary: Vocabulary) -> np.ndarray:
+    """Rows of the vocabulary, ascending, of the named genes; of all for None. Raises ConfigError for
+    an unknown name.
+    """
+    if names is None:
+        return np.arange(vocabulary.n_genes)
+    rows = rows_of_names(names, vocabulary)
+    for name, row in rows.items():
+        if row < 0:
+            known = [*vocabulary.symbols, *vocabulary.gene_ids]
+            raise ConfigError(
+                f"genes: {name!r} is not a gene of the model; {did_you_mean(name, known)}"
+            )
+    return np.unique([*rows.values()]).astype(np.int64)
