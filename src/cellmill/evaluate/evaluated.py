@@ -48,7 +48,7 @@ from cellmill.models.family import Model
 from cellmill.models.objective import GeneStatistics
 from cellmill.parallel.materialize import materialize, to_empty
 
-# training cells read at most; shards are preshuffled, so the first ones are a random sample
+# training cells read, in whole blocks; shards are preshuffled: the first ones are a random sample
 MAX_TRAIN_CELLS = 200_000
 PCA_CELLS = 10_000
 
@@ -136,12 +136,11 @@ class EvaluatedModel:
 
     def is_training_cell(self, dataset: str, cells: pd.Index) -> np.ndarray:
         """(cells,) bool: True for the obs names in `cells` that a training shard has for `dataset`."""
-        names: set[str] = set()
-        for shard in self.manifest.splits["train"].shards:
-            for name in read_names(self.manifest.shard_path(shard), "obs"):
-                dataset_of_cell, _, cell = name.partition(":")
-                if dataset_of_cell == dataset:
-                    names.add(cell)
+        names = {
+            name
+            for dataset_of_cell, name in _iterate_names(self.manifest, ["train"])
+            if dataset_of_cell == dataset
+        }
         return np.asarray(cells.isin([*names]))
 
     @cached_property
@@ -195,12 +194,9 @@ class TrainedCells:
         for manifest in manifests:
             if verify_changed(manifest):
                 record(manifest)
-            for split in READ:
-                for shard in manifest.splits[split].shards:
-                    for name in read_names(manifest.shard_path(shard), "obs"):
-                        dataset, _, cell = name.partition(":")
-                        if dataset in self.names:
-                            self.names[dataset].add(cell)
+            for dataset, name in _iterate_names(manifest, READ):
+                if dataset in self.names:
+                    self.names[dataset].add(name)
         by_fingerprint = {manifest.fingerprint: manifest for manifest in manifests}
         self.corpora = [read_hashes(manifest) for manifest in by_fingerprint.values()]
         self._listed = [listed[name] for name in sorted(listed.keys() - by_fingerprint.keys())]
@@ -225,8 +221,19 @@ class TrainedCells:
         return unnamed & ~copies, int(copies.sum())
 
 
+def _iterate_names(manifest: Manifest, splits: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Dataset and obs name of each cell of the splits."""
+    for split in splits:
+        for shard in manifest.splits[split].shards:
+            for dataset_and_name in read_names(manifest.shard_path(shard), "obs"):
+                dataset, _, name = dataset_and_name.partition(":")
+                yield dataset, name
+
+
 def read_gene_statistics(manifest: Manifest, tokens: Tokens) -> GeneStatistics:
-    """Statistics over the first MAX_TRAIN_CELLS cells of the training shards."""
+    """Statistics over the first MAX_TRAIN_CELLS cells of the training shards, or the whole blocks
+    that have them.
+    """
     n_genes = manifest.n_genes
     n_cells = 0
     total = np.zeros(n_genes)
@@ -265,7 +272,7 @@ def read_counts(manifest: Manifest, max_cells: int, split: str = "train") -> sp.
 
 
 def _read_first_blocks(manifest: Manifest, max_cells: int, split: str) -> Iterator[SparseCounts]:
-    """Blocks of cells of a split, until `max_cells`."""
+    """Whole blocks of cells of a split, until they have `max_cells`."""
     n_cells = 0
     for block in read_blocks(manifest, split):
         if n_cells >= max_cells:

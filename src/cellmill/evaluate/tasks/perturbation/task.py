@@ -131,10 +131,10 @@ class Perturbation(Task):
     def _describe_units(self, held: HeldOut, folds: list[Fold]) -> dict[str, Any]:
         """Figures of the units of a role, for metrics.json."""
         role = held.role
-        tested = np.unique(np.concatenate([np.array([], np.int64), *(fold.test for fold in folds)]))
+        tested = {name for fold in folds for name in held.perturbation[fold.test]}
         genes = dict(zip(held.perturbation, held.genes))
         figures: dict[str, Any] = {
-            f"{role}_perturbations_tested": len(np.unique(held.perturbation[tested])),
+            f"{role}_perturbations_tested": len(tested),
             f"{role}_perturbations_with_a_gene": sum(map(bool, genes.values())),
             f"{role}_groups": len(np.unique(held.group_of_unit)),
             f"{role}_folds": len(folds),
