@@ -40,10 +40,10 @@ from cellmill.config.run import Embed
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.rows import SparseCounts
 from cellmill.data.stream.tokenizer import make_batch
-from cellmill.evaluate.baselines import BaselineCache
 from cellmill.evaluate.classifiers.fitted import NearestCells, make_classifiers, precompute_folds
 from cellmill.evaluate.components import COMPONENTS, project_on_fitted
 from cellmill.evaluate.inference.embed import embed_cells
+from cellmill.evaluate.products import LastCells
 from cellmill.evaluate.splits import split_by_class
 from cellmill.models.batch import to_tensors
 from cellmill.models.build import ModelSpec, build
@@ -130,7 +130,7 @@ def folds(cells: int, genes: int = 3_000) -> Work:
     splits = [*split_by_class(labels, 5, 1, 0)]
 
     def work() -> None:
-        shared = BaselineCache().share(profiles)
+        shared = LastCells().share(profiles)
         precompute_folds(shared, labels, splits, {})
         for split in splits:
             project_on_fitted(shared.products(shared), split.train, COMPONENTS)

@@ -33,10 +33,10 @@ from threadpoolctl import threadpool_limits
 
 from cellmill.data.arrays import log_normalise
 from cellmill.data.inputs.formats import open_dataset
-from cellmill.evaluate.baselines import BaselineCache
 from cellmill.evaluate.classifiers.fitted import make_classifiers, precompute_folds
 from cellmill.evaluate.components import COMPONENTS, RankedGenes, pca, project_on_fitted
 from cellmill.evaluate.methods import KNN, REGRESSION, UNSCALED_REGRESSION
+from cellmill.evaluate.products import LastCells
 from cellmill.evaluate.splits import Fold
 from cellmill.runs import results
 
@@ -174,7 +174,7 @@ def print_parts(folder: Path) -> None:
     cells = np.arange(len(labels))
     splits = [Fold(0, cells[cells % 5 != fold], cells[cells % 5 == fold]) for fold in range(5)]
     train, test = splits[0].train, splits[0].test
-    shared = BaselineCache().share(profiles)
+    shared = LastCells().share(profiles)
     classifiers = make_classifiers(15)
 
     def fit(features: Any, name: str, folds: list[Fold]) -> None:

@@ -14,12 +14,13 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from cellmill.config.evaluate import Evaluate
-from cellmill.evaluate.baselines import MAX_BYTES, BaselineCache, fit
+from cellmill.evaluate.baselines import MAX_BYTES, PredictionCache, fit
 from cellmill.evaluate.classifiers import logistic, newton
 from cellmill.evaluate.classifiers.fitted import fit_all, predict_all
 from cellmill.evaluate.classifiers.logistic import LogisticRegression
 from cellmill.evaluate.components import pca
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING
+from cellmill.evaluate.products import LastCells
 from cellmill.evaluate.tasks.classify import _fit_components
 from cellmill.runs.results import ScoredMethod
 from tests.unit.evaluated import regression
@@ -126,7 +127,9 @@ FEATURES = {
 
 
 def predicted(
-    cache: BaselineCache, features: dict[ScoredMethod, Any] = FEATURES, labels: np.ndarray = LABELS
+    cache: PredictionCache,
+    features: dict[ScoredMethod, Any] = FEATURES,
+    labels: np.ndarray = LABELS,
 ) -> dict[ScoredMethod, np.ndarray]:
     context: Any = SimpleNamespace(baselines=cache, options=Evaluate())
     return predict_all(fit_all(features, labels, 5, context), features)
@@ -136,12 +139,12 @@ def test_a_second_evaluation_reads_stored_predictions(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "baselines" / "pbmc.npz"
-    expected = predicted(BaselineCache())
-    first = BaselineCache(file)
+    expected = predicted(PredictionCache())
+    first = PredictionCache(file)
     predicted(first)
     first.save()
     content = file.read_bytes()
-    second = BaselineCache(file)
+    second = PredictionCache(file)
     known = dict(second.predictions)
     assert len(known) == 6, "two kinds of features, three classifiers, and none of the model's"
     for name, classes in predicted(second).items():
@@ -150,15 +153,15 @@ def test_a_second_evaluation_reads_stored_predictions(
     second.save()
     assert file.read_bytes() == content
     file.write_bytes(content[:-50])
-    again = BaselineCache(file)
+    again = PredictionCache(file)
     assert again.predictions == {}
     predicted(again)
     again.save()
-    assert BaselineCache(file).predictions.keys() == known.keys()
+    assert PredictionCache(file).predictions.keys() == known.keys()
 
 
 def test_changed_inputs_change_the_key_of_predictions(tmp_path: Path) -> None:
-    cache = BaselineCache()
+    cache = PredictionCache()
     predicted(cache)
     predicted(cache, labels=np.roll(LABELS, 1))
     predicted(cache, {PCA: DENSE + 1.5})
@@ -172,16 +175,16 @@ def test_components_are_stored_by_their_training_cells(tmp_path: Path) -> None:
     file = tmp_path / "pbmc.npz"
     genes = sp.csr_matrix(np.maximum(DENSE, 0))
     train = np.arange(0, 30, 2)
-    first = BaselineCache(file)
-    shared = first.share(genes)
+    first = PredictionCache(file)
+    shared = LastCells().share(genes)
     expected = _fit_components(shared, train, 3, first)[ScoredMethod("PCA3")]
     first.save()
-    again = BaselineCache(file)
+    again = PredictionCache(file)
     np.testing.assert_array_equal(
         _fit_components(shared, train, 3, again)[ScoredMethod("PCA3")], expected
     )
     assert len(again.predictions) == 1
-    others = [(shared, train + 1, 3), (shared, train, 2), (again.share(genes * 2), train, 3)]
+    others = [(shared, train + 1, 3), (shared, train, 2), (LastCells().share(genes * 2), train, 3)]
     for other in others:
         assert len(_fit_components(*other, again)) == 1
     assert len(again.predictions) == 1 + len(others)

@@ -28,7 +28,7 @@ from cellmill.config.run import Embed
 from cellmill.data.arrays import log_normalise, select_columns
 from cellmill.evaluate import components as components_module
 from cellmill.evaluate import features as features_module
-from cellmill.evaluate.baselines import BaselineCache
+from cellmill.evaluate.baselines import PredictionCache
 from cellmill.evaluate.components import RankedGenes, choose_variable_genes
 from cellmill.evaluate.evaluated import read_counts
 from cellmill.evaluate.features import cell_features, features_of_counts, read_rows
@@ -42,6 +42,7 @@ from cellmill.evaluate.methods import (
     UNTRAINED,
     WITH_COMPONENTS,
 )
+from cellmill.evaluate.products import LastCells
 from cellmill.evaluate.scores import CLASS_METRICS, ClassPredictions, ScoreColumn, table_rows
 from cellmill.evaluate.splits import draw_shots, split_by_class, split_groups
 from cellmill.evaluate.task import Context, run_task
@@ -88,7 +89,9 @@ def _predicted(
     """Predictions in five folds."""
     predictions = ClassPredictions(labels, seeds)
     splits = split_by_class(labels, 5, seeds, seed)
-    context: Any = SimpleNamespace(baselines=BaselineCache(), options=Evaluate())
+    context: Any = SimpleNamespace(
+        baselines=PredictionCache(), last_cells=LastCells(), options=Evaluate()
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(classify_module, "COMPONENTS", components)
         predict_folds(predictions, features, splits, neighbors, context, with_fitted_features=True)
@@ -308,7 +311,7 @@ def _accuracies(
 
 
 def test_features_are_shared_by_the_same_cells_and_vectors(context: Context) -> None:
-    context = replace(context, baselines=BaselineCache())
+    context = replace(context, baselines=PredictionCache(), last_cells=LastCells())
     cells = np.flatnonzero(context.scored)
     first = cell_features(context, cells)
     assert cell_features(context, cells)[UNTRAINED] is first[UNTRAINED], "computed once"
@@ -338,7 +341,7 @@ def test_the_ceiling_is_predicted_from_the_other_half_of_labels(
         expected[cells[tested]] = pipeline.fit(genes[~tested], labels[~tested]).predict(
             genes[tested]
         )
-    context = replace(context, baselines=BaselineCache())
+    context = replace(context, baselines=PredictionCache(), last_cells=LastCells())
     np.testing.assert_array_equal(predict_from_other_half(context), expected)
     assert len(context.baselines.predictions) == 2
     accuracy = (expected[cells] == labels).mean()

@@ -5,7 +5,6 @@ training features and labels, and features of the tested cells. Each dataset has
 arrays are never pickled.
 """
 
-import hashlib
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -16,19 +15,17 @@ from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
-import scipy.sparse as sp
 import sklearn
 from sklearn.exceptions import ConvergenceWarning
 
-from cellmill.evaluate.methods import Features
-from cellmill.evaluate.products import CellProducts, SharedCells
+from cellmill.evaluate.products import digest_arrays
 from cellmill.files import atomic_path
 
 VERSIONS = f"scikit-learn {sklearn.__version__}, NumPy {np.__version__}"
 MAX_BYTES = 2**20  # largest array of features that is kept: each evaluation reads the whole file
 
 
-class BaselineCache:
+class PredictionCache:
     """Known predictions by digest, kept by `save` in an .npz file; without `file`, only in
     this process.
     """
@@ -38,33 +35,7 @@ class BaselineCache:
         self.predictions = _read(file)
         # predictions from features that no other run has: never saved
         self.model_predictions: dict[str, np.ndarray] = {}
-        self._kept: tuple[tuple[Any, ...], np.ndarray, Features] | None = None
         self._n_read = len(self.predictions)
-        self._products: CellProducts | None = None
-
-    def share(self, cells: sp.csr_matrix) -> SharedCells:
-        """The cells with products that tasks share. Those of other cells are dropped: they fill
-        memory.
-        """
-        if self._products is None or self._products.cells is not cells:
-            digest = _digest("", cells)
-            if self._products is None or self._products.digest != digest:
-                self._products = CellProducts(cells, digest)
-        return SharedCells(self._products, np.arange(cells.shape[0]))
-
-    def keep(self, sources: tuple[Any, ...], cells: np.ndarray, features: Features) -> None:
-        """Keep the features of `cells` (indices), made from `sources`, for the next task. Those of
-        other cells are dropped.
-        """
-        self._kept = (sources, cells, features)
-
-    def find_kept(self, sources: tuple[Any, ...], cells: np.ndarray) -> Features | None:
-        """Features of `cells` (indices) that were kept, if made from the same objects `sources`."""
-        if self._kept is None:
-            return None
-        kept_sources, kept_cells, features = self._kept
-        is_same = all(kept is source for kept, source in zip(kept_sources, sources))
-        return features if is_same and np.array_equal(kept_cells, cells) else None
 
     def get_or_compute(
         self, about: str, values: Any, compute: Callable[[], np.ndarray]
@@ -72,7 +43,7 @@ class BaselineCache:
         """Known result of `compute`, which depends on `values`, dense or sparse, and on `about`. A
         new result is kept if it is small.
         """
-        key = _digest(f"{about} of {VERSIONS}", values)
+        key = digest_arrays(f"{about} of {VERSIONS}", values)
         result = self.predictions[key] if key in self.predictions else compute()
         if result.nbytes <= MAX_BYTES:
             self.predictions[key] = result
@@ -102,13 +73,13 @@ class CachedClassifiers:
         self._classifiers = classifiers
         self._classes, class_of_cell = np.unique(labels, return_inverse=True)
         self._fitted = cache(lambda name: fit(classifiers[name], features, class_of_cell))
-        self._digest = _digest(VERSIONS, features, self._classes, class_of_cell)
+        self._digest = digest_arrays(VERSIONS, features, self._classes, class_of_cell)
 
     def keys(self, features: Any) -> dict[str, str]:
         """Key of the predictions of every classifier on `features`."""
-        digest = _digest(self._digest, features)
+        digest = digest_arrays(self._digest, features)
         return {
-            name: _digest(f"{name}: {classifier!r} on {digest}")
+            name: digest_arrays(f"{name}: {classifier!r} on {digest}")
             for name, classifier in self._classifiers.items()
         }
 
@@ -150,19 +121,3 @@ def _read(file: Path | None) -> dict[str, np.ndarray]:
             return dict(arrays)
     except (OSError, ValueError, EOFError, BadZipFile, zlib.error):  # damaged: computed again
         return {}
-
-
-def _digest(about: str, *values: Any) -> str:
-    """SHA-256 of a text and arrays, dense or sparse."""
-    digest = hashlib.sha256(about.encode())
-    for value in values:
-        parts = [value]
-        if isinstance(value, SharedCells):
-            digest.update(value.source.digest.encode())
-            parts = [value.rows]
-        elif sp.issparse(value):
-            parts = [value.data, value.indices, value.indptr, np.array(value.shape)]
-        for array in map(np.ascontiguousarray, parts):
-            digest.update(f" {array.dtype} {array.shape} ".encode())
-            digest.update(array.tobytes())
-    return digest.hexdigest()

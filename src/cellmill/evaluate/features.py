@@ -29,19 +29,19 @@ def cell_features(context: Context, cells: np.ndarray) -> Features:
 
     Consecutive tasks of one process that read the same cells share the arrays: do not change them.
     """
-    features = context.baselines.find_kept(_sources(context), cells)
+    features = context.last_cells.find(_sources(context), cells)
     if features is None:
         counts = read_rows(context.reader, cells)
         features = features_of_counts(context, counts, context.vectors[cells])
         for name, vectors in context.external.items():
             features[ScoredMethod(f"external: {name}", kind="external")] = vectors[cells]
-        context.baselines.keep(_sources(context), cells, features)
+        context.last_cells.keep(_sources(context), cells, features)
     return {**features}
 
 
 def cell_genes(context: Context, cells: np.ndarray) -> sp.csr_matrix:
     """Log-normalised counts of `cells` (indices, ascending), which a task may have kept."""
-    kept = context.baselines.find_kept(_sources(context), cells)
+    kept = context.last_cells.find(_sources(context), cells)
     if kept is not None:
         return kept[ALL_GENES]
     counts = read_rows(context.reader, cells)

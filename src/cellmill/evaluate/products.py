@@ -1,13 +1,17 @@
-"""Scalar products of sparse cells, computed once and sliced for every fold, fit and neighbour search."""
+"""Scalar products of sparse cells, computed once and sliced for every fold, fit and neighbour search,
+and what tasks share of the cells that were read last.
+"""
 
+import hashlib
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import scipy.sparse as sp
 from scipy.linalg import blas
 
 from cellmill.evaluate.components import NO_VARIANCE, fit_own_components
+from cellmill.evaluate.methods import Features
 
 MAX_DOUBLE = 2048  # cells whose products are float64; those of more are float32
 BLOCK = 2048  # genes that are dense at once
@@ -74,6 +78,52 @@ class SharedCells:
     def squares(self) -> np.ndarray:
         """Product of each cell with itself, `(cells,)`."""
         return self.source.plain.diagonal()[self.rows]
+
+
+class LastCells:
+    """Features and products of the cells that a task read last, for the next task. Those of other
+    cells are dropped: they fill memory.
+    """
+
+    def __init__(self) -> None:
+        self._kept: tuple[tuple[Any, ...], np.ndarray, Features] | None = None
+        self._products: CellProducts | None = None
+
+    def share(self, cells: sp.csr_matrix) -> SharedCells:
+        """The cells with products that tasks share."""
+        if self._products is None or self._products.cells is not cells:
+            digest = digest_arrays("", cells)
+            if self._products is None or self._products.digest != digest:
+                self._products = CellProducts(cells, digest)
+        return SharedCells(self._products, np.arange(cells.shape[0]))
+
+    def keep(self, sources: tuple[Any, ...], cells: np.ndarray, features: Features) -> None:
+        """Keep the features of `cells` (indices), made from `sources`."""
+        self._kept = (sources, cells, features)
+
+    def find(self, sources: tuple[Any, ...], cells: np.ndarray) -> Features | None:
+        """Features of `cells` (indices) that were kept, if made from the same objects `sources`."""
+        if self._kept is None:
+            return None
+        kept_sources, kept_cells, features = self._kept
+        is_same = all(kept is source for kept, source in zip(kept_sources, sources))
+        return features if is_same and np.array_equal(kept_cells, cells) else None
+
+
+def digest_arrays(about: str, *values: Any) -> str:
+    """SHA-256 of a text and arrays, dense or sparse."""
+    digest = hashlib.sha256(about.encode())
+    for value in values:
+        parts = [value]
+        if isinstance(value, SharedCells):
+            digest.update(value.source.digest.encode())
+            parts = [value.rows]
+        elif sp.issparse(value):
+            parts = [value.data, value.indices, value.indptr, np.array(value.shape)]
+        for array in map(np.ascontiguousarray, parts):
+            digest.update(f" {array.dtype} {array.shape} ".encode())
+            digest.update(array.tobytes())
+    return digest.hexdigest()
 
 
 def choose_scale(cells: sp.csr_matrix) -> np.ndarray:

@@ -35,7 +35,7 @@ from cellmill.runs.results import DatasetResult, Row, TaskResult
 SHOWN_CLASSES = 3  # classes named in the line of a task
 MAX_PROCESSES = 4  # the threads of rule evaluate: each may hold a dataset's features
 BaselinePredictions = dict[str, np.ndarray]
-"""Predictions by digest, see `BaselineCache.predictions`."""
+"""Predictions by digest, see `PredictionCache.predictions`."""
 RunOutput = tuple[TaskResult, BaselinePredictions]
 """Result of a task, and what it added to the predictions of baselines."""
 

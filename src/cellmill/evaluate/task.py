@@ -17,8 +17,9 @@ from threadpoolctl import threadpool_limits
 from cellmill.config.evaluate import Evaluate
 from cellmill.data.genes.names import GeneColumns, match_columns
 from cellmill.data.inputs.reader import CountsReader
-from cellmill.evaluate.baselines import BaselineCache
+from cellmill.evaluate.baselines import PredictionCache
 from cellmill.evaluate.evaluated import EvaluatedDatasets, EvaluatedModel
+from cellmill.evaluate.products import LastCells
 from cellmill.runs.results import TaskResult
 
 
@@ -42,7 +43,8 @@ class Context:
     model: EvaluatedModel
     options: Evaluate
     """Section `evaluate`."""
-    baselines: BaselineCache = field(default_factory=BaselineCache)
+    baselines: PredictionCache = field(default_factory=PredictionCache)
+    last_cells: LastCells = field(default_factory=LastCells)
     embedding_cost: Mapping[str, float] = field(default_factory=dict)
     """`seconds` and `peak_gb` of stage `embed`."""
     external: Mapping[str, np.ndarray] = field(default_factory=dict)

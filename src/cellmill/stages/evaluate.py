@@ -37,7 +37,7 @@ from cellmill.data.inputs.h5 import check_h5ad, create_h5, write_anndata
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate import draws
-from cellmill.evaluate.baselines import BaselineCache
+from cellmill.evaluate.baselines import PredictionCache
 from cellmill.evaluate.draws import draw_cells
 from cellmill.evaluate.evaluated import (
     DatasetFiles,
@@ -115,7 +115,7 @@ def evaluate(
                     )
                 context = replace(
                     context,
-                    baselines=BaselineCache(predictions),
+                    baselines=PredictionCache(predictions),
                     embedding_cost=cost,
                     external=vectors,
                 )

@@ -16,7 +16,7 @@ import pandas as pd
 from sklearn.preprocessing import StandardScaler
 
 from cellmill.config.parts.tasks import FewShotConfig, LeaveOutConfig, ProbeConfig
-from cellmill.evaluate.baselines import BaselineCache
+from cellmill.evaluate.baselines import PredictionCache
 from cellmill.evaluate.classifiers.fitted import (
     fit_all,
     precompute_folds,
@@ -196,7 +196,7 @@ def predict_folds(
     """
     labels = predictions.labels
     folds = [*folds]
-    shared = context.baselines.share(features[ALL_GENES])
+    shared = context.last_cells.share(features[ALL_GENES])
     if not context.options.classifiers:  # those of other packages know no shared products
         features = {**features, ALL_GENES: shared}
         with without_overhead():
@@ -229,7 +229,7 @@ def predict_folds(
 
 
 def _fit_components(
-    genes: SharedCells, train: np.ndarray, n_components: int, cache: BaselineCache
+    genes: SharedCells, train: np.ndarray, n_components: int, cache: PredictionCache
 ) -> ByMethod:
     """Principal components of all cells, fitted on cells `train`: of all genes, and of the variable
     genes unless all genes count as variable. Empty if there are too few cells or genes.

@@ -46,7 +46,7 @@ class Clustering(Task):
         features = cell_features(context, chosen.cells)
         genes = features.pop(ALL_GENES)
         components = ScoredMethod(f"PCA{COMPONENTS} of the scored cells")
-        shared = context.baselines.share(genes)
+        shared = context.last_cells.share(genes)
         scaled = StandardScaler(with_mean=False).fit_transform(genes)
         features |= {
             components: shared.source.components,

@@ -132,7 +132,7 @@ class Integration(Task):
         without Harmony, and random vectors.
         """
         vectors = cell_features(context, cells)
-        principal = context.baselines.share(vectors.pop(ALL_GENES)).source.components
+        principal = context.last_cells.share(vectors.pop(ALL_GENES)).source.components
         vectors[PRINCIPAL] = principal
         seed = context.options.seed
         if self.config.harmony:
