@@ -64,7 +64,7 @@ def _dense_targets(prepared: Any) -> torch.Tensor:
     """(cells, genes): weights of hidden genes."""
     dense = torch.zeros(len(prepared.n_entries), N_GENES + 2)
     genes_by_cell = prepared.entry_genes.split(prepared.n_entries)
-    weights_by_cell = prepared.entry_weights.split(prepared.n_entries)
+    weights_by_cell = prepared.entry_amounts.split(prepared.n_entries)
     for row, genes, weights in zip(dense, genes_by_cell, weights_by_cell):
         row[genes] = weights
     return dense
@@ -113,14 +113,14 @@ def test_weights_are_log_counts_or_counts() -> None:
         weights = weigh(view.entry_counts)
         expected = weights / weights.sum()
         prepared = model.prepare(view, **KEYS)
-        torch.testing.assert_close(prepared.entry_weights, expected.float())
+        torch.testing.assert_close(prepared.entry_amounts, expected.float())
 
 
 @pytest.mark.parametrize("weights", [{"weights": "counts"}, {"likelihood": "nb"}])
 def test_validation_correlates_hidden_genes_if_asked(
     weights: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cellmill.models.objectives.cell_decoding.COMPARED_CELLS", 4)
+    monkeypatch.setattr("cellmill.models.objectives.shared.hidden_genes.COMPARED_CELLS", 4)
     model = decoding_model("profile", **weights)
     batches = [cells_of(), cells_of((25, 40, 12))]
     monitor = Monitor(model, best_metric=METRIC)
@@ -157,7 +157,7 @@ def test_validation_correlates_hidden_genes_if_asked(
 @pytest.mark.parametrize(
     ("options", "answers"),
     [
-        ({"objective": "cell_decoding", "view": "drop"}, "entry_weights"),
+        ({"objective": "cell_decoding", "view": "drop"}, "entry_amounts"),
         ({"objective": "query_decoding", "decoder_hidden": 12}, "query_targets"),
     ],
 )
@@ -319,7 +319,7 @@ def test_the_loss_of_a_model_covers_only_hidden_counts() -> None:
     batch = cells_of()
     prepared = prepare(model, batch)
     view = model.view(batch, **KEYS)
-    assert torch.equal(prepared.entry_weights, view.entry_counts.float())
+    assert torch.equal(prepared.entry_amounts, view.entry_counts.float())
     vectors = model.cell_vectors(model.states(prepared), prepared)
     expected = profile_loss(
         model.decoder(vectors[prepared.target_cells]),

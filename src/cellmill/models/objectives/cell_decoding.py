@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from cellmill.config.parts.tokens import SPECIAL
-from cellmill.data.arrays import TARGET_SUM
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import EncoderBatch
 from cellmill.models.initial import Fill, with_std, zeros
@@ -38,19 +37,15 @@ from cellmill.models.objective import (
     loss_verdict,
 )
 from cellmill.models.objectives.shared.batch_terms import Adversary, LevelTerms
-from cellmill.models.objectives.shared.vicreg import vicreg
-from cellmill.models.objectives.shared.views import (
-    HIDDEN_GENE_STRIDE,
-    ViewBatch,
-    ViewConfig,
-    draw_view,
+from cellmill.models.objectives.shared.hidden_genes import (
+    correlate_hidden_genes,
+    count_sums,
+    sum_hidden_genes,
 )
+from cellmill.models.objectives.shared.vicreg import vicreg
+from cellmill.models.objectives.shared.views import ViewBatch, ViewConfig, draw_view
 from cellmill.parallel.likelihoods import profile_loss
-from cellmill.parallel.torch_private import is_dtensor
 from cellmill.parallel.vocab_parallel import token_logits
-
-COMPARED_CELLS = 256  # cells whose predicted profiles exist at once in validation
-N_MOMENTS = 5  # sums per hidden gene: prediction, measurement, their squares and their product
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +53,12 @@ class DecodingBatch(EncoderBatch):
     """The shown tokens and the profiles to predict."""
 
     target_cells: Tensor  # `(C,)` int64: indices of the cells that have something to predict
-    n_entries: list[int]  # number of entries of each of these cells
+    # number of entries of each of these cells; on the host, since reading `entry_starts` waits for a GPU
+    n_entries: list[int]
     entry_starts: Tensor  # `(C + 1,)` int64: first entry of each cell, and the number of entries
     entry_genes: Tensor  # `(entries,)` int64: token ids, cell after cell
-    entry_weights: Tensor
-    """`(entries,)` float32: with sum 1 in each cell; with likelihood nb the counts themselves."""
+    entry_amounts: Tensor
+    """`(entries,)` float32: fractions with sum 1 in each cell; with likelihood nb counts."""
     n_targets: Tensor  # C: each cell counts once, whatever its depth
     pairs: Tensor
     """`(2, pairs)` int64: indices of both views of each cell that has tokens in both; `(2, 0)`
@@ -71,13 +67,17 @@ class DecodingBatch(EncoderBatch):
     shares: tuple[RowShare, ...] | None = None
     """Share in the view loss; None in validation and while rows are collected."""
 
+    def find_entry_cells(self) -> Tensor:
+        """Find the cell of each entry, `(entries,)` int64: an index in `target_cells`."""
+        return torch.repeat_interleave(self.entry_starts.diff(), output_size=len(self.entry_genes))
+
 
 class ProfileObservations(NamedTuple):
     """Observations of profiles, `(entries,)` each: tensors in `observe`, arrays in `judge`."""
 
     genes: Any  # int64: vocabulary rows
     log_p: Any  # log-probability of the gene in its cell
-    weights: Any  # float32, with sum 1 in each cell
+    fractions: Any  # float32, with sum 1 in each cell
     cell_fracs: Any  # float64: 1 / entries of the cell
 
 
@@ -93,7 +93,7 @@ class CellDecoding(Objective):
     def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
         config = self.config
         vector_width = model.vector_width
-        self.n_sums = 1 + N_MOMENTS * -(-n_tokens // HIDDEN_GENE_STRIDE)
+        self.n_sums = count_sums(n_tokens)
         self.row_widths = (1 + 2 * vector_width,) if config.view_loss else ()
         width = config.decoder_hidden or vector_width
         names = ["decoder", "profile_genes", "profile_bias"]
@@ -144,22 +144,31 @@ class CellDecoding(Objective):
             n_entries=n_entries.tolist(),
             entry_starts=torch.from_numpy(np.append(0, n_entries.cumsum())),
             entry_genes=batch.entry_genes,
-            entry_weights=self._weigh_entries(batch),
+            entry_amounts=self._compute_amounts(batch),
             n_targets=torch.tensor(len(target_cells)),
             pairs=_find_pairs(batch),
         )
 
-    def _weigh_entries(self, batch: ViewBatch) -> Tensor:
-        """Compute `DecodingBatch.entry_weights`, `(entries,)` float32."""
-        weights = batch.entry_counts.double()
+    def _compute_amounts(self, batch: ViewBatch) -> Tensor:
+        """Compute `DecodingBatch.entry_amounts`, `(entries,)` float32."""
+        amounts = batch.entry_counts.double()
         if self._is_nb:
-            return weights.float()
+            return amounts.float()
         if self.predicts_log_counts:
-            weights = weights.log1p()
+            amounts = amounts.log1p()
         cell = batch.entry_cell.numpy()
-        cell_sums = np.bincount(cell, weights.numpy(), len(batch.lengths))
-        weights /= torch.from_numpy(cell_sums[cell])
-        return weights.float()
+        cell_sums = np.bincount(cell, amounts.numpy(), len(batch.lengths))
+        amounts /= torch.from_numpy(cell_sums[cell])
+        return amounts.float()
+
+    def _compute_fractions(self, prepared: DecodingBatch) -> Tensor:
+        """Make `entry_amounts` fractions with sum 1 in each cell, `(entries,)` float32."""
+        amounts = prepared.entry_amounts
+        if not self._is_nb:
+            return amounts
+        cell = prepared.find_entry_cells()
+        cell_sums = amounts.new_zeros(len(prepared.n_entries)).index_add(0, cell, amounts)
+        return amounts / cell_sums[cell]
 
     @property
     def _is_nb(self) -> bool:
@@ -175,7 +184,15 @@ class CellDecoding(Objective):
         vectors = self._target_vectors(model, states, prepared)
         decoded = self.decode(model, vectors, prepared)
         if self.kept_sums is not None:
-            self.kept_sums.append(self._sum_hidden_genes(model, decoded, prepared))
+            sums = sum_hidden_genes(
+                decoded,
+                model.profile_genes.weight,
+                model.profile_bias,
+                prepared.find_entry_cells(),
+                prepared.entry_genes,
+                self._compute_fractions(prepared),
+            )
+            self.kept_sums.append(sums)
         loss = profile_loss(
             decoded,
             model.profile_genes.weight,
@@ -183,7 +200,7 @@ class CellDecoding(Objective):
             prepared.n_entries,
             prepared.entry_starts,
             prepared.entry_genes,
-            prepared.entry_weights,
+            prepared.entry_amounts,
             model.profile_dispersion if self._is_nb else None,
         )
         if prepared.shares is not None:  # VICReg, which couples the cells of the global batch
@@ -196,53 +213,8 @@ class CellDecoding(Objective):
             loss = loss + adversary_weight * adversary_loss
         return loss
 
-    def _sum_hidden_genes(
-        self, model: ObjectiveModel, decoded: Tensor, prepared: DecodingBatch
-    ) -> Tensor:
-        """Sum over cells what `validation_metrics` reads of a view of step HIDDEN_GENES.
-
-        `(n_sums,)` float64: the number of cells, then N_MOMENTS rows with a sum per hidden gene.
-        Measured is log(1 + 10,000 w) with w the weight of the entry. Predicted is the softmax, scaled
-        so that the cell's visible genes have the same sum in both.
-        """
-        shares = prepared.entry_weights
-        n_entries = prepared.entry_starts.diff()
-        cell = torch.repeat_interleave(n_entries, output_size=len(shares))
-        if self._is_nb:
-            cell_sums = shares.new_zeros(len(n_entries)).index_add(0, cell, shares)
-            shares = shares / cell_sums[cell]
-        logs = torch.log1p(TARGET_SUM * shares)
-        n_hidden = -(-len(model.profile_bias) // HIDDEN_GENE_STRIDE)
-        sums = decoded.new_zeros(N_MOMENTS, n_hidden, dtype=torch.float64)
-        for start in range(0, len(decoded), COMPARED_CELLS):
-            part = decoded[start : start + COMPARED_CELLS]
-            logits = token_logits(part, model.profile_genes.weight, model.profile_bias)
-            if is_dtensor(logits):
-                logits = logits.full_tensor()
-            entries = (cell >= start) & (cell < start + COMPARED_CELLS)
-            profiles = torch.zeros_like(logits)
-            profiles[cell[entries] - start, prepared.entry_genes[entries]] = logs[entries]
-            measured = profiles[:, ::HIDDEN_GENE_STRIDE]
-            predicted = logits.softmax(1)[:, ::HIDDEN_GENE_STRIDE]
-            visible = profiles.sum(1) - measured.sum(1)
-            visible_share = (1 - predicted.sum(1)).clamp(min=1e-9)
-            predicted = predicted * (visible / visible_share)[:, None]
-            pairs = (predicted, measured, predicted**2, measured**2, predicted * measured)
-            sums += torch.stack([values.sum(0, dtype=torch.float64) for values in pairs])
-        n_cells = sums.new_tensor([len(decoded)])
-        return torch.cat([n_cells, sums.flatten()])
-
     def validation_metrics(self, sums: Sequence[float]) -> dict[str, float]:
-        n_cells = max(sums[0], 1)
-        predicted, measured, *squares, products = np.reshape(sums[1:], (N_MOMENTS, -1))
-        covariance = products - predicted * measured / n_cells
-        variances = np.stack(squares) - np.stack([predicted, measured]) ** 2 / n_cells
-        varies = (variances > 1e-9 * np.stack(squares)).all(0)
-        lengths = np.sqrt(np.where(varies, variances, 1).prod(0))
-        is_expressed = measured > 0
-        if not is_expressed.any():
-            return {}
-        return {"hidden_genes": float((covariance / lengths * varies)[is_expressed].mean())}
+        return correlate_hidden_genes(sums)
 
     def rows(self, model: ObjectiveModel, states: Tensor, prepared: DecodingBatch) -> Tensors:
         """Make one row per pair: a 1, then the vectors of the shown and the hidden part.
@@ -283,29 +255,25 @@ class CellDecoding(Objective):
         decoded = self.decode(model, vectors, prepared)
         logits = token_logits(decoded, model.profile_genes.weight, model.profile_bias)
         log_p = logits.log_softmax(1)
-        n_entries = prepared.entry_starts.diff()
-        weights = prepared.entry_weights
-        cell = torch.repeat_interleave(n_entries, output_size=len(weights))
-        if self._is_nb:  # dispersions are not judged: the mean profile of training cells has none
-            cell_sums = weights.new_zeros(len(n_entries)).index_add(0, cell, weights)
-            weights = weights / cell_sums[cell]
+        cell = prepared.find_entry_cells()
         genes = prepared.entry_genes
         return ProfileObservations(
             genes=genes - len(SPECIAL),
             log_p=log_p[cell, genes],
-            weights=weights,
-            cell_fracs=(1 / n_entries.double())[cell],
+            # dispersions are not judged: the mean profile of training cells has none
+            fractions=self._compute_fractions(prepared),
+            cell_fracs=(1 / prepared.entry_starts.diff().double())[cell],
         )
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
-        genes, log_p, weights, cell_fracs = ProfileObservations(*observed)
+        genes, log_p, fractions, cell_fracs = ProfileObservations(*observed)
         # values that are not scalars do not measure expression
         value = train.mean if self.tokens.value_kind == "scalar" else 1.0
         expressed = train.n * value + 1  # add one for genes that no training cell has
         mean_profile = np.log(expressed / expressed.sum())
-        n_cells = cell_fracs.sum()  # fractions of a cell sum to 1
-        loss = float(-(weights * log_p).sum() / n_cells)
-        base_loss = float(-(weights * mean_profile[genes]).sum() / n_cells)
+        n_cells = cell_fracs.sum()  # those of a cell sum to 1
+        loss = float(-(fractions * log_p).sum() / n_cells)
+        base_loss = float(-(fractions * mean_profile[genes]).sum() / n_cells)
         metrics = {
             "n_targets": len(genes),  # entries; `DecodingBatch.n_targets` counts cells
             "cross_entropy": loss,
