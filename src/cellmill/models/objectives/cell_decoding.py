@@ -104,13 +104,13 @@ class CellDecoding(Objective):
         model.profile_genes = with_std(nn.Embedding(n_tokens, width), width**-0.5)
         model.profile_bias = nn.Parameter(torch.empty(n_tokens))
         if config.known_batch is not None:
-            names += self._attach_batch_terms(model, config.known_batch, width)
+            names += self._attach_known_batch(model, config.known_batch, width)
         if self._is_nb:
             model.profile_dispersion = nn.Parameter(torch.empty(n_tokens))
             names.append("profile_dispersion")
         return tuple(names)
 
-    def _attach_batch_terms(self, model: ObjectiveModel, column: str, width: int) -> list[str]:
+    def _attach_known_batch(self, model: ObjectiveModel, column: str, width: int) -> list[str]:
         """Add a vector per experimental batch to the decoder, and the adversary if there is one."""
         n_levels = len(self.levels[column])
         model.batch_terms = LevelTerms(n_levels, width)
@@ -120,8 +120,8 @@ class CellDecoding(Objective):
             scale = self.config.batch_adversary_scale
             model.batch_adversary = Adversary(model.vector_width, n_levels, scale)
             names.append("batch_adversary")
-            last = "batch_adversary.out"
-            model.add_level_rows(column, f"{last}.weight", f"{last}.bias")
+            rows = ("batch_adversary.out.weight", "batch_adversary.out.bias")
+            model.add_level_rows(column, *rows)
         return names
 
     def initial_value(self, name: str) -> Fill | None:
@@ -207,9 +207,10 @@ class CellDecoding(Objective):
             (rows,) = self.rows(model, states, prepared)
             loss = loss + prepared.shares[0].loss(rows)
         adversary_weight = self.config.batch_adversary
-        # not in validation, which chooses the checkpoint: hiding the batch must not look worse
+        # not in validation, which chooses the checkpoint: hiding experimental batches must not look
+        # worse
         if adversary_weight is not None and model.training:
-            adversary_loss = model.batch_adversary(vectors, self._batch_levels(prepared))
+            adversary_loss = model.batch_adversary(vectors, self._known_batch_numbers(prepared))
             loss = loss + adversary_weight * adversary_loss
         return loss
 
@@ -236,7 +237,7 @@ class CellDecoding(Objective):
         decoded: Tensor = model.decoder(vectors)
         if self.config.known_batch is None:
             return decoded
-        return decoded + model.batch_terms(self._batch_levels(prepared)).to(decoded.dtype)
+        return decoded + model.batch_terms(self._known_batch_numbers(prepared)).to(decoded.dtype)
 
     def _target_vectors(
         self, model: ObjectiveModel, states: Tensor, prepared: DecodingBatch
@@ -244,8 +245,8 @@ class CellDecoding(Objective):
         """Pool the states `(T, H)` to the vectors of the cells with targets, `(C, H)`."""
         return model.cell_vectors(states, prepared)[prepared.target_cells].to(states.dtype)
 
-    def _batch_levels(self, prepared: DecodingBatch) -> Tensor:
-        """Read the level number of each cell's experimental batch, `(C,)` int64."""
+    def _known_batch_numbers(self, prepared: DecodingBatch) -> Tensor:
+        """Read the level number of each cell's experimental batch, option `known_batch`: `(C,)` int64."""
         column = self.config.known_batch
         assert column is not None, "no column of batches"
         return self.level_numbers(prepared, column)[prepared.target_cells]
