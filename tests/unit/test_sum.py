@@ -53,9 +53,9 @@ def test_each_part_equals_its_objective_on_the_shared_view() -> None:
     assert int(of_view.n_targets) == int(prepared.n_targets[1]) != int(prepared.n_targets[0])
     decoding = _model(objective="cell_decoding", decoder_hidden=None)
     decoding.hidden_value = masked.hidden_value
-    assert torch.equal(losses[0], decoding(prepared.batches[0]))
+    assert torch.equal(losses[0], decoding(prepared.part_batches[0]))
     shown = prepare(decoding, batch, 128)
-    assert torch.equal(prepared.batches[0].entry_amounts, shown.entry_amounts)
+    assert torch.equal(prepared.part_batches[0].entry_amounts, shown.entry_amounts)
     assert not torch.equal(decoding(shown), losses[0]), (
         "the cell's vector saw values that are hidden"
     )
@@ -69,9 +69,9 @@ def test_second_views_add_no_cells_to_other_parts() -> None:
     one = prepare(plain, batch, 128)
     both = prepare(model, batch, 128)
     assert torch.equal(both.n_targets, one.n_targets)
-    assert torch.equal(both.batches[1].targets, one.batches[1].targets)
-    assert torch.equal(both.batches[1].answers, one.batches[1].answers)
-    assert both.batches[0].pairs.numel() > 0
+    assert torch.equal(both.part_batches[1].targets, one.part_batches[1].targets)
+    assert torch.equal(both.part_batches[1].answers, one.part_batches[1].answers)
+    assert both.part_batches[0].pairs.numel() > 0
     # the second views stand after the first ones, and padding after them
     n_first = len(plain.view(batch, **KEYS).genes)
     views = model.view(batch, **KEYS)
@@ -84,7 +84,7 @@ def test_second_views_add_no_cells_to_other_parts() -> None:
     assert len(both.cu_seqlens) == len(both.lengths) + 1
     assert torch.equal(both.values[n_first:n_tokens], views.values[n_first:])
     masked = both.value_hidden.nonzero().flatten()
-    assert masked.tolist() == one.batches[1].targets.tolist()
+    assert masked.tolist() == one.part_batches[1].targets.tolist()
     torch.testing.assert_close(model.eval()(both), plain.eval()(one))
 
 
@@ -122,7 +122,7 @@ def test_a_part_without_targets_has_zero_loss() -> None:
 def test_tensors_of_all_parts_are_copied_once() -> None:
     model = _model(objective="sum", parts=PARTS)
     copied = copy_to_device(prepare(model, _cells(), 128), torch.device("meta"))
-    for part in (copied, *copied.batches):
+    for part in (copied, *copied.part_batches):
         for value in vars(part).values():
             if isinstance(value, torch.Tensor):
                 assert value.is_meta
@@ -143,7 +143,7 @@ def test_verdicts_of_a_sum_are_those_of_its_parts() -> None:
         observed = _observe(model.objective, model, prepared)
         figures, verdicts = model.objective.judge(*observed, train=train)
         for index, (name, part) in enumerate(model.objective.leaves().items()):
-            batches_of_part = [batch.batches[index] for batch in prepared]
+            batches_of_part = [batch.part_batches[index] for batch in prepared]
             observed_by_part = _observe(part, model, batches_of_part)
             figures_of_part, verdicts_of_part = part.judge(*observed_by_part, train=train)
             for key, value in figures_of_part.items():

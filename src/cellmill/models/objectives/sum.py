@@ -39,19 +39,19 @@ MODEL_FIELDS = [field.name for field in fields(EncoderBatch)]
 
 @dataclass(frozen=True)
 class SumBatch:
-    """Batches that the parts prepared. Other attributes come from `shown`, the model's batch."""
+    """Batches that the parts prepared. Other attributes come from `model_batch`."""
 
-    shown: Any
-    batches: tuple[Any, ...]  # in the order of the parts
+    model_batch: Any  # the batch that the model is given
+    part_batches: tuple[Any, ...]  # in the order of the parts
     n_targets: Tensor  # `(parts,)` int64
     shares: tuple[RowShare, ...] | None = None
     """Shares in losses of the global batch, in the order of the parts."""
 
     def __getattr__(self, name: str) -> Any:
         # copy and pickle look attributes up before they are set; delegating them would recurse forever
-        if name in ("shown", "batches", "n_targets", "shares"):
+        if name in ("model_batch", "part_batches", "n_targets", "shares"):
             raise AttributeError(name)
-        return getattr(self.shown, name)
+        return getattr(self.model_batch, name)
 
 
 class Sum(Objective):
@@ -108,40 +108,42 @@ class Sum(Objective):
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> SumBatch:
         """Prepare every part; the model is given the batch of the part that hides tokens."""
+        has_second_views = False
         first_views = batch
         if isinstance(batch, ViewBatch) and batch.n_paired:
+            has_second_views = True
             first_views = replace(batch.cut(0, batch.n_paired), n_paired=0)
-        has_second_views = first_views is not batch
-        prepared = self._prepare_parts(batch, first_views, seed, step)
-        shown = self._choose_shown(prepared, has_second_views)
-        n_targets = torch.stack([part_batch.n_targets for part_batch in prepared])
-        return SumBatch(shown, _replace_tokens(prepared, shown), n_targets)
+        part_batches = self._prepare_parts(batch, first_views, seed, step)
+        model_batch = self._choose_model_batch(part_batches, has_second_views)
+        n_targets = torch.stack([part_batch.n_targets for part_batch in part_batches])
+        return SumBatch(model_batch, _replace_tokens(part_batches, model_batch), n_targets)
 
     def _prepare_parts(self, batch: Batch, first_views: Batch, seed: int, step: int) -> list[Any]:
         """Prepare the batch of each part; only the part that draws the view reads second views."""
-        prepared = []
+        part_batches = []
         for part in self.objectives.values():
             part.training = self.training
             part_view = batch if part.config.draws_view else first_views
-            prepared.append(part.prepare(part_view, seed=seed, step=step))
-        return prepared
+            part_batches.append(part.prepare(part_view, seed=seed, step=step))
+        return part_batches
 
-    def _choose_shown(self, prepared: list[Any], has_second_views: bool) -> Any:
+    def _choose_model_batch(self, part_batches: list[Any], has_second_views: bool) -> Any:
         """Choose the batch that the model is given.
 
-        It is the batch of the part that hides tokens, whose targets no part may see, with the second
-        views of the part that draws the view appended. If no part hides tokens it is the batch of the
-        part that drew second views, else the first part's: then all have the same tokens.
+        - A part hides tokens: its batch, since no part may see its targets.
+        - The same, and there are second views: its batch, and the second views appended.
+        - No part hides tokens, and there are second views: the batch of the part that drew them.
+        - Neither: the first part's, since all have the same tokens.
         """
         hiding_batch: Any = None  # of the part that hides tokens, if there is one
         view_batch: Any = None  # of the part that draws the view, if there is one
-        for part, part_batch in zip(self.objectives.values(), prepared):
+        for part, part_batch in zip(self.objectives.values(), part_batches):
             if part.config.hides_tokens:
                 hiding_batch = part_batch
             if part.config.draws_view:
                 view_batch = part_batch
         if hiding_batch is None:
-            return view_batch if has_second_views else prepared[0]
+            return view_batch if has_second_views else part_batches[0]
         if has_second_views:
             return _add_second_views(hiding_batch, view_batch)
         return hiding_batch
@@ -149,18 +151,18 @@ class Sum(Objective):
     def loss(self, model: ObjectiveModel, states: Tensor, prepared: SumBatch) -> Tensor:
         all_shares = iter(prepared.shares or ())
         losses = []
-        for part, batch in zip(self.objectives.values(), prepared.batches):
+        for part, part_batch in zip(self.objectives.values(), prepared.part_batches):
             shares = tuple(islice(all_shares, len(part.row_widths)))
             if shares and (model.training or part.validates_rows):
-                batch = replace(batch, shares=shares)
-            losses.append(part.loss(model, states, batch).float())
+                part_batch = replace(part_batch, shares=shares)
+            losses.append(part.loss(model, states, part_batch).float())
         return torch.stack(losses)
 
     def rows(self, model: ObjectiveModel, states: Tensor, prepared: SumBatch) -> Tensors:
         rows: Tensors = ()
-        for part, batch in zip(self.objectives.values(), prepared.batches):
+        for part, part_batch in zip(self.objectives.values(), prepared.part_batches):
             if part.row_widths:
-                rows += part.rows(model, states, batch)
+                rows += part.rows(model, states, part_batch)
         return rows
 
     def loss_of_rows(self, *tables: Tensor) -> Tensors:
@@ -175,8 +177,8 @@ class Sum(Objective):
         """Observe every part: the number of its tensors, `(parts,)` int64, then these tensors."""
         sizes = []
         observed: Tensors = ()
-        for part, batch in zip(self.objectives.values(), prepared.batches):
-            tensors = part.observe(model, batch)
+        for part, part_batch in zip(self.objectives.values(), prepared.part_batches):
+            tensors = part.observe(model, part_batch)
             sizes.append(len(tensors))
             observed += tensors
         return torch.tensor(sizes), *observed
@@ -198,19 +200,19 @@ def _list_attributes(model: ObjectiveModel) -> Mapping[str, Any]:
     return {**dict(model.named_children()), **dict(model.named_parameters(recurse=False))}
 
 
-def _replace_tokens(prepared: list[Any], shown: Any) -> tuple[Any, ...]:
-    """Replace the tokens of the parts' batches by those of `shown`.
+def _replace_tokens(part_batches: list[Any], model_batch: Any) -> tuple[Any, ...]:
+    """Replace the tokens of the parts' batches by those of `model_batch`.
 
     So nothing is hidden for one part and shown to another.
     """
-    if not isinstance(shown, EncoderBatch):
-        return tuple(prepared)
-    tokens = {name: getattr(shown, name) for name in MODEL_FIELDS}
-    batches = []
-    for part_batch in prepared:
+    if not isinstance(model_batch, EncoderBatch):
+        return tuple(part_batches)
+    tokens = {name: getattr(model_batch, name) for name in MODEL_FIELDS}
+    replaced = []
+    for part_batch in part_batches:
         reads_tokens = isinstance(part_batch, EncoderBatch)
-        batches.append(replace(part_batch, **tokens) if reads_tokens else part_batch)
-    return tuple(batches)
+        replaced.append(replace(part_batch, **tokens) if reads_tokens else part_batch)
+    return tuple(replaced)
 
 
 def _add_second_views(first_views: Any, all_views: Any) -> Any:
