@@ -39,11 +39,7 @@ from cellmill.models.objective import (
     r2_over,
     r2_verdict,
 )
-from cellmill.models.objectives.shared.views import (
-    draw_hidden_frac,
-    make_tokens,
-    uniform,
-)
+from cellmill.models.objectives.shared.views import draw_hidden_frac, make_tokens, uniform
 from cellmill.parallel.vocab_parallel import embed_tokens, rows_at
 
 
@@ -54,14 +50,14 @@ class QueryView(Batch):
     query_cells: Tensor  # `(N,)` int64: index of the cell
     query_genes: Tensor  # `(N,)` int64: token ids
     query_targets: Tensor  # `(N,)` float32: values of the whole cell, 0 where not detected
-    query_weights: Tensor
-    """`(N,)` float32: hidden genes for which each query stands; in QueryBatch, of mean 1 in each cell."""
+    genes_per_query: Tensor  # `(N,)` float32: number of hidden genes for which a query stands
 
 
 @dataclass(frozen=True, kw_only=True)
 class QueryBatch(QueryView, EncoderBatch):
     """The shown tokens and the queries, prepared."""
 
+    query_weights: Tensor  # `(N,)` float32: `genes_per_query`, scaled to mean 1 in each cell
     n_targets: Tensor  # N
 
 
@@ -74,8 +70,8 @@ class QueryObservations(NamedTuple):
     weights: Any
 
 
-class HiddenTokens(NamedTuple):
-    """Tokens that are hidden from the encoder."""
+class TokenDraws(NamedTuple):
+    """The tokens of a batch, and which of them are hidden from the encoder."""
 
     cell: Tensor  # `(T,)` int64: index of the token's cell
     is_hidden: Tensor  # `(T,)` bool
@@ -117,22 +113,22 @@ class QueryDecoding(Objective):
     def view(self, batch: Batch, *, seed: int, step: int) -> QueryView:
         """Draw the shown tokens and the queries of each cell of a batch with counts, on the CPU."""
         assert batch.counts is not None, "the batch has no counts"
-        hidden = self._draw_hidden(batch, seed, step)
-        shown = (batch.counts * ~hidden.is_hidden).numpy()
+        draws = self._draw_tokens(batch, seed, step)
+        shown = (batch.counts * ~draws.is_hidden).numpy()
         shown_cells = SparseCounts(batch.cu_seqlens.numpy(), batch.genes.numpy(), shown)
         return QueryView(
             **make_tokens(shown_cells, self.tokenizer),
             **batch.arrays("cell"),
-            **self._choose_queries(batch, hidden, seed, step),
+            **self._choose_queries(batch, draws, seed, step),
         )
 
-    def _draw_hidden(self, batch: Batch, seed: int, step: int) -> HiddenTokens:
+    def _draw_tokens(self, batch: Batch, seed: int, step: int) -> TokenDraws:
         """Hide each token with the probability of its cell."""
         cell, position = positions(batch)
         state = host_state(batch.cells.numpy(), seed, step)
         frac = torch.from_numpy(draw_hidden_frac(state, self.config, HIDDEN_FRAC))
         bits = host_state(position.numpy(), HIDE, state=state[cell.numpy()])
-        return HiddenTokens(
+        return TokenDraws(
             cell=cell,
             is_hidden=torch.from_numpy(uniform(bits)) < frac[cell],
             keys=torch.from_numpy((bits >> np.uint64(1)).view(np.int64)),
@@ -140,15 +136,15 @@ class QueryDecoding(Objective):
         )
 
     def _choose_queries(
-        self, batch: Batch, hidden: HiddenTokens, seed: int, step: int
+        self, batch: Batch, draws: TokenDraws, seed: int, step: int
     ) -> dict[str, Any]:
         """Choose the queries of each cell; return the fields of `QueryView` for them."""
         n_cells = len(batch.lengths)
         # detected genes
-        picked = _pick_detected(hidden, self.config.max_asked)
-        picked_cell = hidden.cell[picked]
+        picked = _pick_detected(draws, self.config.max_asked)
+        picked_cell = draws.cell[picked]
         n_picked = torch.bincount(picked_cell, minlength=n_cells)
-        n_hidden = torch.bincount(hidden.cell[hidden.is_hidden], minlength=n_cells)
+        n_hidden = torch.bincount(draws.cell[draws.is_hidden], minlength=n_cells)
         # undetected genes: the cell's hidden fraction of them counts as hidden
         n_undetected = self.n_genes - batch.cu_seqlens.diff().long()
         n_drawn = (n_picked * self.config.undetected_ratio).ceil().long()
@@ -156,22 +152,22 @@ class QueryDecoding(Objective):
         drawn_cell, drawn_genes = _draw_undetected(
             batch, n_drawn, n_undetected, self.n_genes, seed, step
         )
-        # `(C,)` each: number of hidden genes for which a query stands
-        picked_weight = n_hidden / n_picked.clamp(min=1)
-        drawn_weight = hidden.frac * n_undetected / n_drawn.clamp(min=1)
-        weights = torch.cat([picked_weight[picked_cell], drawn_weight[drawn_cell]])
+        # `(C,)` each
+        genes_per_picked = n_hidden / n_picked.clamp(min=1)
+        genes_per_drawn = draws.frac * n_undetected / n_drawn.clamp(min=1)
+        genes_per_query = torch.cat([genes_per_picked[picked_cell], genes_per_drawn[drawn_cell]])
         return {
             "query_cells": torch.cat([picked_cell, drawn_cell]),
             "query_genes": torch.cat([batch.genes[picked], drawn_genes]),
             "query_targets": torch.cat([batch.values[picked], torch.zeros(len(drawn_cell))]),
-            "query_weights": weights.float(),
+            "genes_per_query": genes_per_query.float(),
         }
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> QueryBatch:
         assert isinstance(batch, QueryView), "expected a view"
         n_cells = len(batch.lengths)
         cell = batch.query_cells
-        weights = batch.query_weights.double()
+        weights = batch.genes_per_query.double()
         # `(C,)`: factor that makes the mean weight of a cell's queries 1
         sums = torch.zeros(n_cells, dtype=weights.dtype).index_add(0, cell, weights)
         scale = torch.bincount(cell, minlength=n_cells) / sums
@@ -245,16 +241,16 @@ def _number_in_cell(n_items: Tensor, cell: Tensor) -> Tensor:
     return torch.arange(len(cell)) - first_item[cell]
 
 
-def _pick_detected(hidden: HiddenTokens, max_tokens: int) -> Tensor:
+def _pick_detected(draws: TokenDraws, max_tokens: int) -> Tensor:
     """Pick the hidden tokens of each cell with the lowest keys, at most `max_tokens`.
 
     The result is `(tokens,)` int64, ascending.
     """
-    tokens = hidden.is_hidden.nonzero().flatten()
+    tokens = draws.is_hidden.nonzero().flatten()
     # hidden tokens, cell after cell, the lowest key of each cell first
-    tokens = tokens[hidden.keys[tokens].argsort()]
-    tokens = tokens[hidden.cell[tokens].argsort(stable=True)]
-    cell = hidden.cell[tokens]
+    tokens = tokens[draws.keys[tokens].argsort()]
+    tokens = tokens[draws.cell[tokens].argsort(stable=True)]
+    cell = draws.cell[tokens]
     rank = _number_in_cell(torch.bincount(cell), cell)
     return tokens[rank < max_tokens].sort().values
 
