@@ -48,8 +48,18 @@ class MaskedValue(MaskedObjective):
     config: MaskedValueConfig
     predicts_genes = False
 
+    @property
+    def _first_bin(self) -> int:
+        """Number of the first bin; bin 0 is that of genes without counts."""
+        return 0 if self.tokens.zero_frac else 1
+
+    @property
+    def _is_class(self) -> bool:
+        return self.tokens.value_kind == "class"
+
     def attach_output(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
-        model.hidden_value = nn.Parameter(torch.empty(model.width))  # `Model.begin` reads it
+        # read by `Model.begin`, so it is not among the heads that are returned
+        model.hidden_value = nn.Parameter(torch.empty(model.width))
         n_outputs = self.tokens.n_values - self._first_bin if self._is_class else 1
         model.value_out = nn.Linear(model.width, n_outputs)
         return ("value_out",)
@@ -98,6 +108,7 @@ class MaskedValue(MaskedObjective):
         out: Tensor = model.value_out(head_output).float()
         if self._is_class:
             return out
+        # the head predicts the difference from the mean of the cell's visible values
         return out.squeeze(-1) + prepared.center[prepared.cell[prepared.targets]]
 
     def observe(self, model: ObjectiveModel, prepared: MaskedBatch) -> ValueObservations:
@@ -132,15 +143,6 @@ class MaskedValue(MaskedObjective):
             "mse_global_mean": mse_global,
         }
         return metrics, r2_verdict("prediction of masked values", "the gene's training mean", r2)
-
-    @property
-    def _first_bin(self) -> int:
-        """Number of the first bin; bin 0 is that of genes without counts."""
-        return 0 if self.tokens.zero_frac else 1
-
-    @property
-    def _is_class(self) -> bool:
-        return self.tokens.value_kind == "class"
 
 
 def _choose_donors(mask: Mask, random: Tensor, n_donors: Tensor) -> Tensor:

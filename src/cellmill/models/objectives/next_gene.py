@@ -69,6 +69,14 @@ class NextGene(Objective):
     config: NextGeneConfig
     gene_rows = frozenset({"gene_bias"})
 
+    @property
+    def predicts_values(self) -> bool:
+        return self.tokens.value_kind in ("class", "scalar") and self.config.value_loss_weight > 0
+
+    @property
+    def _is_class(self) -> bool:
+        return self.tokens.value_kind == "class"
+
     def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
         """Add `start`, the state before the first gene, and the heads of genes, ends and values."""
         hidden = model.width
@@ -150,6 +158,8 @@ class NextGene(Objective):
 
         Genes are in order, cell after cell.
         """
+        # offsets of tokens are offsets of targets then
+        assert len(prepared.targets) == len(prepared.genes), "expected a batch without padding"
         before = self.states_before(model, model.states(prepared), prepared)
         cells = []
         for start, end in pairwise(prepared.cu_seqlens.tolist()):
@@ -192,7 +202,7 @@ class NextGene(Objective):
         # fields of NextGeneObservations, then values
         genes, position, is_right, losses, *values = observed
         assert train.by_rank is not None, "statistics without ranks"
-        base_right, base_losses = _judge_rank_baseline(genes, position, train.by_rank)
+        base_right, base_losses = _score_rank_baseline(genes, position, train.by_rank)
         loss = float(losses.astype(np.float64).mean())
         base_loss = float(base_losses.mean())
         metrics: dict[str, Any] = {
@@ -214,16 +224,8 @@ class NextGene(Objective):
             verdicts += r2_verdict("prediction of the next value", "the gene's training mean", r2)
         return metrics, verdicts
 
-    @property
-    def predicts_values(self) -> bool:
-        return self.tokens.value_kind in ("class", "scalar") and self.config.value_loss_weight > 0
 
-    @property
-    def _is_class(self) -> bool:
-        return self.tokens.value_kind == "class"
-
-
-def _judge_rank_baseline(
+def _score_rank_baseline(
     genes: np.ndarray, position: np.ndarray, by_rank: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Predict each gene by its frequency in the bucket of its rank; return correctness and cross-entropy.
@@ -243,7 +245,7 @@ def _judge_rank_baseline(
         for start, stop in cells:
             judged = np.flatnonzero(buckets[start:stop] == bucket)  # positions in the cell
             if len(judged):
-                cell_right, cell_losses = _judge_cell(
+                cell_right, cell_losses = _score_by_frequency(
                     genes[start:stop], judged, frequency, by_frequency
                 )
                 is_right[start + judged] = cell_right
@@ -264,7 +266,7 @@ def _bucket_frequencies(by_rank: np.ndarray) -> np.ndarray:
     return frequencies
 
 
-def _judge_cell(
+def _score_by_frequency(
     cell_genes: np.ndarray, judged: np.ndarray, frequency: np.ndarray, by_frequency: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute correctness and cross-entropy at positions `judged` of one cell, `(judged,)` each.
