@@ -33,7 +33,7 @@ class Scale(NamedTuple):
 
 
 class MomentSums(NamedTuple):
-    """Sums over cells of predictions x and numbers y: tensors in `loss`, floats in validation."""
+    """Sums over cells of predictions x and targets y: tensors in `loss`, floats in validation."""
 
     n: Any
     x: Any
@@ -70,6 +70,14 @@ class Regression(CellObjective):
         targets = (numbers - self._scale.mean) / self._scale.std
         return targets.float(), numbers.isfinite()
 
+    def predict(self, model: ObjectiveModel, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
+        predicted: Tensor = getattr(model, self.head_name)(vectors, keys)
+        return predicted[:, 0].float()
+
+    def predict_in_units(self, model: ObjectiveModel, vectors: Tensor) -> Tensor:
+        """Predict numbers in the unit of the column: `vectors` `(C, H)` -> `(C,)` float32."""
+        return self.predict(model, vectors) * self._scale.std + self._scale.mean
+
     def target_loss(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
         targets = prepared.targets
         if self.config.loss == "pearson":
@@ -78,6 +86,14 @@ class Regression(CellObjective):
             delta = self.config.huber_delta
             return F.huber_loss(predicted, targets, reduction="sum", delta=delta)
         return F.mse_loss(predicted, targets, reduction="sum")
+
+    def rows(self, model: ObjectiveModel, states: Tensor, prepared: TargetBatch) -> Tensors:
+        """Make one row per cell: a 1, the prediction, the target; `(C, 3)` float32."""
+        predicted = self.predict_targets(model, states, prepared)
+        return (_stack_rows(predicted, prepared.targets),)
+
+    def loss_of_rows(self, *tables: Tensor) -> Tensors:
+        return tuple(correlation_loss(table) for table in tables)
 
     def validation_sums(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
         x = predicted.double()
@@ -92,14 +108,6 @@ class Regression(CellObjective):
         )
         return torch.stack(sums)
 
-    def rows(self, model: ObjectiveModel, states: Tensor, prepared: TargetBatch) -> Tensors:
-        """Make one row per cell: a 1, the prediction, the number; `(C, 3)` float32."""
-        predicted = self.predict_targets(model, states, prepared)
-        return (_stack_rows(predicted, prepared.targets),)
-
-    def loss_of_rows(self, *tables: Tensor) -> Tensors:
-        return tuple(correlation_loss(table) for table in tables)
-
     def validation_metrics(self, sums: Sequence[float]) -> dict[str, float]:
         n, x, y, xx, yy, xy = MomentSums(*sums)
         covariance = n * xy - x * y
@@ -108,31 +116,24 @@ class Regression(CellObjective):
             return {}
         return {"pearson": covariance / variances**0.5}
 
-    def predict(self, model: ObjectiveModel, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
-        predicted: Tensor = getattr(model, self.head_name)(vectors, keys)
-        return predicted[:, 0].float()
-
-    def predict_in_units(self, model: ObjectiveModel, vectors: Tensor) -> Tensor:
-        """Predict numbers in the unit of the column: `vectors` `(C, H)` -> `(C,)` float32."""
-        return self.predict(model, vectors) * self._scale.std + self._scale.mean
-
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
-        numbers, predicted = (values.astype(np.float64) for values in observed)
-        metrics: dict[str, Any] = {"n_targets": len(numbers)}
-        r = pearson(numbers, predicted) if len(numbers) else None
+        # both are standardised
+        targets, predicted = (values.astype(np.float64) for values in observed)
+        metrics: dict[str, Any] = {"n_targets": len(targets)}
+        r = pearson(targets, predicted) if len(targets) else None
         if r is None:
             return metrics, []
         name = f"regression of {self.config.target_column}"
         metrics["pearson"] = r
-        metrics["spearman"] = pearson(_rank(numbers), _rank(predicted))
+        metrics["spearman"] = pearson(_rank(targets), _rank(predicted))
         if self.config.loss == "pearson":
             return metrics, [compare(name, "no correlation", "Pearson's r", r)]
-        errors = numbers - predicted
-        r2 = float(1 - np.square(errors).mean() / numbers.var())
+        errors = targets - predicted
+        r2 = float(1 - np.square(errors).mean() / targets.var())
         metrics["r2"] = r2
-        errors = errors * self._scale.std  # in the unit of the column
-        metrics["mean_absolute_error"] = float(np.abs(errors).mean())
-        mean_square = np.square(errors).mean()
+        errors_in_units = errors * self._scale.std  # in the unit of the column
+        metrics["mean_absolute_error"] = float(np.abs(errors_in_units).mean())
+        mean_square = np.square(errors_in_units).mean()
         metrics["root_mean_squared_error"] = float(mean_square**0.5)
         return metrics, [compare(name, "the mean of the cells", "R²", r2)]
 
@@ -144,7 +145,7 @@ def _stack_rows(predicted: Tensor, targets: Tensor) -> Tensor:
 def correlation_loss(table: Tensor) -> Tensor:
     """Compute n (1 - r), a float64 scalar, for n cells with correlation r.
 
-    A row of `table` `(S, 3)` is a 1, the prediction, the number; rows of zeros are empty slots.
+    A row of `table` `(S, 3)` is a 1, the prediction, the target; rows of zeros are empty slots.
     """
     filled, predicted, targets = table.double().unbind(1)
     n_cells = filled.detach().sum()
