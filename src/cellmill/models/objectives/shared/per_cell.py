@@ -65,7 +65,10 @@ class TargetBatch(EncoderBatch):
 
 
 class CellObjective(Objective):
-    """Base of objectives with one target per cell; they need a model with `cell_vectors`."""
+    """Base of objectives with one target per cell; they need a model with `cell_vectors`.
+
+    An objective without a head defines `loss` and `observe` instead of `predict` and `target_loss`.
+    """
 
     has_target_per_cell = True
     head_name: str
@@ -135,7 +138,7 @@ class LabelObjective(CellObjective):
 
     @property
     def labels(self) -> list[str]:
-        """Labels in the order of their numbers: all levels except MISSING, the last."""
+        """Labels in the order of their numbers: all levels but the last, MISSING, if there is one."""
         return [level for level in self.levels[self.config.label_column] if level != MISSING]
 
     def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
