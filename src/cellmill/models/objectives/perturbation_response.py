@@ -4,8 +4,8 @@ The decoder is given the cell's vector plus a response, as in CPA (Lotfollahi et
 Syst. Biol. 19:e11517). The response is a projection of the decoder's embeddings of the perturbed
 genes, a bias that all perturbations share, and a learned vector of each perturbation. Controls have
 no response. A perturbation that was not trained on has the first two, so it can be predicted if its
-gene is known; its learned vector stays zero. The loss is of binomial draws: the response has to
-explain the part of the counts that the cell's vector, made from the other part, does not.
+gene is known; its learned vector stays zero. Counts are split into two binomial parts. The cell's
+vector is made from one; vector and response predict the other.
 
 Legend: C cells with targets, H width of a cell's vector, D width of the decoder's last layer, M
 largest number of genes of a perturbation, V tokens of the vocabulary. Level numbers begin at 1; 0
@@ -35,15 +35,15 @@ from cellmill.parallel.vocab_parallel import embed_tokens, token_logits
 class ResponseBatch(DecodingBatch):
     """Profiles to predict, and the perturbations of their cells."""
 
-    perturbation: Tensor  # `(C,)` int64: number of the level; 0 for controls
-    perturbed: Tensor  # `(C, M)` int64: token ids of perturbed genes, then `<pad>`
+    perturbation_numbers: Tensor  # `(C,)` int64: level numbers; 0 for controls
+    perturbed_genes: Tensor  # `(C, M)` int64: token ids of perturbed genes, then `<pad>`
 
 
 class PerturbationResponse(CellDecoding):
     """See the module; needs a model with `cell_vectors`."""
 
     config: PerturbationResponseConfig
-    _genes: list[Sequence[int]]
+    _perturbed_genes: list[Sequence[int]]
     """Token ids of perturbed genes by level number; set by `attach`, as are the next two."""
     _control: int  # level number of controls
     _excluded: list[int]  # level numbers of cells that have no target
@@ -58,7 +58,7 @@ class PerturbationResponse(CellDecoding):
         model.response_terms = LevelTerms(len(levels), width, centered=False)
         model.add_level_rows(config.perturbation_column, "response_terms.weight")
         genes = config.perturbed_genes or {}
-        self._genes = [[], *(genes.get(level, []) for level in levels)]
+        self._perturbed_genes = [[], *(genes.get(level, []) for level in levels)]
         self._control = _find_level_number(config.control, levels)
         self._excluded = [0, _find_level_number(MISSING, levels)]
         return (*names, "response_genes", "response_terms")
@@ -75,26 +75,28 @@ class PerturbationResponse(CellDecoding):
             entry_counts=batch.entry_counts[is_kept],
         )
         prepared = super().prepare(batch, seed=seed, step=step)
-        perturbation = numbers[prepared.target_cells]
+        numbers = numbers[prepared.target_cells]
         return ResponseBatch.prepared(
             prepared,
             (seed, step),
-            perturbation=torch.where(perturbation == self._control, 0, perturbation),
-            perturbed=_pad_genes([self._genes[number] for number in perturbation.tolist()]),
+            perturbation_numbers=torch.where(numbers == self._control, 0, numbers),
+            perturbed_genes=_pad_genes(
+                [self._perturbed_genes[number] for number in numbers.tolist()]
+            ),
         )
 
     def decode(self, model: ObjectiveModel, vectors: Tensor, prepared: DecodingBatch) -> Tensor:
         """Add each cell's response to its vector, then decode: `vectors` `(C, H)` -> `(C, D)`."""
         assert isinstance(prepared, ResponseBatch), "expected a batch with perturbations"
-        response = _compute_response(model, prepared.perturbation, prepared.perturbed)
-        is_perturbed = (prepared.perturbation > 0)[:, None]
+        response = _compute_response(model, prepared.perturbation_numbers, prepared.perturbed_genes)
+        is_perturbed = (prepared.perturbation_numbers > 0)[:, None]
         changed = vectors + response * is_perturbed
         return super().decode(model, changed.to(vectors.dtype), prepared)
 
     def log_profile(
         self, model: ObjectiveModel, vectors: Tensor, perturbation: str | None, genes: list[int]
     ) -> Tensor:
-        """Predict the log fraction of each gene in a cell of an average batch, `(C, V - special)` float32.
+        """Predict the log fraction of each gene in a cell of an average batch, `(C, genes)` float32.
 
         `vectors` are `(C, H)`. `perturbation` is a level, or another name, which has no learned
         vector; None for the cells as they are. `genes` are token ids of its genes, maybe none.
@@ -103,8 +105,9 @@ class PerturbationResponse(CellDecoding):
             levels = self.levels[self.config.perturbation_column]
             device = vectors.device
             numbers = torch.tensor([_find_level_number(perturbation, levels)], device=device)
-            perturbed = _pad_genes([genes]).to(device)
-            vectors = vectors + _compute_response(model, numbers, perturbed)
+            perturbed_genes = _pad_genes([genes]).to(device)
+            vectors = vectors + _compute_response(model, numbers, perturbed_genes)
+        # no term of known_batch is added: they are centred, so an average batch has zero
         decoded = model.decoder(vectors)
         logits = token_logits(decoded, model.profile_genes.weight, model.profile_bias)
         return logits[:, len(SPECIAL) :].float().log_softmax(1)
@@ -115,19 +118,19 @@ def _find_level_number(level: str, levels: Sequence[str]) -> int:
     return 1 + levels.index(level) if level in levels else 0
 
 
-def _compute_response(model: ObjectiveModel, perturbation: Tensor, perturbed: Tensor) -> Tensor:
+def _compute_response(model: ObjectiveModel, numbers: Tensor, perturbed_genes: Tensor) -> Tensor:
     """Compute the term that a perturbation adds to the cell's vector, `(C, H)`.
 
-    `perturbation` `(C,)` int64 are level numbers, `perturbed` `(C, M)` int64 token ids, as in
+    `numbers` `(C,)` int64 are level numbers, `perturbed_genes` `(C, M)` int64 token ids, as in
     `ResponseBatch`.
     """
-    flat = embed_tokens(perturbed.flatten(), model.profile_genes.weight)
-    embedded = flat.unflatten(0, perturbed.shape)  # `(C, M, D)`
-    is_gene = (perturbed != PAD_TOKEN)[..., None]
+    flat = embed_tokens(perturbed_genes.flatten(), model.profile_genes.weight)
+    embedded = flat.unflatten(0, perturbed_genes.shape)  # `(C, M, D)`
+    is_gene = (perturbed_genes != PAD_TOKEN)[..., None]
     n_genes = is_gene.sum(1).clamp(min=1)
     mean = (embedded * is_gene).sum(1) / n_genes
     gene_response = model.response_genes(mean.to(embedded.dtype))
-    response: Tensor = gene_response + model.response_terms(perturbation)
+    response: Tensor = gene_response + model.response_terms(numbers)
     return response
 
 
