@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cellmill.config.checks import check_nodes, check_together
-from cellmill.config.parallel import Layout, Parallel, layout
+from cellmill.config.parallel import Layout, Parallel, divide_processes
 from cellmill.config.parts.families import EncoderConfig
 from cellmill.errors import ConfigError
 from cellmill.planner.devices import DEVICES, find_device, find_peak_flops, recognise_device
@@ -38,7 +38,7 @@ from tests.models import train_options
 def test_the_layout_of_each_strategy(
     options: dict[str, Any], world: int, local_world: int, expected: Layout
 ) -> None:
-    assert layout(Parallel.model_validate(options), world, local_world) == expected
+    assert divide_processes(Parallel.model_validate(options), world, local_world) == expected
 
 
 OR_PROFILE = ", or change the profile"
@@ -85,7 +85,7 @@ def test_an_impossible_product_is_refused_with_the_nearest(
     options: dict[str, Any], world: int, local_world: int, message: str
 ) -> None:
     with refused(message):
-        layout(Parallel.model_validate(options), world, local_world)
+        divide_processes(Parallel.model_validate(options), world, local_world)
 
 
 class Plain(EncoderConfig):
@@ -98,7 +98,7 @@ class Plain(EncoderConfig):
 
 
 def test_a_layout_is_checked_against_what_the_family_can_cut() -> None:
-    assert layout(Parallel.model_validate({"cpu_offload": "full", "tp": 2}), 4, 4).dp == 2
+    assert divide_processes(Parallel.model_validate({"cpu_offload": "full", "tp": 2}), 4, 4).dp == 2
     compiled = {
         "compile": True,
         "activation_checkpointing": "full",

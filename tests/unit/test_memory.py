@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from cellmill.config.parallel import Parallel, layout
+from cellmill.config.parallel import Parallel, divide_processes
 from cellmill.config.parts.tokens import Tokens
 from cellmill.parallel.mesh import list_stages
 from cellmill.parallel.pipeline import SCHEDULES
@@ -37,7 +37,7 @@ SHORT = 16
 def _model(world: int, **options: Any) -> PlannedModel:
     parallel = Parallel.model_validate(options)
     size = measure_size(SPEC, parallel.tp, parallel.sequence_parallel)
-    return PlannedModel(size, parallel, layout(parallel, world, world), world)
+    return PlannedModel(size, parallel, divide_processes(parallel, world, world), world)
 
 
 def _memory(world: int, tokens: int = LONG, micro_batches: int = 1, **options: Any) -> Memory:

@@ -12,7 +12,7 @@ from small_corpus import random_counts, stream_of, write_corpus
 from cellmill.cli import main
 from cellmill.config.corpus import Shard
 from cellmill.config.options import PlanOptions
-from cellmill.config.parallel import layout, min_microbatches, pipeline_tokens
+from cellmill.config.parallel import divide_processes, min_microbatches, pipeline_tokens
 from cellmill.planner.corpus_cost import SHARD_BYTES, estimate_corpus
 from cellmill.planner.step_time import NETWORK_FRAC, Network, estimate_latency
 from cellmill.planner.traffic import Kind, Traffic
@@ -87,7 +87,7 @@ def test_the_plan_counts_what_a_pipeline_pads(tmp_path: Path, tp: int, budget: i
     )
     assert counted.padding_frac == pytest.approx(padded / in_order.sum() - 1)
     cells = CorpusSize(np.minimum(detected, 60), manifest.n_genes)
-    work = measure_work(options, cells, layout(options.parallel, 4 * tp, 4 * tp))
+    work = measure_work(options, cells, divide_processes(options.parallel, 4 * tp, 4 * tp))
     assert work.padding_frac == pytest.approx(counted.padding_frac, abs=0.06)
     assert work.padding_frac > 0.1
 

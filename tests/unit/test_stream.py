@@ -15,7 +15,7 @@ import torch
 from small_corpus import random_counts, read_obs, write_corpus
 
 from cellmill.config.options import PlanOptions
-from cellmill.config.parallel import layout
+from cellmill.config.parallel import divide_processes
 from cellmill.config.parts.tokens import ContinuousTokens, Tokens
 from cellmill.data.recycled import recycled_empty
 from cellmill.data.shards.manifest import Manifest
@@ -361,7 +361,7 @@ def test_the_plan_knows_the_cells_of_equal_steps(manifest: Manifest) -> None:
     cells = CorpusSize(count_detected_genes(manifest), manifest.n_genes)
     for equal, largest, more in ((False, 40, 6 * 40), (True, 39, 6 * CELLS // 14)):
         options = PlanOptions.model_validate(tree | {"stream": {"lanes": 8, "equal_steps": equal}})
-        work = measure_work(options, cells, layout(options.parallel, 1, 1))
+        work = measure_work(options, cells, divide_processes(options.parallel, 1, 1))
         assert (work.steps_per_epoch, work.cells_per_step, work.cells_seen) == (
             14,
             largest,

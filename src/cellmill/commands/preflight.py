@@ -20,7 +20,7 @@ from cellmill.config.corpus import Preprocess
 from cellmill.config.datasets import Dataset, is_url
 from cellmill.config.machine import Machine
 from cellmill.config.options import TrainOptions
-from cellmill.config.parallel import layout
+from cellmill.config.parallel import divide_processes
 from cellmill.config.published import PublishedFolder
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_dataset
@@ -278,7 +278,7 @@ def _check_run(machine: Machine, pipeline: Workflow, name: str) -> Check:
         remedy = f"{TRAIN} nodes, nproc_per_node" if isinstance(error, ConfigError) else ""
         return no(what, str(error), remedy)
     world = machine.node_counts[-1] * machine.nproc_per_node
-    sizes = layout(options.parallel, world, machine.nproc_per_node)
+    sizes = divide_processes(options.parallel, world, machine.nproc_per_node)
     known = "cells not counted yet" if cells is None else f"{cells:,} training cells"
     processes = f"{world} {'process' if world == 1 else 'processes'}"
     replicas = f"{sizes.dp_replicate} {'replica' if sizes.dp_replicate == 1 else 'replicas'}"

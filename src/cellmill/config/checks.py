@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 from cellmill.config.options import TrainOptions
-from cellmill.config.parallel import Parallel, divisors, layout, nearest
+from cellmill.config.parallel import Parallel, divide_processes, divisors, nearest
 from cellmill.config.parts.family import FamilyConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.errors import ConfigError
@@ -133,7 +133,8 @@ def check_nodes(
     """Refuse what `check_together` does, and processes that do not divide layout, lanes or cells."""
     check_together(options)
     layouts = [
-        layout(options.parallel, nodes * nproc_per_node, nproc_per_node) for nodes in node_counts
+        divide_processes(options.parallel, nodes * nproc_per_node, nproc_per_node)
+        for nodes in node_counts
     ]
     groups = [sizes.dp for sizes in layouts]
     lanes = options.stream.lanes

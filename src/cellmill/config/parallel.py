@@ -147,7 +147,7 @@ class Layout:
         return f"{self.dp} processes"
 
 
-def layout(parallel: Parallel, world: int, local_world: int) -> Layout:
+def divide_processes(parallel: Parallel, world: int, local_world: int) -> Layout:
     """Layout of `world` processes, `local_world` on each node.
 
     Raise ConfigError if they do not fit.

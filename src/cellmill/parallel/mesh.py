@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from cellmill.config.parallel import Parallel, layout
+from cellmill.config.parallel import Parallel, divide_processes
 from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.torch_private import flatten_axes, is_dtensor
 
@@ -81,7 +81,7 @@ def build_mesh(parallel: Parallel, local_world: int, device_type: str) -> Mesh:
     Raise ConfigError if their number does not fit strategy, tp or pp.
     """
     world = dist.get_world_size()
-    sizes = layout(parallel, world, local_world)
+    sizes = divide_processes(parallel, world, local_world)
     shape = (sizes.pp, sizes.dp_replicate, sizes.dp_shard, sizes.tp)
     devices = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
     if sizes.tp > 1:

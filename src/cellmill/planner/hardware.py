@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
-from cellmill.config.parallel import Layout, Parallel, layout
+from cellmill.config.parallel import Layout, Parallel, divide_processes
 from cellmill.planner.devices import GB, find_device
 
 
@@ -23,9 +23,9 @@ class Hardware:
     def world(self) -> int:
         return self.nodes * self.nproc_per_node
 
-    def layout(self, parallel: Parallel) -> Layout:
+    def divide(self, parallel: Parallel) -> Layout:
         """Divide the processes over the axes of a layout. Raise ConfigError if they do not fit."""
-        return layout(parallel, self.world, self.nproc_per_node)
+        return divide_processes(parallel, self.world, self.nproc_per_node)
 
 
 def find_hardware(options: PlanOptions, machine: Machine, device_name: str) -> Hardware:

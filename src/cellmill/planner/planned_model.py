@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from cellmill.config.options import TrainOptions
-from cellmill.config.parallel import Layout, Parallel, layout
+from cellmill.config.parallel import Layout, Parallel, divide_processes
 from cellmill.models.build import ModelSpec
 from cellmill.parallel.mesh import list_blocks, list_stages
 from cellmill.planner.measure.passes import FLOAT32
@@ -74,7 +74,7 @@ class PlannedModel:
         return cls(
             size=measure_size(spec, parallel.tp, parallel.sequence_parallel, options.finetune),
             parallel=parallel,
-            layout=layout(parallel, world, nproc_per_node),
+            layout=divide_processes(parallel, world, nproc_per_node),
             nproc_per_node=nproc_per_node,
             keeps_average=options.train.ema_decay is not None,
             optimizer_states=options.train.optimizer.states_per_parameter,

@@ -126,8 +126,8 @@ def _shard(change: Change) -> Change:
     )
     before = change.options.parallel
     after = sharded.options.parallel
-    layout = change.hardware.layout(before)
-    keeps_layout = change.hardware.layout(after) == layout
+    layout = change.hardware.divide(before)
+    keeps_layout = change.hardware.divide(after) == layout
     keeps_gathered = before.reshards_after_forward == after.reshards_after_forward
     if keeps_layout and (keeps_gathered or layout.dp == 1):
         return change
@@ -159,7 +159,7 @@ def _try_larger_layouts(change: Change) -> Iterator[Change]:
         return
     if parallel.cpu_offload is None:
         yield change.then_parallel("set parallel.cpu_offload to optimizer", cpu_offload="optimizer")
-    if parallel.cpu_offload != "full" and change.hardware.layout(parallel).dp > 1:
+    if parallel.cpu_offload != "full" and change.hardware.divide(parallel).dp > 1:
         yield change.then_parallel("set parallel.cpu_offload to full", cpu_offload="full")
 
 

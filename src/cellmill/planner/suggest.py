@@ -57,9 +57,9 @@ def suggest(
     too_large = []
     refused: Counter[str] = Counter()
     first_reasons: dict[str, str] = {}  # keys are reasons without their numbers
-    for parallel in list_layouts(options, hardware):
+    for parallel in list_parallel_options(options, hardware):
         try:
-            lanes = _find_lanes(options, hardware.layout(parallel).dp)
+            lanes = _find_lanes(options, hardware.divide(parallel).dp)
             stream = options.stream.model_copy(update={"lanes": lanes})
             changed = options.model_copy(update={"parallel": parallel, "stream": stream})
             check_precision(parallel, device_name, device)
@@ -107,7 +107,7 @@ def _sort_key(suggestion: Cost) -> tuple[float, ...]:
     )
 
 
-def list_layouts(options: PlanOptions, hardware: Hardware) -> Iterator[Parallel]:
+def list_parallel_options(options: PlanOptions, hardware: Hardware) -> Iterator[Parallel]:
     """Yield the layouts worth trying, each once."""
     unchanged = options.parallel.model_dump(include={"precision", "compile", "cpu_offload"})
     strategies = [{"strategy": "ddp"}]
@@ -143,7 +143,7 @@ def _find_effect(parallel: Parallel, hardware: Hardware) -> tuple[Any, ...] | No
     None if the processes cannot be divided into this layout; `suggest` then counts it as refused.
     """
     try:
-        layout = hardware.layout(parallel)
+        layout = hardware.divide(parallel)
     except ConfigError:
         return None
     sharding = None
