@@ -61,7 +61,7 @@ FAULTS = [
     Fault("another job's claim is not noticed", "runs/lock.py", "if newest is not None and newest != self.file:", "if False:", "unit/test_jobs.py"),
     Fault("last node of a range is lost", "launch/queue.py", "int(high or low) + 1", "int(high or low)", "unit/test_node.py"),
     Fault("a causal cell sees what follows", "models/blocks.py", "is_causal=causal", "is_causal=False", "unit/test_attention.py"),
-    Fault("the plan counts one moment of AdamW", "planner/memory.py", "model.optimizer_states * FLOAT32 * trained_shard", "1 * FLOAT32 * trained_shard", "unit/test_memory.py"),
+    Fault("the plan counts one moment of AdamW", "planner/memory.py", "model.optimizer_states * FLOAT32_BYTES * trained_shard", "1 * FLOAT32_BYTES * trained_shard", "unit/test_memory.py"),
     Fault("the mask may take no gene of a cell", "models/objectives/shared/masking.py", "| (draws == lowest[cell])", "", "unit/test_masked_model.py"),
     Fault("genes in fewer than min_cells cells are kept", "data/prepare/preprocess.py", "cells.detected >= max(options.min_cells, 1)", "cells.detected >= 1", "unit/test_preprocess.py"),
 ]  # fmt: skip

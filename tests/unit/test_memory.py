@@ -141,14 +141,14 @@ def test_checkpointing_keeps_only_inputs_of_blocks() -> None:
 def test_a_pipeline_holds_each_block_once(schedule: str) -> None:
     model = _model(3, pp=3, schedule=schedule)
     parallel = model.parallel
-    stages = [*chain.from_iterable(map(model.stages, range(3)))]
+    stages = [*chain.from_iterable(map(model.list_stages_of, range(3)))]
     assert sum(stage.n_blocks for stage in stages) == SIZE.n_blocks
     tied = SIZE.tied.parameters
     assert sum(model.totals(rank).parameters for rank in range(3)) == SIZE.parameters + tied
     load = Load(10, 100, 2)
     assert sum(stage.flops(load) for stage in stages) == pytest.approx(SIZE.flops.count(load))
     numbers = [*list_stages(0, parallel), *list_stages(1, parallel), *list_stages(2, parallel)]
-    assert sorted(numbers) == list(range(parallel.stages))
+    assert sorted(numbers) == list(range(parallel.n_stages))
 
 
 def test_the_peak_belongs_to_the_largest_pipeline_rank() -> None:
@@ -222,9 +222,9 @@ def pp(request: pytest.FixtureRequest) -> Iterator[int]:
 )
 def test_idle_time_agrees_with_the_schedule_table(pp: int, schedule: str, times: int) -> None:
     parallel = Parallel(pp=pp, schedule=schedule)
-    micro_batches = times * parallel.stages
+    micro_batches = times * parallel.n_stages
     table = _table(parallel, micro_batches)
-    busy = 3.0 * micro_batches * parallel.stages / pp
+    busy = 3.0 * micro_batches * parallel.n_stages / pp
     assert estimate_idle_frac(parallel, micro_batches) == pytest.approx(
         1 - busy / _play(table, parallel), abs=1e-9
     )
@@ -243,7 +243,7 @@ def _table(parallel: Parallel, micro_batches: int) -> list[list[Any]]:
     """Actions (stage_index, computation_type, microbatch_index) of each process, in order."""
     cpu = torch.device("cpu")
     stages = [
-        PipelineStage(nn.Identity(), n, parallel.stages, cpu) for n in list_stages(0, parallel)
+        PipelineStage(nn.Identity(), n, parallel.n_stages, cpu) for n in list_stages(0, parallel)
     ]
     kind: Any = get_schedule_class(SCHEDULES.get(parallel.schedule, parallel.schedule))
     made = kind(
@@ -292,7 +292,7 @@ def _needs(parts: list[Any], parallel: Parallel) -> set[tuple[bool, int, int]]:
         kind = part.computation_type.name
         if kind == "FORWARD" and stage > 0:
             needs.add((True, stage - 1, micro_batch))
-        elif kind in COMPUTED and kind != "FORWARD" and stage < parallel.stages - 1:
+        elif kind in COMPUTED and kind != "FORWARD" and stage < parallel.n_stages - 1:
             needs.add((False, stage + 1, micro_batch))
     return needs
 

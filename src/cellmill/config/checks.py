@@ -62,7 +62,7 @@ def _problems_of_layout(model: FamilyConfig, parallel: Parallel) -> Iterator[str
     tp = parallel.tp
     pp = parallel.pp
     schedule = parallel.schedule
-    stages = parallel.stages
+    stages = parallel.n_stages
     if parallel.sequence_parallel and tp == 1:
         yield "parallel.sequence_parallel requires parallel.tp > 1; set tp, or leave it out"
     if tp > 1 and not model.tp_sizes():

@@ -111,7 +111,7 @@ class Parallel(Section):
         return self.strategy == "fsdp" and self.sharding_strategy != "NO_SHARD" and self.pp == 1
 
     @property
-    def stages(self) -> int:
+    def n_stages(self) -> int:
         """Pipeline stages over all processes."""
         if self.pp == 1 or self.schedule in ("GPipe", "1F1B"):
             return self.pp
@@ -184,9 +184,9 @@ def min_microbatches(parallel: Parallel) -> int:
     """Fewest micro-batches of a step that fill the pipeline schedule: a multiple of `pp`."""
     if parallel.pp == 1:
         return 1
-    number = 2 * parallel.stages
+    number = 2 * parallel.n_stages
     if parallel.microbatches is not None:
-        number = max(parallel.microbatches, parallel.stages)
+        number = max(parallel.microbatches, parallel.n_stages)
     return -(-number // parallel.pp) * parallel.pp
 
 

@@ -219,7 +219,7 @@ def parallelize(
     """
     plan: Any = model.plan
     if parallel.pp > 1:
-        keep_stage(model, stage, parallel.stages)
+        keep_stage(model, stage, parallel.n_stages)
     apply_tensor_parallel(model, plan.tensor, parallel, mesh)
     if trains is not None:
         freeze(model, trains)

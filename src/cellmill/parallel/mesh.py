@@ -140,9 +140,9 @@ def set_tf32(enabled: bool, device: torch.device) -> None:
 
 def list_stages(rank: int, parallel: Parallel) -> list[int]:
     """Return the pipeline stages of pipeline rank `rank`, ascending."""
-    if parallel.stages == parallel.pp:
+    if parallel.n_stages == parallel.pp:
         return [rank]
-    second = parallel.stages - 1 - rank if parallel.schedule in V_SHAPED else rank + parallel.pp
+    second = parallel.n_stages - 1 - rank if parallel.schedule in V_SHAPED else rank + parallel.pp
     return [rank, second]
 
 

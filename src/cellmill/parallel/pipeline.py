@@ -108,7 +108,7 @@ class PipelineModel(StepModel):
                     x = torch.empty(shape, dtype=self.dtype, device=self.device)
                     dist.recv(x, sender, group=self.group)
                     out = part(x)
-                if number == self.parallel.stages - 1:
+                if number == self.parallel.n_stages - 1:
                     continue
                 if receiver is None:
                     outputs.append(out)
@@ -158,11 +158,11 @@ class PipelineModel(StepModel):
         losses = torch.empty(self._loss.numel(), device="meta", requires_grad=True)
         stages = []
         for number, part in zip(self.stages.numbers, self.stages.parts):
-            is_last = number == self.parallel.stages - 1
+            is_last = number == self.parallel.n_stages - 1
             stage = _Stage(
                 part,
                 number,
-                self.parallel.stages,
+                self.parallel.n_stages,
                 self.device,
                 input_args=() if number == 0 else (sent,),
                 output_args=(losses if is_last else sent,),
@@ -253,7 +253,7 @@ class _Forward:
         with pipeline.autocast():
             x = args[0] if args else part.begin(prepared)
             x = part.through(x, prepared)
-            if self.number < pipeline.parallel.stages - 1:
+            if self.number < pipeline.parallel.n_stages - 1:
                 return x
             loss = part.finish(x, prepared)
         pipeline._loss += loss.detach()

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
-from cellmill.planner.measure.passes import FLOAT32
+from cellmill.planner.measure.passes import FLOAT32_BYTES, HALF_BYTES
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.schedules import count_kept_micro_batches
 
@@ -74,7 +74,7 @@ def estimate_host_bytes(model: PlannedModel) -> HostBytes:
         for rank in range(model.layout.pp):
             totals = model.totals(rank)
             elements = max(elements, totals.parameters + n_tensors * totals.trained)
-        return FLOAT32 * -(-elements // model.shards)
+        return FLOAT32_BYTES * -(-elements // model.ranks_per_copy)
 
     return HostBytes(
         offload=copy_bytes(n_offloaded) if offload else 0,
@@ -107,18 +107,20 @@ class _RankMemory:
         self.model = model
         self.parallel = model.parallel
         self.totals = model.totals(rank)
-        self.stages = model.stages(rank)
+        self.stages = model.list_stages_of(rank)
         self.tokens = tokens  # tokens of a micro-batch
         self.micro_batches = micro_batches
         self.in_flight = count_kept_micro_batches(self.parallel, rank, micro_batches)
         offload = self.parallel.cpu_offload
-        trained_shard = -(-self.totals.trained // model.shards)
-        self.shard_gradients = 0 if offload == "full" else FLOAT32 * trained_shard
-        self.accumulated = 0  # gradients kept from one micro-batch of a sharded model to the next
+        trained_shard = -(-self.totals.trained // model.ranks_per_copy)
+        self.shard_gradient_bytes = 0 if offload == "full" else FLOAT32_BYTES * trained_shard
+        self.accumulated_bytes = (
+            0  # gradients kept from one micro-batch of a sharded model to the next
+        )
         if micro_batches > 1 and self.parallel.reduces_each_micro_batch:
-            self.accumulated = self.shard_gradients
+            self.accumulated_bytes = self.shard_gradient_bytes
         elif micro_batches > 1:
-            self.accumulated = FLOAT32 * self.totals.trained
+            self.accumulated_bytes = FLOAT32_BYTES * self.totals.trained
         self.constant = self._plan_constant(trained_shard)
 
     def _plan_constant(self, trained_shard: int) -> Memory:
@@ -127,22 +129,22 @@ class _RankMemory:
         size = model.size
         totals = self.totals
         offload = self.parallel.cpu_offload
-        weights = 0 if offload == "full" else -(-totals.parameters // model.shards)
-        average = 0
+        shard = 0 if offload == "full" else -(-totals.parameters // model.ranks_per_copy)
+        average_bytes = 0
         if model.keeps_average and offload != "full":
-            average = FLOAT32 * trained_shard
-        pipeline = 0
+            average_bytes = FLOAT32_BYTES * trained_shard
+        pipeline_bytes = 0
         if self.parallel.pp > 1:
             # each stage receives activations and gradients, except at the ends of the model
             messages = (
                 2 * len(self.stages) - totals.n_begin - totals.n_finish
             ) * self.micro_batches
-            pipeline = round(model.element_bytes * (messages * size.width * self.tokens))
+            pipeline_bytes = round(model.element_bytes * (messages * size.width * self.tokens))
         return Memory(
-            parameters=FLOAT32 * (size.buffers + weights),
-            optimizer=0 if offload else model.optimizer_states * FLOAT32 * trained_shard,
-            average=average,
-            pipeline=pipeline,
+            parameters=FLOAT32_BYTES * (size.buffers + shard),
+            optimizer=0 if offload else model.optimizer_states * FLOAT32_BYTES * trained_shard,
+            average=average_bytes,
+            pipeline=pipeline_bytes,
         )
 
     def at_backward_start(self) -> Memory:
@@ -153,14 +155,16 @@ class _RankMemory:
         model = self.model
         totals = self.totals
         block = model.size.block
-        logits = 0
+        logits_bytes = 0
         if totals.n_finish:  # float32 in every precision
-            logits = round(FLOAT32 * model.size.finish_workspace(self.tokens))
+            logits_bytes = round(FLOAT32_BYTES * model.size.finish_workspace(self.tokens))
         memory = replace(
             self.constant,
-            activations=round(self._activation_bytes * self._kept_per_token() * self.tokens),
-            logits=logits,
-            gathered=self._gathered,
+            activations=round(
+                self._activation_bytes * self._kept_elements_per_token() * self.tokens
+            ),
+            logits=logits_bytes,
+            gathered=self._gathered_bytes,
         )
         if not model.is_sharded:
             # DistributedDataParallel's buckets persist and are sent as they are; accumulated
@@ -169,15 +173,17 @@ class _RankMemory:
             elements = copies * totals.trained
             if elements == 0:  # no gradient is there yet, except those being computed
                 elements = block.trained
-            return replace(memory, gradients=FLOAT32 * elements)
-        communication = 0
+            return replace(memory, gradients=FLOAT32_BYTES * elements)
+        communication_bytes = 0
         if self.micro_batches > 1 and self.parallel.reduces_each_micro_batch:
             # a block is scattered while the shards are kept
-            communication = FLOAT32 * (block.trained + -(-block.trained // model.shards))
+            communication_bytes = FLOAT32_BYTES * (
+                block.trained + -(-block.trained // model.ranks_per_copy)
+            )
         return replace(
             memory,
-            gradients=self.accumulated + model.element_bytes * block.trained,
-            communication=communication,
+            gradients=self.accumulated_bytes + model.element_bytes * block.trained,
+            communication=communication_bytes,
         )
 
     def at_blocks_end(self) -> Memory:
@@ -198,15 +204,15 @@ class _RankMemory:
             self.constant, activations=round(self._activation_bytes * kept_per_token * self.tokens)
         )
         if not model.is_sharded:
-            gradients = FLOAT32 * totals.trained
-            return replace(memory, gradients=gradients, gathered=self._gathered)
+            gradient_bytes = FLOAT32_BYTES * totals.trained
+            return replace(memory, gradients=gradient_bytes, gathered=self._gathered_bytes)
         # one block is reduced, in float32, while gradients of the part before it are computed
         computed = totals.outside_trained + block.trained
         return replace(
             memory,
-            gradients=self.shard_gradients + model.element_bytes * computed,
+            gradients=self.shard_gradient_bytes + model.element_bytes * computed,
             gathered=model.element_bytes * (totals.outside + block.parameters),
-            communication=FLOAT32 * block.trained,
+            communication=FLOAT32_BYTES * block.trained,
         )
 
     def at_last_reduction(self) -> Memory:
@@ -218,16 +224,17 @@ class _RankMemory:
         if self.parallel.pp > 1:  # each stage's gradients are reduced after its last micro-batch
             return replace(
                 self.constant,
-                gradients=self.accumulated + self.shard_gradients,
-                gathered=self._gathered,
-                communication=FLOAT32 * max(self.model.size.block.trained, totals.outside_trained),
+                gradients=self.accumulated_bytes + self.shard_gradient_bytes,
+                gathered=self._gathered_bytes,
+                communication=FLOAT32_BYTES
+                * max(self.model.size.block.trained, totals.outside_trained),
             )
         element_bytes = self.model.element_bytes
         return replace(
             self.constant,
-            gradients=self.shard_gradients + element_bytes * totals.outside_trained,
+            gradients=self.shard_gradient_bytes + element_bytes * totals.outside_trained,
             gathered=element_bytes * totals.outside,
-            communication=FLOAT32 * totals.outside_trained,
+            communication=FLOAT32_BYTES * totals.outside_trained,
         )
 
     @property
@@ -238,18 +245,18 @@ class _RankMemory:
         return self.model.element_bytes
 
     @property
-    def _gathered(self) -> int:
+    def _gathered_bytes(self) -> int:
         """Bytes of full weights in a forward pass, or of autocast's casts of them."""
         totals = self.totals
         size = self.model.size
         if not self.model.is_sharded:
-            return 2 * totals.parameters if self.parallel.half_precision else 0
+            return HALF_BYTES * totals.parameters if self.parallel.half_precision else 0
         weights = totals.parameters
         if self.parallel.reshards_after_forward:  # the next block is gathered while one computes
             weights = totals.outside + min(2, size.n_blocks) * size.block.parameters
         return self.model.element_bytes * weights
 
-    def _kept_per_token(self) -> float:
+    def _kept_elements_per_token(self) -> float:
         """Count elements per token when a backward pass begins: kept activations, one block's workspace."""
         size = self.model.size
         kept_by_checkpointing = {
@@ -264,7 +271,8 @@ class _RankMemory:
         # a block computes again what it has not kept before its backward pass begins
         recomputed = size.block.activations_per_token - per_block
         workspace = size.block_workspace_per_token + recomputed
-        # the part after the blocks has freed its activations when a block's backward pass begins
+        # the part after the blocks has freed its activations when a block's backward pass begins, and
+        # the workspace takes that memory
         freed = int(any(stage.has_finish for stage in self.stages))
         return kept + max(workspace - freed * size.finish.activations_per_token, 0)
 

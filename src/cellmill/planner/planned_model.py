@@ -8,7 +8,7 @@ from cellmill.config.options import TrainOptions
 from cellmill.config.parallel import Layout, Parallel, divide_processes
 from cellmill.models.build import ModelSpec
 from cellmill.parallel.mesh import list_blocks, list_stages
-from cellmill.planner.measure.passes import FLOAT32
+from cellmill.planner.measure.passes import FLOAT32_BYTES, HALF_BYTES
 from cellmill.planner.measure.size import Load, ModelSize, measure_size
 
 
@@ -83,7 +83,7 @@ class PlannedModel:
     @property
     def element_bytes(self) -> int:
         """Bytes of an element that the forward and backward passes compute with."""
-        return 2 if self.parallel.half_precision else FLOAT32
+        return HALF_BYTES if self.parallel.half_precision else FLOAT32_BYTES
 
     @property
     def is_sharded(self) -> bool:
@@ -92,13 +92,13 @@ class PlannedModel:
         return self.layout.dp > 1 and (self.parallel.strategy == "fsdp" or shares_cells)
 
     @property
-    def shards(self) -> int:
+    def ranks_per_copy(self) -> int:
         """Data-parallel ranks that share one copy of the weights."""
         return self.layout.dp_shard if self.is_sharded else 1
 
-    def stages(self, rank: int) -> list[Stage]:
+    def list_stages_of(self, rank: int) -> list[Stage]:
         """List the stages of pipeline rank `rank`, in the order of `parallel.mesh.list_stages`."""
-        n_stages = self.parallel.stages
+        n_stages = self.parallel.n_stages
         stages = []
         for stage in list_stages(rank, self.parallel):
             blocks = len(list_blocks(stage, n_stages, self.size.n_blocks))
@@ -108,12 +108,12 @@ class PlannedModel:
     def totals(self, rank: int) -> RankTotals:
         """Sum blocks and parameters over the stages of pipeline rank `rank`."""
         size = self.size
-        stages = self.stages(rank)
+        stages = self.list_stages_of(rank)
         n_blocks = sum(stage.n_blocks for stage in stages)
         n_begin = sum(stage.has_begin for stage in stages)
         n_finish = sum(stage.has_finish for stage in stages)
         # the parts before and after the blocks both count tied parameters; a single stage has them once
-        counted_twice = int(self.parallel.stages == 1)
+        counted_twice = int(self.parallel.n_stages == 1)
         outside = n_begin * size.begin.parameters + n_finish * size.finish.parameters
         outside -= counted_twice * size.tied.parameters
         outside_trained = n_begin * size.begin.trained + n_finish * size.finish.trained

@@ -151,7 +151,7 @@ def _try_larger_layouts(change: Change) -> Iterator[Change]:
             instruction = f"set parallel.tp to {tp} with parallel.sequence_parallel"
             yield change.then_parallel(instruction, tp=tp, sequence_parallel=True)
     # at least one block per stage
-    max_pp = min(model.pp_sizes().values(), default=1) // (parallel.stages // parallel.pp)
+    max_pp = min(model.pp_sizes().values(), default=1) // (parallel.n_stages // parallel.pp)
     for pp in divisors(hardware.world // parallel.tp):
         if parallel.pp < pp <= max_pp:
             yield change.then_parallel(f"set parallel.pp to {pp}", pp=pp)

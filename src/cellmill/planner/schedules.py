@@ -27,7 +27,7 @@ def count_kept_micro_batches(parallel: Parallel, rank: int, micro_batches: int) 
     It is summed over the stages of the rank.
     """
     pp = parallel.pp
-    all_at_once = micro_batches * parallel.stages // pp
+    all_at_once = micro_batches * parallel.n_stages // pp
     in_flight = {
         # every forward pass comes before the first backward pass
         "GPipe": all_at_once,
@@ -52,7 +52,7 @@ def estimate_idle_frac(parallel: Parallel, micro_batches: int) -> float:
     Units are those of the module: a pass of one micro-batch through one stage takes 1 forward and 2
     backward.
     """
-    stages_per_rank = parallel.stages // parallel.pp
+    stages_per_rank = parallel.n_stages // parallel.pp
     busy = 3 * micro_batches * stages_per_rank
     idle = (parallel.pp - 1) * IDLE_UNITS[parallel.schedule]
     return idle / (busy + idle)

@@ -126,7 +126,7 @@ def _estimate_compute(model: PlannedModel, load: Load, flops_per_s: float) -> fl
     slowest_s = 0.0
     for rank in range(model.layout.pp):
         flops = 0.0
-        for stage in model.stages(rank):
+        for stage in model.list_stages_of(rank):
             flops += stage.flops(load) + forward_frac * stage.n_blocks * recomputed
         slowest_s = max(slowest_s, flops / flops_per_s)
     return slowest_s

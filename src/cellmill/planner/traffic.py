@@ -17,7 +17,7 @@ from itertools import chain
 from typing import Literal, NamedTuple
 
 from cellmill.parallel.mesh import list_stages
-from cellmill.planner.measure.passes import FLOAT32
+from cellmill.planner.measure.passes import FLOAT32_BYTES
 from cellmill.planner.planned_model import PlannedModel, RankTotals
 
 BUCKET_BYTES = 25 << 20  # default of DistributedDataParallel
@@ -109,10 +109,10 @@ def _list_data_parallel(
 ) -> Iterator[CollectiveCalls]:
     """Yield calls that gather weights, and calls that reduce gradients."""
     parallel = model.parallel
-    gradients = FLOAT32 * totals.trained
+    gradient_bytes = FLOAT32_BYTES * totals.trained
     if not model.is_sharded:
         yield CollectiveCalls(
-            "all-reduce", "dp_replicate", gradients, 1 + gradients // BUCKET_BYTES
+            "all-reduce", "dp_replicate", gradient_bytes, 1 + gradient_bytes // BUCKET_BYTES
         )
         return
     root = int(totals.outside > 0)
@@ -127,9 +127,11 @@ def _list_data_parallel(
     yield CollectiveCalls("all-gather", "dp_shard", gathered_bytes, gathered_modules * repetitions)
     reductions = micro_batches if parallel.reduces_each_micro_batch else 1
     yield CollectiveCalls(
-        "reduce-scatter", "dp_shard", gradients * reductions, modules * reductions
+        "reduce-scatter", "dp_shard", gradient_bytes * reductions, modules * reductions
     )
-    yield CollectiveCalls("all-reduce", "dp_replicate", gradients / model.layout.dp_shard, modules)
+    yield CollectiveCalls(
+        "all-reduce", "dp_replicate", gradient_bytes / model.layout.dp_shard, modules
+    )
 
 
 def _list_tensor_parallel(
@@ -138,7 +140,7 @@ def _list_tensor_parallel(
     """Yield calls that sum activations and their gradients over tensor-parallel ranks."""
     size = model.size
     parallel = model.parallel
-    n_bytes = model.element_bytes * tokens
+    bytes_per_element_per_token = model.element_bytes * tokens
     begin = size.begin.reduced_per_token
     finish = size.finish.reduced_per_token
     # sums outside the blocks, one at each end of the model that has any
@@ -170,7 +172,7 @@ def _list_pipeline(
 ) -> Iterator[CollectiveCalls]:
     """Yield calls that send activations and gradients between stages, and gradients of tied parameters."""
     stages = list_stages(rank, model.parallel)
-    last = model.parallel.stages - 1
+    last = model.parallel.n_stages - 1
     messages = 0  # sent by stages of this rank to stages of other ranks
     for stage in stages:
         for neighbour in (stage - 1, stage + 1):
@@ -178,5 +180,5 @@ def _list_pipeline(
     n_bytes = model.element_bytes * tokens * model.size.width * messages
     yield CollectiveCalls("point to point", "pp", n_bytes, messages * micro_batches)
     if (0 in stages) != (last in stages):
-        tied = FLOAT32 * model.size.tied.parameters / model.shards
-        yield CollectiveCalls("point to point", "pp", tied, 1)
+        tied_bytes = FLOAT32_BYTES * model.size.tied.parameters / model.ranks_per_copy
+        yield CollectiveCalls("point to point", "pp", tied_bytes, 1)

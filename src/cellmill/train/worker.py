@@ -214,7 +214,7 @@ def build_model(
             part, options.train.seed, weights, vocabulary, fixed=fixed, new_genes=mean_rows
         )
         materialize(part, parameter_device, tensors, buffer_device=mesh.device)
-    return parts[0] if parallel.pp == 1 else PipelineStages(parts, parallel.stages)
+    return parts[0] if parallel.pp == 1 else PipelineStages(parts, parallel.n_stages)
 
 
 def build_streams(

@@ -15,7 +15,8 @@ from cellmill.models.family import Model
 from cellmill.parallel.torch_private import local_tensor, storage_key
 from cellmill.planner.measure.meter import OperationMeter, Window
 
-FLOAT32 = 4  # bytes
+FLOAT32_BYTES = 4
+HALF_BYTES = 2  # float16 or bfloat16
 CELL_TOKENS = 128  # tokens of each measured cell, or fewer
 META = torch.device("meta")
 
@@ -80,7 +81,7 @@ def measure_passes(
     blocks = _measure_blocks(model, prepared)
     finish = _measure_finish(model, prepared, blocks.passed)
     model.zero_grad(set_to_none=True)
-    token_bytes = FLOAT32 * n_tokens  # bytes of an element for every token
+    token_bytes = FLOAT32_BYTES * n_tokens  # bytes of an element for every token
     return Passes(
         tokens=n_tokens,
         cells=len(lengths),
@@ -92,8 +93,8 @@ def measure_passes(
         block_kept_per_token=blocks.kept_bytes / token_bytes,
         block_workspace_per_token=blocks.workspace_bytes / token_bytes,
         finish_window=finish.window,
-        finish_kept=finish.kept_bytes / FLOAT32,
-        finish_peak=finish.peak_bytes / FLOAT32,
+        finish_kept=finish.kept_bytes / FLOAT32_BYTES,
+        finish_peak=finish.peak_bytes / FLOAT32_BYTES,
     )
 
 

@@ -26,7 +26,7 @@ from cellmill.parallel.apply import apply_tensor_parallel, checkpoint_activation
 from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.torch_private import FakeStore, local_tensor
-from cellmill.planner.measure.passes import FLOAT32, Passes, measure_passes
+from cellmill.planner.measure.passes import FLOAT32_BYTES, Passes, measure_passes
 
 # tokens of the measured batch: random fractions (masks) are within 1 % of their mean
 SAMPLE_TOKENS = 1 << 14
@@ -241,7 +241,7 @@ def _measure_reduced(spec: ModelSpec, method: Method, tp: int) -> dict[str, floa
     reduced_per_token = {}
     for part in ("begin", "block", "finish"):
         window = getattr(passes, f"{part}_window")
-        reduced_per_token[part] = window.reduced_bytes / FLOAT32 / passes.tokens
+        reduced_per_token[part] = window.reduced_bytes / FLOAT32_BYTES / passes.tokens
     return reduced_per_token
 
 
