@@ -140,31 +140,35 @@ def _list_tensor_parallel(
     """Yield calls that sum activations and their gradients over tensor-parallel ranks."""
     size = model.size
     parallel = model.parallel
-    bytes_per_element_per_token = model.element_bytes * tokens
+    bytes_per_element = model.element_bytes * tokens  # one element of each token
     begin = size.begin.reduced_per_token
     finish = size.finish.reduced_per_token
     # sums outside the blocks, one at each end of the model that has any
     outside_calls = totals.n_begin * int(begin > 0) + totals.n_finish * int(finish > 0)
     outside = totals.n_begin * begin + totals.n_finish * finish
-    yield CollectiveCalls("all-reduce", "tp", n_bytes * outside, outside_calls * micro_batches)
-    # a block sums over tp twice in its forward pass (`reduced` in all) and twice in its backward
-    # pass; recomputation stops before the block's last sum, which the backward pass does not need
-    reduced = size.block.reduced_per_token
+    yield CollectiveCalls(
+        "all-reduce", "tp", bytes_per_element * outside, outside_calls * micro_batches
+    )
+    # a block sums over tp twice in its forward pass and twice in its backward pass; recomputation
+    # stops before the block's last sum, which the backward pass does not need
+    sum_elements = (
+        size.block.reduced_per_token / 2
+    )  # of one sum; measured are both of a forward pass
     recomputed = int(parallel.activation_checkpointing == "full")
     sums_per_block = 4 + recomputed
-    payload = n_bytes * totals.n_blocks * (2 * reduced + recomputed * reduced / 2)
+    payload = bytes_per_element * totals.n_blocks * (sums_per_block * sum_elements)
     kind: Kind = "reduce-scatter" if parallel.sequence_parallel else "all-reduce"
     yield CollectiveCalls(kind, "tp", payload, totals.n_blocks * sums_per_block * micro_batches)
     if parallel.sequence_parallel:
-        # each sum is a reduce-scatter paired with an all-gather; recomputation also gathers the input
-        # of the second sum
+        # each sum is a reduce-scatter paired with an all-gather of the same size; recomputation also
+        # gathers the input of the second sum
         gathers_per_block = 4 + 2 * recomputed
         # the gradients of the blocks' input and the blocks' output are gathered at the model's ends
         ends = totals.n_begin + totals.n_finish
-        elements = totals.n_blocks * (2 + recomputed) * reduced
+        elements = totals.n_blocks * gathers_per_block * sum_elements
         elements += size.width * model.layout.tp * ends
         calls = (totals.n_blocks * gathers_per_block + ends) * micro_batches
-        yield CollectiveCalls("all-gather", "tp", n_bytes * elements, calls)
+        yield CollectiveCalls("all-gather", "tp", bytes_per_element * elements, calls)
 
 
 def _list_pipeline(
