@@ -98,21 +98,21 @@ def _list_changes(options: PlanOptions, hardware: Hardware) -> Iterator[Change]:
     lead to exactly the options that it has.
     """
     change = Change([], options, hardware)
-    yield from islice(_try_smaller_budgets(change), FREE_HALVINGS)
+    yield from islice(_list_smaller_budgets(change), FREE_HALVINGS)
     if options.parallel.activation_checkpointing is None:
         instruction = "set parallel.activation_checkpointing to full"
         change = change.then_parallel(instruction, activation_checkpointing="full")
         yield change
-    yield from _try_smaller_budgets(change)
+    yield from _list_smaller_budgets(change)
     if options.parallel.shards_gradients and not options.parallel.reduces_each_micro_batch:
         instruction = "set parallel.gradient_reduction to micro_batch"
         reduced = change.then_parallel(instruction, gradient_reduction="micro_batch")
         yield reduced
-        yield from _try_smaller_budgets(reduced)
+        yield from _list_smaller_budgets(reduced)
     sharded = _shard(change)
     if sharded is not change:
         yield sharded
-    for larger in chain(_try_larger_layouts(sharded), _try_more_nodes(sharded)):
+    for larger in chain(_list_larger_layouts(sharded), _list_more_nodes(sharded)):
         yield _shard(larger)
 
 
@@ -134,7 +134,7 @@ def _shard(change: Change) -> Change:
     return sharded
 
 
-def _try_larger_layouts(change: Change) -> Iterator[Change]:
+def _list_larger_layouts(change: Change) -> Iterator[Change]:
     """Yield tensor parallelism of more ranks in a node, pipelines of more stages, and offload.
 
     Offload is of the optimizer's state, then of all that can be offloaded.
@@ -155,15 +155,15 @@ def _try_larger_layouts(change: Change) -> Iterator[Change]:
     for pp in divisors(hardware.world // parallel.tp):
         if parallel.pp < pp <= max_pp:
             yield change.then_parallel(f"set parallel.pp to {pp}", pp=pp)
-    if change.hardware.device == "cpu" or not change.options.train.optimizer.offloaded:
+    if hardware.device == "cpu" or not change.options.train.optimizer.offloaded:
         return
     if parallel.cpu_offload is None:
         yield change.then_parallel("set parallel.cpu_offload to optimizer", cpu_offload="optimizer")
-    if parallel.cpu_offload != "full" and change.hardware.divide(parallel).dp > 1:
+    if parallel.cpu_offload != "full" and hardware.divide(parallel).dp > 1:
         yield change.then_parallel("set parallel.cpu_offload to full", cpu_offload="full")
 
 
-def _try_more_nodes(change: Change) -> Iterator[Change]:
+def _list_more_nodes(change: Change) -> Iterator[Change]:
     """Yield powers of two times as many nodes."""
     for power in range(1, MAX_DOUBLINGS + 1):
         nodes = change.hardware.nodes * 2**power
@@ -171,11 +171,11 @@ def _try_more_nodes(change: Change) -> Iterator[Change]:
         yield change.then(f"set nodes to {nodes} in the profile", hardware=larger)
 
 
-def _try_smaller_budgets(change: Change) -> Iterator[Change]:
+def _list_smaller_budgets(change: Change) -> Iterator[Change]:
     """Yield powers of two below the token budget that still hold the largest cell."""
     train = change.options.train
-    largest_power = (train.token_budget - 1).bit_length() - 1
-    budget = 1 << largest_power
+    # the largest power of two below the token budget
+    budget = 1 << (train.token_budget - 1).bit_length() - 1
     while budget >= max(1, change.options.tokens.max_tokens):
         smaller = train.model_copy(update={"token_budget": budget})
         options = change.options.model_copy(update={"train": smaller})

@@ -33,7 +33,7 @@ MAX_SHOWN = 10  # layouts in the table
 MAX_PIPELINE = 16  # pipeline ranks that are tried at most
 SCHEDULES = ("1F1B", "Interleaved1F1B")  # schedules of a pipeline
 ROW = "{:>10}  {:>9}  {:>4}  {:>10}  {:>10}  {}"
-SIMILAR = 0.02  # relative difference of hours that is ignored; plans are less exact
+SIMILAR = 0.02  # relative width of the bins in which hours are equal; plans are less exact
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,6 @@ def suggest(
     """Rank the layouts for all processes of `machine`, with the fewest of a range of nodes."""
     hardware = find_hardware(options, machine, device_name)
     device = find_device(device_name)
-    nodes = range(hardware.nodes, hardware.nodes + 1)
     fitting = []
     too_large = []
     refused: Counter[str] = Counter()
@@ -63,7 +62,7 @@ def suggest(
             stream = options.stream.model_copy(update={"lanes": lanes})
             changed = options.model_copy(update={"parallel": parallel, "stream": stream})
             check_precision(parallel, device_name, device)
-            check_nodes(changed, nodes, hardware.nproc_per_node, corpus.n_cells)
+            check_nodes(changed, machine.node_counts[:1], hardware.nproc_per_node, corpus.n_cells)
         except ConfigError as error:
             without_numbers = re.sub(r"\d+", "", str(error))
             reason = first_reasons.setdefault(without_numbers, str(error))
@@ -74,7 +73,7 @@ def suggest(
             too_large.append(memory.total)
         else:
             fitting.append(estimate_cost(changed, corpus, hardware, device, memory))
-    return Suggestions(sorted(fitting, key=_sort_key), too_large, refused)
+    return Suggestions(sorted(fitting, key=_make_sort_key), too_large, refused)
 
 
 def _find_lanes(options: PlanOptions, dp: int) -> int:
@@ -86,10 +85,10 @@ def _find_lanes(options: PlanOptions, dp: int) -> int:
     return lanes
 
 
-def _sort_key(suggestion: Cost) -> tuple[float, ...]:
+def _make_sort_key(suggestion: Cost) -> tuple[float, ...]:
     """Make a key that sorts the best layout first.
 
-    Hours come first, equal within SIMILAR, then bytes to other nodes, bytes inside the node, ranks
+    Hours come first, in bins of SIMILAR, then bytes to other nodes, bytes inside the node, ranks
     that share the same cells, and memory.
     """
     parallel = suggestion.options.parallel
@@ -131,16 +130,17 @@ def list_parallel_options(options: PlanOptions, hardware: Hardware) -> Iterator[
                     "activation_checkpointing": recompute,
                 }
                 parallel = Parallel.model_validate(unchanged | strategy | changes)
-                key = _find_effect(parallel, hardware)
+                key = _make_effect_key(parallel, hardware)
+                # without a key the layout is refused by `suggest`, which counts the reasons
                 if key is None or key not in tried:
                     tried.add(key)
                     yield parallel
 
 
-def _find_effect(parallel: Parallel, hardware: Hardware) -> tuple[Any, ...] | None:
+def _make_effect_key(parallel: Parallel, hardware: Hardware) -> tuple[Any, ...] | None:
     """Make a key that is equal for layouts that do the same.
 
-    None if the processes cannot be divided into this layout; `suggest` then counts it as refused.
+    None if the processes cannot be divided into this layout.
     """
     try:
         layout = hardware.divide(parallel)
