@@ -62,9 +62,11 @@ def estimate_cost(
     ]
     heaviest = max(traffic_by_rank, key=lambda traffic: sum(part.sent_bytes for part in traffic))
     time = None
-    network = _find_network(options, device)
     peak = device.flops(options.parallel)
-    if network is not None and peak is not None:
+    intra_node_gbs = options.plan.intra_node_gbs or device.intra_node_gbs
+    inter_node_gbs = options.plan.inter_node_gbs or device.inter_node_gbs
+    if peak is not None and intra_node_gbs is not None and inter_node_gbs is not None:
+        network = Network(intra_node_gbs, inter_node_gbs)
         flops_per_s = peak * options.plan.mfu_frac
         step = estimate_step(
             model, heaviest, network, flops_per_s, load, work.micro_batches_per_step
@@ -101,15 +103,6 @@ def _divide_load(corpus: CorpusSize, work: Work, dp: int) -> Load:
         pairs=n_cells * corpus.pairs_per_cell + PAD_CELL * padding,
         cells=n_cells + padding / PAD_CELL,
     )
-
-
-def _find_network(options: PlanOptions, device: Device) -> Network | None:
-    """Take the link rates that the options set, else the device's; None if one is unknown."""
-    intra_node = options.plan.intra_node_gbs or device.intra_node_gbs
-    inter_node = options.plan.inter_node_gbs or device.inter_node_gbs
-    if intra_node is None or inter_node is None:
-        return None
-    return Network(intra_node, inter_node)
 
 
 def format_hours(hours: float) -> str:

@@ -273,7 +273,7 @@ class _RankMemory:
         workspace = size.block_workspace_per_token + recomputed
         # the part after the blocks has freed its activations when a block's backward pass begins, and
         # the workspace takes that memory
-        freed = int(any(stage.has_finish for stage in self.stages))
+        freed = any(stage.has_finish for stage in self.stages)
         return kept + max(workspace - freed * size.finish.activations_per_token, 0)
 
     def _in_flight_by_stage(self) -> list[int]:

@@ -40,8 +40,8 @@ class Stage:
 
     def activations(self, per_block: float) -> float:
         """Count the elements kept per token for the backward pass, with `per_block` in each block."""
-        begin = int(self.has_begin) * self.size.begin.activations_per_token
-        finish = int(self.has_finish) * self.size.finish.activations_per_token
+        begin = self.has_begin * self.size.begin.activations_per_token
+        finish = self.has_finish * self.size.finish.activations_per_token
         return self.n_blocks * per_block + (begin + finish)
 
 
@@ -113,7 +113,7 @@ class PlannedModel:
         n_begin = sum(stage.has_begin for stage in stages)
         n_finish = sum(stage.has_finish for stage in stages)
         # the parts before and after the blocks both count tied parameters; a single stage has them once
-        counted_twice = int(self.parallel.n_stages == 1)
+        counted_twice = self.parallel.n_stages == 1
         outside = n_begin * size.begin.parameters + n_finish * size.finish.parameters
         outside -= counted_twice * size.tied.parameters
         outside_trained = n_begin * size.begin.trained + n_finish * size.finish.trained

@@ -144,7 +144,7 @@ def _list_tensor_parallel(
     begin = size.begin.reduced_per_token
     finish = size.finish.reduced_per_token
     # sums outside the blocks, one at each end of the model that has any
-    outside_calls = totals.n_begin * int(begin > 0) + totals.n_finish * int(finish > 0)
+    outside_calls = totals.n_begin * (begin > 0) + totals.n_finish * (finish > 0)
     outside = totals.n_begin * begin + totals.n_finish * finish
     yield CollectiveCalls(
         "all-reduce", "tp", bytes_per_element * outside, outside_calls * micro_batches
@@ -180,7 +180,7 @@ def _list_pipeline(
     messages = 0  # sent by stages of this rank to stages of other ranks
     for stage in stages:
         for neighbour in (stage - 1, stage + 1):
-            messages += int(0 <= neighbour <= last and neighbour not in stages)
+            messages += 0 <= neighbour <= last and neighbour not in stages
     n_bytes = model.element_bytes * tokens * model.size.width * messages
     yield CollectiveCalls("point to point", "pp", n_bytes, messages * micro_batches)
     if (0 in stages) != (last in stages):

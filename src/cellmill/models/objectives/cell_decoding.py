@@ -291,7 +291,6 @@ def _find_pairs(batch: ViewBatch) -> Tensor:
     n_paired = batch.n_paired
     # second views follow the first views
     lengths = torch.tensor(batch.lengths[: 2 * n_paired], dtype=torch.int64)
-    first_lengths, second_lengths = lengths.view(2, n_paired)
-    is_pair = (first_lengths > 0) & (second_lengths > 0)
+    is_pair = (lengths.view(2, n_paired) > 0).all(0)
     first_views = is_pair.nonzero().flatten()
     return torch.stack([first_views, first_views + n_paired])

@@ -279,20 +279,10 @@ def _score_by_frequency(
     earlier = np.cumsum(cell_frequency) - cell_frequency
     left = np.maximum(1 - earlier, cell_frequency)[judged]
     cross_entropy = np.log(left / cell_frequency[judged])
-    predicted = _predict_candidates(by_frequency, cell_genes, judged)
-    return predicted == cell_genes[judged], cross_entropy
-
-
-def _predict_candidates(
-    by_frequency: np.ndarray, cell_genes: np.ndarray, judged: np.ndarray
-) -> np.ndarray:
-    """Find the most frequent candidate at each position in `judged`, `(judged,)` int64.
-
-    `by_frequency` are all genes, the most frequent first, and `cell_genes` those of a cell in order.
-    """
     # a gene is a candidate up to its own position, a gene that the cell lacks at all positions
     last_position = np.full(len(by_frequency), len(cell_genes))
     last_position[cell_genes] = np.arange(len(cell_genes))
     # the first gene that is a candidate at position p is where the running maximum reaches p
     running_max = np.maximum.accumulate(last_position[by_frequency])
-    return by_frequency[np.searchsorted(running_max, judged)]
+    predicted = by_frequency[np.searchsorted(running_max, judged)]
+    return predicted == cell_genes[judged], cross_entropy

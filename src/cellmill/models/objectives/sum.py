@@ -49,7 +49,7 @@ class SumBatch:
 
     def __getattr__(self, name: str) -> Any:
         # copy and pickle look attributes up before they are set; delegating them would recurse forever
-        if name in ("model_batch", "part_batches", "n_targets", "shares"):
+        if name in self.__dataclass_fields__:
             raise AttributeError(name)
         return getattr(self.model_batch, name)
 

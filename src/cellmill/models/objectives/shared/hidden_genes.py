@@ -20,6 +20,7 @@ from cellmill.parallel.torch_private import is_dtensor
 from cellmill.parallel.vocab_parallel import token_logits
 
 COMPARED_CELLS = 256  # cells whose predicted profiles exist at once
+N_MOMENTS = 5  # sums per hidden gene (`GeneMoments`)
 MIN_VARIANCE_FRAC = 1e-9  # of the sum of squares; a smaller variance is a rounding error
 
 
@@ -31,9 +32,6 @@ class GeneMoments(NamedTuple):
     predicted_squares: np.ndarray
     measured_squares: np.ndarray
     products: np.ndarray
-
-
-N_MOMENTS = len(GeneMoments._fields)
 
 
 def count_sums(n_tokens: int) -> int:
@@ -52,8 +50,8 @@ def sum_hidden_genes(
     genes have the same sum in both.
     """
     logs = torch.log1p(TARGET_SUM * fractions)
-    n_hidden = -(-len(bias) // HIDDEN_GENE_STRIDE)
-    sums = decoded.new_zeros(N_MOMENTS, n_hidden, dtype=torch.float64)
+    sums = decoded.new_zeros(count_sums(len(bias)), dtype=torch.float64)
+    sums[0] = len(decoded)
     for start in range(0, len(decoded), COMPARED_CELLS):
         logits = token_logits(decoded[start : start + COMPARED_CELLS], table, bias)
         if is_dtensor(logits):
@@ -67,9 +65,8 @@ def sum_hidden_genes(
         visible_probability = (1 - predicted.sum(1)).clamp(min=1e-9)
         predicted = predicted * (visible / visible_probability)[:, None]
         moments = (predicted, measured, predicted**2, measured**2, predicted * measured)
-        sums += torch.stack([moment.sum(0, dtype=torch.float64) for moment in moments])
-    n_cells = sums.new_tensor([len(decoded)])
-    return torch.cat([n_cells, sums.flatten()])
+        sums[1:] += torch.cat([moment.sum(0, dtype=torch.float64) for moment in moments])
+    return sums
 
 
 def correlate_hidden_genes(sums: Sequence[float]) -> dict[str, float]:

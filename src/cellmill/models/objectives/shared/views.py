@@ -68,7 +68,8 @@ def draw_view(
     elif config.view != "thin":
         frac_key = HIDDEN_FRAC if config.view == "drop" else DROPPED_FRAC
         dropped_frac = draw_hidden_frac(state, config, frac_key)
-        shown = _drop_genes(shown, dropped_frac[cell], positions_in_rows(offsets), state[cell])
+        draws = uniform(host_state(positions_in_rows(offsets), HIDE, state=state[cell]))
+        shown = shown * (draws >= dropped_frac[cell])
     if step != HIDDEN_GENES and config.view != "drop":
         removed_frac = draw_hidden_frac(state, config, HIDDEN_FRAC)
         shown = _thin_counts(shown, offsets, removed_frac, state)
@@ -94,18 +95,6 @@ def draw_view(
         entry_counts=torch.from_numpy(predicted[entries]),
         n_paired=n_paired,
     )
-
-
-def _drop_genes(
-    counts: np.ndarray, dropped_frac: np.ndarray, position: np.ndarray, state: np.ndarray
-) -> np.ndarray:
-    """Hide whole genes: return the counts `(tokens,)`, with 0 for each hidden token.
-
-    All arguments are `(tokens,)`: each token has the hidden fraction and the state of its cell, and
-    its position in the cell.
-    """
-    draws = uniform(host_state(position, HIDE, state=state))
-    return counts * (draws >= dropped_frac)
 
 
 def _thin_counts(
