@@ -34,7 +34,7 @@ class StageCost:
     stage: str
     hours: float  # longest job, on one core
     cpu_hours: float  # all jobs
-    corpus_mb: float = 0.0  # memory of a job that grows with the corpus
+    corpus_mb: float = 0.0  # memory of a job that grows with the corpus, its largest file or shard
     jobs: int = 1
     files: int = 0  # written and kept
     disk_gb: float = 0.0

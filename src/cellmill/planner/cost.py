@@ -45,7 +45,7 @@ class Cost:
 def estimate_cost(
     options: PlanOptions, corpus: CorpusSize, hardware: Hardware, device: Device, memory: Memory
 ) -> Cost:
-    """Estimate work, FLOPs, traffic and time of a run that needs `memory`."""
+    """Estimate work, FLOPs, traffic and time of a run; `memory` is stored with the result."""
     model = PlannedModel.measure(
         options, corpus.n_genes, hardware.world, hardware.nproc_per_node, corpus.levels
     )

@@ -67,7 +67,7 @@ def estimate_latency(traffic: Traffic) -> float:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of an optimizer step on the rank that computes the most."""
+    """Seconds of an optimizer step, at most: computation and traffic are those of the busiest ranks."""
 
     compute_s: float
     communication_s: float  # communication that no computation overlaps

@@ -57,7 +57,7 @@ class Work:
 
     steps: int
     steps_per_epoch: int
-    cells_per_step: int
+    cells_per_step: int  # of the largest step
     cells_seen: int  # cells over all steps
     validations: int
     val_cells: int  # cells per validation
