@@ -171,7 +171,7 @@ def test_run_makes_targets_and_ends_with_the_report(
     report.touch()
     capfd.readouterr()
     assert main(["run", "results/corpora/p/vocabulary.tsv"]) == 0
-    assert capfd.readouterr().out.splitlines()[-1] == str(report)
+    assert capfd.readouterr().out.splitlines()[-1] == f"{report} (of an earlier run)"
     assert main(["run", "--", "nothing"]) == 2
     last = capfd.readouterr().err.splitlines()[-1]
     command = "snakemake --profile profiles/local nothing"

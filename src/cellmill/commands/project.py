@@ -283,7 +283,8 @@ def quiet_words(profile: Path) -> list[str]:
 
 
 def run(*, profile: str, words: list[str]) -> None:
-    """Run snakemake with a profile, and print the path of the report.
+    """Run snakemake with a profile, and print the path of the report, with a note if an earlier run
+    wrote it.
 
     Raise UserError if it fails. Ctrl-C is left to snakemake.
     """
@@ -297,6 +298,7 @@ def run(*, profile: str, words: list[str]) -> None:
     is_dry = any(word.startswith(("-n", "--dry")) for word in words)
     quiet = [] if is_dry else quiet_words(Path(profile))
     command = [sys.executable, "-m", "snakemake", *quiet, "--profile", profile, *words]
+    earlier = REPORT.stat().st_mtime_ns if REPORT.exists() else None
     process = subprocess.Popen(command)
     while process.poll() is None:
         with suppress(KeyboardInterrupt):
@@ -307,4 +309,5 @@ def run(*, profile: str, words: list[str]) -> None:
             f"snakemake ended with exit code {process.returncode}: {shlex.join(command)}"
         )
     if REPORT.exists():
-        print(REPORT.absolute(), flush=True)
+        note = " (of an earlier run)" if REPORT.stat().st_mtime_ns == earlier else ""
+        print(f"{REPORT.absolute()}{note}", flush=True)
