@@ -80,7 +80,7 @@ def test_the_only_rna_of_a_mudata_keeps_the_shared_columns(
 
 
 @pytest.mark.parametrize("rows", [np.arange(1, 231), np.arange(230), np.zeros(230, int)])
-def test_shared_columns_follow_the_names_of_cells_if_obsmap_is_out_of_date(
+def test_shared_columns_follow_names_if_obsmap_is_out_of_date(
     rows: np.ndarray, counts: sp.csr_matrix, tmp_path: Path
 ) -> None:
     path = tmp_path / "cells.h5mu"
@@ -93,7 +93,7 @@ def test_shared_columns_follow_the_names_of_cells_if_obsmap_is_out_of_date(
             assert reader.obs["donor"].tolist() == donors
 
 
-def test_a_modality_with_repeated_names_of_cells_is_joined_by_obsmap(
+def test_a_modality_with_repeated_names_is_joined_by_obsmap(
     counts: sp.csr_matrix, tmp_path: Path
 ) -> None:
     path = tmp_path / "cells.h5mu"

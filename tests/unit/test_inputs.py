@@ -326,7 +326,9 @@ def test_a_damaged_matrix_market_folder_fails_in_one_line(
         whole.replace(first, "38 1 5"): "damaged: an index is outside 1 to 37",
         whole.replace(first, "0 1 5"): "damaged: an index is outside 1 to 37",
         whole.replace(first, "1 1 5.5"): "damaged: ",
-        whole.replace(first, "1 1 5 7"): "damaged: ",
+        whole.replace(
+            first, "1 1 5 7"
+        ): "expected three numbers a line, got more, such as '1 1 5 7'",
         whole[:-20]: "damaged: ",
         "\n".join(
             whole.splitlines()[:-3]
