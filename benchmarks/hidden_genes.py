@@ -27,15 +27,6 @@ DATASETS: dict[str, dict[str, Any]] = quality.DATASETS | {
     "pbmc_cite": {"label": "", "preprocess": {}},
     "pbmc_donor_a": {"label": "", "preprocess": {}},
 }
-# of the decoder: from the checkpoint that predicts hidden genes of validation cells best
-CHOSEN = {
-    "ema_decay": 0.998,
-    "best_metric": "val_hidden_genes",
-    "best_mode": "max",
-    "early_stop_patience": 4,
-    "val_every_steps": 50,
-    "val_cells": 500,
-}
 ROWS = ("embedding + decoder", "PCA50 of all genes + ridge", "embedding + decoder + ridge")
 
 
@@ -57,7 +48,7 @@ def write_runs(
     train = {"optimizer": "muon", "schedule": "wsd", "decay_frac": quality.DECAY}
     train |= {"checkpoint_every_steps": 10_000, "val_every_steps": 400}
     if checkpoint == "best":
-        train |= CHOSEN
+        train |= quality.CHOSEN
     write_config(
         folder,
         table,

@@ -69,6 +69,15 @@ DECODING = {"name": "cell_decoding"}
 # as good as Muon without attention, at half the time
 ADAMW = {"optimizer": "adamw", "token_budget": 2**20}
 LABEL = "<label>"  # stands for the label column of the dataset
+# of the decoder: from the checkpoint that predicts hidden genes of validation cells best
+CHOSEN = {
+    "ema_decay": 0.998,
+    "best_metric": "val_hidden_genes",
+    "best_mode": "max",
+    "early_stop_patience": 4,
+    "val_every_steps": 50,
+    "val_cells": 500,
+}
 SUPERVISED = {
     "name": "sum",
     "parts": {"cell_decoding": {}, "supervised_contrastive": {"label_column": LABEL}},
@@ -93,6 +102,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "encoder2": {"model": ENCODER, "objective": DECODING},
 }
 OTHERS: dict[str, dict[str, Any]] = {
+    "profile-chosen": {
+        "model": PROFILE,
+        "objective": DECODING,
+        "tokens": ALL_GENES,
+        "train": ADAMW | CHOSEN,
+        "consolidate": {"checkpoint": "best"},
+    },
     "profile-thin": {
         "model": PROFILE,
         "objective": DECODING | {"view": "thin"},
