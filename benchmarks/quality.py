@@ -444,7 +444,7 @@ def main() -> None:
     print(f"{minutes:.0f} minutes; {cpu_minutes:.0f} CPU-minutes of all stages\n")
     titles = [f"{column}: {classifier}" for column in COLUMNS for classifier in CLASSIFIERS]
     print(f"| data | features | {' | '.join(titles)} | CPU-s |\n|{'---|' * (len(titles) + 3)}")
-    is_from_dataset = {
+    by_dataset = {
         dataset: {
             model: [
                 tasks_of(folder, f"{dataset}-{model}-{seed}", dataset)
@@ -454,12 +454,12 @@ def main() -> None:
         }
         for dataset in arguments.datasets
     }
-    for dataset, models in is_from_dataset.items():
+    for dataset, models in by_dataset.items():
         print("\n".join(table(folder, dataset, models)), flush=True)
     print(
         f"\n| data | model | column | best on the embedding | best baseline | difference | |\n|{'---|' * 7}"
     )
-    for dataset, models in is_from_dataset.items():
+    for dataset, models in by_dataset.items():
         for model, runs in models.items():
             print(
                 "\n".join(difference(dataset, model, runs, column) for column in COLUMNS),
@@ -467,7 +467,7 @@ def main() -> None:
             )
     print(f"\n| data | {' | '.join(BARS)} | one point above both |\n|{'---|' * 4}")
     for dataset in TIMED_DATASETS:
-        if TIMED in is_from_dataset.get(dataset, {}):
+        if TIMED in by_dataset.get(dataset, {}):
             trunks = [f"{dataset}-{TIMED}-{seed}" for seed in range(arguments.seeds)]
             runs = shorter(trunks, LENGTHS) | {steps_of(folder, trunks[0]): trunks}
             print(
