@@ -218,26 +218,28 @@ def embed_cells(
     if not chosen.all():  # else a copy would double the memory
         vectors = vectors[chosen]
     has_vector = np.isfinite(vectors[:, 0])
-    coverage = measure_coverage(reader, vocabulary, tokens, section, column_counts, has_vector)
+    coverage = measure_coverage(
+        reader, columns, vocabulary, tokens, section, column_counts, has_vector
+    )
     return Embedding(**vars(coverage), vectors=vectors)
 
 
 def measure_coverage(
     reader: CountsReader,
+    columns: GeneColumns,
     vocabulary: Vocabulary,
     tokens: Tokens,
     section: Embed,
     column_counts: ColumnCounts,
     has_genes: np.ndarray,
 ) -> FileCoverage:
-    """What the model knows of a file that was read. `has_genes`, bool (cells,), is False for cells
-    without a gene of the model.
+    """What the model knows of a file that was read. `columns` are those of `match_columns`;
+    `has_genes`, bool (cells,), is False for cells without a gene of the model.
 
     Raises DataError as `embed_cells`.
     """
     if not has_genes.any():
         raise DataError(f"{reader.path}: no cell has a count on a gene that the model knows")
-    columns = match_columns(reader, vocabulary)
     frac = column_counts.coverage_frac(columns)
     genes = gene_coverage(columns, vocabulary)
     _check_coverage(reader, columns, section, frac, genes)

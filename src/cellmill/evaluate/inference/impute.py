@@ -122,6 +122,7 @@ class FileImputer:
             yield values
         self._coverage = measure_coverage(
             reader,
+            self._columns,
             self._vocabulary,
             self._tokens,
             self._section,
