@@ -53,7 +53,7 @@ FAULTS = [
     Fault("an improvement of exactly min_delta resets the patience", "train/validation.py", "value) > train.early", "value) >= train.early", "unit/test_validation.py"),
     Fault("adapters are scaled by rank / alpha", "finetune/lora.py", "self.config.alpha / self.config.rank", "self.config.rank / self.config.alpha", "unit/test_methods_of_families.py distributed/test_methods.py"),
     Fault("SHA-256 of a checkpoint's file is not compared", "runs/folder.py", "(contents or name in SMALL) and", "False and", "unit/test_train_folder.py distributed/test_checkpoints.py"),
-    Fault("a class needs one cell more", "evaluate/tasks/classify.py", "n >= shots + MIN_TESTED", "n > shots + MIN_TESTED", "unit/test_classifying_tasks.py"),
+    Fault("a class needs one cell more", "evaluate/tasks/classification/few_shot.py", "n >= shots + MIN_TESTED", "n > shots + MIN_TESTED", "unit/test_classifying_tasks.py"),
     Fault("the adversary's gradient is not reversed", "models/blocks.py", "-ctx.scale * grad", "ctx.scale * grad", "unit/test_cell_decoding.py"),
     Fault("covariance of VICReg divided by n", "models/objectives/shared/vicreg.py", "(n - 1).clamp(min=1)", "n", "unit/test_views.py"),
     Fault("mean state divides by all tokens of a cell with covariates", "models/cell_encoder.py", "lengths = segment_sum(", "_ = segment_sum(", "unit/test_cell_encoder.py"),

@@ -21,7 +21,7 @@ from cellmill.evaluate.classifiers.logistic import LogisticRegression
 from cellmill.evaluate.components import pca
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING
 from cellmill.evaluate.products import LastCells
-from cellmill.evaluate.tasks.classify import _fit_components
+from cellmill.evaluate.tasks.classification.fold_predictions import fit_components
 from cellmill.runs.results import ScoredMethod
 from tests.unit.evaluated import regression
 
@@ -177,16 +177,16 @@ def test_components_are_stored_by_their_training_cells(tmp_path: Path) -> None:
     train = np.arange(0, 30, 2)
     first = PredictionCache(file)
     shared = LastCells().share(genes)
-    expected = _fit_components(shared, train, 3, first)[ScoredMethod("PCA3")]
+    expected = fit_components(shared, train, 3, first)[ScoredMethod("PCA3")]
     first.save()
     again = PredictionCache(file)
     np.testing.assert_array_equal(
-        _fit_components(shared, train, 3, again)[ScoredMethod("PCA3")], expected
+        fit_components(shared, train, 3, again)[ScoredMethod("PCA3")], expected
     )
     assert len(again.predictions) == 1
     others = [(shared, train + 1, 3), (shared, train, 2), (LastCells().share(genes * 2), train, 3)]
     for other in others:
-        assert len(_fit_components(*other, again)) == 1
+        assert len(fit_components(*other, again)) == 1
     assert len(again.predictions) == 1 + len(others)
     wide = again.get_or_compute("zeros", genes, lambda: np.zeros((30, MAX_BYTES)))
     assert wide.shape == (30, MAX_BYTES)

@@ -46,16 +46,12 @@ from cellmill.evaluate.products import LastCells
 from cellmill.evaluate.scores import CLASS_METRICS, ClassPredictions, ScoreColumn, table_rows
 from cellmill.evaluate.splits import draw_shots, split_by_class, split_groups
 from cellmill.evaluate.task import Context, run_task
-from cellmill.evaluate.tasks import classify as classify_module
-from cellmill.evaluate.tasks.classify import (
-    MIN_TESTED,
-    FewShot,
-    LeaveOut,
-    Probe,
-    judge,
-    predict_folds,
-)
-from cellmill.evaluate.tasks.degraded import Degraded
+from cellmill.evaluate.tasks.classification import fold_predictions
+from cellmill.evaluate.tasks.classification.few_shot import MIN_TESTED, FewShot
+from cellmill.evaluate.tasks.classification.fold_predictions import predict_folds
+from cellmill.evaluate.tasks.classification.leave_out import LeaveOut
+from cellmill.evaluate.tasks.classification.low_depth import LowDepth
+from cellmill.evaluate.tasks.classification.probe import Probe, compare_features
 from cellmill.runs.results import ScoredMethod
 from tests.unit.evaluated import regression
 
@@ -93,7 +89,7 @@ def _predicted(
         baselines=PredictionCache(), last_cells=LastCells(), options=Evaluate()
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(classify_module, "COMPONENTS", components)
+        patch.setattr(fold_predictions, "COMPONENTS", components)
         predict_folds(predictions, features, splits, neighbors, context, with_fitted_features=True)
     return predictions
 
@@ -243,7 +239,7 @@ def test_verdicts_compare_the_best_rows() -> None:
         predicted = np.where(np.arange(20) < n, np.roll(labels, 1), labels)
         method = replace(features, classifier=classifier)
         predictions.record("", 0, np.arange(20), {method: predicted})
-    verdicts = judge(_columns(predictions))
+    verdicts = compare_features(_columns(predictions))
     linear = "embedding + logistic regression, unscaled"
     beside = "PCA50 of the training cells + "
     assert [
@@ -346,7 +342,7 @@ def test_the_ceiling_is_predicted_from_the_other_half_of_labels(
     assert len(context.baselines.predictions) == 2
     accuracy = (expected[cells] == labels).mean()
     assert 0.5 < accuracy < 1
-    for task in (FewShot(FewShotConfig(shots=[3])), Degraded(LowDepthConfig(repeats=1))):
+    for task in (FewShot(FewShotConfig(shots=[3])), LowDepth(LowDepthConfig(repeats=1))):
         result = task.run(context)
         gaps = result.gaps
         assert [gap.column for gap in gaps] == [*result.rows[0].scores]

@@ -21,7 +21,9 @@ from cellmill.evaluate.features import features_of_counts, read_rows
 from cellmill.evaluate.labels import choose_cells
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING
 from cellmill.evaluate.task import Context
-from cellmill.evaluate.tasks.degraded import Degraded, TrainingCounts, keep_genes, thin
+from cellmill.evaluate.tasks.classification.degraded import TrainingCounts
+from cellmill.evaluate.tasks.classification.low_depth import LowDepth, thin
+from cellmill.evaluate.tasks.classification.missing_genes import MissingGenes, keep_genes
 from cellmill.runs.results import TaskResult
 from tests.unit.evaluated import regression
 from tests.unit.small_corpus import shard_paths
@@ -147,7 +149,7 @@ def test_components_of_thinned_cells_are_fitted_on_as_few_counts(context: Contex
 
 
 def test_baselines_of_a_panel_are_as_good_shifted_as_matched(context: Context) -> None:
-    result = Degraded(MissingGenesConfig(genes=[20, 9], repeats=1)).run(context)
+    result = MissingGenes(MissingGenesConfig(genes=[20, 9], repeats=1)).run(context)
     table = {row.method.name: row for row in result.rows}
     features = ("embedding", "PCA50", "all genes")
     expected = [f"{kind} of the panel + {name}" for kind, name in product(features, CLASSIFIERS)]
@@ -167,10 +169,12 @@ def test_baselines_of_a_panel_are_as_good_shifted_as_matched(context: Context) -
 
 
 @pytest.mark.parametrize(
-    "config", [LowDepthConfig(repeats=1), MissingGenesConfig(repeats=1)], ids=lambda c: c.name
+    ("task", "config"),
+    [(LowDepth, LowDepthConfig(repeats=1)), (MissingGenes, MissingGenesConfig(repeats=1))],
+    ids=["low_depth", "missing_genes"],
 )
 def test_a_model_that_copies_a_baseline_is_never_ahead(
-    context: Context, monkeypatch: pytest.MonkeyPatch, config: Any
+    context: Context, monkeypatch: pytest.MonkeyPatch, task: Any, config: Any
 ) -> None:
     def copy_baseline(context: Context, counts: sp.csr_matrix, *_: Any) -> np.ndarray:
         profiles = log_profiles(in_vocabulary(context, counts), 1e4)
@@ -178,7 +182,7 @@ def test_a_model_that_copies_a_baseline_is_never_ahead(
         return context.model.components.transform(sparse).astype(np.float32)
 
     monkeypatch.setattr(features_module, "embed_counts", copy_baseline)
-    result = Degraded(config).run(context)
+    result = task(config).run(context)
     table = {row.method.name: row for row in result.rows}
     for name in CLASSIFIERS:
         copy = table[f"embedding + {name}"]
@@ -198,7 +202,7 @@ def low_depth(context: Context) -> TaskResult:
         # one of these cells is about as near to two classes
         patch.setattr(newton, "TOLERANCE", 1e-6)
         config = LowDepthConfig(count_fracs=[0.1], neighbors=5, repeats=2)
-        return Degraded(config).run(context)
+        return LowDepth(config).run(context)
 
 
 @pytest.mark.parametrize("features", [ALL_GENES, EMBEDDING], ids=lambda features: features.name)
@@ -279,7 +283,7 @@ def test_each_depth_has_a_verdict_of_the_best_rows(low_depth: TaskResult) -> Non
 
 
 def test_columns_of_missing_genes_are_levels_in_three_ways(context: Context) -> None:
-    result = Degraded(MissingGenesConfig(genes=[20, 9], repeats=1)).run(context)
+    result = MissingGenes(MissingGenesConfig(genes=[20, 9], repeats=1)).run(context)
     levels = ("20 genes", "9 genes")
     columns = [f"{level}, {way}" for level, way in product(levels, WAYS)]
     assert [*result.rows[0].scores] == ["whole", *columns]

@@ -12,7 +12,7 @@ from cellmill.config.parts.tasks import MapConfig
 from cellmill.evaluate.features import features_of_counts, read_rows
 from cellmill.evaluate.methods import TRAINING_COMPONENTS
 from cellmill.evaluate.task import Context, Skipped
-from cellmill.evaluate.tasks.map import MapCells
+from cellmill.evaluate.tasks.classification.map import MapCells
 from cellmill.runs.results import TaskResult
 
 SMALL = {"neighbors": 5, "max_types": 2, "min_cells": 5}

@@ -21,7 +21,7 @@ from cellmill.evaluate.classifiers.fitted import NearestCells, make_classifiers,
 from cellmill.evaluate.methods import REGRESSION, UNSCALED_REGRESSION
 from cellmill.evaluate.products import CellProducts, LastCells, SharedCells, choose_scales
 from cellmill.evaluate.splits import Fold
-from cellmill.evaluate.tasks.classify import _fit_components
+from cellmill.evaluate.tasks.classification.fold_predictions import fit_components
 from cellmill.runs.results import ScoredMethod
 from tests.unit.evaluated import regression
 
@@ -53,7 +53,7 @@ def _cells(n: int, width: int, classes: int) -> tuple[sp.csr_matrix, np.ndarray,
 
 def _components(genes: sp.csr_matrix, train: np.ndarray, components: int) -> np.ndarray:
     cache = PredictionCache()
-    found = _fit_components(LastCells().share(genes), train, components, cache)
+    found = fit_components(LastCells().share(genes), train, components, cache)
     return found[ScoredMethod(f"PCA{components}")]
 
 

@@ -21,7 +21,12 @@ from cellmill.data.arrays import log_normalise
 from cellmill.data.genes.tables import cell_ontology
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.task import Context
-from cellmill.evaluate.tasks.transfer import CellGroup, find_copies, shared_genes, transfer_features
+from cellmill.evaluate.tasks.classification.transfer import (
+    CellGroup,
+    find_copies,
+    shared_genes,
+    transfer_features,
+)
 from cellmill.report.collect import read_run
 from cellmill.report.page import render
 from cellmill.runs.results import ScoredMethod

@@ -22,7 +22,7 @@ RANDOM_PAIRS = 8  # similarities of transcription factors and genes
 IMPUTED_CELLS = 9
 HIDDEN_GENES = 10
 RIDGE_PARTS = 10  # parts of the genes, hidden in turn
-# tasks/degraded.py adds repetitions and levels to these
+# tasks/classification/degraded.py adds repetitions and levels to these
 FEWER_COUNTS = 1000
 TRAINING_CELLS = 2000
 

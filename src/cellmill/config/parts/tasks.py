@@ -82,7 +82,7 @@ class LabelTaskConfig(TaskConfig):
 class ProbeConfig(LabelTaskConfig):
     """Classifiers of the label on embeddings, against baselines; skipped without a label."""
 
-    implementation = "cellmill.evaluate.tasks.classify:Probe"
+    implementation = "cellmill.evaluate.tasks.classification.probe:Probe"
     fast: ClassVar[Mapping[str, int]] = {"seeds": 1}
     name: Literal["probe"] = "probe"
     seeds: int = Field(5, ge=1)
@@ -105,7 +105,7 @@ class ReconstructConfig(TaskConfig):
 class FewShotConfig(LabelTaskConfig):
     """Few-shot classifiers of the label, trained on a few cells per class; skipped without a label."""
 
-    implementation = "cellmill.evaluate.tasks.classify:FewShot"
+    implementation = "cellmill.evaluate.tasks.classification.few_shot:FewShot"
     fast: ClassVar[Mapping[str, int]] = {"draws": 3}
     name: Literal["few_shot"] = "few_shot"
     shots: Counts = Field([5, 10, 20], min_length=1)
@@ -119,7 +119,7 @@ class FewShotConfig(LabelTaskConfig):
 class LeaveOutConfig(LabelTaskConfig):
     """Classifiers of the label tested on left-out donors or batches; skipped without a label."""
 
-    implementation = "cellmill.evaluate.tasks.classify:LeaveOut"
+    implementation = "cellmill.evaluate.tasks.classification.leave_out:LeaveOut"
     name: Literal["leave_out"] = "leave_out"
     roles: Annotated[list[Literal["donor", "batch"]], EachOnce] = Field(
         ["donor", "batch"], min_length=1
@@ -136,8 +136,6 @@ class LeaveOutConfig(LabelTaskConfig):
 class DegradedConfig(LabelTaskConfig):
     """Options of tasks that classify cells with removed counts or genes."""
 
-    implementation: ClassVar[str] = "cellmill.evaluate.tasks.degraded:Degraded"
-
     repeats: int = Field(3, ge=1)
     """Random draws of the removed counts or genes, each with other folds."""
 
@@ -145,6 +143,7 @@ class DegradedConfig(LabelTaskConfig):
 class LowDepthConfig(DegradedConfig):
     """Classifiers of the label on cells with a fraction of their counts; skipped without a label."""
 
+    implementation = "cellmill.evaluate.tasks.classification.low_depth:LowDepth"
     fast: ClassVar[Mapping[str, int]] = {"repeats": 1, "count_fracs": 1}
     name: Literal["low_depth"] = "low_depth"
     count_fracs: Annotated[list[Annotated[float, Field(gt=0, lt=1)]], EachOnce] = Field(
@@ -163,6 +162,7 @@ class LowDepthConfig(DegradedConfig):
 class MissingGenesConfig(DegradedConfig):
     """Classifiers of the label on cells with few measured genes; skipped without a label."""
 
+    implementation = "cellmill.evaluate.tasks.classification.missing_genes:MissingGenes"
     fast: ClassVar[Mapping[str, int]] = {"repeats": 1, "genes": 1}
     name: Literal["missing_genes"] = "missing_genes"
     genes: Counts = Field([200, 75], min_length=1)
@@ -355,7 +355,7 @@ class IntegrationConfig(LabelTaskConfig):
 class ThroughputConfig(TaskConfig):
     """Cells per second and peak memory of stage `embed` on the dataset, as it was run."""
 
-    implementation = "cellmill.evaluate.tasks.reconstruct:Throughput"
+    implementation = "cellmill.evaluate.tasks.throughput:Throughput"
     name: Literal["throughput"] = "throughput"
 
 
@@ -364,7 +364,7 @@ class TransferConfig(LabelTaskConfig):
     label.
     """
 
-    implementation = "cellmill.evaluate.tasks.transfer:Transfer"
+    implementation = "cellmill.evaluate.tasks.classification.transfer:Transfer"
     name: Literal["transfer"] = "transfer"
     fit_on: Names = Field(min_length=1)
     """Datasets to fit the classifiers on."""
@@ -384,7 +384,7 @@ class MapConfig(TaskConfig):
     cells, against baselines that refuse as often; skipped without a label, or donors or batches.
     """
 
-    implementation = "cellmill.evaluate.tasks.map:MapCells"
+    implementation = "cellmill.evaluate.tasks.classification.map:MapCells"
     reads_label = True
     name: Literal["map"] = "map"
     neighbors: int = Field(15, ge=1)

@@ -1,10 +1,7 @@
-"""Tasks `reconstruct` (the training objective on the evaluated cells) and `throughput` (cost of
-stage `embed`).
+"""Task `reconstruct`: the training objective on the evaluated cells, compared with gene statistics of
+training cells (docs/evaluation.md).
 
-`reconstruct` compares the objective with gene statistics of training cells. Masks are keyed by cell
-and position, so they are the same in every evaluation. `throughput` reports what stage `embed`
-measured: the seconds for reading, tokenizing and embedding all cells, and the peak memory of the
-device, or without a GPU of the whole process.
+Masks are keyed by cell and position, so they are the same in every evaluation.
 """
 
 from dataclasses import replace
@@ -14,7 +11,7 @@ import torch
 
 from cellmill.config.load import check_options
 from cellmill.config.parts.objective import ObjectiveConfig
-from cellmill.config.parts.tasks import ReconstructConfig, ThroughputConfig
+from cellmill.config.parts.tasks import ReconstructConfig
 from cellmill.data.shards.obs import parse_columns
 from cellmill.data.stream.micro_batches import split_batch
 from cellmill.errors import ConfigError
@@ -31,7 +28,7 @@ from cellmill.models.build import build
 from cellmill.models.export import spec_of
 from cellmill.models.family import Model
 from cellmill.parallel.materialize import to_empty
-from cellmill.runs.results import Row, ScoredMethod, TaskResult
+from cellmill.runs.results import TaskResult
 
 MAX_CELLS = 10_000  # cells used at most; R² then has a standard error below 0.001
 
@@ -129,19 +126,3 @@ def _observe(context: Context, network: Model, cells: np.ndarray) -> list[np.nda
                     arrays.append(tensor.cpu().numpy())
                 observed.append(arrays)
     return [np.concatenate(arrays) for arrays in zip(*observed)]
-
-
-class Throughput(Task):
-    config: ThroughputConfig
-
-    def run(self, context: Context) -> TaskResult:
-        """One row."""
-        cost = context.embedding_cost
-        n_cells = context.reader.n_obs
-        figures = {
-            "cells": n_cells,
-            "seconds": cost["seconds"],
-            "cells per s": n_cells / cost["seconds"],
-            "peak memory, GB": cost["peak_gb"],
-        }
-        return TaskResult([Row(ScoredMethod("embed", kind="model"), numbers=figures)])

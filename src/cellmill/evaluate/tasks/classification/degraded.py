@@ -1,4 +1,4 @@
-"""Tasks `low_depth` and `missing_genes`: classifiers of labels on cells that lost counts or genes
+"""Classifiers of labels on cells that lost counts or genes, for tasks `low_depth` and `missing_genes`
 (docs/evaluation.md).
 
 Classifiers are fitted on whole cells (shifted), on cells of the level (matched), and on cells of
@@ -8,14 +8,13 @@ Rows "of the panel" read the labelled whole cells over its genes, for the model 
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
 import scipy.sparse as sp
 
-from cellmill.config.parts.tasks import LowDepthConfig, MissingGenesConfig
+from cellmill.config.parts.tasks import DegradedConfig
 from cellmill.data.arrays import counts_per_10k, log_normalise, select_columns
 from cellmill.evaluate import draws
 from cellmill.evaluate.classifiers.fitted import (
@@ -24,14 +23,12 @@ from cellmill.evaluate.classifiers.fitted import (
     predict_majority,
     without_overhead,
 )
-from cellmill.evaluate.components import COMPONENTS, pca
+from cellmill.evaluate.components import pca
 from cellmill.evaluate.draws import seeded
 from cellmill.evaluate.evaluated import PCA_CELLS, read_counts
 from cellmill.evaluate.features import features_of_counts, keep_columns, read_rows
 from cellmill.evaluate.labels import labelled_cells, predict_from_other_half
 from cellmill.evaluate.methods import (
-    ALL_GENES,
-    EMBEDDING,
     MAJORITY,
     TRAINING_COMPONENTS,
     ByMethod,
@@ -43,7 +40,7 @@ from cellmill.evaluate.methods import (
 from cellmill.evaluate.scores import ClassPredictions, tabulate
 from cellmill.evaluate.splits import Fold, split_by_class
 from cellmill.evaluate.task import Context, Skipped, Task
-from cellmill.runs.results import ScoredMethod, TaskResult
+from cellmill.runs.results import TaskResult
 
 MAX_CELLS = 2_000  # cells used at most: each level is embedded and classified again
 WHOLE = "whole"
@@ -53,10 +50,6 @@ SHIFTED = "shifted"
 ALL_LEVELS = "trained on all levels"
 # components of log(1 + counts per 1,000), in which a lost count weighs less than with 10,000
 PER_1K = add_note(TRAINING_COMPONENTS, ", CP1k")
-THINNED_COMPONENTS = ScoredMethod(f"PCA{COMPONENTS} of thinned cells")
-PANEL_EMBEDDING = replace(EMBEDDING, features="embedding of the panel")
-PANEL_COMPONENTS = ScoredMethod(f"PCA{COMPONENTS} of the panel")
-PANEL_GENES = ScoredMethod("all genes of the panel")
 
 Degrade = Callable[[sp.csr_matrix, np.random.Generator], sp.csr_matrix]
 """Counts `(cells, genes of the file)` and a generator -> fewer counts."""
@@ -94,18 +87,27 @@ class TrainingCounts:
 
 
 class Degraded(Task):
-    """Tasks `low_depth` and `missing_genes`."""
+    """Base of the tasks; a subclass says what cells lose, and which features are fitted to the loss."""
 
-    config: LowDepthConfig | MissingGenesConfig
+    config: DegradedConfig
 
-    def levels(self) -> dict[str, Degrade]:
-        """The loss of counts or genes at each level, by name."""
-        config = self.config
-        if isinstance(config, LowDepthConfig):
-            losses: list[Degrade] = [partial(thin, frac) for frac in config.count_fracs]
-        else:
-            losses = [partial(keep_genes, n) for n in config.genes]
-        return dict(zip(config.levels(), losses))
+    def losses(self) -> list[Degrade]:
+        """The loss of counts or genes at each of `config.levels()`."""
+        raise NotImplementedError
+
+    def fit_to_level(
+        self,
+        level: str,
+        counts: Mapping[str, sp.csr_matrix],
+        by_level: Mapping[str, Features],
+        training: TrainingCounts,
+        generator: np.random.Generator,
+    ) -> dict[str, Features]:
+        """Features by level, from components fitted to the genes or the depth of `level`.
+
+        `counts` and `by_level` are the counts and the other features of the cells at every level.
+        """
+        raise NotImplementedError
 
     def run(self, context: Context) -> TaskResult:
         """A row for each features and classifier; columns for whole cells, and for each level and
@@ -113,7 +115,7 @@ class Degraded(Task):
         """
         config = self.config
         options = context.options
-        levels = self.levels()
+        losses = dict(zip(config.levels(), self.losses()))
         if context.reader.ordered:
             if context.reader.ranked:
                 raise Skipped("ranks have no counts to lose")
@@ -129,19 +131,19 @@ class Degraded(Task):
         for repeat in range(config.repeats):
             generator = seeded(options.seed, draws.FEWER_COUNTS + repeat)
             counts = {WHOLE: whole}
-            for level, degrade in levels.items():
+            for level, degrade in losses.items():
                 counts[level] = degrade(whole, generator)
             by_level = {
                 level: features_of_counts(context, cells) for level, cells in counts.items()
             }
-            # for each level, features by level: see `_fit_to_level`
+            # features by level, for each level that they are fitted to
             fitted: dict[str, dict[str, Features]] = {}
             if training is not None:
                 for level, cells in counts.items():
                     by_level[level][PER_1K] = training.per_1k(cells)
-                for number, level in enumerate(levels):
+                for number, level in enumerate(losses):
                     generator = seeded(options.seed, draws.TRAINING_CELLS + 100 * repeat + number)
-                    fitted[level] = self._fit_to_level(level, counts, by_level, training, generator)
+                    fitted[level] = self.fit_to_level(level, counts, by_level, training, generator)
             for fold in split_by_class(chosen.labels, options.folds, 1, options.seed + repeat):
                 with without_overhead():
                     predicted = self._predict(context, by_level, by_level, chosen.labels, fold)
@@ -153,30 +155,8 @@ class Degraded(Task):
                 for column, classes in predicted.items():
                     predictions.record(column, repeat, fold.test, classes | largest)
         figures = {"folds": options.folds, "repeats": config.repeats, "neighbors": config.neighbors}
-        metric = f"{list(levels)[-1]}, {SHIFTED}"
+        metric = f"{config.levels()[-1]}, {SHIFTED}"
         return tabulate(predictions.accuracies(), chosen.figures | figures, metric=metric)
-
-    def _fit_to_level(
-        self,
-        level: str,
-        counts: Mapping[str, sp.csr_matrix],
-        by_level: Mapping[str, Features],
-        training: TrainingCounts,
-        generator: np.random.Generator,
-    ) -> dict[str, Features]:
-        """Features by level, from components fitted to the genes or the depth of `level`.
-
-        With genes removed, only the cells of `level` have them, and the model's features take part.
-        """
-        if isinstance(self.config, MissingGenesConfig):
-            panel_features = {
-                PANEL_EMBEDDING: by_level[level][EMBEDDING],
-                PANEL_COMPONENTS: training.project_panel(counts[level]),
-                PANEL_GENES: by_level[level][ALL_GENES],
-            }
-            return {level: panel_features}
-        project = training.fit_thinned(self.levels()[level], generator)
-        return {name: {THINNED_COMPONENTS: project(cells)} for name, cells in counts.items()}
 
     def _predict(
         self,
@@ -213,20 +193,6 @@ def log_per_1k(counts: sp.csr_matrix) -> sp.csr_matrix:
     """log(1 + counts per 1,000 of the cell), float32; a cell without counts stays zero."""
     values = np.log1p(counts_per_10k(counts.data, counts.indptr) / 10).astype(np.float32)
     return sp.csr_matrix((values, counts.indices, counts.indptr), shape=counts.shape)
-
-
-def thin(frac: float, counts: sp.csr_matrix, generator: np.random.Generator) -> sp.csr_matrix:
-    """Keep each count with probability `frac`."""
-    thinned = counts.copy()
-    thinned.data = generator.binomial(counts.data, frac).astype(counts.dtype)
-    thinned.eliminate_zeros()
-    return thinned
-
-
-def keep_genes(n: int, counts: sp.csr_matrix, generator: np.random.Generator) -> sp.csr_matrix:
-    """Keep the counts of `n` genes, the same for all cells, drawn from those with any count."""
-    drawn = generator.permutation(np.unique(counts.indices))[:n]
-    return keep_columns(counts, np.isin(np.arange(counts.shape[1]), drawn))
 
 
 def _fit_components(

@@ -1,0 +1,52 @@
+"""Task `few_shot`: classifiers of the label that are fitted on a few cells of each class
+(docs/evaluation.md).
+"""
+
+from cellmill.config.parts.tasks import FewShotConfig
+from cellmill.evaluate.features import cell_features
+from cellmill.evaluate.labels import labelled_cells, predict_from_other_half
+from cellmill.evaluate.scores import ClassPredictions, tabulate
+from cellmill.evaluate.splits import draw_shots
+from cellmill.evaluate.task import Context, Task
+from cellmill.evaluate.tasks.classification.fold_predictions import predict_folds
+from cellmill.runs.results import TaskResult
+
+MIN_TESTED = 5  # cells of a class that remain to be tested
+
+
+class FewShot(Task):
+    config: FewShotConfig
+
+    def run(self, context: Context) -> TaskResult:
+        """Accuracy for each number of cells per class; numbers that fewer than two classes have are
+        left out.
+        """
+        config = self.config
+        min_cells = min(config.shots) + MIN_TESTED
+        chosen = labelled_cells(context, "few_shot", min_cells, "evaluate.tasks.few_shot.shots")
+        features = cell_features(context, chosen.cells)
+        predictions = ClassPredictions(
+            chosen.labels,
+            config.draws,
+            ceiling_labels=predict_from_other_half(context)[chosen.cells],
+        )
+        n_classes = {}
+        left_out = {}
+        for shots in sorted(config.shots):
+            classes = [name for name, n in chosen.classes.items() if n >= shots + MIN_TESTED]
+            n_classes[str(shots)] = len(classes)
+            # the largest come first
+            left_out[str(shots)] = ", ".join([*chosen.classes][len(classes) :]) or "none"
+            if len(classes) > 1:
+                folds = draw_shots(
+                    chosen.labels, classes, shots, config.draws, context.options.seed
+                )
+                neighbors = min(config.neighbors, shots)
+                condition = f"{shots} per class"
+                predict_folds(predictions, features, folds, neighbors, context, condition)
+        figures = chosen.figures | {
+            "draws": config.draws,
+            "n_classes": n_classes,
+            "classes_left_out": left_out,
+        }
+        return tabulate(predictions.accuracies(), figures)

@@ -1,0 +1,121 @@
+"""Classes of the test cells of each fold, predicted by every pair of features and classifier, for
+tasks `probe`, `few_shot` and `leave_out`.
+
+All kinds of features get the same folds and classifiers. Everything fitted, scalers and components
+included, is fitted on the training cells of a fold or of the model.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+from sklearn.preprocessing import StandardScaler
+
+from cellmill.evaluate.baselines import PredictionCache
+from cellmill.evaluate.classifiers.fitted import (
+    fit_all,
+    precompute_folds,
+    predict_all,
+    predict_majority,
+    without_overhead,
+)
+from cellmill.evaluate.components import (
+    COMPONENTS,
+    VARIABLE_GENES,
+    RankedGenes,
+    choose_variable_genes,
+    pca,
+    project_on_fitted,
+)
+from cellmill.evaluate.methods import (
+    ALL_GENES,
+    EMBEDDING,
+    MAJORITY,
+    RANKED,
+    TRAINING_COMPONENTS,
+    WITH_COMPONENTS,
+    ByMethod,
+    Features,
+    select_cells,
+)
+from cellmill.evaluate.products import SharedCells
+from cellmill.evaluate.scores import ClassPredictions
+from cellmill.evaluate.splits import Fold
+from cellmill.evaluate.task import Context
+from cellmill.runs.results import ScoredMethod
+
+
+def predict_folds(
+    predictions: ClassPredictions,
+    features: Features,
+    folds: Iterable[Fold],
+    neighbors: int,
+    context: Context,
+    condition: str = "",
+    with_fitted_features: bool = False,
+) -> None:
+    """Record the predicted classes of the test cells of each fold in `predictions`.
+
+    `with_fitted_features` adds the majority class, and features fitted on the training cells:
+    principal components, and the embedding joined to the components of the model's training cells.
+    """
+    labels = predictions.labels
+    folds = [*folds]
+    shared = context.last_cells.share(features[ALL_GENES])
+    if not context.options.classifiers:  # classifiers of other packages know no shared products
+        features = {**features, ALL_GENES: shared}
+        with without_overhead():
+            precompute_folds(shared, labels, folds, context.baselines.predictions)
+    # components of all folds before the ranks of genes, which take as much memory
+    components: list[ByMethod] = [{} for _ in folds]
+    if with_fitted_features:
+        with without_overhead():
+            components = [
+                fit_components(shared, fold.train, COMPONENTS, context.baselines) for fold in folds
+            ]
+    ranked = RankedGenes(shared.matrix)
+    for fold, fitted_components in zip(folds, components):
+        train = fold.train
+        test = fold.test
+        with without_overhead():
+            fold_features = {**features, RANKED: ranked.select(train, labels[train])}
+            fold_features |= fitted_components
+            if with_fitted_features and TRAINING_COMPONENTS in features:
+                scaler = StandardScaler().fit(features[EMBEDDING][train])
+                scaled = scaler.transform(features[EMBEDDING])
+                joined = np.hstack([scaled, features[TRAINING_COMPONENTS]])
+                fold_features[WITH_COMPONENTS] = joined
+            train_features = select_cells(fold_features, train)
+            classifiers = fit_all(train_features, labels[train], neighbors, context)
+            predicted = predict_all(classifiers, select_cells(fold_features, test))
+        if with_fitted_features:
+            predicted[MAJORITY] = predict_majority(labels[train], len(test))
+        predictions.record(condition, fold.repetition, test, predicted)
+
+
+def fit_components(
+    genes: SharedCells, train: np.ndarray, n_components: int, cache: PredictionCache
+) -> ByMethod:
+    """Principal components of all cells, fitted on cells `train`: of all genes, and of the variable
+    genes unless all genes count as variable. Empty if there are too few cells or genes.
+    """
+    if min(len(train), genes.shape[1]) < 2:
+        return {}
+    cells = genes.matrix
+    unfitted = pca((len(train), cells.shape[1]), n_components)
+    features = {
+        ScoredMethod(f"PCA{n_components}"): cache.get_or_compute(
+            f"{unfitted!r} from products, fitted on {train.tolist()}",
+            genes,
+            lambda: project_on_fitted(genes.products(genes), train, unfitted.n_components),
+        )
+    }
+    if cells.shape[1] > VARIABLE_GENES:
+        variable = cells[:, choose_variable_genes(cells[train])]
+        unfitted_variable = pca((len(train), variable.shape[1]), n_components)
+        method = ScoredMethod(f"PCA{n_components} of variable genes")
+        features[method] = cache.get_or_compute(
+            f"{unfitted_variable!r} fitted on {train.tolist()}",
+            variable,
+            lambda: unfitted_variable.fit(variable[train]).transform(variable),
+        )
+    return features

@@ -1,0 +1,75 @@
+"""Task `leave_out`: classifiers of the label on cells of donors or batches that they were not fitted
+on (docs/evaluation.md).
+
+Each tested donor or batch is one draw in an interval. A class that only it has counts as wrong for
+every method.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+
+from cellmill.config.parts.tasks import LeaveOutConfig
+from cellmill.evaluate.features import cell_features
+from cellmill.evaluate.labels import labelled_cells, predict_from_other_half
+from cellmill.evaluate.scores import ClassPredictions, ScoreColumn, tabulate
+from cellmill.evaluate.splits import Fold, split_groups
+from cellmill.evaluate.task import Context, Skipped, Task
+from cellmill.evaluate.tasks.classification.fold_predictions import predict_folds
+from cellmill.runs.results import TaskResult
+
+PLURALS = {"donor": "donors", "batch": "batches"}
+
+
+class LeaveOut(Task):
+    config: LeaveOutConfig
+
+    def run(self, context: Context) -> TaskResult:
+        """Accuracy and macro-F1 for each role that the dataset has; skipped without a label or such
+        a role.
+        """
+        roles = [role for role in self.config.roles if role in context.roles]
+        if not roles:
+            raise Skipped(f"the dataset has no {' or '.join(self.config.roles)} column")
+        chosen = labelled_cells(context, "leave_out", context.options.folds, "evaluate.folds")
+        labels = chosen.labels
+        ceiling_labels = predict_from_other_half(context)[chosen.cells]
+        features = cell_features(context, chosen.cells)
+        columns: list[ScoreColumn] = []
+        figures = chosen.figures
+        for role in roles:
+            groups = context.roles[role].iloc[chosen.cells]
+            n_groups_of_class = pd.Series(groups.to_numpy()).groupby(labels).nunique()
+            in_one_group = sorted(n_groups_of_class.index[n_groups_of_class < 2])
+            folds: list[Fold] = []
+            for train, test in split_groups(groups, self.config.most_folds):
+                # training cells of one class fit nothing
+                if len(np.unique(labels[train])) > 1:
+                    folds.append(Fold(len(folds), train, test))
+            figures |= {
+                PLURALS[role]: int(groups.nunique()),
+                f"{role}_folds": len(folds),
+                f"classes_of_one_{role}": ", ".join(in_one_group) or "none",
+            }
+            if not folds:
+                continue
+            predictions = ClassPredictions(labels, len(folds), ceiling_labels=ceiling_labels)
+            predict_folds(
+                predictions,
+                features,
+                folds,
+                self.config.neighbors,
+                context,
+                with_fitted_features=True,
+            )
+            unseen = f"{PLURALS[role]} not seen"
+            accuracy = predictions.column(
+                "", "accuracy", f"accuracy, new {role}", f"accuracy, {unseen}"
+            )
+            f1 = predictions.column("", "macro_f1", f"macro F1, new {role}", f"macro-F1, {unseen}")
+            columns += [replace(column, n_units=len(folds)) for column in (accuracy, f1)]
+        if not columns:
+            which = " and one ".join(roles)
+            raise Skipped(f"the scored cells of two classes or more have one {which}", figures)
+        return tabulate(columns, figures)

@@ -1,0 +1,77 @@
+"""Task `probe`: classifiers of the label in cross-validation, against baselines
+(docs/evaluation.md).
+
+The number of folds is never lowered, so that runs stay comparable.
+"""
+
+from cellmill.config.parts.tasks import ProbeConfig
+from cellmill.evaluate.features import cell_features
+from cellmill.evaluate.labels import labelled_cells, predict_from_other_half
+from cellmill.evaluate.methods import (
+    EMBEDDING,
+    KNN,
+    REGRESSION,
+    TRAINING_COMPONENTS,
+    UNSCALED_REGRESSION,
+    WITH_COMPONENTS,
+    group_by_features,
+)
+from cellmill.evaluate.scores import ClassPredictions, ScoreColumn, tabulate
+from cellmill.evaluate.splits import split_by_class
+from cellmill.evaluate.task import Context, Task
+from cellmill.evaluate.tasks.classification.fold_predictions import predict_folds
+from cellmill.runs.results import TaskResult, Verdict
+
+
+class Probe(Task):
+    config: ProbeConfig
+
+    def run(self, context: Context) -> TaskResult:
+        """Scores of every features and classifier; skipped without a label or with fewer than two
+        large classes.
+        """
+        options = context.options
+        config = self.config
+        chosen = labelled_cells(context, "probe", options.folds, "evaluate.folds")
+        features = cell_features(context, chosen.cells)
+        predictions = ClassPredictions(
+            chosen.labels,
+            config.seeds,
+            ceiling_labels=predict_from_other_half(context)[chosen.cells],
+        )
+        folds = split_by_class(chosen.labels, options.folds, config.seeds, options.seed)
+        predict_folds(
+            predictions, features, folds, config.neighbors, context, with_fitted_features=True
+        )
+        columns = predictions.metric_columns("")
+        figures = chosen.figures | {
+            "folds": options.folds,
+            "seeds": config.seeds,
+            "neighbors": config.neighbors,
+        }
+        confusion = predictions.confusion("", columns[0].best_model())
+        return tabulate(columns, figures, verdicts=compare_features(columns), confusion=confusion)
+
+
+def compare_features(columns: list[ScoreColumn]) -> list[Verdict]:
+    """Verdicts of the model's best against the best baseline in each metric, then by accuracy.
+
+    These compare the embedding with each baseline's features, by kind of classifier, and the
+    embedding joined to principal components with the components alone.
+    """
+    verdicts = [column.compare_best() for column in columns]
+    accuracy = columns[0]
+    for classifiers in ((REGRESSION, UNSCALED_REGRESSION), (KNN,)):
+        by_features = group_by_features(
+            method for method in accuracy.scores if method.classifier in classifiers
+        )
+        embedding = accuracy.best(by_features[EMBEDDING.features])
+        for methods in by_features.values():
+            if methods[0].kind == "baseline":
+                verdicts.append(accuracy.compare(embedding, accuracy.best(methods)))
+    by_features = group_by_features(accuracy.scores)
+    if WITH_COMPONENTS.features in by_features and TRAINING_COMPONENTS.features in by_features:
+        joined = accuracy.best(by_features[WITH_COMPONENTS.features])
+        components = accuracy.best(by_features[TRAINING_COMPONENTS.features])
+        verdicts.append(accuracy.compare(joined, components))
+    return list(dict.fromkeys(verdicts))
