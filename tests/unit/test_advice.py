@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cellmill.report.advice import GAINS, advise
+from cellmill.report.advice import GAINS, list_advice
 from cellmill.report.collect import ReportedRun
 from cellmill.report.forms import LoggedLineForm, ModelForm, PlanForm, RunRecordForm, StatusForm
 from cellmill.report.training import compare_with_plan
@@ -30,7 +30,7 @@ def advised(options: dict[str, Any], outcomes: list[str] = AHEAD, **files: Any) 
     }
     given |= {"model": None, "evaluation": Evaluation({}, {"step": 1600})} | files
     record = RunRecordForm.model_validate({"options": OPTIONS | options})
-    return list(advise(ReportedRun("run", run_record=record, **given), outcomes))
+    return list_advice(ReportedRun("run", run_record=record, **given), outcomes)
 
 
 @pytest.mark.parametrize(

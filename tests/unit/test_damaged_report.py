@@ -12,7 +12,8 @@ from reported import make_corpus, make_run, write
 
 from cellmill.errors import DataError
 from cellmill.report.collect import read_corpus, read_run
-from cellmill.report.drawing import Chart, PageCharts
+from cellmill.report.drawing.chart import Chart
+from cellmill.report.drawing.page_charts import PageCharts
 from cellmill.report.page import render
 from cellmill.report.sweep import read_sweep
 

@@ -33,14 +33,18 @@ from reported import (
 from cellmill.config.options import ReportOptions
 from cellmill.errors import DataError
 from cellmill.evaluate.scores import ScoreColumn, tabulate
-from cellmill.report import charts, drawing
 from cellmill.report.collect import ReportedRun, UmapCells, read_corpus, read_run
+from cellmill.report.drawing import page_charts
+from cellmill.report.drawing.cell_counts import draw_confusion, draw_histogram
+from cellmill.report.drawing.curves import draw_curves, draw_losses
+from cellmill.report.drawing.page_charts import PageCharts
+from cellmill.report.drawing.png import shrink_png
+from cellmill.report.drawing.umap import draw_umap, limit_cells, list_labels
 from cellmill.report.forms import LoggedLineForm, PlanForm, RunRecordForm
 from cellmill.report.page import load_scripts, render
-from cellmill.report.png import shrink_png
-from cellmill.report.standings import list_standings
-from cellmill.report.tables import compare_runs
-from cellmill.report.training import compare_with_plan, draw_training
+from cellmill.report.side_by_side import compare_runs
+from cellmill.report.standings import Standing, list_standings
+from cellmill.report.training import compare_with_plan, draw_training, list_points
 from cellmill.runs import results
 from cellmill.runs.results import (
     Difference,
@@ -155,7 +159,7 @@ def test_the_folded_parts_of_many_runs_are_packed(
 ) -> None:
     runs = [make_run(tmp_path / name) for name in ("first", EVIL)]
     plain = without_scripts(rendered(*runs))
-    monkeypatch.setattr(drawing, "MAX_PLAIN_RUNS", 1)
+    monkeypatch.setattr(page_charts, "MAX_SMALL_RUNS", 1)
     large = without_scripts(rendered(*runs))
     pattern = r'(id="packed">)(.*?)(</script>)'
     [folded] = [unpack(found[1])["folded"] for found in re.findall(pattern, large)]
@@ -415,23 +419,23 @@ def test_a_chart_uses_the_colours_of_the_page(tmp_path: Path) -> None:
     ]
     series = {
         EVIL: {
-            "training": charts.list_points(lines, "loss"),
-            "validation": charts.list_points(lines, "val_loss"),
+            "training": list_points(lines, "loss"),
+            "validation": list_points(lines, "val_loss"),
         }
     }
-    page_charts = drawing.PageCharts()
-    shown = page_charts.add(charts.draw_losses("Loss, =1+1", series))
+    drawn = PageCharts()
+    shown = drawn.add(draw_losses("Loss, =1+1", series))
     assert shown.startswith("<figure")
     assert shown.count("<svg") == 1
     assert "currentColor" in shown
     assert "http" not in shown
-    page_charts.save(tmp_path)
+    drawn.save(tmp_path)
     assert (tmp_path / "001_Loss_1_1.svg").exists()
     rows = [*csv.DictReader((tmp_path / "001_Loss_1_1.csv").open())]
     assert [(row["name"], row["series"], row["value"]) for row in rows] == [
         (EVIL, "training", "2.0"), (EVIL, "validation", "1.0")
     ]  # fmt: skip
-    [chart] = unpack(page_charts.packed)["charts"]
+    [chart] = unpack(drawn.packed)["charts"]
     assert chart["columns"] == {
         "name": [EVIL, EVIL],
         "series": ["training", "validation"],
@@ -448,36 +452,36 @@ def umap_of(labels: Sequence[str], batches: Sequence[str]) -> UmapCells:
 
 
 def test_a_umap_shows_at_most_4000_cells() -> None:
-    figure = charts.draw_umap("UMAP", umap_of(["B"] * 5000, [""] * 5000), ["B"])
+    figure = draw_umap("UMAP", umap_of(["B"] * 5000, [""] * 5000), ["B"])
     assert len(figure.rows) == 4000
-    assert figure.rows[0] == {"x": 1.23, "y": 2.0, "c": 0, "h": 1}
+    assert figure.rows[0] == {"x": 1.23, "y": 2.0, "code": 0, "held_out": 1}
     cells = umap_of([""] * 5, [*"baab", ""])
-    assert charts.list_labels(cells, "batch") == ["a", "b"]
-    assert len(charts.draw_umap("UMAP", cells, ["a", "b"], "batch", 2).rows) == 2
-    drawn = charts.draw_umap("UMAP", cells, ["a", "b"], "batch").rows
-    assert sorted(row["c"] for row in drawn) == [-1, 0, 0, 1, 1]
+    assert list_labels(cells, "batch") == ["a", "b"]
+    assert len(draw_umap("UMAP", cells, ["a", "b"], "batch", 2).rows) == 2
+    drawn = draw_umap("UMAP", cells, ["a", "b"], "batch").rows
+    assert sorted(row["code"] for row in drawn) == [-1, 0, 0, 1, 1]
 
 
 def test_many_runs_are_drawn_with_fewer_points() -> None:
-    assert [*map(charts.limit_cells, (0, 1, 25, 100, 400))] == [4000, 4000, 2400, 600, 500]
+    assert [*map(limit_cells, (0, 1, 25, 100, 400))] == [4000, 4000, 2400, 600, 500]
     points = [(step, 1.0) for step in range(1000)]
     for n_runs, shown in ((1, 334), (100, 101), (400, 51)):
         runs = {str(number): points for number in range(n_runs)}
-        rows = charts.draw_curves("Loss", runs, "loss").rows
+        rows = draw_curves("Loss", runs, "loss").rows
         assert len(rows) == n_runs * shown
         assert rows[-1]["step"] == 999
 
 
 def test_a_histogram_leaves_out_the_tails() -> None:
     before = [1, 0, 500, 499, 0, 0, 1]
-    figure = charts.draw_histogram("genes", range(8), before, before, "genes per cell")
+    figure = draw_histogram("genes", range(8), before, before, "genes per cell")
     assert [(row["from"], row["before"]) for row in figure.rows] == [(2, 500), (3, 499)]
     assert figure.spec["encoding"]["x"]["title"] == "genes per cell (2 cells beyond)"
-    assert len(charts.draw_histogram("genes", range(4), [5, 0, 5], [0, 0, 5], "genes").rows) == 3
+    assert len(draw_histogram("genes", range(4), [5, 0, 5], [0, 0, 5], "genes").rows) == 3
 
 
 def test_confusion_is_shown_as_shares_of_the_true_class() -> None:
-    figure = charts.draw_confusion("Confusion", ["A", EVIL], [[3, 1], [0, 5]])
+    figure = draw_confusion("Confusion", ["A", EVIL], [[3, 1], [0, 5]])
     assert figure.rows == [
         {"true": "A", "predicted": "A", "cells": 3, "share": 0.75},
         {"true": "A", "predicted": EVIL, "cells": 1, "share": 0.25},
@@ -515,6 +519,10 @@ UNSCALED = make_method("all genes", "LR, unscaled")
 UNTRAINED = make_method("untrained", "kNN")
 
 
+def count_outcomes(standing: Standing) -> tuple[int, int, int]:
+    return standing.count("ahead"), standing.count("level"), standing.count("behind")
+
+
 def test_the_standing_names_the_best_run() -> None:
     def run(name: str, value: float, low: float, high: float) -> ReportedRun:
         found = [
@@ -536,7 +544,7 @@ def test_the_standing_names_the_best_run() -> None:
         "ahead",
         "level",
     ]
-    assert found[0].outcomes == {"ahead": 0, "level": 0, "behind": 1}
+    assert count_outcomes(found[0]) == (0, 0, 1)
     assert found[0].baseline == Row(UNSCALED, {"f": Score(0.8)})
     assert (
         "b has the highest mean on d over the tasks that all have (probe, low depth), not beyond chance: ahead of the "
@@ -593,14 +601,14 @@ def test_the_accuracy_of_whole_cells_counts_once_for_each_label() -> None:
         if verdict.metric.startswith("accuracy")
     ]
     assert whole == [("probe", 0.23), ("low_depth of donor", 0.24), ("transfer", 0.26)]
-    assert standing.outcomes == {"ahead": 9, "level": 0, "behind": 0}
+    assert count_outcomes(standing) == (9, 0, 0)
 
 
 def test_equal_predictions_count_as_undecided() -> None:
     verdict = verdict_on(OWN, GENES, "f", 0.00001, (-0.00001, 0.00003), False, 900)
     run = of_tasks("a", probe=of_task("f", {OWN: 0.7, GENES: 0.7}, [verdict]))
     [standing] = list_standings([run])
-    assert standing.outcomes == {"ahead": 0, "level": 0, "behind": 0}
+    assert count_outcomes(standing) == (0, 0, 0)
     shown = text_of(render("r", [run], []))
     assert "undecided against the best baseline, all genes + LR: 0.700 against 0.700" in shown
     assert "ahead in none, behind in none, undecided in 1." in shown
@@ -643,11 +651,11 @@ def test_the_best_other_baseline_replaces_an_untrained_one(
     assert found.baseline is not None
     assert found.baseline.method == against
     assert (found.verdict and found.verdict.outcome) == outcome
-    assert sum(found.outcomes.values()) == (outcome is not None)
+    assert sum(count_outcomes(found)) == (outcome is not None)
     # its untrained network is a baseline to be behind
     result = of_task("f", rows, [verdict_on(OWN, UNTRAINED, "f", -0.1, (-0.2, -0.05))], lines)
     [found] = list_standings([of_tasks("a", probe=result)])
-    assert found.outcomes["behind"] == 1
+    assert found.count("behind") == 1
 
 
 def test_a_replaced_verdict_keeps_its_number_of_units() -> None:

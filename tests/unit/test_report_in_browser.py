@@ -16,7 +16,7 @@ import pytest
 from reported import make_corpus, make_run
 
 from cellmill.config.options import ReportOptions
-from cellmill.report import drawing
+from cellmill.report.drawing import page_charts
 from cellmill.stages import report
 from tests.distributed.command import wait_for
 
@@ -108,7 +108,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs = [make_run(folder / "runs" / "first"), make_run(folder / "runs" / "second")]
     options = ReportOptions.model_validate({"report": {}})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drawing, "MAX_PLAIN_RUNS", 1)  # the script unpacks the folded parts
+        patch.setattr(page_charts, "MAX_SMALL_RUNS", 1)  # the script unpacks the folded parts
         report.report(
             options=options,
             runs=runs,

@@ -1,1 +1,14 @@
-"""The page over all runs and corpora: what is read, its tables, its charts, its HTML."""
+"""The page over all runs and corpora.
+
+In the order in which a page is made:
+
+- `collect` reads the files of runs and corpora; `forms` says what each JSON file must hold.
+- `verdicts` compares a run with the baselines, `ranking` runs with each other. A `standings` entry
+  has both, for a run on a dataset.
+- `overview` puts them into the sentences of the first section, with one piece of `advice` a run.
+- `task_table` and `side_by_side` make the tables of a task, in one run and in several; `text` makes
+  text of values.
+- `training` and `sweep`, with its `scaling_law`, make the values of the further sections.
+- `drawing` makes the charts.
+- `page` renders page.html from all of these.
+"""

@@ -5,11 +5,12 @@ leads on each dataset, how it compares with the baselines, and what to change ne
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cellmill.report.advice import advise, has_collapsed
+from cellmill.report.advice import has_collapsed, list_advice
 from cellmill.report.collect import ReportedRun, list_results
 from cellmill.report.standings import Standing
-from cellmill.report.tables import find_gap, to_words
-from cellmill.runs.results import Gap, Outcome
+from cellmill.report.task_table import find_gap
+from cellmill.report.text import to_words
+from cellmill.runs.results import Gap, Outcome, Verdict
 
 RELATIONS: dict[Outcome, str] = {
     "ahead": "ahead of",
@@ -58,7 +59,7 @@ class Lead:
 
     @property
     def _score(self) -> str:
-        return f"{self.standing.result.rank_value(self.standing.row):.3f}"
+        return f"{self.standing.result.rank_value(self.standing.best_row):.3f}"
 
     @property
     def verdict_phrase(self) -> str:
@@ -91,7 +92,7 @@ class Lead:
             is_decided = outcome in ("ahead", "behind")
             text = f"{outcome} in {n_verdicts or 'none'}"
             if n_verdicts and is_decided:
-                text += f" ({standing.describe_tasks(outcome)})"
+                text += f" ({_describe_tasks(standing, outcome)})"
             if n_verdicts or is_decided:
                 parts.append(text)
         noun = "comparison" if n == 1 else "comparisons"
@@ -107,10 +108,10 @@ class Lead:
         """The score, its difference from the best baseline, and how much of the gap it closes."""
         standing = self.standing
         score = self._score
-        sd = standing.row.sd(standing.result.metric or "")
+        sd = standing.best_row.sd(standing.result.metric or "")
         if sd:
             score += f" ± {sd:.3f}"
-        parts = [f"{self._metric} {score}, {standing.row.method.name}"]
+        parts = [f"{self._metric} {score}, {standing.best_row.method.name}"]
         verdict = standing.verdict
         if verdict is not None:
             difference = f"{verdict.difference:+.3f} from the best baseline"
@@ -135,6 +136,20 @@ class Lead:
             f"Better than {ranking.leaders[0]} in one task, by more than the interval between runs: "
             f"{', '.join(runs)}."
         )
+
+
+def _describe_tasks(standing: Standing, outcome: Outcome) -> str:
+    """The tasks with verdicts of this outcome, each with its largest difference, in words."""
+    by_task: dict[str, list[Verdict]] = {}
+    for task, verdict, _ in standing.verdicts:
+        if verdict.outcome == outcome:
+            by_task.setdefault(task, []).append(verdict)
+    parts = []
+    for task, verdicts in by_task.items():
+        largest = max(verdicts, key=lambda verdict: abs(verdict.difference))
+        more = f" and {len(verdicts) - 1} more" if len(verdicts) > 1 else ""
+        parts.append(f"{to_words(task)}: {largest.metric} ({largest.difference:+.3f}){more}")
+    return "; ".join(parts)
 
 
 def list_leads(standings: Sequence[Standing]) -> list[Lead]:
@@ -185,6 +200,44 @@ def group_by_advice(
         for standing in standings:
             if standing.run.name == run.name:
                 outcomes += [entry.verdict.outcome for entry in standing.verdicts]
-        advice = next(advise(run, outcomes))
-        names_by_advice.setdefault(advice, []).append(run.name)
+        advice = list_advice(run, outcomes)
+        names_by_advice.setdefault(advice[0], []).append(run.name)
     return names_by_advice
+
+
+def list_verdict_sentences(
+    runs: Sequence[ReportedRun], *outcomes: Outcome
+) -> list[tuple[str, str]]:
+    """(run, sentence) of verdicts with these outcomes; a sentence begins with its dataset."""
+    sentences = []
+    for run, dataset, results in list_results(runs):
+        for result in results.values():
+            for verdict in result.verdicts:
+                if verdict.outcome in outcomes:
+                    sentences.append((run.name, f"{dataset}: {verdict.sentence}"))
+    return list(dict.fromkeys(sentences))  # tasks that see the same cells may share a sentence
+
+
+def list_defeats(
+    runs: Sequence[ReportedRun], standings: Sequence[Standing]
+) -> list[tuple[str, str]]:
+    """(run, sentence) on where a run is behind: one sentence for all best baselines of a dataset,
+    then one for each verdict of a task that has no verdict against a best baseline.
+    """
+    defeats = []
+    for standing in standings:
+        n_behind = standing.count("behind")
+        if n_behind:
+            n = len(standing.verdicts)
+            tasks = _describe_tasks(standing, "behind")
+            defeats.append(
+                (standing.run.name, f"{standing.dataset}: behind in {n_behind} of {n}: {tasks}.")
+            )
+    for run, dataset, results in list_results(runs):
+        for result in results.values():
+            if result.best_verdicts():
+                continue
+            for verdict in result.verdicts:
+                if verdict.outcome == "behind":
+                    defeats.append((run.name, f"{dataset}: {verdict.sentence}"))
+    return defeats

@@ -2,10 +2,11 @@
 
 import base64
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
+from importlib.resources import files
 from typing import Any
 
 import vl_convert
@@ -14,26 +15,37 @@ from markupsafe import Markup
 
 from cellmill import __version__
 from cellmill.errors import DataError
-from cellmill.files import span, user_cache, write_text
-from cellmill.report import charts
+from cellmill.files import user_cache, write_text
 from cellmill.report.collect import ReportedCorpus, ReportedRun
-from cellmill.report.drawing import PageCharts, read_asset
+from cellmill.report.drawing.cell_counts import draw_confusion, draw_histogram
+from cellmill.report.drawing.chart import colour
+from cellmill.report.drawing.curves import draw_scaling
+from cellmill.report.drawing.page_charts import PageCharts
+from cellmill.report.drawing.umap import draw_umap, limit_cells, list_labels
 from cellmill.report.overview import (
     describe_missing,
     describe_unscored,
     group_by_advice,
+    list_defeats,
     list_leads,
+    list_verdict_sentences,
 )
-from cellmill.report.standings import list_defeats, list_standings, list_verdict_sentences
+from cellmill.report.side_by_side import compare_runs
+from cellmill.report.standings import list_standings
 from cellmill.report.sweep import SweepCurves
-from cellmill.report.tables import (
-    compare_runs,
+from cellmill.report.task_table import (
     find_best_baselines,
     find_gap,
+    find_highest,
     find_longest_bar,
-    flatten,
     list_columns,
     make_grid,
+)
+from cellmill.report.text import (
+    abbreviate,
+    flatten,
+    to_duration,
+    to_percent,
     to_text,
     to_words,
 )
@@ -44,7 +56,6 @@ from cellmill.report.training import (
     draw_training,
     estimate_energy,
 )
-from cellmill.runs.results import Row, TaskResult
 
 HISTOGRAMS = {
     "n_genes": "genes per cell",
@@ -90,15 +101,19 @@ def render(
             # charts
             training_charts=draw_training(runs),
             histogram_names=HISTOGRAMS,
-            charts=charts,
-            max_cells=charts.limit_cells(sum(len(run.umap) for run in runs)),
+            max_cells=limit_cells(sum(len(run.umap) for run in runs)),
             page_charts=page_charts or PageCharts(len(runs)),
             # the page's own style and scripts
-            style=Markup(read_asset("page.css")),
+            style=Markup(_read_asset("page.css")),
             scripts=load_scripts(),
             script_hashes=hash_scripts(),
         )
     )
+
+
+def _read_asset(name: str) -> str:
+    """Text of a file next to this module."""
+    return files("cellmill.report").joinpath(name).read_text(encoding="utf-8")
 
 
 @cache
@@ -116,7 +131,7 @@ def load_scripts() -> tuple[Markup, Markup]:
         with suppress(OSError, DataError):
             cached.parent.mkdir(parents=True, exist_ok=True)
             write_text(cached, bundle)
-    return Markup(bundle), Markup(read_asset("page.js"))
+    return Markup(bundle), Markup(_read_asset("page.js"))
 
 
 @cache
@@ -126,24 +141,6 @@ def hash_scripts() -> str:
         base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in load_scripts()
     )
     return " ".join(f"'sha256-{digest}'" for digest in digests)
-
-
-def abbreviate(name: str) -> str:
-    """The name of a method with abbreviations."""
-    return name.replace("logistic regression", "LR")
-
-
-def to_duration(seconds: float | None) -> str:
-    return "–" if seconds is None else span(seconds)
-
-
-def to_percent(share: float | None) -> str:
-    return "–" if share is None else f"{100 * share:.0f} %"
-
-
-def find_highest(rows: Iterable[Row], result: TaskResult) -> Row:
-    """The row of a task's result with the highest value in the metric that ranks them."""
-    return max(rows, key=result.rank_value)
 
 
 FILTERS: tuple[Callable[..., Any], ...] = (
@@ -167,7 +164,16 @@ FILTERS: tuple[Callable[..., Any], ...] = (
     find_highest,
     find_longest_bar,
 )
-"""Functions that page.html calls by name, as filters."""
+"""Functions that page.html applies to a value, as filters by name."""
+FUNCTIONS: tuple[Callable[..., Any], ...] = (
+    colour,
+    draw_confusion,
+    draw_histogram,
+    draw_scaling,
+    draw_umap,
+    list_labels,
+)
+"""Functions that page.html calls by name."""
 
 
 @cache
@@ -181,6 +187,7 @@ def _make_environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {function.__name__: function for function in FILTERS}
+    environment.globals |= {function.__name__: function for function in FUNCTIONS}
     return environment
 
 

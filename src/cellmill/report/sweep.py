@@ -12,7 +12,7 @@ from cellmill.files import read_json
 from cellmill.report.collect import ReportedRun
 from cellmill.report.forms import Object, PlanForm, damage_error
 from cellmill.report.scaling_law import Law, NoLaw, fit_law
-from cellmill.report.tables import select_numbers
+from cellmill.report.task_table import select_numbers
 
 SEED = "train.seed"
 NO_ROW = "model"

@@ -3,12 +3,14 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from cellmill.report import charts
+import numpy as np
+
 from cellmill.report.advice import has_collapsed
 from cellmill.report.collect import ReportedRun
-from cellmill.report.drawing import Chart
+from cellmill.report.drawing.chart import Chart
+from cellmill.report.drawing.curves import Points, draw_curves, draw_losses
 from cellmill.report.forms import LoggedLineForm, PlanForm, StatusForm
-from cellmill.report.tables import to_words
+from cellmill.report.text import to_words
 from cellmill.runs.results import Evaluation, TaskResult
 
 TENSOR_MEMORY = "peak tensor memory per rank, GB"
@@ -42,9 +44,9 @@ def draw_training(runs: Sequence[ReportedRun]) -> Iterator[Chart]:
     """The losses of each objective, then each of CURVES that any run logged."""
     yield from _draw_losses(runs)
     for key, name in CURVES.items():
-        curves = {run.name: charts.list_points(run.logged, key) for run in runs}
+        curves = {run.name: list_points(run.logged, key) for run in runs}
         if any(curves.values()):
-            yield charts.draw_curves(name[0].upper() + name[1:], curves, name)
+            yield draw_curves(name[0].upper() + name[1:], curves, name)
 
 
 def _draw_losses(runs: Sequence[ReportedRun]) -> Iterator[Chart]:
@@ -54,17 +56,31 @@ def _draw_losses(runs: Sequence[ReportedRun]) -> Iterator[Chart]:
     """
     objectives = list(dict.fromkeys(run.options.objective.name for run in runs))
     for objective in objectives:
-        losses: dict[str, Mapping[str, charts.Points]] = {}
+        losses: dict[str, Mapping[str, Points]] = {}
         for run in runs:
             losses[run.name] = {}
             if run.options.objective.name == objective:
                 losses[run.name] = {
-                    "training": charts.list_points(run.logged, "loss"),
-                    "validation": charts.list_points(run.logged, "val_loss"),
+                    "training": list_points(run.logged, "loss"),
+                    "validation": list_points(run.logged, "val_loss"),
                 }
         if any(any(by_kind.values()) for by_kind in losses.values()):
             title = to_words(f"Loss: {objective}") if len(objectives) > 1 else "Loss"
-            yield charts.draw_losses(title, losses)
+            yield draw_losses(title, losses)
+
+
+def list_points(lines: Sequence[LoggedLineForm], key: str) -> Points:
+    """(step, value) of the lines in which `key` is a finite number. From a list over ranks, the
+    largest value counts.
+    """
+    points: Points = []
+    for line in lines:
+        value = getattr(line, key)
+        if isinstance(value, list):
+            value = max(value, default=None)
+        if value is not None and np.isfinite(value):
+            points.append((line.step, value))
+    return points
 
 
 def compare_with_plan(run: ReportedRun) -> list[Quantity]:
@@ -176,17 +192,17 @@ def draw_checkpoints(run: ReportedRun, dataset: str) -> Iterator[Chart]:
         if any(len(points) > 1 for points in curves.values()):
             metric = to_words(final.metric)
             title = f"{run.name}, {dataset}, {to_words(task)}: {metric} over steps"
-            yield charts.draw_curves(title, curves, metric)
+            yield draw_curves(title, curves, metric)
 
 
 def _list_scores_by_method(
     evaluations: Mapping[int, Evaluation], dataset: str, task: str, final: TaskResult
-) -> dict[str, charts.Points]:
+) -> dict[str, Points]:
     """(step, value) of each of the model's rows, by name; those of the final result come first.
     `evaluations` are by step, ascending.
     """
     own_rows = [row for row in final.ranked_rows if row.method.kind == "model"]
-    curves: dict[str, charts.Points] = {row.method.name: [] for row in own_rows}
+    curves: dict[str, Points] = {row.method.name: [] for row in own_rows}
     for step, evaluation in evaluations.items():
         evaluated = evaluation.datasets.get(dataset)
         result = evaluated and evaluated.tasks.get(task)

@@ -15,7 +15,7 @@ from cellmill.config.options import ReportOptions
 from cellmill.errors import DataError
 from cellmill.files import atomic_path, read_json, write_json, write_text
 from cellmill.report.collect import read_corpus, read_run
-from cellmill.report.drawing import PageCharts
+from cellmill.report.drawing.page_charts import PageCharts
 from cellmill.report.overview import describe_missing
 from cellmill.report.page import render
 from cellmill.report.sweep import SweepCurves, list_rows, make_scalings, read_sweep

@@ -1,72 +1,29 @@
-"""Charts on the page: Vega-Lite specifications for live charts in a browser, and static pictures of
-them.
-
-Field names are ours; user text appears only as values and titles, which Vega-Lite draws literally.
-Ink is `currentColor`, so that charts follow the page's colours.
-"""
+"""Charts of a page, each with a static picture, and the data that the page's script draws them from."""
 
 import base64
 import csv
 import json
 import re
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Sequence
 from html import escape
-from importlib.resources import files
-from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from markupsafe import Markup
 
 from cellmill.files import atomic_path, write_text
-from cellmill.report.png import draw_png
-from cellmill.report.svg import draw_svg, draw_umap_svg
+from cellmill.report.drawing.chart import CONFIG, Chart, ChartRow, Spec
+from cellmill.report.drawing.png import draw_png
+from cellmill.report.drawing.svg import draw_svg
+from cellmill.report.drawing.umap import draw_umap_svg
 
+# with more runs, a page is large: it has folded parts as data, and coarser bitmaps
+MAX_SMALL_RUNS = 20
 MAX_STATIC_POINTS = 200  # with more points, curves of a static picture have no dots
-# with more runs, a page's folded parts are packed as data, which its script unpacks
-MAX_PLAIN_RUNS = 20
-FORMULA = ("=", "+", "@", "\t")  # a spreadsheet evaluates texts that begin so
 WIDTH = 500  # width of a static picture, in pixels; a live one takes the width of its card
-
-
-def read_asset(name: str) -> str:
-    """Text of a file next to this module."""
-    return files("cellmill.report").joinpath(name).read_text(encoding="utf-8")
-
-
-def read_template(name: str) -> Any:
-    """A specification of vega.json, or the settings `config` that all charts share."""
-    return json.loads(read_asset("vega.json"))[name]
-
-
-CONFIG = read_template("config")
-PALETTE: list[str] = CONFIG["range"]["category"]
-"""Twenty colours, distinguishable on light and dark background. They repeat after the twentieth
-class.
-"""
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A table and the Vega-Lite specification that draws it."""
-
-    title: str  # what it shows, in words: read by screen readers, and the name of its files
-    rows: list[dict[str, Any]]  # all that is drawn
-    spec: dict[str, Any]  # without the data
-    is_umap: bool = False  # its thousands of marks are drawn as a bitmap
-
-    @cached_property
-    def column_names(self) -> list[str]:
-        """Columns of the table."""
-        return list(dict.fromkeys(chain.from_iterable(self.rows)))
-
-    @property
-    def full_spec(self) -> dict[str, Any]:
-        """The specification with the settings that all charts share."""
-        return self.spec | {"config": CONFIG, "autosize": {"type": "fit-x", "contains": "padding"}}
+DECIMALS = 2  # of a pixel, for the cells of a UMAP
+BITMAP_SCALE = 1.5  # pixels of a bitmap for each pixel of the page
+FORMULA = ("=", "+", "@", "\t")  # a spreadsheet evaluates texts that begin so
 
 
 class PageCharts:
@@ -75,7 +32,7 @@ class PageCharts:
     """
 
     def __init__(self, n_runs: int = 1) -> None:
-        self.is_large = n_runs > MAX_PLAIN_RUNS
+        self.is_large = n_runs > MAX_SMALL_RUNS
         self.charts: list[tuple[Chart, str]] = []  # the picture is a standalone SVG
         self.folded: list[str] = []
 
@@ -96,7 +53,7 @@ class PageCharts:
         spec = chart.full_spec | {"width": WIDTH, "config": CONFIG | {"aria": False}}
         title = escape(chart.title)
         if chart.is_umap:
-            picture = draw_umap_svg(spec, chart.rows, 2)
+            picture = draw_umap_svg(spec, chart.rows, DECIMALS)
             element = self._draw_bitmap(spec, chart.rows, title)
         else:
             if len(chart.rows) > MAX_STATIC_POINTS and "point" in spec.get("mark", {}):
@@ -110,15 +67,18 @@ class PageCharts:
             f'<div class="static">{element}</div></figure>'
         )
 
-    def _draw_bitmap(self, spec: dict[str, Any], rows: list[dict[str, Any]], title: str) -> str:
+    def _draw_bitmap(self, spec: Spec, rows: Sequence[ChartRow], title: str) -> str:
         """The `<img>` element of a UMAP: thousands of marks are larger as SVG than as a bitmap.
 
         On a large page, marks stand on whole pixels: equal marks are then equal bytes, and the
         bitmap is smaller by a sixth.
         """
-        svg = draw_umap_svg(spec, rows, 0 if self.is_large else 2)
-        png = base64.b64encode(draw_png(svg, 1 if self.is_large else 1.5)).decode()
-        return f'<img src="data:image/png;base64,{png}" alt="{title}">'
+        if self.is_large:
+            png = draw_png(draw_umap_svg(spec, rows, decimals=0), scale=1)
+        else:
+            png = draw_png(draw_umap_svg(spec, rows, DECIMALS), BITMAP_SCALE)
+        data = base64.b64encode(png).decode()
+        return f'<img src="data:image/png;base64,{data}" alt="{title}">'
 
     def save(self, folder: Path) -> None:
         """Write each chart as SVG and its rows as CSV; remove files of an earlier page."""
@@ -159,7 +119,7 @@ class PageCharts:
         return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
 
 
-def _without_formulas(row: dict[str, Any]) -> dict[str, Any]:
+def _without_formulas(row: ChartRow) -> ChartRow:
     """The row with an apostrophe before each text that a spreadsheet would evaluate."""
     return {
         key: f"'{value}" if str(value).startswith(FORMULA) else value for key, value in row.items()

@@ -1,0 +1,60 @@
+"""Charts of numbers of cells: histograms of quality control, and confusion matrices."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cellmill.report.drawing.chart import Chart, read_template, to_five_digits
+
+TAILS_FRAC = 0.005  # share of cells at both ends together that a histogram does not draw
+
+
+def draw_histogram(
+    title: str, edges: Sequence[float], before: Sequence[int], after: Sequence[int], name: str
+) -> Chart:
+    """Cells per bin before QC (grey) and after (blue); log axis for geometric edges.
+
+    `before` and `after` are numbers of cells, (bins,); `edges` are (bins + 1,). Only bins of the
+    central 99.5 % of cells are drawn, or one outlier would squeeze them; the axis counts the other
+    cells.
+    """
+    # cells in each bin and all bins to its left
+    n_until_end = np.cumsum(before)
+    n_until_start = n_until_end - before
+    n_cells = n_until_end[-1]
+    tail = TAILS_FRAC / 2 * n_cells
+    is_drawn = (n_until_end > tail) & (n_until_start < n_cells - tail)
+    rows = []
+    for number in np.flatnonzero(is_drawn).tolist():
+        rows.append(
+            {
+                "from": to_five_digits(edges[number]),
+                "to": to_five_digits(edges[number + 1]),
+                "before": before[number],
+                "kept": after[number],
+            }
+        )
+    n_beyond = n_cells - sum(row["before"] for row in rows)
+    if n_beyond:
+        name += f" ({n_beyond:,} cells beyond)"
+    spec = read_template("histogram")
+    scale = {"type": "log"} if edges[0] > 0 else {"zero": False}
+    spec["encoding"]["x"] |= {"scale": scale, "title": name}
+    return Chart(title, rows, spec)
+
+
+def draw_confusion(title: str, classes: Sequence[str], counts: Sequence[Sequence[int]]) -> Chart:
+    """Share of the cells of each true class by predicted class; pairs without cells are left out.
+
+    `counts` are numbers of cells, (true classes, predicted classes).
+    """
+    rows = []
+    for true, class_counts in zip(classes, counts):
+        for predicted, n in zip(classes, class_counts):
+            if n:
+                share = to_five_digits(n / sum(class_counts))
+                rows.append({"true": true, "predicted": predicted, "cells": n, "share": share})
+    spec = read_template("confusion")
+    for axis in ("x", "y"):
+        spec["encoding"][axis] |= {"sort": [*classes], "scale": {"domain": [*classes]}}
+    return Chart(title, rows, spec)

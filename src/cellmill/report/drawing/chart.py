@@ -1,0 +1,72 @@
+"""A chart: a table and the Vega-Lite specification that draws it.
+
+Field names are ours; user text appears only as values and titles, which Vega-Lite draws literally.
+Ink is `currentColor`, so that charts follow the page's colours.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.resources import files
+from itertools import chain
+from typing import Any
+
+Spec = dict[str, Any]
+"""A Vega-Lite specification, or a part of one."""
+ChartRow = dict[str, Any]
+"""Row of a chart's table, by column."""
+
+
+def read_template(name: str) -> Any:
+    """A specification of vega.json, or the settings `config` that all charts share."""
+    text = files("cellmill.report.drawing").joinpath("vega.json").read_text(encoding="utf-8")
+    return json.loads(text)[name]
+
+
+CONFIG = read_template("config")
+PALETTE: list[str] = CONFIG["range"]["category"]
+"""Twenty colours, distinguishable on light and dark background. They repeat after the twentieth
+class.
+"""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A table and the Vega-Lite specification that draws it."""
+
+    title: str  # what it shows, in words: read by screen readers, and the name of its files
+    rows: Sequence[ChartRow]  # all that is drawn
+    spec: Spec  # without the data
+    is_umap: bool = False  # its thousands of marks are drawn as a bitmap
+
+    @cached_property
+    def column_names(self) -> list[str]:
+        """Columns of the table."""
+        return list(dict.fromkeys(chain.from_iterable(self.rows)))
+
+    @property
+    def full_spec(self) -> Spec:
+        """The specification with the settings that all charts share."""
+        return self.spec | {"config": CONFIG, "autosize": {"type": "fit-x", "contains": "padding"}}
+
+
+def colour(number: int) -> str:
+    """Colour of class or run `number`."""
+    return PALETTE[number % len(PALETTE)]
+
+
+def colour_names(names: Sequence[str], in_legend: Sequence[str] | None = None) -> Spec:
+    """A colour for each name, and a legend of several names."""
+    colours = [colour(number) for number in range(len(names))]
+    colouring: Spec = {"scale": {"domain": [*names], "range": colours}}
+    if len(names) < 2:
+        colouring["legend"] = None
+    elif in_legend is not None:
+        colouring["legend"] = {"values": [*in_legend]}
+    return colouring
+
+
+def to_five_digits(value: float) -> float:
+    """The value with five significant digits."""
+    return float(f"{value:.5g}")

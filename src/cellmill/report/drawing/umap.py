@@ -1,0 +1,125 @@
+"""UMAPs: the chart, and its static picture.
+
+A UMAP has thousands of cells, which vl-convert would draw slowly. It draws only the frame (axis
+titles and legend), once for all UMAPs with the same labels; the cells are added here.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import vl_convert
+
+from cellmill.report.collect import UmapCells
+from cellmill.report.drawing.chart import Chart, ChartRow, Spec, colour, read_template
+from cellmill.report.drawing.svg import shorten, without_selections
+
+LIGHT_GREY = "#9aa0a6"
+MAX_CELLS = 4_000  # cells in a UMAP: more make the page slow and show no more
+MIN_CELLS = 500  # fewest cells in a UMAP, however many UMAPs a page has
+CELLS_OF_PAGE = 60_000  # cells in all UMAPs of a page, if each has more than MIN_CELLS
+MAX_CELLS_BY_BATCH = 1_500  # cells in the same UMAP by batch
+# areas in square pixels: all cells of a UMAP together, and the limits of a single one
+AREA_OF_CELLS = 30_000
+MIN_CELL_AREA = 14
+MAX_CELL_AREA = 60
+BACKGROUND = re.compile(r'<path d="M0,0h(\d+)v(\d+)h-\d+Z"/>')
+"""Background of a chart's plot, with its width and height in pixels."""
+
+
+def limit_cells(n_umaps: int) -> int:
+    """The most cells that each of `n_umaps` on a page draws."""
+    return min(MAX_CELLS, max(MIN_CELLS, CELLS_OF_PAGE // max(n_umaps, 1)))
+
+
+def list_labels(cells: UmapCells, column: str = "label") -> list[str]:
+    """Labels, or batches, of a UMAP, the most frequent first."""
+    counts = Counter(cells.texts[column])
+    del counts[""]
+    return sorted(counts, key=lambda text: (-counts[text], text))
+
+
+def draw_umap(
+    title: str,
+    cells: UmapCells,
+    labels: Sequence[str],
+    column: str = "label",
+    max_cells: int = MAX_CELLS,
+) -> Chart:
+    """Cells at UMAP coordinates, at most `max_cells` of them, coloured by a column, whose values are
+    `labels`; held-out cells are circles.
+
+    To keep the page small, rows of the chart have codes, whose texts the browser looks up, and
+    coordinates of two decimals, which a screen cannot tell from more.
+    """
+    if column == "batch":
+        max_cells = min(max_cells, MAX_CELLS_BY_BATCH)
+    codes = {label: code for code, label in enumerate(labels)}
+    # shuffle cells by a fixed seed, or the class drawn last would cover the others
+    order = np.random.Generator(np.random.Philox(key=0)).permutation(len(cells.x))
+    rows = []
+    for index in order[:max_cells].tolist():
+        rows.append(
+            {
+                "x": round(cells.x[index], 2),
+                "y": round(cells.y[index], 2),
+                # -1 for a cell without a value: as an index, the last colour
+                "code": codes.get(cells.texts[column][index], -1),
+                "held_out": cells.is_held_out[index],
+            }
+        )
+    names = [*labels, f"no {column}"]
+    colours = [*map(colour, range(len(labels))), LIGHT_GREY]
+    spec = read_template("umap")
+    names_by_code = [{"code": code, "name": label} for label, code in codes.items()]
+    names_by_code.append({"code": -1, "name": names[-1]})
+    spec["transform"][0]["from"]["data"]["values"] = names_by_code
+    # fewer cells are drawn larger
+    size = AREA_OF_CELLS / max(len(rows), 1)
+    spec["mark"]["size"] = float(np.clip(size, MIN_CELL_AREA, MAX_CELL_AREA))
+    spec["encoding"]["color"]["scale"] = {"domain": names, "range": colours}
+    spec["encoding"]["tooltip"][0]["title"] = column
+    return Chart(title, rows, spec, is_umap=True)
+
+
+def draw_umap_svg(spec: Spec, rows: Sequence[ChartRow], decimals: int) -> str:
+    """A chart of `draw_umap` as a standalone SVG, its coordinates rounded to `decimals` of a pixel.
+
+    `spec` has no data.
+    """
+    frame = _draw_frame(json.dumps(without_selections(spec)))
+    background = BACKGROUND.search(frame)
+    assert background is not None
+    width, height = map(int, background.groups())
+    radius = spec["mark"]["size"] ** 0.5 / 2
+    left = _scale([row["x"] for row in rows], radius, width - radius)
+    top = _scale([row["y"] for row in rows], height - radius, radius)
+    rise = radius * 3**0.5 / 2
+    triangle = f"M0,{-rise:.2f}L{-radius:.2f},{rise:.2f}H{radius:.2f}Z"
+    arc = f"A{radius:.2f},{radius:.2f},0,1,1"
+    circle = f"M{radius:.2f},0{arc},{-radius:.2f},0{arc},{radius:.2f},0"
+    colours = spec["encoding"]["color"]["scale"]["range"]
+    marks = []
+    for row, x, y in zip(rows, left.round(decimals).tolist(), top.round(decimals).tolist()):
+        shape = circle if row["held_out"] else triangle
+        fill = colours[row["code"]]
+        marks.append(f'<path transform="translate({x:g},{y:g})" d="{shape}" fill="{fill}"/>')
+    # opacity of the fill: opacity of each mark would take twice the time to draw as a bitmap
+    cells = f'<g fill-opacity="0.9">{"".join(marks)}</g>'
+    return frame[: background.end()] + cells + frame[background.end() :]
+
+
+@lru_cache(maxsize=100)
+def _draw_frame(spec: str) -> str:
+    """A chart without data as a standalone SVG. `spec` is JSON text."""
+    return shorten(vl_convert.vegalite_to_svg(spec))
+
+
+def _scale(values: Sequence[float], begin: float, end: float) -> np.ndarray:
+    """`values` in pixels, (values,) float64: the lowest becomes `begin`, the highest `end`."""
+    array = np.array(values, np.float64)
+    share = (array - array.min()) / (np.ptp(array) or 1)
+    return begin + share * (end - begin)
