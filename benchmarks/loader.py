@@ -334,7 +334,9 @@ def own_tokens(corpus: Corpus, options: StreamOptions, batch: int, gives: str) -
     batches = iter(stream)
     try:
         while True:
-            yield (sum(len(b.cells) for b in next(batches)) for _ in range(stream.steps_per_epoch))
+            yield (
+                sum(len(b.cell_ids) for b in next(batches)) for _ in range(stream.steps_per_epoch)
+            )
     finally:
         stream.close()
 
@@ -409,7 +411,7 @@ def count_cells(corpus: Corpus, batch: int) -> tuple[int, int]:
         stream = open_stream(corpus, options, batch, "rank", rank, WORLD)
         for step in islice(stream, stream.steps_per_epoch):
             for made in step:
-                seen += np.bincount(made.cells, minlength=corpus.n_cells)
+                seen += np.bincount(made.cell_ids, minlength=corpus.n_cells)
         stream.close()
     return int((seen == 0).sum()), int(np.maximum(seen - 1, 0).sum())
 

@@ -192,9 +192,9 @@ def packed_sdpa(device: torch.device, precision: str) -> Work:
 
     def loss(batch: Batch, step: int) -> torch.Tensor:
         masked = OBJECTIVE.prepare(batch, seed=0, step=step)
-        genes, values, at = (x.to(device) for x in (masked.genes, batch.values, masked.targets))
+        genes, values, at = (x.to(device) for x in (masked.token_ids, batch.values, masked.targets))
         return F.cross_entropy(
-            model(genes, values, batch.lengths, at).float(), batch.genes.to(device)[at]
+            model(genes, values, batch.lengths, at).float(), batch.token_ids.to(device)[at]
         )
 
     return _plain(model, loss, device, precision)
@@ -251,12 +251,14 @@ def pad(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Masked genes, values, which tokens are of a cell, and answers; (cells, longest) each."""
     prepared = OBJECTIVE.prepare(batch, seed=0, step=step)
-    masked = torch.zeros(len(batch.genes), dtype=torch.bool).index_fill(0, prepared.targets, True)
+    masked = torch.zeros(len(batch.token_ids), dtype=torch.bool).index_fill(
+        0, prepared.targets, True
+    )
     packed_tensors = (
-        prepared.genes,
+        prepared.token_ids,
         batch.values,
         torch.ones_like(masked),
-        batch.genes.masked_fill(~masked, NOT_ASKED),
+        batch.token_ids.masked_fill(~masked, NOT_ASKED),
     )
     fills = (0, 0.0, False, NOT_ASKED)
     genes, values, inside, answers = (

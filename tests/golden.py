@@ -249,6 +249,7 @@ except ImportError:
 from cellmill.config.run import Stream
 from cellmill.config.parts.tokens import Tokens
 manifest, streams, shared = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
+renamed = {"token_ids": "genes", "cell_ids": "cells"}  # their names in earlier commits
 found = {}
 for name, given in streams.items():
     start = given.pop("start", 0)
@@ -272,7 +273,8 @@ for name, given in streams.items():
     digest = hashlib.sha256()
     for batches in islice(stream, 20):
         for batch in batches:
-            for key, value in sorted(vars(batch).items()):
+            arrays = {renamed.get(key, key): value for key, value in vars(batch).items()}
+            for key, value in sorted(arrays.items()):
                 if hasattr(value, "dtype"):
                     digest.update(f"{key} {value.dtype} {value.shape}".encode() + value.tobytes())
     stream.close()

@@ -31,7 +31,7 @@ def stream(manifest: Path | str, split: str = "train", **options: Any) -> Any:
     `train.tensor_stream.TensorStream`.
 
     >>> for batch in cellmill.stream("results/corpora/pbmc/shards/manifest.json", columns=["bulk_labels"]):
-    ...     batch["genes"], batch["values"], batch["cu_seqlens"], batch["levels"]
+    ...     batch["token_ids"], batch["values"], batch["cu_seqlens"], batch["levels"]
 
     Its `state_dict()` resumes it at any step, at any number of ranks. Torch is imported by this
     call.

@@ -83,7 +83,7 @@ def allocated(corpus: str, options: dict[str, Any]) -> dict[str, int]:
     return {
         "peak_bytes": min(int(live[start : end + 1].max()) for start, end in borders),
         "tokens": max(
-            made.parallel_model.padded_lengths([len(batch.genes) for batch in batches[0]])
+            made.parallel_model.padded_lengths([len(batch.token_ids) for batch in batches[0]])
         ),
         "micro_batches": len(batches[0]),
     }
@@ -110,7 +110,9 @@ def collectives(corpus: str, options: dict[str, Any]) -> dict[str, Any]:
     with _Counter() as counter:
         made._step(iter([batch]))
     made.close()
-    lengths = made.parallel_model.padded_lengths([len(micro_batch.genes) for micro_batch in batch])
+    lengths = made.parallel_model.padded_lengths(
+        [len(micro_batch.token_ids) for micro_batch in batch]
+    )
     return {"seen": counter.seen, "tokens": sum(lengths), "micro_batches": len(batch)}
 
 

@@ -77,7 +77,7 @@ def test_the_loss_is_the_chain_of_likelihoods(tokenizer: str) -> None:
     for cell, start in enumerate(batch.cu_seqlens[:-1].tolist()):
         before = model.start
         for at in range(start, start + batch.lengths[cell]):
-            gene = int(batch.genes[at])
+            gene = int(batch.token_ids[at])
             logits = model.gene_embedding.weight @ before + model.gene_bias
             expected = expected - logits.log_softmax(0)[gene] - F.logsigmoid(-end(before))
             if tokenizer != "rank":
@@ -95,7 +95,7 @@ def test_the_loss_is_the_chain_of_likelihoods(tokenizer: str) -> None:
             expected = expected - F.logsigmoid(end(before))
     loss = model(prepared)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-4)
-    assert int(prepared.n_targets) == len(batch.genes)
+    assert int(prepared.n_targets) == len(batch.token_ids)
     check_gradients(model, loss, expected, rtol=1e-3, atol=1e-4)
 
 
@@ -104,7 +104,7 @@ def test_a_cell_is_the_mean_or_the_last_of_its_states() -> None:
     last = model_of(pooling="last").eval()
     batch = batch_of()
     beginning = Batch(
-        batch.genes[:7], batch.values[:7], torch.tensor([0, 7]).int(), torch.tensor([0])
+        batch.token_ids[:7], batch.values[:7], torch.tensor([0, 7]).int(), torch.tensor([0])
     )
     with torch.no_grad():
         states = mean.states(EncoderBatch.prepared(batch)).split(batch.lengths)
@@ -159,7 +159,7 @@ def test_genes_are_scored_among_those_not_yet_generated() -> None:
     for start, length in zip(batch.cu_seqlens.tolist(), batch.lengths):
         left = np.ones(N_GENES, bool)
         for place in range(length):
-            gene = int(batch.genes[start + place]) - 2
+            gene = int(batch.token_ids[start + place]) - 2
             smoothed = by_rank[(place + 1).bit_length() - 1] + N_GENES * overall
             own = logits[start + place].numpy()
             rows = np.flatnonzero(left)

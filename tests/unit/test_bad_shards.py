@@ -90,10 +90,10 @@ def read_all(folder: Path) -> str:
             for batch in batches:
                 assert batch.levels is not None
                 for part in (
-                    batch.genes,
+                    batch.token_ids,
                     batch.values,
                     batch.cu_seqlens,
-                    batch.cells,
+                    batch.cell_ids,
                     batch.levels,
                 ):
                     hashed.update(np.ascontiguousarray(part).tobytes())

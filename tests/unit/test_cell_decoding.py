@@ -130,14 +130,14 @@ def test_validation_correlates_hidden_genes_if_asked(
     with torch.no_grad():
         for batch in batches:
             view = model.view(batch, **keys)
-            assert sorted(view.genes) == sorted(batch.genes[batch.genes % 5 != 0])
+            assert sorted(view.token_ids) == sorted(batch.token_ids[batch.token_ids % 5 != 0])
             prepared = model.prepare(view, **keys)
             with monitor.watching([]), monitor.watching_hidden_genes():
                 model(prepared)
             vectors = model.cell_vectors(model.states(prepared), prepared)
             logits = model.decoder(vectors) @ model.profile_genes.weight.T + model.profile_bias
             counts = torch.zeros(len(batch.lengths), N_GENES + 2)
-            counts[torch.repeat_interleave(torch.tensor(batch.lengths)), batch.genes] = (
+            counts[torch.repeat_interleave(torch.tensor(batch.lengths)), batch.token_ids] = (
                 batch.counts.float()
             )
             logs = (1e4 * counts / counts.sum(1, keepdim=True)).log1p()
@@ -172,7 +172,7 @@ def test_hidden_expression_does_not_reach_the_cell_vector(
     louder = batch.counts.clone()
     start = 0
     for genes, shown_genes in zip(
-        batch.genes.split(batch.lengths), shown.genes.split(shown.lengths)
+        batch.token_ids.split(batch.lengths), shown.token_ids.split(shown.lengths)
     ):
         end = start + len(genes)
         is_hidden = ~torch.isin(genes, shown_genes)
@@ -285,7 +285,7 @@ def test_the_profile_encoder_is_a_plain_perceptron() -> None:
     batch = cells_of()
     cells = torch.repeat_interleave(torch.tensor(batch.lengths))
     dense = torch.zeros(len(batch.lengths), N_GENES + 2)
-    dense[cells, batch.genes] = batch.values
+    dense[cells, batch.token_ids] = batch.values
     x = dense @ model.gene_embedding.weight
     [block] = model.blocks
     activations = F.gelu(block.up(block.norm(x)))
@@ -355,8 +355,8 @@ def test_denoise_equals_cell_decoding_of_thinned_counts() -> None:
     )
     prepared = prepare(preset, batch)
     assert torch.equal(preset(prepared), same(prepare(same, batch)))
-    assert torch.equal(prepared.entry_genes, batch.genes), "the whole cell is predicted"
-    assert sum(prepared.lengths) < len(batch.genes), "and a part of it shown"
+    assert torch.equal(prepared.entry_genes, batch.token_ids), "the whole cell is predicted"
+    assert sum(prepared.lengths) < len(batch.token_ids), "and a part of it shown"
 
 
 def test_denoise_needs_counts() -> None:
@@ -382,7 +382,7 @@ def _view(batch: Batch, step: int = 4, **options: Any) -> QueryView:
 def _values_by_gene(batch: Any) -> dict[tuple[int, int], float]:
     """Value of each gene of each cell, by cell and token id."""
     values = {}
-    genes_by_cell = batch.genes.split(batch.lengths)
+    genes_by_cell = batch.token_ids.split(batch.lengths)
     values_by_cell = batch.values.split(batch.lengths)
     for cell, genes in enumerate(genes_by_cell):
         for gene, value in zip(genes.tolist(), values_by_cell[cell].tolist()):
@@ -414,7 +414,7 @@ def test_undetected_genes_are_drawn_evenly() -> None:
         view = _view(batch, step=step, undetected_ratio=50)
         drawn.update(view.query_genes.tolist())
     token_ids = set(range(2, N_GENES + 2))
-    undetected = token_ids - set(batch.genes.tolist())
+    undetected = token_ids - set(batch.token_ids.tolist())
     counts = np.array([drawn[gene] for gene in undetected])
     assert len(counts) == N_GENES - 20
     expected = counts.mean()

@@ -55,7 +55,7 @@ def test_a_token_per_column_stands_before_the_genes_of_each_cell() -> None:
     prefixed: Any = CovariatePrefix(_tokens(), LEVELS).add_to(batch)
     assert prefixed.lengths == [n + 2 for n in batch.lengths]
     assert prefixed.cu_seqlens.diff().tolist() == prefixed.lengths
-    for field, prefix in (("genes", SPECIAL.index("<pad>")), ("values", 0), ("counts", 0)):
+    for field, prefix in (("token_ids", SPECIAL.index("<pad>")), ("values", 0), ("counts", 0)):
         cells = getattr(batch, field).split(batch.lengths)
         prefixed_cells = getattr(prefixed, field).split(prefixed.lengths)
         for cell, prefixed_cell in zip(cells, prefixed_cells):
@@ -109,7 +109,7 @@ def test_no_objective_masks_covariate_tokens(objective: str) -> None:
     plain = prepare(_model(objective, covariates=[]), batch)
     is_gene = prepared.covariate_rows == 0
     assert is_gene[prepared.targets].all()
-    assert len(plain.genes) == int(is_gene.sum())
+    assert len(plain.token_ids) == int(is_gene.sum())
     for cell in range(6):
         is_of_cell = prepared.cell == cell
         assert is_of_cell[prepared.targets].any(), "every cell has a target"
@@ -217,7 +217,7 @@ def _whole_cells(family: str) -> Batch:
 def test_end_tokens_surround_each_unchanged_cell(n_ends: int) -> None:
     batch = _whole_cells("scgpt")
     ended = add_ends(batch, n_ends)
-    for field, first, last in (("genes", CLS, EOS), ("values", 0, 0), ("counts", 0, 0)):
+    for field, first, last in (("token_ids", CLS, EOS), ("values", 0, 0), ("counts", 0, 0)):
         cells = getattr(batch, field).split(batch.lengths)
         ended_cells = getattr(ended, field).split(ended.lengths)
         for cell, ended_cell in zip(cells, ended_cells, strict=True):

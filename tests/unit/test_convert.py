@@ -136,7 +136,7 @@ def test_ranks_keep_their_order_into_the_batch(tmp_path: Path, published: Path) 
     streamed = []
     for batch in chain.from_iterable(stream):
         for start, end in pairwise(batch.cu_seqlens):
-            streamed.append(batch.genes[start:end].tolist())
+            streamed.append(batch.token_ids[start:end].tolist())
     token_ids = {gene: row + len(SPECIAL) for row, gene in enumerate(vocabulary.gene_ids)}
     expected = []
     for cell in kept:

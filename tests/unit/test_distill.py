@@ -163,7 +163,7 @@ def test_a_batch_has_the_vectors_of_its_cells(shards: Manifest, tmp_path: Path) 
     stream = CellStream(shards.path, "train", TOKENS, Stream(lanes=4), **shared)
     batches = [*chain.from_iterable(islice(stream, 4))]
     stream.close()
-    cells = np.concatenate([batch.cells for batch in batches])
+    cells = np.concatenate([batch.cell_ids for batch in batches])
     assert not np.array_equal(cells, np.sort(cells))
     np.testing.assert_array_equal(
         np.concatenate([batch.teacher for batch in batches]), vectors[cells]

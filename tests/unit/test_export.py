@@ -236,7 +236,10 @@ def test_onnx_gives_the_models_vectors(tmp_path: Path, tokens: Any, model: Any) 
     batch = to_tensors(random_cells((9, 1, 30, 17), spec_of(config, 40).tokens, 40))
     with torch.no_grad():
         expected = network.embed(batch).numpy()
-    parts = {name: getattr(batch, name).split(batch.lengths) for name in ("genes", "values")}
+    parts = {
+        "genes": batch.token_ids.split(batch.lengths),
+        "values": batch.values.split(batch.lengths),
+    }
     given = {name: pad_sequence(cells, batch_first=True).numpy() for name, cells in parts.items()}
     session = onnxruntime.InferenceSession(str(out), providers=["CPUExecutionProvider"])
     (found,) = session.run(["cell_vector"], given)

@@ -172,7 +172,9 @@ def test_an_embedding_is_independent_of_other_cells(row: str) -> None:
     with torch.no_grad():
         vectors = model.embed(batch)
         apart = torch.cat([model.embed(batch.cut(cell, cell + 1)) for cell in range(len(LENGTHS))])
-        shuffled = model.embed(replace(batch, genes=batch.genes[order], values=batch.values[order]))
+        shuffled = model.embed(
+            replace(batch, token_ids=batch.token_ids[order], values=batch.values[order])
+        )
     assert (vectors.shape, vectors.dtype) == ((len(LENGTHS), model.vector_width), torch.float32)
     torch.testing.assert_close(apart, vectors, rtol=1e-5, atol=1e-5)
     if not row.startswith(("autoregressive", "bert, ")):

@@ -297,7 +297,7 @@ def test_the_model_sees_nothing_of_hidden_genes(context: Context) -> None:
     assert (other != hidden.counts).nnz
     changed = _hidden(context, other)
     for batch in hidden.tokens():
-        assert not np.isin(batch.genes, hidden.genes + len(SPECIAL)).any()
+        assert not np.isin(batch.token_ids, hidden.genes + len(SPECIAL)).any()
     vectors = hidden.embed(context.model.network)
     np.testing.assert_array_equal(changed.embed(context.model.network), vectors)
     assert (

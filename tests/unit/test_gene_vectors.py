@@ -285,7 +285,7 @@ def test_vectors_train_only_on_request(family: str, trained: bool, tmp_path: Pat
     assert (weight.grad is not None) == trained
     assert model.gene_vectors.project.weight.grad.any()
     if trained:
-        assert torch.equal(weight.grad.any(1).nonzero().flatten(), prepared.genes.unique())
+        assert torch.equal(weight.grad.any(1).nonzero().flatten(), prepared.token_ids.unique())
 
 
 @pytest.mark.parametrize("trained", [False, True])

@@ -243,7 +243,7 @@ def test_every_model_type_equals_transformers(kind: str) -> None:
     check_vectors(
         network.eval(),
         theirs,
-        pad_sequence(batch().genes.split([*map(len, SEQUENCES)]), batch_first=True),
+        pad_sequence(batch().token_ids.split([*map(len, SEQUENCES)]), batch_first=True),
     )
 
     size = measure_size(spec_of(options))

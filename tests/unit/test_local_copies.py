@@ -44,7 +44,7 @@ def digests(stream: CellStream, steps: int = STEPS) -> list[bytes]:
     digests = []
     try:
         for step in islice(stream, steps):
-            arrays = [batch.genes.tobytes() + batch.values.tobytes() for batch in step]
+            arrays = [batch.token_ids.tobytes() + batch.values.tobytes() for batch in step]
             digests.append(b"".join(arrays))
     finally:
         stream.close()
@@ -182,7 +182,7 @@ def test_the_shards_of_a_node_are_those_that_its_ranks_read(manifest: Manifest, 
     named = [path.name for path in stream.shards_read({1}, first, first + 2)]
     cells: list[int] = []
     for batch in chain.from_iterable(islice(stream, 2)):
-        cells += batch.cells.tolist()
+        cells += batch.cell_ids.tolist()
     stream.close()
     names = [shard.name for shard in manifest.splits["train"].shards]
     # the window's other cells are read too

@@ -88,7 +88,7 @@ def test_hidden_values_do_not_change_predictions(tokenizer: str, objective: str)
     prepared = model.prepare(batch, seed=1, step=2)
     judged = _judged(model, prepared)
     assert len(judged) == 2  # by the token's state and by the cell's embedding
-    field = "genes" if objective == "masked_gene" else "values"
+    field = "token_ids" if objective == "masked_gene" else "values"
     content = getattr(batch, field).clone()
     content[prepared.targets] = content[prepared.targets] % 5 + 1
     changed = model.prepare(replace(batch, **{field: content}), seed=1, step=2)
@@ -109,15 +109,15 @@ def test_visible_values_change_predictions(tokenizer: str, objective: str) -> No
         changed = replace(batch, **{field: content})  # type: ignore[arg-type]
         return _predicted(model, model.prepare(changed, seed=1, step=2))
 
-    positions = set(range(len(batch.genes)))
+    positions = set(range(len(batch.token_ids)))
     visible = min(positions - set(prepared.targets.tolist()))
-    for field in ("genes", "values"):
+    for field in ("token_ids", "values"):
         content = getattr(batch, field).clone()
         step = 1.5 if content.is_floating_point() else 1
         content[visible] = content[visible] % 5 + step
         assert not torch.equal(predicted_with(field, content), expected)
     # a masked gene still shows its value, and a masked value its gene
-    field = "values" if objective == "masked_gene" else "genes"
+    field = "values" if objective == "masked_gene" else "token_ids"
     content = getattr(batch, field).clone()
     content[prepared.targets] = (content[prepared.targets] + 1) % 8
     assert not torch.equal(predicted_with(field, content), expected)
@@ -135,7 +135,7 @@ def test_masks_leave_every_cell_a_target() -> None:
     assert first != targets(seed=1, step=0)
     assert first != targets(seed=0, step=1)
     assert first != targets(seed=0, step=-1)
-    twins = replace(batch, cells=batch.cells + 1)
+    twins = replace(batch, cell_ids=batch.cell_ids + 1)
     assert first != model.prepare(twins, seed=0, step=0).targets.tolist()
     for step in range(50):
         chosen = set(targets(seed=0, step=step))
@@ -250,7 +250,7 @@ def test_masked_tokens_are_replaced_by_the_split(tokenizer: str, objective: str)
     assert torch.equal(targets, hidden.targets)
     assert torch.equal(prepared.answers, hidden.answers)
     assert torch.equal(prepared.center, hidden.center), "only visible tokens count"
-    field = "genes" if objective == "masked_gene" else "values"
+    field = "token_ids" if objective == "masked_gene" else "values"
     content = getattr(batch, field)
     prepared_content = getattr(prepared, field)
     is_visible = torch.ones(len(content), dtype=torch.bool)
@@ -319,8 +319,8 @@ def test_hidden_counts_change_inputs_only_without_renormalize(
     def prepared(counts: np.ndarray) -> tuple[Any, Batch]:
         starts = cells.cu_seqlens.astype(np.int64)
         tokenizer = tokens.load()(tokens)
-        given = SparseCounts(starts, cells.genes - 2, counts)
-        batch = make_batch(tokenizer, given, cells.cells, True)
+        given = SparseCounts(starts, cells.token_ids - 2, counts)
+        batch = make_batch(tokenizer, given, cells.cell_ids, True)
         tensors = pad_batch(to_tensors(batch), 80)
         return objective.prepare(tensors, seed=3, step=4), tensors
 

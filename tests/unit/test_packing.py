@@ -311,15 +311,15 @@ def test_both_orders_give_the_same_ranked_batches(
     both = zip(*(batches_of(manifest, **tokens) for manifest in ordered.values()))
     n_cut = 0
     for by_rank, by_genes in both:
-        np.testing.assert_array_equal(by_rank.cells, by_genes.cells)
+        np.testing.assert_array_equal(by_rank.cell_ids, by_genes.cell_ids)
         np.testing.assert_array_equal(by_rank.cu_seqlens, by_genes.cu_seqlens)
         for cell, n in enumerate(by_rank.lengths):
             if n < tokens["max_tokens"] and tokens["tokenizer"] != "rank":
                 continue
             n_cut += 1
             span = slice(by_rank.cu_seqlens[cell], by_rank.cu_seqlens[cell + 1])
-            in_rank = [by_rank.genes[span], by_rank.values[span]]
-            in_genes = [by_genes.genes[span], by_genes.values[span]]
+            in_rank = [by_rank.token_ids[span], by_rank.values[span]]
+            in_genes = [by_genes.token_ids[span], by_genes.values[span]]
             if tokens["tokenizer"] != "rank":  # a cell of just as many genes is not cut
                 in_rank, in_genes = (
                     [array[np.argsort(pair[0])] for array in pair] for pair in (in_rank, in_genes)
@@ -335,7 +335,7 @@ def test_genes_without_counts_leave_the_same_ranked_genes(
     both = zip(*(batches_of(manifest, **tokens) for manifest in ordered.values()))
     for by_rank, by_genes in both:
         for begin, end in zip(by_rank.cu_seqlens, by_rank.cu_seqlens[1:]):
-            assert {*by_rank.genes[begin:end]} == {*by_genes.genes[begin:end]}
+            assert {*by_rank.token_ids[begin:end]} == {*by_genes.token_ids[begin:end]}
 
 
 def test_whole_cells_have_ascending_genes(kind: str, ordered: dict[str, Manifest]) -> None:
@@ -347,9 +347,9 @@ def test_whole_cells_have_ascending_genes(kind: str, ordered: dict[str, Manifest
     )
     for by_rank, by_genes in pairs:
         for begin, end in zip(by_rank.cu_seqlens, by_rank.cu_seqlens[1:]):
-            order = np.argsort(by_rank.genes[begin:end])
+            order = np.argsort(by_rank.token_ids[begin:end])
             np.testing.assert_array_equal(
-                by_genes.genes[begin:end], by_rank.genes[begin:end][order]
+                by_genes.token_ids[begin:end], by_rank.token_ids[begin:end][order]
             )
             np.testing.assert_array_equal(
                 by_genes.values[begin:end], by_rank.values[begin:end][order]

@@ -90,7 +90,7 @@ def test_the_number_of_steps_equals_that_of_the_stream(
     streams = [stream_of(corpus, rank, world, SECTIONS["stream"], **given) for rank in range(world)]
     steps = [list(stream) for stream in streams]
     batches = itertools.chain.from_iterable(itertools.chain(*steps))
-    tokens = sum(len(batch.genes) for batch in batches)
+    tokens = sum(len(batch.token_ids) for batch in batches)
     planned = _plan(corpus, tmp_path, nproc=world, train={"steps": None, "epochs": 3})
     assert planned["steps_per_epoch"] == streams[0].steps_per_epoch == 8
     assert (planned["cells"], planned["steps"], planned["cells_seen"]) == (N_CELLS, 24, 3 * N_CELLS)
@@ -112,7 +112,7 @@ def test_cells_that_are_read_more_often_count_as_often(tmp_path: Path) -> None:
     read = SECTIONS["stream"] | {"weight_by": "kind", "labelled_frac": 1.0}
     stream = stream_of(labelled, options=read, tokens=_options().tokens, token_budget=64)
     steps = itertools.islice(stream, stream.steps_per_epoch)
-    tokens = sum(len(batch.genes) for batch in itertools.chain.from_iterable(steps))
+    tokens = sum(len(batch.token_ids) for batch in itertools.chain.from_iterable(steps))
     assert _plan(labelled, tmp_path, stream=read)["tokens_per_cell"] == tokens / N_CELLS
     assert _plan(labelled, tmp_path)["tokens_per_cell"] != tokens / N_CELLS
     stream.close()

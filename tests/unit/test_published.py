@@ -78,7 +78,7 @@ def _ordered(path: Path, genes: Vocabulary, tokens: Tokens) -> list[list[str]]:
     with open_counts(path) as reader:
         columns = match_columns(reader, genes)
         [batch] = tokenize_blocks(reader.rows(1000), columns, genes, tokens)
-    names = [genes.gene_ids[token - len(SPECIAL)] for token in batch.genes]
+    names = [genes.gene_ids[token - len(SPECIAL)] for token in batch.token_ids]
     return [names[first:last] for first, last in pairwise(batch.cu_seqlens.tolist())]
 
 

@@ -193,7 +193,9 @@ def test_batches_have_the_sequences_in_their_order(tmp_path: Path) -> None:
     stream = CellStream(corpus["manifest"], "test", tokens, Stream(lanes=1), **given)
     batch = next(iter(stream))[0]
     stream.close()
-    first = "".join(RESIDUES[token - len(SPECIAL)] for token in batch.genes[: batch.cu_seqlens[1]])
+    first = "".join(
+        RESIDUES[token - len(SPECIAL)] for token in batch.token_ids[: batch.cu_seqlens[1]]
+    )
     assert first == decoded([shards[0].X])[0][:40]
     assert list(batch.values[:40]) == list(range(40))
     cells = Tokens.model_validate({"tokenizer": "rank"})

@@ -432,9 +432,9 @@ def test_every_rank_reads_the_levels_of_its_cells(manifest: Manifest, split: str
         for batch in chain.from_iterable(stream):
             assert batch.levels is not None
             assert batch.levels.dtype == np.int32
-            assert batch.levels.shape == (len(batch.cells), len(COLUMNS))
-            np.testing.assert_array_equal(batch.levels, expected[batch.cells])
-            seen.update(batch.cells.tolist())
+            assert batch.levels.shape == (len(batch.cell_ids), len(COLUMNS))
+            np.testing.assert_array_equal(batch.levels, expected[batch.cell_ids])
+            seen.update(batch.cell_ids.tolist())
         stream.close()
     assert seen == set(range(len(expected)))
 

@@ -169,7 +169,7 @@ def _kept(model: Model, batch: Batch, recompute: str | None) -> tuple[float, int
             keep(tensor)
     elements = sum(storage.nbytes() for storage in kept.values()) / 4
     loss.backward()
-    return elements, len(batch.genes)
+    return elements, len(batch.token_ids)
 
 
 def _batch(given: ModelSpec, cells: int) -> Batch:

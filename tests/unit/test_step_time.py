@@ -77,7 +77,7 @@ def test_the_plan_counts_what_a_pipeline_pads(tmp_path: Path, tp: int, budget: i
         }
         stream = stream_of(manifest, rank, 2, tokens=options.tokens, stream=options.stream, **sizes)
         for number, step in enumerate(islice(stream, 4)):
-            padded += len(step) * pipeline_tokens(max(len(batch.genes) for batch in step), tp)
+            padded += len(step) * pipeline_tokens(max(len(batch.token_ids) for batch in step), tp)
             in_order[number, rank] = np.concatenate([np.diff(batch.cu_seqlens) for batch in step])
         stream.close()
     # of the cells in the order of the stream exactly its own, of those in the order of the shards

@@ -50,7 +50,7 @@ def take(stream: CellStream, steps: int) -> list[list[Batch]]:
 def cells_of(step: list[Batch]) -> list[int]:
     cells: list[int] = []
     for batch in step:
-        cells += batch.cells.tolist()
+        cells += batch.cell_ids.tolist()
     return cells
 
 
@@ -64,7 +64,7 @@ def digests_of(steps: list[list[Batch]]) -> list[list[tuple[bytes, ...]]]:
     for step in steps:
         of_step = []
         for batch in step:
-            fields = (batch.genes, batch.values, batch.cu_seqlens, batch.cells)
+            fields = (batch.token_ids, batch.values, batch.cu_seqlens, batch.cell_ids)
             of_step.append(tuple(array.tobytes() for array in fields))
         digests.append(of_step)
     return digests
@@ -92,12 +92,14 @@ def test_parts_of_a_batch_have_every_cell_once_within_the_budget() -> None:
         np.arange(cu[-1], dtype=np.int32), np.arange(cu[-1], dtype=np.float32), cu, np.arange(7)
     )
     parts = list(split_batch(batch, 12))
-    assert [part.cells.tolist() for part in parts] == [[0, 1], [2, 3, 4], [5], [6]]
-    for name in ("genes", "values"):
+    assert [part.cell_ids.tolist() for part in parts] == [[0, 1], [2, 3, 4], [5], [6]]
+    for name in ("token_ids", "values"):
         assert (
             np.concatenate([getattr(part, name) for part in parts]) == getattr(batch, name)
         ).all()
-    assert all(part.cu_seqlens[0] == 0 and part.cu_seqlens[-1] == len(part.genes) for part in parts)
+    assert all(
+        part.cu_seqlens[0] == 0 and part.cu_seqlens[-1] == len(part.token_ids) for part in parts
+    )
     assert list(split_batch(batch.cut(0, 0), 12)) == []
 
 
@@ -114,10 +116,10 @@ def joined(ranks: list[CellStream], steps: int) -> list[list[int]]:
         assert len({len(batches) for batches in step}) == 1
         found.append(sorted(chain.from_iterable(map(cells_of, step))))
         for batches in step:
-            assert all(len(batch.genes) <= BUDGET for batch in batches)
-            assert all(len(batch.cells) or batch.cu_seqlens.tolist() == [0] for batch in batches)
-            for batch, after in pairwise(batch for batch in batches if len(batch.cells)):
-                assert len(batch.genes) + int(after.cu_seqlens[1]) > BUDGET
+            assert all(len(batch.token_ids) <= BUDGET for batch in batches)
+            assert all(len(batch.cell_ids) or batch.cu_seqlens.tolist() == [0] for batch in batches)
+            for batch, after in pairwise(batch for batch in batches if len(batch.cell_ids)):
+                assert len(batch.token_ids) + int(after.cu_seqlens[1]) > BUDGET
     return found
 
 
@@ -173,14 +175,14 @@ def test_tokens_equal_those_of_the_cells_in_the_shards(manifest: Manifest, token
             expected[len(expected)] = alone.tokenize(rows.read(row, 1))
     for step in take(stream, stream.steps_per_epoch):
         for batch in step:
-            assert (batch.cells.dtype, batch.cu_seqlens.dtype, batch.genes.dtype) == (
+            assert (batch.cell_ids.dtype, batch.cu_seqlens.dtype, batch.token_ids.dtype) == (
                 np.int64,
                 np.int32,
                 np.int32,
             )
-            for cell, a, b in zip(batch.cells, batch.cu_seqlens, batch.cu_seqlens[1:]):
+            for cell, a, b in zip(batch.cell_ids, batch.cu_seqlens, batch.cu_seqlens[1:]):
                 genes, values, _ = expected[int(cell)]
-                np.testing.assert_array_equal(batch.genes[a:b], genes)
+                np.testing.assert_array_equal(batch.token_ids[a:b], genes)
                 np.testing.assert_array_equal(batch.values[a:b], values)
 
 

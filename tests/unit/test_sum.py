@@ -73,11 +73,11 @@ def test_second_views_add_no_cells_to_other_parts() -> None:
     assert torch.equal(both.part_batches[1].answers, one.part_batches[1].answers)
     assert both.part_batches[0].pairs.numel() > 0
     # the second views stand after the first ones, and padding after them
-    n_first = len(plain.view(batch, **KEYS).genes)
+    n_first = len(plain.view(batch, **KEYS).token_ids)
     views = model.view(batch, **KEYS)
-    n_tokens = len(views.genes)
+    n_tokens = len(views.token_ids)
     assert n_first < n_tokens < 128
-    for field in (both.genes, both.values, both.token_keys):
+    for field in (both.token_ids, both.values, both.token_keys):
         assert len(field) == 128
     assert len(both.lengths) > 2 * len(batch.lengths)
     assert len(both.cell_keys) == len(both.lengths)
@@ -126,7 +126,7 @@ def test_tensors_of_all_parts_are_copied_once() -> None:
         for value in vars(part).values():
             if isinstance(value, torch.Tensor):
                 assert value.is_meta
-        assert part.genes is copied.genes
+        assert part.token_ids is copied.token_ids
 
 
 def _observe(objective: Any, model: Any, batches: list[Any]) -> list[np.ndarray]:

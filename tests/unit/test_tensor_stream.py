@@ -32,7 +32,7 @@ LIGHTNING = next(text for text in LOOPS if "import lightning\n" in text)
 def cells_of(batches: list[Any]) -> list[int]:
     cells: list[int] = []
     for batch in batches:
-        cells += batch["cells"].tolist()
+        cells += batch["cell_ids"].tolist()
     return cells
 
 
@@ -74,7 +74,7 @@ def test_batches_are_those_that_a_run_reads_an_epoch_at_a_time(folder: Path) -> 
     )
     assert [len(epoch) for epoch in found] == 3 * [len(stream)] == 3 * [engine.steps_per_epoch]
     for batch, [theirs] in zip(chain.from_iterable(found), engine):
-        for name in ("genes", "values", "cu_seqlens", "cells"):
+        for name in ("token_ids", "values", "cu_seqlens", "cell_ids"):
             np.testing.assert_array_equal(batch[name].numpy(), getattr(theirs, name))
     engine.close()
     dtypes = {
@@ -82,10 +82,10 @@ def test_batches_are_those_that_a_run_reads_an_epoch_at_a_time(folder: Path) -> 
         for name, tensor in found[0][0].items()
     }
     assert dtypes == {
-        "genes": ("int64", 1),
+        "token_ids": ("int64", 1),
         "values": ("float32", 1),
         "cu_seqlens": ("int32", 1),
-        "cells": ("int64", 1),
+        "cell_ids": ("int64", 1),
         "counts": ("int64", 1),
         "levels": ("int64", 2),
         "numbers": ("float64", 2),
@@ -125,9 +125,9 @@ def test_a_tensor_stream_resumes_with_the_same_batches(step: int, folder: Path) 
     for parts, batch in zip(zip(*ranks, strict=True), expected[step:]):
         kinds: dict[int, int] = {}
         for part in parts:
-            kinds |= zip(part["cells"].tolist(), part["levels"][:, 0].tolist())
-        assert kinds == dict(zip(batch["cells"].tolist(), batch["levels"][:, 0].tolist()))
-        assert sum(len(part["genes"]) for part in parts) == len(batch["genes"])
+            kinds |= zip(part["cell_ids"].tolist(), part["levels"][:, 0].tolist())
+        assert kinds == dict(zip(batch["cell_ids"].tolist(), batch["levels"][:, 0].tolist()))
+        assert sum(len(part["token_ids"]) for part in parts) == len(batch["token_ids"])
     for stream in (whole, first, again, *ranks):
         stream.close()
 

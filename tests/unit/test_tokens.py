@@ -188,7 +188,7 @@ def test_without_cells_the_batch_is_empty(tokenizer: str) -> None:
     counts = np.empty(0, np.uint16)
     none = SparseCounts(np.zeros(1, np.int64), genes, counts)
     empty = empty_batch(tokens.load().dtype)
-    fields = (empty.genes, empty.values, empty.cu_seqlens)
+    fields = (empty.token_ids, empty.values, empty.cu_seqlens)
     for array, expected in zip(tokenize(none, tokens), fields):
         assert array.dtype == expected.dtype
         np.testing.assert_array_equal(array, expected)
@@ -331,10 +331,10 @@ def test_values_are_those_of_the_whole_cell(options: dict[str, Any]) -> None:
     whole = made({**options, "truncation": "top", "zero_frac": 0}, max_tokens=GENES)
     share = options.get("zero_frac", 0)
     for cell in range(CELLS):
-        genes = by_cell(batch, batch.genes)[cell]
+        genes = by_cell(batch, batch.token_ids)[cell]
         values = by_cell(batch, batch.values)[cell]
         counts = by_cell(batch, batch.counts)[cell]
-        all_genes = by_cell(whole, whole.genes)[cell]
+        all_genes = by_cell(whole, whole.token_ids)[cell]
         all_values = by_cell(whole, whole.values)[cell]
         all_counts = by_cell(whole, whole.counts)[cell]
         detected = np.count_nonzero(counts)
@@ -368,17 +368,17 @@ def test_values_are_those_of_the_whole_cell(options: dict[str, Any]) -> None:
 
 def test_every_gene_is_drawn_equally_often() -> None:
     options = {"tokenizer": "continuous", "truncation": "random", "zero_frac": 0.3}
-    first = made(options).genes.tolist()
-    assert made(options).genes.tolist() == first
-    assert made(options, epoch=1).genes.tolist() != first
-    assert made(options, seed=1).genes.tolist() != first
+    first = made(options).token_ids.tolist()
+    assert made(options).token_ids.tolist() == first
+    assert made(options, epoch=1).token_ids.tolist() != first
+    assert made(options, seed=1).token_ids.tolist() != first
     lengths = cells_of().lengths
     longest = int(lengths.argmax())
     detected: Counter[int] = Counter()
     undetected: Counter[int] = Counter()
     for epoch in range(300):
         batch = made(options, epoch=epoch)
-        genes = by_cell(batch, batch.genes)[longest]
+        genes = by_cell(batch, batch.token_ids)[longest]
         counts = by_cell(batch, batch.counts)[longest]
         for gene, count in zip(genes, counts):
             (detected if count else undetected)[gene] += 1
@@ -407,7 +407,7 @@ def test_the_stream_draws_the_same_genes_for_any_ranks(tmp_path: Path) -> None:
         epochs: list[dict[int, list[int]]] = [{}, {}]
         for genes in epochs:
             for batch in chain.from_iterable(islice(steps, stream.steps_per_epoch)):
-                genes.update(zip(batch.cells.tolist(), by_cell(batch, batch.genes)))
+                genes.update(zip(batch.cell_ids.tolist(), by_cell(batch, batch.token_ids)))
         stream.close()
         return epochs
 
@@ -440,11 +440,11 @@ def test_variable_genes_come_from_the_vocabulary(tmp_path: Path) -> None:
 
     streamed = []
     for batch in chain.from_iterable(stream(with_order)):
-        streamed += by_cell(batch, batch.genes)
+        streamed += by_cell(batch, batch.token_ids)
     every = np.arange(GENES, dtype=np.int32)
     columns = GeneColumns(every, np.ones(GENES, bool), False)
     [batch] = tokenize_blocks([counts], columns, vocabulary, tokens)
-    assert sorted(streamed) == sorted(by_cell(batch, batch.genes))
+    assert sorted(streamed) == sorted(by_cell(batch, batch.token_ids))
     with pytest.raises(
         DataError, match=r"tokens\.truncation variable: the vocabulary has no order of genes"
     ):

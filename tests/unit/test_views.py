@@ -78,7 +78,7 @@ def _whole(batch: Batch) -> torch.Tensor:
     tensors = to_tensors(batch)
     assert tensors.counts is not None
     cell = torch.repeat_interleave(torch.tensor(tensors.lengths))
-    return _add_up(cell, tensors.genes, tensors.counts, len(tensors.lengths))
+    return _add_up(cell, tensors.token_ids, tensors.counts, len(tensors.lengths))
 
 
 def _hidden(view: ViewBatch) -> torch.Tensor:
@@ -92,7 +92,7 @@ def test_values_of_a_view_come_only_from_its_shown_counts(view: str) -> None:
     batch = _batch()
     drawn = _view(batch, view)
     shown = _whole(batch) - _hidden(drawn)
-    genes_by_cell = drawn.genes.split(drawn.lengths)
+    genes_by_cell = drawn.token_ids.split(drawn.lengths)
     values_by_cell = drawn.values.split(drawn.lengths)
     for counts, genes, values in zip(shown, genes_by_cell, values_by_cell):
         assert sorted(genes.tolist()) == counts.nonzero().flatten().tolist()
@@ -161,7 +161,7 @@ def test_a_view_depends_only_on_seed_step_and_cell(view: str) -> None:
     assert torch.equal(torch.cat(hidden_by_part), whole)
     next_step = _hidden(_view(batch, view, step=1))
     assert not torch.equal(next_step, whole)
-    renamed = replace(batch, cells=batch.cells + 1)
+    renamed = replace(batch, cell_ids=batch.cell_ids + 1)
     differs = _hidden(_view(renamed, view)) != whole
     assert differs.any(1).float().mean() > 0.9
 
@@ -169,9 +169,9 @@ def test_a_view_depends_only_on_seed_step_and_cell(view: str) -> None:
 def test_a_thinned_cell_is_drawn_by_a_separate_generator() -> None:
     batch = to_tensors(_batch())
     view = _view(_batch(), "thin", step=3)
-    state = host_state(batch.cells.numpy(), 1, 3)
+    state = host_state(batch.cell_ids.numpy(), 1, 3)
     hidden_fracs = draw_hidden_frac(state, _config("thin"), HIDDEN_FRAC).tolist()
-    keys = keyed_bits(batch.cells, 1, 3, HIDE).tolist()
+    keys = keyed_bits(batch.cell_ids, 1, 3, HIDE).tolist()
     counts_by_cell = batch.counts.split(batch.lengths)
     expected = []
     for counts, hidden_frac, key in zip(counts_by_cell, hidden_fracs, keys):
@@ -187,7 +187,7 @@ def test_the_target_may_be_the_whole_cell(view: str) -> None:
     drawn = _view(batch, view, target="all")
     hidden = _view(batch, view)
     assert torch.equal(_hidden(drawn), _whole(batch))
-    assert torch.equal(drawn.genes, hidden.genes)
+    assert torch.equal(drawn.token_ids, hidden.token_ids)
 
 
 FEW_GENES = 60
@@ -276,12 +276,12 @@ def test_the_second_views_are_the_hidden_parts(view: str) -> None:
     plain = plain_model.view(batch, **KEYS)
     paired = paired_model.view(batch, **KEYS)
     n_cells = len(batch.lengths)
-    n_shown = len(plain.genes)
+    n_shown = len(plain.token_ids)
     assert paired.lengths[:n_cells] == plain.lengths
-    assert torch.equal(paired.genes[:n_shown], plain.genes)
+    assert torch.equal(paired.token_ids[:n_shown], plain.token_ids)
     assert torch.equal(paired.values[:n_shown], plain.values)
     second_lengths = paired.lengths[n_cells:]
-    genes_by_cell = paired.genes[n_shown:].split(second_lengths)
+    genes_by_cell = paired.token_ids[n_shown:].split(second_lengths)
     values_by_cell = paired.values[n_shown:].split(second_lengths)
     for cell in range(n_cells):
         is_of_cell = plain.entry_cell == cell

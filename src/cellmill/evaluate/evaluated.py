@@ -241,7 +241,7 @@ def read_gene_statistics(manifest: Manifest, tokens: Tokens) -> GeneStatistics:
     tokenizer = CellTokenizer(tokens, n_genes, variability=manifest.variability)
     for block in _read_first_blocks(manifest, MAX_TRAIN_CELLS, "train"):
         batch = tokenizer.batch(block, np.arange(block.n_cells))
-        genes = batch.genes - len(SPECIAL)
+        genes = batch.token_ids - len(SPECIAL)
         # position of each token in its cell, by powers of two
         cell_starts = np.repeat(batch.cu_seqlens[:-1], np.diff(batch.cu_seqlens))
         buckets = rank_buckets(np.arange(len(genes)) - cell_starts)

@@ -26,7 +26,7 @@ CLS = -1
 EOS = -2
 PAD_CELL = 256
 """Tokens of one cell of padding: the cost of attention grows with the square of a cell's length."""
-SHOWN = ("genes", "values", "cu_seqlens", "cells", "levels", "covariate_rows", "lengths")
+SHOWN = ("token_ids", "values", "cu_seqlens", "cell_ids", "levels", "covariate_rows", "lengths")
 """Fields for models."""
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
 
@@ -49,7 +49,7 @@ def pad_batch(batch: AnyBatch, tokens: int) -> AnyBatch:
 
     They are no targets and attend only to each other.
     """
-    n_padding = tokens - len(batch.genes)
+    n_padding = tokens - len(batch.token_ids)
     if not n_padding:
         return batch
     n_whole, rest = divmod(n_padding, PAD_CELL)
@@ -74,9 +74,9 @@ def add_tokens(batch: AnyBatch, before: int, after: int, token: int) -> AnyBatch
     """Add `before` tokens of id `token` before each cell and `after` after it, with value 0."""
     n_added = before + after
     cell, _ = positions(batch)
-    index = torch.arange(len(batch.genes), device=batch.genes.device)
+    index = torch.arange(len(batch.token_ids), device=batch.token_ids.device)
     new_index = index + n_added * cell + before  # (tokens,): where each token goes
-    n_tokens = len(batch.genes) + n_added * len(batch.lengths)
+    n_tokens = len(batch.token_ids) + n_added * len(batch.lengths)
     offsets = batch.cu_seqlens
     n_cells_before = torch.arange(len(offsets), device=offsets.device, dtype=offsets.dtype)
 
@@ -85,7 +85,7 @@ def add_tokens(batch: AnyBatch, before: int, after: int, token: int) -> AnyBatch
 
     return batch.map(
         lambda per, array: spread(array, per.pad) if per.axis == "token" else array,
-        genes=spread(batch.genes, token),
+        token_ids=spread(batch.token_ids, token),
         cu_seqlens=offsets + n_added * n_cells_before,
         lengths=[length + n_added for length in batch.lengths],
     )
@@ -121,23 +121,23 @@ def has_genes(batch: Batch) -> Tensor:
     """
     cell, _ = positions(batch)
     has_gene = torch.zeros(len(batch.lengths), dtype=torch.int64, device=cell.device)
-    is_gene = (batch.genes >= 0) & (batch.genes != PAD_TOKEN)
+    is_gene = (batch.token_ids >= 0) & (batch.token_ids != PAD_TOKEN)
     return has_gene.scatter_reduce(0, cell, is_gene.long(), "amax") > 0
 
 
 def positions(batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the index of each token's cell, and its position in the cell, (tokens,) int64 each."""
-    n_tokens = len(batch.genes)
+    n_tokens = len(batch.token_ids)
     starts = batch.cu_seqlens[:-1].long()
     cell = torch.repeat_interleave(batch.cu_seqlens.diff().long(), output_size=n_tokens)
-    return cell, torch.arange(n_tokens, device=batch.genes.device) - starts[cell]
+    return cell, torch.arange(n_tokens, device=batch.token_ids.device) - starts[cell]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderBatch(Batch):
     """The tokens that an encoder is given, and nothing else of the batch (`SHOWN`).
 
-    Hidden `genes` are `<mask>` and hidden `values` 0. Properties are computed when they are first
+    Hidden `token_ids` are `<mask>` and hidden `values` 0. Properties are computed when they are first
     read, on the batch's device: few families read all of them.
     """
 
@@ -158,7 +158,7 @@ class EncoderBatch(Batch):
                 arguments[field.name] = None
         hidden = changes.get("value_hidden")
         if hidden is None:
-            hidden = torch.zeros_like(batch.genes, dtype=torch.bool)
+            hidden = torch.zeros_like(batch.token_ids, dtype=torch.bool)
         arguments |= {"value_hidden": hidden, "value_known": ~hidden}
         return cls(**arguments | changes)
 
@@ -171,7 +171,7 @@ class EncoderBatch(Batch):
     def position(self) -> Tensor:
         """(tokens,) int64: position of the token in its cell, from 0."""
         starts = self.cu_seqlens[:-1].long()
-        return torch.arange(len(self.genes), device=self.genes.device) - starts[self.cell]
+        return torch.arange(len(self.token_ids), device=self.token_ids.device) - starts[self.cell]
 
     @cached_property
     def token_keys(self) -> Tensor:
@@ -179,13 +179,13 @@ class EncoderBatch(Batch):
         cell, position = positions(self)
         if self.keys is None:
             return position
-        bits = keyed_token_bits(self.cells, cell, *self.keys, position)
+        bits = keyed_token_bits(self.cell_ids, cell, *self.keys, position)
         return keyed_bits(bits, TOKEN_DROPOUT)
 
     @cached_property
     def cell_keys(self) -> Tensor:
         """(cells,) int64: keys of the dropout in layers whose rows are cells."""
-        cells: Tensor = self.cells
+        cells: Tensor = self.cell_ids
         return cells if self.keys is None else keyed_bits(cells, *self.keys)
 
     @cached_property
@@ -196,7 +196,7 @@ class EncoderBatch(Batch):
         """
         if not self.values.is_floating_point():
             return torch.zeros(len(self.lengths), device=self.values.device)
-        is_known = self.value_known & (self.genes != PAD_TOKEN)  # no value without a gene
+        is_known = self.value_known & (self.token_ids != PAD_TOKEN)  # no value without a gene
         sums = segment_sum(self.values * is_known, self.cell, self.cu_seqlens)
         n_known = segment_sum(is_known.float(), self.cell, self.cu_seqlens)
         return sums / n_known.clamp(min=1)
@@ -210,4 +210,4 @@ def add_ends(batch: Batch, n_ends: int) -> Batch:
     if n_ends == 1:
         return ended
     last_tokens = ended.cu_seqlens[1:].long() - 1
-    return replace(ended, genes=ended.genes.index_fill(0, last_tokens, EOS))
+    return replace(ended, token_ids=ended.token_ids.index_fill(0, last_tokens, EOS))

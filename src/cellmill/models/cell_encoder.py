@@ -58,23 +58,23 @@ class CovariatePrefix:
 
         `keys`, seed and step, draw the levels that are replaced by the unknown level.
         """
-        device = batch.genes.device
+        device = batch.token_ids.device
         n_columns = len(self.columns)
         column = torch.arange(n_columns, device=device)
         # (C, K) int64: level numbers, 0 for unknown levels
         if batch.levels is None:
-            numbers = batch.cells.new_zeros(len(batch.cells), n_columns)
+            numbers = batch.cell_ids.new_zeros(len(batch.cell_ids), n_columns)
         else:
             numbers = batch.levels[:, self.columns]
             if keys is not None and self.unknown_frac:
-                draws = keyed_bits(batch.cells[:, None], *keys, column, UNKNOWN)
+                draws = keyed_bits(batch.cell_ids[:, None], *keys, column, UNKNOWN)
                 numbers = numbers.masked_fill(draws < threshold(self.unknown_frac), 0)
         # (C, K): rows of the embedding, and the added tokens, which are the first of each cell
         rows = numbers + torch.tensor(self.first_rows, device=device)
         extended = add_tokens(batch, n_columns, 0, PAD_TOKEN)
         starts = extended.cu_seqlens[:-1].long()
         tokens = starts[:, None] + column
-        covariate_rows = torch.zeros_like(extended.genes)
+        covariate_rows = torch.zeros_like(extended.token_ids)
         covariate_rows = covariate_rows.index_copy(0, tokens.flatten(), rows.flatten())
         return replace(extended, covariate_rows=covariate_rows)
 

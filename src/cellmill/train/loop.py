@@ -239,7 +239,7 @@ class Trainer:
             scalars = AsyncScalars(StepScalars.pack(norm, next_scale, summed, targets))
             self.optimizer.zero_grad(set_to_none=True)
         self.progress.step += 1
-        cells = [batch.cells for batch in arrays]
+        cells = [batch.cell_ids for batch in arrays]
         return StepReport(step + 1, scalars, lr, waited_s, time.perf_counter(), loss, cells)
 
     def _drop_early_gradients(self, step: int) -> None:
@@ -289,7 +289,7 @@ class Trainer:
         """
         keys = {"seed": self.train.seed, "step": step}
         views = [self.model.view(batch, **keys) for batch in batches]
-        lengths = self.parallel_model.padded_lengths([len(view.genes) for view in views])
+        lengths = self.parallel_model.padded_lengths([len(view.token_ids) for view in views])
         prepared = []
         for view, length in zip(views, lengths):
             masked = self.model.prepare(pad_batch(view, length), **keys)

@@ -21,7 +21,7 @@ from cellmill.errors import ConfigError
 from cellmill.models.batch import to_tensors
 
 NONE: Mapping[str, Any] = MappingProxyType({})
-FIELDS = ("genes", "values", "cu_seqlens", "cells", "counts", "levels", "numbers")
+FIELDS = ("token_ids", "values", "cu_seqlens", "cell_ids", "counts", "levels", "numbers")
 
 
 class TensorStream:

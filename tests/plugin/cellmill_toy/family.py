@@ -78,7 +78,7 @@ class ToyModel(Model):
 
     def begin(self, prepared: CausalBatch) -> torch.Tensor:
         """(T, H): gene embeddings."""
-        return self.enter(embed_tokens(prepared.genes, self.gene_embedding.weight))
+        return self.enter(embed_tokens(prepared.token_ids, self.gene_embedding.weight))
 
     def through(self, x: torch.Tensor, prepared: CausalBatch) -> torch.Tensor:
         """(T, H) -> (T, H)."""

@@ -26,7 +26,7 @@ PAD = SPECIAL.index("<pad>")
 class CausalBatch:
     """A batch, and which gene follows each target."""
 
-    genes: torch.Tensor
+    token_ids: torch.Tensor
     position: torch.Tensor
     """(T,) int64: position of a token in its cell."""
     cu_seqlens: torch.Tensor
@@ -42,15 +42,15 @@ def causal_batch(batch: Batch, skip: int) -> CausalBatch:
     """The batch with its next genes; nothing is random."""
     cell, position = positions(batch)
     follows = torch.zeros(len(cell), dtype=torch.bool, device=cell.device)
-    follows[:-1] = (cell[1:] == cell[:-1]) & (batch.genes[1:] != PAD) & (position[:-1] >= skip)
+    follows[:-1] = (cell[1:] == cell[:-1]) & (batch.token_ids[1:] != PAD) & (position[:-1] >= skip)
     targets = follows.nonzero().flatten()
     return CausalBatch(
-        genes=batch.genes,
+        token_ids=batch.token_ids,
         position=position,
         cu_seqlens=batch.cu_seqlens,
         lengths=batch.lengths,
         targets=targets,
-        answers=batch.genes[targets + 1],
+        answers=batch.token_ids[targets + 1],
         n_targets=torch.tensor(len(targets), device=cell.device),
     )
 

@@ -4,6 +4,6 @@ Ranks of processes are *data ranks*: lanes and steps are shared among them. *Ran
 the genes in a cell. `offsets` have the first entry of each row and the end of the last; `starts`
 and `stops` are the first entry of each run and the one after its last.
 
-In a `Batch`, `genes` are token ids (row of the vocabulary + `len(SPECIAL)`) and `cells` are ids of
-cells. In `SparseCounts`, `genes` are rows of the vocabulary.
+A gene is named by its row in the vocabulary, as in `SparseCounts.genes`; its token id is that row +
+`len(SPECIAL)`. A cell id is the index of the cell in its split or file.
 """

@@ -32,14 +32,14 @@ class Batch:
     those in `models.batch.SHOWN`.
     """
 
-    # (tokens,) token ids, rows of the vocabulary + len(SPECIAL): int32, int64 as tensors
-    genes: Array = field(metadata=TOKEN)
+    # (tokens,) a gene's row in the vocabulary + len(SPECIAL): int32, int64 as tensors
+    token_ids: Array = field(metadata=TOKEN)
     # (tokens,) float32 (continuous), or integers: bins from 1, ranks from 0
     values: Array = field(metadata=TOKEN)
     # (cells + 1,) int32: offset of each cell's first token, and the number of tokens
     cu_seqlens: Array
-    # (cells,) int64 stable ids: index in split or file
-    cells: Array = field(metadata={"per": Per("cell", pad=-1)})
+    # (cells,) int64: index of each cell in its split or file
+    cell_ids: Array = field(metadata={"per": Per("cell", pad=-1)})
     # (tokens,) int64, if the objective needs them
     counts: Array | None = field(default=None, metadata=TOKEN)
     # (cells, columns) level codes of obs columns, 0 unknown
@@ -79,10 +79,10 @@ class Batch:
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def with_rows(self, per_cell: Mapping[str, Array | None]) -> Self:
-        """Return the batch with added per-cell fields: each array in `per_cell` is indexed by `cells`;
+        """Return the batch with added per-cell fields: each array in `per_cell` is indexed by `cell_ids`;
         None is skipped.
         """
-        added = {name: rows[self.cells] for name, rows in per_cell.items() if rows is not None}
+        added = {name: rows[self.cell_ids] for name, rows in per_cell.items() if rows is not None}
         return replace(self, **added) if added else self
 
     def cut(self, first: int, last: int) -> Self:

@@ -163,7 +163,7 @@ def tokenize_blocks(
     """Tokens of the cells where `chosen` (bool, `(n_obs,)`; None takes all) is True, one block of
     `rows` at a time.
 
-    `Batch.cells` are indices of rows. Cells without a known gene are left out. With `with_counts`,
+    `Batch.cell_ids` are indices of rows. Cells without a known gene are left out. With `with_counts`,
     batches have the counts of their tokens; `per_cell` has further fields, such as levels, for all
     cells of the file.
     """
@@ -316,7 +316,9 @@ def embed_batches(
     with inference(device, precision):
         for block in batches:
             for batch in split_batch(block, token_budget):
-                embedded[batch.cells] = model.embed(to_tensors(batch, device)).float().cpu().numpy()
+                embedded[batch.cell_ids] = (
+                    model.embed(to_tensors(batch, device)).float().cpu().numpy()
+                )
     return embedded
 
 

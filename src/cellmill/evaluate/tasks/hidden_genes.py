@@ -103,7 +103,7 @@ class HiddenGenes:
             [self.visible], self.gene_columns, self.vocabulary, self.token_options
         ):
             # removed counts are zeros, which may have tokens too
-            is_visible = ~np.isin(batch.genes, self.genes + len(SPECIAL))
+            is_visible = ~np.isin(batch.token_ids, self.genes + len(SPECIAL))
             yield _keep_tokens(batch, is_visible)
 
     def embed(self, network: Model) -> np.ndarray:
@@ -224,8 +224,8 @@ def _predict_masked(hidden: HiddenGenes, objective: MaskedValue) -> np.ndarray:
                 masked = _add_masked(network, tensors, genes[block].to(device))
                 states = network.head(network.states(masked)[masked.targets])
                 predicted = objective.predict_from_head(network, states, masked).float()
-                by_cell = predicted.view(len(batch.cells), -1)
-                values[batch.cells, block] = by_cell.cpu().numpy()
+                by_cell = predicted.view(len(batch.cell_ids), -1)
+                values[batch.cell_ids, block] = by_cell.cpu().numpy()
     return np.maximum(values, 0)
 
 
@@ -261,10 +261,10 @@ def _add_masked(network: Model, batch: Batch, genes: torch.Tensor) -> MaskedBatc
     ends = extended.cu_seqlens[1:, None].long()
     positions = ends - n_genes + torch.arange(n_genes, device=ends.device)
     genes_of_cells = genes.repeat(len(batch.lengths))
-    tokens = extended.genes.index_copy(0, positions.flatten(), genes_of_cells)
+    tokens = extended.token_ids.index_copy(0, positions.flatten(), genes_of_cells)
     # the view adds the family's own tokens
-    view = network.view(replace(extended, genes=tokens), seed=0, step=0)
-    is_added = torch.isin(view.genes, genes)
+    view = network.view(replace(extended, token_ids=tokens), seed=0, step=0)
+    is_added = torch.isin(view.token_ids, genes)
     targets = is_added.nonzero().flatten()
     return MaskedBatch.prepared(
         view,

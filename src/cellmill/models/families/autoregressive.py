@@ -58,7 +58,7 @@ class AutoregressiveModel(TokenEncoder):
         self.attach_heads(self.n_tokens)
 
     def begin(self, prepared: EncoderBatch) -> Tensor:
-        return self.enter(self.inputs(prepared.genes, prepared.values, prepared.position))
+        return self.enter(self.inputs(prepared.token_ids, prepared.values, prepared.position))
 
     def inputs(self, genes: Tensor, values: Tensor, position: Tensor) -> Tensor:
         """Return the embedded tokens, (T, H), from token id, value and position, (T,) each."""

@@ -139,7 +139,7 @@ class EncoderModel(TokenEncoder):
 
     def inputs(self, prepared: EncoderBatch, index: Tensor | slice = ALL) -> Tensor:
         """(T, H), or (N, H) for the tokens in `index`; hidden values have a learned embedding."""
-        tokens = prepared.genes[index]
+        tokens = prepared.token_ids[index]
         genes = embed_tokens(tokens, self.gene_embedding.weight)
         if self.gene_vectors is not None:
             genes = genes + self.gene_vectors(partial(embed_tokens, tokens)).to(genes.dtype)
@@ -231,7 +231,7 @@ class ProfileModel(CellEncoder):
 
     def begin(self, prepared: EncoderBatch) -> Tensor:
         """(C, H): the values times the gene embeddings, summed over each cell."""
-        sums = partial(embed_bags, prepared.genes, prepared.values, prepared.cu_seqlens)
+        sums = partial(embed_bags, prepared.token_ids, prepared.values, prepared.cu_seqlens)
         x = sums(self.gene_embedding.weight)
         return x if self.gene_vectors is None else x + self.gene_vectors(sums).to(x.dtype)
 

@@ -243,10 +243,10 @@ class HfModel(CellEncoder):
         before = int(self.begin_id is not None)
         after = int(self.end_id is not None)
         rows = max(len(lengths), 1)
-        device = prepared.genes.device
+        device = prepared.token_ids.device
         longest = max(max(lengths, default=0) + before + after, 1)
         ids = torch.full((rows, longest), self.pad_id, dtype=torch.int64, device=device)
-        ids[prepared.cell, prepared.position + before] = self.token_ids[prepared.genes]
+        ids[prepared.cell, prepared.position + before] = self.token_ids[prepared.token_ids]
         ends = torch.zeros(rows, dtype=torch.int64, device=device)
         ends[: len(lengths)] = prepared.cu_seqlens.diff() + before
         if self.begin_id is not None:

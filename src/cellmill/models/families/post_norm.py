@@ -107,7 +107,7 @@ class PostNormEncoder(TokenEncoder):
         """
         if self.config.pooling == "cls":
             return first_state(states, prepared)
-        return mean_state(states, prepared, (prepared.genes >= 0).float())
+        return mean_state(states, prepared, (prepared.token_ids >= 0).float())
 
 
 class BertModel(PostNormEncoder):
@@ -134,7 +134,7 @@ class BertModel(PostNormEncoder):
         if self.config.n_ends:
             # cells of padding may be longer than the table; nobody reads them
             positions = prepared.position.clamp(max=len(table) - 1)
-        genes = self.embed_genes(prepared.genes[index])
+        genes = self.embed_genes(prepared.token_ids[index])
         return self.embedding_norm(genes + F.embedding(positions[index], table))
 
 
@@ -166,7 +166,7 @@ class ScgptModel(PostNormEncoder):
 
     def inputs(self, prepared: EncoderBatch, index: Tensor | slice = slice(None)) -> Tensor:
         """(T, H), or (N, H) for the tokens in `index`; hidden values have a learned embedding."""
-        genes = prepared.genes[index]
+        genes = prepared.token_ids[index]
         # (N,): numbers of bins; <cls> has a value of its own
         values = torch.where(genes < 0, self.config.cls_value, prepared.values[index].float())
         dtype = next(self.value_in.parameters()).dtype

@@ -47,11 +47,11 @@ class MaskedGene(MaskedObjective):
 
     def hide(self, batch: Batch, mask: Mask) -> dict[str, Tensor]:
         """Hide genes, or replace them by a random gene of the vocabulary."""
-        genes = batch.genes.masked_fill(mask.hidden, MASK_TOKEN)
+        token_ids = batch.token_ids.masked_fill(mask.hidden, MASK_TOKEN)
         if self.shows_content and self.training:
             random_genes = len(SPECIAL) + keyed_bits(mask.keys, CONTENT) % self.n_genes
-            genes = torch.where(mask.random, random_genes, genes)
-        return {"genes": genes}
+            token_ids = torch.where(mask.random, random_genes, token_ids)
+        return {"token_ids": token_ids}
 
     def head_loss(
         self, model: ObjectiveModel, head_output: Tensor, prepared: MaskedBatch

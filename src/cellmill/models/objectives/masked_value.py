@@ -88,7 +88,7 @@ class MaskedValue(MaskedObjective):
         """
         assert batch.counts is not None, "the batch has no counts"
         counts = batch.counts * shows_value
-        cells = SparseCounts(batch.cu_seqlens.numpy(), batch.genes.numpy(), counts.numpy())
+        cells = SparseCounts(batch.cu_seqlens.numpy(), batch.token_ids.numpy(), counts.numpy())
         tokens = make_tokens(cells, self.tokenizer)
         values = torch.zeros_like(batch.values)
         values[counts > 0] = tokens["values"]
@@ -119,7 +119,7 @@ class MaskedValue(MaskedObjective):
         if predicted.ndim == 2:
             predicted = expected_bins(predicted, self._first_bin)
         return ValueObservations(
-            genes=prepared.genes[targets] - len(SPECIAL),
+            genes=prepared.token_ids[targets] - len(SPECIAL),
             values=prepared.answers,
             predicted=predicted,
         )

@@ -98,7 +98,7 @@ class NextGene(Objective):
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> NextGeneBatch:
         _, position = positions(batch)
-        is_token = batch.genes != PAD_TOKEN
+        is_token = batch.token_ids != PAD_TOKEN
         targets = is_token.nonzero().flatten()
         lengths = batch.cu_seqlens.diff()
         is_whole = (lengths > 0) & (lengths < self.tokens.max_tokens)
@@ -114,7 +114,7 @@ class NextGene(Objective):
 
     def loss(self, model: ObjectiveModel, states: Tensor, prepared: NextGeneBatch) -> Tensor:
         before = self.states_before(model, states, prepared)
-        genes = prepared.genes[prepared.targets]
+        genes = prepared.token_ids[prepared.targets]
         loss = token_loss(before, model.gene_embedding.weight, model.gene_bias, genes)
         # logits of an end before each target, where the cell continues, and at each end
         continuing = self.end_logits(model, before)
@@ -159,15 +159,17 @@ class NextGene(Objective):
         Genes are in order, cell after cell.
         """
         # offsets of tokens are offsets of targets then
-        assert len(prepared.targets) == len(prepared.genes), "expected a batch without padding"
+        assert len(prepared.targets) == len(prepared.token_ids), "expected a batch without padding"
         before = self.states_before(model, model.states(prepared), prepared)
         cells = []
         for start, end in pairwise(prepared.cu_seqlens.tolist()):
-            cells.append(self._observe_cell(model, before[start:end], prepared.genes[start:end]))
+            cells.append(
+                self._observe_cell(model, before[start:end], prepared.token_ids[start:end])
+            )
         observed = tuple(torch.cat(tensors) for tensors in zip(*cells))
         if not self.predicts_values:
             return observed
-        predicted = self.predict_values(model, before, prepared.genes)
+        predicted = self.predict_values(model, before, prepared.token_ids)
         if self._is_class:
             predicted = expected_bins(predicted)
         return (*observed, prepared.values, predicted)

@@ -115,7 +115,7 @@ class QueryDecoding(Objective):
         assert batch.counts is not None, "the batch has no counts"
         draws = self._draw_tokens(batch, seed, step)
         shown = (batch.counts * ~draws.is_hidden).numpy()
-        shown_cells = SparseCounts(batch.cu_seqlens.numpy(), batch.genes.numpy(), shown)
+        shown_cells = SparseCounts(batch.cu_seqlens.numpy(), batch.token_ids.numpy(), shown)
         return QueryView(
             **make_tokens(shown_cells, self.tokenizer),
             **batch.arrays("cell"),
@@ -125,7 +125,7 @@ class QueryDecoding(Objective):
     def _draw_tokens(self, batch: Batch, seed: int, step: int) -> TokenDraws:
         """Hide each token with the probability of its cell."""
         cell, position = positions(batch)
-        state = host_state(batch.cells.numpy(), seed, step)
+        state = host_state(batch.cell_ids.numpy(), seed, step)
         frac = torch.from_numpy(draw_hidden_frac(state, self.config, HIDDEN_FRAC))
         bits = host_state(position.numpy(), HIDE, state=state[cell.numpy()])
         return TokenDraws(
@@ -158,7 +158,7 @@ class QueryDecoding(Objective):
         genes_per_query = torch.cat([genes_per_picked[picked_cell], genes_per_drawn[drawn_cell]])
         return {
             "query_cells": torch.cat([picked_cell, drawn_cell]),
-            "query_genes": torch.cat([batch.genes[picked], drawn_genes]),
+            "query_genes": torch.cat([batch.token_ids[picked], drawn_genes]),
             "query_targets": torch.cat([batch.values[picked], torch.zeros(len(drawn_cell))]),
             "genes_per_query": genes_per_query.float(),
         }
@@ -264,7 +264,7 @@ def _draw_undetected(
     """
     cell = torch.repeat_interleave(n_drawn)
     draw_number = _number_in_cell(n_drawn, cell)
-    bits = keyed_token_bits(batch.cells, cell, seed, step, draw_number, UNDETECTED)
+    bits = keyed_token_bits(batch.cell_ids, cell, seed, step, draw_number, UNDETECTED)
     rows = _nth_undetected(batch, bits % n_undetected[cell], cell, n_genes)
     return cell, rows + len(SPECIAL)
 
@@ -277,7 +277,7 @@ def _nth_undetected(batch: Batch, n: Tensor, cell: Tensor, n_genes: int) -> Tens
     token_cell, position = positions(batch)
     # `(T,)`: vocabulary rows of detected genes, ascending in each cell
     first_row = token_cell * n_genes
-    rows = (first_row + batch.genes - len(SPECIAL)).sort().values - first_row
+    rows = (first_row + batch.token_ids - len(SPECIAL)).sort().values - first_row
     # `(T,)`: number of undetected genes with smaller rows, ascending in each cell
     n_undetected_before = rows - position
     # search all cells at once: an offset for each cell makes the numbers ascend over all of them

@@ -74,7 +74,7 @@ def measure_passes(
     lengths = np.diff(batch.cu_seqlens)  # `(cells,)`: tokens of each cell
     n_tokens = int(batch.cu_seqlens[-1])
     view = model.view(to_tensors(batch), seed=0, step=0)
-    padded_tokens = -(-len(view.genes) // multiple) * multiple
+    padded_tokens = -(-len(view.token_ids) // multiple) * multiple
     view = pad_batch(view, padded_tokens)
     # masks are drawn on the CPU, since their number is a shape
     prepared = copy_to_device(model.prepare(view, seed=0, step=0), META)

@@ -38,7 +38,7 @@ class MaskedBatch(EncoderBatch):
     def hide_targets(self, predicts_genes: bool) -> Self:
         """Hide the gene, or the value, of every target; return a new batch."""
         if predicts_genes:
-            return replace(self, genes=self.genes.index_fill(0, self.targets, MASK_TOKEN))
+            return replace(self, token_ids=self.token_ids.index_fill(0, self.targets, MASK_TOKEN))
         return replace(
             self,
             values=self.values.index_fill(0, self.targets, 0),
@@ -81,7 +81,7 @@ class MaskedObjective(Objective):
         """Draw the mask of a batch and hide the genes of masked tokens, or their values."""
         mask = self._draw_mask(batch, seed, step)
         targets = mask.masked.nonzero().flatten()
-        content = batch.genes if self.predicts_genes else batch.values
+        content = batch.token_ids if self.predicts_genes else batch.values
         values_known = torch.ones_like(mask.masked) if self.predicts_genes else ~mask.masked
         return MaskedBatch.prepared(
             batch,
@@ -95,8 +95,8 @@ class MaskedObjective(Objective):
 
     def _draw_mask(self, batch: Batch, seed: int, step: int) -> Mask:
         cell, position = positions(batch)
-        keys = keyed_token_bits(batch.cells, cell, seed, step, position)
-        is_gene = batch.genes > PAD_TOKEN  # neither padding nor an end of the cell
+        keys = keyed_token_bits(batch.cell_ids, cell, seed, step, position)
+        is_gene = batch.token_ids > PAD_TOKEN  # neither padding nor an end of the cell
         masked = self._choose_masked(keys, is_gene, cell, len(batch.lengths))
         hidden = masked
         kept = torch.zeros_like(masked)

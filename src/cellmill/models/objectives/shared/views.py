@@ -57,11 +57,11 @@ def draw_view(
 ) -> ViewBatch:
     """Draw the view of each cell of a batch with counts, on the CPU."""
     assert batch.counts is not None, "the batch has no counts"
-    genes = batch.genes.numpy()
+    genes = batch.token_ids.numpy()
     counts = batch.counts.numpy()
     offsets = batch.cu_seqlens.numpy()
     cell = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
-    state = host_state(batch.cells.numpy(), seed, step)
+    state = host_state(batch.cell_ids.numpy(), seed, step)
     shown = counts
     if step == HIDDEN_GENES:
         shown = counts * (genes % HIDDEN_GENE_STRIDE != 0)
@@ -86,12 +86,12 @@ def draw_view(
         n_paired = len(batch.lengths)
         per_cell = {name: torch.cat([array, array]) for name, array in per_cell.items()}
         # ids of second views differ, and with them the keys of their dropout
-        per_cell["cells"] = torch.cat([batch.cells, ~batch.cells])
+        per_cell["cell_ids"] = torch.cat([batch.cell_ids, ~batch.cell_ids])
     return ViewBatch(
         **make_tokens(SparseCounts(offsets, genes, shown), tokenizer),
         **per_cell,
         entry_cell=torch.from_numpy(cell[entries]),
-        entry_genes=batch.genes[torch.from_numpy(entries)],
+        entry_genes=batch.token_ids[torch.from_numpy(entries)],
         entry_counts=torch.from_numpy(predicted[entries]),
         n_paired=n_paired,
     )
@@ -139,7 +139,7 @@ def make_tokens(cells: SparseCounts, tokenizer: Tokenizer) -> dict[str, Any]:
     if not value_tensor.is_floating_point():
         value_tensor = value_tensor.long()
     return {
-        "genes": torch.from_numpy(ids).long(),
+        "token_ids": torch.from_numpy(ids).long(),
         "values": value_tensor,
         "counts": torch.from_numpy(counts),
         "cu_seqlens": torch.from_numpy(cu_seqlens),
