@@ -343,7 +343,7 @@ def test_rows_of_another_model_say_whether_it_saw_the_cells(
     copied: Path, corpus: dict[str, Path], trained: set[str], tmp_path: Path
 ) -> None:
     context = make_context(tmp_path, corpus)
-    names = context.reader.obs.index
+    names = context.reader.obs_names
     for scored, model, note in (
         (names.isin(trained), copied, " (has seen some of these cells)"),
         (~names.isin(trained), copied, " (has seen none of these cells)"),

@@ -74,7 +74,7 @@ def test_the_only_rna_of_a_mudata_keeps_the_shared_columns(
     assert (read(mudata) != counts).nnz == 0
     assert f"{mudata}#rna: mod/rna is read, of prot, rna\n" in capsys.readouterr().err
     with open_counts(mudata) as reader:
-        assert reader.obs.index.tolist() == CELLS
+        assert reader.obs_names.tolist() == CELLS
         assert reader.obs["donor"].tolist() == DONORS
         assert list(reader.obs) == ["kind", "depth", "donor"]
 

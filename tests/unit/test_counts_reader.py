@@ -201,7 +201,7 @@ def test_cells_with_equal_names_are_kept_apart_by_row(
         values, obs=pd.DataFrame({"kind": list("abcde")}, index=["x", "x", "z", "y", "y"])
     )
     with open_counts(path) as reader:
-        assert reader.obs.index.tolist() == ["x:row1", "x:row2", "z", "y:row4", "y:row5"]
+        assert reader.obs_names.tolist() == ["x:row1", "x:row2", "z", "y:row4", "y:row5"]
         assert reader.obs["kind"].tolist() == list("abcde")
         assert (next(reader.rows()).toarray() == values).all()
     assert capsys.readouterr().err == (

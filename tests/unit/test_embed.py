@@ -129,7 +129,7 @@ def _tokens(path: Path, known: Vocabulary, tokens: Tokens) -> dict[str, np.ndarr
         ):
             for at, cell in enumerate(block.cells):
                 span = slice(block.cu_seqlens[at], block.cu_seqlens[at + 1])
-                made[reader.obs.index[cell]] = np.array([block.genes[span], block.values[span]])
+                made[reader.obs_names[cell]] = np.array([block.genes[span], block.values[span]])
     return made
 
 

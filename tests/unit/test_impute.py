@@ -100,7 +100,7 @@ def test_imputed_values_are_those_that_the_task_scores(
     np.testing.assert_array_equal(imputed.X[fold.test], expected)
     assert expected.std(0).min() > 0
     assert imputed.var_names.tolist() == ids
-    assert imputed.obs_names.tolist() == context.reader.obs.index.tolist()
+    assert imputed.obs_names.tolist() == context.reader.obs_names.tolist()
     about = imputed.uns["cellmill_imputation"]
     assert about["method"] == method
     assert {*about["measured_genes"]} == {*context.model.vocabulary.gene_ids} - {*ids}

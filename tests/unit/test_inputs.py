@@ -240,7 +240,7 @@ def test_the_same_cells_are_the_same_blocks_in_every_format(
     monkeypatch.setattr(lines, "_PIECE", 1000)
     wanted = counts.astype(np.uint32)
     with open_counts(path) as reader:
-        assert (reader.var_names, reader.obs.index.tolist()) == (GENES, CELLS)
+        assert (reader.var_names, reader.obs_names.tolist()) == (GENES, CELLS)
         if "zarr" in name:
             pd.testing.assert_frame_equal(reader.obs, OBS)
         for block in (50, 1, 1000):

@@ -70,7 +70,7 @@ def read(path: Path, counts: str = "X") -> Counts:
             for row in range(dense.shape[0]):
                 for column, gene in enumerate(reader.var_names):
                     if dense[row, column]:
-                        cell = reader.obs.index[first + row]
+                        cell = reader.obs_names[first + row]
                         found[cell, gene] = int(dense[row, column])
             first += dense.shape[0]
     return found

@@ -152,7 +152,7 @@ def test_loom_files_with_unusual_names_are_read(
     path = rename_attributes(loom(counts, tmp_path), *names)
     assert (read(path) != counts).nnz == 0
     with open_counts(path) as reader:
-        assert (reader.var_names, reader.obs.index.tolist()) == (GENES, CELLS)
+        assert (reader.var_names, reader.obs_names.tolist()) == (GENES, CELLS)
 
 
 def test_the_best_of_several_loom_attributes_names_genes(

@@ -68,7 +68,7 @@ def test_scores_of_changes_equal_a_calculation_by_hand() -> None:
 
 def test_baselines_are_not_fitted_on_validation_perturbations(screen: Context) -> None:
     manifest = screen.model.manifest
-    cells = screen.reader.obs.index
+    cells = screen.reader.obs_names
     perturbation = np.full(len(cells), "trained", object)
     perturbation[::3] = "control"
     for split, name in (("val", "validated"), ("test", "tested")):

@@ -152,7 +152,7 @@ def test_the_file_has_both_halves_of_the_controls(cells: tuple[Context, Any, Pat
     context, found, path = cells
     stored = ad.read_h5ad(path)
     profiles = HeldOut.read(context, CONFIG, "perturbation").profiles
-    rows = context.reader.obs.index.get_indexer(stored.obs_names)
+    rows = context.reader.obs_names.get_indexer(stored.obs_names)
     assert rows.tolist() == sorted(set(rows))
     expression = profiles.expression[rows].toarray()
     np.testing.assert_array_equal(stored.X.toarray(), expression)

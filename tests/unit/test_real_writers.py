@@ -91,7 +91,7 @@ def read(path: Path | str, counts: str = "X") -> Counts:
         for block in reader.rows(7):
             dense = block.toarray()
             for row, column in zip(*np.nonzero(dense)):
-                found[reader.obs.index[first + row], reader.var_names[column].split(".")[0]] = int(
+                found[reader.obs_names[first + row], reader.var_names[column].split(".")[0]] = int(
                     dense[row, column]
                 )
             first += dense.shape[0]

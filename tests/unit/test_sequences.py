@@ -165,7 +165,7 @@ def test_batches_have_the_sequences_in_their_order(tmp_path: Path) -> None:
     assert (tmp_path / "sim.fa").read_text() == (tmp_path / "again.fa").read_text()
     corpus = make_corpus(tmp_path, tmp_path / "sim.fa", split_by="family", val_frac=0)
     with open_dataset(tmp_path / "sim.fa") as reader:
-        expected = dict(zip(reader.obs.index, decoded(reader.rows())))
+        expected = dict(zip(reader.obs_names, decoded(reader.rows())))
     shards = [open_cells(path) for path in sorted((tmp_path / "shards").glob("*.h5ad"))]
     sequences: dict[str, str] = {}
     for data in shards:

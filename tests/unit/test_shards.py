@@ -527,7 +527,7 @@ def test_text_of_a_corpus_is_that_of_its_datasets(tmp_path: Path, n_cells: int) 
     dtypes = [dict.fromkeys(frame.columns) for frame in frames]
     obs = JointObs(tmp_path, ["a", "b", "c"], join_columns(dtypes))
     for number, frame in enumerate(frames):
-        obs.write(number, frame, np.ones(len(frame), bool))
+        obs.write(number, frame.index, frame.__getitem__, np.ones(len(frame), bool))
     dataset = np.repeat([0, 1, 2], [len(frame) for frame in frames])
     row = np.concatenate([np.arange(len(frame)) for frame in frames])
     expected = np.concatenate([*texts.values(), [None]])

@@ -53,7 +53,7 @@ def test_a_local_experiment_is_read_in_chunks(cells: ad.AnnData, experiment: Pat
         blocks = list(reader.rows(5))
         assert [block.shape[0] for block in blocks] == [5, 5, 5, 5, 3]
         assert (sp.vstack(blocks).toarray() == cells.X.toarray()).all()
-        assert list(reader.obs.index) == list(cells.obs_names)
+        assert list(reader.obs_names) == list(cells.obs_names)
         assert reader.var_names == list(cells.var["feature_id"])
         assert list(reader.var["symbol"]) == list(cells.var["feature_name"])
         assert reader.obs["is_primary_data"].dtype == bool
@@ -66,7 +66,7 @@ def test_cells_have_the_names_that_were_written(cells: ad.AnnData, tmp_path: Pat
     named.obs.index.name = "barcode"
     with open_counts(written(tmp_path / "experiment", named)) as reader:
         assert reader.var_names == list(cells.var_names)
-        assert list(reader.obs.index) == list(cells.obs_names)
+        assert list(reader.obs_names) == list(cells.obs_names)
 
 
 def test_a_query_reads_only_the_cells_of_its_filter(

@@ -141,7 +141,7 @@ def test_rows_with_numbers_only_are_cells(start: int, tmp_path: Path) -> None:
     table[0][:2] = ["", "gene"]
     with open_counts(write_table(",", table)(tmp_path)) as reader:
         assert reader.var["gene"].tolist() == NAMED_BY_SYMBOL
-        assert reader.obs.index.tolist() == CELLS
+        assert reader.obs_names.tolist() == CELLS
 
 
 def test_cells_of_cosmx_keep_their_field_of_view(tmp_path: Path) -> None:

@@ -98,8 +98,8 @@ class EvaluatedDatasets:
             for number, column in enumerate(files.labels, start=1)
         }
         with open_dataset(files.cells) as reader:
-            vectors = read_embedding(files.embedding, reader.obs.index, self.digest, self.width)
-            columns |= {role: role for role in (*ROLES, IS_CONTROL) if role in reader.obs}
+            vectors = read_embedding(files.embedding, reader.obs_names, self.digest, self.width)
+            columns |= {role: role for role in (*ROLES, IS_CONTROL) if role in reader.obs_columns}
             roles = {
                 role: reader.obs_column(column, f"the dataset's {role}")
                 for role, column in columns.items()
@@ -206,7 +206,7 @@ class TrainedCells:
         """Mask, bool `(n_obs,)`, of the cells that were not trained on, and the number of copies of
         training cells under other names. Prints the copies.
         """
-        unnamed = ~reader.obs.index.isin([*self.names[dataset]])
+        unnamed = ~reader.obs_names.isin([*self.names[dataset]])
         copies = find_equal_cells(reader, self.corpora, unnamed)
         near = unnamed & ~copies & find_barcodes(reader, self._listed)
         for mask, relation in (

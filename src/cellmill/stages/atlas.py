@@ -105,9 +105,9 @@ def map_cells(
     cell_atlas = CellAtlas.read(folder, config["weights_sha256"], network.vector_width)
     with open_dataset(path, counts) as reader:
         reader.counts_rule = counts_rule
-        obs = reader.obs
         embedding = embed_cells(reader, network, vocabulary, tokens, options.embed)
         seen = mark_seen_cells(reader, model)
+        obs = reader.obs
     mapped = map_vectors(cell_atlas, embedding.vectors, seen, options.map)
     mapped.obsm[KEY] = embedding.vectors
     with atomic_path(table) as temporary:

@@ -349,9 +349,9 @@ def predict(
     smallest = choose_thresholds(network, config, options.predict, f"--model {model}")
     with open_dataset(path, counts) as reader:
         reader.counts_rule = counts_rule
-        obs = reader.obs
         embedding = embed_cells(reader, network, vocabulary, tokens, options.embed)
         seen = mark_seen_cells(reader, model)
+        obs = reader.obs
         predicted = predict_heads(network, config, embedding, smallest, obs, seen)
     write_prediction(out, obs, predicted, path if append else None)
     lines = [f"{embedding.coverage_frac:.1%} of counts on known genes"]

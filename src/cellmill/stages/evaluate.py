@@ -111,7 +111,7 @@ def evaluate(
                 for (other, command), file in zip(section.external.items(), files[name].external):
                     note = describe_seen(command, context)
                     vectors[f"{other}{note}"] = read_embedding(
-                        file, context.reader.obs.index, command.command_digest, None
+                        file, context.reader.obs_names, command.command_digest, None
                     )
                 context = replace(
                     context,
@@ -224,7 +224,7 @@ def _start_umap(context: Context, unseen: np.ndarray) -> Callable[[], list[tuple
     """Start the UMAP of the cells that have an embedding; the result waits for its rows of
     umap.tsv.
     """
-    names = context.reader.obs.index
+    names = context.reader.obs_names
     vectors = context.vectors
     seed = context.options.seed
     cells = draw_cells(

@@ -310,8 +310,8 @@ def _read_symbols(paths: list[Path]) -> tuple[dict[str, str], bool]:
     for path in paths:
         with open_counts(path) as reader:
             recorded = set[str]()
-            if ORGANISM in reader.obs:
-                recorded = set(map(str, reader.obs[ORGANISM].unique()))
+            if ORGANISM in reader.obs_columns:
+                recorded = set(map(str, reader.read_column(ORGANISM).unique()))
             is_known = recorded and recorded <= {*ORGANISMS}
             organisms[path] = recorded if is_known else {*ORGANISMS}  # unknown: may be any
             refuse_duplicates(

@@ -16,15 +16,13 @@ from typing import Any
 
 import h5py
 import numpy as np
-import pandas as pd
 import scipy.sparse as sp
 import zarr
 from anndata import AnnData
-from anndata.io import read_elem
 from zarr.storage import ZipStore
 
 from cellmill.config.section import shown
-from cellmill.data.arrays import named_frame, text_index
+from cellmill.data.arrays import text_index
 from cellmill.data.inputs.containers import (
     add_columns,
     choose_part,
@@ -34,7 +32,8 @@ from cellmill.data.inputs.containers import (
     stored_index,
 )
 from cellmill.data.inputs.derived.recovered import RecoveredCounts, matrix_to_recover
-from cellmill.data.inputs.h5 import decode, one_line
+from cellmill.data.inputs.frames import open_obs, read_frame
+from cellmill.data.inputs.h5 import decode
 from cellmill.data.inputs.matrices import (
     DenseMatrix,
     MemoryMatrix,
@@ -83,19 +82,20 @@ def open_anndata(path: Path, file: Any, counts: str) -> CountSource:
     logs = matrix_to_recover(counts)
     if logs is not None:
         source = open_anndata(path, file, logs)
-        source.matrix = RecoveredCounts(path, logs, source.matrix, source.obs)
+        source.matrix = RecoveredCounts(path, logs, source.matrix, read_frame(path, file, "obs"))
         return source
     known = _matrices(file)
     require_matrix(path, counts, known)
     stored, genes = known[counts]
-    obs = _read_frame(path, file, "obs")
-    var = _read_frame(path, file, genes)
+    obs = open_obs(path, file) if stored == PACKED else read_frame(path, file, "obs")
+    var = read_frame(path, file, genes)
     if stored == PACKED:
         check_names(path, file, obs.index, var.index)
     matrix = _open_matrix(path, counts, file, stored)
-    if matrix.shape != (len(obs), len(var)):
+    shape = (len(obs.index), len(var))
+    if matrix.shape != shape:
         raise DataError(
-            f"{path}: expected {counts} of shape {(len(obs), len(var))}, as obs and var, got {matrix.shape}"
+            f"{path}: expected {counts} of shape {shape}, as obs and var, got {matrix.shape}"
         )
     ordered = counts == "X" and ORDERED in file
     keeps_order = stored == PACKED or (isinstance(matrix, SparseMatrix) and not matrix.by_gene)
@@ -140,7 +140,8 @@ def _open_part(path: Path, file: Any, counts: str) -> CountSource:
     source = open_anndata(Path(f"{path}#{part}"), file[chosen], name)
     obsmap = file.get(f"obsmap/{part}")
     if "mod" in file and obsmap is not None:
-        source.obs = add_columns(path, source.obs, _read_frame(path, file, "obs"), obsmap)
+        own = read_frame(path, file[chosen], "obs")
+        source.obs = add_columns(path, own, read_frame(path, file, "obs"), obsmap)
     if not mark:
         source.notes.append(f"{chosen} is read, of {', '.join(parts_of(file))}")
     return source
@@ -233,72 +234,6 @@ def _open_matrix(path: Path, counts: str, file: Any, name: str) -> StoredMatrix:
         )
     shape = stored.attrs.get("shape", stored.attrs.get("h5sparse_shape"))
     return SparseMatrix(path, counts, stored, checked_shape(path, counts, shape), _BY_GENE[kind])
-
-
-def _read_frame(path: Path, file: Any, name: str) -> pd.DataFrame:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # anndata's, of layouts before 0.8
-            if is_array(file[name]):
-                frame = _compound_frame(file, name)
-            elif "encoding-type" not in file[name].attrs and "column-order" not in file[name].attrs:
-                frame = _plain_frame(file[name])
-            else:
-                frame = read_elem(file[name])
-    except Exception as error:  # anndata wraps whatever h5py, numpy or pandas raise
-        raise DataError(f"{path}: /{name} cannot be read: {one_line(error)}") from None
-    if not isinstance(frame, pd.DataFrame):
-        raise DataError(f"{path}: /{name} is not a data frame")
-    return frame.set_axis(text_index(frame.index), axis=0)
-
-
-def _compound_frame(file: Any, name: str) -> pd.DataFrame:
-    """The data frame stored as the compound dataset `name`; field `index` (else the first) is its
-    index.
-    """
-    records = file[name][()]
-    if records.dtype.names is None:
-        raise ValueError("expected a data frame, got an array without fields")
-    columns = {field: _decoded(records[field]) for field in records.dtype.names}
-    index = [*(field for field in ("index", "_index") if field in columns), *columns][0]
-    names = columns.pop(index)
-    for field, codes in columns.items():
-        categories = file.get(f"uns/{field}_categories")
-        if categories is not None and np.issubdtype(codes.dtype, np.integer):
-            columns[field] = pd.Categorical.from_codes(codes, _decoded(categories[()]))
-    return named_frame(names, columns)
-
-
-def _plain_frame(group: Any) -> pd.DataFrame:
-    """The data frame of a group without attributes of anndata, as SeuratDisk writes it: an array
-    for each column.
-    """
-    columns: dict[str, Any] = {}
-    for name in group:
-        item = group.get(name)
-        if is_array(item) and len(item.shape) == 1:
-            columns[str(name)] = _decoded(item[()])
-        elif item is not None and not is_array(item) and {"categories", "codes"} <= {*item}:
-            columns[str(name)] = pd.Categorical.from_codes(
-                item["codes"][()], _decoded(item["categories"][()])
-            )
-    declared = decode(group.attrs.get("_index", "_index"))
-    texts = [name for name in columns if columns[name].dtype == np.dtype(object)]
-    unique = [name for name in texts if len({*columns[name]}) == len(columns[name])]
-    likely = (declared, "_index", "index", *unique, *texts)
-    index = [name for name in likely if name in columns]
-    if not index:
-        raise ValueError("expected a data frame, got a group without a column of names")
-    names = columns.pop(index[0])
-    return named_frame(names, columns)
-
-
-def _decoded(values: Any) -> np.ndarray:
-    values = np.atleast_1d(values)
-    if values.dtype.kind not in "SO":
-        return values.astype(values.dtype.newbyteorder("="))
-    texts = [text.decode() if isinstance(text, bytes) else text for text in values.tolist()]
-    return np.array(texts, dtype=object)
 
 
 def _is_zarr(path: Path, file: Any) -> bool:

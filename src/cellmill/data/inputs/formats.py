@@ -159,10 +159,11 @@ def open_counts(path: Path | str, counts: str = "X") -> CountsReader:
             source = _open_source(path, file, counts)
         stack.callback(source.close)
         if 0 in source.matrix.shape:
-            raise DataError(f"{path}: empty: {len(source.obs)} cells x {len(source.var)} genes")
+            n_obs, n_vars = source.matrix.shape
+            raise DataError(f"{path}: empty: {n_obs} cells x {n_vars} genes")
         names, note = keep_apart(source.obs.index)
         if note is not None:
-            source.obs = source.obs.set_axis(names, axis=0)
+            source.rename_cells(names)
             source.notes.append(note)
         for note in source.notes:
             print(f"{source.path}: {note}", file=sys.stderr, flush=True)

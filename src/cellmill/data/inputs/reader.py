@@ -9,7 +9,7 @@ one depth share the second sign, so it is a warning and not an error.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import cached_property
 from itertools import islice
@@ -114,9 +114,9 @@ class ClippedCounts:
 class CountsReader(AbstractContextManager["CountsReader"]):
     """Counts of one input; made by `open_counts`, closed by `close` or a `with` block.
 
-    Attributes: `path`, `counts` (X, raw or a layer), `n_obs`, `n_vars`, `obs` (a DataFrame with a unique text index),
-    `var` (one whose text index may repeat), `var_names`, and `ordered`: rows are sequences, whose columns stand in
-    their own order and may repeat, or, if `ranked` too, genes in rank order, without counts.
+    Attributes: `path`, `counts` (X, raw or a layer), `n_obs`, `n_vars`, `obs_names` (a unique text index),
+    `obs_columns`, `var` (a DataFrame whose text index may repeat), `var_names`, and `ordered`: rows are sequences,
+    whose columns stand in their own order and may repeat, or, if `ranked` too, genes in rank order, without counts.
     """
 
     dataset: str | None = None  # its name, if it is not the stem of `path`
@@ -126,10 +126,11 @@ class CountsReader(AbstractContextManager["CountsReader"]):
     def __init__(self, source: CountSource, close: Callable[[], None] | None = None):
         self.path = source.path
         self.counts = source.counts
-        self.obs = source.obs
+        self.obs_names = source.obs.index
+        self.obs_columns = list(source.obs.columns)
         self.var = source.var
         self.var_names: list[str] = list(self.var.index)
-        self.n_obs = len(self.obs)
+        self.n_obs = len(self.obs_names)
         self.n_vars = len(self.var)
         self.ordered = source.ordered
         self.ranked = source.ranked
@@ -161,10 +162,27 @@ class CountsReader(AbstractContextManager["CountsReader"]):
         kept = [column for column in ("feature_types",) if column in self.var]
         self.var = self.var[kept].set_axis(pd.Index(self.var_names, dtype=object), axis=0)
 
+    @cached_property
+    def obs(self) -> pd.DataFrame:
+        """All of obs, indexed by `obs_names`. `read_obs` needs less memory for preprocessed cells."""
+        stored = self._source.obs
+        return stored if isinstance(stored, pd.DataFrame) else stored.read(self.obs_columns)
+
+    def read_obs(self, names: Iterable[str]) -> pd.DataFrame:
+        """Those of the columns `names` that obs has, indexed by `obs_names`."""
+        known = [name for name in dict.fromkeys(names) if name in self.obs_columns]
+        stored = self._source.obs
+        return stored[known] if isinstance(stored, pd.DataFrame) else stored.read(known)
+
+    def read_column(self, name: str) -> pd.Series:
+        """Column `name` of `obs_columns`."""
+        return self.read_obs([name])[name]
+
     def obs_column(self, name: str, owner: str) -> pd.Series:
         """Column `name` of obs, which option `owner` names. Raises DataError when it is missing."""
-        require_known(name, [*map(str, self.obs)], f"{self.path}: no obs column {name!r} ({owner})")
-        return self.obs[name]
+        known = [*map(str, self.obs_columns)]
+        require_known(name, known, f"{self.path}: no obs column {name!r} ({owner})")
+        return self.read_column(name)
 
     def split_values(self, column: str) -> np.ndarray:
         """Text of obs column `column` by cell; for `dataset`, the name of the file.
@@ -292,7 +310,7 @@ class CountsReader(AbstractContextManager["CountsReader"]):
         """Error that names the first of the `bad` values, with its cell and gene."""
         index = int(bad.argmax())
         row = int(np.searchsorted(matrix.indptr, index, side="right")) - 1
-        cell = self.obs.index[first + row]
+        cell = self.obs_names[first + row]
         gene = self.var_names[matrix.indices[index]]
         value = matrix.data[index]
         digits = f"{value:g}"

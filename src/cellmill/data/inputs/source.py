@@ -7,8 +7,8 @@ package adds a row by an entry point of the group `cellmill.input`. Values are r
 """
 
 import importlib
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,13 +52,31 @@ def look_at(matrix: sp.csr_matrix) -> str:
     return COUNTED if looks.may_be_counts else f"looks {looks.text.partition(':')[0]}"
 
 
-def looks_recoverable(looks: Mapping[str, str], obs: pd.DataFrame) -> str | None:
+def looks_recoverable(looks: Mapping[str, str], obs: Container[str]) -> str | None:
     """The value of `counts` that recovers counts from logarithms and the cells' depths, if obs has
     these.
     """
     logs = next((name for name, kind in looks.items() if kind == LOGS), None)
     has_totals = any(name in obs for name in TOTALS)
     return f"expm1({logs})" if logs is not None and has_totals else None
+
+
+@dataclass(frozen=True)
+class StoredObs:
+    """obs of an open file. Columns are read when they are asked for: one of unique text takes 80
+    bytes a cell in memory.
+    """
+
+    index: pd.Index  # text
+    columns: Sequence[str]
+    read_column: Callable[[str], Any]  # the values of a column; raises DataError
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.columns
+
+    def read(self, names: Sequence[str]) -> pd.DataFrame:
+        """Columns `names`. Raise DataError for a damaged one."""
+        return pd.DataFrame({name: self.read_column(name) for name in names}, index=self.index)
 
 
 @dataclass
@@ -72,7 +90,7 @@ class CountSource:
     path: Path
     counts: str  # name of the matrix, as the dataset's `counts`
     matrix: StoredMatrix
-    obs: pd.DataFrame
+    obs: pd.DataFrame | StoredObs
     var: pd.DataFrame
     others: list[str] = field(default_factory=list)  # further values of `counts` that the input has
     ordered: bool = False  # rows are sequences: order and repeats of their columns count
@@ -87,6 +105,13 @@ class CountSource:
     # what the values of every matrix look like, by the name of the matrix
     look: Callable[[], dict[str, str]] = dict
 
+    def rename_cells(self, names: pd.Index) -> None:
+        """Name the cells anew, in their order."""
+        if isinstance(self.obs, StoredObs):
+            self.obs = replace(self.obs, index=names)
+        else:
+            self.obs = self.obs.set_axis(names, axis=0)
+
     def find_counts(self) -> str:
         """The value of `counts` to read: this matrix if it looks like counts, else the likeliest.
 
@@ -97,7 +122,7 @@ class CountSource:
         for name in (self.counts, *likely, *self.others):
             if looks.get(name, COUNTED) == COUNTED:
                 return name
-        recover = looks_recoverable(looks, self.obs)
+        recover = looks_recoverable(looks, self.obs.columns)
         if recover is None:
             raise DataError(f"{self.path}: {self.counts} {looks[self.counts]}; {self.elsewhere()}")
         return recover
@@ -111,7 +136,7 @@ class CountSource:
         if hopeful:
             return f"raw counts may be in {' or '.join(hopeful)}: set {self.option}"
         listed = ", ".join(f"{name} {kind}" for name, kind in looks.items())
-        recover = looks_recoverable(looks, self.obs)
+        recover = looks_recoverable(looks, self.obs.columns)
         remedy = f"set {self.option} to {recover}, or use" if recover else "use"
         return f"no matrix in this file holds counts ({listed}); {remedy} a file with raw counts"
 

@@ -229,7 +229,7 @@ def choose_obs(
             )
     new = {role: reader.obs[column] for role, column in columns.roles.items()}
     if organism is not None:
-        new[ORGANISM] = pd.Series(pd.Categorical([organism] * reader.n_obs), index=reader.obs.index)
+        new[ORGANISM] = pd.Series(pd.Categorical([organism] * reader.n_obs), index=reader.obs_names)
     if "dose" in new:
         new["dose"] = _parse_doses(reader, new["dose"])
     treated = None
@@ -237,7 +237,7 @@ def choose_obs(
         treated = choose_controls(reader, columns, keep, gene_organism)
         new[columns.controlled] = treated.column
         if treated.controls is not None:
-            new[IS_CONTROL] = pd.Series(treated.controls.is_control, index=reader.obs.index)
+            new[IS_CONTROL] = pd.Series(treated.controls.is_control, index=reader.obs_names)
     mapped = _map_labels(reader, columns, names, new)
     empty = _remove_empty_labels(reader, columns, new)
     frame = reader.obs[names.kept].rename(columns=names.originals).assign(**new)
@@ -258,7 +258,7 @@ def _map_labels(
             texts = [as_text(value) for value in values]
             by_label = check_labels(Path(label_map), texts, reader.path, sources[name])
             mapped[name] = MappedLabels(codes, texts, by_label)
-            new[name] = pd.Series(mapped[name].column(), index=reader.obs.index)
+            new[name] = pd.Series(mapped[name].column(), index=reader.obs_names)
     return mapped
 
 

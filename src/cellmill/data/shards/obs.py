@@ -164,16 +164,22 @@ class JointObs:
         """Columns of text with more than MAX_LEVELS values."""
         return {each.name for each in self.columns if each.dtype is None and each.values is None}
 
-    def write(self, number: int, obs: pd.DataFrame, kept: np.ndarray) -> None:
-        """Store dataset `number`; `kept` is a mask of the cells that shards have. Datasets come in
-        order.
+    def write(
+        self,
+        number: int,
+        names: pd.Index,
+        read_column: Callable[[str], pd.Series],
+        kept: np.ndarray,
+    ) -> None:
+        """Store obs of dataset `number`, of which one column is in memory at a time. `names` are of
+        the cells, `kept` is a mask of those that shards have. Datasets come in order.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._save(f"{number}-names", _encode(obs.index))
+        self._save(f"{number}-names", _encode(names))
         for i, column in enumerate(self.columns):
             if not column.present[number]:
                 continue
-            series = obs[column.source]
+            series = read_column(column.source)
             if column.dtype == "<f8":
                 self._save(f"{number}-{i}", series.to_numpy(np.float64, na_value=np.nan))
                 continue

@@ -207,8 +207,8 @@ def make_plan(
             kept.append(rows)
             mask = np.zeros(len(scan.cells), bool)
             mask[rows] = True
-            with open_counts(path) as reader:  # one in memory at a time
-                obs.write(number, reader.obs, mask)
+            with open_counts(path) as reader:
+                obs.write(number, reader.obs_names, reader.read_column, mask)
         in_splits = {}
         index = {}
         for number, name in enumerate(SPLITS):
@@ -311,7 +311,7 @@ def _scan(
             first += block.shape[0]
         split_values = None if split_by is None else reader.split_values(split_by)
         return _Scan(
-            dtypes={str(name): dtype_of(reader.obs[name]) for name in reader.obs.columns},
+            dtypes={str(name): dtype_of(reader.read_column(name)) for name in reader.obs_columns},
             values=split_values,
             hashes=np.concatenate(hashes),
             split_hashes=np.concatenate(split_hashes) if over_all_genes else None,

@@ -258,7 +258,7 @@ def measure_coverage(
         lost_names=tuple(reader.var_names[column] for column in lost[:LOST_NAMES]),
         gene_notes=notes,
         absent_columns=tuple(
-            name for name in tokens.covariates if name != DATASET and name not in reader.obs
+            name for name in tokens.covariates if name != DATASET and name not in reader.obs_columns
         ),
     )
 
@@ -297,7 +297,10 @@ def read_levels(reader: CountsReader, model: Model) -> np.ndarray | None:
     column.
     """
     known = model.objective.levels
-    return encode_columns(reader.obs, reader.dataset or reader.path.stem, known) if known else None
+    if not known:
+        return None
+    obs = reader.read_obs([*known, DATASET])
+    return encode_columns(obs, reader.dataset or reader.path.stem, known)
 
 
 def embed_batches(

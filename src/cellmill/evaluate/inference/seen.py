@@ -356,7 +356,7 @@ def describe_unfindable_cells(
 
 
 def _has_barcodes(reader: CountsReader) -> bool:
-    return bool(reader.obs.index.str.contains(BARCODE).any())
+    return bool(reader.obs_names.str.contains(BARCODE).any())
 
 
 def _describe_lacked_genes(reader: CountsReader, corpora: Sequence[HashedCorpus]) -> list[str]:
@@ -388,7 +388,7 @@ def find_barcodes(reader: CountsReader, corpora: Iterable[CorpusDigests]) -> np.
     """Mask, bool `(n_obs,)`, of the cells whose barcode is in the same sample of `corpora`."""
     is_near = np.zeros(reader.n_obs, bool)
     for corpus in corpora:
-        is_near |= corpus.has_barcodes(reader.obs.index)
+        is_near |= corpus.has_barcodes(reader.obs_names)
     return is_near
 
 
@@ -411,7 +411,7 @@ def table_of_seen(
     codes = np.where(is_near, 1, np.where(seen.cells, 0, 2))
     table = pd.DataFrame(
         {"seen": pd.Categorical.from_codes(codes, KINDS)},
-        index=pd.Index(reader.obs.index, name="cell"),
+        index=pd.Index(reader.obs_names, name="cell"),
     )
     notes = [seen.unknown] if seen.unknown else []
     lacked = _describe_lacked_genes(reader, training.hashed())

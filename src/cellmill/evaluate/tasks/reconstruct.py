@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from cellmill.config.corpus import DATASET
 from cellmill.config.load import check_options
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tasks import ReconstructConfig
@@ -54,11 +55,12 @@ class Reconstruct(Task):
         metrics, verdicts = network.objective.judge(*arrays, train=context.model.gene_statistics)
         # notes on cells that `judge` leaves out because the model does not know their label
         notes: list[str] = []
-        obs = reader.obs.iloc[cells]
         dataset = reader.dataset or context.dataset
         for name, leaf in network.objective.leaves().items():
             prefix = f"{name}." if name else ""
-            for column, labels in leaf.judged_labels().items():
+            judged = leaf.judged_labels()
+            obs = reader.read_obs([*judged, DATASET]).iloc[cells]
+            for column, labels in judged.items():
                 counts = count_labels(obs, dataset, column, labels)
                 for key, value in counts.figures().items():
                     metrics[f"{prefix}{key}"] = value
@@ -101,7 +103,9 @@ def _observe(context: Context, network: Model, cells: np.ndarray) -> list[np.nda
     device = next(network.parameters()).device
     obs_numbers = None
     if objective.number_columns:
-        obs_numbers = parse_columns(reader.obs, objective.number_columns)
+        obs_numbers = parse_columns(
+            reader.read_obs(objective.number_columns), objective.number_columns
+        )
     per_cell = {"levels": read_levels(reader, network), "numbers": obs_numbers}
     keys = {"seed": context.options.seed, "step": 0}
     observed: list[list[np.ndarray]] = []  # arrays of each batch

@@ -148,5 +148,5 @@ def _describe_cells(held: HeldOut, tested: np.ndarray, names: list[str]) -> pd.D
             "perturbation": pd.Categorical(np.array(names, object)[tested_unit_of_cell]),
             "stratum": profiles.stratum,
         },
-        index=held.context.reader.obs.index,
+        index=held.context.reader.obs_names,
     )

@@ -391,7 +391,7 @@ def _tabulate_cells(
             "group": compound if context_role is None else contexts,
             "is_usable": is_usable,
             "is_scored": context.scored,
-            "is_trained": context.model.is_training_cell(context.dataset, context.reader.obs.index),
+            "is_trained": context.model.is_training_cell(context.dataset, context.reader.obs_names),
         }
     )
     # one sortable name for each unit

@@ -1,0 +1,105 @@
+"""Data frames of AnnData files: as anndata writes them, as it did before 0.7, and as SeuratDisk does."""
+
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from anndata.io import read_elem
+
+from cellmill.data.arrays import named_frame, text_index
+from cellmill.data.inputs.h5 import decode, one_line
+from cellmill.data.inputs.matrices import is_array
+from cellmill.data.inputs.source import StoredObs
+from cellmill.errors import DataError
+
+
+def open_obs(path: Path, file: Any) -> StoredObs:
+    """obs of a file that preprocess wrote: its names are read, its columns when they are needed."""
+    try:
+        group = file["obs"]
+        names = read_elem(group[group.attrs["_index"]])
+        columns = [decode(name) for name in group.attrs["column-order"]]
+        index = text_index(pd.Index(names))
+    except Exception as error:  # anndata wraps whatever h5py, numpy or pandas raise
+        raise DataError(f"{path}: /obs cannot be read: {one_line(error)}") from None
+    return StoredObs(index, columns, partial(_read_column, path, group, len(index)))
+
+
+def _read_column(path: Path, group: Any, n_obs: int, name: str) -> Any:
+    try:
+        values = read_elem(group[name])
+        if len(values) != n_obs:
+            raise ValueError(f"{len(values)} values for {n_obs} cells")
+    except Exception as error:
+        raise DataError(f"{path}: /obs/{name} cannot be read: {one_line(error)}") from None
+    return values
+
+
+def read_frame(path: Path, file: Any, name: str) -> pd.DataFrame:
+    """Data frame `name` of an open file, with a text index. Raise DataError for a damaged one."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # anndata's, of layouts before 0.8
+            if is_array(file[name]):
+                frame = _compound_frame(file, name)
+            elif "encoding-type" not in file[name].attrs and "column-order" not in file[name].attrs:
+                frame = _plain_frame(file[name])
+            else:
+                frame = read_elem(file[name])
+    except Exception as error:  # anndata wraps whatever h5py, numpy or pandas raise
+        raise DataError(f"{path}: /{name} cannot be read: {one_line(error)}") from None
+    if not isinstance(frame, pd.DataFrame):
+        raise DataError(f"{path}: /{name} is not a data frame")
+    return frame.set_axis(text_index(frame.index), axis=0)
+
+
+def _compound_frame(file: Any, name: str) -> pd.DataFrame:
+    """The data frame stored as the compound dataset `name`; field `index` (else the first) is its
+    index.
+    """
+    records = file[name][()]
+    if records.dtype.names is None:
+        raise ValueError("expected a data frame, got an array without fields")
+    columns = {field: _decoded(records[field]) for field in records.dtype.names}
+    index = [*(field for field in ("index", "_index") if field in columns), *columns][0]
+    names = columns.pop(index)
+    for field, codes in columns.items():
+        categories = file.get(f"uns/{field}_categories")
+        if categories is not None and np.issubdtype(codes.dtype, np.integer):
+            columns[field] = pd.Categorical.from_codes(codes, _decoded(categories[()]))
+    return named_frame(names, columns)
+
+
+def _plain_frame(group: Any) -> pd.DataFrame:
+    """The data frame of a group without attributes of anndata, as SeuratDisk writes it: an array
+    for each column.
+    """
+    columns: dict[str, Any] = {}
+    for name in group:
+        item = group.get(name)
+        if is_array(item) and len(item.shape) == 1:
+            columns[str(name)] = _decoded(item[()])
+        elif item is not None and not is_array(item) and {"categories", "codes"} <= {*item}:
+            columns[str(name)] = pd.Categorical.from_codes(
+                item["codes"][()], _decoded(item["categories"][()])
+            )
+    declared = decode(group.attrs.get("_index", "_index"))
+    texts = [name for name in columns if columns[name].dtype == np.dtype(object)]
+    unique = [name for name in texts if len({*columns[name]}) == len(columns[name])]
+    likely = (declared, "_index", "index", *unique, *texts)
+    index = [name for name in likely if name in columns]
+    if not index:
+        raise ValueError("expected a data frame, got a group without a column of names")
+    names = columns.pop(index[0])
+    return named_frame(names, columns)
+
+
+def _decoded(values: Any) -> np.ndarray:
+    values = np.atleast_1d(values)
+    if values.dtype.kind not in "SO":
+        return values.astype(values.dtype.newbyteorder("="))
+    texts = [text.decode() if isinstance(text, bytes) else text for text in values.tolist()]
+    return np.array(texts, dtype=object)
