@@ -23,7 +23,7 @@ from cellmill.evaluate.atlas.build import EmbeddedCells, make_atlas, write_atlas
 from cellmill.evaluate.atlas.mapping import map_vectors
 from cellmill.evaluate.atlas.search import Points
 from cellmill.evaluate.atlas.store import CellAtlas
-from cellmill.evaluate.inference.seen import Seen
+from cellmill.evaluate.seen.seen_cells import Seen
 
 WIDTH = 128
 QUERIES = 2000

@@ -41,9 +41,9 @@ from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.rows import SparseCounts
 from cellmill.data.stream.tokenizer import make_batch
 from cellmill.evaluate.classifiers.fitted import NearestCells, make_classifiers, precompute_folds
-from cellmill.evaluate.components import COMPONENTS, project_on_fitted
+from cellmill.evaluate.features.components import COMPONENTS, project_on_fitted
+from cellmill.evaluate.features.products import LastCells
 from cellmill.evaluate.inference.embed import embed_cells
-from cellmill.evaluate.products import LastCells
 from cellmill.evaluate.splits import split_by_class
 from cellmill.models.batch import to_tensors
 from cellmill.models.build import ModelSpec, build

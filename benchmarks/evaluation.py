@@ -34,9 +34,10 @@ from threadpoolctl import threadpool_limits
 from cellmill.data.arrays import log_normalise
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.evaluate.classifiers.fitted import make_classifiers, precompute_folds
-from cellmill.evaluate.components import COMPONENTS, RankedGenes, pca, project_on_fitted
+from cellmill.evaluate.features.chosen_genes import RankedGenes
+from cellmill.evaluate.features.components import COMPONENTS, pca, project_on_fitted
+from cellmill.evaluate.features.products import LastCells
 from cellmill.evaluate.methods import KNN, REGRESSION, UNSCALED_REGRESSION
-from cellmill.evaluate.products import LastCells
 from cellmill.evaluate.splits import Fold
 from cellmill.runs import results
 

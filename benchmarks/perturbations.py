@@ -35,7 +35,7 @@ from origin import commit, machine
 from workflow_runs import metrics_file, result, seeded_runs, snakemake, tables, write_config
 
 from cellmill.data.arrays import log_normalise
-from cellmill.evaluate.components import pca
+from cellmill.evaluate.features.components import pca
 from cellmill.evaluate.tasks.genes import expression_statistics, scaled_loadings
 from cellmill.runs.results import TaskResult
 

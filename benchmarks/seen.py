@@ -38,7 +38,8 @@ from cellmill.data.shards.cell_digests import (
 )
 from cellmill.data.shards.manifest import READ, Manifest
 from cellmill.data.shards.reader import read_names
-from cellmill.evaluate.inference.seen import as_hashed, find_barcodes, find_equal_cells
+from cellmill.evaluate.seen.corpus_hashes import HashedCorpus
+from cellmill.evaluate.seen.seen_cells import find_barcodes, find_equal_cells
 
 Copy = Callable[[ad.AnnData, np.random.Generator], ad.AnnData]
 SHARD = {"shard": {"test_frac": 0.3, "val_frac": 0.1, "duplicates": "keep"}}
@@ -138,7 +139,9 @@ def make_corpus(folder: Path, source: Path) -> Manifest:
 def find(cells: ad.AnnData, listed: CorpusDigests) -> tuple[np.ndarray, np.ndarray]:
     """Masks of the cells of equal counts, and of those with a barcode of a training sample."""
     with CountsReader(open_memory(cells, "X", "copy")) as reader:
-        equal = find_equal_cells(reader, [as_hashed(listed)], np.ones(cells.n_obs, bool))
+        equal = find_equal_cells(
+            reader, [HashedCorpus.from_digests(listed)], np.ones(cells.n_obs, bool)
+        )
         return equal, find_barcodes(reader, [listed])
 
 

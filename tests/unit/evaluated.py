@@ -20,7 +20,7 @@ from cellmill.config.evaluate import Evaluate
 from cellmill.config.options import EmbedOptions, EvaluateOptions, PreprocessOptions
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.shards.manifest import Manifest
-from cellmill.evaluate.evaluated import EvaluatedModel
+from cellmill.evaluate.evaluated_model import EvaluatedModel
 from cellmill.evaluate.inference.embed import load_for_inference
 from cellmill.evaluate.task import Context
 from cellmill.runs.results import ScoredMethod

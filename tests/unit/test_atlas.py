@@ -27,7 +27,7 @@ from cellmill.evaluate.atlas.ontology import credit_labels, find_terms
 from cellmill.evaluate.atlas.search import NOWHERE, Points
 from cellmill.evaluate.atlas.store import CellAtlas
 from cellmill.evaluate.atlas.votes import NO_LABEL
-from cellmill.evaluate.inference.seen import Seen
+from cellmill.evaluate.seen.seen_cells import Seen
 from tests.unit.evaluated import embed
 from tests.unit.exported import export_model
 

@@ -18,7 +18,7 @@ from cellmill.config.parts.tokens import Tokens
 from cellmill.data.arrays import rank_buckets
 from cellmill.data.stream.batch import Batch
 from cellmill.errors import ConfigError
-from cellmill.evaluate.evaluated import read_gene_statistics
+from cellmill.evaluate.training_shards import read_gene_statistics
 from cellmill.models.batch import EncoderBatch, to_tensors
 from cellmill.models.families.autoregressive import (
     GeneratedCell,

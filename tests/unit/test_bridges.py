@@ -21,7 +21,7 @@ from anndata.io import write_elem
 
 from cellmill.data.arrays import log_normalise
 from cellmill.data.inputs.h5 import create_h5
-from cellmill.evaluate.components import fit_own_components
+from cellmill.evaluate.features.components import fit_own_components
 from cellmill.evaluate.inference.files import write_embedding
 from cellmill.evaluate.labels import choose_cells
 from cellmill.evaluate.tasks import integration as mixing

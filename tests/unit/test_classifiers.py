@@ -18,9 +18,9 @@ from cellmill.evaluate.baselines import MAX_BYTES, PredictionCache, fit
 from cellmill.evaluate.classifiers import logistic, newton
 from cellmill.evaluate.classifiers.fitted import fit_all, predict_all
 from cellmill.evaluate.classifiers.logistic import LogisticRegression
-from cellmill.evaluate.components import pca
+from cellmill.evaluate.features.components import pca
+from cellmill.evaluate.features.products import LastCells
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING
-from cellmill.evaluate.products import LastCells
 from cellmill.evaluate.tasks.classification.fold_predictions import fit_components
 from cellmill.runs.results import ScoredMethod
 from tests.unit.evaluated import regression

@@ -26,12 +26,12 @@ from cellmill.config.evaluate import Evaluate
 from cellmill.config.parts.tasks import FewShotConfig, LeaveOutConfig, LowDepthConfig, ProbeConfig
 from cellmill.config.run import Embed
 from cellmill.data.arrays import log_normalise, select_columns
-from cellmill.evaluate import components as components_module
-from cellmill.evaluate import features as features_module
 from cellmill.evaluate.baselines import PredictionCache
-from cellmill.evaluate.components import RankedGenes, choose_variable_genes
-from cellmill.evaluate.evaluated import read_counts
-from cellmill.evaluate.features import cell_features, features_of_counts, read_rows
+from cellmill.evaluate.features import cell_features as features_module
+from cellmill.evaluate.features import chosen_genes
+from cellmill.evaluate.features.cell_features import cell_features, features_of_counts, read_rows
+from cellmill.evaluate.features.chosen_genes import RankedGenes, choose_variable_genes
+from cellmill.evaluate.features.products import LastCells
 from cellmill.evaluate.inference.embed import embed_cells
 from cellmill.evaluate.labels import choose_cells, predict_from_other_half
 from cellmill.evaluate.methods import (
@@ -42,7 +42,6 @@ from cellmill.evaluate.methods import (
     UNTRAINED,
     WITH_COMPONENTS,
 )
-from cellmill.evaluate.products import LastCells
 from cellmill.evaluate.scores import CLASS_METRICS, ClassPredictions, ScoreColumn, table_rows
 from cellmill.evaluate.splits import draw_shots, split_by_class, split_groups
 from cellmill.evaluate.task import Context, run_task
@@ -52,6 +51,7 @@ from cellmill.evaluate.tasks.classification.fold_predictions import predict_fold
 from cellmill.evaluate.tasks.classification.leave_out import LeaveOut
 from cellmill.evaluate.tasks.classification.low_depth import LowDepth
 from cellmill.evaluate.tasks.classification.probe import Probe, compare_features
+from cellmill.evaluate.training_shards import read_counts
 from cellmill.runs.results import ScoredMethod
 from tests.unit.evaluated import regression
 
@@ -106,7 +106,7 @@ def _rank_z(genes: sp.csr_matrix) -> np.ndarray:
 def test_rows_equal_scikit_learn_pipelines_over_the_same_folds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(components_module, "RANKED_GENES", 20)
+    monkeypatch.setattr(chosen_genes, "RANKED_GENES", 20)
     embedding, noise, genes, labels = _problem()
     given = np.random.default_rng(1).normal(size=(len(labels), 4)) + (labels == "b")[:, None]
     features = {
@@ -175,7 +175,7 @@ def test_tied_genes_share_a_rank(
     expected = _rank_z(log_normalise(counts))
     ranked = RankedGenes(log_normalise(counts))
     np.testing.assert_allclose(ranked.select(np.arange(40), labels), expected, atol=1e-9)
-    monkeypatch.setattr(components_module, "RANKED_GENES", 25)
+    monkeypatch.setattr(chosen_genes, "RANKED_GENES", 25)
     train = np.arange(4, 30)
     f, _ = f_classif(expected[train], labels[train])
     largest = np.sort(np.argsort(-f)[:25])

@@ -15,9 +15,9 @@ from sklearn.preprocessing import StandardScaler
 
 from cellmill import open_cells
 from cellmill.config.parts.tasks import LowDepthConfig, MissingGenesConfig
-from cellmill.evaluate import features as features_module
 from cellmill.evaluate.classifiers import newton
-from cellmill.evaluate.features import features_of_counts, read_rows
+from cellmill.evaluate.features import cell_features as features_module
+from cellmill.evaluate.features.cell_features import features_of_counts, read_rows
 from cellmill.evaluate.labels import choose_cells
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING
 from cellmill.evaluate.task import Context

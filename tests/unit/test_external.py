@@ -24,8 +24,8 @@ from cellmill.data.inputs.formats import open_counts
 from cellmill.data.prepare.unpack import plain_cells
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError, DataError
-from cellmill.evaluate.components import pca
-from cellmill.evaluate.evaluated import TrainedCells
+from cellmill.evaluate.features.components import pca
+from cellmill.evaluate.seen.held_out import TrainedCells
 from cellmill.report.collect import read_run
 from cellmill.report.page import render
 from cellmill.report.standings import list_standings

@@ -24,7 +24,7 @@ from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.genes.names import match_columns
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import DataError
-from cellmill.evaluate.features import read_rows
+from cellmill.evaluate.features.cell_features import read_rows
 from cellmill.evaluate.methods import EMBEDDING, UNTRAINED
 from cellmill.evaluate.task import Context, Skipped, run_task
 from cellmill.evaluate.tasks import imputation

@@ -20,7 +20,7 @@ from cellmill.cli import main
 from cellmill.config.parts.tasks import ImputationConfig
 from cellmill.data.inputs.h5 import write_cells
 from cellmill.errors import ConfigError, DataError
-from cellmill.evaluate.features import read_rows
+from cellmill.evaluate.features.cell_features import read_rows
 from cellmill.evaluate.inference import impute
 from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.task import Context

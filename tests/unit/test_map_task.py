@@ -9,7 +9,7 @@ import pytest
 from sklearn.metrics import roc_auc_score
 
 from cellmill.config.parts.tasks import MapConfig
-from cellmill.evaluate.features import features_of_counts, read_rows
+from cellmill.evaluate.features.cell_features import features_of_counts, read_rows
 from cellmill.evaluate.methods import TRAINING_COMPONENTS
 from cellmill.evaluate.task import Context, Skipped
 from cellmill.evaluate.tasks.classification.map import MapCells

@@ -15,7 +15,7 @@ from cellmill.config.checks import check_together
 from cellmill.config.parallel import Parallel
 from cellmill.config.parts.tasks import ReconstructConfig
 from cellmill.errors import ConfigError
-from cellmill.evaluate.features import embed_counts, features_of_counts
+from cellmill.evaluate.features.cell_features import embed_counts, features_of_counts
 from cellmill.evaluate.methods import EMBEDDING
 from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.reconstruct import Reconstruct

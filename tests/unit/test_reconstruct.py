@@ -17,10 +17,11 @@ from cellmill.config.parts.tasks import ReconstructConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError
-from cellmill.evaluate.evaluated import EvaluatedModel, read_gene_statistics
+from cellmill.evaluate.evaluated_model import EvaluatedModel
 from cellmill.evaluate.inference import embed
 from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks import reconstruct
+from cellmill.evaluate.training_shards import read_gene_statistics
 from cellmill.models.objective import GeneStatistics
 from cellmill.runs.results import TaskResult
 from tests.unit.evaluated import make_context

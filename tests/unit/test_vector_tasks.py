@@ -22,11 +22,11 @@ from sklearn.metrics import (
 from sklearn.neighbors import NearestNeighbors
 
 from cellmill.config.parts.tasks import ClusteringConfig, IntegrationConfig
-from cellmill.evaluate import products
+from cellmill.evaluate.features import products
+from cellmill.evaluate.features.neighbors import NeighborGraph, jaccard_weights
+from cellmill.evaluate.features.products import LastCells
 from cellmill.evaluate.inference.umap import project
 from cellmill.evaluate.methods import TRAINING_COMPONENTS
-from cellmill.evaluate.neighbors import NeighborGraph, jaccard_weights
-from cellmill.evaluate.products import LastCells
 from cellmill.evaluate.task import Context, run_task
 from cellmill.evaluate.tasks import integration as mixing
 from cellmill.evaluate.tasks.clustering import Clustering, ari_scores, nmi_scores

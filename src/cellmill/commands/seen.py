@@ -7,7 +7,7 @@ from cellmill.config.load import read_model_config
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.fetch import local_input
 from cellmill.data.inputs.formats import open_dataset
-from cellmill.evaluate.inference.seen import table_of_seen
+from cellmill.evaluate.seen.seen_cells import table_of_seen
 from cellmill.files import atomic_path, check_writable
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import sklearn
 from sklearn.exceptions import ConvergenceWarning
 
-from cellmill.evaluate.products import digest_arrays
+from cellmill.evaluate.features.products import digest_arrays
 from cellmill.files import atomic_path
 
 VERSIONS = f"scikit-learn {sklearn.__version__}, NumPy {np.__version__}"

@@ -16,7 +16,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from cellmill.errors import DataError
-from cellmill.evaluate.evaluated import EvaluatedDatasets
+from cellmill.evaluate.evaluated_datasets import EvaluatedDatasets
 from cellmill.evaluate.task import Context, Task
 from cellmill.files import digest, read_json, sha256_file
 from cellmill.runs import results

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from cellmill.evaluate.components import COMPONENTS
+from cellmill.evaluate.features.components import COMPONENTS
 from cellmill.runs.results import ScoredMethod
 
 Features = dict[ScoredMethod, Any]

@@ -25,7 +25,7 @@ from cellmill.config.evaluate import Evaluate
 from cellmill.config.plugin import in_one_line
 from cellmill.data.prepare.qc_lines import list_first
 from cellmill.errors import ConfigError, DataError, UserError
-from cellmill.evaluate.evaluated import is_label
+from cellmill.evaluate.evaluated_datasets import is_label
 from cellmill.evaluate.finished import FinishedTasks
 from cellmill.evaluate.task import Context, Task, run_task
 from cellmill.files import progress, write_json

@@ -53,7 +53,7 @@ from cellmill.evaluate.inference.predict import (
     find_classifiers,
     predict_heads,
 )
-from cellmill.evaluate.inference.seen import mark_seen_cells
+from cellmill.evaluate.seen.seen_cells import mark_seen_cells
 from cellmill.files import refuse_overwriting, sha256_file, write_json
 from cellmill.models.families.autoregressive import (
     AutoregressiveModel,

@@ -39,20 +39,18 @@ from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate import draws
 from cellmill.evaluate.baselines import PredictionCache
 from cellmill.evaluate.draws import draw_cells
-from cellmill.evaluate.evaluated import (
-    DatasetFiles,
-    EvaluatedDatasets,
-    TrainedCells,
-    load_evaluated,
-)
+from cellmill.evaluate.evaluated_datasets import DatasetFiles, EvaluatedDatasets
+from cellmill.evaluate.evaluated_model import load_evaluated
 from cellmill.evaluate.finished import FinishedTasks
 from cellmill.evaluate.gate import find_failures
 from cellmill.evaluate.inference.embed import describe_limits, gene_coverage, load_for_inference
 from cellmill.evaluate.inference.files import read_costs, read_embedding, write_scores
 from cellmill.evaluate.inference.knock_out import knock_out_genes
-from cellmill.evaluate.inference.seen import find_training, mark_seen_cells
 from cellmill.evaluate.inference.umap import project, write_umap
 from cellmill.evaluate.run import check_packages, run_tasks, summarize
+from cellmill.evaluate.seen.held_out import TrainedCells
+from cellmill.evaluate.seen.seen_cells import mark_seen_cells
+from cellmill.evaluate.seen.training_cells import find_training
 from cellmill.evaluate.task import Context, Task
 from cellmill.evaluate.tasks.perturbation.changes_file import ABOUT_CHANGES, write_changes
 from cellmill.evaluate.tasks.perturbation.held_out import PERTURBATION

@@ -19,7 +19,6 @@ from cellmill.evaluate.atlas.ontology import find_terms
 from cellmill.evaluate.atlas.search import NOWHERE, mean_distance
 from cellmill.evaluate.atlas.store import CellAtlas
 from cellmill.evaluate.atlas.votes import NO_LABEL, Votes
-from cellmill.evaluate.inference.seen import Seen
 from cellmill.evaluate.inference.written import (
     ABOUT_MAP,
     AGREEMENT,
@@ -35,6 +34,7 @@ from cellmill.evaluate.inference.written import (
     SEEN,
     Written,
 )
+from cellmill.evaluate.seen.seen_cells import Seen
 
 BLOCK = 16_384  # cells mapped at once
 COPIES = 4  # more neighbours than needed, of which copies of the cell are left out

@@ -1,7 +1,7 @@
 """Logistic regression on sparse features Z, by weights of the cells (`newton.py`).
 
 Coefficients are Zᵀa of weights a of the cells, so a fit needs only products with ZZᵀ. The fits of all
-folds take their steps together: one product of shared products of cells (`evaluate.products`) with
+folds take their steps together: one product of shared products of cells (`features.products`) with
 the weights of all fits, which are 0 for cells that a fit does not read, costs little more than that
 of one fit.
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from cellmill.evaluate.classifiers import newton
 from cellmill.evaluate.classifiers.newton import Search, Unwhitened
-from cellmill.evaluate.products import CellProducts, choose_scales
+from cellmill.evaluate.features.products import CellProducts, choose_scales
 
 MAX_ROUNDS = 12  # of the stand-in; then the fit is left to `fit_weights`
 LOGIT_TOLERANCE = 1e-3  # largest change of a logit by the last round

@@ -21,6 +21,7 @@ from cellmill.config.plugin import load
 from cellmill.evaluate.baselines import CachedClassifiers, report_early_stop
 from cellmill.evaluate.classifiers.dual import FoldFit, fit_folds
 from cellmill.evaluate.classifiers.logistic import LogisticRegression, is_small_problem
+from cellmill.evaluate.features.products import SharedCells
 from cellmill.evaluate.methods import (
     KNN,
     RANKED,
@@ -29,7 +30,6 @@ from cellmill.evaluate.methods import (
     ByMethod,
     Features,
 )
-from cellmill.evaluate.products import SharedCells
 from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.task import Context
 from cellmill.runs.results import ScoredMethod

@@ -17,7 +17,7 @@ from sklearn import linear_model
 from cellmill.evaluate.classifiers import newton
 from cellmill.evaluate.classifiers.dual import fit_weights
 from cellmill.evaluate.classifiers.newton import CURVATURE, FORCING, RIDGE, TOLERANCE
-from cellmill.evaluate.products import SharedCells, choose_scale, divide_genes
+from cellmill.evaluate.features.products import SharedCells, choose_scale, divide_genes
 
 # largest problem of `newton.whiten`: the smaller of cells and features, and all values (256 MiB)
 MAX_SIDE = 2048

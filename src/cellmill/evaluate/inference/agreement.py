@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import pandas as pd
 
-from cellmill.evaluate.inference.seen import Seen
+from cellmill.evaluate.seen.seen_cells import Seen
 
 
 class Agreement(NamedTuple):

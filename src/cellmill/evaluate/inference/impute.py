@@ -34,8 +34,8 @@ from cellmill.evaluate.inference.embed import (
 )
 from cellmill.evaluate.inference.label_counts import MAX_NAMES
 from cellmill.evaluate.inference.ridge import GeneRidge
-from cellmill.evaluate.inference.seen import mark_seen_cells
 from cellmill.evaluate.inference.written import SEEN
+from cellmill.evaluate.seen.seen_cells import mark_seen_cells
 from cellmill.evaluate.tasks.hidden_genes import HiddenGenes, decode_expression, find_decoder
 from cellmill.files import progress
 from cellmill.models.family import Model

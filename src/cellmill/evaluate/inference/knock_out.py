@@ -22,7 +22,7 @@ from cellmill.data.inputs.reader import CountsReader
 from cellmill.errors import ConfigError, DataError, did_you_mean
 from cellmill.evaluate import draws
 from cellmill.evaluate.draws import draw_cells
-from cellmill.evaluate.features import keep_columns, read_rows
+from cellmill.evaluate.features.cell_features import keep_columns, read_rows
 from cellmill.evaluate.inference.embed import (
     Embedding,
     embed_batches,

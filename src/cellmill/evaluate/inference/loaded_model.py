@@ -27,7 +27,7 @@ from cellmill.evaluate.inference.embed import (
 )
 from cellmill.evaluate.inference.label_counts import MAX_NAMES
 from cellmill.evaluate.inference.predict import Predicted, choose_thresholds, predict_heads
-from cellmill.evaluate.inference.seen import mark_seen_cells, table_of_seen
+from cellmill.evaluate.seen.seen_cells import mark_seen_cells, table_of_seen
 
 
 class LoadedModel:
@@ -161,7 +161,7 @@ class LoadedModel:
     def seen(self, adata: Any, counts: str = "X", *, dataset: str = "adata") -> pd.DataFrame:
         """Cells that the model, or a model before it, was trained on, as `cellmill seen` finds them.
 
-        A row per cell; column `seen` is exact, near or new (`seen.KINDS`). Arguments are as in
+        A row per cell; column `seen` is exact, near or new (`seen_cells.KINDS`). Arguments are as in
         `embed`. Raises DataError if no gene is known, or the training cells are not: the model has
         no list of them.
         """

@@ -26,7 +26,6 @@ from cellmill.evaluate.inference.calibration import (
 )
 from cellmill.evaluate.inference.embed import Embedding
 from cellmill.evaluate.inference.label_counts import MAX_NAMES, count_by_label, label_texts
-from cellmill.evaluate.inference.seen import Seen
 from cellmill.evaluate.inference.written import (
     ABOUT_PREDICTION,
     LABEL,
@@ -37,6 +36,7 @@ from cellmill.evaluate.inference.written import (
     VALUE,
     Written,
 )
+from cellmill.evaluate.seen.seen_cells import Seen
 from cellmill.models.family import Model
 from cellmill.models.objectives.classification import Classification
 from cellmill.models.objectives.shared.calibration import softmax

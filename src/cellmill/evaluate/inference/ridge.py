@@ -21,7 +21,7 @@ from sklearn.utils.sparsefuncs import mean_variance_axis
 from cellmill.config.load import unusable
 from cellmill.data.arrays import TARGET_SUM, log_normalise
 from cellmill.data.rows import row_sums
-from cellmill.evaluate.components import BLOCK, COMPONENTS, pca
+from cellmill.evaluate.features.components import BLOCK, COMPONENTS, pca
 from cellmill.files import sha256_file
 from cellmill.models.export import RIDGE, WeightsFile, write_tensors
 

@@ -18,11 +18,11 @@ from sklearn.preprocessing import StandardScaler
 
 from cellmill.config.parts.tasks import ClusteringConfig
 from cellmill.data.inputs.source import optional_package
-from cellmill.evaluate.components import COMPONENTS, fit_own_components
-from cellmill.evaluate.features import cell_features
+from cellmill.evaluate.features.cell_features import cell_features
+from cellmill.evaluate.features.components import COMPONENTS, fit_own_components
+from cellmill.evaluate.features.neighbors import NeighborGraph, jaccard_weights
 from cellmill.evaluate.labels import labelled_cells
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING, add_note
-from cellmill.evaluate.neighbors import NeighborGraph, jaccard_weights
 from cellmill.evaluate.scores import ScoreColumn, table_rows, tabulate
 from cellmill.evaluate.task import Context, Task
 from cellmill.runs.results import ScoredMethod, TaskResult

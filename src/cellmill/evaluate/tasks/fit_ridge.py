@@ -16,13 +16,14 @@ from cellmill.data.shards.index import CellColumns
 from cellmill.data.shards.manifest import Manifest
 from cellmill.evaluate import draws
 from cellmill.evaluate.draws import seeded
-from cellmill.evaluate.evaluated import EvaluatedModel, read_counts
-from cellmill.evaluate.features import read_rows
+from cellmill.evaluate.evaluated_model import EvaluatedModel
+from cellmill.evaluate.features.cell_features import read_rows
 from cellmill.evaluate.inference.ridge import GeneRidge
 from cellmill.evaluate.scores import divide
 from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.hidden_genes import HiddenGenes, decode_expression
 from cellmill.evaluate.tasks.imputation import MAX_FITTED, MIN_CELLS
+from cellmill.evaluate.training_shards import read_counts
 
 VALIDATION_CELLS = 500  # used at most
 PARTS = 5  # parts of the genes, hidden in turn

@@ -13,9 +13,9 @@ from scipy.stats import rankdata
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.errors import DataError
 from cellmill.evaluate import draws
-from cellmill.evaluate.components import COMPONENTS, PrincipalComponents
 from cellmill.evaluate.draws import seeded
-from cellmill.evaluate.evaluated import EvaluatedModel
+from cellmill.evaluate.evaluated_model import EvaluatedModel
+from cellmill.evaluate.features.components import COMPONENTS, PrincipalComponents
 from cellmill.evaluate.methods import EMBEDDING, UNTRAINED, ByMethod
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.files import require_file

@@ -22,7 +22,7 @@ from cellmill.data.genes.names import GeneColumns
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.micro_batches import split_batch
-from cellmill.evaluate.features import TOKEN_BUDGET, keep_columns
+from cellmill.evaluate.features.cell_features import TOKEN_BUDGET, keep_columns
 from cellmill.evaluate.inference.embed import embed_batches, inference, tokenize_blocks
 from cellmill.evaluate.inference.ridge import GeneRidge
 from cellmill.evaluate.task import Context

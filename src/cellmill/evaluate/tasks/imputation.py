@@ -29,16 +29,17 @@ from cellmill.data.genes.names import GeneColumns, rows_of_names
 from cellmill.data.shards.reader import read_names
 from cellmill.errors import DataError
 from cellmill.evaluate import draws
-from cellmill.evaluate.components import COMPONENTS, pca
 from cellmill.evaluate.draws import draw_cells, seeded
-from cellmill.evaluate.evaluated import EvaluatedModel, read_counts
-from cellmill.evaluate.features import read_rows
+from cellmill.evaluate.evaluated_model import EvaluatedModel
+from cellmill.evaluate.features.cell_features import read_rows
+from cellmill.evaluate.features.components import COMPONENTS, pca
 from cellmill.evaluate.methods import EMBEDDING, KNN, UNTRAINED, ByMethod, add_note, select_cells
 from cellmill.evaluate.scores import ScoreColumn, divide, tabulate
 from cellmill.evaluate.splits import Fold, split_groups
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.evaluate.tasks.expression import ALPHAS, column_correlations
 from cellmill.evaluate.tasks.hidden_genes import HiddenGenes, decode_expression
+from cellmill.evaluate.training_shards import read_counts
 from cellmill.runs.results import ScoredMethod, TaskResult
 
 METRICS: Mapping[str, str] = {  # names in words by heading; lower is better for MSE only

@@ -29,13 +29,13 @@ from cellmill.data.arrays import text_values
 from cellmill.data.inputs.h5 import one_line
 from cellmill.data.inputs.source import optional_package
 from cellmill.evaluate import draws
-from cellmill.evaluate.components import COMPONENTS
 from cellmill.evaluate.draws import seeded
-from cellmill.evaluate.features import cell_features
+from cellmill.evaluate.features.cell_features import cell_features
+from cellmill.evaluate.features.components import COMPONENTS
+from cellmill.evaluate.features.neighbors import NeighborGraph, link_neighbors
+from cellmill.evaluate.features.products import MAX_DOUBLE
 from cellmill.evaluate.labels import labelled_cells
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING, ByMethod
-from cellmill.evaluate.neighbors import NeighborGraph, link_neighbors
-from cellmill.evaluate.products import MAX_DOUBLE
 from cellmill.evaluate.scores import ScoreColumn
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.runs.results import Row, ScoredMethod, TaskResult

@@ -18,8 +18,8 @@ from cellmill.data.stream.micro_batches import split_batch
 from cellmill.errors import ConfigError
 from cellmill.evaluate import draws
 from cellmill.evaluate.draws import draw_cells
-from cellmill.evaluate.evaluated import EvaluatedModel
-from cellmill.evaluate.features import TOKEN_BUDGET
+from cellmill.evaluate.evaluated_model import EvaluatedModel
+from cellmill.evaluate.features.cell_features import TOKEN_BUDGET
 from cellmill.evaluate.inference.embed import ROW_BLOCK, inference, read_levels, tokenize_blocks
 from cellmill.evaluate.inference.label_counts import count_labels
 from cellmill.evaluate.inference.predict import find_classifiers

@@ -23,10 +23,10 @@ from cellmill.evaluate.classifiers.fitted import (
     predict_majority,
     without_overhead,
 )
-from cellmill.evaluate.components import pca
 from cellmill.evaluate.draws import seeded
-from cellmill.evaluate.evaluated import PCA_CELLS, read_counts
-from cellmill.evaluate.features import features_of_counts, keep_columns, read_rows
+from cellmill.evaluate.evaluated_model import PCA_CELLS
+from cellmill.evaluate.features.cell_features import features_of_counts, keep_columns, read_rows
+from cellmill.evaluate.features.components import pca
 from cellmill.evaluate.labels import labelled_cells, predict_from_other_half
 from cellmill.evaluate.methods import (
     MAJORITY,
@@ -40,6 +40,7 @@ from cellmill.evaluate.methods import (
 from cellmill.evaluate.scores import ClassPredictions, tabulate
 from cellmill.evaluate.splits import Fold, split_by_class
 from cellmill.evaluate.task import Context, Skipped, Task
+from cellmill.evaluate.training_shards import read_counts
 from cellmill.runs.results import TaskResult
 
 MAX_CELLS = 2_000  # cells used at most: each level is embedded and classified again

@@ -3,7 +3,7 @@
 """
 
 from cellmill.config.parts.tasks import FewShotConfig
-from cellmill.evaluate.features import cell_features
+from cellmill.evaluate.features.cell_features import cell_features
 from cellmill.evaluate.labels import labelled_cells, predict_from_other_half
 from cellmill.evaluate.scores import ClassPredictions, tabulate
 from cellmill.evaluate.splits import draw_shots

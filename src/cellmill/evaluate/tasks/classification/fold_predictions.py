@@ -18,14 +18,13 @@ from cellmill.evaluate.classifiers.fitted import (
     predict_majority,
     without_overhead,
 )
-from cellmill.evaluate.components import (
-    COMPONENTS,
+from cellmill.evaluate.features.chosen_genes import (
     VARIABLE_GENES,
     RankedGenes,
     choose_variable_genes,
-    pca,
-    project_on_fitted,
 )
+from cellmill.evaluate.features.components import COMPONENTS, pca, project_on_fitted
+from cellmill.evaluate.features.products import SharedCells
 from cellmill.evaluate.methods import (
     ALL_GENES,
     EMBEDDING,
@@ -37,7 +36,6 @@ from cellmill.evaluate.methods import (
     Features,
     select_cells,
 )
-from cellmill.evaluate.products import SharedCells
 from cellmill.evaluate.scores import ClassPredictions
 from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.task import Context

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from cellmill.config.parts.tasks import LeaveOutConfig
-from cellmill.evaluate.features import cell_features
+from cellmill.evaluate.features.cell_features import cell_features
 from cellmill.evaluate.labels import labelled_cells, predict_from_other_half
 from cellmill.evaluate.scores import ClassPredictions, ScoreColumn, tabulate
 from cellmill.evaluate.splits import Fold, split_groups

@@ -9,7 +9,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from cellmill.config.parts.tasks import LowDepthConfig
-from cellmill.evaluate.components import COMPONENTS
+from cellmill.evaluate.features.components import COMPONENTS
 from cellmill.evaluate.methods import Features
 from cellmill.evaluate.tasks.classification.degraded import Degrade, Degraded, TrainingCounts
 from cellmill.runs.results import ScoredMethod

@@ -27,12 +27,12 @@ from cellmill.evaluate.atlas.mapping import map_vectors
 from cellmill.evaluate.atlas.ontology import credit_labels, find_terms
 from cellmill.evaluate.classifiers.fitted import without_overhead
 from cellmill.evaluate.classifiers.logistic import LogisticRegression
-from cellmill.evaluate.features import cell_features
-from cellmill.evaluate.inference.seen import Seen
+from cellmill.evaluate.features.cell_features import cell_features
 from cellmill.evaluate.inference.written import DISTANCE, REFUSED
 from cellmill.evaluate.labels import labelled_cells
 from cellmill.evaluate.methods import ALL_GENES, REGRESSION, ByMethod
 from cellmill.evaluate.scores import ClassPredictions, ScoreColumn, tabulate
+from cellmill.evaluate.seen.seen_cells import Seen
 from cellmill.evaluate.splits import split_groups
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.models.objectives.shared.calibration import softmax

@@ -10,8 +10,8 @@ import numpy as np
 import scipy.sparse as sp
 
 from cellmill.config.parts.tasks import MissingGenesConfig
-from cellmill.evaluate.components import COMPONENTS
-from cellmill.evaluate.features import keep_columns
+from cellmill.evaluate.features.cell_features import keep_columns
+from cellmill.evaluate.features.components import COMPONENTS
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING, Features
 from cellmill.evaluate.tasks.classification.degraded import Degrade, Degraded, TrainingCounts
 from cellmill.runs.results import ScoredMethod

@@ -5,7 +5,7 @@ The number of folds is never lowered, so that runs stay comparable.
 """
 
 from cellmill.config.parts.tasks import ProbeConfig
-from cellmill.evaluate.features import cell_features
+from cellmill.evaluate.features.cell_features import cell_features
 from cellmill.evaluate.labels import labelled_cells, predict_from_other_half
 from cellmill.evaluate.methods import (
     EMBEDDING,

@@ -23,9 +23,11 @@ from cellmill.evaluate.classifiers.fitted import (
     predict_majority,
     without_overhead,
 )
-from cellmill.evaluate.components import COMPONENTS, RankedGenes, pca
-from cellmill.evaluate.evaluated import EvaluatedModel, is_label
-from cellmill.evaluate.features import read_rows
+from cellmill.evaluate.evaluated_datasets import is_label
+from cellmill.evaluate.evaluated_model import EvaluatedModel
+from cellmill.evaluate.features.cell_features import read_rows
+from cellmill.evaluate.features.chosen_genes import RankedGenes
+from cellmill.evaluate.features.components import COMPONENTS, pca
 from cellmill.evaluate.inference.label_counts import count_by_label
 from cellmill.evaluate.labels import choose_cells, predict_from_other_half
 from cellmill.evaluate.methods import (

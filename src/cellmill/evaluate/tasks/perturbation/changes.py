@@ -27,7 +27,7 @@ from cellmill.data.arrays import log_normalise, select_columns, text_values
 from cellmill.errors import DataError
 from cellmill.evaluate import draws
 from cellmill.evaluate.draws import seeded
-from cellmill.evaluate.features import ROW_BLOCK
+from cellmill.evaluate.features.cell_features import ROW_BLOCK
 from cellmill.evaluate.inference.embed import inference
 from cellmill.evaluate.methods import KNN, ByMethod
 from cellmill.evaluate.scores import divide

@@ -21,8 +21,8 @@ from sklearn.model_selection import GroupKFold, KFold
 from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.data.arrays import text_values
 from cellmill.data.genes.names import SEPARATOR, names_of_genes, perturbed_genes
-from cellmill.evaluate.components import pca
-from cellmill.evaluate.evaluated import PCA_CELLS
+from cellmill.evaluate.evaluated_model import PCA_CELLS
+from cellmill.evaluate.features.components import pca
 from cellmill.evaluate.methods import EMBEDDING, ByMethod
 from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.task import Context, Skipped

@@ -7,7 +7,7 @@ import numpy as np
 import scipy.sparse as sp
 from sklearn.neighbors import NearestNeighbors
 
-from cellmill.evaluate.products import SharedCells
+from cellmill.evaluate.features.products import SharedCells
 
 BLOCK = 512  # cells whose distances to all others are known at once
 
@@ -77,5 +77,6 @@ def jaccard_weights(graph: NeighborGraph) -> sp.coo_matrix:
     with_self = adjacency + sp.identity(n, format="csr")
     common = with_self[edges.row].multiply(with_self[edges.col])
     n_common = np.asarray(common.sum(axis=1)).ravel()
-    weights = n_common / (2 * (k + 1) - n_common)
+    n_either = 2 * (k + 1) - n_common
+    weights = n_common / n_either
     return sp.coo_matrix((weights, (edges.row, edges.col)), shape=(n, n))

@@ -10,7 +10,7 @@ import numpy as np
 import scipy.sparse as sp
 from scipy.linalg import blas
 
-from cellmill.evaluate.components import NO_VARIANCE, fit_own_components
+from cellmill.evaluate.features.components import NO_VARIANCE, fit_own_components
 from cellmill.evaluate.methods import Features
 
 MAX_DOUBLE = 2048  # cells whose products are float64; those of more are float32

@@ -1,0 +1,1 @@
+"""Features of cells, and what they are made from: components, chosen genes, products, neighbours."""

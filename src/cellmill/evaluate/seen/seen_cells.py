@@ -1,0 +1,212 @@
+"""Cells of a file that a model was trained on.
+
+A cell is recognised by its counts of the vocabulary's genes, under any name. If the model has a
+digest list, copies of a cell at another depth are recognised too, by barcode. Without shards and
+digests, a message says that the training cells are not known.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from cellmill.data.genes.names import match_columns
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.inputs.reader import CountsReader
+from cellmill.data.keys import splitmix64
+from cellmill.data.rows import positions_in_rows
+from cellmill.data.shards.cell_digests import BARCODE, CorpusDigests
+from cellmill.data.shards.index import are_in
+from cellmill.data.shards.plan import select_genes
+from cellmill.data.split import hash_genes, sum_pairs
+from cellmill.errors import DataError
+from cellmill.evaluate.seen.corpus_hashes import (
+    MAX_COMPLETED_COUNT,
+    MAX_COMPLETIONS,
+    MIN_GENES,
+    HashedCorpus,
+)
+from cellmill.evaluate.seen.training_cells import Training, find_training
+
+HASHED_ROWS = 1024  # cells of a file that are hashed at once
+KINDS = ["exact", "near", "new"]
+"""Equal counts of the model's genes; the barcode of a training sample at other counts; neither."""
+
+
+class Seen(NamedTuple):
+    """Cells of a file that a model has seen in training or validation."""
+
+    cells: np.ndarray | None  # (n_obs,) bool; None if the training cells are not known
+    unknown: str  # what is not known about the training cells, in words; empty if all are known
+    is_near: np.ndarray | None = None
+    """(n_obs,) bool: seen cells whose counts differ, found by barcode; None if not looked for."""
+
+
+def mark_seen_cells(reader: CountsReader, model: Path) -> Seen:
+    """Cells of `reader` that the exported model in the folder `model`, or a model before it, was
+    trained on. Raises DataError for a damaged digest list.
+    """
+    return _mark_cells(reader, find_training(model))
+
+
+def table_of_seen(
+    reader: CountsReader, model: Path, vocabulary: Vocabulary
+) -> tuple[pd.DataFrame, list[str]]:
+    """Column `seen`, one of KINDS, of each cell by name, and sentences on what was not looked for.
+
+    Raises DataError if `reader` has no gene of the model, or its training cells are not known.
+    """
+    columns = match_columns(reader, vocabulary)
+    training = find_training(model)
+    seen = _mark_cells(reader, training)
+    if seen.cells is None:
+        raise DataError(
+            f"{model}: unknown: may have seen these cells: it has no digests of its training cells "
+            f"({seen.unknown}); export it again, with consolidate.cell_digests"
+        )
+    is_near = np.zeros(reader.n_obs, bool) if seen.is_near is None else seen.is_near
+    codes = np.where(is_near, 1, np.where(seen.cells, 0, 2))
+    table = pd.DataFrame(
+        {"seen": pd.Categorical.from_codes(codes, KINDS)},
+        index=pd.Index(reader.obs_names, name="cell"),
+    )
+    notes = [seen.unknown] if seen.unknown else []
+    lacked = _describe_lacked_genes(reader, training.read_corpora())
+    if not any(line in seen.unknown for line in lacked):
+        notes += lacked
+    if seen.is_near is None or not _has_barcodes(reader):
+        where = (
+            "the model has no list of barcodes"
+            if seen.is_near is None
+            else "its cell names have no barcodes"
+        )
+        notes.append(f"near copies are not found: {where}")
+    if columns.mismatch:
+        notes.append(columns.mismatch)
+    return table, notes
+
+
+def _mark_cells(reader: CountsReader, training: Training) -> Seen:
+    """Cells of `reader` that are among the cells of `training`."""
+    if training.own_missing:
+        return Seen(None, training.own_missing)
+    unknown = []
+    if training.ancestors_missing:
+        names = ", ".join(training.ancestors_missing)
+        unknown.append(f"the training cells of {names}, before it, are not known")
+    corpora = training.read_corpora()
+    is_equal = find_equal_cells(reader, corpora, np.ones(reader.n_obs, bool))
+    if not training.listed:
+        return Seen(is_equal, "".join(unknown))
+    listed = training.listed.values()
+    unknown += describe_unfindable_cells(reader, corpora, listed)
+    is_near = find_barcodes(reader, listed) & ~is_equal
+    return Seen(is_equal | is_near, "; ".join(unknown), is_near)
+
+
+def find_equal_cells(
+    reader: CountsReader, corpora: Sequence[HashedCorpus], among: np.ndarray
+) -> np.ndarray:
+    """Mask, bool `(n_obs,)`, of the cells in mask `among` whose counts equal those in `corpora`.
+
+    Only genes that both have are compared; a cell with few of them equals none.
+    """
+    is_equal = np.zeros(reader.n_obs, bool)
+    if not among.any():
+        return is_equal
+    for corpus in corpora:
+        try:
+            target = match_columns(reader, corpus.genes).target
+        except DataError:
+            continue  # no gene in common: no equal cells
+        is_equal |= _find_in_corpus(reader, corpus, target, among & ~is_equal)
+    return is_equal
+
+
+def _find_in_corpus(
+    reader: CountsReader, corpus: HashedCorpus, target: np.ndarray, among: np.ndarray
+) -> np.ndarray:
+    """Mask of the cells in mask `among` whose counts equal those of a cell of `corpus`; `target`
+    has the row in its genes of each column of the file.
+    """
+    n_genes = corpus.genes.n_genes
+    is_shared = np.zeros(n_genes, bool)
+    is_shared[target[target >= 0]] = True
+    # hash the corpus again over the shared genes if the file lacks some
+    lacks_genes = not is_shared.all() and not reader.ordered
+    corpus_hashes = corpus.hashes_over(is_shared) if lacks_genes else corpus.hashes
+    completions = corpus.completions(~is_shared) if lacks_genes else None
+    min_genes = MIN_GENES if lacks_genes else 0
+    gene_hashes = hash_genes(corpus.genes.gene_ids)
+    # hash the file block by block, and look the hashes up
+    is_equal = np.zeros(reader.n_obs, bool)
+    block_start = 0
+    for raw in reader.rows(HASHED_ROWS):
+        rows = np.flatnonzero(among[block_start : block_start + raw.shape[0]])
+        cells = block_start + rows
+        block_start += raw.shape[0]
+        if not len(rows):
+            continue
+        block = select_genes(raw[rows], target, n_genes, reader.ordered)
+        values = positions_in_rows(block.indptr) if reader.ordered else block.data
+        sums = sum_pairs(block.indptr, block.indices, values, gene_hashes)
+        has_enough = np.diff(block.indptr) >= min_genes
+        hashes = splitmix64(sums)
+        for split_hashes in corpus_hashes:
+            is_equal[cells] |= has_enough & are_in(hashes, split_hashes)
+        if completions is not None:
+            rows = np.flatnonzero(has_enough & ~is_equal[cells])
+            # (cells, completions): digest of each cell with one more gene
+            completed = splitmix64(sums[rows, :1] + completions)
+            is_listed = are_in(completed.reshape(-1, 1), corpus_hashes[0])
+            is_equal[cells[rows]] |= is_listed.reshape(completed.shape).any(axis=1)
+    return is_equal
+
+
+def find_barcodes(reader: CountsReader, corpora: Iterable[CorpusDigests]) -> np.ndarray:
+    """Mask, bool `(n_obs,)`, of the cells whose barcode is in the same sample of `corpora`."""
+    is_near = np.zeros(reader.n_obs, bool)
+    for corpus in corpora:
+        is_near |= corpus.has_barcodes(reader.obs_names)
+    return is_near
+
+
+def describe_unfindable_cells(
+    reader: CountsReader, corpora: Sequence[HashedCorpus], listed: Collection[CorpusDigests]
+) -> list[str]:
+    """A sentence on training cells that neither counts nor barcodes find; empty if all are found."""
+    if _has_barcodes(reader) and all(len(corpus.barcodes) for corpus in listed):
+        return []
+    return _describe_lacked_genes(reader, corpora)
+
+
+def _has_barcodes(reader: CountsReader) -> bool:
+    return bool(reader.obs_names.str.contains(BARCODE).any())
+
+
+def _describe_lacked_genes(reader: CountsReader, corpora: Sequence[HashedCorpus]) -> list[str]:
+    """A sentence on training cells that are not found by their counts, because the file lacks genes
+    of a corpus without shards; empty if it lacks none.
+    """
+    n_lacked = 0
+    n_genes = 0
+    for corpus in corpora:
+        if corpus.manifest is not None or reader.ordered:
+            continue  # shards are hashed again over the shared genes
+        with suppress(DataError):  # no gene in common: no equal cells
+            target = match_columns(reader, corpus.genes).target
+            n = corpus.genes.n_genes - len(np.unique(target[target >= 0]))
+            if n > n_lacked:
+                n_lacked = n
+                n_genes = corpus.genes.n_genes
+    if not n_lacked:
+        return []
+    n_counts = min(MAX_COMPLETED_COUNT, MAX_COMPLETIONS // n_lacked)
+    kind = f"more than one of them, or above {n_counts} counts of one," if n_counts else "any"
+    return [
+        f"it lacks {n_lacked:,} of the model's {n_genes:,} genes: a training cell with {kind} is found by its "
+        "barcode only"
+    ]

@@ -1,0 +1,169 @@
+"""Where the training cells of a model and of its ancestors are found.
+
+The folder of an exported model has a digest list of its training and validation cells, and those of
+its ancestors as far as they were known. If the folder is still inside that of its run,
+train/run.json names the shards, and the models that the run started from or learnt from.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cellmill.config.load import read_model_config, stored_options
+from cellmill.config.options import TrainOptions
+from cellmill.config.plugin import in_one_line
+from cellmill.data.shards.cell_digests import CellDigests, CorpusDigests, read_digests
+from cellmill.data.shards.manifest import Manifest, verify
+from cellmill.errors import DataError, UserError
+from cellmill.evaluate.seen.corpus_hashes import (
+    HashedCorpus,
+    filled_splits,
+)
+from cellmill.files import read_json
+
+Ancestor = tuple[str, Path | None]  # name, and folder of the exported model if it is there
+
+
+class Training(NamedTuple):
+    """Cells that a model and its ancestors were trained on, as far as they can be found."""
+
+    manifests: dict[str, Manifest]  # shards by fingerprint
+    listed: dict[str, CorpusDigests]  # digests of the folders, by fingerprint
+    own_missing: str  # why the model's own cells were not found; empty if they were
+    ancestors_missing: list[str]  # models before it whose cells were not found
+
+    def read_corpora(self) -> list[HashedCorpus]:
+        """All corpora with their hashes; of the shards if these were found, else of the digest list."""
+        only_listed = self.listed.keys() - self.manifests.keys()
+        corpora = [HashedCorpus.read(manifest) for manifest in self.manifests.values()]
+        return corpora + [
+            HashedCorpus.from_digests(self.listed[name]) for name in sorted(only_listed)
+        ]
+
+
+class _OwnTraining(NamedTuple):
+    """Cells of one model; of its ancestors only those that its folder lists."""
+
+    manifest: Manifest | None
+    problem: str  # why there is no manifest
+    ancestors: list[Ancestor]
+    digests: CellDigests | None = None
+
+
+def find_training(model: Path) -> Training:
+    """Cells of the exported model in the folder `model`, and of the models that it came from.
+
+    Raises DataError for a damaged digest list.
+    """
+    return _add_ancestors(_find_own_training(model), {model.resolve()})
+
+
+def find_training_of_run(train: Path, fingerprint: str) -> Training:
+    """Cells of the run in the folder `train`, with this fingerprint, and of the models before it."""
+    return _add_ancestors(_find_shards_of_run(train, fingerprint), set())
+
+
+def _add_ancestors(own: _OwnTraining, visited: set[Path]) -> Training:
+    """Add the cells of the ancestors, whose folders are not in `visited`."""
+    if own.manifest is None and own.digests is None:
+        return Training({}, {}, own.problem, [])
+    manifests: dict[str, Manifest] = {}
+    listed: dict[str, CorpusDigests] = {}
+    missing: list[str] = []
+    # grows while the loop runs; the last entry of each is true if a list has its cells already
+    waiting = [("", own, False)]
+    for name, training, is_covered in waiting:
+        if training.manifest is not None:
+            manifests[training.manifest.fingerprint] = training.manifest
+        if training.digests is not None:
+            listed |= training.digests.corpora
+        if not is_covered:
+            if training.digests is not None:
+                missing += training.digests.unknown
+            elif training.manifest is None:
+                missing.append(name)
+        for earlier, folder in training.ancestors:
+            ancestor = _OwnTraining(None, "no such folder", [])
+            if folder is not None:
+                if folder.resolve() in visited:
+                    continue
+                visited.add(folder.resolve())
+                ancestor = _find_own_training(folder)
+            waiting.append((earlier, ancestor, is_covered or training.digests is not None))
+    return Training(manifests, listed, "", list(dict.fromkeys(missing)))
+
+
+def _find_own_training(model: Path) -> _OwnTraining:
+    """Cells of one export, by its digest list and by the shards of its run."""
+    try:
+        config = read_model_config(model / "config.json")
+    except (UserError, OSError) as error:
+        return _OwnTraining(None, in_one_line(error), [])
+    # an export is results/runs/RUN/model, or results/runs/RUN/steps/STEP/model
+    run = model.resolve().parent
+    if run.parent.name == "steps":
+        run = run.parents[1]
+    digests = read_digests(model, config)
+    if not (run / "train" / "run.json").is_file():
+        problem = f"{model} is not in the folder of its run, which names its training cells"
+        return _OwnTraining(None, problem, [], digests)
+    manifest, problem, ancestors, _ = _find_shards_of_run(
+        run / "train", str(config.get("fingerprint"))
+    )
+    return _OwnTraining(manifest, problem, ancestors, digests)
+
+
+def _find_shards_of_run(train: Path, fingerprint: str) -> _OwnTraining:
+    """Shards of a run, and the models that it came from."""
+    try:
+        record = read_json(train / "run.json")
+        options = stored_options(record["options"], str(train / "run.json"))
+        path, problem = find_shards(train, options, fingerprint)
+        manifest = None
+        if path is not None:
+            manifest = Manifest.read(path)
+            splits = filled_splits(manifest)
+            verify(manifest, [manifest.splits[split].index["hashes"] for split in splits])
+    except (UserError, OSError, LookupError, TypeError, ValueError) as error:
+        return _OwnTraining(None, in_one_line(error), [])
+    return _OwnTraining(manifest, problem, [*_find_ancestors(record, options, train)])
+
+
+def find_shards(train: Path, options: TrainOptions, fingerprint: str) -> tuple[Path | None, str]:
+    """Manifest of the shards that a run was trained on, or None and the reason.
+
+    A relative path is also looked up in the folders above the run.
+    """
+    record = train / "run.json"
+    if not record.exists():
+        return None, f"{record} is missing, which names the shards"
+    path = Path(read_json(record)["manifest"])
+    candidates = _find_existing(path, train)
+    for candidate in candidates:
+        with suppress(DataError, KeyError):  # damaged, or without these columns: other shards
+            manifest = Manifest.read(candidate)
+            columns = options.read_columns(), options.number_columns()
+            if manifest.fingerprint_with(*columns) == fingerprint:
+                return candidate, ""
+    return None, f"{path} {'is of other shards by now' if candidates else 'was not found'}"
+
+
+def _find_existing(path: Path, start: Path) -> list[Path]:
+    """Files or folders called `path` in the working directory and in each folder above `start`."""
+    candidates = [path] + [above / path for above in start.resolve().parents]
+    return [candidate for candidate in candidates if candidate.exists()]
+
+
+def _find_ancestors(
+    record: dict[str, Any], options: TrainOptions, train: Path
+) -> Iterator[Ancestor]:
+    """Models that a run started from or learnt from."""
+    parent = record.get("init_from")
+    if parent is not None:
+        yield parent, next(iter(_find_existing(Path(parent), train)), None)
+    for part in options.objective.each():
+        teacher = getattr(part, "teacher", None)
+        if teacher is not None:
+            folder = train.parents[1] / teacher / "model"
+            yield f"its teacher {teacher}", folder if folder.is_dir() else None

@@ -1,0 +1,86 @@
+"""Cells of a model's shards: their names, their counts, and statistics of their genes."""
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import scipy.sparse as sp
+
+from cellmill.config.parts.tokens import SPECIAL, Tokens
+from cellmill.data.arrays import rank_buckets
+from cellmill.data.rows import SparseCounts
+from cellmill.data.shards.manifest import Manifest
+from cellmill.data.shards.reader import open_shards, read_names
+from cellmill.data.stream.cell_tokenizer import CellTokenizer
+from cellmill.models.objective import GeneStatistics
+
+ROWS = 4096  # cells of a shard that are read at once
+# training cells read, in whole blocks; shards are preshuffled: the first ones are a random sample
+MAX_TRAIN_CELLS = 200_000
+
+
+def read_cell_names(manifest: Manifest, splits: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Dataset and obs name of each cell of the splits."""
+    for split in splits:
+        for shard in manifest.splits[split].shards:
+            for dataset_and_name in read_names(manifest.shard_path(shard), "obs"):
+                dataset, _, name = dataset_and_name.partition(":")
+                yield dataset, name
+
+
+def read_gene_statistics(manifest: Manifest, tokens: Tokens) -> GeneStatistics:
+    """Statistics over the first MAX_TRAIN_CELLS cells of the training shards, or the whole blocks
+    that have them.
+    """
+    n_genes = manifest.n_genes
+    n_cells = 0
+    total = np.zeros(n_genes)
+    by_rank = np.zeros((tokens.max_tokens.bit_length(), n_genes), np.int64)
+    tokenizer = CellTokenizer(tokens, n_genes, variability=manifest.variability)
+    for block in _read_first_blocks(manifest, MAX_TRAIN_CELLS, "train"):
+        batch = tokenizer.batch(block, np.arange(block.n_cells))
+        genes = batch.token_ids - len(SPECIAL)
+        # position of each token in its cell, by powers of two
+        cell_starts = np.repeat(batch.cu_seqlens[:-1], np.diff(batch.cu_seqlens))
+        buckets = rank_buckets(np.arange(len(genes)) - cell_starts)
+        n_pairs = np.bincount(buckets * n_genes + genes, minlength=by_rank.size)
+        by_rank += n_pairs.reshape(by_rank.shape)
+        total += np.bincount(genes, weights=batch.values, minlength=n_genes)
+        n_cells += block.n_cells
+    n_by_gene = by_rank.sum(0)
+    overall = float(total.sum() / max(n_by_gene.sum(), 1))
+    means = np.where(n_by_gene > 0, total / np.maximum(n_by_gene, 1), overall)
+    return GeneStatistics(n_by_gene, means, overall, n_cells, by_rank)
+
+
+def read_counts(manifest: Manifest, max_cells: int, split: str = "train") -> sp.csr_matrix:
+    """Counts of the first `max_cells` cells of a split, or of all if there are fewer: `(cells,
+    genes)`, uint32.
+    """
+    blocks: list[sp.csr_matrix] = []
+    n_missing = max_cells
+    for block in _read_first_blocks(manifest, max_cells, split):
+        n_cells = min(block.n_cells, n_missing)
+        offsets = block.offsets[: n_cells + 1]
+        counts = block.counts[: offsets[-1]].astype(np.uint32)
+        values = (counts, block.genes[: offsets[-1]], offsets)
+        blocks.append(sp.csr_matrix(values, shape=(n_cells, manifest.n_genes)))
+        n_missing -= n_cells
+    return sp.vstack(blocks, format="csr")
+
+
+def _read_first_blocks(manifest: Manifest, max_cells: int, split: str) -> Iterator[SparseCounts]:
+    """Whole blocks of cells of a split, until they have `max_cells`."""
+    n_cells = 0
+    for block in read_blocks(manifest, split):
+        if n_cells >= max_cells:
+            return
+        n_cells += block.n_cells
+        yield block
+
+
+def read_blocks(manifest: Manifest, split: str) -> Iterator[SparseCounts]:
+    """The cells of a split, block by block. Raises DataError for a damaged shard."""
+    for shard in open_shards(manifest, split):
+        for first in range(0, shard.n_obs, ROWS):
+            yield shard.read(first, min(ROWS, shard.n_obs - first))
+        shard.close()
