@@ -31,7 +31,7 @@ from cellmill.models.build import ModelSpec, build
 from cellmill.parallel.apply import apply_fsdp
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.step import ParallelModel, clip_grad_norm
-from cellmill.planner.cost import Cost, estimate_cost
+from cellmill.planner.cost import RunCost, estimate_cost
 from cellmill.planner.devices import Device, find_device
 from cellmill.planner.hardware import Hardware
 from cellmill.planner.measure.size import Load, measure_size
@@ -139,7 +139,7 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[int, float], float]:
 
 def planned(
     chosen: PlanOptions, world: int, nproc: int, length: int, device: Device, name: str
-) -> Cost:
+) -> RunCost:
     """The plan's cost of `world` processes, `nproc` of them on each node."""
     cells = CorpusSize(np.full(4 * chosen.train.global_batch, length), GENES)
     hardware = Hardware(-(-world // nproc), min(world, nproc), name, 1 << 60, 1 << 60)

@@ -94,7 +94,7 @@ def test_the_number_of_steps_equals_that_of_the_stream(
     planned = _plan(corpus, tmp_path, nproc=world, train={"steps": None, "epochs": 3})
     assert planned["steps_per_epoch"] == streams[0].steps_per_epoch == 8
     assert (planned["cells"], planned["steps"], planned["cells_seen"]) == (N_CELLS, 24, 3 * N_CELLS)
-    assert planned["tokens"] == pytest.approx(3 * tokens)
+    assert planned["tokens_seen"] == pytest.approx(3 * tokens)
     assert planned["tokens_per_cell"] == pytest.approx(tokens / N_CELLS)
     assert planned["tokens_per_step"] == pytest.approx(32 * tokens / N_CELLS)
     assert planned["micro_batches_per_step"] == pytest.approx(
@@ -274,7 +274,7 @@ def test_processes_share_the_memory_of_a_machine(corpus: Manifest, tmp_path: Pat
     one, two = (_plan(corpus, tmp_path, nproc=n)["memory"]["device_bytes"] for n in (1, 2))
     assert one == pytest.approx(2 * two, rel=1e-6)
     assert (
-        _plan(corpus, tmp_path, nproc=2, plan={"memory_gb": 3})["memory"]["limit_bytes"]
+        _plan(corpus, tmp_path, nproc=2, plan={"memory_gb": 3})["memory"]["usable_bytes"]
         == 2_700_000_000
     )
 

@@ -13,6 +13,7 @@ from cellmill.cli import main
 from cellmill.config.corpus import Shard
 from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import divide_processes, min_microbatches, pipeline_tokens
+from cellmill.data.stream.micro_batches import MicroBatchRule
 from cellmill.planner.corpus_cost import SHARD_BYTES, estimate_corpus
 from cellmill.planner.step_time import NETWORK_FRAC, Network, estimate_latency
 from cellmill.planner.traffic import Kind, Traffic
@@ -82,8 +83,9 @@ def test_the_plan_counts_what_a_pipeline_pads(tmp_path: Path, tp: int, budget: i
         stream.close()
     # of the cells in the order of the stream exactly its own, of those in the order of the shards
     # an estimate
+    rule = MicroBatchRule(budget, least, multiple_of=2)
     counted = count_micro_batches(
-        CorpusSize(in_order.ravel(), manifest.n_genes), 100, budget, 2, least, 2, tp
+        CorpusSize(in_order.ravel(), manifest.n_genes), 100, 2, rule, token_multiple=tp
     )
     assert counted.padding_frac == pytest.approx(padded / in_order.sum() - 1)
     cells = CorpusSize(np.minimum(detected, 60), manifest.n_genes)

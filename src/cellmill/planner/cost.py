@@ -7,7 +7,7 @@ from cellmill.models.batch import PAD_CELL
 from cellmill.models.build import ModelSpec
 from cellmill.planner.devices import Device
 from cellmill.planner.hardware import Hardware
-from cellmill.planner.measure.size import Load, ModelSize, measure_size
+from cellmill.planner.measure.size import FORWARDS_PER_STEP, Load, ModelSize, measure_size
 from cellmill.planner.memory import Memory
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.step_time import Network, StepTime, estimate_step
@@ -29,12 +29,12 @@ class RunTime:
 
 
 @dataclass(frozen=True)
-class Cost:
+class RunCost:
     """Estimates of a run."""
 
     options: PlanOptions
     model: PlannedModel
-    whole_model: ModelSize  # without tensor parallelism
+    whole_size: ModelSize  # without tensor parallelism
     work: Work
     memory: Memory
     flops_per_step: float  # FLOPs of the model over all processes; recomputation is not counted
@@ -44,17 +44,17 @@ class Cost:
 
 def estimate_cost(
     options: PlanOptions, corpus: CorpusSize, hardware: Hardware, device: Device, memory: Memory
-) -> Cost:
+) -> RunCost:
     """Estimate work, FLOPs, traffic and time of a run; `memory` is stored with the result."""
     model = PlannedModel.measure(
         options, corpus.n_genes, hardware.world, hardware.nproc_per_node, corpus.levels
     )
     work = measure_work(options, corpus, model.layout)
-    whole_model = measure_size(
+    whole_size = measure_size(
         ModelSpec.of(options, corpus.n_genes, corpus.levels), finetune=options.finetune
     )
     mean_cell = Load(corpus.tokens_per_cell, corpus.pairs_per_cell, cells=1)
-    flops_per_step = whole_model.flops.count(mean_cell) * work.cells_per_step
+    flops_per_step = whole_size.flops.count(mean_cell) * work.cells_per_step
     load = _divide_load(corpus, work, model.layout.dp)
     traffic_by_rank = [
         list_traffic(model, rank, load.tokens, work.micro_batches_per_step)
@@ -73,7 +73,7 @@ def estimate_cost(
         )
         mfu = flops_per_step / (step.step_s * peak * hardware.world)
         time = _estimate_time(options, work, step, mfu, hardware.world)
-    return Cost(options, model, whole_model, work, memory, flops_per_step, heaviest, time)
+    return RunCost(options, model, whole_size, work, memory, flops_per_step, heaviest, time)
 
 
 def _estimate_time(
@@ -84,8 +84,8 @@ def _estimate_time(
     if options.train.replay_every_steps is not None:
         # one more step is computed for each step that is replayed
         steps_s *= 1 + 1 / options.train.replay_every_steps
-    # validation is only a forward pass, a third of a step
-    validations_s = step.step_s / 3 * work.validations * work.val_cells / work.cells_per_step
+    forward_s = step.step_s / FORWARDS_PER_STEP  # all that a validation computes
+    validations_s = forward_s * work.validations * work.val_cells / work.cells_per_step
     hours = (steps_s + validations_s) / 3600
     return RunTime(step, mfu, hours, validations_s / 3600 / hours, hours * world)
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from cellmill.config.parallel import Layout, Parallel
 from cellmill.config.run import AUTO_EPOCHS, Train
-from cellmill.planner.cost import Cost, format_hours
+from cellmill.planner.cost import RunCost, format_hours
 from cellmill.planner.devices import GB, describe_assumption, find_device
 from cellmill.planner.hardware import Hardware
 from cellmill.planner.memory import HostBytes, estimate_host_bytes, format_bytes
 from cellmill.planner.schedules import estimate_idle_frac
-from cellmill.planner.traffic import Traffic, sum_link_bytes
-from cellmill.planner.work import CorpusSize, Work
+from cellmill.planner.traffic import sum_link_bytes
+from cellmill.planner.work import CorpusSize
 
 LARGE_FRAC = 0.1  # validation above this fraction of the time gets a hint
 UNKNOWN = "unknown: no speed is known for this device"
@@ -28,7 +28,7 @@ Line = tuple[str, str]
 class RunPlan:
     """All estimates of a run: plan.json stores them, `format_plan` prints them."""
 
-    cost: Cost
+    cost: RunCost
     corpus: CorpusSize
     hardware: Hardware
     largest_micro_batch: int  # most tokens of a micro-batch that fit in memory
@@ -62,23 +62,25 @@ class RunPlan:
         time = cost.time
         hardware = self.hardware
         return {
-            "parameters": cost.whole_model.parameters,
+            "parameters": cost.whole_size.parameters,
             "memory": {
                 "parts_bytes": asdict(cost.memory),  # by field of `planner.memory.Memory`
                 "total_bytes": cost.memory.total,
-                "limit_bytes": hardware.usable_bytes,  # usable memory of the device
+                "usable_bytes": hardware.usable_bytes,  # `plan.memory_frac` of it
                 "device_bytes": hardware.device_bytes,
-                "host_bytes": self.host.offload,  # pinned host memory for parallel.cpu_offload
+                "offload_bytes": self.host.offload,  # pinned host memory for parallel.cpu_offload
                 "staging_bytes": self.host.staging,  # pinned host memory for a copy of the checkpoint
             },
             "communication": {
                 "link_bytes": sum_link_bytes(cost.traffic),
-                "collectives": [_record_traffic(part) for part in cost.traffic],
+                "collectives": [
+                    asdict(part) | {"link_bytes": sum_link_bytes([part])} for part in cost.traffic
+                ],
             },
             "flops_per_step": cost.flops_per_step,  # over all processes, without recomputation
             "tokens_per_step": self.tokens_per_step,
             "tokens_per_cell": self.corpus.tokens_per_cell,
-            "tokens": self.tokens_seen,
+            "tokens_seen": self.tokens_seen,  # tokens over all steps
             "cells": self.corpus.n_cells,  # training cells
             "n_genes": self.corpus.n_genes,  # genes of the vocabulary
             "steps": work.steps,
@@ -88,7 +90,7 @@ class RunPlan:
             "validations": work.validations,
             "val_cells": work.val_cells,  # cells per validation
             "auto_steps": train.steps == "auto",
-            "micro_batch_tokens": work.micro_tokens,  # tokens of the largest micro-batch
+            "micro_batch_tokens": work.micro_batch_tokens,  # tokens of the largest micro-batch
             "step": time and {**asdict(time.step), "step_s": time.step.step_s},
             "pipeline_idle_frac": estimate_idle_frac(
                 options.parallel, work.max_micro_batches_per_step
@@ -116,13 +118,6 @@ class RunPlan:
         }
 
 
-def _record_traffic(traffic: Traffic) -> dict[str, Any]:
-    """Make an entry of `collectives`, whose key for `processes_per_node` is `in_a_node`."""
-    entry = asdict(traffic) | {f"{link}_bytes": n for link, n in sum_link_bytes([traffic]).items()}
-    entry["in_a_node"] = entry.pop("processes_per_node")
-    return entry
-
-
 def _scale_lr(train: Train) -> tuple[float, float] | None:
     """Scale the default learning rate to the run's batch by the square root and linearly.
 
@@ -135,12 +130,13 @@ def _scale_lr(train: Train) -> tuple[float, float] | None:
     return train.lr * math.sqrt(ratio), train.lr * ratio
 
 
-def _suggest_val_cells(work: Work) -> int:
+def _suggest_val_cells(val_cells: int, validation_frac: float) -> int:
     """Find the number of validation cells, of two digits, that takes LARGE_FRAC of the hours.
 
-    Validation is a forward pass, a third of a step.
+    `val_cells` take `validation_frac` of them.
     """
-    cells = 3 * work.cells_seen * LARGE_FRAC / (1 - LARGE_FRAC) / work.validations
+    training_per_cell = val_cells * (1 - validation_frac) / validation_frac
+    cells = training_per_cell * LARGE_FRAC / (1 - LARGE_FRAC)
     unit = 10 ** max(0, int(math.log10(max(cells, 1))) - 1)
     return max(1, int(cells) // unit * unit)
 
@@ -172,7 +168,7 @@ def _format_work(plan: RunPlan) -> Iterator[Line]:
     corpus = plan.corpus
     cost = plan.cost
     work = cost.work
-    yield "parameters", f"{cost.whole_model.parameters:,} over {corpus.n_genes:,} genes"
+    yield "parameters", f"{cost.whole_size.parameters:,} over {corpus.n_genes:,} genes"
     text = f"{corpus.n_cells:,} for training, {corpus.tokens_per_cell:,.0f} tokens each"
     if plan.cut_cells_frac:
         text += f" of {plan.genes_per_cell:,.0f} genes: tokens.max_tokens cuts {plan.cut_cells_frac:.0%} of cells"
@@ -212,10 +208,10 @@ def _format_memory(plan: RunPlan) -> Iterator[Line]:
     if is_named and assumption:
         yield "assumed", assumption
     largest = f"{plan.largest_micro_batch:,} would fit (train.token_budget)"
-    yield "micro-batch", f"at most {plan.cost.work.micro_tokens:,} tokens; {largest}"
+    yield "micro-batch", f"at most {plan.cost.work.micro_batch_tokens:,} tokens; {largest}"
 
 
-def _format_time(cost: Cost) -> Iterator[Line]:
+def _format_time(cost: RunCost) -> Iterator[Line]:
     sent = sum_link_bytes(cost.traffic)
     inside = format_bytes(sent["intra_node"])
     between = format_bytes(sent["inter_node"])
@@ -225,10 +221,8 @@ def _format_time(cost: Cost) -> Iterator[Line]:
         yield "step time", UNKNOWN
         return
     step = time.step
-    exposed = (
-        f"exposed communication {step.communication_s:.3g}, idle in the pipeline {step.idle_s:.3g}"
-    )
-    yield "step time", f"{step.step_s:.3g} s: compute {step.compute_s:.3g}, {exposed}"
+    parts = f"compute {step.compute_s:.3g}, exposed communication {step.exposed_s:.3g}"
+    yield "step time", f"{step.step_s:.3g} s: {parts}, idle in the pipeline {step.idle_s:.3g}"
     peak = f"{time.mfu:.0%} of the peak"
     mfu_frac = cost.options.plan.mfu_frac
     if round(time.mfu, 2) < round(mfu_frac, 2):
@@ -250,7 +244,8 @@ def _format_hints(plan: RunPlan) -> Iterator[Line]:
         if time is not None:
             text += f", {time.validation_frac:.0%} of the time"
             if time.validation_frac > LARGE_FRAC:
-                text += f"; train.val_cells: {_suggest_val_cells(work)} takes {LARGE_FRAC:.0%}"
+                fewer = _suggest_val_cells(work.val_cells, time.validation_frac)
+                text += f"; train.val_cells: {fewer} takes {LARGE_FRAC:.0%}"
         yield "validation", text
     yield from options.objective.choices().items()
     for warning in plan.warnings:

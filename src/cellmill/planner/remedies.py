@@ -38,7 +38,7 @@ def plan_memory(
     )
     work = measure_work(options, corpus, model.layout)
     if micro_tokens is None:
-        micro_tokens = work.micro_tokens
+        micro_tokens = work.micro_batch_tokens
     return estimate_peak_memory(model, micro_tokens, work.max_micro_batches_per_step)
 
 

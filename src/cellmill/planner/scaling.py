@@ -4,7 +4,7 @@ from cellmill.config.checks import check_nodes
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
 from cellmill.errors import ConfigError
-from cellmill.planner.cost import Cost, estimate_cost, format_hours
+from cellmill.planner.cost import RunCost, estimate_cost, format_hours
 from cellmill.planner.devices import Device
 from cellmill.planner.hardware import find_hardware
 from cellmill.planner.memory import format_bytes
@@ -70,7 +70,7 @@ def format_scaling(
 
 def _estimate(
     options: PlanOptions, corpus: CorpusSize, machine: Machine, device_name: str, device: Device
-) -> Cost:
+) -> RunCost:
     """Estimate the run on the machine. Raise ConfigError if it does not work or fit there."""
     check_nodes(options, machine.node_counts, machine.nproc_per_node, corpus.n_cells)
     hardware = find_hardware(options, machine, device_name)

@@ -8,6 +8,7 @@ DeepSeek-V3, 2024, section 3.2.1 (DualPipe, here in V shape).
 """
 
 from cellmill.config.parallel import Parallel
+from cellmill.planner.measure.size import FORWARDS_PER_STEP
 
 # Idle units of a stage per other rank: 3 (forward 1, backward 2), less the weight-gradient units that
 # fill idle time: 1 in DualPipeV, 2 with zero bubble.
@@ -49,10 +50,9 @@ def count_kept_micro_batches(parallel: Parallel, rank: int, micro_batches: int) 
 def estimate_idle_frac(parallel: Parallel, micro_batches: int) -> float:
     """Estimate the fraction of a step in which a pipeline rank waits; 0 without a pipeline.
 
-    Units are those of the module: a pass of one micro-batch through one stage takes 1 forward and 2
-    backward.
+    Units are those of the module.
     """
     stages_per_rank = parallel.n_stages // parallel.pp
-    busy = 3 * micro_batches * stages_per_rank
+    busy = FORWARDS_PER_STEP * micro_batches * stages_per_rank
     idle = (parallel.pp - 1) * IDLE_UNITS[parallel.schedule]
     return idle / (busy + idle)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cellmill.planner.measure.size import Load
+from cellmill.planner.measure.size import FORWARDS_PER_STEP, Load
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.schedules import estimate_idle_frac
 from cellmill.planner.traffic import Traffic
@@ -19,7 +19,8 @@ from cellmill.planner.traffic import Traffic
 # NCCL's own tests reach some 360 of 450 GB/s on eight H100, 230 of 300 on eight A100
 NETWORK_FRAC = 0.8
 CALL_S = 14e-6  # base latency of a call, from the same source as `estimate_latency`
-BACKWARD_FRAC = 2 / 3  # share of the backward pass in a step's computation
+# share of the backward pass in a step's computation
+BACKWARD_FRAC = (FORWARDS_PER_STEP - 1) / FORWARDS_PER_STEP
 
 
 class HopSeconds(NamedTuple):
@@ -70,12 +71,12 @@ class StepTime:
     """Seconds of an optimizer step, at most: computation and traffic are those of the busiest ranks."""
 
     compute_s: float
-    communication_s: float  # communication that no computation overlaps
+    exposed_s: float  # communication that no computation overlaps
     idle_s: float  # time that a rank waits for others of its pipeline
 
     @property
     def step_s(self) -> float:
-        return self.compute_s + self.communication_s + self.idle_s
+        return self.compute_s + self.exposed_s + self.idle_s
 
 
 def estimate_step(
@@ -91,17 +92,19 @@ def estimate_step(
     `traffic` is the traffic of the rank that sends the most.
     """
     compute_s = _estimate_compute(model, load, flops_per_s)
-    communication_s = gathers_s = reductions_s = 0.0
+    exposed_s = 0.0
+    gathers_s = 0.0
+    reductions_s = 0.0
     for part in traffic:
         seconds = network.seconds(part)
         if part.axis in ("tp", "pp"):  # only traffic of data parallelism overlaps with computation
-            communication_s += seconds
+            exposed_s += seconds
         elif part.kind == "all-gather":
             gathers_s += seconds
         else:
             reductions_s += seconds
     if model.layout.pp > 1:
-        communication_s += gathers_s + reductions_s
+        exposed_s += gathers_s + reductions_s
     else:
         # Three lower bounds on the exposed communication; the largest applies.
         # No block computes while the first weights and the last gradients are sent.
@@ -111,10 +114,10 @@ def estimate_step(
         # Gradients are sent in the last micro-batch's backward pass only.
         last_backward_s = BACKWARD_FRAC * compute_s / micro_batches
         beyond_last_backward_s = reductions_s - last_backward_s
-        communication_s += max(first_and_last_s, beyond_compute_s, beyond_last_backward_s)
+        exposed_s += max(first_and_last_s, beyond_compute_s, beyond_last_backward_s)
     idle = estimate_idle_frac(model.parallel, max(1, round(micro_batches)))
-    idle_s = (compute_s + communication_s) * idle / (1 - idle)
-    return StepTime(compute_s, communication_s, idle_s)
+    idle_s = (compute_s + exposed_s) * idle / (1 - idle)
+    return StepTime(compute_s, exposed_s, idle_s)
 
 
 def _estimate_compute(model: PlannedModel, load: Load, flops_per_s: float) -> float:

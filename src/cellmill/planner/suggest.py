@@ -20,7 +20,7 @@ from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import Parallel, divisors
 from cellmill.errors import ConfigError
-from cellmill.planner.cost import Cost, estimate_cost, format_hours
+from cellmill.planner.cost import RunCost, estimate_cost, format_hours
 from cellmill.planner.devices import check_precision, find_device
 from cellmill.planner.hardware import Hardware, find_hardware
 from cellmill.planner.memory import format_bytes
@@ -40,7 +40,7 @@ SIMILAR = 0.02  # relative width of the bins in which hours are equal; plans are
 class Suggestions:
     """Layouts that were tried."""
 
-    fitting: list[Cost]  # the best first
+    fitting: list[RunCost]  # the best first
     too_large: list[int]  # bytes of the layouts that do not fit
     # number of refused layouts by reason; reasons that differ only in numbers count as the first
     refused: Counter[str]
@@ -85,7 +85,7 @@ def _find_lanes(options: PlanOptions, dp: int) -> int:
     return lanes
 
 
-def _make_sort_key(suggestion: Cost) -> tuple[float, ...]:
+def _make_sort_key(suggestion: RunCost) -> tuple[float, ...]:
     """Make a key that sorts the best layout first.
 
     Hours come first, in bins of SIMILAR, then bytes to other nodes, bytes inside the node, ranks
@@ -177,7 +177,7 @@ def format_suggestions(
     return "\n".join(lines)
 
 
-def _format_row(suggestion: Cost) -> str:
+def _format_row(suggestion: RunCost) -> str:
     """Format one layout as a row of the table."""
     parallel = suggestion.options.parallel
     words = describe_layout(parallel, suggestion.model.layout)

@@ -1,11 +1,8 @@
-"""Steps, tokens and micro-batches of a run, from the row offsets of the shards, without reading a
-cell.
-"""
+"""Steps, tokens and micro-batches of a run, counted from the row offsets of the shards."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from math import ceil
 from typing import NamedTuple
 
 import numpy as np
@@ -14,13 +11,13 @@ from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import Layout, min_microbatches, pipeline_tokens
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards
-from cellmill.data.stream.micro_batches import cut_evenly, cut_greedily
+from cellmill.data.stream.micro_batches import MicroBatchRule, cut_evenly, cut_greedily
 from cellmill.data.stream.order import OrderRule
 
 # Micro-batches are counted in the first steps only: shards are preshuffled, so any cells will do.
-SAMPLED_BATCHES = 4096  # at most this many batches of single ranks
 SAMPLED_STEPS = 64  # at most this many steps
-# at most this many steps are cut evenly, and this many ranks of each: such cuts take longer
+SAMPLED_RANK_STEPS = 4096  # at most this many steps times data-parallel ranks
+# a pipeline's even cuts take longer: at most this many steps, and this many ranks of each
 SAMPLED_EVENLY = 4
 
 
@@ -51,6 +48,13 @@ class CorpusSize:
         return float(np.square(self.tokens_of_cells.astype(np.float64)).mean())
 
 
+def count_detected_genes(manifest: Manifest) -> np.ndarray:
+    """Count the detected genes of each training cell in the order of the shards, `(cells,)` int64."""
+    return np.concatenate(
+        [np.diff(shard.indptr).astype(np.int64) for shard in open_shards(manifest, "train")]
+    )
+
+
 @dataclass(frozen=True)
 class Work:
     """Steps of a run and what is computed in them."""
@@ -63,38 +67,25 @@ class Work:
     val_cells: int  # cells per validation
     micro_batches_per_step: float  # mean over the sampled first steps; the same on every rank
     max_micro_batches_per_step: int  # over the sampled steps
-    micro_tokens: int  # tokens of the largest micro-batch, with padding in a pipeline
+    micro_batch_tokens: int  # tokens of the largest micro-batch, with a pipeline's padding
     padding_frac: float  # padding tokens of a pipeline per token of the step's cells
-
-
-def count_detected_genes(manifest: Manifest) -> np.ndarray:
-    """Count the detected genes of each training cell in the order of the shards, `(cells,)` int64."""
-    return np.concatenate(
-        [np.diff(shard.indptr).astype(np.int64) for shard in open_shards(manifest, "train")]
-    )
 
 
 def measure_work(options: PlanOptions, corpus: CorpusSize, layout: Layout) -> Work:
     """Count the steps of a run, and the micro-batches of the first of them."""
     train = options.train
     parallel = options.parallel
-    n_cells = corpus.n_cells
-    order_rule = OrderRule.of_run(options, n_cells)
+    order_rule = OrderRule.of_run(options, corpus.n_cells)
     steps = train.total_steps(order_rule.steps_per_epoch)
-    epochs, rest = divmod(steps, order_rule.steps_per_epoch)
-    multiple = parallel.tp if parallel.sequence_parallel else 1
+    epochs, steps_of_last_epoch = divmod(steps, order_rule.steps_per_epoch)
+    cells_of_last_epoch = int(order_rule.cells_before(steps_of_last_epoch).sum())
     micro_batches = count_micro_batches(
         corpus,
-        global_batch=order_rule.max_step_cells,
-        token_budget=train.token_budget,
-        dp=layout.dp,
-        min_microbatches=min_microbatches(parallel),
-        microbatch_multiple=parallel.pp,
-        token_multiple=multiple,
+        order_rule.max_step_cells,
+        layout.dp,
+        MicroBatchRule(train.token_budget, min_microbatches(parallel), parallel.pp),
+        token_multiple=parallel.tp if parallel.sequence_parallel else 1,
     )
-    micro_tokens = micro_batches.max_tokens
-    if parallel.pp > 1:
-        micro_tokens = pipeline_tokens(micro_tokens, multiple)
     val_cells = corpus.n_validation
     if train.val_cells is not None:
         val_cells = min(train.val_cells, corpus.n_validation)
@@ -102,73 +93,73 @@ def measure_work(options: PlanOptions, corpus: CorpusSize, layout: Layout) -> Wo
         steps=steps,
         steps_per_epoch=order_rule.steps_per_epoch,
         cells_per_step=order_rule.max_step_cells,
-        cells_seen=epochs * n_cells + int(order_rule.cells_before(rest).sum()),
+        cells_seen=epochs * corpus.n_cells + cells_of_last_epoch,
         validations=-(-steps // train.val_every_steps) if corpus.n_validation else 0,
         val_cells=val_cells,
         micro_batches_per_step=float(np.mean(micro_batches.counts)),
         max_micro_batches_per_step=max(micro_batches.counts),
-        micro_tokens=micro_tokens,
+        micro_batch_tokens=micro_batches.max_tokens,
         padding_frac=micro_batches.padding_frac,
     )
 
 
 class MicroBatches(NamedTuple):
-    """Micro-batches of the first steps of a run."""
+    """Micro-batches of the sampled first steps of a run."""
 
-    counts: list[int]  # micro-batches of each step, as many as the neediest rank has to run
-    max_tokens: int  # of the largest micro-batch; without a pipeline an upper bound
+    counts: list[int]  # micro-batches of each step, the same on every rank
+    max_tokens: int  # tokens of the largest; an upper bound without a pipeline, padded with one
     padding_frac: float  # padding tokens of a pipeline per token of the step's cells
 
 
 @cache  # many layouts have the same micro-batches
 def count_micro_batches(
-    corpus: CorpusSize,
-    global_batch: int,
-    token_budget: int,
-    dp: int,
-    min_microbatches: int,
-    microbatch_multiple: int,
-    token_multiple: int,
+    corpus: CorpusSize, step_cells: int, dp: int, rule: MicroBatchRule, token_multiple: int
 ) -> MicroBatches:
-    """Count the micro-batches of the first steps on `dp` data-parallel ranks.
+    """Count the micro-batches of the first steps, of `step_cells` cells on `dp` data-parallel ranks.
 
-    Steps take cells in the order of the shards. A pipeline (`microbatch_multiple` > 1) cuts batches
-    evenly and pads all micro-batches of a rank's step to the longest, in one of few lengths
-    (`pipeline_tokens`).
+    A pipeline (`rule.multiple_of` > 1) cuts the cells of a rank evenly and pads all micro-batches of
+    its step to the longest (`pipeline_tokens`, a multiple of `token_multiple`).
     """
     lengths = corpus.tokens_of_cells
-    cells_per_rank = -(-min(global_batch, len(lengths)) // dp)
-    n_steps = max(1, min(SAMPLED_STEPS, SAMPLED_BATCHES // dp))
-    counts = []
+    steps = _deal_first_steps(lengths, step_cells, dp)
+    counts = [_count_needed(lengths_by_rank, rule) for lengths_by_rank in steps]
+    if rule.multiple_of == 1:
+        max_cells = len(steps[0][0])  # cells of a rank in the largest step
+        return MicroBatches(
+            counts, min(rule.token_budget, max_cells * int(lengths.max())), padding_frac=0.0
+        )
     max_tokens = 0
     n_tokens = 0
     n_padded_tokens = 0
-    for step_start in range(0, len(lengths), global_batch)[:n_steps]:
-        batch = lengths[step_start : step_start + global_batch]
-        # lengths of the cells of each rank
-        starts = range(0, len(batch), cells_per_rank)
-        ranks = [batch[start : start + cells_per_rank] for start in starts]
-        needed = [len(cut_greedily(rank, token_budget)) - 1 for rank in ranks]
-        count = ceil(max(min_microbatches, *needed) / microbatch_multiple) * microbatch_multiple
-        counts.append(count)
-        if microbatch_multiple > 1 and len(counts) <= SAMPLED_EVENLY:
-            for rank in ranks[:SAMPLED_EVENLY]:
-                longest, padded_tokens = _pad_evenly(rank, count, token_multiple)
-                max_tokens = max(max_tokens, longest)
-                n_tokens += int(rank.sum())
-                n_padded_tokens += padded_tokens
-    if microbatch_multiple == 1:
-        max_tokens = min(token_budget, cells_per_rank * int(lengths.max()))
-        return MicroBatches(counts, max_tokens, padding_frac=0.0)
+    for lengths_by_rank, count in zip(steps[:SAMPLED_EVENLY], counts):
+        for lengths_of_rank in lengths_by_rank[:SAMPLED_EVENLY]:
+            tokens = np.add.reduceat(lengths_of_rank, cut_evenly(lengths_of_rank, count)[:-1])
+            padded_to = pipeline_tokens(int(tokens.max()), token_multiple)
+            max_tokens = max(max_tokens, padded_to)
+            n_tokens += int(tokens.sum())
+            n_padded_tokens += count * padded_to
     return MicroBatches(counts, max_tokens, n_padded_tokens / max(n_tokens, 1) - 1)
 
 
-def _pad_evenly(lengths: np.ndarray, count: int, token_multiple: int) -> tuple[int, int]:
-    """Cut the cells of a rank's step evenly into `count` micro-batches and pad them to the longest.
+def _deal_first_steps(lengths: np.ndarray, step_cells: int, dp: int) -> list[list[np.ndarray]]:
+    """Deal cells to the first steps and their ranks in order, and return their tokens: step, rank, cells.
 
-    `lengths` are the cells' tokens, `(cells,)`. Return the tokens of the longest micro-batch before
-    padding, and those of all micro-batches after it.
+    `lengths` are the tokens of all cells, `(cells,)`.
     """
-    tokens_by_micro_batch = np.add.reduceat(lengths, cut_evenly(lengths, count)[:-1])
-    longest = int(tokens_by_micro_batch.max())
-    return longest, count * pipeline_tokens(longest, token_multiple)
+    n_steps = max(1, min(SAMPLED_STEPS, SAMPLED_RANK_STEPS // dp))
+    rank_cells = -(-min(step_cells, len(lengths)) // dp)
+    steps = []
+    for step_start in range(0, len(lengths), step_cells)[:n_steps]:
+        step = lengths[step_start : step_start + step_cells]
+        steps.append(
+            [step[start : start + rank_cells] for start in range(0, len(step), rank_cells)]
+        )
+    return steps
+
+
+def _count_needed(lengths_by_rank: list[np.ndarray], rule: MicroBatchRule) -> int:
+    """Count the micro-batches of a step: as many as the rank that needs most, by `rule`."""
+    needed = rule.min_per_step
+    for lengths in lengths_by_rank:
+        needed = max(needed, len(cut_greedily(lengths, rule.token_budget)) - 1)
+    return -(-needed // rule.multiple_of) * rule.multiple_of

@@ -33,8 +33,9 @@ SAMPLE_TOKENS = 1 << 14
 SMALL_SAMPLE_TOKENS = 1 << 12  # for measurements without random fractions
 # a part has FLOPs per cell if cells of half the length need more FLOPs per token by this fraction
 PER_CELL_FRAC = 0.05
-# FLOPs of both passes per FLOP of the forward pass: gradients of inputs and of weights double it
-BOTH_PASSES = 3
+# a step takes the FLOPs of 3 forward passes: the backward pass computes the gradients of inputs and
+# of weights, each as many (Kaplan et al. 2020, section 2.1)
+FORWARDS_PER_STEP = 3
 WORKSPACE_TOKENS = tuple(1 << power for power in range(8, 19, 2))
 ANY_QUANTILES = (0.0, 10.0)  # replace the corpus's quantiles: sizes do not depend on values
 
@@ -285,7 +286,7 @@ def _count_flops(model: Model, n_blocks: int, long: Passes, short: Passes) -> Fl
         per_pair = max(0.0, growth / (long.pairs_per_token - short.pairs_per_token))
         block_per_token -= per_pair * long.pairs_per_token
     # rows of the global batch take a forward pass of their own, without heads
-    units = BOTH_PASSES + int(bool(model.objective.row_widths))
+    units = FORWARDS_PER_STEP + int(bool(model.objective.row_widths))
     return Flops(
         n_blocks=n_blocks,
         begin_per_token=units * long.begin_window.flops / long.tokens,
