@@ -16,7 +16,9 @@ from cellmill.config.parts.objectives import SumConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import copy_to_device, pad_batch, to_tensors
-from cellmill.models.objective import GeneStatistics
+from cellmill.models.counter_rng import host_state, keyed_token_bits
+from cellmill.models.objective import GeneStatistics, Objective
+from cellmill.models.objectives.shared import masking, views
 from cellmill.models.objectives.sum import Sum
 from cellmill.parallel.step import ParallelModel
 from cellmill.train.step_report import LossParts
@@ -48,6 +50,7 @@ def test_each_part_equals_its_objective_on_the_shared_view() -> None:
     prepared = prepare(model, batch, 128)
     losses = model(prepared)
     masked = _model(objective="masked_value", mask_frac=0.4)
+    masked.objective.in_view = True
     of_view = masked.prepare(pad_batch(model.view(batch, **KEYS), 128), **KEYS)
     assert torch.equal(losses[1], masked(of_view))
     assert int(of_view.n_targets) == int(prepared.n_targets[1]) != int(prepared.n_targets[0])
@@ -59,6 +62,45 @@ def test_each_part_equals_its_objective_on_the_shared_view() -> None:
     assert not torch.equal(decoding(shown), losses[0]), (
         "the cell's vector saw values that are hidden"
     )
+
+
+def test_a_mask_shares_no_draw_with_the_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws are recorded as states: equal keys have equal states."""
+    states: dict[str, set[int]] = {"view": set(), "mask": set()}
+
+    def view_state(*keys: Any, **state: Any) -> Any:
+        folded = host_state(*keys, **state)
+        states["view"] |= {*(folded >> np.uint64(1)).astype(np.int64).tolist()}
+        return folded
+
+    def mask_bits(*keys: Any) -> torch.Tensor:
+        bits = keyed_token_bits(*keys)
+        states["mask"] |= {*bits.tolist()}
+        return bits
+
+    monkeypatch.setattr(views, "host_state", view_state)
+    monkeypatch.setattr(masking, "keyed_token_bits", mask_bits)
+    for view in ("drop", "thin", "drop_thin"):
+        parts = PARTS | {"cell_decoding": PARTS["cell_decoding"] | {"view": view}}
+        prepare(_model(objective="sum", parts=parts), _cells(), 128)
+        assert len(states["view"]) > 5
+        assert len(states["mask"]) > 5
+        assert not states["view"] & states["mask"]
+
+
+def test_a_mask_without_a_view_has_the_keys_of_its_objective() -> None:
+    batch = _cells()
+    parts = {"masked_value": PARTS["masked_value"]}
+    summed = prepare(_model(objective="sum", parts=parts), batch, 128)
+    alone = prepare(_model(objective="masked_value", mask_frac=0.4), batch, 128)
+    assert torch.equal(summed.part_batches[0].targets, alone.targets)
+
+
+def test_the_former_name_of_parallel_styles_is_refused() -> None:
+    with refused(
+        f"{__name__}.Old.tensor: expected tensor_parallel_styles, its new name; rename it"
+    ):
+        type("Old", (Objective,), {"tensor": {"head": "vocabulary"}, "__module__": __name__})
 
 
 def test_second_views_add_no_cells_to_other_parts() -> None:

@@ -1,7 +1,7 @@
 """Last keys of the random draws of a training (`counter_rng`), by the keys before them.
 
-Draws with equal keys are equal. Whether a token is masked has no last key: its position is the last.
-So if a sum masks tokens of a view, those at positions 2, 3 and 4 share bits with the view's draws.
+Draws with equal keys are equal. Whether a token is masked has no last key, its position is the last,
+and draws of views may have the same keys. So a sum that masks tokens of a view adds MASK_IN_VIEW.
 UNDETECTED and UNKNOWN share bits for draw 0 and column 0. Other keys would change every training.
 """
 
@@ -13,6 +13,7 @@ DROPPED_FRAC = 4  # hidden fraction of a cell's genes in view drop_thin
 TOKEN_DROPOUT = 1
 FATE = 2  # whether a masked token shows its own content, random content, or none
 CONTENT = 3  # the random content
+MASK_IN_VIEW = 5  # whether a token of a view is masked
 # after (cell, seed, step), in layers whose rows are cells; those of blocks count from 0
 HEAD_DROPOUT = -1
 UNDETECTED = 4  # after (cell, seed, step, draw number): an undetected gene

@@ -26,6 +26,7 @@ from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.tokenizer import Tokenizer
+from cellmill.errors import ConfigError
 from cellmill.models.initial import Fill
 from cellmill.runs.results import Verdict, compare
 
@@ -93,6 +94,10 @@ class Objective:
     """Width of each table of `rows`; none if the loss of a cell depends on no other cell."""
     has_target_per_cell: bool = False
     """True if `n_targets` are cells; training logs their share as `labelled_frac`."""
+    in_view: bool = False
+    """True in a sum, for the view that another part draws: draws of `prepare` then need keys that the
+    view does not use (`models/draws.py`).
+    """
     training: bool = True
     """False while `prepare` is called for validation or evaluation; set by `Model.prepare`."""
     validates_rows: bool = False  # True if `loss` needs shares in validation too
@@ -105,6 +110,12 @@ class Objective:
     n_sums: int = 0  # numbers that `validation_metrics` reads: sums over cells or targets
     kept_sums: list[Tensor] | None = None
     """If a list, `loss` appends these sums over a micro-batch, `(n_sums,)` float64."""
+
+    def __init_subclass__(cls) -> None:
+        if "tensor" in vars(cls):
+            raise ConfigError(
+                f"{cls.__module__}.{cls.__name__}.tensor: expected tensor_parallel_styles, its new name; rename it"
+            )
 
     def __init__(self, config: ObjectiveConfig, tokens: Tokens) -> None:
         self.config = config

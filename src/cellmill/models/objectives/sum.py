@@ -37,21 +37,14 @@ MODEL_FIELDS = [field.name for field in fields(EncoderBatch)]
 """Fields that the model reads: the same tensors in the batch of every part."""
 
 
-@dataclass(frozen=True)
-class SumBatch:
-    """Batches that the parts prepared. Other attributes come from `model_batch`."""
+@dataclass(frozen=True, kw_only=True)
+class SumBatch(EncoderBatch):
+    """The tokens that the model is given, and the batch of each part with the same tokens."""
 
-    model_batch: Any  # the batch that the model is given
-    part_batches: tuple[Any, ...]  # in the order of the parts
+    part_batches: tuple[Any, ...]  # what each part prepared, an EncoderBatch, in their order
     n_targets: Tensor  # `(parts,)` int64
     shares: tuple[RowShare, ...] | None = None
     """Shares in losses of the global batch, in the order of the parts."""
-
-    def __getattr__(self, name: str) -> Any:
-        # copy and pickle look attributes up before they are set; delegating them would recurse forever
-        if name in self.__dataclass_fields__:
-            raise AttributeError(name)
-        return getattr(self.model_batch, name)
 
 
 class Sum(Objective):
@@ -62,12 +55,14 @@ class Sum(Objective):
         self.objectives: dict[str, Objective] = {}  # the parts by name
         self.part_weights: dict[str, float] = {}
         self.tensor_parallel_styles = {}
+        has_view = any(options.draws_view for options in config.parts.values())
         for name, options in config.parts.items():
             part = options.load()(options, tokens)
             if type(part).view is not Objective.view and not options.draws_view:
                 raise ConfigError(
                     f"objective.parts.{options.name}: it draws a view; its options class has to set draws_view"
                 )
+            part.in_view = has_view and not options.draws_view
             self.objectives[name] = part
             self.part_weights[name] = options.weight  # type: ignore[attr-defined]
             self.tensor_parallel_styles |= part.tensor_parallel_styles
@@ -75,13 +70,13 @@ class Sum(Objective):
 
     def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
         """Add the heads of every part. Raise ConfigError if two would have the same name."""
-        names: dict[str, None] = {}  # an ordered set
+        names: tuple[str, ...] = ()
         for name, part in self.objectives.items():
             attributes_before = _list_attributes(model)
             part.levels = self.levels
             part.number_columns = self.number_columns
             part.suffix = "" if name == part.config.name else f"_{name}"
-            names |= dict.fromkeys(part.attach(model, n_tokens))
+            names += part.attach(model, n_tokens)
             for head, module in sorted(_list_attributes(model).items()):
                 if attributes_before.get(head, module) is not module:
                     raise ConfigError(
@@ -89,7 +84,7 @@ class Sum(Objective):
                     )
             self.row_widths += part.row_widths
             self.validates_rows |= part.validates_rows
-        return tuple(names)
+        return tuple(dict.fromkeys(names))
 
     def leaves(self) -> Mapping[str, Objective]:
         return self.objectives
@@ -114,39 +109,44 @@ class Sum(Objective):
             has_second_views = True
             first_views = replace(batch.cut(0, batch.n_paired), n_paired=0)
         part_batches = self._prepare_parts(batch, first_views, seed, step)
-        model_batch = self._choose_model_batch(part_batches, has_second_views)
-        n_targets = torch.stack([part_batch.n_targets for part_batch in part_batches])
-        return SumBatch(model_batch, _replace_tokens(part_batches, model_batch), n_targets)
+        model_fields = self._choose_model_fields(part_batches, has_second_views)
+        return SumBatch(
+            **model_fields,
+            # so that nothing is hidden for one part and shown to another
+            part_batches=tuple(replace(part_batch, **model_fields) for part_batch in part_batches),
+            n_targets=torch.stack([part_batch.n_targets for part_batch in part_batches]),
+        )
 
     def _prepare_parts(self, batch: Batch, first_views: Batch, seed: int, step: int) -> list[Any]:
         """Prepare the batch of each part; only the part that draws the view reads second views."""
         part_batches = []
-        for part in self.objectives.values():
+        for name, part in self.objectives.items():
             part.training = self.training
             part_view = batch if part.config.draws_view else first_views
-            part_batches.append(part.prepare(part_view, seed=seed, step=step))
+            part_batch = part.prepare(part_view, seed=seed, step=step)
+            assert isinstance(part_batch, EncoderBatch), f"{name}: expected an EncoderBatch"
+            part_batches.append(part_batch)
         return part_batches
 
-    def _choose_model_batch(self, part_batches: list[Any], has_second_views: bool) -> Any:
-        """Choose the batch that the model is given.
+    def _choose_model_fields(
+        self, part_batches: list[Any], has_second_views: bool
+    ) -> dict[str, Any]:
+        """Choose the tokens that the model is given: the values of `MODEL_FIELDS`.
 
-        - A part hides tokens: its batch, since no part may see its targets.
-        - The same, and there are second views: its batch, and the second views appended.
-        - No part hides tokens, and there are second views: the batch of the part that drew them.
-        - Neither: the first part's, since all have the same tokens.
+        They come from the part that hides tokens, since no part may see its targets, or else from any
+        part. Second views follow, as the part that drew them prepared them.
         """
-        hiding_batch: Any = None  # of the part that hides tokens, if there is one
-        view_batch: Any = None  # of the part that draws the view, if there is one
+        model_batch = part_batches[0]
+        view_batch = part_batches[0]
         for part, part_batch in zip(self.objectives.values(), part_batches):
             if part.config.hides_tokens:
-                hiding_batch = part_batch
+                model_batch = part_batch
             if part.config.draws_view:
                 view_batch = part_batch
-        if hiding_batch is None:
-            return view_batch if has_second_views else part_batches[0]
+        model_fields = _read_model_fields(model_batch)
         if has_second_views:
-            return _add_second_views(hiding_batch, view_batch)
-        return hiding_batch
+            return _add_second_views(model_fields, _read_model_fields(view_batch))
+        return model_fields
 
     def loss(self, model: ObjectiveModel, states: Tensor, prepared: SumBatch) -> Tensor:
         all_shares = iter(prepared.shares or ())
@@ -197,32 +197,20 @@ class Sum(Objective):
 
 def _list_attributes(model: ObjectiveModel) -> Mapping[str, Any]:
     """List the children and the direct parameters of `model` by name."""
-    return {**dict(model.named_children()), **dict(model.named_parameters(recurse=False))}
+    return dict(model.named_children()) | dict(model.named_parameters(recurse=False))
 
 
-def _replace_tokens(part_batches: list[Any], model_batch: Any) -> tuple[Any, ...]:
-    """Replace the tokens of the parts' batches by those of `model_batch`.
-
-    So nothing is hidden for one part and shown to another.
-    """
-    if not isinstance(model_batch, EncoderBatch):
-        return tuple(part_batches)
-    tokens = {name: getattr(model_batch, name) for name in MODEL_FIELDS}
-    replaced = []
-    for part_batch in part_batches:
-        reads_tokens = isinstance(part_batch, EncoderBatch)
-        replaced.append(replace(part_batch, **tokens) if reads_tokens else part_batch)
-    return tuple(replaced)
+def _read_model_fields(batch: EncoderBatch) -> dict[str, Any]:
+    """Read the fields of `batch` that the model reads, by name."""
+    return {name: getattr(batch, name) for name in MODEL_FIELDS}
 
 
-def _add_second_views(first_views: Any, all_views: Any) -> Any:
-    """Append the second views, the rest of `all_views`, to `first_views`."""
-    joined = {}
-    for name in MODEL_FIELDS:
-        first = getattr(first_views, name)
-        joined[name] = getattr(all_views, name)
+def _add_second_views(first_views: dict[str, Any], all_views: dict[str, Any]) -> dict[str, Any]:
+    """Append the second views, the rest of `all_views`, to `first_views`; fields by name each."""
+    joined = dict(all_views)
+    for name, first in first_views.items():
         if isinstance(first, Tensor):
-            joined[name] = torch.cat([first, joined[name][len(first) :]])
+            joined[name] = torch.cat([first, all_views[name][len(first) :]])
         elif isinstance(first, list):
-            joined[name] = [*first, *joined[name][len(first) :]]
-    return replace(first_views, **joined)
+            joined[name] = [*first, *all_views[name][len(first) :]]
+    return joined

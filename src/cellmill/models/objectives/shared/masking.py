@@ -20,7 +20,7 @@ from cellmill.config.parts.objectives import MaskedObjectiveConfig
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import MASK_TOKEN, PAD_TOKEN, EncoderBatch, positions
 from cellmill.models.counter_rng import keyed_bits, keyed_token_bits, threshold
-from cellmill.models.draws import FATE
+from cellmill.models.draws import FATE, MASK_IN_VIEW
 from cellmill.models.objective import Objective, ObjectiveModel
 from cellmill.parallel.vocab_parallel import rows_at
 
@@ -95,7 +95,8 @@ class MaskedObjective(Objective):
 
     def _draw_mask(self, batch: Batch, seed: int, step: int) -> Mask:
         cell, position = positions(batch)
-        keys = keyed_token_bits(batch.cell_ids, cell, seed, step, position)
+        view_key = (MASK_IN_VIEW,) if self.in_view else ()
+        keys = keyed_token_bits(batch.cell_ids, cell, seed, step, position, *view_key)
         is_gene = batch.token_ids > PAD_TOKEN  # neither padding nor an end of the cell
         masked = self._choose_masked(keys, is_gene, cell, len(batch.lengths))
         hidden = masked
