@@ -268,6 +268,37 @@ def test_a_zarr_of_tiny_files_is_named(
     )
 
 
+@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize("name", ["data", "indices"])
+def test_a_sparse_zarr_without_all_chunks_is_refused(
+    name: str, version: int, counts: sp.csr_matrix, tmp_path: Path
+) -> None:
+    path = in_zarr(counts, tmp_path, version=version)
+    group = zarr.open_group(path, mode="a", use_consolidated=False)
+    values = group[f"X/{name}"][:]
+    del group[f"X/{name}"]
+    group.create_array(f"X/{name}", data=values, chunks=(1000,))
+    zarr.consolidate_metadata(path)
+    assert (read(path) != counts).nnz == 0
+    (path / "X" / name / ("1" if version == 2 else "c/1")).unlink()
+    line = f"X/{name}: 1 of {-(-len(values) // 1000)} chunks are not stored and read as zeros"
+    assert refusal(path) == f"{path}: damaged: {line}; if it is a copy, copy it again"
+
+
+def test_absent_chunks_of_a_dense_zarr_are_named(
+    counts: sp.csr_matrix, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counts = counts.copy()
+    counts[:70, :5] = 0  # ten chunks of zeros, which zarr does not store
+    counts.eliminate_zeros()
+    path = in_zarr(counts, tmp_path, form=sp.csr_matrix.toarray)
+    assert (read(path) != counts).nnz == 0
+    assert (
+        "X: 10 of 264 chunks are not stored and read as zeros; if it is a copy, copy it again"
+        in (capsys.readouterr().err)
+    )
+
+
 def test_a_zarr_of_pegasus_is_named(tmp_path: Path) -> None:
     root = zarr.open_group(tmp_path / "pegasus.zarr", mode="w")
     root.create_group("GRCh38-rna/barcode_metadata")

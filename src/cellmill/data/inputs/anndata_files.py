@@ -39,6 +39,7 @@ from cellmill.data.inputs.matrices import (
     MemoryMatrix,
     SparseMatrix,
     StoredMatrix,
+    absent_chunks,
     checked_shape,
     is_array,
     size_problem,
@@ -104,6 +105,8 @@ def open_anndata(path: Path, file: Any, counts: str) -> CountSource:
             f"{path}: X has sequences, but is no csr_matrix: their order is lost; preprocess again"
         )
     is_of_pegasus = not is_array(file["obs"]) and file["obs"].attrs.get("_index") == "barcodekey"
+    notes = [_OF_PEGASUS] if is_of_pegasus else []
+    notes += absent_chunks(counts, file[stored])
     return CountSource(
         path,
         counts,
@@ -114,7 +117,7 @@ def open_anndata(path: Path, file: Any, counts: str) -> CountSource:
         ordered=ordered,
         ranked=ordered and RANKED in file,
         recorded=_read_record(file),
-        notes=[_OF_PEGASUS] if is_of_pegasus else [],
+        notes=notes,
         look=partial(_look, path, file),
     )
 

@@ -140,6 +140,17 @@ def size_problem(name: str, array: Any, stored: Callable[[], int], n_cells: int 
     return f"{name} is damaged: it declares {declared:,} bytes in shape {array.shape} and stores {n_stored:,}"
 
 
+def absent_chunks(name: str, array: Any) -> list[str]:
+    """A line on chunks that a Zarr array declares and does not store, if there are any."""
+    n = getattr(array, "nchunks", 0)
+    n_absent = n - getattr(array, "nchunks_initialized", 0)
+    if n_absent < 1:
+        return []
+    return [
+        f"{name}: {n_absent:,} of {n:,} chunks are not stored and read as zeros; if it is a copy, copy it again"
+    ]
+
+
 class SequentialArray:
     """One-dimensional stored array, read in ascending slices.
 
@@ -295,6 +306,10 @@ class SparseMatrix(StoredMatrix):
         stored = {key: group.get(key) for key in ("data", "indices", "indptr")}
         for key, array in stored.items():
             require_kind(path, f"{name}/{key}", array, REAL if key == "data" else WHOLE)
+            # a chunk of indptr that is all zeros, of cells without counts, is never stored
+            absent = absent_chunks(f"{name}/{key}", array) if key != "indptr" else []
+            if absent:
+                raise DataError(f"{path}: damaged: {absent[0]}")
         self._data = SequentialArray(path, stored["data"])
         self._indices = SequentialArray(path, stored["indices"])
         n = len(self._data)
