@@ -107,6 +107,22 @@ def test_round_takes_the_nearest_whole_number(make_h5ad: Make, values: np.ndarra
     assert (read(make_h5ad(sp.csr_matrix(values)), "round") == np.rint(values)).all()
 
 
+INEXACT = {
+    "float32": lambda counts: np.expm1(np.log1p(counts.astype(np.float32))),
+    "large": lambda counts: np.expm1(np.log1p(counts.astype(np.float32))),
+    "relative": lambda counts: counts * (1 + 1e-7 * np.random.default_rng(0).normal(size=(60, 40))),
+    "dense": lambda counts: counts + 1e-9,
+}
+
+
+@pytest.mark.parametrize("name", INEXACT)
+def test_counts_with_rounding_errors_are_named(make_h5ad: Make, name: str) -> None:
+    counts = counts_of() * (1000 if name == "large" else 1)
+    path = make_h5ad(sp.csr_matrix(INEXACT[name](counts)))
+    assert "it looks like counts with rounding errors" in refusal(path)
+    assert (read(path, "round") == counts).all()
+
+
 @pytest.mark.parametrize("values", [estimated(), half_mapped()])
 def test_a_draw_keeps_row_sums(make_h5ad: Make, values: np.ndarray) -> None:
     got = read(make_h5ad(sp.csr_matrix(values)), "stochastic")

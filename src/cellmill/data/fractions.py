@@ -9,6 +9,9 @@ them. They show it:
     square roots   x^2, or the inverse of sqrt(x) + sqrt(x + 1) of Freeman and Tukey, are whole numbers
     normalised     the values are multiples of one unit in each cell, or have one sum in all cells
 
+Counts that went through logarithms and back are whole numbers but for rounding errors, and their
+squares too.
+
 A stochastic draw keeps the expectation of every value and the sum of every cell. The fractions of a
 cell are laid end to end, and a count is added wherever the line crosses k - u for a whole number k:
 each value is rounded up with the probability of its fraction, and the sum of the cell differs by
@@ -39,6 +42,8 @@ _TOLERANCE = 0.02
 _CONSISTENT = 0.95  # share of a cell's values, and of the cells, that are multiples
 _SQRT_MAX = 30.0  # largest root that is looked at: rounding errors of its square grow with it
 _ONE_SUM = 1e-3  # relative difference
+_ERROR = 1e-3  # distance of inexact counts from whole numbers
+_RELATIVE_ERROR = 2e-6  # of large counts; a float32 has 24 bits
 _LOG_MAX = 20.0  # 2^20 is a million, the sum of normalised values of a cell
 
 
@@ -52,6 +57,7 @@ class Looks(NamedTuple):
 COUNTS = Looks("like estimated counts, as of RSEM, SoupX, CellBender or an EM algorithm", True)
 IMPUTED = Looks("imputed: hardly a value is zero, as after MAGIC or scVI", False)
 LOGARITHMS = Looks("log-transformed", False)
+INEXACT = Looks("like counts with rounding errors, as of expm1(log1p(counts))", True)
 SQUARE_ROOTS = Looks("like square roots of counts", False)
 NORMALISED = Looks("normalised", False)
 ONE_SUM = Looks("normalised: all cells have one sum", False)
@@ -63,6 +69,10 @@ def describe_fractions(matrix: sp.csr_matrix) -> Looks:
     cells.eliminate_zeros()
     values = cells.data
     is_fractional = values != np.floor(values)
+    whole = np.rint(values)
+    is_near = np.abs(values - whole) < np.maximum(_ERROR, _RELATIVE_ERROR * values)
+    if whole.any() and is_near.all():
+        return INEXACT
     if _are_square_roots(values[is_fractional]):
         return SQUARE_ROOTS
     if is_fractional.mean() <= _MOSTLY:
