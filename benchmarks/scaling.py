@@ -35,7 +35,7 @@ from cellmill.planner.cost import RunCost, estimate_cost
 from cellmill.planner.devices import Device, find_device
 from cellmill.planner.hardware import Hardware
 from cellmill.planner.measure.size import Load, measure_size
-from cellmill.planner.remedies import plan_memory
+from cellmill.planner.memory import plan_memory
 from cellmill.planner.step_time import NETWORK_FRAC
 from cellmill.planner.work import CorpusSize
 from cellmill.train.optimizer import build_optimizer

@@ -25,8 +25,8 @@ from cellmill.models.build import ModelSpec
 from cellmill.planner.cost import format_hours
 from cellmill.planner.hardware import Hardware, find_hardware
 from cellmill.planner.measure.size import Load, measure_size
-from cellmill.planner.memory import format_bytes
-from cellmill.planner.remedies import find_remedy, plan_memory
+from cellmill.planner.memory import format_bytes, plan_memory
+from cellmill.planner.remedies import find_remedy
 from cellmill.planner.suggest import Suggestions, format_sections, format_suggestions, suggest
 from cellmill.planner.work import CorpusSize, count_detected_genes
 from cellmill.stages import plan

@@ -1,18 +1,21 @@
-"""Planned memory of a training process by part.
+"""Peak memory of a training process, by part.
 
 Weights, gradients and the optimizer's state are float32 in every precision. The peak is at one of
-three moments: when the backward pass begins, when the backward passes of the blocks have ended, or
-at the last reduction of a sharded model. The framework's own memory (about 1 GB with CUDA and NCCL)
-belongs to the fraction that `plan.memory_frac` leaves free.
+three moments: when the backward pass begins, when it has reached the first block, or at the last
+reduction of a sharded model. The framework's own memory (about 1 GB with CUDA and NCCL) belongs to
+the fraction that `plan.memory_frac` leaves free.
 """
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
+from cellmill.config.options import PlanOptions
+from cellmill.planner.hardware import Hardware
 from cellmill.planner.measure.passes import FLOAT32_BYTES, HALF_BYTES
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.schedules import count_kept_micro_batches
+from cellmill.planner.work import CorpusSize, measure_work
 
 AUTOCAST_BYTES = 2.5
 """Mean bytes of an element that autocast keeps for the backward pass: the residual stream and
@@ -41,63 +44,47 @@ class Memory:
         return sum(asdict(self).values())
 
 
-def format_bytes(n_bytes: float) -> str:
-    """Format a number of bytes in the largest unit that gives at least 1."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if n_bytes >= factor:
-            return f"{n_bytes / factor:.3g} {unit}"
-    return f"{n_bytes:.0f} bytes"
+def plan_memory(
+    options: PlanOptions,
+    corpus: CorpusSize,
+    hardware: Hardware,
+    micro_batch_tokens: int | None = None,
+) -> Memory:
+    """Estimate the memory of the process that needs most.
 
-
-class HostBytes(NamedTuple):
-    """Pinned host memory of one process."""
-
-    offload: int  # for parallel.cpu_offload
-    staging: int  # for a copy of the checkpoint
-
-
-def estimate_host_bytes(model: PlannedModel) -> HostBytes:
-    """Estimate the pinned host memory of one process.
-
-    Offloaded are weights, gradients, optimizer state and, if full, the average. The staged copy of
-    a GPU's checkpoint has weights, optimizer state and average.
+    `micro_batch_tokens` are the tokens of a micro-batch; by default those of the run's largest.
     """
-    offload = model.parallel.cpu_offload
-    average = int(model.keeps_average)
-    n_offloaded = 1 + model.optimizer_states  # gradients, optimizer state
-    if offload == "full":
-        n_offloaded += average
-
-    def copy_bytes(n_tensors: int) -> int:
-        """Count the bytes of all weights plus `n_tensors` tensors of the trained ones, on the largest rank."""
-        elements = 0
-        for rank in range(model.layout.pp):
-            totals = model.totals(rank)
-            elements = max(elements, totals.parameters + n_tensors * totals.trained)
-        return FLOAT32_BYTES * -(-elements // model.ranks_per_copy)
-
-    return HostBytes(
-        offload=copy_bytes(n_offloaded) if offload else 0,
-        staging=copy_bytes(model.optimizer_states + average),
+    if hardware.device == "cpu":  # there is no other memory to offload to
+        parallel = options.parallel.model_copy(update={"cpu_offload": None})
+        options = options.model_copy(update={"parallel": parallel})
+    model = PlannedModel.measure(
+        options, corpus.n_genes, hardware.world, hardware.nproc_per_node, corpus.levels
     )
+    work = measure_work(options, corpus, model.layout)
+    if micro_batch_tokens is None:
+        micro_batch_tokens = work.micro_batch_tokens
+    return estimate_peak_memory(model, micro_batch_tokens, work.max_micro_batches_per_step)
 
 
 def estimate_peak_memory(
-    model: PlannedModel, micro_tokens: int, micro_batches: int, ranks: Iterable[int] | None = None
+    model: PlannedModel,
+    micro_batch_tokens: int,
+    micro_batches: int,
+    ranks: Iterable[int] | None = None,
 ) -> Memory:
-    """Estimate the memory of the pipeline rank that needs most, for `micro_tokens` in a micro-batch.
+    """Estimate the memory of the pipeline rank that needs most in a step of `micro_batches`.
 
-    `micro_batches` is their number in a step; `ranks` limits the pipeline ranks.
+    `ranks` limits the pipeline ranks.
     """
     peaks = []
     for rank in range(model.layout.pp) if ranks is None else ranks:
-        planned = _RankMemory(model, rank, micro_tokens, micro_batches)
-        peaks.append(planned.at_backward_start())
+        memory = _RankMemory(model, rank, micro_batch_tokens, micro_batches)
+        peaks.append(memory.at_backward_start())
         if model.layout.pp == 1:
-            peaks.append(planned.at_blocks_end())
+            peaks.append(memory.at_blocks_end())
         if model.is_sharded:
-            peaks.append(planned.at_last_reduction())
-    return max(peaks, key=lambda memory: memory.total)
+            peaks.append(memory.at_last_reduction())
+    return max(peaks, key=lambda peak: peak.total)
 
 
 class _RankMemory:
@@ -114,9 +101,8 @@ class _RankMemory:
         offload = self.parallel.cpu_offload
         trained_shard = -(-self.totals.trained // model.ranks_per_copy)
         self.shard_gradient_bytes = 0 if offload == "full" else FLOAT32_BYTES * trained_shard
-        self.accumulated_bytes = (
-            0  # gradients kept from one micro-batch of a sharded model to the next
-        )
+        # gradients that a sharded model keeps from one micro-batch to the next
+        self.accumulated_bytes = 0
         if micro_batches > 1 and self.parallel.reduces_each_micro_batch:
             self.accumulated_bytes = self.shard_gradient_bytes
         elif micro_batches > 1:
@@ -136,10 +122,9 @@ class _RankMemory:
         pipeline_bytes = 0
         if self.parallel.pp > 1:
             # each stage receives activations and gradients, except at the ends of the model
-            messages = (
-                2 * len(self.stages) - totals.n_begin - totals.n_finish
-            ) * self.micro_batches
-            pipeline_bytes = round(model.element_bytes * (messages * size.width * self.tokens))
+            messages = 2 * len(self.stages) - totals.n_begin - totals.n_finish
+            elements = messages * self.micro_batches * size.width * self.tokens
+            pipeline_bytes = round(model.element_bytes * elements)
         return Memory(
             parameters=FLOAT32_BYTES * (size.buffers + shard),
             optimizer=0 if offload else model.optimizer_states * FLOAT32_BYTES * trained_shard,
@@ -284,3 +269,44 @@ class _RankMemory:
             return [self.in_flight]
         # the first of two stages gets the odd one: it waits longer for gradients
         return [-(-self.in_flight // 2), self.in_flight // 2]
+
+
+class HostBytes(NamedTuple):
+    """Pinned host memory of one process."""
+
+    offload: int  # for parallel.cpu_offload
+    staging: int  # for a copy of the checkpoint
+
+
+def estimate_host_bytes(model: PlannedModel) -> HostBytes:
+    """Estimate the pinned host memory of one process.
+
+    Offloaded are weights, gradients, optimizer state and, if full, the average. The staged copy of
+    a GPU's checkpoint has weights, optimizer state and average.
+    """
+    offload = model.parallel.cpu_offload
+    average = int(model.keeps_average)
+    n_offloaded = 1 + model.optimizer_states  # gradients, optimizer state
+    if offload == "full":
+        n_offloaded += average
+
+    def copy_bytes(n_tensors: int) -> int:
+        """Count the bytes of all weights plus `n_tensors` tensors of the trained ones, on the largest rank."""
+        elements = 0
+        for rank in range(model.layout.pp):
+            totals = model.totals(rank)
+            elements = max(elements, totals.parameters + n_tensors * totals.trained)
+        return FLOAT32_BYTES * -(-elements // model.ranks_per_copy)
+
+    return HostBytes(
+        offload=copy_bytes(n_offloaded) if offload else 0,
+        staging=copy_bytes(model.optimizer_states + average),
+    )
+
+
+def format_bytes(n_bytes: float) -> str:
+    """Format a number of bytes in the largest unit that gives at least 1."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n_bytes >= factor:
+            return f"{n_bytes / factor:.3g} {unit}"
+    return f"{n_bytes:.0f} bytes"

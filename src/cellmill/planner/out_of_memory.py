@@ -15,8 +15,8 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.cell_tokenizer import count_kept_and_zeros
 from cellmill.files import read_json
 from cellmill.planner.hardware import Hardware
-from cellmill.planner.memory import format_bytes
-from cellmill.planner.remedies import find_remedy, plan_memory
+from cellmill.planner.memory import format_bytes, plan_memory
+from cellmill.planner.remedies import find_remedy
 from cellmill.planner.work import CorpusSize, count_detected_genes
 
 TIMEOUT_S = 120  # seconds that advice may take

@@ -15,31 +15,12 @@ from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import Parallel, divisors
 from cellmill.errors import ConfigError
 from cellmill.planner.hardware import Hardware
-from cellmill.planner.memory import Memory, estimate_peak_memory, format_bytes
-from cellmill.planner.planned_model import PlannedModel
-from cellmill.planner.work import CorpusSize, measure_work
+from cellmill.planner.memory import Memory, format_bytes, plan_memory
+from cellmill.planner.work import CorpusSize
 
 FREE_HALVINGS = 2  # halvings of a micro-batch that cost less than recomputing a forward pass
 MAX_TOKENS = 1 << 24  # largest micro-batch that is tried
 MAX_DOUBLINGS = 7  # doublings of the number of nodes that are tried
-
-
-def plan_memory(
-    options: PlanOptions, corpus: CorpusSize, hardware: Hardware, micro_tokens: int | None = None
-) -> Memory:
-    """Estimate the memory of the rank that needs most.
-
-    `micro_tokens` are the tokens of a micro-batch; by default those of the run.
-    """
-    if hardware.device == "cpu":  # there is no other memory to offload to
-        options = with_parallel(options, cpu_offload=None)
-    model = PlannedModel.measure(
-        options, corpus.n_genes, hardware.world, hardware.nproc_per_node, corpus.levels
-    )
-    work = measure_work(options, corpus, model.layout)
-    if micro_tokens is None:
-        micro_tokens = work.micro_batch_tokens
-    return estimate_peak_memory(model, micro_tokens, work.max_micro_batches_per_step)
 
 
 def check_memory(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> Memory:

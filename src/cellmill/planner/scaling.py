@@ -7,8 +7,7 @@ from cellmill.errors import ConfigError
 from cellmill.planner.cost import RunCost, estimate_cost, format_hours
 from cellmill.planner.devices import Device
 from cellmill.planner.hardware import find_hardware
-from cellmill.planner.memory import format_bytes
-from cellmill.planner.remedies import plan_memory
+from cellmill.planner.memory import format_bytes, plan_memory
 from cellmill.planner.work import CorpusSize
 
 ROW = "{:>12}  {:>8}  {:>10}  {:>10}"

@@ -23,9 +23,8 @@ from cellmill.errors import ConfigError
 from cellmill.planner.cost import RunCost, estimate_cost, format_hours
 from cellmill.planner.devices import check_precision, find_device
 from cellmill.planner.hardware import Hardware, find_hardware
-from cellmill.planner.memory import format_bytes
+from cellmill.planner.memory import format_bytes, plan_memory
 from cellmill.planner.plan_file import describe_layout
-from cellmill.planner.remedies import plan_memory
 from cellmill.planner.traffic import sum_link_bytes
 from cellmill.planner.work import CorpusSize
 
