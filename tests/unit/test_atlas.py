@@ -323,7 +323,7 @@ def test_a_damaged_file_of_an_atlas_is_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(DataError, match=rf"{name}: expected sha256 .{{12}} as in atlas.json, got "):
         CellAtlas.read(tmp_path, DIGEST, WIDTH)
     (tmp_path / name).unlink()
-    with pytest.raises(DataError, match=rf"{name}: no such file$"):
+    with pytest.raises(DataError, match=rf"{name}: no such file; make the atlas again"):
         CellAtlas.read(tmp_path, DIGEST, WIDTH)
 
 
@@ -344,6 +344,11 @@ def test_a_damaged_record_of_an_atlas_is_one_line(tmp_path: Path) -> None:
             CellAtlas.read(tmp_path, DIGEST, WIDTH)
         assert message in str(raised.value)
         assert "\n" not in str(raised.value)
+    path.write_text(json.dumps(record)[:99])
+    with pytest.raises(
+        DataError, match=r"atlas.json: not valid JSON .*; make the atlas again \(the"
+    ):
+        CellAtlas.read(tmp_path, DIGEST, WIDTH)
     path.write_text(json.dumps(record))
     with pytest.raises(
         DataError, match=r"expected an atlas of model eeeeeeeeeeee, got of dddddddddddd; make "
@@ -353,7 +358,7 @@ def test_a_damaged_record_of_an_atlas_is_one_line(tmp_path: Path) -> None:
         DataError, match=r"expected vectors of 9 numbers as of the model, got 8; make "
     ):
         CellAtlas.read(tmp_path, DIGEST, 9)
-    with pytest.raises(DataError, match=r"none/atlas.json: no such file$"):
+    with pytest.raises(DataError, match=r"none/atlas.json: no such file; make the atlas again"):
         CellAtlas.read(tmp_path / "none", DIGEST, WIDTH)
 
 

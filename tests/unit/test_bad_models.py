@@ -118,6 +118,30 @@ def test_a_config_json_of_something_else_is_refused(model: Path, text: str) -> N
     assert str(model / "config.json") in error_of(model)
 
 
+@pytest.mark.parametrize("name", ["config.json", "vocabulary.tsv", WEIGHTS])
+@pytest.mark.parametrize("frac", [0, 0.5, 0.99])
+def test_a_file_that_is_cut_is_named_with_a_remedy(model: Path, name: str, frac: float) -> None:
+    content = (model / name).read_bytes()
+    (model / name).write_bytes(content[: int(frac * len(content))])
+    line = error_of(model)
+    assert line.startswith(f"{model / name}: ")
+    assert line.endswith(REMEDY)
+    assert line.count("copy it again") == 1
+
+
+@pytest.mark.parametrize("entry", [{}, {"label_column": "x", "labels": 3, "calibration": None}, 3])
+def test_a_damaged_entry_of_a_head_is_named(model: Path, entry: Any) -> None:
+    for changes in ({"classifier": entry}, {"more_classifiers": {"part": entry}}):
+        edit(model, lambda config, changes=changes: config | changes)
+        line = error_of(model)
+        assert line.startswith(f"{model / 'config.json'}: {next(iter(changes))}")
+        assert line.endswith(REMEDY)
+        edit(
+            model,
+            lambda config, changes=changes: {k: v for k, v in config.items() if k not in changes},
+        )
+
+
 def lying_header(path: Path, **changes: Any) -> None:
     """Change the entry of one tensor in the header of a .safetensors file."""
     content = path.read_bytes()

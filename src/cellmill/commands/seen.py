@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from cellmill.config.datasets import CountsRule
-from cellmill.config.load import read_model_config
+from cellmill.config.load import advising, read_model_config
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.fetch import local_input
 from cellmill.data.inputs.formats import open_dataset
@@ -27,7 +27,8 @@ def seen(
         check_writable(out)
     path = local_input(input)
     read_model_config(model / "config.json")
-    vocabulary = Vocabulary.read(model / "vocabulary.tsv")
+    with advising():
+        vocabulary = Vocabulary.read(model / "vocabulary.tsv")
     with open_dataset(path, counts) as reader:
         reader.counts_rule = counts_rule
         table, notes = table_of_seen(reader, model, vocabulary)

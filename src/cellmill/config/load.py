@@ -10,8 +10,8 @@ model's. Torch-free.
 
 import os
 import shlex
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,14 @@ from cellmill.config.plugin import Plugin
 from cellmill.config.published import PublishedFolder, model_folder_of
 from cellmill.config.section import Section, error_line, explain, shown, unknown_key
 from cellmill.config.workflow import ENTRIES, Workflow, expand, mapping, sections_of
-from cellmill.errors import ConfigError, DataError
+from cellmill.errors import ConfigError, DataError, UserError
 from cellmill.files import read_json, refuse_special
 
 Tree = dict[str, Any]
 INHERITED: dict[str, type[Plugin]] = {"model": FamilyConfig, "tokens": Tokens}
 ATLAS = "atlas"  # folder, in the model's
 RECORD = "atlas.json"
+REMEDY = "copy it again, or export the model again (consolidate)"
 
 
 class _Loader(yaml.SafeLoader):
@@ -130,7 +131,8 @@ def stored_sections(parent: str) -> Tree | None:
     path = Path(model_folder_of(parent), "config.json")
     if not path.is_file():
         return None
-    config = read_json(path)
+    with advising():
+        config = read_json(path)
     if not isinstance(config, dict):
         return None
     sections = {key: config.get(key) for key in INHERITED}
@@ -315,6 +317,16 @@ class ListedCells(BaseModel):
     sha256: str
 
 
+class ClassifierEntry(BaseModel):
+    """Entry of config.json on a head that predicts labels."""
+
+    model_config = ConfigDict(strict=True)
+
+    label_column: str
+    labels: list[str]
+    calibration: Tree | None
+
+
 class ModelFile(BaseModel):
     """Keys of config.json of an exported model that are read; the file has more."""
 
@@ -329,10 +341,23 @@ class ModelFile(BaseModel):
     levels: dict[str, list[str]] = {}
     supervised_by: list[str] = []
     cell_digests: ListedCells | None = None
+    classifier: ClassifierEntry | None = None
+    more_classifiers: dict[str, ClassifierEntry] = {}
 
 
 def unusable(path: Path, problem: str) -> DataError:
-    return DataError(f"{path}: {problem}; copy it again, or export the model again (consolidate)")
+    return DataError(f"{path}: {problem}; {REMEDY}")
+
+
+@contextmanager
+def advising(remedy: str = REMEDY) -> Iterator[None]:
+    """Add `remedy` to the error of a file that cannot be read, by default that of a model folder."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{error.filename}: {error.strerror}; {remedy}") from None
+    except UserError as error:
+        raise DataError(f"{str(error).removesuffix('; copy it again')}; {remedy}") from None
 
 
 def require_model(folder: Path) -> None:
@@ -369,7 +394,8 @@ def find_atlas(model: Path, atlas: Path | None) -> Path:
 def read_model_config(path: Path) -> Tree:
     """Return the contents of config.json of a model. Raise DataError naming what is wrong."""
     require_model(path.parent)
-    config = read_json(path)
+    with advising():
+        config = read_json(path)
     version = config.get("format") if isinstance(config, dict) else None
     if version != WEIGHTS_FORMAT:
         raise unusable(path, f"expected a model of format {WEIGHTS_FORMAT}, got {shown(version)}")

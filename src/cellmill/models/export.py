@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cellmill.config.load import check_options, read_model_config, unusable
+from cellmill.config.load import advising, check_options, read_model_config, unusable
 from cellmill.config.parts.family import WEIGHTS_FORMAT, FamilyConfig
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import SPECIAL, Tokens
@@ -119,9 +119,8 @@ def load_model(folder: Path) -> tuple[Model, Vocabulary, dict[str, Any]]:
     vocabulary_path = folder / "vocabulary.tsv"
     weights = folder / WEIGHTS
     config = read_model_config(config_path)
-    if not vocabulary_path.exists():
-        raise unusable(vocabulary_path, "no such file")
-    vocabulary = Vocabulary.read(vocabulary_path)
+    with advising():
+        vocabulary = Vocabulary.read(vocabulary_path)
     trained_with = config["vocabulary_digest"]
     if vocabulary.digest != trained_with:
         raise unusable(

@@ -12,7 +12,7 @@ from cellmill.config import check_options
 from cellmill.config.checks import check_rows
 from cellmill.config.corpus import MISSING
 from cellmill.config.datasets import NO_COLUMNS
-from cellmill.config.load import INHERITED, read_model_config, unequal_options
+from cellmill.config.load import INHERITED, advising, read_model_config, unequal_options
 from cellmill.config.options import TrainOptions
 from cellmill.config.parts.objective import TeacherVectors
 from cellmill.config.parts.tokens import SPECIAL
@@ -223,7 +223,8 @@ def _check_labels(option: str, name: str, labels: Sequence[str], train_cells: in
 
 def check_genes(options: TrainOptions, init_from: Path, vocabulary: Path) -> None:
     """Raise ConfigError if the exported model `init_from` has too few genes of the corpus."""
-    model_genes = Vocabulary.read(init_from / "vocabulary.tsv")
+    with advising():
+        model_genes = Vocabulary.read(init_from / "vocabulary.tsv")
     coverage = Vocabulary.read(vocabulary).known_by(model_genes)
     least = options.finetune.min_known_frac
     if coverage.expressed_frac < least:

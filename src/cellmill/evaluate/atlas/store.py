@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from pydantic import Field
 
-from cellmill.config.load import RECORD, check_options
+from cellmill.config.load import RECORD, advising, check_options
 from cellmill.config.section import Section
 from cellmill.data.shards.index import open_array
 from cellmill.errors import DataError
@@ -98,7 +98,8 @@ class CellAtlas:
     def read(cls, folder: Path, model_digest: str, width: int) -> Self:
         """Read the atlas of a model. Raises UserError if it is missing, damaged or another model's."""
         path = folder / RECORD
-        record: AtlasRecord = check_options(AtlasRecord, read_json(path), str(path))
+        with advising(REMEDY):
+            record: AtlasRecord = check_options(AtlasRecord, read_json(path), str(path))
         if record.model_digest != model_digest:
             raise DataError(
                 f"{path}: expected an atlas of model {model_digest[:12]}, got of {record.model_digest[:12]}; {REMEDY}"
@@ -109,7 +110,8 @@ class CellAtlas:
             )
         names = [VECTORS, CELLS, REFERENCE, *([GRAPH] if record.library else [])]
         for name in names:
-            digest = sha256_file(folder / name)
+            with advising(REMEDY):
+                digest = sha256_file(folder / name)
             expected = record.sha256.get(name, "none")
             if digest != expected:
                 raise DataError(

@@ -121,7 +121,7 @@ class GeneRidge:
         names = [field.name for field in fields(cls)]
         ridge = cls(**{name: file.read(name, ()).numpy() for name in names})
         shapes = [value.shape for value in vars(ridge).values()]
-        n_genes = config["n_genes"]
+        n_genes = config.get("n_genes")
         expected = [(n_genes,), (n_genes,), (len(ridge.loadings), n_genes), (1,), (1,)]
         if shapes != expected:
             raise unusable(path, f"expected tensors of shapes {expected}, got {shapes}")
