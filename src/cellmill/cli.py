@@ -45,6 +45,7 @@ MODULES = {
     "commands.options": "options",
     "commands.seen": "seen",
     "commands.impute": "impute",
+    "commands.perturb": "perturb",
     "commands.translate": "translate",
 }
 """Functions that run sub-commands, by module; a function is called like its sub-command."""
@@ -145,7 +146,7 @@ def _options(stage: str, arguments: dict[str, Any]) -> Any:
         tree = parse_json(text, "--options") if written else read_json(Path(text))
         return check_options(OPTIONS[stage], tree, "--options" if written else text)
     if (
-        stage in ("embed", "atlas", "map", "knock_out", "predict", "impute")
+        stage in ("embed", "atlas", "map", "knock_out", "predict", "impute", "perturb")
         and name is None
         and config is CONFIG
     ):

@@ -163,7 +163,7 @@ def test_a_change_is_measured_within_batches(screen: Context) -> None:
     stratum[held.unit_of_cell.tolist().index(3)] = -1
     changed = replace(profiles, stratum=stratum)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(held_out, "read_profiles", lambda context, roles: changed)
+        patch.setattr(held_out, "read_profiles", lambda *_: changed)
         without = HeldOut.read(screen, CONFIG, "perturbation")
     assert without.group_of_unit.tolist() == held.group_of_unit.tolist()
     assert without.unseen.tolist() == held.unseen.tolist()

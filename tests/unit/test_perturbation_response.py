@@ -163,9 +163,13 @@ def test_a_predicted_change_is_the_mean_over_its_controls(context: Context) -> N
     changed = replace(
         context, roles=roles, vectors=vectors, model=replace(context.model, network=model.eval())
     )
-    profiles: Profiles = read_profiles(changed, ("batch",))
+    profiles: Profiles = read_profiles(
+        changed.reader, changed.gene_columns, roles, ("batch",), changed.options.seed
+    )
     strata = np.array([[1.0, 0.0], [0.25, 0.75]])
-    found = predict_responses(changed, profiles, strata, ["A", "A"], [[2], [2]])
+    found = predict_responses(
+        model, changed.options.precision, vectors, profiles, strata, ["A", "A"], [[2], [2]]
+    )
     assert found is not None
     of_strata = []
     for stratum in (0, 1):
@@ -184,4 +188,9 @@ def test_a_predicted_change_is_the_mean_over_its_controls(context: Context) -> N
         of_strata.append(after - before)
     np.testing.assert_allclose(found, strata @ np.array(of_strata), atol=1e-6)
     assert np.abs(found).max() > 1e-3
-    assert predict_responses(context, profiles, strata, ["A", "A"], [[2], [2]]) is None
+    assert (
+        predict_responses(
+            context.model.network, "32-true", vectors, profiles, strata, ["A", "A"], [[2], [2]]
+        )
+        is None
+    )

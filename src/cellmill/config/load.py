@@ -351,7 +351,7 @@ def unusable(path: Path, problem: str) -> DataError:
 
 @contextmanager
 def advising(remedy: str = REMEDY) -> Iterator[None]:
-    """Add `remedy` to the error of a file that cannot be read, by default that of a model folder."""
+    """Add `remedy`, by default for a model folder, to the error of a file that cannot be read."""
     try:
         yield
     except OSError as error:

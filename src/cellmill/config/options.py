@@ -132,6 +132,7 @@ OPTIONS: dict[str, type[Section]] = {
     "embed": EmbedOptions,
     "predict": PredictOptions,
     "impute": EmbedOptions,
+    "perturb": EmbedOptions,
     "atlas": AtlasOptions,
     "map": MapOptions,
     "knock_out": KnockOutOptions,

@@ -61,8 +61,7 @@ class Context:
     @property
     def measured_genes(self) -> np.ndarray:
         """(M,) int64: rows of the model's vocabulary that the dataset has, ascending."""
-        target = self.gene_columns.target
-        return np.unique(target[target >= 0]).astype(np.int64)
+        return self.gene_columns.known_genes
 
     @property
     def supervised(self) -> str | None:

@@ -121,6 +121,11 @@ class GeneColumns(NamedTuple):
     notes: tuple[str, ...] = ()  # lines on how the names were read
     mismatch: str | None = None  # line on genes of another organism than the model's
 
+    @property
+    def known_genes(self) -> np.ndarray:
+        """(M,) int64: rows of the vocabulary that have a column, ascending."""
+        return np.unique(self.target[self.target >= 0]).astype(np.int64)
+
 
 def map_genes(var_names: Sequence[str], var: pd.DataFrame, organism: str | None) -> MappedGenes:
     """Ensembl ids and symbols of the genes of a dataset; several genes may get the same id.

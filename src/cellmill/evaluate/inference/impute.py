@@ -81,8 +81,7 @@ class FileImputer:
         self._section = section
         self._ridge = GeneRidge.read(folder, config)
         self._coverage: FileCoverage | None = None
-        target = self._columns.target
-        measured = np.unique(target[target >= 0])
+        measured = self._columns.known_genes
         wanted = _rows_of_genes(names, self._vocabulary)
         self.genes = np.setdiff1d(wanted, measured)
         self.shape = reader.n_obs, len(self.genes)

@@ -129,6 +129,37 @@ class LoadedModel:
         described.X = values
         return described
 
+    def perturb(
+        self,
+        adata: Any,
+        perturbations: Sequence[str] | None = None,
+        counts: str = "X",
+        *,
+        perturbation_column: str | None = None,
+        control: str | None = None,
+        by: str | None = None,
+        dataset: str = "adata",
+        **options: Any,
+    ) -> Any:
+        """Predicted response of the controls in `adata` to perturbations, as `cellmill perturb` writes
+        it: an AnnData of perturbations by genes, X float32, change of log(1 + counts per 10,000).
+
+        `perturbations` are names, None for all that the model was trained on; the next three are
+        those of the command, other arguments as in `embed`. Raises ConfigError for a model that
+        predicts no responses, or an unknown perturbation; DataError without enough controls.
+        """
+        given = {"perturbation_column": perturbation_column, "control": control, "by": by}
+        section = _embed_options("perturb", options, ["perturbations", *given])
+        # imports scikit-learn
+        perturb = import_module("cellmill.evaluate.inference.perturb")
+        loaded = self._model, self.vocabulary, self._tokens, self.config
+        wanted = perturb.Wanted(perturbations, **given)
+        with self._open_reader(adata, counts, dataset) as reader:
+            response, lines = perturb.predict_file(reader, loaded, self.folder, wanted, section)
+        for line in lines:
+            warnings.warn(f"{dataset}: {line.removeprefix('warning: ')}", stacklevel=2)
+        return response
+
     def map(
         self,
         adata: Any,

@@ -112,6 +112,17 @@ class PerturbationResponse(CellDecoding):
         logits = token_logits(decoded, model.profile_genes.weight, model.profile_bias)
         return logits[:, len(SPECIAL) :].float().log_softmax(1)
 
+    def trained_levels(self, model: ObjectiveModel) -> list[str]:
+        """List the perturbations with cells in training; others keep the vector of zeros that they
+        begin with.
+        """
+        levels = self.levels[self.config.perturbation_column]
+        lengths = model.response_terms.weight.abs().sum(1).tolist()
+        no_targets = (self.config.control, MISSING)
+        return [
+            level for level, length in zip(levels, lengths) if length and level not in no_targets
+        ]
+
 
 def _find_level_number(level: str, levels: Sequence[str]) -> int:
     """Find the number of a level, from 1; 0 if it is unknown."""

@@ -11,7 +11,7 @@ other: otherwise the noise of the controls would be in both.
 Legend: U units, G genes, F features of a unit, C controls.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,6 +24,8 @@ from sklearn.preprocessing import StandardScaler
 from cellmill.config.corpus import IS_CONTROL
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.arrays import log_normalise, select_columns, text_values
+from cellmill.data.genes.names import GeneColumns
+from cellmill.data.inputs.reader import CountsReader
 from cellmill.errors import DataError
 from cellmill.evaluate import draws
 from cellmill.evaluate.draws import seeded
@@ -33,6 +35,7 @@ from cellmill.evaluate.methods import KNN, ByMethod
 from cellmill.evaluate.scores import divide
 from cellmill.evaluate.task import Context, Skipped
 from cellmill.evaluate.tasks.expression import ALPHAS, expected_log_expression
+from cellmill.models.family import Model
 from cellmill.models.objectives.perturbation_response import PerturbationResponse
 from cellmill.runs.results import ScoredMethod
 
@@ -70,6 +73,11 @@ class Profiles:
         stratum = np.where(self.half == half, self.stratum, -1)
         return _average_groups(self.expression, stratum, self.stratum.max() + 1)
 
+    def start_controls(self, stratum: int, has_vector: np.ndarray) -> np.ndarray:
+        """Controls of a stratum that the model predicts from, of those in the mask `has_vector`."""
+        is_start = (self.half == START) & (self.stratum == stratum)
+        return np.flatnonzero(is_start & has_vector)[:MAX_CONTROLS]
+
     def changes(self, unit_of_cell: np.ndarray, n_units: int, controls: np.ndarray) -> np.ndarray:
         """(U, G) float64: mean over each unit's cells minus `controls`, (strata, G), of their
         strata.
@@ -98,21 +106,30 @@ class Profiles:
         return divide(n_cells, n_cells.sum(1, keepdims=True))
 
 
-def read_profiles(context: Context, roles: Iterable[str]) -> Profiles:
-    """Profiles of all cells of the dataset, with strata by those of `roles` that it has."""
-    counts = _read_counts(context)
-    is_control = context.roles[IS_CONTROL].fillna(False).to_numpy(bool)
-    stratum = _number_strata(context, roles)
-    half = _halve_controls(stratum, is_control, context.options.seed)
+def read_profiles(
+    reader: CountsReader,
+    columns: GeneColumns,
+    roles: Mapping[str, pd.Series],
+    strata: Iterable[str],
+    seed: int,
+) -> Profiles:
+    """Profiles of all cells of a file, whose `columns` are those of `match_columns`. `roles` are those
+    of `Context`; those in `strata` divide the cells.
+    """
+    genes = columns.known_genes
+    counts = _read_counts(reader, columns.target, genes)
+    is_control = roles[IS_CONTROL].fillna(False).to_numpy(bool)
+    stratum = _number_strata(roles, strata, reader.n_obs)
+    half = _halve_controls(stratum, is_control, seed)
     n_in_half = np.bincount(stratum[half == MEASURED], minlength=stratum.max() + 1)
     has_controls = n_in_half[stratum] >= MIN_CONTROLS  # START has as many, or one more
-    perturbation = text_values(context.roles[controlled_role(context)]).astype(str)
+    perturbation = text_values(roles[controlled_role(roles)]).astype(str)
     dose = np.full(len(stratum), "")
-    if "dose" in context.roles:
-        dose = text_values(context.roles["dose"]).astype(str)
+    if "dose" in roles:
+        dose = text_values(roles["dose"]).astype(str)
     return Profiles(
         expression=log_normalise(counts),
-        genes=context.measured_genes,
+        genes=genes,
         depth=np.asarray(counts.sum(axis=1, dtype=np.int64)).ravel(),
         perturbation=np.where(is_control, "", perturbation),
         dose=dose,
@@ -121,27 +138,31 @@ def read_profiles(context: Context, roles: Iterable[str]) -> Profiles:
     )
 
 
-def _read_counts(context: Context) -> sp.csr_matrix:
-    """(cells, G): counts of the model's genes that the dataset has."""
-    genes = context.measured_genes
-    vocabulary_row = context.gene_columns.target
+def _read_counts(
+    reader: CountsReader, vocabulary_row: np.ndarray, genes: np.ndarray
+) -> sp.csr_matrix:
+    """(cells, G): counts of the model's genes that the file has; `vocabulary_row`, (genes of the
+    file,), is the row of each, -1 for none.
+    """
     # (genes of the file,): index in `genes`, -1 for genes that the model does not know
     column = np.where(vocabulary_row >= 0, np.searchsorted(genes, vocabulary_row), -1)
     column = column.astype(np.int32)
-    blocks = context.reader.rows(ROW_BLOCK)
+    blocks = reader.rows(ROW_BLOCK)
     return sp.vstack([select_columns(block, column, len(genes)) for block in blocks], format="csr")
 
 
-def _number_strata(context: Context, roles: Iterable[str]) -> np.ndarray:
-    """(cells,) int64: a number for each combination of values of the roles; missing values are one
-    value.
+def _number_strata(
+    roles: Mapping[str, pd.Series], strata: Iterable[str], n_cells: int
+) -> np.ndarray:
+    """(cells,) int64: a number for each combination of values of the roles in `strata`; missing
+    values are one value.
     """
     columns = {}
-    for role in roles:
-        if role in context.roles:
-            columns[role] = text_values(context.roles[role]).astype(str)
+    for role in strata:
+        if role in roles:
+            columns[role] = text_values(roles[role]).astype(str)
     if not columns:
-        return np.zeros(context.reader.n_obs, np.int64)
+        return np.zeros(n_cells, np.int64)
     combinations = pd.DataFrame(columns).groupby([*columns], sort=True)
     return combinations.ngroup().to_numpy(np.int64)
 
@@ -161,7 +182,7 @@ def _halve_controls(stratum: np.ndarray, is_control: np.ndarray, seed: int) -> n
 
 def check_changes(context: Context) -> None:
     """Raise Skipped for a dataset without changes of expression."""
-    if controlled_role(context) not in context.roles or IS_CONTROL not in context.roles:
+    if controlled_role(context.roles) not in context.roles or IS_CONTROL not in context.roles:
         raise Skipped("the dataset has no perturbation and control columns")
     if context.reader.ordered:
         raise Skipped("sequences have no expression")
@@ -172,11 +193,11 @@ def check_changes(context: Context) -> None:
         )
 
 
-def controlled_role(context: Context) -> str:
+def controlled_role(roles: Iterable[str]) -> str:
     """Role whose values are perturbations: the condition, for a dataset without the role
     perturbation.
     """
-    return "perturbation" if "perturbation" in context.roles else "condition"
+    return "perturbation" if "perturbation" in roles else "condition"
 
 
 def _average_groups(
@@ -303,8 +324,16 @@ def add_parts(
     return sums
 
 
+def find_response(network: Model) -> PerturbationResponse | None:
+    """The objective, or part of a sum, that predicts responses; None without one."""
+    leaves = network.objective.leaves().values()
+    return next((leaf for leaf in leaves if isinstance(leaf, PerturbationResponse)), None)
+
+
 def predict_responses(
-    context: Context,
+    network: Model,
+    precision: str,
+    vectors: np.ndarray,
     profiles: Profiles,
     stratum_shares: np.ndarray,
     names: Sequence[str],
@@ -312,33 +341,32 @@ def predict_responses(
 ) -> np.ndarray | None:
     """(U, G) float64: change of each unit by the model's response head; None without such a head.
 
+    `vectors`, (cells, H), may be NaN for cells that are no `start_controls`.
     `stratum_shares`, (U, strata), are the shares of a unit's cells in each stratum. `names` are the
     perturbations of the units, `genes` the vocabulary rows of their genes.
     """
-    network = context.model.network
-    leaves = network.objective.leaves().values()
-    objective = next((leaf for leaf in leaves if isinstance(leaf, PerturbationResponse)), None)
+    objective = find_response(network)
     if objective is None:
         return None
     device = next(network.parameters()).device
+    genes_of_file = torch.from_numpy(profiles.genes)
 
     def predict_mean(cells: np.ndarray, name: str | None, rows: list[int]) -> np.ndarray:
         """(G,): mean expected expression of control cells under a perturbation; None is no
         perturbation.
         """
         tokens = [row + len(SPECIAL) for row in rows]
-        with inference(device, context.options.precision):
-            vectors = torch.from_numpy(context.vectors[cells]).to(device)
-            log_shares = objective.log_profile(network, vectors, name, tokens)
+        with inference(device, precision):
+            inputs = torch.from_numpy(vectors[cells]).to(device)
+            log_shares = objective.log_profile(network, inputs, name, tokens)
             # shares of the genes that the dataset has sum to 1
-            in_dataset = log_shares[:, torch.from_numpy(profiles.genes)]
-            shares = in_dataset.double().softmax(1).cpu().numpy()
+            shares = log_shares[:, genes_of_file].double().softmax(1).cpu().numpy()
         return expected_log_expression(shares, profiles.depth[cells]).mean(0)
 
-    is_start = (profiles.half == START) & np.isfinite(context.vectors).all(1)
+    has_vector = np.isfinite(vectors).all(1)
     changes = np.zeros((len(names), len(profiles.genes)))
     for stratum in np.flatnonzero(stratum_shares.sum(0)).tolist():
-        controls = np.flatnonzero(is_start & (profiles.stratum == stratum))[:MAX_CONTROLS]
+        controls = profiles.start_controls(stratum, has_vector)
         unperturbed = predict_mean(controls, None, [])
         # all doses of a perturbation get the same prediction
         change_by_name: dict[str, np.ndarray] = {}

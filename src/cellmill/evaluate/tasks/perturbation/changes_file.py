@@ -63,7 +63,7 @@ def write_changes(
         )
     names = [held.unit_names[unit] for unit in tested.tolist()]
     is_control = context.roles[IS_CONTROL].fillna(False).to_numpy(bool)
-    control = str(context.roles[controlled_role(context)][is_control].iloc[0])
+    control = str(context.roles[controlled_role(context.roles)][is_control].iloc[0])
     obs = _describe_cells(held, tested, [*names, control])
     cells = np.flatnonzero(obs["group"].notna())
     methods = []

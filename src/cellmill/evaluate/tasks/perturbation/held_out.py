@@ -111,7 +111,13 @@ class HeldOut:
         if split_file is not None:
             context_role = split_file.context_role
         roles = (*STRATA, context_role) if context_role else STRATA
-        profiles = read_profiles(context, dict.fromkeys(roles))
+        profiles = read_profiles(
+            context.reader,
+            context.gene_columns,
+            context.roles,
+            dict.fromkeys(roles),
+            context.options.seed,
+        )
         if profiles.stratum.max() < 0:
             raise Skipped("no stratum has enough controls")
         cells = _tabulate_cells(context, config, profiles, context_role)
@@ -307,7 +313,13 @@ class HeldOut:
         n_units = len(self.group_of_unit)
         shares = np.nan_to_num(self.profiles.stratum_shares(self.scored_unit_of_cell, n_units))
         return predict_responses(
-            self.context, self.profiles, shares, self.name_in_dataset.tolist(), self.genes
+            self.context.model.network,
+            self.context.options.precision,
+            self.context.vectors,
+            self.profiles,
+            shares,
+            self.name_in_dataset.tolist(),
+            self.genes,
         )
 
     def predictions(self, folds: list[Fold]) -> Iterator[ChangesByMethod]:

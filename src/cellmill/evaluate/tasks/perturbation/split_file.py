@@ -119,7 +119,7 @@ class SplitFile:
                 )
             contexts = {*text_values(context.roles[role].dropna()).tolist()}
         is_control = context.roles[IS_CONTROL].fillna(False).to_numpy(bool)
-        column = context.roles[controlled_role(context)]
+        column = context.roles[controlled_role(context.roles)]
         controls = text_values(column[is_control].dropna()).tolist()
         known = {*text_values(column[~is_control].dropna()).tolist()}
         names = PartNames(controls, config.combination_delimiter)

@@ -120,7 +120,7 @@ class Perturbation(Task):
             return
         doses = [] if self.config.doses is None else [DOSE]
         for role in [*self.config.held_out, *doses]:
-            is_context = role in context.roles and role != controlled_role(context)
+            is_context = role in context.roles and role != controlled_role(context.roles)
             if role in (PERTURBATION, DOSE) or is_context:
                 try:
                     held = HeldOut.read(context, self.config, role)

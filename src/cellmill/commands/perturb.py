@@ -1,0 +1,48 @@
+"""Predicted response of the control cells of a file to perturbations."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from cellmill.config.datasets import CountsRule
+from cellmill.config.options import EmbedOptions
+from cellmill.data.inputs.fetch import local_input
+from cellmill.data.inputs.formats import open_dataset
+from cellmill.data.inputs.h5 import check_h5ad, create_h5, write_anndata
+from cellmill.evaluate.inference.embed import load_for_inference
+from cellmill.evaluate.inference.perturb import ABOUT_RESPONSE, Wanted, predict_file
+from cellmill.files import refuse_overwriting
+
+
+def perturb(
+    *,
+    options: EmbedOptions,
+    model: Path,
+    input: Path | str,
+    counts: str,
+    out: Path,
+    perturbations: Sequence[str] | None,
+    perturbation_column: str | None,
+    control: str | None,
+    by: str | None,
+    counts_rule: CountsRule = "refuse",
+) -> None:
+    """Write the response of the controls of `input` to `perturbations` to `out` (.h5ad)."""
+    check_h5ad(out, "--out")
+    path = local_input(input)
+    refuse_overwriting(out, [("--input", path)])
+    loaded = load_for_inference(model)
+    wanted = Wanted(perturbations, perturbation_column, control, by)
+    with open_dataset(path, counts) as reader:
+        reader.counts_rule = counts_rule
+        response, lines = predict_file(reader, loaded, model, wanted, options.embed)
+    with create_h5(out) as file:
+        write_anndata(file, response)
+    about = response.uns[ABOUT_RESPONSE]
+    strata = f", by {' and '.join(about['strata'])}" if about["strata"] else ""
+    n_perturbations = response.obs["perturbation"].nunique()
+    print(
+        f"{path.stem}: response of {response.n_vars:,} genes to {n_perturbations:,} perturbations, predicted "
+        f"from {about['n_controls']:,} controls{strata} -> {out}"
+    )
+    for line in [*about["comparison"], *lines]:
+        print(f"{path.stem}: {line}")
