@@ -39,6 +39,7 @@ SECTIONS: dict[str, Any] = {
     "objective": {"name": "masked_value"},
     "parallel": {},
     "plan": {},
+    "finetune": {},
     "train": {"steps": 20, "global_batch": 32, "token_budget": 64},
 }
 
@@ -176,10 +177,11 @@ def test_the_plan_is_printed_as_a_table(
     lines = capsys.readouterr().out.splitlines()
     assert [line[:12].rstrip() for line in lines] == [
         *("parameters", "cells", "steps", "step", "processes", "memory", "micro-batch", "traffic"),
-        *("step time", "time", "warning"),  # masked_value without renormalize
+        *("step time", "time", "not counted", "warning"),  # masked_value without renormalize
         *("", "        GPUs", "   1 x 1 = 1", "   1 x 2 = 2", "   1 x 4 = 4", "efficiency:"),
     ]
     assert lines[4] == "processes   4 x h100, HYBRID_SHARD (1 replicas of 4 shards), 32-true"
+    assert lines[10].startswith("not counted launches of kernels, which may take 10 ms: ")
     assert "of 72 GB per process: parameters" in lines[5]
 
 
@@ -209,6 +211,10 @@ TP = {"nproc": 4, "parallel": {"strategy": "ddp", "tp": 2}}
         ),
         ({"train": {"global_batch": 16, "warmup_steps": 2}}, SCALED),
         ({}, f"warning     set objective{LEAK}"),
+        (
+            {"finetune": {"method": "head_only"}},
+            "at most     time, FLOPs and activations: finetune.method head_only freezes weights",
+        ),
         ({"objective": PARTS}, f"warning     set objective.parts.masked_value{LEAK}"),
     ],
     ids=str,

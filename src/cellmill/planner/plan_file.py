@@ -15,6 +15,8 @@ from cellmill.planner.schedules import estimate_idle_frac
 from cellmill.planner.traffic import sum_link_bytes
 from cellmill.planner.work import CorpusSize
 
+# some 1,500 kernels of a micro-batch, 5 to 10 us each to launch
+LAUNCHES_MS = 10
 LARGE_FRAC = 0.1  # validation above this fraction of the time gets a hint
 UNKNOWN = "unknown: no speed is known for this device"
 DEFAULT_BATCH = float(Train.model_fields["global_batch"].default)
@@ -216,6 +218,10 @@ def _format_time(cost: RunCost) -> Iterator[Line]:
     inside = format_bytes(sent["intra_node"])
     between = format_bytes(sent["inter_node"])
     yield "traffic", f"{inside} inside the node and {between} to other nodes, per process and step"
+    block = cost.whole_size.block
+    if block.trained < block.parameters:
+        method = cost.options.finetune.method
+        yield "at most", f"time, FLOPs and activations: finetune.method {method} freezes weights"
     time = cost.time
     if time is None:
         yield "step time", UNKNOWN
@@ -229,6 +235,10 @@ def _format_time(cost: RunCost) -> Iterator[Line]:
         peak += f", which is {mfu_frac:.0%} (plan.mfu_frac) while a process computes"
     gpu_time = format_hours(time.gpu_hours)
     yield "time", f"{format_hours(time.hours)} of training, GPU time {gpu_time} at {peak}"
+    micro_batch_ms = 1e3 * step.compute_s / cost.work.micro_batches_per_step
+    if micro_batch_ms < LAUNCHES_MS:
+        launches = f"launches of kernels, which may take {LAUNCHES_MS} ms"
+        yield "not counted", f"{launches}: a micro-batch computes for {micro_batch_ms:.2g} ms"
     if cost.options.parallel.cpu_offload is not None:
         text = "copies between host and device of cpu_offload, and AdamW on the host"
         yield "not counted", text
