@@ -1,4 +1,4 @@
-"""Agreement of the labels that a model predicts with those of the file."""
+"""Agreement of the labels and numbers that a model predicts with those of the file."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 
 from cellmill.evaluate.seen.seen_cells import Seen
+from cellmill.evaluate.tasks.expression import column_correlations
 
 
 class Agreement(NamedTuple):
@@ -72,3 +73,61 @@ def compare_labels(
             f"{column}: no accuracy, cells of its training or validation: {trained.describe()} as in the file"
         )
     return figures, lines
+
+
+def compare_numbers(
+    column: str, given: np.ndarray, predicted: np.ndarray, training_mean: float | None, seen: Seen
+) -> tuple[dict[str, Any], list[str]]:
+    """Numbers and sentences about the numbers `given` in obs column `column` against `predicted`, both
+    (cells,) float, NaN for none.
+
+    `training_mean` is the prediction of the baseline; None if predictions are not in the unit of the
+    column. Figures are of unseen cells only.
+    """
+    compared = np.isfinite(given) & np.isfinite(predicted)
+    if not compared.any():
+        return {}, []
+    if seen.cells is None:
+        _, words = _measure_numbers(given[compared], predicted[compared], training_mean)
+        line = f"{column}: {words}, but it is unknown whether the model was trained on them"
+        return {}, [f"{line} ({seen.unknown})"]
+    unseen = compared & ~seen.cells
+    trained = compared & seen.cells
+    figures: dict[str, Any] = {
+        "n_numbers_unseen": int(unseen.sum()),
+        "n_numbers_seen": int(trained.sum()),
+    }
+    lines = []
+    if unseen.any():
+        measured, words = _measure_numbers(given[unseen], predicted[unseen], training_mean)
+        figures |= measured
+        note = f"; {seen.unknown}" if seen.unknown else ""
+        lines.append(f"{column}: on cells that the model was not trained on: {words}{note}")
+    if trained.any():
+        _, words = _measure_numbers(given[trained], predicted[trained], training_mean)
+        lines.append(f"{column}: cells of its training or validation, no measure: {words}")
+    return figures, lines
+
+
+def _measure_numbers(
+    given: np.ndarray, predicted: np.ndarray, training_mean: float | None
+) -> tuple[dict[str, float], str]:
+    """Correlation and errors of finite numbers, and the same in words; no correlation if either is
+    constant.
+    """
+    figures = {}
+    words = [f"{len(given):,} cells"]
+    correlation = float(column_correlations(given[:, None], predicted[:, None])[0])
+    if np.isfinite(correlation):
+        figures["pearson"] = correlation
+        words.append(f"correlation {correlation:.3f}")
+    if training_mean is not None:
+        error = float(np.abs(predicted - given).mean())
+        baseline = float(np.abs(training_mean - given).mean())
+        figures |= {"mean_absolute_error": error, "mean_absolute_error_of_mean": baseline}
+        relation = "less" if error < baseline else "not less"
+        words.append(
+            f"mean absolute error {error:.4g}, {relation} than {baseline:.4g} of the training mean "
+            f"({training_mean:.4g})"
+        )
+    return figures, ", ".join(words)

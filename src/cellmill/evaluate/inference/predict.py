@@ -15,8 +15,9 @@ import pandas as pd
 from cellmill.config.corpus import DATASET
 from cellmill.config.run import Predict
 from cellmill.data.prepare.qc_lines import list_counts
+from cellmill.data.shards.obs import parse_columns
 from cellmill.errors import ConfigError
-from cellmill.evaluate.inference.agreement import compare_labels
+from cellmill.evaluate.inference.agreement import compare_labels, compare_numbers
 from cellmill.evaluate.inference.calibration import (
     N_THRESHOLDS,
     NO_VALIDATION,
@@ -69,7 +70,7 @@ class Predicted(Written):
     cellmill_probabilities, (cells, labels) float32, after the temperature.
     """
 
-    # sentences about labels that the file has too
+    # sentences about labels and numbers that the file has too
     agreement: list[str] = field(default_factory=list)
     key = ABOUT_PREDICTION
 
@@ -139,7 +140,7 @@ def predict_heads(
     obs: pd.DataFrame,
     seen: Seen,
 ) -> Predicted:
-    """Predictions of all heads for embedded cells, compared with the labels in `obs`.
+    """Predictions of all heads for embedded cells, compared with the labels and numbers in `obs`.
 
     A label is missing below its head's threshold, and for a cell without a vector.
     """
@@ -165,8 +166,16 @@ def predict_heads(
     regressions = find_regressions(model.objective)
     for name, head in regressions.items():
         suffix = f"_{name}" if len(regressions) > 1 else ""
-        predicted.obs[VALUE + suffix] = run_head(model, embedding.vectors, head.predict_in_units)
-        predicted.about[f"value_column{suffix}"] = head.config.target_column
+        numbers = run_head(model, embedding.vectors, head.predict_in_units)
+        column = head.config.target_column
+        predicted.obs[VALUE + suffix] = numbers
+        predicted.about[f"value_column{suffix}"] = column
+        given = parse_columns(obs, [column])[:, 0]
+        in_units = head.config.loss != "pearson"
+        mean = head.config.target_mean if in_units else None
+        figures, lines = compare_numbers(column, given, numbers.astype(np.float64), mean, seen)
+        predicted.about.update({key + suffix: value for key, value in figures.items()})
+        predicted.agreement.extend(lines)
     return predicted
 
 

@@ -1,0 +1,98 @@
+"""Numbers that a model predicts, against those of the file: plain sums, and what is not measured."""
+
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pytest
+
+from cellmill.cli import main
+from cellmill.evaluate.inference.agreement import compare_numbers
+from cellmill.evaluate.seen.seen_cells import Seen
+from tests.unit.exported import export_model
+
+
+def _draw() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(0)
+    given = generator.normal(40, 5, 60)
+    predicted = given + generator.normal(0, 3, 60)
+    given[3] = np.nan
+    predicted[4] = np.nan
+    return given, predicted, np.arange(60) % 3 == 0
+
+
+def test_only_unseen_cells_have_figures() -> None:
+    given, predicted, seen = _draw()
+    figures, lines = compare_numbers("age", given, predicted, 38.0, Seen(seen, ""))
+    kept = [cell for cell in range(60) if cell not in (3, 4) and cell % 3]
+    n = len(kept)
+    x = [given[cell] for cell in kept]
+    y = [predicted[cell] for cell in kept]
+    covariance = sum((a - sum(x) / n) * (b - sum(y) / n) for a, b in zip(x, y))
+    spread = sum((a - sum(x) / n) ** 2 for a in x) * sum((b - sum(y) / n) ** 2 for b in y)
+    error = sum(abs(a - b) for a, b in zip(x, y)) / n
+    of_mean = sum(abs(a - 38) for a in x) / n
+    assert figures["n_numbers_unseen"] == n
+    assert figures["n_numbers_seen"] == 19
+    assert figures["pearson"] == pytest.approx(covariance / spread**0.5)
+    assert figures["mean_absolute_error"] == pytest.approx(error)
+    assert figures["mean_absolute_error_of_mean"] == pytest.approx(of_mean)
+    assert error < of_mean
+    assert lines[0] == (
+        f"age: on cells that the model was not trained on: {n} cells, correlation {figures['pearson']:.3f}, mean "
+        f"absolute error {error:.4g}, less than {of_mean:.4g} of the training mean (38)"
+    )
+    assert lines[1].startswith(
+        "age: cells of its training or validation, no measure: 19 cells, correlation"
+    )
+    _, lines = compare_numbers("age", given, predicted + 90, 38.0, Seen(seen, "a parent"))
+    assert ", not less than " in lines[0]
+    assert lines[0].endswith("; a parent")
+
+
+def test_numbers_without_a_unit_have_a_correlation_only() -> None:
+    given, predicted, seen = _draw()
+    figures, [line, _] = compare_numbers("age", given, predicted, None, Seen(seen, ""))
+    assert {*figures} == {"n_numbers_unseen", "n_numbers_seen", "pearson"}
+    assert "error" not in line
+    constant, [line, _] = compare_numbers("age", given, np.ones(60), None, Seen(seen, ""))
+    assert "pearson" not in constant
+    assert line.endswith(" cells")
+
+
+def test_nothing_is_measured_without_numbers_or_training_cells() -> None:
+    given, predicted, seen = _draw()
+    assert compare_numbers("age", given * np.nan, predicted, 1.0, Seen(seen, "")) == ({}, [])
+    figures, [line] = compare_numbers("age", given, predicted, 38.0, Seen(None, "no list"))
+    assert figures == {}
+    assert line.endswith("but it is unknown whether the model was trained on them (no list)")
+
+
+@pytest.mark.parametrize("loss", ["mse", "pearson"])
+def test_predict_prints_the_comparison(
+    corpus: dict[str, Path],
+    simulated: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    loss: str,
+) -> None:
+    options: dict[str, Any] = {"target_column": "age", "target_mean": 40.0, "target_std": 12.0}
+    options |= {"objective": "regression", "loss": loss}
+    model = export_model(tmp_path / "model", corpus["vocabulary"], seed=1, **options)
+    cells = ad.read_h5ad(simulated)
+    cells.obs["age"] = np.arange(cells.n_obs) % 50
+    given = tmp_path / "cells.h5ad"
+    cells.write_h5ad(given)
+    words = ["predict", "--model", str(model), "--input", str(given)]
+    assert main([*words, "--out", str(tmp_path / "out.h5ad")]) == 0
+    printed = capsys.readouterr().out
+    written = ad.read_h5ad(tmp_path / "out.h5ad").obs
+    r = np.corrcoef(written["age"], written["cellmill_value"])[0, 1]
+    assert f"cells: age: {cells.n_obs} cells, correlation {r:.3f}, " in printed
+    error = np.abs(written["age"] - written["cellmill_value"]).mean()
+    assert (f"mean absolute error {error:.4g}, " in printed) == (loss == "mse")
+    del cells.obs["age"]
+    cells.write_h5ad(given)
+    assert main([*words, "--out", str(tmp_path / "out.h5ad")]) == 0
+    assert "correlation" not in capsys.readouterr().out
