@@ -171,18 +171,15 @@ def _read_umap_cells(path: Path) -> dict[str, UmapCells]:
     cells = {}
     for dataset in dict.fromkeys(columns.dataset):
         is_of_dataset = [name == dataset for name in columns.dataset]
-        x, y, heldout, *texts = (
-            [*compress(column, is_of_dataset)]
-            for column in (columns.x, columns.y, columns.heldout, columns.label, columns.batch)
-        )
+        heldout = compress(columns.heldout, is_of_dataset)
+        label = compress(columns.label, is_of_dataset)
+        batch = compress(columns.batch, is_of_dataset)
         cells[dataset] = UmapCells(
-            x=array("d", map(float, x)),
-            y=array("d", map(float, y)),
-            is_held_out=bytes(text == "1" for text in heldout),
+            x=array("d", compress(columns.x, is_of_dataset)),
+            y=array("d", compress(columns.y, is_of_dataset)),
+            is_held_out=bytes(map("1".__eq__, heldout)),
             # each text once in memory
-            texts={
-                key: [*map(sys.intern, column)] for key, column in zip(("label", "batch"), texts)
-            },
+            texts={"label": [*map(sys.intern, label)], "batch": [*map(sys.intern, batch)]},
         )
     return cells
 

@@ -9,6 +9,7 @@ import csv
 import io
 import sys
 import warnings
+from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
@@ -31,13 +32,13 @@ APPROXIMATE_SEARCH: dict[str, dict[str, Any]] = {  # the names that umap-learn i
 
 
 class UmapColumns(NamedTuple):
-    """Columns of umap.tsv, a text for each drawn cell. Unknown labels and batches are empty."""
+    """Columns of umap.tsv, a value for each drawn cell. Unknown labels and batches are empty."""
 
     dataset: Sequence[str]
     obs_name: Sequence[str]
     label: Sequence[str]
-    x: Sequence[str]
-    y: Sequence[str]
+    x: Sequence[float]
+    y: Sequence[float]
     heldout: Sequence[str]  # 1 for a held-out cell, else 0
     batch: Sequence[str]
 
@@ -111,12 +112,14 @@ def write_umap(path: Path, rows: list[tuple[Any, ...]]) -> None:
 
 def read_umap(path: Path) -> UmapColumns:
     """The file's columns, empty if it is absent. Raises DataError if it is damaged."""
-    columns: list[Sequence[str]] = [()] * len(COLUMNS)
+    columns = UmapColumns([], [], [], array("d"), array("d"), [], [])
     if not path.exists():
-        return UmapColumns(*columns)
+        return columns
     require_file(path)
     expected = f"expected the columns {', '.join(COLUMNS)}"
-    rows = []
+    texts: list[
+        str
+    ] = []  # of all rows, one after the other: a list per row would take twice the time
     try:
         with open(path, newline="", encoding="utf-8") as file:
             lines = csv.reader(file, delimiter="\t")
@@ -125,12 +128,20 @@ def read_umap(path: Path) -> UmapColumns:
             for row in lines:
                 if len(row) != len(COLUMNS):
                     raise ValueError(expected)
-                _, _, _, x, y, _, _ = row
-                if not isfinite(float(x) + float(y)):
+                x = float(row[3])
+                y = float(row[4])
+                if not isfinite(x + y):
                     raise ValueError("expected finite x and y")
-                rows.append(row)
+                columns.x.append(x)
+                columns.y.append(y)
+                texts += row
     except (ValueError, csv.Error) as error:
         raise DataError(
             f"{path}, row {lines.line_num}: damaged ({error}); run evaluate again"
         ) from None
-    return UmapColumns(*(zip(*rows) if rows else columns))
+    dataset, obs_name, label, _, _, heldout, batch = (
+        texts[column :: len(COLUMNS)] for column in range(len(COLUMNS))
+    )
+    return columns._replace(
+        dataset=dataset, obs_name=obs_name, label=label, heldout=heldout, batch=batch
+    )

@@ -41,9 +41,10 @@ class Chart:
     is_umap: bool = False  # its thousands of marks are drawn as a bitmap
 
     @cached_property
-    def column_names(self) -> list[str]:
-        """Columns of the table."""
-        return list(dict.fromkeys(chain.from_iterable(self.rows)))
+    def columns(self) -> dict[str, list[Any]]:
+        """Values of the table by column, None for a missing one."""
+        names = dict.fromkeys(chain.from_iterable(self.rows))
+        return {name: [row.get(name) for row in self.rows] for name in names}
 
     @property
     def full_spec(self) -> Spec:

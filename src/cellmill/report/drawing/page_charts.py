@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from markupsafe import Markup
 
@@ -92,22 +93,21 @@ class PageCharts:
                 atomic_path(folder / f"{name}.csv") as path,
                 open(path, "w", encoding="utf-8", newline="") as file,
             ):
-                writer = csv.DictWriter(file, chart.column_names, lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(_without_formulas(row) for row in chart.rows)
+                writer = csv.writer(file, lineterminator="\n")
+                writer.writerow(chart.columns)
+                writer.writerows(zip(*map(_without_formulas, chart.columns.values())))
 
     @property
     def packed(self) -> str:
         """Charts and folded parts for the page's script: JSON, compressed by zlib, in base64."""
         charts = []
         for chart, _ in self.charts:
-            columns = {key: [row.get(key) for row in chart.rows] for key in chart.column_names}
             charts.append(
                 {
                     "title": chart.title,
                     "canvas": chart.is_umap,
                     "spec": chart.full_spec,
-                    "columns": columns,
+                    "columns": chart.columns,
                 }
             )
         text = json.dumps(
@@ -119,8 +119,9 @@ class PageCharts:
         return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
 
 
-def _without_formulas(row: ChartRow) -> ChartRow:
-    """The row with an apostrophe before each text that a spreadsheet would evaluate."""
-    return {
-        key: f"'{value}" if str(value).startswith(FORMULA) else value for key, value in row.items()
-    }
+def _without_formulas(column: Sequence[Any]) -> list[Any]:
+    """The values with an apostrophe before each text that a spreadsheet would evaluate."""
+    return [
+        f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
+        for value in column
+    ]

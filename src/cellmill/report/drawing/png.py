@@ -63,9 +63,10 @@ def _choose_colours(channels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     order = np.argsort(-counts[used], kind="stable")
     used = used[order]
     shifts = np.array([12, 8, 4, 0])
-    colours = used[:, None] >> shifts & 15
+    colours = (used[:, None] >> shifts & 15).astype(np.int16)
     palette = colours[:MAX_COLOURS]
-    distances = np.square(colours[:, None] - palette).sum(axis=2)
+    gaps = colours[:, None] - palette
+    distances = np.einsum("upc,upc->up", gaps, gaps)  # used, palette, channels
     index_by_code = np.zeros(1 << 16, np.uint8)
     index_by_code[used] = distances.argmin(axis=1)
     return palette.astype(np.uint8), index_by_code[codes]
