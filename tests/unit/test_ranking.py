@@ -99,7 +99,7 @@ def test_no_run_is_best_without_a_task_that_all_have() -> None:
     assert not any(one.leads_clearly for one in list_standings(runs))
     assert (
         first_line(runs)
-        == "The runs on d have no task in common that ranks rows: none is called best."
+        == "The runs on d share no task that could rank them, so none is called best."
     )
 
 

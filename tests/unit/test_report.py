@@ -180,7 +180,7 @@ def test_the_page_shows_what_the_folders_hold(page: str) -> None:
         "97.3 %", "min_genes: 5",
         "a vocabulary of 1 genes", "240", "f00d" * 16, "cafe" * 16, "beef" * 16, "2.99.1", "train.lr", "raw.h5ad",
         f"0.800 ± 0.020, embedding + LR; -0.040 from the best baseline, 95 % interval -0.070 to -0.010; {CLOSED}.",
-        f"embedding + LR {CLOSED}.", "0 % is its first method, 100 % its second",
+        f"embedding + LR {CLOSED}.", "0 % is the first method named, 100 % the second",
         "3 cells, 1 of them held out", "UMAP by batch", "confusion of embedding + kNN",
     ):  # fmt: skip
         assert wanted in text, wanted
