@@ -181,8 +181,8 @@ def _format_work(plan: RunPlan) -> Iterator[Line]:
         auto = f"; auto: {AUTO_EPOCHS} epochs"
         if AUTO_EPOCHS * per_epoch < work.steps:
             auto += f" are {AUTO_EPOCHS * per_epoch:,}, raised to the minimum"
-    steps = f"{work.steps:,} ({per_epoch:,} per epoch{auto})"
-    yield "steps", f"{steps}, {plan.tokens_seen:,.0f} tokens in total"
+    in_total = f"{plan.tokens_seen:,.0f} tokens in total"
+    yield "steps", f"{work.steps:,} ({per_epoch:,} per epoch{auto}), {in_total}"
     flops = f"{cost.flops_per_step:.3g} FLOPs"
     micro_batches = f"{work.micro_batches_per_step:.1f} micro-batches per process"
     yield "step", f"{plan.tokens_per_step:,.0f} tokens in {micro_batches}, {flops}"
@@ -195,12 +195,9 @@ def _format_memory(plan: RunPlan) -> Iterator[Line]:
     layout = describe_layout(parallel, plan.cost.model.layout)
     yield "processes", f"{hardware.world} x {hardware.device}, {layout}, {parallel.precision}"
     parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in asdict(memory).items() if n)
-    if plan.host.offload:
-        parts += (
-            f"; {format_bytes(plan.host.offload)} of pinned host memory for parallel.cpu_offload"
-        )
-    if plan.host.staging:
-        parts += f"; {format_bytes(plan.host.staging)} of pinned host memory for checkpoints"
+    for n_bytes, use in zip(plan.host, ("parallel.cpu_offload", "checkpoints")):
+        if n_bytes:
+            parts += f"; {format_bytes(n_bytes)} of pinned host memory for {use}"
     usable = format_bytes(hardware.usable_bytes)
     yield "memory", f"{format_bytes(memory.total)} of {usable} per process: {parts}"
     memory_gb = find_device(hardware.device).memory_gb

@@ -9,7 +9,6 @@ pipeline stages, and gradients of a pipeline (sent at its end) overlap with noth
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from cellmill.planner.measure.size import FORWARDS_PER_STEP, Load
 from cellmill.planner.planned_model import PlannedModel
@@ -21,17 +20,11 @@ NETWORK_FRAC = 0.8
 CALL_S = 14e-6  # base latency of a call, from the same source as `estimate_latency`
 # share of the backward pass in a step's computation
 BACKWARD_FRAC = (FORWARDS_PER_STEP - 1) / FORWARDS_PER_STEP
-
-
-class HopSeconds(NamedTuple):
-    """Seconds of one hop of a collective."""
-
-    intra_node: float
-    inter_node: float
-
-
-RING_S = HopSeconds(intra_node=1.9e-6, inter_node=4.0e-6)
-TREE_S = HopSeconds(intra_node=1.25e-6, inter_node=8.5e-6)
+# seconds of one hop of a collective, from the same source
+RING_INTRA_NODE_S = 1.9e-6
+RING_INTER_NODE_S = 4.0e-6
+TREE_INTRA_NODE_S = 1.25e-6
+TREE_INTER_NODE_S = 8.5e-6
 
 
 @dataclass(frozen=True)
@@ -58,11 +51,11 @@ def estimate_latency(traffic: Traffic) -> float:
     nodes = -(-traffic.processes // traffic.processes_per_node)
     if traffic.kind == "point to point":
         return CALL_S
-    ring = (traffic.processes - nodes) * RING_S.intra_node + (nodes - 1) * RING_S.inter_node
+    ring = (traffic.processes - nodes) * RING_INTRA_NODE_S + (nodes - 1) * RING_INTER_NODE_S
     if traffic.kind != "all-reduce":
         return CALL_S + ring
-    tree = (traffic.processes_per_node - 1) * TREE_S.intra_node
-    tree += math.log2(nodes) * TREE_S.inter_node
+    tree = (traffic.processes_per_node - 1) * TREE_INTRA_NODE_S
+    tree += math.log2(nodes) * TREE_INTER_NODE_S
     return CALL_S + 2 * min(ring, tree)
 
 
@@ -125,11 +118,10 @@ def _estimate_compute(model: PlannedModel, load: Load, flops_per_s: float) -> fl
     recomputed = 0.0  # FLOPs of a block whose activations are not kept
     if model.parallel.activation_checkpointing is not None:
         recomputed = model.size.flops.count(load, n_blocks=1, has_begin=False, has_finish=False)
-    forward_frac = 1 - BACKWARD_FRAC
     slowest_s = 0.0
     for rank in range(model.layout.pp):
         flops = 0.0
         for stage in model.list_stages_of(rank):
-            flops += stage.flops(load) + forward_frac * stage.n_blocks * recomputed
+            flops += stage.flops(load) + (1 - BACKWARD_FRAC) * stage.n_blocks * recomputed
         slowest_s = max(slowest_s, flops / flops_per_s)
     return slowest_s
