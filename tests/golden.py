@@ -263,7 +263,10 @@ for name, given in streams.items():
         from cellmill.data.stream.batch_maker import BatchFields
         from cellmill.data.stream.micro_batches import MicroBatchRule
         from cellmill.data.stream.order import DataRank
-        fields = [field.name for field in dataclasses.fields(BatchFields) if field.name in given]
+        fields = [field.name for field in dataclasses.fields(BatchFields)]
+        if "columns" in given and "columns" not in fields:  # its name in earlier commits
+            given["level_columns"] = given.pop("columns")
+        fields = [name for name in fields if name in given]
         given["fields"] = BatchFields(**{name: given.pop(name) for name in fields})
         given["rule"] = MicroBatchRule(given.pop("token_budget"))
         given["data_rank"] = DataRank(given.pop("rank"), given.pop("world"))

@@ -86,7 +86,9 @@ def read_all(folder: Path) -> str:
     for split in ("train", "val"):
         columns = {"donor": "tokens.covariates"}
         order = {"lanes": 4, "block_cells": 16, "window_blocks": 2}
-        stream = stream_of(manifest, options=order, split=split, shuffle=False, columns=columns)
+        stream = stream_of(
+            manifest, options=order, split=split, shuffle=False, level_columns=columns
+        )
         for batches in stream:
             for batch in batches:
                 assert batch.levels is not None

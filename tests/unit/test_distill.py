@@ -157,7 +157,7 @@ def test_a_batch_has_the_vectors_of_its_cells(shards: Manifest, tmp_path: Path) 
     shared: dict[str, Any] = {
         "global_batch": 8,
         "rule": MicroBatchRule(64),
-        "fields": BatchFields(teacher=str(tmp_path / "out")),
+        "fields": BatchFields(teacher_folder=str(tmp_path / "out")),
         "seed": 0,
     }
     stream = CellStream(shards.path, "train", TOKENS, Stream(lanes=4), **shared)

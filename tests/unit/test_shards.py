@@ -406,7 +406,9 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 
 
 def _stream(manifest: Manifest, columns: dict[str, str], **given: Any) -> CellStream:
-    return stream_of(manifest, options={"lanes": 4}, token_budget=90, columns=columns, **given)
+    return stream_of(
+        manifest, options={"lanes": 4}, token_budget=90, level_columns=columns, **given
+    )
 
 
 def _numbers_by_cell(manifest: Manifest, split: str) -> np.ndarray:

@@ -34,7 +34,7 @@ from cellmill.data.stream import token_values
 from cellmill.data.stream.batch import Batch, empty_batch
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.data.stream.cell_tokenizer import CellTokenizer, count_kept_and_zeros
-from cellmill.data.stream.tokenizer import Prefixes, Tokenized
+from cellmill.data.stream.tokenizer import CellTokens, KeptGenes
 from cellmill.data.stream.tokenizers import bin_counts
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.inference.embed import tokenize_blocks
@@ -64,7 +64,7 @@ def cells(dtype: type = np.uint16, largest: int = 40) -> SparseCounts:
     return SparseCounts(starts, genes, counts.astype(dtype))
 
 
-def tokenize(cells: SparseCounts, tokens: Tokens) -> Tokenized:
+def tokenize(cells: SparseCounts, tokens: Tokens) -> CellTokens:
     return tokens.load()(tokens).tokenize(cells)  # type: ignore[no-any-return]
 
 
@@ -235,7 +235,7 @@ def test_compiled_loops_are_bitwise_equal_to_numpy(
     sizes = np.exp(exponents * np.log(largest))
     counts = sizes.round().clip(1, largest).astype(dtype)
     genes = rng.integers(0, 60_000, starts[-1]).astype(np.int32)
-    kept = Prefixes(SparseCounts(starts, genes, counts), MOST)
+    kept = KeptGenes(SparseCounts(starts, genes, counts), MOST)
     assert kept.cu_seqlens[-1] > token_values.LARGE_BATCH
     monkeypatch.setattr(codec, "COMPILED", codec.CompiledLoops())
     expected = token_values.log_tokens(kept)
@@ -249,7 +249,7 @@ def test_compiled_loops_are_bitwise_equal_to_numpy(
     given_counts = (counts, counts.astype(np.int64), frozen)
     given_genes = (genes, genes.astype(np.int64), np.repeat(genes, 2)[::2])
     for some_counts, some_genes in product(given_counts, given_genes):
-        kept = Prefixes(SparseCounts(starts, some_genes, some_counts), MOST)
+        kept = KeptGenes(SparseCounts(starts, some_genes, some_counts), MOST)
         ids, values, _ = token_values.log_tokens(kept)
         assert (ids.dtype, values.dtype) == (np.int32, np.float32)
         np.testing.assert_array_equal(ids, expected[0])

@@ -102,7 +102,7 @@ class TensorStream:
             shuffle=split == "train",
             fields=BatchFields(
                 with_counts=counts,
-                columns=dict.fromkeys(columns, "columns"),
+                level_columns=dict.fromkeys(columns, "columns"),
                 number_columns=dict.fromkeys(number_columns, "number_columns"),
             ),
         )

@@ -250,7 +250,7 @@ def build_streams(
     if batches is not None:
         # after the columns that the model reads
         columns = columns | {batches: columns.get(batches, "validation")}
-        fields = replace(fields, columns=columns)
+        fields = replace(fields, level_columns=columns)
     val_cells = options.train.val_cells
     val = CellStream(
         manifest.path, "val", shuffle=False, max_cells=val_cells, fields=fields, **shared

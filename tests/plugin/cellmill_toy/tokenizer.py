@@ -3,7 +3,7 @@
 import numpy as np
 
 from cellmill.data.rows import SparseCounts
-from cellmill.data.stream.tokenizer import Prefixes, Tokenized
+from cellmill.data.stream.tokenizer import CellTokens, KeptGenes
 from cellmill_toy.options import ToyGenes
 
 
@@ -16,8 +16,8 @@ class GenesOnly:
     def __init__(self, options: ToyGenes) -> None:
         self._max_tokens = options.max_tokens
 
-    def tokenize(self, cells: SparseCounts) -> Tokenized:
+    def tokenize(self, cells: SparseCounts) -> CellTokens:
         """Token ids and zeros."""
-        kept = Prefixes(cells, self._max_tokens)
+        kept = KeptGenes(cells, self._max_tokens)
         token_ids = kept.token_ids()
-        return Tokenized(token_ids, np.zeros(len(token_ids), self.dtype), kept.cu_seqlens)
+        return CellTokens(token_ids, np.zeros(len(token_ids), self.dtype), kept.cu_seqlens)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -27,49 +28,44 @@ class BatchFields:
 
     with_counts: bool = False  # the counts of the tokens
     # obs columns with levels and with numbers, and the option that names each
-    columns: Mapping[str, str] = field(default_factory=dict)
+    level_columns: Mapping[str, str] = field(default_factory=dict)
     number_columns: Mapping[str, str] = field(default_factory=dict)
-    teacher: str | None = None  # folder of vectors (`data.shards.index`)
+    teacher_folder: str | None = None  # has the teacher's vectors (`data.shards.index`)
 
     def open_rows(self, manifest: Manifest, split: str) -> dict[str, Any]:
         """Open arrays indexed by cell id, by field of the batch."""
         rows: dict[str, Any] = {}
-        if self.columns:
-            rows["levels"] = CellColumns(manifest, split, "levels", self.columns)
+        if self.level_columns:
+            rows["levels"] = CellColumns(manifest, split, "levels", self.level_columns)
         if self.number_columns:
             rows["numbers"] = CellColumns(manifest, split, "numbers", self.number_columns)
-        if self.teacher is not None:
-            rows["teacher"] = open_vectors(Path(self.teacher), manifest)[1][split]
+        if self.teacher_folder is not None:
+            rows["teacher"] = open_vectors(Path(self.teacher_folder), manifest)[1][split]
         return rows
 
 
+@dataclass(frozen=True)
 class BatchMaker:
-    """Makes the micro-batches of data rank `rank`; `rows` are fields indexed by cell id."""
+    """Makes the micro-batches of a data rank."""
 
-    def __init__(
-        self,
-        rule: MicroBatchRule,
-        rank: int,
-        unpacker: CellUnpacker,
-        tokenizer: CellTokenizer,
-        with_counts: bool,
-        rows: Mapping[str, Any],
-    ) -> None:
-        self._rule = rule
-        self._rank = rank
-        self._unpacker = unpacker
-        self._tokenizer = tokenizer
-        self._with_counts = with_counts
-        self._rows = rows
-        self._empty_batch = empty_batch(tokenizer.dtype, with_counts).with_rows(rows)
+    rule: MicroBatchRule
+    rank: int
+    unpacker: CellUnpacker
+    tokenizer: CellTokenizer
+    with_counts: bool
+    rows: Mapping[str, Any]  # further fields of the batches, each indexed by cell id
+
+    @cached_property
+    def _empty_batch(self) -> Batch:
+        return empty_batch(self.tokenizer.dtype, self.with_counts).with_rows(self.rows)
 
     def make(self, group: StepGroup) -> list[list[Batch]]:
         """Make this rank's micro-batches of each step, as many as on every other rank.
 
         A step is filled up with empty micro-batches.
         """
-        n_tokens = self._tokenizer.count_tokens(group.genes_per_cell)
-        cuts = self._rule.cut_steps(n_tokens, group.n_cells, self._rank)
+        n_tokens = self.tokenizer.count_tokens(group.genes_per_cell)
+        cuts = self.rule.cut_steps(n_tokens, group.n_cells, self.rank)
         filled = iter(self._tokenize(group.local, cuts.offsets, group.epoch))
         return [
             [*islice(filled, n_filled), *[self._empty_batch] * (n_batches - n_filled)]
@@ -86,9 +82,9 @@ class BatchMaker:
         for first, last in pairwise(cut_greedily(n_genes, _TOKENS_TOGETHER)):
             start = offsets[first]
             part = cells.select(slice(start, offsets[last]))
-            counts = self._unpacker.unpack(part)
-            batch = self._tokenizer.batch(counts, part.ids, self._with_counts, epoch)
-            batch = batch.with_rows(self._rows)
+            counts = self.unpacker.unpack(part)
+            batch = self.tokenizer.batch(counts, part.ids, self.with_counts, epoch)
+            batch = batch.with_rows(self.rows)
             for low, high in pairwise(offsets[first : last + 1]):
                 batches.append(batch.cut(low - start, high - start))
         return batches

@@ -48,8 +48,9 @@ _WEIGHT_OPTIONS = (
 class CellStream:
     """Cells of one split as micro-batches for one data rank; see `__iter__`.
 
-    `global_batch`, the cells per optimizer step over all ranks, is a multiple of `stream.lanes`.
-    With `shuffle` the stream is endless, over `stream.train_frac` of the cells; else it is one
+    `tokens` and `stream` are the sections of the configuration with these names. `global_batch`, the
+    cells per optimizer step over all ranks, is a multiple of `stream.lanes`; `rule` cuts them into
+    micro-batches, and `fields` are what a batch has in addition to tokens. With `shuffle` the stream is endless, over `stream.train_frac` of the cells; else it is one
     epoch in disk order of the first `max_cells` cells. Shards are read from `copies` once these are
     complete.
 
@@ -81,12 +82,9 @@ class CellStream:
         assert tokens.sequences == (manifest.ordered and not manifest.ranked), (
             f"{manifest_path}: not for {tokens.tokenizer}"
         )
-        self._sha256 = {
-            manifest.shard_path(shard): shard.sha256 for shard in manifest.entry(split).shards
-        }
         # checks the manifest's numbers before memory is taken
         self._shards = open_shards(manifest, split, copies)
-
+        self._sha256 = _list_hashes(manifest, split)
         self._order_rule = _read_order_rule(
             manifest, split, stream, global_batch, seed, shuffle, max_cells
         )
@@ -97,31 +95,33 @@ class CellStream:
             raise DataError(
                 f"{manifest_path}: {split}: {self.n_cells} cells for {world} ranks; use fewer ranks"
             )
-        self.levels = manifest.levels(fields.columns)
-        weight_columns = stream.weights_column() if shuffle else {}
-        self.fingerprint = manifest.fingerprint_with(
-            sorted({*fields.columns, *weight_columns}), fields.number_columns
-        )
-
-        # draws of validation do not depend on the run's seed
-        draw_seed = seed if shuffle else 0
-        tokenizer = CellTokenizer(tokens, manifest.n_genes, draw_seed, manifest.variability)
-        self._unpacker = CellUnpacker(manifest, self._shards, tokenizer, fields.with_counts)
-        self._maker = BatchMaker(
-            rule,
-            data_rank.rank,
-            self._unpacker,
-            tokenizer,
-            fields.with_counts,
-            fields.open_rows(manifest, split),
-        )
+        self.levels = manifest.levels(fields.level_columns)
+        self.fingerprint = _compute_fingerprint(manifest, fields, self._order_rule)
+        # from shards to packed cells, and from these to micro-batches
         self._reader = StepReader(self._shards, self._order_rule, data_rank, stream.io_threads)
-
+        self._maker = self._open_maker(manifest, split, tokens, fields, rule, data_rank.rank)
         # where the stream is
         self._epoch = 0
         self._step = 0
         self._pool: ThreadPoolExecutor | None = None  # the thread that tokenizes
         self._closed = False
+
+    def _open_maker(
+        self,
+        manifest: Manifest,
+        split: str,
+        tokens: Tokens,
+        fields: BatchFields,
+        rule: MicroBatchRule,
+        rank: int,
+    ) -> BatchMaker:
+        """Open the fields of batches, and make what turns cells of the shards into them."""
+        # draws of validation do not depend on the run's seed
+        seed = self._order_rule.seed if self._order_rule.shuffle else 0
+        tokenizer = CellTokenizer(tokens, manifest.n_genes, seed, manifest.variability)
+        unpacker = CellUnpacker(manifest, self._shards, tokenizer, fields.with_counts)
+        rows = fields.open_rows(manifest, split)
+        return BatchMaker(rule, rank, unpacker, tokenizer, fields.with_counts, rows)
 
     def __iter__(self) -> Iterator[list[Batch]]:
         """Yield the micro-batches of this data rank for each optimizer step, as many as on every rank.
@@ -210,7 +210,7 @@ class CellStream:
 
     def names(self, cell_ids: np.ndarray) -> list[str]:
         """Name cells by id as `dataset:name (file row)`, read from the shards; for error messages."""
-        return self._unpacker.names(cell_ids)
+        return self._maker.unpacker.names(cell_ids)
 
     def shards_read(self, ranks: Collection[int], step: int, stop: int) -> dict[Path, str]:
         """Return the SHA-256 of the shards, by path, that `ranks` read in steps `step` to `stop`, counted over
@@ -274,6 +274,19 @@ def _read_order_rule(
             repeats = read_repeats(manifest, split, stream, max_cells)
     sizes = tuple(shard.n_obs for shard in entry.shards)
     return OrderRule(sizes, stream, global_batch, seed, shuffle, max_cells, repeats)
+
+
+def _list_hashes(manifest: Manifest, split: str) -> dict[Path, str]:
+    """SHA-256 of each shard of a split, by path."""
+    shards = manifest.entry(split).shards
+    return {manifest.shard_path(shard): shard.sha256 for shard in shards}
+
+
+def _compute_fingerprint(manifest: Manifest, fields: BatchFields, order_rule: OrderRule) -> str:
+    """Fingerprint of the cells, their columns in the batches, and the column that weights them."""
+    weight_columns = order_rule.stream.weights_column() if order_rule.shuffle else {}
+    level_columns = sorted({*fields.level_columns, *weight_columns})
+    return manifest.fingerprint_with(level_columns, fields.number_columns)
 
 
 def _order_options(order_rule: OrderRule) -> dict[str, Any]:

@@ -15,13 +15,13 @@ from cellmill.data.arrays import scale_of_totals
 from cellmill.data.packing import codec
 from cellmill.data.recycled import recycled_empty
 from cellmill.data.rows import row_sums
-from cellmill.data.stream.tokenizer import Prefixes, Tokenized
+from cellmill.data.stream.tokenizer import CellTokens, KeptGenes
 
 LARGE_BATCH = 1 << 15  # tokens of a batch from which loops are faster
 _TABLED_COUNTS = 64  # counts below it are looked up in a table of each cell
 
 
-def position_tokens(kept: Prefixes) -> Tokenized:
+def position_tokens(kept: KeptGenes) -> CellTokens:
     """Make tokens of the kept genes, with int32 positions in their cell from 0."""
     values = recycled_empty(kept.cu_seqlens[-1], np.int32)
     offsets, genes, _ = kept.cells
@@ -31,15 +31,15 @@ def position_tokens(kept: Prefixes) -> Tokenized:
         loops.fill_positions(
             offsets, genes, kept.cu_seqlens, token_ids, values, np.int32(len(SPECIAL))
         )
-        return Tokenized(token_ids, values, kept.cu_seqlens)
+        return CellTokens(token_ids, values, kept.cu_seqlens)
     # slices of one cached array take half the time of arange - repeat
     longest = np.arange(kept.lengths.max(initial=0), dtype=np.int32)
     parts = [longest[:n] for n in kept.lengths.tolist()]
     np.concatenate(parts or [longest], out=values)
-    return Tokenized(kept.token_ids(), values, kept.cu_seqlens)
+    return CellTokens(kept.token_ids(), values, kept.cu_seqlens)
 
 
-def log_tokens(kept: Prefixes) -> Tokenized:
+def log_tokens(kept: KeptGenes) -> CellTokens:
     """Make tokens, with float32 values, of the kept genes and their counts."""
     offsets, _, counts = kept.cells
     loops = _choose_loops(kept, *kept.cells)
@@ -48,10 +48,10 @@ def log_tokens(kept: Prefixes) -> Tokenized:
     values = kept.copy(counts, np.float32)
     values *= np.repeat(scale_of_totals(row_sums(counts, offsets), np.float32), kept.lengths)
     np.log1p(values, out=values)
-    return Tokenized(kept.token_ids(), values, kept.cu_seqlens)
+    return CellTokens(kept.token_ids(), values, kept.cu_seqlens)
 
 
-def _choose_loops(kept: Prefixes, *arrays: np.ndarray) -> Any:
+def _choose_loops(kept: KeptGenes, *arrays: np.ndarray) -> Any:
     """Return the loops; None if numpy is faster, or offsets, genes and perhaps counts have other types or
     layouts than they are compiled for.
     """
@@ -67,7 +67,7 @@ def _choose_loops(kept: Prefixes, *arrays: np.ndarray) -> Any:
     return codec.COMPILED.loops_for(n_tokens)
 
 
-def _tokens_by_loops(loops: Any, kept: Prefixes) -> Tokenized:
+def _tokens_by_loops(loops: Any, kept: KeptGenes) -> CellTokens:
     """`log_tokens` by the compiled loops, in memory that is allocated here."""
     cells = kept.cells
     token_offsets = kept.cu_seqlens
@@ -94,4 +94,4 @@ def _tokens_by_loops(loops: Any, kept: Prefixes) -> Tokenized:
     # these still have their count times the scale
     large = large[:n_large]
     values[large] = np.log1p(values[large])
-    return Tokenized(token_ids, values, token_offsets)
+    return CellTokens(token_ids, values, token_offsets)

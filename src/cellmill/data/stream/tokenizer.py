@@ -10,7 +10,7 @@ from cellmill.data.rows import SparseCounts
 from cellmill.data.stream.batch import Batch
 
 
-class Tokenized(NamedTuple):
+class CellTokens(NamedTuple):
     """Tokens of some cells, as in `Batch`."""
 
     token_ids: np.ndarray  # (tokens,) int32
@@ -29,14 +29,14 @@ class Tokenizer(Protocol):
     # if False, only the genes that fit into `max_tokens` are read, and no counts
     needs_counts: bool
 
-    def tokenize(self, cells: SparseCounts) -> Tokenized:
+    def tokenize(self, cells: SparseCounts) -> CellTokens:
         """Make the tokens of cells whose genes, rows of the vocabulary, are in rank order.
 
         Their counts are above 0, or None unless `needs_counts`.
         """
 
 
-class Prefixes:
+class KeptGenes:
     """The first `max_tokens` genes of each cell.
 
     Attributes: the whole `cells`; `lengths` `(cells,)` and `cu_seqlens` `(cells + 1,)` int32 of
@@ -91,5 +91,5 @@ def make_batch(
     if with_counts:
         # the tokenizer cut all cells at one number of genes: cutting at the longest does it again
         longest = int(np.diff(tokens.cu_seqlens).max(initial=0))
-        token_counts = Prefixes(cells, longest).copy(cells.counts, np.int64)
+        token_counts = KeptGenes(cells, longest).copy(cells.counts, np.int64)
     return Batch(*tokens, cell_ids, token_counts, **per_cell)

@@ -7,7 +7,7 @@ import numpy as np
 from cellmill.config.parts.tokens import BinnedTokens
 from cellmill.data.rows import SparseCounts, row_offsets
 from cellmill.data.stream.token_values import log_tokens, position_tokens
-from cellmill.data.stream.tokenizer import Prefixes, Tokenized
+from cellmill.data.stream.tokenizer import CellTokens, KeptGenes
 from cellmill.errors import ConfigError
 
 # entries of a table over counts; cells with larger counts are binned one by one
@@ -20,8 +20,8 @@ class FirstGenes:
     def __init__(self, options: Any) -> None:
         self._options = options
 
-    def _prefixes(self, cells: SparseCounts) -> Prefixes:
-        return Prefixes(cells, self._options.max_tokens)
+    def _keep(self, cells: SparseCounts) -> KeptGenes:
+        return KeptGenes(cells, self._options.max_tokens)
 
 
 class ContinuousTokenizer(FirstGenes):
@@ -30,8 +30,8 @@ class ContinuousTokenizer(FirstGenes):
     dtype = np.dtype(np.float32)
     needs_counts = True
 
-    def tokenize(self, cells: SparseCounts) -> Tokenized:
-        return log_tokens(self._prefixes(cells))
+    def tokenize(self, cells: SparseCounts) -> CellTokens:
+        return log_tokens(self._keep(cells))
 
 
 class RankTokenizer(FirstGenes):
@@ -40,8 +40,8 @@ class RankTokenizer(FirstGenes):
     dtype = np.dtype(np.int32)
     needs_counts = False
 
-    def tokenize(self, cells: SparseCounts) -> Tokenized:
-        return position_tokens(self._prefixes(cells))
+    def tokenize(self, cells: SparseCounts) -> CellTokens:
+        return position_tokens(self._keep(cells))
 
 
 class BinnedTokenizer(FirstGenes):
@@ -63,15 +63,15 @@ class BinnedTokenizer(FirstGenes):
                 )
             self._edges = np.array(options.edges)
 
-    def tokenize(self, cells: SparseCounts) -> Tokenized:
-        kept = self._prefixes(cells)
+    def tokenize(self, cells: SparseCounts) -> CellTokens:
+        kept = self._keep(cells)
         if self._edges is None:
             bins = _bin_cells(cells, self._options.bins)
-            return Tokenized(kept.token_ids(), kept.copy(bins, np.int32), kept.cu_seqlens)
+            return CellTokens(kept.token_ids(), kept.copy(bins, np.int32), kept.cu_seqlens)
         token_ids, values, cu_seqlens = log_tokens(kept)
         # a value at an edge is in the bin above it
         bins = 1 + np.searchsorted(self._edges, values, side="right")
-        return Tokenized(token_ids, bins.astype(np.int32), cu_seqlens)
+        return CellTokens(token_ids, bins.astype(np.int32), cu_seqlens)
 
 
 def bin_counts(counts: np.ndarray, bins: int) -> np.ndarray:

@@ -141,7 +141,7 @@ def calibrate_head(
         seed=options.train.seed,
         shuffle=False,
         max_cells=options.train.val_cells,
-        fields=BatchFields(columns=options.obs_columns()),
+        fields=BatchFields(level_columns=options.obs_columns()),
     )
     column = [*options.obs_columns()].index(objective.config.label_column)
     vectors = []
