@@ -127,9 +127,9 @@ def _tokens(path: Path, known: Vocabulary, tokens: Tokens) -> dict[str, np.ndarr
         for block in module.tokenize_blocks(
             reader.rows(100), module.match_columns(reader, known), known, tokens
         ):
-            for at, cell in enumerate(block.cells):
+            for at, cell in enumerate(block.cell_ids):
                 span = slice(block.cu_seqlens[at], block.cu_seqlens[at + 1])
-                made[reader.obs_names[cell]] = np.array([block.genes[span], block.values[span]])
+                made[reader.obs_names[cell]] = np.array([block.token_ids[span], block.values[span]])
     return made
 
 
