@@ -50,9 +50,9 @@ class CellStream:
 
     `tokens` and `stream` are the sections of the configuration with these names. `global_batch`, the
     cells per optimizer step over all ranks, is a multiple of `stream.lanes`; `rule` cuts them into
-    micro-batches, and `fields` are what a batch has in addition to tokens. With `shuffle` the stream is endless, over `stream.train_frac` of the cells; else it is one
-    epoch in disk order of the first `max_cells` cells. Shards are read from `copies` once these are
-    complete.
+    micro-batches, and `fields` are what a batch has in addition to tokens. With `shuffle` the stream
+    is endless, over `stream.train_frac` of the cells; else it is one epoch in disk order of the first
+    `max_cells` cells. Shards are read from `copies` once these are complete.
 
     Raises DataError when manifest or shards are missing, damaged or do not match, or the split has
     no cells.
