@@ -112,14 +112,14 @@ def write_umap(path: Path, rows: list[tuple[Any, ...]]) -> None:
 
 def read_umap(path: Path) -> UmapColumns:
     """The file's columns, empty if it is absent. Raises DataError if it is damaged."""
-    columns = UmapColumns([], [], [], array("d"), array("d"), [], [])
+    x = array("d")
+    y = array("d")
     if not path.exists():
-        return columns
+        return UmapColumns([], [], [], x, y, [], [])
     require_file(path)
     expected = f"expected the columns {', '.join(COLUMNS)}"
-    texts: list[
-        str
-    ] = []  # of all rows, one after the other: a list per row would take twice the time
+    # all rows, one after the other: a list for each row would take twice the time
+    texts: list[str] = []
     try:
         with open(path, newline="", encoding="utf-8") as file:
             lines = csv.reader(file, delimiter="\t")
@@ -128,12 +128,10 @@ def read_umap(path: Path) -> UmapColumns:
             for row in lines:
                 if len(row) != len(COLUMNS):
                     raise ValueError(expected)
-                x = float(row[3])
-                y = float(row[4])
-                if not isfinite(x + y):
+                x.append(float(row[3]))
+                y.append(float(row[4]))
+                if not isfinite(x[-1] + y[-1]):
                     raise ValueError("expected finite x and y")
-                columns.x.append(x)
-                columns.y.append(y)
                 texts += row
     except (ValueError, csv.Error) as error:
         raise DataError(
@@ -142,6 +140,4 @@ def read_umap(path: Path) -> UmapColumns:
     dataset, obs_name, label, _, _, heldout, batch = (
         texts[column :: len(COLUMNS)] for column in range(len(COLUMNS))
     )
-    return columns._replace(
-        dataset=dataset, obs_name=obs_name, label=label, heldout=heldout, batch=batch
-    )
+    return UmapColumns(dataset, obs_name, label, x, y, heldout, batch)
