@@ -159,6 +159,12 @@ def test_the_command_writes_what_python_gives(
         )
         printed = capsys.readouterr().out
         by = "decoder (weight 0.3) + ridge" if context.model.ridge else "decoder"
+        heading = "few: on validation cells of the model, with a fifth of the genes hidden, the correlation"
+        assert (heading in printed) == (context.model.ridge is not None)
+        if context.model.ridge is not None:
+            correlation = context.model.ridge.validation_correlation
+            assert about["validation_correlation"] == correlation
+            assert f"hidden gene over cells was {correlation:.2f} on average\n" in printed
         n_genes = len(named or ids)
         assert (
             f"few: {n_genes} genes of 600 cells predicted by {by} from {cells.n_vars} measured genes -> {out}\n"

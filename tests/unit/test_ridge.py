@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -88,7 +89,7 @@ def test_factors_are_a_ridge_regression_of_the_visible_genes() -> None:
 
 def test_a_ridge_comes_back_bit_for_bit_and_whole(tmp_path: Path) -> None:
     ridge = GeneRidge.fit(_counts(60, 30))
-    config = {"n_genes": 30, "ridge": ridge.write(tmp_path)}
+    config: dict[str, Any] = {"n_genes": 30, "ridge": ridge.write(tmp_path)}
     again = GeneRidge.read(tmp_path, config)
     assert again is not None
     for name, value in vars(ridge).items():
@@ -98,6 +99,14 @@ def test_a_ridge_comes_back_bit_for_bit_and_whole(tmp_path: Path) -> None:
         DataError, match=r"expected tensors of shapes \[\(31,\), \(31,\), \(15, 31\)"
     ):
         GeneRidge.read(tmp_path, config | {"n_genes": 31})
+    # exports of before have no correlation
+    entry = config["ridge"]
+    earlier = {key: value for key, value in entry.items() if key != "validation_correlation"}
+    read = GeneRidge.read(tmp_path, config | {"ridge": earlier})
+    assert read is not None
+    assert read.validation_correlation is None
+    with pytest.raises(DataError, match=r"config\.json: ridge\.validation_correlation: expected a"):
+        GeneRidge.read(tmp_path, config | {"ridge": entry | {"validation_correlation": "high"}})
     damaged = bytearray((tmp_path / RIDGE).read_bytes())
     damaged[-3] ^= 1
     (tmp_path / RIDGE).write_bytes(damaged)
@@ -135,6 +144,29 @@ def test_validation_cells_choose_penalty_and_weight(context: Context) -> None:
     noise, weight = np.unravel_index(totals.argmax(), totals.shape)
     assert chosen.noise[0] == pytest.approx(noises[noise])
     assert chosen.decoder_weight[0] == pytest.approx(WEIGHTS[weight])
+
+
+def test_the_stored_correlation_is_a_plain_mean_over_genes(context: Context) -> None:
+    model = context.model
+    chosen = fit_ridge(model)
+    assert chosen is not None
+    with fitting._open_validation(model) as validation:
+        genes = validation.measured_genes
+        part_of_gene = fitting.seeded(model.seed, 10).permutation(len(genes)) % 5
+        counts = next(validation.reader.rows(10_000))
+        group = fitting._group_cells(model.manifest, counts.shape[0])
+        correlations = []
+        for part in range(5):
+            hidden = HiddenGenes.in_context(validation, counts, genes[part_of_gene == part])
+            decoded = decode_expression(hidden, hidden.embed(hidden.network))
+            assert decoded is not None
+            (by_ridge,) = hidden.predict_by_ridge(chosen)
+            frames = [pd.DataFrame(x) for x in (chosen.mix(decoded, by_ridge), hidden.expression())]
+            left = [frame - frame.groupby(group).transform("mean") for frame in frames]
+            for gene in left[0]:
+                varies = min(frame[gene].std() for frame in left) > 1e-6
+                correlations.append(left[0][gene].corr(left[1][gene]) if varies else 0)
+    assert chosen.validation_correlation == pytest.approx(np.mean(correlations), abs=1e-3)
 
 
 def test_the_weight_is_scored_within_donor_or_batch(context: Context) -> None:

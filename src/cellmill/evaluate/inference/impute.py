@@ -99,6 +99,8 @@ class FileImputer:
         }
         if self._ridge is not None:
             self.about["decoder_weight"] = float(self._ridge.decoder_weight[0])
+            if self._ridge.validation_correlation is not None:
+                self.about["validation_correlation"] = self._ridge.validation_correlation
         if names is not None:
             self.about["named_and_measured"] = self._ids(np.intersect1d(wanted, measured))
 

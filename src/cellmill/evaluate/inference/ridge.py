@@ -9,7 +9,7 @@ Legend: C cells, V genes of the vocabulary, G hidden genes, K factors.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,6 +25,8 @@ from cellmill.evaluate.features.components import BLOCK, COMPONENTS, pca
 from cellmill.files import sha256_file
 from cellmill.models.export import RIDGE, WeightsFile, write_tensors
 
+TENSORS = ("means", "shares", "loadings", "noise", "decoder_weight")
+
 
 @dataclass(frozen=True)
 class GeneRidge:
@@ -36,6 +38,9 @@ class GeneRidge:
     noise: np.ndarray  # (1,) float32: variance of the noise, the penalty of the regression
     # (1,) float32: weight of the decoder in the mean of both predictions
     decoder_weight: np.ndarray
+    # mean correlation over validation cells of a gene that is hidden with a fifth of the genes, by
+    # the weighted mean; None without these cells, and in exports of before
+    validation_correlation: float | None = None
 
     @classmethod
     def fit(cls, counts: sp.csr_matrix) -> Self:
@@ -97,11 +102,12 @@ class GeneRidge:
     def write(self, folder: Path) -> dict[str, Any]:
         """Write the file to a model folder, and return its entry of config.json."""
         path = folder / RIDGE
-        tensors = {name: torch.from_numpy(value) for name, value in vars(self).items()}
+        tensors = {name: torch.from_numpy(getattr(self, name)) for name in TENSORS}
         write_tensors(path, tensors)
         return {
             "noise": float(self.noise[0]),
             "decoder_weight": float(self.decoder_weight[0]),
+            "validation_correlation": self.validation_correlation,
             "sha256": sha256_file(path),
         }
 
@@ -118,9 +124,14 @@ class GeneRidge:
         file = WeightsFile(path)
         if not isinstance(entry, dict) or sha256_file(path) != entry.get("sha256"):
             raise unusable(path, "its SHA-256 is not the one in config.json: damaged")
-        names = [field.name for field in fields(cls)]
-        ridge = cls(**{name: file.read(name, ()).numpy() for name in names})
-        shapes = [value.shape for value in vars(ridge).values()]
+        correlation = entry.get("validation_correlation")
+        if not isinstance(correlation, float | None):
+            raise unusable(
+                folder / "config.json", "ridge.validation_correlation: expected a number"
+            )
+        tensors = {name: file.read(name, ()).numpy() for name in TENSORS}
+        ridge = cls(**tensors, validation_correlation=correlation)
+        shapes = [value.shape for value in tensors.values()]
         n_genes = config.get("n_genes")
         expected = [(n_genes,), (n_genes,), (len(ridge.loadings), n_genes), (1,), (1,)]
         if shapes != expected:

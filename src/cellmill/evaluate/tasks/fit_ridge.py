@@ -94,7 +94,9 @@ def _choose_noise_and_weight(ridge: GeneRidge, context: Context, group: np.ndarr
     best, column = np.unravel_index(scores.argmax(), scores.shape)
     noise = ridge.noise * np.float32(NOISES[best])
     weight = np.array([WEIGHTS[column]], np.float32)
-    return replace(ridge, noise=noise, decoder_weight=weight)
+    # a gene is hidden once
+    correlation = float(scores.max() / len(genes))
+    return replace(ridge, noise=noise, decoder_weight=weight, validation_correlation=correlation)
 
 
 def _centre(values: np.ndarray, group: np.ndarray) -> np.ndarray:
