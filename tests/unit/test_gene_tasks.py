@@ -27,7 +27,6 @@ from cellmill.errors import DataError
 from cellmill.evaluate.features.cell_features import read_rows
 from cellmill.evaluate.methods import EMBEDDING, UNTRAINED
 from cellmill.evaluate.task import Context, Skipped, run_task
-from cellmill.evaluate.tasks import imputation
 from cellmill.evaluate.tasks.expression import cross_correlations
 from cellmill.evaluate.tasks.gene_sets import GeneEmbedding
 from cellmill.evaluate.tasks.genes import (
@@ -36,17 +35,13 @@ from cellmill.evaluate.tasks.genes import (
     expression_statistics,
 )
 from cellmill.evaluate.tasks.grn import Grn, average_precision, build_network, known_edges
-from cellmill.evaluate.tasks.hidden_genes import (
-    HiddenGenes,
-    decode_expression,
-    expand_shares,
-)
-from cellmill.evaluate.tasks.imputation import (
-    Imputation,
-    TrainingCells,
-    expression_scores,
-    predict_hidden,
-)
+from cellmill.evaluate.tasks.imputation import task as imputation_task
+from cellmill.evaluate.tasks.imputation.decoder import decode_expression, expand_shares
+from cellmill.evaluate.tasks.imputation.fold_scores import score_expression
+from cellmill.evaluate.tasks.imputation.partly_hidden_cells import PartlyHiddenCells
+from cellmill.evaluate.tasks.imputation.regressions import VisibleFeatures, predict_by_regressions
+from cellmill.evaluate.tasks.imputation.task import Imputation
+from cellmill.evaluate.tasks.imputation.training_cells import TrainingCells
 from cellmill.runs.results import Row, ScoredMethod, TaskResult
 from tests.unit.evaluated import make_context, named
 
@@ -282,27 +277,29 @@ def context(
     return make_context(tmp_path_factory.mktemp(request.param), corpus, tokens=tokens, **model)
 
 
-def _hidden(context: Context, counts: sp.csr_matrix | None = None) -> HiddenGenes:
+def _hidden(context: Context, counts: sp.csr_matrix | None = None) -> PartlyHiddenCells:
     genes = context.measured_genes[5:150:2]  # more than are asked at once
-    return HiddenGenes.in_context(
+    return PartlyHiddenCells.from_context(
         context, read_rows(context.reader, np.arange(20)) if counts is None else counts, genes
     )
 
 
 def test_the_model_sees_nothing_of_hidden_genes(context: Context) -> None:
     hidden = _hidden(context)
-    columns = np.isin(match_columns(context.reader, context.model.vocabulary).target, hidden.genes)
+    columns = np.isin(
+        match_columns(context.reader, context.model.vocabulary).target, hidden.hidden_genes
+    )
     other = hidden.counts.copy()
     other.data = np.where(columns[other.indices], 7 * other.data + 3, other.data)
     assert (other != hidden.counts).nnz
     changed = _hidden(context, other)
-    for batch in hidden.tokens():
-        assert not np.isin(batch.token_ids, hidden.genes + len(SPECIAL)).any()
+    for batch in hidden.tokenize():
+        assert not np.isin(batch.token_ids, hidden.hidden_genes + len(SPECIAL)).any()
     vectors = hidden.embed(context.model.network)
     np.testing.assert_array_equal(changed.embed(context.model.network), vectors)
     assert (
         vectors
-        != HiddenGenes.in_context(context, hidden.counts, hidden.genes[:1]).embed(
+        != PartlyHiddenCells.from_context(context, hidden.counts, hidden.hidden_genes[:1]).embed(
             context.model.network
         )
     ).any()
@@ -311,15 +308,15 @@ def test_the_model_sees_nothing_of_hidden_genes(context: Context) -> None:
     assert own is not None
     assert of_changed is not None
     np.testing.assert_array_equal(own, of_changed)
-    assert own.shape == hidden.expression().shape == (20, 73)
+    assert own.shape == hidden.hidden_expression.shape == (20, 73)
     assert (own >= 0).all()
     assert own.std(0).min() > 0
     total = np.asarray(hidden.counts.sum(1)).ravel()
     place = np.flatnonzero(
-        match_columns(context.reader, context.model.vocabulary).target == hidden.genes[2]
+        match_columns(context.reader, context.model.vocabulary).target == hidden.hidden_genes[2]
     )
     expected = np.log1p(hidden.counts[:, place].toarray().ravel() * 1e4 / total)
-    np.testing.assert_allclose(hidden.expression()[:, 2], expected, rtol=1e-5)
+    np.testing.assert_allclose(hidden.hidden_expression[:, 2], expected, rtol=1e-5)
 
 
 def test_masked_values_are_predicted_for_the_requested_gene(
@@ -334,12 +331,14 @@ def test_masked_values_are_predicted_for_the_requested_gene(
     centers = np.array(
         [
             b.values[s:e].mean()
-            for b in hidden.tokens()
+            for b in hidden.tokenize()
             for s, e in zip(b.cu_seqlens, b.cu_seqlens[1:])
         ]
     )
     with torch.no_grad():  # without layers a token's state depends on its gene alone
-        state = network.gene_embedding.weight[len(SPECIAL) + hidden.genes] + network.hidden_value  # type: ignore[union-attr,index,operator]
+        state = (
+            network.gene_embedding.weight[len(SPECIAL) + hidden.hidden_genes] + network.hidden_value
+        )  # type: ignore[union-attr,index,operator]
         of_genes = network.value_out(network.head(network.norm(state))).squeeze(1).numpy()  # type: ignore[operator]
     np.testing.assert_allclose(own, np.maximum(of_genes + centers[:, None], 0), atol=1e-5)
 
@@ -374,7 +373,7 @@ def test_scores_equal_scipy() -> None:
     seen = np.round(random.gamma(1, 1, (12, 7)), 1)
     predicted = seen + random.normal(size=seen.shape)
     predicted[:, 3], seen[4] = 0.1, 0.7
-    scores = expression_scores(predicted, seen)
+    scores = score_expression(predicted, seen)
     for name, reference in (("Pearson", pearsonr), ("Spearman", spearmanr)):
         by_gene = [
             np.nan if gene == 3 else reference(predicted[:, gene], seen[:, gene])[0]
@@ -397,8 +396,11 @@ def test_regressions_equal_scikit_learn_in_both_scalings() -> None:
     method = ScoredMethod("f")
     profiles = sp.csr_matrix(random.random((30, 5)))
     found = named(
-        predict_hidden(
-            expression[:20], profiles[:20], {method: fitted}, profiles[20:], {method: tested}, 3
+        predict_by_regressions(
+            expression[:20],
+            VisibleFeatures(profiles[:20], {method: fitted}),
+            VisibleFeatures(profiles[20:], {method: tested}),
+            3,
         )
     )
     alphas = np.logspace(-2, 4, 13)
@@ -431,23 +433,23 @@ def test_a_decoder_that_copies_the_baseline_is_level(
     shards = [open_cells(manifest.shard_path(shard)).X for shard in manifest.splits["train"].shards]
     counts = np.asarray(sp.vstack(shards).todense(), np.float64)
 
-    def copied(hidden: HiddenGenes, vectors: np.ndarray) -> np.ndarray:
-        shown = np.setdiff1d(np.arange(genes), hidden.genes)
+    def copied(hidden: PartlyHiddenCells, vectors: np.ndarray) -> np.ndarray:
+        shown = np.setdiff1d(np.arange(genes), hidden.hidden_genes)
         measured = np.isin(np.arange(genes), context.measured_genes)
         own = np.where(measured, counts, 0)
 
         def profiles(of: np.ndarray) -> np.ndarray:
             return np.log1p(1e4 * of / np.maximum(of.sum(1, keepdims=True), 1))
 
-        seen = profiles(own)[:, hidden.genes]
-        dense = np.asarray(hidden.to_vocabulary(hidden.counts).todense(), np.float64)
+        seen = profiles(own)[:, hidden.hidden_genes]
+        dense = np.asarray(hidden.visible_counts.todense(), np.float64)
         components = PCA(50, svd_solver="full").fit(profiles(own[:, shown]))
         ridge = RidgeCV(np.logspace(-2, 4, 13)).fit(
             components.transform(profiles(own[:, shown])), seen
         )
         return np.asarray(ridge.predict(components.transform(profiles(dense[:, shown]))))
 
-    monkeypatch.setattr(imputation, "decode_expression", copied)
+    monkeypatch.setattr(imputation_task, "decode_expression", copied)
     result = Imputation(CONFIG).run(context)
     rows = tables(result)
     for metric in ("Pearson by gene", "Spearman by gene", "Pearson by cell", "MSE"):
@@ -464,7 +466,7 @@ def test_a_decoder_that_copies_the_baseline_is_level(
 
 def test_predictions_read_no_hidden_gene_of_scored_cells(context: Context) -> None:
     hidden = _hidden(context)
-    columns = np.isin(context.gene_columns.target, hidden.genes)
+    columns = np.isin(context.gene_columns.target, hidden.hidden_genes)
     other = hidden.counts.copy()
     other.data = np.where(columns[other.indices], 7 * other.data + 3, other.data)
     changed = _hidden(context, other)
@@ -472,18 +474,20 @@ def test_predictions_read_no_hidden_gene_of_scored_cells(context: Context) -> No
         EMBEDDING: hidden.embed(context.model.network),
         UNTRAINED: np.ones((20, 16), np.float32),
     }
-    trained = TrainingCells.read(context, hidden.genes)
+    trained = TrainingCells.read(context, hidden.hidden_genes)
     assert trained is not None
-    assert trained.hidden.counts.shape[0] == context.model.manifest.splits["train"].n_obs
-    found = trained.predict(hidden, vectors, 3)
-    again = trained.predict(changed, vectors, 3)
+    assert trained.cells.counts.shape[0] == context.model.manifest.splits["train"].n_obs
+    found = trained.predict(VisibleFeatures(hidden.visible_profiles, vectors), 3)
+    again = trained.predict(VisibleFeatures(changed.visible_profiles, vectors), 3)
     assert "PCA50 of visible genes + ridge" in named(found)
     for name, values in found.items():
         np.testing.assert_array_equal(values, again[name])
 
 
 def test_cells_of_the_dataset_are_fitted_separately(context: Context) -> None:
-    trained = TrainingCells.read(replace(context, dataset="elsewhere"), _hidden(context).genes)
+    trained = TrainingCells.read(
+        replace(context, dataset="elsewhere"), _hidden(context).hidden_genes
+    )
     assert trained is not None
     assert [*trained.groups()] == [""]  # a dataset that the model was not trained on
     some = replace(trained, is_from_dataset=np.arange(len(trained.is_from_dataset)) % 3 == 0)
@@ -493,8 +497,8 @@ def test_cells_of_the_dataset_are_fitted_separately(context: Context) -> None:
     hidden = _hidden(context)
     ones = np.ones((20, 16), np.float32)
     vectors = {EMBEDDING: ones, UNTRAINED: ones}
-    means = trained.hidden.expression()[some.is_from_dataset].mean(0)
-    found = named(some.predict(hidden, vectors, 3))
+    means = trained.cells.hidden_expression[some.is_from_dataset].mean(0)
+    found = named(some.predict(VisibleFeatures(hidden.visible_profiles, vectors), 3))
     predicted = found["gene means, training cells of the dataset"]
     np.testing.assert_allclose(predicted, np.tile(means, (20, 1)))
 

@@ -24,9 +24,9 @@ from cellmill.evaluate.features.cell_features import read_rows
 from cellmill.evaluate.inference import impute
 from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.task import Context
-from cellmill.evaluate.tasks.fit_ridge import fit_ridge
-from cellmill.evaluate.tasks.hidden_genes import HiddenGenes
-from cellmill.evaluate.tasks.imputation import Imputation
+from cellmill.evaluate.tasks.imputation.fit_ridge import fit_ridge
+from cellmill.evaluate.tasks.imputation.partly_hidden_cells import PartlyHiddenCells
+from cellmill.evaluate.tasks.imputation.task import Imputation
 from cellmill.files import write_json
 from tests.models import train_options
 from tests.unit.evaluated import make_context, with_config
@@ -87,12 +87,12 @@ def test_imputed_values_are_those_that_the_task_scores(
     n_cells = context.reader.n_obs
     rows = context.model.vocabulary.rows_of(ids).astype(np.int64)
     counts = read_rows(context.reader, np.arange(n_cells))
-    hidden = HiddenGenes.in_context(context, counts, rows)
+    hidden = PartlyHiddenCells.from_context(context, counts, rows)
     fold = Fold(0, np.arange(0, n_cells, 2), np.arange(1, n_cells, 2))
     task = Imputation(ImputationConfig(name="imputation", seeds=1))
     scored = {
         prediction.method.name: prediction
-        for prediction in task._predict(context.model, hidden, None, [fold])
+        for prediction in task.predict_folds(context.model, hidden, None, [fold])
     }
     method = "decoder" if context.model.ridge is None else "decoder + ridge"
     expected = scored[f"embedding + {method}"].values

@@ -18,10 +18,11 @@ from cellmill.config.run import Consolidate
 from cellmill.errors import DataError
 from cellmill.evaluate.inference.ridge import RIDGE, GeneRidge
 from cellmill.evaluate.task import Context
-from cellmill.evaluate.tasks import fit_ridge as fitting
-from cellmill.evaluate.tasks.fit_ridge import NOISES, WEIGHTS, fit_ridge
-from cellmill.evaluate.tasks.hidden_genes import HiddenGenes, decode_expression
-from cellmill.evaluate.tasks.imputation import Imputation
+from cellmill.evaluate.tasks.imputation import fit_ridge as fitting
+from cellmill.evaluate.tasks.imputation.decoder import decode_expression
+from cellmill.evaluate.tasks.imputation.fit_ridge import NOISES, WEIGHTS, fit_ridge
+from cellmill.evaluate.tasks.imputation.partly_hidden_cells import PartlyHiddenCells
+from cellmill.evaluate.tasks.imputation.task import Imputation
 from cellmill.files import write_json
 from cellmill.stages.export import _write_ridge
 from tests.unit.evaluated import make_context
@@ -130,9 +131,9 @@ def test_validation_cells_choose_penalty_and_weight(context: Context) -> None:
         counts = next(validation.reader.rows(10_000))
         totals = np.zeros((len(NOISES), len(WEIGHTS)))
         for part in range(5):
-            hidden = HiddenGenes.in_context(validation, counts, genes[part_of_gene == part])
+            hidden = PartlyHiddenCells.from_context(validation, counts, genes[part_of_gene == part])
             decoded = decode_expression(hidden, hidden.embed(hidden.network))
-            measured = hidden.expression()
+            measured = hidden.hidden_expression
             for row, noise in enumerate(noises):
                 noisy = replace(fitted, noise=np.array([noise], np.float32))
                 (by_ridge,) = hidden.predict_by_ridge(noisy)

@@ -233,7 +233,7 @@ class PerturbationConfig(TaskConfig):
 class ImputationConfig(TaskConfig):
     """Imputation of hidden genes from the others; skipped without enough cells."""
 
-    implementation = "cellmill.evaluate.tasks.imputation:Imputation"
+    implementation = "cellmill.evaluate.tasks.imputation.task:Imputation"
     fast: ClassVar[Mapping[str, int]] = {"seeds": 1}
     name: Literal["imputation"] = "imputation"
     hidden_frac: float = Field(0.2, gt=0, le=0.9)

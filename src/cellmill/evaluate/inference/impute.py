@@ -36,7 +36,8 @@ from cellmill.evaluate.inference.label_counts import MAX_NAMES
 from cellmill.evaluate.inference.ridge import GeneRidge
 from cellmill.evaluate.inference.written import SEEN
 from cellmill.evaluate.seen.seen_cells import mark_seen_cells
-from cellmill.evaluate.tasks.hidden_genes import HiddenGenes, decode_expression, find_decoder
+from cellmill.evaluate.tasks.imputation.decoder import decode_expression, find_decoder
+from cellmill.evaluate.tasks.imputation.partly_hidden_cells import PartlyHiddenCells
 from cellmill.files import progress
 from cellmill.models.family import Model
 
@@ -135,7 +136,7 @@ class FileImputer:
         """(cells, G) float32: expression of cells with these counts; and whether each has a gene of
         the model, bool (cells,).
         """
-        hidden = HiddenGenes(
+        cells = PartlyHiddenCells(
             self._network,
             self._vocabulary,
             self._tokens,
@@ -144,12 +145,12 @@ class FileImputer:
             counts,
             self.genes,
         )
-        values = decode_expression(hidden, hidden.embed(self._network))
+        values = decode_expression(cells, cells.embed(self._network))
         assert values is not None, "expected a model with a decoder"
         if self._ridge is not None:
-            (by_ridge,) = hidden.predict_by_ridge(self._ridge)
+            (by_ridge,) = cells.predict_by_ridge(self._ridge)
             values = self._ridge.mix(values, by_ridge)
-        is_known = hidden.to_vocabulary(counts).getnnz(axis=1) > 0
+        is_known = cells.visible_counts.getnnz(axis=1) > 0
         values[~is_known] = np.nan
         return values, is_known
 

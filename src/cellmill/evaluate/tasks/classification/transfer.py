@@ -43,7 +43,7 @@ from cellmill.evaluate.methods import (
 )
 from cellmill.evaluate.scores import NOT_TESTED, ClassPredictions, ScoreColumn, table_rows, tabulate
 from cellmill.evaluate.task import Context, Skipped, Task
-from cellmill.evaluate.tasks.hidden_genes import HiddenGenes
+from cellmill.evaluate.tasks.imputation.partly_hidden_cells import PartlyHiddenCells
 from cellmill.runs.results import ScoredMethod, TaskResult
 
 KNOWN = "known labels"
@@ -285,14 +285,14 @@ def transfer_features(
     hides_genes = np.isin(hidden, measured).any()
 
     def read_features(group: CellGroup) -> Features:
-        """Features that need no other cells."""
+        """Features of a group that are not fitted on other cells."""
         counts = group.select_genes(genes)
-        shared = HiddenGenes.in_context(group.context, group.counts, hidden)
+        partly_hidden = PartlyHiddenCells.from_context(group.context, group.counts, hidden)
         whole = group.context.vectors[group.cells]
         features: Features = {EMBEDDING: whole}
         if hides_genes:
-            features = {EMBEDDING: shared.embed(model.network), FULL_PANEL: whole}
-        features[UNTRAINED] = shared.embed(model.untrained)
+            features = {EMBEDDING: partly_hidden.embed(model.network), FULL_PANEL: whole}
+        features[UNTRAINED] = partly_hidden.embed(model.untrained)
         known = log_normalise(select_columns(counts, rows, n_genes))
         features[TRAINING_COMPONENTS] = model.components.transform(known)
         features[SHARED_GENES] = log_normalise(counts)

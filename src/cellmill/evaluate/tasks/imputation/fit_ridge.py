@@ -21,8 +21,9 @@ from cellmill.evaluate.features.cell_features import read_rows
 from cellmill.evaluate.inference.ridge import GeneRidge
 from cellmill.evaluate.scores import divide
 from cellmill.evaluate.task import Context
-from cellmill.evaluate.tasks.hidden_genes import HiddenGenes, decode_expression
-from cellmill.evaluate.tasks.imputation import MAX_FITTED, MIN_CELLS
+from cellmill.evaluate.tasks.imputation.decoder import decode_expression
+from cellmill.evaluate.tasks.imputation.partly_hidden_cells import PartlyHiddenCells
+from cellmill.evaluate.tasks.imputation.training_cells import MAX_FITTED, MIN_CELLS
 from cellmill.evaluate.training_shards import read_counts
 
 VALIDATION_CELLS = 500  # used at most
@@ -83,13 +84,13 @@ def _choose_noise_and_weight(ridge: GeneRidge, context: Context, group: np.ndarr
     counts = read_rows(context.reader, np.arange(context.reader.n_obs))
     scores = np.zeros((len(NOISES), len(WEIGHTS)))
     for part in range(PARTS):
-        hidden = HiddenGenes.in_context(context, counts, genes[part_of_gene == part])
-        vectors = hidden.embed(hidden.network)
-        decoded = decode_expression(hidden, vectors)
+        cells = PartlyHiddenCells.from_context(context, counts, genes[part_of_gene == part])
+        vectors = cells.embed(cells.network)
+        decoded = decode_expression(cells, vectors)
         assert decoded is not None, "expected a model with cell_decoding"
         decoded = _centre(decoded, group)
-        measured = _centre(hidden.expression(), group)
-        for row, by_ridge in enumerate(hidden.predict_by_ridge(ridge, NOISES)):
+        measured = _centre(cells.hidden_expression, group)
+        for row, by_ridge in enumerate(cells.predict_by_ridge(ridge, NOISES)):
             scores[row] += _score_weights(decoded, _centre(by_ridge, group), measured)
     best, column = np.unravel_index(scores.argmax(), scores.shape)
     noise = ridge.noise * np.float32(NOISES[best])

@@ -1,0 +1,172 @@
+"""Hidden genes predicted by the decoder of a model.
+
+An objective that decodes the vector of a cell predicts from it (`cell_decoding`, `query_decoding`).
+`masked_value` predicts tokens of the hidden genes that are added to the visible ones.
+
+Legend: C cells, V genes of the vocabulary, G hidden genes, H hidden width.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+
+from cellmill.config.parts.tokens import SPECIAL
+from cellmill.data.arrays import TARGET_SUM
+from cellmill.data.stream.batch import Batch
+from cellmill.data.stream.micro_batches import split_batch
+from cellmill.evaluate.inference.embed import inference
+from cellmill.evaluate.tasks.expression import expected_log_expression
+from cellmill.evaluate.tasks.imputation.partly_hidden_cells import PartlyHiddenCells
+from cellmill.models.batch import PAD_TOKEN, add_tokens, to_tensors
+from cellmill.models.family import Model
+from cellmill.models.objectives.cell_decoding import CellDecoding
+from cellmill.models.objectives.masked_value import MaskedValue
+from cellmill.models.objectives.query_decoding import QueryDecoding
+from cellmill.models.objectives.shared.masking import MaskedBatch
+from cellmill.parallel.vocab_parallel import token_logits
+
+DECODED_CELLS = 256  # cells whose profiles are decoded at once
+QUERIED_CELLS = 32  # cells that are queried at once
+# hidden genes that masked_value predicts in one pass: about the share of a cell that training masks
+MASKED_GENES = 64
+MASKED_TOKENS = 16_384  # tokens of such a pass, without those of hidden genes
+
+
+def decode_expression(cells: PartlyHiddenCells, vectors: np.ndarray) -> np.ndarray | None:
+    """(C, G) float32: log(1 + counts per 10,000) that the model predicts, from vectors (C, H) if
+    its objective decodes these.
+
+    None for a model that predicts no expression.
+    """
+    decoder = find_decoder(cells.network)
+    with inference(cells.device, cells.precision):
+        if isinstance(decoder, CellDecoding):
+            return _decode_profiles(cells, vectors, decoder)
+        if isinstance(decoder, QueryDecoding):
+            return _query_genes(cells, vectors, decoder)
+        if isinstance(decoder, MaskedValue):
+            return _predict_masked(cells, decoder)
+    return None
+
+
+def find_decoder(network: Model) -> CellDecoding | QueryDecoding | MaskedValue | None:
+    """The objective, or part of a sum, that predicts expression; None without one."""
+    objective = network.objective
+    for leaf in objective.leaves().values():
+        if isinstance(leaf, CellDecoding | QueryDecoding):
+            return leaf
+    # not a leaf of a sum, because a sum may draw a view of the cell
+    if isinstance(objective, MaskedValue) and objective.tokens.value_kind == "scalar":
+        return objective
+    return None
+
+
+def _decode_profiles(
+    cells: PartlyHiddenCells, vectors: np.ndarray, objective: CellDecoding
+) -> np.ndarray:
+    """(C, G) float32: expression from the profile that the decoder predicts for each vector."""
+    network = cells.network
+    device = cells.device
+    measured = cells.measured_genes
+    hidden_columns = np.searchsorted(measured, cells.hidden_genes)
+    measured_tokens = torch.from_numpy(measured + len(SPECIAL)).to(device)
+    visible = cells.visible_counts
+    blocks = []
+    for block_start in range(0, len(vectors), DECODED_CELLS):
+        block = slice(block_start, block_start + DECODED_CELLS)
+        predicted = network.decoder(torch.from_numpy(vectors[block]).to(device))
+        logits = token_logits(predicted, network.profile_genes.weight, network.profile_bias)
+        # shares of the measured genes sum to 1
+        shares = logits[:, measured_tokens].double().softmax(1)
+        expression = expand_shares(
+            shares.cpu().numpy()[:, hidden_columns], visible[block], objective.predicts_log_counts
+        )
+        blocks.append(expression)
+    return np.concatenate(blocks).astype(np.float32)
+
+
+def expand_shares(shares: np.ndarray, visible: sp.csr_matrix, is_log: bool) -> np.ndarray:
+    """(C, G) float64: expected log(1 + counts per 10,000) of hidden genes.
+
+    `shares`, (C, G), are the shares of hidden genes in the cell's counts, which are Poisson counts,
+    or if `is_log` in the sum of its log(1 + count). `visible`, (C, V), are counts of the other
+    genes, which have the remaining share.
+    """
+    visible_share = np.maximum(1 - shares.sum(1), 1e-9)
+    visible_depth = np.asarray(visible.sum(axis=1, dtype=np.float64)).ravel()
+    if is_log:
+        # used as shares of log(1 + counts per 10,000): depth enters through the visible genes only
+        per_count = TARGET_SUM * visible_share / np.maximum(visible_depth, 1e-9)
+        logs = visible.multiply(per_count[:, None]).tocsr().log1p()
+        log_sum = np.asarray(logs.sum(axis=1)).ravel()
+        return np.asarray(shares * (log_sum / visible_share)[:, None])
+    counts = shares * (visible_depth / visible_share)[:, None]
+    depth = visible_depth + counts.sum(1)
+    shares_of_all = counts / np.maximum(depth, 1e-9)[:, None]
+    # the logarithm of an expectation would be far larger
+    return expected_log_expression(shares_of_all, depth)
+
+
+def _query_genes(
+    cells: PartlyHiddenCells, vectors: np.ndarray, objective: QueryDecoding
+) -> np.ndarray:
+    """(C, G) float32: expression that the decoder predicts for a query of each hidden gene."""
+    network = cells.network
+    device = cells.device
+    genes = torch.from_numpy(cells.hidden_genes + len(SPECIAL)).to(device)
+    blocks = []
+    for block in torch.from_numpy(vectors).split(QUERIED_CELLS):
+        # (cells * G,): cell and gene of each query
+        n_cells = len(block)
+        cell = torch.arange(n_cells, device=device).repeat_interleave(len(genes))
+        gene = genes.repeat(n_cells)
+        answers = objective.predict_queries(network, block.to(device), cell, gene)
+        by_cell = answers.view(n_cells, len(genes))
+        blocks.append(by_cell.cpu().numpy())
+    return np.maximum(np.concatenate(blocks), 0)
+
+
+def _predict_masked(cells: PartlyHiddenCells, objective: MaskedValue) -> np.ndarray:
+    """(C, G) float32: expression of masked tokens that are added to the visible tokens."""
+    network = cells.network
+    device = cells.device
+    genes = torch.from_numpy(cells.hidden_genes + len(SPECIAL))
+    n_cells = cells.counts.shape[0]
+    values = np.zeros((n_cells, len(genes)), np.float32)
+    for block in cells.tokenize():
+        for batch in split_batch(block, MASKED_TOKENS):
+            tensors = to_tensors(batch, device)
+            for first in range(0, len(genes), MASKED_GENES):
+                chosen = slice(first, first + MASKED_GENES)
+                masked = _add_masked(network, tensors, genes[chosen].to(device))
+                states = network.head(network.states(masked)[masked.targets])
+                predicted = objective.predict_from_head(network, states, masked).float()
+                by_cell = predicted.view(len(batch.cell_ids), -1)
+                values[batch.cell_ids, chosen] = by_cell.cpu().numpy()
+    return np.maximum(values, 0)
+
+
+def _add_masked(network: Model, batch: Batch, genes: torch.Tensor) -> MaskedBatch:
+    """The cells with tokens of `genes`, which no cell has, after their own tokens; the values of
+    the added tokens are hidden.
+    """
+    n_genes = len(genes)
+    extended = add_tokens(batch, 0, n_genes, PAD_TOKEN)
+    # positions of the added tokens: the last of each cell
+    ends = extended.cu_seqlens[1:, None].long()
+    positions = ends - n_genes + torch.arange(n_genes, device=ends.device)
+    genes_of_cells = genes.repeat(len(batch.lengths))
+    tokens = extended.token_ids.index_copy(0, positions.flatten(), genes_of_cells)
+    # the view adds the family's own tokens
+    view = network.view(replace(extended, token_ids=tokens), seed=0, step=0)
+    is_added = torch.isin(view.token_ids, genes)
+    targets = is_added.nonzero().flatten()
+    return MaskedBatch.prepared(
+        view,
+        value_hidden=is_added,
+        targets=targets,
+        answers=view.values[targets],
+        n_targets=torch.tensor(len(targets)),
+    )

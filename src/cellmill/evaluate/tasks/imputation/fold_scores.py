@@ -1,0 +1,83 @@
+"""Scores of predicted expression: correlations by gene and by cell, and errors.
+
+Scores are computed within one fold, so that differences between folds do not count as correlation.
+
+Legend: C cells, G hidden genes.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.stats import rankdata
+
+from cellmill.evaluate.methods import ByMethod
+from cellmill.evaluate.scores import ScoreColumn, divide
+from cellmill.evaluate.tasks.expression import column_correlations
+from cellmill.runs.results import ScoredMethod
+
+METRICS: Mapping[str, str] = {  # names in words by heading; lower is better for MSE only
+    "Pearson by gene": "Pearson of a gene over cells",
+    "Spearman by gene": "Spearman of a gene over cells",
+    "Pearson by cell": "Pearson of a cell over genes",
+    "Spearman by cell": "Spearman of a cell over genes",
+    "MSE": "mean squared error",
+}
+
+
+@dataclass(frozen=True)
+class FoldPrediction:
+    """Expression of the test cells of one fold, predicted by one method."""
+
+    method: ScoredMethod
+    repetition: int
+    n_repetitions: int
+    cells: np.ndarray  # indices of the scored cells
+    values: np.ndarray  # (cells, G)
+
+
+def make_columns(predictions: Iterable[FoldPrediction], measured: np.ndarray) -> list[ScoreColumn]:
+    """A column for each metric: means over the folds of a repetition, for methods that have the
+    metric. `measured`, (C, G), is the expression of all cells.
+    """
+    n_cells, n_genes = measured.shape
+    # sums and counts of scores, (2, repetitions, cells or genes), by metric and method
+    totals: dict[str, ByMethod] = {metric: {} for metric in METRICS}
+    for prediction in predictions:
+        scores = score_expression(prediction.values, measured[prediction.cells])
+        for metric, unit_scores in scores.items():
+            units = prediction.cells
+            shape = (2, prediction.n_repetitions, n_cells)
+            if metric.endswith("by gene"):
+                units = np.arange(n_genes)
+                shape = (2, prediction.n_repetitions, n_genes)
+            total = totals[metric].setdefault(prediction.method, np.zeros(shape))
+            total[0, prediction.repetition, units] += np.nan_to_num(unit_scores)
+            total[1, prediction.repetition, units] += np.isfinite(unit_scores)
+    columns = []
+    for metric, metric_name in METRICS.items():
+        means = {}
+        for method, (sums, n_scores) in totals[metric].items():
+            if n_scores.any():
+                means[method] = divide(sums, n_scores)
+        if means:
+            is_error = metric == "MSE"
+            columns.append(ScoreColumn(metric, metric_name, means, lower_is_better=is_error))
+    return columns
+
+
+def score_expression(predicted: np.ndarray, measured: np.ndarray) -> dict[str, np.ndarray]:
+    """Scores by metric, (G,) or (C,) float64, of expression (C, G); a correlation with a constant
+    is NaN.
+    """
+    predicted = predicted.astype(np.float64)
+    measured = measured.astype(np.float64)
+    rank_in_gene = rankdata(predicted, axis=0)
+    rank_in_cell = rankdata(predicted, axis=1)
+    return {
+        "Pearson by gene": column_correlations(predicted, measured),
+        "Spearman by gene": column_correlations(rank_in_gene, rankdata(measured, axis=0)),
+        "Pearson by cell": column_correlations(predicted.T, measured.T),
+        "Spearman by cell": column_correlations(rank_in_cell.T, rankdata(measured, axis=1).T),
+        "MSE": np.square(predicted - measured).mean(1),
+    }

@@ -1,0 +1,137 @@
+"""Cells with genes that are hidden from the model.
+
+A hidden gene is treated as one that was not measured: its counts are removed before anything is
+computed from a cell, and a model whose tokens include zeros (`tokens.zero_frac`) does not see it as
+a zero.
+
+Legend: C cells, F columns of the file, V genes of the vocabulary, G hidden genes, H hidden width.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Self
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+
+from cellmill.config.parts.tokens import SPECIAL, Tokens
+from cellmill.data.arrays import log_normalise, select_columns
+from cellmill.data.genes.names import GeneColumns
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.stream.batch import Batch
+from cellmill.evaluate.features.cell_features import TOKEN_BUDGET, keep_columns
+from cellmill.evaluate.inference.embed import embed_batches, tokenize_blocks
+from cellmill.evaluate.inference.ridge import GeneRidge
+from cellmill.evaluate.task import Context
+from cellmill.models.family import Model
+
+
+@dataclass(frozen=True)
+class PartlyHiddenCells:
+    """Counts of some cells, and the genes that are hidden in all of them from a model."""
+
+    network: Any  # the model; which parts it has depends on its family and objective
+    vocabulary: Vocabulary
+    token_options: Tokens
+    precision: str
+    gene_columns: GeneColumns  # columns of `counts` as rows of the vocabulary
+    counts: sp.csr_matrix  # (C, F), with the hidden genes
+    hidden_genes: np.ndarray  # (G,) int64: rows of the vocabulary, ascending
+
+    @classmethod
+    def from_context(
+        cls,
+        context: Context,
+        counts: sp.csr_matrix,
+        hidden_genes: np.ndarray,
+        gene_columns: GeneColumns | None = None,
+    ) -> Self:
+        """Hide genes from the evaluated model. `gene_columns` are the dataset's by default."""
+        model = context.model
+        return cls(
+            model.network,
+            model.vocabulary,
+            model.tokens,
+            context.options.precision,
+            gene_columns or context.gene_columns,
+            counts,
+            hidden_genes,
+        )
+
+    @cached_property
+    def measured_genes(self) -> np.ndarray:
+        """(M,) int64: rows of the genes that have a column or are hidden, ascending."""
+        target = self.gene_columns.target
+        return np.union1d(target[target >= 0], self.hidden_genes)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the model."""
+        return next(self.network.parameters()).device
+
+    @cached_property
+    def visible_columns(self) -> sp.csr_matrix:
+        """(C, F): counts of the file's columns, without the hidden genes."""
+        is_hidden = np.isin(self.gene_columns.target, self.hidden_genes)
+        return keep_columns(self.counts, ~is_hidden)
+
+    @cached_property
+    def visible_counts(self) -> sp.csr_matrix:
+        """(C, V): counts of the visible genes that the model knows."""
+        return self._select_known(self.visible_columns)
+
+    @cached_property
+    def visible_profiles(self) -> sp.csr_matrix:
+        """(C, V) float32: log(1 + counts per 10,000) of the visible genes that the model knows."""
+        return log_normalise(self.visible_counts)
+
+    @cached_property
+    def hidden_expression(self) -> np.ndarray:
+        """(C, G) float32: log(1 + counts per 10,000) of the hidden genes, where 10,000 is the sum
+        over all genes that the model knows.
+        """
+        profiles = log_normalise(self._select_known(self.counts))
+        return np.asarray(profiles[:, self.hidden_genes].toarray())
+
+    def _select_known(self, counts: sp.csr_matrix) -> sp.csr_matrix:
+        """(C, V): counts (C, F) of the genes that the model knows."""
+        return select_columns(counts, self.gene_columns.target, self.vocabulary.n_genes)
+
+    def tokenize(self) -> Iterator[Batch]:
+        """Tokens of the visible genes; cells without any are left out."""
+        for batch in tokenize_blocks(
+            [self.visible_columns], self.gene_columns, self.vocabulary, self.token_options
+        ):
+            # removed counts are zeros, which may have tokens too
+            is_visible = ~np.isin(batch.token_ids, self.hidden_genes + len(SPECIAL))
+            yield _keep_tokens(batch, is_visible)
+
+    def embed(self, network: Model) -> np.ndarray:
+        """(C, H) float32: vectors of the visible part of each cell; zeros for a cell without any."""
+        n_cells = self.counts.shape[0]
+        vectors = embed_batches(self.tokenize(), network, n_cells, TOKEN_BUDGET, self.precision)
+        return np.nan_to_num(vectors)
+
+    def predict_by_ridge(
+        self, ridge: GeneRidge, noises: Iterable[float] = (1.0,)
+    ) -> list[np.ndarray]:
+        """(C, G) float32: expression of the hidden genes, from the visible ones, for each of `noises`,
+        in units of the noise of the regression.
+        """
+        visible_genes = np.setdiff1d(self.measured_genes, self.hidden_genes)
+        return ridge.predict(self.visible_counts, visible_genes, self.hidden_genes, noises)
+
+
+def _keep_tokens(batch: Batch, is_kept: np.ndarray) -> Batch:
+    """The batch with these tokens only, and the cells that have any."""
+    # (cells + 1,): bounds of each cell among the tokens that are kept
+    n_before = np.concatenate([[0], np.cumsum(is_kept)])
+    bounds = n_before[batch.cu_seqlens].astype(np.int32)
+    has_tokens = np.diff(bounds) > 0
+    masks = {"token": is_kept, "cell": has_tokens}
+    return batch.map(
+        lambda per, array: array[masks[per.axis]],
+        cu_seqlens=bounds[np.concatenate([[True], has_tokens])],
+    )

@@ -1,0 +1,66 @@
+"""Regressions that predict hidden genes from what is computed from the visible ones.
+
+Features are used with and without standardising, which raises the weight of small components and so
+helps or hurts depending on the number of cells.
+
+Legend: C cells, V genes of the vocabulary, G hidden genes, H hidden width.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple, Self
+
+import numpy as np
+import scipy.sparse as sp
+from sklearn.linear_model import RidgeCV
+from sklearn.neighbors import KNeighborsRegressor
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+from cellmill.evaluate.evaluated_model import EvaluatedModel
+from cellmill.evaluate.features.components import COMPONENTS, pca
+from cellmill.evaluate.methods import EMBEDDING, KNN, UNTRAINED, ByMethod, select_cells
+from cellmill.evaluate.tasks.expression import ALPHAS
+from cellmill.evaluate.tasks.imputation.partly_hidden_cells import PartlyHiddenCells
+from cellmill.runs.results import ScoredMethod
+
+VISIBLE_COMPONENTS = ScoredMethod(f"PCA{COMPONENTS} of visible genes")
+GENE_MEANS = ScoredMethod("gene means")
+
+
+class VisibleFeatures(NamedTuple):
+    """Profiles and embeddings of the visible genes of some cells."""
+
+    profiles: sp.csr_matrix  # (C, V) float32: log(1 + counts per 10,000)
+    vectors: ByMethod  # (C, H) by the model and by the untrained model
+
+    @classmethod
+    def compute(cls, cells: PartlyHiddenCells, model: EvaluatedModel) -> Self:
+        vectors = {EMBEDDING: cells.embed(model.network), UNTRAINED: cells.embed(model.untrained)}
+        return cls(cells.visible_profiles, vectors)
+
+    def select(self, cells: np.ndarray) -> Self:
+        """Features of `cells` (indices)."""
+        return type(self)(self.profiles[cells], select_cells(self.vectors, cells))
+
+
+def predict_by_regressions(
+    expression: np.ndarray, fitted: VisibleFeatures, tested: VisibleFeatures, neighbors: int
+) -> ByMethod:
+    """Expression of the tested cells, (C, G) by method: regressions on vectors and on components of
+    the profiles, and the means over the fitted cells, whose `expression` is (C, G).
+    """
+    components = pca(fitted.profiles.shape).fit(fitted.profiles)
+    features = fitted.vectors | {VISIBLE_COMPONENTS: components.transform(fitted.profiles)}
+    tested_features = tested.vectors | {VISIBLE_COMPONENTS: components.transform(tested.profiles)}
+    n_neighbors = min(neighbors, len(expression))
+    predicted: ByMethod = {}
+    for method, values in features.items():
+        for ending, scaler in (("", StandardScaler()), (", unscaled", None)):
+            regressors = {"ridge": RidgeCV(ALPHAS), KNN: KNeighborsRegressor(n_neighbors)}
+            for name, regressor in regressors.items():
+                regression = make_pipeline(scaler, regressor).fit(values, expression)
+                regressed = replace(method, classifier=f"{name}{ending}")
+                predicted[regressed] = regression.predict(tested_features[method])
+    n_tested = tested.profiles.shape[0]
+    predicted[GENE_MEANS] = np.tile(expression.mean(0), (n_tested, 1))
+    return predicted

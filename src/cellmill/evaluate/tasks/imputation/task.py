@@ -1,0 +1,213 @@
+"""Task `imputation`: prediction of genes that are hidden from the model (docs/evaluation.md).
+
+The model is compared with regressions on its own training cells (`training_cells.py`). Regressions
+fitted on folds of the scored cells see other cells, mostly fewer. They have rows of their own and
+take part in no verdict against the model.
+
+Legend: C cells, F columns of the file, G hidden genes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import scipy.sparse as sp
+from sklearn.model_selection import KFold
+
+from cellmill.config.parts.tasks import ImputationConfig
+from cellmill.data.arrays import select_columns
+from cellmill.data.genes.names import rows_of_names
+from cellmill.errors import DataError
+from cellmill.evaluate import draws
+from cellmill.evaluate.draws import draw_cells, seeded
+from cellmill.evaluate.evaluated_model import EvaluatedModel
+from cellmill.evaluate.features.cell_features import read_rows
+from cellmill.evaluate.features.components import COMPONENTS
+from cellmill.evaluate.inference.ridge import GeneRidge
+from cellmill.evaluate.methods import EMBEDDING, ByMethod, add_note
+from cellmill.evaluate.scores import tabulate
+from cellmill.evaluate.splits import Fold, split_groups
+from cellmill.evaluate.task import Context, Skipped, Task
+from cellmill.evaluate.tasks.imputation.decoder import decode_expression
+from cellmill.evaluate.tasks.imputation.fold_scores import FoldPrediction, make_columns
+from cellmill.evaluate.tasks.imputation.partly_hidden_cells import PartlyHiddenCells
+from cellmill.evaluate.tasks.imputation.regressions import VisibleFeatures, predict_by_regressions
+from cellmill.evaluate.tasks.imputation.training_cells import MIN_CELLS, TrainingCells
+from cellmill.runs.results import ScoredMethod, TaskResult
+
+# scored cells used at most: they are embedded again, and every gene is predicted in each fold
+MAX_CELLS = 2_000
+# the part of "decoder + ridge" without a network
+ALL_COMPONENTS = ScoredMethod(f"PCA{COMPONENTS} of all genes", classifier="ridge")
+
+
+class Imputation(Task):
+    config: ImputationConfig
+
+    def run(self, context: Context) -> TaskResult:
+        """Correlations by gene and by cell, and errors. Raises DataError if no listed gene can be
+        hidden.
+        """
+        if context.reader.ordered:
+            raise Skipped("sequences and ranks have no expression")
+        scored = draw_cells(
+            np.flatnonzero(context.scored), MAX_CELLS, context.options.seed, draws.IMPUTED_CELLS
+        )
+        role, folds = self._split(context, scored)
+        if not folds:
+            raise Skipped(f"{len(scored)} scored cells make no two folds of {MIN_CELLS} or more")
+        counts = read_rows(context.reader, scored)
+        hidden_genes = self._choose_genes(context, counts)
+        if not len(hidden_genes):
+            limits = f"hidden_frac {self.config.hidden_frac:g}, min_cells {self.config.min_cells}"
+            raise Skipped(f"no gene can be hidden ({limits}, {len(scored)} scored cells)")
+        n_measured = len(context.measured_genes)
+        figures = {
+            "n_cells": len(scored),
+            "hidden_genes": len(hidden_genes),
+            "measured_genes": n_measured,
+            "folds_of": role,
+            "folds": len(folds),
+            "neighbors": self.config.neighbors,
+        }
+        cells = PartlyHiddenCells.from_context(context, counts, hidden_genes)
+        training = TrainingCells.read(context, hidden_genes)
+        fitted_on = "no training cells with counts"
+        if training is not None:
+            n_training = len(training.is_from_dataset)
+            figures["training_cells"] = n_training
+            figures["training_cells_of_dataset"] = int(training.is_from_dataset.sum())
+            fitted_on = f"{n_training:,} training cells"
+        print(
+            f"{context.dataset}: imputation: {len(hidden_genes):,} of {n_measured:,} measured genes are hidden, "
+            f"{len(scored):,} cells, folds of {role}; fitted on {fitted_on}",
+            flush=True,
+        )
+        predictions = self.predict_folds(context.model, cells, training, folds)
+        columns = make_columns(predictions, cells.hidden_expression)
+        judged = [
+            column
+            for column in columns
+            if column.heading != "MSE"
+            and column.select_kind("model")
+            and column.select_kind("baseline")
+        ]
+        return tabulate(columns, figures, judged)
+
+    def _split(self, context: Context, cells: np.ndarray) -> tuple[str, list[Fold]]:
+        """Role whose values are left out, or "cells" for folds of cells, and the folds."""
+        folds: list[Fold] = []
+        for role in ("donor", "batch"):
+            if role not in context.roles:
+                continue
+            groups = context.roles[role].iloc[cells]
+            for train, test in split_groups(groups, self.config.most_folds):
+                if min(len(train), len(test)) >= MIN_CELLS:
+                    folds.append(Fold(len(folds), train, test))
+            if folds:
+                return role, folds
+        options = context.options
+        if len(cells) < MIN_CELLS * options.folds:
+            return "cells", []
+        for repetition in range(self.config.seeds):
+            splitter = KFold(options.folds, shuffle=True, random_state=options.seed + repetition)
+            for train, test in splitter.split(cells):
+                folds.append(Fold(repetition, train, test))
+        return "cells", folds
+
+    def _choose_genes(self, context: Context, counts: sp.csr_matrix) -> np.ndarray:
+        """Rows of the vocabulary to hide, ascending, (G,) int64: the listed genes or a draw, of those
+        that enough of the cells, with `counts` (C, F), express.
+        """
+        config = self.config
+        n_genes = context.model.vocabulary.n_genes
+        known_counts = select_columns(counts, context.gene_columns.target, n_genes)
+        n_cells = np.bincount(known_counts.indices, minlength=n_genes)
+        is_expressed = n_cells >= config.min_cells
+        if config.genes is not None:
+            return self._find_listed_genes(context, config.genes, is_expressed)
+        expressed = np.flatnonzero(is_expressed)
+        n = round(config.hidden_frac * len(expressed))
+        n = max(min(n, config.max_genes, len(expressed) - 1), 0)
+        drawn = seeded(context.options.seed, draws.HIDDEN_GENES).permutation(expressed)[:n]
+        return np.sort(drawn)
+
+    def _find_listed_genes(
+        self, context: Context, names: list[str], is_expressed: np.ndarray
+    ) -> np.ndarray:
+        """Rows of the named genes that are expressed. Prints the others, and raises DataError if
+        none or all measured genes would be hidden.
+        """
+        row_of_name = rows_of_names(names, context.model.vocabulary)
+        rows = []
+        left_out = []
+        for name, row in row_of_name.items():
+            if row >= 0 and is_expressed[row]:
+                rows.append(row)
+            else:
+                left_out.append(name)
+        genes = np.unique(rows).astype(np.int64)
+        if not 0 < len(genes) < len(context.measured_genes):
+            raise DataError(
+                f"evaluate.tasks.imputation.genes: {len(genes):,} of {len(row_of_name):,} are genes of the model that "
+                f"{self.config.min_cells} scored cells of {context.dataset} express (min_cells), expected one or more, "
+                "and others that are seen; name genes by Ensembl id or current symbol"
+            )
+        if left_out:
+            listed = ", ".join(sorted(left_out))
+            print(
+                f"{context.dataset}: imputation: not hidden, unknown or too rare: {listed}",
+                flush=True,
+            )
+        return genes
+
+    def predict_folds(
+        self,
+        model: EvaluatedModel,
+        cells: PartlyHiddenCells,
+        training: TrainingCells | None,
+        folds: list[Fold],
+    ) -> Iterator[FoldPrediction]:
+        """Predictions of the test cells of each fold: by the model and methods fitted on training
+        cells, then by methods fitted on the other folds.
+        """
+        n_repetitions = 1 + max(fold.repetition for fold in folds)
+        neighbors = self.config.neighbors
+        features = VisibleFeatures.compute(cells, model)
+        by_method = predict_by_decoder(cells, features.vectors[EMBEDDING], model.ridge)
+        if training is not None:
+            by_method |= training.predict(features, neighbors)
+        for fold in folds:
+            for method, values in by_method.items():
+                yield FoldPrediction(
+                    method, fold.repetition, n_repetitions, fold.test, values[fold.test]
+                )
+        expression = cells.hidden_expression
+        for fold in folds:
+            by_method = predict_by_regressions(
+                expression[fold.train],
+                features.select(fold.train),
+                features.select(fold.test),
+                neighbors,
+            )
+            for method, values in by_method.items():
+                # fitted on other cells than the model: a row of its own, in no verdict
+                noted = replace(add_note(method, ", folds of scored cells"), kind="variant")
+                yield FoldPrediction(noted, fold.repetition, n_repetitions, fold.test, values)
+
+
+def predict_by_decoder(
+    cells: PartlyHiddenCells, vectors: np.ndarray, ridge: GeneRidge | None
+) -> ByMethod:
+    """Expression of the hidden genes, (C, G), by the model's decoder, by the `ridge` of its export,
+    and by both; empty for a model without a decoder. `vectors` are the embeddings of the cells.
+    """
+    decoded = decode_expression(cells, vectors)
+    if decoded is None:
+        return {}
+    by_method = {replace(EMBEDDING, classifier="decoder"): decoded}
+    if ridge is not None:
+        (by_ridge,) = cells.predict_by_ridge(ridge)
+        by_method[replace(EMBEDDING, classifier="decoder + ridge")] = ridge.mix(decoded, by_ridge)
+        by_method[ALL_COMPONENTS] = by_ridge
+    return by_method

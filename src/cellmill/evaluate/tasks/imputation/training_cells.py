@@ -1,0 +1,81 @@
+"""Training cells of the model, on which task `imputation` fits its baselines.
+
+The model's decoder was fitted on these cells, with the hidden genes as targets. The baselines are
+fitted on the same cells, the same visible genes and the same targets.
+
+Legend: C cells, G hidden genes.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from cellmill.data.genes.names import GeneColumns
+from cellmill.data.shards.reader import read_names
+from cellmill.evaluate.evaluated_model import EvaluatedModel
+from cellmill.evaluate.methods import ByMethod, add_note
+from cellmill.evaluate.task import Context
+from cellmill.evaluate.tasks.imputation.partly_hidden_cells import PartlyHiddenCells
+from cellmill.evaluate.tasks.imputation.regressions import VisibleFeatures, predict_by_regressions
+from cellmill.evaluate.training_shards import read_counts
+
+# training cells used at most; shards are shuffled, so the first cells are a random sample
+MAX_FITTED = 20_000
+MIN_CELLS = 4  # cells of a training or test fold, or training cells of one dataset
+
+
+@dataclass(frozen=True)
+class TrainingCells:
+    """Cells that the model was trained on, over the genes that the evaluated dataset measures."""
+
+    model: EvaluatedModel
+    cells: PartlyHiddenCells
+    is_from_dataset: np.ndarray  # cells of the evaluated dataset, bool (C,)
+
+    @classmethod
+    def read(cls, context: Context, hidden_genes: np.ndarray) -> Self | None:
+        """Training cells of which the genes are hidden; None if they have no counts, or are too few."""
+        manifest = context.model.manifest
+        if manifest.ordered:
+            return None
+        counts = read_counts(manifest, MAX_FITTED)
+        n_cells = counts.shape[0]
+        if n_cells < MIN_CELLS:
+            return None
+        rows = np.arange(context.model.vocabulary.n_genes)
+        is_measured = np.isin(rows, context.measured_genes)
+        columns = GeneColumns(np.where(is_measured, rows, -1).astype(np.int32), is_measured)
+        cells = PartlyHiddenCells.from_context(context, counts, hidden_genes, columns)
+        # names of the first cells, `dataset:cell`, read from as few shards as needed
+        names: list[str] = []
+        for shard in manifest.splits["train"].shards:
+            if len(names) < n_cells:
+                names += read_names(manifest.shard_path(shard), "obs").tolist()
+        is_from_dataset = [name.startswith(f"{context.dataset}:") for name in names[:n_cells]]
+        return cls(context.model, cells, np.array(is_from_dataset, bool))
+
+    def groups(self) -> dict[str, np.ndarray]:
+        """Indices of the cells to fit on, by the note in a row's name: all cells and, if cells of
+        other datasets are among them, the cells of the evaluated dataset.
+
+        Other datasets may lack hidden genes.
+        """
+        n_cells = len(self.is_from_dataset)
+        n_of_dataset = int(self.is_from_dataset.sum())
+        groups = {"": np.arange(n_cells)}
+        if MIN_CELLS <= n_of_dataset < n_cells:
+            groups[", training cells of the dataset"] = np.flatnonzero(self.is_from_dataset)
+        return groups
+
+    def predict(self, tested: VisibleFeatures, neighbors: int) -> ByMethod:
+        """Expression of the tested cells, (C, G), by regressions that are fitted on each group."""
+        expression = self.cells.hidden_expression
+        features = VisibleFeatures.compute(self.cells, self.model)
+        predicted: ByMethod = {}
+        for note, group in self.groups().items():
+            by_method = predict_by_regressions(
+                expression[group], features.select(group), tested, neighbors
+            )
+            predicted |= {add_note(method, note): values for method, values in by_method.items()}
+        return predicted
