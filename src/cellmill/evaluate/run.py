@@ -1,5 +1,5 @@
-"""Tasks of an evaluation on one dataset: which of them run, in which process, and what the log says
-of their results.
+"""Run the tasks of an evaluation on one dataset: those without a result, in several processes, with a
+line in the log for each.
 """
 
 import json
@@ -104,31 +104,40 @@ def run_tasks(
         f"({context.options.cells})",
         flush=True,
     )
-    results = {task_run.name: finished.read(task_run.path) for task_run in task_runs}
+    results = {}
     missing = []
     for task_run in task_runs:
-        if results[task_run.name] is None:
+        result = finished.read(task_run.path)
+        if result is None:
             missing.append(task_run)
         else:
+            results[task_run.name] = result
             print(f"{dataset}: {task_run.name}: finished earlier", flush=True)
-    n_processes = _count_processes(missing, context)
-    reads_label = [context.options.tasks[task_run.task_name].reads_label for task_run in missing]
+    results |= _run_missing(missing, context)
+    return {task_run.name: results[task_run.name] for task_run in task_runs}
+
+
+def _run_missing(task_runs: list[_TaskRun], context: Context) -> dict[str, TaskResult]:
+    """Result of each task run by name, in the order in which they end."""
+    n_processes = _count_processes(task_runs, context)
+    reads_label = [context.options.tasks[task_run.task_name].reads_label for task_run in task_runs]
     if n_processes > 1 and any(reads_label) and "label" in context.roles:
         # once for all processes, by sums in the order of run_task
         with threadpool_limits(1):
             _ = context.model.components
-    waiting = {task_run.name: None for task_run in missing}
+    results = {}
+    waiting = [task_run.name for task_run in task_runs]
     with ExitStack() as stack:
         for task_run, get_output in progress(
-            _submit(stack, missing, n_processes),
-            f"evaluate {dataset}",
-            len(missing),
+            _submit(stack, task_runs, n_processes),
+            f"evaluate {context.dataset}",
+            len(task_runs),
             "tasks",
-            now=lambda: ", ".join([*waiting][:n_processes]),
+            now=lambda: ", ".join(waiting[:n_processes]),
         ):
             results[task_run.name] = _finish_task(task_run, get_output)
-            del waiting[task_run.name]
-    return {name: result for name, result in results.items() if result is not None}
+            waiting.remove(task_run.name)
+    return results
 
 
 def _list_task_runs(

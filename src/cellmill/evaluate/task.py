@@ -64,8 +64,8 @@ class Context:
         return self.gene_columns.known_genes
 
     @property
-    def supervised(self) -> str | None:
-        """Addition to the model's name in tables and verdicts if it was trained with labels."""
+    def supervision_note(self) -> str | None:
+        """Note after the model's name in tables and verdicts if it was trained with labels."""
         columns = self.model.supervised_by
         label = self.roles.get("label")
         if label is not None and str(label.name) in columns:
@@ -100,30 +100,31 @@ class Task:
 
 def run_task(task: Task, context: Context) -> TaskResult:
     """Result of a task. Its rows name the labels that the model was trained with
-    (`Context.supervised`).
+    (`Context.supervision_note`).
     """
     try:
         with threadpool_limits(1):  # sums in one order: the same scores on any number of cores
             result = task.run(context)
     except Skipped as skipped:
         return TaskResult(figures=skipped.figures, skipped=str(skipped))
-    return result if context.supervised is None else name_supervised(result, context.supervised)
+    note = context.supervision_note
+    return result if note is None else add_supervision_note(result, note)
 
 
-def name_supervised(result: TaskResult, supervised: str) -> TaskResult:
-    """The result with `supervised` in the names of the model's rows, and of what refers to them."""
+def add_supervision_note(result: TaskResult, note: str) -> TaskResult:
+    """The result with `note` in the names of the model's rows, and wherever these names occur."""
     new_names: dict[str, str] = {}
     rows = []
     for row in result.rows:
         method = row.method
         if method.kind in ("model", "variant"):
-            method = replace(method, supervised=supervised)
+            method = replace(method, supervised=note)
         new_names[row.method.name] = method.name
         rows.append(replace(row, method=method))
 
     def rename(name: str) -> str:
         # a verdict without a row, such as an objective's, is about the model
-        return new_names.get(name, f"{name}, {supervised}")
+        return new_names.get(name, f"{name}, {note}")
 
     confusion = result.confusion
     if confusion is not None:

@@ -133,7 +133,7 @@ def evaluate(
                     genes=asdict(gene_coverage(context.gene_columns, context.model.vocabulary)),
                     in_corpus=bool(evaluation.trained.names[name]),
                     n_copies=n_copies,
-                    supervised=context.supervised,
+                    supervised=context.supervision_note,
                 )
                 context.baselines.save()
         cells_drawn = chain.from_iterable(picture() for picture in pictures)

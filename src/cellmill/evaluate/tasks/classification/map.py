@@ -193,15 +193,19 @@ class MapCells(Task):
         )
 
     def _regress(
-        self, cells: LabelledVectors, train: np.ndarray, test: np.ndarray, known: np.ndarray
+        self,
+        cells: LabelledVectors,
+        train: np.ndarray,
+        test: np.ndarray,
+        training_novelty: np.ndarray,
     ) -> MappedCells:
-        """Classes of the cells `test` by a logistic regression; `known` is the novelty of the cells
-        `train`.
+        """Classes of the cells `test` by a logistic regression; `training_novelty` is the novelty of
+        the cells `train`.
         """
         classes, probabilities = cells.fit_probabilities(train, test)
         novelty = 1 - probabilities.max(axis=1)
-        known = np.sort(known[np.isfinite(known)])
-        percentile = np.searchsorted(known, novelty) / (len(known) + 1)
+        references = np.sort(training_novelty[np.isfinite(training_novelty)])
+        percentile = np.searchsorted(references, novelty) / (len(references) + 1)
         is_refused = percentile >= 1 - self.config.refuse_frac - 1e-9
         names = classes[probabilities.argmax(axis=1)].astype(object)
         names[is_refused] = NONE

@@ -68,8 +68,9 @@ def write_changes(
     cells = np.flatnonzero(obs["group"].notna())
     methods = []
     for method in changes:
-        is_model = method.network == "trained"
-        methods.append(replace(method, supervised=context.supervised or "") if is_model else method)
+        if method.network == "trained":
+            method = replace(method, supervised=context.supervision_note or "")
+        methods.append(method)
     about = {
         "perturbations": np.array(names, object),
         "methods": np.array([method.name for method in methods], object),

@@ -10,7 +10,7 @@ Legend: U units (a perturbation and its dose), G genes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -72,42 +72,31 @@ class ChangePair(NamedTuple):
     measured: np.ndarray
 
 
+@dataclass
+class ScoredRoles:
+    """Scores of all roles that are held out, and what the result says about them."""
+
+    columns: list[ScoreColumn] = field(default_factory=list)
+    reference_columns: list[ScoreColumn] = field(default_factory=list)  # ceilings and probes
+    figures: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    reasons: list[str] = field(default_factory=list)  # why roles cannot be tested
+
+
 class Perturbation(Task):
     config: PerturbationConfig
 
     def run(self, context: Context) -> TaskResult:
         """Scores for each role that is held out; skipped without perturbations and controls."""
         check_changes(context)
-        columns: list[ScoreColumn] = []
-        reference_columns: list[ScoreColumn] = []  # ceilings and probes
-        figures: dict[str, Any] = {}
-        notes: list[str] = []
-        tables: dict[str, list[dict[str, Any]]] = {}
-        reasons: list[str] = []  # why roles cannot be tested
+        scored = ScoredRoles()
         for held in self._hold_out_roles(context):
-            folds_by_heading = held.folds_by_heading()
-            figures |= self._describe_units(held, [*chain.from_iterable(folds_by_heading.values())])
-            if not folds_by_heading:
-                reasons.append(held.explain_no_folds())
-            if held.split_file is not None:
-                figures |= describe_split(held, folds_by_heading)
-                notes += check_split(held, held.split_file, folds_by_heading)
-            for heading, folds in folds_by_heading.items():
-                by_metric, probed = self._score(held, folds)
-                if held.role == DOSE:
-                    notes += describe_linear_doses(
-                        held.fitted_changes, folds, held.perturbation, held.log_dose
-                    )
-                    tables["dose curves"] = self._tabulate_doses(held, by_metric["MAE"], probed)
-                for metric, scores in by_metric.items():
-                    column = make_column(metric, heading, scores)
-                    if column is not None:
-                        columns.append(column)
-                        reference_columns.append(make_reference_column(column, scores))
-                        notes += find_gamed(column, scores, probed, self.config.probe_noise)
-        if not columns:
-            raise Skipped("; ".join(reasons) or "no stratum has enough controls", figures)
-        return replace(self._tabulate(columns, reference_columns, figures, notes), tables=tables)
+            self._score_role(held, scored)
+        if not scored.columns:
+            reasons = scored.reasons or ["no stratum has enough controls"]
+            raise Skipped("; ".join(reasons), scored.figures)
+        return self._tabulate(scored)
 
     def _hold_out_roles(self, context: Context) -> Iterator[HeldOut]:
         """Units of the split file, or of each usable role of `held_out`: skips those without strata
@@ -127,6 +116,30 @@ class Perturbation(Task):
                 except Skipped:
                     continue
                 yield held
+
+    def _score_role(self, held: HeldOut, scored: ScoredRoles) -> None:
+        """Add the columns, figures, notes and tables of a role to `scored`."""
+        folds_by_heading = held.folds_by_heading()
+        all_folds = [*chain.from_iterable(folds_by_heading.values())]
+        scored.figures |= self._describe_units(held, all_folds)
+        if not folds_by_heading:
+            scored.reasons.append(held.explain_no_folds())
+        if held.split_file is not None:
+            scored.figures |= describe_split(held, folds_by_heading)
+            scored.notes += check_split(held, held.split_file, folds_by_heading)
+        for heading, folds in folds_by_heading.items():
+            by_metric, probed = self._score(held, folds)
+            if held.role == DOSE:
+                scored.notes += describe_linear_doses(
+                    held.fitted_changes, folds, held.perturbation, held.log_dose
+                )
+                scored.tables["dose curves"] = self._tabulate_doses(held, by_metric["MAE"], probed)
+            for metric, scores in by_metric.items():
+                column = make_column(metric, heading, scores)
+                if column is not None:
+                    scored.columns.append(column)
+                    scored.reference_columns.append(make_reference_column(column, scores))
+                    scored.notes += find_gamed(column, scores, probed, self.config.probe_noise)
 
     def _describe_units(self, held: HeldOut, folds: list[Fold]) -> dict[str, Any]:
         """Figures of the units of a role, for metrics.json."""
@@ -160,7 +173,7 @@ class Perturbation(Task):
         ceilings = self._score_pairs(held, folds, halves)
         probed = choose_probed(scores["Pearson"])
         first = [fold for fold in folds if fold.repetition == 0]
-        probes = self.score_predictions(held, first, self._probe(held, first, probed))
+        probes = self.score_predictions(held, first, self._predict_probes(held, first, probed))
         for metric, by_method in scores.items():
             by_method |= ceilings[metric] | probes[metric]
         return scores, probed
@@ -225,15 +238,15 @@ class Perturbation(Task):
         first, second = halves
         pairs = {CEILING: ChangePair(first, second)}
         if held.role == PERTURBATION:
-            known = held.fitted_changes[fold.train]
-            nearest = cross_correlations(first.T, known.T).argmax(1)
-            pairs[BEST_OTHER] = ChangePair(known[nearest], second)
+            training_changes = held.fitted_changes[fold.train]
+            nearest = cross_correlations(first.T, training_changes.T).argmax(1)
+            pairs[BEST_OTHER] = ChangePair(training_changes[nearest], second)
         return pairs
 
-    def _probe(
+    def _predict_probes(
         self, held: HeldOut, folds: list[Fold], probed: list[ScoredMethod]
     ) -> Iterator[ChangesByMethod]:
-        """Probes of the methods `probed` in each fold."""
+        """Changes that the probes of the methods `probed` predict in each fold."""
         seed = held.context.options.seed
         for fold, predicted in zip(folds, held.predictions(folds)):
             probes: ChangesByMethod = {}
@@ -258,29 +271,25 @@ class Perturbation(Task):
             {method: errors[method] for method in methods},
         )
 
-    def _tabulate(
-        self,
-        columns: list[ScoreColumn],
-        reference_columns: list[ScoreColumn],
-        figures: dict[str, Any],
-        notes: list[str],
-    ) -> TaskResult:
+    def _tabulate(self, scored: ScoredRoles) -> TaskResult:
         """The table, with rows of the ceilings and probes, and the differences of the model and of methods
         with informed sources.
         """
+        columns = scored.columns
         judged = [column for column in columns if column.select_kind("model")]
         differences = []
         for column in judged:
             differences += column.differences()
         informed_differences, comparisons = self._compare_informed(columns)
-        return tabulate(
+        result = tabulate(
             columns,
-            figures,
+            scored.figures,
             judged,
-            rows=table_rows(columns) + table_rows(reference_columns),
+            rows=table_rows(columns) + table_rows(scored.reference_columns),
             differences=differences + informed_differences,
-            notes=notes + comparisons,
+            notes=scored.notes + comparisons,
         )
+        return replace(result, tables=scored.tables)
 
     def _compare_informed(self, columns: list[ScoreColumn]) -> tuple[list[Difference], list[str]]:
         """Differences of methods with informed sources to the mean, and a sentence on the best
