@@ -28,12 +28,8 @@ from cellmill.evaluate.features.cell_features import read_rows
 from cellmill.evaluate.methods import EMBEDDING, UNTRAINED
 from cellmill.evaluate.task import Context, Skipped, run_task
 from cellmill.evaluate.tasks.expression import cross_correlations
-from cellmill.evaluate.tasks.gene_sets import GeneEmbedding
-from cellmill.evaluate.tasks.genes import (
-    auroc,
-    auroc_terms,
-    expression_statistics,
-)
+from cellmill.evaluate.tasks.gene_embedding import GeneEmbedding
+from cellmill.evaluate.tasks.gene_vectors import auroc, auroc_terms, expression_statistics
 from cellmill.evaluate.tasks.grn import Grn, average_precision, build_network, known_edges
 from cellmill.evaluate.tasks.imputation import task as imputation_task
 from cellmill.evaluate.tasks.imputation.decoder import decode_expression, expand_shares

@@ -256,7 +256,7 @@ class GeneEmbeddingConfig(TaskConfig):
     without any.
     """
 
-    implementation = "cellmill.evaluate.tasks.gene_sets:GeneEmbedding"
+    implementation = "cellmill.evaluate.tasks.gene_embedding:GeneEmbedding"
     files = ("gene_sets", "transcription_factors")
     fast: ClassVar[Mapping[str, int]] = {"seeds": 1}
     name: Literal["gene_embedding"] = "gene_embedding"
@@ -337,7 +337,7 @@ class IntegrationConfig(LabelTaskConfig):
     batch or a label.
     """
 
-    implementation = "cellmill.evaluate.tasks.integration:Integration"
+    implementation = "cellmill.evaluate.tasks.integration.task:Integration"
     name: Literal["integration"] = "integration"
     neighbors: int = Field(90, ge=15)
     """k of the neighbour graph; LISI's perplexity is a third of it."""

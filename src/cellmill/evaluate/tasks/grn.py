@@ -25,7 +25,7 @@ from cellmill.evaluate.methods import ByMethod
 from cellmill.evaluate.scores import ScoreColumn, table_rows, tabulate
 from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.expression import cross_correlations
-from cellmill.evaluate.tasks.genes import RANDOM, GeneTask, auroc, read_lines
+from cellmill.evaluate.tasks.gene_vectors import RANDOM, GeneTask, auroc, read_lines
 from cellmill.runs.results import ScoredMethod, TaskResult
 
 CO_EXPRESSION_PEARSON = ScoredMethod("co-expression, Pearson")

@@ -29,7 +29,7 @@ from cellmill.evaluate.classifiers.fitted import without_overhead
 from cellmill.evaluate.classifiers.logistic import LogisticRegression
 from cellmill.evaluate.features.cell_features import cell_features
 from cellmill.evaluate.inference.written import DISTANCE, REFUSED
-from cellmill.evaluate.labels import labelled_cells
+from cellmill.evaluate.labels import LabelledCells, labelled_cells
 from cellmill.evaluate.methods import ALL_GENES, REGRESSION, ByMethod
 from cellmill.evaluate.scores import ClassPredictions, ScoreColumn, tabulate
 from cellmill.evaluate.seen.seen_cells import Seen
@@ -96,15 +96,7 @@ class MapCells(Task):
         needed_by = "evaluate.tasks.map.min_cells"
         chosen = labelled_cells(context, "map", config.min_cells, needed_by)
         labels = chosen.labels
-        folds: list[tuple[np.ndarray, np.ndarray]] = []
-        donors = np.zeros(0, object)
-        for role in ("donor", "batch"):
-            if role in context.roles and not folds:
-                groups = context.roles[role].iloc[chosen.cells]
-                donors = text_values(groups)
-                for train, test in split_groups(groups, config.most_folds):
-                    if len(np.unique(labels[train])) > 1:
-                        folds.append((train, test))
+        donors, folds = self._split_donors(context, chosen)
         if not folds:
             raise Skipped("the scored cells have no two donors or batches", chosen.figures)
         features = cell_features(context, chosen.cells)
@@ -128,12 +120,8 @@ class MapCells(Task):
                     predictions.record("", fold, test, {method: result.labels})
                     n_refused[method] += int(result.is_refused.sum())
                 for column, name in enumerate(types):
+                    mapped = self._map_new_type(source, cells, train, test, novelty, name)
                     is_new = labels[test] == name
-                    is_kept = labels[train] != name
-                    n_fewest = min(is_new.sum(), (~is_new).sum())
-                    if n_fewest < MIN_TESTED or len(np.unique(labels[train[is_kept]])) < 2:
-                        continue
-                    mapped = self._map_cells(source, cells, train[is_kept], test, novelty[is_kept])
                     for method, result in mapped.items():
                         for scores, value in (
                             (refused, result.is_refused[is_new].mean()),
@@ -162,6 +150,43 @@ class MapCells(Task):
         }
         return tabulate(columns, figures)
 
+    def _split_donors(
+        self, context: Context, chosen: LabelledCells
+    ) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]:
+        """Donor of each chosen cell, or its batch if donors make no folds, and the training and test
+        cells of each fold.
+        """
+        for role in ("donor", "batch"):
+            if role not in context.roles:
+                continue
+            groups = context.roles[role].iloc[chosen.cells]
+            folds = []
+            for train, test in split_groups(groups, self.config.most_folds):
+                if len(np.unique(chosen.labels[train])) > 1:
+                    folds.append((train, test))
+            if folds:
+                return text_values(groups), folds
+        return np.zeros(0, object), []
+
+    def _map_new_type(
+        self,
+        method: ScoredMethod,
+        cells: LabelledVectors,
+        train: np.ndarray,
+        test: np.ndarray,
+        novelty: np.ndarray,
+        name: str,
+    ) -> dict[ScoredMethod, MappedCells]:
+        """As `_map_cells`, without the training cells of type `name`; empty if too few cells remain
+        on either side.
+        """
+        is_new = cells.labels[test] == name
+        is_kept = cells.labels[train] != name
+        n_fewest = min(is_new.sum(), (~is_new).sum())
+        if n_fewest < MIN_TESTED or len(np.unique(cells.labels[train[is_kept]])) < 2:
+            return {}
+        return self._map_cells(method, cells, train[is_kept], test, novelty[is_kept])
+
     def _map_cells(
         self,
         method: ScoredMethod,
@@ -170,8 +195,8 @@ class MapCells(Task):
         test: np.ndarray,
         novelty: np.ndarray,
     ) -> dict[ScoredMethod, MappedCells]:
-        """The cells `test` by the vote of an atlas of the cells `train`, and by a regression fitted
-        on these. `novelty` belongs to the cells `train`.
+        """The cells `test` mapped by the vote of an atlas of the cells `train`, and by a regression
+        fitted on these. `novelty` belongs to the cells `train`.
         """
         return {
             replace(method, classifier=VOTE): self._vote(cells, train, test),

@@ -26,7 +26,7 @@ from cellmill.evaluate.features.components import pca
 from cellmill.evaluate.methods import EMBEDDING, ByMethod
 from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.task import Context, Skipped
-from cellmill.evaluate.tasks.genes import (
+from cellmill.evaluate.tasks.gene_vectors import (
     GENE_VECTORS,
     LOADINGS,
     UNTRAINED_GENE_VECTORS,

@@ -25,7 +25,12 @@ from cellmill.evaluate.draws import seeded
 from cellmill.evaluate.methods import ByMethod
 from cellmill.evaluate.scores import ScoreColumn, table_rows, tabulate
 from cellmill.evaluate.task import Context, Skipped
-from cellmill.evaluate.tasks.genes import GeneTask, auroc_terms, expression_statistics, read_lines
+from cellmill.evaluate.tasks.gene_vectors import (
+    GeneTask,
+    auroc_terms,
+    expression_statistics,
+    read_lines,
+)
 from cellmill.runs.results import Score, ScoredMethod, TaskResult
 
 SETS = "gene sets"

@@ -1,4 +1,4 @@
-"""Vectors of genes, and what the tasks on them share: `gene_embedding` (`gene_sets.py`) and `grn`
+"""Vectors of genes, and what the tasks on them share: `gene_embedding` and `grn`
 (docs/evaluation.md).
 """
 

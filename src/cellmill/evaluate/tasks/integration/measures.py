@@ -1,4 +1,4 @@
-"""Task `integration`: mixing of batches and separation of labels (docs/evaluation.md).
+"""Measures of mixed batches and separate labels in the vectors of cells.
 
 Each measure is between 0 and 1, higher is better. It is returned as one number per cell, `(cells,)`
 float64, whose mean is the measure, so that the difference of two embeddings has an interval
@@ -17,32 +17,14 @@ nearest neighbours. `labels` and `batches` are class ids from 0, `(cells,)`.
                         R2 sum to the sum of squares between batches
 """
 
-from typing import Any, NamedTuple
-
 import numpy as np
 import pandas as pd
 from scipy.sparse.csgraph import connected_components
 from scipy.stats import chi2
 
-from cellmill.config.parts.tasks import IntegrationConfig
-from cellmill.data.arrays import text_values
-from cellmill.data.inputs.h5 import one_line
-from cellmill.data.inputs.source import optional_package
-from cellmill.evaluate import draws
-from cellmill.evaluate.draws import seeded
-from cellmill.evaluate.features.cell_features import cell_features
-from cellmill.evaluate.features.components import COMPONENTS
 from cellmill.evaluate.features.neighbors import NeighborGraph, link_neighbors
 from cellmill.evaluate.features.products import MAX_DOUBLE
-from cellmill.evaluate.labels import labelled_cells
-from cellmill.evaluate.methods import ALL_GENES, EMBEDDING, ByMethod
-from cellmill.evaluate.scores import ScoreColumn
-from cellmill.evaluate.task import Context, Skipped, Task
-from cellmill.runs.results import Row, ScoredMethod, TaskResult
 
-CORRECTED = ScoredMethod(f"PCA{COMPONENTS}, Harmony")
-PRINCIPAL = ScoredMethod(f"PCA{COMPONENTS}")
-RANDOM = ScoredMethod("random")
 MAX_SEARCH_STEPS = 60  # steps of the search for the bandwidth with the wanted perplexity
 TOLERANCE = 1e-6  # largest error of the perplexity's logarithm
 ALPHA = 0.05  # level of kBET's test
@@ -51,142 +33,6 @@ MAX_NEIGHBORS = 70  # neighbours that kBET tests
 CONNECTED = 15  # neighbours in graph connectivity, as in scIB
 BLOCK = 1024  # cells whose neighbours' classes are counted at once
 COMPARED = 256  # cells compared with all others at once
-
-
-class CellsOfBatches(NamedTuple):
-    """Scored cells with a label and a batch."""
-
-    cells: np.ndarray  # indices
-    batches: np.ndarray
-    labels: np.ndarray
-    figures: dict[str, Any]  # for metrics.json
-
-
-class Integration(Task):
-    config: IntegrationConfig
-
-    def run(self, context: Context) -> TaskResult:
-        """Batch and bio columns of every row; skipped without a label, or with cells of one batch."""
-        chosen = self._choose_cells(context)
-        vectors_by_method = self.collect_vectors(context, chosen.cells, chosen.batches)
-        rows, columns = self._score(vectors_by_method, chosen.batches, chosen.labels)
-        baseline = CORRECTED if self.config.harmony else PRINCIPAL
-        differences = []
-        for column in columns:
-            differences += column.differences()
-        return TaskResult(
-            rows,
-            verdicts=[column.compare(EMBEDDING, baseline) for column in columns],
-            figures=chosen.figures,
-            differences=differences,
-        )
-
-    def _choose_cells(self, context: Context) -> CellsOfBatches:
-        """Scored cells with a label and a batch. Raises Skipped for too few of either."""
-        if "batch" not in context.roles:
-            raise Skipped("the dataset has no batch column")
-        labelled = labelled_cells(
-            context, "integration", self.config.min_cells, "evaluate.tasks.integration.min_cells"
-        )
-        column = context.roles["batch"].iloc[labelled.cells]
-        has_batch = column.notna().to_numpy()
-        batch_of_cell = text_values(column[has_batch]).astype(str)
-        names, batches = np.unique(batch_of_cell, return_inverse=True)
-        figures = labelled.figures | {
-            "n_batches": len(names),
-            "n_without_batch": int((~has_batch).sum()),
-        }
-        if len(names) < 2:
-            raise Skipped(f"the labelled scored cells have {len(names)} batches, not 2", figures)
-        classes, labels = np.unique(labelled.labels[has_batch], return_inverse=True)
-        if not 2 <= len(classes) < len(labels):
-            raise Skipped(
-                f"the {len(labels)} scored cells with a batch have {len(classes)} labels", figures
-            )
-        return CellsOfBatches(labelled.cells[has_batch], batches, labels, figures)
-
-    def _score(
-        self, vectors_by_method: ByMethod, batches: np.ndarray, labels: np.ndarray
-    ) -> tuple[list[Row], list[ScoreColumn]]:
-        """A row for each method, and a column for each measure that is a mean over cells."""
-        rows = []
-        # scores by heading and method
-        scores: dict[str, ByMethod] = {}
-        for method, vectors in vectors_by_method.items():
-            measures = self.measure(vectors, vectors_by_method[PRINCIPAL], batches, labels)
-            row = Row(method)
-            for heading, values in measures.items():
-                # adding 0.0 turns -0.0 into 0.0
-                row.numbers[heading] = None if values is None else float(np.mean(values)) + 0.0
-                # graph connectivity is not a mean over cells, so it has no interval or verdict
-                if isinstance(values, np.ndarray):
-                    scores.setdefault(heading, {})[method] = values[None]
-            rows.append(row)
-        columns = [
-            ScoreColumn(heading, heading, by_method) for heading, by_method in scores.items()
-        ]
-        return rows, columns
-
-    def collect_vectors(self, context: Context, cells: np.ndarray, batches: np.ndarray) -> ByMethod:
-        """Features of the cells by method, `(cells, width)`: the embedding, components with and
-        without Harmony, and random vectors.
-        """
-        vectors = cell_features(context, cells)
-        principal = context.last_cells.share(vectors.pop(ALL_GENES)).source.components
-        vectors[PRINCIPAL] = principal
-        seed = context.options.seed
-        if self.config.harmony:
-            vectors[CORRECTED] = run_harmony(principal, batches, seed)
-        vectors[RANDOM] = seeded(seed, draws.RANDOM_VECTORS).normal(size=vectors[EMBEDDING].shape)
-        return vectors
-
-    def measure(
-        self, vectors: np.ndarray, principal: np.ndarray, batches: np.ndarray, labels: np.ndarray
-    ) -> dict[str, np.ndarray | float | None]:
-        """Values of the cells by column, `(cells,)`: one number for graph connectivity, None for a
-        measure that does not apply.
-        """
-        graph = NeighborGraph.build(vectors, self.config.neighbors)
-        perplexity = graph.indices.shape[1] / 3
-        batches_around = lisi(graph, batches, perplexity)
-        labels_around = lisi(graph, labels, perplexity)
-        widths = silhouettes(vectors, labels)
-        between = batch_variance(vectors, batches)
-        uncorrected = batch_variance(principal, batches).mean()
-        # `max` is the number of classes - 1
-        return {
-            "batch: iLISI": (batches_around - 1) / batches.max(),
-            "batch: kBET": kbet(vectors, batches, labels),
-            "batch: graph connectivity": graph_connectivity(graph, labels),
-            "batch: BRAS": bras(vectors, batches, labels),
-            "batch: PCR": 1 - between / uncorrected if uncorrected > 0 else None,
-            "bio: cLISI": 1 - (labels_around - 1) / labels.max(),
-            "bio: isolated labels": isolated_labels(widths, batches, labels),
-            "bio: label ASW": widths,
-        }
-
-
-def run_harmony(vectors: np.ndarray, batches: np.ndarray, seed: int) -> np.ndarray:
-    """`vectors`, (cells, width), corrected by Harmony with its own defaults (Korsunsky et al.
-    2019).
-
-    Raises Skipped if there are too few cells: harmonypy makes one cluster of 30 cells, and none of
-    15 or fewer.
-    """
-    harmony = optional_package("harmonypy", "integrate", "evaluate.tasks.integration.harmony")
-    obs = pd.DataFrame({"batch": batches.astype(str)})
-    try:
-        result = harmony.run_harmony(
-            vectors, obs, "batch", verbose=False, random_state=seed, ncores=1
-        )
-        corrected = np.asarray(result.Z_corr, np.float64)
-    except ValueError as error:
-        raise Skipped(
-            f"harmonypy refuses the {len(vectors):,} scored cells with a batch: {one_line(error)}; score more cells "
-            "(shard.test_frac), or set harmony: false"
-        ) from None
-    # versions of harmonypy differ in the order of the axes
-    return corrected if corrected.shape == vectors.shape else corrected.T
 
 
 def lisi(graph: NeighborGraph, classes: np.ndarray, perplexity: float) -> np.ndarray:
@@ -240,7 +86,8 @@ def kbet(vectors: np.ndarray, batches: np.ndarray, labels: np.ndarray) -> np.nda
         n_batches = len(names)
         if n_batches < 2 or len(cells) < MIN_LABEL_CELLS:
             continue
-        k = min(MAX_NEIGHBORS, max(10, len(cells) // n_batches // 4))
+        mean_size = len(cells) // n_batches
+        k = min(MAX_NEIGHBORS, max(10, mean_size // 4))
         graph = NeighborGraph.build(vectors[cells], k - 1)
         # (cells, k): each cell and its neighbours
         itself = np.arange(len(cells), dtype=np.int32)
@@ -249,7 +96,8 @@ def kbet(vectors: np.ndarray, batches: np.ndarray, labels: np.ndarray) -> np.nda
         expected = sizes / len(cells) * tested.shape[1]
         observed = _sum_by_class(batch[tested], np.ones(tested.shape), n_batches)
         statistic = ((observed - expected) ** 2 / expected).sum(1)
-        accepted[cells] = chi2.sf(statistic, n_batches - 1) >= ALPHA
+        p_value = chi2.sf(statistic, n_batches - 1)
+        accepted[cells] = p_value >= ALPHA
     return label_mean_terms(accepted, labels)
 
 
@@ -262,7 +110,8 @@ def graph_connectivity(graph: NeighborGraph, labels: np.ndarray) -> float:
     for label in np.unique(labels):
         cells = np.flatnonzero(labels == label)
         _, components = connected_components(adjacency[cells][:, cells], directed=False)
-        shares.append(np.bincount(components).max() / len(cells))
+        sizes = np.bincount(components)
+        shares.append(sizes.max() / len(cells))
     return float(np.mean(shares))
 
 
@@ -340,14 +189,16 @@ def silhouettes(vectors: np.ndarray, labels: np.ndarray) -> np.ndarray:
         between = means.min(1)
         larger = np.maximum(within, between)
         is_defined = (n_others > 0) & (larger > 0)
-        widths[first:last] = np.where(is_defined, between - within, 0) / np.where(
-            is_defined, larger, 1
-        )
+        differences = np.where(is_defined, between - within, 0)
+        divisors = np.where(is_defined, larger, 1)
+        widths[first:last] = differences / divisors
     return (widths + 1) / 2
 
 
 def isolated_labels(
-    widths: np.ndarray, batches: np.ndarray, labels: np.ndarray
+    widths: np.ndarray,
+    batches: np.ndarray,
+    labels: np.ndarray,
 ) -> np.ndarray | None:
     """Terms by cell of the mean silhouette of the labels in the fewest batches, mean over these
     labels; None if every label is in all batches.
@@ -359,7 +210,8 @@ def isolated_labels(
         return None
     isolated = n_batches.index[n_batches == n_batches.min()]
     is_isolated = np.isin(labels, isolated)
-    return label_mean_terms(np.where(is_isolated, widths, np.nan), labels)
+    isolated_widths = np.where(is_isolated, widths, np.nan)
+    return label_mean_terms(isolated_widths, labels)
 
 
 def batch_variance(vectors: np.ndarray, batches: np.ndarray) -> np.ndarray:
@@ -369,16 +221,19 @@ def batch_variance(vectors: np.ndarray, batches: np.ndarray) -> np.ndarray:
     """
     values = np.asarray(vectors, np.float64)
     # (cells,): squared distance to the mean of all cells, and of the cell's batch
-    to_mean = ((values - values.mean(0)) ** 2).sum(1)
+    centred = values - values.mean(0)
+    to_mean = (centred**2).sum(1)
     n_batches = batches.max() + 1
     means = np.stack([values[batches == batch].mean(0) for batch in range(n_batches)])
-    to_batch_mean = ((values - means[batches]) ** 2).sum(1)
+    centred_in_batch = values - means[batches]
+    to_batch_mean = (centred_in_batch**2).sum(1)
     total = to_mean.mean()
     if total == 0:
         return np.zeros(len(values))
     within = to_batch_mean.mean() / total
     # 1 - W/T, plus its derivative by the weight of each cell
-    return 1 - within - (to_batch_mean - within * to_mean) / total
+    derivatives = (to_batch_mean - within * to_mean) / total
+    return 1 - within - derivatives
 
 
 def label_mean_terms(values: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
@@ -401,7 +256,11 @@ def label_mean_terms(values: np.ndarray, labels: np.ndarray) -> np.ndarray | Non
     return terms
 
 
-def _sum_by_class(classes: np.ndarray, weights: np.ndarray, n_classes: int) -> np.ndarray:
+def _sum_by_class(
+    classes: np.ndarray,
+    weights: np.ndarray,
+    n_classes: int,
+) -> np.ndarray:
     """Sum of the weights of each class in each row, `(rows, n_classes)`."""
     n_rows = len(classes)
     # one bin for each pair of row and class

@@ -1,0 +1,1 @@
+"""Task `integration`: mixing of batches and separation of labels, and its measures."""
