@@ -31,8 +31,8 @@ from sklearn.decomposition import PCA
 from sklearn.metrics import f1_score
 from workflow_runs import SECTIONS, snakemake
 
-from cellmill.evaluate.baselines import fit
 from cellmill.evaluate.classifiers.fitted import make_classifiers
+from cellmill.evaluate.prediction_cache import fit
 
 TEST_FRAC = 0.3
 FULL = {"method": "full", "trunk_lr_frac": 0.1, "layer_decay": 0.8}

@@ -14,13 +14,13 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from cellmill.config.evaluate import Evaluate
-from cellmill.evaluate.baselines import MAX_BYTES, PredictionCache, fit
 from cellmill.evaluate.classifiers import logistic, newton
 from cellmill.evaluate.classifiers.fitted import fit_all, predict_all
 from cellmill.evaluate.classifiers.logistic import LogisticRegression
 from cellmill.evaluate.features.components import pca
 from cellmill.evaluate.features.products import LastCells
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING
+from cellmill.evaluate.prediction_cache import MAX_BYTES, PredictionCache, fit
 from cellmill.evaluate.tasks.classification.fold_predictions import fit_components
 from cellmill.runs.results import ScoredMethod
 from tests.unit.evaluated import regression

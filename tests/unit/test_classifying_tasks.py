@@ -26,10 +26,9 @@ from cellmill.config.evaluate import Evaluate
 from cellmill.config.parts.tasks import FewShotConfig, LeaveOutConfig, LowDepthConfig, ProbeConfig
 from cellmill.config.run import Embed
 from cellmill.data.arrays import log_normalise, select_columns
-from cellmill.evaluate.baselines import PredictionCache
 from cellmill.evaluate.features import cell_features as features_module
 from cellmill.evaluate.features import chosen_genes
-from cellmill.evaluate.features.cell_features import cell_features, features_of_counts, read_rows
+from cellmill.evaluate.features.cell_features import cell_features, compute_features, read_rows
 from cellmill.evaluate.features.chosen_genes import RankedGenes, choose_variable_genes
 from cellmill.evaluate.features.products import LastCells
 from cellmill.evaluate.inference.embed import embed_cells
@@ -42,6 +41,7 @@ from cellmill.evaluate.methods import (
     UNTRAINED,
     WITH_COMPONENTS,
 )
+from cellmill.evaluate.prediction_cache import PredictionCache
 from cellmill.evaluate.scores import CLASS_METRICS, ClassPredictions, ScoreColumn, table_rows
 from cellmill.evaluate.splits import draw_shots, split_by_class, split_groups
 from cellmill.evaluate.task import Context, run_task
@@ -295,7 +295,7 @@ def _accuracies(
     """Accuracy of a classifier that is fitted on the training cells of each split alone."""
     cells, labels = _chosen(context, fewest)
     counts = read_rows(context.reader, cells)
-    values = features_of_counts(context, counts, context.vectors[cells])[features]
+    values = compute_features(context, counts, context.vectors[cells])[features]
     return [
         float(
             (
@@ -424,7 +424,7 @@ def test_new_donors_are_scored_by_classifiers_without_them(
 def test_features_equal_those_of_the_embed_command(context: Context) -> None:
     model = context.model
     counts = read_rows(context.reader, np.arange(30))
-    found = features_of_counts(context, counts)
+    found = compute_features(context, counts)
     whole = embed_cells(
         context.reader, model.network, model.vocabulary, model.tokens, Embed()
     ).vectors
@@ -441,7 +441,7 @@ def test_features_equal_those_of_the_embed_command(context: Context) -> None:
         np.abs(centred[:, :5]), np.abs(expected[:, :5]), rtol=1e-3, atol=1e-3
     )
     without_genes = sp.csr_matrix((5, context.reader.n_vars), dtype=np.uint32)
-    assert not features_of_counts(context, without_genes)[EMBEDDING].any()
+    assert not compute_features(context, without_genes)[EMBEDDING].any()
 
 
 @pytest.mark.parametrize(

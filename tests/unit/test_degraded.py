@@ -17,7 +17,7 @@ from cellmill import open_cells
 from cellmill.config.parts.tasks import LowDepthConfig, MissingGenesConfig
 from cellmill.evaluate.classifiers import newton
 from cellmill.evaluate.features import cell_features as features_module
-from cellmill.evaluate.features.cell_features import features_of_counts, read_rows
+from cellmill.evaluate.features.cell_features import compute_features, read_rows
 from cellmill.evaluate.labels import choose_cells
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING
 from cellmill.evaluate.task import Context
@@ -218,8 +218,8 @@ def test_classifiers_are_trained_on_whole_degraded_or_all_cells(
     for repeat in range(2):
         bits = np.random.Philox(key=[4, 1000 + repeat])
         thinned_counts = thin(0.1, counts, np.random.Generator(bits))
-        whole = features_of_counts(context, counts)[features]
-        thinned = features_of_counts(context, thinned_counts)[features]
+        whole = compute_features(context, counts)[features]
+        thinned = compute_features(context, thinned_counts)[features]
         n_right = dict.fromkeys(COLUMNS, 0)
         folds = StratifiedKFold(3, shuffle=True, random_state=4 + repeat)
         for train, test in folds.split(labels, labels):

@@ -30,7 +30,7 @@ from cellmill.evaluate.task import Context, Skipped, run_task
 from cellmill.evaluate.tasks.expression import cross_correlations
 from cellmill.evaluate.tasks.gene_embedding import GeneEmbedding
 from cellmill.evaluate.tasks.gene_vectors import auroc, auroc_terms, expression_statistics
-from cellmill.evaluate.tasks.grn import Grn, average_precision, build_network, known_edges
+from cellmill.evaluate.tasks.grn import Grn, average_precision, build_network, select_known_edges
 from cellmill.evaluate.tasks.imputation import task as imputation_task
 from cellmill.evaluate.tasks.imputation.decoder import decode_expression, expand_shares
 from cellmill.evaluate.tasks.imputation.fold_scores import score_expression
@@ -246,7 +246,7 @@ def test_edges_are_matched_by_alias() -> None:
         ("STAT1", "GAPDH"),
         ("STAT1", "nothing"),
     ]
-    pairs = known_edges(edges, vocabulary, np.array([True, True, False]))
+    pairs = select_known_edges(edges, vocabulary, np.array([True, True, False]))
     assert pairs.tolist() == [[0, 1]]
     factors, _, _, left_out = build_network(np.array([[0, 1], [1, 0], [2, 1]]), 1)
     assert factors.tolist() == [2]  # the others have no other candidate than their target

@@ -9,7 +9,7 @@ import pytest
 from sklearn.metrics import roc_auc_score
 
 from cellmill.config.parts.tasks import MapConfig
-from cellmill.evaluate.features.cell_features import features_of_counts, read_rows
+from cellmill.evaluate.features.cell_features import compute_features, read_rows
 from cellmill.evaluate.methods import TRAINING_COMPONENTS
 from cellmill.evaluate.task import Context, Skipped
 from cellmill.evaluate.tasks.classification.map import MapCells
@@ -99,7 +99,7 @@ def test_votes_refusals_and_novelty_equal_those_of_loops(clustered: Context) -> 
 
 def test_a_copy_of_a_baseline_is_level_with_it(context: Context) -> None:
     counts = read_rows(context.reader, np.arange(context.reader.n_obs))
-    components = features_of_counts(context, counts, context.vectors)[TRAINING_COMPONENTS]
+    components = compute_features(context, counts, context.vectors)[TRAINING_COMPONENTS]
     result = run(with_donors(context, components.astype(np.float32)), max_types=1)
     for column in ("accuracy", "novelty AUROC"):
         for classifier in ("vote of donors", "logistic regression"):

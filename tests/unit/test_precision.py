@@ -15,7 +15,7 @@ from cellmill.config.checks import check_together
 from cellmill.config.parallel import Parallel
 from cellmill.config.parts.tasks import ReconstructConfig
 from cellmill.errors import ConfigError
-from cellmill.evaluate.features.cell_features import embed_counts, features_of_counts
+from cellmill.evaluate.features.cell_features import compute_features, embed_counts
 from cellmill.evaluate.methods import EMBEDDING
 from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.reconstruct import Reconstruct
@@ -54,7 +54,7 @@ def test_tasks_run_the_model_in_the_precision_of_evaluate(context: Context) -> N
     counts = next(context.reader.rows(64))
     features = [embed_counts(one, counts, one.model.network) for one in (rounded, context)]
     near_and_not_equal(*features)
-    assert EMBEDDING in features_of_counts(rounded, counts)
+    assert EMBEDDING in compute_features(rounded, counts)
     mse = [Reconstruct(ReconstructConfig()).run(one).figures["mse"] for one in (rounded, context)]
     assert mse[0] != mse[1]
     assert mse[0] == pytest.approx(mse[1], rel=0.05)

@@ -13,13 +13,13 @@ from sklearn.neighbors import KNeighborsClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from cellmill.evaluate.baselines import CachedClassifiers, PredictionCache
 from cellmill.evaluate.classifiers import dual, logistic, newton
 from cellmill.evaluate.classifiers.dual import FoldFit, fit_folds
 from cellmill.evaluate.classifiers.fitted import NearestCells, make_classifiers, precompute_folds
 from cellmill.evaluate.features import products as products_module
 from cellmill.evaluate.features.products import CellProducts, LastCells, SharedCells, choose_scales
 from cellmill.evaluate.methods import REGRESSION, UNSCALED_REGRESSION
+from cellmill.evaluate.prediction_cache import CachedClassifiers, PredictionCache
 from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.tasks.classification.fold_predictions import fit_components
 from cellmill.runs.results import ScoredMethod

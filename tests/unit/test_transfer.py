@@ -23,9 +23,9 @@ from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.classification.transfer import (
     CellGroup,
+    compute_transfer_features,
     find_copies,
-    shared_genes,
-    transfer_features,
+    find_shared_genes,
 )
 from cellmill.report.collect import read_run
 from cellmill.report.page import render
@@ -162,13 +162,14 @@ def test_the_order_of_genes_in_a_file_changes_nothing(datasets: Datasets, tmp_pa
 def test_tested_cells_do_not_reach_what_is_fitted(context: Context) -> None:
     cells = np.arange(100), np.arange(100, 180)
     fitted, tested = (CellGroup.read(context, context.roles["label"], among) for among in cells)
-    genes = shared_genes([fitted, tested])
+    genes = find_shared_genes([fitted, tested])
     counts = tested.counts.copy()
     counts.data[counts.indptr[40] :] *= 50  # the last 40 cells
     counts.data[counts.indptr[-2] :] = 1
     other = replace(tested, counts=counts)
     before, after = (
-        transfer_features(context.model, genes, [fitted], group) for group in (tested, other)
+        compute_transfer_features(context.model, genes, [fitted], group)
+        for group in (tested, other)
     )
     for name in before[0]:
         dense = [

@@ -9,13 +9,13 @@ import pandas as pd
 from cellmill.data.arrays import text_values
 from cellmill.errors import DataError
 from cellmill.evaluate import draws
-from cellmill.evaluate.baselines import CachedClassifiers
 from cellmill.evaluate.classifiers.fitted import precompute_folds, without_overhead
 from cellmill.evaluate.classifiers.logistic import LogisticRegression
 from cellmill.evaluate.draws import draw_cells, seeded
 from cellmill.evaluate.features.cell_features import cell_genes
 from cellmill.evaluate.inference.label_counts import count_by_label
 from cellmill.evaluate.methods import REGRESSION
+from cellmill.evaluate.prediction_cache import CachedClassifiers
 from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.task import Context, Skipped
 

@@ -17,10 +17,10 @@ from threadpoolctl import threadpool_limits
 from cellmill.config.evaluate import Evaluate
 from cellmill.data.genes.names import GeneColumns, match_columns
 from cellmill.data.inputs.reader import CountsReader
-from cellmill.evaluate.baselines import PredictionCache
 from cellmill.evaluate.evaluated_datasets import EvaluatedDatasets
 from cellmill.evaluate.evaluated_model import EvaluatedModel
 from cellmill.evaluate.features.products import LastCells
+from cellmill.evaluate.prediction_cache import PredictionCache
 from cellmill.runs.results import TaskResult
 
 

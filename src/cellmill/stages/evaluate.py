@@ -37,7 +37,6 @@ from cellmill.data.inputs.h5 import check_h5ad, create_h5, write_anndata
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate import draws
-from cellmill.evaluate.baselines import PredictionCache
 from cellmill.evaluate.draws import draw_cells
 from cellmill.evaluate.evaluated_datasets import DatasetFiles, EvaluatedDatasets
 from cellmill.evaluate.evaluated_model import load_evaluated
@@ -47,6 +46,7 @@ from cellmill.evaluate.inference.embed import describe_limits, gene_coverage, lo
 from cellmill.evaluate.inference.files import read_costs, read_embedding, write_scores
 from cellmill.evaluate.inference.knock_out import knock_out_genes
 from cellmill.evaluate.inference.umap import project, write_umap
+from cellmill.evaluate.prediction_cache import PredictionCache
 from cellmill.evaluate.run import check_packages, run_tasks, summarize
 from cellmill.evaluate.seen.held_out import TrainedCells
 from cellmill.evaluate.seen.seen_cells import mark_seen_cells

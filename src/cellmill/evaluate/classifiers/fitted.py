@@ -18,7 +18,6 @@ from sklearn.utils.extmath import row_norms
 from threadpoolctl import ThreadpoolController
 
 from cellmill.config.plugin import load
-from cellmill.evaluate.baselines import CachedClassifiers, report_early_stop
 from cellmill.evaluate.classifiers.dual import FoldFit, fit_folds
 from cellmill.evaluate.classifiers.logistic import LogisticRegression, is_small_problem
 from cellmill.evaluate.features.products import SharedCells
@@ -30,6 +29,7 @@ from cellmill.evaluate.methods import (
     ByMethod,
     Features,
 )
+from cellmill.evaluate.prediction_cache import CachedClassifiers, report_early_stop
 from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.task import Context
 from cellmill.runs.results import ScoredMethod
@@ -128,11 +128,11 @@ def precompute_folds(
     cells: SharedCells,
     labels: np.ndarray,
     folds: Iterable[Fold],
-    known: dict[str, np.ndarray],
+    predictions: dict[str, np.ndarray],
     names: Iterable[str] = (REGRESSION, UNSCALED_REGRESSION),
 ) -> None:
-    """Add to `known` the predictions of large regressions on `cells`, which are fitted together for
-    all folds. `CachedClassifiers` finds them there.
+    """Fit the large regressions on `cells` together for all folds, and add what they predict to
+    `predictions`, where `CachedClassifiers` finds it.
     """
     for name in names:
         classifier = make_classifiers(1)[name]
@@ -143,9 +143,9 @@ def precompute_folds(
             n, width = len(train), cells.shape[1]
             if n > width or is_small_problem((n, width)):
                 continue
-            cached = CachedClassifiers(known, {name: classifier}, cells[train], labels[train])
+            cached = CachedClassifiers(predictions, {name: classifier}, cells[train], labels[train])
             key = cached.keys(cells[fold.test])[name]
-            if key not in known:
+            if key not in predictions:
                 classes, class_of_cell = np.unique(labels[train], return_inverse=True)
                 targets = np.eye(len(classes))[:, class_of_cell]
                 fits.append(FoldFit(cells.rows[train], targets))
@@ -155,7 +155,7 @@ def precompute_folds(
         cells.source.forget_scaled()  # before the products of the next name fill as much memory
         for number, fold_logits in logits.items():
             key, test, classes = tested[number]
-            known[key] = classes[fold_logits[:, test].argmax(0)]
+            predictions[key] = classes[fold_logits[:, test].argmax(0)]
 
 
 def predict_all(fitted: Mapping[ScoredMethod, CachedClassifiers], features: Features) -> ByMethod:

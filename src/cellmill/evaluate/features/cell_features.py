@@ -32,7 +32,7 @@ def cell_features(context: Context, cells: np.ndarray) -> Features:
     features = context.last_cells.find(_sources(context), cells)
     if features is None:
         counts = read_rows(context.reader, cells)
-        features = features_of_counts(context, counts, context.vectors[cells])
+        features = compute_features(context, counts, context.vectors[cells])
         for name, vectors in context.external.items():
             features[ScoredMethod(f"external: {name}", kind="external")] = vectors[cells]
         context.last_cells.keep(_sources(context), cells, features)
@@ -53,7 +53,7 @@ def _sources(context: Context) -> tuple[Any, ...]:
     return context.reader, context.vectors, context.model, context.external
 
 
-def features_of_counts(
+def compute_features(
     context: Context, counts: sp.csr_matrix, embedding: np.ndarray | None = None
 ) -> Features:
     """Features by method, `(cells, width)`; only the features of all genes are sparse. A known
@@ -62,11 +62,12 @@ def features_of_counts(
     model = context.model
     columns = context.gene_columns
     profiles = summed(counts) if columns.ordered else counts
-    known = log_normalise(select_columns(profiles, columns.target, model.vocabulary.n_genes))
+    counts_in_vocabulary = select_columns(profiles, columns.target, model.vocabulary.n_genes)
+    in_vocabulary = log_normalise(counts_in_vocabulary)
     return {
         EMBEDDING: embed_counts(context, counts, model.network) if embedding is None else embedding,
         UNTRAINED: embed_counts(context, counts, model.untrained),
-        TRAINING_COMPONENTS: model.components.transform(known),
+        TRAINING_COMPONENTS: model.components.transform(in_vocabulary),
         ALL_GENES: log_normalise(profiles),
     }
 

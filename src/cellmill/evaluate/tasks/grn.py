@@ -60,7 +60,7 @@ class Grn(GeneTask):
         vocabulary = context.model.vocabulary
         edges = read_edges(path)
         is_expressed = np.asarray(profiles.sum(axis=0)).ravel() > 0
-        known = known_edges(edges, vocabulary, is_expressed)
+        known = select_known_edges(edges, vocabulary, is_expressed)
         n_known = len(known)
         if n_known < config.min_edges:
             named = rows_of_names(chain.from_iterable(edges), vocabulary)
@@ -116,7 +116,7 @@ def read_edges(path: Path) -> list[tuple[str, str]]:
     return [*edges]
 
 
-def known_edges(
+def select_known_edges(
     edges: Iterable[tuple[str, str]], vocabulary: Vocabulary, usable: np.ndarray
 ) -> np.ndarray:
     """(edges, 2) int64: vocabulary rows of the edges of two different genes of `usable`, (genes,)

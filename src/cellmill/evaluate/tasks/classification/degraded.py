@@ -25,7 +25,7 @@ from cellmill.evaluate.classifiers.fitted import (
 )
 from cellmill.evaluate.draws import seeded
 from cellmill.evaluate.evaluated_model import PCA_CELLS
-from cellmill.evaluate.features.cell_features import features_of_counts, keep_columns, read_rows
+from cellmill.evaluate.features.cell_features import compute_features, keep_columns, read_rows
 from cellmill.evaluate.features.components import pca
 from cellmill.evaluate.labels import labelled_cells, predict_from_other_half
 from cellmill.evaluate.methods import (
@@ -134,9 +134,7 @@ class Degraded(Task):
             counts = {WHOLE: whole}
             for level, degrade in losses.items():
                 counts[level] = degrade(whole, generator)
-            by_level = {
-                level: features_of_counts(context, cells) for level, cells in counts.items()
-            }
+            by_level = {level: compute_features(context, cells) for level, cells in counts.items()}
             # features by level, for each level that they are fitted to
             fitted: dict[str, dict[str, Features]] = {}
             if training is not None:

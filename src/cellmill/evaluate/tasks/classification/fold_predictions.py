@@ -10,7 +10,6 @@ from collections.abc import Iterable
 import numpy as np
 from sklearn.preprocessing import StandardScaler
 
-from cellmill.evaluate.baselines import PredictionCache
 from cellmill.evaluate.classifiers.fitted import (
     fit_all,
     precompute_folds,
@@ -36,6 +35,7 @@ from cellmill.evaluate.methods import (
     Features,
     select_cells,
 )
+from cellmill.evaluate.prediction_cache import PredictionCache
 from cellmill.evaluate.scores import ClassPredictions
 from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.task import Context

@@ -71,13 +71,13 @@ class CellGroup:
         """The labelled cells among the indices `candidates`, ascending."""
         chosen = choose_cells(label.iloc[candidates], 1, context.options.seed)
         reader = context.reader
-        known = context.model.vocabulary.gene_ids
+        gene_ids = context.model.vocabulary.gene_ids
         cells = candidates[chosen.cells]
         names = []
         columns = zip(context.gene_columns.target, reader.var_names, context.gene_columns.measured)
         for row, name, is_measured in columns:
             name_of_other = name if is_measured else ""
-            names.append(known[row] if row >= 0 else name_of_other)
+            names.append(gene_ids[row] if row >= 0 else name_of_other)
         return cls(
             column=str(label.name),
             context=context,
@@ -149,7 +149,7 @@ class Transfer(Task):
             raise Skipped("the dataset has no label column")
         compared = self._read_cells(context)
         figures = compared.figures
-        ids = config.ontology and _are_ids([*compared.fitted, compared.tested])
+        ids = config.ontology and _are_term_ids([*compared.fitted, compared.tested])
         fitted_names = count_by_label(compared.fitted_labels)
         if len(fitted_names) < 2:
             raise Skipped(f"the cells of {figures['fitted_on']} have one label", figures)
@@ -174,7 +174,7 @@ class Transfer(Task):
                 fitted.append(CellGroup.read(other, label, embedded))
         scored = np.flatnonzero(context.scored)
         tested = CellGroup.read(context, context.roles["label"], scored)
-        genes = shared_genes([*fitted, tested])
+        genes = find_shared_genes([*fitted, tested])
         fitted_counts = sp.vstack([group.select_genes(genes) for group in fitted], format="csr")
         is_copy = find_copies(fitted_counts, tested.select_genes(genes))
         kept = np.flatnonzero(~is_copy)
@@ -190,7 +190,7 @@ class Transfer(Task):
         """Classes of the tested cells: those of a fitted label, and the others."""
         tested = compared.tested
         labels = compared.fitted_labels
-        fitted_features, tested_features = transfer_features(
+        fitted_features, tested_features = compute_transfer_features(
             context.model, compared.genes, compared.fitted, tested
         )
         with without_overhead():
@@ -228,7 +228,7 @@ def _find_label(roles: dict[str, pd.Series], context: Context, dataset: str) -> 
     return label
 
 
-def shared_genes(groups: list[CellGroup]) -> list[str]:
+def find_shared_genes(groups: list[CellGroup]) -> list[str]:
     """Genes that all groups have, sorted: the order of columns in the files does not matter."""
     shared = sorted(set.intersection(*({*group.names} - {""} for group in groups)))
     if not shared:
@@ -251,11 +251,11 @@ def find_copies(fitted: sp.csr_matrix, tested: sp.csr_matrix) -> np.ndarray:
             genes[first:last].tobytes() + values[first:last].tobytes() for first, last in bounds
         ]
 
-    known = {*rows(fitted)} - {b""}
-    return np.array([row in known for row in rows(tested)], bool)
+    fitted_rows = {*rows(fitted)} - {b""}
+    return np.array([row in fitted_rows for row in rows(tested)], bool)
 
 
-def _are_ids(groups: list[CellGroup]) -> bool:
+def _are_term_ids(groups: list[CellGroup]) -> bool:
     """True if labels are ids of the Cell Ontology. Raises DataError if only some are, or one is
     unknown.
     """
@@ -273,7 +273,7 @@ def _are_ids(groups: list[CellGroup]) -> bool:
     return True
 
 
-def transfer_features(
+def compute_transfer_features(
     model: EvaluatedModel, genes: list[str], fitted: list[CellGroup], tested: CellGroup
 ) -> tuple[Features, Features]:
     """Features of fitted and of tested cells, from the counts of `genes`."""
@@ -293,8 +293,8 @@ def transfer_features(
         if hides_genes:
             features = {EMBEDDING: partly_hidden.embed(model.network), FULL_PANEL: whole}
         features[UNTRAINED] = partly_hidden.embed(model.untrained)
-        known = log_normalise(select_columns(counts, rows, n_genes))
-        features[TRAINING_COMPONENTS] = model.components.transform(known)
+        in_vocabulary = log_normalise(select_columns(counts, rows, n_genes))
+        features[TRAINING_COMPONENTS] = model.components.transform(in_vocabulary)
         features[SHARED_GENES] = log_normalise(counts)
         return features
 

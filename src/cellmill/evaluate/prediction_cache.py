@@ -58,18 +58,18 @@ class PredictionCache:
 
 
 class CachedClassifiers:
-    """Classifiers by name, each fitted on `features`, `(cells, width)`, when a prediction is not
-    known yet.
+    """Classifiers by name, each fitted on `features`, `(cells, width)`, when one of its predictions
+    is not in the cache yet.
     """
 
     def __init__(
         self,
-        known: dict[str, np.ndarray],
+        predictions: dict[str, np.ndarray],
         classifiers: Mapping[str, Any],
         features: Any,
         labels: np.ndarray,
     ) -> None:
-        self._known = known
+        self._predictions = predictions
         self._classifiers = classifiers
         self._classes, class_of_cell = np.unique(labels, return_inverse=True)
         self._fitted = cache(lambda name: fit(classifiers[name], features, class_of_cell))
@@ -87,9 +87,9 @@ class CachedClassifiers:
         """Predicted classes, text `(cells,)`, by every classifier."""
         predicted = {}
         for name, key in self.keys(features).items():
-            if key not in self._known:
-                self._known[key] = self._classes[self._fitted(name).predict(features)]
-            predicted[name] = self._known[key]
+            if key not in self._predictions:
+                self._predictions[key] = self._classes[self._fitted(name).predict(features)]
+            predicted[name] = self._predictions[key]
         return predicted
 
 
