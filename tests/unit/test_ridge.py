@@ -158,11 +158,13 @@ def test_the_stored_correlation_is_a_plain_mean_over_genes(context: Context) -> 
         group = fitting._group_cells(model.manifest, counts.shape[0])
         correlations = []
         for part in range(5):
-            hidden = HiddenGenes.in_context(validation, counts, genes[part_of_gene == part])
+            hidden = PartlyHiddenCells.from_context(validation, counts, genes[part_of_gene == part])
             decoded = decode_expression(hidden, hidden.embed(hidden.network))
             assert decoded is not None
             (by_ridge,) = hidden.predict_by_ridge(chosen)
-            frames = [pd.DataFrame(x) for x in (chosen.mix(decoded, by_ridge), hidden.expression())]
+            frames = [
+                pd.DataFrame(x) for x in (chosen.mix(decoded, by_ridge), hidden.hidden_expression)
+            ]
             left = [frame - frame.groupby(group).transform("mean") for frame in frames]
             for gene in left[0]:
                 varies = min(frame[gene].std() for frame in left) > 1e-6
