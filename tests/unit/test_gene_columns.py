@@ -197,6 +197,15 @@ def test_dots_of_R_are_dashes_before_they_end_a_prefix() -> None:
     assert not matches.prefixes
 
 
+@pytest.mark.parametrize("form", ["intron_{}", "{}_antisense", "{}.{}-I"])
+def test_other_rows_of_an_id_are_not_added_to_it(form: str) -> None:
+    ids = [f"{gene}.{version}" for version, gene in enumerate(IDS, 1)]
+    others = [form.format(gene, version) for version, gene in enumerate(IDS, 1)]
+    assert match_names([*ids, *others], "human").gene_ids == [*IDS, *([""] * len(IDS))]
+    alone = [f"GRCh38_{gene}" for gene in IDS]
+    assert match_names(alone, "human").gene_ids == IDS
+
+
 def test_introns_are_not_added_to_their_gene() -> None:
     names = [*SYMBOLS, *(f"intron_{name}" for name in SYMBOLS)]
     assert match_names(names, "human").gene_ids == [*IDS, *[""] * N_GENES]

@@ -86,6 +86,9 @@ def match_names(names: Sequence[str], organism: str) -> Matches:
     known = {}
     for name in dict.fromkeys(names):
         known[name] = UNMAPPED if name in missing else look_up(name, organism)
+    copies = _copies_with_id(known, organism)
+    known |= dict.fromkeys(copies, UNMAPPED)
+    missing |= copies
     respelled = dict[str, str]()
     unknown = list[str]()
     for name in [name for name, match in known.items() if not match.gene and name not in missing]:
@@ -122,6 +125,26 @@ def match_names(names: Sequence[str], organism: str) -> Matches:
         removed,
         respelled,
     )
+
+
+def _copies_with_id(known: Mapping[str, Match], organism: str) -> set[str]:
+    """Names of an id and a text that repeat genes of the file, such as intron_ENSG00000141510 next
+    to ENSG00000141510: other rows of these genes.
+    """
+    by_text: dict[str, set[str]] = {}
+    present = set[str]()
+    for name, match in known.items():
+        if gene_id_within(name, organism) == match.gene != "":
+            text = re.sub(rf"{match.gene}(\.[0-9]+)?", "", name)
+            by_text.setdefault(text, set()).add(name)
+        else:
+            present.add(match.gene)
+    copies = set[str]()
+    for names in by_text.values():
+        genes = {known[name].gene for name in names}
+        if len(names) > 1 and len(genes & present) > _MAX_REPEATED * len(genes):
+            copies |= names
+    return copies
 
 
 def _is_missing(name: str) -> bool:
