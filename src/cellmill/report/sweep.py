@@ -34,14 +34,16 @@ class Measure:
         return self.row != NO_ROW
 
     @property
-    def without_row(self) -> "Measure":
-        """The measure's column: equal for the rows of a table that can be compared."""
+    def column(self) -> "Measure":
+        """The column of the task's table: this measure without the row. Only measures of the same
+        column can be compared.
+        """
         return replace(self, row="")
 
 
 LOSS = Measure("", "validation", NO_ROW, "val_loss")
-"""The best validation loss. It is the only measure of its column, so choosing the highest mean keeps
-it, although lower is better.
+"""The best validation loss. Lower is better, but it is the only measure of its column, so the choice
+of the highest mean keeps it.
 """
 
 
@@ -49,7 +51,7 @@ it, although lower is better.
 class SweepRow:
     """A value that a run was judged by."""
 
-    run_columns: Object  # columns that are equal in all rows of the run: its name, axes and sizes
+    run_columns: Object  # name, axes and sizes of the run: equal in all its rows
     measure: Measure
     kind: str  # of the row's method: model, baseline or external
     value: float
@@ -86,7 +88,7 @@ class Point:
 class CurveOfRuns:
     """Runs with the same values on all axes other than the curve's."""
 
-    name: str  # these values
+    name: str  # these values, joined by commas
     points: Annotated[list[Point], Field(min_length=1)]  # sorted by size
     law: Law | NoLaw | None  # None unless the measure is the validation loss
 
@@ -104,7 +106,7 @@ class Scaling:
     """A measure over the sizes of an axis."""
 
     axis: str
-    quantity: str  # column of the rows with the sizes
+    quantity: str  # key of `run_columns` that has the sizes
     measure: Measure
     curves: list[CurveOfRuns]
     baseline: BestBaseline | None
@@ -141,10 +143,10 @@ def list_rows(run: ReportedRun, axes: Mapping[str, Any]) -> list[SweepRow]:
         "gpu_hours": run.totals.get("gpu_hours"),
         "cpu_core_hours": run.totals.get("cpu_core_hours"),
     }
-    return list(_list_scores(run, columns))
+    return list(_make_rows(run, columns))
 
 
-def _list_scores(run: ReportedRun, columns: Object) -> Iterator[SweepRow]:
+def _make_rows(run: ReportedRun, columns: Object) -> Iterator[SweepRow]:
     """The validation loss, then the ranked rows or the single numbers of each task."""
     if run.status is not None and run.status.best_val_loss is not None:
         yield SweepRow(columns, LOSS, "model", run.status.best_val_loss)
@@ -163,10 +165,10 @@ def _list_scores(run: ReportedRun, columns: Object) -> Iterator[SweepRow]:
 
 
 def make_scalings(rows: Sequence[SweepRow], axes: Sequence[str]) -> list[Scaling]:
-    """A scaling for each axis of sizes and each task, of the row in which models are best.
+    """A scaling for each axis of sizes and each task, from the row in which models are best.
 
-    It has a curve for each combination of values of the other axes except seeds, and the best
-    baseline.
+    It has the best baseline, and a curve for each combination of values on the other axes, seeds
+    excepted.
     """
     by_measure = _group(rows, lambda row: row.measure)
     measures = _find_best_measures(by_measure)
@@ -180,9 +182,84 @@ def make_scalings(rows: Sequence[SweepRow], axes: Sequence[str]) -> list[Scaling
         for measure in measures:
             is_loss = measure == LOSS
             curves = _make_curves(by_measure[measure], other_axes, quantity, is_loss)
-            baseline = baselines.get(measure.without_row)
+            baseline = baselines.get(measure.column)
             scalings.append(Scaling(axis, quantity, measure, curves, baseline))
     return scalings
+
+
+def _group(rows: Iterable[SweepRow], key: Callable[[SweepRow], Any]) -> dict[Any, list[SweepRow]]:
+    """Rows by their key, in order."""
+    groups: dict[Hashable, list[SweepRow]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
+
+
+def _find_best_measures(by_measure: RowsByMeasure) -> list[Measure]:
+    """The model's row (features and classifier) with the highest mean in each task.
+
+    The loss comes first, then task probe, other tasks, and single numbers. Single numbers that are
+    equal in all runs are left out.
+    """
+    means = _average_runs(by_measure, "model")
+    for measure in [*means]:
+        is_single_number = measure != LOSS and not measure.has_row
+        if is_single_number and len({*_list_values(by_measure[measure])}) == 1:
+            del means[measure]
+    return sorted(
+        _find_highest(means).values(),
+        key=lambda measure: (measure != LOSS, measure.task != "probe", not measure.has_row),
+    )
+
+
+def _find_best_baselines(by_measure: RowsByMeasure) -> dict[Measure, BestBaseline]:
+    """The highest baseline of each column."""
+    means = _average_runs(by_measure, "baseline")
+    best = _find_highest(means)
+    return {column: BestBaseline(best[column].row, means[best[column]]) for column in best}
+
+
+def _average_runs(by_measure: RowsByMeasure, kind: str) -> dict[Measure, float]:
+    """Mean over the runs of each measure of one kind."""
+    means = {}
+    for measure, rows in by_measure.items():
+        if rows[0].kind == kind:
+            means[measure] = float(np.mean(_list_values(rows)))
+    return means
+
+
+def _list_values(rows: Sequence[SweepRow]) -> list[float]:
+    return [row.value for row in rows]
+
+
+def _find_highest(means: Mapping[Measure, float]) -> dict[Measure, Measure]:
+    """The measure with the highest mean of each column, by column."""
+    highest: dict[Measure, Measure] = {}
+    for measure in sorted(means, key=means.__getitem__, reverse=True):
+        highest.setdefault(measure.column, measure)
+    return highest
+
+
+def _find_quantity(rows: Sequence[SweepRow], axis: str) -> str | None:
+    """Key of `run_columns` to draw on the x axis; None for seeds, an axis of one value, and words.
+
+    It is `cells` for fractions of the corpus, `parameters` if each value of the axis has its own
+    number of parameters, else the axis itself.
+    """
+    values = [row.run_columns[axis] for row in rows]
+    if axis == SEED or len({*map(str, values)}) < 2:
+        return None
+    if axis == "stream.train_frac":
+        return "cells"
+    by_value = _group(rows, lambda row: str(row.run_columns[axis]))
+    numbers_of_parameters = set()
+    for group in by_value.values():
+        numbers_of_parameters.add(frozenset(row.run_columns["parameters"] for row in group))
+    are_known = not any(None in numbers for numbers in numbers_of_parameters)
+    if are_known and len(numbers_of_parameters) == len(by_value):
+        return "parameters"
+    kinds = {type(value) for value in values}
+    return axis if kinds <= {int, float} else None
 
 
 def _make_curves(
@@ -208,79 +285,3 @@ def _average_seeds(rows: Sequence[SweepRow], quantity: str) -> list[Point]:
         sd = float(values.std(ddof=1)) if len(values) > 1 else None
         points.append(Point(size, float(values.mean()), sd, len(values)))
     return points
-
-
-def _list_values(rows: Sequence[SweepRow]) -> list[float]:
-    return [row.value for row in rows]
-
-
-def _group(rows: Iterable[SweepRow], key: Callable[[SweepRow], Any]) -> dict[Any, list[SweepRow]]:
-    """Rows by their key, in order."""
-    groups: dict[Hashable, list[SweepRow]] = {}
-    for row in rows:
-        groups.setdefault(key(row), []).append(row)
-    return groups
-
-
-def _average_runs(by_measure: RowsByMeasure, kind: str) -> dict[Measure, float]:
-    """Mean over the runs of each measure of one kind."""
-    means = {}
-    for measure, rows in by_measure.items():
-        if rows[0].kind == kind:
-            means[measure] = float(np.mean(_list_values(rows)))
-    return means
-
-
-def _find_best_baselines(by_measure: RowsByMeasure) -> dict[Measure, BestBaseline]:
-    """The highest baseline of each column; keys are measures without a row."""
-    means = _average_runs(by_measure, "baseline")
-    best = _find_highest(means)
-    return {column: BestBaseline(best[column].row, means[best[column]]) for column in best}
-
-
-def _find_best_measures(by_measure: RowsByMeasure) -> list[Measure]:
-    """The model's row (features and classifier) with the highest mean in each task.
-
-    The loss comes first, then task probe, other tasks, and single numbers. Single numbers that are
-    equal in all runs are left out.
-    """
-    means = _average_runs(by_measure, "model")
-    for measure in [*means]:
-        is_single_number = measure != LOSS and not measure.has_row
-        if is_single_number and len({*_list_values(by_measure[measure])}) == 1:
-            del means[measure]
-    return sorted(
-        _find_highest(means).values(),
-        key=lambda measure: (measure != LOSS, measure.task != "probe", not measure.has_row),
-    )
-
-
-def _find_highest(means: Mapping[Measure, float]) -> dict[Measure, Measure]:
-    """The measure with the highest mean of each column; keys are measures without a row."""
-    highest: dict[Measure, Measure] = {}
-    for measure in sorted(means, key=means.__getitem__, reverse=True):
-        highest.setdefault(measure.without_row, measure)
-    return highest
-
-
-def _find_quantity(rows: Sequence[SweepRow], axis: str) -> str | None:
-    """Column of `rows` to draw on the x axis.
-
-    `cells` for fractions of the corpus; `parameters` if each value of the axis has its own number
-    of them; else the axis, if its values are numbers; None for seeds, an axis of one value, and
-    words.
-    """
-    values = [row.run_columns[axis] for row in rows]
-    if axis == SEED or len({*map(str, values)}) < 2:
-        return None
-    if axis == "stream.train_frac":
-        return "cells"
-    by_value = _group(rows, lambda row: str(row.run_columns[axis]))
-    numbers_of_parameters = set()
-    for group in by_value.values():
-        numbers_of_parameters.add(frozenset(row.run_columns["parameters"] for row in group))
-    are_known = not any(None in numbers for numbers in numbers_of_parameters)
-    if are_known and len(numbers_of_parameters) == len(by_value):
-        return "parameters"
-    kinds = {type(value) for value in values}
-    return axis if kinds <= {int, float} else None
