@@ -74,19 +74,20 @@ class Batch:
         return replace(self, **fields_of_batch | replaced)
 
     def arrays(self, axis: Literal["token", "cell"]) -> dict[str, Array]:
-        """Present arrays of an axis, by field."""
+        """Return the arrays of an axis that are not None, by field."""
         names = [name for name, per in self._axes().items() if per.axis == axis]
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def with_rows(self, per_cell: Mapping[str, Array | None]) -> Self:
-        """Return the batch with added per-cell fields: each array in `per_cell` is indexed by `cell_ids`;
+        """Return the batch with further fields: the rows at `cell_ids` of each array in `per_cell`.
+
         None is skipped.
         """
         added = {name: rows[self.cell_ids] for name, rows in per_cell.items() if rows is not None}
         return replace(self, **added) if added else self
 
     def cut(self, first: int, last: int) -> Self:
-        """Cells `first` up to `last`, without `last`."""
+        """Return the batch of cells `first:last`."""
         ends = self.cu_seqlens[first : last + 1]
         spans = {
             "token": slice(int(ends[0]), int(ends[-1])),

@@ -19,12 +19,12 @@ from cellmill.data.stream.step_reader import StepGroup
 from cellmill.data.stream.unpacker import CellUnpacker
 from cellmill.data.stream.windows import StreamCells
 
-_TOKENS_TOGETHER = 1 << 20  # tokens of small micro-batches that are made at once
+_TOKENS_PER_CALL = 1 << 20  # small micro-batches are made together, up to this number
 
 
 @dataclass(frozen=True)
 class BatchFields:
-    """Fields of batches besides the tokens."""
+    """What batches have in addition to token ids and values."""
 
     with_counts: bool = False  # the counts of the tokens
     # obs columns with levels and with numbers, and the option that names each
@@ -33,7 +33,7 @@ class BatchFields:
     teacher_folder: str | None = None  # has the teacher's vectors (`data.shards.index`)
 
     def open_rows(self, manifest: Manifest, split: str) -> dict[str, Any]:
-        """Open arrays indexed by cell id, by field of the batch."""
+        """Open the arrays that fill further fields of batches, indexed by cell id; by field."""
         rows: dict[str, Any] = {}
         if self.level_columns:
             rows["levels"] = CellColumns(manifest, split, "levels", self.level_columns)
@@ -75,11 +75,11 @@ class BatchMaker:
     def _tokenize(self, cells: StreamCells, offsets: list[int], epoch: int) -> list[Batch]:
         """Make the micro-batches of `cells`, which begin at `offsets`.
 
-        Small ones are made together and cut apart.
+        Small ones are tokenized together, then cut apart.
         """
         batches = []
         n_genes = np.diff(row_offsets(cells.packed.lengths)[offsets])
-        for first, last in pairwise(cut_greedily(n_genes, _TOKENS_TOGETHER)):
+        for first, last in pairwise(cut_greedily(n_genes, _TOKENS_PER_CALL)):
             start = offsets[first]
             part = cells.select(slice(start, offsets[last]))
             counts = self.unpacker.unpack(part)

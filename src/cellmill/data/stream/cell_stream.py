@@ -2,8 +2,8 @@
 
 Uses threads, not processes: reading and copying release the GIL, and processes cost 1.7 times the
 CPU time per tokenized cell. One thread cuts and tokenizes the next steps into a bounded queue; a
-few other threads read the shards. The state is a handful of integers, counted in batches handed out;
-resuming seeks and replays nothing.
+few other threads read the shards. The state is a handful of integers that count the batches
+handed out; resuming seeks and replays nothing.
 """
 
 from collections import deque
@@ -33,7 +33,7 @@ from cellmill.errors import ConfigError, DataError
 # groups of steps in the queue: the thread tokenizes one, the others are done or wait for it
 _QUEUED_GROUPS = 3
 _TOKENS_ONLY = BatchFields()
-# options that fix the order of cells; those of weights only if the run has some
+# options that fix the order of cells, compared on resume; those of weights only if the run has some
 _ORDER_OPTIONS = ("lanes", "block_cells", "window_blocks", "equal_steps", "train_frac")
 _WEIGHT_OPTIONS = (
     "weight_by",
@@ -52,7 +52,7 @@ class CellStream:
     cells per optimizer step over all ranks, is a multiple of `stream.lanes`; `rule` cuts them into
     micro-batches, and `fields` are what a batch has in addition to tokens. With `shuffle` the stream
     is endless, over `stream.train_frac` of the cells; else it is one epoch in disk order of the first
-    `max_cells` cells. Shards are read from `copies` once these are complete.
+    `max_cells` cells. Shards are read from their local `copies` once these are complete.
 
     Raises DataError when manifest or shards are missing, damaged or do not match, or the split has
     no cells.
@@ -115,7 +115,7 @@ class CellStream:
         rule: MicroBatchRule,
         rank: int,
     ) -> BatchMaker:
-        """Open the fields of batches, and make what turns cells of the shards into them."""
+        """Make the maker of micro-batches, and open the arrays that fill their further fields."""
         # draws of validation do not depend on the run's seed
         seed = self._order_rule.seed if self._order_rule.shuffle else 0
         tokenizer = CellTokenizer(tokens, manifest.n_genes, seed, manifest.variability)
@@ -213,10 +213,9 @@ class CellStream:
         return self._maker.unpacker.names(cell_ids)
 
     def shards_read(self, ranks: Collection[int], step: int, stop: int) -> dict[Path, str]:
-        """Return the SHA-256 of the shards, by path, that `ranks` read in steps `step` to `stop`, counted over
-        all epochs.
+        """List the shards that `ranks` read in steps `step:stop`, with their SHA-256 by path.
 
-        Without shuffling, the steps do not matter: the stream has one epoch.
+        Steps are counted over all epochs. Without shuffling they have no effect: there is one epoch.
         """
         order_rule = self._order_rule
         per_epoch = self.steps_per_epoch
@@ -227,12 +226,13 @@ class CellStream:
         shard_numbers = set[int]()
         for epoch in range(step // per_epoch, -(-stop // per_epoch)):
             order = make_epoch_order(order_rule, epoch)
-            # cells of each lane before the first of these steps in the epoch, and until the last
+            # cells of each lane that are taken before the first of these steps in the epoch, and by the
+            # end of the last
             before = order_rule.cells_before(max(step - epoch * per_epoch, 0)).tolist()
-            until = order_rule.cells_before(min(stop - epoch * per_epoch, per_epoch)).tolist()
+            by_end = order_rule.cells_before(min(stop - epoch * per_epoch, per_epoch)).tolist()
             for lane in lanes:
                 first = order.window_with(lane, before[lane])
-                last = order.window_with(lane, until[lane] - 1)
+                last = order.window_with(lane, by_end[lane] - 1)
                 for window in range(first, last + 1):
                     shard_numbers.update(order.window_runs(lane, window).shards.tolist())
             if len(shard_numbers) == len(self._sha256):
@@ -264,7 +264,7 @@ def _read_order_rule(
     shuffle: bool,
     max_cells: int | None,
 ) -> OrderRule:
-    """Make the rule of the order of a split's cells, with weights that are read from the shards."""
+    """Make the rule for the order of a split's cells; read repeats if they are weighted."""
     entry = manifest.entry(split)
     repeats = None
     if shuffle:
@@ -277,20 +277,20 @@ def _read_order_rule(
 
 
 def _list_hashes(manifest: Manifest, split: str) -> dict[Path, str]:
-    """SHA-256 of each shard of a split, by path."""
+    """List the SHA-256 of the shards of a split, by path."""
     shards = manifest.entry(split).shards
     return {manifest.shard_path(shard): shard.sha256 for shard in shards}
 
 
 def _compute_fingerprint(manifest: Manifest, fields: BatchFields, order_rule: OrderRule) -> str:
-    """Fingerprint of the cells, their columns in the batches, and the column that weights them."""
+    """Compute the fingerprint of the cells, their columns in batches, and the column of weights."""
     weight_columns = order_rule.stream.weights_column() if order_rule.shuffle else {}
     level_columns = sorted({*fields.level_columns, *weight_columns})
     return manifest.fingerprint_with(level_columns, fields.number_columns)
 
 
 def _order_options(order_rule: OrderRule) -> dict[str, Any]:
-    """Options that fix the order of cells, and are compared on resume; None for weights without use."""
+    """List the options that fix the order of cells; those of weights are None if the run has none."""
     options = {name: getattr(order_rule.stream, name) for name in _ORDER_OPTIONS + _WEIGHT_OPTIONS}
     if order_rule.repeats is None:
         options |= dict.fromkeys(_WEIGHT_OPTIONS)

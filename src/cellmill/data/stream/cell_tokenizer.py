@@ -15,7 +15,7 @@ from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.tokenizer import Tokenizer, make_batch
 from cellmill.errors import DataError
 
-_ZEROS = np.uint64(0x5A45524F)  # part of the keys of genes without counts
+_ZEROS = np.uint64(0x5A45524F)  # in the keys that draw genes without counts
 
 
 def count_kept_and_zeros(
@@ -37,7 +37,7 @@ def count_kept_and_zeros(
 
 
 def _max_kept(tokens: Tokens) -> int:
-    """Most tokens of a cell that have counts."""
+    """Return the largest number of tokens with counts in a cell."""
     return max(1, int(tokens.max_tokens * (1 - tokens.zero_frac)))
 
 
@@ -59,19 +59,22 @@ class CellTokenizer:
         self._tokens = tokens
         self._n_genes = n_genes
         self._seed = seed
-        self._chooses = tokens.truncation != "top" or tokens.zero_frac > 0
-        # values come from the whole cell; `_choose` cuts
-        uncut = tokens.model_copy(update={"max_tokens": 2**31 - 1}) if self._chooses else tokens
+        self._chooses_genes = tokens.truncation != "top" or tokens.zero_frac > 0
+        # values come from the whole cell; `_choose_kept` cuts
+        uncut = (
+            tokens.model_copy(update={"max_tokens": 2**31 - 1}) if self._chooses_genes else tokens
+        )
         self._tokenizer: Tokenizer = uncut.load()(uncut)
         self.dtype = self._tokenizer.dtype
 
     def max_genes(self, with_counts: bool) -> int | None:
-        """Genes of each cell that have to be read; None for all of them and their counts."""
-        reads_all = with_counts or self._chooses or self._tokenizer.needs_counts
+        """Return how many genes of each cell must be read; None for all of them and their counts."""
+        reads_all = with_counts or self._chooses_genes or self._tokenizer.needs_counts
         return None if reads_all else self._tokens.max_tokens
 
     def rank_order_above(self) -> int | None:
-        """Number of genes above which a cell must be in rank order, because that decides its tokens;
+        """Return the number of genes above which rank order decides the tokens of a cell.
+
         None if it never does.
         """
         if self._tokens.value_kind == "place":
@@ -90,18 +93,18 @@ class CellTokenizer:
 
         It has the counts of its tokens if `with_counts`.
         """
-        if self._chooses:
-            return self._chosen_batch(cells, cell_ids, with_counts, epoch)
+        if self._chooses_genes:
+            return self._make_chosen_batch(cells, cell_ids, with_counts, epoch)
         return make_batch(self._tokenizer, cells, cell_ids, with_counts)
 
-    def _chosen_batch(
+    def _make_chosen_batch(
         self, cells: SparseCounts, cell_ids: np.ndarray, with_counts: bool, epoch: int
     ) -> Batch:
         """Make the batch of chosen genes. In each cell, genes with counts come first."""
         all_token_ids, all_values, _ = self._tokenizer.tokenize(cells)
         keys = self._cell_keys(cells, epoch)
         n_kept, n_zeros = count_kept_and_zeros(self._tokens, cells.lengths, self._n_genes)
-        kept = self._choose(cells, n_kept, keys)
+        kept = self._choose_kept(cells, n_kept, keys)
         zeros = _draw_absent(cells, n_zeros, keys, self._n_genes)
         n_tokens = n_kept + n_zeros
         token_offsets = row_offsets(n_tokens)
@@ -121,7 +124,7 @@ class CellTokenizer:
         return Batch(token_ids, values, token_offsets.astype(np.int32), cell_ids, token_counts)
 
     def _cell_keys(self, cells: SparseCounts, epoch: int) -> np.ndarray:
-        """Key of each cell's draws, `(cells,)` uint64, by its genes and counts in any order."""
+        """Make the key of each cell's draws, `(cells,)` uint64. The order of its genes has no effect."""
         offsets, genes, counts = cells
         pairs = splitmix64(genes.astype(np.uint64) ^ splitmix64(counts.astype(np.uint64)))
         # sums modulo 2**64
@@ -131,7 +134,7 @@ class CellTokenizer:
         seed = np.array([self._seed], np.uint64)
         return splitmix64(sums ^ splitmix64(splitmix64(seed) ^ np.uint64(epoch)))
 
-    def _choose(self, cells: SparseCounts, n_kept: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    def _choose_kept(self, cells: SparseCounts, n_kept: np.ndarray, keys: np.ndarray) -> np.ndarray:
         """Choose the `n_kept` genes of each cell that become tokens; return their indices, ascending."""
         offsets, genes, _ = cells
         lengths = cells.lengths
@@ -148,8 +151,8 @@ class CellTokenizer:
             else:
                 priority = splitmix64(keys[cell] ^ cell_genes.astype(np.uint64))
             keep[start:stop] = False
-            # the smallest are kept
-            keep[start + _smallest(priority, n_kept[cell])] = True
+            # keep the genes with the smallest numbers
+            keep[start + _find_smallest(priority, n_kept[cell])] = True
         return np.flatnonzero(keep)
 
 
@@ -163,12 +166,12 @@ def _draw_absent(cells: SparseCounts, n: np.ndarray, keys: np.ndarray, n_genes: 
     drawn = [np.empty(0, np.int64)]
     for cell in np.flatnonzero(n).tolist():
         draws = splitmix64(splitmix64(keys[cell : cell + 1] ^ _ZEROS) ^ all_genes)
-        # sorted last: genes with counts are not drawn
+        # genes with counts come last, so they are not drawn
         draws[genes[offsets[cell] : offsets[cell + 1]]] = np.iinfo(np.uint64).max
-        drawn.append(np.sort(_smallest(draws, n[cell])))
+        drawn.append(np.sort(_find_smallest(draws, n[cell])))
     return np.concatenate(drawn)
 
 
-def _smallest(values: np.ndarray, n: int) -> np.ndarray:
-    """Indices of the `n` smallest values, in any order."""
+def _find_smallest(values: np.ndarray, n: int) -> np.ndarray:
+    """Find the indices of the `n` smallest values, in any order."""
     return np.argpartition(values, n - 1)[:n]

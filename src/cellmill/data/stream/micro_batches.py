@@ -98,19 +98,19 @@ def count_greedy_batches(
     n_tokens.cumsum(out=total[1:])
     ends = n_cells.cumsum()
     first = ends - n_cells
-    numbers = np.minimum(n_cells, 1)
+    n_batches = np.minimum(n_cells, 1)
     # ranks with cells for a further micro-batch: at first, those whose cells do not fit in one
     ranks = np.flatnonzero(total[ends] - total[first] > token_budget)
     while len(ranks):
         fitting = np.searchsorted(total, total[first[ranks]] + token_budget, side="right") - 1
         first[ranks] = np.maximum(np.minimum(fitting, ends[ranks]), first[ranks] + 1)
         ranks = ranks[first[ranks] < ends[ranks]]
-        numbers[ranks] += 1
-    return numbers
+        n_batches[ranks] += 1
+    return n_batches
 
 
 def cut_evenly(n_tokens: np.ndarray, max_batches: int) -> list[int]:
-    """Cut cells into at most `max_batches` micro-batches so that the largest is smallest.
+    """Cut cells into at most `max_batches` micro-batches, the largest of which is as small as possible.
 
     Returns the offsets, like `cut_greedily`.
     """

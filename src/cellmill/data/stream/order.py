@@ -30,10 +30,10 @@ from cellmill.data.keys import BLOCKS, WINDOW, permutation
 from cellmill.data.rows import choose_rows, iterate_rows, row_offsets
 from cellmill.data.stream.repeats import Repeats
 
-# last word of the key of a permutation: of full blocks, of shorter blocks, of copies of blocks
-FULL = 0
-SHORT = 1
-COPIES = 2
+# what is permuted, as the last word of the permutation's key
+FULL = 0  # full blocks
+SHORT = 1  # shorter blocks
+COPIES = 2  # copies of blocks
 
 
 class DataRank(NamedTuple):
@@ -60,7 +60,7 @@ class OrderRule:
 
     @classmethod
     def of_run(cls, options: TrainOptions, n_cells: int) -> OrderRule:
-        """Make the rule of a run over `n_cells` training cells, for its steps and the cells of each."""
+        """Make a rule to count the steps of a run over `n_cells` training cells, and the cells of each."""
         train = options.train
         return cls((n_cells,), options.stream, train.global_batch, train.seed, shuffle=True)
 
@@ -87,7 +87,7 @@ class OrderRule:
         return min(self.global_batch, self.n_cells)
 
     def cells_before(self, step: int | np.ndarray) -> np.ndarray:
-        """Cells of each lane before step `step` of an epoch, `(lanes,)` int64.
+        """Count the cells that each lane gives before step `step` of an epoch, `(lanes,)` int64.
 
         Step `steps_per_epoch` has all cells before it. Steps `(n, 1)` give `(n, lanes)`.
         """
@@ -95,8 +95,8 @@ class OrderRule:
             return np.minimum(step * self.per_lane, self.deal(self.n_cells))
         return self.deal(step * self.n_cells // self.steps_per_epoch)
 
-    def steps_of(self, lane: int, positions: np.ndarray) -> np.ndarray:
-        """Step of an epoch that takes the cell at each of `positions` in a lane; `(cells,)` int64."""
+    def steps_at(self, lane: int, positions: np.ndarray) -> np.ndarray:
+        """Find the step of an epoch that takes the cell at each of `positions` in a lane, `(cells,)`."""
         if not self.stream.equal_steps:
             return positions // self.per_lane
         # number of cells dealt, one to each lane in turn, up to and including each of these
@@ -105,7 +105,7 @@ class OrderRule:
         return (dealt * self.steps_per_epoch - 1) // self.n_cells
 
     def deal(self, n_cells: int | np.ndarray) -> np.ndarray:
-        """Number of cells of each lane if `n_cells` are dealt one by one, `(lanes,)`."""
+        """Count the cells of each lane if `n_cells` are dealt one by one, `(lanes,)`."""
         # (n_cells - lane) / lanes, rounded up
         return -((np.arange(self.stream.lanes) - n_cells) // self.stream.lanes)
 
@@ -119,11 +119,11 @@ class CellRuns(NamedTuple):
 
     @classmethod
     def join(cls, parts: list[CellRuns]) -> CellRuns:
-        """Runs of all parts, one part after the other."""
+        """Join the runs of all parts, one part after the other."""
         return cls(*map(np.concatenate, zip(*parts)))
 
     def cut(self, start: int, stop: int) -> CellRuns:
-        """Runs with cells `start:stop` of these runs, whose cells are counted run after run."""
+        """Cut out cells `start:stop`, numbered run after run."""
         n = self.n_cells
         before = np.cumsum(n) - n  # cells of earlier runs
         # start and end of the part of each run that is kept
@@ -143,7 +143,7 @@ class BlockCopies(NamedTuple):
 
 
 class EpochOrder:
-    """Order of one epoch, with the rules that hold with and without repeats.
+    """Order of one epoch: what is the same with and without repeats.
 
     Attributes: `window_offsets`, for each lane the first cell of each of its windows, followed by
     the lane's number of cells; `lane_cells`, the number of cells in each lane.
@@ -159,15 +159,15 @@ class EpochOrder:
         return len(self.window_offsets[lane]) - 1
 
     def window_with(self, lane: int, cell: int) -> int:
-        """Number of the window with cell `cell` of a lane."""
+        """Find the number of the window with cell `cell` of a lane."""
         return int(np.searchsorted(self.window_offsets[lane], cell, side="right")) - 1
 
     def window_runs(self, lane: int, window: int) -> CellRuns:
-        """Runs of the cells in window `window` of `lane`."""
+        """List the runs of the cells in window `window` of `lane`."""
         raise NotImplementedError
 
     def window_order(self, lane: int, window: int) -> np.ndarray:
-        """Permutation of the cells of the window's concatenated runs."""
+        """Permute the cells of the window's concatenated runs: their indices, in the new order."""
         start, stop = self.window_offsets[lane][window : window + 2].tolist()
         if not self.rule.shuffle:
             return np.arange(stop - start)
@@ -206,7 +206,7 @@ class PlainEpoch(EpochOrder):
 
 
 def _list_blocks(rule: OrderRule) -> CellRuns:
-    """Runs of the blocks of all shards; the last block of a shard may be shorter."""
+    """List the blocks of all shards as runs; the last block of a shard may be shorter."""
     size = rule.stream.block_cells
     n_left = rule.n_cells
     blocks = []
@@ -268,17 +268,17 @@ def _list_copies(rule: OrderRule, times_read: np.ndarray) -> BlockCopies:
     stops = np.append(starts[1:], len(times_read))
     copies: list[BlockCopies] = []
     # cells with a further copy: fewer each round, because few cells have many copies
-    left = np.flatnonzero(times_read)
-    while len(left):
+    remaining = np.flatnonzero(times_read)
+    while len(remaining):
         number = len(copies) + 1
-        block_of_cell = np.searchsorted(starts, left, side="right") - 1
-        # the first of these cells in each block
-        first_left = np.flatnonzero(np.diff(block_of_cell, prepend=-1))
-        block = block_of_cell[first_left]
-        n_copied = np.diff(first_left, append=len(left))
+        block_of_cell = np.searchsorted(starts, remaining, side="right") - 1
+        # index of the first of these cells in each block
+        first_of_block = np.flatnonzero(np.diff(block_of_cell, prepend=-1))
+        block = block_of_cell[first_of_block]
+        n_copied = np.diff(first_of_block, append=len(remaining))
         numbers = np.full_like(block, number)
         copies.append(BlockCopies(starts[block], stops[block], numbers, n_copied))
-        left = left[times_read[left] > number]
+        remaining = remaining[times_read[remaining] > number]
     return BlockCopies(*map(np.concatenate, zip(*copies)))
 
 
@@ -289,14 +289,14 @@ def make_epoch_order(rule: OrderRule, epoch: int) -> EpochOrder:
 
 
 class OrderCache:
-    """The last two orders that were asked for: lanes end an epoch one after another."""
+    """Cache of the last two orders, since lanes end an epoch one after another."""
 
     def __init__(self, rule: OrderRule) -> None:
         self._rule = rule
         self._kept: dict[int, EpochOrder] = {}
 
-    def of(self, epoch: int) -> EpochOrder:
-        """Return the order of `epoch`, which is made unless it is kept."""
+    def get(self, epoch: int) -> EpochOrder:
+        """Return the order of `epoch`, from the cache if it is there."""
         if epoch not in self._kept:
             self._kept = {n: order for n, order in self._kept.items() if n == epoch - 1}
             self._kept[epoch] = make_epoch_order(self._rule, epoch)

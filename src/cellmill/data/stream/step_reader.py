@@ -1,11 +1,11 @@
-"""Cells of a data rank, step by step, and the numbers of cells and genes of all ranks.
+"""Cells of a data rank, step by step, with the numbers of cells and genes of all ranks.
 
-The next window is read while one is used (`WindowQueue`). Several small steps are yielded together,
-to spread Python's overhead. Cells are unpacked when their step is taken. Only cells of a step that
-spans windows are copied.
+The next window is read while one is in use (`WindowQueue`). Small steps are yielded in groups, which
+spreads Python's overhead over them. Cells stay packed until their micro-batches are made, and are
+copied only if their step spans windows.
 
-Numbers of cells are computed for many steps at once. For lanes of other ranks only the numbers of
-genes of the cells are looked up (`LaneGenes`).
+Numbers of cells are computed for many steps at once. Of cells in the lanes of other ranks only the
+numbers of genes are looked up (`LaneGenes`).
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from cellmill.data.stream.windows import (
     join_stream_cells,
 )
 
-_STEPS_COUNTED = 256  # steps whose numbers of cells are computed at once
-# cells of small steps that are yielded together
-_CELLS_TOGETHER = 256
+_STEPS_PER_COUNT = 256  # steps whose numbers of cells are computed at once
+_CELLS_PER_GROUP = 256  # small steps are yielded together, up to this number
 
 
 class WindowQueue:
@@ -49,29 +48,29 @@ class WindowQueue:
         and their cells.
         """
         self._drop_before(step)
-        n_steps = self._n_steps_together(step, n_cells)
+        n_steps = self._count_group_steps(step, n_cells)
         parts = []
-        number = 0
+        index = 0
         n_left = int(n_cells[:n_steps].sum())
         while n_left:
-            if number == len(self._started):  # windows of lanes may end at different steps
+            if index == len(self._started):  # windows of lanes may end at different steps
                 self._started += islice(self._windows, 1)
-            assert number < len(self._started), "cells of a step are in no window"
-            part = self._started[number].take(step, n_steps)
+            assert index < len(self._started), "cells of a step are in no window"
+            part = self._started[index].take(step, n_steps)
             if len(part.ids):
                 parts.append(part)
             n_left -= len(part.ids)
-            number += 1
+            index += 1
         return n_steps, parts[0] if len(parts) == 1 else join_stream_cells(parts)
 
-    def _n_steps_together(self, step: int, n_cells: np.ndarray) -> int:
-        """Number of steps: one, or more if the first window has all of their cells and these are at
-        most `_CELLS_TOGETHER`.
+    def _count_group_steps(self, step: int, n_cells: np.ndarray) -> int:
+        """Count the steps to take together: one, or more that have at most `_CELLS_PER_GROUP` cells,
+        all of them in the first window.
         """
         if len(self._started) > 1:
             first_of_next = int(self._started[1].cells.steps[0])
             n_cells = n_cells[: max(0, first_of_next - step)]
-        return max(1, int(np.searchsorted(n_cells.cumsum(), _CELLS_TOGETHER, side="right")))
+        return max(1, int(np.searchsorted(n_cells.cumsum(), _CELLS_PER_GROUP, side="right")))
 
     def _drop_before(self, step: int) -> None:
         """Drop windows without cells from `step` on; start to read the next ones."""
@@ -92,8 +91,7 @@ class StepGroup:
 class StepReader:
     """Reader of the cells of a split in the order of `rule`, starting at any step.
 
-    Reads the lanes of one data rank: lane l belongs to rank l % `world`. Of the cells of other
-    lanes only the numbers of genes are looked up.
+    Reads the lanes of one data rank: lane l belongs to rank l % `world`.
     """
 
     def __init__(
@@ -134,18 +132,18 @@ class StepReader:
                         genes_per_cell, other_genes, cells_by_rank[taken], cells_by_lane[taken]
                     )
                 yield StepGroup(epoch, genes_per_cell, cells_by_rank[taken], local)
-                del local  # the next window may take its memory
+                del local  # its memory may be used for the next window
                 start += n_steps
 
     def _count_cells(self, epoch: int, step: int) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Count the cells of each lane, `(steps, lanes)`, for up to `_STEPS_COUNTED` steps at a time.
+        """Count the cells of each lane, `(steps, lanes)`, for up to `_STEPS_PER_COUNT` steps at a time.
 
-        Yields them with the epoch and its step that they begin at.
+        Yields the epoch, the first of these steps in it, and the counts.
         """
         rule = self._rule
         while True:
-            for first in range(step, rule.steps_per_epoch, _STEPS_COUNTED):
-                stop = min(first + _STEPS_COUNTED, rule.steps_per_epoch)
+            for first in range(step, rule.steps_per_epoch, _STEPS_PER_COUNT):
+                stop = min(first + _STEPS_PER_COUNT, rule.steps_per_epoch)
                 taken_before = rule.cells_before(np.arange(first, stop + 1)[:, None])
                 yield epoch, first, np.diff(taken_before, axis=0)
             if not rule.shuffle:
@@ -154,10 +152,11 @@ class StepReader:
             step = 0
 
     def _look_up_others(self, epoch: int, first_cells: np.ndarray) -> LaneGenes:
-        """Look up the numbers of genes of the cells in the lanes of other ranks, from cell
-        `first_cells`, `(lanes,)`, of each lane on.
+        """Look up the numbers of genes of the cells in the lanes of other ranks.
+
+        The first is cell `first_cells`, `(lanes,)`, of each lane.
         """
-        order = self._orders.of(epoch)
+        order = self._orders.get(epoch)
         windows = []
         skipped = []
         for lane in self._other_lanes.tolist():
@@ -190,9 +189,9 @@ class StepReader:
 
     def _genes_of_windows(self, lane: int, epoch: int, first: int) -> Iterator[np.ndarray]:
         """Count the genes of the cells of each window of a lane, from window `first` of an epoch on."""
-        # a lane without cells in an epoch has none in any: it would loop forever
-        while self._orders.of(epoch).lane_cells[lane]:
-            order = self._orders.of(epoch)
+        # a lane without cells in one epoch has none in any: it would loop forever
+        while self._orders.get(epoch).lane_cells[lane]:
+            order = self._orders.get(epoch)
             for window in range(first, order.n_windows(lane)):
                 genes_per_cell = count_genes(self._shards, order.window_runs(lane, window))
                 yield genes_per_cell[order.window_order(lane, window)]

@@ -19,14 +19,13 @@ class CellTokens(NamedTuple):
 
 
 class Tokenizer(Protocol):
-    """Implementation of a `config.parts.tokens.Tokens`, made from those options; pure and vectorised over
-    cells.
+    """Implementation of the options `config.parts.tokens.Tokens`: pure, and vectorised over cells.
 
     The tokens of a cell are its first `max_tokens` genes, in their order.
     """
 
     dtype: np.dtype  # dtype of the values
-    # if False, only the genes that fit into `max_tokens` are read, and no counts
+    # if False, no counts are read, and only the genes that fit into `max_tokens`
     needs_counts: bool
 
     def tokenize(self, cells: SparseCounts) -> CellTokens:
@@ -89,7 +88,7 @@ def make_batch(
     tokens = tokenizer.tokenize(cells)
     token_counts = None
     if with_counts:
-        # the tokenizer cut all cells at one number of genes: cutting at the longest does it again
+        # the tokenizer cut every cell at the same number of genes: cut the counts at the longest
         longest = int(np.diff(tokens.cu_seqlens).max(initial=0))
         token_counts = KeptGenes(cells, longest).copy(cells.counts, np.int64)
     return Batch(*tokens, cell_ids, token_counts, **per_cell)

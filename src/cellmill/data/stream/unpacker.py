@@ -16,9 +16,9 @@ from cellmill.errors import DataError
 
 
 class CellUnpacker:
-    """Unpacks what `tokenizer` reads of the cells of `shards`, and the counts if `with_counts`.
+    """Unpacks the genes of cells, and their counts if `tokenizer` or `with_counts` needs them.
 
-    Genes are in rank order where the tokens depend on it.
+    Genes are in rank order in cells whose tokens depend on it.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class CellUnpacker:
 
     def names(self, cell_ids: np.ndarray) -> list[str]:
         """Name cells by id as `dataset:name (file row)`, read from the shards; for error messages."""
-        numbers = np.searchsorted(self._shard_offsets, cell_ids, side="right") - 1
-        rows = cell_ids - self._shard_offsets[numbers]
+        shard_numbers = np.searchsorted(self._shard_offsets, cell_ids, side="right") - 1
+        rows = cell_ids - self._shard_offsets[shard_numbers]
         names = []
-        for number, row in zip(numbers.tolist(), rows.tolist()):
+        for number, row in zip(shard_numbers.tolist(), rows.tolist()):
             path = self._shards[number].path
             names.append(f"{read_names(path, 'obs')[row]} ({path.name} row {row})")
         return names

@@ -1,6 +1,6 @@
 """Windows of shuffled cells, whose packed bytes are read by threads.
 
-The bytes of a window are read in the order of the file into one buffer. Index arrays name its cells
+The bytes of a window are read in the order of the file into one buffer. Index arrays list its cells
 in step order, lane after lane, so shuffling moves no data, and the cells of a step are one slice.
 The memory of a buffer is used again (`recycled_empty`).
 """
@@ -31,10 +31,10 @@ class ByteRuns(NamedTuple):
     shards: np.ndarray  # number of the shard
     starts: np.ndarray  # first byte in the shard's packed bytes
     stops: np.ndarray  # byte after the last
-    targets: np.ndarray  # position of the first byte in the window's memory
+    targets: np.ndarray  # position of the first byte in the window's buffer
 
     def by_shard(self, max_runs: int) -> Iterator[ByteRuns]:
-        """Parts of at most `max_runs` runs of one shard each, ascending in it."""
+        """Yield parts of at most `max_runs` runs of one shard each, in the order of its bytes."""
         order = np.lexsort((self.starts, self.shards))
         runs = choose_rows(self, order)
         shard_starts = np.flatnonzero(np.diff(runs.shards)) + 1
@@ -60,14 +60,14 @@ class StreamCells:
             self.steps[chosen], self.lanes[chosen], self.ids[chosen], self.packed.select(chosen)
         )
 
-    def of_steps(self, step: int, n_steps: int) -> StreamCells:
-        """Cells that `n_steps` steps from `step` on take; may be none."""
+    def select_steps(self, step: int, n_steps: int) -> StreamCells:
+        """Select the cells of `n_steps` steps from `step` on, possibly none."""
         start, stop = np.searchsorted(self.steps, [step, step + n_steps]).tolist()
         return self.select(slice(start, stop))
 
 
 def join_stream_cells(parts: list[StreamCells]) -> StreamCells:
-    """Copy the cells of some steps, which several windows have, into one memory."""
+    """Copy cells of some steps from several windows into one buffer, in stream order."""
     none = np.empty(0, np.int64)
     packed = PackedCells(np.empty(0, np.uint8), none, none, none, none)
     parts = [StreamCells(none, none, none, packed), *parts]
@@ -89,11 +89,11 @@ class CellWindow:
     reads: list[Future[None]]  # not yet waited for
 
     def take(self, step: int, n_steps: int) -> StreamCells:
-        """Wait for the bytes of the cells of `n_steps` steps from `step` on; return them, may be none.
+        """Return the cells of `n_steps` steps from `step` on, possibly none, once their bytes are read.
 
         Raises the errors of the reads.
         """
-        taken = self.cells.of_steps(step, n_steps)
+        taken = self.cells.select_steps(step, n_steps)
         while self.reads and len(taken.ids):
             self.reads.pop().result()
         return taken
@@ -127,8 +127,8 @@ class WindowReader:
         Window w has the cells of window number w of all lanes that have one.
         """
         # lanes without cells in an epoch have none in any: they would loop forever
-        while any(self._orders.of(epoch).lane_cells[lane] for lane in self._lanes):
-            order = self._orders.of(epoch)
+        while any(self._orders.get(epoch).lane_cells[lane] for lane in self._lanes):
+            order = self._orders.get(epoch)
             first = {lane: order.window_with(lane, int(first_cells[lane])) for lane in self._lanes}
             for window in range(min(first.values()), max(map(order.n_windows, first))):
                 lanes = [lane for lane in first if first[lane] <= window < order.n_windows(lane)]
@@ -169,28 +169,28 @@ class WindowReader:
         # lane after lane: each cell's row in the concatenated runs, and its step
         shuffled = np.concatenate([order.window_order(lane, window) for lane in lanes])
         first_row_of_lane = np.cumsum(sizes) - sizes
-        row = shuffled + np.repeat(first_row_of_lane, sizes)
-        step = np.concatenate(
-            [self._rule.steps_of(lane, np.arange(*span)) for lane, span in zip(lanes, spans)]
+        rows = shuffled + np.repeat(first_row_of_lane, sizes)
+        steps = np.concatenate(
+            [self._rule.steps_at(lane, np.arange(*span)) for lane, span in zip(lanes, spans)]
         )
         # a step's cells stay lane after lane
-        by_step = np.argsort(step, kind="stable")
-        row = row[by_step]
-        # id of the cell in each row: rows of a run are consecutive cells
+        by_step = np.argsort(steps, kind="stable")
+        rows = rows[by_step]
+        # id of the cell in each row, since the rows of a run are consecutive cells
         first_id = self._shard_offsets[runs.shards] + runs.starts
         first_row_of_run = np.cumsum(runs.n_cells) - runs.n_cells
-        id_of_row = np.arange(len(row)) + np.repeat(first_id - first_row_of_run, runs.n_cells)
+        id_of_row = np.arange(len(rows)) + np.repeat(first_id - first_row_of_run, runs.n_cells)
         return StreamCells(
-            order.epoch * self._rule.steps_per_epoch + step[by_step],
+            order.epoch * self._rule.steps_per_epoch + steps[by_step],
             np.repeat(lanes, sizes)[by_step],
-            id_of_row[row],
-            packed.select(row),
+            id_of_row[rows],
+            packed.select(rows),
         )
 
     def _lay_out(self, runs: CellRuns) -> tuple[ByteRuns, PackedCells]:
-        """Lay out runs of cells in a new memory, one after the other.
+        """Lay out runs of cells in a new buffer, one after the other.
 
-        Returns the bytes to read, and the cells, in the order of the runs, as they will be there.
+        Returns the bytes to read into it, and its cells in the order of the runs.
         """
         # a cell has two parts, its genes and its counts: a run of n cells has 2 n + 1 entries, the
         # start of each part and the end of the run
@@ -199,7 +199,7 @@ class WindowReader:
             part_offsets.append(self._shards[shard].part_offsets[2 * first : 2 * (first + n) + 1])
         n_entries = 2 * runs.n_cells + 1
         end_entry = np.cumsum(n_entries) - 1  # of each run
-        # bytes of the entries: in the shard, then in the memory
+        # positions of the entries: in the shard, then in the buffer
         positions = np.concatenate(part_offsets).astype(np.int64) * ALIGNMENT
         starts = positions[end_entry - n_entries + 1]
         stops = positions[end_entry]
