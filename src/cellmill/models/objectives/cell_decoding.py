@@ -7,8 +7,8 @@ sequencing depth. With `weights: counts` this is the multinomial likelihood of t
 given their sum, divided by the sum; with `likelihood: nb` the negative binomial likelihood of all
 genes' hidden counts, zeros included, also divided by the sum. With `view_loss` the hidden part is
 encoded too, and VICReg of the vectors of both parts is added in training only. `judge` compares
-with the mean profile of the training cells. Objective denoise is the same with view thin and target
-all.
+with the mean profile of the training cells. Objective `denoise` is the same class with
+`view: thin` and `target: all`.
 
 Legend: C cells with targets, H width of a cell's vector, D width of the decoder's last layer, V
 tokens of the vocabulary.
@@ -90,6 +90,15 @@ class CellDecoding(Objective):
     metric_names = ("hidden_genes",)
     uses_hidden_genes = True
 
+    @property
+    def _is_nb(self) -> bool:
+        return self.config.likelihood == "nb"
+
+    @property
+    def predicts_log_counts(self) -> bool:
+        """True if the profile is of log(1 + count), not of counts."""
+        return not self._is_nb and self.config.weights == "log1p"
+
     def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
         config = self.config
         vector_width = model.vector_width
@@ -170,15 +179,6 @@ class CellDecoding(Objective):
         cell_sums = amounts.new_zeros(len(prepared.n_entries)).index_add(0, cell, amounts)
         return amounts / cell_sums[cell]
 
-    @property
-    def _is_nb(self) -> bool:
-        return self.config.likelihood == "nb"
-
-    @property
-    def predicts_log_counts(self) -> bool:
-        """True if the profile is of log(1 + count), not of counts."""
-        return not self._is_nb and self.config.weights == "log1p"
-
     def loss(self, model: ObjectiveModel, states: Tensor, prepared: DecodingBatch) -> Tensor:
         """Sum the loss over the cells, a float32 scalar; in training with VICReg and the adversary."""
         vectors = self._target_vectors(model, states, prepared)
@@ -207,8 +207,8 @@ class CellDecoding(Objective):
             (rows,) = self.rows(model, states, prepared)
             loss = loss + prepared.shares[0].loss(rows)
         adversary_weight = self.config.batch_adversary
-        # not in validation, which chooses the checkpoint: hiding experimental batches must not look
-        # worse
+        # left out of validation, whose loss chooses the checkpoint: a model that hides experimental
+        # batches must not look worse
         if adversary_weight is not None and model.training:
             adversary_loss = model.batch_adversary(vectors, self._known_batch_numbers(prepared))
             loss = loss + adversary_weight * adversary_loss
@@ -272,7 +272,7 @@ class CellDecoding(Objective):
         value = train.mean if self.tokens.value_kind == "scalar" else 1.0
         expressed = train.n * value + 1  # add one for genes that no training cell has
         mean_profile = np.log(expressed / expressed.sum())
-        n_cells = cell_fracs.sum()  # those of a cell sum to 1
+        n_cells = cell_fracs.sum()  # the entries of a cell sum to 1
         loss = float(-(fractions * log_p).sum() / n_cells)
         base_loss = float(-(fractions * mean_profile[genes]).sum() / n_cells)
         metrics = {

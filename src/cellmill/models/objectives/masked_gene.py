@@ -77,7 +77,7 @@ class MaskedGene(MaskedObjective):
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
         genes, is_right, losses = GeneObservations(*observed)
-        # add one: no gene has frequency 0
+        # add one, so that no gene has frequency 0
         frequency = (train.n + 1) / (train.n.sum() + len(train.n))
         base_loss = float(-np.log(frequency[genes]).mean())
         loss = float(losses.astype(np.float64).mean())

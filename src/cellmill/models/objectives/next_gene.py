@@ -6,8 +6,8 @@ matrix is the gene embedding); given that gene, a value follows (cross-entropy o
 error of continuous values). Before the first gene the state is a learned vector. A cell with as
 many tokens as `max_tokens` may have been cut, so its end is no target.
 
-Genes are judged among those that the cell does not have yet, as `cellmill generate` draws them; so
-is the baseline, the frequency of genes at the same rank in training cells.
+A gene is judged among the genes that the cell does not have yet, from which `cellmill generate` draws
+too. The baseline is the gene frequency at the same rank in training cells, among the same genes.
 
 Legend: T tokens of the batch, N targets, H width of the model, V tokens of the vocabulary.
 """
@@ -158,7 +158,7 @@ class NextGene(Objective):
 
         Genes are in order, cell after cell.
         """
-        # offsets of tokens are offsets of targets then
+        # without padding, offsets of tokens are offsets of targets
         assert len(prepared.targets) == len(prepared.token_ids), "expected a batch without padding"
         before = self.states_before(model, model.states(prepared), prepared)
         cells = []

@@ -232,15 +232,6 @@ class QueryDecoding(Objective):
         return metrics, r2_verdict("prediction of hidden genes", against, r2)
 
 
-def _number_in_cell(n_items: Tensor, cell: Tensor) -> Tensor:
-    """Number the items of each cell from 0: `(items,)` int64.
-
-    `n_items` `(C,)` is the number of items of each cell; `cell` `(items,)` is each item's cell, ascending.
-    """
-    first_item = n_items.cumsum(0) - n_items
-    return torch.arange(len(cell)) - first_item[cell]
-
-
 def _pick_detected(draws: TokenDraws, max_tokens: int) -> Tensor:
     """Pick the hidden tokens of each cell with the lowest keys, at most `max_tokens`.
 
@@ -286,3 +277,12 @@ def _nth_undetected(batch: Batch, n: Tensor, cell: Tensor, n_genes: int) -> Tens
     end = torch.searchsorted(numbers, n + cell * offset, right=True)
     n_detected_before = end - batch.cu_seqlens[cell]
     return n + n_detected_before
+
+
+def _number_in_cell(n_items: Tensor, cell: Tensor) -> Tensor:
+    """Number the items of each cell from 0: `(items,)` int64.
+
+    `n_items` `(C,)` is the number of items of each cell; `cell` `(items,)` is each item's cell, ascending.
+    """
+    first_item = n_items.cumsum(0) - n_items
+    return torch.arange(len(cell)) - first_item[cell]

@@ -1,7 +1,7 @@
 """regression: predict a number per cell from its vector.
 
 The head predicts the standardised number. Loss pearson is 1 - r, with r the correlation over the
-cells of the global batch; its predictions have neither scale nor offset, and only r judges them.
+cells of the global batch. Its predictions have no scale or offset, so only correlations judge them.
 
 Legend: C cells with a target, H width of a cell's vector, S slots of a global batch.
 """

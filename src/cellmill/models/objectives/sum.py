@@ -3,8 +3,8 @@
 The part that draws a view (cell_decoding) draws it first; then every part prepares on this view.
 The model is given the batch of the part that hides tokens (masked_value), so that what is hidden
 for one part is hidden for all. Second views of cells (`view_loss`) are given to the model too, but
-only the part that draws them predicts from them: for others they would be further cells. The loss is
-a vector, `(parts,)`, because each part is divided by its own number of targets.
+only the part that draws them predicts from them: other parts would count them as further cells. The
+loss is a vector, `(parts,)`, because each part is divided by its own number of targets.
 """
 
 from collections.abc import Mapping
@@ -112,7 +112,7 @@ class Sum(Objective):
         model_fields = self._choose_model_fields(part_batches, has_second_views)
         return SumBatch(
             **model_fields,
-            # so that nothing is hidden for one part and shown to another
+            # every part reads the model's tokens: what is hidden for one is hidden for all
             part_batches=tuple(replace(part_batch, **model_fields) for part_batch in part_batches),
             n_targets=torch.stack([part_batch.n_targets for part_batch in part_batches]),
         )

@@ -65,6 +65,11 @@ class MaskedObjective(Objective):
     config: MaskedObjectiveConfig
     predicts_genes: bool  # True if targets are genes, False if they are values
 
+    @property
+    def shows_content(self) -> bool:
+        """True if some masked tokens show random content or their own."""
+        return self.config.random_frac + self.config.keep_frac > 0
+
     def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
         model.head = _make_head(model, model.width)
         names: tuple[str, ...] = ("head",)
@@ -153,11 +158,6 @@ class MaskedObjective(Objective):
             [rows_at(cells, prepared.cell[targets]), model.inputs(queried, targets)], dim=-1
         )
         return loss + weight * self.head_loss(model, model.cell_head(queries), prepared)
-
-    @property
-    def shows_content(self) -> bool:
-        """True if some masked tokens show random content or their own."""
-        return self.config.random_frac + self.config.keep_frac > 0
 
     def head_loss(
         self, model: ObjectiveModel, head_output: Tensor, prepared: MaskedBatch

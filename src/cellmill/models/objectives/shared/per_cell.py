@@ -122,7 +122,7 @@ class CellObjective(Objective):
         raise NotImplementedError
 
     def coupled_loss(self, rows: Tensor, prepared: TargetBatch) -> Tensor:
-        """Take the share of `rows` `(C, width)` in the loss of the global batch, a float32 scalar."""
+        """Compute what `rows` `(C, width)` add to the loss of the global batch, a float32 scalar."""
         if prepared.shares is None:
             return self.loss_of_rows(rows)[0].float()
         return prepared.shares[0].loss(rows)
@@ -138,7 +138,7 @@ class LabelObjective(CellObjective):
 
     @property
     def labels(self) -> list[str]:
-        """Labels in the order of their numbers: all levels but the last, MISSING, if there is one."""
+        """All levels except MISSING, in the order of their numbers."""
         return [level for level in self.levels[self.config.label_column] if level != MISSING]
 
     def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
