@@ -50,7 +50,7 @@ class _Blocks(NamedTuple):
     block_window: Window
     kept_bytes: int
     workspace_bytes: int
-    passed: torch.Tensor  # the block's output
+    output: torch.Tensor  # of the block
 
 
 class _Finish(NamedTuple):
@@ -76,17 +76,17 @@ def measure_passes(
     view = model.view(to_tensors(batch), seed=0, step=0)
     padded_tokens = -(-len(view.token_ids) // multiple) * multiple
     view = pad_batch(view, padded_tokens)
-    # masks are drawn on the CPU, since their number is a shape
+    # masks are drawn on the CPU, since the number of masked tokens is a shape
     prepared = copy_to_device(model.prepare(view, seed=0, step=0), META)
     blocks = _measure_blocks(model, prepared)
-    finish = _measure_finish(model, prepared, blocks.passed)
+    finish = _measure_finish(model, prepared, blocks.output)
     model.zero_grad(set_to_none=True)
     token_bytes = FLOAT32_BYTES * n_tokens  # bytes of an element for every token
     return Passes(
         tokens=n_tokens,
         cells=len(lengths),
         pairs_per_token=float(np.square(lengths, dtype=np.float64).sum() / n_tokens),
-        width=blocks.passed.numel() / n_tokens,
+        width=blocks.output.numel() / n_tokens,
         begin_window=blocks.begin_window,
         begin_kept_per_token=blocks.begin_kept_bytes / token_bytes,
         block_window=blocks.block_window,
@@ -102,32 +102,36 @@ def _measure_blocks(model: Model, prepared: Any) -> _Blocks:
     """Measure the part before the blocks and one block."""
     with OperationMeter() as meter:
         with meter.window() as begin_window:
-            entered = model.begin(prepared)
-        begin_kept_bytes = begin_window.live_bytes() - entered.nbytes
-        x = torch.empty_like(entered, requires_grad=True)
+            begun = model.begin(prepared)
+        begin_kept_bytes = begin_window.live_bytes() - begun.nbytes
+        block_input = torch.empty_like(begun, requires_grad=True)
         with meter.window() as block_window:
-            passed = model.through(x, prepared)
-        kept_bytes = block_window.live_bytes() - passed.nbytes + x.nbytes
+            output = model.through(block_input, prepared)
+        kept_bytes = block_window.live_bytes() - output.nbytes + block_input.nbytes
         with meter.window() as backward:
-            passed.backward(torch.empty_like(passed))
+            output.backward(torch.empty_like(output))
         workspace_bytes = _peak_bytes(model, backward)
     return _Blocks(
-        begin_window, begin_kept_bytes, block_window, kept_bytes, workspace_bytes, passed
+        begin_window, begin_kept_bytes, block_window, kept_bytes, workspace_bytes, output
     )
 
 
-def _measure_finish(model: Model, prepared: Any, passed: torch.Tensor) -> _Finish:
-    """Measure the part after the blocks, whose input is like `passed`."""
-    x = torch.empty_like(passed, requires_grad=True)
+def _measure_finish(model: Model, prepared: Any, block_output: torch.Tensor) -> _Finish:
+    """Measure the part after the blocks."""
+    finish_input = torch.empty_like(block_output, requires_grad=True)
     with OperationMeter() as meter, meter.window() as window:
         with meter.window() as forward:
-            loss = model.finish(x, prepared)
+            loss = model.finish(finish_input, prepared)
             loss = loss.sum() if loss.ndim else loss
         with meter.window() as backward:
             loss.backward()
     live_bytes = forward.live_bytes()
     peak_bytes = max(forward.peak_bytes(), live_bytes + _peak_bytes(model, backward))
-    return _Finish(window, kept_bytes=live_bytes + x.nbytes, peak_bytes=peak_bytes + x.nbytes)
+    return _Finish(
+        window,
+        kept_bytes=live_bytes + finish_input.nbytes,
+        peak_bytes=peak_bytes + finish_input.nbytes,
+    )
 
 
 def _peak_bytes(model: Model, backward: Window) -> int:

@@ -1,4 +1,4 @@
-"""Sizes of a model, measured on the meta device: built as one tensor-parallel rank holds it, run once.
+"""Sizes of a model, measured by running one tensor-parallel rank of it on the meta device.
 
 Parameters, buffers and trained parameters are counted by part; FLOPs come from torch's flop
 counter, kept activations and the workspace of a backward pass from the lifetimes of storages,
@@ -125,11 +125,11 @@ class ModelSize:
 
     def finish_workspace(self, tokens: float) -> float:
         """Interpolate the peak elements of `finish` above its kept activations, for `tokens` tokens."""
-        sizes, elements = zip((0, 0.0), *self.finish_workspace_by_tokens)
-        if tokens >= sizes[-1]:  # extrapolate
-            slope = (elements[-1] - elements[-2]) / (sizes[-1] - sizes[-2])
-            return float(elements[-1] + slope * (tokens - sizes[-1]))
-        return float(np.interp(tokens, sizes, elements))
+        measured, elements = zip((0, 0.0), *self.finish_workspace_by_tokens)
+        if tokens >= measured[-1]:  # extrapolate
+            slope = (elements[-1] - elements[-2]) / (measured[-1] - measured[-2])
+            return float(elements[-1] + slope * (tokens - measured[-1]))
+        return float(np.interp(tokens, measured, elements))
 
 
 _SIZES: dict[tuple[str, int, bool], ModelSize] = {}
@@ -285,16 +285,16 @@ def _count_flops(model: Model, n_blocks: int, long: Passes, short: Passes) -> Fl
         growth = long_block / long.tokens - short_block / short.tokens
         per_pair = max(0.0, growth / (long.pairs_per_token - short.pairs_per_token))
         block_per_token -= per_pair * long.pairs_per_token
-    # rows of the global batch take a forward pass of their own, without heads
-    units = FORWARDS_PER_STEP + int(bool(model.objective.row_widths))
+    # a loss over rows of the global batch runs another forward pass, without heads
+    n_forwards = FORWARDS_PER_STEP + int(bool(model.objective.row_widths))
     return Flops(
         n_blocks=n_blocks,
-        begin_per_token=units * long.begin_window.flops / long.tokens,
-        block_per_token=units * block_per_token,
+        begin_per_token=n_forwards * long.begin_window.flops / long.tokens,
+        block_per_token=n_forwards * block_per_token,
         finish_per_token=finish_per_token,
-        block_per_cell=units * block_per_cell,
+        block_per_cell=n_forwards * block_per_cell,
         finish_per_cell=finish_per_cell,
-        block_per_pair=units * per_pair,
+        block_per_pair=n_forwards * per_pair,
     )
 
 
