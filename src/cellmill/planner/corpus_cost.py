@@ -20,6 +20,8 @@ SHARD_BYTES_PER_VALUE = {"rank": 2.2, "genes": 1.2}  # keys are values of shard.
 SHARD_BYTES = 1.9e6  # added per file: obs of 1,024 cells, var of 20,000 genes
 INDEX_BYTES_PER_CELL = 28  # per cell of the corpus: offsets, borders and hashes
 N_INDEX_FILES = 10  # manifest.json, and offsets, borders and hashes of each split
+VOCABULARY_GB = 0.002
+INDEX_HOURS = 0.01  # to write the manifest and the index of parts
 RSS_MB = {"preprocess": 530, "vocabulary": 440, "divide": 310, "shard_part": 250, "shard": 250}
 RSS_BYTES_PER_VALUE = 16  # per value of one shard: gene and count, and both again when sorted
 # for obs (an estimate): per cell of the corpus in `divide`, per cell of the file in stages that open one
@@ -69,7 +71,7 @@ def estimate_corpus(
             cpu_hours=cpu_hours["vocabulary"],
             corpus_mb=obs_mb,
             files=1,
-            disk_gb=0.002,
+            disk_gb=VOCABULARY_GB,
         ),
         *_estimate_shards(cells_per_dataset, genes_per_cell, shard, cpu_hours),
     ]
@@ -121,8 +123,8 @@ def _estimate_shards(
         ),
         StageCost(
             stage="shard",
-            hours=0.01,
-            cpu_hours=0.01,
+            hours=INDEX_HOURS,
+            cpu_hours=INDEX_HOURS,
             files=N_INDEX_FILES,
         ),
     ]
