@@ -23,7 +23,7 @@ from cellmill.parallel.pipeline import SCHEDULES
 from cellmill.planner.measure.size import Load, measure_size
 from cellmill.planner.memory import Memory, estimate_host_bytes, estimate_peak_memory
 from cellmill.planner.planned_model import PlannedModel
-from cellmill.planner.schedules import count_kept_micro_batches, estimate_idle_frac
+from cellmill.planner.schedules import count_in_flight, estimate_idle_frac
 from tests.checks import quick
 from tests.models import spec
 
@@ -229,14 +229,14 @@ def test_idle_time_agrees_with_the_schedule_table(pp: int, schedule: str, times:
         1 - busy / _play(table, parallel), abs=1e-9
     )
     most = [_most_kept(actions) for actions in table]
-    planned = [count_kept_micro_batches(parallel, rank, micro_batches) for rank in range(pp)]
+    planned = [count_in_flight(parallel, rank, micro_batches) for rank in range(pp)]
     assert planned == most
 
 
 def test_idle_time_is_zero_without_a_pipeline() -> None:
     assert estimate_idle_frac(Parallel(), 5) == 0
     assert estimate_idle_frac(Parallel(pp=4), 8) == pytest.approx(3 / 11)
-    assert [count_kept_micro_batches(Parallel(pp=4), rank, 8) for rank in range(4)] == [4, 3, 2, 1]
+    assert [count_in_flight(Parallel(pp=4), rank, 8) for rank in range(4)] == [4, 3, 2, 1]
 
 
 def _table(parallel: Parallel, micro_batches: int) -> list[list[Any]]:

@@ -27,7 +27,12 @@ from cellmill.planner.hardware import Hardware, find_hardware
 from cellmill.planner.measure.size import Load, measure_size
 from cellmill.planner.memory import format_bytes, plan_memory
 from cellmill.planner.remedies import find_remedy
-from cellmill.planner.suggest import Suggestions, format_sections, format_suggestions, suggest
+from cellmill.planner.suggest import (
+    Suggestions,
+    format_sections,
+    format_suggestions,
+    suggest_layouts,
+)
 from cellmill.planner.work import CorpusSize, count_detected_genes
 from cellmill.stages import plan
 
@@ -414,7 +419,9 @@ def _suggest(
 ) -> tuple[Suggestions, PlanOptions]:
     options = _options(LARGE, **changes)
     cells = CorpusSize(np.full(10_000, 2048), 20_000)
-    return suggest(options, cells, Machine(nodes=str(nodes), nproc_per_node=8), device), options
+    return suggest_layouts(
+        options, cells, Machine(nodes=str(nodes), nproc_per_node=8), device
+    ), options
 
 
 @pytest.mark.full
@@ -427,7 +434,7 @@ def test_a_suggested_layout_is_planned_with_the_same_numbers(tmp_path: Path) -> 
     options = _options(LARGE, **base, model={"hidden": 64, "layers": 4, "heads": 4})
     cells = CorpusSize(np.minimum(count_detected_genes(corpus), 16), 40, corpus.splits["val"].n_obs)
     machine = Machine(nodes="2", nproc_per_node=4)
-    suggestions = suggest(options, cells, machine, "h100")
+    suggestions = suggest_layouts(options, cells, machine, "h100")
     assert len(suggestions.fitting) > 10
     for suggestion in suggestions.fitting[:4]:
         tree = yaml.safe_load(format_sections(suggestion.options, options))

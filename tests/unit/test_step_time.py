@@ -21,7 +21,7 @@ from cellmill.planner.work import (
     CorpusSize,
     count_detected_genes,
     count_micro_batches,
-    measure_work,
+    count_work,
 )
 
 
@@ -89,7 +89,7 @@ def test_the_plan_counts_what_a_pipeline_pads(tmp_path: Path, tp: int, budget: i
     )
     assert counted.padding_frac == pytest.approx(padded / in_order.sum() - 1)
     cells = CorpusSize(np.minimum(detected, 60), manifest.n_genes)
-    work = measure_work(options, cells, divide_processes(options.parallel, 4 * tp, 4 * tp))
+    work = count_work(options, cells, divide_processes(options.parallel, 4 * tp, 4 * tp))
     assert work.padding_frac == pytest.approx(counted.padding_frac, abs=0.06)
     assert work.padding_frac > 0.1
 

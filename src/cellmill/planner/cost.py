@@ -12,7 +12,7 @@ from cellmill.planner.memory import Memory
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.step_time import Network, StepTime, estimate_step
 from cellmill.planner.traffic import Traffic, list_traffic
-from cellmill.planner.work import CorpusSize, Work, measure_work
+from cellmill.planner.work import CorpusSize, Work, count_work
 
 MIN_HOURS = 0.1 / 60  # shorter times are printed as less than this
 
@@ -45,11 +45,11 @@ class RunCost:
 def estimate_cost(
     options: PlanOptions, corpus: CorpusSize, hardware: Hardware, device: Device, memory: Memory
 ) -> RunCost:
-    """Estimate work, FLOPs, traffic and time of a run; `memory` is stored with the result."""
+    """Estimate work, FLOPs, traffic and time of a run whose planned memory is `memory`."""
     model = PlannedModel.measure(
         options, corpus.n_genes, hardware.world, hardware.nproc_per_node, corpus.levels
     )
-    work = measure_work(options, corpus, model.layout)
+    work = count_work(options, corpus, model.layout)
     whole_size = measure_size(
         ModelSpec.of(options, corpus.n_genes, corpus.levels), finetune=options.finetune
     )
@@ -84,10 +84,16 @@ def _estimate_time(
     if options.train.replay_every_steps is not None:
         # one more step is computed for each step that is replayed
         steps_s *= 1 + 1 / options.train.replay_every_steps
-    forward_s = step.step_s / FORWARDS_PER_STEP  # all that a validation computes
+    forward_s = step.step_s / FORWARDS_PER_STEP  # a validation has no backward pass
     validations_s = forward_s * work.validations * work.val_cells / work.cells_per_step
     hours = (steps_s + validations_s) / 3600
-    return RunTime(step, mfu, hours, validations_s / 3600 / hours, hours * world)
+    return RunTime(
+        step=step,
+        mfu=mfu,
+        hours=hours,
+        validation_frac=validations_s / 3600 / hours,
+        gpu_hours=hours * world,
+    )
 
 
 def _divide_load(corpus: CorpusSize, work: Work, dp: int) -> Load:

@@ -29,9 +29,9 @@ class Hardware:
 
 
 def find_hardware(options: PlanOptions, machine: Machine, device_name: str) -> Hardware:
-    """Find the processes that `machine` gives a run, with the fewest nodes of a range.
+    """Find the processes that `machine` gives a run.
 
-    Fewer nodes need more memory per process.
+    A range of nodes counts as its fewest, which need the most memory per process.
     """
     memory_gb = options.plan.memory_gb or find_device(device_name).memory_gb
     if memory_gb:

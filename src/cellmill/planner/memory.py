@@ -14,8 +14,8 @@ from cellmill.config.options import PlanOptions
 from cellmill.planner.hardware import Hardware
 from cellmill.planner.measure.passes import FLOAT32_BYTES, HALF_BYTES
 from cellmill.planner.planned_model import PlannedModel
-from cellmill.planner.schedules import count_kept_micro_batches
-from cellmill.planner.work import CorpusSize, measure_work
+from cellmill.planner.schedules import count_in_flight
+from cellmill.planner.work import CorpusSize, count_work
 
 AUTOCAST_BYTES = 2.5
 """Mean bytes of an element that autocast keeps for the backward pass: the residual stream and
@@ -37,7 +37,8 @@ class Memory:
     pipeline: int = 0  # receive buffers of a pipeline for all micro-batches of a step
     # kept for the backward pass, and the workspace of one block's backward pass
     activations: int = 0
-    logits: int = 0  # logits and their gradient, and the table's gradient of a chunked loss
+    # logits and their gradient, and the gradient of the output table with a chunked loss
+    logits: int = 0
 
     @property
     def total(self) -> int:
@@ -60,7 +61,7 @@ def plan_memory(
     model = PlannedModel.measure(
         options, corpus.n_genes, hardware.world, hardware.nproc_per_node, corpus.levels
     )
-    work = measure_work(options, corpus, model.layout)
+    work = count_work(options, corpus, model.layout)
     if micro_batch_tokens is None:
         micro_batch_tokens = work.micro_batch_tokens
     return estimate_peak_memory(model, micro_batch_tokens, work.max_micro_batches_per_step)
@@ -90,14 +91,16 @@ def estimate_peak_memory(
 class _RankMemory:
     """Memory of a process of pipeline rank `rank` at three moments of a step."""
 
-    def __init__(self, model: PlannedModel, rank: int, tokens: int, micro_batches: int) -> None:
+    def __init__(
+        self, model: PlannedModel, rank: int, micro_batch_tokens: int, micro_batches: int
+    ) -> None:
         self.model = model
         self.parallel = model.parallel
         self.totals = model.totals(rank)
         self.stages = model.list_stages_of(rank)
-        self.tokens = tokens  # tokens of a micro-batch
+        self.micro_batch_tokens = micro_batch_tokens
         self.micro_batches = micro_batches
-        self.in_flight = count_kept_micro_batches(self.parallel, rank, micro_batches)
+        self.in_flight = count_in_flight(self.parallel, rank, micro_batches)
         offload = self.parallel.cpu_offload
         trained_shard = -(-self.totals.trained // model.ranks_per_copy)
         self.shard_gradient_bytes = 0 if offload == "full" else FLOAT32_BYTES * trained_shard
@@ -107,9 +110,9 @@ class _RankMemory:
             self.accumulated_bytes = self.shard_gradient_bytes
         elif micro_batches > 1:
             self.accumulated_bytes = FLOAT32_BYTES * self.totals.trained
-        self.constant = self._plan_constant(trained_shard)
+        self.constant = self._estimate_constant(trained_shard)
 
-    def _plan_constant(self, trained_shard: int) -> Memory:
+    def _estimate_constant(self, trained_shard: int) -> Memory:
         """Estimate the memory that stays allocated for the whole step."""
         model = self.model
         size = model.size
@@ -123,7 +126,7 @@ class _RankMemory:
         if self.parallel.pp > 1:
             # each stage receives activations and gradients, except at the ends of the model
             messages = 2 * len(self.stages) - totals.n_begin - totals.n_finish
-            elements = messages * self.micro_batches * size.width * self.tokens
+            elements = messages * self.micro_batches * size.width * self.micro_batch_tokens
             pipeline_bytes = round(model.element_bytes * elements)
         return Memory(
             parameters=FLOAT32_BYTES * (size.buffers + shard),
@@ -135,18 +138,20 @@ class _RankMemory:
     def at_backward_start(self) -> Memory:
         """Estimate the memory when the backward pass begins.
 
-        It has all activations, and the gradients being computed.
+        All activations are allocated, and the gradients being computed.
         """
         model = self.model
         totals = self.totals
         block = model.size.block
         logits_bytes = 0
         if totals.n_finish:  # float32 in every precision
-            logits_bytes = round(FLOAT32_BYTES * model.size.finish_workspace(self.tokens))
+            logits_bytes = round(
+                FLOAT32_BYTES * model.size.finish_workspace(self.micro_batch_tokens)
+            )
         memory = replace(
             self.constant,
             activations=round(
-                self._activation_bytes * self._kept_elements_per_token() * self.tokens
+                self._activation_bytes * self._kept_elements_per_token() * self.micro_batch_tokens
             ),
             logits=logits_bytes,
             gathered=self._gathered_bytes,
@@ -174,7 +179,7 @@ class _RankMemory:
     def at_blocks_end(self) -> Memory:
         """Estimate the memory when the backward pass has reached the first block.
 
-        It has gradients of all blocks, and activations of the first block and the part before it.
+        Gradients of all blocks are allocated, and activations of the first block and the part before it.
         """
         model = self.model
         size = model.size
@@ -186,7 +191,8 @@ class _RankMemory:
             + size.block_workspace_per_token
         )
         memory = replace(
-            self.constant, activations=round(self._activation_bytes * kept_per_token * self.tokens)
+            self.constant,
+            activations=round(self._activation_bytes * kept_per_token * self.micro_batch_tokens),
         )
         if not model.is_sharded:
             gradient_bytes = FLOAT32_BYTES * totals.trained
@@ -203,7 +209,7 @@ class _RankMemory:
     def at_last_reduction(self) -> Memory:
         """Estimate the memory when the last gradients of a sharded model are reduced.
 
-        They are those of a pipeline stage or, without a pipeline, of the root.
+        With a pipeline these are a stage's gradients, else those of the parts outside the blocks.
         """
         totals = self.totals
         if self.parallel.pp > 1:  # each stage's gradients are reduced after its last micro-batch
@@ -242,7 +248,7 @@ class _RankMemory:
         return self.model.element_bytes * weights
 
     def _kept_elements_per_token(self) -> float:
-        """Count elements per token when a backward pass begins: kept activations, one block's workspace."""
+        """Count the elements per token when a backward pass begins: activations, and a block's workspace."""
         size = self.model.size
         kept_by_checkpointing = {
             None: size.block.activations_per_token,
@@ -281,8 +287,8 @@ class HostBytes(NamedTuple):
 def estimate_host_bytes(model: PlannedModel) -> HostBytes:
     """Estimate the pinned host memory of one process.
 
-    Offloaded are weights, gradients, optimizer state and, if full, the average. The staged copy of
-    a GPU's checkpoint has weights, optimizer state and average.
+    Offload keeps weights, gradients, optimizer state and, if full, the average on the host. The
+    staged copy of a GPU's checkpoint has weights, optimizer state and average.
     """
     offload = model.parallel.cpu_offload
     average = int(model.keeps_average)
@@ -291,8 +297,8 @@ def estimate_host_bytes(model: PlannedModel) -> HostBytes:
         n_offloaded += average
 
     def copy_bytes(n_tensors: int) -> int:
-        """Count the bytes of all weights plus `n_tensors` tensors of the trained ones, on the largest rank."""
-        elements = 0
+        """Count the bytes of all weights, and of `n_tensors` copies of the trained ones."""
+        elements = 0  # of the largest pipeline rank
         for rank in range(model.layout.pp):
             totals = model.totals(rank)
             elements = max(elements, totals.parameters + n_tensors * totals.trained)

@@ -78,10 +78,10 @@ def advise(run_json: Path, world: int, nproc_per_node: int, device: str = "cpu")
     memory = plan_memory(options, corpus, hardware)
     parts = sorted(asdict(memory).items(), key=lambda part: -part[1])
     listed = ", ".join(f"{name} {format_bytes(n)}" for name, n in parts if n)
-    less = replace(hardware, usable_bytes=int(REMEDY_FRAC * memory.total))
+    smaller = replace(hardware, usable_bytes=int(REMEDY_FRAC * memory.total))
     return (
         f"the plan was {format_bytes(memory.total)} per process, most of it {parts[0][0]} ({listed}): "
-        f"{find_remedy(options, corpus, less)}"
+        f"{find_remedy(options, corpus, smaller)}"
     )
 
 

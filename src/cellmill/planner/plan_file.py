@@ -121,10 +121,10 @@ class RunPlan:
 
 
 def _scale_lr(train: Train) -> tuple[float, float] | None:
-    """Scale the default learning rate to the run's batch by the square root and linearly.
+    """Scale the default learning rate to the run's batch.
 
-    By the square root of the ratio of batch sizes (Adam; Malladi et al. 2022), and by the ratio (SGD;
-    Goyal et al. 2017). None if the run keeps the default batch or sets another train.lr.
+    Return it scaled by the square root of the ratio of batch sizes (Adam; Malladi et al. 2022), and by
+    the ratio (SGD; Goyal et al. 2017). None if the run keeps the default batch or sets train.lr.
     """
     ratio = train.global_batch / DEFAULT_BATCH
     if train.lr != DEFAULT_LR or ratio == 1:
@@ -133,12 +133,13 @@ def _scale_lr(train: Train) -> tuple[float, float] | None:
 
 
 def _suggest_val_cells(val_cells: int, validation_frac: float) -> int:
-    """Find the number of validation cells, of two digits, that takes LARGE_FRAC of the hours.
+    """Find how many validation cells, rounded down to two digits, take LARGE_FRAC of the hours.
 
-    `val_cells` take `validation_frac` of them.
+    The run's `val_cells` take `validation_frac` of them.
     """
-    training_per_cell = val_cells * (1 - validation_frac) / validation_frac
-    cells = training_per_cell * LARGE_FRAC / (1 - LARGE_FRAC)
+    # cells that a validation could compute in the time of training
+    cells_in_training_time = val_cells * (1 - validation_frac) / validation_frac
+    cells = cells_in_training_time * LARGE_FRAC / (1 - LARGE_FRAC)
     unit = 10 ** max(0, int(math.log10(max(cells, 1))) - 1)
     return max(1, int(cells) // unit * unit)
 
@@ -201,7 +202,7 @@ def _format_memory(plan: RunPlan) -> Iterator[Line]:
     usable = format_bytes(hardware.usable_bytes)
     yield "memory", f"{format_bytes(memory.total)} of {usable} per process: {parts}"
     memory_gb = find_device(hardware.device).memory_gb
-    # the memory is that of the named device, not plan.memory_gb
+    # True if the memory is that of the named device, not plan.memory_gb
     is_named = memory_gb is not None and hardware.device_bytes == round(memory_gb * GB)
     assumption = describe_assumption(hardware.device)
     if is_named and assumption:

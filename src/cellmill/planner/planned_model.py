@@ -16,8 +16,8 @@ class RankTotals(NamedTuple):
     """Totals over the stages of one pipeline rank."""
 
     n_blocks: int
-    n_begin: int  # 1 with the part before the blocks, else 0
-    n_finish: int  # 1 with the part after the blocks, else 0
+    n_begin: int  # 1 if the rank has the part before the blocks, else 0
+    n_finish: int  # 1 if the rank has the part after the blocks, else 0
     parameters: int
     trained: int  # parameters with a gradient and optimizer state
     # parameters outside the blocks; tied parameters are in both the first and the last stage
@@ -29,10 +29,10 @@ class RankTotals(NamedTuple):
 class Stage:
     """One pipeline stage; the whole model without a pipeline."""
 
-    size: ModelSize
-    n_blocks: int
-    has_begin: bool  # True with the part before the blocks
-    has_finish: bool  # True with the part after the blocks
+    size: ModelSize  # of the whole model
+    n_blocks: int  # blocks of this stage
+    has_begin: bool  # True if it has the part before the blocks
+    has_finish: bool  # True if it has the part after the blocks
 
     def flops(self, load: Load) -> float:
         """Count the FLOPs of the stage for `load`, forward and backward."""

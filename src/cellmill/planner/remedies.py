@@ -63,11 +63,11 @@ class Change:
     hardware: Hardware
 
     def then(self, instruction: str, **changed: Any) -> "Change":
-        """Follow this change by another one, of `options` or `hardware`."""
+        """Add another instruction, and the `options` or `hardware` that follow from it."""
         return replace(self, instructions=[*self.instructions, instruction], **changed)
 
     def then_parallel(self, instruction: str, **parallel: Any) -> "Change":
-        """Follow this change by one of section `parallel`."""
+        """Add an instruction that changes section `parallel`."""
         return self.then(instruction, options=with_parallel(self.options, **parallel))
 
 
@@ -75,8 +75,8 @@ def _list_changes(options: PlanOptions, hardware: Hardware) -> Iterator[Change]:
     """Yield changes, the least costly in speed first.
 
     Recomputation and sharding stay while the changes after them are tried. Smaller micro-batches and
-    larger layouts are alternatives: each is tried without the others. The instructions of a change
-    lead to exactly the options that it has.
+    larger layouts are alternatives: each is tried without the others. Whoever follows the instructions
+    of a change gets exactly its options.
     """
     change = Change([], options, hardware)
     yield from islice(_list_smaller_budgets(change), FREE_HALVINGS)
@@ -98,7 +98,7 @@ def _list_changes(options: PlanOptions, hardware: Hardware) -> Iterator[Change]:
 
 
 def _shard(change: Change) -> Change:
-    """Follow `change` by FULL_SHARD; return `change` itself if its processes would hold the same."""
+    """Add FULL_SHARD to `change`; return `change` itself if its processes would hold the same."""
     sharded = change.then_parallel(
         "use fsdp with parallel.sharding_strategy FULL_SHARD",
         strategy="fsdp",
@@ -116,9 +116,9 @@ def _shard(change: Change) -> Change:
 
 
 def _list_larger_layouts(change: Change) -> Iterator[Change]:
-    """Yield tensor parallelism of more ranks in a node, pipelines of more stages, and offload.
+    """Yield more tensor-parallel ranks in a node, more pipeline ranks, and offload.
 
-    Offload is of the optimizer's state, then of all that can be offloaded.
+    Offload comes last: first of the optimizer's state, then of everything that can be offloaded.
     """
     hardware = change.hardware
     model = change.options.model
@@ -145,7 +145,7 @@ def _list_larger_layouts(change: Change) -> Iterator[Change]:
 
 
 def _list_more_nodes(change: Change) -> Iterator[Change]:
-    """Yield powers of two times as many nodes."""
+    """Yield 2, 4, 8, … times as many nodes."""
     for power in range(1, MAX_DOUBLINGS + 1):
         nodes = change.hardware.nodes * 2**power
         larger = replace(change.hardware, nodes=nodes)

@@ -45,12 +45,12 @@ def format_scaling(
         return []
     lines = ["", ROW.format("GPUs", "time", "GPU time", "efficiency")]
     base_gpu_hours: float | None = None  # on the fewest devices that fit
-    for smaller in machines:
-        nodes = smaller.node_counts[0]
-        nproc = smaller.nproc_per_node
+    for scaled in machines:
+        nodes = scaled.node_counts[0]
+        nproc = scaled.nproc_per_node
         count = f"{nodes} x {nproc} = {nodes * nproc}"
         try:
-            time = _estimate(options, corpus, smaller, device_name, device).time
+            time = _estimate(options, corpus, scaled, device_name, device).time
         except ConfigError as error:
             lines.append(f"{count:>12}  {str(error).partition(';')[0]}")
             continue

@@ -1,7 +1,7 @@
 """Pipeline schedules: micro-batches whose activations a rank holds, and idle time.
 
-Schedules are counted in the units of the papers, forward 1 and backward 2 (1 for inputs, 1 for
-weights), with all pipeline stages alike.
+Time is counted in the units of the papers, forward 1 and backward 2 (1 for inputs, 1 for weights),
+with all pipeline stages alike.
 
 Sources: Narayanan et al. 2021, section 2.2 (1F1B, interleaved); Qi et al. 2024 (zero bubble, ZBV);
 DeepSeek-V3, 2024, section 3.2.1 (DualPipe, here in V shape).
@@ -22,10 +22,10 @@ IDLE_UNITS = {
 }
 
 
-def count_kept_micro_batches(parallel: Parallel, rank: int, micro_batches: int) -> int:
-    """Count the micro-batches whose activations a pipeline rank holds, at most.
+def count_in_flight(parallel: Parallel, rank: int, micro_batches: int) -> int:
+    """Count the micro-batches in flight, at most: those whose activations a pipeline rank holds.
 
-    It is summed over the stages of the rank.
+    A micro-batch counts once for each stage of the rank that holds it.
     """
     pp = parallel.pp
     all_at_once = micro_batches * parallel.n_stages // pp
@@ -48,10 +48,7 @@ def count_kept_micro_batches(parallel: Parallel, rank: int, micro_batches: int) 
 
 
 def estimate_idle_frac(parallel: Parallel, micro_batches: int) -> float:
-    """Estimate the fraction of a step in which a pipeline rank waits; 0 without a pipeline.
-
-    Units are those of the module.
-    """
+    """Estimate the fraction of a step in which a pipeline rank waits; 0 without a pipeline."""
     stages_per_rank = parallel.n_stages // parallel.pp
     busy = FORWARDS_PER_STEP * micro_batches * stages_per_rank
     idle = (parallel.pp - 1) * IDLE_UNITS[parallel.schedule]

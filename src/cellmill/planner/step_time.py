@@ -20,6 +20,7 @@ NETWORK_FRAC = 0.8
 CALL_S = 14e-6  # base latency of a call, from the same source as `estimate_latency`
 # share of the backward pass in a step's computation
 BACKWARD_FRAC = (FORWARDS_PER_STEP - 1) / FORWARDS_PER_STEP
+FORWARD_FRAC = 1 - BACKWARD_FRAC
 # seconds of one hop of a collective, from the same source
 RING_INTRA_NODE_S = 1.9e-6
 RING_INTER_NODE_S = 4.0e-6
@@ -61,7 +62,7 @@ def estimate_latency(traffic: Traffic) -> float:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of an optimizer step, at most: computation and traffic are those of the busiest ranks."""
+    """Upper bound on the seconds of an optimizer step: computation and traffic of the busiest ranks."""
 
     compute_s: float
     exposed_s: float  # communication that no computation overlaps
@@ -84,7 +85,7 @@ def estimate_step(
 
     `traffic` is the traffic of the rank that sends the most.
     """
-    compute_s = _estimate_compute(model, load, flops_per_s)
+    compute_s = _estimate_compute_s(model, load, flops_per_s)
     exposed_s = 0.0
     gathers_s = 0.0
     reductions_s = 0.0
@@ -102,7 +103,7 @@ def estimate_step(
         # Three lower bounds on the exposed communication; the largest applies.
         # No block computes while the first weights and the last gradients are sent.
         first_and_last_s = (gathers_s / micro_batches + reductions_s) / (model.size.n_blocks + 1)
-        # No more overlaps than is computed.
+        # Communication that takes longer than all computation is exposed.
         beyond_compute_s = gathers_s + reductions_s - compute_s
         # Gradients are sent in the last micro-batch's backward pass only.
         last_backward_s = BACKWARD_FRAC * compute_s / micro_batches
@@ -113,15 +114,17 @@ def estimate_step(
     return StepTime(compute_s, exposed_s, idle_s)
 
 
-def _estimate_compute(model: PlannedModel, load: Load, flops_per_s: float) -> float:
+def _estimate_compute_s(model: PlannedModel, load: Load, flops_per_s: float) -> float:
     """Estimate the seconds of computation of the pipeline rank that computes the most."""
-    recomputed = 0.0  # FLOPs of a block whose activations are not kept
+    recomputed_block = 0.0  # FLOPs of a block that is recomputed, forward and backward
     if model.parallel.activation_checkpointing is not None:
-        recomputed = model.size.flops.count(load, n_blocks=1, has_begin=False, has_finish=False)
+        recomputed_block = model.size.flops.count(
+            load, n_blocks=1, has_begin=False, has_finish=False
+        )
     slowest_s = 0.0
     for rank in range(model.layout.pp):
         flops = 0.0
         for stage in model.list_stages_of(rank):
-            flops += stage.flops(load) + (1 - BACKWARD_FRAC) * stage.n_blocks * recomputed
+            flops += stage.flops(load) + FORWARD_FRAC * stage.n_blocks * recomputed_block
         slowest_s = max(slowest_s, flops / flops_per_s)
     return slowest_s

@@ -29,10 +29,11 @@ from cellmill.planner.traffic import sum_link_bytes
 from cellmill.planner.work import CorpusSize
 
 MAX_SHOWN = 10  # layouts in the table
-MAX_PIPELINE = 16  # pipeline ranks that are tried at most
-SCHEDULES = ("1F1B", "Interleaved1F1B")  # schedules of a pipeline
+MAX_PP = 16  # most pipeline ranks that are tried
+SCHEDULES = ("1F1B", "Interleaved1F1B")  # schedules that are tried
 ROW = "{:>10}  {:>9}  {:>4}  {:>10}  {:>10}  {}"
-SIMILAR = 0.02  # relative width of the bins in which hours are equal; plans are less exact
+# hours in the same bin of this relative width count as equal, since plans are less exact
+HOURS_BIN_FRAC = 0.02
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Suggestions:
     refused: Counter[str]
 
 
-def suggest(
+def suggest_layouts(
     options: PlanOptions, corpus: CorpusSize, machine: Machine, device_name: str
 ) -> Suggestions:
     """Rank the layouts for all processes of `machine`, with the fewest of a range of nodes."""
@@ -76,7 +77,7 @@ def suggest(
 
 
 def _find_lanes(options: PlanOptions, dp: int) -> int:
-    """Choose lanes that `dp` ranks can share and that divide the batch; else those of the options."""
+    """Choose lanes that `dp` ranks can share and that divide the batch, or keep the options' lanes."""
     lanes = options.stream.lanes
     for number in (lanes, math.lcm(lanes, dp), dp):
         if number % dp == 0 and options.train.global_batch % number == 0:
@@ -87,14 +88,14 @@ def _find_lanes(options: PlanOptions, dp: int) -> int:
 def _make_sort_key(suggestion: RunCost) -> tuple[float, ...]:
     """Make a key that sorts the best layout first.
 
-    Hours come first, in bins of SIMILAR, then bytes to other nodes, bytes inside the node, ranks
-    that share the same cells, and memory.
+    Hours come first, in bins, then bytes to other nodes, bytes inside the node, ranks that share the
+    same cells, and memory.
     """
     parallel = suggestion.options.parallel
     sent = sum_link_bytes(suggestion.traffic)
     rounded_log_hours = 0.0
     if suggestion.time is not None:
-        rounded_log_hours = round(math.log(suggestion.time.hours) / SIMILAR)
+        rounded_log_hours = round(math.log(suggestion.time.hours) / HOURS_BIN_FRAC)
     ranks = parallel.tp * parallel.pp
     return (
         rounded_log_hours,
@@ -113,7 +114,7 @@ def list_parallel_options(options: PlanOptions, hardware: Hardware) -> Iterator[
         strategies.append({"sharding_strategy": name})
     recomputed = (None, "full") if options.parallel.compile else (None, "selective", "full")
     tp_sizes = divisors(hardware.nproc_per_node) if options.model.tp_sizes() else [1]
-    max_pp = min(MAX_PIPELINE, min(options.model.pp_sizes().values(), default=1))
+    max_pp = min(MAX_PP, min(options.model.pp_sizes().values(), default=1))
     tried = set()
     for tp in tp_sizes:
         for pp in divisors(hardware.world // tp):
@@ -130,14 +131,14 @@ def list_parallel_options(options: PlanOptions, hardware: Hardware) -> Iterator[
                 }
                 parallel = Parallel.model_validate(unchanged | strategy | changes)
                 key = _make_effect_key(parallel, hardware)
-                # without a key the layout is refused by `suggest`, which counts the reasons
+                # `suggest_layouts` refuses every layout without a key, and counts the reasons
                 if key is None or key not in tried:
                     tried.add(key)
                     yield parallel
 
 
 def _make_effect_key(parallel: Parallel, hardware: Hardware) -> tuple[Any, ...] | None:
-    """Make a key that is equal for layouts that do the same.
+    """Make a key that is equal for layouts with the same effect.
 
     None if the processes cannot be divided into this layout.
     """
@@ -156,7 +157,7 @@ def _make_effect_key(parallel: Parallel, hardware: Hardware) -> tuple[Any, ...] 
 def format_suggestions(
     suggestions: Suggestions, options: PlanOptions, machine: Machine, device_name: str
 ) -> str:
-    """Format the best layouts, why others are missing, and the YAML of the best."""
+    """Format the best layouts, the reasons against others, and the YAML of the best."""
     fitting = suggestions.fitting
     too_large = suggestions.too_large
     processes = f"{machine.node_counts[0]:,} nodes x {machine.nproc_per_node} {device_name}"

@@ -62,11 +62,11 @@ def sum_link_bytes(traffic: Sequence[Traffic]) -> dict[str, float]:
 
 
 class CollectiveCalls(NamedTuple):
-    """Calls that one part of a step makes; `Traffic` is the sum over all parts."""
+    """Calls of one collective in one part of a step; `Traffic` is the sum over all parts."""
 
     kind: Kind
     axis: str  # mesh axis
-    payload_bytes: float  # bytes of their full tensors
+    payload_bytes: float  # bytes of the full tensors
     calls: float
 
 
@@ -143,7 +143,7 @@ def _list_tensor_parallel(
     bytes_per_element = model.element_bytes * tokens  # one element of each token
     begin = size.begin.reduced_per_token
     finish = size.finish.reduced_per_token
-    # sums outside the blocks, one at each end of the model that has any
+    # one sum before the blocks and one after them, if the model has them
     outside_calls = totals.n_begin * (begin > 0) + totals.n_finish * (finish > 0)
     outside = totals.n_begin * begin + totals.n_finish * finish
     yield CollectiveCalls(
@@ -151,12 +151,11 @@ def _list_tensor_parallel(
     )
     # a block sums over tp twice in its forward pass and twice in its backward pass; recomputation
     # stops before the block's last sum, which the backward pass does not need
-    sum_elements = (
-        size.block.reduced_per_token / 2
-    )  # of one sum; measured are both of a forward pass
+    # reduced_per_token counts both sums of a forward pass
+    elements_per_sum = size.block.reduced_per_token / 2
     recomputed = int(parallel.activation_checkpointing == "full")
     sums_per_block = 4 + recomputed
-    payload = bytes_per_element * totals.n_blocks * (sums_per_block * sum_elements)
+    payload = bytes_per_element * totals.n_blocks * (sums_per_block * elements_per_sum)
     kind: Kind = "reduce-scatter" if parallel.sequence_parallel else "all-reduce"
     yield CollectiveCalls(kind, "tp", payload, totals.n_blocks * sums_per_block * micro_batches)
     if parallel.sequence_parallel:
@@ -165,7 +164,7 @@ def _list_tensor_parallel(
         gathers_per_block = 4 + 2 * recomputed
         # the gradients of the blocks' input and the blocks' output are gathered at the model's ends
         ends = totals.n_begin + totals.n_finish
-        elements = totals.n_blocks * gathers_per_block * sum_elements
+        elements = totals.n_blocks * gathers_per_block * elements_per_sum
         elements += size.width * model.layout.tp * ends
         calls = (totals.n_blocks * gathers_per_block + ends) * micro_batches
         yield CollectiveCalls("all-gather", "tp", bytes_per_element * elements, calls)

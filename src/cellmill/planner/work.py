@@ -17,7 +17,7 @@ from cellmill.data.stream.order import OrderRule
 # Micro-batches are counted in the first steps only: shards are preshuffled, so any cells will do.
 SAMPLED_STEPS = 64  # at most this many steps
 SAMPLED_RANK_STEPS = 4096  # at most this many steps times data-parallel ranks
-# a pipeline's even cuts take longer: at most this many steps, and this many ranks of each
+# a pipeline's even cuts are slower to count: at most this many steps, and this many ranks of each
 SAMPLED_EVENLY = 4
 
 
@@ -71,8 +71,8 @@ class Work:
     padding_frac: float  # padding tokens of a pipeline per token of the step's cells
 
 
-def measure_work(options: PlanOptions, corpus: CorpusSize, layout: Layout) -> Work:
-    """Count the steps of a run, and the micro-batches of the first of them."""
+def count_work(options: PlanOptions, corpus: CorpusSize, layout: Layout) -> Work:
+    """Count the steps of a run, and the micro-batches of its first steps."""
     train = options.train
     parallel = options.parallel
     order_rule = OrderRule.of_run(options, corpus.n_cells)
@@ -130,15 +130,15 @@ def count_micro_batches(
         )
     max_tokens = 0
     n_tokens = 0
-    n_padded_tokens = 0
+    n_tokens_with_padding = 0
     for lengths_by_rank, count in zip(steps[:SAMPLED_EVENLY], counts):
         for lengths_of_rank in lengths_by_rank[:SAMPLED_EVENLY]:
             tokens = np.add.reduceat(lengths_of_rank, cut_evenly(lengths_of_rank, count)[:-1])
             padded_to = pipeline_tokens(int(tokens.max()), token_multiple)
             max_tokens = max(max_tokens, padded_to)
             n_tokens += int(tokens.sum())
-            n_padded_tokens += count * padded_to
-    return MicroBatches(counts, max_tokens, n_padded_tokens / max(n_tokens, 1) - 1)
+            n_tokens_with_padding += count * padded_to
+    return MicroBatches(counts, max_tokens, n_tokens_with_padding / max(n_tokens, 1) - 1)
 
 
 def _deal_first_steps(lengths: np.ndarray, step_cells: int, dp: int) -> list[list[np.ndarray]]:

@@ -23,8 +23,7 @@ from cellmill.planner.memory import format_bytes
 from cellmill.planner.plan_file import RunPlan, format_line, format_plan
 from cellmill.planner.remedies import check_memory, find_largest_micro_batch
 from cellmill.planner.scaling import format_scaling
-from cellmill.planner.suggest import format_suggestions
-from cellmill.planner.suggest import suggest as suggest_layouts
+from cellmill.planner.suggest import format_suggestions, suggest_layouts
 from cellmill.planner.work import CorpusSize, count_detected_genes
 from cellmill.runs.identity import foresee_refusal
 from cellmill.stages.training_inputs import open_corpus
