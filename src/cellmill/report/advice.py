@@ -32,7 +32,7 @@ def list_advice(run: ReportedRun, outcomes: Sequence[str]) -> list[str]:
     baselines, over all datasets and tasks.
     """
     advice = [_mend_collapse(run), _replace_objective(run), _lower_rate(run)]
-    if not run.supervised_by:  # batches and lengths of training were measured without labels
+    if not run.supervised_by:  # the tables on these were measured without labels
         advice += [_remove_batches(run), _train_longer(run), _export_last_checkpoint(run)]
     advice += [_take_baseline(outcomes), _complete(run, outcomes)]
     return [sentence for sentence in advice if sentence is not None]
@@ -73,8 +73,8 @@ def _lower_rate(run: ReportedRun) -> str | None:
 
 
 def _remove_batches(run: ReportedRun) -> str | None:
-    """For a model as measured that was trained without a batch column, if a scored dataset has
-    several batches.
+    """Advice for an objective and family that were measured, if no batch column was chosen or ruled
+    out and a scored dataset has several batches.
     """
     objective = run.options.objective
     is_measured = objective.name == "cell_decoding" and run.options.model.family == "profile"
@@ -123,7 +123,7 @@ def _take_baseline(outcomes: Sequence[str]) -> str | None:
 
 
 def _complete(run: ReportedRun, outcomes: Sequence[str]) -> str:
-    """The next step if nothing is to be mended."""
+    """The next step if nothing has to be changed."""
     if run.evaluation is None:
         return "run the workflow to its end: the run has no result yet"
     if not outcomes:

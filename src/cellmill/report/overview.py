@@ -49,7 +49,7 @@ class Lead:
             )
         if standing.leads_clearly:
             return f"is best on {standing.dataset} {shared}"
-        reason = "with other numbers of steps" if standing.differs_in_steps else "not beyond chance"
+        reason = "with other numbers of steps" if standing.steps_differ else "not beyond chance"
         return f"has the highest mean on {standing.dataset} {shared}, {reason}"
 
     @property
@@ -63,7 +63,7 @@ class Lead:
 
     @property
     def verdict_phrase(self) -> str:
-        """The described run against the best baseline: outcome, both scores and the effort."""
+        """The described run against the best baseline: outcome, both scores, and a mark if the effort was fast."""
         return self._verdict_without_effort + self.standing.result.effort_mark
 
     @property
@@ -221,8 +221,8 @@ def list_verdict_sentences(
 def list_defeats(
     runs: Sequence[ReportedRun], standings: Sequence[Standing]
 ) -> list[tuple[str, str]]:
-    """(run, sentence) on where a run is behind: one sentence for all best baselines of a dataset,
-    then one for each verdict of a task that has no verdict against a best baseline.
+    """(run, sentence) for each defeat: one sentence for a dataset on all its best baselines, then one
+    for each verdict "behind" of a task that has no verdict against a best baseline.
     """
     defeats = []
     for standing in standings:

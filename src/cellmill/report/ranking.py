@@ -4,7 +4,7 @@ A run's score of a task is the value of its best row. The run with the highest m
 leads; others are tied with it if their difference in every task is within its interval between
 runs, and count as leaders too. That interval is over repetitions, whose folds and draws are the
 same in all runs, and over cells. No file compares two runs cell by cell, so their difference is
-assumed to scatter over cells like the difference of each run from its best baseline. The interval
+assumed to vary over cells as much as the difference of either run from its best baseline. The interval
 does not cover other training seeds; sweeps over `train.seed` show these.
 """
 
@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from cellmill.runs.results import TaskResult
 
-LEVEL = 0.95  # confidence level of intervals
-MIN_SHOWN = 5e-4  # scores that differ by less have the same digits on the page
-CELLS_FREEDOM = 1e6  # degrees of freedom of the variance over cells: as good as infinite
+CONFIDENCE = 0.95  # level of the intervals
+MIN_SHOWN_DIFFERENCE = 5e-4  # scores that differ by less have the same digits on the page
+CELLS_DEGREES_OF_FREEDOM = 1e6  # of the variance over cells: as good as infinite
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ class Ranking:
     # the run with the highest mean, then runs tied with it; empty if runs share no task
     leaders: list[str] = field(default_factory=list)
     leader_beaten_by: list[BetterInTask] = field(default_factory=list)
-    # the first leader differs from each other run by more than an interval over several repetitions
+    # the first leader differs from every other run in some task, by more than an interval over
+    # several repetitions
     is_clear: bool = False
 
 
@@ -128,20 +129,20 @@ def _list_differences(
     """Significant differences of a run from the leader."""
     differences = {}
     for key in shared:
-        difference = significant_difference(scores[key], leader_scores[key])
+        difference = find_significant_difference(scores[key], leader_scores[key])
         if difference is not None:
             differences[key] = difference
     return differences
 
 
-def significant_difference(score: TaskScore, other: TaskScore) -> float | None:
+def find_significant_difference(score: TaskScore, other: TaskScore) -> float | None:
     """Difference of two runs in a task if 0 is outside its interval, else None."""
     difference = score.value - other.value
-    half_width = max(MIN_SHOWN, _half_width(score, other))
+    half_width = max(MIN_SHOWN_DIFFERENCE, _find_half_width(score, other))
     return difference if abs(difference) >= half_width else None
 
 
-def _half_width(score: TaskScore, other: TaskScore) -> float:
+def _find_half_width(score: TaskScore, other: TaskScore) -> float:
     """Half the width of the interval of a difference; 0 if repetitions are missing or all equal."""
     n = len(score.repetitions)
     if n < 2 or n != len(other.repetitions):
@@ -153,6 +154,10 @@ def _half_width(score: TaskScore, other: TaskScore) -> float:
     if variance == 0:
         return 0.0
     # Satterthwaite's degrees of freedom
-    freedom = variance**2 / (over_repetitions**2 / (n - 1) + over_cells**2 / CELLS_FREEDOM)
-    quantile = float(import_module("scipy.special").stdtrit(freedom, (1 + LEVEL) / 2))
+    degrees_of_freedom = variance**2 / (
+        over_repetitions**2 / (n - 1) + over_cells**2 / CELLS_DEGREES_OF_FREEDOM
+    )
+    quantile = float(
+        import_module("scipy.special").stdtrit(degrees_of_freedom, (1 + CONFIDENCE) / 2)
+    )
     return quantile * variance**0.5

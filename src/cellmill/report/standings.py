@@ -20,14 +20,14 @@ class Standing:
     run: ReportedRun
     dataset: str
     task: str
-    result: TaskResult  # of this task
-    best_row: Row  # of the run
-    baseline: Row | None  # the best one of the task
-    verdict: Verdict | None  # of the best row against the baseline; None if there is none
-    verdicts: Sequence[TaskVerdict]  # verdicts of all tasks against their best baselines
-    ranking: Ranking  # runs of the dataset
-    n_runs: int  # runs of the dataset
-    differs_in_steps: bool  # the runs of the dataset were trained for different numbers of steps
+    result: TaskResult  # the run's result of `task`
+    best_row: Row  # the model's best row in `result`
+    baseline: Row | None  # the best baseline in `result`
+    verdict: Verdict | None  # on `best_row` against `baseline`; None if there is none
+    verdicts: Sequence[TaskVerdict]  # in all tasks, against their best baselines
+    ranking: Ranking  # of all runs of the dataset
+    n_runs: int  # number of these runs
+    steps_differ: bool  # the runs of the dataset were trained for different numbers of steps
 
     @property
     def is_leader(self) -> bool:
@@ -37,7 +37,7 @@ class Standing:
     @property
     def leads_clearly(self) -> bool:
         """True if the run leads by more than the interval between runs, all of equally many steps."""
-        is_clear = self.ranking.is_clear and self.n_runs > 1 and not self.differs_in_steps
+        is_clear = self.ranking.is_clear and self.n_runs > 1 and not self.steps_differ
         return is_clear and self.is_leader
 
     def count(self, outcome: Outcome) -> int:
@@ -58,14 +58,14 @@ def list_standings(runs: Sequence[ReportedRun]) -> list[Standing]:
     for evaluated in list_results(runs):
         by_run = scores_by_dataset.get(evaluated.dataset, {})
         if evaluated.run.name in by_run:
-            differs_in_steps = len({steps[name] for name in by_run}) > 1
+            steps_differ = len({steps[name] for name in by_run}) > 1
             ranking = rankings[evaluated.dataset]
-            standings.append(_make_standing(evaluated, ranking, len(by_run), differs_in_steps))
+            standings.append(_make_standing(evaluated, ranking, len(by_run), steps_differ))
     return standings
 
 
 def _make_standing(
-    evaluated: RunOnDataset, ranking: Ranking, n_runs: int, differs_in_steps: bool
+    evaluated: RunOnDataset, ranking: Ranking, n_runs: int, steps_differ: bool
 ) -> Standing:
     task = _choose_task(evaluated.results, ranking)
     result = evaluated.results[task]
@@ -84,7 +84,7 @@ def _make_standing(
         verdicts=verdicts,
         ranking=ranking,
         n_runs=n_runs,
-        differs_in_steps=differs_in_steps,
+        steps_differ=steps_differ,
     )
 
 

@@ -1,4 +1,4 @@
-"""What a training did, for the page: its curves, its plan next to what was measured, and its cost."""
+"""A training on the page: its curves, its plan next to measured values, its cost, its checkpoints."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -88,25 +88,25 @@ def compare_with_plan(run: ReportedRun) -> list[Quantity]:
 
     The plan counts tensors, so it is compared with the tensors that a GPU held. The memory of a
     process with its libraries, all that a CPU shows, has a row of its own. Numbers with
-    decimals are rounded to two digits: times, memory and effective ranks are not known better.
+    decimals are rounded to two digits: times, memory and effective ranks are not more precise.
     """
     plan = run.plan or PlanForm()
     status = run.status or StatusForm()
     hours = None if status.wall_s is None else status.wall_s / 3600
     planned_gb = None if plan.memory is None else plan.memory.total_bytes / 1e9
-    tensors_gb, rank_of_tensors = _find_peak(run, "peak_allocated_gb")
-    process_gb, rank_of_process = _find_peak(run, "peak_resident_gb")
-    rank_of_peak = rank_of_process if rank_of_tensors is None else rank_of_tensors
+    tensors_gb, tensors_rank = _find_peak(run, "peak_allocated_gb")
+    process_gb, process_rank = _find_peak(run, "peak_resident_gb")
+    peak_rank = process_rank if tensors_rank is None else tensors_rank
     quantities = [
         Quantity("steps", plan.steps, status.step),
         Quantity("hours", plan.hours, hours),
         Quantity(TENSOR_MEMORY, planned_gb, tensors_gb),
         Quantity(PROCESS_MEMORY, None, process_gb),
-        Quantity("rank with the peak memory", None, rank_of_peak),
+        Quantity("rank with the peak memory", None, peak_rank),
         Quantity("steps skipped as not finite", None, status.skipped_steps),
         Quantity("cells, all epochs", plan.cells_seen, status.cells),
         Quantity("processes", plan.world_size, status.world_size),
-        *_list_logged(run),
+        *_list_logged_quantities(run),
     ]
     return [
         Quantity(name, _round_to_two_digits(planned), _round_to_two_digits(measured))
@@ -115,7 +115,7 @@ def compare_with_plan(run: ReportedRun) -> list[Quantity]:
     ]
 
 
-def _list_logged(run: ReportedRun) -> list[Quantity]:
+def _list_logged_quantities(run: ReportedRun) -> list[Quantity]:
     """Measured quantities over all lines of metrics.jsonl, or from the last validation."""
     lines = run.logged
     rates = [line.cells_per_s for line in lines if line.cells_per_s is not None]
@@ -198,11 +198,11 @@ def draw_checkpoints(run: ReportedRun, dataset: str) -> Iterator[Chart]:
 def _list_scores_by_method(
     evaluations: Mapping[int, Evaluation], dataset: str, task: str, final: TaskResult
 ) -> dict[str, Points]:
-    """(step, value) of each of the model's rows, by name; those of the final result come first.
-    `evaluations` are by step, ascending.
+    """(step, value) of each row of the model, by name, in the order of the `final` result and then of
+    `evaluations`, which are by step, ascending.
     """
-    own_rows = [row for row in final.ranked_rows if row.method.kind == "model"]
-    curves: dict[str, Points] = {row.method.name: [] for row in own_rows}
+    model_rows = [row for row in final.ranked_rows if row.method.kind == "model"]
+    curves: dict[str, Points] = {row.method.name: [] for row in model_rows}
     for step, evaluation in evaluations.items():
         evaluated = evaluation.datasets.get(dataset)
         result = evaluated and evaluated.tasks.get(task)

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from cellmill.runs.results import Row, TaskResult, Verdict
 
-# metric in which each of these tasks classifies whole cells
-WHOLE_CELLS = {
+# by task, its accuracy for whole cells: in these tasks it is the same number
+WHOLE_CELL_METRICS = {
     "probe": "accuracy",
     "low_depth": "accuracy, whole",
     "missing_genes": "accuracy, whole",
@@ -33,10 +33,10 @@ def list_verdicts(results: Mapping[str, TaskResult]) -> list[TaskVerdict]:
 
 
 def _make_repetition_key(task: str, result: TaskResult, verdict: Verdict) -> Hashable:
-    """Equal for verdicts that repeat each other: those on the accuracy of whole cells for one
-    label, and equal ones of tasks that score the same cells.
+    """A key that verdicts share if only one of them counts: those on the accuracy for whole cells
+    with the same label, and those with the same difference between the same methods.
     """
-    if verdict.metric == WHOLE_CELLS.get(result.task):
+    if verdict.metric == WHOLE_CELL_METRICS.get(result.task):
         return task.removeprefix(result.task)  # ` of LABEL`, or empty for the first label
     return verdict.compared, verdict.against, verdict.metric, verdict.difference
 
@@ -44,7 +44,7 @@ def _make_repetition_key(task: str, result: TaskResult, verdict: Verdict) -> Has
 def find_verdict(
     verdicts: Sequence[TaskVerdict], task: str, row: Row, metric: str | None
 ) -> Verdict | None:
-    """The first verdict on a row of a task in `metric`."""
+    """The first verdict on `row` of `task` in `metric`; None if there is none."""
     for entry in verdicts:
         is_on_row = (entry.task, entry.verdict.compared) == (task, row.method.name)
         if is_on_row and metric in {entry.verdict.metric, *entry.columns}:
