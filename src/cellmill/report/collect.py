@@ -53,14 +53,12 @@ FILES_BY_KIND = {
 
 
 class UmapCells(NamedTuple):
-    """Cells of one dataset in umap.tsv, column by column: as rows they would take ten times as much
-    memory.
-    """
+    """Cells of one dataset in umap.tsv, by column: rows would take ten times the memory."""
 
     x: "array[float]"
     y: "array[float]"
     is_held_out: bytes  # 1 for a held-out cell
-    # by `label` and `batch`: a text for each cell, empty if unknown
+    # `label` and `batch`, each with a text for each cell, empty if unknown
     texts: Mapping[str, Sequence[str]]
 
 
@@ -194,8 +192,8 @@ def _read_evaluation(path: Path) -> Evaluation:
 
 
 def _read_checkpoint_evaluations(folder: Path, model: ModelForm | None) -> dict[int, Evaluation]:
-    """metrics.json of kept checkpoints by step, ascending: those of the training that made `model`,
-    the export.
+    """metrics.json of kept checkpoints by step, ascending. Checkpoints of another training than that
+    of the exported `model` are left out.
     """
     fingerprint = model and model.fingerprint
     by_step: dict[int, Evaluation] = {}
@@ -210,20 +208,21 @@ def _read_checkpoint_evaluations(folder: Path, model: ModelForm | None) -> dict[
 
 
 def _read_bridges(folder: Path, evaluation: Evaluation | None) -> dict[str, dict[str, TaskResult]]:
-    """Tables of other packages by dataset, then by package and version; skipped if another model
-    was scored.
+    """Tables of other packages by dataset, then by package and version.
+
+    A table of another model than `evaluation` is skipped.
     """
+    evaluated_digest = None if evaluation is None else evaluation.model.get("digest")
     tables: dict[str, dict[str, TaskResult]] = defaultdict(dict)
     for path in sorted(folder.glob("bridges/*.json")):
         form = BridgeForm.read(path)
         assert form is not None
         rows: dict[str, Row] = {}
-        for scored in form.rows:
-            row = rows.setdefault(scored.name, Row(ScoredMethod(scored.name, kind=scored.kind)))
-            row.numbers[scored.metric] = scored.value
+        for entry in form.rows:
+            row = rows.setdefault(entry.name, Row(ScoredMethod(entry.name, kind=entry.kind)))
+            row.numbers[entry.metric] = entry.value
         table = TaskResult([*rows.values()])
-        evaluated = None if evaluation is None else evaluation.model.get("digest")
-        if form.model_digest and evaluated and form.model_digest != evaluated:
+        if form.model_digest and evaluated_digest and form.model_digest != evaluated_digest:
             table = TaskResult(skipped=f"{path.name} is of another model; make it again")
         tables[form.dataset][f"{form.package} {form.version}"] = table
     return tables
@@ -257,8 +256,7 @@ def _check_exists(folder: Path, kind: str) -> None:
 
 
 def list_remake_commands(kind: str, folder: Path) -> dict[str, str]:
-    """The command that makes each file of `folder` again, by file. The folder is one of
-    results/<kind>.
+    """The command that makes each file of `folder`, a folder in results/<kind>, again, by file.
 
     A stage with `--force` runs again although its file exists. A finished training runs again only
     if its folder is gone, so it is moved: no command loses trained weights.

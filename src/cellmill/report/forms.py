@@ -1,4 +1,4 @@
-"""Forms of the JSON files that the page reads: what each must hold, checked once when it is read.
+"""Forms of the JSON files that the page reads. A file is checked once, when it is read.
 
 A form lists the keys that the page, or the card of a pushed model, reads by name; a file may have
 more. Keys with a default may be absent.
@@ -47,6 +47,11 @@ class Form(BaseModel):
     def read(cls, path: Path) -> Self | None:
         """The file `path`; None if it is absent. Raises DataError if it is damaged."""
         return cls.parse(path, read_json(path)) if path.exists() else None
+
+
+def damage_error(path: Path, error: ValidationError) -> DataError:
+    """A DataError that names the file's first problem in one line."""
+    return DataError(f"{path}: damaged: {error_line(*explain(error, Form))}; make it again")
 
 
 class PlannedMemoryForm(Form):
@@ -111,7 +116,7 @@ class TrainingDataForm(Form):
 
 
 class ModelForm(TrainingDataForm):
-    """config.json of an exported model, and `model` of metrics.json."""
+    """config.json of an exported model, and key `model` of metrics.json."""
 
     step: int | None = None
 
@@ -129,7 +134,7 @@ class RunRecordForm(TrainingDataForm):
 
 
 class MeasuredGenesForm(Form):
-    """`genes` of a dataset of metrics.json."""
+    """Key `genes` of a dataset in metrics.json."""
 
     n_present: int
     n_genes: int
@@ -137,7 +142,7 @@ class MeasuredGenesForm(Form):
 
 
 class BridgeRowForm(Form):
-    """A value of one method."""
+    """A value of one method in one metric."""
 
     name: str
     kind: Kind
@@ -158,7 +163,7 @@ class BridgeForm(Form):
 class CostForm(Form):
     """train/cost.json."""
 
-    model_config = ConfigDict(strict=False)  # strict, it would refuse dicts for Start
+    model_config = ConfigDict(strict=False)  # a strict form refuses a dict for Start
 
     source: str
     jobs: list[Start]
@@ -275,8 +280,3 @@ class ManifestForm(Form):
     vocabulary: VocabularyForm
     splits: dict[str, SplitForm]
     obs_levels: dict[str, LevelsForm] = {}  # by obs column
-
-
-def damage_error(path: Path, error: ValidationError) -> DataError:
-    """A DataError that names the file's first problem in one line."""
-    return DataError(f"{path}: damaged: {error_line(*explain(error, Form))}; make it again")

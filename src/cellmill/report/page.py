@@ -64,6 +64,37 @@ HISTOGRAMS = {
     "n_residues": "residues per sequence",
 }
 """Histograms of a QC report and their names, in the order of the page."""
+FILTERS: tuple[Callable[..., Any], ...] = (
+    # values
+    to_text,
+    to_words,
+    to_duration,
+    to_percent,
+    flatten,
+    abbreviate,
+    # runs
+    describe_cost,
+    estimate_energy,
+    compare_with_plan,
+    draw_checkpoints,
+    # results, rows and verdicts of a task
+    list_columns,
+    find_best_baselines,
+    make_grid,
+    find_gap,
+    find_highest,
+    find_longest_bar,
+)
+"""Functions that page.html applies to a value, as filters by name."""
+FUNCTIONS: tuple[Callable[..., Any], ...] = (
+    colour,
+    draw_confusion,
+    draw_histogram,
+    draw_scaling,
+    draw_umap,
+    list_labels,
+)
+"""Functions that page.html calls by name."""
 
 
 def render(
@@ -103,12 +134,33 @@ def render(
             histogram_names=HISTOGRAMS,
             max_cells=limit_cells(sum(len(run.umap) for run in runs)),
             page_charts=page_charts or PageCharts(len(runs)),
-            # the page's own style and scripts
+            # style and scripts
             style=Markup(_read_asset("page.css")),
             scripts=load_scripts(),
             script_hashes=hash_scripts(),
         )
     )
+
+
+def _check_unique(kind: str, names: list[str]) -> None:
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise DataError(f"two {kind} are called {repeated[0]!r}; rename one of their folders")
+
+
+@cache
+def _make_environment() -> Environment:
+    """Jinja's environment for page.html. An undefined variable is an error."""
+    environment = Environment(
+        loader=PackageLoader("cellmill", "report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {function.__name__: function for function in FILTERS}
+    environment.globals |= {function.__name__: function for function in FUNCTIONS}
+    return environment
 
 
 def _read_asset(name: str) -> str:
@@ -141,57 +193,3 @@ def hash_scripts() -> str:
         base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in load_scripts()
     )
     return " ".join(f"'sha256-{digest}'" for digest in digests)
-
-
-FILTERS: tuple[Callable[..., Any], ...] = (
-    # of a value
-    to_text,
-    to_words,
-    to_duration,
-    to_percent,
-    flatten,
-    abbreviate,
-    # of a run
-    describe_cost,
-    estimate_energy,
-    compare_with_plan,
-    draw_checkpoints,
-    # of a task's result, rows or verdicts
-    list_columns,
-    find_best_baselines,
-    make_grid,
-    find_gap,
-    find_highest,
-    find_longest_bar,
-)
-"""Functions that page.html applies to a value, as filters by name."""
-FUNCTIONS: tuple[Callable[..., Any], ...] = (
-    colour,
-    draw_confusion,
-    draw_histogram,
-    draw_scaling,
-    draw_umap,
-    list_labels,
-)
-"""Functions that page.html calls by name."""
-
-
-@cache
-def _make_environment() -> Environment:
-    """Jinja's environment for page.html. An undefined variable is an error."""
-    environment = Environment(
-        loader=PackageLoader("cellmill", "report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {function.__name__: function for function in FILTERS}
-    environment.globals |= {function.__name__: function for function in FUNCTIONS}
-    return environment
-
-
-def _check_unique(kind: str, names: list[str]) -> None:
-    repeated = sorted({name for name in names if names.count(name) > 1})
-    if repeated:
-        raise DataError(f"two {kind} are called {repeated[0]!r}; rename one of their folders")

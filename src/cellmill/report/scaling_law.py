@@ -13,8 +13,8 @@ from itertools import product
 import numpy as np
 
 MIN_SIZES = 4  # for three parameters
-DELTA = 1e-3  # log units; the Huber loss is quadratic below it
-DRAWS = 200  # bootstraps
+HUBER_DELTA = 1e-3  # log units; the Huber loss is quadratic below it
+BOOTSTRAPS = 200  # draws of runs with replacement
 MAX_EXPONENT = 3.0  # larger exponents fit noise
 FLOORS = (0.3, 0.7, 0.98)
 """Floors at which fits start, as shares of the lowest loss."""
@@ -41,7 +41,7 @@ class NoLaw:
 
 
 def fit_law(x: Sequence[float], y: Sequence[float]) -> Law | NoLaw:
-    """The law of losses `y` of runs of sizes `x`."""
+    """The law of losses `y` over sizes `x`, a value for each run."""
     sizes = np.asarray(x, np.float64)
     losses = np.asarray(y, np.float64)
     n_sizes = len(np.unique(sizes))
@@ -60,10 +60,11 @@ def fit_law(x: Sequence[float], y: Sequence[float]) -> Law | NoLaw:
         starts.append(np.array([log_span, log_floor, exponent]))
     fitted = _fit(relative_sizes, losses, starts)
     low, high = _bootstrap_interval(relative_sizes, losses, fitted)
+    # an interval that reaches a bound of the exponent
     if low <= 0.01 or high >= 0.99 * MAX_EXPONENT:
         return NoLaw(f"the exponent is not determined: 95 % interval {low:.2f} to {high:.2f}")
     log_factor, log_floor, exponent = fitted.tolist()
-    # back to sizes as they are
+    # convert the factor to undivided sizes
     factor = float(np.exp(log_factor) * scale**exponent)
     return Law(float(np.exp(log_floor)), factor, exponent, low, high)
 
@@ -76,7 +77,7 @@ def _bootstrap_interval(
     """
     generator = np.random.Generator(np.random.Philox(key=0))
     exponents: list[float] = []
-    while len(exponents) < DRAWS:
+    while len(exponents) < BOOTSTRAPS:
         runs = generator.integers(len(sizes), size=len(sizes))
         if len(np.unique(sizes[runs])) >= MIN_SIZES - 1:
             _, _, exponent = _fit(sizes[runs], losses[runs], [fitted])
@@ -99,9 +100,9 @@ def _fit(sizes: np.ndarray, losses: np.ndarray, starts: Sequence[np.ndarray]) ->
         predicted = np.logaddexp(log_power, np.full_like(log_x, log_floor))
         residual = predicted - log_y
         distance = np.abs(residual)
-        quadratic = residual**2 / (2 * DELTA)
-        huber = np.where(distance <= DELTA, quadratic, distance - DELTA / 2).sum()
-        slope = np.clip(residual / DELTA, -1, 1)  # gradient of the Huber loss by residual
+        quadratic = residual**2 / (2 * HUBER_DELTA)
+        huber = np.where(distance <= HUBER_DELTA, quadratic, distance - HUBER_DELTA / 2).sum()
+        slope = np.clip(residual / HUBER_DELTA, -1, 1)  # gradient of the Huber loss by residual
         power_share = np.exp(log_power - predicted)  # share of the power in the prediction
         gradient = [
             slope @ power_share,

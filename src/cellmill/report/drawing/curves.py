@@ -20,9 +20,9 @@ from cellmill.report.text import to_words
 
 Points = list[tuple[float, float]]
 """(step, value) of a curve."""
-MAX_POINTS = 400  # points of a curve
+MAX_POINTS = 400  # most points of a curve
 MIN_POINTS = 50  # fewest points of a curve, however many curves a chart has
-POINTS_OF_CHART = 10_000  # points of all curves of a chart
+MAX_CHART_POINTS = 10_000  # most points of all curves of a chart, if each has more than MIN_POINTS
 LAW_POINTS = 40  # points of the curve of a law
 TITLE_WIDTH = 32  # characters in a line of the title of a y axis
 
@@ -57,8 +57,10 @@ def draw_losses(title: str, runs: Mapping[str, Mapping[str, Points]]) -> Chart:
 
 
 def _list_line_rows(points: Points, n_curves: int, **columns: str) -> list[ChartRow]:
-    """Rows of one of `n_curves`: every n-th point and the last one. Each row begins with `columns`."""
-    max_points = min(MAX_POINTS, max(MIN_POINTS, POINTS_OF_CHART // n_curves))
+    """Rows of one of `n_curves` in a chart: `columns` and a point. Long curves lose points, never the
+    last one.
+    """
+    max_points = min(MAX_POINTS, max(MIN_POINTS, MAX_CHART_POINTS // n_curves))
     stride = max(1, math.ceil(len(points) / max_points))
     thinned = [*points[:-1:stride], *points[-1:]]
     return [{**columns, "step": step, "value": to_five_digits(value)} for step, value in thinned]

@@ -20,7 +20,7 @@ from cellmill.report.drawing.svg import shorten, without_selections
 LIGHT_GREY = "#9aa0a6"
 MAX_CELLS = 4_000  # cells in a UMAP: more make the page slow and show no more
 MIN_CELLS = 500  # fewest cells in a UMAP, however many UMAPs a page has
-CELLS_OF_PAGE = 60_000  # cells in all UMAPs of a page, if each has more than MIN_CELLS
+MAX_PAGE_CELLS = 60_000  # cells in all UMAPs of a page, if each has more than MIN_CELLS
 MAX_CELLS_BY_BATCH = 1_500  # cells in the same UMAP by batch
 # areas in square pixels: all cells of a UMAP together, and the limits of a single one
 AREA_OF_CELLS = 30_000
@@ -32,7 +32,7 @@ BACKGROUND = re.compile(r'<path d="M0,0h(\d+)v(\d+)h-\d+Z"/>')
 
 def limit_cells(n_umaps: int) -> int:
     """The most cells that each of `n_umaps` on a page draws."""
-    return min(MAX_CELLS, max(MIN_CELLS, CELLS_OF_PAGE // max(n_umaps, 1)))
+    return min(MAX_CELLS, max(MIN_CELLS, MAX_PAGE_CELLS // max(n_umaps, 1)))
 
 
 def list_labels(cells: UmapCells, column: str = "label") -> list[str]:
