@@ -55,13 +55,22 @@ def test_a_damaged_column_is_named_when_it_is_read(cells: Path) -> None:
         file["obs/depth"] = np.ones(2)
         file["obs/depth"].attrs.update(attributes)
         del file["obs/number"]
+        del file["obs/well"]
+        file["obs/well"] = np.ones((3, 2))
+        file["obs/well"].attrs.update(attributes)
     with open_counts(cells) as reader:
         assert reader.read_column("kept").tolist() == [True, False, True]
-        with pytest.raises(DataError, match="/obs/depth cannot be read: 2 values for 3 cells"):
+        with pytest.raises(
+            DataError, match="/obs/depth cannot be read: expected shape .3,., got .2,."
+        ):
             reader.read_column("depth")
+        with pytest.raises(
+            DataError, match="/obs/well cannot be read: expected shape .3,., got .3, 2."
+        ):
+            reader.read_column("well")
         with pytest.raises(DataError, match="/obs/number cannot be read"):
             reader.read_obs(["number"])
-        with pytest.raises(DataError, match="/obs/depth cannot be read"):
+        with pytest.raises(DataError, match="/obs/well cannot be read"):
             assert reader.obs is not None
 
 

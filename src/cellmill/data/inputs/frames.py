@@ -31,8 +31,8 @@ def open_obs(path: Path, file: Any) -> StoredObs:
 def _read_column(path: Path, group: Any, n_obs: int, name: str) -> Any:
     try:
         values = read_elem(group[name])
-        if len(values) != n_obs:
-            raise ValueError(f"{len(values)} values for {n_obs} cells")
+        if np.shape(values) != (n_obs,):
+            raise ValueError(f"expected shape ({n_obs},), got {np.shape(values)}")
     except Exception as error:
         raise DataError(f"{path}: /obs/{name} cannot be read: {one_line(error)}") from None
     return values
