@@ -190,6 +190,7 @@ def test_a_value_of_a_column_has_a_response_of_its_own(screen: Screen) -> None:
     both = screen.perturb(names, by="batch")
     assert both.obs["batch"].tolist() == ["x", "y", "x", "y"]
     assert both.obs_names[0] == f"{names[0]} | x"
+    assert list(both.uns["cellmill_response"]["strata"]) == ["batch"]
     held = _hold_out(screen)
     unit = [held.perturbation.tolist().index(name) for name in both.obs["perturbation"]]
     expected = predict_responses(
@@ -217,6 +218,9 @@ def test_a_combination_has_one_name(screen: Screen) -> None:
         assert found.obs_names.tolist() == reference.obs_names.tolist()
         np.testing.assert_array_equal(found.X, reference.X)
         assert found.obs["n_cells"].item() == 75
+    reference = screen.perturb([first])
+    for given in (first, [f" {first} "]):
+        np.testing.assert_array_equal(screen.perturb(given).X, reference.X)
 
 
 def test_the_command_writes_what_python_gives(
@@ -272,6 +276,9 @@ def test_what_cannot_be_predicted_is_refused(screen: Screen, corpus: dict[str, P
         screen.perturb(perturbation_column="guides")
     with pytest.raises(DataError, match=r"no obs column 'types' \(--by\)"):
         screen.perturb(by="types")
+    for name in ("guide", "perturbation", "trained", "n_cells"):  # would be lost in the output
+        with pytest.raises(ConfigError, match=f"^--by: .*, got '{name}'; rename yours"):
+            screen.perturb(by=name)
     screen.cells.obs["one"] = np.arange(screen.cells.n_obs)
     with pytest.raises(
         DataError, match=r"expected 10 controls in a group of batch and one, got 75 "

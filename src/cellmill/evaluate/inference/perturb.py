@@ -56,6 +56,7 @@ TASK = PerturbationConfig.model_validate({})
 SHOWN = ("Pearson", "MAE")  # metrics of the printed comparison
 RESPONSE = ScoredMethod("the response")
 OTHERS_MEAN = ScoredMethod("the mean of other perturbations")
+_OWN_COLUMNS = ("perturbation", "trained", "n_cells")  # of the output's obs
 
 
 class Wanted(NamedTuple):
@@ -106,9 +107,14 @@ def predict_file(
         )
     own_control = objective.config.control
     column = wanted.perturbation_column or objective.config.perturbation_column
+    if wanted.by in (column, *_OWN_COLUMNS):
+        raise ConfigError(
+            f"--by: expected an obs column other than {column!r} and the output's {', '.join(_OWN_COLUMNS)}, "
+            f"got {wanted.by!r}; rename yours"
+        )
     roles, lines = _read_roles(reader, vocabulary, column, own_control, wanted)
     strata = [*(name for name in STRATA if name in roles), *(["by"] if wanted.by else [])]
-    groups = [str(roles[name].name) for name in strata]
+    groups = list(dict.fromkeys(str(roles[name].name) for name in strata))
     seed = Evaluate.model_validate({}).seed
     profiles = read_profiles(reader, columns, roles, strata, seed)
     is_control = roles[IS_CONTROL].to_numpy()
@@ -247,6 +253,8 @@ def _choose_names(
         return [*trained]
     organism = next(iter(organisms_of(vocabulary)), None)
     targets = TargetNames([*vocabulary.symbols, *vocabulary.gene_ids], organism)
+    given = [given] if isinstance(given, str) else given
+    given = [name if name in trained else name.strip() for name in given]
     merged = merge_names(given, [control], targets).names
     names = [name if name in trained else merged[name] for name in given]
     if control in names:
