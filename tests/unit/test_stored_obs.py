@@ -61,11 +61,11 @@ def test_a_damaged_column_is_named_when_it_is_read(cells: Path) -> None:
     with open_counts(cells) as reader:
         assert reader.read_column("kept").tolist() == [True, False, True]
         with pytest.raises(
-            DataError, match="/obs/depth cannot be read: expected shape .3,., got .2,."
+            DataError, match=r"/obs/depth cannot be read: expected shape .3,., got .2,."
         ):
             reader.read_column("depth")
         with pytest.raises(
-            DataError, match="/obs/well cannot be read: expected shape .3,., got .3, 2."
+            DataError, match=r"/obs/well cannot be read: expected shape .3,., got .3, 2."
         ):
             reader.read_column("well")
         with pytest.raises(DataError, match="/obs/number cannot be read"):
