@@ -17,7 +17,7 @@ from cellmill.evaluate.classifiers import dual, logistic, newton
 from cellmill.evaluate.classifiers.dual import FoldFit, fit_folds
 from cellmill.evaluate.classifiers.fitted import NearestCells, make_classifiers, precompute_folds
 from cellmill.evaluate.features import products as products_module
-from cellmill.evaluate.features.products import CellProducts, LastCells, SharedCells, choose_scales
+from cellmill.evaluate.features.products import CellProducts, LastCells, SharedCells, compute_scales
 from cellmill.evaluate.methods import REGRESSION, UNSCALED_REGRESSION
 from cellmill.evaluate.prediction_cache import CachedClassifiers, PredictionCache
 from cellmill.evaluate.splits import Fold
@@ -156,9 +156,9 @@ def test_tested_cells_leave_no_trace_in_a_fit(monkeypatch: pytest.MonkeyPatch) -
 def test_products_of_rare_and_common_genes_are_those_of_all(
     share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products_module, "RARE", share)
-    monkeypatch.setattr(products_module, "ROW_BLOCK", 25)
-    monkeypatch.setattr(products_module, "BLOCK", 30)
+    monkeypatch.setattr(products_module, "RARE_FRAC", share)
+    monkeypatch.setattr(products_module, "CELL_BLOCK", 25)
+    monkeypatch.setattr(products_module, "GENE_BLOCK", 30)
     genes, _, _ = _cells(60, 200, 3)
     dense = genes.toarray().astype(np.float64)
     source = LastCells().share(genes).source
@@ -209,8 +209,8 @@ def test_cells_of_equal_content_share_products() -> None:
 def test_products_equal_those_of_dense_cells(single: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if single:
         monkeypatch.setattr(products_module, "MAX_DOUBLE", 0)
-    monkeypatch.setattr(products_module, "BLOCK", 32)
-    monkeypatch.setattr(products_module, "ROW_BLOCK", 25)
+    monkeypatch.setattr(products_module, "GENE_BLOCK", 32)
+    monkeypatch.setattr(products_module, "CELL_BLOCK", 25)
     genes, _, _ = _cells(150, 200, 3)
     genes[:, 100:] = genes[:, 100:].multiply(np.arange(150)[:, None] % 50 == 0)  # rare genes
     genes.eliminate_zeros()
@@ -224,7 +224,7 @@ def test_products_equal_those_of_dense_cells(single: bool, monkeypatch: pytest.M
 def test_deviations_of_groups_are_of_their_members_alone() -> None:
     genes, _, is_fitted = _cells(60, 200, 3)
     groups = np.stack([is_fitted, ~is_fitted]).astype(float)
-    found = choose_scales(genes, groups)
+    found = compute_scales(genes, groups)
     for scale, members in zip(found, groups):
         scaler = StandardScaler(with_mean=False).fit(genes[members == 1].astype(np.float64))
         np.testing.assert_allclose(scale, scaler.scale_, rtol=1e-9)
@@ -235,8 +235,8 @@ def test_products_take_little_more_memory_than_their_result(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(products_module, "MAX_DOUBLE", 0)
-    monkeypatch.setattr(products_module, "BLOCK", 64)
-    monkeypatch.setattr(products_module, "ROW_BLOCK", 64)
+    monkeypatch.setattr(products_module, "GENE_BLOCK", 64)
+    monkeypatch.setattr(products_module, "CELL_BLOCK", 64)
     genes = sp.random_array((1500, 400), density=0.05, format="csr", dtype=np.float32, rng=0)
     shared = CellProducts(genes, "")
     tracemalloc.start()

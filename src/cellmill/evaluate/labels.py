@@ -12,7 +12,7 @@ from cellmill.evaluate import draws
 from cellmill.evaluate.classifiers.fitted import precompute_folds, without_overhead
 from cellmill.evaluate.classifiers.logistic import LogisticRegression
 from cellmill.evaluate.draws import draw_cells, seeded
-from cellmill.evaluate.features.cell_features import cell_genes
+from cellmill.evaluate.features.cell_features import cell_profiles
 from cellmill.evaluate.inference.label_counts import count_by_label
 from cellmill.evaluate.methods import REGRESSION
 from cellmill.evaluate.prediction_cache import CachedClassifiers
@@ -113,7 +113,7 @@ def predict_from_other_half(context: Context) -> np.ndarray:
     predicted = np.full(context.reader.n_obs, "", dtype=labels.dtype)
     if len(chosen.classes) < 2:
         return predicted
-    genes = context.last_cells.share(cell_genes(context, cells))
+    genes = context.last_cells.share(cell_profiles(context, cells))
     classifier = {REGRESSION: LogisticRegression(standardised=True)}
     # shuffle cells, sort them by label, and deal them into halves in turn
     order = seeded(seed, draws.HALVES_OF_LABELS).permutation(len(labels))

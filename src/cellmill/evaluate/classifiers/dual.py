@@ -18,7 +18,7 @@ import numpy as np
 
 from cellmill.evaluate.classifiers import newton
 from cellmill.evaluate.classifiers.newton import Search, Unwhitened
-from cellmill.evaluate.features.products import CellProducts, choose_scales
+from cellmill.evaluate.features.products import CellProducts, compute_scales
 
 MAX_ROUNDS = 12  # of the stand-in; then the fit is left to `fit_weights`
 LOGIT_TOLERANCE = 1e-3  # largest change of a logit by the last round
@@ -103,7 +103,7 @@ class _FoldFits:
         is_fitted = np.zeros((len(starts), self.cells.shape[0]))
         for row, number in zip(is_fitted, starts):
             row[self.fits[number].rows] = 1
-        scales = choose_scales(self.cells, is_fitted)
+        scales = compute_scales(self.cells, is_fitted)
         self._shares = dict(zip(starts, scales**-2.0))
         converged: ByFit = {}
         constants = starts

@@ -17,7 +17,7 @@ from sklearn import linear_model
 from cellmill.evaluate.classifiers import newton
 from cellmill.evaluate.classifiers.dual import fit_weights
 from cellmill.evaluate.classifiers.newton import CURVATURE, FORCING, RIDGE, TOLERANCE
-from cellmill.evaluate.features.products import SharedCells, choose_scale, divide_genes
+from cellmill.evaluate.features.products import SharedCells, compute_scale, divide_genes
 
 # largest problem of `newton.whiten`: the smaller of cells and features, and all values (256 MiB)
 MAX_SIDE = 2048
@@ -59,7 +59,7 @@ class LogisticRegression:
         shape = values.shape
         is_small = is_small_problem(shape)
         if sp.issparse(values):
-            scale = choose_scale(values) if self.standardised else np.ones(shape[1])
+            scale = compute_scale(values) if self.standardised else np.ones(shape[1])
             divided: Any = divide_genes(values, scale)
             if is_small:
                 divided = divided.toarray().astype(np.float64)

@@ -21,7 +21,7 @@ from cellmill.runs.results import ScoredMethod
 
 TOKEN_BUDGET = 16_384  # tokens in one forward pass of a task; results do not depend on it
 ROW_BLOCK = 4096  # cells read at once
-TOKENIZED = 512  # cells whose tokens are made at once
+TOKENIZED_CELLS = 512  # cells tokenized at once
 
 
 def cell_features(context: Context, cells: np.ndarray) -> Features:
@@ -39,8 +39,10 @@ def cell_features(context: Context, cells: np.ndarray) -> Features:
     return {**features}
 
 
-def cell_genes(context: Context, cells: np.ndarray) -> sp.csr_matrix:
-    """Log-normalised counts of `cells` (indices, ascending), which a task may have kept."""
+def cell_profiles(context: Context, cells: np.ndarray) -> sp.csr_matrix:
+    """Log-normalised counts of `cells` (indices, ascending): feature ALL_GENES of `cell_features`,
+    without the others.
+    """
     kept = context.last_cells.find(_sources(context), cells)
     if kept is not None:
         return kept[ALL_GENES]
@@ -49,26 +51,26 @@ def cell_genes(context: Context, cells: np.ndarray) -> sp.csr_matrix:
 
 
 def _sources(context: Context) -> tuple[Any, ...]:
-    """All that the features of cells are made from."""
+    """Everything that features of cells are computed from."""
     return context.reader, context.vectors, context.model, context.external
 
 
 def compute_features(
     context: Context, counts: sp.csr_matrix, embedding: np.ndarray | None = None
 ) -> Features:
-    """Features by method, `(cells, width)`; only the features of all genes are sparse. A known
-    `embedding` is not computed again.
+    """Features of cells with `counts`, `(cells, width)` by method; only those of all genes are sparse.
+
+    The `embedding` is computed unless it is given.
     """
     model = context.model
     columns = context.gene_columns
-    profiles = summed(counts) if columns.ordered else counts
-    counts_in_vocabulary = select_columns(profiles, columns.target, model.vocabulary.n_genes)
-    in_vocabulary = log_normalise(counts_in_vocabulary)
+    gene_counts = summed(counts) if columns.ordered else counts
+    known_counts = select_columns(gene_counts, columns.target, model.vocabulary.n_genes)
     return {
         EMBEDDING: embed_counts(context, counts, model.network) if embedding is None else embedding,
         UNTRAINED: embed_counts(context, counts, model.untrained),
-        TRAINING_COMPONENTS: model.components.transform(in_vocabulary),
-        ALL_GENES: log_normalise(profiles),
+        TRAINING_COMPONENTS: model.components.transform(log_normalise(known_counts)),
+        ALL_GENES: log_normalise(gene_counts),
     }
 
 
@@ -76,26 +78,27 @@ def embed_counts(context: Context, counts: sp.csr_matrix, network: Model) -> np.
     """Vectors of the cells, `(cells, hidden)` float32; zeros for cells without tokens."""
     model = context.model
     n_cells = counts.shape[0]
-    rows = (counts[first : first + TOKENIZED] for first in range(0, n_cells, TOKENIZED))
-    tokens = tokenize_blocks(rows, context.gene_columns, model.vocabulary, model.tokens)
+    starts = range(0, n_cells, TOKENIZED_CELLS)
+    blocks = (counts[first : first + TOKENIZED_CELLS] for first in starts)
+    tokens = tokenize_blocks(blocks, context.gene_columns, model.vocabulary, model.tokens)
     vectors = embed_batches(tokens, network, n_cells, TOKEN_BUDGET, context.options.precision)
     return np.nan_to_num(vectors)
 
 
-def keep_columns(counts: sp.csr_matrix, kept: np.ndarray) -> sp.csr_matrix:
-    """Counts, set to 0 in the columns where `kept`, bool `(columns,)`, is False."""
+def keep_columns(counts: sp.csr_matrix, is_kept: np.ndarray) -> sp.csr_matrix:
+    """Counts, set to 0 in the columns where `is_kept`, bool `(columns,)`, is False."""
     changed = counts.copy()
-    changed.data = counts.data * kept[counts.indices].astype(counts.dtype)
+    changed.data = counts.data * is_kept[counts.indices].astype(counts.dtype)
     changed.eliminate_zeros()
     return changed
 
 
 def read_rows(reader: CountsReader, cells: np.ndarray) -> sp.csr_matrix:
     """Counts of the cells with these indices, in the order of the file."""
-    mask = np.isin(np.arange(reader.n_obs), cells)
+    is_read = np.isin(np.arange(reader.n_obs), cells)
     blocks = []
     first = 0
     for block in reader.rows(ROW_BLOCK):
-        blocks.append(block[np.flatnonzero(mask[first : first + block.shape[0]])])
+        blocks.append(block[np.flatnonzero(is_read[first : first + block.shape[0]])])
         first += block.shape[0]
     return sp.vstack(blocks, format="csr")

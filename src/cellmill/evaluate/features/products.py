@@ -1,5 +1,6 @@
-"""Scalar products of sparse cells, computed once and sliced for every fold, fit and neighbour search,
-and what tasks share of the cells that were read last.
+"""Scalar products of sparse cells, computed once and sliced for every fold, fit and neighbour search.
+
+`LastCells` keeps them, and the features of the cells that a task read last, for the next task.
 """
 
 import hashlib
@@ -14,9 +15,10 @@ from cellmill.evaluate.features.components import NO_VARIANCE, fit_own_component
 from cellmill.evaluate.methods import Features
 
 MAX_DOUBLE = 2048  # cells whose products are float64; those of more are float32
-BLOCK = 2048  # genes that are dense at once
-ROW_BLOCK = 512  # cells whose products of rare genes are computed at once
-RARE = 0.03  # share of the cells below which pairs of a gene's cells are sooner added one by one
+GENE_BLOCK = 2048  # genes that are dense at once
+CELL_BLOCK = 512  # cells that are read or multiplied at once
+# genes with counts in a smaller share of the cells are rare: sparse products are faster for them
+RARE_FRAC = 0.03
 
 
 class CellProducts:
@@ -34,7 +36,7 @@ class CellProducts:
     @cached_property
     def scaled(self) -> np.ndarray:
         """Products of the cells divided by the standard deviation of each gene over all of them."""
-        return _multiply_pairs(self.cells, choose_scale(self.cells))
+        return _multiply_pairs(self.cells, compute_scale(self.cells))
 
     @cached_property
     def components(self) -> np.ndarray:
@@ -81,8 +83,8 @@ class SharedCells:
 
 
 class LastCells:
-    """Features and products of the cells that a task read last, for the next task. Those of other
-    cells are dropped: they fill memory.
+    """Features and products of the cells that a task read last, for the next task. Only those of
+    one set of cells fit in memory.
     """
 
     def __init__(self) -> None:
@@ -126,12 +128,12 @@ def digest_arrays(about: str, *values: Any) -> str:
     return digest.hexdigest()
 
 
-def choose_scale(cells: sp.csr_matrix) -> np.ndarray:
+def compute_scale(cells: sp.csr_matrix) -> np.ndarray:
     """Standard deviation of each gene, float64 `(genes,)`; 1 for a constant gene."""
-    return choose_scales(cells, np.ones((1, cells.shape[0])))[0]
+    return compute_scales(cells, np.ones((1, cells.shape[0])))[0]
 
 
-def choose_scales(cells: sp.csr_matrix, is_member: np.ndarray) -> np.ndarray:
+def compute_scales(cells: sp.csr_matrix, is_member: np.ndarray) -> np.ndarray:
     """Standard deviation of each gene over the members of each group, `(groups, genes)` float64; 1
     for a constant gene.
 
@@ -139,9 +141,9 @@ def choose_scales(cells: sp.csr_matrix, is_member: np.ndarray) -> np.ndarray:
     """
     sums = np.zeros((len(is_member), cells.shape[1]))
     squares = np.zeros_like(sums)
-    for first in range(0, cells.shape[0], ROW_BLOCK):
-        block = cells[first : first + ROW_BLOCK].astype(np.float64)
-        members = is_member[:, first : first + ROW_BLOCK]
+    for first in range(0, cells.shape[0], CELL_BLOCK):
+        block = cells[first : first + CELL_BLOCK].astype(np.float64)
+        members = is_member[:, first : first + CELL_BLOCK]
         sums += members @ block
         np.square(block.data, out=block.data)
         squares += members @ block
@@ -160,7 +162,7 @@ def divide_genes(cells: sp.csr_matrix, scale: np.ndarray) -> sp.csr_matrix:
 
 
 def _multiply_pairs(cells: sp.csr_matrix, scale: np.ndarray | None = None) -> np.ndarray:
-    """Products of all pairs of cells, `(n, n)`, whose genes are divided by their `scale`, `(genes,)`.
+    """Products of all pairs of cells, `(n, n)`, after division of each gene by its `scale`, `(genes,)`.
 
     Besides the products, only blocks of genes and the rare genes are in memory.
     """
@@ -168,25 +170,27 @@ def _multiply_pairs(cells: sp.csr_matrix, scale: np.ndarray | None = None) -> np
     dtype = np.float64 if n <= MAX_DOUBLE else np.float32
     scale = np.ones(width) if scale is None else scale
     factors = (1 / scale).astype(cells.dtype)
-    is_rare = np.bincount(cells.indices, minlength=width) < RARE * n
+    is_rare = np.bincount(cells.indices, minlength=width) < RARE_FRAC * n
     multiply = blas.dsyrk if n <= MAX_DOUBLE else blas.ssyrk
     products = np.zeros((n, n), dtype, order="F")
+    # add the products over common genes, in dense blocks, to the lower triangle
     common = np.flatnonzero(~is_rare)
-    for first in range(0, len(common), BLOCK):
-        genes = common[first : first + BLOCK]
+    for first in range(0, len(common), GENE_BLOCK):
+        genes = common[first : first + GENE_BLOCK]
         dense = cells[:, genes].toarray()
         dense *= factors[genes]
         by_gene = dense.astype(dtype, copy=False).T
-        # adds the products of the pairs in the lower triangle, in place
         multiply(1, by_gene, 1, products, trans=1, lower=1, overwrite_c=1)
-    for first in range(0, n, ROW_BLOCK):
-        last = first + ROW_BLOCK
+    # copy the lower triangle to the upper one
+    for first in range(0, n, CELL_BLOCK):
+        last = first + CELL_BLOCK
         corner = products[first:last, first:last]
         corner += np.tril(corner, -1).T
         products[first:last, last:] = products[last:, first:last].T
+    # add the sparse products over rare genes
     genes = np.flatnonzero(is_rare)
     rare = divide_genes(cells[:, genes], scale[genes]).astype(dtype, copy=False)
-    for first in range(0, n, ROW_BLOCK):
-        rows = slice(first, first + ROW_BLOCK)
+    for first in range(0, n, CELL_BLOCK):
+        rows = slice(first, first + CELL_BLOCK)
         products[:, rows] += (rare[rows] @ rare.T).toarray().T
-    return products.T
+    return products.T  # symmetric, and its rows are contiguous
