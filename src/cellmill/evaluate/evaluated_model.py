@@ -1,4 +1,4 @@
-"""The exported model under evaluation, and what is derived from it and its training shards."""
+"""The exported model under evaluation, with its training corpus."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,12 +24,12 @@ from cellmill.models.family import Model
 from cellmill.models.objective import GeneStatistics
 from cellmill.parallel.materialize import materialize, to_empty
 
-PCA_CELLS = 10_000
+PCA_CELLS = 10_000  # training cells that principal components are fitted on, at most
 
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """The exported model, and what can be derived from it and its training shards."""
+    """The exported model, and what is computed from it and its training shards when first read."""
 
     network: Model  # in eval mode, on its device
     config: dict[str, Any]  # its config.json

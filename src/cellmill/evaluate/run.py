@@ -1,5 +1,6 @@
-"""Run the tasks of an evaluation on one dataset: those without a result, in several processes, with a
-line in the log for each.
+"""Run the tasks of an evaluation on one dataset, and print a line for each.
+
+Only tasks without a result of an earlier evaluation run, on CPU cores in several processes.
 """
 
 import json
@@ -71,7 +72,7 @@ class _TaskRun:
         return result, added
 
 
-_inherited: list[_TaskRun] = []  # on the current dataset, inherited by forked processes
+_inherited: list[_TaskRun] = []  # task runs of the current dataset, which forked processes inherit
 
 
 def check_packages(section: Evaluate) -> None:
@@ -122,7 +123,7 @@ def _run_missing(task_runs: list[_TaskRun], context: Context) -> dict[str, TaskR
     n_processes = _count_processes(task_runs, context)
     reads_label = [context.options.tasks[task_run.task_name].reads_label for task_run in task_runs]
     if n_processes > 1 and any(reads_label) and "label" in context.roles:
-        # once for all processes, by sums in the order of run_task
+        # computed before processes fork, and with one thread as in run_task: the same to the bit
         with threadpool_limits(1):
             _ = context.model.components
     results = {}
@@ -193,7 +194,7 @@ def _submit(
 
 @contextmanager
 def _open_processes(n: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes that are forked at the first call, and ended if an error ends the evaluation."""
+    """Processes that are forked at the first call and terminated after an error."""
     others = active_children()
     with ProcessPoolExecutor(n, get_context("fork"), _enter_process) as pool:
         try:
@@ -219,7 +220,9 @@ def _run_inherited(number: int) -> RunOutput:
 
 
 def _finish_task(task_run: _TaskRun, get_output: Callable[[], RunOutput]) -> TaskResult:
-    """Write and print the result of the task run; an error that is not for users names the task."""
+    """Write and print the result of a task run. Raise DataError with the task's name for an error
+    that has no message for users.
+    """
     context = task_run.context
     try:
         result, predictions = get_output()

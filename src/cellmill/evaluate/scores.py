@@ -49,7 +49,8 @@ from cellmill.runs.results import (
 # names in words of the metrics of classes
 CLASS_METRICS = {"accuracy": "accuracy", "macro_f1": "macro-F1", "weighted_f1": "weighted F1"}
 NOT_TESTED = -1  # predicted class of a cell that a repetition does not test
-LEVEL = 0.95
+LEVEL = 0.95  # of the intervals
+MIN_VARIANCE = 1e-20  # below it the methods differ by the same in every cell
 LARGEST_CLASS = ScoredMethod("largest class")
 
 
@@ -124,7 +125,7 @@ def paired_difference(scores: np.ndarray, other_scores: np.ndarray) -> Estimate:
     cells_variance, n_cells = _cluster_variance(shares.sum(0)[is_tested.any(0)])
     repetitions_variance, n_repetitions = _cluster_variance(shares.sum(1))
     variance = cells_variance + repetitions_variance
-    if variance <= 1e-20:  # the methods differ by the same in every cell
+    if variance <= MIN_VARIANCE:
         return Estimate(mean, mean, mean, 0.0)
     parts = ((cells_variance, n_cells), (repetitions_variance, n_repetitions))
     freedom = variance**2 / sum(part**2 / max(n - 1, 1) for part, n in parts)
@@ -295,20 +296,19 @@ class ClassPredictions:
             for method, class_ids in class_ids_by_method.items()
         }
         is_tested = next(iter(class_ids_by_method.values())) != NOT_TESTED
-        return self._with_gap(ScoreColumn(heading, metric_name, scores), metric, is_tested)
+        return self._add_gap(ScoreColumn(heading, metric_name, scores), metric, is_tested)
 
-    def _with_gap(self, column: ScoreColumn, metric: str, is_tested: np.ndarray) -> ScoreColumn:
-        """The column with the trivial methods and the ceiling; without these if there is no ceiling
-        for the metric.
+    def _add_gap(self, column: ScoreColumn, metric: str, is_tested: np.ndarray) -> ScoreColumn:
+        """The column with the trivial methods and the ceiling, if the metric has a ceiling.
 
         `is_tested` is bool, `(repetitions, cells)`.
         """
         if self.ceiling_labels is None:
             return column
         if metric != "accuracy" and (is_tested & (self.ceiling_labels == "")).any():
-            return column  # an F1 over some of the cells would be another one
+            return column  # an F1 over only some of the cells is not comparable
         id_of_class = dict(zip(self.classes, range(len(self.classes)))) | {"": NOT_TESTED}
-        unknown = len(id_of_class)  # is never right
+        unknown = len(id_of_class)  # the id of no class, so never right
         ceiling = np.array([id_of_class.get(name, unknown) for name in self.ceiling_labels])
         largest = np.bincount(self.true_ids).argmax()
 

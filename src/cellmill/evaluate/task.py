@@ -45,7 +45,9 @@ class Context:
     options: Evaluate
     """Section `evaluate`."""
     baselines: PredictionCache = field(default_factory=PredictionCache)
+    """Predictions of baselines that were computed before."""
     last_cells: LastCells = field(default_factory=LastCells)
+    """Features of the cells that the previous task read."""
     embedding_cost: Mapping[str, float] = field(default_factory=dict)
     """`seconds` and `peak_gb` of stage `embed`."""
     external: Mapping[str, np.ndarray] = field(default_factory=dict)

@@ -55,7 +55,8 @@ def mark_seen_cells(reader: CountsReader, model: Path) -> Seen:
 def table_of_seen(
     reader: CountsReader, model: Path, vocabulary: Vocabulary
 ) -> tuple[pd.DataFrame, list[str]]:
-    """Column `seen`, one of KINDS, of each cell by name, and sentences on what was not looked for.
+    """Table with column `seen`, one of KINDS for each cell name, and sentences on what was not looked
+    for.
 
     Raises DataError if `reader` has no gene of the model, or its training cells are not known.
     """
@@ -68,9 +69,9 @@ def table_of_seen(
             f"({seen.unknown}); export it again, with consolidate.cell_digests"
         )
     is_near = np.zeros(reader.n_obs, bool) if seen.is_near is None else seen.is_near
-    codes = np.where(is_near, 1, np.where(seen.cells, 0, 2))
+    kinds = np.where(is_near, "near", np.where(seen.cells, "exact", "new"))
     table = pd.DataFrame(
-        {"seen": pd.Categorical.from_codes(codes, KINDS)},
+        {"seen": pd.Categorical(kinds, KINDS)},
         index=pd.Index(reader.obs_names, name="cell"),
     )
     notes = [seen.unknown] if seen.unknown else []
@@ -78,12 +79,12 @@ def table_of_seen(
     if not any(line in seen.unknown for line in lacked):
         notes += lacked
     if seen.is_near is None or not _has_barcodes(reader):
-        where = (
+        reason = (
             "the model has no list of barcodes"
             if seen.is_near is None
             else "its cell names have no barcodes"
         )
-        notes.append(f"near copies are not found: {where}")
+        notes.append(f"near copies are not found: {reason}")
     if columns.mismatch:
         notes.append(columns.mismatch)
     return table, notes
@@ -100,7 +101,7 @@ def _mark_cells(reader: CountsReader, training: Training) -> Seen:
     corpora = training.read_corpora()
     is_equal = find_equal_cells(reader, corpora, np.ones(reader.n_obs, bool))
     if not training.listed:
-        return Seen(is_equal, "".join(unknown))
+        return Seen(is_equal, "; ".join(unknown))
     listed = training.listed.values()
     unknown += describe_unfindable_cells(reader, corpora, listed)
     is_near = find_barcodes(reader, listed) & ~is_equal
@@ -129,8 +130,9 @@ def find_equal_cells(
 def _find_in_corpus(
     reader: CountsReader, corpus: HashedCorpus, target: np.ndarray, among: np.ndarray
 ) -> np.ndarray:
-    """Mask of the cells in mask `among` whose counts equal those of a cell of `corpus`; `target`
-    has the row in its genes of each column of the file.
+    """Mask of the cells in mask `among` whose counts equal those of a cell of `corpus`.
+
+    `target` has the row among the corpus's genes of each column of the file.
     """
     n_genes = corpus.genes.n_genes
     is_shared = np.zeros(n_genes, bool)
@@ -154,9 +156,11 @@ def _find_in_corpus(
         values = positions_in_rows(block.indptr) if reader.ordered else block.data
         sums = sum_pairs(block.indptr, block.indices, values, gene_hashes)
         has_enough = np.diff(block.indptr) >= min_genes
+        # equal counts of the shared genes
         hashes = splitmix64(sums)
         for split_hashes in corpus_hashes:
             is_equal[cells] |= has_enough & are_in(hashes, split_hashes)
+        # equal counts, once a small count of one lacked gene is added
         if completions is not None:
             rows = np.flatnonzero(has_enough & ~is_equal[cells])
             # (cells, completions): digest of each cell with one more gene

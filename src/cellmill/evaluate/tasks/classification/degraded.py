@@ -76,11 +76,11 @@ class TrainingCounts:
         return cls(context, counts, _fit_components(context, counts, log_per_1k))
 
     def project_panel(self, panel: sp.csr_matrix) -> np.ndarray:
-        """Components of cells `panel`, fitted on training cells with only the genes that these have."""
+        """Components of cells `panel`, fitted on the counts of their genes in training cells."""
         rows = self.context.gene_columns.target[np.unique(panel.indices)]
         in_panel = np.isin(np.arange(self.counts.shape[1]), rows[rows >= 0])
-        fitted = keep_columns(self.counts, in_panel)
-        return _fit_components(self.context, fitted, log_normalise)(panel)
+        training_panel = keep_columns(self.counts, in_panel)
+        return _fit_components(self.context, training_panel, log_normalise)(panel)
 
     def fit_thinned(self, degrade: Degrade, generator: np.random.Generator) -> Project:
         """Components fitted on training cells that lost counts."""
@@ -111,8 +111,8 @@ class Degraded(Task):
         raise NotImplementedError
 
     def run(self, context: Context) -> TaskResult:
-        """A row for each features and classifier; columns for whole cells, and for each level and
-        way of training.
+        """A row for each pair of features and classifier. Columns are whole cells, and each level with
+        each choice of training cells.
         """
         config = self.config
         options = context.options
@@ -150,9 +150,9 @@ class Degraded(Task):
                         added = self._predict(context, features, [level], chosen.labels, fold)
                         for column, classes in added.items():
                             predicted[column] |= classes
-                largest = {MAJORITY: predict_majority(chosen.labels[fold.train], len(fold.test))}
+                majority = {MAJORITY: predict_majority(chosen.labels[fold.train], len(fold.test))}
                 for column, classes in predicted.items():
-                    predictions.record(column, repeat, fold.test, classes | largest)
+                    predictions.record(column, repeat, fold.test, classes | majority)
         figures = {"folds": options.folds, "repeats": config.repeats, "neighbors": config.neighbors}
         metric = f"{config.levels()[-1]}, {SHIFTED}"
         return tabulate(predictions.accuracies(), chosen.figures | figures, metric=metric)
@@ -165,26 +165,35 @@ class Degraded(Task):
         labels: np.ndarray,
         fold: Fold,
     ) -> dict[str, ByMethod]:
-        """Classes of the test cells of some `levels` by column; `by_level` are features of all
-        cells. Features of one level have the same classes in all its columns.
+        """Predicted classes of the test cells at each of `levels`, by column.
+
+        `by_level` has the features of all cells. If it has no whole cells, the classifier of a level
+        also stands for that of whole cells.
         """
         neighbors = self.config.neighbors
-        trained = {name: select_cells(values, fold.train) for name, values in by_level.items()}
-        fitted = {}
-        for name, features in trained.items():
-            fitted[name] = fit_all(features, labels[fold.train], neighbors, context)
-        labels_of_all = np.tile(labels[fold.train], len(trained))
-        on_all = fit_all(stack_cells(trained.values()), labels_of_all, neighbors, context)
+        train_labels = labels[fold.train]
+        train_features = {
+            name: select_cells(features, fold.train) for name, features in by_level.items()
+        }
+        classifiers = {}
+        for name, features in train_features.items():
+            classifiers[name] = fit_all(features, train_labels, neighbors, context)
+        all_levels = fit_all(
+            stack_cells(train_features.values()),
+            np.tile(train_labels, len(train_features)),
+            neighbors,
+            context,
+        )
         predicted = {}
         for level in levels:
             tested = select_cells(by_level[level], fold.test)
             if level == WHOLE:
-                predicted[WHOLE] = predict_all(fitted[WHOLE], tested)
+                predicted[WHOLE] = predict_all(classifiers[WHOLE], tested)
                 continue
-            predicted[f"{level}, {MATCHED}"] = predict_all(fitted[level], tested)
-            on_whole = fitted.get(WHOLE, fitted[level])
-            predicted[f"{level}, {SHIFTED}"] = predict_all(on_whole, tested)
-            predicted[f"{level}, {ALL_LEVELS}"] = predict_all(on_all, tested)
+            whole_cells = classifiers.get(WHOLE, classifiers[level])
+            predicted[f"{level}, {MATCHED}"] = predict_all(classifiers[level], tested)
+            predicted[f"{level}, {SHIFTED}"] = predict_all(whole_cells, tested)
+            predicted[f"{level}, {ALL_LEVELS}"] = predict_all(all_levels, tested)
         return predicted
 
 
@@ -195,13 +204,13 @@ def log_per_1k(counts: sp.csr_matrix) -> sp.csr_matrix:
 
 
 def _fit_components(
-    context: Context, fitted: sp.csr_matrix, normalise: Callable[[sp.csr_matrix], sp.csr_matrix]
+    context: Context, training: sp.csr_matrix, normalise: Callable[[sp.csr_matrix], sp.csr_matrix]
 ) -> Project:
-    """Principal components of the normalised counts `fitted`, `(cells, genes of the vocabulary)`."""
-    components = pca(fitted.shape).fit(normalise(fitted))
+    """Principal components of normalised `training` counts, `(cells, genes of the vocabulary)`."""
+    components = pca(training.shape).fit(normalise(training))
 
     def project(counts: sp.csr_matrix) -> np.ndarray:
-        known = select_columns(counts, context.gene_columns.target, fitted.shape[1])
+        known = select_columns(counts, context.gene_columns.target, training.shape[1])
         return components.transform(normalise(known))
 
     return project

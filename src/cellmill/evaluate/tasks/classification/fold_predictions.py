@@ -1,8 +1,8 @@
-"""Classes of the test cells of each fold, predicted by every pair of features and classifier, for
-tasks `probe`, `few_shot` and `leave_out`.
+"""Predicted classes of the test cells of each fold, by every pair of features and classifier, for tasks
+`probe`, `few_shot` and `leave_out`.
 
-All kinds of features get the same folds and classifiers. Everything fitted, scalers and components
-included, is fitted on the training cells of a fold or of the model.
+All features get the same folds and classifiers. Scalers, components and classifiers are fitted on
+the training cells of a fold or of the model.
 """
 
 from collections.abc import Iterable
@@ -59,7 +59,7 @@ def predict_folds(
     labels = predictions.labels
     folds = [*folds]
     shared = context.last_cells.share(features[ALL_GENES])
-    if not context.options.classifiers:  # classifiers of other packages know no shared products
+    if not context.options.classifiers:  # those of other packages cannot read shared products
         features = {**features, ALL_GENES: shared}
         with without_overhead():
             precompute_folds(shared, labels, folds, context.baselines.predictions)

@@ -72,15 +72,15 @@ class PartlyHiddenCells:
         return next(self.network.parameters()).device
 
     @cached_property
-    def visible_columns(self) -> sp.csr_matrix:
-        """(C, F): counts of the file's columns, without the hidden genes."""
+    def visible_file_counts(self) -> sp.csr_matrix:
+        """(C, F): counts of the visible genes, in the columns of the file."""
         is_hidden = np.isin(self.gene_columns.target, self.hidden_genes)
         return keep_columns(self.counts, ~is_hidden)
 
     @cached_property
     def visible_counts(self) -> sp.csr_matrix:
         """(C, V): counts of the visible genes that the model knows."""
-        return self._select_known(self.visible_columns)
+        return self._select_known(self.visible_file_counts)
 
     @cached_property
     def visible_profiles(self) -> sp.csr_matrix:
@@ -102,7 +102,7 @@ class PartlyHiddenCells:
     def tokenize(self) -> Iterator[Batch]:
         """Tokens of the visible genes; cells without any are left out."""
         for batch in tokenize_blocks(
-            [self.visible_columns], self.gene_columns, self.vocabulary, self.token_options
+            [self.visible_file_counts], self.gene_columns, self.vocabulary, self.token_options
         ):
             # removed counts are zeros, which may have tokens too
             is_visible = ~np.isin(batch.token_ids, self.hidden_genes + len(SPECIAL))

@@ -1,8 +1,8 @@
 """Task `imputation`: prediction of genes that are hidden from the model (docs/evaluation.md).
 
-The model is compared with regressions on its own training cells (`training_cells.py`). Regressions
-fitted on folds of the scored cells see other cells, mostly fewer. They have rows of their own and
-take part in no verdict against the model.
+The model is compared with regressions on its own training cells (`training_cells.py`). Regressions on
+folds of the scored cells are fitted on other, mostly fewer, cells. They have rows of their own, and no
+verdict compares them with the model.
 
 Legend: C cells, F columns of the file, G hidden genes.
 """
@@ -37,7 +37,7 @@ from cellmill.runs.results import ScoredMethod, TaskResult
 
 # scored cells used at most: they are embedded again, and every gene is predicted in each fold
 MAX_CELLS = 2_000
-# the part of "decoder + ridge" without a network
+# the ridge of the export, without the decoder
 ALL_COMPONENTS = ScoredMethod(f"PCA{COMPONENTS} of all genes", classifier="ridge")
 
 
@@ -85,6 +85,7 @@ class Imputation(Task):
         )
         predictions = self.predict_folds(context.model, cells, training, folds)
         columns = make_columns(predictions, cells.hidden_expression)
+        # verdicts are on correlations that both the model and a baseline have
         judged = [
             column
             for column in columns
@@ -150,8 +151,8 @@ class Imputation(Task):
         if not 0 < len(genes) < len(context.measured_genes):
             raise DataError(
                 f"evaluate.tasks.imputation.genes: {len(genes):,} of {len(row_of_name):,} are genes of the model that "
-                f"{self.config.min_cells} scored cells of {context.dataset} express (min_cells), expected one or more, "
-                "and others that are seen; name genes by Ensembl id or current symbol"
+                f"{self.config.min_cells} scored cells of {context.dataset} express (min_cells), expected at least "
+                "one, and another measured gene that stays visible; name genes by Ensembl id or current symbol"
             )
         if left_out:
             listed = ", ".join(sorted(left_out))

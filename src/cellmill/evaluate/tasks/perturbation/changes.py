@@ -56,6 +56,26 @@ CONTEXT_MEAN = ScoredMethod("mean of the context")
 ADDITIVE = ScoredMethod("additive")
 
 
+def check_changes(context: Context) -> None:
+    """Raise Skipped for a dataset without changes of expression."""
+    if controlled_role(context.roles) not in context.roles or IS_CONTROL not in context.roles:
+        raise Skipped("the dataset has no perturbation and control columns")
+    if context.reader.ordered:
+        raise Skipped("sequences have no expression")
+    values = context.roles[IS_CONTROL].dropna()
+    if not values.isin([True, False]).all():
+        raise DataError(
+            f"{context.dataset}: obs column {IS_CONTROL!r}: expected True or False, got {values.iloc[0]!r}"
+        )
+
+
+def controlled_role(roles: Iterable[str]) -> str:
+    """Role whose values are perturbations: the condition, for a dataset without the role
+    perturbation.
+    """
+    return "perturbation" if "perturbation" in roles else "condition"
+
+
 @dataclass(frozen=True)
 class Profiles:
     """Expression of all cells of a dataset, and their perturbations."""
@@ -74,16 +94,17 @@ class Profiles:
         return _average_groups(self.expression, stratum, self.stratum.max() + 1)
 
     def start_controls(self, stratum: int, has_vector: np.ndarray) -> np.ndarray:
-        """Controls of a stratum that the model predicts from, of those in the mask `has_vector`."""
+        """Indices of the controls of a stratum that the model predicts from: the first that have an
+        embedding (mask `has_vector`).
+        """
         is_start = (self.half == START) & (self.stratum == stratum)
         return np.flatnonzero(is_start & has_vector)[:MAX_CONTROLS]
 
     def changes(self, unit_of_cell: np.ndarray, n_units: int, controls: np.ndarray) -> np.ndarray:
-        """(U, G) float64: mean over each unit's cells minus `controls`, (strata, G), of their
-        strata.
+        """(U, G) float64: mean over each unit's cells minus the mean of `controls`, (strata, G), over
+        the strata of these cells; NaN for a unit without cells.
 
-        `unit_of_cell` is (cells,) int64. Cells with unit -1 or without a stratum take no part; a
-        unit without cells has NaN.
+        `unit_of_cell` is (cells,) int64; cells with unit -1 or without a stratum are left out.
         """
         unit_of_cell = np.where(self.stratum == -1, -1, unit_of_cell)
         unit_means = _average_groups(self.expression, unit_of_cell, n_units)
@@ -104,6 +125,23 @@ class Profiles:
         n_cells = np.zeros((n_units, self.stratum.max() + 1))
         np.add.at(n_cells, (unit_of_cell[cells], self.stratum[cells]), 1)
         return divide(n_cells, n_cells.sum(1, keepdims=True))
+
+
+def _average_groups(
+    expression: sp.csr_matrix, group_of_cell: np.ndarray, n_groups: int
+) -> np.ndarray:
+    """(groups, G) float64: mean over the cells of each group, NaN for an empty one. Cells with
+    group -1 are left out.
+    """
+    cells = np.flatnonzero(group_of_cell >= 0)
+    ones = np.ones(len(cells))
+    # (groups, cells): 1 for the cells of a group
+    members = sp.csr_matrix(
+        (ones, (group_of_cell[cells], cells)), shape=(n_groups, expression.shape[0])
+    )
+    sums = (members @ expression).toarray()
+    n_cells = np.bincount(group_of_cell[cells], minlength=n_groups)
+    return divide(sums, n_cells[:, None])
 
 
 def read_profiles(
@@ -178,43 +216,6 @@ def _halve_controls(stratum: np.ndarray, is_control: np.ndarray, seed: int) -> n
         half[controls[::2]] = START
         half[controls[1::2]] = MEASURED
     return half
-
-
-def check_changes(context: Context) -> None:
-    """Raise Skipped for a dataset without changes of expression."""
-    if controlled_role(context.roles) not in context.roles or IS_CONTROL not in context.roles:
-        raise Skipped("the dataset has no perturbation and control columns")
-    if context.reader.ordered:
-        raise Skipped("sequences have no expression")
-    values = context.roles[IS_CONTROL].dropna()
-    if not values.isin([True, False]).all():
-        raise DataError(
-            f"{context.dataset}: obs column {IS_CONTROL!r}: expected True or False, got {values.iloc[0]!r}"
-        )
-
-
-def controlled_role(roles: Iterable[str]) -> str:
-    """Role whose values are perturbations: the condition, for a dataset without the role
-    perturbation.
-    """
-    return "perturbation" if "perturbation" in roles else "condition"
-
-
-def _average_groups(
-    expression: sp.csr_matrix, group_of_cell: np.ndarray, n_groups: int
-) -> np.ndarray:
-    """(groups, G) float64: mean over the cells of each group; -1 is no group, and an empty group
-    has NaN.
-    """
-    cells = np.flatnonzero(group_of_cell >= 0)
-    ones = np.ones(len(cells))
-    # (groups, cells): 1 for the cells of a group
-    members = sp.csr_matrix(
-        (ones, (group_of_cell[cells], cells)), shape=(n_groups, expression.shape[0])
-    )
-    sums = (members @ expression).toarray()
-    n_cells = np.bincount(group_of_cell[cells], minlength=n_groups)
-    return divide(sums, n_cells[:, None])
 
 
 def predict_new_perturbations(

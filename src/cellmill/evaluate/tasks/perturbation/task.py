@@ -62,7 +62,7 @@ CEILING = ScoredMethod("split halves", kind="ceiling")
 BEST_OTHER = ScoredMethod("best other perturbation", kind="ceiling")
 
 Scores = dict[str, ByMethod]
-"""(repetitions, perturbations) by metric and method."""
+"""Arrays `(repetitions, perturbations)` by metric and method."""
 
 
 class ChangePair(NamedTuple):
@@ -99,8 +99,8 @@ class Perturbation(Task):
         return self._tabulate(scored)
 
     def _hold_out_roles(self, context: Context) -> Iterator[HeldOut]:
-        """Units of the split file, or of each usable role of `held_out`: skips those without strata
-        of enough controls.
+        """Units of the split file, or of each role of `held_out` that has strata with enough controls,
+        and of doses.
         """
         if self.config.split_file is not None:
             yield HeldOut.read(
@@ -128,18 +128,18 @@ class Perturbation(Task):
             scored.figures |= describe_split(held, folds_by_heading)
             scored.notes += check_split(held, held.split_file, folds_by_heading)
         for heading, folds in folds_by_heading.items():
-            by_metric, probed = self._score(held, folds)
+            scores, probed = self._score_with_references(held, folds)
             if held.role == DOSE:
                 scored.notes += describe_linear_doses(
                     held.fitted_changes, folds, held.perturbation, held.log_dose
                 )
-                scored.tables["dose curves"] = self._tabulate_doses(held, by_metric["MAE"], probed)
-            for metric, scores in by_metric.items():
-                column = make_column(metric, heading, scores)
+                scored.tables["dose curves"] = self._tabulate_doses(held, scores["MAE"], probed)
+            for metric, by_method in scores.items():
+                column = make_column(metric, heading, by_method)
                 if column is not None:
                     scored.columns.append(column)
-                    scored.reference_columns.append(make_reference_column(column, scores))
-                    scored.notes += find_gamed(column, scores, probed, self.config.probe_noise)
+                    scored.reference_columns.append(make_reference_column(column, by_method))
+                    scored.notes += find_gamed(column, by_method, probed, self.config.probe_noise)
 
     def _describe_units(self, held: HeldOut, folds: list[Fold]) -> dict[str, Any]:
         """Figures of the units of a role, for metrics.json."""
@@ -162,11 +162,13 @@ class Perturbation(Task):
                 figures[f"perturbation_perturbations_with_{source.name}"] = n
         return figures
 
-    def _score(self, held: HeldOut, folds: list[Fold]) -> tuple[Scores, list[ScoredMethod]]:
+    def _score_with_references(
+        self, held: HeldOut, folds: list[Fold]
+    ) -> tuple[Scores, list[ScoredMethod]]:
         """Scores of predictions, ceilings and probes, and the methods that have probes.
 
-        Scores are (repetitions, perturbations) by metric and method: means over the units of a
-        perturbation. Of probes, the first repetition is scored.
+        A perturbation's score is the mean over its units. Probes are scored in the first repetition
+        only.
         """
         scores = self.score_predictions(held, folds, held.predictions(folds))
         halves = (self._pair_halves(held, fold) for fold in folds)
@@ -181,9 +183,7 @@ class Perturbation(Task):
     def score_predictions(
         self, held: HeldOut, folds: list[Fold], predictions: Iterable[ChangesByMethod]
     ) -> Scores:
-        """(repetitions, perturbations) by metric and method: scores of predicted changes, `(test
-        units, G)` of each fold.
-        """
+        """Scores of the predicted changes of each fold, `(test units, G)`."""
         n_units = len(held.group_of_unit)
         controls = held.profiles.control_means(MEASURED)
         measured = held.profiles.changes(held.scored_unit_of_cell, n_units, controls)
@@ -199,16 +199,16 @@ class Perturbation(Task):
         folds: list[Fold],
         pairs: Iterable[Mapping[ScoredMethod, ChangePair]],
     ) -> Scores:
-        """(repetitions, perturbations) by metric and method: scores of the `pairs` of each fold."""
+        """Scores of the `pairs` of predicted and measured changes of each fold."""
         perturbed = np.stack([np.isin(held.profiles.genes, rows) for rows in held.genes])
         n_repetitions = 1 + max(fold.repetition for fold in folds)
         scores: Scores = {metric: {} for metric in METRICS}
         for fold, pair_by_method in zip(folds, pairs):
             for method, pair in pair_by_method.items():
-                by_metric = change_scores(
+                unit_scores = change_scores(
                     pair.predicted, pair.measured, perturbed[fold.test], self.config.top_genes
                 )
-                for metric, values in by_metric.items():
+                for metric, values in unit_scores.items():
                     empty = np.full((n_repetitions, len(held.group_of_unit)), np.nan)
                     by_unit = scores[metric].setdefault(method, empty)
                     by_unit[fold.repetition, fold.test] = values
@@ -218,8 +218,8 @@ class Perturbation(Task):
         return scores
 
     def _pair_halves(self, held: HeldOut, fold: Fold) -> dict[ScoredMethod, ChangePair]:
-        """Ceilings: a change measured in half of a unit's cells, and the most similar change of a
-        training unit, against the change in the other half.
+        """Ceilings: the change in half of a unit's cells against that in the other half, and the most
+        similar change of a training unit against the latter.
 
         Each half of the cells has its own half of the controls.
         """
@@ -272,8 +272,8 @@ class Perturbation(Task):
         )
 
     def _tabulate(self, scored: ScoredRoles) -> TaskResult:
-        """The table, with rows of the ceilings and probes, and the differences of the model and of methods
-        with informed sources.
+        """Result with rows of ceilings and probes below the table, and with the differences of methods with
+        informed sources.
         """
         columns = scored.columns
         judged = [column for column in columns if column.select_kind("model")]
@@ -394,7 +394,7 @@ def change_scores(
 
 def average_perturbations(by_unit: np.ndarray, perturbation: np.ndarray) -> np.ndarray:
     """(repetitions, perturbations): means of `by_unit`, (repetitions, U), over the units of each
-    perturbation; `perturbation`, (U,), names that of a unit.
+    perturbation. `perturbation`, (U,), has their names.
     """
     names, number = np.unique(perturbation, return_inverse=True)
     is_member = np.eye(len(names))[number]  # (U, perturbations)
