@@ -240,3 +240,10 @@ def plain_text(frame: pd.DataFrame) -> pd.DataFrame:
     if isinstance(index.dtype, pd.StringDtype):
         index = index.astype(object)
     return frame.assign(**changed).set_axis(index, axis=0)
+
+
+def divide(sums: np.ndarray, n: np.ndarray) -> np.ndarray:
+    """`sums` / `n`, NaN where `n` is 0."""
+    quotient = np.full(np.shape(sums), np.nan)
+    np.divide(sums, n, out=quotient, where=n > 0)
+    return quotient

@@ -71,11 +71,6 @@ class ClosedShare(NamedTuple):
     high: float
 
 
-def divide(sums: np.ndarray, n: np.ndarray) -> np.ndarray:
-    """`sums` / `n`, NaN where `n` is 0."""
-    return np.divide(sums, n, out=np.full(np.shape(sums), np.nan), where=n > 0)
-
-
 def cell_scores(metric: str, labels: np.ndarray, predicted: np.ndarray) -> np.ndarray:
     """Scores whose mean over the tested cells of a repetition is its `metric`, one of CLASS_METRICS.
 

@@ -15,7 +15,7 @@ import scipy.sparse as sp
 
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Embed, KnockOut
-from cellmill.data.arrays import log_normalise, select_columns
+from cellmill.data.arrays import divide, log_normalise, select_columns
 from cellmill.data.genes.names import match_columns, rows_of_names
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.reader import CountsReader
@@ -30,7 +30,6 @@ from cellmill.evaluate.inference.embed import (
     read_levels,
     tokenize_blocks,
 )
-from cellmill.evaluate.scores import divide
 from cellmill.files import progress
 from cellmill.models.family import Model
 

@@ -4,8 +4,7 @@ logarithm.
 
 import numpy as np
 
-from cellmill.data.arrays import TARGET_SUM
-from cellmill.evaluate.scores import divide
+from cellmill.data.arrays import TARGET_SUM, divide
 
 # strengths of a ridge regression; the one with the least leave-one-out error is taken
 ALPHAS = np.logspace(-2, 4, 13)

@@ -10,6 +10,7 @@ import pandas as pd
 from threadpoolctl import threadpool_limits
 
 from cellmill.config.evaluate import Evaluate
+from cellmill.data.arrays import divide
 from cellmill.data.inputs.anndata_files import open_memory
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.shards.index import CellColumns
@@ -19,7 +20,6 @@ from cellmill.evaluate.draws import seeded
 from cellmill.evaluate.evaluated_model import EvaluatedModel
 from cellmill.evaluate.features.cell_features import read_rows
 from cellmill.evaluate.inference.ridge import GeneRidge
-from cellmill.evaluate.scores import divide
 from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.imputation.decoder import decode_expression
 from cellmill.evaluate.tasks.imputation.partly_hidden_cells import PartlyHiddenCells

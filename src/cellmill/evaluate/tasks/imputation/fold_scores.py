@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.stats import rankdata
 
+from cellmill.data.arrays import divide
 from cellmill.evaluate.methods import ByMethod
-from cellmill.evaluate.scores import ScoreColumn, divide
+from cellmill.evaluate.scores import ScoreColumn
 from cellmill.evaluate.tasks.expression import column_correlations
 from cellmill.runs.results import ScoredMethod
 

@@ -23,7 +23,7 @@ from sklearn.preprocessing import StandardScaler
 
 from cellmill.config.corpus import IS_CONTROL
 from cellmill.config.parts.tokens import SPECIAL
-from cellmill.data.arrays import log_normalise, select_columns, text_values
+from cellmill.data.arrays import divide, log_normalise, select_columns, text_values
 from cellmill.data.genes.names import GeneColumns
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.errors import DataError
@@ -32,7 +32,6 @@ from cellmill.evaluate.draws import seeded
 from cellmill.evaluate.features.cell_features import ROW_BLOCK
 from cellmill.evaluate.inference.embed import inference
 from cellmill.evaluate.methods import KNN, ByMethod
-from cellmill.evaluate.scores import divide
 from cellmill.evaluate.task import Context, Skipped
 from cellmill.evaluate.tasks.expression import ALPHAS, expected_log_expression
 from cellmill.models.family import Model

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cellmill.config.parts.tasks import PerturbationConfig
+from cellmill.data.arrays import divide
 from cellmill.evaluate import draws
 from cellmill.evaluate.draws import seeded
 from cellmill.evaluate.methods import ByMethod, group_by_features
-from cellmill.evaluate.scores import ScoreColumn, divide, table_rows, tabulate
+from cellmill.evaluate.scores import ScoreColumn, table_rows, tabulate
 from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.evaluate.tasks.expression import cross_correlations
