@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from cellmill import open_cells
 from cellmill.cli import main
 from cellmill.config.load import stored_options
 from cellmill.config.run import Embed
@@ -223,11 +224,19 @@ def test_an_exported_model_reads_the_columns_of_a_file(
     model, vocabulary, tokens, config = load_for_inference(tmp_path)
     obs = ad.read_h5ad(Path(corpus) / "sim.h5ad").obs
     assert config["levels"] == {name: sorted(obs[name].unique()) for name in ("batch", "donor")}
-    with open_counts(Path(corpus) / "sim.h5ad") as reader:
-        vectors = embed_cells(reader, model, vocabulary, tokens, Embed()).vectors
-        reader.obs["donor"] = "a stranger"
-        unknown = embed_cells(reader, model, vocabulary, tokens, Embed()).vectors
-        del reader.obs["donor"]
-        absent = embed_cells(reader, model, vocabulary, tokens, Embed()).vectors
+
+    def embed(cells: ad.AnnData, name: str) -> np.ndarray:
+        path = tmp_path / name / "sim.h5ad"
+        path.parent.mkdir()
+        cells.write_h5ad(path)
+        with open_counts(path) as reader:
+            return embed_cells(reader, model, vocabulary, tokens, Embed()).vectors
+
+    cells: ad.AnnData = open_cells(Path(corpus) / "sim.h5ad")
+    vectors = embed(cells, "known")
+    cells.obs["donor"] = "a stranger"
+    unknown = embed(cells, "unknown")
+    del cells.obs["donor"]
+    absent = embed(cells, "absent")
     assert np.abs(vectors - unknown).max() > 1e-4
     np.testing.assert_array_equal(unknown, absent)
