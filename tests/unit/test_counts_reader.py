@@ -141,6 +141,10 @@ ESTIMATED = (
     "is fractional: it looks like estimated counts, as of RSEM, SoupX, CellBender or an EM algorithm; set counts_rule "
     "to stochastic or round, if they are counts"
 )
+ROUNDED = (
+    "is fractional: it looks like counts with rounding errors, as of expm1(log1p(counts)); set counts_rule to stochastic "
+    "or round, if they are counts"
+)
 AT = "(cell 'cell_1', gene 'gene_2')"
 
 
@@ -150,8 +154,8 @@ AT = "(cell 'cell_1', gene 'gene_2')"
         (spoil(-1), f"-1 {AT} is negative: it looks scaled; {NO_OTHER}"),
         (spoil(2.5), f"2.5 {AT} {ESTIMATED}"),
         # a fraction is shown with all its digits
-        (spoil(1.0000001), f"1.0000001 {AT} {ESTIMATED}"),
-        (spoil(1234567.5, np.float64), f"1234567.5 {AT} {ESTIMATED}"),
+        (spoil(1.0000001), f"1.0000001 {AT} {ROUNDED}"),
+        (spoil(1234567.5, np.float64), f"1234567.5 {AT} {ROUNDED}"),
         (
             np.log1p(3 * np.eye(3)),
             f"1.38629 (cell 'cell_0', gene 'gene_0') is fractional: it looks log-transformed; {NO_OTHER}",

@@ -286,7 +286,7 @@ def test_an_external_model_changes_no_verdict(
     assert best["external"] > best["model"]  # components against random weights
     run = read_run(tmp_path / "b")
     standing = list_standings([run])[0]
-    assert standing.row.method.network == "trained"
+    assert standing.best_row.method.network == "trained"
     assert standing.baseline is not None
     assert standing.baseline.method.kind == "baseline"
     assert 'external: pca + kNN <span class="tag">external</span>' in render("Report", [run], [])
