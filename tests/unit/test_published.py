@@ -66,10 +66,10 @@ def _batch(
     if values is None:
         values = [list(range(length)) for length in lengths]
     return Batch(
-        genes=torch.from_numpy(rows).long() + len(SPECIAL),
+        token_ids=torch.from_numpy(rows).long() + len(SPECIAL),
         values=torch.tensor([*chain.from_iterable(values)]),
         cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
-        cells=torch.arange(len(cells)),
+        cell_ids=torch.arange(len(cells)),
     )
 
 
