@@ -76,6 +76,7 @@ def test_a_cell_without_a_perturbation_is_not_a_control(kind: str) -> None:
     obs = pd.DataFrame({"guide": guide})
     reader: Any = SimpleNamespace(
         obs=obs,
+        obs_names=obs.index,
         n_obs=3,
         path=Path("a.h5ad"),
         obs_column=lambda name, owner: obs[name],
