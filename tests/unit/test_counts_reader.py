@@ -142,8 +142,8 @@ ESTIMATED = (
     "to stochastic or round, if they are counts"
 )
 ROUNDED = (
-    "is fractional: it looks like counts with rounding errors, as of expm1(log1p(counts)); set counts_rule to stochastic "
-    "or round, if they are counts"
+    "is fractional: it looks like counts with rounding errors, as of expm1(log1p(counts)); set counts_rule to "
+    "stochastic or round, if they are counts"
 )
 AT = "(cell 'cell_1', gene 'gene_2')"
 
