@@ -202,6 +202,8 @@ def test_other_rows_of_an_id_are_not_added_to_it(form: str) -> None:
     ids = [f"{gene}.{version}" for version, gene in enumerate(IDS, 1)]
     others = [form.format(gene, version) for version, gene in enumerate(IDS, 1)]
     assert match_names([*ids, *others], "human").gene_ids == [*IDS, *([""] * len(IDS))]
+    shared = [f"{gene}_PAR_Y" for gene in IDS]
+    assert match_names([*ids, *shared], "human").gene_ids == [*IDS, *IDS]
     alone = [f"GRCh38_{gene}" for gene in IDS]
     assert match_names(alone, "human").gene_ids == IDS
 

@@ -134,7 +134,8 @@ def _copies_with_id(known: Mapping[str, Match], organism: str) -> set[str]:
     by_text: dict[str, set[str]] = {}
     present = set[str]()
     for name, match in known.items():
-        if gene_id_within(name, organism) == match.gene != "":
+        is_whole_id = gene_id(name, organism) == match.gene  # with a version or _PAR_Y
+        if not is_whole_id and gene_id_within(name, organism) == match.gene:
             text = re.sub(rf"{match.gene}(\.[0-9]+)?", "", name)
             by_text.setdefault(text, set()).add(name)
         else:
