@@ -264,6 +264,7 @@ def test_what_cannot_be_predicted_is_refused(screen: Screen, corpus: dict[str, P
         ([f"{gene}+nothing"], r"not trained on '.*\+nothing' and has no gene nothing, so"),
         (["drug_5uM"], r"'drug_5uM': the model was trained on drug_1uM and predicts no other dose"),
         (["drug"], r"'drug': the model was trained on drug_1uM and predicts no other dose"),
+        ([gene, " "], "expected names, got an empty one"),
         (["control"], "'control' is the control, which has no response; leave it out"),
     ):
         with pytest.raises(ConfigError, match=f"^perturbations: .*{message}"):

@@ -63,9 +63,8 @@ class Wanted(NamedTuple):
     """What to predict; fields are arguments of `cellmill perturb`."""
 
     perturbations: Sequence[str] | None = None  # None for all that the model was trained on
-    perturbation_column: str | None = (
-        None  # None for the model's; all cells are controls without it
-    )
+    # None for the model's; all cells are controls without it
+    perturbation_column: str | None = None
     control: str | None = None  # None for the model's
     by: str | None = None  # obs column
 
@@ -255,6 +254,8 @@ def _choose_names(
     targets = TargetNames([*vocabulary.symbols, *vocabulary.gene_ids], organism)
     given = [given] if isinstance(given, str) else given
     given = [name if name in trained else name.strip() for name in given]
+    if not all(given):
+        raise ConfigError("perturbations: expected names, got an empty one; leave it out")
     merged = merge_names(given, [control], targets).names
     names = [name if name in trained else merged[name] for name in given]
     if control in names:
