@@ -216,7 +216,7 @@ def _read_roles(
     Perturbations have the names that stage preprocess gives them. Raises DataError for a column
     that is missing, or without controls.
     """
-    obs = reader.obs
+    obs = reader.read_obs([*STRATA, "dose", column])
     control = wanted.control or own_control
     roles = {name: obs[name] for name in (*STRATA, "dose") if name in obs}
     if wanted.by is not None:
