@@ -52,7 +52,7 @@ DATA_LAYERS = (
     ("fractions", "split"),
     ("packing",),
     ("arrays",),
-    ("rows", "keys", "recycled"),
+    ("rows", "keys", "recycled", "saved_work"),
 )
 """Layers of `cellmill.data`, likewise."""
 MAX_LINES = 450

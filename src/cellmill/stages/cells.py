@@ -24,6 +24,7 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
+from cellmill import __version__
 from cellmill.config.corpus import DATASET
 from cellmill.config.datasets import CountsRule
 from cellmill.config.evaluate import ExternalModel, command_words
@@ -34,6 +35,7 @@ from cellmill.data.inputs.fetch import local_input
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.inputs.h5 import check_h5ad, create_h5, write_anndata
 from cellmill.data.prepare.unpack import plain_cells
+from cellmill.data.saved_work import SavedWork
 from cellmill.data.shards.index import ABOUT, TABLE, new_array
 from cellmill.data.shards.manifest import READ, Manifest
 from cellmill.data.shards.reader import read_names
@@ -53,8 +55,9 @@ from cellmill.evaluate.inference.predict import (
     find_classifiers,
     predict_heads,
 )
+from cellmill.evaluate.inference.saved_vectors import embedding_facts
 from cellmill.evaluate.seen.seen_cells import mark_seen_cells
-from cellmill.files import refuse_overwriting, sha256_file, write_json
+from cellmill.files import refuse_overwriting, remove_incomplete, sha256_file, write_json
 from cellmill.models.families.autoregressive import (
     AutoregressiveModel,
     GeneratedCell,
@@ -79,30 +82,33 @@ def embed(
     `input` may be a URL.
 
     With them are obs and nothing else, or, with `append`, everything in the .h5ad `input`, which
-    `out` may be.
+    `out` may be. Vectors that a killed process saved next to `out` are not computed again.
     """
     path = check_input(input, out, append)
+    remove_incomplete(out)
     network, vocabulary, tokens, config = load_for_inference(model)
+    facts = embedding_facts(path, counts, counts_rule, model, network, options.embed)
     started = time.perf_counter()
-    with open_dataset(path, counts) as reader:
-        reader.counts_rule = counts_rule
-        embedding = embed_cells(reader, network, vocabulary, tokens, options.embed)
-        obs = reader.obs
-    seconds = time.perf_counter() - started
-    peak_gb = memory_bytes(next(network.parameters()).device)[0] / 1e9
-    about = {
-        "model_digest": sha256_file(model / "model.safetensors"),
-        "vocabulary_digest": vocabulary.digest,
-        # obs columns whose labels the model was trained with
-        "supervised_by": ", ".join(config.get("supervised_by", [])),
-        "precision": options.embed.precision,
-        "coverage_frac": embedding.coverage_frac,
-        "n_without_genes": embedding.n_without_genes,
-        "genes": asdict(embedding.genes) | {"absent": list(embedding.genes.absent)},
-        "seconds": seconds,
-        "peak_gb": peak_gb,
-    }
-    write_embedding(out, obs, embedding.vectors, about, path if append else None)
+    with SavedWork(out, {"cellmill": __version__, **facts}) as saved:
+        with open_dataset(path, counts) as reader:
+            reader.counts_rule = counts_rule
+            embedding = embed_cells(reader, network, vocabulary, tokens, options.embed, saved=saved)
+            obs = reader.obs
+        seconds = embedding.earlier_s + time.perf_counter() - started
+        peak_gb = memory_bytes(next(network.parameters()).device)[0] / 1e9
+        about = {
+            "model_digest": facts["model"]["weights"],
+            "vocabulary_digest": vocabulary.digest,
+            # obs columns whose labels the model was trained with
+            "supervised_by": ", ".join(config.get("supervised_by", [])),
+            "precision": options.embed.precision,
+            "coverage_frac": embedding.coverage_frac,
+            "n_without_genes": embedding.n_without_genes,
+            "genes": asdict(embedding.genes) | {"absent": list(embedding.genes.absent)},
+            "seconds": seconds,
+            "peak_gb": peak_gb,
+        }
+        write_embedding(out, obs, embedding.vectors, about, path if append else None)
     for line in (
         f"{len(obs):,} cells, {embedding.coverage_frac:.1%} of counts on known genes -> {out}",
         f"{seconds:.1f} s, {len(obs) / seconds:,.0f} cells/s, peak memory {peak_gb:.2f} GB",

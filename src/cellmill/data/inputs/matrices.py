@@ -57,21 +57,32 @@ class StoredMatrix:
         """
         raise NotImplementedError
 
+    def parts_from(self, start: int, block: int) -> Iterator[sp.csr_matrix]:
+        """`parts` without the rows before `start`. They are read too, unless a format says how to
+        begin later.
+        """
+        return _skip_rows(self.parts(block), start)
+
     def pieces(self) -> Pieces | None:
         """All values in any order, in pieces that fit in memory, to be sorted by cell on disk; None
         for `parts`.
         """
         return None
 
-    def blocks(self, block: int) -> Iterator[sp.csr_matrix]:
-        """The rows of `parts` in order, `block` cells at a time (the last may be shorter)."""
+    def blocks(self, block: int, first: int = 0) -> Iterator[sp.csr_matrix]:
+        """The rows of `parts` in order from row `first` on, `block` cells at a time (the last may
+        be shorter).
+        """
         if self._buckets is None:
             pieces = self.pieces()
             if pieces is not None:
                 self._buckets = RowBuckets(self.shape, pieces)
+        parts = self.parts_from(first, block)
+        if self._buckets is not None:
+            parts = _skip_rows(self._buckets.parts(block), first)
         held: list[sp.csr_matrix] = []
         missing = block  # cells until the next block is complete
-        for part in self.parts(block) if self._buckets is None else self._buckets.parts(block):
+        for part in parts:
             start = 0
             n = part.shape[0]
             while start < n:
@@ -90,6 +101,15 @@ class StoredMatrix:
         """Drop the temporary file, if any."""
         if self._buckets is not None:
             self._buckets.close()
+
+
+def _skip_rows(parts: Iterator[sp.csr_matrix], first: int) -> Iterator[sp.csr_matrix]:
+    """The rows of `parts` from row `first` on."""
+    for part in parts:
+        n = part.shape[0]
+        if first < n:
+            yield part[first:] if first else part
+        first = max(0, first - n)
 
 
 def _stack(parts: list[sp.csr_matrix]) -> sp.csr_matrix:
@@ -323,7 +343,10 @@ class SparseMatrix(StoredMatrix):
         self._indptr = indptr
 
     def parts(self, block: int) -> Iterator[sp.csr_matrix]:
-        for first in range(0, self.shape[0], block):
+        return self.parts_from(0, block)
+
+    def parts_from(self, start: int, block: int) -> Iterator[sp.csr_matrix]:
+        for first in range(start, self.shape[0], block):
             last = min(first + block, self.shape[0])
             indptr, indices, data = self._read(first, last)
             yield sp.csr_matrix((data, indices, indptr), shape=(last - first, self.shape[1]))
@@ -368,8 +391,13 @@ class DenseMatrix(StoredMatrix):
         self.shape = (int(array.shape[cells_axis]), int(array.shape[1 - cells_axis]))
 
     def parts(self, block: int) -> Iterator[sp.csr_matrix]:
+        return self.parts_from(0, block)
+
+    def parts_from(self, start: int, block: int) -> Iterator[sp.csr_matrix]:
         for cells in self._slabs(axis=0):
-            yield sp.csr_matrix(self._read(cells, slice(None)))
+            if cells.stop > start:
+                part = sp.csr_matrix(self._read(cells, slice(None)))
+                yield part[max(0, start - cells.start) :]
 
     def pieces(self) -> Pieces | None:
         chunk, fit = self._lengths(axis=0)
@@ -414,6 +442,9 @@ class MemoryMatrix(StoredMatrix):
         self.shape = values.shape
 
     def parts(self, block: int) -> Iterator[sp.csr_matrix]:
-        for first in range(0, self.shape[0], block):
+        return self.parts_from(0, block)
+
+    def parts_from(self, start: int, block: int) -> Iterator[sp.csr_matrix]:
+        for first in range(start, self.shape[0], block):
             rows = self._values[first : first + block]
             yield sp.csr_matrix(rows if sp.issparse(rows) else native(rows))

@@ -223,7 +223,10 @@ class PackedMatrix(StoredMatrix):
         self.shape = (rows.n_obs, rows.kind.vocabulary_size)
 
     def parts(self, block: int) -> Iterator[sp.csr_matrix]:
-        for first in range(0, self.shape[0], block):
+        return self.parts_from(0, block)
+
+    def parts_from(self, start: int, block: int) -> Iterator[sp.csr_matrix]:
+        for first in range(start, self.shape[0], block):
             n = min(block, self.shape[0] - first)
             offsets, genes, counts = self._rows.read(first, n)
             yield sp.csr_matrix((counts, genes, offsets), shape=(n, self.shape[1]))

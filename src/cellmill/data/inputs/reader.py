@@ -9,12 +9,11 @@ one depth share the second sign, so it is a warning and not an error.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pandas as pd
@@ -43,11 +42,11 @@ class RoundedCounts:
 
     def __init__(self) -> None:
         # sum, smallest and largest count, and number of genes
-        self._cells = np.zeros((4, 0), np.int64)
+        self.cells = np.zeros((4, 0), np.int64)
 
     def add(self, counts: sp.csr_matrix) -> None:
         """Add cells of a canonical CSR block without stored zeros."""
-        rows = np.flatnonzero(np.diff(counts.indptr) >= _GENES)[: _CELLS - self._cells.shape[1]]
+        rows = np.flatnonzero(np.diff(counts.indptr) >= _GENES)[: _CELLS - self.cells.shape[1]]
         if len(rows):
             block = counts[rows]
             starts = block.indptr[:-1]
@@ -57,11 +56,11 @@ class RoundedCounts:
                 np.maximum.reduceat(block.data, starts),
                 np.diff(block.indptr),
             ]
-            self._cells = np.hstack([self._cells, measures])
+            self.cells = np.hstack([self.cells, measures])
 
     def sign(self) -> str | None:
         """The sign that the cells show, in words; None if none."""
-        sums, smallest, largest, n_genes = self._cells
+        sums, smallest, largest, n_genes = self.cells
         if len(sums) < _FEWEST:
             return None
         largest = largest[n_genes >= _MANY_GENES]
@@ -89,6 +88,19 @@ class ClippedCounts:
         self._dtype: np.dtype | None = None
         self._n_largest = 0
         self._n_below = 0  # values in the tenth of the range below the largest
+
+    @classmethod
+    def from_array(cls, counted: np.ndarray) -> Self:
+        """Values that `as_array` returned."""
+        clipped = cls()
+        code, clipped._n_largest, clipped._n_below = counted.tolist()
+        clipped._dtype = np.dtype(chr(code)) if code else None
+        return clipped
+
+    def as_array(self) -> np.ndarray:
+        """Character of the type (0: none so far) and both numbers, int64 (3,)."""
+        code = 0 if self._dtype is None else ord(self._dtype.char)
+        return np.array([code, self._n_largest, self._n_below], np.int64)
 
     def add(self, values: np.ndarray) -> None:
         """Add stored values. Only types of one or two bytes are counted."""
@@ -203,15 +215,15 @@ class CountsReader(AbstractContextManager["CountsReader"]):
     def rows(self, block: int = 4096, first: int = 0) -> Iterator[sp.csr_matrix]:
         """All cells in order, `block` at a time: CSR `(cells, n_vars)`, uint32, columns ascending,
         no stored zeros; `ordered` rows as stored. Begins with row `first`, a multiple of `block`
-        or `n_obs`.
+        or `n_obs`, and reads none before it where the format allows that.
 
         May be called again. Raises DataError naming cell and gene of the first value that is not a
         count, or damage.
         """
-        self.n_rounded = 0
-        self._clipped = ClippedCounts()
-        n_skipped = -(-first // block)
-        for matrix in islice(self._source.matrix.blocks(block), n_skipped, None):
+        if not first:
+            self.n_rounded = 0
+            self._clipped = ClippedCounts()
+        for matrix in self._source.matrix.blocks(block, first):
             self._clipped.add(matrix.data)
             values = self._whole_numbers(matrix, first)
             counts = sp.csr_matrix((values, matrix.indices, matrix.indptr), shape=matrix.shape)
@@ -225,6 +237,20 @@ class CountsReader(AbstractContextManager["CountsReader"]):
                 self._rounded.add(counts)
             yield counts
             first += matrix.shape[0]
+
+    def seen_values(self) -> dict[str, np.ndarray]:
+        """What the rows so far have shown of the values, for `restore_values` of another reader."""
+        return {
+            "rounded_cells": self._rounded.cells,
+            "clipped": self._clipped.as_array(),
+            "n_rounded": np.array(self.n_rounded),
+        }
+
+    def restore_values(self, seen: Mapping[str, np.ndarray]) -> None:
+        """Go on from what another reader has seen, before `rows` are read from a later one."""
+        self._rounded.cells = seen["rounded_cells"]
+        self._clipped = ClippedCounts.from_array(seen["clipped"])
+        self.n_rounded = int(seen["n_rounded"])
 
     def warn_of_values(self) -> None:
         """Print a line on stderr if the values that were read look normalised and rounded, and a

@@ -111,7 +111,10 @@ class _SomaMatrix(StoredMatrix):
         self.shape = (len(cells), len(genes))
 
     def parts(self, block: int) -> Iterator[sp.csr_matrix]:
-        for first in range(0, len(self._cells), block):
+        return self.parts_from(0, block)
+
+    def parts_from(self, start: int, block: int) -> Iterator[sp.csr_matrix]:
+        for first in range(start, len(self._cells), block):
             cells = self._cells[first : first + block]
             with reading(self._name):
                 parts = list(self._array.read((cells, slice(None))).tables())

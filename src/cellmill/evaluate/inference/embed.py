@@ -27,11 +27,13 @@ from cellmill.data.genes.names import LOST_NAMES, GeneColumns, lost_counts, matc
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.rows import SparseCounts
+from cellmill.data.saved_work import SavedWork
 from cellmill.data.shards.obs import encode_columns
 from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.cell_tokenizer import CellTokenizer
 from cellmill.data.stream.micro_batches import split_batch
 from cellmill.errors import DataError
+from cellmill.evaluate.inference.saved_vectors import SavedVectors
 from cellmill.files import progress
 from cellmill.models.batch import to_tensors
 from cellmill.models.export import load_model, spec_of
@@ -101,6 +103,7 @@ class Embedding(FileCoverage):
 
     # `(cells, hidden)` float32; NaN where a cell has no gene that the model knows
     vectors: np.ndarray
+    earlier_s: float  # seconds that killed processes took for those that were not computed again
 
 
 class ColumnCounts:
@@ -113,10 +116,12 @@ class ColumnCounts:
         self.chosen_cells = np.zeros(n_columns)
 
     def add_up(
-        self, blocks: Iterable[sp.csr_matrix], chosen: np.ndarray
+        self, blocks: Iterable[sp.csr_matrix], chosen: np.ndarray, first: int = 0
     ) -> Iterator[sp.csr_matrix]:
-        """The `blocks` of a file, each added when it is read. `chosen` is bool, (n_obs,)."""
-        block_start = 0
+        """The `blocks` of a file from row `first` on, each added when it is read. `chosen` is bool,
+        (n_obs,).
+        """
+        block_start = first
         for block in blocks:
             is_chosen = chosen[block_start : block_start + block.shape[0]]
             block_start += block.shape[0]
@@ -159,16 +164,17 @@ def tokenize_blocks(
     chosen: np.ndarray | None = None,
     with_counts: bool = False,
     per_cell: Mapping[str, np.ndarray | None] = MappingProxyType({}),
+    first: int = 0,
 ) -> Iterator[Batch]:
     """Tokens of the cells where `chosen` (bool, `(n_obs,)`; None takes all) is True, one block of
-    `rows` at a time.
+    `rows` at a time, which begin with row `first`.
 
     `Batch.cell_ids` are indices of rows. Cells without a known gene are left out. With `with_counts`,
     batches have the counts of their tokens; `per_cell` has further fields, such as levels, for all
     cells of the file.
     """
     inverse = inverse_medians(vocabulary.medians)
-    block_start = 0
+    block_start = first
     tokenizer = CellTokenizer(tokens, vocabulary.n_genes, variability=vocabulary.variability)
     for raw in rows:
         n = raw.shape[0]
@@ -198,9 +204,10 @@ def embed_cells(
     tokens: Tokens,
     section: Embed,
     chosen: np.ndarray | None = None,
+    saved: SavedWork | None = None,
 ) -> Embedding:
     """Embeddings of the cells where `chosen` (bool, `(n_obs,)`; None takes all) is True, in file
-    order.
+    order. What a killed process has put into `saved` is not computed again.
 
     Raises DataError if the model knows too few of the file's counts, or the file has too few of the
     model's genes.
@@ -209,19 +216,28 @@ def embed_cells(
     check_rows(tokens, reader, str(reader.path))
     columns = match_columns(reader, vocabulary)
     column_counts = ColumnCounts(reader.n_vars)
-    blocks = progress(reader.rows(ROW_BLOCK), f"embed {reader.path.stem}", reader.n_obs)
+    vectors = np.full((reader.n_obs, model.vector_width), np.nan, np.float32)
+    kept = SavedVectors(saved or SavedWork(reader.path, None), reader, vars(column_counts), vectors)
+    rows = reader.rows(ROW_BLOCK, kept.first)
+    blocks = progress(rows, f"embed {reader.path.stem}", reader.n_obs - kept.first)
     per_cell = {"levels": read_levels(reader, model)}
     batches = tokenize_blocks(
-        column_counts.add_up(blocks, chosen), columns, vocabulary, tokens, chosen, per_cell=per_cell
+        column_counts.add_up(kept.save_rows(blocks), chosen, kept.first),
+        columns,
+        vocabulary,
+        tokens,
+        chosen,
+        per_cell=per_cell,
+        first=kept.first,
     )
-    vectors = embed_batches(batches, model, reader.n_obs, section.token_budget, section.precision)
+    write_vectors(batches, model, vectors, section.token_budget, section.precision)
     if not chosen.all():  # else a copy would double the memory
         vectors = vectors[chosen]
     has_vector = np.isfinite(vectors[:, 0])
     coverage = measure_coverage(
         reader, columns, vocabulary, tokens, section, column_counts, has_vector
     )
-    return Embedding(**vars(coverage), vectors=vectors)
+    return Embedding(**vars(coverage), vectors=vectors, earlier_s=kept.earlier_s)
 
 
 def measure_coverage(
@@ -313,16 +329,23 @@ def embed_batches(
     """Vectors of cells 0 to `n_cells` - 1, `(n_cells, hidden)` float32; NaN rows where no batch has
     the cell.
     """
+    vectors = np.full((n_cells, model.vector_width), np.nan, np.float32)
+    write_vectors(batches, model, vectors, token_budget, precision)
+    return vectors
+
+
+def write_vectors(
+    batches: Iterable[Batch], model: Model, vectors: np.ndarray, token_budget: int, precision: str
+) -> None:
+    """Put the vectors of the cells of `batches` into their rows of `vectors`."""
     model.eval()
     device = next(model.parameters()).device
-    embedded = np.full((n_cells, model.vector_width), np.nan, np.float32)
     with inference(device, precision):
         for block in batches:
             for batch in split_batch(block, token_budget):
-                embedded[batch.cell_ids] = (
+                vectors[batch.cell_ids] = (
                     model.embed(to_tensors(batch, device)).float().cpu().numpy()
                 )
-    return embedded
 
 
 @contextmanager

@@ -37,7 +37,10 @@ class GroupedColumns(StoredMatrix):
         self.shape = (whole.shape[0], n_vars)
 
     def parts(self, block: int) -> Iterator[sp.csr_matrix]:
-        for part in self._whole.blocks(block):
+        return self.parts_from(0, block)
+
+    def parts_from(self, start: int, block: int) -> Iterator[sp.csr_matrix]:
+        for part in self._whole.blocks(block, start):
             columns = self._target[part.indices]
             is_kept = columns >= 0
             offsets = row_offsets(is_kept)[part.indptr]

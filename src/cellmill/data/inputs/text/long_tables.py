@@ -89,10 +89,9 @@ class _LongMatrix(StoredMatrix):
         self._cells = cells
         self.shape = (len(cells), len(genes))
 
-    def blocks(self, block: int) -> Iterator[sp.csr_matrix]:
+    def blocks(self, block: int, first: int = 0) -> Iterator[sp.csr_matrix]:
         """Same as `StoredMatrix.blocks`. Raises DataError for a gene that has two lines in one cell."""
-        first = 0
-        for part in super().blocks(block):
+        for part in super().blocks(block, first):
             part.sort_indices()
             rows = row_numbers(part.indptr)
             is_repeat = (np.diff(part.indices) == 0) & (np.diff(rows) == 0)

@@ -1,0 +1,292 @@
+"""Work of a stage on one output, saved next to it, which a killed process resumes.
+
+A state is a few arrays that say how far a pass has come. It is written beside and renamed, so that
+it is complete or absent. Bytes too many to write again with every state are appended to files: a
+state lists these, with the number of bytes that were on disk before it was written.
+
+    .NAME.partial.STATE         safetensors: the arrays; metadata `about`, JSON: `facts` on which the
+                                result depends, the arrays' CRC-32, and the files of each stream
+    .NAME.partial.STREAM-HEX    appended bytes; no two processes append to one file
+
+A state whose facts differ is removed, and so is a damaged one; one line says so. Two processes that
+write one output do not disturb each other, since each reads only what was there when it began or
+what it wrote itself, and holds these files open. The last state that was renamed is resumed.
+"""
+
+import glob
+import json
+import os
+import secrets
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from cellmill.errors import UserError
+from cellmill.files import atomic_path, fsync, named_errors, remove_incomplete
+
+SAVE_EVERY = 1 << 18  # cells
+SAVE_EVERY_S = 60.0
+_ABOUT = "about"
+
+
+class SavedBytes:
+    """Bytes that a stage appends and reads again, in files next to its output `out`.
+
+    `earlier` are open files of killed processes, and how many of their bytes count.
+    """
+
+    def __init__(
+        self, out: Path, path: Path | None, earlier: list[tuple[BinaryIO, int]] | None = None
+    ) -> None:
+        self._out = out
+        self._path = path  # of the file of this process; None for one without a name
+        self._parts = list(earlier or ())
+        self._own: BinaryIO | None = None
+        self._n_own = 0
+
+    @property
+    def size(self) -> int:
+        """Number of bytes."""
+        return sum(n for _, n in self._parts) + self._n_own
+
+    def write(self, array: np.ndarray) -> None:
+        """Append the bytes of an array. OSError names the output on a full disk."""
+        with named_errors(self._out):
+            if self._own is None:
+                self._own = self._create()
+            self._own.write(_bytes_of(array))
+        self._n_own += array.nbytes
+
+    def read_into(self, array: np.ndarray, position: int) -> None:
+        """Fill a contiguous array from byte `position` on, which as many bytes follow."""
+        rest = _bytes_of(array)
+        with named_errors(self._out):
+            if self._own is not None:
+                self._own.flush()
+            for file, n in self._all_parts():
+                while len(rest) and position < n:
+                    n_wanted = min(len(rest), n - position)
+                    n_read = os.preadv(file.fileno(), [rest[:n_wanted]], position)
+                    if not n_read:
+                        raise OSError(f"{file.name}: it was shortened while it was read")
+                    rest = rest[n_read:]
+                    position += n_read
+                position = max(0, position - n)
+        assert not len(rest), "expected more bytes"
+
+    def sync(self) -> list[tuple[str, int]]:
+        """Make all bytes durable; return the names of the files and how many bytes count."""
+        if self._own is not None:
+            with named_errors(self._out):
+                self._own.flush()
+                os.fsync(self._own.fileno())
+                fsync(self._out.parent)
+        return [(Path(file.name).name, n) for file, n in self._all_parts()]
+
+    def close(self) -> None:
+        """Close the files."""
+        for file, _ in self._all_parts():
+            file.close()
+
+    def _all_parts(self) -> list[tuple[BinaryIO, int]]:
+        own = [] if self._own is None else [(self._own, self._n_own)]
+        return [*self._parts, *own]
+
+    def _create(self) -> BinaryIO:
+        self._out.parent.mkdir(parents=True, exist_ok=True)
+        if self._path is None:
+            return tempfile.TemporaryFile(prefix="cellmill-", dir=self._out.parent)
+        return open(self._path, "x+b")
+
+
+class SavedWork(AbstractContextManager["SavedWork"]):
+    """Work on the output `out`, whose result depends on `facts`, JSON-able; without facts nothing
+    is saved.
+
+    A `with` block that ends well removes what was saved, and so does one that ends with an error of
+    the input or options, which would come again.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        facts: Mapping[str, Any] | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._out = out
+        # as they are read again
+        self._facts: Any = None if facts is None else json.loads(json.dumps(dict(facts)))
+        self._clock = clock
+        self._saved_at = clock()
+        self._n_unsaved = 0
+        self._has_saved = False
+        self._streams: list[SavedBytes] = []
+        self._abouts: dict[str, Any] = {}  # of the states that can be resumed
+        if facts is not None:
+            self._find_states()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for stream in self._streams:
+            stream.close()
+        is_kept = self._has_saved and kind is not None and not issubclass(kind, UserError)
+        if self._facts is not None and not is_kept:
+            remove_work(self._out)
+
+    def restore(self, name: str) -> dict[str, np.ndarray] | None:
+        """The arrays of state `name`; None if there is none that fits."""
+        about = self._abouts.get(name)
+        if about is None:
+            return None
+        try:
+            with safe_open(_path(self._out, name), "np") as file:
+                arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        except Exception:  # damaged bytes raise almost anything
+            arrays = {}
+        if _checksum(arrays) != about["checksum"]:
+            self._drop({name: "damaged"})
+            return None
+        self._has_saved = True
+        return arrays
+
+    def stream(self, name: str, state: str) -> SavedBytes:
+        """Bytes of `name`: those that state `state` counts, if it was restored, or none."""
+        earlier: list[tuple[BinaryIO, int]] = []
+        for file, n in self._abouts.get(state, {"streams": {}})["streams"].get(name, ()):
+            path = self._out.with_name(file)
+            earlier.append((open(path, "rb"), n))  # noqa: SIM115 - closed with the stream
+        own = None
+        if self._facts is not None:
+            own = _path(self._out, f"{name}-{secrets.token_hex(4)}")
+        stream = SavedBytes(self._out, own, earlier)
+        self._streams.append(stream)
+        return stream
+
+    def is_due(self, n_cells: int) -> bool:
+        """Count `n_cells` more cells. True if it is time to save."""
+        self._n_unsaved += n_cells
+        is_late = self._clock() - self._saved_at >= SAVE_EVERY_S
+        return self._facts is not None and (is_late or self._n_unsaved >= SAVE_EVERY)
+
+    @property
+    def has_saved(self) -> bool:
+        """True once there is a state to resume."""
+        return self._has_saved
+
+    def save(
+        self,
+        name: str,
+        arrays: Mapping[str, np.ndarray],
+        streams: Mapping[str, SavedBytes] | None = None,
+    ) -> None:
+        """Save state `name`, with all bytes of `streams` so far."""
+        if self._facts is None:
+            return
+        stored = {key: np.asarray(array, order="C") for key, array in arrays.items()}
+        about = {
+            "facts": self._facts,
+            "checksum": _checksum(stored),
+            "streams": {key: stream.sync() for key, stream in (streams or {}).items()},
+        }
+        with atomic_path(_path(self._out, name)) as temporary:
+            save_file(stored, temporary, {_ABOUT: json.dumps(about)})
+        self._has_saved = True
+        self._n_unsaved = 0
+        self._saved_at = self._clock()
+
+    def _find_states(self) -> None:
+        """Keep the states that fit, and the files that they list; remove all others."""
+        listed = set[str]()
+        faults: dict[str, str] = {}
+        streams = []
+        for path in _list_work(self._out):
+            name = path.name.removeprefix(_path(self._out, "").name)
+            if "-" in name:
+                streams.append(path)
+                continue
+            about = _read_about(path)
+            fault = self._find_fault(about)
+            if fault is None:
+                self._abouts[name] = about
+                listed.update(file for files in about["streams"].values() for file, _ in files)
+            else:
+                faults[name] = fault
+        self._drop(faults)
+        for path in streams:
+            if path.name not in listed:
+                path.unlink(missing_ok=True)
+
+    def _find_fault(self, about: Any) -> str | None:
+        """Why a state cannot be resumed; None if it can."""
+        try:
+            differ = [
+                key
+                for key in {**self._facts, **about["facts"]}
+                if self._facts.get(key) != about["facts"].get(key)
+            ]
+            if differ:
+                return f"{' and '.join(differ)} differ"
+            for files in about["streams"].values():
+                for file, n in files:
+                    if self._out.with_name(Path(file).name).stat().st_size < n:
+                        return "damaged"
+        except (OSError, KeyError, TypeError, ValueError, AttributeError):
+            return "damaged"
+        return None
+
+    def _drop(self, faults: Mapping[str, str]) -> None:
+        """Remove states, and say why."""
+        for name in faults:
+            self._abouts.pop(name, None)
+            _path(self._out, name).unlink(missing_ok=True)
+        for fault in sorted({*faults.values()}):
+            print(
+                f"{self._out}: what a killed process saved is not used: {fault}; the work begins again",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def remove_work(out: Path) -> None:
+    """Remove all that was saved of the work on `out`."""
+    for path in _list_work(out):
+        path.unlink(missing_ok=True)
+        remove_incomplete(path)
+
+
+def _path(out: Path, name: str) -> Path:
+    return out.with_name(f".{out.name}.partial.{name}")
+
+
+def _list_work(out: Path) -> list[Path]:
+    return sorted(out.parent.glob(glob.escape(_path(out, "").name) + "*"))
+
+
+def _read_about(path: Path) -> Any:
+    """Metadata of a state; None if it is damaged."""
+    # damaged bytes raise almost anything
+    with suppress(Exception), safe_open(path, "np") as file:
+        return json.loads(file.metadata()[_ABOUT])
+    return None
+
+
+def _checksum(arrays: Mapping[str, np.ndarray]) -> int:
+    """CRC-32 of the names and bytes of arrays."""
+    value = 0
+    for name in sorted(arrays):
+        array = arrays[name]
+        value = zlib.crc32(f"{name} {array.dtype} {array.shape}".encode(), value)
+        value = zlib.crc32(_bytes_of(array), value)
+    return value
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
