@@ -350,6 +350,12 @@ def test_matrices_without_counts_of_cells_are_refused_by_kind(kind: str, tmp_pat
     )
 
 
+def test_whole_numbers_without_a_sign_are_counts(tmp_path: Path) -> None:
+    star(tmp_path)
+    write_mtx(tmp_path / "matrix.mtx", field="unsigned-integer")
+    assert read(tmp_path) == TRUTH
+
+
 @pytest.mark.parametrize("field", ["integer", "real"])
 @pytest.mark.parametrize("is_sorted", [True, False])
 def test_compiled_parsing_gives_the_numbers_that_python_reads(

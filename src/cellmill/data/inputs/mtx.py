@@ -24,7 +24,13 @@ from cellmill.data.inputs.text.companions import find_companions, is_matrix
 from cellmill.data.inputs.text.tables import cell_frame, gene_frame
 from cellmill.errors import DataError
 
-_FIELDS = {"integer": np.int32, "real": np.float64, "float": np.float64, "double": np.float64}
+_FIELDS = {
+    "integer": np.int32,
+    "unsigned-integer": np.int32,  # of scipy, for uint32 and uint64
+    "real": np.float64,
+    "float": np.float64,
+    "double": np.float64,
+}
 _LINE = 1 << 16  # bytes; longest line of a header
 _MISSING = 1e308  # what writeMM of R's package Matrix writes for NA, NaN and Inf
 _PARTS = ("mature", "nascent", "ambiguous")
