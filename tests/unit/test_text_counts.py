@@ -125,6 +125,17 @@ def test_tables_of_symbols_are_turned_by_common_genes(rows: str, tmp_path: Path)
     assert read(write_table(",", table)(tmp_path)) == wanted
 
 
+@pytest.mark.parametrize("digits", [11, 19, 39])
+def test_rows_named_by_long_numbers_are_cells(digits: int, tmp_path: Path) -> None:
+    names = [str(10 ** (digits - 1) + number) for number in range(len(CELLS))]
+    header, *rows = cells_in_rows(SYMBOLS)
+    table = [["", *header[1:]], *([name, *row[1:]] for name, row in zip(names, rows))]
+    path = write_table(",", table)(tmp_path)
+    symbols = dict(zip(GENES, SYMBOLS))
+    cells = dict(zip(CELLS, names))
+    assert read(path) == {(cells[c], symbols[g]): count for (c, g), count in TRUTH.items()}
+
+
 @pytest.mark.parametrize("start", [0, 1])
 def test_rows_with_numbers_only_are_cells(start: int, tmp_path: Path) -> None:
     """Cells without names, and genes of a panel that none of the common ones is in."""

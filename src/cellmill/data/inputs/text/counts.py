@@ -2,10 +2,12 @@
 plain or gzip.
 
 A table has a header and a column of names. Genes are in rows or in columns: whichever names have
-more Ensembl ids, common symbols or, the other way round, barcodes. Tables are read in blocks of
-rows; genes in rows are transposed on disk. `long_tables.py` reads tables with a count a line.
+more Ensembl ids, common symbols or, the other way round, barcodes and long numbers. Tables are
+read in blocks of rows; genes in rows are transposed on disk. `long_tables.py` reads tables with a
+count a line.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,8 @@ _COMMON = frozenset(
     actb gapdh malat1 b2m rplp0 rpl13 rps27 eef1a1 tmsb4x ftl fth1 vim cd74 mt-co1 mt-nd1 hsp90ab1 tubb tp53 myc ptprc
     """.split()
 )
+# MERSCOPE names its cells so; numbers of genes (Entrez) have at most 10 digits
+_LONG_NUMBER = re.compile(r"\d{11,}")
 
 
 def _open_table(path: Path, file: Any, counts: str) -> CountSource:
@@ -103,9 +107,9 @@ def _are_genes(rows: Sequence[str], columns: Sequence[str], header: str) -> bool
 
 def _likeness_to_genes(names: Sequence[str]) -> float:
     n_ids = sum(bool(ENSEMBL.search(name)) for name in names)
-    n_barcodes = sum(bool(BARCODE.search(name)) for name in names)
+    n_cells = sum(bool(BARCODE.search(name) or _LONG_NUMBER.fullmatch(name)) for name in names)
     n_common = sum(name.partition("|")[0].lower() in _COMMON for name in names)
-    return (n_ids - n_barcodes) / max(1, len(names)) + 0.1 * min(n_common, 5)
+    return (n_ids - n_cells) / max(1, len(names)) + 0.1 * min(n_common, 5)
 
 
 class _TextMatrix(StoredMatrix):
