@@ -22,7 +22,8 @@ from cellmill.files import read_json
 from cellmill.runs.cost import Start
 from cellmill.runs.results import Kind
 
-Object = dict[str, Any]
+JsonObject = dict[str, Any]
+"""Values by key."""
 
 
 class Form(BaseModel):
@@ -31,7 +32,7 @@ class Form(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
     @property
-    def content(self) -> Object:
+    def content(self) -> JsonObject:
         """The whole object as it was read, for tables of all its keys."""
         return self.model_dump(exclude_unset=True)
 
@@ -125,7 +126,7 @@ class RunRecordForm(TrainingDataForm):
     """train/run.json."""
 
     options: OptionsForm = OptionsForm()
-    environment: Object = {}
+    environment: JsonObject = {}
     # for the card of a pushed model
     manifest: str | None = None
     init_from: str | None = None

@@ -10,7 +10,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from cellmill.files import read_json
 from cellmill.report.collect import ReportedRun
-from cellmill.report.forms import Object, PlanForm, damage_error
+from cellmill.report.forms import JsonObject, PlanForm, damage_error
 from cellmill.report.scaling_law import Law, NoLaw, fit_law
 from cellmill.report.task_table import select_numbers
 
@@ -51,13 +51,13 @@ of the highest mean keeps it.
 class SweepRow:
     """A value that a run was judged by."""
 
-    run_columns: Object  # name, axes and sizes of the run: equal in all its rows
+    run_columns: JsonObject  # name, axes and sizes of the run: equal in all its rows
     measure: Measure
     kind: str  # of the row's method: model, baseline or external
     value: float
     sd: float | None = None
 
-    def to_csv_row(self) -> Object:
+    def to_csv_row(self) -> JsonObject:
         """The row of results.csv: values by column."""
         measure = self.measure
         return self.run_columns | {
@@ -146,7 +146,7 @@ def list_rows(run: ReportedRun, axes: Mapping[str, Any]) -> list[SweepRow]:
     return list(_make_rows(run, columns))
 
 
-def _make_rows(run: ReportedRun, columns: Object) -> Iterator[SweepRow]:
+def _make_rows(run: ReportedRun, columns: JsonObject) -> Iterator[SweepRow]:
     """The validation loss, then the ranked rows or the single numbers of each task."""
     if run.status is not None and run.status.best_val_loss is not None:
         yield SweepRow(columns, LOSS, "model", run.status.best_val_loss)
