@@ -1,8 +1,8 @@
-"""Power law of the validation loss over sizes, y = floor + factor * x ** -exponent.
+"""Power law of the validation loss over sizes, loss = floor + factor * size ** -exponent.
 
-It is fitted to losses of runs of several sizes as in Hoffmann et al. 2022 (Training compute-optimal
-large language models, section 3.3): the Huber loss of log residuals, minimised by L-BFGS from a
-grid of starts. The exponent's interval is bootstrapped over runs.
+It is fitted to runs of several sizes as in Hoffmann et al. 2022 (Training compute-optimal large
+language models, section 3.3): L-BFGS minimises the Huber loss of log residuals from a grid of
+initial values. The exponent's interval is bootstrapped over runs.
 """
 
 from collections.abc import Sequence
@@ -15,18 +15,25 @@ import numpy as np
 MIN_SIZES = 4  # for three parameters
 HUBER_DELTA = 1e-3  # log units; the Huber loss is quadratic below it
 BOOTSTRAPS = 200  # draws of runs with replacement
-MAX_EXPONENT = 3.0  # larger exponents fit noise
-FLOORS = (0.3, 0.7, 0.98)
-"""Floors at which fits start, as shares of the lowest loss."""
-EXPONENTS = (0.1, 0.3, 0.7, 1.2)
+INTERVAL_QUANTILES = (0.025, 0.975)  # ends of a 95 % interval
+# bounds of a fit; larger exponents fit noise, and e ** 50 is beyond any loss or factor
+MAX_EXPONENT = 3.0
+MAX_ABS_LOG = 50.0
+# an interval of the exponent that reaches outside these touches a bound of the fit
+MIN_DETERMINED = 0.01
+MAX_DETERMINED = 0.99 * MAX_EXPONENT
+MIN_LOSS_RANGE = 1e-9  # added to the range of the losses, whose logarithm a fit starts from
+INITIAL_FLOORS = (0.3, 0.7, 0.98)
+"""Floors at which fits start, as fractions of the lowest loss."""
+INITIAL_EXPONENTS = (0.1, 0.3, 0.7, 1.2)
 """Exponents at which fits start."""
 
 
 @dataclass(frozen=True)
 class Law:
-    """A power law."""
+    """A power law: loss = floor + factor * size ** -exponent."""
 
-    floor: float
+    floor: float  # loss at infinite size
     factor: float
     exponent: float
     exponent_low: float  # 95 % interval
@@ -40,28 +47,22 @@ class NoLaw:
     reason: str
 
 
-def fit_law(x: Sequence[float], y: Sequence[float]) -> Law | NoLaw:
-    """The law of losses `y` over sizes `x`, a value for each run."""
-    sizes = np.asarray(x, np.float64)
-    losses = np.asarray(y, np.float64)
-    n_sizes = len(np.unique(sizes))
+def fit_law(sizes: Sequence[float], losses: Sequence[float]) -> Law | NoLaw:
+    """The law of `losses` over `sizes`, both (runs,)."""
+    size = np.asarray(sizes, np.float64)
+    loss = np.asarray(losses, np.float64)
+    n_sizes = len(np.unique(size))
     if n_sizes < MIN_SIZES:
         return NoLaw(f"{n_sizes} sizes; a law with a floor needs {MIN_SIZES}")
-    if not (np.isfinite(losses).all() and losses.min() > 0 and sizes.min() > 0):
+    if not (np.isfinite(loss).all() and loss.min() > 0 and size.min() > 0):
         return NoLaw("losses or sizes that are not positive")
     # Divide sizes by their geometric mean. The factor is then the power's height in the middle of
     # the data; at size 1, far from them, it would change with each step of the exponent.
-    scale = float(np.exp(np.log(sizes).mean()))
-    relative_sizes = sizes / scale
-    log_span = np.log(np.ptp(losses) + 1e-9)
-    starts = []
-    for floor_frac, exponent in product(FLOORS, EXPONENTS):
-        log_floor = np.log(losses.min() * floor_frac)
-        starts.append(np.array([log_span, log_floor, exponent]))
-    fitted = _fit(relative_sizes, losses, starts)
-    low, high = _bootstrap_interval(relative_sizes, losses, fitted)
-    # an interval that reaches a bound of the exponent
-    if low <= 0.01 or high >= 0.99 * MAX_EXPONENT:
+    scale = float(np.exp(np.log(size).mean()))
+    relative_size = size / scale
+    fitted = _fit(relative_size, loss, _list_initial_values(loss))
+    low, high = _bootstrap_interval(relative_size, loss, fitted)
+    if low <= MIN_DETERMINED or high >= MAX_DETERMINED:
         return NoLaw(f"the exponent is not determined: 95 % interval {low:.2f} to {high:.2f}")
     log_factor, log_floor, exponent = fitted.tolist()
     # convert the factor to undivided sizes
@@ -69,52 +70,78 @@ def fit_law(x: Sequence[float], y: Sequence[float]) -> Law | NoLaw:
     return Law(float(np.exp(log_floor)), factor, exponent, low, high)
 
 
+def _list_initial_values(loss: np.ndarray) -> list[np.ndarray]:
+    """Parameters (log factor, log floor, exponent) at which fits start, each (3,) float64."""
+    log_factor = np.log(np.ptp(loss) + MIN_LOSS_RANGE)
+    initial_values = []
+    for floor_frac, exponent in product(INITIAL_FLOORS, INITIAL_EXPONENTS):
+        log_floor = np.log(loss.min() * floor_frac)
+        initial_values.append(np.array([log_factor, log_floor, exponent]))
+    return initial_values
+
+
 def _bootstrap_interval(
-    sizes: np.ndarray, losses: np.ndarray, fitted: np.ndarray
+    size: np.ndarray, loss: np.ndarray, fitted: np.ndarray
 ) -> tuple[float, float]:
-    """The 95 % interval of the exponent over draws of runs with replacement; fits start from
-    `fitted`.
-    """
+    """95 % interval of the exponent over draws of runs with replacement. Fits start from `fitted`."""
     generator = np.random.Generator(np.random.Philox(key=0))
     exponents: list[float] = []
     while len(exponents) < BOOTSTRAPS:
-        runs = generator.integers(len(sizes), size=len(sizes))
-        if len(np.unique(sizes[runs])) >= MIN_SIZES - 1:
-            _, _, exponent = _fit(sizes[runs], losses[runs], [fitted])
+        runs = generator.integers(len(size), size=len(size))
+        if len(np.unique(size[runs])) >= MIN_SIZES - 1:
+            _, _, exponent = _fit(size[runs], loss[runs], [fitted])
             exponents.append(float(exponent))
-    low, high = np.quantile(exponents, [0.025, 0.975]).tolist()
+    low, high = np.quantile(exponents, INTERVAL_QUANTILES).tolist()
     return low, high
 
 
-def _fit(sizes: np.ndarray, losses: np.ndarray, starts: Sequence[np.ndarray]) -> np.ndarray:
-    """(3,) float64: log factor, log floor and exponent of the best fit. `sizes` and `losses` are
-    (runs,) float64, and each of `starts` is like the result.
+def _fit(size: np.ndarray, loss: np.ndarray, initial_values: Sequence[np.ndarray]) -> np.ndarray:
+    """Parameters (log factor, log floor, exponent) of the best fit, (3,) float64.
+
+    `size` and `loss` are (runs,) float64. A fit starts from each of `initial_values`.
     """
-    log_x = np.log(sizes)
-    log_y = np.log(losses)
-
-    def objective(parameters: np.ndarray) -> tuple[float, np.ndarray]:
-        """Huber loss of the log residuals, and its gradient."""
-        log_factor, log_floor, exponent = parameters
-        log_power = log_factor - exponent * log_x
-        predicted = np.logaddexp(log_power, np.full_like(log_x, log_floor))
-        residual = predicted - log_y
-        distance = np.abs(residual)
-        quadratic = residual**2 / (2 * HUBER_DELTA)
-        huber = np.where(distance <= HUBER_DELTA, quadratic, distance - HUBER_DELTA / 2).sum()
-        slope = np.clip(residual / HUBER_DELTA, -1, 1)  # gradient of the Huber loss by residual
-        power_share = np.exp(log_power - predicted)  # share of the power in the prediction
-        gradient = [
-            slope @ power_share,
-            slope @ (1 - power_share),
-            -(slope * power_share) @ log_x,
-        ]
-        return float(huber), np.array(gradient)
-
-    bounds = [(-50, 50), (-50, float(log_y.min())), (0.0, MAX_EXPONENT)]
     # imported here: it takes a fifth of a second, and few reports have a sweep
     minimize = import_module("scipy.optimize").minimize
-    fits = [
-        minimize(objective, start, method="L-BFGS-B", jac=True, bounds=bounds) for start in starts
+    log_size = np.log(size)
+    log_loss = np.log(loss)
+    bounds = [
+        (-MAX_ABS_LOG, MAX_ABS_LOG),
+        (-MAX_ABS_LOG, float(log_loss.min())),
+        (0.0, MAX_EXPONENT),
     ]
-    return np.asarray(min(fits, key=lambda fit: float(fit.fun)).x)
+    fits = []
+    for parameters in initial_values:
+        fit = minimize(
+            _compute_huber_loss,
+            parameters,
+            args=(log_size, log_loss),
+            method="L-BFGS-B",
+            jac=True,
+            bounds=bounds,
+        )
+        fits.append(fit)
+    best = min(fits, key=lambda fit: float(fit.fun))
+    return np.asarray(best.x)
+
+
+def _compute_huber_loss(
+    parameters: np.ndarray, log_size: np.ndarray, log_loss: np.ndarray
+) -> tuple[float, np.ndarray]:
+    """Huber loss of the log residuals, summed over runs, and its gradient by the parameters,
+    (3,) float64. `log_size` and `log_loss` are (runs,) float64.
+    """
+    log_factor, log_floor, exponent = parameters
+    log_power = log_factor - exponent * log_size
+    predicted = np.logaddexp(log_power, np.full_like(log_size, log_floor))
+    residual = predicted - log_loss
+    distance = np.abs(residual)
+    quadratic = residual**2 / (2 * HUBER_DELTA)
+    huber = np.where(distance <= HUBER_DELTA, quadratic, distance - HUBER_DELTA / 2).sum()
+    slope = np.clip(residual / HUBER_DELTA, -1, 1)  # gradient of the Huber loss by residual
+    power_frac = np.exp(log_power - predicted)  # fraction of the prediction above the floor
+    gradient = [
+        slope @ power_frac,
+        slope @ (1 - power_frac),
+        -(slope * power_frac) @ log_size,
+    ]
+    return float(huber), np.array(gradient)
