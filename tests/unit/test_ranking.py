@@ -82,7 +82,7 @@ def test_runs_are_compared_over_their_shared_tasks() -> None:
         run("second", probe=result("f", [0.9, 0.9]), few_shot=result("5", [0.1, 0.1])),
     ]
     found = list_standings(runs)
-    assert [(one.leads_clearly, one.ranking.tasks) for one in found] == [
+    assert [(one.leads_clearly, one.ranking.shared_tasks) for one in found] == [
         (False, ["probe"]),
         (True, ["probe"]),
     ]

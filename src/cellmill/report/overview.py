@@ -40,7 +40,7 @@ class Lead:
         standing = self.standing
         if standing.n_runs == 1:
             return f"on {standing.dataset}"
-        tasks = standing.ranking.tasks
+        tasks = standing.ranking.shared_tasks
         noun = "task" if len(tasks) == 1 else "tasks"
         shared = f"over the {noun} that all have ({', '.join(map(to_words, tasks))})"
         if self.is_tied:
@@ -127,8 +127,8 @@ class Lead:
         """The tasks in which another run beats the first leader; empty if there are none."""
         ranking = self.standing.ranking
         runs = [
-            f"{run} in {to_words(task)} (+{size:.3f})"
-            for run, task, size in ranking.leader_beaten_by
+            f"{run} in {to_words(task)} (+{difference:.3f})"
+            for run, task, difference in ranking.wins_over_leader
         ]
         if not runs:
             return ""

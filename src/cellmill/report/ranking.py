@@ -1,11 +1,13 @@
-"""Which runs lead on a dataset, over the tasks that all of them have.
+"""Ranking of the runs of a dataset, over the tasks that all of them have.
 
-A run's score of a task is the value of its best row. The run with the highest mean of these scores
-leads; others are tied with it if their difference in every task is within its interval between
-runs, and count as leaders too. That interval is over repetitions, whose folds and draws are the
-same in all runs, and over cells. No file compares two runs cell by cell, so their difference is
-assumed to vary over cells as much as the difference of either run from its best baseline. The interval
-does not cover other training seeds; sweeps over `train.seed` show these.
+A run's score in a task is the value of its best row. The run with the highest mean score leads.
+Another run is tied with the leader if its difference from it is insignificant in every task; tied
+runs count as leaders too.
+
+The 95 % interval of a difference covers repetitions, whose folds and draws are the same in all
+runs, and cells. No file compares two runs cell by cell. Their difference is therefore assumed to
+vary over cells as much as the difference of either run from its best baseline. The interval does
+not cover training seeds; a sweep over `train.seed` shows these.
 """
 
 import statistics
@@ -17,8 +19,8 @@ from typing import NamedTuple
 from cellmill.runs.results import TaskResult
 
 CONFIDENCE = 0.95  # level of the intervals
-MIN_SHOWN_DIFFERENCE = 5e-4  # scores that differ by less have the same digits on the page
-CELLS_DEGREES_OF_FREEDOM = 1e6  # of the variance over cells: as good as infinite
+MIN_SHOWN_DIFFERENCE = 5e-4  # a smaller difference prints as 0.000
+CELLS_DEGREES_OF_FREEDOM = 1e6  # degrees of freedom of the variance over cells: practically infinite
 
 
 @dataclass(frozen=True)
@@ -36,25 +38,25 @@ Scores = dict[TaskAndMetric, TaskScore]
 """Scores of a run by task and metric."""
 
 
-class BetterInTask(NamedTuple):
-    """A run that is better than the first leader in one task, by more than the interval."""
+class TaskWin(NamedTuple):
+    """A task in which a run is significantly better than the first leader."""
 
     run: str
     task: str
-    difference: float
+    difference: float  # in the task's metric
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """Runs of one dataset, by name."""
+    """Ranking of the runs of one dataset, by name. Empty if the runs share no task."""
 
-    # tasks that all runs have, with the same metric
-    tasks: list[str] = field(default_factory=list)
-    # the run with the highest mean, then runs tied with it; empty if runs share no task
+    # tasks that all runs have with the same metric
+    shared_tasks: list[str] = field(default_factory=list)
+    # the run with the highest mean, then runs tied with it
     leaders: list[str] = field(default_factory=list)
-    leader_beaten_by: list[BetterInTask] = field(default_factory=list)
-    # the first leader differs from every other run in some task, by more than an interval over
-    # several repetitions
+    wins_over_leader: list[TaskWin] = field(default_factory=list)
+    # True if the first leader differs significantly from every other run in a task with several
+    # repetitions
     is_clear: bool = False
 
 
@@ -73,20 +75,21 @@ def score_tasks(results: Mapping[str, TaskResult]) -> Scores:
 
 
 def _find_cells_se(result: TaskResult, method: str) -> float:
-    """Standard error over cells of a method's difference from the best baseline; without a
-    baseline, the largest of its differences; 0 if unknown.
+    """Standard error over cells of a method's difference from the best baseline.
+
+    Without a baseline, the largest standard error of its differences; 0 if unknown.
     """
     baseline = result.best_row("baseline")
     errors = [0.0]
     for difference in result.differences:
-        is_on_method = (difference.column, difference.compared) == (result.metric, method)
-        if is_on_method and (baseline is None or difference.against == baseline.method.name):
+        is_of_method = difference.column == result.metric and difference.compared == method
+        if is_of_method and (baseline is None or difference.against == baseline.method.name):
             errors.append(difference.cells_se)
     return max(errors)
 
 
 def rank_runs(scores_by_run: Mapping[str, Scores]) -> Ranking:
-    """Compare the runs of one dataset, by name, over the tasks that all have."""
+    """Rank the runs of one dataset, by name, over the tasks that all have."""
     shared = _list_shared_tasks(scores_by_run)
     if not shared:
         return Ranking()
@@ -95,18 +98,23 @@ def rank_runs(scores_by_run: Mapping[str, Scores]) -> Ranking:
     for run, scores in scores_by_run.items():
         if run != leader:
             differences_by_run[run] = _list_differences(scores, scores_by_run[leader], shared)
-    beaten_by = []
+    wins = []
     for run, differences in differences_by_run.items():
         for (task, _), difference in differences.items():
             if difference > 0:
-                beaten_by.append(BetterInTask(run, task, difference))
+                wins.append(TaskWin(run, task, difference))
     tied = [run for run, differences in differences_by_run.items() if not differences]
     # a difference of single values has no interval over repetitions
     is_clear = all(
         any(len(scores_by_run[run][key].repetitions) > 1 for key in differences)
         for run, differences in differences_by_run.items()
     )
-    return Ranking([task for task, _ in shared], [leader, *tied], beaten_by, is_clear)
+    return Ranking(
+        shared_tasks=[task for task, _ in shared],
+        leaders=[leader, *tied],
+        wins_over_leader=wins,
+        is_clear=is_clear,
+    )
 
 
 def _list_shared_tasks(scores_by_run: Mapping[str, Scores]) -> list[TaskAndMetric]:
@@ -116,7 +124,7 @@ def _list_shared_tasks(scores_by_run: Mapping[str, Scores]) -> list[TaskAndMetri
 
 
 def _find_leader(scores_by_run: Mapping[str, Scores], shared: Sequence[TaskAndMetric]) -> str:
-    """The run with the highest mean score, the first of several."""
+    """The run with the highest mean score; the first one of equals."""
     means = {}
     for run, scores in scores_by_run.items():
         means[run] = statistics.fmean([scores[key].value for key in shared])
@@ -126,7 +134,7 @@ def _find_leader(scores_by_run: Mapping[str, Scores], shared: Sequence[TaskAndMe
 def _list_differences(
     scores: Scores, leader_scores: Scores, shared: Sequence[TaskAndMetric]
 ) -> dict[TaskAndMetric, float]:
-    """Significant differences of a run from the leader."""
+    """Significant differences of a run from the leader, by task and metric."""
     differences = {}
     for key in shared:
         difference = find_significant_difference(scores[key], leader_scores[key])
@@ -136,28 +144,31 @@ def _list_differences(
 
 
 def find_significant_difference(score: TaskScore, other: TaskScore) -> float | None:
-    """Difference of two runs in a task if 0 is outside its interval, else None."""
+    """Difference of two runs in a task; None if its interval contains 0."""
     difference = score.value - other.value
-    half_width = max(MIN_SHOWN_DIFFERENCE, _find_half_width(score, other))
+    half_width = max(MIN_SHOWN_DIFFERENCE, _compute_half_width(score, other))
     return difference if abs(difference) >= half_width else None
 
 
-def _find_half_width(score: TaskScore, other: TaskScore) -> float:
-    """Half the width of the interval of a difference; 0 if repetitions are missing or all equal."""
+def _compute_half_width(score: TaskScore, other: TaskScore) -> float:
+    """Half the width of the interval of a paired difference.
+
+    0 with fewer than two pairs of repetitions, or if the difference does not vary.
+    """
     n = len(score.repetitions)
     if n < 2 or n != len(other.repetitions):
         return 0.0
     pairs = zip(score.repetitions, other.repetitions)
-    over_repetitions = statistics.variance(a - b for a, b in pairs) / n
-    over_cells = max(score.cells_se, other.cells_se) ** 2
-    variance = over_repetitions + over_cells
+    repetitions_variance = statistics.variance(a - b for a, b in pairs) / n
+    cells_variance = max(score.cells_se, other.cells_se) ** 2
+    variance = repetitions_variance + cells_variance
     if variance == 0:
         return 0.0
     # Satterthwaite's degrees of freedom
     degrees_of_freedom = variance**2 / (
-        over_repetitions**2 / (n - 1) + over_cells**2 / CELLS_DEGREES_OF_FREEDOM
+        repetitions_variance**2 / (n - 1) + cells_variance**2 / CELLS_DEGREES_OF_FREEDOM
     )
-    quantile = float(
-        import_module("scipy.special").stdtrit(degrees_of_freedom, (1 + CONFIDENCE) / 2)
-    )
+    # quantile function of Student's t
+    stdtrit = import_module("scipy.special").stdtrit
+    quantile = float(stdtrit(degrees_of_freedom, (1 + CONFIDENCE) / 2))
     return quantile * variance**0.5

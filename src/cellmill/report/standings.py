@@ -91,7 +91,7 @@ def _make_standing(
 def _choose_task(results: Mapping[str, TaskResult], ranking: Ranking) -> str:
     """The task that a run is judged by."""
     scored = [task for task, result in results.items() if result.best_row("model") is not None]
-    comparable = ranking.tasks or scored
+    comparable = ranking.shared_tasks or scored
     return "probe" if "probe" in comparable else comparable[0]
 
 
