@@ -1,4 +1,4 @@
-"""Standings of runs on datasets: whether a run leads, and how it compares with the baselines."""
+"""Standings of runs on datasets: a run's rank, and its comparison with the best baselines."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from cellmill.runs.results import Outcome, Row, TaskResult, Verdict
 
 @dataclass(frozen=True)
 class Standing:
-    """A run on one dataset: its best row of one task, and verdicts of all tasks.
+    """A run on one dataset: its best row in one task, and its verdicts in all tasks.
 
-    The task is probe, or else the first task that all runs of the dataset have. If they share none,
-    it is the run's own first task.
+    The task is probe if all runs of the dataset have it, otherwise the first task that they share.
+    If they share none, it is the run's probe, otherwise its first task.
     """
 
     run: ReportedRun
@@ -23,50 +23,52 @@ class Standing:
     result: TaskResult  # the run's result of `task`
     best_row: Row  # the model's best row in `result`
     baseline: Row | None  # the best baseline in `result`
-    verdict: Verdict | None  # on `best_row` against `baseline`; None if there is none
+    verdict: Verdict | None  # on `best_row` against `baseline`; None if the file has none
     verdicts: Sequence[TaskVerdict]  # in all tasks, against their best baselines
     ranking: Ranking  # of all runs of the dataset
-    n_runs: int  # number of these runs
-    steps_differ: bool  # the runs of the dataset were trained for different numbers of steps
+    n_runs: int  # runs in `ranking`
+    steps_differ: bool  # these runs were trained for different numbers of steps
 
     @property
     def is_leader(self) -> bool:
-        """True if the run has the highest mean on the dataset, or is tied with that run."""
+        """True if the run has the highest mean score, or is tied with the run that has."""
         return self.run.name in self.ranking.leaders
 
     @property
     def leads_clearly(self) -> bool:
-        """True if the run leads by more than the interval between runs, all of equally many steps."""
+        """True if the run leads significantly and all runs were trained for equally many steps."""
         is_clear = self.ranking.is_clear and self.n_runs > 1 and not self.steps_differ
         return is_clear and self.is_leader
 
     def count(self, outcome: Outcome) -> int:
-        """Number of verdicts with an outcome."""
+        """Number of verdicts with this outcome."""
         return sum(entry.verdict.outcome == outcome for entry in self.verdicts)
 
 
 def list_standings(runs: Sequence[ReportedRun]) -> list[Standing]:
-    """Standing of each run on each dataset where one of its tasks has a metric."""
-    scores_by_dataset: dict[str, dict[str, Scores]] = {}  # then by run
+    """Standing of each run on each dataset on which one of its tasks ranks methods by a metric."""
+    scores_by_dataset: dict[str, dict[str, Scores]] = {}  # by dataset, then by run
     for run, dataset, results in list_results(runs):
         scores = score_tasks(results)
         if scores:
             scores_by_dataset.setdefault(dataset, {})[run.name] = scores
     rankings = {dataset: rank_runs(by_run) for dataset, by_run in scores_by_dataset.items()}
-    steps = {run.name: run.status and run.status.step for run in runs}
+    steps = {run.name: run.status.step if run.status else None for run in runs}
     standings = []
     for evaluated in list_results(runs):
         by_run = scores_by_dataset.get(evaluated.dataset, {})
         if evaluated.run.name in by_run:
-            steps_differ = len({steps[name] for name in by_run}) > 1
             ranking = rankings[evaluated.dataset]
-            standings.append(_make_standing(evaluated, ranking, len(by_run), steps_differ))
+            distinct_steps = {steps[name] for name in by_run}
+            standing = _make_standing(evaluated, ranking, len(by_run), len(distinct_steps) > 1)
+            standings.append(standing)
     return standings
 
 
 def _make_standing(
     evaluated: RunOnDataset, ranking: Ranking, n_runs: int, steps_differ: bool
 ) -> Standing:
+    """Standing of a run that `ranking` compares with the other runs of its dataset."""
     task = _choose_task(evaluated.results, ranking)
     result = evaluated.results[task]
     row = result.best_row("model")
@@ -89,14 +91,14 @@ def _make_standing(
 
 
 def _choose_task(results: Mapping[str, TaskResult], ranking: Ranking) -> str:
-    """The task that a run is judged by."""
+    """The task that a run is judged by: probe, otherwise the first comparable task."""
     scored = [task for task, result in results.items() if result.best_row("model") is not None]
     comparable = ranking.shared_tasks or scored
     return "probe" if "probe" in comparable else comparable[0]
 
 
 def _find_baseline(result: TaskResult, verdict: Verdict | None) -> Row | None:
-    """The baseline that `verdict` is against; without a verdict, the best one."""
+    """The baseline that `verdict` compares with; without a verdict, the best baseline."""
     if verdict is None:
         return result.best_row("baseline")
     rows_by_name = {row.method.name: row for row in result.ranked_rows}

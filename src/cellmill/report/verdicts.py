@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 from cellmill.runs.results import Row, TaskResult, Verdict
 
-# by task, its accuracy for whole cells: in these tasks it is the same number
 WHOLE_CELL_METRICS = {
     "probe": "accuracy",
     "low_depth": "accuracy, whole",
     "missing_genes": "accuracy, whole",
 }
+"""Metric of each task that is the accuracy on whole cells: the same number in all of these tasks."""
 
 
 class TaskVerdict(NamedTuple):
@@ -18,26 +18,29 @@ class TaskVerdict(NamedTuple):
 
     task: str
     verdict: Verdict
-    columns: set[str]  # columns of the task's table that have the verdict's difference
+    columns: set[str]  # columns of the task's table in which the methods differ as in the verdict
 
 
 def list_verdicts(results: Mapping[str, TaskResult]) -> list[TaskVerdict]:
-    """Verdicts against the best baselines, without those that only repeat another task's."""
+    """Verdicts against the best baselines, without those that repeat a verdict of another task."""
     distinct: dict[Hashable, TaskVerdict] = {}
-    # probe comes first, so that it keeps a verdict that other tasks repeat
+    # probe comes first, so that its verdicts are kept and their repetitions dropped
     for task, result in sorted(results.items(), key=lambda item: item[1].task != "probe"):
         for verdict, columns in result.best_verdicts().items():
-            key = _make_repetition_key(task, result, verdict)
+            key = _make_key(task, result, verdict)
             distinct.setdefault(key, TaskVerdict(task, verdict, columns))
     return list(distinct.values())
 
 
-def _make_repetition_key(task: str, result: TaskResult, verdict: Verdict) -> Hashable:
-    """A key that verdicts share if only one of them counts: those on the accuracy for whole cells
-    with the same label, and those with the same difference between the same methods.
+def _make_key(task: str, result: TaskResult, verdict: Verdict) -> Hashable:
+    """Key that is equal for verdicts that repeat each other.
+
+    These are verdicts on the accuracy on whole cells for the same label, and verdicts with the same
+    difference between the same methods.
     """
     if verdict.metric == WHOLE_CELL_METRICS.get(result.task):
-        return task.removeprefix(result.task)  # ` of LABEL`, or empty for the first label
+        label_suffix = task.removeprefix(result.task)  # ` of LABEL`; empty for the first label
+        return label_suffix
     return verdict.compared, verdict.against, verdict.metric, verdict.difference
 
 
@@ -46,7 +49,7 @@ def find_verdict(
 ) -> Verdict | None:
     """The first verdict on `row` of `task` in `metric`; None if there is none."""
     for entry in verdicts:
-        is_on_row = (entry.task, entry.verdict.compared) == (task, row.method.name)
+        is_on_row = entry.task == task and entry.verdict.compared == row.method.name
         if is_on_row and metric in {entry.verdict.metric, *entry.columns}:
             return entry.verdict
     return None
