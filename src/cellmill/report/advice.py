@@ -1,7 +1,7 @@
-"""What to change for a better model, by rules that measured tables support.
+"""Advice on what to change for a better model.
 
-The tables are in docs/quality.md: "What to change first", "Steps and checkpoint", "Where a trained
-model is worth it".
+Each rule follows from a table in docs/quality.md: "What to change first", "Steps and checkpoint" or
+"Where a trained model is worth it".
 """
 
 from collections.abc import Sequence
@@ -9,51 +9,44 @@ from collections.abc import Sequence
 from cellmill.config.run import AUTO_EPOCHS, AUTO_MIN_STEPS
 from cellmill.report.collect import ReportedRun
 from cellmill.report.forms import PlanForm
-from cellmill.runs.folder import COLLAPSED
 
 WEAK_OBJECTIVES = ("masked_gene", "masked_value", "next_gene")
-"""Objectives whose embeddings were behind the baselines almost everywhere (benchmarks/quality.tsv).
+"""Objectives whose embeddings were behind the baselines on almost all datasets
+(benchmarks/quality.tsv).
 """
 GAINS = {
     "batch": "+.006 (-.001 to +.013) with 5 labels a class",
     "steps": "+.013 (-.007 to +.034)",
 }
-"""Gain of a change in accuracy, and its interval: rows of "What to change first" in docs/quality.md.
+"""Gain in accuracy by a change, with its interval: rows of "What to change first" in
+docs/quality.md.
 """
-# a model of family `profile` of MIN_WIDTH or more lost accuracy at rates above MAX_LR
+# models of family `profile` lost accuracy if `hidden` >= MIN_WIDTH and `lr` > MAX_LR
 MIN_WIDTH = 512
 MAX_LR = 0.0025
+SAFE_LR = 0.001
 
 
 def list_advice(run: ReportedRun, outcomes: Sequence[str]) -> list[str]:
-    """Advice for a run, the most urgent first, at least one sentence.
+    """Advice for a run, the most urgent first; at least one sentence.
 
-    `outcomes` (ahead, level, behind or undecided) are those of its comparisons with the best
-    baselines, over all datasets and tasks.
+    `outcomes` has the outcome (ahead, level, behind or undecided) of each comparison with a best
+    baseline, over all datasets and tasks.
     """
-    advice = [_mend_collapse(run), _replace_objective(run), _lower_rate(run)]
-    if not run.supervised_by:  # the tables on these were measured without labels
-        advice += [_remove_batches(run), _train_longer(run), _export_last_checkpoint(run)]
-    advice += [_take_baseline(outcomes), _complete(run, outcomes)]
+    advice = [_advise_on_collapse(run), _advise_on_objective(run), _advise_on_learning_rate(run)]
+    if not run.supervised_by:  # these rules were measured on models trained without labels
+        advice += [_advise_on_batches(run), _advise_on_steps(run), _advise_on_checkpoint(run)]
+    advice += [_advise_on_baseline(outcomes), _advise_next_step(run, outcomes)]
     return [sentence for sentence in advice if sentence is not None]
 
 
-def _mend_collapse(run: ReportedRun) -> str | None:
-    if not has_collapsed(run):
+def _advise_on_collapse(run: ReportedRun) -> str | None:
+    if not run.has_collapsed:
         return None
     return "lower train.lr: the embedding has collapsed to one direction"
 
 
-def has_collapsed(run: ReportedRun) -> bool:
-    """True if the embedding of a run without labels varies in one direction only.
-
-    Two labels need no second direction, so models trained with labels count as not collapsed.
-    """
-    ranks = [line.effective_rank for line in run.logged if line.effective_rank is not None]
-    return not run.supervised_by and bool(ranks) and ranks[-1] < COLLAPSED
-
-
-def _replace_objective(run: ReportedRun) -> str | None:
+def _advise_on_objective(run: ReportedRun) -> str | None:
     objective = run.options.objective.name
     if objective not in WEAK_OBJECTIVES:
         return None
@@ -63,18 +56,22 @@ def _replace_objective(run: ReportedRun) -> str | None:
     )
 
 
-def _lower_rate(run: ReportedRun) -> str | None:
+def _advise_on_learning_rate(run: ReportedRun) -> str | None:
     model = run.options.model
     lr = run.options.train.lr
     is_wide = model.family == "profile" and model.hidden is not None and model.hidden >= MIN_WIDTH
     if not is_wide or lr is None or lr <= MAX_LR:
         return None
-    return f"lower train.lr to 0.001: from a width of {MIN_WIDTH}, higher rates cost accuracy on whole cells"
+    return (
+        f"lower train.lr to {SAFE_LR:g}: from a width of {MIN_WIDTH}, higher rates cost accuracy on "
+        "whole cells"
+    )
 
 
-def _remove_batches(run: ReportedRun) -> str | None:
-    """Advice for an objective and family that were measured, if no batch column was chosen or ruled
-    out and a scored dataset has several batches.
+def _advise_on_batches(run: ReportedRun) -> str | None:
+    """Advice if a scored dataset has several batches and no batch column was chosen or ruled out.
+
+    Only one objective and family were measured.
     """
     objective = run.options.objective
     is_measured = objective.name == "cell_decoding" and run.options.model.family == "profile"
@@ -90,7 +87,7 @@ def _remove_batches(run: ReportedRun) -> str | None:
     )
 
 
-def _train_longer(run: ReportedRun) -> str | None:
+def _advise_on_steps(run: ReportedRun) -> str | None:
     plan = run.plan or PlanForm()
     enough = max(AUTO_EPOCHS * plan.steps_per_epoch, AUTO_MIN_STEPS)
     if plan.steps is None or plan.steps >= enough:
@@ -101,7 +98,7 @@ def _train_longer(run: ReportedRun) -> str | None:
     )
 
 
-def _export_last_checkpoint(run: ReportedRun) -> str | None:
+def _advise_on_checkpoint(run: ReportedRun) -> str | None:
     exported = run.evaluated_model.step
     last = (run.status and run.status.step) or 0
     if exported is None or exported >= last:
@@ -112,7 +109,7 @@ def _export_last_checkpoint(run: ReportedRun) -> str | None:
     )
 
 
-def _take_baseline(outcomes: Sequence[str]) -> str | None:
+def _advise_on_baseline(outcomes: Sequence[str]) -> str | None:
     if not outcomes or "ahead" in outcomes:
         return None
     compared = "better than" if "behind" in outcomes else "as good as"
@@ -122,8 +119,8 @@ def _take_baseline(outcomes: Sequence[str]) -> str | None:
     )
 
 
-def _complete(run: ReportedRun, outcomes: Sequence[str]) -> str:
-    """The next step if nothing has to be changed."""
+def _advise_next_step(run: ReportedRun, outcomes: Sequence[str]) -> str:
+    """Advice for a run in which nothing has to be changed."""
     if run.evaluation is None:
         return "run the workflow to its end: the run has no result yet"
     if not outcomes:

@@ -31,7 +31,7 @@ from cellmill.report.forms import (
     StatusForm,
 )
 from cellmill.runs import results
-from cellmill.runs.folder import read_lines
+from cellmill.runs.folder import COLLAPSED, read_lines
 from cellmill.runs.results import Evaluation, Row, ScoredMethod, TaskResult
 
 STATUS_FILE = "train/status.json"
@@ -104,6 +104,15 @@ class ReportedRun:
             if source is not None and source.supervised_by is not None:
                 return source.supervised_by
         return []
+
+    @property
+    def has_collapsed(self) -> bool:
+        """True if the embedding of a run without labels varies in one direction only.
+
+        Two labels need no second direction, so models trained with labels count as not collapsed.
+        """
+        ranks = [line.effective_rank for line in self.logged if line.effective_rank is not None]
+        return not self.supervised_by and bool(ranks) and ranks[-1] < COLLAPSED
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ leads on each dataset, how it compares with the baselines, and what to change ne
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cellmill.report.advice import has_collapsed, list_advice
+from cellmill.report.advice import list_advice
 from cellmill.report.collect import ReportedRun, list_results
 from cellmill.report.standings import Standing
 from cellmill.report.task_table import find_gap
@@ -195,7 +195,7 @@ def group_by_advice(
 ) -> dict[str, list[str]]:
     """Names of runs by the most urgent advice for them. Collapsed runs come first."""
     names_by_advice: dict[str, list[str]] = {}
-    for run in sorted(runs, key=lambda run: not has_collapsed(run)):
+    for run in sorted(runs, key=lambda run: not run.has_collapsed):
         outcomes: list[str] = []
         for standing in standings:
             if standing.run.name == run.name:

@@ -20,7 +20,7 @@ from cellmill.runs.results import TaskResult
 
 CONFIDENCE = 0.95  # level of the intervals
 MIN_SHOWN_DIFFERENCE = 5e-4  # a smaller difference prints as 0.000
-CELLS_DEGREES_OF_FREEDOM = 1e6  # degrees of freedom of the variance over cells: practically infinite
+CELLS_DEGREES_OF_FREEDOM = 1e6  # of the variance over cells; practically infinite
 
 
 @dataclass(frozen=True)

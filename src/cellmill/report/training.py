@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cellmill.report.advice import has_collapsed
 from cellmill.report.collect import ReportedRun
 from cellmill.report.drawing.chart import Chart
 from cellmill.report.drawing.curves import Points, draw_curves, draw_losses
@@ -129,7 +128,7 @@ def _list_logged_quantities(run: ReportedRun) -> list[Quantity]:
     ]
     for key in ("effective_rank", "depth_r2", "batch_r2"):
         name = f"{CURVES[key]}, last validation"
-        if key == "effective_rank" and has_collapsed(run):
+        if key == "effective_rank" and run.has_collapsed:
             name += ": collapsed to one direction"
         quantities.append(Quantity(name, None, getattr(last, key)))
     return quantities

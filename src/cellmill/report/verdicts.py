@@ -39,8 +39,7 @@ def _make_key(task: str, result: TaskResult, verdict: Verdict) -> Hashable:
     difference between the same methods.
     """
     if verdict.metric == WHOLE_CELL_METRICS.get(result.task):
-        label_suffix = task.removeprefix(result.task)  # ` of LABEL`; empty for the first label
-        return label_suffix
+        return task.removeprefix(result.task)  # ` of LABEL`; empty for the first label
     return verdict.compared, verdict.against, verdict.metric, verdict.difference
 
 
