@@ -15,7 +15,7 @@ from cellmill.report.collect import read_corpus, read_run
 from cellmill.report.drawing.chart import Chart
 from cellmill.report.drawing.page_charts import PageCharts
 from cellmill.report.page import render
-from cellmill.report.sweep import read_sweep
+from cellmill.report.sweeps.scalings import read_sweep
 
 VALUES: tuple[Any, ...] = (None, True, 0, 2.5, "x", [], [1], {}, {"a": 1})
 START = {

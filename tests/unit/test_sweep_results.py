@@ -9,7 +9,7 @@ import pytest
 from reported import make_dataset, make_method, write
 
 from cellmill.cli import main
-from cellmill.report.scaling_law import Law, NoLaw, fit_law
+from cellmill.report.sweeps.scaling_law import Law, NoLaw, fit_law
 from cellmill.runs import results
 from cellmill.runs.results import Evaluation, Row, Score, TaskResult
 

@@ -32,7 +32,7 @@ from cellmill.report.overview import (
 )
 from cellmill.report.side_by_side import compare_runs
 from cellmill.report.standings import list_standings
-from cellmill.report.sweep import SweepCurves
+from cellmill.report.sweeps.scalings import SweepCurves
 from cellmill.report.task_table import (
     find_best_baselines,
     find_gap,

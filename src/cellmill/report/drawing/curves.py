@@ -14,8 +14,8 @@ from cellmill.report.drawing.chart import (
     read_template,
     to_five_digits,
 )
-from cellmill.report.scaling_law import Law
-from cellmill.report.sweep import CurveOfRuns, Scaling
+from cellmill.report.sweeps.scaling_law import Law
+from cellmill.report.sweeps.scalings import Scaling, ScalingCurve
 from cellmill.report.text import to_words
 
 Points = list[tuple[float, float]]
@@ -106,7 +106,7 @@ def draw_scaling(title: str, scaling: Scaling) -> Chart:
     return Chart(title, rows, spec)
 
 
-def _list_curve_rows(name: str, curve: CurveOfRuns) -> list[ChartRow]:
+def _list_curve_rows(name: str, curve: ScalingCurve) -> list[ChartRow]:
     """The mean of each size, with the ends of a bar of one sd to both sides, and points of the law."""
     rows = []
     for point in curve.points:

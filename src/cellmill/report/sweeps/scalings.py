@@ -1,0 +1,205 @@
+"""Scaling curves of a sweep: each measure over the sizes of an axis, such as numbers of cells."""
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import numpy as np
+from pydantic import Field, TypeAdapter, ValidationError
+
+from cellmill.files import read_json
+from cellmill.report.forms import damage_error
+from cellmill.report.sweeps.rows import LOSS, Measure, SweepRow, TableColumn
+from cellmill.report.sweeps.scaling_law import Law, NoLaw, fit_law
+
+SEED = "train.seed"
+TRAIN_FRAC = "stream.train_frac"
+
+Key = TypeVar("Key", bound=Hashable)
+RowsByMeasure = dict[Measure, list[SweepRow]]
+
+
+@dataclass(frozen=True)
+class Point:
+    """Mean and standard deviation over runs of one size, which differ only in their seeds."""
+
+    size: float
+    mean: float
+    sd: float | None  # None for a single run
+    n: int  # number of runs
+
+
+@dataclass(frozen=True)
+class ScalingCurve:
+    """Runs with the same values on all axes except the sizes and the seeds."""
+
+    name: str  # these values, joined by commas; empty if there are no further axes
+    points: Annotated[list[Point], Field(min_length=1)]  # sorted by size
+    law: Law | NoLaw | None  # None unless the measure is the validation loss
+
+
+@dataclass(frozen=True)
+class BestBaseline:
+    """The highest baseline of a task."""
+
+    name: str
+    value: float  # mean over the runs
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """A measure over the sizes of an axis."""
+
+    axis: str  # option that the sweep varies
+    quantity: str  # key of `SweepRow.run_columns` that has the sizes
+    measure: Measure
+    curves: list[ScalingCurve]
+    baseline: BestBaseline | None
+
+
+@dataclass(frozen=True)
+class SweepCurves:
+    """Content of curves.json."""
+
+    name: str  # of the sweep
+    axes: list[str]
+    n_runs: int
+    scalings: list[Scaling]
+
+
+def read_sweep(path: Path) -> SweepCurves:
+    """Read curves.json of a sweep. Raise DataError if it is damaged."""
+    try:
+        return TypeAdapter(SweepCurves).validate_python(read_json(path))
+    except ValidationError as error:
+        raise damage_error(path, error) from None
+
+
+def make_scalings(rows: Sequence[SweepRow], axes: Sequence[str]) -> list[Scaling]:
+    """A scaling for each axis of sizes and each column in which the model has a value.
+
+    It has a curve for each combination of values on the other axes except seeds, and the best
+    baseline of the column.
+    """
+    by_measure = _group(rows, lambda row: row.measure)
+    measures = _choose_measures(by_measure)
+    baselines = _find_best_baselines(by_measure)
+    scalings = []
+    for axis in axes:
+        quantity = _choose_quantity(rows, axis)
+        if quantity is None:
+            continue
+        other_axes = [name for name in axes if name not in (axis, SEED)]
+        for measure in measures:
+            has_law = measure == LOSS
+            curves = _make_curves(by_measure[measure], other_axes, quantity, has_law)
+            baseline = baselines.get(measure.column)
+            scalings.append(Scaling(axis, quantity, measure, curves, baseline))
+    return scalings
+
+
+def _group(rows: Iterable[SweepRow], key: Callable[[SweepRow], Key]) -> dict[Key, list[SweepRow]]:
+    """Rows by their key, in order."""
+    groups: dict[Key, list[SweepRow]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
+
+
+def _choose_measures(by_measure: RowsByMeasure) -> list[Measure]:
+    """Measures to draw: the loss, then the model's best row of each task, then single numbers.
+
+    The model's best row (features and classifier) has the highest mean over runs. Task probe comes
+    first. Single numbers that are equal in all runs are left out.
+    """
+    means = _average_over_runs(by_measure, "model")
+    for measure in [*means]:
+        is_single_number = measure != LOSS and not measure.has_row
+        if is_single_number and len({*_list_values(by_measure[measure])}) == 1:
+            del means[measure]
+    return sorted(
+        _find_highest(means).values(),
+        key=lambda measure: (measure != LOSS, measure.task != "probe", not measure.has_row),
+    )
+
+
+def _find_best_baselines(by_measure: RowsByMeasure) -> dict[TableColumn, BestBaseline]:
+    """The baseline with the highest mean in each column."""
+    means = _average_over_runs(by_measure, "baseline")
+    best = {}
+    for column, measure in _find_highest(means).items():
+        best[column] = BestBaseline(measure.row, means[measure])
+    return best
+
+
+def _average_over_runs(by_measure: RowsByMeasure, kind: str) -> dict[Measure, float]:
+    """Mean over runs of each measure of one kind, model or baseline."""
+    means = {}
+    for measure, rows in by_measure.items():
+        if rows[0].kind == kind:
+            means[measure] = float(np.mean(_list_values(rows)))
+    return means
+
+
+def _list_values(rows: Sequence[SweepRow]) -> list[float]:
+    return [row.value for row in rows]
+
+
+def _find_highest(means: Mapping[Measure, float]) -> dict[TableColumn, Measure]:
+    """The measure with the highest mean in each column.
+
+    A loss should be low, but it is the only measure in its column.
+    """
+    highest: dict[TableColumn, Measure] = {}
+    for measure in sorted(means, key=means.__getitem__, reverse=True):
+        highest.setdefault(measure.column, measure)
+    return highest
+
+
+def _choose_quantity(rows: Sequence[SweepRow], axis: str) -> str | None:
+    """Key of `run_columns` that has the sizes of an axis; None if its values are not sizes.
+
+    It is `cells` for fractions of the corpus, and `parameters` if models of different values differ
+    in their number of parameters. Otherwise it is the axis, if its values are numbers. Seeds are
+    not sizes, and neither is a single value.
+    """
+    by_value = _group(rows, lambda row: str(row.run_columns[axis]))
+    if axis == SEED or len(by_value) < 2:
+        return None
+    if axis == TRAIN_FRAC:
+        return "cells"
+    # numbers of parameters of each value's models
+    distinct_numbers = set()
+    for group in by_value.values():
+        distinct_numbers.add(frozenset(row.run_columns["parameters"] for row in group))
+    are_known = not any(None in numbers for numbers in distinct_numbers)
+    if are_known and len(distinct_numbers) == len(by_value):
+        return "parameters"
+    types = {type(row.run_columns[axis]) for row in rows}
+    return axis if types <= {int, float} else None
+
+
+def _make_curves(
+    rows: Sequence[SweepRow], other_axes: Sequence[str], quantity: str, has_law: bool
+) -> list[ScalingCurve]:
+    """A curve over `quantity` for each combination of values on `other_axes`."""
+    curves = []
+    groups = _group(rows, lambda row: tuple(row.run_columns[axis] for axis in other_axes))
+    for values, group in groups.items():
+        law = None
+        if has_law:
+            law = fit_law([row.run_columns[quantity] for row in group], _list_values(group))
+        name = ", ".join(map(str, values))
+        curves.append(ScalingCurve(name, _average_over_seeds(group, quantity), law))
+    return curves
+
+
+def _average_over_seeds(rows: Sequence[SweepRow], quantity: str) -> list[Point]:
+    """A point for each size, in ascending order."""
+    points = []
+    for size, group in sorted(_group(rows, lambda row: row.run_columns[quantity]).items()):
+        values = np.array(_list_values(group), np.float64)
+        sd = float(values.std(ddof=1)) if len(values) > 1 else None
+        points.append(Point(size, float(values.mean()), sd, len(values)))
+    return points
