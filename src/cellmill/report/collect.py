@@ -1,10 +1,9 @@
-"""Files of runs and corpora, read for the page, and the Snakemake commands that make them again.
+"""Runs and corpora, read from their files for the page.
 
-Files that no stage has written yet are None or empty, and the page says so. A damaged file is a
+A file that no stage has written yet is None or empty, and the page says so. A damaged file is a
 DataError that names it in one line.
 """
 
-import shlex
 import sys
 from array import array
 from collections import defaultdict
@@ -19,6 +18,7 @@ from cellmill.errors import DataError
 from cellmill.evaluate.inference.umap import read_umap
 from cellmill.report.forms import (
     BridgeForm,
+    BridgeRowForm,
     CostForm,
     LoggedLineForm,
     ManifestForm,
@@ -30,55 +30,41 @@ from cellmill.report.forms import (
     RunRecordForm,
     StatusForm,
 )
+from cellmill.report.remake_commands import list_remake_commands
 from cellmill.runs import results
 from cellmill.runs.folder import COLLAPSED, read_lines
 from cellmill.runs.results import Evaluation, Row, ScoredMethod, TaskResult
 
-STATUS_FILE = "train/status.json"
-FILES_BY_KIND = {
-    "runs": (
-        "plan.json",
-        STATUS_FILE,
-        "model/model.safetensors",
-        "embeddings/*.h5ad",
-        "predictions/*.h5ad",
-        "changes/*.h5ad",
-        "evaluate/metrics.json",
-        "steps/*/evaluate/metrics.json",
-        "bridges/*.json",
-    ),
-    "corpora": ("cells/*.h5ad", "vocabulary.tsv", "shards/manifest.json"),
-}
-"""Outputs of rules, in the order of the stages: Snakemake makes them again by name."""
-
 
 class UmapCells(NamedTuple):
-    """Cells of one dataset in umap.tsv, by column: rows would take ten times the memory."""
+    """Cells of one dataset in umap.tsv. Each column has a value for each cell.
 
-    x: "array[float]"
+    Rows would take ten times the memory.
+    """
+
+    x: "array[float]"  # coordinates, float64
     y: "array[float]"
-    is_held_out: bytes  # 1 for a held-out cell
-    # `label` and `batch`, each with a text for each cell, empty if unknown
-    texts: Mapping[str, Sequence[str]]
+    is_held_out: bytes  # 1 for a held-out cell, 0 for a cell seen in training
+    texts: Mapping[str, Sequence[str]]  # columns `label` and `batch`; empty texts if unknown
 
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """Files of a run; None if they are absent."""
+    """Contents of a run's files; None for an absent file."""
 
     name: str
     plan: PlanForm | None  # plan.json
     status: StatusForm | None  # train/status.json, or train/state.json of a running training
     run_record: RunRecordForm | None  # train/run.json
     model: ModelForm | None  # config.json of the exported model
-    evaluation: Evaluation | None
+    evaluation: Evaluation | None  # evaluate/metrics.json
     cost: CostForm | None = None  # train/cost.json; None before a training has ended
     # metrics.jsonl, without an incomplete last line
     logged: list[LoggedLineForm] = field(default_factory=list)
-    umap: dict[str, UmapCells] = field(default_factory=dict)  # by dataset
-    # metrics.json of kept checkpoints by step
+    umap: dict[str, UmapCells] = field(default_factory=dict)  # evaluate/umap.tsv, by dataset
+    # metrics.json of kept checkpoints, by step in ascending order
     checkpoint_evaluations: dict[int, Evaluation] = field(default_factory=dict)
-    # tables of other packages by dataset, then by package and version
+    # tables of other packages, by dataset, then by package and version
     bridges: dict[str, dict[str, TaskResult]] = field(default_factory=dict)
     remake_commands: dict[str, str] = field(default_factory=dict)  # by file
 
@@ -117,13 +103,13 @@ class ReportedRun:
 
 @dataclass(frozen=True)
 class ReportedCorpus:
-    """Files of a corpus; None if they are absent."""
+    """Contents of a corpus's files; None for an absent file."""
 
     name: str
     datasets: list[QcForm]  # QC reports, sorted by file name
     manifest: ManifestForm | None  # shards/manifest.json
     n_genes: int | None  # genes of the vocabulary
-    # in words, the cells that the vocabulary's genes and medians were computed from
+    # the cells from which the vocabulary's genes and medians were computed, in words
     vocabulary_cells: str | None = None
     remake_commands: dict[str, str] = field(default_factory=dict)  # by file
 
@@ -137,7 +123,7 @@ class RunOnDataset(NamedTuple):
 
 
 def list_results(runs: Iterable[ReportedRun]) -> list[RunOnDataset]:
-    """The results of each run on each dataset that it was evaluated on, run by run."""
+    """Results of each run on each dataset on which it was evaluated, run by run."""
     evaluated = []
     for run in runs:
         datasets = run.evaluation.datasets if run.evaluation else {}
@@ -147,19 +133,18 @@ def list_results(runs: Iterable[ReportedRun]) -> list[RunOnDataset]:
 
 
 def read_run(folder: Path) -> ReportedRun:
-    """The run in `folder`. Raises DataError if the folder is absent or one of its files is damaged."""
+    """Read the run in `folder`. Raise DataError if the folder is absent or a file is damaged."""
     _check_exists(folder, "run")
     train = folder / "train"
-    logged = []
-    for line in read_lines(train / "metrics.jsonl"):
-        logged.append(LoggedLineForm.parse(train / "metrics.jsonl", line))
+    curve = train / "metrics.jsonl"
+    logged = [LoggedLineForm.parse(curve, line) for line in read_lines(curve)]
     metrics = folder / "evaluate" / "metrics.json"
     model = ModelForm.read(folder / "model" / "config.json")
     evaluation = _read_evaluation(metrics) if metrics.exists() else None
     return ReportedRun(
         name=folder.resolve().name,
         plan=PlanForm.read(folder / "plan.json"),
-        status=StatusForm.read(folder / STATUS_FILE) or StatusForm.read(train / "state.json"),
+        status=StatusForm.read(train / "status.json") or StatusForm.read(train / "state.json"),
         run_record=RunRecordForm.read(train / "run.json"),
         model=model,
         evaluation=evaluation,
@@ -173,25 +158,25 @@ def read_run(folder: Path) -> ReportedRun:
 
 
 def _read_umap_cells(path: Path) -> dict[str, UmapCells]:
-    """Cells of umap.tsv by dataset."""
+    """Cells of umap.tsv, by dataset."""
     columns = read_umap(path)
     cells = {}
     for dataset in dict.fromkeys(columns.dataset):
-        is_of_dataset = [name == dataset for name in columns.dataset]
-        heldout = compress(columns.heldout, is_of_dataset)
-        label = compress(columns.label, is_of_dataset)
-        batch = compress(columns.batch, is_of_dataset)
+        is_in_dataset = [name == dataset for name in columns.dataset]
+        labels = compress(columns.label, is_in_dataset)
+        batches = compress(columns.batch, is_in_dataset)
         cells[dataset] = UmapCells(
-            x=array("d", compress(columns.x, is_of_dataset)),
-            y=array("d", compress(columns.y, is_of_dataset)),
-            is_held_out=bytes(map("1".__eq__, heldout)),
-            # each text once in memory
-            texts={"label": [*map(sys.intern, label)], "batch": [*map(sys.intern, batch)]},
+            x=array("d", compress(columns.x, is_in_dataset)),
+            y=array("d", compress(columns.y, is_in_dataset)),
+            is_held_out=bytes(text == "1" for text in compress(columns.heldout, is_in_dataset)),
+            # intern texts: equal ones share their memory
+            texts={"label": [*map(sys.intern, labels)], "batch": [*map(sys.intern, batches)]},
         )
     return cells
 
 
 def _read_evaluation(path: Path) -> Evaluation:
+    """Read metrics.json and check the parts that `results` leaves untyped."""
     evaluation = results.read(path)
     ModelForm.parse(path, evaluation.model)
     for dataset in evaluation.datasets.values():
@@ -201,54 +186,62 @@ def _read_evaluation(path: Path) -> Evaluation:
 
 
 def _read_checkpoint_evaluations(folder: Path, model: ModelForm | None) -> dict[int, Evaluation]:
-    """metrics.json of kept checkpoints by step, ascending. Checkpoints of another training than that
-    of the exported `model` are left out.
+    """metrics.json of kept checkpoints, by step in ascending order.
+
+    Checkpoints that were trained on other data than the exported `model` are left out.
     """
-    fingerprint = model and model.fingerprint
     by_step: dict[int, Evaluation] = {}
     for path in folder.glob("steps/[1-9]*/evaluate/metrics.json"):
         checkpoint = ModelForm.read(path.parents[1] / "model" / "config.json")
         evaluation = _read_evaluation(path)
-        is_of_training = (checkpoint and checkpoint.fingerprint) == fingerprint
         step = evaluation.model.get("step")
-        if is_of_training and step is not None:
+        if step is not None and _get_fingerprint(checkpoint) == _get_fingerprint(model):
             by_step[step] = evaluation
     return dict(sorted(by_step.items()))
 
 
-def _read_bridges(folder: Path, evaluation: Evaluation | None) -> dict[str, dict[str, TaskResult]]:
-    """Tables of other packages by dataset, then by package and version.
+def _get_fingerprint(model: ModelForm | None) -> str | None:
+    return None if model is None else model.fingerprint
 
-    A table of another model than `evaluation` is skipped.
+
+def _read_bridges(folder: Path, evaluation: Evaluation | None) -> dict[str, dict[str, TaskResult]]:
+    """Tables of other packages, by dataset, then by package and version.
+
+    A table is skipped if it is about another model than `evaluation`.
     """
     evaluated_digest = None if evaluation is None else evaluation.model.get("digest")
     tables: dict[str, dict[str, TaskResult]] = defaultdict(dict)
     for path in sorted(folder.glob("bridges/*.json")):
-        form = BridgeForm.read(path)
-        assert form is not None
-        rows: dict[str, Row] = {}
-        for entry in form.rows:
-            row = rows.setdefault(entry.name, Row(ScoredMethod(entry.name, kind=entry.kind)))
-            row.numbers[entry.metric] = entry.value
-        table = TaskResult([*rows.values()])
-        if form.model_digest and evaluated_digest and form.model_digest != evaluated_digest:
+        bridge = BridgeForm.read(path)
+        assert bridge is not None
+        are_known = bridge.model_digest and evaluated_digest
+        if are_known and bridge.model_digest != evaluated_digest:
             table = TaskResult(skipped=f"{path.name} is of another model; make it again")
-        tables[form.dataset][f"{form.package} {form.version}"] = table
+        else:
+            table = _make_table(bridge.rows)
+        tables[bridge.dataset][f"{bridge.package} {bridge.version}"] = table
     return tables
 
 
+def _make_table(values: Sequence[BridgeRowForm]) -> TaskResult:
+    """Table with a row for each method and a column for each metric."""
+    rows: dict[str, Row] = {}
+    for value in values:
+        row = rows.setdefault(value.name, Row(ScoredMethod(value.name, kind=value.kind)))
+        row.numbers[value.metric] = value.value
+    return TaskResult([*rows.values()])
+
+
 def read_corpus(folder: Path) -> ReportedCorpus:
-    """The corpus in `folder`. Raises DataError if the folder is absent or one of its files is
-    damaged.
-    """
+    """Read the corpus in `folder`. Raise DataError if the folder is absent or a file is damaged."""
     _check_exists(folder, "corpus")
     datasets = []
-    for path in sorted((folder / "cells").glob("*.json")):
-        report = QcForm.read(path)
-        if report is not None:
-            datasets.append(report)
-    path = folder / "vocabulary.tsv"
-    vocabulary = Vocabulary.read(path) if path.exists() else None
+    for qc_path in sorted((folder / "cells").glob("*.json")):
+        qc_report = QcForm.read(qc_path)
+        if qc_report is not None:
+            datasets.append(qc_report)
+    vocabulary_path = folder / "vocabulary.tsv"
+    vocabulary = Vocabulary.read(vocabulary_path) if vocabulary_path.exists() else None
     return ReportedCorpus(
         name=folder.resolve().name,
         datasets=datasets,
@@ -262,24 +255,3 @@ def read_corpus(folder: Path) -> ReportedCorpus:
 def _check_exists(folder: Path, kind: str) -> None:
     if not folder.is_dir():
         raise DataError(f"{folder}: expected the folder of a {kind}, found none")
-
-
-def list_remake_commands(kind: str, folder: Path) -> dict[str, str]:
-    """The command that makes each file of `folder`, a folder in results/<kind>, again, by file.
-
-    A stage with `--force` runs again although its file exists. A finished training runs again only
-    if its folder is gone, so it is moved: no command loses trained weights.
-    """
-    results_folder = Path("results", kind, folder.resolve().name)
-    train = shlex.quote(f"{results_folder}/train")
-    commands = {}
-    for pattern in FILES_BY_KIND[kind]:
-        for path in sorted(folder.glob(pattern)):
-            file = path.relative_to(folder).as_posix()
-            target = shlex.quote(f"{results_folder}/{file}")
-            if file == STATUS_FILE:
-                move = f"mv {train} {train}.old"
-                commands[file] = f"{move} && snakemake --profile PROFILE {target}"
-            else:
-                commands[file] = f"snakemake --profile PROFILE --force {target}"
-    return commands

@@ -1,0 +1,42 @@
+"""Snakemake commands that make the files of a run or corpus again, for the section on provenance."""
+
+import shlex
+from pathlib import Path
+
+STATUS_FILE = "train/status.json"
+FILES_BY_KIND = {
+    "runs": (
+        "plan.json",
+        STATUS_FILE,
+        "model/model.safetensors",
+        "embeddings/*.h5ad",
+        "predictions/*.h5ad",
+        "changes/*.h5ad",
+        "evaluate/metrics.json",
+        "steps/*/evaluate/metrics.json",
+        "bridges/*.json",
+    ),
+    "corpora": ("cells/*.h5ad", "vocabulary.tsv", "shards/manifest.json"),
+}
+"""Outputs of rules in a folder of results/runs or results/corpora, in the order of the stages."""
+
+
+def list_remake_commands(kind: str, folder: Path) -> dict[str, str]:
+    """Command by file of `folder`, which is in results/<kind>.
+
+    With `--force` a stage runs again although its file exists. A finished training runs again only
+    if its folder is gone, so the command moves the folder: no command loses trained weights.
+    """
+    results_folder = Path("results", kind, folder.resolve().name)
+    train = shlex.quote(f"{results_folder}/train")
+    commands = {}
+    for pattern in FILES_BY_KIND[kind]:
+        for path in sorted(folder.glob(pattern)):
+            file = path.relative_to(folder).as_posix()
+            target = shlex.quote(f"{results_folder}/{file}")
+            if file == STATUS_FILE:
+                move = f"mv {train} {train}.old"
+                commands[file] = f"{move} && snakemake --profile PROFILE {target}"
+            else:
+                commands[file] = f"snakemake --profile PROFILE --force {target}"
+    return commands
