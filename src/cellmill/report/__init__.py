@@ -9,7 +9,7 @@ In the order in which a page is made:
 - `overview` puts them into the sentences of the first section, with one piece of `advice` a run.
 - `task_table` and `side_by_side` make the tables of a task, in one run and in several; `text` makes
   text of values.
-- `training` and `sweeps` make the values of further sections.
+- `training`, `checkpoints` and `sweeps` make the values and charts of further sections.
 - `drawing` makes the charts.
 - `page` renders page.html from all of these.
 """

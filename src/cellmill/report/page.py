@@ -16,6 +16,7 @@ from markupsafe import Markup
 from cellmill import __version__
 from cellmill.errors import DataError
 from cellmill.files import user_cache, write_text
+from cellmill.report.checkpoints import draw_checkpoints
 from cellmill.report.collect import ReportedCorpus, ReportedRun
 from cellmill.report.drawing.cell_counts import draw_confusion, draw_histogram
 from cellmill.report.drawing.chart import colour
@@ -52,7 +53,6 @@ from cellmill.report.text import (
 from cellmill.report.training import (
     compare_with_plan,
     describe_cost,
-    draw_checkpoints,
     draw_training,
     estimate_energy,
 )

@@ -1,4 +1,4 @@
-"""A training on the page: its curves, its plan next to measured values, its cost, its checkpoints."""
+"""Trainings on the page: their curves, planned next to measured quantities, and their cost."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +10,6 @@ from cellmill.report.drawing.chart import Chart
 from cellmill.report.drawing.curves import Points, draw_curves, draw_losses
 from cellmill.report.forms import LoggedLineForm, PlanForm, StatusForm
 from cellmill.report.text import to_words
-from cellmill.runs.results import Evaluation, TaskResult
 
 TENSOR_MEMORY = "peak tensor memory per rank, GB"
 PROCESS_MEMORY = "peak process memory, libraries included, GB"
@@ -32,7 +31,7 @@ J_PER_KWH = 3.6e6
 
 
 class Quantity(NamedTuple):
-    """Planned and measured value of a quantity; None if unknown."""
+    """A quantity of a training with its planned and its measured value; None if unknown."""
 
     name: str
     planned: Any
@@ -40,7 +39,7 @@ class Quantity(NamedTuple):
 
 
 def draw_training(runs: Sequence[ReportedRun]) -> Iterator[Chart]:
-    """The losses of each objective, then each of CURVES that any run logged."""
+    """Charts of the losses of each objective, then of each of CURVES that any run logged."""
     yield from _draw_losses(runs)
     for key, name in CURVES.items():
         curves = {run.name: list_points(run.logged, key) for run in runs}
@@ -51,13 +50,12 @@ def draw_training(runs: Sequence[ReportedRun]) -> Iterator[Chart]:
 def _draw_losses(runs: Sequence[ReportedRun]) -> Iterator[Chart]:
     """A chart for each objective with a logged loss.
 
-    Runs of other objectives stay in it, without points, so that every run keeps its colour.
+    Runs with other objectives are in it without points, so that every run keeps its colour.
     """
     objectives = list(dict.fromkeys(run.options.objective.name for run in runs))
     for objective in objectives:
-        losses: dict[str, Mapping[str, Points]] = {}
+        losses: dict[str, Mapping[str, Points]] = {run.name: {} for run in runs}
         for run in runs:
-            losses[run.name] = {}
             if run.options.objective.name == objective:
                 losses[run.name] = {
                     "training": list_points(run.logged, "loss"),
@@ -69,8 +67,8 @@ def _draw_losses(runs: Sequence[ReportedRun]) -> Iterator[Chart]:
 
 
 def list_points(lines: Sequence[LoggedLineForm], key: str) -> Points:
-    """(step, value) of the lines in which `key` is a finite number. From a list over ranks, the
-    largest value counts.
+    """(step, value) of the lines in which `key` is a finite number; the largest of a list over
+    ranks.
     """
     points: Points = []
     for line in lines:
@@ -85,9 +83,10 @@ def list_points(lines: Sequence[LoggedLineForm], key: str) -> Points:
 def compare_with_plan(run: ReportedRun) -> list[Quantity]:
     """Quantities of a run that were planned or measured.
 
-    The plan counts tensors, so it is compared with the tensors that a GPU held. The memory of a
-    process with its libraries, all that a CPU shows, has a row of its own. Numbers with
-    decimals are rounded to two digits: times, memory and effective ranks are not more precise.
+    The plan counts tensors, so its memory is compared with the tensors that a GPU held. The memory
+    of a process includes its libraries and has a row of its own; on a CPU no other memory is
+    known. Floats are rounded to two significant digits: times, memory and effective ranks are not
+    more precise.
     """
     plan = run.plan or PlanForm()
     status = run.status or StatusForm()
@@ -115,7 +114,7 @@ def compare_with_plan(run: ReportedRun) -> list[Quantity]:
 
 
 def _list_logged_quantities(run: ReportedRun) -> list[Quantity]:
-    """Measured quantities over all lines of metrics.jsonl, or from the last validation."""
+    """Quantities measured over all lines of metrics.jsonl, and those of the last validation."""
     lines = run.logged
     rates = [line.cells_per_s for line in lines if line.cells_per_s is not None]
     waits = [line.data_wait_frac for line in lines if line.data_wait_frac is not None]
@@ -135,7 +134,10 @@ def _list_logged_quantities(run: ReportedRun) -> list[Quantity]:
 
 
 def _find_peak(run: ReportedRun, key: str) -> tuple[float | None, int | None]:
-    """Largest value of a list over ranks (processes) in all lines of metrics.jsonl, and its rank."""
+    """Largest value over ranks and lines of metrics.jsonl, and its rank; None if nothing was logged.
+
+    `key` has a list over ranks in each line.
+    """
     peaks: list[tuple[float, int]] = []
     for line in run.logged:
         peaks += [(value, rank) for rank, value in enumerate(getattr(line, key))]
@@ -149,7 +151,7 @@ def _round_to_two_digits(value: Any) -> Any:
 def estimate_energy(run: ReportedRun) -> float | None:
     """Energy of a run's training in kWh; None if power was not measured.
 
-    It is the mean power of all GPUs together, times the time spent in training steps.
+    It is the mean power of all GPUs together, multiplied by the time spent in training steps.
     """
     watts = [sum(line.gpu_power_w) for line in run.logged if line.gpu_power_w]
     seconds = run.totals.get("training_s")
@@ -165,50 +167,3 @@ def describe_cost(run: ReportedRun) -> str | None:
         if hours:
             return f"{_round_to_two_digits(hours):g} {unit}"
     return None
-
-
-def draw_checkpoints(run: ReportedRun, dataset: str) -> Iterator[Chart]:
-    """Scores of a run's evaluated checkpoints over steps, a chart for each task whose rows a metric
-    ranks.
-
-    The last point is the export's. The baseline, a line, is the best one in the export's table.
-    """
-    exported = run.evaluation
-    step = run.evaluated_model.step
-    if exported is None or step is None or not run.checkpoint_evaluations:
-        return
-    by_step = {**run.checkpoint_evaluations, step: exported}
-    evaluations = dict(sorted(by_step.items()))
-    for task, final in exported.datasets[dataset].tasks.items():
-        if final.metric is None:
-            continue
-        curves = _list_scores_by_method(evaluations, dataset, task, final)
-        baseline = final.best_row("baseline")
-        if baseline is not None:
-            value = final.rank_value(baseline)
-            name = f"{baseline.method.name} (best baseline)"
-            curves[name] = [(min(evaluations), value), (max(evaluations), value)]
-        if any(len(points) > 1 for points in curves.values()):
-            metric = to_words(final.metric)
-            title = f"{run.name}, {dataset}, {to_words(task)}: {metric} over steps"
-            yield draw_curves(title, curves, metric)
-
-
-def _list_scores_by_method(
-    evaluations: Mapping[int, Evaluation], dataset: str, task: str, final: TaskResult
-) -> dict[str, Points]:
-    """(step, value) of each row of the model, by name, in the order of the `final` result and then of
-    `evaluations`, which are by step, ascending.
-    """
-    model_rows = [row for row in final.ranked_rows if row.method.kind == "model"]
-    curves: dict[str, Points] = {row.method.name: [] for row in model_rows}
-    for step, evaluation in evaluations.items():
-        evaluated = evaluation.datasets.get(dataset)
-        result = evaluated and evaluated.tasks.get(task)
-        if not result or result.metric != final.metric:
-            continue
-        for row in result.ranked_rows:
-            if row.method.kind == "model":
-                point = (step, result.rank_value(row))
-                curves.setdefault(row.method.name, []).append(point)
-    return curves

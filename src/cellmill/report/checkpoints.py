@@ -1,0 +1,60 @@
+"""Charts of a run's evaluated checkpoints: scores of each task over steps."""
+
+from collections.abc import Iterator, Mapping
+
+from cellmill.report.collect import ReportedRun
+from cellmill.report.drawing.chart import Chart
+from cellmill.report.drawing.curves import Points, draw_curves
+from cellmill.report.text import to_words
+from cellmill.runs.results import Evaluation, TaskResult
+
+
+def draw_checkpoints(run: ReportedRun, dataset: str) -> Iterator[Chart]:
+    """A chart for each task on `dataset` that ranks its rows by a metric.
+
+    It has a curve for each row of the model, over the steps of the evaluated checkpoints and of the
+    exported model. A horizontal line is the best baseline in the table of the exported model.
+    """
+    exported = run.evaluation
+    exported_step = run.evaluated_model.step
+    if exported is None or exported_step is None or not run.checkpoint_evaluations:
+        return
+    by_step = {**run.checkpoint_evaluations, exported_step: exported}
+    evaluations = dict(sorted(by_step.items()))
+    for task, exported_result in exported.datasets[dataset].tasks.items():
+        metric = exported_result.metric
+        if metric is None:
+            continue
+        curves = _list_scores_by_method(evaluations, dataset, task, exported_result)
+        baseline = exported_result.best_row("baseline")
+        if baseline is not None:
+            value = exported_result.rank_value(baseline)
+            name = f"{baseline.method.name} (best baseline)"
+            curves[name] = [(min(evaluations), value), (max(evaluations), value)]
+        if any(len(points) > 1 for points in curves.values()):
+            metric_words = to_words(metric)
+            title = f"{run.name}, {dataset}, {to_words(task)}: {metric_words} over steps"
+            yield draw_curves(title, curves, metric_words)
+
+
+def _list_scores_by_method(
+    evaluations: Mapping[int, Evaluation], dataset: str, task: str, exported_result: TaskResult
+) -> dict[str, Points]:
+    """(step, value) of each row of the model, by name of the row.
+
+    `evaluations` are by step in ascending order. Rows of `exported_result` come first, in its order.
+    """
+    curves: dict[str, Points] = {}
+    for row in exported_result.ranked_rows:
+        if row.method.kind == "model":
+            curves[row.method.name] = []
+    for step, evaluation in evaluations.items():
+        evaluated = evaluation.datasets.get(dataset)
+        result = evaluated.tasks.get(task) if evaluated else None
+        if result is None or result.metric != exported_result.metric:
+            continue
+        for row in result.ranked_rows:
+            if row.method.kind == "model":
+                point = (step, result.rank_value(row))
+                curves.setdefault(row.method.name, []).append(point)
+    return curves
