@@ -114,22 +114,22 @@ class ReportedCorpus:
     remake_commands: dict[str, str] = field(default_factory=dict)  # by file
 
 
-class RunOnDataset(NamedTuple):
-    """A run's results on one dataset."""
+class RunResults(NamedTuple):
+    """Results of one run on one dataset."""
 
     run: ReportedRun
     dataset: str
-    results: dict[str, TaskResult]  # by task
+    by_task: dict[str, TaskResult]
 
 
-def list_results(runs: Iterable[ReportedRun]) -> list[RunOnDataset]:
+def list_results(runs: Iterable[ReportedRun]) -> list[RunResults]:
     """Results of each run on each dataset on which it was evaluated, run by run."""
-    evaluated = []
+    run_results = []
     for run in runs:
         datasets = run.evaluation.datasets if run.evaluation else {}
         for name, dataset in datasets.items():
-            evaluated.append(RunOnDataset(run, name, dataset.tasks))
-    return evaluated
+            run_results.append(RunResults(run, name, dataset.tasks))
+    return run_results
 
 
 def read_run(folder: Path) -> ReportedRun:

@@ -1,5 +1,7 @@
-"""Sentences of the overview, the first section of the page: which runs have no result, which run
-leads on each dataset, how it compares with the baselines, and what to change next.
+"""Sentences of the overview, the first section of the page.
+
+They name the runs without a result, the run that leads on each dataset, its comparison with the
+baselines, and what to change next.
 """
 
 from collections.abc import Sequence
@@ -18,25 +20,25 @@ RELATIONS: dict[Outcome, str] = {
     "level": "level with",
     "undecided": "undecided against",
 }
-"""Words between a run and a baseline. Outcomes are counted in this order."""
+"""Words between a run and a baseline, by outcome. Outcomes are counted in this order."""
 
 
 @dataclass(frozen=True)
 class Lead:
-    """The lead on a dataset, in words. If several runs are tied, the first one is described.
+    """The run that leads on a dataset, in words; the first of several tied runs.
 
     page.html makes one sentence of `names`, `lead_phrase`, a colon and `verdict_phrase`: "A and B
     are tied for the highest mean on D over the task that all have (probe); A: ahead of the best
     baseline, PCA50 + kNN: 0.912 against 0.874 (probe accuracy)."
     """
 
-    standing: Standing  # of the described run
-    names: str  # name of the leader, or the names of all tied runs
+    standing: Standing  # of the leader
+    names: str  # the leader, or all tied runs, joined by "and"
     is_tied: bool
 
     @property
     def lead_phrase(self) -> str:
-        """The words after the names: the dataset, and how far the lead over its other runs is known."""
+        """The words after the names: the dataset, and how certain the lead over other runs is."""
         standing = self.standing
         if standing.n_runs == 1:
             return f"on {standing.dataset}"
@@ -54,7 +56,7 @@ class Lead:
 
     @property
     def _metric(self) -> str:
-        """The task that the described run is judged by, and its metric, in words."""
+        """The task by which the leader is judged, and its metric, in words."""
         return to_words(f"{self.standing.task} {self.standing.result.metric}")
 
     @property
@@ -63,7 +65,7 @@ class Lead:
 
     @property
     def verdict_phrase(self) -> str:
-        """The described run against the best baseline: outcome, both scores, and a mark if the effort was fast."""
+        """The leader against the best baseline: outcome, both scores, and a mark of effort fast."""
         return self._verdict_without_effort + self.standing.result.effort_mark
 
     @property
@@ -81,7 +83,7 @@ class Lead:
 
     @property
     def outcomes_sentence(self) -> str:
-        """The tasks in which the described run is ahead, level and behind."""
+        """The numbers of comparisons in which the leader is ahead, level and behind."""
         standing = self.standing
         n = len(standing.verdicts)
         if n == 0:
@@ -100,12 +102,12 @@ class Lead:
 
     @property
     def gap(self) -> Gap | None:
-        """The gap in the metric; `numbers_sentence` gives the percentage of it that is closed."""
+        """The gap between a trivial method and a ceiling in the metric; None if there is none."""
         return find_gap(self.standing.result)
 
     @property
     def numbers_sentence(self) -> str:
-        """The score, its difference from the best baseline, and how much of the gap it closes."""
+        """The score, its difference from the best baseline, and the share of the gap it closes."""
         standing = self.standing
         score = self._score
         sd = standing.best_row.sd(standing.result.metric or "")
@@ -124,22 +126,22 @@ class Lead:
 
     @property
     def beaten_sentence(self) -> str:
-        """The tasks in which another run beats the first leader; empty if there are none."""
+        """Runs that are better in one task than the run with the highest mean; empty if there are none."""
         ranking = self.standing.ranking
-        runs = [
+        wins = [
             f"{run} in {to_words(task)} (+{difference:.3f})"
             for run, task, difference in ranking.wins_over_leader
         ]
-        if not runs:
+        if not wins:
             return ""
         return (
             f"Better than {ranking.leaders[0]} in one task, by more than the interval between runs: "
-            f"{', '.join(runs)}."
+            f"{', '.join(wins)}."
         )
 
 
 def _describe_tasks(standing: Standing, outcome: Outcome) -> str:
-    """The tasks with verdicts of this outcome, each with its largest difference, in words."""
+    """Tasks with verdicts of this outcome, each with its largest difference, in words."""
     by_task: dict[str, list[Verdict]] = {}
     for task, verdict, _ in standing.verdicts:
         if verdict.outcome == outcome:
@@ -178,8 +180,8 @@ def describe_missing(runs: Sequence[ReportedRun]) -> str:
 def describe_unscored(runs: Sequence[ReportedRun]) -> list[str]:
     """A sentence for each run and dataset on which every task was skipped."""
     sentences = []
-    for run, dataset, results in list_results(runs):
-        reasons = {to_words(task): result.skipped for task, result in results.items()}
+    for run, dataset, by_task in list_results(runs):
+        reasons = {to_words(task): result.skipped for task, result in by_task.items()}
         if None in reasons.values():
             continue
         skipped = "; ".join(f"{task}: {reason}" for task, reason in reasons.items())
@@ -208,10 +210,10 @@ def group_by_advice(
 def list_verdict_sentences(
     runs: Sequence[ReportedRun], *outcomes: Outcome
 ) -> list[tuple[str, str]]:
-    """(run, sentence) of verdicts with these outcomes; a sentence begins with its dataset."""
+    """(run, sentence) of each verdict with one of `outcomes`. A sentence begins with the dataset."""
     sentences = []
-    for run, dataset, results in list_results(runs):
-        for result in results.values():
+    for run, dataset, by_task in list_results(runs):
+        for result in by_task.values():
             for verdict in result.verdicts:
                 if verdict.outcome in outcomes:
                     sentences.append((run.name, f"{dataset}: {verdict.sentence}"))
@@ -221,8 +223,10 @@ def list_verdict_sentences(
 def list_defeats(
     runs: Sequence[ReportedRun], standings: Sequence[Standing]
 ) -> list[tuple[str, str]]:
-    """(run, sentence) for each defeat: one sentence for a dataset on all its best baselines, then one
-    for each verdict "behind" of a task that has no verdict against a best baseline.
+    """(run, sentence) of each defeat by a baseline.
+
+    A run has one sentence for each dataset on which it is behind a best baseline. Then come the
+    verdicts "behind" of tasks that have no verdict against a best baseline.
     """
     defeats = []
     for standing in standings:
@@ -233,8 +237,8 @@ def list_defeats(
             defeats.append(
                 (standing.run.name, f"{standing.dataset}: behind in {n_behind} of {n}: {tasks}.")
             )
-    for run, dataset, results in list_results(runs):
-        for result in results.values():
+    for run, dataset, by_task in list_results(runs):
+        for result in by_task.values():
             if result.best_verdicts():
                 continue
             for verdict in result.verdicts:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cellmill.report.collect import ReportedRun, RunOnDataset, list_results
+from cellmill.report.collect import ReportedRun, RunResults, list_results
 from cellmill.report.ranking import Ranking, Scores, rank_runs, score_tasks
 from cellmill.report.verdicts import TaskVerdict, find_verdict, list_verdicts
 from cellmill.runs.results import Outcome, Row, TaskResult, Verdict
@@ -48,39 +48,39 @@ class Standing:
 def list_standings(runs: Sequence[ReportedRun]) -> list[Standing]:
     """Standing of each run on each dataset on which one of its tasks ranks methods by a metric."""
     scores_by_dataset: dict[str, dict[str, Scores]] = {}  # by dataset, then by run
-    for run, dataset, results in list_results(runs):
-        scores = score_tasks(results)
+    for run, dataset, results_by_task in list_results(runs):
+        scores = score_tasks(results_by_task)
         if scores:
             scores_by_dataset.setdefault(dataset, {})[run.name] = scores
     rankings = {dataset: rank_runs(by_run) for dataset, by_run in scores_by_dataset.items()}
     steps = {run.name: run.status.step if run.status else None for run in runs}
     standings = []
-    for evaluated in list_results(runs):
-        by_run = scores_by_dataset.get(evaluated.dataset, {})
-        if evaluated.run.name in by_run:
-            ranking = rankings[evaluated.dataset]
+    for run_results in list_results(runs):
+        by_run = scores_by_dataset.get(run_results.dataset, {})
+        if run_results.run.name in by_run:
+            ranking = rankings[run_results.dataset]
             distinct_steps = {steps[name] for name in by_run}
-            standing = _make_standing(evaluated, ranking, len(by_run), len(distinct_steps) > 1)
+            standing = _make_standing(run_results, ranking, len(by_run), len(distinct_steps) > 1)
             standings.append(standing)
     return standings
 
 
 def _make_standing(
-    evaluated: RunOnDataset, ranking: Ranking, n_runs: int, steps_differ: bool
+    run_results: RunResults, ranking: Ranking, n_runs: int, steps_differ: bool
 ) -> Standing:
     """Standing of a run that `ranking` compares with the other runs of its dataset."""
-    task = _choose_task(evaluated.results, ranking)
-    result = evaluated.results[task]
-    row = result.best_row("model")
-    assert row is not None
-    verdicts = list_verdicts(evaluated.results)
-    verdict = find_verdict(verdicts, task, row, result.metric)
+    task = _choose_task(run_results.by_task, ranking)
+    result = run_results.by_task[task]
+    best_row = result.best_row("model")
+    assert best_row is not None
+    verdicts = list_verdicts(run_results.by_task)
+    verdict = find_verdict(verdicts, task, best_row, result.metric)
     return Standing(
-        run=evaluated.run,
-        dataset=evaluated.dataset,
+        run=run_results.run,
+        dataset=run_results.dataset,
         task=task,
         result=result,
-        best_row=row,
+        best_row=best_row,
         baseline=_find_baseline(result, verdict),
         verdict=verdict,
         verdicts=verdicts,
