@@ -454,12 +454,21 @@ def umap_of(labels: Sequence[str], batches: Sequence[str]) -> UmapCells:
 def test_a_umap_shows_at_most_4000_cells() -> None:
     figure = draw_umap("UMAP", umap_of(["B"] * 5000, [""] * 5000), ["B"])
     assert len(figure.rows) == 4000
-    assert figure.rows[0] == {"x": 1.23, "y": 2.0, "code": 0, "held_out": 1}
+    assert figure.rows[0] == {"x": 1.23, "y": 2.0, "label": 0, "held_out": 1}
     cells = umap_of([""] * 5, [*"baab", ""])
     assert list_labels(cells, "batch") == ["a", "b"]
     assert len(draw_umap("UMAP", cells, ["a", "b"], "batch", 2).rows) == 2
     drawn = draw_umap("UMAP", cells, ["a", "b"], "batch").rows
-    assert sorted(row["code"] for row in drawn) == [-1, 0, 0, 1, 1]
+    assert sorted(row["batch"] for row in drawn) == [-1, 0, 0, 1, 1]
+
+
+def test_the_csv_of_a_umap_has_labels_instead_of_codes(tmp_path: Path) -> None:
+    charts = PageCharts()
+    charts.add(draw_umap("UMAP", umap_of(["b", "", "a", "b"], [""] * 4), ["b", "a"]))
+    charts.save(tmp_path)
+    rows = [*csv.DictReader((tmp_path / "001_UMAP.csv").open())]
+    assert [*rows[0]] == ["x", "y", "label", "held_out"]
+    assert sorted(row["label"] for row in rows) == ["", "a", "b", "b"]
 
 
 def test_many_runs_are_drawn_with_fewer_points() -> None:

@@ -1,103 +1,176 @@
 "use strict";
-// Live figures, folded parts of many runs, sorting, theme and search. Without it the page shows tables and static pictures.
-(async () => {
-  const root = document.documentElement;
-  const packed = Uint8Array.from(atob(document.getElementById("packed").textContent), (byte) => byte.charCodeAt(0));
-  const unpacked = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
-  const { charts, folded } = await new Response(unpacked).json();
-  document.querySelectorAll("[data-folded]").forEach((place) => { place.outerHTML = folded[place.dataset.folded]; });
+// Live charts, folded parts of many runs, sorting, theme and search.
+// Without scripts the page shows its tables and static pictures.
 
-  const keysOf = (chart) => Object.keys(chart.columns);
-  const rowsOf = (chart) => {
-    const keys = keysOf(chart);
-    return (chart.columns[keys[0]] ?? []).map((_, row) => Object.fromEntries(keys.map((key) => [key, chart.columns[key][row]])));
-  };
-  const save = (name, type, text) => {
-    const link = document.createElement("a");
-    link.href = URL.createObjectURL(new Blob([text], { type }));
-    link.download = name;
-    link.click();
-    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
-  };
-  const csv = (chart) => {
-    // a leading =, + or @ would be a formula in a spreadsheet
-    const cell = (value) => {
-      const text = typeof value === "string" && /^[=+@\t]/.test(value) ? `'${value}` : String(value ?? "");
-      return /[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
-    };
-    const rows = rowsOf(chart).map((row) => Object.values(row));
-    return [keysOf(chart), ...rows].map((row) => row.map(cell).join(",")).join("\n") + "\n";
-  };
-  const button = (text, label, click) => {
-    const made = document.createElement("button");
-    made.type = "button";
-    made.textContent = text;
-    made.setAttribute("aria-label", label);
-    made.addEventListener("click", click);
-    return made;
-  };
+const UNKNOWN = "–"; // a table's text for a missing value
+const DRAW_MARGIN = "300px"; // a chart is drawn when it is this close to the window
 
-  const draw = async (figure) => {
-    const chart = charts[figure.dataset.chart];
-    const live = document.createElement("div");
-    live.className = "live";
-    figure.append(live);
-    const spec = { ...chart.spec, width: "container", data: { values: rowsOf(chart) } };
-    // ast: expressions are interpreted, so that the page's policy need not allow eval
-    const options = { actions: false, ast: true, renderer: chart.canvas ? "canvas" : "svg" };
-    const { view } = await window.vegaEmbed(live, spec, options);
-    figure.classList.add("drawn");
-    const tools = document.createElement("div");
-    tools.className = "tools";
-    const file = chart.title.replace(/[^\w.-]+/g, "_");
-    tools.append(
-      button("CSV", `data of ${chart.title}`, () => save(`${file}.csv`, "text/csv", csv(chart))),
-      button("SVG", `picture of ${chart.title}`, async () => save(`${file}.svg`, "image/svg+xml", await view.toSVG())),
-    );
-    figure.append(tools);
-  };
-  const watch = new IntersectionObserver((entries) => {
+// ---- data: JSON, compressed by zlib, in base64 (PageCharts.packed)
+
+async function unpack(base64) {
+  const bytes = Uint8Array.from(atob(base64), (character) => character.charCodeAt(0));
+  const text = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return new Response(text).json();
+}
+
+function unfold(folded) {
+  for (const placeholder of document.querySelectorAll("[data-folded]")) {
+    placeholder.outerHTML = folded[placeholder.dataset.folded];
+  }
+}
+
+// Rows of a chart's table: objects with its columns as keys.
+function listRows(columns) {
+  const names = Object.keys(columns);
+  const nRows = names.length ? columns[names[0]].length : 0;
+  const rows = [];
+  for (let index = 0; index < nRows; index++) {
+    rows.push(Object.fromEntries(names.map((name) => [name, columns[name][index]])));
+  }
+  return rows;
+}
+
+// ---- CSV and SVG of a chart
+
+function toCsvCell(value) {
+  // a spreadsheet would evaluate a text that begins with =, + or @
+  const isFormula = typeof value === "string" && /^[=+@\t]/.test(value);
+  const text = isFormula ? `'${value}` : String(value ?? "");
+  return /[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+}
+
+function toCsv({ columns, texts }) {
+  const names = Object.keys(columns);
+  const lines = [names];
+  for (const row of listRows(columns)) {
+    // a column of codes has texts; code -1 is the last one
+    lines.push(names.map((name) => (name in texts ? texts[name].at(row[name]) : row[name])));
+  }
+  return lines.map((line) => line.map(toCsvCell).join(",")).join("\n") + "\n";
+}
+
+function download(name, type, text) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([text], { type }));
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
+function makeButton(text, label, onClick) {
+  const button = document.createElement("button");
+  button.type = "button";
+  button.textContent = text;
+  button.setAttribute("aria-label", label);
+  button.addEventListener("click", onClick);
+  return button;
+}
+
+function makeTools(chart, view) {
+  const file = chart.title.replace(/[^\w.-]+/g, "_");
+  const tools = document.createElement("div");
+  tools.className = "tools";
+  tools.append(
+    makeButton("CSV", `data of ${chart.title}`, () => {
+      download(`${file}.csv`, "text/csv", toCsv(chart));
+    }),
+    makeButton("SVG", `picture of ${chart.title}`, async () => {
+      download(`${file}.svg`, "image/svg+xml", await view.toSVG());
+    }),
+  );
+  return tools;
+}
+
+// ---- live charts
+
+async function drawChart(figure, chart) {
+  const live = document.createElement("div");
+  live.className = "live";
+  figure.append(live);
+  const spec = { ...chart.spec, width: "container", data: { values: listRows(chart.columns) } };
+  // ast: expressions are interpreted, so that the page's policy need not allow eval
+  const options = { actions: false, ast: true, renderer: chart.canvas ? "canvas" : "svg" };
+  const { view } = await window.vegaEmbed(live, spec, options);
+  figure.classList.add("drawn");
+  figure.append(makeTools(chart, view));
+}
+
+function drawChartsOnScroll(charts) {
+  const observer = new IntersectionObserver((entries) => {
     for (const { isIntersecting, target } of entries) {
       if (!isIntersecting) continue;
-      watch.unobserve(target);
-      draw(target).catch((error) => console.error(error));
+      observer.unobserve(target);
+      drawChart(target, charts[target.dataset.chart]).catch((error) => console.error(error));
     }
-  }, { rootMargin: "300px" });
-  document.querySelectorAll("figure.chart").forEach((figure) => watch.observe(figure));
+  }, { rootMargin: DRAW_MARGIN });
+  for (const figure of document.querySelectorAll("figure.chart")) observer.observe(figure);
+}
 
-  for (const table of document.querySelectorAll("table.sortable")) {
-    const heads = [...table.tHead.rows[0].cells];
-    heads.forEach((head, column) => {
-      const text = head.textContent;
-      head.textContent = "";
-      head.append(button(text, `sort by ${text}`, () => {
-        const down = head.getAttribute("aria-sort") !== "descending";
-        heads.forEach((other) => other.removeAttribute("aria-sort"));
-        head.setAttribute("aria-sort", down ? "descending" : "ascending");
-        const key = (row) => row.cells[column].dataset.value ?? row.cells[column].textContent.trim();
-        const order = (a, b) => {
-          const [x, y] = [key(a), key(b)];
-          if (x === "–" || y === "–") return (x === "–") - (y === "–");
-          const [n, m] = [x, y].map((v) => Number(v.replaceAll(",", "")));
-          const sign = Number.isNaN(n) || Number.isNaN(m) ? x.localeCompare(y) : n - m;
-          return down ? -sign : sign;
-        };
-        table.tBodies[0].append(...[...table.tBodies[0].rows].sort(order));
-      }));
-    });
-  }
+// ---- tables
 
-  const theme = document.getElementById("theme");
-  const dark = () => (root.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
-  theme.hidden = false;
-  theme.addEventListener("click", () => {
-    root.dataset.theme = dark() ? "light" : "dark";
-    theme.setAttribute("aria-pressed", String(dark()));
+// Order of two cells, as of Array.sort; unknown values are last in both directions.
+function compareCells(a, b, isDescending) {
+  if (a === UNKNOWN || b === UNKNOWN) return (a === UNKNOWN) - (b === UNKNOWN);
+  const difference = Number(a.replaceAll(",", "")) - Number(b.replaceAll(",", ""));
+  const order = Number.isNaN(difference) ? a.localeCompare(b) : difference;
+  return isDescending ? -order : order;
+}
+
+function sortTable(table, headings, column) {
+  const heading = headings[column];
+  const isDescending = heading.getAttribute("aria-sort") !== "descending";
+  for (const other of headings) other.removeAttribute("aria-sort");
+  heading.setAttribute("aria-sort", isDescending ? "descending" : "ascending");
+  const read = ({ cells }) => cells[column].dataset.value ?? cells[column].textContent.trim();
+  const body = table.tBodies[0];
+  const sorted = [...body.rows].sort((a, b) => compareCells(read(a), read(b), isDescending));
+  body.append(...sorted);
+}
+
+function makeSortable(table) {
+  const headings = [...table.tHead.rows[0].cells];
+  headings.forEach((heading, column) => {
+    const text = heading.textContent;
+    const sort = () => sortTable(table, headings, column);
+    heading.replaceChildren(makeButton(text, `sort by ${text}`, sort));
   });
+}
+
+function addSearch() {
   const search = document.getElementById("search");
   search.hidden = false;
   search.addEventListener("input", () => {
-    const wanted = search.value.trim().toLowerCase();
-    document.querySelectorAll("tbody tr").forEach((row) => { row.hidden = !row.textContent.toLowerCase().includes(wanted); });
+    const text = search.value.trim().toLowerCase();
+    for (const row of document.querySelectorAll("tbody tr")) {
+      row.hidden = !row.textContent.toLowerCase().includes(text);
+    }
   });
-})().catch((error) => console.error(error));
+}
+
+// ---- theme
+
+function isDark() {
+  const theme = document.documentElement.dataset.theme;
+  if (theme) return theme === "dark";
+  return matchMedia("(prefers-color-scheme: dark)").matches;
+}
+
+function addThemeButton() {
+  const button = document.getElementById("theme");
+  button.hidden = false;
+  button.addEventListener("click", () => {
+    document.documentElement.dataset.theme = isDark() ? "light" : "dark";
+    button.setAttribute("aria-pressed", String(isDark()));
+  });
+}
+
+async function main() {
+  const { charts, folded } = await unpack(document.getElementById("packed").textContent);
+  unfold(folded);
+  drawChartsOnScroll(charts);
+  document.querySelectorAll("table.sortable").forEach(makeSortable);
+  addThemeButton();
+  addSearch();
+}
+
+main().catch((error) => console.error(error));

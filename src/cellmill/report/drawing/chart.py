@@ -5,8 +5,8 @@ Ink is `currentColor`, so that charts follow the page's colours.
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.resources import files
 from itertools import chain
@@ -35,16 +35,26 @@ class.
 class Chart:
     """A table and the Vega-Lite specification that draws it."""
 
-    title: str  # what it shows, in words: read by screen readers, and the name of its files
+    title: str  # in words: read by screen readers, and the name of its files
     rows: Sequence[ChartRow]  # all that is drawn
     spec: Spec  # without the data
     is_umap: bool = False  # its thousands of marks are drawn as a bitmap
+    # texts of a column of codes, by column; code -1 is the last text
+    texts: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @cached_property
     def columns(self) -> dict[str, list[Any]]:
-        """Values of the table by column, None for a missing one."""
+        """Values of the table by column; None if a row has no value."""
         names = dict.fromkeys(chain.from_iterable(self.rows))
         return {name: [row.get(name) for row in self.rows] for name in names}
+
+    @property
+    def csv_columns(self) -> dict[str, list[Any]]:
+        """The columns with texts in place of codes."""
+        columns = dict(self.columns)
+        for name, texts in self.texts.items():
+            columns[name] = [texts[code] for code in columns[name]]
+        return columns
 
     @property
     def full_spec(self) -> Spec:

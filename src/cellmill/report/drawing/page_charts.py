@@ -94,8 +94,9 @@ class PageCharts:
                 open(path, "w", encoding="utf-8", newline="") as file,
             ):
                 writer = csv.writer(file, lineterminator="\n")
-                writer.writerow(chart.columns)
-                writer.writerows(zip(*map(_without_formulas, chart.columns.values())))
+                columns = chart.csv_columns
+                writer.writerow(columns)
+                writer.writerows(zip(*map(_without_formulas, columns.values())))
 
     @property
     def packed(self) -> str:
@@ -108,6 +109,7 @@ class PageCharts:
                     "canvas": chart.is_umap,
                     "spec": chart.full_spec,
                     "columns": chart.columns,
+                    "texts": chart.texts,
                 }
             )
         text = json.dumps(

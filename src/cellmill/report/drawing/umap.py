@@ -52,8 +52,8 @@ def draw_umap(
     """Cells at UMAP coordinates, at most `max_cells` of them, coloured by a column, whose values are
     `labels`; held-out cells are circles.
 
-    To keep the page small, rows of the chart have codes, whose texts the browser looks up, and
-    coordinates of two decimals, which a screen cannot tell from more.
+    To keep the page small, rows have codes, whose texts the browser looks up, and coordinates of
+    two decimals, which a screen cannot tell from more.
     """
     if column == "batch":
         max_cells = min(max_cells, MAX_CELLS_BY_BATCH)
@@ -66,8 +66,8 @@ def draw_umap(
             {
                 "x": round(cells.x[index], 2),
                 "y": round(cells.y[index], 2),
-                # -1 for a cell without a value: as an index, the last colour
-                "code": codes.get(cells.texts[column][index], -1),
+                # -1 for a cell without a text: as an index, the last text and colour
+                column: codes.get(cells.texts[column][index], -1),
                 "held_out": cells.is_held_out[index],
             }
         )
@@ -76,13 +76,14 @@ def draw_umap(
     spec = read_template("umap")
     names_by_code = [{"code": code, "name": label} for label, code in codes.items()]
     names_by_code.append({"code": -1, "name": names[-1]})
+    spec["transform"][0]["lookup"] = column
     spec["transform"][0]["from"]["data"]["values"] = names_by_code
     # fewer cells are drawn larger
     size = AREA_OF_CELLS / max(len(rows), 1)
     spec["mark"]["size"] = float(np.clip(size, MIN_CELL_AREA, MAX_CELL_AREA))
     spec["encoding"]["color"]["scale"] = {"domain": names, "range": colours}
     spec["encoding"]["tooltip"][0]["title"] = column
-    return Chart(title, rows, spec, is_umap=True)
+    return Chart(title, rows, spec, is_umap=True, texts={column: [*labels, ""]})
 
 
 def draw_umap_svg(spec: Spec, rows: Sequence[ChartRow], decimals: int) -> str:
@@ -102,10 +103,11 @@ def draw_umap_svg(spec: Spec, rows: Sequence[ChartRow], decimals: int) -> str:
     arc = f"A{radius:.2f},{radius:.2f},0,1,1"
     circle = f"M{radius:.2f},0{arc},{-radius:.2f},0{arc},{radius:.2f},0"
     colours = spec["encoding"]["color"]["scale"]["range"]
+    column = spec["transform"][0]["lookup"]
     marks = []
     for row, x, y in zip(rows, left.round(decimals).tolist(), top.round(decimals).tolist()):
         shape = circle if row["held_out"] else triangle
-        fill = colours[row["code"]]
+        fill = colours[row[column]]
         marks.append(f'<path transform="translate({x:g},{y:g})" d="{shape}" fill="{fill}"/>')
     # opacity of the fill: opacity of each mark would take twice the time to draw as a bitmap
     cells = f'<g fill-opacity="0.9">{"".join(marks)}</g>'
