@@ -1,4 +1,4 @@
-"""The HTML page, rendered from the files of runs and corpora. It loads nothing from elsewhere."""
+"""The HTML page of runs, corpora and sweeps. It needs no network: scripts and data are in it."""
 
 import base64
 import hashlib
@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 import vl_convert
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -63,7 +63,7 @@ HISTOGRAMS = {
     "mito_frac": "mitochondrial fraction",
     "n_residues": "residues per sequence",
 }
-"""Histograms of a QC report and their names, in the order of the page."""
+"""Titles of the histograms of a QC report, in the order of the page."""
 FILTERS: tuple[Callable[..., Any], ...] = (
     # values
     to_text,
@@ -85,7 +85,7 @@ FILTERS: tuple[Callable[..., Any], ...] = (
     find_highest,
     find_longest_bar,
 )
-"""Functions that page.html applies to a value, as filters by name."""
+"""Functions that page.html uses as filters, by name."""
 FUNCTIONS: tuple[Callable[..., Any], ...] = (
     colour,
     draw_confusion,
@@ -94,7 +94,14 @@ FUNCTIONS: tuple[Callable[..., Any], ...] = (
     draw_umap,
     list_labels,
 )
-"""Functions that page.html calls by name."""
+"""Functions that page.html calls, by name."""
+
+
+class Scripts(NamedTuple):
+    """JavaScript of the page."""
+
+    vega: Markup  # Vega, Vega-Lite and vega-embed
+    page: Markup  # page.js
 
 
 def render(
@@ -104,8 +111,9 @@ def render(
     sweeps: Sequence[SweepCurves] = (),
     page_charts: PageCharts | None = None,
 ) -> str:
-    """The page as HTML; its charts are added to `page_charts`. Raises DataError when two runs or
-    corpora share a name.
+    """The page as HTML. Its charts are added to `page_charts`.
+
+    Raise DataError if two runs or two corpora have the same name.
     """
     _check_unique("runs", [run.name for run in runs])
     _check_unique("corpora", [corpus.name for corpus in corpora])
@@ -132,7 +140,7 @@ def render(
             # charts
             training_charts=draw_training(runs),
             histogram_names=HISTOGRAMS,
-            max_cells=limit_cells(sum(len(run.umap) for run in runs)),
+            max_umap_cells=limit_cells(sum(len(run.umap) for run in runs)),
             page_charts=page_charts or PageCharts(len(runs)),
             # style and scripts
             style=Markup(_read_asset("page.css")),
@@ -150,7 +158,7 @@ def _check_unique(kind: str, names: list[str]) -> None:
 
 @cache
 def _make_environment() -> Environment:
-    """Jinja's environment for page.html. An undefined variable is an error."""
+    """Jinja environment for page.html, in which an undefined variable is an error."""
     environment = Environment(
         loader=PackageLoader("cellmill", "report"),
         autoescape=True,
@@ -169,27 +177,29 @@ def _read_asset(name: str) -> str:
 
 
 @cache
-def load_scripts() -> tuple[Markup, Markup]:
-    """Vega with vega-embed, and the page's own script.
+def load_scripts() -> Scripts:
+    """The scripts of the page.
 
-    The first takes two seconds to bundle, so each user has it in a cache. The cache is not shared:
-    a user could put scripts into the pages of others.
+    Bundling Vega takes two seconds, so the bundle is cached. Each user has a cache of their own:
+    with a shared one, a user could put scripts into the pages of others.
     """
     cached = user_cache() / f"vega-{version('vl-convert-python')}.js"
     try:
         bundle = cached.read_text(encoding="utf-8")
     except OSError:
-        bundle = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub asks for an optional one
+        # the argument is optional, but not in the package's stub
+        bundle = vl_convert.javascript_bundle()  # type: ignore[call-arg]
         with suppress(OSError, DataError):
             cached.parent.mkdir(parents=True, exist_ok=True)
             write_text(cached, bundle)
-    return Markup(bundle), Markup(_read_asset("page.js"))
+    return Scripts(Markup(bundle), Markup(_read_asset("page.js")))
 
 
 @cache
 def hash_scripts() -> str:
-    """`script-src` of the page: the hashes of its own scripts and nothing else."""
-    digests = (
-        base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in load_scripts()
-    )
-    return " ".join(f"'sha256-{digest}'" for digest in digests)
+    """`script-src` of the page's content security policy: it allows only the page's scripts."""
+    sources = []
+    for script in load_scripts():
+        digest = hashlib.sha256(script.encode()).digest()
+        sources.append(f"'sha256-{base64.b64encode(digest).decode()}'")
+    return " ".join(sources)

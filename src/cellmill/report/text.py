@@ -17,8 +17,8 @@ def to_words(key: str) -> str:
 def to_text(value: Any) -> str:
     """A value as text.
 
-    Integers have commas, and numbers from 10,000 on no digits after the point; other numbers have
-    four significant digits. None is a dash, and a mapping is its pairs of key and value.
+    Integers have commas between thousands. Floats have four significant digits, or no decimals
+    from 10,000. None is a dash, and a mapping is a list of its keys and values.
     """
     if value is None:
         return UNKNOWN
@@ -34,22 +34,24 @@ def to_text(value: Any) -> str:
 
 
 def to_duration(seconds: float | None) -> str:
+    """Seconds in words such as "12 min"; a dash for None."""
     return UNKNOWN if seconds is None else span(seconds)
 
 
-def to_percent(share: float | None) -> str:
-    return UNKNOWN if share is None else f"{100 * share:.0f} %"
+def to_percent(frac: float | None) -> str:
+    """A fraction in whole percent; a dash for None."""
+    return UNKNOWN if frac is None else f"{100 * frac:.0f} %"
 
 
 def abbreviate(name: str) -> str:
-    """The name of a method with abbreviations."""
+    """A sentence or the name of a method, with abbreviated classifiers."""
     return name.replace("logistic regression", "LR")
 
 
 def flatten(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) pairs of nested options in their order; lists are joined by commas."""
-    for name, value in values_by_path(tree).items():
+    """(path, value) of nested options, such as `train.lr`. Lists are joined by commas."""
+    for path, value in values_by_path(tree).items():
         if isinstance(value, list):
-            yield name, ", ".join(map(to_text, value)) or "none"
+            yield path, ", ".join(map(to_text, value)) or "none"
         else:
-            yield name, value
+            yield path, value
