@@ -38,7 +38,7 @@ from cellmill.report.task_table import (
     find_best_baselines,
     find_gap,
     find_highest,
-    find_longest_bar,
+    find_largest_difference,
     list_columns,
     make_grid,
 )
@@ -83,7 +83,7 @@ FILTERS: tuple[Callable[..., Any], ...] = (
     make_grid,
     find_gap,
     find_highest,
-    find_longest_bar,
+    find_largest_difference,
 )
 """Functions that page.html uses as filters, by name."""
 FUNCTIONS: tuple[Callable[..., Any], ...] = (

@@ -1,4 +1,4 @@
-"""The table of a task: its columns, its best baselines, and its rows by features and classifier."""
+"""Parts of a task's table on the page: columns, best baselines, the grid of ranked rows."""
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -8,28 +8,26 @@ from cellmill.runs.results import Gap, Row, TaskResult, Verdict
 
 
 def list_columns(rows: Sequence[Row]) -> list[str]:
-    """Columns of a task's table that are shown, by heading."""
-    headings: dict[str, None] = {}
+    """Columns of a task's table that the page shows."""
+    columns: dict[str, None] = {}
     for row in rows:
-        headings |= dict.fromkeys([*row.scores, *row.numbers])
-    return [heading for heading in headings if _is_shown(rows, heading)]
+        columns |= dict.fromkeys([*row.scores, *row.numbers])
+    return [column for column in columns if _is_shown(rows, column)]
 
 
 def _is_shown(rows: Sequence[Row], column: str) -> bool:
-    """False if the column has lists, or only counts of 0 and missing values."""
-    is_shown = False
-    for row in rows:
-        value = row.cell(column)
-        if isinstance(value, list):
-            return False
-        if isinstance(value, float) or value:  # also a mean of 0.0
-            is_shown = True
-    return is_shown
+    """False if the column has lists, or only missing values and counts of 0."""
+    values = [row.cell(column) for row in rows]
+    if any(isinstance(value, list) for value in values):
+        return False
+    # a mean of 0.0 is a value, a count of 0 is not
+    return any(isinstance(value, float) or value for value in values)
 
 
 def find_best_baselines(result: TaskResult) -> set[tuple[str, str]]:
-    """(name of the row, heading) of the best baseline of each column of means: the lowest in a
-    column of errors, else the highest.
+    """(name of the row, column) of the best baseline in each column of means.
+
+    The best one is the lowest in a column of errors, otherwise the highest.
     """
     baselines = [row for row in result.rows if row.method.kind == "baseline"]
     best = set()
@@ -48,8 +46,8 @@ def find_best_baselines(result: TaskResult) -> set[tuple[str, str]]:
 class Grid(NamedTuple):
     """Ranked rows by features and classifier.
 
-    A row without a classifier stands in the first column, unless its features have that classifier
-    too: then only the table of all columns shows it.
+    A row without a classifier is in the first column. It is left out if its features have a row
+    with the first classifier; the table of all columns shows it.
     """
 
     classifiers: list[str]  # columns
@@ -57,7 +55,7 @@ class Grid(NamedTuple):
 
 
 def make_grid(result: TaskResult) -> Grid | None:
-    """The ranked rows; None unless some features have several classifiers."""
+    """The grid of ranked rows; None unless some features have several classifiers."""
     rows: dict[str, dict[str, Row]] = {}
     for row in result.ranked_rows:
         rows.setdefault(row.method.features_name, {})[row.method.classifier] = row
@@ -73,18 +71,19 @@ def make_grid(result: TaskResult) -> Grid | None:
 
 
 def find_highest(rows: Iterable[Row], result: TaskResult) -> Row:
-    """The row of a task's result with the highest value in the metric that ranks them."""
+    """The row with the highest value of the metric that ranks rows of `result`."""
     return max(rows, key=result.rank_value)
 
 
 def find_gap(result: TaskResult) -> Gap | None:
-    """The gap in the metric that ranks the rows; None if the task has none."""
+    """The gap in the metric that ranks the rows; None if the result has none."""
     return next((gap for gap in result.gaps if gap.column == result.metric), None)
 
 
-def find_longest_bar(verdicts: Sequence[Verdict]) -> float:
-    """Length that the longest bar of a task needs: the largest distance from 0 of the differences
-    and the ends of their intervals; 1 if all are 0.
+def find_largest_difference(verdicts: Sequence[Verdict]) -> float:
+    """Largest absolute difference of a task's verdicts, ends of intervals included.
+
+    It scales the bars of verdicts. 1 if all differences are 0.
     """
     ends = [0.0]
     for verdict in verdicts:
@@ -93,5 +92,5 @@ def find_longest_bar(verdicts: Sequence[Verdict]) -> float:
 
 
 def select_numbers(result: TaskResult) -> dict[str, float]:
-    """Single values of a task that are numbers."""
+    """Single values of a task that are numbers, by key."""
     return {key: value for key, value in result.figures.items() if isinstance(value, int | float)}
