@@ -7,15 +7,21 @@ import pytest
 
 from cellmill.report.advice import GAINS, list_advice
 from cellmill.report.collect import ReportedRun
-from cellmill.report.forms import LoggedLineForm, ModelForm, PlanForm, RunRecordForm, StatusForm
+from cellmill.report.schemas import (
+    LoggedLineSchema,
+    ModelSchema,
+    PlanSchema,
+    RunRecordSchema,
+    StatusSchema,
+)
 from cellmill.report.training import compare_with_plan
 from cellmill.runs.results import DatasetResult, Evaluation, TaskResult
 
 AHEAD = ["level", "ahead"]
 LEVEL = ["level"]
 BEHIND = ["level", "behind"]
-COLLAPSING = [LoggedLineForm(step=2, effective_rank=1.2)]
-SUPERVISED = ModelForm(supervised_by=["cell_type"])
+COLLAPSING = [LoggedLineSchema(step=2, effective_rank=1.2)]
+SUPERVISED = ModelSchema(supervised_by=["cell_type"])
 OPTIONS = {
     "objective": {"name": "cell_decoding"},
     "model": {"family": "profile", "hidden": 128},
@@ -25,11 +31,11 @@ OPTIONS = {
 
 def advised(options: dict[str, Any], outcomes: list[str] = AHEAD, **files: Any) -> list[str]:
     given: dict[str, Any] = {
-        "plan": PlanForm(steps=1600, steps_per_epoch=20),
-        "status": StatusForm(step=1600),
+        "plan": PlanSchema(steps=1600, steps_per_epoch=20),
+        "status": StatusSchema(step=1600),
     }
     given |= {"model": None, "evaluation": Evaluation({}, {"step": 1600})} | files
-    record = RunRecordForm.model_validate({"options": OPTIONS | options})
+    record = RunRecordSchema.model_validate({"options": OPTIONS | options})
     return list_advice(ReportedRun("run", run_record=record, **given), outcomes)
 
 
@@ -41,7 +47,7 @@ def advised(options: dict[str, Any], outcomes: list[str] = AHEAD, **files: Any) 
         ({}, {"outcomes": []}, "name the label, batch or other columns that its tasks need"),
         (
             {},
-            {"logged": [LoggedLineForm(step=1, effective_rank=9.0), *COLLAPSING]},
+            {"logged": [LoggedLineSchema(step=1, effective_rank=9.0), *COLLAPSING]},
             "lower train.lr: the embedding has coll",
         ),
         (
@@ -56,12 +62,12 @@ def advised(options: dict[str, Any], outcomes: list[str] = AHEAD, **files: Any) 
         ),
         (
             {},
-            {"plan": PlanForm(steps=390, steps_per_epoch=13)},
+            {"plan": PlanSchema(steps=390, steps_per_epoch=13)},
             "set train.steps: auto, which is 1,600 steps and not 390",
         ),
         (
             {},
-            {"plan": PlanForm(steps=1600, steps_per_epoch=900)},
+            {"plan": PlanSchema(steps=1600, steps_per_epoch=900)},
             "set train.steps: auto, which is 2,700 steps and not 1,600",
         ),
         (
@@ -82,7 +88,7 @@ def advised(options: dict[str, Any], outcomes: list[str] = AHEAD, **files: Any) 
         # lengths were measured without labels
         (
             {},
-            {"model": SUPERVISED, "plan": PlanForm(steps=9, steps_per_epoch=3)},
+            {"model": SUPERVISED, "plan": PlanSchema(steps=9, steps_per_epoch=3)},
             "train it with other seeds",
         ),
         # two labels need no second direction
@@ -105,7 +111,7 @@ def test_each_rule_has_one_sentence(
 
 
 def test_a_collapsed_embedding_is_named_before_steps() -> None:
-    few = advised({}, logged=COLLAPSING, plan=PlanForm(steps=60, steps_per_epoch=400))
+    few = advised({}, logged=COLLAPSING, plan=PlanSchema(steps=60, steps_per_epoch=400))
     assert [sentence.split(":")[0] for sentence in few][:2] == ["lower train.lr", "set train.steps"]
 
 

@@ -11,9 +11,9 @@ from reported import make_dataset, make_method
 from scipy.stats import ttest_rel
 
 from cellmill.report.collect import ReportedRun
-from cellmill.report.forms import StatusForm
 from cellmill.report.page import render
 from cellmill.report.ranking import TaskScore, find_significant_difference, rank_runs, score_tasks
+from cellmill.report.schemas import StatusSchema
 from cellmill.report.standings import list_standings
 from cellmill.runs.results import Difference, Evaluation, Row, Score, TaskResult
 
@@ -55,7 +55,9 @@ def test_runs_with_different_left_out_batches_are_not_tied() -> None:
     assert first_line(runs).startswith(
         "second is best on d over the tasks that all have (probe, leave out): probe acc"
     )
-    longer = [replace(one, status=StatusForm(step=steps)) for one, steps in zip(runs, (200, 1600))]
+    longer = [
+        replace(one, status=StatusSchema(step=steps)) for one, steps in zip(runs, (200, 1600))
+    ]
     assert not any(one.leads_clearly for one in list_standings(longer))
     assert first_line(longer).startswith(
         "second has the highest mean on d over the tasks that all have (probe, leave out), with other numbers of steps:"

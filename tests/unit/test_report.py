@@ -40,8 +40,8 @@ from cellmill.report.drawing.curves import draw_curves, draw_losses
 from cellmill.report.drawing.page_charts import PageCharts
 from cellmill.report.drawing.png import shrink_png
 from cellmill.report.drawing.umap import draw_umap, limit_cells, list_labels
-from cellmill.report.forms import LoggedLineForm, PlanForm, RunRecordForm
 from cellmill.report.page import load_scripts, render
+from cellmill.report.schemas import LoggedLineSchema, PlanSchema, RunRecordSchema
 from cellmill.report.side_by_side import compare_runs
 from cellmill.report.standings import Standing, list_standings
 from cellmill.report.training import compare_with_plan, draw_training, list_points
@@ -413,9 +413,9 @@ def test_the_baseline_with_the_lowest_error_is_underlined() -> None:
 
 def test_a_chart_uses_the_colours_of_the_page(tmp_path: Path) -> None:
     lines = [
-        LoggedLineForm(step=1, loss=2.0),
-        LoggedLineForm(step=2, loss=float("nan")),
-        LoggedLineForm(step=2, val_loss=1),
+        LoggedLineSchema(step=1, loss=2.0),
+        LoggedLineSchema(step=2, loss=float("nan")),
+        LoggedLineSchema(step=2, val_loss=1),
     ]
     series = {
         EVIL: {
@@ -681,7 +681,7 @@ def test_a_replaced_verdict_keeps_its_number_of_units() -> None:
 
 def test_a_run_has_one_next_step() -> None:
     level = of_task("f", {OWN: 0.7, GENES: 0.7}, [verdict_on(OWN, GENES, "f", 0.0, (-0.1, 0.1))])
-    run = replace(of_tasks("a", probe=level), plan=PlanForm(steps=390, steps_per_epoch=13))
+    run = replace(of_tasks("a", probe=level), plan=PlanSchema(steps=390, steps_per_epoch=13))
     text = text_of(render("r", [run], []))
     assert "Next: set train.steps: auto, which is 1,600 steps and not 390" in text
     assert "take the best baseline" not in text
@@ -712,13 +712,13 @@ def test_runs_that_are_level_share_the_first_sentence(tmp_path: Path) -> None:
 
 
 def test_each_objective_has_a_chart_of_its_losses() -> None:
-    lines = [LoggedLineForm(step=1, loss=2.0)]
+    lines = [LoggedLineSchema(step=1, loss=2.0)]
     options = [
         {"objective": {"name": name}}
         for name in ("cell_decoding", "classification", "cell_decoding")
     ]
     runs = [
-        ReportedRun(name, None, None, RunRecordForm(options=of), None, None, logged=lines)
+        ReportedRun(name, None, None, RunRecordSchema(options=of), None, None, logged=lines)
         for name, of in zip("abc", options)
     ]
     first, second = draw_training(runs)
@@ -806,7 +806,7 @@ def pixels_of(png: bytes) -> np.ndarray:
 
 
 def test_planned_tensors_stand_next_to_measured_tensors() -> None:
-    plan = PlanForm.model_validate({"memory": {"total_bytes": 46_000_000}})
+    plan = PlanSchema.model_validate({"memory": {"total_bytes": 46_000_000}})
     on_cpu = ReportedRun(
         "r",
         plan,
@@ -814,14 +814,14 @@ def test_planned_tensors_stand_next_to_measured_tensors() -> None:
         None,
         None,
         None,
-        logged=[LoggedLineForm(step=1, peak_resident_gb=[1.9, 2.13])],
+        logged=[LoggedLineSchema(step=1, peak_resident_gb=[1.9, 2.13])],
     )
-    line = LoggedLineForm(step=1, peak_allocated_gb=[0.0512, 0.05], peak_resident_gb=[2.1, 2.0])
+    line = LoggedLineSchema(step=1, peak_allocated_gb=[0.0512, 0.05], peak_resident_gb=[2.1, 2.0])
     tensors = "peak tensor memory per rank, GB"
     process = "peak process memory, libraries included, GB"
     for run, measured, rank in (
         (on_cpu, None, 1),
-        (replace(on_cpu, logged=[line, LoggedLineForm(step=2)]), 0.051, 0),
+        (replace(on_cpu, logged=[line, LoggedLineSchema(step=2)]), 0.051, 0),
     ):
         rows = {name: (planned, seen) for name, planned, seen in compare_with_plan(run)}
         assert rows[tensors] == (0.046, measured)

@@ -2,7 +2,7 @@
 
 In the order in which a page is made:
 
-- `collect` reads the files of runs and corpora; `forms` says what each JSON file must hold, and
+- `collect` reads the files of runs and corpora; `schemas` says what each JSON file must hold, and
   `remake_commands` how Snakemake makes it again.
 - `verdicts` compares a run with the baselines, `ranking` runs with each other. A `standings` entry
   has both, for a run on a dataset.

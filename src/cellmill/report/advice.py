@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from cellmill.config.run import AUTO_EPOCHS, AUTO_MIN_STEPS
 from cellmill.report.collect import ReportedRun
-from cellmill.report.forms import PlanForm
+from cellmill.report.schemas import PlanSchema
 
 WEAK_OBJECTIVES = ("masked_gene", "masked_value", "next_gene")
 """Objectives whose embeddings were behind the baselines on almost all datasets
@@ -88,7 +88,7 @@ def _advise_on_batches(run: ReportedRun) -> str | None:
 
 
 def _advise_on_steps(run: ReportedRun) -> str | None:
-    plan = run.plan or PlanForm()
+    plan = run.plan or PlanSchema()
     enough = max(AUTO_EPOCHS * plan.steps_per_epoch, AUTO_MIN_STEPS)
     if plan.steps is None or plan.steps >= enough:
         return None

@@ -16,21 +16,21 @@ from typing import NamedTuple
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.evaluate.inference.umap import read_umap
-from cellmill.report.forms import (
-    BridgeForm,
-    BridgeRowForm,
-    CostForm,
-    LoggedLineForm,
-    ManifestForm,
-    MeasuredGenesForm,
-    ModelForm,
-    OptionsForm,
-    PlanForm,
-    QcForm,
-    RunRecordForm,
-    StatusForm,
-)
 from cellmill.report.remake_commands import list_remake_commands
+from cellmill.report.schemas import (
+    BridgeRowSchema,
+    BridgeSchema,
+    CostSchema,
+    LoggedLineSchema,
+    ManifestSchema,
+    MeasuredGenesSchema,
+    ModelSchema,
+    OptionsSchema,
+    PlanSchema,
+    QcSchema,
+    RunRecordSchema,
+    StatusSchema,
+)
 from cellmill.runs import results
 from cellmill.runs.folder import COLLAPSED, read_lines
 from cellmill.runs.results import Evaluation, Row, ScoredMethod, TaskResult
@@ -53,14 +53,14 @@ class ReportedRun:
     """Contents of a run's files; None for an absent file."""
 
     name: str
-    plan: PlanForm | None  # plan.json
-    status: StatusForm | None  # train/status.json, or train/state.json of a running training
-    run_record: RunRecordForm | None  # train/run.json
-    model: ModelForm | None  # config.json of the exported model
+    plan: PlanSchema | None  # plan.json
+    status: StatusSchema | None  # train/status.json, or train/state.json of a running training
+    run_record: RunRecordSchema | None  # train/run.json
+    model: ModelSchema | None  # config.json of the exported model
     evaluation: Evaluation | None  # evaluate/metrics.json
-    cost: CostForm | None = None  # train/cost.json; None before a training has ended
+    cost: CostSchema | None = None  # train/cost.json; None before a training has ended
     # metrics.jsonl, without an incomplete last line
-    logged: list[LoggedLineForm] = field(default_factory=list)
+    logged: list[LoggedLineSchema] = field(default_factory=list)
     umap: dict[str, UmapCells] = field(default_factory=dict)  # evaluate/umap.tsv, by dataset
     # metrics.json of kept checkpoints, by step in ascending order
     checkpoint_evaluations: dict[int, Evaluation] = field(default_factory=dict)
@@ -69,9 +69,9 @@ class ReportedRun:
     remake_commands: dict[str, str] = field(default_factory=dict)  # by file
 
     @property
-    def options(self) -> OptionsForm:
+    def options(self) -> OptionsSchema:
         """Resolved options; without values if train/run.json is absent."""
-        return OptionsForm() if self.run_record is None else self.run_record.options
+        return OptionsSchema() if self.run_record is None else self.run_record.options
 
     @property
     def totals(self) -> dict[str, float | None]:
@@ -79,9 +79,9 @@ class ReportedRun:
         return {} if self.cost is None else self.cost.totals
 
     @property
-    def evaluated_model(self) -> ModelForm:
+    def evaluated_model(self) -> ModelSchema:
         """The model that was evaluated; without values before an evaluation."""
-        return ModelForm() if self.evaluation is None else ModelForm(**self.evaluation.model)
+        return ModelSchema() if self.evaluation is None else ModelSchema(**self.evaluation.model)
 
     @property
     def supervised_by(self) -> list[str]:
@@ -106,8 +106,8 @@ class ReportedCorpus:
     """Contents of a corpus's files; None for an absent file."""
 
     name: str
-    datasets: list[QcForm]  # QC reports, sorted by file name
-    manifest: ManifestForm | None  # shards/manifest.json
+    datasets: list[QcSchema]  # QC reports, sorted by file name
+    manifest: ManifestSchema | None  # shards/manifest.json
     n_genes: int | None  # genes of the vocabulary
     # the cells from which the vocabulary's genes and medians were computed, in words
     vocabulary_cells: str | None = None
@@ -137,18 +137,18 @@ def read_run(folder: Path) -> ReportedRun:
     _check_exists(folder, "run")
     train = folder / "train"
     curve = train / "metrics.jsonl"
-    logged = [LoggedLineForm.parse(curve, line) for line in read_lines(curve)]
+    logged = [LoggedLineSchema.parse(curve, line) for line in read_lines(curve)]
     metrics = folder / "evaluate" / "metrics.json"
-    model = ModelForm.read(folder / "model" / "config.json")
+    model = ModelSchema.read(folder / "model" / "config.json")
     evaluation = _read_evaluation(metrics) if metrics.exists() else None
     return ReportedRun(
         name=folder.resolve().name,
-        plan=PlanForm.read(folder / "plan.json"),
-        status=StatusForm.read(train / "status.json") or StatusForm.read(train / "state.json"),
-        run_record=RunRecordForm.read(train / "run.json"),
+        plan=PlanSchema.read(folder / "plan.json"),
+        status=StatusSchema.read(train / "status.json") or StatusSchema.read(train / "state.json"),
+        run_record=RunRecordSchema.read(train / "run.json"),
         model=model,
         evaluation=evaluation,
-        cost=CostForm.read(train / "cost.json"),
+        cost=CostSchema.read(train / "cost.json"),
         logged=logged,
         umap=_read_umap_cells(folder / "evaluate" / "umap.tsv"),
         checkpoint_evaluations=_read_checkpoint_evaluations(folder, model),
@@ -178,21 +178,21 @@ def _read_umap_cells(path: Path) -> dict[str, UmapCells]:
 def _read_evaluation(path: Path) -> Evaluation:
     """Read metrics.json and check the parts that `results` leaves untyped."""
     evaluation = results.read(path)
-    ModelForm.parse(path, evaluation.model)
+    ModelSchema.parse(path, evaluation.model)
     for dataset in evaluation.datasets.values():
         if dataset.genes is not None:
-            MeasuredGenesForm.parse(path, dataset.genes)
+            MeasuredGenesSchema.parse(path, dataset.genes)
     return evaluation
 
 
-def _read_checkpoint_evaluations(folder: Path, model: ModelForm | None) -> dict[int, Evaluation]:
+def _read_checkpoint_evaluations(folder: Path, model: ModelSchema | None) -> dict[int, Evaluation]:
     """metrics.json of kept checkpoints, by step in ascending order.
 
     Checkpoints that were trained on other data than the exported `model` are left out.
     """
     by_step: dict[int, Evaluation] = {}
     for path in folder.glob("steps/[1-9]*/evaluate/metrics.json"):
-        checkpoint = ModelForm.read(path.parents[1] / "model" / "config.json")
+        checkpoint = ModelSchema.read(path.parents[1] / "model" / "config.json")
         evaluation = _read_evaluation(path)
         step = evaluation.model.get("step")
         if step is not None and _get_fingerprint(checkpoint) == _get_fingerprint(model):
@@ -200,7 +200,7 @@ def _read_checkpoint_evaluations(folder: Path, model: ModelForm | None) -> dict[
     return dict(sorted(by_step.items()))
 
 
-def _get_fingerprint(model: ModelForm | None) -> str | None:
+def _get_fingerprint(model: ModelSchema | None) -> str | None:
     return None if model is None else model.fingerprint
 
 
@@ -212,7 +212,7 @@ def _read_bridges(folder: Path, evaluation: Evaluation | None) -> dict[str, dict
     evaluated_digest = None if evaluation is None else evaluation.model.get("digest")
     tables: dict[str, dict[str, TaskResult]] = defaultdict(dict)
     for path in sorted(folder.glob("bridges/*.json")):
-        bridge = BridgeForm.read(path)
+        bridge = BridgeSchema.read(path)
         assert bridge is not None
         are_known = bridge.model_digest and evaluated_digest
         if are_known and bridge.model_digest != evaluated_digest:
@@ -223,7 +223,7 @@ def _read_bridges(folder: Path, evaluation: Evaluation | None) -> dict[str, dict
     return tables
 
 
-def _make_table(values: Sequence[BridgeRowForm]) -> TaskResult:
+def _make_table(values: Sequence[BridgeRowSchema]) -> TaskResult:
     """Table with a row for each method and a column for each metric."""
     rows: dict[str, Row] = {}
     for value in values:
@@ -237,7 +237,7 @@ def read_corpus(folder: Path) -> ReportedCorpus:
     _check_exists(folder, "corpus")
     datasets = []
     for qc_path in sorted((folder / "cells").glob("*.json")):
-        qc_report = QcForm.read(qc_path)
+        qc_report = QcSchema.read(qc_path)
         if qc_report is not None:
             datasets.append(qc_report)
     vocabulary_path = folder / "vocabulary.tsv"
@@ -245,7 +245,7 @@ def read_corpus(folder: Path) -> ReportedCorpus:
     return ReportedCorpus(
         name=folder.resolve().name,
         datasets=datasets,
-        manifest=ManifestForm.read(folder / "shards" / "manifest.json"),
+        manifest=ManifestSchema.read(folder / "shards" / "manifest.json"),
         n_genes=None if vocabulary is None else vocabulary.n_genes,
         vocabulary_cells=None if vocabulary is None else str(vocabulary.training or "all cells"),
         remake_commands=list_remake_commands("corpora", folder),

@@ -8,7 +8,7 @@ import numpy as np
 from cellmill.report.collect import ReportedRun
 from cellmill.report.drawing.chart import Chart
 from cellmill.report.drawing.curves import Points, draw_curves, draw_losses
-from cellmill.report.forms import LoggedLineForm, PlanForm, StatusForm
+from cellmill.report.schemas import LoggedLineSchema, PlanSchema, StatusSchema
 from cellmill.report.text import to_words
 
 TENSOR_MEMORY = "peak tensor memory per rank, GB"
@@ -66,7 +66,7 @@ def _draw_losses(runs: Sequence[ReportedRun]) -> Iterator[Chart]:
             yield draw_losses(title, losses)
 
 
-def list_points(lines: Sequence[LoggedLineForm], key: str) -> Points:
+def list_points(lines: Sequence[LoggedLineSchema], key: str) -> Points:
     """(step, value) of the lines in which `key` is a finite number; the largest of a list over
     ranks.
     """
@@ -88,8 +88,8 @@ def compare_with_plan(run: ReportedRun) -> list[Quantity]:
     known. Floats are rounded to two significant digits: times, memory and effective ranks are not
     more precise.
     """
-    plan = run.plan or PlanForm()
-    status = run.status or StatusForm()
+    plan = run.plan or PlanSchema()
+    status = run.status or StatusSchema()
     hours = None if status.wall_s is None else status.wall_s / 3600
     planned_gb = None if plan.memory is None else plan.memory.total_bytes / 1e9
     tensors_gb, tensors_rank = _find_peak(run, "peak_allocated_gb")
@@ -120,7 +120,7 @@ def _list_logged_quantities(run: ReportedRun) -> list[Quantity]:
     waits = [line.data_wait_frac for line in lines if line.data_wait_frac is not None]
     mean_wait = sum(waits) / len(waits) if waits else None
     validated = [line for line in lines if line.effective_rank is not None]
-    last = validated[-1] if validated else LoggedLineForm(step=0)  # a line without values
+    last = validated[-1] if validated else LoggedLineSchema(step=0)  # a line without values
     quantities = [
         Quantity("highest cells/s", None, max(rates, default=None)),
         Quantity(CURVES["data_wait_frac"], None, mean_wait),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cellmill.report.collect import ReportedRun
-from cellmill.report.forms import JsonObject, PlanForm
+from cellmill.report.schemas import JsonObject, PlanSchema
 from cellmill.report.task_table import select_numbers
 
 NO_ROW = "model"
@@ -70,7 +70,7 @@ class SweepRow:
 
 def list_rows(run: ReportedRun, axis_values: Mapping[str, Any]) -> list[SweepRow]:
     """Rows of a run. `axis_values` are its values by axis of the sweep."""
-    plan = run.plan or PlanForm()
+    plan = run.plan or PlanSchema()
     run_columns = {
         "run": run.name,
         **axis_values,

@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
 
 from cellmill.files import read_json
-from cellmill.report.forms import damage_error
+from cellmill.report.schemas import damage_error
 from cellmill.report.sweeps.rows import LOSS, Measure, SweepRow, TableColumn
 from cellmill.report.sweeps.scaling_law import Law, NoLaw, fit_law
 

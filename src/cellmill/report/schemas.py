@@ -1,7 +1,7 @@
-"""Forms of the JSON files that the page reads. A file is checked once, when it is read.
+"""Schemas of the JSON files that the page reads. A file is checked once, when it is read.
 
-A form lists the keys that the page, or the card of a pushed model, reads by name; a file may have
-more. Keys with a default may be absent.
+A schema has the keys that the page, or the card of a pushed model, reads by name. A file may have
+further keys. Keys with a default may be absent.
 """
 
 from pathlib import Path
@@ -26,8 +26,8 @@ JsonObject = dict[str, Any]
 """Values by key."""
 
 
-class Form(BaseModel):
-    """A JSON object that may have other keys than those of its class."""
+class Schema(BaseModel):
+    """A JSON object with the keys of its class; it may have further keys."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
@@ -38,7 +38,7 @@ class Form(BaseModel):
 
     @classmethod
     def parse(cls, path: Path, value: Any) -> Self:
-        """`value`, from the file `path`. Raises DataError if it does not match the form."""
+        """Check `value`, which is from the file `path`. Raise DataError if it does not match."""
         try:
             return cls.model_validate(value)
         except ValidationError as error:
@@ -46,86 +46,94 @@ class Form(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """The file `path`; None if it is absent. Raises DataError if it is damaged."""
+        """Read the file `path`; None if it is absent. Raise DataError if it is damaged."""
         return cls.parse(path, read_json(path)) if path.exists() else None
 
 
 def damage_error(path: Path, error: ValidationError) -> DataError:
     """A DataError that names the file's first problem in one line."""
-    return DataError(f"{path}: damaged: {error_line(*explain(error, Form))}; make it again")
+    return DataError(f"{path}: damaged: {error_line(*explain(error, Schema))}; make it again")
 
 
-class PlannedMemoryForm(Form):
-    total_bytes: int
+class PlannedMemorySchema(Schema):
+    """Key `memory` of plan.json."""
+
+    total_bytes: int  # peak of one process
 
 
-class PlanForm(Form):
+class PlanSchema(Schema):
     """plan.json."""
 
-    parameters: int | None = None
-    memory: PlannedMemoryForm | None = None
+    parameters: int | None = None  # number of parameters of the model
+    memory: PlannedMemorySchema | None = None
     steps: int | None = None
     steps_per_epoch: int = 0
-    hours: float | None = None
-    cells: int | None = None
-    cells_seen: int | None = None
+    hours: float | None = None  # of training
+    cells: int | None = None  # training cells
+    cells_seen: int | None = None  # over all steps
     world_size: int | None = None
 
 
-class StatusForm(Form):
-    """train/status.json, and train/state.json."""
+class StatusSchema(Schema):
+    """train/status.json and train/state.json."""
 
     state: str = "not trained"
-    step: int | None = None
-    cells: int | None = None
+    step: int | None = None  # optimizer steps so far
+    cells: int | None = None  # cells seen so far
     train_loss: float | None = None
     best_val_loss: float | None = None
-    best_step: int | None = None
+    best_step: int | None = None  # step of `best_val_loss`
     wall_s: float | None = None
     skipped_steps: int | None = None
     world_size: int | None = None
 
 
-class ObjectiveOptionsForm(Form):
+class ObjectiveOptionsSchema(Schema):
+    """Section `objective` of resolved options."""
+
     name: str | None = None
     batch_column: str | None = None
     batch_reason: str | None = None  # set if batch_column auto was resolved
 
 
-class ModelOptionsForm(Form):
+class ModelOptionsSchema(Schema):
+    """Section `model` of resolved options."""
+
     family: str | None = None
     hidden: int | None = None
 
 
-class TrainOptionsForm(Form):
+class TrainOptionsSchema(Schema):
+    """Section `train` of resolved options."""
+
     lr: float | None = None
 
 
-class OptionsForm(Form):
+class OptionsSchema(Schema):
     """Resolved options of a run."""
 
-    objective: ObjectiveOptionsForm = ObjectiveOptionsForm()
-    model: ModelOptionsForm = ModelOptionsForm()
-    train: TrainOptionsForm = TrainOptionsForm()
+    objective: ObjectiveOptionsSchema = ObjectiveOptionsSchema()
+    model: ModelOptionsSchema = ModelOptionsSchema()
+    train: TrainOptionsSchema = TrainOptionsSchema()
 
 
-class TrainingDataForm(Form):
-    """The data that a model was, or a run is, trained on."""
+class TrainingDataSchema(Schema):
+    """Training data of a model or run."""
 
     fingerprint: str | None = None  # digest of the training shards
     supervised_by: list[str] | None = None  # obs columns of the labels, if any
 
 
-class ModelForm(TrainingDataForm):
+class ModelSchema(TrainingDataSchema):
     """config.json of an exported model, and key `model` of metrics.json."""
 
-    step: int | None = None
+    step: int | None = None  # of the checkpoint that was exported
 
 
-class RunRecordForm(TrainingDataForm):
+class RunRecordSchema(TrainingDataSchema):
     """train/run.json."""
 
-    options: OptionsForm = OptionsForm()
+    options: OptionsSchema = OptionsSchema()
     environment: JsonObject = {}
     # for the card of a pushed model
     manifest: str | None = None
@@ -134,15 +142,15 @@ class RunRecordForm(TrainingDataForm):
     nproc_per_node: int | None = None
 
 
-class MeasuredGenesForm(Form):
+class MeasuredGenesSchema(Schema):
     """Key `genes` of a dataset in metrics.json."""
 
-    n_present: int
-    n_genes: int
-    expressed_frac: float
+    n_present: int  # genes of the vocabulary that the dataset measures
+    n_genes: int  # genes of the vocabulary
+    expressed_frac: float  # `GeneCoverage.expressed_frac`
 
 
-class BridgeRowForm(Form):
+class BridgeRowSchema(Schema):
     """A value of one method in one metric."""
 
     name: str
@@ -151,20 +159,20 @@ class BridgeRowForm(Form):
     value: FiniteFloat | None
 
 
-class BridgeForm(Form):
+class BridgeSchema(Schema):
     """bridges/DATASET.PACKAGE.json: metrics of another package on a run's predictions."""
 
     package: str
     version: str
     dataset: str
     model_digest: str | None = None
-    rows: list[BridgeRowForm]
+    rows: list[BridgeRowSchema]
 
 
-class CostForm(Form):
+class CostSchema(Schema):
     """train/cost.json."""
 
-    model_config = ConfigDict(strict=False)  # a strict form refuses a dict for Start
+    model_config = ConfigDict(strict=False)  # a strict schema refuses a dict for Start
 
     source: str
     jobs: list[Start]
@@ -172,7 +180,7 @@ class CostForm(Form):
     unknown: dict[str, str]  # reasons by quantity
 
 
-class LoggedLineForm(Form):
+class LoggedLineSchema(Schema):
     """A line of metrics.jsonl. Lists are over ranks."""
 
     model_config = ConfigDict(extra="ignore")
@@ -194,7 +202,7 @@ class LoggedLineForm(Form):
     batch_r2: float | None = None
 
 
-class SourceForm(Form):
+class SourceSchema(Schema):
     """Origin of a dataset."""
 
     file: str
@@ -206,29 +214,29 @@ class SourceForm(Form):
     n_rounded: int = 0
 
 
-class KeptForm(Form):
+class KeptSchema(Schema):
     """Numbers of cells, or of genes, before and after quality control."""
 
     before: int = Field(alias="in")
     after: int = Field(alias="out")
-    dropped: dict[str, int] = {}  # numbers by reason
+    dropped: dict[str, int] = {}  # number by reason
 
 
-class CoverageForm(Form):
+class CoverageSchema(Schema):
     """Genes of a dataset that have an Ensembl id."""
 
-    frac: float
+    frac: float  # genes with an Ensembl id
     reference: str | None = None
     ortholog_frac: float = 0.0  # genes with an ortholog in organism `reference`
     notes: list[str] = []
 
 
-class HistogramForm(Form):
-    """Cells of each bin before and after quality control."""
+class HistogramSchema(Schema):
+    """Numbers of cells in each bin before and after quality control."""
 
     edges: list[float]  # (bins + 1,)
-    before: list[int]
-    after: list[int]
+    before: list[int]  # (bins,)
+    after: list[int]  # (bins,)
 
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:
@@ -237,47 +245,53 @@ class HistogramForm(Form):
         return self
 
 
-class LabelMapForm(Form):
-    """Effect of a label map: number of cells by the label that was renamed, kept or removed."""
+class LabelMapSchema(Schema):
+    """Effect of a label map: number of cells by original label."""
 
     renamed: dict[str, int]
     kept: dict[str, int]
     made_missing: dict[str, int]
 
 
-class QcForm(Form):
+class QcSchema(Schema):
     """QC report of a dataset."""
 
     dataset: str
-    source: SourceForm
-    cells: KeptForm
-    genes: KeptForm
-    coverage: CoverageForm
-    histograms: dict[str, HistogramForm]
-    labels: dict[str, LabelMapForm] = {}
+    source: SourceSchema
+    cells: KeptSchema
+    genes: KeptSchema
+    coverage: CoverageSchema
+    histograms: dict[str, HistogramSchema]
+    labels: dict[str, LabelMapSchema] = {}
     # by label column, the number of cells with each text that means "no label"
     no_label: dict[str, dict[str, int]] = {}
     notes: list[str] = []
 
 
-class LevelsForm(Form):
+class LevelsSchema(Schema):
+    """Levels of an obs column."""
+
     levels: list[Any]
 
 
-class VocabularyForm(Form):
+class VocabularySchema(Schema):
+    """Vocabulary of the shards."""
+
     digest: str
 
 
-class SplitForm(Form):
+class SplitSchema(Schema):
+    """A split of the cells, such as train."""
+
     n_obs: int
-    nnz: int
+    nnz: int  # stored values of all cells
     shards: list[Any]
 
 
-class ManifestForm(Form):
+class ManifestSchema(Schema):
     """shards/manifest.json."""
 
     fingerprint: str
-    vocabulary: VocabularyForm
-    splits: dict[str, SplitForm]
-    obs_levels: dict[str, LevelsForm] = {}  # by obs column
+    vocabulary: VocabularySchema
+    splits: dict[str, SplitSchema]
+    obs_levels: dict[str, LevelsSchema] = {}  # by obs column
