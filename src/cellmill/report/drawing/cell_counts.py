@@ -10,43 +10,44 @@ TAILS_FRAC = 0.005  # share of cells at both ends together that a histogram does
 
 
 def draw_histogram(
-    title: str, edges: Sequence[float], before: Sequence[int], after: Sequence[int], name: str
+    title: str, edges: Sequence[float], before: Sequence[int], after: Sequence[int], x_title: str
 ) -> Chart:
-    """Cells per bin before QC (grey) and after (blue); log axis for geometric edges.
+    """Cells per bin before QC (grey) and after (blue), on a log axis if all edges are positive.
 
-    `before` and `after` are numbers of cells, (bins,); `edges` are (bins + 1,). Only bins of the
-    central 99.5 % of cells are drawn, or one outlier would squeeze them; the axis counts the other
-    cells.
+    `before` and `after` are numbers of cells, (bins,); `edges` are (bins + 1,), ascending. Only
+    bins of the central 99.5 % of cells are drawn, because one outlier would squeeze them. The title
+    of the x axis says how many cells are beyond.
     """
-    # cells in each bin and all bins to its left
+    # number of cells in each bin and all bins to its left
     n_until_end = np.cumsum(before)
     n_until_start = n_until_end - before
     n_cells = n_until_end[-1]
     tail = TAILS_FRAC / 2 * n_cells
     is_drawn = (n_until_end > tail) & (n_until_start < n_cells - tail)
     rows = []
-    for number in np.flatnonzero(is_drawn).tolist():
+    for index in np.flatnonzero(is_drawn).tolist():
         rows.append(
             {
-                "from": to_five_digits(edges[number]),
-                "to": to_five_digits(edges[number + 1]),
-                "before": before[number],
-                "kept": after[number],
+                "from": to_five_digits(edges[index]),
+                "to": to_five_digits(edges[index + 1]),
+                "before": before[index],
+                "kept": after[index],
             }
         )
     n_beyond = n_cells - sum(row["before"] for row in rows)
     if n_beyond:
-        name += f" ({n_beyond:,} cells beyond)"
+        x_title += f" ({n_beyond:,} cells beyond)"
     spec = read_template("histogram")
     scale = {"type": "log"} if edges[0] > 0 else {"zero": False}
-    spec["encoding"]["x"] |= {"scale": scale, "title": name}
+    spec["encoding"]["x"] |= {"scale": scale, "title": x_title}
     return Chart(title, rows, spec)
 
 
 def draw_confusion(title: str, classes: Sequence[str], counts: Sequence[Sequence[int]]) -> Chart:
-    """Share of the cells of each true class by predicted class; pairs without cells are left out.
+    """Share of the cells of each true class by predicted class.
 
-    `counts` are numbers of cells, (true classes, predicted classes).
+    `counts` are numbers of cells, (true classes, predicted classes). Pairs without cells are left
+    out.
     """
     rows = []
     for true, class_counts in zip(classes, counts):

@@ -1,7 +1,7 @@
 """A chart: a table and the Vega-Lite specification that draws it.
 
-Field names are ours; user text appears only as values and titles, which Vega-Lite draws literally.
-Ink is `currentColor`, so that charts follow the page's colours.
+Names of columns are our own. Users' texts are only values and titles, which Vega-Lite draws
+literally. Lines and texts have `currentColor`, so that charts follow the theme of the page.
 """
 
 import json
@@ -19,16 +19,14 @@ ChartRow = dict[str, Any]
 
 
 def read_template(name: str) -> Any:
-    """A specification of vega.json, or the settings `config` that all charts share."""
+    """A copy of a specification in vega.json, or of the settings `config` that all charts share."""
     text = files("cellmill.report.drawing").joinpath("vega.json").read_text(encoding="utf-8")
     return json.loads(text)[name]
 
 
 CONFIG = read_template("config")
 PALETTE: list[str] = CONFIG["range"]["category"]
-"""Twenty colours, distinguishable on light and dark background. They repeat after the twentieth
-class.
-"""
+"""Twenty colours that can be told apart on a light and a dark background."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +61,15 @@ class Chart:
 
 
 def colour(number: int) -> str:
-    """Colour of class or run `number`."""
+    """Colour of class or run `number`. Colours repeat after the last of PALETTE."""
     return PALETTE[number % len(PALETTE)]
 
 
 def colour_names(names: Sequence[str], in_legend: Sequence[str] | None = None) -> Spec:
-    """A colour for each name, and a legend of several names."""
+    """Vega-Lite's `color` channel: a colour for each name, and a legend if there are several.
+
+    The legend has the names `in_legend`, all by default.
+    """
     colours = [colour(number) for number in range(len(names))]
     colouring: Spec = {"scale": {"domain": [*names], "range": colours}}
     if len(names) < 2:

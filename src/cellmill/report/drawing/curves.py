@@ -1,4 +1,4 @@
-"""Charts of curves: metrics over the steps of a training, and scores over the sizes of a sweep."""
+"""Charts of curves: values over the steps of a training, and measures over the sizes of a sweep."""
 
 import math
 import textwrap
@@ -20,45 +20,50 @@ from cellmill.report.text import to_words
 
 Points = list[tuple[float, float]]
 """(step, value) of a curve."""
-MAX_POINTS = 400  # most points of a curve
-MIN_POINTS = 50  # fewest points of a curve, however many curves a chart has
-MAX_CHART_POINTS = 10_000  # most points of all curves of a chart, if each has more than MIN_POINTS
-LAW_POINTS = 40  # points of the curve of a law
+MAX_POINTS = 400  # of a curve
+MIN_POINTS = 50  # of a curve, however many curves a chart has
+MAX_CHART_POINTS = 10_000  # of all curves of a chart, unless MIN_POINTS of each are more
+LAW_POINTS = 40  # points on the curve of a scaling law
 TITLE_WIDTH = 32  # characters in a line of the title of a y axis
+CURVES_HEIGHT = 210  # pixels
+LOSSES_HEIGHT = 250  # pixels
+HEAD_ROOMS = 20  # the range of the values has this many times the head-room of a y axis
+LOG_RATIO = 5  # highest to lowest loss, above which a y axis is logarithmic
 
 
-def draw_curves(title: str, curves: Mapping[str, Points], y: str) -> Chart:
-    """A line over steps for each run, or each method, in its colour. `curves` has (step, value) by
-    name.
-    """
+def draw_curves(title: str, curves: Mapping[str, Points], y_title: str) -> Chart:
+    """Values over steps: a line in its own colour for each of `curves`, which are by name."""
     rows = []
     for name, points in curves.items():
         rows += _list_line_rows(points, len(curves), name=name)
-    return Chart(title, rows, {"height": 210, **_make_lines([*curves], y, rows)})
+    return Chart(title, rows, {"height": CURVES_HEIGHT, **_make_lines([*curves], y_title, rows)})
 
 
-def draw_losses(title: str, runs: Mapping[str, Mapping[str, Points]]) -> Chart:
-    """Loss of training (dashed) and validation over steps, a colour for each run. `runs` has
-    (step, value) by run, then by `training` and `validation`; both are absent for a run without a
-    loss.
+def draw_losses(title: str, losses_by_run: Mapping[str, Mapping[str, Points]]) -> Chart:
+    """Losses of training (dashed) and validation over steps, in a colour for each run.
+
+    `losses_by_run` are by run, then by series, which are `training` and `validation`. A run without
+    series keeps its colour and is not in the legend.
     """
+    n_curves = 2 * len(losses_by_run)
     rows = []
-    for name, kinds in runs.items():
-        for kind, points in kinds.items():
-            rows += _list_line_rows(points, 2 * len(runs), name=name, series=kind)
-    with_loss = [name for name, kinds in runs.items() if kinds]
-    spec = _make_lines([*runs], "loss", rows, with_loss)
+    for name, by_series in losses_by_run.items():
+        for series, points in by_series.items():
+            rows += _list_line_rows(points, n_curves, name=name, series=series)
+    in_legend = [name for name, by_series in losses_by_run.items() if by_series]
+    spec = _make_lines([*losses_by_run], "loss", rows, in_legend)
     spec["encoding"] |= read_template("loss")
     # on a linear axis, the first steps would flatten the rest
     values = [row["value"] for row in rows]
-    if values and min(values) > 0 and max(values) > 5 * min(values):
+    if values and min(values) > 0 and max(values) > LOG_RATIO * min(values):
         spec["encoding"]["y"]["scale"] = {"type": "log"}
-    return Chart(title, rows, {"height": 250, **spec})
+    return Chart(title, rows, {"height": LOSSES_HEIGHT, **spec})
 
 
 def _list_line_rows(points: Points, n_curves: int, **columns: str) -> list[ChartRow]:
-    """Rows of one of `n_curves` in a chart: `columns` and a point. Long curves lose points, never the
-    last one.
+    """Rows of one of the `n_curves` of a chart: a point each, with the constant `columns`.
+
+    A long curve is thinned to every n-th point and its last one.
     """
     max_points = min(MAX_POINTS, max(MIN_POINTS, MAX_CHART_POINTS // n_curves))
     stride = max(1, math.ceil(len(points) / max_points))
@@ -67,27 +72,34 @@ def _list_line_rows(points: Points, n_curves: int, **columns: str) -> list[Chart
 
 
 def _make_lines(
-    names: Sequence[str], y: str, rows: Sequence[ChartRow], in_legend: Sequence[str] | None = None
+    names: Sequence[str],
+    y_title: str,
+    rows: Sequence[ChartRow],
+    in_legend: Sequence[str] | None = None,
 ) -> Spec:
     """Specification of lines over steps, in a colour for each of `names`.
 
-    The legend has `in_legend`, by default all names. The y axis has head-room above the highest
+    The legend has the names `in_legend`, all by default. The y axis has head-room above the highest
     value.
     """
     spec = read_template("lines")
     scale: Spec = {"zero": False, "nice": True}
     values = [row["value"] for row in rows]
     if values:
-        head_room = (max(values) - min(values)) / 20
+        head_room = (max(values) - min(values)) / HEAD_ROOMS
         scale["domainMax"] = to_five_digits(max(values) + head_room)
-    title = textwrap.wrap(to_words(y), TITLE_WIDTH)  # lines of a title that would be cut
-    spec["encoding"]["y"] |= {"title": title, "scale": scale}
+    # a longer line would be cut
+    title_lines = textwrap.wrap(to_words(y_title), TITLE_WIDTH)
+    spec["encoding"]["y"] |= {"title": title_lines, "scale": scale}
     spec["encoding"]["color"] |= colour_names(names, in_legend)
     return spec
 
 
 def draw_scaling(title: str, scaling: Scaling) -> Chart:
-    """Mean and sd by size, a line for each curve. The law is dashed, the best baseline dotted."""
+    """Mean and standard deviation over sizes, with a line for each curve of `scaling`.
+
+    Scaling laws are dashed, the best baseline is dotted.
+    """
     names = [curve.name or "runs" for curve in scaling.curves]
     rows: list[ChartRow] = []
     for name, curve in zip(names, scaling.curves):
@@ -97,7 +109,7 @@ def draw_scaling(title: str, scaling: Scaling) -> Chart:
         value = to_five_digits(scaling.baseline.value)
         rows.append({"name": scaling.baseline.name, "series": "baseline", "value": value})
     spec = read_template("scaling")
-    *layers_over_sizes, _ = spec["layer"]  # the last layer is the baseline, equal at all sizes
+    *layers_over_sizes, _ = spec["layer"]  # the last layer is the baseline, which has no size
     for layer in layers_over_sizes:
         layer["encoding"]["x"]["title"] = to_words(scaling.quantity)
         layer["encoding"]["x"]["scale"] = {"type": "log"} if is_positive else {}
@@ -107,7 +119,9 @@ def draw_scaling(title: str, scaling: Scaling) -> Chart:
 
 
 def _list_curve_rows(name: str, curve: ScalingCurve) -> list[ChartRow]:
-    """The mean of each size, with the ends of a bar of one sd to both sides, and points of the law."""
+    """Rows of one curve: a mean for each size, with the ends of its error bar (one standard
+    deviation to each side), and points of the law.
+    """
     rows = []
     for point in curve.points:
         sd = point.sd or 0.0

@@ -1,4 +1,4 @@
-"""Charts of a page, each with a static picture, and the data that the page's script draws them from."""
+"""Charts of a page: static pictures, and the data from which the page's script draws them."""
 
 import base64
 import csv
@@ -18,27 +18,33 @@ from cellmill.report.drawing.png import draw_png
 from cellmill.report.drawing.svg import draw_svg
 from cellmill.report.drawing.umap import draw_umap_svg
 
-# with more runs, a page is large: it has folded parts as data, and coarser bitmaps
+# a page of more runs is large: it has folded parts as data, and coarser bitmaps
 MAX_SMALL_RUNS = 20
-MAX_STATIC_POINTS = 200  # with more points, curves of a static picture have no dots
-WIDTH = 500  # width of a static picture, in pixels; a live one takes the width of its card
-DECIMALS = 2  # of a pixel, for the cells of a UMAP
+MAX_STATIC_POINTS = 200  # curves of a static picture with more points have no dots
+WIDTH = 500  # pixels of a static picture; a live chart has the width of its card
+DECIMALS = 2  # decimals of coordinates in pixels, for the cells of a UMAP
 BITMAP_SCALE = 1.5  # pixels of a bitmap for each pixel of the page
-FORMULA = ("=", "+", "@", "\t")  # a spreadsheet evaluates texts that begin so
+MAX_NAME = 100  # characters of a chart's title in the names of its files
+FORMULA_STARTS = ("=", "+", "@", "\t")  # a spreadsheet evaluates texts with these first characters
 
 
 class PageCharts:
-    """Charts of one page in their order, each with a static picture for print and for browsers
-    without scripts. The page's script draws them anew and unpacks the `folded` HTML.
+    """Charts of one page in their order, and the HTML of its folded parts.
+
+    Each chart has a static picture for print and for browsers without scripts. The page's script
+    draws the charts again, live, and unfolds the HTML.
     """
 
     def __init__(self, n_runs: int = 1) -> None:
         self.is_large = n_runs > MAX_SMALL_RUNS
-        self.charts: list[tuple[Chart, str]] = []  # the picture is a standalone SVG
-        self.folded: list[str] = []
+        self.charts: list[tuple[Chart, str]] = []  # with the picture, a standalone SVG
+        self.folded: list[str] = []  # HTML; empty on a small page
 
     def fold(self, caller: Callable[[], Markup]) -> Markup:
-        """HTML of a folded part; on a large page, a placeholder that the script replaces by it."""
+        """HTML of a folded part, which `caller` renders: for `{% call page_charts.fold() %}`.
+
+        On a large page it is a placeholder, which the page's script replaces.
+        """
         if not self.is_large:
             return caller()
         self.folded.append(caller())
@@ -46,11 +52,12 @@ class PageCharts:
         return Markup(f'<p class="dim" data-folded="{number}">Allow scripts to see this part.</p>')
 
     def add(self, chart: Chart) -> Markup:
-        """Draw a chart and keep it. Returns the `<figure>` element with the static picture; the same
-        numbers give the same bytes.
+        """Draw a chart and keep it. Return the `<figure>` element with the static picture.
+
+        The same numbers give the same bytes.
         """
         number = len(self.charts)
-        # the element has a label; labels of single marks would be half of the bytes
+        # the element has a label; labels of its marks would be half of the bytes
         spec = chart.full_spec | {"width": WIDTH, "config": CONFIG | {"aria": False}}
         title = escape(chart.title)
         if chart.is_umap:
@@ -71,7 +78,7 @@ class PageCharts:
     def _draw_bitmap(self, spec: Spec, rows: Sequence[ChartRow], title: str) -> str:
         """The `<img>` element of a UMAP: thousands of marks are larger as SVG than as a bitmap.
 
-        On a large page, marks stand on whole pixels: equal marks are then equal bytes, and the
+        On a large page, coordinates are whole pixels. Equal marks then have equal bytes, and the
         bitmap is smaller by a sixth.
         """
         if self.is_large:
@@ -82,11 +89,11 @@ class PageCharts:
         return f'<img src="data:image/png;base64,{data}" alt="{title}">'
 
     def save(self, folder: Path) -> None:
-        """Write each chart as SVG and its rows as CSV; remove files of an earlier page."""
+        """Write each chart to `folder` as SVG and CSV. Remove files of an earlier page."""
         for old in [*folder.glob("*.svg"), *folder.glob("*.csv")]:
             old.unlink()
         for number, (chart, svg) in enumerate(self.charts, start=1):
-            words = re.sub(r"[^A-Za-z0-9.-]+", "_", chart.title).strip("_.")[:100]
+            words = re.sub(r"[^A-Za-z0-9.-]+", "_", chart.title).strip("_.")[:MAX_NAME]
             name = f"{number:03}_{words}"
             write_text(folder / f"{name}.svg", svg.replace("currentColor", "#222222"))
             with (
@@ -122,8 +129,8 @@ class PageCharts:
 
 
 def _without_formulas(column: Sequence[Any]) -> list[Any]:
-    """The values with an apostrophe before each text that a spreadsheet would evaluate."""
+    """The values, with an apostrophe before each text that a spreadsheet would evaluate."""
     return [
-        f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
+        f"'{value}" if isinstance(value, str) and value.startswith(FORMULA_STARTS) else value
         for value in column
     ]

@@ -1,4 +1,4 @@
-"""Bitmaps of static pictures: PNG files with a palette, a sixth of the size of 32-bit pixels."""
+"""Bitmaps of static pictures: PNG with a palette, a sixth of the size of 32-bit pixels."""
 
 import struct
 import zlib
@@ -8,21 +8,22 @@ import numpy as np
 import vl_convert
 
 MAX_COLOURS = 128
-# codes of the format: pixels as indices of a palette, and lines as differences of neighbours
-INDEXED = 3
-DIFFERENCES = 1
+# codes of the format
+INDEXED = 3  # colour type: pixels are indices into a palette
+DIFFERENCES = 1  # filter of a line: pixels are differences from their left neighbours
 
 
 def draw_png(svg: str, scale: float) -> bytes:
-    """The picture with `scale` pixels of the bitmap for each pixel of the SVG."""
+    """The SVG as a PNG with `scale` pixels for each pixel of the SVG."""
     return shrink_png(vl_convert.svg_to_png(svg, scale=scale))
 
 
 def shrink_png(png: bytes) -> bytes:
-    """The picture, of 32-bit pixels, with the MAX_COLOURS most frequent colours of 4 bits a channel.
+    """The PNG, which has 32-bit pixels, with a palette.
 
-    Other colours become the nearest of these. A picture whose lines are not stored as differences
-    of neighbours is returned as it is.
+    The palette has the MAX_COLOURS most frequent colours of 4 bits a channel; other colours become
+    the nearest of these. A PNG whose lines do not all have the filter DIFFERENCES is returned
+    unchanged.
     """
     width, height = struct.unpack(">II", png[16:24])
     packed = b"".join(data for kind, data in _list_chunks(png) if kind == b"IDAT")

@@ -1,7 +1,7 @@
 """UMAPs: the chart, and its static picture.
 
-A UMAP has thousands of cells, which vl-convert would draw slowly. It draws only the frame (axis
-titles and legend), once for all UMAPs with the same labels; the cells are added here.
+vl-convert would draw thousands of cells slowly. It draws only the frame (titles of axes, legend),
+once for all UMAPs with the same labels. The cells are added here.
 """
 
 import json
@@ -18,12 +18,12 @@ from cellmill.report.drawing.chart import Chart, ChartRow, Spec, colour, read_te
 from cellmill.report.drawing.svg import shorten, without_selections
 
 LIGHT_GREY = "#9aa0a6"
-MAX_CELLS = 4_000  # cells in a UMAP: more make the page slow and show no more
-MIN_CELLS = 500  # fewest cells in a UMAP, however many UMAPs a page has
-MAX_PAGE_CELLS = 60_000  # cells in all UMAPs of a page, if each has more than MIN_CELLS
-MAX_CELLS_BY_BATCH = 1_500  # cells in the same UMAP by batch
-# areas in square pixels: all cells of a UMAP together, and the limits of a single one
-AREA_OF_CELLS = 30_000
+MAX_CELLS = 4_000  # of a UMAP: more make the page slow and show no more
+MIN_CELLS = 500  # of a UMAP, however many UMAPs a page has
+MAX_PAGE_CELLS = 60_000  # of all UMAPs of a page, unless MIN_CELLS of each are more
+MAX_CELLS_BY_BATCH = 1_500  # of a UMAP by batch, which shows the cells of another UMAP again
+# areas in square pixels: all cells of a UMAP together, and the limits for one cell
+TOTAL_CELL_AREA = 30_000
 MIN_CELL_AREA = 14
 MAX_CELL_AREA = 60
 BACKGROUND = re.compile(r'<path d="M0,0h(\d+)v(\d+)h-\d+Z"/>')
@@ -31,12 +31,12 @@ BACKGROUND = re.compile(r'<path d="M0,0h(\d+)v(\d+)h-\d+Z"/>')
 
 
 def limit_cells(n_umaps: int) -> int:
-    """The most cells that each of `n_umaps` on a page draws."""
+    """Largest number of cells that each of the `n_umaps` of a page draws."""
     return min(MAX_CELLS, max(MIN_CELLS, MAX_PAGE_CELLS // max(n_umaps, 1)))
 
 
 def list_labels(cells: UmapCells, column: str = "label") -> list[str]:
-    """Labels, or batches, of a UMAP, the most frequent first."""
+    """Distinct labels or batches of the cells of a UMAP, the most frequent first."""
     counts = Counter(cells.texts[column])
     del counts[""]
     return sorted(counts, key=lambda text: (-counts[text], text))
@@ -49,8 +49,9 @@ def draw_umap(
     column: str = "label",
     max_cells: int = MAX_CELLS,
 ) -> Chart:
-    """Cells at UMAP coordinates, at most `max_cells` of them, coloured by a column, whose values are
-    `labels`; held-out cells are circles.
+    """At most `max_cells` cells at their UMAP coordinates, coloured by `column` (label or batch).
+
+    `labels` are the texts of the column. Held-out cells are circles, others are triangles.
 
     To keep the page small, rows have codes, whose texts the browser looks up, and coordinates of
     two decimals, which a screen cannot tell from more.
@@ -79,7 +80,7 @@ def draw_umap(
     spec["transform"][0]["lookup"] = column
     spec["transform"][0]["from"]["data"]["values"] = names_by_code
     # fewer cells are drawn larger
-    size = AREA_OF_CELLS / max(len(rows), 1)
+    size = TOTAL_CELL_AREA / max(len(rows), 1)
     spec["mark"]["size"] = float(np.clip(size, MIN_CELL_AREA, MAX_CELL_AREA))
     spec["encoding"]["color"]["scale"] = {"domain": names, "range": colours}
     spec["encoding"]["tooltip"][0]["title"] = column
@@ -87,7 +88,7 @@ def draw_umap(
 
 
 def draw_umap_svg(spec: Spec, rows: Sequence[ChartRow], decimals: int) -> str:
-    """A chart of `draw_umap` as a standalone SVG, its coordinates rounded to `decimals` of a pixel.
+    """A chart of `draw_umap` as a standalone SVG, with coordinates in pixels to `decimals`.
 
     `spec` has no data.
     """
@@ -98,8 +99,8 @@ def draw_umap_svg(spec: Spec, rows: Sequence[ChartRow], decimals: int) -> str:
     radius = spec["mark"]["size"] ** 0.5 / 2
     left = _scale([row["x"] for row in rows], radius, width - radius)
     top = _scale([row["y"] for row in rows], height - radius, radius)
-    rise = radius * 3**0.5 / 2
-    triangle = f"M0,{-rise:.2f}L{-radius:.2f},{rise:.2f}H{radius:.2f}Z"
+    half_height = radius * 3**0.5 / 2
+    triangle = f"M0,{-half_height:.2f}L{-radius:.2f},{half_height:.2f}H{radius:.2f}Z"
     arc = f"A{radius:.2f},{radius:.2f},0,1,1"
     circle = f"M{radius:.2f},0{arc},{-radius:.2f},0{arc},{radius:.2f},0"
     colours = spec["encoding"]["color"]["scale"]["range"]
@@ -109,7 +110,7 @@ def draw_umap_svg(spec: Spec, rows: Sequence[ChartRow], decimals: int) -> str:
         shape = circle if row["held_out"] else triangle
         fill = colours[row[column]]
         marks.append(f'<path transform="translate({x:g},{y:g})" d="{shape}" fill="{fill}"/>')
-    # opacity of the fill: opacity of each mark would take twice the time to draw as a bitmap
+    # fill-opacity, because `opacity` of each mark takes twice the time to draw as a bitmap
     cells = f'<g fill-opacity="0.9">{"".join(marks)}</g>'
     return frame[: background.end()] + cells + frame[background.end() :]
 
@@ -121,7 +122,7 @@ def _draw_frame(spec: str) -> str:
 
 
 def _scale(values: Sequence[float], begin: float, end: float) -> np.ndarray:
-    """`values` in pixels, (values,) float64: the lowest becomes `begin`, the highest `end`."""
+    """`values` in pixels, (values,) float64. The lowest becomes `begin`, the highest `end`."""
     array = np.array(values, np.float64)
-    share = (array - array.min()) / (np.ptp(array) or 1)
-    return begin + share * (end - begin)
+    position_frac = (array - array.min()) / (np.ptp(array) or 1)
+    return begin + position_frac * (end - begin)
