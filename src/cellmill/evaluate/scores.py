@@ -33,7 +33,7 @@ from scipy.special import stdtrit
 
 from cellmill.evaluate.methods import HALF_LABELS, MAJORITY, ByMethod
 from cellmill.runs.results import (
-    FEWEST,
+    MIN_UNITS,
     Closed,
     Confusion,
     Difference,
@@ -242,7 +242,7 @@ class ScoreColumn:
         closed = []
         for method in (self.best_model(), self.best(self.select_kind("baseline"))):
             scores = self.scores[method]
-            if self._count_units(scores + zero + ceiling) < FEWEST:
+            if self._count_units(scores + zero + ceiling) < MIN_UNITS:
                 return gap
             part = share_closed(sign * scores, sign * zero, sign * ceiling)
             if part is None:

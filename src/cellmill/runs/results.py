@@ -1,5 +1,5 @@
-"""Results of an evaluation: tasks return these classes, and metrics.json is written and read as
-these classes.
+"""Results of an evaluation. Tasks return these classes; metrics.json is written from them and read
+into them.
 
 metrics.json has `format`, `model` (digest of model.safetensors, vocabulary_digest, step, objective,
 supervised_by), `fingerprint` of the training shards, the resolved `options`, and `datasets` by
@@ -7,10 +7,10 @@ name, the stem of the cells file. Each class below is one JSON object with its f
 also have their `name`, gaps `words` and tasks `sentences`: texts for people, made from the other
 fields and not read again.
 
-A comparison is ahead or behind only if the 95 % interval of the difference leaves out 0; otherwise
-the two are level. A comparison is undecided if the interval says nothing: with fewer than `FEWEST`
-independent units (perturbations, donors), if all of them differ by the same, or if the difference
-and both ends print as 0.000.
+A comparison is ahead or behind only if the 95 % interval of the difference excludes 0; otherwise the
+two are level. A comparison is undecided if the interval says nothing: with fewer than `MIN_UNITS`
+independent units (perturbations, donors), if the difference is the same in all of them, or if the
+difference and both ends print as 0.000.
 """
 
 from collections.abc import Iterator
@@ -27,8 +27,8 @@ from cellmill.files import read_json, write_json
 FORMAT = 2  # of metrics.json
 TOLERANCE = 5e-4  # differences below this print as 0.000: neither is ahead
 FAST_MARK = " (effort fast)"
-# independent units from which an interval is of use: with two, the quantile of Student's t is 12.7
-FEWEST = 3
+# fewest independent units for an interval: with two, the quantile of Student's t is 12.7
+MIN_UNITS = 3
 Kind = Literal["model", "variant", "baseline", "external", "ceiling", "probe"]
 Outcome = Literal["ahead", "level", "behind", "undecided"]
 
@@ -78,17 +78,17 @@ class Row:
     numbers: dict[str, Any] = field(default_factory=dict)  # further columns of single values
 
     def cell(self, column: str) -> Any:
-        """The mean or the single value in a column; None without one."""
+        """The mean or the single value in a column; None if it has neither."""
         score = self.scores.get(column)
         return self.numbers.get(column) if score is None else score.mean
 
     def value(self, column: str) -> float | None:
-        """The mean or the number in a column; None without one."""
+        """The mean or the number in a column; None if it has neither."""
         value = self.cell(column)
         return value if isinstance(value, int | float) else None
 
     def sd(self, column: str) -> float:
-        """Standard deviation in a column, 0 if unknown."""
+        """Standard deviation over repetitions in a column; 0 if unknown."""
         score = self.scores.get(column)
         return 0.0 if score is None or score.sd is None else score.sd
 
@@ -115,20 +115,20 @@ class Verdict:
 
     @property
     def _words(self) -> str:
-        over = "" if self.interval is None else " ({:+.3f} to {:+.3f})".format(*self.interval)
-        signed = f"{self.difference:+.3f} {self.metric}{over}"
+        interval = "" if self.interval is None else " ({:+.3f} to {:+.3f})".format(*self.interval)
+        signed = f"{self.difference:+.3f} {self.metric}{interval}"
         if self.outcome == "undecided":
             if _prints_as_zero(self.difference, self.interval):
                 same = f"{self.compared} is the same as {self.against}"
                 return f"{same} to three decimals of {self.metric}: undecided"
             reason = f"n = {self.n}"
-            if self.n is not None and self.n >= FEWEST:
+            if self.n is not None and self.n >= MIN_UNITS:
                 reason = f"all {self.n:,} differ by the same"
             return f"{self.compared} against {self.against}: {signed}, undecided, {reason}"
         if self.outcome == "level":
             return f"{self.compared} is level with {self.against}: {signed}"
         relation = "is ahead of" if self.outcome == "ahead" else "is behind"
-        size = f"{abs(self.difference):.3f} {self.metric}{over}"
+        size = f"{abs(self.difference):.3f} {self.metric}{interval}"
         return f"{self.compared} {relation} {self.against} by {size}"
 
 
@@ -141,12 +141,15 @@ def compare(
     lower_is_better: bool = False,
     n: int | None = None,
 ) -> Verdict:
-    """Return the verdict on `difference`, estimated from `n` independent units (None: not known)."""
+    """Return the verdict on `difference`.
+
+    It was estimated from `n` independent units; None if they were not counted.
+    """
     if _prints_as_zero(difference, interval):
         return Verdict(compared, against, metric, difference, interval, "undecided")
     if n is not None and interval is not None:
         has_width = interval[0] < interval[1]
-        if n < FEWEST or not has_width:
+        if n < MIN_UNITS or not has_width:
             shown = interval if has_width else None
             return Verdict(compared, against, metric, difference, shown, "undecided", n)
     low, high = interval or (difference, difference)
@@ -195,7 +198,7 @@ class Gap:
     column: str
     zero: tuple[str, float]
     ceiling: tuple[str, float]
-    # what the best of each closes; None if the ceiling is not clearly better: there is no scale
+    # what the best row of each kind closes; None if the ceiling is not significantly better
     model: Closed | None = None
     baseline: Closed | None = None
 
@@ -274,63 +277,77 @@ class TaskResult:
         return value
 
     def best_row(self, kind: Kind | None = None) -> Row | None:
-        """The row with the highest metric, of all or of one kind; None without such a row."""
+        """The row with the highest metric, of any kind or of `kind`; None if there is no row."""
         rows = [row for row in self.ranked_rows if kind in (None, row.method.kind)]
         return max(rows, key=self.rank_value, default=None)
 
     def best_verdicts(self) -> dict[Verdict, set[str]]:
-        """Verdicts against the best baseline, the first of each metric, with the columns that its
-        difference is in.
+        """The first verdict against a baseline in each metric, with the columns of its difference.
 
-        The model's untrained network is no baseline to be ahead of: such a verdict is replaced by
-        that against the best other baseline.
+        The first one is against the best baseline. If that is the model's untrained network, it is
+        no baseline to be ahead of: the verdict against the best other baseline replaces it.
         """
         baselines = {
             row.method.name: row.method for row in self.rows if row.method.kind == "baseline"
         }
-        first: dict[str, Verdict] = {}
+        first_by_metric: dict[str, Verdict] = {}
         for verdict in self.verdicts:
             if verdict.against in baselines:
-                first.setdefault(verdict.metric, verdict)
-        chosen = {}
-        for verdict in first.values():
-            differences = [
-                difference
-                for difference in self.differences
-                if difference.compared == verdict.compared
-            ]
-            columns = {
-                difference.column
-                for difference in differences
-                if (difference.against, difference.mean) == (verdict.against, verdict.difference)
-            }
-            if verdict.outcome == "ahead" and baselines[verdict.against].network == "untrained":
-                others = [
-                    difference
-                    for difference in differences
-                    if difference.column in columns
-                    and difference.against in baselines
-                    and baselines[difference.against].network != "untrained"
-                ]
-                if not others:
-                    continue
-                # all are worse than the untrained network
-                nearest = min(others, key=lambda difference: abs(difference.mean))
-                nearest_verdict = compare(
-                    verdict.compared,
-                    nearest.against,
-                    verdict.metric,
-                    nearest.mean,
-                    (nearest.low, nearest.high),
-                    lower_is_better=verdict.difference < 0,
-                    n=nearest.n,
-                )
-                verdict = replace(nearest_verdict, effort=verdict.effort)
-            chosen[verdict] = columns
-        return chosen
+                first_by_metric.setdefault(verdict.metric, verdict)
+        others = {name for name, method in baselines.items() if method.network != "untrained"}
+        columns_by_verdict = {}
+        for verdict in first_by_metric.values():
+            columns = self._find_columns(verdict)
+            best: Verdict | None = verdict
+            if verdict.outcome == "ahead" and verdict.against not in others:
+                best = self._compare_with_nearest(verdict, columns, others)
+            if best is not None:
+                columns_by_verdict[best] = columns
+        return columns_by_verdict
+
+    def _find_columns(self, verdict: Verdict) -> set[str]:
+        """Columns in which the methods of a verdict have its difference."""
+        columns = set()
+        for difference in self.differences:
+            is_of_methods = (difference.compared, difference.against) == (
+                verdict.compared,
+                verdict.against,
+            )
+            if is_of_methods and difference.mean == verdict.difference:
+                columns.add(difference.column)
+        return columns
+
+    def _compare_with_nearest(
+        self, verdict: Verdict, columns: set[str], baselines: set[str]
+    ) -> Verdict | None:
+        """The verdict on the same method against the best of `baselines` in `columns`.
+
+        All of them are worse than the baseline of `verdict`, so the best one has the smallest
+        difference. None if there is no difference from any of them.
+        """
+        differences = [
+            difference
+            for difference in self.differences
+            if difference.compared == verdict.compared
+            and difference.column in columns
+            and difference.against in baselines
+        ]
+        if not differences:
+            return None
+        nearest = min(differences, key=lambda difference: abs(difference.mean))
+        nearest_verdict = compare(
+            verdict.compared,
+            nearest.against,
+            verdict.metric,
+            nearest.mean,
+            (nearest.low, nearest.high),
+            lower_is_better=verdict.difference < 0,
+            n=nearest.n,
+        )
+        return replace(nearest_verdict, effort=verdict.effort)
 
     def mark_fast(self, left_out: str) -> Self:
-        """The result marked as of effort fast, which left this out."""
+        """The result, marked as of effort fast; `left_out` says what it lacks."""
         return replace(
             self,
             verdicts=[replace(verdict, effort="fast") for verdict in self.verdicts],
@@ -338,16 +355,16 @@ class TaskResult:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain mappings and lists, with the texts for people."""
+        """The result as JSON, with the texts for people."""
         fields = asdict(self)
         fields["rows"] = [
-            {"name": row.method.name, **plain} for row, plain in zip(self.rows, fields["rows"])
+            {"name": row.method.name, **entry} for row, entry in zip(self.rows, fields["rows"])
         ]
         for verdict in fields["verdicts"]:
             if verdict["effort"] == "full":
                 del verdict["effort"]
         fields["gaps"] = [
-            plain | {"words": gap.words} for gap, plain in zip(self.gaps, fields["gaps"])
+            entry | {"words": gap.words} for gap, entry in zip(self.gaps, fields["gaps"])
         ]
         return fields | {"sentences": self.sentences}
 
@@ -364,7 +381,7 @@ class DatasetResult:
     tasks: dict[str, TaskResult]  # by name, `NAME of LABEL` for further labels
     genes: dict[str, Any] | None = None  # `GeneCoverage`
     in_corpus: bool = True
-    # cells that were not trained on by their names, but equal cells that were: not held out
+    # cells with other names than training or validation cells but equal counts: not held out
     n_copies: int = 0
     supervised: str | None = None  # in words, for a model that was trained with labels
 
@@ -400,22 +417,22 @@ def write(path: Path, evaluation: Evaluation) -> None:
 
 
 def read(path: Path) -> Evaluation:
-    """Read metrics.json. Raises DataError for a damaged file or one of another format."""
+    """Read metrics.json. Raise DataError if it is damaged or has another format."""
     content = read_json(path)
-    stored = content.get("format") if isinstance(content, dict) else None
-    if stored != FORMAT:
+    stored_format = content.get("format") if isinstance(content, dict) else None
+    if stored_format != FORMAT:
         raise DataError(
-            f"{path}: expected results of format {FORMAT}, got {stored}: they were written by another "
+            f"{path}: expected results of format {FORMAT}, got {stored_format}: they were written by another "
             "version of cellmill; evaluate again"
         )
     try:
-        return _form().validate_python(content)
+        return _make_adapter().validate_python(content)
     except ValidationError as error:
         problem = error.errors()[0]
-        place = ".".join(map(str, problem["loc"]))
-        raise DataError(f"{path}: damaged: {place}: {problem['msg']}; make it again") from None
+        key = ".".join(map(str, problem["loc"]))
+        raise DataError(f"{path}: damaged: {key}: {problem['msg']}; make it again") from None
 
 
 @cache
-def _form() -> TypeAdapter[Evaluation]:
+def _make_adapter() -> TypeAdapter[Evaluation]:
     return TypeAdapter(Evaluation)
