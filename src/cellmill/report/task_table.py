@@ -77,7 +77,10 @@ def find_highest(rows: Iterable[Row], result: TaskResult) -> Row:
 
 def find_gap(result: TaskResult) -> Gap | None:
     """The gap in the metric that ranks the rows; None if the result has none."""
-    return next((gap for gap in result.gaps if gap.column == result.metric), None)
+    for gap in result.gaps:
+        if gap.column == result.metric:
+            return gap
+    return None
 
 
 def find_largest_difference(verdicts: Sequence[Verdict]) -> float:
@@ -93,4 +96,8 @@ def find_largest_difference(verdicts: Sequence[Verdict]) -> float:
 
 def select_numbers(result: TaskResult) -> dict[str, float]:
     """Single values of a task that are numbers, by key."""
-    return {key: value for key, value in result.figures.items() if isinstance(value, int | float)}
+    numbers = {}
+    for key, value in result.figures.items():
+        if isinstance(value, int | float):
+            numbers[key] = value
+    return numbers
