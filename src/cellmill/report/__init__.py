@@ -11,5 +11,5 @@ In the order in which a page is made:
   text of values.
 - `training`, `checkpoints` and `sweeps` make the values and charts of further sections.
 - `drawing` makes the charts.
-- `page` renders page.html from all of these.
+- `page` renders page.html and its `sections` from all of these; macros.html has what they share.
 """

@@ -85,7 +85,7 @@ FILTERS: tuple[Callable[..., Any], ...] = (
     find_highest,
     find_largest_difference,
 )
-"""Functions that page.html uses as filters, by name."""
+"""Functions that the templates use as filters, by name."""
 FUNCTIONS: tuple[Callable[..., Any], ...] = (
     colour,
     draw_confusion,
@@ -94,7 +94,7 @@ FUNCTIONS: tuple[Callable[..., Any], ...] = (
     draw_umap,
     list_labels,
 )
-"""Functions that page.html calls, by name."""
+"""Functions that the templates call, by name."""
 
 
 class Scripts(NamedTuple):
@@ -158,7 +158,7 @@ def _check_unique(kind: str, names: list[str]) -> None:
 
 @cache
 def _make_environment() -> Environment:
-    """Jinja environment for page.html, in which an undefined variable is an error."""
+    """Jinja environment for the templates, in which an undefined variable is an error."""
     environment = Environment(
         loader=PackageLoader("cellmill", "report"),
         autoescape=True,
