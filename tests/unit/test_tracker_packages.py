@@ -18,7 +18,7 @@ import yaml
 
 from cellmill.config.parts.trackers import Track
 from cellmill.runs.folder import cut_back
-from cellmill.track.follow import Follower
+from cellmill.track.follower import Follower
 from tests.unit.tracked import tracked_run
 
 pytestmark = pytest.mark.full

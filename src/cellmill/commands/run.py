@@ -41,7 +41,8 @@ from cellmill.runs.folder import TAIL_BYTES, TrainFolder
 from cellmill.runs.jobs import CANCELLED, Jobs
 from cellmill.runs.lock import Holder, holder_of
 from cellmill.runs.slurm import ClusterJob
-from cellmill.track.follow import POLL_S, Follower, without_secrets
+from cellmill.track.follow import POLL_S, without_secrets
+from cellmill.track.follower import Follower
 
 SLOWEST_POLL_S = 10.0  # interval for a job that is followed for long, or sent to a tracker
 SETTLE_S = 10  # how long a shared folder may take to show what a node wrote

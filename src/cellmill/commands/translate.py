@@ -14,7 +14,7 @@ import yaml
 from cellmill.config.load import check_config, read_yaml
 from cellmill.errors import ConfigError
 from cellmill.files import write_text
-from cellmill.track.follow import flat
+from cellmill.track.run_config import flatten_options
 
 TABLES: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_name("scmodelforge.yaml").read_text(encoding="utf-8")
@@ -45,7 +45,7 @@ def translate(*, file: Path, out: Path) -> None:
         raise ConfigError(
             f"data.paths: expected a list of .h5ad files, got {paths or 'none'}; add them"
         )
-    config, answers = translate_options(flat(tree))
+    config, answers = translate_options(flatten_options(tree))
     config["corpora"] = {"corpus": {"table": str(table)}}
     config["runs"] = {"translated": {"corpus": "corpus"}}
     answers["data.paths"] = ("written", f"column path of {table}")

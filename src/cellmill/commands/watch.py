@@ -23,7 +23,7 @@ from cellmill.commands.status import age, newest
 from cellmill.errors import UserError
 from cellmill.files import span
 from cellmill.runs.folder import progress_of
-from cellmill.track.follow import CurveTail, kind_of
+from cellmill.track.metric_lines import CurveTail, name_kind
 
 BARS = "▁▂▃▄▅▆▇█"
 LATEST = {
@@ -83,7 +83,7 @@ class WatchedRun:
         if lines:  # a resume goes back to the last checkpoint
             first_step = lines[0]["step"]
             self._lines = {key: line for key, line in self._lines.items() if key[0] <= first_step}
-            self._lines |= {(line["step"], kind_of(line)): line for line in lines}
+            self._lines |= {(line["step"], name_kind(line)): line for line in lines}
         self._steps = progress_of(self._train).get("steps", self._steps)
         return RunState(self._train).name
 

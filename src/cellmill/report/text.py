@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cellmill.files import span
-from cellmill.track.follow import flat as values_by_path
+from cellmill.track.run_config import flatten_options
 
 UNKNOWN = "–"
 
@@ -50,7 +50,7 @@ def abbreviate(name: str) -> str:
 
 def flatten(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """(path, value) of nested options, such as `train.lr`. Lists are joined by commas."""
-    for path, value in values_by_path(tree).items():
+    for path, value in flatten_options(tree).items():
         if isinstance(value, list):
             yield path, ", ".join(map(to_text, value)) or "none"
         else:

@@ -7,7 +7,7 @@
                     step is in it once however often the run was killed
     checkpoints/step-00000100/    DCP files, index.json, state.json; manifest.json has the size and SHA-256 of all
     jobs/           submissions to a cluster, see runs/jobs.py
-    track/          what each tracker and observer was sent, see track/follow.py
+    track/          what each tracker and observer was sent, see track/follower.py
     superseded-…/   files of an earlier configuration; never deleted here
 
 A checkpoint is written to `….incomplete`, its manifest last, and then renamed. Torch-free, so that

@@ -6,7 +6,7 @@ from typing import Any
 import comet_ml
 
 from cellmill.config.parts.trackers import CometConfig
-from cellmill.track.follow import digests, flat
+from cellmill.track.run_config import flatten_options, list_digests
 
 NOTHING_ELSE = {
     "display_summary_level": 0,
@@ -43,8 +43,10 @@ class CometTracker:
             experiment_key=config["id"],
             experiment_config=settings,
         )
-        self._experiment.log_parameters(flat(config["options"]) | {"steps": config["steps"]})
-        self._experiment.log_others(digests(config))
+        self._experiment.log_parameters(
+            flatten_options(config["options"]) | {"steps": config["steps"]}
+        )
+        self._experiment.log_others(list_digests(config))
 
     def log(self, step: int, scalars: dict[str, Any]) -> None:
         self._experiment.log_metrics(scalars, step=step)

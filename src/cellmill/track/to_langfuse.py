@@ -7,7 +7,7 @@ from langfuse import Langfuse
 
 from cellmill.config.parts.trackers import LangfuseConfig
 from cellmill.errors import ConfigError
-from cellmill.track.follow import digests
+from cellmill.track.run_config import list_digests
 
 KEYS = ("LANGFUSE_PUBLIC_KEY", "LANGFUSE_SECRET_KEY")
 
@@ -34,7 +34,7 @@ class LangfuseTracker:
                 "steps": config["steps"],
                 "resume_step": resume_step,
             },
-            metadata=digests(config),
+            metadata=list_digests(config),
         )
 
     def log(self, step: int, scalars: dict[str, Any]) -> None:

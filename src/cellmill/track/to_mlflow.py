@@ -10,7 +10,7 @@ from mlflow.entities import Metric, Param, Run
 from mlflow.exceptions import MlflowException
 
 from cellmill.config.parts.trackers import MlflowConfig
-from cellmill.track.follow import digests, flat
+from cellmill.track.run_config import flatten_options, list_digests
 
 TAG = "cellmill.id"
 LONGEST_PARAM = 500
@@ -57,12 +57,12 @@ class MlflowTracker:
         self._client.set_terminated(self._run, STATUS[status])
 
     def _create_run(self, experiment: str, config: dict[str, Any]) -> Run:
-        tags = {TAG: config["id"], "mlflow.source.name": "cellmill"} | digests(config)
+        tags = {TAG: config["id"], "mlflow.source.name": "cellmill"} | list_digests(config)
         if "commit" in tags:
             tags["mlflow.source.git.commit"] = tags["commit"]
         run = self._client.create_run(experiment, run_name=config["run"], tags=tags)
         values = {"steps": config["steps"], "world_size": config["world_size"]}
-        values |= flat(config["options"])
+        values |= flatten_options(config["options"])
         params = [Param(name, str(value)[:LONGEST_PARAM]) for name, value in values.items()]
         for first in range(0, len(params), BATCH):  # at the first start: MLflow lets none change
             self._client.log_batch(run.info.run_id, params=params[first : first + BATCH])

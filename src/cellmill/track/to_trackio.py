@@ -6,7 +6,7 @@ from typing import Any
 import trackio
 
 from cellmill.config.parts.trackers import TrackioConfig
-from cellmill.track.follow import digests
+from cellmill.track.run_config import list_digests
 
 
 class TrackioTracker:
@@ -18,7 +18,7 @@ class TrackioTracker:
 
     def start(self, config: dict[str, Any], resume_step: int) -> None:
         self._name = f"{config['run']}-{config['id'][:8]}"
-        options = {"options": config["options"], "steps": config["steps"], **digests(config)}
+        options = {"options": config["options"], "steps": config["steps"], **list_digests(config)}
         self._run = trackio.init(
             self._project,
             name=self._name,

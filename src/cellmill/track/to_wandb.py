@@ -8,7 +8,7 @@ from typing import Any
 import wandb
 
 from cellmill.config.parts.trackers import WandbConfig
-from cellmill.track.follow import digests
+from cellmill.track.run_config import list_digests
 
 
 class WandbTracker:
@@ -29,7 +29,7 @@ class WandbTracker:
             name=config["run"],
             resume="allow",
             dir=config["folder"],
-            config={"options": config["options"], "steps": config["steps"], **digests(config)},
+            config={"options": config["options"], "steps": config["steps"], **list_digests(config)},
             settings=wandb.Settings(
                 console="off", silent=True, disable_git=True, x_disable_stats=True
             ),
