@@ -34,7 +34,7 @@ from cellmill.models.draws import DROPPED_FRAC, HIDDEN_FRAC, HIDE
 from cellmill.models.objective import HIDDEN_GENES
 
 ViewConfig = CellDecodingConfig | DenoiseConfig | PerturbationResponseConfig
-# views of step HIDDEN_GENES hide every fifth gene from all cells: token ids that this divides
+# views of step HIDDEN_GENES hide the genes whose token id is a multiple of this from all cells
 HIDDEN_GENE_STRIDE = 5
 
 
@@ -49,7 +49,7 @@ class ViewBatch(Batch):
     entry_genes: Tensor  # `(entries,)` int64: token id
     entry_counts: Tensor  # `(entries,)` int64, above 0
     n_paired: int = 0
-    """Number of second views in the batch: cell i + n_paired is the hidden part of cell i."""
+    """Number of second views: cell i + n_paired is the hidden part of cell i."""
 
 
 def draw_view(
@@ -57,61 +57,94 @@ def draw_view(
 ) -> ViewBatch:
     """Draw the view of each cell of a batch with counts, on the CPU."""
     assert batch.counts is not None, "the batch has no counts"
-    genes = batch.token_ids.numpy()
-    counts = batch.counts.numpy()
-    offsets = batch.cu_seqlens.numpy()
-    cell = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
-    state = host_state(batch.cell_ids.numpy(), seed, step)
-    shown = counts
+    whole = SparseCounts(batch.cu_seqlens.numpy(), batch.token_ids.numpy(), batch.counts.numpy())
     if step == HIDDEN_GENES:
-        shown = counts * (genes % HIDDEN_GENE_STRIDE != 0)
-    elif config.view != "thin":
-        frac_key = HIDDEN_FRAC if config.view == "drop" else DROPPED_FRAC
-        dropped_frac = draw_hidden_frac(state, config, frac_key)
-        draws = uniform(host_state(positions_in_rows(offsets), HIDE, state=state[cell]))
-        shown = shown * (draws >= dropped_frac[cell])
-    if step != HIDDEN_GENES and config.view != "drop":
-        removed_frac = draw_hidden_frac(state, config, HIDDEN_FRAC)
-        shown = _thin_counts(shown, offsets, removed_frac, state)
-    hidden = counts - shown
-    predicted = counts if config.target == "all" or step == HIDDEN_GENES else hidden
-    entries = np.flatnonzero(predicted)
-    per_cell = batch.arrays("cell")
+        shown = whole.counts * (whole.genes % HIDDEN_GENE_STRIDE != 0)
+        predicted = whole.counts
+    else:
+        cell_states = host_state(batch.cell_ids.numpy(), seed, step)
+        shown = _draw_shown_counts(whole, config, cell_states)
+        predicted = whole.counts if config.target == "all" else whole.counts - shown
+    views = SparseCounts(whole.offsets, whole.genes, shown)
+    cell_fields = batch.arrays("cell")
     n_paired = 0
     if config.view_loss is not None:
-        # second views, of what is hidden, follow the first
-        genes = np.concatenate([genes, genes])
-        shown = np.concatenate([shown, hidden])
-        offsets = np.concatenate([offsets, offsets[1:] + offsets[-1]])
-        n_paired = len(batch.lengths)
-        per_cell = {name: torch.cat([array, array]) for name, array in per_cell.items()}
-        # ids of second views differ, and with them the keys of their dropout
-        per_cell["cell_ids"] = torch.cat([batch.cell_ids, ~batch.cell_ids])
+        n_paired = whole.n_cells
+        views = _append_second_views(views, whole.counts - shown)
+        cell_fields = {name: torch.cat([array, array]) for name, array in cell_fields.items()}
+        # the ids of second views differ, and with them the keys of their dropout
+        cell_fields["cell_ids"] = torch.cat([batch.cell_ids, ~batch.cell_ids])
+    entries = np.flatnonzero(predicted)
     return ViewBatch(
-        **make_tokens(SparseCounts(offsets, genes, shown), tokenizer),
-        **per_cell,
-        entry_cell=torch.from_numpy(cell[entries]),
-        entry_genes=batch.token_ids[torch.from_numpy(entries)],
+        **make_tokens(views, tokenizer),
+        **cell_fields,
+        entry_cell=torch.from_numpy(_repeat_cells(whole.offsets)[entries]),
+        entry_genes=torch.from_numpy(whole.genes[entries]),
         entry_counts=torch.from_numpy(predicted[entries]),
         n_paired=n_paired,
     )
 
 
-def _thin_counts(
-    counts: np.ndarray, offsets: np.ndarray, removed_frac: np.ndarray, state: np.ndarray
+def _draw_shown_counts(
+    cells: SparseCounts, config: ViewConfig, cell_states: np.ndarray
 ) -> np.ndarray:
-    """Hide a binomial part of each count: return the rest, `(tokens,)`.
+    """Draw the shown part of each count, `(tokens,)` int64.
 
-    `counts` `(tokens,)` are cut into cells by `offsets`, `(cells + 1,)`; `removed_frac` and `state`
-    are `(cells,)`.
+    `cell_states` `(cells,)` uint64 have the keys (cell, seed, step).
+    """
+    shown = cells.counts
+    if config.view != "thin":
+        frac_key = HIDDEN_FRAC if config.view == "drop" else DROPPED_FRAC
+        dropped_frac = draw_hidden_frac(cell_states, config, frac_key)
+        shown = _drop_genes(shown, cells.offsets, dropped_frac, cell_states)
+    if config.view != "drop":
+        removed_frac = draw_hidden_frac(cell_states, config, HIDDEN_FRAC)
+        shown = _thin_counts(shown, cells.offsets, removed_frac, cell_states)
+    return shown
+
+
+def _drop_genes(
+    counts: np.ndarray, offsets: np.ndarray, dropped_frac: np.ndarray, cell_states: np.ndarray
+) -> np.ndarray:
+    """Hide whole genes of each cell: set their counts to 0 and return all counts, `(tokens,)`.
+
+    `counts` `(tokens,)` are cut into cells by `offsets`, `(cells + 1,)`; `dropped_frac` and
+    `cell_states` are `(cells,)`.
+    """
+    cell = _repeat_cells(offsets)
+    draws = uniform(host_state(positions_in_rows(offsets), HIDE, state=cell_states[cell]))
+    return counts * (draws >= dropped_frac[cell])
+
+
+def _thin_counts(
+    counts: np.ndarray, offsets: np.ndarray, removed_frac: np.ndarray, cell_states: np.ndarray
+) -> np.ndarray:
+    """Hide a binomial part of each count and return the rest, `(tokens,)`.
+
+    Parameters are those of `_drop_genes`.
     """
     entries = np.flatnonzero(counts)  # a binomial draw from 0 takes no random number
     entry_offsets = np.searchsorted(entries, offsets)
-    cell_states = host_state(HIDE, state=state)
-    removed = _draw_binomials(counts[entries], entry_offsets, removed_frac, cell_states)
-    left = counts.copy()
-    left[entries] -= removed
-    return left
+    draw_states = host_state(HIDE, state=cell_states)
+    removed = _draw_binomials(counts[entries], entry_offsets, removed_frac, draw_states)
+    shown = counts.copy()
+    shown[entries] -= removed
+    return shown
+
+
+def _append_second_views(first_views: SparseCounts, hidden: np.ndarray) -> SparseCounts:
+    """Append the second views, whose counts are the hidden ones, `(tokens,)`."""
+    offsets, genes, shown = first_views
+    return SparseCounts(
+        offsets=np.concatenate([offsets, offsets[1:] + offsets[-1]]),
+        genes=np.concatenate([genes, genes]),
+        counts=np.concatenate([shown, hidden]),
+    )
+
+
+def _repeat_cells(offsets: np.ndarray) -> np.ndarray:
+    """Repeat the index of each cell for its tokens, `(tokens,)` int64."""
+    return np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
 
 
 def draw_hidden_frac(state: np.ndarray, config: HiddenFracConfig, key: int) -> np.ndarray:
