@@ -288,9 +288,9 @@ class CellDecoding(Objective):
 
 def _find_pairs(batch: ViewBatch) -> Tensor:
     """Find `DecodingBatch.pairs`: indices of the first and the second views, `(2, pairs)` int64."""
-    n_paired = batch.n_paired
+    n_second_views = batch.n_second_views
     # second views follow the first views
-    lengths = torch.tensor(batch.lengths[: 2 * n_paired], dtype=torch.int64)
-    is_pair = (lengths.view(2, n_paired) > 0).all(0)
+    lengths = torch.tensor(batch.lengths[: 2 * n_second_views], dtype=torch.int64)
+    is_pair = (lengths.view(2, n_second_views) > 0).all(0)
     first_views = is_pair.nonzero().flatten()
-    return torch.stack([first_views, first_views + n_paired])
+    return torch.stack([first_views, first_views + n_second_views])

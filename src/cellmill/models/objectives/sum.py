@@ -105,9 +105,9 @@ class Sum(Objective):
         """Prepare every part; the model is given the batch of the part that hides tokens."""
         has_second_views = False
         first_views = batch
-        if isinstance(batch, ViewBatch) and batch.n_paired:
+        if isinstance(batch, ViewBatch) and batch.n_second_views:
             has_second_views = True
-            first_views = replace(batch.cut(0, batch.n_paired), n_paired=0)
+            first_views = replace(batch.cut(0, batch.n_second_views), n_second_views=0)
         part_batches = self._prepare_parts(batch, first_views, seed, step)
         model_fields = self._choose_model_fields(part_batches, has_second_views)
         return SumBatch(

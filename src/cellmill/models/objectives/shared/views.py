@@ -48,8 +48,8 @@ class ViewBatch(Batch):
     entry_cell: Tensor  # `(entries,)` int64: index of the cell in the batch
     entry_genes: Tensor  # `(entries,)` int64: token id
     entry_counts: Tensor  # `(entries,)` int64, above 0
-    n_paired: int = 0
-    """Number of second views: cell i + n_paired is the hidden part of cell i."""
+    n_second_views: int = 0
+    """Number of second views: cell i + n_second_views is the hidden part of cell i."""
 
 
 def draw_view(
@@ -67,9 +67,9 @@ def draw_view(
         predicted = whole.counts if config.target == "all" else whole.counts - shown
     views = SparseCounts(whole.offsets, whole.genes, shown)
     cell_fields = batch.arrays("cell")
-    n_paired = 0
+    n_second_views = 0
     if config.view_loss is not None:
-        n_paired = whole.n_cells
+        n_second_views = whole.n_cells
         views = _append_second_views(views, whole.counts - shown)
         cell_fields = {name: torch.cat([array, array]) for name, array in cell_fields.items()}
         # the ids of second views differ, and with them the keys of their dropout
@@ -81,7 +81,7 @@ def draw_view(
         entry_cell=torch.from_numpy(_repeat_cells(whole.offsets)[entries]),
         entry_genes=torch.from_numpy(whole.genes[entries]),
         entry_counts=torch.from_numpy(predicted[entries]),
-        n_paired=n_paired,
+        n_second_views=n_second_views,
     )
 
 
