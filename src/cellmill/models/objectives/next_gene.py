@@ -204,87 +204,82 @@ class NextGene(Objective):
         # fields of NextGeneObservations, then values
         genes, position, is_right, losses, *values = observed
         assert train.by_rank is not None, "statistics without ranks"
-        base_right, base_losses = _score_rank_baseline(genes, position, train.by_rank)
+        baseline_is_right, baseline_losses = RankBaseline(train.by_rank).score(genes, position)
         loss = float(losses.astype(np.float64).mean())
-        base_loss = float(base_losses.mean())
+        baseline_loss = float(baseline_losses.mean())
         metrics: dict[str, Any] = {
             "n_targets": len(genes),
             "accuracy": float(is_right.mean()),
-            "accuracy_rank_frequency": float(base_right.mean()),
+            "accuracy_rank_frequency": float(baseline_is_right.mean()),
             "cross_entropy": loss,
-            "cross_entropy_rank_frequency": base_loss,
+            "cross_entropy_rank_frequency": baseline_loss,
         }
         name = "prediction of the next gene"
         against = "gene frequency at the same rank in training cells"
-        verdicts = loss_verdict(name, against, loss - base_loss)
+        verdicts = loss_verdict(name, against, loss - baseline_loss)
         if values:
             truth, predicted = (array.astype(np.float64) for array in values)
             error = float(np.square(truth - predicted).sum())
-            base_error = float(np.square(truth - train.mean[genes]).sum())
-            r2 = r2_over(base_error, error)
+            baseline_error = float(np.square(truth - train.mean[genes]).sum())
+            r2 = r2_over(baseline_error, error)
             metrics["value_r2_over_gene_mean"] = r2
             verdicts += r2_verdict("prediction of the next value", "the gene's training mean", r2)
         return metrics, verdicts
 
 
-def _score_rank_baseline(
-    genes: np.ndarray, position: np.ndarray, by_rank: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Predict each gene by its frequency in the bucket of its rank; return correctness and cross-entropy.
+class RankBaseline:
+    """Prediction of the next gene from gene frequencies at the same rank in training cells.
 
-    Arrays are `(N,)`, `by_rank` `(buckets, genes)` counts training cells. Candidates are genes that
-    are not in the cell yet.
+    Ranks are in buckets (`data.arrays.rank_buckets`). Candidates are genes that are not in the cell
+    yet.
     """
-    frequencies = _bucket_frequencies(by_rank)
-    buckets = rank_buckets(position)
-    cell_starts = np.flatnonzero(position == 0)
-    cells = list(pairwise([*cell_starts, len(genes)]))
-    is_right = np.zeros(len(genes), bool)
-    cross_entropy = np.zeros(len(genes))
-    for bucket in np.unique(buckets):
-        frequency = frequencies[bucket]
-        by_frequency = np.argsort(-frequency, kind="stable")
-        for start, stop in cells:
-            judged = np.flatnonzero(buckets[start:stop] == bucket)  # positions in the cell
-            if len(judged):
-                cell_right, cell_losses = _score_by_frequency(
-                    genes[start:stop], judged, frequency, by_frequency
+
+    def __init__(self, by_rank: np.ndarray) -> None:
+        """`by_rank` `(buckets, genes)` int64 counts the tokens of training cells."""
+        n_genes = by_rank.shape[1]
+        # each bucket gets `n_genes` further counts, spread like the frequencies over all buckets
+        overall = (by_rank.sum(0) + 1) / (by_rank.sum() + n_genes)
+        smoothed = by_rank + n_genes * overall
+        # `(buckets, genes)`: frequencies, float64 above 0, and vocabulary rows by falling frequency
+        self.frequencies: np.ndarray = smoothed / smoothed.sum(1, keepdims=True)
+        self.ranked_genes: np.ndarray = np.argsort(-self.frequencies, axis=1, kind="stable")
+
+    def score(self, genes: np.ndarray, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Compute correctness, bool, and cross-entropy, float64, of each prediction, `(N,)`.
+
+        `genes` are vocabulary rows, cell after cell, and `position` their positions in the cell,
+        `(N,)` int64 each.
+        """
+        buckets = rank_buckets(position)
+        is_right = np.zeros(len(genes), bool)
+        cross_entropy = np.zeros(len(genes))
+        cell_starts = np.flatnonzero(position == 0)
+        for start, end in pairwise([*cell_starts, len(genes)]):
+            for bucket in np.unique(buckets[start:end]):
+                positions = np.flatnonzero(buckets[start:end] == bucket)
+                scored = start + positions
+                is_right[scored], cross_entropy[scored] = self._score_bucket(
+                    bucket, genes[start:end], positions
                 )
-                is_right[start + judged] = cell_right
-                cross_entropy[start + judged] = cell_losses
-    return is_right, cross_entropy
+        return is_right, cross_entropy
 
+    def _score_bucket(
+        self, bucket: int, cell_genes: np.ndarray, positions: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Score the predictions at `positions` of one cell, all in one bucket: `(positions,)` each.
 
-def _bucket_frequencies(by_rank: np.ndarray) -> np.ndarray:
-    """Smooth the frequency of each gene in each bucket of ranks.
-
-    `by_rank` and the result, float64 and above 0, are `(buckets, genes)`.
-    """
-    n_genes = by_rank.shape[1]
-    # each bucket gets `n_genes` further counts, spread like the frequencies over all buckets
-    overall = (by_rank.sum(0) + 1) / (by_rank.sum() + n_genes)
-    smoothed = by_rank + n_genes * overall
-    frequencies: np.ndarray = smoothed / smoothed.sum(1, keepdims=True)
-    return frequencies
-
-
-def _score_by_frequency(
-    cell_genes: np.ndarray, judged: np.ndarray, frequency: np.ndarray, by_frequency: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Compute correctness and cross-entropy at positions `judged` of one cell, `(judged,)` each.
-
-    `cell_genes` are its genes in order, `frequency` `(genes,)` of all genes in the bucket of
-    these positions, and `by_frequency` all genes, the most frequent first.
-    """
-    cell_frequency = frequency[cell_genes]
-    # total frequency of the candidates: at least the gene's own
-    earlier = np.cumsum(cell_frequency) - cell_frequency
-    left = np.maximum(1 - earlier, cell_frequency)[judged]
-    cross_entropy = np.log(left / cell_frequency[judged])
-    # a gene is a candidate up to its own position, a gene that the cell lacks at all positions
-    last_position = np.full(len(by_frequency), len(cell_genes))
-    last_position[cell_genes] = np.arange(len(cell_genes))
-    # the first gene that is a candidate at position p is where the running maximum reaches p
-    running_max = np.maximum.accumulate(last_position[by_frequency])
-    predicted = by_frequency[np.searchsorted(running_max, judged)]
-    return predicted == cell_genes[judged], cross_entropy
+        `cell_genes` are the genes of the cell in order.
+        """
+        frequency = self.frequencies[bucket][cell_genes]
+        # total frequency of the candidates: at least the gene's own, in spite of rounding
+        earlier_frequency = np.cumsum(frequency) - frequency
+        candidate_frequency = np.maximum(1 - earlier_frequency, frequency)
+        cross_entropy = np.log(candidate_frequency[positions] / frequency[positions])
+        # a gene is a candidate up to its own position, a gene that the cell lacks at all positions
+        ranked_genes = self.ranked_genes[bucket]
+        last_position = np.full(len(ranked_genes), len(cell_genes))
+        last_position[cell_genes] = np.arange(len(cell_genes))
+        # the most frequent candidate at position p is where the running maximum reaches p
+        running_max = np.maximum.accumulate(last_position[ranked_genes])
+        predicted = ranked_genes[np.searchsorted(running_max, positions)]
+        return predicted == cell_genes[positions], cross_entropy
