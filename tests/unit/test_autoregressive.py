@@ -149,8 +149,8 @@ def test_genes_are_scored_among_those_not_yet_generated() -> None:
     prepared = model.prepare(batch, **KEYS)
     with torch.no_grad():
         observed = [tensor.numpy() for tensor in model.objective.observe(model, prepared)]
-        before = model.objective.states_before(model, model.states(prepared), prepared)
-        logits = (before @ model.gene_embedding.weight.T + model.gene_bias)[:, 2:].double()
+        prior_states = model.objective.select_prior_states(model, model.states(prepared), prepared)
+        logits = (prior_states @ model.gene_embedding.weight.T + model.gene_bias)[:, 2:].double()
     by_rank = np.random.default_rng(1).integers(0, 9, (6, N_GENES))
     train = GeneStatistics(by_rank.sum(0), np.full(N_GENES, 2.0), 2.0, 9, by_rank)
     overall = (by_rank.sum(0) + 1) / (by_rank.sum() + N_GENES)

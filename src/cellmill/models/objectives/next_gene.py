@@ -50,7 +50,7 @@ class NextGeneBatch(EncoderBatch):
 
     targets: Tensor  # `(N,)` int64, ascending: tokens to predict, all but padding
     is_first: Tensor  # `(N,)` bool: True for the first token of a cell
-    ends: Tensor  # `(ends,)` int64: last tokens of cells that were not cut
+    last_tokens: Tensor  # `(ends,)` int64: last tokens of cells that were not cut
     n_targets: Tensor
 
 
@@ -102,86 +102,86 @@ class NextGene(Objective):
         targets = is_token.nonzero().flatten()
         lengths = batch.cu_seqlens.diff()
         is_whole = (lengths > 0) & (lengths < self.tokens.max_tokens)
-        ends = batch.cu_seqlens[1:].long()[is_whole] - 1
+        last_tokens = batch.cu_seqlens[1:].long()[is_whole] - 1
         return NextGeneBatch.prepared(
             batch,
             (seed, step),
             targets=targets,
             is_first=position[targets] == 0,
-            ends=ends[is_token[ends]],
+            last_tokens=last_tokens[is_token[last_tokens]],
             n_targets=torch.tensor(len(targets), device=targets.device),
         )
 
     def loss(self, model: ObjectiveModel, states: Tensor, prepared: NextGeneBatch) -> Tensor:
-        before = self.states_before(model, states, prepared)
+        prior_states = self.select_prior_states(model, states, prepared)
         genes = prepared.token_ids[prepared.targets]
-        loss = token_loss(before, model.gene_embedding.weight, model.gene_bias, genes)
-        # logits of an end before each target, where the cell continues, and at each end
-        continuing = self.end_logits(model, before)
-        ending = self.end_logits(model, states[prepared.ends])
-        loss = loss + F.softplus(continuing).sum() + F.softplus(-ending).sum()
+        loss = token_loss(prior_states, model.gene_embedding.weight, model.gene_bias, genes)
+        # binary cross-entropy: a cell continues before each target, and ends after its last token
+        logits_if_continued = self.end_logits(model, prior_states)
+        logits_if_ended = self.end_logits(model, states[prepared.last_tokens])
+        loss = loss + F.softplus(logits_if_continued).sum() + F.softplus(-logits_if_ended).sum()
         if not self.predicts_values:
             return loss
-        predicted = self.predict_values(model, before, genes)
+        predicted = self.predict_values(model, prior_states, genes)
         values = prepared.values[prepared.targets]
         return loss + self.config.value_loss_weight * value_loss(predicted, values)
 
-    def states_before(
+    def select_prior_states(
         self, model: ObjectiveModel, states: Tensor, prepared: NextGeneBatch
     ) -> Tensor:
         """Take the state before each target, `(N, H)`, from states `(T, H)`."""
         earlier = states[(prepared.targets - 1).clamp(min=0)]
         return torch.where(prepared.is_first[:, None], model.start.to(states.dtype), earlier)
 
-    def gene_logits(self, model: ObjectiveModel, before: Tensor) -> Tensor:
+    def gene_logits(self, model: ObjectiveModel, prior_states: Tensor) -> Tensor:
         """Predict logits of the next token, `(N, V)` float32; special tokens are never targets."""
-        return token_logits(before, model.gene_embedding.weight, model.gene_bias)
+        return token_logits(prior_states, model.gene_embedding.weight, model.gene_bias)
 
-    def end_logits(self, model: ObjectiveModel, before: Tensor) -> Tensor:
+    def end_logits(self, model: ObjectiveModel, prior_states: Tensor) -> Tensor:
         """Predict the logit of the cell ending at each state, `(N,)` float32."""
         # start near the chance of an end, one in many tokens: a bias that starts at 0 would take
         # thousands of steps to learn it
-        return model.end(before).float().squeeze(-1) - math.log(self.tokens.max_tokens)
+        return model.end(prior_states).float().squeeze(-1) - math.log(self.tokens.max_tokens)
 
-    def predict_values(self, model: ObjectiveModel, before: Tensor, genes: Tensor) -> Tensor:
+    def predict_values(self, model: ObjectiveModel, prior_states: Tensor, genes: Tensor) -> Tensor:
         """Predict values `(N,)` float32, or logits of bins `(N, bins)`.
 
-        `before` are states `(N, H)`, `genes` the token ids of the next genes `(N,)`.
+        `prior_states` are `(N, H)`, `genes` the token ids of the next genes `(N,)`.
         """
-        embedded = embed_tokens(genes, model.gene_embedding.weight).to(before.dtype)
-        queries = torch.cat([before, embedded], dim=-1)
+        embedded = embed_tokens(genes, model.gene_embedding.weight).to(prior_states.dtype)
+        queries = torch.cat([prior_states, embedded], dim=-1)
         out: Tensor = model.value_out(model.value_head(queries)).float()
         return out if self._is_class else out.squeeze(-1)
 
     def observe(self, model: ObjectiveModel, prepared: NextGeneBatch) -> Tensors:
-        """Observe `NextGeneObservations`, then value and predicted value if values are predicted.
+        """Return `NextGeneObservations`, then value and predicted value if values are predicted.
 
         Genes are in order, cell after cell.
         """
         # without padding, offsets of tokens are offsets of targets
         assert len(prepared.targets) == len(prepared.token_ids), "expected a batch without padding"
-        before = self.states_before(model, model.states(prepared), prepared)
+        prior_states = self.select_prior_states(model, model.states(prepared), prepared)
         cells = []
         for start, end in pairwise(prepared.cu_seqlens.tolist()):
             cells.append(
-                self._observe_cell(model, before[start:end], prepared.token_ids[start:end])
+                self._observe_cell(model, prior_states[start:end], prepared.token_ids[start:end])
             )
         observed = tuple(torch.cat(tensors) for tensors in zip(*cells))
         if not self.predicts_values:
             return observed
-        predicted = self.predict_values(model, before, prepared.token_ids)
+        predicted = self.predict_values(model, prior_states, prepared.token_ids)
         if self._is_class:
             predicted = expected_bins(predicted)
         return (*observed, prepared.values, predicted)
 
     def _observe_cell(
-        self, model: ObjectiveModel, before: Tensor, genes: Tensor
+        self, model: ObjectiveModel, prior_states: Tensor, genes: Tensor
     ) -> NextGeneObservations:
         """Observe a cell's `genes` `(n,)` from the states before them, `(n, H)`.
 
         Candidates are genes that the cell does not have yet.
         """
-        logits = self.gene_logits(model, before)  # `(n, V)`
+        logits = self.gene_logits(model, prior_states)  # `(n, V)`
         position = torch.arange(len(genes), device=genes.device)
         # `(V,)`: last position at which each token is a candidate: a gene's own position in the cell,
         # the cell's length for a gene that it lacks, none for special tokens
@@ -197,10 +197,7 @@ class NextGene(Objective):
         )
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
-        """Score predicted genes, and values if the model predicts them.
-
-        The baseline of genes knows the rank and earlier genes.
-        """
+        """Score predicted genes against `RankBaseline`, and values if the model predicts them."""
         # fields of NextGeneObservations, then values
         genes, position, is_right, losses, *values = observed
         assert train.by_rank is not None, "statistics without ranks"
