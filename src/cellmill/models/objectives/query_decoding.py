@@ -75,8 +75,8 @@ class TokenDraws(NamedTuple):
 
     cell: Tensor  # `(T,)` int64: index of the token's cell
     is_hidden: Tensor  # `(T,)` bool
-    keys: Tensor  # `(T,)` int64: random order of tokens
-    frac: Tensor  # `(C,)` float64: probability with which a gene of the cell is hidden
+    priority: Tensor  # `(T,)` int64: random; hidden tokens with the lowest are queried
+    hidden_frac: Tensor  # `(C,)` float64: probability with which a gene of the cell is hidden
 
 
 class QueryDecoding(Objective):
@@ -126,13 +126,13 @@ class QueryDecoding(Objective):
         """Hide each token with the probability of its cell."""
         cell, position = positions(batch)
         state = host_state(batch.cell_ids.numpy(), seed, step)
-        frac = torch.from_numpy(draw_hidden_frac(state, self.config, HIDDEN_FRAC))
-        bits = host_state(position.numpy(), HIDE, state=state[cell.numpy()])
+        hidden_frac = torch.from_numpy(draw_hidden_frac(state, self.config, HIDDEN_FRAC))
+        token_state = host_state(position.numpy(), HIDE, state=state[cell.numpy()])
         return TokenDraws(
             cell=cell,
-            is_hidden=torch.from_numpy(uniform(bits)) < frac[cell],
-            keys=torch.from_numpy((bits >> np.uint64(1)).view(np.int64)),
-            frac=frac,
+            is_hidden=torch.from_numpy(uniform(token_state)) < hidden_frac[cell],
+            priority=torch.from_numpy((token_state >> np.uint64(1)).view(np.int64)),
+            hidden_frac=hidden_frac,
         )
 
     def _choose_queries(
@@ -141,27 +141,42 @@ class QueryDecoding(Objective):
         """Choose the queries of each cell; return the fields of `QueryView` for them."""
         n_cells = len(batch.lengths)
         # detected genes
-        picked = _pick_detected(draws, self.config.max_asked)
-        picked_cell = draws.cell[picked]
-        n_picked = torch.bincount(picked_cell, minlength=n_cells)
-        n_hidden = torch.bincount(draws.cell[draws.is_hidden], minlength=n_cells)
-        # undetected genes: the cell's hidden fraction of them counts as hidden
-        n_undetected = self.n_genes - batch.cu_seqlens.diff().long()
-        n_drawn = (n_picked * self.config.undetected_ratio).ceil().long()
-        n_drawn = torch.where(n_undetected > 0, n_drawn, 0)
-        drawn_cell, drawn_genes = _draw_undetected(
-            batch, n_drawn, n_undetected, self.n_genes, seed, step
+        tokens = _choose_hidden_tokens(draws, self.config.max_asked)
+        detected_cells = draws.cell[tokens]
+        n_detected = torch.bincount(detected_cells, minlength=n_cells)
+        # undetected genes
+        n_candidates = self.n_genes - batch.cu_seqlens.diff().long()
+        n_undetected = (n_detected * self.config.undetected_ratio).ceil().long()
+        n_undetected = torch.where(n_candidates > 0, n_undetected, 0)
+        undetected_cells = torch.repeat_interleave(n_undetected)
+        undetected_genes = self._draw_undetected(batch, undetected_cells, n_undetected, seed, step)
+        # `(C,)` each: hidden genes for which a query stands; of the undetected genes, the cell's
+        # hidden fraction counts as hidden
+        n_hidden_tokens = torch.bincount(draws.cell[draws.is_hidden], minlength=n_cells)
+        genes_per_detected = n_hidden_tokens / n_detected.clamp(min=1)
+        genes_per_undetected = draws.hidden_frac * n_candidates / n_undetected.clamp(min=1)
+        genes_per_query = torch.cat(
+            [genes_per_detected[detected_cells], genes_per_undetected[undetected_cells]]
         )
-        # `(C,)` each
-        genes_per_picked = n_hidden / n_picked.clamp(min=1)
-        genes_per_drawn = draws.frac * n_undetected / n_drawn.clamp(min=1)
-        genes_per_query = torch.cat([genes_per_picked[picked_cell], genes_per_drawn[drawn_cell]])
         return {
-            "query_cells": torch.cat([picked_cell, drawn_cell]),
-            "query_genes": torch.cat([batch.token_ids[picked], drawn_genes]),
-            "query_targets": torch.cat([batch.values[picked], torch.zeros(len(drawn_cell))]),
+            "query_cells": torch.cat([detected_cells, undetected_cells]),
+            "query_genes": torch.cat([batch.token_ids[tokens], undetected_genes]),
+            "query_targets": torch.cat([batch.values[tokens], torch.zeros(len(undetected_cells))]),
             "genes_per_query": genes_per_query.float(),
         }
+
+    def _draw_undetected(
+        self, batch: Batch, cell: Tensor, n_draws: Tensor, seed: int, step: int
+    ) -> Tensor:
+        """Draw an undetected gene for each draw, with replacement: token ids, `(draws,)` int64.
+
+        `cell` `(draws,)` int64 is the cell of each draw, ascending; `n_draws` `(C,)` counts them.
+        """
+        n_candidates = self.n_genes - batch.cu_seqlens.diff().long()
+        draw_number = _index_in_cell(cell, n_draws)
+        bits = keyed_token_bits(batch.cell_ids, cell, seed, step, draw_number, UNDETECTED)
+        rows = _find_undetected(batch, self.n_genes, cell, bits % n_candidates[cell])
+        return rows + len(SPECIAL)
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> QueryBatch:
         assert isinstance(batch, QueryView), "expected a view"
@@ -211,7 +226,7 @@ class QueryDecoding(Objective):
         )
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
-        """Score the mean squares of model and gene means, zeros included, and R² over these means."""
+        """Score mean squared errors, zeros included: of the model, and of the gene's training mean."""
         queries = QueryObservations(*observed)
         values = queries.values.astype(np.float64)
         predicted = queries.predicted.astype(np.float64)
@@ -219,12 +234,12 @@ class QueryDecoding(Objective):
         # mean over all training cells: detection rate times the mean of detected values
         means = (train.n / train.n_cells * train.mean)[queries.genes]
         mse = float(np.average(np.square(values - predicted), weights=weights))
-        base_mse = float(np.average(np.square(values - means), weights=weights))
-        r2 = r2_over(base_mse, mse)
+        baseline_mse = float(np.average(np.square(values - means), weights=weights))
+        r2 = r2_over(baseline_mse, mse)
         metrics = {
             "n_targets": len(values),
             "mse": mse,
-            "mse_gene_mean": base_mse,
+            "mse_gene_mean": baseline_mse,
             "detected_frac": float(np.average(values > 0, weights=weights)),
             "r2_over_gene_mean": r2,
         }
@@ -232,57 +247,45 @@ class QueryDecoding(Objective):
         return metrics, r2_verdict("prediction of hidden genes", against, r2)
 
 
-def _pick_detected(draws: TokenDraws, max_tokens: int) -> Tensor:
-    """Pick the hidden tokens of each cell with the lowest keys, at most `max_tokens`.
+def _choose_hidden_tokens(draws: TokenDraws, max_per_cell: int) -> Tensor:
+    """Choose the hidden tokens of each cell with the lowest priorities, at most `max_per_cell`.
 
     The result is `(tokens,)` int64, ascending.
     """
     tokens = draws.is_hidden.nonzero().flatten()
-    # hidden tokens, cell after cell, the lowest key of each cell first
-    tokens = tokens[draws.keys[tokens].argsort()]
+    # cell after cell, by priority in each cell
+    tokens = tokens[draws.priority[tokens].argsort()]
     tokens = tokens[draws.cell[tokens].argsort(stable=True)]
     cell = draws.cell[tokens]
-    rank = _number_in_cell(torch.bincount(cell), cell)
-    return tokens[rank < max_tokens].sort().values
+    index = _index_in_cell(cell, torch.bincount(cell))
+    return tokens[index < max_per_cell].sort().values
 
 
-def _draw_undetected(
-    batch: Batch, n_drawn: Tensor, n_undetected: Tensor, n_genes: int, seed: int, step: int
-) -> tuple[Tensor, Tensor]:
-    """Draw undetected genes with replacement: cell and token id, `(draws,)` int64 each.
+def _find_undetected(batch: Batch, n_genes: int, cell: Tensor, index: Tensor) -> Tensor:
+    """Find the vocabulary row of undetected gene `index` of a cell, counted from 0.
 
-    Each cell has `n_drawn` draws from its `n_undetected` undetected genes, `(C,)` int64 each.
-    """
-    cell = torch.repeat_interleave(n_drawn)
-    draw_number = _number_in_cell(n_drawn, cell)
-    bits = keyed_token_bits(batch.cell_ids, cell, seed, step, draw_number, UNDETECTED)
-    rows = _nth_undetected(batch, bits % n_undetected[cell], cell, n_genes)
-    return cell, rows + len(SPECIAL)
-
-
-def _nth_undetected(batch: Batch, n: Tensor, cell: Tensor, n_genes: int) -> Tensor:
-    """Find the vocabulary row of a cell's n-th undetected gene, n from 0: `(draws,)` int64.
-
-    `n` and `cell` are `(draws,)` int64. The row is n + the number of detected genes before it.
+    `cell`, `index` and the result are `(draws,)` int64. The row is `index` plus the number of
+    detected genes before it.
     """
     token_cell, position = positions(batch)
     # `(T,)`: vocabulary rows of detected genes, ascending in each cell
     first_row = token_cell * n_genes
     rows = (first_row + batch.token_ids - len(SPECIAL)).sort().values - first_row
-    # `(T,)`: number of undetected genes with smaller rows, ascending in each cell
+    # `(T,)`: number of undetected genes before each of them, ascending in each cell
     n_undetected_before = rows - position
-    # search all cells at once: an offset for each cell makes the numbers ascend over all of them
+    # search all cells at once: an offset per cell makes the numbers ascend over the whole batch
     offset = n_genes + 1
-    numbers = n_undetected_before + token_cell * offset
-    end = torch.searchsorted(numbers, n + cell * offset, right=True)
+    sorted_numbers = n_undetected_before + token_cell * offset
+    end = torch.searchsorted(sorted_numbers, index + cell * offset, right=True)
     n_detected_before = end - batch.cu_seqlens[cell]
-    return n + n_detected_before
+    return index + n_detected_before
 
 
-def _number_in_cell(n_items: Tensor, cell: Tensor) -> Tensor:
-    """Number the items of each cell from 0: `(items,)` int64.
+def _index_in_cell(cell: Tensor, n_items: Tensor) -> Tensor:
+    """Count the items of each cell from 0: `(items,)` int64.
 
-    `n_items` `(C,)` is the number of items of each cell; `cell` `(items,)` is each item's cell, ascending.
+    `cell` `(items,)` is each item's cell, ascending; `n_items` `(C,)` is the number of items of
+    each cell.
     """
     first_item = n_items.cumsum(0) - n_items
     return torch.arange(len(cell)) - first_item[cell]
