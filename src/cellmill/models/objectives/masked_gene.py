@@ -1,6 +1,6 @@
 """masked_gene: predict which genes the masked tokens are.
 
-The output matrix is the gene embedding, the baseline the frequency of genes in the training cells.
+The output matrix is the gene embedding. The baseline is the frequency of genes in training cells.
 
 Legend: T tokens of the batch, N targets, H width of the model, V tokens of the vocabulary.
 """
@@ -76,18 +76,19 @@ class MaskedGene(MaskedObjective):
         )
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
+        """Score predicted genes against the most frequent gene and the frequencies of all genes."""
         genes, is_right, losses = GeneObservations(*observed)
         # add one, so that no gene has frequency 0
         frequency = (train.n + 1) / (train.n.sum() + len(train.n))
-        base_loss = float(-np.log(frequency[genes]).mean())
+        baseline_loss = float(-np.log(frequency[genes]).mean())
         loss = float(losses.astype(np.float64).mean())
         metrics = {
             "n_targets": len(genes),
             "accuracy": float(is_right.mean()),
             "accuracy_frequency": float((genes == int(train.n.argmax())).mean()),
             "cross_entropy": loss,
-            "cross_entropy_frequency": base_loss,
+            "cross_entropy_frequency": baseline_loss,
         }
         name = "prediction of masked genes"
         against = "gene frequency in training cells"
-        return metrics, loss_verdict(name, against, loss - base_loss)
+        return metrics, loss_verdict(name, against, loss - baseline_loss)

@@ -1,10 +1,10 @@
 """masked_value: predict the values of masked tokens.
 
-The loss is the cross-entropy of bins, or the squared error of continuous values. Genes differ far
-more in their mean than cells in a gene, so values are judged by R² *over the gene mean*, and by the
-correlation after subtracting the gene mean from both. Values depend on the sum of all counts of a
-cell, hidden counts included; with `renormalize` the model sees values of visible counts only.
-Without it, both metrics include this leak.
+The loss is the cross-entropy of bins, or the squared error of continuous values. Values vary far
+more between genes than between the cells of a gene. So they are judged by R² *over the gene mean*,
+and by the correlation after subtracting the gene mean from both. Values depend on the sum of all
+counts of a cell, hidden counts included, so visible values leak hidden ones, and both metrics
+include this leak. With `renormalize` the model sees values of visible counts only.
 
 Legend: C cells, T tokens of the batch, N targets, H width of the model.
 """
@@ -50,7 +50,7 @@ class MaskedValue(MaskedObjective):
 
     @property
     def _first_bin(self) -> int:
-        """Number of the first bin; bin 0 is that of genes without counts."""
+        """Number of the first bin; genes without counts are in bin 0."""
         return 0 if self.tokens.zero_frac else 1
 
     @property
@@ -97,9 +97,8 @@ class MaskedValue(MaskedObjective):
     def head_loss(
         self, model: ObjectiveModel, head_output: Tensor, prepared: MaskedBatch
     ) -> Tensor:
-        return value_loss(
-            self.predict_from_head(model, head_output, prepared), prepared.answers, self._first_bin
-        )
+        predicted = self.predict_from_head(model, head_output, prepared)
+        return value_loss(predicted, prepared.answers, self._first_bin)
 
     def predict_from_head(
         self, model: ObjectiveModel, head_output: Tensor, prepared: MaskedBatch
@@ -113,9 +112,8 @@ class MaskedValue(MaskedObjective):
 
     def observe(self, model: ObjectiveModel, prepared: MaskedBatch) -> ValueObservations:
         targets = prepared.targets
-        predicted = self.predict_from_head(
-            model, model.head(model.states(prepared)[targets]), prepared
-        )
+        head_output = model.head(model.states(prepared)[targets])
+        predicted = self.predict_from_head(model, head_output, prepared)
         if predicted.ndim == 2:
             predicted = expected_bins(predicted, self._first_bin)
         return ValueObservations(
@@ -125,22 +123,23 @@ class MaskedValue(MaskedObjective):
         )
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
-        targets = ValueObservations(*observed)
-        values = targets.values.astype(np.float64)
-        predicted = targets.predicted.astype(np.float64)
-        gene_means = train.mean[targets.genes]
+        """Score predicted values against the gene's mean and the mean of all genes in training cells."""
+        observations = ValueObservations(*observed)
+        values = observations.values.astype(np.float64)
+        predicted = observations.predicted.astype(np.float64)
+        gene_means = train.mean[observations.genes]
         mse = float(np.mean((values - predicted) ** 2))
-        mse_gene = float(np.mean((values - gene_means) ** 2))
-        mse_global = float(np.mean((values - train.global_mean) ** 2))
-        r2 = r2_over(mse_gene, mse)
+        mse_gene_mean = float(np.mean((values - gene_means) ** 2))
+        mse_global_mean = float(np.mean((values - train.global_mean) ** 2))
+        r2 = r2_over(mse_gene_mean, mse)
         metrics = {
             "n_targets": len(values),
             "r2_over_gene_mean": r2,
-            "r2_over_global_mean": r2_over(mse_global, mse),
+            "r2_over_global_mean": r2_over(mse_global_mean, mse),
             "pearson_gene_centred": pearson(values - gene_means, predicted - gene_means),
             "mse": mse,
-            "mse_gene_mean": mse_gene,
-            "mse_global_mean": mse_global,
+            "mse_gene_mean": mse_gene_mean,
+            "mse_global_mean": mse_global_mean,
         }
         return metrics, r2_verdict("prediction of masked values", "the gene's training mean", r2)
 
