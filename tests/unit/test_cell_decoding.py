@@ -120,7 +120,7 @@ def test_weights_are_log_counts_or_counts() -> None:
 def test_validation_correlates_hidden_genes_if_asked(
     weights: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cellmill.models.objectives.shared.hidden_genes.COMPARED_CELLS", 4)
+    monkeypatch.setattr("cellmill.models.objectives.shared.hidden_genes.CELLS_PER_CHUNK", 4)
     model = decoding_model("profile", **weights)
     batches = [cells_of(), cells_of((25, 40, 12))]
     monitor = Monitor(model, best_metric=METRIC)
