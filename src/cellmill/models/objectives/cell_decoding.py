@@ -1,11 +1,13 @@
 """cell_decoding: predict the hidden part of a cell's expression from its vector, over all genes.
 
-A view of each cell is encoded and pooled to a vector; a decoder turns it into a softmax over all
-genes, whose cross-entropy with the hidden expression is the loss. All genes are predicted, because
-which genes are expressed defines a cell; the values of detected genes alone mostly reflect
-sequencing depth. With `weights: counts` this is the multinomial likelihood of the hidden counts
-given their sum, divided by the sum; with `likelihood: nb` the negative binomial likelihood of all
-genes' hidden counts, zeros included, also divided by the sum. With `view_loss` the hidden part is
+A view of each cell is encoded and pooled to a vector. A decoder turns the vector into a softmax over
+all genes, and the loss is the cross-entropy of the hidden expression. All genes are predicted,
+because a cell is defined by which genes it expresses; the values of detected genes mostly reflect
+sequencing depth.
+
+With `weights: counts` the loss is the negative multinomial log-likelihood of the hidden counts given
+their sum, divided by the sum. With `likelihood: nb` it is the negative binomial one of the hidden
+counts of all genes, zeros included, also divided by the sum. With `view_loss` the hidden part is
 encoded too, and VICReg of the vectors of both parts is added in training only. `judge` compares
 with the mean profile of the training cells. Objective `denoise` is the same class with
 `view: thin` and `target: all`.
@@ -181,27 +183,19 @@ class CellDecoding(Objective):
 
     def loss(self, model: ObjectiveModel, states: Tensor, prepared: DecodingBatch) -> Tensor:
         """Sum the loss over the cells, a float32 scalar; in training with VICReg and the adversary."""
-        vectors = self._target_vectors(model, states, prepared)
+        vectors = self._pool_targets(model, states, prepared)
         decoded = self.decode(model, vectors, prepared)
         if self.kept_sums is not None:
-            sums = sum_hidden_genes(
-                decoded,
-                model.profile_genes.weight,
-                model.profile_bias,
-                prepared.find_entry_cells(),
-                prepared.entry_genes,
-                self._compute_fractions(prepared),
-            )
-            self.kept_sums.append(sums)
+            self.kept_sums.append(self._sum_hidden_genes(model, decoded, prepared))
         loss = profile_loss(
             decoded,
-            model.profile_genes.weight,
-            model.profile_bias,
-            prepared.n_entries,
-            prepared.entry_starts,
-            prepared.entry_genes,
-            prepared.entry_amounts,
-            model.profile_dispersion if self._is_nb else None,
+            table=model.profile_genes.weight,
+            bias=model.profile_bias,
+            entries=prepared.n_entries,
+            starts=prepared.entry_starts,
+            genes=prepared.entry_genes,
+            weights=prepared.entry_amounts,
+            dispersion=model.profile_dispersion if self._is_nb else None,
         )
         if prepared.shares is not None:  # VICReg, which couples the cells of the global batch
             (rows,) = self.rows(model, states, prepared)
@@ -210,9 +204,22 @@ class CellDecoding(Objective):
         # left out of validation, whose loss chooses the checkpoint: a model that hides experimental
         # batches must not look worse
         if adversary_weight is not None and model.training:
-            adversary_loss = model.batch_adversary(vectors, self._known_batch_numbers(prepared))
+            adversary_loss = model.batch_adversary(vectors, self._read_batch_numbers(prepared))
             loss = loss + adversary_weight * adversary_loss
         return loss
+
+    def _sum_hidden_genes(
+        self, model: ObjectiveModel, decoded: Tensor, prepared: DecodingBatch
+    ) -> Tensor:
+        """Sum what `validation_metrics` reads, `(n_sums,)` float64, from `decoded` `(C, D)`."""
+        return sum_hidden_genes(
+            decoded,
+            table=model.profile_genes.weight,
+            bias=model.profile_bias,
+            cell=prepared.find_entry_cells(),
+            genes=prepared.entry_genes,
+            fractions=self._compute_fractions(prepared),
+        )
 
     def validation_metrics(self, sums: Sequence[float]) -> dict[str, float]:
         return correlate_hidden_genes(sums)
@@ -237,22 +244,22 @@ class CellDecoding(Objective):
         decoded: Tensor = model.decoder(vectors)
         if self.config.known_batch is None:
             return decoded
-        return decoded + model.batch_terms(self._known_batch_numbers(prepared)).to(decoded.dtype)
+        return decoded + model.batch_terms(self._read_batch_numbers(prepared)).to(decoded.dtype)
 
-    def _target_vectors(
+    def _pool_targets(
         self, model: ObjectiveModel, states: Tensor, prepared: DecodingBatch
     ) -> Tensor:
         """Pool the states `(T, H)` to the vectors of the cells with targets, `(C, H)`."""
         return model.cell_vectors(states, prepared)[prepared.target_cells].to(states.dtype)
 
-    def _known_batch_numbers(self, prepared: DecodingBatch) -> Tensor:
+    def _read_batch_numbers(self, prepared: DecodingBatch) -> Tensor:
         """Read the level number of each cell's experimental batch, option `known_batch`: `(C,)` int64."""
         column = self.config.known_batch
         assert column is not None, "no column of batches"
         return self.level_numbers(prepared, column)[prepared.target_cells]
 
     def observe(self, model: ObjectiveModel, prepared: DecodingBatch) -> ProfileObservations:
-        vectors = self._target_vectors(model, model.states(prepared), prepared)
+        vectors = self._pool_targets(model, model.states(prepared), prepared)
         decoded = self.decode(model, vectors, prepared)
         logits = token_logits(decoded, model.profile_genes.weight, model.profile_bias)
         log_p = logits.log_softmax(1)
@@ -267,23 +274,24 @@ class CellDecoding(Objective):
         )
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
+        """Score the cross-entropy of the model against the mean profile of training cells."""
         genes, log_p, fractions, cell_fracs = ProfileObservations(*observed)
-        # values that are not scalars do not measure expression
-        value = train.mean if self.tokens.value_kind == "scalar" else 1.0
-        expressed = train.n * value + 1  # add one for genes that no training cell has
-        mean_profile = np.log(expressed / expressed.sum())
-        n_cells = cell_fracs.sum()  # the entries of a cell sum to 1
+        # only scalar values measure expression; otherwise count the tokens of each gene
+        mean_value = train.mean if self.tokens.value_kind == "scalar" else 1.0
+        total_value = train.n * mean_value + 1  # add one for genes that no training cell has
+        log_mean_profile = np.log(total_value / total_value.sum())
+        n_cells = cell_fracs.sum()  # each cell adds 1
         loss = float(-(fractions * log_p).sum() / n_cells)
-        base_loss = float(-(fractions * mean_profile[genes]).sum() / n_cells)
+        baseline_loss = float(-(fractions * log_mean_profile[genes]).sum() / n_cells)
         metrics = {
             "n_targets": len(genes),  # entries; `DecodingBatch.n_targets` counts cells
             "cross_entropy": loss,
-            "cross_entropy_mean_profile": base_loss,
-            "saved_frac": 1 - loss / base_loss,
+            "cross_entropy_mean_profile": baseline_loss,
+            "saved_frac": 1 - loss / baseline_loss,
         }
         name = f"prediction of {self.config.target} genes"
         against = "mean profile of training cells"
-        return metrics, loss_verdict(name, against, loss - base_loss)
+        return metrics, loss_verdict(name, against, loss - baseline_loss)
 
 
 def _find_pairs(batch: ViewBatch) -> Tensor:
