@@ -1,11 +1,11 @@
 """perturbation_response: cell_decoding, with a response of the cell to its perturbation.
 
 The decoder is given the cell's vector plus a response, as in CPA (Lotfollahi et al. 2023, Mol.
-Syst. Biol. 19:e11517). The response is a projection of the decoder's embeddings of the perturbed
-genes, a bias that all perturbations share, and a learned vector of each perturbation. Controls have
-no response. A perturbation that was not trained on has the first two, so it can be predicted if its
-gene is known; its learned vector stays zero. Counts are split into two binomial parts. The cell's
-vector is made from one; vector and response predict the other.
+Syst. Biol. 19:e11517). The response is the sum of a projection of the decoder's embeddings of the
+perturbed genes, a bias that all perturbations share, and a learned vector of the perturbation.
+Controls have no response. The learned vector of a perturbation without training cells stays zero;
+its response is predicted from its genes. Counts are split into two binomial parts: the cell's vector
+is made from one, and predicts the other with the response.
 
 Legend: C cells with targets, H width of a cell's vector, D width of the decoder's last layer, M
 largest number of genes of a perturbation, V tokens of the vocabulary. Level numbers begin at 1; 0
@@ -43,10 +43,10 @@ class PerturbationResponse(CellDecoding):
     """See the module; needs a model with `cell_vectors`."""
 
     config: PerturbationResponseConfig
-    _perturbed_genes: list[Sequence[int]]
-    """Token ids of perturbed genes by level number; set by `attach`, as are the next two."""
-    _control: int  # level number of controls
-    _excluded: list[int]  # level numbers of cells that have no target
+    # set by `attach`
+    _perturbed_genes: list[Sequence[int]]  # token ids of perturbed genes by level number
+    _control_number: int  # level number of controls
+    _excluded_numbers: list[int]  # level numbers of cells without a target
 
     def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
         names = super().attach(model, n_tokens)
@@ -59,27 +59,27 @@ class PerturbationResponse(CellDecoding):
         model.add_level_rows(config.perturbation_column, "response_terms.weight")
         genes = config.perturbed_genes or {}
         self._perturbed_genes = [[], *(genes.get(level, []) for level in levels)]
-        self._control = _find_level_number(config.control, levels)
-        self._excluded = [0, _find_level_number(MISSING, levels)]
+        self._control_number = _find_level_number(config.control, levels)
+        self._excluded_numbers = [0, _find_level_number(MISSING, levels)]
         return (*names, "response_genes", "response_terms")
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> ResponseBatch:
         assert isinstance(batch, ViewBatch), "expected a view"
         numbers = self.level_numbers(batch, self.config.perturbation_column)
-        has_target = ~torch.isin(numbers, torch.tensor(self._excluded))
-        is_kept = has_target[batch.entry_cell]  # `(entries,)`
+        has_target = ~torch.isin(numbers, torch.tensor(self._excluded_numbers))
+        is_predicted = has_target[batch.entry_cell]  # `(entries,)`
         batch = replace(
             batch,
-            entry_cell=batch.entry_cell[is_kept],
-            entry_genes=batch.entry_genes[is_kept],
-            entry_counts=batch.entry_counts[is_kept],
+            entry_cell=batch.entry_cell[is_predicted],
+            entry_genes=batch.entry_genes[is_predicted],
+            entry_counts=batch.entry_counts[is_predicted],
         )
         prepared = super().prepare(batch, seed=seed, step=step)
         numbers = numbers[prepared.target_cells]
         return ResponseBatch.prepared(
             prepared,
             (seed, step),
-            perturbation_numbers=torch.where(numbers == self._control, 0, numbers),
+            perturbation_numbers=torch.where(numbers == self._control_number, 0, numbers),
             perturbed_genes=_pad_genes(
                 [self._perturbed_genes[number] for number in numbers.tolist()]
             ),
@@ -98,8 +98,8 @@ class PerturbationResponse(CellDecoding):
     ) -> Tensor:
         """Predict the log fraction of each gene in a cell of an average batch, `(C, genes)` float32.
 
-        `vectors` are `(C, H)`. `perturbation` is a level, or another name, which has no learned
-        vector; None for the cells as they are. `genes` are token ids of its genes, maybe none.
+        `vectors` are `(C, H)`. `perturbation` is the name of one, trained or not; None predicts
+        unperturbed cells. `genes` are the token ids of its genes, possibly none.
         """
         if perturbation is not None:
             levels = self.levels[self.config.perturbation_column]
@@ -107,21 +107,17 @@ class PerturbationResponse(CellDecoding):
             numbers = torch.tensor([_find_level_number(perturbation, levels)], device=device)
             perturbed_genes = _pad_genes([genes]).to(device)
             vectors = vectors + _compute_response(model, numbers, perturbed_genes)
-        # no term of known_batch is added: they are centred, so an average batch has zero
+        # terms of known_batch are centred: an average batch has the term 0
         decoded = model.decoder(vectors)
         logits = token_logits(decoded, model.profile_genes.weight, model.profile_bias)
         return logits[:, len(SPECIAL) :].float().log_softmax(1)
 
     def trained_levels(self, model: ObjectiveModel) -> list[str]:
-        """List the perturbations with cells in training; others keep the vector of zeros that they
-        begin with.
-        """
+        """List the perturbations with training cells: their learned vector is no longer zero."""
         levels = self.levels[self.config.perturbation_column]
-        lengths = model.response_terms.weight.abs().sum(1).tolist()
+        sizes = model.response_terms.weight.abs().sum(1).tolist()
         no_targets = (self.config.control, MISSING)
-        return [
-            level for level, length in zip(levels, lengths) if length and level not in no_targets
-        ]
+        return [level for level, size in zip(levels, sizes) if size and level not in no_targets]
 
 
 def _find_level_number(level: str, levels: Sequence[str]) -> int:
@@ -145,8 +141,10 @@ def _compute_response(model: ObjectiveModel, numbers: Tensor, perturbed_genes: T
     return response
 
 
-def _pad_genes(genes: list[Sequence[int]]) -> Tensor:
-    """Pad token ids by cell with `<pad>`: `(C, M)` int64; M is at least 1."""
-    width = max([1, *map(len, genes)])
-    rows = [[*cell_genes, *[PAD_TOKEN] * (width - len(cell_genes))] for cell_genes in genes]
-    return torch.tensor(rows, dtype=torch.int64).reshape(len(genes), width)
+def _pad_genes(genes_by_cell: list[Sequence[int]]) -> Tensor:
+    """Pad the token ids of each cell with `<pad>`: `(C, M)` int64, with M of at least 1."""
+    lengths = [len(genes) for genes in genes_by_cell]
+    padded = torch.full((len(genes_by_cell), max([1, *lengths])), PAD_TOKEN)
+    for row, genes in zip(padded, genes_by_cell):
+        row[: len(genes)] = torch.tensor(genes, dtype=torch.int64)
+    return padded
