@@ -52,6 +52,11 @@ def host_state(*keys: np.ndarray | int, state: np.ndarray = NO_KEYS) -> np.ndarr
     return state
 
 
+def host_uniform(state: np.ndarray) -> np.ndarray:
+    """Map the upper 53 bits of each uint64 of `host_state` to float64 in [0, 1)."""
+    return (state >> np.uint64(11)).view(np.int64) * 2.0**-53
+
+
 def keyed_dropout(x: Tensor, p: float, states: Tensor) -> Tensor:
     """Apply dropout to `x` (tokens, width), keyed by column and `states` (tokens,) int64."""
     columns = torch.arange(x.shape[1], device=x.device)

@@ -28,7 +28,7 @@ from cellmill.data.rows import SparseCounts
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import EncoderBatch, positions
 from cellmill.models.blocks import FeedForward
-from cellmill.models.counter_rng import host_state, keyed_token_bits
+from cellmill.models.counter_rng import host_state, host_uniform, keyed_token_bits
 from cellmill.models.draws import HIDDEN_FRAC, HIDE, UNDETECTED
 from cellmill.models.initial import with_std
 from cellmill.models.objective import (
@@ -39,7 +39,7 @@ from cellmill.models.objective import (
     r2_over,
     r2_verdict,
 )
-from cellmill.models.objectives.shared.views import draw_hidden_frac, make_tokens, uniform
+from cellmill.models.objectives.shared.views import draw_hidden_frac, make_tokens
 from cellmill.parallel.vocab_parallel import embed_tokens, rows_at
 
 
@@ -130,7 +130,7 @@ class QueryDecoding(Objective):
         token_state = host_state(position.numpy(), HIDE, state=state[cell.numpy()])
         return TokenDraws(
             cell=cell,
-            is_hidden=torch.from_numpy(uniform(token_state)) < hidden_frac[cell],
+            is_hidden=torch.from_numpy(host_uniform(token_state)) < hidden_frac[cell],
             priority=torch.from_numpy((token_state >> np.uint64(1)).view(np.int64)),
             hidden_frac=hidden_frac,
         )

@@ -29,7 +29,7 @@ from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.rows import SparseCounts, positions_in_rows
 from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.tokenizer import Tokenizer
-from cellmill.models.counter_rng import host_state
+from cellmill.models.counter_rng import host_state, host_uniform
 from cellmill.models.draws import DROPPED_FRAC, HIDDEN_FRAC, HIDE
 from cellmill.models.objective import HIDDEN_GENES
 
@@ -112,7 +112,7 @@ def _drop_genes(
     `cell_states` are `(cells,)`.
     """
     cell = _repeat_cells(offsets)
-    draws = uniform(host_state(positions_in_rows(offsets), HIDE, state=cell_states[cell]))
+    draws = host_uniform(host_state(positions_in_rows(offsets), HIDE, state=cell_states[cell]))
     return counts * (draws >= dropped_frac[cell])
 
 
@@ -130,6 +130,29 @@ def _thin_counts(
     shown = counts.copy()
     shown[entries] -= removed
     return shown
+
+
+def _draw_binomials(
+    counts: np.ndarray, offsets: np.ndarray, probability: np.ndarray, state: np.ndarray
+) -> np.ndarray:
+    """Draw a binomial part of each count, `(entries,)` int64.
+
+    `counts` `(entries,)` are cut into cells by `offsets`, `(cells + 1,)`. Each cell has a
+    `probability` and a `state` that keys its draws, `(cells,)` each.
+    """
+    draws = np.empty_like(counts)
+    # one generator is set to the start of each cell's stream: a new one would read entropy from the
+    # system, which is slow
+    philox = np.random.Philox(key=0)
+    generator = np.random.Generator(philox)
+    stream_start = philox.state
+    key_words = stream_start["state"]["key"]  # (2,) uint64; the second stays 0
+    keys = (state >> np.uint64(1)).tolist()
+    for (first, end), p, key in zip(pairwise(offsets.tolist()), probability.tolist(), keys):
+        key_words[0] = key
+        philox.state = stream_start
+        draws[first:end] = generator.binomial(counts[first:end], p)
+    return draws
 
 
 def _append_second_views(first_views: SparseCounts, hidden: np.ndarray) -> SparseCounts:
@@ -154,7 +177,7 @@ def draw_hidden_frac(state: np.ndarray, config: HiddenFracConfig, key: int) -> n
     """
     low = config.min_hidden_frac
     high = config.max_hidden_frac
-    return low + (high - low) * uniform(host_state(key, state=state))
+    return low + (high - low) * host_uniform(host_state(key, state=state))
 
 
 def make_tokens(cells: SparseCounts, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -178,31 +201,3 @@ def make_tokens(cells: SparseCounts, tokenizer: Tokenizer) -> dict[str, Any]:
         "cu_seqlens": torch.from_numpy(cu_seqlens),
         "lengths": np.diff(entry_offsets).tolist(),
     }
-
-
-def uniform(state: np.ndarray) -> np.ndarray:
-    """Map the upper 53 bits of each uint64 to float64 in [0, 1)."""
-    return (state >> np.uint64(11)).view(np.int64) * 2.0**-53
-
-
-def _draw_binomials(
-    counts: np.ndarray, offsets: np.ndarray, probability: np.ndarray, state: np.ndarray
-) -> np.ndarray:
-    """Draw a binomial part of each count, `(entries,)` int64.
-
-    `counts` `(entries,)` are cut into cells by `offsets`, `(cells + 1,)`. Each cell has a
-    `probability` and a `state` that keys its draws, `(cells,)` each.
-    """
-    draws = np.empty_like(counts)
-    # one generator is set to the start of each cell's stream: a new one would read entropy from the
-    # system, which is slow
-    philox = np.random.Philox(key=0)
-    generator = np.random.Generator(philox)
-    stream_start = philox.state
-    key_words = stream_start["state"]["key"]  # (2,) uint64; the second stays 0
-    keys = (state >> np.uint64(1)).tolist()
-    for (first, end), p, key in zip(pairwise(offsets.tolist()), probability.tolist(), keys):
-        key_words[0] = key
-        philox.state = stream_start
-        draws[first:end] = generator.binomial(counts[first:end], p)
-    return draws
