@@ -84,7 +84,7 @@ def _whole(batch: Batch) -> torch.Tensor:
 def _hidden(view: ViewBatch) -> torch.Tensor:
     """(cells, genes) int64: counts that the view hides."""
     n_cells = len(view.lengths)
-    return _add_up(view.entry_cell, view.entry_genes, view.entry_counts, n_cells)
+    return _add_up(view.entry_cells, view.entry_genes, view.entry_counts, n_cells)
 
 
 @EVERY_VIEW
@@ -284,7 +284,7 @@ def test_the_second_views_are_the_hidden_parts(view: str) -> None:
     genes_by_cell = paired.token_ids[n_shown:].split(second_lengths)
     values_by_cell = paired.values[n_shown:].split(second_lengths)
     for cell in range(n_cells):
-        is_of_cell = plain.entry_cell == cell
+        is_of_cell = plain.entry_cells == cell
         counts = plain.entry_counts[is_of_cell]
         frequencies = counts / counts.sum()
         assert torch.equal(genes_by_cell[cell], plain.entry_genes[is_of_cell])

@@ -144,7 +144,7 @@ class CellDecoding(Objective):
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> DecodingBatch:
         assert isinstance(batch, ViewBatch), "expected a view"
-        cell = batch.entry_cell.numpy()
+        cell = batch.entry_cells.numpy()
         n_entries = np.bincount(cell, minlength=len(batch.lengths))  # `(cells,)`
         target_cells = np.flatnonzero(n_entries)
         n_entries = n_entries[target_cells]
@@ -167,7 +167,7 @@ class CellDecoding(Objective):
             return amounts.float()
         if self.predicts_log_counts:
             amounts = amounts.log1p()
-        cell = batch.entry_cell.numpy()
+        cell = batch.entry_cells.numpy()
         cell_sums = np.bincount(cell, amounts.numpy(), len(batch.lengths))
         amounts /= torch.from_numpy(cell_sums[cell])
         return amounts.float()

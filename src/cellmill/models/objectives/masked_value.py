@@ -33,7 +33,7 @@ from cellmill.models.objective import (
     value_loss,
 )
 from cellmill.models.objectives.shared.masking import Mask, MaskedBatch, MaskedObjective
-from cellmill.models.objectives.shared.views import make_tokens
+from cellmill.models.objectives.shared.views import tokenize_counts
 
 
 class ValueObservations(NamedTuple):
@@ -89,7 +89,7 @@ class MaskedValue(MaskedObjective):
         assert batch.counts is not None, "the batch has no counts"
         counts = batch.counts * shows_value
         cells = SparseCounts(batch.cu_seqlens.numpy(), batch.token_ids.numpy(), counts.numpy())
-        tokens = make_tokens(cells, self.tokenizer)
+        tokens = tokenize_counts(cells, self.tokenizer)
         values = torch.zeros_like(batch.values)
         values[counts > 0] = tokens["values"]
         return values

@@ -67,10 +67,10 @@ class PerturbationResponse(CellDecoding):
         assert isinstance(batch, ViewBatch), "expected a view"
         numbers = self.level_numbers(batch, self.config.perturbation_column)
         has_target = ~torch.isin(numbers, torch.tensor(self._excluded_numbers))
-        is_predicted = has_target[batch.entry_cell]  # `(entries,)`
+        is_predicted = has_target[batch.entry_cells]  # `(entries,)`
         batch = replace(
             batch,
-            entry_cell=batch.entry_cell[is_predicted],
+            entry_cells=batch.entry_cells[is_predicted],
             entry_genes=batch.entry_genes[is_predicted],
             entry_counts=batch.entry_counts[is_predicted],
         )

@@ -39,7 +39,7 @@ from cellmill.models.objective import (
     r2_over,
     r2_verdict,
 )
-from cellmill.models.objectives.shared.views import draw_hidden_frac, make_tokens
+from cellmill.models.objectives.shared.views import draw_hidden_frac, tokenize_counts
 from cellmill.parallel.vocab_parallel import embed_tokens, rows_at
 
 
@@ -117,7 +117,7 @@ class QueryDecoding(Objective):
         shown = (batch.counts * ~draws.is_hidden).numpy()
         shown_cells = SparseCounts(batch.cu_seqlens.numpy(), batch.token_ids.numpy(), shown)
         return QueryView(
-            **make_tokens(shown_cells, self.tokenizer),
+            **tokenize_counts(shown_cells, self.tokenizer),
             **batch.arrays("cell"),
             **self._choose_queries(batch, draws, seed, step),
         )

@@ -45,7 +45,7 @@ class ViewBatch(Batch):
     An entry is one gene of one cell with the count to predict.
     """
 
-    entry_cell: Tensor  # `(entries,)` int64: index of the cell in the batch
+    entry_cells: Tensor  # `(entries,)` int64: index of the cell in the batch
     entry_genes: Tensor  # `(entries,)` int64: token id
     entry_counts: Tensor  # `(entries,)` int64, above 0
     n_second_views: int = 0
@@ -76,9 +76,9 @@ def draw_view(
         cell_fields["cell_ids"] = torch.cat([batch.cell_ids, ~batch.cell_ids])
     entries = np.flatnonzero(predicted)
     return ViewBatch(
-        **make_tokens(views, tokenizer),
+        **tokenize_counts(views, tokenizer),
         **cell_fields,
-        entry_cell=torch.from_numpy(_repeat_cells(whole.offsets)[entries]),
+        entry_cells=torch.from_numpy(_repeat_cells(whole.offsets)[entries]),
         entry_genes=torch.from_numpy(whole.genes[entries]),
         entry_counts=torch.from_numpy(predicted[entries]),
         n_second_views=n_second_views,
@@ -180,7 +180,7 @@ def draw_hidden_frac(state: np.ndarray, config: HiddenFracConfig, key: int) -> n
     return low + (high - low) * host_uniform(host_state(key, state=state))
 
 
-def make_tokens(cells: SparseCounts, tokenizer: Tokenizer) -> dict[str, Any]:
+def tokenize_counts(cells: SparseCounts, tokenizer: Tokenizer) -> dict[str, Any]:
     """Tokenize counts of cells: the fields per token and the lengths of a batch.
 
     Their genes are token ids. Values are made from these counts only; a count of 0 makes no token.
