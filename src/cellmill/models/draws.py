@@ -1,7 +1,7 @@
 """Last keys of the random draws of a training (`counter_rng`), by the keys before them.
 
-Draws with equal keys are equal. Whether a token is masked has no last key, its position is the last,
-and draws of views may have the same keys. So a sum that masks tokens of a view adds MASK_IN_VIEW.
+Draws with equal keys are equal. The keys of a mask end with the token's position, without one of
+these, and draws of views may have the same keys. So a sum that masks tokens of a view adds MASK_IN_VIEW.
 UNDETECTED and UNKNOWN share bits for draw 0 and column 0. Other keys would change every training.
 """
 
@@ -11,7 +11,7 @@ HIDE = 3  # what is hidden; for whole genes the position in the cell comes befor
 DROPPED_FRAC = 4  # hidden fraction of a cell's genes in view drop_thin
 # after (cell, seed, step, position)
 TOKEN_DROPOUT = 1
-FATE = 2  # whether a masked token shows its own content, random content, or none
+SHOWN_CONTENT = 2  # whether a masked token shows its own content, random content, or none
 CONTENT = 3  # the random content
 MASK_IN_VIEW = 5  # whether a token of a view is masked
 # after (cell, seed, step), in layers whose rows are cells; those of blocks count from 0

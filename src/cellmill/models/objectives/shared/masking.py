@@ -20,11 +20,11 @@ from cellmill.config.parts.objectives import MaskedObjectiveConfig
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import MASK_TOKEN, PAD_TOKEN, EncoderBatch, positions
 from cellmill.models.counter_rng import keyed_bits, keyed_token_bits, threshold
-from cellmill.models.draws import FATE, MASK_IN_VIEW
+from cellmill.models.draws import MASK_IN_VIEW, SHOWN_CONTENT
 from cellmill.models.objective import Objective, ObjectiveModel
 from cellmill.parallel.vocab_parallel import rows_at
 
-HIGHEST_DRAW = 2**63 - 1  # draw of tokens that are not genes
+HIGHEST_DRAW = 2**63 - 1  # above the draw of every gene; draw of tokens that are not genes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +87,12 @@ class MaskedObjective(Objective):
         mask = self._draw_mask(batch, seed, step)
         targets = mask.masked.nonzero().flatten()
         content = batch.token_ids if self.predicts_genes else batch.values
-        values_known = torch.ones_like(mask.masked) if self.predicts_genes else ~mask.masked
+        value_known = torch.ones_like(mask.masked) if self.predicts_genes else ~mask.masked
         return MaskedBatch.prepared(
             batch,
             (seed, step),
             **self.hide(batch, mask),
-            value_known=values_known,
+            value_known=value_known,
             targets=targets,
             answers=content[targets],
             n_targets=torch.tensor(len(targets), device=targets.device),
@@ -108,7 +108,7 @@ class MaskedObjective(Objective):
         kept = torch.zeros_like(masked)
         # validation hides everything that is masked
         if self.shows_content and self.training:
-            hidden, kept = self._draw_fates(keys, masked)
+            hidden, kept = self._draw_hidden_and_kept(keys, masked)
         return Mask(
             cell=cell,
             keys=keys,
@@ -127,17 +127,17 @@ class MaskedObjective(Objective):
         masked = (draws < threshold(self.config.mask_frac)) | (draws == lowest[cell])
         return masked & is_gene
 
-    def _draw_fates(self, keys: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
+    def _draw_hidden_and_kept(self, keys: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
         """Draw which masked tokens are hidden, and which show their own content, `(T,)` bool each.
 
-        Fates are from low to high: the token is hidden, shows random content, or its own.
+        Low draws hide the token, middle ones show random content, and high ones its own.
         """
         keep_frac = self.config.keep_frac
         hidden_frac = 1 - keep_frac - self.config.random_frac
-        fates = keyed_bits(keys, FATE)
-        # without keep_frac nothing is kept: the highest fate reaches even the threshold of 1
-        kept = masked & (fates >= threshold(1 - keep_frac)) & (keep_frac > 0)
-        hidden = masked & ~kept & (fates < threshold(hidden_frac))
+        draws = keyed_bits(keys, SHOWN_CONTENT)
+        # without keep_frac nothing is kept: the highest draw reaches even the threshold of 1
+        kept = masked & (draws >= threshold(1 - keep_frac)) & (keep_frac > 0)
+        hidden = masked & ~kept & (draws < threshold(hidden_frac))
         return hidden, kept
 
     def hide(self, batch: Batch, mask: Mask) -> dict[str, Tensor]:
