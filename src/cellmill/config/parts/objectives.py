@@ -181,11 +181,11 @@ class ClassificationConfig(LabelConfig):
     """
 
     @property
-    def given_weights(self) -> dict[str, float]:
+    def weight_by_label(self) -> dict[str, float]:
         return self.class_weights if isinstance(self.class_weights, dict) else {}
 
     def problems(self) -> Iterator[str]:
-        for label, weight in self.given_weights.items():
+        for label, weight in self.weight_by_label.items():
             if not 0 <= weight < math.inf:
                 yield f"class_weights: {label}: expected a weight of 0 or more, got {weight}"
 
@@ -194,7 +194,7 @@ class ClassificationConfig(LabelConfig):
         return () if self.adversarial_scale else super().supervised_by
 
     def columns(self) -> Columns:
-        named = ("objective.class_weights", self.label_column, list(self.given_weights))
+        named = ("objective.class_weights", self.label_column, list(self.weight_by_label))
         return Columns({self.label_column: "objective.label_column"}, named=[named])
 
     def stream(self) -> dict[str, Any]:

@@ -44,10 +44,10 @@ class Classification(LabelObjective):
     def prepare(self, batch: Batch, *, seed: int, step: int) -> TargetBatch:
         prepared = super().prepare(batch, seed=seed, step=step)
         targets = prepared.targets
-        label_weights = self.config.given_weights if self.training else {}
-        weights = [label_weights.get(label, 1.0) for label in self.labels]
-        weight_by_label = torch.tensor(weights, device=targets.device)
-        return replace(prepared, weights=weight_by_label[targets])
+        weight_by_label = self.config.weight_by_label if self.training else {}
+        weights = [weight_by_label.get(label, 1.0) for label in self.labels]
+        label_weights = torch.tensor(weights, device=targets.device)
+        return replace(prepared, weights=label_weights[targets])
 
     def target_loss(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
         targets = prepared.targets
@@ -73,6 +73,7 @@ class Classification(LabelObjective):
         return logits[:, : len(self.labels)].float()
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
+        """Score logits against the frequencies of the labels in the same cells."""
         labels, logits = observed
         n_cells = len(labels)
         if not n_cells:
