@@ -77,11 +77,7 @@ class Sum(Objective):
             part.number_columns = self.number_columns
             part.suffix = "" if name == part.config.name else f"_{name}"
             names += part.attach(model, n_tokens)
-            for head, module in sorted(_list_attributes(model).items()):
-                if attributes_before.get(head, module) is not module:
-                    raise ConfigError(
-                        f"objective.parts.{name}: its head {head} has the name of another part's; leave one of them out"
-                    )
+            _check_heads(name, attributes_before, _list_attributes(model))
             self.row_widths += part.row_widths
             self.validates_rows |= part.validates_rows
         return tuple(dict.fromkeys(names))
@@ -198,6 +194,15 @@ class Sum(Objective):
 def _list_attributes(model: ObjectiveModel) -> Mapping[str, Any]:
     """List the children and the direct parameters of `model` by name."""
     return dict(model.named_children()) | dict(model.named_parameters(recurse=False))
+
+
+def _check_heads(part: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Raise ConfigError if `part` replaced an attribute of the model, before and after its `attach`."""
+    for head, module in sorted(after.items()):
+        if before.get(head, module) is not module:
+            raise ConfigError(
+                f"objective.parts.{part}: its head {head} has the name of another part's; leave one of them out"
+            )
 
 
 def _read_model_fields(batch: EncoderBatch) -> dict[str, Any]:
