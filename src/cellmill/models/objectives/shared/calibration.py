@@ -2,7 +2,7 @@
 
 import numpy as np
 
-BINS = 15  # of confidence
+N_BINS = 15  # bins of confidence
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -11,8 +11,8 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     Without scipy.special, whose import takes 0.17 s.
     """
     largest = logits.max(axis=1, keepdims=True)
-    powers = np.exp(logits - largest)
-    return powers / powers.sum(axis=1, keepdims=True)
+    exponentials = np.exp(logits - largest)
+    return exponentials / exponentials.sum(axis=1, keepdims=True)
 
 
 def expected_calibration_error(confidence: np.ndarray, is_right: np.ndarray) -> float:
@@ -21,9 +21,9 @@ def expected_calibration_error(confidence: np.ndarray, is_right: np.ndarray) -> 
     `confidence` `(cells,)` is each cell's highest probability; `is_right` `(cells,)` is 1 if it is
     the probability of the cell's label, otherwise 0.
     """
-    bins = np.minimum((confidence * BINS).astype(np.int64), BINS - 1)
-    # `(BINS,)`: number of cells predicted right, minus the number expected
-    gaps = np.bincount(bins, weights=is_right - confidence, minlength=BINS)
+    bins = np.minimum((confidence * N_BINS).astype(np.int64), N_BINS - 1)
+    # `(N_BINS,)`: number of cells predicted right, minus the number expected
+    gaps = np.bincount(bins, weights=is_right - confidence, minlength=N_BINS)
     return float(np.abs(gaps).sum() / len(confidence))
 
 
@@ -40,7 +40,10 @@ def calibration_error_of_logits(
 def confidence_and_correctness(
     logits: np.ndarray, labels: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find each cell's highest probability, and 1 if its label has it, else 0: `(cells,)` float64."""
+    """Find each cell's highest probability, and 1 if its label has it or else 0.
+
+    `logits` are `(cells, labels)`, `labels` `(cells,)` int64, the results `(cells,)` float64.
+    """
     probabilities = softmax(logits)
     is_right = probabilities.argmax(axis=1) == labels
     return probabilities.max(axis=1), is_right.astype(np.float64)

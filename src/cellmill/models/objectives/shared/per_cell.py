@@ -4,8 +4,8 @@ The vectors are what `embed` writes, so `evaluate.inference.predict` needs no ot
 The loss is divided by the number of cells with a target, over all processes. Cells without a target
 and cells without a shown token take no part. Validation has no dropout.
 
-Losses over the cells of a global batch are the same in every layout (`train.batch_rows`), in
-training and in validation, whose loss therefore depends on train.global_batch too.
+Losses that couple the cells of a global batch are equal in every layout (`train.batch_rows`), in
+training and in validation. So the validation loss depends on `train.global_batch` too.
 
 Legend: C cells with a target, H width of a cell's vector, L outputs of the head; for labels, the number
 of levels.
@@ -30,12 +30,12 @@ from cellmill.models.objective import Objective, ObjectiveModel, RowShare, Tenso
 class CellHead(nn.Module):
     """A linear layer over cell vectors, after a hidden layer if `hidden` is given."""
 
-    def __init__(self, width: int, hidden: int | None, outputs: int, dropout: float) -> None:
+    def __init__(self, width: int, hidden: int | None, n_outputs: int, dropout: float) -> None:
         super().__init__()
         self.dropout = dropout
         self.inner = None if hidden is None else with_std(nn.Linear(width, hidden), width**-0.5)
         last_width = hidden or width
-        self.out = with_std(nn.Linear(last_width, outputs), last_width**-0.5)
+        self.out = with_std(nn.Linear(last_width, n_outputs), last_width**-0.5)
 
     def forward(self, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
         """Map `vectors` `(C, H)` to outputs `(C, L)`.
