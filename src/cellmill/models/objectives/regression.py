@@ -1,7 +1,8 @@
 """regression: predict a number per cell from its vector.
 
-The head predicts the standardised number. Loss pearson is 1 - r, with r the correlation over the
-cells of the global batch. Its predictions have no scale or offset, so only correlations judge them.
+The head predicts the standardised number. Loss pearson is 1 - r, where r is the correlation over the
+cells of the global batch. It leaves scale and offset of the predictions arbitrary, so only
+correlations judge them.
 
 Legend: C cells with a target, H width of a cell's vector, S slots of a global batch.
 """
@@ -117,21 +118,21 @@ class Regression(CellObjective):
         return {"pearson": covariance / variances**0.5}
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
-        # both are standardised
+        """Score standardised predictions: correlations and, unless the loss is pearson, errors."""
         targets, predicted = (values.astype(np.float64) for values in observed)
         metrics: dict[str, Any] = {"n_targets": len(targets)}
-        r = pearson(targets, predicted) if len(targets) else None
-        if r is None:
+        correlation = pearson(targets, predicted) if len(targets) else None
+        if correlation is None:
             return metrics, []
-        name = f"regression of {self.config.target_column}"
-        metrics["pearson"] = r
+        metrics["pearson"] = correlation
         metrics["spearman"] = pearson(_rank(targets), _rank(predicted))
+        name = f"regression of {self.config.target_column}"
         if self.config.loss == "pearson":
-            return metrics, [compare(name, "no correlation", "Pearson's r", r)]
+            return metrics, [compare(name, "no correlation", "Pearson's r", correlation)]
         errors = targets - predicted
         r2 = float(1 - np.square(errors).mean() / targets.var())
         metrics["r2"] = r2
-        errors_in_units = errors * self._scale.std  # in the unit of the column
+        errors_in_units = errors * self._scale.std  # the unit of the column
         metrics["mean_absolute_error"] = float(np.abs(errors_in_units).mean())
         mean_square = np.square(errors_in_units).mean()
         metrics["root_mean_squared_error"] = float(mean_square**0.5)
@@ -139,6 +140,7 @@ class Regression(CellObjective):
 
 
 def _stack_rows(predicted: Tensor, targets: Tensor) -> Tensor:
+    """Stack the rows of `correlation_loss`, `(C, 3)` float32."""
     return torch.stack([torch.ones_like(predicted), predicted, targets], dim=1)
 
 

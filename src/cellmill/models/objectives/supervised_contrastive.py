@@ -1,8 +1,8 @@
 """supervised_contrastive: cells of one label have similar vectors.
 
-The loss pairs each cell with every other cell p of its label: the cross-entropy of p among all other
-cells of the global batch, with cosine / temperature as logits. The loss of a cell is the mean over
-p, or 0 if its label is unique (Khosla et al. 2020, equation 2, L_out). There is no projection
+Each cell has a loss for every other cell p of its label: the cross-entropy of p among all other cells
+of the global batch, with cosine / temperature as logits. The loss of the cell is the mean over p, or
+0 if no other cell has its label (Khosla et al. 2020, equation 2, L_out). There is no projection
 head. The published loss has two augmented views of each image; here a cell is encoded once. In a
 `sum` with cell_decoding the vector is that of the shown part, which changes from step to step.
 
@@ -57,6 +57,7 @@ class SupervisedContrastive(LabelObjective):
         return prepared.targets + 1, rows[:, 1:]
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
+        """Score the mean loss against the loss of equal vectors."""
         labels, vectors = (torch.from_numpy(array) for array in observed)
         n_cells = len(labels)
         if n_cells < 2:
