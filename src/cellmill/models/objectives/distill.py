@@ -1,9 +1,9 @@
 """distill: predict a teacher model's vector of a cell from this model's vector.
 
-The loss is the mean squared error of a linear layer over the columns of the teacher's vector, which
-are standardised (`data.shards.index`). Regression on hidden features of a teacher through a learned
-layer is the hint of FitNets (Romero et al. 2015, equation 3). Cells of `evaluate` have no
-teacher's vector: the embedding is judged by its tasks.
+A linear layer predicts the teacher's vector. The loss is the mean squared error over its columns,
+which are standardised (`data.shards.index`). This is the hint loss of FitNets (Romero et al. 2015,
+equation 3), which regresses on hidden features of a teacher through a learned layer. Cells of
+`evaluate` have no teacher's vector, so `judge` returns nothing: tasks judge the embedding.
 
 Legend: C cells with a target, H width of a cell's vector, D width of the teacher's.
 """
@@ -26,7 +26,7 @@ class Distill(CellObjective):
     def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
         self.head_name = f"teacher_head{self.suffix}"
         width = model.vector_width
-        # a plan may be made before the teacher's vectors are
+        # a plan may be made before the teacher's vectors exist
         self.teacher_width = width if self.config.vectors is None else self.config.vectors.width
         setattr(model, self.head_name, with_std(nn.Linear(width, self.teacher_width), width**-0.5))
         return (self.head_name,)

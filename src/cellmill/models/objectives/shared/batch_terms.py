@@ -1,8 +1,8 @@
-"""Two ways to keep a cell's batch out of its vector, which options add to cell_decoding.
+"""Modules that keep a cell's experimental batch out of its vector, for cell_decoding.
 
-The decoder gets a vector of each batch (`LevelTerms`), so that the cell's vector need not encode it,
-as in scVI (Lopez et al. 2018). Or an `Adversary` predicts the batch from the cell's vector, through
-a reversed gradient that makes the encoder hide it (Ganin & Lempitsky 2015).
+`LevelTerms` gives the decoder a learned vector per batch, so that the cell's vector need not encode
+the batch, as in scVI (Lopez et al. 2018). `Adversary` predicts the batch from the cell's vector,
+through a reversed gradient that makes the encoder hide it (Ganin & Lempitsky 2015).
 
 Legend: C cells, H width of a cell's vector. Level numbers begin at 1; 0 is an unknown level.
 """
@@ -16,7 +16,7 @@ from cellmill.models.initial import Fill, with_std, zeros
 
 
 class LevelTerms(nn.Module):
-    """A vector of each level, zero for an unknown level.
+    """Learned vector per level, zero for an unknown level.
 
     With `centered` the mean over levels is subtracted.
     """
