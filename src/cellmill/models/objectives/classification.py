@@ -57,13 +57,13 @@ class Classification(LabelObjective):
 
     def validation_sums(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
         targets = prepared.targets
-        n_right = (predicted.argmax(1) == targets).sum()
-        n_cells = n_right.new_tensor(len(targets))
-        return torch.stack([n_right, n_cells]).double()
+        n_correct = (predicted.argmax(1) == targets).sum()
+        n_cells = n_correct.new_tensor(len(targets))
+        return torch.stack([n_correct, n_cells]).double()
 
     def validation_metrics(self, sums: Sequence[float]) -> dict[str, float]:
-        n_right, n_cells = sums
-        return {"accuracy": n_right / n_cells} if n_cells else {}
+        n_correct, n_cells = sums
+        return {"accuracy": n_correct / n_cells} if n_cells else {}
 
     def predict(self, model: ObjectiveModel, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
         """Predict the logits of the labels, `(C, L - 1)` float32, or `(C, L)` if every cell has one."""
@@ -80,7 +80,7 @@ class Classification(LabelObjective):
             return {"n_targets": 0}, []
         log_probabilities = torch.from_numpy(logits).double().log_softmax(1).numpy()
         loss = float(-log_probabilities[np.arange(n_cells), labels].mean())
-        is_right = log_probabilities.argmax(1) == labels
+        is_correct = log_probabilities.argmax(1) == labels
         _, counts = np.unique(labels, return_counts=True)
         frequencies = counts / n_cells
         entropy = float(-(frequencies * np.log(frequencies)).sum())
@@ -88,7 +88,7 @@ class Classification(LabelObjective):
             "n_targets": n_cells,
             "cross_entropy": loss,
             "cross_entropy_frequencies": entropy,
-            "accuracy": float(is_right.mean()),
+            "accuracy": float(is_correct.mean()),
             "accuracy_largest_label": float(frequencies.max()),
         }
         logits = logits.astype(np.float64)

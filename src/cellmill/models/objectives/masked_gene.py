@@ -28,7 +28,7 @@ class GeneObservations(NamedTuple):
     """Observations, `(N,)` each: tensors in `observe`, arrays in `judge`."""
 
     genes: Any  # int64: vocabulary rows
-    is_right: Any  # bool: the gene has the highest logit
+    is_correct: Any  # bool: the gene has the highest logit
     losses: Any  # float32: cross-entropy
 
 
@@ -71,20 +71,20 @@ class MaskedGene(MaskedObjective):
         logits = self.predict_from_head(model, model.head(states), prepared)
         return GeneObservations(
             genes=answers - len(SPECIAL),
-            is_right=logits.argmax(1) == answers,
+            is_correct=logits.argmax(1) == answers,
             losses=F.cross_entropy(logits, answers, reduction="none"),
         )
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
         """Score predicted genes against the most frequent gene and the frequencies of all genes."""
-        genes, is_right, losses = GeneObservations(*observed)
+        genes, is_correct, losses = GeneObservations(*observed)
         # add one, so that no gene has frequency 0
         frequency = (train.n + 1) / (train.n.sum() + len(train.n))
         baseline_loss = float(-np.log(frequency[genes]).mean())
         loss = float(losses.astype(np.float64).mean())
         metrics = {
             "n_targets": len(genes),
-            "accuracy": float(is_right.mean()),
+            "accuracy": float(is_correct.mean()),
             "accuracy_frequency": float((genes == int(train.n.argmax())).mean()),
             "cross_entropy": loss,
             "cross_entropy_frequency": baseline_loss,

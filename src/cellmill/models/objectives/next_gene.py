@@ -59,7 +59,7 @@ class NextGeneObservations(NamedTuple):
 
     genes: Any  # int64: vocabulary rows
     position: Any  # int64: position in the cell
-    is_right: Any  # bool: the gene has the highest logit of all candidates
+    is_correct: Any  # bool: the gene has the highest logit of all candidates
     losses: Any  # float32: cross-entropy among the candidates
 
 
@@ -192,22 +192,22 @@ class NextGene(Objective):
         return NextGeneObservations(
             genes=genes - len(SPECIAL),
             position=position,
-            is_right=logits.argmax(1) == genes,
+            is_correct=logits.argmax(1) == genes,
             losses=F.cross_entropy(logits, genes, reduction="none"),
         )
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
         """Score predicted genes against `RankBaseline`, and values if the model predicts them."""
         # fields of NextGeneObservations, then values
-        genes, position, is_right, losses, *values = observed
+        genes, position, is_correct, losses, *values = observed
         assert train.by_rank is not None, "statistics without ranks"
-        baseline_is_right, baseline_losses = RankBaseline(train.by_rank).score(genes, position)
+        baseline_is_correct, baseline_losses = RankBaseline(train.by_rank).score(genes, position)
         loss = float(losses.astype(np.float64).mean())
         baseline_loss = float(baseline_losses.mean())
         metrics: dict[str, Any] = {
             "n_targets": len(genes),
-            "accuracy": float(is_right.mean()),
-            "accuracy_rank_frequency": float(baseline_is_right.mean()),
+            "accuracy": float(is_correct.mean()),
+            "accuracy_rank_frequency": float(baseline_is_correct.mean()),
             "cross_entropy": loss,
             "cross_entropy_rank_frequency": baseline_loss,
         }
@@ -248,17 +248,17 @@ class RankBaseline:
         `(N,)` int64 each.
         """
         buckets = rank_buckets(position)
-        is_right = np.zeros(len(genes), bool)
+        is_correct = np.zeros(len(genes), bool)
         cross_entropy = np.zeros(len(genes))
         cell_starts = np.flatnonzero(position == 0)
         for start, end in pairwise([*cell_starts, len(genes)]):
             for bucket in np.unique(buckets[start:end]):
                 positions = np.flatnonzero(buckets[start:end] == bucket)
                 scored = start + positions
-                is_right[scored], cross_entropy[scored] = self._score_bucket(
+                is_correct[scored], cross_entropy[scored] = self._score_bucket(
                     bucket, genes[start:end], positions
                 )
-        return is_right, cross_entropy
+        return is_correct, cross_entropy
 
     def _score_bucket(
         self, bucket: int, cell_genes: np.ndarray, positions: np.ndarray

@@ -15,15 +15,15 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return exponentials / exponentials.sum(axis=1, keepdims=True)
 
 
-def expected_calibration_error(confidence: np.ndarray, is_right: np.ndarray) -> float:
+def expected_calibration_error(confidence: np.ndarray, is_correct: np.ndarray) -> float:
     """Compute the expected calibration error, in bins of equal width.
 
-    `confidence` `(cells,)` is each cell's highest probability; `is_right` `(cells,)` is 1 if it is
+    `confidence` `(cells,)` is each cell's highest probability; `is_correct` `(cells,)` is 1 if it is
     the probability of the cell's label, otherwise 0.
     """
     bins = np.minimum((confidence * N_BINS).astype(np.int64), N_BINS - 1)
     # `(N_BINS,)`: number of cells predicted right, minus the number expected
-    gaps = np.bincount(bins, weights=is_right - confidence, minlength=N_BINS)
+    gaps = np.bincount(bins, weights=is_correct - confidence, minlength=N_BINS)
     return float(np.abs(gaps).sum() / len(confidence))
 
 
@@ -45,5 +45,5 @@ def confidence_and_correctness(
     `logits` are `(cells, labels)`, `labels` `(cells,)` int64, the results `(cells,)` float64.
     """
     probabilities = softmax(logits)
-    is_right = probabilities.argmax(axis=1) == labels
-    return probabilities.max(axis=1), is_right.astype(np.float64)
+    is_correct = probabilities.argmax(axis=1) == labels
+    return probabilities.max(axis=1), is_correct.astype(np.float64)
