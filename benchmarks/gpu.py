@@ -270,7 +270,7 @@ def feed(size: Size, steps: int, device: torch.device, folder: Path) -> str:
         training.tokens,
         Stream(lanes=1),
         global_batch=size.cells,
-        rule=MicroBatchRule(size.cells * size.genes),
+        micro_batches=MicroBatchRule(size.cells * size.genes),
         seed=0,
     )
     batches = iter(stream)

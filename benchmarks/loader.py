@@ -382,7 +382,7 @@ def open_stream(
         tokens,
         options,
         global_batch=batch,
-        rule=MicroBatchRule(batch * max_tokens),
+        micro_batches=MicroBatchRule(batch * max_tokens),
         data_rank=DataRank(rank, world),
         seed=0,
     )

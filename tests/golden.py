@@ -239,7 +239,7 @@ def of(node):
 print(json.dumps([of(h5py.File(path)) for path in sys.argv[1:]]))
 """
 _STREAMS = """
-import dataclasses, hashlib, json, sys
+import dataclasses, hashlib, inspect, json, sys
 from itertools import islice
 from pathlib import Path
 try:
@@ -257,6 +257,7 @@ for name, given in streams.items():
     tokens = Tokens.model_validate({"max_tokens": 40} | given.pop("tokens", {}))
     given = dict(rank=0, world=1, token_budget=256) | given
     names = CellStream.__init__.__kwdefaults__
+    keywords = inspect.signature(CellStream).parameters
     if "with_counts" in given and not {"with_counts", "fields"} & names.keys():
         given["counted"] = given.pop("with_counts")  # its name in earlier commits
     if "fields" in names:  # one argument each in earlier commits
@@ -268,7 +269,8 @@ for name, given in streams.items():
             given["level_columns"] = given.pop("columns")
         fields = [name for name in fields if name in given]
         given["fields"] = BatchFields(**{name: given.pop(name) for name in fields})
-        given["rule"] = MicroBatchRule(given.pop("token_budget"))
+        name = "rule" if "rule" in keywords else "micro_batches"  # its name in earlier commits
+        given[name] = MicroBatchRule(given.pop("token_budget"))
         given["data_rank"] = DataRank(given.pop("rank"), given.pop("world"))
     stream = CellStream(manifest, "train", tokens, options, global_batch=16, seed=3, **given)
     if start:

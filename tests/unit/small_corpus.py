@@ -126,7 +126,7 @@ def stream_of(
 ) -> CellStream:
     """Cells of the training split in 8 small lanes; `options` are of section `stream`.
 
-    `changes` are arguments of the stream, or fields of its rule and of its `BatchFields`.
+    `changes` are arguments of the stream, or fields of its `MicroBatchRule` and its `BatchFields`.
     """
     order = {"lanes": 8, "block_cells": 4, "window_blocks": 3, "io_threads": 2} | (options or {})
     given: dict[str, Any] = {
@@ -139,7 +139,7 @@ def stream_of(
         "seed": 0,
     }
     given |= changes
-    for name, kind in (("rule", MicroBatchRule), ("fields", BatchFields)):
+    for name, kind in (("micro_batches", MicroBatchRule), ("fields", BatchFields)):
         names = [field.name for field in dataclasses.fields(kind) if field.name in given]
         given[name] = kind(**{field: given.pop(field) for field in names})
     return CellStream(manifest.path, **given)

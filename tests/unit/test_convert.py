@@ -128,7 +128,7 @@ def test_ranks_keep_their_order_into_the_batch(tmp_path: Path, published: Path) 
     ranked = Tokens.model_validate({"tokenizer": "rank", "max_tokens": 8})
     given: dict[str, Any] = {
         "global_batch": 4,
-        "rule": MicroBatchRule(64),
+        "micro_batches": MicroBatchRule(64),
         "seed": 0,
         "shuffle": False,
     }

@@ -156,7 +156,7 @@ def test_a_batch_has_the_vectors_of_its_cells(shards: Manifest, tmp_path: Path) 
     vectors = open_vectors(tmp_path / "out", shards)[1]["train"]
     shared: dict[str, Any] = {
         "global_batch": 8,
-        "rule": MicroBatchRule(64),
+        "micro_batches": MicroBatchRule(64),
         "fields": BatchFields(teacher_folder=str(tmp_path / "out")),
         "seed": 0,
     }

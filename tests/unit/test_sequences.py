@@ -186,7 +186,7 @@ def test_batches_have_the_sequences_in_their_order(tmp_path: Path) -> None:
     tokens = Tokens.model_validate(TOKENS)
     given = {
         "global_batch": 8,
-        "rule": MicroBatchRule(400),
+        "micro_batches": MicroBatchRule(400),
         "seed": 0,
         "shuffle": False,
     }

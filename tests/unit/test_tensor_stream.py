@@ -68,7 +68,7 @@ def test_batches_are_those_that_a_run_reads_an_epoch_at_a_time(folder: Path) -> 
     found = epochs(stream, 3)
     manifest = folder / "results/corpora/pbmc/shards/manifest.json"
     tokens = {"max_tokens": 12}
-    shared = {"global_batch": 32, "rule": MicroBatchRule(32 * 12), "seed": 0}
+    shared = {"global_batch": 32, "micro_batches": MicroBatchRule(32 * 12), "seed": 0}
     engine = CellStream(
         manifest, "train", Tokens.model_validate(tokens), Stream.model_validate(LANES), **shared
     )

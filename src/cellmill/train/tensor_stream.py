@@ -96,7 +96,9 @@ class TensorStream:
             parsed,
             order,
             global_batch=global_batch,
-            rule=MicroBatchRule(global_batch * parsed.max_tokens),  # so that no step is cut
+            micro_batches=MicroBatchRule(
+                global_batch * parsed.max_tokens
+            ),  # so that no step is cut
             data_rank=DataRank(rank, world_size),
             seed=train.seed,
             shuffle=split == "train",

@@ -232,7 +232,7 @@ def build_streams(
         "tokens": options.tokens,
         "stream": options.stream,
         "global_batch": options.train.global_batch,
-        "rule": MicroBatchRule(
+        "micro_batches": MicroBatchRule(
             options.train.token_budget,
             min_per_step=min_microbatches(options.parallel),
             multiple_of=options.parallel.pp,

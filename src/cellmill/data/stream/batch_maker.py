@@ -48,7 +48,7 @@ class BatchFields:
 class BatchMaker:
     """Makes the micro-batches of a data rank."""
 
-    rule: MicroBatchRule
+    micro_batches: MicroBatchRule
     rank: int
     unpacker: CellUnpacker
     tokenizer: CellTokenizer
@@ -65,7 +65,7 @@ class BatchMaker:
         A step is filled up with empty micro-batches.
         """
         n_tokens = self.tokenizer.count_tokens(group.genes_per_cell)
-        cuts = self.rule.cut_steps(n_tokens, group.n_cells, self.rank)
+        cuts = self.micro_batches.cut_steps(n_tokens, group.n_cells, self.rank)
         filled = iter(self._tokenize(group.local, cuts.offsets, group.epoch))
         return [
             [*islice(filled, n_filled), *[self._empty_batch] * (n_batches - n_filled)]

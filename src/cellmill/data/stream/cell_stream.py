@@ -49,8 +49,8 @@ class CellStream:
     """Cells of one split as micro-batches for one data rank; see `__iter__`.
 
     `tokens` and `stream` are the sections of the configuration with these names. `global_batch`, the
-    cells per optimizer step over all ranks, is a multiple of `stream.lanes`; `rule` cuts them into
-    micro-batches, and `fields` are what a batch has in addition to tokens. With `shuffle` the stream
+    cells per optimizer step over all ranks, is a multiple of `stream.lanes`; `micro_batches` says
+    how they are cut, and `fields` are what a batch has in addition to tokens. With `shuffle` the stream
     is endless, over `stream.train_frac` of the cells; else it is one epoch in disk order of the first
     `max_cells` cells. Shards are read from their local `copies` once these are complete.
 
@@ -66,7 +66,7 @@ class CellStream:
         stream: StreamOptions,
         *,
         global_batch: int,
-        rule: MicroBatchRule,
+        micro_batches: MicroBatchRule,
         seed: int,
         data_rank: DataRank = ONLY_RANK,
         fields: BatchFields = _TOKENS_ONLY,
@@ -77,7 +77,9 @@ class CellStream:
         world = data_rank.world
         assert stream.lanes % world == 0, f"{stream.lanes} lanes for {world} ranks"
         assert global_batch % stream.lanes == 0, f"{global_batch} cells in {stream.lanes} lanes"
-        assert tokens.max_tokens <= rule.token_budget, f"{tokens.max_tokens} tokens for {rule}"
+        assert tokens.max_tokens <= micro_batches.token_budget, (
+            f"{tokens.max_tokens} tokens for {micro_batches}"
+        )
         manifest = Manifest.read(manifest_path)
         assert tokens.sequences == (manifest.ordered and not manifest.ranked), (
             f"{manifest_path}: not for {tokens.tokenizer}"
@@ -99,7 +101,9 @@ class CellStream:
         self.fingerprint = _compute_fingerprint(manifest, fields, self._order_rule)
         # from shards to packed cells, and from these to micro-batches
         self._reader = StepReader(self._shards, self._order_rule, data_rank, stream.io_threads)
-        self._maker = self._open_maker(manifest, split, tokens, fields, rule, data_rank.rank)
+        self._maker = self._open_maker(
+            manifest, split, tokens, fields, micro_batches, data_rank.rank
+        )
         # where the stream is
         self._epoch = 0
         self._step = 0
@@ -112,7 +116,7 @@ class CellStream:
         split: str,
         tokens: Tokens,
         fields: BatchFields,
-        rule: MicroBatchRule,
+        micro_batches: MicroBatchRule,
         rank: int,
     ) -> BatchMaker:
         """Make the maker of micro-batches, and open the arrays that fill their further fields."""
@@ -121,7 +125,7 @@ class CellStream:
         tokenizer = CellTokenizer(tokens, manifest.n_genes, seed, manifest.variability)
         unpacker = CellUnpacker(manifest, self._shards, tokenizer, fields.with_counts)
         rows = fields.open_rows(manifest, split)
-        return BatchMaker(rule, rank, unpacker, tokenizer, fields.with_counts, rows)
+        return BatchMaker(micro_batches, rank, unpacker, tokenizer, fields.with_counts, rows)
 
     def __iter__(self) -> Iterator[list[Batch]]:
         """Yield the micro-batches of this data rank for each optimizer step, as many as on every rank.

@@ -137,7 +137,7 @@ def calibrate_head(
         options.tokens,
         options.stream,
         global_batch=options.train.global_batch,
-        rule=MicroBatchRule(options.train.token_budget),
+        micro_batches=MicroBatchRule(options.train.token_budget),
         seed=options.train.seed,
         shuffle=False,
         max_cells=options.train.val_cells,
