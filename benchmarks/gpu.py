@@ -39,8 +39,9 @@ from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.config.run import Stream, Train
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.batch import Batch
-from cellmill.data.stream.cell_stream import CellStream
+from cellmill.data.stream.cell_stream import CellStream, SplitCells
 from cellmill.data.stream.micro_batches import MicroBatchRule
+from cellmill.data.stream.order import StreamOrder
 from cellmill.models.batch import copy_to_device, to_tensors
 from cellmill.models.blocks import attention
 from cellmill.models.build import ModelSpec, build
@@ -265,13 +266,10 @@ def feed(size: Size, steps: int, device: torch.device, folder: Path) -> str:
     manifest = Manifest.read(corpus.manifest)
     training = Training(size, manifest.n_genes, device)
     stream = CellStream(
-        corpus.manifest,
-        "train",
+        SplitCells(corpus.manifest, "train"),
+        StreamOrder(Stream(lanes=1), size.cells, seed=0),
         training.tokens,
-        Stream(lanes=1),
-        global_batch=size.cells,
-        micro_batches=MicroBatchRule(size.cells * size.genes),
-        seed=0,
+        MicroBatchRule(size.cells * size.genes),
     )
     batches = iter(stream)
     ready = []

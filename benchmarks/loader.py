@@ -53,9 +53,9 @@ from cellmill.config.run import Stream as StreamOptions
 from cellmill.data.packing.cells import CellKind
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards
-from cellmill.data.stream.cell_stream import CellStream
+from cellmill.data.stream.cell_stream import CellStream, SplitCells
 from cellmill.data.stream.micro_batches import MicroBatchRule
-from cellmill.data.stream.order import ONLY_RANK, DataRank, OrderRule
+from cellmill.data.stream.order import ONLY_RANK, DataRank, OrderRule, StreamOrder
 from cellmill.data.stream.step_reader import StepGroup, StepReader
 
 WORLD = 4  # ranks among which cells are counted
@@ -377,14 +377,11 @@ def open_stream(
 ) -> CellStream:
     tokens = Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": max_tokens})
     return CellStream(
-        corpus.manifest,
-        "train",
+        SplitCells(corpus.manifest, "train"),
+        StreamOrder(options, batch, seed=0),
         tokens,
-        options,
-        global_batch=batch,
-        micro_batches=MicroBatchRule(batch * max_tokens),
+        MicroBatchRule(batch * max_tokens),
         data_rank=DataRank(rank, world),
-        seed=0,
     )
 
 

@@ -256,8 +256,7 @@ for name, given in streams.items():
     options = Stream.model_validate(shared | given.pop("stream", {}))
     tokens = Tokens.model_validate({"max_tokens": 40} | given.pop("tokens", {}))
     given = dict(rank=0, world=1, token_budget=256) | given
-    names = CellStream.__init__.__kwdefaults__
-    keywords = inspect.signature(CellStream).parameters
+    names = inspect.signature(CellStream).parameters
     if "with_counts" in given and not {"with_counts", "fields"} & names.keys():
         given["counted"] = given.pop("with_counts")  # its name in earlier commits
     if "fields" in names:  # one argument each in earlier commits
@@ -269,10 +268,16 @@ for name, given in streams.items():
             given["level_columns"] = given.pop("columns")
         fields = [name for name in fields if name in given]
         given["fields"] = BatchFields(**{name: given.pop(name) for name in fields})
-        name = "rule" if "rule" in keywords else "micro_batches"  # its name in earlier commits
-        given[name] = MicroBatchRule(given.pop("token_budget"))
+        key = "rule" if "rule" in names else "micro_batches"  # its name in earlier commits
+        given[key] = MicroBatchRule(given.pop("token_budget"))
         given["data_rank"] = DataRank(given.pop("rank"), given.pop("world"))
-    stream = CellStream(manifest, "train", tokens, options, global_batch=16, seed=3, **given)
+    if "order" in names:
+        from cellmill.data.stream.cell_stream import SplitCells
+        from cellmill.data.stream.order import StreamOrder
+        order = StreamOrder(options, 16, 3, given.pop("shuffle", True))
+        stream = CellStream(SplitCells(manifest, "train"), order, tokens, **given)
+    else:  # earlier commits
+        stream = CellStream(manifest, "train", tokens, options, global_batch=16, seed=3, **given)
     if start:
         stream.load_state_dict(stream.state_dict() | {"step": start})
     digest = hashlib.sha256()

@@ -21,9 +21,9 @@ from cellmill.data.inputs.packed_cells import write_packed
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.writer import write_shards
 from cellmill.data.stream.batch_maker import BatchFields
-from cellmill.data.stream.cell_stream import CellStream
+from cellmill.data.stream.cell_stream import CellStream, SplitCells
 from cellmill.data.stream.micro_batches import MicroBatchRule
-from cellmill.data.stream.order import DataRank
+from cellmill.data.stream.order import DataRank, StreamOrder
 
 
 def random_counts(n_obs: int, n_vars: int, seed: int = 0, largest: int = 30) -> sp.csr_matrix:
@@ -126,10 +126,11 @@ def stream_of(
 ) -> CellStream:
     """Cells of the training split in 8 small lanes; `options` are of section `stream`.
 
-    `changes` are arguments of the stream, or fields of its `MicroBatchRule` and its `BatchFields`.
+    `changes` are arguments of the stream, or fields of the classes of its arguments.
     """
     order = {"lanes": 8, "block_cells": 4, "window_blocks": 3, "io_threads": 2} | (options or {})
     given: dict[str, Any] = {
+        "manifest_path": manifest.path,
         "split": "train",
         "tokens": ContinuousTokens(max_tokens=12),
         "token_budget": 400,
@@ -139,7 +140,13 @@ def stream_of(
         "seed": 0,
     }
     given |= changes
-    for name, kind in (("micro_batches", MicroBatchRule), ("fields", BatchFields)):
+    kinds = {
+        "cells": SplitCells,
+        "order": StreamOrder,
+        "micro_batches": MicroBatchRule,
+        "fields": BatchFields,
+    }
+    for name, kind in kinds.items():
         names = [field.name for field in dataclasses.fields(kind) if field.name in given]
         given[name] = kind(**{field: given.pop(field) for field in names})
-    return CellStream(manifest.path, **given)
+    return CellStream(**given)

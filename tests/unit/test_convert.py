@@ -24,8 +24,9 @@ from cellmill.data.inputs.formats import open_counts
 from cellmill.data.prepare.preprocess import preprocess_sequences
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.writer import write_shards
-from cellmill.data.stream.cell_stream import CellStream
+from cellmill.data.stream.cell_stream import CellStream, SplitCells
 from cellmill.data.stream.micro_batches import MicroBatchRule
+from cellmill.data.stream.order import StreamOrder
 from cellmill.errors import ConfigError
 from cellmill.evaluate.inference.embed import embed_cells, load_for_inference
 from cellmill.models.published import import_geneformer
@@ -126,13 +127,9 @@ def test_ranks_keep_their_order_into_the_batch(tmp_path: Path, published: Path) 
     manifest = write_shards([made], vocabulary, shard, tmp_path / "shards" / "manifest.json")
     assert Manifest.read(manifest.path).ranked
     ranked = Tokens.model_validate({"tokenizer": "rank", "max_tokens": 8})
-    given: dict[str, Any] = {
-        "global_batch": 4,
-        "micro_batches": MicroBatchRule(64),
-        "seed": 0,
-        "shuffle": False,
-    }
-    stream = CellStream(manifest.path, "train", ranked, Stream(lanes=1), **given)
+    split = SplitCells(manifest.path, "train")
+    order = StreamOrder(Stream(lanes=1), global_batch=4, seed=0, shuffle=False)
+    stream = CellStream(split, order, ranked, MicroBatchRule(64))
     streamed = []
     for batch in chain.from_iterable(stream):
         for start, end in pairwise(batch.cu_seqlens):

@@ -19,8 +19,9 @@ from cellmill.config.run import Stream
 from cellmill.data.shards.index import open_vectors
 from cellmill.data.shards.manifest import READ, Manifest
 from cellmill.data.stream.batch_maker import BatchFields
-from cellmill.data.stream.cell_stream import CellStream
+from cellmill.data.stream.cell_stream import CellStream, SplitCells
 from cellmill.data.stream.micro_batches import MicroBatchRule
+from cellmill.data.stream.order import StreamOrder
 from cellmill.errors import UserError
 from cellmill.evaluate.inference.files import write_embedding
 from cellmill.models.batch import to_tensors
@@ -154,13 +155,13 @@ def test_a_batch_has_the_vectors_of_its_cells(shards: Manifest, tmp_path: Path) 
     given = np.random.default_rng(0).normal(size=(60, 2)).astype(np.float32)
     assert teach(shards, tmp_path / "out", write_teacher(tmp_path / "teacher", given)) == 0
     vectors = open_vectors(tmp_path / "out", shards)[1]["train"]
-    shared: dict[str, Any] = {
-        "global_batch": 8,
-        "micro_batches": MicroBatchRule(64),
-        "fields": BatchFields(teacher_folder=str(tmp_path / "out")),
-        "seed": 0,
-    }
-    stream = CellStream(shards.path, "train", TOKENS, Stream(lanes=4), **shared)
+    stream = CellStream(
+        SplitCells(shards.path, "train"),
+        StreamOrder(Stream(lanes=4), global_batch=8, seed=0),
+        TOKENS,
+        MicroBatchRule(64),
+        fields=BatchFields(teacher_folder=str(tmp_path / "out")),
+    )
     batches = [*chain.from_iterable(islice(stream, 4))]
     stream.close()
     cells = np.concatenate([batch.cell_ids for batch in batches])

@@ -22,8 +22,9 @@ from cellmill.data.rows import positions_in_rows
 from cellmill.data.shards.index import CellColumns
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.split import hash_cells, hash_genes
-from cellmill.data.stream.cell_stream import CellStream
+from cellmill.data.stream.cell_stream import CellStream, SplitCells
 from cellmill.data.stream.micro_batches import MicroBatchRule
+from cellmill.data.stream.order import StreamOrder
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import read_json
 from cellmill.stages import cells as embed
@@ -184,13 +185,9 @@ def test_batches_have_the_sequences_in_their_order(tmp_path: Path) -> None:
         manifest.fingerprint_with([], {"family": "a"})
 
     tokens = Tokens.model_validate(TOKENS)
-    given = {
-        "global_batch": 8,
-        "micro_batches": MicroBatchRule(400),
-        "seed": 0,
-        "shuffle": False,
-    }
-    stream = CellStream(corpus["manifest"], "test", tokens, Stream(lanes=1), **given)
+    split = SplitCells(corpus["manifest"], "test")
+    order = StreamOrder(Stream(lanes=1), global_batch=8, seed=0, shuffle=False)
+    stream = CellStream(split, order, tokens, MicroBatchRule(400))
     batch = next(iter(stream))[0]
     stream.close()
     first = "".join(

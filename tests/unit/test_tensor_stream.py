@@ -15,8 +15,9 @@ from small_corpus import write_corpus
 import cellmill
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Stream
-from cellmill.data.stream.cell_stream import CellStream
+from cellmill.data.stream.cell_stream import CellStream, SplitCells
 from cellmill.data.stream.micro_batches import MicroBatchRule
+from cellmill.data.stream.order import StreamOrder
 from cellmill.errors import ConfigError, DataError, UserError
 
 CELLS = 533
@@ -67,10 +68,11 @@ def test_batches_are_those_that_a_run_reads_an_epoch_at_a_time(folder: Path) -> 
     stream = opened(folder, columns=["bulk_labels"], number_columns=["age"], counts=True)
     found = epochs(stream, 3)
     manifest = folder / "results/corpora/pbmc/shards/manifest.json"
-    tokens = {"max_tokens": 12}
-    shared = {"global_batch": 32, "micro_batches": MicroBatchRule(32 * 12), "seed": 0}
     engine = CellStream(
-        manifest, "train", Tokens.model_validate(tokens), Stream.model_validate(LANES), **shared
+        SplitCells(manifest, "train"),
+        StreamOrder(Stream.model_validate(LANES), global_batch=32, seed=0),
+        Tokens.model_validate({"max_tokens": 12}),
+        MicroBatchRule(32 * 12),
     )
     assert [len(epoch) for epoch in found] == 3 * [len(stream)] == 3 * [engine.steps_per_epoch]
     for batch, [theirs] in zip(chain.from_iterable(found), engine):

@@ -14,9 +14,9 @@ from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Stream, Train
 from cellmill.data.shards.manifest import READ, Manifest, record, verify, verify_changed
 from cellmill.data.stream.batch_maker import BatchFields
-from cellmill.data.stream.cell_stream import CellStream
+from cellmill.data.stream.cell_stream import CellStream, SplitCells
 from cellmill.data.stream.micro_batches import MicroBatchRule
-from cellmill.data.stream.order import DataRank
+from cellmill.data.stream.order import DataRank, StreamOrder
 from cellmill.errors import ConfigError
 from cellmill.models.batch import to_tensors
 
@@ -91,17 +91,11 @@ class TensorStream:
         elif verify_changed(opened) and rank == 0:
             record(opened)
         self._cells = CellStream(
-            manifest,
-            split,
+            SplitCells(manifest, split),
+            StreamOrder(order, global_batch, train.seed, shuffle=split == "train"),
             parsed,
-            order,
-            global_batch=global_batch,
-            micro_batches=MicroBatchRule(
-                global_batch * parsed.max_tokens
-            ),  # so that no step is cut
+            MicroBatchRule(global_batch * parsed.max_tokens),  # so that no step is cut
             data_rank=DataRank(rank, world_size),
-            seed=train.seed,
-            shuffle=split == "train",
             fields=BatchFields(
                 with_counts=counts,
                 level_columns=dict.fromkeys(columns, "columns"),

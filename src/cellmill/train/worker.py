@@ -31,9 +31,9 @@ with importing():
     from cellmill.data.shards.local_copies import LocalCopies
     from cellmill.data.shards.manifest import Manifest
     from cellmill.data.stream.batch_maker import BatchFields
-    from cellmill.data.stream.cell_stream import CellStream
+    from cellmill.data.stream.cell_stream import CellStream, SplitCells
     from cellmill.data.stream.micro_batches import MicroBatchRule
-    from cellmill.data.stream.order import DataRank
+    from cellmill.data.stream.order import DataRank, StreamOrder
     from cellmill.errors import UserError
     from cellmill.files import read_json
     from cellmill.finetune.method import check_trains, load_method, trained_names
@@ -228,22 +228,23 @@ def build_streams(
 
     Without validation cells, stream and obs column of their batches are None.
     """
-    shared: dict[str, Any] = {
-        "tokens": options.tokens,
-        "stream": options.stream,
-        "global_batch": options.train.global_batch,
-        "micro_batches": MicroBatchRule(
-            options.train.token_budget,
-            min_per_step=min_microbatches(options.parallel),
-            multiple_of=options.parallel.pp,
-        ),
-        "data_rank": DataRank(mesh.dp_rank, mesh.dp_world),
-        "seed": options.train.seed,
-        "copies": copies,
-    }
+    order = StreamOrder(options.stream, options.train.global_batch, options.train.seed)
+    micro_batches = MicroBatchRule(
+        options.train.token_budget,
+        min_per_step=min_microbatches(options.parallel),
+        multiple_of=options.parallel.pp,
+    )
+    data_rank = DataRank(mesh.dp_rank, mesh.dp_world)
     columns = options.obs_columns()
     fields = BatchFields(options.objective.needs_counts, columns, options.number_columns(), teacher)
-    train = CellStream(manifest.path, "train", fields=fields, **shared)
+    train = CellStream(
+        SplitCells(manifest.path, "train", copies=copies),
+        order,
+        options.tokens,
+        micro_batches,
+        fields=fields,
+        data_rank=data_rank,
+    )
     if manifest.splits["val"].n_obs == 0:
         return train, None, None
     batches = batch_column(options, manifest)
@@ -251,9 +252,13 @@ def build_streams(
         # after the columns that the model reads
         columns = columns | {batches: columns.get(batches, "validation")}
         fields = replace(fields, level_columns=columns)
-    val_cells = options.train.val_cells
     val = CellStream(
-        manifest.path, "val", shuffle=False, max_cells=val_cells, fields=fields, **shared
+        SplitCells(manifest.path, "val", options.train.val_cells, copies),
+        replace(order, shuffle=False),
+        options.tokens,
+        micro_batches,
+        fields=fields,
+        data_rank=data_rank,
     )
     return train, val, batches
 

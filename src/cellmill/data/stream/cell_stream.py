@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from cellmill.config.parts.tokens import Tokens
-from cellmill.config.run import Stream as StreamOptions
 from cellmill.data.shards.local_copies import LocalCopies
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards
@@ -24,7 +24,13 @@ from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.batch_maker import BatchFields, BatchMaker
 from cellmill.data.stream.cell_tokenizer import CellTokenizer
 from cellmill.data.stream.micro_batches import MicroBatchRule
-from cellmill.data.stream.order import ONLY_RANK, DataRank, OrderRule, make_epoch_order
+from cellmill.data.stream.order import (
+    ONLY_RANK,
+    DataRank,
+    OrderRule,
+    StreamOrder,
+    make_epoch_order,
+)
 from cellmill.data.stream.repeats import read_repeats
 from cellmill.data.stream.step_reader import StepReader
 from cellmill.data.stream.unpacker import CellUnpacker
@@ -45,14 +51,22 @@ _WEIGHT_OPTIONS = (
 )
 
 
+@dataclass(frozen=True)
+class SplitCells:
+    """Cells of a split, and the files that they are read from."""
+
+    manifest_path: Path
+    split: Literal["train", "val", "test"]
+    max_cells: int | None = None  # only the first cells in disk order
+    copies: LocalCopies | None = None  # read instead of the shards once they are complete
+
+
 class CellStream:
     """Cells of one split as micro-batches for one data rank; see `__iter__`.
 
-    `tokens` and `stream` are the sections of the configuration with these names. `global_batch`, the
-    cells per optimizer step over all ranks, is a multiple of `stream.lanes`; `micro_batches` says
-    how they are cut, and `fields` are what a batch has in addition to tokens. With `shuffle` the stream
-    is endless, over `stream.train_frac` of the cells; else it is one epoch in disk order of the first
-    `max_cells` cells. Shards are read from their local `copies` once these are complete.
+    If `order` shuffles, the stream is endless, over `train_frac` of the cells; else it is one epoch
+    in disk order. `micro_batches` says how the cells of a step are cut, and `fields` what a batch has
+    in addition to tokens.
 
     Raises DataError when manifest or shards are missing, damaged or do not match, or the split has
     no cells.
@@ -60,23 +74,20 @@ class CellStream:
 
     def __init__(
         self,
-        manifest_path: Path,
-        split: Literal["train", "val", "test"],
+        cells: SplitCells,
+        order: StreamOrder,
         tokens: Tokens,
-        stream: StreamOptions,
-        *,
-        global_batch: int,
         micro_batches: MicroBatchRule,
-        seed: int,
-        data_rank: DataRank = ONLY_RANK,
+        *,
         fields: BatchFields = _TOKENS_ONLY,
-        shuffle: bool = True,
-        max_cells: int | None = None,
-        copies: LocalCopies | None = None,
+        data_rank: DataRank = ONLY_RANK,
     ):
+        manifest_path = cells.manifest_path
+        split = cells.split
         world = data_rank.world
-        assert stream.lanes % world == 0, f"{stream.lanes} lanes for {world} ranks"
-        assert global_batch % stream.lanes == 0, f"{global_batch} cells in {stream.lanes} lanes"
+        lanes = order.stream.lanes
+        assert lanes % world == 0, f"{lanes} lanes for {world} ranks"
+        assert order.global_batch % lanes == 0, f"{order.global_batch} cells in {lanes} lanes"
         assert tokens.max_tokens <= micro_batches.token_budget, (
             f"{tokens.max_tokens} tokens for {micro_batches}"
         )
@@ -85,26 +96,25 @@ class CellStream:
             f"{manifest_path}: not for {tokens.tokenizer}"
         )
         # checks the manifest's numbers before memory is taken
-        self._shards = open_shards(manifest, split, copies)
+        self._shards = open_shards(manifest, split, cells.copies)
         self._sha256 = _list_hashes(manifest, split)
-        self._order_rule = _read_order_rule(
-            manifest, split, stream, global_batch, seed, shuffle, max_cells
-        )
+        self._order_rule = _make_order_rule(manifest, cells, order)
         self._world = world
         self.n_cells = self._order_rule.n_cells
         self.steps_per_epoch = self._order_rule.steps_per_epoch
-        if shuffle and self.n_cells < world:
+        if order.shuffle and self.n_cells < world:
             raise DataError(
                 f"{manifest_path}: {split}: {self.n_cells} cells for {world} ranks; use fewer ranks"
             )
         self.levels = manifest.levels(fields.level_columns)
         self.fingerprint = _compute_fingerprint(manifest, fields, self._order_rule)
         # from shards to packed cells, and from these to micro-batches
-        self._reader = StepReader(self._shards, self._order_rule, data_rank, stream.io_threads)
+        io_threads = order.stream.io_threads
+        self._reader = StepReader(self._shards, self._order_rule, data_rank, io_threads)
         self._maker = self._open_maker(
             manifest, split, tokens, fields, micro_batches, data_rank.rank
         )
-        # where the stream is
+        # epoch and step of the next batch
         self._epoch = 0
         self._step = 0
         self._pool: ThreadPoolExecutor | None = None  # the thread that tokenizes
@@ -259,25 +269,26 @@ class CellStream:
             pool.shutdown(cancel_futures=True)
 
 
-def _read_order_rule(
-    manifest: Manifest,
-    split: str,
-    stream: StreamOptions,
-    global_batch: int,
-    seed: int,
-    shuffle: bool,
-    max_cells: int | None,
-) -> OrderRule:
+def _make_order_rule(manifest: Manifest, cells: SplitCells, order: StreamOrder) -> OrderRule:
     """Make the rule for the order of a split's cells; read repeats if they are weighted."""
-    entry = manifest.entry(split)
+    stream = order.stream
+    entry = manifest.entry(cells.split)
+    max_cells = cells.max_cells
     repeats = None
-    if shuffle:
+    if order.shuffle:
         if stream.train_frac < 1:
             max_cells = stream.train_cells(entry.n_obs)
         if stream.weights_column():
-            repeats = read_repeats(manifest, split, stream, max_cells)
-    sizes = tuple(shard.n_obs for shard in entry.shards)
-    return OrderRule(sizes, stream, global_batch, seed, shuffle, max_cells, repeats)
+            repeats = read_repeats(manifest, cells.split, stream, max_cells)
+    return OrderRule(
+        tuple(shard.n_obs for shard in entry.shards),
+        stream,
+        order.global_batch,
+        order.seed,
+        order.shuffle,
+        max_cells,
+        repeats,
+    )
 
 
 def _list_hashes(manifest: Manifest, split: str) -> dict[Path, str]:

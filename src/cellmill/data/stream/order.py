@@ -47,6 +47,20 @@ ONLY_RANK = DataRank(0, 1)
 
 
 @dataclass(frozen=True)
+class StreamOrder:
+    """How a run orders cells, whatever the split.
+
+    `stream` is the section of the configuration. `global_batch`, the cells per optimizer step over
+    all ranks, is a multiple of `stream.lanes`.
+    """
+
+    stream: Stream
+    global_batch: int
+    seed: int
+    shuffle: bool = True  # False: in disk order
+
+
+@dataclass(frozen=True)
 class OrderRule:
     """The rule for the order of a split's cells in any epoch."""
 

@@ -18,8 +18,9 @@ import torch
 from cellmill.config.options import TrainOptions
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.batch_maker import BatchFields
-from cellmill.data.stream.cell_stream import CellStream
+from cellmill.data.stream.cell_stream import CellStream, SplitCells
 from cellmill.data.stream.micro_batches import MicroBatchRule
+from cellmill.data.stream.order import StreamOrder
 from cellmill.models.batch import to_tensors
 from cellmill.models.family import Model
 from cellmill.models.objective import Objective
@@ -132,15 +133,10 @@ def calibrate_head(
     if Manifest.read(manifest).splits["val"].n_obs == 0:
         return None
     stream = CellStream(
-        manifest,
-        "val",
+        SplitCells(manifest, "val", options.train.val_cells),
+        StreamOrder(options.stream, options.train.global_batch, options.train.seed, shuffle=False),
         options.tokens,
-        options.stream,
-        global_batch=options.train.global_batch,
-        micro_batches=MicroBatchRule(options.train.token_budget),
-        seed=options.train.seed,
-        shuffle=False,
-        max_cells=options.train.val_cells,
+        MicroBatchRule(options.train.token_budget),
         fields=BatchFields(level_columns=options.obs_columns()),
     )
     column = [*options.obs_columns()].index(objective.config.label_column)
