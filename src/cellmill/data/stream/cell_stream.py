@@ -108,34 +108,25 @@ class CellStream:
             )
         self.levels = manifest.levels(fields.level_columns)
         self.fingerprint = _compute_fingerprint(manifest, fields, self._order_rule)
-        # from shards to packed cells, and from these to micro-batches
+        # read packed cells, and make micro-batches of them
         io_threads = order.stream.io_threads
         self._reader = StepReader(self._shards, self._order_rule, data_rank, io_threads)
-        self._maker = self._open_maker(
-            manifest, split, tokens, fields, micro_batches, data_rank.rank
+        draws_seed = order.seed if order.shuffle else 0  # validation draws the same in every run
+        tokenizer = CellTokenizer(tokens, manifest.n_genes, draws_seed, manifest.variability)
+        unpacker = CellUnpacker(manifest, self._shards, tokenizer, fields.with_counts)
+        self._maker = BatchMaker(
+            micro_batches,
+            data_rank.rank,
+            unpacker,
+            tokenizer,
+            fields.with_counts,
+            fields.open_rows(manifest, split),
         )
         # epoch and step of the next batch
         self._epoch = 0
         self._step = 0
         self._pool: ThreadPoolExecutor | None = None  # the thread that tokenizes
         self._closed = False
-
-    def _open_maker(
-        self,
-        manifest: Manifest,
-        split: str,
-        tokens: Tokens,
-        fields: BatchFields,
-        micro_batches: MicroBatchRule,
-        rank: int,
-    ) -> BatchMaker:
-        """Make the maker of micro-batches, and open the arrays that fill their further fields."""
-        # draws of validation do not depend on the run's seed
-        seed = self._order_rule.seed if self._order_rule.shuffle else 0
-        tokenizer = CellTokenizer(tokens, manifest.n_genes, seed, manifest.variability)
-        unpacker = CellUnpacker(manifest, self._shards, tokenizer, fields.with_counts)
-        rows = fields.open_rows(manifest, split)
-        return BatchMaker(micro_batches, rank, unpacker, tokenizer, fields.with_counts, rows)
 
     def __iter__(self) -> Iterator[list[Batch]]:
         """Yield the micro-batches of this data rank for each optimizer step, as many as on every rank.
