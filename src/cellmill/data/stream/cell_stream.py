@@ -217,33 +217,28 @@ class CellStream:
         """Name cells by id as `dataset:name (file row)`, read from the shards; for error messages."""
         return self._maker.unpacker.names(cell_ids)
 
-    def shards_read(self, ranks: Collection[int], step: int, stop: int) -> dict[Path, str]:
-        """List the shards that `ranks` read in steps `step:stop`, with their SHA-256 by path.
+    def list_shards(self, ranks: Collection[int], start: int, stop: int) -> dict[Path, str]:
+        """List the shards that data ranks `ranks` read in steps `start:stop`: SHA-256 by path.
 
         Steps are counted over all epochs. Without shuffling they have no effect: there is one epoch.
         """
-        order_rule = self._order_rule
         per_epoch = self.steps_per_epoch
-        if not order_rule.shuffle:
-            step = 0
+        if not self._order_rule.shuffle:
+            start = 0
             stop = per_epoch
-        lanes = [lane for lane in range(order_rule.stream.lanes) if lane % self._world in ranks]
-        shard_numbers = set[int]()
-        for epoch in range(step // per_epoch, -(-stop // per_epoch)):
-            order = make_epoch_order(order_rule, epoch)
-            # cells of each lane that are taken before the first of these steps in the epoch, and by the
-            # end of the last
-            before = order_rule.cells_before(max(step - epoch * per_epoch, 0)).tolist()
-            by_end = order_rule.cells_before(min(stop - epoch * per_epoch, per_epoch)).tolist()
-            for lane in lanes:
-                first = order.window_with(lane, before[lane])
-                last = order.window_with(lane, by_end[lane] - 1)
-                for window in range(first, last + 1):
-                    shard_numbers.update(order.window_runs(lane, window).shards.tolist())
-            if len(shard_numbers) == len(self._sha256):
+        all_lanes = range(self._order_rule.stream.lanes)
+        lanes = [lane for lane in all_lanes if lane % self._world in ranks]
+        numbers = set[int]()
+        for epoch in range(start // per_epoch, -(-stop // per_epoch)):
+            first_step = epoch * per_epoch
+            start_in_epoch = max(start - first_step, 0)
+            stop_in_epoch = min(stop - first_step, per_epoch)
+            order = make_epoch_order(self._order_rule, epoch)
+            numbers |= order.shards_in_steps(lanes, start_in_epoch, stop_in_epoch)
+            if len(numbers) == len(self._sha256):
                 break
         shards = enumerate(self._sha256.items())
-        return {path: sha256 for number, (path, sha256) in shards if number in shard_numbers}
+        return {path: sha256 for number, (path, sha256) in shards if number in numbers}
 
     def close(self) -> None:
         """End all threads; may be called at any time, and again."""

@@ -172,13 +172,28 @@ class EpochOrder:
     def n_windows(self, lane: int) -> int:
         return len(self.window_offsets[lane]) - 1
 
-    def window_with(self, lane: int, cell: int) -> int:
-        """Find the number of the window with cell `cell` of a lane."""
+    def find_window(self, lane: int, cell: int) -> int:
+        """Find the number of the window that has cell `cell` of a lane."""
         return int(np.searchsorted(self.window_offsets[lane], cell, side="right")) - 1
 
     def window_runs(self, lane: int, window: int) -> CellRuns:
         """List the runs of the cells in window `window` of `lane`."""
         raise NotImplementedError
+
+    def shards_in_steps(self, lanes: list[int], start: int, stop: int) -> set[int]:
+        """List the numbers of the shards that have the cells of `lanes` in steps `start:stop`.
+
+        Windows are read whole, so cells of other steps in the same windows count, too.
+        """
+        cells_before = self.rule.cells_before(start)
+        cells_by_end = self.rule.cells_before(stop)
+        shards = set[int]()
+        for lane in lanes:
+            first = self.find_window(lane, int(cells_before[lane]))
+            last = self.find_window(lane, int(cells_by_end[lane]) - 1)
+            for window in range(first, last + 1):
+                shards.update(self.window_runs(lane, window).shards.tolist())
+        return shards
 
     def window_order(self, lane: int, window: int) -> np.ndarray:
         """Permute the cells of the window's concatenated runs: their indices, in the new order."""

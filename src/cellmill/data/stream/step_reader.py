@@ -161,7 +161,7 @@ class StepReader:
         skipped = []
         for lane in self._other_lanes.tolist():
             cell = int(first_cells[lane])
-            window = order.window_with(lane, cell)
+            window = order.find_window(lane, cell)
             skipped.append(cell - int(order.window_offsets[lane][window]))
             windows.append(self._genes_of_windows(lane, epoch, window))
         return LaneGenes(windows, skipped)

@@ -129,7 +129,7 @@ class WindowReader:
         # lanes without cells in an epoch have none in any: they would loop forever
         while any(self._orders.get(epoch).lane_cells[lane] for lane in self._lanes):
             order = self._orders.get(epoch)
-            first = {lane: order.window_with(lane, int(first_cells[lane])) for lane in self._lanes}
+            first = {lane: order.find_window(lane, int(first_cells[lane])) for lane in self._lanes}
             for window in range(min(first.values()), max(map(order.n_windows, first))):
                 lanes = [lane for lane in first if first[lane] <= window < order.n_windows(lane)]
                 if lanes:
