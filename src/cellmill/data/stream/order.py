@@ -4,15 +4,15 @@
 - lane: a share of the blocks, read by one rank; lanes differ by at most one cell
 - window: `window_blocks` blocks of a lane, whose cells are shuffled together
 
-Blocks are permuted and dealt to the lanes in turn; those that do not fill a round are cut by cell.
-A step takes `per_lane` cells of each lane, or with `equal_steps` an equal share of the epoch: the
-same cells for any number of ranks. All of it is a function of (seed, epoch, lane, window), so any
-step is reached without replaying earlier ones.
+Blocks are permuted and dealt round-robin to the lanes; blocks of an incomplete round are cut so that
+all lanes get a share. A step takes `lane_batch` cells of each lane, or with `equal_steps` an equal
+share of the epoch, and it takes the same cells for any number of ranks. The order is a function of
+(seed, epoch, lane, window), so any step is reached without replaying earlier ones.
 
-With `Repeats` some cells are read several times. A block then occurs as often as its most repeated
-cell: copy k has the cells that are read at least k times, so copies of a cell are apart. The copies
-are dealt to lanes in contiguous parts, and a window has as many cells as `window_blocks` full
-blocks.
+With `Repeats` some cells are read several times. The epoch then has several copies of a block: copy
+k has the cells that are read at least k times. Copies are permuted like blocks, so two reads of a
+cell are far apart. Each lane gets a contiguous part of them, and a window has as many cells as
+`window_blocks` full blocks.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class OrderRule:
     repeats: Repeats | None = None  # None reads each cell once; see `RepeatedEpoch`
 
     @classmethod
-    def of_run(cls, options: TrainOptions, n_cells: int) -> OrderRule:
+    def for_run(cls, options: TrainOptions, n_cells: int) -> OrderRule:
         """Make a rule to count the steps of a run over `n_cells` training cells, and the cells of each."""
         train = options.train
         return cls((n_cells,), options.stream, train.global_batch, train.seed, shuffle=True)
@@ -84,14 +84,14 @@ class OrderRule:
         return total if self.max_cells is None else min(total, self.max_cells)
 
     @property
-    def per_lane(self) -> int:
-        """Cells per lane and global batch."""
+    def lane_batch(self) -> int:
+        """Cells of a global batch that come from one lane."""
         return self.global_batch // self.stream.lanes
 
     @property
     def steps_per_epoch(self) -> int:
         longest = -(-self.n_cells // self.stream.lanes)  # lanes differ by one cell at most
-        return -(-longest // self.per_lane)
+        return -(-longest // self.lane_batch)
 
     @property
     def max_step_cells(self) -> int:
@@ -101,25 +101,25 @@ class OrderRule:
         return min(self.global_batch, self.n_cells)
 
     def cells_before(self, step: int | np.ndarray) -> np.ndarray:
-        """Count the cells that each lane gives before step `step` of an epoch, `(lanes,)` int64.
+        """Count the cells of each lane that steps before `step` of an epoch take, `(lanes,)` int64.
 
-        Step `steps_per_epoch` has all cells before it. Steps `(n, 1)` give `(n, lanes)`.
+        `steps_per_epoch` gives all cells of the epoch. Steps of shape `(n, 1)` give `(n, lanes)`.
         """
         if not self.stream.equal_steps:
-            return np.minimum(step * self.per_lane, self.deal(self.n_cells))
-        return self.deal(step * self.n_cells // self.steps_per_epoch)
+            return np.minimum(step * self.lane_batch, self.deal_cells(self.n_cells))
+        return self.deal_cells(step * self.n_cells // self.steps_per_epoch)
 
-    def steps_at(self, lane: int, positions: np.ndarray) -> np.ndarray:
-        """Find the step of an epoch that takes the cell at each of `positions` in a lane, `(cells,)`."""
+    def find_steps(self, lane: int, positions: np.ndarray) -> np.ndarray:
+        """Find the step of an epoch that takes each cell of a lane: cells `positions`, `(cells,)`."""
         if not self.stream.equal_steps:
-            return positions // self.per_lane
+            return positions // self.lane_batch
         # number of cells dealt, one to each lane in turn, up to and including each of these
         dealt = positions * self.stream.lanes + lane + 1
         # the first step with (step + 1) * n_cells // steps_per_epoch >= dealt
         return (dealt * self.steps_per_epoch - 1) // self.n_cells
 
-    def deal(self, n_cells: int | np.ndarray) -> np.ndarray:
-        """Count the cells of each lane if `n_cells` are dealt one by one, `(lanes,)`."""
+    def deal_cells(self, n_cells: int | np.ndarray) -> np.ndarray:
+        """Count the cells of each lane if `n_cells` are dealt round-robin, `(lanes,)`."""
         # (n_cells - lane) / lanes, rounded up
         return -((np.arange(self.stream.lanes) - n_cells) // self.stream.lanes)
 
@@ -127,8 +127,8 @@ class OrderRule:
 class CellRuns(NamedTuple):
     """Runs of contiguous cells of a shard; `(runs,)` int64 each."""
 
-    shards: np.ndarray  # number of the shard
-    starts: np.ndarray  # first cell, counted in the shard
+    shards: np.ndarray  # number of the shard in its split
+    starts: np.ndarray  # row of the first cell in the shard
     n_cells: np.ndarray
 
     @classmethod
@@ -157,10 +157,11 @@ class BlockCopies(NamedTuple):
 
 
 class EpochOrder:
-    """Order of one epoch: what is the same with and without repeats.
+    """Order of one epoch: windows of cells, by lane.
 
-    Attributes: `window_offsets`, for each lane the first cell of each of its windows, followed by
-    the lane's number of cells; `lane_cells`, the number of cells in each lane.
+    A subclass lists the runs of cells in each window. Attributes: `window_offsets` has, for each
+    lane, the first cell of each window and the lane's number of cells, `(windows + 1,)`;
+    `lane_cells`, the number of cells in each lane.
     """
 
     def __init__(self, rule: OrderRule, epoch: int, window_offsets: list[np.ndarray]):
@@ -196,7 +197,7 @@ class EpochOrder:
         return shards
 
     def window_order(self, lane: int, window: int) -> np.ndarray:
-        """Permute the cells of the window's concatenated runs: their indices, in the new order."""
+        """Permute the cells of a window: indices into its concatenated runs, `(cells,)` int64."""
         start, stop = self.window_offsets[lane][window : window + 2].tolist()
         if not self.rule.shuffle:
             return np.arange(stop - start)
@@ -215,10 +216,10 @@ class PlainEpoch(EpochOrder):
         if rule.shuffle:
             full = full[permutation(len(full), rule.seed, BLOCKS, epoch, FULL)]
             short = short[permutation(len(short), rule.seed, BLOCKS, epoch, SHORT)]
-        # blocks go round the lanes; those that do not fill a round are cut by cell
+        # deal full blocks round-robin; cut the rest so that lanes differ by at most one cell
         n_dealt = len(full) // lanes * lanes
         rest = choose_rows(blocks, np.concatenate([full[n_dealt:], short]))
-        rest_offsets = row_offsets(rule.deal(int(rest.n_cells.sum()))).tolist()
+        rest_offsets = row_offsets(rule.deal_cells(int(rest.n_cells.sum()))).tolist()
         self._runs: list[CellRuns] = []  # blocks of each lane, the last of them cut
         window_offsets = []
         for lane, (start, stop) in enumerate(pairwise(rest_offsets)):
@@ -262,7 +263,7 @@ class RepeatedEpoch(EpochOrder):
         shuffled = permutation(n_copies, rule.seed, BLOCKS, epoch, COPIES)
         self._copies = choose_rows(copies, shuffled)
         self._copy_offsets = row_offsets(self._copies.n_cells)
-        lane_cells = rule.deal(rule.n_cells).tolist()
+        lane_cells = rule.deal_cells(rule.n_cells).tolist()
         self._lane_offsets = row_offsets(lane_cells)
         size = rule.stream.window_blocks * rule.stream.block_cells
         super().__init__(rule, epoch, [np.append(np.arange(0, n, size), n) for n in lane_cells])
@@ -270,16 +271,16 @@ class RepeatedEpoch(EpochOrder):
     def window_runs(self, lane: int, window: int) -> CellRuns:
         span = self._lane_offsets[lane] + self.window_offsets[lane][window : window + 2]
         low, high = span.tolist()
-        # the copies that hold the window's cells, and the cells in them
+        # list the cells of the copies that overlap the window, then cut them to the window
         first_last = np.searchsorted(self._copy_offsets, [low, high - 1], side="right") - 1
         first, last = first_last.tolist()
-        copied = []
+        cells_of_copies = []
         in_window = choose_rows(self._copies, slice(first, last + 1))
         for start, stop, number, _ in iterate_rows(in_window):
             is_copied = self._times_read[start:stop] >= number
-            copied.append(start + np.flatnonzero(is_copied))
-        skipped = low - int(self._copy_offsets[first])
-        cell_ids = np.concatenate(copied)[skipped : skipped + high - low]
+            cells_of_copies.append(start + np.flatnonzero(is_copied))
+        n_skipped = low - int(self._copy_offsets[first])
+        cell_ids = np.concatenate(cells_of_copies)[n_skipped : n_skipped + high - low]
         # a run continues while the next cell follows in the same shard
         shard = np.searchsorted(self._shard_offsets, cell_ids, side="right") - 1
         continues = (np.diff(cell_ids) == 1) & (np.diff(shard) == 0)
@@ -318,15 +319,15 @@ def make_epoch_order(rule: OrderRule, epoch: int) -> EpochOrder:
 
 
 class OrderCache:
-    """Cache of the last two orders, since lanes end an epoch one after another."""
+    """Cache of the orders of two epochs, since lanes do not all end an epoch at the same time."""
 
     def __init__(self, rule: OrderRule) -> None:
         self._rule = rule
-        self._kept: dict[int, EpochOrder] = {}
+        self._orders: dict[int, EpochOrder] = {}
 
     def get(self, epoch: int) -> EpochOrder:
         """Return the order of `epoch`, from the cache if it is there."""
-        if epoch not in self._kept:
-            self._kept = {n: order for n, order in self._kept.items() if n == epoch - 1}
-            self._kept[epoch] = make_epoch_order(self._rule, epoch)
-        return self._kept[epoch]
+        if epoch not in self._orders:
+            self._orders = {n: order for n, order in self._orders.items() if n == epoch - 1}
+            self._orders[epoch] = make_epoch_order(self._rule, epoch)
+        return self._orders[epoch]

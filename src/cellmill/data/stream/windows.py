@@ -171,7 +171,7 @@ class WindowReader:
         first_row_of_lane = np.cumsum(sizes) - sizes
         rows = shuffled + np.repeat(first_row_of_lane, sizes)
         steps = np.concatenate(
-            [self._rule.steps_at(lane, np.arange(*span)) for lane, span in zip(lanes, spans)]
+            [self._rule.find_steps(lane, np.arange(*span)) for lane, span in zip(lanes, spans)]
         )
         # a step's cells stay lane after lane
         by_step = np.argsort(steps, kind="stable")
