@@ -4,8 +4,8 @@ The next window is read while one is in use (`WindowQueue`). Small steps are yie
 spreads Python's overhead over them. Cells stay packed until their micro-batches are made, and are
 copied only if their step spans windows.
 
-Numbers of cells are computed for many steps at once. Of cells in the lanes of other ranks only the
-numbers of genes are looked up (`LaneGenes`).
+Numbers of cells are computed for many steps at once. Cells of other ranks are not read: only their
+numbers of genes are looked up (`LaneGenes`), in the shards' index.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cellmill.data.stream.windows import (
 )
 
 _STEPS_PER_COUNT = 256  # steps whose numbers of cells are computed at once
-_CELLS_PER_GROUP = 256  # small steps are yielded together, up to this number
+_CELLS_PER_GROUP = 256  # small steps are yielded together, up to this number of cells
 
 
 class WindowQueue:
@@ -84,7 +84,7 @@ class StepGroup:
 
     epoch: int
     genes_per_cell: np.ndarray  # `(cells of all ranks,)`, by step and rank
-    n_cells: np.ndarray  # `(steps, world)` int64: number of cells of each rank
+    n_cells: np.ndarray  # `(steps, ranks)` int64: number of cells of each rank
     local: StreamCells  # this data rank's cells, by step and lane
 
 

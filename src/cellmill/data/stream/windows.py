@@ -26,12 +26,12 @@ _TASKS = 32  # read tasks per window: submitting one costs as much as reading so
 
 
 class ByteRuns(NamedTuple):
-    """Bytes of runs of packed cells: where they are in a shard, and where they go; `(runs,)` int64."""
+    """Bytes of runs of packed cells, in a shard and in a window's buffer; `(runs,)` int64."""
 
-    shards: np.ndarray  # number of the shard
+    shards: np.ndarray  # number of the shard in its split
     starts: np.ndarray  # first byte in the shard's packed bytes
     stops: np.ndarray  # byte after the last
-    targets: np.ndarray  # position of the first byte in the window's buffer
+    targets: np.ndarray  # position of the first byte in the buffer
 
     def by_shard(self, max_runs: int) -> Iterator[ByteRuns]:
         """Yield parts of at most `max_runs` runs of one shard each, in the order of its bytes."""
@@ -122,16 +122,21 @@ class WindowReader:
         self._pool.shutdown(cancel_futures=True)
 
     def windows(self, epoch: int, first_cells: np.ndarray) -> Iterator[CellWindow]:
-        """Yield windows from cell `first_cells`, `(lanes,)`, of each lane on; `next` starts to read one.
+        """Yield windows, each of which is being read, from cell `first_cells`, `(lanes,)`, of each lane on.
 
-        Window w has the cells of window number w of all lanes that have one.
+        Window w has the cells of window w of all lanes that have one. Endless if the rule shuffles.
         """
         # lanes without cells in an epoch have none in any: they would loop forever
         while any(self._orders.get(epoch).lane_cells[lane] for lane in self._lanes):
             order = self._orders.get(epoch)
-            first = {lane: order.find_window(lane, int(first_cells[lane])) for lane in self._lanes}
-            for window in range(min(first.values()), max(map(order.n_windows, first))):
-                lanes = [lane for lane in first if first[lane] <= window < order.n_windows(lane)]
+            windows_of_lane = {}
+            for lane in self._lanes:
+                first = order.find_window(lane, int(first_cells[lane]))
+                windows_of_lane[lane] = range(first, order.n_windows(lane))
+            first_window = min(windows.start for windows in windows_of_lane.values())
+            end = max(windows.stop for windows in windows_of_lane.values())
+            for window in range(first_window, end):
+                lanes = [lane for lane, windows in windows_of_lane.items() if window in windows]
                 if lanes:
                     yield self._start_reading(order, lanes, window)
             if not self._rule.shuffle:
@@ -142,7 +147,7 @@ class WindowReader:
     def _start_reading(self, order: EpochOrder, lanes: list[int], window: int) -> CellWindow:
         """Start to read window number `window` of each of `lanes`."""
         runs = CellRuns.join([order.window_runs(lane, window) for lane in lanes])
-        byte_runs, packed = self._lay_out(runs)
+        byte_runs, packed = self._allocate(runs)
         max_runs = -(-len(runs.shards) // _TASKS)
         reads = []
         for part in byte_runs.by_shard(max_runs):
@@ -160,13 +165,13 @@ class WindowReader:
         runs: CellRuns,
         packed: PackedCells,
     ) -> StreamCells:
-        """Put the cells of a window of `lanes` in stream order.
+        """Put the cells of window number `window` of `lanes` in stream order.
 
-        `runs` are those of the lanes, and `packed` has the cells in their order.
+        `runs` are the runs of cells, lane after lane, and `packed` has the cells in the same order.
         """
         spans = np.array([order.window_offsets[lane][window : window + 2] for lane in lanes])
         sizes = np.diff(spans)[:, 0]
-        # lane after lane: each cell's row in the concatenated runs, and its step
+        # row in `packed` and step of each cell, lane after lane
         shuffled = np.concatenate([order.window_order(lane, window) for lane in lanes])
         first_row_of_lane = np.cumsum(sizes) - sizes
         rows = shuffled + np.repeat(first_row_of_lane, sizes)
@@ -176,7 +181,7 @@ class WindowReader:
         # a step's cells stay lane after lane
         by_step = np.argsort(steps, kind="stable")
         rows = rows[by_step]
-        # id of the cell in each row, since the rows of a run are consecutive cells
+        # the cells of a run have consecutive ids
         first_id = self._shard_offsets[runs.shards] + runs.starts
         first_row_of_run = np.cumsum(runs.n_cells) - runs.n_cells
         id_of_row = np.arange(len(rows)) + np.repeat(first_id - first_row_of_run, runs.n_cells)
@@ -187,36 +192,38 @@ class WindowReader:
             packed.select(rows),
         )
 
-    def _lay_out(self, runs: CellRuns) -> tuple[ByteRuns, PackedCells]:
-        """Lay out runs of cells in a new buffer, one after the other.
+    def _allocate(self, runs: CellRuns) -> tuple[ByteRuns, PackedCells]:
+        """Allocate a buffer that holds runs of cells, one after the other.
 
         Returns the bytes to read into it, and its cells in the order of the runs.
         """
-        # a cell has two parts, its genes and its counts: a run of n cells has 2 n + 1 entries, the
-        # start of each part and the end of the run
-        part_offsets = []
+        # a cell has two parts, its genes and its counts, so a run of n cells has 2 n + 1 edges: the
+        # start of each part, and the end of the run
+        part_edges = []
         for shard, first, n in iterate_rows(runs):
-            part_offsets.append(self._shards[shard].part_offsets[2 * first : 2 * (first + n) + 1])
-        n_entries = 2 * runs.n_cells + 1
-        end_entry = np.cumsum(n_entries) - 1  # of each run
-        # positions of the entries: in the shard, then in the buffer
-        positions = np.concatenate(part_offsets).astype(np.int64) * ALIGNMENT
-        starts = positions[end_entry - n_entries + 1]
-        stops = positions[end_entry]
-        offsets = row_offsets(stops - starts)
-        positions += np.repeat(offsets[:-1] - starts, n_entries)
-        is_part = np.ones(len(positions), bool)
-        is_part[end_entry] = False
-        # entry of each cell's genes; its counts and their end are the next two
-        genes_entry = np.flatnonzero(is_part)[::2]
+            part_edges.append(self._shards[shard].part_offsets[2 * first : 2 * (first + n) + 1])
+        n_edges = 2 * runs.n_cells + 1
+        last_edge = np.cumsum(n_edges) - 1
+        first_edge = last_edge - n_edges + 1
+        # bytes in the shard
+        edges = np.concatenate(part_edges).astype(np.int64) * ALIGNMENT
+        starts = edges[first_edge]
+        stops = edges[last_edge]
+        # bytes in the buffer
+        buffer_offsets = row_offsets(stops - starts)
+        edges += np.repeat(buffer_offsets[:-1] - starts, n_edges)
+        # start of each cell's genes; the next two edges are the start and the end of its counts
+        is_part_start = np.ones(len(edges), bool)
+        is_part_start[last_edge] = False
+        gene_edge = np.flatnonzero(is_part_start)[::2]
         packed = PackedCells(
-            recycled_empty(offsets[-1], np.uint8),
-            positions[genes_entry],
-            positions[genes_entry + 1],
-            positions[genes_entry + 2],
+            recycled_empty(buffer_offsets[-1], np.uint8),
+            edges[gene_edge],
+            edges[gene_edge + 1],
+            edges[gene_edge + 2],
             count_genes(self._shards, runs),
         )
-        return ByteRuns(runs.shards, starts, stops, offsets[:-1]), packed
+        return ByteRuns(runs.shards, starts, stops, buffer_offsets[:-1]), packed
 
 
 def count_genes(shards: list[RowFile], runs: CellRuns) -> np.ndarray:
