@@ -61,17 +61,17 @@ FOLDER = "parts"  # folder of the plan, beside the manifest
 
 
 @dataclass(frozen=True)
-class ShardPlace:
-    """A shard to be written: cells `first:last` of the split."""
+class PlannedShard:
+    """A shard to be written: cells `start:stop` of the split."""
 
     split: str
     number: int  # in its split
-    first: int
-    last: int
+    start: int
+    stop: int
 
     @property
     def n_obs(self) -> int:
-        return self.last - self.first
+        return self.stop - self.start
 
     @property
     def name(self) -> str:
@@ -96,20 +96,21 @@ class ShardPlan(CorpusSummary):
     def obs(self) -> JointObs:
         return JointObs(self.folder / "obs", self.datasets, self.columns)
 
-    def shards(self) -> list[ShardPlace]:
+    def shards(self) -> list[PlannedShard]:
         """All shards of all splits, in order."""
         size = self.cells_per_shard
-        places = []
+        shards = []
         for split, n_obs in self.n_obs.items():
-            for number, first in enumerate(range(0, n_obs, size)):
-                places.append(ShardPlace(split, number, first, min(first + size, n_obs)))
-        return places
+            for number, start in enumerate(range(0, n_obs, size)):
+                shards.append(PlannedShard(split, number, start, min(start + size, n_obs)))
+        return shards
 
-    def cells(self, shard: ShardPlace) -> np.ndarray:
-        """Cells of a shard in order, of dtype `CELL`."""
+    def cells(self, shard: PlannedShard) -> np.ndarray:
+        """Cells of a shard in the order on disk, of dtype `CELL`."""
         path = self.folder / f"{shard.split}.npy"
-        again = "make the plan again (the `divide` stage)"
-        return open_array(path, (self.n_obs[shard.split],), CELL, again)[shard.first : shard.last]
+        remedy = "make the plan again (the `divide` stage)"
+        cells_of_split = open_array(path, (self.n_obs[shard.split],), CELL, remedy)
+        return cells_of_split[shard.start : shard.stop]
 
     @classmethod
     def read(cls, folder: Path, key: str) -> ShardPlan | None:
@@ -122,7 +123,7 @@ class ShardPlan(CorpusSummary):
 
 
 @dataclass(frozen=True)
-class _Scan:
+class _DatasetScan:
     """Numbers of each cell of a dataset."""
 
     dtypes: dict[str, str | None]  # by obs column
@@ -137,15 +138,15 @@ class _Scan:
     counts_rule: str | None  # how estimated counts were rounded
 
 
-class _Corpus(NamedTuple):
+class _CorpusCells(NamedTuple):
     """Cells with a gene of the vocabulary, by dataset."""
 
     cells: np.ndarray  # of dtype `CELL`
     hashes: np.ndarray
     split: np.ndarray  # index into `SPLITS`
 
-    def select(self, chosen: np.ndarray) -> _Corpus:
-        return _Corpus(*(array[chosen] for array in self))
+    def select(self, chosen: np.ndarray) -> _CorpusCells:
+        return _CorpusCells(*(array[chosen] for array in self))
 
 
 def remove_plan(folder: Path) -> None:
@@ -285,7 +286,7 @@ def _key(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions) -> st
 
 def _scan(
     number: int, path: Path, vocabulary: Vocabulary, gene_hashes: np.ndarray, split_by: str | None
-) -> _Scan:
+) -> _DatasetScan:
     """Hash and measure the cells of dataset `number`, in one pass over its file."""
     hashes = []
     first = 0
@@ -310,7 +311,7 @@ def _scan(
             part["largest"] = 1 if reader.ordered else counts.max(axis=1).toarray().ravel()
             first += block.shape[0]
         split_values = None if split_by is None else reader.split_values(split_by)
-        return _Scan(
+        return _DatasetScan(
             dtypes={str(name): dtype_of(reader.read_column(name)) for name in reader.obs_columns},
             values=split_values,
             hashes=np.concatenate(hashes),
@@ -339,7 +340,7 @@ def select_genes(
     )
 
 
-def _divide(paths: list[Path], scans: list[_Scan], options: ShardOptions) -> _Corpus:
+def _divide(paths: list[Path], scans: list[_DatasetScan], options: ShardOptions) -> _CorpusCells:
     """Assign the cells with a gene of the vocabulary to splits."""
     cells = np.concatenate([scan.cells for scan in scans])
     keep = cells["nnz"] > 0
@@ -357,10 +358,10 @@ def _divide(paths: list[Path], scans: list[_Scan], options: ShardOptions) -> _Co
     else:
         values = np.concatenate([scan.values for scan in scans if scan.values is not None])[keep]
         split = split_by_value(values, options.split_by, *fractions, options.train_values)
-    return _Corpus(cells[keep], hashes, split)
+    return _CorpusCells(cells[keep], hashes, split)
 
 
-def _find_duplicates(corpus: _Corpus, rank: np.ndarray) -> tuple[np.ndarray, int]:
+def _find_duplicates(corpus: _CorpusCells, rank: np.ndarray) -> tuple[np.ndarray, int]:
     """Mask of duplicates of earlier cells, and the number of cells with a duplicate in another
     split.
 

@@ -42,7 +42,7 @@ from cellmill.data.shards.manifest import (
 )
 from cellmill.data.shards.plan import (
     BLOCK,
-    ShardPlace,
+    PlannedShard,
     ShardPlan,
     make_plan,
     remove_plan,
@@ -76,10 +76,10 @@ def write_shards(
     plan = make_plan(cells, vocabulary, options, out)
     write_part(plan, cells, vocabulary, out.parent)
     entries: dict[str, list[ShardEntry]] = {name: [] for name in SPLITS}
-    for place in plan.shards():
-        entry = _finished(plan, place, out.parent)
+    for shard in plan.shards():
+        entry = _finished(plan, shard, out.parent)
         assert entry is not None
-        entries[place.split].append(entry)
+        entries[shard.split].append(entry)
     splits = {}
     for name, shards in entries.items():
         nnz = sum(shard.nnz for shard in shards)
@@ -144,25 +144,25 @@ def write_part(
     Parts may be written at the same time. Shards that are already there are kept.
     """
     paths = {path.stem: path for path in cells}
-    places = plan.shards()[part::parts]
-    missing = [place for place in places if _finished(plan, place, folder) is None]
+    shards = plan.shards()[part::parts]
+    missing = [shard for shard in shards if _finished(plan, shard, folder) is None]
     if missing:
         files = OpenFiles()
         sources = [open_packed(paths[name], files) for name in plan.datasets]
         writer = _Writer(plan, sources, vocabulary, folder)
-        n_cells = sum(place.n_obs for place in missing)
-        for place in progress(missing, "shard", n_cells, size=attrgetter("n_obs")):
-            writer.write(place)
-    return len(places)
+        n_cells = sum(shard.n_obs for shard in missing)
+        for shard in progress(missing, "shard", n_cells, size=attrgetter("n_obs")):
+            writer.write(shard)
+    return len(shards)
 
 
-def _finished(plan: ShardPlan, place: ShardPlace, folder: Path) -> ShardEntry | None:
+def _finished(plan: ShardPlan, shard: PlannedShard, folder: Path) -> ShardEntry | None:
     """Entry of a shard that was written by this plan; None if there is none, or the file has
     changed since.
     """
-    path = folder / place.name
+    path = folder / shard.name
     try:
-        tree = read_json(_entry_path(plan, place))
+        tree = read_json(_entry_path(plan, shard))
         entry = ShardEntry.model_validate(tree["shard"])
         if tree["plan"] != plan.key:
             return None
@@ -172,8 +172,8 @@ def _finished(plan: ShardPlan, place: ShardPlace, folder: Path) -> ShardEntry | 
         return None
 
 
-def _entry_path(plan: ShardPlan, place: ShardPlace) -> Path:
-    return (plan.folder / place.name).with_suffix(".json")
+def _entry_path(plan: ShardPlan, shard: PlannedShard) -> Path:
+    return (plan.folder / shard.name).with_suffix(".json")
 
 
 class _Writer:
@@ -199,11 +199,11 @@ class _Writer:
         gene_ids = pd.Index(vocabulary.gene_ids, name="gene_id", dtype=object)
         self._var = pd.DataFrame(columns, index=gene_ids)
 
-    def write(self, place: ShardPlace) -> None:
+    def write(self, shard: PlannedShard) -> None:
         """Write a shard, then its entry of the manifest beside the plan."""
         plan = self._plan
-        path = self._folder / place.name
-        cells = plan.cells(place)
+        path = self._folder / shard.name
+        cells = plan.cells(shard)
         remove_incomplete(path)
         obs = plan.obs.frame(cells["dataset"], cells["row"])
         nnz = int(cells["nnz"].sum(dtype=np.int64))
@@ -235,7 +235,7 @@ class _Writer:
             n_bytes=packed.n_bytes,
         )
         done = {"plan": plan.key, "stamp": stamp(path), "shard": entry.model_dump()}
-        write_json(_entry_path(plan, place), done)
+        write_json(_entry_path(plan, shard), done)
 
     def _ordered_blocks(
         self, cells: np.ndarray, update: Callable[[Any], None]
