@@ -3,8 +3,8 @@
 One pass over the datasets keeps a few numbers per cell: nonzeros and largest count among the
 vocabulary's genes, and a hash of its (gene id, count) pairs. Cells are assigned to train, val and
 test by that hash and the seed, so equal cells of any file are in one split, or by the values of an
-obs column. The plan lies in a folder, so that shards can be written by several jobs, and after a
-kill by the next:
+obs column. The plan is kept in a folder, so that several jobs can write the shards, and a job that
+was killed can be continued by the next:
 
     plan.json      written last; its key identifies the inputs that it was made from
     SPLIT.npy      a row per cell in the order on disk: dataset, row, nnz, largest
@@ -55,6 +55,8 @@ from cellmill.errors import DataError
 from cellmill.files import digest, fsync, named_errors, progress, read_json, write_json
 
 BLOCK = 1024  # cells read, ordered and written at a time
+# a cell of the corpus: dataset and row in its file, number of nonzeros among the vocabulary's genes,
+# and the largest of their counts
 CELL = np.dtype([("dataset", "<i4"), ("row", "<i8"), ("nnz", "<i4"), ("largest", "<u4")])
 FORMAT = 3
 FOLDER = "parts"  # folder of the plan, beside the manifest
@@ -79,7 +81,7 @@ class PlannedShard:
 
 
 class ShardPlan(CorpusSummary):
-    """Contents of the plan's folder."""
+    """The plan, as in plan.json, and the arrays in its folder."""
 
     model_config = ConfigDict(strict=False)
 
@@ -124,26 +126,30 @@ class ShardPlan(CorpusSummary):
 
 @dataclass(frozen=True)
 class _DatasetScan:
-    """Numbers of each cell of a dataset."""
+    """What one pass over a dataset finds. Arrays have an entry per cell of the file."""
 
     dtypes: dict[str, str | None]  # by obs column
-    values: np.ndarray | None  # text of the column that splits
-    hashes: np.ndarray
-    # hashes over all genes of the file, if these decide the split
+    split_values: np.ndarray | None  # text of the obs column `split_by`
+    hashes: np.ndarray  # `(cells, 2)` uint64, over the vocabulary's genes
+    # `(cells,)` uint64, over all genes of the file, if these decide the split
     split_hashes: np.ndarray | None
-    # of dtype `CELL`: nonzeros among the vocabulary's genes, and the largest count of them
-    cells: np.ndarray
+    cells: np.ndarray  # `(cells,)` of dtype `CELL`
     ordered: bool
     ranked: bool
     counts_rule: str | None  # how estimated counts were rounded
 
+    @property
+    def n_without_genes(self) -> int:
+        """Number of cells without a gene of the vocabulary."""
+        return int((self.cells["nnz"] == 0).sum())
+
 
 class _CorpusCells(NamedTuple):
-    """Cells with a gene of the vocabulary, by dataset."""
+    """Cells of all datasets that have a gene of the vocabulary."""
 
-    cells: np.ndarray  # of dtype `CELL`
-    hashes: np.ndarray
-    split: np.ndarray  # index into `SPLITS`
+    cells: np.ndarray  # `(cells,)` of dtype `CELL`
+    hashes: np.ndarray  # `(cells, 2)` uint64
+    split: np.ndarray  # `(cells,)` integers: index into `SPLITS`
 
     def select(self, chosen: np.ndarray) -> _CorpusCells:
         return _CorpusCells(*(array[chosen] for array in self))
@@ -160,74 +166,47 @@ def remove_plan(folder: Path) -> None:
 def make_plan(
     cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, manifest: Path
 ) -> ShardPlan:
-    """Plan the shards of a corpus, or find the plan that an earlier process made of the same
-    inputs.
+    """Plan the shards of a corpus, or read the plan that an earlier process made of the same inputs.
 
     `cells` are preprocessed .h5ad files, named after their datasets. Writes the plan's folder and
     the arrays of the index beside `manifest`, which is removed first. Raises DataError when a name
     occurs twice, a column is missing, a split is empty, or no cell has a gene of the vocabulary.
     """
-    listed = cells
-    cells = sorted(cells, key=lambda path: path.stem)
-    names = [path.stem for path in cells]
+    paths = sorted(cells, key=lambda path: path.stem)
+    _check_files(paths)
+    key = _compute_key(cells, vocabulary, options)
     folder = manifest.parent / FOLDER
-    if len(set(names)) < len(names):
-        raise DataError(
-            f"{cells[0].parent}: two datasets have the same file name; rename one, it names the dataset"
-        )
-    for path in cells:
-        if not path.is_file():
-            raise DataError(f"{path}: no such file")
-    key = _key(listed, vocabulary, options)
     plan = ShardPlan.read(folder, key)
     if plan is not None:
         manifest.unlink(missing_ok=True)
         return plan
     gene_hashes = hash_genes(vocabulary.gene_ids)
     scans = []
-    for number, path in enumerate(progress(cells, "divide", len(cells), "files")):
+    for number, path in enumerate(progress(paths, "divide", len(paths), "files")):
         scans.append(_scan(number, path, vocabulary, gene_hashes, options.split_by))
-    corpus = _divide(cells, scans, options)
-    # of equal cells the first one is kept: by dataset, or as they are listed
+    corpus = _assign_splits(paths, scans, options)
     is_dropped = options.duplicates == "drop"
-    rank = np.arange(len(cells))
+    # of equal cells the first one is kept: by dataset, or as they are listed
+    rank = np.arange(len(paths))
     if is_dropped:
-        rank = np.array([listed.index(path) for path in cells])
-    repeated, across_splits = _find_duplicates(corpus, rank)
-    duplicates = np.bincount(corpus.cells["dataset"][repeated], minlength=len(cells)).tolist()
+        rank = np.array([cells.index(path) for path in paths])
+    is_repeated, across_splits = _find_duplicates(corpus, rank)
+    datasets_of_repeated = corpus.cells["dataset"][is_repeated]
+    duplicates = np.bincount(datasets_of_repeated, minlength=len(paths)).tolist()
     if is_dropped:
-        corpus = corpus.select(~repeated)
+        corpus = corpus.select(~is_repeated)
         across_splits = 0
     manifest.unlink(missing_ok=True)
     with named_errors(folder):
         remove_plan(folder)
+        names = [path.stem for path in paths]
         obs = JointObs(folder / "obs", names, join_columns([scan.dtypes for scan in scans]))
-        kept = []
-        for number, (path, scan) in enumerate(zip(cells, scans)):
-            rows = corpus.cells["row"][corpus.cells["dataset"] == number]
-            kept.append(rows)
-            mask = np.zeros(len(scan.cells), bool)
-            mask[rows] = True
-            with open_counts(path) as reader:
-                obs.write(number, reader.obs_names, reader.read_column, mask)
-        in_splits = {}
-        index = {}
-        for number, name in enumerate(SPLITS):
-            order = np.flatnonzero(corpus.split == number)
-            order = order[permutation(len(order), options.seed, SHARDS, number)]
-            shuffled = corpus.select(order)
-            in_splits[name] = shuffled.cells
-            np.save(folder / f"{name}.npy", shuffled.cells)
-            index[name] = write_split_index(
-                manifest.parent,
-                name,
-                shuffled.cells["nnz"],
-                shuffled.hashes,
-                options.cells_per_shard,
-            )
+        kept_rows = _write_obs(obs, paths, scans, corpus)
+        cells_by_split, index = _write_splits(folder, manifest.parent, corpus, options)
         sizes = [len(scan.cells) for scan in scans]
-        obs_levels, obs_numbers = write_columns(manifest.parent, obs, kept, sizes, in_splits, index)
-        by_name = dict(zip(names, scans))
+        obs_levels, obs_numbers = write_columns(
+            manifest.parent, obs, kept_rows, sizes, cells_by_split, index
+        )
         ordered = any(scan.ordered for scan in scans)
         plan = ShardPlan(
             folder=folder,
@@ -236,9 +215,9 @@ def make_plan(
             ordered=ordered,
             cells_per_shard=options.cells_per_shard,
             order="genes" if options.order == "genes" and not ordered else "rank",
-            n_obs={name: len(chosen) for name, chosen in in_splits.items()},
+            n_obs={split: len(chosen) for split, chosen in cells_by_split.items()},
             index=index,
-            left_out={name: int((scan.cells["nnz"] == 0).sum()) for name, scan in by_name.items()},
+            left_out=dict(zip(names, (scan.n_without_genes for scan in scans))),
             duplicates={name: n for name, n in zip(names, duplicates) if n},
             across_splits=across_splits,
             columns=obs.columns,
@@ -247,7 +226,7 @@ def make_plan(
             ranked=any(scan.ranked for scan in scans),
             counts_rules={
                 name: scan.counts_rule
-                for name, scan in by_name.items()
+                for name, scan in zip(names, scans)
                 if scan.counts_rule in COUNTS_RULES
             },
         )
@@ -257,20 +236,69 @@ def make_plan(
     return plan
 
 
+def _check_files(paths: list[Path]) -> None:
+    """Raise DataError if two datasets have the same name, or a file is missing."""
+    names = {path.stem for path in paths}
+    if len(names) < len(paths):
+        raise DataError(
+            f"{paths[0].parent}: two datasets have the same file name; rename one, it names the dataset"
+        )
+    for path in paths:
+        if not path.is_file():
+            raise DataError(f"{path}: no such file")
+
+
+def _write_obs(
+    obs: JointObs, paths: list[Path], scans: list[_DatasetScan], corpus: _CorpusCells
+) -> list[np.ndarray]:
+    """Write obs of the cells of `corpus`; return their rows in each dataset's file."""
+    rows_by_dataset = []
+    for number, (path, scan) in enumerate(zip(paths, scans)):
+        rows = corpus.cells["row"][corpus.cells["dataset"] == number]
+        rows_by_dataset.append(rows)
+        mask = np.zeros(len(scan.cells), bool)
+        mask[rows] = True
+        with open_counts(path) as reader:
+            obs.write(number, reader.obs_names, reader.read_column, mask)
+    return rows_by_dataset
+
+
+def _write_splits(
+    folder: Path, index_folder: Path, corpus: _CorpusCells, options: ShardOptions
+) -> tuple[dict[str, np.ndarray], dict[str, dict[Kind, IndexEntry]]]:
+    """Shuffle the cells of each split and write them to `folder`, their index to `index_folder`.
+
+    Returns the cells in the order on disk, of dtype `CELL`, and the entries of the index, by split.
+    """
+    cells_by_split = {}
+    index = {}
+    for number, split in enumerate(SPLITS):
+        order = np.flatnonzero(corpus.split == number)
+        order = order[permutation(len(order), options.seed, SHARDS, number)]
+        shuffled = corpus.select(order)
+        cells_by_split[split] = shuffled.cells
+        np.save(folder / f"{split}.npy", shuffled.cells)
+        nnz = shuffled.cells["nnz"]
+        index[split] = write_split_index(
+            index_folder, split, nnz, shuffled.hashes, options.cells_per_shard
+        )
+    return cells_by_split, index
+
+
 def find_plan(
     cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, folder: Path
 ) -> ShardPlan:
     """Read the plan that `make_plan` wrote in `folder`. Raises DataError if it has no plan of these
     inputs.
     """
-    plan = ShardPlan.read(folder, _key(cells, vocabulary, options))
+    plan = ShardPlan.read(folder, _compute_key(cells, vocabulary, options))
     if plan is not None:
         return plan
     raise DataError(f"{folder}: no plan of these cells and options; run the `divide` stage first")
 
 
-def _key(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions) -> str:
-    """Digest of everything that a plan follows from; files of cells count by name, size and time."""
+def _compute_key(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions) -> str:
+    """Compute the digest of a plan's inputs; cells files enter by name, size and modification time."""
     stamps = {path.stem: [path.stat().st_size, path.stat().st_mtime_ns] for path in cells}
     facts = {
         "format": FORMAT,
@@ -313,7 +341,7 @@ def _scan(
         split_values = None if split_by is None else reader.split_values(split_by)
         return _DatasetScan(
             dtypes={str(name): dtype_of(reader.read_column(name)) for name in reader.obs_columns},
-            values=split_values,
+            split_values=split_values,
             hashes=np.concatenate(hashes),
             split_hashes=np.concatenate(split_hashes) if over_all_genes else None,
             cells=cells,
@@ -326,8 +354,10 @@ def _scan(
 def select_genes(
     block: sp.csr_matrix, target: np.ndarray, n_genes: int, ordered: bool
 ) -> sp.csr_matrix:
-    """`block` over the vocabulary's genes, with columns of one gene summed; sequences lose and sum
-    nothing.
+    """Put `block` over the vocabulary's genes, and sum columns of the same gene.
+
+    `target`, `(columns,)`, has the row in the vocabulary of each column, or -1. Sequences (`ordered`)
+    keep every entry.
     """
     if not ordered:
         return select_columns(block, target, n_genes)
@@ -340,7 +370,9 @@ def select_genes(
     )
 
 
-def _divide(paths: list[Path], scans: list[_DatasetScan], options: ShardOptions) -> _CorpusCells:
+def _assign_splits(
+    paths: list[Path], scans: list[_DatasetScan], options: ShardOptions
+) -> _CorpusCells:
     """Assign the cells with a gene of the vocabulary to splits."""
     cells = np.concatenate([scan.cells for scan in scans])
     keep = cells["nnz"] > 0
@@ -356,17 +388,18 @@ def _divide(paths: list[Path], scans: list[_DatasetScan], options: ShardOptions)
         deciding = np.concatenate(over_all)[keep] if over_all else hashes[:, 0]
         split = split_by_content(deciding, *fractions)
     else:
-        values = np.concatenate([scan.values for scan in scans if scan.values is not None])[keep]
+        values = np.concatenate(
+            [scan.split_values for scan in scans if scan.split_values is not None]
+        )[keep]
         split = split_by_value(values, options.split_by, *fractions, options.train_values)
     return _CorpusCells(cells[keep], hashes, split)
 
 
 def _find_duplicates(corpus: _CorpusCells, rank: np.ndarray) -> tuple[np.ndarray, int]:
-    """Mask of duplicates of earlier cells, and the number of cells with a duplicate in another
-    split.
+    """Find the cells that repeat an earlier cell.
 
-    Cells of datasets of lower `rank`, `(datasets,)`, are earlier, and within a dataset those that
-    come first.
+    Cells are ordered by the `rank`, `(datasets,)`, of their dataset, then by row. Returns the mask of
+    repeated cells, `(cells,)` bool, and the number of cells with an equal cell in another split.
     """
     by_rank = np.argsort(rank[corpus.cells["dataset"]], kind="stable")
     order = by_rank[np.lexsort(corpus.hashes[by_rank].T[::-1])]
@@ -374,7 +407,7 @@ def _find_duplicates(corpus: _CorpusCells, rank: np.ndarray) -> tuple[np.ndarray
     is_equal = (ordered.hashes[1:] == ordered.hashes[:-1]).all(axis=1)
     repeated = np.zeros(len(order), bool)
     repeated[order[1:][is_equal]] = True
-    # groups of equal cells, and those with cells of several splits
+    # groups of equal cells; a mixed group has cells of several splits
     starts = np.flatnonzero(np.append(True, ~is_equal))
     sizes = np.diff(starts, append=len(order))
     split = ordered.split
