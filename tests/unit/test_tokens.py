@@ -318,7 +318,7 @@ def made(options: dict[str, Any], epoch: int = 0, seed: int = 0, max_tokens: int
     tokenizer = CellTokenizer(
         Tokens.model_validate(options | {"max_tokens": max_tokens}), GENES, seed, VARIABILITY
     )
-    return tokenizer.batch(cells_of(), np.arange(CELLS), with_counts=True, epoch=epoch)
+    return tokenizer.make_batch(cells_of(), np.arange(CELLS), with_counts=True, epoch=epoch)
 
 
 def by_cell(batch: Batch, array: np.ndarray) -> list[list[Any]]:
@@ -458,7 +458,7 @@ def test_a_bin_of_genes_without_counts_is_predicted_too() -> None:
     sizes = {"hidden": 16, "layers": 1, "heads": 2}
     model = model_on_cpu(GENES, tokens, **sizes)
     assert model.value_out.out_features == 8  # type: ignore[union-attr]
-    batch = CellTokenizer(tokens, GENES).batch(cells_of(), np.arange(CELLS))
+    batch = CellTokenizer(tokens, GENES).make_batch(cells_of(), np.arange(CELLS))
     prepared = model.prepare(to_tensors(batch), seed=0, step=0)
     assert 0 in prepared.answers
     for parameter in model.parameters():

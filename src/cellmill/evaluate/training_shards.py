@@ -37,7 +37,7 @@ def read_gene_statistics(manifest: Manifest, tokens: Tokens) -> GeneStatistics:
     by_rank = np.zeros((tokens.max_tokens.bit_length(), n_genes), np.int64)
     tokenizer = CellTokenizer(tokens, n_genes, variability=manifest.variability)
     for block in _read_first_blocks(manifest, MAX_TRAIN_CELLS, "train"):
-        batch = tokenizer.batch(block, np.arange(block.n_cells))
+        batch = tokenizer.make_batch(block, np.arange(block.n_cells))
         genes = batch.token_ids - len(SPECIAL)
         # position of each token in its cell, by powers of two
         cell_starts = np.repeat(batch.cu_seqlens[:-1], np.diff(batch.cu_seqlens))

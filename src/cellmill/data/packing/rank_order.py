@@ -1,5 +1,6 @@
-"""Rank order of cells, sorted in place: by count over the gene's median in the corpus, as
-`data.arrays.rank_order_rows`.
+"""Sorting the genes of cells into rank order: by count divided by the gene's corpus median, descending.
+
+The order is that of `data.arrays.rank_order_rows`.
 """
 
 from dataclasses import dataclass
@@ -13,26 +14,26 @@ from cellmill.data.rows import SparseCounts, positions_in_rows, row_offsets
 
 @dataclass(frozen=True)
 class RankOrder:
-    """Puts cells into rank order."""
+    """Sorts the genes of cells into rank order."""
 
-    inverse_medians: np.ndarray  # `(genes,)` float32
-    sorts_above: int = 0  # cells with at most this many genes are left as they are
+    inverse_medians: np.ndarray  # `(genes,)` float32: 1 / corpus median
+    max_unsorted_genes: int = 0  # cells with at most this many genes are left as they are
 
     def sort(self, cells: SparseCounts) -> None:
-        """Sort cells, whose genes ascend, in place; counts are uint16 or uint32.
+        """Sort genes and counts of cells in place. Genes ascend before; counts are uint16 or uint32.
 
-        By compiled loops or by numpy, with the same result.
+        Compiled loops and numpy give the same result.
         """
-        n = cells.lengths
-        is_long = n > self.sorts_above
-        n = n[is_long]
-        starts = cells.offsets[:-1][is_long]
         _, genes, counts = cells
-        offsets = row_offsets(n)
+        is_long = cells.lengths > self.max_unsorted_genes
+        n_genes = cells.lengths[is_long]
+        starts = cells.offsets[:-1][is_long]
+        offsets = row_offsets(n_genes)
         loops = codec.COMPILED.loops_for(int(offsets[-1]))
-        if loops is not None and n.max(initial=0) <= loops.MAX_RANKED:
-            loops.rank_rows(starts, n, genes, counts, self.inverse_medians)
+        if loops is not None and n_genes.max(initial=0) <= loops.MAX_RANKED:
+            loops.rank_rows(starts, n_genes, genes, counts, self.inverse_medians)
             return
-        entries = np.repeat(starts, n) + positions_in_rows(offsets)
+        # index of each gene of the long cells
+        entries = np.repeat(starts, n_genes) + positions_in_rows(offsets)
         long_cells = SparseCounts(offsets, genes[entries], counts[entries])
         _, genes[entries], counts[entries] = rank_order_rows(long_cells, self.inverse_medians)

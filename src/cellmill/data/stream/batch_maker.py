@@ -83,7 +83,7 @@ class BatchMaker:
             start = offsets[first]
             part = cells.select(slice(start, offsets[last]))
             counts = self.unpacker.unpack(part)
-            batch = self.tokenizer.batch(counts, part.ids, self.with_counts, epoch)
+            batch = self.tokenizer.make_batch(counts, part.ids, self.with_counts, epoch)
             batch = batch.with_rows(self.rows)
             for low, high in pairwise(offsets[first : last + 1]):
                 batches.append(batch.cut(low - start, high - start))

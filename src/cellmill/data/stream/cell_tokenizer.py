@@ -1,9 +1,9 @@
 """A run's tokenizer, and its choice among the genes of a cell that do not fit.
 
-By default the tokens of a cell are its first genes in rank order; `truncation: random` draws them,
-`variable` takes the genes that vary most over the corpus, and `zero_frac` adds genes without
-counts. Values are always computed from the whole cell. Draws are keyed by seed, epoch, the cell's
-counts and the gene: the same in every layout and file.
+By default the tokens of a cell are its first genes in rank order. With `truncation: random` they are
+drawn, with `variable` they are the genes that vary most over the corpus, and `zero_frac` adds genes
+without counts. Values are always computed from the whole cell. Draws are keyed by seed, epoch, gene
+and the cell's counts, so they are the same in every layout and file.
 """
 
 import numpy as np
@@ -15,7 +15,8 @@ from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.tokenizer import Tokenizer, make_batch
 from cellmill.errors import DataError
 
-_ZEROS = np.uint64(0x5A45524F)  # in the keys that draw genes without counts
+_ZEROS_KEY = np.uint64(0x5A45524F)  # "ZERO" in ASCII, in the keys that draw genes without counts
+_NO_LIMIT = 2**31 - 1  # of tokens
 
 
 def count_kept_and_zeros(
@@ -44,7 +45,8 @@ def _max_kept(tokens: Tokens) -> int:
 class CellTokenizer:
     """A run's tokenizer and its choice of genes, over a vocabulary of `n_genes`.
 
-    `variability` is the vocabulary's. Raises DataError if it has none and the options need it.
+    `variability`, `(genes,)` int32, has the rank of each gene in the vocabulary, 0 for the most
+    variable. Raises DataError if it is None and the options need it.
     """
 
     def __init__(
@@ -60,11 +62,10 @@ class CellTokenizer:
         self._n_genes = n_genes
         self._seed = seed
         self._chooses_genes = tokens.truncation != "top" or tokens.zero_frac > 0
-        # values come from the whole cell; `_choose_kept` cuts
-        uncut = (
-            tokens.model_copy(update={"max_tokens": 2**31 - 1}) if self._chooses_genes else tokens
-        )
-        self._tokenizer: Tokenizer = uncut.load()(uncut)
+        if self._chooses_genes:
+            # values come from the whole cell, which `_choose_genes` cuts
+            tokens = tokens.model_copy(update={"max_tokens": _NO_LIMIT})
+        self._tokenizer: Tokenizer = tokens.load()(tokens)
         self.dtype = self._tokenizer.dtype
 
     def max_genes(self, with_counts: bool) -> int | None:
@@ -72,10 +73,10 @@ class CellTokenizer:
         reads_all = with_counts or self._chooses_genes or self._tokenizer.needs_counts
         return None if reads_all else self._tokens.max_tokens
 
-    def rank_order_above(self) -> int | None:
-        """Return the number of genes above which rank order decides the tokens of a cell.
+    def max_unsorted_genes(self) -> int | None:
+        """Return the largest number of genes of a cell whose tokens do not depend on rank order.
 
-        None if it never does.
+        None if the tokens of no cell depend on it.
         """
         if self._tokens.value_kind == "place":
             return 0
@@ -86,10 +87,10 @@ class CellTokenizer:
         kept, zeros = count_kept_and_zeros(self._tokens, detected, self._n_genes)
         return kept + zeros
 
-    def batch(
+    def make_batch(
         self, cells: SparseCounts, cell_ids: np.ndarray, with_counts: bool = False, epoch: int = 0
     ) -> Batch:
-        """Make the batch of cells whose genes are in rank order, and whose ids are `cell_ids`, `(cells,)`.
+        """Make the batch of `cells`, whose genes are in rank order and whose ids are `cell_ids`, `(cells,)`.
 
         It has the counts of its tokens if `with_counts`.
         """
@@ -100,12 +101,12 @@ class CellTokenizer:
     def _make_chosen_batch(
         self, cells: SparseCounts, cell_ids: np.ndarray, with_counts: bool, epoch: int
     ) -> Batch:
-        """Make the batch of chosen genes. In each cell, genes with counts come first."""
+        """Make a batch of chosen genes and of zeros. In each cell, genes with counts come first."""
         all_token_ids, all_values, _ = self._tokenizer.tokenize(cells)
-        keys = self._cell_keys(cells, epoch)
+        keys = self._compute_keys(cells, epoch)
         n_kept, n_zeros = count_kept_and_zeros(self._tokens, cells.lengths, self._n_genes)
-        kept = self._choose_kept(cells, n_kept, keys)
-        zeros = _draw_absent(cells, n_zeros, keys, self._n_genes)
+        kept = self._choose_genes(cells, n_kept, keys)
+        zeros = _draw_zeros(cells, n_zeros, keys, self._n_genes)
         n_tokens = n_kept + n_zeros
         token_offsets = row_offsets(n_tokens)
         is_zero = positions_in_rows(token_offsets) >= np.repeat(n_kept, n_tokens)
@@ -123,8 +124,8 @@ class CellTokenizer:
             token_counts[~is_zero] = cells.counts[kept]
         return Batch(token_ids, values, token_offsets.astype(np.int32), cell_ids, token_counts)
 
-    def _cell_keys(self, cells: SparseCounts, epoch: int) -> np.ndarray:
-        """Make the key of each cell's draws, `(cells,)` uint64. The order of its genes has no effect."""
+    def _compute_keys(self, cells: SparseCounts, epoch: int) -> np.ndarray:
+        """Compute the key of each cell's draws, `(cells,)` uint64, whatever the order of its genes."""
         offsets, genes, counts = cells
         pairs = splitmix64(genes.astype(np.uint64) ^ splitmix64(counts.astype(np.uint64)))
         # sums modulo 2**64
@@ -134,7 +135,9 @@ class CellTokenizer:
         seed = np.array([self._seed], np.uint64)
         return splitmix64(sums ^ splitmix64(splitmix64(seed) ^ np.uint64(epoch)))
 
-    def _choose_kept(self, cells: SparseCounts, n_kept: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    def _choose_genes(
+        self, cells: SparseCounts, n_kept: np.ndarray, keys: np.ndarray
+    ) -> np.ndarray:
         """Choose the `n_kept` genes of each cell that become tokens; return their indices, ascending."""
         offsets, genes, _ = cells
         lengths = cells.lengths
@@ -147,25 +150,24 @@ class CellTokenizer:
             cell_genes = genes[start:stop]
             if self._tokens.truncation == "variable":
                 assert self._variability is not None
-                priority = self._variability[cell_genes]
+                rank = self._variability[cell_genes]
             else:
-                priority = splitmix64(keys[cell] ^ cell_genes.astype(np.uint64))
+                rank = splitmix64(keys[cell] ^ cell_genes.astype(np.uint64))
             keep[start:stop] = False
-            # keep the genes with the smallest numbers
-            keep[start + _find_smallest(priority, n_kept[cell])] = True
+            keep[start + _find_smallest(rank, n_kept[cell])] = True
         return np.flatnonzero(keep)
 
 
-def _draw_absent(cells: SparseCounts, n: np.ndarray, keys: np.ndarray, n_genes: int) -> np.ndarray:
-    """Draw `n`, `(cells,)`, genes without counts for each cell by its key; return their rows.
+def _draw_zeros(cells: SparseCounts, n: np.ndarray, keys: np.ndarray, n_genes: int) -> np.ndarray:
+    """Draw `n`, `(cells,)`, genes without counts for each cell by its key.
 
-    Rows ascend within a cell.
+    Returns their rows in the vocabulary, `(zeros,)` int64, which ascend within a cell.
     """
     offsets, genes, _ = cells
     all_genes = np.arange(n_genes, dtype=np.uint64)
     drawn = [np.empty(0, np.int64)]
     for cell in np.flatnonzero(n).tolist():
-        draws = splitmix64(splitmix64(keys[cell : cell + 1] ^ _ZEROS) ^ all_genes)
+        draws = splitmix64(splitmix64(keys[cell : cell + 1] ^ _ZEROS_KEY) ^ all_genes)
         # genes with counts come last, so they are not drawn
         draws[genes[offsets[cell] : offsets[cell + 1]]] = np.iinfo(np.uint64).max
         drawn.append(np.sort(_find_smallest(draws, n[cell])))

@@ -1,4 +1,4 @@
-"""Packed cells of a split, unpacked in the order of genes that their tokens depend on."""
+"""Unpacking the cells of a split, and sorting their genes if the tokens depend on their order."""
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from cellmill.errors import DataError
 class CellUnpacker:
     """Unpacks the genes of cells, and their counts if `tokenizer` or `with_counts` needs them.
 
-    Genes are in rank order in cells whose tokens depend on it.
+    Cells whose tokens depend on rank order get their genes in that order.
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class CellUnpacker:
         self._rank_order: RankOrder | None = None
         if manifest.order == "genes":
             self._max_genes = None
-            sorts_above = tokenizer.rank_order_above()
-            if sorts_above is not None:
+            max_unsorted_genes = tokenizer.max_unsorted_genes()
+            if max_unsorted_genes is not None:
                 inverses = inverse_medians(read_medians(shards[0].path))
-                self._rank_order = RankOrder(inverses, sorts_above)
+                self._rank_order = RankOrder(inverses, max_unsorted_genes)
 
     def unpack(self, cells: StreamCells) -> SparseCounts:
-        """Unpack genes and counts of `cells`. Raises DataError, with its name, for a damaged cell."""
+        """Unpack genes and counts of `cells`. Raises DataError with the name of a damaged cell."""
         try:
             unpacked = cells.packed.unpack(self._kind, self._max_genes)
         except DamagedPart as error:
