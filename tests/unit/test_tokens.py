@@ -238,8 +238,8 @@ def test_compiled_loops_are_bitwise_equal_to_numpy(
     kept = KeptGenes(SparseCounts(starts, genes, counts), MOST)
     assert kept.cu_seqlens[-1] > token_values.LARGE_BATCH
     monkeypatch.setattr(codec, "COMPILED", codec.CompiledLoops())
-    expected = token_values.log_tokens(kept)
-    ranks = token_values.position_tokens(kept)
+    expected = token_values.make_log_tokens(kept)
+    ranks = token_values.make_position_tokens(kept)
     loops = codec.load_loops()
     assert loops is not None
     monkeypatch.setattr(codec.COMPILED, "loops_for", lambda n_values: loops)
@@ -250,11 +250,11 @@ def test_compiled_loops_are_bitwise_equal_to_numpy(
     given_genes = (genes, genes.astype(np.int64), np.repeat(genes, 2)[::2])
     for some_counts, some_genes in product(given_counts, given_genes):
         kept = KeptGenes(SparseCounts(starts, some_genes, some_counts), MOST)
-        ids, values, _ = token_values.log_tokens(kept)
+        ids, values, _ = token_values.make_log_tokens(kept)
         assert (ids.dtype, values.dtype) == (np.int32, np.float32)
         np.testing.assert_array_equal(ids, expected[0])
         np.testing.assert_array_equal(values.view(np.uint32), expected[1].view(np.uint32))
-        by_loops = token_values.position_tokens(kept)
+        by_loops = token_values.make_position_tokens(kept)
         assert by_loops.values.dtype == np.int32
         np.testing.assert_array_equal(by_loops[:2], ranks[:2])
 

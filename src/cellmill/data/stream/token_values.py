@@ -1,9 +1,8 @@
-"""Values of tokens, by numpy or by compiled loops: positions in the cell, and log(1 + counts per
-10,000).
+"""Making tokens whose values are positions in the cell, or log(1 + counts per 10,000).
 
-numpy, and the loops that numba compiles (`packing.codec`), give the same bits; for logarithms the
-loops look up small counts in a table of each cell. For small batches numpy computes the values,
-which is faster.
+numpy makes those of small batches, compiled loops (`packing.codec`) those of large ones, where they
+are faster. Both give the same bits. For logarithms the loops look up small counts in a table of each
+cell.
 """
 
 from typing import Any
@@ -21,54 +20,57 @@ LARGE_BATCH = 1 << 15  # tokens of a batch from which loops are faster
 _TABLED_COUNTS = 64  # counts below it are looked up in a table of each cell
 
 
-def position_tokens(kept: KeptGenes) -> CellTokens:
-    """Make tokens of the kept genes, with int32 positions in their cell from 0."""
+def make_position_tokens(kept: KeptGenes) -> CellTokens:
+    """Make tokens of the kept genes; values are int32 positions in the cell from 0."""
     values = recycled_empty(kept.cu_seqlens[-1], np.int32)
     offsets, genes, _ = kept.cells
-    loops = _choose_loops(kept, offsets, genes)
+    loops = _choose_loops(kept, with_counts=False)
     if loops is not None:
         token_ids = recycled_empty(len(values), np.int32)
         loops.fill_positions(
             offsets, genes, kept.cu_seqlens, token_ids, values, np.int32(len(SPECIAL))
         )
         return CellTokens(token_ids, values, kept.cu_seqlens)
-    # slices of one cached array take half the time of arange - repeat
+    # slices of one array take half the time of arange - repeat
     longest = np.arange(kept.lengths.max(initial=0), dtype=np.int32)
     parts = [longest[:n] for n in kept.lengths.tolist()]
     np.concatenate(parts or [longest], out=values)
     return CellTokens(kept.token_ids(), values, kept.cu_seqlens)
 
 
-def log_tokens(kept: KeptGenes) -> CellTokens:
-    """Make tokens, with float32 values, of the kept genes and their counts."""
+def make_log_tokens(kept: KeptGenes) -> CellTokens:
+    """Make tokens of the kept genes; values are float32 log(1 + counts per 10,000)."""
     offsets, _, counts = kept.cells
-    loops = _choose_loops(kept, *kept.cells)
+    loops = _choose_loops(kept, with_counts=True)
     if loops is not None:
-        return _tokens_by_loops(loops, kept)
+        return _make_log_tokens_by_loops(loops, kept)
     values = kept.copy(counts, np.float32)
     values *= np.repeat(scale_of_totals(row_sums(counts, offsets), np.float32), kept.lengths)
     np.log1p(values, out=values)
     return CellTokens(kept.token_ids(), values, kept.cu_seqlens)
 
 
-def _choose_loops(kept: KeptGenes, *arrays: np.ndarray) -> Any:
-    """Return the loops; None if numpy is faster, or offsets, genes and perhaps counts have other types or
-    layouts than they are compiled for.
+def _choose_loops(kept: KeptGenes, with_counts: bool) -> Any:
+    """Return the compiled loops, or None if numpy must make the tokens.
+
+    numpy is faster for small batches. The loops accept only some dtypes and contiguous arrays.
     """
     n_tokens = int(kept.cu_seqlens[-1])
-    compiled_for = ((np.int64,), (np.int32,), (np.uint16, np.uint32))
-    # `arrays` may leave the counts out
+    offsets, genes, counts = kept.cells
+    compiled_dtypes = [(offsets, (np.int64,)), (genes, (np.int32,))]
+    if with_counts:
+        compiled_dtypes.append((counts, (np.uint16, np.uint32)))
     fits = all(
         array.dtype in dtypes and array.flags.c_contiguous and array.flags.writeable
-        for array, dtypes in zip(arrays, compiled_for)
+        for array, dtypes in compiled_dtypes
     )
     if n_tokens < LARGE_BATCH or not fits:
         return None
     return codec.COMPILED.loops_for(n_tokens)
 
 
-def _tokens_by_loops(loops: Any, kept: KeptGenes) -> CellTokens:
-    """`log_tokens` by the compiled loops, in memory that is allocated here."""
+def _make_log_tokens_by_loops(loops: Any, kept: KeptGenes) -> CellTokens:
+    """Same as `make_log_tokens`, by the compiled loops."""
     cells = kept.cells
     token_offsets = kept.cu_seqlens
     n_tokens = int(token_offsets[-1])
@@ -91,7 +93,7 @@ def _tokens_by_loops(loops: Any, kept: KeptGenes) -> CellTokens:
         large,
         np.int32(len(SPECIAL)),
     )
-    # these still have their count times the scale
+    # values of large counts are not yet logarithms
     large = large[:n_large]
     values[large] = np.log1p(values[large])
     return CellTokens(token_ids, values, token_offsets)

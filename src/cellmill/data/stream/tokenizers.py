@@ -6,7 +6,7 @@ import numpy as np
 
 from cellmill.config.parts.tokens import BinnedTokens
 from cellmill.data.rows import SparseCounts, row_offsets
-from cellmill.data.stream.token_values import log_tokens, position_tokens
+from cellmill.data.stream.token_values import make_log_tokens, make_position_tokens
 from cellmill.data.stream.tokenizer import CellTokens, KeptGenes
 from cellmill.errors import ConfigError
 
@@ -31,7 +31,7 @@ class ContinuousTokenizer(FirstGenes):
     needs_counts = True
 
     def tokenize(self, cells: SparseCounts) -> CellTokens:
-        return log_tokens(self._keep(cells))
+        return make_log_tokens(self._keep(cells))
 
 
 class RankTokenizer(FirstGenes):
@@ -41,7 +41,7 @@ class RankTokenizer(FirstGenes):
     needs_counts = False
 
     def tokenize(self, cells: SparseCounts) -> CellTokens:
-        return position_tokens(self._keep(cells))
+        return make_position_tokens(self._keep(cells))
 
 
 class BinnedTokenizer(FirstGenes):
@@ -68,15 +68,16 @@ class BinnedTokenizer(FirstGenes):
         if self._edges is None:
             bins = _bin_cells(cells, self._options.bins)
             return CellTokens(kept.token_ids(), kept.copy(bins, np.int32), kept.cu_seqlens)
-        token_ids, values, cu_seqlens = log_tokens(kept)
+        token_ids, values, cu_seqlens = make_log_tokens(kept)
         # a value at an edge is in the bin above it
         bins = 1 + np.searchsorted(self._edges, values, side="right")
         return CellTokens(token_ids, bins.astype(np.int32), cu_seqlens)
 
 
 def bin_counts(counts: np.ndarray, bins: int) -> np.ndarray:
-    """Quantile bin, 1 to `bins`, of each nonzero count of one cell: the number of `bins` quantiles
-    that it reaches.
+    """Quantile bin, 1 to `bins`, of each nonzero count of one cell, `(nonzeros,)` int32.
+
+    The bin of a count is the number of quantiles, out of `bins`, that it reaches.
 
     scGPT's binning (Cui et al. 2024, Methods, "Input embeddings") with its deterministic treatment
     of ties.
@@ -86,8 +87,9 @@ def bin_counts(counts: np.ndarray, bins: int) -> np.ndarray:
 
 
 def _bin_cells(cells: SparseCounts, bins: int) -> np.ndarray:
-    """`bin_counts` of every cell, by lookup tables over the values of counts: no sort, no search
-    per token.
+    """Same as `bin_counts` of every cell, `(nonzeros,)` int32, without a sort or a search per token.
+
+    Each cell has a table over the values of its counts, from 0 to its largest count plus one.
     """
     offsets, _, counts = cells
     lengths = cells.lengths
@@ -95,52 +97,53 @@ def _bin_cells(cells: SparseCounts, bins: int) -> np.ndarray:
     if not len(filled):
         return np.empty(0, np.int32)
     largest = np.maximum.reduceat(counts, offsets[:-1][filled]).astype(np.int64)
-    sizes = largest + 2  # entries of each cell's table: a count is its index
+    sizes = largest + 2  # entries of each cell's table; a count is its own index
     if int(sizes.sum()) > _MAX_TABLE:
         by_cell = np.split(counts, offsets[1:-1])
         return np.concatenate([bin_counts(cell, bins) for cell in by_cell if len(cell)])
-    # tables of all cells, one after another, with an entry for each token
+    # entry of each token in the tables of all cells, one after another
     n = lengths[filled]
     table_offsets = row_offsets(sizes)
     entry = np.repeat(table_offsets[:-1], n)
     entry += counts
-    # `(entries,)`: number of tokens whose entry is this one or an earlier one, earlier cells included
-    n_up_to = np.cumsum(np.bincount(entry, minlength=int(table_offsets[-1])))
-    quantiles = _cell_quantiles(n_up_to, table_offsets[:-1, None], n, bins)
-    return _bins_reached(quantiles, table_offsets)[entry]
+    # `(entries,)`: number of tokens up to and including each entry, over all cells
+    n_cumulative = np.cumsum(np.bincount(entry, minlength=int(table_offsets[-1])))
+    quantiles = _compute_quantiles(n_cumulative, table_offsets[:-1, None], n, bins)
+    return _count_reached(quantiles, table_offsets)[entry]
 
 
-def _cell_quantiles(
-    n_up_to: np.ndarray, table_start: np.ndarray, n: np.ndarray, bins: int
+def _compute_quantiles(
+    n_cumulative: np.ndarray, table_start: np.ndarray, n: np.ndarray, bins: int
 ) -> np.ndarray:
-    """`(cells, bins)`: numpy's linear quantiles, operation by operation, so that bins equal those of
-    `bin_counts`.
+    """Compute quantiles of the counts of each cell, `(cells, bins)` float64.
 
-    Cells have `n` counts each, `(cells,)`; their tables in `n_up_to` begin at `table_start`,
-    `(cells, 1)`.
+    `n`, `(cells,)`, has the number of counts of each cell. Its table in `n_cumulative`, `(entries,)`,
+    begins at `table_start`, `(cells, 1)`. Operations are those of numpy's linear quantiles, in the
+    same order, so that bins equal those of `bin_counts`.
     """
-    # position of each quantile among the cell's sorted counts, and the whole ones next to it
+    # position of each quantile among the cell's sorted counts, and the integers around it
     last = (n - 1)[:, None]
     position = np.linspace(0, 1, bins) * last
     position_below = np.floor(position).astype(np.int64)
     position_above = np.minimum(position_below + 1, last)
     # the counts at these positions
     n_before = (np.cumsum(n) - n)[:, None]  # counts of earlier cells
-    below = np.searchsorted(n_up_to, n_before + position_below, side="right") - table_start
-    above = np.searchsorted(n_up_to, n_before + position_above, side="right") - table_start
+    below = np.searchsorted(n_cumulative, n_before + position_below, side="right") - table_start
+    above = np.searchsorted(n_cumulative, n_before + position_above, side="right") - table_start
     frac = position - position_below
     gap = above - below
     return np.where(frac >= 0.5, above - gap * (1 - frac), below + gap * frac)
 
 
-def _bins_reached(quantiles: np.ndarray, table_offsets: np.ndarray) -> np.ndarray:
-    """`(entries,)` int32: number of its cell's `quantiles`, `(cells, bins)`, that each count in the
-    tables reaches.
+def _count_reached(quantiles: np.ndarray, table_offsets: np.ndarray) -> np.ndarray:
+    """Count the quantiles of its cell that each count in the tables reaches, `(entries,)` int32.
+
+    `quantiles` is `(cells, bins)`, `table_offsets` `(cells + 1,)`.
     """
     n_cells, bins = quantiles.shape
     # an integer reaches a quantile when it reaches the quantile rounded up
     reached_at = table_offsets[:-1, None] + np.ceil(quantiles).astype(np.int64)
     reached = np.cumsum(np.bincount(reached_at.ravel(), minlength=int(table_offsets[-1])))
-    # without the quantiles of earlier cells
+    # subtract the quantiles of earlier cells
     reached -= np.repeat(np.arange(n_cells) * bins, np.diff(table_offsets))
     return reached.astype(np.int32)
