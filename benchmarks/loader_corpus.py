@@ -17,7 +17,7 @@ import cellmill
 from cellmill.config.corpus import Shard
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.packed_cells import write_packed
-from cellmill.data.packing import codec
+from cellmill.data.packing import compiled_loops
 from cellmill.data.shards.writer import write_shards
 
 GENES = 20_000
@@ -109,7 +109,7 @@ def shuffled_cells(corpus: Corpus) -> ad.AnnData:
 
 def compile_loops() -> None:
     """Compile what a long training compiles in the background, and wait for it."""
-    if codec.load_loops() is None:
+    if compiled_loops.load_loops() is None:
         return
-    while codec.COMPILED.loops_for(codec.WORTH_COMPILING) is None:
+    while compiled_loops.COMPILED.loops_for(compiled_loops.MIN_VALUES) is None:
         time.sleep(0.01)

@@ -15,9 +15,10 @@ from small_corpus import random_counts, stream_of, write_corpus
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.arrays import rank_order_rows
 from cellmill.data.genes.build import Medians
-from cellmill.data.packing import codec
+from cellmill.data.packing import codec, compiled_loops
 from cellmill.data.packing.cells import CellKind, GeneOrder, PackedCells, pack_cells
-from cellmill.data.packing.codec import CompiledLoops, DamagedPart, Parts, ValueCoding, load_loops
+from cellmill.data.packing.codec import DamagedPart, Parts, ValueCoding
+from cellmill.data.packing.compiled_loops import CompiledLoops, load_loops
 from cellmill.data.packing.layout import GROUP, LANES, align_up
 from cellmill.data.packing.rank_order import RankOrder
 from cellmill.data.rows import SparseCounts
@@ -48,7 +49,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 def use(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     loops = Loops(load_loops() if kind == "loops" else None)
-    monkeypatch.setattr(codec, "COMPILED", loops)
+    monkeypatch.setattr(compiled_loops, "COMPILED", loops)
 
 
 def make_parts(seed: int, n_parts: int = 30) -> tuple[np.ndarray, np.ndarray]:

@@ -26,7 +26,7 @@ from cellmill.config.options import TrainOptions
 from cellmill.config.parts.tokens import SPECIAL, BinnedTokens, ContinuousTokens, RankTokens, Tokens
 from cellmill.data.arrays import inverse_medians, rank_order_rows
 from cellmill.data.genes.names import GeneColumns
-from cellmill.data.packing import codec
+from cellmill.data.packing import compiled_loops
 from cellmill.data.rows import SparseCounts
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.writer import write_shards
@@ -237,12 +237,12 @@ def test_compiled_loops_are_bitwise_equal_to_numpy(
     genes = rng.integers(0, 60_000, starts[-1]).astype(np.int32)
     kept = KeptGenes(SparseCounts(starts, genes, counts), MOST)
     assert kept.cu_seqlens[-1] > token_values.LARGE_BATCH
-    monkeypatch.setattr(codec, "COMPILED", codec.CompiledLoops())
+    monkeypatch.setattr(compiled_loops, "COMPILED", compiled_loops.CompiledLoops())
     expected = token_values.make_log_tokens(kept)
     ranks = token_values.make_position_tokens(kept)
-    loops = codec.load_loops()
+    loops = compiled_loops.load_loops()
     assert loops is not None
-    monkeypatch.setattr(codec.COMPILED, "loops_for", lambda n_values: loops)
+    monkeypatch.setattr(compiled_loops.COMPILED, "loops_for", lambda n_values: loops)
     frozen = counts.copy()
     frozen.flags.writeable = False
     # types that the loops take, and others

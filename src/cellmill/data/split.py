@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from cellmill.data.keys import SECOND_HASH, hash_text, splitmix64
-from cellmill.data.packing import codec
+from cellmill.data.packing import compiled_loops
 from cellmill.errors import DataError, did_you_mean
 
 _SMALL_COUNTS = splitmix64(np.arange(1 << 16, dtype=np.uint64))  # looked up in a third of the time
@@ -49,7 +49,7 @@ def sum_pairs(
     `hash_cells`.
     """
     sums = np.zeros((len(offsets) - 1, 2), np.uint64)
-    loops = codec.COMPILED.loops_for(len(counts))
+    loops = compiled_loops.COMPILED.loops_for(len(counts))
     if loops is not None and counts.dtype in ("uint16", "uint32"):
         offsets = np.require(offsets, np.int64, ["C", "W"])
         genes = np.require(genes, np.int32, ["C", "W"])

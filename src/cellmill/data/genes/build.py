@@ -32,7 +32,7 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.inputs.reader import CountsReader, refuse_duplicates
 from cellmill.data.inputs.source import optional_package
-from cellmill.data.packing import codec
+from cellmill.data.packing import compiled_loops
 from cellmill.data.rows import row_numbers
 from cellmill.errors import DataError
 
@@ -62,7 +62,7 @@ class Medians:
 
     def add(self, genes: np.ndarray, values: np.ndarray) -> None:
         """Add values, `(n,)`, each of the gene (row, int) at the same position of `genes`."""
-        loops = codec.COMPILED.loops_for(len(values))
+        loops = compiled_loops.COMPILED.loops_for(len(values))
         count = np.add.at if loops is None else loops.add_at
         for first in range(0, len(values), _PIECE):
             logs = np.log(values[first : first + _PIECE])

@@ -9,8 +9,8 @@ import numpy as np
 
 from cellmill.data.keys import SECOND_HASH, SPLITMIX_GAMMA, SPLITMIX_ROUNDS
 from cellmill.data.packing.compiled import compiled
-from cellmill.data.packing.loops import pack_parts as pack_parts
-from cellmill.data.packing.loops import unpack_parts as unpack_parts
+from cellmill.data.packing.part_loops import pack_parts as pack_parts
+from cellmill.data.packing.part_loops import unpack_parts as unpack_parts
 
 # an item has the upper bits of a gene's key, inverted, and below them its position in the cell
 _POSITION_BITS = 16

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from cellmill.data.packing import codec
+from cellmill.data.packing import compiled_loops
 from cellmill.data.packing.codec import Parts, ValueCoding, pack_parts, unpack_parts
 from cellmill.data.recycled import recycled_empty
 from cellmill.data.rows import SparseCounts, row_offsets
@@ -49,7 +49,7 @@ class PackedCells:
     def unpack(self, kind: CellKind, max_genes: int | None = None) -> SparseCounts:
         """All genes and counts, or the first `max_genes` genes of each cell without counts.
 
-        Raises codec.DamagedPart.
+        Raises DamagedPart.
         """
         kept = self.lengths if max_genes is None else np.minimum(self.lengths, max_genes)
         offsets = row_offsets(kept)
@@ -71,7 +71,7 @@ class PackedCells:
         """Unpack the first `kept` genes of each cell into `genes`, from position `targets` on, and
         their counts likewise.
 
-        `kept` and `targets` are `(cells,)` int64. Raises codec.DamagedPart.
+        `kept` and `targets` are `(cells,)` int64. Raises DamagedPart.
         """
         count_starts = self.count_starts
         gene_bytes = count_starts - self.gene_starts
@@ -93,7 +93,7 @@ def pack_cells(cells: SparseCounts, order: GeneOrder) -> tuple[np.ndarray, np.nd
     """
     values = recycled_empty(2 * len(cells.counts), np.uint32)
     ascending = order == "genes"
-    loops = codec.COMPILED.loops_for(len(values))
+    loops = compiled_loops.COMPILED.loops_for(len(values))
     join = _join_values if loops is None else loops.join_values
     if not join(*cells, ascending, values):
         raise ValueError("genes of a cell do not ascend")

@@ -1,22 +1,13 @@
-"""Packing and unpacking of parts, by compiled loops or by numpy, which give the same bytes.
+"""Packing and unpacking of parts, by compiled loops or by numpy, which give the same bytes."""
 
-The loops are compiled in a background thread once the process has packed or unpacked many values.
-Until then, and where numba is not installed, numpy does the work.
-"""
-
-import importlib
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from cellmill.data.packing import by_numpy
+from cellmill.data.packing import by_numpy, compiled_loops
 from cellmill.data.packing.layout import max_bytes
 from cellmill.data.recycled import recycled_empty
 from cellmill.data.rows import positions_in_rows, row_offsets
-
-# values that a process packs or unpacks before compiling the loops (about 1 s and 100 MB) pays off
-WORTH_COMPILING = 1 << 23
 
 
 class Parts(NamedTuple):
@@ -48,57 +39,13 @@ class DamagedPart(ValueError):
         self.part = part
 
 
-class CompiledLoops:
-    """The loops of this process, compiled once they are worth it."""
-
-    def __init__(self, worth: int = WORTH_COMPILING) -> None:
-        self._n_left = worth
-        self._loading: Future[Any] | None = None
-
-    def loops_for(self, n_values: int) -> Any:
-        """Return the loops; None without numba, and as long as they are not compiled.
-
-        `n_values` are counted towards `worth`, at which compiling starts.
-        """
-        self._n_left -= n_values
-        if self._n_left > 0:
-            return None
-        loading = self._loading
-        if loading is None:
-            pool = ThreadPoolExecutor(1, thread_name_prefix="cellmill-compile")
-            loading = self._loading = pool.submit(load_loops)
-            pool.shutdown(wait=False)
-        return loading.result() if loading.done() else None
-
-    def expect(self, n_values: int) -> None:
-        """Announce values that will be packed or unpacked, and wait for the loops if these are
-        worth it: numpy would take longer.
-        """
-        self.loops_for(n_values)
-        if self._loading is not None:
-            self._loading.result()
-
-
-def load_loops() -> Any:
-    """Import the loops, which compiles them for some seconds if they are not in numba's cache; None
-    without numba.
-    """
-    try:
-        return importlib.import_module("cellmill.data.packing.cell_loops")
-    except ImportError:
-        return None
-
-
-COMPILED = CompiledLoops()
-
-
 def pack_parts(values: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Parts, uint8 one after the other, and the bytes of each, int64.
 
     `values`, `(n,)`, are 0 to 2**32 - 1; `offsets[i]` to `offsets[i + 1]` are those of part i.
     """
     values = np.ascontiguousarray(values, dtype=np.uint32)
-    loops = COMPILED.loops_for(len(values))
+    loops = compiled_loops.COMPILED.loops_for(len(values))
     if loops is None:
         return by_numpy.pack_parts(values, offsets)
     offsets = np.array(offsets, np.int64)
@@ -122,7 +69,7 @@ def unpack_parts(parts: Parts, coding: ValueCoding, out: np.ndarray) -> None:
     byte_ends = parts.begins + parts.sizes
     if min(parts.sizes.min(), parts.begins.min()) < 0 or byte_ends.max() > len(parts.memory):
         raise IndexError(f"expected parts within {len(parts.memory):,} bytes, got one beyond")
-    loops = COMPILED.loops_for(int(parts.kept.sum()))
+    loops = compiled_loops.COMPILED.loops_for(int(parts.kept.sum()))
     if loops is None:
         _unpack_by_numpy(parts, coding, out)
         return

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cellmill.data.arrays import rank_order_rows
-from cellmill.data.packing import codec
+from cellmill.data.packing import compiled_loops
 from cellmill.data.rows import SparseCounts, positions_in_rows, row_offsets
 
 
@@ -29,7 +29,7 @@ class RankOrder:
         n_genes = cells.lengths[is_long]
         starts = cells.offsets[:-1][is_long]
         offsets = row_offsets(n_genes)
-        loops = codec.COMPILED.loops_for(int(offsets[-1]))
+        loops = compiled_loops.COMPILED.loops_for(int(offsets[-1]))
         if loops is not None and n_genes.max(initial=0) <= loops.MAX_RANKED:
             loops.rank_rows(starts, n_genes, genes, counts, self.inverse_medians)
             return

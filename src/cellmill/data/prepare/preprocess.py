@@ -32,7 +32,7 @@ from cellmill.data.inputs.h5 import count_dtype
 from cellmill.data.inputs.packed_cells import write_packed
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.inputs.source import COUNTS_RULE, GENE_LENGTH
-from cellmill.data.packing import codec
+from cellmill.data.packing import compiled_loops
 from cellmill.data.prepare.naming import Genes, name_genes
 from cellmill.data.prepare.obs import choose_obs
 from cellmill.data.prepare.protocols import FullLengthCells, LengthNormalisation, check_protocols
@@ -120,7 +120,7 @@ def preprocess_cells(
         n_passed = int((cells.reason < 0).sum())
         label = f"preprocess {reader.path.stem}, writing"
         spilled = progress(passing.blocks(), label, n_passed)
-        codec.COMPILED.expect(int(cells.detected[keep_gene].sum()))
+        compiled_loops.COMPILED.expect(int(cells.detected[keep_gene].sum()))
         recorded: dict[str, str] = {COUNTS_RULE: reader.counts_rule} if reader.n_rounded else {}
         if normalisation is not None:
             recorded[GENE_LENGTH] = f"normalised: {full_length}"

@@ -25,7 +25,7 @@ from cellmill.data.arrays import inverse_medians
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.h5 import count_dtype, open_h5
 from cellmill.data.inputs.packed_cells import PACKED, locate, open_packed, write_packed
-from cellmill.data.packing import codec
+from cellmill.data.packing import compiled_loops
 from cellmill.data.packing.rank_order import RankOrder
 from cellmill.data.packing.row_file import OpenFiles, RowFile
 from cellmill.data.rows import SparseCounts, row_offsets
@@ -207,7 +207,7 @@ class _Writer:
         remove_incomplete(path)
         obs = plan.obs.frame(cells["dataset"], cells["row"])
         nnz = int(cells["nnz"].sum(dtype=np.int64))
-        codec.COMPILED.expect(nnz)
+        compiled_loops.COMPILED.expect(nnz)
         dtype = count_dtype(int(cells["largest"].max()))
         content = hashlib.sha256("\n".join(obs.index).encode())
         with atomic_path(path) as temporary:

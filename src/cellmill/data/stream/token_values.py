@@ -1,6 +1,6 @@
 """Making tokens whose values are positions in the cell, or log(1 + counts per 10,000).
 
-numpy makes those of small batches, compiled loops (`packing.codec`) those of large ones, where they
+numpy makes those of small batches, compiled loops (`packing.compiled_loops`) those of large ones, where they
 are faster. Both give the same bits. For logarithms the loops look up small counts in a table of each
 cell.
 """
@@ -11,7 +11,7 @@ import numpy as np
 
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.arrays import scale_of_totals
-from cellmill.data.packing import codec
+from cellmill.data.packing import compiled_loops
 from cellmill.data.recycled import recycled_empty
 from cellmill.data.rows import row_sums
 from cellmill.data.stream.tokenizer import CellTokens, KeptGenes
@@ -66,7 +66,7 @@ def _choose_loops(kept: KeptGenes, with_counts: bool) -> Any:
     )
     if n_tokens < LARGE_BATCH or not fits:
         return None
-    return codec.COMPILED.loops_for(n_tokens)
+    return compiled_loops.COMPILED.loops_for(n_tokens)
 
 
 def _make_log_tokens_by_loops(loops: Any, kept: KeptGenes) -> CellTokens:
