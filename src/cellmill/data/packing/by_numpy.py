@@ -1,4 +1,4 @@
-"""Packing and unpacking of parts in numpy: where numba is missing, or not worth its start."""
+"""Packing and unpacking of parts by numpy, for when numba is missing or would not pay off."""
 
 from itertools import pairwise
 from typing import NamedTuple
@@ -25,21 +25,18 @@ _BITS = np.array([number.bit_length() for number in range(1 << PLANE_BITS)], np.
 
 
 def pack_parts(values: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Parts, uint8 one after the other, of `values`, uint32, and the bytes of each, int64.
-
-    Part i has values `offsets[i]` to `offsets[i + 1]`.
-    """
+    """Same as `codec.pack_parts`; `values` are uint32."""
     groups_of_parts = [group_sizes(n) for n in np.diff(offsets).tolist()]
     n_groups = np.array([len(groups) for groups in groups_of_parts], np.int64)
     n_values = np.concatenate([np.zeros(0, np.int64), *groups_of_parts])  # of each group
-    # `(groups, GROUP)`, zeros behind the values of a short group
+    # `(groups, GROUP)`: values of each group, then zeros if it is short
     padded = np.zeros((len(n_values), GROUP), np.uint32)
     is_value = np.arange(GROUP) < n_values[:, None]
     padded[is_value] = values
     groups = _choose_widths(padded, n_values)
     planes = _pack_planes(padded, groups)
     highs, positions = _find_patches(padded, groups.widths)
-    # first plane byte, patch and group of each part, and the ends
+    # first group, first byte of planes and first patch of each part, and the ends
     group_offsets = row_offsets(n_groups)
     first_plane = row_offsets(groups.plane_bytes())[group_offsets].tolist()
     first_patch = row_offsets(groups.n_patches)[group_offsets].tolist()
@@ -65,7 +62,7 @@ def pack_parts(values: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def _find_patches(padded: np.ndarray, widths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Bits above the width, uint16, and position, uint8, of each patched value of all groups."""
+    """Find the patched values of all groups: bits above the width, uint16, and position, uint8."""
     # no value is wider than 32 bits; a shift by 32 is undefined
     is_narrow = widths < MAX_WIDTH
     shift = np.minimum(widths, MAX_WIDTH - 1).astype(np.uint32)
@@ -76,15 +73,15 @@ def _find_patches(padded: np.ndarray, widths: np.ndarray) -> tuple[np.ndarray, n
 
 
 def _choose_widths(padded: np.ndarray, n_values: np.ndarray) -> Groups:
-    """Groups with the width that takes the fewest bytes; of equal ones the widest.
+    """Choose the width of each group that takes the fewest bytes; of several, the largest.
 
-    `padded` is `(groups, GROUP)` uint32, of which the first `n_values` are a group's.
+    `padded` is `(groups, GROUP)` uint32; a group has its first `n_values`, `(groups,)`, then zeros.
     """
     high = padded >> PLANE_BITS
     low = padded & 0xFFFF
     bits = np.where(high, _BITS[high] + PLANE_BITS, _BITS[low])
     n_groups = len(padded)
-    # values of each number of bits, `(groups, widths)`, and of more bits than each width
+    # `(groups, widths)`: number of values with that many bits, and number of values with more
     widths = np.arange(MAX_WIDTH + 1)
     group = np.arange(n_groups)[:, None]
     entry = group * len(widths) + bits
@@ -99,19 +96,18 @@ def _choose_widths(padded: np.ndarray, n_values: np.ndarray) -> Groups:
     is_possible = (n_larger == 0) | (is_in_one_plane & fits_patches)
     n_bytes = plane_bytes(n_values[:, None], widths) + PATCH_BYTES * n_larger
     n_bytes[~is_possible] = np.iinfo(n_bytes.dtype).max
-    # of equal ones the last
-    from_last = n_bytes[:, ::-1]
-    best = MAX_WIDTH - from_last.argmin(axis=1)
+    # argmin takes the first minimum, and the last is wanted
+    best = MAX_WIDTH - n_bytes[:, ::-1].argmin(axis=1)
     n_patches = n_larger[group[:, 0], best]
     return Groups(n_values, best, n_patches)
 
 
 def _pack_planes(padded: np.ndarray, groups: Groups) -> np.ndarray:
-    """Planes of all groups, uint8."""
+    """Pack the planes of all groups, `(bytes,)` uint8."""
     n_bytes = groups.plane_bytes()
     ends = np.cumsum(n_bytes)
     planes = np.zeros(int(n_bytes.sum()) // 2, "<u2")
-    for width, rows, chosen in groups.alike():
+    for width, rows, chosen in groups.by_shape():
         values = padded[chosen].reshape(-1, ROWS, LANES)[:, :rows]
         packed = []
         for first_bit in range(0, width, PLANE_BITS):
@@ -125,9 +121,12 @@ def _pack_planes(padded: np.ndarray, groups: Groups) -> np.ndarray:
 
 
 def _pack_plane(values: np.ndarray, width: int) -> np.ndarray:
-    """Words, `(groups, words, lanes)` uint16, of the lower `width` bits of `(groups, rows, lanes)`."""
+    """Pack the lower `width` bits of `values`, `(groups, rows, lanes)`.
+
+    Returns words, `(groups, words, lanes)` uint16.
+    """
     n_groups, n_rows, _ = values.shape
-    # a word more, into which the last row may reach
+    # one word more, since the last row may reach into it
     words = np.zeros((n_groups, -(-n_rows * width // PLANE_BITS) + 1, LANES), np.uint32)
     for row in range(n_rows):
         word, shift = divmod(row * width, PLANE_BITS)
@@ -139,7 +138,7 @@ def _pack_plane(values: np.ndarray, width: int) -> np.ndarray:
 
 
 class Headers(NamedTuple):
-    """Headers of parts, and where their planes are. All arrays are int64."""
+    """Headers of parts, and the positions of their planes. Arrays are int64."""
 
     groups: Groups
     part_of_group: np.ndarray  # `(groups,)`
@@ -151,9 +150,9 @@ class Headers(NamedTuple):
 def unpack_parts(
     memory: np.ndarray, starts: np.ndarray, sizes: np.ndarray, n_values: np.ndarray
 ) -> np.ndarray:
-    """All values of parts, uint32, one part after the other. Raises ValueError for a damaged part.
+    """Unpack all values of parts, uint32, one part after the other.
 
-    Parts are `sizes` bytes of `memory`, uint8, from `starts` on.
+    Parts are `sizes` bytes of `memory`, uint8, from `starts` on. Raises ValueError for a damaged part.
     """
     headers = _read_headers(memory, starts, sizes, n_values)
     first_byte = starts[headers.part_of_group] + headers.plane_starts
@@ -168,22 +167,22 @@ def unpack_parts(
 def _read_headers(
     memory: np.ndarray, starts: np.ndarray, sizes: np.ndarray, n_values: np.ndarray
 ) -> Headers:
-    """Headers of parts. Raises ValueError unless each part has the bytes that its groups need."""
+    """Read the headers of parts. Raises ValueError unless each part has the bytes its groups need."""
     n_groups = -(-n_values // GROUP)
     if (sizes < 2 * n_groups).any():
         raise ValueError("a part has too few bytes for its groups")
     group_offsets = row_offsets(n_groups)
     part = np.repeat(np.arange(len(starts)), n_groups)
     number = positions_in_rows(group_offsets)  # of a group in its part
-    in_group = np.minimum(n_values[part] - number * GROUP, GROUP)
-    # numbers of patches, then widths, end a part
+    n_in_group = np.minimum(n_values[part] - number * GROUP, GROUP)
+    # a part ends with the numbers of patches, then the widths
     first_header = starts + sizes - 2 * n_groups
     header = first_header[part] + number
     n_patches = memory[header].astype(np.int64)
-    header += n_groups[part]
-    widths = memory[header].astype(np.int64)
-    groups = Groups(in_group, widths, n_patches)
-    max_patches = np.where(widths > PLANE_BITS, 0, in_group)
+    widths = memory[header + n_groups[part]].astype(np.int64)
+    groups = Groups(n_in_group, widths, n_patches)
+    # every part needs exactly the bytes that it has
+    max_patches = np.where(widths > PLANE_BITS, 0, n_in_group)
     is_possible = (widths <= MAX_WIDTH) & (n_patches <= max_patches)
     plane_offsets = row_offsets(groups.plane_bytes())  # over all parts
     bytes_of_part = np.diff(plane_offsets[group_offsets])
@@ -192,15 +191,15 @@ def _read_headers(
     needed = bytes_of_part + PATCH_BYTES * patches_of_part + 2 * n_groups
     if not is_possible.all() or (sizes != align_up(needed)).any():
         raise ValueError("a part has other bytes than its groups say")
-    start_of_part = plane_offsets[group_offsets]
-    in_part = plane_offsets[:-1] - start_of_part[part]
-    return Headers(groups, part, group_offsets, in_part, bytes_of_part)
+    first_plane = plane_offsets[group_offsets]
+    plane_starts = plane_offsets[:-1] - first_plane[part]
+    return Headers(groups, part, group_offsets, plane_starts, bytes_of_part)
 
 
 def _apply_patches(
     values: np.ndarray, memory: np.ndarray, first_highs: np.ndarray, headers: Headers
 ) -> None:
-    """Add the bits above the width to the patched of `values`, `(groups, GROUP)` uint32.
+    """Add the bits above the width to the patched values among `values`, `(groups, GROUP)` uint32.
 
     `first_highs` is the byte at which the patches of each part begin. Raises ValueError for a patch
     outside its group.
@@ -224,12 +223,12 @@ def _apply_patches(
 
 
 def _unpack_planes(words: np.ndarray, first_word: np.ndarray, groups: Groups) -> np.ndarray:
-    """Lower bits of the values of all groups, `(groups, GROUP)` uint32.
+    """Unpack the lower bits of the values of all groups, `(groups, GROUP)` uint32.
 
     The planes of each group begin at `first_word` of `words`, uint16.
     """
     values = np.zeros((len(first_word), GROUP), np.uint32)
-    for width, rows, chosen in groups.alike():
+    for width, rows, chosen in groups.by_shape():
         first = first_word[chosen]
         unpacked = np.zeros((len(chosen), ROWS, LANES), np.uint32)
         for first_bit in range(0, width, PLANE_BITS):
@@ -246,7 +245,7 @@ def _unpack_planes(words: np.ndarray, first_word: np.ndarray, groups: Groups) ->
 
 
 def _unpack_plane(words: np.ndarray, n_rows: int, width: int) -> np.ndarray:
-    """Values, `(groups, n_rows, lanes)` uint32, of words `(groups, words, lanes)`."""
+    """Unpack words, `(groups, words, lanes)`, to values, `(groups, n_rows, lanes)` uint32."""
     values = np.empty((len(words), n_rows, LANES), np.uint32)
     for row in range(n_rows):
         word, shift = divmod(row * width, PLANE_BITS)

@@ -1,4 +1,4 @@
-"""Packed cells in memory: genes and counts of each, a part for each."""
+"""Packed cells in memory. A cell has two parts: its genes, then its counts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from cellmill.data.recycled import recycled_empty
 from cellmill.data.rows import SparseCounts, row_offsets
 
 GeneOrder = Literal["rank", "genes"]
-"""Order of the genes of a cell. rank: as they were given, in rank order or that of a sequence.
-genes: ascending.
+"""Order of the genes of a cell. genes: ascending. rank: as given, which is rank order, or the order
+of a sequence.
 """
 
 
@@ -22,22 +22,22 @@ class CellKind(NamedTuple):
     """What packed cells hold."""
 
     order: GeneOrder
-    vocabulary_size: int  # genes are below it
-    dtype: np.dtype[Any]  # of the counts: uint16 or uint32
+    vocabulary_size: int  # genes are rows of the vocabulary, below this number
+    dtype: np.dtype[Any]  # dtype of the counts: uint16 or uint32
 
 
 @dataclass(frozen=True)
 class PackedCells:
-    """Packed cells in one memory. Arrays are `(cells,)` int64."""
+    """Packed cells in one buffer. Arrays are `(cells,)` int64, except `memory`."""
 
-    memory: np.ndarray  # uint8
+    memory: np.ndarray  # `(bytes,)` uint8
     gene_starts: np.ndarray  # first byte of the genes
     count_starts: np.ndarray  # first byte of the counts, which is the end of the genes
-    ends: np.ndarray
+    ends: np.ndarray  # byte after the last
     lengths: np.ndarray  # number of genes
 
     def select(self, chosen: slice | np.ndarray) -> PackedCells:
-        """Some of the cells, in the same memory."""
+        """Select some of the cells, in the same buffer."""
         return PackedCells(
             self.memory,
             self.gene_starts[chosen],
@@ -47,49 +47,49 @@ class PackedCells:
         )
 
     def unpack(self, kind: CellKind, max_genes: int | None = None) -> SparseCounts:
-        """All genes and counts, or the first `max_genes` genes of each cell without counts.
+        """Unpack genes and counts, or only the first `max_genes` genes of each cell.
 
         Raises DamagedPart.
         """
-        kept = self.lengths if max_genes is None else np.minimum(self.lengths, max_genes)
-        offsets = row_offsets(kept)
+        n_kept = self.lengths if max_genes is None else np.minimum(self.lengths, max_genes)
+        offsets = row_offsets(n_kept)
         genes = recycled_empty(offsets[-1], np.int32)
         counts = None
         if max_genes is None:
             counts = recycled_empty(offsets[-1], kind.dtype)
-        self.unpack_into(kind, kept, offsets[:-1], genes, counts)
+        self.unpack_into(kind, n_kept, offsets[:-1], genes, counts)
         return SparseCounts(offsets, genes, counts)
 
     def unpack_into(
         self,
         kind: CellKind,
-        kept: np.ndarray,
+        n_kept: np.ndarray,
         targets: np.ndarray,
         genes: np.ndarray,
         counts: np.ndarray | None,
     ) -> None:
-        """Unpack the first `kept` genes of each cell into `genes`, from position `targets` on, and
+        """Unpack the first `n_kept` genes of each cell into `genes`, from position `targets` on, and
         their counts likewise.
 
-        `kept` and `targets` are `(cells,)` int64. Raises DamagedPart.
+        `n_kept` and `targets` are `(cells,)` int64. Raises DamagedPart.
         """
         count_starts = self.count_starts
         gene_bytes = count_starts - self.gene_starts
-        parts = Parts(self.memory, self.gene_starts, gene_bytes, self.lengths, kept, targets)
+        parts = Parts(self.memory, self.gene_starts, gene_bytes, self.lengths, n_kept, targets)
         ascending = kind.order == "genes"
         unpack_parts(parts, ValueCoding(ascending, added=0, limit=kind.vocabulary_size - 1), genes)
         if counts is not None:
             limit = int(np.iinfo(kind.dtype).max)
             count_bytes = self.ends - count_starts
-            parts = Parts(self.memory, count_starts, count_bytes, self.lengths, kept, targets)
+            parts = Parts(self.memory, count_starts, count_bytes, self.lengths, n_kept, targets)
             unpack_parts(parts, ValueCoding(ascending=False, added=1, limit=limit), counts)
 
 
 def pack_cells(cells: SparseCounts, order: GeneOrder) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes, uint8, with the genes and the counts of each cell in turn, and the bytes of each of
-    these parts, `(2 * cells,)` int64.
+    """Pack cells: `(bytes,)` uint8, with the genes and then the counts of each cell in turn.
 
-    Counts are above 0. Raises ValueError if genes do not ascend, but `order` is `genes`.
+    Also returns the number of bytes of each of these parts, `(2 * cells,)` int64. Counts are above 0.
+    Raises ValueError if `order` is `genes` and the genes of a cell do not ascend.
     """
     values = recycled_empty(2 * len(cells.counts), np.uint32)
     ascending = order == "genes"
@@ -103,7 +103,7 @@ def pack_cells(cells: SparseCounts, order: GeneOrder) -> tuple[np.ndarray, np.nd
 def _join_values(
     offsets: np.ndarray, genes: np.ndarray, counts: np.ndarray, ascending: bool, values: np.ndarray
 ) -> bool:
-    """Fill `values` with what is packed of each cell: its genes, then its counts, less one.
+    """Fill `values`, `(2 * nonzeros,)` uint32, with what is packed of each cell: genes, then counts - 1.
 
     Returns False if genes that should ascend do not.
     """
@@ -125,7 +125,7 @@ def _join_values(
 
 
 def join_cells(parts: list[PackedCells]) -> PackedCells:
-    """Cells of several memories in one of their own, one after the other."""
+    """Copy cells from several buffers into a new one, one after the other."""
     pieces = [np.empty(0, np.uint8)]
     for part in parts:
         for begin, end in zip(part.gene_starts.tolist(), part.ends.tolist()):

@@ -7,32 +7,32 @@ import numpy as np
 from cellmill.data.packing import by_numpy, compiled_loops
 from cellmill.data.packing.layout import max_bytes
 from cellmill.data.recycled import recycled_empty
-from cellmill.data.rows import positions_in_rows, row_offsets
+from cellmill.data.rows import positions_in_rows, row_numbers, row_offsets
 
 
 class Parts(NamedTuple):
-    """Parts in memory, and what is unpacked of each. Arrays are `(parts,)` int64."""
+    """Parts to unpack. Arrays are `(parts,)` int64, except `memory`."""
 
-    memory: np.ndarray  # uint8, contiguous; its size is a multiple of 8
+    memory: np.ndarray  # `(bytes,)` uint8, contiguous; its size is a multiple of 8
     begins: np.ndarray  # first byte, a multiple of 8
-    sizes: np.ndarray  # bytes
-    n_values: np.ndarray
-    kept: np.ndarray  # number of first values to unpack
-    targets: np.ndarray  # position of the first one in the output
+    sizes: np.ndarray  # number of bytes
+    n_values: np.ndarray  # number of packed values
+    n_kept: np.ndarray  # number of values to unpack, the first ones of each part
+    targets: np.ndarray  # position of a part's first value in the output
 
 
 class ValueCoding(NamedTuple):
-    """Meaning of packed values."""
+    """How a part's values follow from the packed ones."""
 
     # True: values ascend, and each is stored as its difference from the previous one minus 1,
     # starting from -1
     ascending: bool
-    added: int  # to each stored value; 0 if they ascend
-    limit: int  # a larger value is damage
+    added: int  # is added to each packed value; 0 if they ascend
+    limit: int  # a larger value means that the part is damaged
 
 
 class DamagedPart(ValueError):
-    """A part whose bytes packing cannot have written."""
+    """A part with bytes that packing never writes."""
 
     def __init__(self, part: int) -> None:
         super().__init__("its packed bytes are invalid")
@@ -40,9 +40,10 @@ class DamagedPart(ValueError):
 
 
 def pack_parts(values: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Parts, uint8 one after the other, and the bytes of each, int64.
+    """Pack values into parts: `(bytes,)` uint8, one part after the other, and their sizes in bytes.
 
-    `values`, `(n,)`, are 0 to 2**32 - 1; `offsets[i]` to `offsets[i + 1]` are those of part i.
+    `values`, `(n,)`, are 0 to 2**32 - 1, and part i gets `values[offsets[i] : offsets[i + 1]]`. Sizes
+    are `(parts,)` int64.
     """
     values = np.ascontiguousarray(values, dtype=np.uint32)
     loops = compiled_loops.COMPILED.loops_for(len(values))
@@ -57,19 +58,19 @@ def pack_parts(values: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def unpack_parts(parts: Parts, coding: ValueCoding, out: np.ndarray) -> None:
-    """Unpack the first values of parts into `out`: int32, uint16 or uint32.
+    """Unpack the first `n_kept` values of each part into `out`: int32, uint16 or uint32.
 
     Every byte is checked before it decides where another is read or written. Raises DamagedPart.
     """
-    if not len(parts.kept):
+    if not len(parts.n_kept):
         return
-    value_ends = parts.targets + parts.kept
-    if min(parts.kept.min(), parts.targets.min()) < 0 or value_ends.max() > len(out):
+    value_ends = parts.targets + parts.n_kept
+    if min(parts.n_kept.min(), parts.targets.min()) < 0 or value_ends.max() > len(out):
         raise IndexError(f"expected parts within {len(out):,} values, got one beyond")
     byte_ends = parts.begins + parts.sizes
     if min(parts.sizes.min(), parts.begins.min()) < 0 or byte_ends.max() > len(parts.memory):
         raise IndexError(f"expected parts within {len(parts.memory):,} bytes, got one beyond")
-    loops = compiled_loops.COMPILED.loops_for(int(parts.kept.sum()))
+    loops = compiled_loops.COMPILED.loops_for(int(parts.n_kept.sum()))
     if loops is None:
         _unpack_by_numpy(parts, coding, out)
         return
@@ -89,43 +90,44 @@ def unpack_parts(parts: Parts, coding: ValueCoding, out: np.ndarray) -> None:
 
 
 def _unpack_by_numpy(parts: Parts, coding: ValueCoding, out: np.ndarray) -> None:
-    """Same as `unpack_parts`."""
-    memory, begins, sizes, n_values, kept, targets = parts
+    """Same as `unpack_parts`, by numpy."""
+    memory, begins, sizes, n_values, n_kept, targets = parts
     try:
         unpacked = by_numpy.unpack_parts(memory, begins, sizes, n_values)
     except ValueError:
         raise DamagedPart(_find_damaged(parts)) from None
-    _refuse(kept > n_values)
-    part = np.repeat(np.arange(len(kept)), kept)
-    offsets = row_offsets(kept)
-    in_part = positions_in_rows(offsets)
+    _raise_if_damaged(n_kept > n_values)
+    # part of each kept value, its position in the part, and its packed value
+    offsets = row_offsets(n_kept)
+    part = row_numbers(offsets)
+    position = positions_in_rows(offsets)
     first_value = row_offsets(n_values)
-    stored = unpacked[first_value[part] + in_part].astype(np.int64)
-    values = stored + coding.added
+    packed = unpacked[first_value[part] + position].astype(np.int64)
+    values = packed + coding.added
     if coding.ascending:
-        total = np.cumsum(stored + 1)
-        total_before = np.concatenate([[0], total])[offsets[:-1]]
+        total = np.cumsum(packed + 1)
+        total_before = np.concatenate([[0], total])[offsets[:-1]]  # of earlier parts
         values = total - total_before[part] - 1
-    is_large = np.zeros(len(kept), bool)
-    is_large[part[values > coding.limit]] = True
-    _refuse(is_large)
-    out[targets[part] + in_part] = values.astype(out.dtype)
+    has_large = np.zeros(len(n_kept), bool)
+    has_large[part[values > coding.limit]] = True
+    _raise_if_damaged(has_large)
+    out[targets[part] + position] = values.astype(out.dtype)
 
 
 def _find_damaged(parts: Parts) -> int:
-    """Number of the first damaged part; each is unpacked alone, as all together tell no number."""
+    """Find the first damaged part. Parts are unpacked one at a time, since the error names none."""
     for number in range(len(parts.begins)):
-        alone = slice(number, number + 1)
+        this = slice(number, number + 1)
         try:
             by_numpy.unpack_parts(
-                parts.memory, parts.begins[alone], parts.sizes[alone], parts.n_values[alone]
+                parts.memory, parts.begins[this], parts.sizes[this], parts.n_values[this]
             )
         except ValueError:
             return number
     raise AssertionError("expected a damaged part, got none")
 
 
-def _refuse(is_damaged: np.ndarray) -> None:
-    """Raise DamagedPart for the first part of a mask."""
+def _raise_if_damaged(is_damaged: np.ndarray) -> None:
+    """Raise DamagedPart for the first part that is True in a mask, `(parts,)`."""
     if is_damaged.any():
         raise DamagedPart(int(is_damaged.argmax()))

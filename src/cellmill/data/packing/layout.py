@@ -1,10 +1,10 @@
 """Layout of a part: the genes, or the counts, of a cell in few bits.
 
-Values are packed in groups of 256. A group has a width of bits; its few larger values are patched:
-the packed value has their lower bits, a patch the bits above. This is PFOR (Zukowski et al., ICDE
-2006) with vertical layout (Lemire and Boytsov, 2015): value i of a group stands in lane i % 16 of
-row i // 16, and row r begins at bit r * width of its lane. A lane is a chain of 16-bit words, so
-unpacking shifts 16 words at once. (These lanes are SIMD's, not those of `stream.lanes`.)
+Values are packed in groups of 256. All values of a group are packed with the same number of bits, its
+width. Few values are larger: their lower bits are packed, and a patch has the bits above. This is
+PFOR (Zukowski et al., ICDE 2006) with vertical layout (Lemire and Boytsov, 2015): value i of a group
+is in lane i % 16 of row i // 16, and row r begins at bit r * width of its lane. A lane is a chain of
+16-bit words, so unpacking shifts 16 words at once. (Lanes are those of SIMD, not `stream.lanes`.)
 
 A part is, little-endian and in this order:
 
@@ -15,9 +15,9 @@ A part is, little-endian and in this order:
     patches     uint8 for each group: number of patches
     widths      uint8 for each group: bits of a value, 0 to 32
 
-The number of values is not stored: offsets of cells are elsewhere. Sizes of planes and patches
-follow from the last two arrays, so a reader checks them all before it unpacks a value. Genes in
-rank order are stored as they are, ascending ones as differences less one, counts less one.
+The number of values is not stored, since the offsets of cells are stored elsewhere. Sizes of planes
+and patches follow from the last two arrays, so a reader checks all sizes before it unpacks a value.
+Genes in rank order are packed unchanged, ascending genes as differences minus one, counts minus one.
 """
 
 from collections.abc import Iterator
@@ -37,34 +37,34 @@ ALIGNMENT = 8  # bytes; parts begin at multiples of it
 
 
 class Groups(NamedTuple):
-    """Groups of a part, `(groups,)` each."""
+    """Groups of values; `(groups,)` integers each."""
 
     n_values: np.ndarray
-    widths: np.ndarray
+    widths: np.ndarray  # bits of a packed value
     n_patches: np.ndarray
 
-    def rows(self) -> np.ndarray:
-        """Rows of lanes of each group."""
+    def n_rows(self) -> np.ndarray:
+        """Number of rows of lanes of each group."""
         return -(-self.n_values // LANES)
 
-    def alike(self) -> Iterator[tuple[int, int, np.ndarray]]:
-        """For each width and number of rows that occurs: both, and the numbers of its groups.
+    def by_shape(self) -> Iterator[tuple[int, int, np.ndarray]]:
+        """Yield each width and number of rows that occur together, and the indices of their groups.
 
-        So equal groups are handled at once.
+        numpy handles groups of one shape at once.
         """
-        n_rows = self.rows()
+        n_rows = self.n_rows()
         shapes = np.stack([self.widths, n_rows], axis=1)
         for width, rows in np.unique(shapes, axis=0).tolist():
-            is_alike = (self.widths == width) & (n_rows == rows)
-            yield width, rows, np.flatnonzero(is_alike)
+            has_shape = (self.widths == width) & (n_rows == rows)
+            yield width, rows, np.flatnonzero(has_shape)
 
     def plane_bytes(self) -> np.ndarray:
-        """Bytes of the planes of each group."""
+        """Number of bytes of the planes of each group."""
         return plane_bytes(self.n_values, self.widths)
 
 
 def plane_bytes(n_values: np.ndarray, widths: np.ndarray) -> np.ndarray:
-    """Bytes of the planes of groups; the arrays are broadcast."""
+    """Number of bytes of the planes of groups; the arrays are broadcast."""
     n_rows = -(-n_values // LANES)
     low_width = np.minimum(widths, PLANE_BITS)
     high_width = np.maximum(widths - PLANE_BITS, 0)
@@ -73,7 +73,7 @@ def plane_bytes(n_values: np.ndarray, widths: np.ndarray) -> np.ndarray:
 
 
 def group_sizes(n_values: int) -> np.ndarray:
-    """Number of values in each group of a part of `n_values`."""
+    """Number of values in each group of a part of `n_values`, `(groups,)`."""
     first = np.arange(0, n_values, GROUP)
     return np.minimum(n_values - first, GROUP)
 
@@ -84,6 +84,6 @@ def align_up(n_bytes: Any) -> Any:
 
 
 def max_bytes(n_values: int, n_parts: int) -> int:
-    """Most bytes of parts of `n_values` in all: every group may be 32 bits wide."""
+    """Upper bound of the bytes of `n_parts` parts with `n_values` in total: all 32 bits wide."""
     n_groups = n_values // GROUP + n_parts
     return int(n_groups * align_up(2 * ROWS * WORD_ROW_BYTES + 2))

@@ -232,7 +232,7 @@ def unpack_parts(
     begins: Any,
     sizes: Any,
     n_values: Any,
-    kept: Any,
+    n_kept: Any,
     targets: Any,
     ascending: bool,
     added: int,
@@ -256,14 +256,14 @@ def unpack_parts(
         begin = begins[part]
         n_in_part = n_values[part]
         n_patches = _read_headers(memory, begin, sizes[part], n_in_part, first_word, first_patch)
-        if n_patches < 0 or kept[part] > n_in_part:
+        if n_patches < 0 or n_kept[part] > n_in_part:
             return part
         n_groups = (n_in_part + GROUP - 1) // GROUP
         widths = begin + sizes[part] - n_groups
         highs = begin + 8 * first_word[n_groups]
         positions = highs + 2 * n_patches
         last_value = np.int64(-1)
-        for group in range((kept[part] + GROUP - 1) // GROUP):
+        for group in range((n_kept[part] + GROUP - 1) // GROUP):
             n_in_group = min(n_in_part - group * GROUP, GROUP)
             width = np.int64(memory[widths + group])
             word = begin // 8 + first_word[group]
@@ -282,9 +282,9 @@ def unpack_parts(
             if patched < 0:
                 return part
             is_wide = width > PLANE_BITS or patched > 0
-            n_kept = min(kept[part] - group * GROUP, GROUP)
+            n_filled = min(n_kept[part] - group * GROUP, GROUP)
             to = targets[part] + group * GROUP
-            filled = out[to : to + n_kept]
+            filled = out[to : to + n_filled]
             if ascending:
                 last_value = _write_ascending(low, high, is_wide, last_value, filled)
                 largest = last_value
