@@ -147,7 +147,7 @@ def packed_reads(corpus: Corpus, batch: int) -> Iterator[Iterator[int]]:
     sizes = []
     cells_before = np.cumsum([0, *(shard.n_obs for shard in shards)])
     for shard in shards:
-        borders = shard.byte_of(np.arange(0, 2 * shard.n_obs + 1, 2))
+        borders = shard.part_starts(np.arange(0, 2 * shard.n_obs + 1, 2))
         begins.append(shard.packed.offset + borders[:-1])
         sizes.append(np.diff(borders))
     begin = np.concatenate(begins)

@@ -1,10 +1,10 @@
 """Rows of packed cells, read by offset without HDF5.
 
-Shards, and cells that preprocess wrote, are .h5ad files with obs and var as anndata writes them.
-Their counts are one array of bytes, `uns/packed/bytes`, contiguous and unfiltered, which has a part
-of genes and a part of counts of each cell in turn (`layout`). So any run of cells is one `pread` at
-a known offset, which is faster than mmap: 85k against 40k cells/s cold. A shard is opened when it
-is first read, since all offsets are beside the manifest.
+Shards, and the files that preprocess writes, are .h5ad files with obs and var as anndata writes them.
+Their counts are one array of bytes, `uns/packed/bytes`, contiguous and unfiltered. Cell after cell it
+has a part with genes and a part with counts (`layout`). So any run of cells is one `pread` at a known
+offset, which is faster than mmap: 85k against 40k cells/s with a cold cache. All offsets are in the
+index next to the manifest, so a shard is opened only when it is first read.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from cellmill.errors import DataError
 from cellmill.files import special_kind
 
 T = TypeVar("T")
-# open files: a quarter of the usual limit of a process. A window of a lane reads at most 128 shards
+# a quarter of the usual limit of a process; a window of a lane reads at most 128 shards
 MAX_OPEN = 256
-# bytes between two rows that are read with them: one more call would cost as much
+# rows at most this many bytes apart are read by one call, which costs less than two
 _MAX_GAP = 1 << 14
 
 
 @dataclass
-class _Open:
+class _OpenFile:
     """Descriptor of a file, closed when nothing refers to it."""
 
     descriptor: int
@@ -45,27 +45,27 @@ class _Open:
 
 
 class Copies(Protocol):
-    """Copies of files that may be read instead of them."""
+    """Local copies of shards, which are read instead of them."""
 
     def find(self, shard: Path) -> Path | None:
-        """Path of the copy of a file; None if there is none."""
+        """Return the path of the copy of `shard`; None if there is none."""
 
     def give_up(self, error: Exception, shard: Path) -> None:
-        """Stop using copies."""
+        """Stop using copies, because reading that of `shard` raised `error`."""
 
 
 class OpenFiles:
-    """The `max_open` files used last, kept open. Thread-safe.
+    """Cache of open files: the `max_open` used last. Thread-safe.
 
-    `open` returns a file, whose descriptor stays open while the caller holds it; it raises OSError
-    when the file cannot be opened. `copies` are files that may be read instead.
+    `open(path)` returns a file, whose descriptor stays open while the caller holds it; it raises
+    OSError when the file cannot be opened.
     """
 
     def __init__(self, max_open: int = MAX_OPEN, copies: Copies | None = None):
         self.copies = copies
-        # a FIFO would wait without end
+        # without O_NONBLOCK, opening a FIFO waits forever
         self.open = lru_cache(max_open)(
-            lambda path: _Open(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+            lambda path: _OpenFile(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
         )
 
 
@@ -80,19 +80,19 @@ class ByteRange(NamedTuple):
 class RowFile:
     """Packed cells of an .h5ad file. Thread-safe.
 
-    The file is opened by `files` when it is first read, and its size checked.
+    `files` opens the file when it is first read, and then its size is checked.
     """
 
     path: Path
     nnz: int
     kind: CellKind
     packed: ByteRange
-    unchecked_indptr: np.ndarray  # `(cells + 1,)`
-    # `(2 * cells + 1,)`: where the genes and then the counts of each cell begin in `packed`, and
-    # the end, in units of 8 bytes
+    unchecked_indptr: np.ndarray  # `(cells + 1,)` integers, see `indptr`
+    # `(2 * cells + 1,)` integers: offsets in `packed` of each cell's genes and counts, and the end, in
+    # units of 8 bytes
     unchecked_part_offsets: np.ndarray
     files: OpenFiles
-    remedy: str
+    remedy: str  # ends the messages of errors: what the user can do
     _is_checked: bool = field(default=False, init=False)
 
     @property
@@ -101,12 +101,13 @@ class RowFile:
 
     @cached_property
     def indptr(self) -> np.ndarray:
-        """First nonzero of each row, and the end. Raises DataError unless they ascend from 0 to
-        `nnz`.
+        """First nonzero of each cell, and the end, `(cells + 1,)`.
+
+        Raises DataError unless they ascend from 0 to `nnz`.
         """
         indptr = self.unchecked_indptr
-        # a group, at most 256 values, takes at least the two bytes of its header: checked before
-        # memory is taken for nnz values
+        # a group of at most 256 values takes at least two bytes, those of its header; checked before
+        # memory for nnz values is allocated
         max_nnz = GROUP // 2 * self.packed.n_bytes
         is_possible = indptr[0] == 0 and indptr[-1] == self.nnz and self.nnz <= max_nnz
         if not is_possible or (indptr[1:] < indptr[:-1]).any():
@@ -117,7 +118,10 @@ class RowFile:
 
     @cached_property
     def part_offsets(self) -> np.ndarray:
-        """`unchecked_part_offsets`. Raises DataError unless they ascend from 0 to the number of bytes."""
+        """Offsets of the parts, see `unchecked_part_offsets`.
+
+        Raises DataError unless they ascend from 0 to the number of bytes.
+        """
         offsets = self.unchecked_part_offsets
         n_units, rest = divmod(self.packed.n_bytes, ALIGNMENT)
         is_whole = len(offsets) == 2 * self.n_obs + 1 and offsets[-1] == n_units and not rest
@@ -132,7 +136,7 @@ class RowFile:
         self.files.open.cache_clear()
 
     def read(self, first: int, n: int) -> SparseCounts:
-        """Cells `first` to `first + n`."""
+        """Read cells `first:first + n`."""
         offsets = self.indptr[first : first + n + 1].astype(np.int64)
         offsets -= offsets[0]
         genes = np.empty(offsets[-1], np.int32)
@@ -143,37 +147,47 @@ class RowFile:
     def read_rows(
         self, rows: np.ndarray, targets: np.ndarray, genes: np.ndarray, counts: np.ndarray
     ) -> None:
-        """Unpack `rows`, `(rows,)` int64, into `genes`, int32, from positions `targets` on, and their
-        counts likewise, uint16 or uint32 that holds them. Few reads if rows ascend.
+        """Unpack `rows`, `(rows,)` int64, into `genes` and `counts` from positions `targets` on.
+
+        `genes` are int32, `counts` a dtype, uint16 or uint32, that holds them. Rows that ascend need
+        few reads.
         """
         if not len(rows):
             return
-        gene_starts, count_starts, ends = (self.byte_of(2 * rows + i) for i in range(3))
+        gene_starts = self.part_starts(2 * rows)
+        count_starts = self.part_starts(2 * rows + 1)
+        ends = self.part_starts(2 * rows + 2)
         first_row, last_row = _join_reads(gene_starts, ends)
         read_starts = gene_starts[first_row]
         read_ends = ends[last_row]
         offsets = row_offsets(read_ends - read_starts)
         memory = recycled_empty(offsets[-1], np.uint8)
         self.read_bytes(read_starts, read_ends, offsets, memory)
-        # from a byte of the file to one of the memory
-        moved = np.repeat(offsets[:-1] - read_starts, last_row - first_row + 1)
+        # the shift of each row from its bytes in the file to those in memory
+        shift = np.repeat(offsets[:-1] - read_starts, last_row - first_row + 1)
         n_genes = (self.indptr[rows + 1] - self.indptr[rows]).astype(np.int64)
         cells = PackedCells(
-            memory, gene_starts + moved, count_starts + moved, ends + moved, n_genes
+            memory, gene_starts + shift, count_starts + shift, ends + shift, n_genes
         )
         try:
             cells.unpack_into(self.kind, n_genes, targets, genes, counts)
         except DamagedPart as error:
             raise self._damaged(f"row {rows[error.part]}: {error}") from None
 
-    def byte_of(self, parts: np.ndarray) -> np.ndarray:
-        """First byte, int64, of parts. Part `2 * c` is the genes of cell c, the next one its counts."""
+    def part_starts(self, parts: np.ndarray) -> np.ndarray:
+        """Return the first byte of parts in `packed`, `(parts,)` int64.
+
+        Part `2 * c` has the genes of cell c, part `2 * c + 1` its counts.
+        """
         return self.part_offsets[parts].astype(np.int64) * ALIGNMENT
 
     def read_bytes(
         self, starts: np.ndarray, stops: np.ndarray, targets: np.ndarray, memory: np.ndarray
     ) -> None:
-        """Read packed bytes `starts` to `stops` to positions `targets` of `memory`."""
+        """Read packed bytes `starts:stops` into `memory`, `(bytes,)` uint8, from positions `targets` on.
+
+        Arrays are `(runs,)` int64.
+        """
         view = memory.data
         spans = list(zip(starts.tolist(), stops.tolist(), targets.tolist()))
 
@@ -182,26 +196,26 @@ class RowFile:
                 part = view[target : target + stop - start]
                 _read_into(part, descriptor, self.packed.offset + start)
 
-        self._with_file(read)
+        self._with_open_file(read)
 
     def _damaged(self, reason: str) -> DataError:
         return DataError(f"{self.path}: damaged: {reason}; {self.remedy}")
 
-    def _with_file(self, use: Callable[[int], T]) -> T:
-        """Result of `use`, called with a descriptor of the local copy, or else of the file."""
+    def _with_open_file(self, use: Callable[[int], T]) -> T:
+        """Call `use` with a descriptor of the local copy if there is one, else of the file itself."""
         copies = self.files.copies
         copy = None if copies is None else copies.find(self.path)
         if copies is None or copy is None:
-            return self._with_original(use)
+            return self._with_original_file(use)
         try:
             file = self.files.open(copy)
             return use(file.descriptor)
         except (OSError, ValueError) as error:
             copies.give_up(error, self.path)
-            return self._with_original(use)
+            return self._with_original_file(use)
 
-    def _with_original(self, use: Callable[[int], T]) -> T:
-        """Result of `use`. Raises DataError if the file cannot be read."""
+    def _with_original_file(self, use: Callable[[int], T]) -> T:
+        """Call `use` with a descriptor of the file itself. Raises DataError if it cannot be read."""
         try:
             file = self.files.open(self.path)
             if not self._is_checked:
@@ -226,7 +240,10 @@ class RowFile:
 
 
 def _join_reads(starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """First and last row of each read: rows that follow within `_MAX_GAP` bytes share one."""
+    """Find the first and last row of each read. Rows within `_MAX_GAP` bytes share a read.
+
+    `starts` and `ends`, `(rows,)`, are the bytes of the rows.
+    """
     gaps = starts[1:] - ends[:-1]
     is_far = (gaps < 0) | (gaps > _MAX_GAP)
     first_row = np.concatenate([[0], np.flatnonzero(is_far) + 1])

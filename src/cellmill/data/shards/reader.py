@@ -1,4 +1,4 @@
-"""Shards of a corpus, whose rows are read by offset, and the names in them."""
+"""Opening the shards of a split, and reading names and medians from a shard."""
 
 from pathlib import Path
 from typing import Literal
@@ -16,49 +16,51 @@ from cellmill.errors import DataError
 
 
 def open_shards(manifest: Manifest, split: str, copies: LocalCopies | None = None) -> list[RowFile]:
-    """Shards of a split, each opened when it is first read.
+    """Open the index of a split; return its shards, whose files are opened when they are first read.
 
     A shard is read from its copy in `copies`, if there is one. Raises DataError if the split has no
     cells or no index.
     """
     shards = manifest.entry(split).shards
     files = OpenFiles(copies=copies)
-    offsets = open_index(manifest, split, "offsets")
-    units = open_index(manifest, split, "borders")
-    shard_offsets = row_offsets([shard.n_obs + 1 for shard in shards])
-    unit_offsets = row_offsets([2 * shard.n_obs + 1 for shard in shards])
-    opened = []
+    # both arrays have the entries of each shard in turn
+    indptr = open_index(manifest, split, "offsets")
+    part_offsets = open_index(manifest, split, "borders")
+    indptr_edges = row_offsets([shard.n_obs + 1 for shard in shards])
+    part_edges = row_offsets([2 * shard.n_obs + 1 for shard in shards])
+    row_files = []
     for number, shard in enumerate(shards):
         kind = CellKind(manifest.order, manifest.n_genes, np.dtype(shard.dtype))
-        opened.append(
+        row_files.append(
             RowFile(
                 path=manifest.shard_path(shard),
                 nnz=shard.nnz,
                 kind=kind,
                 packed=ByteRange(shard.bytes_at, shard.n_bytes),
-                unchecked_indptr=offsets[shard_offsets[number] : shard_offsets[number + 1]],
-                unchecked_part_offsets=units[unit_offsets[number] : unit_offsets[number + 1]],
+                unchecked_indptr=indptr[indptr_edges[number] : indptr_edges[number + 1]],
+                unchecked_part_offsets=part_offsets[part_edges[number] : part_edges[number + 1]],
                 files=files,
                 remedy=REMEDY,
             )
         )
-    return opened
+    return row_files
 
 
 def read_names(path: Path, axis: Literal["obs", "var"]) -> np.ndarray:
-    """Names of the cells (`dataset:name` in shards) or genes of a shard or a file that preprocess
-    wrote, object.
+    """Read the names of cells or genes, `(n,)` object, of a shard or a file that preprocess wrote.
+
+    Names of cells in shards are `dataset:name`.
     """
     return _read_frame(path, axis, None)
 
 
 def read_medians(path: Path) -> np.ndarray:
-    """Corpus median of each gene, `(genes,)` float32, of a shard."""
+    """Read the corpus median of each gene from a shard, `(genes,)` float32."""
     return _read_frame(path, "var", "median").astype(np.float32)
 
 
 def _read_frame(path: Path, axis: Literal["obs", "var"], column: str | None) -> np.ndarray:
-    """A column of a data frame, or its index."""
+    """Read a column of the data frame `axis`, or its index if `column` is None."""
     try:
         with open_h5(path, REMEDY) as file:
             if column is not None:
