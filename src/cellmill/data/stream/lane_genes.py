@@ -1,8 +1,7 @@
 """Numbers of genes of the cells in the lanes of other ranks, in stream order.
 
-Every rank needs them at each step, to know how many micro-batches the other ranks cut. They are
-kept in one table with a row per lane, so that a step costs a few numpy calls for any number of
-lanes.
+From them every rank computes, at each step, how many micro-batches the other ranks cut. One table
+with a row per lane has them, so that a step costs a few numpy calls for any number of lanes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,14 +10,14 @@ import numpy as np
 
 
 class LaneGenes:
-    """Numbers of genes of the cells of some lanes.
+    """Queue of the numbers of genes of cells, for each of some lanes.
 
-    `windows`, an iterator per lane, yields those of the cells of each window, `(cells,)`, and
-    `skipped`, per lane, is the number of cells left out of the first. A row is the position of a
-    lane in them.
+    `windows` has an iterator per lane, which yields the numbers of genes of the cells of each window,
+    `(cells,)`. `skipped` has, per lane, the number of cells to leave out of the first window. Rows of
+    the table are lanes in this order.
 
-    Lanes end their windows at the same step; looking all of them up then took over a second for
-    1,024 lanes. So each step looks up about as many cells as it takes.
+    All lanes need their next window at the same step, and looking all of them up at once took over a
+    second for 1,024 lanes. So each step looks up about as many cells as it takes.
     """
 
     def __init__(self, windows: Sequence[Iterator[np.ndarray]], skipped: Sequence[int]) -> None:
@@ -32,11 +31,11 @@ class LaneGenes:
         for row in range(len(windows)):
             self._look_up(row)
         self._start += np.array(skipped, np.int64)
-        # room for a second window; widened later, a step would wait for the copy
+        # make room for a second window now, since a step that widens the table waits for a copy
         self._widen(2 * self._table.shape[1])
 
     def take(self, n: np.ndarray) -> np.ndarray:
-        """Numbers of genes of the next `n` cells, `(lanes,)` int64, lane by lane: `(n.sum(),)` int32."""
+        """Take the next `n` cells, `(lanes,)` int64: their numbers of genes, `(n.sum(),)` int32, lane by lane."""
         self._n_due += int(n.sum())
         self._look_up_due()
         while (self._stop - self._start < n).any():
@@ -54,12 +53,12 @@ class LaneGenes:
         """Look up windows, lane after lane, of about as many cells as are due."""
         while self._n_due > 0:
             n_cells = self._look_up(self._next_row)
-            # at the end of a lane, look no further ahead
+            # if a lane has ended, look no further ahead
             self._n_due = self._n_due - n_cells if n_cells else 0
             self._next_row = (self._next_row + 1) % len(self._windows)
 
     def _look_up(self, row: int) -> int:
-        """Add the lane's next window to its row; return its number of cells, 0 at the end."""
+        """Add the next window of a lane to its row. Return the window's number of cells, 0 at the end."""
         genes_per_cell = next(self._windows[row], None)
         if genes_per_cell is None:
             return 0
@@ -73,8 +72,8 @@ class LaneGenes:
         self._stop[row] = len(joined)
         return len(genes_per_cell)
 
-    def _widen(self, columns: int) -> None:
-        n_more = columns - self._table.shape[1]
+    def _widen(self, n_columns: int) -> None:
+        """Widen the table to at least `n_columns`."""
+        n_more = n_columns - self._table.shape[1]
         if n_more > 0:
-            after = (0, n_more)
-            self._table = np.pad(self._table, ((0, 0), after))
+            self._table = np.pad(self._table, [(0, 0), (0, n_more)])

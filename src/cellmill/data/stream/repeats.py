@@ -1,15 +1,16 @@
 """How often each cell is read in an epoch, by the level of an obs column.
 
-An epoch with repeats has N cells, as any other, but reads some of them several times and others not
-at all. A cell of a level with n cells has the weight `min(max_repeats, s * n ** -exponent)`, with s
-such that all weights add up to N: exponent 0 reads every cell once, 1 every level equally often.
+An epoch over N cells has N reads, with repeats too, but then some cells are read several times and
+others not at all. The weight of a cell is its expected number of reads. With n cells of its level it
+is `min(max_repeats, s * n ** -exponent)`, where s is such that all weights sum to N. With exponent 0
+every cell is read once, with 1 every level equally often.
 
-With `labelled_frac` the L cells with a level make up that fraction of the N reads: the weights
-above, computed over the L cells alone, are multiplied by `labelled_frac * N / L`. Cells without a
-level share the other reads equally.
+With `labelled_frac` the L cells that have a level make up that fraction of the N reads: the weights
+above are computed over these L cells only, then multiplied by `labelled_frac * N / L`. Cells without
+a level share the other reads equally.
 
 A cell of weight w is read floor(w) times or once more. Which cells are read once more is drawn anew
-each epoch.
+in each epoch.
 """
 
 from dataclasses import dataclass
@@ -26,10 +27,9 @@ from cellmill.data.shards.manifest import Manifest
 
 @dataclass(frozen=True, eq=False)
 class Repeats:
-    """Repeats of the cells of a split that a run reads, its first `len(levels)` cells."""
+    """How often a run reads each of the first `len(levels)` cells of a split."""
 
-    # (cells,) int: number of each cell's level, from 1; 0 for cells without a level
-    levels: np.ndarray
+    levels: np.ndarray  # `(cells,)` integers: level code of each cell, 0 without a level
     stream: Stream
 
     def times_read(self, seed: int, epoch: int, first_step: int) -> np.ndarray:
@@ -37,33 +37,33 @@ class Repeats:
         `first_step`.
         """
         times_read = np.zeros(len(self.levels), np.uint32)
-        reads = self._reads(first_step).tolist()
-        for level, (cells, n_reads) in enumerate(zip(self._cells, reads)):
+        n_reads = self._count_reads(first_step).tolist()
+        for level, cells in enumerate(self._cells):
             if not len(cells):
                 continue
-            whole, n_more = divmod(n_reads, len(cells))
-            times_read[cells] = whole
-            if n_more:
+            n_times, n_once_more = divmod(n_reads[level], len(cells))
+            times_read[cells] = n_times
+            if n_once_more:
                 words = random_words(len(cells), seed, REPEATS, epoch, level)
-                drawn = np.argpartition(words, n_more - 1)[:n_more]
+                drawn = np.argpartition(words, n_once_more - 1)[:n_once_more]
                 times_read[cells[drawn]] += 1
         return times_read
 
-    def _reads(self, first_step: int) -> np.ndarray:
-        """(levels,) int64: reads of each level in an epoch from `first_step` on; they sum to N."""
+    def _count_reads(self, first_step: int) -> np.ndarray:
+        """Count the reads of each level in an epoch from `first_step` on, `(levels,)` int64; they sum to N."""
         warmup_steps = self.stream.weight_warmup_steps
-        warm = min(1.0, first_step / warmup_steps) if warmup_steps else 1.0
-        before = self._weights(self.stream.weight_start_exponent)
-        after = self._weights(self.stream.weight_exponent)
-        exact = self._sizes * ((1 - warm) * before + warm * after)
+        warmup_frac = min(1.0, first_step / warmup_steps) if warmup_steps else 1.0
+        start = self._weigh(self.stream.weight_start_exponent)
+        end = self._weigh(self.stream.weight_exponent)
+        exact = self._sizes * ((1 - warmup_frac) * start + warmup_frac * end)
         totals = np.floor(exact).astype(np.int64)
         # the largest remainders are rounded up, so that the sum stays N
         n_up = len(self.levels) - int(totals.sum())
         totals[np.argsort(totals - exact, kind="stable")[:n_up]] += 1
         return totals
 
-    def _weights(self, exponent: float) -> np.ndarray:
-        """(levels,) float64: weight of a cell of each level."""
+    def _weigh(self, exponent: float) -> np.ndarray:
+        """Compute the weight of a cell of each level, `(levels,)` float64."""
         sizes = self._sizes
         max_weight = self.stream.max_repeats
         labelled_frac = self.stream.labelled_frac
@@ -81,40 +81,39 @@ class Repeats:
 
     @cached_property
     def _sizes(self) -> np.ndarray:
-        """(levels,) int64: number of cells of each level."""
+        """Number of cells of each level, `(levels,)` int64."""
         return np.bincount(self.levels)
 
     @cached_property
     def _cells(self) -> list[np.ndarray]:
-        """Cells of each level."""
+        """Indices of the cells of each level, `(cells of the level,)` int64."""
         return np.split(np.argsort(self.levels, kind="stable"), np.cumsum(self._sizes)[:-1])
 
 
 def weigh_levels(sizes: np.ndarray, exponent: float, max_weight: float) -> np.ndarray:
-    """Weight of a cell of each level, (levels,) float64: `min(max_weight, s * size ** -exponent)`.
+    """Compute the weight of a cell of each level, `(levels,)` float64.
 
-    The mean over all cells is 1. `sizes`, (levels,), are numbers of cells, and may be 0;
-    `max_weight` is at least 1.
+    It is `min(max_weight, s * size ** -exponent)`, and the mean over all cells is 1. `sizes`,
+    `(levels,)`, are numbers of cells, and may be 0; `max_weight` is at least 1.
     """
     relative = np.maximum(sizes, 1.0) ** -exponent
     capped = np.zeros(len(sizes), bool)
     while True:  # each round caps at least one more level
-        left = sizes.sum() - max_weight * sizes[capped].sum()
-        free = float((sizes * relative)[~capped].sum())
-        scale = left / free if free else 0.0
+        # scale the other levels to the reads that capped levels leave
+        n_left = sizes.sum() - max_weight * sizes[capped].sum()
+        relative_sum = float((sizes * relative)[~capped].sum())
+        scale = n_left / relative_sum if relative_sum else 0.0
         weights = np.where(capped, max_weight, relative * scale)
-        above = ~capped & (sizes > 0) & (weights > max_weight)
-        if not above.any():
+        is_above = ~capped & (sizes > 0) & (weights > max_weight)
+        if not is_above.any():
             return weights
-        capped |= above
+        capped |= is_above
 
 
 def read_repeats(
     manifest: Manifest, split: str, stream: Stream, max_cells: int | None = None
 ) -> Repeats:
-    """Repeats of the first `max_cells` cells of a split by `stream.weight_by`, a column of the
-    shards.
-    """
+    """Read the levels of the first `max_cells` cells of a split in the obs column that weights cells."""
     columns = manifest.levels(stream.weights_column())
     levels = CellColumns(manifest, split, "levels", columns)[:max_cells][:, 0]
     [names] = columns.values()
