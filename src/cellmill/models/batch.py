@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cellmill.config.parts.tokens import SPECIAL
-from cellmill.data.stream.batch import Batch, Per
+from cellmill.data.stream.batch import Batch, FieldAxis
 from cellmill.models.counter_rng import keyed_bits, keyed_token_bits
 from cellmill.models.draws import TOKEN_DROPOUT
 from cellmill.parallel.vocab_parallel import segment_sum
@@ -34,7 +34,7 @@ AnyBatch = TypeVar("AnyBatch", bound=Batch)
 def to_tensors(batch: Batch, device: torch.device = CPU) -> Batch:
     """Return `batch` as tensors on `device`: integers as int64, except `cu_seqlens`."""
 
-    def to_tensor(_: Per, array: Any) -> Tensor:
+    def to_tensor(_: FieldAxis, array: Any) -> Tensor:
         tensor = torch.from_numpy(array)
         return tensor if tensor.is_floating_point() else tensor.long()
 
@@ -59,8 +59,8 @@ def pad_batch(batch: AnyBatch, tokens: int) -> AnyBatch:
     ends = batch.cu_seqlens[-1] + torch.tensor(lengths).cumsum(0)
     n_rows = {"token": n_padding, "cell": len(lengths)}
 
-    def extend(per: Per, array: Tensor) -> Tensor:
-        padding = array.new_full((n_rows[per.axis], *array.shape[1:]), per.pad)
+    def extend(axis: FieldAxis, array: Tensor) -> Tensor:
+        padding = array.new_full((n_rows[axis.name], *array.shape[1:]), axis.pad)
         return torch.cat([array, padding])
 
     return batch.map(
@@ -84,7 +84,7 @@ def add_tokens(batch: AnyBatch, before: int, after: int, token: int) -> AnyBatch
         return tensor.new_full((n_tokens,), fill).index_copy(0, new_index, tensor)
 
     return batch.map(
-        lambda per, array: spread(array, per.pad) if per.axis == "token" else array,
+        lambda axis, array: spread(array, axis.pad) if axis.name == "token" else array,
         token_ids=spread(batch.token_ids, token),
         cu_seqlens=offsets + n_added * n_cells_before,
         lengths=[length + n_added for length in batch.lengths],

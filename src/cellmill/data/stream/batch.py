@@ -12,15 +12,16 @@ Array = Any  # numpy arrays as read, torch tensors in training (`models.batch.to
 
 
 @dataclass(frozen=True)
-class Per:
-    """Axis along which a batch field runs, and its padding value."""
+class FieldAxis:
+    """The axis along which a batch field runs, and the value that pads it."""
 
-    axis: Literal["token", "cell"]
+    name: Literal["token", "cell"]
     pad: float = 0
 
 
-TOKEN = {"per": Per("token")}
-CELL = {"per": Per("cell")}
+# metadata of fields
+TOKEN = {"axis": FieldAxis("token")}
+CELL = {"axis": FieldAxis("cell")}
 
 
 @dataclass(frozen=True)
@@ -39,15 +40,15 @@ class Batch:
     # (cells + 1,) int32: offset of each cell's first token, and the number of tokens
     cu_seqlens: Array
     # (cells,) int64: index of each cell in its split or file
-    cell_ids: Array = field(metadata={"per": Per("cell", pad=-1)})
+    cell_ids: Array = field(metadata={"axis": FieldAxis("cell", pad=-1)})
     # (tokens,) int64, if the objective needs them
     counts: Array | None = field(default=None, metadata=TOKEN)
     # (cells, columns) level codes of obs columns, 0 unknown
     levels: Array | None = field(default=None, metadata=CELL)
     # (cells, columns) float64
-    numbers: Array | None = field(default=None, metadata={"per": Per("cell", pad=nan)})
+    numbers: Array | None = field(default=None, metadata={"axis": FieldAxis("cell", pad=nan)})
     # (cells, width) float32
-    teacher: Array | None = field(default=None, metadata={"per": Per("cell", pad=nan)})
+    teacher: Array | None = field(default=None, metadata={"axis": FieldAxis("cell", pad=nan)})
     # (tokens,) int64: row of a covariate's token (`models.cell_encoder`), or 0
     covariate_rows: Array | None = field(default=None, metadata=TOKEN)
     # tokens of each cell: reading them never waits for a device
@@ -60,48 +61,52 @@ class Batch:
 
     @classmethod
     @cache
-    def _axes(cls) -> dict[str, Per]:
-        return {f.name: f.metadata["per"] for f in fields(cls) if "per" in f.metadata}
+    def _axes(cls) -> dict[str, FieldAxis]:
+        return {f.name: f.metadata["axis"] for f in fields(cls) if "axis" in f.metadata}
 
-    def map(self, change: Callable[[Per, Array], Array], **replaced: Any) -> Self:
+    def map(self, change: Callable[[FieldAxis, Array], Array], **replaced: Any) -> Self:
         """Return the batch with `change` applied to every array, except for fields in `replaced`."""
         # lengths are computed again from `cu_seqlens`
         fields_of_batch: dict[str, Any] = {"lengths": []}
-        for name, per in self._axes().items():
+        for name, axis in self._axes().items():
             array = getattr(self, name)
             if array is not None and name not in replaced:
-                fields_of_batch[name] = change(per, array)
+                fields_of_batch[name] = change(axis, array)
         return replace(self, **fields_of_batch | replaced)
 
     def arrays(self, axis: Literal["token", "cell"]) -> dict[str, Array]:
         """Return the arrays of an axis that are not None, by field."""
-        names = [name for name, per in self._axes().items() if per.axis == axis]
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        arrays = {}
+        for name, field_axis in self._axes().items():
+            array = getattr(self, name)
+            if array is not None and field_axis.name == axis:
+                arrays[name] = array
+        return arrays
 
     def with_rows(self, per_cell: Mapping[str, Array | None]) -> Self:
-        """Return the batch with further fields: the rows at `cell_ids` of each array in `per_cell`.
+        """Return the batch with further fields, by name: the rows of its cells in arrays over cell ids.
 
         None is skipped.
         """
         added = {name: rows[self.cell_ids] for name, rows in per_cell.items() if rows is not None}
         return replace(self, **added) if added else self
 
-    def cut(self, first: int, last: int) -> Self:
-        """Return the batch of cells `first:last`."""
-        ends = self.cu_seqlens[first : last + 1]
+    def cut(self, start: int, stop: int) -> Self:
+        """Return the batch of cells `start:stop`."""
+        offsets = self.cu_seqlens[start : stop + 1]
         spans = {
-            "token": slice(int(ends[0]), int(ends[-1])),
-            "cell": slice(first, last),
+            "token": slice(int(offsets[0]), int(offsets[-1])),
+            "cell": slice(start, stop),
         }
         return self.map(
-            lambda per, array: array[spans[per.axis]],
-            cu_seqlens=ends - ends[0],
-            lengths=self.lengths[first:last],
+            lambda axis, array: array[spans[axis.name]],
+            cu_seqlens=offsets - offsets[0],
+            lengths=self.lengths[start:stop],
         )
 
 
 def empty_batch(dtype: np.dtype, with_counts: bool = False, **per_cell: Any) -> Batch:
-    """Batch of no cells, with values of `dtype`, and with counts if `with_counts`."""
+    """Make a batch of no cells, with values of `dtype`, and with counts if `with_counts`."""
     none = np.empty(0, np.int64)
     counts = none if with_counts else None
     return Batch(

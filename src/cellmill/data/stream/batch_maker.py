@@ -1,4 +1,4 @@
-"""Micro-batches of a data rank, made of the packed cells of its steps."""
+"""Making the micro-batches of a data rank from the packed cells of its steps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,29 +19,31 @@ from cellmill.data.stream.step_reader import StepGroup
 from cellmill.data.stream.unpacker import CellUnpacker
 from cellmill.data.stream.windows import StreamCells
 
-_TOKENS_PER_CALL = 1 << 20  # small micro-batches are made together, up to this number
+_GENES_PER_CALL = 1 << 20  # small micro-batches are tokenized together, up to this number of genes
 
 
 @dataclass(frozen=True)
 class BatchFields:
     """What batches have in addition to token ids and values."""
 
-    with_counts: bool = False  # the counts of the tokens
-    # obs columns with levels and with numbers, and the option that names each
+    with_counts: bool = False  # counts of the tokens
+    # levels and numbers of obs columns; values are the options that name the columns, for messages
     level_columns: Mapping[str, str] = field(default_factory=dict)
     number_columns: Mapping[str, str] = field(default_factory=dict)
-    teacher_folder: str | None = None  # has the teacher's vectors (`data.shards.index`)
+    teacher_folder: str | None = (
+        None  # vectors of a teacher, from this folder (`data.shards.index`)
+    )
 
-    def open_rows(self, manifest: Manifest, split: str) -> dict[str, Any]:
-        """Open the arrays that fill further fields of batches, indexed by cell id; by field."""
-        rows: dict[str, Any] = {}
+    def open_cell_arrays(self, manifest: Manifest, split: str) -> dict[str, Any]:
+        """Open the arrays over cell ids from which batches get their further fields, by field."""
+        arrays: dict[str, Any] = {}
         if self.level_columns:
-            rows["levels"] = CellColumns(manifest, split, "levels", self.level_columns)
+            arrays["levels"] = CellColumns(manifest, split, "levels", self.level_columns)
         if self.number_columns:
-            rows["numbers"] = CellColumns(manifest, split, "numbers", self.number_columns)
+            arrays["numbers"] = CellColumns(manifest, split, "numbers", self.number_columns)
         if self.teacher_folder is not None:
-            rows["teacher"] = open_vectors(Path(self.teacher_folder), manifest)[1][split]
-        return rows
+            arrays["teacher"] = open_vectors(Path(self.teacher_folder), manifest)[1][split]
+        return arrays
 
 
 @dataclass(frozen=True)
@@ -53,16 +55,16 @@ class BatchMaker:
     unpacker: CellUnpacker
     tokenizer: CellTokenizer
     with_counts: bool
-    rows: Mapping[str, Any]  # further fields of the batches, each indexed by cell id
+    cell_arrays: Mapping[str, Any]  # further fields of batches: arrays over cell ids, by field
 
     @cached_property
     def _empty_batch(self) -> Batch:
-        return empty_batch(self.tokenizer.dtype, self.with_counts).with_rows(self.rows)
+        return empty_batch(self.tokenizer.dtype, self.with_counts).with_rows(self.cell_arrays)
 
     def make(self, group: StepGroup) -> list[list[Batch]]:
-        """Make this rank's micro-batches of each step, as many as on every other rank.
+        """Make this rank's micro-batches of each step.
 
-        A step is filled up with empty micro-batches.
+        Every rank has equally many in a step: some may be empty.
         """
         n_tokens = self.tokenizer.count_tokens(group.genes_per_cell)
         cuts = self.micro_batches.cut_steps(n_tokens, group.n_cells, self.rank)
@@ -73,18 +75,18 @@ class BatchMaker:
         ]
 
     def _tokenize(self, cells: StreamCells, offsets: list[int], epoch: int) -> list[Batch]:
-        """Make the micro-batches of `cells`, which begin at `offsets`.
+        """Make the micro-batches of `cells`: those between each two of `offsets`.
 
-        Small ones are tokenized together, then cut apart.
+        Small micro-batches are tokenized together, then cut apart.
         """
-        batches = []
+        micro_batches = []
         n_genes = np.diff(row_offsets(cells.packed.lengths)[offsets])
-        for first, last in pairwise(cut_greedily(n_genes, _TOKENS_PER_CALL)):
-            start = offsets[first]
-            part = cells.select(slice(start, offsets[last]))
+        for first, last in pairwise(cut_greedily(n_genes, _GENES_PER_CALL)):
+            first_cell = offsets[first]
+            part = cells.select(slice(first_cell, offsets[last]))
             counts = self.unpacker.unpack(part)
             batch = self.tokenizer.make_batch(counts, part.ids, self.with_counts, epoch)
-            batch = batch.with_rows(self.rows)
-            for low, high in pairwise(offsets[first : last + 1]):
-                batches.append(batch.cut(low - start, high - start))
-        return batches
+            batch = batch.with_rows(self.cell_arrays)
+            for start, stop in pairwise(offsets[first : last + 1]):
+                micro_batches.append(batch.cut(start - first_cell, stop - first_cell))
+        return micro_batches

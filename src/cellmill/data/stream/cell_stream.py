@@ -120,7 +120,7 @@ class CellStream:
             unpacker,
             tokenizer,
             fields.with_counts,
-            fields.open_rows(manifest, split),
+            fields.open_cell_arrays(manifest, split),
         )
         # epoch and step of the next batch
         self._epoch = 0

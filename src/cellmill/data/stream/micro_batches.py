@@ -14,8 +14,7 @@ from cellmill.data.stream.batch import Batch
 class StepCuts(NamedTuple):
     """Micro-batches into which a data rank cuts its cells of some steps."""
 
-    # first cell of each micro-batch that is not empty, and the number of cells
-    offsets: list[int]
+    offsets: list[int]  # first cell of each micro-batch that is not empty, and the number of cells
     n_filled: list[int]  # micro-batches of each step that are not empty
     n_batches: list[int]  # all micro-batches of each step, as many on every rank
 
@@ -24,8 +23,8 @@ class StepCuts(NamedTuple):
 class MicroBatchRule:
     """How the cells of a step are cut into micro-batches.
 
-    A micro-batch has at most `token_budget` tokens. A step has at least `min_per_step` of them and
-    a multiple of `multiple_of`; if either is above 1 (pipelines), cells are spread evenly.
+    A micro-batch has at most `token_budget` tokens. A step has at least `min_per_step` micro-batches,
+    and a multiple of `multiple_of`. If either is above 1 (pipelines), cells are spread evenly.
     """
 
     token_budget: int
@@ -71,10 +70,8 @@ class MicroBatchRule:
 def cut_greedily(n_tokens: np.ndarray, token_budget: int) -> list[int]:
     """Cut cells in order into micro-batches of at most `token_budget` tokens, filled greedily.
 
-    Returns the offsets of the micro-batches, `[0, ..., cells]`.
-
     `n_tokens`, `(cells,)`, has the number of tokens of each cell. A cell above the budget is a
-    micro-batch of its own.
+    micro-batch by itself. Returns the offsets of the micro-batches, `[0, ..., cells]`.
     """
     total = n_tokens.cumsum()
     offsets = [0]
@@ -99,7 +96,7 @@ def count_greedy_batches(
     ends = n_cells.cumsum()
     first = ends - n_cells
     n_batches = np.minimum(n_cells, 1)
-    # ranks with cells for a further micro-batch: at first, those whose cells do not fit in one
+    # ranks whose cells do not fit into one; each round fills one, and begins another if cells are left
     ranks = np.flatnonzero(total[ends] - total[first] > token_budget)
     while len(ranks):
         fitting = np.searchsorted(total, total[first[ranks]] + token_budget, side="right") - 1
@@ -125,6 +122,6 @@ def cut_evenly(n_tokens: np.ndarray, max_batches: int) -> list[int]:
 
 
 def split_batch(batch: Batch, token_budget: int) -> Iterator[Batch]:
-    """Yield parts of `batch` in order, of at most `token_budget` tokens if they have several cells."""
+    """Split `batch` into parts, in order, with at most `token_budget` tokens or a single cell each."""
     for first, last in pairwise(cut_greedily(np.diff(batch.cu_seqlens), token_budget)):
         yield batch.cut(first, last)

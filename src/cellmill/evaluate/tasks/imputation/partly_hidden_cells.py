@@ -132,6 +132,6 @@ def _keep_tokens(batch: Batch, is_kept: np.ndarray) -> Batch:
     has_tokens = np.diff(bounds) > 0
     masks = {"token": is_kept, "cell": has_tokens}
     return batch.map(
-        lambda per, array: array[masks[per.axis]],
+        lambda axis, array: array[masks[axis.name]],
         cu_seqlens=bounds[np.concatenate([[True], has_tokens])],
     )
