@@ -347,7 +347,7 @@ def own_rows(corpus: Corpus, options: StreamOptions, batch: int) -> Epochs:
     sizes = tuple(shard.n_obs for shard in shards)
     rule = OrderRule(sizes, options, batch, seed=0, shuffle=True)
     rows = StepReader(shards, rule, ONLY_RANK, options.io_threads)
-    batches = rows_of_steps(rows.steps(0, 0), shards[0].kind)
+    batches = rows_of_steps(rows.read_steps(0, 0), shards[0].kind)
     try:
         while True:
             yield (len(next(batches)[0]) for _ in range(rule.steps_per_epoch))

@@ -78,7 +78,7 @@ def measured(
     rule = OrderRule((2 * lanes * window,), order, world * cells, seed=0, shuffle=True)
     rows = StepReader([shard], rule, DataRank(0, world), io_threads=1)  # type: ignore[list-item]
     began = time.thread_time()
-    taken = rows.steps(0, 0)
+    taken = rows.read_steps(0, 0)
     next(taken)
     start = time.thread_time() - began
     budget = cells * MAX_TOKENS // MICRO_BATCHES

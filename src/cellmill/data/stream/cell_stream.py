@@ -140,7 +140,7 @@ class CellStream:
             self._epoch = 0
             self._step = 0
         self._stop_tokenizing()
-        groups = map(self._maker.make, self._reader.steps(self._epoch, self._step))
+        groups = map(self._maker.make, self._reader.read_steps(self._epoch, self._step))
         pool = ThreadPoolExecutor(1, thread_name_prefix="cellmill-stream")
         self._pool = pool
         queue = deque(pool.submit(next, groups, None) for _ in range(_QUEUED_GROUPS))

@@ -1,4 +1,4 @@
-"""Cells of a data rank, step by step, with the numbers of cells and genes of all ranks.
+"""Reading the cells of a data rank, step by step, with the numbers of cells and genes of all ranks.
 
 The next window is read while one is in use (`WindowQueue`). Small steps are yielded in groups, which
 spreads Python's overhead over them. Cells stay packed until their micro-batches are made, and are
@@ -32,9 +32,9 @@ _CELLS_PER_GROUP = 256  # small steps are yielded together, up to this number of
 
 
 class WindowQueue:
-    """The window in use and those that are being read, in stream order.
+    """Queue of windows in stream order: one in use, the others being read.
 
-    Steps are counted over all epochs and taken in order.
+    Steps are counted over all epochs, and taken in order.
     """
 
     def __init__(self, windows: Iterator[CellWindow]) -> None:
@@ -42,10 +42,10 @@ class WindowQueue:
         self._started: list[CellWindow] = []
 
     def take_group(self, step: int, n_cells: np.ndarray) -> tuple[int, StreamCells]:
-        """Take the cells of `step`, and of the steps after it that can be taken together.
+        """Take the cells of `step`, and of following steps if they are small.
 
-        `n_cells`, `(steps,)`, are numbers of cells from `step` on. Returns the number of steps taken
-        and their cells.
+        `n_cells`, `(steps,)`, has the number of cells of each step from `step` on. Returns the number
+        of steps taken and their cells.
         """
         self._drop_before(step)
         n_steps = self._count_group_steps(step, n_cells)
@@ -53,7 +53,7 @@ class WindowQueue:
         index = 0
         n_left = int(n_cells[:n_steps].sum())
         while n_left:
-            if index == len(self._started):  # windows of lanes may end at different steps
+            if index == len(self._started):  # lanes may end a window at different steps
                 self._started += islice(self._windows, 1)
             assert index < len(self._started), "cells of a step are in no window"
             part = self._started[index].take(step, n_steps)
@@ -64,8 +64,9 @@ class WindowQueue:
         return n_steps, parts[0] if len(parts) == 1 else join_stream_cells(parts)
 
     def _count_group_steps(self, step: int, n_cells: np.ndarray) -> int:
-        """Count the steps to take together: one, or more that have at most `_CELLS_PER_GROUP` cells,
-        all of them in the first window.
+        """Count the steps to take together.
+
+        It is one step, or several if they have at most `_CELLS_PER_GROUP` cells, all in the first window.
         """
         if len(self._started) > 1:
             first_of_next = int(self._started[1].cells.steps[0])
@@ -89,9 +90,9 @@ class StepGroup:
 
 
 class StepReader:
-    """Reader of the cells of a split in the order of `rule`, starting at any step.
+    """Reader of one data rank's cells in the order of `rule`, from any step on.
 
-    Reads the lanes of one data rank: lane l belongs to rank l % `world`.
+    Lane l belongs to rank l % world.
     """
 
     def __init__(
@@ -111,20 +112,21 @@ class StepReader:
         """End the threads after the reads in progress."""
         self._reader.close()
 
-    def steps(self, first_epoch: int, first_step: int) -> Iterator[StepGroup]:
-        """Read from step `first_step` of epoch `first_epoch` on: endlessly if the rule shuffles, else
-        to the end of the epoch.
+    def read_steps(self, first_epoch: int, first_step: int) -> Iterator[StepGroup]:
+        """Read from step `first_step` of epoch `first_epoch` on.
+
+        Endless if the rule shuffles, else to the end of the epoch.
         """
         first_cells = self._rule.cells_before(first_step)
         other_genes = self._look_up_others(first_epoch, first_cells)
-        queue = WindowQueue(self._reader.windows(first_epoch, first_cells))
+        queue = WindowQueue(self._reader.read_windows(first_epoch, first_cells))
         for epoch, step, cells_by_lane in self._count_cells(first_epoch, first_step):
-            step_in_run = epoch * self._rule.steps_per_epoch + step
+            step_over_epochs = epoch * self._rule.steps_per_epoch + step
             cells_by_rank = cells_by_lane.reshape(len(cells_by_lane), -1, self._world).sum(1)
             start = 0
             while start < len(cells_by_lane):
                 n_local = cells_by_rank[start:, self._rank]
-                n_steps, local = queue.take_group(step_in_run + start, n_local)
+                n_steps, local = queue.take_group(step_over_epochs + start, n_local)
                 taken = slice(start, start + n_steps)
                 genes_per_cell = local.packed.lengths
                 if len(self._other_lanes):
@@ -136,9 +138,9 @@ class StepReader:
                 start += n_steps
 
     def _count_cells(self, epoch: int, step: int) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Count the cells of each lane, `(steps, lanes)`, for up to `_STEPS_PER_COUNT` steps at a time.
+        """Count the cells that steps take of each lane, for up to `_STEPS_PER_COUNT` steps at a time.
 
-        Yields the epoch, the first of these steps in it, and the counts.
+        Yields the epoch, the first of these steps, and the counts, `(steps, lanes)` int64.
         """
         rule = self._rule
         while True:
@@ -152,9 +154,9 @@ class StepReader:
             step = 0
 
     def _look_up_others(self, epoch: int, first_cells: np.ndarray) -> LaneGenes:
-        """Look up the numbers of genes of the cells in the lanes of other ranks.
+        """Look up the numbers of genes of cells in the lanes of other ranks.
 
-        The first is cell `first_cells`, `(lanes,)`, of each lane.
+        Each lane begins at its cell `first_cells`, `(lanes,)`.
         """
         order = self._orders.get(epoch)
         windows = []
@@ -163,7 +165,7 @@ class StepReader:
             cell = int(first_cells[lane])
             window = order.find_window(lane, cell)
             skipped.append(cell - int(order.window_offsets[lane][window]))
-            windows.append(self._genes_of_windows(lane, epoch, window))
+            windows.append(self._count_window_genes(lane, epoch, window))
         return LaneGenes(windows, skipped)
 
     def _insert_local(
@@ -173,9 +175,10 @@ class StepReader:
         cells_by_rank: np.ndarray,
         cells_by_lane: np.ndarray,
     ) -> np.ndarray:
-        """Insert this rank's numbers of genes among those of other ranks, by step and rank.
+        """Insert this rank's numbers of genes among those of other ranks.
 
         `cells_by_rank`, `(steps, ranks)`, and `cells_by_lane`, `(steps, lanes)`, are numbers of cells.
+        Returns the numbers of genes of the cells of all ranks, by step and rank.
         """
         parts = []
         by_step = np.split(local_genes, np.cumsum(cells_by_rank[:-1, self._rank]))
@@ -187,8 +190,11 @@ class StepReader:
             parts += [others[:in_lower_ranks], local, others[in_lower_ranks:]]
         return np.concatenate(parts)
 
-    def _genes_of_windows(self, lane: int, epoch: int, first: int) -> Iterator[np.ndarray]:
-        """Count the genes of the cells of each window of a lane, from window `first` of an epoch on."""
+    def _count_window_genes(self, lane: int, epoch: int, first: int) -> Iterator[np.ndarray]:
+        """Yield the numbers of genes of the cells in windows of a lane, `(cells,)` each.
+
+        Begins at window `first` of an epoch.
+        """
         # a lane without cells in one epoch has none in any: it would loop forever
         while self._orders.get(epoch).lane_cells[lane]:
             order = self._orders.get(epoch)

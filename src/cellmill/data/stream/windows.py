@@ -121,7 +121,7 @@ class WindowReader:
         """End the threads after the reads in progress."""
         self._pool.shutdown(cancel_futures=True)
 
-    def windows(self, epoch: int, first_cells: np.ndarray) -> Iterator[CellWindow]:
+    def read_windows(self, epoch: int, first_cells: np.ndarray) -> Iterator[CellWindow]:
         """Yield windows, each of which is being read, from cell `first_cells`, `(lanes,)`, of each lane on.
 
         Window w has the cells of window w of all lanes that have one. Endless if the rule shuffles.
