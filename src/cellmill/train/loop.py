@@ -348,7 +348,7 @@ class Trainer:
             return
         cells = np.concatenate(report.cells).tolist()
         is_finite = math.isfinite(report.local_loss.item())
-        suspects = name_cells(self.mesh, is_finite, cells, self.train_stream.names)
+        suspects = name_cells(self.mesh, is_finite, cells, self.train_stream.name_cells)
         raise UserError(
             f"{what} at step {report.step}, the last of {progress.skipped_in_a_row} bad steps in a row "
             f"(train.max_bad_steps {self.train.max_bad_steps}): lower train.lr ({self.train.lr:g}) or raise "

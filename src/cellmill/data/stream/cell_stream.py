@@ -1,9 +1,8 @@
 """Batches of tokens for one data rank: endless, shuffled and resumable at any step.
 
 Uses threads, not processes: reading and copying release the GIL, and processes cost 1.7 times the
-CPU time per tokenized cell. One thread cuts and tokenizes the next steps into a bounded queue; a
-few other threads read the shards. The state is a handful of integers that count the batches
-handed out; resuming seeks and replays nothing.
+CPU time per tokenized cell. A few threads read the shards, and one thread cuts and tokenizes the next
+steps into a bounded queue. The state is an epoch and a step, so resuming replays nothing.
 """
 
 from collections import deque
@@ -36,7 +35,7 @@ from cellmill.data.stream.step_reader import StepReader
 from cellmill.data.stream.unpacker import CellUnpacker
 from cellmill.errors import ConfigError, DataError
 
-# groups of steps in the queue: the thread tokenizes one, the others are done or wait for it
+# groups of steps in the queue: one is being tokenized, the others are done or wait for the thread
 _QUEUED_GROUPS = 3
 _TOKENS_ONLY = BatchFields()
 # options that fix the order of cells, compared on resume; those of weights only if the run has some
@@ -129,10 +128,10 @@ class CellStream:
         self._closed = False
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        """Yield the micro-batches of this data rank for each optimizer step, as many as on every rank.
+        """Yield the micro-batches of this data rank for each optimizer step.
 
-        Some may be empty. Endless over epochs, starting at the state; without shuffling one epoch,
-        always from its start.
+        Every rank yields equally many per step, so some may be empty. A shuffled stream starts at the
+        state and is endless; without shuffling it is one epoch, always from the start.
         """
         if self._closed:
             raise RuntimeError("the stream is closed")
@@ -167,21 +166,21 @@ class CellStream:
             pool.shutdown(cancel_futures=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `epoch`, `step` (batches of the epoch handed out), the options that define the
-        order, and the fingerprint of the cells.
+        """Return epoch and step of the next batch, the options that define the order of cells, and the
+        fingerprint of the cells.
         """
         return {
             "epoch": self._epoch,
             "step": self._step,
-            **_order_options(self._order_rule),
+            **_list_order_options(self._order_rule),
             "fingerprint": self.fingerprint,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at `state`, which may come from another number of ranks.
+        """Continue at `state`, which may come from a run with another number of ranks.
 
-        Raises DataError if the shards differ or it is not a state of this split, ConfigError if the
-        order differs or the stream is not shuffled.
+        Raises DataError if its shards differ or its position is not in an epoch of this split,
+        ConfigError if its order differs or this stream is not shuffled.
         """
         if not self._order_rule.shuffle:
             raise ConfigError(
@@ -193,8 +192,9 @@ class CellStream:
                 f"expected shards of fingerprint {fingerprint}, as in the checkpoint, got {self.fingerprint}: "
                 "restore the shards it was trained on, or start a new run"
             )
-        state = {"train_frac": 1.0} | state  # earlier versions left it out if all cells are read
-        for name, now in _order_options(self._order_rule).items():
+        # earlier versions left train_frac out if all cells were read
+        state = {"train_frac": 1.0} | state
+        for name, now in _list_order_options(self._order_rule).items():
             before = state.get(name)
             if before != now:
                 section = "train" if name in ("seed", "global_batch") else "stream"
@@ -213,9 +213,9 @@ class CellStream:
         self._epoch = epoch
         self._step = step
 
-    def names(self, cell_ids: np.ndarray) -> list[str]:
+    def name_cells(self, cell_ids: np.ndarray) -> list[str]:
         """Name cells by id as `dataset:name (file row)`, read from the shards; for error messages."""
-        return self._maker.unpacker.names(cell_ids)
+        return self._maker.unpacker.name_cells(cell_ids)
 
     def list_shards(self, ranks: Collection[int], start: int, stop: int) -> dict[Path, str]:
         """List the shards that data ranks `ranks` read in steps `start:stop`: SHA-256 by path.
@@ -290,7 +290,7 @@ def _compute_fingerprint(manifest: Manifest, fields: BatchFields, order_rule: Or
     return manifest.fingerprint_with(level_columns, fields.number_columns)
 
 
-def _order_options(order_rule: OrderRule) -> dict[str, Any]:
+def _list_order_options(order_rule: OrderRule) -> dict[str, Any]:
     """List the options that fix the order of cells; those of weights are None if the run has none."""
     options = {name: getattr(order_rule.stream, name) for name in _ORDER_OPTIONS + _WEIGHT_OPTIONS}
     if order_rule.repeats is None:

@@ -1,4 +1,4 @@
-"""Contract of a tokenizer, and the first genes of each cell, which tokenizers share."""
+"""Contract of a tokenizer, and what tokenizers share: cutting cells to their first genes."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -21,25 +21,25 @@ class CellTokens(NamedTuple):
 class Tokenizer(Protocol):
     """Implementation of the options `config.parts.tokens.Tokens`: pure, and vectorised over cells.
 
-    The tokens of a cell are its first `max_tokens` genes, in their order.
+    The tokens of a cell are its first `max_tokens` genes, in the cell's order.
     """
 
     dtype: np.dtype  # dtype of the values
-    # if False, no counts are read, and only the genes that fit into `max_tokens`
+    # if False, only the first `max_tokens` genes of each cell are read, and no counts
     needs_counts: bool
 
     def tokenize(self, cells: SparseCounts) -> CellTokens:
-        """Make the tokens of cells whose genes, rows of the vocabulary, are in rank order.
+        """Make the tokens of cells. Genes are rows of the vocabulary, in rank order in each cell.
 
-        Their counts are above 0, or None unless `needs_counts`.
+        Counts are above 0. They may be None unless `needs_counts`.
         """
 
 
 class KeptGenes:
     """The first `max_tokens` genes of each cell.
 
-    Attributes: the whole `cells`; `lengths` `(cells,)` and `cu_seqlens` `(cells + 1,)` int32 of
-    what is kept.
+    Attributes: `cells`, which are uncut; `lengths`, `(cells,)` int64, the numbers of kept genes; and
+    `cu_seqlens`, `(cells + 1,)` int32, their offsets.
     """
 
     def __init__(self, cells: SparseCounts, max_tokens: int) -> None:
@@ -49,7 +49,7 @@ class KeptGenes:
         self.lengths.cumsum(out=self.cu_seqlens[1:])
 
     def copy(self, array: np.ndarray, dtype: np.dtype | type) -> np.ndarray:
-        """Copy the kept entries of `array`, `(nonzeros,)`, as `dtype`, into new memory."""
+        """Copy the entries of `array`, `(nonzeros,)`, that are kept: `(tokens,)` of `dtype`."""
         kept = recycled_empty(self.cu_seqlens[-1], dtype)
         if self._is_whole():
             kept[:] = array
@@ -60,7 +60,7 @@ class KeptGenes:
         return kept
 
     def token_ids(self) -> np.ndarray:
-        """Token ids, int32, of the kept genes."""
+        """Return the token ids of the kept genes, `(tokens,)` int32, in new memory."""
         genes = self.cells.genes
         if self._is_whole():
             token_ids = recycled_empty(self.cu_seqlens[-1], np.int32)
@@ -81,14 +81,14 @@ def make_batch(
     with_counts: bool,
     **per_cell: Any,
 ) -> Batch:
-    """Make the batch of `cells`, whose ids are `cell_ids`, `(cells,)`, by `tokenizer.tokenize`.
+    """Tokenize `cells`, whose ids are `cell_ids`, `(cells,)`, and make their batch.
 
-    It has the counts of its tokens if `with_counts`, and further fields `per_cell`.
+    It has the counts of its tokens if `with_counts`, and further fields `per_cell`, by name.
     """
     tokens = tokenizer.tokenize(cells)
     token_counts = None
     if with_counts:
-        # the tokenizer cut every cell at the same number of genes: cut the counts at the longest
+        # the tokenizer cuts all cells at one number of genes; cutting at the longest gives the same
         longest = int(np.diff(tokens.cu_seqlens).max(initial=0))
         token_counts = KeptGenes(cells, longest).copy(cells.counts, np.int64)
     return Batch(*tokens, cell_ids, token_counts, **per_cell)

@@ -47,13 +47,13 @@ class CellUnpacker:
         try:
             unpacked = cells.packed.unpack(self._kind, self._max_genes)
         except DamagedPart as error:
-            [name] = self.names(cells.ids[error.part : error.part + 1])
+            [name] = self.name_cells(cells.ids[error.part : error.part + 1])
             raise DataError(f"{self._path}: {name}: damaged: {error}; {REMEDY}") from None
         if self._rank_order is not None:
             self._rank_order.sort(unpacked)
         return unpacked
 
-    def names(self, cell_ids: np.ndarray) -> list[str]:
+    def name_cells(self, cell_ids: np.ndarray) -> list[str]:
         """Name cells by id as `dataset:name (file row)`, read from the shards; for error messages."""
         shard_numbers = np.searchsorted(self._shard_offsets, cell_ids, side="right") - 1
         rows = cell_ids - self._shard_offsets[shard_numbers]
