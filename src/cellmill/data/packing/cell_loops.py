@@ -1,6 +1,6 @@
 """Loops over the genes and counts of cells, compiled by numba on import: rank order, hashes, tokens.
 
-The loops over packed parts are here too, so that this module has them all.
+Also has the loops over packed parts, so that `compiled_loops` loads one module.
 """
 
 from typing import Any
@@ -12,7 +12,8 @@ from cellmill.data.packing.compiled import compiled
 from cellmill.data.packing.part_loops import pack_parts as pack_parts
 from cellmill.data.packing.part_loops import unpack_parts as unpack_parts
 
-# an item has the upper bits of a gene's key, inverted, and below them its position in the cell
+# an item, uint32, stands for a gene of a cell: 16 bits of its key, inverted so that items ascend where
+# keys descend, then 16 bits of its position in the cell
 _POSITION_BITS = 16
 _POSITION_MASK = np.uint32((1 << _POSITION_BITS) - 1)
 _DIGIT_BITS = 8
@@ -26,10 +27,9 @@ MAX_RANKED = 1 << _POSITION_BITS  # most genes of a cell that `rank_rows` sorts
 
 @compiled("void(uint32[::1], uint32[::1], uint32[::1], uint32[::1])")
 def _make_items(keys: Any, items: Any, n_with_low: Any, n_with_high: Any) -> None:
-    """Fill an item for each gene of a cell, and the number of items with each value of their two
-    digits.
+    """Fill an item for each gene of a cell, and count the items by the value of each of their two digits.
 
-    Only the bits in which the keys of a cell differ are used, so that 16 of them tell most apart.
+    Items use the 16 highest bits in which the keys of a cell differ, which distinguish most keys.
     """
     size = np.uint64(len(keys))
     smallest = keys[0]
@@ -51,10 +51,9 @@ def _make_items(keys: Any, items: Any, n_with_low: Any, n_with_high: Any) -> Non
 
 @compiled("void(uint32[::1], uint32[::1], uint32, uint32[::1])")
 def _sort_by_digit(items: Any, out: Any, shift: Any, n_with_value: Any) -> None:
-    """Fill `out` with the items in the order of the digit from bit `shift` on; equal ones stay in
-    their order.
+    """Fill `out` with the items, stably sorted by the digit from bit `shift` on.
 
-    `n_with_value`, the number of items with each value, becomes the end of each in `out`.
+    `n_with_value`, the number of items with each value, becomes the end of these items in `out`.
     """
     total = np.uint32(0)
     for value in range(np.uint64(_N_VALUES)):
@@ -69,7 +68,7 @@ def _sort_by_digit(items: Any, out: Any, shift: Any, n_with_value: Any) -> None:
 
 @compiled("void(uint32[::1], uint32[::1])")
 def _sort_alike(items: Any, keys: Any) -> None:
-    """Sort items with the same upper bits by their whole keys; equal ones stay in their order."""
+    """Sort items with the same upper bits stably by their whole keys, descending."""
     for i in range(np.uint64(1), np.uint64(len(items))):
         item = items[i]
         if (item ^ items[i - np.uint64(1)]) > _POSITION_MASK:
@@ -92,10 +91,10 @@ def _sort_alike(items: Any, keys: Any) -> None:
     )
 )
 def rank_rows(starts: Any, n: Any, genes: Any, counts: Any, inverse_medians: Any) -> None:
-    """Sort cells in place as `rank_order.RankOrder.sort` does.
+    """Same as `rank_order.RankOrder.sort`, for cells of `n` genes from `starts` on.
 
-    Keys are non-negative floats, so their bit patterns sort in the same order. A stable radix sort
-    by two digits of the upper bits leaves few genes to be moved.
+    Keys are non-negative floats, so their bit patterns have the same order. A stable radix sort by two
+    digits of the upper bits leaves few genes to be moved.
     """
     max_length = np.int64(1)
     for row in range(len(n)):
@@ -187,7 +186,10 @@ def _mix(value: Any) -> Any:
 def sum_hashes(
     offsets: Any, genes: Any, counts: Any, gene_hashes: Any, small_counts: Any, sums: Any
 ) -> None:
-    """Fill the sums of cells' hashed pairs, as `split.hash_cells`; `small_counts` are mixed."""
+    """Fill `sums`, `(cells, 2)`, with the sums of hashed pairs, as `split.sum_pairs`.
+
+    `small_counts[c]` is the hash of count c.
+    """
     for cell in range(len(sums)):
         first = np.uint64(0)
         second = np.uint64(0)
@@ -234,10 +236,10 @@ def fill_tokens(
     large: Any,
     first_id: int,
 ) -> int:
-    """Fill `ids` and `values`. Return how many counts are not in `table`.
+    """Fill the `ids` and `values` of tokens. Return how many counts are not in `table`.
 
-    Row i of `table` has the value of each small count of cell i. Other counts get their product
-    with the scale instead, and their tokens are listed in `large`.
+    `table[i]` has the value of each small count of cell i. A larger count gets its product with the
+    cell's scale as value, and its token is listed in `large`.
     """
     n_tabled = np.uint64(table.shape[1])
     n_large = 0

@@ -1,6 +1,6 @@
 """Loops over packed parts, compiled by numba on import. They release the GIL.
 
-Lanes of 16 bits are shifted four at a time in words of 64 bits, which LLVM turns into vector
+Four lanes of 16 bits are shifted at once, as a word of 64 bits, which LLVM turns into vector
 instructions of any processor.
 """
 
@@ -21,14 +21,15 @@ from cellmill.data.packing.layout import (
 )
 
 _ROW_WORDS = LANES // 4  # 64-bit words in a row of lanes of 16 bits
-# times a mask of 16 bits: that mask in each of a word's four lanes
+# multiplied by a mask of 16 bits, gives that mask in each of a word's four lanes
 _EACH_LANE = np.uint64(0x0001_0001_0001_0001)
 
 
 @compiled("void(uint64[::1], uint64, uint64, uint64, uint64[::1])")
 def _unpack_plane(words: Any, start: Any, n_rows: Any, width: Any, values: Any) -> None:
-    """Fill rows of `values` from a plane that begins at word `start`; all numbers are unsigned, as
-    numba lets signed ones count from the end of an array.
+    """Fill rows of `values` from a plane that begins at word `start`.
+
+    All integers are unsigned, since numba checks whether signed indices count from an array's end.
     """
     mask = ((np.uint64(1) << width) - np.uint64(1)) * _EACH_LANE
     row_words = np.uint64(_ROW_WORDS)
@@ -56,7 +57,7 @@ def _unpack_plane(words: Any, start: Any, n_rows: Any, width: Any, values: Any) 
 def _pack_plane(values: Any, n_rows: int, width: int, start: int, words: Any) -> Any:
     """Write the lower `width` bits of rows of lanes from word `start` on. Return the end.
 
-    Every word is first set, then added to: what was in it does not matter.
+    Every word is set before bits are added to it, so its earlier content does not matter.
     """
     n_bits = np.uint64(width)
     plane_bits = np.uint64(PLANE_BITS)
@@ -182,7 +183,7 @@ def _apply_patches(
     )
 )
 def _write_ascending(low: Any, high: Any, is_wide: bool, last: Any, filled: Any) -> int:
-    """Fill values from differences less one, which follow `last`. Return the last value."""
+    """Fill ascending values, which follow `last`, from differences minus one. Return the last value."""
     for i in range(np.uint64(len(filled))):
         last += np.int64(low[i]) + np.int64(1)
         if is_wide:
@@ -320,7 +321,7 @@ def _count_larger(values: Any, n_larger: Any) -> Any:
 
 @compiled("int64(int64[::1], int64, int64)")
 def _choose_width(n_larger: Any, max_bits: int, n_rows: int) -> int:
-    """Return the width of a group that takes the fewest bytes; of equal ones the largest.
+    """Return the width of a group that takes the fewest bytes; of several, the largest.
 
     `n_larger` and `max_bits` are those of `_count_larger`.
     """
@@ -414,9 +415,9 @@ def _pack_part(values: Any, memory: Any, memory_16: Any, memory_64: Any, start: 
 def pack_parts(
     values: Any, offsets: Any, memory: Any, memory_16: Any, memory_64: Any, sizes: Any
 ) -> int:
-    """Write parts into `memory`, of which the others are views, and their `sizes`. Return their bytes.
+    """Same as `codec.pack_parts`: write parts into `memory` and fill `sizes`. Return the bytes of all.
 
-    Same as `codec.pack_parts`.
+    `memory_16` and `memory_64` are views of `memory`.
     """
     end = 0
     for part in range(len(sizes)):

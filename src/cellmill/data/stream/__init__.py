@@ -1,9 +1,13 @@
 """From shards to micro-batches: the path of a count in training.
 
-Ranks of processes are *data ranks*: lanes and steps are shared among them. *Rank order* is that of
-the genes in a cell. `offsets` have the first entry of each row and the end of the last; `starts`
-and `stops` are the first entry of each run and the one after its last.
+`CellStream` joins two halves. `StepReader` reads packed cells step by step (`order`, `windows`,
+`lane_genes`); `BatchMaker` makes micro-batches of them (`unpacker`, `cell_tokenizer`,
+`micro_batches`).
 
-A gene is named by its row in the vocabulary, as in `SparseCounts.genes`; its token id is that row +
-`len(SPECIAL)`. A cell id is the index of the cell in its split or file.
+- data rank: rank of a data-parallel process; lanes are divided among data ranks
+- rank order: order of the genes in a cell, by count divided by corpus median, descending
+- gene: row in the vocabulary, as in `SparseCounts.genes`; its token id is that row + `len(SPECIAL)`
+- cell id: index of a cell in its split or file
+- `offsets`: first entry of each row and the end of the last
+- `starts`, `stops`: first entry of each run and the entry after its last
 """
