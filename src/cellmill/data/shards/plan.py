@@ -317,12 +317,12 @@ def _scan(
 ) -> _DatasetScan:
     """Hash and measure the cells of dataset `number`, in one pass over its file."""
     hashes = []
-    first = 0
     split_hashes = list[np.ndarray]()
     over_all_genes = split_by is None and vocabulary.training is not None
     with open_counts(path) as reader:
-        file_hashes = hash_genes(reader.var_names if over_all_genes else [])
+        file_gene_hashes = hash_genes(reader.var_names if over_all_genes else [])
         target = vocabulary.rows_of(reader.var_names)
+        n_read = 0
         cells = np.empty(reader.n_obs, CELL)
         cells["dataset"] = number
         cells["row"] = np.arange(reader.n_obs)
@@ -332,12 +332,12 @@ def _scan(
             values = positions_in_rows(counts.indptr) if reader.ordered else counts.data
             hashes.append(hash_cells(counts.indptr, counts.indices, values, gene_hashes))
             if over_all_genes:
-                in_file = hash_cells(block.indptr, block.indices, block.data, file_hashes)
-                split_hashes.append(in_file[:, 0])
-            part = cells[first : first + block.shape[0]]
-            part["nnz"] = np.diff(counts.indptr)
-            part["largest"] = 1 if reader.ordered else counts.max(axis=1).toarray().ravel()
-            first += block.shape[0]
+                all_hashes = hash_cells(block.indptr, block.indices, block.data, file_gene_hashes)
+                split_hashes.append(all_hashes[:, 0])
+            in_block = cells[n_read : n_read + block.shape[0]]
+            in_block["nnz"] = np.diff(counts.indptr)
+            in_block["largest"] = 1 if reader.ordered else counts.max(axis=1).toarray().ravel()
+            n_read += block.shape[0]
         split_values = None if split_by is None else reader.split_values(split_by)
         return _DatasetScan(
             dtypes={str(name): dtype_of(reader.read_column(name)) for name in reader.obs_columns},
@@ -384,9 +384,9 @@ def _assign_splits(
     hashes = np.concatenate([scan.hashes for scan in scans])[keep]
     fractions = (options.seed, options.val_frac, options.test_frac)
     if options.split_by is None:
-        over_all = [scan.split_hashes for scan in scans if scan.split_hashes is not None]
-        deciding = np.concatenate(over_all)[keep] if over_all else hashes[:, 0]
-        split = split_by_content(deciding, *fractions)
+        parts = [scan.split_hashes for scan in scans if scan.split_hashes is not None]
+        split_hashes = np.concatenate(parts)[keep] if parts else hashes[:, 0]
+        split = split_by_content(split_hashes, *fractions)
     else:
         values = np.concatenate(
             [scan.split_values for scan in scans if scan.split_values is not None]
