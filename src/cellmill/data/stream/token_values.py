@@ -57,12 +57,13 @@ def _choose_loops(kept: KeptGenes, with_counts: bool) -> Any:
     """
     n_tokens = int(kept.cu_seqlens[-1])
     offsets, genes, counts = kept.cells
-    compiled_dtypes = [(offsets, (np.int64,)), (genes, (np.int32,))]
+    arrays = [offsets, genes]
+    has_dtypes = offsets.dtype == np.int64 and genes.dtype == np.int32
     if with_counts:
-        compiled_dtypes.append((counts, (np.uint16, np.uint32)))
-    fits = all(
-        array.dtype in dtypes and array.flags.c_contiguous and array.flags.writeable
-        for array, dtypes in compiled_dtypes
+        arrays.append(counts)
+        has_dtypes = has_dtypes and counts.dtype in (np.uint16, np.uint32)
+    fits = has_dtypes and all(
+        array.flags.c_contiguous and array.flags.writeable for array in arrays
     )
     if n_tokens < LARGE_BATCH or not fits:
         return None
