@@ -12,6 +12,7 @@ import anndata as ad
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.sparse as sp
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -290,3 +291,69 @@ def test_what_cannot_be_predicted_is_refused(screen: Screen, corpus: dict[str, P
     other = export_model(screen.folder.parent / "other", corpus["vocabulary"])
     with pytest.raises(ConfigError, match=r"other: it predicts no responses; export a run with"):
         cellmill.load(other).perturb(screen.cells)
+
+
+def _copy(screen: Screen, **columns: Any) -> ad.AnnData:
+    """The cells of the screen, with other obs columns."""
+    cells = screen.cells.copy()
+    for name, values in columns.items():
+        cells.obs[name] = values
+    return cells
+
+
+def test_a_batch_whose_controls_have_no_counts_is_left_out(screen: Screen) -> None:
+    cells = _copy(screen)
+    is_control = (cells.obs["guide"] == "control").to_numpy()
+    in_y = (cells.obs["batch"] == "y").to_numpy()
+    counts = cells.X.toarray()
+    counts[is_control & in_y] = 0
+    cells.X = sp.csr_matrix(counts)
+    model = cellmill.load(screen.folder)
+    n = int((is_control & in_y).sum())
+    message = rf"adata: {n} controls are left out: .* batch has fewer than 10, or none with counts"
+    with pytest.warns(UserWarning, match=message):
+        response = model.perturb(cells, screen.names[:2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = model.perturb(cells[~in_y], screen.names[:2])
+    np.testing.assert_allclose(response.X, expected.X, atol=1e-6)
+    assert np.isfinite(response.X).all()
+    assert response.obs["n_cells"].tolist() == expected.obs["n_cells"].tolist()
+    counts[is_control] = 0
+    cells.X = sp.csr_matrix(counts)
+    message = f"adata: none of its {is_control.sum()} controls has a count on a gene that the model"
+    with pytest.raises(DataError, match=message):
+        model.perturb(cells)
+
+
+def test_a_control_that_was_trained_on_as_perturbation_warns(screen: Screen) -> None:
+    gene = screen.symbols[0]
+    model = cellmill.load(screen.folder)
+    message = (
+        f"trained on the control '{gene}' as a perturbation: predicted responses are changes from 'control', "
+        f"measured ones from '{gene}'"
+    )
+    with pytest.warns(UserWarning, match=message):
+        response = model.perturb(screen.cells, control=gene)
+    assert gene not in response.obs_names
+    assert response.uns["cellmill_response"]["control"] == gene
+    for name in (gene, "control"):
+        with pytest.raises(ConfigError, match=f"'{name}' is the control, which has no response"):
+            screen.perturb([name], control=gene)
+
+
+def test_a_gene_trained_on_by_its_name_is_refused_in_pairs(screen: Screen) -> None:
+    gene = screen.symbols[0]
+    message = "not trained on 'drug_1uM.*' and has no gene drug_1uM, so it cannot tell it from others; name"
+    with pytest.raises(ConfigError, match=f"{message} drug_1uM without other genes, on which"):
+        screen.perturb([f"drug_1uM+{gene}"])
+
+
+def test_columns_and_names_without_values_are_refused(screen: Screen) -> None:
+    model = cellmill.load(screen.folder)
+    for empty in (np.nan, None, ""):
+        message = r"expected controls named 'control' in obs column 'guide', got no value; name the"
+        with pytest.raises(DataError, match=message):
+            model.perturb(_copy(screen, guide=empty))
+    with pytest.raises(ConfigError, match=r"^perturbations: expected names, got none$"):
+        screen.perturb([])

@@ -20,6 +20,7 @@ import scipy.sparse as sp
 from cellmill.config.checks import check_rows
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Embed
+from cellmill.config.section import shown
 from cellmill.data.genes.names import match_columns, rows_of_names
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.reader import CountsReader
@@ -201,6 +202,12 @@ def _rows_of_genes(names: Sequence[str] | None, vocabulary: Vocabulary) -> np.nd
     """
     if names is None:
         return np.arange(vocabulary.n_genes)
+    names = [names] if isinstance(names, str) else list(names)
+    if not names:
+        raise ConfigError("genes: expected names, got none")
+    for name in names:
+        if not isinstance(name, str):
+            raise ConfigError(f"genes: expected names, got {shown(name)}")
     rows = rows_of_names(names, vocabulary)
     for name, row in rows.items():
         if row < 0:

@@ -11,6 +11,7 @@ Legend: U units (a perturbation, and a value of option `by`), G genes.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from cellmill.config.evaluate import Evaluate
 from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Embed
+from cellmill.config.section import shown
 from cellmill.data.arrays import text_values
 from cellmill.data.genes.names import SEPARATOR, match_columns, organisms_of, perturbed_genes
 from cellmill.data.genes.vocabulary import Vocabulary
@@ -94,6 +96,7 @@ def predict_file(
     DataError as `embed_cells`, and for a file without counts or with too few controls.
     """
     network, vocabulary, tokens, config = loaded
+    _check_words(wanted)
     objective = find_response(network)
     if objective is None:
         raise ConfigError(
@@ -116,7 +119,17 @@ def predict_file(
     groups = list(dict.fromkeys(str(roles[name].name) for name in strata))
     seed = Evaluate.model_validate({}).seed
     profiles = read_profiles(reader, columns, roles, strata, seed)
+    has_genes = profiles.depth > 0
     is_control = roles[IS_CONTROL].to_numpy()
+    if not (is_control & has_genes).any():
+        raise DataError(
+            f"{reader.path}: none of its {int(is_control.sum()):,} controls has a count on a gene that the model "
+            "knows; name other controls (--control)"
+        )
+    # the model predicts from no cell of other strata
+    strata_with_start = np.unique(profiles.stratum[(profiles.half == START) & has_genes])
+    has_start = np.isin(profiles.stratum, strata_with_start)
+    profiles = replace(profiles, stratum=np.where(has_start, profiles.stratum, -1))
     if profiles.stratum.max() < 0:
         raise DataError(
             f"{reader.path}: expected {2 * MIN_CONTROLS} controls in a group of {' and '.join(groups) or 'cells'}, "
@@ -126,11 +139,17 @@ def predict_file(
     if n_left_out:
         lines.append(
             f"{n_left_out:,} controls are left out: their group of {' and '.join(groups)} has fewer than "
-            f"{2 * MIN_CONTROLS}"
+            f"{2 * MIN_CONTROLS}, or none with counts"
         )
     values = text_values(roles["by"]).astype(str) if wanted.by else np.full(reader.n_obs, "")
     trained = objective.trained_levels(network)
-    names = _choose_names(wanted.perturbations, vocabulary, trained, own_control)
+    control = wanted.control or own_control
+    names = _choose_names(wanted.perturbations, vocabulary, trained, [own_control, control])
+    if control in trained:
+        lines.append(
+            f"warning: the model was trained on the control {control!r} as a perturbation: predicted responses are "
+            f"changes from {own_control!r}, measured ones from {control!r}"
+        )
     genes = perturbed_genes(names, vocabulary)
     for name in names:
         _check_known(name, genes[name], vocabulary, trained)
@@ -142,7 +161,6 @@ def predict_file(
         np.repeat(np.isin(names, trained), len(of_values)),
     )
 
-    has_genes = profiles.depth > 0
     is_read = np.zeros(reader.n_obs, bool)
     for stratum in range(profiles.stratum.max() + 1):
         is_read[profiles.start_controls(stratum, has_genes)] = True
@@ -188,7 +206,7 @@ def predict_file(
         "model_digest": config["weights_sha256"],
         "vocabulary_digest": vocabulary.digest,
         "unit": "change of log(1 + counts per 10,000 of the genes in var)",
-        "control": wanted.control or own_control,
+        "control": control,
         "strata": groups,
         "n_controls": int(is_read.sum()),
         "seed": seed,
@@ -202,6 +220,15 @@ def predict_file(
         layers={name: values.astype(np.float32) for name, values in layers.items()},
     )
     return response, [*lines, *_describe(units, roles, seen, is_read), *describe_limits(embedding)]
+
+
+def _check_words(wanted: Wanted) -> None:
+    """Raise ConfigError for a value, given in Python or as an empty argument, that is no text."""
+    for field in ("perturbation_column", "control", "by"):
+        value = getattr(wanted, field)
+        if value is not None and not (isinstance(value, str) and value):
+            flag = field.replace("_", "-")
+            raise ConfigError(f"--{flag}: expected a name, got {shown(value)}")
 
 
 def _read_roles(
@@ -234,9 +261,9 @@ def _read_roles(
     names = np.array([merged[text] for text in texts.tolist()], object)
     is_control = names == control
     if not is_control.any():
-        shown = list_first([name for name in sorted({*merged}) if name], MAX_NAMES)
+        values = list_first([name for name in sorted({*merged}) if name], MAX_NAMES) or "no value"
         raise DataError(
-            f"{reader.path}: expected controls named {control!r} in obs column {column!r}, got {shown}; name the "
+            f"{reader.path}: expected controls named {control!r} in obs column {column!r}, got {values}; name the "
             "control (--control)"
         )
     roles["perturbation"] = pd.Series(names, obs.index)
@@ -245,23 +272,34 @@ def _read_roles(
 
 
 def _choose_names(
-    given: Sequence[str] | None, vocabulary: Vocabulary, trained: Sequence[str], control: str
+    given: Sequence[str] | None,
+    vocabulary: Vocabulary,
+    trained: Sequence[str],
+    controls: Sequence[str],
 ) -> list[str]:
-    """Names of the perturbations to predict, as stage preprocess writes them, each once."""
+    """Names of the perturbations to predict, as stage preprocess writes them, each once. `controls` are
+    the model's and the file's.
+    """
     if given is None:
-        return [*trained]
+        return [name for name in trained if name not in controls]
     organism = next(iter(organisms_of(vocabulary)), None)
     targets = TargetNames([*vocabulary.symbols, *vocabulary.gene_ids], organism)
-    given = [given] if isinstance(given, str) else given
+    given = [given] if isinstance(given, str) else list(given)
+    for name in given:
+        if not isinstance(name, str):
+            raise ConfigError(f"perturbations: expected names, got {shown(name)}")
     given = [name if name in trained else name.strip() for name in given]
     if not all(given):
         raise ConfigError("perturbations: expected names, got an empty one; leave it out")
-    merged = merge_names(given, [control], targets).names
+    merged = merge_names(given, controls[:1], targets).names
     names = [name if name in trained else merged[name] for name in given]
-    if control in names:
-        raise ConfigError(
-            f"perturbations: {given[names.index(control)]!r} is the control, which has no response; leave it out"
-        )
+    for text, name in zip(given, names):
+        if name in controls:
+            raise ConfigError(
+                f"perturbations: {text!r} is the control, which has no response; leave it out"
+            )
+    if not names:
+        raise ConfigError("perturbations: expected names, got none")
     return list(dict.fromkeys(names))
 
 
@@ -288,6 +326,8 @@ def _check_known(
         )
     unknown = [part for part in parts if not perturbed_genes([part], vocabulary)[part]]
     hint = did_you_mean(unknown[0], [*trained, *vocabulary.symbols])
+    if unknown[0] in trained:  # by a vector of its own
+        hint = f"name {unknown[0]} without other genes, on which it was trained"
     raise ConfigError(
         f"perturbations: the model was not trained on {name!r} and has no gene {', '.join(unknown)}, so it cannot "
         f"tell it from others; {hint}"
