@@ -92,7 +92,13 @@ def test_predict_prints_the_comparison(
     assert f"cells: age: {cells.n_obs} cells, correlation {r:.3f}, " in printed
     error = np.abs(written["age"] - written["cellmill_value"]).mean()
     assert (f"mean absolute error {error:.4g}, " in printed) == (loss == "mse")
+    cells.obs["age"] = "old"
+    cells.write_h5ad(given)
+    assert main([*words, "--out", str(tmp_path / "out.h5ad")]) == 0
+    assert "cells: warning: obs column age: no cell has a number\n" in capsys.readouterr().out
     del cells.obs["age"]
     cells.write_h5ad(given)
     assert main([*words, "--out", str(tmp_path / "out.h5ad")]) == 0
-    assert "correlation" not in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "correlation" not in printed
+    assert "no cell has a number" not in printed

@@ -209,6 +209,10 @@ def test_what_cannot_be_imputed_is_refused_in_a_line(
         ConfigError, match=r"^impute: unknown argument 'gene'; did you mean 'genes'"
     ):
         model.impute(cells, gene=ids)
+    for given, text in (([], "none"), ([3], "3")):
+        with pytest.raises(ConfigError, match=rf"^genes: expected names, got {text}$"):
+            model.impute(cells, given)
+    assert model.impute(cells, ids[0]).var_names.tolist() == ids[:1]
     silent = export_model(tmp_path / "silent", corpus["vocabulary"], objective="masked_gene")
     with pytest.raises(ConfigError, match=r"silent: it predicts no expression; export a run with"):
         cellmill.load(silent).impute(cells, ids)

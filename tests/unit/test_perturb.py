@@ -357,3 +357,9 @@ def test_columns_and_names_without_values_are_refused(screen: Screen) -> None:
             model.perturb(_copy(screen, guide=empty))
     with pytest.raises(ConfigError, match=r"^perturbations: expected names, got none$"):
         screen.perturb([])
+    with pytest.raises(ConfigError, match=r"^perturbations: expected names, got 1$"):
+        screen.perturb([1])
+    for option, value, text in (("control", "", "''"), ("control", 5, "5"), ("by", ["a"], "['a']")):
+        message = f"^{re.escape(f'--{option}: expected a name, got {text}')}$"
+        with pytest.raises(ConfigError, match=message):
+            screen.perturb(**{option: value})

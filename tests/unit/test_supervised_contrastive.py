@@ -221,6 +221,15 @@ def test_the_card_names_the_labels_used() -> None:
     assert "`b`; cells of rare values of obs column cell_type were read more often |" in weighted
 
 
+def test_the_card_has_the_correlation_of_hidden_genes() -> None:
+    ridge = {"decoder_weight": 0.1, "validation_correlation": 0.304}
+    begin = "| hidden genes | decoder 10%, ridge regression 90%"
+    of_genes = "mean correlation of a hidden gene over validation cells 0.30, with a fifth of the genes hidden"
+    assert f"{begin}; {of_genes} |\n" in card("profile", LABELLED, [], ridge=ridge)
+    without = card("profile", LABELLED, [], ridge=ridge | {"validation_correlation": None})
+    assert f"{begin} |\n" in without
+
+
 def test_the_card_of_a_sum_has_the_options_of_its_parts() -> None:
     parts = {"cell_decoding": {"name": "cell_decoding", "weight": 1.0, "view": "thin"}}
     parts["masked_gene"] = {"name": "masked_gene", "weight": 0.3, "mask_frac": 0.15}

@@ -171,6 +171,8 @@ def predict_heads(
         predicted.obs[VALUE + suffix] = numbers
         predicted.about[f"value_column{suffix}"] = column
         given = parse_columns(obs, [column])[:, 0]
+        if column in obs and not np.isfinite(given).any():
+            predicted.agreement.append(f"warning: obs column {column}: no cell has a number")
         in_units = head.config.loss != "pearson"
         mean = head.config.target_mean if in_units else None
         figures, lines = compare_numbers(column, given, numbers.astype(np.float64), mean, seen)

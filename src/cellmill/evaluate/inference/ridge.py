@@ -8,6 +8,7 @@ others, which is subtracted. Source: Tipping & Bishop 1999, sections 3.2 and 3.3
 Legend: C cells, V genes of the vocabulary, G hidden genes, K factors.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ class GeneRidge:
     # (1,) float32: weight of the decoder in the mean of both predictions
     decoder_weight: np.ndarray
     # mean correlation over validation cells of a gene that is hidden with a fifth of the genes, by
-    # the weighted mean; None without these cells, and in exports of before
+    # the weighted mean; of genes that vary in these cells. None without any, and in exports of before
     validation_correlation: float | None = None
 
     @classmethod
@@ -125,7 +126,8 @@ class GeneRidge:
         if not isinstance(entry, dict) or sha256_file(path) != entry.get("sha256"):
             raise unusable(path, "its SHA-256 is not the one in config.json: damaged")
         correlation = entry.get("validation_correlation")
-        if not isinstance(correlation, float | None):
+        is_number = isinstance(correlation, float) and math.isfinite(correlation)
+        if correlation is not None and not is_number:
             raise unusable(
                 folder / "config.json", "ridge.validation_correlation: expected a number"
             )

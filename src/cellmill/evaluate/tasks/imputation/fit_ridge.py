@@ -83,6 +83,7 @@ def _choose_noise_and_weight(ridge: GeneRidge, context: Context, group: np.ndarr
     part_of_gene = seeded(context.model.seed, draws.RIDGE_PARTS).permutation(len(genes)) % PARTS
     counts = read_rows(context.reader, np.arange(context.reader.n_obs))
     scores = np.zeros((len(NOISES), len(WEIGHTS)))
+    n_varying = 0  # genes that have a correlation
     for part in range(PARTS):
         cells = PartlyHiddenCells.from_context(context, counts, genes[part_of_gene == part])
         vectors = cells.embed(cells.network)
@@ -90,13 +91,14 @@ def _choose_noise_and_weight(ridge: GeneRidge, context: Context, group: np.ndarr
         assert decoded is not None, "expected a model with cell_decoding"
         decoded = _centre(decoded, group)
         measured = _centre(cells.hidden_expression, group)
+        n_varying += np.count_nonzero(_dot(measured, measured))
         for row, by_ridge in enumerate(cells.predict_by_ridge(ridge, NOISES)):
             scores[row] += _score_weights(decoded, _centre(by_ridge, group), measured)
     best, column = np.unravel_index(scores.argmax(), scores.shape)
     noise = ridge.noise * np.float32(NOISES[best])
     weight = np.array([WEIGHTS[column]], np.float32)
     # a gene is hidden once
-    correlation = float(scores.max() / len(genes))
+    correlation = float(scores.max() / n_varying) if n_varying else None
     return replace(ridge, noise=noise, decoder_weight=weight, validation_correlation=correlation)
 
 
