@@ -42,7 +42,7 @@ SPECIAL_KINDS = {
 }
 _TEMPORARY = r"\.+{stem}(\.(?P<host>[0-9a-f]{{6}})-(?P<pid>\d+)-[0-9a-f]{{8}}\.incomplete)+"
 _SURELY_LEFT_S = 86400  # age of a temporary file of another host that nobody writes to any more
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 QUIET_S = 5.0
 EVERY_S = 30.0
 REDRAW_S = 0.2
@@ -68,12 +68,13 @@ HOST = _processes()
 
 
 @contextmanager
-def atomic_path(final: Path) -> Iterator[Path]:
+def atomic_path(final: Path, copy_of: Path | None = None) -> Iterator[Path]:
     """A temporary path, fsynced and renamed to `final` if the block ends without an error.
 
-    It has the suffix of `final`, by which libraries choose a format. Raise DataError for a device,
-    FIFO or socket, which the rename would replace, and OSError with the name of `final` if the disk
-    or the quota is full.
+    It has the suffix of `final`, by which libraries choose a format. A changed copy of the file
+    `copy_of` keeps the permissions of a `final` that exists, and else is for nobody who may not read
+    `copy_of`. Raise DataError for a device, FIFO or socket, which the rename would replace, and
+    OSError with the name of `final` if the disk or the quota is full.
     """
     final = Path(final)
     if final.is_dir():  # the rename would name the temporary path
@@ -84,9 +85,14 @@ def atomic_path(final: Path) -> Iterator[Path]:
     writer = f"{HOST}-{os.getpid()}-{secrets.token_hex(4)}"
     temporary = final.with_name(f".{final.stem}.{writer}.incomplete{final.suffix}")
     temporary.touch(exist_ok=False)
-    mode = temporary.stat().st_mode
+    mode = stat.S_IMODE(temporary.stat().st_mode)
     try:
-        with named_errors(final, _FULL):
+        if copy_of is not None:
+            mode &= copy_of.stat().st_mode | stat.S_IRWXU
+            if final.exists():
+                mode = stat.S_IMODE(final.stat().st_mode)
+            temporary.chmod(mode | stat.S_IRUSR | stat.S_IWUSR)
+        with named_errors(final, FULL):
             yield temporary
             # safetensors replaces the file by one of mode 0600, which the group cannot read
             temporary.chmod(mode)

@@ -1,5 +1,6 @@
 """Writing an AnnData: every version's AnnData, with all its mappings, is read back as it was."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +11,11 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 
+from cellmill.cli import main
 from cellmill.data.inputs.h5 import create_h5, write_anndata
 from cellmill.evaluate.inference.files import write_prediction
 from cellmill.evaluate.inference.predict import Predicted
+from tests.unit.limits import full_after
 
 MAPPINGS = ("layers", "obsm", "obsp", "varm", "varp", "uns")
 
@@ -110,3 +113,60 @@ def test_a_prediction_leaves_nothing_of_an_earlier_one(tmp_path: Path, how: str)
     suffixed = ["cellmill_rejected_tissue"] if how == "obs alone" else []
     assert sorted(adata.obs) == sorted(["cellmill_label_old", *suffixed, "cellmill_value"])
     assert list(adata.obsm) == []
+
+
+@pytest.mark.parametrize(
+    ("source_mode", "earlier_mode", "expected"),
+    [(0o600, None, 0o600), (0o640, None, 0o640), (0o666, None, 0o644), (0o640, 0o604, 0o604)],
+)
+def test_a_changed_copy_has_no_new_readers(
+    tmp_path: Path, source_mode: int, earlier_mode: int | None, expected: int
+) -> None:
+    source = tmp_path / "cells.h5ad"
+    ad.AnnData(np.ones((2, 1), np.float32)).write_h5ad(source)
+    source.chmod(source_mode)
+    out = tmp_path / "out.h5ad"
+    if earlier_mode is not None:
+        out.touch()
+        out.chmod(earlier_mode)
+    umask = os.umask(0o022)
+    try:
+        with create_h5(out, copy_of=source):
+            [temporary] = tmp_path.glob(".out.*")
+            assert temporary.stat().st_mode & 0o077 == expected & 0o077
+        with create_h5(source, copy_of=source):
+            pass
+    finally:
+        os.umask(umask)
+    assert out.stat().st_mode & 0o777 == expected
+    assert source.stat().st_mode & 0o777 == source_mode
+
+
+def test_a_full_disk_is_that_of_the_copy(tmp_path: Path) -> None:
+    source = tmp_path / "cells.h5ad"
+    ad.AnnData(np.ones((200, 9), np.float32)).write_h5ad(source)
+    before = source.read_bytes()
+    out = tmp_path / "out.h5ad"
+    with (
+        full_after(100),
+        pytest.raises(OSError, match="File too large") as error,
+        create_h5(out, copy_of=source),
+    ):
+        pass
+    assert error.value.filename == str(out)
+    assert [path.name for path in tmp_path.iterdir()] == ["cells.h5ad"]
+    assert source.read_bytes() == before
+
+
+def test_an_output_that_cannot_be_written_is_refused_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.h5ad"
+    out.mkdir()
+    given = tmp_path / "cells.h5ad"
+    ad.AnnData(np.ones((2, 1), np.float32)).write_h5ad(given)
+    words = ["--model", str(tmp_path / "none"), "--input", str(given), "--out", str(out)]
+    for stage in ("embed", "predict", "impute", "perturb"):
+        assert main([stage, *words]) == 2
+        message = f"cellmill {stage}: --out {out}: Is a directory; name another file\n"
+        assert capsys.readouterr().err == message

@@ -24,7 +24,7 @@ import scipy.sparse as sp
 from cellmill.data.arrays import plain_text
 from cellmill.data.inputs.h5_walk import open_without_locks
 from cellmill.errors import ConfigError, DataError, UserError
-from cellmill.files import atomic_path, named_errors, require_file
+from cellmill.files import FULL, atomic_path, check_writable, named_errors, require_file
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -78,9 +78,12 @@ def read_texts(item: h5py.Dataset | h5py.Group) -> np.ndarray:
 
 
 def check_h5ad(out: Path, option: str) -> None:
-    """Raise ConfigError for an output whose name does not end as an AnnData file's."""
+    """Raise ConfigError for an output whose name does not end as an AnnData file's, or that could not
+    be written.
+    """
     if out.suffix != ".h5ad":
         raise ConfigError(f"{option} {out}: expected a name that ends in .h5ad")
+    check_writable(out, option)
 
 
 class NewH5File(h5py.File):
@@ -100,9 +103,9 @@ def create_h5(
     `path` when the disk is full.
     """
     aligned = {"alignment_threshold": alignment, "alignment_interval": alignment}
-    with named_errors(path), atomic_path(path) as temporary:
+    with named_errors(path), atomic_path(path, copy_of) as temporary:
         if copy_of is not None:
-            shutil.copyfile(copy_of, temporary)
+            _copy(copy_of, temporary)
         with _Disk(temporary, "r+") as disk:
             try:
                 with NewH5File(disk, "w" if copy_of is None else "r+", **aligned) as file:
@@ -112,6 +115,18 @@ def create_h5(
             except (OSError, RuntimeError) as error:
                 raise disk.error or error from None
             disk.raise_if_failed()
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a file. Raise an OSError without a name if the disk of the copy is full, for which
+    shutil's names the source.
+    """
+    try:
+        shutil.copyfile(source, target)
+    except OSError as error:
+        if error.errno in FULL:
+            raise OSError(error.errno, error.strerror) from None
+        raise
 
 
 class _Disk(io.FileIO):
