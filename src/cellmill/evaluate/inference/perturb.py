@@ -227,8 +227,7 @@ def _check_words(wanted: Wanted) -> None:
     for field in ("perturbation_column", "control", "by"):
         value = getattr(wanted, field)
         if value is not None and not (isinstance(value, str) and value):
-            flag = field.replace("_", "-")
-            raise ConfigError(f"--{flag}: expected a name, got {shown(value)}")
+            raise ConfigError(f"--{field.replace('_', '-')}: expected a name, got {shown(value)}")
 
 
 def _read_roles(
@@ -275,11 +274,9 @@ def _choose_names(
     given: Sequence[str] | None,
     vocabulary: Vocabulary,
     trained: Sequence[str],
-    controls: Sequence[str],
+    controls: Sequence[str],  # the model's and the file's
 ) -> list[str]:
-    """Names of the perturbations to predict, as stage preprocess writes them, each once. `controls` are
-    the model's and the file's.
-    """
+    """Names of the perturbations to predict, as stage preprocess writes them, each once."""
     if given is None:
         return [name for name in trained if name not in controls]
     organism = next(iter(organisms_of(vocabulary)), None)

@@ -91,7 +91,7 @@ def _choose_noise_and_weight(ridge: GeneRidge, context: Context, group: np.ndarr
         assert decoded is not None, "expected a model with cell_decoding"
         decoded = _centre(decoded, group)
         measured = _centre(cells.hidden_expression, group)
-        n_varying += np.count_nonzero(_dot(measured, measured))
+        n_varying += int(np.count_nonzero(_dot(measured, measured)))
         for row, by_ridge in enumerate(cells.predict_by_ridge(ridge, NOISES)):
             scores[row] += _score_weights(decoded, _centre(by_ridge, group), measured)
     best, column = np.unravel_index(scores.argmax(), scores.shape)
