@@ -1,10 +1,11 @@
 """plan: estimate memory, traffic and time of a run before any device is requested.
 
-Reads no cell, only the row offsets of the shards. A run that cannot work is refused in one line
-that names the memory it needs, the memory of the device, and the first change that helps.
+No cell is read, only the row offsets of the shards. A run that cannot work is refused in one line: the
+memory that it needs, the memory of the device, and the first change that helps.
 """
 
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,6 +36,21 @@ ASSUMED_GENES = 20_000
 ASSUMED_LEVELS = 16  # levels of an obs column that the run reads
 
 
+class PlannedCorpus(NamedTuple):
+    """The corpus of a plan, read from shards or assumed."""
+
+    options: PlanOptions  # with the obs columns that the objective takes from the corpus
+    size: CorpusSize
+    detected: np.ndarray  # `(cells,)` int64: genes that each training cell has
+    kept: np.ndarray  # `(cells,)` int64: genes of each training cell that become tokens
+    fingerprint: str | None = None  # None if the corpus is assumed
+
+    @property
+    def cut_cells_frac(self) -> float:
+        """Fraction of cells with more genes than tokens.max_tokens."""
+        return float((self.detected > self.kept).mean())
+
+
 def plan(
     *,
     options: PlanOptions,
@@ -47,100 +63,130 @@ def plan(
     genes: int | None = None,
     train: Path | None = None,
 ) -> None:
-    """Print the plan, or the best layouts, and write `out`; without `manifest` for assumed cells.
+    """Print the plan of a run and write it to `out`; with `suggest`, only print the best layouts.
 
-    `train` is the run's folder of that stage, by default next to `out`: a training that it holds and
-    that cannot continue with these options gets a warning.
+    Without `manifest` the corpus is assumed, with `cells` cells and `genes` genes. `train` is the folder
+    of the run's training, by default next to `out`; the plan warns if that training cannot continue
+    with these options.
 
-    Raise ConfigError if the run cannot work.
+    Raise ConfigError if the run cannot work, or if no layout fits.
     """
     device = device.lower()
-    fingerprint: str | None = None
     if manifest is None:
-        cells = cells or ASSUMED_CELLS
-        genes = genes or ASSUMED_GENES
-        # the defaults of val_frac and test_frac
-        longest = min(options.tokens.max_tokens, genes)
-        val = cells // 8
-        print(
-            f"no --manifest given; assuming {cells:,} cells of {longest:,} tokens each, {genes:,} genes, and {val:,} "
-            "validation cells\n"
-        )
-        levels = dict.fromkeys(options.obs_columns(), tuple(map(str, range(ASSUMED_LEVELS))))
-        detected = kept = np.full(min(cells, SAMPLED_CELLS), longest)
-        corpus = CorpusSize(kept, genes, val, n_training=cells, levels=levels)
+        corpus = _assume_corpus(options, cells or ASSUMED_CELLS, genes or ASSUMED_GENES)
     else:
-        chosen, shards, n_cells, fingerprint = open_corpus(options, manifest)
-        options = options.model_copy(update={"objective": chosen.objective})
-        detected = count_detected_genes(shards)[:n_cells]
-        if options.stream.weight_by is not None:  # cells are not read equally often
-            times_read = read_repeats(shards, "train", options.stream, n_cells).times_read(
-                options.train.seed, 0, 0
-            )
-            detected = detected.repeat(times_read)
-        kept, zeros = count_kept_and_zeros(options.tokens, detected, shards.n_genes)
-        levels = shards.levels(options.obs_columns())
-        corpus = CorpusSize(
-            kept + zeros, shards.n_genes, n_validation=shards.splits["val"].n_obs, levels=levels
-        )
+        corpus = _read_corpus(options, manifest)
+    options = corpus.options
     if suggest:
-        suggestions = suggest_layouts(options, corpus, machine, device)
+        suggestions = suggest_layouts(options, corpus.size, machine, device)
         print(format_suggestions(suggestions, options, machine, device), flush=True)
         if not suggestions.fitting:
             raise ConfigError("no layout fits, for the reasons above")
         return
-    named_device = find_device(device)
-    check_precision(options.parallel, device, named_device)
-    check_nodes(options, machine.node_counts, machine.nproc_per_node, corpus.n_cells)
-    hardware = find_hardware(options, machine, device)
-    memory = check_memory(options, corpus, hardware)
-    cost = estimate_cost(options, corpus, hardware, named_device, memory)
-    cut_cells_frac = float((detected > kept).mean())
-    warnings = options.objective.warnings()
-    # the family's blocks compute rows of cells
-    if cut_cells_frac and not options.model.sequence_parallel:
-        warnings.append(
-            f"set tokens.max_tokens to {detected.max()}, the most genes of a cell: family {options.model.family} is "
-            "more accurate with all of them, at little more cost (docs/quality.md)"
-        )
-    plan = RunPlan(
-        cost,
-        corpus,
-        hardware,
-        largest_micro_batch=find_largest_micro_batch(options, corpus, hardware),
-        genes_per_cell=float(detected.mean()),
-        cut_cells_frac=cut_cells_frac,
-        fingerprint=fingerprint,
-        warnings=warnings,
-    )
-    # host memory that the processes of a node pin
-    pinned = machine.nproc_per_node * sum(plan.host)
-    if machine.mem_mb and pinned > machine.mem_mb * MB:
-        raise ConfigError(
-            f"the {machine.nproc_per_node} processes of a node pin {format_bytes(pinned)} of host memory for "
-            f"checkpoints and cpu_offload, but mem_mb is {machine.mem_mb}; raise it for train in the profile (0 is all "
-            "of a node), or use more nodes"
-        )
+    run_plan = _plan_run(corpus, machine, device)
+    _check_host_memory(run_plan, machine)
     if out is not None:
-        write_json(out, plan.record())
-    lines = [format_plan(plan)]
+        write_json(out, run_plan.record())
+    lines = [format_plan(run_plan)]
     if device == "cpu":
-        measured = measure_cpu(named_device, machine.nproc_per_node)
-        estimated = estimate_cost(options, corpus, hardware, measured, memory).time
-        assert estimated is not None, "the rate was measured"
-        time = span(max(1.0, 3600 * estimated.hours))
-        speed = f"{(measured.fp32_flops or 0) / 1e9:,.0f} GFLOP/s per process"
-        text = (
-            f"about {time} of training, without start-up, on CPU cores like these, measured now at {speed}; steps of a "
-            "few ms take longer"
-        )
-        lines.append(format_line("time", text))
+        lines.append(_format_cpu_time(run_plan))
     if train is None and out is not None:
         train = out.parent / "train"
     if train is not None:
-        steps = None if manifest is None else cost.work.steps
+        steps = None if manifest is None else run_plan.cost.work.steps
         refusal = foresee_refusal(train, options, steps)
         if refusal is not None:
             lines.append(format_line("warning", f"stage train will refuse this run: {refusal}"))
-    lines += format_scaling(options, corpus, machine, device, named_device)
+    lines += format_scaling(options, corpus.size, machine, device, find_device(device))
     print("\n".join(lines), flush=True)
+
+
+def _assume_corpus(options: PlanOptions, n_cells: int, n_genes: int) -> PlannedCorpus:
+    """Assume a corpus whose cells all have as many tokens as the run allows, and print its sizes."""
+    n_tokens = min(options.tokens.max_tokens, n_genes)
+    n_validation = n_cells // 8  # by the defaults of val_frac and test_frac
+    print(
+        f"no --manifest given; assuming {n_cells:,} cells of {n_tokens:,} tokens each, {n_genes:,} genes, and "
+        f"{n_validation:,} validation cells\n"
+    )
+    levels = dict.fromkeys(options.obs_columns(), tuple(map(str, range(ASSUMED_LEVELS))))
+    tokens = np.full(min(n_cells, SAMPLED_CELLS), n_tokens)
+    size = CorpusSize(tokens, n_genes, n_validation, n_training=n_cells, levels=levels)
+    return PlannedCorpus(options, size, detected=tokens, kept=tokens)
+
+
+def _read_corpus(options: PlanOptions, manifest: Path) -> PlannedCorpus:
+    """Count the genes and tokens of the training cells from the row offsets of the shards.
+
+    Raise ConfigError if the run cannot be trained on them, DataError for a damaged manifest.
+    """
+    chosen, shards, n_cells, fingerprint = open_corpus(options, manifest)
+    options = options.model_copy(update={"objective": chosen.objective})
+    detected = count_detected_genes(shards)[:n_cells]
+    if options.stream.weight_by is not None:  # cells are not read equally often
+        repeats = read_repeats(shards, "train", options.stream, n_cells)
+        times_read = repeats.times_read(options.train.seed, epoch=0, first_step=0)
+        detected = detected.repeat(times_read)
+    kept, zeros = count_kept_and_zeros(options.tokens, detected, shards.n_genes)
+    size = CorpusSize(
+        kept + zeros,
+        shards.n_genes,
+        n_validation=shards.splits["val"].n_obs,
+        levels=shards.levels(options.obs_columns()),
+    )
+    return PlannedCorpus(options, size, detected, kept, fingerprint)
+
+
+def _plan_run(corpus: PlannedCorpus, machine: Machine, device_name: str) -> RunPlan:
+    """Check the run against the machine and estimate it. Raise ConfigError if it cannot work."""
+    options = corpus.options
+    device = find_device(device_name)
+    check_precision(options.parallel, device_name, device)
+    check_nodes(options, machine.node_counts, machine.nproc_per_node, corpus.size.n_cells)
+    hardware = find_hardware(options, machine, device_name)
+    memory = check_memory(options, corpus.size, hardware)
+    cost = estimate_cost(options, corpus.size, hardware, device, memory)
+    warnings = options.objective.warnings()
+    # `sequence_parallel` is False for families whose blocks compute one row per cell, not per token
+    if corpus.cut_cells_frac and not options.model.sequence_parallel:
+        warnings.append(
+            f"set tokens.max_tokens to {corpus.detected.max()}, the most genes of a cell: family "
+            f"{options.model.family} is more accurate with all of them, at little more cost (docs/quality.md)"
+        )
+    return RunPlan(
+        cost,
+        corpus.size,
+        hardware,
+        largest_micro_batch=find_largest_micro_batch(options, corpus.size, hardware),
+        genes_per_cell=float(corpus.detected.mean()),
+        cut_cells_frac=corpus.cut_cells_frac,
+        fingerprint=corpus.fingerprint,
+        warnings=warnings,
+    )
+
+
+def _check_host_memory(run_plan: RunPlan, machine: Machine) -> None:
+    """Raise ConfigError if the processes of a node pin more host memory than its job requests."""
+    pinned_bytes = machine.nproc_per_node * sum(run_plan.host)
+    if machine.mem_mb and pinned_bytes > machine.mem_mb * MB:
+        raise ConfigError(
+            f"the {machine.nproc_per_node} processes of a node pin {format_bytes(pinned_bytes)} of host memory for "
+            f"checkpoints and cpu_offload, but mem_mb is {machine.mem_mb}; raise it for train in the profile (0 is all "
+            "of a node), or use more nodes"
+        )
+
+
+def _format_cpu_time(run_plan: RunPlan) -> str:
+    """Format the time of the run on CPU cores like these, whose speed is measured now."""
+    cost = run_plan.cost
+    hardware = run_plan.hardware
+    cpu = measure_cpu(find_device("cpu"), hardware.nproc_per_node)
+    time = estimate_cost(cost.options, run_plan.corpus, hardware, cpu, cost.memory).time
+    assert time is not None, "the rate was measured"
+    duration = span(max(1.0, 3600 * time.hours))
+    speed = f"{(cpu.fp32_flops or 0) / 1e9:,.0f} GFLOP/s per process"
+    return format_line(
+        "time",
+        f"about {duration} of training, without start-up, on CPU cores like these, measured now at {speed}; "
+        "steps of a few ms take longer",
+    )
