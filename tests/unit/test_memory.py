@@ -141,12 +141,14 @@ def test_checkpointing_keeps_only_inputs_of_blocks() -> None:
 def test_a_pipeline_holds_each_block_once(schedule: str) -> None:
     model = _model(3, pp=3, schedule=schedule)
     parallel = model.parallel
-    stages = [*chain.from_iterable(map(model.list_stages_of, range(3)))]
+    stages = [*chain.from_iterable(map(model.list_rank_stages, range(3)))]
     assert sum(stage.n_blocks for stage in stages) == SIZE.n_blocks
     tied = SIZE.tied.parameters
-    assert sum(model.totals(rank).parameters for rank in range(3)) == SIZE.parameters + tied
+    assert (
+        sum(model.sum_rank_totals(rank).parameters for rank in range(3)) == SIZE.parameters + tied
+    )
     load = Load(10, 100, 2)
-    assert sum(stage.flops(load) for stage in stages) == pytest.approx(SIZE.flops.count(load))
+    assert sum(stage.count_flops(load) for stage in stages) == pytest.approx(SIZE.flops.count(load))
     numbers = [*list_stages(0, parallel), *list_stages(1, parallel), *list_stages(2, parallel)]
     assert sorted(numbers) == list(range(parallel.n_stages))
 
@@ -188,7 +190,7 @@ def test_a_checkpoint_needs_twelve_bytes_per_parameter() -> None:
 def test_the_average_of_the_weights_is_where_the_weights_are(how: str | None) -> None:
     without = _model(4, sharding_strategy="FULL_SHARD", cpu_offload=how)
     model = replace(without, keeps_average=True)
-    share = 4 * -(-without.totals(0).trained // 4)
+    share = 4 * -(-without.sum_rank_totals(0).trained // 4)
     device, host = (0, share) if how == "full" else (share, 0)
     memory = estimate_peak_memory(model, SHORT, 1)
     assert (memory.average, memory.total - estimate_peak_memory(without, SHORT, 1).total) == (

@@ -96,8 +96,8 @@ class _RankMemory:
     ) -> None:
         self.model = model
         self.parallel = model.parallel
-        self.totals = model.totals(rank)
-        self.stages = model.list_stages_of(rank)
+        self.totals = model.sum_rank_totals(rank)
+        self.stages = model.list_rank_stages(rank)
         self.micro_batch_tokens = micro_batch_tokens
         self.micro_batches = micro_batches
         self.in_flight = count_in_flight(self.parallel, rank, micro_batches)
@@ -258,7 +258,7 @@ class _RankMemory:
         per_block = kept_by_checkpointing[self.parallel.activation_checkpointing]
         kept = 0.0
         for n_micro_batches, stage in zip(self._in_flight_by_stage(), self.stages):
-            kept += n_micro_batches * stage.activations(per_block)
+            kept += n_micro_batches * stage.count_activations(per_block)
         # a block computes again what it has not kept before its backward pass begins
         recomputed = size.block.activations_per_token - per_block
         workspace = size.block_workspace_per_token + recomputed
@@ -300,7 +300,7 @@ def estimate_host_bytes(model: PlannedModel) -> HostBytes:
         """Count the bytes of all weights, and of `n_tensors` copies of the trained ones."""
         elements = 0  # of the largest pipeline rank
         for rank in range(model.layout.pp):
-            totals = model.totals(rank)
+            totals = model.sum_rank_totals(rank)
             elements = max(elements, totals.parameters + n_tensors * totals.trained)
         return FLOAT32_BYTES * -(-elements // model.ranks_per_copy)
 

@@ -34,15 +34,18 @@ class Stage:
     has_begin: bool  # True if it has the part before the blocks
     has_finish: bool  # True if it has the part after the blocks
 
-    def flops(self, load: Load) -> float:
+    def count_flops(self, load: Load) -> float:
         """Count the FLOPs of the stage for `load`, forward and backward."""
         return self.size.flops.count(load, self.n_blocks, self.has_begin, self.has_finish)
 
-    def activations(self, per_block: float) -> float:
+    def count_activations(self, per_block: float) -> float:
         """Count the elements kept per token for the backward pass, with `per_block` in each block."""
-        begin = self.has_begin * self.size.begin.activations_per_token
-        finish = self.has_finish * self.size.finish.activations_per_token
-        return self.n_blocks * per_block + (begin + finish)
+        outside = 0.0
+        if self.has_begin:
+            outside += self.size.begin.activations_per_token
+        if self.has_finish:
+            outside += self.size.finish.activations_per_token
+        return self.n_blocks * per_block + outside
 
 
 @dataclass(frozen=True)
@@ -96,28 +99,30 @@ class PlannedModel:
         """Data-parallel ranks that share one copy of the weights."""
         return self.layout.dp_shard if self.is_sharded else 1
 
-    def list_stages_of(self, rank: int) -> list[Stage]:
+    def list_rank_stages(self, rank: int) -> list[Stage]:
         """List the stages of pipeline rank `rank`, in the order of `parallel.mesh.list_stages`."""
         n_stages = self.parallel.n_stages
         stages = []
         for stage in list_stages(rank, self.parallel):
-            blocks = len(list_blocks(stage, n_stages, self.size.n_blocks))
-            stages.append(Stage(self.size, blocks, stage == 0, stage == n_stages - 1))
+            n_blocks = len(list_blocks(stage, n_stages, self.size.n_blocks))
+            is_first = stage == 0
+            is_last = stage == n_stages - 1
+            stages.append(Stage(self.size, n_blocks, has_begin=is_first, has_finish=is_last))
         return stages
 
-    def totals(self, rank: int) -> RankTotals:
+    def sum_rank_totals(self, rank: int) -> RankTotals:
         """Sum blocks and parameters over the stages of pipeline rank `rank`."""
         size = self.size
-        stages = self.list_stages_of(rank)
+        stages = self.list_rank_stages(rank)
         n_blocks = sum(stage.n_blocks for stage in stages)
         n_begin = sum(stage.has_begin for stage in stages)
         n_finish = sum(stage.has_finish for stage in stages)
-        # the parts before and after the blocks both count tied parameters; a single stage has them once
-        counted_twice = self.parallel.n_stages == 1
         outside = n_begin * size.begin.parameters + n_finish * size.finish.parameters
-        outside -= counted_twice * size.tied.parameters
         outside_trained = n_begin * size.begin.trained + n_finish * size.finish.trained
-        outside_trained -= counted_twice * size.tied.trained
+        if self.parallel.n_stages == 1:
+            # `begin` and `finish` both count tied parameters, but a single stage has them once
+            outside -= size.tied.parameters
+            outside_trained -= size.tied.trained
         return RankTotals(
             n_blocks=n_blocks,
             n_begin=n_begin,

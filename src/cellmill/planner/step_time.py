@@ -124,7 +124,7 @@ def _estimate_compute_s(model: PlannedModel, load: Load, flops_per_s: float) -> 
     slowest_s = 0.0
     for rank in range(model.layout.pp):
         flops = 0.0
-        for stage in model.list_stages_of(rank):
-            flops += stage.flops(load) + FORWARD_FRAC * stage.n_blocks * recomputed_block
+        for stage in model.list_rank_stages(rank):
+            flops += stage.count_flops(load) + FORWARD_FRAC * stage.n_blocks * recomputed_block
         slowest_s = max(slowest_s, flops / flops_per_s)
     return slowest_s

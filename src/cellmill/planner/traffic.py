@@ -74,7 +74,7 @@ def list_traffic(
     model: PlannedModel, rank: int, tokens: float, micro_batches: float
 ) -> list[Traffic]:
     """Sum the calls of pipeline rank `rank` in a step of `tokens` tokens, in all micro-batches."""
-    totals = model.totals(rank)
+    totals = model.sum_rank_totals(rank)
     payloads = defaultdict[tuple[Kind, str], float](float)
     calls = defaultdict[tuple[Kind, str], float](float)
     for sent in chain(
