@@ -75,12 +75,14 @@ def estimate_peak_memory(
 ) -> Memory:
     """Estimate the memory of the pipeline rank that needs most in a step of `micro_batches`.
 
-    `ranks` limits the pipeline ranks.
+    Only the pipeline ranks in `ranks` count, by default all.
     """
     peaks = []
     for rank in range(model.layout.pp) if ranks is None else ranks:
         memory = _RankMemory(model, rank, micro_batch_tokens, micro_batches)
         peaks.append(memory.at_backward_start())
+        # A pipeline rank holds most at the start of its first backward pass: the activations of all
+        # micro-batches in flight. Each backward pass frees those of one micro-batch.
         if model.layout.pp == 1:
             peaks.append(memory.at_blocks_end())
         if model.is_sharded:
@@ -110,9 +112,9 @@ class _RankMemory:
             self.accumulated_bytes = self.shard_gradient_bytes
         elif micro_batches > 1:
             self.accumulated_bytes = FLOAT32_BYTES * self.totals.trained
-        self.constant = self._estimate_constant(trained_shard)
+        self.persistent = self._estimate_persistent(trained_shard)
 
-    def _estimate_constant(self, trained_shard: int) -> Memory:
+    def _estimate_persistent(self, trained_shard: int) -> Memory:
         """Estimate the memory that stays allocated for the whole step."""
         model = self.model
         size = model.size
@@ -149,7 +151,7 @@ class _RankMemory:
                 FLOAT32_BYTES * model.size.finish_workspace(self.micro_batch_tokens)
             )
         memory = replace(
-            self.constant,
+            self.persistent,
             activations=round(
                 self._activation_bytes * self._kept_elements_per_token() * self.micro_batch_tokens
             ),
@@ -191,7 +193,7 @@ class _RankMemory:
             + size.block_workspace_per_token
         )
         memory = replace(
-            self.constant,
+            self.persistent,
             activations=round(self._activation_bytes * kept_per_token * self.micro_batch_tokens),
         )
         if not model.is_sharded:
@@ -214,7 +216,7 @@ class _RankMemory:
         totals = self.totals
         if self.parallel.pp > 1:  # each stage's gradients are reduced after its last micro-batch
             return replace(
-                self.constant,
+                self.persistent,
                 gradients=self.accumulated_bytes + self.shard_gradient_bytes,
                 gathered=self._gathered_bytes,
                 communication=FLOAT32_BYTES
@@ -222,7 +224,7 @@ class _RankMemory:
             )
         element_bytes = self.model.element_bytes
         return replace(
-            self.constant,
+            self.persistent,
             gradients=self.shard_gradient_bytes + element_bytes * totals.outside_trained,
             gathered=element_bytes * totals.outside,
             communication=FLOAT32_BYTES * totals.outside_trained,
@@ -264,8 +266,10 @@ class _RankMemory:
         workspace = size.block_workspace_per_token + recomputed
         # the part after the blocks has freed its activations when a block's backward pass begins, and
         # the workspace takes that memory
-        freed = any(stage.has_finish for stage in self.stages)
-        return kept + max(workspace - freed * size.finish.activations_per_token, 0)
+        freed = 0.0
+        if any(stage.has_finish for stage in self.stages):
+            freed = size.finish.activations_per_token
+        return kept + max(workspace - freed, 0)
 
     def _in_flight_by_stage(self) -> list[int]:
         """Count the micro-batches whose activations each stage of the rank holds."""
