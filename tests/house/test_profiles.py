@@ -15,7 +15,7 @@ import yaml
 from cellmill.config import check_options
 from cellmill.config.machine import Machine
 from cellmill.config.section import description
-from cellmill.preflight.checks import DECLARED, THREADS
+from cellmill.preflight.stage_requests import DECLARED, DECLARED_THREADS
 from tests.house.rules import RULES, ZOO, directive
 from tools.shipped_profiles import shipped
 
@@ -125,5 +125,5 @@ def test_preflight_knows_the_resources_of_every_rule() -> None:
                 key: (int(base), int(per) if per else None) for key, base, per in resources
             }
             [threads] = re.findall(r"^    threads: (\d+)", body, re.M) or [1]
-            assert int(threads) == THREADS.get(name, 1), name
+            assert int(threads) == DECLARED_THREADS.get(name, 1), name
     assert declared == DECLARED

@@ -15,8 +15,8 @@ import yaml
 
 from cellmill.cli import main
 from cellmill.config.machine import Machine
-from cellmill.preflight.checks import DECLARED, GPU_STAGES, NoInput
 from cellmill.preflight.profile import evaluate, parse_assignment, read_profile
+from cellmill.preflight.stage_requests import DECLARED, GPU_STAGES, NoInput
 from tests.unit.slurm_site import CONFIG, command, scontrol
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -32,17 +32,8 @@ from cellmill.files import write_json
 from cellmill.launch.bad_nodes import HOW_TO_LIFT, BadNodes
 from cellmill.launch.queue import Queue
 from cellmill.planner.devices import find_device
-from cellmill.preflight.checks import (
-    TRAIN,
-    Check,
-    check_launcher,
-    check_slurm,
-    check_stages,
-    check_training,
-    doubt,
-    no,
-    ok,
-)
+from cellmill.preflight.check import TRAIN, Check, doubt, no, ok
+from cellmill.preflight.job_request import check_launcher, check_slurm, check_training
 from cellmill.preflight.nodes import check_job
 from cellmill.preflight.profile import (
     Profile,
@@ -52,6 +43,7 @@ from cellmill.preflight.profile import (
     read_profile,
 )
 from cellmill.preflight.site import ask_slurm
+from cellmill.preflight.stage_requests import check_stages
 
 CORPORA = Path("results/corpora")
 
@@ -82,7 +74,7 @@ def preflight(
         fits = True
         for check in checks:
             if machine:
-                check = check.renamed(f"machine {machine}", machine)
+                check = check.for_machine(machine)
             fits = fits and check.verdict != "no"
             shown.append(check)
             print(check, flush=True)

@@ -25,7 +25,7 @@ from cellmill.launch.job import Job
 from cellmill.launch.queue import expand
 from cellmill.launch.submit import End, StillQueued, run_once
 from cellmill.planner.devices import DEVICES, list_sized_devices, recognise_device
-from cellmill.preflight.checks import TRAIN, Check, doubt, judge, no, ok
+from cellmill.preflight.check import TRAIN, Check, doubt, judge, no, ok
 from cellmill.runs.lock import locked
 from cellmill.runs.slurm import NOT_LISTED
 

@@ -8,7 +8,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from cellmill.errors import UserError
 from cellmill.planner.devices import DEVICES, recognise_device
-from cellmill.preflight.checks import describe_gpus
+from cellmill.preflight.job_request import describe_gpus
 from cellmill.preflight.site import Node, Partition, SlurmFacts
 
 DAY_MIN = 1440

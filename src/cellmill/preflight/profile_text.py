@@ -10,8 +10,8 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from cellmill.config.machine import Machine
-from cellmill.preflight.checks import DECLARED, GPU_STAGES
 from cellmill.preflight.profile import evaluate, parse_assignment
+from cellmill.preflight.stage_requests import DECLARED, GPU_STAGES
 
 RETRIES = 2
 COMMENTS_AT = 28  # column of the comments, unless the text before them is longer
