@@ -34,7 +34,7 @@ from cellmill.launch.queue import Queue
 from cellmill.planner.devices import find_device
 from cellmill.preflight.check import TRAIN, Check, doubt, no, ok
 from cellmill.preflight.job_request import check_launcher, check_slurm, check_training
-from cellmill.preflight.nodes import check_job
+from cellmill.preflight.node_job import check_job
 from cellmill.preflight.profile import (
     Profile,
     check_python,

@@ -1,12 +1,12 @@
-"""The process that a preflight starts for each process of a training.
+"""Process that a preflight starts for each process of a training.
 
 The first process of each node writes the node's report (`node-000.json`) before it connects to the
 others, so that a failed connection still leaves a report. Then all processes all-reduce, as
-gradients are, inside each node and over all.
+gradients are: first inside each node, then over all nodes.
 
 Bandwidth is the bus bandwidth of nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md):
-bytes / seconds * 2 (n - 1) / n for n processes. It is the rate of the slowest link, comparable
-between any n and with the hardware's.
+bytes / seconds * 2 (n - 1) / n for n processes. It is the rate of the slowest link, so it can be
+compared between numbers of processes and with the rate of the hardware.
 """
 
 import json
@@ -30,71 +30,67 @@ from cellmill.errors import DataError
 from cellmill.files import read_json, write_json, write_text
 from cellmill.launch.rendezvous import node_name
 from cellmill.launch.signals import die_with_parent
-from cellmill.preflight.nodes import ALLREDUCE, HEAD
+from cellmill.preflight.node_job import ALLREDUCE, HEAD
 from cellmill.train.staging import driver_version
 
 CONNECT_WITHIN_S = 120
-WRITTEN_BYTES = 64 << 20
-CPU_BYTES = 16 << 20
-GPU_BYTES = 256 << 20
+WRITTEN_BYTES = 64 << 20  # size of the file by which the disk is timed
+CPU_BYTES = 16 << 20  # payload of an all-reduce by gloo
+GPU_BYTES = 256 << 20  # payload of an all-reduce by NCCL
 WARM_UP = 2  # all-reduces before those that are timed
-TIMED = 5
+TIMED = 5  # all-reduces that are timed
 
 
 def main(folder: Path) -> None:
-    """Report, then measure. Collective: every process that torchrun started."""
+    """Write the node's report, then measure all-reduces. Collective over all processes of the job."""
     rank = int(os.environ["RANK"])
-    world = int(os.environ["WORLD_SIZE"])
+    world_size = int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])
-    local_world = int(os.environ["LOCAL_WORLD_SIZE"])
-    node = rank // local_world
-    nodes = world // local_world
+    local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
+    node = rank // local_world_size
+    n_nodes = world_size // local_world_size
     if local_rank == 0:
         write_json(folder / f"node-{node:03}.json", report_node(folder, node))
-    store = connect(world)
+    store = connect(world_size)
     store.set_timeout(timedelta(seconds=CONNECT_WITHIN_S))
     if local_rank == 0:
         store.set(f"gpus-{node}", str(len(list_gpus())))
     # all processes take one backend, or those with GPUs would wait for a node that lacks them
-    has_gpus = all(int(store.get(f"gpus-{index}")) >= local_world for index in range(nodes))
+    has_gpus = all(int(store.get(f"gpus-{index}")) >= local_world_size for index in range(n_nodes))
+    backend = "nccl" if has_gpus else "gloo"
+    n_bytes = GPU_BYTES if has_gpus else CPU_BYTES
     device = torch.device("cpu")
-    backend = "gloo"
-    n_bytes = CPU_BYTES
     if has_gpus:
         device = torch.device("cuda", local_rank)
-        backend = "nccl"
-        n_bytes = GPU_BYTES
         torch.cuda.set_device(device)
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("preflight", store),
         rank=rank,
-        world_size=world,
+        world_size=world_size,
         timeout=timedelta(seconds=CONNECT_WITHIN_S),
         device_id=device if has_gpus else None,
     )
-    inside, _ = dist.new_subgroups(local_world)
-    total = torch.ones(1 << 16, device=device)
-    dist.all_reduce(total)
-    if not bool((total == world).all()):
-        raise RuntimeError(
-            f"an all-reduce of ones over {world} processes gave {total.min().item():g}"
-        )
-    speed = measure_bandwidth(inside, local_world, device, n_bytes)
-    before = count_carried_bytes()
-    between = measure_bandwidth(None, world, device, n_bytes) if nodes > 1 else None
+    node_group, _ = dist.new_subgroups(local_world_size)
+    check_sum(world_size, device)
+    inside = measure_bandwidth(node_group, local_world_size, device, n_bytes)
+    bytes_before = count_carried_bytes()
+    between = None
+    if n_nodes > 1:
+        between = measure_bandwidth(None, world_size, device, n_bytes)
     if local_rank == 0:
-        moved = {name: count - before.get(name, 0) for name, count in count_carried_bytes().items()}
-        used = find_busiest(moved, n_bytes) if between is not None else None
-        entry = {"host": node_name(), "inside": speed, "interface": used}
+        interface = None
+        if between is not None:
+            interface = find_busiest(count_moved_bytes(bytes_before), n_bytes)
+        entry = {"host": node_name(), "inside": inside, "interface": interface}
         store.set(f"node-{node}", json.dumps(entry))
     if rank == 0:
-        entries = [json.loads(store.get(f"node-{index}")) for index in range(nodes)]
+        entries = [json.loads(store.get(f"node-{index}")) for index in range(n_nodes)]
         result = {
             "backend": backend,
             "bytes": n_bytes,
-            "nodes": nodes,
-            "nproc_per_node": local_world,
+            "nodes": n_nodes,
+            "nproc_per_node": local_world_size,
             "inside": [
                 {"host": entry["host"], "bus_gb_per_s": entry["inside"]} for entry in entries
             ],
@@ -105,22 +101,32 @@ def main(folder: Path) -> None:
     dist.barrier()  # a process that leaves early would break the others' connections
 
 
-def connect(world: int) -> dist.Store:
-    """The store through which the processes find each other; a single process has its own."""
-    if world == 1:
+def connect(world_size: int) -> dist.Store:
+    """Connect to the store through which processes find each other; a single process has its own."""
+    if world_size == 1:
         return dist.HashStore()
     store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=CONNECT_WITHIN_S)))
     return store
 
 
+def check_sum(world_size: int, device: torch.device) -> None:
+    """Raise RuntimeError if an all-reduce of ones is wrong. Collective over all processes."""
+    ones = torch.ones(1 << 16, device=device)
+    dist.all_reduce(ones)
+    if not bool((ones == world_size).all()):
+        raise RuntimeError(
+            f"an all-reduce of ones over {world_size} processes gave {ones.min().item():g}"
+        )
+
+
 def report_node(folder: Path, node: int) -> dict[str, Any]:
-    """Report of this node: versions, hardware, write speed, and what it sees of the shared folder."""
+    """Report versions, hardware, write speed, and what this node sees of the shared folder."""
     write_s, error = time_write(folder / f"written-{node:03}.bin")
     gpus = list_gpus()
     nccl = None
     if torch.version.cuda and gpus:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    value: dict[str, Any] = {
+    report: dict[str, Any] = {
         "host": node_name(),
         "python": platform.python_version(),
         "cellmill": __version__,
@@ -138,11 +144,11 @@ def report_node(folder: Path, node: int) -> dict[str, Any]:
     head = {"token": None, "time": None}
     with suppress(DataError, OSError):  # the folder is not shared
         head = read_json(folder / HEAD)
-    return value | {"token": head["token"], "head_time": head["time"], "time": time.time()}
+    return report | {"token": head["token"], "head_time": head["time"], "time": time.time()}
 
 
 def time_write(path: Path) -> tuple[float | None, str | None]:
-    """Seconds to write and fsync a file of `WRITTEN_BYTES`, or the error."""
+    """Measure the seconds to write and fsync a file of WRITTEN_BYTES; return them or the error."""
     block = os.urandom(1 << 20)  # random: compression must not make the disk look fast
     began = time.monotonic()
     try:
@@ -159,19 +165,19 @@ def time_write(path: Path) -> tuple[float | None, str | None]:
 
 
 def list_gpus() -> list[str]:
-    """Product names of the visible GPUs."""
+    """List the product names of the visible GPUs."""
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [torch.cuda.get_device_name(i) for i in range(visible)]
 
 
 def count_link_bytes() -> dict[str, int]:
-    """Bytes received and sent by each network interface of this process's namespace."""
+    """Count the bytes received and sent by each network interface that this process sees."""
     counters = psutil.net_io_counters(pernic=True).items()
     return {name: counter.bytes_sent + counter.bytes_recv for name, counter in counters}
 
 
 def count_carried_bytes() -> dict[str, int]:
-    """Bytes received and sent by interfaces and InfiniBand devices; RDMA bypasses the interfaces."""
+    """Count the bytes of interfaces and of InfiniBand devices, since RDMA bypasses the interfaces."""
     n_bytes = count_link_bytes()
     for counter in Path("/sys/class/infiniband").glob("*/ports/*/counters/port_*_data"):
         if counter.name in ("port_xmit_data", "port_rcv_data"):
@@ -182,8 +188,14 @@ def count_carried_bytes() -> dict[str, int]:
     return n_bytes
 
 
+def count_moved_bytes(bytes_before: dict[str, int]) -> dict[str, int]:
+    """Count the bytes of each device since `bytes_before` were counted."""
+    counts = count_carried_bytes().items()
+    return {name: n_bytes - bytes_before.get(name, 0) for name, n_bytes in counts}
+
+
 def find_busiest(moved: dict[str, int], n_bytes: int) -> str | None:
-    """The device that carried most of an all-reduce of `n_bytes` between nodes.
+    """Find the device that carried most of an all-reduce of `n_bytes` between nodes.
 
     None if the counters show none. The loopback interface carries the traffic inside a node, so it
     counts only if no other device did.
@@ -198,9 +210,10 @@ def find_busiest(moved: dict[str, int], n_bytes: int) -> str | None:
 def measure_bandwidth(
     group: dist.ProcessGroup | None, size: int, device: torch.device, n_bytes: int
 ) -> float | None:
-    """Bus bandwidth of an all-reduce of `n_bytes` over a group of `size`, in GB/s (10^9 bytes).
+    """Measure the bus bandwidth of an all-reduce of `n_bytes` float32, in GB/s (10^9 bytes).
 
-    None for one process. Collective over the group. The time is the slowest process's.
+    None for one process. Collective over the group, which has `size` processes. The time is that of
+    the slowest process.
     """
     if size == 1:
         return None
@@ -212,13 +225,14 @@ def measure_bandwidth(
             dist.all_reduce(values, group=group)
         if device.type == "cuda":
             torch.cuda.synchronize()
-    took = torch.tensor([(time.perf_counter() - began) / TIMED], dtype=torch.float64, device=device)
-    dist.all_reduce(took, op=dist.ReduceOp.MAX, group=group)
-    return find_bus_rate(n_bytes, took.item(), size)
+    mean_s = (time.perf_counter() - began) / TIMED
+    slowest_s = torch.tensor([mean_s], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest_s, op=dist.ReduceOp.MAX, group=group)
+    return find_bus_rate(n_bytes, slowest_s.item(), size)
 
 
 def find_bus_rate(n_bytes: int, seconds: float, size: int) -> float:
-    """Bus bandwidth of an all-reduce over `size` processes, each with `n_bytes`.
+    """Compute the bus bandwidth, in GB/s, of an all-reduce over `size` processes of `n_bytes` each.
 
     Source: nccl-tests, doc/PERFORMANCE.md.
     """
