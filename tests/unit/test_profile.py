@@ -236,4 +236,4 @@ def test_profiles_default_overrides_key_by_key() -> None:
     write("set-resources: {train: {nodes: 4, qos: long}}\nset-threads: {train: 4}\n")
     over = write("set-resources: {train: {nodes: 1}}\n", "profiles/default/config.yaml")
     found = read_profile("one")
-    assert (found.train, found.over) == ({"nodes": 1}, over)
+    assert (found.train, found.overriding) == ({"nodes": 1}, over)

@@ -18,7 +18,7 @@ import snakemake.workflow
 
 import cellmill.config.checks
 import cellmill.launch.stage_jobs
-import cellmill.preflight.profile
+import cellmill.preflight.rule_flags
 import cellmill.runs.identity  # noqa: F401
 
 

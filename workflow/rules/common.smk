@@ -12,7 +12,7 @@ from cellmill.config.published import HUB_MODEL
 from cellmill.errors import ConfigError
 from cellmill.files import digest
 from cellmill.launch.stage_jobs import StageWatch, reasons_of_failed
-from cellmill.preflight.profile import check_python, plan_arguments, plan_resources, train_arguments, train_resources
+from cellmill.preflight.rule_flags import check_python, plan_arguments, plan_resources, train_arguments, train_resources
 from cellmill.runs.identity import check_branches
 
 # runs that begin afresh although they hold a training of other options: --config restart=RUN, or restart=[RUN,RUN]

@@ -37,11 +37,11 @@ from cellmill.preflight.job_request import check_launcher, check_slurm, check_tr
 from cellmill.preflight.node_job import check_job
 from cellmill.preflight.profile import (
     Profile,
-    check_python,
     find_as_snakemake,
     name_entry,
     read_profile,
 )
+from cellmill.preflight.rule_flags import check_python
 from cellmill.preflight.site import ask_slurm
 from cellmill.preflight.stage_requests import check_stages
 
@@ -217,7 +217,7 @@ def check_profile(
     machine: Machine, profile: Profile, typed: str, name: str = ""
 ) -> Iterator[Check]:
     """Checks of the profile itself, and of whether Snakemake finds and reads all of it."""
-    over = f", with {profile.over} over it" if profile.over else ""
+    over = f", with {profile.overriding} over it" if profile.overriding else ""
     processes = f"{machine.nodes} x {machine.nproc_per_node} processes"
     yield ok("profile", f"{profile.path}{over}: launcher {machine.launcher}, {processes}")
     if not name:

@@ -84,7 +84,7 @@ def profiles_new(
         temporary.write_text(render(site), encoding="utf-8")
         written = read_profile(str(temporary))
         # Snakemake reads what was meant; profiles/default may override it
-        assert written.over or (written.machine(), written.device()) == (
+        assert written.overriding or (written.machine(), written.device()) == (
             site.machine,
             site.device,
         ), written
