@@ -72,7 +72,7 @@ class Offer:
 def choose_training(facts: SlurmFacts, request: Request) -> Reasoned[Offer]:
     """The best offer. Raise UserError if there is no such partition, or it has less than requested."""
     name = request.partition
-    partitions = facts.usable()
+    partitions = facts.list_usable()
     if name:
         if name not in facts.partitions:
             known = ", ".join(sorted(facts.partitions))
@@ -113,7 +113,7 @@ def choose_training(facts: SlurmFacts, request: Request) -> Reasoned[Offer]:
 
 def choose_for_stages(facts: SlurmFacts, training: Partition) -> Reasoned[Partition]:
     """The partition of stages that need no GPU."""
-    usable = facts.usable()
+    usable = facts.list_usable()
     without = [partition for partition in usable if not partition.has_gpus]
     mixed = [partition for partition in usable if not all(node.gpus for node in partition.up)]
     if not mixed:  # the default is where the site wants jobs that request nothing

@@ -1,7 +1,7 @@
-"""A SLURM site as SLURM's commands describe it: partitions, nodes, accounts, an estimated start.
+"""A SLURM site by the answers of SLURM's commands: partitions, nodes, accounts, an estimated start.
 
-Nothing is queued. Every value reaches SLURM's commands as one argument of a list. An answer that cannot be parsed is a
-CommandError; nothing is concluded from it.
+No job is queued. Every value reaches SLURM's commands as one argument of a list. An answer that
+cannot be parsed raises CommandError; nothing is concluded from it.
 """
 
 import getpass
@@ -25,13 +25,13 @@ _DOWN = set(
     "DOWN DRAIN DRAINED DRAINING FAIL FAILING FUTURE INVALID INVALID_REG MAINT MAINTENANCE UNKNOWN ERROR "
     "NOT_RESPONDING".split()
 )
-"""States of a node on which SLURM places no job. Not among them: powered down, since a job starts
-the node, and blocked, which ends with another job.
+"""States of a node on which SLURM places no job. Powered down is not one of them, since a job starts
+the node, nor is blocked, which ends with another job.
 """
 
 
 class Refused(Exception):
-    """SLURM would not accept the job, for the reason in the text."""
+    """SLURM does not accept a job; the text is its reason."""
 
 
 @dataclass(frozen=True)
@@ -39,20 +39,20 @@ class Node:
     """One node of one partition."""
 
     up: bool  # jobs may be placed on it, now or once others have ended
-    gpus: dict[str, int]  # number of GPUs by type; "" for GPUs without one
+    gpus: dict[str, int]  # number of GPUs by type; "" for GPUs without a type
     cpus: int  # cores that a job may request, without those reserved for the system
     memory_mb: int
     usable_mb: int  # memory that a job may request; 0 if SLURM does not manage memory
     features: frozenset[str]
 
     def count_gpus(self, kind: str) -> int:
-        """Number of GPUs of a type; of all types for ""."""
+        """Count the GPUs of a type, or all GPUs for ""."""
         return sum(number for name, number in self.gpus.items() if kind in ("", name))
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition and its limits; None for none."""
+    """A partition and its limits; a limit of None is no limit."""
 
     name: str
     default: bool
@@ -63,7 +63,7 @@ class Partition:
     accounts: frozenset[str] | None = None  # accounts that may use it
     qos: frozenset[str] | None = None  # QOS that may be used in it
     groups: frozenset[str] | None = None  # groups whose users may use it
-    own_qos: str = ""  # QOS whose limits all its jobs have
+    partition_qos: str = ""  # QOS whose limits hold for all jobs of the partition
     mb_per_cpu: int | None = None  # most memory that a job may request per CPU
     mb_per_gpu: int | None = None  # memory that a job gets per GPU by default
     reserved: bool = False  # hidden, or for root or reservations only
@@ -86,14 +86,15 @@ class SlurmFacts:
     partitions: dict[str, Partition]
     configuration: dict[str, str]  # SLURM's own, by key: SelectType, MinJobAge …
     no_accounting: str = ""  # the reason, if sacct has nothing to read
-    accounts: dict[str, set[str]] = field(default_factory=dict)  # QOS of each account of this user
+    # QOS that this user may use, by account
+    accounts: dict[str, set[str]] = field(default_factory=dict)
     default_account: str = ""
-    # minutes that a job may take in each QOS with such a limit
-    qos_min: dict[str, int] = field(default_factory=dict)
+    # minutes that a job may take, by QOS with such a limit
+    qos_limits_min: dict[str, int] = field(default_factory=dict)
     groups: set[str] = field(default_factory=set)  # Unix groups of this user
 
-    def usable(self) -> list[Partition]:
-        """Partitions that are up, have a node that is up, and accept this user."""
+    def list_usable(self) -> list[Partition]:
+        """List the partitions that are up, have a node that is up, and accept this user."""
         usable = []
         for partition in self.partitions.values():
             is_open = partition.state == "up" and partition.up and not partition.reserved
@@ -102,7 +103,7 @@ class SlurmFacts:
         return usable
 
     def _is_accepted(self, partition: Partition) -> bool:
-        """True if the partition accepts an account, a QOS and a group of this user, if known."""
+        """Return whether the partition accepts an account, a QOS and a group of this user, if known."""
         for allowed, mine in (
             (partition.accounts, self.accounts.keys()),
             (partition.qos, self.list_qos("")),
@@ -113,38 +114,38 @@ class SlurmFacts:
         return True
 
     def list_qos(self, account: str) -> set[str]:
-        """QOS of an account of this user; of all accounts if it is unknown."""
+        """List the QOS of an account of this user; of all accounts if the account is unknown."""
         if account in self.accounts:
             return self.accounts[account]
         return set().union(*self.accounts.values())
 
     def limit(self, partition: Partition, account: str, qos: str) -> tuple[int | None, str]:
-        """Minutes that a job may take, None for no limit, and where that is from.
+        """Find the minutes that a job may take, None for no limit, and the source of the limit.
 
-        Without a named QOS it is known only to a user whose account has a single QOS.
+        If `qos` is empty, the limit of a QOS counts only if the account has a single QOS.
         """
-        named = {qos} if qos else self.accounts.get(account, set())
+        job_qos = {qos} if qos else self.accounts.get(account, set())
         limits = {f"partition {partition.name} (scontrol)": partition.limit_min}
-        for name in {partition.own_qos} | (named if len(named) == 1 else set()):
-            limits[f"QOS {name} (sacctmgr)"] = self.qos_min.get(name)
+        for name in {partition.partition_qos} | (job_qos if len(job_qos) == 1 else set()):
+            limits[f"QOS {name} (sacctmgr)"] = self.qos_limits_min.get(name)
         source = min(limits, key=lambda name: limits[name] or sys.maxsize)
         return limits[source], source
 
 
 def ask_slurm(cluster: str = "") -> SlurmFacts:
-    """SLURM's answers, of `cluster` if the site has several.
+    """Ask SLURM about the site, or about `cluster` if the site has several.
 
     Raise UserError in one line if a command is missing or the controller does not answer.
     """
     try:
-        rules = _records("partition", "PartitionName", cluster)
-        nodes = _records("node", "NodeName", cluster)
+        partition_records = _read_records("partition", "PartitionName", cluster)
+        node_records = _read_records("node", "NodeName", cluster)
         configuration = {}
         for line in ask(["scontrol", *on_cluster(cluster, "show", "config")]).splitlines():
             key, equals, value = line.partition("=")
             if equals:
                 configuration[key.strip()] = value.strip()
-        partitions = _partitions(rules, nodes, configuration)
+        partitions = _make_partitions(partition_records, node_records, configuration)
     except CommandError as error:
         remedy = "try again when SLURM's controller answers"
         if str(error).endswith("not on PATH"):
@@ -166,59 +167,58 @@ def ask_slurm(cluster: str = "") -> SlurmFacts:
 def _add_accounts(facts: SlurmFacts, user: str) -> None:
     """Add the user's accounts and the limits of QOS, by sacctmgr."""
     accounts: dict[str, set[str]] = defaultdict(set)
-    associations = _sacctmgr(3, "assoc", f"user={user}", "format=Account,Partition,QOS")
+    associations = _read_sacctmgr(3, "assoc", f"user={user}", "format=Account,Partition,QOS")
     for account, _, qos in associations:
         accounts[account] |= set(qos.split(",")) - {""}
-    defaults = _sacctmgr(1, "user", user, "format=DefaultAccount")
-    for name, text in _sacctmgr(2, "qos", "format=Name,MaxWall"):
+    defaults = _read_sacctmgr(1, "user", user, "format=DefaultAccount")
+    for name, text in _read_sacctmgr(2, "qos", "format=Name,MaxWall"):
         limit_min = parse_minutes(text or "UNLIMITED")
         if limit_min is not None:
-            facts.qos_min[name] = limit_min
+            facts.qos_limits_min[name] = limit_min
     names = [name for (name,) in defaults if name != "(null)"]
     facts.default_account = names[0] if names else ""
     facts.accounts = {name: qos for name, qos in accounts.items() if name}
 
 
-def _partitions(
-    rules: Records,
-    nodes: Records,
-    configuration: Fields,
+def _make_partitions(
+    partition_records: Records, node_records: Records, configuration: Fields
 ) -> dict[str, Partition]:
-    """Partitions by name, with their nodes, from scontrol's records of both."""
+    """Make the partitions with their nodes, by name, from the records of scontrol."""
     partitions = {
         name: Partition(
             name,
-            default=rule.get("Default") == "YES",
-            state=rule.get("State", "up").lower(),
-            limit_min=parse_minutes(rule.get("MaxTime", "UNLIMITED")),
+            default=record.get("Default") == "YES",
+            state=record.get("State", "up").lower(),
+            limit_min=parse_minutes(record.get("MaxTime", "UNLIMITED")),
             nodes=[],
-            max_nodes=parse_limit(rule.get("MaxNodes")),
-            accounts=_names(rule.get("AllowAccounts")),
-            qos=_names(rule.get("AllowQos")),
-            groups=_names(rule.get("AllowGroups")),
-            own_qos=",".join(_names(rule.get("QoS")) or ()),
-            mb_per_cpu=_memory_limits(rule)[1],
-            mb_per_gpu=parse_limit(rule.get("JobDefaults", "").partition("DefMemPerGPU=")[2]),
-            reserved="YES" in (rule.get("Hidden"), rule.get("RootOnly"), rule.get("ReqResv")),
+            max_nodes=parse_limit(record.get("MaxNodes")),
+            accounts=_split_names(record.get("AllowAccounts")),
+            qos=_split_names(record.get("AllowQos")),
+            groups=_split_names(record.get("AllowGroups")),
+            partition_qos=",".join(_split_names(record.get("QoS")) or ()),
+            mb_per_cpu=_memory_limits(record)[1],
+            mb_per_gpu=parse_limit(record.get("JobDefaults", "").partition("DefMemPerGPU=")[2]),
+            reserved="YES" in (record.get("Hidden"), record.get("RootOnly"), record.get("ReqResv")),
         )
-        for name, rule in rules.items()
+        for name, record in partition_records.items()
     }
-    for fields in nodes.values():
+    for fields in node_records.values():
         for name in partitions.keys() & fields.get("Partitions", "").split(","):
-            partitions[name].nodes.append(_node(fields, rules[name], configuration))
+            node = _make_node(fields, partition_records[name], configuration)
+            partitions[name].nodes.append(node)
     return partitions
 
 
-def _node(fields: Fields, rule: Fields, configuration: Fields) -> Node:
-    """A node of the partition with `rule`, by scontrol's records."""
+def _make_node(fields: Fields, partition: Fields, configuration: Fields) -> Node:
+    """Make a node of a partition from scontrol's records of both, and SLURM's configuration."""
     state = fields.get("State", "")
     cpu_limits = (
         parse_limit(fields.get("CPUEfctv") or fields.get("CPUTot")),
-        parse_limit(rule.get("MaxCPUsPerNode")),
+        parse_limit(partition.get("MaxCPUsPerNode")),
     )
     cpus = min(filter(None, cpu_limits), default=0)
     memory_mb = parse_limit(fields.get("RealMemory")) or 0
-    mb_per_node, mb_per_cpu = _memory_limits(rule)
+    mb_per_node, mb_per_cpu = _memory_limits(partition)
     # the cluster's limits hold if the partition sets none
     if mb_per_node is None and mb_per_cpu is None:
         mb_per_node, mb_per_cpu = _memory_limits(configuration)
@@ -237,14 +237,14 @@ def _node(fields: Fields, rule: Fields, configuration: Fields) -> Node:
 
 
 def _memory_limits(fields: Fields) -> tuple[int | None, int | None]:
-    """MB of memory that a job may request on a node, and for each of its CPUs."""
+    """Return how many MB of memory a job may request per node, and per CPU; None for no limit."""
     return parse_limit(fields.get("MaxMemPerNode")), parse_limit(fields.get("MaxMemPerCPU"))
 
 
-def _records(kind: str, key: str, cluster: str) -> Records:
-    """Fields of each line of `scontrol -o show KIND` by name.
+def _read_records(kind: str, key: str, cluster: str) -> Records:
+    """Read the records of `scontrol -o show KIND`, by their field `key`.
 
-    Of a value with spaces (Reason, OS) only the first word is kept.
+    Only the first word of a value with spaces (Reason, OS) is kept.
     """
     records = {}
     answer = ask(["scontrol", *on_cluster(cluster), "-a", "-o", "show", kind])
@@ -256,33 +256,33 @@ def _records(kind: str, key: str, cluster: str) -> Records:
     return records
 
 
-def _sacctmgr(columns: int, *what: str) -> list[list[str]]:
-    """Rows of `sacctmgr show`. Raise CommandError for a row of another number of columns."""
-    answer = ask(["sacctmgr", "-n", "-P", "show", *what])
+def _read_sacctmgr(n_columns: int, *query: str) -> list[list[str]]:
+    """Read the rows of `sacctmgr show`. Raise CommandError if one does not have `n_columns` columns."""
+    answer = ask(["sacctmgr", "-n", "-P", "show", *query])
     rows = []
     for line in filter(str.strip, answer.splitlines()):
         row = [cell.strip() for cell in line.split("|")]
-        if len(row) != columns:
+        if len(row) != n_columns:
             raise CommandError(f"sacctmgr answered {answer.strip()[:80]!r}")
         rows.append(row)
     return rows
 
 
 def parse_limit(text: str | None) -> int | None:
-    """The number of a limit; None for UNLIMITED, N/A, (null), 0 or none."""
+    """Parse a limit; None for UNLIMITED, N/A, (null), 0 or a missing one."""
     match = re.match(r"\d+", text or "")
     return int(match[0]) or None if match else None
 
 
-def _names(text: str | None) -> frozenset[str] | None:
-    """The names of a list; None if it allows all."""
+def _split_names(text: str | None) -> frozenset[str] | None:
+    """Split a list of names; None if it allows all."""
     return None if text in (None, "ALL", "N/A", "(null)") else frozenset(text.split(","))
 
 
 def estimate_start(machine: Machine) -> str:
-    """Expected start and node of a training's job, by `sbatch --test-only`.
+    """Ask `sbatch --test-only` for the expected start and node of a training's job.
 
-    Raise Refused with SLURM's reason, CommandError without an answer.
+    Raise Refused with SLURM's reason if it does not accept the job, CommandError without an answer.
     """
     options = ["--job-name=cellmill-preflight", *flags(sbatch_options(machine)), "--wrap=true"]
     with submitting(machine):
@@ -301,7 +301,7 @@ def estimate_start(machine: Machine) -> str:
 
 
 def parse_minutes(text: str) -> int | None:
-    """Minutes of SLURM's `days-hours:minutes:seconds`, without leading parts; None for no limit."""
+    """Parse SLURM's `days-hours:minutes:seconds`, whose first parts may be missing; None for no limit."""
     if text in ("infinite", "UNLIMITED", "n/a"):
         return None
     limit_s = parse_duration(text)
