@@ -1,4 +1,4 @@
-"""Choice of the partitions of a new profile: of the training, and of stages that need no GPU."""
+"""Choice of two partitions for a new profile: for the training, and for stages without a GPU."""
 
 import re
 from collections import Counter
@@ -59,33 +59,27 @@ class Offer:
             "the default": int(self.partition.default),
             # 0 for an unknown type
             "fastest GPUs": int(DEVICES[recognise_device(self.kind) or "cpu"].bf16_flops or 0),
-            "longest time limit": useful_limit(self.partition),
+            "longest time limit": find_useful_limit(self.partition),
             "most nodes": len(self.nodes),
         }
 
     @property
     def sort_key(self) -> tuple[list[int], str, str]:
-        """The best offer is the smallest."""
+        """Key that sorts the best offer first."""
         return [-value for value in self.merits.values()], self.partition.name, self.kind
 
 
 def choose_training(facts: SlurmFacts, request: Request) -> Reasoned[Offer]:
-    """The best offer. Raise UserError if there is no such partition, or it has less than requested."""
-    name = request.partition
-    partitions = facts.list_usable()
-    if name:
-        if name not in facts.partitions:
-            known = ", ".join(sorted(facts.partitions))
-            raise UserError(f"--partition {name}: there is none; expected one of {known}")
-        partitions = [facts.partitions[name]]
-        state = partitions[0].state
-        if state != "up":
-            raise UserError(f"--partition {name}: it is {state}; expected one that is up")
-    offers = [offer for partition in partitions for offer in _offers(partition, request)]
+    """Choose the best offer.
+
+    Raise UserError if there is no such partition, or it has less than requested.
+    """
+    partitions = _list_candidates(facts, request.partition)
+    offers = [offer for partition in partitions for offer in _list_offers(partition, request)]
     if request.gpus != 0 and any(partition.has_gpus for partition in partitions):
         offers = [offer for offer in offers if offer.gpus]
     if not offers:
-        wish = f"--partition {name} " if name else ""
+        wish = f"--partition {request.partition} " if request.partition else ""
         wish += f"--nodes {request.nodes or 1}"
         if request.gpus is not None:
             wish += f" --gpus {request.gpus}"
@@ -95,12 +89,33 @@ def choose_training(facts: SlurmFacts, request: Request) -> Reasoned[Offer]:
         available = "; ".join(sorted(contents)) or "nothing"
         raise UserError(f"{wish}: expected at most what is up, which is {available}")
     best, *others = sorted(offers, key=lambda offer: offer.sort_key)
-    others = [offer for offer in others if offer.partition.name != best.partition.name]
-    if name:
+    if request.partition:
         return Reasoned(best, "--partition")
+    others = [offer for offer in others if offer.partition.name != best.partition.name]
+    return Reasoned(best, _explain_choice(best, others))
+
+
+def _list_candidates(facts: SlurmFacts, name: str) -> list[Partition]:
+    """List the usable partitions, or only the one called `name`.
+
+    Raise UserError if there is no such partition or it is not up.
+    """
+    if not name:
+        return facts.list_usable()
+    if name not in facts.partitions:
+        known = ", ".join(sorted(facts.partitions))
+        raise UserError(f"--partition {name}: there is none; expected one of {known}")
+    partition = facts.partitions[name]
+    if partition.state != "up":
+        raise UserError(f"--partition {name}: it is {partition.state}; expected one that is up")
+    return [partition]
+
+
+def _explain_choice(best: Offer, others: list[Offer]) -> str:
+    """Name the first merit in which the best offer differs from the next of other partitions."""
     if not others:
         kind = "with GPUs" if best.gpus else "that is up"
-        return Reasoned(best, f"the only one {kind} (scontrol)")
+        return f"the only one {kind} (scontrol)"
     reason = "the first by name"
     for merit, value in best.merits.items():
         if value != others[0].merits[merit]:
@@ -108,11 +123,11 @@ def choose_training(facts: SlurmFacts, request: Request) -> Reasoned[Offer]:
             break
     names = ", ".join(dict.fromkeys(offer.partition.name for offer in others))
     kind = "with GPUs" if best.gpus else "that are up"
-    return Reasoned(best, f"{reason} of those {kind}; also {names} (scontrol)")
+    return f"{reason} of those {kind}; also {names} (scontrol)"
 
 
 def choose_for_stages(facts: SlurmFacts, training: Partition) -> Reasoned[Partition]:
-    """The partition of stages that need no GPU."""
+    """Choose the partition of stages that need no GPU."""
     usable = facts.list_usable()
     without = [partition for partition in usable if not partition.has_gpus]
     mixed = [partition for partition in usable if not all(node.gpus for node in partition.up)]
@@ -126,7 +141,7 @@ def choose_for_stages(facts: SlurmFacts, training: Partition) -> Reasoned[Partit
         without or mixed,
         key=lambda partition: (
             not partition.default,
-            -useful_limit(partition),
+            -find_useful_limit(partition),
             -len(partition.up),
             partition.name,
         ),
@@ -137,9 +152,10 @@ def choose_for_stages(facts: SlurmFacts, training: Partition) -> Reasoned[Partit
     return Reasoned(best, f"{reason} (scontrol)")
 
 
-def _offers(partition: Partition, request: Request) -> Iterator[Offer]:
-    """An offer for each type of GPU that enough nodes have, with the most GPUs per node that they
-    all have.
+def _list_offers(partition: Partition, request: Request) -> Iterator[Offer]:
+    """Yield an offer for each type of GPU that enough nodes have.
+
+    By default it has as many GPUs per node as all of these nodes have.
     """
     nodes = partition.up
     n_nodes = int(request.nodes.rpartition("-")[2] or 1)
@@ -150,8 +166,8 @@ def _offers(partition: Partition, request: Request) -> Iterator[Offer]:
         yield Offer(partition, nodes)
         return
     for kind in kinds:
-        numbers = sorted((node.gpus.get(kind, 0) for node in nodes), reverse=True)
-        max_gpus = numbers[n_nodes - 1]
+        gpus_by_node = sorted((node.gpus.get(kind, 0) for node in nodes), reverse=True)
+        max_gpus = gpus_by_node[n_nodes - 1]
         gpus = request.gpus or max_gpus
         if not request.gpus and _SLICE.search(kind):
             gpus = min(1, max_gpus)
@@ -160,13 +176,13 @@ def _offers(partition: Partition, request: Request) -> Iterator[Offer]:
             yield Offer(partition, able, gpus, kind)
 
 
-def useful_limit(partition: Partition) -> int:
-    """Time limit in minutes, at most a day: a longer training takes several jobs."""
+def find_useful_limit(partition: Partition) -> int:
+    """Return the time limit in minutes, at most a day, as a longer training takes several jobs."""
     return min(partition.limit_min or DAY_MIN, DAY_MIN)
 
 
 def _describe_contents(partition: Partition) -> str:
-    """Nodes of a partition that are up, by their GPUs."""
+    """Describe the nodes of a partition that are up, by their GPUs."""
     kinds = Counter(describe_gpus(node.gpus) or "no GPU" for node in partition.up)
     texts = []
     for kind, number in kinds.items():
