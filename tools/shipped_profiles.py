@@ -36,7 +36,7 @@ def site(
         machine=Machine.model_validate({"launcher": "slurm", "save_within_s": 300} | machine),
         device=gpu,
         stages=StagePartition(stages),
-        vectors=StagePartition(stages and on_a_gpu),
+        gpu_stages=StagePartition(stages and on_a_gpu),
         gpu={"slurm_partition": on_a_gpu, "gpu": 1} | model | {"tasks_per_gpu": 0},
         status_command="squeue",
         why=WHY

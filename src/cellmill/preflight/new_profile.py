@@ -85,7 +85,7 @@ def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:
         machine=machine,
         device=device.value,
         stages=for_stages,
-        vectors=for_vectors,
+        gpu_stages=for_vectors,
         gpu=_one_gpu(offer, qos.value, gres_only) if offer.gpus else {},
         status_command=status_command.value,
         why=why,

@@ -1,4 +1,4 @@
-"""Text of a profile: the same template for those of this repository and of `cellmill profiles new`."""
+"""Text of a profile for SLURM, of this repository or by `cellmill profiles new`, from one template."""
 
 import math
 import re
@@ -14,14 +14,14 @@ from cellmill.preflight.profile import evaluate, parse_assignment
 from cellmill.preflight.stage_requests import DECLARED, GPU_STAGES
 
 RETRIES = 2
-COMMENTS_AT = 28  # column of the comments, unless the text before them is longer
+COMMENT_COLUMN = 28  # unless the text before a comment is longer
 THREADS = {"preprocess": 2, "shard": 4, "shard_part": 4, **dict.fromkeys(GPU_STAGES, 8)}
 """CPU cores that stages can use beyond what their rules declare."""
 
 
 @dataclass(frozen=True)
 class StagePartition:
-    """Partition in which stages run, and the most that a job may request there; None for no limit."""
+    """Partition in which stages run, and the limits of a job there; None for no limit."""
 
     partition: str = ""
     qos: str = ""
@@ -37,14 +37,14 @@ class StagePartition:
 
 @dataclass(frozen=True)
 class Site:
-    """The values of a profile that its rules do not know."""
+    """Values of a profile that depend on the site."""
 
     head: str  # first comment
     machine: Machine  # machine of train
     device: str  # device of plan
     stages: StagePartition
-    vectors: StagePartition  # for the stages GPU_STAGES
-    # resources of these stages; comments if `vectors` has no partition
+    gpu_stages: StagePartition  # for the stages GPU_STAGES
+    # resources of GPU_STAGES; comments if `gpu_stages` has no partition
     gpu: Mapping[str, str | int]
     status_command: str
     # reason of a value, after the general comment of its key
@@ -52,36 +52,32 @@ class Site:
 
     @property
     def default_mem_mb(self) -> int:
-        """Enough for the two small snakemake processes in each job, some 600 MB."""
+        """MB of a job by default: enough for its two snakemake processes, some 600 MB."""
         return min(4000, 4000 if self.stages.mem_mb is None else self.stages.mem_mb)
 
-    def threads(self) -> str:
-        """The mapping of set-threads."""
+    def find_partition(self, stage: str) -> StagePartition:
+        """Return the partition in which a stage runs."""
+        return self.gpu_stages if stage in GPU_STAGES else self.stages
+
+    def format_threads(self) -> str:
+        """Format the mapping of set-threads."""
         cores = {}
         for stage, number in THREADS.items():
-            cores[stage] = min(number, self.partition_of(stage).cpus or number)
-        return _flow(cores)
+            cores[stage] = min(number, self.find_partition(stage).cpus or number)
+        return _format_mapping(cores)
 
-    def partition_of(self, stage: str) -> StagePartition:
-        return self.vectors if stage in GPU_STAGES else self.stages
+    def format_resources(self) -> list[str]:
+        """Format the lines of set-resources, without those of train and plan.
 
-    def resources(self) -> list[str]:
-        """Lines of set-resources, without train and plan: GPUs and requests that are limited."""
+        Stages with equal keys share an anchor of YAML.
+        """
         texts = {}
-        for stage, declared in DECLARED.items():
-            partition = self.partition_of(stage)
-            keys = dict(self.gpu) if stage in GPU_STAGES else {}
-            for key, limit in (("mem_mb", partition.mem_mb), ("runtime", partition.limit_min)):
-                base, mb_per_unit = declared[key]
-                grows = mb_per_unit is not None
-                if limit is None or not (grows or base * (1 + RETRIES) > limit):
-                    continue
-                sized = f"int({base} + input.size_mb / {mb_per_unit})" if grows else base
-                keys[key] = limit if limit <= base else f"min({sized} * attempt, {limit})"
+        for stage in DECLARED:
+            keys = self._list_keys(stage)
             if keys:
-                texts[stage] = _flow(keys)
+                texts[stage] = _format_mapping(keys)
         uses = Counter(texts.values())
-        anchors = dict[str, str]()  # stage that a text was written for, by text
+        anchors = dict[str, str]()  # the first stage with a text, by text
         lines = []
         for stage, text in texts.items():
             if text in anchors:
@@ -89,13 +85,30 @@ class Site:
             elif uses[text] > 1:
                 anchors[text] = stage
                 text = f"&{stage} {text}"
-            comment = "" if self.partition_of(stage).partition else "# "
+            comment = "" if self.find_partition(stage).partition else "# "
             lines.append(f"{comment}{stage}: {text}")
         return lines
 
+    def _list_keys(self, stage: str) -> dict[str, str | int]:
+        """List the keys of a stage: its GPU, and requests that could exceed the partition's limits."""
+        partition = self.find_partition(stage)
+        keys = dict(self.gpu) if stage in GPU_STAGES else {}
+        for key, limit in (("mem_mb", partition.mem_mb), ("runtime", partition.limit_min)):
+            smallest, mb_per_unit = DECLARED[stage][key]
+            grows = mb_per_unit is not None
+            last_attempt = smallest * (1 + RETRIES)
+            if limit is None or not (grows or last_attempt > limit):
+                continue
+            if limit <= smallest:
+                keys[key] = limit
+                continue
+            request = f"int({smallest} + input.size_mb / {mb_per_unit})" if grows else smallest
+            keys[key] = f"min({request} * attempt, {limit})"
+        return keys
+
 
 def render(site: Site) -> str:
-    """The profile's config.yaml."""
+    """Write the config.yaml of a profile."""
     environment = Environment(
         loader=PackageLoader("cellmill", "preflight"),
         trim_blocks=True,
@@ -108,7 +121,7 @@ def render(site: Site) -> str:
         return f" # {comments}" if comments else ""
 
     def align(line: re.Match[str]) -> str:
-        return f"{line[1].ljust(max(COMMENTS_AT, len(line[1]) + 2))}# {line[2]}"
+        return f"{line[1].ljust(max(COMMENT_COLUMN, len(line[1]) + 2))}# {line[2]}"
 
     template = environment.get_template("profile_template.yaml")
     text = template.render(site=site, machine=site.machine, retries=RETRIES, note=note, text=quote)
@@ -117,9 +130,9 @@ def render(site: Site) -> str:
 
 
 def quote(text: str) -> str:
-    """`text` as YAML that Snakemake reads as a text.
+    """Write `text` as YAML that Snakemake reads as the same text.
 
-    It is in both quotes if it could be Python, as `all` and 2-4 are.
+    A text that could be Python, such as `all` or 2-4, gets both quotes.
     """
     inner = quote_for_python(text)
     is_word = re.fullmatch(r"[A-Za-z][\w.,:/-]*", inner)
@@ -129,15 +142,16 @@ def quote(text: str) -> str:
 
 
 def quote_for_python(text: str) -> str:
-    """`text`, in quotes unless Snakemake evaluates it to a text or number that prints the same."""
+    """Put `text` in quotes, unless Snakemake evaluates it to a text or number that prints the same."""
     try:
-        stays = str(evaluate(parse_assignment(f"text={text}"))["text"]) == text
+        value = evaluate(parse_assignment(f"text={text}"))["text"]
+        is_unchanged = str(value) == text
     except Exception:  # whatever the expression raises
-        stays = False
-    return text if stays else f"'{text}'"
+        is_unchanged = False
+    return text if is_unchanged else f"'{text}'"
 
 
-def _flow(keys: Mapping[str, str | int]) -> str:
-    """A mapping in one line of YAML."""
+def _format_mapping(keys: Mapping[str, str | int]) -> str:
+    """Format a mapping as one line of YAML."""
     line = yaml.safe_dump(dict(keys), default_flow_style=True, sort_keys=False, width=math.inf)
     return str(line).strip()
