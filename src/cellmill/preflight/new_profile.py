@@ -18,54 +18,37 @@ from cellmill.preflight.site import Node, Partition, SlurmFacts
 
 SAVE_WITHIN_S = 300
 LEAST_JOB_AGE_S = 200  # the plugin queries a job every 180 s at least; squeue must still list it
-ASSUMED = "a100"  # device of the plan if SLURM does not name one that the planner knows
+ASSUMED_DEVICE = "a100"  # device of the plan if SLURM names none that the planner knows
+CONS_TRES = "select/cons_tres"  # SelectType that knows --gpus-per-node and --gpus
 
 
 def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:
-    """Every value of the profile `name`. Raise UserError if SLURM has no such machine."""
+    """Choose every value of the profile `name`. Raise UserError if SLURM has no such machine."""
     training = choose_training(facts, request)
     offer = training.value
     stages = choose_for_stages(facts, offer.partition)
-    account = _account(facts, request, offer.partition)
-    qos = stages_qos = _qos(facts, offer.partition, account.value)
+    account = _choose_account(facts, request, offer.partition)
+    qos = _choose_qos(facts, offer.partition, account.value)
     if request.qos:
-        qos = stages_qos = Reasoned(request.qos, "--qos")
+        qos = Reasoned(request.qos, "--qos")
+    stages_qos = qos
     if stages.value.name != offer.partition.name:
-        stages_qos = _qos(facts, stages.value, account.value)
+        stages_qos = _choose_qos(facts, stages.value, account.value)
+    values = _choose_machine(facts, request, training, account, qos)
+    options = {key: reasoned.value for key, reasoned in values.items()}
+    machine: Machine = check_options(Machine, options, f"partition {offer.partition.name}")
     for_stages = _stage_partition(
         facts, stages.value, stages.value.up, account.value, stages_qos.value
     )
-    for_vectors = for_stages
+    for_gpu_stages = for_stages
     if offer.gpus:
-        for_vectors = _stage_partition(
+        for_gpu_stages = _stage_partition(
             facts, offer.partition, offer.nodes, account.value, qos.value
         )
-    select = facts.configuration.get("SelectType", "select/cons_tres")
-    gres_only = select != "select/cons_tres"  # others do not know --gpus-per-node and --gpus
-    memory_key, memory = _memory(offer)
-    runtime = _runtime(facts, offer.partition, account.value, qos.value)
-    why_processes = (
-        "one process per GPU" if offer.gpus else "no GPUs: one process on the node's cores"
-    )
-    values: dict[str, Reasoned[str] | Reasoned[int]] = {
-        "launcher": Reasoned("slurm"),
-        "slurm_cluster": Reasoned(request.cluster, request.cluster and "--cluster"),
-        "nodes": Reasoned(request.nodes or "1"),
-        "nproc_per_node": Reasoned(offer.gpus or 1, why_processes),
-        "slurm_partition": Reasoned(offer.partition.name, training.why),
-        "slurm_account": account,
-        "qos": qos,
-        "gres" if gres_only else "gpus_per_node": _gpus(offer, select if gres_only else ""),
-        "runtime": runtime,
-        memory_key: memory,
-        "cpus_per_task": _cpus(offer),
-        "save_within_s": Reasoned(min(SAVE_WITHIN_S, 15 * runtime.value)),
-    }
-    options = {key: reasoned.value for key, reasoned in values.items()}
-    machine: Machine = check_options(Machine, options, f"partition {offer.partition.name}")
-    status_command = _status_command(facts)
-    device = _device(offer)
-    limits = dict.fromkeys((for_stages, for_vectors))
+    device = _choose_device(offer)
+    status_command = _choose_status_command(facts)
+    limits = dict.fromkeys((for_stages, for_gpu_stages))
+    gres_only = _only_gres(facts)
     why = {key: reasoned.why for key, reasoned in values.items()} | {
         "status_command": status_command.why,
         "stages_partition": stages.why,
@@ -76,26 +59,70 @@ def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:
     }
     if gres_only:
         why["gpu"] = "this site supports only --gres"
-    gpus = machine.gpus_per_node or machine.gres
     return Site(
-        head=f"# Nodes of partition {machine.slurm_partition}{gpus and f' with GPUs {gpus}'}, written by "
-        f"`cellmill profiles new {name}`\n# from the answers of scontrol and sacctmgr, named in brackets. "
-        f"`cellmill preflight --profile {name}` checks "
-        "it;\n# profiles/README.md explains each key, which is an option of `snakemake`.",
+        head=_write_head(machine, name),
         machine=machine,
         device=device.value,
         stages=for_stages,
-        gpu_stages=for_vectors,
-        gpu=_one_gpu(offer, qos.value, gres_only) if offer.gpus else {},
+        gpu_stages=for_gpu_stages,
+        gpu=_list_gpu_keys(offer, qos.value, bool(gres_only)) if offer.gpus else {},
         status_command=status_command.value,
         why=why,
+    )
+
+
+def _choose_machine(
+    facts: SlurmFacts,
+    request: Request,
+    training: Reasoned[Offer],
+    account: Reasoned[str],
+    qos: Reasoned[str],
+) -> dict[str, Reasoned[str] | Reasoned[int]]:
+    """Choose the options of the training's `Machine`."""
+    offer = training.value
+    gres_only = _only_gres(facts)
+    why_processes = "no GPUs: one process on the node's cores"
+    if offer.gpus:
+        why_processes = "one process per GPU"
+    memory_key, memory = _choose_memory(offer)
+    runtime = _choose_runtime(facts, offer.partition, account.value, qos.value)
+    return {
+        "launcher": Reasoned("slurm"),
+        "slurm_cluster": Reasoned(request.cluster, "--cluster" if request.cluster else ""),
+        "nodes": Reasoned(request.nodes or "1"),
+        "nproc_per_node": Reasoned(offer.gpus or 1, why_processes),
+        "slurm_partition": Reasoned(offer.partition.name, training.why),
+        "slurm_account": account,
+        "qos": qos,
+        "gres" if gres_only else "gpus_per_node": _choose_gpus(offer, gres_only),
+        "runtime": runtime,
+        memory_key: memory,
+        "cpus_per_task": _choose_cpus(offer),
+        "save_within_s": Reasoned(min(SAVE_WITHIN_S, 15 * runtime.value)),
+    }
+
+
+def _only_gres(facts: SlurmFacts) -> str:
+    """Return the SelectType of a site that knows --gres but not --gpus-per-node and --gpus; else ""."""
+    select_type = facts.configuration.get("SelectType", CONS_TRES)
+    return "" if select_type == CONS_TRES else select_type
+
+
+def _write_head(machine: Machine, name: str) -> str:
+    """Write the first comment of the profile `name`."""
+    gpus = machine.gpus_per_node or machine.gres
+    with_gpus = f" with GPUs {gpus}" if gpus else ""
+    return (
+        f"# Nodes of partition {machine.slurm_partition}{with_gpus}, written by `cellmill profiles new {name}`\n"
+        f"# from the answers of scontrol and sacctmgr, named in brackets. `cellmill preflight --profile {name}` checks "
+        "it;\n# profiles/README.md explains each key, which is an option of `snakemake`."
     )
 
 
 def _stage_partition(
     facts: SlurmFacts, partition: Partition, nodes: list[Node], account: str, qos: str
 ) -> StagePartition:
-    """The partition, with the largest request of a job of one node."""
+    """Describe a partition for stages, with the largest request of a job on one of `nodes`."""
     memory_mb = [node.usable_mb for node in nodes]
     limit_min, _ = facts.limit(partition, account, qos)
     return StagePartition(
@@ -107,7 +134,8 @@ def _stage_partition(
     )
 
 
-def _account(facts: SlurmFacts, request: Request, partition: Partition) -> Reasoned[str]:
+def _choose_account(facts: SlurmFacts, request: Request, partition: Partition) -> Reasoned[str]:
+    """Choose an account that the partition accepts; empty if this user has several or none."""
     if request.account:
         return Reasoned(request.account, "--account")
     if not facts.accounts:
@@ -125,8 +153,8 @@ def _account(facts: SlurmFacts, request: Request, partition: Partition) -> Reaso
     return Reasoned("", f"one of {names} (sacctmgr); --account chooses it")
 
 
-def _qos(facts: SlurmFacts, partition: Partition, account: str) -> Reasoned[str]:
-    """A QOS of this user that the partition names; empty if there is none, or it names none."""
+def _choose_qos(facts: SlurmFacts, partition: Partition, account: str) -> Reasoned[str]:
+    """Choose a QOS of this user that the partition names; empty if there is none."""
     accepted = facts.list_qos(account) & (partition.qos or set())
     if not accepted:
         return Reasoned("")
@@ -134,8 +162,8 @@ def _qos(facts: SlurmFacts, partition: Partition, account: str) -> Reasoned[str]
     return Reasoned(name, f"one of yours that partition {partition.name} accepts (scontrol)")
 
 
-def _gpus(offer: Offer, select: str) -> Reasoned[str]:
-    """GPUs per node. `select` is the SelectType of a site that supports only --gres."""
+def _choose_gpus(offer: Offer, gres_only: str) -> Reasoned[str]:
+    """Choose the GPUs per node. `gres_only` is the SelectType of a site that supports only --gres."""
     numbers = [0]
     gpus = ""
     if offer.gpus:
@@ -144,35 +172,39 @@ def _gpus(offer: Offer, select: str) -> Reasoned[str]:
     why = f"of {' or '.join(map(str, numbers))} on a node (scontrol)"
     if offer.is_sliced:
         why = f"slices cannot form one training; {why}"
-    if select:
-        why += f"; {select} supports only --gres (scontrol)"
-        gpus = gpus and f"gpu:{gpus}"
+    if gres_only:
+        why += f"; {gres_only} supports only --gres (scontrol)"
+        gpus = f"gpu:{gpus}" if gpus else ""
     return Reasoned(gpus, why)
 
 
-def _runtime(facts: SlurmFacts, partition: Partition, account: str, qos: str) -> Reasoned[int]:
-    limit, source = facts.limit(partition, account, qos)
-    runtime = max(1, min(limit or DAY_MIN, DAY_MIN))
-    if limit is None:
+def _choose_runtime(
+    facts: SlurmFacts, partition: Partition, account: str, qos: str
+) -> Reasoned[int]:
+    """Choose the minutes per job: the limit, at most a day."""
+    limit_min, source = facts.limit(partition, account, qos)
+    runtime = max(1, min(limit_min or DAY_MIN, DAY_MIN))
+    if limit_min is None:
         why = f"a day; there is no limit of {source}"
-    elif runtime == limit:
+    elif runtime == limit_min:
         why = f"limit of {source}"
     else:
-        why = f"a day, below the limit of {limit} min of {source}"
+        why = f"a day, below the limit of {limit_min} min of {source}"
     return Reasoned(runtime, why)
 
 
-def _shares(offer: Offer) -> list[float]:
-    """Fraction of each node that goes with the training's GPUs."""
+def _list_shares(offer: Offer) -> list[float]:
+    """List the fraction of each node's GPUs that the training gets; 1 without GPUs."""
     if not offer.gpus:
         return [1.0] * len(offer.nodes)
     return [offer.gpus / node.count_gpus("") for node in offer.nodes]
 
 
-def _memory(offer: Offer) -> tuple[str, Reasoned[int]]:
-    """The key and MB that request memory.
+def _choose_memory(offer: Offer) -> tuple[str, Reasoned[int]]:
+    """Choose the key that requests memory, and its MB.
 
-    What the partition says per GPU or CPU; else per node all memory, or the GPUs' share of it.
+    They are those of the partition per GPU or CPU; otherwise all memory of a node, or the share of
+    its GPUs.
     """
     partition = offer.partition
     if offer.gpus and partition.mb_per_gpu:
@@ -185,8 +217,9 @@ def _memory(offer: Offer) -> tuple[str, Reasoned[int]]:
 
 
 def _memory_per_node(offer: Offer) -> Reasoned[int]:
+    """Choose the MB of memory per node; 0 is all of it."""
     usable_mb = [node.usable_mb for node in offer.nodes]
-    shares = _shares(offer)
+    shares = _list_shares(offer)
     if not all(usable_mb):
         return Reasoned(0, "SLURM does not manage memory here (scontrol)")
     if any(share != 1 for share in shares):
@@ -199,14 +232,16 @@ def _memory_per_node(offer: Offer) -> Reasoned[int]:
     return Reasoned(0, f"all of a node's memory, {least_mb} MB or more (scontrol)")
 
 
-def _cpus(offer: Offer) -> Reasoned[int]:
-    shares = _shares(offer)
+def _choose_cpus(offer: Offer) -> Reasoned[int]:
+    """Choose the CPU cores per node: the share of its GPUs, on the node with the fewest cores."""
+    shares = _list_shares(offer)
     least = min(node.cpus * share for node, share in zip(offer.nodes, shares))
     part = "all" if set(shares) == {1} else "the share of its GPUs"
     return Reasoned(max(1, int(least)), f"{part} of the smallest node (scontrol)")
 
 
-def _status_command(facts: SlurmFacts) -> Reasoned[str]:
+def _choose_status_command(facts: SlurmFacts) -> Reasoned[str]:
+    """Choose the command by which Snakemake's plugin looks up the states of jobs."""
     if not facts.no_accounting:
         return Reasoned("sacct", "it answers, also while the controller does not")
     age = facts.configuration.get("MinJobAge", "unknown")
@@ -217,8 +252,8 @@ def _status_command(facts: SlurmFacts) -> Reasoned[str]:
     return Reasoned("squeue", why)
 
 
-def _device(offer: Offer) -> Reasoned[str]:
-    """The planner's device for the type of the GPUs, or for a feature of their nodes."""
+def _choose_device(offer: Offer) -> Reasoned[str]:
+    """Choose the device of the plan by the type of the GPUs, or by a feature of their nodes."""
     if not offer.gpus:
         return Reasoned("cpu")
     features = sorted(frozenset.intersection(*(node.features for node in offer.nodes)))
@@ -245,12 +280,12 @@ def _device(offer: Offer) -> Reasoned[str]:
         why = f"{source} of the nodes (scontrol)"
         return Reasoned(device, f"{why}; assumed: {assumed}" if assumed else why)
     kind = f"GPU type {offer.kind} (scontrol)" if offer.kind else "GPUs without a type (scontrol)"
-    why = f"assumed: the planner does not know {kind}; {describe_assumption(ASSUMED)}"
-    return Reasoned(ASSUMED, why)
+    why = f"assumed: the planner does not know {kind}; {describe_assumption(ASSUMED_DEVICE)}"
+    return Reasoned(ASSUMED_DEVICE, why)
 
 
-def _one_gpu(offer: Offer, qos: str, gres_only: bool) -> dict[str, str | int]:
-    """Keys of a stage on one GPU."""
+def _list_gpu_keys(offer: Offer, qos: str, gres_only: bool) -> dict[str, str | int]:
+    """List the keys of a stage on one GPU."""
     keys: dict[str, str | int] = {"slurm_partition": quote_for_python(offer.partition.name)}
     if qos:
         keys["qos"] = quote_for_python(qos)
