@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 import pandas as pd
 from jinja2 import StrictUndefined, Template
 
-from cellmill.commands.preflight import check_genes
 from cellmill.config.datasets import MAX_NAME, Dataset, check_name, input_path, is_url
 from cellmill.config.load import check_options, load_config
 from cellmill.config.options import TrainOptions
@@ -30,6 +29,7 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.order import OrderRule
 from cellmill.errors import ConfigError, UserError
 from cellmill.files import fsync, write_text
+from cellmill.preflight.configuration import check_genes
 from cellmill.runs.identity import foresee_refusal
 
 TEMPLATE = Path(__file__).with_name("project.yaml")
