@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cellmill.cli import main
-from cellmill.commands.watch import Screen, WatchedRun, bars
+from cellmill.commands.watch import Screen, WatchedRun, draw_bars
 from cellmill.errors import UserError
 from cellmill.runs.folder import TrainFolder
 from tests.unit.tracked import tracked_run
@@ -75,7 +75,7 @@ def test_a_resumed_run_is_shown_from_its_checkpoint(
     watched = WatchedRun("one", train)
     append(train, *({"step": step, "loss": 1 / step} for step in range(1, 7)))
     watched.update()
-    assert watched.losses() == [1 / step for step in range(1, 7)]
+    assert watched.list_losses() == [1 / step for step in range(1, 7)]
     (train / "metrics.jsonl").rename(train / "before")
     append(
         train,
@@ -84,8 +84,8 @@ def test_a_resumed_run_is_shown_from_its_checkpoint(
         {"step": 2, "skipped": "loss nan"},
     )
     watched.update()
-    assert watched.losses() == [1.0, 0.5]
-    assert watched.pieces("stopped") == ["one: stopped", "step 2/20 (10%)", "loss 0.5"]
+    assert watched.list_losses() == [1.0, 0.5]
+    assert watched.describe("stopped") == ["one: stopped", "step 2/20 (10%)", "loss 0.5"]
     shutil.rmtree(train)
     with pytest.raises(UserError, match="the run's folder was deleted"):
         watched.update()
@@ -129,7 +129,7 @@ def test_no_line_is_wider_than_the_terminal(columns: int, monkeypatch: pytest.Mo
     assert len(lines) == {200: 2, 40: 4, 12: 7, 1: 7}[columns]
     assert terminal.getvalue() == first + f"\x1b[{len(lines)}A\x1b[J" + first
     assert columns < 3 or (lines[-1][0], lines[-1][-1]) == ("█", "▁")
-    assert [bars(few, 4) for few in ([], [1.0], [1.0, 1.0], [3.0, 2.0, 1.0, 0.0, 0.0])] == [
+    assert [draw_bars(few, 4) for few in ([], [1.0], [1.0, 1.0], [3.0, 2.0, 1.0, 0.0, 0.0])] == [
         "",
         "▁",
         "▁▁",

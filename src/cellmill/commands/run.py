@@ -13,10 +13,10 @@ from pathlib import Path
 
 from cellmill.commands.run_state import (
     RunState,
-    living_jobs,
+    find_living_jobs,
+    find_train_folder,
+    find_train_log,
     print_reason,
-    train_folder,
-    train_log,
     until_interrupted,
 )
 from cellmill.config.load import stored_options
@@ -56,13 +56,13 @@ def attach(*, run: str, results: Path) -> None:
     Raise Stopped if it stopped with its state saved, UserError if it failed or if nothing is
     running.
     """
-    train = train_folder(results, run)
+    train = find_train_folder(results, run)
     holder = holder_of(train)
     follower = None
     if holder is not None and not holder.follows:  # then no job of this run is alive
         trainer = holder.text
         what = "the training"
-        log = train_log(results, run)
+        log = find_train_log(results, run)
         if not log.exists():
             raise UserError(
                 f"trained by {trainer}, which prints where it was started: {log} does not exist"
@@ -92,14 +92,14 @@ def attach(*, run: str, results: Path) -> None:
 
 def _living_job(run: str, train: Path) -> QueuedJob:
     """The run's job that SLURM has. Raise UserError with the run's state if there is none."""
-    living = living_jobs(train, Queue(TICK_S))
+    living = find_living_jobs(train, Queue(TICK_S))
     if living:
         return living[0]
-    state = RunState(train)
-    why = f": {state.why}" if state.why else ""
+    run_state = RunState(train)
+    failure = f": {run_state.failure}" if run_state.failure else ""
     raise UserError(
-        f"{run}: no job is queued or running, and no training runs on this machine; its state is {state.name}, saved "
-        f"at step {state.folder.saved_step()}{why}"
+        f"{run}: no job is queued or running, and no training runs on this machine; its state is "
+        f"{run_state.state}, saved at step {run_state.folder.saved_step()}{failure}"
     )
 
 
@@ -144,7 +144,7 @@ def _report_end(train: Path, what: str, end_state: str) -> None:
 
 def cancel(*, run: str, results: Path) -> None:
     """Cancel the job of `run`, or end its training on this machine. Raise UserError if it cannot."""
-    train = train_folder(results, run)
+    train = find_train_folder(results, run)
     holder = holder_of(train)
     done = list[str]()
     if holder is None or holder.follows:  # otherwise no job of this run is alive
@@ -167,7 +167,7 @@ def _cancel_jobs(train: Path) -> list[str]:
     done = list[str]()
     jobs = Jobs(train)
     # its launcher may just have submitted the next job
-    while living := living_jobs(train, Queue(1.0)):
+    while living := find_living_jobs(train, Queue(1.0)):
         for job in living:
             print(f"cancelling job {job.job_id}", flush=True)
             folder = jobs.folder(job.name)
@@ -212,7 +212,7 @@ def follow(*, run: str, to: str, results: Path) -> None:
     The tracker has the options that the run was started with, or its defaults. Raise UserError if
     it is unknown or fails.
     """
-    train = train_folder(results, run)
+    train = find_train_folder(results, run)
     options = stored_options(read_json(train / "run.json")["options"], str(train / "run.json"))
     try:
         tracker = options.track.to.get(to) or by_name(TrackerConfig, {to: None})[to]
@@ -227,7 +227,7 @@ def follow(*, run: str, to: str, results: Path) -> None:
         Empty, after a moment, while it is queued or runs.
         """
         locked = holder_of(train) is not None
-        if locked or living_jobs(train, queue):  # a job whose launcher left it
+        if locked or find_living_jobs(train, queue):  # a job whose launcher left it
             time.sleep(POLL_S if locked else SLOWEST_POLL_S)
             return ""
         state = TrainFolder(train).state()
@@ -256,8 +256,8 @@ def logs(*, run: str, results: Path, follow: bool) -> None:
 
     Raise UserError without a log.
     """
-    train = train_folder(results, run)
-    printed = train_log(results, run)  # by a training here, or the launcher of a waiting job
+    train = find_train_folder(results, run)
+    printed = find_train_log(results, run)  # by a training here, or the launcher of a waiting job
     newest = Jobs(train).newest()
     local = read_local(train)
     if newest is not None and local and local[-1]["started_at"] > newest.submitted_at:

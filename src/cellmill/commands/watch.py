@@ -15,11 +15,12 @@ from typing import Any, TextIO
 from cellmill.commands.run_state import (
     KILLED,
     RunState,
+    find_newest,
+    find_train_folder,
+    measure_age_s,
     print_reason,
-    train_folder,
     until_interrupted,
 )
-from cellmill.commands.status import age, newest
 from cellmill.errors import UserError
 from cellmill.files import span
 from cellmill.runs.folder import progress_of
@@ -32,13 +33,13 @@ LATEST = {
     "val_loss": "validation {val_loss:.4g} at step {step}",
     "effective_rank": "effective rank {effective_rank:.1f}",
 }
-"""Texts of the last line of the curve that has a key, by that key."""
+"""Text for the last line of the curve that has a key, by key."""
 SPEED = {
     "cells_per_s": "{cells_per_s:,.0f} cells/s",
     "data_wait_frac": "waiting for data {data_wait_frac:.0%}",
     "mfu": "MFU {mfu:.1%}",
 }
-"""Texts of the last line while the run trains."""
+"""Text for a key of the last line, while the run trains."""
 
 
 def watch(*, run: str, results: Path, every_s: float) -> None:
@@ -48,13 +49,13 @@ def watch(*, run: str, results: Path, every_s: float) -> None:
     """
     if not 0.1 <= every_s <= 3600:
         raise UserError(f"--every-s: expected seconds from 0.1 to 3600, got {every_s:g}")
-    train = train_folder(results, run, may_begin=True)
+    train = find_train_folder(results, run, may_begin=True)
     watched = WatchedRun(run, train)
     screen = Screen(sys.stdout)
     with until_interrupted():
         while True:
             state = watched.update()
-            screen.show(watched.pieces(state), watched.losses())
+            screen.show(watched.describe(state), watched.list_losses())
             if state in ("done", "failed", "stopped", KILLED):
                 print_reason(train)
                 return
@@ -62,7 +63,7 @@ def watch(*, run: str, results: Path, every_s: float) -> None:
 
 
 class WatchedRun:
-    """The curve and the state of a run as far as they are known."""
+    """The curve and the state of a run, read from its files again at each update."""
 
     def __init__(self, name: str, train: Path) -> None:
         self._name = name
@@ -85,14 +86,14 @@ class WatchedRun:
             self._lines = {key: line for key, line in self._lines.items() if key[0] <= first_step}
             self._lines |= {(line["step"], name_kind(line)): line for line in lines}
         self._steps = progress_of(self._train).get("steps", self._steps)
-        return RunState(self._train).name
+        return RunState(self._train).state
 
-    def losses(self) -> list[float]:
-        """The training loss of each line."""
+    def list_losses(self) -> list[float]:
+        """List the training losses of the curve."""
         return [line["loss"] for line in self._lines.values() if "loss" in line]
 
-    def pieces(self, state: str) -> list[str]:
-        """The view in short texts."""
+    def describe(self, state: str) -> list[str]:
+        """Describe the run in short texts."""
         lines = list(self._lines.values())
         pieces = [f"{self._name}: {state}"]
         if lines:
@@ -102,19 +103,19 @@ class WatchedRun:
                 text += f"/{self._steps} ({step / self._steps:.0%})"
             pieces.append(text)
         for key, text in LATEST.items():
-            latest = newest(key, lines)
+            latest = find_newest(key, lines)
             if latest:
                 pieces.append(text.format(**latest))
-        line = newest("loss", lines)
+        line = find_newest("loss", lines)
         if line.get("skipped_steps"):
             pieces.append(f"{line['skipped_steps']} steps skipped")
         if state == "running" and line:
-            pieces += self._speed(line)
+            pieces += self._describe_speed(line)
         return pieces
 
-    def _speed(self, line: dict[str, Any]) -> list[str]:
-        """Texts of the newest line about throughput and time."""
-        age_s = age(self._train / "metrics.jsonl")
+    def _describe_speed(self, line: dict[str, Any]) -> list[str]:
+        """Describe throughput and time in short texts."""
+        age_s = measure_age_s(self._train / "metrics.jsonl")
         pieces = [text.format(**line) for key, text in SPEED.items() if key in line]
         if line.get("gpu_busy_frac"):
             pieces.append(f"GPU {max(line['gpu_busy_frac']):.0%}")
@@ -132,9 +133,10 @@ class Screen:
         self._last = ""
 
     def show(self, pieces: list[str], losses: list[float]) -> None:
+        """Show the texts of a run, and on a terminal its losses as bars."""
         if self._out.isatty():
             columns, _ = shutil.get_terminal_size()
-            lines = [*wrapped(pieces, columns - 1), bars(losses, columns - 1)]
+            lines = [*wrap(pieces, columns - 1), draw_bars(losses, columns - 1)]
             back = f"\x1b[{self._n_drawn}A\x1b[J" if self._n_drawn else ""
             print(back + "\n".join(lines), file=self._out, flush=True)
             self._n_drawn = len(lines)
@@ -146,8 +148,8 @@ class Screen:
         self._last = line
 
 
-def wrapped(pieces: list[str], columns: int) -> list[str]:
-    """Lines of at most `columns` characters with two spaces between pieces; a longer piece is cut."""
+def wrap(pieces: list[str], columns: int) -> list[str]:
+    """Join pieces by two spaces into lines of at most `columns` characters; cut a longer piece."""
     lines: list[str] = []
     for piece in pieces:
         if lines and len(lines[-1]) + 2 + len(piece) <= columns:
@@ -157,8 +159,8 @@ def wrapped(pieces: list[str], columns: int) -> list[str]:
     return lines
 
 
-def bars(losses: list[float], columns: int) -> str:
-    """The curve as at most `columns` characters, each the mean of an equal part; low is good."""
+def draw_bars(losses: list[float], columns: int) -> str:
+    """Draw the losses in at most `columns` characters, each of which is the mean of an equal part."""
     finite = [loss for loss in losses if math.isfinite(loss)]
     if not finite:
         return ""
