@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from cellmill.config.datasets import is_url
+from cellmill.config.datasets import Dataset, is_url
 from cellmill.config.load import load_config
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.inputs.h5 import check_h5ad, count_dtype, write_cells
@@ -26,7 +26,8 @@ def convert(
 ) -> None:
     """Write the cells of `input`, in the format `kind`, to `out`.
 
-    For a census, only cells that fulfil `value_filter`.
+    `geneformer` needs `dictionaries`, `scmodelforge` needs `genes`; of a census, only cells that match
+    `value_filter` are written. Raise DataError for a missing folder or wrong content.
     """
     if "://" not in str(input) and not Path(input).is_dir():
         raise DataError(f"{input}: no such folder")
@@ -44,11 +45,12 @@ def convert(
         assert genes is not None
         source = open_shard_folder(Path(input), genes)
     with CountsReader(source) as reader:
-        n_values = largest = 0
+        n_values = 0
+        max_count = 0
         for block in reader.rows():
-            n_values = n_values + block.nnz
-            largest = max(largest, int(block.data.max(initial=0)))
-        write_cells(out, reader.obs, reader.var, reader.rows(), n_values, count_dtype(largest))
+            n_values += block.nnz
+            max_count = max(max_count, int(block.data.max(initial=0)))
+        write_cells(out, reader.obs, reader.var, reader.rows(), n_values, count_dtype(max_count))
         reader.warn_of_values()
         print(
             f"{out}: {reader.n_obs:,} cells x {reader.n_vars:,} genes, {n_values:,} counts",
@@ -57,31 +59,29 @@ def convert(
 
 
 def plan_corpus(*, config: Path, corpus: str, cells: int | None, genes_per_cell: int) -> None:
-    """Print the plan of a corpus, with the cells of its files, or `cells` in even files."""
+    """Print the costs of the stages that make a corpus.
+
+    By default the cells of its files are counted; `cells` assumes as many in files of equal size.
+    Raise ConfigError for an unknown corpus, or for a file that is not fetched yet.
+    """
     pipeline = load_config(config)
     if corpus not in pipeline.corpora:
         raise ConfigError(
             f"{config}: no corpus {corpus!r}; {did_you_mean(corpus, list(pipeline.corpora))}"
         )
     options = pipeline.corpora[corpus]
-    datasets = pipeline.datasets(corpus)
-    datasets = {name: datasets[name] for name in options.datasets or datasets}
-    if cells is not None:
-        sizes = [cells // len(datasets) + (i < cells % len(datasets)) for i in range(len(datasets))]
+    table = pipeline.datasets(corpus)
+    datasets = [table[name] for name in dict.fromkeys(options.datasets or table)]
+    if cells is None:
+        cells_per_dataset = [_count_cells(dataset) for dataset in datasets]
     else:
-        sizes = []
-        for dataset in datasets.values():
-            if is_url(dataset.path):
-                raise ConfigError(
-                    f"{dataset.path}: its cells are not known before it is fetched; give --cells"
-                )
-            with open_dataset(Path(dataset.path), dataset.counts) as reader:
-                sizes.append(reader.n_obs)
+        fewest, n_larger = divmod(cells, len(datasets))
+        cells_per_dataset = [fewest + int(i < n_larger) for i in range(len(datasets))]
     print(
-        f"{corpus}: {sum(sizes):,} cells of {genes_per_cell:,} genes in {len(sizes):,} files, by costs measured once "
-        "on another machine, without waiting for disks:"
+        f"{corpus}: {sum(cells_per_dataset):,} cells of {genes_per_cell:,} genes in {len(datasets):,} files, by costs "
+        "measured once on another machine, without waiting for disks:"
     )
-    costs = estimate_corpus(sizes, genes_per_cell, options.shard)
+    costs = estimate_corpus(cells_per_dataset, genes_per_cell, options.shard)
     print(
         f"{'stage':<12}{'jobs':>7}{'h a job':>10}{'CPU h':>10}{'GB a job':>10}{'files':>9}{'GB disk':>11}"
     )
@@ -95,3 +95,13 @@ def plan_corpus(*, config: Path, corpus: str, cells: int | None, genes_per_cell:
         f"{sum(cost.files for cost in costs):,} files, {sum(cost.disk_gb for cost in costs):,.1f} GB; training and "
         "embedding: `cellmill plan`"
     )
+
+
+def _count_cells(dataset: Dataset) -> int:
+    """Open the file of a dataset and count its cells. Raise ConfigError for a URL."""
+    if is_url(dataset.path):
+        raise ConfigError(
+            f"{dataset.path}: its cells are not known before it is fetched; give --cells"
+        )
+    with open_dataset(Path(dataset.path), dataset.counts) as reader:
+        return reader.n_obs
