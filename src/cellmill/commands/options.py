@@ -32,14 +32,14 @@ class OptionRow:
     """Row of a table of options."""
 
     key: str
-    kind: str  # of its values
+    kind: str  # type of its values, in words
     default: str
     text: str
-    choices: str = ""  # that have this key, where several share a table
+    choices: str = ""  # choices with this key, if several share a table
 
     @property
     def same(self) -> tuple[str, str, str]:
-        """What two choices must have in common to share a row."""
+        """Key that is equal for choices that share a row."""
         return self.key, self.kind, self.text
 
 
@@ -50,11 +50,11 @@ KEYS = [name for name in Workflow.model_fields if name not in {*sections_of(Work
 class Option(NamedTuple):
     """An option of the configuration, or a column of the table of datasets."""
 
-    path: str  # dotted; NAME stands for a name of the user's
+    path: str  # dotted; NAME stands for a name that the user chooses
     row: OptionRow
 
     def describe(self) -> str:
-        """The option with its type and default, and its description in lines below."""
+        """Describe the option with its type and default, and its text in lines below."""
         choices = f" of {self.row.choices}" if self.row.choices else ""
         head = f"{self.path}{choices}: {self.row.kind}; default {self.row.default}"
         text = textwrap.fill(self.row.text, WIDTH, initial_indent="    ", subsequent_indent="    ")
@@ -62,14 +62,14 @@ class Option(NamedTuple):
 
 
 def options(*, words: list[str]) -> None:
-    """Print the first options that have all `words`, those with them in their name before others.
+    """Print the first options that have all `words`, first those that have them in their name.
 
     Raise NothingFound if there are none.
     """
     wanted = [word.lower() for word in words]
-    known = list_options()
+    all_options = list_options()
     matches = []
-    for option in known:
+    for option in all_options:
         other_names = [
             name
             for name, ours in other_words("keys").items()
@@ -79,7 +79,7 @@ def options(*, words: list[str]) -> None:
         if all(word in searched for word in wanted):
             matches.append(option)
     if not matches:
-        names = {option.row.key for option in known}
+        names = {option.row.key for option in all_options}
         close = difflib.get_close_matches("_".join(wanted), sorted(names), MAX_SUGGESTED)
         hint = f"; similar names: {', '.join(close)}" if close else ""
         raise NothingFound(f"no option has {' and '.join(map(repr, words))}{hint}")
@@ -94,9 +94,9 @@ def options(*, words: list[str]) -> None:
 
 
 def list_options() -> list[Option]:
-    """Every option, each once for all choices that describe it alike."""
+    """List all options. Choices that describe an option alike share it."""
     shared: dict[tuple[str, str, str], Option] = {}
-    for path, row in _walk():
+    for path, row in _list_described():
         key = (path, row.kind, row.text)
         if key in shared and row.choices:
             first = shared[key].row
@@ -105,8 +105,9 @@ def list_options() -> list[Option]:
     return list(shared.values())
 
 
-def _walk() -> Iterator[Option]:
-    yield from _options_of(Dataset, "config/datasets.tsv: ")
+def _list_described() -> Iterator[Option]:
+    """Yield the options of all tables, once for each choice that has them."""
+    yield from _list_section(Dataset, "config/datasets.tsv: ")
     for name, owner in ENTRIES.items():
         for row in list_rows(owner, skip=list(sections_of(owner))):
             yield Option(f"{name}.NAME.{row.key}", row)
@@ -114,27 +115,26 @@ def _walk() -> Iterator[Option]:
         if section is None:
             continue
         if issubclass(section, Plugin):
-            yield Option(f"{name}.{section.key}", _choice_row(section))
-            yield from _options_of_choices(section, f"{name}.")
+            yield Option(f"{name}.{section.key}", _make_choice_row(section))
+            yield from _list_choices(section, f"{name}.")
             continue
-        yield from _options_of(section, f"{name}.")
+        yield from _list_section(section, f"{name}.")
         named = named_parts(section)
         for field, contract in list_parts(section).items():
-            yield from _options_of_choices(contract, f"{name}.{field}.", field in named)
-    yield from _options_of(Sweep, "sweep.NAME.")
+            yield from _list_choices(contract, f"{name}.{field}.", field in named)
+    yield from _list_section(Sweep, "sweep.NAME.")
     for row in list_rows(Workflow, KEYS):
         yield Option(row.key, row)
 
 
-def _options_of(section: type[BaseModel], prefix: str) -> Iterator[Option]:
+def _list_section(section: type[BaseModel], prefix: str) -> Iterator[Option]:
+    """Yield the options of a section, with `prefix` before their names."""
     for row in list_rows(section):
         yield Option(prefix + row.key, row)
 
 
-def _options_of_choices(
-    contract: type[Plugin], prefix: str, is_named: bool = False
-) -> Iterator[Option]:
-    """Options of each choice; `is_named` if a mapping has the choices by their names."""
+def _list_choices(contract: type[Plugin], prefix: str, is_named: bool = False) -> Iterator[Option]:
+    """Yield the options of each choice; `is_named` if a mapping has the choices by their names."""
     for name, choice in contract.built_in().items():
         for row in list_rows(choice, skip=[contract.key]):
             if is_named:
@@ -143,16 +143,16 @@ def _options_of_choices(
                 yield Option(prefix + row.key, replace(row, choices=name))
 
 
-def _choice_row(contract: type[Plugin]) -> OptionRow:
-    """Row of the key that chooses a part."""
+def _make_choice_row(contract: type[Plugin]) -> OptionRow:
+    """Make the row of the key that chooses a part."""
     names = " or ".join(f"`{name}`" for name in contract.built_in())
     default = f"`{contract.default}`" if contract.default else "required"
     return OptionRow(contract.key, names, default, f"Chooses the {contract.kind}.")
 
 
 def list_parts(section: type[BaseModel]) -> dict[str, type[Plugin]]:
-    """Fields with options of a contract's choices."""
-    parts = {name: _part_of(field.annotation) for name, field in section.model_fields.items()}
+    """List the fields with options of a contract's choices, and the contracts."""
+    parts = {name: _find_part(field.annotation) for name, field in section.model_fields.items()}
     return {
         name: part
         for name, part in parts.items()
@@ -160,15 +160,15 @@ def list_parts(section: type[BaseModel]) -> dict[str, type[Plugin]]:
     }
 
 
-def _part_of(annotation: Any) -> Any:
-    """Type of the values of a `dict[str, X]`, or the type itself; without pydantic's annotations."""
+def _find_part(annotation: Any) -> Any:
+    """Return X of a `dict[str, X]`, or the type itself; without pydantic's annotations."""
     if get_origin(annotation) is dict:
         annotation = get_args(annotation)[1]
     return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
 def named_parts(section: type[BaseModel]) -> dict[str, type[Plugin]]:
-    """Fields that map names of a contract's choices to their options."""
+    """List the fields that map names of a contract's choices to their options."""
     return {
         name: part
         for name, part in list_parts(section).items()
@@ -179,42 +179,42 @@ def named_parts(section: type[BaseModel]) -> dict[str, type[Plugin]]:
 def list_rows(
     model: type[BaseModel], names: list[str] | None = None, skip: Sequence[str] = ()
 ) -> list[OptionRow]:
-    """Rows of the fields of `model`, or of those in `names`, without those in `skip`."""
+    """Make the rows of the fields of `model`, or of those in `names`, without those in `skip`."""
     properties = model.model_json_schema()["properties"]
     named = named_parts(model)
     rows = []
     for name in model.model_fields if names is None else names:
         if name in skip:
             continue
-        kind = (
-            f"mapping of {named[name].kind} names to options"
-            if name in named
-            else _type(properties[name])
-        )
+        kind = _describe_type(properties[name])
+        if name in named:
+            kind = f"mapping of {named[name].kind} names to options"
         text = description(model, name).replace("|", "\\|")
-        default = _default(model.model_fields[name], name in named)
+        default = _describe_default(model.model_fields[name], name in named)
         rows.append(OptionRow(name, kind, default, text))
     return rows
 
 
-def _default(field: FieldInfo, named: bool) -> str:
+def _describe_default(field: FieldInfo, is_named: bool) -> str:
+    """Describe the default of a field, of which only the names count if `is_named`."""
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
-    if named:
+    if is_named:
         return ", ".join(f"`{name}`" for name in value) or "none"
     return f"`{value if isinstance(value, str) else json.dumps(value)}`"
 
 
-def _type(schema: dict[str, Any]) -> str:
+def _describe_type(schema: dict[str, Any]) -> str:
+    """Describe the type of a field by its JSON schema."""
     if "anyOf" in schema:
-        kinds = [_type(part) for part in schema["anyOf"]]
+        kinds = [_describe_type(part) for part in schema["anyOf"]]
         return (", or " if "," in kinds[0] else " or ").join(kinds)
     if "enum" in schema or "const" in schema:
         return " or ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
     if "$ref" in schema:  # a section in a list, whose keys the description names
         return "mapping"
     if schema["type"] == "array":
-        return f"list of {_type(schema['items'])}"
+        return f"list of {_describe_type(schema['items'])}"
     limits = [f"{sign} {schema[limit]:g}" for limit, sign in LIMITS.items() if limit in schema]
     return ", ".join([TYPES.get(schema["type"], schema["type"]), *limits])
