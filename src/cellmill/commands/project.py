@@ -1,4 +1,4 @@
-"""Projects: init writes one from files of counts, check tells what it will do, run runs it."""
+"""Projects: init writes one for files of counts, check opens its files, run runs its workflow."""
 
 import glob
 import os
@@ -95,11 +95,13 @@ def init(*, folder: Path, data: list[str], skip_unreadable: bool) -> None:
 
 
 def list_inputs(data: Iterable[str]) -> list[str]:
-    """Absolute paths and URLs that `data` names, each once."""
+    """List the absolute paths and URLs that `data` names, each once."""
     inputs: dict[str, str] = {}  # by resolved path
     for text in data:
-        matches = [] if Path(text).exists() else sorted(glob.glob(text, recursive=True))
-        for path in matches or [text]:
+        paths = [text]
+        if not Path(text).exists():
+            paths = sorted(glob.glob(text, recursive=True)) or paths
+        for path in paths:
             absolute = path if is_url(path) else os.path.abspath(path)
             resolved = os.path.realpath(absolute)
             if resolved in inputs:
@@ -109,7 +111,7 @@ def list_inputs(data: Iterable[str]) -> list[str]:
 
 
 def name_datasets(inputs: list[str]) -> list[str]:
-    """A name for each input: that of the file, after that of its folder if files share one."""
+    """Name each input after its file, with the folder in front if several files share a name."""
     paths = [PurePosixPath(urlsplit(text).path if is_url(text) else text) for text in inputs]
     stems = [_ENDS.sub("", path.name.replace("#", "-")) for path in paths]
     shared = {stem for stem, n in Counter(stems).items() if n > 1}
@@ -126,7 +128,7 @@ def name_datasets(inputs: list[str]) -> list[str]:
 
 
 def make_name(text: str) -> str:
-    """A name that a corpus, run or dataset may have, like `text`."""
+    """Make a name that a corpus, run or dataset may have from `text`."""
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-._")[: MAX_NAME - 5]
     try:
         return check_name(name)
@@ -135,7 +137,7 @@ def make_name(text: str) -> str:
 
 
 def make_row(name: str, path: str, survey: Survey) -> Row:
-    """Row of the table for an input. Raise ConfigError if the table cannot hold it."""
+    """Make the row of an input in the table. Raise ConfigError if a value is invalid."""
     thresholds = survey.thresholds
     row: Row = {
         "dataset": name,
@@ -153,7 +155,7 @@ def make_row(name: str, path: str, survey: Survey) -> Row:
 
 
 def explain_columns(rows: list[Row]) -> Iterator[str]:
-    """Lines on the obs columns that were chosen as label, batch and donor, and how to change them."""
+    """Explain which obs columns were chosen as label, batch and donor, and how to change them."""
     for field in COLUMNS:
         datasets: dict[str, list[str]] = {}  # by column
         for row in rows:
@@ -162,11 +164,11 @@ def explain_columns(rows: list[Row]) -> Iterator[str]:
         if not datasets:
             continue
         columns = [*datasets]
-        taken = f"{columns[0]}, chosen by its name; to change it"
+        choice = f"{columns[0]}, chosen by its name; to change it"
         if len(columns) > 1:
             each = [f"{column} of {list_first(names)}" for column, names in datasets.items()]
-            taken = f"{', '.join(each)}, chosen by their names; to change them"
-        text = f"{field}: {taken}, edit column {field} of config/datasets.tsv"
+            choice = f"{', '.join(each)}, chosen by their names; to change them"
+        text = f"{field}: {choice}, edit column {field} of config/datasets.tsv"
         if field == "label" and len(columns) > 1:
             text += f"; all become column {columns[0]} (label_name)"
         if field == "batch":
@@ -175,7 +177,7 @@ def explain_columns(rows: list[Row]) -> Iterator[str]:
 
 
 def write_project(folder: Path, rows: list[Row], surveys: list[Survey]) -> None:
-    """Write all files of a project next to `folder`, check them, and rename."""
+    """Write all files of a project to a folder next to `folder`, check them, and rename it."""
     name = make_name(folder.resolve().name)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".cellmill-init-", dir=folder.parent) as temporary:
@@ -193,7 +195,7 @@ def write_project(folder: Path, rows: list[Row], surveys: list[Survey]) -> None:
 
 
 def format_table(rows: list[Row]) -> str:
-    """The table of datasets. Values of the first file, which config.yaml has, are left out."""
+    """Format the table of datasets, without the values of the first file, which config.yaml has."""
     table = pd.DataFrame(rows)
     table["counts_rule"] = table["counts_rule"].where(table["counts_rule"] != "refuse")
     for column in ("organism", "min_genes", "max_mito_frac"):
@@ -206,7 +208,7 @@ def format_table(rows: list[Row]) -> str:
 
 
 def format_config(name: str, rows: list[Row], surveys: list[Survey]) -> str:
-    """config.yaml of a project, with the reason of each value that depends on the files."""
+    """Format config.yaml, with the reason of each value that depends on the files."""
     n_genes = [survey.coverage.n_with_id for survey in surveys]
     text = TEMPLATE.read_text(encoding="utf-8")
     template = Template(
@@ -240,7 +242,7 @@ def check(*, config: Path) -> None:
 
 
 def list_refused(pipeline: Workflow, source: str) -> Iterator[str]:
-    """A line for each trained run whose changed options stage `train` will refuse."""
+    """Yield a line for each trained run whose changed options stage `train` will refuse."""
     for name, run in pipeline.runs.items():
         options = check_options(TrainOptions, pipeline.section("train", name), source)
         manifest = Path("results/corpora", run.corpus, "shards/manifest.json")
@@ -255,14 +257,12 @@ def list_refused(pipeline: Workflow, source: str) -> Iterator[str]:
 
 
 def is_made(path: str) -> bool:
-    """True if a rule of the workflow writes the file."""
+    """Return whether a rule of the workflow writes the file."""
     return path == DEMO_DATA or Path(path).parts[:1] == ("results",)
 
 
 def check_words(words: list[str]) -> None:
-    """Raise ConfigError for values of --config and --configfile on which snakemake would end in a
-    traceback.
-    """
+    """Raise ConfigError for values of --config and --configfile that snakemake would not explain."""
     flag = ""
     for word in words:
         if word.startswith("-"):
@@ -276,17 +276,16 @@ def check_words(words: list[str]) -> None:
 
 
 def quiet_words(profile: Path) -> list[str]:
-    """Words that leave out the reason of each job, if `quiet` of the profile is as it was shipped."""
+    """List options that hide the reason of each job, unless the profile's `quiet` was changed."""
     file = profile / "config.yaml"
     is_shipped = file.is_file() and "\nquiet: [host] " in file.read_text(encoding="utf-8")
     return ["--quiet", "host", "reason"] if is_shipped else []
 
 
 def run(*, profile: str, words: list[str]) -> None:
-    """Run snakemake with a profile, and print the path of the report, with a note if an earlier run
-    wrote it.
+    """Run snakemake with a profile, then print the path of the report.
 
-    Raise UserError if it fails. Ctrl-C is left to snakemake.
+    Raise UserError if snakemake fails. Ctrl-C is left to snakemake.
     """
     check_words(words)
     is_named = any(word.startswith(("-s", "--snakefile")) for word in words)
