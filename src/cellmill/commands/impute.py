@@ -1,4 +1,4 @@
-"""Predicted expression of genes that a file lacks."""
+"""impute: predicted expression of genes that a file lacks."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Predicted response of the control cells of a file to perturbations."""
+"""perturb: predicted response of the control cells of a file to perturbations."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +26,10 @@ def perturb(
     by: str | None,
     counts_rule: CountsRule = "refuse",
 ) -> None:
-    """Write the response of the controls of `input` to `perturbations` to `out` (.h5ad)."""
+    """Write the response of the controls of `input` to `perturbations` to `out` (.h5ad).
+
+    Raise UserError if the model predicts no responses, or the file has no controls.
+    """
     check_h5ad(out, "--out")
     path = local_input(input)
     refuse_overwriting(out, [("--input", path)])

@@ -1,4 +1,4 @@
-"""Cells of a file that an exported model was trained on."""
+"""seen: cells of a file that an exported model was trained on."""
 
 from pathlib import Path
 
@@ -20,8 +20,10 @@ def seen(
     rows: bool,
     counts_rule: CountsRule = "refuse",
 ) -> None:
-    """Print how many cells of `input` were in training, and with `rows` each of them; write a row
-    per cell to `out` (.tsv): row from 0, cell, seen.
+    """Print how many cells of `input` were in training, and with `rows` each of them.
+
+    `out` (.tsv) gets a row for each cell of the file: row from 0, cell, and seen (exact, near or new).
+    Raise UserError if the file, or the record of the training cells, cannot be read.
     """
     if out is not None:
         check_writable(out)
@@ -32,11 +34,12 @@ def seen(
     with open_dataset(path, counts) as reader:
         reader.counts_rule = counts_rule
         table, notes = table_of_seen(reader, model, vocabulary)
-    n = table["seen"].value_counts()
-    n_seen = len(table) - n["new"]
+    counts_by_kind = table["seen"].value_counts()
+    n_seen = len(table) - counts_by_kind["new"]
     print(
         f"{path.stem}: {n_seen:,} of {len(table):,} cells ({n_seen / max(1, len(table)):.1%}) were in training or "
-        f"validation: {n['exact']:,} with equal counts, {n['near']:,} near copies (barcode of a training sample)"
+        f"validation: {counts_by_kind['exact']:,} with equal counts, {counts_by_kind['near']:,} near copies (barcode "
+        "of a training sample)"
     )
     for note in notes:
         print(f"{path.stem}: {note}")

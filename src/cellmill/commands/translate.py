@@ -19,12 +19,12 @@ from cellmill.track.run_config import flatten_options
 TABLES: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_name("scmodelforge.yaml").read_text(encoding="utf-8")
 )
-"""What becomes of each key; the file has a sentence on each table."""
+"""Tables of keys by what becomes of them; the file has a sentence on each table."""
 BATCH = {"batch_size": 64, "num_gpus": 1, "gradient_accumulation": 1}
 """Factors of a global batch, with scModelForge's defaults."""
 
-# by key of the file: written, advice or dropped, and the words on it
 Answers = dict[str, tuple[str, str]]
+"""Written, advice or dropped, and a text, by key of the file."""
 
 
 def translate(*, file: Path, out: Path) -> None:
@@ -61,17 +61,20 @@ def translate(*, file: Path, out: Path) -> None:
     print("\n".join([*lines, f"{file} -> {out}, {table}"]), flush=True)
 
 
-def translate_options(given: dict[str, Any]) -> tuple[dict[str, Any], Answers]:
-    """Sections here of scModelForge's options, by dotted key, and what became of each key."""
+def translate_options(options: dict[str, Any]) -> tuple[dict[str, Any], Answers]:
+    """Translate scModelForge's options, by dotted key, to sections of a configuration.
+
+    Also return what became of each key. Raise ConfigError if a factor of the batch is no integer.
+    """
     config: dict[str, Any] = {"tokens": {"tokenizer": "rank"}}
     for key, value in TABLES["defaults"].items():
-        if key not in given:
+        if key not in options:
             _translate_key(config, key, value)
-    answers = {key: _translate_key(config, key, value) for key, value in given.items()}
+    answers = {key: _translate_key(config, key, value) for key, value in options.items()}
     if "vocabulary" in config:
         _put(config, "vocabulary.select", "seurat")
 
-    factors = [given.get(f"training.{key}") or default for key, default in BATCH.items()]
+    factors = [options.get(f"training.{key}") or default for key, default in BATCH.items()]
     wrong = [value for value in factors if type(value) is not int]
     if wrong:
         raise ConfigError(
@@ -80,28 +83,28 @@ def translate_options(given: dict[str, Any]) -> tuple[dict[str, Any], Answers]:
     _put(config, "train.global_batch", prod(factors))
     product = f"train.global_batch: {prod(factors)} = {' x '.join(map(str, factors))} ({', '.join(BATCH)})"
     for key in BATCH:
-        if f"training.{key}" in given:
+        if f"training.{key}" in options:
             answers[f"training.{key}"] = ("written", product)
-    if "training.num_gpus" in given:
+    if "training.num_gpus" in options:
         text = f"{product}; set nproc_per_node in the profile too"
         answers["training.num_gpus"] = ("written", text)
 
     tokens = config["tokens"]
     if tokens["tokenizer"] == "binned":
-        quantiles = given.get("tokenizer.binning_method", "uniform") == "quantile"
+        quantiles = options.get("tokenizer.binning_method", "uniform") == "quantile"
         tokens |= {
-            "bins": given.get("tokenizer.n_bins", 51),
+            "bins": options.get("tokenizer.n_bins", 51),
             "binning": "quantile_corpus" if quantiles else "uniform",
         }
         if quantiles:  # fitted to the corpus
             _put(config, "vocabulary.quantiles", True)
         for key, ours in (("n_bins", "bins"), ("binning_method", "binning")):
-            if f"tokenizer.{key}" in given:
+            if f"tokenizer.{key}" in options:
                 answers[f"tokenizer.{key}"] = ("written", f"tokens.{ours}: {tokens[ours]}")
     objective = "masked_gene" if tokens["tokenizer"] == "rank" else "masked_value"
     _put(config, "objective.name", objective)
-    if given.get("training.wandb_project") and "wandb" in config.get("track", {}).get("to", {}):
-        config["track"]["to"]["wandb"]["project"] = given["training.wandb_project"]
+    if options.get("training.wandb_project") and "wandb" in config.get("track", {}).get("to", {}):
+        config["track"]["to"]["wandb"]["project"] = options["training.wandb_project"]
         answers["training.wandb_project"] = ("written", "track.to.wandb.project")
     return config, answers
 
