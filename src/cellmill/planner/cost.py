@@ -47,7 +47,7 @@ def estimate_cost(
 ) -> RunCost:
     """Estimate work, FLOPs, traffic and time of a run whose planned memory is `memory`."""
     model = PlannedModel.measure(
-        options, corpus.n_genes, hardware.world, hardware.nproc_per_node, corpus.levels
+        options, corpus.n_genes, hardware.world_size, hardware.nproc_per_node, corpus.levels
     )
     work = count_work(options, corpus, model.layout)
     whole_size = measure_size(
@@ -71,13 +71,13 @@ def estimate_cost(
         step = estimate_step(
             model, heaviest, network, flops_per_s, load, work.micro_batches_per_step
         )
-        mfu = flops_per_step / (step.step_s * peak * hardware.world)
-        time = _estimate_time(options, work, step, mfu, hardware.world)
+        mfu = flops_per_step / (step.step_s * peak * hardware.world_size)
+        time = _estimate_time(options, work, step, mfu, hardware.world_size)
     return RunCost(options, model, whole_size, work, memory, flops_per_step, heaviest, time)
 
 
 def _estimate_time(
-    options: PlanOptions, work: Work, step: StepTime, mfu: float, world: int
+    options: PlanOptions, work: Work, step: StepTime, mfu: float, world_size: int
 ) -> RunTime:
     """Add up the time of all steps and validations."""
     steps_s = step.step_s * work.cells_seen / work.cells_per_step
@@ -92,14 +92,14 @@ def _estimate_time(
         mfu=mfu,
         hours=hours,
         validation_frac=validations_s / 3600 / hours,
-        gpu_hours=hours * world,
+        gpu_hours=hours * world_size,
     )
 
 
 def _divide_load(corpus: CorpusSize, work: Work, dp: int) -> Load:
-    """Divide a step over `dp` data-parallel ranks; return the load of one.
+    """Divide the largest step over `dp` data-parallel ranks, and return the load of one rank.
 
-    A pipeline computes its padding like any other tokens, in cells of PAD_CELL.
+    Padding of a pipeline is computed like any other tokens, in cells of PAD_CELL tokens.
     """
     n_cells = work.cells_per_step / dp
     tokens = n_cells * corpus.tokens_per_cell

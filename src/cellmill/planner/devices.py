@@ -68,10 +68,11 @@ def find_device(name: str) -> Device:
 def recognise_device(product: str) -> str:
     """Name the device of a product, such as h100 for nvidia_h100_80gb_hbm3; "" if unknown."""
     words = product.lower()
-    chip = ""  # the device without a size of memory
+    chip = ""  # name of the device without a size of memory
     for name in DEVICES:
-        if not chip and "-" not in name and re.search(rf"(?<![a-z0-9]){name}(?!\d)", words):
+        if "-" not in name and re.search(rf"(?<![a-z0-9]){name}(?!\d)", words):
             chip = name
+            break
     memory = re.search(r"(?<![\d.])(\d+)gb?(?![a-z0-9])", words)
     sized = f"{chip}-{memory[1]}gb" if memory else ""
     return sized if sized in DEVICES else chip
@@ -104,6 +105,6 @@ def check_precision(parallel: Parallel, name: str, device: Device) -> None:
 
 
 def find_peak_flops(product: str, parallel: Parallel) -> float | None:
-    """Find the peak FLOP/s of a product such as "NVIDIA H100 80GB HBM3"; None if its device is unknown."""
+    """Find the peak FLOP/s of a product such as NVIDIA H100 80GB HBM3; None if it is unknown."""
     name = recognise_device(product)
     return DEVICES[name].flops(parallel) if name else None

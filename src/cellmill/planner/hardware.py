@@ -15,17 +15,17 @@ class Hardware:
 
     nodes: int
     nproc_per_node: int
-    device: str  # its name
-    device_bytes: int  # memory of one process
-    usable_bytes: int  # `plan.memory_frac` of it
+    device: str  # name of the device of a process
+    device_bytes: int  # device memory of one process
+    usable_bytes: int  # `plan.memory_frac` of `device_bytes`
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         return self.nodes * self.nproc_per_node
 
     def divide(self, parallel: Parallel) -> Layout:
         """Divide the processes over the axes of a layout. Raise ConfigError if they do not fit."""
-        return divide_processes(parallel, self.world, self.nproc_per_node)
+        return divide_processes(parallel, self.world_size, self.nproc_per_node)
 
 
 def find_hardware(options: PlanOptions, machine: Machine, device_name: str) -> Hardware:

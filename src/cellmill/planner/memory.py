@@ -59,7 +59,7 @@ def plan_memory(
         parallel = options.parallel.model_copy(update={"cpu_offload": None})
         options = options.model_copy(update={"parallel": parallel})
     model = PlannedModel.measure(
-        options, corpus.n_genes, hardware.world, hardware.nproc_per_node, corpus.levels
+        options, corpus.n_genes, hardware.world_size, hardware.nproc_per_node, corpus.levels
     )
     work = count_work(options, corpus, model.layout)
     if micro_batch_tokens is None:

@@ -40,12 +40,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error)) is not None
 
 
-def ask_for_advice(run_json: Path, world: int, nproc_per_node: int, device: str) -> str | None:
+def ask_for_advice(run_json: Path, world_size: int, nproc_per_node: int, device: str) -> str | None:
     """Run `advise` in a new process, since sizes are measured without a process group.
 
-    None if that process fails.
+    Return None if that process fails.
     """
-    arguments = [str(run_json), str(world), str(nproc_per_node), device]
+    arguments = [str(run_json), str(world_size), str(nproc_per_node), device]
     command = [sys.executable, "-m", "cellmill.planner.out_of_memory", *arguments]
     try:
         done = subprocess.run(
@@ -56,7 +56,7 @@ def ask_for_advice(run_json: Path, world: int, nproc_per_node: int, device: str)
     return done.stdout.strip() or None
 
 
-def advise(run_json: Path, world: int, nproc_per_node: int, device: str = "cpu") -> str:
+def advise(run_json: Path, world_size: int, nproc_per_node: int, device: str = "cpu") -> str:
     """Name the planned memory of a process, and the first change with which it needs a fifth less."""
     record = read_json(run_json)
     stored = dict(stored_options(record["options"], "run.json"))
@@ -69,7 +69,7 @@ def advise(run_json: Path, world: int, nproc_per_node: int, device: str = "cpu")
         kept + zeros, manifest.n_genes, levels=manifest.levels(options.obs_columns())
     )
     hardware = Hardware(
-        nodes=world // nproc_per_node,
+        nodes=world_size // nproc_per_node,
         nproc_per_node=nproc_per_node,
         device=device,
         device_bytes=0,  # a remedy is measured against the plan, not the device
@@ -77,10 +77,11 @@ def advise(run_json: Path, world: int, nproc_per_node: int, device: str = "cpu")
     )
     memory = plan_memory(options, corpus, hardware)
     parts = sorted(asdict(memory).items(), key=lambda part: -part[1])
+    largest_part, _ = parts[0]
     listed = ", ".join(f"{name} {format_bytes(n)}" for name, n in parts if n)
     smaller = replace(hardware, usable_bytes=int(REMEDY_FRAC * memory.total))
     return (
-        f"the plan was {format_bytes(memory.total)} per process, most of it {parts[0][0]} ({listed}): "
+        f"the plan was {format_bytes(memory.total)} per process, most of it {largest_part} ({listed}): "
         f"{find_remedy(options, corpus, smaller)}"
     )
 

@@ -103,7 +103,7 @@ class RunPlan:
             "gpu_hours": time and time.gpu_hours,
             "nodes": hardware.nodes,
             "nproc_per_node": hardware.nproc_per_node,
-            "world_size": hardware.world,
+            "world_size": hardware.world_size,
             "device": hardware.device,
             # options of section `parallel`, and sizes of the mesh axes
             "layout": options.parallel.model_dump(mode="json") | asdict(cost.model.layout),
@@ -194,7 +194,7 @@ def _format_memory(plan: RunPlan) -> Iterator[Line]:
     memory = plan.cost.memory
     parallel = plan.cost.options.parallel
     layout = describe_layout(parallel, plan.cost.model.layout)
-    yield "processes", f"{hardware.world} x {hardware.device}, {layout}, {parallel.precision}"
+    yield "processes", f"{hardware.world_size} x {hardware.device}, {layout}, {parallel.precision}"
     parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in asdict(memory).items() if n)
     for n_bytes, use in zip(plan.host, ("parallel.cpu_offload", "checkpoints")):
         if n_bytes:

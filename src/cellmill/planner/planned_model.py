@@ -64,11 +64,11 @@ class PlannedModel:
         cls,
         options: TrainOptions,
         n_genes: int,
-        world: int,
+        world_size: int,
         nproc_per_node: int,
         levels: Mapping[str, Sequence[str]] | None = None,
     ) -> Self:
-        """Measure the model of a run on `world` processes.
+        """Measure the model of a run on `world_size` processes.
 
         Raise ConfigError if the layout does not divide them.
         """
@@ -77,7 +77,7 @@ class PlannedModel:
         return cls(
             size=measure_size(spec, parallel.tp, parallel.sequence_parallel, options.finetune),
             parallel=parallel,
-            layout=divide_processes(parallel, world, nproc_per_node),
+            layout=divide_processes(parallel, world_size, nproc_per_node),
             nproc_per_node=nproc_per_node,
             keeps_average=options.train.ema_decay is not None,
             optimizer_states=options.train.optimizer.states_per_parameter,

@@ -126,14 +126,14 @@ def _list_larger_layouts(change: Change) -> Iterator[Change]:
     tp_sizes = model.tp_sizes().values()
     max_tp = 1
     if tp_sizes:
-        max_tp = math.gcd(hardware.nproc_per_node, hardware.world // parallel.pp, *tp_sizes)
+        max_tp = math.gcd(hardware.nproc_per_node, hardware.world_size // parallel.pp, *tp_sizes)
     for tp in divisors(max_tp):
         if tp > parallel.tp:
             instruction = f"set parallel.tp to {tp} with parallel.sequence_parallel"
             yield change.then_parallel(instruction, tp=tp, sequence_parallel=True)
     # at least one block per stage
     max_pp = min(model.pp_sizes().values(), default=1) // (parallel.n_stages // parallel.pp)
-    for pp in divisors(hardware.world // parallel.tp):
+    for pp in divisors(hardware.world_size // parallel.tp):
         if parallel.pp < pp <= max_pp:
             yield change.then_parallel(f"set parallel.pp to {pp}", pp=pp)
     if hardware.device == "cpu" or not change.options.train.optimizer.offloaded:

@@ -37,8 +37,8 @@ def format_scaling(
 ) -> list[str]:
     """Format a table of times by number of devices; empty with one device or an unknown speed.
 
-    The efficiency is the GPU time on the fewest devices that fit, divided by that on these. Links
-    and idle pipelines lower it.
+    The efficiency is the GPU time on the fewest devices that fit, divided by the GPU time on these.
+    Links and idle pipelines lower it.
     """
     machines = list_machines(machine)
     if len(machines) == 1 or device.flops(options.parallel) is None:
@@ -50,7 +50,7 @@ def format_scaling(
         nproc = scaled.nproc_per_node
         count = f"{nodes} x {nproc} = {nodes * nproc}"
         try:
-            time = _estimate(options, corpus, scaled, device_name, device).time
+            time = _estimate_cost(options, corpus, scaled, device_name, device).time
         except ConfigError as error:
             lines.append(f"{count:>12}  {str(error).partition(';')[0]}")
             continue
@@ -67,7 +67,7 @@ def format_scaling(
     return lines
 
 
-def _estimate(
+def _estimate_cost(
     options: PlanOptions, corpus: CorpusSize, machine: Machine, device_name: str, device: Device
 ) -> RunCost:
     """Estimate the run on the machine. Raise ConfigError if it does not work or fit there."""

@@ -117,7 +117,7 @@ def list_parallel_options(options: PlanOptions, hardware: Hardware) -> Iterator[
     max_pp = min(MAX_PP, min(options.model.pp_sizes().values(), default=1))
     tried = set()
     for tp in tp_sizes:
-        for pp in divisors(hardware.world // tp):
+        for pp in divisors(hardware.world_size // tp):
             if pp > max_pp:
                 continue
             schedules = SCHEDULES if pp > 1 else SCHEDULES[:1]

@@ -26,26 +26,26 @@ class CorpusSize:
     """Sizes of a corpus that a plan depends on."""
 
     # `(cells,)` int64: tokens of each training cell, in the order of the shards
-    tokens_of_cells: np.ndarray
+    tokens_by_cell: np.ndarray
     n_genes: int  # genes of the vocabulary
     n_validation: int = 0  # validation cells
-    n_training: int | None = None  # training cells, if `tokens_of_cells` has only a sample of them
+    n_training: int | None = None  # training cells, if `tokens_by_cell` has only a sample of them
     # levels of the obs columns that the run reads
     levels: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def n_cells(self) -> int:
         """Number of training cells."""
-        return len(self.tokens_of_cells) if self.n_training is None else self.n_training
+        return len(self.tokens_by_cell) if self.n_training is None else self.n_training
 
     @cached_property
     def tokens_per_cell(self) -> float:
-        return float(self.tokens_of_cells.mean())
+        return float(self.tokens_by_cell.mean())
 
     @cached_property
     def pairs_per_cell(self) -> float:
         """Mean number of (query, key) pairs of attention in a cell: the mean square of its tokens."""
-        return float(np.square(self.tokens_of_cells.astype(np.float64)).mean())
+        return float(np.square(self.tokens_by_cell.astype(np.float64)).mean())
 
 
 def count_detected_genes(manifest: Manifest) -> np.ndarray:
@@ -57,11 +57,11 @@ def count_detected_genes(manifest: Manifest) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Work:
-    """Steps of a run and what is computed in them."""
+    """Steps of a run, and the cells and micro-batches in them."""
 
     steps: int
     steps_per_epoch: int
-    cells_per_step: int  # of the largest step
+    cells_per_step: int  # cells of the largest step
     cells_seen: int  # cells over all steps
     validations: int
     val_cells: int  # cells per validation
@@ -120,7 +120,7 @@ def count_micro_batches(
     A pipeline (`rule.multiple_of` > 1) cuts the cells of a rank evenly and pads all micro-batches of
     its step to the longest (`pipeline_tokens`, a multiple of `token_multiple`).
     """
-    lengths = corpus.tokens_of_cells
+    lengths = corpus.tokens_by_cell
     steps = _deal_first_steps(lengths, step_cells, dp)
     counts = [_count_needed(lengths_by_rank, rule) for lengths_by_rank in steps]
     if rule.multiple_of == 1:
@@ -132,8 +132,8 @@ def count_micro_batches(
     n_tokens = 0
     n_tokens_with_padding = 0
     for lengths_by_rank, count in zip(steps[:SAMPLED_EVENLY], counts):
-        for lengths_of_rank in lengths_by_rank[:SAMPLED_EVENLY]:
-            tokens = np.add.reduceat(lengths_of_rank, cut_evenly(lengths_of_rank, count)[:-1])
+        for rank_lengths in lengths_by_rank[:SAMPLED_EVENLY]:
+            tokens = np.add.reduceat(rank_lengths, cut_evenly(rank_lengths, count)[:-1])
             padded_to = pipeline_tokens(int(tokens.max()), token_multiple)
             max_tokens = max(max_tokens, padded_to)
             n_tokens += int(tokens.sum())
@@ -142,9 +142,10 @@ def count_micro_batches(
 
 
 def _deal_first_steps(lengths: np.ndarray, step_cells: int, dp: int) -> list[list[np.ndarray]]:
-    """Deal cells to the first steps and their ranks in order, and return their tokens: step, rank, cells.
+    """Deal cells in order to the first steps, and those of a step to its `dp` ranks.
 
-    `lengths` are the tokens of all cells, `(cells,)`.
+    `lengths`, `(cells,)`, are the tokens of all cells. Return those of the cells of each rank, by step
+    and rank.
     """
     n_steps = max(1, min(SAMPLED_STEPS, SAMPLED_RANK_STEPS // dp))
     rank_cells = -(-min(step_cells, len(lengths)) // dp)
@@ -158,7 +159,7 @@ def _deal_first_steps(lengths: np.ndarray, step_cells: int, dp: int) -> list[lis
 
 
 def _count_needed(lengths_by_rank: list[np.ndarray], rule: MicroBatchRule) -> int:
-    """Count the micro-batches of a step: as many as the rank that needs most, by `rule`."""
+    """Count the micro-batches of a step: those of the rank that needs the most."""
     needed = rule.min_per_step
     for lengths in lengths_by_rank:
         needed = max(needed, len(cut_greedily(lengths, rule.token_budget)) - 1)
