@@ -82,7 +82,7 @@ def estimate_peak_memory(
         memory = _RankMemory(model, rank, micro_batch_tokens, micro_batches)
         peaks.append(memory.at_backward_start())
         # A pipeline rank holds most at the start of its first backward pass: the activations of all
-        # micro-batches in flight. Each backward pass frees those of one micro-batch.
+        # micro-batches in flight. Each backward pass then frees one micro-batch.
         if model.layout.pp == 1:
             peaks.append(memory.at_blocks_end())
         if model.is_sharded:

@@ -142,9 +142,9 @@ def count_micro_batches(
 
 
 def _deal_first_steps(lengths: np.ndarray, step_cells: int, dp: int) -> list[list[np.ndarray]]:
-    """Deal cells in order to the first steps, and those of a step to its `dp` ranks.
+    """Deal cells in order to the first steps, and the cells of a step to its `dp` ranks.
 
-    `lengths`, `(cells,)`, are the tokens of all cells. Return those of the cells of each rank, by step
+    `lengths`, `(cells,)`, are the tokens of all cells. Return the tokens of each rank's cells, by step
     and rank.
     """
     n_steps = max(1, min(SAMPLED_STEPS, SAMPLED_RANK_STEPS // dp))
@@ -159,7 +159,7 @@ def _deal_first_steps(lengths: np.ndarray, step_cells: int, dp: int) -> list[lis
 
 
 def _count_needed(lengths_by_rank: list[np.ndarray], rule: MicroBatchRule) -> int:
-    """Count the micro-batches of a step: those of the rank that needs the most."""
+    """Count the micro-batches of a step: as many as the rank with the most needs."""
     needed = rule.min_per_step
     for lengths in lengths_by_rank:
         needed = max(needed, len(cut_greedily(lengths, rule.token_budget)) - 1)

@@ -94,12 +94,13 @@ def check_request(machine: Machine, facts: SlurmFacts) -> Iterator[Check]:
         yield no("partition", problem, remedy)
         return
     checks = {name: list(_check_partition(machine, partitions[name], facts)) for name in requested}
-    fitting = [name for name in requested if all(check.verdict != "no" for check in checks[name])]
-    if not fitting:
-        yield from checks[requested[0]]
-        return
-    yield from checks[fitting[0]]
-    yield _check_start(machine, partitions[fitting[0]], facts)
+    for name in requested:
+        verdicts = {check.verdict for check in checks[name]}
+        if "no" not in verdicts:
+            yield from checks[name]
+            yield _check_start(machine, partitions[name], facts)
+            return
+    yield from checks[requested[0]]
 
 
 def _check_partition(machine: Machine, partition: Partition, facts: SlurmFacts) -> Iterator[Check]:
