@@ -156,14 +156,14 @@ class Objective:
         return {}
 
     def initial_value(self, name: str) -> Fill | None:
-        """Name the function that fills a parameter that `attach` added; None for an unknown name."""
+        """Return the function that fills a parameter added by `attach`; None for an unknown name."""
         return None
 
     def view(self, batch: Batch, *, seed: int, step: int) -> Batch:
         """Choose the tokens of a batch, on the CPU, that the model is given; by default all.
 
-        A pure function of (seed, step, cell, position in the cell). What `prepare` needs of hidden
-        tokens goes along in a subclass of Batch.
+        A pure function of (seed, step, cell, position in the cell). A subclass of Batch carries what
+        `prepare` needs of hidden tokens.
         """
         return batch
 
@@ -200,9 +200,9 @@ class Objective:
         raise NotImplementedError
 
     def observe(self, model: ObjectiveModel, prepared: Any) -> Tensors:
-        """Collect what `judge` compares, a tensor per quantity, concatenated over batches by target.
+        """Return the tensors that `judge` compares, a row per target; batches are concatenated.
 
-        Of a loss over tokens the first is the vocabulary row of each target's gene, (targets,)
+        For a loss over tokens, the first has the vocabulary row of each target's gene, `(targets,)`
         int64.
         """
         raise NotImplementedError
