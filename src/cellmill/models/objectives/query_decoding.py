@@ -143,18 +143,22 @@ class QueryDecoding(Objective):
         # detected genes
         tokens = _choose_hidden_tokens(draws, self.config.max_asked)
         detected_cells = draws.cell[tokens]
-        n_detected = torch.bincount(detected_cells, minlength=n_cells)
+        n_detected_queries = torch.bincount(detected_cells, minlength=n_cells)
         # undetected genes
-        n_candidates = self.n_genes - batch.cu_seqlens.diff().long()
-        n_undetected = (n_detected * self.config.undetected_ratio).ceil().long()
-        n_undetected = torch.where(n_candidates > 0, n_undetected, 0)
-        undetected_cells = torch.repeat_interleave(n_undetected)
-        undetected_genes = self._draw_undetected(batch, undetected_cells, n_undetected, seed, step)
-        # `(C,)` each: hidden genes for which a query stands; of the undetected genes, the cell's
-        # hidden fraction counts as hidden
+        n_undetected_genes = self.n_genes - batch.cu_seqlens.diff().long()
+        n_undetected_queries = (n_detected_queries * self.config.undetected_ratio).ceil().long()
+        n_undetected_queries = torch.where(n_undetected_genes > 0, n_undetected_queries, 0)
+        undetected_cells = torch.repeat_interleave(n_undetected_queries)
+        undetected_genes = self._draw_undetected(
+            batch, undetected_cells, n_undetected_queries, seed, step
+        )
+        # hidden genes for which a query stands, `(C,)` each; the cell's hidden fraction of its
+        # undetected genes counts as hidden
         n_hidden_tokens = torch.bincount(draws.cell[draws.is_hidden], minlength=n_cells)
-        genes_per_detected = n_hidden_tokens / n_detected.clamp(min=1)
-        genes_per_undetected = draws.hidden_frac * n_candidates / n_undetected.clamp(min=1)
+        genes_per_detected = n_hidden_tokens / n_detected_queries.clamp(min=1)
+        genes_per_undetected = (
+            draws.hidden_frac * n_undetected_genes / n_undetected_queries.clamp(min=1)
+        )
         genes_per_query = torch.cat(
             [genes_per_detected[detected_cells], genes_per_undetected[undetected_cells]]
         )
@@ -172,10 +176,10 @@ class QueryDecoding(Objective):
 
         `cell` `(draws,)` int64 is the cell of each draw, ascending; `n_draws` `(C,)` counts them.
         """
-        n_candidates = self.n_genes - batch.cu_seqlens.diff().long()
+        n_undetected_genes = self.n_genes - batch.cu_seqlens.diff().long()
         draw_number = _index_in_cell(cell, n_draws)
         bits = keyed_token_bits(batch.cell_ids, cell, seed, step, draw_number, UNDETECTED)
-        rows = _find_undetected(batch, self.n_genes, cell, bits % n_candidates[cell])
+        rows = _find_undetected(batch, self.n_genes, cell, bits % n_undetected_genes[cell])
         return rows + len(SPECIAL)
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> QueryBatch:
