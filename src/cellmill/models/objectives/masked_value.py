@@ -73,13 +73,13 @@ class MaskedValue(MaskedObjective):
         if self.config.renormalize:
             values = self._renormalize(batch, mask.visible | mask.kept)
         n_donors = torch.bincount(mask.cell[mask.visible], minlength=len(batch.lengths))  # `(C,)`
-        # a cell without a visible token has its random tokens hidden
         has_donor = (n_donors > 0)[mask.cell]
-        hidden = mask.hidden | (mask.random & ~has_donor)
-        random = mask.random & has_donor
-        shown = values.masked_fill(hidden, 0)
-        shown[random] = values[_choose_donors(mask, random, n_donors)]
-        return {"values": shown, "value_hidden": hidden}
+        is_replaced = mask.random & has_donor
+        # in a cell without a visible token, random tokens are hidden too
+        is_hidden = mask.hidden | (mask.random & ~has_donor)
+        shown = values.masked_fill(is_hidden, 0)
+        shown[is_replaced] = values[_choose_donors(mask, is_replaced, n_donors)]
+        return {"values": shown, "value_hidden": is_hidden}
 
     def _renormalize(self, batch: Batch, shows_value: Tensor) -> Tensor:
         """Compute values `(T,)` from the counts of shown values only, with 0 for the others.
@@ -144,13 +144,13 @@ class MaskedValue(MaskedObjective):
         return metrics, r2_verdict("prediction of masked values", "the gene's training mean", r2)
 
 
-def _choose_donors(mask: Mask, random: Tensor, n_donors: Tensor) -> Tensor:
-    """Choose a random visible token of the same cell for each `random` token, `(random,)` int64.
+def _choose_donors(mask: Mask, is_replaced: Tensor, n_donors: Tensor) -> Tensor:
+    """Choose a random visible token of the same cell for each replaced token, `(replaced,)` int64.
 
-    `random` is `(T,)` bool. `n_donors` `(C,)` is the number of visible tokens of each cell.
+    `is_replaced` is `(T,)` bool. `n_donors` `(C,)` is the number of visible tokens of each cell.
     """
     donors = mask.visible.nonzero().flatten()  # tokens, cell after cell
     first_donor = n_donors.cumsum(0) - n_donors  # `(C,)`: index in `donors`
-    cell = mask.cell[random]
-    draws = keyed_bits(mask.keys[random], CONTENT)
+    cell = mask.cell[is_replaced]
+    draws = keyed_bits(mask.keys[is_replaced], CONTENT)
     return donors[first_donor[cell] + draws % n_donors[cell]]
