@@ -1,10 +1,10 @@
 """sum: several objectives at once, from one forward pass of the model.
 
-The part that draws a view (cell_decoding) draws it first; then every part prepares on this view.
-The model is given the batch of the part that hides tokens (masked_value), so that what is hidden
-for one part is hidden for all. Second views of cells (`view_loss`) are given to the model too, but
-only the part that draws them predicts from them: other parts would count them as further cells. The
-loss is a vector, `(parts,)`, because each part is divided by its own number of targets.
+The part that draws a view (cell_decoding) draws it first; then every part prepares its batch from
+this view. The model reads the batch of the part that hides tokens (masked_value), so a token that is
+hidden for one part is hidden for all. The model reads second views (`view_loss`) too, but only the
+part that draws them predicts from them: other parts would count them as further cells. The loss is a
+vector, `(parts,)`, because the loss of each part is divided by its own number of targets.
 """
 
 from collections.abc import Mapping
@@ -170,7 +170,7 @@ class Sum(Objective):
         return losses
 
     def observe(self, model: ObjectiveModel, prepared: SumBatch) -> Tensors:
-        """Observe every part: the number of its tensors, `(parts,)` int64, then these tensors."""
+        """Return the number of tensors of each part, `(parts,)` int64, then the tensors of all parts."""
         sizes = []
         observed: Tensors = ()
         for part, part_batch in zip(self.objectives.values(), prepared.part_batches):
@@ -180,6 +180,7 @@ class Sum(Objective):
         return torch.tensor(sizes), *observed
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
+        """Score every part; its metrics get the prefix of its name."""
         metrics = dict[str, Any]()
         verdicts = list[Verdict]()
         sizes, *arrays = observed

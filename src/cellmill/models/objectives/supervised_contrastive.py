@@ -52,7 +52,7 @@ class SupervisedContrastive(LabelObjective):
         return tuple(contrast(table, self.config.temperature) for table in tables)
 
     def observe(self, model: ObjectiveModel, prepared: TargetBatch) -> Tensors:
-        """Observe labels from 1, `(C,)` int64, and unit vectors, `(C, H)` float32."""
+        """Return labels from 1, `(C,)` int64, and unit vectors, `(C, H)` float32."""
         (rows,) = self.rows(model, model.states(prepared), prepared)
         return prepared.targets + 1, rows[:, 1:]
 
