@@ -1,7 +1,7 @@
-"""Commands on one run, wherever it trains: its log, its end, and sending it to a tracker.
+"""Commands on one run, wherever it trains: attach, cancel, follow (to a tracker) and logs.
 
-attach takes no lock and changes no file, so that a launcher may follow the job too; Ctrl-C ends
-only attach.
+attach takes no lock and changes no file, so a launcher may follow the job too. Ctrl-C ends attach,
+not the training.
 """
 
 import os
@@ -69,7 +69,7 @@ def attach(*, run: str, results: Path) -> None:
             )
         tail = Tail(log)
     else:
-        job = _living_job(run, train)
+        job = _find_living_job(run, train)
         trainer = what = f"job {job.job_id}"
         folder = Jobs(train).folder(job.name)
         if folder is None:
@@ -78,7 +78,7 @@ def attach(*, run: str, results: Path) -> None:
             )
         log = folder / f"{job.job_id}_0_log.out"
         tail = Tail(log)
-        follower = _follower(job, tail)
+        follower = _make_follower(job, tail)
     try:
         say(f"following {trainer}, its log: {log}; Ctrl-C ends only the following")
         if log.exists():
@@ -90,8 +90,8 @@ def attach(*, run: str, results: Path) -> None:
     _report_end(train, what, "" if follower is None else follower.state.name)
 
 
-def _living_job(run: str, train: Path) -> QueuedJob:
-    """The run's job that SLURM has. Raise UserError with the run's state if there is none."""
+def _find_living_job(run: str, train: Path) -> QueuedJob:
+    """Find the job of the run in SLURM's queue. Raise UserError with the run's state if there is none."""
     living = find_living_jobs(train, Queue(TICK_S))
     if living:
         return living[0]
@@ -103,14 +103,14 @@ def _living_job(run: str, train: Path) -> QueuedJob:
     )
 
 
-def _follower(job: ClusterJob, tail: Tail) -> JobFollower:
-    """A follower that changes no file, and polls a job less often the longer it runs."""
+def _make_follower(job: ClusterJob, tail: Tail) -> JobFollower:
+    """Make a follower that changes no file, and polls a job less often the longer it runs."""
     queue = Queue(TICK_S, job.cluster)
     return JobFollower(job, queue, tail, slowest_poll_s=SLOWEST_POLL_S)
 
 
 def follow_run(tail: Tail, alive: Callable[[], bool]) -> None:
-    """Print what is appended to a log as long as `alive`, and what came with the end."""
+    """Print what is appended to a log while `alive` returns True, and what was appended last."""
     while alive():
         tail.read()
         time.sleep(TICK_S)
@@ -163,7 +163,7 @@ def cancel(*, run: str, results: Path) -> None:
 
 
 def _cancel_jobs(train: Path) -> list[str]:
-    """Cancel the run's jobs; return a line for each."""
+    """Cancel the jobs of the run; return a line about each."""
     done = list[str]()
     jobs = Jobs(train)
     # its launcher may just have submitted the next job
@@ -188,7 +188,7 @@ def _cancel_jobs(train: Path) -> list[str]:
 
 
 def _end_process(train: Path, holder: Holder) -> str:
-    """Ask the lock's holder to save and end, and wait until it has; return a line about it."""
+    """Ask the process with the lock to save and end, and wait for it; return a line about it."""
     if not holder.holds(train / "lock"):
         remedy = f"run cellmill cancel on {holder.host}"
         if holder.host == os.uname().nodename:
@@ -222,9 +222,9 @@ def follow(*, run: str, to: str, results: Path) -> None:
     queue = Queue(POLL_S)
 
     def ended() -> str:
-        """The status of a training that has ended.
+        """Return the status of a training that has ended: done, stopped or failed.
 
-        Empty, after a moment, while it is queued or runs.
+        Return "" after a pause while it is queued or running.
         """
         locked = holder_of(train) is not None
         if locked or find_living_jobs(train, queue):  # a job whose launcher left it
@@ -268,7 +268,7 @@ def logs(*, run: str, results: Path, follow: bool) -> None:
             follow_run(Tail(printed), lambda: holder_of(train) is not None)
         elif follow and newest is not None:
             tail = Tail(newest.log)
-            follow_run(tail, _follower(newest, tail).alive)
+            follow_run(tail, _make_follower(newest, tail).alive)
         elif newest is not None and newest.log.exists():
             Tail(newest.log).read()
             print_reason(train)
