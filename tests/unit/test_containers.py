@@ -307,6 +307,29 @@ def test_a_zarr_of_pegasus_is_named(tmp_path: Path) -> None:
     )
 
 
+def test_a_zarr_of_datasets_says_which_to_give(counts: sp.csr_matrix, tmp_path: Path) -> None:
+    """As annbatch writes a collection: AnnData side by side."""
+    path = tmp_path / "collection.zarr"
+    root = zarr.open_group(path, mode="w")
+    for name in ("dataset_1", "dataset_0"):
+        write_elem(root, name, rna_of(counts))
+    remedy = f"; it has dataset_0: give {path / 'dataset_0'}"
+    assert refusal(path) == f"{path}: not an AnnData: no obs and var groups{remedy}"
+    assert (read(path / "dataset_0") != counts).nnz == 0
+
+
+def test_a_null_x_counts_as_missing(mudata: Path, counts: sp.csr_matrix) -> None:
+    file = h5py.File(mudata, "a") if mudata.suffix == ".h5mu" else zarr.open_group(mudata)
+    del file["mod/rna/X"]
+    write_elem(file, "mod/rna/X", None)
+    if isinstance(file, h5py.File):
+        file.close()
+    assert (
+        refusal(mudata) == f"{mudata}#rna: no matrix 'X' (the dataset's `counts`); there are: twice"
+    )
+    assert (read(mudata, "rna#twice") != counts * 2).nnz == 0
+
+
 def test_names_cut_by_pegasusio_are_reported(
     counts: sp.csr_matrix, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

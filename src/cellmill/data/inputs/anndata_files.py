@@ -202,7 +202,7 @@ def _names_in_zarr(path: Path, file: Any) -> DeclaredNames | None:
 def _matrices(file: Any) -> dict[str, tuple[str, str]]:
     """Where the matrices of a file and their var are, by the value of `counts`."""
     matrices = {"X": ("X", "var"), "raw": ("raw/X", "raw/var")}
-    if "X" not in file:
+    if not _has_matrix(file, "X"):
         matrices["X"] = (PACKED, "var")
     if "raw/X" not in file:
         matrices["raw"] = ("raw.X", "raw.var")  # before anndata 0.7
@@ -211,8 +211,13 @@ def _matrices(file: Any) -> dict[str, tuple[str, str]]:
     return {
         counts: (matrix, var)
         for counts, (matrix, var) in matrices.items()
-        if matrix in file and var in file
+        if _has_matrix(file, matrix) and var in file
     }
+
+
+def _has_matrix(file: Any, name: str) -> bool:
+    """True if a file has `name`, and not as anndata's null, which MuData writes for a missing X."""
+    return name in file and file[name].attrs.get("encoding-type") != "null"
 
 
 def _layer_name(layer: str) -> str:
@@ -264,7 +269,7 @@ def _open_zarr(path: Path, file: Any, counts: str) -> CountSource:
                 fault += "; a zip of other files: unpack it, and give what is in it"
             raise DataError(fault) from None
         if not (is_anndata(group) or parts_of(group)):
-            raise DataError(f"{path}: not an AnnData: no obs and var groups{_hint(group)}")
+            raise DataError(f"{path}: not an AnnData: no obs and var groups{_hint(path, group)}")
         _check_sizes(path, group, counts)
         source = open_anndata(path, group, counts)
     if note is not None:
@@ -274,10 +279,14 @@ def _open_zarr(path: Path, file: Any, counts: str) -> CountSource:
     return source
 
 
-def _hint(group: Any) -> str:
-    """Remedy for a Zarr of Pegasus, which stores cells and genes under other names; else empty."""
-    for name in group:
+def _hint(path: Path, group: Any) -> str:
+    """Remedy for a Zarr of several AnnData, as annbatch writes, and for one of Pegasus, which names
+    cells and genes otherwise; else empty.
+    """
+    for name in sorted(group):
         item = group.get(name)
+        if is_anndata(item):
+            return f"; it has {name}: give {path / name}"
         if item is not None and not is_array(item) and "barcode_metadata" in item:
             return "; it was written by Pegasus: write it as .h5ad (pegasusio.write_output(data, 'cells.h5ad'))"
     return ""
