@@ -23,6 +23,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -130,9 +131,6 @@ class SavedWork(AbstractContextManager["SavedWork"]):
         self._n_unsaved = 0
         self._has_saved = False
         self._streams: list[SavedBytes] = []
-        self._abouts: dict[str, Any] = {}  # of the states that can be resumed
-        if facts is not None:
-            self._find_states()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for stream in self._streams:
@@ -140,6 +138,11 @@ class SavedWork(AbstractContextManager["SavedWork"]):
         is_kept = self._has_saved and kind is not None and not issubclass(kind, UserError)
         if self._facts is not None and not is_kept:
             remove_work(self._out)
+
+    def add_facts(self, facts: Mapping[str, Any]) -> None:
+        """Add facts that are known late. States are looked for after that."""
+        if self._facts is not None:
+            self._facts |= facts
 
     def restore(self, name: str) -> dict[str, np.ndarray] | None:
         """The arrays of state `name`; None if there is none that fits."""
@@ -152,6 +155,7 @@ class SavedWork(AbstractContextManager["SavedWork"]):
         except Exception:  # damaged bytes raise almost anything
             arrays = {}
         if _checksum(arrays) != about["checksum"]:
+            del self._abouts[name]
             self._drop({name: "damaged"})
             return None
         self._has_saved = True
@@ -202,8 +206,12 @@ class SavedWork(AbstractContextManager["SavedWork"]):
         self._n_unsaved = 0
         self._saved_at = self._clock()
 
-    def _find_states(self) -> None:
-        """Keep the states that fit, and the files that they list; remove all others."""
+    @cached_property
+    def _abouts(self) -> dict[str, Any]:
+        """Metadata of the states that fit. All others are removed, and files that these do not list."""
+        abouts: dict[str, Any] = {}
+        if self._facts is None:
+            return abouts
         listed = set[str]()
         faults: dict[str, str] = {}
         streams = []
@@ -215,7 +223,7 @@ class SavedWork(AbstractContextManager["SavedWork"]):
             about = _read_about(path)
             fault = self._find_fault(about)
             if fault is None:
-                self._abouts[name] = about
+                abouts[name] = about
                 listed.update(file for files in about["streams"].values() for file, _ in files)
             else:
                 faults[name] = fault
@@ -223,6 +231,7 @@ class SavedWork(AbstractContextManager["SavedWork"]):
         for path in streams:
             if path.name not in listed:
                 path.unlink(missing_ok=True)
+        return abouts
 
     def _find_fault(self, about: Any) -> str | None:
         """Why a state cannot be resumed; None if it can."""
@@ -245,7 +254,6 @@ class SavedWork(AbstractContextManager["SavedWork"]):
     def _drop(self, faults: Mapping[str, str]) -> None:
         """Remove states, and say why."""
         for name in faults:
-            self._abouts.pop(name, None)
             _path(self._out, name).unlink(missing_ok=True)
         for fault in sorted({*faults.values()}):
             print(
@@ -253,6 +261,31 @@ class SavedWork(AbstractContextManager["SavedWork"]):
                 file=sys.stderr,
                 flush=True,
             )
+
+
+class SavedRows:
+    """Arrays with one row for each cell, which fill up in the order of the cells. Each is a stream
+    of state `state`, which was restored before, if there was one.
+    """
+
+    def __init__(self, saved: SavedWork, state: str, arrays: Mapping[str, np.ndarray]) -> None:
+        self._arrays = arrays
+        self._streams = {name: saved.stream(name, state) for name in arrays}
+        self._n_saved = 0
+
+    def restore(self, n: int) -> int:
+        """Fill the first `n` rows; return `n`."""
+        for name, array in self._arrays.items():
+            self._streams[name].read_into(array[:n], 0)
+        self._n_saved = n
+        return n
+
+    def append(self, n: int) -> dict[str, SavedBytes]:
+        """Append the rows up to row `n` that were not, and return the streams."""
+        for name, array in self._arrays.items():
+            self._streams[name].write(array[self._n_saved : n])
+        self._n_saved = n
+        return self._streams
 
 
 def remove_work(out: Path) -> None:

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from cellmill import __version__
 from cellmill.config.corpus import Preprocess, Shard, is_fasta
 from cellmill.config.datasets import NO_COLUMNS, CountsRule, ObsColumns, redacted
 from cellmill.config.load import check_options
@@ -17,6 +18,7 @@ from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.inputs.h5 import check_h5ad, count_dtype, write_cells
 from cellmill.data.prepare.demo import read_demo
 from cellmill.data.prepare.preprocess import (
+    FORMAT,
     QUALITY,
     preprocess_cells,
     preprocess_sequences,
@@ -31,6 +33,7 @@ from cellmill.data.prepare.qc_lines import (
 )
 from cellmill.data.prepare.simulate import Simulation
 from cellmill.data.prepare.unpack import unpack_cells
+from cellmill.data.saved_work import SavedWork
 from cellmill.data.shards.plan import find_plan, make_plan
 from cellmill.data.shards.writer import write_part, write_shards
 from cellmill.errors import ConfigError, DataError
@@ -87,33 +90,42 @@ def preprocess(
     Write the cells to `out` (.h5ad), QC to `report` (.json).
 
     `columns` are the dataset's filter, labels and roles: obs columns, which are checked before
-    counts are read.
+    counts are read. What a killed process saved next to `out` is not done again.
     """
     remove_incomplete(out)
     path = local_input(input)
     before = state_of(path)
-    with open_dataset(path, counts) as reader:
-        reader.counts_rule = counts_rule
-        if gene_column is not None:
-            reader.use_gene_column(gene_column)
-        prepare = preprocess_sequences if reader.ordered else preprocess_cells
-        qc = prepare(reader, options.preprocess, out, columns)
-        reader.warn_of_values()
-    origin = origin_of(path) | {"counts": counts, "source": source, "licence": licence}
-    if state_of(path) != before:
-        out.unlink()
-        raise DataError(f"{path}: it changed while it was read; run preprocess again")
-    if reader.n_rounded:
-        origin |= {"counts_rule": counts_rule, "n_rounded": reader.n_rounded}
-    named = columns.model_dump(exclude_none=True)
-    if named:
-        origin["columns"] = named
-    notes = describe_merged(qc.get("perturbations", {}))  # the report shows them too
-    if "controls" in qc:
-        notes += describe_controls(qc["controls"])
-    if notes:
-        qc["notes"] = notes
-    write_json(report, {"dataset": dataset, "source": origin, **qc})
+    read = {"counts": counts, "counts_rule": counts_rule, "gene_column": gene_column}
+    facts = {
+        "input": {"files": before, **read},
+        "options": options.preprocess.model_dump(mode="json"),
+        "version": [FORMAT, __version__],
+    }
+    with SavedWork(out, facts) as saved:
+        with open_dataset(path, counts) as reader:
+            reader.counts_rule = counts_rule
+            if gene_column is not None:
+                reader.use_gene_column(gene_column)
+            if reader.ordered:
+                qc = preprocess_sequences(reader, options.preprocess, out, columns)
+            else:
+                qc = preprocess_cells(reader, options.preprocess, out, columns, saved)
+            reader.warn_of_values()
+        origin = origin_of(path) | {"counts": counts, "source": source, "licence": licence}
+        if state_of(path) != before:
+            out.unlink()
+            raise DataError(f"{path}: it changed while it was read; run preprocess again")
+        if reader.n_rounded:
+            origin |= {"counts_rule": counts_rule, "n_rounded": reader.n_rounded}
+        named = columns.model_dump(exclude_none=True)
+        if named:
+            origin["columns"] = named
+        notes = describe_merged(qc.get("perturbations", {}))  # the report shows them too
+        if "controls" in qc:
+            notes += describe_controls(qc["controls"])
+        if notes:
+            qc["notes"] = notes
+        write_json(report, {"dataset": dataset, "source": origin, **qc})
     lines = _preprocessed(qc, dataset, out)
     if reader.n_rounded:
         rounded = f"{reader.n_rounded:,} values had fractions and were rounded (counts_rule {counts_rule})"

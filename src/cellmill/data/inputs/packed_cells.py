@@ -18,10 +18,7 @@ one with X.
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -44,8 +41,8 @@ from cellmill.data.packing.cells import CellKind, GeneOrder, pack_cells
 from cellmill.data.packing.layout import ALIGNMENT
 from cellmill.data.packing.row_file import ByteRange, OpenFiles, RowFile
 from cellmill.data.rows import SparseCounts, row_offsets
+from cellmill.data.saved_work import SavedWork
 from cellmill.errors import DataError
-from cellmill.files import named_errors
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -55,19 +52,25 @@ REMEDY = "run preprocess again"
 _COPIED = 8 << 20  # bytes copied at a time
 
 
-@dataclass
 class PackedBlocks:
-    """Packed cells in a temporary file without a name, in the folder of `out`."""
+    """Packed cells in temporary files next to the output of `saved`, in which state `state` counts
+    those that are there already. `dtype` of the counts is uint16 or uint32.
+    """
 
-    out: Path
-    order: GeneOrder
-    dtype: np.dtype[Any]  # of the counts: uint16 or uint32
-    sizes: list[np.ndarray] = field(default_factory=list)  # bytes of parts
-    n_genes: list[np.ndarray] = field(default_factory=list)  # of cells
+    def __init__(
+        self, saved: SavedWork, order: GeneOrder, dtype: np.dtype[Any], state: str = ""
+    ) -> None:
+        self.order = order
+        self.dtype = dtype
+        self._bytes = saved.stream("bytes", state)
+        self._sizes = saved.stream("sizes", state)  # bytes of parts, int64
+        self._n_genes = saved.stream("n_genes", state)  # of cells, int64
+        self.streams = {"bytes": self._bytes, "sizes": self._sizes, "n_genes": self._n_genes}
 
-    def __post_init__(self) -> None:
-        self._file = tempfile.TemporaryFile(prefix="cellmill-", dir=self.out.parent)  # noqa: SIM115 - closed by close()
-        self.close = self._file.close
+    @property
+    def n_cells(self) -> int:
+        """Number of cells so far."""
+        return self._n_genes.size // 8
 
     def add(self, rows: sp.csr_matrix) -> None:
         """Append cells."""
@@ -76,22 +79,24 @@ class PackedBlocks:
         genes = np.require(rows.indices, np.int32, ["C", "W"])
         counts = np.require(rows.data, self.dtype, ["C", "W"])
         packed, sizes = pack_cells(SparseCounts(indptr, genes, counts), self.order)
-        with named_errors(self.out):
-            self._file.write(packed.data)
-        self.sizes.append(sizes)
-        self.n_genes.append(np.diff(indptr))
+        self._bytes.write(packed)
+        self._sizes.write(sizes.astype(np.int64))
+        self._n_genes.write(np.diff(indptr))
 
     def save(self, file: Any, names: str) -> None:
         """Write the group `uns/packed` of a new file; `names` is their digest."""
-        borders = row_offsets(np.concatenate([np.zeros(0, np.int64), *self.sizes]))
-        n_genes = np.concatenate([np.zeros(0, np.int64), *self.n_genes])
+        sizes = np.empty(2 * self.n_cells, np.int64)
+        self._sizes.read_into(sizes, 0)
+        borders = row_offsets(sizes)
+        n_genes = np.empty(self.n_cells, np.int64)
+        self._n_genes.read_into(n_genes, 0)
         group = file.require_group("uns").create_group("packed")
         group.attrs.update({"encoding-type": "dict", "encoding-version": "0.1.0"})
         stored = group.create_dataset("bytes", (int(borders[-1]),), "u1")
-        self._file.seek(0)
         for first in range(0, len(stored), _COPIED):
-            part = self._file.read(min(_COPIED, len(stored) - first))
-            stored[first : first + len(part)] = np.frombuffer(part, np.uint8)
+            part = np.empty(min(_COPIED, len(stored) - first), np.uint8)
+            self._bytes.read_into(part, first)
+            stored[first : first + len(part)] = part
             file.disk.raise_if_failed()
         units = borders // ALIGNMENT
         is_large = units[-1] > np.iinfo(np.uint32).max
@@ -117,19 +122,23 @@ def write_packed(
     ordered: bool = False,
     ranked: bool = False,
     recorded: Mapping[str, Any] = MappingProxyType({}),
+    packed: PackedBlocks | None = None,
 ) -> None:
     """Write an .h5ad with packed counts instead of X.
 
-    `obs` may be a function, called after the last block. `blocks` are rows in order, with counts
-    above 0 of at most `dtype`; columns ascend within a row if `order` is `genes`. `ordered` rows
-    are sequences, `ranked` ones genes in rank order; uns/cellmill gets `recorded`. Raises OSError
-    naming `path`, which stays as it was, on a full disk.
+    `packed` has the rows before `blocks`, if there are any. `obs` may be a function, called after
+    the last block. `blocks` are rows in order, with counts above 0 of at most `dtype`; columns
+    ascend within a row if `order` is `genes`. `ordered` rows are sequences, `ranked` ones genes in
+    rank order; uns/cellmill gets `recorded`. Raises OSError naming `path`, which stays as it was,
+    on a full disk.
     """
-    with create_h5(path) as file, closing(PackedBlocks(path, order, dtype)) as packed:
+    with create_h5(path) as file, SavedWork(path, None) as unsaved:
+        if packed is None:
+            packed = PackedBlocks(unsaved, order, dtype)
         for block in blocks:
             packed.add(block)
         frame = obs() if callable(obs) else obs
-        n_rows = sum(map(len, packed.n_genes))
+        n_rows = packed.n_cells
         assert len(frame) == n_rows, f"{len(frame)} obs for {n_rows} rows"
         write_frames(file, frame, var, ordered, ranked, recorded)
         packed.save(file, digest_names(frame.index, var.index))

@@ -12,10 +12,7 @@ have ids and medians.
 """
 
 import hashlib
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -29,74 +26,41 @@ from cellmill.config.datasets import NO_COLUMNS, ObsColumns
 from cellmill.data.arrays import select_columns, select_rows
 from cellmill.data.genes.names import LOST_NAMES, describe_changes, describe_sums
 from cellmill.data.inputs.h5 import count_dtype
-from cellmill.data.inputs.packed_cells import write_packed
+from cellmill.data.inputs.packed_cells import PackedBlocks, write_packed
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.inputs.source import COUNTS_RULE, GENE_LENGTH
 from cellmill.data.packing import compiled_loops
+from cellmill.data.prepare.measure import DROPPED, MeasuredCells, measure_cells
 from cellmill.data.prepare.naming import Genes, name_genes
 from cellmill.data.prepare.obs import choose_obs
 from cellmill.data.prepare.protocols import FullLengthCells, LengthNormalisation, check_protocols
-from cellmill.data.rows import row_sums
+from cellmill.data.saved_work import SavedWork
 from cellmill.errors import DataError
-from cellmill.files import named_errors, progress
+from cellmill.files import digest, progress
 
-_BLOCK = 512  # most cells at a time: their numbers fit into a core's cache
+FORMAT = 1  # of saved work; to be raised when the same counts give other cells
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 _MANY_ROWS = 1000
 _COUNTS_OF_NO_CELL = 20  # median over rows
+_EMPTIED = DROPPED.index("no gene left")
+_PACKED = "packed"
 BINS = 40  # of each histogram in the report
 QUALITY = ("min_genes", "min_counts", "max_mito_frac")  # options of quality control
-DROPPED = ("filter", "no counts", *QUALITY, "no gene left")
-"""Reasons to drop a cell; the first that holds counts. In the last, min_cells dropped all genes."""
 SEQUENCES_DROPPED = ("filter", "no residues", "min_counts", "duplicate")
 """Reasons to drop a sequence; the first that holds counts."""
 RANKED_DROPPED = ("filter", "no genes", "min_genes", "duplicate")
 """Reasons to drop a cell of ranks; the first that holds counts."""
 
 
-class RowSpill:
-    """Blocks of counts of `n_columns` columns on disk; `add` all of them, then read `blocks`.
-
-    Memory holds one block. The file is in the folder of `out` and has no name, so a killed process
-    leaves none. OSError names `out` on a full disk.
-    """
-
-    def __init__(self, out: Path, n_columns: int) -> None:
-        self._out = out
-        self._n_columns = n_columns
-        self._blocks: list[tuple[np.ndarray, np.dtype]] = []  # indptr and dtype of the counts
-        self._column = count_dtype(n_columns - 1)  # for most inputs two bytes, written faster
-        out.parent.mkdir(parents=True, exist_ok=True)
-        self._file = tempfile.TemporaryFile(prefix="cellmill-", dir=out.parent)  # noqa: SIM115 - closed by close()
-        self.close = self._file.close
-
-    def add(self, block: sp.csr_matrix) -> None:
-        """Append rows, of unsigned counts and int32 indices."""
-        counts = block.data.astype(count_dtype(int(block.data.max(initial=0))), copy=False)
-        with named_errors(self._out):
-            self._file.write(block.indices.astype(self._column).data)
-            self._file.write(np.ascontiguousarray(counts).data)
-        self._blocks.append((block.indptr, counts.dtype))
-
-    def blocks(self) -> Iterator[sp.csr_matrix]:
-        """The blocks in the order in which they were added, each with counts of its own dtype."""
-        with named_errors(self._out):
-            self._file.seek(0)  # writes what is buffered
-        for indptr, dtype in self._blocks:
-            n = int(indptr[-1])
-            columns = self._read(n, self._column).astype(np.int32)
-            counts = self._read(n, dtype)
-            shape = (len(indptr) - 1, self._n_columns)
-            yield sp.csr_matrix((counts, columns, indptr), shape=shape)
-
-    def _read(self, n: int, dtype: np.dtype) -> np.ndarray:
-        return np.frombuffer(self._file.read(n * dtype.itemsize), dtype)
-
-
 def preprocess_cells(
-    reader: CountsReader, options: Preprocess, out: Path, columns: ObsColumns = NO_COLUMNS
+    reader: CountsReader,
+    options: Preprocess,
+    out: Path,
+    columns: ObsColumns = NO_COLUMNS,
+    saved: SavedWork | None = None,
 ) -> dict[str, Any]:
     """Write the cells and genes of `reader` that pass QC to `out`; return the QC report, JSON-able.
+    What a killed process has put into `saved` is not done again.
 
     Raises DataError when too few genes map, a column of `keep_obs` or `columns` is missing, or
     nothing passes.
@@ -110,29 +74,31 @@ def preprocess_cells(
         normalisation = LengthNormalisation(
             reader, full_length.is_full_length, genes.own_ids, options.organism
         )
-    with closing(RowSpill(out, len(genes.gene_ids))) as passing:
-        cells = _measure(reader, genes, options, chosen.keep, passing, normalisation)
-        keep_gene = cells.detected >= max(options.min_cells, 1)
-        if not keep_gene.any():
-            raise DataError(f"{reader.path}: {_nothing_left(cells, keep_gene, options)}")
-        ids = pd.Index(np.array(genes.gene_ids, dtype=object)[keep_gene], name="gene_id")
-        var = pd.DataFrame({"symbol": np.array(genes.symbols, dtype=object)[keep_gene]}, index=ids)
-        n_passed = int((cells.reason < 0).sum())
-        label = f"preprocess {reader.path.stem}, writing"
-        spilled = progress(passing.blocks(), label, n_passed)
-        compiled_loops.COMPILED.expect(int(cells.detected[keep_gene].sum()))
-        recorded: dict[str, str] = {COUNTS_RULE: reader.counts_rule} if reader.n_rounded else {}
-        if normalisation is not None:
-            recorded[GENE_LENGTH] = f"normalised: {full_length}"
-        write_packed(
-            out,
-            lambda: chosen.kept(cells.reason < 0),  # called after the rows, which mark more cells
-            var,
-            _keep_rows(spilled, keep_gene, cells),
-            "genes",
-            count_dtype(cells.largest),
-            recorded=recorded,
-        )
+    if saved is None:
+        saved = SavedWork(out, None)
+    named = [genes.gene_ids, genes.target.tolist(), genes.is_mito.tolist()]
+    saved.add_facts({"filter": digest(chosen.keep.tolist()), "genes": digest(named)})
+    cells = measure_cells(reader, genes, options, chosen.keep, saved, normalisation)
+    keep_gene = cells.detected >= max(options.min_cells, 1)
+    if not keep_gene.any():
+        raise DataError(f"{reader.path}: {_nothing_left(cells, keep_gene, options)}")
+    ids = pd.Index(np.array(genes.gene_ids, dtype=object)[keep_gene], name="gene_id")
+    var = pd.DataFrame({"symbol": np.array(genes.symbols, dtype=object)[keep_gene]}, index=ids)
+    compiled_loops.COMPILED.expect(int(cells.detected[keep_gene].sum()))
+    recorded: dict[str, str] = {COUNTS_RULE: reader.counts_rule} if reader.n_rounded else {}
+    if normalisation is not None:
+        recorded[GENE_LENGTH] = f"normalised: {full_length}"
+    packing = _Packing(reader, keep_gene, cells, saved)
+    write_packed(
+        out,
+        lambda: chosen.kept(cells.reason < 0),  # called after the rows, which mark more cells
+        var,
+        packing.rows(),
+        "genes",
+        count_dtype(cells.largest),
+        recorded=recorded,
+        packed=packing.packed,
+    )
     report = _report(reader, options, genes, cells, keep_gene)
     report |= chosen.report(cells.reason < 0, cells.measures["n_counts"])
     if full_length is not None:
@@ -155,100 +121,64 @@ def _describe_protocols(full_length: FullLengthCells, options: Preprocess) -> st
     )
 
 
-@dataclass
-class _Cells:
-    """Measures of all cells of a file, and of the genes in those that are kept."""
+class _Packing:
+    """The rows of the kept genes of a file, packed.
 
-    measures: dict[str, np.ndarray]  # n_genes, n_counts and mito_frac
-    reason: np.ndarray  # index into DROPPED, -1 for a kept cell
-    detected: np.ndarray  # number of kept cells in which each gene is detected
-    largest: int  # largest count of a kept cell
-    # counts of all cells on each of `Genes.unnamed`; float64, exact below 2^53
-    unnamed_sums: np.ndarray
-    total: float  # counts of all cells on genes, named or not
+    State `packed`, by which a killed process is resumed, has the number of spilled rows and bytes
+    so far, and the cells without a kept gene.
+    """
 
-    def tally(self) -> dict[str, int]:
-        """Number of dropped cells by reason."""
-        return {name: int((self.reason == number).sum()) for number, name in enumerate(DROPPED)}
+    def __init__(
+        self, reader: CountsReader, keep_gene: np.ndarray, cells: MeasuredCells, saved: SavedWork
+    ) -> None:
+        self._cells = cells
+        self._keep_gene = keep_gene
+        self._saved = saved
+        self._label = f"preprocess {reader.path.stem}, writing"
+        self._passed = np.flatnonzero(cells.reason < 0)
+        stored = saved.restore(_PACKED)
+        self.packed = PackedBlocks(saved, "genes", count_dtype(cells.largest), _PACKED)
+        self._first = 0
+        self._position = 0
+        if stored is not None:
+            self._first = int(stored["n_rows"])
+            self._position = int(stored["position"])
+            cells.reason[stored["emptied"]] = _EMPTIED
+            print(f"{reader.path.stem}: {self._first:,} cells are packed already", flush=True)
 
+    def rows(self) -> Iterator[sp.csr_matrix]:
+        """Rows that are not packed yet, which the caller adds to `packed` before it takes the next
+        ones. Marks cells that min_cells left without genes in `reason`.
+        """
+        keep_gene = self._keep_gene
+        n_genes = int(keep_gene.sum())
+        target = np.where(keep_gene, np.cumsum(keep_gene) - 1, -1).astype(np.int32)
+        blocks = self._cells.passing.blocks(self._position)
+        n_left = len(self._passed) - self._first
+        spilled = progress(blocks, self._label, n_left, size=lambda item: item[0].shape[0])
+        for whole, position in spilled:
+            block = select_columns(whole, target, n_genes)
+            filled = np.diff(block.indptr) > 0
+            rows = self._passed[self._first : self._first + len(filled)]
+            self._cells.reason[rows[~filled]] = _EMPTIED
+            yield select_rows(block, filled)
+            self._first += len(filled)
+            self._position = position
+            if self._saved.is_due(len(filled)):
+                self._save()
+        if self._saved.has_saved:
+            self._save()
 
-def _measure(
-    reader: CountsReader,
-    genes: Genes,
-    options: Preprocess,
-    keep: np.ndarray,
-    passing: RowSpill,
-    normalisation: LengthNormalisation | None,
-) -> _Cells:
-    """Measure every cell; add the rows of those that pass to `passing`."""
-    size = len(genes.gene_ids)
-    n = reader.n_obs
-    n_genes = np.zeros(n, np.int64)
-    n_counts = np.zeros(n, np.int64)
-    detected = np.zeros(size, np.int64)
-    mito_frac = np.zeros(n)
-    reason = np.full(n, -1, np.int8)
-    left_out = np.zeros(reader.n_vars)
-    largest = 0
-    first = 0
-    is_left_out = genes.target < 0
-    raw_blocks = reader.rows(min(options.row_block, _BLOCK))
-    for raw in progress(raw_blocks, f"preprocess {reader.path.stem}", n):
-        block = select_columns(raw, genes.target, size, f"{reader.path}: columns of one gene")
-        if normalisation is not None:
-            block = normalisation.apply(block, first)
-        rows = slice(first, first + block.shape[0])
-        if is_left_out.any():
-            entries = np.flatnonzero(is_left_out.take(raw.indices))
-            left_out += np.bincount(raw.indices[entries], raw.data[entries], reader.n_vars)
-        n_genes[rows], n_counts[rows], mito_frac[rows] = measure_block(block, genes.is_mito)
-        checks = (
-            ~keep[rows],
-            n_counts[rows] == 0,
-            n_genes[rows] < options.min_genes,
-            n_counts[rows] < options.min_counts,
-            mito_frac[rows] > options.max_mito_frac,
-        )
-        reason[rows] = np.select(checks, np.arange(len(checks)), -1)
-        block = select_rows(block, reason[rows] < 0)
-        detected += np.bincount(block.indices, minlength=size)
-        largest = max(largest, int(block.data.max(initial=0)))
-        passing.add(block)
-        first += raw.shape[0]
-    total = float(n_counts.sum() + left_out[genes.rows].sum())
-    measures = {"n_genes": n_genes, "n_counts": n_counts, "mito_frac": mito_frac}
-    return _Cells(measures, reason, detected, largest, left_out[genes.unnamed], total)
+    def _save(self) -> None:
+        state = {
+            "n_rows": np.array(self._first),
+            "position": np.array(self._position),
+            "emptied": np.flatnonzero(self._cells.reason == _EMPTIED),
+        }
+        self._saved.save(_PACKED, state, self.packed.streams)
 
 
-def measure_block(
-    block: sp.csr_matrix, is_mito: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Detected genes, counts and mitochondrial fraction of each cell; `is_mito` is by column."""
-    n_counts = row_sums(block.data, block.indptr)
-    # few entries are mitochondrial: a search is faster than a row number for every entry
-    entries = np.flatnonzero(is_mito.take(block.indices))
-    cell_of_entry = np.searchsorted(block.indptr, entries, side="right") - 1
-    mito_counts = np.bincount(cell_of_entry, block.data[entries], block.shape[0])
-    return np.diff(block.indptr), n_counts, mito_counts / np.maximum(n_counts, 1)
-
-
-def _keep_rows(
-    spilled_rows: Iterable[sp.csr_matrix], keep_gene: np.ndarray, cells: _Cells
-) -> Iterator[sp.csr_matrix]:
-    """Rows of the kept genes. Marks cells that min_cells left without genes in `cells.reason`."""
-    n_genes = int(keep_gene.sum())
-    target = np.where(keep_gene, np.cumsum(keep_gene) - 1, -1).astype(np.int32)
-    passed = np.flatnonzero(cells.reason < 0)
-    first = 0
-    for spilled in spilled_rows:
-        block = select_columns(spilled, target, n_genes)
-        filled = np.diff(block.indptr) > 0
-        cells.reason[passed[first : first + len(filled)][~filled]] = DROPPED.index("no gene left")
-        first += len(filled)
-        yield select_rows(block, filled)
-
-
-def _nothing_left(cells: _Cells, keep_gene: np.ndarray, options: Preprocess) -> str:
+def _nothing_left(cells: MeasuredCells, keep_gene: np.ndarray, options: Preprocess) -> str:
     tally = cells.tally()
     n = len(cells.reason) - tally.pop("filter")
     kept = int((cells.reason < 0).sum())
@@ -289,7 +219,11 @@ def strictest(dropped: Mapping[str, int]) -> tuple[str, str]:
 
 
 def _report(
-    reader: CountsReader, options: Preprocess, genes: Genes, cells: _Cells, keep_gene: np.ndarray
+    reader: CountsReader,
+    options: Preprocess,
+    genes: Genes,
+    cells: MeasuredCells,
+    keep_gene: np.ndarray,
 ) -> dict[str, Any]:
     unfiltered = cells.reason != DROPPED.index("filter")
     measures = {name: values[unfiltered] for name, values in cells.measures.items()}

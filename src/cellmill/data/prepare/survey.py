@@ -23,8 +23,9 @@ from cellmill.data.genes.names import Coverage, is_expression
 from cellmill.data.inputs.fetch import local_input
 from cellmill.data.inputs.formats import declared_names, open_counts, open_dataset
 from cellmill.data.inputs.reader import CountsReader
+from cellmill.data.prepare.measure import measure_block
 from cellmill.data.prepare.naming import find_organism, name_genes
-from cellmill.data.prepare.preprocess import describe_sparse, measure_block
+from cellmill.data.prepare.preprocess import describe_sparse
 from cellmill.errors import DataError
 
 MAX_BLOCKS = 5  # of 4,096 cells

@@ -17,12 +17,11 @@ import torch
 from cellmill.config.run import Embed
 from cellmill.data.inputs.fetch import state_of
 from cellmill.data.inputs.reader import CountsReader
-from cellmill.data.saved_work import SavedWork
+from cellmill.data.saved_work import SavedRows, SavedWork
 from cellmill.files import sha256_file
 from cellmill.models.family import Model
 
 STATE = "embedded"
-STREAM = "vectors"
 FORMAT = 1  # of the state; to be raised when the same cells get other vectors
 
 
@@ -43,23 +42,20 @@ class SavedVectors:
         self._saved = saved
         self._reader = reader
         self._sums = sums
-        self._vectors = vectors
         self._clock = clock
         self._began = clock()
         self.earlier_s = 0.0  # that killed processes took for these vectors
         self.first = 0
         stored = saved.restore(STATE)
-        self._stream = saved.stream(STREAM, STATE)
+        self._vectors = SavedRows(saved, STATE, {"vectors": vectors})
         if stored is not None:
-            self.first = int(stored["n_cells"])
+            self.first = self._vectors.restore(int(stored["n_cells"]))
             self.earlier_s = float(stored["seconds"])
-            self._stream.read_into(vectors[: self.first], 0)
             for name, array in sums.items():
                 array[...] = stored[name]
             reader.restore_values(stored)
             print(f"{reader.path.stem}: {self.first:,} cells are embedded already", flush=True)
         self._n_done = self.first
-        self._n_saved = self.first
 
     def save_rows(self, blocks: Iterator[sp.csr_matrix]) -> Iterator[sp.csr_matrix]:
         """The blocks of rows; the vectors of each are there when the next one is wanted."""
@@ -71,12 +67,11 @@ class SavedVectors:
                 self._save()
 
     def _save(self) -> None:
-        self._stream.write(self._vectors[self._n_saved : self._n_done])
-        self._n_saved = self._n_done
         seen = self._reader.seen_values()
         seconds = self.earlier_s + self._clock() - self._began
         numbers = {"n_cells": np.array(self._n_done), "seconds": np.array(seconds)}
-        self._saved.save(STATE, {**self._sums, **seen, **numbers}, {STREAM: self._stream})
+        streams = self._vectors.append(self._n_done)
+        self._saved.save(STATE, self._sums | seen | numbers, streams)
 
 
 def embedding_facts(
