@@ -228,6 +228,9 @@ FORMATS: dict[str, Callable[[sp.csr_matrix, Path], Path]] = {
 }
 
 
+BUCKETS = matrices.RowBuckets
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_same_cells_are_the_same_blocks_in_every_format(
     name: str, counts: sp.csr_matrix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -252,6 +255,14 @@ def test_the_same_cells_are_the_same_blocks_in_every_format(
             assert (number + 1) * block >= len(CELLS)
             # what was transposed is not transposed again
             monkeypatch.setattr(matrices, "RowBuckets", None)
+    for first in (50, 200, len(CELLS)):
+        with open_counts(path) as reader, monkeypatch.context() as restored:
+            restored.setattr(matrices, "RowBuckets", BUCKETS)
+            rest = [block.toarray() for block in reader.rows(50, first)]
+        assert (
+            np.concatenate([np.zeros((0, len(GENES))), *rest]).tolist()
+            == wanted[first:].toarray().tolist()
+        )
 
 
 def test_a_package_adds_a_format(

@@ -58,9 +58,7 @@ class StoredMatrix:
         raise NotImplementedError
 
     def parts_from(self, start: int, block: int) -> Iterator[sp.csr_matrix]:
-        """`parts` without the rows before `start`. They are read too, unless a format says how to
-        begin later.
-        """
+        """`parts` from row `start` on. A format that overrides this reads none of those before."""
         return _skip_rows(self.parts(block), start)
 
     def pieces(self) -> Pieces | None:
@@ -70,15 +68,14 @@ class StoredMatrix:
         return None
 
     def blocks(self, block: int, first: int = 0) -> Iterator[sp.csr_matrix]:
-        """The rows of `parts` in order from row `first` on, `block` cells at a time (the last may
-        be shorter).
-        """
+        """The rows from `first` on in order, `block` cells at a time (the last may be shorter)."""
         if self._buckets is None:
             pieces = self.pieces()
             if pieces is not None:
                 self._buckets = RowBuckets(self.shape, pieces)
-        parts = self.parts_from(first, block)
-        if self._buckets is not None:
+        if self._buckets is None:
+            parts = self.parts_from(first, block)
+        else:
             parts = _skip_rows(self._buckets.parts(block), first)
         held: list[sp.csr_matrix] = []
         missing = block  # cells until the next block is complete
