@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from cellmill.config.options import VocabularyOptions
+from cellmill.data import saved_work
 from cellmill.data.genes import build, passes
 from cellmill.stages import data as stage
 
@@ -64,7 +65,7 @@ def count(cells: list[Path], out: Path, killed_after: int, select: str, split: s
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(passes, "BLOCK", 32)
-        patched.setattr(passes, "SAVE_EVERY", 32 * BLOCKS_SAVED)
+        patched.setattr(saved_work, "SAVE_EVERY", 32 * BLOCKS_SAVED)
         patched.setattr(build.Moments, "add", add_or_die)
         chosen = {"select": select, "max_genes": 50, "variability": True, "quantiles": True}
         options = VocabularyOptions.model_validate({"vocabulary": chosen})
@@ -107,14 +108,14 @@ def test_a_killed_vocabulary_is_resumed_bit_for_bit(
 
 @pytest.mark.parametrize("changed", ["cells", "order", "options", "split", "damage", "nothing"])
 def test_sums_of_other_inputs_are_not_resumed(
-    halves: list[Path], tmp_path: Path, changed: str
+    halves: list[Path], tmp_path: Path, changed: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     cells = [tmp_path / path.name for path in halves]
     for path, half in zip(cells, halves):
         path.write_bytes(half.read_bytes())
     out = tmp_path / "vocabulary.tsv"
     assert run_stage(cells, out, 7) is None
-    saved = tmp_path / "vocabulary.tsv.first.sums"
+    saved = tmp_path / ".vocabulary.tsv.partial.first"
     select = "seurat"
     split = ""
     if changed == "cells":
@@ -127,7 +128,16 @@ def test_sums_of_other_inputs_are_not_resumed(
         split = BY_CONTENT
     elif changed == "damage":
         saved.write_bytes(saved.read_bytes()[:-9])
+    capfd.readouterr()
     assert run_stage(cells, out, ALWAYS, select, split) == (13 if changed == "nothing" else 19)
+    reasons: dict[str, str | None] = {
+        "nothing": None,
+        "damage": "damaged",
+        "options": "vocabulary differ",
+    }
+    reason = reasons.get(changed, "split differ" if split else "files differ")
+    line = f"{out}: what a killed process saved is not used: {reason}; the work begins again\n"
+    assert capfd.readouterr().err == ("" if reason is None else line)
     if select == "seurat" and not split:
         assert out.read_bytes() == own_text(tmp_path, cells)
 

@@ -11,7 +11,6 @@ from cellmill.config.load import check_options
 from cellmill.config.options import PreprocessOptions, ShardOptions, VocabularyOptions
 from cellmill.data.genes.build import build_vocabulary
 from cellmill.data.genes.names import lost_counts
-from cellmill.data.genes.passes import remove_sums
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.fetch import fetch_url, local_input, origin_of, state_of
 from cellmill.data.inputs.formats import open_dataset
@@ -33,7 +32,7 @@ from cellmill.data.prepare.qc_lines import (
 )
 from cellmill.data.prepare.simulate import Simulation
 from cellmill.data.prepare.unpack import unpack_cells
-from cellmill.data.saved_work import SavedWork
+from cellmill.data.saved_work import SavedWork, remove_work
 from cellmill.data.shards.plan import find_plan, make_plan
 from cellmill.data.shards.writer import write_part, write_shards
 from cellmill.errors import ConfigError, DataError
@@ -190,7 +189,7 @@ def vocabulary(
     shard = None if split is None else check_options(Shard, parse_json(split, "--split"), "--split")
     vocabulary = build_vocabulary(cells, options.vocabulary, shard, out)
     vocabulary.write(out)
-    remove_sums(out)
+    remove_work(out)
     print(f"genes and medians are those of {vocabulary.training or 'all cells'}")
     print(f"{vocabulary.n_genes:,} genes, digest {vocabulary.digest[:12]} -> {out}")
 

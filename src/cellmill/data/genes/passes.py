@@ -1,14 +1,10 @@
 """Passes over the cells that a vocabulary is made of, which a killed process resumes.
 
-What a pass adds up is a few arrays of a fixed size. They are saved next to the vocabulary every
-`SAVE_EVERY` cells, with the position that the pass has reached, by fsync and rename. A process that
-finds sums of the same files and options goes on from there: it reads the cells before the position
-again, but does not count them. The sums are equal to those of one process to the bit, because each
-sum takes the same blocks in the same order.
-
-    vocabulary.tsv.PASS.sums    safetensors: the arrays; `position`, int64 (4,): file, row in it,
-                                training cells and cells so far; `key`, uint8 (32,): SHA-256 of
-                                files and options
+What a pass adds up is a few arrays of a fixed size. They are saved next to the vocabulary
+(`SavedWork`), in a state for each pass, with `position`, int64 (4,): file, row in it, training
+cells and cells so far. A process that finds sums of the same files and options goes on from there.
+The sums are equal to those of one process to the bit, because each sum takes the same blocks in the
+same order.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,14 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import scipy.sparse as sp
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
 
 from cellmill.config.corpus import SPLITS, Shard, VocabularyConfig
 from cellmill.data.arrays import select_rows
 from cellmill.data.genes.vocabulary import VocabularyCells
 from cellmill.data.inputs.fetch import state_of
 from cellmill.data.inputs.formats import open_counts
+from cellmill.data.saved_work import SavedWork
 from cellmill.data.split import (
     hash_cells,
     hash_genes,
@@ -32,10 +27,9 @@ from cellmill.data.split import (
     split_of_hashes,
 )
 from cellmill.errors import DataError
-from cellmill.files import atomic_path, digest, progress
+from cellmill.files import progress
 
 BLOCK = 1024  # cells
-SAVE_EVERY = 1 << 18  # cells, a multiple of BLOCK; they take about 15 CPU-seconds
 FIRST = "first"
 SECOND = "second"
 FORMAT = 1  # of the sums; to be raised when the same cells give other sums
@@ -60,7 +54,6 @@ class CellPasses:
         self._paths = paths
         self.gene_ids = gene_ids
         self._split = split
-        self._out = out
         self._rows = {gene: row for row, gene in enumerate(gene_ids)}
         self._gene_hashes = hash_genes([])
         self._masks: dict[Path, np.ndarray] = {}  # training cells, if a column splits
@@ -74,7 +67,7 @@ class CellPasses:
             "vocabulary": options.model_dump(mode="json"),
             "split": None if split is None else split.model_dump(mode="json"),
         }
-        self._key = np.frombuffer(bytes.fromhex(digest(facts)), np.uint8)
+        self._saved = SavedWork(out or Path(), None if out is None else facts)
         # file, row in it, training cells and cells so far, of the pass that was read last
         self._position = np.zeros(4, np.int64)
 
@@ -87,12 +80,14 @@ class CellPasses:
         pass `name` these begin as a killed process saved them, and the cells that it had added are
         left out.
         """
-        saved = None if self._out is None else _file_of(self._out, name)
         state = {**sums, "position": self._position}
         self._position[:] = 0
-        if saved is not None:
-            _restore(saved, self._key, state)
-        started, done, _, n_saved = self._position.tolist()
+        stored = self._saved.restore(name)
+        if stored is not None:
+            for key, array in state.items():
+                array[...] = stored[key]
+            print(f"{self._position[3]:,} cells are counted already", flush=True)
+        started, done, _, _ = self._position.tolist()
         paths = progress(self._paths, "vocabulary", len(self._paths), "files")
         for number, path in islice(enumerate(paths), started, None):
             with open_counts(path) as reader:
@@ -110,12 +105,11 @@ class CellPasses:
                     yield row_of_column.take(chosen.indices), chosen
                     self._position += (0, last - first, chosen.shape[0], last - first)
                     first = last
-                    if saved is not None and self._position[3] - n_saved >= SAVE_EVERY:
-                        _save(saved, self._key, state)
-                        n_saved = int(self._position[3])
+                    if self._saved.is_due(block.shape[0]):
+                        self._saved.save(name, state)
             self._position[:2] = (number + 1, 0)
-        if saved is not None and n_saved:
-            _save(saved, self._key, state)  # another pass may follow
+        if self._saved.has_saved:
+            self._saved.save(name, state)  # another pass may follow
 
     def training(self) -> VocabularyCells | None:
         """The training cells that `blocks` gave last; None without a split. Raises DataError if
@@ -155,32 +149,3 @@ def _training_masks(paths: list[Path], split: Shard, column: str) -> dict[Path, 
     )
     ends = np.cumsum(list(map(len, values)))[:-1]
     return dict(zip(paths, np.split(number == _TRAIN, ends)))
-
-
-def remove_sums(out: Path) -> None:
-    """Remove the sums next to a vocabulary, which is complete."""
-    for name in (FIRST, SECOND):
-        _file_of(out, name).unlink(missing_ok=True)
-
-
-def _file_of(out: Path, name: str) -> Path:
-    return out.with_name(f"{out.name}.{name}.sums")
-
-
-def _save(path: Path, key: np.ndarray, state: Mapping[str, np.ndarray]) -> None:
-    with atomic_path(path) as temporary:
-        save_file({**state, "key": key}, temporary)
-
-
-def _restore(path: Path, key: np.ndarray, state: Mapping[str, np.ndarray]) -> None:
-    """Fill the arrays of `state` with those that were saved; leave them if they are damaged or of
-    other files or options.
-    """
-    try:
-        stored = load_file(path)
-        is_same = np.array_equal(stored["key"], key)
-        if is_same and all(stored[name].shape == array.shape for name, array in state.items()):
-            for name, array in state.items():
-                array[...] = stored[name]
-    except (OSError, SafetensorError, KeyError, ValueError):
-        return
