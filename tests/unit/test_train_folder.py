@@ -24,7 +24,7 @@ from cellmill.errors import ConfigError, DataError
 from cellmill.files import write_json
 from cellmill.runs.folder import TrainFolder, cut_back, read_lines
 from cellmill.runs.identity import changed_keys, identity, is_done
-from cellmill.runs.lock import claim, holder_of, locked
+from cellmill.runs.lock import claim, find_holder, locked
 from cellmill.track.tracker import JsonlTracker
 from tests.unit.test_rendezvous import NOBODY, as_user
 from tests.unit.test_status import HOLD
@@ -337,12 +337,12 @@ def test_a_lease_takes_the_place_of_a_missing_flock(
         monkeypatch.setattr(f"cellmill.runs.lock.{name}", seconds)
     folder = TrainFolder(tmp_path)
     with folder.locked():
-        holder = holder_of(tmp_path)
+        holder = find_holder(tmp_path)
         assert holder is not None
         assert holder.pid == os.getpid()
         with pytest.raises(DataError, match="another training is running"), folder.locked(0.5):
             pass
-    assert holder_of(tmp_path) is None
+    assert find_holder(tmp_path) is None
     with folder.locked(0.5):  # released: at once
         pass
     assert "this file system has no locks (no locks here)" in capsys.readouterr().out

@@ -39,7 +39,7 @@ from cellmill.launch.queue import Queue, QueuedJob
 from cellmill.runs.cost import read_local
 from cellmill.runs.folder import TAIL_BYTES, TrainFolder
 from cellmill.runs.jobs import CANCELLED, Jobs
-from cellmill.runs.lock import Holder, holder_of
+from cellmill.runs.lock import Holder, find_holder
 from cellmill.runs.slurm import ClusterJob
 from cellmill.track.follow import POLL_S, without_secrets
 from cellmill.track.follower import Follower
@@ -57,7 +57,7 @@ def attach(*, run: str, results: Path) -> None:
     running.
     """
     train = find_train_folder(results, run)
-    holder = holder_of(train)
+    holder = find_holder(train)
     follower = None
     if holder is not None and not holder.follows:  # then no job of this run is alive
         trainer = holder.text
@@ -83,7 +83,7 @@ def attach(*, run: str, results: Path) -> None:
         say(f"following {trainer}, its log: {log}; Ctrl-C ends only the following")
         if log.exists():
             tail.position = max(0, log.stat().st_size - TAIL_BYTES)
-        follow_run(tail, follower.alive if follower else lambda: holder_of(train) is not None)
+        follow_run(tail, follower.alive if follower else lambda: find_holder(train) is not None)
     except KeyboardInterrupt:
         print(f"\nno longer following; {what} goes on")
         return
@@ -145,11 +145,11 @@ def _report_end(train: Path, what: str, end_state: str) -> None:
 def cancel(*, run: str, results: Path) -> None:
     """Cancel the job of `run`, or end its training on this machine. Raise UserError if it cannot."""
     train = find_train_folder(results, run)
-    holder = holder_of(train)
+    holder = find_holder(train)
     done = list[str]()
     if holder is None or holder.follows:  # otherwise no job of this run is alive
         done = _cancel_jobs(train)
-        holder = holder_of(train)
+        holder = find_holder(train)
     if holder is not None and not done:  # a training here, or a launcher that is about to submit
         done = [_end_process(train, holder)]
     lost_job = lost_start(train)
@@ -178,7 +178,7 @@ def _cancel_jobs(train: Path) -> list[str]:
                 within_s = SAVE_S if record is None else record.save_within_s
                 save_job(job, within_s)
             state = cancel_job(job)
-            if settle(lambda: holder_of(train) is None, train, LAUNCHER_S, time.sleep):
+            if settle(lambda: find_holder(train) is None, train, LAUNCHER_S, time.sleep):
                 record = jobs.record(job.job_id, job.name)
                 # else a launcher that follows records it
                 if record is not None and record.ended_at is None:
@@ -201,7 +201,7 @@ def _end_process(train: Path, holder: Holder) -> str:
         pass
     except PermissionError:
         raise UserError(f"{train}: trained by {holder.text}, which you may not signal") from None
-    if not settle(lambda: holder_of(train) is None, train, SAVE_S, time.sleep):
+    if not settle(lambda: find_holder(train) is None, train, SAVE_S, time.sleep):
         raise UserError(f"{holder.text} was asked to end {SAVE_S // 60} min ago and has not ended")
     return f"ended process {holder.pid}"
 
@@ -226,7 +226,7 @@ def follow(*, run: str, to: str, results: Path) -> None:
 
         Return "" after a pause while it is queued or running.
         """
-        locked = holder_of(train) is not None
+        locked = find_holder(train) is not None
         if locked or find_living_jobs(train, queue):  # a job whose launcher left it
             time.sleep(POLL_S if locked else SLOWEST_POLL_S)
             return ""
@@ -262,10 +262,10 @@ def logs(*, run: str, results: Path, follow: bool) -> None:
     local = read_local(train)
     if newest is not None and local and local[-1]["started_at"] > newest.submitted_at:
         newest = None
-    holder = holder_of(train)
+    holder = find_holder(train)
     with until_interrupted():
         if follow and holder is not None and not holder.follows:
-            follow_run(Tail(printed), lambda: holder_of(train) is not None)
+            follow_run(Tail(printed), lambda: find_holder(train) is not None)
         elif follow and newest is not None:
             tail = Tail(newest.log)
             follow_run(tail, _make_follower(newest, tail).alive)

@@ -21,7 +21,7 @@ from cellmill.launch.queue import Queue, QueuedJob, living_jobs
 from cellmill.runs.cost import read_local
 from cellmill.runs.folder import TrainFolder
 from cellmill.runs.jobs import Jobs
-from cellmill.runs.lock import holder_of
+from cellmill.runs.lock import find_holder
 from cellmill.runs.slurm import NOT_LISTED, RESUMABLE, UNKNOWN, WAITING, CommandError, JobState
 
 POLL_S = 1.0
@@ -87,7 +87,7 @@ class RunState:
         """Read the run in folder `train`. `queued` are the jobs in the queue, None if unknown."""
         self.train = train
         self.folder = TrainFolder(train)
-        self.holder = holder_of(train)
+        self.holder = find_holder(train)
         self.trains_here = self.holder is not None and not self.holder.follows
         self.jobs = Jobs(train)
         self.newest = self.jobs.newest()

@@ -20,7 +20,7 @@ from cellmill.launch.bad_nodes import BadNodes
 from cellmill.launch.follow import how_to_end
 from cellmill.launch.queue import Queue, QueuedJob, explained
 from cellmill.launch.stage_jobs import stage_jobs, stage_lines
-from cellmill.runs.folder import TAIL_BYTES, progress_of, read_lines
+from cellmill.runs.folder import TAIL_BYTES, read_lines, read_progress
 from cellmill.runs.jobs import Jobs
 from cellmill.runs.slurm import CommandError
 
@@ -105,7 +105,7 @@ def make_row(name: str, train: Path, queued: list[QueuedJob] | None) -> tuple[li
     run = RunState(train, queued)
     job = run.job_state
     curve = read_lines(train / "metrics.jsonl", TAIL_BYTES)
-    progress = progress_of(train)
+    progress = read_progress(train)
     step = max([line["step"] for line in curve], default=progress.get("step"))
     steps = progress.get("steps")
     plan = train.parent / "plan.json"

@@ -23,7 +23,7 @@ from cellmill.commands.run_state import (
 )
 from cellmill.errors import UserError
 from cellmill.files import span
-from cellmill.runs.folder import progress_of
+from cellmill.runs.folder import read_progress
 from cellmill.track.metric_lines import CurveTail, name_kind
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -85,7 +85,7 @@ class WatchedRun:
             first_step = lines[0]["step"]
             self._lines = {key: line for key, line in self._lines.items() if key[0] <= first_step}
             self._lines |= {(line["step"], name_kind(line)): line for line in lines}
-        self._steps = progress_of(self._train).get("steps", self._steps)
+        self._steps = read_progress(self._train).get("steps", self._steps)
         return RunState(self._train).state
 
     def list_losses(self) -> list[float]:

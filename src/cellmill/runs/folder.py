@@ -160,11 +160,11 @@ class TrainFolder:
         best_step = newest.state()["progress"]["best_step"]
         if best_step in (None, newest.step):
             return newest
-        return self.of_step(
+        return self.find_checkpoint(
             best_step, "the best checkpoint is missing; set consolidate.checkpoint: last"
         )
 
-    def of_step(
+    def find_checkpoint(
         self, step: int, remedy: str = "list the step in train.keep_steps, and train it anew"
     ) -> Checkpoint:
         """The undamaged checkpoint of a step. Raise DataError if there is none."""
@@ -265,10 +265,10 @@ def cut_back(path: Path, step: int, copy: Path | None = None) -> int:
     """
     lines = [line for line in read_lines(path) if line["step"] <= step]
     write_text(copy or path, "".join(json.dumps(line) + "\n" for line in lines))
-    return len({line["step"] for line in lines if is_of_a_step(line)})
+    return len({line["step"] for line in lines if is_training_step(line)})
 
 
-def is_of_a_step(line: Mapping[str, Any]) -> bool:
+def is_training_step(line: Mapping[str, Any]) -> bool:
     """True for a line of metrics.jsonl about a training step, False for a validation."""
     return "skipped_steps" in line
 
@@ -282,11 +282,11 @@ def read_lines(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]
         start = 0 if last_bytes is None else max(0, file.seek(0, 2) - last_bytes)
         file.seek(start)
         texts = file.read().split(b"\n")
-        return parsed(texts[1:] if start else texts)  # the first is incomplete
+        return parse_lines(texts[1:] if start else texts)  # the first is incomplete
     return []
 
 
-def parsed(texts: Iterable[bytes]) -> list[dict[str, Any]]:
+def parse_lines(texts: Iterable[bytes]) -> list[dict[str, Any]]:
     """The JSON objects with a step, without truncated, unfinished or damaged lines."""
     lines = []
     for text in texts:
@@ -295,7 +295,7 @@ def parsed(texts: Iterable[bytes]) -> list[dict[str, Any]]:
     return [line for line in lines if isinstance(line, dict) and isinstance(line.get("step"), int)]
 
 
-def progress_of(train: Path) -> dict[str, Any]:
+def read_progress(train: Path) -> dict[str, Any]:
     """Step, cells and steps by state.json or the last checkpoint, whichever is newer.
 
     Empty before the first start.
@@ -323,7 +323,7 @@ def training_seconds(train: Path) -> float | None:
     lines = [line for line in read_lines(train / "metrics.jsonl") if line.get("cells_per_s")]
     if not lines:
         return None
-    known = progress_of(train)
+    known = read_progress(train)
     record = train / "run.json"
     if known.get("step") and known.get("cells"):
         cells = known["cells"] / known["step"]

@@ -254,7 +254,7 @@ def begin_branch(
     if folder.saved_step() >= int(given[1]):
         return  # the trunk is not needed any more, and may be gone
     of_trunk = TrainFolder(trunk.parent.parent)
-    checkpoint = of_trunk.of_step(int(given[1]))
+    checkpoint = of_trunk.find_checkpoint(int(given[1]))
     state = checkpoint.state()
     source = str(checkpoint.path / "state.json")
     changes = _list_changes(checkpoint, record)
@@ -270,7 +270,7 @@ def begin_branch(
     )
     best = checkpoint.best_step()
     if best is not None and best != checkpoint.step:
-        _copy(of_trunk.of_step(best), folder, record, steps, train)
+        _copy(of_trunk.find_checkpoint(best), folder, record, steps, train)
     cut_back(of_trunk.metrics, checkpoint.step, folder.metrics)
     _copy(checkpoint, folder, record, steps, train)
     print(f"{path}: going on from step {checkpoint.step} of {of_trunk.path}", flush=True)

@@ -185,7 +185,7 @@ def _renewing(lease: Claim) -> Iterator[None]:
         lease.release()
 
 
-def holder_of(folder: Path) -> Holder | None:
+def find_holder(folder: Path) -> Holder | None:
     """The process that holds the lock of `folder`; None if it is free. Changes no file.
 
     Raise DataError naming the owner of a folder that this user may not enter.

@@ -114,7 +114,7 @@ def consolidate(*, options: ConsolidateOptions, train: Path, vocabulary: Path, o
 
 def _choose(folder: TrainFolder, which: str | int) -> Checkpoint:
     if isinstance(which, int):
-        return folder.of_step(which)
+        return folder.find_checkpoint(which)
     newest, damaged = folder.newest_whole()
     for line in damaged:
         print(f"warning: {line}; exporting the previous one", file=sys.stderr, flush=True)

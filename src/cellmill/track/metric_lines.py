@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from cellmill.runs.folder import parsed
+from cellmill.runs.folder import parse_lines
 
 
 class CurveTail:
@@ -30,7 +30,7 @@ class CurveTail:
             text = file.read()
             complete = text[: text.rfind(b"\n") + 1]
             self._position += len(complete)
-            return parsed(complete.splitlines())
+            return parse_lines(complete.splitlines())
         return []
 
 

@@ -42,7 +42,7 @@ from cellmill.parallel.replay import Replay
 from cellmill.parallel.step import ParallelModel, StepModel, clip_grad_norm
 from cellmill.planner.devices import find_peak_flops
 from cellmill.planner.measure.size import Flops, Load
-from cellmill.runs.folder import TrainFolder, cut_back, is_of_a_step, status
+from cellmill.runs.folder import TrainFolder, cut_back, is_training_step, status
 from cellmill.track.tracker import Tracker
 from cellmill.train.batch_rows import with_shares
 from cellmill.train.checkpoint import Checkpoints
@@ -444,7 +444,7 @@ class Trainer:
         return is_best
 
     def _log(self, line: dict[str, Any]) -> None:
-        self.progress.logged_steps += is_of_a_step(line)
+        self.progress.logged_steps += is_training_step(line)
         scalars = {name: value for name, value in line.items() if name != "step"}
         for tracker in self.trackers:
             tracker.log(line["step"], scalars)
