@@ -72,7 +72,7 @@ class OpenFiles:
 class ByteRange(NamedTuple):
     """Bytes of a file that hold one array."""
 
-    offset: int  # in bytes
+    offset: int  # first byte, counted from the start of the file
     n_bytes: int
 
 

@@ -90,23 +90,25 @@ class StepGroup:
 
 
 class StepReader:
-    """Reader of one data rank's cells in the order of `rule`, from any step on.
+    """Reader of one data rank's cells in the order of `order_rule`, from any step on.
 
     Lane l belongs to rank l % world.
     """
 
     def __init__(
-        self, shards: list[RowFile], rule: OrderRule, data_rank: DataRank, io_threads: int
+        self, shards: list[RowFile], order_rule: OrderRule, data_rank: DataRank, io_threads: int
     ):
         self._shards = shards
-        self._rule = rule
+        self._order_rule = order_rule
         rank, world = data_rank
         self._rank = rank
         self._world = world
-        lanes = np.arange(rule.stream.lanes).reshape(-1, world).T  # (ranks, lanes of each)
+        lanes = np.arange(order_rule.stream.lanes).reshape(-1, world).T  # (ranks, lanes of each)
         self._other_lanes = np.delete(lanes, rank, axis=0).ravel()  # rank after rank
-        self._orders = OrderCache(rule)
-        self._reader = WindowReader(shards, rule, self._orders, lanes[rank].tolist(), io_threads)
+        self._orders = OrderCache(order_rule)
+        self._reader = WindowReader(
+            shards, order_rule, self._orders, lanes[rank].tolist(), io_threads
+        )
 
     def close(self) -> None:
         """End the threads after the reads in progress."""
@@ -117,11 +119,11 @@ class StepReader:
 
         Endless if the rule shuffles, else to the end of the epoch.
         """
-        first_cells = self._rule.cells_before(first_step)
+        first_cells = self._order_rule.cells_before(first_step)
         other_genes = self._look_up_others(first_epoch, first_cells)
         queue = WindowQueue(self._reader.read_windows(first_epoch, first_cells))
         for epoch, step, cells_by_lane in self._count_cells(first_epoch, first_step):
-            step_over_epochs = epoch * self._rule.steps_per_epoch + step
+            step_over_epochs = epoch * self._order_rule.steps_per_epoch + step
             cells_by_rank = cells_by_lane.reshape(len(cells_by_lane), -1, self._world).sum(1)
             start = 0
             while start < len(cells_by_lane):
@@ -142,13 +144,13 @@ class StepReader:
 
         Yields the epoch, the first of these steps, and the counts, `(steps, lanes)` int64.
         """
-        rule = self._rule
+        order_rule = self._order_rule
         while True:
-            for first in range(step, rule.steps_per_epoch, _STEPS_PER_COUNT):
-                stop = min(first + _STEPS_PER_COUNT, rule.steps_per_epoch)
-                taken_before = rule.cells_before(np.arange(first, stop + 1)[:, None])
+            for first in range(step, order_rule.steps_per_epoch, _STEPS_PER_COUNT):
+                stop = min(first + _STEPS_PER_COUNT, order_rule.steps_per_epoch)
+                taken_before = order_rule.cells_before(np.arange(first, stop + 1)[:, None])
                 yield epoch, first, np.diff(taken_before, axis=0)
-            if not rule.shuffle:
+            if not order_rule.shuffle:
                 return
             epoch += 1
             step = 0
@@ -201,7 +203,7 @@ class StepReader:
             for window in range(first, order.n_windows(lane)):
                 genes_per_cell = count_genes(self._shards, order.window_runs(lane, window))
                 yield genes_per_cell[order.window_order(lane, window)]
-            if not self._rule.shuffle:
+            if not self._order_rule.shuffle:
                 return
             epoch += 1
             first = 0

@@ -105,16 +105,16 @@ class WindowReader:
     def __init__(
         self,
         shards: list[RowFile],
-        rule: OrderRule,
+        order_rule: OrderRule,
         orders: OrderCache,
         lanes: list[int],
         io_threads: int,
     ) -> None:
         self._shards = shards
-        self._rule = rule
+        self._order_rule = order_rule
         self._orders = orders
         self._lanes = lanes
-        self._shard_offsets = row_offsets(rule.shard_cells)
+        self._shard_offsets = row_offsets(order_rule.shard_cells)
         self._pool = ThreadPoolExecutor(io_threads, thread_name_prefix="cellmill-read")
 
     def close(self) -> None:
@@ -139,10 +139,10 @@ class WindowReader:
                 lanes = [lane for lane, windows in windows_of_lane.items() if window in windows]
                 if lanes:
                     yield self._start_reading(order, lanes, window)
-            if not self._rule.shuffle:
+            if not self._order_rule.shuffle:
                 return
             epoch += 1
-            first_cells = self._rule.cells_before(0)
+            first_cells = self._order_rule.cells_before(0)
 
     def _start_reading(self, order: EpochOrder, lanes: list[int], window: int) -> CellWindow:
         """Start to read window number `window` of each of `lanes`."""
@@ -176,7 +176,10 @@ class WindowReader:
         first_row_of_lane = np.cumsum(sizes) - sizes
         rows = shuffled + np.repeat(first_row_of_lane, sizes)
         steps = np.concatenate(
-            [self._rule.find_steps(lane, np.arange(*span)) for lane, span in zip(lanes, spans)]
+            [
+                self._order_rule.find_steps(lane, np.arange(*span))
+                for lane, span in zip(lanes, spans)
+            ]
         )
         # a step's cells stay lane after lane
         by_step = np.argsort(steps, kind="stable")
@@ -186,7 +189,7 @@ class WindowReader:
         first_row_of_run = np.cumsum(runs.n_cells) - runs.n_cells
         id_of_row = np.arange(len(rows)) + np.repeat(first_id - first_row_of_run, runs.n_cells)
         return StreamCells(
-            order.epoch * self._rule.steps_per_epoch + steps[by_step],
+            order.epoch * self._order_rule.steps_per_epoch + steps[by_step],
             np.repeat(lanes, sizes)[by_step],
             id_of_row[rows],
             packed.select(rows),
