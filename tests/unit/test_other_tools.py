@@ -143,6 +143,19 @@ def rename_attributes(path: Path, genes: str, cells: str) -> Path:
     return path
 
 
+def test_attributes_of_several_values_are_left_out(counts: sp.csr_matrix, tmp_path: Path) -> None:
+    """As pySCENIC writes regulons: a field for each."""
+    path = loom(counts, tmp_path)
+    with h5py.File(path, "a") as file:
+        auc = np.zeros(len(CELLS), [("ATF4(+)", "f8"), ("JUN(+)", "f8")])
+        file["col_attrs/RegulonsAUC"] = auc
+        file["row_attrs/Regulons"] = np.ones(len(GENES), [("ATF4(+)", "i8"), ("JUN(+)", "i8")])
+    assert (read(path).toarray() == counts.toarray()).all()
+    with open_counts(path) as reader:
+        assert "RegulonsAUC" not in reader.obs_columns
+        assert "Regulons" not in reader.var
+
+
 @pytest.mark.parametrize(
     "names", [("target_name", "barcode"), ("rownames", "colnames"), ("some_genes", "some_cells")]
 )

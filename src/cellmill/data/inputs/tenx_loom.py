@@ -137,6 +137,8 @@ def _loom_frame(
     for name, array in file[where].items():
         if not is_array(array) or array.shape is None or len(array.shape) != 1:
             continue
+        if array.dtype.names is not None:  # several values a cell or gene: regulons of SCENIC
+            continue
         if array.dtype.kind in REAL and array.shape == (length,):
             columns[name] = native(array[()])
         else:
