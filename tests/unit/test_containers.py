@@ -318,6 +318,18 @@ def test_a_zarr_of_datasets_says_which_to_give(counts: sp.csr_matrix, tmp_path: 
     assert (read(path / "dataset_0") != counts).nnz == 0
 
 
+def test_a_list_of_snapatac_files_is_named(counts: sp.csr_matrix, tmp_path: Path) -> None:
+    path = tmp_path / "cells.h5ads"
+    with h5py.File(path, "w") as file:
+        write_elem(file, "obs", OBS)
+        write_elem(file, "var", pd.DataFrame(index=GENES))
+        write_elem(file, "uns/AnnDataSet", {"file_path": np.array(["a.h5ad", "b.h5ad"], object)})
+    assert refusal(path) == (
+        f"{path}: it lists files of snapatac2 and has no counts: give one of those, or write "
+        "data.to_adata().write_h5ad('cells.h5ad')"
+    )
+
+
 def test_a_null_x_counts_as_missing(mudata: Path, counts: sp.csr_matrix) -> None:
     file = h5py.File(mudata, "a") if mudata.suffix == ".h5mu" else zarr.open_group(mudata)
     del file["mod/rna/X"]

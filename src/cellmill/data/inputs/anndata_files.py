@@ -65,6 +65,10 @@ _OF_PEGASUS = (
     "pegasusio wrote its names of cells, without the -1 of Cell Ranger, or with the number in front: tables of labels "
     "may have the suffix"
 )
+_SET_OF_SNAPATAC = (
+    "it lists files of snapatac2 and has no counts: give one of those, or write "
+    "data.to_adata().write_h5ad('cells.h5ad')"
+)
 _SAMPLE = 100  # cells of a matrix that show what its values look like
 _MANY_FILES = 2_000
 _SMALL_FILE = 4_096  # bytes
@@ -86,6 +90,8 @@ def open_anndata(path: Path, file: Any, counts: str) -> CountSource:
         source.matrix = RecoveredCounts(path, logs, source.matrix, read_frame(path, file, "obs"))
         return source
     known = _matrices(file)
+    if not known and "uns/AnnDataSet" in file:
+        raise DataError(f"{path}: {_SET_OF_SNAPATAC}")
     require_matrix(path, counts, known)
     stored, genes = known[counts]
     obs = open_obs(path, file) if stored == PACKED else read_frame(path, file, "obs")
