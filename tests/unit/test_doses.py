@@ -12,9 +12,7 @@ from pydantic import ValidationError
 from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.errors import DataError
 from cellmill.evaluate.task import Context
-from cellmill.evaluate.tasks.perturbation.changes import (
-    SAME_NEAREST,
-)
+from cellmill.evaluate.tasks.perturbation.baselines import SAME_NEAREST
 from cellmill.evaluate.tasks.perturbation.doses import (
     HILL,
     LINEAR,

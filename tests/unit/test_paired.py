@@ -18,7 +18,7 @@ from cellmill.evaluate.scores import (
     table_rows,
     tabulate,
 )
-from cellmill.evaluate.tasks.perturbation.changes import MEAN, NO_CHANGE
+from cellmill.evaluate.tasks.perturbation.baselines import MEAN, NO_CHANGE
 from cellmill.evaluate.tasks.perturbation.task import CEILING
 from cellmill.runs.results import Closed, Gap, ScoredMethod, compare
 

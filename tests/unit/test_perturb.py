@@ -26,8 +26,8 @@ from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.inference.embed import embed_cells, load_for_inference
 from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.task import Context
-from cellmill.evaluate.tasks.perturbation.changes import predict_responses
 from cellmill.evaluate.tasks.perturbation.held_out import RESPONSE, HeldOut
+from cellmill.evaluate.tasks.perturbation.response import ResponseHead
 from cellmill.evaluate.tasks.perturbation.task import Perturbation
 from cellmill.files import sha256_file
 from tests.unit.evaluated import make_context, with_config
@@ -194,16 +194,15 @@ def test_a_value_of_a_column_has_a_response_of_its_own(screen: Screen) -> None:
     assert list(both.uns["cellmill_response"]["strata"]) == ["batch"]
     held = _hold_out(screen)
     unit = [held.perturbation.tolist().index(name) for name in both.obs["perturbation"]]
-    expected = predict_responses(
-        screen.context.model.network,
-        "32-true",
+    head = ResponseHead.find(screen.context.model.network, "32-true")
+    assert head is not None
+    expected = head.predict_changes(
         held.context.vectors,
         held.profiles,
         np.eye(2)[[0, 1, 0, 1]],
         [*both.obs["perturbation"]],
         [held.genes[number] for number in unit],
     )
-    assert expected is not None
     np.testing.assert_array_equal(both.X, expected.astype(np.float32))
     assert np.abs(both.X[0] - both.X[1]).max() > 1e-3
     n_cells = screen.cells.obs.groupby(["guide", "batch"], observed=True).size()

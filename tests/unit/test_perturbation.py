@@ -14,7 +14,7 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.evaluate.task import Context, Skipped
 from cellmill.evaluate.tasks.perturbation import held_out
-from cellmill.evaluate.tasks.perturbation.changes import (
+from cellmill.evaluate.tasks.perturbation.baselines import (
     predict_new_contexts,
     predict_new_perturbations,
 )

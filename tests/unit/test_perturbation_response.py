@@ -16,11 +16,8 @@ from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.stream.batch import Batch
 from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.expression import expected_log_expression
-from cellmill.evaluate.tasks.perturbation.changes import (
-    Profiles,
-    predict_responses,
-    read_profiles,
-)
+from cellmill.evaluate.tasks.perturbation.profiles import Profiles, read_profiles
+from cellmill.evaluate.tasks.perturbation.response import ResponseHead
 from cellmill.models.batch import to_tensors
 from cellmill.stages.training_inputs import fit_options
 from tests.models import genes_of, initialized, prepare, random_cells, spec, train_options
@@ -167,10 +164,9 @@ def test_a_predicted_change_is_the_mean_over_its_controls(context: Context) -> N
         changed.reader, changed.gene_columns, roles, ("batch",), changed.options.seed
     )
     strata = np.array([[1.0, 0.0], [0.25, 0.75]])
-    found = predict_responses(
-        model, changed.options.precision, vectors, profiles, strata, ["A", "A"], [[2], [2]]
-    )
-    assert found is not None
+    head = ResponseHead.find(model, changed.options.precision)
+    assert head is not None
+    found = head.predict_changes(vectors, profiles, strata, ["A", "A"], [[2], [2]])
     of_strata = []
     for stratum in (0, 1):
         cells = np.flatnonzero((profiles.half == 0) & (profiles.stratum == stratum))[:128]
@@ -188,9 +184,4 @@ def test_a_predicted_change_is_the_mean_over_its_controls(context: Context) -> N
         of_strata.append(after - before)
     np.testing.assert_allclose(found, strata @ np.array(of_strata), atol=1e-6)
     assert np.abs(found).max() > 1e-3
-    assert (
-        predict_responses(
-            context.model.network, "32-true", vectors, profiles, strata, ["A", "A"], [[2], [2]]
-        )
-        is None
-    )
+    assert ResponseHead.find(context.model.network, "32-true") is None

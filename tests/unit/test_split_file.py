@@ -13,9 +13,10 @@ import pytest
 from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.errors import DataError
 from cellmill.evaluate.task import Context, Skipped
-from cellmill.evaluate.tasks.perturbation.changes import MEASURED, add_parts
+from cellmill.evaluate.tasks.perturbation.baselines import sum_changes_of_parts
 from cellmill.evaluate.tasks.perturbation.changes_file import write_changes
 from cellmill.evaluate.tasks.perturbation.held_out import HeldOut
+from cellmill.evaluate.tasks.perturbation.profiles import MEASURED
 from cellmill.evaluate.tasks.perturbation.split_file import SplitFile
 from cellmill.evaluate.tasks.perturbation.task import Perturbation, change_scores
 
@@ -364,13 +365,13 @@ def test_the_additive_baseline_is_exact_for_sums() -> None:
         names = np.array(["+".join(unit_parts) for unit_parts in parts])
         train = np.flatnonzero([len(unit_parts) == 1 for unit_parts in parts])
         test = np.flatnonzero([len(unit_parts) == 2 for unit_parts in parts])
-        predicted = add_parts(changes, train, test, names, place, parts)
+        predicted = sum_changes_of_parts(changes, train, test, names, place, parts)
         expected = changes[test] - interaction
         expected[[2, 5]] = np.nan  # of D and E nothing is known
         np.testing.assert_allclose(predicted, expected)
     # a part that its context lacks is that of the others
     without = train[1:]
-    predicted = add_parts(changes, without, test, names, place, parts)
+    predicted = sum_changes_of_parts(changes, without, test, names, place, parts)
     np.testing.assert_allclose(predicted[0], changes[6] + changes[1])
 
 

@@ -37,18 +37,17 @@ from cellmill.evaluate.inference.label_counts import MAX_NAMES
 from cellmill.evaluate.methods import ByMethod
 from cellmill.evaluate.scores import ScoreColumn
 from cellmill.evaluate.seen.seen_cells import Seen, mark_seen_cells
-from cellmill.evaluate.tasks.perturbation.changes import (
-    MEASURED,
-    MIN_CONTROLS,
-    NO_CHANGE,
-    START,
-    Profiles,
-    find_response,
-    predict_responses,
-    read_profiles,
-)
+from cellmill.evaluate.tasks.perturbation.baselines import NO_CHANGE
 from cellmill.evaluate.tasks.perturbation.doses import NAME
 from cellmill.evaluate.tasks.perturbation.held_out import STRATA
+from cellmill.evaluate.tasks.perturbation.profiles import (
+    MEASURED,
+    MIN_CONTROLS,
+    START,
+    Profiles,
+    read_profiles,
+)
+from cellmill.evaluate.tasks.perturbation.response import ResponseHead
 from cellmill.evaluate.tasks.perturbation.task import METRICS, average_perturbations, change_scores
 from cellmill.models.family import Model
 from cellmill.runs.results import ScoredMethod
@@ -97,11 +96,12 @@ def predict_file(
     """
     network, vocabulary, tokens, config = loaded
     _check_words(wanted)
-    objective = find_response(network)
-    if objective is None:
+    head = ResponseHead.find(network, section.precision)
+    if head is None:
         raise ConfigError(
             f"{folder}: it predicts no responses; export a run with objective perturbation_response"
         )
+    objective = head.objective
     columns = match_columns(reader, vocabulary)
     if columns.ordered:
         raise DataError(
@@ -178,10 +178,7 @@ def predict_file(
     n_cells = np.bincount(unit_of_cell[unit_of_cell >= 0], minlength=len(units.names))
     is_measured = n_cells >= TASK.min_cells
     shares = _share_strata(profiles, units, unit_of_cell, is_measured, is_control, values)
-    changes = predict_responses(
-        network, section.precision, vectors, profiles, shares, units.names, units.genes
-    )
-    assert changes is not None, "expected a response head"
+    changes = head.predict_changes(vectors, profiles, shares, units.names, units.genes)
     measured = profiles.changes(unit_of_cell, len(n_cells), profiles.control_means(MEASURED))
     measured[~is_measured] = np.nan
     scores, sentences = _compare(profiles, units, changes, measured, trained)

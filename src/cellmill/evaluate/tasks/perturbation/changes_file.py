@@ -30,13 +30,10 @@ from cellmill.data.inputs.h5 import create_h5, write_anndata
 from cellmill.errors import DataError
 from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.task import Context, Skipped
-from cellmill.evaluate.tasks.perturbation.changes import (
-    ChangesByMethod,
-    check_changes,
-    controlled_role,
-)
+from cellmill.evaluate.tasks.perturbation.baselines import ChangesByMethod
 from cellmill.evaluate.tasks.perturbation.held_out import PERTURBATION, HeldOut
 from cellmill.evaluate.tasks.perturbation.probes import choose_probed, make_probes
+from cellmill.evaluate.tasks.perturbation.profiles import check_changes, controlled_role
 from cellmill.evaluate.tasks.perturbation.split_file import SplitFile
 from cellmill.evaluate.tasks.perturbation.task import Perturbation
 

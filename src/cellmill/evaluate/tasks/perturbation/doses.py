@@ -24,7 +24,7 @@ from scipy.special import stdtrit
 from cellmill.errors import DataError
 from cellmill.evaluate.methods import ByMethod
 from cellmill.evaluate.splits import Fold
-from cellmill.evaluate.tasks.perturbation.changes import (
+from cellmill.evaluate.tasks.perturbation.baselines import (
     MEAN,
     NO_CHANGE,
     SAME_MEAN,

@@ -34,17 +34,13 @@ from cellmill.evaluate.tasks.gene_vectors import (
     gene_vectors,
     scaled_loadings,
 )
-from cellmill.evaluate.tasks.perturbation.changes import (
+from cellmill.evaluate.tasks.perturbation.baselines import (
     ADDITIVE,
     CONTEXT_MEAN,
-    START,
     ChangesByMethod,
-    Profiles,
-    add_parts,
     predict_new_contexts,
     predict_new_perturbations,
-    predict_responses,
-    read_profiles,
+    sum_changes_of_parts,
 )
 from cellmill.evaluate.tasks.perturbation.doses import (
     leave_out_doses,
@@ -52,6 +48,8 @@ from cellmill.evaluate.tasks.perturbation.doses import (
     parse_names,
     predict_new_doses,
 )
+from cellmill.evaluate.tasks.perturbation.profiles import START, Profiles, read_profiles
+from cellmill.evaluate.tasks.perturbation.response import ResponseHead
 from cellmill.evaluate.tasks.perturbation.split_file import TEST, TRAIN, SplitFile
 from cellmill.models.gene_vectors import read_vectors
 from cellmill.runs.results import ScoredMethod
@@ -310,17 +308,14 @@ class HeldOut:
     @cached_property
     def responses(self) -> np.ndarray | None:
         """(U, G) float64: change of each unit by the model's response head, if it has one."""
+        context = self.context
+        head = ResponseHead.find(context.model.network, context.options.precision)
+        if head is None:
+            return None
         n_units = len(self.group_of_unit)
         shares = np.nan_to_num(self.profiles.stratum_shares(self.scored_unit_of_cell, n_units))
-        return predict_responses(
-            self.context.model.network,
-            self.context.options.precision,
-            self.context.vectors,
-            self.profiles,
-            shares,
-            self.name_in_dataset.tolist(),
-            self.genes,
-        )
+        names = self.name_in_dataset.tolist()
+        return head.predict_changes(context.vectors, self.profiles, shares, names, self.genes)
 
     def predictions(self, folds: list[Fold]) -> Iterator[ChangesByMethod]:
         """Predicted changes of the test units of each fold."""
@@ -363,7 +358,7 @@ class HeldOut:
             if n_same.all():
                 predicted[CONTEXT_MEAN] = is_same @ self.fitted_changes[fold.train] / n_same
         if max(len(parts[unit]) for unit in fold.test) > 1:
-            sums = add_parts(
+            sums = sum_changes_of_parts(
                 self.fitted_changes,
                 fold.train,
                 fold.test,

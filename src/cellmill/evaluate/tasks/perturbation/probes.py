@@ -13,7 +13,7 @@ from cellmill.evaluate import draws
 from cellmill.evaluate.draws import seeded
 from cellmill.evaluate.methods import ByMethod
 from cellmill.evaluate.scores import ScoreColumn
-from cellmill.evaluate.tasks.perturbation.changes import ChangesByMethod
+from cellmill.evaluate.tasks.perturbation.baselines import ChangesByMethod
 from cellmill.runs.results import ScoredMethod
 
 SCALES = (0.5, 2.0)

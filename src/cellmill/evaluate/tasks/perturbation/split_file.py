@@ -26,7 +26,7 @@ from cellmill.data.arrays import text_values
 from cellmill.data.prepare.perturbations import CONTROL_WORD, DELIMITERS, split_at
 from cellmill.errors import DataError, require_known
 from cellmill.evaluate.task import Context, Skipped
-from cellmill.evaluate.tasks.perturbation.changes import controlled_role
+from cellmill.evaluate.tasks.perturbation.profiles import controlled_role
 from cellmill.files import read_json, require_file
 
 TRAIN = "train"

@@ -1,7 +1,7 @@
 """Task `perturbation`: predicted changes of expression under unseen perturbations, or in unseen
 donors and contexts.
 
-Changes are defined in `changes.py`, rows and ceilings in docs/perturbations.md. If the
+Changes are defined in `profiles.py`, rows and ceilings in docs/perturbations.md. If the
 model saw cells of some perturbations, those it never saw are tested, once; else all are tested in
 folds. A unit's own perturbed genes are left out of its scores. Intervals are over perturbations and
 repetitions.
@@ -25,15 +25,7 @@ from cellmill.evaluate.scores import ScoreColumn, table_rows, tabulate
 from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.evaluate.tasks.expression import cross_correlations
-from cellmill.evaluate.tasks.perturbation.changes import (
-    MEAN,
-    MEASURED,
-    NO_CHANGE,
-    START,
-    ChangesByMethod,
-    check_changes,
-    controlled_role,
-)
+from cellmill.evaluate.tasks.perturbation.baselines import MEAN, NO_CHANGE, ChangesByMethod
 from cellmill.evaluate.tasks.perturbation.doses import (
     HILL,
     LINEAR,
@@ -49,6 +41,12 @@ from cellmill.evaluate.tasks.perturbation.held_out import (
     prior_method,
 )
 from cellmill.evaluate.tasks.perturbation.probes import choose_probed, find_gamed, make_probes
+from cellmill.evaluate.tasks.perturbation.profiles import (
+    MEASURED,
+    START,
+    check_changes,
+    controlled_role,
+)
 from cellmill.evaluate.tasks.perturbation.split_file import SPLITS, TEST, TRAIN, SplitFile
 from cellmill.runs.results import Difference, ScoredMethod, TaskResult
 

@@ -1,4 +1,4 @@
-"""Changes of expression under perturbations: measured, and predicted by baselines or by the model.
+"""Expression of perturbed cells and their controls, and the measured changes between them.
 
 A unit is a perturbation with its dose, and with its context (such as a donor) if contexts are held
 out (`held_out.py`).
@@ -8,21 +8,17 @@ change is the mean over a unit's cells minus the mean over controls of the same 
 a donor). Predictions start from one random half of the controls and changes are measured from the
 other: otherwise the noise of the controls would be in both.
 
-Legend: U units, G genes, F features of a unit, C controls.
+Legend: U units, G genes.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
-import torch
-from sklearn.linear_model import RidgeCV
-from sklearn.preprocessing import StandardScaler
 
 from cellmill.config.corpus import IS_CONTROL
-from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.arrays import divide, log_normalise, select_columns, text_values
 from cellmill.data.genes.names import GeneColumns
 from cellmill.data.inputs.reader import CountsReader
@@ -30,29 +26,13 @@ from cellmill.errors import DataError
 from cellmill.evaluate import draws
 from cellmill.evaluate.draws import seeded
 from cellmill.evaluate.features.cell_features import ROW_BLOCK
-from cellmill.evaluate.inference.embed import inference
-from cellmill.evaluate.methods import KNN, ByMethod
 from cellmill.evaluate.task import Context, Skipped
-from cellmill.evaluate.tasks.expression import ALPHAS, expected_log_expression
-from cellmill.models.family import Model
-from cellmill.models.objectives.perturbation_response import PerturbationResponse
-from cellmill.runs.results import ScoredMethod
 
 # halves of the controls
 START = 0  # predictions start from these
 MEASURED = 1  # changes are measured from these
 MIN_CONTROLS = 5  # controls of a stratum in each half
 MAX_CONTROLS = 128  # controls of a stratum that the model predicts from: the first of their half
-MIN_FITTED = 3  # training units with features that a linear prediction needs
-ChangesByMethod = dict[ScoredMethod, np.ndarray]
-"""Predicted changes `(test units, G)` of each method."""
-NO_CHANGE = ScoredMethod("no change")
-MEAN = ScoredMethod("mean")
-SAME_MEAN = ScoredMethod("same perturbation", "mean")
-SAME_LINEAR = ScoredMethod("same perturbation", "linear")
-SAME_NEAREST = ScoredMethod("same perturbation", "nearest")
-CONTEXT_MEAN = ScoredMethod("mean of the context")
-ADDITIVE = ScoredMethod("additive")
 
 
 def check_changes(context: Context) -> None:
@@ -215,164 +195,3 @@ def _halve_controls(stratum: np.ndarray, is_control: np.ndarray, seed: int) -> n
         half[controls[::2]] = START
         half[controls[1::2]] = MEASURED
     return half
-
-
-def predict_new_perturbations(
-    changes: np.ndarray, train: np.ndarray, test: np.ndarray, features: ByMethod, neighbors: int
-) -> ChangesByMethod:
-    """Predict changes under perturbations that no training unit has.
-
-    `features` are `(U, F)`. Units with NaN rows have no features and get the mean of the training
-    units.
-    """
-    no_change = np.zeros((len(test), changes.shape[1]))
-    mean = no_change + changes[train].mean(0)
-    predicted = {NO_CHANGE: no_change, MEAN: mean}
-    for source, vectors in features.items():
-        has_features = np.isfinite(vectors.sum(1))
-        fitted = train[has_features[train]]  # units
-        rows = np.flatnonzero(has_features[test])  # rows of the prediction
-        linear = mean.copy()
-        nearest = mean.copy()
-        nearest_few = mean.copy()
-        if len(fitted) >= MIN_FITTED and len(rows):
-            scaler = StandardScaler().fit(vectors[fitted])
-            keys = scaler.transform(vectors[fitted])
-            queries = scaler.transform(vectors[test[rows]])
-            ridge = RidgeCV(ALPHAS).fit(keys, changes[fitted])
-            linear[rows] = ridge.predict(queries)
-            # (rows, fitted): fitted units by falling cosine similarity
-            cosine = _scale_to_unit(queries) @ _scale_to_unit(keys).T
-            similar = fitted[np.argsort(-cosine, axis=1, kind="stable")]
-            nearest[rows] = changes[similar[:, 0]]
-            nearest_few[rows] = changes[similar[:, :neighbors]].mean(1)
-        predicted[replace(source, classifier="linear")] = linear
-        predicted[replace(source, classifier="nearest")] = nearest
-        predicted[replace(source, classifier=KNN)] = nearest_few
-    return predicted
-
-
-def _scale_to_unit(vectors: np.ndarray) -> np.ndarray:
-    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    return vectors / lengths.clip(1e-12)
-
-
-def predict_new_contexts(
-    changes: np.ndarray,
-    train: np.ndarray,
-    test: np.ndarray,
-    perturbation: np.ndarray,
-    controls: np.ndarray,
-) -> ChangesByMethod:
-    """Predict changes in contexts, such as donors, that no training unit has.
-
-    `perturbation`, `(U,)`, names each unit's perturbation; `controls`, `(U, G)`, are the mean
-    controls of each unit. A perturbation without a training unit gets the mean of the training
-    units.
-    """
-    no_change = np.zeros((len(test), changes.shape[1]))
-    mean = no_change + changes[train].mean(0)
-    same_mean = mean.copy()
-    nearest = mean.copy()
-    for row, unit in enumerate(test):
-        same = train[perturbation[train] == perturbation[unit]]
-        if len(same):
-            same_mean[row] = changes[same].mean(0)
-            distances = np.abs(controls[same] - controls[unit]).mean(1)
-            nearest[row] = changes[same[distances.argmin()]]
-    # (U, perturbations of training units)
-    names = np.unique(perturbation[train])
-    one_hot = (perturbation[:, None] == names).astype(float)
-    linear = mean
-    if len(train) > 1:
-        ridge = RidgeCV(ALPHAS).fit(one_hot[train], changes[train])
-        linear = ridge.predict(one_hot[test])
-    return {
-        NO_CHANGE: no_change,
-        MEAN: mean,
-        SAME_MEAN: same_mean,
-        SAME_LINEAR: linear,
-        SAME_NEAREST: nearest,
-    }
-
-
-def add_parts(
-    changes: np.ndarray,
-    train: np.ndarray,
-    test: np.ndarray,
-    perturbation: np.ndarray,
-    unit_context: np.ndarray,
-    parts: Sequence[Sequence[str]],
-) -> np.ndarray:
-    """(test units, G): sum of the changes under each part of a combination alone, by training units
-    of the same context, or of all contexts if it has none. A part without any adds nothing; a unit
-    without such parts is NaN.
-
-    `perturbation` and `unit_context`, `(U,)`, name each unit's perturbation and context, `parts` its
-    parts.
-    """
-    sums = np.full((len(test), changes.shape[1]), np.nan)
-    for row, unit in enumerate(test):
-        changes_of_parts = []
-        for part in parts[unit]:
-            alone = train[perturbation[train] == part]
-            in_context = alone[unit_context[alone] == unit_context[unit]]
-            if len(alone):
-                changes_of_parts.append(changes[in_context if len(in_context) else alone].mean(0))
-        if changes_of_parts:
-            sums[row] = np.sum(changes_of_parts, axis=0)
-    return sums
-
-
-def find_response(network: Model) -> PerturbationResponse | None:
-    """The objective, or part of a sum, that predicts responses; None without one."""
-    leaves = network.objective.leaves().values()
-    return next((leaf for leaf in leaves if isinstance(leaf, PerturbationResponse)), None)
-
-
-def predict_responses(
-    network: Model,
-    precision: str,
-    vectors: np.ndarray,
-    profiles: Profiles,
-    stratum_shares: np.ndarray,
-    names: Sequence[str],
-    genes: Sequence[list[int]],
-) -> np.ndarray | None:
-    """(U, G) float64: change of each unit by the model's response head; None without such a head.
-
-    `vectors`, (cells, H), may be NaN for cells that are no `start_controls`.
-    `stratum_shares`, (U, strata), are the shares of a unit's cells in each stratum. `names` are the
-    perturbations of the units, `genes` the vocabulary rows of their genes.
-    """
-    objective = find_response(network)
-    if objective is None:
-        return None
-    device = next(network.parameters()).device
-    genes_of_file = torch.from_numpy(profiles.genes)
-
-    def predict_mean(cells: np.ndarray, name: str | None, rows: list[int]) -> np.ndarray:
-        """(G,): mean expected expression of control cells under a perturbation; None is no
-        perturbation.
-        """
-        tokens = [row + len(SPECIAL) for row in rows]
-        with inference(device, precision):
-            inputs = torch.from_numpy(vectors[cells]).to(device)
-            log_shares = objective.log_profile(network, inputs, name, tokens)
-            # shares of the genes that the dataset has sum to 1
-            shares = log_shares[:, genes_of_file].double().softmax(1).cpu().numpy()
-        return expected_log_expression(shares, profiles.depth[cells]).mean(0)
-
-    has_vector = np.isfinite(vectors).all(1)
-    changes = np.zeros((len(names), len(profiles.genes)))
-    for stratum in np.flatnonzero(stratum_shares.sum(0)).tolist():
-        controls = profiles.start_controls(stratum, has_vector)
-        unperturbed = predict_mean(controls, None, [])
-        # all doses of a perturbation get the same prediction
-        change_by_name: dict[str, np.ndarray] = {}
-        for unit in np.flatnonzero(stratum_shares[:, stratum]).tolist():
-            name = names[unit]
-            if name not in change_by_name:
-                change_by_name[name] = predict_mean(controls, name, genes[unit]) - unperturbed
-            changes[unit] += stratum_shares[unit, stratum] * change_by_name[name]
-    return changes
