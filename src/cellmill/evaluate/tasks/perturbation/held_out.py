@@ -4,36 +4,24 @@ A unit is a perturbation with its dose, and with its context (such as a donor) i
 out or a file divides them. Predictions of a tested unit read its gene, its context and the strata of
 its cells, never its expression.
 
-Legend: U units, G genes, V genes of the vocabulary, F features of a unit.
+Legend: U units, G genes, F features of a unit.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Self
 
 import numpy as np
 import pandas as pd
-import scipy.sparse as sp
 from sklearn.model_selection import GroupKFold, KFold
 
 from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.data.arrays import text_values
-from cellmill.data.genes.names import SEPARATOR, names_of_genes, perturbed_genes
-from cellmill.evaluate.evaluated_model import PCA_CELLS
-from cellmill.evaluate.features.components import pca
+from cellmill.data.genes.names import perturbed_genes
 from cellmill.evaluate.methods import EMBEDDING, ByMethod
 from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.task import Context, Skipped
-from cellmill.evaluate.tasks.gene_vectors import (
-    GENE_VECTORS,
-    LOADINGS,
-    UNTRAINED_GENE_VECTORS,
-    expression_statistics,
-    gene_vectors,
-    scaled_loadings,
-)
 from cellmill.evaluate.tasks.perturbation.baselines import (
     ADDITIVE,
     CONTEXT_MEAN,
@@ -48,11 +36,10 @@ from cellmill.evaluate.tasks.perturbation.doses import (
     parse_names,
     predict_new_doses,
 )
+from cellmill.evaluate.tasks.perturbation.gene_features import average_gene_vectors
 from cellmill.evaluate.tasks.perturbation.profiles import START, Profiles, read_profiles
 from cellmill.evaluate.tasks.perturbation.response import ResponseHead
 from cellmill.evaluate.tasks.perturbation.split_file import TEST, TRAIN, SplitFile
-from cellmill.models.gene_vectors import read_vectors
-from cellmill.runs.results import ScoredMethod
 
 PERTURBATION = "perturbation"  # role whose perturbations are held out, such as by a split file
 DOSE = "dose"  # role of doses that are held out
@@ -61,12 +48,6 @@ STRATA = ("batch", "donor")  # roles that divide cells into strata
 # have no known gene
 UNSEEN_FRAC = 0.9
 RESPONSE = replace(EMBEDDING, classifier="response head")
-CO_EXPRESSION = ScoredMethod("co-expression of controls")
-
-
-def prior_method(name: str) -> ScoredMethod:
-    """Gene vectors of a file, one of `priors`."""
-    return ScoredMethod(f"prior {name}")
 
 
 @dataclass(frozen=True)
@@ -131,7 +112,7 @@ class HeldOut:
         groups = usable.groupby("group")
         is_unseen = groups["is_scored"].sum() >= UNSEEN_FRAC * groups.size()
         is_trained = groups["is_trained"].any()
-        units = _count_cells_of_units(usable, is_unseen)
+        units = _tabulate_units(usable, is_unseen)
         has_enough = units["n_cells"] >= config.min_cells
         kept = units[has_enough]
         unit_of_cell = kept.index.get_indexer(cells["unit"])
@@ -187,34 +168,52 @@ class HeldOut:
         """Units to fit on and to test. Empty if the model saw cells of all groups, or if there are
         fewer than two groups.
 
-        If the model was fitted on some groups, baselines are fitted on the same groups, not on
-        those that only validated the model.
+        If the model saw cells of some groups, the other groups are tested, once. If it saw none,
+        all groups are tested in turn.
         """
-        options = self.context.options
-        groups = np.unique(self.group_of_unit)
-        unseen = np.unique(self.group_of_unit[self.unseen])
-        units = np.arange(len(self.group_of_unit))
-        if len(groups) < 2 or not len(unseen):
+        n_groups = len(np.unique(self.group_of_unit))
+        n_unseen = len(np.unique(self.group_of_unit[self.unseen]))
+        if n_groups < 2 or not n_unseen:
             return
-        if len(unseen) < len(groups):
-            fitted = ~self.unseen & self.trained
-            if not fitted.any():
-                fitted = ~self.unseen
-            yield Fold(0, units[fitted], units[self.unseen])
+        if n_unseen < n_groups:
+            yield self._test_unseen()
         elif self.role == DOSE:
+            units = np.arange(len(self.group_of_unit))
             for test in leave_out_doses(self.perturbation, self.log_dose):
                 yield Fold(0, np.setdiff1d(units, test), test)
         elif self.role == PERTURBATION:
-            n_folds = min(options.folds, len(groups))
-            for repetition in range(self.config.seeds):
-                splitter = KFold(n_folds, shuffle=True, random_state=options.seed + repetition)
-                for _, test in splitter.split(groups):
-                    is_tested = np.isin(self.group_of_unit, groups[test])
-                    yield Fold(repetition, units[~is_tested], units[is_tested])
+            yield from self._divide_perturbations()
         else:
-            splitter = GroupKFold(min(len(groups), self.config.most_folds))
-            for train, test in splitter.split(units, groups=self.group_of_unit):
-                yield Fold(0, train, test)
+            yield from self._divide_contexts()
+
+    def _test_unseen(self) -> Fold:
+        """The fold that tests the units of unseen groups.
+
+        Baselines are fitted on the groups that the model was fitted on, not on groups that only
+        validated it. They are fitted on all other groups if the model was fitted on none.
+        """
+        fitted = ~self.unseen & self.trained
+        if not fitted.any():
+            fitted = ~self.unseen
+        return Fold(0, np.flatnonzero(fitted), np.flatnonzero(self.unseen))
+
+    def _divide_perturbations(self) -> Iterator[Fold]:
+        """Folds of the groups, shuffled anew in each repetition."""
+        groups = np.unique(self.group_of_unit)
+        options = self.context.options
+        n_folds = min(options.folds, len(groups))
+        for repetition in range(self.config.seeds):
+            splitter = KFold(n_folds, shuffle=True, random_state=options.seed + repetition)
+            for _, test in splitter.split(groups):
+                is_tested = np.isin(self.group_of_unit, groups[test])
+                yield Fold(repetition, np.flatnonzero(~is_tested), np.flatnonzero(is_tested))
+
+    def _divide_contexts(self) -> Iterator[Fold]:
+        """Folds of whole contexts, at most `most_folds`."""
+        n_folds = min(len(np.unique(self.group_of_unit)), self.config.most_folds)
+        splitter = GroupKFold(n_folds)
+        for train, test in splitter.split(self.group_of_unit, groups=self.group_of_unit):
+            yield Fold(0, train, test)
 
     def explain_no_folds(self) -> str:
         """Why there are no folds, if there are none."""
@@ -249,61 +248,10 @@ class HeldOut:
 
     @cached_property
     def features(self) -> ByMethod:
-        """(U, F) by source of gene vectors: mean over a unit's perturbed genes, NaN for a unit
-        without a vector.
-
-        Sources are the model, the correlation of genes over the controls that predictions start
-        from, and the files of `config.priors`. Raises DataError for an unusable file.
-        """
-        model = self.context.model
-        vectors = gene_vectors(model)
-        by_gene = {LOADINGS: scaled_loadings(model.components)}
-        for source in (GENE_VECTORS, UNTRAINED_GENE_VECTORS):
-            if source in vectors:
-                by_gene[source] = vectors[source]
-        by_gene[CO_EXPRESSION] = self._correlate_controls()
-        features = {source: _average_rows(self.genes, table) for source, table in by_gene.items()}
-        for name, path in self.config.priors.items():
-            features[prior_method(name)] = self._read_prior(Path(path))
-        return features
-
-    def _correlate_controls(self) -> np.ndarray:
-        """(V, F): loadings of the correlation of genes over the starting controls; NaN for genes
-        not measured.
-        """
-        is_start = (self.profiles.half == START) & (self.profiles.stratum >= 0)
-        controls = self.profiles.expression[np.flatnonzero(is_start)[:PCA_CELLS]]
-        # components of genes with unit variance are those of their correlation
-        sd = expression_statistics(controls)[:, 1]
-        weight = np.divide(1, sd, out=np.zeros_like(sd), where=sd > 0)
-        standard = sp.csr_matrix(controls @ sp.diags(weight))
-        measured = scaled_loadings(pca(standard.shape).fit(standard))
-        loadings = np.full((self.context.model.vocabulary.n_genes, measured.shape[1]), np.nan)
-        loadings[self.profiles.genes] = measured
-        return loadings
-
-    def _read_prior(self, path: Path) -> np.ndarray:
-        """(U, F): mean over a unit's perturbed genes of their vectors in the file, also of genes
-        not measured.
-        """
-        vocabulary = self.context.model.vocabulary
-        parts = []  # names of each unit's perturbed genes
-        names = []
-        for perturbation in self.perturbation:
-            parts.append([part.strip() for part in perturbation.split(SEPARATOR)])
-            names += parts[-1]
-        named = names_of_genes(names, vocabulary)
-        # read for all genes of the model too: a file that has none of them is an error
-        genes = [*zip(vocabulary.gene_ids, vocabulary.symbols)]
-        vectors = read_vectors(path, [*genes, *named.values()])[len(genes) :].double().numpy()
-        row_of_name = {}
-        for row, name in enumerate(named):
-            if np.isfinite(vectors[row]).all():
-                row_of_name[name] = row
-        rows = []
-        for unit_parts in parts:
-            rows.append([row_of_name[part] for part in unit_parts if part in row_of_name])
-        return _average_rows(rows, vectors)
+        """(U, F) by source of gene vectors (`average_gene_vectors`)."""
+        return average_gene_vectors(
+            self.context.model, self.profiles, self.perturbation, self.genes, self.config.priors
+        )
 
     @cached_property
     def responses(self) -> np.ndarray | None:
@@ -406,7 +354,7 @@ def _tabulate_cells(
     return cells
 
 
-def _count_cells_of_units(usable: pd.DataFrame, is_unseen: pd.Series) -> pd.DataFrame:
+def _tabulate_units(usable: pd.DataFrame, is_unseen: pd.Series) -> pd.DataFrame:
     """Perturbation, dose, context, group and `n_cells` of each unit, by its name.
 
     Cells of a unit that may be tested, whose group `is_unseen`, count if they are scored, others
@@ -422,12 +370,3 @@ def _count_cells_of_units(usable: pd.DataFrame, is_unseen: pd.Series) -> pd.Data
         group=("group", "first"),
         n_cells=("is_counted", "sum"),
     )
-
-
-def _average_rows(rows_by_unit: list[list[int]], table: np.ndarray) -> np.ndarray:
-    """(U, F) float64: mean of `table` over the rows of each unit; NaN for a unit without rows."""
-    means = np.full((len(rows_by_unit), table.shape[1]), np.nan)
-    for unit, rows in enumerate(rows_by_unit):
-        if rows:
-            means[unit] = table[rows].mean(0)
-    return means

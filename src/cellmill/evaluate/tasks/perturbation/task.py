@@ -33,13 +33,8 @@ from cellmill.evaluate.tasks.perturbation.doses import (
     parse_names,
     tabulate_curves,
 )
-from cellmill.evaluate.tasks.perturbation.held_out import (
-    CO_EXPRESSION,
-    DOSE,
-    PERTURBATION,
-    HeldOut,
-    prior_method,
-)
+from cellmill.evaluate.tasks.perturbation.gene_features import CO_EXPRESSION, prior_method
+from cellmill.evaluate.tasks.perturbation.held_out import DOSE, PERTURBATION, HeldOut
 from cellmill.evaluate.tasks.perturbation.probes import choose_probed, find_gamed, make_probes
 from cellmill.evaluate.tasks.perturbation.profiles import (
     MEASURED,
