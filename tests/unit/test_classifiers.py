@@ -131,7 +131,7 @@ def predicted(
     features: dict[ScoredMethod, Any] = FEATURES,
     labels: np.ndarray = LABELS,
 ) -> dict[ScoredMethod, np.ndarray]:
-    context: Any = SimpleNamespace(baselines=cache, options=Evaluate())
+    context: Any = SimpleNamespace(prediction_cache=cache, options=Evaluate())
     return predict_all(fit_all(features, labels, 5, context), features)
 
 

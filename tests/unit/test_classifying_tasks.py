@@ -86,7 +86,7 @@ def _predicted(
     predictions = ClassPredictions(labels, seeds)
     splits = split_by_class(labels, 5, seeds, seed)
     context: Any = SimpleNamespace(
-        baselines=PredictionCache(), last_cells=LastCells(), options=Evaluate()
+        prediction_cache=PredictionCache(), last_cells=LastCells(), options=Evaluate()
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fold_predictions, "COMPONENTS", components)
@@ -307,7 +307,7 @@ def _accuracies(
 
 
 def test_features_are_shared_by_the_same_cells_and_vectors(context: Context) -> None:
-    context = replace(context, baselines=PredictionCache(), last_cells=LastCells())
+    context = replace(context, prediction_cache=PredictionCache(), last_cells=LastCells())
     cells = np.flatnonzero(context.scored)
     first = cell_features(context, cells)
     assert cell_features(context, cells)[UNTRAINED] is first[UNTRAINED], "computed once"
@@ -337,9 +337,9 @@ def test_the_ceiling_is_predicted_from_the_other_half_of_labels(
         expected[cells[tested]] = pipeline.fit(genes[~tested], labels[~tested]).predict(
             genes[tested]
         )
-    context = replace(context, baselines=PredictionCache(), last_cells=LastCells())
+    context = replace(context, prediction_cache=PredictionCache(), last_cells=LastCells())
     np.testing.assert_array_equal(predict_from_other_half(context), expected)
-    assert len(context.baselines.predictions) == 2
+    assert len(context.prediction_cache.predictions) == 2
     accuracy = (expected[cells] == labels).mean()
     assert 0.5 < accuracy < 1
     for task in (FewShot(FewShotConfig(shots=[3])), LowDepth(LowDepthConfig(repeats=1))):

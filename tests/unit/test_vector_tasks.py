@@ -27,6 +27,7 @@ from cellmill.evaluate.features.neighbors import NeighborGraph, jaccard_weights
 from cellmill.evaluate.features.products import LastCells
 from cellmill.evaluate.inference.umap import project
 from cellmill.evaluate.methods import TRAINING_COMPONENTS
+from cellmill.evaluate.prediction_cache import PredictionCache
 from cellmill.evaluate.task import Context, run_task
 from cellmill.evaluate.tasks.clustering import Clustering, ari_scores, nmi_scores
 from cellmill.evaluate.tasks.integration import measures
@@ -134,7 +135,7 @@ def test_planted_groups_are_found(context: Context) -> None:
     assert abs(score.mean) < 0.1
     assert lost.rows[1:] == result.rows[1:]  # of cached baselines too
     assert "behind" in {verdict.outcome for verdict in lost.verdicts}
-    without_cache = replace(planted, baselines=type(context.baselines)(), last_cells=LastCells())
+    without_cache = replace(planted, prediction_cache=PredictionCache(), last_cells=LastCells())
     again = Clustering(config).run(without_cache)
     assert again.to_json() == result.to_json()
 

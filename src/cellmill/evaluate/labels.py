@@ -120,7 +120,7 @@ def predict_from_other_half(context: Context) -> np.ndarray:
     by_label = order[np.argsort(labels[order], kind="stable")]
     is_first_half = np.ones(len(labels), bool)
     is_first_half[by_label[1::2]] = False
-    predictions = context.baselines.predictions
+    predictions = context.prediction_cache.predictions
     halves = [np.flatnonzero(is_first_half), np.flatnonzero(~is_first_half)]
     folds = [Fold(0, halves[1], halves[0]), Fold(0, halves[0], halves[1])]
     with without_overhead():

@@ -55,8 +55,8 @@ class _TaskRun:
     def run(self) -> RunOutput:
         """Result with its seconds, and the new predictions of baselines."""
         started = time.perf_counter()
-        baselines = self.context.baselines
-        before = set(baselines.predictions)
+        predictions = self.context.prediction_cache.predictions
+        before = set(predictions)
         result = run_task(self.task, self.context)
         seconds = round(time.perf_counter() - started, 2)
         figures: dict[str, Any] = {"seconds": seconds}
@@ -68,7 +68,7 @@ class _TaskRun:
         result.figures.update(figures)
         # a NaN fails here, in the task's own process, where the error names the task
         json.dumps(result.to_json(), allow_nan=False)
-        added = {key: value for key, value in baselines.predictions.items() if key not in before}
+        added = {key: value for key, value in predictions.items() if key not in before}
         return result, added
 
 
@@ -234,7 +234,7 @@ def _finish_task(task_run: _TaskRun, get_output: Callable[[], RunOutput]) -> Tas
             f"{context.dataset}: task {task_run.name!r} failed ({in_one_line(error)}); repair "
             "it, or take it out of evaluate.tasks"
         ) from None
-    context.baselines.predictions.update(predictions)
+    context.prediction_cache.predictions.update(predictions)
     write_json(task_run.path, result.to_json())
     print(f"{context.dataset}: {task_run.name}: {describe_result(result)}", flush=True)
     return result

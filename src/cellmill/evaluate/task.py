@@ -44,7 +44,7 @@ class Context:
     model: EvaluatedModel
     options: Evaluate
     """Section `evaluate`."""
-    baselines: PredictionCache = field(default_factory=PredictionCache)
+    prediction_cache: PredictionCache = field(default_factory=PredictionCache)
     """Predictions of baselines that were computed before."""
     last_cells: LastCells = field(default_factory=LastCells)
     """Features of the cells that the previous task read."""

@@ -113,7 +113,7 @@ def evaluate(
                     )
                 context = replace(
                     context,
-                    baselines=PredictionCache(predictions),
+                    prediction_cache=PredictionCache(predictions),
                     embedding_cost=cost,
                     external=vectors,
                 )
@@ -135,7 +135,7 @@ def evaluate(
                     n_copies=n_copies,
                     supervised=context.supervision_note,
                 )
-                context.baselines.save()
+                context.prediction_cache.save()
         cells_drawn = chain.from_iterable(picture() for picture in pictures)
         write_umap(out.parent / "umap.tsv", list(cells_drawn))
     except KeyboardInterrupt:

@@ -111,12 +111,12 @@ def fit_all(
     With a classifier of another package, whose code may change, no prediction is saved. Genes by
     rank have only the standardised regression.
     """
-    baselines = context.baselines
+    known = context.prediction_cache
     installed = context.options.classifiers
     fitted = {}
     for method, values in features.items():
         is_saved = method.network is None and not installed
-        predictions = baselines.predictions if is_saved else baselines.model_predictions
+        predictions = known.predictions if is_saved else known.model_predictions
         classifiers = make_classifiers(min(neighbors, len(labels)), installed)
         if method == RANKED:
             classifiers = {REGRESSION: classifiers[REGRESSION]}

@@ -115,7 +115,7 @@ class Clustering(Task):
             about = (
                 f"igraph {igraph.__version__} {config.model_dump_json()} {seed} {labels.tolist()}"
             )
-            rows = context.baselines.get_or_compute(about, features, find_clusters)
+            rows = context.prediction_cache.get_or_compute(about, features, find_clusters)
         at_best, at_fixed = np.split(rows[1:], 2)
         return config.resolutions[rows[0, 0]], (at_best, at_fixed)
 

@@ -62,13 +62,13 @@ def predict_folds(
     if not context.options.classifiers:  # those of other packages cannot read shared products
         features = {**features, ALL_GENES: shared}
         with without_overhead():
-            precompute_folds(shared, labels, folds, context.baselines.predictions)
+            precompute_folds(shared, labels, folds, context.prediction_cache.predictions)
     # components of all folds before the ranks of genes, which take as much memory
     components: list[ByMethod] = [{} for _ in folds]
     if with_fitted_features:
         with without_overhead():
             components = [
-                fit_components(shared, fold.train, COMPONENTS, context.baselines) for fold in folds
+                fit_components(shared, fold.train, COMPONENTS, context.prediction_cache) for fold in folds
             ]
     ranked = RankedGenes(shared.matrix)
     for fold, fitted_components in zip(folds, components):
