@@ -7,7 +7,7 @@ from cellmill.config.load import advising, read_model_config
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.fetch import local_input
 from cellmill.data.inputs.formats import open_dataset
-from cellmill.evaluate.seen.seen_cells import table_of_seen
+from cellmill.evaluate.seen.seen_cells import tabulate_seen_cells
 from cellmill.files import atomic_path, check_writable
 
 
@@ -33,7 +33,7 @@ def seen(
         vocabulary = Vocabulary.read(model / "vocabulary.tsv")
     with open_dataset(path, counts) as reader:
         reader.counts_rule = counts_rule
-        table, notes = table_of_seen(reader, model, vocabulary)
+        table, notes = tabulate_seen_cells(reader, model, vocabulary)
     counts_by_kind = table["seen"].value_counts()
     n_seen = len(table) - counts_by_kind["new"]
     print(

@@ -27,7 +27,7 @@ from cellmill.evaluate.inference.embed import (
 )
 from cellmill.evaluate.inference.label_counts import MAX_NAMES
 from cellmill.evaluate.inference.predict import Predicted, choose_thresholds, predict_heads
-from cellmill.evaluate.seen.seen_cells import mark_seen_cells, table_of_seen
+from cellmill.evaluate.seen.seen_cells import mark_seen_cells, tabulate_seen_cells
 
 
 class LoadedModel:
@@ -197,7 +197,7 @@ class LoadedModel:
         no list of them.
         """
         with self._open_reader(adata, counts, dataset) as reader:
-            table, notes = table_of_seen(reader, self.folder, self.vocabulary)
+            table, notes = tabulate_seen_cells(reader, self.folder, self.vocabulary)
         for note in notes:
             warnings.warn(f"{dataset}: {note}", stacklevel=2)
         return table

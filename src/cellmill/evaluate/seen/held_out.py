@@ -14,12 +14,9 @@ import numpy as np
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.shards.cell_digests import CorpusDigests
 from cellmill.data.shards.manifest import READ, Manifest, record, verify_changed
+from cellmill.evaluate.seen.copies import find_barcodes, find_equal_cells
 from cellmill.evaluate.seen.corpus_hashes import HashedCorpus
-from cellmill.evaluate.seen.seen_cells import (
-    describe_unfindable_cells,
-    find_barcodes,
-    find_equal_cells,
-)
+from cellmill.evaluate.seen.seen_cells import describe_unfindable_cells
 from cellmill.evaluate.training_shards import read_cell_names
 
 

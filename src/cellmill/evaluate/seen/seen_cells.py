@@ -5,7 +5,7 @@ digest list, copies of a cell at another depth are recognised too, by barcode. W
 digests, a message says that the training cells are not known.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -16,22 +16,16 @@ import pandas as pd
 from cellmill.data.genes.names import match_columns
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.reader import CountsReader
-from cellmill.data.keys import splitmix64
-from cellmill.data.rows import positions_in_rows
 from cellmill.data.shards.cell_digests import BARCODE, CorpusDigests
-from cellmill.data.shards.index import are_in
-from cellmill.data.shards.plan import select_genes
-from cellmill.data.split import hash_genes, sum_pairs
 from cellmill.errors import DataError
+from cellmill.evaluate.seen.copies import find_barcodes, find_equal_cells
 from cellmill.evaluate.seen.corpus_hashes import (
     MAX_COMPLETED_COUNT,
     MAX_COMPLETIONS,
-    MIN_GENES,
     HashedCorpus,
 )
 from cellmill.evaluate.seen.training_cells import Training, find_training
 
-HASHED_ROWS = 1024  # cells of a file that are hashed at once
 KINDS = ["exact", "near", "new"]
 """Equal counts of the model's genes; the barcode of a training sample at other counts; neither."""
 
@@ -52,11 +46,11 @@ def mark_seen_cells(reader: CountsReader, model: Path) -> Seen:
     return _mark_cells(reader, find_training(model))
 
 
-def table_of_seen(
+def tabulate_seen_cells(
     reader: CountsReader, model: Path, vocabulary: Vocabulary
 ) -> tuple[pd.DataFrame, list[str]]:
-    """Table with column `seen`, one of KINDS for each cell name, and sentences on what was not looked
-    for.
+    """Table with column `seen`, one of KINDS for each cell name, and sentences on training cells that
+    were not looked for.
 
     Raises DataError if `reader` has no gene of the model, or its training cells are not known.
     """
@@ -74,20 +68,23 @@ def table_of_seen(
         {"seen": pd.Categorical(kinds, KINDS)},
         index=pd.Index(reader.obs_names, name="cell"),
     )
+    notes = _describe_limits(reader, training, seen)
+    if columns.mismatch:
+        notes.append(columns.mismatch)
+    return table, notes
+
+
+def _describe_limits(reader: CountsReader, training: Training, seen: Seen) -> list[str]:
+    """Sentences on training cells that are not known, or would not be found."""
     notes = [seen.unknown] if seen.unknown else []
     lacked = _describe_lacked_genes(reader, training.read_corpora())
     if not any(line in seen.unknown for line in lacked):
         notes += lacked
-    if seen.is_near is None or not _has_barcodes(reader):
-        reason = (
-            "the model has no list of barcodes"
-            if seen.is_near is None
-            else "its cell names have no barcodes"
-        )
-        notes.append(f"near copies are not found: {reason}")
-    if columns.mismatch:
-        notes.append(columns.mismatch)
-    return table, notes
+    if seen.is_near is None:
+        notes.append("near copies are not found: the model has no list of barcodes")
+    elif not _has_barcodes(reader):
+        notes.append("near copies are not found: its cell names have no barcodes")
+    return notes
 
 
 def _mark_cells(reader: CountsReader, training: Training) -> Seen:
@@ -106,76 +103,6 @@ def _mark_cells(reader: CountsReader, training: Training) -> Seen:
     unknown += describe_unfindable_cells(reader, corpora, listed)
     is_near = find_barcodes(reader, listed) & ~is_equal
     return Seen(is_equal | is_near, "; ".join(unknown), is_near)
-
-
-def find_equal_cells(
-    reader: CountsReader, corpora: Sequence[HashedCorpus], among: np.ndarray
-) -> np.ndarray:
-    """Mask, bool `(n_obs,)`, of the cells in mask `among` whose counts equal those in `corpora`.
-
-    Only genes that both have are compared; a cell with few of them equals none.
-    """
-    is_equal = np.zeros(reader.n_obs, bool)
-    if not among.any():
-        return is_equal
-    for corpus in corpora:
-        try:
-            target = match_columns(reader, corpus.genes).target
-        except DataError:
-            continue  # no gene in common: no equal cells
-        is_equal |= _find_in_corpus(reader, corpus, target, among & ~is_equal)
-    return is_equal
-
-
-def _find_in_corpus(
-    reader: CountsReader, corpus: HashedCorpus, target: np.ndarray, among: np.ndarray
-) -> np.ndarray:
-    """Mask of the cells in mask `among` whose counts equal those of a cell of `corpus`.
-
-    `target` has the row among the corpus's genes of each column of the file.
-    """
-    n_genes = corpus.genes.n_genes
-    is_shared = np.zeros(n_genes, bool)
-    is_shared[target[target >= 0]] = True
-    # hash the corpus again over the shared genes if the file lacks some
-    lacks_genes = not is_shared.all() and not reader.ordered
-    corpus_hashes = corpus.hashes_over(is_shared) if lacks_genes else corpus.hashes
-    completions = corpus.completions(~is_shared) if lacks_genes else None
-    min_genes = MIN_GENES if lacks_genes else 0
-    gene_hashes = hash_genes(corpus.genes.gene_ids)
-    # hash the file block by block, and look the hashes up
-    is_equal = np.zeros(reader.n_obs, bool)
-    block_start = 0
-    for raw in reader.rows(HASHED_ROWS):
-        rows = np.flatnonzero(among[block_start : block_start + raw.shape[0]])
-        cells = block_start + rows
-        block_start += raw.shape[0]
-        if not len(rows):
-            continue
-        block = select_genes(raw[rows], target, n_genes, reader.ordered)
-        values = positions_in_rows(block.indptr) if reader.ordered else block.data
-        sums = sum_pairs(block.indptr, block.indices, values, gene_hashes)
-        has_enough = np.diff(block.indptr) >= min_genes
-        # equal counts of the shared genes
-        hashes = splitmix64(sums)
-        for split_hashes in corpus_hashes:
-            is_equal[cells] |= has_enough & are_in(hashes, split_hashes)
-        # equal counts, once a small count of one lacked gene is added
-        if completions is not None:
-            rows = np.flatnonzero(has_enough & ~is_equal[cells])
-            # (cells, completions): digest of each cell with one more gene
-            completed = splitmix64(sums[rows, :1] + completions)
-            is_listed = are_in(completed.reshape(-1, 1), corpus_hashes[0])
-            is_equal[cells[rows]] |= is_listed.reshape(completed.shape).any(axis=1)
-    return is_equal
-
-
-def find_barcodes(reader: CountsReader, corpora: Iterable[CorpusDigests]) -> np.ndarray:
-    """Mask, bool `(n_obs,)`, of the cells whose barcode is in the same sample of `corpora`."""
-    is_near = np.zeros(reader.n_obs, bool)
-    for corpus in corpora:
-        is_near |= corpus.has_barcodes(reader.obs_names)
-    return is_near
 
 
 def describe_unfindable_cells(
