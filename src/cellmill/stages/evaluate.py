@@ -272,9 +272,9 @@ class _Evaluation:
             "supervised_by": self.model.supervised_by,
         }
         training = find_training(model)
-        unknown = training.ancestors_missing
+        unknown = training.missing_ancestors
         parent = self.model.config.get("init_from")
-        if training.own_missing and parent is not None and not ancestors:
+        if training.missing_reason and parent is not None and not ancestors:
             unknown = [parent]
         if unknown:
             self.about["unknown_cells"] = unknown

@@ -182,13 +182,13 @@ def list_cells(out: Path, train: Path, fingerprint: str) -> dict[str, Any]:
     return the entry of config.json; without the run's shards, print a warning and return none.
     """
     training = find_training_of_run(train, fingerprint)
-    if training.own_missing:
-        print(f"warning: {train}: no digests of its cells: {training.own_missing}", flush=True)
+    if training.missing_reason:
+        print(f"warning: {train}: no digests of its cells: {training.missing_reason}", flush=True)
         return {}
     corpora = dict(training.listed)
     for name in training.manifests.keys() - training.listed.keys():
         corpora[name] = digest_corpus(training.manifests[name])
-    digests = CellDigests(dict(sorted(corpora.items())), training.ancestors_missing)
+    digests = CellDigests(dict(sorted(corpora.items())), training.missing_ancestors)
     entry = write_digests(out, digests)
     print(
         f"{out / FILE}: digests of {entry['n_cells']:,} training and validation cells", flush=True

@@ -89,11 +89,11 @@ def _describe_limits(reader: CountsReader, training: Training, seen: Seen) -> li
 
 def _mark_cells(reader: CountsReader, training: Training) -> Seen:
     """Cells of `reader` that are among the cells of `training`."""
-    if training.own_missing:
-        return Seen(None, training.own_missing)
+    if training.missing_reason:
+        return Seen(None, training.missing_reason)
     unknown = []
-    if training.ancestors_missing:
-        names = ", ".join(training.ancestors_missing)
+    if training.missing_ancestors:
+        names = ", ".join(training.missing_ancestors)
         unknown.append(f"the training cells of {names}, before it, are not known")
     corpora = training.read_corpora()
     is_equal = find_equal_cells(reader, corpora, np.ones(reader.n_obs, bool))

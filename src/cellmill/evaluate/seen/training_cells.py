@@ -5,6 +5,7 @@ its ancestors as far as they were known. If the folder is still inside that of i
 train/run.json names the shards, and the models that the run started from or learnt from.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -30,8 +31,8 @@ class Training(NamedTuple):
 
     manifests: dict[str, Manifest]  # shards by fingerprint
     listed: dict[str, CorpusDigests]  # digests of the folders, by fingerprint
-    own_missing: str  # why the model's own cells were not found; empty if they were
-    ancestors_missing: list[str]  # models before it whose cells were not found
+    missing_reason: str  # why the cells of the model itself were not found; empty if they were
+    missing_ancestors: list[str]  # models before it whose cells were not found
 
     def read_corpora(self) -> list[HashedCorpus]:
         """All corpora with their hashes; of the shards if these were found, else of the digest list."""
@@ -42,7 +43,7 @@ class Training(NamedTuple):
         ]
 
 
-class _OwnTraining(NamedTuple):
+class _ModelTraining(NamedTuple):
     """Cells of one model; of its ancestors only those that its folder lists."""
 
     manifest: Manifest | None
@@ -56,7 +57,7 @@ def find_training(model: Path) -> Training:
 
     Raises DataError for a damaged digest list.
     """
-    return _add_ancestors(_find_own_training(model), {model.resolve()})
+    return _add_ancestors(_find_model_training(model), {model.resolve()})
 
 
 def find_training_of_run(train: Path, fingerprint: str) -> Training:
@@ -64,16 +65,17 @@ def find_training_of_run(train: Path, fingerprint: str) -> Training:
     return _add_ancestors(_find_shards_of_run(train, fingerprint), set())
 
 
-def _add_ancestors(own: _OwnTraining, visited: set[Path]) -> Training:
-    """Add the cells of the ancestors, whose folders are not in `visited`."""
-    if own.manifest is None and own.digests is None:
-        return Training({}, {}, own.problem, [])
+def _add_ancestors(model: _ModelTraining, visited: set[Path]) -> Training:
+    """Add the cells of the ancestors of `model`, whose folders are not in `visited`."""
+    if model.manifest is None and model.digests is None:
+        return Training({}, {}, model.problem, [])
     manifests: dict[str, Manifest] = {}
     listed: dict[str, CorpusDigests] = {}
     missing: list[str] = []
-    # grows while the loop runs; the last entry of each is true if a list has its cells already
-    waiting = [("", own, False)]
-    for name, training, is_covered in waiting:
+    # models by generation; the last entry is true if a digest list has the cells already
+    queue = deque([("", model, False)])
+    while queue:
+        name, training, is_covered = queue.popleft()
         if training.manifest is not None:
             manifests[training.manifest.fingerprint] = training.manifest
         if training.digests is not None:
@@ -84,22 +86,22 @@ def _add_ancestors(own: _OwnTraining, visited: set[Path]) -> Training:
             elif training.manifest is None:
                 missing.append(name)
         for earlier, folder in training.ancestors:
-            ancestor = _OwnTraining(None, "no such folder", [])
+            ancestor = _ModelTraining(None, "no such folder", [])
             if folder is not None:
                 if folder.resolve() in visited:
                     continue
                 visited.add(folder.resolve())
-                ancestor = _find_own_training(folder)
-            waiting.append((earlier, ancestor, is_covered or training.digests is not None))
+                ancestor = _find_model_training(folder)
+            queue.append((earlier, ancestor, is_covered or training.digests is not None))
     return Training(manifests, listed, "", list(dict.fromkeys(missing)))
 
 
-def _find_own_training(model: Path) -> _OwnTraining:
+def _find_model_training(model: Path) -> _ModelTraining:
     """Cells of one export, by its digest list and by the shards of its run."""
     try:
         config = read_model_config(model / "config.json")
     except (UserError, OSError) as error:
-        return _OwnTraining(None, in_one_line(error), [])
+        return _ModelTraining(None, in_one_line(error), [])
     # an export is results/runs/RUN/model, or results/runs/RUN/steps/STEP/model
     run = model.resolve().parent
     if run.parent.name == "steps":
@@ -107,14 +109,14 @@ def _find_own_training(model: Path) -> _OwnTraining:
     digests = read_digests(model, config)
     if not (run / "train" / "run.json").is_file():
         problem = f"{model} is not in the folder of its run, which names its training cells"
-        return _OwnTraining(None, problem, [], digests)
+        return _ModelTraining(None, problem, [], digests)
     manifest, problem, ancestors, _ = _find_shards_of_run(
         run / "train", str(config.get("fingerprint"))
     )
-    return _OwnTraining(manifest, problem, ancestors, digests)
+    return _ModelTraining(manifest, problem, ancestors, digests)
 
 
-def _find_shards_of_run(train: Path, fingerprint: str) -> _OwnTraining:
+def _find_shards_of_run(train: Path, fingerprint: str) -> _ModelTraining:
     """Shards of a run, and the models that it came from."""
     try:
         record = read_json(train / "run.json")
@@ -126,8 +128,8 @@ def _find_shards_of_run(train: Path, fingerprint: str) -> _OwnTraining:
             splits = filled_splits(manifest)
             verify(manifest, [manifest.splits[split].index["hashes"] for split in splits])
     except (UserError, OSError, LookupError, TypeError, ValueError) as error:
-        return _OwnTraining(None, in_one_line(error), [])
-    return _OwnTraining(manifest, problem, [*_find_ancestors(record, options, train)])
+        return _ModelTraining(None, in_one_line(error), [])
+    return _ModelTraining(manifest, problem, [*_find_ancestors(record, options, train)])
 
 
 def find_shards(train: Path, options: TrainOptions, fingerprint: str) -> tuple[Path | None, str]:
