@@ -1,7 +1,11 @@
-"""Agreement of the labels and numbers that a model predicts with those of the file."""
+"""Agreement of the labels and numbers that a model predicts with those of the file.
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+Only cells that the model was not trained on have figures. Seen cells, and cells of which this is
+not known, have a sentence.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -9,121 +13,130 @@ import pandas as pd
 from cellmill.evaluate.seen.seen_cells import Seen
 from cellmill.evaluate.tasks.expression import column_correlations
 
+Measures = tuple[dict[str, float], str]
+"""Figures of some cells, and the same in words."""
 
-class Agreement(NamedTuple):
-    """Number of cells whose label in the file the model knows, and how many of them have the same
-    predicted label.
-    """
 
-    n_cells: int
-    n_right: int
-    n_rejected: int  # cells without a predicted label, counted as wrong
+class Wording(NamedTuple):
+    """Sentences about compared cells. `{}` stands for their measures in words."""
 
-    @classmethod
-    def tally(cls, given: np.ndarray, predicted: np.ndarray, among: np.ndarray) -> Self:
-        """`given` and `predicted` are text, (cells,), None without a label; `among` is a mask."""
-        return cls(
-            n_cells=int(among.sum()),
-            n_right=int((among & (given == predicted)).sum()),
-            n_rejected=int((among & pd.isna(predicted)).sum()),
-        )
+    n_cells: str  # name of the numbers of cells in figures
+    unknown: str  # for cells of which it is not known whether the model has seen them
+    unseen: str
+    seen: str
 
-    def describe(self) -> str:
-        rejected = f", {self.n_rejected:,} rejected" if self.n_rejected else ""
-        return f"{self.n_right:,} of {self.n_cells:,} ({self.n_right / self.n_cells:.3f}{rejected})"
+
+LABELS = Wording(
+    "n_labelled",
+    "{} as in the file, no accuracy: unknown whether the model was trained on them",
+    "accuracy on cells that the model was not trained on: {}",
+    "no accuracy, cells of its training or validation: {} as in the file",
+)
+NUMBERS = Wording(
+    "n_numbers",
+    "{}, but it is unknown whether the model was trained on them",
+    "on cells that the model was not trained on: {}",
+    "cells of its training or validation, no measure: {}",
+)
 
 
 def compare_labels(
-    column: str, given: np.ndarray, predicted: np.ndarray, known: Sequence[str], seen: Seen
+    column: str, stated: np.ndarray, predicted: np.ndarray, known: Sequence[str], seen: Seen
 ) -> tuple[dict[str, Any], list[str]]:
-    """Numbers and sentences about the labels `given` in obs column `column` against `predicted`,
-    both (cells,).
+    """Figures and sentences on the labels `stated` in obs column `column` against `predicted`.
 
-    Only cells whose label is `known` to the model are compared, and only unseen cells have an
-    accuracy.
+    Both are (cells,) object: text, None without a label. Only cells whose label is `known` to the
+    model are compared.
     """
-    compared = np.isin(given.astype(str), np.array(known, str)) & ~pd.isna(given)
-    if not compared.any():
-        return {}, []
-    if seen.cells is None:
-        every = Agreement.tally(given, predicted, compared)
-        line = (
-            f"{column}: {every.describe()} as in the file, no accuracy: unknown whether the model was "
-            "trained on them"
-        )
-        return {}, [f"{line} ({seen.unknown})"]
-    unseen = Agreement.tally(given, predicted, compared & ~seen.cells)
-    trained = Agreement.tally(given, predicted, compared & seen.cells)
-    figures: dict[str, Any] = {
-        "n_labelled_unseen": unseen.n_cells,
-        "n_labelled_seen": trained.n_cells,
-    }
-    lines = []
-    n_unknown = int((~pd.isna(given) & ~compared & ~seen.cells).sum())
-    if unseen.n_cells:
-        figures["accuracy"] = unseen.n_right / unseen.n_cells
-        note = f", without {n_unknown:,} of labels that it does not know" if n_unknown else ""
-        if seen.unknown:
-            note += f"; {seen.unknown}"
-        lines.append(
-            f"{column}: accuracy on cells that the model was not trained on: {unseen.describe()}{note}"
-        )
-    if trained.n_cells:
-        lines.append(
-            f"{column}: no accuracy, cells of its training or validation: {trained.describe()} as in the file"
-        )
-    return figures, lines
+    has_label = ~pd.isna(stated)
+    is_known = np.isin(stated.astype(str), np.array(known, str)) & has_label
+    note = ""
+    if seen.cells is not None:
+        n_unknown = int((has_label & ~is_known & ~seen.cells).sum())
+        if n_unknown:
+            note = f", without {n_unknown:,} of labels that it does not know"
+
+    def measure(cells: np.ndarray) -> Measures:
+        return _measure_labels(stated[cells], predicted[cells])
+
+    return _compare(column, is_known, seen, measure, LABELS, note)
 
 
 def compare_numbers(
-    column: str, given: np.ndarray, predicted: np.ndarray, training_mean: float | None, seen: Seen
+    column: str, stated: np.ndarray, predicted: np.ndarray, training_mean: float | None, seen: Seen
 ) -> tuple[dict[str, Any], list[str]]:
-    """Numbers and sentences about the numbers `given` in obs column `column` against `predicted`, both
+    """Figures and sentences on the numbers `stated` in obs column `column` against `predicted`, both
     (cells,) float, NaN for none.
 
     `training_mean` is the prediction of the baseline; None if predictions are not in the unit of the
-    column. Figures are of unseen cells only.
+    column.
     """
-    compared = np.isfinite(given) & np.isfinite(predicted)
-    if not compared.any():
+    is_finite = np.isfinite(stated) & np.isfinite(predicted)
+
+    def measure(cells: np.ndarray) -> Measures:
+        return _measure_numbers(stated[cells], predicted[cells], training_mean)
+
+    return _compare(column, is_finite, seen, measure, NUMBERS)
+
+
+def _compare(
+    column: str,
+    is_compared: np.ndarray,
+    seen: Seen,
+    measure: Callable[[np.ndarray], Measures],
+    wording: Wording,
+    note: str = "",
+) -> tuple[dict[str, Any], list[str]]:
+    """Figures of unseen cells, and sentences on all cells of the mask `is_compared`.
+
+    `measure` takes a mask of cells. `note` follows the measures of unseen cells.
+    """
+    if not is_compared.any():
         return {}, []
     if seen.cells is None:
-        _, words = _measure_numbers(given[compared], predicted[compared], training_mean)
-        line = f"{column}: {words}, but it is unknown whether the model was trained on them"
-        return {}, [f"{line} ({seen.unknown})"]
-    unseen = compared & ~seen.cells
-    trained = compared & seen.cells
+        _, words = measure(is_compared)
+        return {}, [f"{column}: {wording.unknown.format(words)} ({seen.unknown})"]
+    is_unseen = is_compared & ~seen.cells
+    is_seen = is_compared & seen.cells
     figures: dict[str, Any] = {
-        "n_numbers_unseen": int(unseen.sum()),
-        "n_numbers_seen": int(trained.sum()),
+        f"{wording.n_cells}_unseen": int(is_unseen.sum()),
+        f"{wording.n_cells}_seen": int(is_seen.sum()),
     }
     lines = []
-    if unseen.any():
-        measured, words = _measure_numbers(given[unseen], predicted[unseen], training_mean)
-        figures |= measured
-        note = f"; {seen.unknown}" if seen.unknown else ""
-        lines.append(f"{column}: on cells that the model was not trained on: {words}{note}")
-    if trained.any():
-        _, words = _measure_numbers(given[trained], predicted[trained], training_mean)
-        lines.append(f"{column}: cells of its training or validation, no measure: {words}")
+    if is_unseen.any():
+        measures, words = measure(is_unseen)
+        figures |= measures
+        limits = f"; {seen.unknown}" if seen.unknown else ""
+        lines.append(f"{column}: {wording.unseen.format(words)}{note}{limits}")
+    if is_seen.any():
+        _, words = measure(is_seen)
+        lines.append(f"{column}: {wording.seen.format(words)}")
     return figures, lines
 
 
+def _measure_labels(stated: np.ndarray, predicted: np.ndarray) -> Measures:
+    """Accuracy, in which a cell without a predicted label (rejected) is wrong."""
+    n_cells = len(stated)
+    n_right = int((stated == predicted).sum())
+    n_rejected = int(pd.isna(predicted).sum())
+    accuracy = n_right / n_cells
+    rejected = f", {n_rejected:,} rejected" if n_rejected else ""
+    return {"accuracy": accuracy}, f"{n_right:,} of {n_cells:,} ({accuracy:.3f}{rejected})"
+
+
 def _measure_numbers(
-    given: np.ndarray, predicted: np.ndarray, training_mean: float | None
-) -> tuple[dict[str, float], str]:
-    """Correlation and errors of finite numbers, and the same in words; no correlation if either is
-    constant.
-    """
+    stated: np.ndarray, predicted: np.ndarray, training_mean: float | None
+) -> Measures:
+    """Correlation and errors of finite numbers; no correlation if either is constant."""
     figures = {}
-    words = [f"{len(given):,} cells"]
-    correlation = float(column_correlations(given[:, None], predicted[:, None])[0])
+    words = [f"{len(stated):,} cells"]
+    correlation = float(column_correlations(stated[:, None], predicted[:, None])[0])
     if np.isfinite(correlation):
         figures["pearson"] = correlation
         words.append(f"correlation {correlation:.3f}")
     if training_mean is not None:
-        error = float(np.abs(predicted - given).mean())
-        baseline = float(np.abs(training_mean - given).mean())
+        error = float(np.abs(predicted - stated).mean())
+        baseline = float(np.abs(training_mean - stated).mean())
         figures |= {"mean_absolute_error": error, "mean_absolute_error_of_mean": baseline}
         relation = "less" if error < baseline else "not less"
         words.append(

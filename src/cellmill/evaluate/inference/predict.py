@@ -159,8 +159,8 @@ def predict_heads(
         column = classifier["label_column"]
         if column in obs and column != DATASET:
             assigned = np.asarray(predicted.obs[LABEL + suffix], object)
-            given = label_texts(obs[column], classifier["labels"])
-            figures, lines = compare_labels(column, given, assigned, classifier["labels"], seen)
+            stated = label_texts(obs[column], classifier["labels"])
+            figures, lines = compare_labels(column, stated, assigned, classifier["labels"], seen)
             predicted.about.update({key + suffix: value for key, value in figures.items()})
             predicted.agreement.extend(lines)
     regressions = find_regressions(model.objective)
@@ -170,12 +170,12 @@ def predict_heads(
         column = head.config.target_column
         predicted.obs[VALUE + suffix] = numbers
         predicted.about[f"value_column{suffix}"] = column
-        given = parse_columns(obs, [column])[:, 0]
-        if column in obs and not np.isfinite(given).any():
+        stated = parse_columns(obs, [column])[:, 0]
+        if column in obs and not np.isfinite(stated).any():
             predicted.agreement.append(f"warning: obs column {column}: no cell has a number")
         in_units = head.config.loss != "pearson"
         mean = head.config.target_mean if in_units else None
-        figures, lines = compare_numbers(column, given, numbers.astype(np.float64), mean, seen)
+        figures, lines = compare_numbers(column, stated, numbers.astype(np.float64), mean, seen)
         predicted.about.update({key + suffix: value for key, value in figures.items()})
         predicted.agreement.extend(lines)
     return predicted
