@@ -7,8 +7,9 @@ verdict compares them with the model.
 Legend: C cells, F columns of the file, G hidden genes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -25,7 +26,7 @@ from cellmill.evaluate.features.cell_features import read_rows
 from cellmill.evaluate.features.components import COMPONENTS
 from cellmill.evaluate.inference.ridge import GeneRidge
 from cellmill.evaluate.methods import EMBEDDING, ByMethod, add_note
-from cellmill.evaluate.scores import tabulate
+from cellmill.evaluate.scores import ScoreColumn, tabulate
 from cellmill.evaluate.splits import Fold, split_groups
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.evaluate.tasks.imputation.decoder import decode_expression
@@ -54,49 +55,31 @@ class Imputation(Task):
             np.flatnonzero(context.scored), MAX_CELLS, context.options.seed, draws.IMPUTED_CELLS
         )
         role, folds = self._split(context, scored)
-        if not folds:
-            raise Skipped(f"{len(scored)} scored cells make no two folds of {MIN_CELLS} or more")
         counts = read_rows(context.reader, scored)
         hidden_genes = self._choose_genes(context, counts)
-        if not len(hidden_genes):
-            limits = f"hidden_frac {self.config.hidden_frac:g}, min_cells {self.config.min_cells}"
-            raise Skipped(f"no gene can be hidden ({limits}, {len(scored)} scored cells)")
-        n_measured = len(context.measured_genes)
+        cells = PartlyHiddenCells.from_context(context, counts, hidden_genes)
+        training = TrainingCells.read(context, hidden_genes)
         figures = {
             "n_cells": len(scored),
             "hidden_genes": len(hidden_genes),
-            "measured_genes": n_measured,
+            "measured_genes": len(context.measured_genes),
             "folds_of": role,
             "folds": len(folds),
             "neighbors": self.config.neighbors,
         }
-        cells = PartlyHiddenCells.from_context(context, counts, hidden_genes)
-        training = TrainingCells.read(context, hidden_genes)
-        fitted_on = "no training cells with counts"
         if training is not None:
-            n_training = len(training.is_from_dataset)
-            figures["training_cells"] = n_training
+            figures["training_cells"] = len(training.is_from_dataset)
             figures["training_cells_of_dataset"] = int(training.is_from_dataset.sum())
-            fitted_on = f"{n_training:,} training cells"
-        print(
-            f"{context.dataset}: imputation: {len(hidden_genes):,} of {n_measured:,} measured genes are hidden, "
-            f"{len(scored):,} cells, folds of {role}; fitted on {fitted_on}",
-            flush=True,
-        )
+        _print_sizes(context.dataset, figures)
         predictions = self.predict_folds(context.model, cells, training, folds)
         columns = make_columns(predictions, cells.hidden_expression)
-        # verdicts are on correlations that both the model and a baseline have
-        judged = [
-            column
-            for column in columns
-            if column.heading != "MSE"
-            and column.select_kind("model")
-            and column.select_kind("baseline")
-        ]
-        return tabulate(columns, figures, judged)
+        return tabulate(columns, figures, [column for column in columns if _is_judged(column)])
 
     def _split(self, context: Context, cells: np.ndarray) -> tuple[str, list[Fold]]:
-        """Role whose values are left out, or "cells" for folds of cells, and the folds."""
+        """Role whose values are left out, or "cells" for folds of cells, and the folds.
+
+        Raises Skipped for too few cells.
+        """
         folds: list[Fold] = []
         for role in ("donor", "batch"):
             if role not in context.roles:
@@ -109,7 +92,7 @@ class Imputation(Task):
                 return role, folds
         options = context.options
         if len(cells) < MIN_CELLS * options.folds:
-            return "cells", []
+            raise Skipped(f"{len(cells)} scored cells make no two folds of {MIN_CELLS} or more")
         for repetition in range(self.config.seeds):
             splitter = KFold(options.folds, shuffle=True, random_state=options.seed + repetition)
             for train, test in splitter.split(cells):
@@ -117,8 +100,10 @@ class Imputation(Task):
         return "cells", folds
 
     def _choose_genes(self, context: Context, counts: sp.csr_matrix) -> np.ndarray:
-        """Rows of the vocabulary to hide, ascending, (G,) int64: the listed genes or a draw, of those
-        that enough of the cells, with `counts` (C, F), express.
+        """Rows of the vocabulary to hide, ascending, (G,) int64: the listed genes or a draw.
+
+        Only genes that enough of the cells, with `counts` (C, F), express are hidden. Raises Skipped
+        if there is none.
         """
         config = self.config
         n_genes = context.model.vocabulary.n_genes
@@ -130,14 +115,18 @@ class Imputation(Task):
         expressed = np.flatnonzero(is_expressed)
         n = round(config.hidden_frac * len(expressed))
         n = max(min(n, config.max_genes, len(expressed) - 1), 0)
+        if not n:
+            limits = f"hidden_frac {config.hidden_frac:g}, min_cells {config.min_cells}"
+            raise Skipped(f"no gene can be hidden ({limits}, {counts.shape[0]} scored cells)")
         drawn = seeded(context.options.seed, draws.HIDDEN_GENES).permutation(expressed)[:n]
         return np.sort(drawn)
 
     def _find_listed_genes(
         self, context: Context, names: list[str], is_expressed: np.ndarray
     ) -> np.ndarray:
-        """Rows of the named genes that are expressed. Prints the others, and raises DataError if
-        none or all measured genes would be hidden.
+        """Rows of the named genes that are expressed; prints the others.
+
+        Raises DataError if none or all of the measured genes would be hidden.
         """
         row_of_name = rows_of_names(names, context.model.vocabulary)
         rows = []
@@ -195,6 +184,25 @@ class Imputation(Task):
                 # fitted on other cells than the model: a row of its own, in no verdict
                 noted = replace(add_note(method, ", folds of scored cells"), kind="variant")
                 yield FoldPrediction(noted, fold.repetition, n_repetitions, fold.test, values)
+
+
+def _print_sizes(dataset: str, figures: Mapping[str, Any]) -> None:
+    """Say in one line what is hidden, and what methods are fitted on."""
+    fitted_on = "no training cells with counts"
+    if "training_cells" in figures:
+        fitted_on = f"{figures['training_cells']:,} training cells"
+    print(
+        f"{dataset}: imputation: {figures['hidden_genes']:,} of {figures['measured_genes']:,} measured genes are "
+        f"hidden, {figures['n_cells']:,} cells, folds of {figures['folds_of']}; fitted on {fitted_on}",
+        flush=True,
+    )
+
+
+def _is_judged(column: ScoreColumn) -> bool:
+    """True for a correlation that both the model and a baseline have: it gets verdicts."""
+    if column.heading == "MSE":
+        return False
+    return bool(column.select_kind("model") and column.select_kind("baseline"))
 
 
 def predict_by_decoder(
