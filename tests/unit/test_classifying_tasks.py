@@ -42,7 +42,8 @@ from cellmill.evaluate.methods import (
     WITH_COMPONENTS,
 )
 from cellmill.evaluate.prediction_cache import PredictionCache
-from cellmill.evaluate.scores import CLASS_METRICS, ClassPredictions, ScoreColumn, table_rows
+from cellmill.evaluate.classifiers.class_predictions import CLASS_METRICS, ClassPredictions
+from cellmill.evaluate.scores import ScoreColumn, table_rows
 from cellmill.evaluate.splits import draw_shots, split_by_class, split_groups
 from cellmill.evaluate.task import Context, run_task
 from cellmill.evaluate.tasks.classification import fold_predictions

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from cellmill.config.parts.tasks import PerturbationConfig
-from cellmill.evaluate.scores import ScoreColumn, paired_difference
+from cellmill.evaluate.intervals import paired_difference
+from cellmill.evaluate.scores import ScoreColumn
 from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.perturbation.held_out import HeldOut
 from cellmill.evaluate.tasks.perturbation.probes import find_gamed, make_probes, name_probes

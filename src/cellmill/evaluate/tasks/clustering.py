@@ -4,7 +4,7 @@ labels.
 NMI and ARI are not means over cells. A cell's score here is the measure plus its derivative by the
 cell's weight, times the number of cells (infinitesimal jackknife, Efron 1981); its mean is the
 measure itself. Intervals of differences are over cells, taking the clusters as given, and over
-seeds (`evaluate.scores`). Leiden is igraph's: modularity with a resolution (Traag, Waltman & van
+seeds (`evaluate.intervals`). Leiden is igraph's: modularity with a resolution (Traag, Waltman & van
 Eck 2019, Sci. Rep. 9:5233), run until nothing improves.
 """
 

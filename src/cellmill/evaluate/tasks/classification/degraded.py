@@ -37,7 +37,8 @@ from cellmill.evaluate.methods import (
     select_cells,
     stack_cells,
 )
-from cellmill.evaluate.scores import ClassPredictions, tabulate
+from cellmill.evaluate.classifiers.class_predictions import ClassPredictions
+from cellmill.evaluate.scores import tabulate
 from cellmill.evaluate.splits import Fold, split_by_class
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.evaluate.training_shards import read_counts

@@ -5,7 +5,8 @@
 from cellmill.config.parts.tasks import FewShotConfig
 from cellmill.evaluate.features.cell_features import cell_features
 from cellmill.evaluate.labels import labelled_cells, predict_from_other_half
-from cellmill.evaluate.scores import ClassPredictions, tabulate
+from cellmill.evaluate.classifiers.class_predictions import ClassPredictions
+from cellmill.evaluate.scores import tabulate
 from cellmill.evaluate.splits import draw_shots
 from cellmill.evaluate.task import Context, Task
 from cellmill.evaluate.tasks.classification.fold_predictions import predict_folds

@@ -36,7 +36,7 @@ from cellmill.evaluate.methods import (
     select_cells,
 )
 from cellmill.evaluate.prediction_cache import PredictionCache
-from cellmill.evaluate.scores import ClassPredictions
+from cellmill.evaluate.classifiers.class_predictions import ClassPredictions
 from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.task import Context
 from cellmill.runs.results import ScoredMethod

@@ -31,7 +31,8 @@ from cellmill.evaluate.features.cell_features import cell_features
 from cellmill.evaluate.inference.written import DISTANCE, REFUSED
 from cellmill.evaluate.labels import LabelledCells, labelled_cells
 from cellmill.evaluate.methods import ALL_GENES, REGRESSION, ByMethod
-from cellmill.evaluate.scores import ClassPredictions, ScoreColumn, tabulate
+from cellmill.evaluate.classifiers.class_predictions import ClassPredictions
+from cellmill.evaluate.scores import ScoreColumn, tabulate
 from cellmill.evaluate.seen.seen_cells import Seen
 from cellmill.evaluate.splits import split_groups
 from cellmill.evaluate.task import Context, Skipped, Task

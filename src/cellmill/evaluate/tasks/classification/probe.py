@@ -16,7 +16,8 @@ from cellmill.evaluate.methods import (
     WITH_COMPONENTS,
     group_by_features,
 )
-from cellmill.evaluate.scores import ClassPredictions, ScoreColumn, tabulate
+from cellmill.evaluate.classifiers.class_predictions import ClassPredictions
+from cellmill.evaluate.scores import ScoreColumn, tabulate
 from cellmill.evaluate.splits import split_by_class
 from cellmill.evaluate.task import Context, Task
 from cellmill.evaluate.tasks.classification.fold_predictions import predict_folds

@@ -41,7 +41,8 @@ from cellmill.evaluate.methods import (
     add_note,
     stack_cells,
 )
-from cellmill.evaluate.scores import NOT_TESTED, ClassPredictions, ScoreColumn, table_rows, tabulate
+from cellmill.evaluate.classifiers.class_predictions import NOT_TESTED, ClassPredictions
+from cellmill.evaluate.scores import ScoreColumn, table_rows, tabulate
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.evaluate.tasks.imputation.partly_hidden_cells import PartlyHiddenCells
 from cellmill.runs.results import ScoredMethod, TaskResult

@@ -2,7 +2,7 @@
 
 Each measure is between 0 and 1, higher is better. It is returned as one number per cell, `(cells,)`
 float64, whose mean is the measure, so that the difference of two embeddings has an interval
-(`evaluate.scores`). A mean over labels of means over their cells becomes one over cells by the
+(`evaluate.intervals`). A mean over labels of means over their cells becomes one over cells by the
 infinitesimal jackknife (Efron 1981). Intervals take the neighbour graph as given; it holds exact
 nearest neighbours. `labels` and `batches` are class ids from 0, `(cells,)`.
 

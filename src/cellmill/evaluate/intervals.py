@@ -1,0 +1,86 @@
+"""Paired differences between the scores of two methods, with 95 % intervals.
+
+Scores are `(repetitions, cells)`, NaN for cells that a repetition does not test. Repetitions differ in
+the seeds of folds, the draws of training cells, or the draws of what cells lose.
+
+The tested cells and the repetitions vary, as in a crossed design. The variance of the mean
+difference is the sum of both parts, each from its own clusters (two-way clustering: Cameron,
+Gelbach & Miller 2011, J. Bus. Econ. Stat. 29:238). The part common to both is not subtracted, so
+intervals are too wide rather than too narrow. The quantile is Student's with Satterthwaite's
+degrees of freedom. Cells of different folds count as independent (Bayle, Bayle, Janson & Mackey
+2020, "Cross-validation confidence intervals for test error"). The interval does not cover other
+pretraining seeds, training cells, donors or batches.
+
+The share p of a gap that a method closes is a ratio of two such differences. Its interval is the
+one of the linear combination score - p * ceiling - (1 - p) * zero over the same cells and
+repetitions, divided by the gap (delta method).
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from scipy.special import stdtrit
+
+LEVEL = 0.95  # confidence level of the intervals
+MIN_VARIANCE = 1e-20  # below it the methods differ by the same in every cell
+
+
+class Estimate(NamedTuple):
+    """Mean of paired differences with its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+    cells_se: float  # standard error over cells only
+
+
+class ClosedShare(NamedTuple):
+    """Share of a gap that a method closes, with its 95 % interval."""
+
+    share: float
+    low: float
+    high: float
+
+
+def paired_difference(scores: np.ndarray, other_scores: np.ndarray) -> Estimate:
+    """Mean of `scores` minus `other_scores`, both `(repetitions, cells)`, by the same metric."""
+    differences = scores - other_scores
+    is_tested = np.isfinite(differences)
+    mean = float(differences[is_tested].mean())
+    # what each cell and repetition adds to the mean; cells and repetitions are the clusters
+    shares = np.where(is_tested, differences - mean, 0) / is_tested.sum()
+    cells_variance, n_cells = _cluster_variance(shares.sum(0)[is_tested.any(0)])
+    repetitions_variance, n_repetitions = _cluster_variance(shares.sum(1))
+    variance = cells_variance + repetitions_variance
+    if variance <= MIN_VARIANCE:
+        return Estimate(mean, mean, mean, 0.0)
+    parts = ((cells_variance, n_cells), (repetitions_variance, n_repetitions))
+    freedom = variance**2 / sum(part**2 / max(n - 1, 1) for part, n in parts)
+    half_width = float(stdtrit(freedom, (1 + LEVEL) / 2) * variance**0.5)
+    return Estimate(mean, mean - half_width, mean + half_width, cells_variance**0.5)
+
+
+def _cluster_variance(sums: np.ndarray) -> tuple[float, int]:
+    """Variance from the sums of clusters, and the number of clusters; 0 with one cluster."""
+    n = len(sums)
+    variance = float(n / (n - 1) * (sums**2).sum()) if n > 1 else 0.0
+    return variance, n
+
+
+def share_closed(scores: np.ndarray, zero: np.ndarray, ceiling: np.ndarray) -> ClosedShare | None:
+    """Share of the gap from `zero` to `ceiling` that `scores` close, and its interval; None if the
+    gap may be 0 or less.
+
+    All are `(repetitions, cells)`, by the same metric; a cell counts if all of them test it.
+    """
+    is_tested = np.isfinite(scores + zero + ceiling)
+    scores, zero, ceiling = (
+        np.where(is_tested, values, np.nan) for values in (scores, zero, ceiling)
+    )
+    gap = paired_difference(ceiling, zero)
+    if gap.low <= 0:
+        return None
+    share = paired_difference(scores, zero).mean / gap.mean
+    # 0 on average; its interval is the one of the share, times the gap
+    rest = paired_difference(scores - zero, share * (ceiling - zero))
+    return ClosedShare(share, share + rest.low / gap.mean, share + rest.high / gap.mean)
