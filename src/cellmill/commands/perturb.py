@@ -9,7 +9,8 @@ from cellmill.data.inputs.fetch import local_input
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.inputs.h5 import check_h5ad, create_h5, write_anndata
 from cellmill.evaluate.inference.embed import load_for_inference
-from cellmill.evaluate.inference.perturb import ABOUT_RESPONSE, Wanted, predict_file
+from cellmill.evaluate.inference.perturb.predict import ABOUT_RESPONSE, predict_response
+from cellmill.evaluate.inference.perturb.screen import PerturbRequest
 from cellmill.files import refuse_overwriting
 
 
@@ -34,10 +35,10 @@ def perturb(
     path = local_input(input)
     refuse_overwriting(out, [("--input", path)])
     loaded = load_for_inference(model)
-    wanted = Wanted(perturbations, perturbation_column, control, by)
+    request = PerturbRequest(perturbations, perturbation_column, control, by)
     with open_dataset(path, counts) as reader:
         reader.counts_rule = counts_rule
-        response, lines = predict_file(reader, loaded, model, wanted, options.embed)
+        response, lines = predict_response(reader, loaded, model, request, options.embed)
     with create_h5(out) as file:
         write_anndata(file, response)
     about = response.uns[ABOUT_RESPONSE]

@@ -151,11 +151,11 @@ class LoadedModel:
         given = {"perturbation_column": perturbation_column, "control": control, "by": by}
         section = _embed_options("perturb", options, ["perturbations", *given])
         # imports scikit-learn
-        perturb = import_module("cellmill.evaluate.inference.perturb")
+        perturb = import_module("cellmill.evaluate.inference.perturb.predict")
         loaded = self._model, self.vocabulary, self._tokens, self.config
-        wanted = perturb.Wanted(perturbations, **given)
+        request = perturb.PerturbRequest(perturbations, **given)
         with self._open_reader(adata, counts, dataset) as reader:
-            response, lines = perturb.predict_file(reader, loaded, self.folder, wanted, section)
+            response, lines = perturb.predict_response(reader, loaded, self.folder, request, section)
         for line in lines:
             warnings.warn(f"{dataset}: {line.removeprefix('warning: ')}", stacklevel=2)
         return response

@@ -1,0 +1,179 @@
+"""Predicted response of the control cells of a file to perturbations, by a model with objective
+perturbation_response.
+
+A response is the change that task `perturbation` scores as row `response head`: the mean over
+controls of the expected log(1 + counts per 10,000) with minus without the perturbation, in each
+stratum (a batch of a donor), weighted by strata. Half of the controls of a stratum, at most
+128, are predicted from. If the file has perturbed cells too, their change is measured from the
+other half, and compared with the prediction.
+
+Legend: U units (a perturbation, and a value of option `by`), G genes.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+
+from cellmill.config.parts.tokens import Tokens
+from cellmill.config.run import Embed
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.inputs.reader import CountsReader
+from cellmill.data.prepare.qc_lines import list_first
+from cellmill.errors import ConfigError
+from cellmill.evaluate.inference.embed import describe_limits, embed_cells
+from cellmill.evaluate.inference.label_counts import MAX_NAMES
+from cellmill.evaluate.inference.perturb.comparison import compare_responses
+from cellmill.evaluate.inference.perturb.screen import (
+    SEED,
+    PerturbationScreen,
+    PerturbRequest,
+    check_request,
+    read_screen,
+)
+from cellmill.evaluate.inference.perturb.units import MeasuredUnits, Units, list_units
+from cellmill.evaluate.seen.seen_cells import Seen, mark_seen_cells
+from cellmill.evaluate.tasks.perturbation.profiles import START
+from cellmill.evaluate.tasks.perturbation.response import ResponseHead
+from cellmill.models.family import Model
+
+ABOUT_RESPONSE = "cellmill_response"  # uns
+
+
+def predict_response(
+    reader: CountsReader,
+    loaded: tuple[Model, Vocabulary, Tokens, dict[str, Any]],
+    folder: Path,
+    request: PerturbRequest,
+    section: Embed,
+) -> tuple[ad.AnnData, list[str]]:
+    """Responses of a file's controls to the requested perturbations, and lines on what limits their
+    use.
+
+    `loaded` is the model in `folder` (`load_for_inference`). The result has a row per unit and a
+    column per gene: X, float32, is the change; layers `control` (mean of the controls),
+    `expression` (their sum, at least 0) and, if cells of the file were measured, `measured` (NaN
+    for other units). Raises ConfigError for a model without responses, or an unknown perturbation;
+    DataError as `embed_cells`, and for a file without counts or with too few controls.
+    """
+    network, vocabulary, tokens, config = loaded
+    check_request(request)
+    head = ResponseHead.find(network, section.precision)
+    if head is None:
+        raise ConfigError(
+            f"{folder}: it predicts no responses; export a run with objective perturbation_response"
+        )
+    training = head.objective.config
+    trained = head.objective.trained_levels(network)
+    screen = read_screen(reader, vocabulary, training, request)
+    units = list_units(request.perturbations, screen, vocabulary, trained, training.control)
+    notes = [*screen.notes]
+    if screen.control in trained:
+        notes.append(
+            f"warning: the model was trained on the control {screen.control!r} as a perturbation: predicted responses "
+            f"are changes from {training.control!r}, measured ones from {screen.control!r}"
+        )
+    # embed the controls to predict from
+    embedding = embed_cells(reader, network, vocabulary, tokens, section, screen.is_start)
+    vectors = np.full((reader.n_obs, network.vector_width), np.nan, np.float32)
+    vectors[screen.is_start] = embedding.vectors
+    # measure the changes of perturbed cells that the model has not seen
+    seen = mark_seen_cells(reader, folder)
+    is_compared = screen.has_genes if seen.cells is None else screen.has_genes & ~seen.cells
+    measured = MeasuredUnits.read(screen, units, is_compared)
+    shares = _share_strata(screen, units, measured)
+    changes = head.predict_changes(vectors, screen.profiles, shares, units.names, units.genes)
+    scores, sentences = compare_responses(screen.profiles, units, changes, measured, trained)
+    if measured.is_measured.any() and seen.unknown:
+        sentences.append(f"the comparison may be on training cells: {seen.unknown}")
+    about = {
+        "model_digest": config["weights_sha256"],
+        "vocabulary_digest": vocabulary.digest,
+        "unit": "change of log(1 + counts per 10,000 of the genes in var)",
+        "control": screen.control,
+        "strata": screen.strata,
+        "n_controls": int(screen.is_start.sum()),
+        "seed": SEED,
+        "comparison": sentences,
+    }
+    response = ad.AnnData(
+        changes.astype(np.float32),
+        _make_obs(units, request.by, measured, scores),
+        _make_var(screen.profiles.genes, vocabulary),
+        uns={ABOUT_RESPONSE: about},
+        layers=_make_layers(screen, shares, changes, measured),
+    )
+    limits = _describe_limits(units, screen, seen)
+    return response, [*notes, *limits, *describe_limits(embedding)]
+
+
+def _share_strata(
+    screen: PerturbationScreen, units: Units, measured: MeasuredUnits
+) -> np.ndarray:
+    """(U, strata) float64: share of each stratum in the measured cells of a unit, or else in the controls
+    with its value of `by`.
+    """
+    profiles = screen.profiles
+    values = sorted({*units.by_values})
+    # (cells,): index in `values` of each control, -1 for other cells
+    value_of_cell = np.searchsorted(values, screen.by_values).clip(max=len(values) - 1)
+    is_known = np.isin(screen.by_values, values)
+    value_of_cell = np.where(screen.is_control & is_known, value_of_cell, -1)
+    value_shares = profiles.stratum_shares(value_of_cell, len(values))
+    control_shares = value_shares[np.searchsorted(values, units.by_values)]
+    cell_shares = profiles.stratum_shares(measured.unit_of_cell, len(units.names))
+    return np.where(measured.is_measured[:, None], cell_shares, control_shares)
+
+
+def _make_obs(
+    units: Units, by: str | None, measured: MeasuredUnits, scores: dict[str, np.ndarray]
+) -> pd.DataFrame:
+    """A row for each unit; values of option `by` have the name of its column."""
+    columns: dict[str, Any] = {"perturbation": units.names}
+    if by:
+        columns[by] = units.by_values
+    columns |= {"trained": units.trained, "n_cells": measured.n_cells, **scores}
+    return pd.DataFrame(columns, index=units.texts)
+
+
+def _make_var(genes: np.ndarray, vocabulary: Vocabulary) -> pd.DataFrame:
+    """Symbols of `genes`, (G,) rows of the vocabulary, by Ensembl id."""
+    symbols = [vocabulary.symbols[row] for row in genes]
+    return pd.DataFrame({"symbol": symbols}, index=[vocabulary.gene_ids[row] for row in genes])
+
+
+def _make_layers(
+    screen: PerturbationScreen, shares: np.ndarray, changes: np.ndarray, measured: MeasuredUnits
+) -> dict[str, np.ndarray]:
+    """(U, G) float32 each: controls that `changes` start from, predicted expression, and measured
+    changes if there are any.
+    """
+    controls = shares @ np.nan_to_num(screen.profiles.control_means(START))
+    layers = {"control": controls, "expression": np.maximum(controls + changes, 0)}
+    if measured.is_measured.any():
+        layers["measured"] = measured.changes
+    return {name: values.astype(np.float32) for name, values in layers.items()}
+
+
+def _describe_limits(units: Units, screen: PerturbationScreen, seen: Seen) -> list[str]:
+    """Lines on untrained perturbations, on doses that are not told apart, and on seen controls."""
+    lines = []
+    untrained = list(dict.fromkeys(np.array(units.names)[~units.trained].tolist()))
+    if untrained:
+        lines.append(
+            f"warning: the model was not trained on {len(untrained):,} perturbations, which are predicted from their "
+            f"genes only: {list_first(untrained, MAX_NAMES)}"
+        )
+    if screen.has_doses:
+        lines.append("warning: it has doses: a response is the same at each of them")
+    if seen.cells is not None:
+        n_seen = int((seen.cells & screen.is_start).sum())
+        if n_seen:
+            lines.append(
+                f"{n_seen:,} of {int(screen.is_start.sum()):,} controls are of the model's training or validation"
+            )
+    if seen.unknown:
+        lines.append(seen.unknown)
+    return lines
