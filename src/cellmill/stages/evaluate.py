@@ -21,7 +21,7 @@ from functools import cache
 from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -57,7 +57,7 @@ from cellmill.evaluate.tasks.perturbation.held_out import PERTURBATION
 from cellmill.files import check_writable, name_datasets, refuse_overwriting, sha256_file
 from cellmill.launch.signals import belong_to_parent, blocked, children, signal_all
 from cellmill.runs import results
-from cellmill.runs.results import DatasetResult, Evaluation
+from cellmill.runs.results import DatasetResult, Evaluation, TaskResult
 
 SHOWN = 5  # genes of a knock-out in the log
 UMAP_CELLS = 20_000  # cells drawn at most; more overlap on a page
@@ -98,46 +98,18 @@ def evaluate(
     finished = FinishedTasks(out.with_name("finished"), evaluation.datasets)
     tasks: dict[str, Task] = {name: config.load()(config) for name, config in section.tasks.items()}
     datasets: dict[str, DatasetResult] = {}
-    pictures: list[Callable[[], list[tuple[Any, ...]]]] = []
+    umaps: list[Callable[[], list[tuple[Any, ...]]]] = []
     try:
         for name in files:
-            with evaluation.open(name) as (context, unseen, n_copies):
-                cost = read_costs(files[name].embedding)
-                print(f"{name}: {cost['coverage_frac']:.1%} of counts on known genes", flush=True)
-                predictions = None if baselines is None else baselines / f"{name}.npz"
-                vectors = {}
-                for (other, command), file in zip(section.external.items(), files[name].external):
-                    note = describe_seen(command, context)
-                    vectors[f"{other}{note}"] = read_embedding(
-                        file, context.reader.obs_names, command.command_digest, None
-                    )
-                context = replace(
-                    context,
-                    prediction_cache=PredictionCache(predictions),
-                    embedding_cost=cost,
-                    external=vectors,
-                )
+            with evaluation.open(name) as dataset:
+                context = _add_inputs(dataset.context, files[name], baselines)
+                dataset = dataset._replace(context=context)
                 if section.effort == "full":
-                    pictures.append(_start_umap(context, unseen))
-                n_cells = context.reader.n_obs
-                n_scored = int(context.scored.sum())
-                n_chosen = n_cells if section.cells == "all" else int(unseen.sum())
-                roles = {role: str(column.name) for role, column in context.roles.items()}
-                datasets[name] = DatasetResult(
-                    n_cells=n_cells,
-                    n_scored=n_scored,
-                    cells=section.cells,
-                    n_without_genes=n_chosen - n_scored,
-                    roles={role: column for role, column in roles.items() if column != role},
-                    tasks=run_tasks(tasks, context, finished, left_out),
-                    genes=asdict(gene_coverage(context.gene_columns, context.model.vocabulary)),
-                    in_corpus=bool(evaluation.trained.names[name]),
-                    n_copies=n_copies,
-                    supervised=context.supervision_note,
-                )
+                    umaps.append(_start_umap(context, dataset.unseen))
+                task_results = run_tasks(tasks, context, finished, left_out)
+                datasets[name] = _make_result(dataset, task_results)
                 context.prediction_cache.save()
-        cells_drawn = chain.from_iterable(picture() for picture in pictures)
-        write_umap(out.parent / "umap.tsv", list(cells_drawn))
+        write_umap(out.parent / "umap.tsv", list(chain.from_iterable(rows() for rows in umaps)))
     except KeyboardInterrupt:
         signal_all(children(os.getpid()), signal.SIGTERM)  # or the end would wait for the UMAP
         raise
@@ -161,8 +133,55 @@ def evaluate(
     print(f"{summarize(datasets)} -> {out}", flush=True)
 
 
+class _HeldOutDataset(NamedTuple):
+    """A dataset whose file is open, and its cells that the model was not trained on."""
+
+    context: Context
+    unseen: np.ndarray  # (n_obs,) bool
+    n_copies: int  # copies of training cells under other names
+    in_corpus: bool  # True if the model's corpus has cells of the dataset
+
+
+def _add_inputs(context: Context, files: DatasetFiles, baselines: Path | None) -> Context:
+    """Add the cost of the embedding, the embeddings of other models, and predictions of baselines
+    from the folder `baselines`. Prints the share of counts on known genes.
+    """
+    cost = read_costs(files.embedding)
+    print(f"{context.dataset}: {cost['coverage_frac']:.1%} of counts on known genes", flush=True)
+    vectors = {}
+    for (name, command), file in zip(context.options.external.items(), files.external):
+        note = describe_seen(command, context)
+        vectors[f"{name}{note}"] = read_embedding(
+            file, context.reader.obs_names, command.command_digest, None
+        )
+    cache = PredictionCache(None if baselines is None else baselines / f"{context.dataset}.npz")
+    return replace(context, prediction_cache=cache, embedding_cost=cost, external=vectors)
+
+
+def _make_result(dataset: _HeldOutDataset, task_results: dict[str, TaskResult]) -> DatasetResult:
+    """Results of the tasks, with the numbers of cells and genes that they were computed from."""
+    context = dataset.context
+    which = context.options.cells
+    n_cells = context.reader.n_obs
+    n_scored = int(context.scored.sum())
+    n_chosen = n_cells if which == "all" else int(dataset.unseen.sum())
+    columns = {role: str(column.name) for role, column in context.roles.items()}
+    return DatasetResult(
+        n_cells=n_cells,
+        n_scored=n_scored,
+        cells=which,
+        n_without_genes=n_chosen - n_scored,
+        roles={role: column for role, column in columns.items() if column != role},
+        tasks=task_results,
+        genes=asdict(gene_coverage(context.gene_columns, context.model.vocabulary)),
+        in_corpus=dataset.in_corpus,
+        n_copies=dataset.n_copies,
+        supervised=context.supervision_note,
+    )
+
+
 def describe_seen(external: ExternalModel, context: Context) -> str:
-    """End of the name of another model, with its share in the cells that are scored."""
+    """Note after the name of another model: whether it has seen scored cells. Prints how many."""
     if external.model is None:
         return external.note
     folder = Path(model_folder_of(external.model))
@@ -283,10 +302,8 @@ class _Evaluation:
         self.datasets = EvaluatedDatasets(files, digest, network.vector_width)
 
     @contextmanager
-    def open(self, name: str) -> Iterator[tuple[Context, np.ndarray, int]]:
-        """One dataset, and the result of `TrainedCells.unseen`. Raises DataError if no cell is held
-        out.
-        """
+    def open(self, name: str) -> Iterator[_HeldOutDataset]:
+        """Open a dataset. Raises DataError if no cell is held out."""
         with self.datasets.open(name) as (reader, vectors, roles):
             unseen, n_copies = self.trained.unseen(name, reader)
             if self.section.cells == "heldout" and not unseen.any():
@@ -306,7 +323,7 @@ class _Evaluation:
                 self.section,
                 datasets=self.datasets,
             )
-            yield context, unseen, n_copies
+            yield _HeldOutDataset(context, unseen, n_copies, bool(self.trained.names[name]))
 
 
 def knock_out(
@@ -379,8 +396,8 @@ def predict_changes(
     evaluation = _Evaluation(
         section, model, manifest, ancestors, {name: DatasetFiles(path, embedding, [])}
     )
-    with evaluation.open(name) as (context, _, _):
-        written = write_changes(out, context, config, evaluation.about["digest"])
+    with evaluation.open(name) as dataset:
+        written = write_changes(out, dataset.context, config, evaluation.about["digest"])
     n = written.obs["group"].value_counts()
     about = written.uns[ABOUT_CHANGES]
     print(
