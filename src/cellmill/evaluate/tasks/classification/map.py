@@ -86,6 +86,38 @@ class LabelledVectors:
         return novelty
 
 
+class NewTypeScores:
+    """Scores of the cells of left-out types, `(folds, types)` by method; NaN for a type that a fold
+    does not test.
+    """
+
+    def __init__(self, n_folds: int, types: list[str]) -> None:
+        self.types = types
+        self.shape = n_folds, len(types)
+        self.refused: ByMethod = {}
+        self.auroc: ByMethod = {}
+
+    def record(
+        self, fold: int, name: str, method: ScoredMethod, is_new: np.ndarray, result: MappedCells
+    ) -> None:
+        """Score the tested cells of a fold; `is_new`, (cells,) bool, marks the cells of type `name`."""
+        column = self.types.index(name)
+        for scores, value in (
+            (self.refused, result.is_refused[is_new].mean()),
+            (self.auroc, roc_auc_score(is_new, result.novelty)),
+        ):
+            scores.setdefault(method, np.full(self.shape, np.nan))[fold, column] = value
+
+    def columns(self) -> list[ScoreColumn]:
+        """Columns of the AUROC and of the refused share; empty if no type was tested."""
+        if not self.refused:
+            return []
+        return [
+            ScoreColumn("novelty AUROC", "AUROC of types not seen", self.auroc),
+            ScoreColumn("refused, new type", "share refused of types not seen", self.refused),
+        ]
+
+
 class MapCells(Task):
     config: MapConfig
 
@@ -106,9 +138,7 @@ class MapCells(Task):
         terms = find_terms(sorted(chosen.classes))
         others = (NONE, *(terms.names if terms is not None else ()))
         predictions = ClassPredictions(labels, len(folds), others)
-        # (folds, types) by method
-        refused: ByMethod = {}
-        auroc: ByMethod = {}
+        new_types = NewTypeScores(len(folds), types)
         n_refused: Counter[ScoredMethod] = Counter()
         with without_overhead():
             for (fold, (train, test)), (source, values) in product(
@@ -120,26 +150,14 @@ class MapCells(Task):
                 for method, result in mapped.items():
                     predictions.record("", fold, test, {method: result.labels})
                     n_refused[method] += int(result.is_refused.sum())
-                for column, name in enumerate(types):
+                for name in types:
                     mapped = self._map_new_type(source, cells, train, test, novelty, name)
-                    is_new = labels[test] == name
                     for method, result in mapped.items():
-                        for scores, value in (
-                            (refused, result.is_refused[is_new].mean()),
-                            (auroc, roc_auc_score(is_new, result.novelty)),
-                        ):
-                            empty = np.full((len(folds), len(types)), np.nan)
-                            scores.setdefault(method, empty)[fold, column] = value
-        columns = [
-            predictions.column("", "accuracy", "accuracy", "accuracy, donors not seen"),
-        ]
+                        new_types.record(fold, name, method, labels[test] == name, result)
+        columns = [predictions.column("", "accuracy", "accuracy", "accuracy, donors not seen")]
         if terms is not None:
-            columns.append(_credit_column(predictions))
-        if refused:
-            columns += [
-                ScoreColumn("novelty AUROC", "AUROC of types not seen", auroc),
-                ScoreColumn("refused, new type", "share refused of types not seen", refused),
-            ]
+            columns.append(_make_credit_column(predictions))
+        columns += new_types.columns()
         n_tested = sum(len(test) for _, test in folds)
         figures = chosen.figures | {
             "folds": len(folds),
@@ -238,7 +256,7 @@ class MapCells(Task):
         return MappedCells(names.astype(str), is_refused, novelty)
 
 
-def _credit_column(predictions: ClassPredictions) -> ScoreColumn:
+def _make_credit_column(predictions: ClassPredictions) -> ScoreColumn:
     """Partial credit of predicted terms (`credit_labels`)."""
     table = credit_labels(predictions.classes.tolist())
     scores = {}
