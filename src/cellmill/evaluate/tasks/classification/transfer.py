@@ -2,6 +2,7 @@
 (docs/evaluation.md).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -325,6 +326,7 @@ def compute_transfer_features(
 def _tabulate_predictions(
     predictions: ClassPredictions, figures: dict[str, Any], ids: bool
 ) -> TaskResult:
+    """Table of the predictions; `ids` is True if labels are ids of the Cell Ontology."""
     columns: list[ScoreColumn] = []
     steps: list[ScoreColumn] = []
     confusion = None
@@ -334,22 +336,8 @@ def _tabulate_predictions(
     if ids:
         figures = figures | {"cell_ontology": RELEASE}
         ontology = cell_ontology()
-        terms = predictions.classes
-        for condition, methods in predictions.by_condition.items():
-            for name, measure, kept in (
-                ("nearness", ontology.nearness, columns),
-                ("steps", ontology.steps, steps),
-            ):
-                heading = name if condition == KNOWN else f"{name}, {condition}"
-                # (classes, classes): measure of each true and each predicted class
-                pairs = product(map(str, terms), repeat=2)
-                table = np.array([float(measure(true, other)) for true, other in pairs])
-                table = table.reshape(len(terms), len(terms))
-                scores = {}
-                for method, classes in methods.items():
-                    cell_scores = table[predictions.true_ids, classes]
-                    scores[method] = np.where(classes == NOT_TESTED, np.nan, cell_scores)
-                kept.append(ScoreColumn(heading, f"{heading} in the Cell Ontology", scores))
+        columns += _compare_terms(predictions, "nearness", ontology.nearness)
+        steps = _compare_terms(predictions, "steps", ontology.steps)
     rows = table_rows(columns)
     for row in rows:
         row.numbers.update({column.heading: column.mean(row.method) for column in steps})
@@ -357,3 +345,23 @@ def _tabulate_predictions(
         column for column in columns if np.isfinite(column.scores[MAJORITY]).sum() >= MIN_JUDGED
     ]
     return tabulate(columns, figures, judged, rows=rows, confusion=confusion)
+
+
+def _compare_terms(
+    predictions: ClassPredictions, name: str, measure: Callable[[str, str], float]
+) -> list[ScoreColumn]:
+    """A column for each condition: `measure` of the true and the predicted term of each cell."""
+    terms = predictions.classes
+    # (classes, classes): measure of each true and each predicted class
+    pairs = product(map(str, terms), repeat=2)
+    table = np.array([float(measure(true, predicted)) for true, predicted in pairs])
+    table = table.reshape(len(terms), len(terms))
+    columns = []
+    for condition, methods in predictions.by_condition.items():
+        heading = name if condition == KNOWN else f"{name}, {condition}"
+        scores = {}
+        for method, classes in methods.items():
+            cell_scores = table[predictions.true_ids, classes]
+            scores[method] = np.where(classes == NOT_TESTED, np.nan, cell_scores)
+        columns.append(ScoreColumn(heading, f"{heading} in the Cell Ontology", scores))
+    return columns
