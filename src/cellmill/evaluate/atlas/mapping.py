@@ -9,7 +9,7 @@ Gammerman & Shafer 2005).
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -154,22 +154,16 @@ def _join(blocks: list[_MappedCells]) -> _MappedCells:
 def _map_blocks(atlas: CellAtlas, vectors: np.ndarray, section: Map) -> Iterator[_MappedCells]:
     record = atlas.record
     terms = find_terms(record.labels)
-    for first in range(0, max(len(vectors), 1), BLOCK):
-        block = vectors[first : first + BLOCK]
-        known = np.flatnonzero(np.isfinite(block).all(axis=1))
-        queries = np.ascontiguousarray(block[known] / np.float32(record.scale), np.float32)
-        found, away = atlas.points.nearest(queries, record.neighbors + COPIES)
-        lengths = np.sqrt(np.einsum("ij,ij->i", queries, queries))
-        is_copy = away <= SAME * lengths[:, None]
-        # the nearest that are no copies
-        away = np.where(is_copy, np.inf, away)
-        order = np.argsort(away, axis=1, kind="stable")[:, : record.neighbors]
+    for block_start in range(0, max(len(vectors), 1), BLOCK):
+        block = vectors[block_start : block_start + BLOCK]
         points = np.full((len(block), record.neighbors), NOWHERE, np.int64)
         distances = np.full(points.shape, np.inf, np.float32)
-        distances[known] = np.take_along_axis(away, order, axis=1)
-        points[known] = np.take_along_axis(np.where(is_copy, NOWHERE, found), order, axis=1)
         in_atlas = np.zeros(len(block), bool)
-        in_atlas[known] = is_copy.any(axis=1)
+        has_vector = np.flatnonzero(np.isfinite(block).all(axis=1))
+        neighbors = _find_neighbors(atlas, block[has_vector])
+        points[has_vector] = neighbors.points
+        distances[has_vector] = neighbors.distances
+        in_atlas[has_vector] = neighbors.in_atlas
         votes: Votes = atlas.electorate.vote(points)
         names = record.labels
         codes = votes.labels
@@ -180,6 +174,32 @@ def _map_blocks(atlas: CellAtlas, vectors: np.ndarray, section: Map) -> Iterator
         yield _MappedCells(
             points, distances, in_atlas, codes, agreement, votes.n_donors, names, terms is not None
         )
+
+
+class _Neighbors(NamedTuple):
+    """Nearest points of the atlas without copies of the cell."""
+
+    points: np.ndarray  # (cells, k) int64; NOWHERE beyond the last
+    distances: np.ndarray  # (cells, k) float32, in the unit of the stored vectors
+    in_atlas: np.ndarray  # (cells,) bool: True for cells with a copy in the atlas
+
+
+def _find_neighbors(atlas: CellAtlas, vectors: np.ndarray) -> _Neighbors:
+    """Neighbours of cells with finite `vectors`, (cells, width) float32."""
+    k = atlas.record.neighbors
+    queries = np.ascontiguousarray(vectors / np.float32(atlas.record.scale), np.float32)
+    points, distances = atlas.points.nearest(queries, k + COPIES)
+    lengths = np.sqrt(np.einsum("ij,ij->i", queries, queries))
+    is_copy = distances <= SAME * lengths[:, None]
+    # copies go last, and the others keep their order
+    points = np.where(is_copy, NOWHERE, points)
+    distances = np.where(is_copy, np.inf, distances)
+    order = np.argsort(distances, axis=1, kind="stable")[:, :k]
+    return _Neighbors(
+        np.take_along_axis(points, order, axis=1),
+        np.take_along_axis(distances, order, axis=1),
+        is_copy.any(axis=1),
+    )
 
 
 def _describe(atlas: CellAtlas, obs: dict[str, Any], section: Map) -> list[str]:
@@ -199,18 +219,18 @@ def _describe(atlas: CellAtlas, obs: dict[str, Any], section: Map) -> list[str]:
     whose = "its donor" if record.held_out == "donor" else "the cell itself"
     # reference cells by the rule for new ones
     percentile = _percentiles(atlas, atlas.reference["distance"])
-    would_be = _is_refused(percentile, section.refuse_frac)
+    is_refused = _is_refused(percentile, section.refuse_frac)
     if section.refuse_frac * (n_reference + 1) < 1:
         lines.append(
             f"warning: no cell can be refused: {n_reference:,} distances of the atlas allow no rate of "
             f"{section.refuse_frac:g}; raise --refuse-frac (in Python refuse_frac)"
         )
     else:
-        shares = pd.Series(would_be).groupby(atlas.reference["donor"]).agg(["size", "mean"])
+        shares = pd.Series(is_refused).groupby(atlas.reference["donor"]).agg(["size", "mean"])
         shares = shares.loc[shares["size"] >= MIN_SHOWN, "mean"]
         by_donor = f", {shares.min():.1%} to {shares.max():.1%} by donor" if len(shares) > 1 else ""
         lines.append(
-            f"the same rule refuses {would_be.mean():.1%} of {n_reference:,} cells of the atlas, each without "
+            f"the same rule refuses {is_refused.mean():.1%} of {n_reference:,} cells of the atlas, each without "
             f"{whose}{by_donor}"
         )
     if record.held_out == "cell":
