@@ -46,11 +46,11 @@ class Points:
         """
         if self.graph is None:
             return self.nearest_of_others(queries, k)
-        wanted = min(k + SPARE, len(self.vectors))
-        parameters = _faiss().SearchParametersHNSW(efSearch=max(SEARCH_WIDTH, 2 * wanted))
-        _, candidates = self.graph.search(queries, wanted, params=parameters)
+        n_candidates = min(k + SPARE, len(self.vectors))
+        parameters = _faiss().SearchParametersHNSW(efSearch=max(SEARCH_WIDTH, 2 * n_candidates))
+        _, candidates = self.graph.search(queries, n_candidates, params=parameters)
         points, distances = self._rank(queries, candidates, k)
-        missed = np.flatnonzero(points[:, min(k, wanted) - 1] == NOWHERE)
+        missed = np.flatnonzero(points[:, min(k, n_candidates) - 1] == NOWHERE)
         if len(missed):  # the search ended in a small part of the graph
             points[missed], distances[missed] = self.nearest_of_others(queries[missed], k)
         return points, distances
@@ -112,8 +112,8 @@ class Points:
         for first in range(0, len(queries), QUERIES):
             block = slice(first, first + QUERIES)
             point_ids = candidates[block]
-            away = self.vectors[point_ids].astype(np.float32) - queries[block, None]
-            lengths = np.sqrt(np.einsum("ijk,ijk->ij", away, away))
+            differences = self.vectors[point_ids].astype(np.float32) - queries[block, None]
+            lengths = np.sqrt(np.einsum("ijk,ijk->ij", differences, differences))
             lengths[point_ids == NOWHERE] = np.inf
             order = np.lexsort((point_ids, lengths))[:, :k]
             n = order.shape[1]

@@ -131,24 +131,24 @@ class _FoldFits:
             targets = self.fits[number].targets
             added = constants.get(number, 0.0)
             searches[number] = newton.find_optimum(Unwhitened(), targets, start, added)
-        found: ByFit = {}
+        optima: ByFit = {}
         while searches:
             requests = {}
             for number in [*searches]:
                 try:
                     requests[number] = next(searches[number])
                 except StopIteration as end:
-                    found[number] = end.value
+                    optima[number] = end.value
                     del searches[number]
             if requests:
-                weights = {number: wanted for number, (wanted, _) in requests.items()}
+                weights = {number: cell_weights for number, (cell_weights, _) in requests.items()}
                 products = self._stack(weights) @ self.products
                 for number, columns in _split(weights, products):
-                    wanted, logits = requests[number]
+                    cell_weights, logits = requests[number]
                     logits[:] = columns[:, self.fits[number].rows]
-                    logits += wanted.sum(1, keepdims=True)
+                    logits += cell_weights.sum(1, keepdims=True)
                     logits /= self.fits[number].penalty
-        return found
+        return optima
 
     def _multiply(self, weights: ByFit) -> ByFit:
         """Logits of all cells, of shared products."""

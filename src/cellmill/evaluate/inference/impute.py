@@ -84,13 +84,13 @@ class FileImputer:
         self._ridge = GeneRidge.read(folder, config)
         self._coverage: FileCoverage | None = None
         measured = self._columns.known_genes
-        wanted = _rows_of_genes(names, self._vocabulary)
-        self.genes = np.setdiff1d(wanted, measured)
+        named = _rows_of_genes(names, self._vocabulary)
+        self.genes = np.setdiff1d(named, measured)
         self.shape = reader.n_obs, len(self.genes)
         if not len(self.genes):
             which = "all of the model's genes, none is left to predict"
             if names is not None:
-                which = f"all {len(wanted):,} named genes; name some that it lacks"
+                which = f"all {len(named):,} named genes; name some that it lacks"
             raise DataError(f"{reader.path}: it measures {which}")
         self.about: dict[str, Any] = {
             "model_digest": config["weights_sha256"],
@@ -104,7 +104,7 @@ class FileImputer:
             if self._ridge.validation_correlation is not None:
                 self.about["validation_correlation"] = self._ridge.validation_correlation
         if names is not None:
-            self.about["named_and_measured"] = self._ids(np.intersect1d(wanted, measured))
+            self.about["named_and_measured"] = self._ids(np.intersect1d(named, measured))
 
     def _ids(self, genes: np.ndarray) -> list[str]:
         return [self._vocabulary.gene_ids[gene] for gene in genes]

@@ -68,13 +68,13 @@ def knock_out_genes(
     n_expressing = np.diff(profiles.indptr)
     expression = divide(np.asarray(profiles.sum(axis=0)).ravel(), n_expressing)
     usable = np.flatnonzero(n_expressing >= section.min_cells)
-    wanted = rows_of_genes(section, vocabulary, n_expressing)
-    if not len(wanted):
+    removed = rows_of_genes(section, vocabulary, n_expressing)
+    if not len(removed):
         raise DataError(
             f"{reader.path}: no gene has counts in more than {n_expressing.max():,} of the {len(cells):,} drawn cells, "
             f"knock_out.min_cells is {section.min_cells:,}; lower it"
         )
-    null_genes = choose_null_genes(wanted, usable, expression, section.null_genes)
+    null_genes = choose_null_genes(removed, usable, expression, section.null_genes)
 
     def measure_shifts(gene: int) -> tuple[np.ndarray, np.ndarray]:
         """Drawn cells that express the gene and another one, and their shifts."""
@@ -89,16 +89,16 @@ def knock_out_genes(
         is_known = np.isfinite(shifts)
         return expressing[is_known], shifts[is_known]
 
-    removed = sorted({*null_genes}.union(*null_genes.values()))
+    measured = sorted({*null_genes}.union(*null_genes.values()))
     title = f"knock_out {reader.path.stem}"
-    steps = progress(removed, title, len(removed), "genes", size=lambda gene: 1)
+    steps = progress(measured, title, len(measured), "genes", size=lambda gene: 1)
     shifts_by_gene = {gene: measure_shifts(gene) for gene in steps}
     genes = _tabulate_genes(null_genes, shifts_by_gene, expression, vocabulary)
     order = np.argsort(-genes["z"].to_numpy(), kind="stable")
-    by_gene = [shifts_by_gene[gene] for gene in wanted[order].tolist()]
+    by_gene = [shifts_by_gene[gene] for gene in removed[order].tolist()]
     ends = np.cumsum([0, *(len(shifts) for _, shifts in by_gene)])
     cell_of_shift, shifts = map(np.concatenate, zip(*by_gene))
-    shape = len(cells), len(wanted)
+    shape = len(cells), len(removed)
     matrix = sp.csc_matrix((shifts.astype(np.float32), cell_of_shift, ends), shape=shape)
     return ad.AnnData(matrix.tocsr(), obs=reader.obs.iloc[cells], var=genes.iloc[order]), embedding
 

@@ -62,13 +62,13 @@ def count_labels(
 
     `dataset` is the name of the dataset: the label of all cells if `column` is `dataset`.
     """
-    found = shard_column(obs, dataset, column)
-    if found is None:
+    values = shard_column(obs, dataset, column)
+    if values is None:
         return LabelCounts(0, 0, {}, f"{column}: the file has no such obs column")
-    texts = label_texts(found, labels)
-    given = texts[~pd.isna(texts)]
-    unknown = {label: n for label, n in count_by_label(given).items() if label not in labels}
-    n = len(given)
+    texts = label_texts(values, labels)
+    labelled = texts[~pd.isna(texts)]
+    unknown = {label: n for label, n in count_by_label(labelled).items() if label not in labels}
+    n = len(labelled)
     n_unknown = sum(unknown.values())
     problem = ""
     named = list_counts(unknown, MAX_NAMES)

@@ -65,7 +65,7 @@ class Clustering(Task):
                 scores = {}
                 for method, (_, (at_best, at_fixed)) in clusters.items():
                     by_seed = at_fixed if level == fixed else at_best
-                    scores[method] = np.stack([score(labels, found) for found in by_seed])
+                    scores[method] = np.stack([score(labels, cluster_ids) for cluster_ids in by_seed])
                 columns.append(ScoreColumn(f"{metric}, {level}", f"{metric}, {level}", scores))
         rows = table_rows(columns)
         for row in rows:
@@ -101,7 +101,7 @@ class Clustering(Task):
                 by_resolution[resolution] = np.stack(leiden(igraph, graph, resolution, seeds))
 
             def mean_ari(resolution: float) -> float:
-                scores = [ari_scores(labels, found) for found in by_resolution[resolution]]
+                scores = [ari_scores(labels, ids) for ids in by_resolution[resolution]]
                 return float(np.mean(scores))
 
             best = max(config.resolutions, key=mean_ari)
@@ -128,7 +128,7 @@ def make_graph(igraph: Any, edges: sp.coo_matrix) -> Any:
 
 def leiden(igraph: Any, graph: Any, resolution: float, seeds: Iterable[int]) -> list[np.ndarray]:
     """Cluster id of each cell, int64 `(cells,)`, for each seed."""
-    found = []
+    by_seed = []
     options = {
         "objective_function": "modularity",
         "weights": "weight",
@@ -138,10 +138,10 @@ def leiden(igraph: Any, graph: Any, resolution: float, seeds: Iterable[int]) -> 
     try:
         for seed in seeds:
             igraph.set_random_number_generator(random.Random(seed))
-            found.append(np.asarray(graph.community_leiden(**options).membership, np.int64))
+            by_seed.append(np.asarray(graph.community_leiden(**options).membership, np.int64))
     finally:
         igraph.set_random_number_generator(random)  # igraph's own default
-    return found
+    return by_seed
 
 
 def nmi_scores(classes: np.ndarray, clusters: np.ndarray) -> np.ndarray:
@@ -211,4 +211,4 @@ def _count_cells(
 
 def _average_n_clusters(clusters: np.ndarray) -> float:
     """Mean over seeds of the number of clusters."""
-    return float(np.mean([len(np.unique(found)) for found in clusters]))
+    return float(np.mean([len(np.unique(cluster_ids)) for cluster_ids in clusters]))

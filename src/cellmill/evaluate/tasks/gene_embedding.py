@@ -60,11 +60,11 @@ class GeneEmbedding(GeneTask):
                 genes_of_sets = {
                     path.stem: [*dict.fromkeys(fields[0] for _, fields in lines if fields[0])]
                 }
-            members[heading], found = _find_members(
+            members[heading], set_figures = _find_members(
                 context, path, genes_of_sets, expressed, min_genes
             )
             prefix = "" if heading == SETS else f"{FACTORS}: "
-            figures |= {f"{prefix}{key}": value for key, value in found.items()}
+            figures |= {f"{prefix}{key}": value for key, value in set_figures.items()}
         columns = []
         by_set: ByMethod = {}  # (sets, repetitions)
         for heading, sets in members.items():
