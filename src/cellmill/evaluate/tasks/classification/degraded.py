@@ -117,7 +117,6 @@ class Degraded(Task):
         """
         config = self.config
         options = context.options
-        losses = dict(zip(config.levels(), self.losses()))
         if context.reader.ordered:
             if context.reader.ranked:
                 raise Skipped("ranks have no counts to lose")
@@ -131,19 +130,13 @@ class Degraded(Task):
         )
         training = TrainingCounts.read(context)
         for repeat in range(config.repeats):
-            generator = seeded(options.seed, draws.FEWER_COUNTS + repeat)
-            counts = {WHOLE: whole}
-            for level, degrade in losses.items():
-                counts[level] = degrade(whole, generator)
+            counts = self._degrade(whole, seeded(options.seed, draws.FEWER_COUNTS + repeat))
             by_level = {level: compute_features(context, cells) for level, cells in counts.items()}
-            # features by level, for each level that they are fitted to
             fitted: dict[str, dict[str, Features]] = {}
             if training is not None:
                 for level, cells in counts.items():
                     by_level[level][PER_1K] = training.per_1k(cells)
-                for number, level in enumerate(losses):
-                    generator = seeded(options.seed, draws.TRAINING_CELLS + 100 * repeat + number)
-                    fitted[level] = self.fit_to_level(level, counts, by_level, training, generator)
+                fitted = self._fit_to_levels(counts, by_level, training, repeat)
             for fold in split_by_class(chosen.labels, options.folds, 1, options.seed + repeat):
                 with without_overhead():
                     predicted = self._predict(context, by_level, by_level, chosen.labels, fold)
@@ -157,6 +150,30 @@ class Degraded(Task):
         figures = {"folds": options.folds, "repeats": config.repeats, "neighbors": config.neighbors}
         metric = f"{config.levels()[-1]}, {SHIFTED}"
         return tabulate(predictions.accuracies(), chosen.figures | figures, metric=metric)
+
+    def _degrade(
+        self, whole: sp.csr_matrix, generator: np.random.Generator
+    ) -> dict[str, sp.csr_matrix]:
+        """Counts of the cells by level: whole, then after each loss."""
+        counts = {WHOLE: whole}
+        for level, degrade in zip(self.config.levels(), self.losses()):
+            counts[level] = degrade(whole, generator)
+        return counts
+
+    def _fit_to_levels(
+        self,
+        counts: Mapping[str, sp.csr_matrix],
+        by_level: Mapping[str, Features],
+        training: TrainingCounts,
+        repeat: int,
+    ) -> dict[str, dict[str, Features]]:
+        """Features of the cells by level, for each level that they are fitted to."""
+        seed = training.context.options.seed
+        fitted = {}
+        for number, level in enumerate(self.config.levels()):
+            generator = seeded(seed, draws.TRAINING_CELLS + 100 * repeat + number)
+            fitted[level] = self.fit_to_level(level, counts, by_level, training, generator)
+        return fitted
 
     def _predict(
         self,
