@@ -10,7 +10,7 @@ Eck 2019, Sci. Rep. 9:5233), run until nothing improves.
 
 import random
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.sparse as sp
@@ -28,6 +28,14 @@ from cellmill.evaluate.task import Context, Task
 from cellmill.runs.results import ScoredMethod, TaskResult
 
 TINY = 1e-12  # entropies, and shares of pairs, that are rounding errors
+
+
+class Clusters(NamedTuple):
+    """Cluster ids of the cells, (seeds, cells) int16, at two resolutions."""
+
+    best_resolution: float  # the one with the highest mean ARI
+    at_best: np.ndarray
+    at_fixed: np.ndarray
 
 
 class Clustering(Task):
@@ -54,8 +62,8 @@ class Clustering(Task):
             ALL_GENES: shared,
         }
         del scaled  # before the products of all genes take as much memory
-        clusters = {
-            method: self.cluster(method, values, labels, context, igraph)
+        clusters_by_method = {
+            method: self._find_clusters(method, values, labels, context, igraph)
             for method, values in features.items()
         }
         columns = []
@@ -63,17 +71,17 @@ class Clustering(Task):
         for level in (*choice, fixed):
             for metric, score in (("ARI", ari_scores), ("NMI", nmi_scores)):
                 scores = {}
-                for method, (_, (at_best, at_fixed)) in clusters.items():
-                    by_seed = at_fixed if level == fixed else at_best
+                for method, clusters in clusters_by_method.items():
+                    by_seed = clusters.at_fixed if level == fixed else clusters.at_best
                     scores[method] = np.stack([score(labels, cluster_ids) for cluster_ids in by_seed])
                 columns.append(ScoreColumn(f"{metric}, {level}", f"{metric}, {level}", scores))
         rows = table_rows(columns)
         for row in rows:
-            best, (at_best, at_fixed) = clusters[row.method]
+            clusters = clusters_by_method[row.method]
             if choice:
-                row.numbers["best resolution"] = best
-                row.numbers["clusters there"] = _average_n_clusters(at_best)
-            row.numbers["clusters, fixed"] = _average_n_clusters(at_fixed)
+                row.numbers["best resolution"] = clusters.best_resolution
+                row.numbers["clusters there"] = _average_n_clusters(clusters.at_best)
+            row.numbers["clusters, fixed"] = _average_n_clusters(clusters.at_fixed)
         figures = chosen.figures | {"neighbors": config.neighbors, "seeds": config.seeds}
         # against the best baseline in each column, then against all baselines by the first ARI
         verdicts = [column.compare_best() for column in columns]
@@ -82,16 +90,16 @@ class Clustering(Task):
         ]
         return tabulate(columns, figures, rows=rows, verdicts=[*dict.fromkeys(verdicts)])
 
-    def cluster(
+    def _find_clusters(
         self, method: ScoredMethod, features: Any, labels: np.ndarray, context: Context, igraph: Any
-    ) -> tuple[float, tuple[np.ndarray, np.ndarray]]:
-        """Best resolution, and cluster ids `(seeds, cells)` there and at the fixed resolution."""
+    ) -> Clusters:
+        """Clusters of the cells by `features`; those of baselines are cached."""
         config = self.config
         seed = context.options.seed
 
-        def find_clusters() -> np.ndarray:
-            """Index of the best resolution, cluster ids there and at the fixed resolution: one array
-            for the cache, (1 + 2 seeds, cells) int16.
+        def compute() -> np.ndarray:
+            """One array for the cache, (1 + 2 seeds, cells) int16: index of the best resolution,
+            cluster ids there, and cluster ids at the fixed resolution.
             """
             edges = jaccard_weights(NeighborGraph.build(features, config.neighbors))
             graph = make_graph(igraph, edges)
@@ -110,14 +118,14 @@ class Clustering(Task):
             return np.concatenate(parts).astype(np.int16)
 
         if method.network is not None:
-            rows = find_clusters()
+            rows = compute()
         else:
             about = (
                 f"igraph {igraph.__version__} {config.model_dump_json()} {seed} {labels.tolist()}"
             )
-            rows = context.prediction_cache.get_or_compute(about, features, find_clusters)
+            rows = context.prediction_cache.get_or_compute(about, features, compute)
         at_best, at_fixed = np.split(rows[1:], 2)
-        return config.resolutions[rows[0, 0]], (at_best, at_fixed)
+        return Clusters(config.resolutions[rows[0, 0]], at_best, at_fixed)
 
 
 def make_graph(igraph: Any, edges: sp.coo_matrix) -> Any:
