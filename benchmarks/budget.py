@@ -42,7 +42,7 @@ from cellmill.data.rows import SparseCounts
 from cellmill.data.stream.tokenizer import make_batch
 from cellmill.evaluate.classifiers.fitted import NearestCells, make_classifiers, precompute_folds
 from cellmill.evaluate.features.components import COMPONENTS, project_on_fitted
-from cellmill.evaluate.features.products import LastCells
+from cellmill.evaluate.features.products import FeatureCache
 from cellmill.evaluate.inference.embed import embed_cells
 from cellmill.evaluate.splits import split_by_class
 from cellmill.models.batch import to_tensors
@@ -130,7 +130,7 @@ def folds(cells: int, genes: int = 3_000) -> Work:
     splits = [*split_by_class(labels, 5, 1, 0)]
 
     def work() -> None:
-        shared = LastCells().share(profiles)
+        shared = FeatureCache().share(profiles)
         precompute_folds(shared, labels, splits, {})
         for split in splits:
             project_on_fitted(shared.products(shared), split.train, COMPONENTS)

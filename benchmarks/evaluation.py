@@ -36,7 +36,7 @@ from cellmill.data.inputs.formats import open_dataset
 from cellmill.evaluate.classifiers.fitted import make_classifiers, precompute_folds
 from cellmill.evaluate.features.chosen_genes import RankedGenes
 from cellmill.evaluate.features.components import COMPONENTS, pca, project_on_fitted
-from cellmill.evaluate.features.products import LastCells
+from cellmill.evaluate.features.products import FeatureCache
 from cellmill.evaluate.methods import KNN, REGRESSION, UNSCALED_REGRESSION
 from cellmill.evaluate.splits import Fold
 from cellmill.runs import results
@@ -175,7 +175,7 @@ def print_parts(folder: Path) -> None:
     cells = np.arange(len(labels))
     splits = [Fold(0, cells[cells % 5 != fold], cells[cells % 5 == fold]) for fold in range(5)]
     train, test = splits[0].train, splits[0].test
-    shared = LastCells().share(profiles)
+    shared = FeatureCache().share(profiles)
     classifiers = make_classifiers(15)
 
     def fit(features: Any, name: str, folds: list[Fold]) -> None:

@@ -18,7 +18,7 @@ from cellmill.evaluate.classifiers import logistic, newton
 from cellmill.evaluate.classifiers.fitted import fit_all, predict_all
 from cellmill.evaluate.classifiers.logistic import LogisticRegression
 from cellmill.evaluate.features.components import pca
-from cellmill.evaluate.features.products import LastCells
+from cellmill.evaluate.features.products import FeatureCache
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING
 from cellmill.evaluate.prediction_cache import MAX_BYTES, PredictionCache, fit
 from cellmill.evaluate.tasks.classification.fold_predictions import fit_components
@@ -176,7 +176,7 @@ def test_components_are_stored_by_their_training_cells(tmp_path: Path) -> None:
     genes = sp.csr_matrix(np.maximum(DENSE, 0))
     train = np.arange(0, 30, 2)
     first = PredictionCache(file)
-    shared = LastCells().share(genes)
+    shared = FeatureCache().share(genes)
     expected = fit_components(shared, train, 3, first)[ScoredMethod("PCA3")]
     first.save()
     again = PredictionCache(file)
@@ -184,7 +184,7 @@ def test_components_are_stored_by_their_training_cells(tmp_path: Path) -> None:
         fit_components(shared, train, 3, again)[ScoredMethod("PCA3")], expected
     )
     assert len(again.predictions) == 1
-    others = [(shared, train + 1, 3), (shared, train, 2), (LastCells().share(genes * 2), train, 3)]
+    others = [(shared, train + 1, 3), (shared, train, 2), (FeatureCache().share(genes * 2), train, 3)]
     for other in others:
         assert len(fit_components(*other, again)) == 1
     assert len(again.predictions) == 1 + len(others)

@@ -30,7 +30,7 @@ from cellmill.evaluate.features import cell_features as features_module
 from cellmill.evaluate.features import chosen_genes
 from cellmill.evaluate.features.cell_features import cell_features, compute_features, read_rows
 from cellmill.evaluate.features.chosen_genes import RankedGenes, choose_variable_genes
-from cellmill.evaluate.features.products import LastCells
+from cellmill.evaluate.features.products import FeatureCache
 from cellmill.evaluate.inference.embed import embed_cells
 from cellmill.evaluate.labels import choose_cells, predict_from_other_half
 from cellmill.evaluate.methods import (
@@ -87,7 +87,7 @@ def _predicted(
     predictions = ClassPredictions(labels, seeds)
     splits = split_by_class(labels, 5, seeds, seed)
     context: Any = SimpleNamespace(
-        prediction_cache=PredictionCache(), last_cells=LastCells(), options=Evaluate()
+        prediction_cache=PredictionCache(), feature_cache=FeatureCache(), options=Evaluate()
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fold_predictions, "COMPONENTS", components)
@@ -308,7 +308,7 @@ def _accuracies(
 
 
 def test_features_are_shared_by_the_same_cells_and_vectors(context: Context) -> None:
-    context = replace(context, prediction_cache=PredictionCache(), last_cells=LastCells())
+    context = replace(context, prediction_cache=PredictionCache(), feature_cache=FeatureCache())
     cells = np.flatnonzero(context.scored)
     first = cell_features(context, cells)
     assert cell_features(context, cells)[UNTRAINED] is first[UNTRAINED], "computed once"
@@ -338,7 +338,7 @@ def test_the_ceiling_is_predicted_from_the_other_half_of_labels(
         expected[cells[tested]] = pipeline.fit(genes[~tested], labels[~tested]).predict(
             genes[tested]
         )
-    context = replace(context, prediction_cache=PredictionCache(), last_cells=LastCells())
+    context = replace(context, prediction_cache=PredictionCache(), feature_cache=FeatureCache())
     np.testing.assert_array_equal(predict_from_other_half(context), expected)
     assert len(context.prediction_cache.predictions) == 2
     accuracy = (expected[cells] == labels).mean()

@@ -17,7 +17,7 @@ from cellmill.evaluate.classifiers import dual, logistic, newton
 from cellmill.evaluate.classifiers.dual import FoldFit, fit_folds
 from cellmill.evaluate.classifiers.fitted import NearestCells, make_classifiers, precompute_folds
 from cellmill.evaluate.features import products as products_module
-from cellmill.evaluate.features.products import CellProducts, LastCells, SharedCells, compute_scales
+from cellmill.evaluate.features.products import CellProducts, FeatureCache, SharedCells, compute_scales
 from cellmill.evaluate.methods import REGRESSION, UNSCALED_REGRESSION
 from cellmill.evaluate.prediction_cache import CachedClassifiers, PredictionCache
 from cellmill.evaluate.splits import Fold
@@ -53,7 +53,7 @@ def _cells(n: int, width: int, classes: int) -> tuple[sp.csr_matrix, np.ndarray,
 
 def _components(genes: sp.csr_matrix, train: np.ndarray, components: int) -> np.ndarray:
     cache = PredictionCache()
-    found = fit_components(LastCells().share(genes), train, components, cache)
+    found = fit_components(FeatureCache().share(genes), train, components, cache)
     return found[ScoredMethod(f"PCA{components}")]
 
 
@@ -92,7 +92,7 @@ def test_regression_of_shared_products_equals_scikit_learn(
         monkeypatch.setattr(products_module, "MAX_DOUBLE", 0)
     genes, labels, _ = _cells(n, width, classes)
     fits, tests = _folds(labels)
-    found = fit_folds(LastCells().share(genes).source, fits, standardised)
+    found = fit_folds(FeatureCache().share(genes).source, fits, standardised)
     assert sorted(found) == [0, 1]
     scaler: list[Any] = [StandardScaler(with_mean=False)] if standardised else []
     for number, (fit, test) in enumerate(zip(fits, tests)):
@@ -111,7 +111,7 @@ def test_folds_fitted_together_predict_as_single_fits(monkeypatch: pytest.Monkey
     genes, labels, _ = _cells(60, 200, 3)
     fits, tests = _folds(labels)
     splits = [Fold(0, fit.rows, test) for fit, test in zip(fits, tests)]
-    shared = LastCells().share(genes)
+    shared = FeatureCache().share(genes)
     known: dict[str, np.ndarray] = {}
     precompute_folds(shared, labels, splits, known)
     assert len(known) == 4, "two folds, two regressions"
@@ -142,7 +142,7 @@ def test_tested_cells_leave_no_trace_in_a_fit(monkeypatch: pytest.MonkeyPatch) -
     assert fits[0].rows.tolist() == train.tolist()
     for standardised in (True, False):
         first, second = (
-            fit_folds(LastCells().share(cells).source, fits[:1], standardised)[0][:, train]
+            fit_folds(FeatureCache().share(cells).source, fits[:1], standardised)[0][:, train]
             for cells in (genes, sp.csr_matrix(changed))
         )
         np.testing.assert_allclose(first, second, atol=1e-4)
@@ -161,7 +161,7 @@ def test_products_of_rare_and_common_genes_are_those_of_all(
     monkeypatch.setattr(products_module, "GENE_BLOCK", 30)
     genes, _, _ = _cells(60, 200, 3)
     dense = genes.toarray().astype(np.float64)
-    source = LastCells().share(genes).source
+    source = FeatureCache().share(genes).source
     np.testing.assert_allclose(source.plain, dense @ dense.T, rtol=1e-5)
 
 
@@ -188,7 +188,7 @@ def test_components_of_shared_products_equal_scikit_learn(
 @SHAPES
 def test_neighbours_of_shared_products_equal_scikit_learn(n: int, width: int, classes: int) -> None:
     genes, labels, is_fitted = _cells(n, width, classes)
-    shared = LastCells().share(genes)
+    shared = FeatureCache().share(genes)
     ours = NearestCells(5).fit(shared[is_fitted], labels[is_fitted]).predict(shared[~is_fitted])
     reference = KNeighborsClassifier(5).fit(genes[is_fitted], labels[is_fitted])
     assert ours.tolist() == reference.predict(genes[~is_fitted]).tolist()
@@ -196,10 +196,10 @@ def test_neighbours_of_shared_products_equal_scikit_learn(n: int, width: int, cl
 
 def test_cells_of_equal_content_share_products() -> None:
     genes, _, _ = _cells(60, 200, 3)
-    last_cells = LastCells()
-    shared = last_cells.share(genes)
-    assert last_cells.share(genes.copy()).source is shared.source
-    assert last_cells.share(genes * 2).source is not shared.source
+    feature_cache = FeatureCache()
+    shared = feature_cache.share(genes)
+    assert feature_cache.share(genes.copy()).source is shared.source
+    assert feature_cache.share(genes * 2).source is not shared.source
     whole = SharedCells(shared.source, np.arange(60))
     dense = genes.toarray().astype(np.float64)
     np.testing.assert_allclose(whole.products(whole), dense @ dense.T, rtol=1e-5)

@@ -24,7 +24,7 @@ from sklearn.neighbors import NearestNeighbors
 from cellmill.config.parts.tasks import ClusteringConfig, IntegrationConfig
 from cellmill.evaluate.features import products
 from cellmill.evaluate.features.neighbors import NeighborGraph, jaccard_weights
-from cellmill.evaluate.features.products import LastCells
+from cellmill.evaluate.features.products import FeatureCache
 from cellmill.evaluate.inference.umap import project
 from cellmill.evaluate.methods import TRAINING_COMPONENTS
 from cellmill.evaluate.prediction_cache import PredictionCache
@@ -79,14 +79,14 @@ def test_neighbours_of_shared_products_match_the_features(
         monkeypatch.setattr(products, "MAX_DOUBLE", 0)
     random = np.random.default_rng(0)
     genes = sp.csr_matrix(np.log1p(random.poisson(0.7, (90, 200))).astype(np.float32))
-    shared = LastCells().share(genes)
+    shared = FeatureCache().share(genes)
     cells = random.permutation(90)[:70]
     found = NeighborGraph.build(shared[cells], 12)
     expected = NeighborGraph.build(genes[cells].toarray().astype(np.float64), 12)
     np.testing.assert_array_equal(np.sort(found.indices), np.sort(expected.indices))
     np.testing.assert_allclose(found.distances, expected.distances, rtol=1e-5)
     copies = sp.vstack([genes[:1]] * 4, format="csr")
-    same = NeighborGraph.build(LastCells().share(copies), 2)
+    same = NeighborGraph.build(FeatureCache().share(copies), 2)
     assert not (same.indices == np.arange(4)[:, None]).any(), "a cell is no neighbour of itself"
 
 
@@ -135,7 +135,7 @@ def test_planted_groups_are_found(context: Context) -> None:
     assert abs(score.mean) < 0.1
     assert lost.rows[1:] == result.rows[1:]  # of cached baselines too
     assert "behind" in {verdict.outcome for verdict in lost.verdicts}
-    without_cache = replace(planted, prediction_cache=PredictionCache(), last_cells=LastCells())
+    without_cache = replace(planted, prediction_cache=PredictionCache(), feature_cache=FeatureCache())
     again = Clustering(config).run(without_cache)
     assert again.to_json() == result.to_json()
 

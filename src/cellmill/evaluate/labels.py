@@ -113,7 +113,7 @@ def predict_from_other_half(context: Context) -> np.ndarray:
     predicted = np.full(context.reader.n_obs, "", dtype=labels.dtype)
     if len(chosen.classes) < 2:
         return predicted
-    genes = context.last_cells.share(cell_profiles(context, cells))
+    genes = context.feature_cache.share(cell_profiles(context, cells))
     classifier = {REGRESSION: LogisticRegression(standardised=True)}
     # shuffle cells, sort them by label, and deal them into halves in turn
     order = seeded(seed, draws.HALVES_OF_LABELS).permutation(len(labels))

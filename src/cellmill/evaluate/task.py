@@ -19,7 +19,7 @@ from cellmill.data.genes.names import GeneColumns, match_columns
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.evaluate.evaluated_datasets import EvaluatedDatasets
 from cellmill.evaluate.evaluated_model import EvaluatedModel
-from cellmill.evaluate.features.products import LastCells
+from cellmill.evaluate.features.products import FeatureCache
 from cellmill.evaluate.prediction_cache import PredictionCache
 from cellmill.runs.results import TaskResult
 
@@ -46,7 +46,7 @@ class Context:
     """Section `evaluate`."""
     prediction_cache: PredictionCache = field(default_factory=PredictionCache)
     """Predictions of baselines that were computed before."""
-    last_cells: LastCells = field(default_factory=LastCells)
+    feature_cache: FeatureCache = field(default_factory=FeatureCache)
     """Features of the cells that the previous task read."""
     embedding_cost: Mapping[str, float] = field(default_factory=dict)
     """`seconds` and `peak_gb` of stage `embed`."""

@@ -29,13 +29,13 @@ def cell_features(context: Context, cells: np.ndarray) -> Features:
 
     Consecutive tasks of one process that read the same cells share the arrays: do not change them.
     """
-    features = context.last_cells.find(_sources(context), cells)
+    features = context.feature_cache.find(_sources(context), cells)
     if features is None:
         counts = read_rows(context.reader, cells)
         features = compute_features(context, counts, context.vectors[cells])
         for name, vectors in context.external.items():
             features[ScoredMethod(f"external: {name}", kind="external")] = vectors[cells]
-        context.last_cells.keep(_sources(context), cells, features)
+        context.feature_cache.keep(_sources(context), cells, features)
     return {**features}
 
 
@@ -43,7 +43,7 @@ def cell_profiles(context: Context, cells: np.ndarray) -> sp.csr_matrix:
     """Log-normalised counts of `cells` (indices, ascending): feature ALL_GENES of `cell_features`,
     without the others.
     """
-    kept = context.last_cells.find(_sources(context), cells)
+    kept = context.feature_cache.find(_sources(context), cells)
     if kept is not None:
         return kept[ALL_GENES]
     counts = read_rows(context.reader, cells)

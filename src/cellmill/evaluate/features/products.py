@@ -1,6 +1,6 @@
 """Scalar products of sparse cells, computed once and sliced for every fold, fit and neighbour search.
 
-`LastCells` keeps them, and the features of the cells that a task read last, for the next task.
+`FeatureCache` keeps them, and the features of the cells that a task read last, for the next task.
 """
 
 import hashlib
@@ -82,7 +82,7 @@ class SharedCells:
         return self.source.plain.diagonal()[self.rows]
 
 
-class LastCells:
+class FeatureCache:
     """Features and products of the cells that a task read last, for the next task. Only those of
     one set of cells fit in memory.
     """

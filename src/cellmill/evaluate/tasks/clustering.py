@@ -54,7 +54,7 @@ class Clustering(Task):
         features = cell_features(context, chosen.cells)
         genes = features.pop(ALL_GENES)
         components = ScoredMethod(f"PCA{COMPONENTS} of the scored cells")
-        shared = context.last_cells.share(genes)
+        shared = context.feature_cache.share(genes)
         scaled = StandardScaler(with_mean=False).fit_transform(genes)
         features |= {
             components: shared.source.components,

@@ -58,7 +58,7 @@ def predict_folds(
     """
     labels = predictions.labels
     folds = [*folds]
-    shared = context.last_cells.share(features[ALL_GENES])
+    shared = context.feature_cache.share(features[ALL_GENES])
     if not context.options.classifiers:  # those of other packages cannot read shared products
         features = {**features, ALL_GENES: shared}
         with without_overhead():

@@ -115,7 +115,7 @@ class Integration(Task):
         without Harmony, and random vectors.
         """
         vectors = cell_features(context, cells)
-        principal = context.last_cells.share(vectors.pop(ALL_GENES)).source.components
+        principal = context.feature_cache.share(vectors.pop(ALL_GENES)).source.components
         vectors[PRINCIPAL] = principal
         seed = context.options.seed
         if self.config.harmony:
