@@ -342,15 +342,13 @@ def knock_out(
     path = local_input(input)
     section = options.knock_out
     refuse_overwriting(out, [("--input", path)])
-    network, vocabulary, tokens, _ = load_for_inference(model)
+    loaded = load_for_inference(model)
     with open_dataset(path, counts) as reader:
         reader.counts_rule = counts_rule
-        shifts, embedding = knock_out_genes(
-            reader, network, vocabulary, tokens, options.embed, section
-        )
+        shifts, embedding = knock_out_genes(reader, loaded, options.embed, section)
     shifts.uns["cellmill"] = {
         "model_digest": sha256_file(model / "model.safetensors"),
-        "vocabulary_digest": vocabulary.digest,
+        "vocabulary_digest": loaded.vocabulary.digest,
         **section.model_dump(exclude={"genes"}),
     }
     with create_h5(out) as file:

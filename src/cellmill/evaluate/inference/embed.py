@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.sparse as sp
@@ -141,10 +141,17 @@ class ColumnCounts:
         return float(known / self.chosen_cells[columns.measured].sum())
 
 
-def load_for_inference(folder: Path) -> tuple[Model, Vocabulary, Tokens, dict[str, Any]]:
-    """Read the exported model in `folder`: in eval mode, on a GPU if there is one. Also return its
-    vocabulary, tokens and config.json. Raises DataError for a damaged file.
-    """
+class InferenceModel(NamedTuple):
+    """An exported model that is ready to embed cells."""
+
+    network: Model  # in eval mode, on a GPU if there is one
+    vocabulary: Vocabulary
+    tokens: Tokens
+    config: dict[str, Any]  # its config.json
+
+
+def load_for_inference(folder: Path) -> InferenceModel:
+    """Read the exported model in `folder`. Raises DataError for a damaged file."""
     network, vocabulary, config = load_model(folder)
     if torch.cuda.is_available():
         network.to("cuda")
@@ -153,7 +160,8 @@ def load_for_inference(folder: Path) -> tuple[Model, Vocabulary, Tokens, dict[st
             f"warning: torch {torch.__version__} sees none of this job's GPUs: computing on CPU cores",
             flush=True,
         )
-    return network, vocabulary, spec_of(config, vocabulary.n_genes).tokens, config
+    tokens = spec_of(config, vocabulary.n_genes).tokens
+    return InferenceModel(network, vocabulary, tokens, config)
 
 
 def tokenize_blocks(

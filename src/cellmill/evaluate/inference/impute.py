@@ -18,7 +18,6 @@ import pandas as pd
 import scipy.sparse as sp
 
 from cellmill.config.checks import check_rows
-from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Embed
 from cellmill.config.section import shown
 from cellmill.data.genes.names import match_columns, rows_of_names
@@ -30,6 +29,7 @@ from cellmill.evaluate.inference.embed import (
     ROW_BLOCK,
     ColumnCounts,
     FileCoverage,
+    InferenceModel,
     describe_limits,
     measure_coverage,
 )
@@ -40,7 +40,6 @@ from cellmill.evaluate.seen.seen_cells import mark_seen_cells
 from cellmill.evaluate.tasks.imputation.decoder import decode_expression, find_decoder
 from cellmill.evaluate.tasks.imputation.partly_hidden_cells import PartlyHiddenCells
 from cellmill.files import progress
-from cellmill.models.family import Model
 
 ABOUT_IMPUTATION = "cellmill_imputation"  # uns
 
@@ -55,18 +54,18 @@ class FileImputer:
     def __init__(
         self,
         reader: CountsReader,
-        loaded: tuple[Model, Vocabulary, Tokens, dict[str, Any]],
+        model: InferenceModel,
         folder: Path,
         names: Sequence[str] | None,
         section: Embed,
     ) -> None:
-        """`loaded` is the model in `folder` (`load_for_inference`). `names` are ids or symbols of
-        genes, None for all that the file lacks.
+        """`model` is the one in `folder`. `names` are ids or symbols of genes, None for all that the
+        file lacks.
 
         Raises ConfigError for a model that predicts no expression, or an unknown gene; DataError
         for a file without counts, or one that has all these genes.
         """
-        self._network, self._vocabulary, self._tokens, config = loaded
+        self._network, self._vocabulary, self._tokens, config = model
         if find_decoder(self._network) is None:
             raise ConfigError(
                 f"{folder}: it predicts no expression; export a run with objective cell_decoding, query_decoding, or "

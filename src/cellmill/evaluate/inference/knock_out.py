@@ -6,6 +6,7 @@ Nature 618:616); a gene's shift is the mean over the drawn cells that express it
 with the `null_genes` other genes whose mean expression in the cells that express them is nearest.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import anndata as ad
@@ -13,10 +14,9 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
-from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Embed, KnockOut
 from cellmill.data.arrays import divide, log_normalise, select_columns
-from cellmill.data.genes.names import match_columns, rows_of_names
+from cellmill.data.genes.names import GeneColumns, match_columns, rows_of_names
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.errors import ConfigError, DataError, did_you_mean
@@ -25,22 +25,45 @@ from cellmill.evaluate.draws import draw_cells
 from cellmill.evaluate.features.cell_features import keep_columns, read_rows
 from cellmill.evaluate.inference.embed import (
     Embedding,
+    InferenceModel,
     embed_batches,
     embed_cells,
     read_levels,
     tokenize_blocks,
 )
 from cellmill.files import progress
-from cellmill.models.family import Model
+
+
+@dataclass(frozen=True)
+class DrawnCells:
+    """Cells that genes are removed from, and their embedding with all genes."""
+
+    model: InferenceModel
+    options: Embed
+    columns: GeneColumns
+    counts: sp.csr_matrix  # (cells, columns of the file)
+    levels: np.ndarray | None  # (cells, obs columns): level codes that the model reads, if any
+    profiles: sp.csc_matrix  # (cells, genes of the vocabulary): log(1 + counts per 10,000)
+    directions: np.ndarray  # (cells, width) float64: vectors with all genes, at length 1
+
+    def measure_shifts(self, gene: int) -> tuple[np.ndarray, np.ndarray]:
+        """Cells (indices) that express the gene and another one, and their shifts, float64."""
+        profiles = self.profiles
+        expressing = profiles.indices[profiles.indptr[gene] : profiles.indptr[gene + 1]]
+        block = keep_columns(self.counts[expressing], self.columns.target != gene)
+        per_cell = {"levels": None if self.levels is None else self.levels[expressing]}
+        network, vocabulary, tokens, _ = self.model
+        batches = tokenize_blocks([block], self.columns, vocabulary, tokens, per_cell=per_cell)
+        vectors = embed_batches(
+            batches, network, len(expressing), self.options.token_budget, self.options.precision
+        )
+        shifts = 1 - (_scale_to_unit(vectors) * self.directions[expressing]).sum(1)
+        has_vector = np.isfinite(shifts)
+        return expressing[has_vector], shifts[has_vector]
 
 
 def knock_out_genes(
-    reader: CountsReader,
-    network: Model,
-    vocabulary: Vocabulary,
-    tokens: Tokens,
-    embed: Embed,
-    section: KnockOut,
+    reader: CountsReader, model: InferenceModel, embed: Embed, section: KnockOut
 ) -> tuple[ad.AnnData, Embedding]:
     """Remove one gene at a time from drawn cells; return their shifts, and their embedding with all
     genes.
@@ -50,21 +73,31 @@ def knock_out_genes(
     null_mean, null_sd, z, p (one-sided, at least 1 / (null genes + 1)). Raises DataError as
     `embed_cells`, and if every gene is rare; ConfigError for a gene that is unknown or rare.
     """
+    network, vocabulary, tokens, _ = model
     columns = match_columns(reader, vocabulary)
     if columns.ordered:
         raise DataError(
             f"{reader.path}: its genes are ordered and have no counts; knock_out removes counts from cells"
         )
+    # draw and embed cells
     cells = draw_cells(
         np.arange(reader.n_obs), section.cells, section.seed, draws.KNOCKED_OUT_CELLS
     )
-    drawn = np.isin(np.arange(reader.n_obs), cells)
-    embedding = embed_cells(reader, network, vocabulary, tokens, embed, drawn)
+    is_drawn = np.isin(np.arange(reader.n_obs), cells)
+    embedding = embed_cells(reader, network, vocabulary, tokens, embed, is_drawn)
     counts = read_rows(reader, cells)
     levels = read_levels(reader, network)
-    whole = _scale_to_unit(embedding.vectors)
-
     profiles = log_normalise(select_columns(counts, columns.target, vocabulary.n_genes)).tocsc()
+    drawn = DrawnCells(
+        model,
+        embed,
+        columns,
+        counts,
+        None if levels is None else levels[is_drawn],
+        profiles,
+        _scale_to_unit(embedding.vectors),
+    )
+    # choose genes
     n_expressing = np.diff(profiles.indptr)
     expression = divide(np.asarray(profiles.sum(axis=0)).ravel(), n_expressing)
     usable = np.flatnonzero(n_expressing >= section.min_cells)
@@ -75,32 +108,24 @@ def knock_out_genes(
             f"knock_out.min_cells is {section.min_cells:,}; lower it"
         )
     null_genes = choose_null_genes(removed, usable, expression, section.null_genes)
-
-    def measure_shifts(gene: int) -> tuple[np.ndarray, np.ndarray]:
-        """Drawn cells that express the gene and another one, and their shifts."""
-        expressing = profiles.indices[profiles.indptr[gene] : profiles.indptr[gene + 1]]
-        block = keep_columns(counts[expressing], columns.target != gene)
-        per_cell = {"levels": None if levels is None else levels[drawn][expressing]}
-        batches = tokenize_blocks([block], columns, vocabulary, tokens, per_cell=per_cell)
-        vectors = embed_batches(
-            batches, network, len(expressing), embed.token_budget, embed.precision
-        )
-        shifts = 1 - (_scale_to_unit(vectors) * whole[expressing]).sum(1)
-        is_known = np.isfinite(shifts)
-        return expressing[is_known], shifts[is_known]
-
+    # remove them, and their null genes, one at a time
     measured = sorted({*null_genes}.union(*null_genes.values()))
     title = f"knock_out {reader.path.stem}"
     steps = progress(measured, title, len(measured), "genes", size=lambda gene: 1)
-    shifts_by_gene = {gene: measure_shifts(gene) for gene in steps}
+    shifts_by_gene = {gene: drawn.measure_shifts(gene) for gene in steps}
     genes = _tabulate_genes(null_genes, shifts_by_gene, expression, vocabulary)
     order = np.argsort(-genes["z"].to_numpy(), kind="stable")
-    by_gene = [shifts_by_gene[gene] for gene in removed[order].tolist()]
-    ends = np.cumsum([0, *(len(shifts) for _, shifts in by_gene)])
-    cell_of_shift, shifts = map(np.concatenate, zip(*by_gene))
-    shape = len(cells), len(removed)
-    matrix = sp.csc_matrix((shifts.astype(np.float32), cell_of_shift, ends), shape=shape)
-    return ad.AnnData(matrix.tocsr(), obs=reader.obs.iloc[cells], var=genes.iloc[order]), embedding
+    shifts = [shifts_by_gene[gene] for gene in removed[order].tolist()]
+    matrix = _make_matrix(shifts, len(cells))
+    return ad.AnnData(matrix, obs=reader.obs.iloc[cells], var=genes.iloc[order]), embedding
+
+
+def _make_matrix(shifts: list[tuple[np.ndarray, np.ndarray]], n_cells: int) -> sp.csr_matrix:
+    """(cells, genes) float32: shifts of the cells that express each gene."""
+    ends = np.cumsum([0, *(len(gene_shifts) for _, gene_shifts in shifts)])
+    cell_of_shift, values = map(np.concatenate, zip(*shifts))
+    columns = (values.astype(np.float32), cell_of_shift, ends)
+    return sp.csc_matrix(columns, shape=(n_cells, len(shifts))).tocsr()
 
 
 def choose_null_genes(

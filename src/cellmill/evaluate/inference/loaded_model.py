@@ -42,7 +42,8 @@ class LoadedModel:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._model, self.vocabulary, self._tokens, self.config = load_for_inference(folder)
+        self._inference = load_for_inference(folder)
+        self._model, self.vocabulary, self._tokens, self.config = self._inference
         self.labels: list[str] = list((self.config.get("classifier") or {}).get("labels", ()))
 
     def embed(
@@ -119,9 +120,8 @@ class LoadedModel:
         section = _embed_options("impute", options, ["genes"])
         # imports scikit-learn
         impute = import_module("cellmill.evaluate.inference.impute")
-        loaded = self._model, self.vocabulary, self._tokens, self.config
         with self._open_reader(adata, counts, dataset) as reader:
-            imputer = impute.FileImputer(reader, loaded, self.folder, genes, section)
+            imputer = impute.FileImputer(reader, self._inference, self.folder, genes, section)
             values = np.concatenate([*imputer.blocks()])
             described = imputer.describe()
         for line in imputer.limits(described):
@@ -152,10 +152,11 @@ class LoadedModel:
         section = _embed_options("perturb", options, ["perturbations", *given])
         # imports scikit-learn
         perturb = import_module("cellmill.evaluate.inference.perturb.predict")
-        loaded = self._model, self.vocabulary, self._tokens, self.config
         request = perturb.PerturbRequest(perturbations, **given)
         with self._open_reader(adata, counts, dataset) as reader:
-            response, lines = perturb.predict_response(reader, loaded, self.folder, request, section)
+            response, lines = perturb.predict_response(
+                reader, self._inference, self.folder, request, section
+            )
         for line in lines:
             warnings.warn(f"{dataset}: {line.removeprefix('warning: ')}", stacklevel=2)
         return response

@@ -17,13 +17,12 @@ import anndata as ad
 import numpy as np
 import pandas as pd
 
-from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Embed
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.prepare.qc_lines import list_first
 from cellmill.errors import ConfigError
-from cellmill.evaluate.inference.embed import describe_limits, embed_cells
+from cellmill.evaluate.inference.embed import InferenceModel, describe_limits, embed_cells
 from cellmill.evaluate.inference.label_counts import MAX_NAMES
 from cellmill.evaluate.inference.perturb.comparison import compare_responses
 from cellmill.evaluate.inference.perturb.screen import (
@@ -37,14 +36,13 @@ from cellmill.evaluate.inference.perturb.units import MeasuredUnits, Units, list
 from cellmill.evaluate.seen.seen_cells import Seen, mark_seen_cells
 from cellmill.evaluate.tasks.perturbation.profiles import START
 from cellmill.evaluate.tasks.perturbation.response import ResponseHead
-from cellmill.models.family import Model
 
 ABOUT_RESPONSE = "cellmill_response"  # uns
 
 
 def predict_response(
     reader: CountsReader,
-    loaded: tuple[Model, Vocabulary, Tokens, dict[str, Any]],
+    model: InferenceModel,
     folder: Path,
     request: PerturbRequest,
     section: Embed,
@@ -52,13 +50,13 @@ def predict_response(
     """Responses of a file's controls to the requested perturbations, and lines on what limits their
     use.
 
-    `loaded` is the model in `folder` (`load_for_inference`). The result has a row per unit and a
+    `model` is the one in `folder`. The result has a row per unit and a
     column per gene: X, float32, is the change; layers `control` (mean of the controls),
     `expression` (their sum, at least 0) and, if cells of the file were measured, `measured` (NaN
     for other units). Raises ConfigError for a model without responses, or an unknown perturbation;
     DataError as `embed_cells`, and for a file without counts or with too few controls.
     """
-    network, vocabulary, tokens, config = loaded
+    network, vocabulary, tokens, config = model
     check_request(request)
     head = ResponseHead.find(network, section.precision)
     if head is None:
