@@ -95,8 +95,8 @@ class ScoreColumn:
         return self.n_units or int(np.isfinite(scores).any(axis=0).sum())
 
     def gap(self) -> Gap | None:
-        """What the best methods close of the gap between the best trivial method and the ceiling;
-        None without these.
+        """Gap between the best trivial method and the ceiling, with the shares that the best model and
+        the best baseline close. None without a trivial method or a ceiling.
         """
         if not self.trivial or self.ceiling is None:
             return None

@@ -31,8 +31,8 @@ class Context:
     dataset: str
     reader: CountsReader
     scored: np.ndarray
-    """Cells to judge on, `(n_obs,)` bool: unseen in training unless `options.cells` is all, and
-    with an embedding.
+    """Cells to score, `(n_obs,)` bool: those with an embedding that the model was not trained on, or
+    if `options.cells` is all, all with an embedding.
     """
     vectors: np.ndarray
     """Embeddings of all cells, `(n_obs, hidden)` float32; NaN rows for cells without a known gene."""
@@ -76,8 +76,9 @@ class Context:
 
 
 class Skipped(Exception):
-    """Raised by a task that does not apply to a dataset, with the reason and single values of the
-    result.
+    """Raised by a task that does not apply to a dataset.
+
+    The result then has the reason and the `figures`, its single values by name.
     """
 
     def __init__(self, reason: str, figures: Mapping[str, Any] | None = None) -> None:
@@ -101,9 +102,7 @@ class Task:
 
 
 def run_task(task: Task, context: Context) -> TaskResult:
-    """Result of a task. Its rows name the labels that the model was trained with
-    (`Context.supervision_note`).
-    """
+    """Run a task on one dataset. The model's rows get the note `Context.supervision_note`."""
     try:
         with threadpool_limits(1):  # sums in one order: the same scores on any number of cores
             result = task.run(context)

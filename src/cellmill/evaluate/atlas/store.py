@@ -63,12 +63,12 @@ class AtlasRecord(Section):
     n_reference: int = Field(ge=0)
     """Number of cells with a distance in reference.npy."""
     held_out: Literal["donor", "cell"]
-    """Which cells are no neighbours of a cell of reference.npy: those of its donor, or in an atlas of
-    one donor only the cell itself.
+    """Cells that do not count as neighbours of a cell of reference.npy: all cells of its donor, or in
+    an atlas of one donor only the cell itself.
     """
     accuracy: float | None
-    """Share of these cells, as far as they are labelled, to which the others' vote gives their label;
-    null without labels.
+    """Share of the labelled cells of reference.npy whose label the other cells' vote predicts; null
+    without labels.
     """
     datasets: list[str]
     """Names of the datasets."""

@@ -1,7 +1,7 @@
 """Labels of cells by a vote of donors over the cells of their nearest points.
 
-Every donor of a dataset has one vote, which is divided over the labels of its cells among the
-neighbours: a donor of many cells counts as much as a donor of few.
+Every donor of a dataset has one vote, divided over the labels of its cells among the neighbours. So a
+donor of many cells counts as much as a donor of few.
 """
 
 from typing import NamedTuple

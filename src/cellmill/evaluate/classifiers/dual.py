@@ -1,13 +1,14 @@
 """Logistic regression on sparse features Z, by weights of the cells (`newton.py`).
 
-Coefficients are Zᵀa of weights a of the cells, so a fit needs only products with ZZᵀ. The fits of all
-folds take their steps together: one product of shared products of cells (`features.products`) with
-the weights of all fits, which are 0 for cells that a fit does not read, costs little more than that
-of one fit.
+Coefficients are Zᵀa for weights a of the cells, so a fit needs only products with ZZᵀ
+(`features.products`). The fits of all folds take their steps together. One product of ZZᵀ with the
+weights of all fits costs little more than with the weights of one. Weights are 0 for cells that a fit
+does not read.
 
-Standard deviations are of the fitted cells, so each fit has a ZZᵀ of its own. A shared one K, scaled by
-all cells, stands in for it: the fit adds the constants (ZZᵀ - K) a to the logits, computes them again
-from the weights that it finds, and repeats this until they stay. Nothing of K is left in the result.
+Standard deviations are computed over the fitted cells, so each fit has a ZZᵀ of its own. A shared
+matrix K, scaled by all cells, stands in for it. The fit adds the constants (ZZᵀ - K) a to the logits,
+computes them again from the new weights, and repeats this until they stay. The result does not depend
+on K.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,7 +42,7 @@ class FoldFit:
 
 
 def fit_weights(features: Any, targets: np.ndarray) -> np.ndarray:
-    """Weights `(classes, cells)` of the `features`, `(cells, width)`, and of a constant feature of 1.
+    """Fitted weights `(classes, cells)` for `features`, `(cells, width)`, and a constant feature of 1.
 
     `features` are sparse, or dense if they are small. `targets` are one-hot, `(classes, cells)`.
     """
@@ -125,7 +126,7 @@ class _FoldFits:
         return self._multiply_scaled(converged) if converged else {}
 
     def _search(self, starts: ByFit, constants: ByFit) -> ByFit:
-        """Weights at the optima, of shared products; the fits take their steps together."""
+        """Weights at the optima, from the shared products; the fits take their steps together."""
         searches: dict[int, Search] = {}
         for number, start in starts.items():
             targets = self.fits[number].targets
@@ -151,11 +152,11 @@ class _FoldFits:
         return optima
 
     def _multiply(self, weights: ByFit) -> ByFit:
-        """Logits of all cells, of shared products."""
+        """Logits of all cells, from the shared products."""
         return self._finish(weights, self._stack(weights) @ self.products)
 
     def _multiply_scaled(self, weights: ByFit) -> ByFit:
-        """Logits of all cells, of genes divided by standard deviations over the cells of each fit."""
+        """Logits of all cells, from genes divided by their standard deviations over each fit's cells."""
         coefficients = self.cells.T @ np.ascontiguousarray(self._stack(weights).T)
         for number, columns in _split(weights, coefficients.T):
             columns *= self._shares[number]

@@ -1,7 +1,7 @@
 """Classifiers fitted on every kind of features.
 
-Every kind gets nearest neighbours and logistic regression (`logistic.py`), which runs on both
-standardised and unchanged features: standardising raises the weight of small principal components,
+Every kind gets nearest neighbours and logistic regression (`logistic.py`). The regression runs on
+standardised and on unchanged features. Standardising raises the weight of small principal components,
 which helps or hurts depending on the number of cells.
 """
 
@@ -106,10 +106,10 @@ def without_overhead() -> Iterator[None]:
 def fit_all(
     features: Features, labels: np.ndarray, neighbors: int, context: Context
 ) -> dict[ScoredMethod, CachedClassifiers]:
-    """Classifiers by features; `features` are `(cells, width)` each, dense or sparse.
+    """Classifiers by features, `(cells, width)` each, dense or sparse.
 
-    With a classifier of another package, whose code may change, no prediction is saved. Genes by
-    rank have only the standardised regression.
+    Predictions of other packages' classifiers are never saved, because their code may change. Genes
+    by rank have only the standardised regression.
     """
     known = context.prediction_cache
     installed = context.options.classifiers

@@ -1,9 +1,9 @@
 """Embed the cells of an .h5ad file with an exported model, and check that the result can be used.
 
 Cells are tokenized as for the shards and packed without padding; the token budget only changes
-rounding. An embedding without most of the model's genes does not represent the whole cell: on 700
-PBMC the cosine to the whole cell's vector was .97 without half of the genes, and .81 without nine
-tenths.
+rounding. An embedding without most of the model's genes does not represent the whole cell. On 700
+PBMC, the cosine to the vector of the whole cell was .97 without half of the genes, and .81 without
+nine tenths.
 """
 
 import os
@@ -86,7 +86,7 @@ def gene_coverage(columns: GeneColumns, vocabulary: Vocabulary) -> GeneCoverage:
 
 @dataclass(frozen=True)
 class FileCoverage:
-    """What of a file the model knows."""
+    """Counts and genes of a file that the model knows."""
 
     coverage_frac: float  # fraction of the cells' counts that fall on genes of the vocabulary
     n_without_genes: int
@@ -99,7 +99,7 @@ class FileCoverage:
 
 @dataclass(frozen=True)
 class Embedding(FileCoverage):
-    """Vectors of cells, and what of the file the model knows."""
+    """Vectors of cells, and the coverage of their file."""
 
     # `(cells, hidden)` float32; NaN where a cell has no gene that the model knows
     vectors: np.ndarray
@@ -257,8 +257,10 @@ def measure_coverage(
     column_counts: ColumnCounts,
     has_genes: np.ndarray,
 ) -> FileCoverage:
-    """What the model knows of a file that was read. `columns` are those of `match_columns`;
-    `has_genes`, bool (cells,), is False for cells without a gene of the model.
+    """Coverage of a file that was read to its end.
+
+    `columns` are the result of `match_columns`. `has_genes`, bool (cells,), is False for cells
+    without a gene of the model.
 
     Raises DataError as `embed_cells`.
     """

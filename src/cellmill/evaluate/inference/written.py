@@ -1,4 +1,4 @@
-"""What `cellmill predict` and `cellmill map` write to an AnnData: names, and the removal of earlier
+"""Names of what `cellmill predict` and `cellmill map` write to an AnnData, and the removal of earlier
 predictions.
 """
 

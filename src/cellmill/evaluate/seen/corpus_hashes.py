@@ -67,11 +67,11 @@ class HashedCorpus(NamedTuple):
         return [hashes[order].T]
 
     def completions(self, lacked: np.ndarray) -> np.ndarray | None:
-        """What a small count of one of the genes `lacked`, bool `(n_genes,)`, adds to the sum that a
-        digest is made from, uint64; at most MAX_COMPLETIONS. None with shards, and for more genes.
+        """Terms, uint64 `(n,)`, that small counts of the genes `lacked`, bool `(n_genes,)`, add to the
+        sum that a digest is made from. None with shards, or for more genes than MAX_COMPLETIONS.
 
-        Digests cannot be computed over fewer genes. But the sum of a cell that lacks one gene, plus
-        the right one of these, is the sum of the whole cell.
+        Digests cannot be computed over fewer genes. But if a file lacks one gene of a cell, the sum
+        of the other genes plus one of these terms is the sum of the whole cell.
         """
         genes = hash_genes(np.array(self.genes.gene_ids, object)[lacked])
         n_counts = min(MAX_COMPLETED_COUNT, MAX_COMPLETIONS // len(genes))

@@ -1,4 +1,4 @@
-"""Where the training cells of a model and of its ancestors are found.
+"""Training cells of a model and of its ancestors, from digest lists and shards.
 
 The folder of an exported model has a digest list of its training and validation cells, and those of
 its ancestors as far as they were known. If the folder is still inside that of its run,

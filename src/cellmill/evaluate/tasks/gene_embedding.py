@@ -1,8 +1,8 @@
 """Task `gene_embedding`: genes of sets, and transcription factors, recognised by their vectors
 (docs/evaluation.md).
 
-The genes of the folds are the genes of all sets plus a draw of others that training cells express:
-otherwise a set could be recognised just because the model never saw the other genes.
+Folds divide the genes of all sets, and a draw of other genes that training cells express. Genes that
+the model never saw are left out: they would make any set easy to recognise.
 """
 
 from collections.abc import Mapping

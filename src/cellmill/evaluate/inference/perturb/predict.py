@@ -1,11 +1,11 @@
 """Predicted response of the control cells of a file to perturbations, by a model with objective
 perturbation_response.
 
-A response is the change that task `perturbation` scores as row `response head`: the mean over
-controls of the expected log(1 + counts per 10,000) with minus without the perturbation, in each
-stratum (a batch of a donor), weighted by strata. Half of the controls of a stratum, at most
-128, are predicted from. If the file has perturbed cells too, their change is measured from the
-other half, and compared with the prediction.
+A response is the change that task `perturbation` scores as row `response head`: the expected
+log(1 + counts per 10,000) with minus without the perturbation. It is averaged over the controls of
+each stratum (a batch of a donor), then over strata. Half of the controls of a stratum, at most 128,
+are predicted from. If the file has perturbed cells too, their change is measured from the other half,
+and compared with the prediction.
 
 Legend: U units (a perturbation, and a value of option `by`), G genes.
 """

@@ -53,8 +53,9 @@ def predict_folds(
 ) -> None:
     """Record the predicted classes of the test cells of each fold in `predictions`.
 
-    `with_fitted_features` adds the majority class, and features fitted on the training cells:
-    principal components, and the embedding joined to the components of the model's training cells.
+    `features` are those of all cells, `(cells, width)` each. `with_fitted_features` adds the majority
+    class, and features fitted on the training cells of a fold: principal components, and the
+    embedding joined to the components of the model's training cells.
     """
     labels = predictions.labels
     folds = [*folds]
@@ -78,16 +79,22 @@ def predict_folds(
             fold_features = {**features, RANKED: ranked.select(train, labels[train])}
             fold_features |= fitted_components
             if with_fitted_features and TRAINING_COMPONENTS in features:
-                scaler = StandardScaler().fit(features[EMBEDDING][train])
-                scaled = scaler.transform(features[EMBEDDING])
-                joined = np.hstack([scaled, features[TRAINING_COMPONENTS]])
-                fold_features[WITH_COMPONENTS] = joined
+                fold_features[WITH_COMPONENTS] = _join_components(features, train)
             train_features = select_cells(fold_features, train)
             classifiers = fit_all(train_features, labels[train], neighbors, context)
             predicted = predict_all(classifiers, select_cells(fold_features, test))
         if with_fitted_features:
             predicted[MAJORITY] = predict_majority(labels[train], len(test))
         predictions.record(condition, fold.repetition, test, predicted)
+
+
+def _join_components(features: Features, train: np.ndarray) -> np.ndarray:
+    """Embedding, standardised on cells `train` (indices), next to the components of the model's training
+    cells: `(cells, width + components)`.
+    """
+    scaler = StandardScaler().fit(features[EMBEDDING][train])
+    scaled = scaler.transform(features[EMBEDDING])
+    return np.hstack([scaled, features[TRAINING_COMPONENTS]])
 
 
 def fit_components(

@@ -1,8 +1,7 @@
 """Cells with genes that are hidden from the model.
 
-A hidden gene is treated as one that was not measured: its counts are removed before anything is
-computed from a cell, and a model whose tokens include zeros (`tokens.zero_frac`) does not see it as
-a zero.
+A hidden gene is treated as one that was not measured. Its counts are removed before anything is
+computed from a cell. A model whose tokens include zeros (`tokens.zero_frac`) gets no zero for it.
 
 Legend: C cells, F columns of the file, V genes of the vocabulary, G hidden genes, H hidden width.
 """

@@ -104,10 +104,7 @@ class HeldOut:
         if split_file is not None:
             cells["group"] = cells["perturbation"] + " | " + cells["context"]
         if role == DOSE:
-            cells["group"] = cells["perturbation"] + " | " + cells["dose"]
-            has_dose = np.isfinite(log_doses(cells["dose"].to_numpy(str)))
-            no_dose = cells["perturbation"][cells["is_usable"] & ~has_dose].unique().tolist()
-            cells["is_usable"] &= has_dose
+            no_dose = _group_by_dose(cells)
         usable = cells[cells["is_usable"]]
         groups = usable.groupby("group")
         is_unseen = groups["is_scored"].sum() >= UNSEEN_FRAC * groups.size()
@@ -352,6 +349,17 @@ def _tabulate_cells(
     # one sortable name for each unit
     cells["unit"] = cells["perturbation"] + " | " + cells["dose"] + " | " + cells["context"]
     return cells
+
+
+def _group_by_dose(cells: pd.DataFrame) -> list[str]:
+    """Hold out each dose of a perturbation by itself. Cells without a dose become unusable; return
+    their perturbations.
+    """
+    cells["group"] = cells["perturbation"] + " | " + cells["dose"]
+    has_dose = np.isfinite(log_doses(cells["dose"].to_numpy(str)))
+    no_dose: list[str] = cells["perturbation"][cells["is_usable"] & ~has_dose].unique().tolist()
+    cells["is_usable"] &= has_dose
+    return no_dose
 
 
 def _tabulate_units(usable: pd.DataFrame, is_unseen: pd.Series) -> pd.DataFrame:
