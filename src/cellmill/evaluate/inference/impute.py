@@ -91,7 +91,15 @@ class FileImputer:
             if names is not None:
                 which = f"all {len(named):,} named genes; name some that it lacks"
             raise DataError(f"{reader.path}: it measures {which}")
-        self.about: dict[str, Any] = {
+        self.about = self._describe(config, measured)
+        if names is not None:
+            self.about["named_and_measured"] = self._ids(np.intersect1d(named, measured))
+
+    def _describe(self, config: dict[str, Any], measured: np.ndarray) -> dict[str, Any]:
+        """Entries of uns: the model, whose config.json is `config`, its regression, and the genes that
+        the file has, `measured` rows of the vocabulary.
+        """
+        about = {
             "model_digest": config["weights_sha256"],
             "vocabulary_digest": self._vocabulary.digest,
             "method": "decoder" if self._ridge is None else "decoder + ridge",
@@ -99,11 +107,10 @@ class FileImputer:
             "measured_genes": self._ids(measured),
         }
         if self._ridge is not None:
-            self.about["decoder_weight"] = float(self._ridge.decoder_weight[0])
+            about["decoder_weight"] = float(self._ridge.decoder_weight[0])
             if self._ridge.validation_correlation is not None:
-                self.about["validation_correlation"] = self._ridge.validation_correlation
-        if names is not None:
-            self.about["named_and_measured"] = self._ids(np.intersect1d(named, measured))
+                about["validation_correlation"] = self._ridge.validation_correlation
+        return about
 
     def _ids(self, genes: np.ndarray) -> list[str]:
         return [self._vocabulary.gene_ids[gene] for gene in genes]

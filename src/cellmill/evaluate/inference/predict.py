@@ -86,6 +86,11 @@ class Predicted(Written):
                 lines.append(f"{name}: {int(column.sum()):,}")
         return "\n    ".join(lines + self.agreement)
 
+    def add_agreement(self, suffix: str, figures: dict[str, Any], lines: list[str]) -> None:
+        """Add the agreement of one head with the file; names of `figures` get the head's suffix."""
+        self.about.update({key + suffix: value for key, value in figures.items()})
+        self.agreement.extend(lines)
+
     @property
     def labels(self) -> pd.Categorical:
         """(cells,), of the first head of labels."""
@@ -161,8 +166,7 @@ def predict_heads(
             assigned = np.asarray(predicted.obs[LABEL + suffix], object)
             stated = label_texts(obs[column], classifier["labels"])
             figures, lines = compare_labels(column, stated, assigned, classifier["labels"], seen)
-            predicted.about.update({key + suffix: value for key, value in figures.items()})
-            predicted.agreement.extend(lines)
+            predicted.add_agreement(suffix, figures, lines)
     regressions = find_regressions(model.objective)
     for name, head in regressions.items():
         suffix = f"_{name}" if len(regressions) > 1 else ""
@@ -176,8 +180,7 @@ def predict_heads(
         in_units = head.config.loss != "pearson"
         mean = head.config.target_mean if in_units else None
         figures, lines = compare_numbers(column, stated, numbers.astype(np.float64), mean, seen)
-        predicted.about.update({key + suffix: value for key, value in figures.items()})
-        predicted.agreement.extend(lines)
+        predicted.add_agreement(suffix, figures, lines)
     return predicted
 
 

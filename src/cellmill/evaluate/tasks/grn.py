@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.sparse as sp
@@ -55,21 +55,35 @@ class Grn(GeneTask):
         """AUROC and AUPRC of each kind of features. Raises DataError where too few edges have genes
         of the model.
         """
+        is_expressed = np.asarray(profiles.sum(axis=0)).ravel() > 0
+        network, figures = self._read_network(context, is_expressed)
+        similarities = compare_genes(vectors, profiles, network)
+        if self.config.absolute:
+            similarities = {name: np.abs(values) for name, values in similarities.items()}
+        columns, pooled = _rank_pairs(similarities, network, context.options.seed)
+        rows = [replace(row, numbers=pooled[row.method]) for row in table_rows(columns)]
+        return tabulate(columns, figures, rows=rows)
+
+    def _read_network(
+        self, context: Context, is_expressed: np.ndarray
+    ) -> tuple[RegulatoryNetwork, dict[str, Any]]:
+        """Network of the file's edges between genes of the mask `is_expressed`, (genes,) bool, and figures
+        for metrics.json. Prints the coverage.
+        """
         config = self.config
         path = Path(config.edges)
         vocabulary = context.model.vocabulary
         edges = read_edges(path)
-        is_expressed = np.asarray(profiles.sum(axis=0)).ravel() > 0
         known = select_known_edges(edges, vocabulary, is_expressed)
         n_known = len(known)
         if n_known < config.min_edges:
             named = rows_of_names(chain.from_iterable(edges), vocabulary)
             absent = sorted(name for name, row in named.items() if row < 0)
-            such = f", not {', '.join(absent[:3])}" if absent else ""
+            examples = f", not {', '.join(absent[:3])}" if absent else ""
             raise DataError(
                 f"{path}: {len(edges) - n_known:,} of {len(edges):,} edges have a gene that the model does not know or "
                 f"its training cells do not express; expected {config.min_edges:,} others, got {n_known:,}: name genes "
-                f"by Ensembl id or current symbol{such}, or lower evaluate.tasks.grn.min_edges"
+                f"by Ensembl id or current symbol{examples}, or lower evaluate.tasks.grn.min_edges"
             )
         network = build_network(known, config.min_targets)
         n_factors = len(network.factors)
@@ -85,10 +99,6 @@ class Grn(GeneTask):
             raise DataError(
                 f"{path}: {line}; lower evaluate.tasks.grn.min_targets, or give more edges"
             )
-        similarities = compare_genes(vectors, profiles, network)
-        if config.absolute:
-            similarities = {name: np.abs(values) for name, values in similarities.items()}
-        columns, pooled = _rank_pairs(similarities, network, context.options.seed)
         figures = {
             "edges": len(edges),
             "known_edges": n_known,
@@ -97,8 +107,7 @@ class Grn(GeneTask):
             "share_of_edges": float(network.is_edge[network.is_candidate].mean()),
             "left_out": left_out or "none",
         }
-        rows = [replace(row, numbers=pooled[row.method]) for row in table_rows(columns)]
-        return tabulate(columns, figures, rows=rows)
+        return network, figures
 
 
 def read_edges(path: Path) -> list[tuple[str, str]]:
