@@ -69,6 +69,7 @@ def map_vectors(atlas: CellAtlas, vectors: np.ndarray, seen: Seen, section: Map)
     scale = np.float32(record.scale)
     mapped = _join(list(_map_blocks(atlas, vectors, section)))
     distance = mean_distance(mapped.distances) * scale
+    # compare the distances of new cells with the reference
     is_new = ~mapped.in_atlas if seen.cells is None else ~mapped.in_atlas & ~seen.cells
     n_reference = len(atlas.reference)
     is_new &= np.isfinite(distance) & (n_reference > 0)
@@ -76,10 +77,7 @@ def map_vectors(atlas: CellAtlas, vectors: np.ndarray, seen: Seen, section: Map)
     refused = _is_refused(percentile, section.refuse_frac)
     codes = np.where(refused, NO_LABEL, mapped.codes)
     points = mapped.points
-    has_neighbor = points[:, 0] != NOWHERE
     neighbors = np.where(points == NOWHERE, NOWHERE, atlas.first_cells[points])
-    nearest = np.full(len(points), "", object)
-    nearest[has_neighbor] = [atlas.name_cell(cell) for cell in neighbors[has_neighbor, 0].tolist()]
     obs: dict[str, Any] = {
         LABEL: pd.Categorical.from_codes(codes, mapped.names),
         AGREEMENT: mapped.agreement.astype(np.float32),
@@ -88,7 +86,7 @@ def map_vectors(atlas: CellAtlas, vectors: np.ndarray, seen: Seen, section: Map)
         PERCENTILE: percentile.astype(np.float32),
         REFUSED: refused,
         IN_ATLAS: mapped.in_atlas,
-        NEAREST: nearest,
+        NEAREST: _name_cells(atlas, neighbors[:, 0]),
     }
     if seen.cells is not None:
         obs[SEEN] = seen.cells
@@ -129,6 +127,14 @@ class _MappedCells:
     n_donors: np.ndarray  # (cells,) int64
     names: list[str]
     is_ontology: bool
+
+
+def _name_cells(atlas: CellAtlas, cells: np.ndarray) -> np.ndarray:
+    """(n,) object: dataset and row of each of `cells`, (n,) int64; empty for NOWHERE."""
+    names = np.full(len(cells), "", object)
+    is_cell = cells != NOWHERE
+    names[is_cell] = [atlas.name_cell(cell) for cell in cells[is_cell].tolist()]
+    return names
 
 
 def _percentiles(atlas: CellAtlas, distances: np.ndarray) -> np.ndarray:

@@ -91,11 +91,11 @@ class FileImputer:
             if names is not None:
                 which = f"all {len(named):,} named genes; name some that it lacks"
             raise DataError(f"{reader.path}: it measures {which}")
-        self.about = self._describe(config, measured)
+        self.about = self._make_about(config, measured)
         if names is not None:
             self.about["named_and_measured"] = self._ids(np.intersect1d(named, measured))
 
-    def _describe(self, config: dict[str, Any], measured: np.ndarray) -> dict[str, Any]:
+    def _make_about(self, config: dict[str, Any], measured: np.ndarray) -> dict[str, Any]:
         """Entries of uns: the model, whose config.json is `config`, its regression, and the genes that
         the file has, `measured` rows of the vocabulary.
         """
