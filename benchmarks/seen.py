@@ -38,8 +38,8 @@ from cellmill.data.shards.cell_digests import (
 )
 from cellmill.data.shards.manifest import READ, Manifest
 from cellmill.data.shards.reader import read_names
-from cellmill.evaluate.seen.corpus_hashes import HashedCorpus
 from cellmill.evaluate.seen.copies import find_barcodes, find_equal_cells
+from cellmill.evaluate.seen.corpus_hashes import HashedCorpus
 
 Copy = Callable[[ad.AnnData, np.random.Generator], ad.AnnData]
 SHARD = {"shard": {"test_frac": 0.3, "val_frac": 0.1, "duplicates": "keep"}}

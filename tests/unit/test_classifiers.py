@@ -184,7 +184,11 @@ def test_components_are_stored_by_their_training_cells(tmp_path: Path) -> None:
         fit_components(shared, train, 3, again)[ScoredMethod("PCA3")], expected
     )
     assert len(again.predictions) == 1
-    others = [(shared, train + 1, 3), (shared, train, 2), (FeatureCache().share(genes * 2), train, 3)]
+    others = [
+        (shared, train + 1, 3),
+        (shared, train, 2),
+        (FeatureCache().share(genes * 2), train, 3),
+    ]
     for other in others:
         assert len(fit_components(*other, again)) == 1
     assert len(again.predictions) == 1 + len(others)

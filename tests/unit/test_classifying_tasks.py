@@ -26,6 +26,7 @@ from cellmill.config.evaluate import Evaluate
 from cellmill.config.parts.tasks import FewShotConfig, LeaveOutConfig, LowDepthConfig, ProbeConfig
 from cellmill.config.run import Embed
 from cellmill.data.arrays import log_normalise, select_columns
+from cellmill.evaluate.classifiers.class_predictions import CLASS_METRICS, ClassPredictions
 from cellmill.evaluate.features import cell_features as features_module
 from cellmill.evaluate.features import chosen_genes
 from cellmill.evaluate.features.cell_features import cell_features, compute_features, read_rows
@@ -42,7 +43,6 @@ from cellmill.evaluate.methods import (
     WITH_COMPONENTS,
 )
 from cellmill.evaluate.prediction_cache import PredictionCache
-from cellmill.evaluate.classifiers.class_predictions import CLASS_METRICS, ClassPredictions
 from cellmill.evaluate.scores import ScoreColumn, table_rows
 from cellmill.evaluate.splits import draw_shots, split_by_class, split_groups
 from cellmill.evaluate.task import Context, run_task

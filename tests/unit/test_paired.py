@@ -6,9 +6,13 @@ import numpy as np
 import pytest
 from sklearn.metrics import accuracy_score, f1_score
 
-from cellmill.evaluate.methods import ALL_GENES, EMBEDDING, MAJORITY
+from cellmill.evaluate.classifiers.class_predictions import (
+    NOT_TESTED,
+    ClassPredictions,
+    cell_scores,
+)
 from cellmill.evaluate.intervals import Estimate, paired_difference, share_closed
-from cellmill.evaluate.classifiers.class_predictions import NOT_TESTED, ClassPredictions, cell_scores
+from cellmill.evaluate.methods import ALL_GENES, EMBEDDING, MAJORITY
 from cellmill.evaluate.scores import ScoreColumn, table_rows, tabulate
 from cellmill.evaluate.tasks.perturbation.baselines import MEAN, NO_CHANGE
 from cellmill.evaluate.tasks.perturbation.task import CEILING

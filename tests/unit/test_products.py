@@ -17,7 +17,12 @@ from cellmill.evaluate.classifiers import dual, logistic, newton
 from cellmill.evaluate.classifiers.dual import FoldFit, fit_folds
 from cellmill.evaluate.classifiers.fitted import NearestCells, make_classifiers, precompute_folds
 from cellmill.evaluate.features import products as products_module
-from cellmill.evaluate.features.products import CellProducts, FeatureCache, SharedCells, compute_scales
+from cellmill.evaluate.features.products import (
+    CellProducts,
+    FeatureCache,
+    SharedCells,
+    compute_scales,
+)
 from cellmill.evaluate.methods import REGRESSION, UNSCALED_REGRESSION
 from cellmill.evaluate.prediction_cache import CachedClassifiers, PredictionCache
 from cellmill.evaluate.splits import Fold

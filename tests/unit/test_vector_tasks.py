@@ -135,7 +135,9 @@ def test_planted_groups_are_found(context: Context) -> None:
     assert abs(score.mean) < 0.1
     assert lost.rows[1:] == result.rows[1:]  # of cached baselines too
     assert "behind" in {verdict.outcome for verdict in lost.verdicts}
-    without_cache = replace(planted, prediction_cache=PredictionCache(), feature_cache=FeatureCache())
+    without_cache = replace(
+        planted, prediction_cache=PredictionCache(), feature_cache=FeatureCache()
+    )
     again = Clustering(config).run(without_cache)
     assert again.to_json() == result.to_json()
 

@@ -73,7 +73,9 @@ class Clustering(Task):
                 scores = {}
                 for method, clusters in clusters_by_method.items():
                     by_seed = clusters.at_fixed if level == fixed else clusters.at_best
-                    scores[method] = np.stack([score(labels, cluster_ids) for cluster_ids in by_seed])
+                    scores[method] = np.stack(
+                        [score(labels, cluster_ids) for cluster_ids in by_seed]
+                    )
                 columns.append(ScoreColumn(f"{metric}, {level}", f"{metric}, {level}", scores))
         rows = table_rows(columns)
         for row in rows:

@@ -107,9 +107,7 @@ def predict_response(
     return response, [*notes, *limits, *describe_limits(embedding)]
 
 
-def _share_strata(
-    screen: PerturbationScreen, units: Units, measured: MeasuredUnits
-) -> np.ndarray:
+def _share_strata(screen: PerturbationScreen, units: Units, measured: MeasuredUnits) -> np.ndarray:
     """(U, strata) float64: share of each stratum in the measured cells of a unit, or else in the controls
     with its value of `by`.
     """

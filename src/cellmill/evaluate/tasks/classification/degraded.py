@@ -18,6 +18,7 @@ import scipy.sparse as sp
 from cellmill.config.parts.tasks import DegradedConfig
 from cellmill.data.arrays import counts_per_10k, log_normalise, select_columns
 from cellmill.evaluate import draws
+from cellmill.evaluate.classifiers.class_predictions import ClassPredictions
 from cellmill.evaluate.classifiers.fitted import (
     fit_all,
     predict_all,
@@ -38,7 +39,6 @@ from cellmill.evaluate.methods import (
     select_cells,
     stack_cells,
 )
-from cellmill.evaluate.classifiers.class_predictions import ClassPredictions
 from cellmill.evaluate.scores import tabulate
 from cellmill.evaluate.splits import Fold, split_by_class
 from cellmill.evaluate.task import Context, Skipped, Task

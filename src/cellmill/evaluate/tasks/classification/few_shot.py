@@ -3,9 +3,9 @@
 """
 
 from cellmill.config.parts.tasks import FewShotConfig
+from cellmill.evaluate.classifiers.class_predictions import ClassPredictions
 from cellmill.evaluate.features.cell_features import cell_features
 from cellmill.evaluate.labels import labelled_cells, predict_from_other_half
-from cellmill.evaluate.classifiers.class_predictions import ClassPredictions
 from cellmill.evaluate.scores import tabulate
 from cellmill.evaluate.splits import draw_shots
 from cellmill.evaluate.task import Context, Task

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 from sklearn.preprocessing import StandardScaler
 
+from cellmill.evaluate.classifiers.class_predictions import ClassPredictions
 from cellmill.evaluate.classifiers.fitted import (
     fit_all,
     precompute_folds,
@@ -36,7 +37,6 @@ from cellmill.evaluate.methods import (
     select_cells,
 )
 from cellmill.evaluate.prediction_cache import PredictionCache
-from cellmill.evaluate.classifiers.class_predictions import ClassPredictions
 from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.task import Context
 from cellmill.runs.results import ScoredMethod
@@ -69,7 +69,8 @@ def predict_folds(
     if with_fitted_features:
         with without_overhead():
             components = [
-                fit_components(shared, fold.train, COMPONENTS, context.prediction_cache) for fold in folds
+                fit_components(shared, fold.train, COMPONENTS, context.prediction_cache)
+                for fold in folds
             ]
     ranked = RankedGenes(shared.matrix)
     for fold, fitted_components in zip(folds, components):

@@ -11,9 +11,9 @@ import numpy as np
 import pandas as pd
 
 from cellmill.config.parts.tasks import LeaveOutConfig
+from cellmill.evaluate.classifiers.class_predictions import ClassPredictions
 from cellmill.evaluate.features.cell_features import cell_features
 from cellmill.evaluate.labels import labelled_cells, predict_from_other_half
-from cellmill.evaluate.classifiers.class_predictions import ClassPredictions
 from cellmill.evaluate.scores import ScoreColumn, tabulate
 from cellmill.evaluate.splits import Fold, split_groups
 from cellmill.evaluate.task import Context, Skipped, Task

@@ -25,13 +25,13 @@ from cellmill.data.arrays import text_values
 from cellmill.evaluate.atlas.build import EmbeddedCells, make_atlas
 from cellmill.evaluate.atlas.mapping import map_vectors
 from cellmill.evaluate.atlas.ontology import credit_labels, find_terms
+from cellmill.evaluate.classifiers.class_predictions import ClassPredictions
 from cellmill.evaluate.classifiers.fitted import without_overhead
 from cellmill.evaluate.classifiers.logistic import LogisticRegression
 from cellmill.evaluate.features.cell_features import cell_features
 from cellmill.evaluate.inference.written import DISTANCE, REFUSED
 from cellmill.evaluate.labels import LabelledCells, labelled_cells
 from cellmill.evaluate.methods import ALL_GENES, REGRESSION, ByMethod
-from cellmill.evaluate.classifiers.class_predictions import ClassPredictions
 from cellmill.evaluate.scores import ScoreColumn, tabulate
 from cellmill.evaluate.seen.seen_cells import Seen
 from cellmill.evaluate.splits import split_groups

@@ -5,6 +5,7 @@ The number of folds is never lowered, so that runs stay comparable.
 """
 
 from cellmill.config.parts.tasks import ProbeConfig
+from cellmill.evaluate.classifiers.class_predictions import ClassPredictions
 from cellmill.evaluate.features.cell_features import cell_features
 from cellmill.evaluate.labels import labelled_cells, predict_from_other_half
 from cellmill.evaluate.methods import (
@@ -16,7 +17,6 @@ from cellmill.evaluate.methods import (
     WITH_COMPONENTS,
     group_by_features,
 )
-from cellmill.evaluate.classifiers.class_predictions import ClassPredictions
 from cellmill.evaluate.scores import ScoreColumn, tabulate
 from cellmill.evaluate.splits import split_by_class
 from cellmill.evaluate.task import Context, Task

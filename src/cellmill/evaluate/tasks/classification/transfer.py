@@ -18,6 +18,7 @@ from cellmill.config.parts.tasks import TransferConfig
 from cellmill.data.arrays import log_normalise, select_columns, summed
 from cellmill.data.genes.tables import RELEASE, cell_ontology, is_term_id
 from cellmill.errors import ConfigError, DataError
+from cellmill.evaluate.classifiers.class_predictions import NOT_TESTED, ClassPredictions
 from cellmill.evaluate.classifiers.fitted import (
     fit_all,
     predict_all,
@@ -42,7 +43,6 @@ from cellmill.evaluate.methods import (
     add_note,
     stack_cells,
 )
-from cellmill.evaluate.classifiers.class_predictions import NOT_TESTED, ClassPredictions
 from cellmill.evaluate.scores import ScoreColumn, table_rows, tabulate
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.evaluate.tasks.imputation.partly_hidden_cells import PartlyHiddenCells
