@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -103,7 +103,7 @@ def evaluate(
         for name in files:
             with evaluation.open(name) as dataset:
                 context = _add_inputs(dataset.context, files[name], baselines)
-                dataset = dataset._replace(context=context)
+                dataset = replace(dataset, context=context)
                 if section.effort == "full":
                     umaps.append(_start_umap(context, dataset.unseen))
                 task_results = run_tasks(tasks, context, finished, left_out)
@@ -133,7 +133,8 @@ def evaluate(
     print(f"{summarize(datasets)} -> {out}", flush=True)
 
 
-class _HeldOutDataset(NamedTuple):
+@dataclass(frozen=True)
+class _HeldOutDataset:
     """A dataset whose file is open, and its cells that the model was not trained on."""
 
     context: Context

@@ -42,7 +42,7 @@ def find_equal_cells(
 def _find_in_corpus(
     reader: CountsReader, corpus: HashedCorpus, target: np.ndarray, among: np.ndarray
 ) -> np.ndarray:
-    """Mask of the cells in mask `among` whose counts equal those of a cell of `corpus`.
+    """Mask of the cells in mask `among` that have equal counts to a cell of `corpus`.
 
     `target` has the row among the corpus's genes of each column of the file.
     """
@@ -81,8 +81,8 @@ class _TrainingHashes:
     def find(self, sums: np.ndarray, n_genes: np.ndarray) -> np.ndarray:
         """Mask, bool `(cells,)`, of the cells whose counts equal those of a training cell.
 
-        `sums`, `(cells, 2)` uint64, are those of `sum_pairs`, `n_genes`, `(cells,)`, the numbers of
-        shared genes with counts.
+        `sums`, `(cells, 2)` uint64, are the result of `sum_pairs`. `n_genes`, `(cells,)`, counts the
+        shared genes that a cell expresses.
         """
         has_enough = n_genes >= self.min_genes
         is_equal = np.zeros(len(sums), bool)
