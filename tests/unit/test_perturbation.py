@@ -18,9 +18,10 @@ from cellmill.evaluate.tasks.perturbation.baselines import (
     predict_new_contexts,
     predict_new_perturbations,
 )
+from cellmill.evaluate.tasks.perturbation.change_scores import change_scores
 from cellmill.evaluate.tasks.perturbation.gene_features import CO_EXPRESSION, prior_method
 from cellmill.evaluate.tasks.perturbation.held_out import HeldOut
-from cellmill.evaluate.tasks.perturbation.task import Perturbation, change_scores
+from cellmill.evaluate.tasks.perturbation.task import Perturbation
 from cellmill.runs.results import ScoredMethod
 from tests.unit.evaluated import named
 from tests.unit.small_corpus import read_obs

@@ -21,13 +21,10 @@ from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.data.genes.names import perturbed_genes
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.task import Context, run_task
+from cellmill.evaluate.tasks.perturbation.change_scores import METRICS, change_scores
 from cellmill.evaluate.tasks.perturbation.changes_file import write_changes
 from cellmill.evaluate.tasks.perturbation.held_out import HeldOut
-from cellmill.evaluate.tasks.perturbation.task import (
-    METRICS,
-    Perturbation,
-    change_scores,
-)
+from cellmill.evaluate.tasks.perturbation.task import Perturbation
 from cellmill.stages import evaluate as predict_changes
 from tests.unit.evaluated import BRIDGES, make_context, run_bridge, with_obs
 

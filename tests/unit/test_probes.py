@@ -9,10 +9,11 @@ from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.evaluate.intervals import paired_difference
 from cellmill.evaluate.scores import ScoreColumn
 from cellmill.evaluate.task import Context
+from cellmill.evaluate.tasks.perturbation.change_scores import change_scores
 from cellmill.evaluate.tasks.perturbation.held_out import HeldOut
 from cellmill.evaluate.tasks.perturbation.probes import find_gamed, make_probes, name_probes
 from cellmill.evaluate.tasks.perturbation.profiles import MEASURED
-from cellmill.evaluate.tasks.perturbation.task import Perturbation, change_scores
+from cellmill.evaluate.tasks.perturbation.task import Perturbation
 from cellmill.runs.results import ScoredMethod
 from tests.unit.test_split_file import screen  # noqa: F401, a fixture
 

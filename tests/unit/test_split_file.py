@@ -14,11 +14,12 @@ from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.errors import DataError
 from cellmill.evaluate.task import Context, Skipped
 from cellmill.evaluate.tasks.perturbation.baselines import sum_changes_of_parts
+from cellmill.evaluate.tasks.perturbation.change_scores import change_scores
 from cellmill.evaluate.tasks.perturbation.changes_file import write_changes
 from cellmill.evaluate.tasks.perturbation.held_out import HeldOut
 from cellmill.evaluate.tasks.perturbation.profiles import MEASURED
 from cellmill.evaluate.tasks.perturbation.split_file import SplitFile
-from cellmill.evaluate.tasks.perturbation.task import Perturbation, change_scores
+from cellmill.evaluate.tasks.perturbation.task import Perturbation
 
 NAMES = ("A", "B", "C", "D", "A+B", "A+C", "C+D", "control")
 TOML = """

@@ -12,8 +12,12 @@ from cellmill.evaluate.inference.perturb.units import TASK, MeasuredUnits, Units
 from cellmill.evaluate.methods import ByMethod
 from cellmill.evaluate.scores import ScoreColumn
 from cellmill.evaluate.tasks.perturbation.baselines import NO_CHANGE, ChangesByMethod
+from cellmill.evaluate.tasks.perturbation.change_scores import (
+    METRICS,
+    average_perturbations,
+    change_scores,
+)
 from cellmill.evaluate.tasks.perturbation.profiles import START, Profiles
-from cellmill.evaluate.tasks.perturbation.task import METRICS, average_perturbations, change_scores
 from cellmill.runs.results import ScoredMethod
 
 PRINTED = ("Pearson", "MAE")  # metrics of the printed comparison

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cellmill.config.parts.tasks import PerturbationConfig
-from cellmill.data.arrays import divide
 from cellmill.evaluate import draws
 from cellmill.evaluate.draws import seeded
 from cellmill.evaluate.methods import ByMethod, group_by_features
@@ -26,6 +25,11 @@ from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.evaluate.tasks.expression import cross_correlations
 from cellmill.evaluate.tasks.perturbation.baselines import MEAN, NO_CHANGE, ChangesByMethod
+from cellmill.evaluate.tasks.perturbation.change_scores import (
+    METRICS,
+    average_perturbations,
+    change_scores,
+)
 from cellmill.evaluate.tasks.perturbation.doses import (
     HILL,
     LINEAR,
@@ -45,12 +49,6 @@ from cellmill.evaluate.tasks.perturbation.profiles import (
 from cellmill.evaluate.tasks.perturbation.split_file import SPLITS, TEST, TRAIN, SplitFile
 from cellmill.runs.results import Difference, ScoredMethod, TaskResult
 
-METRICS: Mapping[str, str] = {  # names in words by heading; lower is better for MAE only
-    "Pearson": "Pearson of the change",
-    "discrimination": "discrimination",
-    "direction": "direction of the top genes",
-    "MAE": "mean absolute error",
-}
 CEILING = ScoredMethod("split halves", kind="ceiling")
 # ceiling of methods that copy the change of the most similar training perturbation
 BEST_OTHER = ScoredMethod("best other perturbation", kind="ceiling")
@@ -352,48 +350,6 @@ def check_split(
             "others but count as one; if they are combinations, set combination_delimiter."
         )
     return notes
-
-
-def change_scores(
-    predicted: np.ndarray, measured: np.ndarray, perturbed: np.ndarray, top_genes: int
-) -> dict[str, np.ndarray]:
-    """Scores of each unit by metric, (units,) float64; NaN where one is not defined, as Pearson of
-    a constant.
-
-    `predicted` and `measured` are changes, `(units, genes)`, of units that are tested together.
-    `perturbed`, bool of the same shape, marks the genes that a unit perturbs; they are not scored.
-    Direction is judged on the `top_genes` genes with the largest measured change. Discrimination is
-    the share of other units whose measured change is farther (in mean absolute difference) from the
-    prediction than the unit's own (Wu et al. 2024, PerturBench; ties count half).
-    """
-    scores = {metric: np.full(len(measured), np.nan) for metric in METRICS}
-    for unit in range(len(measured)):
-        is_scored = ~perturbed[unit]
-        x = predicted[unit, is_scored]
-        y = measured[unit, is_scored]
-        scores["MAE"][unit] = np.abs(x - y).mean()
-        if not x.any():
-            continue
-        if x.std() > 0 and y.std() > 0:
-            scores["Pearson"][unit] = np.corrcoef(x, y)[0, 1]
-        top = np.argsort(-np.abs(y), kind="stable")[:top_genes]
-        scores["direction"][unit] = (np.sign(x[top]) == np.sign(y[top])).mean()
-        if len(measured) > 1:
-            # (units,): distance of the prediction to the measured change of each unit
-            distances = np.abs(measured[:, is_scored] - x).mean(1)
-            excess = np.delete(distances, unit) - distances[unit]
-            scores["discrimination"][unit] = (excess > 0).mean() + (excess == 0).mean() / 2
-    return scores
-
-
-def average_perturbations(by_unit: np.ndarray, perturbation: np.ndarray) -> np.ndarray:
-    """(repetitions, perturbations): means of `by_unit`, (repetitions, U), over the units of each
-    perturbation. `perturbation`, (U,), has their names.
-    """
-    names, number = np.unique(perturbation, return_inverse=True)
-    is_member = np.eye(len(names))[number]  # (U, perturbations)
-    sums = np.nan_to_num(by_unit) @ is_member
-    return divide(sums, np.isfinite(by_unit) @ is_member)
 
 
 def make_column(metric: str, heading: str, scores: ByMethod) -> ScoreColumn | None:
