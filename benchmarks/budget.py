@@ -43,7 +43,7 @@ from cellmill.data.stream.tokenizer import make_batch
 from cellmill.evaluate.classifiers.fitted import NearestCells, make_classifiers, precompute_folds
 from cellmill.evaluate.features.components import COMPONENTS, project_on_fitted
 from cellmill.evaluate.features.products import FeatureCache
-from cellmill.evaluate.inference.embed import embed_cells
+from cellmill.evaluate.inference.embed import InferenceModel, embed_cells
 from cellmill.evaluate.splits import split_by_class
 from cellmill.models.batch import to_tensors
 from cellmill.models.build import ModelSpec, build
@@ -93,9 +93,11 @@ def embed(corpus: Corpus) -> Work:
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, 0.1)
 
+    loaded = InferenceModel(model, corpus.vocabulary, TOKENS, {})
+
     def work() -> None:
         with open_dataset(corpus.cells) as reader:
-            embed_cells(reader, model, corpus.vocabulary, TOKENS, Embed(token_budget=1 << 17))
+            embed_cells(reader, loaded, Embed(token_budget=1 << 17))
 
     return work
 

@@ -25,7 +25,7 @@ from cellmill.config.options import PreprocessOptions, VocabularyOptions
 from cellmill.config.run import Embed
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_counts
-from cellmill.evaluate.inference.embed import embed_cells
+from cellmill.evaluate.inference.embed import InferenceModel, embed_cells
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors, spec_of
 from cellmill.stages import data
@@ -92,7 +92,7 @@ def embedding(cells: Path, vocabulary: Vocabulary, hidden: int) -> dict[str, Cal
 
     def embed() -> None:
         with open_counts(cells) as reader:
-            embed_cells(reader, network, vocabulary, spec.tokens, Embed())
+            embed_cells(reader, InferenceModel(network, vocabulary, spec.tokens, {}), Embed())
 
     def passes() -> None:
         with torch.inference_mode():

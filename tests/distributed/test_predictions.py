@@ -221,16 +221,18 @@ def test_an_exported_model_reads_the_columns_of_a_file(
         "batch_adversary.out.bias",
         "covariates.tables.1.weight",
     } <= exported.keys()
-    model, vocabulary, tokens, config = load_for_inference(tmp_path)
+    model = load_for_inference(tmp_path)
     obs = ad.read_h5ad(Path(corpus) / "sim.h5ad").obs
-    assert config["levels"] == {name: sorted(obs[name].unique()) for name in ("batch", "donor")}
+    assert model.config["levels"] == {
+        name: sorted(obs[name].unique()) for name in ("batch", "donor")
+    }
 
     def embed(cells: ad.AnnData, name: str) -> np.ndarray:
         path = tmp_path / name / "sim.h5ad"
         path.parent.mkdir()
         cells.write_h5ad(path)
         with open_counts(path) as reader:
-            return embed_cells(reader, model, vocabulary, tokens, Embed()).vectors
+            return embed_cells(reader, model, Embed()).vectors
 
     cells: ad.AnnData = open_cells(Path(corpus) / "sim.h5ad")
     vectors = embed(cells, "known")

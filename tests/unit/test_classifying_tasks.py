@@ -32,7 +32,7 @@ from cellmill.evaluate.features import chosen_genes
 from cellmill.evaluate.features.cell_features import cell_features, compute_features, read_rows
 from cellmill.evaluate.features.chosen_genes import RankedGenes, choose_variable_genes
 from cellmill.evaluate.features.products import FeatureCache
-from cellmill.evaluate.inference.embed import embed_cells
+from cellmill.evaluate.inference.embed import InferenceModel, embed_cells
 from cellmill.evaluate.labels import choose_cells, predict_from_other_half
 from cellmill.evaluate.methods import (
     ALL_GENES,
@@ -426,9 +426,8 @@ def test_features_equal_those_of_the_embed_command(context: Context) -> None:
     model = context.model
     counts = read_rows(context.reader, np.arange(30))
     found = compute_features(context, counts)
-    whole = embed_cells(
-        context.reader, model.network, model.vocabulary, model.tokens, Embed()
-    ).vectors
+    loaded = InferenceModel(model.network, model.vocabulary, model.tokens, model.config)
+    whole = embed_cells(context.reader, loaded, Embed()).vectors
     np.testing.assert_array_equal(found[EMBEDDING], whole[:30])
     assert (found[ALL_GENES] != log_normalise(counts)).nnz == 0
     training = read_counts(model.manifest, 10_000)

@@ -150,7 +150,7 @@ def test_ranks_keep_their_order_into_the_batch(tmp_path: Path, published: Path) 
             check_rows(Tokens.model_validate({"tokenizer": other}), manifest, "shards")
 
     import_geneformer(published, tmp_path / "model")
-    network, known, own, _ = load_for_inference(tmp_path / "model")
+    model = load_for_inference(tmp_path / "model")
     counts = np.zeros((len(cells), len(GENES)), np.float32)
     for row, cell in enumerate(cells):  # counts whose order over the medians is that of the cell
         for place, gene in enumerate(cell):
@@ -161,7 +161,7 @@ def test_ranks_keep_their_order_into_the_batch(tmp_path: Path, published: Path) 
     vectors = []
     for path in (out, tmp_path / "plain.h5ad"):
         with open_counts(path) as reader:
-            vectors.append(embed_cells(reader, network, known, own, Embed()).vectors)
+            vectors.append(embed_cells(reader, model, Embed()).vectors)
     np.testing.assert_allclose(vectors[0], vectors[1], atol=1e-5)
 
 

@@ -23,7 +23,7 @@ from cellmill.config.evaluate import Evaluate
 from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.config.run import Embed
 from cellmill.errors import ConfigError, DataError
-from cellmill.evaluate.inference.embed import embed_cells, load_for_inference
+from cellmill.evaluate.inference.embed import InferenceModel, embed_cells, load_for_inference
 from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.perturbation.held_out import RESPONSE, HeldOut
@@ -107,9 +107,8 @@ def _hold_out(screen: Screen) -> HeldOut:
         is_read[cells[:128]] = True
     model = context.model
     section = Embed.model_validate({})
-    embedding = embed_cells(
-        context.reader, model.network, model.vocabulary, model.tokens, section, is_read
-    )
+    loaded = InferenceModel(model.network, model.vocabulary, model.tokens, model.config)
+    embedding = embed_cells(context.reader, loaded, section, is_read)
     vectors = np.full((len(is_read), 16), np.nan, np.float32)
     vectors[is_read] = embedding.vectors
     return HeldOut.read(replace(context, vectors=vectors), config, "perturbation")

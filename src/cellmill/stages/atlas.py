@@ -101,11 +101,12 @@ def map_cells(
     table = out.with_suffix(".map.tsv")
     refuse_overwriting(table, [("--input", path)])
     folder = find_atlas(model, atlas)
-    network, vocabulary, tokens, config = load_for_inference(model)
-    cell_atlas = CellAtlas.read(folder, config["weights_sha256"], network.vector_width)
+    loaded = load_for_inference(model)
+    width = loaded.network.vector_width
+    cell_atlas = CellAtlas.read(folder, loaded.config["weights_sha256"], width)
     with open_dataset(path, counts) as reader:
         reader.counts_rule = counts_rule
-        embedding = embed_cells(reader, network, vocabulary, tokens, options.embed)
+        embedding = embed_cells(reader, loaded, options.embed)
         seen = mark_seen_cells(reader, model)
         obs = reader.obs
     mapped = map_vectors(cell_atlas, embedding.vectors, seen, options.map)

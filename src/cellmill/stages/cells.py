@@ -86,13 +86,14 @@ def embed(
     """
     path = check_input(input, out, append)
     remove_incomplete(out)
-    network, vocabulary, tokens, config = load_for_inference(model)
+    loaded = load_for_inference(model)
+    network, vocabulary, _, config = loaded
     facts = embedding_facts(path, counts, counts_rule, model, network, options.embed)
     started = time.perf_counter()
     with SavedWork(out, {"cellmill": __version__, **facts}) as saved:
         with open_dataset(path, counts) as reader:
             reader.counts_rule = counts_rule
-            embedding = embed_cells(reader, network, vocabulary, tokens, options.embed, saved=saved)
+            embedding = embed_cells(reader, loaded, options.embed, saved=saved)
             obs = reader.obs
         seconds = embedding.earlier_s + time.perf_counter() - started
         peak_gb = memory_bytes(next(network.parameters()).device)[0] / 1e9
@@ -351,11 +352,12 @@ def predict(
     `input` and `append` as in `embed`.
     """
     path = check_input(input, out, append)
-    network, vocabulary, tokens, config = load_for_inference(model)
+    loaded = load_for_inference(model)
+    network, _, _, config = loaded
     smallest = choose_thresholds(network, config, options.predict, f"--model {model}")
     with open_dataset(path, counts) as reader:
         reader.counts_rule = counts_rule
-        embedding = embed_cells(reader, network, vocabulary, tokens, options.embed)
+        embedding = embed_cells(reader, loaded, options.embed)
         seen = mark_seen_cells(reader, model)
         obs = reader.obs
         predicted = predict_heads(network, config, embedding, smallest, obs, seen)

@@ -207,9 +207,7 @@ def tokenize_blocks(
 
 def embed_cells(
     reader: CountsReader,
-    model: Model,
-    vocabulary: Vocabulary,
-    tokens: Tokens,
+    model: InferenceModel,
     section: Embed,
     chosen: np.ndarray | None = None,
     saved: SavedWork | None = None,
@@ -220,15 +218,16 @@ def embed_cells(
     Raises DataError if the model knows too few of the file's counts, or the file has too few of the
     model's genes.
     """
+    network, vocabulary, tokens, _ = model
     chosen = np.ones(reader.n_obs, dtype=bool) if chosen is None else chosen
     check_rows(tokens, reader, str(reader.path))
     columns = match_columns(reader, vocabulary)
     column_counts = ColumnCounts(reader.n_vars)
-    vectors = np.full((reader.n_obs, model.vector_width), np.nan, np.float32)
+    vectors = np.full((reader.n_obs, network.vector_width), np.nan, np.float32)
     kept = SavedVectors(saved or SavedWork(reader.path, None), reader, vars(column_counts), vectors)
     rows = reader.rows(ROW_BLOCK, kept.first)
     blocks = progress(rows, f"embed {reader.path.stem}", reader.n_obs - kept.first)
-    per_cell = {"levels": read_levels(reader, model)}
+    per_cell = {"levels": read_levels(reader, network)}
     batches = tokenize_blocks(
         column_counts.add_up(kept.save_rows(blocks), chosen, kept.first),
         columns,
@@ -238,21 +237,18 @@ def embed_cells(
         per_cell=per_cell,
         first=kept.first,
     )
-    write_vectors(batches, model, vectors, section.token_budget, section.precision)
+    write_vectors(batches, network, vectors, section.token_budget, section.precision)
     if not chosen.all():  # else a copy would double the memory
         vectors = vectors[chosen]
     has_vector = np.isfinite(vectors[:, 0])
-    coverage = measure_coverage(
-        reader, columns, vocabulary, tokens, section, column_counts, has_vector
-    )
+    coverage = measure_coverage(reader, columns, model, section, column_counts, has_vector)
     return Embedding(**vars(coverage), vectors=vectors, earlier_s=kept.earlier_s)
 
 
 def measure_coverage(
     reader: CountsReader,
     columns: GeneColumns,
-    vocabulary: Vocabulary,
-    tokens: Tokens,
+    model: InferenceModel,
     section: Embed,
     column_counts: ColumnCounts,
     has_genes: np.ndarray,
@@ -267,7 +263,7 @@ def measure_coverage(
     if not has_genes.any():
         raise DataError(f"{reader.path}: no cell has a count on a gene that the model knows")
     frac = column_counts.coverage_frac(columns)
-    genes = gene_coverage(columns, vocabulary)
+    genes = gene_coverage(columns, model.vocabulary)
     _check_coverage(reader, columns, section, frac, genes)
     reader.warn_of_values()
     notes = columns.notes
@@ -284,7 +280,9 @@ def measure_coverage(
         lost_names=tuple(reader.var_names[column] for column in lost[:LOST_NAMES]),
         gene_notes=notes,
         absent_columns=tuple(
-            name for name in tokens.covariates if name != DATASET and name not in reader.obs_columns
+            name
+            for name in model.tokens.covariates
+            if name != DATASET and name not in reader.obs_columns
         ),
     )
 

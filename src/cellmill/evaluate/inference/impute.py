@@ -65,6 +65,7 @@ class FileImputer:
         Raises ConfigError for a model that predicts no expression, or an unknown gene; DataError
         for a file without counts, or one that has all these genes.
         """
+        self._model = model
         self._network, self._vocabulary, self._tokens, config = model
         if find_decoder(self._network) is None:
             raise ConfigError(
@@ -132,8 +133,7 @@ class FileImputer:
         self._coverage = measure_coverage(
             reader,
             self._columns,
-            self._vocabulary,
-            self._tokens,
+            self._model,
             self._section,
             column_counts,
             np.concatenate(has_genes),

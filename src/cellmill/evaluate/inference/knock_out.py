@@ -73,7 +73,7 @@ def knock_out_genes(
     null_mean, null_sd, z, p (one-sided, at least 1 / (null genes + 1)). Raises DataError as
     `embed_cells`, and if every gene is rare; ConfigError for a gene that is unknown or rare.
     """
-    network, vocabulary, tokens, _ = model
+    vocabulary = model.vocabulary
     columns = match_columns(reader, vocabulary)
     if columns.ordered:
         raise DataError(
@@ -84,9 +84,9 @@ def knock_out_genes(
         np.arange(reader.n_obs), section.cells, section.seed, draws.KNOCKED_OUT_CELLS
     )
     is_drawn = np.isin(np.arange(reader.n_obs), cells)
-    embedding = embed_cells(reader, network, vocabulary, tokens, embed, is_drawn)
+    embedding = embed_cells(reader, model, embed, is_drawn)
     counts = read_rows(reader, cells)
-    levels = read_levels(reader, network)
+    levels = read_levels(reader, model.network)
     profiles = log_normalise(select_columns(counts, columns.target, vocabulary.n_genes)).tocsc()
     drawn = DrawnCells(
         model,

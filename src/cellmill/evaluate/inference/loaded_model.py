@@ -43,7 +43,9 @@ class LoadedModel:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._inference = load_for_inference(folder)
-        self._model, self.vocabulary, self._tokens, self.config = self._inference
+        self._model = self._inference.network
+        self.vocabulary = self._inference.vocabulary
+        self.config = self._inference.config
         self.labels: list[str] = list((self.config.get("classifier") or {}).get("labels", ()))
 
     def embed(
@@ -60,7 +62,7 @@ class LoadedModel:
         """
         section = _embed_options("embed", options)
         with self._open_reader(adata, counts, dataset) as reader:
-            embedding = embed_cells(reader, self._model, self.vocabulary, self._tokens, section)
+            embedding = embed_cells(reader, self._inference, section)
         _warn(dataset, embedding)
         return embedding.vectors
 
@@ -93,7 +95,7 @@ class LoadedModel:
         thresholds = choose_thresholds(self._model, self.config, section, str(self.folder))
         embed = _embed_options("predict", options, given)
         with self._open_reader(adata, counts, dataset) as reader:
-            embedding = embed_cells(reader, self._model, self.vocabulary, self._tokens, embed)
+            embedding = embed_cells(reader, self._inference, embed)
             seen = mark_seen_cells(reader, self.folder)
             predicted = predict_heads(
                 self._model, self.config, embedding, thresholds, reader.obs, seen
@@ -185,7 +187,7 @@ class LoadedModel:
         width = self._model.vector_width
         cell_atlas = CellAtlas.read(folder, self.config["weights_sha256"], width)
         with self._open_reader(adata, counts, dataset) as reader:
-            embedding = embed_cells(reader, self._model, self.vocabulary, self._tokens, embed)
+            embedding = embed_cells(reader, self._inference, embed)
             seen = mark_seen_cells(reader, self.folder)
         _warn(dataset, embedding)
         return map_vectors(cell_atlas, embedding.vectors, seen, section)

@@ -56,7 +56,7 @@ def predict_response(
     for other units). Raises ConfigError for a model without responses, or an unknown perturbation;
     DataError as `embed_cells`, and for a file without counts or with too few controls.
     """
-    network, vocabulary, tokens, config = model
+    network, vocabulary, _, config = model
     check_request(request)
     head = ResponseHead.find(network, section.precision)
     if head is None:
@@ -74,7 +74,7 @@ def predict_response(
             f"are changes from {training.control!r}, measured ones from {screen.control!r}"
         )
     # embed the controls to predict from
-    embedding = embed_cells(reader, network, vocabulary, tokens, section, screen.is_start)
+    embedding = embed_cells(reader, model, section, screen.is_start)
     vectors = np.full((reader.n_obs, network.vector_width), np.nan, np.float32)
     vectors[screen.is_start] = embedding.vectors
     # measure the changes of perturbed cells that the model has not seen
