@@ -302,6 +302,17 @@ def compute_transfer_features(
 
     fitted_features = stack_cells(map(read_features, fitted))
     tested_features = read_features(tested)
+    labels = np.concatenate([group.labels for group in fitted])
+    _add_fitted_features(fitted_features, tested_features, labels)
+    return fitted_features, tested_features
+
+
+def _add_fitted_features(
+    fitted_features: Features, tested_features: Features, labels: np.ndarray
+) -> None:
+    """Add features that are fitted on the profiles and `labels` of the fitted cells: principal components
+    and ranked genes.
+    """
     profiles = fitted_features[SHARED_GENES]
     tested_profiles = tested_features[SHARED_GENES]
     if min(profiles.shape) > 1:
@@ -314,13 +325,11 @@ def compute_transfer_features(
             unfitted.fit(profiles)
             fitted_features[method] = unfitted.transform(profiles)
             tested_features[method] = unfitted.transform(tested_profiles)
-    labels = np.concatenate([group.labels for group in fitted])
     n_fitted = len(labels)
     ranks = RankedGenes(sp.vstack([profiles, tested_profiles], format="csr"))
     ranked = ranks.select(np.arange(n_fitted), labels)
     fitted_features[RANKED] = ranked[:n_fitted]
     tested_features[RANKED] = ranked[n_fitted:]
-    return fitted_features, tested_features
 
 
 def _tabulate_predictions(
