@@ -20,6 +20,7 @@ from cellmill.config.load import check_options, load_config
 from cellmill.config.options import TrainOptions
 from cellmill.config.shipped import find_shipped
 from cellmill.data.genes.tables import gene_table
+from cellmill.data.prepare.perturbations import TargetNames, find_perturbations
 from cellmill.data.prepare.survey import choose_columns, survey_file
 from cellmill.files import write_json
 from cellmill.runs.folder import TrainFolder
@@ -533,3 +534,36 @@ def test_tasks_without_a_batch_or_control_are_named(
     frame.write_h5ad(path)
     assert main(["check"]) == 0
     assert "batch" not in capsys.readouterr().out
+
+
+def test_a_screen_gets_its_column_and_controls(
+    write: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second, *_ = symbols("human", 75)
+    genes = repeat("NT", first, f"{first}_{second}", "non-targeting", "guide-9")
+    obs = {"cell_type": repeat("x", "y"), "gene": genes, "batch": repeat("1", "2")}
+    path = write(obs=obs).absolute()
+    assert main(["init", "p", "--data", str(path)]) == 0
+    (row,) = table_of()
+    assert row["perturbation"] == "gene"
+    assert row["control"] == "NT|non-targeting"
+    assert (
+        "perturbation: gene of cells, whose values are genes and the control NT|non-targeting; to change it, edit "
+        "columns perturbation and control of config/datasets.tsv"
+    ) in capsys.readouterr().out.splitlines()
+    tasks = yaml.safe_load(Path("p/config/config.yaml").read_text())["evaluate"]["tasks"]
+    assert tasks["perturbation"] == {}
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"disease": ("control", "COVID", "influenza")},  # no genes
+        {"condition": ("ctrl", "IFNB1")},  # one gene
+        {"gene": ("NT", "TP53", "IFNB1"), "perturbation": ("KO", "NT", "WT")},  # the name is taken
+        {"marker": ("CD4", "CD8A", "MS4A1")},  # no control
+    ],
+)
+def test_other_columns_are_no_perturbations(columns: dict[str, tuple[str, ...]]) -> None:
+    obs = pd.DataFrame({name: repeat(*values) for name, values in columns.items()})
+    assert find_perturbations(obs, TargetNames([], "human")) is None

@@ -150,12 +150,16 @@ def make_row(name: str, path: str, survey: Survey) -> Row:
         "min_genes": str(thresholds.min_genes),
         "max_mito_frac": f"{thresholds.max_mito_frac:g}",
     }
+    perturbations = survey.perturbations
+    if perturbations is not None:
+        row["perturbation"] = perturbations.column
+        row["control"] = "|".join(perturbations.controls)
     check_options(Dataset, row, path)
     return row
 
 
 def explain_columns(rows: list[Row]) -> Iterator[str]:
-    """Explain which obs columns were chosen as label, batch and donor, and how to change them."""
+    """Explain which obs columns were chosen, and how to change them."""
     for field in COLUMNS:
         datasets: dict[str, list[str]] = {}  # by column
         for row in rows:
@@ -174,6 +178,12 @@ def explain_columns(rows: list[Row]) -> Iterator[str]:
         if field == "batch":
             text += "; empty it if you compare its values, because a model removes differences between batches"
         yield text
+    for row in rows:
+        if row.get("perturbation") is not None:
+            yield (
+                f"perturbation: {row['perturbation']} of {row['dataset']}, whose values are genes and the control "
+                f"{row['control']}; to change it, edit columns perturbation and control of config/datasets.tsv"
+            )
 
 
 def write_project(folder: Path, rows: list[Row], surveys: list[Survey]) -> None:
@@ -218,6 +228,7 @@ def format_config(name: str, rows: list[Row], surveys: list[Survey]) -> str:
         name=name,
         datasets=list(zip(rows, surveys)),
         fields={field for survey in surveys for field in survey.columns},
+        has_controls=any(survey.perturbations is not None for survey in surveys),
         max_genes=max(n_genes),
         least_genes=min(n_genes),
     )

@@ -37,6 +37,10 @@ NO_GUIDE = frozenset(
     ("", "none", "nan", "na", "no guide", "negative", "unassigned", "unknown", "no_guide", "0")
 )
 ONE_TARGET = 0.9  # share of perturbed cells whose guide, in a column of guides, has one target
+ROLE = "perturbation"  # name of the column in preprocessed cells
+# of the values of a column of perturbations, without controls: so many, and this share, are genes
+MIN_TARGETS = 2
+MIN_TARGETS_FRAC = 0.5
 
 
 class TargetNames:
@@ -158,6 +162,39 @@ def split_at(text: str, delimiter: str, controls: Sequence[str]) -> list[str]:
     token = rf"(?P<part>(?i:{words})|(?:(?!{between}).)*)(?:{between}|$)"
     parts = [match["part"].strip() for match in re.finditer(token, text, re.DOTALL)]
     return parts[:-1]  # the last match is the empty one at the end of the text
+
+
+class PerturbationColumn(NamedTuple):
+    """obs column of perturbations, with its values that stand for untreated cells."""
+
+    column: str
+    controls: list[str]
+
+
+def find_perturbations(obs: pd.DataFrame, genes: TargetNames) -> PerturbationColumn | None:
+    """The first obs column whose values are controls and mostly genes; None if there is none.
+
+    Current symbols and Ensembl ids count as genes, and so do their combinations. A column without a
+    word for a control does not count. A column called `perturbation` is taken or none is, because
+    preprocess gives this name to the column of the table.
+    """
+    names = [ROLE] if ROLE in obs else [*obs]
+    for name in names:
+        values = obs[name]
+        if values.dtype.kind in "biufcmM":
+            continue
+        texts = sorted(text for text in set(text_values(values)) if text)
+        controls = [text for text in texts if CONTROL_WORD.fullmatch(text)]
+        if not controls:
+            continue
+        others = [text for text in texts if text not in controls]
+        n_targets = 0
+        for text in others:
+            is_target = genes.has_current(text) or _divide(text, DELIMITERS, controls, genes)
+            n_targets += bool(is_target)
+        if n_targets >= max(MIN_TARGETS, MIN_TARGETS_FRAC * len(others)):
+            return PerturbationColumn(str(name), controls)
+    return None
 
 
 def find_guides(

@@ -25,6 +25,11 @@ from cellmill.data.inputs.formats import declared_names, open_counts, open_datas
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.prepare.measure import measure_block
 from cellmill.data.prepare.naming import find_organism, name_genes
+from cellmill.data.prepare.perturbations import (
+    PerturbationColumn,
+    TargetNames,
+    find_perturbations,
+)
 from cellmill.data.prepare.preprocess import describe_sparse
 from cellmill.errors import DataError
 
@@ -77,6 +82,7 @@ class Survey:
     coverage: Coverage
     columns: dict[str, str]  # obs columns by field of the table
     n_values: dict[str, int]  # number of values of all obs columns with few of them
+    perturbations: PerturbationColumn | None
     thresholds: Thresholds
 
     def describe(self) -> str:
@@ -92,6 +98,9 @@ class Survey:
         for field, column in self.columns.items():
             parts.append(f"{field} {column} ({self.n_values[column]:,} values)")
         parts += [f"no {field}" for field in COLUMNS if field not in self.columns]
+        if self.perturbations is not None:
+            controls = ", ".join(self.perturbations.controls)
+            parts.append(f"perturbation {self.perturbations.column} (control {controls})")
         if "label" not in self.columns and self.n_values:
             parts.append(f"columns with few values: {', '.join(self.n_values)}")
         if self.thresholds.sparse is not None:
@@ -122,6 +131,7 @@ def survey_file(path: Path | str) -> Survey:
         thresholds = _choose_thresholds(reader, coverage)
         rule = reader.counts_rule if reader.n_rounded else "refuse"
         n_values = dict(_count_values(reader.obs))
+        targets = TargetNames.read(reader, coverage.organism)
         reader.warn_of_values()
         return Survey(
             counts=counts,
@@ -130,6 +140,7 @@ def survey_file(path: Path | str) -> Survey:
             coverage=coverage,
             columns=choose_columns(n_values),
             n_values=n_values,
+            perturbations=find_perturbations(reader.obs, targets),
             thresholds=thresholds,
         )
 
