@@ -90,11 +90,12 @@ def embed(
     network, vocabulary, _, config = loaded
     facts = embedding_facts(path, counts, counts_rule, model, network, options.embed)
     started = time.perf_counter()
-    with SavedWork(out, {"cellmill": __version__, **facts}) as saved:
-        with open_dataset(path, counts) as reader:
-            reader.counts_rule = counts_rule
-            embedding = embed_cells(reader, loaded, options.embed, saved=saved)
-            obs = reader.obs
+    with (
+        SavedWork(out, {"cellmill": __version__, **facts}) as saved,
+        open_dataset(path, counts) as reader,
+    ):
+        reader.counts_rule = counts_rule
+        embedding = embed_cells(reader, loaded, options.embed, saved=saved)
         seconds = embedding.earlier_s + time.perf_counter() - started
         peak_gb = memory_bytes(next(network.parameters()).device)[0] / 1e9
         about = {
@@ -109,10 +110,12 @@ def embed(
             "seconds": seconds,
             "peak_gb": peak_gb,
         }
-        write_embedding(out, obs, embedding.vectors, about, path if append else None)
+        source = path if append else None
+        write_embedding(out, reader.stored_obs, embedding.vectors, about, source)
+        n_obs = reader.n_obs
     for line in (
-        f"{len(obs):,} cells, {embedding.coverage_frac:.1%} of counts on known genes -> {out}",
-        f"{seconds:.1f} s, {len(obs) / seconds:,.0f} cells/s, peak memory {peak_gb:.2f} GB",
+        f"{n_obs:,} cells, {embedding.coverage_frac:.1%} of counts on known genes -> {out}",
+        f"{seconds:.1f} s, {n_obs / seconds:,.0f} cells/s, peak memory {peak_gb:.2f} GB",
         *describe_limits(embedding),
     ):
         print(f"{path.stem}: {line}")

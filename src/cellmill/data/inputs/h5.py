@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import h5py
 import numpy as np
@@ -90,6 +90,13 @@ class NewH5File(h5py.File):
     """HDF5 file being written or changed, through `disk`."""
 
     disk: _Disk
+
+
+class FrameColumns(NamedTuple):
+    """A data frame whose columns are made one at a time."""
+
+    index: pd.Index
+    columns: Iterable[pd.Series]
 
 
 @contextmanager
@@ -261,7 +268,7 @@ def write_cells(
 
 def write_frames(
     file: h5py.File,
-    obs: pd.DataFrame,
+    obs: pd.DataFrame | FrameColumns,
     var: pd.DataFrame,
     ordered: bool,
     ranked: bool,
@@ -274,7 +281,12 @@ def write_frames(
     if ranked:
         record["ranked"] = True
     uns = {"cellmill": record} if record else {}
-    _write_parts(file, {"obs": obs, "var": var, "uns": uns})
+    if not isinstance(obs, FrameColumns):
+        _write_parts(file, {"obs": obs, "var": var, "uns": uns})
+        return
+    frame = import_module("pandas").DataFrame(index=obs.index)
+    _write_parts(file, {"obs": frame, "var": var, "uns": uns})
+    write_columns(file["obs"], obs.columns)
 
 
 def write_anndata(file: h5py.File, adata: Any) -> None:
@@ -288,6 +300,19 @@ def write_anndata(file: h5py.File, adata: Any) -> None:
         # anndata 0.13 lists X in `layers`, under the key None: X has an element of its own
         parts[name] = {key: value for key, value in getattr(adata, name).items() if key is not None}
     _write_parts(file, parts)
+
+
+def write_columns(group: h5py.Group, columns: Iterable[pd.Series]) -> None:
+    """Add columns to a data frame that has none yet, one at a time, as anndata writes them."""
+    write_elem = import_module("anndata.io").write_elem
+    pandas = import_module("pandas")
+    names = []
+    for column in columns:
+        [(name, plain)] = plain_text(pandas.DataFrame({column.name: column.array})).items()
+        is_extension = isinstance(plain.dtype, pandas.api.extensions.ExtensionDtype)
+        write_elem(group, name, plain.array if is_extension else plain.to_numpy())
+        names.append(name)
+    group.attrs["column-order"] = np.array(names, dtype=h5py.string_dtype())
 
 
 def _write_parts(file: h5py.File, parts: Mapping[str, Any]) -> None:

@@ -29,6 +29,7 @@ import scipy.sparse as sp
 
 from cellmill.data.inputs.h5 import (
     UNREADABLE,
+    FrameColumns,
     create_h5,
     decode,
     one_line,
@@ -113,7 +114,7 @@ class PackedBlocks:
 
 def write_packed(
     path: Path,
-    obs: pd.DataFrame | Callable[[], pd.DataFrame],
+    obs: pd.DataFrame | FrameColumns | Callable[[], FrameColumns],
     var: pd.DataFrame,
     blocks: Iterable[sp.csr_matrix],
     order: GeneOrder,
@@ -139,7 +140,7 @@ def write_packed(
             packed.add(block)
         frame = obs() if callable(obs) else obs
         n_rows = packed.n_cells
-        assert len(frame) == n_rows, f"{len(frame)} obs for {n_rows} rows"
+        assert len(frame.index) == n_rows, f"{len(frame.index)} obs for {n_rows} rows"
         write_frames(file, frame, var, ordered, ranked, recorded)
         packed.save(file, digest_names(frame.index, var.index))
 

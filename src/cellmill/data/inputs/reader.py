@@ -23,7 +23,7 @@ from cellmill.config.corpus import DATASET
 from cellmill.config.datasets import CountsRule
 from cellmill.data.arrays import MAX_COUNT, sum_repeated, text_values
 from cellmill.data.fractions import StochasticRounding, describe_fractions, describe_negatives
-from cellmill.data.inputs.source import CountSource
+from cellmill.data.inputs.source import CountSource, StoredObs
 from cellmill.data.rows import row_sums
 from cellmill.errors import DataError, require_known
 
@@ -179,6 +179,11 @@ class CountsReader(AbstractContextManager["CountsReader"]):
         """All of obs, indexed by `obs_names`. `read_obs` needs less memory for preprocessed cells."""
         stored = self._source.obs
         return stored if isinstance(stored, pd.DataFrame) else stored.read(self.obs_columns)
+
+    @property
+    def stored_obs(self) -> pd.DataFrame | StoredObs:
+        """obs in memory, or, of preprocessed cells, in the open file."""
+        return self._source.obs
 
     def read_obs(self, names: Iterable[str]) -> pd.DataFrame:
         """Those of the columns `names` that obs has, indexed by `obs_names`."""

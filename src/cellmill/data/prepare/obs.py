@@ -7,7 +7,7 @@ different column that already has the name of a role is kept as `ROLE_original`.
 rename the labels.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import pandas as pd
 from cellmill.config.corpus import IS_CONTROL, ORGANISM
 from cellmill.config.datasets import MappedLabel, ObsColumns, filter_columns, read_label_map
 from cellmill.data.arrays import as_text, text_values
-from cellmill.data.inputs.h5 import one_line
+from cellmill.data.inputs.h5 import FrameColumns, one_line
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.prepare.perturbations import (
     Controls,
@@ -176,12 +176,16 @@ class ObsChoice(NamedTuple):
     empty: dict[str, EmptyLabels]  # labels with texts that mean none, likewise
     treated: Treated | None  # perturbations or conditions, if the table names a column
 
-    def kept(self, cells: np.ndarray) -> pd.DataFrame:
+    def kept(self, cells: np.ndarray) -> FrameColumns:
         """obs of some cells (bool), categories without unused ones."""
-        frame = self.obs.loc[cells].copy()
-        for name in frame.select_dtypes("category"):
-            frame[name] = frame[name].cat.remove_unused_categories()
-        return frame
+        return FrameColumns(self.obs.index[cells], self._columns(cells))
+
+    def _columns(self, cells: np.ndarray) -> Iterator[pd.Series]:
+        for _, whole in self.obs.items():
+            column = whole[cells]
+            if isinstance(column.dtype, pd.CategoricalDtype):
+                column = column.cat.remove_unused_categories()
+            yield column
 
     def report(self, cells: np.ndarray, depth: np.ndarray) -> dict[str, Any]:
         """Entries of the QC report on the cells of mask `cells`; `depth` are counts of all cells.

@@ -77,7 +77,8 @@ def preprocess_cells(
     if saved is None:
         saved = SavedWork(out, None)
     named = [genes.gene_ids, genes.target.tolist(), genes.is_mito.tolist()]
-    saved.add_facts({"filter": digest(chosen.keep.tolist()), "genes": digest(named)})
+    kept = hashlib.sha256(chosen.keep.tobytes()).hexdigest()
+    saved.add_facts({"filter": kept, "genes": digest(named)})
     cells = measure_cells(reader, genes, options, chosen.keep, saved, normalisation)
     keep_gene = cells.detected >= max(options.min_cells, 1)
     if not keep_gene.any():

@@ -17,8 +17,9 @@ import pandas as pd
 from anndata.io import read_elem, write_elem
 
 from cellmill.data.arrays import plain_text
-from cellmill.data.inputs.h5 import create_h5, one_line, open_h5, write_anndata
+from cellmill.data.inputs.h5 import create_h5, one_line, open_h5, write_anndata, write_columns
 from cellmill.data.inputs.reader import refuse_duplicates
+from cellmill.data.inputs.source import StoredObs
 from cellmill.errors import DataError
 from cellmill.evaluate.inference.written import ABOUT_PREDICTION, Written, names_of_predictions
 from cellmill.files import atomic_path
@@ -35,13 +36,13 @@ FIELDS = ("dataset", "task", "name", "kind", "column", "statistic", "repetition"
 
 def write_embedding(
     path: Path,
-    obs: pd.DataFrame,
+    obs: pd.DataFrame | StoredObs,
     vectors: np.ndarray,
     about: dict[str, Any],
     source: Path | None = None,
 ) -> None:
-    """Write obsm["X_cellmill"] and uns["cellmill"] with `obs`, or added to a copy of the .h5ad
-    `source`.
+    """Write obsm["X_cellmill"] and uns["cellmill"] with `obs`, of which memory holds one column if
+    it is stored, or added to a copy of the .h5ad `source`.
     """
     with create_h5(path, copy_of=source) as file:
         _add(file, obs, {KEY: vectors}, {ABOUT: about}, source)
@@ -82,7 +83,7 @@ def write_prediction(
 
 def _add(
     file: h5py.File,
-    obs: pd.DataFrame,
+    obs: pd.DataFrame | StoredObs,
     obsm: Mapping[str, Any],
     uns: Mapping[str, Any],
     source: Path | None,
@@ -90,7 +91,11 @@ def _add(
     """Write all entries to a new file without X, or only obsm and uns to a copy of `source`."""
     # anndata's own writer of files crashes the interpreter when the disk is full
     if source is None:
-        write_anndata(file, ad.AnnData(obs=obs, obsm=dict(obsm), uns=dict(uns)))
+        is_stored = isinstance(obs, StoredObs)
+        frame = pd.DataFrame(index=obs.index) if is_stored else obs
+        write_anndata(file, ad.AnnData(obs=frame, obsm=dict(obsm), uns=dict(uns)))
+        if is_stored:
+            write_columns(file["obs"], (obs.read([name])[name] for name in obs.columns))
         return
     for group, entries in (("obsm", obsm), ("uns", uns)):
         if group not in file:
