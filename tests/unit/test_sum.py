@@ -240,3 +240,14 @@ def test_two_heads_of_one_name_are_refused() -> None:
         "objective.parts.masked_gene: its head head has the name of another part's; leave one of them out"
     ):
         objective.attach(_model(objective="cell_decoding"), 10)
+
+
+def test_an_undeclared_view_is_refused_by_the_name_of_its_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = SumConfig.model_validate({"parts": {"renamed": {"name": "cell_decoding"}}})
+    monkeypatch.setattr(type(config.parts["renamed"]), "draws_view", False)
+    with refused(
+        "objective.parts.renamed: it draws a view; its options class has to set draws_view"
+    ):
+        Sum(config, TOKENS)

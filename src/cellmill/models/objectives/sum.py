@@ -60,7 +60,7 @@ class Sum(Objective):
             part = options.load()(options, tokens)
             if type(part).view is not Objective.view and not options.draws_view:
                 raise ConfigError(
-                    f"objective.parts.{options.name}: it draws a view; its options class has to set draws_view"
+                    f"objective.parts.{name}: it draws a view; its options class has to set draws_view"
                 )
             part.in_view = has_view and not options.draws_view
             self.objectives[name] = part
