@@ -38,12 +38,12 @@ from cellmill.models.objective import (
     Tensors,
     loss_verdict,
 )
-from cellmill.models.objectives.shared.batch_terms import Adversary, LevelTerms
 from cellmill.models.objectives.shared.hidden_genes import (
     correlate_hidden_genes,
     count_sums,
     sum_hidden_genes,
 )
+from cellmill.models.objectives.shared.level_terms import Adversary, LevelTerms
 from cellmill.models.objectives.shared.vicreg import vicreg
 from cellmill.models.objectives.shared.views import ViewBatch, ViewConfig, draw_view
 from cellmill.parallel.likelihoods import profile_loss

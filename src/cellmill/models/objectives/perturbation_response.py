@@ -26,7 +26,7 @@ from cellmill.models.batch import PAD_TOKEN
 from cellmill.models.initial import with_std
 from cellmill.models.objective import ObjectiveModel
 from cellmill.models.objectives.cell_decoding import CellDecoding, DecodingBatch
-from cellmill.models.objectives.shared.batch_terms import LevelTerms
+from cellmill.models.objectives.shared.level_terms import LevelTerms
 from cellmill.models.objectives.shared.views import ViewBatch
 from cellmill.parallel.vocab_parallel import embed_tokens, token_logits
 

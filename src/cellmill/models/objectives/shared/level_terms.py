@@ -1,8 +1,10 @@
-"""Modules that keep a cell's experimental batch out of its vector, for cell_decoding.
+"""Modules over the levels of an obs column: a learned vector per level, and an adversary.
 
-`LevelTerms` gives the decoder a learned vector per batch, so that the cell's vector need not encode
-the batch, as in scVI (Lopez et al. 2018). `Adversary` predicts the batch from the cell's vector,
-through a reversed gradient that makes the encoder hide it (Ganin & Lempitsky 2015).
+`LevelTerms` has a learned vector per level. cell_decoding adds that of a cell's experimental batch to
+the decoder, so that the cell's vector need not encode the batch, as in scVI (Lopez et al. 2018).
+perturbation_response adds that of a perturbation to the cell's vector. `Adversary` predicts the
+experimental batch from the cell's vector, through a reversed gradient that makes the encoder hide it
+(Ganin & Lempitsky 2015).
 
 Legend: C cells, H width of a cell's vector. Level numbers begin at 1; 0 is an unknown level.
 """
