@@ -314,6 +314,33 @@ def test_a_model_is_compared_with_the_mean_profile() -> None:
     assert verdict.outcome == ("behind" if own > base else "ahead")
 
 
+@pytest.mark.parametrize(
+    ("tokenizer", "options", "compared", "against"),
+    [
+        ("continuous", {}, "hidden expression", "token values of training cells summed by gene"),
+        (
+            "continuous",
+            {"view": "thin", "weights": "counts"},
+            "hidden expression",
+            "token values of training cells summed by gene",
+        ),
+        ("rank", {"target": "all"}, "whole cell", "token frequencies of training cells"),
+    ],
+)
+def test_the_verdict_names_what_is_predicted_and_its_baseline(
+    tokenizer: str, options: dict[str, Any], compared: str, against: str
+) -> None:
+    tokens = Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": 64})
+    model = build(
+        spec(N_GENES, tokens, LEVELS, objective="cell_decoding", **FAMILIES["encoder"], **options)
+    )
+    train = GeneStatistics(np.array([1, 2]), np.ones(2), 1.0, 2)
+    one = np.ones(1)
+    _, [verdict] = model.objective.judge(np.zeros(1, int), -one, one, one, train=train)
+    assert verdict.compared == f"prediction of the {compared}"
+    assert verdict.against == against
+
+
 def test_the_loss_of_a_model_covers_only_hidden_counts() -> None:
     model = decoding_model("profile", likelihood="nb")
     batch = cells_of()

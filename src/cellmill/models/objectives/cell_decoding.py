@@ -5,11 +5,12 @@ all genes, and the loss is the cross-entropy of the hidden expression. All genes
 because a cell is defined by which genes it expresses; the values of detected genes mostly reflect
 sequencing depth.
 
-With `weights: counts` the loss is the negative multinomial log-likelihood of the hidden counts given
-their sum, divided by the sum. With `likelihood: nb` it is the negative binomial one of the hidden
-counts of all genes, zeros included, also divided by the sum. With `view_loss` the hidden part is
-encoded too, and VICReg of the vectors of both parts is added in training only. `judge` compares
-with the mean profile of the training cells. Objective `denoise` is the same class with
+With `weights: counts` the loss is minus the log-likelihood of a multinomial of the hidden counts
+given their sum, divided by the sum. With `likelihood: nb` it is minus the log-likelihood of negative
+binomials of the hidden counts of all genes, zeros included, also divided by the sum. With
+`view_loss` the hidden part is encoded too, and VICReg of the vectors of both parts is added in
+training only. `judge` compares with the mean profile of the training cells: token values summed by
+gene, or token frequencies if values are not numbers. Objective `denoise` is the same class with
 `view: thin` and `target: all`.
 
 Legend: C cells with targets, H width of a cell's vector, D width of the decoder's last layer, V
@@ -204,7 +205,8 @@ class CellDecoding(Objective):
         # left out of validation, whose loss chooses the checkpoint: a model that hides experimental
         # batches must not look worse
         if adversary_weight is not None and model.training:
-            adversary_loss = model.batch_adversary(vectors, self._read_batch_numbers(prepared))
+            batch_numbers = self._read_experimental_batch_numbers(prepared)
+            adversary_loss = model.batch_adversary(vectors, batch_numbers)
             loss = loss + adversary_weight * adversary_loss
         return loss
 
@@ -244,7 +246,8 @@ class CellDecoding(Objective):
         decoded: Tensor = model.decoder(vectors)
         if self.config.known_batch is None:
             return decoded
-        return decoded + model.batch_terms(self._read_batch_numbers(prepared)).to(decoded.dtype)
+        batch_numbers = self._read_experimental_batch_numbers(prepared)
+        return decoded + model.batch_terms(batch_numbers).to(decoded.dtype)
 
     def _pool_targets(
         self, model: ObjectiveModel, states: Tensor, prepared: DecodingBatch
@@ -252,10 +255,10 @@ class CellDecoding(Objective):
         """Pool the states `(T, H)` to the vectors of the cells with targets, `(C, H)`."""
         return model.cell_vectors(states, prepared)[prepared.target_cells].to(states.dtype)
 
-    def _read_batch_numbers(self, prepared: DecodingBatch) -> Tensor:
+    def _read_experimental_batch_numbers(self, prepared: DecodingBatch) -> Tensor:
         """Read the level number of each cell's experimental batch, option `known_batch`: `(C,)` int64."""
         column = self.config.known_batch
-        assert column is not None, "no column of batches"
+        assert column is not None, "no column of experimental batches"
         return self.level_numbers(prepared, column)[prepared.target_cells]
 
     def observe(self, model: ObjectiveModel, prepared: DecodingBatch) -> ProfileObservations:
@@ -274,10 +277,17 @@ class CellDecoding(Objective):
         )
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
-        """Score the cross-entropy of the model against the mean profile of training cells."""
+        """Score the cross-entropy of the model against the mean profile of training cells.
+
+        The profile is the training cells' token values summed by gene, or token frequencies if values
+        are not numbers. Values are those of the tokenizer, whatever `weights` is.
+        """
         genes, log_p, fractions, cell_fracs = ProfileObservations(*observed)
-        # only scalar values measure expression; otherwise count the tokens of each gene
-        mean_value = train.mean if self.tokens.value_kind == "scalar" else 1.0
+        mean_value: float | np.ndarray = 1.0
+        against = "token frequencies of training cells"
+        if self.tokens.value_kind == "scalar":  # only these values measure expression
+            mean_value = train.mean
+            against = "token values of training cells summed by gene"
         total_value = train.n * mean_value + 1  # add one for genes that no training cell has
         log_mean_profile = np.log(total_value / total_value.sum())
         n_cells = cell_fracs.sum()  # each cell adds 1
@@ -289,8 +299,9 @@ class CellDecoding(Objective):
             "cross_entropy_mean_profile": baseline_loss,
             "saved_frac": 1 - loss / baseline_loss,
         }
-        name = f"prediction of {self.config.target} genes"
-        against = "mean profile of training cells"
+        # view thin hides counts, not genes
+        predicted_part = "whole cell" if self.config.target == "all" else "hidden expression"
+        name = f"prediction of the {predicted_part}"
         return metrics, loss_verdict(name, against, loss - baseline_loss)
 
 
