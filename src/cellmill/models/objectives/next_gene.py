@@ -108,6 +108,7 @@ class NextGene(Objective):
             (seed, step),
             targets=targets,
             is_first=position[targets] == 0,
+            # a cell of padding has no end to predict
             last_tokens=last_tokens[is_token[last_tokens]],
             n_targets=torch.tensor(len(targets), device=targets.device),
         )
@@ -117,9 +118,10 @@ class NextGene(Objective):
         genes = prepared.token_ids[prepared.targets]
         loss = token_loss(prior_states, model.gene_embedding.weight, model.gene_bias, genes)
         # binary cross-entropy: a cell continues before each target, and ends after its last token
-        logits_if_continued = self.end_logits(model, prior_states)
-        logits_if_ended = self.end_logits(model, states[prepared.last_tokens])
-        loss = loss + F.softplus(logits_if_continued).sum() + F.softplus(-logits_if_ended).sum()
+        end_logits_before_targets = self.end_logits(model, prior_states)
+        end_logits_after_last = self.end_logits(model, states[prepared.last_tokens])
+        loss = loss + F.softplus(end_logits_before_targets).sum()
+        loss = loss + F.softplus(-end_logits_after_last).sum()
         if not self.predicts_values:
             return loss
         predicted = self.predict_values(model, prior_states, genes)
@@ -253,30 +255,31 @@ class RankBaseline:
         cell_starts = np.flatnonzero(position == 0)
         for start, end in pairwise([*cell_starts, len(genes)]):
             for bucket in np.unique(buckets[start:end]):
-                positions = np.flatnonzero(buckets[start:end] == bucket)
-                scored = start + positions
+                scored_positions = np.flatnonzero(buckets[start:end] == bucket)
+                scored = start + scored_positions
                 is_correct[scored], cross_entropy[scored] = self._score_bucket(
-                    bucket, genes[start:end], positions
+                    bucket, genes[start:end], scored_positions
                 )
         return is_correct, cross_entropy
 
     def _score_bucket(
-        self, bucket: int, cell_genes: np.ndarray, positions: np.ndarray
+        self, bucket: int, cell_genes: np.ndarray, scored_positions: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Score the predictions at `positions` of one cell, all in one bucket: `(positions,)` each.
+        """Score predictions of one cell, all in one bucket: `(predictions,)` each.
 
-        `cell_genes` are the genes of the cell in order.
+        `cell_genes` are the genes of the cell in order, `scored_positions` the positions to score,
+        `(predictions,)` int64.
         """
         frequency = self.frequencies[bucket][cell_genes]
         # total frequency of the candidates: at least the gene's own, in spite of rounding
         earlier_frequency = np.cumsum(frequency) - frequency
         candidate_frequency = np.maximum(1 - earlier_frequency, frequency)
-        cross_entropy = np.log(candidate_frequency[positions] / frequency[positions])
+        cross_entropy = np.log(candidate_frequency[scored_positions] / frequency[scored_positions])
         # a gene is a candidate up to its own position, a gene that the cell lacks at all positions
         ranked_genes = self.ranked_genes[bucket]
         last_position = np.full(len(ranked_genes), len(cell_genes))
         last_position[cell_genes] = np.arange(len(cell_genes))
         # the most frequent candidate at position p is where the running maximum reaches p
         running_max = np.maximum.accumulate(last_position[ranked_genes])
-        predicted = ranked_genes[np.searchsorted(running_max, positions)]
-        return predicted == cell_genes[positions], cross_entropy
+        predicted = ranked_genes[np.searchsorted(running_max, scored_positions)]
+        return predicted == cell_genes[scored_positions], cross_entropy

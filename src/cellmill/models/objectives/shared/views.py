@@ -7,7 +7,7 @@ loss the hidden part is a second view of the cell, in the same batch. Binomial p
 counts are independent given the cell's expression (Neufeld et al. 2022, count splitting), which two
 draws of the whole are not.
 
-A view is a function of (seed, step, cell, position in the cell): equal in every layout and in every
+A view is a function of (seed, step, cell) and the cell's counts: equal in every layout and in every
 batch.
 """
 
@@ -60,11 +60,11 @@ def draw_view(
     whole = SparseCounts(batch.cu_seqlens.numpy(), batch.token_ids.numpy(), batch.counts.numpy())
     if step == HIDDEN_GENES:
         shown = whole.counts * (whole.genes % HIDDEN_GENE_STRIDE != 0)
-        predicted = whole.counts
+        to_predict = whole.counts
     else:
         cell_states = host_state(batch.cell_ids.numpy(), seed, step)
         shown = _draw_shown_counts(whole, config, cell_states)
-        predicted = whole.counts if config.target == "all" else whole.counts - shown
+        to_predict = whole.counts if config.target == "all" else whole.counts - shown
     views = SparseCounts(whole.offsets, whole.genes, shown)
     cell_fields = batch.arrays("cell")
     n_second_views = 0
@@ -74,13 +74,13 @@ def draw_view(
         cell_fields = {name: torch.cat([array, array]) for name, array in cell_fields.items()}
         # the ids of second views differ, and with them the keys of their dropout
         cell_fields["cell_ids"] = torch.cat([batch.cell_ids, ~batch.cell_ids])
-    entries = np.flatnonzero(predicted)
+    entries = np.flatnonzero(to_predict)
     return ViewBatch(
         **tokenize_counts(views, tokenizer),
         **cell_fields,
         entry_cells=torch.from_numpy(_repeat_cells(whole.offsets)[entries]),
         entry_genes=torch.from_numpy(whole.genes[entries]),
-        entry_counts=torch.from_numpy(predicted[entries]),
+        entry_counts=torch.from_numpy(to_predict[entries]),
         n_second_views=n_second_views,
     )
 
@@ -93,11 +93,14 @@ def _draw_shown_counts(
     `cell_states` `(cells,)` uint64 have the keys (cell, seed, step).
     """
     shown = cells.counts
-    if config.view != "thin":
-        frac_key = HIDDEN_FRAC if config.view == "drop" else DROPPED_FRAC
+    drops_genes = config.view in ("drop", "drop_thin")
+    thins_counts = config.view in ("thin", "drop_thin")
+    if drops_genes:
+        # in drop_thin HIDDEN_FRAC keys the fraction of counts; a second key makes both independent
+        frac_key = DROPPED_FRAC if thins_counts else HIDDEN_FRAC
         dropped_frac = draw_hidden_frac(cell_states, config, frac_key)
         shown = _drop_genes(shown, cells.offsets, dropped_frac, cell_states)
-    if config.view != "drop":
+    if thins_counts:
         removed_frac = draw_hidden_frac(cell_states, config, HIDDEN_FRAC)
         shown = _thin_counts(shown, cells.offsets, removed_frac, cell_states)
     return shown
@@ -147,6 +150,7 @@ def _draw_binomials(
     generator = np.random.Generator(philox)
     stream_start = philox.state
     key_words = stream_start["state"]["key"]  # (2,) uint64; the second stays 0
+    # 63 bits, as of `keyed_bits`; another shift would change every training
     keys = (state >> np.uint64(1)).tolist()
     for (first, end), p, key in zip(pairwise(offsets.tolist()), probability.tolist(), keys):
         key_words[0] = key
