@@ -2,8 +2,11 @@
 
 The loss is the cross-entropy, times the weight of the cell's label in training. The head has a row
 for every level of the column, so that rows match those of the corpus, and a run that starts from
-another run takes over rows of the same name. The last level is of cells without a value: it is no
-label, and its logit is left out.
+another run takes over rows of the same name. If some cells have no value, the last level is theirs:
+it is no label, and its logit is left out.
+
+With `adversarial_scale` the model gets the reversed gradient, times this number: the head learns the
+label, and the encoder hides it (Ganin & Lempitsky 2015).
 
 Legend: C cells with a target, L levels, H width of a cell's vector.
 """
@@ -67,7 +70,7 @@ class Classification(LabelObjective):
 
     def predict(self, model: ObjectiveModel, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
         """Predict the logits of the labels, `(C, L - 1)` float32, or `(C, L)` if every cell has one."""
-        if self.config.adversarial_scale:
+        if self.config.adversarial_scale:  # the encoder gets the reversed gradient
             vectors = Reversed.apply(vectors, self.config.adversarial_scale)
         logits: Tensor = getattr(model, self.head_name)(vectors, keys)
         return logits[:, : len(self.labels)].float()

@@ -4,7 +4,8 @@ The loss is the cross-entropy of bins, or the squared error of continuous values
 more between genes than between the cells of a gene. So they are judged by R² *over the gene mean*,
 and by the correlation after subtracting the gene mean from both. Values depend on the sum of all
 counts of a cell, hidden counts included, so visible values leak hidden ones, and both metrics
-include this leak. With `renormalize` the model sees values of visible counts only.
+include this leak. With `renormalize` the model sees values made only from the counts whose values it
+sees.
 
 Legend: C cells, T tokens of the batch, N targets, H width of the model.
 """
@@ -58,7 +59,7 @@ class MaskedValue(MaskedObjective):
         return self.tokens.value_kind == "class"
 
     def attach_output(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
-        # read by `Model.begin`, so it is not among the heads that are returned
+        # not read by this loss; with a cell loss `attach` adds `plan.begin`, which may name it
         model.hidden_value = nn.Parameter(torch.empty(model.width))
         n_outputs = self.tokens.n_values - self._first_bin if self._is_class else 1
         model.value_out = nn.Linear(model.width, n_outputs)

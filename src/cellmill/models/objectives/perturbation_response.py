@@ -1,11 +1,11 @@
 """perturbation_response: cell_decoding, with a response of the cell to its perturbation.
 
 The decoder is given the cell's vector plus a response, as in CPA (Lotfollahi et al. 2023, Mol.
-Syst. Biol. 19:e11517). The response is the sum of a projection of the decoder's embeddings of the
-perturbed genes, a bias that all perturbations share, and a learned vector of the perturbation.
-Controls have no response. The learned vector of a perturbation without training cells stays zero;
-its response is predicted from its genes. Counts are split into two binomial parts: the cell's vector
-is made from one, and predicts the other with the response.
+Syst. Biol. 19:e11517). The response is the sum of a projection of the mean of the decoder's
+embeddings of the perturbed genes, a bias that all perturbations share, and a learned vector of the
+perturbation. Controls have no response. The learned vector of a perturbation without training cells
+stays zero; its response is predicted from its genes. Counts are split into two binomial parts: the
+cell's vector is made from one, and predicts the other with the response.
 
 Legend: C cells with targets, H width of a cell's vector, D width of the decoder's last layer, M
 largest number of genes of a perturbation, V tokens of the vocabulary. Level numbers begin at 1; 0
@@ -94,20 +94,25 @@ class PerturbationResponse(CellDecoding):
         return super().decode(model, changed.to(vectors.dtype), prepared)
 
     def log_profile(
-        self, model: ObjectiveModel, vectors: Tensor, perturbation: str | None, genes: list[int]
+        self,
+        model: ObjectiveModel,
+        vectors: Tensor,
+        perturbation: str | None,
+        perturbed_genes: list[int],
     ) -> Tensor:
-        """Predict the log fraction of each gene in a cell of an average batch, `(C, genes)` float32.
+        """Predict the log fraction of each gene in a cell of an average experimental batch.
 
-        `vectors` are `(C, H)`. `perturbation` is the name of one, trained or not; None predicts
-        unperturbed cells. `genes` are the token ids of its genes, possibly none.
+        The result is `(C, n_genes)` float32, over all genes of the vocabulary; `vectors` are `(C, H)`.
+        `perturbation` is the name of one, trained or not; None predicts unperturbed cells.
+        `perturbed_genes` are the token ids of its genes, possibly none.
         """
         if perturbation is not None:
             levels = self.levels[self.config.perturbation_column]
             device = vectors.device
             numbers = torch.tensor([_find_level_number(perturbation, levels)], device=device)
-            perturbed_genes = _pad_genes([genes]).to(device)
-            vectors = vectors + _compute_response(model, numbers, perturbed_genes)
-        # terms of known_batch are centred: an average batch has the term 0
+            padded_genes = _pad_genes([perturbed_genes]).to(device)
+            vectors = vectors + _compute_response(model, numbers, padded_genes)
+        # terms of known_batch are centred: an average experimental batch has the term 0
         decoded = model.decoder(vectors)
         logits = token_logits(decoded, model.profile_genes.weight, model.profile_bias)
         return logits[:, len(SPECIAL) :].float().log_softmax(1)

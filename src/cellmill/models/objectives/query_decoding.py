@@ -8,8 +8,8 @@ included. `docs/quality.md` compares it with a zero-inflated loss and with a sum
 A gene of the vocabulary is hidden with the probability that its cell drew, whether it is detected
 or not, so hidden genes are detected as often as genes of whole cells. All hidden genes would be too
 many queries: at most `max_asked` detected genes are queried, and `undetected_ratio` times as many
-undetected ones. A query's weight is the number of hidden genes for which it stands. Genes that
-`tokens.max_tokens` cuts from a cell count as undetected.
+undetected ones. A query's weight, relative to the cell's other queries, is the number of hidden genes
+for which it stands. Genes that `tokens.max_tokens` cuts from a cell count as undetected.
 
 Legend: C cells, T tokens of the batch, N queries, H width of a cell's vector.
 """
@@ -131,6 +131,7 @@ class QueryDecoding(Objective):
         return TokenDraws(
             cell=cell,
             is_hidden=torch.from_numpy(host_uniform(token_state)) < hidden_frac[cell],
+            # 63 bits, as of `keyed_bits`: int64 has no more for numbers of at least 0
             priority=torch.from_numpy((token_state >> np.uint64(1)).view(np.int64)),
             hidden_frac=hidden_frac,
         )

@@ -4,6 +4,10 @@ Views of step HIDDEN_GENES hide every fifth gene from all cells, so the shown to
 the answer. Each process sums moments of these genes over its cells; the metric is computed from the
 sums of all processes.
 
+A fraction is of the cell's counts, or with `weights: log1p`, the default, of its log(1 + count).
+Measurements are log(1 + 10,000 fraction), so `log1p` takes the logarithm twice; predictions stay
+linear. Values of the metric are comparable only between runs of equal `weights` and `likelihood`.
+
 Legend: C cells with targets, D width of the decoder's last layer, V tokens of the vocabulary.
 """
 
@@ -45,8 +49,8 @@ def sum_hidden_genes(
     """Sum the moments over cells: the number of cells, then `GeneMoments`; `(count_sums(V),)` float64.
 
     Logits are `decoded` `(C, D)` times `table` `(V, D)` plus `bias` `(V,)`. Each entry of the measured
-    profiles has its `cell`, its token id in `genes`, and its fraction of the cell's sum in
-    `fractions`, `(entries,)` each.
+    profiles has its `cell`, its token id in `genes`, and in `fractions` its fraction of the cell's sum
+    of counts, or of log(1 + count) with `weights: log1p`; `(entries,)` each.
     """
     log_expression = torch.log1p(TARGET_SUM * fractions)
     sums = decoded.new_zeros(count_sums(len(bias)), dtype=torch.float64)
@@ -67,8 +71,8 @@ def _sum_moments(probabilities: Tensor, profiles: Tensor) -> Tensor:
     """Sum `GeneMoments` over cells, `(N_MOMENTS * hidden genes,)` float64.
 
     `probabilities` are the predicted fractions, and `profiles` the measured log(1 + 10,000 fraction),
-    `(cells, V)` each. Predictions are probabilities, scaled so that the cell's visible genes have the
-    same sum as its profile.
+    `(cells, V)` each, where fractions are those of `sum_hidden_genes`. Predictions are probabilities
+    without a logarithm, scaled so that the cell's visible genes have the same sum as its profile.
     """
     measured = profiles[:, ::HIDDEN_GENE_STRIDE]
     hidden_probabilities = probabilities[:, ::HIDDEN_GENE_STRIDE]

@@ -1,11 +1,11 @@
 """Base of masked_value and masked_gene: which tokens are masked, and what the model sees of them.
 
-A fraction `mask_frac` of a cell's tokens, and at least one, is drawn by a hash of (seed, step,
-cell, position). Of the masked tokens, `keep_frac` show their own content in training and
-`random_frac` random content: a random gene of the vocabulary, or the value of a random visible gene
-of the cell (Devlin et al. 2019). The rest is hidden. A second loss, times `cell_loss_weight`,
-predicts the same targets from the cell's vector and the visible half of each target: the gene for
-masked_value, the value for masked_gene (scGPT, Cui et al. 2024, GEPC).
+Each token is masked independently with probability `mask_frac`, by a hash of (seed, step, cell,
+position), and at least one token of each cell is. Of the masked tokens, `keep_frac` show their own
+content in training and `random_frac` random content: a random gene of the vocabulary, or the value of
+a random visible gene of the cell (Devlin et al. 2019). The rest is hidden. A second loss, times
+`cell_loss_weight`, predicts the same targets from the cell's vector and the visible half of each
+target: the gene for masked_value, the value for masked_gene (scGPT, Cui et al. 2024, GEPC).
 
 Legend: C cells, T tokens of the batch, N targets, H width of the model.
 """
@@ -24,7 +24,7 @@ from cellmill.models.draws import MASK_IN_VIEW, SHOWN_CONTENT
 from cellmill.models.objective import Objective, ObjectiveModel
 from cellmill.parallel.vocab_parallel import rows_at
 
-HIGHEST_DRAW = 2**63 - 1  # above the draw of every gene; draw of tokens that are not genes
+HIGHEST_DRAW = 2**63 - 1  # at least the draw of every gene; draw of tokens that are not genes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,10 @@ class Mask:
 
 
 class MaskedObjective(Objective):
-    """Base of masked_value and masked_gene; needs a model with `states`, `inputs` and `cell_vectors`."""
+    """Base of masked_value and masked_gene.
+
+    It needs a model with `states`; with a cell loss also `inputs`, `cell_vectors` and `plan`.
+    """
 
     config: MaskedObjectiveConfig
     predicts_genes: bool  # True if targets are genes, False if they are values

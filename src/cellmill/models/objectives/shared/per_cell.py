@@ -142,7 +142,8 @@ class LabelObjective(CellObjective):
         return [level for level in self.levels[self.config.label_column] if level != MISSING]
 
     def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        labels = self.level_numbers(batch, self.config.label_column) - 1
+        labels = self.level_numbers(batch, self.config.label_column) - 1  # -1 if unknown
+        # MISSING is the last level, so its number follows those of the labels
         return labels, (labels >= 0) & (labels < len(self.labels))
 
     def judged_labels(self) -> dict[str, list[str]]:
