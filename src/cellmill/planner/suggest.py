@@ -1,8 +1,10 @@
 """Layouts that fit a run, ranked by speed, and the table that shows them.
 
 `plan --suggest` tries ddp and the sharding strategies, tp inside a node with sequence parallelism,
-pipelines, and recomputation; the rest of the configuration stays. `stream.lanes` is raised if more
-ranks read cells than there are lanes.
+pipelines, and recomputation; the rest of the configuration stays, with two exceptions.
+`parallel.shard_size` is reset, so that groups of HYBRID_SHARD are nodes. `gradient_reduction` and
+`microbatches` are reset in layouts where they have no effect. `stream.lanes` is raised if more ranks
+read cells than there are lanes.
 """
 
 import math
@@ -108,7 +110,8 @@ def _make_sort_key(suggestion: RunCost) -> tuple[float, ...]:
 
 def list_parallel_options(options: PlanOptions, hardware: Hardware) -> Iterator[Parallel]:
     """Yield the layouts worth trying, each once."""
-    unchanged = options.parallel.model_dump(include={"precision", "compile", "cpu_offload"})
+    reset = {"strategy", "sharding_strategy", "shard_size"}
+    unchanged = options.parallel.model_dump(exclude=reset)
     strategies = [{"strategy": "ddp"}]
     for name in ("FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP"):
         strategies.append({"sharding_strategy": name})
@@ -130,11 +133,22 @@ def list_parallel_options(options: PlanOptions, hardware: Hardware) -> Iterator[
                     "activation_checkpointing": recompute,
                 }
                 parallel = Parallel.model_validate(unchanged | strategy | changes)
+                parallel = _reset_without_effect(parallel)
                 key = _make_effect_key(parallel, hardware)
                 # `suggest_layouts` refuses every layout without a key, and counts the reasons
                 if key is None or key not in tried:
                     tried.add(key)
                     yield parallel
+
+
+def _reset_without_effect(parallel: Parallel) -> Parallel:
+    """Reset the options that the checks of the configuration refuse in this layout."""
+    reset: dict[str, Any] = {}
+    if not parallel.shards_gradients:
+        reset["gradient_reduction"] = "step"
+    if parallel.pp == 1:
+        reset["microbatches"] = None
+    return parallel.model_copy(update=reset)
 
 
 def _make_effect_key(parallel: Parallel, hardware: Hardware) -> tuple[Any, ...] | None:
