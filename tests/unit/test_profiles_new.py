@@ -201,7 +201,7 @@ def test_unusual_sites_are_read(
     assert tree["set-resources"]["plan"] == {"device": device.rstrip("?")}
     line = next(line for line in text.splitlines() if line.strip().startswith("plan:"))
     assert ("assumed: " in line) == ("?" in device)
-    assert ("a100 has 80 GB here; set device to a100-40gb if it has less" in line) == (
+    assert ("a100 is planned with 80 GB; set device to a100-40gb if it has less" in line) == (
         "?" in device
     )
 

@@ -89,7 +89,7 @@ def describe_assumption(name: str) -> str:
     others = [sized for sized in list_sized_devices(name) if DEVICES[sized].memory_gb != memory_gb]
     if not others:
         return ""
-    return f"{name} has {memory_gb:g} GB here; set device to {' or '.join(others)} if it has less"
+    return f"{name} is planned with {memory_gb:g} GB; set device to {' or '.join(others)} if it has less"
 
 
 def check_precision(parallel: Parallel, name: str, device: Device) -> None:

@@ -81,8 +81,8 @@ def estimate_peak_memory(
     for rank in range(model.layout.pp) if ranks is None else ranks:
         memory = _RankMemory(model, rank, micro_batch_tokens, micro_batches)
         peaks.append(memory.at_backward_start())
-        # A pipeline rank holds most at the start of its first backward pass: the activations of all
-        # micro-batches in flight. Each backward pass then frees one micro-batch.
+        # at_blocks_end needs no look in a pipeline: each backward pass frees the activations of one of
+        # the micro-batches in flight
         if model.layout.pp == 1:
             peaks.append(memory.at_blocks_end())
         if model.is_sharded:
@@ -163,7 +163,7 @@ class _RankMemory:
             # gradients are a further copy
             copies = int(model.layout.dp > 1) + int(self.micro_batches > 1)
             elements = copies * totals.trained
-            if elements == 0:  # no gradient is there yet, except those being computed
+            if copies == 0:  # no gradient is there yet, except those being computed
                 elements = block.trained
             return replace(memory, gradients=FLOAT32_BYTES * elements)
         communication_bytes = 0

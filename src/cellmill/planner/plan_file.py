@@ -35,7 +35,7 @@ class RunPlan:
     hardware: Hardware
     largest_micro_batch: int  # most tokens of a micro-batch that fit in memory
     genes_per_cell: float  # mean number of detected genes
-    cut_cells_frac: float  # fraction of cells with more genes than tokens.max_tokens
+    cut_cells_frac: float  # fraction of cells with genes that do not become tokens
     fingerprint: str | None  # of the corpus; None for an assumed one
     warnings: list[str]
 
@@ -94,9 +94,7 @@ class RunPlan:
             "auto_steps": train.steps == "auto",
             "micro_batch_tokens": work.micro_batch_tokens,  # tokens of the largest micro-batch
             "step": time and {**asdict(time.step), "step_s": time.step.step_s},
-            "pipeline_idle_frac": estimate_idle_frac(
-                options.parallel, work.max_micro_batches_per_step
-            ),
+            "pipeline_idle_frac": estimate_idle_frac(options.parallel, work.micro_batches_per_step),
             "mfu": time and time.mfu,  # fraction of the device's peak that a step reaches
             "hours": time and time.hours,  # with validation
             "validation_frac": time and time.validation_frac,  # fraction of the hours
@@ -219,7 +217,8 @@ def _format_time(cost: RunCost) -> Iterator[Line]:
     block = cost.whole_size.block
     if block.trained < block.parameters:
         method = cost.options.finetune.method
-        yield "at most", f"time, FLOPs and activations: finetune.method {method} freezes weights"
+        text = f"finetune.method {method} freezes weights, so time, FLOPs and activations are lower"
+        yield "upper bound", text
     time = cost.time
     if time is None:
         yield "step time", UNKNOWN

@@ -74,9 +74,9 @@ class Change:
 def _list_changes(options: PlanOptions, hardware: Hardware) -> Iterator[Change]:
     """Yield changes, the least costly in speed first.
 
-    Recomputation and sharding stay while the changes after them are tried. Smaller micro-batches and
-    larger layouts are alternatives: each is tried without the others. Whoever follows the instructions
-    of a change gets exactly its options.
+    Recomputation and sharding stay while the changes after them are tried. Smaller micro-batches,
+    gradient_reduction (with smaller micro-batches after it) and larger layouts are alternatives: each
+    is tried without the others. Whoever follows the instructions of a change gets exactly its options.
     """
     change = Change([], options, hardware)
     yield from islice(_list_smaller_budgets(change), FREE_HALVINGS)
@@ -155,8 +155,8 @@ def _list_more_nodes(change: Change) -> Iterator[Change]:
 def _list_smaller_budgets(change: Change) -> Iterator[Change]:
     """Yield powers of two below the token budget that still hold the largest cell."""
     train = change.options.train
-    # the largest power of two below the token budget
-    budget = 1 << (train.token_budget - 1).bit_length() - 1
+    # the largest power of two below the token budget; 0 for a budget of 1
+    budget = (1 << (train.token_budget - 1).bit_length()) >> 1
     while budget >= max(1, change.options.tokens.max_tokens):
         smaller = train.model_copy(update={"token_budget": budget})
         options = change.options.model_copy(update={"train": smaller})

@@ -47,9 +47,12 @@ def count_in_flight(parallel: Parallel, rank: int, micro_batches: int) -> int:
     return min(all_at_once, in_flight[parallel.schedule])
 
 
-def estimate_idle_frac(parallel: Parallel, micro_batches: int) -> float:
-    """Estimate the fraction of a step in which a pipeline rank waits; 0 without a pipeline."""
+def estimate_idle_frac(parallel: Parallel, micro_batches: float) -> float:
+    """Estimate the fraction of a step in which a pipeline rank waits; 0 without a pipeline.
+
+    `micro_batches` is their mean number in a step, which is rounded.
+    """
     stages_per_rank = parallel.n_stages // parallel.pp
-    busy = FORWARDS_PER_STEP * micro_batches * stages_per_rank
+    busy = FORWARDS_PER_STEP * max(1, round(micro_batches)) * stages_per_rank
     idle = (parallel.pp - 1) * IDLE_UNITS[parallel.schedule]
     return idle / (busy + idle)

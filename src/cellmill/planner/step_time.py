@@ -62,7 +62,10 @@ def estimate_latency(traffic: Traffic) -> float:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Upper bound on the seconds of an optimizer step: computation and traffic of the busiest ranks."""
+    """Estimated seconds of an optimizer step, of the busiest ranks.
+
+    Launches of kernels and copies of `parallel.cpu_offload` are not counted.
+    """
 
     compute_s: float
     exposed_s: float  # communication that no computation overlaps
@@ -109,13 +112,16 @@ def estimate_step(
         last_backward_s = BACKWARD_FRAC * compute_s / micro_batches
         beyond_last_backward_s = reductions_s - last_backward_s
         exposed_s += max(first_and_last_s, beyond_compute_s, beyond_last_backward_s)
-    idle = estimate_idle_frac(model.parallel, max(1, round(micro_batches)))
+    idle = estimate_idle_frac(model.parallel, micro_batches)
     idle_s = (compute_s + exposed_s) * idle / (1 - idle)
     return StepTime(compute_s, exposed_s, idle_s)
 
 
 def _estimate_compute_s(model: PlannedModel, load: Load, flops_per_s: float) -> float:
-    """Estimate the seconds of computation of the pipeline rank that computes the most."""
+    """Estimate the seconds of computation of the pipeline rank that computes the most.
+
+    Selective recomputation counts as full recomputation, though it computes less.
+    """
     recomputed_block = 0.0  # FLOPs of a block that is recomputed, forward and backward
     if model.parallel.activation_checkpointing is not None:
         recomputed_block = model.size.flops.count(

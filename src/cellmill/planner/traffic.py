@@ -151,10 +151,10 @@ def _list_tensor_parallel(
     )
     # a block sums over tp twice in its forward pass and twice in its backward pass; recomputation
     # stops before the block's last sum, which the backward pass does not need
-    # reduced_per_token counts both sums of a forward pass
-    elements_per_sum = size.block.reduced_per_token / 2
     recomputed = int(parallel.activation_checkpointing == "full")
     sums_per_block = 4 + recomputed
+    # reduced_per_token counts both sums of a forward pass
+    elements_per_sum = size.block.reduced_per_token / 2
     payload = bytes_per_element * totals.n_blocks * (sums_per_block * elements_per_sum)
     kind: Kind = "reduce-scatter" if parallel.sequence_parallel else "all-reduce"
     yield CollectiveCalls(kind, "tp", payload, totals.n_blocks * sums_per_block * micro_batches)
