@@ -18,8 +18,10 @@ from small_corpus import stream_of, write_corpus
 from cellmill.cli import main
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
+from cellmill.config.parallel import Layout
 from cellmill.config.run import Train
 from cellmill.data.shards.manifest import Manifest
+from cellmill.data.stream.cell_tokenizer import count_kept_and_zeros, find_max_tokens
 from cellmill.errors import ConfigError
 from cellmill.models.build import ModelSpec
 from cellmill.planner.cost import format_hours
@@ -33,7 +35,7 @@ from cellmill.planner.suggest import (
     format_suggestions,
     suggest_layouts,
 )
-from cellmill.planner.work import CorpusSize, count_detected_genes
+from cellmill.planner.work import CorpusSize, count_detected_genes, count_work
 from cellmill.stages import plan
 
 N_CELLS = 250
@@ -207,7 +209,7 @@ TP = {"nproc": 4, "parallel": {"strategy": "ddp", "tp": 2}}
     [
         (
             {"device": "a100"},
-            "assumed     a100 has 80 GB here; set device to a100-40gb if it has less",
+            "assumed     a100 is planned with 80 GB; set device to a100-40gb if it has less",
         ),
         (TP, "processes   4 x cpu, ddp (2 replicas of 1 shards x tp 2), 32-true"),
         (
@@ -218,7 +220,7 @@ TP = {"nproc": 4, "parallel": {"strategy": "ddp", "tp": 2}}
         ({}, f"warning     set objective{LEAK}"),
         (
             {"finetune": {"method": "head_only"}},
-            "at most     time, FLOPs and activations: finetune.method head_only freezes weights",
+            "upper bound finetune.method head_only freezes weights, so time, FLOPs and activations are lower",
         ),
         ({"objective": PARTS}, f"warning     set objective.parts.masked_value{LEAK}"),
     ],
@@ -277,8 +279,24 @@ def test_cut_cells_are_reported(
     monkeypatch.setitem(SECTIONS, "objective", {"name": "cell_decoding"})
     assert _plan(corpus, tmp_path, tokens={"max_tokens": detected.max()})["warnings"] == []
     _plan(corpus, tmp_path, tokens={"max_tokens": 2})
-    hint = f"set tokens.max_tokens to {detected.max()}, the most genes of a cell: family profile is more accurate with"
+    most = f"so that a cell keeps all its genes, at most {detected.max()}: family profile is more accurate with"
+    hint = f"set tokens.max_tokens to {detected.max()}, {most}"
     assert f"warning     {hint}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("zero_frac", [0, 0.1, 0.3, 0.7])
+def test_the_advised_max_tokens_cuts_no_cell(zero_frac: float) -> None:
+    tokens = _options(tokens={"zero_frac": zero_frac}).tokens
+    for n_genes in range(1, 1000):
+        advised = find_max_tokens(tokens, n_genes)
+        cells = np.array([n_genes])
+        kept_by_limit = []
+        for max_tokens in (advised, max(1, advised - 1)):
+            limited = tokens.model_copy(update={"max_tokens": max_tokens})
+            kept, _ = count_kept_and_zeros(limited, cells, 5000)
+            kept_by_limit.append(int(kept[0]))
+        assert kept_by_limit[0] == n_genes
+        assert kept_by_limit[1] < n_genes or n_genes == 1
 
 
 def test_processes_share_the_memory_of_a_machine(corpus: Manifest, tmp_path: Path) -> None:
@@ -389,6 +407,26 @@ def test_the_ranks_of_a_pipeline_wait_for_each_other(corpus: Manifest, tmp_path:
     staged = _plan(corpus, tmp_path, nproc=2, nodes=4, device="h100", parallel=layout)
     assert staged["pipeline_idle_frac"] == pytest.approx(1 / 5)
     assert staged["step"]["idle_s"] == pytest.approx(staged["step"]["step_s"] / 5)
+
+
+def test_one_plan_has_one_idle_fraction(corpus: Manifest, tmp_path: Path) -> None:
+    train = {"token_budget": 16, "global_batch": 32}
+    layout: dict[str, Any] = {"pp": 2, "microbatches": 4}
+    given: dict[str, Any] = {"nproc": 2, "device": "h100", "parallel": layout}
+    staged = _plan(corpus, tmp_path, train=train, **given)
+    options = _options(parallel=layout, train=train)
+    cells = CorpusSize(np.minimum(count_detected_genes(corpus), 16), 40)
+    work = count_work(options, cells, Layout(1, 1, pp=2))
+    assert work.max_micro_batches_per_step > round(work.micro_batches_per_step)
+    idle_frac = staged["step"]["idle_s"] / staged["step"]["step_s"]
+    assert staged["pipeline_idle_frac"] == pytest.approx(idle_frac)
+
+
+def test_a_token_budget_of_one_cannot_be_lowered() -> None:
+    options = _options(tokens={"max_tokens": 1}, train={"token_budget": 1})
+    hardware = Hardware(1, 1, "h100", 1000, 1000)
+    remedy = find_remedy(options, CorpusSize(np.full(64, 1), 40), hardware)
+    assert remedy == "name a device with more memory in the profile, or use a smaller model"
 
 
 def test_the_largest_micro_batch_is_exactly_the_limit(corpus: Manifest, tmp_path: Path) -> None:
@@ -663,3 +701,36 @@ def test_the_search_keeps_compile_and_offload() -> None:
     assert {each.activation_checkpointing for each in suggested} == {None, "full"}
     plain = [each.options.parallel for each in _suggest()[0].fitting]
     assert {each.activation_checkpointing for each in plain} == {None, "selective", "full"}
+
+
+def test_the_search_plans_the_speed_of_tf32() -> None:
+    exact, _ = _suggest(parallel={"precision": "32-true"})
+    fast, options = _suggest(parallel={"precision": "32-true", "tf32": True})
+    assert yaml.safe_load(format_sections(fast.fitting[0].options, options))["parallel"]["tf32"]
+    exact_s = {each.options.parallel: each.time for each in exact.fitting}
+    assert len(exact_s) == len(fast.fitting)
+    for each in fast.fitting:
+        slow = exact_s[each.options.parallel.model_copy(update={"tf32": False})]
+        assert each.time is not None
+        assert slow is not None
+        assert each.time.step.compute_s == pytest.approx(slow.step.compute_s * 67 / 494)
+
+
+def test_the_search_keeps_options_in_layouts_that_allow_them() -> None:
+    reduced = [
+        each.options.parallel
+        for each in _suggest(parallel={"gradient_reduction": "micro_batch"})[0].fitting
+    ]
+    assert {each.shards_gradients for each in reduced} == {True, False}
+    assert all(each.reduces_each_micro_batch == each.shards_gradients for each in reduced)
+    piped = [
+        each.options.parallel
+        for each in _suggest(parallel={"pp": 2, "microbatches": 32})[0].fitting
+    ]
+    assert {each.pp > 1 for each in piped} == {True, False}
+    assert all(each.microbatches == (32 if each.pp > 1 else None) for each in piped)
+
+
+def test_the_search_resets_the_size_of_sharding_groups() -> None:
+    found, _ = _suggest(parallel={"shard_size": 2})
+    assert {each.options.parallel.shard_size for each in found.fitting} == {None}

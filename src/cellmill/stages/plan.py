@@ -1,7 +1,8 @@
 """plan: estimate memory, traffic and time of a run before any device is requested.
 
-No cell is read, only the row offsets of the shards. A run that cannot work is refused in one line: the
-memory that it needs, the memory of the device, and the first change that helps.
+No counts are read, only the row offsets of the shards and levels of obs columns. A run that cannot
+work is refused in one line: if it does not fit, with the memory that it needs, the memory of the
+device, and the first change that helps.
 """
 
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 from cellmill.config.checks import check_nodes
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
-from cellmill.data.stream.cell_tokenizer import count_kept_and_zeros
+from cellmill.data.stream.cell_tokenizer import count_kept_and_zeros, find_max_tokens
 from cellmill.data.stream.repeats import read_repeats
 from cellmill.errors import ConfigError
 from cellmill.files import span, write_json
@@ -29,9 +30,9 @@ from cellmill.planner.work import CorpusSize, count_detected_genes
 from cellmill.runs.identity import foresee_refusal
 from cellmill.stages.training_inputs import open_corpus
 
-SAMPLED_CELLS = 1 << 22  # all assumed cells have the same length
 MB = 1 << 20  # SLURM's
 ASSUMED_CELLS = 1_000_000
+MAX_ASSUMED_CELLS = 1 << 22  # cells whose length is stored, since all have the same
 ASSUMED_GENES = 20_000
 ASSUMED_LEVELS = 16  # levels of an obs column that the run reads
 
@@ -47,7 +48,7 @@ class PlannedCorpus(NamedTuple):
 
     @property
     def cut_cells_frac(self) -> float:
-        """Fraction of cells with more genes than tokens.max_tokens."""
+        """Fraction of cells with genes that do not become tokens."""
         return float((self.detected > self.kept).mean())
 
 
@@ -110,7 +111,7 @@ def _assume_corpus(options: PlanOptions, n_cells: int, n_genes: int) -> PlannedC
         f"{n_validation:,} validation cells\n"
     )
     levels = dict.fromkeys(options.obs_columns(), tuple(map(str, range(ASSUMED_LEVELS))))
-    tokens = np.full(min(n_cells, SAMPLED_CELLS), n_tokens)
+    tokens = np.full(min(n_cells, MAX_ASSUMED_CELLS), n_tokens)
     size = CorpusSize(tokens, n_genes, n_validation, n_training=n_cells, levels=levels)
     return PlannedCorpus(options, size, detected=tokens, kept=tokens)
 
@@ -149,8 +150,10 @@ def _plan_run(corpus: PlannedCorpus, machine: Machine, device_name: str) -> RunP
     warnings = options.objective.warnings()
     # `sequence_parallel` is False for families whose blocks compute one row per cell, not per token
     if corpus.cut_cells_frac and not options.model.sequence_parallel:
+        max_genes = int(corpus.detected.max())
+        max_tokens = find_max_tokens(options.tokens, max_genes)
         warnings.append(
-            f"set tokens.max_tokens to {corpus.detected.max()}, the most genes of a cell: family "
+            f"set tokens.max_tokens to {max_tokens}, so that a cell keeps all its genes, at most {max_genes}: family "
             f"{options.model.family} is more accurate with all of them, at little more cost (docs/quality.md)"
         )
     return RunPlan(

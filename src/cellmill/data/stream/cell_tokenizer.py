@@ -37,6 +37,15 @@ def count_kept_and_zeros(
     return kept, np.minimum(zeros, max_zeros)
 
 
+def find_max_tokens(tokens: Tokens, n_genes: int) -> int:
+    """Find the smallest `max_tokens` with which all genes of a cell of `n_genes` become tokens."""
+    max_tokens = int(n_genes / (1 - tokens.zero_frac))
+    # counted up from below, since the quotient is rounded
+    while _max_kept(tokens.model_copy(update={"max_tokens": max_tokens})) < n_genes:
+        max_tokens += 1
+    return max_tokens
+
+
 def _max_kept(tokens: Tokens) -> int:
     """Return the largest number of tokens with counts in a cell."""
     return max(1, int(tokens.max_tokens * (1 - tokens.zero_frac)))
