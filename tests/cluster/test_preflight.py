@@ -77,8 +77,8 @@ def test_an_available_machine_is_tried_on_its_nodes(rig: Rig, project: Path) -> 
         *([r"ok  CUDA: \S+ on node3, node4"] if torch.version.cuda else []),
         r"ok  GPUs: none requested and none visible: processes compute on CPU cores",
         r"ok  clock: node3, node4 within [\d.]+ s of this machine",
-        r"ok  all-reduce in a node: [\d.]+ GB/s bus bandwidth on \S+, the slowest, 16 MB by gloo",
-        r"ok  all-reduce between nodes: [\d.e-]+ GB/s bus bandwidth over eth0, 16 MB by gloo",
+        r"ok  all-reduce in a node: [\d.]+ GB/s bus bandwidth on \S+, the slowest, 16 MiB by gloo",
+        r"ok  all-reduce between nodes: [\d.e-]+ GB/s bus bandwidth over eth0, 16 MiB by gloo",
         r"go",
     ]
     checks = [line for line in lines if not re.match(r"job \d+: [A-Z]+", line)]

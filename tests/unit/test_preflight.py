@@ -509,7 +509,7 @@ CLOCK = f"this machine, and Snakemake compares times of files; have it set, or {
         ({"write_s": 6.7108864},
          "?   write speed: 10 MB/s with fsync on n2, the slowest: checkpoints will be slow; work in a faster folder"),
         ({"write_s": None, "write_error": "No space left on device"},
-         "no  write speed: n2 cannot write 64 MB here: No space left on device; make room, or work in another folder"),
+         "no  write speed: n2 cannot write 64 MiB here: No space left on device; make room, or work in another folder"),
         ({"torch": "2.12.1"},
          f"no  torch: 2.13.0 on n1; 2.12.1 on n2; {KEYS} modules or container, or sbatch_options: exclude=n1"),
         ({"nccl": None},
@@ -581,12 +581,12 @@ def test_bandwidth_is_reported_with_its_interface() -> None:
         "interfaces": {"n1": None},
     }
     for interface, measured, line in (
-        ("", fast, "ok  all-reduce in a node: 230 GB/s bus bandwidth on n2, the slowest, 256 MB by nccl"),
-        ("", fast, "ok  all-reduce between nodes: 21.3 GB/s bus bandwidth over mlx5_0, 256 MB by nccl"),
+        ("", fast, "ok  all-reduce in a node: 230 GB/s bus bandwidth on n2, the slowest, 256 MiB by nccl"),
+        ("", fast, "ok  all-reduce between nodes: 21.3 GB/s bus bandwidth over mlx5_0, 256 MiB by nccl"),
         ("", slow,
-         "?   all-reduce between nodes: 1.1 GB/s bus bandwidth over eth0, 256 MB by nccl, though there is ib0; "
+         "?   all-reduce between nodes: 1.1 GB/s bus bandwidth over eth0, 256 MiB by nccl, though there is ib0; "
          f"{KEYS} interface: ib0"),
-        ("ib0", slow, "?   all-reduce between nodes: 1.1 GB/s bus bandwidth over eth0, 256 MB by nccl: slow for GPUs; "
+        ("ib0", slow, "?   all-reduce between nodes: 1.1 GB/s bus bandwidth over eth0, 256 MiB by nccl: slow for GPUs; "
          f"{KEYS} interface: one of the fast network"),
         ("", one, "ok  all-reduce: nothing to measure with one process; nccl works"),
     ):  # fmt: skip

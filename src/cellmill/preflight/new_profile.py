@@ -98,6 +98,7 @@ def _choose_machine(
         "runtime": runtime,
         memory_key: memory,
         "cpus_per_task": _choose_cpus(offer),
+        # at most a quarter of the job
         "save_within_s": Reasoned(min(SAVE_WITHIN_S, 15 * runtime.value)),
     }
 

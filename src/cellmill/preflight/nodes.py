@@ -112,7 +112,7 @@ def judge_disk(nodes: Reports) -> Check:
     """Judge the write speed of checkpoints, with all nodes writing at once."""
     failed = next((node for node in nodes if node["write_error"]), None)
     if failed:
-        problem = f"{failed['host']} cannot write {failed['written_bytes'] >> 20} MB here: {failed['write_error']}"
+        problem = f"{failed['host']} cannot write {failed['written_bytes'] >> 20} MiB here: {failed['write_error']}"
         return no("write speed", problem, "make room, or work in another folder")
     slowest = max(nodes, key=lambda node: float(node["write_s"]))
     speed = slowest["written_bytes"] / slowest["write_s"] / 1e6
@@ -179,17 +179,17 @@ def judge_gpus(machine: Machine, device: str, nodes: Reports) -> Check:
     if len(products) > 1:
         remedy = f"{TRAIN} constraint or gpus_per_node: one type"
         return doubt("GPUs", f"{text}: the slowest sets the pace", remedy)
-    product = recognise_device(products[0])
+    recognised = recognise_device(products[0])
     kind = device.partition("-")[0]
     if kind not in products[0].lower():
         remedy = "set-resources: plan: device"
         return doubt("GPUs", f"{text}, but the plan assumes {device}", remedy)
     if (
-        product in list_sized_devices(kind)
-        and DEVICES[product].memory_gb != DEVICES[device].memory_gb
+        recognised in list_sized_devices(kind)
+        and DEVICES[recognised].memory_gb != DEVICES[device].memory_gb
     ):
         assumed = f"{device} with {DEVICES[device].memory_gb:g} GB"
-        remedy = f"set-resources: plan: device: {product}"
+        remedy = f"set-resources: plan: device: {recognised}"
         return doubt("GPUs", f"{text}, but the plan assumes {assumed}", remedy)
     return ok("GPUs", text)
 
@@ -220,7 +220,7 @@ def judge_allreduce(interface: str, nodes: Reports, measured: dict[str, Any]) ->
     """Judge the bus bandwidth inside nodes and between them, and the network that carried it."""
     backend = measured["backend"]
     between = measured["between"]
-    payload = f"{measured['bytes'] >> 20} MB by {backend}"
+    payload = f"{measured['bytes'] >> 20} MiB by {backend}"
     inside = [
         (entry["bus_gb_per_s"], entry["host"])
         for entry in measured["inside"]

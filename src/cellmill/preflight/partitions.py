@@ -155,7 +155,8 @@ def choose_for_stages(facts: SlurmFacts, training: Partition) -> Reasoned[Partit
 def _list_offers(partition: Partition, request: Request) -> Iterator[Offer]:
     """Yield an offer for each type of GPU that enough nodes have.
 
-    By default it has as many GPUs per node as all of these nodes have.
+    By default it has as many GPUs per node as `n_nodes` nodes have; one for slices. If none are
+    requested, or no node has any, yield one offer without GPUs.
     """
     nodes = partition.up
     n_nodes = int(request.nodes.rpartition("-")[2] or 1)

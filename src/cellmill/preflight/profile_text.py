@@ -16,7 +16,7 @@ from cellmill.preflight.stage_requests import DECLARED, GPU_STAGES
 RETRIES = 2
 COMMENT_COLUMN = 28  # unless the text before a comment is longer
 THREADS = {"preprocess": 2, "shard": 4, "shard_part": 4, **dict.fromkeys(GPU_STAGES, 8)}
-"""CPU cores that stages can use beyond what their rules declare."""
+"""CPU cores of stages that can use more than their rules declare."""
 
 
 @dataclass(frozen=True)

@@ -122,8 +122,8 @@ def _find_problem(machine: Machine, facts: SlurmFacts) -> Check | None:
 def make_stage_machine(profile: Profile, stage: str, attempt: int) -> Machine:
     """Make the request of a stage's job, as the executor plugin does.
 
-    Resources that depend on the input files are unknown here and left out. Raise ConfigError naming
-    a value that is wrong.
+    Resources that grow with the input are those of the smallest; an expression that cannot be
+    evaluated is left out. Raise ConfigError naming a value that is wrong.
     """
     options = profile.options
     path = profile.path
@@ -155,7 +155,7 @@ def make_stage_machine(profile: Profile, stage: str, attempt: int) -> Machine:
 
 
 def _evaluate_assignments(assignments: list[str], scope: dict[str, int]) -> dict[str, Any]:
-    """Evaluate resources as Snakemake does; None for each that depends on the input files."""
+    """Evaluate resources as Snakemake does, for the smallest input; None for each that fails."""
     values: dict[str, Any] = {}
     for assignment in assignments:
         try:
