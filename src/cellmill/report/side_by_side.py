@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from cellmill.report.collect import ReportedRun, RunResults, list_results
+from cellmill.report.collect import ReportedRun, list_results
 from cellmill.report.task_table import select_numbers
 from cellmill.runs.results import TaskResult
 
@@ -18,14 +18,14 @@ class RunValues(NamedTuple):
 
 
 class TaskAcrossRuns(NamedTuple):
-    """Table of one task over several runs.
+    """Table of one task over the runs that rank its rows by the same metric.
 
-    If the task ranks its rows by a metric, a column has the metric for one set of features, with
-    the best classifier. Otherwise columns are the task's single numbers.
+    A column has the metric for one set of features, with the best classifier. If no metric ranks
+    the rows, columns are the task's single numbers.
     """
 
     task: str
-    metric: str  # empty if no metric ranks the rows
+    metric: str | None  # None if no metric ranks the rows
     rows: list[RunValues]
 
     @property
@@ -35,26 +35,29 @@ class TaskAcrossRuns(NamedTuple):
 
 
 def compare_runs(runs: Sequence[ReportedRun]) -> list[TaskAcrossRuns]:
-    """A table for each task that some run did not skip; tables without a value are left out."""
-    runs_by_task: dict[str, list[RunResults]] = {}
-    for run_results in list_results(runs):
-        for task, result in run_results.by_task.items():
+    """A table for each task and metric, over the runs that have both.
+
+    Values of different metrics, such as accuracies with different numbers of counts, cannot be
+    compared, so they are in different tables. Skipped tasks and tables without a value are left out.
+    """
+    rows_by_table: dict[tuple[str, str | None], list[RunValues]] = {}
+    for run, dataset, by_task in list_results(runs):
+        for task, result in by_task.items():
             if result.skipped is None:
-                runs_by_task.setdefault(task, []).append(run_results)
-    tables = [_compare_task(task, evaluated) for task, evaluated in runs_by_task.items()]
+                row = RunValues(run, dataset, _list_values(result))
+                rows_by_table.setdefault((task, result.metric), []).append(row)
+    # tables of a task are next to each other, in the order in which tasks appear
+    tasks = list(dict.fromkeys(task for task, _ in rows_by_table))
+    tables = [TaskAcrossRuns(task, metric, rows) for (task, metric), rows in rows_by_table.items()]
+    tables.sort(key=lambda table: tasks.index(table.task))
     return [table for table in tables if table.columns]
 
 
-def _compare_task(task: str, evaluated: Sequence[RunResults]) -> TaskAcrossRuns:
-    """Table of a task that all of `evaluated` have, with a row for each of them."""
-    metrics = [by_task[task].metric for _, _, by_task in evaluated]
-    metric = next(filter(None, metrics), "")
-    rows = []
-    for run, dataset, by_task in evaluated:
-        result = by_task[task]
-        values = _find_highest_by_features(result) if metric else select_numbers(result)
-        rows.append(RunValues(run, dataset, values))
-    return TaskAcrossRuns(task, metric, rows)
+def _list_values(result: TaskResult) -> dict[str, float]:
+    """Values of one run, by column."""
+    if result.metric is None:
+        return select_numbers(result)
+    return _find_highest_by_features(result)
 
 
 def _find_highest_by_features(result: TaskResult) -> dict[str, float]:
