@@ -26,6 +26,7 @@ from reported import (
     make_corpus,
     make_dataset,
     make_method,
+    make_row,
     make_run,
     write,
 )
@@ -33,6 +34,7 @@ from reported import (
 from cellmill.config.options import ReportOptions
 from cellmill.errors import DataError
 from cellmill.evaluate.scores import ScoreColumn, tabulate
+from cellmill.report.checkpoints import draw_checkpoints
 from cellmill.report.collect import ReportedRun, UmapCells, read_corpus, read_run
 from cellmill.report.drawing import page_charts
 from cellmill.report.drawing.cell_counts import draw_confusion, draw_histogram
@@ -396,6 +398,38 @@ def test_wide_tables_mark_the_best_baseline() -> None:
     [across] = compare_runs([run])
     assert across.rows == [(run, "d", {"embedding": 0.9, "PCA": 0.7, "genes": 0.6})]
     assert "own is level." in page
+
+
+def test_values_of_different_metrics_are_in_different_tables() -> None:
+    runs = []
+    for name, metric in (("a", "half, shifted"), ("b", "tenth, shifted"), ("c", "half, shifted")):
+        depth = TaskResult([make_row("embedding", "kNN", **{metric: 0.5})], metric)
+        runs.append(
+            of_tasks(name, low_depth=depth, probe=TaskResult([make_row("embedding", f=0.5)], "f"))
+        )
+    tables = compare_runs(runs)
+    assert [
+        (table.task, table.metric, [row.run.name for row in table.rows]) for table in tables
+    ] == [
+        ("low_depth", "half, shifted", ["a", "c"]),
+        ("low_depth", "tenth, shifted", ["b"]),
+        ("probe", "f", ["a", "b", "c"]),
+    ]
+
+
+def test_one_evaluated_step_with_a_baseline_has_no_chart() -> None:
+    rows = [make_row("embedding", "kNN", f=0.5), make_row("PCA", "kNN", f=0.4)]
+    scored = Evaluation({"d": make_dataset(probe=TaskResult(rows, "f"))}, {"step": 20})
+    unscored = Evaluation({"d": make_dataset(probe=TaskResult(skipped="no label"))}, {"step": 10})
+    run = ReportedRun("run", None, None, None, None, scored)
+    assert [*draw_checkpoints(replace(run, checkpoint_evaluations={10: unscored}), "d")] == []
+    [chart] = draw_checkpoints(replace(run, checkpoint_evaluations={10: scored}), "d")
+    assert [(row["name"], row["step"]) for row in chart.rows] == [
+        ("embedding + kNN", 10),
+        ("embedding + kNN", 20),
+        ("PCA + kNN (best baseline)", 10),
+        ("PCA + kNN (best baseline)", 20),
+    ]
 
 
 def test_the_baseline_with_the_lowest_error_is_underlined() -> None:

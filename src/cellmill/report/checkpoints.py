@@ -14,6 +14,7 @@ def draw_checkpoints(run: ReportedRun, dataset: str) -> Iterator[Chart]:
 
     It has a curve for each row of the model, over the steps of the evaluated checkpoints and of the
     exported model. A horizontal line is the best baseline in the table of the exported model.
+    Tasks with fewer than two evaluated steps have no chart.
     """
     exported = run.evaluation
     exported_step = run.evaluated_model.step
@@ -26,15 +27,16 @@ def draw_checkpoints(run: ReportedRun, dataset: str) -> Iterator[Chart]:
         if metric is None:
             continue
         curves = _list_scores_by_method(evaluations, dataset, task, exported_result)
+        if all(len(points) < 2 for points in curves.values()):
+            continue
         baseline = exported_result.best_row("baseline")
         if baseline is not None:
             value = exported_result.rank_value(baseline)
             name = f"{baseline.method.name} (best baseline)"
             curves[name] = [(min(evaluations), value), (max(evaluations), value)]
-        if any(len(points) > 1 for points in curves.values()):
-            metric_words = to_words(metric)
-            title = f"{run.name}, {dataset}, {to_words(task)}: {metric_words} over steps"
-            yield draw_curves(title, curves, metric_words)
+        metric_words = to_words(metric)
+        title = f"{run.name}, {dataset}, {to_words(task)}: {metric_words} over steps"
+        yield draw_curves(title, curves, metric_words)
 
 
 def _list_scores_by_method(
