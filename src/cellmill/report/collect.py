@@ -139,16 +139,17 @@ def read_run(folder: Path) -> ReportedRun:
     curve = train / "metrics.jsonl"
     logged = [LoggedLineSchema.parse(curve, line) for line in read_lines(curve)]
     metrics = folder / "evaluate" / "metrics.json"
-    model = ModelSchema.read(folder / "model" / "config.json")
+    model = ModelSchema.read_if_present(folder / "model" / "config.json")
     evaluation = _read_evaluation(metrics) if metrics.exists() else None
     return ReportedRun(
         name=folder.resolve().name,
-        plan=PlanSchema.read(folder / "plan.json"),
-        status=StatusSchema.read(train / "status.json") or StatusSchema.read(train / "state.json"),
-        run_record=RunRecordSchema.read(train / "run.json"),
+        plan=PlanSchema.read_if_present(folder / "plan.json"),
+        status=StatusSchema.read_if_present(train / "status.json")
+        or StatusSchema.read_if_present(train / "state.json"),
+        run_record=RunRecordSchema.read_if_present(train / "run.json"),
         model=model,
         evaluation=evaluation,
-        cost=CostSchema.read(train / "cost.json"),
+        cost=CostSchema.read_if_present(train / "cost.json"),
         logged=logged,
         umap=_read_umap_cells(folder / "evaluate" / "umap.tsv"),
         checkpoint_evaluations=_read_checkpoint_evaluations(folder, model),
@@ -192,9 +193,9 @@ def _read_checkpoint_evaluations(folder: Path, model: ModelSchema | None) -> dic
     """
     by_step: dict[int, Evaluation] = {}
     for path in folder.glob("steps/[1-9]*/evaluate/metrics.json"):
-        checkpoint = ModelSchema.read(path.parents[1] / "model" / "config.json")
+        checkpoint = ModelSchema.read_if_present(path.parents[1] / "model" / "config.json")
         evaluation = _read_evaluation(path)
-        step = evaluation.model.get("step")
+        step = ModelSchema.parse(path, evaluation.model).step
         if step is not None and _get_fingerprint(checkpoint) == _get_fingerprint(model):
             by_step[step] = evaluation
     return dict(sorted(by_step.items()))
@@ -207,13 +208,12 @@ def _get_fingerprint(model: ModelSchema | None) -> str | None:
 def _read_bridges(folder: Path, evaluation: Evaluation | None) -> dict[str, dict[str, TaskResult]]:
     """Tables of other packages, by dataset, then by package and version.
 
-    A table is skipped if it is about another model than `evaluation`.
+    A table about another model than that of `evaluation` becomes a skipped result.
     """
-    evaluated_digest = None if evaluation is None else evaluation.model.get("digest")
+    evaluated_digest = None if evaluation is None else ModelSchema(**evaluation.model).digest
     tables: dict[str, dict[str, TaskResult]] = defaultdict(dict)
     for path in sorted(folder.glob("bridges/*.json")):
         bridge = BridgeSchema.read(path)
-        assert bridge is not None
         are_known = bridge.model_digest and evaluated_digest
         if are_known and bridge.model_digest != evaluated_digest:
             table = TaskResult(skipped=f"{path.name} is of another model; make it again")
@@ -235,17 +235,13 @@ def _make_table(values: Sequence[BridgeRowSchema]) -> TaskResult:
 def read_corpus(folder: Path) -> ReportedCorpus:
     """Read the corpus in `folder`. Raise DataError if the folder is absent or a file is damaged."""
     _check_exists(folder, "corpus")
-    datasets = []
-    for qc_path in sorted((folder / "cells").glob("*.json")):
-        qc_report = QcSchema.read(qc_path)
-        if qc_report is not None:
-            datasets.append(qc_report)
+    qc_paths = sorted((folder / "cells").glob("*.json"))
     vocabulary_path = folder / "vocabulary.tsv"
     vocabulary = Vocabulary.read(vocabulary_path) if vocabulary_path.exists() else None
     return ReportedCorpus(
         name=folder.resolve().name,
-        datasets=datasets,
-        manifest=ManifestSchema.read(folder / "shards" / "manifest.json"),
+        datasets=[QcSchema.read(path) for path in qc_paths],
+        manifest=ManifestSchema.read_if_present(folder / "shards" / "manifest.json"),
         n_genes=None if vocabulary is None else vocabulary.n_genes,
         vocabulary_cells=None if vocabulary is None else str(vocabulary.training or "all cells"),
         remake_commands=list_remake_commands("corpora", folder),

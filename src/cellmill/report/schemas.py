@@ -45,9 +45,14 @@ class Schema(BaseModel):
             raise damage_error(path, error) from None
 
     @classmethod
-    def read(cls, path: Path) -> Self | None:
+    def read(cls, path: Path) -> Self:
+        """Read the file `path`. Raise DataError if it is damaged."""
+        return cls.parse(path, read_json(path))
+
+    @classmethod
+    def read_if_present(cls, path: Path) -> Self | None:
         """Read the file `path`; None if it is absent. Raise DataError if it is damaged."""
-        return cls.parse(path, read_json(path)) if path.exists() else None
+        return cls.read(path) if path.exists() else None
 
 
 def damage_error(path: Path, error: ValidationError) -> DataError:
@@ -128,6 +133,9 @@ class ModelSchema(TrainingDataSchema):
     """config.json of an exported model, and key `model` of metrics.json."""
 
     step: int | None = None  # of the checkpoint that was exported
+    digest: str | None = None  # of model.safetensors
+    # models that this one was trained from, whose training cells are unknown
+    unknown_cells: list[str] = []
 
 
 class RunRecordSchema(TrainingDataSchema):
@@ -214,7 +222,7 @@ class SourceSchema(Schema):
     n_rounded: int = 0
 
 
-class KeptSchema(Schema):
+class BeforeAfterSchema(Schema):
     """Numbers of cells, or of genes, before and after quality control."""
 
     before: int = Field(alias="in")
@@ -258,8 +266,8 @@ class QcSchema(Schema):
 
     dataset: str
     source: SourceSchema
-    cells: KeptSchema
-    genes: KeptSchema
+    cells: BeforeAfterSchema
+    genes: BeforeAfterSchema
     coverage: CoverageSchema
     histograms: dict[str, HistogramSchema]
     labels: dict[str, LabelMapSchema] = {}
