@@ -60,7 +60,8 @@ def test_runs_with_different_left_out_batches_are_not_tied() -> None:
     ]
     assert not any(one.leads_clearly for one in list_standings(longer))
     assert first_line(longer).startswith(
-        "second has the highest mean on d over the tasks that all have (probe, leave out), with other numbers of steps:"
+        "second has the highest mean on d over the tasks that all have (probe, leave out), but the runs were "
+        "trained for different numbers of steps:"
     )
 
 
@@ -114,6 +115,18 @@ def test_the_task_where_another_run_is_better_is_named() -> None:
     assert first_line(runs).endswith(
         "Better than first in one task, by more than the interval between runs: second in probe (+0.030)."
     )
+
+
+def test_a_better_run_is_said_to_have_no_interval_without_pairs() -> None:
+    runs = [
+        run("first", probe=result("f", [0.80, 0.80]), leave_out=result("g", [0.5])),
+        run("second", probe=result("f", [0.83]), leave_out=result("g", [0.2])),
+    ]
+    assert first_line(runs).endswith(
+        "Better than first in one task, without an interval for want of paired repetitions: second in probe (+0.030)."
+    )
+    # two repetitions of the other run only are no pairs
+    assert not any(one.leads_clearly for one in list_standings([*reversed(runs)]))
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.004, 0.05])

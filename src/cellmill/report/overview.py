@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 from cellmill.report.advice import list_advice
 from cellmill.report.collect import ReportedRun, list_results
+from cellmill.report.ranking import Ranking
 from cellmill.report.standings import Standing
 from cellmill.report.task_table import find_gap
 from cellmill.report.text import to_words
-from cellmill.runs.results import Gap, Outcome, Verdict
+from cellmill.runs.results import Gap, Outcome, Row, Verdict
 
 RELATIONS: dict[Outcome, str] = {
     "ahead": "ahead of",
@@ -21,6 +22,11 @@ RELATIONS: dict[Outcome, str] = {
     "undecided": "undecided against",
 }
 """Words between a run and a baseline, by outcome. Outcomes are counted in this order."""
+CERTAINTIES = {
+    True: "by more than the interval between runs",
+    False: "without an interval for want of paired repetitions",
+}
+"""Words on the difference between two runs, by whether it has an interval."""
 
 
 @dataclass(frozen=True)
@@ -34,110 +40,132 @@ class Lead:
 
     standing: Standing  # of the leader
     names: str  # the leader, or all tied runs, joined by "and"
-    is_tied: bool
+    lead_phrase: str
+    verdict_phrase: str
+    outcomes_sentence: str
+    better_runs_sentence: str  # empty if no run is better in a task
+    numbers_sentence: str
+    gap: Gap | None  # between a trivial method and a ceiling in the metric
 
-    @property
-    def lead_phrase(self) -> str:
-        """The words after the names: the dataset, and how certain the lead over other runs is."""
-        standing = self.standing
-        if standing.n_runs == 1:
-            return f"on {standing.dataset}"
-        tasks = standing.ranking.shared_tasks
-        noun = "task" if len(tasks) == 1 else "tasks"
-        shared = f"over the {noun} that all have ({', '.join(map(to_words, tasks))})"
-        if self.is_tied:
-            return (
-                f"are tied for the highest mean on {standing.dataset} {shared}; {standing.run.name}"
-            )
-        if standing.leads_clearly:
-            return f"is best on {standing.dataset} {shared}"
-        reason = "with other numbers of steps" if standing.steps_differ else "not beyond chance"
-        return f"has the highest mean on {standing.dataset} {shared}, {reason}"
 
-    @property
-    def _metric(self) -> str:
-        """The task by which the leader is judged, and its metric, in words."""
-        return to_words(f"{self.standing.task} {self.standing.result.metric}")
+def list_leads(standings: Sequence[Standing]) -> list[Lead]:
+    """The lead on each dataset that has a leader."""
+    by_dataset: dict[str, list[Standing]] = {}
+    for standing in standings:
+        if standing.is_leader:
+            by_dataset.setdefault(standing.dataset, []).append(standing)
+    return [_make_lead(tied) for tied in by_dataset.values()]
 
-    @property
-    def _score(self) -> str:
-        return f"{self.standing.result.rank_value(self.standing.best_row):.3f}"
 
-    @property
-    def verdict_phrase(self) -> str:
-        """The leader against the best baseline: outcome, both scores, and a mark of effort fast."""
-        return self._verdict_without_effort + self.standing.result.effort_mark
+def _make_lead(tied: Sequence[Standing]) -> Lead:
+    """The lead of the first of `tied`, the leaders of a dataset."""
+    standing = tied[0]
+    return Lead(
+        standing=standing,
+        names=" and ".join(entry.run.name for entry in tied),
+        lead_phrase=_describe_lead(standing, is_tied=len(tied) > 1),
+        verdict_phrase=_describe_verdict(standing) + standing.result.effort_mark,
+        outcomes_sentence=_describe_outcomes(standing),
+        better_runs_sentence=_describe_better_runs(standing.ranking),
+        numbers_sentence=_describe_numbers(standing),
+        gap=find_gap(standing.result),
+    )
 
-    @property
-    def _verdict_without_effort(self) -> str:
-        standing = self.standing
-        baseline = standing.baseline
-        if baseline is None:
-            return f"{self._metric} {self._score}, without a baseline"
-        name = baseline.method.name
-        reference = f"{standing.result.rank_value(baseline):.3f}"
-        if standing.verdict is None:
-            return f"{self._metric} {self._score}; the best baseline, {name}, has {reference}"
-        relation = RELATIONS[standing.verdict.outcome]
-        return f"{relation} the best baseline, {name}: {self._score} against {reference} ({self._metric})"
 
-    @property
-    def outcomes_sentence(self) -> str:
-        """The numbers of comparisons in which the leader is ahead, level and behind."""
-        standing = self.standing
-        n = len(standing.verdicts)
-        if n == 0:
-            return "No task compares it with a baseline."
-        parts = []
-        for outcome in RELATIONS:
-            n_verdicts = standing.count(outcome)
-            is_decided = outcome in ("ahead", "behind")
-            text = f"{outcome} in {n_verdicts or 'none'}"
-            if n_verdicts and is_decided:
-                text += f" ({_describe_tasks(standing, outcome)})"
-            if n_verdicts or is_decided:
-                parts.append(text)
-        noun = "comparison" if n == 1 else "comparisons"
-        return f"Of {n} {noun} with the best baseline of a metric: {', '.join(parts)}."
+def _describe_lead(standing: Standing, is_tied: bool) -> str:
+    """The words after the names: the dataset, and how certain the lead over other runs is."""
+    if standing.n_runs == 1:
+        return f"on {standing.dataset}"
+    tasks = standing.ranking.shared_tasks
+    noun = "task" if len(tasks) == 1 else "tasks"
+    shared = f"over the {noun} that all have ({', '.join(map(to_words, tasks))})"
+    if is_tied:
+        return f"are tied for the highest mean on {standing.dataset} {shared}; {standing.run.name}"
+    if standing.leads_clearly:
+        return f"is best on {standing.dataset} {shared}"
+    reason = "not beyond chance"
+    if standing.steps_differ:
+        reason = "but the runs were trained for different numbers of steps"
+    return f"has the highest mean on {standing.dataset} {shared}, {reason}"
 
-    @property
-    def gap(self) -> Gap | None:
-        """The gap between a trivial method and a ceiling in the metric; None if there is none."""
-        return find_gap(self.standing.result)
 
-    @property
-    def numbers_sentence(self) -> str:
-        """The score, its difference from the best baseline, and the share of the gap it closes."""
-        standing = self.standing
-        score = self._score
-        sd = standing.best_row.sd(standing.result.metric or "")
-        if sd:
-            score += f" ± {sd:.3f}"
-        parts = [f"{self._metric} {score}, {standing.best_row.method.name}"]
-        verdict = standing.verdict
-        if verdict is not None:
-            difference = f"{verdict.difference:+.3f} from the best baseline"
-            if verdict.interval is not None:
-                difference += ", 95 % interval {:+.3f} to {:+.3f}".format(*verdict.interval)
-            parts.append(difference)
-        if self.gap is not None:
-            parts.append(self.gap.words)
-        return "; ".join(parts) + "."
+def _name_metric(standing: Standing) -> str:
+    """The task by which a run is judged, and its metric, in words."""
+    return to_words(f"{standing.task} {standing.result.metric}")
 
-    @property
-    def beaten_sentence(self) -> str:
-        """Runs that are better in one task than the run with the highest mean; empty if there are none."""
-        ranking = self.standing.ranking
-        wins = [
-            f"{run} in {to_words(task)} (+{difference:.3f})"
-            for run, task, difference in ranking.wins_over_leader
-        ]
-        if not wins:
-            return ""
-        return (
-            f"Better than {ranking.leaders[0]} in one task, by more than the interval between runs: "
-            f"{', '.join(wins)}."
-        )
+
+def _write_score(standing: Standing, row: Row) -> str:
+    """Value of a row in the metric, with three decimals."""
+    return f"{standing.result.rank_value(row):.3f}"
+
+
+def _describe_verdict(standing: Standing) -> str:
+    """A run against the best baseline: the outcome and both scores."""
+    metric = _name_metric(standing)
+    score = _write_score(standing, standing.best_row)
+    baseline = standing.baseline
+    if baseline is None:
+        return f"{metric} {score}, without a baseline"
+    name = baseline.method.name
+    reference = _write_score(standing, baseline)
+    if standing.verdict is None:
+        return f"{metric} {score}; the best baseline, {name}, has {reference}"
+    relation = RELATIONS[standing.verdict.outcome]
+    return f"{relation} the best baseline, {name}: {score} against {reference} ({metric})"
+
+
+def _describe_outcomes(standing: Standing) -> str:
+    """The numbers of comparisons in which a run is ahead, behind, level and undecided."""
+    n = len(standing.verdicts)
+    if n == 0:
+        return "No task compares it with a baseline."
+    parts = []
+    for outcome in RELATIONS:
+        n_verdicts = standing.count(outcome)
+        is_decided = outcome in ("ahead", "behind")
+        text = f"{outcome} in {n_verdicts or 'none'}"
+        if n_verdicts and is_decided:
+            text += f" ({_describe_tasks(standing, outcome)})"
+        if n_verdicts or is_decided:
+            parts.append(text)
+    noun = "comparison" if n == 1 else "comparisons"
+    return f"Of {n} {noun} with the best baseline of a metric: {', '.join(parts)}."
+
+
+def _describe_numbers(standing: Standing) -> str:
+    """The score, its difference from the best baseline, and the share of the gap it closes."""
+    score = _write_score(standing, standing.best_row)
+    sd = standing.best_row.sd(standing.result.metric or "")
+    if sd:
+        score += f" ± {sd:.3f}"
+    parts = [f"{_name_metric(standing)} {score}, {standing.best_row.method.name}"]
+    verdict = standing.verdict
+    if verdict is not None:
+        difference = f"{verdict.difference:+.3f} from the best baseline"
+        if verdict.interval is not None:
+            difference += ", 95 % interval {:+.3f} to {:+.3f}".format(*verdict.interval)
+        parts.append(difference)
+    gap = find_gap(standing.result)
+    if gap is not None:
+        parts.append(gap.words)
+    return "; ".join(parts) + "."
+
+
+def _describe_better_runs(ranking: Ranking) -> str:
+    """Runs that are better in one task than the run with the highest mean; empty if there are none.
+
+    Differences with an interval come first, then those without.
+    """
+    sentences = []
+    for has_interval, certainty in CERTAINTIES.items():
+        wins = []
+        for win in ranking.wins_over_leader:
+            if win.has_interval == has_interval:
+                wins.append(f"{win.run} in {to_words(win.task)} (+{win.difference:.3f})")
+        if wins:
+            better = f"Better than {ranking.leaders[0]} in one task"
+            sentences.append(f"{better}, {certainty}: {', '.join(wins)}.")
+    return " ".join(sentences)
 
 
 def _describe_tasks(standing: Standing, outcome: Outcome) -> str:
@@ -152,19 +180,6 @@ def _describe_tasks(standing: Standing, outcome: Outcome) -> str:
         more = f" and {len(verdicts) - 1} more" if len(verdicts) > 1 else ""
         parts.append(f"{to_words(task)}: {largest.metric} ({largest.difference:+.3f}){more}")
     return "; ".join(parts)
-
-
-def list_leads(standings: Sequence[Standing]) -> list[Lead]:
-    """The lead on each dataset that has a leader."""
-    by_dataset: dict[str, list[Standing]] = {}
-    for standing in standings:
-        if standing.is_leader:
-            by_dataset.setdefault(standing.dataset, []).append(standing)
-    leads = []
-    for tied in by_dataset.values():
-        names = " and ".join(standing.run.name for standing in tied)
-        leads.append(Lead(tied[0], names, len(tied) > 1))
-    return leads
 
 
 def describe_missing(runs: Sequence[ReportedRun]) -> str:

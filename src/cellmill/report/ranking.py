@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import NamedTuple
 
-from cellmill.runs.results import TaskResult
+from cellmill.runs.results import TOLERANCE, TaskResult
 
 CONFIDENCE = 0.95  # level of the intervals
-MIN_SHOWN_DIFFERENCE = 5e-4  # a smaller difference prints as 0.000
 CELLS_DEGREES_OF_FREEDOM = 1e6  # of the variance over cells; practically infinite
 
 
@@ -44,6 +43,7 @@ class TaskWin(NamedTuple):
     run: str
     task: str
     difference: float  # in the task's metric
+    has_interval: bool  # False with fewer than two paired repetitions
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,7 @@ class Ranking:
     # the run with the highest mean, then runs tied with it
     leaders: list[str] = field(default_factory=list)
     wins_over_leader: list[TaskWin] = field(default_factory=list)
-    # True if the first leader differs significantly from every other run in a task with several
-    # repetitions
+    # True if the first leader differs significantly from every other run in a task with an interval
     is_clear: bool = False
 
 
@@ -100,13 +99,14 @@ def rank_runs(scores_by_run: Mapping[str, Scores]) -> Ranking:
             differences_by_run[run] = _list_differences(scores, scores_by_run[leader], shared)
     wins = []
     for run, differences in differences_by_run.items():
-        for (task, _), difference in differences.items():
+        for key, difference in differences.items():
             if difference > 0:
-                wins.append(TaskWin(run, task, difference))
+                has_interval = _are_paired(scores_by_run[run][key], scores_by_run[leader][key])
+                wins.append(TaskWin(run, key[0], difference, has_interval))
     tied = [run for run, differences in differences_by_run.items() if not differences]
-    # a difference of single values has no interval over repetitions
+    # a difference without paired repetitions has no interval
     is_clear = all(
-        any(len(scores_by_run[run][key].repetitions) > 1 for key in differences)
+        any(_are_paired(scores_by_run[run][key], scores_by_run[leader][key]) for key in differences)
         for run, differences in differences_by_run.items()
     )
     return Ranking(
@@ -144,10 +144,18 @@ def _list_differences(
 
 
 def find_significant_difference(score: TaskScore, other: TaskScore) -> float | None:
-    """Difference of two runs in a task; None if its interval contains 0."""
+    """Difference of two runs in a task.
+
+    None if it is within its interval or, without one, prints as 0.000.
+    """
     difference = score.value - other.value
-    half_width = max(MIN_SHOWN_DIFFERENCE, _compute_half_width(score, other))
+    half_width = max(TOLERANCE, _compute_half_width(score, other))
     return difference if abs(difference) >= half_width else None
+
+
+def _are_paired(score: TaskScore, other: TaskScore) -> bool:
+    """True if two runs have at least two repetitions in pairs, and so an interval."""
+    return len(score.repetitions) == len(other.repetitions) > 1
 
 
 def _compute_half_width(score: TaskScore, other: TaskScore) -> float:
@@ -155,9 +163,9 @@ def _compute_half_width(score: TaskScore, other: TaskScore) -> float:
 
     0 with fewer than two pairs of repetitions, or if the difference does not vary.
     """
-    n = len(score.repetitions)
-    if n < 2 or n != len(other.repetitions):
+    if not _are_paired(score, other):
         return 0.0
+    n = len(score.repetitions)
     pairs = zip(score.repetitions, other.repetitions)
     repetitions_variance = statistics.variance(a - b for a, b in pairs) / n
     cells_variance = max(score.cells_se, other.cells_se) ** 2
