@@ -9,7 +9,8 @@ In the order in which a page is made:
 - `overview` puts them into the sentences of the first section, with one piece of `advice` a run.
 - `task_table` and `side_by_side` make the tables of a task, in one run and in several; `text` makes
   text of values.
-- `training`, `checkpoints` and `sweeps` make the values and charts of further sections.
+- `training` and `checkpoints` make the values and charts of further sections; `sweeps` makes the
+  values of its own, which `drawing/curves.py` draws.
 - `drawing` makes the charts.
 - `page` renders page.html and its `sections` from all of these; macros.html has what they share.
 """

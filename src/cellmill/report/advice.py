@@ -120,7 +120,7 @@ def _advise_on_baseline(outcomes: Sequence[str]) -> str | None:
 
 
 def _advise_next_step(run: ReportedRun, outcomes: Sequence[str]) -> str:
-    """Advice for a run in which nothing has to be changed."""
+    """The last advice: finish the run, make it comparable, or repeat it with other seeds."""
     if run.evaluation is None:
         return "run the workflow to its end: the run has no result yet"
     if not outcomes:

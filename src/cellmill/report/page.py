@@ -138,7 +138,7 @@ def render(
             behind_sentences=list_verdict_sentences(runs, "behind"),
             level_sentences=list_verdict_sentences(runs, "level", "undecided"),
             # charts
-            training_charts=draw_training(runs),
+            training_charts=[*draw_training(runs)],
             histogram_names=HISTOGRAMS,
             max_umap_cells=limit_cells(sum(len(run.umap) for run in runs)),
             page_charts=page_charts or PageCharts(len(runs)),

@@ -16,39 +16,41 @@ WHOLE_CELL_METRICS = {
 class TaskVerdict(NamedTuple):
     """Verdict against the best baseline in one metric of a task."""
 
-    task: str
+    task_name: str  # name of the task, or `NAME of LABEL` for further labels
     verdict: Verdict
-    columns: set[str]  # columns of the task's table in which the methods differ as in the verdict
+    # Columns of the task's table in which the methods differ as in the verdict. The verdict's metric
+    # may be words that stand for such a column, so `find_verdict` looks a metric up in both.
+    columns: set[str]
 
 
 def list_verdicts(results: Mapping[str, TaskResult]) -> list[TaskVerdict]:
     """Verdicts against the best baselines, without those that repeat a verdict of another task."""
     distinct: dict[Hashable, TaskVerdict] = {}
     # probe comes first, so that its verdicts are kept and their repetitions dropped
-    for task, result in sorted(results.items(), key=lambda item: item[1].task != "probe"):
+    for task_name, result in sorted(results.items(), key=lambda item: item[1].task != "probe"):
         for verdict, columns in result.best_verdicts().items():
-            key = _make_key(task, result, verdict)
-            distinct.setdefault(key, TaskVerdict(task, verdict, columns))
+            key = _make_key(task_name, result, verdict)
+            distinct.setdefault(key, TaskVerdict(task_name, verdict, columns))
     return list(distinct.values())
 
 
-def _make_key(task: str, result: TaskResult, verdict: Verdict) -> Hashable:
+def _make_key(task_name: str, result: TaskResult, verdict: Verdict) -> Hashable:
     """Key that is equal for verdicts that repeat each other.
 
     These are verdicts on the accuracy on whole cells for the same label, and verdicts with the same
     difference between the same methods.
     """
     if verdict.metric == WHOLE_CELL_METRICS.get(result.task):
-        return task.removeprefix(result.task)  # ` of LABEL`; empty for the first label
+        return task_name.removeprefix(result.task)  # ` of LABEL`; empty for the first label
     return verdict.compared, verdict.against, verdict.metric, verdict.difference
 
 
 def find_verdict(
-    verdicts: Sequence[TaskVerdict], task: str, row: Row, metric: str | None
+    verdicts: Sequence[TaskVerdict], task_name: str, row: Row, metric: str | None
 ) -> Verdict | None:
-    """The first verdict on `row` of `task` in `metric`; None if there is none."""
+    """The first verdict on `row` of task `task_name` in `metric`, a column; None if there is none."""
     for entry in verdicts:
-        is_on_row = entry.task == task and entry.verdict.compared == row.method.name
+        is_on_row = entry.task_name == task_name and entry.verdict.compared == row.method.name
         if is_on_row and metric in {entry.verdict.metric, *entry.columns}:
             return entry.verdict
     return None

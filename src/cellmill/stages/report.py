@@ -2,7 +2,8 @@
 
 A sweep has two files. results.csv has a row for each run and each value by which it was judged:
 `run`, the sweep's axes, `parameters`, `cells` (for training), `steps`, `cells_seen`, `gpu_hours`,
-`cpu_core_hours`, `dataset`, `task`, `name`, `kind` (model or baseline), `metric`, `value`, `sd`.
+`cpu_core_hours`, `dataset`, `task`, `name`, `kind` (model, variant, baseline or external), `metric`,
+`value`, `sd`.
 curves.json has the curves that the report draws (`report.sweeps.scalings.SweepCurves`).
 """
 

@@ -27,7 +27,7 @@ LAW_POINTS = 40  # points on the curve of a scaling law
 TITLE_WIDTH = 32  # characters in a line of the title of a y axis
 CURVES_HEIGHT = 210  # pixels
 LOSSES_HEIGHT = 250  # pixels
-HEAD_ROOMS = 20  # the range of the values has this many times the head-room of a y axis
+HEAD_ROOM_FRAC = 0.05  # head-room of a y axis, as a fraction of the range of its values
 LOG_RATIO = 5  # highest to lowest loss, above which a y axis is logarithmic
 
 
@@ -86,7 +86,7 @@ def _make_lines(
     scale: Spec = {"zero": False, "nice": True}
     values = [row["value"] for row in rows]
     if values:
-        head_room = (max(values) - min(values)) / HEAD_ROOMS
+        head_room = (max(values) - min(values)) * HEAD_ROOM_FRAC
         scale["domainMax"] = to_five_digits(max(values) + head_room)
     # a longer line would be cut
     title_lines = textwrap.wrap(to_words(y_title), TITLE_WIDTH)

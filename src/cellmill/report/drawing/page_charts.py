@@ -20,7 +20,9 @@ from cellmill.report.drawing.umap import draw_umap_svg
 
 # a page of more runs is large: it has folded parts as data, and coarser bitmaps
 MAX_SMALL_RUNS = 20
-MAX_STATIC_POINTS = 200  # curves of a static picture with more points have no dots
+MAX_STATIC_POINTS = (
+    200  # of all curves of a chart; with more points, its static picture has no dots
+)
 WIDTH = 500  # pixels of a static picture; a live chart has the width of its card
 DECIMALS = 2  # decimals of coordinates in pixels, for the cells of a UMAP
 BITMAP_SCALE = 1.5  # pixels of a bitmap for each pixel of the page
@@ -54,7 +56,7 @@ class PageCharts:
     def add(self, chart: Chart) -> Markup:
         """Draw a chart and keep it. Return the `<figure>` element with the static picture.
 
-        The same numbers give the same bytes.
+        Equal charts at the same position of a page give the same bytes.
         """
         number = len(self.charts)
         # the element has a label; labels of its marks would be half of the bytes

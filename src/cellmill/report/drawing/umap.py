@@ -20,7 +20,7 @@ from cellmill.report.drawing.svg import shorten, without_selections
 LIGHT_GREY = "#9aa0a6"
 MAX_CELLS = 4_000  # of a UMAP: more make the page slow and show no more
 MIN_CELLS = 500  # of a UMAP, however many UMAPs a page has
-MAX_PAGE_CELLS = 60_000  # of all UMAPs of a page, unless MIN_CELLS of each are more
+MAX_PAGE_CELLS = 60_000  # of all UMAPs by label of a page, unless MIN_CELLS of each are more
 MAX_CELLS_BY_BATCH = 1_500  # of a UMAP by batch, which shows the cells of another UMAP again
 # areas in square pixels: all cells of a UMAP together, and the limits for one cell
 TOTAL_CELL_AREA = 30_000
@@ -31,7 +31,11 @@ BACKGROUND = re.compile(r'<path d="M0,0h(\d+)v(\d+)h-\d+Z"/>')
 
 
 def limit_cells(n_umaps: int) -> int:
-    """Largest number of cells that each of the `n_umaps` of a page draws."""
+    """Largest number of cells that each of the `n_umaps` by label of a page draws.
+
+    UMAPs by batch come on top: each has at most MAX_CELLS_BY_BATCH cells, and no more than one by
+    label.
+    """
     return min(MAX_CELLS, max(MIN_CELLS, MAX_PAGE_CELLS // max(n_umaps, 1)))
 
 
@@ -75,10 +79,10 @@ def draw_umap(
     names = [*labels, f"no {column}"]
     colours = [*map(colour, range(len(labels))), LIGHT_GREY]
     spec = read_template("umap")
-    names_by_code = [{"code": code, "name": label} for label, code in codes.items()]
-    names_by_code.append({"code": -1, "name": names[-1]})
+    lookup_rows = [{"code": code, "name": label} for label, code in codes.items()]
+    lookup_rows.append({"code": -1, "name": names[-1]})
     spec["transform"][0]["lookup"] = column
-    spec["transform"][0]["from"]["data"]["values"] = names_by_code
+    spec["transform"][0]["from"]["data"]["values"] = lookup_rows
     # fewer cells are drawn larger
     size = TOTAL_CELL_AREA / max(len(rows), 1)
     spec["mark"]["size"] = float(np.clip(size, MIN_CELL_AREA, MAX_CELL_AREA))

@@ -9,7 +9,7 @@ from cellmill.report.schemas import JsonObject, PlanSchema
 from cellmill.report.task_table import select_numbers
 
 NO_ROW = "model"
-"""Column `name` of results.csv for single numbers of a task, which are in no row of its table."""
+"""Value of column `name` in results.csv for single numbers, which are in no row of a task's table."""
 
 
 class TableColumn(NamedTuple):
@@ -48,7 +48,7 @@ LOSS = Measure(dataset="", task="validation", row=NO_ROW, metric="val_loss")
 class SweepRow:
     """A value by which a run was judged."""
 
-    run_columns: JsonObject  # name, axes and sizes of the run: equal in all its rows
+    run_columns: JsonObject  # name, axes, sizes and costs of the run: equal in all its rows
     measure: Measure
     kind: str  # of the row's method: model, variant, baseline or external
     value: float

@@ -1,8 +1,8 @@
 """Power law of the validation loss over sizes, loss = floor + factor * size ** -exponent.
 
 It is fitted to runs of several sizes as in Hoffmann et al. 2022 (Training compute-optimal large
-language models, section 3.3): L-BFGS minimises the Huber loss of log residuals from a grid of
-initial values. The exponent's interval is bootstrapped over runs.
+language models, section 3.3): L-BFGS minimises the Huber loss of log residuals, divided by its
+delta, from a grid of initial values. The exponent's interval is bootstrapped over runs.
 """
 
 from collections.abc import Sequence
@@ -100,7 +100,7 @@ def _fit(size: np.ndarray, loss: np.ndarray, initial_values: Sequence[np.ndarray
 
     `size` and `loss` are (runs,) float64. A fit starts from each of `initial_values`.
     """
-    # imported here: it takes a fifth of a second, and few reports have a sweep
+    # imported here because the report imports this module for `Law` and never fits
     minimize = import_module("scipy.optimize").minimize
     log_size = np.log(size)
     log_loss = np.log(loss)
@@ -127,8 +127,10 @@ def _fit(size: np.ndarray, loss: np.ndarray, initial_values: Sequence[np.ndarray
 def _compute_huber_loss(
     parameters: np.ndarray, log_size: np.ndarray, log_loss: np.ndarray
 ) -> tuple[float, np.ndarray]:
-    """Huber loss of the log residuals, summed over runs, and its gradient by the parameters,
-    (3,) float64. `log_size` and `log_loss` are (runs,) float64.
+    """Huber loss of the log residuals divided by HUBER_DELTA, summed over runs, and its gradient by
+    the parameters, (3,) float64. `log_size` and `log_loss` are (runs,) float64.
+
+    The division gives the linear parts slopes of ±1, and leaves the minimum where it is.
     """
     log_factor, log_floor, exponent = parameters
     log_power = log_factor - exponent * log_size
@@ -137,7 +139,7 @@ def _compute_huber_loss(
     distance = np.abs(residual)
     quadratic = residual**2 / (2 * HUBER_DELTA)
     huber = np.where(distance <= HUBER_DELTA, quadratic, distance - HUBER_DELTA / 2).sum()
-    slope = np.clip(residual / HUBER_DELTA, -1, 1)  # gradient of the Huber loss by residual
+    slope = np.clip(residual / HUBER_DELTA, -1, 1)  # gradient of the divided loss by residual
     power_frac = np.exp(log_power - predicted)  # fraction of the prediction above the floor
     gradient = [
         slope @ power_frac,

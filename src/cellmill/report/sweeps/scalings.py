@@ -77,10 +77,11 @@ def read_sweep(path: Path) -> SweepCurves:
 
 
 def make_scalings(rows: Sequence[SweepRow], axes: Sequence[str]) -> list[Scaling]:
-    """A scaling for each axis of sizes and each column in which the model has a value.
+    """A scaling for each axis of sizes and each measure that `_choose_measures` returns.
 
     It has a curve for each combination of values on the other axes except seeds, and the best
-    baseline of the column.
+    baseline of the measure's column. The measures are the validation loss, the model's best row in
+    each column of a task, and single numbers that differ between runs.
     """
     by_measure = _group(rows, lambda row: row.measure)
     measures = _choose_measures(by_measure)
