@@ -417,6 +417,15 @@ def test_values_of_different_metrics_are_in_different_tables() -> None:
     ]
 
 
+def test_a_model_of_unknown_training_cells_is_tagged(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "run"))
+    assert run.evaluation is not None
+    tag = "unknown: may have seen these cells"
+    assert tag not in render("r", [run], [])
+    evaluation = replace(run.evaluation, model={"unknown_cells": ["geneformer"]})
+    assert tag in render("r", [replace(run, evaluation=evaluation)], [])
+
+
 def test_one_evaluated_step_with_a_baseline_has_no_chart() -> None:
     rows = [make_row("embedding", "kNN", f=0.5), make_row("PCA", "kNN", f=0.4)]
     scored = Evaluation({"d": make_dataset(probe=TaskResult(rows, "f"))}, {"step": 20})

@@ -33,8 +33,8 @@ BACKGROUND = re.compile(r'<path d="M0,0h(\d+)v(\d+)h-\d+Z"/>')
 def limit_cells(n_umaps: int) -> int:
     """Largest number of cells that each of the `n_umaps` by label of a page draws.
 
-    UMAPs by batch come on top: each has at most MAX_CELLS_BY_BATCH cells, and no more than one by
-    label.
+    UMAPs by batch come on top. Each has at most MAX_CELLS_BY_BATCH cells, and no more than the UMAP
+    by label.
     """
     return min(MAX_CELLS, max(MIN_CELLS, MAX_PAGE_CELLS // max(n_umaps, 1)))
 
