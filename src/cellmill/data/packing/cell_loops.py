@@ -12,8 +12,8 @@ from cellmill.data.packing.compiled import compiled
 from cellmill.data.packing.part_loops import pack_parts as pack_parts
 from cellmill.data.packing.part_loops import unpack_parts as unpack_parts
 
-# an item, uint32, stands for a gene of a cell: 16 bits of its key, inverted so that items ascend where
-# keys descend, then 16 bits of its position in the cell
+# an item, uint32, stands for a gene of a cell: 16 bits of its key's distance from the largest key, so
+# that items ascend where keys descend, then 16 bits of its position in the cell
 _POSITION_BITS = 16
 _POSITION_MASK = np.uint32((1 << _POSITION_BITS) - 1)
 _DIGIT_BITS = 8
@@ -29,7 +29,8 @@ MAX_RANKED = 1 << _POSITION_BITS  # most genes of a cell that `rank_rows` sorts
 def _make_items(keys: Any, items: Any, n_with_low: Any, n_with_high: Any) -> None:
     """Fill an item for each gene of a cell, and count the items by the value of each of their two digits.
 
-    Items use the 16 highest bits in which the keys of a cell differ, which distinguish most keys.
+    Items use the upper 16 bits of the distance from the largest key, in as many bits as the cell's
+    range needs. These distinguish most keys.
     """
     size = np.uint64(len(keys))
     smallest = keys[0]
@@ -68,7 +69,10 @@ def _sort_by_digit(items: Any, out: Any, shift: Any, n_with_value: Any) -> None:
 
 @compiled("void(uint32[::1], uint32[::1])")
 def _sort_alike(items: Any, keys: Any) -> None:
-    """Sort items with the same upper bits stably by their whole keys, descending."""
+    """Sort items with the same upper bits stably by their whole keys, descending: an insertion sort.
+
+    The upper bits of two items differ if `item ^ other` is above `_POSITION_MASK`.
+    """
     for i in range(np.uint64(1), np.uint64(len(items))):
         item = items[i]
         if (item ^ items[i - np.uint64(1)]) > _POSITION_MASK:
@@ -269,7 +273,7 @@ def fill_tokens(
 def fill_positions(
     cell_offsets: Any, genes: Any, token_offsets: Any, ids: Any, values: Any, first_id: int
 ) -> None:
-    """Fill `ids` with the first genes of each cell, and `values` with their positions from 0."""
+    """Fill `ids` with the token ids of each cell's first genes, `values` with positions from 0."""
     for cell in range(len(cell_offsets) - 1):
         first = token_offsets[cell]
         start = cell_offsets[cell]

@@ -28,8 +28,7 @@ from cellmill.errors import DataError
 from cellmill.files import special_kind
 
 T = TypeVar("T")
-# a quarter of the usual limit of a process; a window of a lane reads at most 128 shards
-MAX_OPEN = 256
+MAX_OPEN = 256  # a quarter of the usual limit of a process
 # rows at most this many bytes apart are read by one call, which costs less than two
 _MAX_GAP = 1 << 14
 

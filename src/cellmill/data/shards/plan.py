@@ -2,9 +2,10 @@
 
 One pass over the datasets keeps a few numbers per cell: nonzeros and largest count among the
 vocabulary's genes, and a hash of its (gene id, count) pairs. Cells are assigned to train, val and
-test by that hash and the seed, so equal cells of any file are in one split, or by the values of an
-obs column. The plan is kept in a folder, so that several jobs can write the shards, and a job that
-was killed can be continued by the next:
+test by that hash and the seed, so equal cells of any file are in one split. If the vocabulary is of
+training cells only, a second hash, over all genes of the file, takes its place. Or the values of an
+obs column decide. The plan is kept in a folder, so that several jobs can write the shards, and a job
+that was killed can be continued by the next:
 
     plan.json      written last; its key identifies the inputs that it was made from
     SPLIT.npy      a row per cell in the order on disk: dataset, row, nnz, largest
@@ -186,7 +187,8 @@ def make_plan(
         scans.append(_scan(number, path, vocabulary, gene_hashes, options.split_by))
     corpus = _assign_splits(paths, scans, options)
     is_dropped = options.duplicates == "drop"
-    # of equal cells the first one is kept: by dataset, or as they are listed
+    # of equal cells the first counts as the original: by dataset name, or in the order listed if the
+    # others are dropped
     rank = np.arange(len(paths))
     if is_dropped:
         rank = np.array([cells.index(path) for path in paths])
@@ -318,6 +320,7 @@ def _scan(
     """Hash and measure the cells of dataset `number`, in one pass over its file."""
     hashes = []
     split_hashes = list[np.ndarray]()
+    # a vocabulary of training cells was made after the split, so the split cannot depend on its genes
     over_all_genes = split_by is None and vocabulary.training is not None
     with open_counts(path) as reader:
         file_gene_hashes = hash_genes(reader.var_names if over_all_genes else [])

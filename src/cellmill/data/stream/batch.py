@@ -65,7 +65,10 @@ class Batch:
         return {f.name: f.metadata["axis"] for f in fields(cls) if "axis" in f.metadata}
 
     def map(self, change: Callable[[FieldAxis, Array], Array], **replaced: Any) -> Self:
-        """Return the batch with `change` applied to every array, except for fields in `replaced`."""
+        """Return the batch with `change` applied to every array per token or per cell.
+
+        Fields in `replaced` get the given value instead; `cu_seqlens` changes only in this way.
+        """
         # lengths are computed again from `cu_seqlens`
         fields_of_batch: dict[str, Any] = {"lengths": []}
         for name, axis in self._axes().items():

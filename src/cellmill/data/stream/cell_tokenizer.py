@@ -2,8 +2,9 @@
 
 By default the tokens of a cell are its first genes in rank order. With `truncation: random` they are
 drawn, with `variable` they are the genes that vary most over the corpus, and `zero_frac` adds genes
-without counts. Values are always computed from the whole cell. Draws are keyed by seed, epoch, gene
-and the cell's counts, so they are the same in every layout and file.
+without counts. Values are computed from the whole cell, except places, which number the chosen
+tokens. Draws are keyed by seed, epoch, gene and the cell's counts, so they are the same in every
+layout and file.
 """
 
 import numpy as np
@@ -72,7 +73,7 @@ class CellTokenizer:
         self._seed = seed
         self._chooses_genes = tokens.truncation != "top" or tokens.zero_frac > 0
         if self._chooses_genes:
-            # values come from the whole cell, which `_choose_genes` cuts
+            # values, except places, come from the whole cell, which `_choose_genes` cuts
             tokens = tokens.model_copy(update={"max_tokens": _NO_LIMIT})
         self._tokenizer: Tokenizer = tokens.load()(tokens)
         self.dtype = self._tokenizer.dtype
@@ -99,9 +100,10 @@ class CellTokenizer:
     def make_batch(
         self, cells: SparseCounts, cell_ids: np.ndarray, with_counts: bool = False, epoch: int = 0
     ) -> Batch:
-        """Make the batch of `cells`, whose genes are in rank order and whose ids are `cell_ids`, `(cells,)`.
+        """Make the batch of `cells`, whose ids are `cell_ids`, `(cells,)`.
 
-        It has the counts of its tokens if `with_counts`.
+        Genes are in the order that `Tokenizer.tokenize` says. The batch has the counts of its
+        tokens if `with_counts`.
         """
         if self._chooses_genes:
             return self._make_chosen_batch(cells, cell_ids, with_counts, epoch)

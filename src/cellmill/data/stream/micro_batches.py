@@ -86,23 +86,23 @@ def cut_greedily(n_tokens: np.ndarray, token_budget: int) -> list[int]:
 def count_greedy_batches(
     n_tokens: np.ndarray, n_cells: np.ndarray, token_budget: int
 ) -> np.ndarray:
-    """Count the micro-batches that `cut_greedily` makes of each rank's cells, `(ranks,)`.
+    """Count the micro-batches that `cut_greedily` makes of each span of cells, `(spans,)`.
 
-    `n_tokens`, `(cells,)`, has the number of tokens of each cell of all ranks, rank by rank, and
-    `n_cells`, `(ranks,)`, the numbers of cells.
+    `n_tokens`, `(cells,)`, has the number of tokens of each cell, span after span, and `n_cells`,
+    `(spans,)`, the number of cells in each.
     """
     total = np.zeros(len(n_tokens) + 1, np.int64)
     n_tokens.cumsum(out=total[1:])
     ends = n_cells.cumsum()
     first = ends - n_cells
     n_batches = np.minimum(n_cells, 1)
-    # ranks whose cells do not fit into one; each round fills one, and begins another if cells are left
-    ranks = np.flatnonzero(total[ends] - total[first] > token_budget)
-    while len(ranks):
-        fitting = np.searchsorted(total, total[first[ranks]] + token_budget, side="right") - 1
-        first[ranks] = np.maximum(np.minimum(fitting, ends[ranks]), first[ranks] + 1)
-        ranks = ranks[first[ranks] < ends[ranks]]
-        n_batches[ranks] += 1
+    # spans whose cells do not fit into one; each round fills one, and begins another if cells are left
+    unfinished = np.flatnonzero(total[ends] - total[first] > token_budget)
+    while len(unfinished):
+        fitting = np.searchsorted(total, total[first[unfinished]] + token_budget, side="right") - 1
+        first[unfinished] = np.maximum(np.minimum(fitting, ends[unfinished]), first[unfinished] + 1)
+        unfinished = unfinished[first[unfinished] < ends[unfinished]]
+        n_batches[unfinished] += 1
     return n_batches
 
 

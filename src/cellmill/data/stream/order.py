@@ -4,10 +4,11 @@
 - lane: a share of the blocks, read by one rank; lanes differ by at most one cell
 - window: `window_blocks` blocks of a lane, whose cells are shuffled together
 
-Blocks are permuted and dealt round-robin to the lanes; blocks of an incomplete round are cut so that
-all lanes get a share. A step takes `lane_batch` cells of each lane, or with `equal_steps` an equal
-share of the epoch, and it takes the same cells for any number of ranks. The order is a function of
-(seed, epoch, lane, window), so any step is reached without replaying earlier ones.
+Full blocks are permuted and dealt round-robin to the lanes. Those of an incomplete round, and all
+shorter blocks, are cut so that all lanes get a share. A step takes `lane_batch` cells of each lane,
+or with `equal_steps` an equal share of the epoch, and it takes the same cells for any number of
+ranks. The order is a function of (seed, epoch, lane, window), so any step is reached without
+replaying earlier ones.
 
 With `Repeats` some cells are read several times. The epoch then has several copies of a block: copy
 k has the cells that are read at least k times. Copies are permuted like blocks, so two reads of a
@@ -30,7 +31,7 @@ from cellmill.data.keys import BLOCKS, WINDOW, permutation
 from cellmill.data.rows import choose_rows, iterate_rows, row_offsets
 from cellmill.data.stream.repeats import Repeats
 
-# what is permuted, as the last word of the permutation's key
+# what is permuted, as the last number of the position given to `permutation`
 FULL = 0  # full blocks
 SHORT = 1  # shorter blocks
 COPIES = 2  # copies of blocks
@@ -220,7 +221,7 @@ class PlainEpoch(EpochOrder):
         n_dealt = len(full) // lanes * lanes
         rest = choose_rows(blocks, np.concatenate([full[n_dealt:], short]))
         rest_offsets = row_offsets(rule.deal_cells(int(rest.n_cells.sum()))).tolist()
-        self._runs: list[CellRuns] = []  # blocks of each lane, the last of them cut
+        self._runs: list[CellRuns] = []  # of each lane: whole blocks, then cut pieces
         window_offsets = []
         for lane, (start, stop) in enumerate(pairwise(rest_offsets)):
             dealt = choose_rows(blocks, full[lane:n_dealt:lanes])

@@ -25,11 +25,14 @@ class Tokenizer(Protocol):
     """
 
     dtype: np.dtype  # dtype of the values
-    # if False, only the first `max_tokens` genes of each cell are read, and no counts
+    # if False, `tokenize` may get only the first `max_tokens` genes of each cell, and None as counts
     needs_counts: bool
 
     def tokenize(self, cells: SparseCounts) -> CellTokens:
-        """Make the tokens of cells. Genes are rows of the vocabulary, in rank order in each cell.
+        """Make the tokens of cells. Genes are rows of the vocabulary.
+
+        They are in rank order where the tokens depend on it: if values are of kind `place`, and in
+        cells that `top` cuts. Sequences are in their own order.
 
         Counts are above 0. They may be None unless `needs_counts`.
         """

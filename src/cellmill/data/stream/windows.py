@@ -22,7 +22,9 @@ from cellmill.data.recycled import recycled_empty
 from cellmill.data.rows import choose_rows, iterate_rows, row_offsets
 from cellmill.data.stream.order import CellRuns, EpochOrder, OrderCache, OrderRule
 
-_TASKS = 32  # read tasks per window: submitting one costs as much as reading some cells
+# read tasks per window, and more if it has many shards, since a task reads one; submitting a task costs
+# as much as reading some cells
+_TASKS = 32
 
 
 class ByteRuns(NamedTuple):
@@ -122,7 +124,9 @@ class WindowReader:
         self._pool.shutdown(cancel_futures=True)
 
     def read_windows(self, epoch: int, first_cells: np.ndarray) -> Iterator[CellWindow]:
-        """Yield windows, each of which is being read, from cell `first_cells`, `(lanes,)`, of each lane on.
+        """Yield windows, each of which is being read, from each lane's window that has cell `first_cells` on.
+
+        `first_cells` is `(lanes,)`.
 
         Window w has the cells of window w of all lanes that have one. Endless if the rule shuffles.
         """
