@@ -253,7 +253,7 @@ def test_a_value_above_the_limit_is_refused(kind: str) -> None:
     assert out.tolist() == [4, 10, 301, 3]
     with pytest.raises(DamagedPart) as error:
         codec.unpack_parts(parts, ValueCoding(ascending=False, added=1, limit=300), out)
-    assert error.value.part == 1
+    assert error.value.index == 1
     with pytest.raises(IndexError, match="expected parts within 3 values, got one beyond"):
         codec.unpack_parts(parts, ValueCoding(ascending=False, added=0, limit=ANY), out[:3])
 
@@ -368,7 +368,7 @@ def test_packed_shards_take_a_fraction_of_the_bytes(tmp_path: Path) -> None:
 
 def test_loops_are_compiled_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     caching = pytest.importorskip("numba.core.caching")
-    compiled = import_module("cellmill.data.packing.compiled").compiled
+    compiled = import_module("cellmill.data.packing.jit").compiled
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
     tried = []
 

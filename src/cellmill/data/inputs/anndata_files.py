@@ -46,7 +46,7 @@ from cellmill.data.inputs.matrices import (
 )
 from cellmill.data.inputs.packed_cells import PACKED, PackedMatrix, check_names, find_packed
 from cellmill.data.inputs.source import (
-    COUNTS_RULE,
+    COUNTS_RULE_KEY,
     GENE_LENGTH,
     CountSource,
     DeclaredNames,
@@ -134,7 +134,7 @@ def _read_record(file: Any) -> dict[str, str]:
     group = file.get(NOTES)
     if group is None or is_array(group):
         return recorded
-    for name in (COUNTS_RULE, GENE_LENGTH):
+    for name in (COUNTS_RULE_KEY, GENE_LENGTH):
         value: Any = group.get(name)
         if is_array(value) and value.shape == ():
             recorded[name] = decode(value[()])

@@ -24,7 +24,7 @@ from cellmill.data.inputs.matrices import MAX_LENGTH, StoredMatrix
 from cellmill.errors import ConfigError, DataError, require_known
 
 COUNTS = "the dataset's `counts`"  # where a user says which matrix
-COUNTS_RULE = "counts_rule"
+COUNTS_RULE_KEY = "counts_rule"
 """Record of preprocessed cells: how their estimated counts were rounded."""
 GENE_LENGTH = "gene_length"
 """Record of preprocessed cells: how many of them had their counts divided by the lengths of genes.
@@ -96,7 +96,7 @@ class CountSource:
     ordered: bool = False  # rows are sequences: order and repeats of their columns count
     option: str = COUNTS
     ranked: bool = False  # rows are genes in rank order, without counts; `ordered` as well
-    # of preprocessed cells, by COUNTS_RULE and others
+    # of preprocessed cells, by COUNTS_RULE_KEY and others
     recorded: dict[str, str] = field(default_factory=dict)
     close_file: Callable[[], None] = lambda: None
     # sentences for the user on how the file was read

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cellmill.data.keys import SECOND_HASH, SPLITMIX_GAMMA, SPLITMIX_ROUNDS
-from cellmill.data.packing.compiled import compiled
+from cellmill.data.packing.jit import compiled
 from cellmill.data.packing.part_loops import pack_parts as pack_parts
 from cellmill.data.packing.part_loops import unpack_parts as unpack_parts
 

@@ -32,11 +32,15 @@ class ValueCoding(NamedTuple):
 
 
 class DamagedPart(ValueError):
-    """A part with bytes that packing never writes."""
+    """A part with bytes that packing never writes.
 
-    def __init__(self, part: int) -> None:
+    `index` is its index in the `Parts`, and so its cell, since genes and counts are unpacked
+    separately.
+    """
+
+    def __init__(self, index: int) -> None:
         super().__init__("its packed bytes are invalid")
-        self.part = part
+        self.index = index
 
 
 def pack_parts(values: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -8,7 +8,7 @@ import importlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-# values that a process handles before compiling (about 1 s and 100 MB) pays off
+# values that a process handles before the loops (100 MB, and about 1 s from numba's cache) pay off
 MIN_VALUES = 1 << 23
 
 
@@ -43,7 +43,7 @@ class CompiledLoops:
 def load_loops() -> Any:
     """Import the module of loops; None without numba.
 
-    This compiles for some seconds unless numba has them in its cache.
+    This takes about 1 s, or some 15 s if the loops are not in numba's cache and are compiled.
     """
     try:
         return importlib.import_module("cellmill.data.packing.cell_loops")

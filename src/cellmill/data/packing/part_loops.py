@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cellmill.data.packing.compiled import compiled
+from cellmill.data.packing.jit import compiled
 from cellmill.data.packing.layout import (
     ALIGNMENT,
     GROUP,
@@ -20,7 +20,9 @@ from cellmill.data.packing.layout import (
     ROWS,
 )
 
-_ROW_WORDS = LANES // 4  # 64-bit words in a row of lanes of 16 bits
+_WORD_BYTES = 8  # of a 64-bit word
+_WORD_LANES = 4  # lanes of 16 bits in a 64-bit word
+_ROW_WORDS = LANES // _WORD_LANES  # 64-bit words in a row of lanes of 16 bits
 # multiplied by a mask of 16 bits, gives that mask in each of a word's four lanes
 _EACH_LANE = np.uint64(0x0001_0001_0001_0001)
 
@@ -124,7 +126,7 @@ def _read_headers(
         n_patches += patches
     first_word[n_groups] = n_words
     first_patch[n_groups] = n_patches
-    n_bytes = 8 * n_words + PATCH_BYTES * n_patches + 2 * n_groups
+    n_bytes = _WORD_BYTES * n_words + PATCH_BYTES * n_patches + 2 * n_groups
     return n_patches if size == (n_bytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT else -1
 
 
@@ -261,15 +263,15 @@ def unpack_parts(
             return part
         n_groups = (n_in_part + GROUP - 1) // GROUP
         widths = begin + sizes[part] - n_groups
-        highs = begin + 8 * first_word[n_groups]
+        highs = begin + _WORD_BYTES * first_word[n_groups]
         positions = highs + 2 * n_patches
         last_value = np.int64(-1)
         for group in range((n_kept[part] + GROUP - 1) // GROUP):
             n_in_group = min(n_in_part - group * GROUP, GROUP)
             width = np.int64(memory[widths + group])
-            word = begin // 8 + first_word[group]
+            word = begin // _WORD_BYTES + first_word[group]
             _unpack_group(memory_64, word, n_in_group, width, low_64, high_64)
-            patched = _apply_patches(
+            patch_status = _apply_patches(
                 memory,
                 memory_16,
                 highs // 2 + first_patch[group],
@@ -280,9 +282,9 @@ def unpack_parts(
                 low,
                 high,
             )
-            if patched < 0:
+            if patch_status < 0:
                 return part
-            is_wide = width > PLANE_BITS or patched > 0
+            is_wide = width > PLANE_BITS or patch_status > 0
             n_filled = min(n_kept[part] - group * GROUP, GROUP)
             to = targets[part] + group * GROUP
             filled = out[to : to + n_filled]
@@ -326,12 +328,12 @@ def _choose_width(n_larger: Any, max_bits: int, n_rows: int) -> int:
     `n_larger` and `max_bits` are those of `_count_larger`.
     """
     best = MAX_WIDTH
-    fewest = _plane_words(n_rows, MAX_WIDTH) * 8
+    fewest = _plane_words(n_rows, MAX_WIDTH) * _WORD_BYTES
     for width in range(MAX_WIDTH - 1, -1, -1):
         n_patches = n_larger[width]
         # the number of patches is a byte, so not all 256 values may be patched
         may_patch = width <= PLANE_BITS and max_bits <= width + PATCH_BITS and n_patches < GROUP
-        n_bytes = _plane_words(n_rows, width) * 8 + PATCH_BYTES * n_patches
+        n_bytes = _plane_words(n_rows, width) * _WORD_BYTES + PATCH_BYTES * n_patches
         if n_bytes < fewest and (may_patch or n_patches == 0):
             best = width
             fewest = n_bytes
@@ -382,7 +384,7 @@ def _pack_part(values: Any, memory: Any, memory_16: Any, memory_64: Any, start: 
     lanes_64 = np.empty(ROWS * _ROW_WORDS, np.uint64)
     lanes = lanes_64.view(np.uint16)
     n_larger = np.empty(MAX_WIDTH + 1, np.int64)
-    word = start // 8
+    word = start // _WORD_BYTES
     for group in range(n_groups):
         in_group = values[group * GROUP : (group + 1) * GROUP]
         n_rows = (len(in_group) + LANES - 1) // LANES
@@ -397,14 +399,15 @@ def _pack_part(values: Any, memory: Any, memory_16: Any, memory_64: Any, start: 
             width_of_plane = min(width - first_bit, PLANE_BITS)
             _copy_bits(padded, first_bit, lanes)
             word = _pack_plane(lanes_64, n_rows, width_of_plane, word, memory_64)
-    # `word` counts 64 bits, which are 4 words of 16 bits and 8 bytes
+    # `word` counts 64-bit words
     total_patches = n_patches.sum()
-    first_position = 8 * word + 2 * total_patches
-    _write_patches(values, widths, n_patches, 4 * word, first_position, memory, memory_16)
-    padding = first_position + total_patches
-    end = (padding + 2 * n_groups + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    first_position = _WORD_BYTES * word + 2 * total_patches
+    first_high = _WORD_LANES * word
+    _write_patches(values, widths, n_patches, first_high, first_position, memory, memory_16)
+    padding_start = first_position + total_patches
+    end = (padding_start + 2 * n_groups + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
     first_header = end - 2 * n_groups
-    memory[padding:first_header] = 0
+    memory[padding_start:first_header] = 0
     for group in range(n_groups):
         memory[first_header + group] = n_patches[group]
         memory[first_header + n_groups + group] = widths[group]

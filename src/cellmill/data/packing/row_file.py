@@ -171,7 +171,7 @@ class RowFile:
         try:
             cells.unpack_into(self.kind, n_genes, targets, genes, counts)
         except DamagedPart as error:
-            raise self._damaged(f"row {rows[error.part]}: {error}") from None
+            raise self._damaged(f"row {rows[error.index]}: {error}") from None
 
     def part_starts(self, parts: np.ndarray) -> np.ndarray:
         """Return the first byte of parts in `packed`, `(parts,)` int64.

@@ -28,7 +28,7 @@ from cellmill.data.genes.names import LOST_NAMES, describe_changes, describe_sum
 from cellmill.data.inputs.h5 import count_dtype
 from cellmill.data.inputs.packed_cells import PackedBlocks, write_packed
 from cellmill.data.inputs.reader import CountsReader
-from cellmill.data.inputs.source import COUNTS_RULE, GENE_LENGTH
+from cellmill.data.inputs.source import COUNTS_RULE_KEY, GENE_LENGTH
 from cellmill.data.packing import compiled_loops
 from cellmill.data.prepare.measure import DROPPED, MeasuredCells, measure_cells
 from cellmill.data.prepare.naming import Genes, name_genes
@@ -86,7 +86,7 @@ def preprocess_cells(
     ids = pd.Index(np.array(genes.gene_ids, dtype=object)[keep_gene], name="gene_id")
     var = pd.DataFrame({"symbol": np.array(genes.symbols, dtype=object)[keep_gene]}, index=ids)
     compiled_loops.COMPILED.expect(int(cells.detected[keep_gene].sum()))
-    recorded: dict[str, str] = {COUNTS_RULE: reader.counts_rule} if reader.n_rounded else {}
+    recorded: dict[str, str] = {COUNTS_RULE_KEY: reader.counts_rule} if reader.n_rounded else {}
     if normalisation is not None:
         recorded[GENE_LENGTH] = f"normalised: {full_length}"
     packing = _Packing(reader, keep_gene, cells, saved)

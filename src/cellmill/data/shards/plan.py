@@ -32,7 +32,7 @@ from cellmill.config.datasets import COUNTS_RULES
 from cellmill.data.arrays import select_columns
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_counts
-from cellmill.data.inputs.source import COUNTS_RULE
+from cellmill.data.inputs.source import COUNTS_RULE_KEY
 from cellmill.data.keys import SHARDS, permutation
 from cellmill.data.packing.cells import GeneOrder
 from cellmill.data.rows import positions_in_rows
@@ -60,7 +60,7 @@ BLOCK = 1024  # cells read, ordered and written at a time
 # and the largest of their counts
 CELL = np.dtype([("dataset", "<i4"), ("row", "<i8"), ("nnz", "<i4"), ("largest", "<u4")])
 FORMAT = 3
-FOLDER = "parts"  # folder of the plan, beside the manifest
+PLAN_FOLDER = "parts"  # folder of the plan, beside the manifest
 
 
 @dataclass(frozen=True)
@@ -165,18 +165,18 @@ def remove_plan(folder: Path) -> None:
 
 
 def make_plan(
-    cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, manifest: Path
+    cell_files: list[Path], vocabulary: Vocabulary, options: ShardOptions, manifest: Path
 ) -> ShardPlan:
     """Plan the shards of a corpus, or read the plan that an earlier process made of the same inputs.
 
-    `cells` are preprocessed .h5ad files, named after their datasets. Writes the plan's folder and
+    `cell_files` are preprocessed .h5ad files, named after their datasets. Writes the plan's folder and
     the arrays of the index beside `manifest`, which is removed first. Raises DataError when a name
     occurs twice, a column is missing, a split is empty, or no cell has a gene of the vocabulary.
     """
-    paths = sorted(cells, key=lambda path: path.stem)
+    paths = sorted(cell_files, key=lambda path: path.stem)
     _check_files(paths)
-    key = _compute_key(cells, vocabulary, options)
-    folder = manifest.parent / FOLDER
+    key = _compute_key(cell_files, vocabulary, options)
+    folder = manifest.parent / PLAN_FOLDER
     plan = ShardPlan.read(folder, key)
     if plan is not None:
         manifest.unlink(missing_ok=True)
@@ -186,16 +186,16 @@ def make_plan(
     for number, path in enumerate(progress(paths, "divide", len(paths), "files")):
         scans.append(_scan(number, path, vocabulary, gene_hashes, options.split_by))
     corpus = _assign_splits(paths, scans, options)
-    is_dropped = options.duplicates == "drop"
+    drops_duplicates = options.duplicates == "drop"
     # of equal cells the first counts as the original: by dataset name, or in the order listed if the
     # others are dropped
     rank = np.arange(len(paths))
-    if is_dropped:
-        rank = np.array([cells.index(path) for path in paths])
+    if drops_duplicates:
+        rank = np.array([cell_files.index(path) for path in paths])
     is_repeated, across_splits = _find_duplicates(corpus, rank)
     datasets_of_repeated = corpus.cells["dataset"][is_repeated]
     duplicates = np.bincount(datasets_of_repeated, minlength=len(paths)).tolist()
-    if is_dropped:
+    if drops_duplicates:
         corpus = corpus.select(~is_repeated)
         across_splits = 0
     manifest.unlink(missing_ok=True)
@@ -288,27 +288,27 @@ def _write_splits(
 
 
 def find_plan(
-    cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, folder: Path
+    cell_files: list[Path], vocabulary: Vocabulary, options: ShardOptions, folder: Path
 ) -> ShardPlan:
     """Read the plan that `make_plan` wrote in `folder`. Raises DataError if it has no plan of these
     inputs.
     """
-    plan = ShardPlan.read(folder, _compute_key(cells, vocabulary, options))
+    plan = ShardPlan.read(folder, _compute_key(cell_files, vocabulary, options))
     if plan is not None:
         return plan
     raise DataError(f"{folder}: no plan of these cells and options; run the `divide` stage first")
 
 
-def _compute_key(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions) -> str:
-    """Compute the digest of a plan's inputs; cells files enter by name, size and modification time."""
-    stamps = {path.stem: [path.stat().st_size, path.stat().st_mtime_ns] for path in cells}
+def _compute_key(cell_files: list[Path], vocabulary: Vocabulary, options: ShardOptions) -> str:
+    """Compute the digest of a plan's inputs; files enter by name, size and modification time."""
+    stamps = {path.stem: [path.stat().st_size, path.stat().st_mtime_ns] for path in cell_files}
     facts = {
         "format": FORMAT,
         "cells": stamps,
         "vocabulary": vocabulary.digest,
         "shard": options.model_dump(mode="json", exclude={"jobs"}),
     }
-    listed = [path.stem for path in cells]
+    listed = [path.stem for path in cell_files]
     if options.duplicates == "drop" and listed != sorted(listed):
         facts["listed"] = listed  # of equal cells the first one listed is kept
     return digest(facts)
@@ -350,7 +350,7 @@ def _scan(
             cells=cells,
             ordered=reader.ordered,
             ranked=reader.ranked,
-            counts_rule=reader.recorded.get(COUNTS_RULE),
+            counts_rule=reader.recorded.get(COUNTS_RULE_KEY),
         )
 
 
@@ -404,15 +404,16 @@ def _find_duplicates(corpus: _CorpusCells, rank: np.ndarray) -> tuple[np.ndarray
     Cells are ordered by the `rank`, `(datasets,)`, of their dataset, then by row. Returns the mask of
     repeated cells, `(cells,)` bool, and the number of cells with an equal cell in another split.
     """
+    # both sorts are stable, so equal cells stay in the order of rank and row
     by_rank = np.argsort(rank[corpus.cells["dataset"]], kind="stable")
     order = by_rank[np.lexsort(corpus.hashes[by_rank].T[::-1])]
-    ordered = corpus.select(order)
-    is_equal = (ordered.hashes[1:] == ordered.hashes[:-1]).all(axis=1)
+    by_hash = corpus.select(order)
+    is_equal = (by_hash.hashes[1:] == by_hash.hashes[:-1]).all(axis=1)
     repeated = np.zeros(len(order), bool)
     repeated[order[1:][is_equal]] = True
     # groups of equal cells; a mixed group has cells of several splits
     starts = np.flatnonzero(np.append(True, ~is_equal))
     sizes = np.diff(starts, append=len(order))
-    split = ordered.split
+    split = by_hash.split
     is_mixed = np.maximum.reduceat(split, starts) != np.minimum.reduceat(split, starts)
     return repeated, int(sizes[is_mixed].sum())

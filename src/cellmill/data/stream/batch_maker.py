@@ -30,9 +30,8 @@ class BatchFields:
     # levels and numbers of obs columns; values are the options that name the columns, for messages
     level_columns: Mapping[str, str] = field(default_factory=dict)
     number_columns: Mapping[str, str] = field(default_factory=dict)
-    teacher_folder: str | None = (
-        None  # vectors of a teacher, from this folder (`data.shards.index`)
-    )
+    # vectors of a teacher come from this folder (`data.shards.index`)
+    teacher_folder: str | None = None
 
     def open_cell_arrays(self, manifest: Manifest, split: str) -> dict[str, Any]:
         """Open the arrays over cell ids from which batches get their further fields, by field."""
@@ -81,12 +80,12 @@ class BatchMaker:
         """
         micro_batches = []
         n_genes = np.diff(row_offsets(cells.packed.lengths)[offsets])
-        for first, last in pairwise(cut_greedily(n_genes, _GENES_PER_CALL)):
-            first_cell = offsets[first]
-            part = cells.select(slice(first_cell, offsets[last]))
+        for start_batch, stop_batch in pairwise(cut_greedily(n_genes, _GENES_PER_CALL)):
+            first_cell = offsets[start_batch]
+            part = cells.select(slice(first_cell, offsets[stop_batch]))
             counts = self.unpacker.unpack(part)
             batch = self.tokenizer.make_batch(counts, part.ids, self.with_counts, epoch)
             batch = batch.with_rows(self.cell_arrays)
-            for start, stop in pairwise(offsets[first : last + 1]):
+            for start, stop in pairwise(offsets[start_batch : stop_batch + 1]):
                 micro_batches.append(batch.cut(start - first_cell, stop - first_cell))
         return micro_batches

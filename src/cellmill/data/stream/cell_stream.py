@@ -67,6 +67,9 @@ class CellStream:
     in disk order. `micro_batches` says how the cells of a step are cut, and `fields` what a batch has
     in addition to tokens.
 
+    Attributes: `n_cells`, the cells of an epoch; `steps_per_epoch`; `levels`, the levels of the obs
+    columns of `fields`; `fingerprint`, a digest that identifies the cells.
+
     Raises DataError when manifest or shards are missing, damaged or do not match, or the split has
     no cells.
     """

@@ -27,7 +27,9 @@ class LaneGenes:
         self._start = np.zeros(len(windows), np.int64)
         self._stop = np.zeros(len(windows), np.int64)
         self._next_row = 0
-        self._n_due = int(sum(skipped))  # cells to look up before the next step
+        # cells to look up before the next step; skipped cells count as taken, so that as much is looked
+        # up ahead as without a resume
+        self._n_due = int(sum(skipped))
         for row in range(len(windows)):
             self._look_up(row)
         self._start += np.array(skipped, np.int64)

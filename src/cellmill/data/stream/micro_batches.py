@@ -123,5 +123,5 @@ def cut_evenly(n_tokens: np.ndarray, max_batches: int) -> list[int]:
 
 def split_batch(batch: Batch, token_budget: int) -> Iterator[Batch]:
     """Split `batch` into parts, in order, with at most `token_budget` tokens or a single cell each."""
-    for first, last in pairwise(cut_greedily(np.diff(batch.cu_seqlens), token_budget)):
-        yield batch.cut(first, last)
+    for start, stop in pairwise(cut_greedily(np.diff(batch.cu_seqlens), token_budget)):
+        yield batch.cut(start, stop)

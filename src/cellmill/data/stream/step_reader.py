@@ -20,7 +20,7 @@ from cellmill.data.packing.row_file import RowFile
 from cellmill.data.stream.lane_genes import LaneGenes
 from cellmill.data.stream.order import DataRank, OrderCache, OrderRule
 from cellmill.data.stream.windows import (
-    CellWindow,
+    JoinedWindow,
     StreamCells,
     WindowReader,
     count_genes,
@@ -37,9 +37,9 @@ class WindowQueue:
     Steps are counted over all epochs, and taken in order.
     """
 
-    def __init__(self, windows: Iterator[CellWindow]) -> None:
+    def __init__(self, windows: Iterator[JoinedWindow]) -> None:
         self._windows = windows  # `next` starts to read a window
-        self._started: list[CellWindow] = []
+        self._started: list[JoinedWindow] = []
 
     def take_group(self, step: int, n_cells: np.ndarray) -> tuple[int, StreamCells]:
         """Take the cells of `step`, and of following steps if they are small.

@@ -47,7 +47,7 @@ class CellUnpacker:
         try:
             unpacked = cells.packed.unpack(self._kind, self._max_genes)
         except DamagedPart as error:
-            [name] = self.name_cells(cells.ids[error.part : error.part + 1])
+            [name] = self.name_cells(cells.ids[error.index : error.index + 1])
             raise DataError(f"{self._path}: {name}: damaged: {error}; {REMEDY}") from None
         if self._rank_order is not None:
             self._rank_order.sort(unpacked)

@@ -84,8 +84,8 @@ def join_stream_cells(parts: list[StreamCells]) -> StreamCells:
 
 
 @dataclass
-class CellWindow:
-    """A window whose bytes are being read."""
+class JoinedWindow:
+    """The windows of one number of all lanes of a data rank, whose bytes are being read."""
 
     cells: StreamCells
     reads: list[Future[None]]  # not yet waited for
@@ -123,7 +123,7 @@ class WindowReader:
         """End the threads after the reads in progress."""
         self._pool.shutdown(cancel_futures=True)
 
-    def read_windows(self, epoch: int, first_cells: np.ndarray) -> Iterator[CellWindow]:
+    def read_windows(self, epoch: int, first_cells: np.ndarray) -> Iterator[JoinedWindow]:
         """Yield windows, each of which is being read, from each lane's window that has cell `first_cells` on.
 
         `first_cells` is `(lanes,)`.
@@ -148,7 +148,7 @@ class WindowReader:
             epoch += 1
             first_cells = self._order_rule.cells_before(0)
 
-    def _start_reading(self, order: EpochOrder, lanes: list[int], window: int) -> CellWindow:
+    def _start_reading(self, order: EpochOrder, lanes: list[int], window: int) -> JoinedWindow:
         """Start to read window number `window` of each of `lanes`."""
         runs = CellRuns.join([order.window_runs(lane, window) for lane in lanes])
         byte_runs, packed = self._allocate(runs)
@@ -159,7 +159,7 @@ class WindowReader:
             reads.append(
                 self._pool.submit(read, part.starts, part.stops, part.targets, packed.memory)
             )
-        return CellWindow(self._sort_by_step(order, lanes, window, runs, packed), reads)
+        return JoinedWindow(self._sort_by_step(order, lanes, window, runs, packed), reads)
 
     def _sort_by_step(
         self,
