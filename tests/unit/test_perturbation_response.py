@@ -97,19 +97,19 @@ def test_another_control_or_gene_gives_another_loss() -> None:
 def test_an_untrained_perturbation_has_the_response_to_its_genes() -> None:
     model = _model()
     vectors = torch.randn(3, 16, generator=torch.Generator().manual_seed(2))
-    before = model.objective.log_profile(model, vectors, None, [])
+    before = model.objective.predict_log_profile(model, vectors, None, [])
     assert before.shape == (3, N_GENES)
     torch.testing.assert_close(before.exp().sum(1), torch.ones(3))
-    unheard = model.objective.log_profile(model, vectors, "Z", [7])
+    unheard = model.objective.predict_log_profile(model, vectors, "Z", [7])
     moved = vectors + model.response_genes(model.profile_genes.weight[7])
-    torch.testing.assert_close(unheard, model.objective.log_profile(model, moved, None, []))
-    named = model.objective.log_profile(model, vectors, "A", [5])
+    torch.testing.assert_close(unheard, model.objective.predict_log_profile(model, moved, None, []))
+    named = model.objective.predict_log_profile(model, vectors, "A", [5])
     moved = (
         vectors
         + model.response_genes(model.profile_genes.weight[5])
         + model.response_terms.weight[0]
     )
-    torch.testing.assert_close(named, model.objective.log_profile(model, moved, None, []))
+    torch.testing.assert_close(named, model.objective.predict_log_profile(model, moved, None, []))
 
 
 def test_expected_logarithms_equal_poisson_counts() -> None:
@@ -174,7 +174,7 @@ def test_a_predicted_change_is_the_mean_over_its_controls(context: Context) -> N
             given = torch.from_numpy(vectors[cells])
             moved = given + model.response_genes(model.profile_genes.weight[4])
             logs = [
-                model.objective.log_profile(model, v, None, [])[:, profiles.genes]
+                model.objective.predict_log_profile(model, v, None, [])[:, profiles.genes]
                 for v in (given, moved)
             ]
         before, after = (

@@ -93,7 +93,7 @@ class PerturbationResponse(CellDecoding):
         changed = vectors + response * is_perturbed
         return super().decode(model, changed.to(vectors.dtype), prepared)
 
-    def log_profile(
+    def predict_log_profile(
         self,
         model: ObjectiveModel,
         vectors: Tensor,
@@ -117,7 +117,7 @@ class PerturbationResponse(CellDecoding):
         logits = token_logits(decoded, model.profile_genes.weight, model.profile_bias)
         return logits[:, len(SPECIAL) :].float().log_softmax(1)
 
-    def trained_levels(self, model: ObjectiveModel) -> list[str]:
+    def list_trained_levels(self, model: ObjectiveModel) -> list[str]:
         """List the perturbations with training cells: their learned vector is no longer zero."""
         levels = self.levels[self.config.perturbation_column]
         sizes = model.response_terms.weight.abs().sum(1).tolist()

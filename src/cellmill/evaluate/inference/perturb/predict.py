@@ -64,7 +64,7 @@ def predict_response(
             f"{folder}: it predicts no responses; export a run with objective perturbation_response"
         )
     training = head.objective.config
-    trained = head.objective.trained_levels(network)
+    trained = head.objective.list_trained_levels(network)
     screen = read_screen(reader, vocabulary, training, request)
     units = list_units(request.perturbations, screen, vocabulary, trained, training.control)
     notes = [*screen.notes]

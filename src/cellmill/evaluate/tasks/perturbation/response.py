@@ -78,7 +78,7 @@ class ResponseHead:
         tokens = [row + len(SPECIAL) for row in genes]
         with inference(device, self.precision):
             inputs = torch.from_numpy(vectors[controls]).to(device)
-            log_shares = self.objective.log_profile(self.network, inputs, name, tokens)
+            log_shares = self.objective.predict_log_profile(self.network, inputs, name, tokens)
             # shares of the genes that the dataset has sum to 1
             measured = log_shares[:, torch.from_numpy(profiles.genes)]
             shares = measured.double().softmax(1).cpu().numpy()
