@@ -139,7 +139,7 @@ def test_statistics_count_genes_at_each_rank(tmp_path: Path) -> None:
     by_rank = statistics.by_rank
     assert by_rank is not None
     assert by_rank.shape == (4, manifest.n_genes)
-    assert (by_rank.sum(0) == statistics.n).all()
+    assert (by_rank.sum(0) == statistics.n_tokens).all()
     assert by_rank[0].sum() == 50
 
 

@@ -63,7 +63,7 @@ def test_means_come_only_from_training_shards(
     values = np.log1p(1e4 * counts / counts.sum(axis=1, keepdims=True))
     detected = (counts > 0).sum(axis=0)
     assert statistics.n_cells == len(counts)
-    assert (statistics.n == detected).all()
+    assert (statistics.n_tokens == detected).all()
     assert statistics.global_mean == pytest.approx(values.sum() / detected.sum(), rel=1e-5)
     seen = detected > 0
     assert statistics.mean[seen] == pytest.approx(

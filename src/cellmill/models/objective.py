@@ -42,7 +42,7 @@ Judgement = tuple[dict[str, Any], list[Verdict]]
 class GeneStatistics:
     """Statistics of training tokens by gene: the baseline in `judge`."""
 
-    n: np.ndarray  # `(genes,)` int64: tokens of each gene
+    n_tokens: np.ndarray  # `(genes,)` int64: tokens of each gene
     mean: np.ndarray
     """`(genes,)` float64: mean value of each gene's tokens; for a gene without tokens, of all tokens."""
     global_mean: float

@@ -92,7 +92,7 @@ class NextGene(Objective):
         """Accuracy beside that of always naming the most frequent gene."""
         genes, correct = observed
         accuracy = float(correct.mean())
-        frequent = float((genes == int(train.n.argmax())).mean())
+        frequent = float((genes == int(train.n_tokens.argmax())).mean())
         figures = {"n_targets": len(genes), "accuracy": accuracy, "accuracy_frequency": frequent}
         return figures, [
             compare("next gene", "the most frequent gene", "accuracy", accuracy - frequent)

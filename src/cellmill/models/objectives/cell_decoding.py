@@ -288,7 +288,7 @@ class CellDecoding(Objective):
         if self.tokens.value_kind == "scalar":  # only these values measure expression
             mean_value = train.mean
             against = "token values of training cells summed by gene"
-        total_value = train.n * mean_value + 1  # add one for genes that no training cell has
+        total_value = train.n_tokens * mean_value + 1  # add one for genes that no training cell has
         log_mean_profile = np.log(total_value / total_value.sum())
         n_cells = cell_fracs.sum()  # each cell adds 1
         loss = float(-(fractions * log_p).sum() / n_cells)

@@ -79,13 +79,13 @@ class MaskedGene(MaskedObjective):
         """Score predicted genes against the most frequent gene and the frequencies of all genes."""
         genes, is_correct, losses = GeneObservations(*observed)
         # add one, so that no gene has frequency 0
-        frequency = (train.n + 1) / (train.n.sum() + len(train.n))
+        frequency = (train.n_tokens + 1) / (train.n_tokens.sum() + len(train.n_tokens))
         baseline_loss = float(-np.log(frequency[genes]).mean())
         loss = float(losses.astype(np.float64).mean())
         metrics = {
             "n_targets": len(genes),
             "accuracy": float(is_correct.mean()),
-            "accuracy_frequency": float((genes == int(train.n.argmax())).mean()),
+            "accuracy_frequency": float((genes == int(train.n_tokens.argmax())).mean()),
             "cross_entropy": loss,
             "cross_entropy_frequency": baseline_loss,
         }

@@ -237,7 +237,7 @@ class QueryDecoding(Objective):
         predicted = queries.predicted.astype(np.float64)
         weights = queries.weights.astype(np.float64)
         # mean over all training cells: detection rate times the mean of detected values
-        means = (train.n / train.n_cells * train.mean)[queries.genes]
+        means = (train.n_tokens / train.n_cells * train.mean)[queries.genes]
         mse = float(np.average(np.square(values - predicted), weights=weights))
         baseline_mse = float(np.average(np.square(values - means), weights=weights))
         r2 = r2_over(baseline_mse, mse)
