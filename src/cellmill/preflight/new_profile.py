@@ -48,7 +48,7 @@ def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:
     device = _choose_device(offer)
     status_command = _choose_status_command(facts)
     limits = dict.fromkeys((for_stages, for_gpu_stages))
-    gres_only = _only_gres(facts)
+    gres_select_type = _find_gres_select_type(facts)
     why = {key: reasoned.why for key, reasoned in values.items()} | {
         "status_command": status_command.why,
         "stages_partition": stages.why,
@@ -57,7 +57,7 @@ def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:
         "device": device.why,
         "gpu": "gpu_model is the site's name of it (scontrol)",
     }
-    if gres_only:
+    if gres_select_type:
         why["gpu"] = "this site supports only --gres"
     return Site(
         head=_write_head(machine, name),
@@ -65,7 +65,7 @@ def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:
         device=device.value,
         stages=for_stages,
         gpu_stages=for_gpu_stages,
-        gpu=_list_gpu_keys(offer, qos.value, bool(gres_only)) if offer.gpus else {},
+        gpu=_list_gpu_keys(offer, qos.value, bool(gres_select_type)) if offer.gpus else {},
         status_command=status_command.value,
         why=why,
     )
@@ -80,7 +80,7 @@ def _choose_machine(
 ) -> dict[str, Reasoned[str] | Reasoned[int]]:
     """Choose the options of the training's `Machine`."""
     offer = training.value
-    gres_only = _only_gres(facts)
+    gres_select_type = _find_gres_select_type(facts)
     why_processes = "no GPUs: one process on the node's cores"
     if offer.gpus:
         why_processes = "one process per GPU"
@@ -94,7 +94,7 @@ def _choose_machine(
         "slurm_partition": Reasoned(offer.partition.name, training.why),
         "slurm_account": account,
         "qos": qos,
-        "gres" if gres_only else "gpus_per_node": _choose_gpus(offer, gres_only),
+        "gres" if gres_select_type else "gpus_per_node": _choose_gpus(offer, gres_select_type),
         "runtime": runtime,
         memory_key: memory,
         "cpus_per_task": _choose_cpus(offer),
@@ -103,7 +103,7 @@ def _choose_machine(
     }
 
 
-def _only_gres(facts: SlurmFacts) -> str:
+def _find_gres_select_type(facts: SlurmFacts) -> str:
     """Return the SelectType of a site that knows --gres but not --gpus-per-node and --gpus; else ""."""
     select_type = facts.configuration.get("SelectType", CONS_TRES)
     return "" if select_type == CONS_TRES else select_type
@@ -163,8 +163,11 @@ def _choose_qos(facts: SlurmFacts, partition: Partition, account: str) -> Reason
     return Reasoned(name, f"one of yours that partition {partition.name} accepts (scontrol)")
 
 
-def _choose_gpus(offer: Offer, gres_only: str) -> Reasoned[str]:
-    """Choose the GPUs per node. `gres_only` is the SelectType of a site that supports only --gres."""
+def _choose_gpus(offer: Offer, gres_select_type: str) -> Reasoned[str]:
+    """Choose the GPUs per node.
+
+    `gres_select_type` is the SelectType of a site that supports only --gres, else "".
+    """
     numbers = [0]
     gpus = ""
     if offer.gpus:
@@ -173,8 +176,8 @@ def _choose_gpus(offer: Offer, gres_only: str) -> Reasoned[str]:
     why = f"of {' or '.join(map(str, numbers))} on a node (scontrol)"
     if offer.is_sliced:
         why = f"slices cannot form one training; {why}"
-    if gres_only:
-        why += f"; {gres_only} supports only --gres (scontrol)"
+    if gres_select_type:
+        why += f"; {gres_select_type} supports only --gres (scontrol)"
         gpus = f"gpu:{gpus}" if gpus else ""
     return Reasoned(gpus, why)
 

@@ -74,14 +74,14 @@ def main(folder: Path) -> None:
     node_group, _ = dist.new_subgroups(local_world_size)
     check_sum(world_size, device)
     inside = measure_bandwidth(node_group, local_world_size, device, n_bytes)
-    bytes_before = count_carried_bytes()
+    bytes_before = count_device_bytes()
     between = None
     if n_nodes > 1:
         between = measure_bandwidth(None, world_size, device, n_bytes)
     if local_rank == 0:
         interface = None
         if between is not None:
-            interface = find_busiest(count_moved_bytes(bytes_before), n_bytes)
+            interface = find_busiest(count_bytes_since(bytes_before), n_bytes)
         entry = {"host": node_name(), "inside": inside, "interface": interface}
         store.set(f"node-{node}", json.dumps(entry))
     if rank == 0:
@@ -136,7 +136,7 @@ def report_node(folder: Path, node: int) -> dict[str, Any]:
         "driver": driver_version(),
         "gpus": gpus,
         "cpus": len(os.sched_getaffinity(0)),
-        "interfaces": sorted(count_link_bytes()),
+        "interfaces": sorted(count_interface_bytes()),
         "written_bytes": WRITTEN_BYTES,
         "write_s": write_s,
         "write_error": error,
@@ -170,15 +170,15 @@ def list_gpus() -> list[str]:
     return [torch.cuda.get_device_name(i) for i in range(visible)]
 
 
-def count_link_bytes() -> dict[str, int]:
+def count_interface_bytes() -> dict[str, int]:
     """Count the bytes received and sent by each network interface that this process sees."""
     counters = psutil.net_io_counters(pernic=True).items()
     return {name: counter.bytes_sent + counter.bytes_recv for name, counter in counters}
 
 
-def count_carried_bytes() -> dict[str, int]:
+def count_device_bytes() -> dict[str, int]:
     """Count the bytes of interfaces and of InfiniBand devices, since RDMA bypasses the interfaces."""
-    n_bytes = count_link_bytes()
+    n_bytes = count_interface_bytes()
     for counter in Path("/sys/class/infiniband").glob("*/ports/*/counters/port_*_data"):
         if counter.name in ("port_xmit_data", "port_rcv_data"):
             device = counter.parts[-5]
@@ -188,9 +188,9 @@ def count_carried_bytes() -> dict[str, int]:
     return n_bytes
 
 
-def count_moved_bytes(bytes_before: dict[str, int]) -> dict[str, int]:
+def count_bytes_since(bytes_before: dict[str, int]) -> dict[str, int]:
     """Count the bytes of each device since `bytes_before` were counted."""
-    counts = count_carried_bytes().items()
+    counts = count_device_bytes().items()
     return {name: n_bytes - bytes_before.get(name, 0) for name, n_bytes in counts}
 
 
