@@ -37,7 +37,7 @@ from cellmill.data.shards import writer as shard_writer
 from cellmill.data.shards.index import CellColumns, open_index
 from cellmill.data.shards.manifest import Manifest, verify
 from cellmill.data.shards.obs import MAX_LEVELS
-from cellmill.data.shards.plan import FOLDER, make_plan
+from cellmill.data.shards.plan import PLAN_FOLDER, make_plan
 from cellmill.data.shards.reader import open_shards
 from cellmill.data.shards.writer import write_part, write_shards
 from cellmill.data.split import hash_cells, hash_genes
@@ -112,19 +112,19 @@ def test_any_number_of_jobs_writes_the_same_files(
     for jobs in (2, 7):  # there are six shards: one job has none
         options = ShardOptions(shard=OPTIONS.model_copy(update={"jobs": jobs}))
         out = tmp_path / str(jobs) / "manifest.json"
-        data.divide(options=options, **given, out=out.parent / FOLDER / "plan.json")
+        data.divide(options=options, **given, out=out.parent / PLAN_FOLDER / "plan.json")
         for part in reversed(range(jobs)):
-            done = out.parent / FOLDER / f"{part + 1}-of-{jobs}.json"
+            done = out.parent / PLAN_FOLDER / f"{part + 1}-of-{jobs}.json"
             data.shard_part(options=options, **given, part=f"{part + 1}-of-{jobs}", out=done)
         data.shard(options=options, **given, out=out)
         assert files_of(Manifest.read(out)) == files_of(Manifest.read(alone))
         assert out.read_text() == alone.read_text()
-        assert not (out.parent / FOLDER).exists()
+        assert not (out.parent / PLAN_FOLDER).exists()
     with pytest.raises(
         DataError, match=r"no plan of these cells and options.*run the `divide` stage"
     ):
         data.shard_part(
-            options=options, **given, part="1-of-7", out=out.parent / FOLDER / "1-of-7.json"
+            options=options, **given, part="1-of-7", out=out.parent / PLAN_FOLDER / "1-of-7.json"
         )
 
 
