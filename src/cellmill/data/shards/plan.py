@@ -156,6 +156,13 @@ class _CorpusCells(NamedTuple):
         return _CorpusCells(*(array[chosen] for array in self))
 
 
+class _Duplicates(NamedTuple):
+    """Cells that repeat another."""
+
+    by_dataset: list[int]  # number of them in each dataset
+    across_splits: int  # cells with an equal cell in another split
+
+
 def remove_plan(folder: Path) -> None:
     """Remove a plan, plan.json first: what a killed removal leaves must not pass for a whole plan."""
     if folder.is_dir():
@@ -169,8 +176,8 @@ def make_plan(
 ) -> ShardPlan:
     """Plan the shards of a corpus, or read the plan that an earlier process made of the same inputs.
 
-    `cell_files` are preprocessed .h5ad files, named after their datasets. Writes the plan's folder and
-    the arrays of the index beside `manifest`, which is removed first. Raises DataError when a name
+    `cell_files` are preprocessed .h5ad files, named after their datasets. Removes `manifest`. Unless
+    a plan was read, writes its folder and the arrays of the index. Raises DataError when a name
     occurs twice, a column is missing, a split is empty, or no cell has a gene of the vocabulary.
     """
     paths = sorted(cell_files, key=lambda path: path.stem)
@@ -186,6 +193,20 @@ def make_plan(
     for number, path in enumerate(progress(paths, "divide", len(paths), "files")):
         scans.append(_scan(number, path, vocabulary, gene_hashes, options.split_by))
     corpus = _assign_splits(paths, scans, options)
+    corpus, duplicates = _resolve_duplicates(corpus, cell_files, paths, options)
+    manifest.unlink(missing_ok=True)
+    with named_errors(folder):
+        remove_plan(folder)
+        return _write_plan(folder, key, paths, scans, corpus, duplicates, options)
+
+
+def _resolve_duplicates(
+    corpus: _CorpusCells, cell_files: list[Path], paths: list[Path], options: ShardOptions
+) -> tuple[_CorpusCells, _Duplicates]:
+    """Count the cells that repeat another, and drop them if `options` say so.
+
+    `cell_files` are in the order listed, `paths` by dataset name. Returns the cells that are left.
+    """
     drops_duplicates = options.duplicates == "drop"
     # of equal cells the first counts as the original: by dataset name, or in the order listed if the
     # others are dropped
@@ -194,47 +215,57 @@ def make_plan(
         rank = np.array([cell_files.index(path) for path in paths])
     is_repeated, across_splits = _find_duplicates(corpus, rank)
     datasets_of_repeated = corpus.cells["dataset"][is_repeated]
-    duplicates = np.bincount(datasets_of_repeated, minlength=len(paths)).tolist()
+    by_dataset = np.bincount(datasets_of_repeated, minlength=len(paths)).tolist()
     if drops_duplicates:
-        corpus = corpus.select(~is_repeated)
-        across_splits = 0
-    manifest.unlink(missing_ok=True)
-    with named_errors(folder):
-        remove_plan(folder)
-        names = [path.stem for path in paths]
-        obs = JointObs(folder / "obs", names, join_columns([scan.dtypes for scan in scans]))
-        kept_rows = _write_obs(obs, paths, scans, corpus)
-        cells_by_split, index = _write_splits(folder, manifest.parent, corpus, options)
-        sizes = [len(scan.cells) for scan in scans]
-        obs_levels, obs_numbers = write_columns(
-            manifest.parent, obs, kept_rows, sizes, cells_by_split, index
-        )
-        ordered = any(scan.ordered for scan in scans)
-        plan = ShardPlan(
-            folder=folder,
-            key=key,
-            datasets=names,
-            ordered=ordered,
-            cells_per_shard=options.cells_per_shard,
-            order="genes" if options.order == "genes" and not ordered else "rank",
-            n_obs={split: len(chosen) for split, chosen in cells_by_split.items()},
-            index=index,
-            left_out=dict(zip(names, (scan.n_without_genes for scan in scans))),
-            duplicates={name: n for name, n in zip(names, duplicates) if n},
-            across_splits=across_splits,
-            columns=obs.columns,
-            obs_levels=obs_levels,
-            obs_numbers=obs_numbers,
-            ranked=any(scan.ranked for scan in scans),
-            counts_rules={
-                name: scan.counts_rule
-                for name, scan in zip(names, scans)
-                if scan.counts_rule in COUNTS_RULES
-            },
-        )
-        for path in folder.rglob("*.npy"):
-            fsync(path)  # before plan.json, which says that they are complete
-        write_json(folder / "plan.json", plan.model_dump())
+        return corpus.select(~is_repeated), _Duplicates(by_dataset, across_splits=0)
+    return corpus, _Duplicates(by_dataset, across_splits)
+
+
+def _write_plan(
+    folder: Path,
+    key: str,
+    paths: list[Path],
+    scans: list[_DatasetScan],
+    corpus: _CorpusCells,
+    duplicates: _Duplicates,
+    options: ShardOptions,
+) -> ShardPlan:
+    """Write the plan to `folder`, plan.json last, and the arrays of the index beside it."""
+    names = [path.stem for path in paths]
+    obs = JointObs(folder / "obs", names, join_columns([scan.dtypes for scan in scans]))
+    kept_rows = _write_obs(obs, paths, scans, corpus)
+    cells_by_split, index = _write_splits(folder, folder.parent, corpus, options)
+    sizes = [len(scan.cells) for scan in scans]
+    # adds its files to `index`
+    obs_levels, obs_numbers = write_columns(
+        folder.parent, obs, kept_rows, sizes, cells_by_split, index
+    )
+    ordered = any(scan.ordered for scan in scans)
+    plan = ShardPlan(
+        folder=folder,
+        key=key,
+        datasets=names,
+        ordered=ordered,
+        cells_per_shard=options.cells_per_shard,
+        order="genes" if options.order == "genes" and not ordered else "rank",
+        n_obs={split: len(chosen) for split, chosen in cells_by_split.items()},
+        index=index,
+        left_out=dict(zip(names, (scan.n_without_genes for scan in scans))),
+        duplicates={name: n for name, n in zip(names, duplicates.by_dataset) if n},
+        across_splits=duplicates.across_splits,
+        columns=obs.columns,
+        obs_levels=obs_levels,
+        obs_numbers=obs_numbers,
+        ranked=any(scan.ranked for scan in scans),
+        counts_rules={
+            name: scan.counts_rule
+            for name, scan in zip(names, scans)
+            if scan.counts_rule in COUNTS_RULES
+        },
+    )
+    for path in folder.rglob("*.npy"):
+        fsync(path)  # before plan.json, which says that they are complete
+    write_json(folder / "plan.json", plan.model_dump())
     return plan
 
 
@@ -290,9 +321,7 @@ def _write_splits(
 def find_plan(
     cell_files: list[Path], vocabulary: Vocabulary, options: ShardOptions, folder: Path
 ) -> ShardPlan:
-    """Read the plan that `make_plan` wrote in `folder`. Raises DataError if it has no plan of these
-    inputs.
-    """
+    """Read the plan that `make_plan` wrote in `folder`. Raises DataError if it has none of these inputs."""
     plan = ShardPlan.read(folder, _compute_key(cell_files, vocabulary, options))
     if plan is not None:
         return plan
