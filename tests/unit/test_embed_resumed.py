@@ -116,9 +116,9 @@ def test_a_killed_embedding_is_resumed_bit_for_bit(
     ("changed", "reason"),
     [
         ("nothing", None),
-        ("cells", "input differ"),
-        ("options", "options differ"),
-        ("model", "model differ"),
+        ("cells", "changed: input"),
+        ("options", "changed: options"),
+        ("model", "changed: model"),
         ("state", "damaged"),
         ("numbers", "damaged"),
         ("vectors", "damaged"),
@@ -157,7 +157,7 @@ def test_vectors_of_other_inputs_are_not_resumed(
     capfd.readouterr()
     rest = run_stage(model, cells, out, budget=budget)
     lines = capfd.readouterr()
-    line = f"{out}: what a killed process saved is not used: {reason}; the work begins again\n"
+    line = f"{out}: what a killed process saved is not used ({reason}); the work begins again\n"
     if reason is None:
         assert rest == N_BLOCKS - 6
         assert lines.out.startswith("cells: 192 cells are embedded already\n")

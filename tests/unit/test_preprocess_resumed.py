@@ -142,9 +142,9 @@ def test_a_killed_preprocessing_is_resumed_bit_for_bit(
     ("changed", "reason"),
     [
         ("nothing", None),
-        ("cells", "input differ"),
-        ("rule", "input differ"),
-        ("options", "options differ"),
+        ("cells", "changed: input"),
+        ("rule", "changed: input"),
+        ("options", "changed: options"),
         ("state", "damaged"),
         ("numbers", "damaged"),
         ("rows", "damaged"),
@@ -186,7 +186,7 @@ def test_work_on_other_inputs_is_not_resumed(
         assert lines.err == ""
     else:
         assert rest == N_BLOCKS
-        line = f"{out}: what a killed process saved is not used: {reason}; the work begins again\n"
+        line = f"{out}: what a killed process saved is not used ({reason}); the work begins again\n"
         assert lines.err == line
     if options:
         whole = tmp_path / "whole" / "cells.h5ad"

@@ -133,10 +133,10 @@ def test_sums_of_other_inputs_are_not_resumed(
     reasons: dict[str, str | None] = {
         "nothing": None,
         "damage": "damaged",
-        "options": "vocabulary differ",
+        "options": "changed: vocabulary",
     }
-    reason = reasons.get(changed, "split differ" if split else "files differ")
-    line = f"{out}: what a killed process saved is not used: {reason}; the work begins again\n"
+    reason = reasons.get(changed, "changed: split" if split else "changed: files")
+    line = f"{out}: what a killed process saved is not used ({reason}); the work begins again\n"
     assert capfd.readouterr().err == ("" if reason is None else line)
     if select == "seurat" and not split:
         assert out.read_bytes() == own_text(tmp_path, cells)

@@ -4,8 +4,9 @@ A state is a few arrays that say how far a pass has come. It is written beside a
 it is complete or absent. Bytes too many to write again with every state are appended to files: a
 state lists these, with the number of bytes that were on disk before it was written.
 
-    .NAME.partial.STATE         safetensors: the arrays; metadata `about`, JSON: `facts` on which the
-                                result depends, the arrays' CRC-32, and the files of each stream
+    .NAME.partial.STATE         safetensors: the arrays; metadata `about`, JSON: digests of the
+                                `facts` on which the result depends, the arrays' CRC-32, and the
+                                files of each stream
     .NAME.partial.STREAM-HEX    appended bytes; no two processes append to one file
 
 A state whose facts differ is removed, and so is a damaged one; one line says so. Two processes that
@@ -32,7 +33,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from cellmill.errors import UserError
-from cellmill.files import atomic_path, fsync, named_errors, remove_incomplete
+from cellmill.files import atomic_path, digest, fsync, named_errors, remove_incomplete
 
 SAVE_EVERY = 1 << 18  # cells
 SAVE_EVERY_S = 60.0
@@ -124,8 +125,7 @@ class SavedWork(AbstractContextManager["SavedWork"]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._out = out
-        # as they are read again
-        self._facts: Any = None if facts is None else json.loads(json.dumps(dict(facts)))
+        self._facts = None if facts is None else _digests(facts)
         self._clock = clock
         self._saved_at = clock()
         self._n_unsaved = 0
@@ -142,7 +142,7 @@ class SavedWork(AbstractContextManager["SavedWork"]):
     def add_facts(self, facts: Mapping[str, Any]) -> None:
         """Add facts that are known late. States are looked for after that."""
         if self._facts is not None:
-            self._facts |= facts
+            self._facts |= _digests(facts)
 
     def restore(self, name: str) -> dict[str, np.ndarray] | None:
         """The arrays of state `name`; None if there is none that fits."""
@@ -235,14 +235,12 @@ class SavedWork(AbstractContextManager["SavedWork"]):
 
     def _find_fault(self, about: Any) -> str | None:
         """Why a state cannot be resumed; None if it can."""
+        facts = self._facts or {}
         try:
-            differ = [
-                key
-                for key in {**self._facts, **about["facts"]}
-                if self._facts.get(key) != about["facts"].get(key)
-            ]
-            if differ:
-                return f"{' and '.join(differ)} differ"
+            stored = about["facts"]
+            changed = [key for key in {**facts, **stored} if facts.get(key) != stored.get(key)]
+            if changed:
+                return f"changed: {', '.join(changed)}"
             for files in about["streams"].values():
                 for file, n in files:
                     if self._out.with_name(Path(file).name).stat().st_size < n:
@@ -257,7 +255,7 @@ class SavedWork(AbstractContextManager["SavedWork"]):
             _path(self._out, name).unlink(missing_ok=True)
         for fault in sorted({*faults.values()}):
             print(
-                f"{self._out}: what a killed process saved is not used: {fault}; the work begins again",
+                f"{self._out}: what a killed process saved is not used ({fault}); the work begins again",
                 file=sys.stderr,
                 flush=True,
             )
@@ -309,6 +307,10 @@ def _read_about(path: Path) -> Any:
     with suppress(Exception), safe_open(path, "np") as file:
         return json.loads(file.metadata()[_ABOUT])
     return None
+
+
+def _digests(facts: Mapping[str, Any]) -> dict[str, str]:
+    return {name: digest(value) for name, value in facts.items()}
 
 
 def _checksum(arrays: Mapping[str, np.ndarray]) -> int:
