@@ -160,6 +160,18 @@ def test_a_dose_is_held_out_of_each_compound(screen: Context) -> None:
         assert not {*whole.perturbation[fold.test]} & {*whole.perturbation[fold.train]}
 
 
+def test_compounds_of_too_few_doses_are_named_as_the_reason(screen: Context) -> None:
+    fewer = {f"{name}_10000nM": f"{name}_1000nM" for name in "ab"}
+    perturbation = screen.roles["perturbation"].replace(fewer)
+    other = replace(screen, roles={**screen.roles, "perturbation": perturbation})
+    config = PerturbationConfig(doses="names", **OPTIONS)
+    held = HeldOut.read(other, config, "dose")
+    assert [*held.folds()] == []
+    assert held.explain_no_folds() == (
+        f"held out dose: no compound has 4 doses of {config.min_cells} cells or more (min_cells)"
+    )
+
+
 def test_a_column_of_doses_is_the_same_as_names(screen: Context) -> None:
     config = PerturbationConfig(doses="names", **OPTIONS)
     names = screen.roles["perturbation"]

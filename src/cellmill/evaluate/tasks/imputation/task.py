@@ -92,7 +92,9 @@ class Imputation(Task):
                 return role, folds
         options = context.options
         if len(cells) < MIN_CELLS * options.folds:
-            raise Skipped(f"{len(cells)} scored cells make no two folds of {MIN_CELLS} or more")
+            raise Skipped(
+                f"{len(cells)} scored cells make no {options.folds} folds of {MIN_CELLS}; lower evaluate.folds"
+            )
         for repetition in range(self.config.seeds):
             splitter = KFold(options.folds, shuffle=True, random_state=options.seed + repetition)
             for train, test in splitter.split(cells):

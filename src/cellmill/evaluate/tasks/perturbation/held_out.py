@@ -31,6 +31,7 @@ from cellmill.evaluate.tasks.perturbation.baselines import (
     sum_changes_of_parts,
 )
 from cellmill.evaluate.tasks.perturbation.doses import (
+    FEWEST_DOSES,
     leave_out_doses,
     log_doses,
     parse_names,
@@ -43,6 +44,7 @@ from cellmill.evaluate.tasks.perturbation.split_file import TEST, TRAIN, SplitFi
 
 PERTURBATION = "perturbation"  # role whose perturbations are held out, such as by a split file
 DOSE = "dose"  # role of doses that are held out
+NO_CONTROLS = "no stratum has enough controls"  # why a dataset or a role is skipped
 STRATA = ("batch", "donor")  # roles that divide cells into strata
 # a group counts as unseen if this share of its cells is scored; the rest equal training cells or
 # have no known gene
@@ -98,7 +100,7 @@ class HeldOut:
             context.options.seed,
         )
         if profiles.stratum.max() < 0:
-            raise Skipped("no stratum has enough controls")
+            raise Skipped(NO_CONTROLS)
         cells = _tabulate_cells(context, config, profiles, context_role)
         no_dose: list[str] = []
         if split_file is not None:
@@ -215,9 +217,12 @@ class HeldOut:
     def explain_no_folds(self) -> str:
         """Why there are no folds, if there are none."""
         n_groups = len(np.unique(self.group_of_unit))
-        reason = f"{n_groups} values have {self.config.min_cells} cells (min_cells); two are needed"
+        enough = f"{self.config.min_cells} cells or more (min_cells)"
+        reason = f"{n_groups} values have {enough}; two are needed"
         if n_groups and (self.split_file is not None or not self.unseen.any()):
-            reason = "the model saw cells of each of them; divide its corpus by it (shard.split_by), or use cells: all"
+            reason = "the model saw cells of each of them; hold some out (shard.split_by), or use cells: all"
+        elif n_groups > 1 and self.role == DOSE:
+            reason = f"no compound has {FEWEST_DOSES} doses of {enough}"
         return f"held out {self.role}: {reason}"
 
     @cached_property

@@ -38,7 +38,7 @@ from cellmill.evaluate.tasks.perturbation.doses import (
     tabulate_curves,
 )
 from cellmill.evaluate.tasks.perturbation.gene_features import CO_EXPRESSION, prior_method
-from cellmill.evaluate.tasks.perturbation.held_out import DOSE, PERTURBATION, HeldOut
+from cellmill.evaluate.tasks.perturbation.held_out import DOSE, NO_CONTROLS, PERTURBATION, HeldOut
 from cellmill.evaluate.tasks.perturbation.probes import choose_probed, find_gamed, make_probes
 from cellmill.evaluate.tasks.perturbation.profiles import (
     MEASURED,
@@ -86,7 +86,7 @@ class Perturbation(Task):
         for held in self._hold_out_roles(context):
             self._score_role(held, scored)
         if not scored.columns:
-            reasons = scored.reasons or ["no stratum has enough controls"]
+            reasons = scored.reasons or [NO_CONTROLS]
             raise Skipped("; ".join(reasons), scored.figures)
         return self._tabulate(scored)
 
@@ -105,7 +105,7 @@ class Perturbation(Task):
             if role in (PERTURBATION, DOSE) or is_context:
                 try:
                     held = HeldOut.read(context, self.config, role)
-                except Skipped:
+                except Skipped:  # a role without controls leaves the others to score
                     continue
                 yield held
 
@@ -148,7 +148,7 @@ class Perturbation(Task):
         if not folds:
             figures[f"{role}_no_folds"] = held.explain_no_folds()
         if role == PERTURBATION:
-            for source in self._list_informed():
+            for source in self._list_gene_sources():
                 has_vector = np.isfinite(held.features[source]).all(1)
                 n = np.unique(held.perturbation[has_vector]).size
                 figures[f"perturbation_perturbations_with_{source.name}"] = n
@@ -194,7 +194,8 @@ class Perturbation(Task):
         """Scores of the `pairs` of predicted and measured changes of each fold."""
         perturbed = np.stack([np.isin(held.profiles.genes, rows) for rows in held.genes])
         n_repetitions = 1 + max(fold.repetition for fold in folds)
-        scores: Scores = {metric: {} for metric in METRICS}
+        # (repetitions, U) by metric and method
+        by_unit: dict[str, ByMethod] = {metric: {} for metric in METRICS}
         for fold, pair_by_method in zip(folds, pairs):
             for method, pair in pair_by_method.items():
                 unit_scores = change_scores(
@@ -202,11 +203,12 @@ class Perturbation(Task):
                 )
                 for metric, values in unit_scores.items():
                     empty = np.full((n_repetitions, len(held.group_of_unit)), np.nan)
-                    by_unit = scores[metric].setdefault(method, empty)
-                    by_unit[fold.repetition, fold.test] = values
-        for by_method in scores.values():
-            for method, by_unit in by_method.items():
-                by_method[method] = average_perturbations(by_unit, held.perturbation)
+                    method_scores = by_unit[metric].setdefault(method, empty)
+                    method_scores[fold.repetition, fold.test] = values
+        scores: Scores = {metric: {} for metric in METRICS}
+        for metric, by_method in by_unit.items():
+            for method, unit_values in by_method.items():
+                scores[metric][method] = average_perturbations(unit_values, held.perturbation)
         return scores
 
     def _pair_halves(self, held: HeldOut, fold: Fold) -> dict[ScoredMethod, ChangePair]:
@@ -264,42 +266,44 @@ class Perturbation(Task):
         )
 
     def _tabulate(self, scored: ScoredRoles) -> TaskResult:
-        """Result with rows of ceilings and probes below the table, and with the differences of methods with
-        informed sources.
+        """Result with rows of ceilings and probes below the table, and with the differences of methods that read
+        gene vectors.
         """
         columns = scored.columns
         judged = [column for column in columns if column.select_kind("model")]
         differences = []
         for column in judged:
             differences += column.differences()
-        informed_differences, comparisons = self._compare_informed(columns)
+        source_differences, comparisons = self._compare_gene_sources(columns)
         result = tabulate(
             columns,
             scored.figures,
             judged,
             rows=table_rows(columns) + table_rows(scored.reference_columns),
-            differences=differences + informed_differences,
+            differences=differences + source_differences,
             notes=scored.notes + comparisons,
         )
         return replace(result, tables=scored.tables)
 
-    def _compare_informed(self, columns: list[ScoreColumn]) -> tuple[list[Difference], list[str]]:
-        """Differences of methods with informed sources to the mean, and a sentence on the best
+    def _compare_gene_sources(
+        self, columns: list[ScoreColumn]
+    ) -> tuple[list[Difference], list[str]]:
+        """Differences to the mean of methods that read gene vectors, and a sentence on the best
         method of each source.
         """
-        informed = [method.features for method in self._list_informed()]
+        sources = [method.features for method in self._list_gene_sources()]
         differences = []
         notes = []
         for column in columns:
             groups = group_by_features(
-                method for method in column.scores if method.features in informed
+                method for method in column.scores if method.features in sources
             )
             for methods in groups.values():
                 differences += [column.difference(method, MEAN) for method in methods]
                 notes.append(column.compare(column.best(methods), MEAN).sentence)
         return differences, notes
 
-    def _list_informed(self) -> list[ScoredMethod]:
+    def _list_gene_sources(self) -> list[ScoredMethod]:
         """Sources of gene vectors that are compared with the mean: controls and files."""
         return [CO_EXPRESSION, *map(prior_method, self.config.priors)]
 
