@@ -1,18 +1,20 @@
 """Paired differences between the scores of two methods, with 95 % intervals.
 
-Scores are `(repetitions, cells)`, NaN for cells that a repetition does not test. Repetitions differ in
-the seeds of folds, the draws of training cells, or the draws of what cells lose.
+Scores are `(repetitions, units)`, NaN for units that a repetition does not test. Units are cells, or
+what a task scores in their place, such as genes or perturbations. Repetitions differ in the seeds of
+folds, the draws of training cells, the draws of what cells lose, or the donors left out.
 
-The tested cells and the repetitions vary, as in a crossed design. The variance of the mean
+The tested units and the repetitions vary, as in a crossed design. The variance of the mean
 difference is the sum of both parts, each from its own clusters (two-way clustering: Cameron,
 Gelbach & Miller 2011, J. Bus. Econ. Stat. 29:238). The part common to both is not subtracted, so
 intervals are too wide rather than too narrow. The quantile is Student's with Satterthwaite's
-degrees of freedom. Cells of different folds count as independent (Bayle, Bayle, Janson & Mackey
+degrees of freedom. Units of different folds count as independent (Bayle, Bayle, Janson & Mackey
 2020, "Cross-validation confidence intervals for test error"). The interval does not cover other
-pretraining seeds, training cells, donors or batches.
+pretraining seeds, training cells, donors or batches; other donors are covered only where the
+repetitions are left-out donors.
 
 The share p of a gap that a method closes is a ratio of two such differences. Its interval is the
-one of the linear combination score - p * ceiling - (1 - p) * zero over the same cells and
+one of the linear combination score - p * ceiling - (1 - p) * zero over the same units and
 repetitions, divided by the gap (delta method).
 """
 
@@ -22,7 +24,7 @@ import numpy as np
 from scipy.special import stdtrit
 
 LEVEL = 0.95  # confidence level of the intervals
-MIN_VARIANCE = 1e-20  # below it the methods differ by the same in every cell
+MIN_VARIANCE = 1e-20  # below it the methods differ by the same in every unit
 
 
 class Estimate(NamedTuple):
@@ -43,7 +45,7 @@ class ClosedShare(NamedTuple):
 
 
 def paired_difference(scores: np.ndarray, other_scores: np.ndarray) -> Estimate:
-    """Mean of `scores` minus `other_scores`, both `(repetitions, cells)`, by the same metric."""
+    """Mean of `scores` minus `other_scores`, both `(repetitions, units)`, by the same metric."""
     differences = scores - other_scores
     is_tested = np.isfinite(differences)
     mean = float(differences[is_tested].mean())
@@ -71,7 +73,7 @@ def share_closed(scores: np.ndarray, zero: np.ndarray, ceiling: np.ndarray) -> C
     """Share of the gap from `zero` to `ceiling` that `scores` close, and its interval; None if the
     gap may be 0 or less.
 
-    All are `(repetitions, cells)`, by the same metric; a cell counts if all of them test it.
+    All are `(repetitions, units)`, by the same metric; a unit counts if all of them test it.
     """
     is_tested = np.isfinite(scores + zero + ceiling)
     scores, zero, ceiling = (

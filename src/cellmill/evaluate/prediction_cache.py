@@ -1,4 +1,4 @@
-"""Cache of baseline predictions and principal components, shared by all evaluations of a dataset.
+"""Cache of baseline predictions, principal components and clusters, shared by all evaluations of a dataset.
 
 A prediction is keyed by the SHA-256 of everything it depends on: classifier, library versions,
 training features and labels, and features of the tested cells. Each dataset has one .npz file; its

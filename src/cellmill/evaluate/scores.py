@@ -1,4 +1,4 @@
-"""Scores of several methods on the same cells: the table, paired differences, gaps and verdicts.
+"""Scores of several methods on the same units: the table, paired differences, gaps and verdicts.
 
 A method is a row of the table, a metric under one condition a column. `intervals.py` has the
 statistics.
@@ -34,7 +34,7 @@ class ScoreColumn:
 
     heading: str
     metric_name: str  # in words, as verdicts have it
-    scores: ByMethod  # (repetitions, cells) float64, NaN for cells that are not tested
+    scores: ByMethod  # (repetitions, units) float64, NaN for units that are not tested
     lower_is_better: bool = False
     n_units: int | None = None  # independent units, unless these are the columns of `scores`
     # scores of methods, the best of which closes 0 % of the gap
@@ -42,7 +42,7 @@ class ScoreColumn:
     ceiling: tuple[ScoredMethod, np.ndarray] | None = None  # closes 100 %
 
     def mean(self, method: ScoredMethod) -> float:
-        """Mean over repetitions and cells."""
+        """Mean over repetitions and units."""
         return float(np.nanmean(self.scores[method]))
 
     def best(self, among: Iterable[ScoredMethod]) -> ScoredMethod:
@@ -57,7 +57,7 @@ class ScoreColumn:
         return self.best(self.select_kind("model"))
 
     def compare(self, method: ScoredMethod, other: ScoredMethod) -> Verdict:
-        """Verdict on `method` against `other` over the cells that both have scores of."""
+        """Verdict on `method` against `other` over the units that both have scores of."""
         difference = self.difference(method, other)
         return compare(
             method.name,

@@ -91,7 +91,7 @@ class Whitening:
 
 
 def whiten(features: np.ndarray, penalty: float) -> Whitening:
-    """Whiten `features`, `(cells, width)`. Raises LinAlgError if their scales differ too much."""
+    """Whiten centred `features`, `(cells, width)`. Raises LinAlgError if their scales differ too much."""
     n, width = features.shape
     # the Hessian c ZᵀZ / n + λ, or c ZZᵀ / n + λ with fewer cells than features
     gram = features @ features.T if width > n else features.T @ features

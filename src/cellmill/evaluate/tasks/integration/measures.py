@@ -1,10 +1,11 @@
 """Measures of mixed batches and separate labels in the vectors of cells.
 
-Each measure is between 0 and 1, higher is better. It is returned as one number per cell, `(cells,)`
-float64, whose mean is the measure, so that the difference of two embeddings has an interval
-(`evaluate.intervals`). A mean over labels of means over their cells becomes one over cells by the
-infinitesimal jackknife (Efron 1981). Intervals take the neighbour graph as given; it holds exact
-nearest neighbours. `labels` and `batches` are class ids from 0, `(cells,)`.
+These are the raw measures; `Integration.measure` turns each so that higher is better and 1 is best.
+LISI is 1 to the number of classes, and a lower `batch_variance` is better. All but graph connectivity are
+one number per cell, `(cells,)` float64, whose mean is the measure, so that the difference of two
+embeddings has an interval (`evaluate.intervals`). A mean over labels of means over their cells
+becomes one over cells by the infinitesimal jackknife (Efron 1981). Intervals take the neighbour
+graph as given; it holds exact nearest neighbours. `labels` and `batches` are class ids from 0, `(cells,)`.
 
     lisi                Korsunsky et al. 2019, Nat. Methods 16:1289 (Harmony): inverse Simpson index of the neighbours'
                         classes, weighted by a Gaussian kernel of given perplexity

@@ -35,6 +35,7 @@ def change_scores(
         x = predicted[unit, is_scored]
         y = measured[unit, is_scored]
         scores["MAE"][unit] = np.abs(x - y).mean()
+        # no change has no sign, and is as far from a unit as that unit's change is large
         if not x.any():
             continue
         if x.std() > 0 and y.std() > 0:
