@@ -15,7 +15,7 @@ from sklearn.preprocessing import StandardScaler
 
 from cellmill.config.evaluate import Evaluate
 from cellmill.evaluate.classifiers import logistic, newton
-from cellmill.evaluate.classifiers.fitted import fit_all, predict_all
+from cellmill.evaluate.classifiers.fitted import make_cached_classifiers, predict_all
 from cellmill.evaluate.classifiers.logistic import LogisticRegression
 from cellmill.evaluate.features.components import pca
 from cellmill.evaluate.features.products import FeatureCache
@@ -132,7 +132,7 @@ def predicted(
     labels: np.ndarray = LABELS,
 ) -> dict[ScoredMethod, np.ndarray]:
     context: Any = SimpleNamespace(prediction_cache=cache, options=Evaluate())
-    return predict_all(fit_all(features, labels, 5, context), features)
+    return predict_all(make_cached_classifiers(features, labels, 5, context), features)
 
 
 def test_a_second_evaluation_reads_stored_predictions(

@@ -32,7 +32,7 @@ class FinishedTasks:
 
     def __init__(self, folder: Path, datasets: EvaluatedDatasets) -> None:
         self._folder = folder
-        self.metrics = folder / "metrics.json"
+        self.metrics_path = folder / "metrics.json"
         self._datasets = {}
         for name, dataset in datasets.files.items():
             paths = [dataset.cells, dataset.embedding, *dataset.external]
@@ -45,7 +45,7 @@ class FinishedTasks:
         """File of the result of `task`, which is called `name` in `evaluate.tasks`."""
         config = context.options.tasks[name]
         model = context.model
-        read = {
+        dependencies = {
             "format": results.FORMAT,
             "packages": self._packages,
             "code": [_digest_sources(module) for module in ("cellmill", type(task).__module__)],
@@ -61,8 +61,9 @@ class FinishedTasks:
             # which cells are held out depends on the corpora of the model's ancestors too
             scored = hashlib.sha256(context.scored.tobytes()).hexdigest()
             # a task may read several datasets
-            read["cells"] = [context.dataset, columns, scored, self._datasets, [*context.external]]
-        return self._folder / f"{digest(read)}.task.json"
+            others = [*context.external]
+            dependencies["cells"] = [context.dataset, columns, scored, self._datasets, others]
+        return self._folder / f"{digest(dependencies)}.task.json"
 
     @staticmethod
     def read(path: Path) -> TaskResult | None:

@@ -122,12 +122,12 @@ def evaluate(
         datasets, evaluation.about, evaluation.fingerprint, section.model_dump(mode="json")
     )
     write_scores(out.parent / "scores.csv", datasets)
-    results.write(finished.metrics, metrics)
+    results.write(finished.metrics_path, metrics)
     failures = find_failures(section.gate, datasets)
     if failures:
         more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
         raise DataError(
-            f"evaluate.gate: {failures[0]}{more}; all results are in {finished.metrics}"
+            f"evaluate.gate: {failures[0]}{more}; all results are in {finished.metrics_path}"
         )
     results.write(out, metrics)  # last: its existence means that the others are complete
     print(f"{summarize(datasets)} -> {out}", flush=True)
@@ -140,7 +140,8 @@ class _HeldOutDataset:
     context: Context
     unseen: np.ndarray  # (n_obs,) bool
     n_copies: int  # copies of training cells under other names
-    in_corpus: bool  # True if the model's corpus has cells of the dataset
+    # True if a training or validation split of the model or an ancestor has cells of the dataset
+    in_corpus: bool
 
 
 def _add_inputs(context: Context, files: DatasetFiles, baselines: Path | None) -> Context:

@@ -116,7 +116,7 @@ def map_vectors(atlas: CellAtlas, vectors: np.ndarray, seen: Seen, section: Map)
 
 
 @dataclass(frozen=True)
-class _MappedCells:
+class _VotedCells:
     """Neighbours and labels of some cells; distances in the unit of the stored vectors."""
 
     points: np.ndarray  # (cells, k) int64
@@ -150,14 +150,14 @@ def _is_refused(percentile: np.ndarray, refuse_frac: float) -> np.ndarray:
     return percentile >= 100 * (1 - refuse_frac) - 1e-9
 
 
-def _join(blocks: list[_MappedCells]) -> _MappedCells:
+def _join(blocks: list[_VotedCells]) -> _VotedCells:
     joined: dict[str, Any] = {}
     for name in ("points", "distances", "in_atlas", "codes", "agreement", "n_donors"):
         joined[name] = np.concatenate([getattr(block, name) for block in blocks])
     return replace(blocks[0], **joined)
 
 
-def _map_blocks(atlas: CellAtlas, vectors: np.ndarray, section: Map) -> Iterator[_MappedCells]:
+def _map_blocks(atlas: CellAtlas, vectors: np.ndarray, section: Map) -> Iterator[_VotedCells]:
     record = atlas.record
     terms = find_terms(record.labels)
     for block_start in range(0, max(len(vectors), 1), BLOCK):
@@ -177,7 +177,7 @@ def _map_blocks(atlas: CellAtlas, vectors: np.ndarray, section: Map) -> Iterator
         if terms is not None:
             names = terms.names
             codes, agreement = terms.climb(votes.shares, section.certainty)
-        yield _MappedCells(
+        yield _VotedCells(
             points, distances, in_atlas, codes, agreement, votes.n_donors, names, terms is not None
         )
 

@@ -25,7 +25,7 @@ MAX_ROUNDS = 12  # of the stand-in; then the fit is left to `fit_weights`
 LOGIT_TOLERANCE = 1e-3  # largest change of a logit by the last round
 MAX_COLUMNS = 256  # classes of all fits that take steps together
 ByFit = dict[int, np.ndarray]
-"""Weights or logits of fits, by the number of the fit."""
+"""Weights or logits of fits, or numbers of genes, by the number of the fit."""
 
 
 @dataclass(frozen=True)
@@ -105,14 +105,14 @@ class _FoldFits:
         for row, number in zip(is_fitted, starts):
             row[self.fits[number].rows] = 1
         scales = compute_scales(self.cells, is_fitted)
-        self._shares = dict(zip(starts, scales**-2.0))
+        inverse_variances = dict(zip(starts, scales**-2.0))
         converged: ByFit = {}
-        constants = starts
+        constants = {number: np.zeros_like(start) for number, start in starts.items()}
         for _ in range(MAX_ROUNDS):
             if not weights:
                 break
             previous = constants
-            exact = self._multiply_scaled(weights)
+            exact = self._multiply_scaled(weights, inverse_variances)
             replaced = self._multiply(weights)
             constants = {}
             for number in weights:
@@ -123,7 +123,7 @@ class _FoldFits:
                 change = np.abs(constants[number] - previous[number]).max()
                 if change <= LOGIT_TOLERANCE:
                     converged[number] = weights.pop(number)
-        return self._multiply_scaled(converged) if converged else {}
+        return self._multiply_scaled(converged, inverse_variances) if converged else {}
 
     def _search(self, starts: ByFit, constants: ByFit) -> ByFit:
         """Weights at the optima, from the shared products; the fits take their steps together."""
@@ -144,9 +144,9 @@ class _FoldFits:
             if requests:
                 weights = {number: cell_weights for number, (cell_weights, _) in requests.items()}
                 products = self._stack(weights) @ self.products
-                for number, columns in _split(weights, products):
+                for number, fit_rows in _split(weights, products):
                     cell_weights, logits = requests[number]
-                    logits[:] = columns[:, self.fits[number].rows]
+                    logits[:] = fit_rows[:, self.fits[number].rows]
                     logits += cell_weights.sum(1, keepdims=True)
                     logits /= self.fits[number].penalty
         return optima
@@ -155,26 +155,29 @@ class _FoldFits:
         """Logits of all cells, from the shared products."""
         return self._finish(weights, self._stack(weights) @ self.products)
 
-    def _multiply_scaled(self, weights: ByFit) -> ByFit:
-        """Logits of all cells, from genes divided by their standard deviations over each fit's cells."""
+    def _multiply_scaled(self, weights: ByFit, inverse_variances: ByFit) -> ByFit:
+        """Logits of all cells, from genes divided by their standard deviations over each fit's cells.
+
+        `inverse_variances`, `(genes,)`, are one over the variances of the genes over these cells.
+        """
         coefficients = self.cells.T @ np.ascontiguousarray(self._stack(weights).T)
-        for number, columns in _split(weights, coefficients.T):
-            columns *= self._shares[number]
+        for number, fit_rows in _split(weights, coefficients.T):
+            fit_rows *= inverse_variances[number]
         return self._finish(weights, (self.cells @ coefficients).T)
 
     def _stack(self, weights: ByFit) -> np.ndarray:
         """Weights of all fits, `(classes of all fits, cells)`; 0 for cells that a fit does not read."""
         n_columns = sum(map(len, weights.values()))
         stacked = np.zeros((n_columns, self.cells.shape[0]), self.products.dtype)
-        for number, columns in _split(weights, stacked):
-            columns[:, self.fits[number].rows] = weights[number]
+        for number, fit_rows in _split(weights, stacked):
+            fit_rows[:, self.fits[number].rows] = weights[number]
         return stacked
 
     def _finish(self, weights: ByFit, products: np.ndarray) -> ByFit:
         logits: ByFit = {}
-        for number, columns in _split(weights, products):
+        for number, fit_rows in _split(weights, products):
             constant = weights[number].sum(1, keepdims=True)
-            logits[number] = (columns + constant) / self.fits[number].penalty
+            logits[number] = (fit_rows + constant) / self.fits[number].penalty
         return logits
 
 

@@ -1,6 +1,7 @@
 """Classifiers fitted on every kind of features.
 
-Every kind gets nearest neighbours and logistic regression (`logistic.py`). The regression runs on
+Every kind gets nearest neighbours and logistic regression (`logistic.py`), except genes by rank: they
+have only the standardised regression. The regression runs on
 standardised and on unchanged features. Standardising raises the weight of small principal components,
 which helps or hurts depending on the number of cells.
 """
@@ -103,25 +104,26 @@ def without_overhead() -> Iterator[None]:
         yield
 
 
-def fit_all(
+def make_cached_classifiers(
     features: Features, labels: np.ndarray, neighbors: int, context: Context
 ) -> dict[ScoredMethod, CachedClassifiers]:
-    """Classifiers by features, `(cells, width)` each, dense or sparse.
+    """Classifiers by features, `(cells, width)` each, dense or sparse; each is fitted when first
+    asked for a prediction that is not known.
 
     Predictions of other packages' classifiers are never saved, because their code may change. Genes
     by rank have only the standardised regression.
     """
     known = context.prediction_cache
     installed = context.options.classifiers
-    fitted = {}
+    by_features = {}
     for method, values in features.items():
         is_saved = method.network is None and not installed
         predictions = known.predictions if is_saved else known.model_predictions
         classifiers = make_classifiers(min(neighbors, len(labels)), installed)
         if method == RANKED:
             classifiers = {REGRESSION: classifiers[REGRESSION]}
-        fitted[method] = CachedClassifiers(predictions, classifiers, values, labels)
-    return fitted
+        by_features[method] = CachedClassifiers(predictions, classifiers, values, labels)
+    return by_features
 
 
 def precompute_folds(

@@ -1,4 +1,4 @@
-"""Embed the cells of an .h5ad file with an exported model, and check that the result can be used.
+"""Embed the cells of a file of counts with an exported model, and check that the result can be used.
 
 Cells are tokenized as for the shards and packed without padding; the token budget only changes
 rounding. An embedding without most of the model's genes does not represent the whole cell. On 700
@@ -115,7 +115,7 @@ class ColumnCounts:
         self.all_cells = np.zeros(n_columns)
         self.chosen_cells = np.zeros(n_columns)
 
-    def add_up(
+    def tally(
         self, blocks: Iterable[sp.csr_matrix], chosen: np.ndarray, first: int = 0
     ) -> Iterator[sp.csr_matrix]:
         """The `blocks` of a file from row `first` on, each added when it is read. `chosen` is bool,
@@ -228,8 +228,9 @@ def embed_cells(
     rows = reader.rows(ROW_BLOCK, kept.first)
     blocks = progress(rows, f"embed {reader.path.stem}", reader.n_obs - kept.first)
     per_cell = {"levels": read_levels(reader, network)}
+    # as tokenize_blocks asks for a block, it is read, kept for a later process, and tallied
     batches = tokenize_blocks(
-        column_counts.add_up(kept.save_rows(blocks), chosen, kept.first),
+        column_counts.tally(kept.save_rows(blocks), chosen, kept.first),
         columns,
         vocabulary,
         tokens,

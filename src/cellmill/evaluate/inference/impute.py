@@ -126,7 +126,7 @@ class FileImputer:
         column_counts = ColumnCounts(reader.n_vars)
         rows = progress(reader.rows(ROW_BLOCK), f"impute {reader.path.stem}", reader.n_obs)
         has_genes = []
-        for counts in column_counts.add_up(rows, np.ones(reader.n_obs, bool)):
+        for counts in column_counts.tally(rows, np.ones(reader.n_obs, bool)):
             values, is_known = self._predict(counts)
             has_genes.append(is_known)
             yield values

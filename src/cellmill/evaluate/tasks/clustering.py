@@ -9,7 +9,7 @@ Eck 2019, Sci. Rep. 9:5233), run until nothing improves.
 """
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,9 +100,7 @@ class Clustering(Task):
         seed = context.options.seed
 
         def compute() -> np.ndarray:
-            """One array for the cache, (1 + 2 seeds, cells) int16: index of the best resolution,
-            cluster ids there, and cluster ids at the fixed resolution.
-            """
+            """The clusters as one array, for the cache."""
             edges = jaccard_weights(NeighborGraph.build(features, config.neighbors))
             graph = make_graph(igraph, edges)
             seeds = range(seed, seed + config.seeds)
@@ -115,9 +113,8 @@ class Clustering(Task):
                 return float(np.mean(scores))
 
             best = max(config.resolutions, key=mean_ari)
-            index = np.full((1, len(labels)), config.resolutions.index(best))
-            parts = [index, by_resolution[best], by_resolution[config.resolution]]
-            return np.concatenate(parts).astype(np.int16)
+            found = Clusters(best, by_resolution[best], by_resolution[config.resolution])
+            return pack_clusters(found, config.resolutions)
 
         if method.network is not None:
             rows = compute()
@@ -126,8 +123,22 @@ class Clustering(Task):
                 f"igraph {igraph.__version__} {config.model_dump_json()} {seed} {labels.tolist()}"
             )
             rows = context.prediction_cache.get_or_compute(about, features, compute)
-        at_best, at_fixed = np.split(rows[1:], 2)
-        return Clusters(config.resolutions[rows[0, 0]], at_best, at_fixed)
+        return unpack_clusters(rows, config.resolutions)
+
+
+def pack_clusters(clusters: Clusters, resolutions: Sequence[float]) -> np.ndarray:
+    """One array, (1 + 2 seeds, cells) int16: index of the best of `resolutions` in each cell, cluster
+    ids there, and cluster ids at the fixed resolution.
+    """
+    n_cells = clusters.at_best.shape[1]
+    index = np.full((1, n_cells), resolutions.index(clusters.best_resolution))
+    return np.concatenate([index, clusters.at_best, clusters.at_fixed]).astype(np.int16)
+
+
+def unpack_clusters(packed: np.ndarray, resolutions: Sequence[float]) -> Clusters:
+    """The clusters of which `pack_clusters` made `packed`."""
+    at_best, at_fixed = np.split(packed[1:], 2)
+    return Clusters(resolutions[packed[0, 0]], at_best, at_fixed)
 
 
 def make_graph(igraph: Any, edges: sp.coo_matrix) -> Any:

@@ -20,7 +20,7 @@ from cellmill.data.arrays import counts_per_10k, log_normalise, select_columns
 from cellmill.evaluate import draws
 from cellmill.evaluate.classifiers.class_predictions import ClassPredictions
 from cellmill.evaluate.classifiers.fitted import (
-    fit_all,
+    make_cached_classifiers,
     predict_all,
     predict_majority,
     without_overhead,
@@ -55,7 +55,7 @@ ALL_LEVELS = "trained on all levels"
 PER_1K = add_note(TRAINING_COMPONENTS, ", CP1k")
 
 Degrade = Callable[[sp.csr_matrix, np.random.Generator], sp.csr_matrix]
-"""Counts `(cells, genes of the file)` and a generator -> fewer counts."""
+"""Counts `(cells, genes)`, of the file or of the vocabulary, and a generator -> fewer counts."""
 Project = Callable[[sp.csr_matrix], np.ndarray]
 """Counts `(cells, genes of the file)` -> components `(cells, components)`."""
 
@@ -196,8 +196,8 @@ class Degraded(Task):
         }
         classifiers = {}
         for name, features in train_features.items():
-            classifiers[name] = fit_all(features, train_labels, neighbors, context)
-        all_levels = fit_all(
+            classifiers[name] = make_cached_classifiers(features, train_labels, neighbors, context)
+        all_levels = make_cached_classifiers(
             stack_cells(train_features.values()),
             np.tile(train_labels, len(train_features)),
             neighbors,
@@ -209,9 +209,9 @@ class Degraded(Task):
             if level == WHOLE:
                 predicted[WHOLE] = predict_all(classifiers[WHOLE], tested)
                 continue
-            whole_cells = classifiers.get(WHOLE, classifiers[level])
+            fitted_on_whole = classifiers.get(WHOLE, classifiers[level])
             predicted[f"{level}, {MATCHED}"] = predict_all(classifiers[level], tested)
-            predicted[f"{level}, {SHIFTED}"] = predict_all(whole_cells, tested)
+            predicted[f"{level}, {SHIFTED}"] = predict_all(fitted_on_whole, tested)
             predicted[f"{level}, {ALL_LEVELS}"] = predict_all(all_levels, tested)
         return predicted
 

@@ -12,7 +12,7 @@ from sklearn.preprocessing import StandardScaler
 
 from cellmill.evaluate.classifiers.class_predictions import ClassPredictions
 from cellmill.evaluate.classifiers.fitted import (
-    fit_all,
+    make_cached_classifiers,
     precompute_folds,
     predict_all,
     predict_majority,
@@ -82,7 +82,7 @@ def predict_folds(
             if with_fitted_features and TRAINING_COMPONENTS in features:
                 fold_features[WITH_COMPONENTS] = _join_components(features, train)
             train_features = select_cells(fold_features, train)
-            classifiers = fit_all(train_features, labels[train], neighbors, context)
+            classifiers = make_cached_classifiers(train_features, labels[train], neighbors, context)
             predicted = predict_all(classifiers, select_cells(fold_features, test))
         if with_fitted_features:
             predicted[MAJORITY] = predict_majority(labels[train], len(test))

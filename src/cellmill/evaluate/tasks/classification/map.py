@@ -13,7 +13,6 @@ Left-out donors are the repetitions of an interval; its units are cells, or type
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from itertools import product
 
 import numpy as np
 import pandas as pd
@@ -47,7 +46,7 @@ MIN_TESTED = 5  # cells of a left-out type, and other cells, in a fold
 
 
 @dataclass(frozen=True)
-class MappedCells:
+class MethodResult:
     """Results of one method for some cells."""
 
     labels: np.ndarray  # (cells,) text; NONE for a refused cell
@@ -98,7 +97,7 @@ class NewTypeScores:
         self.auroc: ByMethod = {}
 
     def record(
-        self, fold: int, name: str, method: ScoredMethod, is_new: np.ndarray, result: MappedCells
+        self, fold: int, name: str, method: ScoredMethod, is_new: np.ndarray, result: MethodResult
     ) -> None:
         """Score the tested cells of a fold; `is_new`, (cells,) bool, marks the cells of type `name`."""
         column = self.types.index(name)
@@ -133,7 +132,8 @@ class MapCells(Task):
         if not folds:
             raise Skipped("the scored cells have no two donors or batches", chosen.figures)
         features = cell_features(context, chosen.cells)
-        del features[ALL_GENES]  # distances among all genes are those of depth
+        # distances over all genes mostly tell how deeply cells were sequenced
+        del features[ALL_GENES]
         types = [*chosen.classes][: config.max_types]
         terms = find_terms(sorted(chosen.classes))
         others = (NONE, *(terms.names if terms is not None else ()))
@@ -141,19 +141,18 @@ class MapCells(Task):
         new_types = NewTypeScores(len(folds), types)
         n_refused: Counter[ScoredMethod] = Counter()
         with without_overhead():
-            for (fold, (train, test)), (source, values) in product(
-                enumerate(folds), features.items()
-            ):
-                cells = LabelledVectors(np.asarray(values, np.float32), labels, donors)
-                novelty = cells.novelty_without_donors(train)
-                mapped = self._map_cells(source, cells, train, test, novelty)
-                for method, result in mapped.items():
-                    predictions.record("", fold, test, {method: result.labels})
-                    n_refused[method] += int(result.is_refused.sum())
-                for name in types:
-                    mapped = self._map_new_type(source, cells, train, test, novelty, name)
+            for fold, (train, test) in enumerate(folds):
+                for source, values in features.items():
+                    cells = LabelledVectors(np.asarray(values, np.float32), labels, donors)
+                    novelty = cells.novelty_without_donors(train)
+                    mapped = self._map_cells(source, cells, train, test, novelty)
                     for method, result in mapped.items():
-                        new_types.record(fold, name, method, labels[test] == name, result)
+                        predictions.record("", fold, test, {method: result.labels})
+                        n_refused[method] += int(result.is_refused.sum())
+                    for name in types:
+                        mapped = self._map_new_type(source, cells, train, test, novelty, name)
+                        for method, result in mapped.items():
+                            new_types.record(fold, name, method, labels[test] == name, result)
         columns = [predictions.column("", "accuracy", "accuracy", "accuracy, donors not seen")]
         if terms is not None:
             columns.append(_make_credit_column(predictions))
@@ -195,7 +194,7 @@ class MapCells(Task):
         test: np.ndarray,
         novelty: np.ndarray,
         name: str,
-    ) -> dict[ScoredMethod, MappedCells]:
+    ) -> dict[ScoredMethod, MethodResult]:
         """As `_map_cells`, without the training cells of type `name`; empty if too few cells remain
         on either side.
         """
@@ -213,7 +212,7 @@ class MapCells(Task):
         train: np.ndarray,
         test: np.ndarray,
         novelty: np.ndarray,
-    ) -> dict[ScoredMethod, MappedCells]:
+    ) -> dict[ScoredMethod, MethodResult]:
         """The cells `test` mapped by the vote of an atlas of the cells `train`, and by a regression
         fitted on these. `novelty` belongs to the cells `train`.
         """
@@ -222,17 +221,24 @@ class MapCells(Task):
             replace(method, classifier=REGRESSION): self._regress(cells, train, test, novelty),
         }
 
-    def _vote(self, cells: LabelledVectors, train: np.ndarray, test: np.ndarray) -> MappedCells:
+    def _vote(self, cells: LabelledVectors, train: np.ndarray, test: np.ndarray) -> MethodResult:
         """The cells `test` mapped to an atlas of the cells `train`, both indices of cells."""
         texts = cells.labels[train].astype(object)
-        embedded = EmbeddedCells("", "", cells.vectors[train], train, texts, cells.donors[train])
+        embedded = EmbeddedCells(
+            dataset="",
+            label_column="",
+            vectors=cells.vectors[train],
+            rows=train,
+            labels=texts,
+            donors=cells.donors[train],
+        )
         section = Atlas.model_validate({"neighbors": self.config.neighbors})
         atlas = make_atlas([embedded], "", section)
         map_options = Map.model_validate({"refuse_frac": self.config.refuse_frac})
         mapped = map_vectors(atlas, cells.vectors[test], Seen(None, ""), map_options)
         names = pd.Series(mapped.labels).astype(object)
         novelty = np.nan_to_num(mapped.obs[DISTANCE].astype(np.float64), nan=MAX_NOVELTY)
-        return MappedCells(
+        return MethodResult(
             names.fillna(NONE).to_numpy(str), np.asarray(mapped.obs[REFUSED]), novelty
         )
 
@@ -242,18 +248,18 @@ class MapCells(Task):
         train: np.ndarray,
         test: np.ndarray,
         training_novelty: np.ndarray,
-    ) -> MappedCells:
+    ) -> MethodResult:
         """Classes of the cells `test` by a logistic regression; `training_novelty` is the novelty of
         the cells `train`.
         """
         classes, probabilities = cells.fit_probabilities(train, test)
         novelty = 1 - probabilities.max(axis=1)
         references = np.sort(training_novelty[np.isfinite(training_novelty)])
-        percentile = np.searchsorted(references, novelty) / (len(references) + 1)
-        is_refused = percentile >= 1 - self.config.refuse_frac - 1e-9
+        quantile = np.searchsorted(references, novelty) / (len(references) + 1)
+        is_refused = quantile >= 1 - self.config.refuse_frac - 1e-9
         names = classes[probabilities.argmax(axis=1)].astype(object)
         names[is_refused] = NONE
-        return MappedCells(names.astype(str), is_refused, novelty)
+        return MethodResult(names.astype(str), is_refused, novelty)
 
 
 def _make_credit_column(predictions: ClassPredictions) -> ScoreColumn:

@@ -20,7 +20,7 @@ from cellmill.data.genes.tables import RELEASE, cell_ontology, is_term_id
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.classifiers.class_predictions import NOT_TESTED, ClassPredictions
 from cellmill.evaluate.classifiers.fitted import (
-    fit_all,
+    make_cached_classifiers,
     predict_all,
     predict_majority,
     without_overhead,
@@ -121,6 +121,7 @@ class ComparedCells:
     def figures(self) -> dict[str, Any]:
         """Numbers of cells, for metrics.json."""
         is_known = self.is_known
+        n_cells_of_new_classes = int((~is_known).sum())
         tested_labels = self.tested.labels
         return self.tested.left_out | {
             "fitted_on": ", ".join(group.context.dataset for group in self.fitted),
@@ -130,7 +131,7 @@ class ComparedCells:
             "n_cells": int(is_known.sum()),
             "classes": count_by_label(tested_labels[is_known]),
             "new_classes": count_by_label(tested_labels[~is_known]),
-            "n_new_classes": int((~is_known).sum()),
+            "n_new_classes": n_cells_of_new_classes,
             "n_copies": self.n_copies,
         }
 
@@ -151,18 +152,18 @@ class Transfer(Task):
             raise Skipped("the dataset has no label column")
         compared = self._read_cells(context)
         figures = compared.figures
-        ids = config.ontology and _are_term_ids([*compared.fitted, compared.tested])
+        are_terms = config.ontology and _are_term_ids([*compared.fitted, compared.tested])
         fitted_names = count_by_label(compared.fitted_labels)
         if len(fitted_names) < 2:
             raise Skipped(f"the cells of {figures['fitted_on']} have one label", figures)
         is_known = compared.is_known
-        if not (is_known.any() or (ids and len(is_known))):
+        if not (is_known.any() or (are_terms and len(is_known))):
             fitted_labels = ", ".join([*fitted_names][:3])
             tested_labels = ", ".join([*figures["new_classes"]][:3]) or "none"
             reason = f"no label in common: fitted {fitted_labels}, tested {tested_labels}"
             raise Skipped(reason, figures)
         predictions = self._predict(context, compared)
-        return _tabulate_predictions(predictions, figures, ids)
+        return _tabulate_predictions(predictions, figures, are_terms)
 
     def _read_cells(self, context: Context) -> ComparedCells:
         """Fitted cells, and tested cells without copies of them."""
@@ -196,7 +197,9 @@ class Transfer(Task):
             context.model, compared.genes, compared.fitted, tested
         )
         with without_overhead():
-            classifiers = fit_all(fitted_features, labels, self.config.neighbors, context)
+            classifiers = make_cached_classifiers(
+                fitted_features, labels, self.config.neighbors, context
+            )
             predicted = predict_all(classifiers, tested_features)
         predicted[MAJORITY] = predict_majority(labels, len(tested.labels))
         ceiling_labels = predict_from_other_half(context)[tested.cells]
@@ -333,16 +336,16 @@ def _add_fitted_features(
 
 
 def _tabulate_predictions(
-    predictions: ClassPredictions, figures: dict[str, Any], ids: bool
+    predictions: ClassPredictions, figures: dict[str, Any], are_terms: bool
 ) -> TaskResult:
-    """Table of the predictions; `ids` is True if labels are ids of the Cell Ontology."""
+    """Table of the predictions; `are_terms` is True if labels are ids of the Cell Ontology."""
     columns: list[ScoreColumn] = []
     steps: list[ScoreColumn] = []
     confusion = None
     if KNOWN in predictions.by_condition:
         columns += predictions.metric_columns(KNOWN)
         confusion = predictions.confusion(KNOWN, columns[0].best_model())
-    if ids:
+    if are_terms:
         figures = figures | {"cell_ontology": RELEASE}
         ontology = cell_ontology()
         columns += _compare_terms(predictions, "nearness", ontology.nearness)

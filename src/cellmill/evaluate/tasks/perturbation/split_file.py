@@ -4,10 +4,12 @@
 - `.json`: lists of perturbations by split, such as `set2conditions` and subgroups of GEARS
 - `.tsv`, `.csv`: a header with `perturbation`, `split` and, if contexts differ, `context`
 
-An empty perturbation or context stands for all of them; the line that names more decides. A name of
-the file is a perturbation of the dataset if it is equal, or if both have the same parts in any
-order and with any delimiter, without words for a control: `B_A` and `A+B+ctrl` are `A+B`. Nothing
-else is matched.
+An empty perturbation or context stands for all of them; the line that names more decides. Between a
+line of a perturbation and one of a context, the perturbation's decides.
+
+A name of the file is a perturbation of the dataset if it is equal, or if both have the same parts in
+any order and with any delimiter, without words for a control: `B_A` and `A+B+ctrl` are `A+B`.
+Nothing else is matched.
 """
 
 import csv
@@ -152,17 +154,17 @@ class SplitFile:
                 stated_novelty[perturbation] = GEARS_GROUPS[line.split]
         return cls(path, role, names, splits, stated_novelty, names.undivided(known))
 
-    def assign(self, perturbation: np.ndarray, context: np.ndarray) -> np.ndarray:
+    def assign(self, perturbation: np.ndarray, unit_contexts: np.ndarray) -> np.ndarray:
         """(U,) text: split of each unit, empty without one. Raises DataError for a context without
         one, and if no unit is trained or tested on.
         """
         assigned = []
-        for name, context_name in zip(perturbation.tolist(), context.tolist()):
+        for name, context_name in zip(perturbation.tolist(), unit_contexts.tolist()):
             keys = ((name, context_name), (name, ""), ("", context_name), ("", ""))
             assigned.append(next((self.splits[key] for key in keys if key in self.splits), ""))
         splits = np.array(assigned, "U5")
-        for context_name in np.unique(context).tolist():
-            if not splits[context == context_name].any() and context_name:
+        for context_name in np.unique(unit_contexts).tolist():
+            if not splits[unit_contexts == context_name].any() and context_name:
                 raise DataError(
                     f"{self.path}: expected a split for {self.context_role} {context_name!r}, got none; add a line for "
                     f"it, such as all its perturbations in {TRAIN}"
@@ -176,7 +178,11 @@ class SplitFile:
         return splits
 
     def divide_by_novelty(
-        self, units: np.ndarray, train: np.ndarray, perturbation: np.ndarray, context: np.ndarray
+        self,
+        units: np.ndarray,
+        train: np.ndarray,
+        perturbation: np.ndarray,
+        unit_contexts: np.ndarray,
     ) -> dict[str, np.ndarray]:
         """`units` by what training units have of them, in words; each novelty is scored apart.
 
@@ -186,7 +192,7 @@ class SplitFile:
         by_novelty: dict[str, list[int]] = {}
         for unit in units.tolist():
             parts = self.names.divide(perturbation[unit])
-            if context[unit] not in context[train]:
+            if unit_contexts[unit] not in unit_contexts[train]:
                 novelty = ZERO_SHOT
             elif perturbation[unit] in trained:
                 novelty = FEW_SHOT
@@ -202,7 +208,7 @@ def _make_resolver(
     path: Path, names: PartNames, known: set[str]
 ) -> Callable[[str, str], str | None]:
     """Function of a location and a name in the file: the perturbation of the dataset, None for a
-    control. It raises DataError for an unknown or ambiguous name.
+    control, and empty for an empty name. It raises DataError for an unknown or ambiguous name.
     """
     by_parts: dict[Parts, list[str]] = {}
     for name in sorted(known):
