@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch
 
 from cellmill.config import plugin
 from cellmill.config.parts.tasks import TaskConfig
@@ -72,14 +73,23 @@ def test_another_option_of_one_task_repeats_only_that_task(
     assert found == evaluate(corpus, tmp_path / "new" / "metrics.json", tasks=changed)
 
 
+@pytest.mark.parametrize("n_threads", [1, 2], ids=["in turn", "in processes"])
 def test_a_failing_task_loses_only_itself(
-    corpus: dict[str, Path], tmp_path: Path, fragile: None, capsys: pytest.CaptureFixture[str]
+    corpus: dict[str, Path],
+    tmp_path: Path,
+    fragile: None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    n_threads: int,
 ) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: n_threads)
     out = tmp_path / "metrics.json"
     with pytest.raises(DataError, match="task 'fragile' failed"):
-        evaluate(corpus, out, tasks={"reconstruct": {}, "fragile": {"fails": True}})
-    capsys.readouterr()
-    evaluate(corpus, out, tasks={"reconstruct": {}, "fragile": {}})
+        evaluate(corpus, out, tasks={"fragile": {"fails": True}, "reconstruct": {}})
+    failure = "task 'fragile' failed (ValueError: as asked)"
+    remedy = "repair it, or take it out of evaluate.tasks; the other tasks go on"
+    assert f"{failure}; {remedy}" in capsys.readouterr().out
+    evaluate(corpus, out, tasks={"fragile": {}, "reconstruct": {}})
     assert read_earlier(capsys) == ["reconstruct"]
 
 

@@ -95,7 +95,7 @@ def run_tasks(
     """Result of each task; prints the results. On CPU cores several processes run the tasks that
     were not `finished` earlier. `left_out` is what effort fast leaves out of each task.
 
-    A task that fails is named in the last line, below its traceback.
+    A task that fails loses only itself: the others are finished and kept, then its error is raised.
     """
     task_runs = [*_list_task_runs(tasks, context, finished, left_out)]
     dataset = context.dataset
@@ -119,7 +119,10 @@ def run_tasks(
 
 
 def _run_missing(task_runs: list[_TaskRun], context: Context) -> dict[str, TaskResult]:
-    """Result of each task run by name, in the order in which they end."""
+    """Result of each task run by name, in the order in which they end.
+
+    Raise UserError of the first task run that failed, after the others have ended.
+    """
     n_processes = _count_processes(task_runs, context)
     reads_label = [context.options.tasks[task_run.task_name].reads_label for task_run in task_runs]
     if n_processes > 1 and any(reads_label) and "label" in context.roles:
@@ -127,6 +130,7 @@ def _run_missing(task_runs: list[_TaskRun], context: Context) -> dict[str, TaskR
         with threadpool_limits(1):
             _ = context.model.components
     results = {}
+    failures: list[UserError] = []
     waiting = [task_run.name for task_run in task_runs]
     with ExitStack() as stack:
         for task_run, get_output in progress(
@@ -136,8 +140,15 @@ def _run_missing(task_runs: list[_TaskRun], context: Context) -> dict[str, TaskR
             "tasks",
             now=lambda: ", ".join(waiting[:n_processes]),
         ):
-            results[task_run.name] = _finish_task(task_run, get_output)
             waiting.remove(task_run.name)
+            try:
+                results[task_run.name] = _finish_task(task_run, get_output)
+            except UserError as error:
+                failures.append(error)
+                if waiting:
+                    print(f"{error}; the other tasks go on", flush=True)
+    if failures:
+        raise failures[0]
     return results
 
 
