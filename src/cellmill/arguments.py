@@ -129,9 +129,12 @@ def some(flag: str, text: str, **options: Any) -> Argument:
     return option(flag, text, **{"type": Path, "nargs": "+", "required": True} | options)
 
 
-def stage(owner: str) -> list[Argument]:
-    """Where the options of a stage come from, by hand the section of a run or corpus, its `owner`."""
-    named = option(f"--{owner}", f"name of the {owner}; required if there are several", dest="name")
+def stage(owner: str, without: str = "required if there are several") -> list[Argument]:
+    """Where the options of a stage come from, by hand the section of a run or corpus, its `owner`.
+
+    `without` says what a missing name means.
+    """
+    named = option(f"--{owner}", f"name of the {owner}; {without}", dest="name")
     return [CONFIGURATION, named, SECTIONS]
 
 
@@ -194,6 +197,8 @@ EMBEDDED = [
     option("--append", "write all of the .h5ad --input too, which --out may be, instead of obs alone", **YES),
     *given("embed", "min_coverage_frac", "min_expressed_frac"),
 ]
+# stages that need an exported model alone
+EXPORTED = stage("run", "without it, the default options are used")
 ATLAS = option("--atlas", "folder of the atlas (default: atlas in the model's folder)", type=Path)
 EVALUATED = [
     *stage("run"), *files(model=MODEL, manifest=f"{MANIFEST} it was trained on"),
@@ -256,17 +261,17 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         *stage("run"), *files(train="folder of the training run", vocabulary=VOCABULARY), *OUT_MODEL),
 
     "embed": ("embed the cells of a dataset with an exported model",
-        *stage("run"), *files(model=MODEL, out=f"{H5AD}, with obsm['X_cellmill']"), *EMBEDDED),
+        *EXPORTED, *files(model=MODEL, out=f"{H5AD}, with obsm['X_cellmill']"), *EMBEDDED),
     "predict": ("label the cells of a dataset with an exported classifier",
-        *stage("run"), *files(model=MODEL, out=f"{H5AD}, with obs['cellmill_label']"), *EMBEDDED,
+        *EXPORTED, *files(model=MODEL, out=f"{H5AD}, with obs['cellmill_label']"), *EMBEDDED,
         *given("predict", "min_probability", "min_accuracy")),
     "impute": ("predict the expression of genes that a dataset lacks",
-        *stage("run"), *files(model=MODEL, out=f"{H5AD}: cells by predicted genes"), *INPUT,
+        *EXPORTED, *files(model=MODEL, out=f"{H5AD}: cells by predicted genes"), *INPUT,
         option("--genes", "ids or symbols (default: all genes of the model that the dataset lacks)", nargs="+",
                metavar="GENE"),
         *given("embed", "min_coverage_frac", "min_expressed_frac")),
     "perturb": ("predict the response of a dataset's control cells to perturbations",
-        *stage("run"), *files(model=MODEL, out=f"{H5AD}: perturbations by genes"), *INPUT,
+        *EXPORTED, *files(model=MODEL, out=f"{H5AD}: perturbations by genes"), *INPUT,
         option("--perturbations", "perturbations, combinations as A+B (default: all that the model was trained on)",
                nargs="+", metavar="NAME"),
         option("--perturbation-column", "obs column of perturbations (default: the model's; without it, all cells are "
@@ -276,7 +281,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
                metavar="COLUMN"),
         *given("embed", "min_coverage_frac", "min_expressed_frac")),
     "atlas": ("index the embeddings of a corpus's cells, for map",
-        *stage("run"), *files(model=MODEL), ATLAS,
+        *EXPORTED, *files(model=MODEL), ATLAS,
         some("--embeddings", "by stage embed, one file per dataset"),
         some("--labels", "obs column of the labels of each file, in the same order; '-' for none", type=str),
         option("--donor-columns", "obs columns of the donors, separated by commas: the first that a file has counts "
@@ -285,14 +290,14 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         option("--neighbors", "neighbours of a cell that vote (default: atlas.neighbors of the configuration)",
                dest="atlas.neighbors", metavar="K")),
     "map": ("label the cells of a dataset by the most similar cells of the model's atlas",
-        *stage("run"), *files(model=MODEL, out=f"{H5AD}, with obs['cellmill_label']; a .map.tsv goes beside it"), ATLAS,
+        *EXPORTED, *files(model=MODEL, out=f"{H5AD}, with obs['cellmill_label']; a .map.tsv goes beside it"), ATLAS,
         *EMBEDDED, *given("map", "refuse_frac", "certainty")),
     "seen": ("find the cells of a dataset that a model was trained on",
         *files(model=MODEL), *INPUT,
         option("--rows", "print the row and name of each such cell", **YES),
         option("--out", "table (.tsv) to write: exact, near or new for each cell", type=Path)),
     "knock_out": ("remove genes one by one and measure how far embeddings move",
-        *stage("run"), *files(model=MODEL, out=f"{H5AD}: cells by genes"), *INPUT),
+        *EXPORTED, *files(model=MODEL, out=f"{H5AD}: cells by genes"), *INPUT),
     "embed_external": ("embed the cells of a dataset by a command of another environment",
         option("--name", "name in evaluate.external", **NEEDED),
         option("--command", "program and arguments, with {cells} and {out} among them", **NEEDED),

@@ -155,8 +155,8 @@ def test_a_panel_with_labels_makes_this_project(
     table = "of config/datasets.tsv"
     assert lines[1:3] == [
         f"label: cell_type, chosen by its name; to change it, edit column label {table}",
-        f"batch: sample, chosen by its name; to change it, edit column batch {table}; empty it if you compare its "
-        "values, because a model removes differences between batches",
+        f"batch: sample, chosen by its name; to change it, edit column batch {table}; if you compare its values, "
+        "set objective.batch_column of config/config.yaml to null, because a model removes differences between batches",
     ]
     assert lines[-1] == "cd 'my project' && cellmill check && cellmill run"
 

@@ -176,7 +176,10 @@ def explain_columns(rows: list[Row]) -> Iterator[str]:
         if field == "label" and len(columns) > 1:
             text += f"; all become column {columns[0]} (label_name)"
         if field == "batch":
-            text += "; empty it if you compare its values, because a model removes differences between batches"
+            text += (
+                "; if you compare its values, set objective.batch_column of config/config.yaml to null, because a "
+                "model removes differences between batches"
+            )
         yield text
     for row in rows:
         if row.get("perturbation") is not None:

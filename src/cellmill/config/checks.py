@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
+from cellmill.config import plugin
 from cellmill.config.options import TrainOptions
 from cellmill.config.parallel import Parallel, divide_processes, divisors, nearest
 from cellmill.config.parts.family import FamilyConfig
+from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.errors import ConfigError
 
@@ -34,7 +36,12 @@ def _problems_of_objective(options: TrainOptions) -> Iterator[str]:
                 if part is objective
                 else f"objective.parts.{part.name}"
             )
-            serves = ", ".join(model.objectives) or "none"
+            served = [*model.objectives]
+            for name, choice in plugin.BUILT_IN["objective"].items():
+                is_served = issubclass(choice, ObjectiveConfig) and model.family in choice.families
+                if is_served and name not in served:
+                    served.append(name)
+            serves = ", ".join(served) or "none"
             yield f"{key}: family {model.family} serves {serves}; choose one of these, or another model.family"
     if tokens.value_kind not in model.value_kinds:
         yield (
