@@ -51,8 +51,13 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what only root can test, and fail groups that pytest-xdist does not keep together.
 
-    As 3.8 with pytest 9.2, which would start two test clusters.
+    As 3.8 with pytest 9.2, which would start two test clusters. Every test begins with the threads
+    that the environment asks for: numba, in UMAP, leaves torch with those of all cores.
     """
+    threads = os.environ.get("OMP_NUM_THREADS")
+    torch = sys.modules.get("torch")
+    if threads is not None and torch is not None:
+        torch.set_num_threads(int(threads))
     if item.get_closest_marker("needs_root") and os.getuid() != 0:
         pytest.skip("only root can act as another user")
     grouped = item.get_closest_marker("xdist_group") and getattr(
