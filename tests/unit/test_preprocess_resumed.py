@@ -194,7 +194,7 @@ def test_work_on_other_inputs_is_not_resumed(
     assert_equal(out, whole)
 
 
-def test_two_processes_that_write_one_output_do_not_disturb_each_other(
+def test_two_processes_that_write_one_output_keep_apart(
     cells: Path, tmp_path: Path, whole: Path
 ) -> None:
     out = tmp_path / "cells.h5ad"
