@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from cellmill.config.machine import Machine
-from cellmill.errors import UserError
+from cellmill.errors import Stopped, UserError
 from cellmill.launch import queue as queue_module
 from cellmill.launch.follow import BEGINS, JobFollower, Tail, save_job
 from cellmill.launch.job import Job
@@ -381,6 +382,23 @@ def test_a_cancelled_job_may_save_during_an_outage(
     scripted.answers(squeue=[[1, "", "slurm_load_jobs error"], listed("COMPLETED")], scancel=[NONE])
     save_job(queue_module.QueuedJob("7", JobState("RUNNING"), "a"), 60)
     assert scripted.calls("scancel") == ["scancel --name=a --signal=USR2 7"]
+
+
+def test_a_second_interrupt_ends_the_wait_for_a_save(scripted: Scripted) -> None:
+    # each look at the running job meets an interrupt; only the second signal to the job ends it
+    ended = "if (folder / 'ended').exists():\n    out = out.replace('RUNNING', 'CANCELLED')\n"
+    interrupt = f"elif 'RUNNING' in out:\n    os.kill(os.getppid(), {int(signal.SIGINT)})"
+    scripted.hook("squeue", ended + interrupt)
+    scripted.hook("scancel", "if 'USR2' not in ' '.join(sys.argv):\n    (folder / 'ended').touch()")
+    began = time.monotonic()
+    with pytest.raises(Stopped, match=r"^cancelled job 7; saved at step 0; run the same command"):
+        scripted.run(listed("RUNNING"), scancel=[NONE])
+    assert time.monotonic() - began < scripted.machine.save_within_s / 2
+    name = (scripted.fake / "name").read_text()
+    assert scripted.calls("scancel") == [
+        f"scancel --name={name} --signal=USR2 7",
+        f"scancel --name={name} 7",
+    ]
 
 
 def test_a_new_launcher_may_start_once_a_job_is_unknown(scripted: Scripted) -> None:
