@@ -69,10 +69,14 @@ def check_plugin(
     Args:
         folder: an empty folder, such as pytest's `tmp_path`
         changes: another value for each of these options, by path, such as `train.optimizer.decay`
-        layouts: sections `parallel` of two processes that the plug-in supports
-        sections: sections of the configuration (`model`, `objective`, `tokens`, `finetune`,
-            `train`), which replace options of SECTIONS
+        layouts: sections `parallel` of two processes that the plug-in supports; a family without
+            pipelines, or whose blocks pass on cells, such as `profile`, leaves out `pp` and
+            `sequence_parallel`
+        sections: sections of the configuration that training reads (`model`, `objective`, `tokens`,
+            `finetune`, `train`), which replace options of SECTIONS
     """
+    unread = sorted(sections.keys() - TrainOptions.model_fields.keys())
+    assert not unread, f"expected sections that training reads, got {unread}, which it does not"
     options = {
         name: SECTIONS.get(name, {}) | sections.get(name, {}) for name in TrainOptions.model_fields
     }

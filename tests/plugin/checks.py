@@ -33,3 +33,8 @@ def test_the_toys_keep_the_promises(tmp_path: Path) -> None:
 def test_an_option_without_another_value_is_named(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"got none of \['finetune.rank'\]"):
         check_plugin(tmp_path, {}, finetune={"method": "toy_adapter"})
+
+
+def test_a_section_that_training_does_not_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"that training reads, got \['evaluate'\], which it"):
+        check_plugin(tmp_path, {}, evaluate={"tasks": {}})

@@ -55,8 +55,8 @@ class Stream(Section):
     value. With labelled_frac, it is a multiple of the mean over all cells with a value.
     """
     weight_warmup_steps: int = Field(0, ge=0)
-    """Steps over which the exponent goes linearly from weight_start_exponent to weight_exponent.
-    Each epoch has the weights of its first step. 0 uses weight_exponent from the start.
+    """Steps over which the weights go linearly from those of weight_start_exponent to those of
+    weight_exponent. Each epoch has the weights of its first step. 0 uses weight_exponent from the start.
     """
     weight_start_exponent: float = Field(0.0, ge=0, le=1)
     """weight_exponent at step 0 of the warm-up: 0 starts with each cell once, 1 with all values
