@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,8 @@ import torch
 from cellmill.config import plugin
 from cellmill.config.parts.tasks import TaskConfig
 from cellmill.errors import ConfigError, DataError
+from cellmill.evaluate.evaluated_datasets import DatasetFiles, EvaluatedDatasets
+from cellmill.evaluate.finished import FinishedTasks
 from cellmill.evaluate.task import Context
 from cellmill.runs import results
 from cellmill.runs.results import TaskResult
@@ -164,3 +167,18 @@ def test_an_unchanged_evaluation_runs_no_task(
     capsys.readouterr()
     assert evaluate(corpus, out, **few) == first
     assert read_earlier(capsys) == ["reconstruct", "throughput"]
+
+
+def test_a_label_of_another_dataset_is_a_dependency(
+    corpus: dict[str, Path], context: Context, tmp_path: Path
+) -> None:
+    def path(label: str) -> Path:
+        one = DatasetFiles(corpus["cells"], corpus["embedding"], ["cell_type"])
+        files = {"one": one, "two": replace(one, labels=[label])}
+        datasets = EvaluatedDatasets(files, context.model.digest, context.vectors.shape[1])
+        config = FragileConfig(name="fragile")
+        options = context.options.model_copy(update={"tasks": {"fragile": config}})
+        changed = replace(context, options=options)
+        return FinishedTasks(tmp_path, datasets).path("fragile", Fragile(config), changed)
+
+    assert path("cell_type") == path("cell_type") != path("batch")  # `transfer` reads it

@@ -462,6 +462,16 @@ def _suggest(
     ), options
 
 
+def test_layouts_of_profile_have_no_sequence_parallelism() -> None:
+    profile = {"family": "profile", "hidden": 1024, "layers": 2}
+    objective = {"name": "cell_decoding"}
+    options = _options(LARGE | {"model": profile, "objective": objective})
+    layouts = [*list_parallel_options(options, Hardware("h100", 1, 8))]
+    assert any(parallel.tp > 1 for parallel in layouts)
+    for parallel in layouts:
+        check_together(options.model_copy(update={"parallel": parallel}))
+
+
 @pytest.mark.full
 def test_a_suggested_layout_is_planned_with_the_same_numbers(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path, 250)

@@ -148,3 +148,15 @@ def test_few_cells_widen_the_interval_between_runs() -> None:
     )
     assert rank_runs(dict(zip("ab", many))).leaders == ["b"]
     assert rank_runs(dict(zip("ab", few))).leaders == ["b", "a"]
+
+
+def test_a_leader_that_loses_its_only_clear_task_is_not_best() -> None:
+    runs = [
+        run("first", probe=result("f", [0.80, 0.80]), few_shot=result("g", [0.9, 0.1])),
+        run("second", probe=result("f", [0.83, 0.83]), few_shot=result("g", [0.1, 0.6])),
+    ]
+    (first, second) = list_standings(runs)
+    assert first.is_leader
+    assert not second.is_leader
+    assert not first.leads_clearly
+    assert "first has the highest mean on d" in first_line(runs)

@@ -159,6 +159,11 @@ def test_tables_can_be_sorted_and_searched(browser: Browser, page: Path) -> None
         browser.run(f"{find} return t.tHead.rows[0].cells[1].getAttribute('aria-sort')")
         == "ascending"
     )
+    units = "return ['100 %', '95 %', '12 min', '40 s', '2.1 days', '0.9 ± 0.1', 'x', '1,200', '–'].sort("
+    in_order = browser.run(f"{units}(a, b) => compareCells(a, b, false))")
+    numbers = [text for text in in_order if text not in ("x", "–")]
+    assert numbers == ["0.9 ± 0.1", "40 s", "95 %", "100 %", "12 min", "1,200", "2.1 days"]
+    assert in_order[-1] == "–"
     rows = "[...document.querySelectorAll('#overview tbody tr')].filter((r) => !r.hidden).map((r) => r.innerText)"
     type_in = "const s = document.getElementById('search'); s.value = 'second'; s.dispatchEvent(new Event('input'));"
     found = browser.run(f"{type_in} return {rows}")

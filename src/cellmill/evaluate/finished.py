@@ -33,10 +33,12 @@ class FinishedTasks:
     def __init__(self, folder: Path, datasets: EvaluatedDatasets) -> None:
         self._folder = folder
         self.metrics_path = folder / "metrics.json"
-        self._datasets = {}
+        # of every dataset, because a task may read several: files, and names of label columns
+        self._datasets: dict[str, list[str]] = {}
         for name, dataset in datasets.files.items():
             paths = [dataset.cells, dataset.embedding, *dataset.external]
-            self._datasets[name] = [sha256_file(path) for path in paths]
+            digests = [sha256_file(path) for path in paths]
+            self._datasets[name] = [*digests, *dataset.labels]
         packages = [f"{package.name} {package.version}" for package in metadata.distributions()]
         self._packages = sorted(packages)
         self._weights = datasets.digest
@@ -60,9 +62,8 @@ class FinishedTasks:
             columns = {role: str(column.name) for role, column in context.roles.items()}
             # which cells are held out depends on the corpora of the model's ancestors too
             scored = hashlib.sha256(context.scored.tobytes()).hexdigest()
-            # a task may read several datasets
-            others = [*context.external]
-            dependencies["cells"] = [context.dataset, columns, scored, self._datasets, others]
+            models = [*context.external]  # names of other models
+            dependencies["cells"] = [context.dataset, columns, scored, self._datasets, models]
         return self._folder / f"{digest(dependencies)}.task.json"
 
     @staticmethod

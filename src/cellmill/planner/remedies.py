@@ -129,8 +129,10 @@ def _list_larger_layouts(change: Change) -> Iterator[Change]:
         max_tp = math.gcd(hardware.nproc_per_node, hardware.world_size // parallel.pp, *tp_sizes)
     for tp in divisors(max_tp):
         if tp > parallel.tp:
-            instruction = f"set parallel.tp to {tp} with parallel.sequence_parallel"
-            yield change.then_parallel(instruction, tp=tp, sequence_parallel=True)
+            words = " with parallel.sequence_parallel" if model.sequence_parallel else ""
+            yield change.then_parallel(
+                f"set parallel.tp to {tp}{words}", tp=tp, sequence_parallel=model.sequence_parallel
+            )
     # at least one block per stage
     max_pp = min(model.pp_sizes().values(), default=1) // (parallel.n_stages // parallel.pp)
     for pp in divisors(hardware.world_size // parallel.tp):

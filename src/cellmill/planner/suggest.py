@@ -127,7 +127,7 @@ def list_parallel_options(options: PlanOptions, hardware: Hardware) -> Iterator[
             for schedule, recompute, strategy in product(schedules, recomputed, strategies):
                 changes = {
                     "tp": tp,
-                    "sequence_parallel": tp > 1,
+                    "sequence_parallel": tp > 1 and options.model.sequence_parallel,
                     "pp": pp,
                     "schedule": schedule,
                     "activation_checkpointing": recompute,

@@ -83,10 +83,10 @@ def _describe_lead(standing: Standing, is_tied: bool) -> str:
         return f"are tied for the highest mean on {standing.dataset} {shared}; {standing.run.name}"
     if standing.leads_clearly:
         return f"is best on {standing.dataset} {shared}"
-    reason = "not beyond chance"
+    caveat = "not shown to be beyond chance"
     if standing.steps_differ:
-        reason = "but the runs were trained for different numbers of steps"
-    return f"has the highest mean on {standing.dataset} {shared}, {reason}"
+        caveat = "but the runs were trained for different numbers of steps"
+    return f"has the highest mean on {standing.dataset} {shared}, {caveat}"
 
 
 def _name_metric(standing: Standing) -> str:

@@ -3,6 +3,7 @@
 // Without scripts the page shows its tables and static pictures.
 
 const UNKNOWN = "–"; // a table's text for a missing value
+const SECONDS = { s: 1, min: 60, h: 3600, days: 86400 }; // in each unit of a duration
 const DRAW_MARGIN = "300px"; // a chart is drawn when it is this close to the window
 
 // ---- data: JSON, compressed by zlib, in base64 (PageCharts.packed)
@@ -108,10 +109,16 @@ function drawChartsOnScroll(charts) {
 
 // ---- tables
 
+// Number of a cell such as 1,200, 95 %, 0.912 ± 0.010 or 12 min, in seconds; NaN for other texts.
+function toNumber(text) {
+  const [number, unit] = text.replaceAll(",", "").split(/\s+/);
+  return Number(number) * (SECONDS[unit] ?? 1);
+}
+
 // Order of two cells, as of Array.sort; unknown values are last in both directions.
 function compareCells(a, b, isDescending) {
   if (a === UNKNOWN || b === UNKNOWN) return (a === UNKNOWN) - (b === UNKNOWN);
-  const difference = Number(a.replaceAll(",", "")) - Number(b.replaceAll(",", ""));
+  const difference = toNumber(a) - toNumber(b);
   const order = Number.isNaN(difference) ? a.localeCompare(b) : difference;
   return isDescending ? -order : order;
 }

@@ -55,7 +55,7 @@ class Ranking:
     # the run with the highest mean, then runs tied with it
     leaders: list[str] = field(default_factory=list)
     wins_over_leader: list[TaskWin] = field(default_factory=list)
-    # True if the first leader differs significantly from every other run in a task with an interval
+    # True if the first leader is significantly better than every other run in a task with an interval
     is_clear: bool = False
 
 
@@ -106,7 +106,10 @@ def rank_runs(scores_by_run: Mapping[str, Scores]) -> Ranking:
     tied = [run for run, differences in differences_by_run.items() if not differences]
     # a difference without paired repetitions has no interval
     is_clear = all(
-        any(_are_paired(scores_by_run[run][key], scores_by_run[leader][key]) for key in differences)
+        any(
+            difference < 0 and _are_paired(scores_by_run[run][key], scores_by_run[leader][key])
+            for key, difference in differences.items()
+        )
         for run, differences in differences_by_run.items()
     )
     return Ranking(
