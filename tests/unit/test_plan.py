@@ -220,7 +220,8 @@ TP = {"nproc": 4, "parallel": {"strategy": "ddp", "tp": 2}}
         ({}, f"warning     set objective{LEAK}"),
         (
             {"finetune": {"method": "head_only"}},
-            "upper bound finetune.method head_only freezes weights, so time, FLOPs and activations are lower",
+            "upper bound finetune.method head_only freezes weights, so time, FLOPs and activations are lower than "
+            "these estimates",
         ),
         ({"objective": PARTS}, f"warning     set objective.parts.masked_value{LEAK}"),
     ],
@@ -608,7 +609,7 @@ def test_pinned_host_memory_must_fit_into_the_job(
     assert printed(f"{words} {pinned // 2**20}", code=2)[1] == (
         f"cellmill plan: the 4 processes of a node pin {format_bytes(pinned)} of host memory for checkpoints and "
         f"cpu_offload, but mem_mb is {pinned // 2**20}; raise it for train in the profile (0 is all of a node), or "
-        "use more nodes\n"
+        "shard over more nodes (FULL_SHARD)\n"
     )
 
 

@@ -211,7 +211,8 @@ class _RankMemory:
     def at_last_reduction(self) -> Memory:
         """Estimate the memory when the last gradients of a sharded model are reduced.
 
-        With a pipeline these are a stage's gradients, else those of the parts outside the blocks.
+        Without a pipeline they belong to the parts outside the blocks; with one, to those parts or to
+        one block, whichever has more.
         """
         totals = self.totals
         if self.parallel.pp > 1:  # each stage's gradients are reduced after its last micro-batch

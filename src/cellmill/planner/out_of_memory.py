@@ -57,7 +57,11 @@ def ask_for_advice(run_json: Path, world_size: int, nproc_per_node: int, device:
 
 
 def advise(run_json: Path, world_size: int, nproc_per_node: int, device: str = "cpu") -> str:
-    """Name the planned memory of a process, and the first change with which it needs a fifth less."""
+    """Name the planned memory of a process, and the first change with which it needs a fifth less.
+
+    The plan counts every training cell of the shards once: `stream.train_frac` and
+    `stream.weight_by` are not applied, so "the plan was" may differ from plan.json.
+    """
     record = read_json(run_json)
     stored = dict(stored_options(record["options"], "run.json"))
     options = PlanOptions.model_validate(stored | {"plan": {}})

@@ -135,9 +135,9 @@ def _suggest_val_cells(val_cells: int, validation_frac: float) -> int:
 
     The run's `val_cells` take `validation_frac` of them.
     """
-    # cells that a validation could compute in the time of training
-    cells_in_training_time = val_cells * (1 - validation_frac) / validation_frac
-    cells = cells_in_training_time * LARGE_FRAC / (1 - LARGE_FRAC)
+    # cells per validation if all validations together took as long as training
+    cells_at_equal_time = val_cells * (1 - validation_frac) / validation_frac
+    cells = cells_at_equal_time * LARGE_FRAC / (1 - LARGE_FRAC)
     unit = 10 ** max(0, int(math.log10(max(cells, 1))) - 1)
     return max(1, int(cells) // unit * unit)
 
@@ -218,7 +218,7 @@ def _format_time(cost: RunCost) -> Iterator[Line]:
     if block.trained < block.parameters:
         method = cost.options.finetune.method
         text = f"finetune.method {method} freezes weights, so time, FLOPs and activations are lower"
-        yield "upper bound", text
+        yield "upper bound", f"{text} than these estimates"
     time = cost.time
     if time is None:
         yield "step time", UNKNOWN
@@ -229,7 +229,7 @@ def _format_time(cost: RunCost) -> Iterator[Line]:
     peak = f"{time.mfu:.0%} of the peak"
     mfu_frac = cost.options.plan.mfu_frac
     if round(time.mfu, 2) < round(mfu_frac, 2):
-        peak += f", which is {mfu_frac:.0%} (plan.mfu_frac) while a process computes"
+        peak += f" over a step (plan.mfu_frac assumes {mfu_frac:.0%} while computing)"
     gpu_time = format_hours(time.gpu_hours)
     yield "time", f"{format_hours(time.hours)} of training, GPU time {gpu_time} at {peak}"
     micro_batch_ms = 1e3 * step.compute_s / cost.work.micro_batches_per_step

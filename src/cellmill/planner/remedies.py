@@ -76,7 +76,8 @@ def _list_changes(options: PlanOptions, hardware: Hardware) -> Iterator[Change]:
 
     Recomputation and sharding stay while the changes after them are tried. Smaller micro-batches,
     gradient_reduction (with smaller micro-batches after it) and larger layouts are alternatives: each
-    is tried without the others. Whoever follows the instructions of a change gets exactly its options.
+    is tried without the others. Whoever follows the instructions of a change gets exactly its options,
+    which are not checked against other sections, such as stream.lanes.
     """
     change = Change([], options, hardware)
     yield from islice(_list_smaller_budgets(change), FREE_HALVINGS)

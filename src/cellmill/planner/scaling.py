@@ -61,8 +61,8 @@ def format_scaling(
         shown = map(format_hours, (time.hours, time.gpu_hours))
         lines.append(ROW.format(count, *shown, efficiency))
     lines.append(
-        "efficiency: GPU time of the fewest over this; links and idle time lower it, and batches too small for a GPU "
-        "are not counted"
+        "efficiency: GPU time of the fewest over this; links and idle time lower it; slowdown by small batches is not "
+        "estimated"
     )
     return lines
 

@@ -10,8 +10,8 @@ DeepSeek-V3, 2024, section 3.2.1 (DualPipe, here in V shape).
 from cellmill.config.parallel import Parallel
 from cellmill.planner.measure.size import FORWARDS_PER_STEP
 
-# Idle units of a stage per other rank: 3 (forward 1, backward 2), less the weight-gradient units that
-# fill idle time: 1 in DualPipeV, 2 with zero bubble.
+# Idle time of a rank per other rank; unit: one stage's forward pass. 3 (forward 1, backward 2), less
+# the weight-gradient units that fill idle time: 1 in DualPipeV, 2 with zero bubble.
 IDLE_UNITS = {
     "GPipe": 3,
     "1F1B": 3,

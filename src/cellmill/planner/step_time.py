@@ -2,8 +2,9 @@
 
 Assumptions: computation reaches `plan.mfu_frac` of the device's peak (`planner.devices`); links
 reach NETWORK_FRAC of their nominal rate. Weights and gradients are sent while blocks compute, as
-far as there is computation to overlap with. Tensor-parallel reductions, activations sent between
-pipeline stages, and gradients of a pipeline (sent at its end) overlap with nothing.
+far as there is computation to overlap with. Tensor-parallel collectives overlap with nothing. With
+a pipeline nothing overlaps: activations between stages, gathered weights, gradients (sent at its
+end). With `parallel.gradient_reduction: micro_batch`, exposed communication is overestimated.
 """
 
 import math
@@ -108,7 +109,8 @@ def estimate_step(
         first_and_last_s = (gathers_s / micro_batches + reductions_s) / (model.size.n_blocks + 1)
         # Communication that takes longer than all computation is exposed.
         beyond_compute_s = gathers_s + reductions_s - compute_s
-        # Gradients are sent in the last micro-batch's backward pass only.
+        # Gradients are sent in the last micro-batch's backward pass. With gradient_reduction
+        # micro_batch every backward pass sends some: this bound and the first are too large.
         last_backward_s = BACKWARD_FRAC * compute_s / micro_batches
         beyond_last_backward_s = reductions_s - last_backward_s
         exposed_s += max(first_and_last_s, beyond_compute_s, beyond_last_backward_s)

@@ -1,10 +1,12 @@
 """Layouts that fit a run, ranked by speed, and the table that shows them.
 
 `plan --suggest` tries ddp and the sharding strategies, tp inside a node with sequence parallelism,
-pipelines, and recomputation; the rest of the configuration stays, with two exceptions.
-`parallel.shard_size` is reset, so that groups of HYBRID_SHARD are nodes. `gradient_reduction` and
-`microbatches` are reset in layouts where they have no effect. `stream.lanes` is raised if more ranks
-read cells than there are lanes.
+pipelines, and recomputation. The rest of the configuration stays, except for these options:
+
+- `parallel.shard_size` is reset, so that groups of HYBRID_SHARD are nodes.
+- `parallel.gradient_reduction` and `parallel.microbatches` are reset in layouts where they have no
+  effect.
+- `stream.lanes` is changed if the ranks that read cells cannot share the lanes evenly.
 """
 
 import math

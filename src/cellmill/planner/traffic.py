@@ -137,7 +137,10 @@ def _list_data_parallel(
 def _list_tensor_parallel(
     model: PlannedModel, totals: RankTotals, tokens: float, micro_batches: float
 ) -> Iterator[CollectiveCalls]:
-    """Yield calls that sum activations and their gradients over tensor-parallel ranks."""
+    """Yield calls that sum activations and their gradients over tensor-parallel ranks.
+
+    With sequence parallelism, also calls that gather them.
+    """
     size = model.size
     parallel = model.parallel
     bytes_per_element = model.element_bytes * tokens  # one element of each token

@@ -25,7 +25,7 @@ SAMPLED_EVENLY = 4
 class CorpusSize:
     """Sizes of a corpus that a plan depends on."""
 
-    # `(cells,)` int64: tokens of each training cell, in the order of the shards
+    # `(reads,)` int64: tokens of a training cell, one entry per read of an epoch, in the shards' order
     tokens_by_cell: np.ndarray
     n_genes: int  # genes of the vocabulary
     n_validation: int = 0  # validation cells
@@ -107,7 +107,8 @@ class MicroBatches(NamedTuple):
     """Micro-batches of the sampled first steps of a run."""
 
     counts: list[int]  # micro-batches of each step, the same on every rank
-    max_tokens: int  # tokens of the largest; an upper bound without a pipeline, padded with one
+    # tokens of the largest; without a pipeline an upper bound; with a pipeline, includes padding
+    max_tokens: int
     padding_frac: float  # padding tokens of a pipeline per token of the step's cells
 
 

@@ -42,8 +42,9 @@ class PlannedCorpus(NamedTuple):
 
     options: PlanOptions  # with the obs columns that the objective takes from the corpus
     size: CorpusSize
-    detected: np.ndarray  # `(cells,)` int64: genes that each training cell has
-    kept: np.ndarray  # `(cells,)` int64: genes of each training cell that become tokens
+    # `(reads,)` int64, one entry per read of an epoch
+    detected: np.ndarray  # genes that the cell has
+    kept: np.ndarray  # genes of the cell that become tokens
     fingerprint: str | None = None  # None if the corpus is assumed
 
     @property
@@ -105,7 +106,7 @@ def plan(
 def _assume_corpus(options: PlanOptions, n_cells: int, n_genes: int) -> PlannedCorpus:
     """Assume a corpus whose cells all have as many tokens as the run allows, and print its sizes."""
     n_tokens = min(options.tokens.max_tokens, n_genes)
-    n_validation = n_cells // 8  # by the defaults of val_frac and test_frac
+    n_validation = n_cells // 8  # 0.1 / 0.8, by the defaults of val_frac and test_frac
     print(
         f"no --manifest given; assuming {n_cells:,} cells of {n_tokens:,} tokens each, {n_genes:,} genes, and "
         f"{n_validation:,} validation cells\n"
@@ -175,7 +176,7 @@ def _check_host_memory(run_plan: RunPlan, machine: Machine) -> None:
         raise ConfigError(
             f"the {machine.nproc_per_node} processes of a node pin {format_bytes(pinned_bytes)} of host memory for "
             f"checkpoints and cpu_offload, but mem_mb is {machine.mem_mb}; raise it for train in the profile (0 is all "
-            "of a node), or use more nodes"
+            "of a node), or shard over more nodes (FULL_SHARD)"
         )
 
 

@@ -66,7 +66,7 @@ def measure_passes(
 ) -> Passes:
     """Measure a forward and a backward pass of about `tokens` tokens, padded to a `multiple`.
 
-    Cells have 1 / `length_divisor` of the usual length.
+    `model` has one block. Cells have 1 / `length_divisor` of the usual length.
     """
     usual_tokens = min(spec.tokens.max_tokens, spec.n_genes, CELL_TOKENS)
     cell_tokens = max(1, usual_tokens // length_divisor)

@@ -36,13 +36,17 @@ PER_CELL_FRAC = 0.05
 # a step takes the FLOPs of 3 forward passes: the backward pass computes the gradients of inputs and
 # of weights, each as many (Kaplan et al. 2020, section 2.1)
 FORWARDS_PER_STEP = 3
+# tokens of the batches with which the workspace of `finish` is measured: 256, 1,024, … 262,144
 WORKSPACE_TOKENS = tuple(1 << power for power in range(8, 19, 2))
 ANY_QUANTILES = (0.0, 10.0)  # replace the corpus's quantiles: sizes do not depend on values
 
 
 @dataclass(frozen=True)
 class PartSize:
-    """Sizes of the part before the blocks, of one block, or of the part after them, in elements."""
+    """Sizes in elements: of the part before the blocks, of one block, of the part after them, or tied.
+
+    The tied part is the parameters that both ends share.
+    """
 
     parameters: int
     trained: int  # parameters with a gradient and optimizer state
@@ -154,7 +158,7 @@ def measure_size(
 
 
 def measure_flops(spec: ModelSpec, finetune: MethodConfig) -> Flops:
-    """Measure the FLOPs on one rank only, without the seconds that `measure_size` takes."""
+    """Measure the FLOPs on one rank only, faster than `measure_size`."""
     with _prepare(spec, finetune) as (fitted, method):
         model = _build(fitted, method, one_block=True)
         n_blocks = _count_blocks(build(fitted, method.transform))
