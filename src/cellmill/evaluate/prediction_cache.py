@@ -1,8 +1,8 @@
 """Cache of baseline predictions, principal components and clusters, shared by all evaluations of a dataset.
 
-A prediction is keyed by the SHA-256 of everything it depends on: classifier, library versions,
-training features and labels, and features of the tested cells. Each dataset has one .npz file; its
-arrays are never pickled.
+A prediction is keyed by a SHA-256 of its classifier, the training features and labels, the features
+of the tested cells, and the versions of scikit-learn, NumPy and SciPy. Each dataset has one .npz
+file; its arrays are never pickled.
 """
 
 import warnings
@@ -15,13 +15,14 @@ from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
+import scipy
 import sklearn
 from sklearn.exceptions import ConvergenceWarning
 
 from cellmill.evaluate.features.products import digest_arrays
 from cellmill.files import atomic_path
 
-VERSIONS = f"scikit-learn {sklearn.__version__}, NumPy {np.__version__}"
+VERSIONS = f"scikit-learn {sklearn.__version__}, NumPy {np.__version__}, SciPy {scipy.__version__}"
 MAX_BYTES = 2**20  # largest array of features that is kept: each evaluation reads the whole file
 
 
