@@ -33,7 +33,7 @@ class Estimate(NamedTuple):
     mean: float
     low: float
     high: float
-    cells_se: float  # standard error over cells only
+    cells_se: float  # standard error over units only, which need not be cells
 
 
 class ClosedShare(NamedTuple):
@@ -49,7 +49,7 @@ def paired_difference(scores: np.ndarray, other_scores: np.ndarray) -> Estimate:
     differences = scores - other_scores
     is_tested = np.isfinite(differences)
     mean = float(differences[is_tested].mean())
-    # what each cell and repetition adds to the mean; cells and repetitions are the clusters
+    # what each unit and repetition adds to the mean; units and repetitions are the clusters
     shares = np.where(is_tested, differences - mean, 0) / is_tested.sum()
     cells_variance, n_cells = _cluster_variance(shares.sum(0)[is_tested.any(0)])
     repetitions_variance, n_repetitions = _cluster_variance(shares.sum(1))

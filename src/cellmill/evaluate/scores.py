@@ -96,7 +96,10 @@ class ScoreColumn:
 
     def gap(self) -> Gap | None:
         """Gap between the best trivial method and the ceiling, with the shares that the best model and
-        the best baseline close. None without a trivial method or a ceiling.
+        the best baseline close.
+
+        Without these shares if fewer than MIN_UNITS units are tested, or if the gap may be 0 or
+        less. None without a trivial method, a ceiling or a unit that both test.
         """
         if not self.trivial or self.ceiling is None:
             return None

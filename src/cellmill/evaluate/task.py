@@ -1,8 +1,8 @@
 """Contract of an evaluation task.
 
 The `implementation` of a task's options (`config.parts.tasks.TaskConfig`) names its class. Stage
-`evaluate` calls `run` once per dataset and writes the returned result to metrics.json; the report
-shows any task.
+`evaluate` calls `run` once per dataset, and once for each further label if the task reads a label.
+It writes the returned results to metrics.json; the report shows any task.
 """
 
 from collections.abc import Mapping
@@ -49,7 +49,7 @@ class Context:
     feature_cache: FeatureCache = field(default_factory=FeatureCache)
     """Features of the cells that the previous task read."""
     embedding_cost: Mapping[str, float] = field(default_factory=dict)
-    """`seconds` and `peak_gb` of stage `embed`."""
+    """`seconds`, `peak_gb` and `coverage_frac` of stage `embed`."""
     external: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Embeddings of all cells by models of other packages, `(n_obs, width)` float32, finite."""
     datasets: EvaluatedDatasets | None = None

@@ -1,5 +1,7 @@
-"""Stages that evaluate the exported model on cells it was not trained on: evaluate, knock_out and
-predict_changes.
+"""Stages that evaluate the exported model: evaluate, knock_out and predict_changes.
+
+evaluate and predict_changes test held-out cells, unless `evaluate.cells` is all. knock_out takes any
+cells.
 
 evaluate writes metrics.json last (`runs/results.py`). umap.tsv next to it has the drawn cells,
 scores.csv the numbers of all rows, one a line. The seconds of a task are the only number that

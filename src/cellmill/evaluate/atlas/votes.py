@@ -70,6 +70,7 @@ class Electorate:
         tally = by_donor.groupby(["cell", "label"]).sum().rename("votes").to_frame()
         tally["rank"] = ballots.groupby(["cell", "label"])["rank"].min()
         tally = tally.reset_index()
+        # each donor's shares sum to 1, so a cell's votes count its donors
         n_donors = tally.groupby("cell")["votes"].sum().reindex(range(n), fill_value=0)
         n_voting = n_donors.round().to_numpy(np.int64)
         cell = tally["cell"].to_numpy()

@@ -25,7 +25,7 @@ MAX_ROUNDS = 12  # of the stand-in; then the fit is left to `fit_weights`
 LOGIT_TOLERANCE = 1e-3  # largest change of a logit by the last round
 MAX_COLUMNS = 256  # classes of all fits that take steps together
 ByFit = dict[int, np.ndarray]
-"""Weights or logits of fits, or numbers of genes, by the number of the fit."""
+"""An array of each fit, by the fit's number: weights, logits, or one value per gene."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,11 @@
-"""Multinomial logistic regression, with the optimum of scikit-learn's solvers, found sooner.
+"""Multinomial logistic regression with the objective of scikit-learn, minimised in less time.
 
 The objective is scikit-learn's with C = 1: the mean cross-entropy of n cells plus λ |w|² / 2, with
-λ = 1 / n, or 2 / n for two classes, whose single logit there has half the penalty. `newton.py`
-minimises it. Large dense features are left to scikit-learn, large sparse ones to `dual.py`.
+λ = 1 / n, or 2 / n for two classes, whose single logit there has half the penalty. For sparse
+features w includes the intercepts, so their optimum is not scikit-learn's.
+
+`newton.py` fits small dense features, scikit-learn other dense ones, and `dual.fit_weights` all
+sparse ones.
 """
 
 import math
@@ -45,7 +48,11 @@ class LogisticRegression:
         self.standardised = standardised
 
     def __repr__(self) -> str:
-        """Part of the key of a cached prediction: it names all that predictions depend on."""
+        """Part of the key of a cached prediction: the option, and constants of `newton.py`.
+
+        Other constants are not in it, such as MAX_STEPS, ARMIJO, ROUNDING, `dual.LOGIT_TOLERANCE`
+        and the sizes above. Whoever changes one, or the algorithm, must delete the caches.
+        """
         return f"LogisticRegression(standardised={self.standardised}, {CURVATURE=}, {TOLERANCE=}, {RIDGE=}, {FORCING=})"
 
     def fit(self, features: Any, labels: np.ndarray) -> Self:

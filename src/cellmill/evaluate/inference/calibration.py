@@ -91,7 +91,7 @@ def fit_temperature(logits: np.ndarray, labels: np.ndarray) -> float:
         return -float(scaled[np.arange(len(labels)), labels].mean())
 
     bound = float(np.log(MAX_TEMPERATURE))
-    # a fifth of a second, for few models
+    # imported here, for a fifth of a second, because few models have a head to calibrate
     minimize_scalar = import_module("scipy.optimize").minimize_scalar
     return float(np.exp(minimize_scalar(loss, bounds=(-bound, bound), method="bounded").x))
 

@@ -224,6 +224,7 @@ def embed_cells(
     columns = match_columns(reader, vocabulary)
     column_counts = ColumnCounts(reader.n_vars)
     vectors = np.full((reader.n_obs, network.vector_width), np.nan, np.float32)
+    # overwrites the sums of `column_counts`, and `vectors`, with those of a killed process
     kept = SavedVectors(saved or SavedWork(reader.path, None), reader, vars(column_counts), vectors)
     rows = reader.rows(ROW_BLOCK, kept.first)
     blocks = progress(rows, f"embed {reader.path.stem}", reader.n_obs - kept.first)

@@ -39,8 +39,9 @@ class GeneRidge:
     noise: np.ndarray  # (1,) float32: variance of the noise, the penalty of the regression
     # (1,) float32: weight of the decoder in the mean of both predictions
     decoder_weight: np.ndarray
-    # mean correlation over validation cells of a gene that is hidden with a fifth of the genes, by
-    # the weighted mean; of genes that vary in these cells. None without any, and in exports of before
+    # mean over genes of the correlation between a hidden gene and its weighted prediction, over
+    # validation cells; a fifth of the genes are hidden at a time, and only genes that vary count.
+    # None if none varies, without validation cells, and in older exports
     validation_correlation: float | None = None
 
     @classmethod

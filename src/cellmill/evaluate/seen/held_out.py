@@ -36,7 +36,7 @@ class TrainedCells:
         self.names: dict[str, set[str]] = {name: set() for name in datasets}  # obs names by dataset
         for manifest in manifests:
             if verify_changed(manifest):
-                record(manifest)
+                record(manifest)  # so that the next evaluation or training need not hash them
             for dataset, name in read_cell_names(manifest, READ):
                 if dataset in self.names:
                     self.names[dataset].add(name)

@@ -116,12 +116,12 @@ def leave_out_doses(compound: np.ndarray, log_dose: np.ndarray) -> list[np.ndarr
 
 
 def hill(log_dose: np.ndarray, top: float, log_ec50: float, slope: float) -> np.ndarray:
-    """(D,): strength at each dose, in log10."""
+    """(D,): strength at each of `log_dose`, (D,) log10 of doses."""
     return np.asarray(top / (1 + 10 ** (slope * (log_ec50 - log_dose))))
 
 
 def fit_hill(log_dose: np.ndarray, changes: np.ndarray) -> Curve:
-    """Curve of `changes`, (D, G), at ascending or other doses, (D,) in log10."""
+    """Curve of `changes`, (D, G), at doses in any order, `log_dose` (D,) in log10."""
     if len(np.unique(log_dose)) < FEWEST_DOSES - 1:
         return Curve(reason=f"{len(np.unique(log_dose))} doses")
     # the direction of the changes, such that they grow along it

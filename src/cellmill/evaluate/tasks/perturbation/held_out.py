@@ -68,7 +68,8 @@ class HeldOut:
     unit_context: np.ndarray  # (U,) text, empty if units have none
     # (U,) text: perturbation, context or both; the units of a group are held out together
     group_of_unit: np.ndarray
-    unseen: np.ndarray  # (U,) bool: the model saw no cell of the group
+    # (U,) bool: at least UNSEEN_FRAC of the group's cells are scored
+    unseen: np.ndarray
     # (U,) bool: the model was fitted, not only validated, on cells of the group
     trained: np.ndarray
     # perturbations of units with too few cells, or without the dose that is held out

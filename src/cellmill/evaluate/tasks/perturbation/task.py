@@ -169,7 +169,7 @@ class Perturbation(Task):
         first = [fold for fold in folds if fold.repetition == 0]
         probes = self.score_predictions(held, first, self._predict_probes(held, first, probed))
         for metric, by_method in scores.items():
-            by_method |= ceilings[metric] | probes[metric]
+            by_method.update(ceilings[metric] | probes[metric])
         return scores, probed
 
     def score_predictions(
