@@ -102,7 +102,10 @@ def split_of_hashes(hashes: np.ndarray, seed: int, val_frac: float, test_frac: f
 def split_by_content(
     hashes: np.ndarray, seed: int, val_frac: float, test_frac: float
 ) -> np.ndarray:
-    """Split of each cell, as int8 index into `SPLITS`. Raises DataError when one is empty."""
+    """Split of each cell, as int8 index into `SPLITS`.
+
+    Raises DataError when a split whose fraction is above 0 is empty.
+    """
     split = split_of_hashes(hashes, seed, val_frac, test_frac)
     for index, name, frac in (
         (0, "train", 1 - val_frac - test_frac),

@@ -1,4 +1,7 @@
-"""Packing and unpacking of parts, by compiled loops or by numpy, which give the same bytes."""
+"""Packing and unpacking of parts, by compiled loops or by numpy, which give the same results.
+
+Only damage may be reported differently (`_unpack_by_numpy`).
+"""
 
 from typing import NamedTuple
 
@@ -94,7 +97,12 @@ def unpack_parts(parts: Parts, coding: ValueCoding, out: np.ndarray) -> None:
 
 
 def _unpack_by_numpy(parts: Parts, coding: ValueCoding, out: np.ndarray) -> None:
-    """Same as `unpack_parts`, by numpy."""
+    """Same as `unpack_parts` for valid parts, by numpy; damage may be reported differently.
+
+    This checks the patches of all groups, the loops only those of groups with kept values. The loops
+    make all checks of a part before those of the next, this makes each check over all parts. So of
+    several damaged parts another may be reported first.
+    """
     memory, begins, sizes, n_values, n_kept, targets = parts
     try:
         unpacked = by_numpy.unpack_parts(memory, begins, sizes, n_values)

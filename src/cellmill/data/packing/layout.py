@@ -18,7 +18,8 @@ A part is, little-endian and in this order:
 
 The number of values is not stored, since the offsets of cells are stored elsewhere. Sizes of planes
 and patches follow from the last two arrays, so a reader checks all sizes before it unpacks a value.
-Genes in rank order are packed unchanged, ascending genes as differences minus one, counts minus one.
+A group wider than 16 bits has no patches; another has at most 255, each of at most 16 bits. Genes in
+rank order are packed unchanged, ascending genes as differences minus one, counts minus one.
 """
 
 from collections.abc import Iterator

@@ -160,7 +160,7 @@ def _apply_patches(
 ) -> int:
     """Add the bits above the width to patched values of a group.
 
-    Returns 1 if a value now has more than 16 bits, 0 if none has, -1 if a patch is outside the
+    Returns 1 if a patch sets bits above the lower 16, 0 if none does, -1 if a patch is outside the
     group.
     """
     is_wide = 0

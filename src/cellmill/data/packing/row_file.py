@@ -79,7 +79,8 @@ class ByteRange(NamedTuple):
 class RowFile:
     """Packed cells of an .h5ad file. Thread-safe.
 
-    `files` opens the file when it is first read, and then its size is checked.
+    `files` opens the file when it is first read, and then its size is checked. That of a local copy is
+    not: a read beyond its end gives copies up and reads the file itself.
     """
 
     path: Path

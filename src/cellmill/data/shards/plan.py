@@ -117,7 +117,7 @@ class ShardPlan(CorpusSummary):
 
     @classmethod
     def read(cls, folder: Path, key: str) -> ShardPlan | None:
-        """Plan whose key equals `key`; None if missing or made from other inputs."""
+        """Plan whose key equals `key`; None if missing, damaged or made from other inputs."""
         try:
             plan = cls.model_validate({**read_json(folder / "plan.json"), "folder": folder})
         except (DataError, TypeError, ValueError):
@@ -177,8 +177,9 @@ def make_plan(
     """Plan the shards of a corpus, or read the plan that an earlier process made of the same inputs.
 
     `cell_files` are preprocessed .h5ad files, named after their datasets. Removes `manifest`. Unless
-    a plan was read, writes its folder and the arrays of the index. Raises DataError when a name
-    occurs twice, a column is missing, a split is empty, or no cell has a gene of the vocabulary.
+    a plan was read, writes its folder and the arrays of the index. Raises DataError when a file or a
+    column is missing, a name occurs twice, no cell has a gene of the vocabulary, or a split whose
+    fraction is above 0 gets no cells. Dropping duplicates may still empty a split.
     """
     paths = sorted(cell_files, key=lambda path: path.stem)
     _check_files(paths)

@@ -5,6 +5,8 @@
 `micro_batches`).
 
 - data rank: rank of a data-parallel process; lanes are divided among data ranks
+- lane: a share of an epoch's blocks of cells, read by one data rank (`order`)
+- stream order: by step, then by lane; cells of one lane as its windows shuffle them
 - rank order: order of the genes in a cell, by count divided by corpus median, descending
 - gene: row in the vocabulary, as in `SparseCounts.genes`; its token id is that row + `len(SPECIAL)`
 - cell id: index of a cell in its split or file

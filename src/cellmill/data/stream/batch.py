@@ -35,7 +35,8 @@ class Batch:
 
     # (tokens,) a gene's row in the vocabulary + len(SPECIAL): int32, int64 as tensors
     token_ids: Array = field(metadata=TOKEN)
-    # (tokens,) float32 (continuous), or integers: bins from 1, ranks from 0
+    # (tokens,) float32 (continuous), or integers: places in the cell from 0, or bins from 1 and 0 for
+    # genes without counts
     values: Array = field(metadata=TOKEN)
     # (cells + 1,) int32: offset of each cell's first token, and the number of tokens
     cu_seqlens: Array

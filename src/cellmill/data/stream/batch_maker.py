@@ -41,7 +41,8 @@ class BatchFields:
         if self.number_columns:
             arrays["numbers"] = CellColumns(manifest, split, "numbers", self.number_columns)
         if self.teacher_folder is not None:
-            arrays["teacher"] = open_vectors(Path(self.teacher_folder), manifest)[1][split]
+            _, vectors = open_vectors(Path(self.teacher_folder), manifest)
+            arrays["teacher"] = vectors[split]
         return arrays
 
 
@@ -49,7 +50,7 @@ class BatchFields:
 class BatchMaker:
     """Makes the micro-batches of a data rank."""
 
-    micro_batches: MicroBatchRule
+    cut_rule: MicroBatchRule
     rank: int
     unpacker: CellUnpacker
     tokenizer: CellTokenizer
@@ -66,7 +67,7 @@ class BatchMaker:
         Every rank has equally many in a step: some may be empty.
         """
         n_tokens = self.tokenizer.count_tokens(group.genes_per_cell)
-        cuts = self.micro_batches.cut_steps(n_tokens, group.n_cells, self.rank)
+        cuts = self.cut_rule.cut_steps(n_tokens, group.n_cells, self.rank)
         filled = iter(self._tokenize(group.local, cuts.offsets, group.epoch))
         return [
             [*islice(filled, n_filled), *[self._empty_batch] * (n_batches - n_filled)]

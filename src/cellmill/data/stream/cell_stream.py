@@ -68,7 +68,8 @@ class CellStream:
     in addition to tokens.
 
     Attributes: `n_cells`, the cells of an epoch; `steps_per_epoch`; `levels`, the levels of the obs
-    columns of `fields`; `fingerprint`, a digest that identifies the cells.
+    columns of `fields`; `fingerprint`, a digest of the shards and of the obs columns that batches and
+    weights read.
 
     Raises DataError when manifest or shards are missing, damaged or do not match, or the split has
     no cells.
@@ -170,7 +171,7 @@ class CellStream:
 
     def state_dict(self) -> dict[str, Any]:
         """Return epoch and step of the next batch, the options that define the order of cells, and the
-        fingerprint of the cells.
+        fingerprint.
         """
         return {
             "epoch": self._epoch,
@@ -182,18 +183,12 @@ class CellStream:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at `state`, which may come from a run with another number of ranks.
 
-        Raises DataError if its shards differ or its position is not in an epoch of this split,
-        ConfigError if its order differs or this stream is not shuffled.
+        Raises ConfigError if an option of the order differs or this stream is not shuffled, DataError
+        if the shards or obs columns differ or the position is not in an epoch of this split.
         """
         if not self._order_rule.shuffle:
             raise ConfigError(
                 "a split that is not shuffled is always read from its start; load a state of split train"
-            )
-        fingerprint = state.get("fingerprint")
-        if fingerprint != self.fingerprint:
-            raise DataError(
-                f"expected shards of fingerprint {fingerprint}, as in the checkpoint, got {self.fingerprint}: "
-                "restore the shards it was trained on, or start a new run"
             )
         # earlier versions left train_frac out if all cells were read
         state = {"train_frac": 1.0} | state
@@ -205,6 +200,13 @@ class CellStream:
                     f"{section}.{name} is {now}, but {before} in the checkpoint, and defines the order of cells; set "
                     f"it back to {before}, or start a new run"
                 )
+        # after the options: the column of weights, an option, is in the fingerprint as well
+        fingerprint = state.get("fingerprint")
+        if fingerprint != self.fingerprint:
+            raise DataError(
+                f"expected cells and obs columns of fingerprint {fingerprint}, as in the checkpoint, got "
+                f"{self.fingerprint}: restore the shards and columns it was trained on, or start a new run"
+            )
         epoch = int(state.get("epoch", -1))
         step = int(state.get("step", -1))
         if epoch < 0 or not 0 <= step < self.steps_per_epoch:
@@ -287,7 +289,7 @@ def _list_hashes(manifest: Manifest, split: str) -> dict[Path, str]:
 
 
 def _compute_fingerprint(manifest: Manifest, fields: BatchFields, order_rule: OrderRule) -> str:
-    """Compute the fingerprint of the cells, their columns in batches, and the column of weights."""
+    """Compute the fingerprint of the shards, the columns in batches, and the column of weights."""
     weight_columns = order_rule.stream.weights_column() if order_rule.shuffle else {}
     level_columns = sorted({*fields.level_columns, *weight_columns})
     return manifest.fingerprint_with(level_columns, fields.number_columns)

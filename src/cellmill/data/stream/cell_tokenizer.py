@@ -161,11 +161,11 @@ class CellTokenizer:
             cell_genes = genes[start:stop]
             if self._tokens.truncation == "variable":
                 assert self._variability is not None
-                rank = self._variability[cell_genes]
+                priority = self._variability[cell_genes]
             else:
-                rank = splitmix64(keys[cell] ^ cell_genes.astype(np.uint64))
+                priority = splitmix64(keys[cell] ^ cell_genes.astype(np.uint64))
             keep[start:stop] = False
-            keep[start + _find_smallest(rank, n_kept[cell])] = True
+            keep[start + _find_smallest(priority, n_kept[cell])] = True
         return np.flatnonzero(keep)
 
 

@@ -1,4 +1,4 @@
-"""Numbers of genes of the cells in the lanes of other ranks, in stream order.
+"""Numbers of genes of the cells in the lanes of other ranks, each lane in the order of its steps.
 
 From them every rank computes, at each step, how many micro-batches the other ranks cut. One table
 with a row per lane has them, so that a step costs a few numpy calls for any number of lanes.

@@ -32,7 +32,7 @@ _CELLS_PER_GROUP = 256  # small steps are yielded together, up to this number of
 
 
 class WindowQueue:
-    """Queue of windows in stream order: one in use, the others being read.
+    """Queue of windows by epoch and number: one in use, the others being read.
 
     Steps are counted over all epochs, and taken in order.
     """

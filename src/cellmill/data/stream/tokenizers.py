@@ -10,7 +10,7 @@ from cellmill.data.stream.token_values import make_log_tokens, make_position_tok
 from cellmill.data.stream.tokenizer import CellTokens, KeptGenes
 from cellmill.errors import ConfigError
 
-# entries of a table over counts; cells with larger counts are binned one by one
+# entries of all cells' tables together; above it, cells are binned one by one
 _MAX_TABLE = 1 << 24
 
 

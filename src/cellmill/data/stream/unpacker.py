@@ -36,6 +36,7 @@ class CellUnpacker:
         self._max_genes = tokenizer.max_genes(with_counts)
         self._rank_order: RankOrder | None = None
         if manifest.order == "genes":
+            # which genes come first is known only after sorting all
             self._max_genes = None
             max_unsorted_genes = tokenizer.max_unsorted_genes()
             if max_unsorted_genes is not None:

@@ -47,7 +47,7 @@ class ByteRuns(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamCells:
-    """Cells of one data rank in the order in which they are taken: by step, then by lane.
+    """Cells of one data rank in stream order: by step, then by lane.
 
     Arrays are `(cells,)` int64.
     """
@@ -85,7 +85,7 @@ def join_stream_cells(parts: list[StreamCells]) -> StreamCells:
 
 @dataclass
 class JoinedWindow:
-    """The windows of one number of all lanes of a data rank, whose bytes are being read."""
+    """Window w of every lane of a data rank that has one, joined; its bytes are being read."""
 
     cells: StreamCells
     reads: list[Future[None]]  # not yet waited for
@@ -124,11 +124,10 @@ class WindowReader:
         self._pool.shutdown(cancel_futures=True)
 
     def read_windows(self, epoch: int, first_cells: np.ndarray) -> Iterator[JoinedWindow]:
-        """Yield windows, each of which is being read, from each lane's window that has cell `first_cells` on.
+        """Yield windows, each of which is being read: window w of every lane that has one, joined.
 
-        `first_cells` is `(lanes,)`.
-
-        Window w has the cells of window w of all lanes that have one. Endless if the rule shuffles.
+        Lane l starts at the window that has its cell `first_cells[l]`; `first_cells` is `(lanes,)` over
+        the lanes of all ranks. Endless if the rule shuffles.
         """
         # lanes without cells in an epoch have none in any: they would loop forever
         while any(self._orders.get(epoch).lane_cells[lane] for lane in self._lanes):
