@@ -183,7 +183,10 @@ class CellDecoding(Objective):
         return amounts / cell_sums[cell]
 
     def loss(self, model: ObjectiveModel, states: Tensor, prepared: DecodingBatch) -> Tensor:
-        """Sum the loss over the cells, a float32 scalar; in training with VICReg and the adversary."""
+        """Sum the loss over the cells, a float32 scalar.
+
+        In training with VICReg and the adversary, if configured.
+        """
         vectors = self._pool_targets(model, states, prepared)
         decoded = self.decode(model, vectors, prepared)
         if self.kept_sums is not None:
@@ -256,7 +259,7 @@ class CellDecoding(Objective):
         return model.cell_vectors(states, prepared)[prepared.target_cells].to(states.dtype)
 
     def _read_experimental_batch_numbers(self, prepared: DecodingBatch) -> Tensor:
-        """Read the level number of each cell's experimental batch, option `known_batch`: `(C,)` int64."""
+        """Read the level number of each cell's experimental batch, option `batch_column`: `(C,)` int64."""
         column = self.config.known_batch
         assert column is not None, "no column of experimental batches"
         return self.level_numbers(prepared, column)[prepared.target_cells]
@@ -265,13 +268,14 @@ class CellDecoding(Objective):
         vectors = self._pool_targets(model, model.states(prepared), prepared)
         decoded = self.decode(model, vectors, prepared)
         logits = token_logits(decoded, model.profile_genes.weight, model.profile_bias)
+        # a softmax with likelihood nb too: dispersions are not judged, since the mean profile of
+        # training cells has none
         log_p = logits.log_softmax(1)
         cell = prepared.find_entry_cells()
         genes = prepared.entry_genes
         return ProfileObservations(
             genes=genes - len(SPECIAL),
             log_p=log_p[cell, genes],
-            # dispersions are not judged: the mean profile of training cells has none
             fractions=self._compute_fractions(prepared),
             cell_fracs=(1 / prepared.entry_starts.diff().double())[cell],
         )

@@ -59,7 +59,8 @@ class MaskedValue(MaskedObjective):
         return self.tokens.value_kind == "class"
 
     def attach_output(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
-        # not read by this loss; with a cell loss `attach` adds `plan.begin`, which may name it
+        # embedding that stands for a hidden value in the model's input (`with_hidden`); not returned,
+        # since this loss does not read it: `plan.begin` names it
         model.hidden_value = nn.Parameter(torch.empty(model.width))
         n_outputs = self.tokens.n_values - self._first_bin if self._is_class else 1
         model.value_out = nn.Linear(model.width, n_outputs)
@@ -92,7 +93,7 @@ class MaskedValue(MaskedObjective):
         cells = SparseCounts(batch.cu_seqlens.numpy(), batch.token_ids.numpy(), counts.numpy())
         tokens = tokenize_counts(cells, self.tokenizer)
         values = torch.zeros_like(batch.values)
-        values[counts > 0] = tokens["values"]
+        values[counts > 0] = tokens["values"]  # tokens keep the order of the counts
         return values
 
     def head_loss(
@@ -124,7 +125,7 @@ class MaskedValue(MaskedObjective):
         )
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
-        """Score predicted values against the gene's mean and the mean of all genes in training cells."""
+        """Score predicted values against the means of the gene and of all tokens, in training cells."""
         observations = ValueObservations(*observed)
         values = observations.values.astype(np.float64)
         predicted = observations.predicted.astype(np.float64)

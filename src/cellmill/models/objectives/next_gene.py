@@ -79,18 +79,18 @@ class NextGene(Objective):
 
     def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
         """Add `start`, the state before the first gene, and the heads of genes, ends and values."""
-        hidden = model.width
-        model.start = nn.Parameter(torch.empty(hidden))
+        width = model.width
+        model.start = nn.Parameter(torch.empty(width))
         model.gene_bias = nn.Parameter(torch.empty(n_tokens))
-        model.end = nn.Linear(hidden, 1)
+        model.end = nn.Linear(width, 1)
         names = ("start", "gene_bias", "end", "gene_embedding")
         if not self.predicts_values:
             return names
-        layer = nn.Linear(2 * hidden, hidden)
-        model.value_head = nn.Sequential(layer, nn.GELU(), nn.LayerNorm(hidden))
+        layer = nn.Linear(2 * width, width)
+        model.value_head = nn.Sequential(layer, nn.GELU(), nn.LayerNorm(width))
         # bins count from 1
         n_outputs = self.tokens.n_values - 1 if self._is_class else 1
-        model.value_out = nn.Linear(hidden, n_outputs)
+        model.value_out = nn.Linear(width, n_outputs)
         return (*names, "value_head", "value_out")
 
     def initial_value(self, name: str) -> Fill | None:
@@ -136,7 +136,10 @@ class NextGene(Objective):
         return torch.where(prepared.is_first[:, None], model.start.to(states.dtype), earlier)
 
     def gene_logits(self, model: ObjectiveModel, prior_states: Tensor) -> Tensor:
-        """Predict logits of the next token, `(N, V)` float32; special tokens are never targets."""
+        """Predict logits of the next token, `(N, V)` float32.
+
+        Special tokens are included, although never targets.
+        """
         return token_logits(prior_states, model.gene_embedding.weight, model.gene_bias)
 
     def end_logits(self, model: ObjectiveModel, prior_states: Tensor) -> Tensor:

@@ -35,7 +35,8 @@ from cellmill.parallel.vocab_parallel import embed_tokens, token_logits
 class ResponseBatch(DecodingBatch):
     """Profiles to predict, and the perturbations of their cells."""
 
-    perturbation_numbers: Tensor  # `(C,)` int64: level numbers; 0 for controls
+    perturbation_numbers: Tensor
+    """`(C,)` int64: level numbers; 0 for controls, here not an unknown level."""
     perturbed_genes: Tensor  # `(C, M)` int64: token ids of perturbed genes, then `<pad>`
 
 
@@ -109,10 +110,12 @@ class PerturbationResponse(CellDecoding):
         if perturbation is not None:
             levels = self.levels[self.config.perturbation_column]
             device = vectors.device
+            # 0 if the column has no such level: only its genes and the shared bias respond
             numbers = torch.tensor([_find_level_number(perturbation, levels)], device=device)
             padded_genes = _pad_genes([perturbed_genes]).to(device)
             vectors = vectors + _compute_response(model, numbers, padded_genes)
-        # terms of known_batch are centred: an average experimental batch has the term 0
+        # terms in the obs column of option `batch_column` are centred: an average experimental batch
+        # has the term 0
         decoded = model.decoder(vectors)
         logits = token_logits(decoded, model.profile_genes.weight, model.profile_bias)
         return logits[:, len(SPECIAL) :].float().log_softmax(1)
@@ -120,9 +123,11 @@ class PerturbationResponse(CellDecoding):
     def list_trained_levels(self, model: ObjectiveModel) -> list[str]:
         """List the perturbations with training cells: their learned vector is no longer zero."""
         levels = self.levels[self.config.perturbation_column]
-        sizes = model.response_terms.weight.abs().sum(1).tolist()
-        no_targets = (self.config.control, MISSING)
-        return [level for level, size in zip(levels, sizes) if size and level not in no_targets]
+        norms = model.response_terms.weight.abs().sum(1).tolist()
+        not_perturbations = (self.config.control, MISSING)
+        return [
+            level for level, norm in zip(levels, norms) if norm and level not in not_perturbations
+        ]
 
 
 def _find_level_number(level: str, levels: Sequence[str]) -> int:

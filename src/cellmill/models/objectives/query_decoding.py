@@ -131,7 +131,7 @@ class QueryDecoding(Objective):
         return TokenDraws(
             cell=cell,
             is_hidden=torch.from_numpy(host_uniform(token_state)) < hidden_frac[cell],
-            # 63 bits, as of `keyed_bits`: int64 has no more for numbers of at least 0
+            # 63 bits, as in `keyed_bits`: int64 has no more for numbers of at least 0
             priority=torch.from_numpy((token_state >> np.uint64(1)).view(np.int64)),
             hidden_frac=hidden_frac,
         )
@@ -153,8 +153,8 @@ class QueryDecoding(Objective):
         undetected_genes = self._draw_undetected(
             batch, undetected_cells, n_undetected_queries, seed, step
         )
-        # hidden genes for which a query stands, `(C,)` each; the cell's hidden fraction of its
-        # undetected genes counts as hidden
+        # hidden genes for which a query stands, `(C,)` each: a detected query, for an equal part of the
+        # hidden tokens; an undetected one, of hidden_frac x undetected genes
         n_hidden_tokens = torch.bincount(draws.cell[draws.is_hidden], minlength=n_cells)
         genes_per_detected = n_hidden_tokens / n_detected_queries.clamp(min=1)
         genes_per_undetected = (

@@ -4,7 +4,8 @@ The head predicts the standardised number. Loss pearson is 1 - r, where r is the
 cells of the global batch. It leaves scale and offset of the predictions arbitrary, so only
 correlations judge them.
 
-Legend: C cells with a target, H width of a cell's vector, S slots of a global batch.
+Legend: C cells with a target, H width of a cell's vector, S slots of a global batch: a row per cell
+with a target, zeros in the others (`train.batch_rows`).
 """
 
 from collections.abc import Sequence
@@ -34,7 +35,10 @@ class Scale(NamedTuple):
 
 
 class MomentSums(NamedTuple):
-    """Sums over cells of predictions x and targets y: tensors in `loss`, floats in validation."""
+    """Sums over cells of predictions x and targets y.
+
+    Tensors in `validation_sums`, floats in `validation_metrics`.
+    """
 
     n: Any
     x: Any

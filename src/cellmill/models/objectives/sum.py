@@ -1,10 +1,11 @@
 """sum: several objectives at once, from one forward pass of the model.
 
-The part that draws a view (cell_decoding) draws it first; then every part prepares its batch from
-this view. The model reads the batch of the part that hides tokens (masked_value), so a token that is
-hidden for one part is hidden for all. The model reads second views (`view_loss`) too, but only the
-part that draws them predicts from them: other parts would count them as further cells. The loss is a
-vector, `(parts,)`, because the loss of each part is divided by its own number of targets.
+The part that draws a view (such as cell_decoding) draws it first; then every part prepares its batch
+from this view. The model reads the batch of the part that hides tokens (such as masked_value), so a
+token that is hidden for one part is hidden for all. The model reads second views (`view_loss`) too,
+but only the part that draws them predicts from them: other parts would count them as further cells.
+The loss is a vector, `(parts,)`, because the loss of each part is divided by its own number of
+targets.
 """
 
 from collections.abc import Mapping
@@ -52,7 +53,7 @@ class Sum(Objective):
 
     def __init__(self, config: SumConfig, tokens: Tokens) -> None:
         super().__init__(config, tokens)
-        self.objectives: dict[str, Objective] = {}  # the parts by name
+        self.parts: dict[str, Objective] = {}  # by name
         self.part_weights: dict[str, float] = {}
         self.tensor_parallel_styles = {}
         has_view = any(options.draws_view for options in config.parts.values())
@@ -63,7 +64,7 @@ class Sum(Objective):
                     f"objective.parts.{name}: it draws a view; its options class has to set draws_view"
                 )
             part.in_view = has_view and not options.draws_view
-            self.objectives[name] = part
+            self.parts[name] = part
             self.part_weights[name] = options.weight  # type: ignore[attr-defined]
             self.tensor_parallel_styles |= part.tensor_parallel_styles
             self.gene_rows |= part.gene_rows
@@ -71,7 +72,7 @@ class Sum(Objective):
     def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
         """Add the heads of every part. Raise ConfigError if two would have the same name."""
         names: tuple[str, ...] = ()
-        for name, part in self.objectives.items():
+        for name, part in self.parts.items():
             attributes_before = _list_attributes(model)
             part.levels = self.levels
             part.number_columns = self.number_columns
@@ -83,17 +84,17 @@ class Sum(Objective):
         return tuple(dict.fromkeys(names))
 
     def leaves(self) -> Mapping[str, Objective]:
-        return self.objectives
+        return self.parts
 
     def initial_value(self, name: str) -> Fill | None:
-        for part in self.objectives.values():
+        for part in self.parts.values():
             value = part.initial_value(name)
             if value is not None:
                 return value
         return None
 
     def view(self, batch: Batch, *, seed: int, step: int) -> Batch:
-        for part in self.objectives.values():
+        for part in self.parts.values():
             batch = part.view(batch, seed=seed, step=step)
         return batch
 
@@ -116,7 +117,7 @@ class Sum(Objective):
     def _prepare_parts(self, batch: Batch, first_views: Batch, seed: int, step: int) -> list[Any]:
         """Prepare the batch of each part; only the part that draws the view reads second views."""
         part_batches = []
-        for name, part in self.objectives.items():
+        for name, part in self.parts.items():
             part.training = self.training
             part_view = batch if part.config.draws_view else first_views
             part_batch = part.prepare(part_view, seed=seed, step=step)
@@ -134,7 +135,7 @@ class Sum(Objective):
         """
         model_batch = part_batches[0]
         view_batch = part_batches[0]
-        for part, part_batch in zip(self.objectives.values(), part_batches):
+        for part, part_batch in zip(self.parts.values(), part_batches):
             if part.config.hides_tokens:
                 model_batch = part_batch
             if part.config.draws_view:
@@ -147,8 +148,9 @@ class Sum(Objective):
     def loss(self, model: ObjectiveModel, states: Tensor, prepared: SumBatch) -> Tensor:
         all_shares = iter(prepared.shares or ())
         losses = []
-        for part, part_batch in zip(self.objectives.values(), prepared.part_batches):
+        for part, part_batch in zip(self.parts.values(), prepared.part_batches):
             shares = tuple(islice(all_shares, len(part.row_widths)))
+            # another part may have asked for shares in validation; this one trains with them only
             if shares and (model.training or part.validates_rows):
                 part_batch = replace(part_batch, shares=shares)
             losses.append(part.loss(model, states, part_batch).float())
@@ -156,7 +158,7 @@ class Sum(Objective):
 
     def rows(self, model: ObjectiveModel, states: Tensor, prepared: SumBatch) -> Tensors:
         rows: Tensors = ()
-        for part, part_batch in zip(self.objectives.values(), prepared.part_batches):
+        for part, part_batch in zip(self.parts.values(), prepared.part_batches):
             if part.row_widths:
                 rows += part.rows(model, states, part_batch)
         return rows
@@ -164,7 +166,7 @@ class Sum(Objective):
     def loss_of_rows(self, *tables: Tensor) -> Tensors:
         all_tables = iter(tables)
         losses: Tensors = ()
-        for part in self.objectives.values():
+        for part in self.parts.values():
             if part.row_widths:
                 losses += part.loss_of_rows(*islice(all_tables, len(part.row_widths)))
         return losses
@@ -173,7 +175,7 @@ class Sum(Objective):
         """Return the number of tensors of each part, `(parts,)` int64, then the tensors of all parts."""
         sizes = []
         observed: Tensors = ()
-        for part, part_batch in zip(self.objectives.values(), prepared.part_batches):
+        for part, part_batch in zip(self.parts.values(), prepared.part_batches):
             tensors = part.observe(model, part_batch)
             sizes.append(len(tensors))
             observed += tensors
@@ -185,7 +187,7 @@ class Sum(Objective):
         verdicts = list[Verdict]()
         sizes, *arrays = observed
         all_arrays = iter(arrays)
-        for (name, part), size in zip(self.objectives.items(), sizes.tolist()):
+        for (name, part), size in zip(self.parts.items(), sizes.tolist()):
             part_metrics, part_verdicts = part.judge(*islice(all_arrays, size), train=train)
             metrics |= {f"{name}.{key}": value for key, value in part_metrics.items()}
             verdicts += part_verdicts
@@ -198,11 +200,15 @@ def _list_attributes(model: ObjectiveModel) -> Mapping[str, Any]:
 
 
 def _check_heads(part: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Raise ConfigError if `part` replaced an attribute of the model, before and after its `attach`."""
+    """Raise ConfigError if `part` replaced an attribute of the model.
+
+    `before` and `after` are the model's attributes before and after its `attach`.
+    """
     for head, module in sorted(after.items()):
         if before.get(head, module) is not module:
             raise ConfigError(
-                f"objective.parts.{part}: its head {head} has the name of another part's; leave one of them out"
+                f"objective.parts.{part}: the model already has an attribute {head}; "
+                "rename this head, or leave out the part that has it"
             )
 
 

@@ -6,7 +6,8 @@ of the global batch, with cosine / temperature as logits. The loss of the cell i
 head. The published loss has two augmented views of each image; here a cell is encoded once. In a
 `sum` with cell_decoding the vector is that of the shown part, which changes from step to step.
 
-Legend: C cells with a target, H width of a cell's vector, S slots of a global batch, A anchors.
+Legend: C cells with a target, H width of a cell's vector, S slots of a global batch: a row per cell
+with a target, zeros in the others (`train.batch_rows`), A anchors.
 """
 
 import math

@@ -90,6 +90,7 @@ class MaskedObjective(Objective):
         mask = self._draw_mask(batch, seed, step)
         targets = mask.masked.nonzero().flatten()
         content = batch.token_ids if self.predicts_genes else batch.values
+        # a kept or random value must not enter `center`, from which targets are predicted
         value_known = torch.ones_like(mask.masked) if self.predicts_genes else ~mask.masked
         return MaskedBatch.prepared(
             batch,
@@ -153,12 +154,12 @@ class MaskedObjective(Objective):
         weight = self.config.cell_loss_weight
         if not weight:
             return loss
-        cells = model.cell_vectors(states, prepared).to(states.dtype)
+        vectors = model.cell_vectors(states, prepared).to(states.dtype)
         # the targets are embedded again: the last pipeline stage does not receive the embeddings
         queried = prepared.hide_targets(self.predicts_genes) if self.shows_content else prepared
         # both parts stay unnamed, so their memory is free before the head runs
         queries = torch.cat(
-            [rows_at(cells, prepared.cell[targets]), model.inputs(queried, targets)], dim=-1
+            [rows_at(vectors, prepared.cell[targets]), model.inputs(queried, targets)], dim=-1
         )
         return loss + weight * self.head_loss(model, model.cell_head(queries), prepared)
 

@@ -1,6 +1,7 @@
 """VICReg: variance, invariance and covariance of the vectors of two views, as one loss.
 
-Legend: H width of a cell's vector, S slots of a global batch, n of them filled.
+Legend: H width of a cell's vector, S slots of a global batch: a row for each of n cells with both
+views, zeros in the others (`train.batch_rows`).
 """
 
 from torch import Tensor
@@ -33,8 +34,8 @@ def vicreg(table: Tensor, weights: tuple[float, float, float]) -> Tensor:
     loss = invariance * distance / (n * width)
     for z in (shown, hidden):
         mean = z.sum(0) / n
-        centered = z - filled * mean
-        covariances = centered.T @ centered / (n - 1).clamp(min=1)  # `(H, H)`
+        centred = z - filled * mean
+        covariances = centred.T @ centred / (n - 1).clamp(min=1)  # `(H, H)`
         variances = covariances.diagonal()
         deviations = (variances + VARIANCE_EPS).sqrt()
         hinge = F.relu(1 - deviations).mean()

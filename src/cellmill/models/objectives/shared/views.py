@@ -150,7 +150,7 @@ def _draw_binomials(
     generator = np.random.Generator(philox)
     stream_start = philox.state
     key_words = stream_start["state"]["key"]  # (2,) uint64; the second stays 0
-    # 63 bits, as of `keyed_bits`; another shift would change every training
+    # 63 bits, as in `keyed_bits`; another shift would change every training
     keys = (state >> np.uint64(1)).tolist()
     for (first, end), p, key in zip(pairwise(offsets.tolist()), probability.tolist(), keys):
         key_words[0] = key
