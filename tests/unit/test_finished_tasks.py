@@ -175,7 +175,7 @@ def test_a_label_of_another_dataset_is_a_dependency(
     def path(label: str) -> Path:
         one = DatasetFiles(corpus["cells"], corpus["embedding"], ["cell_type"])
         files = {"one": one, "two": replace(one, labels=[label])}
-        datasets = EvaluatedDatasets(files, context.model.digest, context.vectors.shape[1])
+        datasets = EvaluatedDatasets(files, "weights", 8)
         config = FragileConfig(name="fragile")
         options = context.options.model_copy(update={"tasks": {"fragile": config}})
         changed = replace(context, options=options)

@@ -16,6 +16,7 @@ import yaml
 from small_corpus import stream_of, write_corpus
 
 from cellmill.cli import main
+from cellmill.config.checks import check_together
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import Layout
@@ -33,6 +34,7 @@ from cellmill.planner.suggest import (
     Suggestions,
     format_sections,
     format_suggestions,
+    list_parallel_options,
     suggest_layouts,
 )
 from cellmill.planner.work import CorpusSize, count_detected_genes, count_work
@@ -467,7 +469,11 @@ def test_layouts_of_profile_have_no_sequence_parallelism() -> None:
     profile = {"family": "profile", "hidden": 1024, "layers": 2}
     objective = {"name": "cell_decoding"}
     options = _options(LARGE | {"model": profile, "objective": objective})
-    layouts = [*list_parallel_options(options, Hardware("h100", 1, 8))]
+    layouts = [
+        *list_parallel_options(
+            options, find_hardware(options, Machine(nodes="1", nproc_per_node=8), "h100")
+        )
+    ]
     assert any(parallel.tp > 1 for parallel in layouts)
     for parallel in layouts:
         check_together(options.model_copy(update={"parallel": parallel}))

@@ -600,8 +600,8 @@ def test_the_standing_names_the_best_run() -> None:
     assert found[0].baseline == Row(UNSCALED, {"f": Score(0.8)})
     assert (
         "b has the highest mean on d over the tasks that all have (probe, low depth), not shown to be beyond chance: "
-        "ahead of the best baseline, all genes + LR, unscaled: 0.900 against 0.800 (probe f). Of 1 comparison with the best "
-        "baseline of a metric: ahead in 1 (probe: f (+0.100)), behind in none."
+        "ahead of the best baseline, all genes + LR, unscaled: 0.900 against 0.800 (probe f). Of 1 comparison with "
+        "the best baseline of a metric: ahead in 1 (probe: f (+0.100)), behind in none."
     ) in text_of(render("r", runs, []))
     # the digits that are shown are the same
     runs = [run("a", 0.8101, -0.1, 0.1), run("b", 0.81, -0.1, 0.1), run("c", 0.8094, -0.1, 0.1)]
