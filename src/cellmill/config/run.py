@@ -55,7 +55,7 @@ class Stream(Section):
     value. With labelled_frac, it is a multiple of the mean over all cells with a value.
     """
     weight_warmup_steps: int = Field(0, ge=0)
-    """Steps over which the weights go linearly from those of weight_start_exponent to those of
+    """Steps over which the weights, not the exponent, go linearly from weight_start_exponent to
     weight_exponent. Each epoch has the weights of its first step. 0 uses weight_exponent from the start.
     """
     weight_start_exponent: float = Field(0.0, ge=0, le=1)
