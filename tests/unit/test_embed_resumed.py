@@ -2,10 +2,9 @@
 inputs.
 """
 
-import multiprocessing
 import os
 import shutil
-import signal
+from functools import partial
 from pathlib import Path
 
 import anndata as ad
@@ -13,6 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from killed import NEVER, Steps, run_in_process, run_to_the_end, run_two
 
 from cellmill.config.options import EmbedOptions
 from cellmill.data import saved_work
@@ -21,48 +21,32 @@ from cellmill.errors import DataError
 from cellmill.evaluate.inference import embed as module
 from cellmill.stages import cells as stage
 
-FORK = multiprocessing.get_context("fork")  # a process without imports of its own
 BLOCK = 32
 BLOCKS_SAVED = 3
 N_BLOCKS = 19  # of 600 cells
-ALWAYS = -1
 
 
 def run_stage(
-    model: Path, cells: Path, out: Path, killed_after: int = ALWAYS, budget: int = 1 << 30
+    model: Path, cells: Path, out: Path, killed_after: int = NEVER, budget: int = 1 << 30
 ) -> int | None:
     """Run stage `embed` in a process that kill -9 ends after a number of embedded blocks.
 
     Return how many it embedded, and None if it was killed.
     """
-    process = FORK.Process(target=count, args=(model, cells, out, killed_after, budget))
-    process.start()
-    process.join(120)
-    if process.exitcode == -signal.SIGKILL:
-        return None
-    assert process.exitcode == 0
-    return int(out.with_suffix(".counted").read_text())
+    return run_in_process(count, out, model, cells, out, killed_after, budget)
 
 
 def count(model: Path, cells: Path, out: Path, killed_after: int, budget: int) -> None:
-    counted = 0
+    steps = Steps(killed_after)
     torch.set_num_threads(1)
-    to_tensors = module.to_tensors
-
-    def count_or_die(*given: object) -> object:
-        nonlocal counted
-        if counted == killed_after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        counted += 1
-        return to_tensors(*given)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(module, "ROW_BLOCK", BLOCK)
         patched.setattr(saved_work, "SAVE_EVERY", BLOCK * BLOCKS_SAVED)
-        patched.setattr(module, "to_tensors", count_or_die)
+        patched.setattr(module, "to_tensors", partial(steps.take, module.to_tensors))
         options = EmbedOptions.model_validate({"embed": {"token_budget": budget}})
         stage.embed(options=options, model=model, input=cells, counts="X", out=out)
-    out.with_suffix(".counted").write_text(str(counted))
+    steps.write(out)
 
 
 def content(path: Path) -> tuple[bytes, pd.DataFrame, dict[str, object]]:
@@ -99,14 +83,7 @@ def test_a_killed_embedding_is_resumed_bit_for_bit(
 ) -> None:
     cells = corpus["cells"]
     out = tmp_path / "resumed" / "cells.h5ad"
-    counted = 0
-    for n in killed_after:
-        assert run_stage(corpus["model"], cells, out, n) is None
-        assert not out.exists()
-        counted += n
-    rest = run_stage(corpus["model"], cells, out)
-    assert rest is not None
-    counted += rest
+    counted = run_to_the_end(lambda n: run_stage(corpus["model"], cells, out, n), out, killed_after)
     assert N_BLOCKS <= counted < N_BLOCKS + BLOCKS_SAVED * len(killed_after)
     assert_equal(out, whole)
     assert {path.name for path in out.parent.iterdir()} == {out.name, "cells.counted"}
@@ -175,13 +152,7 @@ def test_two_embeddings_of_one_output_do_not_disturb_each_other(
     model = corpus["model"]
     out = tmp_path / "cells.h5ad"
     assert run_stage(model, corpus["cells"], out, 4) is None
-    arguments = (model, corpus["cells"], out, ALWAYS, 1 << 30)
-    processes = [FORK.Process(target=count, args=arguments) for _ in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-        assert process.exitcode == 0
+    run_two(count, model, corpus["cells"], out, NEVER, 1 << 30)
     assert_equal(out, whole)
     assert {path.name for path in out.parent.iterdir()} == {out.name, "cells.counted"}
 

@@ -2,10 +2,8 @@
 kept, or left if they are of other inputs.
 """
 
-import multiprocessing
 import os
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import anndata as ad
 import numpy as np
 import pytest
 import scipy.sparse as sp
+from killed import NEVER, Steps, run_in_process, run_to_the_end, run_two
 
 from cellmill.config.options import PreprocessOptions
 from cellmill.data import saved_work
@@ -21,11 +20,9 @@ from cellmill.data.prepare import measure
 from cellmill.files import sha256_file
 from cellmill.stages import data as stage
 
-FORK = multiprocessing.get_context("fork")  # a process without imports of its own
 BLOCK = 32
 BLOCKS_SAVED = 3
 N_BLOCKS = 38  # 19 of 600 cells are measured, and then packed
-ALWAYS = -1
 
 
 @pytest.fixture(scope="module")
@@ -44,38 +41,25 @@ def cells(simulated: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run_stage(cells: Path, out: Path, killed_after: int = ALWAYS, **options: Any) -> int | None:
+def run_stage(cells: Path, out: Path, killed_after: int = NEVER, **options: Any) -> int | None:
     """Run stage `preprocess` in a process that kill -9 ends after a number of measured and packed
     blocks.
 
     Return their number, and None if it was killed.
     """
-    process = FORK.Process(target=count, args=(cells, out, killed_after, options))
-    process.start()
-    process.join(120)
-    if process.exitcode == -signal.SIGKILL:
-        return None
-    assert process.exitcode == 0
-    return int(out.with_suffix(".counted").read_text())
+    return run_in_process(count, out, cells, out, killed_after, options)
 
 
 def count(cells: Path, out: Path, killed_after: int, options: dict[str, Any]) -> None:
-    counted = 0
+    steps = Steps(killed_after)
     spill = measure.RowSpill.add
     pack = packed_cells.PackedBlocks.add
-
-    def count_or_die(add: Any, *given: Any) -> None:
-        nonlocal counted
-        if counted == killed_after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        add(*given)
-        counted += 1
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(measure, "_BLOCK", BLOCK)
         patched.setattr(saved_work, "SAVE_EVERY", BLOCK * BLOCKS_SAVED)
         for owner, add in ((measure.RowSpill, spill), (packed_cells.PackedBlocks, pack)):
-            patched.setattr(owner, "add", lambda *given, add=add: count_or_die(add, *given))
+            patched.setattr(owner, "add", lambda *given, add=add: steps.take(add, *given))
         given = {"min_genes": 1, "min_counts": 500, "min_cells": 2, "max_mito_frac": 1.0} | options
         rule = given.pop("counts_rule", "stochastic")
         stage.preprocess(
@@ -87,7 +71,7 @@ def count(cells: Path, out: Path, killed_after: int, options: dict[str, Any]) ->
             out=out,
             report=out.with_suffix(".json"),
         )
-    out.with_suffix(".counted").write_text(str(counted))
+    steps.write(out)
 
 
 def assert_equal(out: Path, whole: Path) -> None:
@@ -126,14 +110,7 @@ def test_a_killed_preprocessing_is_resumed_bit_for_bit(
     cells: Path, tmp_path: Path, whole: Path, killed_after: tuple[int, ...]
 ) -> None:
     out = tmp_path / "cells.h5ad"
-    counted = 0
-    for n in killed_after:
-        assert run_stage(cells, out, n) is None
-        assert not out.exists()
-        counted += n
-    rest = run_stage(cells, out)
-    assert rest is not None
-    counted += rest
+    counted = run_to_the_end(lambda n: run_stage(cells, out, n), out, killed_after)
     assert N_BLOCKS <= counted < N_BLOCKS + BLOCKS_SAVED * len(killed_after)
     assert_equal(out, whole)
 
@@ -199,13 +176,7 @@ def test_two_processes_that_write_one_output_keep_apart(
 ) -> None:
     out = tmp_path / "cells.h5ad"
     assert run_stage(cells, out, 24) is None
-    arguments = (cells, out, ALWAYS, {})
-    processes = [FORK.Process(target=count, args=arguments) for _ in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-        assert process.exitcode == 0
+    run_two(count, cells, out, NEVER, {})
     assert_equal(out, whole)
 
 

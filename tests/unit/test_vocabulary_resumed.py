@@ -2,25 +2,21 @@
 inputs.
 """
 
-import multiprocessing
 import os
-import signal
 from pathlib import Path
 
 import anndata as ad
-import numpy as np
 import pytest
+from killed import NEVER, Steps, run_in_process, run_to_the_end
 
 from cellmill.config.options import VocabularyOptions
 from cellmill.data import saved_work
 from cellmill.data.genes import build, passes
 from cellmill.stages import data as stage
 
-FORK = multiprocessing.get_context("fork")  # a process without imports of its own
 BLOCKS_SAVED = 3
 BY_CONTENT = '{"val_frac": 0.2, "test_frac": 0.2}'
 BY_COLUMN = '{"split_by": "batch", "val_frac": 0, "test_frac": 0.5}'
-ALWAYS = -1
 
 
 @pytest.fixture(scope="module")
@@ -41,36 +37,21 @@ def run_stage(
 
     Return how many it counted, and None if it was killed.
     """
-    process = FORK.Process(target=count, args=(cells, out, killed_after, select, split))
-    process.start()
-    process.join(60)
-    if process.exitcode == -signal.SIGKILL:
-        return None
-    assert process.exitcode == 0
-    return int(out.with_suffix(".counted").read_text())
+    return run_in_process(count, out, cells, out, killed_after, select, split)
 
 
 def count(cells: list[Path], out: Path, killed_after: int, select: str, split: str) -> None:
-    counted = 0
+    steps = Steps(killed_after)
     add = build.Moments.add
-
-    def add_or_die(
-        moments: build.Moments, genes: np.ndarray, values: np.ndarray, n_cells: int
-    ) -> None:
-        nonlocal counted
-        if counted == killed_after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        add(moments, genes, values, n_cells)
-        counted += 1
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(passes, "BLOCK", 32)
         patched.setattr(saved_work, "SAVE_EVERY", 32 * BLOCKS_SAVED)
-        patched.setattr(build.Moments, "add", add_or_die)
+        patched.setattr(build.Moments, "add", lambda *given: steps.take(add, *given))
         chosen = {"select": select, "max_genes": 50, "variability": True, "quantiles": True}
         options = VocabularyOptions.model_validate({"vocabulary": chosen})
         stage.vocabulary(options=options, cells=cells, out=out, split=split or None)
-    out.with_suffix(".counted").write_text(str(counted))
+    steps.write(out)
 
 
 @pytest.mark.parametrize(
@@ -89,17 +70,10 @@ def test_a_killed_vocabulary_is_resumed_bit_for_bit(
     if select == "seurat_v3":
         pytest.importorskip("skmisc")
     whole = tmp_path / "whole" / "vocabulary.tsv"
-    total = run_stage(halves, whole, ALWAYS, select, split)
+    total = run_stage(halves, whole, NEVER, select, split)
     assert total == (38 if select == "seurat_v3" else 19)
     out = tmp_path / "resumed" / "vocabulary.tsv"
-    counted = 0
-    for n in killed_after:
-        assert run_stage(halves, out, n, select, split) is None
-        assert not out.exists()
-        counted += n
-    rest = run_stage(halves, out, ALWAYS, select, split)
-    assert rest is not None
-    counted += rest
+    counted = run_to_the_end(lambda n: run_stage(halves, out, n, select, split), out, killed_after)
     # each kill loses the blocks since the last save; the last block of a file counts for less
     assert total <= counted <= total + BLOCKS_SAVED * len(killed_after)
     assert out.read_bytes() == whole.read_bytes()
@@ -129,7 +103,7 @@ def test_sums_of_other_inputs_are_not_resumed(
     elif changed == "damage":
         saved.write_bytes(saved.read_bytes()[:-9])
     capfd.readouterr()
-    assert run_stage(cells, out, ALWAYS, select, split) == (13 if changed == "nothing" else 19)
+    assert run_stage(cells, out, NEVER, select, split) == (13 if changed == "nothing" else 19)
     reasons: dict[str, str | None] = {
         "nothing": None,
         "damage": "damaged",
@@ -145,7 +119,7 @@ def test_sums_of_other_inputs_are_not_resumed(
 def own_text(folder: Path, cells: list[Path]) -> bytes:
     """The vocabulary of a process that was not killed."""
     out = folder / "own.tsv"
-    assert run_stage(cells, out, ALWAYS) == 19
+    assert run_stage(cells, out, NEVER) == 19
     return out.read_bytes()
 
 
