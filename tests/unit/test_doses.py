@@ -11,15 +11,18 @@ from pydantic import ValidationError
 
 from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.errors import DataError
+from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.perturbation.baselines import SAME_NEAREST
 from cellmill.evaluate.tasks.perturbation.doses import (
     HILL,
     LINEAR,
+    describe_linear_doses,
     fit_hill,
     log_doses,
     parse_names,
     predict_new_doses,
+    tabulate_curves,
 )
 from cellmill.evaluate.tasks.perturbation.held_out import HeldOut
 from cellmill.evaluate.tasks.perturbation.task import Perturbation
@@ -107,6 +110,26 @@ def test_held_out_doses_of_the_true_curve_are_exact() -> None:
     again = predict_new_doses(other, train, test, compound, log_dose)
     for method, values in predicted.items():
         np.testing.assert_array_equal(values, again[method], err_msg=method.name)
+
+
+def test_three_fitted_doses_determine_the_curve() -> None:
+    chosen = [1, 3, 5, 6]  # 0.03 to 10, about an EC50 of 1
+    changes = hill_changes(0.0, 1.5, 0.0)[chosen]
+    log_dose = LOG_DOSES[chosen]
+    units = np.arange(4)
+    compound = np.repeat("a", 4)
+    for unit in units:
+        train = np.delete(units, unit)
+        curve = fit_hill(log_dose[train], changes[train])
+        assert (curve.log_ec50, curve.slope) == pytest.approx((0, 1.5), abs=1e-3)
+        assert np.isnan([curve.low, curve.high]).all()
+        predicted = predict_new_doses(changes, train, units[[unit]], compound, log_dose)
+        np.testing.assert_allclose(predicted[HILL][0], changes[unit], atol=2e-3)
+        folds = [Fold(0, train, units[[unit]])]
+        assert describe_linear_doses(changes, folds, compound, log_dose) == []
+    [row] = tabulate_curves(changes[:3], compound[:3], log_dose[:3], "", {})
+    assert (row["fit"], row["low"], row["high"]) == ("Hill", None, None)
+    assert row["EC50"] == pytest.approx(1, rel=1e-2)
 
 
 def test_a_failed_curve_is_linear_and_says_why() -> None:

@@ -54,7 +54,7 @@ class Curve(NamedTuple):
     """Hill curve of a compound; `reason` says why there is none."""
 
     log_ec50: float = np.nan
-    low: float = np.nan  # 95 % interval
+    low: float = np.nan  # 95 % interval; NaN for a curve through three doses
     high: float = np.nan
     slope: float = np.nan
     reason: str = ""
@@ -137,13 +137,16 @@ def fit_hill(log_dose: np.ndarray, changes: np.ndarray) -> Curve:
     bounds = ((0, low, SLOPES[0]), (MAX_TOP * top, high, SLOPES[1]))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error", OptimizeWarning)
-            fitted, covariance = curve_fit(hill, log_dose, strength, start, bounds=bounds)
-    except (RuntimeError, OptimizeWarning):
+            # three doses determine the three parameters and leave no residual for a covariance
+            warnings.simplefilter("ignore", OptimizeWarning)
+            parameters, covariance = curve_fit(hill, log_dose, strength, start, bounds=bounds)
+    except RuntimeError:
         return Curve(reason="the fit did not converge")
-    _, log_ec50, slope = fitted.tolist()
+    _, log_ec50, slope = parameters.tolist()
     if not low + 0.01 < log_ec50 < high - 0.01:
         return Curve(reason="EC50 beyond the doses")
+    if not np.isfinite(covariance[1, 1]):
+        return Curve(log_ec50, slope=slope)
     freedom = max(len(log_dose) - 3, 1)
     half_width = float(stdtrit(freedom, 0.975) * covariance[1, 1] ** 0.5)
     return Curve(log_ec50, log_ec50 - half_width, log_ec50 + half_width, slope)
@@ -210,8 +213,8 @@ def describe_linear_doses(
 def tabulate_curves(
     changes: np.ndarray, compound: np.ndarray, log_dose: np.ndarray, unit: str, errors: ByMethod
 ) -> list[dict[str, Any]]:
-    """Row of each compound: its curve over all doses, with the interval of EC50, and mean absolute
-    errors at held-out doses.
+    """Row of each compound: its curve over all doses, with the interval of EC50 (None for three
+    doses), and mean absolute errors at held-out doses.
 
     `errors` are (repetitions, compounds) by method, compounds in order.
     """
@@ -223,7 +226,7 @@ def tabulate_curves(
         logs = {f"EC50{unit}": curve.log_ec50, "low": curve.low, "high": curve.high}
         for key, log in logs.items():
             row[key] = (
-                None if curve.reason else float(10 ** np.clip(log, -LARGEST_LOG, LARGEST_LOG))
+                None if np.isnan(log) else float(10 ** np.clip(log, -LARGEST_LOG, LARGEST_LOG))
             )
         row["n"] = None if curve.reason else curve.slope
         row["fit"] = f"linear: {curve.reason}" if curve.reason else "Hill"
