@@ -345,6 +345,25 @@ def test_a_prior_may_have_unmeasured_genes(screen: Context, tmp_path: Path) -> N
         Perturbation(config).run(context)
 
 
+def test_a_combination_has_genes_at_any_delimiter(screen: Context, tmp_path: Path) -> None:
+    symbols = screen.model.vocabulary.symbols
+    table = tmp_path / "string.tsv"
+    table.write_text(f"{symbols[0]}\t1\t0\n{symbols[3]}\t0\t1\n{symbols[1]}\t5\t6\n")
+    results = []
+    for delimiter in "+*":
+        combination = f"{symbols[0]}{delimiter}{symbols[3]}"
+        perturbation = screen.roles["perturbation"].replace({symbols[3]: combination})
+        context = replace(screen, roles=screen.roles | {"perturbation": perturbation})
+        options = {"combination_delimiter": delimiter, "priors": {"string": str(table)}}
+        config = CONFIG.model_copy(update=options)
+        held = HeldOut.read(context, config, "perturbation")
+        unit = held.perturbation.tolist().index(combination)
+        assert sorted(held.genes[unit]) == [0, 3]
+        assert held.features[prior_method("string")][unit].tolist() == [0.5, 0.5]
+        results.append(Perturbation(config).run(context))
+    assert results[0] == results[1]
+
+
 def test_an_informative_prior_predicts_what_the_mean_cannot() -> None:
     rng = np.random.default_rng(1)
     programs = rng.normal(size=(3, 40))

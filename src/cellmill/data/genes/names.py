@@ -420,9 +420,11 @@ def perturbed_genes(names: Sequence[str], vocabulary: Vocabulary) -> dict[str, l
     """Rows of the vocabulary of each perturbation's genes, by `rows_of_names`; empty if none is
     known.
     """
-    genes = {name: list(map(str.strip, name.split(SEPARATOR))) for name in names}
-    row_of_gene = rows_of_names(chain.from_iterable(genes.values()), vocabulary)
-    rows = {}
-    for name, parts in genes.items():
-        rows[name] = [row_of_gene[gene] for gene in parts if row_of_gene[gene] >= 0]
-    return rows
+    genes = [[part.strip() for part in name.split(SEPARATOR)] for name in names]
+    return dict(zip(names, known_rows(genes, vocabulary)))
+
+
+def known_rows(genes: Sequence[Sequence[str]], vocabulary: Vocabulary) -> list[list[int]]:
+    """Rows of the vocabulary of the known genes of each perturbation, by `rows_of_names`."""
+    row_of_gene = rows_of_names(chain.from_iterable(genes), vocabulary)
+    return [[row_of_gene[name] for name in names if row_of_gene[name] >= 0] for names in genes]

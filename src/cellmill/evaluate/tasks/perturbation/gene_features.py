@@ -3,13 +3,14 @@
 Legend: U units, G genes, V genes of the vocabulary, F features of a unit.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import scipy.sparse as sp
 
-from cellmill.data.genes.names import SEPARATOR, names_of_genes
+from cellmill.data.genes.names import names_of_genes
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.evaluate.evaluated_model import PCA_CELLS, EvaluatedModel
 from cellmill.evaluate.features.components import pca
@@ -37,15 +38,15 @@ def prior_method(name: str) -> ScoredMethod:
 def average_gene_vectors(
     model: EvaluatedModel,
     profiles: Profiles,
-    perturbation: np.ndarray,
+    gene_names: Sequence[Sequence[str]],
     genes: Sequence[Sequence[int]],
     priors: Mapping[str, str],
 ) -> ByMethod:
     """(U, F) by source: mean vector of a unit's perturbed genes, NaN for a unit without a vector.
 
     Sources are the model, the correlation of genes over the controls that predictions start from,
-    and the files `priors` by name. `perturbation`, (U,), names each unit's perturbation, and
-    `genes` are the vocabulary rows of its genes. Raises DataError for an unusable file.
+    and the files `priors` by name. `gene_names` are the names of each unit's perturbed genes, and
+    `genes` the vocabulary rows of those that the model knows. Raises DataError for an unusable file.
     """
     vectors = gene_vectors(model)
     by_gene = {LOADINGS: scaled_loadings(model.components)}
@@ -55,7 +56,7 @@ def average_gene_vectors(
     by_gene[CO_EXPRESSION] = correlate_controls(profiles, model.vocabulary.n_genes)
     features = {source: _average_rows(genes, table) for source, table in by_gene.items()}
     for name, path in priors.items():
-        features[prior_method(name)] = _average_prior(Path(path), perturbation, model.vocabulary)
+        features[prior_method(name)] = _average_prior(Path(path), gene_names, model.vocabulary)
     return features
 
 
@@ -75,15 +76,11 @@ def correlate_controls(profiles: Profiles, n_genes: int) -> np.ndarray:
     return loadings
 
 
-def _average_prior(path: Path, perturbations: Iterable[str], vocabulary: Vocabulary) -> np.ndarray:
+def _average_prior(
+    path: Path, gene_names: Sequence[Sequence[str]], vocabulary: Vocabulary
+) -> np.ndarray:
     """(U, F): mean vector in the file of a unit's perturbed genes, measured or not."""
-    unit_parts = []  # names of each unit's perturbed genes
-    names = []
-    for perturbation in perturbations:
-        parts = [part.strip() for part in perturbation.split(SEPARATOR)]
-        unit_parts.append(parts)
-        names += parts
-    named = names_of_genes(names, vocabulary)
+    named = names_of_genes(chain.from_iterable(gene_names), vocabulary)
     # read for all genes of the model too: a file that has none of them is an error
     genes = [*zip(vocabulary.gene_ids, vocabulary.symbols)]
     vectors = read_vectors(path, [*genes, *named.values()])[len(genes) :].double().numpy()
@@ -92,8 +89,8 @@ def _average_prior(path: Path, perturbations: Iterable[str], vocabulary: Vocabul
         if np.isfinite(vectors[row]).all():
             row_of_name[name] = row
     rows = []
-    for parts in unit_parts:
-        rows.append([row_of_name[part] for part in parts if part in row_of_name])
+    for names in gene_names:
+        rows.append([row_of_name[name] for name in names if name in row_of_name])
     return _average_rows(rows, vectors)
 
 

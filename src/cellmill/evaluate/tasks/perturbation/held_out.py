@@ -18,7 +18,7 @@ from sklearn.model_selection import GroupKFold, KFold
 
 from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.data.arrays import text_values
-from cellmill.data.genes.names import perturbed_genes
+from cellmill.data.genes.names import known_rows
 from cellmill.evaluate.methods import EMBEDDING, ByMethod
 from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.task import Context, Skipped
@@ -40,7 +40,7 @@ from cellmill.evaluate.tasks.perturbation.doses import (
 from cellmill.evaluate.tasks.perturbation.gene_features import average_gene_vectors
 from cellmill.evaluate.tasks.perturbation.profiles import START, Profiles, read_profiles
 from cellmill.evaluate.tasks.perturbation.response import ResponseHead
-from cellmill.evaluate.tasks.perturbation.split_file import TEST, TRAIN, SplitFile
+from cellmill.evaluate.tasks.perturbation.split_file import TEST, TRAIN, PartNames, SplitFile
 
 PERTURBATION = "perturbation"  # role whose perturbations are held out, such as by a split file
 DOSE = "dose"  # role of doses that are held out
@@ -74,6 +74,7 @@ class HeldOut:
     trained: np.ndarray
     # perturbations of units with too few cells, or without the dose that is held out
     left_out: list[str]
+    part_names: PartNames
     split_file: SplitFile | None = None
 
     @classmethod
@@ -130,6 +131,7 @@ class HeldOut:
             unseen=is_unseen[kept["group"]].to_numpy(bool),
             trained=is_trained[kept["group"]].to_numpy(bool),
             left_out=sorted({*units["perturbation"][~has_enough], *no_dose}),
+            part_names=PartNames(context, config.combination_delimiter),
             split_file=split_file,
         )
 
@@ -234,10 +236,15 @@ class HeldOut:
         return np.where(self.context.scored, self.unit_of_cell, -1)
 
     @cached_property
+    def gene_names(self) -> list[list[str]]:
+        """Names of each unit's perturbed genes: the parts of its perturbation."""
+        parts = map(self.part_names.divide, self.perturbation.tolist())
+        return [[*map(str.strip, names)] for names in parts]
+
+    @cached_property
     def genes(self) -> list[list[int]]:
-        """Vocabulary rows of each unit's perturbed genes."""
-        rows = perturbed_genes(sorted(set(self.perturbation)), self.context.model.vocabulary)
-        return [rows[name] for name in self.perturbation]
+        """Vocabulary rows of each unit's perturbed genes that the model knows."""
+        return known_rows(self.gene_names, self.context.model.vocabulary)
 
     @cached_property
     def start_means(self) -> np.ndarray:
@@ -253,7 +260,7 @@ class HeldOut:
     def features(self) -> ByMethod:
         """(U, F) by source of gene vectors (`average_gene_vectors`)."""
         return average_gene_vectors(
-            self.context.model, self.profiles, self.perturbation, self.genes, self.config.priors
+            self.context.model, self.profiles, self.gene_names, self.genes, self.config.priors
         )
 
     @cached_property
@@ -300,8 +307,7 @@ class HeldOut:
         """Means of the units' contexts, and sums over the parts of combinations, each only if all
         test units have it.
         """
-        assert self.split_file is not None
-        parts = [self.split_file.names.divide(name) for name in self.perturbation.tolist()]
+        parts = [self.part_names.divide(name) for name in self.perturbation.tolist()]
         predicted: ChangesByMethod = {}
         if any(self.unit_context):
             is_same = self.unit_context[fold.test][:, None] == self.unit_context[fold.train]

@@ -61,11 +61,18 @@ class _CellLoad(BaseModel):
     fewshot: dict[str, dict[str, list[str]]] = {}
 
 
+def find_names(context: Context, are_controls: bool) -> set[str]:
+    """Names of the controls, or of the perturbations, of a dataset."""
+    is_control = context.roles[IS_CONTROL].fillna(False).to_numpy(bool)
+    column = context.roles[controlled_role(context.roles)]
+    return {*text_values(column[is_control == are_controls].dropna()).tolist()}
+
+
 class PartNames:
     """Names of perturbations as sorted parts without controls."""
 
-    def __init__(self, controls: Iterable[str], delimiter: str) -> None:
-        self.controls = sorted({*controls})
+    def __init__(self, context: Context, delimiter: str) -> None:
+        self.controls = sorted(find_names(context, are_controls=True))
         self.delimiter = delimiter
 
     def divide(self, name: str, delimiter: str | None = None) -> Parts:
@@ -120,11 +127,8 @@ class SplitFile:
                     f"{', '.join(context.roles)}"
                 )
             contexts = {*text_values(context.roles[role].dropna()).tolist()}
-        is_control = context.roles[IS_CONTROL].fillna(False).to_numpy(bool)
-        column = context.roles[controlled_role(context.roles)]
-        controls = text_values(column[is_control].dropna()).tolist()
-        known = {*text_values(column[~is_control].dropna()).tolist()}
-        names = PartNames(controls, config.combination_delimiter)
+        known = find_names(context, are_controls=False)
+        names = PartNames(context, config.combination_delimiter)
         resolve = _make_resolver(path, names, known)
         splits: dict[tuple[str, str], str] = {}
         stated_novelty: dict[str, str] = {}
