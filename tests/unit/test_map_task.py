@@ -6,7 +6,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 
 from cellmill.config.parts.tasks import MapConfig
 from cellmill.evaluate.features.cell_features import compute_features, read_rows
@@ -95,6 +98,36 @@ def test_votes_refusals_and_novelty_equal_those_of_loops(clustered: Context) -> 
     known = result.figures["refused_of_known_types"]
     assert 0.02 < known[row] < 0.2
     assert known.keys() == {row.method.name for row in result.rows}
+
+
+def test_references_of_a_regression_do_not_know_the_type(clustered: Context) -> None:
+    noise = np.random.default_rng(1).normal(size=clustered.vectors.shape)
+    mixed = replace(clustered, vectors=(0.3 * clustered.vectors + noise).astype(np.float32))
+    result = run(mixed, refuse_frac=0.1)
+    cells = np.flatnonzero(mixed.scored)
+    labels = mixed.roles["label"].astype(str).to_numpy()[cells]
+    donors = mixed.roles["donor"].to_numpy()[cells]
+    vectors = mixed.vectors[cells].astype(np.float64)
+
+    def fit_novelty(train: np.ndarray, test: np.ndarray) -> np.ndarray:
+        model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
+        probabilities = model.fit(vectors[train], labels[train]).predict_proba(vectors[test])
+        return np.asarray(1 - probabilities.max(1))
+
+    shares = []
+    for donor in np.unique(donors):
+        for name in result.figures["types_left_out"].split(", "):
+            train = (donors != donor) & (labels != name)
+            by_donor = []
+            for other in np.unique(donors[train]):
+                is_other = donors == other
+                by_donor.append(fit_novelty(train & ~is_other, train & is_other))
+            reference = np.concatenate(by_donor)
+            novelty = fit_novelty(train, (donors == donor) & (labels == name))
+            n_less = (reference < novelty[:, None]).sum(1)
+            shares.append((n_less >= 0.9 * (len(reference) + 1)).mean())
+    found = score(result, "embedding + logistic regression", "refused, new type")
+    assert found == pytest.approx(np.mean(shares), abs=0.005)
 
 
 def test_a_copy_of_a_baseline_is_level_with_it(context: Context) -> None:

@@ -74,7 +74,7 @@ def map_vectors(atlas: CellAtlas, vectors: np.ndarray, seen: Seen, section: Map)
     n_reference = len(atlas.reference)
     is_new &= np.isfinite(distance) & (n_reference > 0)
     percentile = np.where(is_new, _percentiles(atlas, distance / scale), np.nan)
-    refused = _is_refused(percentile, section.refuse_frac)
+    refused = find_refused(percentile, section.refuse_frac)
     codes = np.where(refused, NO_LABEL, mapped.codes)
     points = mapped.points
     neighbors = np.where(points == NOWHERE, NOWHERE, atlas.first_cells[points])
@@ -141,11 +141,15 @@ def _percentiles(atlas: CellAtlas, distances: np.ndarray) -> np.ndarray:
     """(cells,) float64: percentile of each of `distances`, (cells,), among the reference cells. The
     unit is the one of the stored vectors.
     """
-    reference = np.sort(atlas.reference["distance"])
-    return 100 * np.searchsorted(reference, distances) / (len(reference) + 1)
+    return find_percentiles(atlas.reference["distance"], distances)
 
 
-def _is_refused(percentile: np.ndarray, refuse_frac: float) -> np.ndarray:
+def find_percentiles(reference: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """(cells,) float64: percentile of each of `values`, (cells,), among those of reference cells."""
+    return 100 * np.searchsorted(np.sort(reference), values) / (len(reference) + 1)
+
+
+def find_refused(percentile: np.ndarray, refuse_frac: float) -> np.ndarray:
     """(cells,) bool, False for a NaN; the bound itself is refused in spite of rounding."""
     return percentile >= 100 * (1 - refuse_frac) - 1e-9
 
@@ -225,7 +229,7 @@ def _describe(atlas: CellAtlas, obs: dict[str, Any], section: Map) -> list[str]:
     whose = "its donor" if record.held_out == "donor" else "the cell itself"
     # reference cells by the rule for new ones
     percentile = _percentiles(atlas, atlas.reference["distance"])
-    is_refused = _is_refused(percentile, section.refuse_frac)
+    is_refused = find_refused(percentile, section.refuse_frac)
     if section.refuse_frac * (n_reference + 1) < 1:
         lines.append(
             f"warning: no cell can be refused: {n_reference:,} distances of the atlas allow no rate of "

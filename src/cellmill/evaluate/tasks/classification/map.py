@@ -3,8 +3,8 @@
 Known types are scored by accuracy, in which a refused cell is wrong. Then one type at a time is
 left out of the atlas, too. Two columns score its cells: the share that is refused, and the AUROC of
 their novelty against that of other cells. Novelty is the distance to the atlas, or for a regression
-1 minus the highest probability. A regression refuses from the same quantile of the novelty of its
-own training cells, predicted without their donors. Labels that are terms of the Cell Ontology have
+1 minus the highest probability. A cell is refused if its novelty is in the top `refuse_frac` of the
+novelty of training cells, each predicted without its donor. Labels that are terms of the Cell Ontology have
 a column `credit`: a superclass of the right term counts as its share of the information
 (`evaluate/atlas/ontology.py`).
 
@@ -22,7 +22,7 @@ from cellmill.config.parts.tasks import MapConfig
 from cellmill.config.run import Atlas, Map
 from cellmill.data.arrays import text_values
 from cellmill.evaluate.atlas.build import EmbeddedCells, make_atlas
-from cellmill.evaluate.atlas.mapping import map_vectors
+from cellmill.evaluate.atlas.mapping import find_percentiles, find_refused, map_vectors
 from cellmill.evaluate.atlas.ontology import credit_labels, find_terms
 from cellmill.evaluate.classifiers.class_predictions import ClassPredictions
 from cellmill.evaluate.classifiers.fitted import without_overhead
@@ -144,13 +144,12 @@ class MapCells(Task):
             for fold, (train, test) in enumerate(folds):
                 for source, values in features.items():
                     cells = LabelledVectors(np.asarray(values, np.float32), labels, donors)
-                    novelty = cells.novelty_without_donors(train)
-                    mapped = self._map_cells(source, cells, train, test, novelty)
+                    mapped = self._map_cells(source, cells, train, test)
                     for method, result in mapped.items():
                         predictions.record("", fold, test, {method: result.labels})
                         n_refused[method] += int(result.is_refused.sum())
                     for name in types:
-                        mapped = self._map_new_type(source, cells, train, test, novelty, name)
+                        mapped = self._map_new_type(source, cells, train, test, name)
                         for method, result in mapped.items():
                             new_types.record(fold, name, method, labels[test] == name, result)
         columns = [predictions.column("", "accuracy", "accuracy", "accuracy, donors not seen")]
@@ -192,7 +191,6 @@ class MapCells(Task):
         cells: LabelledVectors,
         train: np.ndarray,
         test: np.ndarray,
-        novelty: np.ndarray,
         name: str,
     ) -> dict[ScoredMethod, MethodResult]:
         """As `_map_cells`, without the training cells of type `name`; empty if too few cells remain
@@ -203,22 +201,17 @@ class MapCells(Task):
         n_fewest = min(is_new.sum(), (~is_new).sum())
         if n_fewest < MIN_TESTED or len(np.unique(cells.labels[train[is_kept]])) < 2:
             return {}
-        return self._map_cells(method, cells, train[is_kept], test, novelty[is_kept])
+        return self._map_cells(method, cells, train[is_kept], test)
 
     def _map_cells(
-        self,
-        method: ScoredMethod,
-        cells: LabelledVectors,
-        train: np.ndarray,
-        test: np.ndarray,
-        novelty: np.ndarray,
+        self, method: ScoredMethod, cells: LabelledVectors, train: np.ndarray, test: np.ndarray
     ) -> dict[ScoredMethod, MethodResult]:
         """The cells `test` mapped by the vote of an atlas of the cells `train`, and by a regression
-        fitted on these. `novelty` belongs to the cells `train`.
+        fitted on these.
         """
         return {
             replace(method, classifier=VOTE): self._vote(cells, train, test),
-            replace(method, classifier=REGRESSION): self._regress(cells, train, test, novelty),
+            replace(method, classifier=REGRESSION): self._regress(cells, train, test),
         }
 
     def _vote(self, cells: LabelledVectors, train: np.ndarray, test: np.ndarray) -> MethodResult:
@@ -242,21 +235,13 @@ class MapCells(Task):
             names.fillna(NONE).to_numpy(str), np.asarray(mapped.obs[REFUSED]), novelty
         )
 
-    def _regress(
-        self,
-        cells: LabelledVectors,
-        train: np.ndarray,
-        test: np.ndarray,
-        training_novelty: np.ndarray,
-    ) -> MethodResult:
-        """Classes of the cells `test` by a logistic regression; `training_novelty` is the novelty of
-        the cells `train`.
-        """
+    def _regress(self, cells: LabelledVectors, train: np.ndarray, test: np.ndarray) -> MethodResult:
+        """Classes of the cells `test` by a logistic regression fitted on the cells `train`."""
         classes, probabilities = cells.fit_probabilities(train, test)
         novelty = 1 - probabilities.max(axis=1)
-        references = np.sort(training_novelty[np.isfinite(training_novelty)])
-        quantile = np.searchsorted(references, novelty) / (len(references) + 1)
-        is_refused = quantile >= 1 - self.config.refuse_frac - 1e-9
+        reference = cells.novelty_without_donors(train)
+        percentile = find_percentiles(reference[np.isfinite(reference)], novelty)
+        is_refused = find_refused(percentile, self.config.refuse_frac)
         names = classes[probabilities.argmax(axis=1)].astype(object)
         names[is_refused] = NONE
         return MethodResult(names.astype(str), is_refused, novelty)
