@@ -145,7 +145,7 @@ def _percentiles(atlas: CellAtlas, distances: np.ndarray) -> np.ndarray:
 
 
 def find_percentiles(reference: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """(cells,) float64: percentile of each of `values`, (cells,), among those of reference cells."""
+    """(cells,) float64: percentile of each of `values`, (cells,), among the `reference` values."""
     return 100 * np.searchsorted(np.sort(reference), values) / (len(reference) + 1)
 
 

@@ -8,7 +8,8 @@ becomes one over cells by the infinitesimal jackknife (Efron 1981). Intervals ta
 graph as given; it holds exact nearest neighbours. `labels` and `batches` are class ids from 0, `(cells,)`.
 
     lisi                Korsunsky et al. 2019, Nat. Methods 16:1289 (Harmony): inverse Simpson index of the neighbours'
-                        classes, weighted by a Gaussian kernel of given perplexity
+                        classes with weights exp(-beta d) of a given perplexity: d is not squared, as in the authors'
+                        code
     kbet                Büttner et al. 2019, Nat. Methods 16:43: chi-square test of the batches of a cell's neighbours
     graph_connectivity  Luecken et al. 2022, Nat. Methods 19:41 (scIB)
     bras                Rautenstrauch & Ohler 2025, Nat. Biotechnol.: silhouette of batches within labels, against all
@@ -74,8 +75,8 @@ def neighbor_weights(distances: np.ndarray, perplexity: float) -> np.ndarray:
 
 
 def kbet(vectors: np.ndarray, batches: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
-    """Terms by cell of the share of cells, mean over labels, whose neighbours have the batch
-    composition of their label, by a test at level 5 %.
+    """Share of cells whose neighbours pass a chi-square test (5 %) of having their label's batch
+    composition; averaged over labels, as one term per cell.
 
     Neighbours are cells of the same label, a quarter of a batch's mean size, 10 to 70, as in scIB.
     Labels of one batch or below 10 cells are left out; None if all are.
@@ -218,7 +219,7 @@ def isolated_labels(
 def batch_variance(vectors: np.ndarray, batches: np.ndarray) -> np.ndarray:
     """Share of the variance of `vectors` that lies between batches, as one number per cell.
 
-    The means add nothing to it: the derivatives of the variances by them vanish.
+    A cell's weight also shifts the means, but to first order that does not change the variances.
     """
     values = np.asarray(vectors, np.float64)
     # (cells,): squared distance to the mean of all cells, and of the cell's batch

@@ -1,6 +1,6 @@
 """Scores of predicted changes of expression against measured ones.
 
-Legend: U units (a perturbation and its dose), G genes.
+Legend: U units (see `profiles.py`), G genes.
 """
 
 from collections.abc import Mapping

@@ -13,7 +13,7 @@ uns["cellmill_changes"]
 A predicted profile is the mean of the start controls, weighted by the strata of the measured cells,
 plus the change.
 
-Legend: U units (a perturbation and its dose), G genes.
+Legend: U units (see `profiles.py`), G genes.
 """
 
 from dataclasses import replace

@@ -1,8 +1,7 @@
 """Units of perturbed cells that are held out whole, and the predictions of their changes.
 
-A unit is a perturbation with its dose, and with its context (such as a donor) if contexts are held
-out or a file divides them. Predictions of a tested unit read its gene, its context and the strata of
-its cells, never its expression.
+Predictions of a tested unit (see `profiles.py`) read its gene, its context and the strata of its
+cells, never its expression.
 
 Legend: U units, G genes, F features of a unit.
 """
@@ -42,7 +41,7 @@ from cellmill.evaluate.tasks.perturbation.profiles import START, Profiles, read_
 from cellmill.evaluate.tasks.perturbation.response import ResponseHead
 from cellmill.evaluate.tasks.perturbation.split_file import TEST, TRAIN, PartNames, SplitFile
 
-PERTURBATION = "perturbation"  # role whose perturbations are held out, such as by a split file
+PERTURBATION = "perturbation"  # role of new perturbations, and of every split file
 DOSE = "dose"  # role of doses that are held out
 NO_CONTROLS = "no stratum has enough controls"  # why a dataset or a role is skipped
 STRATA = ("batch", "donor")  # roles that divide cells into strata
@@ -167,8 +166,8 @@ class HeldOut:
         return [" | ".join(filter(None, unit_texts)) for unit_texts in texts]
 
     def folds(self) -> Iterator[Fold]:
-        """Units to fit on and to test. Empty if the model saw cells of all groups, or if there are
-        fewer than two groups.
+        """Units to fit on and to test. Empty if the model saw cells of all groups, if there are
+        fewer than two groups, or for doses if no compound has FEWEST_DOSES of them.
 
         If the model saw cells of some groups, the other groups are tested, once. If it saw none,
         all groups are tested in turn.

@@ -1,7 +1,7 @@
 """Expression of perturbed cells and their controls, and the measured changes between them.
 
 A unit is a perturbation with its dose, and with its context (such as a donor) if contexts are held
-out (`held_out.py`).
+out or a split file has them.
 
 Expression is log(1 + counts per 10,000) over the model's genes that the dataset has. A measured
 change is the mean over a unit's cells minus the mean over controls of the same stratum (a batch of

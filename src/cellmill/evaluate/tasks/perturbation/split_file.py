@@ -4,8 +4,8 @@
 - `.json`: lists of perturbations by split, such as `set2conditions` and subgroups of GEARS
 - `.tsv`, `.csv`: a header with `perturbation`, `split` and, if contexts differ, `context`
 
-An empty perturbation or context stands for all of them; the line that names more decides. Between a
-line of a perturbation and one of a context, the perturbation's decides.
+An empty field stands for all. Precedence: perturbation and context, perturbation alone, context
+alone, neither.
 
 A name of the file is a perturbation of the dataset if it is equal, or if both have the same parts in
 any order and with any delimiter, without words for a control: `B_A` and `A+B+ctrl` are `A+B`.
@@ -45,7 +45,7 @@ Parts = tuple[str, ...]
 
 
 class Line(NamedTuple):
-    """A statement of the file; an empty perturbation or context stands for all."""
+    """A statement of the file."""
 
     location: str  # in the file
     perturbation: str

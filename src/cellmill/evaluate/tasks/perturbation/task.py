@@ -1,12 +1,12 @@
 """Task `perturbation`: predicted changes of expression under unseen perturbations, or in unseen
 donors and contexts.
 
-Changes are defined in `profiles.py`, rows and ceilings in docs/perturbations.md. If the
-model saw cells of some perturbations, those it never saw are tested, once; else all are tested in
-folds. A unit's own perturbed genes are left out of its scores. Intervals are over perturbations and
-repetitions.
+Units and changes are defined in `profiles.py`, rows and ceilings in docs/perturbations.md. If the
+model saw cells of some perturbations only, the others are tested, once. If it saw none, all are
+tested in folds; if it saw all, none is tested. A unit's own perturbed genes are left out of its
+scores. Intervals are over perturbations and repetitions.
 
-Legend: U units (a perturbation and its dose), G genes.
+Legend: U units, G genes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
