@@ -12,7 +12,7 @@ from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.perturbation.change_scores import change_scores
 from cellmill.evaluate.tasks.perturbation.held_out import HeldOut
 from cellmill.evaluate.tasks.perturbation.probes import find_gamed, make_probes, name_probes
-from cellmill.evaluate.tasks.perturbation.profiles import MEASURED
+from cellmill.evaluate.tasks.perturbation.profiles import REFERENCE_HALF
 from cellmill.evaluate.tasks.perturbation.task import Perturbation
 from cellmill.runs.results import ScoredMethod
 from tests.unit.test_split_file import screen  # noqa: F401, a fixture
@@ -58,7 +58,7 @@ def test_rows_of_probes_are_scores_of_the_changed_entry(screen: Context) -> None
     column = "MAE, new perturbation"
     held = HeldOut.read(screen, config, "perturbation")
     n_units = len(held.unit_names)
-    controls = held.profiles.control_means(MEASURED)
+    controls = held.profiles.control_means(REFERENCE_HALF)
     measured = held.profiles.changes(held.unit_of_cell, n_units, controls)
     folds = [fold for fold in held.folds() if fold.repetition == 0]
     for kind in ("model", "baseline"):

@@ -17,7 +17,7 @@ from cellmill.evaluate.tasks.perturbation.baselines import sum_changes_of_parts
 from cellmill.evaluate.tasks.perturbation.change_scores import change_scores
 from cellmill.evaluate.tasks.perturbation.changes_file import write_changes
 from cellmill.evaluate.tasks.perturbation.held_out import HeldOut
-from cellmill.evaluate.tasks.perturbation.profiles import MEASURED
+from cellmill.evaluate.tasks.perturbation.profiles import REFERENCE_HALF
 from cellmill.evaluate.tasks.perturbation.split_file import SplitFile
 from cellmill.evaluate.tasks.perturbation.task import Perturbation
 
@@ -280,7 +280,7 @@ def test_scores_of_a_group_are_those_of_its_units(screen: Context, tmp_path: Pat
     assert {"Pearson, few-shot", "Pearson, zero-shot"} <= {*rows["mean"].scores}
     profiles = held.profiles
     n_units = len(held.unit_names)
-    measured = profiles.changes(held.unit_of_cell, n_units, profiles.control_means(MEASURED))
+    measured = profiles.changes(held.unit_of_cell, n_units, profiles.control_means(REFERENCE_HALF))
     train = np.flatnonzero(held.split_of_unit == "train")
     mean = held.fitted_changes[train].mean(0)
     for group, names in groups_of(held).items():

@@ -17,7 +17,7 @@ from cellmill.evaluate.tasks.perturbation.change_scores import (
     average_perturbations,
     change_scores,
 )
-from cellmill.evaluate.tasks.perturbation.profiles import START, Profiles
+from cellmill.evaluate.tasks.perturbation.profiles import START_HALF, Profiles
 from cellmill.runs.results import ScoredMethod
 
 PRINTED = ("Pearson", "MAE")  # metrics of the printed comparison
@@ -98,7 +98,7 @@ def _measure_perturbations(profiles: Profiles) -> FileChanges:
     is_usable = (profiles.perturbation != "") & (profiles.stratum >= 0)
     names, number = np.unique(np.where(is_usable, profiles.perturbation, ""), return_inverse=True)
     changes = profiles.changes(
-        np.where(is_usable, number, -1), len(names), profiles.control_means(START)
+        np.where(is_usable, number, -1), len(names), profiles.control_means(START_HALF)
     )
     has_enough = np.bincount(number[is_usable], minlength=len(names)) >= TASK.min_cells
     return FileChanges(names[has_enough], changes[has_enough])

@@ -34,7 +34,7 @@ from cellmill.evaluate.inference.perturb.screen import (
 )
 from cellmill.evaluate.inference.perturb.units import MeasuredUnits, Units, list_units
 from cellmill.evaluate.seen.seen_cells import Seen, mark_seen_cells
-from cellmill.evaluate.tasks.perturbation.profiles import START
+from cellmill.evaluate.tasks.perturbation.profiles import START_HALF
 from cellmill.evaluate.tasks.perturbation.response import ResponseHead
 
 ABOUT_RESPONSE = "cellmill_response"  # uns
@@ -146,7 +146,7 @@ def _make_layers(
     """(U, G) float32 each: controls that `changes` start from, predicted expression, and measured
     changes if there are any.
     """
-    controls = shares @ np.nan_to_num(screen.profiles.control_means(START))
+    controls = shares @ np.nan_to_num(screen.profiles.control_means(START_HALF))
     layers = {"control": controls, "expression": np.maximum(controls + changes, 0)}
     if measured.is_measured.any():
         layers["measured"] = measured.changes

@@ -23,7 +23,7 @@ from cellmill.evaluate.inference.label_counts import MAX_NAMES
 from cellmill.evaluate.tasks.perturbation.held_out import STRATA
 from cellmill.evaluate.tasks.perturbation.profiles import (
     MIN_CONTROLS,
-    START,
+    START_HALF,
     Profiles,
     read_profiles,
 )
@@ -117,7 +117,7 @@ def read_screen(
             "knows; name other controls (--control)"
         )
     # the model predicts from no cell of other strata
-    strata_with_start = np.unique(profiles.stratum[(profiles.half == START) & has_genes])
+    strata_with_start = np.unique(profiles.stratum[(profiles.half == START_HALF) & has_genes])
     has_start = np.isin(profiles.stratum, strata_with_start)
     profiles = replace(profiles, stratum=np.where(has_start, profiles.stratum, -1))
     if profiles.stratum.max() < 0:

@@ -22,7 +22,7 @@ from cellmill.errors import ConfigError, did_you_mean
 from cellmill.evaluate.inference.label_counts import MAX_NAMES
 from cellmill.evaluate.inference.perturb.screen import PerturbationScreen
 from cellmill.evaluate.tasks.perturbation.doses import NAME
-from cellmill.evaluate.tasks.perturbation.profiles import MEASURED
+from cellmill.evaluate.tasks.perturbation.profiles import REFERENCE_HALF
 
 TASK = PerturbationConfig.model_validate({})  # options of the scores, as in task perturbation
 
@@ -63,7 +63,7 @@ class MeasuredUnits:
         unit_of_cell = np.array([number.get(pair, -1) for pair in pairs])
         unit_of_cell[~is_compared | (profiles.stratum < 0)] = -1
         n_cells = np.bincount(unit_of_cell[unit_of_cell >= 0], minlength=len(units.names))
-        controls = profiles.control_means(MEASURED)
+        controls = profiles.control_means(REFERENCE_HALF)
         changes = profiles.changes(unit_of_cell, len(n_cells), controls)
         changes[n_cells < TASK.min_cells] = np.nan
         return cls(unit_of_cell, n_cells, changes)

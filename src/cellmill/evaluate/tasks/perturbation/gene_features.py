@@ -23,7 +23,7 @@ from cellmill.evaluate.tasks.gene_vectors import (
     gene_vectors,
     scaled_loadings,
 )
-from cellmill.evaluate.tasks.perturbation.profiles import START, Profiles
+from cellmill.evaluate.tasks.perturbation.profiles import START_HALF, Profiles
 from cellmill.models.gene_vectors import read_vectors
 from cellmill.runs.results import ScoredMethod
 
@@ -64,7 +64,7 @@ def correlate_controls(profiles: Profiles, n_genes: int) -> np.ndarray:
     """(V, F): loadings of the correlation of genes over the starting controls; NaN for genes that
     the dataset does not measure. `n_genes` is V.
     """
-    is_start = (profiles.half == START) & (profiles.stratum >= 0)
+    is_start = (profiles.half == START_HALF) & (profiles.stratum >= 0)
     controls = profiles.expression[np.flatnonzero(is_start)[:PCA_CELLS]]
     # components of genes with unit variance are those of their correlation
     sd = expression_statistics(controls)[:, 1]

@@ -37,7 +37,7 @@ from cellmill.evaluate.tasks.perturbation.doses import (
     predict_new_doses,
 )
 from cellmill.evaluate.tasks.perturbation.gene_features import average_gene_vectors
-from cellmill.evaluate.tasks.perturbation.profiles import START, Profiles, read_profiles
+from cellmill.evaluate.tasks.perturbation.profiles import START_HALF, Profiles, read_profiles
 from cellmill.evaluate.tasks.perturbation.response import ResponseHead
 from cellmill.evaluate.tasks.perturbation.split_file import TEST, TRAIN, PartNames, SplitFile
 
@@ -248,7 +248,7 @@ class HeldOut:
     @cached_property
     def start_means(self) -> np.ndarray:
         """(strata, G) float64: mean of the controls that predictions start from."""
-        return self.profiles.control_means(START)
+        return self.profiles.control_means(START_HALF)
 
     @cached_property
     def fitted_changes(self) -> np.ndarray:

@@ -29,8 +29,8 @@ from cellmill.evaluate.features.cell_features import ROW_BLOCK
 from cellmill.evaluate.task import Context, Skipped
 
 # halves of the controls
-START = 0  # predictions start from these
-MEASURED = 1  # changes are measured from these
+START_HALF = 0  # predictions start from these
+REFERENCE_HALF = 1  # changes are measured from these
 MIN_CONTROLS = 5  # controls of a stratum in each half
 MAX_CONTROLS = 128  # controls of a stratum that the model predicts from: the first of their half
 
@@ -65,10 +65,12 @@ class Profiles:
     perturbation: np.ndarray  # (cells,) text; empty for controls and for cells without one
     dose: np.ndarray  # (cells,) text, empty without the role
     stratum: np.ndarray  # (cells,) int64; -1 for cells of a stratum with too few controls
-    half: np.ndarray  # (cells,) int8: START or MEASURED for a control; -1 for other cells
+    half: (
+        np.ndarray
+    )  # (cells,) int8: START_HALF or REFERENCE_HALF for a control; -1 for other cells
 
     def control_means(self, half: int) -> np.ndarray:
-        """(strata, G) float64: mean of the controls of a half, START or MEASURED."""
+        """(strata, G) float64: mean of the controls of a half, START_HALF or REFERENCE_HALF."""
         stratum = np.where(self.half == half, self.stratum, -1)
         return _average_groups(self.expression, stratum, self.stratum.max() + 1)
 
@@ -76,7 +78,7 @@ class Profiles:
         """Indices of the controls of a stratum that the model predicts from: the first that have an
         embedding (mask `has_vector`).
         """
-        is_start = (self.half == START) & (self.stratum == stratum)
+        is_start = (self.half == START_HALF) & (self.stratum == stratum)
         return np.flatnonzero(is_start & has_vector)[:MAX_CONTROLS]
 
     def changes(self, unit_of_cell: np.ndarray, n_units: int, controls: np.ndarray) -> np.ndarray:
@@ -138,8 +140,8 @@ def read_profiles(
     is_control = roles[IS_CONTROL].fillna(False).to_numpy(bool)
     stratum = _number_strata(roles, strata, reader.n_obs)
     half = _halve_controls(stratum, is_control, seed)
-    n_in_half = np.bincount(stratum[half == MEASURED], minlength=stratum.max() + 1)
-    has_controls = n_in_half[stratum] >= MIN_CONTROLS  # START has as many, or one more
+    n_in_half = np.bincount(stratum[half == REFERENCE_HALF], minlength=stratum.max() + 1)
+    has_controls = n_in_half[stratum] >= MIN_CONTROLS  # the other half has as many, or one more
     perturbation = text_values(roles[controlled_role(roles)]).astype(str)
     dose = np.full(len(stratum), "")
     if "dose" in roles:
@@ -185,13 +187,13 @@ def _number_strata(
 
 
 def _halve_controls(stratum: np.ndarray, is_control: np.ndarray, seed: int) -> np.ndarray:
-    """(cells,) int8: random half, START or MEASURED, of each control of a stratum; -1 for other
+    """(cells,) int8: random half, START_HALF or REFERENCE_HALF, of each control of a stratum; -1 for other
     cells.
     """
     half = np.full(len(stratum), -1, np.int8)
     generator = seeded(seed, draws.HALVES_OF_CONTROLS)
     for number in np.unique(stratum):
         controls = generator.permutation(np.flatnonzero(is_control & (stratum == number)))
-        half[controls[::2]] = START
-        half[controls[1::2]] = MEASURED
+        half[controls[::2]] = START_HALF
+        half[controls[1::2]] = REFERENCE_HALF
     return half

@@ -41,8 +41,8 @@ from cellmill.evaluate.tasks.perturbation.gene_features import CO_EXPRESSION, pr
 from cellmill.evaluate.tasks.perturbation.held_out import DOSE, NO_CONTROLS, PERTURBATION, HeldOut
 from cellmill.evaluate.tasks.perturbation.probes import choose_probed, find_gamed, make_probes
 from cellmill.evaluate.tasks.perturbation.profiles import (
-    MEASURED,
-    START,
+    REFERENCE_HALF,
+    START_HALF,
     check_changes,
     controlled_role,
 )
@@ -177,7 +177,7 @@ class Perturbation(Task):
     ) -> Scores:
         """Scores of the predicted changes of each fold, `(test units, G)`."""
         n_units = len(held.group_of_unit)
-        controls = held.profiles.control_means(MEASURED)
+        controls = held.profiles.control_means(REFERENCE_HALF)
         measured = held.profiles.changes(held.scored_unit_of_cell, n_units, controls)
         pairs = (
             {method: ChangePair(change, measured[fold.test]) for method, change in changes.items()}
@@ -224,7 +224,7 @@ class Perturbation(Task):
         position = np.argsort(shuffled[by_scored_unit])
         half_of_cell = position % 2  # cells of each unit alternate between the halves
         halves = []
-        for half, half_of_controls in enumerate((START, MEASURED)):
+        for half, half_of_controls in enumerate((START_HALF, REFERENCE_HALF)):
             controls = held.profiles.control_means(half_of_controls)
             unit_of_cell = np.where(half_of_cell == half, held.scored_unit_of_cell, -1)
             changes = held.profiles.changes(unit_of_cell, len(held.group_of_unit), controls)
