@@ -148,10 +148,14 @@ def test_only_a_planted_gene_set_is_found(
     mouse = _tsv(tmp_path / "mouse", [["set", "", "Actb"]])
     broken = _tsv(tmp_path / "bad", [["set", ""]])
     for error, message, changed in (
-        (Skipped, "no set has 50 genes that", {"transcription_factors": None, "min_genes": 50}),
         (
             Skipped,
-            "express, and lacks as many",
+            "no set has at least 50 usable genes",
+            {"transcription_factors": None, "min_genes": 50},
+        ),
+        (
+            Skipped,
+            "usable genes, with at least 10 other genes outside it",
             {"transcription_factors": None, "gene_sets": str(whole)},
         ),
         (
@@ -216,7 +220,7 @@ def test_planted_edges_are_ranked_first(planted: Context, tmp_path: Path) -> Non
     alone = _tsv(tmp_path / "alone.tsv", lines[:20])  # of one factor: every target is its own
     for message, changed in (
         (
-            "2 of 43 edges have a gene .* expected 100 others, got 41: .*, not absent, or",
+            "41 of 43 edges can be used .* at least 100 are needed: .*, not absent, or",
             {"min_edges": 100},
         ),
         ("0 factors have 2 targets or more", {"edges": str(alone)}),

@@ -282,7 +282,7 @@ def test_scores_of_a_group_are_those_of_its_units(screen: Context, tmp_path: Pat
     n_units = len(held.unit_names)
     measured = profiles.changes(held.unit_of_cell, n_units, profiles.control_means(REFERENCE_HALF))
     train = np.flatnonzero(held.split_of_unit == "train")
-    mean = held.fitted_changes[train].mean(0)
+    mean = held.changes_from_start[train].mean(0)
     for group, names in groups_of(held).items():
         units = [held.unit_names.index(name) for name in names]
         no_genes = np.zeros((len(units), measured.shape[1]), bool)
@@ -291,7 +291,7 @@ def test_scores_of_a_group_are_those_of_its_units(screen: Context, tmp_path: Pat
         for metric, values in scores.items():
             [found] = rows["mean"].scores[f"{metric}, {group}"].repetitions
             assert found == pytest.approx(values.mean()), (metric, group)
-    changes = dict(zip(held.unit_names, held.fitted_changes))
+    changes = dict(zip(held.unit_names, held.changes_from_start))
     [fold] = held.folds_by_heading()["few-shot"]
     predicted_of = {
         method.name: values for method, values in next(held.predictions([fold])).items()

@@ -41,7 +41,7 @@ STATISTICS = ScoredMethod("mean, spread and detection of genes")
 class GeneEmbedding(GeneTask):
     config: GeneEmbeddingConfig
 
-    def judge(self, context: Context, vectors: ByMethod, profiles: sp.csr_matrix) -> TaskResult:
+    def score(self, context: Context, vectors: ByMethod, profiles: sp.csr_matrix) -> TaskResult:
         """A column for gene sets, their mean, and one for transcription factors."""
         config = self.config
         min_genes = max(config.min_genes, context.options.folds)
@@ -70,17 +70,23 @@ class GeneEmbedding(GeneTask):
         for heading, sets in members.items():
             if sets:
                 terms = self._compute_terms(context, features, sets, expressed)
-                means = {name: np.mean(values, axis=0) for name, values in terms.items()}
+                means = {method: np.mean(values, axis=0) for method, values in terms.items()}
                 columns.append(ScoreColumn(f"AUROC, {heading}", f"AUROC of {heading}", means))
                 if heading == SETS:
-                    by_set = {name: np.nanmean(values, axis=2) for name, values in terms.items()}
+                    by_set = {
+                        method: np.nanmean(values, axis=2) for method, values in terms.items()
+                    }
         if not columns:
-            few = f"no set has {min_genes} genes that the model knows and its training cells express, and lacks as many"
-            raise Skipped(f"{few} (min_genes, evaluate.folds)", figures)
+            raise Skipped(
+                f"no set has at least {min_genes} usable genes, with at least {min_genes} other genes outside it "
+                "(usable: the model knows it and its training cells express it; min_genes, evaluate.folds)",
+                figures,
+            )
         rows = table_rows(columns)
         for row in rows:
             for number, name in enumerate(members.get(SETS, {})):
                 repetitions = by_set[row.method][number].tolist()
+                # a mean of None: kept in metrics.json, not a column
                 row.scores[f"AUROC of {name}"] = Score(None, None, repetitions)
         return tabulate(columns, figures, rows=rows)
 
@@ -99,7 +105,8 @@ class GeneEmbedding(GeneTask):
         listed = np.unique(np.concatenate([*sets.values()]))
         rest = np.setdiff1d(np.flatnonzero(expressed), listed)
         terms = {
-            name: np.full((len(sets), config.seeds, len(expressed)), np.nan) for name in features
+            method: np.full((len(sets), config.seeds, len(expressed)), np.nan)
+            for method in features
         }
         for repetition in range(config.seeds):
             others = seeded(options.seed + repetition, draws.OTHER_GENES).permutation(rest)[
@@ -112,7 +119,7 @@ class GeneEmbedding(GeneTask):
             for number, rows in enumerate(sets.values()):
                 member = np.isin(genes, rows)
                 for train, test in splitter.split(genes, member):
-                    for name, values in features.items():
+                    for method, values in features.items():
                         linear = LogisticRegression(
                             solver="newton-cholesky", max_iter=1000, class_weight="balanced"
                         )
@@ -120,7 +127,7 @@ class GeneEmbedding(GeneTask):
                         classifier.fit(values[genes[train]], member[train])
                         scores = classifier.decision_function(values[genes[test]])
                         fold_terms = auroc_terms(member[test], scores)
-                        terms[name][number, repetition, genes[test]] = fold_terms
+                        terms[method][number, repetition, genes[test]] = fold_terms
         return terms
 
 

@@ -42,9 +42,9 @@ class GeneTask(Task):
         if not vectors:
             raise Skipped(f"family {model.config['family']} has no vectors of genes")
         vectors[LOADINGS] = scaled_loadings(model.components)
-        return self.judge(context, vectors, model.training_profiles())
+        return self.score(context, vectors, model.training_profiles())
 
-    def judge(self, context: Context, vectors: ByMethod, profiles: sp.csr_matrix) -> TaskResult:
+    def score(self, context: Context, vectors: ByMethod, profiles: sp.csr_matrix) -> TaskResult:
         """Scores of `vectors` (genes, width); `profiles` (cells, genes) are log-normalised
         training cells.
         """

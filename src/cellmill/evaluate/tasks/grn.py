@@ -51,7 +51,7 @@ class RegulatoryNetwork(NamedTuple):
 class Grn(GeneTask):
     config: GrnConfig
 
-    def judge(self, context: Context, vectors: ByMethod, profiles: sp.csr_matrix) -> TaskResult:
+    def score(self, context: Context, vectors: ByMethod, profiles: sp.csr_matrix) -> TaskResult:
         """AUROC and AUPRC of each kind of features. Raises DataError where too few edges have genes
         of the model.
         """
@@ -59,7 +59,7 @@ class Grn(GeneTask):
         network, figures = self._read_network(context, is_expressed)
         similarities = compare_genes(vectors, profiles, network)
         if self.config.absolute:
-            similarities = {name: np.abs(values) for name, values in similarities.items()}
+            similarities = {method: np.abs(values) for method, values in similarities.items()}
         columns, pooled = _rank_pairs(similarities, network, context.options.seed)
         rows = [replace(row, numbers=pooled[row.method]) for row in table_rows(columns)]
         return tabulate(columns, figures, rows=rows)
@@ -81,9 +81,9 @@ class Grn(GeneTask):
             absent = sorted(name for name, row in named.items() if row < 0)
             examples = f", not {', '.join(absent[:3])}" if absent else ""
             raise DataError(
-                f"{path}: {len(edges) - n_known:,} of {len(edges):,} edges have a gene that the model does not know or "
-                f"its training cells do not express; expected {config.min_edges:,} others, got {n_known:,}: name genes "
-                f"by Ensembl id or current symbol{examples}, or lower evaluate.tasks.grn.min_edges"
+                f"{path}: {n_known:,} of {len(edges):,} edges can be used (two different genes that the model knows "
+                f"and its training cells express); at least {config.min_edges:,} are needed: name genes by Ensembl id "
+                f"or current symbol{examples}, or lower evaluate.tasks.grn.min_edges"
             )
         network = build_network(known, config.min_targets)
         n_factors = len(network.factors)
@@ -160,14 +160,14 @@ def compare_genes(
     expression in `profiles`, (cells, genes).
     """
     similarities = {}
-    for name, values in vectors.items():
-        if name == RANDOM:
+    for method, values in vectors.items():
+        if method == RANDOM:
             continue  # `_rank_pairs` draws several random rankings instead
         centred = values.astype(np.float64) - values.mean(0, dtype=np.float64)
         length = np.linalg.norm(centred, axis=1, keepdims=True)
         unit = centred / np.maximum(length, 1e-12)
         cosines = unit[network.factors] @ unit[network.targets].T
-        similarities[name] = np.asarray(cosines)
+        similarities[method] = np.asarray(cosines)
     factor_expression = profiles[:, network.factors].toarray()
     target_expression = profiles[:, network.targets].toarray()
     similarities[CO_EXPRESSION_PEARSON] = cross_correlations(factor_expression, target_expression)

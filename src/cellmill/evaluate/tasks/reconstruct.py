@@ -51,7 +51,7 @@ class Reconstruct(Task):
         if not arrays:
             raise Skipped("no scored cell has a gene that the model knows")
         for head, classifier in find_classifiers(network, context.model.config).values():
-            # may be on the network of all tasks, but only `judge` reads it
+            # changes the network that all tasks share: harmless, because only `judge` reads temperature
             head.temperature = (classifier["calibration"] or {}).get("temperature")
         metrics, verdicts = network.objective.judge(*arrays, train=context.model.gene_statistics)
         # notes on cells that `judge` leaves out because the model does not know their label

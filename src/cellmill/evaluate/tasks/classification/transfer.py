@@ -218,6 +218,7 @@ def _find_label(roles: dict[str, pd.Series], context: Context, dataset: str) -> 
     """
     name = context.roles["label"].name
     same_role = "label"
+    # in the run for a further label, "label" is a copy of that role's column, such as "label 2"
     for role, column in context.roles.items():
         if is_label(role) and column.name == name:
             same_role = role

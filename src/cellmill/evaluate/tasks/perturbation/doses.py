@@ -171,20 +171,20 @@ def predict_new_doses(
         same = train[compound[train] == compound[unit]]
         if not len(same):
             continue
-        fitted = changes[same]
+        training_changes = changes[same]
         distances = np.abs(log_dose[same] - log_dose[unit])
-        predicted[SAME_MEAN][row] = fitted.mean(0)
-        predicted[SAME_NEAREST][row] = fitted[distances.argmin()]
-        linear = fitted.mean(0)
+        predicted[SAME_MEAN][row] = training_changes.mean(0)
+        predicted[SAME_NEAREST][row] = training_changes[distances.argmin()]
+        linear = training_changes.mean(0)
         if len(np.unique(log_dose[same])) > 1:
-            slope, intercept = np.polyfit(log_dose[same], fitted, 1)
+            slope, intercept = np.polyfit(log_dose[same], training_changes, 1)
             linear = intercept + slope * log_dose[unit]
         predicted[LINEAR][row] = linear
-        curve = fit_hill(log_dose[same], fitted)
+        curve = fit_hill(log_dose[same], training_changes)
         predicted[HILL][row] = linear
         if not curve.reason:
             strength = hill(log_dose[same], 1, curve.log_ec50, curve.slope)
-            amplitude = strength @ fitted / (strength @ strength)
+            amplitude = strength @ training_changes / (strength @ strength)
             at_dose = hill(log_dose[[unit]], 1, curve.log_ec50, curve.slope)
             predicted[HILL][row] = amplitude * at_dose
     return {NO_CHANGE: no_change, MEAN: mean} | predicted

@@ -251,7 +251,7 @@ class HeldOut:
         return self.profiles.control_means(START_HALF)
 
     @cached_property
-    def fitted_changes(self) -> np.ndarray:
+    def changes_from_start(self) -> np.ndarray:
         """(U, G) float64: changes from `start_means`, which predictions are fitted on."""
         return self.profiles.changes(self.unit_of_cell, len(self.group_of_unit), self.start_means)
 
@@ -280,19 +280,23 @@ class HeldOut:
             predicted: ChangesByMethod = {}
             if self.role == PERTURBATION:
                 predicted |= predict_new_perturbations(
-                    self.fitted_changes, fold.train, fold.test, self.features, self.config.neighbors
+                    self.changes_from_start,
+                    fold.train,
+                    fold.test,
+                    self.features,
+                    self.config.neighbors,
                 )
             if self.split_file is not None:
                 predicted |= self._predict_from_parts(fold)
             if self.role == DOSE:
                 predicted |= predict_new_doses(
-                    self.fitted_changes, fold.train, fold.test, self.perturbation, self.log_dose
+                    self.changes_from_start, fold.train, fold.test, self.perturbation, self.log_dose
                 )
             elif self.role != PERTURBATION or self._is_trained_elsewhere(fold):
                 n_units = len(self.group_of_unit)
                 controls = self.profiles.unit_controls(self.unit_of_cell, n_units, self.start_means)
                 predicted |= predict_new_contexts(
-                    self.fitted_changes, fold.train, fold.test, self.perturbation, controls
+                    self.changes_from_start, fold.train, fold.test, self.perturbation, controls
                 )
             if self.responses is not None:
                 predicted[RESPONSE] = self.responses[fold.test]
@@ -312,10 +316,10 @@ class HeldOut:
             is_same = self.unit_context[fold.test][:, None] == self.unit_context[fold.train]
             n_same = is_same.sum(1, keepdims=True)
             if n_same.all():
-                predicted[CONTEXT_MEAN] = is_same @ self.fitted_changes[fold.train] / n_same
+                predicted[CONTEXT_MEAN] = is_same @ self.changes_from_start[fold.train] / n_same
         if max(len(parts[unit]) for unit in fold.test) > 1:
             sums = sum_changes_of_parts(
-                self.fitted_changes,
+                self.changes_from_start,
                 fold.train,
                 fold.test,
                 self.perturbation,

@@ -123,7 +123,7 @@ class Perturbation(Task):
             scores, probed = self._score_with_references(held, folds)
             if held.role == DOSE:
                 scored.notes += describe_linear_doses(
-                    held.fitted_changes, folds, held.perturbation, held.log_dose
+                    held.changes_from_start, folds, held.perturbation, held.log_dose
                 )
                 scored.tables["dose curves"] = self._tabulate_doses(held, scores["MAE"], probed)
             for metric, by_method in scores.items():
@@ -232,7 +232,7 @@ class Perturbation(Task):
         first, second = halves
         pairs = {CEILING: ChangePair(first, second)}
         if held.role == PERTURBATION:
-            training_changes = held.fitted_changes[fold.train]
+            training_changes = held.changes_from_start[fold.train]
             nearest = cross_correlations(first.T, training_changes.T).argmax(1)
             pairs[BEST_OTHER] = ChangePair(training_changes[nearest], second)
         return pairs
@@ -258,7 +258,7 @@ class Perturbation(Task):
             _, _, unit = parse_names(held.name_in_dataset, self.config.dose_unit)
         methods = [LINEAR, HILL, *(method for method in probed if method.kind == "model")]
         return tabulate_curves(
-            held.fitted_changes,
+            held.changes_from_start,
             held.perturbation,
             held.log_dose,
             f" ({unit})" if unit else "",
