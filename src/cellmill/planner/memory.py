@@ -44,6 +44,9 @@ class Memory:
     def total(self) -> int:
         return sum(asdict(self).values())
 
+    def fits(self, hardware: Hardware) -> bool:
+        return self.total <= hardware.usable_bytes
+
 
 def plan_memory(
     options: PlanOptions,

@@ -74,7 +74,7 @@ def _estimate_cost(
     check_nodes(options, machine.node_counts, machine.nproc_per_node, corpus.n_cells)
     hardware = find_hardware(options, machine, device_name)
     memory = plan_memory(options, corpus, hardware)
-    if memory.total > hardware.usable_bytes:
+    if not memory.fits(hardware):
         usable = format_bytes(hardware.usable_bytes)
         raise ConfigError(f"needs {format_bytes(memory.total)} of {usable} per process")
     return estimate_cost(options, corpus, hardware, device, memory)
