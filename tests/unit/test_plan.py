@@ -379,7 +379,13 @@ SHARD = RECOMPUTE + FULL_SHARD
         (1, 4, 0.594, "adamw", SHARD),
         (1, 4, 0.55, "adamw", SHARD + " and set parallel.tp to 2 with parallel.sequence_parallel"),
         (4, 1, 0.55, "adamw", SHARD + " and set parallel.pp to 2"),
-        (4, 1, 0.2, "adamw", SHARD + " and set nodes to 16 in the profile"),
+        (
+            4,
+            1,
+            0.2,
+            "adamw",
+            SHARD + " and set nodes to 16 in the profile and set stream.lanes to 16",
+        ),
         (1, 1, 0.9, "adamw", RECOMPUTE + "set parallel.cpu_offload to optimizer"),
         # muon cannot be offloaded; one process has nothing to shard, two have
         (1, 1, 0.9, "muon", RECOMPUTE + "set nodes to 2 in the profile and " + FULL_SHARD),

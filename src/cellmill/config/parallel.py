@@ -4,7 +4,7 @@ Torch-free arithmetic.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field
 
@@ -116,6 +116,15 @@ class Parallel(Section):
         if self.pp == 1 or self.schedule in ("GPipe", "1F1B"):
             return self.pp
         return 2 * self.pp
+
+    def reset_without_effect(self) -> Self:
+        """Reset options that this layout refuses because they would have no effect."""
+        reset: dict[str, Any] = {}
+        if not self.shards_gradients:
+            reset["gradient_reduction"] = "step"
+        if self.pp == 1:
+            reset["microbatches"] = None
+        return self.model_copy(update=reset)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Processes that a machine gives a run, and the memory of each."""
 
+import math
 import os
 from dataclasses import dataclass
 
@@ -26,6 +27,19 @@ class Hardware:
     def divide(self, parallel: Parallel) -> Layout:
         """Divide the processes over the axes of a layout. Raise ConfigError if they do not fit."""
         return divide_processes(parallel, self.world_size, self.nproc_per_node)
+
+    def suit_lanes(self, options: PlanOptions) -> PlanOptions:
+        """Copy the options with lanes that the data-parallel ranks can share and that divide the batch.
+
+        Lanes stay if they suit, or if none do. Raise ConfigError if the layout does not fit.
+        """
+        dp = self.divide(options.parallel).dp
+        lanes = options.stream.lanes
+        for number in (lanes, math.lcm(lanes, dp), dp):
+            if number % dp == 0 and options.train.global_batch % number == 0:
+                stream = options.stream.model_copy(update={"lanes": number})
+                return options.model_copy(update={"stream": stream})
+        return options
 
 
 def find_hardware(options: PlanOptions, machine: Machine, device_name: str) -> Hardware:

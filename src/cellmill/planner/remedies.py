@@ -1,16 +1,17 @@
 """Check that a run fits in memory, or find the first change that makes it fit.
 
 A plan that does not fit, and a process that ran out of memory (`planner.out_of_memory`), get the
-first change that helps from the same list (`_list_changes`).
+first change that helps from the same list (`list_changes`).
 """
 
 import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
+from cellmill.config.checks import check_nodes
 from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import Parallel, divisors
 from cellmill.errors import ConfigError
@@ -26,7 +27,7 @@ MAX_DOUBLINGS = 7  # doublings of the number of nodes that are tried
 def check_memory(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> Memory:
     """Estimate the memory of a run; raise ConfigError with the first change that helps if it does not fit."""
     memory = plan_memory(options, corpus, hardware)
-    if memory.total <= hardware.usable_bytes:
+    if memory.fits(hardware):
         return memory
     part, n_bytes = max(asdict(memory).items(), key=lambda item: item[1])
     raise ConfigError(
@@ -47,9 +48,8 @@ def find_largest_micro_batch(options: PlanOptions, corpus: CorpusSize, hardware:
 
 def find_remedy(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> str:
     """Describe the first change, or combination of changes, that makes the run fit."""
-    for change in _list_changes(options, hardware):
-        needed = plan_memory(change.options, corpus, change.hardware)
-        if needed.total <= change.hardware.usable_bytes:
+    for change in list_changes(options, corpus, hardware):
+        if plan_memory(change.options, corpus, change.hardware).fits(change.hardware):
             return " and ".join(change.instructions)
     return "name a device with more memory in the profile, or use a smaller model"
 
@@ -71,13 +71,42 @@ class Change:
         return self.then(instruction, options=with_parallel(self.options, **parallel))
 
 
-def _list_changes(options: PlanOptions, hardware: Hardware) -> Iterator[Change]:
+def list_changes(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> Iterator[Change]:
     """Yield changes, the least costly in speed first.
+
+    Whoever follows the instructions of a change gets exactly its options, which pass the checks of the
+    configuration.
+    """
+    for candidate in _list_candidates(options, hardware):
+        nodes = candidate.hardware.nodes
+        try:
+            change = _complete(candidate)
+            check_nodes(
+                change.options, range(nodes, nodes + 1), hardware.nproc_per_node, corpus.n_cells
+            )
+        except ConfigError:  # another option excludes it, such as train.replay_every_steps
+            continue
+        yield change
+
+
+def _complete(change: Change) -> Change:
+    """Add what a layout requires of other options. Raise ConfigError if it does not suit the processes."""
+    options = change.options
+    if options.parallel.reset_without_effect() != options.parallel:
+        instruction = "set parallel.gradient_reduction to step"
+        change = change.then_parallel(instruction, gradient_reduction="step")
+    suited = change.hardware.suit_lanes(change.options)
+    if suited.stream.lanes != options.stream.lanes:
+        change = change.then(f"set stream.lanes to {suited.stream.lanes}", options=suited)
+    return change
+
+
+def _list_candidates(options: PlanOptions, hardware: Hardware) -> Iterator[Change]:
+    """Yield changes, the least costly in speed first, unchecked.
 
     Recomputation and sharding stay while the changes after them are tried. Smaller micro-batches,
     gradient_reduction (with smaller micro-batches after it) and larger layouts are alternatives: each
-    is tried without the others. Whoever follows the instructions of a change gets exactly its options,
-    which are not checked against other sections, such as stream.lanes.
+    is tried without the others.
     """
     change = Change([], options, hardware)
     yield from islice(_list_smaller_budgets(change), FREE_HALVINGS)
@@ -94,24 +123,27 @@ def _list_changes(options: PlanOptions, hardware: Hardware) -> Iterator[Change]:
     sharded = _shard(change)
     if sharded is not change:
         yield sharded
-    for larger in chain(_list_larger_layouts(sharded), _list_more_nodes(sharded)):
-        yield _shard(larger)
+    yield from _list_larger_layouts(sharded)
+    yield from map(_shard, _list_more_nodes(sharded))
 
 
 def _shard(change: Change) -> Change:
-    """Add FULL_SHARD to `change`; return `change` itself if its processes would hold the same."""
-    sharded = change.then_parallel(
-        "use fsdp with parallel.sharding_strategy FULL_SHARD",
-        strategy="fsdp",
-        sharding_strategy="FULL_SHARD",
-        shard_size=None,
-    )
+    """Add FULL_SHARD to `change`; return `change` itself if its processes would hold the same.
+
+    A `shard_size` is always reset, since it may not divide the processes of later changes.
+    """
     before = change.options.parallel
+    instruction = "use fsdp with parallel.sharding_strategy FULL_SHARD"
+    if before.shard_size is not None:
+        instruction += " and shard_size null"
+    sharded = change.then_parallel(
+        instruction, strategy="fsdp", sharding_strategy="FULL_SHARD", shard_size=None
+    )
     after = sharded.options.parallel
     layout = change.hardware.divide(before)
     keeps_layout = change.hardware.divide(after) == layout
     keeps_gathered = before.reshards_after_forward == after.reshards_after_forward
-    if keeps_layout and (keeps_gathered or layout.dp == 1):
+    if before.shard_size is None and keeps_layout and (keeps_gathered or layout.dp == 1):
         return change
     return sharded
 

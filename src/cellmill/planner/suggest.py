@@ -62,9 +62,7 @@ def suggest_layouts(
     first_reasons: dict[str, str] = {}  # keys are reasons without their numbers
     for parallel in list_parallel_options(options, hardware):
         try:
-            lanes = _find_lanes(options, hardware.divide(parallel).dp)
-            stream = options.stream.model_copy(update={"lanes": lanes})
-            changed = options.model_copy(update={"parallel": parallel, "stream": stream})
+            changed = hardware.suit_lanes(options.model_copy(update={"parallel": parallel}))
             check_precision(parallel, device_name, device)
             check_nodes(changed, machine.node_counts[:1], hardware.nproc_per_node, corpus.n_cells)
         except ConfigError as error:
@@ -73,20 +71,11 @@ def suggest_layouts(
             refused[reason] += 1
             continue
         memory = plan_memory(changed, corpus, hardware)
-        if memory.total > hardware.usable_bytes:
-            too_large.append(memory.total)
-        else:
+        if memory.fits(hardware):
             fitting.append(estimate_cost(changed, corpus, hardware, device, memory))
+        else:
+            too_large.append(memory.total)
     return Suggestions(sorted(fitting, key=_make_sort_key), too_large, refused)
-
-
-def _find_lanes(options: PlanOptions, dp: int) -> int:
-    """Choose lanes that `dp` ranks can share and that divide the batch, or keep the options' lanes."""
-    lanes = options.stream.lanes
-    for number in (lanes, math.lcm(lanes, dp), dp):
-        if number % dp == 0 and options.train.global_batch % number == 0:
-            return number
-    return lanes
 
 
 def _make_sort_key(suggestion: RunCost) -> tuple[float, ...]:
@@ -135,22 +124,12 @@ def list_parallel_options(options: PlanOptions, hardware: Hardware) -> Iterator[
                     "activation_checkpointing": recompute,
                 }
                 parallel = Parallel.model_validate(unchanged | strategy | changes)
-                parallel = _reset_without_effect(parallel)
+                parallel = parallel.reset_without_effect()
                 key = _make_effect_key(parallel, hardware)
                 # `suggest_layouts` refuses every layout without a key, and counts the reasons
                 if key is None or key not in tried:
                     tried.add(key)
                     yield parallel
-
-
-def _reset_without_effect(parallel: Parallel) -> Parallel:
-    """Reset the options that the checks of the configuration refuse in this layout."""
-    reset: dict[str, Any] = {}
-    if not parallel.shards_gradients:
-        reset["gradient_reduction"] = "step"
-    if parallel.pp == 1:
-        reset["microbatches"] = None
-    return parallel.model_copy(update=reset)
 
 
 def _make_effect_key(parallel: Parallel, hardware: Hardware) -> tuple[Any, ...] | None:
