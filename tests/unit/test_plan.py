@@ -471,6 +471,31 @@ def _suggest(
     ), options
 
 
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"tp": 4, "sequence_parallel": True, "activation_checkpointing": "full"},
+        {"pp": 2, "schedule": "Interleaved1F1B", "microbatches": 32},
+        {"sharding_strategy": "FULL_SHARD", "gradient_reduction": "micro_batch"},
+    ],
+    ids=str,
+)
+def test_the_suggested_section_may_be_merged_into_the_given_one(
+    parallel: dict[str, Any],
+) -> None:
+    options = _options(LARGE, parallel=parallel)
+    sections = options.model_dump()
+    hardware = find_hardware(options, Machine(nodes="1", nproc_per_node=8), "h100")
+    shown: set[str] = set()
+    for chosen in list_parallel_options(options, hardware):
+        suggested = options.model_copy(update={"parallel": chosen})
+        section = yaml.safe_load(format_sections(suggested, options))["parallel"]
+        for changed in (section, sections["parallel"] | section):
+            assert PlanOptions.model_validate(sections | {"parallel": changed}) == suggested
+        shown |= section.keys()
+    assert shown >= parallel.keys()
+
+
 def test_layouts_of_profile_have_no_sequence_parallelism() -> None:
     profile = {"family": "profile", "hidden": 1024, "layers": 2}
     objective = {"name": "cell_decoding"}

@@ -193,13 +193,19 @@ def _format_row(suggestion: RunCost) -> str:
 
 
 def format_sections(suggested: PlanOptions, options: PlanOptions) -> str:
-    """Write the YAML that changes `options` to `suggested`."""
+    """Write the YAML that changes `options` to `suggested`.
+
+    Section `parallel` may replace that of `options` or be merged into it; `stream` is to be merged.
+    """
+    before = options.parallel.model_dump(mode="json")
     chosen = suggested.parallel.model_dump(mode="json")
     defaults = Parallel.model_validate({}).model_dump(mode="json")
     shown = {"strategy"}
     if chosen["strategy"] == "fsdp":
         shown.add("sharding_strategy")
-    shown |= {name for name, value in chosen.items() if value != defaults[name]}
+    for name, value in chosen.items():
+        if value != defaults[name] or value != before[name]:
+            shown.add(name)
     tree: dict[str, Any] = {"parallel": {name: chosen[name] for name in chosen if name in shown}}
     if suggested.stream.lanes != options.stream.lanes:
         tree["stream"] = {"lanes": suggested.stream.lanes}
