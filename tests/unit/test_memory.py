@@ -24,6 +24,7 @@ from cellmill.planner.measure.size import Load, measure_size
 from cellmill.planner.memory import Memory, estimate_host_bytes, estimate_peak_memory
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.schedules import count_in_flight, estimate_idle_frac
+from cellmill.planner.traffic import list_traffic
 from tests.checks import quick
 from tests.models import spec
 
@@ -161,6 +162,15 @@ def test_the_peak_belongs_to_the_largest_pipeline_rank() -> None:
     # 1F1B keeps one per following stage
     few, many = (_memory(4, micro_batches=n, pp=4) for n in (4, 16))
     assert (many.activations, many.pipeline) == (few.activations, 4 * few.pipeline)
+
+
+def test_only_trained_tied_parameters_are_sent() -> None:
+    model = _model(2, pp=2)
+    frozen = replace(model, size=replace(SIZE, tied=replace(SIZE.tied, trained=0)))
+    [sent] = list_traffic(model, 0, LONG, 4)
+    [sent_frozen] = list_traffic(frozen, 0, LONG, 4)
+    assert sent.payload_bytes - sent_frozen.payload_bytes == 4 * SIZE.tied.parameters > 0
+    assert sent.calls - sent_frozen.calls == 1
 
 
 @pytest.mark.parametrize("pp", [1, 2])

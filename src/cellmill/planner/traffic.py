@@ -185,6 +185,7 @@ def _list_pipeline(
             messages += 0 <= neighbour <= last and neighbour not in stages
     n_bytes = model.element_bytes * tokens * model.size.width * messages
     yield CollectiveCalls("point to point", "pp", n_bytes, messages * micro_batches)
-    if (0 in stages) != (last in stages):
-        tied_bytes = FLOAT32_BYTES * model.size.tied.parameters / model.ranks_per_copy
+    tied = model.size.tied.trained
+    if tied and (0 in stages) != (last in stages):
+        tied_bytes = FLOAT32_BYTES * tied / model.ranks_per_copy
         yield CollectiveCalls("point to point", "pp", tied_bytes, 1)
