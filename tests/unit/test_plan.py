@@ -718,7 +718,8 @@ def test_hours_on_cpu_cores_come_from_a_measured_rate(
     corpus: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planned = _plan(corpus, tmp_path)
-    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("time ")]
+    lines = capsys.readouterr().out.splitlines()
+    [line] = [line for line in lines if line.startswith(("time ", "step time"))]
     match = re.fullmatch(
         r"time        about (\d+) s of training, without start-up, on CPU cores like these, measured now at ([\d,]+) "
         "GFLOP/s per process; steps of a few ms take longer",
