@@ -49,7 +49,7 @@ from cellmill.parallel import apply as compile_module
 from cellmill.parallel.apply import compile_blocks
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.step import ParallelModel, clip_grad_norm
-from cellmill.planner.devices import find_peak_flops
+from cellmill.planner.devices import find_peak_flops_per_s
 from cellmill.planner.measure.size import Load, measure_size
 from cellmill.planner.memory import estimate_peak_memory
 from cellmill.planner.planned_model import PlannedModel
@@ -374,7 +374,7 @@ def main() -> None:
         for text in check_attention(device):
             print(text, flush=True)
         peak = (
-            find_peak_flops(torch.cuda.get_device_name(device), PARALLEL)
+            find_peak_flops_per_s(torch.cuda.get_device_name(device), PARALLEL)
             if device.type == "cuda"
             else None
         )

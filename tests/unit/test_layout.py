@@ -10,7 +10,7 @@ from cellmill.config.checks import check_nodes, check_together
 from cellmill.config.parallel import Layout, Parallel, divide_processes
 from cellmill.config.parts.families import EncoderConfig
 from cellmill.errors import ConfigError
-from cellmill.planner.devices import DEVICES, find_device, find_peak_flops, recognise_device
+from cellmill.planner.devices import DEVICES, find_device, find_peak_flops_per_s, recognise_device
 from tests.checks import refused
 from tests.models import train_options
 
@@ -153,11 +153,11 @@ def test_devices_are_recognised_by_product_name() -> None:
     assert find_device("h100").memory_gb == 80
     bf16 = Parallel(precision="bf16-mixed")
     tf32 = Parallel(tf32=True)
-    assert find_peak_flops("NVIDIA H100 80GB HBM3", bf16) == 989e12
-    assert find_peak_flops("NVIDIA A100-SXM4-80GB", Parallel()) == 19.5e12
-    assert find_peak_flops("NVIDIA A100-SXM4-80GB", tf32) == 156e12
-    assert find_peak_flops("something else", bf16) is None
-    assert find_peak_flops("NVIDIA RTX A1000", bf16) is None
+    assert find_peak_flops_per_s("NVIDIA H100 80GB HBM3", bf16) == 989e12
+    assert find_peak_flops_per_s("NVIDIA A100-SXM4-80GB", Parallel()) == 19.5e12
+    assert find_peak_flops_per_s("NVIDIA A100-SXM4-80GB", tf32) == 156e12
+    assert find_peak_flops_per_s("something else", bf16) is None
+    assert find_peak_flops_per_s("NVIDIA RTX A1000", bf16) is None
     names = {
         "A100-SXM4-40GB": "a100-40gb",
         "a100_80g": "a100-80gb",

@@ -62,7 +62,7 @@ def estimate_cost(
     ]
     heaviest = max(traffic_by_rank, key=lambda traffic: sum(part.sent_bytes for part in traffic))
     time = None
-    peak = device.flops(options.parallel)
+    peak = device.peak_flops_per_s(options.parallel)
     intra_node_gbs = options.plan.intra_node_gbs or device.intra_node_gbs
     inter_node_gbs = options.plan.inter_node_gbs or device.inter_node_gbs
     if peak is not None and intra_node_gbs is not None and inter_node_gbs is not None:

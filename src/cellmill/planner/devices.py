@@ -20,26 +20,26 @@ class Device:
     """Peak rates of one device; None if unknown."""
 
     memory_gb: float | None  # None for the machine's own memory
-    bf16_flops: float | None  # FLOP/s in bfloat16 and float16
-    fp32_flops: float | None
+    bf16_flops_per_s: float | None  # in bfloat16 and float16
+    fp32_flops_per_s: float | None
     intra_node_gbs: float | None  # GB/s to devices of the same node
     inter_node_gbs: float | None  # GB/s to other nodes
     has_bf16: bool = True
-    tf32_flops: float | None = None
+    tf32_flops_per_s: float | None = None
 
-    def flops(self, parallel: Parallel) -> float | None:
+    def peak_flops_per_s(self, parallel: Parallel) -> float | None:
         """Find the peak FLOP/s in the number format of a run; None if unknown."""
         if parallel.half_precision:
-            return self.bf16_flops
-        if parallel.tf32 and self.tf32_flops:
-            return self.tf32_flops
-        return self.fp32_flops
+            return self.bf16_flops_per_s
+        if parallel.tf32 and self.tf32_flops_per_s:
+            return self.tf32_flops_per_s
+        return self.fp32_flops_per_s
 
 
 # GB of memory; FLOP/s in bf16 and in fp32; GB/s inside a node and to other nodes
 _V100 = Device(32, 125e12, 15.7e12, 150, 6.25, has_bf16=False)
-_A100 = Device(80, 312e12, 19.5e12, 300, 25, tf32_flops=156e12)
-_H100 = Device(80, 989e12, 67e12, 450, 50, tf32_flops=494e12)
+_A100 = Device(80, 312e12, 19.5e12, 300, 25, tf32_flops_per_s=156e12)
+_H100 = Device(80, 989e12, 67e12, 450, 50, tf32_flops_per_s=494e12)
 DEVICES = {
     "cpu": Device(None, None, None, None, None),
     "v100": _V100,
@@ -48,11 +48,11 @@ DEVICES = {
     "a100": _A100,
     "a100-40gb": replace(_A100, memory_gb=40),
     "a100-80gb": _A100,
-    "l40s": Device(48, 362e12, 91.6e12, 32, 12.5, tf32_flops=183e12),
+    "l40s": Device(48, 362e12, 91.6e12, 32, 12.5, tf32_flops_per_s=183e12),
     "h100": _H100,
     "h200": replace(_H100, memory_gb=141),
-    "b200": Device(180, 2250e12, 75e12, 900, 50, tf32_flops=1100e12),
-    "mi300x": Device(192, 1307e12, 163.4e12, 448, 50, tf32_flops=653e12),
+    "b200": Device(180, 2250e12, 75e12, 900, 50, tf32_flops_per_s=1100e12),
+    "mi300x": Device(192, 1307e12, 163.4e12, 448, 50, tf32_flops_per_s=653e12),
 }
 
 
@@ -98,13 +98,13 @@ def check_precision(parallel: Parallel, name: str, device: Device) -> None:
         raise ConfigError(
             f"parallel.precision bf16-mixed: a {name} has no bfloat16; set it to 16-mixed"
         )
-    if parallel.tf32 and device.fp32_flops is not None and device.tf32_flops is None:
+    if parallel.tf32 and device.fp32_flops_per_s is not None and device.tf32_flops_per_s is None:
         raise ConfigError(
             f"parallel.tf32: a {name} has no TF32; set it to no, or precision to 16-mixed"
         )
 
 
-def find_peak_flops(product: str, parallel: Parallel) -> float | None:
+def find_peak_flops_per_s(product: str, parallel: Parallel) -> float | None:
     """Find the peak FLOP/s of a product such as NVIDIA H100 80GB HBM3; None if it is unknown."""
     name = recognise_device(product)
-    return DEVICES[name].flops(parallel) if name else None
+    return DEVICES[name].peak_flops_per_s(parallel) if name else None

@@ -41,7 +41,7 @@ def format_scaling(
     Links and idle pipelines lower it.
     """
     machines = list_machines(machine)
-    if len(machines) == 1 or device.flops(options.parallel) is None:
+    if len(machines) == 1 or device.peak_flops_per_s(options.parallel) is None:
         return []
     lines = ["", ROW.format("GPUs", "time", "GPU time", "efficiency")]
     base_gpu_hours: float | None = None  # on the fewest devices that fit

@@ -58,7 +58,9 @@ class Offer:
             "without GPUs": int(not any(node.gpus for node in self.nodes)),
             "the default": int(self.partition.default),
             # 0 for an unknown type
-            "fastest GPUs": int(DEVICES[recognise_device(self.kind) or "cpu"].bf16_flops or 0),
+            "fastest GPUs": int(
+                DEVICES[recognise_device(self.kind) or "cpu"].bf16_flops_per_s or 0
+            ),
             "longest time limit": find_useful_limit(self.partition),
             "most nodes": len(self.nodes),
         }

@@ -188,7 +188,7 @@ def _format_cpu_time(run_plan: RunPlan) -> str:
     time = estimate_cost(cost.options, run_plan.corpus, hardware, cpu, cost.memory).time
     assert time is not None, "the rate was measured"
     duration = span(max(1.0, 3600 * time.hours))
-    speed = f"{(cpu.fp32_flops or 0) / 1e9:,.0f} GFLOP/s per process"
+    speed = f"{(cpu.fp32_flops_per_s or 0) / 1e9:,.0f} GFLOP/s per process"
     return format_line(
         "time",
         f"about {duration} of training, without start-up, on CPU cores like these, measured now at {speed}; "

@@ -40,7 +40,7 @@ from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import Mesh, PipelineStages, gather_json
 from cellmill.parallel.replay import Replay
 from cellmill.parallel.step import ParallelModel, StepModel, clip_grad_norm
-from cellmill.planner.devices import find_peak_flops
+from cellmill.planner.devices import find_peak_flops_per_s
 from cellmill.planner.measure.size import Flops, Load
 from cellmill.runs.folder import TrainFolder, cut_back, is_training_step, status
 from cellmill.track.tracker import Tracker
@@ -110,7 +110,7 @@ class Trainer:
         watch.saving = self.checkpoints.is_writing
         peak = None
         if device.type == "cuda":
-            peak = find_peak_flops(torch.cuda.get_device_name(device), options.parallel)
+            peak = find_peak_flops_per_s(torch.cuda.get_device_name(device), options.parallel)
         self.meter = Meter(peak, dist.get_world_size())
         profile_folder = folder.path / "profile"
         self.profile = StepProfile(profile_folder, train.profile_steps, dist.get_rank(), device)

@@ -24,12 +24,12 @@ def measure_cpu(device: Device, nproc_per_node: int) -> Device:
         start = time.perf_counter()
         torch.mm(matrix, matrix)
         best_s = min(best_s, time.perf_counter() - start)
-    flops = 2 * SIDE**3 / best_s / nproc_per_node
+    flops_per_s = 2 * SIDE**3 / best_s / nproc_per_node
     return replace(
         device,
-        bf16_flops=flops,
-        fp32_flops=flops,
-        tf32_flops=flops,
+        bf16_flops_per_s=flops_per_s,
+        fp32_flops_per_s=flops_per_s,
+        tf32_flops_per_s=flops_per_s,
         intra_node_gbs=MEMORY_GBS,
         inter_node_gbs=MEMORY_GBS,
     )
