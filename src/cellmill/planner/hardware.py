@@ -16,7 +16,7 @@ class Hardware:
 
     nodes: int
     nproc_per_node: int
-    device: str  # name of the device of a process
+    device_name: str  # of each process
     device_bytes: int  # device memory of one process
     usable_bytes: int  # `plan.memory_frac` of `device_bytes`
 

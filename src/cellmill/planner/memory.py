@@ -58,7 +58,7 @@ def plan_memory(
 
     `micro_batch_tokens` are the tokens of a micro-batch; by default those of the run's largest.
     """
-    if hardware.device == "cpu":  # there is no other memory to offload to
+    if hardware.device_name == "cpu":  # there is no other memory to offload to
         parallel = options.parallel.model_copy(update={"cpu_offload": None})
         options = options.model_copy(update={"parallel": parallel})
     model = PlannedModel.measure(

@@ -40,12 +40,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error)) is not None
 
 
-def ask_for_advice(run_json: Path, world_size: int, nproc_per_node: int, device: str) -> str | None:
+def ask_for_advice(
+    run_json: Path, world_size: int, nproc_per_node: int, device_name: str
+) -> str | None:
     """Run `advise` in a new process, since sizes are measured without a process group.
 
     Return None if that process fails.
     """
-    arguments = [str(run_json), str(world_size), str(nproc_per_node), device]
+    arguments = [str(run_json), str(world_size), str(nproc_per_node), device_name]
     command = [sys.executable, "-m", "cellmill.planner.out_of_memory", *arguments]
     try:
         done = subprocess.run(
@@ -56,7 +58,7 @@ def ask_for_advice(run_json: Path, world_size: int, nproc_per_node: int, device:
     return done.stdout.strip() or None
 
 
-def advise(run_json: Path, world_size: int, nproc_per_node: int, device: str = "cpu") -> str:
+def advise(run_json: Path, world_size: int, nproc_per_node: int, device_name: str = "cpu") -> str:
     """Name the planned memory of a process, and the first change with which it needs a fifth less.
 
     The plan counts every training cell of the shards once: `stream.train_frac` and
@@ -75,7 +77,7 @@ def advise(run_json: Path, world_size: int, nproc_per_node: int, device: str = "
     hardware = Hardware(
         nodes=world_size // nproc_per_node,
         nproc_per_node=nproc_per_node,
-        device=device,
+        device_name=device_name,
         device_bytes=0,  # a remedy is measured against the plan, not the device
         usable_bytes=0,
     )

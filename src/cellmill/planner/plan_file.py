@@ -41,7 +41,7 @@ class RunPlan:
     @property
     def host(self) -> HostBytes:
         """Pinned host memory of one process; a CPU process needs none."""
-        if self.hardware.device == "cpu":
+        if self.hardware.device_name == "cpu":
             return HostBytes(offload=0, staging=0)
         return estimate_host_bytes(self.cost.model)
 
@@ -101,7 +101,7 @@ class RunPlan:
             "nodes": hardware.nodes,
             "nproc_per_node": hardware.nproc_per_node,
             "world_size": hardware.world_size,
-            "device": hardware.device,
+            "device": hardware.device_name,
             # options of section `parallel`, and sizes of the mesh axes
             "layout": options.parallel.model_dump(mode="json") | asdict(cost.model.layout),
             "mfu_frac": options.plan.mfu_frac,  # fraction of the peak that computation reaches
@@ -191,17 +191,18 @@ def _format_memory(plan: RunPlan) -> Iterator[Line]:
     memory = plan.cost.memory
     parallel = plan.cost.options.parallel
     layout = describe_layout(parallel, plan.cost.model.layout)
-    yield "processes", f"{hardware.world_size} x {hardware.device}, {layout}, {parallel.precision}"
+    processes = f"{hardware.world_size} x {hardware.device_name}"
+    yield "processes", f"{processes}, {layout}, {parallel.precision}"
     parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in asdict(memory).items() if n)
     for n_bytes, use in zip(plan.host, ("parallel.cpu_offload", "checkpoints")):
         if n_bytes:
             parts += f"; {format_bytes(n_bytes)} of pinned host memory for {use}"
     usable = format_bytes(hardware.usable_bytes)
     yield "memory", f"{format_bytes(memory.total)} of {usable} per process: {parts}"
-    memory_gb = find_device(hardware.device).memory_gb
+    memory_gb = find_device(hardware.device_name).memory_gb
     # True if the memory is that of the named device, not plan.memory_gb
     is_named = memory_gb is not None and hardware.device_bytes == round(memory_gb * GB)
-    assumption = describe_assumption(hardware.device)
+    assumption = describe_assumption(hardware.device_name)
     if is_named and assumption:
         yield "assumed", assumption
     largest = f"{plan.largest_micro_batch:,} would fit (train.token_budget)"

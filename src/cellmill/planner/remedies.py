@@ -32,7 +32,7 @@ def check_memory(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -
     part, n_bytes = max(asdict(memory).items(), key=lambda item: item[1])
     raise ConfigError(
         f"needs {format_bytes(memory.total)} per process, {format_bytes(n_bytes)} of it {part}, but "
-        f"{hardware.device} has {format_bytes(hardware.usable_bytes)} usable ({options.plan.memory_frac:.0%} of "
+        f"{hardware.device_name} has {format_bytes(hardware.usable_bytes)} usable ({options.plan.memory_frac:.0%} of "
         f"{format_bytes(hardware.device_bytes)}): {find_remedy(options, corpus, hardware)}"
     )
 
@@ -171,7 +171,7 @@ def _list_larger_layouts(change: Change) -> Iterator[Change]:
     for pp in divisors(hardware.world_size // parallel.tp):
         if parallel.pp < pp <= max_pp:
             yield change.then_parallel(f"set parallel.pp to {pp}", pp=pp)
-    if hardware.device == "cpu" or not change.options.train.optimizer.offloaded:
+    if hardware.device_name == "cpu" or not change.options.train.optimizer.offloaded:
         return
     if parallel.cpu_offload is None:
         yield change.then_parallel("set parallel.cpu_offload to optimizer", cpu_offload="optimizer")

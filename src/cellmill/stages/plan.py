@@ -73,24 +73,24 @@ def plan(
 
     Raise ConfigError if the run cannot work, or if no layout fits.
     """
-    device = device.lower()
+    device_name = device.lower()
     if manifest is None:
         corpus = _assume_corpus(options, cells or ASSUMED_CELLS, genes or ASSUMED_GENES)
     else:
         corpus = _read_corpus(options, manifest)
     options = corpus.options
     if suggest:
-        suggestions = suggest_layouts(options, corpus.size, machine, device)
-        print(format_suggestions(suggestions, options, machine, device), flush=True)
+        suggestions = suggest_layouts(options, corpus.size, machine, device_name)
+        print(format_suggestions(suggestions, options, machine, device_name), flush=True)
         if not suggestions.fitting:
             raise ConfigError("no layout fits, for the reasons above")
         return
-    run_plan = _plan_run(corpus, machine, device)
+    run_plan = _plan_run(corpus, machine, device_name)
     _check_host_memory(run_plan, machine)
     if out is not None:
         write_json(out, run_plan.record())
     lines = [format_plan(run_plan)]
-    if device == "cpu":
+    if device_name == "cpu":
         lines.append(_format_cpu_time(run_plan))
     if train is None and out is not None:
         train = out.parent / "train"
@@ -99,7 +99,7 @@ def plan(
         refusal = foresee_refusal(train, options, steps)
         if refusal is not None:
             lines.append(format_line("warning", f"stage train will refuse this run: {refusal}"))
-    lines += format_scaling(options, corpus.size, machine, device, find_device(device))
+    lines += format_scaling(options, corpus.size, machine, device_name, find_device(device_name))
     print("\n".join(lines), flush=True)
 
 
