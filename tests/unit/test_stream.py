@@ -364,7 +364,7 @@ def test_the_plan_knows_the_cells_of_equal_steps(manifest: Manifest) -> None:
     for equal, largest, more in ((False, 40, 6 * 40), (True, 39, 6 * CELLS // 14)):
         options = PlanOptions.model_validate(tree | {"stream": {"lanes": 8, "equal_steps": equal}})
         work = count_work(options, cells, divide_processes(options.parallel, 1, 1))
-        assert (work.steps_per_epoch, work.cells_per_step, work.cells_seen) == (
+        assert (work.steps_per_epoch, work.max_cells_per_step, work.cells_seen) == (
             14,
             largest,
             CELLS + more,

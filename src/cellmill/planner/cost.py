@@ -54,10 +54,10 @@ def estimate_cost(
         ModelSpec.of(options, corpus.n_genes, corpus.levels), finetune=options.finetune
     )
     mean_cell = Load(corpus.tokens_per_cell, corpus.pairs_per_cell, cells=1)
-    flops_per_step = whole_size.flops.count(mean_cell) * work.cells_per_step
+    flops_per_step = whole_size.flops.count(mean_cell) * work.max_cells_per_step
     load = _divide_load(corpus, work, model.layout.dp)
     traffic_by_rank = [
-        list_traffic(model, rank, load.tokens, work.micro_batches_per_step)
+        list_traffic(model, rank, load.tokens, work.mean_micro_batches_per_step)
         for rank in range(model.layout.pp)
     ]
     heaviest = max(traffic_by_rank, key=lambda traffic: sum(part.sent_bytes for part in traffic))
@@ -69,7 +69,7 @@ def estimate_cost(
         network = Network(intra_node_gbs, inter_node_gbs)
         flops_per_s = peak * options.plan.mfu_frac
         step = estimate_step(
-            model, heaviest, network, flops_per_s, load, work.micro_batches_per_step
+            model, heaviest, network, flops_per_s, load, work.mean_micro_batches_per_step
         )
         mfu = flops_per_step / (step.step_s * peak * hardware.world_size)
         time = _estimate_time(options, work, step, mfu, hardware.world_size)
@@ -80,12 +80,12 @@ def _estimate_time(
     options: PlanOptions, work: Work, step: StepTime, mfu: float, world_size: int
 ) -> RunTime:
     """Add up the time of all steps and validations."""
-    steps_s = step.step_s * work.cells_seen / work.cells_per_step
+    steps_s = step.step_s * work.cells_seen / work.max_cells_per_step
     if options.train.replay_every_steps is not None:
         # one more step is computed for each step that is replayed
         steps_s *= 1 + 1 / options.train.replay_every_steps
     forward_s = step.step_s / FORWARDS_PER_STEP  # a validation has no backward pass
-    validations_s = forward_s * work.validations * work.val_cells / work.cells_per_step
+    validations_s = forward_s * work.validations * work.val_cells / work.max_cells_per_step
     hours = (steps_s + validations_s) / 3600
     return RunTime(
         step=step,
@@ -101,7 +101,7 @@ def _divide_load(corpus: CorpusSize, work: Work, dp: int) -> Load:
 
     Padding of a pipeline is computed like any other tokens, in cells of PAD_CELL tokens.
     """
-    n_cells = work.cells_per_step / dp
+    n_cells = work.max_cells_per_step / dp
     tokens = n_cells * corpus.tokens_per_cell
     padding = work.padding_frac * tokens
     return Load(

@@ -47,7 +47,7 @@ class RunPlan:
 
     @property
     def tokens_per_step(self) -> float:
-        return self.corpus.tokens_per_cell * self.cost.work.cells_per_step
+        return self.corpus.tokens_per_cell * self.cost.work.max_cells_per_step
 
     @property
     def tokens_seen(self) -> float:
@@ -87,13 +87,15 @@ class RunPlan:
             "steps": work.steps,
             "steps_per_epoch": work.steps_per_epoch,
             "cells_seen": work.cells_seen,  # cells over all steps
-            "micro_batches_per_step": work.micro_batches_per_step,  # mean over the sampled first steps
+            "micro_batches_per_step": work.mean_micro_batches_per_step,  # mean over the sampled first steps
             "validations": work.validations,
             "val_cells": work.val_cells,  # cells per validation
             "auto_steps": train.steps == "auto",
             "micro_batch_tokens": work.micro_batch_tokens,  # tokens of the largest micro-batch
             "step": time and {**asdict(time.step), "step_s": time.step.step_s},
-            "pipeline_idle_frac": estimate_idle_frac(options.parallel, work.micro_batches_per_step),
+            "pipeline_idle_frac": estimate_idle_frac(
+                options.parallel, work.mean_micro_batches_per_step
+            ),
             "mfu": time and time.mfu,  # fraction of the device's peak that a step reaches
             "hours": time and time.hours,  # with validation
             "validation_frac": time and time.validation_frac,  # fraction of the hours
@@ -182,7 +184,7 @@ def _format_work(plan: RunPlan) -> Iterator[Line]:
     in_total = f"{plan.tokens_seen:,.0f} tokens in total"
     yield "steps", f"{work.steps:,} ({per_epoch:,} per epoch{auto}), {in_total}"
     flops = f"{cost.flops_per_step:.3g} FLOPs"
-    micro_batches = f"{work.micro_batches_per_step:.1f} micro-batches per process"
+    micro_batches = f"{work.mean_micro_batches_per_step:.1f} micro-batches per process"
     yield "step", f"{plan.tokens_per_step:,.0f} tokens in {micro_batches}, {flops}"
 
 
@@ -231,7 +233,7 @@ def _format_time(cost: RunCost) -> Iterator[Line]:
         peak += f" over a step (plan.mfu_frac assumes {mfu_frac:.0%} while computing)"
     gpu_time = format_hours(time.gpu_hours)
     yield "time", f"{format_hours(time.hours)} of training, GPU time {gpu_time} at {peak}"
-    micro_batch_ms = 1e3 * step.compute_s / cost.work.micro_batches_per_step
+    micro_batch_ms = 1e3 * step.compute_s / cost.work.mean_micro_batches_per_step
     if micro_batch_ms < LAUNCHES_MS:
         launches = f"launches of kernels, which may take {LAUNCHES_MS} ms"
         yield "not counted", f"{launches}: a micro-batch computes for {micro_batch_ms:.2g} ms"

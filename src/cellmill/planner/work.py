@@ -61,11 +61,11 @@ class Work:
 
     steps: int
     steps_per_epoch: int
-    cells_per_step: int  # cells of the largest step
+    max_cells_per_step: int  # cells of the largest step
     cells_seen: int  # cells over all steps
     validations: int
     val_cells: int  # cells per validation
-    micro_batches_per_step: float  # mean over the sampled first steps; the same on every rank
+    mean_micro_batches_per_step: float  # over the sampled first steps; the same on every rank
     max_micro_batches_per_step: int  # over the sampled steps
     micro_batch_tokens: int  # tokens of the largest micro-batch, with a pipeline's padding
     padding_frac: float  # padding tokens of a pipeline per token of the step's cells
@@ -92,11 +92,11 @@ def count_work(options: PlanOptions, corpus: CorpusSize, layout: Layout) -> Work
     return Work(
         steps=steps,
         steps_per_epoch=order_rule.steps_per_epoch,
-        cells_per_step=order_rule.max_step_cells,
+        max_cells_per_step=order_rule.max_step_cells,
         cells_seen=epochs * corpus.n_cells + cells_of_last_epoch,
         validations=-(-steps // train.val_every_steps) if corpus.n_validation else 0,
         val_cells=val_cells,
-        micro_batches_per_step=float(np.mean(micro_batches.counts)),
+        mean_micro_batches_per_step=float(np.mean(micro_batches.counts)),
         max_micro_batches_per_step=max(micro_batches.counts),
         micro_batch_tokens=micro_batches.max_tokens,
         padding_frac=micro_batches.padding_frac,
