@@ -50,7 +50,7 @@ def format_scaling(
         nproc = scaled.nproc_per_node
         count = f"{nodes} x {nproc} = {nodes * nproc}"
         try:
-            time = _estimate_cost(options, corpus, scaled, device_name, device).time
+            time = _plan_on_machine(options, corpus, scaled, device_name, device).time
         except ConfigError as error:
             lines.append(f"{count:>12}  {str(error).partition(';')[0]}")
             continue
@@ -67,7 +67,7 @@ def format_scaling(
     return lines
 
 
-def _estimate_cost(
+def _plan_on_machine(
     options: PlanOptions, corpus: CorpusSize, machine: Machine, device_name: str, device: Device
 ) -> RunCost:
     """Estimate the run on the machine. Raise ConfigError if it does not work or fit there."""
