@@ -57,8 +57,8 @@ def estimate_cost(
     flops_per_step = whole_size.flops.count(mean_cell) * work.max_cells_per_step
     load = _divide_load(corpus, work, model.layout.dp)
     traffic_by_rank = [
-        list_traffic(model, rank, load.tokens, work.mean_micro_batches_per_step)
-        for rank in range(model.layout.pp)
+        list_traffic(model, pp_rank, load.tokens, work.mean_micro_batches_per_step)
+        for pp_rank in range(model.layout.pp)
     ]
     heaviest = max(traffic_by_rank, key=lambda traffic: sum(part.sent_bytes for part in traffic))
     time = None

@@ -74,15 +74,15 @@ def estimate_peak_memory(
     model: PlannedModel,
     micro_batch_tokens: int,
     micro_batches: int,
-    ranks: Iterable[int] | None = None,
+    pp_ranks: Iterable[int] | None = None,
 ) -> Memory:
     """Estimate the memory of the pipeline rank that needs most in a step of `micro_batches`.
 
-    Only the pipeline ranks in `ranks` count, by default all.
+    Only the pipeline ranks in `pp_ranks` count, by default all.
     """
     peaks = []
-    for rank in range(model.layout.pp) if ranks is None else ranks:
-        memory = _RankMemory(model, rank, micro_batch_tokens, micro_batches)
+    for pp_rank in range(model.layout.pp) if pp_ranks is None else pp_ranks:
+        memory = _RankMemory(model, pp_rank, micro_batch_tokens, micro_batches)
         peaks.append(memory.at_backward_start())
         # at_blocks_end needs no look in a pipeline: each backward pass frees the activations of one of
         # the micro-batches in flight
@@ -94,18 +94,18 @@ def estimate_peak_memory(
 
 
 class _RankMemory:
-    """Memory of a process of pipeline rank `rank` at three moments of a step."""
+    """Memory of a process of pipeline rank `pp_rank` at three moments of a step."""
 
     def __init__(
-        self, model: PlannedModel, rank: int, micro_batch_tokens: int, micro_batches: int
+        self, model: PlannedModel, pp_rank: int, micro_batch_tokens: int, micro_batches: int
     ) -> None:
         self.model = model
         self.parallel = model.parallel
-        self.totals = model.sum_rank_totals(rank)
-        self.stages = model.list_rank_stages(rank)
+        self.totals = model.sum_rank_totals(pp_rank)
+        self.stages = model.list_rank_stages(pp_rank)
         self.micro_batch_tokens = micro_batch_tokens
         self.micro_batches = micro_batches
-        self.in_flight = count_in_flight(self.parallel, rank, micro_batches)
+        self.in_flight = count_in_flight(self.parallel, pp_rank, micro_batches)
         offload = self.parallel.cpu_offload
         trained_shard = -(-self.totals.trained // model.ranks_per_copy)
         self.shard_gradient_bytes = 0 if offload == "full" else FLOAT32_BYTES * trained_shard
@@ -307,8 +307,8 @@ def estimate_host_bytes(model: PlannedModel) -> HostBytes:
     def copy_bytes(n_tensors: int) -> int:
         """Count the bytes of all weights, and of `n_tensors` copies of the trained ones."""
         elements = 0  # of the largest pipeline rank
-        for rank in range(model.layout.pp):
-            totals = model.sum_rank_totals(rank)
+        for pp_rank in range(model.layout.pp):
+            totals = model.sum_rank_totals(pp_rank)
             elements = max(elements, totals.parameters + n_tensors * totals.trained)
         return FLOAT32_BYTES * -(-elements // model.ranks_per_copy)
 

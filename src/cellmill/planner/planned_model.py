@@ -26,7 +26,7 @@ class RankTotals(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Stage:
+class PipelineStage:
     """One pipeline stage; the whole model without a pipeline."""
 
     size: ModelSize  # of the whole model
@@ -99,21 +99,23 @@ class PlannedModel:
         """Data-parallel ranks that share one copy of the weights."""
         return self.layout.dp_shard if self.is_sharded else 1
 
-    def list_rank_stages(self, rank: int) -> list[Stage]:
-        """List the stages of pipeline rank `rank`, in the order of `parallel.mesh.list_stages`."""
+    def list_rank_stages(self, pp_rank: int) -> list[PipelineStage]:
+        """List the stages of pipeline rank `pp_rank`, in the order of `parallel.mesh.list_stages`."""
         n_stages = self.parallel.n_stages
         stages = []
-        for stage in list_stages(rank, self.parallel):
+        for stage in list_stages(pp_rank, self.parallel):
             n_blocks = len(list_blocks(stage, n_stages, self.size.n_blocks))
             is_first = stage == 0
             is_last = stage == n_stages - 1
-            stages.append(Stage(self.size, n_blocks, has_begin=is_first, has_finish=is_last))
+            stages.append(
+                PipelineStage(self.size, n_blocks, has_begin=is_first, has_finish=is_last)
+            )
         return stages
 
-    def sum_rank_totals(self, rank: int) -> RankTotals:
-        """Sum blocks and parameters over the stages of pipeline rank `rank`."""
+    def sum_rank_totals(self, pp_rank: int) -> RankTotals:
+        """Sum blocks and parameters over the stages of pipeline rank `pp_rank`."""
         size = self.size
-        stages = self.list_rank_stages(rank)
+        stages = self.list_rank_stages(pp_rank)
         n_blocks = sum(stage.n_blocks for stage in stages)
         n_begin = sum(stage.has_begin for stage in stages)
         n_finish = sum(stage.has_finish for stage in stages)

@@ -22,7 +22,7 @@ IDLE_UNITS = {
 }
 
 
-def count_in_flight(parallel: Parallel, rank: int, micro_batches: int) -> int:
+def count_in_flight(parallel: Parallel, pp_rank: int, micro_batches: int) -> int:
     """Count the micro-batches in flight, at most: those whose activations a pipeline rank holds.
 
     A micro-batch counts once for each stage of the rank that holds it.
@@ -32,12 +32,12 @@ def count_in_flight(parallel: Parallel, rank: int, micro_batches: int) -> int:
     in_flight = {
         # every forward pass comes before the first backward pass
         "GPipe": all_at_once,
-        # one for each of the pp - 1 - rank later ranks, and the rank's own
-        "1F1B": pp - rank,
+        # one for each of the pp - 1 - pp_rank later ranks, and the rank's own
+        "1F1B": pp - pp_rank,
         # pp in the rank's first stage, 2 for each later rank (there and back), and the rank's own
-        "Interleaved1F1B": pp + 2 * (pp - 1 - rank) + 1,
-        # interleaved, but 1 instead of 2 per later rank: 2 pp - rank. `rank` more are held until their
-        # weight gradients, which are computed after those of inputs
+        "Interleaved1F1B": pp + 2 * (pp - 1 - pp_rank) + 1,
+        # interleaved, but 1 instead of 2 per later rank: 2 pp - pp_rank. `pp_rank` more are held until
+        # their weight gradients, which are computed after those of inputs
         "InterleavedZeroBubble": 2 * pp,
         # both stages of a rank hold as much as 1F1B's first rank in one stage of twice the size
         "ZBV": 2 * pp,

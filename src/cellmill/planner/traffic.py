@@ -71,16 +71,16 @@ class CollectiveCalls(NamedTuple):
 
 
 def list_traffic(
-    model: PlannedModel, rank: int, tokens: float, micro_batches: float
+    model: PlannedModel, pp_rank: int, tokens: float, micro_batches: float
 ) -> list[Traffic]:
-    """Sum the calls of pipeline rank `rank` in a step of `tokens` tokens, in all micro-batches."""
-    totals = model.sum_rank_totals(rank)
+    """Sum the calls of pipeline rank `pp_rank` in a step of `tokens` tokens, in all micro-batches."""
+    totals = model.sum_rank_totals(pp_rank)
     payloads = defaultdict[tuple[Kind, str], float](float)
     calls = defaultdict[tuple[Kind, str], float](float)
     for sent in chain(
         _list_data_parallel(model, totals, micro_batches),
         _list_tensor_parallel(model, totals, tokens, micro_batches),
-        _list_pipeline(model, rank, tokens, micro_batches),
+        _list_pipeline(model, pp_rank, tokens, micro_batches),
     ):
         payloads[sent.kind, sent.axis] += sent.payload_bytes
         calls[sent.kind, sent.axis] += sent.calls
@@ -174,10 +174,10 @@ def _list_tensor_parallel(
 
 
 def _list_pipeline(
-    model: PlannedModel, rank: int, tokens: float, micro_batches: float
+    model: PlannedModel, pp_rank: int, tokens: float, micro_batches: float
 ) -> Iterator[CollectiveCalls]:
     """Yield calls that send activations and gradients between stages, and gradients of tied parameters."""
-    stages = list_stages(rank, model.parallel)
+    stages = list_stages(pp_rank, model.parallel)
     last = model.parallel.n_stages - 1
     messages = 0  # sent by stages of this rank to stages of other ranks
     for stage in stages:
