@@ -32,7 +32,7 @@ class RunPlan:
     cost: RunCost
     corpus: CorpusSize
     hardware: Hardware
-    largest_micro_batch: int  # most tokens of a micro-batch that fit in memory
+    max_fitting_tokens: int  # most tokens of a micro-batch that fit in memory
     genes_per_cell: float  # mean number of detected genes
     cut_cells_frac: float  # fraction of cells with genes that do not become tokens
     fingerprint: str | None  # of the corpus; None for an assumed one
@@ -67,7 +67,7 @@ class RunPlan:
             "memory": {
                 "parts_bytes": asdict(cost.memory),  # by field of `planner.memory.Memory`
                 "total_bytes": cost.memory.total,
-                "usable_bytes": hardware.usable_bytes,  # `plan.memory_frac` of it
+                "usable_bytes": hardware.usable_bytes,  # `plan.memory_frac` of device_bytes
                 "device_bytes": hardware.device_bytes,
                 "offload_bytes": self.host.offload,  # pinned host memory for parallel.cpu_offload
                 "staging_bytes": self.host.staging,  # pinned host memory for a copy of the checkpoint
@@ -96,7 +96,7 @@ class RunPlan:
             "pipeline_idle_frac": estimate_idle_frac(
                 options.parallel, work.mean_micro_batches_per_step
             ),
-            "mfu": time and time.mfu,  # fraction of the device's peak that a step reaches
+            "mfu": time and time.mfu,  # fraction of the device's peak over a step
             "hours": time and time.hours,  # with validation
             "validation_frac": time and time.validation_frac,  # fraction of the hours
             "gpu_hours": time and time.gpu_hours,
@@ -106,13 +106,14 @@ class RunPlan:
             "device": hardware.device_name,
             # options of section `parallel`, and sizes of the mesh axes
             "layout": options.parallel.model_dump(mode="json") | asdict(cost.model.layout),
-            "mfu_frac": options.plan.mfu_frac,  # fraction of the peak that computation reaches
+            # fraction of the peak that is assumed without communication and idle time
+            "mfu_frac": options.plan.mfu_frac,
             "warmup_steps": train.warmup_steps,
             "global_batch": train.global_batch,  # cells
             "scaled_lr": _scale_lr(train),
             "choices": options.objective.choices(),  # what options take from the corpus, and why
             "warnings": self.warnings,
-            "largest_micro_batch": self.largest_micro_batch,
+            "largest_micro_batch": self.max_fitting_tokens,
             "genes_per_cell": self.genes_per_cell,
             "cut_cells_frac": self.cut_cells_frac,
             "fingerprint": self.fingerprint,
@@ -207,7 +208,7 @@ def _format_memory(plan: RunPlan) -> Iterator[Line]:
     assumption = describe_assumption(hardware.device_name)
     if is_named and assumption:
         yield "assumed", assumption
-    largest = f"{plan.largest_micro_batch:,} would fit (train.token_budget)"
+    largest = f"{plan.max_fitting_tokens:,} would fit (train.token_budget)"
     yield "micro-batch", f"at most {plan.cost.work.micro_batch_tokens:,} tokens; {largest}"
 
 
@@ -230,7 +231,7 @@ def _format_time(cost: RunCost) -> Iterator[Line]:
     peak = f"{time.mfu:.0%} of the peak"
     mfu_frac = cost.options.plan.mfu_frac
     if round(time.mfu, 2) < round(mfu_frac, 2):
-        peak += f" over a step (plan.mfu_frac assumes {mfu_frac:.0%} while computing)"
+        peak += f" over a step (plan.mfu_frac assumes {mfu_frac:.0%} without communication and idle time)"
     gpu_time = format_hours(time.gpu_hours)
     yield "time", f"{format_hours(time.hours)} of training, GPU time {gpu_time} at {peak}"
     micro_batch_ms = 1e3 * step.compute_s / cost.work.mean_micro_batches_per_step

@@ -149,8 +149,8 @@ def _plan_run(corpus: PlannedCorpus, machine: Machine, device_name: str) -> RunP
     memory = check_memory(options, corpus.size, hardware)
     cost = estimate_cost(options, corpus.size, hardware, device, memory)
     warnings = options.objective.warnings()
-    # `sequence_parallel` is False for families whose blocks compute one row per cell, not per token
-    if corpus.cut_cells_frac and not options.model.sequence_parallel:
+    has_row_per_cell = not options.model.sequence_parallel
+    if corpus.cut_cells_frac and has_row_per_cell:
         max_genes = int(corpus.detected.max())
         max_tokens = find_max_tokens(options.tokens, max_genes)
         warnings.append(
@@ -161,7 +161,7 @@ def _plan_run(corpus: PlannedCorpus, machine: Machine, device_name: str) -> RunP
         cost,
         corpus.size,
         hardware,
-        largest_micro_batch=find_largest_micro_batch(options, corpus.size, hardware),
+        max_fitting_tokens=find_largest_micro_batch(options, corpus.size, hardware),
         genes_per_cell=float(corpus.detected.mean()),
         cut_cells_frac=corpus.cut_cells_frac,
         fingerprint=corpus.fingerprint,
