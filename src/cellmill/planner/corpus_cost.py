@@ -36,7 +36,7 @@ class StageCost:
     stage: str
     hours: float  # longest job, on one core
     cpu_hours: float  # all jobs
-    corpus_mb: float = 0.0  # memory of a job that grows with the corpus, its largest file or shard
+    data_rss_mb: float = 0.0  # beyond RSS_MB: grows with the corpus, its largest file or shard
     jobs: int = 1
     files: int = 0  # written and kept
     disk_gb: float = 0.0
@@ -44,7 +44,7 @@ class StageCost:
     @property
     def rss_gb(self) -> float:
         """Peak memory of a job."""
-        return (RSS_MB[self.stage] + self.corpus_mb) / 1e3
+        return (RSS_MB[self.stage] + self.data_rss_mb) / 1e3
 
 
 def estimate_corpus(
@@ -61,7 +61,7 @@ def estimate_corpus(
             jobs=len(cells_per_dataset),
             hours=max_cells * genes_per_cell * NS_PER_VALUE["preprocess"] / NS_PER_HOUR,
             cpu_hours=cpu_hours["preprocess"],
-            corpus_mb=obs_mb,
+            data_rss_mb=obs_mb,
             files=2 * len(cells_per_dataset),
             disk_gb=n_values * CELL_BYTES_PER_VALUE / 1e9,
         ),
@@ -69,7 +69,7 @@ def estimate_corpus(
             stage="vocabulary",
             hours=cpu_hours["vocabulary"],
             cpu_hours=cpu_hours["vocabulary"],
-            corpus_mb=obs_mb,
+            data_rss_mb=obs_mb,
             files=1,
             disk_gb=VOCABULARY_GB,
         ),
@@ -99,7 +99,7 @@ def _estimate_shards(
                 stage="shard",
                 hours=divide_hours + write_hours,
                 cpu_hours=divide_hours + write_hours,
-                corpus_mb=write_mb + divide_mb,
+                data_rss_mb=write_mb + divide_mb,
                 files=n_shards + N_INDEX_FILES,
                 disk_gb=n_bytes / 1e9,
             )
@@ -110,14 +110,14 @@ def _estimate_shards(
             stage="divide",
             hours=divide_hours,
             cpu_hours=divide_hours,
-            corpus_mb=divide_mb,
+            data_rss_mb=divide_mb,
         ),
         StageCost(
             stage="shard_part",
             jobs=shard.jobs,
             hours=write_hours * ceil(n_shards / writing_jobs) / n_shards,
             cpu_hours=write_hours,
-            corpus_mb=write_mb,
+            data_rss_mb=write_mb,
             files=n_shards,
             disk_gb=n_bytes / 1e9,
         ),
