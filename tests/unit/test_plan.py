@@ -549,7 +549,7 @@ def test_the_fastest_layouts_come_first() -> None:
     assert len(hours) == len(suggestions.fitting)
     assert all(after > 0.97 * before for before, after in itertools.pairwise(hours))
     assert all(suggestion.memory.total <= 0.9 * 12e9 for suggestion in suggestions.fitting)
-    assert min(suggestions.too_large) > 0.9 * 12e9
+    assert min(suggestions.bytes_of_too_large) > 0.9 * 12e9
     lines = format_suggestions(suggestions, options, MACHINE, "h100").splitlines()
     assert lines[:2] == [
         "4 nodes x 8 h100; memory per process, bytes sent per process and step",
@@ -558,7 +558,7 @@ def test_the_fastest_layouts_come_first() -> None:
     assert lines[2].split() == ["memory", "time", "MFU", "intra-node", "inter-node", "layout"]
     assert lines[13] == ""
     fitting = len(suggestions.fitting)
-    too_large = len(suggestions.too_large)
+    too_large = len(suggestions.bytes_of_too_large)
     assert lines[14].startswith(f"{fitting} layouts fit, {too_large} do not: the smallest")
 
 
@@ -568,8 +568,8 @@ def test_the_smallest_layout_is_reported_if_nothing_fits() -> None:
     assert format_suggestions(suggestions, options, MACHINE, "h100").splitlines()[2:5] == [
         "no layout fits",
         "",
-        f"0 layouts fit, {len(suggestions.too_large)} do not: "
-        f"the smallest needs {format_bytes(min(suggestions.too_large))}",
+        f"0 layouts fit, {len(suggestions.bytes_of_too_large)} do not: "
+        f"the smallest needs {format_bytes(min(suggestions.bytes_of_too_large))}",
     ]
 
 

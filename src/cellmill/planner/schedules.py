@@ -53,6 +53,6 @@ def estimate_idle_frac(parallel: Parallel, micro_batches: float) -> float:
     `micro_batches` is their mean number in a step, which is rounded.
     """
     stages_per_rank = parallel.n_stages // parallel.pp
-    busy = FORWARDS_PER_STEP * max(1, round(micro_batches)) * stages_per_rank
-    idle = (parallel.pp - 1) * IDLE_UNITS[parallel.schedule]
-    return idle / (busy + idle)
+    busy_units = FORWARDS_PER_STEP * max(1, round(micro_batches)) * stages_per_rank
+    idle_units = (parallel.pp - 1) * IDLE_UNITS[parallel.schedule]
+    return idle_units / (busy_units + idle_units)

@@ -45,7 +45,7 @@ class Suggestions:
     """Layouts that were tried."""
 
     fitting: list[RunCost]  # the best first
-    too_large: list[int]  # bytes of the layouts that do not fit
+    bytes_of_too_large: list[int]  # needed by each layout that does not fit
     # number of refused layouts by reason; reasons that differ only in numbers count as the first
     refused: Counter[str]
 
@@ -57,7 +57,7 @@ def suggest_layouts(
     hardware = find_hardware(options, machine, device_name)
     device = find_device(device_name)
     fitting = []
-    too_large = []
+    bytes_of_too_large = []
     refused: Counter[str] = Counter()
     first_reasons: dict[str, str] = {}  # keys are reasons without their numbers
     for parallel in list_parallel_options(options, hardware):
@@ -74,8 +74,8 @@ def suggest_layouts(
         if memory.fits(hardware):
             fitting.append(estimate_cost(changed, corpus, hardware, device, memory))
         else:
-            too_large.append(memory.total)
-    return Suggestions(sorted(fitting, key=_make_sort_key), too_large, refused)
+            bytes_of_too_large.append(memory.total)
+    return Suggestions(sorted(fitting, key=_make_sort_key), bytes_of_too_large, refused)
 
 
 def _make_sort_key(suggestion: RunCost) -> tuple[float, ...]:
@@ -154,14 +154,14 @@ def format_suggestions(
 ) -> str:
     """Format the best layouts, the reasons against others, and the YAML of the best."""
     fitting = suggestions.fitting
-    too_large = suggestions.too_large
+    bytes_of_too_large = suggestions.bytes_of_too_large
     processes = f"{machine.node_counts[0]:,} nodes x {machine.nproc_per_node} {device_name}"
     title = "no layout fits"
     if fitting:
         title = ROW.format("memory", "time", "MFU", "intra-node", "inter-node", "layout")
     summary = f"{len(fitting)} layouts fit"
-    if too_large:
-        summary += f", {len(too_large)} do not: the smallest needs {format_bytes(min(too_large))}"
+    if bytes_of_too_large:
+        summary += f", {len(bytes_of_too_large)} do not: the smallest needs {format_bytes(min(bytes_of_too_large))}"
     lines = [f"{processes}; memory per process, bytes sent per process and step", "", title]
     lines += [_format_row(suggestion) for suggestion in fitting[:MAX_SHOWN]]
     lines += ["", summary]
