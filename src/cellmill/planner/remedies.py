@@ -43,6 +43,7 @@ def find_largest_micro_batch(options: PlanOptions, corpus: CorpusSize, hardware:
     def needed(tokens: int) -> int:
         return plan_memory(options, corpus, hardware, tokens).total
 
+    # memory grows with the tokens; the range begins at 1, so the index is the largest number that fits
     return bisect_right(range(1, MAX_TOKENS + 1), hardware.usable_bytes, key=needed)
 
 

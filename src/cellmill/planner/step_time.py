@@ -3,8 +3,9 @@
 Assumptions: computation reaches `plan.mfu_frac` of the device's peak (`planner.devices`); links
 reach NETWORK_FRAC of their nominal rate. Weights and gradients are sent while blocks compute, as
 far as there is computation to overlap with. Tensor-parallel collectives overlap with nothing. With
-a pipeline nothing overlaps: activations between stages, gathered weights, gradients (sent at its
-end). With `parallel.gradient_reduction: micro_batch`, exposed communication is overestimated.
+a pipeline nothing overlaps: activations between stages, gathered weights, gradients (sent at the
+end of the step). With `parallel.gradient_reduction: micro_batch`, exposed communication is
+overestimated.
 """
 
 import math
@@ -18,11 +19,11 @@ from cellmill.planner.traffic import Traffic
 
 # NCCL's own tests reach some 360 of 450 GB/s on eight H100, 230 of 300 on eight A100
 NETWORK_FRAC = 0.8
-CALL_S = 14e-6  # base latency of a call, from the same source as `estimate_latency`
 # share of the backward pass in a step's computation
 BACKWARD_FRAC = (FORWARDS_PER_STEP - 1) / FORWARDS_PER_STEP
 FORWARD_FRAC = 1 - BACKWARD_FRAC
-# seconds of one hop of a collective, from the same source
+# NCCL 2.20, src/graph/tuning.cc, protocol LL128: base latency of a call, and seconds of one hop
+CALL_S = 14e-6
 RING_INTRA_NODE_S = 1.9e-6
 RING_INTER_NODE_S = 4.0e-6
 TREE_INTRA_NODE_S = 1.25e-6
@@ -48,7 +49,6 @@ def estimate_latency(traffic: Traffic) -> float:
 
     All-gather and reduce-scatter travel a ring of all processes: with many nodes this latency, not
     the bytes, makes FULL_SHARD slow. An all-reduce travels the ring twice, or up and down a tree.
-    Source: NCCL's own cost model (src/graph/tuning.cc of 2.20, protocol LL128).
     """
     nodes = -(-traffic.processes // traffic.processes_per_node)
     if traffic.kind == "point to point":
@@ -114,8 +114,8 @@ def estimate_step(
         last_backward_s = BACKWARD_FRAC * compute_s / micro_batches
         beyond_last_backward_s = reductions_s - last_backward_s
         exposed_s += max(first_and_last_s, beyond_compute_s, beyond_last_backward_s)
-    idle = estimate_idle_frac(model.parallel, micro_batches)
-    idle_s = (compute_s + exposed_s) * idle / (1 - idle)
+    idle_frac = estimate_idle_frac(model.parallel, micro_batches)
+    idle_s = (compute_s + exposed_s) * idle_frac / (1 - idle_frac)
     return StepTime(compute_s, exposed_s, idle_s)
 
 

@@ -43,15 +43,17 @@ ANY_QUANTILES = (0.0, 10.0)  # replace the corpus's quantiles: sizes do not depe
 
 @dataclass(frozen=True)
 class PartSize:
-    """Sizes in elements: of the part before the blocks, of one block, of the part after them, or tied.
+    """Sizes, in elements, of one part of a model.
 
-    The tied part is the parameters that both ends share.
+    A part is what comes before the blocks, one block, what comes after them, or the parameters that
+    both ends share.
     """
 
     parameters: int
     trained: int  # parameters with a gradient and optimizer state
     activations_per_token: float = 0.0  # kept for the backward pass; a block's with its input
-    # elements reduced over tp without sequence parallelism; for a block, in each of both passes
+    # reduced over tp without sequence parallelism; a block's in the forward pass, and as many again
+    # in the backward pass
     reduced_per_token: float = 0.0
 
 
