@@ -120,6 +120,11 @@ Larger numbers continue finished runs, smaller ones refuse them.
 """
 
 
+def auto_steps(steps_per_epoch: int) -> int:
+    """Steps of a run with steps: auto."""
+    return max(AUTO_MIN_STEPS, AUTO_EPOCHS * steps_per_epoch)
+
+
 class Train(Section):
     """Optimisation, validation and checkpoints."""
 
@@ -231,7 +236,7 @@ class Train(Section):
 
     def total_steps(self, steps_per_epoch: int) -> int:
         if self.steps == "auto":
-            return max(AUTO_MIN_STEPS, AUTO_EPOCHS * steps_per_epoch)
+            return auto_steps(steps_per_epoch)
         return self.steps or max(1, round((self.epochs or 0) * steps_per_epoch))
 
     def problems(self) -> Iterator[str]:

@@ -6,7 +6,7 @@ Each rule follows from a table in docs/quality.md: "What to change first", "Step
 
 from collections.abc import Sequence
 
-from cellmill.config.run import AUTO_EPOCHS, AUTO_MIN_STEPS
+from cellmill.config.run import auto_steps
 from cellmill.report.collect import ReportedRun
 from cellmill.report.schemas import PlanSchema
 
@@ -89,7 +89,7 @@ def _advise_on_batches(run: ReportedRun) -> str | None:
 
 def _advise_on_steps(run: ReportedRun) -> str | None:
     plan = run.plan or PlanSchema()
-    enough = max(AUTO_EPOCHS * plan.steps_per_epoch, AUTO_MIN_STEPS)
+    enough = auto_steps(plan.steps_per_epoch)
     if plan.steps is None or plan.steps >= enough:
         return None
     return (
