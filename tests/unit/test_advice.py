@@ -63,7 +63,8 @@ def advised(options: dict[str, Any], outcomes: list[str] = AHEAD, **files: Any) 
         (
             {},
             {"plan": PlanSchema(steps=390, steps_per_epoch=13)},
-            "set train.steps: auto, which is 1,600 steps and not 390",
+            "set train.steps: auto, which is 1,600 steps and not 390; with 32 cells a step, from 400 to 1,600 steps, "
+            "accuracy changed by +0.013 (95 % interval -0.007 to +0.034)",
         ),
         (
             {},
@@ -129,17 +130,20 @@ def batches(**figures: Any) -> Evaluation:
 
 
 def test_batches_that_the_model_does_not_know_are_named() -> None:
-    said = "set objective.batch_column: auto, so that the embedding need not contain the batch"
+    said = (
+        "set objective.batch_column: auto, so that the embedding need not contain the batch: batches then mixed as "
+        "well as with Harmony, and accuracy changed by +0.006 (95 % interval -0.001 to +0.013) with 5 labels a class"
+    )
     first, *_ = advised({}, evaluation=batches())
-    assert first.startswith(said)
+    assert first == said
     for objective in (
         {"name": "cell_decoding", "batch_column": "batch"},
         {"name": "cell_decoding", "batch_reason": "none: batch has 1 value"},
         {"name": "masked_value"},
     ):
-        assert said not in str(advised({"objective": objective}, evaluation=batches()))
-    assert said not in str(advised({}, evaluation=batches(skipped="no batch")))
-    assert said not in str(advised({}, evaluation=batches(), model=SUPERVISED))
+        assert "batch_column" not in str(advised({"objective": objective}, evaluation=batches()))
+    assert "batch_column" not in str(advised({}, evaluation=batches(skipped="no batch")))
+    assert "batch_column" not in str(advised({}, evaluation=batches(), model=SUPERVISED))
 
 
 @pytest.mark.parametrize("change", GAINS)
@@ -147,4 +151,5 @@ def test_gains_are_those_of_the_documentation(change: str) -> None:
     text = Path("docs/quality.md").read_text(encoding="utf-8")
     section = text.partition("## What to change first\n")[2].partition("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith(f"| {change}")]
-    assert [GAINS[change] in row for row in rows] == [True]
+    gain = "{:+.3f} ({:+.3f} to {:+.3f})".format(*GAINS[change]).replace("0.", ".")
+    assert [gain in row for row in rows] == [True]
