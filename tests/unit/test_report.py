@@ -661,7 +661,10 @@ def test_equal_predictions_count_as_undecided() -> None:
     run = of_tasks("a", probe=of_task("f", {OWN: 0.7, GENES: 0.7}, [verdict]))
     [standing] = list_standings([run])
     assert count_outcomes(standing) == (0, 0, 0)
-    shown = text_of(render("r", [run], []))
+    page = render("r", [run], [])
+    counts = re.findall(r'data-label="(ahead|level|behind|undecided)">(\d+)<', page)
+    assert counts == [("ahead", "0"), ("level", "0"), ("behind", "0"), ("undecided", "1")]
+    shown = text_of(page)
     assert "undecided against the best baseline, all genes + LR: 0.700 against 0.700" in shown
     assert "ahead in none, behind in none, undecided in 1." in shown
     assert (

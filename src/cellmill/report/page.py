@@ -136,7 +136,7 @@ def render(
             tasks_across_runs=compare_runs(runs),
             defeat_sentences=list_defeats(runs, standings),
             behind_sentences=list_verdict_sentences(runs, "behind"),
-            level_sentences=list_verdict_sentences(runs, "level", "undecided"),
+            inconclusive_sentences=list_verdict_sentences(runs, "level", "undecided"),
             # charts
             training_charts=[*draw_training(runs)],
             histogram_names=HISTOGRAMS,
