@@ -113,7 +113,7 @@ def test_the_task_where_another_run_is_better_is_named() -> None:
     ]
     assert [one.leads_clearly for one in list_standings(runs)] == [True, False]
     assert first_line(runs).endswith(
-        "Better than first in one task, by more than the interval between runs: second in probe (+0.030)."
+        "Better than first in single tasks, by more than the interval between runs: second in probe (+0.030)."
     )
 
 
@@ -123,7 +123,8 @@ def test_a_better_run_is_said_to_have_no_interval_without_pairs() -> None:
         run("second", probe=result("f", [0.83]), leave_out=result("g", [0.2])),
     ]
     assert first_line(runs).endswith(
-        "Better than first in one task, without an interval for want of paired repetitions: second in probe (+0.030)."
+        "Better than first in single tasks, without an interval for want of paired repetitions: second in probe "
+        "(+0.030)."
     )
     # two repetitions of the other run only are no pairs
     assert not any(one.leads_clearly for one in list_standings([*reversed(runs)]))

@@ -152,7 +152,7 @@ def _describe_numbers(standing: Standing) -> str:
 
 
 def _describe_better_runs(ranking: Ranking) -> str:
-    """Runs that are better in one task than the run with the highest mean; empty if there are none.
+    """Runs that are better in single tasks than the run with the highest mean; empty if there are none.
 
     Differences with an interval come first, then those without.
     """
@@ -163,7 +163,7 @@ def _describe_better_runs(ranking: Ranking) -> str:
             if win.has_interval == has_interval:
                 wins.append(f"{win.run} in {to_words(win.task)} (+{win.difference:.3f})")
         if wins:
-            better = f"Better than {ranking.leaders[0]} in one task"
+            better = f"Better than {ranking.leaders[0]} in single tasks"
             sentences.append(f"{better}, {certainty}: {', '.join(wins)}.")
     return " ".join(sentences)
 
