@@ -514,6 +514,22 @@ def test_the_csv_of_a_umap_has_labels_instead_of_codes(tmp_path: Path) -> None:
     assert sorted(row["label"] for row in rows) == ["", "a", "b", "b"]
 
 
+def test_texts_that_a_spreadsheet_would_evaluate_get_an_apostrophe(tmp_path: Path) -> None:
+    charts = PageCharts()
+    formulas = [f"{start}1+1" for start in page_charts.FORMULA_STARTS]
+    labels = [*formulas, "1-1"]
+    charts.add(draw_umap("UMAP", umap_of(labels, [""] * len(labels)), labels))
+    charts.add(draw_curves("Curve", {"-1": [(1, -2.0)]}, "loss"))
+    charts.save(tmp_path)
+    cells = csv.DictReader((tmp_path / "001_UMAP.csv").open())
+    assert {row["label"] for row in cells} == {*(f"'{text}" for text in formulas), "1-1"}
+    [point] = csv.DictReader((tmp_path / "002_Curve.csv").open())
+    assert point == {"name": "'-1", "step": "1", "value": "-2.0"}
+    match = re.search(r"/\^\[(\S+)\]/\.test\(value\)", load_scripts().page)
+    assert match is not None
+    assert sorted(match[1].replace(r"\t", "\t")) == sorted(page_charts.FORMULA_STARTS)
+
+
 def test_many_runs_are_drawn_with_fewer_points() -> None:
     assert [*map(limit_cells, (0, 1, 25, 100, 400))] == [4000, 4000, 2400, 600, 500]
     points = [(step, 1.0) for step in range(1000)]

@@ -34,8 +34,8 @@ function listRows(columns) {
 // ---- CSV and SVG of a chart
 
 function toCsvCell(value) {
-  // a spreadsheet would evaluate a text that begins with =, + or @
-  const isFormula = typeof value === "string" && /^[=+@\t]/.test(value);
+  // a spreadsheet would evaluate such a text; FORMULA_STARTS in page_charts.py has the same
+  const isFormula = typeof value === "string" && /^[-=+@\t]/.test(value);
   const text = isFormula ? `'${value}` : String(value ?? "");
   return /[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
 }

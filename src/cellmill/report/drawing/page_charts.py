@@ -27,7 +27,8 @@ WIDTH = 500  # pixels of a static picture; a live chart has the width of its car
 DECIMALS = 2  # decimals of coordinates in pixels, for the cells of a UMAP
 BITMAP_SCALE = 1.5  # pixels of a bitmap for each pixel of the page
 MAX_NAME = 100  # characters of a chart's title in the names of its files
-FORMULA_STARTS = ("=", "+", "@", "\t")  # a spreadsheet evaluates texts with these first characters
+# a spreadsheet evaluates texts with these first characters; toCsvCell in page.js has the same
+FORMULA_STARTS = ("=", "+", "-", "@", "\t")
 
 
 class PageCharts:
