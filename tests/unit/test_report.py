@@ -201,7 +201,7 @@ def test_each_comparison_is_a_bar_on_the_scale_of_its_task(
         ("own", "embedding + kNN"), (" best", "all genes + logistic regression"),
     ]  # fmt: skip
     assert re.findall(r'<td class="n([^"]*)">([^<]*)</td>', shown)[:4] == [
-        (" top", "0.800"), ("", "0.750"), (" top best", "0.840"), ("", "")
+        (" top", "0.800"), ("", "0.750"), (" top best", "0.840"), ("", "–")
     ]  # fmt: skip
     # -0.09 (-0.12 to -0.06) of a half width of 0.12
     bar = shown[shown.index('<table class="bars">') :]
@@ -622,6 +622,14 @@ def test_the_standing_names_the_best_run() -> None:
     # the digits that are shown are the same
     runs = [run("a", 0.8101, -0.1, 0.1), run("b", 0.81, -0.1, 0.1), run("c", 0.8094, -0.1, 0.1)]
     assert [one.is_leader for one in list_standings(runs)] == [True, True, False]
+
+
+def test_a_classifier_that_features_lack_is_a_dash() -> None:
+    result = of_task("f", {OWN: 0.9, GENES: 0.7, UNSCALED: 0.8}, [])
+    page = render("r", [of_tasks("a", probe=result)], [])
+    grid = page.partition("features by classifier")[2].partition("</table>")[0]
+    cells = re.findall(r'<td class="n[^"]*">(.*?)</td>', grid)
+    assert sorted(cells) == ["0.700", "0.800", "0.900", "–", "–", "–"]
 
 
 def test_the_first_sentences_name_tasks_ahead_or_behind() -> None:

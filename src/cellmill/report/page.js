@@ -109,10 +109,11 @@ function drawChartsOnScroll(charts) {
 
 // ---- tables
 
-// Number of a cell such as 1,200, 95 %, 0.912 ± 0.010 or 12 min, in seconds; NaN for other texts.
+// The first number of a cell, such as 1,200, 95 % or 0.912 ± 0.010; durations such as 12 min in
+// seconds; NaN for other texts.
 function toNumber(text) {
   const [number, unit] = text.replaceAll(",", "").split(/\s+/);
-  return Number(number) * (SECONDS[unit] ?? 1);
+  return number === "" ? NaN : Number(number) * (SECONDS[unit] ?? 1);
 }
 
 // Order of two cells, as of Array.sort; unknown values are last in both directions.
