@@ -43,7 +43,7 @@ from cellmill.report.drawing.page_charts import PageCharts
 from cellmill.report.drawing.png import shrink_png
 from cellmill.report.drawing.umap import draw_umap, limit_cells, list_labels
 from cellmill.report.page import load_scripts, render
-from cellmill.report.schemas import LoggedLineSchema, PlanSchema, RunRecordSchema
+from cellmill.report.schemas import CostSchema, LoggedLineSchema, PlanSchema, RunRecordSchema
 from cellmill.report.side_by_side import compare_runs
 from cellmill.report.standings import Standing, list_standings
 from cellmill.report.training import compare_with_plan, draw_training, list_points
@@ -694,6 +694,17 @@ def test_equal_predictions_count_as_undecided() -> None:
     assert (
         "embedding + kNN is the same as all genes + LR to three decimals of f: undecided." in shown
     )
+
+
+def test_standings_have_gpu_hours_and_core_hours_apart() -> None:
+    result = of_task("f", {OWN: 0.7, GENES: 0.7}, [verdict_on(OWN, GENES, "f", 0.0, (-0.1, 0.1))])
+    runs = []
+    for name, gpu_hours in (("a", 2.5), ("b", None)):
+        totals = {"gpu_hours": gpu_hours, "cpu_core_hours": 1200.0}
+        cost = CostSchema(source="own files", jobs=[], totals=totals, unknown={})
+        runs.append(replace(of_tasks(name, probe=result), cost=cost))
+    hours = re.findall(r'data-label="(GPU|core)-hours">([^<]*)<', render("r", runs, []))
+    assert hours == [("GPU", "2.5"), ("core", "1200"), ("GPU", "–"), ("core", "1200")]
 
 
 def test_the_first_line_names_effort_fast() -> None:
