@@ -238,10 +238,10 @@ def test_runs_without_a_result_are_in_the_first_line(
         runs.append(run)  # an evaluation without tasks is named after these
     out = tmp_path / "report" / "index.html"
     report.report(options=OPTIONS, runs=runs, corpora=[], out=out)
-    sentence = "3 of 40 runs have no result: run-07, run-08, run-31"
+    sentence = "3 of 40 runs have no result: run-07, run-08, run-31."
     assert capsys.readouterr().out.splitlines()[0] == sentence
     overview = text_of(out.read_text(encoding="utf-8")).partition(" Overview ")[2]
-    assert overview.startswith(f"{sentence}.")
+    assert overview.startswith(sentence)
     one = text_of(rendered(runs[6], runs[7])).partition(" Overview ")[2]
     assert one.startswith("1 of 2 runs has no result: run-07.")
     assert "no result" not in text_of(rendered(runs[6]))

@@ -189,7 +189,7 @@ def describe_missing(runs: Sequence[ReportedRun]) -> str:
         return ""
     noun = "run" if len(runs) == 1 else "runs"
     verb = "has" if len(missing) == 1 else "have"
-    return f"{len(missing)} of {len(runs)} {noun} {verb} no result: {', '.join(missing)}"
+    return f"{len(missing)} of {len(runs)} {noun} {verb} no result: {', '.join(missing)}."
 
 
 def describe_unscored(runs: Sequence[ReportedRun]) -> list[str]:
