@@ -12,7 +12,7 @@ from scipy.stats import ttest_rel
 
 from cellmill.report.collect import ReportedRun
 from cellmill.report.page import render
-from cellmill.report.ranking import TaskScore, find_significant_difference, rank_runs, score_tasks
+from cellmill.report.ranking import TaskScore, find_notable_difference, rank_runs, score_tasks
 from cellmill.report.schemas import StatusSchema
 from cellmill.report.standings import list_standings
 from cellmill.runs.results import Difference, Evaluation, Row, Score, TaskResult
@@ -135,7 +135,7 @@ def test_the_interval_over_repetitions_is_a_paired_t_interval(shift: float) -> N
     generator = np.random.default_rng(0)
     a = generator.normal(0.8, 0.05, 8)
     b = a + generator.normal(shift, 0.01, 8)
-    found = find_significant_difference(
+    found = find_notable_difference(
         TaskScore(a.mean(), a.tolist(), 0.0), TaskScore(b.mean(), b.tolist(), 0.0)
     )
     assert (found is not None) == (ttest_rel(a, b).pvalue < 0.05)

@@ -1,8 +1,8 @@
 """Ranking of the runs of a dataset, over the tasks that all of them have.
 
 A run's score in a task is the value of its best row. The run with the highest mean score leads.
-Another run is tied with the leader if its difference from it is insignificant in every task; tied
-runs count as leaders too.
+Another run is tied with the leader if no difference between them is notable: beyond its interval
+or, without one, at least TOLERANCE. Tied runs count as leaders too.
 
 The 95 % interval of a difference covers repetitions, whose folds and draws are the same in all
 runs, and cells. No file compares two runs cell by cell. Their difference is therefore assumed to
@@ -38,7 +38,7 @@ Scores = dict[TaskAndMetric, TaskScore]
 
 
 class TaskWin(NamedTuple):
-    """A task in which a run is significantly better than the first leader."""
+    """A task in which a run is notably better than the first leader."""
 
     run: str
     task: str
@@ -55,7 +55,7 @@ class Ranking:
     # the run with the highest mean, then runs tied with it
     leaders: list[str] = field(default_factory=list)
     wins_over_leader: list[TaskWin] = field(default_factory=list)
-    # True if the first leader is significantly better than every other run in a task with an interval
+    # True if the first leader is notably better than every other run in a task with an interval
     is_clear: bool = False
 
 
@@ -137,20 +137,17 @@ def _find_leader(scores_by_run: Mapping[str, Scores], shared: Sequence[TaskAndMe
 def _list_differences(
     scores: Scores, leader_scores: Scores, shared: Sequence[TaskAndMetric]
 ) -> dict[TaskAndMetric, float]:
-    """Significant differences of a run from the leader, by task and metric."""
+    """Notable differences of a run from the leader, by task and metric."""
     differences = {}
     for key in shared:
-        difference = find_significant_difference(scores[key], leader_scores[key])
+        difference = find_notable_difference(scores[key], leader_scores[key])
         if difference is not None:
             differences[key] = difference
     return differences
 
 
-def find_significant_difference(score: TaskScore, other: TaskScore) -> float | None:
-    """Difference of two runs in a task.
-
-    None if it is within its interval or, without one, prints as 0.000.
-    """
+def find_notable_difference(score: TaskScore, other: TaskScore) -> float | None:
+    """Difference of two runs in a task; None if it is not notable."""
     difference = score.value - other.value
     half_width = max(TOLERANCE, _compute_half_width(score, other))
     return difference if abs(difference) >= half_width else None
