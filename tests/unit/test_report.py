@@ -898,8 +898,8 @@ def test_planned_tensors_stand_next_to_measured_tensors() -> None:
         logged=[LoggedLineSchema(step=1, peak_resident_gb=[1.9, 2.13])],
     )
     line = LoggedLineSchema(step=1, peak_allocated_gb=[0.0512, 0.05], peak_resident_gb=[2.1, 2.0])
-    tensors = "peak tensor memory per rank, GB"
-    process = "peak process memory, libraries included, GB"
+    tensors = "peak tensor memory of the largest rank, GB"
+    process = "peak memory of the largest process, libraries included, GB"
     for run, measured, rank in (
         (on_cpu, None, 1),
         (replace(on_cpu, logged=[line, LoggedLineSchema(step=2)]), 0.051, 0),

@@ -11,8 +11,8 @@ from cellmill.report.drawing.curves import Points, draw_curves, draw_losses
 from cellmill.report.schemas import LoggedLineSchema, PlanSchema, StatusSchema
 from cellmill.report.text import to_words
 
-TENSOR_MEMORY = "peak tensor memory per rank, GB"
-PROCESS_MEMORY = "peak process memory, libraries included, GB"
+TENSOR_MEMORY = "peak tensor memory of the largest rank, GB"
+PROCESS_MEMORY = "peak memory of the largest process, libraries included, GB"
 CURVES = {
     "effective_rank": "effective rank of the embedding",
     "lr": "learning rate",
