@@ -20,9 +20,8 @@ from cellmill.report.drawing.umap import draw_umap_svg
 
 # a page of more runs is large: it has folded parts as data, and coarser bitmaps
 MAX_SMALL_RUNS = 20
-MAX_STATIC_POINTS = (
-    200  # of all curves of a chart; with more points, its static picture has no dots
-)
+# with more points in all curves of a chart, its static picture has no dots
+MAX_STATIC_POINTS = 200
 WIDTH = 500  # pixels of a static picture; a live chart has the width of its card
 DECIMALS = 2  # decimals of coordinates in pixels, for the cells of a UMAP
 BITMAP_SCALE = 1.5  # pixels of a bitmap for each pixel of the page
@@ -65,7 +64,8 @@ class PageCharts:
         title = escape(chart.title)
         if chart.is_umap:
             picture = draw_umap_svg(spec, chart.rows, DECIMALS)
-            element = self._draw_bitmap(spec, chart.rows, title)
+            bitmap = self._draw_bitmap(spec, chart.rows, picture)
+            element = f'<img src="data:image/png;base64,{bitmap}" alt="{title}">'
         else:
             if len(chart.rows) > MAX_STATIC_POINTS and "point" in spec.get("mark", {}):
                 spec["mark"] = spec["mark"] | {"point": False}
@@ -78,8 +78,8 @@ class PageCharts:
             f'<div class="static">{element}</div></figure>'
         )
 
-    def _draw_bitmap(self, spec: Spec, rows: Sequence[ChartRow], title: str) -> str:
-        """The `<img>` element of a UMAP: thousands of marks are larger as SVG than as a bitmap.
+    def _draw_bitmap(self, spec: Spec, rows: Sequence[ChartRow], picture: str) -> str:
+        """PNG of a UMAP in base64: thousands of marks are larger as SVG than as a bitmap.
 
         On a large page, coordinates are whole pixels. Equal marks then have equal bytes, and the
         bitmap is smaller by a sixth.
@@ -87,9 +87,8 @@ class PageCharts:
         if self.is_large:
             png = draw_png(draw_umap_svg(spec, rows, decimals=0), scale=1)
         else:
-            png = draw_png(draw_umap_svg(spec, rows, DECIMALS), BITMAP_SCALE)
-        data = base64.b64encode(png).decode()
-        return f'<img src="data:image/png;base64,{data}" alt="{title}">'
+            png = draw_png(picture, BITMAP_SCALE)
+        return base64.b64encode(png).decode()
 
     def save(self, folder: Path) -> None:
         """Write each chart to `folder` as SVG and CSV. Remove files of an earlier page."""
