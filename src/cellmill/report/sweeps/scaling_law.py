@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import product
+from typing import ClassVar
 
 import numpy as np
 
@@ -33,6 +34,7 @@ INITIAL_EXPONENTS = (0.1, 0.3, 0.7, 1.2)
 class Law:
     """A power law: loss = floor + factor * size ** -exponent."""
 
+    is_fitted: ClassVar[bool] = True
     floor: float  # loss at infinite size
     factor: float
     exponent: float
@@ -44,6 +46,7 @@ class Law:
 class NoLaw:
     """Losses that support no law."""
 
+    is_fitted: ClassVar[bool] = False
     reason: str
 
 
