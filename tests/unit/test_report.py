@@ -41,12 +41,12 @@ from cellmill.report.drawing.cell_counts import draw_confusion, draw_histogram
 from cellmill.report.drawing.curves import draw_curves, draw_losses
 from cellmill.report.drawing.page_charts import PageCharts
 from cellmill.report.drawing.png import shrink_png
-from cellmill.report.drawing.umap import draw_umap, limit_cells, list_labels
+from cellmill.report.drawing.umap import draw_umap, limit_cells, list_categories
 from cellmill.report.page import load_scripts, render
 from cellmill.report.schemas import CostSchema, LoggedLineSchema, PlanSchema, RunRecordSchema
 from cellmill.report.side_by_side import compare_runs
 from cellmill.report.standings import Standing, list_standings
-from cellmill.report.training import compare_with_plan, draw_training, list_points
+from cellmill.report.training import compare_with_plan, draw_training, list_step_values
 from cellmill.runs import results
 from cellmill.runs.results import (
     Difference,
@@ -331,8 +331,8 @@ def test_a_file_with_wrong_content_is_named_in_one_line(
 
 @pytest.mark.parametrize(
     ("outcome", "box"),
-    [("behind", '<div class="losses any"><h4>Where models are behind<'),
-     ("level", '<div class="losses"><h4>Where models are behind: in no comparison<'),
+    [("behind", '<div class="defeats any"><h4>Where models are behind<'),
+     ("level", '<div class="defeats"><h4>Where models are behind: in no comparison<'),
      ("ahead", None)],
 )  # fmt: skip
 def test_comparisons_warn_only_if_a_model_is_behind(
@@ -462,8 +462,8 @@ def test_a_chart_uses_the_colours_of_the_page(tmp_path: Path) -> None:
     ]
     series = {
         EVIL: {
-            "training": list_points(lines, "loss"),
-            "validation": list_points(lines, "val_loss"),
+            "training": list_step_values(lines, "loss"),
+            "validation": list_step_values(lines, "val_loss"),
         }
     }
     drawn = PageCharts()
@@ -499,7 +499,7 @@ def test_a_umap_shows_at_most_4000_cells() -> None:
     assert len(figure.rows) == 4000
     assert figure.rows[0] == {"x": 1.23, "y": 2.0, "label": 0, "held_out": 1}
     cells = umap_of([""] * 5, [*"baab", ""])
-    assert list_labels(cells, "batch") == ["a", "b"]
+    assert list_categories(cells, "batch") == ["a", "b"]
     assert len(draw_umap("UMAP", cells, ["a", "b"], "batch", 2).rows) == 2
     drawn = draw_umap("UMAP", cells, ["a", "b"], "batch").rows
     assert sorted(row["batch"] for row in drawn) == [-1, 0, 0, 1, 1]

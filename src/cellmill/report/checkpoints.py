@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from cellmill.report.collect import ReportedRun
 from cellmill.report.drawing.chart import Chart
-from cellmill.report.drawing.curves import Points, draw_curves
+from cellmill.report.drawing.curves import StepValues, draw_curves
 from cellmill.report.text import to_words
 from cellmill.runs.results import Evaluation, TaskResult
 
@@ -41,12 +41,12 @@ def draw_checkpoints(run: ReportedRun, dataset: str) -> Iterator[Chart]:
 
 def _list_scores_by_method(
     evaluations: Mapping[int, Evaluation], dataset: str, task: str, exported_result: TaskResult
-) -> dict[str, Points]:
+) -> dict[str, StepValues]:
     """(step, value) of each row of the model, by name of the row.
 
     `evaluations` are by step in ascending order. Rows of `exported_result` come first, in its order.
     """
-    curves: dict[str, Points] = {}
+    curves: dict[str, StepValues] = {}
     for row in exported_result.ranked_rows:
         if row.method.kind == "model":
             curves[row.method.name] = []

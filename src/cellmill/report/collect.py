@@ -97,8 +97,10 @@ class ReportedRun:
 
         Two labels need no second direction, so models trained with labels count as not collapsed.
         """
-        ranks = [line.effective_rank for line in self.logged if line.effective_rank is not None]
-        return not self.supervised_by and bool(ranks) and ranks[-1] < COLLAPSED
+        effective_ranks = [
+            line.effective_rank for line in self.logged if line.effective_rank is not None
+        ]
+        return not self.supervised_by and bool(effective_ranks) and effective_ranks[-1] < COLLAPSED
 
 
 @dataclass(frozen=True)

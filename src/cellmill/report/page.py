@@ -22,7 +22,7 @@ from cellmill.report.drawing.cell_counts import draw_confusion, draw_histogram
 from cellmill.report.drawing.chart import colour
 from cellmill.report.drawing.curves import draw_scaling
 from cellmill.report.drawing.page_charts import PageCharts
-from cellmill.report.drawing.umap import draw_umap, limit_cells, list_labels
+from cellmill.report.drawing.umap import draw_umap, limit_cells, list_categories
 from cellmill.report.overview import (
     describe_missing,
     describe_unscored,
@@ -92,7 +92,7 @@ FUNCTIONS: tuple[Callable[..., Any], ...] = (
     draw_histogram,
     draw_scaling,
     draw_umap,
-    list_labels,
+    list_categories,
 )
 """Functions that the templates call, by name."""
 

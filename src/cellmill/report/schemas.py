@@ -155,7 +155,7 @@ class MeasuredGenesSchema(Schema):
 
     n_present: int  # genes of the vocabulary that the dataset measures
     n_genes: int  # genes of the vocabulary
-    expressed_frac: float  # `GeneCoverage.expressed_frac`
+    expressed_frac: float  # share of a cell's expression that falls on the measured genes
 
 
 class BridgeRowSchema(Schema):

@@ -60,8 +60,14 @@ def list_standings(runs: Sequence[ReportedRun]) -> list[Standing]:
         if run_results.run.name in by_run:
             ranking = rankings[run_results.dataset]
             distinct_steps = {steps[name] for name in by_run}
-            standing = _make_standing(run_results, ranking, len(by_run), len(distinct_steps) > 1)
-            standings.append(standing)
+            standings.append(
+                _make_standing(
+                    run_results,
+                    ranking,
+                    n_runs=len(by_run),
+                    steps_differ=len(distinct_steps) > 1,
+                )
+            )
     return standings
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from cellmill.report.collect import ReportedRun
 from cellmill.report.drawing.chart import Chart
-from cellmill.report.drawing.curves import Points, draw_curves, draw_losses
+from cellmill.report.drawing.curves import StepValues, draw_curves, draw_losses
 from cellmill.report.schemas import LoggedLineSchema, PlanSchema, StatusSchema
 from cellmill.report.text import to_words
 
@@ -42,7 +42,7 @@ def draw_training(runs: Sequence[ReportedRun]) -> Iterator[Chart]:
     """Charts of the losses of each objective, then of each of CURVES that any run logged."""
     yield from _draw_losses(runs)
     for key, name in CURVES.items():
-        curves = {run.name: list_points(run.logged, key) for run in runs}
+        curves = {run.name: list_step_values(run.logged, key) for run in runs}
         if any(curves.values()):
             yield draw_curves(name[0].upper() + name[1:], curves, name)
 
@@ -54,23 +54,23 @@ def _draw_losses(runs: Sequence[ReportedRun]) -> Iterator[Chart]:
     """
     objectives = list(dict.fromkeys(run.options.objective.name for run in runs))
     for objective in objectives:
-        losses: dict[str, Mapping[str, Points]] = {run.name: {} for run in runs}
+        losses: dict[str, Mapping[str, StepValues]] = {run.name: {} for run in runs}
         for run in runs:
             if run.options.objective.name == objective:
                 losses[run.name] = {
-                    "training": list_points(run.logged, "loss"),
-                    "validation": list_points(run.logged, "val_loss"),
+                    "training": list_step_values(run.logged, "loss"),
+                    "validation": list_step_values(run.logged, "val_loss"),
                 }
         if any(any(by_kind.values()) for by_kind in losses.values()):
             title = to_words(f"Loss: {objective}") if len(objectives) > 1 else "Loss"
             yield draw_losses(title, losses)
 
 
-def list_points(lines: Sequence[LoggedLineSchema], key: str) -> Points:
+def list_step_values(lines: Sequence[LoggedLineSchema], key: str) -> StepValues:
     """(step, value) of the lines in which `key` is a finite number; the largest of a list over
     ranks.
     """
-    points: Points = []
+    points: StepValues = []
     for line in lines:
         value = getattr(line, key)
         if isinstance(value, list):

@@ -18,7 +18,7 @@ from cellmill.report.sweeps.scaling_law import Law
 from cellmill.report.sweeps.scalings import Scaling, ScalingCurve
 from cellmill.report.text import to_words
 
-Points = list[tuple[float, float]]
+StepValues = list[tuple[float, float]]
 """(step, value) of a curve."""
 MAX_POINTS = 400  # of a curve
 MIN_POINTS = 50  # of a curve, however many curves a chart has
@@ -31,7 +31,7 @@ HEAD_ROOM_FRAC = 0.05  # head-room of a y axis, as a fraction of the range of it
 LOG_RATIO = 5  # highest to lowest loss, above which a y axis is logarithmic
 
 
-def draw_curves(title: str, curves: Mapping[str, Points], y_title: str) -> Chart:
+def draw_curves(title: str, curves: Mapping[str, StepValues], y_title: str) -> Chart:
     """Values over steps: a line in its own colour for each of `curves`, which are by name."""
     rows = []
     for name, points in curves.items():
@@ -39,7 +39,7 @@ def draw_curves(title: str, curves: Mapping[str, Points], y_title: str) -> Chart
     return Chart(title, rows, {"height": CURVES_HEIGHT, **_make_lines([*curves], y_title, rows)})
 
 
-def draw_losses(title: str, losses_by_run: Mapping[str, Mapping[str, Points]]) -> Chart:
+def draw_losses(title: str, losses_by_run: Mapping[str, Mapping[str, StepValues]]) -> Chart:
     """Losses of training (dashed) and validation over steps, in a colour for each run.
 
     `losses_by_run` are by run, then by series, which are `training` and `validation`. A run without
@@ -60,7 +60,7 @@ def draw_losses(title: str, losses_by_run: Mapping[str, Mapping[str, Points]]) -
     return Chart(title, rows, {"height": LOSSES_HEIGHT, **spec})
 
 
-def _list_line_rows(points: Points, n_curves: int, **columns: str) -> list[ChartRow]:
+def _list_line_rows(points: StepValues, n_curves: int, **columns: str) -> list[ChartRow]:
     """Rows of one of the `n_curves` of a chart: a point each, with the constant `columns`.
 
     A long curve is thinned to every n-th point and its last one.

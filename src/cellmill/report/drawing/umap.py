@@ -39,7 +39,7 @@ def limit_cells(n_umaps: int) -> int:
     return min(MAX_CELLS, max(MIN_CELLS, MAX_PAGE_CELLS // max(n_umaps, 1)))
 
 
-def list_labels(cells: UmapCells, column: str = "label") -> list[str]:
+def list_categories(cells: UmapCells, column: str = "label") -> list[str]:
     """Distinct labels or batches of the cells of a UMAP, the most frequent first."""
     counts = Counter(cells.texts[column])
     del counts[""]

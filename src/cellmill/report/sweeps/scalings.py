@@ -21,7 +21,7 @@ RowsByMeasure = dict[Measure, list[SweepRow]]
 
 
 @dataclass(frozen=True)
-class Point:
+class SizePoint:
     """Mean and standard deviation over runs of one size, which differ only in their seeds."""
 
     size: float
@@ -35,7 +35,7 @@ class ScalingCurve:
     """Runs with the same values on all axes except the sizes and the seeds."""
 
     name: str  # these values, joined by commas; empty if there are no further axes
-    points: Annotated[list[Point], Field(min_length=1)]  # sorted by size
+    points: Annotated[list[SizePoint], Field(min_length=1)]  # sorted by size
     law: Law | NoLaw | None  # None unless the measure is the validation loss
 
 
@@ -196,11 +196,11 @@ def _make_curves(
     return curves
 
 
-def _average_over_seeds(rows: Sequence[SweepRow], quantity: str) -> list[Point]:
+def _average_over_seeds(rows: Sequence[SweepRow], quantity: str) -> list[SizePoint]:
     """A point for each size, in ascending order."""
     points = []
     for size, group in sorted(_group(rows, lambda row: row.run_columns[quantity]).items()):
         values = np.array(_list_values(group), np.float64)
         sd = float(values.std(ddof=1)) if len(values) > 1 else None
-        points.append(Point(size, float(values.mean()), sd, len(values)))
+        points.append(SizePoint(size, float(values.mean()), sd, len(values)))
     return points
