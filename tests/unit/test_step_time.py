@@ -14,7 +14,7 @@ from cellmill.config.corpus import Shard
 from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import divide_processes, min_microbatches, pipeline_tokens
 from cellmill.data.stream.micro_batches import MicroBatchRule
-from cellmill.planner.corpus_cost import SHARD_BYTES, estimate_corpus
+from cellmill.planner.corpus_cost import VAR_BYTES_PER_SHARD, estimate_corpus
 from cellmill.planner.step_time import NETWORK_FRAC, Network, estimate_latency
 from cellmill.planner.traffic import Kind, Traffic
 from cellmill.planner.work import (
@@ -102,8 +102,12 @@ def test_planned_files_equal_those_that_shard_writes(tmp_path: Path) -> None:
     written = [manifest.path, *(manifest.shard_path(file) for file in manifest.files())]
     assert planned.files == pytest.approx(len(written), abs=6)  # empty splits and levels
     n_bytes = sum(path.stat().st_size for path in written)
-    # of var, here 4,000 genes
-    assert planned.disk_gb * 1e9 - 3 * SHARD_BYTES == pytest.approx(n_bytes, rel=0.2)
+    n_bytes += 3 * VAR_BYTES_PER_SHARD * (1 - 4_000 / 20_000)  # planned for 20,000 genes
+    assert planned.disk_gb * 1e9 == pytest.approx(n_bytes, rel=0.2)
+    # obs grows with the cells, not with the shards
+    one = estimate_corpus([3000], counts.nnz / 3000, Shard(cells_per_shard=3000))[-1]
+    saved = 2 * VAR_BYTES_PER_SHARD
+    assert (planned.disk_gb - one.disk_gb) * 1e9 == pytest.approx(saved)
 
 
 def test_more_jobs_leave_the_total_work_unchanged(

@@ -17,7 +17,8 @@ NS_PER_VALUE = {"preprocess": 68, "vocabulary": 40, "divide": 40, "shard_part": 
 """CPU time of one process, by stage, with uncompressed input files."""
 CELL_BYTES_PER_VALUE = 1.2  # preprocessed cells
 SHARD_BYTES_PER_VALUE = {"rank": 2.2, "genes": 1.2}  # keys are values of shard.order
-SHARD_BYTES = 1.9e6  # added per file: obs of 1,024 cells, var of 20,000 genes
+VAR_BYTES_PER_SHARD = 2.0e6  # var of 20,000 genes, 100 bytes each, in every file
+OBS_BYTES_PER_CELL = 70  # name, dataset and row, without further columns
 INDEX_BYTES_PER_CELL = 28  # per cell of the corpus: offsets, borders and hashes
 N_INDEX_FILES = 10  # manifest.json, and offsets, borders and hashes of each split
 VOCABULARY_GB = 0.002
@@ -86,8 +87,9 @@ def _estimate_shards(
     """Estimate the cost of `shard`; with several jobs, the costs of `divide`, `shard_part` and `shard`."""
     n_cells = sum(cells_per_dataset)
     n_shards = max(1, ceil(n_cells / shard.cells_per_shard))
-    n_bytes = n_cells * genes_per_cell * SHARD_BYTES_PER_VALUE[shard.order] + n_shards * SHARD_BYTES
-    n_bytes += n_cells * INDEX_BYTES_PER_CELL
+    bytes_per_cell = genes_per_cell * SHARD_BYTES_PER_VALUE[shard.order]
+    bytes_per_cell += OBS_BYTES_PER_CELL + INDEX_BYTES_PER_CELL
+    n_bytes = n_cells * bytes_per_cell + n_shards * VAR_BYTES_PER_SHARD
     divide_mb = RSS_BYTES_PER_CELL * (n_cells + max(cells_per_dataset)) / 1e6
     write_mb = RSS_BYTES_PER_VALUE * min(shard.cells_per_shard, n_cells) * genes_per_cell / 1e6
     write_mb += OFFSET_BYTES_PER_CELL * n_cells / 1e6
