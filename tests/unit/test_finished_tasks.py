@@ -13,15 +13,17 @@ import torch
 from cellmill.config import plugin
 from cellmill.config.parts.tasks import TaskConfig
 from cellmill.errors import ConfigError, DataError
+from cellmill.evaluate import finished
 from cellmill.evaluate.evaluated_datasets import DatasetFiles, EvaluatedDatasets
 from cellmill.evaluate.finished import FinishedTasks
 from cellmill.evaluate.task import Context
 from cellmill.runs import results
 from cellmill.runs.results import TaskResult
-from tests.unit.evaluated import evaluate, with_config, with_obs
+from tests.unit.evaluated import evaluate, make_context, with_config, with_obs
 
 TASKS: dict[str, Any] = {"probe": {"seeds": 1}, "reconstruct": {}}
 EARLIER = ": finished earlier"
+TOYS = Path(__file__).parents[1] / "plugin" / "cellmill_toy"
 
 
 class FragileConfig(TaskConfig):
@@ -182,3 +184,40 @@ def test_a_label_of_another_dataset_is_a_dependency(
         return FinishedTasks(tmp_path, datasets).path("fragile", Fragile(config), changed)
 
     assert path("cell_type") == path("cell_type") != path("batch")  # `transfer` reads it
+
+
+def test_an_edited_plug_in_repeats_the_task(
+    corpus: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {
+        "family": ("toy", "options:ToyFamily"),
+        "objective": ("toy_next_gene", "options:ToyNextGene"),
+        "tokenizer": ("toy_genes", "options:ToyGenes"),
+        "classifier": ("toy_centroid", "classifier:toy_centroid"),
+    }
+    points = {}
+    for kind, (name, value) in values.items():  # each in a package of its own
+        folder = shutil.copytree(TOYS, tmp_path / f"edited_{kind}")
+        for path in folder.glob("*.py"):
+            path.write_text(path.read_text().replace("cellmill_toy", folder.name))
+        points[f"cellmill.{kind}"] = EntryPoint(name, f"{folder.name}.{value}", f"cellmill.{kind}")
+    monkeypatch.setattr(
+        plugin, "entry_points", lambda group: [points[group]] if group in points else []
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    tokens = {"tokenizer": "toy_genes"}
+    context = make_context(tmp_path, corpus, tokens=tokens, family="toy", objective="toy_next_gene")
+    config = FragileConfig(name="fragile")
+    chosen = {"tasks": {"fragile": config}, "classifiers": ["toy_centroid"]}
+    context = replace(context, options=context.options.model_copy(update=chosen))
+    tasks = FinishedTasks(tmp_path, EvaluatedDatasets({}, "weights", 8))
+
+    def path() -> Path:
+        finished._digest_sources.cache_clear()
+        return tasks.path("fragile", Fragile(config), context)
+
+    for kind in values:
+        before = path()
+        assert before == path()
+        (tmp_path / f"edited_{kind}" / "__init__.py").write_text("# edited\n")
+        assert before != path(), kind

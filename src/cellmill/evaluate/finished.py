@@ -1,9 +1,9 @@
 """Results of finished tasks, kept in folder `finished` next to metrics.json.
 
 After a kill, a failed task or a changed option of a task, only the tasks without a result run again.
-The name of a file is the SHA-256 of everything that its result depends on. The folder also has the
-last complete metrics.json. It is not an output of the workflow, because Snakemake deletes outputs
-before it runs a rule again.
+The name of a file is the SHA-256 of everything that its result depends on. The folder also has a
+metrics.json, written even when a gate fails. This copy is not an output of the workflow, because
+Snakemake deletes outputs before it runs a rule again.
 """
 
 import hashlib
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from cellmill.config.plugin import load
 from cellmill.errors import DataError
 from cellmill.evaluate.evaluated_datasets import EvaluatedDatasets
 from cellmill.evaluate.task import Context, Task
@@ -24,7 +25,7 @@ from cellmill.runs.results import TaskResult
 
 # options that change no result of a task: which tasks and datasets there are, and what is demanded
 NOT_READ = {"tasks", "datasets", "gate"}
-_form = TypeAdapter(TaskResult)
+_task_result_adapter = TypeAdapter(TaskResult)
 
 
 class FinishedTasks:
@@ -50,7 +51,7 @@ class FinishedTasks:
         dependencies = {
             "format": results.FORMAT,
             "packages": self._packages,
-            "code": [_digest_sources(module) for module in ("cellmill", type(task).__module__)],
+            "code": [_digest_sources(package) for package in _list_packages(task, context)],
             "model": [self._weights, model.vocabulary.digest, model.config],
             "device": next(model.network.parameters()).device.type,
             "corpus": model.manifest.fingerprint,
@@ -72,16 +73,25 @@ class FinishedTasks:
         if not path.exists():
             return None
         try:
-            result = _form.validate_python(read_json(path))
+            result = _task_result_adapter.validate_python(read_json(path))
         except (DataError, ValidationError):
             return None  # computed again
         return result if "seconds" in result.figures else None
 
 
+def _list_packages(task: Task, context: Context) -> list[str]:
+    """Names of cellmill and of the packages with the task, parts of the model and classifiers."""
+    model = context.model
+    objectives = [part.load() for part in model.network.objective.config.each()]
+    classifiers = [load("classifier", name) for name in context.options.classifiers]
+    parts = [type(task), type(model.network), model.tokens.load(), *objectives, *classifiers]
+    return sorted({"cellmill", *(part.__module__.partition(".")[0] for part in parts)})
+
+
 @cache
-def _digest_sources(module: str) -> str:
-    """SHA-256 of the Python files of the package that has a module: results depend on them."""
-    package = sys.modules[module.partition(".")[0]]
-    folders = getattr(package, "__path__", [])
+def _digest_sources(package: str) -> str:
+    """SHA-256 of the Python files of an imported package; results depend on them."""
+    module = sys.modules[package]
+    folders = getattr(module, "__path__", [])
     paths = sorted(chain.from_iterable(Path(folder).rglob("*.py") for folder in folders))
-    return digest([sha256_file(path) for path in paths or [Path(str(package.__file__))]])
+    return digest([sha256_file(path) for path in paths or [Path(str(module.__file__))]])
