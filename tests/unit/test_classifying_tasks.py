@@ -33,7 +33,7 @@ from cellmill.evaluate.features.cell_features import cell_features, compute_feat
 from cellmill.evaluate.features.chosen_genes import RankedGenes, choose_variable_genes
 from cellmill.evaluate.features.products import FeatureCache
 from cellmill.evaluate.inference.embed import InferenceModel, embed_cells
-from cellmill.evaluate.labels import choose_cells, predict_from_other_half
+from cellmill.evaluate.labels import choose_cells, labelled_cells, predict_from_other_half
 from cellmill.evaluate.methods import (
     ALL_GENES,
     EMBEDDING,
@@ -45,7 +45,7 @@ from cellmill.evaluate.methods import (
 from cellmill.evaluate.prediction_cache import PredictionCache
 from cellmill.evaluate.scores import ScoreColumn, table_rows
 from cellmill.evaluate.splits import draw_shots, split_by_class, split_groups
-from cellmill.evaluate.task import Context, run_task
+from cellmill.evaluate.task import Context, Skipped, run_task
 from cellmill.evaluate.tasks.classification import fold_predictions
 from cellmill.evaluate.tasks.classification.few_shot import MIN_TESTED, FewShot
 from cellmill.evaluate.tasks.classification.fold_predictions import predict_folds
@@ -62,6 +62,18 @@ def _chosen(context: Context, min_cells: int) -> tuple[np.ndarray, np.ndarray]:
     scored = np.flatnonzero(context.scored)
     chosen = choose_cells(context.reader.obs["cell_type"].iloc[scored], min_cells, seed=4)
     return scored[chosen.cells], chosen.labels
+
+
+def test_classes_too_small_in_a_draw_need_no_larger_test_split(context: Context) -> None:
+    message = (
+        "0 classes of cell_type have at least 50 of the 60 drawn cells (evaluate.folds), expected two "
+        "or more; lower evaluate.folds"
+    )
+    assert labelled_cells(context, "probe", 50, "evaluate.folds").n_left_out == 0
+    with pytest.raises(Skipped) as skipped:
+        labelled_cells(context, "probe", 50, "evaluate.folds", max_cells=60)
+    assert str(skipped.value) == message
+    assert skipped.value.figures["n_left_out"] == context.scored.sum() - 60
 
 
 def _problem(n: int = 120) -> tuple[np.ndarray, np.ndarray, sp.csr_matrix, np.ndarray]:

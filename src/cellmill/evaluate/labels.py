@@ -25,33 +25,34 @@ MAX_CELLS = 10_000
 
 @dataclass(frozen=True)
 class LabelledCells:
-    """Labelled cells that are used, and the numbers of the others."""
+    """Labelled cells that are used, and the numbers of the others, named as in metrics.json."""
 
     cells: np.ndarray  # indices of the cells, ascending; int64
     labels: np.ndarray  # class of each; text
     classes: dict[str, int]  # cells of each class used, the largest first
-    in_small_classes: dict[str, int]  # cells of each class that has too few cells; left out
-    n_unlabelled: int  # cells without a label; left out
-    n_not_drawn: int  # labelled cells that the seeded draw of `max_cells` leaves out
+    dropped_classes: dict[str, int]  # drawn cells of each class that has too few of them
+    n_unlabelled: int  # cells without a label
+    n_left_out: int  # labelled cells that were not drawn
 
     @property
     def figures(self) -> dict[str, Any]:
         """Numbers of cells and their classes, for metrics.json."""
-        used = {
+        return {
             "n_cells": len(self.cells),
             "classes": self.classes,
-            "dropped_classes": self.in_small_classes,
+            "dropped_classes": self.dropped_classes,
+            "n_unlabelled": self.n_unlabelled,
+            "n_left_out": self.n_left_out,
         }
-        return used | {"n_unlabelled": self.n_unlabelled, "n_left_out": self.n_not_drawn}
 
 
 def labelled_cells(
     context: Context, task: str, min_cells: int, needed_by: str, max_cells: int = MAX_CELLS
 ) -> LabelledCells:
-    """Scored cells of classes with at least `min_cells` cells.
+    """Scored cells that `choose_cells` chooses.
 
-    `needed_by` is the option that requires `min_cells`, for messages. Raises Skipped for fewer than two such
-    classes, and DataError for a column of one class.
+    `needed_by` is the option that requires `min_cells`, for messages. Raises Skipped for fewer than
+    two classes with so many cells, and DataError for a column of one class.
     """
     if "label" not in context.roles:
         raise Skipped("the dataset has no label column")
@@ -68,9 +69,14 @@ def labelled_cells(
     chosen = choose_cells(column.iloc[scored], min_cells, context.options.seed, max_cells)
     n = len(chosen.classes)
     if n < 2:
+        counted = "scored cells"
+        remedy = f"raise shard.test_frac or lower {needed_by}"
+        if chosen.n_left_out:
+            counted = f"of the {max_cells:,} drawn cells"
+            remedy = f"lower {needed_by}"
         raise Skipped(
-            f"{n} classes of {column.name} have at least {min_cells} scored cells ({needed_by}), expected two or more; "
-            f"raise shard.test_frac or lower {needed_by}",
+            f"{n} classes of {column.name} have at least {min_cells} {counted} ({needed_by}), expected two or more; "
+            f"{remedy}",
             chosen.figures,
         )
     return replace(chosen, cells=scored[chosen.cells])
@@ -79,8 +85,9 @@ def labelled_cells(
 def choose_cells(
     labels: pd.Series, min_cells: int, seed: int, max_cells: int = MAX_CELLS
 ) -> LabelledCells:
-    """Cells with one of the `labels`, `(n,)`, of classes with at least `min_cells` cells; of more than
-    `max_cells` labelled cells, a seeded draw. Cells are indices of `labels`.
+    """Draw at most `max_cells` labelled cells, then keep the classes with at least `min_cells` of them.
+
+    The draw is seeded. Cells are indices of `labels`, `(n,)`.
     """
     text = text_values(labels)
     missing = labels.isna().to_numpy()
@@ -92,9 +99,9 @@ def choose_cells(
         cells=kept,
         labels=text[kept].astype(str),
         classes={name: n for name, n in counts.items() if n >= min_cells},
-        in_small_classes={name: n for name, n in counts.items() if n < min_cells},
+        dropped_classes={name: n for name, n in counts.items() if n < min_cells},
         n_unlabelled=int(missing.sum()),
-        n_not_drawn=len(labelled) - len(drawn),
+        n_left_out=len(labelled) - len(drawn),
     )
 
 

@@ -84,7 +84,7 @@ class CellGroup:
             column=str(label.name),
             context=context,
             names=names,
-            left_out={"n_unlabelled": chosen.n_unlabelled, "n_left_out": chosen.n_not_drawn},
+            left_out={"n_unlabelled": chosen.n_unlabelled, "n_left_out": chosen.n_left_out},
             cells=cells,
             counts=read_rows(reader, cells),
             labels=chosen.labels,
