@@ -2,6 +2,8 @@
 depend on.
 """
 
+from dataclasses import replace
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +12,11 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 from sklearn.linear_model import LogisticRegression as Reference
+from sklearn.neighbors import NearestCentroid
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
+from cellmill.config import plugin
 from cellmill.config.evaluate import Evaluate
 from cellmill.evaluate.classifiers import logistic, newton
 from cellmill.evaluate.classifiers.fitted import make_cached_classifiers, predict_all
@@ -130,8 +134,9 @@ def predicted(
     cache: PredictionCache,
     features: dict[ScoredMethod, Any] = FEATURES,
     labels: np.ndarray = LABELS,
+    **options: Any,
 ) -> dict[ScoredMethod, np.ndarray]:
-    context: Any = SimpleNamespace(prediction_cache=cache, options=Evaluate())
+    context: Any = SimpleNamespace(prediction_cache=cache, options=Evaluate(**options))
     return predict_all(make_cached_classifiers(features, labels, 5, context), features)
 
 
@@ -158,6 +163,25 @@ def test_a_second_evaluation_reads_stored_predictions(
     predicted(again)
     again.save()
     assert PredictionCache(file).predictions.keys() == known.keys()
+
+
+def test_no_prediction_of_an_installed_classifier_is_saved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    point = EntryPoint(
+        "toy", "tests.plugin.cellmill_toy.classifier:toy_centroid", "cellmill.classifier"
+    )
+    monkeypatch.setattr(
+        plugin, "entry_points", lambda group: [point] if group == point.group else []
+    )
+    plain = PredictionCache()
+    predicted(plain)
+    cache = PredictionCache()
+    expected = NearestCentroid().fit(DENSE, LABELS).predict(DENSE)
+    shown = predicted(cache, classifiers=["toy"])
+    assert shown[replace(EMBEDDING, classifier="toy")].tolist() == expected.tolist()
+    assert cache.predictions.keys() == plain.predictions.keys()
+    assert len(cache.unsaved_predictions) == 4 + 2, "four by features of the model, two by the toy"
 
 
 def test_changed_inputs_change_the_key_of_predictions(tmp_path: Path) -> None:

@@ -123,7 +123,8 @@ def test_folds_fitted_together_predict_as_single_fits(monkeypatch: pytest.Monkey
     classifiers = make_classifiers(5)
     for split in splits:
         train, test = split.train, split.test
-        cached = CachedClassifiers(dict(known), classifiers, shared[train], labels[train])
+        caches = {name: dict(known) for name in classifiers}
+        cached = CachedClassifiers(caches, classifiers, shared[train], labels[train])
         keys = cached.keys(shared[test])
         for name in (REGRESSION, UNSCALED_REGRESSION):
             alone = classifiers[name].fit(genes[train], labels[train]).predict(genes[test])

@@ -134,7 +134,7 @@ def predict_from_other_half(context: Context) -> np.ndarray:
         precompute_folds(genes, labels, folds, predictions, [REGRESSION])
         for is_tested in (is_first_half, ~is_first_half):
             fitted = CachedClassifiers(
-                predictions, classifier, genes[~is_tested], labels[~is_tested]
+                {REGRESSION: predictions}, classifier, genes[~is_tested], labels[~is_tested]
             )
             predicted[cells[is_tested]] = fitted.predict(genes[is_tested])[REGRESSION]
     return predicted

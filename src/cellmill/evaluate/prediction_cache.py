@@ -34,8 +34,8 @@ class PredictionCache:
     def __init__(self, file: Path | None = None) -> None:
         self.file = file
         self.predictions = _read(file)
-        # predictions from features that no other run has: never saved
-        self.model_predictions: dict[str, np.ndarray] = {}
+        # from features that no other run has, or by classifiers of other packages
+        self.unsaved_predictions: dict[str, np.ndarray] = {}
         self._n_read = len(self.predictions)
 
     def get_or_compute(
@@ -60,17 +60,17 @@ class PredictionCache:
 
 class CachedClassifiers:
     """Classifiers by name, each fitted on `features`, `(cells, width)`, when one of its predictions
-    is not in the cache yet.
+    is not yet in its cache, a dict of predictions by digest.
     """
 
     def __init__(
         self,
-        predictions: dict[str, np.ndarray],
+        caches: Mapping[str, dict[str, np.ndarray]],
         classifiers: Mapping[str, Any],
         features: Any,
         labels: np.ndarray,
     ) -> None:
-        self._predictions = predictions
+        self._caches = caches
         self._classifiers = classifiers
         self._classes, class_of_cell = np.unique(labels, return_inverse=True)
         self._fitted = cache(lambda name: fit(classifiers[name], features, class_of_cell))
@@ -88,9 +88,10 @@ class CachedClassifiers:
         """Predicted classes, text `(cells,)`, by every classifier."""
         predicted = {}
         for name, key in self.keys(features).items():
-            if key not in self._predictions:
-                self._predictions[key] = self._classes[self._fitted(name).predict(features)]
-            predicted[name] = self._predictions[key]
+            predictions = self._caches[name]
+            if key not in predictions:
+                predictions[key] = self._classes[self._fitted(name).predict(features)]
+            predicted[name] = predictions[key]
         return predicted
 
 

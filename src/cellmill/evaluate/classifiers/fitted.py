@@ -113,16 +113,17 @@ def make_cached_classifiers(
     Predictions of other packages' classifiers are never saved, because their code may change. Genes
     by rank have only the standardised regression.
     """
-    known = context.prediction_cache
+    cache = context.prediction_cache
     installed = context.options.classifiers
     by_features = {}
     for method, values in features.items():
-        is_saved = method.network is None and not installed
-        predictions = known.predictions if is_saved else known.model_predictions
         classifiers = make_classifiers(min(neighbors, len(labels)), installed)
         if method == RANKED:
             classifiers = {REGRESSION: classifiers[REGRESSION]}
-        by_features[method] = CachedClassifiers(predictions, classifiers, values, labels)
+        saved = cache.predictions if method.network is None else cache.unsaved_predictions
+        caches = dict.fromkeys(classifiers, saved)
+        caches |= dict.fromkeys(installed, cache.unsaved_predictions)
+        by_features[method] = CachedClassifiers(caches, classifiers, values, labels)
     return by_features
 
 
@@ -145,7 +146,9 @@ def precompute_folds(
             n, width = len(train), cells.shape[1]
             if n > width or is_small_problem((n, width)):
                 continue
-            cached = CachedClassifiers(predictions, {name: classifier}, cells[train], labels[train])
+            cached = CachedClassifiers(
+                {name: predictions}, {name: classifier}, cells[train], labels[train]
+            )
             key = cached.keys(cells[fold.test])[name]
             if key not in predictions:
                 classes, class_of_cell = np.unique(labels[train], return_inverse=True)
