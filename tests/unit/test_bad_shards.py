@@ -116,6 +116,17 @@ def right(corpus: Path) -> str:
     return read_all(corpus)
 
 
+def test_cells_beyond_those_needed_are_not_read(corpus: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(corpus, tmp_path / "copy")
+    manifest = Manifest.read(folder / "manifest.json")
+    first, second, *_ = manifest.splits["train"].shards
+    expected = read_counts(manifest, 1000)[: first.n_obs]
+    manifest.shard_path(second).unlink()
+    assert (read_counts(manifest, first.n_obs) != expected).nnz == 0
+    with pytest.raises(DataError, match=second.name):
+        read_counts(manifest, first.n_obs + 1)
+
+
 def check(folder: Path, right: str | None, what: str) -> bool:
     """True if the folder is refused, in one line; else it is read as `right`, or without `right` in
     any way.

@@ -1,6 +1,7 @@
 """Cells of a model's shards: their names, their counts, and statistics of their genes."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 
 import numpy as np
 import scipy.sparse as sp
@@ -13,8 +14,8 @@ from cellmill.data.shards.reader import open_shards, read_names
 from cellmill.data.stream.cell_tokenizer import CellTokenizer
 from cellmill.models.objective import GeneStatistics
 
-ROWS = 4096  # cells of a shard that are read at once
-# training cells read, in whole blocks; shards are preshuffled: the first ones are a random sample
+BLOCK = 4096  # cells of a shard that are read at once
+# training cells of gene statistics; shards are shuffled, so the first cells are a random sample
 MAX_TRAIN_CELLS = 200_000
 
 
@@ -28,8 +29,8 @@ def read_cell_names(manifest: Manifest, splits: Iterable[str]) -> Iterator[tuple
 
 
 def read_gene_statistics(manifest: Manifest, tokens: Tokens) -> GeneStatistics:
-    """Statistics over the first MAX_TRAIN_CELLS cells of the training shards, or the whole blocks
-    that have them.
+    """Statistics over the first blocks of the training shards, until they have MAX_TRAIN_CELLS
+    cells.
     """
     n_genes = manifest.n_genes
     n_cells = 0
@@ -69,18 +70,18 @@ def read_counts(manifest: Manifest, max_cells: int, split: str = "train") -> sp.
 
 
 def _read_first_blocks(manifest: Manifest, max_cells: int, split: str) -> Iterator[SparseCounts]:
-    """Whole blocks of cells of a split, until they have `max_cells`."""
+    """Blocks of cells of a split, until they have `max_cells`."""
     n_cells = 0
     for block in read_blocks(manifest, split):
+        yield block
+        n_cells += block.n_cells
         if n_cells >= max_cells:
             return
-        n_cells += block.n_cells
-        yield block
 
 
 def read_blocks(manifest: Manifest, split: str) -> Iterator[SparseCounts]:
     """The cells of a split, block by block. Raises DataError for a damaged shard."""
     for shard in open_shards(manifest, split):
-        for first in range(0, shard.n_obs, ROWS):
-            yield shard.read(first, min(ROWS, shard.n_obs - first))
-        shard.close()
+        with closing(shard):
+            for first in range(0, shard.n_obs, BLOCK):
+                yield shard.read(first, min(BLOCK, shard.n_obs - first))
