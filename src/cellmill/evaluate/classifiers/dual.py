@@ -37,8 +37,7 @@ class FoldFit:
 
     @property
     def penalty(self) -> float:
-        n_classes, n = self.targets.shape
-        return (2 if n_classes == 2 else 1) / n
+        return newton.compute_penalty(*self.targets.shape)
 
 
 def fit_weights(features: Any, targets: np.ndarray) -> np.ndarray:
@@ -47,7 +46,7 @@ def fit_weights(features: Any, targets: np.ndarray) -> np.ndarray:
     `features` are sparse, or dense if they are small. `targets` are one-hot, `(classes, cells)`.
     """
     n = targets.shape[1]
-    penalty = FoldFit(np.arange(n), targets).penalty
+    penalty = newton.compute_penalty(*targets.shape)
     products = None
     if isinstance(features, np.ndarray) and n <= features.shape[1]:
         products = features @ features.T

@@ -1,8 +1,8 @@
 """Multinomial logistic regression with the objective of scikit-learn, minimised in less time.
 
-The objective is scikit-learn's with C = 1: the mean cross-entropy of n cells plus λ |w|² / 2, with
-λ = 1 / n, or 2 / n for two classes, whose single logit there has half the penalty. For sparse
-features w includes the intercepts, so their optimum is not scikit-learn's.
+The objective is scikit-learn's with C = 1: the mean cross-entropy of n cells plus λ |w|² / 2, with λ
+by `newton.compute_penalty`. For sparse features w includes the intercepts, so their optimum is not
+scikit-learn's.
 
 `newton.py` fits small dense features, scikit-learn other dense ones, and `dual.fit_weights` all
 sparse ones.
@@ -107,7 +107,7 @@ def _minimise(features: np.ndarray, class_of_cell: np.ndarray, is_small: bool) -
     n_classes = class_of_cell.max() + 1
     if is_small:
         with suppress(LinAlgError):  # raised if scales differ by more than about 1e4
-            penalty = (2 if n_classes == 2 else 1) / len(features)
+            penalty = newton.compute_penalty(n_classes, len(features))
             whitening = newton.whiten(features, penalty)
             search = newton.find_optimum(whitening, np.eye(n_classes)[:, class_of_cell])
             weights = newton.minimise(search, whitening.compute_logits)

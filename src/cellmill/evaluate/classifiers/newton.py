@@ -38,6 +38,15 @@ the caller must write their logits to, both `(classes, cells)`, and returns what
 """
 
 
+def compute_penalty(n_classes: int, n_cells: int) -> float:
+    """The penalty λ that gives scikit-learn's optimum with C = 1.
+
+    scikit-learn fits one logit b for two classes. As two logits ±b / 2, their penalty must be
+    2 / n for the same penalty on b.
+    """
+    return (2 if n_classes == 2 else 1) / n_cells
+
+
 class Vector:
     """A vector of the search, such as a step or a gradient: weights of the cells, and what they add
     to the logits, which is their product with UUᵀ.
