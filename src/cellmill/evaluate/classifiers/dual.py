@@ -1,14 +1,14 @@
 """Logistic regression on sparse features Z, by weights of the cells (`newton.py`).
 
-Coefficients are Zᵀa for weights a of the cells, so a fit needs only products with ZZᵀ
+Coefficients are Zᵀa / λ for weights a of the cells, so a fit needs only products with ZZᵀ
 (`features.products`). The fits of all folds take their steps together. One product of ZZᵀ with the
 weights of all fits costs little more than with the weights of one. Weights are 0 for cells that a fit
 does not read.
 
 Standard deviations are computed over the fitted cells, so each fit has a ZZᵀ of its own. A shared
-matrix K, scaled by all cells, stands in for it. The fit adds the constants (ZZᵀ - K) a to the logits,
-computes them again from the new weights, and repeats this until they stay. The result does not depend
-on K.
+matrix K, scaled by all cells, stands in for it. The fit adds the constants (ZZᵀ - K) a / λ to the
+logits, computes them again from the new weights, and repeats this until they stay. The result does not
+depend on K.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ from cellmill.evaluate.classifiers.newton import Search, Unwhitened
 from cellmill.evaluate.features.products import CellProducts, compute_scales
 
 MAX_ROUNDS = 12  # of the stand-in; then the fit is left to `fit_weights`
-LOGIT_TOLERANCE = 1e-3  # largest change of a logit by the last round
+CONSTANT_TOLERANCE = 1e-3  # largest change of a constant by the last round
 MAX_COLUMNS = 256  # classes of all fits that take steps together
 ByFit = dict[int, np.ndarray]
 """An array of each fit, by the fit's number: weights, logits, or one value per gene."""
@@ -41,7 +41,8 @@ class FoldFit:
 
 
 def fit_weights(features: Any, targets: np.ndarray) -> np.ndarray:
-    """Fitted weights `(classes, cells)` for `features`, `(cells, width)`, and a constant feature of 1.
+    """Fit to `features`, `(cells, width)`, and a constant feature of 1. Return the weights divided by λ,
+    `(classes, cells)`: coefficients are their product with the features.
 
     `features` are sparse, or dense if they are small. `targets` are one-hot, `(classes, cells)`.
     """
@@ -65,24 +66,25 @@ def fit_weights(features: Any, targets: np.ndarray) -> np.ndarray:
 
 
 def fit_folds(cells: CellProducts, fits: Sequence[FoldFit], is_scaled: bool) -> ByFit:
-    """Logits of all cells, `(classes, cells)` float64, by each fit, of features divided by the
-    standard deviations of its cells if this `is_scaled`.
+    """Logits of all cells, `(classes, cells)` float64, by each fit. If `is_scaled`, each gene is
+    divided by its standard deviation over the fit's cells.
 
     Leaves out fits whose rounds do not converge.
     """
-    logits: ByFit = {}
-    group: ByFit = {}
+    groups: list[ByFit] = []  # starts of the fits that take their steps together
     n_columns = 0
     for number, fit in enumerate(fits):
         n_classes = len(fit.targets)
-        if group and n_columns + n_classes > MAX_COLUMNS:
-            logits |= _FoldFits(cells, fits, is_scaled).solve(group)
-            group = {}
+        if not groups or n_columns + n_classes > MAX_COLUMNS:
+            groups.append({})
             n_columns = 0
-        group[number] = np.zeros(fit.targets.shape)
+        groups[-1][number] = np.zeros(fit.targets.shape)
         n_columns += n_classes
-    if group:
-        logits |= _FoldFits(cells, fits, is_scaled).solve(group)
+    logits: ByFit = {}
+    if groups:
+        fold_fits = _FoldFits(cells, fits, is_scaled)
+        for starts in groups:
+            logits |= fold_fits.solve(starts)
     return logits
 
 
@@ -112,15 +114,15 @@ class _FoldFits:
                 break
             previous = constants
             exact = self._multiply_scaled(weights, inverse_variances)
-            replaced = self._multiply(weights)
+            approximate = self._multiply(weights)
             constants = {}
             for number in weights:
-                difference = exact[number] - replaced[number]
+                difference = exact[number] - approximate[number]
                 constants[number] = difference[:, self.fits[number].rows]
             weights = self._search(weights, constants)
             for number in [*weights]:
                 change = np.abs(constants[number] - previous[number]).max()
-                if change <= LOGIT_TOLERANCE:
+                if change <= CONSTANT_TOLERANCE:
                     converged[number] = weights.pop(number)
         return self._multiply_scaled(converged, inverse_variances) if converged else {}
 
@@ -157,7 +159,7 @@ class _FoldFits:
     def _multiply_scaled(self, weights: ByFit, inverse_variances: ByFit) -> ByFit:
         """Logits of all cells, from genes divided by their standard deviations over each fit's cells.
 
-        `inverse_variances`, `(genes,)`, are one over the variances of the genes over these cells.
+        `inverse_variances`, `(genes,)` of each fit, are over the same cells.
         """
         coefficients = self.cells.T @ np.ascontiguousarray(self._stack(weights).T)
         for number, fit_rows in _split(weights, coefficients.T):

@@ -50,7 +50,7 @@ class LogisticRegression:
     def __repr__(self) -> str:
         """Part of the key of a cached prediction: the option, and constants of `newton.py`.
 
-        Other constants are not in it, such as MAX_STEPS, ARMIJO, ROUNDING, `dual.LOGIT_TOLERANCE`
+        Other constants are not in it, such as MAX_STEPS, ARMIJO, ROUNDING, `dual.CONSTANT_TOLERANCE`
         and the sizes above. Whoever changes one, or the algorithm, must delete the caches.
         """
         return f"LogisticRegression(standardised={self.standardised}, {CURVATURE=}, {TOLERANCE=}, {RIDGE=}, {FORCING=})"
