@@ -85,7 +85,7 @@ def test_sparse_features_have_the_same_predictions_as_dense(
             sp.csr_matrix(features[kept]), labels[kept]
         )
         with monkeypatch.context() as patch:
-            patch.setattr(logistic, "MAX_SIDE", 19)
+            patch.setattr(logistic, "MAX_DENSE_SIDE", 19)
             patch.setattr(newton, "whiten", None)
             b = LogisticRegression(standardised=standardised).fit(
                 sp.csr_matrix(features[kept]), labels[kept]

@@ -112,7 +112,7 @@ def test_regression_of_shared_products_equals_scikit_learn(
 
 
 def test_folds_fitted_together_predict_as_single_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logistic, "MAX_SIDE", 5)
+    monkeypatch.setattr(logistic, "MAX_DENSE_SIDE", 5)
     genes, labels, _ = _cells(60, 200, 3)
     fits, tests = _folds(labels)
     splits = [Fold(0, fit.rows, test) for fit, test in zip(fits, tests)]

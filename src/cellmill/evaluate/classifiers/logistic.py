@@ -22,9 +22,8 @@ from cellmill.evaluate.classifiers.dual import fit_weights
 from cellmill.evaluate.classifiers.newton import CURVATURE, FORCING, RIDGE, TOLERANCE
 from cellmill.evaluate.features.products import SharedCells, compute_scale, divide_genes
 
-# largest problem of `newton.whiten`: the smaller of cells and features, and all values (256 MiB)
-MAX_SIDE = 2048
-MAX_VALUES = 2**25
+MAX_DENSE_SIDE = 2048  # cells or features, the fewer of both, of features fitted as dense ones
+MAX_DENSE_VALUES = 2**25  # 256 MiB
 
 
 class Solution(NamedTuple):
@@ -99,7 +98,7 @@ class LogisticRegression:
 
 def is_small_problem(shape: tuple[int, int]) -> bool:
     """True if features of this shape, `(cells, width)`, are fitted as dense ones."""
-    return min(shape) <= MAX_SIDE and math.prod(shape) <= MAX_VALUES
+    return min(shape) <= MAX_DENSE_SIDE and math.prod(shape) <= MAX_DENSE_VALUES
 
 
 def _minimise(features: np.ndarray, class_of_cell: np.ndarray, is_small: bool) -> Solution:

@@ -30,7 +30,7 @@ FORCING = 0.5  # a Newton step is exact enough when it leaves this share of the 
 MAX_STEPS = 100
 ARMIJO = 1e-4  # a step must lower the objective by this share of what its slope promises
 ROUNDING = 1e-12  # rise of the objective that may hide the descent of the last steps
-MAX_SIDE = 2048  # cells of the largest UUᵀ that is stored, unless features are even more
+MAX_KERNEL_CELLS = 2048  # cells of the largest UUᵀ that is stored if cells outnumber features
 
 Search = Generator[tuple[np.ndarray, np.ndarray], None, Any]
 """Search for an optimum whose caller multiplies: it yields weights of the cells, and the array that
@@ -115,11 +115,11 @@ def whiten(features: np.ndarray, penalty: float) -> Whitening:
 def _whiten_wide(features: np.ndarray, factor: np.ndarray, penalty: float) -> Whitening:
     """Whiten fewer cells than features; `factor` is the Cholesky factor of c ZZᵀ / n + λ."""
     n = len(features)
-    # UUᵀ from the inverse, of which LAPACK returns the lower triangle
+    # UUᵀ from the inverse; its upper triangle is 0, as in the factor
     inverse, _ = dpotri(factor, lower=True)
     inverse *= -penalty * n / CURVATURE
     kernel = inverse + inverse.T
-    # centred features would be singular without RIDGE
+    # the doubled diagonal is replaced; centred features would be singular without RIDGE
     kernel.flat[:: n + 1] = inverse.diagonal() + (1 + RIDGE) * n / CURVATURE
     columns = np.empty((n, n + 1), order="F")
     columns[:, :n] = kernel.T
@@ -137,7 +137,7 @@ def _whiten_wide(features: np.ndarray, factor: np.ndarray, penalty: float) -> Wh
 def _whiten_tall(features: np.ndarray, factor: np.ndarray) -> Whitening:
     """Whiten as many cells as features or more; `factor` is the Cholesky factor of c ZᵀZ / n + λ."""
     n, width = features.shape
-    has_kernel = n <= min(2 * width, MAX_SIDE)
+    has_kernel = n <= min(2 * width, MAX_KERNEL_CELLS)
     columns = np.empty((n, width + 1), order="C" if has_kernel else "F")
     columns[:, :width] = dtrtrs(factor, features.T, lower=True)[0].T
     columns[:, width] = CURVATURE**-0.5
@@ -153,9 +153,9 @@ def _whiten_tall(features: np.ndarray, factor: np.ndarray) -> Whitening:
 
 
 def _cholesky(matrix: np.ndarray) -> np.ndarray:
-    """Return the lower factor of a matrix, of which only the lower triangle is read.
+    """Return the lower factor of a matrix in Fortran's order, which it overwrites.
 
-    The matrix, in Fortran's order, is overwritten by the factor.
+    Only the lower triangle is read; the upper one becomes 0.
     """
     factor, failed = dpotrf(matrix, lower=True, overwrite_a=True)
     if failed:
