@@ -24,6 +24,9 @@ from cellmill.evaluate.features.products import SharedCells, compute_scale, divi
 
 MAX_DENSE_SIDE = 2048  # cells or features, the fewer of both, of features fitted as dense ones
 MAX_DENSE_VALUES = 2**25  # 256 MiB
+# variance of a dense feature relative to its squared mean, below which it is constant: rounding
+# errors of centred float64 values are below 1e-24
+NO_CENTRED_VARIANCE = 1e-20
 
 
 class Solution(NamedTuple):
@@ -78,7 +81,7 @@ class LogisticRegression:
             mean = values.mean(0)
             values -= mean
             variance = np.einsum("ij,ij->j", values, values) / len(values)
-            is_scaled = self.standardised & (variance > 1e-20 * mean**2)
+            is_scaled = self.standardised & (variance > NO_CENTRED_VARIANCE * mean**2)
             scale = np.sqrt(np.where(is_scaled, variance, 1))
             values /= scale
             fitted = _minimise(values, class_of_cell, is_small)

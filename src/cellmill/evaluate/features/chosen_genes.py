@@ -10,6 +10,10 @@ BLOCK = 1024  # cells that are summed at once
 RANKED_GENES = 500
 VARIABLE_GENES = 2000
 BINS = 20  # bins of mean expression, within which dispersions are standardised
+MIN_WITHIN = 1e-9  # variation of a gene within labels, at least: no F is infinite
+# variance of a cell's ranks relative to their squared mean, below which all are equal: one other
+# rank gives about 1 / genes
+NO_RANK_VARIANCE = 1e-9
 
 
 def choose_variable_genes(profiles: sp.csr_matrix) -> np.ndarray:
@@ -49,21 +53,22 @@ class RankedGenes:
     have `above` it, sparse.
     """
 
-    def __init__(self, genes: sp.csr_matrix) -> None:
-        if not genes.data.all():
-            genes = genes.copy()
-            genes.eliminate_zeros()
-        n = genes.shape[0]
+    def __init__(self, profiles: sp.csr_matrix) -> None:
+        if not profiles.data.all():
+            profiles = profiles.copy()
+            profiles.eliminate_zeros()
+        n = profiles.shape[0]
         self.zero = np.empty(n)
-        # shares the indices of the genes
-        values = np.empty(genes.nnz)
+        values = np.empty(profiles.nnz)
         for first in range(0, n, BLOCK):
-            block = genes[first : first + BLOCK]
-            start = genes.indptr[first]
+            block = profiles[first : first + BLOCK]
+            start = profiles.indptr[first]
             zero, above = _standardise_ranks(block)
             self.zero[first : first + BLOCK] = zero
             values[start : start + block.nnz] = above
-        self.above = sp.csr_matrix((values, genes.indices, genes.indptr), shape=genes.shape)
+        # shares the indices of the profiles
+        stored = (values, profiles.indices, profiles.indptr)
+        self.above = sp.csr_matrix(stored, shape=profiles.shape)
 
     def select(self, cells: np.ndarray, labels: np.ndarray) -> np.ndarray:
         """Values of all cells, dense, of the RANKED_GENES genes of largest F between the `labels`
@@ -86,7 +91,7 @@ class RankedGenes:
         explained = (sums**2 / sizes).sum(0)
         totals = sums.sum(0)
         between = explained - totals**2 / len(cells)
-        within = np.maximum(squares - explained, 1e-9)
+        within = np.maximum(squares - explained, MIN_WITHIN)
         f = between / within  # up to a factor that all genes share
         order = np.argsort(-f, kind="stable")
         chosen = np.sort(order[:RANKED_GENES])
@@ -94,21 +99,21 @@ class RankedGenes:
         return np.asarray(values + self.zero[:, None])
 
 
-def _standardise_ranks(genes: sp.csr_matrix) -> tuple[np.ndarray, np.ndarray]:
+def _standardise_ranks(profiles: sp.csr_matrix) -> tuple[np.ndarray, np.ndarray]:
     """`zero`, and the stored values of `above`, of `RankedGenes` for some cells."""
-    n, width = genes.shape
-    n_expressed = np.diff(genes.indptr)  # (cells,)
+    n, width = profiles.shape
+    n_expressed = np.diff(profiles.indptr)  # (cells,)
     n_absent = width - n_expressed
     # cell of each stored value
     cell = np.repeat(np.arange(n), n_expressed)
-    ranks_in_cell = pd.Series(genes.data).groupby(cell).rank()
+    ranks_in_cell = pd.Series(profiles.data).groupby(cell).rank()
     ranks = n_absent[cell] + ranks_in_cell.to_numpy()
     middle = (width + 1) / 2  # mean rank of a cell
     lowest = (n_absent + 1) / 2  # shared rank of the genes without a count
     squares = np.bincount(cell, ranks**2, n)
     squares = squares + n_absent * lowest**2
     variance = squares / width - middle**2
-    varies = variance > 1e-9 * middle**2
+    varies = variance > NO_RANK_VARIANCE * middle**2
     # 1 for a cell whose values are all equal
     scale = np.sqrt(np.where(varies, variance, 1))
     return (lowest - middle) / scale, (ranks - lowest[cell]) / scale[cell]

@@ -1,4 +1,4 @@
-"""Principal components of sparse cells."""
+"""Principal components of sparse profiles."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -16,9 +16,11 @@ COMPONENTS = 50
 # 1e-4, the 50th component of cells is usually above 1e-2
 NO_SPREAD = 3e-4
 NO_SPREAD_SINGLE = 3e-3  # the same, of products that are float32
-NO_VARIANCE = 1e-12  # variance of a gene relative to its squared mean, below which it is constant
+# variance of a gene relative to its squared mean, below which it is constant: it is a difference of
+# two sums, whose rounding errors are about 1e-13
+NO_VARIANCE = 1e-12
 BLOCK = 1024  # cells whose products are copied at once
-MAX_DENSE = 2048  # features whose products are computed at once
+MAX_DENSE = 2048  # genes whose products are computed at once
 
 
 class PrincipalComponents(BaseEstimator):
@@ -28,49 +30,49 @@ class PrincipalComponents(BaseEstimator):
     evaluations.
     """
 
-    components_: np.ndarray  # (components, features)
+    components_: np.ndarray  # (components, genes)
     explained_variance_: np.ndarray  # (components,)
 
     def __init__(self, n_components: int) -> None:
         self.n_components = n_components
 
-    def fit(self, cells: sp.csr_matrix, labels: None = None) -> Self:
-        """Fit to `cells`, `(n, features)`."""
-        self.fit_transform(cells)
+    def fit(self, profiles: sp.csr_matrix, labels: None = None) -> Self:
+        """Fit to `profiles`, `(cells, genes)`."""
+        self.fit_transform(profiles)
         return self
 
-    def fit_transform(self, cells: sp.csr_matrix, labels: None = None) -> np.ndarray:
-        """Fit to `cells`, `(n, features)`, and return their components."""
-        mean = mean_variance_axis(cells, axis=0)[0]
+    def fit_transform(self, profiles: sp.csr_matrix, labels: None = None) -> np.ndarray:
+        """Fit to `profiles`, `(cells, genes)`, and return their components, `(cells, components)`."""
+        mean = mean_variance_axis(profiles, axis=0)[0]
 
-        # centred cells X, without making them dense: X @ x, and X.T @ x
+        # products X x and Xᵀ x with the centred profiles X, without making them dense
         def multiply(x: np.ndarray) -> np.ndarray:
-            return cells @ x - mean @ x
+            return profiles @ x - mean @ x
 
         def multiply_transposed(x: np.ndarray) -> np.ndarray:
-            return cells.T @ x - np.multiply.outer(mean, x.sum(0))
+            return profiles.T @ x - np.multiply.outer(mean, x.sum(0))
 
-        n, width = cells.shape
-        # eigenvectors of the smaller of X X' and X' X, then the exact SVD inside their span
+        n, width = profiles.shape
+        # eigenvectors of the smaller of X Xᵀ and Xᵀ X, then the exact SVD inside their span
         if n < width:
 
             def multiply_cells(x: np.ndarray) -> np.ndarray:
                 return multiply(multiply_transposed(x))
 
-            basis = find_eigenvectors(multiply_cells, n, self.n_components, cells.dtype)
+            basis = find_eigenvectors(multiply_cells, n, self.n_components, profiles.dtype)
             loadings, lengths, rotation = svd(multiply_transposed(basis), full_matrices=False)
             left = basis @ rotation.T
             right = loadings.T
         else:
-
-            def multiply_genes(x: np.ndarray) -> np.ndarray:
-                return multiply_transposed(multiply(x))
-
             if width <= MAX_DENSE:
-                centred = cells.toarray() - mean.astype(cells.dtype)
-                gram = centred.T @ centred
-                multiply_genes = gram.__matmul__
-            basis = find_eigenvectors(multiply_genes, width, self.n_components, cells.dtype)
+                centred = profiles.toarray() - mean.astype(profiles.dtype)
+                multiply_genes = (centred.T @ centred).__matmul__
+            else:
+
+                def multiply_genes(x: np.ndarray) -> np.ndarray:
+                    return multiply_transposed(multiply(x))
+
+            basis = find_eigenvectors(multiply_genes, width, self.n_components, profiles.dtype)
             left, lengths, rotation = svd(multiply(basis), full_matrices=False)
             right = rotation @ basis.T
         left, right = svd_flip(left, right, u_based_decision=False)
@@ -82,9 +84,9 @@ class PrincipalComponents(BaseEstimator):
         self._center = mean @ self.components_.T
         return np.asarray(left[:, :rank] * lengths)
 
-    def transform(self, cells: sp.csr_matrix) -> np.ndarray:
-        """Components of `cells`, `(n, features)`."""
-        return np.asarray(cells @ self.components_.T - self._center)
+    def transform(self, profiles: sp.csr_matrix) -> np.ndarray:
+        """Components of `profiles`, `(cells, genes)`."""
+        return np.asarray(profiles @ self.components_.T - self._center)
 
 
 def find_eigenvectors(
