@@ -65,7 +65,7 @@ def fit_weights(features: Any, targets: np.ndarray) -> np.ndarray:
     return newton.minimise(search, compute_logits) / penalty
 
 
-def fit_folds(cells: CellProducts, fits: Sequence[FoldFit], is_scaled: bool) -> ByFit:
+def fit_folds(products: CellProducts, fits: Sequence[FoldFit], is_scaled: bool) -> ByFit:
     """Logits of all cells, `(classes, cells)` float64, by each fit. If `is_scaled`, each gene is
     divided by its standard deviation over the fit's cells.
 
@@ -82,7 +82,7 @@ def fit_folds(cells: CellProducts, fits: Sequence[FoldFit], is_scaled: bool) -> 
         n_columns += n_classes
     logits: ByFit = {}
     if groups:
-        fold_fits = _FoldFits(cells, fits, is_scaled)
+        fold_fits = _FoldFits(products, fits, is_scaled)
         for starts in groups:
             logits |= fold_fits.solve(starts)
     return logits
@@ -91,21 +91,21 @@ def fit_folds(cells: CellProducts, fits: Sequence[FoldFit], is_scaled: bool) -> 
 class _FoldFits:
     """Fits that share products of cells."""
 
-    def __init__(self, cells: CellProducts, fits: Sequence[FoldFit], is_scaled: bool) -> None:
+    def __init__(self, products: CellProducts, fits: Sequence[FoldFit], is_scaled: bool) -> None:
         self.fits = fits
-        self.cells = cells.cells
+        self.profiles = products.profiles
         self.is_scaled = is_scaled
-        self.products = cells.scaled if is_scaled else cells.plain
+        self.products = products.scaled if is_scaled else products.plain
 
     def solve(self, starts: ByFit) -> ByFit:
         """Logits of all cells by the fits that have a start."""
         weights = self._search(starts, {})
         if not self.is_scaled:
             return self._multiply(weights)
-        is_fitted = np.zeros((len(starts), self.cells.shape[0]))
+        is_fitted = np.zeros((len(starts), self.profiles.shape[0]))
         for row, number in zip(is_fitted, starts):
             row[self.fits[number].rows] = 1
-        scales = compute_scales(self.cells, is_fitted)
+        scales = compute_scales(self.profiles, is_fitted)
         inverse_variances = dict(zip(starts, scales**-2.0))
         converged: ByFit = {}
         constants = {number: np.zeros_like(start) for number, start in starts.items()}
@@ -161,15 +161,15 @@ class _FoldFits:
 
         `inverse_variances`, `(genes,)` of each fit, are over the same cells.
         """
-        coefficients = self.cells.T @ np.ascontiguousarray(self._stack(weights).T)
+        coefficients = self.profiles.T @ np.ascontiguousarray(self._stack(weights).T)
         for number, fit_rows in _split(weights, coefficients.T):
             fit_rows *= inverse_variances[number]
-        return self._finish(weights, (self.cells @ coefficients).T)
+        return self._finish(weights, (self.profiles @ coefficients).T)
 
     def _stack(self, weights: ByFit) -> np.ndarray:
         """Weights of all fits, `(classes of all fits, cells)`; 0 for cells that a fit does not read."""
         n_columns = sum(map(len, weights.values()))
-        stacked = np.zeros((n_columns, self.cells.shape[0]), self.products.dtype)
+        stacked = np.zeros((n_columns, self.profiles.shape[0]), self.products.dtype)
         for number, fit_rows in _split(weights, stacked):
             fit_rows[:, self.fits[number].rows] = weights[number]
         return stacked

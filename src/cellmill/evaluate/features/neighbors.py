@@ -32,17 +32,17 @@ class NeighborGraph:
         return cls(indices.astype(np.int32), distances.astype(np.float64))
 
 
-def _search_products(cells: SharedCells, k: int) -> tuple[np.ndarray, np.ndarray]:
+def _search_products(features: SharedCells, k: int) -> tuple[np.ndarray, np.ndarray]:
     """Indices and distances of the k nearest other cells, in blocks of cells."""
-    n = cells.shape[0]
+    n = features.shape[0]
     indices = np.empty((n, k), np.int32)
     distances = np.empty((n, k))
-    squares = cells.squares()
+    squares = features.squares()
     for first in range(0, n, BLOCK):
-        block = cells[first : first + BLOCK]
+        block = features[first : first + BLOCK]
         rows = np.arange(block.shape[0])
         # squared distances without the square of the cell itself, which is the same for all
-        products = block.products(cells)
+        products = block.products(features)
         relative = squares - 2 * products
         relative[rows, first + rows] = np.inf
         unordered = relative.argpartition(k - 1, axis=1)[:, :k]

@@ -22,26 +22,26 @@ RARE_FRAC = 0.03
 
 
 class CellProducts:
-    """Products of all pairs of `cells`, `(n, genes)`, which are computed when they are first read."""
+    """Products of all pairs of cells, which are computed when they are first read."""
 
-    def __init__(self, cells: sp.csr_matrix, digest: str) -> None:
-        self.cells = cells
-        self.digest = digest  # SHA-256 of the cells
+    def __init__(self, profiles: sp.csr_matrix, digest: str) -> None:
+        self.profiles = profiles  # (n, genes)
+        self.digest = digest  # SHA-256 of the profiles
 
     @cached_property
     def plain(self) -> np.ndarray:
         """Products of the cells, `(n, n)`."""
-        return _multiply_pairs(self.cells)
+        return _multiply_pairs(self.profiles)
 
     @cached_property
     def scaled(self) -> np.ndarray:
         """Products of the cells divided by the standard deviation of each gene over all of them."""
-        return _multiply_pairs(self.cells, compute_scale(self.cells))
+        return _multiply_pairs(self.profiles, compute_scale(self.profiles))
 
     @cached_property
     def components(self) -> np.ndarray:
         """Principal components fitted on the cells themselves, `(n, components)`."""
-        return fit_own_components(self.cells)
+        return fit_own_components(self.profiles)
 
     def forget_scaled(self) -> None:
         """Free the memory of `scaled`; it is computed again when it is read."""
@@ -56,7 +56,7 @@ class SharedCells:
     def __init__(self, source: CellProducts, rows: np.ndarray) -> None:
         self.source = source
         self.rows = rows  # indices of the cells in `source`
-        self.shape = (len(rows), source.cells.shape[1])
+        self.shape = (len(rows), source.profiles.shape[1])
 
     def __getitem__(self, cells: np.ndarray | slice) -> Self:
         return type(self)(self.source, self.rows[cells])
@@ -64,12 +64,12 @@ class SharedCells:
     @property
     def is_whole(self) -> bool:
         """True if these are all cells of the source, in their order."""
-        return np.array_equal(self.rows, np.arange(self.source.cells.shape[0]))
+        return np.array_equal(self.rows, np.arange(self.source.profiles.shape[0]))
 
     @property
     def matrix(self) -> sp.csr_matrix:
         """The features themselves."""
-        return self.source.cells if self.is_whole else self.source.cells[self.rows]
+        return self.source.profiles if self.is_whole else self.source.profiles[self.rows]
 
     def products(self, others: Self) -> np.ndarray:
         """Products with other cells of the source: `(cells, others)`; not to be changed."""
@@ -91,13 +91,13 @@ class FeatureCache:
         self._kept: tuple[tuple[Any, ...], np.ndarray, Features] | None = None
         self._products: CellProducts | None = None
 
-    def share(self, cells: sp.csr_matrix) -> SharedCells:
-        """The cells with products that tasks share."""
-        if self._products is None or self._products.cells is not cells:
-            digest = digest_arrays("", cells)
+    def share(self, profiles: sp.csr_matrix) -> SharedCells:
+        """Cells with these profiles, whose products tasks share."""
+        if self._products is None or self._products.profiles is not profiles:
+            digest = digest_arrays("", profiles)
             if self._products is None or self._products.digest != digest:
-                self._products = CellProducts(cells, digest)
-        return SharedCells(self._products, np.arange(cells.shape[0]))
+                self._products = CellProducts(profiles, digest)
+        return SharedCells(self._products, np.arange(profiles.shape[0]))
 
     def keep(self, sources: tuple[Any, ...], cells: np.ndarray, features: Features) -> None:
         """Keep the features of `cells` (indices), made from `sources`."""
@@ -128,21 +128,21 @@ def digest_arrays(about: str, *values: Any) -> str:
     return digest.hexdigest()
 
 
-def compute_scale(cells: sp.csr_matrix) -> np.ndarray:
+def compute_scale(profiles: sp.csr_matrix) -> np.ndarray:
     """Standard deviation of each gene, float64 `(genes,)`; 1 for a constant gene."""
-    return compute_scales(cells, np.ones((1, cells.shape[0])))[0]
+    return compute_scales(profiles, np.ones((1, profiles.shape[0])))[0]
 
 
-def compute_scales(cells: sp.csr_matrix, is_member: np.ndarray) -> np.ndarray:
+def compute_scales(profiles: sp.csr_matrix, is_member: np.ndarray) -> np.ndarray:
     """Standard deviation of each gene over the members of each group, `(groups, genes)` float64; 1
     for a constant gene.
 
     `is_member`, `(groups, cells)` float64, is 1 for members and 0 for other cells.
     """
-    sums = np.zeros((len(is_member), cells.shape[1]))
+    sums = np.zeros((len(is_member), profiles.shape[1]))
     squares = np.zeros_like(sums)
-    for first in range(0, cells.shape[0], CELL_BLOCK):
-        block = cells[first : first + CELL_BLOCK].astype(np.float64)
+    for first in range(0, profiles.shape[0], CELL_BLOCK):
+        block = profiles[first : first + CELL_BLOCK].astype(np.float64)
         members = is_member[:, first : first + CELL_BLOCK]
         sums += members @ block
         np.square(block.data, out=block.data)
@@ -154,30 +154,30 @@ def compute_scales(cells: sp.csr_matrix, is_member: np.ndarray) -> np.ndarray:
     return np.sqrt(np.where(variances > NO_VARIANCE * squared_means, variances, 1))
 
 
-def divide_genes(cells: sp.csr_matrix, scale: np.ndarray) -> sp.csr_matrix:
-    """Cells, each gene divided by its `scale`, `(genes,)`; they share the indices of `cells`."""
-    factors = (1 / scale).astype(cells.dtype)
-    values = cells.data * factors[cells.indices]
-    return sp.csr_matrix((values, cells.indices, cells.indptr), shape=cells.shape)
+def divide_genes(profiles: sp.csr_matrix, scale: np.ndarray) -> sp.csr_matrix:
+    """Divide each gene by its `scale`, `(genes,)`. The result shares the indices of `profiles`."""
+    factors = (1 / scale).astype(profiles.dtype)
+    values = profiles.data * factors[profiles.indices]
+    return sp.csr_matrix((values, profiles.indices, profiles.indptr), shape=profiles.shape)
 
 
-def _multiply_pairs(cells: sp.csr_matrix, scale: np.ndarray | None = None) -> np.ndarray:
+def _multiply_pairs(profiles: sp.csr_matrix, scale: np.ndarray | None = None) -> np.ndarray:
     """Products of all pairs of cells, `(n, n)`, after division of each gene by its `scale`, `(genes,)`.
 
     Besides the products, only blocks of genes and the rare genes are in memory.
     """
-    n, width = cells.shape
+    n, width = profiles.shape
     dtype = np.float64 if n <= MAX_DOUBLE else np.float32
     scale = np.ones(width) if scale is None else scale
-    factors = (1 / scale).astype(cells.dtype)
-    is_rare = np.bincount(cells.indices, minlength=width) < RARE_FRAC * n
+    factors = (1 / scale).astype(profiles.dtype)
+    is_rare = np.bincount(profiles.indices, minlength=width) < RARE_FRAC * n
     multiply = blas.dsyrk if n <= MAX_DOUBLE else blas.ssyrk
     products = np.zeros((n, n), dtype, order="F")
     # add the products over common genes, in dense blocks, to the lower triangle
     common = np.flatnonzero(~is_rare)
     for first in range(0, len(common), GENE_BLOCK):
         genes = common[first : first + GENE_BLOCK]
-        dense = cells[:, genes].toarray()
+        dense = profiles[:, genes].toarray()
         dense *= factors[genes]
         by_gene = dense.astype(dtype, copy=False).T
         multiply(1, by_gene, 1, products, trans=1, lower=1, overwrite_c=1)
@@ -189,7 +189,7 @@ def _multiply_pairs(cells: sp.csr_matrix, scale: np.ndarray | None = None) -> np
         products[first:last, last:] = products[last:, first:last].T
     # add the sparse products over rare genes
     genes = np.flatnonzero(is_rare)
-    rare = divide_genes(cells[:, genes], scale[genes]).astype(dtype, copy=False)
+    rare = divide_genes(profiles[:, genes], scale[genes]).astype(dtype, copy=False)
     for first in range(0, n, CELL_BLOCK):
         rows = slice(first, first + CELL_BLOCK)
         products[:, rows] += (rare[rows] @ rare.T).toarray().T
