@@ -120,7 +120,7 @@ def predict_from_other_half(context: Context) -> np.ndarray:
     predicted = np.full(context.reader.n_obs, "", dtype=labels.dtype)
     if len(chosen.classes) < 2:
         return predicted
-    genes = context.feature_cache.share(cell_profiles(context, cells))
+    shared = context.feature_cache.share(cell_profiles(context, cells))
     classifier = {REGRESSION: LogisticRegression(standardised=True)}
     # shuffle cells, sort them by label, and deal them into halves in turn
     order = seeded(seed, draws.HALVES_OF_LABELS).permutation(len(labels))
@@ -131,10 +131,10 @@ def predict_from_other_half(context: Context) -> np.ndarray:
     halves = [np.flatnonzero(is_first_half), np.flatnonzero(~is_first_half)]
     folds = [Fold(0, halves[1], halves[0]), Fold(0, halves[0], halves[1])]
     with without_overhead():
-        precompute_folds(genes, labels, folds, predictions, [REGRESSION])
+        precompute_folds(shared, labels, folds, predictions, [REGRESSION])
         for is_tested in (is_first_half, ~is_first_half):
             fitted = CachedClassifiers(
-                {REGRESSION: predictions}, classifier, genes[~is_tested], labels[~is_tested]
+                {REGRESSION: predictions}, classifier, shared[~is_tested], labels[~is_tested]
             )
-            predicted[cells[is_tested]] = fitted.predict(genes[is_tested])[REGRESSION]
+            predicted[cells[is_tested]] = fitted.predict(shared[is_tested])[REGRESSION]
     return predicted

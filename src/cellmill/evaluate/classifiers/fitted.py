@@ -6,7 +6,7 @@ standardised and on unchanged features. Standardising raises the weight of small
 which helps or hurts depending on the number of cells.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -128,36 +128,38 @@ def make_cached_classifiers(
 
 
 def precompute_folds(
-    cells: SharedCells,
+    shared: SharedCells,
     labels: np.ndarray,
-    folds: Iterable[Fold],
+    folds: Sequence[Fold],
     predictions: dict[str, np.ndarray],
     names: Iterable[str] = (REGRESSION, UNSCALED_REGRESSION),
 ) -> None:
-    """Fit the large regressions on `cells` together for all folds, and add what they predict to
-    `predictions`, where `CachedClassifiers` finds it.
+    """Fit the large regressions on `shared` features together for all folds, and add what they predict
+    to `predictions`, where `CachedClassifiers` finds it.
+
+    A regression is large if it has no more cells than genes and is not a small problem.
     """
     for name in names:
-        classifier = make_classifiers(1)[name]
+        classifier = LogisticRegression(standardised=name == REGRESSION)
         fits: list[FoldFit] = []
         tested: list[tuple[str, np.ndarray, np.ndarray]] = []
         for fold in folds:
             train = fold.train
-            n, width = len(train), cells.shape[1]
+            n, width = len(train), shared.shape[1]
             if n > width or is_small_problem((n, width)):
                 continue
             cached = CachedClassifiers(
-                {name: predictions}, {name: classifier}, cells[train], labels[train]
+                {name: predictions}, {name: classifier}, shared[train], labels[train]
             )
-            key = cached.keys(cells[fold.test])[name]
+            key = cached.keys(shared[fold.test])[name]
             if key not in predictions:
                 classes, class_of_cell = np.unique(labels[train], return_inverse=True)
                 targets = np.eye(len(classes))[:, class_of_cell]
-                fits.append(FoldFit(cells.rows[train], targets))
-                tested.append((key, cells.rows[fold.test], classes))
-        with report_early_stop(cells.shape[1]):
-            logits = fit_folds(cells.source, fits, classifier.standardised)
-        cells.source.forget_scaled()  # before the products of the next name fill as much memory
+                fits.append(FoldFit(shared.rows[train], targets))
+                tested.append((key, shared.rows[fold.test], classes))
+        with report_early_stop(shared.shape[1]):
+            logits = fit_folds(shared.source, fits, classifier.standardised)
+        shared.source.forget_scaled()  # before the products of the next name fill as much memory
         for number, fold_logits in logits.items():
             key, test, classes = tested[number]
             predictions[key] = classes[fold_logits[:, test].argmax(0)]
