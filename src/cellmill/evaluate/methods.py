@@ -16,7 +16,7 @@ from cellmill.runs.results import ScoredMethod
 Features = dict[ScoredMethod, Any]
 """Features of each method, `(cells, width)`, dense or sparse."""
 ByMethod = dict[ScoredMethod, np.ndarray]
-"""An array of each method: vectors, scores or class ids, as the variable is named."""
+"""An array of each method: vectors, scores, class ids or class names."""
 EMBEDDING = ScoredMethod("embedding", kind="model", network="trained")
 # all genes of the dataset, if the other features have only the genes that datasets share
 FULL_PANEL = replace(EMBEDDING, features="embedding, full panel", kind="variant")

@@ -21,6 +21,7 @@ from cellmill.runs.results import Confusion, ScoredMethod
 # names in words of the metrics of classes
 CLASS_METRICS = {"accuracy": "accuracy", "macro_f1": "macro-F1", "weighted_f1": "weighted F1"}
 NOT_TESTED = -1  # predicted class of a cell that a repetition does not test
+# largest class of all scored cells; MAJORITY is that of the training cells
 LARGEST_CLASS = ScoredMethod("largest class")
 
 
@@ -31,32 +32,33 @@ def cell_scores(metric: str, labels: np.ndarray, predicted: np.ndarray) -> np.nd
     float64 of the shape of `predicted`, NaN for cells that are not tested.
     """
     scores = np.full(predicted.shape, np.nan)
-    for row, classes in zip(scores, predicted):
-        is_tested = classes != NOT_TESTED
+    for row, predicted_ids in zip(scores, predicted):
+        is_tested = predicted_ids != NOT_TESTED
         true = labels[is_tested]
-        guessed = classes[is_tested]
+        tested = predicted_ids[is_tested]
         if metric == "accuracy":
-            row[is_tested] = true == guessed
+            row[is_tested] = true == tested
         else:
-            row[is_tested] = _compute_f1_terms(true, guessed, is_weighted=metric == "weighted_f1")
+            row[is_tested] = _compute_f1_terms(true, tested, is_weighted=metric == "weighted_f1")
     return scores
 
 
-def _compute_f1_terms(true: np.ndarray, guessed: np.ndarray, is_weighted: bool) -> np.ndarray:
+def _compute_f1_terms(true: np.ndarray, predicted: np.ndarray, is_weighted: bool) -> np.ndarray:
     """Linear terms of F1: `F1 + n * dF1/dw_i`, whose mean over cells is F1.
 
     `n` is the number of cells, `w_i` the weight of cell i in F1.
     """
     n = len(true)
-    classes = np.union1d(true, guessed)
-    is_class = true[:, None] == classes  # (cells, classes), as are is_guess and scaled_derivatives
-    is_guess = guessed[:, None] == classes
-    is_hit = is_class & is_guess
-    sizes = is_class.sum(0) + is_guess.sum(0)
+    present_ids = np.union1d(true, predicted)
+    # (cells, classes), as are is_predicted and scaled_derivatives
+    is_class = true[:, None] == present_ids
+    is_predicted = predicted[:, None] == present_ids
+    is_hit = is_class & is_predicted
+    sizes = is_class.sum(0) + is_predicted.sum(0)
     f1 = 2 * is_hit.sum(0) / sizes
-    share = is_class.mean(0) if is_weighted else np.full(len(classes), 1 / len(classes))
+    share = is_class.mean(0) if is_weighted else np.full(len(present_ids), 1 / len(present_ids))
     # dF1/dw_i of each class, times its size: F1 is 2 hits / size, sums over the weighted cells
-    scaled_derivatives = 2.0 * is_hit - f1 * (is_class.astype(float) + is_guess)
+    scaled_derivatives = 2.0 * is_hit - f1 * (is_class.astype(float) + is_predicted)
     terms: np.ndarray = n * (scaled_derivatives / sizes) @ share + share @ f1
     if is_weighted:  # n dshare/dw_i = is_class - share: shares depend on the weights, too
         terms = terms + is_class @ f1 - share @ f1
@@ -78,22 +80,24 @@ class ClassPredictions:
     """
 
     @cached_property
-    def classes(self) -> np.ndarray:
+    def class_names(self) -> np.ndarray:
         """Classes of cells and of predictions, sorted: a class id is an index into it."""
         return np.union1d(self.labels, np.array(self.other_classes, dtype=self.labels.dtype.type))
 
-    def record(self, condition: str, repetition: int, cells: np.ndarray, classes: ByMethod) -> None:
-        """Keep the predicted `classes` (text) of `cells` (indices)."""
+    def record(
+        self, condition: str, repetition: int, cells: np.ndarray, predicted: ByMethod
+    ) -> None:
+        """Keep the `predicted` classes (text) of `cells` (indices)."""
         by_method = self.by_condition.setdefault(condition, {})
-        for method, predicted in classes.items():
+        for method, names in predicted.items():
             if method not in by_method:
                 by_method[method] = np.full((self.repetitions, len(self.labels)), NOT_TESTED)
-            by_method[method][repetition, cells] = np.searchsorted(self.classes, predicted)
+            by_method[method][repetition, cells] = np.searchsorted(self.class_names, names)
 
     @cached_property
     def true_ids(self) -> np.ndarray:
         """Class id of each cell, `(cells,)` int64."""
-        return np.searchsorted(self.classes, self.labels)
+        return np.searchsorted(self.class_names, self.labels)
 
     def column(self, condition: str, metric: str, heading: str, metric_name: str) -> ScoreColumn:
         """Scores by `metric`, one of CLASS_METRICS; verdicts call it `metric_name`."""
@@ -114,7 +118,8 @@ class ClassPredictions:
             return column
         if metric != "accuracy" and (is_tested & (self.ceiling_labels == "")).any():
             return column  # an F1 over only some of the cells is not comparable
-        id_of_class = dict(zip(self.classes, range(len(self.classes)))) | {"": NOT_TESTED}
+        names = self.class_names
+        id_of_class = dict(zip(names, range(len(names)))) | {"": NOT_TESTED}
         unknown = len(id_of_class)  # the id of no class, so never right
         ceiling = np.array([id_of_class.get(name, unknown) for name in self.ceiling_labels])
         largest = np.bincount(self.true_ids).argmax()
@@ -129,12 +134,12 @@ class ClassPredictions:
 
     def confusion(self, condition: str, method: ScoredMethod) -> Confusion:
         """Predictions of a method by class, all repetitions together."""
-        n = len(self.classes)
+        n = len(self.class_names)
         counts = np.zeros((n, n), np.int64)
         for class_ids in self.by_condition[condition][method]:
             is_tested = class_ids != NOT_TESTED
             np.add.at(counts, (self.true_ids[is_tested], class_ids[is_tested]), 1)
-        return Confusion(method.name, self.classes.tolist(), counts.tolist())
+        return Confusion(method.name, self.class_names.tolist(), counts.tolist())
 
     def metric_columns(self, condition: str) -> list[ScoreColumn]:
         """A column for each of CLASS_METRICS."""

@@ -249,7 +249,7 @@ class MapCells(Task):
 
 def _make_credit_column(predictions: ClassPredictions) -> ScoreColumn:
     """Partial credit of predicted terms (`credit_labels`)."""
-    table = credit_labels(predictions.classes.tolist())
+    table = credit_labels(predictions.class_names.tolist())
     scores = {}
     for method, class_ids in predictions.by_condition[""].items():
         credit = table[class_ids, predictions.true_ids]

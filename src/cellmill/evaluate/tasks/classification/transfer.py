@@ -364,7 +364,7 @@ def _compare_terms(
     predictions: ClassPredictions, name: str, measure: Callable[[str, str], float]
 ) -> list[ScoreColumn]:
     """A column for each condition: `measure` of the true and the predicted term of each cell."""
-    terms = predictions.classes
+    terms = predictions.class_names
     # (classes, classes): measure of each true and each predicted class
     pairs = product(map(str, terms), repeat=2)
     table = np.array([float(measure(true, predicted)) for true, predicted in pairs])
