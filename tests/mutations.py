@@ -48,7 +48,7 @@ FAULTS = [
     Fault("val and test overlap", "data/split.py", "uniform < test_frac + val_frac", "uniform < val_frac", "unit/test_shards.py"),
     Fault("equal steps are off by one cell", "data/stream/order.py", "self.stream.lanes + lane + 1", "self.stream.lanes + lane", "unit/test_stream.py"),
     Fault("shown and hidden counts are swapped", "models/objectives/shared/views.py", ">= dropped_frac[cell])", "< dropped_frac[cell])", "unit/test_views.py"),
-    Fault("variance of a paired difference without the repetitions", "evaluate/intervals.py", "cells_variance + repetitions_variance", "cells_variance", "unit/test_paired.py"),
+    Fault("variance of a paired difference without the repetitions", "evaluate/intervals.py", "units_variance + repetitions_variance", "units_variance", "unit/test_paired.py"),
     Fault("a validation equal to the best is the best", "train/validation.py", "sign * value >= sign * self.best_value", "sign * value > sign * self.best_value", "unit/test_validation.py"),
     Fault("an improvement of exactly min_delta resets the patience", "train/validation.py", "value) > train.early", "value) >= train.early", "unit/test_validation.py"),
     Fault("adapters are scaled by rank / alpha", "finetune/lora.py", "self.config.alpha / self.config.rank", "self.config.rank / self.config.alpha", "unit/test_methods_of_families.py distributed/test_methods.py"),

@@ -72,7 +72,7 @@ def test_the_interval_equals_a_calculation_by_hand() -> None:
     repetitions = np.var([0.75, 0.5], ddof=1) / 2
     freedom = (cells + repetitions) ** 2 / (cells**2 / 3 + repetitions**2 / 1)
     assert found.mean == pytest.approx(0.625)
-    assert found.cells_se == pytest.approx(cells**0.5)
+    assert found.units_se == pytest.approx(cells**0.5)
     # quantiles of Student's distribution with 3 and 4 degrees of freedom enclose the one with 3.7
     assert 3 < freedom < 4
     assert 2.776 < (found.high - found.mean) / (cells + repetitions) ** 0.5 < 3.182

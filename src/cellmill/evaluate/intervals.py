@@ -33,7 +33,7 @@ class Estimate(NamedTuple):
     mean: float
     low: float
     high: float
-    cells_se: float  # standard error over units only, which need not be cells
+    units_se: float  # standard error over units only
 
 
 class ClosedShare(NamedTuple):
@@ -51,15 +51,15 @@ def paired_difference(scores: np.ndarray, other_scores: np.ndarray) -> Estimate:
     mean = float(differences[is_tested].mean())
     # what each unit and repetition adds to the mean; units and repetitions are the clusters
     shares = np.where(is_tested, differences - mean, 0) / is_tested.sum()
-    cells_variance, n_cells = _cluster_variance(shares.sum(0)[is_tested.any(0)])
+    units_variance, n_units = _cluster_variance(shares.sum(0)[is_tested.any(0)])
     repetitions_variance, n_repetitions = _cluster_variance(shares.sum(1))
-    variance = cells_variance + repetitions_variance
+    variance = units_variance + repetitions_variance
     if variance <= MIN_VARIANCE:
         return Estimate(mean, mean, mean, 0.0)
-    parts = ((cells_variance, n_cells), (repetitions_variance, n_repetitions))
-    freedom = variance**2 / sum(part**2 / max(n - 1, 1) for part, n in parts)
-    half_width = float(stdtrit(freedom, (1 + LEVEL) / 2) * variance**0.5)
-    return Estimate(mean, mean - half_width, mean + half_width, cells_variance**0.5)
+    parts = ((units_variance, n_units), (repetitions_variance, n_repetitions))
+    degrees_of_freedom = variance**2 / sum(part**2 / max(n - 1, 1) for part, n in parts)
+    half_width = float(stdtrit(degrees_of_freedom, (1 + LEVEL) / 2) * variance**0.5)
+    return Estimate(mean, mean - half_width, mean + half_width, units_variance**0.5)
 
 
 def _cluster_variance(sums: np.ndarray) -> tuple[float, int]:

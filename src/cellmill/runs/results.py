@@ -174,7 +174,7 @@ class Difference:
     mean: float
     low: float
     high: float
-    # standard error over cells only, for the same cells in runs of several pretraining seeds
+    # standard error over units only, for runs of several pretraining seeds; units need not be cells
     cells_se: float
     n: int | None = None  # independent units; None in results of earlier versions
 
