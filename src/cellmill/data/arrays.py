@@ -101,11 +101,14 @@ def _sort_by_column(block: sp.csr_matrix) -> sp.csr_matrix:
     return sp.csr_matrix((values, columns, block.indptr), shape=block.shape)
 
 
-def summed(block: sp.csr_matrix) -> sp.csr_matrix:
-    """Canonical copy of `block`; a sequence becomes its composition."""
-    block = block.copy()
-    block.sum_duplicates()
-    return block
+def gene_counts(counts: sp.csr_matrix, ordered: bool) -> sp.csr_matrix:
+    """Counts per gene, canonical. The occurrences of each token of a sequence (`ordered`) are summed,
+    in a copy.
+    """
+    if ordered:
+        counts = counts.copy()
+        counts.sum_duplicates()
+    return counts
 
 
 def counts_per_10k(

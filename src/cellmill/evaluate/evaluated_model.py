@@ -10,7 +10,7 @@ import pandas as pd
 import scipy.sparse as sp
 
 from cellmill.config.parts.tokens import Tokens
-from cellmill.data.arrays import log_normalise, summed
+from cellmill.data.arrays import gene_counts, log_normalise
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import DataError
@@ -79,7 +79,7 @@ class EvaluatedModel:
         each call.
         """
         counts = read_counts(self.manifest, PCA_CELLS)
-        return log_normalise(summed(counts) if self.manifest.ordered else counts)
+        return log_normalise(gene_counts(counts, self.manifest.ordered))
 
 
 def load_evaluated(model: Path, manifest: Manifest, seed: int) -> EvaluatedModel:

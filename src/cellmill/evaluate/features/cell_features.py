@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from cellmill.data.arrays import log_normalise, select_columns, summed
+from cellmill.data.arrays import gene_counts, log_normalise, select_columns
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.evaluate.inference.embed import embed_batches, tokenize_blocks
 from cellmill.evaluate.methods import (
@@ -47,7 +47,7 @@ def cell_profiles(context: Context, cells: np.ndarray) -> sp.csr_matrix:
     if kept is not None:
         return kept[ALL_GENES]
     counts = read_rows(context.reader, cells)
-    return log_normalise(summed(counts) if context.gene_columns.ordered else counts)
+    return log_normalise(gene_counts(counts, context.gene_columns.ordered))
 
 
 def _sources(context: Context) -> tuple[Any, ...]:
@@ -64,13 +64,13 @@ def compute_features(
     """
     model = context.model
     columns = context.gene_columns
-    gene_counts = summed(counts) if columns.ordered else counts
-    known_counts = select_columns(gene_counts, columns.target, model.vocabulary.n_genes)
+    all_counts = gene_counts(counts, columns.ordered)
+    known_counts = select_columns(all_counts, columns.target, model.vocabulary.n_genes)
     return {
         EMBEDDING: embed_counts(context, counts, model.network) if embedding is None else embedding,
         UNTRAINED: embed_counts(context, counts, model.untrained),
         TRAINING_COMPONENTS: model.components.transform(log_normalise(known_counts)),
-        ALL_GENES: log_normalise(gene_counts),
+        ALL_GENES: log_normalise(all_counts),
     }
 
 

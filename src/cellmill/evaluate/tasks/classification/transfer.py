@@ -15,7 +15,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from cellmill.config.parts.tasks import TransferConfig
-from cellmill.data.arrays import log_normalise, select_columns, summed
+from cellmill.data.arrays import gene_counts, log_normalise, select_columns
 from cellmill.data.genes.tables import RELEASE, cell_ontology, is_term_id
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.classifiers.class_predictions import NOT_TESTED, ClassPredictions
@@ -94,7 +94,7 @@ class CellGroup:
         """Counts of `genes`, each of which the group has: `(cells, genes)`."""
         position = {gene: index for index, gene in enumerate(genes)}
         target = np.array([position.get(name, -1) for name in self.names], np.int32)
-        counts = summed(self.counts) if self.context.gene_columns.ordered else self.counts
+        counts = gene_counts(self.counts, self.context.gene_columns.ordered)
         return select_columns(counts, target, len(genes))
 
 
