@@ -51,13 +51,15 @@ def _describe_failure(gate: BaselineGate, where: str, result: TaskResult) -> str
         )
     name, value = _find_best(gate, where, models, column)
     other, other_value = _find_best(gate, where, baselines, column)
-    advantage = other_value - value if gate.lower_is_better else value - other_value
-    if advantage >= gate.margin:
+    sign = -1 if gate.lower_is_better else 1
+    if sign * (value - other_value) >= gate.margin:
         return None
-    expected = f"{name} has {value:.3f} {column}, expected {other_value:.3f} of {other}"
+    failed = f"{name} has {value:.3f} {column}, expected at {'most' if sign < 0 else 'least'}"
     if not gate.margin:
-        return expected
-    return f"{expected} and {gate.margin:g} {'less' if gate.lower_is_better else 'more'}"
+        return f"{failed} {other_value:.3f} of {other}"
+    limit = other_value + sign * gate.margin
+    margin = f"{'minus' if sign < 0 else 'plus'} margin {gate.margin:g}"
+    return f"{failed} {limit:.3f} ({other_value:.3f} of {other} {margin})"
 
 
 def _find_best(gate: BaselineGate, where: str, rows: list[Row], column: str) -> tuple[str, float]:
