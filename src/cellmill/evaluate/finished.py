@@ -76,6 +76,7 @@ class FinishedTasks:
             result = _task_result_adapter.validate_python(read_json(path))
         except (DataError, ValidationError):
             return None  # computed again
+        # every task writes its seconds; an empty object is valid otherwise
         return result if "seconds" in result.figures else None
 
 

@@ -238,7 +238,7 @@ def _finish_task(task_run: _TaskRun, get_output: Callable[[], RunOutput]) -> Tas
     try:
         result, predictions = get_output()
     except (UserError, BrokenProcessPool):
-        raise
+        raise  # a killed process: `stages.evaluate` names the remedy
     except Exception as error:
         traceback.print_exc()
         raise DataError(

@@ -157,8 +157,9 @@ def tabulate(
     """Result with the table, verdicts, differences and gaps of `columns`.
 
     `rows`, `verdicts` and `differences` replace those of the columns. `metric`, by default the
-    heading of the first column, ranks the rows, so its highest value must be the best one. Columns
-    that are not `judged`, by default all, are only in the table.
+    heading of the first column, ranks the rows, so its highest value must be the best one. Verdicts,
+    differences and gaps are made for the columns `judged` (default: all); the others are only in the
+    table.
     """
     judged = columns if judged is None else judged
     if rows is None:

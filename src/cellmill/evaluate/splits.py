@@ -19,19 +19,19 @@ class Fold(NamedTuple):
     test: np.ndarray  # indices
 
 
-def split_by_class(labels: np.ndarray, folds: int, seeds: int, seed: int) -> Iterator[Fold]:
-    """Stratified folds of classes with at least `folds` cells each, in repetitions from 0."""
-    for repetition in range(seeds):
-        splitter = StratifiedKFold(folds, shuffle=True, random_state=seed + repetition)
+def split_by_class(labels: np.ndarray, n_folds: int, repetitions: int, seed: int) -> Iterator[Fold]:
+    """Stratified folds of classes with at least `n_folds` cells each, in repetitions from 0."""
+    for repetition in range(repetitions):
+        splitter = StratifiedKFold(n_folds, shuffle=True, random_state=seed + repetition)
         for train, test in splitter.split(labels, labels):
             yield Fold(repetition, train, test)
 
 
 def draw_shots(
-    labels: np.ndarray, classes: list[str], shots: int, draws: int, seed: int
+    labels: np.ndarray, classes: list[str], shots: int, n_draws: int, seed: int
 ) -> Iterator[Fold]:
     """Train on `shots` cells of each of `classes`, and test on all other cells of these classes."""
-    for draw in range(draws):
+    for draw in range(n_draws):
         generator = seeded(seed, (shots << 32) + draw)
         drawn = [generator.permutation(np.flatnonzero(labels == name)) for name in classes]
         train = np.concatenate([cells[:shots] for cells in drawn])
@@ -40,10 +40,7 @@ def draw_shots(
 
 
 def split_groups(groups: pd.Series, most_folds: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Training and test cells of each fold.
-
-    Cells without a group are left out. There are no folds of a single group.
-    """
+    """Training and test cells of each fold, without cells of no group; none for a single group."""
     known = np.flatnonzero(groups.notna().to_numpy())
     names = text_values(groups.iloc[known]).astype(str)
     n_groups = len(np.unique(names))
