@@ -40,8 +40,7 @@ class FinishedTasks:
             paths = [dataset.cells, dataset.embedding, *dataset.external]
             digests = [sha256_file(path) for path in paths]
             self._datasets[name] = [*digests, *dataset.labels]
-        packages = [f"{package.name} {package.version}" for package in metadata.distributions()]
-        self._packages = sorted(packages)
+        self._packages = sorted(f"{each.name} {each.version}" for each in metadata.distributions())
         self._weights = datasets.digest
 
     def path(self, name: str, task: Task, context: Context) -> Path:

@@ -54,12 +54,12 @@ def _describe_failure(gate: BaselineGate, where: str, result: TaskResult) -> str
     sign = -1 if gate.lower_is_better else 1
     if sign * (value - other_value) >= gate.margin:
         return None
-    failed = f"{name} has {value:.3f} {column}, expected at {'most' if sign < 0 else 'least'}"
-    if not gate.margin:
-        return f"{failed} {other_value:.3f} of {other}"
-    limit = other_value + sign * gate.margin
-    margin = f"{'minus' if sign < 0 else 'plus'} margin {gate.margin:g}"
-    return f"{failed} {limit:.3f} ({other_value:.3f} of {other} {margin})"
+    bound, change = ("at most", "minus") if gate.lower_is_better else ("at least", "plus")
+    expected = f"{other_value:.3f} of {other}"
+    if gate.margin:
+        limit = other_value + sign * gate.margin
+        expected = f"{limit:.3f} ({expected} {change} margin {gate.margin:g})"
+    return f"{name} has {value:.3f} {column}, expected {bound} {expected}"
 
 
 def _find_best(gate: BaselineGate, where: str, rows: list[Row], column: str) -> tuple[str, float]:

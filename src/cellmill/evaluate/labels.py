@@ -125,16 +125,15 @@ def predict_from_other_half(context: Context) -> np.ndarray:
     # shuffle cells, sort them by label, and deal them into halves in turn
     order = seeded(seed, draws.HALVES_OF_LABELS).permutation(len(labels))
     by_label = order[np.argsort(labels[order], kind="stable")]
-    is_first_half = np.ones(len(labels), bool)
-    is_first_half[by_label[1::2]] = False
+    first = np.sort(by_label[::2])
+    second = np.sort(by_label[1::2])
+    folds = [Fold(0, second, first), Fold(0, first, second)]
     predictions = context.prediction_cache.predictions
-    halves = [np.flatnonzero(is_first_half), np.flatnonzero(~is_first_half)]
-    folds = [Fold(0, halves[1], halves[0]), Fold(0, halves[0], halves[1])]
     with without_overhead():
         precompute_folds(shared, labels, folds, predictions, [REGRESSION])
-        for is_tested in (is_first_half, ~is_first_half):
+        for _, train, test in folds:
             fitted = CachedClassifiers(
-                {REGRESSION: predictions}, classifier, shared[~is_tested], labels[~is_tested]
+                {REGRESSION: predictions}, classifier, shared[train], labels[train]
             )
-            predicted[cells[is_tested]] = fitted.predict(shared[is_tested])[REGRESSION]
+            predicted[cells[test]] = fitted.predict(shared[test])[REGRESSION]
     return predicted

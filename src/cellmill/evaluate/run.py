@@ -271,8 +271,7 @@ def describe_result(result: TaskResult) -> str:
         parts.append(f"classes of too few cells left out: {list_first(classes, SHOWN_CLASSES)}")
     if not parts:
         sentences = [sentence.removesuffix(".") for sentence in result.sentences]
-        parts = [*sentences[:1], "all numbers are in metrics.json"]
-        return "; ".join(parts)
+        return "; ".join([*sentences[:1], "all numbers are in metrics.json"])
     return "; ".join(parts) + result.effort_mark
 
 

@@ -118,8 +118,8 @@ class ClassPredictions:
             return column
         if metric != "accuracy" and (is_tested & (self.ceiling_labels == "")).any():
             return column  # an F1 over only some of the cells is not comparable
-        names = self.class_names
-        id_of_class = dict(zip(names, range(len(names)))) | {"": NOT_TESTED}
+        id_of_class = {name: number for number, name in enumerate(self.class_names)}
+        id_of_class[""] = NOT_TESTED
         unknown = len(id_of_class)  # the id of no class, so never right
         ceiling = np.array([id_of_class.get(name, unknown) for name in self.ceiling_labels])
         largest = np.bincount(self.true_ids).argmax()

@@ -81,10 +81,8 @@ def fit_folds(products: CellProducts, fits: Sequence[FoldFit], is_scaled: bool) 
         groups[-1][number] = np.zeros(fit.targets.shape)
         n_columns += n_classes
     logits: ByFit = {}
-    if groups:
-        fold_fits = _FoldFits(products, fits, is_scaled)
-        for starts in groups:
-            logits |= fold_fits.solve(starts)
+    for starts in groups:
+        logits |= _FoldFits(products, fits, is_scaled).solve(starts)
     return logits
 
 

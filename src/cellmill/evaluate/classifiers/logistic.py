@@ -65,10 +65,9 @@ class LogisticRegression:
         """
         self.classes, class_of_cell = np.unique(labels, return_inverse=True)
         values = features.matrix if isinstance(features, SharedCells) else features
-        shape = values.shape
-        is_small = is_small_problem(shape)
+        is_small = is_small_problem(values.shape)
         if sp.issparse(values):
-            scale = compute_scale(values) if self.standardised else np.ones(shape[1])
+            scale = compute_scale(values) if self.standardised else np.ones(values.shape[1])
             divided: Any = divide_genes(values, scale)
             if is_small:
                 divided = divided.toarray().astype(np.float64)

@@ -55,11 +55,9 @@ class PrincipalComponents(BaseEstimator):
         n, width = profiles.shape
         # eigenvectors of the smaller of X Xᵀ and Xᵀ X, then the exact SVD inside their span
         if n < width:
-
-            def multiply_cells(x: np.ndarray) -> np.ndarray:
-                return multiply(multiply_transposed(x))
-
-            basis = find_eigenvectors(multiply_cells, n, self.n_components, profiles.dtype)
+            basis = find_eigenvectors(
+                lambda x: multiply(multiply_transposed(x)), n, self.n_components, profiles.dtype
+            )
             loadings, lengths, rotation = svd(multiply_transposed(basis), full_matrices=False)
             left = basis @ rotation.T
             right = loadings.T
