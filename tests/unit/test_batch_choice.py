@@ -194,8 +194,8 @@ def test_a_part_of_a_sum_chooses_too(tmp_path: Path) -> None:
     parts = {"cell_decoding": {"batch_column": "auto"}, "classification": {"label_column": "kind"}}
     opened = open_corpus(options_of(objective={"name": "sum", "parts": parts}), manifest.path)
     assert opened.options.obs_columns() == {
-        "batch": "objective.batch_column",
-        "kind": "objective.label_column",
+        "batch": "objective.parts.cell_decoding.batch_column",
+        "kind": "objective.parts.classification.label_column",
     }
     assert "batch" in opened.options.objective.choices()["batch"]
     assert "batch_reason" not in str(identity(opened.options, None))

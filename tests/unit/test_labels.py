@@ -244,13 +244,41 @@ def test_columns_without_use_are_refused() -> None:
             100,
         )
     weights = {"class_weights": {"B cell": 2.0, "T cels": 3.0}}
-    parts = {"classification": {"label_column": "kind"} | weights}
-    for weighted in (objective | weights, {"name": "sum", "parts": parts}):
+    summed = {"name": "sum", "parts": {"types": objective | weights}}
+    for option, weighted in (
+        ("objective", objective | weights),
+        ("objective.parts.types", summed),
+    ):
         given = train_options(model={"family": "profile"}, objective=weighted)
         with refused(
-            "objective.class_weights: no cell of the corpus has kind 'T cels'; did you mean 'T cell'?"
+            f"{option}.class_weights: no cell of the corpus has kind 'T cels'; did you mean 'T cell'?"
         ):
             check_levels(given, {"kind": ("B cell", "T cell", "<missing>")}, 100)
+        with refused(
+            f"{option}.label_column kind: all labelled cells of the corpus have the same value; choose another "
+            "column, or do without"
+        ):
+            check_levels(given, {"kind": ("a", "<missing>")}, 100)
+
+
+def test_columns_of_a_sum_name_the_options_of_its_parts() -> None:
+    parts = {
+        "type": {"name": "classification", "label_column": "kind"},
+        "age": {"name": "regression", "target_column": "age"},
+        "response": {"name": "perturbation_response", "control": "c", "batch_column": "lane"},
+    }
+    summed = check_options(ObjectiveConfig, {"name": "sum", "parts": parts}, "objective")
+    columns = summed.columns()
+    assert columns.levels == {
+        "kind": "objective.parts.type.label_column",
+        "lane": "objective.parts.response.batch_column",
+        "perturbation": "objective.parts.response.perturbation_column",
+    }
+    assert columns.numbers == {"age": "objective.parts.age.target_column"}
+    assert [option for option, _, _ in columns.named] == [
+        "objective.parts.type.class_weights",
+        "objective.parts.response.control",
+    ]
 
 
 def test_a_cell_without_genes_takes_no_part() -> None:

@@ -116,8 +116,8 @@ class ObjectiveConfig(Plugin):
         """Return this objective, or the parts of a sum."""
         return [self]
 
-    def columns(self) -> Columns:
-        """Return the obs columns that batches carry for it."""
+    def columns(self, option: str = "objective") -> Columns:
+        """Return the obs columns that batches carry for it; `option` is where the options are."""
         return Columns()
 
     def stream(self) -> dict[str, Any]:

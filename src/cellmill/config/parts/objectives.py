@@ -153,8 +153,8 @@ class LabelConfig(ObjectiveConfig):
     ignored.
     """
 
-    def columns(self) -> Columns:
-        return Columns(levels={self.label_column: "objective.label_column"})
+    def columns(self, option: str = "objective") -> Columns:
+        return Columns(levels={self.label_column: f"{option}.label_column"})
 
 
 class ClassificationConfig(LabelConfig):
@@ -193,9 +193,9 @@ class ClassificationConfig(LabelConfig):
     def supervised_by(self) -> tuple[str, ...]:
         return () if self.adversarial_scale else super().supervised_by
 
-    def columns(self) -> Columns:
-        named = ("objective.class_weights", self.label_column, list(self.weight_by_label))
-        return Columns({self.label_column: "objective.label_column"}, named=[named])
+    def columns(self, option: str = "objective") -> Columns:
+        named = (f"{option}.class_weights", self.label_column, list(self.weight_by_label))
+        return Columns({self.label_column: f"{option}.label_column"}, named=[named])
 
     def stream(self) -> dict[str, Any]:
         # weights in the loss balance the labels already
@@ -255,8 +255,8 @@ class RegressionConfig(ObjectiveConfig):
     number_dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout before the last layer of the head."""
 
-    def columns(self) -> Columns:
-        return Columns(numbers={self.target_column: "objective.target_column"})
+    def columns(self, option: str = "objective") -> Columns:
+        return Columns(numbers={self.target_column: f"{option}.target_column"})
 
     def fit(self, facts: Facts) -> Self:
         moments = dict(zip(("target_mean", "target_std"), facts.moments(self.target_column)))
@@ -348,8 +348,9 @@ class SumConfig(ObjectiveConfig):
     def each(self) -> list[ObjectiveConfig]:
         return list(self.parts.values())
 
-    def columns(self) -> Columns:
-        return reduce(or_, (part.columns() for part in self.each()))
+    def columns(self, option: str = "objective") -> Columns:
+        columns = (part.columns(f"{option}.parts.{name}") for name, part in self.parts.items())
+        return reduce(or_, columns)
 
     def stream(self) -> dict[str, Any]:
         return self.each()[0].stream() if len(self.parts) == 1 else {}
@@ -461,9 +462,9 @@ class DecodingConfig(HiddenFracConfig):
         """Column of the batch; None without one, or before auto is resolved."""
         return None if self.batch_column == AUTO else self.batch_column
 
-    def columns(self) -> Columns:
+    def columns(self, option: str = "objective") -> Columns:
         column = self.known_batch
-        return Columns({} if column is None else {column: "objective.batch_column"})
+        return Columns({} if column is None else {column: f"{option}.batch_column"})
 
     def choose_columns(self, facts: Facts, labels: Sequence[str]) -> Self:
         if self.batch_column != AUTO:
@@ -554,12 +555,11 @@ class PerturbationResponseConfig(DecodingConfig):
         if self.batch_column == self.perturbation_column:
             yield f"batch_column and perturbation_column are both {self.batch_column}; name another batch"
 
-    def columns(self) -> Columns:
-        named = ("objective.control", self.perturbation_column, [self.control])
-        return (
-            Columns({self.perturbation_column: "objective.perturbation_column"}, named=[named])
-            | super().columns()
-        )
+    def columns(self, option: str = "objective") -> Columns:
+        named = (f"{option}.control", self.perturbation_column, [self.control])
+        return Columns(
+            {self.perturbation_column: f"{option}.perturbation_column"}, named=[named]
+        ) | super().columns(option)
 
     def fit(self, facts: Facts) -> Self:
         if self.perturbed_genes is not None:
