@@ -23,6 +23,7 @@ from tests.distributed.conformance import (
     CUTS,
     PAIRS,
     PRODUCT,
+    SUM_OF_LABELS,
     Case,
     grouped,
 )
@@ -171,6 +172,16 @@ def test_training_logs_the_share_of_labelled_cells(table: Table) -> None:
     assert 0.5 < mean_of("several heads", "labelled_frac_age") < 1
     assert "labelled_frac_cell_decoding" not in table.alone("several heads")["lines"][0]
     assert 0.7 < mean_of("student", "labelled_frac_distill") < 1  # six of seven have a vector
+
+
+def test_the_validation_loss_leaves_out_a_hidden_label(table: Table) -> None:
+    lines = table.alone("sum of labels")["lines"]
+    for name in ("loss", "val_loss"):
+        (*_, line) = (line for line in lines if name in line)
+        losses = {part: line[f"{name}_{part}"] for part in SUM_OF_LABELS}
+        assert losses["hidden"] > 0.1
+        left_out = losses["hidden"] if name == "val_loss" else 0
+        assert line[name] == pytest.approx(sum(losses.values()) - left_out, rel=1e-5)
 
 
 @rows(BEGUN)

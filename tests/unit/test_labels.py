@@ -151,6 +151,8 @@ def test_a_hidden_label_reverses_only_the_vector_gradient() -> None:
     for name, expected in gradients[0].items():
         factor = 1 if name.startswith("label_head") else -0.25
         torch.testing.assert_close(gradients[1][name], factor * expected, msg=name)
+    figures, verdicts = model.objective.judge(np.array([0, 2]), np.eye(3)[:2], train=None)
+    assert (figures["accuracy"], verdicts) == (0.5, []), "a leak is not better than a baseline"
     assert (
         len(find_classifications(_model().objective)),
         find_classifications(model.objective),

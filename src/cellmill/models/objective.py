@@ -92,6 +92,8 @@ class Objective:
     """Weight of each part of a loss that is a vector, by name; empty for one loss."""
     row_widths: tuple[int, ...] = ()
     """Width of each table of `rows`; none if the loss of a cell depends on no other cell."""
+    in_validation_loss: bool = True
+    """False for a part whose loss `val_loss` leaves out; metrics.jsonl still has it by its name."""
     has_target_per_cell: bool = False
     """True if `n_targets` are cells; training logs their share as `labelled_frac`."""
     in_view: bool = False

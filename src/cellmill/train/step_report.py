@@ -26,8 +26,11 @@ class LossParts:
             if leaf.has_target_per_cell:
                 self.labelled[name] = index
         self.weights: Tensor | float = 1.0
+        self.validation_weights: Tensor | float = 1.0
         if self.names:
             self.weights = torch.tensor(list(objective.part_weights.values()), device=device)
+            is_validated = [leaf.in_validation_loss for leaf in objective.leaves().values()]
+            self.validation_weights = self.weights * torch.tensor(is_validated, device=device)
 
     def divisors(self, targets: Tensor) -> Tensor:
         """Return the divisors of the losses, () or (parts,).
@@ -36,8 +39,10 @@ class LossParts:
         """
         return targets.clamp(min=1) if self.names and targets.any() else targets
 
-    def total(self, losses: Tensor) -> Tensor:
-        return (losses * self.weights).sum()
+    def total(self, losses: Tensor, validation: bool = False) -> Tensor:
+        """Return the weighted sum of the losses, in validation without those that it leaves out."""
+        weights = self.validation_weights if validation else self.weights
+        return (losses * weights).sum()
 
     def name_losses(self, prefix: str, losses: Sequence[float]) -> dict[str, float]:
         """Return the unweighted loss of each part, by its name in metrics.jsonl."""

@@ -176,8 +176,8 @@ class ClassificationConfig(LabelConfig):
     adversarial_scale: float | None = Field(None, gt=0)
     """For a part of a sum: the gradient to the cell embedding is reversed and multiplied by this
     number. So the head learns the label, for example a batch or donor, and the model hides it. 0.02
-    is mild; at 0.2 embeddings collapsed. Such a label is not predicted. null trains head and model
-    together.
+    is mild; at 0.2 embeddings collapsed. Such a label is not predicted, and val_loss leaves its
+    loss out. null trains head and model together.
     """
 
     @property

@@ -6,7 +6,8 @@ another run takes over rows of the same name. If some cells have no value, the l
 it is no label, and its logit is left out.
 
 With `adversarial_scale` the model gets the reversed gradient, times this number: the head learns the
-label, and the encoder hides it (Ganin & Lempitsky 2015).
+label, and the encoder hides it (Ganin & Lempitsky 2015). Such a loss is left out of the validation
+loss, and `judge` compares it with nothing.
 
 Legend: C cells with a target, L levels, H width of a cell's vector.
 """
@@ -36,6 +37,8 @@ class Classification(LabelObjective):
 
     def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
         config = self.config
+        # validation chooses the checkpoint: a model that hides the label must not look worse
+        self.in_validation_loss = config.adversarial_scale is None
         self.head_name = f"label_head{self.suffix}"
         n_levels = len(self.levels[config.label_column])
         head = CellHead(model.vector_width, config.head_hidden, n_levels, config.head_dropout)
@@ -76,7 +79,10 @@ class Classification(LabelObjective):
         return logits[:, : len(self.labels)].float()
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
-        """Score logits against the frequencies of the labels in the same cells."""
+        """Score logits against the frequencies of the labels in the same cells.
+
+        A label that the model hides has no verdict.
+        """
         labels, logits = observed
         n_cells = len(labels)
         if not n_cells:
@@ -101,6 +107,8 @@ class Classification(LabelObjective):
                 logits, labels, self.temperature
             )
         metrics["calibration_error_uncalibrated"] = calibration_error_of_logits(logits, labels)
+        if self.config.adversarial_scale:
+            return metrics, []
         name = f"classification of {self.config.label_column}"
         against = "the frequencies of labels"
         return metrics, loss_verdict(name, against, loss - entropy, "nats")
