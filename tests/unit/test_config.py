@@ -254,7 +254,7 @@ WRONG = {
         "runs: init_from, trunk and objective.teacher are a circle: a -> b -> a"
     ),
     "objective: {name: sum, parts: {big: {name: distill, teacher: ./a}, deep: {name: distill, teacher: ./b}}}": (
-        "objective: parts: big and deep both have a teacher, and the model is given one batch; keep one"
+        "objective: parts: big and deep have a teacher, and a batch carries the vectors of one teacher; keep one"
     ),
     "runs: {a/b: {corpus: pbmc}}": (
         "runs: 'a/b' is no name; use letters, digits, '_', '.' and '-', first a letter or digit"

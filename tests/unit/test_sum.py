@@ -212,7 +212,17 @@ def test_verdicts_of_a_sum_are_those_of_its_parts() -> None:
         ),
         (
             {"masked_value": {}, "masked_gene": {}},
-            "parts: masked_value and masked_gene both hide tokens, and the model is given one batch; keep one",
+            "parts: masked_value and masked_gene hide tokens or read them as answers, and the model is given one "
+            "batch; keep one",
+        ),
+        (
+            {"cell_decoding": {}, "denoise": {}},
+            "parts: cell_decoding and denoise draw a view, and the model is given one; keep one",
+        ),
+        (
+            {"2nd": {"name": "denoise"}},
+            "parts: expected a name that starts with a letter and has only letters, digits and _, got 2nd; choose "
+            "another",
         ),
     ],
 )

@@ -5,7 +5,7 @@ that the objective chooses, so that checkpoints, layouts and exports treat them 
 
 Its options class (`config.parts.objective.ObjectiveConfig`) says what it needs and suits, without
 importing torch: `families` that can train it, `needs_counts` in batches, whether it `draws_view` or
-`hides_tokens` in a sum, the `label_option` by which a run counts as supervised, whether it
+`owns_tokens` in a sum, the `label_option` by which a run counts as supervised, whether it
 `reads_cells`, and its defaults for section `stream`.
 """
 

@@ -92,10 +92,10 @@ class ObjectiveConfig(Plugin):
     """
     draws_view: ClassVar[bool] = False
     """True if the implementation defines `view`; at most one part of a sum may."""
-    hides_tokens: ClassVar[bool] = True
-    """False if `prepare` leaves genes and values as they are in the view.
+    owns_tokens: ClassVar[bool] = True
+    """True if `prepare` hides tokens, or the loss reads the model's tokens as answers (next_gene).
 
-    At most one part of a sum may hide them.
+    At most one part of a sum may.
     """
     reads_zeros: ClassVar[bool] = False
     """True if tokens of genes without counts make sense (`tokens.zero_frac`)."""

@@ -94,7 +94,7 @@ class HiddenFracConfig(ObjectiveConfig):
 
     needs_counts = True
     draws_view = True
-    hides_tokens = False
+    owns_tokens = False
 
     min_hidden_frac: float = Field(0.2, ge=0, lt=1)
     """Minimum hidden fraction of a cell's genes or counts."""
@@ -145,7 +145,7 @@ class NextGeneConfig(ObjectiveConfig):
 class LabelConfig(ObjectiveConfig):
     """Options of objectives that read a label of each cell."""
 
-    hides_tokens = False
+    owns_tokens = False
     label_option = "label_column"
 
     label_column: str
@@ -229,7 +229,7 @@ class RegressionConfig(ObjectiveConfig):
     """
 
     implementation = "cellmill.models.objectives.regression:Regression"
-    hides_tokens = False
+    owns_tokens = False
     label_option = "target_column"
     families = ENCODING
     name: Literal["regression"] = "regression"
@@ -271,7 +271,7 @@ class DistillConfig(ObjectiveConfig):
     """
 
     implementation = "cellmill.models.objectives.distill:Distill"
-    hides_tokens = False
+    owns_tokens = False
     families = ENCODING
     name: Literal["distill"] = "distill"
     teacher: str
@@ -321,7 +321,8 @@ class SumConfig(ObjectiveConfig):
     """Objectives, each with its options and `weight`, the factor of its mean loss (by default 1.0).
     A part may have any name if its key `name` is the objective, so that several parts can predict
     different columns. One part may define a view (cell_decoding, denoise, query_decoding), which
-    all parts then see, and one may hide tokens (masked_value, masked_gene, next_gene).
+    all parts then see, and one may hide tokens (masked_value, masked_gene) or read the model's
+    tokens as answers (next_gene).
     """
 
     def problems(self) -> Iterator[str]:
@@ -329,17 +330,26 @@ class SumConfig(ObjectiveConfig):
             yield "parts: expected at least one objective with its options, such as cell_decoding: {}, got none"
         for name, part in self.parts.items():
             if name != part.name and not re.fullmatch("[A-Za-z][A-Za-z0-9_]*", name):
-                yield f"parts: {name}: the name of a part is of letters, digits and _; choose another"
-        for having, does in (
-            ([name for name, part in self.parts.items() if part.draws_view], "draw a view"),
-            ([name for name, part in self.parts.items() if part.hides_tokens], "hide tokens"),
+                yield (
+                    "parts: expected a name that starts with a letter and has only letters, digits and _, got "
+                    f"{name}; choose another"
+                )
+        for having, reason in (
+            (
+                [name for name, part in self.parts.items() if part.draws_view],
+                "draw a view, and the model is given one",
+            ),
+            (
+                [name for name, part in self.parts.items() if part.owns_tokens],
+                "hide tokens or read them as answers, and the model is given one batch",
+            ),
             (
                 [name for name, part in self.parts.items() if isinstance(part, DistillConfig)],
-                "have a teacher",
+                "have a teacher, and a batch carries the vectors of one teacher",
             ),
         ):
             if len(having) > 1:
-                yield f"parts: {' and '.join(having)} both {does}, and the model is given one batch; keep one"
+                yield f"parts: {' and '.join(having)} {reason}; keep one"
 
     @property
     def needs_counts(self) -> bool:  # type: ignore[override]

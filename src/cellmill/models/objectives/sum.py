@@ -1,7 +1,7 @@
 """sum: several objectives at once, from one forward pass of the model.
 
 The part that draws a view (such as cell_decoding) draws it first; then every part prepares its batch
-from this view. The model reads the batch of the part that hides tokens (such as masked_value), so a
+from this view. The model reads the batch of the part that `owns_tokens` (such as masked_value), so a
 token that is hidden for one part is hidden for all. The model reads second views (`view_loss`) too,
 but only the part that draws them predicts from them: other parts would count them as further cells.
 The loss is a vector, `(parts,)`, because the loss of each part is divided by its own number of
@@ -99,7 +99,7 @@ class Sum(Objective):
         return batch
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> SumBatch:
-        """Prepare every part; the model is given the batch of the part that hides tokens."""
+        """Prepare every part; the model is given the batch of the part that `owns_tokens`."""
         has_second_views = False
         first_views = batch
         if isinstance(batch, ViewBatch) and batch.n_second_views:
@@ -130,13 +130,13 @@ class Sum(Objective):
     ) -> dict[str, Any]:
         """Choose the tokens that the model is given: the values of `MODEL_FIELDS`.
 
-        They come from the part that hides tokens, since no part may see its targets, or else from any
+        They come from the part that `owns_tokens`, since no part may see its targets, or else from any
         part. Second views follow, as the part that drew them prepared them.
         """
         model_batch = part_batches[0]
         view_batch = part_batches[0]
         for part, part_batch in zip(self.parts.values(), part_batches):
-            if part.config.hides_tokens:
+            if part.config.owns_tokens:
                 model_batch = part_batch
             if part.config.draws_view:
                 view_batch = part_batch
