@@ -29,14 +29,13 @@ class MaskedObjectiveConfig(ObjectiveConfig):
     reads_zeros = True
 
     mask_frac: float = Field(0.15, gt=0, lt=1)
-    """Fraction of a cell's tokens that is masked, at least one."""
+    """Probability with which each token is masked; at least one per cell is."""
     random_frac: float = Field(0.0, ge=0, lt=1)
-    """Fraction of the masked tokens that show random content in training instead of a mask: a
-    random gene of the vocabulary, or the value of a random visible gene of the cell. BERT uses 0.1;
-    with 0 all show a mask.
+    """Probability that a masked token shows random content in training instead of a mask: a random
+    gene of the vocabulary, or the value of a random visible gene of the cell. BERT uses 0.1.
     """
     keep_frac: float = Field(0.0, ge=0, lt=1)
-    """Fraction of the masked tokens that show their own content in training. BERT uses 0.1."""
+    """Probability that a masked token shows its own content in training. BERT uses 0.1."""
     cell_loss_weight: float = Field(1.0, ge=0)
     """Weight of a second loss: predict masked tokens from the cell embedding (scGPT's GEPC). 0
     turns it off.
@@ -94,6 +93,7 @@ class HiddenFracConfig(ObjectiveConfig):
 
     needs_counts = True
     draws_view = True
+    # `view` removes what is hidden; `prepare` leaves the shown tokens as they are
     owns_tokens = False
 
     min_hidden_frac: float = Field(0.2, ge=0, lt=1)
@@ -320,9 +320,9 @@ class SumConfig(ObjectiveConfig):
     ]
     """Objectives, each with its options and `weight`, the factor of its mean loss (by default 1.0).
     A part may have any name if its key `name` is the objective, so that several parts can predict
-    different columns. One part may define a view (cell_decoding, denoise, query_decoding), which
-    all parts then see, and one may hide tokens (masked_value, masked_gene) or read the model's
-    tokens as answers (next_gene).
+    different columns. One part may define a view (cell_decoding, denoise, query_decoding,
+    perturbation_response), which all parts then see, and one may hide tokens (masked_value,
+    masked_gene) or read the model's tokens as answers (next_gene).
     """
 
     def problems(self) -> Iterator[str]:
@@ -489,8 +489,8 @@ class DecodingConfig(HiddenFracConfig):
         return self.model_copy(update=changes)
 
     def check_tokens(self, tokens: Tokens) -> None:
-        """Refuse sequences, which have no counts, and to thin places: their order is that of the
-        whole counts.
+        """Refuse sequences, which have no counts. Refuse values of kind place unless the view is
+        drop: a thinned cell would keep the rank order of its whole counts, and so leak them.
         """
         if tokens.sequences:
             raise ValueError(

@@ -118,6 +118,7 @@ class CellDecoding(Objective):
         if config.known_batch is not None:
             names += self._attach_known_batch(model, config.known_batch, width)
         if self._is_nb:
+            # log of the inverse dispersion, as in `parallel.likelihoods`
             model.profile_dispersion = nn.Parameter(torch.empty(n_tokens))
             names.append("profile_dispersion")
         return tuple(names)
@@ -137,7 +138,7 @@ class CellDecoding(Objective):
         return names
 
     def initial_value(self, name: str) -> Fill | None:
-        """Start biases at zero, and log dispersions at zero: variance mean + mean squared."""
+        """Start biases and logs of inverse dispersions at zero: variance mean + mean squared."""
         return zeros if name in ("profile_bias", "profile_dispersion") else None
 
     def view(self, batch: Batch, *, seed: int, step: int) -> ViewBatch:
@@ -185,7 +186,7 @@ class CellDecoding(Objective):
     def loss(self, model: ObjectiveModel, states: Tensor, prepared: DecodingBatch) -> Tensor:
         """Sum the loss over the cells, a float32 scalar.
 
-        In training with VICReg and the adversary, if configured.
+        In training, add VICReg and the adversary's loss if they are configured.
         """
         vectors = self._pool_targets(model, states, prepared)
         decoded = self.decode(model, vectors, prepared)

@@ -22,8 +22,8 @@ from cellmill.models.objective import GeneStatistics, Judgement, ObjectiveModel,
 from cellmill.models.objectives.shared.per_cell import CellHead, CellObjective, TargetBatch
 from cellmill.runs.results import compare
 
-# added to variances of standardised numbers, so that equal predictions have correlation 0 and a
-# finite gradient
+# added to the variances of predictions and targets, so that equal predictions have correlation 0
+# and a finite gradient
 EPS = 1e-8
 
 

@@ -187,7 +187,8 @@ class Sum(Objective):
         verdicts = list[Verdict]()
         sizes, *arrays = observed
         all_arrays = iter(arrays)
-        for (name, part), size in zip(self.parts.items(), sizes.tolist()):
+        # the sizes repeat once per batch
+        for (name, part), size in zip(self.parts.items(), sizes[: len(self.parts)].tolist()):
             part_metrics, part_verdicts = part.judge(*islice(all_arrays, size), train=train)
             metrics |= {f"{name}.{key}": value for key, value in part_metrics.items()}
             verdicts += part_verdicts

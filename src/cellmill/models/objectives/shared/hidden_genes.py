@@ -4,9 +4,9 @@ Views of step HIDDEN_GENES hide every fifth gene from all cells, so the shown to
 the answer. Each process sums moments of these genes over its cells; the metric is computed from the
 sums of all processes.
 
-A fraction is of the cell's counts, or with `weights: log1p`, the default, of its log(1 + count).
-Measurements are log(1 + 10,000 fraction), so `log1p` takes the logarithm twice; predictions stay
-linear. Values of the metric are comparable only between runs of equal `weights` and `likelihood`.
+Predicted fractions are linear, measurements are log(1 + 10,000 fraction). With `weights: log1p`, the
+default, a fraction is already one of log(1 + count): measurements are logarithms of logarithms. The
+metric therefore only ranks runs of equal `weights` and `likelihood`.
 
 Legend: C cells with targets, D width of the decoder's last layer, V tokens of the vocabulary.
 """

@@ -24,7 +24,9 @@ from cellmill.models.draws import MASK_IN_VIEW, SHOWN_CONTENT
 from cellmill.models.objective import Objective, ObjectiveModel
 from cellmill.parallel.vocab_parallel import rows_at
 
-HIGHEST_DRAW = 2**63 - 1  # at least the draw of every gene; draw of tokens that are not genes
+# the largest possible draw; given to tokens that are not genes, so that they are never a cell's
+# lowest
+HIGHEST_DRAW = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -177,7 +177,7 @@ def _repeat_cells(offsets: np.ndarray) -> np.ndarray:
 def draw_hidden_frac(state: np.ndarray, config: HiddenFracConfig, key: int) -> np.ndarray:
     """Draw the hidden fraction of each cell, `(cells,)` float64.
 
-    `state` `(cells,)` has the keys (cell, seed, step); `key` is the last.
+    `state` `(cells,)` has the keys (cell, seed, step); `key` keys the draw in addition.
     """
     low = config.min_hidden_frac
     high = config.max_hidden_frac
