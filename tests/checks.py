@@ -67,9 +67,9 @@ def loss_by_shares(model: Any, prepared: Sequence[Any]) -> torch.Tensor:
     """The loss of micro-batches by their shares in the table of a global batch, which has empty
     slots before and after them.
     """
-    (width,) = model.objective.row_widths
+    (width,) = model.objective.coupled_widths
     with torch.no_grad():
-        rows = [model.objective.rows(model, model.states(part), part) for part in prepared]
+        rows = [model.objective.coupled_rows(model, model.states(part), part) for part in prepared]
     filled_slots = [part_rows for (part_rows,) in rows]
     table = torch.cat([torch.zeros(3, width), *filled_slots, torch.zeros(2, width)])
     shares = compute_shares(model.objective, [table], rows, first=3)

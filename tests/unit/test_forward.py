@@ -245,9 +245,9 @@ def test_no_sum_of_a_step_depends_on_the_order_of_threads(row: str) -> None:
     batch = cells_of(row)
     prepared = prepare(model, batch, sum(model.view(batch, **KEYS).lengths) + 16)
     with InOneOrder():
-        if model.objective.row_widths:
+        if model.objective.coupled_widths:
             with torch.no_grad():
-                rows = model.objective.rows(model, model.states(prepared), prepared)
+                rows = model.objective.coupled_rows(model, model.states(prepared), prepared)
             (shares,) = compute_shares(model.objective, rows, [rows], 0)
             prepared = replace(prepared, shares=shares)
         model(prepared).sum().backward()

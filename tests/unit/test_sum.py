@@ -96,11 +96,13 @@ def test_a_mask_without_a_view_has_the_keys_of_its_objective() -> None:
     assert torch.equal(summed.part_batches[0].targets, alone.targets)
 
 
-def test_the_former_name_of_parallel_styles_is_refused() -> None:
-    with refused(
-        f"{__name__}.Old.tensor: expected tensor_parallel_styles, its new name; rename it"
-    ):
-        type("Old", (Objective,), {"tensor": {"head": "vocabulary"}, "__module__": __name__})
+@pytest.mark.parametrize(
+    ("former", "name"),
+    [("tensor", "tensor_parallel_styles"), ("loss_of_rows", "loss_of_coupled_rows")],
+)
+def test_former_names_of_attributes_are_refused(former: str, name: str) -> None:
+    with refused(f"{__name__}.Old.{former}: expected {name}, its new name; rename it"):
+        type("Old", (Objective,), {former: {}, "__module__": __name__})
 
 
 def test_second_views_add_no_cells_to_other_parts() -> None:

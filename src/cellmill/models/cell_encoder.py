@@ -151,7 +151,7 @@ class CellEncoder(Model):
         """Return the objective's summed loss of the normed states; 0 while `kept_rows` is a list."""
         states = self.norm(x)
         if self.kept_rows is not None:
-            self.kept_rows.append(self.objective.rows(self, states, prepared))
+            self.kept_rows.append(self.objective.coupled_rows(self, states, prepared))
             return torch.zeros((), device=x.device)
         self.keep_vectors(lambda: self.cell_vectors(states, prepared))
         return self.objective.loss(self, states, prepared)

@@ -33,6 +33,8 @@ from cellmill.runs.results import Verdict, compare
 # steps that key views and masks outside training: always the same, and never a step of training
 VALIDATION = -1
 HIDDEN_GENES = -2  # all cells lack the same genes, and the whole cell is predicted
+# attributes of objectives that are refused: without an effect they would change a training silently
+FORMER_NAMES = {"tensor": "tensor_parallel_styles", "loss_of_rows": "loss_of_coupled_rows"}
 Tensors = tuple[Tensor, ...]
 Judgement = tuple[dict[str, Any], list[Verdict]]
 """Metrics of a task, and verdicts against a baseline."""
@@ -90,8 +92,8 @@ class Objective:
     """Parameters of heads with a row per token of the vocabulary; `init_from` matches them by gene."""
     part_weights: Mapping[str, float] = MappingProxyType({})
     """Weight of each part of a loss that is a vector, by name; empty for one loss."""
-    row_widths: tuple[int, ...] = ()
-    """Width of each table of `rows`; none if the loss of a cell depends on no other cell."""
+    coupled_widths: tuple[int, ...] = ()
+    """Width of each table of `coupled_rows`; none if the loss of a cell depends on no other cell."""
     in_validation_loss: bool = True
     """False for a part whose loss `val_loss` leaves out; metrics.jsonl still has it by its name."""
     has_target_per_cell: bool = False
@@ -102,7 +104,7 @@ class Objective:
     """
     training: bool = True
     """False while `prepare` is called for validation or evaluation; set by `Model.prepare`."""
-    validates_rows: bool = False  # True if `loss` needs shares in validation too
+    validates_coupled_loss: bool = False  # True if `loss` needs shares in validation too
     metric_names: tuple[str, ...] = ()
     """Metrics that validation logs in addition, such as accuracy: keys of `validation_metrics`."""
     uses_hidden_genes: bool = False
@@ -114,10 +116,11 @@ class Objective:
     """If a list, `loss` appends these sums over a micro-batch, `(n_sums,)` float64."""
 
     def __init_subclass__(cls) -> None:
-        if "tensor" in vars(cls):
-            raise ConfigError(
-                f"{cls.__module__}.{cls.__name__}.tensor: expected tensor_parallel_styles, its new name; rename it"
-            )
+        for former, name in FORMER_NAMES.items():
+            if former in vars(cls):
+                raise ConfigError(
+                    f"{cls.__module__}.{cls.__name__}.{former}: expected {name}, its new name; rename it"
+                )
 
     def __init__(self, config: ObjectiveConfig, tokens: Tokens) -> None:
         self.config = config
@@ -185,7 +188,7 @@ class Objective:
         """
         raise NotImplementedError
 
-    def rows(self, model: ObjectiveModel, states: Tensor, prepared: Any) -> Tensors:
+    def coupled_rows(self, model: ObjectiveModel, states: Tensor, prepared: Any) -> Tensors:
         """Make the rows of a micro-batch for each table, `(n, width)` float32.
 
         A cell has at most one row. The first number of a row is not 0. Training gathers the rows of
@@ -194,7 +197,7 @@ class Objective:
         """
         raise NotImplementedError
 
-    def loss_of_rows(self, *tables: Tensor) -> Tensors:
+    def loss_of_coupled_rows(self, *tables: Tensor) -> Tensors:
         """Sum the loss of each table over its rows, `(slots, width)`, to a float scalar.
 
         Rows of zeros are empty slots. The order of rows has no effect.
@@ -223,7 +226,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class RowShare:
-    """Contribution of a micro-batch to the loss of one table of rows (`Objective.loss_of_rows`)."""
+    """Contribution of a micro-batch to the loss of one table of rows (`Objective.loss_of_coupled_rows`)."""
 
     value: Tensor  # float scalar: the loss, times the micro-batch's fraction of the rows
     gradient: Tensor  # `(n, width)` float32: gradient of the loss with respect to these rows

@@ -1,8 +1,8 @@
 """Losses over all cells of a global batch, exact in every layout and any cut into micro-batches.
 
 A loss that couples cells, such as a covariance or a contrast of each cell with all others, cannot
-be taken batch by batch. A step whose objective has `row_widths` therefore runs twice. A forward
-pass without gradients collects the objective's `rows`, vectors of cells, of all micro-batches and
+be taken batch by batch. A step whose objective has `coupled_widths` therefore runs twice. A forward
+pass without gradients collects the objective's `coupled_rows`, vectors of cells, of all micro-batches and
 ranks in tables that every rank has. In the ordinary pass each micro-batch adds the product of its
 rows and their part of the gradient of the table's loss (`RowShare`): by the chain rule gradients of
 parameters add up to those of the whole batch. Dropout is keyed: both passes have the same rows.
@@ -36,7 +36,7 @@ def with_shares(
 ) -> list[Any]:
     """Return a step's micro-batches with their `shares`, if the objective has rows. Collective."""
     objective = model.objective
-    if not objective.row_widths:
+    if not objective.coupled_widths:
         return prepared
     last = last_part(model)
     local_rows = list[Rows]()
@@ -53,7 +53,7 @@ def with_shares(
     )
     tables = []
     first = mesh.dp_rank * slots
-    for index, width in enumerate(objective.row_widths):
+    for index, width in enumerate(objective.coupled_widths):
         table = torch.zeros(slots * mesh.dp_world, width, device=mesh.device)
         if local_rows:
             rows = torch.cat([rows[index] for rows in local_rows])
@@ -76,7 +76,7 @@ def compute_shares(
     """
     with torch.enable_grad():
         leaves = [table.detach().requires_grad_() for table in tables]
-        losses = objective.loss_of_rows(*leaves)
+        losses = objective.loss_of_coupled_rows(*leaves)
         total = torch.stack([loss.double() for loss in losses]).sum()
         gradients = torch.autograd.grad(total, leaves)
     by_table = []

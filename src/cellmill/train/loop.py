@@ -294,7 +294,7 @@ class Trainer:
         for view, length in zip(views, lengths):
             masked = self.model.prepare(pad_batch(view, length), **keys)
             prepared.append(copy_to_device(masked, self.device))
-        if step < 0 and self.model.objective.validates_rows:
+        if step < 0 and self.model.objective.validates_coupled_loss:
             return self._with_shares(prepared)
         return prepared
 

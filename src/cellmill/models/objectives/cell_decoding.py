@@ -106,7 +106,7 @@ class CellDecoding(Objective):
         config = self.config
         vector_width = model.vector_width
         self.n_sums = count_sums(n_tokens)
-        self.row_widths = (1 + 2 * vector_width,) if config.view_loss else ()
+        self.coupled_widths = (1 + 2 * vector_width,) if config.view_loss else ()
         width = config.decoder_hidden or vector_width
         names = ["decoder", "profile_genes", "profile_bias"]
         model.decoder = nn.Identity()
@@ -203,7 +203,7 @@ class CellDecoding(Objective):
             dispersion=model.profile_dispersion if self._is_nb else None,
         )
         if prepared.shares is not None:  # VICReg, which couples the cells of the global batch
-            (rows,) = self.rows(model, states, prepared)
+            (rows,) = self.coupled_rows(model, states, prepared)
             loss = loss + prepared.shares[0].loss(rows)
         adversary_weight = self.config.batch_adversary
         # left out of validation, whose loss chooses the checkpoint: a model that hides experimental
@@ -230,7 +230,9 @@ class CellDecoding(Objective):
     def validation_metrics(self, sums: Sequence[float]) -> dict[str, float]:
         return correlate_hidden_genes(sums)
 
-    def rows(self, model: ObjectiveModel, states: Tensor, prepared: DecodingBatch) -> Tensors:
+    def coupled_rows(
+        self, model: ObjectiveModel, states: Tensor, prepared: DecodingBatch
+    ) -> Tensors:
         """Make one row per pair: a 1, then the vectors of the shown and the hidden part.
 
         The table is `(pairs, 1 + 2 H)` float32.
@@ -240,7 +242,7 @@ class CellDecoding(Objective):
         hidden = vectors[prepared.pairs[1]]
         return (torch.cat([shown.new_ones(len(shown), 1), shown, hidden], dim=1),)
 
-    def loss_of_rows(self, *tables: Tensor) -> Tensors:
+    def loss_of_coupled_rows(self, *tables: Tensor) -> Tensors:
         config = self.config
         weights = (config.invariance_weight, config.variance_weight, config.covariance_weight)
         return tuple(vicreg(table, weights) for table in tables)

@@ -59,8 +59,8 @@ class Regression(CellObjective):
         head = CellHead(model.vector_width, config.number_hidden, 1, config.number_dropout)
         setattr(model, self.head_name, head)
         if config.loss == "pearson":
-            self.row_widths = (3,)
-            self.validates_rows = True
+            self.coupled_widths = (3,)
+            self.validates_coupled_loss = True
         return (self.head_name,)
 
     @property
@@ -92,12 +92,12 @@ class Regression(CellObjective):
             return F.huber_loss(predicted, targets, reduction="sum", delta=delta)
         return F.mse_loss(predicted, targets, reduction="sum")
 
-    def rows(self, model: ObjectiveModel, states: Tensor, prepared: TargetBatch) -> Tensors:
+    def coupled_rows(self, model: ObjectiveModel, states: Tensor, prepared: TargetBatch) -> Tensors:
         """Make one row per cell: a 1, the prediction, the target; `(C, 3)` float32."""
         predicted = self.predict_targets(model, states, prepared)
         return (_stack_rows(predicted, prepared.targets),)
 
-    def loss_of_rows(self, *tables: Tensor) -> Tensors:
+    def loss_of_coupled_rows(self, *tables: Tensor) -> Tensors:
         return tuple(correlation_loss(table) for table in tables)
 
     def validation_sums(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:

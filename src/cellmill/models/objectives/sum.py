@@ -79,8 +79,8 @@ class Sum(Objective):
             part.suffix = "" if name == part.config.name else f"_{name}"
             names += part.attach(model, n_tokens)
             _check_heads(name, attributes_before, _list_attributes(model))
-            self.row_widths += part.row_widths
-            self.validates_rows |= part.validates_rows
+            self.coupled_widths += part.coupled_widths
+            self.validates_coupled_loss |= part.validates_coupled_loss
         return tuple(dict.fromkeys(names))
 
     def leaves(self) -> Mapping[str, Objective]:
@@ -149,26 +149,26 @@ class Sum(Objective):
         all_shares = iter(prepared.shares or ())
         losses = []
         for part, part_batch in zip(self.parts.values(), prepared.part_batches):
-            shares = tuple(islice(all_shares, len(part.row_widths)))
+            shares = tuple(islice(all_shares, len(part.coupled_widths)))
             # another part may have asked for shares in validation; this one trains with them only
-            if shares and (model.training or part.validates_rows):
+            if shares and (model.training or part.validates_coupled_loss):
                 part_batch = replace(part_batch, shares=shares)
             losses.append(part.loss(model, states, part_batch).float())
         return torch.stack(losses)
 
-    def rows(self, model: ObjectiveModel, states: Tensor, prepared: SumBatch) -> Tensors:
+    def coupled_rows(self, model: ObjectiveModel, states: Tensor, prepared: SumBatch) -> Tensors:
         rows: Tensors = ()
         for part, part_batch in zip(self.parts.values(), prepared.part_batches):
-            if part.row_widths:
-                rows += part.rows(model, states, part_batch)
+            if part.coupled_widths:
+                rows += part.coupled_rows(model, states, part_batch)
         return rows
 
-    def loss_of_rows(self, *tables: Tensor) -> Tensors:
+    def loss_of_coupled_rows(self, *tables: Tensor) -> Tensors:
         all_tables = iter(tables)
         losses: Tensors = ()
         for part in self.parts.values():
-            if part.row_widths:
-                losses += part.loss_of_rows(*islice(all_tables, len(part.row_widths)))
+            if part.coupled_widths:
+                losses += part.loss_of_coupled_rows(*islice(all_tables, len(part.coupled_widths)))
         return losses
 
     def observe(self, model: ObjectiveModel, prepared: SumBatch) -> Tensors:

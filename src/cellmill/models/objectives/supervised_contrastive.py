@@ -33,28 +33,28 @@ ANCHORS_PER_CHUNK = 1024  # cells that are compared with all others at once
 
 class SupervisedContrastive(LabelObjective):
     config: SupervisedContrastiveConfig
-    validates_rows = True
+    validates_coupled_loss = True
 
     def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
-        self.row_widths = (1 + model.vector_width,)
+        self.coupled_widths = (1 + model.vector_width,)
         return ()
 
     def loss(self, model: ObjectiveModel, states: Tensor, prepared: TargetBatch) -> Tensor:
-        (rows,) = self.rows(model, states, prepared)
+        (rows,) = self.coupled_rows(model, states, prepared)
         return self.coupled_loss(rows, prepared)
 
-    def rows(self, model: ObjectiveModel, states: Tensor, prepared: TargetBatch) -> Tensors:
+    def coupled_rows(self, model: ObjectiveModel, states: Tensor, prepared: TargetBatch) -> Tensors:
         """Make one row per cell: its label from 1, then its unit vector; `(C, 1 + H)` float32."""
         vectors = model.cell_vectors(states, prepared)[prepared.target_cells].float()
         labels = prepared.targets[:, None].to(vectors) + 1
         return (torch.cat([labels, F.normalize(vectors, dim=1)], dim=1),)
 
-    def loss_of_rows(self, *tables: Tensor) -> Tensors:
+    def loss_of_coupled_rows(self, *tables: Tensor) -> Tensors:
         return tuple(contrast(table, self.config.temperature) for table in tables)
 
     def observe(self, model: ObjectiveModel, prepared: TargetBatch) -> Tensors:
         """Return labels from 1, `(C,)` int64, and unit vectors, `(C, H)` float32."""
-        (rows,) = self.rows(model, model.states(prepared), prepared)
+        (rows,) = self.coupled_rows(model, model.states(prepared), prepared)
         return prepared.targets + 1, rows[:, 1:]
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:

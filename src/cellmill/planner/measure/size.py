@@ -292,7 +292,7 @@ def _count_flops(model: Model, n_blocks: int, long: Passes, short: Passes) -> Fl
         per_pair = max(0.0, growth / (long.pairs_per_token - short.pairs_per_token))
         block_per_token -= per_pair * long.pairs_per_token
     # a loss over rows of the global batch runs another forward pass, without heads
-    n_forwards = FORWARDS_PER_STEP + int(bool(model.objective.row_widths))
+    n_forwards = FORWARDS_PER_STEP + int(bool(model.objective.coupled_widths))
     return Flops(
         n_blocks=n_blocks,
         begin_per_token=n_forwards * long.begin_window.flops / long.tokens,

@@ -124,7 +124,7 @@ class CellObjective(Objective):
     def coupled_loss(self, rows: Tensor, prepared: TargetBatch) -> Tensor:
         """Compute what `rows` `(C, width)` add to the loss of the global batch, a float32 scalar."""
         if prepared.shares is None:
-            return self.loss_of_rows(rows)[0].float()
+            return self.loss_of_coupled_rows(rows)[0].float()
         return prepared.shares[0].loss(rows)
 
     def observe(self, model: ObjectiveModel, prepared: TargetBatch) -> Tensors:
