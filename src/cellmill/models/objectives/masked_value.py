@@ -74,13 +74,13 @@ class MaskedValue(MaskedObjective):
         values = batch.values
         if self.config.renormalize:
             values = self._renormalize(batch, mask.visible | mask.kept)
-        n_donors = torch.bincount(mask.cell[mask.visible], minlength=len(batch.lengths))  # `(C,)`
-        has_donor = (n_donors > 0)[mask.cell]
-        is_replaced = mask.random & has_donor
+        n_visible = torch.bincount(mask.cell[mask.visible], minlength=len(batch.lengths))  # `(C,)`
+        has_visible = (n_visible > 0)[mask.cell]
+        is_replaced = mask.random & has_visible
         # in a cell without a visible token, random tokens are hidden too
-        is_hidden = mask.hidden | (mask.random & ~has_donor)
+        is_hidden = mask.hidden | (mask.random & ~has_visible)
         shown = values.masked_fill(is_hidden, 0)
-        shown[is_replaced] = values[_choose_donors(mask, is_replaced, n_donors)]
+        shown[is_replaced] = values[_choose_visible_tokens(mask, is_replaced, n_visible)]
         return {"values": shown, "value_hidden": is_hidden}
 
     def _renormalize(self, batch: Batch, shows_value: Tensor) -> Tensor:
@@ -146,13 +146,13 @@ class MaskedValue(MaskedObjective):
         return metrics, r2_verdict("prediction of masked values", "the gene's training mean", r2)
 
 
-def _choose_donors(mask: Mask, is_replaced: Tensor, n_donors: Tensor) -> Tensor:
+def _choose_visible_tokens(mask: Mask, is_replaced: Tensor, n_visible: Tensor) -> Tensor:
     """Choose a random visible token of the same cell for each replaced token, `(replaced,)` int64.
 
-    `is_replaced` is `(T,)` bool. `n_donors` `(C,)` is the number of visible tokens of each cell.
+    `is_replaced` is `(T,)` bool. `n_visible` `(C,)` is the number of visible tokens of each cell.
     """
-    donors = mask.visible.nonzero().flatten()  # tokens, cell after cell
-    first_donor = n_donors.cumsum(0) - n_donors  # `(C,)`: index in `donors`
+    visible_tokens = mask.visible.nonzero().flatten()  # tokens, cell after cell
+    first_visible = n_visible.cumsum(0) - n_visible  # `(C,)`: index in `visible_tokens`
     cell = mask.cell[is_replaced]
     draws = keyed_bits(mask.keys[is_replaced], CONTENT)
-    return donors[first_donor[cell] + draws % n_donors[cell]]
+    return visible_tokens[first_visible[cell] + draws % n_visible[cell]]
