@@ -18,7 +18,7 @@ from cellmill.config.parts.tokens import Tokens
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import to_tensors
 from cellmill.models.build import build
-from cellmill.models.objective import HIDDEN_GENES, GeneStatistics
+from cellmill.models.objective import HIDDEN_GENES_STEP, GeneStatistics
 from cellmill.models.objectives.query_decoding import QueryView
 from cellmill.parallel.likelihoods import profile_loss
 from cellmill.planner.measure.size import measure_size
@@ -124,7 +124,7 @@ def test_validation_correlates_hidden_genes_if_asked(
     model = decoding_model("profile", **weights)
     batches = [cells_of(), cells_of((25, 40, 12))]
     monitor = Monitor(model, best_metric=METRIC)
-    keys = KEYS | {"step": HIDDEN_GENES}
+    keys = KEYS | {"step": HIDDEN_GENES_STEP}
     predicted = []
     measured = []
     with torch.no_grad():

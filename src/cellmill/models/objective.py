@@ -31,8 +31,8 @@ from cellmill.models.initial import Fill
 from cellmill.runs.results import Verdict, compare
 
 # steps that key views and masks outside training: always the same, and never a step of training
-VALIDATION = -1
-HIDDEN_GENES = -2  # all cells lack the same genes, and the whole cell is predicted
+VALIDATION_STEP = -1
+HIDDEN_GENES_STEP = -2  # all cells lack the same genes, and the whole cell is predicted
 # attributes of objectives that are refused: without an effect they would change a training silently
 FORMER_NAMES = {"tensor": "tensor_parallel_styles", "loss_of_rows": "loss_of_coupled_rows"}
 Tensors = tuple[Tensor, ...]
@@ -108,8 +108,9 @@ class Objective:
     metric_names: tuple[str, ...] = ()
     """Metrics that validation logs in addition, such as accuracy: keys of `validation_metrics`."""
     uses_hidden_genes: bool = False
-    """True if these metrics need views of step HIDDEN_GENES (`objectives/shared/views.py`): validation
-    draws them only if one of the metrics is `train.best_metric`.
+    """True if these metrics need views of step HIDDEN_GENES_STEP (`objectives/shared/views.py`).
+
+    Validation draws them only if one of the metrics is `train.best_metric`.
     """
     n_sums: int = 0  # numbers that `validation_metrics` reads: sums over cells or targets
     kept_sums: list[Tensor] | None = None
@@ -137,11 +138,11 @@ class Objective:
         """The run's tokenizer, which makes values again from a part of a cell's counts."""
         return self.tokens.load()(self.tokens)
 
-    def level_numbers(self, batch: Batch, column: str) -> Tensor:
-        """Read the level number of each cell in an obs column, `(cells,)` int64: from 1, 0 if unknown."""
+    def level_codes(self, batch: Batch, column: str) -> Tensor:
+        """Return each cell's level code in an obs column, `(cells,)` int64: from 1, 0 if unknown."""
         assert batch.levels is not None, "the batch has no levels"
-        numbers: Tensor = batch.levels[:, [*self.levels].index(column)]
-        return numbers
+        codes: Tensor = batch.levels[:, [*self.levels].index(column)]
+        return codes
 
     def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
         """Add heads to `model` on the meta device, as its attributes.
@@ -226,7 +227,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class RowShare:
-    """Contribution of a micro-batch to the loss of one table of rows (`Objective.loss_of_coupled_rows`)."""
+    """Contribution of a micro-batch to the loss of one table (`Objective.loss_of_coupled_rows`)."""
 
     value: Tensor  # float scalar: the loss, times the micro-batch's fraction of the rows
     gradient: Tensor  # `(n, width)` float32: gradient of the loss with respect to these rows

@@ -35,7 +35,7 @@ from cellmill.launch.signals import StopFlag
 from cellmill.models.batch import copy_to_device, pad_batch, to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
-from cellmill.models.objective import HIDDEN_GENES, VALIDATION
+from cellmill.models.objective import HIDDEN_GENES_STEP, VALIDATION_STEP
 from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import Mesh, PipelineStages, gather_json
 from cellmill.parallel.replay import Replay
@@ -394,12 +394,12 @@ class Trainer:
             for micro_batches in stream:
                 self.watch.reach(f"the validation after step {self.progress.step}")
                 batches = [to_tensors(batch) for batch in micro_batches]
-                prepared = self._prepare(batches, VALIDATION)
+                prepared = self._prepare(batches, VALIDATION_STEP)
                 with monitor.watching(batches):
                     loss_sum = self.parallel_model.loss(prepared)
                 if monitor.hiding:
                     with monitor.watching_hidden_genes():
-                        self.parallel_model.loss(self._prepare(batches, HIDDEN_GENES))
+                        self.parallel_model.loss(self._prepare(batches, HIDDEN_GENES_STEP))
                 n_targets = torch.stack([p.n_targets for p in prepared]).sum(0)
                 totals = totals + torch.stack([loss_sum, n_targets.double()])
         self.parallel_model.train()

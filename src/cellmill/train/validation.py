@@ -76,7 +76,7 @@ class Monitor:
             self._add(batch_vectors, batch)
 
     def watching_hidden_genes(self) -> AbstractContextManager[None]:
-        """Add cells whose losses are computed inside, in views of step HIDDEN_GENES."""
+        """Add cells whose losses are computed inside, in views of step HIDDEN_GENES_STEP."""
         return self._collecting(self.hiding)
 
     @contextmanager

@@ -468,12 +468,12 @@ class DecodingConfig(HiddenFracConfig):
         return {} if self.batch_reason is None else {"batch": self.batch_reason}
 
     @property
-    def known_batch(self) -> str | None:
+    def resolved_batch_column(self) -> str | None:
         """Column of the batch; None without one, or before auto is resolved."""
         return None if self.batch_column == AUTO else self.batch_column
 
     def columns(self, option: str = "objective") -> Columns:
-        column = self.known_batch
+        column = self.resolved_batch_column
         return Columns({} if column is None else {column: f"{option}.batch_column"})
 
     def choose_columns(self, facts: Facts, labels: Sequence[str]) -> Self:

@@ -115,15 +115,15 @@ class CellDecoding(Objective):
             model.decoder = nn.Sequential(layer, nn.GELU())
         model.profile_genes = with_std(nn.Embedding(n_tokens, width), width**-0.5)
         model.profile_bias = nn.Parameter(torch.empty(n_tokens))
-        if config.known_batch is not None:
-            names += self._attach_known_batch(model, config.known_batch, width)
+        if config.resolved_batch_column is not None:
+            names += self._attach_batch_terms(model, config.resolved_batch_column, width)
         if self._is_nb:
             # log of the inverse dispersion, as in `parallel.likelihoods`
             model.profile_dispersion = nn.Parameter(torch.empty(n_tokens))
             names.append("profile_dispersion")
         return tuple(names)
 
-    def _attach_known_batch(self, model: ObjectiveModel, column: str, width: int) -> list[str]:
+    def _attach_batch_terms(self, model: ObjectiveModel, column: str, width: int) -> list[str]:
         """Add a vector per experimental batch to the decoder, and the adversary if there is one."""
         n_levels = len(self.levels[column])
         model.batch_terms = LevelTerms(n_levels, width)
@@ -209,8 +209,8 @@ class CellDecoding(Objective):
         # left out of validation, whose loss chooses the checkpoint: a model that hides experimental
         # batches must not look worse
         if adversary_weight is not None and model.training:
-            batch_numbers = self._read_experimental_batch_numbers(prepared)
-            adversary_loss = model.batch_adversary(vectors, batch_numbers)
+            batch_codes = self._read_batch_codes(prepared)
+            adversary_loss = model.batch_adversary(vectors, batch_codes)
             loss = loss + adversary_weight * adversary_loss
         return loss
 
@@ -250,10 +250,10 @@ class CellDecoding(Objective):
     def decode(self, model: ObjectiveModel, vectors: Tensor, prepared: DecodingBatch) -> Tensor:
         """Apply the decoder up to its last layer: `vectors` `(C, H)` -> `(C, D)`."""
         decoded: Tensor = model.decoder(vectors)
-        if self.config.known_batch is None:
+        if self.config.resolved_batch_column is None:
             return decoded
-        batch_numbers = self._read_experimental_batch_numbers(prepared)
-        return decoded + model.batch_terms(batch_numbers).to(decoded.dtype)
+        batch_codes = self._read_batch_codes(prepared)
+        return decoded + model.batch_terms(batch_codes).to(decoded.dtype)
 
     def _pool_targets(
         self, model: ObjectiveModel, states: Tensor, prepared: DecodingBatch
@@ -261,11 +261,11 @@ class CellDecoding(Objective):
         """Pool the states `(T, H)` to the vectors of the cells with targets, `(C, H)`."""
         return model.cell_vectors(states, prepared)[prepared.target_cells].to(states.dtype)
 
-    def _read_experimental_batch_numbers(self, prepared: DecodingBatch) -> Tensor:
-        """Read the level number of each cell's experimental batch, option `batch_column`: `(C,)` int64."""
-        column = self.config.known_batch
+    def _read_batch_codes(self, prepared: DecodingBatch) -> Tensor:
+        """Return the level code of each cell's experimental batch, `(C,)` int64."""
+        column = self.config.resolved_batch_column
         assert column is not None, "no column of experimental batches"
-        return self.level_numbers(prepared, column)[prepared.target_cells]
+        return self.level_codes(prepared, column)[prepared.target_cells]
 
     def observe(self, model: ObjectiveModel, prepared: DecodingBatch) -> ProfileObservations:
         vectors = self._pool_targets(model, model.states(prepared), prepared)

@@ -8,7 +8,7 @@ stays zero; its response is predicted from its genes. Counts are split into two 
 cell's vector is made from one, and predicts the other with the response.
 
 Legend: C cells with targets, H width of a cell's vector, D width of the decoder's last layer, M
-largest number of genes of a perturbation, V tokens of the vocabulary. Level numbers begin at 1; 0
+largest number of genes of a perturbation, V tokens of the vocabulary. Level codes begin at 1; 0
 is an unknown level.
 """
 
@@ -35,8 +35,8 @@ from cellmill.parallel.vocab_parallel import embed_tokens, token_logits
 class ResponseBatch(DecodingBatch):
     """Profiles to predict, and the perturbations of their cells."""
 
-    perturbation_numbers: Tensor
-    """`(C,)` int64: level numbers; 0 for controls, here not an unknown level."""
+    perturbation_codes: Tensor  # `(C,)` int64: level codes
+    is_perturbed: Tensor  # `(C,)` bool: False for controls
     perturbed_genes: Tensor  # `(C, M)` int64: token ids of perturbed genes, then `<pad>`
 
 
@@ -45,9 +45,9 @@ class PerturbationResponse(CellDecoding):
 
     config: PerturbationResponseConfig
     # set by `attach`
-    _perturbed_genes: list[Sequence[int]]  # token ids of perturbed genes by level number
-    _control_number: int  # level number of controls
-    _excluded_numbers: list[int]  # level numbers of cells without a target
+    _perturbed_genes: list[Sequence[int]]  # token ids of perturbed genes by level code
+    _control_code: int  # level code of controls
+    _excluded_codes: list[int]  # level codes of cells without a target
 
     def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
         names = super().attach(model, n_tokens)
@@ -60,14 +60,14 @@ class PerturbationResponse(CellDecoding):
         model.add_level_rows(config.perturbation_column, "response_terms.weight")
         genes = config.perturbed_genes or {}
         self._perturbed_genes = [[], *(genes.get(level, []) for level in levels)]
-        self._control_number = _find_level_number(config.control, levels)
-        self._excluded_numbers = [0, _find_level_number(MISSING, levels)]
+        self._control_code = _find_level_code(config.control, levels)
+        self._excluded_codes = [0, _find_level_code(MISSING, levels)]
         return (*names, "response_genes", "response_terms")
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> ResponseBatch:
         assert isinstance(batch, ViewBatch), "expected a view"
-        numbers = self.level_numbers(batch, self.config.perturbation_column)
-        has_target = ~torch.isin(numbers, torch.tensor(self._excluded_numbers))
+        codes = self.level_codes(batch, self.config.perturbation_column)
+        has_target = ~torch.isin(codes, torch.tensor(self._excluded_codes))
         is_predicted = has_target[batch.entry_cells]  # `(entries,)`
         batch = replace(
             batch,
@@ -76,22 +76,20 @@ class PerturbationResponse(CellDecoding):
             entry_counts=batch.entry_counts[is_predicted],
         )
         prepared = super().prepare(batch, seed=seed, step=step)
-        numbers = numbers[prepared.target_cells]
+        codes = codes[prepared.target_cells]
         return ResponseBatch.prepared(
             prepared,
             (seed, step),
-            perturbation_numbers=torch.where(numbers == self._control_number, 0, numbers),
-            perturbed_genes=_pad_genes(
-                [self._perturbed_genes[number] for number in numbers.tolist()]
-            ),
+            perturbation_codes=codes,
+            is_perturbed=codes != self._control_code,
+            perturbed_genes=_pad_genes([self._perturbed_genes[code] for code in codes.tolist()]),
         )
 
     def decode(self, model: ObjectiveModel, vectors: Tensor, prepared: DecodingBatch) -> Tensor:
         """Add each cell's response to its vector, then decode: `vectors` `(C, H)` -> `(C, D)`."""
         assert isinstance(prepared, ResponseBatch), "expected a batch with perturbations"
-        response = _compute_response(model, prepared.perturbation_numbers, prepared.perturbed_genes)
-        is_perturbed = (prepared.perturbation_numbers > 0)[:, None]
-        changed = vectors + response * is_perturbed
+        response = _compute_response(model, prepared.perturbation_codes, prepared.perturbed_genes)
+        changed = vectors + response * prepared.is_perturbed[:, None]
         return super().decode(model, changed.to(vectors.dtype), prepared)
 
     def predict_log_profile(
@@ -111,9 +109,9 @@ class PerturbationResponse(CellDecoding):
             levels = self.levels[self.config.perturbation_column]
             device = vectors.device
             # 0 if the column has no such level: only its genes and the shared bias respond
-            numbers = torch.tensor([_find_level_number(perturbation, levels)], device=device)
+            codes = torch.tensor([_find_level_code(perturbation, levels)], device=device)
             padded_genes = _pad_genes([perturbed_genes]).to(device)
-            vectors = vectors + _compute_response(model, numbers, padded_genes)
+            vectors = vectors + _compute_response(model, codes, padded_genes)
         # terms in the obs column of option `batch_column` are centred: an average experimental batch
         # has the term 0
         decoded = model.decoder(vectors)
@@ -130,15 +128,15 @@ class PerturbationResponse(CellDecoding):
         ]
 
 
-def _find_level_number(level: str, levels: Sequence[str]) -> int:
-    """Find the number of a level, from 1; 0 if it is unknown."""
+def _find_level_code(level: str, levels: Sequence[str]) -> int:
+    """Find the level code, from 1; 0 for an unknown level."""
     return 1 + levels.index(level) if level in levels else 0
 
 
-def _compute_response(model: ObjectiveModel, numbers: Tensor, perturbed_genes: Tensor) -> Tensor:
+def _compute_response(model: ObjectiveModel, codes: Tensor, perturbed_genes: Tensor) -> Tensor:
     """Compute the term that a perturbation adds to the cell's vector, `(C, H)`.
 
-    `numbers` `(C,)` int64 are level numbers, `perturbed_genes` `(C, M)` int64 token ids, as in
+    `codes` `(C,)` int64 are level codes, `perturbed_genes` `(C, M)` int64 token ids, as in
     `ResponseBatch`.
     """
     flat = embed_tokens(perturbed_genes.flatten(), model.profile_genes.weight)
@@ -147,7 +145,7 @@ def _compute_response(model: ObjectiveModel, numbers: Tensor, perturbed_genes: T
     n_genes = is_gene.sum(1).clamp(min=1)
     mean = (embedded * is_gene).sum(1) / n_genes
     gene_response = model.response_genes(mean.to(embedded.dtype))
-    response: Tensor = gene_response + model.response_terms(numbers)
+    response: Tensor = gene_response + model.response_terms(codes)
     return response
 
 

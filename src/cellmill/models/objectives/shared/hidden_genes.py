@@ -1,8 +1,8 @@
 """Metric hidden_genes: correlation over cells of predicted and measured expression of hidden genes.
 
-Views of step HIDDEN_GENES hide every fifth gene from all cells, so the shown tokens do not contain
-the answer. Each process sums moments of these genes over its cells; the metric is computed from the
-sums of all processes.
+Views of step HIDDEN_GENES_STEP hide every fifth gene from all cells, so the shown tokens do not
+contain the answer. Each process sums moments of these genes over its cells; the metric is computed
+from the sums of all processes.
 
 Predicted fractions are linear, measurements are log(1 + 10,000 fraction). With `weights: log1p`, the
 default, a fraction is already one of log(1 + count): measurements are logarithms of logarithms. The

@@ -6,7 +6,7 @@ perturbation_response adds that of a perturbation to the cell's vector. `Adversa
 experimental batch from the cell's vector, through a reversed gradient that makes the encoder hide it
 (Ganin & Lempitsky 2015).
 
-Legend: C cells, H width of a cell's vector. Level numbers begin at 1; 0 is an unknown level.
+Legend: C cells, H width of a cell's vector. Level codes begin at 1; 0 is an unknown level.
 """
 
 import torch
@@ -31,13 +31,13 @@ class LevelTerms(nn.Module):
     def initial_value(self, name: str) -> Fill:
         return zeros
 
-    def forward(self, numbers: Tensor) -> Tensor:
-        """Look up the term of each cell, `(C, width)`, by its level number, `(C,)` int64."""
+    def forward(self, codes: Tensor) -> Tensor:
+        """Look up the term of each cell, `(C, width)`, by its level code, `(C,)` int64."""
         terms: Tensor = self.weight
         if self.centered:
             terms = terms - terms.mean(0)
         with_unknown = F.pad(terms, (0, 0, 1, 0))
-        return F.embedding(numbers, with_unknown)
+        return F.embedding(codes, with_unknown)
 
 
 class Adversary(nn.Module):
@@ -49,13 +49,13 @@ class Adversary(nn.Module):
         self.inner = with_std(nn.Linear(width, width), width**-0.5)
         self.out = with_std(nn.Linear(width, n_levels), width**-0.5)
 
-    def forward(self, vectors: Tensor, numbers: Tensor) -> Tensor:
+    def forward(self, vectors: Tensor, codes: Tensor) -> Tensor:
         """Sum the cross-entropy over cells of a known level, a float32 scalar.
 
-        `vectors` are `(C, H)`, `numbers` the cells' level numbers, `(C,)` int64.
+        `vectors` are `(C, H)`, the level codes `(C,)` int64.
         """
         vectors = Reversed.apply(vectors, self.scale)
         hidden = F.gelu(self.inner(vectors))
         logits = self.out(hidden).float()
-        labels = numbers - 1
+        labels = codes - 1
         return F.cross_entropy(logits, labels, ignore_index=-1, reduction="sum")

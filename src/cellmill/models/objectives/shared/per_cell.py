@@ -138,12 +138,12 @@ class LabelObjective(CellObjective):
 
     @property
     def labels(self) -> list[str]:
-        """All levels except MISSING, in the order of their numbers."""
+        """All levels except MISSING, in the order of their codes."""
         return [level for level in self.levels[self.config.label_column] if level != MISSING]
 
     def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        labels = self.level_numbers(batch, self.config.label_column) - 1  # -1 if unknown
-        # MISSING is the last level, so its number follows those of the labels
+        labels = self.level_codes(batch, self.config.label_column) - 1  # -1 if unknown
+        # MISSING is the last level, so its code follows those of the labels
         return labels, (labels >= 0) & (labels < len(self.labels))
 
     def judged_labels(self) -> dict[str, list[str]]:

@@ -31,10 +31,10 @@ from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.tokenizer import Tokenizer
 from cellmill.models.counter_rng import host_state, host_uniform
 from cellmill.models.draws import DROPPED_FRAC, HIDDEN_FRAC, HIDE
-from cellmill.models.objective import HIDDEN_GENES
+from cellmill.models.objective import HIDDEN_GENES_STEP
 
 ViewConfig = CellDecodingConfig | DenoiseConfig | PerturbationResponseConfig
-# views of step HIDDEN_GENES hide the genes whose token id is a multiple of this from all cells
+# views of step HIDDEN_GENES_STEP hide the genes whose token id is a multiple of this from all cells
 HIDDEN_GENE_STRIDE = 5
 
 
@@ -58,7 +58,7 @@ def draw_view(
     """Draw the view of each cell of a batch with counts, on the CPU."""
     assert batch.counts is not None, "the batch has no counts"
     whole = SparseCounts(batch.cu_seqlens.numpy(), batch.token_ids.numpy(), batch.counts.numpy())
-    if step == HIDDEN_GENES:
+    if step == HIDDEN_GENES_STEP:
         shown = whole.counts * (whole.genes % HIDDEN_GENE_STRIDE != 0)
         to_predict = whole.counts
     else:
