@@ -47,7 +47,7 @@ FAULTS = [
     Fault("wsd's decay is rounded down", "config/run.py", "math.ceil(", "math.floor(", "unit/test_optimizers.py"),
     Fault("val and test overlap", "data/split.py", "uniform < test_frac + val_frac", "uniform < val_frac", "unit/test_shards.py"),
     Fault("equal steps are off by one cell", "data/stream/order.py", "self.stream.lanes + lane + 1", "self.stream.lanes + lane", "unit/test_stream.py"),
-    Fault("shown and hidden counts are swapped", "models/objectives/shared/views.py", ">= dropped_frac[cell])", "< dropped_frac[cell])", "unit/test_views.py"),
+    Fault("shown and hidden counts are swapped", "models/objectives/shared/views.py", ">= dropped_frac[token_cells])", "< dropped_frac[token_cells])", "unit/test_views.py"),
     Fault("variance of a paired difference without the repetitions", "evaluate/intervals.py", "units_variance + repetitions_variance", "units_variance", "unit/test_paired.py"),
     Fault("a validation equal to the best is the best", "train/validation.py", "sign * value >= sign * self.best_value", "sign * value > sign * self.best_value", "unit/test_validation.py"),
     Fault("an improvement of exactly min_delta resets the patience", "train/validation.py", "value) > train.early", "value) >= train.early", "unit/test_validation.py"),
@@ -62,7 +62,7 @@ FAULTS = [
     Fault("last node of a range is lost", "launch/queue.py", "int(high or low) + 1", "int(high or low)", "unit/test_node.py"),
     Fault("a causal cell sees what follows", "models/blocks.py", "is_causal=causal", "is_causal=False", "unit/test_attention.py"),
     Fault("the plan counts one moment of AdamW", "planner/memory.py", "model.optimizer_states * FLOAT32_BYTES * trained_shard", "1 * FLOAT32_BYTES * trained_shard", "unit/test_memory.py"),
-    Fault("the mask may take no gene of a cell", "models/objectives/shared/masking.py", "| (draws == lowest[cell])", "", "unit/test_masked_model.py"),
+    Fault("the mask may take no gene of a cell", "models/objectives/shared/masking.py", "| (draws == lowest[token_cells])", "", "unit/test_masked_model.py"),
     Fault("genes in fewer than min_cells cells are kept", "data/prepare/preprocess.py", "cells.detected >= max(options.min_cells, 1)", "cells.detected >= 1", "unit/test_preprocess.py"),
     Fault("damaged sums of a killed process are used", "data/saved_work.py", 'if _checksum(arrays) != about["checksum"]:', "if not arrays:", "unit/test_embed_resumed.py"),
 ]  # fmt: skip

@@ -146,8 +146,8 @@ class CellDecoding(Objective):
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> DecodingBatch:
         assert isinstance(batch, ViewBatch), "expected a view"
-        cell = batch.entry_cells.numpy()
-        n_entries = np.bincount(cell, minlength=len(batch.lengths))  # `(cells,)`
+        entry_cells = batch.entry_cells.numpy()
+        n_entries = np.bincount(entry_cells, minlength=len(batch.lengths))  # `(cells,)`
         target_cells = np.flatnonzero(n_entries)
         n_entries = n_entries[target_cells]
         return DecodingBatch.prepared(
@@ -169,9 +169,9 @@ class CellDecoding(Objective):
             return amounts.float()
         if self.predicts_log_counts:
             amounts = amounts.log1p()
-        cell = batch.entry_cells.numpy()
-        cell_sums = np.bincount(cell, amounts.numpy(), len(batch.lengths))
-        amounts /= torch.from_numpy(cell_sums[cell])
+        entry_cells = batch.entry_cells.numpy()
+        cell_sums = np.bincount(entry_cells, amounts.numpy(), len(batch.lengths))
+        amounts /= torch.from_numpy(cell_sums[entry_cells])
         return amounts.float()
 
     def _compute_fractions(self, prepared: DecodingBatch) -> Tensor:
@@ -179,9 +179,9 @@ class CellDecoding(Objective):
         amounts = prepared.entry_amounts
         if not self._is_nb:
             return amounts
-        cell = prepared.find_entry_cells()
-        cell_sums = amounts.new_zeros(len(prepared.n_entries)).index_add(0, cell, amounts)
-        return amounts / cell_sums[cell]
+        entry_cells = prepared.find_entry_cells()
+        cell_sums = amounts.new_zeros(len(prepared.n_entries)).index_add(0, entry_cells, amounts)
+        return amounts / cell_sums[entry_cells]
 
     def loss(self, model: ObjectiveModel, states: Tensor, prepared: DecodingBatch) -> Tensor:
         """Sum the loss over the cells, a float32 scalar.
@@ -222,7 +222,7 @@ class CellDecoding(Objective):
             decoded,
             table=model.profile_genes.weight,
             bias=model.profile_bias,
-            cell=prepared.find_entry_cells(),
+            entry_cells=prepared.find_entry_cells(),
             genes=prepared.entry_genes,
             fractions=self._compute_fractions(prepared),
         )
@@ -274,13 +274,13 @@ class CellDecoding(Objective):
         # a softmax with likelihood nb too: dispersions are not judged, since the mean profile of
         # training cells has none
         log_p = logits.log_softmax(1)
-        cell = prepared.find_entry_cells()
+        entry_cells = prepared.find_entry_cells()
         genes = prepared.entry_genes
         return ProfileObservations(
             genes=genes - len(SPECIAL),
-            log_p=log_p[cell, genes],
+            log_p=log_p[entry_cells, genes],
             fractions=self._compute_fractions(prepared),
-            cell_fracs=(1 / prepared.entry_starts.diff().double())[cell],
+            cell_fracs=(1 / prepared.entry_starts.diff().double())[entry_cells],
         )
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:

@@ -74,8 +74,9 @@ class MaskedValue(MaskedObjective):
         values = batch.values
         if self.config.renormalize:
             values = self._renormalize(batch, mask.visible | mask.kept)
-        n_visible = torch.bincount(mask.cell[mask.visible], minlength=len(batch.lengths))  # `(C,)`
-        has_visible = (n_visible > 0)[mask.cell]
+        visible_cells = mask.token_cells[mask.visible]
+        n_visible = torch.bincount(visible_cells, minlength=len(batch.lengths))  # `(C,)`
+        has_visible = (n_visible > 0)[mask.token_cells]
         is_replaced = mask.random & has_visible
         # in a cell without a visible token, random tokens are hidden too
         is_hidden = mask.hidden | (mask.random & ~has_visible)
@@ -153,6 +154,6 @@ def _choose_visible_tokens(mask: Mask, is_replaced: Tensor, n_visible: Tensor) -
     """
     visible_tokens = mask.visible.nonzero().flatten()  # tokens, cell after cell
     first_visible = n_visible.cumsum(0) - n_visible  # `(C,)`: index in `visible_tokens`
-    cell = mask.cell[is_replaced]
+    cells = mask.token_cells[is_replaced]
     draws = keyed_bits(mask.keys[is_replaced], CONTENT)
-    return visible_tokens[first_visible[cell] + draws % n_visible[cell]]
+    return visible_tokens[first_visible[cells] + draws % n_visible[cells]]

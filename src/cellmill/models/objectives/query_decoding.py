@@ -73,7 +73,7 @@ class QueryObservations(NamedTuple):
 class TokenDraws(NamedTuple):
     """The tokens of a batch, and which of them are hidden from the encoder."""
 
-    cell: Tensor  # `(T,)` int64: index of the token's cell
+    token_cells: Tensor  # `(T,)` int64: index of the token's cell
     is_hidden: Tensor  # `(T,)` bool
     priority: Tensor  # `(T,)` int64: random; hidden tokens with the lowest are queried
     hidden_frac: Tensor  # `(C,)` float64: probability with which a gene of the cell is hidden
@@ -124,13 +124,13 @@ class QueryDecoding(Objective):
 
     def _draw_tokens(self, batch: Batch, seed: int, step: int) -> TokenDraws:
         """Hide each token with the probability of its cell."""
-        cell, position = positions(batch)
+        token_cells, position = positions(batch)
         state = host_state(batch.cell_ids.numpy(), seed, step)
         hidden_frac = torch.from_numpy(draw_hidden_frac(state, self.config, HIDDEN_FRAC))
-        token_state = host_state(position.numpy(), HIDE, state=state[cell.numpy()])
+        token_state = host_state(position.numpy(), HIDE, state=state[token_cells.numpy()])
         return TokenDraws(
-            cell=cell,
-            is_hidden=torch.from_numpy(host_uniform(token_state)) < hidden_frac[cell],
+            token_cells=token_cells,
+            is_hidden=torch.from_numpy(host_uniform(token_state)) < hidden_frac[token_cells],
             # 63 bits, as in `keyed_bits`: int64 has no more for numbers of at least 0
             priority=torch.from_numpy((token_state >> np.uint64(1)).view(np.int64)),
             hidden_frac=hidden_frac,
@@ -143,7 +143,7 @@ class QueryDecoding(Objective):
         n_cells = len(batch.lengths)
         # detected genes
         tokens = _choose_hidden_tokens(draws, self.config.max_asked)
-        detected_cells = draws.cell[tokens]
+        detected_cells = draws.token_cells[tokens]
         n_detected_queries = torch.bincount(detected_cells, minlength=n_cells)
         # undetected genes
         n_undetected_genes = self.n_genes - batch.cu_seqlens.diff().long()
@@ -155,7 +155,7 @@ class QueryDecoding(Objective):
         )
         # hidden genes for which a query stands, `(C,)` each: a detected query, for an equal part of the
         # hidden tokens; an undetected one, of hidden_frac x undetected genes
-        n_hidden_tokens = torch.bincount(draws.cell[draws.is_hidden], minlength=n_cells)
+        n_hidden_tokens = torch.bincount(draws.token_cells[draws.is_hidden], minlength=n_cells)
         genes_per_detected = n_hidden_tokens / n_detected_queries.clamp(min=1)
         genes_per_undetected = (
             draws.hidden_frac * n_undetected_genes / n_undetected_queries.clamp(min=1)
@@ -171,31 +171,32 @@ class QueryDecoding(Objective):
         }
 
     def _draw_undetected(
-        self, batch: Batch, cell: Tensor, n_draws: Tensor, seed: int, step: int
+        self, batch: Batch, draw_cells: Tensor, n_draws: Tensor, seed: int, step: int
     ) -> Tensor:
         """Draw an undetected gene for each draw, with replacement: token ids, `(draws,)` int64.
 
-        `cell` `(draws,)` int64 is the cell of each draw, ascending; `n_draws` `(C,)` counts them.
+        `draw_cells` `(draws,)` int64 has each draw's cell, ascending; `n_draws` `(C,)` counts them.
         """
         n_undetected_genes = self.n_genes - batch.cu_seqlens.diff().long()
-        draw_number = _index_in_cell(cell, n_draws)
-        bits = keyed_token_bits(batch.cell_ids, cell, seed, step, draw_number, UNDETECTED)
-        rows = _find_undetected(batch, self.n_genes, cell, bits % n_undetected_genes[cell])
+        draw_number = _index_in_cell(draw_cells, n_draws)
+        bits = keyed_token_bits(batch.cell_ids, draw_cells, seed, step, draw_number, UNDETECTED)
+        index = bits % n_undetected_genes[draw_cells]
+        rows = _find_undetected(batch, self.n_genes, draw_cells, index)
         return rows + len(SPECIAL)
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> QueryBatch:
         assert isinstance(batch, QueryView), "expected a view"
         n_cells = len(batch.lengths)
-        cell = batch.query_cells
+        query_cells = batch.query_cells
         weights = batch.genes_per_query.double()
         # `(C,)`: factor that makes the mean weight of a cell's queries 1
-        sums = torch.zeros(n_cells, dtype=weights.dtype).index_add(0, cell, weights)
-        scale = torch.bincount(cell, minlength=n_cells) / sums
+        sums = torch.zeros(n_cells, dtype=weights.dtype).index_add(0, query_cells, weights)
+        scale = torch.bincount(query_cells, minlength=n_cells) / sums
         return QueryBatch.prepared(
             batch,
             (seed, step),
-            query_weights=(weights * scale[cell]).float(),
-            n_targets=torch.tensor(len(cell)),
+            query_weights=(weights * scale[query_cells]).float(),
+            n_targets=torch.tensor(len(query_cells)),
         )
 
     def loss(self, model: ObjectiveModel, states: Tensor, prepared: QueryBatch) -> Tensor:
@@ -210,13 +211,14 @@ class QueryDecoding(Objective):
         return self.predict_queries(model, vectors, prepared.query_cells, prepared.query_genes)
 
     def predict_queries(
-        self, model: ObjectiveModel, vectors: Tensor, cell: Tensor, genes: Tensor
+        self, model: ObjectiveModel, vectors: Tensor, query_cells: Tensor, genes: Tensor
     ) -> Tensor:
         """Predict the value of each query, `(N,)` float32, from `vectors` `(C, H)`.
 
-        `cell` are indices of vectors and `genes` token ids, `(N,)` int64 each.
+        `query_cells` are indices of vectors and `genes` token ids, `(N,)` int64 each.
         """
-        x = rows_at(model.query_cell(vectors), cell) * embed_tokens(genes, model.query_genes.weight)
+        embedded = embed_tokens(genes, model.query_genes.weight)
+        x = rows_at(model.query_cell(vectors), query_cells) * embedded
         for layer in model.query_layers:
             x = layer(x, row_keys=None)  # no dropout
         biases = embed_tokens(genes, model.query_bias.weight)
@@ -260,16 +262,16 @@ def _choose_hidden_tokens(draws: TokenDraws, max_per_cell: int) -> Tensor:
     tokens = draws.is_hidden.nonzero().flatten()
     # cell after cell, by priority in each cell
     tokens = tokens[draws.priority[tokens].argsort()]
-    tokens = tokens[draws.cell[tokens].argsort(stable=True)]
-    cell = draws.cell[tokens]
-    index = _index_in_cell(cell, torch.bincount(cell))
+    tokens = tokens[draws.token_cells[tokens].argsort(stable=True)]
+    cells = draws.token_cells[tokens]
+    index = _index_in_cell(cells, torch.bincount(cells))
     return tokens[index < max_per_cell].sort().values
 
 
-def _find_undetected(batch: Batch, n_genes: int, cell: Tensor, index: Tensor) -> Tensor:
+def _find_undetected(batch: Batch, n_genes: int, draw_cells: Tensor, index: Tensor) -> Tensor:
     """Find the vocabulary row of undetected gene `index` of a cell, counted from 0.
 
-    `cell`, `index` and the result are `(draws,)` int64. The row is `index` plus the number of
+    `draw_cells`, `index` and the result are `(draws,)` int64. The row is `index` plus the number of
     detected genes before it.
     """
     token_cell, position = positions(batch)
@@ -281,16 +283,16 @@ def _find_undetected(batch: Batch, n_genes: int, cell: Tensor, index: Tensor) ->
     # search all cells at once: an offset per cell makes the numbers ascend over the whole batch
     offset = n_genes + 1
     sorted_numbers = n_undetected_before + token_cell * offset
-    end = torch.searchsorted(sorted_numbers, index + cell * offset, right=True)
-    n_detected_before = end - batch.cu_seqlens[cell]
+    end = torch.searchsorted(sorted_numbers, index + draw_cells * offset, right=True)
+    n_detected_before = end - batch.cu_seqlens[draw_cells]
     return index + n_detected_before
 
 
-def _index_in_cell(cell: Tensor, n_items: Tensor) -> Tensor:
+def _index_in_cell(item_cells: Tensor, n_items: Tensor) -> Tensor:
     """Count the items of each cell from 0: `(items,)` int64.
 
-    `cell` `(items,)` is each item's cell, ascending; `n_items` `(C,)` is the number of items of
-    each cell.
+    `item_cells` `(items,)` has each item's cell, ascending; `n_items` `(C,)` is the number of items
+    of each cell.
     """
     first_item = n_items.cumsum(0) - n_items
-    return torch.arange(len(cell)) - first_item[cell]
+    return torch.arange(len(item_cells)) - first_item[item_cells]

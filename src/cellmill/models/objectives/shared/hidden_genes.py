@@ -44,13 +44,18 @@ def count_sums(n_tokens: int) -> int:
 
 
 def sum_hidden_genes(
-    decoded: Tensor, table: Tensor, bias: Tensor, cell: Tensor, genes: Tensor, fractions: Tensor
+    decoded: Tensor,
+    table: Tensor,
+    bias: Tensor,
+    entry_cells: Tensor,
+    genes: Tensor,
+    fractions: Tensor,
 ) -> Tensor:
     """Sum the moments over cells: the number of cells, then `GeneMoments`; `(count_sums(V),)` float64.
 
-    Logits are `decoded` `(C, D)` times `table` `(V, D)` plus `bias` `(V,)`. Each entry of the measured
-    profiles has its `cell`, its token id in `genes`, and in `fractions` its fraction of the cell's sum
-    of counts, or of log(1 + count) with `weights: log1p`; `(entries,)` each.
+    Logits are `decoded` `(C, D)` times `table` `(V, D)` plus `bias` `(V,)`. The measured profiles
+    have entries: `entry_cells`, token ids `genes`, and `fractions` of the cell's sum of counts, or
+    of log(1 + count) with `weights: log1p`; `(entries,)` each.
     """
     log_expression = torch.log1p(TARGET_SUM * fractions)
     sums = decoded.new_zeros(count_sums(len(bias)), dtype=torch.float64)
@@ -60,9 +65,9 @@ def sum_hidden_genes(
         logits = token_logits(decoded[start:end], table, bias)
         if is_dtensor(logits):
             logits = logits.full_tensor()
-        in_chunk = (cell >= start) & (cell < end)
+        in_chunk = (entry_cells >= start) & (entry_cells < end)
         profiles = torch.zeros_like(logits)
-        profiles[cell[in_chunk] - start, genes[in_chunk]] = log_expression[in_chunk]
+        profiles[entry_cells[in_chunk] - start, genes[in_chunk]] = log_expression[in_chunk]
         sums[1:] += _sum_moments(logits.softmax(1), profiles)
     return sums
 

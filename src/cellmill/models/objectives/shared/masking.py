@@ -52,7 +52,7 @@ class MaskedBatch(EncoderBatch):
 class Mask:
     """Tokens that are masked, and what the model sees of each. All fields are `(T,)`."""
 
-    cell: Tensor  # int64: index of the token's cell
+    token_cells: Tensor  # int64: index of the token's cell
     keys: Tensor  # int64: keys of the token's further draws
     visible: Tensor  # bool: genes that are not masked
     masked: Tensor  # bool: tokens to predict, of which each is hidden, kept or random
@@ -105,18 +105,18 @@ class MaskedObjective(Objective):
         )
 
     def _draw_mask(self, batch: Batch, seed: int, step: int) -> Mask:
-        cell, position = positions(batch)
+        token_cells, position = positions(batch)
         view_key = (MASK_IN_VIEW,) if self.in_view else ()
-        keys = keyed_token_bits(batch.cell_ids, cell, seed, step, position, *view_key)
+        keys = keyed_token_bits(batch.cell_ids, token_cells, seed, step, position, *view_key)
         is_gene = batch.token_ids > PAD_TOKEN  # neither padding nor an end of the cell
-        masked = self._choose_masked(keys, is_gene, cell, len(batch.lengths))
+        masked = self._choose_masked(keys, is_gene, token_cells, len(batch.lengths))
         hidden = masked
         kept = torch.zeros_like(masked)
         # validation hides everything that is masked
         if self.shows_content and self.training:
             hidden, kept = self._draw_hidden_and_kept(keys, masked)
         return Mask(
-            cell=cell,
+            token_cells=token_cells,
             keys=keys,
             visible=is_gene & ~masked,
             masked=masked,
@@ -125,12 +125,14 @@ class MaskedObjective(Objective):
             random=masked & ~kept & ~hidden,
         )
 
-    def _choose_masked(self, keys: Tensor, is_gene: Tensor, cell: Tensor, n_cells: int) -> Tensor:
+    def _choose_masked(
+        self, keys: Tensor, is_gene: Tensor, token_cells: Tensor, n_cells: int
+    ) -> Tensor:
         """Mask tokens with draws below `mask_frac`, and each cell's lowest draw; `(T,)` bool."""
         draws = torch.where(is_gene, keys, HIGHEST_DRAW)
         lowest = torch.full((n_cells,), HIGHEST_DRAW, device=draws.device)
-        lowest = lowest.scatter_reduce(0, cell, draws, "amin")
-        masked = (draws < threshold(self.config.mask_frac)) | (draws == lowest[cell])
+        lowest = lowest.scatter_reduce(0, token_cells, draws, "amin")
+        masked = (draws < threshold(self.config.mask_frac)) | (draws == lowest[token_cells])
         return masked & is_gene
 
     def _draw_hidden_and_kept(self, keys: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:

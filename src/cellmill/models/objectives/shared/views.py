@@ -114,9 +114,10 @@ def _drop_genes(
     `counts` `(tokens,)` are cut into cells by `offsets`, `(cells + 1,)`; `dropped_frac` and
     `cell_states` are `(cells,)`.
     """
-    cell = _repeat_cells(offsets)
-    draws = host_uniform(host_state(positions_in_rows(offsets), HIDE, state=cell_states[cell]))
-    return counts * (draws >= dropped_frac[cell])
+    token_cells = _repeat_cells(offsets)
+    token_states = host_state(positions_in_rows(offsets), HIDE, state=cell_states[token_cells])
+    draws = host_uniform(token_states)
+    return counts * (draws >= dropped_frac[token_cells])
 
 
 def _thin_counts(
