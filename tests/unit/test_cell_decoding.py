@@ -150,7 +150,7 @@ def test_validation_correlates_hidden_genes_if_asked(
     expected = [np.corrcoef(x, y)[0, 1] for x, y in pairs if y.any()]
     assert len(expected) > 9
     assert monitor.line(MESH)[METRIC] == pytest.approx(np.mean(expected), abs=1e-5)
-    assert not Monitor(model).leaves
+    assert not Monitor(model).parts
 
 
 @EVERY_FAMILY
@@ -258,7 +258,7 @@ def test_the_batch_share_is_an_analysis_of_variance() -> None:
     offsets = offset_by_level[levels[:, 1] - 1]
     z = torch.randn(n, width, generator=generator) + offsets[:, None]
     model: Any = SimpleNamespace(
-        vector_width=width, kept_vectors=None, objective=SimpleNamespace(leaves=dict)
+        vector_width=width, kept_vectors=None, objective=SimpleNamespace(parts_by_name=dict)
     )
     monitor = Monitor(model, LEVELS, "batch")
     for cells in torch.arange(n).split(70):

@@ -218,7 +218,7 @@ def test_balanced_weights_average_one(tmp_path: Path) -> None:
         options = fit_options(
             train_options(model={"family": "profile"}, objective=objective), tmp_path, manifest
         )
-        (part,) = options.objective.each()
+        (part,) = options.objective.all_parts()
         assert part.class_weights == pytest.approx(expected)
 
 

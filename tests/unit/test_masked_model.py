@@ -342,7 +342,7 @@ def test_all_shipped_configurations_hide_the_library_size(monkeypatch: pytest.Mo
         if "masked_value" not in path.read_text(encoding="utf-8"):
             continue
         for run in load_config(path).runs.values():
-            for part in run.objective.each():
+            for part in run.objective.all_parts():
                 if part.name == "masked_value":
                     assert part.needs_counts, path
                     n_found += 1

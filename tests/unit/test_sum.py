@@ -186,7 +186,7 @@ def test_verdicts_of_a_sum_are_those_of_its_parts() -> None:
         prepared = [prepare(model, _cells(seed=seed), 128) for seed in (0, 1)]
         observed = _observe(model.objective, model, prepared)
         figures, verdicts = model.objective.judge(*observed, train=train)
-        for index, (name, part) in enumerate(model.objective.leaves().items()):
+        for index, (name, part) in enumerate(model.objective.parts_by_name().items()):
             batches_of_part = [batch.part_batches[index] for batch in prepared]
             observed_by_part = _observe(part, model, batches_of_part)
             figures_of_part, verdicts_of_part = part.judge(*observed_by_part, train=train)

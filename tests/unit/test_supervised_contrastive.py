@@ -159,7 +159,7 @@ def test_a_sum_is_supervised_by_the_labels_of_its_parts() -> None:
         "cell_decoding": {"batch_column": "batch"},
     }
     objective = ObjectiveConfig.model_validate({"name": "sum", "parts": parts})
-    contrastive, decoding = objective.each()
+    contrastive, decoding = objective.all_parts()
     assert objective.supervised_by == ("a_type",)
     assert decoding.supervised_by == ()
     manifest: Any = SimpleNamespace(obs_levels={})

@@ -40,7 +40,7 @@ def _cells() -> tuple[torch.Tensor, torch.Tensor]:
 
 def _metrics(z: torch.Tensor, counts: torch.Tensor) -> dict[str, float]:
     config = check_options(ObjectiveConfig, {"name": "masked_gene"}, "objective")
-    objective = SimpleNamespace(config=config, leaves=dict)
+    objective = SimpleNamespace(config=config, parts_by_name=dict)
     model: Any = SimpleNamespace(vector_width=WIDTH, kept_vectors=None, objective=objective)
     monitor = Monitor(model)
     mesh = Mesh()

@@ -29,7 +29,7 @@ def _problems_of_objective(options: TrainOptions) -> Iterator[str]:
     model = options.model
     objective = options.objective
     tokens = options.tokens
-    for part in objective.each():
+    for part in objective.all_parts():
         if part.name not in model.objectives and model.family not in part.families:
             key = (
                 f"objective.name {part.name}"
@@ -50,10 +50,10 @@ def _problems_of_objective(options: TrainOptions) -> Iterator[str]:
         )
     if tokens.covariates and not model.covariates:
         yield f"tokens.covariates: family {model.family} has no tokens of obs columns; leave them out, or use encoder"
-    without_zeros = [part.name for part in objective.each() if not part.reads_zeros]
+    without_zeros = [part.name for part in objective.all_parts() if not part.reads_zeros]
     if tokens.zero_frac and without_zeros:
         yield f"tokens.zero_frac: objective {without_zeros[0]} has no use for genes without counts; set it to 0"
-    if all(getattr(part, "adversarial_scale", None) for part in objective.each()):
+    if all(getattr(part, "adversarial_scale", None) for part in objective.all_parts()):
         yield "objective.adversarial_scale: expected another objective beside it; make it a part of objective sum"
     labels = sorted({*objective.supervised_by} & {*tokens.covariates})
     if labels:

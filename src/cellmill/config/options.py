@@ -74,7 +74,7 @@ class TrainOptions(Section):
     @property
     def teacher(self) -> str | None:
         """Run, or folder of embeddings, whose vectors batches carry."""
-        for part in self.objective.each():
+        for part in self.objective.all_parts():
             if isinstance(part, DistillConfig):
                 return part.teacher
         return None

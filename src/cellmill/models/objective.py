@@ -153,8 +153,8 @@ class Objective:
         """
         raise NotImplementedError
 
-    def leaves(self) -> "Mapping[str, Objective]":
-        """List the objectives of the parts by name; an objective without parts has the name ""."""
+    def parts_by_name(self) -> "Mapping[str, Objective]":
+        """Return the parts of a sum by name, or this objective under the name ""."""
         return {"": self}
 
     def validation_metrics(self, sums: Sequence[float]) -> dict[str, float]:

@@ -201,8 +201,8 @@ def _write_ridge(
 ) -> dict[str, Any]:
     """Write the regression for hidden genes, and return its entry of config.json; empty without one."""
     options = stored_options(state["options"], f"{train}: its checkpoint")
-    leaves = model.objective.leaves().values()
-    if options.model.family != "profile" or not any(isinstance(x, CellDecoding) for x in leaves):
+    decodes = any(isinstance(x, CellDecoding) for x in model.objective.parts_by_name().values())
+    if options.model.family != "profile" or not decodes:
         return {}
     shards, problem = find_shards(train, options, state["fingerprint"])
     if shards is None:

@@ -22,14 +22,14 @@ class LossParts:
         self.names = list(objective.part_weights)
         self.labelled: dict[str, int] = {}
         """Index of each part with a target per cell, by name."""
-        for index, (name, leaf) in enumerate(objective.leaves().items()):
-            if leaf.has_target_per_cell:
+        for index, (name, part) in enumerate(objective.parts_by_name().items()):
+            if part.has_target_per_cell:
                 self.labelled[name] = index
         self.weights: Tensor | float = 1.0
         self.validation_weights: Tensor | float = 1.0
         if self.names:
             self.weights = torch.tensor(list(objective.part_weights.values()), device=device)
-            is_validated = [leaf.in_validation_loss for leaf in objective.leaves().values()]
+            is_validated = [part.in_validation_loss for part in objective.parts_by_name().values()]
             self.validation_weights = self.weights * torch.tensor(is_validated, device=device)
 
     def divisors(self, targets: Tensor) -> Tensor:

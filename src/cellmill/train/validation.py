@@ -47,16 +47,16 @@ class Monitor:
         n_levels = 0 if batch_column is None else len(levels[batch_column])
         self.level_sums = torch.zeros(n_levels, self.width + 1, dtype=torch.float64)
         """Number of cells and sum of vectors, by level."""
-        self.leaves: dict[str, Objective] = {}
+        self.parts: dict[str, Objective] = {}
         self.hiding: set[str] = set()  # those with metrics of hidden genes
-        self.leaf_sums: dict[str, Tensor] = {}
-        for name, leaf in self.model.objective.leaves().items():
-            metrics = [_name(metric, name) for metric in leaf.metric_names]
-            if not leaf.n_sums or (leaf.uses_hidden_genes and best_metric not in metrics):
+        self.part_sums: dict[str, Tensor] = {}
+        for name, part in self.model.objective.parts_by_name().items():
+            metrics = [_name(metric, name) for metric in part.metric_names]
+            if not part.n_sums or (part.uses_hidden_genes and best_metric not in metrics):
                 continue
-            self.leaves[name] = leaf
-            self.leaf_sums[name] = torch.zeros(leaf.n_sums, dtype=torch.float64)
-            if leaf.uses_hidden_genes:
+            self.parts[name] = part
+            self.part_sums[name] = torch.zeros(part.n_sums, dtype=torch.float64)
+            if part.uses_hidden_genes:
                 self.hiding.add(name)
 
     @contextmanager
@@ -68,7 +68,7 @@ class Monitor:
         vectors: list[Tensor] = []
         self.last.kept_vectors = vectors if self.width else None
         try:
-            with self._collecting(self.leaves.keys() - self.hiding):
+            with self._collecting(self.parts.keys() - self.hiding):
                 yield
         finally:
             self.last.kept_vectors = None
@@ -81,20 +81,20 @@ class Monitor:
 
     @contextmanager
     def _collecting(self, names: Collection[str]) -> Iterator[None]:
-        """Add the sums of these leaves of the objective."""
-        leaves: dict[str, Objective] = {}
+        """Add the sums of these parts of the objective."""
+        parts: dict[str, Objective] = {}
         if names and self.last is not None:
-            watched = self.last.objective.leaves()
-            leaves = {name: watched[name] for name in names}
-        for leaf in leaves.values():
-            leaf.kept_sums = []
+            watched = self.last.objective.parts_by_name()
+            parts = {name: watched[name] for name in names}
+        for part in parts.values():
+            part.kept_sums = []
         try:
             yield
         finally:
-            for name, leaf in leaves.items():
-                for sums in leaf.kept_sums or ():
-                    self.leaf_sums[name] += sums.double().cpu()
-                leaf.kept_sums = None
+            for name, part in parts.items():
+                for sums in part.kept_sums or ():
+                    self.part_sums[name] += sums.double().cpu()
+                part.kept_sums = None
 
     def _add(self, vectors: Tensor, batch: Batch) -> None:
         # (cells, width); vectors after those of the batch's cells are of padding
@@ -123,8 +123,8 @@ class Monitor:
             return mesh.sum(local.to(mesh.device) * mesh.pp.size())
 
         line: dict[str, float] = {}
-        for name, leaf in self.leaves.items():
-            metrics = leaf.validation_metrics(add_up(self.leaf_sums[name]).tolist())
+        for name, part in self.parts.items():
+            metrics = part.validation_metrics(add_up(self.part_sums[name]).tolist())
             line |= {_name(metric, name): value for metric, value in metrics.items()}
         sums = add_up(torch.cat([self.sums, self.level_sums.flatten()])).cpu()
         cells, levels = sums.split([self.sums.numel(), self.level_sums.numel()])
@@ -140,7 +140,7 @@ class Monitor:
 
 def advice(objective: ObjectiveConfig) -> str:
     """Return what to change when the embedding has collapsed."""
-    parts = {part.name: part for part in objective.each()}
+    parts = {part.name: part for part in objective.all_parts()}
     if any(getattr(part, "batch_adversary", None) for part in parts.values()):
         return "lower objective.batch_adversary_scale, or train.lr"
     if any(getattr(part, "adversarial_scale", None) for part in parts.values()):
@@ -241,8 +241,8 @@ class Progress:
 def check_best_metric(objective: Objective, metric: str) -> None:
     """Raise ConfigError unless validation logs the metric of `train.best_metric`."""
     logged = [VAL_LOSS, *(f"{VAL_LOSS}_{name}" for name in objective.part_weights)]
-    for name, leaf in objective.leaves().items():
-        logged += [_name(metric, name) for metric in leaf.metric_names]
+    for name, part in objective.parts_by_name().items():
+        logged += [_name(metric, name) for metric in part.metric_names]
     logged += ["effective_rank", "depth_r2", "batch_r2"]
     if metric not in logged:
         raise ConfigError(

@@ -73,7 +73,7 @@ class EncoderConfig(GeneVectorsConfig, TransformerConfig):
             raise ValueError(
                 f"model.pooling {self.pooling}: tokens.covariates requires pooling mean; set one of them"
             )
-        if self.pooling != "mean" and not any(part.reads_cells for part in objective.each()):
+        if self.pooling != "mean" and not any(part.reads_cells for part in objective.all_parts()):
             raise ValueError(
                 f"model.pooling {self.pooling}: the objective does not read the cell's vector; set mean"
             )

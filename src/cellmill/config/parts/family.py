@@ -185,7 +185,9 @@ class PostNormConfig(TransformerConfig):
             yield f"embed_layer: expected at least {-self.layers} with layers = {self.layers}, got {self.embed_layer}"
 
     def check_with(self, objective: ObjectiveConfig, tokens: Tokens) -> None:
-        if self.embed_layer and any(part.name == "classification" for part in objective.each()):
+        if self.embed_layer and any(
+            part.name == "classification" for part in objective.all_parts()
+        ):
             raise ValueError(
                 "model.embed_layer: objective classification reads the last block; set it to 0"
             )

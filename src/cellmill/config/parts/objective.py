@@ -112,7 +112,7 @@ class ObjectiveConfig(Plugin):
 
     name: str
 
-    def each(self) -> list["ObjectiveConfig"]:
+    def all_parts(self) -> list["ObjectiveConfig"]:
         """Return this objective, or the parts of a sum."""
         return [self]
 

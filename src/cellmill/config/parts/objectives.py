@@ -353,9 +353,9 @@ class SumConfig(ObjectiveConfig):
 
     @property
     def needs_counts(self) -> bool:  # type: ignore[override]
-        return any(part.needs_counts for part in self.each())
+        return any(part.needs_counts for part in self.all_parts())
 
-    def each(self) -> list[ObjectiveConfig]:
+    def all_parts(self) -> list[ObjectiveConfig]:
         return list(self.parts.values())
 
     def columns(self, option: str = "objective") -> Columns:
@@ -363,10 +363,10 @@ class SumConfig(ObjectiveConfig):
         return reduce(or_, columns)
 
     def stream(self) -> dict[str, Any]:
-        return self.each()[0].stream() if len(self.parts) == 1 else {}
+        return self.all_parts()[0].stream() if len(self.parts) == 1 else {}
 
     def choices(self) -> dict[str, str]:
-        return reduce(or_, (part.choices() for part in self.each()))
+        return reduce(or_, (part.choices() for part in self.all_parts()))
 
     def choose_columns(self, facts: Facts, labels: Sequence[str]) -> Self:
         parts = {name: part.choose_columns(facts, labels) for name, part in self.parts.items()}
@@ -379,7 +379,7 @@ class SumConfig(ObjectiveConfig):
 
     @property
     def supervised_by(self) -> tuple[str, ...]:
-        columns = chain.from_iterable(part.supervised_by for part in self.each())
+        columns = chain.from_iterable(part.supervised_by for part in self.all_parts())
         return tuple(dict.fromkeys(columns))
 
     def warnings(self, option: str = "objective") -> list[str]:
@@ -389,7 +389,7 @@ class SumConfig(ObjectiveConfig):
         return lines
 
     def check_tokens(self, tokens: Tokens) -> None:
-        for part in self.each():
+        for part in self.all_parts():
             part.check_tokens(tokens)
 
 

@@ -101,15 +101,19 @@ def find_classifications(objective: Objective) -> dict[str, Classification]:
     the vectors are to hide. An objective that is no sum has the name "".
     """
     return {
-        name: leaf
-        for name, leaf in objective.leaves().items()
-        if isinstance(leaf, Classification) and leaf.config.adversarial_scale is None
+        name: part
+        for name, part in objective.parts_by_name().items()
+        if isinstance(part, Classification) and part.config.adversarial_scale is None
     }
 
 
 def find_regressions(objective: Objective) -> dict[str, Regression]:
     """Parts of the objective that predict numbers, by name."""
-    return {name: leaf for name, leaf in objective.leaves().items() if isinstance(leaf, Regression)}
+    return {
+        name: part
+        for name, part in objective.parts_by_name().items()
+        if isinstance(part, Regression)
+    }
 
 
 @torch.inference_mode()

@@ -57,9 +57,9 @@ class Reconstruct(Task):
         # notes on cells that `judge` leaves out because the model does not know their label
         notes: list[str] = []
         dataset = reader.dataset or context.dataset
-        for name, leaf in network.objective.leaves().items():
+        for name, part in network.objective.parts_by_name().items():
             prefix = f"{name}." if name else ""
-            judged = leaf.judged_labels()
+            judged = part.judged_labels()
             obs = reader.read_obs([*judged, DATASET]).iloc[cells]
             for column, labels in judged.items():
                 counts = count_labels(obs, dataset, column, labels)
@@ -70,7 +70,7 @@ class Reconstruct(Task):
                 consequence = "no cell is judged"
                 if counts.n_unknown < counts.n_labelled:
                     consequence = "such cells are not judged"
-                notes.append(f"{leaf.config.name} of {counts.problem}; {consequence}.")
+                notes.append(f"{part.config.name} of {counts.problem}; {consequence}.")
         return TaskResult(figures={"n_cells": len(cells)} | metrics, verdicts=verdicts, notes=notes)
 
     def _change_objective(self, model: EvaluatedModel) -> Model:

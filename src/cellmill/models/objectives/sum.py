@@ -83,7 +83,7 @@ class Sum(Objective):
             self.validates_coupled_loss |= part.validates_coupled_loss
         return tuple(dict.fromkeys(names))
 
-    def leaves(self) -> Mapping[str, Objective]:
+    def parts_by_name(self) -> Mapping[str, Objective]:
         return self.parts
 
     def initial_value(self, name: str) -> Fill | None:

@@ -158,7 +158,7 @@ def _draw_cells(spec: ModelSpec, cell_tokens: int, tokens: int) -> Batch:
     n_number_columns = len(spec.objective.columns().numbers)
     if n_number_columns:
         columns["numbers"] = np.zeros((n_cells, n_number_columns))
-    for part in spec.objective.each():
+    for part in spec.objective.all_parts():
         vectors = getattr(part, "vectors", None)
         if vectors:
             columns["teacher"] = np.zeros((n_cells, vectors.width), np.float32)

@@ -54,10 +54,10 @@ def decode_expression(cells: PartlyHiddenCells, vectors: np.ndarray) -> np.ndarr
 def find_decoder(network: Model) -> CellDecoding | QueryDecoding | MaskedValue | None:
     """The objective, or part of a sum, that predicts expression; None without one."""
     objective = network.objective
-    for leaf in objective.leaves().values():
-        if isinstance(leaf, CellDecoding | QueryDecoding):
-            return leaf
-    # not a leaf of a sum, because a sum may draw a view of the cell
+    for part in objective.parts_by_name().values():
+        if isinstance(part, CellDecoding | QueryDecoding):
+            return part
+    # not a part of a sum, because a sum may draw a view of the cell
     if isinstance(objective, MaskedValue) and objective.tokens.value_kind == "scalar":
         return objective
     return None

@@ -29,9 +29,9 @@ class ResponseHead:
     @classmethod
     def find(cls, network: Model, precision: str) -> Self | None:
         """Head of the objective, or of a part of a sum; None for a model without such a head."""
-        for leaf in network.objective.leaves().values():
-            if isinstance(leaf, PerturbationResponse):
-                return cls(network, leaf, precision)
+        for part in network.objective.parts_by_name().values():
+            if isinstance(part, PerturbationResponse):
+                return cls(network, part, precision)
         return None
 
     def predict_changes(
