@@ -221,7 +221,7 @@ class Trainer:
             factor = self.loss_parts.weights * (1.0 if scale is None else scale.value)
             compute = partial(self.parallel_model.forward_backward, prepared, divisors, factor)
             losses = self.replay.run(step + 1, compute)
-            loss = self.loss_parts.total(losses)
+            loss = (losses * self.loss_parts.weights).sum()
             if scale is not None:
                 scale.unscale(self.model)
             self._drop_early_gradients(step)
@@ -405,7 +405,7 @@ class Trainer:
         self.parallel_model.train()
         loss_sum, targets = self.mesh.sum(totals)
         losses = loss_sum / self.loss_parts.divisors(targets)
-        loss = self.loss_parts.total(losses, validation=True).item()
+        loss = (losses * self.loss_parts.validation_weights).sum().item()
         self.progress.val_step = self.progress.step
         if not math.isfinite(loss):  # may be only an overflow of float16: training continues
             self.progress.val_loss = None

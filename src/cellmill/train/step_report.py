@@ -26,7 +26,7 @@ class LossParts:
             if part.has_target_per_cell:
                 self.labelled[name] = index
         self.weights: Tensor | float = 1.0
-        self.validation_weights: Tensor | float = 1.0
+        self.validation_weights: Tensor | float = 1.0  # 0 for parts that `val_loss` leaves out
         if self.names:
             self.weights = torch.tensor(list(objective.part_weights.values()), device=device)
             is_validated = [part.in_validation_loss for part in objective.parts_by_name().values()]
@@ -38,11 +38,6 @@ class LossParts:
         A part without targets has loss 0, but a loss without any target is 0 / 0.
         """
         return targets.clamp(min=1) if self.names and targets.any() else targets
-
-    def total(self, losses: Tensor, validation: bool = False) -> Tensor:
-        """Return the weighted sum of the losses, in validation without those that it leaves out."""
-        weights = self.validation_weights if validation else self.weights
-        return (losses * weights).sum()
 
     def name_losses(self, prefix: str, losses: Sequence[float]) -> dict[str, float]:
         """Return the unweighted loss of each part, by its name in metrics.jsonl."""

@@ -334,20 +334,15 @@ class SumConfig(ObjectiveConfig):
                     "parts: expected a name that starts with a letter and has only letters, digits and _, got "
                     f"{name}; choose another"
                 )
-        for having, reason in (
+        for attribute, reason in (
+            ("draws_view", "draw a view, and the model is given one"),
             (
-                [name for name, part in self.parts.items() if part.draws_view],
-                "draw a view, and the model is given one",
-            ),
-            (
-                [name for name, part in self.parts.items() if part.owns_tokens],
+                "owns_tokens",
                 "hide tokens or read them as answers, and the model is given one batch",
             ),
-            (
-                [name for name, part in self.parts.items() if isinstance(part, DistillConfig)],
-                "have a teacher, and a batch carries the vectors of one teacher",
-            ),
+            ("teacher", "have a teacher, and a batch carries the vectors of one teacher"),
         ):
+            having = [name for name, part in self.parts.items() if getattr(part, attribute, None)]
             if len(having) > 1:
                 yield f"parts: {' and '.join(having)} {reason}; keep one"
 
