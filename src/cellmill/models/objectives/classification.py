@@ -110,5 +110,4 @@ class Classification(LabelObjective):
         if self.config.adversarial_scale:
             return metrics, []
         name = f"classification of {self.config.label_column}"
-        against = "the frequencies of labels"
-        return metrics, loss_verdict(name, against, loss - entropy, "nats")
+        return metrics, loss_verdict(name, "the frequencies of labels", loss - entropy, "nats")

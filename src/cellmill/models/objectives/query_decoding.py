@@ -150,9 +150,13 @@ class QueryDecoding(Objective):
         n_undetected_queries = (n_detected_queries * self.config.undetected_ratio).ceil().long()
         n_undetected_queries = torch.where(n_undetected_genes > 0, n_undetected_queries, 0)
         undetected_cells = torch.repeat_interleave(n_undetected_queries)
-        undetected_genes = self._draw_undetected(
-            batch, undetected_cells, n_undetected_queries, seed, step
+        draw_number = _index_in_cell(undetected_cells, n_undetected_queries)
+        bits = keyed_token_bits(
+            batch.cell_ids, undetected_cells, seed, step, draw_number, UNDETECTED
         )
+        # with replacement: the same gene may be queried twice
+        index = bits % n_undetected_genes[undetected_cells]
+        undetected_rows = _find_undetected(batch, self.n_genes, undetected_cells, index)
         # hidden genes for which a query stands, `(C,)` each: a detected query, for an equal part of the
         # hidden tokens; an undetected one, of hidden_frac x undetected genes
         n_hidden_tokens = torch.bincount(draws.token_cells[draws.is_hidden], minlength=n_cells)
@@ -165,24 +169,10 @@ class QueryDecoding(Objective):
         )
         return {
             "query_cells": torch.cat([detected_cells, undetected_cells]),
-            "query_genes": torch.cat([batch.token_ids[tokens], undetected_genes]),
+            "query_genes": torch.cat([batch.token_ids[tokens], undetected_rows + len(SPECIAL)]),
             "query_targets": torch.cat([batch.values[tokens], torch.zeros(len(undetected_cells))]),
             "genes_per_query": genes_per_query.float(),
         }
-
-    def _draw_undetected(
-        self, batch: Batch, draw_cells: Tensor, n_draws: Tensor, seed: int, step: int
-    ) -> Tensor:
-        """Draw an undetected gene for each draw, with replacement: token ids, `(draws,)` int64.
-
-        `draw_cells` `(draws,)` int64 has each draw's cell, ascending; `n_draws` `(C,)` counts them.
-        """
-        n_undetected_genes = self.n_genes - batch.cu_seqlens.diff().long()
-        draw_number = _index_in_cell(draw_cells, n_draws)
-        bits = keyed_token_bits(batch.cell_ids, draw_cells, seed, step, draw_number, UNDETECTED)
-        index = bits % n_undetected_genes[draw_cells]
-        rows = _find_undetected(batch, self.n_genes, draw_cells, index)
-        return rows + len(SPECIAL)
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> QueryBatch:
         assert isinstance(batch, QueryView), "expected a view"
