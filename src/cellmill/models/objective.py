@@ -33,7 +33,7 @@ from cellmill.runs.results import Verdict, compare
 # steps that key views and masks outside training: always the same, and never a step of training
 VALIDATION_STEP = -1
 HIDDEN_GENES_STEP = -2  # all cells lack the same genes, and the whole cell is predicted
-# attributes of objectives that are refused: without an effect they would change a training silently
+# former names of attributes, which are refused: ignored, they would change a training silently
 FORMER_NAMES = {"tensor": "tensor_parallel_styles", "loss_of_rows": "loss_of_coupled_rows"}
 Tensors = tuple[Tensor, ...]
 Judgement = tuple[dict[str, Any], list[Verdict]]
