@@ -1,10 +1,9 @@
-"""Writing shards of many datasets by a plan: preshuffled and rank-ordered, with one shard of cells
-in memory at a time.
+"""Writing shards of many datasets by a plan, with one shard of cells in memory at a time.
 
 The cells of each shard are gathered from the datasets, by pread in disk order, and written in the
-plan's order. A shard is a function of the plan and its number alone, so any number of jobs writes
-the same ones. Beside the plan each finished shard has its entry of the manifest, by which the next
-process keeps it.
+plan's order, which is shuffled. A shard depends only on the plan and its number, so any number of
+jobs writes the same shards. The manifest entry of each finished shard is stored next to the plan, so
+that a later process keeps the shard.
 """
 
 import hashlib
@@ -242,7 +241,8 @@ class _Writer:
     ) -> Iterator[sp.csr_matrix]:
         """Rows of a shard over the vocabulary's genes, `BLOCK` at a time, which `update` hashes.
 
-        Rows are in rank order; sequences keep their own order.
+        Genes of a row are in rank order, or ascend if `plan.order` is genes. Sequences keep their own
+        order.
         """
         ordered = self._plan.ordered
         offsets, columns, counts = _gather(cells, self._sources)
