@@ -24,7 +24,7 @@ a missing value. Numbers are what an objective predicts, such as an age or a pro
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,12 +33,21 @@ import numpy as np
 from cellmill.config import check_options
 from cellmill.config.parts.objective import TeacherVectors
 from cellmill.config.plugin import in_one_line
-from cellmill.data.shards.manifest import READ, REMEDY, Kind, Manifest
+from cellmill.data.rows import row_offsets
+from cellmill.data.shards.manifest import READ, REMEDY, IndexEntry, Kind, Manifest, index_name
 from cellmill.errors import DataError
 from cellmill.files import atomic_path, read_json, remove_incomplete, sha256_file
 
 ABOUT = "vectors.json"
 TABLE = "vectors.npy"
+INDEX_DTYPES: dict[Kind, str] = {
+    "offsets": "<i4",
+    "borders": "<u4",
+    "hashes": "<u8",
+    "levels": "<u2",
+    "numbers": "<f8",
+}
+MAX_NONZEROS = np.iinfo(np.int32).max  # limit of a shard, whose indptr is int32
 
 
 @contextmanager
@@ -73,17 +82,55 @@ def open_array(
     return array.view(np.ndarray)  # slices of a memmap are slow to make
 
 
+def new_index(
+    folder: Path, split: str, kind: Kind, shape: tuple[int, ...]
+) -> AbstractContextManager[np.ndarray]:
+    """An array of a split to fill, as by `new_array`."""
+    return new_array(folder / index_name(split, kind), shape, INDEX_DTYPES[kind])
+
+
+def make_index_entry(folder: Path, split: str, kind: Kind) -> IndexEntry:
+    """Make the manifest's entry of a complete array of a split."""
+    path = folder / index_name(split, kind)
+    return IndexEntry(name=path.name, sha256=sha256_file(path))
+
+
+def write_split_index(
+    folder: Path, split: str, nnz: np.ndarray, hashes: np.ndarray, cells_per_shard: int
+) -> dict[Kind, IndexEntry]:
+    """Write offsets and hashes of the cells of a split, and return their entries.
+
+    `nnz`, `(cells,)`, and `hashes`, `(cells, 2)` uint64, are in the order on disk. Raises DataError if
+    a shard has more than `MAX_NONZEROS`.
+    """
+    if not len(nnz):
+        return {}
+    nnz_by_shard = np.split(nnz, range(cells_per_shard, len(nnz), cells_per_shard))
+    indptr_by_shard = [row_offsets(shard) for shard in nnz_by_shard]
+    largest = max(int(indptr[-1]) for indptr in indptr_by_shard)
+    if largest > MAX_NONZEROS:
+        raise DataError(
+            f"{folder}: {largest:,} nonzeros in a shard, the limit is {MAX_NONZEROS:,}; lower shard.cells_per_shard"
+        )
+    with new_index(folder, split, "offsets", (len(nnz) + len(nnz_by_shard),)) as indptr:
+        np.concatenate(indptr_by_shard, out=indptr, casting="unsafe")
+    with new_index(folder, split, "hashes", (2, len(nnz))) as ordered:
+        ordered[:] = hashes[np.lexsort(hashes.T[::-1])].T
+    return {kind: make_index_entry(folder, split, kind) for kind in ("offsets", "hashes")}
+
+
 def open_index(manifest: Manifest, split: str, kind: Kind) -> np.ndarray:
     """Map an array of a split. Raises DataError when the split has no cells."""
     entry = manifest.entry(split)
-    shape, dtype = {
-        "offsets": ((entry.n_obs + len(entry.shards),), "<i4"),
-        "borders": ((2 * entry.n_obs + len(entry.shards),), "<u4"),
-        "hashes": ((2, entry.n_obs), "<u8"),
-        "levels": ((len(manifest.obs_levels), entry.n_obs), "<u2"),
-        "numbers": ((len(manifest.obs_numbers), entry.n_obs), "<f8"),
-    }[kind]
-    return open_array(manifest.shard_path(entry.index[kind]), shape, dtype, REMEDY)
+    shapes: dict[Kind, tuple[int, ...]] = {
+        "offsets": (entry.n_obs + len(entry.shards),),
+        "borders": (2 * entry.n_obs + len(entry.shards),),
+        "hashes": (2, entry.n_obs),
+        "levels": (len(manifest.obs_levels), entry.n_obs),
+        "numbers": (len(manifest.obs_numbers), entry.n_obs),
+    }
+    path = manifest.shard_path(entry.index[kind])
+    return open_array(path, shapes[kind], INDEX_DTYPES[kind], REMEDY)
 
 
 class CellColumns:

@@ -37,6 +37,11 @@ FileName = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
 Kind = Literal["offsets", "borders", "hashes", "levels", "numbers"]
 
 
+def index_name(split: str, kind: Kind) -> str:
+    """Name of the file that has values of `kind` for the cells of a split."""
+    return f"{split}-{kind}.npy"
+
+
 class _Part(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -234,7 +239,7 @@ def _check_split(name: str, split: SplitEntry) -> None:
         parts = sum(getattr(shard, field) for shard in split.shards)
         if total != parts:
             raise ValueError(f"splits.{name}.{field}: {total:,}, but its shards have {parts:,}")
-    index = {kind: f"{name}-{kind}.npy" for kind in get_args(Kind)} if split.n_obs else {}
+    index = {kind: index_name(name, kind) for kind in get_args(Kind)} if split.n_obs else {}
     if {kind: file.name for kind, file in split.index.items()} != index:
         names = ", ".join(index.values()) or "of no cells"
         raise ValueError(f"splits.{name}.index: expected the files {names}")

@@ -31,13 +31,10 @@ import pandas as pd
 from cellmill.config.corpus import DATASET, MISSING
 from cellmill.data.arrays import as_text, named_frame, text_values
 from cellmill.data.rows import row_offsets
-from cellmill.data.shards.index import new_array
+from cellmill.data.shards.index import INDEX_DTYPES, make_index_entry, new_index
 from cellmill.data.shards.manifest import IndexEntry, Kind, ObsLevels
-from cellmill.errors import DataError
-from cellmill.files import sha256_file
 
 MAX_LEVELS = 4096
-MAX_NONZEROS = np.iinfo(np.int32).max  # limit of a shard, whose indptr is int32
 _ORIGINAL = f"{DATASET}_original"  # a column that a user called `dataset`, in shards
 Encoder = Callable[[Any], Any]
 
@@ -260,42 +257,21 @@ def _encode(texts: Iterable[str]) -> np.ndarray:
     return np.array([text.encode() for text in texts] or np.zeros(0, "S1"))
 
 
-def write_split_index(
-    folder: Path, split: str, nnz: np.ndarray, hashes: np.ndarray, cells_per_shard: int
-) -> dict[Kind, IndexEntry]:
-    """Write offsets and hashes of a split, whose cells are given in the order on disk."""
-    if not len(nnz):
-        return {}
-    shards = np.split(nnz, range(cells_per_shard, len(nnz), cells_per_shard))
-    starts = [row_offsets(shard) for shard in shards]
-    largest = max(int(shard[-1]) for shard in starts)
-    if largest > MAX_NONZEROS:
-        raise DataError(
-            f"{folder}: {largest:,} nonzeros in a shard, the limit is {MAX_NONZEROS:,}; lower shard.cells_per_shard"
-        )
-    n_offsets = len(nnz) + len(shards)
-    with new_array(folder / f"{split}-offsets.npy", (n_offsets,), "<i4") as offsets:
-        np.concatenate(starts, out=offsets, casting="unsafe")
-    with new_array(folder / f"{split}-hashes.npy", (2, len(nnz)), "<u8") as ordered:
-        ordered[:] = hashes[np.lexsort(hashes.T[::-1])].T
-    return {kind: _entry(folder, split, kind) for kind in ("offsets", "hashes")}
-
-
 def write_columns(
     folder: Path,
     obs: JointObs,
     kept: list[np.ndarray],
     sizes: list[int],
     splits: dict[str, np.ndarray],
-    index: dict[str, dict[Kind, IndexEntry]],
-) -> tuple[dict[str, ObsLevels], dict[str, str]]:
+) -> tuple[dict[str, ObsLevels], dict[str, str], dict[str, dict[Kind, IndexEntry]]]:
     """Write levels and numbers of every split, one column in memory at a time.
 
     `kept` are the rows of each dataset that shards have, `sizes` the cells of each dataset, and
     `splits` the cells of each split in the order on disk. Returns the manifest's `obs_levels` and
-    `obs_numbers`, and adds the files to `index`.
+    `obs_numbers`, and the entries of the files by split.
     """
     first = row_offsets(sizes)
+    index: dict[str, dict[Kind, IndexEntry]] = {split: {} for split in splits}
     splits = {split: cells for split, cells in splits.items() if len(cells)}
 
     def read(name: str) -> Iterator[Any]:
@@ -303,17 +279,16 @@ def write_columns(
         for number, rows in enumerate(kept):
             yield obs.column(name, np.full(len(rows), number), rows)
 
-    def write(kind: Kind, dtype: str, encoders: Mapping[str, Encoder]) -> dict[str, str]:
+    def write(kind: Kind, encoders: Mapping[str, Encoder]) -> dict[str, str]:
         """Write the columns that `encoders` make of arrays of values; return the digest of each."""
         digests = {}
         arrays = {}
         with ExitStack() as stack:
             for split, cells in splits.items():
-                path = folder / f"{split}-{kind}.npy"
-                array = new_array(path, (len(encoders), len(cells)), dtype)
+                array = new_index(folder, split, kind, (len(encoders), len(cells)))
                 arrays[split] = stack.enter_context(array)
             for i, (name, encode) in enumerate(encoders.items()):
-                column = np.zeros(first[-1], dtype)
+                column = np.zeros(first[-1], INDEX_DTYPES[kind])
                 sha256 = hashlib.sha256()
                 for start, rows, values in zip(first, kept, map(encode, read(name))):
                     sha256.update(values.tobytes())
@@ -322,7 +297,7 @@ def write_columns(
                 for split, cells in splits.items():
                     arrays[split][i] = column[first[cells["dataset"]] + cells["row"]]
         for split in splits:
-            index[split][kind] = _entry(folder, split, kind)
+            index[split][kind] = make_index_entry(folder, split, kind)
         return digests
 
     levels = {}
@@ -334,11 +309,9 @@ def write_columns(
         if all(parse_numbers(values) is not None for values in read(name)):
             numeric.append(name)
     encoders = {name: partial(encode_levels, levels=levels[name]) for name in levels}
-    digests = write("levels", "<u2", encoders)
-    numbers = write("numbers", "<f8", dict.fromkeys(numeric, parse_numbers))
-    return {name: {"levels": levels[name], "digest": digests[name]} for name in levels}, numbers
-
-
-def _entry(folder: Path, split: str, kind: Kind) -> IndexEntry:
-    path = folder / f"{split}-{kind}.npy"
-    return IndexEntry(name=path.name, sha256=sha256_file(path))
+    level_digests = write("levels", encoders)
+    number_digests = write("numbers", dict.fromkeys(numeric, parse_numbers))
+    obs_levels: dict[str, ObsLevels] = {}
+    for name in levels:
+        obs_levels[name] = {"levels": levels[name], "digest": level_digests[name]}
+    return obs_levels, number_digests, index

@@ -36,7 +36,7 @@ from cellmill.data.inputs.source import COUNTS_RULE_KEY
 from cellmill.data.keys import SHARDS, permutation
 from cellmill.data.packing.cells import GeneOrder
 from cellmill.data.rows import positions_in_rows
-from cellmill.data.shards.index import open_array
+from cellmill.data.shards.index import open_array, write_split_index
 from cellmill.data.shards.manifest import CorpusSummary, IndexEntry, Kind
 from cellmill.data.shards.obs import (
     JointObs,
@@ -44,7 +44,6 @@ from cellmill.data.shards.obs import (
     dtype_of,
     join_columns,
     write_columns,
-    write_split_index,
 )
 from cellmill.data.split import (
     hash_cells,
@@ -237,9 +236,8 @@ def _write_plan(
     kept_rows = _write_obs(obs, paths, scans, corpus)
     cells_by_split, index = _write_splits(folder, folder.parent, corpus, options)
     sizes = [len(scan.cells) for scan in scans]
-    # adds its files to `index`
-    obs_levels, obs_numbers = write_columns(
-        folder.parent, obs, kept_rows, sizes, cells_by_split, index
+    obs_levels, obs_numbers, columns_index = write_columns(
+        folder.parent, obs, kept_rows, sizes, cells_by_split
     )
     ordered = any(scan.ordered for scan in scans)
     plan = ShardPlan(
@@ -250,7 +248,7 @@ def _write_plan(
         cells_per_shard=options.cells_per_shard,
         order="genes" if options.order == "genes" and not ordered else "rank",
         n_obs={split: len(chosen) for split, chosen in cells_by_split.items()},
-        index=index,
+        index={split: index[split] | columns_index[split] for split in index},
         left_out=dict(zip(names, (scan.n_without_genes for scan in scans))),
         duplicates={name: n for name, n in zip(names, duplicates.by_dataset) if n},
         across_splits=duplicates.across_splits,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pandas as pd
@@ -28,10 +28,11 @@ from cellmill.data.packing import compiled_loops
 from cellmill.data.packing.rank_order import RankOrder
 from cellmill.data.packing.row_file import OpenFiles, RowFile
 from cellmill.data.rows import SparseCounts, row_offsets
-from cellmill.data.shards.index import new_array
+from cellmill.data.shards.index import make_index_entry, new_index
 from cellmill.data.shards.manifest import (
     CorpusSummary,
     IndexEntry,
+    Kind,
     Manifest,
     ShardEntry,
     ShardVocabulary,
@@ -59,9 +60,7 @@ from cellmill.files import (
 )
 
 _READ_THREADS = 4
-_FILE_NAME = re.compile(
-    r"(train|val|test)-(\d{5}\.h5ad|(offsets|borders|hashes|levels|numbers)\.npy)"
-)
+_FILE_NAME = re.compile(rf"({'|'.join(SPLITS)})-(\d{{5}}\.h5ad|({'|'.join(get_args(Kind))})\.npy)")
 
 
 def write_shards(
@@ -85,7 +84,7 @@ def write_shards(
         n_obs = plan.n_obs[name]
         index = plan.index[name]
         if shards:
-            index = index | {"borders": _write_borders(out.parent, name, shards)}
+            index = index | {"borders": _write_part_offsets(out.parent, name, shards)}
         splits[name] = SplitEntry(n_obs=n_obs, nnz=nnz, shards=shards, index=index)
     medians = hashlib.sha256(vocabulary.medians.astype("<f4").tobytes()).hexdigest()
     genes = ShardVocabulary(
@@ -115,18 +114,17 @@ def write_shards(
     return manifest
 
 
-def _write_borders(folder: Path, split: str, shards: list[ShardEntry]) -> IndexEntry:
-    """Write the borders of the packed cells of a split, which its shards have too."""
-    path = folder / f"{split}-borders.npy"
-    n_borders = sum(2 * shard.n_obs + 1 for shard in shards)
+def _write_part_offsets(folder: Path, split: str, shards: list[ShardEntry]) -> IndexEntry:
+    """Copy the part offsets of a split from its shards into the file `borders` of the index."""
+    n_offsets = sum(2 * shard.n_obs + 1 for shard in shards)
     first = 0
-    with new_array(path, (n_borders,), "<u4") as borders:
+    with new_index(folder, split, "borders", (n_offsets,)) as part_offsets:
         for shard in shards:
             with open_h5(folder / shard.name) as file:
                 stored = file[PACKED]["borders"]
-                stored.read_direct(borders, dest_sel=np.s_[first : first + len(stored)])
+                stored.read_direct(part_offsets, dest_sel=np.s_[first : first + len(stored)])
                 first += len(stored)
-    return IndexEntry(name=path.name, sha256=sha256_file(path))
+    return make_index_entry(folder, split, "borders")
 
 
 def write_part(
