@@ -147,9 +147,9 @@ def packed_reads(corpus: Corpus, batch: int) -> Iterator[Iterator[int]]:
     sizes = []
     cells_before = np.cumsum([0, *(shard.n_obs for shard in shards)])
     for shard in shards:
-        borders = shard.part_starts(np.arange(0, 2 * shard.n_obs + 1, 2))
-        begins.append(shard.packed.offset + borders[:-1])
-        sizes.append(np.diff(borders))
+        cell_starts = shard.part_starts(np.arange(0, 2 * shard.n_obs + 1, 2))
+        begins.append(shard.packed.offset + cell_starts[:-1])
+        sizes.append(np.diff(cell_starts))
     begin = np.concatenate(begins)
     size = np.concatenate(sizes)
     windows = []

@@ -27,7 +27,7 @@ RSS_MB = {"preprocess": 530, "vocabulary": 440, "divide": 310, "shard_part": 250
 RSS_BYTES_PER_VALUE = 16  # per value of one shard: gene and count, and both again when sorted
 # for obs (an estimate): per cell of the corpus in `divide`, per cell of the file in stages that open one
 RSS_BYTES_PER_CELL = 150
-OFFSET_BYTES_PER_CELL = 16  # per cell of the corpus in `shard_part`: offsets of rows and borders
+OFFSET_BYTES_PER_CELL = 16  # per cell of the corpus in `shard_part`: indptr and part offsets
 
 
 @dataclass(frozen=True)

@@ -88,18 +88,18 @@ class PackedBlocks:
         """Write the group `uns/packed` of a new file; `names` is their digest."""
         sizes = np.empty(2 * self.n_cells, np.int64)
         self._sizes.read_into(sizes, 0)
-        borders = row_offsets(sizes)
+        part_offsets = row_offsets(sizes)
         n_genes = np.empty(self.n_cells, np.int64)
         self._n_genes.read_into(n_genes, 0)
         group = file.require_group("uns").create_group("packed")
         group.attrs.update({"encoding-type": "dict", "encoding-version": "0.1.0"})
-        stored = group.create_dataset("bytes", (int(borders[-1]),), "u1")
+        stored = group.create_dataset("bytes", (int(part_offsets[-1]),), "u1")
         for first in range(0, len(stored), _COPIED):
             part = np.empty(min(_COPIED, len(stored) - first), np.uint8)
             self._bytes.read_into(part, first)
             stored[first : first + len(part)] = part
             file.disk.raise_if_failed()
-        units = borders // ALIGNMENT
+        units = part_offsets // ALIGNMENT
         is_large = units[-1] > np.iinfo(np.uint32).max
         filters = {"compression": "gzip", "shuffle": True}
         group.create_dataset("borders", data=units.astype("<i8" if is_large else "<u4"), **filters)

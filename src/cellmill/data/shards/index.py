@@ -1,10 +1,10 @@
 """Arrays of values of every cell: the index beside the manifest, and the vectors of a teacher.
 
-With the index a process opens only the shards that it reads:
+With the index a process opens only the shards that it reads. The first two files are `indptr` and
+`part_offsets` in code:
 
-    SPLIT-offsets.npy   `(n_obs + shards,)` int32: indptr of X of each shard in turn
-    SPLIT-borders.npy   `(2 * n_obs + shards,)` uint32: offsets of each cell's packed genes and counts, and the end,
-                        in units of 8 bytes, of each shard in turn
+    SPLIT-offsets.npy   `(n_obs + shards,)` int32: `RowFile.indptr` of each shard in turn
+    SPLIT-borders.npy   `(2 * n_obs + shards,)` uint32: `RowFile.part_offsets` of each shard in turn
     SPLIT-hashes.npy    `(2, n_obs)` uint64: halves of the cells' `hash_cells`, ascending
     SPLIT-levels.npy    `(columns, n_obs)` uint16: number of each cell's level of the manifest's `obs_levels`, in order
     SPLIT-numbers.npy   `(columns, n_obs)` float64: values of the manifest's `obs_numbers`, in order; NaN is missing

@@ -37,7 +37,7 @@ from cellmill.data.keys import SHARDS, permutation
 from cellmill.data.packing.cells import GeneOrder
 from cellmill.data.rows import positions_in_rows
 from cellmill.data.shards.index import open_array, write_split_index
-from cellmill.data.shards.manifest import CorpusSummary, IndexEntry, Kind
+from cellmill.data.shards.manifest import CorpusSummary, IndexEntry, Kind, stamp
 from cellmill.data.shards.obs import (
     JointObs,
     ObsColumn,
@@ -329,10 +329,9 @@ def find_plan(
 
 def _compute_key(cell_files: list[Path], vocabulary: Vocabulary, options: ShardOptions) -> str:
     """Compute the digest of a plan's inputs; files enter by name, size and modification time."""
-    stamps = {path.stem: [path.stat().st_size, path.stat().st_mtime_ns] for path in cell_files}
     facts = {
         "format": FORMAT,
-        "cells": stamps,
+        "cells": {path.stem: stamp(path) for path in cell_files},
         "vocabulary": vocabulary.digest,
         "shard": options.model_dump(mode="json", exclude={"jobs"}),
     }
