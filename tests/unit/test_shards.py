@@ -36,7 +36,7 @@ from cellmill.config.corpus import Shard
 from cellmill.data.arrays import inverse_medians, rank_order_rows
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.rows import SparseCounts
-from cellmill.data.shards.manifest import Manifest, verify
+from cellmill.data.shards.manifest import Manifest, SplitEntry, verify
 from cellmill.data.shards.obs import (
     MAX_LEVELS,
     JointObs,
@@ -354,6 +354,15 @@ def test_a_split_without_cells_is_refused_by_name(corpus: Manifest) -> None:
         DataError, match=r"no cells in the val split, only in: train; raise shard\.val_frac"
     ):
         corpus.entry("val")
+    empty = SplitEntry(n_obs=0, nnz=0, shards=[], index={})
+    swapped = corpus.model_copy(
+        update={"splits": corpus.splits | {"train": empty, "val": corpus.splits["train"]}}
+    )
+    with pytest.raises(DataError) as error:
+        swapped.entry("train")
+    assert str(error.value) == (
+        f"{corpus.path}: no cells in the train split, only in: val; lower shard.val_frac or shard.test_frac"
+    )
 
 
 def test_fixed_training_values_leave_the_rest_of_the_split() -> None:

@@ -216,8 +216,11 @@ class Manifest(CorpusSummary):
         """The entry of `split`. Raises DataError when it has no cells."""
         if not self.splits[split].n_obs:
             others = ", ".join(name for name in SPLITS if self.splits[name].n_obs)
+            remedy = f"raise shard.{split}_frac"
+            if split == "train":
+                remedy = "lower shard.val_frac or shard.test_frac"
             raise DataError(
-                f"{self.path}: no cells in the {split} split, only in: {others}; raise shard.{split}_frac"
+                f"{self.path}: no cells in the {split} split, only in: {others}; {remedy}"
             )
         return self.splits[split]
 
