@@ -355,6 +355,9 @@ def test_a_fraction_of_the_cells_is_a_part_of_every_larger_one(manifest: Manifes
         seen.append({*counts})
         assert len(counts) == n
     assert seen[0] < seen[1] < seen[2]
+    for max_cells, n in ((40, 40), (100, 53)):
+        stream = stream_of(manifest, options={"train_frac": 0.1}, max_cells=max_cells)
+        assert stream.n_cells == n, "the smaller of both limits holds"
 
 
 def test_the_plan_knows_the_cells_of_equal_steps(manifest: Manifest) -> None:

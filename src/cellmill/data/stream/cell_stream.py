@@ -264,11 +264,10 @@ def _make_order_rule(manifest: Manifest, cells: SplitCells, order: StreamOrder) 
     """Make the rule for the order of a split's cells; read repeats if they are weighted."""
     stream = order.stream
     entry = manifest.entry(cells.split)
-    max_cells = cells.max_cells
+    max_cells = entry.n_obs if cells.max_cells is None else cells.max_cells
     repeats = None
     if order.shuffle:
-        if stream.train_frac < 1:
-            max_cells = stream.train_cells(entry.n_obs)
+        max_cells = min(max_cells, stream.train_cells(entry.n_obs))
         if stream.weights_column():
             repeats = read_repeats(manifest, cells.split, stream, max_cells)
     return OrderRule(
