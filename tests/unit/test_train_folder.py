@@ -469,6 +469,13 @@ def test_other_data_are_refused_unless_a_restart_is_requested(tmp_path: Path, st
             ConfigError, match=r"trained on data aaaa, the shards are now bbbb; .* --restart`"
         ):
             is_done(folder, *wanted(steps, "bbbb"))
+    # a changed column of weights changes the fingerprint as well, and is named instead of the shards
+    record, n_steps = wanted(10, "bbbb")
+    record["identity"] |= {"stream.weight_by": "kind"}
+    with pytest.raises(ConfigError) as error:
+        is_done(folder, record, n_steps)
+    assert "(stream.weight_by None -> kind); change it back" in str(error.value)
+    assert "restore the shards" not in str(error.value)
     assert not is_done(folder, *wanted(10, "bbbb"), restart=True)
     assert (folder.saved_step(), (folder.path / "status.json").exists()) == (0, False)
 
