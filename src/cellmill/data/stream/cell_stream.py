@@ -28,6 +28,7 @@ from cellmill.data.stream.order import (
     DataRank,
     OrderRule,
     StreamOrder,
+    lanes_of_ranks,
     make_epoch_order,
 )
 from cellmill.data.stream.repeats import read_repeats
@@ -231,8 +232,8 @@ class CellStream:
         if not self._order_rule.shuffle:
             start = 0
             stop = per_epoch
-        all_lanes = range(self._order_rule.stream.lanes)
-        lanes = [lane for lane in all_lanes if lane % self._world in ranks]
+        lanes_by_rank = lanes_of_ranks(self._order_rule.stream.lanes, self._world)
+        lanes = lanes_by_rank[[*ranks]].ravel().tolist()
         numbers = set[int]()
         for epoch in range(start // per_epoch, -(-stop // per_epoch)):
             first_step = epoch * per_epoch

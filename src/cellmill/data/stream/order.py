@@ -47,6 +47,14 @@ class DataRank(NamedTuple):
 ONLY_RANK = DataRank(0, 1)
 
 
+def lanes_of_ranks(n_lanes: int, world: int) -> np.ndarray:
+    """List the lanes that each of `world` data ranks reads, `(ranks, lanes of a rank)` int64.
+
+    Rank r has the lanes l with l % world == r.
+    """
+    return np.arange(n_lanes).reshape(-1, world).T
+
+
 @dataclass(frozen=True)
 class StreamOrder:
     """How a run orders cells, whatever the split.

@@ -18,7 +18,7 @@ import numpy as np
 
 from cellmill.data.packing.row_file import RowFile
 from cellmill.data.stream.lane_genes import LaneGenes
-from cellmill.data.stream.order import DataRank, OrderCache, OrderRule
+from cellmill.data.stream.order import DataRank, OrderCache, OrderRule, lanes_of_ranks
 from cellmill.data.stream.windows import (
     JoinedWindow,
     StreamCells,
@@ -90,10 +90,7 @@ class StepGroup:
 
 
 class StepReader:
-    """Reader of one data rank's cells in the order of `order_rule`, from any step on.
-
-    Lane l belongs to rank l % world.
-    """
+    """Reader of one data rank's cells in the order of `order_rule`, from any step on."""
 
     def __init__(
         self, shards: list[RowFile], order_rule: OrderRule, data_rank: DataRank, io_threads: int
@@ -102,12 +99,11 @@ class StepReader:
         self._order_rule = order_rule
         rank, world = data_rank
         self._rank = rank
-        self._world = world
-        lanes = np.arange(order_rule.stream.lanes).reshape(-1, world).T  # (ranks, lanes of each)
-        self._other_lanes = np.delete(lanes, rank, axis=0).ravel()  # rank after rank
+        self._lanes = lanes_of_ranks(order_rule.stream.lanes, world)
+        self._other_lanes = np.delete(self._lanes, rank, axis=0).ravel()  # rank after rank
         self._orders = OrderCache(order_rule)
         self._reader = WindowReader(
-            shards, order_rule, self._orders, lanes[rank].tolist(), io_threads
+            shards, order_rule, self._orders, self._lanes[rank].tolist(), io_threads
         )
 
     def close(self) -> None:
@@ -124,7 +120,7 @@ class StepReader:
         queue = WindowQueue(self._reader.read_windows(first_epoch, first_cells))
         for epoch, step, cells_by_lane in self._count_cells(first_epoch, first_step):
             step_over_epochs = epoch * self._order_rule.steps_per_epoch + step
-            cells_by_rank = cells_by_lane.reshape(len(cells_by_lane), -1, self._world).sum(1)
+            cells_by_rank = cells_by_lane[:, self._lanes].sum(2)
             start = 0
             while start < len(cells_by_lane):
                 n_local = cells_by_rank[start:, self._rank]
