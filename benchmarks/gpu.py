@@ -41,7 +41,7 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.cell_stream import CellStream, SplitCells
 from cellmill.data.stream.micro_batches import MicroBatchRule
-from cellmill.data.stream.order import StreamOrder
+from cellmill.data.stream.order import OrderOptions
 from cellmill.models.batch import copy_to_device, to_tensors
 from cellmill.models.blocks import attention
 from cellmill.models.build import ModelSpec, build
@@ -267,7 +267,7 @@ def feed(size: Size, steps: int, device: torch.device, folder: Path) -> str:
     training = Training(size, manifest.n_genes, device)
     stream = CellStream(
         SplitCells(corpus.manifest, "train"),
-        StreamOrder(Stream(lanes=1), size.cells, seed=0),
+        OrderOptions(Stream(lanes=1), size.cells, seed=0),
         training.tokens,
         MicroBatchRule(size.cells * size.genes),
     )

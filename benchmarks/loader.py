@@ -55,7 +55,7 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards
 from cellmill.data.stream.cell_stream import CellStream, SplitCells
 from cellmill.data.stream.micro_batches import MicroBatchRule
-from cellmill.data.stream.order import ONLY_RANK, DataRank, OrderRule, StreamOrder
+from cellmill.data.stream.order import ONLY_RANK, DataRank, OrderOptions, OrderRule
 from cellmill.data.stream.step_reader import StepGroup, StepReader
 
 WORLD = 4  # ranks among which cells are counted
@@ -345,7 +345,7 @@ def own_rows(corpus: Corpus, options: StreamOptions, batch: int) -> Epochs:
     manifest = Manifest.read(corpus.manifest)
     shards = open_shards(manifest, "train")
     sizes = tuple(shard.n_obs for shard in shards)
-    rule = OrderRule(sizes, options, batch, seed=0, shuffle=True)
+    rule = OrderRule(OrderOptions(options, batch, seed=0), sizes)
     rows = StepReader(shards, rule, ONLY_RANK, options.io_threads)
     batches = rows_of_steps(rows.read_steps(0, 0), shards[0].kind)
     try:
@@ -378,7 +378,7 @@ def open_stream(
     tokens = Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": max_tokens})
     return CellStream(
         SplitCells(corpus.manifest, "train"),
-        StreamOrder(options, batch, seed=0),
+        OrderOptions(options, batch, seed=0),
         tokens,
         MicroBatchRule(batch * max_tokens),
         data_rank=DataRank(rank, world),

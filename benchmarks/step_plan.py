@@ -19,7 +19,7 @@ from train_step import commit, machine
 
 from cellmill.config.run import Stream
 from cellmill.data.stream.micro_batches import count_greedy_batches
-from cellmill.data.stream.order import DataRank, OrderRule
+from cellmill.data.stream.order import DataRank, OrderOptions, OrderRule
 from cellmill.data.stream.step_reader import StepReader
 
 BLOCK_CELLS = 64
@@ -75,7 +75,7 @@ def measured(
     window = BLOCK_CELLS * WINDOW_BLOCKS
     shard = Lengths(2 * lanes * window)
     order = Stream(lanes=lanes, block_cells=BLOCK_CELLS, window_blocks=WINDOW_BLOCKS)
-    rule = OrderRule((2 * lanes * window,), order, world * cells, seed=0, shuffle=True)
+    rule = OrderRule(OrderOptions(order, world * cells, seed=0), (2 * lanes * window,))
     rows = StepReader([shard], rule, DataRank(0, world), io_threads=1)  # type: ignore[list-item]
     began = time.thread_time()
     taken = rows.read_steps(0, 0)

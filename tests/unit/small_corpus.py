@@ -23,7 +23,7 @@ from cellmill.data.shards.writer import write_shards
 from cellmill.data.stream.batch_maker import BatchFields
 from cellmill.data.stream.cell_stream import CellStream, SplitCells
 from cellmill.data.stream.micro_batches import MicroBatchRule
-from cellmill.data.stream.order import DataRank, StreamOrder
+from cellmill.data.stream.order import DataRank, OrderOptions
 
 
 def random_counts(n_obs: int, n_vars: int, seed: int = 0, largest: int = 30) -> sp.csr_matrix:
@@ -142,7 +142,7 @@ def stream_of(
     given |= changes
     kinds = {
         "cells": SplitCells,
-        "order": StreamOrder,
+        "order": OrderOptions,
         "micro_batches": MicroBatchRule,
         "fields": BatchFields,
     }

@@ -26,7 +26,7 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.writer import write_shards
 from cellmill.data.stream.cell_stream import CellStream, SplitCells
 from cellmill.data.stream.micro_batches import MicroBatchRule
-from cellmill.data.stream.order import StreamOrder
+from cellmill.data.stream.order import OrderOptions
 from cellmill.errors import ConfigError
 from cellmill.evaluate.inference.embed import embed_cells, load_for_inference
 from cellmill.models.published import import_geneformer
@@ -128,7 +128,7 @@ def test_ranks_keep_their_order_into_the_batch(tmp_path: Path, published: Path) 
     assert Manifest.read(manifest.path).ranked
     ranked = Tokens.model_validate({"tokenizer": "rank", "max_tokens": 8})
     split = SplitCells(manifest.path, "train")
-    order = StreamOrder(Stream(lanes=1), global_batch=4, seed=0, shuffle=False)
+    order = OrderOptions(Stream(lanes=1), global_batch=4, seed=0, shuffle=False)
     stream = CellStream(split, order, ranked, MicroBatchRule(64))
     streamed = []
     for batch in chain.from_iterable(stream):

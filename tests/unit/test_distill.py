@@ -21,7 +21,7 @@ from cellmill.data.shards.manifest import READ, Manifest
 from cellmill.data.stream.batch_maker import BatchFields
 from cellmill.data.stream.cell_stream import CellStream, SplitCells
 from cellmill.data.stream.micro_batches import MicroBatchRule
-from cellmill.data.stream.order import StreamOrder
+from cellmill.data.stream.order import OrderOptions
 from cellmill.errors import UserError
 from cellmill.evaluate.inference.files import write_embedding
 from cellmill.models.batch import to_tensors
@@ -157,7 +157,7 @@ def test_a_batch_has_the_vectors_of_its_cells(shards: Manifest, tmp_path: Path) 
     vectors = open_vectors(tmp_path / "out", shards)[1]["train"]
     stream = CellStream(
         SplitCells(shards.path, "train"),
-        StreamOrder(Stream(lanes=4), global_batch=8, seed=0),
+        OrderOptions(Stream(lanes=4), global_batch=8, seed=0),
         TOKENS,
         MicroBatchRule(64),
         fields=BatchFields(teacher_folder=str(tmp_path / "out")),

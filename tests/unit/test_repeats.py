@@ -16,7 +16,7 @@ from cellmill.config.run import Stream as StreamOptions
 from cellmill.data.shards.index import CellColumns
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.cell_stream import CellStream
-from cellmill.data.stream.order import OrderRule, make_epoch_order
+from cellmill.data.stream.order import OrderOptions, OrderRule, make_epoch_order
 from cellmill.data.stream.repeats import Repeats
 from cellmill.errors import ConfigError, DataError
 
@@ -210,7 +210,8 @@ def test_few_labelled_cells_among_many_are_read_very_often() -> None:
     stream = StreamOptions.model_validate(order | {"weight_by": "kind", "labelled_frac": 1})
     levels = np.zeros(400_000, np.int32)
     levels[[7, 250_000]] = 1, 2
-    rule = OrderRule((300_000, 100_000), stream, 1000, 0, True, repeats=Repeats(levels, stream))
+    options = OrderOptions(stream, global_batch=1000, seed=0)
+    rule = OrderRule(options, (300_000, 100_000), repeats=Repeats(levels, stream))
     order = make_epoch_order(rule, 0)
     read = Counter[tuple[int, int]]()
     for lane in range(4):
@@ -225,7 +226,7 @@ def test_without_weights_the_order_matches_earlier_versions() -> None:
     digest = hashlib.sha256()
     for shards, lanes, equal in (((100, 37, 64), 4, False), ((500,), 8, True)):
         stream = StreamOptions(lanes=lanes, block_cells=8, window_blocks=3, equal_steps=equal)
-        rule = OrderRule(shards, stream, 16, seed=5, shuffle=True)
+        rule = OrderRule(OrderOptions(stream, 16, seed=5), shards)
         for epoch in (0, 3):
             order = make_epoch_order(rule, epoch)
             for lane in range(lanes):

@@ -24,7 +24,7 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.data.split import hash_cells, hash_genes
 from cellmill.data.stream.cell_stream import CellStream, SplitCells
 from cellmill.data.stream.micro_batches import MicroBatchRule
-from cellmill.data.stream.order import StreamOrder
+from cellmill.data.stream.order import OrderOptions
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import read_json
 from cellmill.stages import cells as embed
@@ -186,7 +186,7 @@ def test_batches_have_the_sequences_in_their_order(tmp_path: Path) -> None:
 
     tokens = Tokens.model_validate(TOKENS)
     split = SplitCells(corpus["manifest"], "test")
-    order = StreamOrder(Stream(lanes=1), global_batch=8, seed=0, shuffle=False)
+    order = OrderOptions(Stream(lanes=1), global_batch=8, seed=0, shuffle=False)
     stream = CellStream(split, order, tokens, MicroBatchRule(400))
     batch = next(iter(stream))[0]
     stream.close()

@@ -16,7 +16,7 @@ from cellmill.data.shards.manifest import READ, Manifest, record, verify, verify
 from cellmill.data.stream.batch_maker import BatchFields
 from cellmill.data.stream.cell_stream import CellStream, SplitCells
 from cellmill.data.stream.micro_batches import MicroBatchRule
-from cellmill.data.stream.order import DataRank, StreamOrder
+from cellmill.data.stream.order import DataRank, OrderOptions
 from cellmill.errors import ConfigError
 from cellmill.models.batch import to_tensors
 
@@ -92,7 +92,7 @@ class TensorStream:
             record(opened)
         self._cells = CellStream(
             SplitCells(manifest, split),
-            StreamOrder(order, global_batch, train.seed, shuffle=split == "train"),
+            OrderOptions(order, global_batch, train.seed, shuffle=split == "train"),
             parsed,
             MicroBatchRule(global_batch * parsed.max_tokens),  # so that no step is cut
             data_rank=DataRank(rank, world_size),

@@ -33,7 +33,7 @@ with importing():
     from cellmill.data.stream.batch_maker import BatchFields
     from cellmill.data.stream.cell_stream import CellStream, SplitCells
     from cellmill.data.stream.micro_batches import MicroBatchRule
-    from cellmill.data.stream.order import DataRank, StreamOrder
+    from cellmill.data.stream.order import DataRank, OrderOptions
     from cellmill.errors import UserError
     from cellmill.files import read_json
     from cellmill.finetune.method import check_trains, load_method, trained_names
@@ -228,7 +228,7 @@ def build_streams(
 
     Without validation cells, stream and obs column of their batches are None.
     """
-    order = StreamOrder(options.stream, options.train.global_batch, options.train.seed)
+    order = OrderOptions(options.stream, options.train.global_batch, options.train.seed)
     micro_batches = MicroBatchRule(
         options.train.token_budget,
         min_per_step=min_microbatches(options.parallel),

@@ -26,8 +26,8 @@ from cellmill.data.stream.micro_batches import MicroBatchRule
 from cellmill.data.stream.order import (
     ONLY_RANK,
     DataRank,
+    OrderOptions,
     OrderRule,
-    StreamOrder,
     lanes_of_ranks,
     make_epoch_order,
 )
@@ -79,7 +79,7 @@ class CellStream:
     def __init__(
         self,
         cells: SplitCells,
-        order: StreamOrder,
+        order: OrderOptions,
         tokens: Tokens,
         micro_batches: MicroBatchRule,
         *,
@@ -140,7 +140,7 @@ class CellStream:
         """
         if self._closed:
             raise RuntimeError("the stream is closed")
-        if not self._order_rule.shuffle:
+        if not self._order_rule.options.shuffle:
             self._epoch = 0
             self._step = 0
         self._stop_tokenizing()
@@ -187,7 +187,7 @@ class CellStream:
         Raises ConfigError if an option of the order differs or this stream is not shuffled, DataError
         if the shards or obs columns differ or the position is not in an epoch of this split.
         """
-        if not self._order_rule.shuffle:
+        if not self._order_rule.options.shuffle:
             raise ConfigError(
                 "a split that is not shuffled is always read from its start; load a state of split train"
             )
@@ -229,7 +229,7 @@ class CellStream:
         Steps are counted over all epochs. Without shuffling they have no effect: there is one epoch.
         """
         per_epoch = self.steps_per_epoch
-        if not self._order_rule.shuffle:
+        if not self._order_rule.options.shuffle:
             start = 0
             stop = per_epoch
         lanes_by_rank = lanes_of_ranks(self._order_rule.stream.lanes, self._world)
@@ -261,7 +261,7 @@ class CellStream:
             pool.shutdown(cancel_futures=True)
 
 
-def _make_order_rule(manifest: Manifest, cells: SplitCells, order: StreamOrder) -> OrderRule:
+def _make_order_rule(manifest: Manifest, cells: SplitCells, order: OrderOptions) -> OrderRule:
     """Make the rule for the order of a split's cells; read repeats if they are weighted."""
     stream = order.stream
     entry = manifest.entry(cells.split)
@@ -271,15 +271,7 @@ def _make_order_rule(manifest: Manifest, cells: SplitCells, order: StreamOrder) 
         max_cells = min(max_cells, stream.train_cells(entry.n_obs))
         if stream.weights_column():
             repeats = read_repeats(manifest, cells.split, stream, max_cells)
-    return OrderRule(
-        tuple(shard.n_obs for shard in entry.shards),
-        stream,
-        order.global_batch,
-        order.seed,
-        order.shuffle,
-        max_cells,
-        repeats,
-    )
+    return OrderRule(order, tuple(shard.n_obs for shard in entry.shards), max_cells, repeats)
 
 
 def _list_hashes(manifest: Manifest, split: str) -> dict[Path, str]:
@@ -290,14 +282,15 @@ def _list_hashes(manifest: Manifest, split: str) -> dict[Path, str]:
 
 def _compute_fingerprint(manifest: Manifest, fields: BatchFields, order_rule: OrderRule) -> str:
     """Compute the fingerprint of the shards, the columns in batches, and the column of weights."""
-    weight_columns = order_rule.stream.weights_column() if order_rule.shuffle else {}
+    weight_columns = order_rule.stream.weights_column() if order_rule.options.shuffle else {}
     level_columns = sorted({*fields.level_columns, *weight_columns})
     return manifest.fingerprint_with(level_columns, fields.number_columns)
 
 
 def _list_order_options(order_rule: OrderRule) -> dict[str, Any]:
     """List the options that fix the order of cells; those of weights are None if the run has none."""
-    options = {name: getattr(order_rule.stream, name) for name in _ORDER_OPTIONS + _WEIGHT_OPTIONS}
+    order = order_rule.options
+    options = {name: getattr(order.stream, name) for name in _ORDER_OPTIONS + _WEIGHT_OPTIONS}
     if order_rule.repeats is None:
         options |= dict.fromkeys(_WEIGHT_OPTIONS)
-    return {"seed": order_rule.seed, **options, "global_batch": order_rule.global_batch}
+    return {"seed": order.seed, **options, "global_batch": order.global_batch}

@@ -56,7 +56,7 @@ def lanes_of_ranks(n_lanes: int, world: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class StreamOrder:
+class OrderOptions:
     """How a run orders cells, whatever the split.
 
     `stream` is the section of the configuration. `global_batch`, the cells per optimizer step over
@@ -73,19 +73,20 @@ class StreamOrder:
 class OrderRule:
     """The rule for the order of a split's cells in any epoch."""
 
+    options: OrderOptions
     shard_cells: tuple[int, ...]  # number of cells in each shard
-    stream: Stream
-    global_batch: int
-    seed: int
-    shuffle: bool
-    max_cells: int | None = None
+    max_cells: int | None = None  # only the first cells in disk order
     repeats: Repeats | None = None  # None reads each cell once; see `RepeatedEpoch`
 
     @classmethod
     def for_run(cls, options: TrainOptions, n_cells: int) -> OrderRule:
         """Make a rule to count the steps of a run over `n_cells` training cells, and the cells of each."""
         train = options.train
-        return cls((n_cells,), options.stream, train.global_batch, train.seed, shuffle=True)
+        return cls(OrderOptions(options.stream, train.global_batch, train.seed), (n_cells,))
+
+    @property
+    def stream(self) -> Stream:
+        return self.options.stream
 
     @cached_property
     def n_cells(self) -> int:
@@ -95,7 +96,7 @@ class OrderRule:
     @property
     def lane_batch(self) -> int:
         """Cells of a global batch that come from one lane."""
-        return self.global_batch // self.stream.lanes
+        return self.options.global_batch // self.stream.lanes
 
     @property
     def steps_per_epoch(self) -> int:
@@ -107,7 +108,7 @@ class OrderRule:
         """Cells of the largest step."""
         if self.stream.equal_steps:
             return -(-self.n_cells // self.steps_per_epoch)
-        return min(self.global_batch, self.n_cells)
+        return min(self.options.global_batch, self.n_cells)
 
     def cells_before(self, step: int | np.ndarray) -> np.ndarray:
         """Count the cells of each lane that steps before `step` of an epoch take, `(lanes,)` int64.
@@ -208,9 +209,9 @@ class EpochOrder:
     def window_order(self, lane: int, window: int) -> np.ndarray:
         """Permute the cells of a window: indices into its concatenated runs, `(cells,)` int64."""
         start, stop = self.window_offsets[lane][window : window + 2].tolist()
-        if not self.rule.shuffle:
+        if not self.rule.options.shuffle:
             return np.arange(stop - start)
-        return permutation(stop - start, self.rule.seed, WINDOW, window, lane, self.epoch)
+        return permutation(stop - start, self.rule.options.seed, WINDOW, window, lane, self.epoch)
 
 
 class PlainEpoch(EpochOrder):
@@ -222,9 +223,9 @@ class PlainEpoch(EpochOrder):
         is_full = blocks.n_cells == rule.stream.block_cells
         full = np.flatnonzero(is_full)
         short = np.flatnonzero(~is_full)
-        if rule.shuffle:
-            full = full[permutation(len(full), rule.seed, BLOCKS, epoch, FULL)]
-            short = short[permutation(len(short), rule.seed, BLOCKS, epoch, SHORT)]
+        if rule.options.shuffle:
+            full = full[permutation(len(full), rule.options.seed, BLOCKS, epoch, FULL)]
+            short = short[permutation(len(short), rule.options.seed, BLOCKS, epoch, SHORT)]
         # deal full blocks round-robin; cut the rest so that lanes differ by at most one cell
         n_dealt = len(full) // lanes * lanes
         rest = choose_rows(blocks, np.concatenate([full[n_dealt:], short]))
@@ -265,11 +266,11 @@ class RepeatedEpoch(EpochOrder):
         assert rule.repeats is not None
         self._shard_offsets = row_offsets(rule.shard_cells)
         n_cells = int(self._shard_offsets[-1])
-        times_read = rule.repeats.times_read(rule.seed, epoch, epoch * rule.steps_per_epoch)
+        times_read = rule.repeats.times_read(rule.options.seed, epoch, epoch * rule.steps_per_epoch)
         self._times_read = np.pad(times_read, (0, n_cells - len(times_read)))
         copies = _list_copies(rule, self._times_read)
         n_copies = len(copies.numbers)
-        shuffled = permutation(n_copies, rule.seed, BLOCKS, epoch, COPIES)
+        shuffled = permutation(n_copies, rule.options.seed, BLOCKS, epoch, COPIES)
         self._copies = choose_rows(copies, shuffled)
         self._copy_offsets = row_offsets(self._copies.n_cells)
         lane_cells = rule.deal_cells(rule.n_cells).tolist()

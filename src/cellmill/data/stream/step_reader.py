@@ -146,7 +146,7 @@ class StepReader:
                 stop = min(first + _STEPS_PER_COUNT, order_rule.steps_per_epoch)
                 taken_before = order_rule.cells_before(np.arange(first, stop + 1)[:, None])
                 yield epoch, first, np.diff(taken_before, axis=0)
-            if not order_rule.shuffle:
+            if not order_rule.options.shuffle:
                 return
             epoch += 1
             step = 0
@@ -199,7 +199,7 @@ class StepReader:
             for window in range(first, order.n_windows(lane)):
                 genes_per_cell = count_genes(self._shards, order.window_runs(lane, window))
                 yield genes_per_cell[order.window_order(lane, window)]
-            if not self._order_rule.shuffle:
+            if not self._order_rule.options.shuffle:
                 return
             epoch += 1
             first = 0

@@ -142,7 +142,7 @@ class WindowReader:
                 lanes = [lane for lane, windows in windows_of_lane.items() if window in windows]
                 if lanes:
                     yield self._start_reading(order, lanes, window)
-            if not self._order_rule.shuffle:
+            if not self._order_rule.options.shuffle:
                 return
             epoch += 1
             first_cells = self._order_rule.cells_before(0)

@@ -20,7 +20,7 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.batch_maker import BatchFields
 from cellmill.data.stream.cell_stream import CellStream, SplitCells
 from cellmill.data.stream.micro_batches import MicroBatchRule
-from cellmill.data.stream.order import StreamOrder
+from cellmill.data.stream.order import OrderOptions
 from cellmill.models.batch import to_tensors
 from cellmill.models.family import Model
 from cellmill.models.objective import Objective
@@ -138,7 +138,7 @@ def calibrate_head(
         return None
     stream = CellStream(
         SplitCells(manifest, "val", options.train.val_cells),
-        StreamOrder(options.stream, options.train.global_batch, options.train.seed, shuffle=False),
+        OrderOptions(options.stream, options.train.global_batch, options.train.seed, shuffle=False),
         options.tokens,
         MicroBatchRule(options.train.token_budget),
         fields=BatchFields(level_columns=options.obs_columns()),
