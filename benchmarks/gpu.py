@@ -39,7 +39,7 @@ from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.config.run import Stream, Train
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.batch import Batch
-from cellmill.data.stream.cell_stream import CellStream, SplitCells
+from cellmill.data.stream.cell_stream import CellStream, SplitSource
 from cellmill.data.stream.micro_batches import MicroBatchRule
 from cellmill.data.stream.order import OrderOptions
 from cellmill.models.batch import copy_to_device, to_tensors
@@ -266,7 +266,7 @@ def feed(size: Size, steps: int, device: torch.device, folder: Path) -> str:
     manifest = Manifest.read(corpus.manifest)
     training = Training(size, manifest.n_genes, device)
     stream = CellStream(
-        SplitCells(corpus.manifest, "train"),
+        SplitSource(corpus.manifest, "train"),
         OrderOptions(Stream(lanes=1), size.cells, seed=0),
         training.tokens,
         MicroBatchRule(size.cells * size.genes),

@@ -53,7 +53,7 @@ from cellmill.config.run import Stream as StreamOptions
 from cellmill.data.packing.cells import CellKind
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards
-from cellmill.data.stream.cell_stream import CellStream, SplitCells
+from cellmill.data.stream.cell_stream import CellStream, SplitSource
 from cellmill.data.stream.micro_batches import MicroBatchRule
 from cellmill.data.stream.order import ONLY_RANK, DataRank, OrderOptions, OrderRule
 from cellmill.data.stream.step_reader import StepGroup, StepReader
@@ -377,7 +377,7 @@ def open_stream(
 ) -> CellStream:
     tokens = Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": max_tokens})
     return CellStream(
-        SplitCells(corpus.manifest, "train"),
+        SplitSource(corpus.manifest, "train"),
         OrderOptions(options, batch, seed=0),
         tokens,
         MicroBatchRule(batch * max_tokens),

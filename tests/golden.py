@@ -272,10 +272,10 @@ for name, given in streams.items():
         given[key] = MicroBatchRule(given.pop("token_budget"))
         given["data_rank"] = DataRank(given.pop("rank"), given.pop("world"))
     if "order" in names:
-        from cellmill.data.stream.cell_stream import SplitCells
+        from cellmill.data.stream.cell_stream import SplitSource
         from cellmill.data.stream.order import OrderOptions
         order = OrderOptions(options, 16, 3, given.pop("shuffle", True))
-        stream = CellStream(SplitCells(manifest, "train"), order, tokens, **given)
+        stream = CellStream(SplitSource(manifest, "train"), order, tokens, **given)
     else:  # earlier commits
         stream = CellStream(manifest, "train", tokens, options, global_batch=16, seed=3, **given)
     if start:

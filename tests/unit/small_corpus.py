@@ -21,7 +21,7 @@ from cellmill.data.inputs.packed_cells import write_packed
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.writer import write_shards
 from cellmill.data.stream.batch_maker import BatchFields
-from cellmill.data.stream.cell_stream import CellStream, SplitCells
+from cellmill.data.stream.cell_stream import CellStream, SplitSource
 from cellmill.data.stream.micro_batches import MicroBatchRule
 from cellmill.data.stream.order import DataRank, OrderOptions
 
@@ -141,7 +141,7 @@ def stream_of(
     }
     given |= changes
     kinds = {
-        "cells": SplitCells,
+        "source": SplitSource,
         "order": OrderOptions,
         "micro_batches": MicroBatchRule,
         "fields": BatchFields,

@@ -24,7 +24,7 @@ from cellmill.data.inputs.formats import open_counts
 from cellmill.data.prepare.preprocess import preprocess_sequences
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.writer import write_shards
-from cellmill.data.stream.cell_stream import CellStream, SplitCells
+from cellmill.data.stream.cell_stream import CellStream, SplitSource
 from cellmill.data.stream.micro_batches import MicroBatchRule
 from cellmill.data.stream.order import OrderOptions
 from cellmill.errors import ConfigError
@@ -127,7 +127,7 @@ def test_ranks_keep_their_order_into_the_batch(tmp_path: Path, published: Path) 
     manifest = write_shards([made], vocabulary, shard, tmp_path / "shards" / "manifest.json")
     assert Manifest.read(manifest.path).ranked
     ranked = Tokens.model_validate({"tokenizer": "rank", "max_tokens": 8})
-    split = SplitCells(manifest.path, "train")
+    split = SplitSource(manifest.path, "train")
     order = OrderOptions(Stream(lanes=1), global_batch=4, seed=0, shuffle=False)
     stream = CellStream(split, order, ranked, MicroBatchRule(64))
     streamed = []

@@ -19,7 +19,7 @@ from cellmill.config.run import Stream
 from cellmill.data.shards.index import open_vectors
 from cellmill.data.shards.manifest import READ, Manifest
 from cellmill.data.stream.batch_maker import BatchFields
-from cellmill.data.stream.cell_stream import CellStream, SplitCells
+from cellmill.data.stream.cell_stream import CellStream, SplitSource
 from cellmill.data.stream.micro_batches import MicroBatchRule
 from cellmill.data.stream.order import OrderOptions
 from cellmill.errors import UserError
@@ -156,7 +156,7 @@ def test_a_batch_has_the_vectors_of_its_cells(shards: Manifest, tmp_path: Path) 
     assert teach(shards, tmp_path / "out", write_teacher(tmp_path / "teacher", given)) == 0
     vectors = open_vectors(tmp_path / "out", shards)[1]["train"]
     stream = CellStream(
-        SplitCells(shards.path, "train"),
+        SplitSource(shards.path, "train"),
         OrderOptions(Stream(lanes=4), global_batch=8, seed=0),
         TOKENS,
         MicroBatchRule(64),

@@ -22,7 +22,7 @@ from cellmill.data.rows import positions_in_rows
 from cellmill.data.shards.index import CellColumns
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.split import hash_cells, hash_genes
-from cellmill.data.stream.cell_stream import CellStream, SplitCells
+from cellmill.data.stream.cell_stream import CellStream, SplitSource
 from cellmill.data.stream.micro_batches import MicroBatchRule
 from cellmill.data.stream.order import OrderOptions
 from cellmill.errors import ConfigError, DataError
@@ -185,7 +185,7 @@ def test_batches_have_the_sequences_in_their_order(tmp_path: Path) -> None:
         manifest.fingerprint_with([], {"family": "a"})
 
     tokens = Tokens.model_validate(TOKENS)
-    split = SplitCells(corpus["manifest"], "test")
+    split = SplitSource(corpus["manifest"], "test")
     order = OrderOptions(Stream(lanes=1), global_batch=8, seed=0, shuffle=False)
     stream = CellStream(split, order, tokens, MicroBatchRule(400))
     batch = next(iter(stream))[0]

@@ -15,7 +15,7 @@ from small_corpus import write_corpus
 import cellmill
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Stream
-from cellmill.data.stream.cell_stream import CellStream, SplitCells
+from cellmill.data.stream.cell_stream import CellStream, SplitSource
 from cellmill.data.stream.micro_batches import MicroBatchRule
 from cellmill.data.stream.order import OrderOptions
 from cellmill.errors import ConfigError, DataError, UserError
@@ -69,7 +69,7 @@ def test_batches_are_those_that_a_run_reads_an_epoch_at_a_time(folder: Path) -> 
     found = epochs(stream, 3)
     manifest = folder / "results/corpora/pbmc/shards/manifest.json"
     engine = CellStream(
-        SplitCells(manifest, "train"),
+        SplitSource(manifest, "train"),
         OrderOptions(Stream.model_validate(LANES), global_batch=32, seed=0),
         Tokens.model_validate({"max_tokens": 12}),
         MicroBatchRule(32 * 12),

@@ -14,7 +14,7 @@ from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Stream, Train
 from cellmill.data.shards.manifest import READ, Manifest, record, verify, verify_changed
 from cellmill.data.stream.batch_maker import BatchFields
-from cellmill.data.stream.cell_stream import CellStream, SplitCells
+from cellmill.data.stream.cell_stream import CellStream, SplitSource
 from cellmill.data.stream.micro_batches import MicroBatchRule
 from cellmill.data.stream.order import DataRank, OrderOptions
 from cellmill.errors import ConfigError
@@ -91,7 +91,7 @@ class TensorStream:
         elif verify_changed(opened) and rank == 0:
             record(opened)
         self._cells = CellStream(
-            SplitCells(manifest, split),
+            SplitSource(manifest, split),
             OrderOptions(order, global_batch, train.seed, shuffle=split == "train"),
             parsed,
             MicroBatchRule(global_batch * parsed.max_tokens),  # so that no step is cut

@@ -31,7 +31,7 @@ with importing():
     from cellmill.data.shards.local_copies import LocalCopies
     from cellmill.data.shards.manifest import Manifest
     from cellmill.data.stream.batch_maker import BatchFields
-    from cellmill.data.stream.cell_stream import CellStream, SplitCells
+    from cellmill.data.stream.cell_stream import CellStream, SplitSource
     from cellmill.data.stream.micro_batches import MicroBatchRule
     from cellmill.data.stream.order import DataRank, OrderOptions
     from cellmill.errors import UserError
@@ -238,7 +238,7 @@ def build_streams(
     columns = options.obs_columns()
     fields = BatchFields(options.objective.needs_counts, columns, options.number_columns(), teacher)
     train = CellStream(
-        SplitCells(manifest.path, "train", copies=copies),
+        SplitSource(manifest.path, "train", copies=copies),
         order,
         options.tokens,
         micro_batches,
@@ -253,7 +253,7 @@ def build_streams(
         columns = columns | {batches: columns.get(batches, "validation")}
         fields = replace(fields, level_columns=columns)
     val = CellStream(
-        SplitCells(manifest.path, "val", options.train.val_cells, copies),
+        SplitSource(manifest.path, "val", options.train.val_cells, copies),
         replace(order, shuffle=False),
         options.tokens,
         micro_batches,

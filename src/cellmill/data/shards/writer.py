@@ -64,15 +64,16 @@ _FILE_NAME = re.compile(rf"({'|'.join(SPLITS)})-(\d{{5}}\.h5ad|({'|'.join(get_ar
 
 
 def write_shards(
-    cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, out: Path
+    cell_files: list[Path], vocabulary: Vocabulary, options: ShardOptions, out: Path
 ) -> Manifest:
-    """Write the shards of a corpus beside `out`, then the manifest to `out`.
+    """Write the shards of a corpus next to `out`, then the manifest to `out`.
 
-    Existing shards are replaced, except those that a killed process finished from the same inputs.
-    Raises DataError as `make_plan` does.
+    `cell_files` are preprocessed .h5ad files, named after their datasets. Existing shards are replaced,
+    except those that a killed process finished from the same inputs. Raises DataError as `make_plan`
+    does.
     """
-    plan = make_plan(cells, vocabulary, options, out)
-    write_part(plan, cells, vocabulary, out.parent)
+    plan = make_plan(cell_files, vocabulary, options, out)
+    write_part(plan, cell_files, vocabulary, out.parent)
     entries: dict[str, list[ShardEntry]] = {name: [] for name in SPLITS}
     for shard in plan.shards():
         entry = _finished(plan, shard, out.parent)
@@ -129,7 +130,7 @@ def _write_part_offsets(folder: Path, split: str, shards: list[ShardEntry]) -> I
 
 def write_part(
     plan: ShardPlan,
-    cells: list[Path],
+    cell_files: list[Path],
     vocabulary: Vocabulary,
     folder: Path,
     part: int = 0,
@@ -138,9 +139,9 @@ def write_part(
     """Write part `part` of `parts` of the shards of a plan to `folder`, one after the other; return
     their number.
 
-    Parts may be written at the same time. Shards that are already there are kept.
+    Parts may be written at the same time. Shards that this plan finished before are kept.
     """
-    paths = {path.stem: path for path in cells}
+    paths = {path.stem: path for path in cell_files}
     shards = plan.shards()[part::parts]
     missing = [shard for shard in shards if _finished(plan, shard, folder) is None]
     if missing:
@@ -208,7 +209,7 @@ class _Writer:
         dtype = count_dtype(int(cells["largest"].max()))
         content = hashlib.sha256("\n".join(obs.index).encode())
         with atomic_path(path) as temporary:
-            blocks = self._ordered_blocks(cells, content.update)
+            blocks = self._shard_blocks(cells, content.update)
             write_packed(
                 temporary,
                 obs,
@@ -234,7 +235,7 @@ class _Writer:
         done = {"plan": plan.key, "stamp": stamp(path), "shard": entry.model_dump()}
         write_json(_entry_path(plan, shard), done)
 
-    def _ordered_blocks(
+    def _shard_blocks(
         self, cells: np.ndarray, update: Callable[[Any], None]
     ) -> Iterator[sp.csr_matrix]:
         """Rows of a shard over the vocabulary's genes, `BLOCK` at a time, which `update` hashes.

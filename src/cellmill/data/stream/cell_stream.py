@@ -52,12 +52,12 @@ _WEIGHT_OPTIONS = (
 
 
 @dataclass(frozen=True)
-class SplitCells:
-    """Cells of a split, and the files that they are read from."""
+class SplitSource:
+    """The cells of a split that are read, and their files."""
 
     manifest_path: Path
     split: Literal["train", "val", "test"]
-    max_cells: int | None = None  # only the first cells in disk order
+    max_cells: int | None = None  # only the first cells in disk order; `train_frac` may be less
     copies: LocalCopies | None = None  # read instead of the shards once they are complete
 
 
@@ -78,7 +78,7 @@ class CellStream:
 
     def __init__(
         self,
-        cells: SplitCells,
+        source: SplitSource,
         order: OrderOptions,
         tokens: Tokens,
         micro_batches: MicroBatchRule,
@@ -86,8 +86,8 @@ class CellStream:
         fields: BatchFields = _TOKENS_ONLY,
         data_rank: DataRank = ONLY_RANK,
     ):
-        manifest_path = cells.manifest_path
-        split = cells.split
+        manifest_path = source.manifest_path
+        split = source.split
         world = data_rank.world
         lanes = order.stream.lanes
         assert lanes % world == 0, f"{lanes} lanes for {world} ranks"
@@ -99,10 +99,10 @@ class CellStream:
         assert tokens.sequences == (manifest.ordered and not manifest.ranked), (
             f"{manifest_path}: not for {tokens.tokenizer}"
         )
-        # checks the manifest's numbers before memory is taken
-        self._shards = open_shards(manifest, split, cells.copies)
+        # compares the manifest's sizes with the index files before arrays of these sizes are allocated
+        self._shards = open_shards(manifest, split, source.copies)
         self._sha256 = _list_hashes(manifest, split)
-        self._order_rule = _make_order_rule(manifest, cells, order)
+        self._order_rule = _make_order_rule(manifest, source, order)
         self._world = world
         self.n_cells = self._order_rule.n_cells
         self.steps_per_epoch = self._order_rule.steps_per_epoch
@@ -261,16 +261,16 @@ class CellStream:
             pool.shutdown(cancel_futures=True)
 
 
-def _make_order_rule(manifest: Manifest, cells: SplitCells, order: OrderOptions) -> OrderRule:
+def _make_order_rule(manifest: Manifest, source: SplitSource, order: OrderOptions) -> OrderRule:
     """Make the rule for the order of a split's cells; read repeats if they are weighted."""
     stream = order.stream
-    entry = manifest.entry(cells.split)
-    max_cells = entry.n_obs if cells.max_cells is None else cells.max_cells
+    entry = manifest.entry(source.split)
+    max_cells = entry.n_obs if source.max_cells is None else source.max_cells
     repeats = None
     if order.shuffle:
         max_cells = min(max_cells, stream.train_cells(entry.n_obs))
         if stream.weights_column():
-            repeats = read_repeats(manifest, cells.split, stream, max_cells)
+            repeats = read_repeats(manifest, source.split, stream, max_cells)
     return OrderRule(order, tuple(shard.n_obs for shard in entry.shards), max_cells, repeats)
 
 

@@ -18,7 +18,7 @@ import torch
 from cellmill.config.options import TrainOptions
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.batch_maker import BatchFields
-from cellmill.data.stream.cell_stream import CellStream, SplitCells
+from cellmill.data.stream.cell_stream import CellStream, SplitSource
 from cellmill.data.stream.micro_batches import MicroBatchRule
 from cellmill.data.stream.order import OrderOptions
 from cellmill.models.batch import to_tensors
@@ -137,7 +137,7 @@ def calibrate_head(
     if Manifest.read(manifest).splits["val"].n_obs == 0:
         return None
     stream = CellStream(
-        SplitCells(manifest, "val", options.train.val_cells),
+        SplitSource(manifest, "val", options.train.val_cells),
         OrderOptions(options.stream, options.train.global_batch, options.train.seed, shuffle=False),
         options.tokens,
         MicroBatchRule(options.train.token_budget),
