@@ -68,8 +68,8 @@ class PackedCells:
         genes: np.ndarray,
         counts: np.ndarray | None,
     ) -> None:
-        """Unpack the first `n_kept` genes of each cell into `genes`, from position `targets` on, and
-        their counts likewise.
+        """Unpack the first `n_kept` genes of each cell into `genes` from position `targets` on, and
+        their counts into `counts` in the same way.
 
         `n_kept` and `targets` are `(cells,)` int64. Raises DamagedPart.
         """
@@ -116,7 +116,7 @@ def _join_values(
         if (gene_values < 0).any():
             return False
     lengths = np.diff(offsets)
-    # values of a cell begin at twice its first gene
+    # values of a cell begin at twice its offset
     gene_position = np.arange(len(genes)) + np.repeat(offsets[:-1], lengths)
     count_position = gene_position + np.repeat(lengths, lengths)
     values[gene_position] = gene_values

@@ -17,7 +17,7 @@ class Parts(NamedTuple):
     """Parts to unpack. Arrays are `(parts,)` int64, except `memory`."""
 
     memory: np.ndarray  # `(bytes,)` uint8, contiguous; its size is a multiple of 8
-    begins: np.ndarray  # first byte, a multiple of 8
+    starts: np.ndarray  # first byte, a multiple of 8
     sizes: np.ndarray  # number of bytes
     n_values: np.ndarray  # number of packed values
     n_kept: np.ndarray  # number of values to unpack, the first ones of each part
@@ -74,8 +74,8 @@ def unpack_parts(parts: Parts, coding: ValueCoding, out: np.ndarray) -> None:
     value_ends = parts.targets + parts.n_kept
     if min(parts.n_kept.min(), parts.targets.min()) < 0 or value_ends.max() > len(out):
         raise IndexError(f"expected parts within {len(out):,} values, got one beyond")
-    byte_ends = parts.begins + parts.sizes
-    if min(parts.sizes.min(), parts.begins.min()) < 0 or byte_ends.max() > len(parts.memory):
+    byte_ends = parts.starts + parts.sizes
+    if min(parts.sizes.min(), parts.starts.min()) < 0 or byte_ends.max() > len(parts.memory):
         raise IndexError(f"expected parts within {len(parts.memory):,} bytes, got one beyond")
     loops = compiled_loops.COMPILED.loops_for(int(parts.n_kept.sum()))
     if loops is None:
@@ -103,9 +103,9 @@ def _unpack_by_numpy(parts: Parts, coding: ValueCoding, out: np.ndarray) -> None
     make all checks of a part before those of the next, this makes each check over all parts. So of
     several damaged parts another may be reported first.
     """
-    memory, begins, sizes, n_values, n_kept, targets = parts
+    memory, starts, sizes, n_values, n_kept, targets = parts
     try:
-        unpacked = by_numpy.unpack_parts(memory, begins, sizes, n_values)
+        unpacked = by_numpy.unpack_parts(memory, starts, sizes, n_values)
     except ValueError:
         raise DamagedPart(_find_damaged(parts)) from None
     _raise_if_damaged(n_kept > n_values)
@@ -128,11 +128,11 @@ def _unpack_by_numpy(parts: Parts, coding: ValueCoding, out: np.ndarray) -> None
 
 def _find_damaged(parts: Parts) -> int:
     """Find the first damaged part. Parts are unpacked one at a time, since the error names none."""
-    for number in range(len(parts.begins)):
+    for number in range(len(parts.starts)):
         this = slice(number, number + 1)
         try:
             by_numpy.unpack_parts(
-                parts.memory, parts.begins[this], parts.sizes[this], parts.n_values[this]
+                parts.memory, parts.starts[this], parts.sizes[this], parts.n_values[this]
             )
         except ValueError:
             return number

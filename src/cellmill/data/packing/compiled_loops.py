@@ -8,7 +8,8 @@ import importlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-# values that a process handles before the loops (100 MB, and about 1 s from numba's cache) pay off
+# values that a process handles before the loops pay off; loading them costs 100 MB of memory, and
+# about 1 s from numba's cache
 MIN_VALUES = 1 << 23
 
 

@@ -13,7 +13,7 @@ A part is, little-endian and in this order:
     highs       uint16 for each patch: the value without its lower `width` bits
     positions   uint8 for each patch: position in its group
     padding     zeros, so that the size is a multiple of 8
-    patches     uint8 for each group: number of patches
+    n_patches   uint8 for each group: number of patches
     widths      uint8 for each group: bits of a value, 0 to 32
 
 The number of values is not stored, since the offsets of cells are stored elsewhere. Sizes of planes

@@ -162,7 +162,7 @@ class RowFile:
         read_ends = ends[last_row]
         offsets = row_offsets(read_ends - read_starts)
         memory = recycled_empty(offsets[-1], np.uint8)
-        self.read_bytes(read_starts, read_ends, offsets, memory)
+        self.read_bytes(read_starts, read_ends, offsets[:-1], memory)
         # the shift of each row from its bytes in the file to those in memory
         shift = np.repeat(offsets[:-1] - read_starts, last_row - first_row + 1)
         n_genes = (self.indptr[rows + 1] - self.indptr[rows]).astype(np.int64)

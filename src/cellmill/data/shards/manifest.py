@@ -1,9 +1,9 @@
 """The manifest of a corpus's shards: their contents, and digests to check them by.
 
 It is written last in a folder of shards: its existence means they are complete. It needs no HDF5,
-so a launcher can check a corpus in little memory. All checks are made when manifest.json is read,
-not later. verified.json lists the files whose bytes have been hashed, with the size and time that
-each had then.
+so a launcher can check a corpus in little memory. Its entries are checked against each other when
+it is read, and not again. The bytes of the files are checked by `verify`. verified.json lists the
+files whose bytes have been hashed, with the size and time that each had then.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -1,5 +1,5 @@
-"""obs of a corpus, the union of its datasets' columns, on disk by dataset and column: no process
-holds all of it.
+"""obs of a corpus: the union of its datasets' columns, one file per dataset and column, so that no
+process holds all of it.
 
 Text becomes categories, numbers stay numbers; cells of a dataset without a column have NaN there.
 Column `dataset` is added, and a user's own column of that name is kept as `dataset_original`.
@@ -8,12 +8,12 @@ Column `dataset` is added, and a user's own column of that name is kept as `data
     DATASET-COLUMN.npy           numbers of the cells in the order of the file, or for text its codes; -1 is missing
     DATASET-COLUMN-values.npy    text of each code, UTF-8
 
-DATASET and COLUMN are positions in the lists of datasets and columns. These arrays are mapped, as
+DATASET and COLUMN are positions in the lists of datasets and columns. These arrays are mapped, since
 every shard has cells of all datasets: anndata's own encoding would read whole columns for each.
 
-Levels and numbers of obs columns are derived here, and the arrays of `data/shards/index.py`
-written. Text, booleans and whole numbers have levels, sorted as text, unless there are more than
-`MAX_LEVELS`. A column of text has numbers if all of it reads as numbers.
+Levels and numbers of obs columns are derived here and written as arrays of `data/shards/index.py`.
+Text, booleans and whole numbers have levels, sorted as text, unless there are more than `MAX_LEVELS`.
+A column of text has numbers if all of it reads as numbers.
 """
 
 import hashlib

@@ -88,7 +88,7 @@ class Batch:
         return arrays
 
     def with_rows(self, per_cell: Mapping[str, Array | None]) -> Self:
-        """Return the batch with further fields, by name: the rows of its cells in arrays over cell ids.
+        """Return the batch with further fields: `per_cell[name][cell_ids]` for each name.
 
         None is skipped.
         """

@@ -80,6 +80,7 @@ class BatchMaker:
         Small micro-batches are tokenized together, then cut apart.
         """
         micro_batches = []
+        # genes of each micro-batch, of which groups are tokenized at once
         n_genes = np.diff(row_offsets(cells.packed.lengths)[offsets])
         for start_batch, stop_batch in pairwise(cut_greedily(n_genes, _GENES_PER_CALL)):
             first_cell = offsets[start_batch]

@@ -67,18 +67,18 @@ class MicroBatchRule:
         return cut_greedily(n_tokens, self.token_budget)
 
 
-def cut_greedily(n_tokens: np.ndarray, token_budget: int) -> list[int]:
-    """Cut cells in order into micro-batches of at most `token_budget` tokens, filled greedily.
+def cut_greedily(sizes: np.ndarray, budget: int) -> list[int]:
+    """Cut items in order into groups of at most `budget`, filled greedily.
 
-    `n_tokens`, `(cells,)`, has the number of tokens of each cell. A cell above the budget is a
-    micro-batch by itself. Returns the offsets of the micro-batches, `[0, ..., cells]`.
+    `sizes` is `(items,)`. An item above the budget is a group by itself. Returns the offsets of the
+    groups, `[0, ..., items]`.
     """
-    total = n_tokens.cumsum()
+    total = sizes.cumsum()
     offsets = [0]
     first = 0
-    while first < len(n_tokens):
+    while first < len(sizes):
         used = int(total[first - 1]) if first else 0
-        first = max(int(total.searchsorted(used + token_budget, side="right")), first + 1)
+        first = max(int(total.searchsorted(used + budget, side="right")), first + 1)
         offsets.append(first)
     return offsets
 

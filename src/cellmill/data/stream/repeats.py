@@ -3,7 +3,7 @@
 An epoch over N cells has N reads, with repeats too, but then some cells are read several times and
 others not at all. The weight of a cell is its expected number of reads. With n cells of its level it
 is `min(max_repeats, s * n ** -exponent)`, where s is such that all weights sum to N. With exponent 0
-every cell is read once, with 1 every level equally often.
+every cell is read once, with 1 every level equally often, except levels that reach the cap.
 
 With `labelled_frac` the L cells that have a level make up that fraction of the N reads: the weights
 above are computed over these L cells only, then multiplied by `labelled_frac * N / L`. Cells without

@@ -193,7 +193,7 @@ class StepReader:
 
         Begins at window `first` of an epoch.
         """
-        # a lane without cells in one epoch has none in any: it would loop forever
+        # a lane has equally many cells in every epoch: without any, this would loop forever
         while self._orders.get(epoch).lane_cells[lane]:
             order = self._orders.get(epoch)
             for window in range(first, order.n_windows(lane)):

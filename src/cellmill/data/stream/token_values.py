@@ -53,7 +53,8 @@ def make_log_tokens(kept: KeptGenes) -> CellTokens:
 def _choose_loops(kept: KeptGenes, with_counts: bool) -> Any:
     """Return the compiled loops, or None if numpy must make the tokens.
 
-    numpy is faster for small batches. The loops accept only some dtypes and contiguous arrays.
+    numpy is faster for small batches. The loops accept only some dtypes, and contiguous arrays that
+    are writeable.
     """
     n_tokens = int(kept.cu_seqlens[-1])
     offsets, genes, counts = kept.cells

@@ -32,7 +32,7 @@ class Tokenizer(Protocol):
         """Make the tokens of cells. Genes are rows of the vocabulary.
 
         They are in rank order where the tokens depend on it: if values are of kind `place`, and in
-        cells that `top` cuts. Sequences are in their own order.
+        cells longer than `max_tokens` with `truncation: top`. Sequences are in their own order.
 
         Counts are above 0. They may be None unless `needs_counts`.
         """

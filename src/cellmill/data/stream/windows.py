@@ -85,7 +85,10 @@ def join_stream_cells(parts: list[StreamCells]) -> StreamCells:
 
 @dataclass
 class JoinedWindow:
-    """Window w of every lane of a data rank that has one, joined; its bytes are being read."""
+    """The windows with one number of all lanes of a data rank, joined; their bytes are being read.
+
+    Lanes without a window of this number are left out.
+    """
 
     cells: StreamCells
     reads: list[Future[None]]  # not yet waited for
@@ -96,8 +99,10 @@ class JoinedWindow:
         Raises the errors of the reads.
         """
         taken = self.cells.select_steps(step, n_steps)
-        while self.reads and len(taken.ids):
-            self.reads.pop().result()
+        if len(taken.ids):
+            # the first to take cells waits for all bytes of the window
+            while self.reads:
+                self.reads.pop().result()
         return taken
 
 
@@ -124,12 +129,12 @@ class WindowReader:
         self._pool.shutdown(cancel_futures=True)
 
     def read_windows(self, epoch: int, first_cells: np.ndarray) -> Iterator[JoinedWindow]:
-        """Yield windows, each of which is being read: window w of every lane that has one, joined.
+        """Start to read the windows of each number, and yield them joined.
 
         Lane l starts at the window that has its cell `first_cells[l]`; `first_cells` is `(lanes,)` over
         the lanes of all ranks. Endless if the rule shuffles.
         """
-        # lanes without cells in an epoch have none in any: they would loop forever
+        # lanes have equally many cells in every epoch: if none has any, this would loop forever
         while any(self._orders.get(epoch).lane_cells[lane] for lane in self._lanes):
             order = self._orders.get(epoch)
             windows_of_lane = {}
