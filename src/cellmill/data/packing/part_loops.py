@@ -232,7 +232,7 @@ def unpack_parts(
     memory: Any,
     memory_16: Any,
     memory_64: Any,
-    begins: Any,
+    starts: Any,
     sizes: Any,
     n_values: Any,
     n_kept: Any,
@@ -247,7 +247,7 @@ def unpack_parts(
     Same as `codec.unpack_parts`; the three memories are views of one.
     """
     max_groups = np.int64(1)
-    for part in range(len(begins)):
+    for part in range(len(starts)):
         max_groups = max(max_groups, (n_values[part] + GROUP - 1) // GROUP)
     first_word = np.empty(max_groups + 1, np.int64)
     first_patch = np.empty(max_groups + 1, np.int64)
@@ -255,21 +255,21 @@ def unpack_parts(
     high_64 = np.empty(ROWS * _ROW_WORDS, np.uint64)
     low = low_64.view(np.uint16)
     high = high_64.view(np.uint16)
-    for part in range(len(begins)):
-        begin = begins[part]
+    for part in range(len(starts)):
+        start = starts[part]
         n_in_part = n_values[part]
-        n_patches = _read_headers(memory, begin, sizes[part], n_in_part, first_word, first_patch)
+        n_patches = _read_headers(memory, start, sizes[part], n_in_part, first_word, first_patch)
         if n_patches < 0 or n_kept[part] > n_in_part:
             return part
         n_groups = (n_in_part + GROUP - 1) // GROUP
-        widths = begin + sizes[part] - n_groups
-        highs = begin + _WORD_BYTES * first_word[n_groups]
+        widths = start + sizes[part] - n_groups
+        highs = start + _WORD_BYTES * first_word[n_groups]
         positions = highs + 2 * n_patches
         last_value = np.int64(-1)
         for group in range((n_kept[part] + GROUP - 1) // GROUP):
             n_in_group = min(n_in_part - group * GROUP, GROUP)
             width = np.int64(memory[widths + group])
-            word = begin // _WORD_BYTES + first_word[group]
+            word = start // _WORD_BYTES + first_word[group]
             _unpack_group(memory_64, word, n_in_group, width, low_64, high_64)
             patch_status = _apply_patches(
                 memory,

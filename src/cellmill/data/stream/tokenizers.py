@@ -89,7 +89,7 @@ def bin_counts(counts: np.ndarray, bins: int) -> np.ndarray:
 def _bin_cells(cells: SparseCounts, bins: int) -> np.ndarray:
     """Same as `bin_counts` of every cell, `(nonzeros,)` int32, without a sort or a search per token.
 
-    Each cell has a table over the values of its counts, from 0 to its largest count plus one.
+    Each cell has a table over the values of its counts, from 0 to its largest count.
     """
     offsets, _, counts = cells
     lengths = cells.lengths
@@ -97,7 +97,7 @@ def _bin_cells(cells: SparseCounts, bins: int) -> np.ndarray:
     if not len(filled):
         return np.empty(0, np.int32)
     largest = np.maximum.reduceat(counts, offsets[:-1][filled]).astype(np.int64)
-    sizes = largest + 2  # entries of each cell's table; a count is its own index
+    sizes = largest + 1  # entries of each cell's table; a count is its own index
     if int(sizes.sum()) > _MAX_TABLE:
         by_cell = np.split(counts, offsets[1:-1])
         return np.concatenate([bin_counts(cell, bins) for cell in by_cell if len(cell)])
