@@ -29,14 +29,14 @@ from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.keys import hash_text
 from cellmill.data.shards.cell_digests import (
     FILE,
-    KIT,
+    KIT_BARCODES,
     CellDigests,
     CorpusDigests,
     digest_corpus,
     read_digests,
     write_digests,
 )
-from cellmill.data.shards.manifest import READ, Manifest
+from cellmill.data.shards.manifest import TRAINING_SPLITS, Manifest
 from cellmill.data.shards.reader import read_names
 from cellmill.evaluate.seen.copies import find_barcodes, find_equal_cells
 from cellmill.evaluate.seen.corpus_hashes import HashedCorpus
@@ -178,7 +178,7 @@ def measure_copies(folder: Path) -> None:
             genes = len("\n".join(listed.gene_ids))
             n_bytes = (Path(temporary) / FILE).stat().st_size - genes
             sizes.append(f"{n_bytes / entry['n_cells']:.1f}, {genes / 1000:.0f} kB")
-            shards = [shard for split in READ for shard in manifest.splits[split].shards]
+            shards = [shard for split in TRAINING_SPLITS for shard in manifest.splits[split].shards]
             names = np.concatenate(
                 [read_names(manifest.shard_path(shard), "obs") for shard in shards]
             )
@@ -210,11 +210,14 @@ def measure_cost(n: int) -> None:
     """Seconds for a list of `n` cells in samples of 5,000, and barcodes found by chance."""
     rng = np.random.default_rng(0)
     kit = np.array(
-        [f"ACGTAC{''.join(word)}" for word in islice(product("ACGT", repeat=10), KIT)], object
+        [f"ACGTAC{''.join(word)}" for word in islice(product("ACGT", repeat=10), KIT_BARCODES)],
+        object,
     )
     hashes = np.array([hash_text(barcode) for barcode in kit], np.uint64)
     n_samples = n // 5000
-    drawn = [np.sort(hashes[rng.choice(KIT, 5000, replace=False)]) for _ in range(n_samples)]
+    drawn = [
+        np.sort(hashes[rng.choice(KIT_BARCODES, 5000, replace=False)]) for _ in range(n_samples)
+    ]
     ids = [f"ENSG{i:011d}" for i in range(20_000)]
     cells = np.unique(rng.integers(0, 2**64, n, np.uint64))
     listed = CorpusDigests(ids, cells, np.concatenate(drawn), np.arange(n_samples + 1) * 5000)

@@ -19,7 +19,7 @@ from cellmill.config.evaluate import ExternalModel
 from cellmill.data.genes.tables import gene_table
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.keys import hash_text
-from cellmill.data.shards.cell_digests import FILE, KIT, CorpusDigests, read_digests
+from cellmill.data.shards.cell_digests import FILE, KIT_BARCODES, CorpusDigests, read_digests
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.split import hash_cells, hash_genes
 from cellmill.errors import DataError
@@ -189,7 +189,7 @@ def test_changed_cells_are_found_by_their_barcodes(
 def test_equal_barcodes_of_other_samples_are_other_cells() -> None:
     """Draws from the smallest kit: nothing is found between samples, all within one."""
     rng = np.random.default_rng(0)
-    words = islice(product("ACGT", repeat=10), KIT)
+    words = islice(product("ACGT", repeat=10), KIT_BARCODES)
     kit = np.array([f"ACGTAC{''.join(letters)}" for letters in words], object)
     drawn = [rng.choice(kit, 5000, replace=False) for _ in range(44)]
     starts = np.arange(41) * 5000

@@ -17,7 +17,7 @@ import torch
 from cellmill.cli import main
 from cellmill.config.run import Stream
 from cellmill.data.shards.index import open_vectors
-from cellmill.data.shards.manifest import READ, Manifest
+from cellmill.data.shards.manifest import TRAINING_SPLITS, Manifest
 from cellmill.data.stream.batch_maker import BatchFields
 from cellmill.data.stream.cell_stream import CellStream, SplitSource
 from cellmill.data.stream.micro_batches import MicroBatchRule
@@ -125,7 +125,7 @@ def test_vectors_are_standardised_over_training_cells(
 ) -> None:
     given = np.random.default_rng(0).normal(5, 3, (60, 4)).astype(np.float32)
     given[:, 3] = 2  # a direction in which the teacher's cells are equal
-    train, val = (cells_of(shards, split) for split in READ)
+    train, val = (cells_of(shards, split) for split in TRAINING_SPLITS)
     given[train[2], 1], known = np.inf, [cell for cell in range(60) if cell != train[5]]
     order = np.random.default_rng(1).permutation(known)
     path = write_teacher(
@@ -140,7 +140,7 @@ def test_vectors_are_standardised_over_training_cells(
     mean = np.nanmean(expected[train], 0)
     std = np.nanstd(expected[train], 0)
     expected = (expected - mean) / np.where(std > 0, std, 1)
-    assert set(found) == set(READ), "a student sees no vector of a test cell"
+    assert set(found) == set(TRAINING_SPLITS), "a student sees no vector of a test cell"
     for split, cells in (("train", train), ("val", val)):
         np.testing.assert_allclose(found[split], expected[cells], rtol=1e-4, atol=1e-5)
     labels = ["donor", "kind"] if about else []

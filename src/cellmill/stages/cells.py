@@ -37,7 +37,7 @@ from cellmill.data.inputs.h5 import check_h5ad, create_h5, write_anndata
 from cellmill.data.prepare.unpack import plain_cells
 from cellmill.data.saved_work import SavedWork
 from cellmill.data.shards.index import ABOUT, TABLE, new_array
-from cellmill.data.shards.manifest import READ, Manifest
+from cellmill.data.shards.manifest import TRAINING_SPLITS, Manifest
 from cellmill.data.shards.reader import read_names
 from cellmill.errors import ConfigError, DataError, did_you_mean
 from cellmill.evaluate.inference.calibration import NO_VALIDATION
@@ -294,7 +294,7 @@ def teach(*, manifest: Path, embeddings: list[Path], out: Path) -> None:
     """Write vectors of the cells that a training reads, from `embeddings` (DATASET.h5ad), to `out`."""
     shards = Manifest.read(manifest)
     names = []
-    for split in READ:
+    for split in TRAINING_SPLITS:
         for shard in shards.splits[split].shards:
             names.append(read_names(shards.shard_path(shard), "obs"))
     cells = pd.Index(np.concatenate(names))

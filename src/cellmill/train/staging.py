@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from cellmill.config.run import Stream
 from cellmill.data.shards.local_copies import PREFIX, CopyTask, LocalCopies, warn
-from cellmill.data.shards.manifest import Manifest, record, verify_changed
+from cellmill.data.shards.manifest import Manifest, record_verified, verify_changed
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import UserError
 from cellmill.launch.rendezvous import node_name
@@ -113,7 +113,7 @@ def verify_shards(manifest: Manifest, device: torch.device) -> None:
     hashed = torch.tensor(verify_changed(manifest, part), device=device)
     dist.all_reduce(hashed)
     if hashed.item() and dist.get_rank() == 0:
-        record(manifest)
+        record_verified(manifest)
 
 
 class NodeGpus(NamedTuple):

@@ -12,7 +12,13 @@ from cellmill.config.checks import check_rows
 from cellmill.config.load import check_options
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Stream, Train
-from cellmill.data.shards.manifest import READ, Manifest, record, verify, verify_changed
+from cellmill.data.shards.manifest import (
+    TRAINING_SPLITS,
+    Manifest,
+    record_verified,
+    verify,
+    verify_changed,
+)
 from cellmill.data.stream.batch_maker import BatchFields
 from cellmill.data.stream.cell_stream import CellStream, SplitSource
 from cellmill.data.stream.micro_batches import MicroBatchRule
@@ -86,10 +92,10 @@ class TensorStream:
         for is_wrong, message in checks:
             if is_wrong:
                 raise ConfigError(message)
-        if split not in READ:
+        if split not in TRAINING_SPLITS:
             verify(opened, opened.files([split]))
         elif verify_changed(opened) and rank == 0:
-            record(opened)
+            record_verified(opened)
         self._cells = CellStream(
             SplitSource(manifest, split),
             OrderOptions(order, global_batch, train.seed, shuffle=split == "train"),

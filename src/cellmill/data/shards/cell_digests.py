@@ -31,17 +31,17 @@ from cellmill.config.plugin import in_one_line
 from cellmill.data.keys import hash_text
 from cellmill.data.rows import row_numbers, row_offsets
 from cellmill.data.shards.index import open_index
-from cellmill.data.shards.manifest import READ, Manifest
+from cellmill.data.shards.manifest import TRAINING_SPLITS, Manifest
 from cellmill.data.shards.reader import read_names
 from cellmill.files import atomic_path, sha256_file
 
 FILE = "cells.digest"
 ENTRY = "cell_digests"  # of config.json
 FORMAT = 1
-KIT = 737_280  # barcodes of the smallest common kit (10x Genomics v1 and v2)
+KIT_BARCODES = 737_280  # barcodes of the smallest common kit (10x Genomics v1 and v2)
 MAX_CHANCE = 0.1  # largest share of a sample's shared barcodes that chance may explain
 MAX_LOG_PROBABILITY = -20.7  # of a match of samples by chance, over all pairs: 1e-9
-FEWEST = 8  # barcodes of a sample; fewer are counted with the rest of the file
+MIN_SAMPLE_BARCODES = 8  # barcodes of a sample; fewer are counted with the rest of the file
 BARCODE = re.compile("[ACGT]{12,}")
 
 
@@ -75,7 +75,7 @@ class CorpusDigests(NamedTuple):
             within = np.arange(starts[-1]) - np.repeat(starts[:-1], n_equal)
             matched = sample_of[np.repeat(first, n_equal) + within]
             n_shared = np.bincount(matched, minlength=len(sizes))
-            expected = len(hashes) * sizes / KIT
+            expected = len(hashes) * sizes / KIT_BARCODES
             with np.errstate(divide="ignore", invalid="ignore"):
                 bound = n_shared - expected - n_shared * np.log(n_shared / expected)
             is_same = (expected <= MAX_CHANCE * n_shared) & (n_shared > 0)
@@ -114,7 +114,7 @@ def _read_barcodes(cells: Iterable[tuple[str, str]]) -> pd.DataFrame:
     n_cells = np.bincount(sample[sample >= 0], minlength=len(numbers))
     texts = []
     for (file, rest), n in zip(numbers, n_cells.tolist()):
-        texts.append(file if n < FEWEST else file + rest)
+        texts.append(file if n < MIN_SAMPLE_BARCODES else file + rest)
     in_order, _ = pd.factorize(np.array(texts, object), sort=True)
     sample = np.append(in_order, -1)[sample]
     return pd.DataFrame({"barcode": np.array(barcodes, np.uint64), "sample": sample})
@@ -122,7 +122,7 @@ def _read_barcodes(cells: Iterable[tuple[str, str]]) -> pd.DataFrame:
 
 def digest_corpus(manifest: Manifest) -> CorpusDigests:
     """Read the training and validation cells of shards. Raise DataError for damage."""
-    splits = [split for split in READ if manifest.splits[split].n_obs]
+    splits = [split for split in TRAINING_SPLITS if manifest.splits[split].n_obs]
     hashes = [open_index(manifest, split, "hashes")[0] for split in splits]
     shards = [shard for split in splits for shard in manifest.splits[split].shards]
     names = (name for s in shards for name in read_names(manifest.shard_path(s), "obs"))

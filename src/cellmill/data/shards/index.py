@@ -34,7 +34,14 @@ from cellmill.config import check_options
 from cellmill.config.parts.objective import TeacherVectors
 from cellmill.config.plugin import in_one_line
 from cellmill.data.rows import row_offsets
-from cellmill.data.shards.manifest import READ, REMEDY, IndexEntry, Kind, Manifest, index_name
+from cellmill.data.shards.manifest import (
+    REMEDY,
+    TRAINING_SPLITS,
+    IndexEntry,
+    Kind,
+    Manifest,
+    index_name,
+)
 from cellmill.errors import DataError
 from cellmill.files import atomic_path, read_json, remove_incomplete, sha256_file
 
@@ -186,7 +193,7 @@ def open_vectors(
             f"{path}: expected vectors of shards {shards.fingerprint[:12]}, got of {about.shards[:12]}; {remedy}"
         )
     table_path = folder / TABLE
-    n_train, n_val = (shards.splits[split].n_obs for split in READ)
+    n_train, n_val = (shards.splits[split].n_obs for split in TRAINING_SPLITS)
     table = open_array(table_path, (n_train + n_val, about.width), "<f4", remedy)
     if verify:
         sha256 = sha256_file(table_path)

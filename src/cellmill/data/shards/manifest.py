@@ -27,7 +27,7 @@ from cellmill.files import digest, progress, read_json, sha256_file, write_json
 
 FORMAT = 3
 REMEDY = "make the shards again (the `shard` stage)"
-READ = ("train", "val")  # splits that a training reads
+TRAINING_SPLITS = ("train", "val")
 VERIFIED = "verified.json"
 _THREADS = 4  # that hash
 
@@ -298,16 +298,18 @@ def verify_changed(manifest: Manifest, part: slice = slice(None)) -> int:
     except (DataError, OSError, KeyError, TypeError, ValueError):
         stamps = {}
     changed = []
-    for file in manifest.files(READ)[part]:
+    for file in manifest.files(TRAINING_SPLITS)[part]:
         if stamps.get(file.name, "") != stamp(manifest.shard_path(file)):
             changed.append(file)
     verify(manifest, changed)
     return len(changed)
 
 
-def record(manifest: Manifest) -> None:
+def record_verified(manifest: Manifest) -> None:
     """Write verified.json, with all files of a training, which have been hashed."""
-    stamps = {file.name: stamp(manifest.shard_path(file)) for file in manifest.files(READ)}
+    stamps = {
+        file.name: stamp(manifest.shard_path(file)) for file in manifest.files(TRAINING_SPLITS)
+    }
     verified = {"fingerprint": manifest.fingerprint, "files": stamps}
     with suppress(OSError):  # a corpus that only its owner can write to: hashed at each start
         write_json(manifest.path.with_name(VERIFIED), verified)

@@ -13,7 +13,7 @@ import numpy as np
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.shards.cell_digests import CorpusDigests
 from cellmill.data.shards.index import open_index
-from cellmill.data.shards.manifest import READ, Manifest
+from cellmill.data.shards.manifest import TRAINING_SPLITS, Manifest
 from cellmill.data.shards.reader import read_names
 from cellmill.data.split import hash_cells, hash_genes, hash_pairs
 from cellmill.evaluate.training_shards import read_blocks
@@ -82,7 +82,7 @@ class HashedCorpus(NamedTuple):
 
 def filled_splits(manifest: Manifest) -> list[str]:
     """Splits with cells, of those that a training reads."""
-    return [split for split in READ if manifest.splits[split].n_obs]
+    return [split for split in TRAINING_SPLITS if manifest.splits[split].n_obs]
 
 
 def _make_vocabulary(ids: list[str]) -> Vocabulary:

@@ -13,7 +13,7 @@ import numpy as np
 
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.shards.cell_digests import CorpusDigests
-from cellmill.data.shards.manifest import READ, Manifest, record, verify_changed
+from cellmill.data.shards.manifest import TRAINING_SPLITS, Manifest, record_verified, verify_changed
 from cellmill.evaluate.seen.copies import find_barcodes, find_equal_cells
 from cellmill.evaluate.seen.corpus_hashes import HashedCorpus
 from cellmill.evaluate.seen.seen_cells import describe_unfindable_cells
@@ -36,8 +36,9 @@ class TrainedCells:
         self.names: dict[str, set[str]] = {name: set() for name in datasets}  # obs names by dataset
         for manifest in manifests:
             if verify_changed(manifest):
-                record(manifest)  # so that the next evaluation or training need not hash them
-            for dataset, name in read_cell_names(manifest, READ):
+                # so that the next evaluation or training need not hash them
+                record_verified(manifest)
+            for dataset, name in read_cell_names(manifest, TRAINING_SPLITS):
                 if dataset in self.names:
                     self.names[dataset].add(name)
         by_fingerprint = {manifest.fingerprint: manifest for manifest in manifests}
