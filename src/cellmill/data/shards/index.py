@@ -6,7 +6,7 @@ With the index a process opens only the shards that it reads. The first two file
     SPLIT-offsets.npy   `(n_obs + shards,)` int32: `RowFile.indptr` of each shard in turn
     SPLIT-borders.npy   `(2 * n_obs + shards,)` uint32: `RowFile.part_offsets` of each shard in turn
     SPLIT-hashes.npy    `(2, n_obs)` uint64: halves of the cells' `hash_cells`, ascending
-    SPLIT-levels.npy    `(columns, n_obs)` uint16: number of each cell's level of the manifest's `obs_levels`, in order
+    SPLIT-levels.npy    `(columns, n_obs)` uint16: level code of each cell, for the manifest's `obs_levels` in order
     SPLIT-numbers.npy   `(columns, n_obs)` float64: values of the manifest's `obs_numbers`, in order; NaN is missing
 
 Stage `teach` writes vectors for the cells that a training reads, objective `distill` reads them:
@@ -18,9 +18,9 @@ Stage `teach` writes vectors for the cells that a training reads, objective `dis
 
 All are mapped into memory: a page is read on first use, and is shared by the processes of a node.
 
-Level i of an obs column is number i + 1, equal in every run, layout and split of a corpus and in exported models; 0 is
-unknown: a value that the corpus does not have. Where the corpus has cells without a value, the last level stands for
-a missing value. Numbers are what an objective predicts, such as an age or a protein's count.
+The code of level i of an obs column is i + 1. It is the same in every run, layout and split of a corpus and in exported
+models. 0 is unknown: a value that the corpus does not have. Where the corpus has cells without a value, the last level
+stands for a missing value. Numbers are what an objective predicts, such as an age or a protein's count.
 """
 
 from collections.abc import Iterable, Iterator
@@ -141,10 +141,10 @@ def open_index(manifest: Manifest, split: str, kind: Kind) -> np.ndarray:
 
 
 class CellColumns:
-    """Levels (int32) or numbers (float64) of obs columns by cell: `[cells]` is `(cells, columns)`.
+    """Level codes (int32) or numbers (float64) of obs columns by cell: `[cells]` is `(cells, columns)`.
 
     `Manifest.levels` or `fingerprint_with` has accepted `names`. Indexing raises DataError, naming
-    the file, for a number that is not a level.
+    the file, for a code that is of no level.
     """
 
     def __init__(

@@ -56,23 +56,23 @@ def find_levels(chunks: Iterable[Any]) -> list[str] | None:
 
 
 def encode_levels(values: Any, levels: Sequence[str]) -> np.ndarray:
-    """Number of each value's level, int32, from 1; 0 for a value that is not a level."""
-    number = {level: i for i, level in enumerate(levels, start=1)}
-    codes, unique = pd.factorize(values)
-    texts = [*map(as_text, unique), MISSING]  # the code of a missing value is -1
-    return np.array([number.get(text, 0) for text in texts], np.int32)[codes]
+    """Level code of each value, int32, from 1; 0 for a value that is not a level."""
+    code_of_level = {level: code for code, level in enumerate(levels, start=1)}
+    indices, unique = pd.factorize(values)
+    texts = [*map(as_text, unique), MISSING]  # the index of a missing value is -1
+    return np.array([code_of_level.get(text, 0) for text in texts], np.int32)[indices]
 
 
 def encode_columns(
     obs: pd.DataFrame, dataset: str, levels: Mapping[str, Sequence[str]]
 ) -> np.ndarray:
-    """Level numbers of the obs of a dataset, `(n_obs, columns)` int32; 0 in columns that it lacks."""
-    numbers = np.zeros((len(obs), len(levels)), np.int32)
+    """Level codes of the obs of a dataset, `(n_obs, columns)` int32; 0 in columns that it lacks."""
+    codes = np.zeros((len(obs), len(levels)), np.int32)
     for i, (name, known) in enumerate(levels.items()):
         values = shard_column(obs, dataset, name)
         if values is not None:
-            numbers[:, i] = encode_levels(values, known)
-    return numbers
+            codes[:, i] = encode_levels(values, known)
+    return codes
 
 
 def parse_numbers(chunk: np.ndarray | pd.Categorical) -> np.ndarray | None:

@@ -210,10 +210,10 @@ def _resolve_duplicates(
     drops_duplicates = options.duplicates == "drop"
     # of equal cells the first counts as the original: by dataset name, or in the order listed if the
     # others are dropped
-    rank = np.arange(len(paths))
+    priority = np.arange(len(paths))
     if drops_duplicates:
-        rank = np.array([cell_files.index(path) for path in paths])
-    is_repeated, across_splits = _find_duplicates(corpus, rank)
+        priority = np.array([cell_files.index(path) for path in paths])
+    is_repeated, across_splits = _find_duplicates(corpus, priority)
     datasets_of_repeated = corpus.cells["dataset"][is_repeated]
     by_dataset = np.bincount(datasets_of_repeated, minlength=len(paths)).tolist()
     if drops_duplicates:
@@ -425,15 +425,15 @@ def _assign_splits(
     return _CorpusCells(cells[keep], hashes, split)
 
 
-def _find_duplicates(corpus: _CorpusCells, rank: np.ndarray) -> tuple[np.ndarray, int]:
+def _find_duplicates(corpus: _CorpusCells, priority: np.ndarray) -> tuple[np.ndarray, int]:
     """Find the cells that repeat an earlier cell.
 
-    Cells are ordered by the `rank`, `(datasets,)`, of their dataset, then by row. Returns the mask of
-    repeated cells, `(cells,)` bool, and the number of cells with an equal cell in another split.
+    Cells are ordered by the `priority`, `(datasets,)`, of their dataset, then by row. Returns the mask
+    of repeated cells, `(cells,)` bool, and the number of cells with an equal cell in another split.
     """
-    # both sorts are stable, so equal cells stay in the order of rank and row
-    by_rank = np.argsort(rank[corpus.cells["dataset"]], kind="stable")
-    order = by_rank[np.lexsort(corpus.hashes[by_rank].T[::-1])]
+    # both sorts are stable, so equal cells stay in the order of priority and row
+    by_priority = np.argsort(priority[corpus.cells["dataset"]], kind="stable")
+    order = by_priority[np.lexsort(corpus.hashes[by_priority].T[::-1])]
     by_hash = corpus.select(order)
     is_equal = (by_hash.hashes[1:] == by_hash.hashes[:-1]).all(axis=1)
     repeated = np.zeros(len(order), bool)

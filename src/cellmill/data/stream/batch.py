@@ -35,8 +35,8 @@ class Batch:
 
     # (tokens,) a gene's row in the vocabulary + len(SPECIAL): int32, int64 as tensors
     token_ids: Array = field(metadata=TOKEN)
-    # (tokens,) float32 (continuous), or integers: places in the cell from 0, or bins from 1 and 0 for
-    # genes without counts
+    # (tokens,) float32 (continuous), or integers: positions in the cell from 0 (value kind `place`),
+    # or bins from 1 and 0 for genes without counts
     values: Array = field(metadata=TOKEN)
     # (cells + 1,) int32: offset of each cell's first token, and the number of tokens
     cu_seqlens: Array
@@ -44,7 +44,7 @@ class Batch:
     cell_ids: Array = field(metadata={"axis": FieldAxis("cell", pad=-1)})
     # (tokens,) int64, if the objective needs them
     counts: Array | None = field(default=None, metadata=TOKEN)
-    # (cells, columns) level codes of obs columns, 0 unknown
+    # (cells, columns) int32: level codes of obs columns, 0 unknown
     levels: Array | None = field(default=None, metadata=CELL)
     # (cells, columns) float64
     numbers: Array | None = field(default=None, metadata={"axis": FieldAxis("cell", pad=nan)})

@@ -2,8 +2,8 @@
 
 By default the tokens of a cell are its first genes in rank order. With `truncation: random` they are
 drawn, with `variable` they are the genes that vary most over the corpus, and `zero_frac` adds genes
-without counts. Values are computed from the whole cell, except places, which number the chosen
-tokens. Draws are keyed by seed, epoch, gene and the cell's counts, so they are the same in every
+without counts. Values are computed from the whole cell, except positions (value kind `place`), which
+number the chosen tokens. Draws are keyed by seed, epoch, gene and the cell's counts, so they are the same in every
 layout and file.
 """
 
@@ -21,28 +21,28 @@ _NO_LIMIT = 2**31 - 1  # of tokens
 
 
 def count_kept_and_zeros(
-    tokens: Tokens, detected: np.ndarray, n_genes: int
+    tokens: Tokens, genes_per_cell: np.ndarray, n_genes: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Count the tokens with counts and those without, zeros, in each cell, `(cells,)` int64 each.
 
-    `detected`, `(cells,)`, is the number of genes that each cell has, out of `n_genes`. A fraction
-    `zero_frac` of the tokens have no counts.
+    `genes_per_cell`, `(cells,)`, are numbers of genes with counts, out of `n_genes` of the vocabulary.
+    A fraction `zero_frac` of the tokens have no counts.
     """
     zero_frac = tokens.zero_frac
-    kept = np.minimum(detected, _max_kept(tokens))
+    kept = np.minimum(genes_per_cell, _max_kept(tokens))
     if not zero_frac:
         return kept, np.zeros_like(kept)
     zeros = np.floor(kept * zero_frac / (1 - zero_frac)).astype(kept.dtype)
-    absent = n_genes - detected
+    absent = n_genes - genes_per_cell
     max_zeros = np.minimum(absent, tokens.max_tokens - kept)
     return kept, np.minimum(zeros, max_zeros)
 
 
-def find_max_tokens(tokens: Tokens, n_genes: int) -> int:
-    """Find the smallest `max_tokens` with which all genes of a cell of `n_genes` become tokens."""
-    max_tokens = int(n_genes / (1 - tokens.zero_frac))
+def find_max_tokens(tokens: Tokens, genes_in_cell: int) -> int:
+    """Find the smallest `max_tokens` with which all genes of a cell become tokens."""
+    max_tokens = int(genes_in_cell / (1 - tokens.zero_frac))
     # counted up from below, since the quotient is rounded
-    while _max_kept(tokens.model_copy(update={"max_tokens": max_tokens})) < n_genes:
+    while _max_kept(tokens.model_copy(update={"max_tokens": max_tokens})) < genes_in_cell:
         max_tokens += 1
     return max_tokens
 
@@ -55,7 +55,7 @@ def _max_kept(tokens: Tokens) -> int:
 class CellTokenizer:
     """A run's tokenizer and its choice of genes, over a vocabulary of `n_genes`.
 
-    `variability`, `(genes,)` int32, has the rank of each gene in the vocabulary, 0 for the most
+    `variability`, `(genes,)` int32, has the position of each gene by variability, 0 for the most
     variable. Raises DataError if it is None and the options need it.
     """
 
@@ -73,7 +73,7 @@ class CellTokenizer:
         self._seed = seed
         self._chooses_genes = tokens.truncation != "top" or tokens.zero_frac > 0
         if self._chooses_genes:
-            # values, except places, come from the whole cell, which `_choose_genes` cuts
+            # values, except positions, come from the whole cell, which `_choose_genes` cuts
             tokens = tokens.model_copy(update={"max_tokens": _NO_LIMIT})
         self._tokenizer: Tokenizer = tokens.load()(tokens)
         self.dtype = self._tokenizer.dtype
@@ -92,9 +92,9 @@ class CellTokenizer:
             return 0
         return _max_kept(self._tokens) if self._tokens.truncation == "top" else None
 
-    def count_tokens(self, detected: np.ndarray) -> np.ndarray:
-        """Count the tokens of cells with `detected` genes, `(cells,)` int64."""
-        kept, zeros = count_kept_and_zeros(self._tokens, detected, self._n_genes)
+    def count_tokens(self, genes_per_cell: np.ndarray) -> np.ndarray:
+        """Count the tokens of cells with `genes_per_cell` genes, `(cells,)` int64."""
+        kept, zeros = count_kept_and_zeros(self._tokens, genes_per_cell, self._n_genes)
         return kept + zeros
 
     def make_batch(
