@@ -47,7 +47,7 @@ from cellmill.files import atomic_path, read_json, remove_incomplete, sha256_fil
 
 ABOUT = "vectors.json"
 TABLE = "vectors.npy"
-INDEX_DTYPES: dict[Kind, str] = {
+INDEX_DTYPES = {
     "offsets": "<i4",
     "borders": "<u4",
     "hashes": "<u8",
@@ -129,15 +129,15 @@ def write_split_index(
 def open_index(manifest: Manifest, split: str, kind: Kind) -> np.ndarray:
     """Map an array of a split. Raises DataError when the split has no cells."""
     entry = manifest.entry(split)
-    shapes: dict[Kind, tuple[int, ...]] = {
+    shape = {
         "offsets": (entry.n_obs + len(entry.shards),),
         "borders": (2 * entry.n_obs + len(entry.shards),),
         "hashes": (2, entry.n_obs),
         "levels": (len(manifest.obs_levels), entry.n_obs),
         "numbers": (len(manifest.obs_numbers), entry.n_obs),
-    }
+    }[kind]
     path = manifest.shard_path(entry.index[kind])
-    return open_array(path, shapes[kind], INDEX_DTYPES[kind], REMEDY)
+    return open_array(path, shape, INDEX_DTYPES[kind], REMEDY)
 
 
 class CellColumns:

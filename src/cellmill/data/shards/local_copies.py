@@ -154,8 +154,8 @@ def _copy_all(task: CopyTask, folder: Path, ended: Event) -> None:
             )
             return
         _copy(shard, folder / shard.name, sha256, ended)
-        n = n + 1
-        used = used + size
+        n += 1
+        used += size
     copied = f"{os.uname().nodename}: copied {n} of {len(task.shards)} shards, {used / 1e9:.2f} GB, to {folder.parent}"
     print(f"{copied} in {time.monotonic() - started:.0f} s{why}", flush=True)
 

@@ -90,10 +90,10 @@ class CorpusSummary(_Part):
     left_out: dict[str, Count]  # by dataset, number of cells without any gene of the vocabulary
     obs_levels: dict[str, ObsLevels]  # by obs column with levels
     obs_numbers: dict[str, Digest]  # by obs column with numbers: digest of every cell's number
-    ordered: bool  # rows are sequences
+    ordered: bool  # the order of a row is data: rows are sequences, or ranked genes
     # by dataset, cells equal to an earlier one, kept or dropped (`shard.duplicates`)
     duplicates: dict[str, Count]
-    ranked: bool  # rows are genes in rank order, without counts; `ordered` as well
+    ranked: bool  # rows are genes in rank order, without counts; then `ordered` as well
     across_splits: Count  # number of cells of which another split has an equal one
     counts_rules: dict[str, CountsRule] = {}  # by dataset, how its estimated counts were rounded
 
@@ -136,6 +136,10 @@ class Manifest(CorpusSummary):
     @property
     def n_genes(self) -> int:
         return self.vocabulary["n_genes"]
+
+    @property
+    def has_sequences(self) -> bool:
+        return self.ordered and not self.ranked
 
     @property
     def variability(self) -> np.ndarray | None:

@@ -311,7 +311,7 @@ def write_columns(
     encoders = {name: partial(encode_levels, levels=levels[name]) for name in levels}
     level_digests = write("levels", encoders)
     number_digests = write("numbers", dict.fromkeys(numeric, parse_numbers))
-    obs_levels: dict[str, ObsLevels] = {}
-    for name in levels:
-        obs_levels[name] = {"levels": levels[name], "digest": level_digests[name]}
+    obs_levels = {
+        name: ObsLevels(levels=levels[name], digest=level_digests[name]) for name in levels
+    }
     return obs_levels, number_digests, index

@@ -96,12 +96,13 @@ class CellStream:
             f"{tokens.max_tokens} tokens for {micro_batches}"
         )
         manifest = Manifest.read(manifest_path)
-        assert tokens.sequences == (manifest.ordered and not manifest.ranked), (
+        assert tokens.sequences == manifest.has_sequences, (
             f"{manifest_path}: not for {tokens.tokenizer}"
         )
         # compares the manifest's sizes with the index files before arrays of these sizes are allocated
         self._shards = open_shards(manifest, split, source.copies)
-        self._sha256 = _list_hashes(manifest, split)
+        shards = manifest.entry(split).shards
+        self._sha256 = {manifest.shard_path(shard): shard.sha256 for shard in shards}
         self._order_rule = _make_order_rule(manifest, source, order)
         self._world = world
         self.n_cells = self._order_rule.n_cells
@@ -272,12 +273,6 @@ def _make_order_rule(manifest: Manifest, source: SplitSource, order: OrderOption
         if stream.weights_column():
             repeats = read_repeats(manifest, source.split, stream, max_cells)
     return OrderRule(order, tuple(shard.n_obs for shard in entry.shards), max_cells, repeats)
-
-
-def _list_hashes(manifest: Manifest, split: str) -> dict[Path, str]:
-    """List the SHA-256 of the shards of a split, by path."""
-    shards = manifest.entry(split).shards
-    return {manifest.shard_path(shard): shard.sha256 for shard in shards}
 
 
 def _compute_fingerprint(manifest: Manifest, fields: BatchFields, order_rule: OrderRule) -> str:
