@@ -59,9 +59,9 @@ class PackedBlocks:
     """
 
     def __init__(
-        self, saved: SavedWork, order: GeneOrder, dtype: np.dtype[Any], state: str = ""
+        self, saved: SavedWork, gene_order: GeneOrder, dtype: np.dtype[Any], state: str = ""
     ) -> None:
-        self.order = order
+        self.gene_order = gene_order
         self.dtype = dtype
         self._bytes = saved.stream("bytes", state)
         self._sizes = saved.stream("sizes", state)  # bytes of parts, int64
@@ -79,7 +79,7 @@ class PackedBlocks:
         assert not rows.nnz or 0 < rows.data.min() <= rows.data.max() <= np.iinfo(self.dtype).max
         genes = np.require(rows.indices, np.int32, ["C", "W"])
         counts = np.require(rows.data, self.dtype, ["C", "W"])
-        packed, sizes = pack_cells(SparseCounts(indptr, genes, counts), self.order)
+        packed, sizes = pack_cells(SparseCounts(indptr, genes, counts), self.gene_order)
         self._bytes.write(packed)
         self._sizes.write(sizes.astype(np.int64))
         self._n_genes.write(np.diff(indptr))
@@ -106,7 +106,7 @@ class PackedBlocks:
         group.create_dataset("n_genes", data=n_genes.astype("<i4"), **filters)
         for name in ("bytes", "borders", "n_genes"):
             group[name].attrs.update({"encoding-type": "array", "encoding-version": "0.2.0"})
-        texts = {"order": self.order, "dtype": self.dtype.name, "names": names}
+        texts = {"order": self.gene_order, "dtype": self.dtype.name, "names": names}
         for name, text in texts.items():
             group[name] = text
             group[name].attrs.update({"encoding-type": "string", "encoding-version": "0.2.0"})
@@ -117,7 +117,7 @@ def write_packed(
     obs: pd.DataFrame | FrameColumns | Callable[[], FrameColumns],
     var: pd.DataFrame,
     blocks: Iterable[sp.csr_matrix],
-    order: GeneOrder,
+    gene_order: GeneOrder,
     dtype: np.dtype[Any],
     *,
     ordered: bool = False,
@@ -129,13 +129,13 @@ def write_packed(
 
     `packed` has the rows before `blocks`, if there are any. `obs` may be a function, called after
     the last block. `blocks` are rows in order, with counts above 0 of at most `dtype`; columns
-    ascend within a row if `order` is `genes`. `ordered` rows are sequences, `ranked` ones genes in
+    ascend within a row if `gene_order` is `genes`. `ordered` rows are sequences, `ranked` rows genes in
     rank order; uns/cellmill gets `recorded`. Raises OSError naming `path`, which stays as it was,
     on a full disk.
     """
     with create_h5(path) as file, SavedWork(path, None) as unsaved:
         if packed is None:
-            packed = PackedBlocks(unsaved, order, dtype)
+            packed = PackedBlocks(unsaved, gene_order, dtype)
         for block in blocks:
             packed.add(block)
         frame = obs() if callable(obs) else obs

@@ -21,7 +21,7 @@ of a sequence.
 class CellKind(NamedTuple):
     """What packed cells hold."""
 
-    order: GeneOrder
+    gene_order: GeneOrder
     vocabulary_size: int  # genes are rows of the vocabulary, below this number
     dtype: np.dtype[Any]  # dtype of the counts: uint16 or uint32
 
@@ -76,7 +76,7 @@ class PackedCells:
         count_starts = self.count_starts
         gene_bytes = count_starts - self.gene_starts
         parts = Parts(self.memory, self.gene_starts, gene_bytes, self.lengths, n_kept, targets)
-        ascending = kind.order == "genes"
+        ascending = kind.gene_order == "genes"
         unpack_parts(parts, ValueCoding(ascending, added=0, limit=kind.vocabulary_size - 1), genes)
         if counts is not None:
             limit = int(np.iinfo(kind.dtype).max)
@@ -85,14 +85,14 @@ class PackedCells:
             unpack_parts(parts, ValueCoding(ascending=False, added=1, limit=limit), counts)
 
 
-def pack_cells(cells: SparseCounts, order: GeneOrder) -> tuple[np.ndarray, np.ndarray]:
+def pack_cells(cells: SparseCounts, gene_order: GeneOrder) -> tuple[np.ndarray, np.ndarray]:
     """Pack cells: `(bytes,)` uint8, with the genes and then the counts of each cell in turn.
 
     Also returns the number of bytes of each of these parts, `(2 * cells,)` int64. Counts are above 0.
-    Raises ValueError if `order` is `genes` and the genes of a cell do not ascend.
+    Raises ValueError if `gene_order` is `genes` and the genes of a cell do not ascend.
     """
     values = recycled_empty(2 * len(cells.counts), np.uint32)
-    ascending = order == "genes"
+    ascending = gene_order == "genes"
     loops = compiled_loops.COMPILED.loops_for(len(values))
     join = _join_values if loops is None else loops.join_values
     if not join(*cells, ascending, values):

@@ -138,10 +138,9 @@ def write_digests(folder: Path, digests: CellDigests) -> dict[str, Any]:
     """Write the file of a model folder, atomically, and return its entry of config.json."""
     tensors = {}
     for number, corpus in enumerate(digests.corpora.values()):
+        for name in ("cells", "barcodes", "samples"):
+            tensors[f"{number}.{name}"] = getattr(corpus, name)
         genes = "\n".join(corpus.gene_ids).encode()
-        tensors[f"{number}.cells"] = corpus.cells
-        tensors[f"{number}.barcodes"] = corpus.barcodes
-        tensors[f"{number}.samples"] = corpus.samples
         tensors[f"{number}.genes"] = np.frombuffer(genes, np.uint8)
     about = {"format": FORMAT, "corpora": [*digests.corpora], "unknown": digests.unknown}
     with atomic_path(folder / FILE) as temporary:

@@ -138,11 +138,6 @@ class _DatasetScan:
     ranked: bool
     counts_rule: str | None  # how estimated counts were rounded
 
-    @property
-    def n_without_genes(self) -> int:
-        """Number of cells without a gene of the vocabulary."""
-        return int((self.cells["nnz"] == 0).sum())
-
 
 class _CorpusCells(NamedTuple):
     """Cells of all datasets that have a gene of the vocabulary."""
@@ -249,7 +244,7 @@ def _write_plan(
         order="genes" if options.order == "genes" and not ordered else "rank",
         n_obs={split: len(chosen) for split, chosen in cells_by_split.items()},
         index={split: index[split] | columns_index[split] for split in index},
-        left_out=dict(zip(names, (scan.n_without_genes for scan in scans))),
+        left_out={name: int((scan.cells["nnz"] == 0).sum()) for name, scan in zip(names, scans)},
         duplicates={name: n for name, n in zip(names, duplicates.by_dataset) if n},
         across_splits=duplicates.across_splits,
         columns=obs.columns,

@@ -24,12 +24,12 @@ def open_shards(manifest: Manifest, split: str, copies: LocalCopies | None = Non
     shards = manifest.entry(split).shards
     files = OpenFiles(copies=copies)
     # both arrays have the entries of each shard in turn
-    indptr = open_index(manifest, split, "offsets")
-    part_offsets = open_index(manifest, split, "borders")
-    indptr_edges = row_offsets([shard.n_obs + 1 for shard in shards])
-    part_edges = row_offsets([2 * shard.n_obs + 1 for shard in shards])
+    first_row = row_offsets([shard.n_obs + 1 for shard in shards])
+    first_part = row_offsets([2 * shard.n_obs + 1 for shard in shards])
+    indptr_by_shard = np.split(open_index(manifest, split, "offsets"), first_row[1:-1])
+    parts_by_shard = np.split(open_index(manifest, split, "borders"), first_part[1:-1])
     row_files = []
-    for number, shard in enumerate(shards):
+    for shard, indptr, part_offsets in zip(shards, indptr_by_shard, parts_by_shard):
         kind = CellKind(manifest.order, manifest.n_genes, np.dtype(shard.dtype))
         row_files.append(
             RowFile(
@@ -37,8 +37,8 @@ def open_shards(manifest: Manifest, split: str, copies: LocalCopies | None = Non
                 nnz=shard.nnz,
                 kind=kind,
                 packed=ByteRange(shard.bytes_at, shard.n_bytes),
-                unchecked_indptr=indptr[indptr_edges[number] : indptr_edges[number + 1]],
-                unchecked_part_offsets=part_offsets[part_edges[number] : part_edges[number + 1]],
+                unchecked_indptr=indptr,
+                unchecked_part_offsets=part_offsets,
                 files=files,
                 remedy=REMEDY,
             )

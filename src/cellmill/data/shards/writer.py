@@ -81,12 +81,11 @@ def write_shards(
         entries[shard.split].append(entry)
     splits = {}
     for name, shards in entries.items():
-        nnz = sum(shard.nnz for shard in shards)
-        n_obs = plan.n_obs[name]
         index = plan.index[name]
         if shards:
             index = index | {"borders": _write_part_offsets(out.parent, name, shards)}
-        splits[name] = SplitEntry(n_obs=n_obs, nnz=nnz, shards=shards, index=index)
+        nnz = sum(shard.nnz for shard in shards)
+        splits[name] = SplitEntry(n_obs=plan.n_obs[name], nnz=nnz, shards=shards, index=index)
     medians = hashlib.sha256(vocabulary.medians.astype("<f4").tobytes()).hexdigest()
     genes = ShardVocabulary(
         digest=vocabulary.digest, n_genes=vocabulary.n_genes, medians_digest=medians

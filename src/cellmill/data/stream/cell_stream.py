@@ -104,7 +104,7 @@ class CellStream:
         shards = manifest.entry(split).shards
         self._sha256 = {manifest.shard_path(shard): shard.sha256 for shard in shards}
         self._order_rule = _make_order_rule(manifest, source, order)
-        self._world = world
+        self._lanes_by_rank = lanes_of_ranks(lanes, world)
         self.n_cells = self._order_rule.n_cells
         self.steps_per_epoch = self._order_rule.steps_per_epoch
         if order.shuffle and self.n_cells < world:
@@ -233,8 +233,7 @@ class CellStream:
         if not self._order_rule.options.shuffle:
             start = 0
             stop = per_epoch
-        lanes_by_rank = lanes_of_ranks(self._order_rule.stream.lanes, self._world)
-        lanes = lanes_by_rank[[*ranks]].ravel().tolist()
+        lanes = self._lanes_by_rank[[*ranks]].ravel().tolist()
         numbers = set[int]()
         for epoch in range(start // per_epoch, -(-stop // per_epoch)):
             first_step = epoch * per_epoch
