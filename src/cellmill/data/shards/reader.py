@@ -8,7 +8,6 @@ import numpy as np
 from cellmill.data.inputs.h5 import UNREADABLE, one_line, open_h5, read_texts
 from cellmill.data.packing.cells import CellKind
 from cellmill.data.packing.row_file import ByteRange, OpenFiles, RowFile
-from cellmill.data.rows import row_offsets
 from cellmill.data.shards.index import open_index
 from cellmill.data.shards.local_copies import LocalCopies
 from cellmill.data.shards.manifest import REMEDY, Manifest
@@ -24,10 +23,9 @@ def open_shards(manifest: Manifest, split: str, copies: LocalCopies | None = Non
     shards = manifest.entry(split).shards
     files = OpenFiles(copies=copies)
     # both arrays have the entries of each shard in turn
-    first_row = row_offsets([shard.n_obs + 1 for shard in shards])
-    first_part = row_offsets([2 * shard.n_obs + 1 for shard in shards])
-    indptr_by_shard = np.split(open_index(manifest, split, "offsets"), first_row[1:-1])
-    parts_by_shard = np.split(open_index(manifest, split, "borders"), first_part[1:-1])
+    n_obs = np.array([shard.n_obs for shard in shards])
+    indptr_by_shard = np.split(open_index(manifest, split, "offsets"), np.cumsum(n_obs + 1)[:-1])
+    parts_by_shard = np.split(open_index(manifest, split, "borders"), np.cumsum(2 * n_obs + 1)[:-1])
     row_files = []
     for shard, indptr, part_offsets in zip(shards, indptr_by_shard, parts_by_shard):
         kind = CellKind(manifest.order, manifest.n_genes, np.dtype(shard.dtype))

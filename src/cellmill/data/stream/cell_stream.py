@@ -96,9 +96,7 @@ class CellStream:
             f"{tokens.max_tokens} tokens for {micro_batches}"
         )
         manifest = Manifest.read(manifest_path)
-        assert tokens.sequences == manifest.has_sequences, (
-            f"{manifest_path}: not for {tokens.tokenizer}"
-        )
+        assert tokens.sequences == manifest.has_sequences, f"not for {tokens.tokenizer}"
         # compares the manifest's sizes with the index files before arrays of these sizes are allocated
         self._shards = open_shards(manifest, split, source.copies)
         shards = manifest.entry(split).shards
@@ -112,10 +110,13 @@ class CellStream:
                 f"{manifest_path}: {split}: {self.n_cells} cells for {world} ranks; use fewer ranks"
             )
         self.levels = manifest.levels(fields.level_columns)
-        self.fingerprint = _compute_fingerprint(manifest, fields, self._order_rule)
+        weight_columns = order.stream.weights_column() if order.shuffle else {}
+        level_columns = sorted({*fields.level_columns, *weight_columns})
+        self.fingerprint = manifest.fingerprint_with(level_columns, fields.number_columns)
         # read packed cells, and make micro-batches of them
-        io_threads = order.stream.io_threads
-        self._reader = StepReader(self._shards, self._order_rule, data_rank, io_threads)
+        self._reader = StepReader(
+            self._shards, self._order_rule, data_rank, order.stream.io_threads
+        )
         draws_seed = order.seed if order.shuffle else 0  # validation draws the same in every run
         tokenizer = CellTokenizer(tokens, manifest.n_genes, draws_seed, manifest.variability)
         unpacker = CellUnpacker(manifest, self._shards, tokenizer, fields.with_counts)
@@ -272,13 +273,6 @@ def _make_order_rule(manifest: Manifest, source: SplitSource, order: OrderOption
         if stream.weights_column():
             repeats = read_repeats(manifest, source.split, stream, max_cells)
     return OrderRule(order, tuple(shard.n_obs for shard in entry.shards), max_cells, repeats)
-
-
-def _compute_fingerprint(manifest: Manifest, fields: BatchFields, order_rule: OrderRule) -> str:
-    """Compute the fingerprint of the shards, the columns in batches, and the column of weights."""
-    weight_columns = order_rule.stream.weights_column() if order_rule.options.shuffle else {}
-    level_columns = sorted({*fields.level_columns, *weight_columns})
-    return manifest.fingerprint_with(level_columns, fields.number_columns)
 
 
 def _list_order_options(order_rule: OrderRule) -> dict[str, Any]:
