@@ -61,6 +61,7 @@ class CorpusDigests(NamedTuple):
         """
         cells = _read_barcodes(("", name) for name in names)
         mask = np.zeros(len(cells), bool)
+        # barcodes of all training samples in order, and the sample of each
         order = np.argsort(self.barcodes, kind="stable")
         ordered = self.barcodes[order]
         sample_of = row_numbers(self.samples)[order]
@@ -68,12 +69,14 @@ class CorpusDigests(NamedTuple):
         in_file = cells[cells["sample"] >= 0]
         n_pairs = max(1, in_file["sample"].nunique() * len(sizes))
         for _, sample in in_file.groupby("sample"):
+            # training samples that have each barcode of this sample, barcode after barcode
             hashes = sample["barcode"].to_numpy(np.uint64)
             first = np.searchsorted(ordered, hashes, side="left")
             n_equal = np.searchsorted(ordered, hashes, side="right") - first
             starts = row_offsets(n_equal)
             within = np.arange(starts[-1]) - np.repeat(starts[:-1], n_equal)
             matched = sample_of[np.repeat(first, n_equal) + within]
+            # for each training sample: barcodes shared, and as many as chance explains
             n_shared = np.bincount(matched, minlength=len(sizes))
             expected = len(hashes) * sizes / KIT_BARCODES
             with np.errstate(divide="ignore", invalid="ignore"):

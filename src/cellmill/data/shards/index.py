@@ -1,4 +1,4 @@
-"""Arrays of values of every cell: the index beside the manifest, and the vectors of a teacher.
+"""Arrays of values of every cell: the index next to the manifest, and the vectors of a teacher.
 
 With the index a process opens only the shards that it reads. The first two files are `indptr` and
 `part_offsets` in code:
@@ -38,7 +38,7 @@ from cellmill.data.shards.manifest import (
     REMEDY,
     TRAINING_SPLITS,
     IndexEntry,
-    Kind,
+    IndexKind,
     Manifest,
     index_name,
 )
@@ -90,13 +90,13 @@ def open_array(
 
 
 def new_index(
-    folder: Path, split: str, kind: Kind, shape: tuple[int, ...]
+    folder: Path, split: str, kind: IndexKind, shape: tuple[int, ...]
 ) -> AbstractContextManager[np.ndarray]:
     """An array of a split to fill, as by `new_array`."""
     return new_array(folder / index_name(split, kind), shape, INDEX_DTYPES[kind])
 
 
-def make_index_entry(folder: Path, split: str, kind: Kind) -> IndexEntry:
+def make_index_entry(folder: Path, split: str, kind: IndexKind) -> IndexEntry:
     """Make the manifest's entry of a complete array of a split."""
     path = folder / index_name(split, kind)
     return IndexEntry(name=path.name, sha256=sha256_file(path))
@@ -104,7 +104,7 @@ def make_index_entry(folder: Path, split: str, kind: Kind) -> IndexEntry:
 
 def write_split_index(
     folder: Path, split: str, nnz: np.ndarray, hashes: np.ndarray, cells_per_shard: int
-) -> dict[Kind, IndexEntry]:
+) -> dict[IndexKind, IndexEntry]:
     """Write offsets and hashes of the cells of a split, and return their entries.
 
     `nnz`, `(cells,)`, and `hashes`, `(cells, 2)` uint64, are in the order on disk. Raises DataError if
@@ -126,7 +126,7 @@ def write_split_index(
     return {kind: make_index_entry(folder, split, kind) for kind in ("offsets", "hashes")}
 
 
-def open_index(manifest: Manifest, split: str, kind: Kind) -> np.ndarray:
+def open_index(manifest: Manifest, split: str, kind: IndexKind) -> np.ndarray:
     """Map an array of a split. Raises DataError when the split has no cells."""
     entry = manifest.entry(split)
     shape = {

@@ -136,28 +136,32 @@ def remove_abandoned(parent: Path) -> None:
 
 
 def _copy_all(task: CopyTask, folder: Path, ended: Event) -> None:
+    """Copy shards in order until one does not fit into the limit or on the disk."""
     started = time.monotonic()
-    n = 0
-    used = 0
+    n_copied = 0
+    n_bytes = 0
     why = ""
     for name, sha256 in task.shards.items():
         shard = Path(name)
         size = shard.stat().st_size
-        if task.limit_bytes is not None and used + size > task.limit_bytes:
+        if task.limit_bytes is not None and n_bytes + size > task.limit_bytes:
             why = ", as many as stream.stage_limit_gb allows"
             break
         disk = shutil.disk_usage(folder)
         if disk.free - size < _FREE_FRAC * disk.total:
             warn(
                 f"stream.stage_to: {folder.parent} has {disk.free / 1e9:.1f} GB free of {disk.total / 1e9:.1f}: room "
-                f"for {n} of {len(task.shards)} shards; the others are read from the shared folder"
+                f"for {n_copied} of {len(task.shards)} shards; the others are read from the shared folder"
             )
             return
         _copy(shard, folder / shard.name, sha256, ended)
-        n += 1
-        used += size
-    copied = f"{os.uname().nodename}: copied {n} of {len(task.shards)} shards, {used / 1e9:.2f} GB, to {folder.parent}"
-    print(f"{copied} in {time.monotonic() - started:.0f} s{why}", flush=True)
+        n_copied += 1
+        n_bytes += size
+    print(
+        f"{os.uname().nodename}: copied {n_copied} of {len(task.shards)} shards, {n_bytes / 1e9:.2f} GB, to "
+        f"{folder.parent} in {time.monotonic() - started:.0f} s{why}",
+        flush=True,
+    )
 
 
 def _copy(shard: Path, copy: Path, sha256: str, ended: Event) -> None:

@@ -34,19 +34,21 @@ _THREADS = 4  # that hash
 Count = Annotated[int, Field(ge=0, lt=2**40)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 FileName = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
-Kind = Literal["offsets", "borders", "hashes", "levels", "numbers"]
+IndexKind = Literal["offsets", "borders", "hashes", "levels", "numbers"]
 
 
-def index_name(split: str, kind: Kind) -> str:
+def index_name(split: str, kind: IndexKind) -> str:
     """Name of the file that has values of `kind` for the cells of a split."""
     return f"{split}-{kind}.npy"
 
 
-class _Part(BaseModel):
+class _Entry(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True)
 
 
-class ShardEntry(_Part):
+class ShardEntry(_Entry):
+    """A shard: an .h5ad file with some cells of a split."""
+
     name: FileName
     n_obs: Count
     nnz: Count
@@ -58,21 +60,25 @@ class ShardEntry(_Part):
     n_bytes: Count
 
 
-class IndexEntry(_Part):
-    """A file beside the shards with values of each cell of a split."""
+class IndexEntry(_Entry):
+    """A file of the index (`index.py`), with values of each cell of a split."""
 
     name: FileName
     sha256: Digest
 
 
-class SplitEntry(_Part):
+class SplitEntry(_Entry):
+    """The shards and the index of a split."""
+
     n_obs: Count
     nnz: Count
     shards: list[ShardEntry]
-    index: dict[Kind, IndexEntry]  # every kind, if there are cells
+    index: dict[IndexKind, IndexEntry]  # every kind, if there are cells
 
 
 class ShardVocabulary(TypedDict):
+    """The vocabulary whose rows are the genes of the shards."""
+
     digest: Digest
     n_genes: Annotated[int, Field(ge=1, lt=2**31)]
     medians_digest: Digest  # of the medians used for the rank order
@@ -80,11 +86,13 @@ class ShardVocabulary(TypedDict):
 
 
 class ObsLevels(TypedDict):
+    """Levels of an obs column, in the order of their codes."""
+
     levels: list[str]
     digest: Digest  # of the level of every cell
 
 
-class CorpusSummary(_Part):
+class CorpusSummary(_Entry):
     """Facts about the cells that a plan finds, and the manifest of their shards repeats."""
 
     left_out: dict[str, Count]  # by dataset, number of cells without any gene of the vocabulary
@@ -99,7 +107,7 @@ class CorpusSummary(_Part):
 
 
 class Manifest(CorpusSummary):
-    """Contents of manifest.json; the shards are beside it."""
+    """Contents of manifest.json; the shards and the index are in its folder."""
 
     path: Annotated[Path, Field(exclude=True)]
     fingerprint: Digest  # of cells, order, split and vocabulary; not of paths or library versions
@@ -201,11 +209,10 @@ class Manifest(CorpusSummary):
     def fingerprint_with(
         self, levels: Iterable[str], numbers: Mapping[str, str] = MappingProxyType({})
     ) -> str:
-        """Fingerprint of the cells with levels of some obs columns and numbers of others; that of
-        the shards without columns.
+        """Fingerprint of the cells with the `levels` and `numbers` of some obs columns.
 
-        `numbers` maps columns to the option that names each. Raises DataError for a column without
-        numbers.
+        Without columns it is that of the shards. `numbers` maps columns to the option that names each.
+        Raises DataError for a column without numbers.
         """
         self._require(numbers, self.obs_numbers, "is text")
         contents: dict[str, Any] = {"shards": self.fingerprint}
@@ -232,7 +239,7 @@ class Manifest(CorpusSummary):
         return self.path.parent / shard.name
 
     def files(self, splits: Iterable[str] = SPLITS) -> list[ShardEntry | IndexEntry]:
-        """Every file of the splits."""
+        """List every file of the splits."""
         files: list[ShardEntry | IndexEntry] = []
         for split in splits:
             files += [*self.splits[split].shards, *self.splits[split].index.values()]
@@ -246,7 +253,7 @@ def _check_split(name: str, split: SplitEntry) -> None:
         parts = sum(getattr(shard, field) for shard in split.shards)
         if total != parts:
             raise ValueError(f"splits.{name}.{field}: {total:,}, but its shards have {parts:,}")
-    index = {kind: index_name(name, kind) for kind in get_args(Kind)} if split.n_obs else {}
+    index = {kind: index_name(name, kind) for kind in get_args(IndexKind)} if split.n_obs else {}
     if {kind: file.name for kind, file in split.index.items()} != index:
         names = ", ".join(index.values()) or "of no cells"
         raise ValueError(f"splits.{name}.index: expected the files {names}")
@@ -267,7 +274,7 @@ def fingerprint_of(
 
 
 def verify(manifest: Manifest, files: Sequence[ShardEntry | IndexEntry] | None = None) -> None:
-    """Hash every byte of `files`, by default of all; raise DataError naming the first damaged file.
+    """Hash every byte of `files`, by default of all. Raise DataError naming the first damaged file.
 
     About 1 GB/s per thread on a processor with SHA instructions: for the start of training, not for
     every open.
@@ -291,10 +298,10 @@ def verify(manifest: Manifest, files: Sequence[ShardEntry | IndexEntry] | None =
 
 
 def verify_changed(manifest: Manifest, part: slice = slice(None)) -> int:
-    """Hash a part of the files of a training, except those unchanged since verified.json was
-    written; return the number hashed.
+    """Hash `part` of the files of the training splits, and return the number hashed.
 
-    Raises DataError naming a damaged file.
+    Files unchanged since verified.json was written are left out. Raises DataError naming a damaged
+    file.
     """
     try:
         tree = read_json(manifest.path.with_name(VERIFIED))
@@ -310,7 +317,7 @@ def verify_changed(manifest: Manifest, part: slice = slice(None)) -> int:
 
 
 def record_verified(manifest: Manifest) -> None:
-    """Write verified.json, with all files of a training, which have been hashed."""
+    """Write verified.json: all files of the training splits have been hashed."""
     stamps = {
         file.name: stamp(manifest.shard_path(file)) for file in manifest.files(TRAINING_SPLITS)
     }
@@ -320,8 +327,9 @@ def record_verified(manifest: Manifest) -> None:
 
 
 def stamp(path: Path) -> list[int] | None:
-    """Size and time of a file, whose bytes are not hashed again while these stay; None if it is
-    missing.
+    """Size and modification time of a file, None if it is missing.
+
+    The bytes of a file are not hashed again while its stamp stays the same.
     """
     try:
         return [path.stat().st_size, path.stat().st_mtime_ns]

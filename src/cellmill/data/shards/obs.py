@@ -32,7 +32,7 @@ from cellmill.config.corpus import DATASET, MISSING
 from cellmill.data.arrays import as_text, named_frame, text_values
 from cellmill.data.rows import row_offsets
 from cellmill.data.shards.index import INDEX_DTYPES, make_index_entry, new_index
-from cellmill.data.shards.manifest import IndexEntry, Kind, ObsLevels
+from cellmill.data.shards.manifest import IndexEntry, IndexKind, ObsLevels
 
 MAX_LEVELS = 4096
 _ORIGINAL = f"{DATASET}_original"  # a column that a user called `dataset`, in shards
@@ -129,7 +129,7 @@ class ObsColumn:
 
 
 def join_columns(datasets: Sequence[dict[str, str | None]]) -> list[ObsColumn]:
-    """Columns of a corpus, without `dataset`, from the dtypes of each dataset's columns."""
+    """Join the columns of all datasets, given by name with their dtypes; `dataset` is not one of them."""
     columns = []
     for source in dict.fromkeys(chain(*datasets)):
         present = [source in dtypes for dtypes in datasets]
@@ -168,8 +168,10 @@ class JointObs:
         read_column: Callable[[str], pd.Series],
         kept: np.ndarray,
     ) -> None:
-        """Store obs of dataset `number`, of which one column is in memory at a time. `names` are of
-        the cells, `kept` is a mask of those that shards have. Datasets come in order.
+        """Store obs of dataset `number`, one column in memory at a time. Datasets come in order.
+
+        `names` are the obs names, `read_column` reads a column of the file, and `kept`, `(n_obs,)` bool,
+        is True for the cells that shards have.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self._save(f"{number}-names", _encode(names))
@@ -193,7 +195,7 @@ class JointObs:
                 column.values = values if len(values) <= MAX_LEVELS else None
 
     def frame(self, dataset: np.ndarray, row: np.ndarray) -> pd.DataFrame:
-        """obs of cells, given as numbers of datasets and rows in their files, in that order."""
+        """obs of cells in their order; `dataset` and `row`, `(cells,)`, are their datasets and rows there."""
         columns = {name: self.column(name, dataset, row) for name in self.column_names}
         names = np.empty(len(row), object)
         for number, cells in _by_dataset(dataset):
@@ -263,7 +265,7 @@ def write_columns(
     kept: list[np.ndarray],
     sizes: list[int],
     splits: dict[str, np.ndarray],
-) -> tuple[dict[str, ObsLevels], dict[str, str], dict[str, dict[Kind, IndexEntry]]]:
+) -> tuple[dict[str, ObsLevels], dict[str, str], dict[str, dict[IndexKind, IndexEntry]]]:
     """Write levels and numbers of every split, one column in memory at a time.
 
     `kept` are the rows of each dataset that shards have, `sizes` the cells of each dataset, and
@@ -271,7 +273,7 @@ def write_columns(
     `obs_numbers`, and the entries of the files by split.
     """
     first = row_offsets(sizes)
-    index: dict[str, dict[Kind, IndexEntry]] = {split: {} for split in splits}
+    index: dict[str, dict[IndexKind, IndexEntry]] = {split: {} for split in splits}
     splits = {split: cells for split, cells in splits.items() if len(cells)}
 
     def read(name: str) -> Iterator[Any]:
@@ -279,7 +281,7 @@ def write_columns(
         for number, rows in enumerate(kept):
             yield obs.column(name, np.full(len(rows), number), rows)
 
-    def write(kind: Kind, encoders: Mapping[str, Encoder]) -> dict[str, str]:
+    def write(kind: IndexKind, encoders: Mapping[str, Encoder]) -> dict[str, str]:
         """Write the columns that `encoders` make of arrays of values; return the digest of each."""
         digests = {}
         arrays = {}

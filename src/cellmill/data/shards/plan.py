@@ -1,17 +1,17 @@
 """Plan of a corpus's shards: split, shard and position of every cell, before a shard is written.
 
 One pass over the datasets keeps a few numbers per cell: nonzeros and largest count among the
-vocabulary's genes, and a hash of its (gene id, count) pairs. Cells are assigned to train, val and
-test by that hash and the seed, so equal cells of any file are in one split. If the vocabulary is of
-training cells only, a second hash, over all genes of the file, takes its place. Or the values of an
-obs column decide. The plan is kept in a folder, so that several jobs can write the shards, and a job
-that was killed can be continued by the next:
+vocabulary's genes, and a hash of its (gene id, count) pairs. The hash and the seed assign the cell to
+train, val or test, so equal cells of any file are in one split. If the vocabulary is of training
+cells only, a second hash, over all genes of the file, decides instead. With `split_by` the values of
+an obs column decide. The plan is kept in a folder, so that several jobs can write the shards, and a
+killed job can be continued:
 
     plan.json      written last; its key identifies the inputs that it was made from
     SPLIT.npy      a row per cell in the order on disk: dataset, row, nnz, largest
     obs/           obs of all cells (`data/shards/obs.py`)
 
-The arrays that are read beside the manifest (`index.py`) are written with it.
+The arrays of the index (`index.py`), next to the manifest, are written with it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from cellmill.data.keys import SHARDS, permutation
 from cellmill.data.packing.cells import GeneOrder
 from cellmill.data.rows import positions_in_rows
 from cellmill.data.shards.index import open_array, write_split_index
-from cellmill.data.shards.manifest import CorpusSummary, IndexEntry, Kind, stamp
+from cellmill.data.shards.manifest import CorpusSummary, IndexEntry, IndexKind, stamp
 from cellmill.data.shards.obs import (
     JointObs,
     ObsColumn,
@@ -59,7 +59,7 @@ BLOCK = 1024  # cells read, ordered and written at a time
 # and the largest of their counts
 CELL = np.dtype([("dataset", "<i4"), ("row", "<i8"), ("nnz", "<i4"), ("largest", "<u4")])
 FORMAT = 3
-PLAN_FOLDER = "parts"  # folder of the plan, beside the manifest
+PLAN_FOLDER = "parts"  # folder of the plan, next to the manifest
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class ShardPlan(CorpusSummary):
     cells_per_shard: int
     order: GeneOrder
     n_obs: dict[str, int]  # by split
-    index: dict[str, dict[Kind, IndexEntry]]  # by split
+    index: dict[str, dict[IndexKind, IndexEntry]]  # by split
     columns: list[ObsColumn]
 
     @cached_property
@@ -225,7 +225,7 @@ def _write_plan(
     duplicates: _Duplicates,
     options: ShardOptions,
 ) -> ShardPlan:
-    """Write the plan to `folder`, plan.json last, and the arrays of the index beside it."""
+    """Write the plan to `folder`, plan.json last, and the arrays of the index next to that folder."""
     names = [path.stem for path in paths]
     obs = JointObs(folder / "obs", names, join_columns([scan.dtypes for scan in scans]))
     kept_rows = _write_obs(obs, paths, scans, corpus)
@@ -292,7 +292,7 @@ def _write_obs(
 
 def _write_splits(
     folder: Path, index_folder: Path, corpus: _CorpusCells, options: ShardOptions
-) -> tuple[dict[str, np.ndarray], dict[str, dict[Kind, IndexEntry]]]:
+) -> tuple[dict[str, np.ndarray], dict[str, dict[IndexKind, IndexEntry]]]:
     """Shuffle the cells of each split and write them to `folder`, their index to `index_folder`.
 
     Returns the cells in the order on disk, of dtype `CELL`, and the entries of the index, by split.

@@ -3,7 +3,7 @@
 The cells of each shard are gathered from the datasets, by pread in disk order, and written in the
 plan's order, which is shuffled. A shard depends only on the plan and its number, so any number of
 jobs writes the same shards. The manifest entry of each finished shard is stored next to the plan, so
-that a later process keeps the shard.
+that a later process keeps the shard (`_find_finished`).
 """
 
 import hashlib
@@ -32,7 +32,7 @@ from cellmill.data.shards.index import make_index_entry, new_index
 from cellmill.data.shards.manifest import (
     CorpusSummary,
     IndexEntry,
-    Kind,
+    IndexKind,
     Manifest,
     ShardEntry,
     ShardVocabulary,
@@ -60,7 +60,9 @@ from cellmill.files import (
 )
 
 _READ_THREADS = 4
-_FILE_NAME = re.compile(rf"({'|'.join(SPLITS)})-(\d{{5}}\.h5ad|({'|'.join(get_args(Kind))})\.npy)")
+_FILE_NAME = re.compile(
+    rf"({'|'.join(SPLITS)})-(\d{{5}}\.h5ad|({'|'.join(get_args(IndexKind))})\.npy)"
+)
 
 
 def write_shards(
@@ -76,7 +78,7 @@ def write_shards(
     write_part(plan, cell_files, vocabulary, out.parent)
     entries: dict[str, list[ShardEntry]] = {name: [] for name in SPLITS}
     for shard in plan.shards():
-        entry = _finished(plan, shard, out.parent)
+        entry = _find_finished(plan, shard, out.parent)
         assert entry is not None
         entries[shard.split].append(entry)
     splits = {}
@@ -142,7 +144,7 @@ def write_part(
     """
     paths = {path.stem: path for path in cell_files}
     shards = plan.shards()[part::parts]
-    missing = [shard for shard in shards if _finished(plan, shard, folder) is None]
+    missing = [shard for shard in shards if _find_finished(plan, shard, folder) is None]
     if missing:
         files = OpenFiles()
         sources = [open_packed(paths[name], files) for name in plan.datasets]
@@ -153,10 +155,8 @@ def write_part(
     return len(shards)
 
 
-def _finished(plan: ShardPlan, shard: PlannedShard, folder: Path) -> ShardEntry | None:
-    """Entry of a shard that was written by this plan; None if there is none, or the file has
-    changed since.
-    """
+def _find_finished(plan: ShardPlan, shard: PlannedShard, folder: Path) -> ShardEntry | None:
+    """Entry of a shard that this plan wrote; None without one, or if the file has changed since."""
     path = folder / shard.name
     try:
         tree = read_json(_entry_path(plan, shard))
@@ -197,7 +197,7 @@ class _Writer:
         self._var = pd.DataFrame(columns, index=gene_ids)
 
     def write(self, shard: PlannedShard) -> None:
-        """Write a shard, then its entry of the manifest beside the plan."""
+        """Write a shard, then its manifest entry in the folder of the plan."""
         plan = self._plan
         path = self._folder / shard.name
         cells = plan.cells(shard)

@@ -1,8 +1,8 @@
 """Making tokens whose values are positions in the cell, or log(1 + counts per 10,000).
 
-numpy makes those of small batches, compiled loops (`packing.compiled_loops`) those of large ones, where they
-are faster. Both give the same bits. For logarithms the loops look up small counts in a table of each
-cell.
+numpy makes the tokens of small batches, and compiled loops (`packing.compiled_loops`) those of large
+batches, where they are faster. Both give the same bits. For logarithms the loops look up small counts
+in a table of each cell.
 """
 
 from typing import Any
