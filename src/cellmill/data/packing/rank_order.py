@@ -26,14 +26,14 @@ class RankOrder:
         """
         _, genes, counts = cells
         is_long = cells.lengths > self.max_unsorted_genes
-        n_genes = cells.lengths[is_long]
+        genes_per_cell = cells.lengths[is_long]
         starts = cells.offsets[:-1][is_long]
-        offsets = row_offsets(n_genes)
+        offsets = row_offsets(genes_per_cell)
         loops = compiled_loops.COMPILED.loops_for(int(offsets[-1]))
-        if loops is not None and n_genes.max(initial=0) <= loops.MAX_RANKED:
-            loops.rank_rows(starts, n_genes, genes, counts, self.inverse_medians)
+        if loops is not None and genes_per_cell.max(initial=0) <= loops.MAX_RANKED:
+            loops.rank_rows(starts, genes_per_cell, genes, counts, self.inverse_medians)
             return
         # index of each gene of the long cells
-        entries = np.repeat(starts, n_genes) + positions_in_rows(offsets)
+        entries = np.repeat(starts, genes_per_cell) + positions_in_rows(offsets)
         long_cells = SparseCounts(offsets, genes[entries], counts[entries])
         _, genes[entries], counts[entries] = rank_order_rows(long_cells, self.inverse_medians)

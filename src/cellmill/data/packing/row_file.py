@@ -165,12 +165,12 @@ class RowFile:
         self.read_bytes(read_starts, read_ends, offsets[:-1], memory)
         # the shift of each row from its bytes in the file to those in memory
         shift = np.repeat(offsets[:-1] - read_starts, last_row - first_row + 1)
-        n_genes = (self.indptr[rows + 1] - self.indptr[rows]).astype(np.int64)
+        genes_per_cell = (self.indptr[rows + 1] - self.indptr[rows]).astype(np.int64)
         cells = PackedCells(
-            memory, gene_starts + shift, count_starts + shift, ends + shift, n_genes
+            memory, gene_starts + shift, count_starts + shift, ends + shift, genes_per_cell
         )
         try:
-            cells.unpack_into(self.kind, n_genes, targets, genes, counts)
+            cells.unpack_into(self.kind, genes_per_cell, targets, genes, counts)
         except DamagedPart as error:
             raise self._damaged(f"row {rows[error.index]}: {error}") from None
 

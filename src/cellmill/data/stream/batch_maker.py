@@ -81,8 +81,8 @@ class BatchMaker:
         """
         micro_batches = []
         # genes of each micro-batch, of which groups are tokenized at once
-        n_genes = np.diff(row_offsets(cells.packed.lengths)[offsets])
-        for start_batch, stop_batch in pairwise(cut_greedily(n_genes, _GENES_PER_CALL)):
+        genes_per_batch = np.diff(row_offsets(cells.packed.lengths)[offsets])
+        for start_batch, stop_batch in pairwise(cut_greedily(genes_per_batch, _GENES_PER_CALL)):
             first_cell = offsets[start_batch]
             part = cells.select(slice(first_cell, offsets[stop_batch]))
             counts = self.unpacker.unpack(part)
