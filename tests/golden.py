@@ -272,10 +272,12 @@ for name, given in streams.items():
         given[key] = MicroBatchRule(given.pop("token_budget"))
         given["data_rank"] = DataRank(given.pop("rank"), given.pop("world"))
     if "order" in names:
-        from cellmill.data.stream.cell_stream import SplitSource
-        from cellmill.data.stream.order import OrderOptions
-        order = OrderOptions(options, 16, 3, given.pop("shuffle", True))
-        stream = CellStream(SplitSource(manifest, "train"), order, tokens, **given)
+        from cellmill.data.stream import cell_stream, order
+        # their names in earlier commits: SplitCells and StreamOrder
+        source = getattr(cell_stream, "SplitSource", None) or cell_stream.SplitCells
+        order_options = getattr(order, "OrderOptions", None) or order.StreamOrder
+        ordered = order_options(options, 16, 3, given.pop("shuffle", True))
+        stream = CellStream(source(manifest, "train"), ordered, tokens, **given)
     else:  # earlier commits
         stream = CellStream(manifest, "train", tokens, options, global_batch=16, seed=3, **given)
     if start:
