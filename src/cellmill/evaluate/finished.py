@@ -82,7 +82,7 @@ class FinishedTasks:
 def _list_packages(task: Task, context: Context) -> list[str]:
     """Names of cellmill and of the packages with the task, parts of the model and classifiers."""
     model = context.model
-    objectives = [part.load() for part in model.network.objective.config.each()]
+    objectives = [part.load() for part in model.network.objective.config.all_parts()]
     classifiers = [load("classifier", name) for name in context.options.classifiers]
     parts = [type(task), type(model.network), model.tokens.load(), *objectives, *classifiers]
     return sorted({"cellmill", *(part.__module__.partition(".")[0] for part in parts)})
