@@ -18,8 +18,17 @@ from scipy.linalg import LinAlgError
 from sklearn import linear_model
 
 from cellmill.evaluate.classifiers import newton
-from cellmill.evaluate.classifiers.dual import fit_weights
-from cellmill.evaluate.classifiers.newton import CURVATURE, FORCING, RIDGE, TOLERANCE
+from cellmill.evaluate.classifiers.dual import CONSTANT_TOLERANCE, MAX_ROUNDS, fit_weights
+from cellmill.evaluate.classifiers.newton import (
+    ARMIJO,
+    CURVATURE,
+    FORCING,
+    MAX_STEPS,
+    RIDGE,
+    ROUNDING,
+    TOLERANCE,
+)
+from cellmill.evaluate.features.components import NO_VARIANCE
 from cellmill.evaluate.features.products import SharedCells, compute_scale, divide_genes
 
 MAX_DENSE_SIDE = 2048  # cells or features, the fewer of both, of features fitted as dense ones
@@ -50,12 +59,16 @@ class LogisticRegression:
         self.standardised = standardised
 
     def __repr__(self) -> str:
-        """Part of the key of a cached prediction: the option, and constants of `newton.py`.
+        """Part of the key of a cached prediction: the option, and constants of the algorithm.
 
-        Other constants are not in it, such as MAX_STEPS, ARMIJO, ROUNDING, `dual.CONSTANT_TOLERANCE`
-        and the sizes above. Whoever changes one, or the algorithm, must delete the caches.
+        The sizes above are not in it: they change rounding errors only. Whoever changes the algorithm
+        must delete the caches.
         """
-        return f"LogisticRegression(standardised={self.standardised}, {CURVATURE=}, {TOLERANCE=}, {RIDGE=}, {FORCING=})"
+        options = (
+            f"standardised={self.standardised}, {CURVATURE=}, {TOLERANCE=}, {RIDGE=}, {FORCING=}"
+        )
+        search = f"{MAX_STEPS=}, {ARMIJO=}, {ROUNDING=}, {MAX_ROUNDS=}, {CONSTANT_TOLERANCE=}"
+        return f"LogisticRegression({options}, {search}, {NO_VARIANCE=}, {NO_CENTRED_VARIANCE=})"
 
     def fit(self, features: Any, labels: np.ndarray) -> Self:
         """Fit on `features`, `(cells, width)`, dense or sparse, and `labels`, `(cells,)`, of two
