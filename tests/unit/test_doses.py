@@ -24,8 +24,9 @@ from cellmill.evaluate.tasks.perturbation.doses import (
     predict_new_doses,
     tabulate_curves,
 )
-from cellmill.evaluate.tasks.perturbation.held_out import HeldOut
+from cellmill.evaluate.tasks.perturbation.folds import explain_no_folds, make_folds
 from cellmill.evaluate.tasks.perturbation.task import Perturbation
+from cellmill.evaluate.tasks.perturbation.units import HeldOutUnits
 
 LOG_DOSES = np.linspace(-2, 2, 9)
 OPTIONS: dict[str, Any] = {"held_out": ["perturbation"], "min_cells": 4, "top_genes": 5}
@@ -159,8 +160,8 @@ def screen(context: Context) -> Context:
 
 def test_a_dose_is_held_out_of_each_compound(screen: Context) -> None:
     config = PerturbationConfig(doses="names", **OPTIONS)
-    held = HeldOut.read(screen, config, "dose")
-    folds = [*held.folds()]
+    held = HeldOutUnits.read(screen, config, "dose")
+    folds = [*make_folds(held)]
     tested = [[held.unit_names[unit] for unit in fold.test] for fold in folds]
     assert tested == [[f"a | {dose}", f"b | {dose}"] for dose in ("0.01", "0.1", "1", "10")]
     for fold in folds:
@@ -177,9 +178,9 @@ def test_a_dose_is_held_out_of_each_compound(screen: Context) -> None:
     errors = [row["MAE, linear in log dose"] for row in curves[:2]]
     assert rows["linear in log dose"].value(column) == pytest.approx(np.mean(errors))
     # whole compounds are held out together
-    whole = HeldOut.read(screen, config, "perturbation")
+    whole = HeldOutUnits.read(screen, config, "perturbation")
     assert np.unique(whole.group_of_unit).tolist() == ["a", "b", "c"]
-    for fold in whole.folds():
+    for fold in make_folds(whole):
         assert not {*whole.perturbation[fold.test]} & {*whole.perturbation[fold.train]}
 
 
@@ -188,9 +189,9 @@ def test_compounds_of_too_few_doses_are_named_as_the_reason(screen: Context) -> 
     perturbation = screen.roles["perturbation"].replace(fewer)
     other = replace(screen, roles={**screen.roles, "perturbation": perturbation})
     config = PerturbationConfig(doses="names", **OPTIONS)
-    held = HeldOut.read(other, config, "dose")
-    assert [*held.folds()] == []
-    assert held.explain_no_folds() == (
+    held = HeldOutUnits.read(other, config, "dose")
+    assert [*make_folds(held)] == []
+    assert explain_no_folds(held) == (
         f"held out dose: no compound has 4 doses of {config.min_cells} cells or more (min_cells)"
     )
 

@@ -26,9 +26,10 @@ from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.inference.embed import InferenceModel, embed_cells, load_for_inference
 from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.task import Context
-from cellmill.evaluate.tasks.perturbation.held_out import RESPONSE, HeldOut
+from cellmill.evaluate.tasks.perturbation.predictions import RESPONSE, ChangePredictor
 from cellmill.evaluate.tasks.perturbation.response import ResponseHead
-from cellmill.evaluate.tasks.perturbation.task import Perturbation
+from cellmill.evaluate.tasks.perturbation.scoring import score_predictions
+from cellmill.evaluate.tasks.perturbation.units import HeldOutUnits
 from cellmill.files import sha256_file
 from tests.unit.evaluated import make_context, with_config
 from tests.unit.exported import export_model
@@ -96,11 +97,11 @@ def screen(tmp_path_factory: pytest.TempPathFactory, corpus: dict[str, Path]) ->
     return Screen(tmp_path_factory.mktemp("screen"), corpus)
 
 
-def _hold_out(screen: Screen) -> HeldOut:
+def _hold_out(screen: Screen) -> HeldOutUnits:
     """Units of the task, with vectors of the controls that predictions start from."""
     config = PerturbationConfig(held_out=["perturbation"])
     context = screen.context
-    profiles = HeldOut.read(context, config, "perturbation").profiles
+    profiles = HeldOutUnits.read(context, config, "perturbation").profiles
     is_read = np.zeros(context.reader.n_obs, bool)
     for stratum in (0, 1):
         cells = np.flatnonzero((profiles.half == 0) & (profiles.stratum == stratum))
@@ -111,16 +112,17 @@ def _hold_out(screen: Screen) -> HeldOut:
     embedding = embed_cells(context.reader, loaded, section, is_read)
     vectors = np.full((len(is_read), 16), np.nan, np.float32)
     vectors[is_read] = embedding.vectors
-    return HeldOut.read(replace(context, vectors=vectors), config, "perturbation")
+    return HeldOutUnits.read(replace(context, vectors=vectors), config, "perturbation")
 
 
 def test_responses_are_those_that_the_task_scores(screen: Screen) -> None:
     response = screen.perturb(screen.names)
     held = _hold_out(screen)
-    assert held.responses is not None
+    predictor = ChangePredictor(held)
+    assert predictor.responses is not None
     units = [held.perturbation.tolist().index(name) for name in response.obs_names]
     assert sorted(units) == list(range(7))
-    np.testing.assert_array_equal(response.X, held.responses[units].astype(np.float32))
+    np.testing.assert_array_equal(response.X, predictor.responses[units].astype(np.float32))
     assert np.abs(response.X).max(1).min() > 1e-3
     is_trained = [name in screen.symbols[:N_TRAINED] for name in response.obs_names]
     assert response.obs["trained"].tolist() == is_trained
@@ -129,9 +131,8 @@ def test_responses_are_those_that_the_task_scores(screen: Screen) -> None:
     tested = np.array(units)[~np.array(is_trained)]
     trained = np.setdiff1d(units, tested)
     fold = Fold(0, trained, tested)
-    task = Perturbation(PerturbationConfig())
-    [predicted] = held.predictions([fold])
-    scores = task.score_predictions(held, [fold], [predicted])
+    [predicted] = predictor.predict([fold])
+    scores = score_predictions(held, [fold], [predicted])
     rows = {name.split(", ")[1]: name for name in response.obs if name.startswith("MAE")}
     methods = {method.name: method for method in predicted}
     by_row = {"the response": RESPONSE, "the mean of other perturbations": methods["mean"]}

@@ -13,15 +13,17 @@ from cellmill.data.genes.names import perturbed_genes
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.evaluate.task import Context, Skipped
-from cellmill.evaluate.tasks.perturbation import held_out
+from cellmill.evaluate.tasks.perturbation import units as units_module
 from cellmill.evaluate.tasks.perturbation.baselines import (
     predict_new_contexts,
     predict_new_perturbations,
 )
 from cellmill.evaluate.tasks.perturbation.change_scores import change_scores
+from cellmill.evaluate.tasks.perturbation.folds import make_folds
 from cellmill.evaluate.tasks.perturbation.gene_features import CO_EXPRESSION, prior_method
-from cellmill.evaluate.tasks.perturbation.held_out import HeldOut
+from cellmill.evaluate.tasks.perturbation.predictions import ChangePredictor
 from cellmill.evaluate.tasks.perturbation.task import Perturbation
+from cellmill.evaluate.tasks.perturbation.units import HeldOutUnits
 from cellmill.runs.results import ScoredMethod
 from tests.unit.evaluated import named
 from tests.unit.small_corpus import read_obs
@@ -83,8 +85,8 @@ def test_baselines_are_not_fitted_on_validation_perturbations(screen: Context) -
     }
     context = replace(screen, roles=roles, scored=perturbation == "tested")
     config = PerturbationConfig(held_out=["perturbation"], min_cells=4)
-    held = HeldOut.read(context, config, "perturbation")
-    [(_, train, test)] = held.folds()
+    held = HeldOutUnits.read(context, config, "perturbation")
+    [(_, train, test)] = make_folds(held)
     assert {*held.perturbation} == {"trained", "validated", "tested"}
     assert held.perturbation[train].tolist() == ["trained"]
     assert held.perturbation[test].tolist() == ["tested"]
@@ -156,7 +158,7 @@ def test_genes_are_matched_by_id_symbol_or_alias() -> None:
 
 
 def test_a_change_is_measured_within_batches(screen: Context) -> None:
-    held = HeldOut.read(screen, CONFIG, "perturbation")
+    held = HeldOutUnits.read(screen, CONFIG, "perturbation")
     profiles = held.profiles
     assert len(held.group_of_unit) == 5
     assert set(held.group_of_unit[held.unseen]) == {screen.model.vocabulary.symbols[3], "unheard"}
@@ -165,8 +167,8 @@ def test_a_change_is_measured_within_batches(screen: Context) -> None:
     stratum[held.unit_of_cell.tolist().index(3)] = -1
     changed = replace(profiles, stratum=stratum)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(held_out, "read_profiles", lambda *_: changed)
-        without = HeldOut.read(screen, CONFIG, "perturbation")
+        patch.setattr(units_module, "read_profiles", lambda *_: changed)
+        without = HeldOutUnits.read(screen, CONFIG, "perturbation")
     assert without.group_of_unit.tolist() == held.group_of_unit.tolist()
     assert without.unseen.tolist() == held.unseen.tolist()
     expression = profiles.expression.toarray()
@@ -249,9 +251,9 @@ def test_an_unrelated_model_is_tested_on_all_perturbations(screen: Context) -> N
 
 
 def test_co_expression_uses_only_starting_controls(screen: Context) -> None:
-    held = HeldOut.read(screen, CONFIG, "perturbation")
+    held = HeldOutUnits.read(screen, CONFIG, "perturbation")
     profiles = held.profiles
-    loadings = held.features[CO_EXPRESSION]
+    loadings = ChangePredictor(held).features[CO_EXPRESSION]
     is_start = (profiles.half == 0) & (profiles.stratum >= 0)
     starts = profiles.expression[is_start].toarray().astype(float)
     varies = starts.std(0) > 0
@@ -280,7 +282,7 @@ def test_co_expression_uses_only_starting_controls(screen: Context) -> None:
     changed[np.flatnonzero(profiles.half != 0)] = 7.0
     changed_profiles = replace(profiles, expression=changed.tocsr())
     other = replace(held, profiles=changed_profiles)
-    np.testing.assert_array_equal(other.features[CO_EXPRESSION], loadings)
+    np.testing.assert_array_equal(ChangePredictor(other).features[CO_EXPRESSION], loadings)
 
 
 def test_a_prior_may_have_unmeasured_genes(screen: Context, tmp_path: Path) -> None:
@@ -304,8 +306,8 @@ def test_a_prior_may_have_unmeasured_genes(screen: Context, tmp_path: Path) -> N
         f"{symbols[2]}\t5\t6\n"
     )
     config = CONFIG.model_copy(update={"priors": {"string": str(table)}})
-    held = HeldOut.read(context, config, "perturbation")
-    vectors = dict(zip(held.perturbation, held.features[prior_method("string")]))
+    held = HeldOutUnits.read(context, config, "perturbation")
+    vectors = dict(zip(held.perturbation, ChangePredictor(held).features[prior_method("string")]))
     assert vectors[symbols[0]].tolist() == [1, 0]
     # found by the id of its gene, which the vocabulary lacks
     assert vectors["TP53"].tolist() == [4, 4]
@@ -356,10 +358,10 @@ def test_a_combination_has_genes_at_any_delimiter(screen: Context, tmp_path: Pat
         context = replace(screen, roles=screen.roles | {"perturbation": perturbation})
         options = {"combination_delimiter": delimiter, "priors": {"string": str(table)}}
         config = CONFIG.model_copy(update=options)
-        held = HeldOut.read(context, config, "perturbation")
+        held = HeldOutUnits.read(context, config, "perturbation")
         unit = held.perturbation.tolist().index(combination)
         assert sorted(held.genes[unit]) == [0, 3]
-        assert held.features[prior_method("string")][unit].tolist() == [0.5, 0.5]
+        assert ChangePredictor(held).features[prior_method("string")][unit].tolist() == [0.5, 0.5]
         results.append(Perturbation(config).run(context))
     assert results[0] == results[1]
 

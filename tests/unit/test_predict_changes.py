@@ -23,8 +23,10 @@ from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.task import Context, run_task
 from cellmill.evaluate.tasks.perturbation.change_scores import METRICS, change_scores
 from cellmill.evaluate.tasks.perturbation.changes_file import write_changes
-from cellmill.evaluate.tasks.perturbation.held_out import HeldOut
+from cellmill.evaluate.tasks.perturbation.folds import make_folds
+from cellmill.evaluate.tasks.perturbation.predictions import ChangePredictor
 from cellmill.evaluate.tasks.perturbation.task import Perturbation
+from cellmill.evaluate.tasks.perturbation.units import HeldOutUnits
 from cellmill.stages import evaluate as predict_changes
 from tests.unit.evaluated import BRIDGES, make_context, run_bridge, with_obs
 
@@ -148,7 +150,7 @@ def test_scores_of_the_profiles_equal_the_task(cells: tuple[Context, Any, Path])
 def test_the_file_has_both_halves_of_the_controls(cells: tuple[Context, Any, Path]) -> None:
     context, found, path = cells
     stored = ad.read_h5ad(path)
-    profiles = HeldOut.read(context, CONFIG, "perturbation").profiles
+    profiles = HeldOutUnits.read(context, CONFIG, "perturbation").profiles
     rows = context.reader.obs_names.get_indexer(stored.obs_names)
     assert rows.tolist() == sorted(set(rows))
     expression = profiles.expression[rows].toarray()
@@ -176,9 +178,9 @@ def test_predictions_read_no_expression_of_the_tested_cells(
     cells: tuple[Context, Any, Path],
 ) -> None:
     context, found, _ = cells
-    held = HeldOut.read(context, CONFIG, "perturbation")
+    held = HeldOutUnits.read(context, CONFIG, "perturbation")
     profiles = held.profiles
-    for fold in held.folds():
+    for fold in make_folds(held):
         if fold.repetition:
             continue
         changed = profiles.expression.tolil()
@@ -189,7 +191,7 @@ def test_predictions_read_no_expression_of_the_tested_cells(
         blind = np.full_like(context.vectors, np.nan)
         blind[~tested] = context.vectors[~tested]
         elsewhere = replace(held, context=replace(context, vectors=blind), profiles=other)
-        predicted = next(elsewhere.predictions([fold]))
+        predicted = next(ChangePredictor(elsewhere).predict([fold]))
         rows = [found.perturbations.index(name) for name in held.perturbation[fold.test]]
         methods = [name for name in found.changes if found.kinds[name] != "probe"]
         for values, name in zip(predicted.values(), methods, strict=True):

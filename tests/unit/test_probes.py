@@ -10,10 +10,16 @@ from cellmill.evaluate.intervals import paired_difference
 from cellmill.evaluate.scores import ScoreColumn
 from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.perturbation.change_scores import change_scores
-from cellmill.evaluate.tasks.perturbation.held_out import HeldOut
-from cellmill.evaluate.tasks.perturbation.probes import find_gamed, make_probes, name_probes
+from cellmill.evaluate.tasks.perturbation.folds import make_folds
+from cellmill.evaluate.tasks.perturbation.predictions import ChangePredictor
+from cellmill.evaluate.tasks.perturbation.probes import (
+    describe_better_probes,
+    make_probes,
+    name_probes,
+)
 from cellmill.evaluate.tasks.perturbation.profiles import REFERENCE_HALF
 from cellmill.evaluate.tasks.perturbation.task import Perturbation
+from cellmill.evaluate.tasks.perturbation.units import HeldOutUnits
 from cellmill.runs.results import ScoredMethod
 from tests.unit.test_split_file import screen  # noqa: F401, a fixture
 
@@ -56,11 +62,11 @@ def test_rows_of_probes_are_scores_of_the_changed_entry(screen: Context) -> None
     named |= {difference.against for difference in result.differences}
     assert not any(name.startswith("probe") for name in named)
     column = "MAE, new perturbation"
-    held = HeldOut.read(screen, config, "perturbation")
+    held = HeldOutUnits.read(screen, config, "perturbation")
     n_units = len(held.unit_names)
     controls = held.profiles.control_means(REFERENCE_HALF)
     measured = held.profiles.changes(held.unit_of_cell, n_units, controls)
-    folds = [fold for fold in held.folds() if fold.repetition == 0]
+    folds = [fold for fold in make_folds(held) if fold.repetition == 0]
     for kind in ("model", "baseline"):
         rows = [row for row in result.ranked_rows if row.method.kind == kind]
         rank = "Pearson, new perturbation"
@@ -68,7 +74,7 @@ def test_rows_of_probes_are_scores_of_the_changed_entry(screen: Context) -> None
         names = name_probes(best.method, 0.7)
         of_best = {row.method: row for row in probes if row.method in names}
         errors = []
-        for fold, predicted in zip(folds, held.predictions(folds)):
+        for fold, predicted in zip(folds, ChangePredictor(held).predict(folds)):
             no_genes = np.zeros((len(fold.test), measured.shape[1]), bool)
             scaled = 2 * predicted[best.method]
             errors += change_scores(scaled, measured[fold.test], no_genes, 5)["MAE"].tolist()
@@ -97,7 +103,7 @@ def test_a_column_that_rewards_small_changes_is_named() -> None:
         probes = {}
         for method, change in changed.items():
             probes[method] = change_scores(change, true, no_genes, 20)[metric][None]
-        sentences += find_gamed(column, probes, [ENTRY], 0.5)
+        sentences += describe_better_probes(column, probes, [ENTRY], 0.5)
         if metric == "MAE":
             half = probes[name_probes(ENTRY, 0.5)[0]]
             gain = paired_difference(half, scores["MAE"][None])
@@ -110,5 +116,5 @@ def test_a_column_that_rewards_small_changes_is_named() -> None:
     for n, scores in ((4, np.array([[0.4, 0.8, 0.0, 0.6]])), (2, np.array([[0.4, 0.6]]))):
         column = ScoreColumn("direction, new perturbation", "direction", {ENTRY: scores})
         few = {method: values[:, :n] for method, values in probes.items()}
-        [sentence] = find_gamed(column, few, [ENTRY], 0.5)
+        [sentence] = describe_better_probes(column, few, [ENTRY], 0.5)
         assert sentence.endswith("): this may be chance.")

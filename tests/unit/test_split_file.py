@@ -16,10 +16,12 @@ from cellmill.evaluate.task import Context, Skipped
 from cellmill.evaluate.tasks.perturbation.baselines import sum_changes_of_parts
 from cellmill.evaluate.tasks.perturbation.change_scores import change_scores
 from cellmill.evaluate.tasks.perturbation.changes_file import write_changes
-from cellmill.evaluate.tasks.perturbation.held_out import HeldOut
+from cellmill.evaluate.tasks.perturbation.folds import folds_by_heading
+from cellmill.evaluate.tasks.perturbation.predictions import ChangePredictor
 from cellmill.evaluate.tasks.perturbation.profiles import REFERENCE_HALF
 from cellmill.evaluate.tasks.perturbation.split_file import SplitFile
 from cellmill.evaluate.tasks.perturbation.task import Perturbation
+from cellmill.evaluate.tasks.perturbation.units import HeldOutUnits
 
 NAMES = ("A", "B", "C", "D", "A+B", "A+C", "C+D", "control")
 TOML = """
@@ -67,19 +69,19 @@ def config_of(path: Path, **options: Any) -> PerturbationConfig:
     return PerturbationConfig(split_file=str(path), min_cells=4, top_genes=5, **options)
 
 
-def hold_out(screen: Context, path: Path, text: str, **options: Any) -> HeldOut:
+def hold_out(screen: Context, path: Path, text: str, **options: Any) -> HeldOutUnits:
     path.write_text(text)
     config = config_of(path, **options)
-    return HeldOut.read(screen, config, "perturbation", SplitFile.read(config, screen))
+    return HeldOutUnits.read(screen, config, "perturbation", SplitFile.read(config, screen))
 
 
-def splits_of(held: HeldOut) -> dict[str, str]:
+def splits_of(held: HeldOutUnits) -> dict[str, str]:
     return dict(zip(held.unit_names, held.split_of_unit.tolist(), strict=True))
 
 
-def groups_of(held: HeldOut) -> dict[str, list[str]]:
+def groups_of(held: HeldOutUnits) -> dict[str, list[str]]:
     groups = {}
-    for group, [fold] in held.folds_by_heading().items():
+    for group, [fold] in folds_by_heading(held).items():
         groups[group] = [held.unit_names[unit] for unit in fold.test]
     return groups
 
@@ -258,7 +260,7 @@ FAULTS = {
 def test_a_faulty_split_file_is_one_line(screen: Context, tmp_path: Path, fault: str) -> None:
     name, text, message = FAULTS[fault]
     with pytest.raises(DataError, match=message) as raised:
-        hold_out(screen, tmp_path / name, text).folds_by_heading()
+        folds_by_heading(hold_out(screen, tmp_path / name, text))
     assert str(raised.value).startswith(str(tmp_path / name))
     assert "\n" not in str(raised.value)
 
@@ -282,7 +284,7 @@ def test_scores_of_a_group_are_those_of_its_units(screen: Context, tmp_path: Pat
     n_units = len(held.unit_names)
     measured = profiles.changes(held.unit_of_cell, n_units, profiles.control_means(REFERENCE_HALF))
     train = np.flatnonzero(held.split_of_unit == "train")
-    mean = held.changes_from_start[train].mean(0)
+    mean = ChangePredictor(held).changes_from_start[train].mean(0)
     for group, names in groups_of(held).items():
         units = [held.unit_names.index(name) for name in names]
         no_genes = np.zeros((len(units), measured.shape[1]), bool)
@@ -291,10 +293,11 @@ def test_scores_of_a_group_are_those_of_its_units(screen: Context, tmp_path: Pat
         for metric, values in scores.items():
             [found] = rows["mean"].scores[f"{metric}, {group}"].repetitions
             assert found == pytest.approx(values.mean()), (metric, group)
-    changes = dict(zip(held.unit_names, held.changes_from_start))
-    [fold] = held.folds_by_heading()["few-shot"]
+    changes = dict(zip(held.unit_names, ChangePredictor(held).changes_from_start))
+    [fold] = folds_by_heading(held)["few-shot"]
     predicted_of = {
-        method.name: values for method, values in next(held.predictions([fold])).items()
+        method.name: values
+        for method, values in next(ChangePredictor(held).predict([fold])).items()
     }
     in_context = [
         values
@@ -309,12 +312,14 @@ def test_scores_of_a_group_are_those_of_its_units(screen: Context, tmp_path: Pat
 
 def test_only_training_units_are_fitted_on(screen: Context, tmp_path: Path) -> None:
     held = hold_out(screen, tmp_path / "split.json", json.dumps(LISTS))
-    folds = [fold for [fold] in held.folds_by_heading().values()]
+    folds = [fold for [fold] in folds_by_heading(held).values()]
     changed = held.profiles.expression.tolil()
     is_fitted = np.isin(held.unit_of_cell, np.flatnonzero(held.split_of_unit == "train"))
     changed[np.flatnonzero(~is_fitted & (held.profiles.half != 0))] = 7.0
     other = replace(held, profiles=replace(held.profiles, expression=changed.tocsr()))
-    pairs = zip(held.predictions(folds), other.predictions(folds), strict=True)
+    pairs = zip(
+        ChangePredictor(held).predict(folds), ChangePredictor(other).predict(folds), strict=True
+    )
     for predicted, again in pairs:
         for method, values in predicted.items():
             np.testing.assert_array_equal(values, again[method], err_msg=method.name)

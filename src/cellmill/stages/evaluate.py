@@ -55,7 +55,7 @@ from cellmill.evaluate.seen.seen_cells import mark_seen_cells
 from cellmill.evaluate.seen.training_cells import find_training
 from cellmill.evaluate.task import Context, Task
 from cellmill.evaluate.tasks.perturbation.changes_file import ABOUT_CHANGES, write_changes
-from cellmill.evaluate.tasks.perturbation.held_out import PERTURBATION
+from cellmill.evaluate.tasks.perturbation.units import PERTURBATION
 from cellmill.files import check_writable, name_datasets, refuse_overwriting, sha256_file
 from cellmill.launch.signals import belong_to_parent, blocked, children, signal_all
 from cellmill.runs import results

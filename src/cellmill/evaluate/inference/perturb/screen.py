@@ -20,10 +20,10 @@ from cellmill.data.prepare.perturbations import TargetNames, merge_names
 from cellmill.data.prepare.qc_lines import list_first
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.inference.label_counts import MAX_NAMES
-from cellmill.evaluate.tasks.perturbation.held_out import STRATA
 from cellmill.evaluate.tasks.perturbation.profiles import (
     MIN_CONTROLS,
     START_HALF,
+    STRATA,
     Profiles,
     read_profiles,
 )

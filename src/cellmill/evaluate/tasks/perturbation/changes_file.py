@@ -31,11 +31,13 @@ from cellmill.errors import DataError
 from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.task import Context, Skipped
 from cellmill.evaluate.tasks.perturbation.baselines import ChangesByMethod
-from cellmill.evaluate.tasks.perturbation.held_out import PERTURBATION, HeldOut
+from cellmill.evaluate.tasks.perturbation.folds import folds_by_heading
+from cellmill.evaluate.tasks.perturbation.predictions import ChangePredictor
 from cellmill.evaluate.tasks.perturbation.probes import choose_probed, make_probes
 from cellmill.evaluate.tasks.perturbation.profiles import check_changes, controlled_role
+from cellmill.evaluate.tasks.perturbation.scoring import score_predictions
 from cellmill.evaluate.tasks.perturbation.split_file import SplitFile
-from cellmill.evaluate.tasks.perturbation.task import Perturbation
+from cellmill.evaluate.tasks.perturbation.units import PERTURBATION, HeldOutUnits
 
 ABOUT_CHANGES = "cellmill_changes"  # key in uns
 # obs column `group`; a control's kind is at the number of its half, START_HALF or REFERENCE_HALF
@@ -48,20 +50,20 @@ def write_changes(
     """Write the file of stage predict_changes and return its content. Raises DataError if nothing
     can be held out.
     """
-    held, folds = _hold_out(context, config)
+    units, folds = _hold_out(context, config)
     tested = np.sort(np.concatenate([fold.test for fold in folds]))
-    predictions = [*held.predictions(folds)]
+    predictions = [*ChangePredictor(units).predict(folds)]
     changes = _collect_changes(folds, predictions, tested)
-    scores = Perturbation(config).score_predictions(held, folds, predictions)
+    scores = score_predictions(units, folds, predictions)
     pearson = {method: scores["Pearson"][method] for method in changes}
     for method in choose_probed(pearson):
         changes |= make_probes(
             method, changes[method], tested, config.probe_noise, context.options.seed
         )
-    names = [held.unit_names[unit] for unit in tested.tolist()]
+    names = [units.unit_names[unit] for unit in tested.tolist()]
     is_control = context.roles[IS_CONTROL].fillna(False).to_numpy(bool)
     control = str(context.roles[controlled_role(context.roles)][is_control].iloc[0])
-    obs = _describe_cells(held, tested, [*names, control])
+    obs = _describe_cells(units, tested, [*names, control])
     cells = np.flatnonzero(obs["group"].notna())
     methods = []
     for method in changes:
@@ -79,36 +81,36 @@ def write_changes(
         "n_folds": len(folds),
     }
     vocabulary = context.model.vocabulary
-    genes = held.profiles.genes
+    genes = units.profiles.genes
     symbols = [vocabulary.symbols[row] for row in genes]
     var = pd.DataFrame({"symbol": symbols}, index=[vocabulary.gene_ids[row] for row in genes])
-    expression = held.profiles.expression[cells]
+    expression = units.profiles.expression[cells]
     adata = ad.AnnData(expression, obs.iloc[cells], var, uns={ABOUT_CHANGES: about})
     with create_h5(path) as file:
         write_anndata(file, adata)
     return adata
 
 
-def _hold_out(context: Context, config: PerturbationConfig) -> tuple[HeldOut, list[Fold]]:
+def _hold_out(context: Context, config: PerturbationConfig) -> tuple[HeldOutUnits, list[Fold]]:
     """Units, and the folds of the first repetition. Raises DataError if there are none."""
     try:
         check_changes(context)
         split_file = None if config.split_file is None else SplitFile.read(config, context)
-        held = HeldOut.read(context, config, PERTURBATION, split_file)
+        units = HeldOutUnits.read(context, config, PERTURBATION, split_file)
     except Skipped as reason:
         raise DataError(
             f"{context.dataset}: {reason}; expected perturbations, and controls in each batch or donor (columns of the "
             "table of datasets)"
         ) from None
-    every_fold = chain.from_iterable(held.folds_by_heading().values())
+    every_fold = chain.from_iterable(folds_by_heading(units).values())
     folds = [fold for fold in every_fold if fold.repetition == 0]
     if not folds:
         raise DataError(
             f"{context.dataset}: expected two perturbations of {config.min_cells} cells, and one that the model saw no "
-            f"cell of, got {len(held.group_of_unit)} and {int(held.unseen.sum())}; set shard.split_by: perturbation, "
+            f"cell of, got {len(units.group_of_unit)} and {int(units.unseen.sum())}; set shard.split_by: perturbation, "
             "or evaluate.cells: all"
         )
-    return held, folds
+    return units, folds
 
 
 def _collect_changes(
@@ -127,15 +129,15 @@ def _collect_changes(
     return {method: values for method, values in changes.items() if np.isfinite(values).all()}
 
 
-def _describe_cells(held: HeldOut, tested: np.ndarray, names: list[str]) -> pd.DataFrame:
+def _describe_cells(units: HeldOutUnits, tested: np.ndarray, names: list[str]) -> pd.DataFrame:
     """obs of all cells; those without a `group` are not written. `names` are those of the tested
     units, then the control's.
     """
-    profiles = held.profiles
+    profiles = units.profiles
     # (cells,): number of the tested unit; -1 for other cells, whose unit -1 indexes the last entry
-    position = np.full(len(held.group_of_unit) + 1, -1, np.int64)
+    position = np.full(len(units.group_of_unit) + 1, -1, np.int64)
     position[tested] = np.arange(len(tested))
-    tested_unit_of_cell = position[held.scored_unit_of_cell]
+    tested_unit_of_cell = position[units.scored_unit_of_cell]
     # (cells,): index in CELL_KINDS; -1 for cells that are not written
     kind = np.where(profiles.stratum >= 0, profiles.half, -1)
     kind = np.where(tested_unit_of_cell >= 0, CELL_KINDS.index("measured"), kind)
@@ -146,5 +148,5 @@ def _describe_cells(held: HeldOut, tested: np.ndarray, names: list[str]) -> pd.D
             "perturbation": pd.Categorical(np.array(names, object)[tested_unit_of_cell]),
             "stratum": profiles.stratum,
         },
-        index=held.context.reader.obs_names,
+        index=units.context.reader.obs_names,
     )

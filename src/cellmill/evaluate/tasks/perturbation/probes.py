@@ -58,7 +58,7 @@ def choose_probed(pearson: ByMethod) -> list[ScoredMethod]:
     return probed
 
 
-def find_gamed(
+def describe_better_probes(
     column: ScoreColumn, probes: ByMethod, probed: Sequence[ScoredMethod], noise: float
 ) -> list[str]:
     """A sentence for each method with a better probe, and the paired differences with their

@@ -31,6 +31,7 @@ from cellmill.evaluate.task import Context, Skipped
 # halves of the controls
 START_HALF = 0  # predictions start from these
 REFERENCE_HALF = 1  # changes are measured from these
+STRATA = ("batch", "donor")  # roles that divide cells into strata
 MIN_CONTROLS = 5  # controls of a stratum in each half
 MAX_CONTROLS = 128  # controls of a stratum that the model predicts from: the first of their half
 

@@ -1,0 +1,95 @@
+"""Folds of units: groups to fit on and groups to test.
+
+If the model saw cells of some groups only, the others are tested, once. If it saw none, all groups
+are tested in turn; if it saw all, none is tested. A split file has its own rule.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+from sklearn.model_selection import GroupKFold, KFold
+
+from cellmill.evaluate.splits import Fold
+from cellmill.evaluate.tasks.perturbation.doses import FEWEST_DOSES, leave_out_doses
+from cellmill.evaluate.tasks.perturbation.split_file import TEST, TRAIN
+from cellmill.evaluate.tasks.perturbation.units import DOSE, PERTURBATION, HeldOutUnits
+
+
+def folds_by_heading(units: HeldOutUnits) -> dict[str, list[Fold]]:
+    """Folds by what they test, in the words of a heading, such as `new donor`. A split file has a
+    heading for each novelty of units. Empty if nothing can be tested.
+    """
+    if units.split_file is None:
+        folds = [*make_folds(units)]
+        return {f"new {units.role}": folds} if folds else {}
+    train = np.flatnonzero(units.split_of_unit == TRAIN)
+    test = np.flatnonzero((units.split_of_unit == TEST) & units.unseen)
+    by_novelty = units.split_file.divide_by_novelty(
+        test, train, units.perturbation, units.unit_context
+    )
+    return {novelty: [Fold(0, train, tested)] for novelty, tested in by_novelty.items()}
+
+
+def make_folds(units: HeldOutUnits) -> Iterator[Fold]:
+    """Units to fit on and to test. Empty if the model saw cells of all groups, if there are fewer
+    than two groups, or for doses if no compound has FEWEST_DOSES of them.
+    """
+    n_groups = len(np.unique(units.group_of_unit))
+    n_unseen = len(np.unique(units.group_of_unit[units.unseen]))
+    if n_groups < 2 or not n_unseen:
+        return
+    if n_unseen < n_groups:
+        yield _test_unseen(units)
+    elif units.role == DOSE:
+        for test in leave_out_doses(units.perturbation, units.log_dose):
+            yield Fold(0, np.setdiff1d(np.arange(units.n_units), test), test)
+    elif units.role == PERTURBATION:
+        yield from _divide_perturbations(units)
+    else:
+        yield from _divide_contexts(units)
+
+
+def _test_unseen(units: HeldOutUnits) -> Fold:
+    """The fold that tests the units of unseen groups.
+
+    Baselines are fitted on the groups that the model was fitted on, not on groups that only
+    validated it. They are fitted on all other groups if the model was fitted on none.
+    """
+    fitted = ~units.unseen & units.trained
+    if not fitted.any():
+        fitted = ~units.unseen
+    return Fold(0, np.flatnonzero(fitted), np.flatnonzero(units.unseen))
+
+
+def _divide_perturbations(units: HeldOutUnits) -> Iterator[Fold]:
+    """Folds of the groups, shuffled anew in each repetition."""
+    groups = np.unique(units.group_of_unit)
+    options = units.context.options
+    n_folds = min(options.folds, len(groups))
+    for repetition in range(units.config.seeds):
+        splitter = KFold(n_folds, shuffle=True, random_state=options.seed + repetition)
+        for _, test in splitter.split(groups):
+            is_tested = np.isin(units.group_of_unit, groups[test])
+            yield Fold(repetition, np.flatnonzero(~is_tested), np.flatnonzero(is_tested))
+
+
+def _divide_contexts(units: HeldOutUnits) -> Iterator[Fold]:
+    """Folds of whole contexts, at most `most_folds`."""
+    n_folds = min(len(np.unique(units.group_of_unit)), units.config.most_folds)
+    splitter = GroupKFold(n_folds)
+    for train, test in splitter.split(units.group_of_unit, groups=units.group_of_unit):
+        yield Fold(0, train, test)
+
+
+def explain_no_folds(units: HeldOutUnits) -> str:
+    """Why there are no folds, if there are none."""
+    n_groups = len(np.unique(units.group_of_unit))
+    enough = f"{units.config.min_cells} cells or more (min_cells)"
+    reason = f"{n_groups} values have {enough}; two are needed"
+    if n_groups and (units.split_file is not None or not units.unseen.any()):
+        reason = (
+            "the model saw cells of each of them; hold some out (shard.split_by), or use cells: all"
+        )
+    elif n_groups > 1 and units.role == DOSE:
+        reason = f"no compound has {FEWEST_DOSES} doses of {enough}"
+    return f"held out {units.role}: {reason}"

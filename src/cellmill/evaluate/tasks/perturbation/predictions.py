@@ -1,0 +1,123 @@
+"""Predicted changes of units, by the model and by baselines.
+
+Predictions of a tested unit read its gene, its context and the strata of its cells, never its
+expression.
+
+Legend: U units, G genes, F features of a unit.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from cellmill.evaluate.methods import EMBEDDING, ByMethod
+from cellmill.evaluate.splits import Fold
+from cellmill.evaluate.tasks.perturbation.baselines import (
+    ADDITIVE,
+    CONTEXT_MEAN,
+    ChangesByMethod,
+    predict_new_contexts,
+    predict_new_perturbations,
+    sum_changes_of_parts,
+)
+from cellmill.evaluate.tasks.perturbation.doses import predict_new_doses
+from cellmill.evaluate.tasks.perturbation.gene_features import average_gene_vectors
+from cellmill.evaluate.tasks.perturbation.profiles import START_HALF
+from cellmill.evaluate.tasks.perturbation.response import ResponseHead
+from cellmill.evaluate.tasks.perturbation.units import DOSE, PERTURBATION, HeldOutUnits
+
+RESPONSE = replace(EMBEDDING, classifier="response head")
+
+
+@dataclass(frozen=True)
+class ChangePredictor:
+    """What the changes of units are predicted from."""
+
+    units: HeldOutUnits
+
+    @cached_property
+    def start_means(self) -> np.ndarray:
+        """(strata, G) float64: mean of the controls that predictions start from."""
+        return self.units.profiles.control_means(START_HALF)
+
+    @cached_property
+    def changes_from_start(self) -> np.ndarray:
+        """(U, G) float64: changes from `start_means`, which predictions are fitted on."""
+        units = self.units
+        return units.profiles.changes(units.unit_of_cell, units.n_units, self.start_means)
+
+    @cached_property
+    def features(self) -> ByMethod:
+        """(U, F) by source of gene vectors (`average_gene_vectors`)."""
+        units = self.units
+        return average_gene_vectors(
+            units.context.model, units.profiles, units.gene_names, units.genes, units.config.priors
+        )
+
+    @cached_property
+    def responses(self) -> np.ndarray | None:
+        """(U, G) float64: change of each unit by the model's response head, if it has one."""
+        units = self.units
+        context = units.context
+        head = ResponseHead.find(context.model.network, context.options.precision)
+        if head is None:
+            return None
+        shares = units.profiles.stratum_shares(units.scored_unit_of_cell, units.n_units)
+        names = units.name_in_dataset.tolist()
+        return head.predict_changes(
+            context.vectors, units.profiles, np.nan_to_num(shares), names, units.genes
+        )
+
+    def predict(self, folds: list[Fold]) -> Iterator[ChangesByMethod]:
+        """Predicted changes of the test units of each fold."""
+        units = self.units
+        changes = self.changes_from_start
+        for fold in folds:
+            train = fold.train
+            test = fold.test
+            predicted: ChangesByMethod = {}
+            if units.role == PERTURBATION:
+                predicted |= predict_new_perturbations(
+                    changes, train, test, self.features, units.config.neighbors
+                )
+            if units.split_file is not None:
+                predicted |= self._predict_from_parts(fold)
+            # a perturbation that a training unit has, too, at another dose or in another context
+            is_trained = np.isin(units.perturbation[test], units.perturbation[train])
+            if units.role == DOSE:
+                predicted |= predict_new_doses(
+                    changes, train, test, units.perturbation, units.log_dose
+                )
+            elif units.role != PERTURBATION or is_trained.any():
+                controls = units.profiles.unit_controls(
+                    units.unit_of_cell, units.n_units, self.start_means
+                )
+                predicted |= predict_new_contexts(
+                    changes, train, test, units.perturbation, controls
+                )
+            if self.responses is not None:
+                predicted[RESPONSE] = self.responses[test]
+            yield predicted
+
+    def _predict_from_parts(self, fold: Fold) -> ChangesByMethod:
+        """Means of the units' contexts, and sums over the parts of combinations, each only if all
+        test units have it.
+        """
+        units = self.units
+        changes = self.changes_from_start
+        parts = [units.part_names.divide(name) for name in units.perturbation.tolist()]
+        predicted: ChangesByMethod = {}
+        if any(units.unit_context):
+            is_same = units.unit_context[fold.test][:, None] == units.unit_context[fold.train]
+            n_same = is_same.sum(1, keepdims=True)
+            if n_same.all():
+                predicted[CONTEXT_MEAN] = is_same @ changes[fold.train] / n_same
+        if max(len(parts[unit]) for unit in fold.test) > 1:
+            sums = sum_changes_of_parts(
+                changes, fold.train, fold.test, units.perturbation, units.unit_context, parts
+            )
+            if np.isfinite(sums).all():
+                predicted[ADDITIVE] = sums
+        return predicted

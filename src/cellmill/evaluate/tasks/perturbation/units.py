@@ -1,0 +1,214 @@
+"""Units of perturbed cells (see `profiles.py`), and the groups of them that are held out whole.
+
+Legend: U units, G genes.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Self
+
+import numpy as np
+import pandas as pd
+
+from cellmill.config.parts.tasks import PerturbationConfig
+from cellmill.data.arrays import text_values
+from cellmill.data.genes.names import known_rows
+from cellmill.evaluate.task import Context, Skipped
+from cellmill.evaluate.tasks.perturbation.doses import log_doses, parse_names
+from cellmill.evaluate.tasks.perturbation.profiles import STRATA, Profiles, read_profiles
+from cellmill.evaluate.tasks.perturbation.split_file import PartNames, SplitFile
+
+PERTURBATION = "perturbation"  # role of new perturbations, and of every split file
+DOSE = "dose"  # role of doses that are held out
+NO_CONTROLS = "no stratum has enough controls"  # why a dataset or a role is skipped
+# a group counts as unseen if this share of its cells is scored; the rest equal training cells or
+# have no known gene
+UNSEEN_FRAC = 0.9
+
+
+@dataclass(frozen=True)
+class HeldOutUnits:
+    """Units of a role whose values are held out whole."""
+
+    context: Context
+    config: PerturbationConfig
+    role: str
+    profiles: Profiles
+    # (cells,) int64: unit of a cell; -1 for controls, and for units with too few cells
+    unit_of_cell: np.ndarray
+    name_in_dataset: np.ndarray  # (U,) text: perturbation as the dataset has it
+    perturbation: np.ndarray  # (U,) text: the same, or the compound if names have doses
+    dose: np.ndarray  # (U,) text, empty for a unit without
+    unit_context: np.ndarray  # (U,) text, empty if units have none
+    # (U,) text: perturbation, context or both; the units of a group are held out together
+    group_of_unit: np.ndarray
+    # (U,) bool: at least UNSEEN_FRAC of the group's cells are scored
+    unseen: np.ndarray
+    # (U,) bool: the model was fitted, not only validated, on cells of the group
+    trained: np.ndarray
+    # perturbations of units with too few cells, or without the dose that is held out
+    left_out: list[str]
+    part_names: PartNames
+    split_file: SplitFile | None
+
+    @classmethod
+    def read(
+        cls,
+        context: Context,
+        config: PerturbationConfig,
+        role: str,
+        split_file: SplitFile | None = None,
+    ) -> Self:
+        """Units with at least `min_cells` cells. For units that may be tested, only scored cells
+        count.
+
+        Raises Skipped if no stratum has enough controls.
+        """
+        context_role = None if role in (PERTURBATION, DOSE) else role
+        if split_file is not None:
+            context_role = split_file.context_role
+        roles = (*STRATA, context_role) if context_role else STRATA
+        profiles = read_profiles(
+            context.reader,
+            context.gene_columns,
+            context.roles,
+            dict.fromkeys(roles),
+            context.options.seed,
+        )
+        if profiles.stratum.max() < 0:
+            raise Skipped(NO_CONTROLS)
+        cells = _tabulate_cells(context, config, profiles, context_role)
+        cells["group"] = _name_groups(cells, role, context_role, split_file)
+        no_dose: list[str] = []
+        if role == DOSE:
+            has_dose = np.isfinite(log_doses(cells["dose"].to_numpy(str)))
+            no_dose = cells["perturbation"][cells["is_usable"] & ~has_dose].unique().tolist()
+            cells["is_usable"] &= has_dose
+        usable = cells[cells["is_usable"]]
+        groups = usable.groupby("group")
+        is_unseen = groups["is_scored"].sum() >= UNSEEN_FRAC * groups.size()
+        is_trained = groups["is_trained"].any()
+        units = _tabulate_units(usable, is_unseen)
+        has_enough = units["n_cells"] >= config.min_cells
+        kept = units[has_enough]
+        unit_of_cell = kept.index.get_indexer(cells["unit"])
+        return cls(
+            context,
+            config,
+            role,
+            profiles,
+            unit_of_cell=np.where(cells["is_usable"], unit_of_cell, -1),
+            name_in_dataset=kept["name_in_dataset"].to_numpy(str),
+            perturbation=kept["perturbation"].to_numpy(str),
+            dose=kept["dose"].to_numpy(str),
+            unit_context=kept["context"].to_numpy(str),
+            group_of_unit=kept["group"].to_numpy(str),
+            unseen=is_unseen[kept["group"]].to_numpy(bool),
+            trained=is_trained[kept["group"]].to_numpy(bool),
+            left_out=sorted({*units["perturbation"][~has_enough], *no_dose}),
+            part_names=PartNames(context, config.combination_delimiter),
+            split_file=split_file,
+        )
+
+    @property
+    def n_units(self) -> int:
+        """U."""
+        return len(self.perturbation)
+
+    @cached_property
+    def unit_names(self) -> list[str]:
+        """Perturbation, dose and context of each unit, as far as it has them."""
+        texts = zip(self.perturbation.tolist(), self.dose.tolist(), self.unit_context.tolist())
+        return [" | ".join(filter(None, unit_texts)) for unit_texts in texts]
+
+    @cached_property
+    def split_of_unit(self) -> np.ndarray:
+        """(U,) text: split of each unit in the file; empty for a unit that it does not name."""
+        assert self.split_file is not None
+        return self.split_file.assign(self.perturbation, self.unit_context)
+
+    @cached_property
+    def log_dose(self) -> np.ndarray:
+        """(U,) float64: log10 of each unit's dose; NaN for a unit without a dose above 0."""
+        return log_doses(self.dose)
+
+    @cached_property
+    def scored_unit_of_cell(self) -> np.ndarray:
+        """(cells,) int64: unit of each scored cell, from which changes are measured; -1 for other
+        cells.
+        """
+        return np.where(self.context.scored, self.unit_of_cell, -1)
+
+    @cached_property
+    def gene_names(self) -> list[list[str]]:
+        """Names of each unit's perturbed genes: the parts of its perturbation."""
+        parts = map(self.part_names.divide, self.perturbation.tolist())
+        return [[*map(str.strip, names)] for names in parts]
+
+    @cached_property
+    def genes(self) -> list[list[int]]:
+        """Vocabulary rows of each unit's perturbed genes that the model knows."""
+        return known_rows(self.gene_names, self.context.model.vocabulary)
+
+
+def _tabulate_cells(
+    context: Context, config: PerturbationConfig, profiles: Profiles, context_role: str | None
+) -> pd.DataFrame:
+    """A row for each cell: its unit and the values that name it, and whether the cell is usable,
+    scored, and in the model's training.
+
+    A cell is usable if it is perturbed, has a stratum, and has a value of `context_role`, the role of
+    contexts.
+    """
+    is_usable = (profiles.perturbation != "") & (profiles.stratum >= 0)
+    contexts = np.full(len(is_usable), "")
+    compound = profiles.perturbation
+    dose = profiles.dose
+    if config.doses == "names":
+        compound, dose, _ = parse_names(compound, config.dose_unit)
+    if context_role is not None:
+        contexts = text_values(context.roles[context_role]).astype(str)
+        is_usable &= context.roles[context_role].notna().to_numpy()
+    cells = pd.DataFrame(
+        {
+            "name_in_dataset": profiles.perturbation,
+            "perturbation": compound,
+            "dose": dose,
+            "context": contexts,
+            "is_usable": is_usable,
+            "is_scored": context.scored,
+            "is_trained": context.model.is_training_cell(context.dataset, context.reader.obs_names),
+        }
+    )
+    # one sortable name for each unit
+    cells["unit"] = cells["perturbation"] + " | " + cells["dose"] + " | " + cells["context"]
+    return cells
+
+
+def _name_groups(
+    cells: pd.DataFrame, role: str, context_role: str | None, split_file: SplitFile | None
+) -> pd.Series:
+    """Group of each cell: the values that are held out together."""
+    if split_file is not None:
+        return cells["perturbation"] + " | " + cells["context"]
+    if role == DOSE:
+        return cells["perturbation"] + " | " + cells["dose"]
+    return cells["perturbation" if context_role is None else "context"]
+
+
+def _tabulate_units(usable: pd.DataFrame, is_unseen: pd.Series) -> pd.DataFrame:
+    """Perturbation, dose, context, group and `n_cells` of each unit, by its name.
+
+    Cells of a unit that may be tested, whose group `is_unseen`, count if they are scored, others
+    always.
+    """
+    is_counted = usable["is_scored"] | ~is_unseen[usable["group"]].to_numpy(bool)
+    units = usable.assign(is_counted=is_counted).groupby("unit")
+    return units.agg(
+        name_in_dataset=("name_in_dataset", "first"),
+        perturbation=("perturbation", "first"),
+        dose=("dose", "first"),
+        context=("context", "first"),
+        group=("group", "first"),
+        n_cells=("is_counted", "sum"),
+    )
