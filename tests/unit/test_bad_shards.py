@@ -24,7 +24,7 @@ from cellmill.data.shards.manifest import Manifest, verify
 from cellmill.data.shards.reader import open_shards
 from cellmill.errors import DataError, UserError
 from cellmill.evaluate.seen.copies import find_equal_cells
-from cellmill.evaluate.seen.held_out import TrainedCells
+from cellmill.evaluate.seen.trained_cells import TrainedCells
 from cellmill.evaluate.training_shards import read_counts
 from cellmill.files import digest, sha256_file
 

@@ -23,8 +23,8 @@ from cellmill.data.shards.cell_digests import FILE, KIT_BARCODES, CorpusDigests,
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.split import hash_cells, hash_genes
 from cellmill.errors import DataError
-from cellmill.evaluate.seen.held_out import TrainedCells
-from cellmill.evaluate.seen.training_cells import find_training
+from cellmill.evaluate.seen.find_training import find_training
+from cellmill.evaluate.seen.trained_cells import TrainedCells
 from cellmill.files import sha256_file
 from cellmill.stages import data
 from cellmill.stages.evaluate import describe_seen

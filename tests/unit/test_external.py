@@ -25,7 +25,7 @@ from cellmill.data.prepare.unpack import plain_cells
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.features.components import pca
-from cellmill.evaluate.seen.held_out import TrainedCells
+from cellmill.evaluate.seen.trained_cells import TrainedCells
 from cellmill.report.collect import read_run
 from cellmill.report.page import render
 from cellmill.report.standings import list_standings

@@ -43,7 +43,7 @@ from cellmill.data.shards.writer import write_part, write_shards
 from cellmill.data.split import hash_cells, hash_genes
 from cellmill.errors import DataError
 from cellmill.evaluate.seen.copies import find_equal_cells
-from cellmill.evaluate.seen.held_out import TrainedCells
+from cellmill.evaluate.seen.trained_cells import TrainedCells
 from cellmill.stages import data
 from tests.unit.test_shards import two_datasets
 

@@ -50,9 +50,9 @@ from cellmill.evaluate.inference.knock_out import knock_out_genes
 from cellmill.evaluate.inference.umap import project, write_umap
 from cellmill.evaluate.prediction_cache import PredictionCache
 from cellmill.evaluate.run import check_packages, run_tasks, summarize
-from cellmill.evaluate.seen.held_out import TrainedCells
+from cellmill.evaluate.seen.find_training import find_training
 from cellmill.evaluate.seen.seen_cells import mark_seen_cells
-from cellmill.evaluate.seen.training_cells import find_training
+from cellmill.evaluate.seen.trained_cells import TrainedCells
 from cellmill.evaluate.task import Context, Task
 from cellmill.evaluate.tasks.perturbation.changes_file import ABOUT_CHANGES, write_changes
 from cellmill.evaluate.tasks.perturbation.units import PERTURBATION

@@ -30,7 +30,7 @@ from cellmill.evaluate.inference.calibration import (
     find_classifications,
     find_regressions,
 )
-from cellmill.evaluate.seen.training_cells import find_shards, find_training_of_run
+from cellmill.evaluate.seen.find_training import find_shards, find_training_of_run
 from cellmill.files import write_json
 from cellmill.finetune.method import load_method
 from cellmill.models.build import build

@@ -24,7 +24,7 @@ from cellmill.evaluate.seen.corpus_hashes import (
     MAX_COMPLETIONS,
     HashedCorpus,
 )
-from cellmill.evaluate.seen.training_cells import Training, find_training
+from cellmill.evaluate.seen.find_training import Training, find_training
 
 KINDS = ["exact", "near", "new"]
 """Equal counts of the model's genes; the barcode of a training sample at other counts; neither."""
