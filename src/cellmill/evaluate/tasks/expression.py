@@ -29,7 +29,7 @@ def column_correlations(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 def cross_correlations(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """(m, k) float64: Pearson of each column of `first`, (n, m), with each column of `second`, (n,
-    k); 0 if one of them is constant.
+    k); 0 if one of them is constant, because a NaN would break a ranking.
     """
     return np.asarray(_standardise(first).T @ _standardise(second))
 

@@ -172,6 +172,7 @@ class Degraded(Task):
         seed = training.context.options.seed
         fitted = {}
         for number, level in enumerate(self.config.levels()):
+            # a draw for each level, of at most 100 levels a repeat
             generator = seeded(seed, draws.TRAINING_CELLS + 100 * repeat + number)
             fitted[level] = self.fit_to_level(level, counts, by_level, training, generator)
         return fitted
