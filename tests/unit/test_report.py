@@ -514,7 +514,7 @@ def test_the_csv_of_a_umap_has_labels_instead_of_codes(tmp_path: Path) -> None:
     assert sorted(row["label"] for row in rows) == ["", "a", "b", "b"]
 
 
-def test_texts_that_a_spreadsheet_would_evaluate_get_an_apostrophe(tmp_path: Path) -> None:
+def test_texts_that_a_spreadsheet_would_evaluate_are_quoted(tmp_path: Path) -> None:
     charts = PageCharts()
     formulas = [f"{start}1+1" for start in page_charts.FORMULA_STARTS]
     labels = [*formulas, "1-1"]
