@@ -366,6 +366,14 @@ def test_a_combination_has_genes_at_any_delimiter(screen: Context, tmp_path: Pat
     assert results[0] == results[1]
 
 
+def test_a_gene_named_as_a_control_word_keeps_its_gene(screen: Context) -> None:
+    symbols = screen.model.vocabulary.symbols
+    perturbation = screen.roles["perturbation"].replace({symbols[3]: "CTRL"})
+    context = replace(screen, roles=screen.roles | {"perturbation": perturbation})
+    units = HeldOutUnits.read(context, CONFIG, "perturbation")
+    assert units.gene_names[units.perturbation.tolist().index("CTRL")] == ["CTRL"]
+
+
 def test_an_informative_prior_predicts_what_the_mean_cannot() -> None:
     rng = np.random.default_rng(1)
     programs = rng.normal(size=(3, 40))

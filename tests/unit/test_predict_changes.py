@@ -91,7 +91,7 @@ def measured_and_given(found: Any) -> tuple[np.ndarray, np.ndarray]:
     obs = found.measured.obs
     expression = found.measured.X.toarray().astype(float)
     start_expression = found.start.X.toarray().astype(float)
-    is_control = obs.group == "reference control"
+    is_control = obs.group == "measured control"
     changes = []
     starts = []
     for name in found.perturbations:
@@ -159,7 +159,7 @@ def test_the_file_has_both_halves_of_the_controls(cells: tuple[Context, Any, Pat
     is_tested = context.roles["perturbation"].isin(found.perturbations).to_numpy()
     groups = {
         "start control": profiles.half == 0,
-        "reference control": profiles.half == 1,
+        "measured control": profiles.half == 1,
         "measured": is_tested & context.scored & ~is_control,
     }
     for group, is_in_group in groups.items():
@@ -372,7 +372,7 @@ def test_unseen_perturbations_are_held_out(tmp_path: Path, corpus: dict[str, Pat
     assert made.obs["group"].value_counts().to_dict() == {
         "measured": 450,
         "start control": 75,
-        "reference control": 75,
+        "measured control": 75,
     }
 
 

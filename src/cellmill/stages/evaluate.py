@@ -404,6 +404,6 @@ def predict_changes(
     about = written.uns[ABOUT_CHANGES]
     print(
         f"{name}: {len(about['perturbations']):,} held-out perturbations, {n['measured']:,} measured cells and "
-        f"{n['reference control']:,} controls, {n['start control']:,} controls to start from, "
+        f"{n['measured control']:,} controls, {n['start control']:,} controls to start from, "
         f"{written.n_vars:,} genes, by {', '.join(about['methods'])} -> {out}"
     )

@@ -206,7 +206,8 @@ class PerturbationConfig(TaskConfig):
     split_context: Literal["label", "condition", "donor", "batch"] = "label"
     """Role whose values are the contexts of split_file; label stands for cell types and cell lines."""
     combination_delimiter: str = Field("+", min_length=1)
-    """Text between the parts of a combination in the dataset's perturbations; preprocess writes genes with +."""
+    """Text between the parts of a combination in the dataset's perturbations; preprocess writes genes with +.
+    Training and `cellmill perturb` divide at + only."""
     doses: Literal["column", "names"] | None = None
     """Hold out single doses too, and fit curves to the others: doses of the dataset's column, or at the end of names,
     as in drug_0.1uM.

@@ -2,7 +2,7 @@
 metrics of other packages.
 
 X       log(1 + counts per 10,000) over the model's genes that the dataset has, CSR float32
-obs     `group`: `start control` (the half of the controls that predictions start from), `reference control` (the other
+obs     `group`: `start control` (the half of the controls that predictions start from), `measured control` (the other
         half) or `measured` (a scored cell of a held-out perturbation); `perturbation`: the control's name, or one of
         those below; `stratum`: number of the batch of a donor that has controls of its own
 var     Ensembl ids, and `symbol`
@@ -41,7 +41,7 @@ from cellmill.evaluate.tasks.perturbation.units import PERTURBATION, HeldOutUnit
 
 ABOUT_CHANGES = "cellmill_changes"  # key in uns
 # obs column `group`; a control's kind is at the number of its half, START_HALF or REFERENCE_HALF
-CELL_KINDS = ["start control", "reference control", "measured"]
+CELL_KINDS = ["start control", "measured control", "measured"]
 
 
 def write_changes(

@@ -147,7 +147,7 @@ def fit_hill(log_dose: np.ndarray, changes: np.ndarray) -> Curve:
         return Curve(reason="EC50 beyond the doses")
     if not np.isfinite(covariance[1, 1]):
         return Curve(log_ec50, slope=slope)
-    freedom = max(len(log_dose) - 3, 1)
+    freedom = len(log_dose) - 3
     half_width = float(stdtrit(freedom, 0.975) * covariance[1, 1] ** 0.5)
     return Curve(log_ec50, log_ec50 - half_width, log_ec50 + half_width, slope)
 

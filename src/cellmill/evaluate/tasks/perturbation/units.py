@@ -106,7 +106,11 @@ class HeldOutUnits:
             unseen=is_unseen[kept["group"]].to_numpy(bool),
             trained=is_trained[kept["group"]].to_numpy(bool),
             left_out=sorted({*units["perturbation"][~has_enough], *no_dose}),
-            part_names=PartNames(context, config.combination_delimiter),
+            part_names=(
+                split_file.names
+                if split_file is not None
+                else PartNames(context, config.combination_delimiter)
+            ),
             split_file=split_file,
         )
 
@@ -141,9 +145,12 @@ class HeldOutUnits:
 
     @cached_property
     def gene_names(self) -> list[list[str]]:
-        """Names of each unit's perturbed genes: the parts of its perturbation."""
-        parts = map(self.part_names.divide, self.perturbation.tolist())
-        return [[*map(str.strip, names)] for names in parts]
+        """Names of each unit's perturbed genes: the parts of its perturbation, or a whole name that
+        could be a control's word, such as gene CTRL.
+        """
+        names = self.perturbation.tolist()
+        parts = [self.part_names.divide(name) or (name,) for name in names]
+        return [[*map(str.strip, part_names)] for part_names in parts]
 
     @cached_property
     def genes(self) -> list[list[int]]:
