@@ -35,6 +35,12 @@ def names(kind: str) -> list[str]:
     return [*BUILT_IN[kind], *(name for name in installed if name not in BUILT_IN[kind])]
 
 
+def declaring_packages(kind: str, chosen: list[str]) -> list[str]:
+    """Packages whose entry points declare the names `chosen`; that of an object may be another."""
+    points = entry_points(group=f"cellmill.{kind}")
+    return [point.module.partition(".")[0] for point in points if point.name in chosen]
+
+
 def unknown(kind: str, name: str) -> ConfigError:
     """The error about a name that no choice of `kind` has."""
     return ConfigError(f"unknown {kind} {name!r}; {did_you_mean(name, names(kind))}")

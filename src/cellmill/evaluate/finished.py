@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from cellmill.config.plugin import load
+from cellmill.config.plugin import declaring_packages, load
 from cellmill.errors import DataError
 from cellmill.evaluate.evaluated_datasets import EvaluatedDatasets
 from cellmill.evaluate.task import Context, Task
@@ -83,9 +83,14 @@ def _list_packages(task: Task, context: Context) -> list[str]:
     """Names of cellmill and of the packages with the task, parts of the model and classifiers."""
     model = context.model
     objectives = [part.load() for part in model.network.objective.config.all_parts()]
-    classifiers = [load("classifier", name) for name in context.options.classifiers]
-    parts = [type(task), type(model.network), model.tokens.load(), *objectives, *classifiers]
-    return sorted({"cellmill", *(part.__module__.partition(".")[0] for part in parts)})
+    parts = [type(task), type(model.network), model.tokens.load(), *objectives]
+    packages = {part.__module__.partition(".")[0] for part in parts}
+    classifiers = context.options.classifiers
+    for name in classifiers:
+        load("classifier", name)  # imports its package, or says why it cannot be
+    # a classifier may be an object of another library
+    packages |= {*declaring_packages("classifier", classifiers)}
+    return sorted(packages | {"cellmill"})
 
 
 @cache
