@@ -52,6 +52,7 @@ class MethodResult:
     labels: np.ndarray  # (cells,) text; NONE for a refused cell
     is_refused: np.ndarray  # (cells,) bool
     novelty: np.ndarray  # (cells,) float64
+    can_refuse: bool = True  # False if no training cell tells what novelty is usual
 
 
 @dataclass(frozen=True)
@@ -193,15 +194,16 @@ class MapCells(Task):
         test: np.ndarray,
         name: str,
     ) -> dict[ScoredMethod, MethodResult]:
-        """As `_map_cells`, without the training cells of type `name`; empty if too few cells remain
-        on either side.
+        """As `_map_cells`, without the training cells of type `name` and without methods that could
+        refuse no cell; empty if too few cells remain on either side.
         """
         is_new = cells.labels[test] == name
         is_kept = cells.labels[train] != name
         n_fewest = min(is_new.sum(), (~is_new).sum())
         if n_fewest < MIN_TESTED or len(np.unique(cells.labels[train[is_kept]])) < 2:
             return {}
-        return self._map_cells(method, cells, train[is_kept], test)
+        mapped = self._map_cells(method, cells, train[is_kept], test)
+        return {scored: result for scored, result in mapped.items() if result.can_refuse}
 
     def _map_cells(
         self, method: ScoredMethod, cells: LabelledVectors, train: np.ndarray, test: np.ndarray
@@ -240,11 +242,12 @@ class MapCells(Task):
         classes, probabilities = cells.fit_probabilities(train, test)
         novelty = 1 - probabilities.max(axis=1)
         reference = cells.novelty_without_donors(train)
-        percentile = find_percentiles(reference[np.isfinite(reference)], novelty)
+        reference = reference[np.isfinite(reference)]
+        percentile = find_percentiles(reference, novelty)
         is_refused = find_refused(percentile, self.config.refuse_frac)
         names = classes[probabilities.argmax(axis=1)].astype(object)
         names[is_refused] = NONE
-        return MethodResult(names.astype(str), is_refused, novelty)
+        return MethodResult(names.astype(str), is_refused, novelty, can_refuse=len(reference) > 0)
 
 
 def _make_credit_column(predictions: ClassPredictions) -> ScoreColumn:
