@@ -113,16 +113,16 @@ def make_cached_classifiers(
     Predictions of other packages' classifiers are never saved, because their code may change. Genes
     by rank have only the standardised regression.
     """
-    cache = context.prediction_cache
+    stored = context.prediction_cache
     installed = context.options.classifiers
     by_features = {}
     for method, values in features.items():
         classifiers = make_classifiers(min(neighbors, len(labels)), installed)
         if method == RANKED:
             classifiers = {REGRESSION: classifiers[REGRESSION]}
-        saved = cache.predictions if method.network is None else cache.unsaved_predictions
+        saved = stored.predictions if method.network is None else stored.unsaved_predictions
         caches = dict.fromkeys(classifiers, saved)
-        caches |= dict.fromkeys(installed, cache.unsaved_predictions)
+        caches |= dict.fromkeys(installed, stored.unsaved_predictions)
         by_features[method] = CachedClassifiers(caches, classifiers, values, labels)
     return by_features
 

@@ -61,14 +61,13 @@ class LogisticRegression:
     def __repr__(self) -> str:
         """Part of the key of a cached prediction: the option, and constants of the algorithm.
 
-        The sizes above are not in it: they change rounding errors only. Whoever changes the algorithm
-        must delete the caches.
-        """
+        Whoever changes the algorithm must delete the caches."""
         options = (
             f"standardised={self.standardised}, {CURVATURE=}, {TOLERANCE=}, {RIDGE=}, {FORCING=}"
         )
         search = f"{MAX_STEPS=}, {ARMIJO=}, {ROUNDING=}, {MAX_ROUNDS=}, {CONSTANT_TOLERANCE=}"
-        return f"LogisticRegression({options}, {search}, {NO_VARIANCE=}, {NO_CENTRED_VARIANCE=})"
+        sizes = f"{MAX_DENSE_SIDE=}, {MAX_DENSE_VALUES=}"  # choose the solver
+        return f"LogisticRegression({options}, {search}, {sizes}, {NO_VARIANCE=}, {NO_CENTRED_VARIANCE=})"
 
     def fit(self, features: Any, labels: np.ndarray) -> Self:
         """Fit on `features`, `(cells, width)`, dense or sparse, and `labels`, `(cells,)`, of two
