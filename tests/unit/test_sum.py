@@ -2,6 +2,7 @@
 other shows.
 """
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -98,7 +99,7 @@ def test_a_mask_without_a_view_has_the_keys_of_its_objective() -> None:
 
 @pytest.mark.parametrize(
     ("former", "name"),
-    [("tensor", "tensor_parallel_styles"), ("loss_of_rows", "loss_of_coupled_rows")],
+    [("tensor", "tensor_parallel_styles"), ("rows", "coupled_rows"), ("leaves", "parts_by_name")],
 )
 def test_former_names_of_attributes_are_refused(former: str, name: str) -> None:
     with refused(f"{__name__}.Old.{former}: expected {name}, its new name; rename it"):
@@ -161,6 +162,13 @@ def test_a_part_without_targets_has_zero_loss() -> None:
     # a validation without any target has no loss: 0 would be the best of the run for ever
     none = torch.zeros(2, dtype=torch.float64)
     assert (none / parts.divisors(none)).isnan().all()
+    # nor has one whose only targets are of a part that it leaves out
+    assert parts.validation_loss(torch.tensor([2.0, 1.0]), torch.tensor([4, 4])) == pytest.approx(
+        2.3
+    )
+    parts.is_validated = torch.tensor([True, False])
+    assert parts.validation_loss(torch.tensor([2.0, 1.0]), torch.tensor([4, 4])) == 2.0
+    assert math.isnan(parts.validation_loss(torch.tensor([0.0, 1.0]), torch.tensor([0, 4])))
 
 
 def test_tensors_of_all_parts_are_copied_once() -> None:

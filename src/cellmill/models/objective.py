@@ -34,7 +34,15 @@ from cellmill.runs.results import Verdict, compare
 VALIDATION_STEP = -1
 HIDDEN_GENES_STEP = -2  # all cells lack the same genes, and the whole cell is predicted
 # former names of attributes, which are refused: ignored, they would change a training silently
-FORMER_NAMES = {"tensor": "tensor_parallel_styles", "loss_of_rows": "loss_of_coupled_rows"}
+FORMER_NAMES = {
+    "tensor": "tensor_parallel_styles",
+    "row_widths": "coupled_widths",
+    "rows": "coupled_rows",
+    "loss_of_rows": "loss_of_coupled_rows",
+    "validates_rows": "validates_coupled_loss",
+    "level_numbers": "level_codes",
+    "leaves": "parts_by_name",
+}
 Tensors = tuple[Tensor, ...]
 Judgement = tuple[dict[str, Any], list[Verdict]]
 """Metrics of a task, and verdicts against a baseline."""

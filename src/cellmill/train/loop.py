@@ -405,7 +405,7 @@ class Trainer:
         self.parallel_model.train()
         loss_sum, targets = self.mesh.sum(totals)
         losses = loss_sum / self.loss_parts.divisors(targets)
-        loss = (losses * self.loss_parts.validation_weights).sum().item()
+        loss = self.loss_parts.validation_loss(losses, targets)
         self.progress.val_step = self.progress.step
         if not math.isfinite(loss):  # may be only an overflow of float16: training continues
             self.progress.val_loss = None

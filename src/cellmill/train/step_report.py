@@ -3,6 +3,7 @@
 All ranks have the same numbers. They are copied from the device together, and read one step late.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
@@ -26,11 +27,10 @@ class LossParts:
             if part.has_target_per_cell:
                 self.labelled[name] = index
         self.weights: Tensor | float = 1.0
-        self.validation_weights: Tensor | float = 1.0  # 0 for parts that `val_loss` leaves out
         if self.names:
             self.weights = torch.tensor(list(objective.part_weights.values()), device=device)
             is_validated = [part.in_validation_loss for part in objective.parts_by_name().values()]
-            self.validation_weights = self.weights * torch.tensor(is_validated, device=device)
+            self.is_validated = torch.tensor(is_validated, device=device)
 
     def divisors(self, targets: Tensor) -> Tensor:
         """Return the divisors of the losses, () or (parts,).
@@ -38,6 +38,17 @@ class LossParts:
         A part without targets has loss 0, but a loss without any target is 0 / 0.
         """
         return targets.clamp(min=1) if self.names and targets.any() else targets
+
+    def validation_loss(self, losses: Tensor, targets: Tensor) -> float:
+        """Return the weighted loss of the parts that choose a checkpoint; NaN if none has a target,
+        since 0 would be the best of the run for ever.
+        """
+        weights = self.weights
+        if self.names:
+            if not targets[self.is_validated].any():
+                return math.nan
+            weights = weights * self.is_validated
+        return (losses * weights).sum().item()
 
     def name_losses(self, prefix: str, losses: Sequence[float]) -> dict[str, float]:
         """Return the unweighted loss of each part, by its name in metrics.jsonl."""
