@@ -68,6 +68,7 @@ def main() -> None:
 
 def run_sweep(folder: Path, arguments: argparse.Namespace) -> None:
     """Make the project in `folder`, every stage of it, and print the table."""
+    (folder / CPU).unlink(missing_ok=True)  # costs of an earlier call
     corpora = [f"corpus{number}" for number in range(arguments.corpora)]
     for number, corpus in enumerate(corpora):
         simulate(folder / f"{corpus}.h5ad", arguments.cells, seed=number)

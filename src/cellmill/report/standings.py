@@ -36,7 +36,7 @@ class Standing:
 
     @property
     def leads_clearly(self) -> bool:
-        """True if the run leads significantly and all runs were trained for equally many steps."""
+        """True if the run leads notably and all runs were trained for equally many steps."""
         is_clear = self.ranking.is_clear and self.n_runs > 1 and not self.steps_differ
         return is_clear and self.is_leader
 

@@ -316,6 +316,7 @@ def find_plan(
     cell_files: list[Path], vocabulary: Vocabulary, options: ShardOptions, folder: Path
 ) -> ShardPlan:
     """Read the plan that `make_plan` wrote in `folder`. Raises DataError if it has none of these inputs."""
+    _check_files(cell_files)
     plan = ShardPlan.read(folder, _compute_key(cell_files, vocabulary, options))
     if plan is not None:
         return plan
