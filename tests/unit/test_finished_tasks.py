@@ -223,11 +223,11 @@ def test_an_edited_plug_in_repeats_the_task(
         assert before != path(), kind
 
     # the classifier is a library's class that the package only names
-    own = tmp_path / "edited_classifier" / "__init__.py"
-    own.write_text("from sklearn.svm import SVC as toy_centroid\n")
+    module = tmp_path / "named_classifier.py"
+    module.write_text("from sklearn.svm import SVC as toy_centroid\n")
     points["cellmill.classifier"] = EntryPoint(
-        "toy_centroid", "edited_classifier:toy_centroid", "cellmill.classifier"
+        "toy_centroid", "named_classifier:toy_centroid", "cellmill.classifier"
     )
     before = path()
-    own.write_text("from sklearn.svm import LinearSVC as toy_centroid\n")
+    module.write_text("from sklearn.svm import LinearSVC as toy_centroid\n")
     assert before != path()
