@@ -72,6 +72,23 @@ def test_each_name_has_its_documented_meaning(
     assert f"echo 'True False {REPOSITORY}'" in shown.stdout
 
 
+def test_parameters_but_folders_and_machines_are_compared() -> None:
+    """A changed parameter reruns a rule only if its function asks for nothing but wildcards."""
+    files = [
+        *REPOSITORY.glob("workflow/rules/*.smk"),
+        REPOSITORY / "src/cellmill/config/job_files.py",
+    ]
+    asks_for_more = (
+        r"lambda wildcards, .*|def \w+\(wildcards, .*|def \w+\(self, wildcards: Wildcards, .*"
+    )
+    found = {line for path in files for line in re.findall(asks_for_more, path.read_text())}
+    assert found == {
+        "lambda wildcards, output: Path(output[0]).parent,",
+        "def train_machine(wildcards, resources):",
+        "def plan_machine(wildcards, resources):",
+    }
+
+
 def test_nothing_else_is_taken_from_snakemake() -> None:
     files = [
         REPOSITORY / "Snakefile",

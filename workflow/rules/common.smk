@@ -58,7 +58,7 @@ wildcard_constraints:
 
 
 def train_machine(wildcards, resources):
-    """Flags of the machine of a run, which is no reason to rerun it."""
+    """Flags of the machine of a run, no reason to rerun it: Snakemake does not compare what asks for `resources`."""
     with one_line():
         return train_arguments(machines, wildcards.run, pipeline.runs[wildcards.run], resources, elsewhere())
 
