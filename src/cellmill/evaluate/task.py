@@ -118,7 +118,8 @@ def add_supervision_note(result: TaskResult, note: str) -> TaskResult:
     rows = []
     for row in result.rows:
         method = row.method
-        if method.kind in ("model", "variant"):
+        # regressions on folds are variants too, most of them without the model
+        if method.kind == "model" or method.network == "trained":
             method = replace(method, supervised=note)
         new_names[row.method.name] = method.name
         rows.append(replace(row, method=method))
