@@ -17,18 +17,30 @@ class Listed(Task):
         return TaskResult([Row(method) for method in self.config])
 
 
-def list_rows(context: Context, *methods: ScoredMethod) -> list[str]:
-    """Names of the rows of `methods` if the model was trained with labels of the dataset."""
+class ListedGenes(Listed):
+    """The same without the cells of a dataset."""
+
+    reads_cells = False
+
+
+def list_rows(task: Task, context: Context) -> list[str]:
+    """Names of the rows of `task` if the model was trained with labels of the dataset."""
     config = context.model.config | {"supervised_by": ["cell_type"]}
     supervised = replace(context, model=replace(context.model, config=config))
-    return [row.method.name for row in run_task(Listed([*methods]), supervised).rows]
+    return [row.method.name for row in run_task(task, supervised).rows]
 
 
 def test_only_rows_of_the_trained_model_are_marked_supervised(context: Context) -> None:
     of_the_model = [EMBEDDING, FULL_PANEL, ScoredMethod("embed", kind="model")]
     others = [UNTRAINED, GENE_MEANS, ScoredMethod("external: x", kind="external")]
     on_folds = [replace(add_note(method, ", folds"), kind="variant") for method in others]
-    rows = list_rows(context, *of_the_model, *others, *on_folds)
+    rows = list_rows(Listed([*of_the_model, *others, *on_folds]), context)
     note = "supervised by this label (cell_type)"
     marked = [f"{method.features}, {note}" for method in of_the_model]
     assert rows == marked + [method.name for method in others + on_folds]
+
+
+def test_a_task_without_cells_names_no_label_of_a_dataset(context: Context) -> None:
+    # its result is kept and read for every dataset, whatever the label of these
+    rows = list_rows(ListedGenes([EMBEDDING]), context)
+    assert rows == ["embedding, supervised by cell_type"]

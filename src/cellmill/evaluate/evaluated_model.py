@@ -46,6 +46,12 @@ class EvaluatedModel:
             {*self.network.objective.config.supervised_by, *self.config.get("supervised_by", [])}
         )
 
+    @property
+    def supervision_note(self) -> str | None:
+        """Note on all labels that the model was trained with."""
+        columns = self.supervised_by
+        return f"supervised by {', '.join(columns)}" if columns else None
+
     @cached_property
     def untrained(self) -> Model:
         """The same architecture with initial weights of `seed`, in eval mode, on the same device."""

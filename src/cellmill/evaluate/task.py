@@ -68,11 +68,10 @@ class Context:
     @property
     def supervision_note(self) -> str | None:
         """Note after the model's name in tables and verdicts if it was trained with labels."""
-        columns = self.model.supervised_by
         label = self.roles.get("label")
-        if label is not None and str(label.name) in columns:
+        if label is not None and str(label.name) in self.model.supervised_by:
             return f"supervised by this label ({label.name})"
-        return f"supervised by {', '.join(columns)}" if columns else None
+        return self.model.supervision_note
 
 
 class Skipped(Exception):
@@ -102,13 +101,16 @@ class Task:
 
 
 def run_task(task: Task, context: Context) -> TaskResult:
-    """Run a task on one dataset. The model's rows get the note `Context.supervision_note`."""
+    """Run a task on one dataset. The model's rows get the note `Context.supervision_note`, or the
+    model's own in a task whose result does not depend on the dataset.
+    """
     try:
         with threadpool_limits(1):  # sums in one order: the same scores on any number of cores
             result = task.run(context)
     except Skipped as skipped:
         return TaskResult(figures=skipped.figures, skipped=str(skipped))
-    note = context.supervision_note
+    reads_cells = getattr(task, "reads_cells", True)
+    note = context.supervision_note if reads_cells else context.model.supervision_note
     return result if note is None else add_supervision_note(result, note)
 
 
