@@ -107,6 +107,14 @@ def test_the_table_has_means_over_repetitions() -> None:
     assert entry.mean == 0.125
 
 
+def test_a_repetition_without_a_tested_unit_is_in_no_column() -> None:
+    scores = np.array([[0.5, np.nan], [np.nan, np.nan], [0.7, 1.0]])
+    [row] = table_rows([ScoreColumn("new types", "AUROC", {OWN: scores})])
+    assert row.scores["new types"].repetitions == pytest.approx([0.5, 0.85])
+    assert row.scores["new types"].sd == pytest.approx(np.std([0.5, 0.85], ddof=1))
+    assert row.scores["new types"].mean == pytest.approx(2.2 / 3)
+
+
 SAME = "own is the same as other to three decimals of accuracy: undecided."
 
 

@@ -129,13 +129,15 @@ class ScoreColumn:
 
 
 def table_rows(columns: Iterable[ScoreColumn]) -> list[Row]:
-    """A row for each method: mean, sd and single values over repetitions in each column that has
-    the method.
+    """A row for each method: mean, sd and single values over tested repetitions in each column that
+    has the method.
     """
     scores: dict[ScoredMethod, dict[str, Score]] = {}
     for column in columns:
         for method, values in column.scores.items():
-            by_repetition = np.nanmean(values, axis=1)
+            # a repetition may test no unit of a column
+            is_tested = np.isfinite(values).any(axis=1)
+            by_repetition = np.nanmean(values[is_tested], axis=1)
             sd = float(by_repetition.std(ddof=len(by_repetition) > 1))
             score = Score(column.mean(method), sd, by_repetition.tolist())
             scores.setdefault(method, {})[column.heading] = score
