@@ -142,7 +142,14 @@ def main() -> None:
     print("\n".join(table(results, FEATURES, COLUMNS)))
     for title, runs in results.items():
         figures = runs[0].figures
-        names = ("n_fitted", "n_cells", "n_new_classes", "new_classes", "n_copies", "shared_genes")
+        names = (
+            "n_fitted",
+            "n_cells",
+            "n_cells_of_new_classes",
+            "new_classes",
+            "n_copies",
+            "shared_genes",
+        )
         print(f"\n{title}: {', '.join(f'{name} {figures[name]}' for name in names)}")
         print("\n".join(verdicts(runs)))
 

@@ -258,7 +258,7 @@ def test_copies_are_counted_apart(datasets: Datasets, tmp_path: Path) -> None:
         two.obs["cell_type"] = text
 
     figures = datasets.evaluate(tmp_path / "out", change)["two"]["transfer"]["figures"]
-    assert (figures["n_copies"], figures["new_classes"], figures["n_new_classes"]) == (
+    assert (figures["n_copies"], figures["new_classes"], figures["n_cells_of_new_classes"]) == (
         7,
         {"platypus cell": 30},
         30,

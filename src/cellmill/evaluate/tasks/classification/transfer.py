@@ -121,7 +121,6 @@ class ComparedCells:
     def figures(self) -> dict[str, Any]:
         """Numbers of cells, for metrics.json."""
         is_known = self.is_known
-        n_cells_of_new_classes = int((~is_known).sum())
         tested_labels = self.tested.labels
         return self.tested.left_out | {
             "fitted_on": ", ".join(group.context.dataset for group in self.fitted),
@@ -131,7 +130,7 @@ class ComparedCells:
             "n_cells": int(is_known.sum()),
             "classes": count_by_label(tested_labels[is_known]),
             "new_classes": count_by_label(tested_labels[~is_known]),
-            "n_new_classes": n_cells_of_new_classes,
+            "n_cells_of_new_classes": int((~is_known).sum()),
             "n_copies": self.n_copies,
         }
 
