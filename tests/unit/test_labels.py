@@ -385,6 +385,28 @@ def test_the_judge_reports_errors_in_the_unit_of_the_column(loss: str) -> None:
     assert own["mean_absolute_error"] == pytest.approx(np.abs(ages - of_model).mean())
 
 
+@pytest.mark.parametrize("loss", ["mse", "huber", "pearson"])
+def test_equal_predictions_have_errors_and_no_correlation(loss: str) -> None:
+    given = {"name": "regression", "target_column": "age", "loss": loss}
+    config = ObjectiveConfig.model_validate(given | {"target_mean": 40.0, "target_std": 12.0})
+    objective = config.load()(config, Tokens.model_validate({}))
+    numbers = np.array([-1, 0, 1, 2], np.float32)
+    equal = np.ones(4, np.float32)
+    for targets in (equal, equal[:0]):
+        assert objective.judge(targets, targets, train=None) == ({"n_targets": len(targets)}, [])
+    figures, verdicts = objective.judge(numbers, equal, train=None)
+    if loss == "pearson":  # predictions have no unit
+        assert (figures, verdicts) == ({"n_targets": 4}, [])
+        return
+    assert figures == {
+        "n_targets": 4,
+        "r2": pytest.approx(-0.2),
+        "mean_absolute_error": pytest.approx(12),
+        "root_mean_squared_error": pytest.approx(12 * 1.5**0.5),
+    }
+    assert [verdict.outcome for verdict in verdicts] == ["behind"]
+
+
 @pytest.mark.parametrize("n", [0, 1, 5])
 def test_cells_that_do_not_differ_have_a_finite_gradient(n: int) -> None:
     table = torch.zeros(6, 3)

@@ -122,16 +122,22 @@ class Regression(CellObjective):
         return {"pearson": covariance / variances**0.5}
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
-        """Score standardised predictions: correlations and, unless the loss is pearson, errors."""
+        """Score standardised predictions: correlations and, unless the loss is pearson, errors.
+
+        Equal targets get no score, and equal predictions no correlation.
+        """
         targets, predicted = (values.astype(np.float64) for values in observed)
         metrics: dict[str, Any] = {"n_targets": len(targets)}
-        correlation = pearson(targets, predicted) if len(targets) else None
-        if correlation is None:
+        if not len(targets) or targets.var() == 0:
             return metrics, []
-        metrics["pearson"] = correlation
-        metrics["spearman"] = pearson(_rank(targets), _rank(predicted))
+        correlation = pearson(targets, predicted)
+        if correlation is not None:
+            metrics["pearson"] = correlation
+            metrics["spearman"] = pearson(_rank(targets), _rank(predicted))
         name = f"regression of {self.config.target_column}"
         if self.config.loss == "pearson":
+            if correlation is None:
+                return metrics, []
             return metrics, [compare(name, "no correlation", "Pearson's r", correlation)]
         errors = targets - predicted
         r2 = float(1 - np.square(errors).mean() / targets.var())
