@@ -120,7 +120,7 @@ def test_lists_of_gears_are_grouped_by_trained_parts(screen: Context, tmp_path: 
     assert groups_of(again) == {"1 of 2 seen": ["A+B", "C+D"]}
     result = Perturbation(again.config).run(screen)
     assert result.notes[0] == (
-        f"1 perturbations that {tmp_path / 'split.json'} counts as 2 of 2 seen, the first A+B, are scored as 1 of 2 "
+        f"1 units that {tmp_path / 'split.json'} counts as 2 of 2 seen, the first A+B, are scored as 1 of 2 "
         "seen, by the perturbations in train."
     )
 

@@ -5,8 +5,6 @@ Units and changes are defined in `profiles.py`, rows and ceilings in docs/pertur
 model saw cells of some perturbations only, the others are tested, once. If it saw none, all are
 tested in folds; if it saw all, none is tested. A unit's own perturbed genes are left out of its
 scores. Intervals are over perturbations and repetitions.
-
-Legend: U units, G genes.
 """
 
 from collections.abc import Iterator, Mapping
@@ -242,7 +240,7 @@ def check_split(
             ]
             if others:
                 notes.append(
-                    f"{len(others):,} perturbations that {split_file.path} counts as {stated}, the first "
+                    f"{len(others):,} units that {split_file.path} counts as {stated}, the first "
                     f"{names[others[0]]}, are scored as {heading}, by the perturbations in {TRAIN}."
                 )
     if split_file.undivided:
