@@ -13,7 +13,7 @@ from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.errors import DataError
 from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.task import Context
-from cellmill.evaluate.tasks.perturbation.baselines import SAME_NEAREST
+from cellmill.evaluate.tasks.perturbation.baselines import MEAN, SAME_NEAREST
 from cellmill.evaluate.tasks.perturbation.doses import (
     HILL,
     LINEAR,
@@ -131,6 +131,22 @@ def test_three_fitted_doses_determine_the_curve() -> None:
     [row] = tabulate_curves(changes[:3], compound[:3], log_dose[:3], "", {})
     assert (row["fit"], row["low"], row["high"]) == ("Hill", None, None)
     assert row["EC50"] == pytest.approx(1, rel=1e-2)
+
+
+def test_a_compound_without_training_doses_is_not_called_linear() -> None:
+    changes = np.outer(np.arange(6.0), np.ones(3))
+    compound = np.array(["a", "a", "a", "b", "b", "b"])
+    log_dose = np.tile([0.0, 1.0, 2.0], 2)
+    train = np.arange(3)
+    test = np.arange(3, 6)
+    predicted = predict_new_doses(changes, train, test, compound, log_dose)
+    np.testing.assert_array_equal(predicted[LINEAR], predicted[MEAN])
+    folds = [Fold(0, train, test)]
+    assert describe_linear_doses(changes, folds, compound, log_dose) == []
+    few = [Fold(0, train[:2], np.arange(2, 6))]
+    assert describe_linear_doses(changes, few, compound, log_dose) == [
+        "Hill curve: 1 of 4 held-out doses have the linear prediction (2 doses 1)."
+    ]
 
 
 def test_a_failed_curve_is_linear_and_says_why() -> None:

@@ -7,7 +7,8 @@ For each compound, with dose d and gene g:
 
 EC50 and n are shared by the genes of a compound. They are fitted to the strength of the changes:
 their projection on the first right singular vector. `a_g` and `b_g` are least squares. A compound
-whose Hill curve cannot be fitted has the linear prediction, and the table says why.
+whose Hill curve cannot be fitted has the linear prediction, and the table says why. A compound
+without training doses has the mean of all.
 
 Legend: U units, G genes, D doses of a compound.
 """
@@ -200,6 +201,8 @@ def describe_linear_doses(
         n_tested += len(fold.test)
         for unit in fold.test:
             same = fold.train[compound[fold.train] == compound[unit]]
+            if not len(same):
+                continue  # it has the mean of all
             reasons[fit_hill(log_dose[same], changes[same]).reason] += 1
     del reasons[""]
     if not reasons:
