@@ -23,7 +23,7 @@ from cellmill.data.genes.lookup import look_up
 from cellmill.data.genes.tables import ORGANISMS, PREFIXES, gene_table, orthologs
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.reader import CountsReader
-from cellmill.errors import DataError
+from cellmill.errors import ConfigError, DataError, did_you_mean
 
 SYMBOL_COLUMNS = ("symbol", "gene_symbol", "feature_name", "gene_name", "gene_symbols")
 """var columns searched for symbols of ids that the table lacks."""
@@ -397,6 +397,22 @@ def rows_of_names(names: Iterable[str], vocabulary: Vocabulary) -> dict[str, int
         first, *others = vocabulary.rows_of(synonyms).tolist()
         candidates = [row for row in (first, by_symbol.get(name, -1), *others) if row >= 0]
         rows[name] = candidates[0] if candidates else -1
+    return rows
+
+
+def rows_of_known_genes(
+    names: Iterable[str], vocabulary: Vocabulary, option: str
+) -> dict[str, int]:
+    """Row of each name's gene. Raises ConfigError, for `option`, for a gene that is not in the
+    vocabulary.
+    """
+    rows = rows_of_names(names, vocabulary)
+    for name, row in rows.items():
+        if row < 0:
+            known = [*vocabulary.symbols, *vocabulary.gene_ids]
+            raise ConfigError(
+                f"{option}: {name!r} is not a gene of the model; {did_you_mean(name, known)}"
+            )
     return rows
 
 

@@ -20,11 +20,11 @@ import scipy.sparse as sp
 from cellmill.config.checks import check_rows
 from cellmill.config.run import Embed
 from cellmill.config.section import shown
-from cellmill.data.genes.names import match_columns, rows_of_names
+from cellmill.data.genes.names import match_columns, rows_of_known_genes
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.prepare.qc_lines import list_first
-from cellmill.errors import ConfigError, DataError, did_you_mean
+from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.inference.embed import (
     ROW_BLOCK,
     ColumnCounts,
@@ -214,11 +214,5 @@ def _rows_of_genes(names: Sequence[str] | None, vocabulary: Vocabulary) -> np.nd
     for name in names:
         if not isinstance(name, str):
             raise ConfigError(f"genes: expected names, got {shown(name)}")
-    rows = rows_of_names(names, vocabulary)
-    for name, row in rows.items():
-        if row < 0:
-            known = [*vocabulary.symbols, *vocabulary.gene_ids]
-            raise ConfigError(
-                f"genes: {name!r} is not a gene of the model; {did_you_mean(name, known)}"
-            )
+    rows = rows_of_known_genes(names, vocabulary, "genes")
     return np.unique([*rows.values()]).astype(np.int64)

@@ -16,10 +16,10 @@ import scipy.sparse as sp
 
 from cellmill.config.run import Embed, KnockOut
 from cellmill.data.arrays import divide, log_normalise, select_columns
-from cellmill.data.genes.names import GeneColumns, match_columns, rows_of_names
+from cellmill.data.genes.names import GeneColumns, match_columns, rows_of_known_genes
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.reader import CountsReader
-from cellmill.errors import ConfigError, DataError, did_you_mean
+from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate import draws
 from cellmill.evaluate.draws import draw_cells
 from cellmill.evaluate.features.cell_features import keep_columns, read_rows
@@ -101,7 +101,9 @@ def knock_out_genes(
     n_expressing = np.diff(profiles.indptr)
     expression = divide(np.asarray(profiles.sum(axis=0)).ravel(), n_expressing)
     usable = np.flatnonzero(n_expressing >= section.min_cells)
-    removed = rows_of_genes(section, vocabulary, n_expressing)
+    removed = usable
+    if section.genes is not None:
+        removed = _find_named_genes(section.genes, section.min_cells, vocabulary, n_expressing)
     if not len(removed):
         raise DataError(
             f"{reader.path}: no gene has counts in more than {n_expressing.max():,} of the {len(cells):,} drawn cells, "
@@ -185,28 +187,19 @@ def _scale_to_unit(vectors: np.ndarray) -> np.ndarray:
     return vectors / np.maximum(lengths, np.finfo(np.float64).tiny)
 
 
-def rows_of_genes(
-    section: KnockOut, vocabulary: Vocabulary, n_expressing: np.ndarray
+def _find_named_genes(
+    names: list[str], min_cells: int, vocabulary: Vocabulary, n_expressing: np.ndarray
 ) -> np.ndarray:
-    """Vocabulary rows of `section.genes`, by default of all genes that enough cells express,
-    ascending.
+    """Vocabulary rows, ascending, of the genes `names`.
 
     `n_expressing`, `(genes,)`, are numbers of drawn cells. Raises ConfigError for an unknown gene,
-    or a rare one.
+    or one that fewer than `min_cells` of them express.
     """
-    usable = np.flatnonzero(n_expressing >= section.min_cells)
-    if section.genes is None:
-        return usable
-    rows = rows_of_names(section.genes, vocabulary)
+    rows = rows_of_known_genes(names, vocabulary, "knock_out.genes")
     for name, row in rows.items():
-        if row < 0:
-            known = [*vocabulary.symbols, *vocabulary.gene_ids]
-            raise ConfigError(
-                f"knock_out.genes: {name!r} is not a gene of the model; {did_you_mean(name, known)}"
-            )
-        if n_expressing[row] < section.min_cells:
+        if n_expressing[row] < min_cells:
             raise ConfigError(
                 f"knock_out.genes: {name} has counts in {n_expressing[row]:,} of the drawn cells, knock_out.min_cells "
-                f"is {section.min_cells:,}; leave it out, or lower knock_out.min_cells"
+                f"is {min_cells:,}; leave it out, or lower knock_out.min_cells"
             )
     return np.unique([*rows.values()])
