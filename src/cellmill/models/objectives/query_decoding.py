@@ -28,8 +28,8 @@ from cellmill.data.rows import SparseCounts
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import EncoderBatch, positions
 from cellmill.models.blocks import FeedForward
-from cellmill.models.counter_rng import host_state, host_uniform, keyed_token_bits
-from cellmill.models.draws import HIDDEN_FRAC, HIDE, UNDETECTED
+from cellmill.models.counter_rng import host_state, keyed_token_bits
+from cellmill.models.draws import HIDDEN_FRAC, UNDETECTED
 from cellmill.models.initial import with_std
 from cellmill.models.objective import (
     GeneStatistics,
@@ -39,7 +39,11 @@ from cellmill.models.objective import (
     r2_over,
     r2_verdict,
 )
-from cellmill.models.objectives.shared.views import draw_hidden_frac, tokenize_counts
+from cellmill.models.objectives.shared.views import (
+    draw_hidden_frac,
+    draw_hidden_genes,
+    tokenize_counts,
+)
 from cellmill.parallel.vocab_parallel import embed_tokens, rows_at
 
 
@@ -126,14 +130,16 @@ class QueryDecoding(Objective):
         """Hide each token with the probability of its cell."""
         token_cells, position = positions(batch)
         state = host_state(batch.cell_ids.numpy(), seed, step)
-        hidden_frac = torch.from_numpy(draw_hidden_frac(state, self.config, HIDDEN_FRAC))
-        token_state = host_state(position.numpy(), HIDE, state=state[token_cells.numpy()])
+        hidden_frac = draw_hidden_frac(state, self.config, HIDDEN_FRAC)
+        is_hidden, token_states = draw_hidden_genes(
+            token_cells.numpy(), position.numpy(), hidden_frac, state
+        )
         return TokenDraws(
             token_cells=token_cells,
-            is_hidden=torch.from_numpy(host_uniform(token_state)) < hidden_frac[token_cells],
+            is_hidden=torch.from_numpy(is_hidden),
             # 63 bits, as in `keyed_bits`: int64 has no more for numbers of at least 0
-            priority=torch.from_numpy((token_state >> np.uint64(1)).view(np.int64)),
-            hidden_frac=hidden_frac,
+            priority=torch.from_numpy((token_states >> np.uint64(1)).view(np.int64)),
+            hidden_frac=torch.from_numpy(hidden_frac),
         )
 
     def _choose_queries(

@@ -115,9 +115,10 @@ def _drop_genes(
     `cell_states` are `(cells,)`.
     """
     token_cells = _repeat_cells(offsets)
-    token_states = host_state(positions_in_rows(offsets), HIDE, state=cell_states[token_cells])
-    draws = host_uniform(token_states)
-    return counts * (draws >= dropped_frac[token_cells])
+    is_hidden, _ = draw_hidden_genes(
+        token_cells, positions_in_rows(offsets), dropped_frac, cell_states
+    )
+    return counts * ~is_hidden
 
 
 def _thin_counts(
@@ -183,6 +184,19 @@ def draw_hidden_frac(state: np.ndarray, config: HiddenFracConfig, key: int) -> n
     low = config.min_hidden_frac
     high = config.max_hidden_frac
     return low + (high - low) * host_uniform(host_state(key, state=state))
+
+
+def draw_hidden_genes(
+    token_cells: np.ndarray, position: np.ndarray, hidden_frac: np.ndarray, state: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draw which tokens are hidden as whole genes, and the states of these draws: `(tokens,)` bool,
+    uint64.
+
+    `token_cells` and `position` `(tokens,)` are each token's cell and its place in the cell;
+    `hidden_frac` and `state` `(cells,)` are as in `draw_hidden_frac`.
+    """
+    token_states = host_state(position, HIDE, state=state[token_cells])
+    return host_uniform(token_states) < hidden_frac[token_cells], token_states
 
 
 def tokenize_counts(cells: SparseCounts, tokenizer: Tokenizer) -> dict[str, Any]:
