@@ -588,4 +588,4 @@ def test_wrong_arguments_in_python_name_what_is_right(mapped_model: Path) -> Non
 def test_cells_of_the_atlas_only_are_no_new_cells(tmp_path: Path) -> None:
     cells = draw_dataset("one", 60, 1)
     lines = map_to(written_atlas(tmp_path, cells, neighbors=5), cells.vectors).lines
-    assert lines[0] == "60 of 60 cells have a label, 0 are none of these (no new cells)"
+    assert lines[0] == "60 of 60 cells have a label, 0 are refused (no new cells)"

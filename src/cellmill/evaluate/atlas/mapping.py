@@ -222,8 +222,7 @@ def _describe(atlas: CellAtlas, obs: dict[str, Any], section: Map) -> list[str]:
     n_refused = int(obs[REFUSED].sum())
     new = f"{n_refused / n_new:.1%} of {n_new:,} new cells" if n_new else "no new cells"
     lines = [
-        f"{int(obs[LABEL].notna().sum()):,} of {n:,} cells have a label, {n_refused:,} are none of these "
-        f"({new})"
+        f"{int(obs[LABEL].notna().sum()):,} of {n:,} cells have a label, {n_refused:,} are refused ({new})"
     ]
     n_reference = len(atlas.reference)
     whose = "its donor" if record.held_out == "donor" else "the cell itself"

@@ -59,7 +59,7 @@ def tabulate_seen_cells(
     seen = _mark_cells(reader, training)
     if seen.cells is None:
         raise DataError(
-            f"{model}: unknown: may have seen these cells: it has no digests of its training cells "
+            f"{model}: it may have seen these cells, because its training cells are not known "
             f"({seen.unknown}); export it again, with consolidate.cell_digests"
         )
     is_near = np.zeros(reader.n_obs, bool) if seen.is_near is None else seen.is_near

@@ -26,7 +26,7 @@ from cellmill.config.corpus import IS_CONTROL
 from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.data.arrays import text_values
 from cellmill.data.prepare.perturbations import CONTROL_WORD, DELIMITERS, split_at
-from cellmill.errors import DataError, require_known
+from cellmill.errors import DataError, did_you_mean, require_known
 from cellmill.evaluate.task import Context, Skipped
 from cellmill.evaluate.tasks.perturbation.profiles import controlled_role
 from cellmill.files import read_json, require_file
@@ -232,7 +232,9 @@ def _make_resolver(
         if not matches and () in readings:
             return None
         if not matches:
-            require_known(name, known, f"{where}: no cell has the perturbation {name!r}")
+            raise DataError(
+                f"{where}: no cell has the perturbation {name!r}; {did_you_mean(name, known)}"
+            )
         return matches[0]
 
     return resolve
