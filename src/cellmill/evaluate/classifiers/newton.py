@@ -244,8 +244,8 @@ def _newton_step(
     """Search for the step that leaves FORCING of the gradient's norm, and return it as a Vector.
     `squared_norm` is the gradient's over whitened features.
 
-    Works in place, and on conjugate directions divided by their norms: calls of numpy take the most
-    time here.
+    Works in place. Each conjugate direction is divided by the squared norm of its residual, so that
+    the next one is this one plus residual / squared norm.
     """
     # the Hessian is 1 over whitened features plus diag(p / n) - p pᵀ / n - c / n over the logits
     n = probabilities.shape[1]

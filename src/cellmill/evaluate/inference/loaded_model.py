@@ -55,10 +55,10 @@ class LoadedModel:
         gene of the model.
 
         `adata` is an AnnData in memory; genes are matched by Ensembl id or symbol. `counts` is X,
-        raw, or the name of a layer, `dataset` the name that a model with this covariate reads.
-        `options` are those of section `embed`: token_budget, precision, min_coverage_frac,
-        min_expressed_frac. Raises DataError if the matrix holds no counts, or the model knows too
-        few of its genes.
+        raw, or the name of a layer. `dataset` is the name of the dataset. It appears in warnings, and
+        a model with covariate `dataset` makes a token of it. `options` are those of section `embed`:
+        token_budget, precision, min_coverage_frac, min_expressed_frac. Raises DataError if the matrix
+        holds no counts, or the model knows too few of its genes.
         """
         section = _embed_options("embed", options)
         with self._open_reader(adata, counts, dataset) as reader:

@@ -1,8 +1,8 @@
 """Task `grn`: targets of transcription factors, ranked by the similarity of gene vectors
 (docs/evaluation.md).
 
-Vectors are centred over all genes, because what all vectors share says nothing about a pair. A
-factor is one draw in the interval.
+Vectors are centred over all genes, because what all vectors share says nothing about a pair.
+Intervals are over transcription factors.
 """
 
 from collections.abc import Callable, Iterable
