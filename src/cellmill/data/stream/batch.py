@@ -109,15 +109,8 @@ class Batch:
         )
 
 
-def empty_batch(dtype: np.dtype, with_counts: bool = False, **per_cell: Any) -> Batch:
+def empty_batch(dtype: np.dtype, with_counts: bool = False) -> Batch:
     """Make a batch of no cells, with values of `dtype`, and with counts if `with_counts`."""
     none = np.empty(0, np.int64)
     counts = none if with_counts else None
-    return Batch(
-        np.empty(0, np.int32),
-        np.empty(0, dtype),
-        np.zeros(1, np.int32),
-        none,
-        counts,
-        **per_cell,
-    )
+    return Batch(np.empty(0, np.int32), np.empty(0, dtype), np.zeros(1, np.int32), none, counts)
