@@ -39,7 +39,8 @@ from cellmill.errors import ConfigError, DataError
 # groups of steps in the queue: one is being tokenized, the others are done or wait for the thread
 _QUEUED_GROUPS = 3
 _TOKENS_ONLY = BatchFields()
-# options that fix the order of cells, compared on resume; those of weights only if the run has some
+# options that fix the order of cells, compared on resume; in a run without weights those of weights
+# count as None
 _ORDER_OPTIONS = ("lanes", "block_cells", "window_blocks", "equal_steps", "train_frac")
 _WEIGHT_OPTIONS = (
     "weight_by",
@@ -155,10 +156,10 @@ class CellStream:
                 try:
                     group = queue.popleft().result()
                 except CancelledError:
-                    return  # another thread has stopped the stream
+                    return  # close, load_state_dict or a new iteration has ended this one
                 if group is None:
                     return
-                # a pool that another thread has stopped takes no tasks
+                # the pool takes no tasks if this iteration was ended meanwhile
                 with suppress(RuntimeError):
                     queue.append(pool.submit(next, groups, None))
                 for batches in group:

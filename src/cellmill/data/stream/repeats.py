@@ -3,11 +3,14 @@
 An epoch over N cells has N reads, with repeats too, but then some cells are read several times and
 others not at all. The weight of a cell is its expected number of reads. With n cells of its level it
 is `min(max_repeats, s * n ** -exponent)`, where s is such that all weights sum to N. With exponent 0
-every cell is read once, with 1 every level equally often, except levels that reach the cap.
+every cell is read once, with 1 every level equally often, except levels that reach the cap. Over the
+first `weight_warmup_steps` optimizer steps, weights go from those of `weight_start_exponent` to those
+of `weight_exponent`; each epoch has the weights of its first step.
 
 With `labelled_frac` the L cells that have a level make up that fraction of the N reads: the weights
 above are computed over these L cells only, then multiplied by `labelled_frac * N / L`. Cells without
-a level share the other reads equally.
+a level share the other reads equally. It has no effect if all cells have a level, or none has. Without
+it a missing value is a level like any other.
 
 A cell of weight w is read floor(w) times or once more. Which cells are read once more is drawn anew
 in each epoch.
@@ -29,7 +32,9 @@ from cellmill.data.shards.manifest import Manifest
 class Repeats:
     """How often a run reads each of the first `len(levels)` cells of a split."""
 
-    levels: np.ndarray  # `(cells,)` integers: level code of each cell, 0 without a level
+    levels: (
+        np.ndarray
+    )  # `(cells,)` integers: level code of each cell, 0 without a level (`labelled_frac`)
     stream: Stream
 
     def times_read(self, seed: int, epoch: int, first_step: int) -> np.ndarray:

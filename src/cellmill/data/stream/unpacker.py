@@ -16,7 +16,8 @@ from cellmill.errors import DataError
 
 
 class CellUnpacker:
-    """Unpacks the genes of cells, and their counts if `tokenizer` or `with_counts` needs them.
+    """Unpacks the genes of cells, and their counts if `tokenizer` or `with_counts` needs them or the
+    shards are in gene order.
 
     Cells whose tokens depend on rank order get their genes in that order.
     """

@@ -85,9 +85,9 @@ def join_stream_cells(parts: list[StreamCells]) -> StreamCells:
 
 @dataclass
 class JoinedWindow:
-    """The windows with one number of all lanes of a data rank, joined; their bytes are being read.
+    """Window number k of every lane of a data rank, joined into one. Its bytes are still being read.
 
-    Lanes without a window of this number are left out.
+    Lanes that have no window k are left out.
     """
 
     cells: StreamCells
