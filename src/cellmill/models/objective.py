@@ -30,7 +30,9 @@ from cellmill.errors import ConfigError
 from cellmill.models.initial import Fill
 from cellmill.runs.results import Verdict, compare
 
-# steps that key views and masks outside training: always the same, and never a step of training
+# steps that key views and masks outside training: always the same
+EVALUATION_STEP = 0  # of task `reconstruct`, with the seed of the evaluation
+# never a step of training
 VALIDATION_STEP = -1
 HIDDEN_GENES_STEP = -2  # all cells lack the same genes, and the whole cell is predicted
 # former names of attributes, which are refused: ignored, they would change a training silently
@@ -105,10 +107,15 @@ class Objective:
     in_validation_loss: bool = True
     """False for a part whose loss `val_loss` leaves out; metrics.jsonl still has it by its name."""
     has_target_per_cell: bool = False
-    """True if `n_targets` are cells; training logs their share as `labelled_frac`."""
+    """True if the target is a label, number or vector that a cell may lack (`CellObjective`).
+
+    Training logs the fraction of cells that have one as `labelled_frac`.
+    """
     in_view: bool = False
-    """True in a sum, for the view that another part draws: draws of `prepare` then need keys that the
-    view does not use (`models/draws.py`).
+    """True for a part of a sum whose batch is a view that another part drew.
+
+    The random draws of its `prepare` then need keys that the view's draws did not use
+    (`models/draws.py`).
     """
     training: bool = True
     """False while `prepare` is called for validation or evaluation; set by `Model.prepare`."""

@@ -28,6 +28,7 @@ from cellmill.models.batch import copy_to_device, to_tensors
 from cellmill.models.build import build
 from cellmill.models.export import spec_of
 from cellmill.models.family import Model
+from cellmill.models.objective import EVALUATION_STEP
 from cellmill.parallel.materialize import to_empty
 from cellmill.runs.results import TaskResult
 
@@ -108,7 +109,7 @@ def _observe(context: Context, network: Model, cells: np.ndarray) -> list[np.nda
             reader.read_obs(objective.number_columns), objective.number_columns
         )
     per_cell = {"levels": read_levels(reader, network), "numbers": obs_numbers}
-    keys = {"seed": context.options.seed, "step": 0}
+    keys = {"seed": context.options.seed, "step": EVALUATION_STEP}
     observed: list[list[np.ndarray]] = []  # arrays of each batch
     with inference(device, context.options.precision):
         blocks = tokenize_blocks(
