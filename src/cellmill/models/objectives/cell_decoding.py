@@ -13,8 +13,8 @@ training only. `judge` compares with the mean profile of the training cells: tok
 gene, or token frequencies if values are not numbers. Objective `denoise` is the same class with
 `view: thin` and `target: all`.
 
-Legend: C cells with targets, H width of a cell's vector, D width of the decoder's last layer, V
-tokens of the vocabulary.
+Legend: T tokens of the batch, C cells with targets, H width of a state, E width of a cell's vector, D
+width of the decoder's last layer, V tokens of the vocabulary.
 """
 
 from collections.abc import Sequence
@@ -235,7 +235,7 @@ class CellDecoding(Objective):
     ) -> Tensors:
         """Make one row per pair: a 1, then the vectors of the shown and the hidden part.
 
-        The table is `(pairs, 1 + 2 H)` float32.
+        The table is `(pairs, 1 + 2 E)` float32.
         """
         vectors = model.cell_vectors(states, prepared)
         shown = vectors[prepared.pairs[0]]
@@ -248,7 +248,7 @@ class CellDecoding(Objective):
         return tuple(vicreg(table, weights) for table in tables)
 
     def decode(self, model: ObjectiveModel, vectors: Tensor, prepared: DecodingBatch) -> Tensor:
-        """Apply the decoder up to its last layer: `vectors` `(C, H)` -> `(C, D)`."""
+        """Apply the decoder up to its last layer: `vectors` `(C, E)` -> `(C, D)`."""
         decoded: Tensor = model.decoder(vectors)
         if self.config.resolved_batch_column is None:
             return decoded
@@ -258,7 +258,7 @@ class CellDecoding(Objective):
     def _pool_targets(
         self, model: ObjectiveModel, states: Tensor, prepared: DecodingBatch
     ) -> Tensor:
-        """Pool the states `(T, H)` to the vectors of the cells with targets, `(C, H)`."""
+        """Pool the states `(T, H)` to the vectors of the cells with targets, `(C, E)`."""
         return model.cell_vectors(states, prepared)[prepared.target_cells].to(states.dtype)
 
     def _read_batch_codes(self, prepared: DecodingBatch) -> Tensor:

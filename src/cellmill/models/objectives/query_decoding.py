@@ -11,7 +11,8 @@ many queries: at most `max_asked` detected genes are queried, and `undetected_ra
 undetected ones. A query's weight, relative to the cell's other queries, is the number of hidden genes
 for which it stands. Genes that `tokens.max_tokens` cuts from a cell count as undetected.
 
-Legend: C cells, T tokens of the batch, N queries, H width of a cell's vector.
+Legend: C cells, T tokens of the batch, N queries, H width of a state, E width of a
+cell's vector.
 """
 
 from dataclasses import dataclass
@@ -209,7 +210,7 @@ class QueryDecoding(Objective):
     def predict_queries(
         self, model: ObjectiveModel, vectors: Tensor, query_cells: Tensor, genes: Tensor
     ) -> Tensor:
-        """Predict the value of each query, `(N,)` float32, from `vectors` `(C, H)`.
+        """Predict the value of each query, `(N,)` float32, from `vectors` `(C, E)`.
 
         `query_cells` are indices of vectors and `genes` token ids, `(N,)` int64 each.
         """

@@ -1,4 +1,5 @@
-"""sum: several objectives at once, from one forward pass of the model.
+"""sum: several objectives at once, in training from one forward pass of the model; `observe` runs one
+per part.
 
 The part that draws a view (such as cell_decoding) draws it first; then every part prepares its batch
 from this view. The model reads the batch of the part that `owns_tokens` (such as masked_value), so a

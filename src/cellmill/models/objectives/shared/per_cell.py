@@ -7,8 +7,8 @@ and cells without a shown token take no part. Validation has no dropout.
 Losses that couple the cells of a global batch are equal in every layout (`train.batch_rows`), in
 training and in validation. So the validation loss depends on `train.global_batch` too.
 
-Legend: C cells with a target, H width of a cell's vector, L outputs of the head; for labels, the number
-of levels.
+Legend: T tokens of the batch, C cells with a target, H width of a state, E width of a cell's vector, L
+outputs of the head; for labels, the number of levels.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class CellHead(nn.Module):
         self.out = with_std(nn.Linear(last_width, n_outputs), last_width**-0.5)
 
     def forward(self, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Map `vectors` `(C, H)` to outputs `(C, L)`.
+        """Map `vectors` `(C, E)` to outputs `(C, L)`.
 
         `keys` `(C,)` int64 key the dropout, which only training has.
         """
@@ -79,7 +79,7 @@ class CellObjective(Objective):
         raise NotImplementedError
 
     def predict(self, model: ObjectiveModel, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Predict from `vectors` `(C, H)`: `(C, …)` float32, as `judge` compares them.
+        """Predict from `vectors` `(C, E)`: `(C, …)` float32, as `judge` compares them.
 
         `keys` `(C,)` int64 key the dropout; None for none.
         """
