@@ -14,6 +14,7 @@ from cellmill.config.options import TrainOptions
 from cellmill.config.parallel import Parallel, divide_processes, divisors, nearest
 from cellmill.config.parts.family import FamilyConfig
 from cellmill.config.parts.objective import ObjectiveConfig
+from cellmill.config.parts.objectives import SumConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.errors import ConfigError
 
@@ -29,13 +30,11 @@ def _problems_of_objective(options: TrainOptions) -> Iterator[str]:
     model = options.model
     objective = options.objective
     tokens = options.tokens
-    for part in objective.all_parts():
+    parts = {f"objective.name {objective.name}": objective}
+    if isinstance(objective, SumConfig):
+        parts = {f"objective.parts.{name}": part for name, part in objective.parts.items()}
+    for key, part in parts.items():
         if part.name not in model.objectives and model.family not in part.families:
-            key = (
-                f"objective.name {part.name}"
-                if part is objective
-                else f"objective.parts.{part.name}"
-            )
             served = [*model.objectives]
             for name, choice in plugin.BUILT_IN["objective"].items():
                 is_served = issubclass(choice, ObjectiveConfig) and model.family in choice.families
