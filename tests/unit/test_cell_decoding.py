@@ -532,7 +532,7 @@ def test_tokens_without_numbers_are_refused() -> None:
         "tokens": {"tokenizer": "binned"},
     }
     with refused(
-        "config.yaml: runs.x: objective query_decoding needs numbers, got binned; choose continuous"
+        "config.yaml: runs.x: objective query_decoding needs numbers, got binned; set tokens.tokenizer to continuous"
     ):
         check_config(tree, "config.yaml")
 

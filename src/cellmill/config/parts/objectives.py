@@ -1,5 +1,8 @@
 """Options of the built-in objectives, in one file, because a sum of objectives names most of the
 others. Torch-free.
+
+`problems` of every base class runs too (`Section`), so none calls super(). An objective without
+`families` is listed in `FamilyConfig.objectives`.
 """
 
 import math
@@ -77,7 +80,7 @@ class MaskedValueConfig(MaskedObjectiveConfig):
     def check_tokens(self, tokens: Tokens) -> None:
         if tokens.value_kind not in ("class", "scalar"):
             raise ValueError(
-                f"objective masked_value needs values, {tokens.tokenizer} has none; choose masked_gene"
+                f"objective masked_value needs values, {tokens.tokenizer} has none; set objective.name to masked_gene"
             )
 
 
@@ -127,7 +130,7 @@ class QueryDecodingConfig(HiddenFracConfig):
     def check_tokens(self, tokens: Tokens) -> None:
         if tokens.value_kind != "scalar":
             raise ValueError(
-                f"objective query_decoding needs numbers, got {tokens.tokenizer}; choose continuous"
+                f"objective query_decoding needs numbers, got {tokens.tokenizer}; set tokens.tokenizer to continuous"
             )
 
 
