@@ -172,6 +172,11 @@ def test_a_model_that_only_hides_a_label_is_refused() -> None:
         ConfigError, match=r"^objective\.adversarial_scale: expected another objective beside it"
     ):
         check_together(train_options(objective=objective))
+    parts = {"batch": objective}
+    with pytest.raises(
+        ConfigError, match=r"^objective\.parts\.batch\.adversarial_scale: expected a"
+    ):
+        check_together(train_options(objective={"name": "sum", "parts": parts}))
 
 
 def _stream(objective: dict[str, Any], **stream: Any) -> dict[str, Any]:

@@ -107,10 +107,16 @@ def test_the_table_has_means_over_repetitions() -> None:
     assert entry.mean == 0.125
 
 
-def test_a_repetition_without_a_tested_unit_is_in_no_column() -> None:
+def test_a_repetition_without_a_tested_unit_counts_nowhere() -> None:
     scores = np.array([[0.5, np.nan], [np.nan, np.nan], [0.7, 1.0]])
-    [row] = table_rows([ScoreColumn("new types", "AUROC", {OWN: scores})])
-    assert row.scores["new types"].repetitions == pytest.approx([0.5, 0.85])
+    untested = np.full((3, 2), np.nan)
+    [row] = table_rows([ScoreColumn("new types", "AUROC", {OWN: scores, OTHER: untested})])
+    assert row.scores["new types"].repetitions == [0.5, None, 0.85]
+    baseline = np.array([[0.4, 0.4], [0.9, 0.9], [0.3, 0.4]])
+    tested = [0, 2]
+    assert paired_difference(scores, baseline) == paired_difference(
+        scores[tested], baseline[tested]
+    )
     assert row.scores["new types"].sd == pytest.approx(np.std([0.5, 0.85], ddof=1))
     assert row.scores["new types"].mean == pytest.approx(2.2 / 3)
 

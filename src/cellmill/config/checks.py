@@ -30,7 +30,7 @@ def _problems_of_objective(options: TrainOptions) -> Iterator[str]:
     model = options.model
     objective = options.objective
     tokens = options.tokens
-    parts = {f"objective.name {objective.name}": objective}
+    parts = {f"objective.name {part.name}": part for part in objective.all_parts()}
     if isinstance(objective, SumConfig):
         parts = {f"objective.parts.{name}": part for name, part in objective.parts.items()}
     for key, part in parts.items():
@@ -53,7 +53,10 @@ def _problems_of_objective(options: TrainOptions) -> Iterator[str]:
     if tokens.zero_frac and without_zeros:
         yield f"tokens.zero_frac: objective {without_zeros[0]} has no use for genes without counts; set it to 0"
     if all(getattr(part, "adversarial_scale", None) for part in objective.all_parts()):
-        yield "objective.adversarial_scale: expected another objective beside it; make it a part of objective sum"
+        if isinstance(objective, SumConfig):
+            yield f"{next(iter(parts))}.adversarial_scale: expected a part without it beside it; add one"
+        else:
+            yield "objective.adversarial_scale: expected another objective beside it; make it a part of objective sum"
     labels = sorted({*objective.supervised_by} & {*tokens.covariates})
     if labels:
         yield f"tokens.covariates: {labels[0]} is also the label that the model is trained to predict; leave it out"

@@ -84,12 +84,11 @@ def _list_packages(task: Task, context: Context) -> list[str]:
     model = context.model
     objectives = [part.load() for part in model.network.objective.config.all_parts()]
     parts = [type(task), type(model.network), model.tokens.load(), *objectives]
-    packages = {part.__module__.partition(".")[0] for part in parts}
-    classifiers = context.options.classifiers
-    for name in classifiers:
-        load("classifier", name)  # imports its package, or says why it cannot be
-    # a classifier may be an object of another library
-    packages |= {*declaring_packages("classifier", classifiers)}
+    classifiers = [load("classifier", name) for name in context.options.classifiers]
+    modules = [part.__module__ for part in (*parts, *classifiers)]
+    packages = {module.partition(".")[0] for module in modules}
+    # a classifier may be an object of another library than the package that names it
+    packages |= {*declaring_packages("classifier", context.options.classifiers)}
     return sorted(packages | {"cellmill"})
 
 

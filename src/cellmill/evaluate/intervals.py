@@ -52,7 +52,7 @@ def paired_difference(scores: np.ndarray, other_scores: np.ndarray) -> Estimate:
     # what each unit and repetition adds to the mean; units and repetitions are the clusters
     shares = np.where(is_tested, differences - mean, 0) / is_tested.sum()
     units_variance, n_units = _cluster_variance(shares.sum(0)[is_tested.any(0)])
-    repetitions_variance, n_repetitions = _cluster_variance(shares.sum(1))
+    repetitions_variance, n_repetitions = _cluster_variance(shares.sum(1)[is_tested.any(1)])
     variance = units_variance + repetitions_variance
     if variance <= MIN_VARIANCE:
         return Estimate(mean, mean, mean, 0.0)

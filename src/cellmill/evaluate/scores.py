@@ -137,8 +137,12 @@ def table_rows(columns: Iterable[ScoreColumn]) -> list[Row]:
         for method, values in column.scores.items():
             # a repetition may test no unit of a column
             is_tested = np.isfinite(values).any(axis=1)
-            by_repetition = np.nanmean(values[is_tested], axis=1)
-            sd = float(by_repetition.std(ddof=len(by_repetition) > 1))
+            if not is_tested.any():
+                continue
+            tested = np.nanmean(values[is_tested], axis=1)
+            sd = float(tested.std(ddof=len(tested) > 1))
+            by_repetition = np.full(len(values), None, object)
+            by_repetition[is_tested] = tested
             score = Score(column.mean(method), sd, by_repetition.tolist())
             scores.setdefault(method, {})[column.heading] = score
     return [Row(method, by_column) for method, by_column in scores.items()]

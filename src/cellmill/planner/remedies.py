@@ -131,11 +131,9 @@ def _list_candidates(options: PlanOptions, hardware: Hardware) -> Iterator[Chang
 def _shard(change: Change) -> Change:
     """Add FULL_SHARD to `change`; return `change` itself if its processes would hold the same.
 
-    A `shard_size` of HYBRID_SHARD is reset, since it may not divide the processes of later changes.
+    A `shard_size` is always reset, since it may not divide the processes of later changes.
     """
     before = change.options.parallel
-    is_hybrid = before.strategy == "fsdp" and before.sharding_strategy == "HYBRID_SHARD"
-    resets_size = is_hybrid and before.shard_size is not None
     instruction = "use fsdp with parallel.sharding_strategy FULL_SHARD"
     if before.shard_size is not None:
         instruction += " and shard_size null"
@@ -146,7 +144,7 @@ def _shard(change: Change) -> Change:
     layout = change.hardware.divide(before)
     keeps_layout = change.hardware.divide(after) == layout
     keeps_gathered = before.reshards_after_forward == after.reshards_after_forward
-    if not resets_size and keeps_layout and (keeps_gathered or layout.dp == 1):
+    if before.shard_size is None and keeps_layout and (keeps_gathered or layout.dp == 1):
         return change
     return sharded
 

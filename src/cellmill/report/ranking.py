@@ -27,7 +27,7 @@ class TaskScore:
     """A run's best row of one task."""
 
     value: float
-    repetitions: Sequence[float]  # empty if the file has none
+    repetitions: Sequence[float | None]  # empty if the file has none; None tested no unit
     # standard error over cells of its difference from the best baseline; 0 if unknown
     cells_se: float
 
@@ -153,9 +153,17 @@ def find_notable_difference(score: TaskScore, other: TaskScore) -> float | None:
     return difference if abs(difference) >= half_width else None
 
 
+def _paired_differences(score: TaskScore, other: TaskScore) -> list[float]:
+    """Differences of two runs in the repetitions that both tested; empty if they do not match."""
+    if len(score.repetitions) != len(other.repetitions):
+        return []
+    pairs = zip(score.repetitions, other.repetitions)
+    return [a - b for a, b in pairs if a is not None and b is not None]
+
+
 def _are_paired(score: TaskScore, other: TaskScore) -> bool:
     """True if two runs have at least two repetitions in pairs, and so an interval."""
-    return len(score.repetitions) == len(other.repetitions) > 1
+    return len(_paired_differences(score, other)) > 1
 
 
 def _compute_half_width(score: TaskScore, other: TaskScore) -> float:
@@ -163,11 +171,11 @@ def _compute_half_width(score: TaskScore, other: TaskScore) -> float:
 
     0 with fewer than two pairs of repetitions, or if the difference does not vary.
     """
-    if not _are_paired(score, other):
+    differences = _paired_differences(score, other)
+    n = len(differences)
+    if n < 2:
         return 0.0
-    n = len(score.repetitions)
-    pairs = zip(score.repetitions, other.repetitions)
-    repetitions_variance = statistics.variance(a - b for a, b in pairs) / n
+    repetitions_variance = statistics.variance(differences) / n
     cells_variance = max(score.cells_se, other.cells_se) ** 2
     variance = repetitions_variance + cells_variance
     if variance == 0:

@@ -66,7 +66,7 @@ class Score:
 
     mean: float | None
     sd: float | None = None  # over repetitions
-    repetitions: list[float] = field(default_factory=list)
+    repetitions: list[float | None] = field(default_factory=list)  # None: it tested no unit
 
 
 @dataclass(frozen=True)

@@ -43,12 +43,11 @@ class LossParts:
         """Return the weighted loss of the parts that choose a checkpoint; NaN if none has a target,
         since 0 would be the best of the run for ever.
         """
-        weights = self.weights
         if self.names:
             if not targets[self.is_validated].any():
                 return math.nan
-            weights = weights * self.is_validated
-        return (losses * weights).sum().item()
+            losses = torch.where(self.is_validated, losses, 0)
+        return (losses * self.weights).sum().item()
 
     def name_losses(self, prefix: str, losses: Sequence[float]) -> dict[str, float]:
         """Return the unweighted loss of each part, by its name in metrics.jsonl."""

@@ -80,7 +80,7 @@ class MaskedValueConfig(MaskedObjectiveConfig):
     def check_tokens(self, tokens: Tokens) -> None:
         if tokens.value_kind not in ("class", "scalar"):
             raise ValueError(
-                f"objective masked_value needs values, {tokens.tokenizer} has none; set objective.name to masked_gene"
+                f"objective masked_value needs values, {tokens.tokenizer} has none; use objective masked_gene"
             )
 
 
@@ -492,12 +492,12 @@ class DecodingConfig(HiddenFracConfig):
         """
         if tokens.sequences:
             raise ValueError(
-                f"objective {self.name} needs counts, which sequences do not have; set masked_gene"
+                f"objective {self.name} needs counts, which sequences do not have; use objective masked_gene"
             )
         if getattr(self, "view", "") != "drop" and tokens.value_kind == "place":
             drop = " or view drop" if "view" in type(self).model_fields else ""
             raise ValueError(
-                f"objective {self.name} needs values made from counts; choose tokenizer binned{drop}"
+                f"objective {self.name} needs values made from counts; set tokens.tokenizer to binned{drop}"
             )
 
 

@@ -32,9 +32,8 @@ from cellmill.data.shards.manifest import Manifest
 class Repeats:
     """How often a run reads each of the first `len(levels)` cells of a split."""
 
-    levels: (
-        np.ndarray
-    )  # `(cells,)` integers: level code of each cell, 0 without a level (`labelled_frac`)
+    # `(cells,)` integers: level code of each cell, 0 without a level (`labelled_frac`)
+    levels: np.ndarray
     stream: Stream
 
     def times_read(self, seed: int, epoch: int, first_step: int) -> np.ndarray:

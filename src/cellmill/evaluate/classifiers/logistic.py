@@ -61,7 +61,8 @@ class LogisticRegression:
     def __repr__(self) -> str:
         """Part of the key of a cached prediction: the option, and constants of the algorithm.
 
-        Whoever changes the algorithm must delete the caches."""
+        Whoever changes the algorithm must delete the caches.
+        """
         options = (
             f"standardised={self.standardised}, {CURVATURE=}, {TOLERANCE=}, {RIDGE=}, {FORCING=}"
         )

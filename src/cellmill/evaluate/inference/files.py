@@ -254,8 +254,9 @@ def _list_numbers(row: Row) -> Iterator[tuple[str, str, int | str, float]]:
             yield column, "mean", "", score.mean
         if score.sd is not None:
             yield column, "sd", "", score.sd
-        for number, value in enumerate(score.repetitions):
-            yield column, "repetition", number, value
+        for number, repetition in enumerate(score.repetitions):
+            if repetition is not None:
+                yield column, "repetition", number, repetition
     for column, value in row.numbers.items():
         if isinstance(value, int | float):
             yield column, "value", "", value

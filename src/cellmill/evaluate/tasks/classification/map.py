@@ -102,20 +102,19 @@ class NewTypeScores:
     ) -> None:
         """Score the tested cells of a fold; `is_new`, (cells,) bool, marks the cells of type `name`."""
         column = self.types.index(name)
-        for scores, value in (
-            (self.refused, result.is_refused[is_new].mean()),
-            (self.auroc, roc_auc_score(is_new, result.novelty)),
-        ):
+        values = [(self.auroc, roc_auc_score(is_new, result.novelty))]
+        if result.can_refuse:
+            values.append((self.refused, result.is_refused[is_new].mean()))
+        for scores, value in values:
             scores.setdefault(method, np.full(self.shape, np.nan))[fold, column] = value
 
     def columns(self) -> list[ScoreColumn]:
         """Columns of the AUROC and of the refused share; empty if no type was tested."""
-        if not self.refused:
-            return []
-        return [
+        columns = [
             ScoreColumn("novelty AUROC", "AUROC of types not seen", self.auroc),
             ScoreColumn("refused, new type", "share refused of types not seen", self.refused),
         ]
+        return [column for column in columns if column.scores]
 
 
 class MapCells(Task):
@@ -141,6 +140,7 @@ class MapCells(Task):
         predictions = ClassPredictions(labels, len(folds), others)
         new_types = NewTypeScores(len(folds), types)
         n_refused: Counter[ScoredMethod] = Counter()
+        n_tested: Counter[ScoredMethod] = Counter()  # by a method that can refuse
         with without_overhead():
             for fold, (train, test) in enumerate(folds):
                 for source, values in features.items():
@@ -148,7 +148,9 @@ class MapCells(Task):
                     mapped = self._map_cells(source, cells, train, test)
                     for method, result in mapped.items():
                         predictions.record("", fold, test, {method: result.labels})
-                        n_refused[method] += int(result.is_refused.sum())
+                        if result.can_refuse:
+                            n_refused[method] += int(result.is_refused.sum())
+                            n_tested[method] += len(test)
                     for name in types:
                         mapped = self._map_new_type(source, cells, train, test, name)
                         for method, result in mapped.items():
@@ -157,13 +159,12 @@ class MapCells(Task):
         if terms is not None:
             columns.append(_make_credit_column(predictions))
         columns += new_types.columns()
-        n_tested = sum(len(test) for _, test in folds)
         figures = chosen.figures | {
             "folds": len(folds),
             "types_left_out": ", ".join(types),
             "refuse_frac": config.refuse_frac,
             "refused_of_known_types": {
-                method.name: n / n_tested for method, n in n_refused.items()
+                method.name: n_refused[method] / n for method, n in n_tested.items()
             },
         }
         return tabulate(columns, figures)
@@ -194,16 +195,15 @@ class MapCells(Task):
         test: np.ndarray,
         name: str,
     ) -> dict[ScoredMethod, MethodResult]:
-        """As `_map_cells`, without the training cells of type `name` and without methods that could
-        refuse no cell; empty if too few cells remain on either side.
+        """As `_map_cells`, without the training cells of type `name`; empty if too few cells remain
+        on either side.
         """
         is_new = cells.labels[test] == name
         is_kept = cells.labels[train] != name
         n_fewest = min(is_new.sum(), (~is_new).sum())
         if n_fewest < MIN_TESTED or len(np.unique(cells.labels[train[is_kept]])) < 2:
             return {}
-        mapped = self._map_cells(method, cells, train[is_kept], test)
-        return {scored: result for scored, result in mapped.items() if result.can_refuse}
+        return self._map_cells(method, cells, train[is_kept], test)
 
     def _map_cells(
         self, method: ScoredMethod, cells: LabelledVectors, train: np.ndarray, test: np.ndarray

@@ -107,7 +107,7 @@ class ChangePredictor:
         """
         units = self.units
         changes = self.changes_from_start
-        parts = [units.part_names.divide(name) for name in units.perturbation.tolist()]
+        parts = [units.part_names.parts_or_whole(name) for name in units.perturbation.tolist()]
         predicted: ChangesByMethod = {}
         if any(units.unit_context):
             is_same = units.unit_context[fold.test][:, None] == units.unit_context[fold.train]

@@ -80,6 +80,10 @@ class PartNames:
         parts = split_at(name, delimiter or self.delimiter, self.controls)
         return tuple(sorted(part for part in parts if part and not self.is_control(part)))
 
+    def parts_or_whole(self, name: str) -> Parts:
+        """Parts of a name; a whole name that could be a control's word, such as gene CTRL, stays."""
+        return self.divide(name) or (name,)
+
     def is_control(self, part: str) -> bool:
         return part in self.controls or CONTROL_WORD.fullmatch(part) is not None
 

@@ -145,12 +145,9 @@ class HeldOutUnits:
 
     @cached_property
     def gene_names(self) -> list[list[str]]:
-        """Names of each unit's perturbed genes: the parts of its perturbation, or a whole name that
-        could be a control's word, such as gene CTRL.
-        """
-        names = self.perturbation.tolist()
-        parts = [self.part_names.divide(name) or (name,) for name in names]
-        return [[*map(str.strip, part_names)] for part_names in parts]
+        """Names of each unit's perturbed genes: the parts of its perturbation."""
+        parts = map(self.part_names.parts_or_whole, self.perturbation.tolist())
+        return [[*map(str.strip, names)] for names in parts]
 
     @cached_property
     def genes(self) -> list[list[int]]:
