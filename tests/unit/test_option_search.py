@@ -32,7 +32,7 @@ def test_an_option_of_several_choices_is_shown_once(capsys: pytest.CaptureFixtur
     found = search(capsys, "objective.mask_frac")[1]
     assert found == (
         "objective.mask_frac of masked_value, masked_gene: number, > 0, < 1; default 0.15\n"
-        "    Fraction of a cell's tokens that is masked, at least one.\n"
+        "    Probability with which each token is masked; at least one per cell is.\n"
     )
 
 
