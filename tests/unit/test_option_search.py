@@ -1,11 +1,15 @@
-"""cellmill options searches every option that config/README.md documents."""
+"""cellmill options searches the options of config/README.md and of installed packages."""
 
 import re
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 
 from cellmill.cli import main
 from cellmill.commands.options import list_options
+from cellmill.config import plugin
 from cellmill.config.shipped import find_shipped
 
 
@@ -69,6 +73,23 @@ def test_no_match_is_one_line_with_similar_names(
     code, out, err = search(capsys, *words)
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert err.startswith(f"cellmill options: {line}")
+
+
+def test_options_of_installed_packages_are_found(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {"toy_momentum": "cellmill_toy.options:ToyMomentum", "broken": "no_such_package:X"}
+    points = [EntryPoint(name, value, "cellmill.optimizer") for name, value in values.items()]
+    monkeypatch.setattr(
+        plugin, "entry_points", lambda group: [p for p in points if p.group == group]
+    )
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "plugin")
+    code, out, err = search(capsys, "optimizer.decay")
+    assert code == 0
+    assert out.startswith("train.optimizer.decay of toy_momentum: number, ")
+    assert err.startswith("optimizer 'broken': no_such_package:X of an installed package cannot be")
+    assert "toy_momentum" not in str(list_options()), "config/README.md has those of cellmill alone"
+    monkeypatch.delitem(sys.modules, "cellmill_toy.options")
 
 
 def test_every_documented_key_can_be_searched() -> None:

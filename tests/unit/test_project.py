@@ -439,10 +439,10 @@ def test_check_and_plan_name_options_that_train_will_refuse(
     assert "refuse" not in capsys.readouterr().out
     tree["train"] |= yaml.safe_load(changed)
     config.write_text(yaml.safe_dump(tree))
-    assert main(["check"]) == 0
+    assert main(["check"]) == (2 if problem else 0)
     assert main(["plan"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "refuse" in line]
-    starts = ["?   run p will be refused: ", "warning     stage train will refuse this run: "]
+    starts = ["no  run p will be refused: ", "warning     stage train will refuse this run: "]
     for line, start in zip(lines, starts):
         assert line.startswith(f"{start}{folder.path}: it holds a training of 6 steps")
         assert problem in line

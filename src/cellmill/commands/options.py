@@ -5,6 +5,7 @@ The rows are also those of config/README.md, which tools/option_docs.py writes.
 
 import difflib
 import json
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,10 +16,10 @@ from pydantic.fields import FieldInfo
 
 from cellmill.config.datasets import Dataset
 from cellmill.config.load import top_level
-from cellmill.config.plugin import Plugin
+from cellmill.config.plugin import Plugin, load, names
 from cellmill.config.section import description, other_words
 from cellmill.config.workflow import ENTRIES, Sweep, Workflow, sections_of
-from cellmill.errors import NothingFound
+from cellmill.errors import ConfigError, NothingFound
 
 WIDTH = 100  # characters of a line
 MAX_PRINTED = 10  # options
@@ -67,7 +68,7 @@ def options(*, words: list[str]) -> None:
     Raise NothingFound if there are none.
     """
     wanted = [word.lower() for word in words]
-    all_options = list_options()
+    all_options = list_options(with_installed=True)
     matches = []
     for option in all_options:
         other_names = [
@@ -79,8 +80,8 @@ def options(*, words: list[str]) -> None:
         if all(word in searched for word in wanted):
             matches.append(option)
     if not matches:
-        names = {option.row.key for option in all_options}
-        close = difflib.get_close_matches("_".join(wanted), sorted(names), MAX_SUGGESTED)
+        keys = {option.row.key for option in all_options}
+        close = difflib.get_close_matches("_".join(wanted), sorted(keys), MAX_SUGGESTED)
         hint = f"; similar names: {', '.join(close)}" if close else ""
         raise NothingFound(f"no option has {' and '.join(map(repr, words))}{hint}")
     named = [option for option in matches if all(word in option.path.lower() for word in wanted)]
@@ -93,10 +94,13 @@ def options(*, words: list[str]) -> None:
         print(f"… and {n_more} more{which}; `cellmill options WORD WORD` narrows")
 
 
-def list_options() -> list[Option]:
-    """List all options. Choices that describe an option alike share it."""
+def list_options(with_installed: bool = False) -> list[Option]:
+    """List all options of cellmill, and of installed packages if `with_installed`.
+
+    Choices that describe an option alike share it.
+    """
     shared: dict[tuple[str, str, str], Option] = {}
-    for path, row in _list_described():
+    for path, row in _list_described(with_installed):
         key = (path, row.kind, row.text)
         if key in shared and row.choices:
             first = shared[key].row
@@ -105,7 +109,7 @@ def list_options() -> list[Option]:
     return list(shared.values())
 
 
-def _list_described() -> Iterator[Option]:
+def _list_described(with_installed: bool) -> Iterator[Option]:
     """Yield the options of all tables, once for each choice that has them."""
     yield from _list_section(Dataset, "config/datasets.tsv: ")
     for name, owner in ENTRIES.items():
@@ -116,12 +120,14 @@ def _list_described() -> Iterator[Option]:
             continue
         if issubclass(section, Plugin):
             yield Option(f"{name}.{section.key}", _make_choice_row(section))
-            yield from _list_choices(section, f"{name}.")
+            yield from _list_choices(section, f"{name}.", with_installed)
             continue
         yield from _list_section(section, f"{name}.")
         named = named_parts(section)
         for field, contract in list_parts(section).items():
-            yield from _list_choices(contract, f"{name}.{field}.", field in named)
+            yield from _list_choices(
+                contract, f"{name}.{field}.", with_installed, is_named=field in named
+            )
     yield from _list_section(Sweep, "sweep.NAME.")
     for row in list_rows(Workflow, KEYS):
         yield Option(row.key, row)
@@ -133,14 +139,35 @@ def _list_section(section: type[BaseModel], prefix: str) -> Iterator[Option]:
         yield Option(prefix + row.key, row)
 
 
-def _list_choices(contract: type[Plugin], prefix: str, is_named: bool = False) -> Iterator[Option]:
-    """Yield the options of each choice; `is_named` if a mapping has the choices by their names."""
-    for name, choice in contract.built_in().items():
+def _list_choices(
+    contract: type[Plugin], prefix: str, with_installed: bool, is_named: bool = False
+) -> Iterator[Option]:
+    """Yield the options of each choice; `is_named` if a mapping has the choices by their names.
+
+    A choice of an installed package that cannot be imported is named on stderr and left out.
+    """
+    choices = contract.built_in()
+    if with_installed:
+        choices |= _load_installed(contract)
+    for name, choice in choices.items():
         for row in list_rows(choice, skip=[contract.key]):
             if is_named:
                 yield Option(f"{prefix}{name}.{row.key}", row)
             else:
                 yield Option(prefix + row.key, replace(row, choices=name))
+
+
+def _load_installed(contract: type[Plugin]) -> dict[str, type[Plugin]]:
+    """Load the options of the choices that installed packages add, by name."""
+    choices = {}
+    for name in names(contract.kind):
+        if name in contract.built_in():
+            continue
+        try:
+            choices[name] = load(contract.kind, name, contract)
+        except ConfigError as error:
+            print(error, file=sys.stderr)
+    return choices
 
 
 def _make_choice_row(contract: type[Plugin]) -> OptionRow:

@@ -240,7 +240,8 @@ def format_config(name: str, rows: list[Row], surveys: list[Survey]) -> str:
 def check(*, config: Path) -> None:
     """Open every file, and print what cannot be used and what will be skipped.
 
-    Raise UserError if a file or a column that the configuration names cannot be used.
+    Raise UserError if a file or a column that the configuration names cannot be used, or if a
+    trained run has changed options that stage `train` refuses.
     """
     pipeline = load_config(config)
     n_unusable = 0
@@ -248,10 +249,15 @@ def check(*, config: Path) -> None:
         n_unusable += checked.verdict == "no"
         print(checked, flush=True)
     check_datasets(pipeline)
-    for line in [*check_inputs(pipeline, is_made), *list_refused(pipeline, str(config))]:
+    for line in check_inputs(pipeline, is_made):
         print(f"?   {line}", flush=True)
+    refused = list(list_refused(pipeline, str(config)))
+    for line in refused:
+        print(f"no  {line}", flush=True)
     if n_unusable:
         raise UserError(f"{n_unusable} of the datasets cannot be used, for the reasons above")
+    if refused:
+        raise UserError(f"{len(refused)} of the runs will be refused, for the reasons above")
     print(f"{config}: every file and column is there, or the workflow makes it")
 
 
