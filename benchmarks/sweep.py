@@ -11,7 +11,6 @@ it would make anything again.
 """
 
 import argparse
-import csv
 import os
 import re
 import resource
@@ -26,7 +25,7 @@ from typing import Any
 from origin import commit, machine
 from raw_counts import used
 from warm import CPU
-from workflow_runs import ROOT, metrics_file, snakemake, write_config
+from workflow_runs import ROOT, commands, metrics_file, snakemake, write_config
 
 WIDTHS = (16, 24, 32, 48, 64)
 STAGES = (
@@ -84,11 +83,10 @@ def run_sweep(folder: Path, arguments: argparse.Namespace) -> None:
     print(f"\n{n_runs} runs, {arguments.cells:,} cells a corpus: {wall_min:.1f} minutes\n")
     print("| stage | commands | CPU-s | CPU-s a command | most |")
     print("|---|---:|---:|---:|---:|")
-    with open(folder / CPU, newline="") as file:
-        rows = [*csv.reader(file, delimiter="\t")]
+    rows = commands(folder)
     total = 0.0
-    for stage in sorted({row[0] for row in rows}, key=place):
-        seconds = [float(row[2]) for row in rows if row[0] == stage]
+    for stage in sorted({name for name, _, _ in rows}, key=place):
+        seconds = [cpu_s for name, _, cpu_s in rows if name == stage]
         total += sum(seconds)
         mean = sum(seconds) / len(seconds)
         print(

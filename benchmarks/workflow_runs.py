@@ -106,13 +106,22 @@ def result(folder: Path, run: str, dataset: str, task: str) -> TaskResult:
     return task_result
 
 
-def cpu_seconds(folder: Path, stage: str = "", out: str = "") -> float:
-    """CPU time of all commands in `folder`, or of a stage with this `--out`; without that of
-    imports, but for train.
+def commands(folder: Path) -> list[tuple[str, str, float]]:
+    """Stage, `--out` and CPU-seconds of each command in `folder`, without imports, except those of
+    `train`.
     """
     with open(folder / CPU, newline="") as file:
         rows = [*csv.reader(file, delimiter="\t")]
-    return sum(float(row[2]) for row in rows if row[:2] == [stage, out] or not stage)
+    return [(stage, out, float(seconds)) for stage, out, seconds in rows]
+
+
+def cpu_seconds(folder: Path, stage: str = "", out: str = "") -> float:
+    """CPU-seconds of all commands in `folder`, or of those of a stage with this `--out`."""
+    return sum(
+        seconds
+        for name, path, seconds in commands(folder)
+        if (name, path) == (stage, out) or not stage
+    )
 
 
 def row_table(by_title: dict[str, list[TaskResult]]) -> list[str]:
