@@ -28,6 +28,7 @@ from cellmill.evaluate.atlas.search import NOWHERE, Points
 from cellmill.evaluate.atlas.store import CellAtlas
 from cellmill.evaluate.atlas.votes import NO_LABEL
 from cellmill.evaluate.seen.seen_cells import Seen
+from cellmill.stages import atlas as stages_atlas
 from tests.unit.evaluated import embed
 from tests.unit.exported import export_model
 
@@ -413,6 +414,23 @@ def test_the_command_and_python_map_alike(
     assert (written.obs["cellmill_donors"] <= 2).all()
     assert main(["map", *words[:4], "--out", str(out), "--append", "--certainty", "0.5"]) == 2
     assert "map.certainty: input should be greater than 0.5" in capsys.readouterr().err
+
+
+def test_a_killed_map_leaves_no_table_of_other_cells(
+    tmp_path: Path, mapped_model: Path, simulated: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.h5ad"
+    words = ["map", "--model", str(mapped_model), "--input", str(simulated), "--out", str(out)]
+    assert main(words) == 0
+    before = out.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(stages_atlas, "write_prediction", lambda *_: sys.exit(137))
+        with pytest.raises(SystemExit):
+            main([*words, "--refuse-frac", "0.2"])
+    assert [*tmp_path.iterdir()] == [out]
+    assert out.read_bytes() == before
+    assert main(words) == 0
+    assert out.with_suffix(".map.tsv").exists()
 
 
 def test_donors_are_those_of_the_first_column_there_is(mapped_model: Path) -> None:

@@ -259,6 +259,19 @@ def test_only_the_embedding_changes_in_the_file_of_the_user(
         embed(model, tmp_path / "a.fasta", path, append=True)
 
 
+def test_appending_to_a_link_changes_its_target(
+    tmp_path: Path, corpus: dict[str, Path], model: Path
+) -> None:
+    (tmp_path / "data").mkdir()
+    path = _written(open_cells(corpus["cells"]), tmp_path / "data" / "cells.h5ad")
+    link = tmp_path / "link.h5ad"
+    link.symlink_to(path)
+    embed(model, link, link, append=True)
+    assert link.is_symlink()
+    assert [*path.parent.iterdir()] == [path]
+    assert "X_cellmill" in ad.read_h5ad(path).obsm
+
+
 def test_waiting_threads_do_not_spin() -> None:
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))

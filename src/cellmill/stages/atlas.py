@@ -1,7 +1,7 @@
 """Stages of an atlas: atlas, from embeddings of stage `embed`, and map, of new cells to it.
 
-map writes an .h5ad, and next to it a .map.tsv with a line for each cell: its obs name and the obs
-columns that map adds.
+map writes an .h5ad, then next to it a .map.tsv with a line for each cell: its obs name and the obs
+columns that map adds. A .map.tsv that exists is the one of its .h5ad.
 """
 
 import time
@@ -114,7 +114,8 @@ def map_cells(
     with atomic_path(table) as temporary:
         columns = pd.DataFrame(mapped.obs, index=obs.index)
         columns.to_csv(temporary, sep="\t", index_label="cell", lineterminator="\n")
-    write_prediction(out, obs, mapped, path if append else None)
+        table.unlink(missing_ok=True)  # a killed process leaves no table of other cells
+        write_prediction(out, obs, mapped, path if append else None)
     coverage = f"{embedding.coverage_frac:.1%} of counts on known genes"
     for line in [coverage, *mapped.lines, *describe_limits(embedding)]:
         print(f"{path.stem}: {line}")

@@ -5,7 +5,7 @@ Embeddings and predictions are written to a file of their own or added to a copy
 
 import csv
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,7 +44,7 @@ def write_embedding(
     """Write obsm["X_cellmill"] and uns["cellmill"] with `obs`, of which memory holds one column if
     it is stored, or added to a copy of the .h5ad `source`.
     """
-    with create_h5(path, copy_of=source) as file:
+    with _create(path, source) as file:
         _add(file, obs, {KEY: vectors}, {ABOUT: about}, source)
 
 
@@ -55,7 +55,7 @@ def write_prediction(
     predictions.
     """
     columns = predicted.obs
-    with create_h5(path, copy_of=source) as file:
+    with _create(path, source) as file:
         about = {predicted.key: predicted.about}
         earlier = file.get(f"uns/{ABOUT_PREDICTION}")
         keys = earlier if isinstance(earlier, h5py.Group) else ()
@@ -79,6 +79,12 @@ def write_prediction(
             write_elem(obs, name, column.array if is_categorical else column.to_numpy())
         order = [name for name in obs.attrs["column-order"] if name not in columns and name in obs]
         obs.attrs["column-order"] = np.array([*order, *columns], dtype=h5py.string_dtype())
+
+
+def _create(path: Path, source: Path | None) -> AbstractContextManager[h5py.File]:
+    """New file at `path`, empty or a copy of `source`, which goes where a link at `path` points to."""
+    is_link_to_file = source is not None and path.exists()
+    return create_h5(path.resolve() if is_link_to_file else path, copy_of=source)
 
 
 def _add(
