@@ -5,7 +5,7 @@ depend on.
 from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from cellmill.config.evaluate import Evaluate
 from cellmill.evaluate.classifiers import logistic, newton
 from cellmill.evaluate.classifiers.fitted import make_cached_classifiers, predict_all
 from cellmill.evaluate.classifiers.logistic import LogisticRegression
+from cellmill.evaluate.features import components, products
 from cellmill.evaluate.features.components import pca
 from cellmill.evaluate.features.products import FeatureCache
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING
@@ -193,6 +194,28 @@ def test_changed_inputs_change_the_key_of_predictions(tmp_path: Path) -> None:
     wider = sp.csr_matrix(np.pad(np.maximum(DENSE, 0), ((0, 0), (0, 1))))
     predicted(cache, {ALL_GENES: wider})
     assert len(cache.predictions) == 6 + 6 + 3 * 3
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (newton, "TOLERANCE"),
+        (newton, "MAX_KERNEL_CELLS"),
+        (logistic, "MAX_DENSE_SIDE"),
+        (products, "MAX_DOUBLE"),
+        (components, "NO_SPREAD"),
+    ],
+)
+def test_a_constant_of_the_algorithm_changes_the_key(
+    module: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = PredictionCache()
+    predicted(cache)
+    predicted(cache)
+    assert len(cache.predictions) == 6
+    monkeypatch.setattr(module, name, 2 * vars(module)[name])
+    predicted(cache)
+    assert len(cache.predictions) == 12
 
 
 def test_components_are_stored_by_their_training_cells(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Cache of baseline predictions, principal components and clusters, shared by all evaluations of a dataset.
 
-A prediction is keyed by a SHA-256 of its classifier, the training features and labels, the features
-of the tested cells, and the versions of scikit-learn, NumPy and SciPy. Each dataset has one .npz
-file; its arrays are never pickled.
+A prediction is keyed by a SHA-256 of its classifier, the features and labels of the fitted cells, the
+features of the tested cells, and `describe_algorithms`. Whoever changes an algorithm without changing
+a constant must delete the caches. Each dataset has one .npz file; its arrays are never pickled.
 """
 
 import warnings
@@ -19,11 +19,25 @@ import scipy
 import sklearn
 from sklearn.exceptions import ConvergenceWarning
 
+from cellmill.evaluate.classifiers import dual, logistic, newton
+from cellmill.evaluate.features import components, neighbors, products
 from cellmill.evaluate.features.products import digest_arrays
 from cellmill.files import atomic_path
 
+ALGORITHMS = (components, neighbors, products, dual, logistic, newton)
 VERSIONS = f"scikit-learn {sklearn.__version__}, NumPy {np.__version__}, SciPy {scipy.__version__}"
 MAX_BYTES = 2**20  # largest array of features that is kept: each evaluation reads the whole file
+
+
+def describe_algorithms() -> str:
+    """Part of each key: versions of packages, and all numbers that are constants of ALGORITHMS."""
+    constants = [
+        f"{module.__name__}.{name}={value!r}"
+        for module in ALGORITHMS
+        for name, value in vars(module).items()
+        if name.isupper() and isinstance(value, int | float)
+    ]
+    return ", ".join([VERSIONS, *constants])
 
 
 class PredictionCache:
@@ -44,7 +58,7 @@ class PredictionCache:
         """Known result of `compute`, which depends on `values`, dense or sparse, and on `about`. A
         new result is kept if it is small.
         """
-        key = digest_arrays(f"{about} of {VERSIONS}", values)
+        key = digest_arrays(f"{about} of {describe_algorithms()}", values)
         result = self.predictions[key] if key in self.predictions else compute()
         if result.nbytes <= MAX_BYTES:
             self.predictions[key] = result
@@ -74,7 +88,7 @@ class CachedClassifiers:
         self._classifiers = classifiers
         self._classes, class_of_cell = np.unique(labels, return_inverse=True)
         self._fitted = cache(lambda name: fit(classifiers[name], features, class_of_cell))
-        self._digest = digest_arrays(VERSIONS, features, self._classes, class_of_cell)
+        self._digest = digest_arrays(describe_algorithms(), features, self._classes, class_of_cell)
 
     def keys(self, features: Any) -> dict[str, str]:
         """Key of the predictions of every classifier on `features`."""

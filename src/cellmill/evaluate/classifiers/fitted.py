@@ -48,7 +48,7 @@ class NearestCells:
         self.neighbors = neighbors
 
     def __repr__(self) -> str:
-        """Part of the key of a cached prediction: it names all that predictions depend on."""
+        """Part of the key of a cached prediction, with all options."""
         return f"NearestCells({self.neighbors})"
 
     def fit(self, features: Any, labels: np.ndarray) -> Self:

@@ -18,17 +18,7 @@ from scipy.linalg import LinAlgError
 from sklearn import linear_model
 
 from cellmill.evaluate.classifiers import newton
-from cellmill.evaluate.classifiers.dual import CONSTANT_TOLERANCE, MAX_ROUNDS, fit_weights
-from cellmill.evaluate.classifiers.newton import (
-    ARMIJO,
-    CURVATURE,
-    FORCING,
-    MAX_STEPS,
-    RIDGE,
-    ROUNDING,
-    TOLERANCE,
-)
-from cellmill.evaluate.features.components import NO_VARIANCE
+from cellmill.evaluate.classifiers.dual import fit_weights
 from cellmill.evaluate.features.products import SharedCells, compute_scale, divide_genes
 
 MAX_DENSE_SIDE = 2048  # cells or features, the fewer of both, of features fitted as dense ones
@@ -59,16 +49,8 @@ class LogisticRegression:
         self.standardised = standardised
 
     def __repr__(self) -> str:
-        """Part of the key of a cached prediction: the option, and constants of the algorithm.
-
-        Whoever changes the algorithm must delete the caches.
-        """
-        options = (
-            f"standardised={self.standardised}, {CURVATURE=}, {TOLERANCE=}, {RIDGE=}, {FORCING=}"
-        )
-        search = f"{MAX_STEPS=}, {ARMIJO=}, {ROUNDING=}, {MAX_ROUNDS=}, {CONSTANT_TOLERANCE=}"
-        sizes = f"{MAX_DENSE_SIDE=}, {MAX_DENSE_VALUES=}"  # choose the solver
-        return f"LogisticRegression({options}, {search}, {sizes}, {NO_VARIANCE=}, {NO_CENTRED_VARIANCE=})"
+        """Part of the key of a cached prediction, which has the constants of the algorithm too."""
+        return f"LogisticRegression(standardised={self.standardised})"
 
     def fit(self, features: Any, labels: np.ndarray) -> Self:
         """Fit on `features`, `(cells, width)`, dense or sparse, and `labels`, `(cells,)`, of two
@@ -125,7 +107,7 @@ def _minimise(features: np.ndarray, class_of_cell: np.ndarray, is_small: bool) -
             whitening = newton.whiten(features, penalty)
             search = newton.find_optimum(whitening, np.eye(n_classes)[:, class_of_cell])
             weights = newton.minimise(search, whitening.compute_logits)
-            return Solution(whitening.unwhiten(weights), weights.sum(1) / CURVATURE)
+            return Solution(whitening.unwhiten(weights), weights.sum(1) / newton.CURVATURE)
     model = linear_model.LogisticRegression(solver="newton-cg", max_iter=1000)
     model.fit(features, class_of_cell)
     sign = [-0.5, 0.5] if n_classes == 2 else 1.0  # two classes have one logit
