@@ -24,7 +24,7 @@ from cellmill.data.shards.manifest import Manifest, verify
 from cellmill.data.shards.reader import open_shards
 from cellmill.errors import DataError, UserError
 from cellmill.evaluate.seen.copies import find_equal_cells
-from cellmill.evaluate.seen.trained_cells import TrainedCells
+from cellmill.evaluate.seen.held_out_check import HeldOutCheck
 from cellmill.evaluate.training_shards import read_counts
 from cellmill.files import digest, sha256_file
 
@@ -101,12 +101,12 @@ def read_all(folder: Path) -> str:
                 ):
                     hashed.update(np.ascontiguousarray(part).tobytes())
         stream.close()
-    trained = TrainedCells([manifest], ["one"])
-    hashed.update(json.dumps(sorted(trained.names["one"])).encode())
+    check = HeldOutCheck([manifest], ["one"])
+    hashed.update(json.dumps(sorted(check.names["one"])).encode())
     hashed.update(read_counts(manifest, 1000).toarray().tobytes())
     with open_counts(folder / "cells.h5ad") as reader:
         hashed.update(
-            find_equal_cells(reader, trained.corpora, np.ones(reader.n_obs, bool)).tobytes()
+            find_equal_cells(reader, check.corpora, np.ones(reader.n_obs, bool)).tobytes()
         )
     return hashed.hexdigest()
 
@@ -362,10 +362,10 @@ def test_a_shard_with_random_bytes_is_refused(right: str, folder: Path, seed: in
 
 def test_evaluation_finds_one_byte_changed_after_training(folder: Path) -> None:
     manifest = Manifest.read(folder / "manifest.json")
-    assert len(TrainedCells([manifest], ["one"]).names["one"]) > 100
+    assert len(HeldOutCheck([manifest], ["one"]).names["one"]) > 100
     with h5py.File(folder / "train-00000.h5ad", "a") as file:
         file["obs/_index"][0] = "one:cell99999"
     with pytest.raises(
         DataError, match=r"train-00000\.h5ad: expected sha256 \w+ as in the manifest, got"
     ):
-        TrainedCells([manifest], ["one"])
+        HeldOutCheck([manifest], ["one"])

@@ -23,8 +23,8 @@ from cellmill.data.shards.cell_digests import FILE, KIT_BARCODES, CorpusDigests,
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.split import hash_cells, hash_genes
 from cellmill.errors import DataError
-from cellmill.evaluate.seen.find_training import find_training
-from cellmill.evaluate.seen.trained_cells import TrainedCells
+from cellmill.evaluate.seen.held_out_check import HeldOutCheck
+from cellmill.evaluate.seen.training_cells import find_training_cells
 from cellmill.files import sha256_file
 from cellmill.stages import data
 from cellmill.stages.evaluate import describe_seen
@@ -310,7 +310,7 @@ def test_a_model_without_digests_may_have_seen_any_cell(
 def test_an_evaluation_leaves_out_cells_of_a_list(
     copied: Path, demo: Path, trained: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    contents = TrainedCells([], ["demo"], find_training(copied).listed)
+    check = HeldOutCheck([], ["demo"], find_training_cells(copied).listed)
     adata = ad.read_h5ad(demo)
     names = adata.obs_names
     counts = sp.csr_matrix(adata.X).toarray()
@@ -318,7 +318,7 @@ def test_an_evaluation_leaves_out_cells_of_a_list(
     adata.X = counts
     adata.write_h5ad(tmp_path / "demo.h5ad")
     with open_counts(tmp_path / "demo.h5ad") as reader:
-        unseen, n_copies = contents.unseen("demo", reader)
+        unseen, n_copies = check.find_held_out("demo", reader)
     assert (unseen == ~names.isin(trained)).all()
     assert n_copies == len(trained)
     n_equal = int(names[1::2].isin(trained).sum())
@@ -329,7 +329,7 @@ def test_an_evaluation_leaves_out_cells_of_a_list(
     ]
     renamed(ad.read_h5ad(demo)[:, 5:].copy()).write_h5ad(tmp_path / "fewer.h5ad")
     with open_counts(tmp_path / "fewer.h5ad") as reader:
-        contents.unseen("demo", reader)
+        check.find_held_out("demo", reader)
     assert (
         capsys.readouterr()
         .out.splitlines()[-1]

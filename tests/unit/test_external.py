@@ -25,7 +25,7 @@ from cellmill.data.prepare.unpack import plain_cells
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.features.components import pca
-from cellmill.evaluate.seen.trained_cells import TrainedCells
+from cellmill.evaluate.seen.held_out_check import HeldOutCheck
 from cellmill.report.collect import read_run
 from cellmill.report.page import render
 from cellmill.report.standings import list_standings
@@ -331,7 +331,7 @@ def test_a_preset_is_fitted_only_on_training_cells(corpus: dict[str, Path], zoo_
     manifest = Manifest.read(corpus["manifest"])
     mask = zoo_cells.training_cells(corpus["manifest"], "simulated", open_cells(corpus["cells"]))
     with open_counts(corpus["cells"]) as reader:
-        unseen, _ = TrainedCells([manifest], ["simulated"]).unseen("simulated", reader)
+        unseen, _ = HeldOutCheck([manifest], ["simulated"]).find_held_out("simulated", reader)
     assert unseen.any()
     assert manifest.splits["val"].n_obs
     assert not (mask & unseen).any()

@@ -43,7 +43,7 @@ from cellmill.data.shards.writer import write_part, write_shards
 from cellmill.data.split import hash_cells, hash_genes
 from cellmill.errors import DataError
 from cellmill.evaluate.seen.copies import find_equal_cells
-from cellmill.evaluate.seen.trained_cells import TrainedCells
+from cellmill.evaluate.seen.held_out_check import HeldOutCheck
 from cellmill.stages import data
 from tests.unit.test_shards import two_datasets
 
@@ -334,12 +334,12 @@ def test_copies_of_training_cells_are_found_in_every_dataset(
     trained = str(ad.read_h5ad(manifest.path.with_name("train-00000.h5ad")).obs["batch"].iloc[0])
     other = paths[1] if trained == "x" else paths[0]
     rows = np.arange(100) < 30 if trained == "x" else (np.arange(205) >= 50) & (np.arange(205) < 80)
-    contents = TrainedCells([manifest, manifest], [])
+    check = HeldOutCheck([manifest, manifest], [])
     for shard_file in manifest.path.parent.glob("train-*.h5ad"):
         shard_file.write_bytes(b"hashed before, and not again for each dataset")
     for among in (np.ones(len(rows), bool), np.arange(len(rows)) % 2 == 0):
         with open_counts(other) as reader:
-            found = find_equal_cells(reader, contents.corpora, among)
+            found = find_equal_cells(reader, check.corpora, among)
             np.testing.assert_array_equal(found, rows & among)
 
 

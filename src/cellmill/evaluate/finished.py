@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from cellmill.config.plugin import declaring_packages, load
 from cellmill.errors import DataError
 from cellmill.evaluate.evaluated_datasets import EvaluatedDatasets
-from cellmill.evaluate.task import Context, Task
+from cellmill.evaluate.task import Context, Task, depends_on_dataset
 from cellmill.files import digest, read_json, sha256_file
 from cellmill.runs import results
 from cellmill.runs.results import TaskResult
@@ -58,7 +58,7 @@ class FinishedTasks:
             "options": config.model_dump(mode="json"),
             "files": [sha256_file(Path(path)) for path in config.paths().values()],
         }
-        if getattr(task, "reads_cells", True):
+        if depends_on_dataset(task):
             columns = {role: str(column.name) for role, column in context.roles.items()}
             # which cells are held out depends on the corpora of the model's ancestors too
             scored = hashlib.sha256(context.scored.tobytes()).hexdigest()

@@ -100,6 +100,11 @@ class Task:
         raise NotImplementedError
 
 
+def depends_on_dataset(task: Task) -> bool:
+    """True unless `reads_cells` of the task is False; the class of a plug-in may lack it."""
+    return getattr(task, "reads_cells", True)
+
+
 def run_task(task: Task, context: Context) -> TaskResult:
     """Run a task on one dataset. The model's rows get the note `Context.supervision_note`, or the
     model's own in a task whose result does not depend on the dataset.
@@ -109,8 +114,8 @@ def run_task(task: Task, context: Context) -> TaskResult:
             result = task.run(context)
     except Skipped as skipped:
         return TaskResult(figures=skipped.figures, skipped=str(skipped))
-    reads_cells = getattr(task, "reads_cells", True)
-    note = context.supervision_note if reads_cells else context.model.supervision_note
+    scope = context if depends_on_dataset(task) else context.model
+    note = scope.supervision_note
     return result if note is None else add_supervision_note(result, note)
 
 

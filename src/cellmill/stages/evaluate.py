@@ -50,9 +50,9 @@ from cellmill.evaluate.inference.knock_out import knock_out_genes
 from cellmill.evaluate.inference.umap import project, write_umap
 from cellmill.evaluate.prediction_cache import PredictionCache
 from cellmill.evaluate.run import check_packages, run_tasks, summarize
-from cellmill.evaluate.seen.find_training import find_training
+from cellmill.evaluate.seen.held_out_check import HeldOutCheck
 from cellmill.evaluate.seen.seen_cells import mark_seen_cells
-from cellmill.evaluate.seen.trained_cells import TrainedCells
+from cellmill.evaluate.seen.training_cells import find_training_cells
 from cellmill.evaluate.task import Context, Task
 from cellmill.evaluate.tasks.perturbation.changes_file import ABOUT_CHANGES, write_changes
 from cellmill.evaluate.tasks.perturbation.units import PERTURBATION
@@ -190,9 +190,9 @@ def describe_seen(external: ExternalModel, context: Context) -> str:
         return external.note
     folder = Path(model_folder_of(external.model))
     seen = mark_seen_cells(context.reader, folder)
-    if seen.cells is None or seen.unknown:
+    if seen.is_seen is None or seen.unknown:
         return external.note
-    n_seen = int((seen.cells & context.scored).sum())
+    n_seen = int((seen.is_seen & context.scored).sum())
     n_scored = int(context.scored.sum())
     print(
         f"{context.dataset}: {folder} has seen {n_seen:,} of {n_scored:,} scored cells", flush=True
@@ -294,7 +294,7 @@ class _Evaluation:
             "objective": network.objective.config.name,
             "supervised_by": self.model.supervised_by,
         }
-        training = find_training(model)
+        training = find_training_cells(model)
         unknown = training.missing_ancestors
         parent = self.model.config.get("init_from")
         if training.missing_reason and parent is not None and not ancestors:
@@ -302,14 +302,14 @@ class _Evaluation:
         if unknown:
             self.about["unknown_cells"] = unknown
         manifests = [training_manifest, *map(Manifest.read, ancestors)]
-        self.trained = TrainedCells(manifests, files, training.listed)
+        self.held_out_check = HeldOutCheck(manifests, files, training.listed)
         self.datasets = EvaluatedDatasets(files, digest, network.vector_width)
 
     @contextmanager
     def open(self, name: str) -> Iterator[_HeldOutDataset]:
         """Open a dataset. Raises DataError if no cell is held out."""
         with self.datasets.open(name) as (reader, vectors, roles):
-            unseen, n_copies = self.trained.unseen(name, reader)
+            unseen, n_copies = self.held_out_check.find_held_out(name, reader)
             if self.section.cells == "heldout" and not unseen.any():
                 raise DataError(
                     f"{reader.path}: no held-out cells: all {reader.n_obs:,} were trained or validated on; "
@@ -327,7 +327,7 @@ class _Evaluation:
                 self.section,
                 datasets=self.datasets,
             )
-            yield _HeldOutDataset(context, unseen, n_copies, bool(self.trained.names[name]))
+            yield _HeldOutDataset(context, unseen, n_copies, bool(self.held_out_check.names[name]))
 
 
 def knock_out(

@@ -30,7 +30,7 @@ from cellmill.evaluate.inference.calibration import (
     find_classifications,
     find_regressions,
 )
-from cellmill.evaluate.seen.find_training import find_shards, find_training_of_run
+from cellmill.evaluate.seen.training_cells import find_shards, find_training_cells_of_run
 from cellmill.files import write_json
 from cellmill.finetune.method import load_method
 from cellmill.models.build import build
@@ -181,7 +181,7 @@ def list_cells(out: Path, train: Path, fingerprint: str) -> dict[str, Any]:
     """Write digests of the cells of the run and of the models before it to the folder `out`, and
     return the entry of config.json; without the run's shards, print a warning and return none.
     """
-    training = find_training_of_run(train, fingerprint)
+    training = find_training_cells_of_run(train, fingerprint)
     if training.missing_reason:
         print(f"warning: {train}: no digests of its cells: {training.missing_reason}", flush=True)
         return {}

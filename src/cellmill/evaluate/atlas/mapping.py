@@ -70,7 +70,7 @@ def map_vectors(atlas: CellAtlas, vectors: np.ndarray, seen: Seen, section: Map)
     mapped = _join(list(_map_blocks(atlas, vectors, section)))
     distance = mean_distance(mapped.distances) * scale
     # compare the distances of new cells with the reference
-    is_new = ~mapped.in_atlas if seen.cells is None else ~mapped.in_atlas & ~seen.cells
+    is_new = ~mapped.in_atlas if seen.is_seen is None else ~mapped.in_atlas & ~seen.is_seen
     n_reference = len(atlas.reference)
     is_new &= np.isfinite(distance) & (n_reference > 0)
     percentile = np.where(is_new, _percentiles(atlas, distance / scale), np.nan)
@@ -88,8 +88,8 @@ def map_vectors(atlas: CellAtlas, vectors: np.ndarray, seen: Seen, section: Map)
         IN_ATLAS: mapped.in_atlas,
         NEAREST: _name_cells(atlas, neighbors[:, 0]),
     }
-    if seen.cells is not None:
-        obs[SEEN] = seen.cells
+    if seen.is_seen is not None:
+        obs[SEEN] = seen.is_seen
     obsm = {
         NEIGHBORS: neighbors.astype(np.int32),
         NEIGHBOR_DISTANCES: (mapped.distances * scale).astype(np.float32),

@@ -51,8 +51,8 @@ def compare_labels(
     has_label = ~pd.isna(stated)
     is_known = np.isin(stated.astype(str), np.array(known, str)) & has_label
     note = ""
-    if seen.cells is not None:
-        n_unknown = int((has_label & ~is_known & ~seen.cells).sum())
+    if seen.is_seen is not None:
+        n_unknown = int((has_label & ~is_known & ~seen.is_seen).sum())
         if n_unknown:
             note = f", without {n_unknown:,} of labels that it does not know"
 
@@ -93,11 +93,11 @@ def _compare(
     """
     if not is_compared.any():
         return {}, []
-    if seen.cells is None:
+    if seen.is_seen is None:
         _, words = measure(is_compared)
         return {}, [f"{column}: {wording.unknown.format(words)} ({seen.unknown})"]
-    is_unseen = is_compared & ~seen.cells
-    is_seen = is_compared & seen.cells
+    is_unseen = is_compared & ~seen.is_seen
+    is_seen = is_compared & seen.is_seen
     figures: dict[str, Any] = {
         f"{wording.n_cells}_unseen": int(is_unseen.sum()),
         f"{wording.n_cells}_seen": int(is_seen.sum()),

@@ -167,9 +167,9 @@ class FileImputer:
         obs = self._reader.obs
         seen = mark_seen_cells(self._reader, self._folder)
         about = self.about | {"n_without_genes": self._coverage.n_without_genes}
-        if seen.cells is not None:
-            obs = obs.assign(**{SEEN: seen.cells})
-            about["n_seen_in_training"] = int(seen.cells.sum())
+        if seen.is_seen is not None:
+            obs = obs.assign(**{SEEN: seen.is_seen})
+            about["n_seen_in_training"] = int(seen.is_seen.sum())
         if seen.unknown:
             about["training_cells_unknown"] = seen.unknown
         columns = {

@@ -153,9 +153,9 @@ def predict_heads(
     predicted = Predicted(
         {}, {}, {"model_digest": digest, "n_without_genes": embedding.n_without_genes}
     )
-    if seen.cells is not None:
-        predicted.obs[SEEN] = seen.cells
-        predicted.about["n_seen_in_training"] = int(seen.cells.sum())
+    if seen.is_seen is not None:
+        predicted.obs[SEEN] = seen.is_seen
+        predicted.about["n_seen_in_training"] = int(seen.is_seen.sum())
     if seen.unknown:
         predicted.about["training_cells_unknown"] = seen.unknown
     for suffix, (objective, classifier) in find_classifiers(model, config).items():

@@ -24,7 +24,7 @@ from cellmill.evaluate.seen.corpus_hashes import (
     MAX_COMPLETIONS,
     HashedCorpus,
 )
-from cellmill.evaluate.seen.find_training import Training, find_training
+from cellmill.evaluate.seen.training_cells import KnownTrainingCells, find_training_cells
 
 KINDS = ["exact", "near", "new"]
 """Equal counts of the model's genes; the barcode of a training sample at other counts; neither."""
@@ -33,7 +33,7 @@ KINDS = ["exact", "near", "new"]
 class Seen(NamedTuple):
     """Cells of a file that a model has seen in training or validation."""
 
-    cells: np.ndarray | None  # (n_obs,) bool; None if the training cells are not known
+    is_seen: np.ndarray | None  # (n_obs,) bool; None if the training cells are not known
     unknown: str  # what is not known about the training cells, in words; empty if all are known
     is_near: np.ndarray | None = None
     """(n_obs,) bool: seen cells whose counts differ, found by barcode; None if not looked for."""
@@ -43,7 +43,7 @@ def mark_seen_cells(reader: CountsReader, model: Path) -> Seen:
     """Cells of `reader` that the exported model in the folder `model`, or a model before it, was
     trained on. Raises DataError for a damaged digest list.
     """
-    return _mark_cells(reader, find_training(model))
+    return _mark_cells(reader, find_training_cells(model))
 
 
 def tabulate_seen_cells(
@@ -55,15 +55,15 @@ def tabulate_seen_cells(
     Raises DataError if `reader` has no gene of the model, or its training cells are not known.
     """
     columns = match_columns(reader, vocabulary)
-    training = find_training(model)
+    training = find_training_cells(model)
     seen = _mark_cells(reader, training)
-    if seen.cells is None:
+    if seen.is_seen is None:
         raise DataError(
             f"{model}: it may have seen these cells, because its training cells are not known "
             f"({seen.unknown}); export it again, with consolidate.cell_digests"
         )
     is_near = np.zeros(reader.n_obs, bool) if seen.is_near is None else seen.is_near
-    kinds = np.where(is_near, "near", np.where(seen.cells, "exact", "new"))
+    kinds = np.where(is_near, "near", np.where(seen.is_seen, "exact", "new"))
     table = pd.DataFrame(
         {"seen": pd.Categorical(kinds, KINDS)},
         index=pd.Index(reader.obs_names, name="cell"),
@@ -74,7 +74,7 @@ def tabulate_seen_cells(
     return table, notes
 
 
-def _describe_limits(reader: CountsReader, training: Training, seen: Seen) -> list[str]:
+def _describe_limits(reader: CountsReader, training: KnownTrainingCells, seen: Seen) -> list[str]:
     """Sentences on training cells that are not known, or would not be found."""
     notes = [seen.unknown] if seen.unknown else []
     lacked = _describe_lacked_genes(reader, training.read_corpora())
@@ -87,7 +87,7 @@ def _describe_limits(reader: CountsReader, training: Training, seen: Seen) -> li
     return notes
 
 
-def _mark_cells(reader: CountsReader, training: Training) -> Seen:
+def _mark_cells(reader: CountsReader, training: KnownTrainingCells) -> Seen:
     """Cells of `reader` that are among the cells of `training`."""
     if training.missing_reason:
         return Seen(None, training.missing_reason)

@@ -79,7 +79,7 @@ def predict_response(
     vectors[screen.is_start] = embedding.vectors
     # measure the changes of perturbed cells that the model has not seen
     seen = mark_seen_cells(reader, folder)
-    is_compared = screen.has_genes if seen.cells is None else screen.has_genes & ~seen.cells
+    is_compared = screen.has_genes if seen.is_seen is None else screen.has_genes & ~seen.is_seen
     measured = MeasuredUnits.read(screen, units, is_compared)
     shares = _share_strata(screen, units, measured)
     changes = head.predict_changes(vectors, screen.profiles, shares, units.names, units.genes)
@@ -164,8 +164,8 @@ def _describe_limits(units: Units, screen: PerturbationScreen, seen: Seen) -> li
         )
     if screen.has_doses:
         lines.append("warning: it has doses: a response is the same at each of them")
-    if seen.cells is not None:
-        n_seen = int((seen.cells & screen.is_start).sum())
+    if seen.is_seen is not None:
+        n_seen = int((seen.is_seen & screen.is_start).sum())
         if n_seen:
             lines.append(
                 f"{n_seen:,} of {int(screen.is_start.sum()):,} controls are of the model's training or validation"

@@ -20,10 +20,11 @@ from cellmill.evaluate.seen.seen_cells import describe_unfindable_cells
 from cellmill.evaluate.training_shards import read_cell_names
 
 
-class TrainedCells:
-    """Training and validation cells of the model and its ancestors.
+class HeldOutCheck:
+    """Finds held-out cells of `datasets`, by the training and validation cells of the model and its
+    ancestors.
 
-    Those of `manifests` are read from shards. Of other corpora, `listed` has digests by fingerprint.
+    Cells of `manifests` are read from shards. Of other corpora, `listed` has digests by fingerprint.
     Raises DataError for a changed shard.
     """
 
@@ -46,9 +47,9 @@ class TrainedCells:
         self._listed = [listed[name] for name in sorted(listed.keys() - by_fingerprint.keys())]
         self.corpora += [HashedCorpus.from_digests(corpus) for corpus in self._listed]
 
-    def unseen(self, dataset: str, reader: CountsReader) -> tuple[np.ndarray, int]:
-        """Mask, bool `(n_obs,)`, of the cells that were not trained on, and the number of copies of
-        training cells under other names. Prints the copies.
+    def find_held_out(self, dataset: str, reader: CountsReader) -> tuple[np.ndarray, int]:
+        """Mask, bool `(n_obs,)`, of the held-out cells, and the number of copies of training cells
+        under other names. Prints the copies.
         """
         unnamed = ~reader.obs_names.isin([*self.names[dataset]])
         copies = find_equal_cells(reader, self.corpora, unnamed)

@@ -26,7 +26,7 @@ from cellmill.files import read_json
 Ancestor = tuple[str, Path | None]  # name, and folder of the exported model if it is there
 
 
-class Training(NamedTuple):
+class KnownTrainingCells(NamedTuple):
     """Cells that a model and its ancestors were trained on, as far as they can be found."""
 
     manifests: dict[str, Manifest]  # shards by fingerprint
@@ -43,7 +43,7 @@ class Training(NamedTuple):
         ]
 
 
-class _ModelTraining(NamedTuple):
+class _OwnTrainingCells(NamedTuple):
     """Cells of one model; of its ancestors only those that its folder lists."""
 
     manifest: Manifest | None
@@ -52,23 +52,23 @@ class _ModelTraining(NamedTuple):
     digests: CellDigests | None = None
 
 
-def find_training(model: Path) -> Training:
+def find_training_cells(model: Path) -> KnownTrainingCells:
     """Cells of the exported model in the folder `model`, and of the models that it came from.
 
     Raises DataError for a damaged digest list.
     """
-    return _add_ancestors(_find_model_training(model), {model.resolve()})
+    return _add_ancestors(_find_own_training_cells(model), {model.resolve()})
 
 
-def find_training_of_run(train: Path, fingerprint: str) -> Training:
+def find_training_cells_of_run(train: Path, fingerprint: str) -> KnownTrainingCells:
     """Cells of the run in the folder `train`, with this fingerprint, and of the models before it."""
     return _add_ancestors(_find_shards_of_run(train, fingerprint), set())
 
 
-def _add_ancestors(model: _ModelTraining, visited: set[Path]) -> Training:
+def _add_ancestors(model: _OwnTrainingCells, visited: set[Path]) -> KnownTrainingCells:
     """Add the cells of the ancestors of `model`, whose folders are not in `visited`."""
     if model.manifest is None and model.digests is None:
-        return Training({}, {}, model.problem, [])
+        return KnownTrainingCells({}, {}, model.problem, [])
     manifests: dict[str, Manifest] = {}
     listed: dict[str, CorpusDigests] = {}
     missing: list[str] = []
@@ -86,22 +86,22 @@ def _add_ancestors(model: _ModelTraining, visited: set[Path]) -> Training:
             elif training.manifest is None:
                 missing.append(name)
         for earlier, folder in training.ancestors:
-            ancestor = _ModelTraining(None, "no such folder", [])
+            ancestor = _OwnTrainingCells(None, "no such folder", [])
             if folder is not None:
                 if folder.resolve() in visited:
                     continue
                 visited.add(folder.resolve())
-                ancestor = _find_model_training(folder)
+                ancestor = _find_own_training_cells(folder)
             queue.append((earlier, ancestor, is_covered or training.digests is not None))
-    return Training(manifests, listed, "", list(dict.fromkeys(missing)))
+    return KnownTrainingCells(manifests, listed, "", list(dict.fromkeys(missing)))
 
 
-def _find_model_training(model: Path) -> _ModelTraining:
+def _find_own_training_cells(model: Path) -> _OwnTrainingCells:
     """Cells of one export, by its digest list and by the shards of its run."""
     try:
         config = read_model_config(model / "config.json")
     except (UserError, OSError) as error:
-        return _ModelTraining(None, in_one_line(error), [])
+        return _OwnTrainingCells(None, in_one_line(error), [])
     # an export is results/runs/RUN/model, or results/runs/RUN/steps/STEP/model
     run = model.resolve().parent
     if run.parent.name == "steps":
@@ -109,14 +109,14 @@ def _find_model_training(model: Path) -> _ModelTraining:
     digests = read_digests(model, config)
     if not (run / "train" / "run.json").is_file():
         problem = f"{model} is not in the folder of its run, which names its training cells"
-        return _ModelTraining(None, problem, [], digests)
+        return _OwnTrainingCells(None, problem, [], digests)
     manifest, problem, ancestors, _ = _find_shards_of_run(
         run / "train", str(config.get("fingerprint"))
     )
-    return _ModelTraining(manifest, problem, ancestors, digests)
+    return _OwnTrainingCells(manifest, problem, ancestors, digests)
 
 
-def _find_shards_of_run(train: Path, fingerprint: str) -> _ModelTraining:
+def _find_shards_of_run(train: Path, fingerprint: str) -> _OwnTrainingCells:
     """Shards of a run, and the models that it came from."""
     try:
         record = read_json(train / "run.json")
@@ -128,8 +128,8 @@ def _find_shards_of_run(train: Path, fingerprint: str) -> _ModelTraining:
             splits = filled_splits(manifest)
             verify(manifest, [manifest.splits[split].index["hashes"] for split in splits])
     except (UserError, OSError, LookupError, TypeError, ValueError) as error:
-        return _ModelTraining(None, in_one_line(error), [])
-    return _ModelTraining(manifest, problem, [*_find_ancestors(record, options, train)])
+        return _OwnTrainingCells(None, in_one_line(error), [])
+    return _OwnTrainingCells(manifest, problem, [*_find_ancestors(record, options, train)])
 
 
 def find_shards(train: Path, options: TrainOptions, fingerprint: str) -> tuple[Path | None, str]:
