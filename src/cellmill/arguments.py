@@ -10,13 +10,12 @@ from typing import Any, NoReturn
 
 from cellmill import __version__
 from cellmill.config.datasets import COUNTS_RULES, ObsColumns, input_path
-from cellmill.config.machine import Machine
+from cellmill.config.machine import PLANNED, Machine
 from cellmill.config.options import OPTIONS
 from cellmill.config.section import description
 from cellmill.config.workflow import sections_of
 
 CONFIG = Path("config/config.yaml")
-PLANNED = ("nodes", "nproc_per_node", "mem_mb")  # options of the machine that plan reads too
 
 # a flag, or the name of a positional argument, and its options for argparse
 Argument = tuple[str, dict[str, Any]]

@@ -16,11 +16,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from cellmill.arguments import CONFIG, PLANNED, new_parser
+from cellmill.arguments import CONFIG, new_parser
 from cellmill.config import OPTIONS, check_options, load_config
 from cellmill.config.datasets import ObsColumns
 from cellmill.config.load import find_atlas
-from cellmill.config.machine import Machine
+from cellmill.config.machine import PLANNED, Machine
 from cellmill.errors import UserError
 from cellmill.files import parse_json, read_json, refuse_overwriting, refuse_special
 from cellmill.imports import importing

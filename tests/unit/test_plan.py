@@ -311,6 +311,27 @@ def test_processes_share_the_memory_of_a_machine(corpus: Manifest, tmp_path: Pat
     )
 
 
+@pytest.mark.parametrize(
+    ("requested", "mb"),
+    [
+        ({"mem_mb": 6000}, 6000),
+        ({"mem_mb_per_cpu": 2000, "cpus_per_task": 5}, 10_000),
+        ({"mem_mb_per_cpu": 2000}, 8000),  # 2 cores per process
+        ({"mem_mb_per_gpu": 3000, "gpus_per_node": "a100:4"}, 12_000),
+        ({"mem_mb_per_gpu": 3000, "gres": "gpu:3,nvme:1"}, 9000),
+        ({"mem_mb_per_gpu": 3000}, 6000),  # a GPU per process
+    ],
+    ids=str,
+)
+def test_processes_share_the_memory_that_a_profile_requests(
+    requested: dict[str, Any], mb: int
+) -> None:
+    machine = Machine(nproc_per_node=2, **requested)
+    assert machine.node_memory_bytes == mb << 20
+    assert find_hardware(_options(), machine, "cpu").device_bytes == (mb << 20) // 2
+    assert find_hardware(_options(), machine, "h100").device_bytes == 80_000_000_000
+
+
 WIDE: dict[str, Any] = {
     "nodes": 64,
     "nproc": 8,
@@ -638,16 +659,28 @@ def test_a_plan_reads_the_shards_of_the_corpus_if_they_exist(
 def test_pinned_host_memory_must_fit_into_the_job(
     printed: Callable[..., tuple[str, str]], tmp_path: Path
 ) -> None:
-    words = "--device h100 --cells 5000 --nproc-per-node 4 --mem-mb"
+    words = "--device h100 --cells 5000 --nproc-per-node 4"
     out = tmp_path / "plan.json"
-    printed(f"{words} 0 --out {out}")
+    printed(f"{words} --mem-mb 0 --out {out}")
     pinned = 4 * json.loads(out.read_text())["memory"]["staging_bytes"]
-    printed(f"{words} {pinned // 2**20 + 1}")
-    assert printed(f"{words} {pinned // 2**20}", code=2)[1] == (
-        f"cellmill plan: the 4 processes of a node pin {format_bytes(pinned)} of host memory for checkpoints and "
-        f"cpu_offload, but mem_mb is {pinned // 2**20}; raise it for train in the profile (0 is all of a node), or "
-        "shard over more nodes (FULL_SHARD)\n"
-    )
+    printed(f"{words} --mem-mb {pinned // 2**20 + 1}")
+    per_gpu = pinned // 2**20 // 2
+    for given, requested in (
+        (f"mem-mb {pinned // 2**20}", f"mem_mb is {pinned // 2**20}"),
+        (
+            f"mem-mb-per-gpu {per_gpu} --gpus-per-node h100:2",
+            f"mem_mb_per_gpu is {per_gpu}, {format_bytes(2 * per_gpu << 20)} per node",
+        ),
+        (
+            f"mem-mb-per-cpu {per_gpu} --cpus-per-task 2",
+            f"mem_mb_per_cpu is {per_gpu}, {format_bytes(2 * per_gpu << 20)} per node",
+        ),
+    ):
+        assert printed(f"{words} --{given}", code=2)[1] == (
+            f"cellmill plan: the 4 processes of a node pin {format_bytes(pinned)} of host memory for checkpoints and "
+            f"cpu_offload, but {requested}; raise it for train in the profile (0 is all of a node), or shard over more "
+            "nodes (FULL_SHARD)\n"
+        )
 
 
 def test_a_large_share_of_validation_time_gets_a_hint(

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from argparse import ArgumentParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,15 @@ from snakemake.profiles import ProfileConfigFileParser
 from cellmill.arguments import machine
 from cellmill.config.load import check_options
 from cellmill.config.machine import Machine
+from cellmill.config.workflow import RunConfig
 from cellmill.errors import ConfigError
-from cellmill.preflight.profile import find_as_snakemake, find_profile, read_profile
+from cellmill.preflight.profile import (
+    find_as_snakemake,
+    find_profile,
+    read_command,
+    read_profile,
+)
+from cellmill.preflight.rule_flags import plan_arguments, plan_resources
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -147,6 +155,38 @@ def test_the_machine_is_what_the_rule_train_is_called_with(alone: Path) -> None:
         parser.add_argument(flag, **options)
     given = vars(parser.parse_known_args(flags)[0])
     assert read_profile("one").machine() == check_options(Machine, given, "the rule's flags")
+
+
+@pytest.mark.parametrize(
+    ("train", "named", "flags"),
+    [
+        ({"mem_mb": 9000}, {}, "--mem-mb 9000"),
+        ({"mem_mb": 9000}, {"mem_mb": 7000}, "--mem-mb 7000"),
+        (
+            {"mem_mb_per_gpu": 9000, "gpus_per_node": "a100:2", "cpus_per_task": 8},
+            {},
+            "--mem-mb 0 --mem-mb-per-gpu 9000 --cpus-per-task 8 --gpus-per-node a100:2",
+        ),
+        ({"mem_mb": 9000}, {"mem_mb_per_cpu": 500}, "--mem-mb 0 --mem-mb-per-cpu 500"),
+        ({"mem_mb_per_cpu": 500}, {"mem_mb": 9000}, "--mem-mb 9000"),
+    ],
+    ids=str,
+)
+def test_a_plan_gets_the_memory_of_its_training(
+    train: dict[str, Any], named: dict[str, Any], flags: str
+) -> None:
+    plan = {"device": "a100", "mem_mb": 500}  # of the job that plans
+    entries = {"plan": plan, "train": {"nproc_per_node": 2} | train, "train.other": named}
+    write(yaml.safe_dump({"set-resources": entries}))
+    command = read_command(["--profile", "profiles/one"])
+    resources = SimpleNamespace(**plan_resources(command))
+    sections: dict[str, Any] = {
+        name: {} for name, field in RunConfig.model_fields.items() if field.is_required()
+    }
+    sections |= {"corpus": "sim", "machine": "other" if named else None, "train": {"steps": 1}}
+    run = RunConfig.model_validate(sections)
+    found = plan_arguments(command, "tiny", run, resources)
+    assert " ".join(found) == f"--nodes 1 --nproc-per-node 2 {flags} --device a100"
 
 
 def test_default_resources_do_not_reach_a_training() -> None:

@@ -107,11 +107,7 @@ def _print_values(site: Site) -> None:
     shown_gpus = f"GPUs {gpus}, " if gpus else ""
     n = machine.nproc_per_node
     processes = f"{n} {'process' if n == 1 else 'processes'}"
-    memory = "all memory"
-    if machine.memory_mb:
-        memory = (
-            f"{machine.memory_mb} MB{machine.memory_key.removeprefix('mem_mb').replace('_', ' ')}"
-        )
+    memory = machine.memory_text or "all memory"
     device = f"{site.device}: {why['device']}" if why["device"] else site.device
     print(f"  train     partition {machine.slurm_partition}: {why['slurm_partition']}")
     print(

@@ -24,6 +24,9 @@ OURS_OF_SRUN = (
     "label multi-prog gpus-per-node gres chdir export jobid"
 ).split()
 MEMORY = ("mem_mb", "mem_mb_per_cpu", "mem_mb_per_gpu")  # as sbatch's mem, mem-per-cpu, mem-per-gpu
+MB = 1 << 20  # bytes of a MB of SLURM
+# options that a plan reads too
+PLANNED = ("nodes", "nproc_per_node", *MEMORY, "cpus_per_task", "gpus_per_node", "gres")
 Text = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
 
 
@@ -136,6 +139,24 @@ class Machine(Section):
     @property
     def memory_mb(self) -> int:
         return int(getattr(self, self.memory_key))
+
+    @property
+    def memory_units(self) -> int:
+        """Units of a node, each with `memory_mb`: CPU cores, GPUs, or 1 for the node."""
+        # without requested GPUs, each process is assumed to have one
+        units = {"mem_mb_per_cpu": self.cpus, "mem_mb_per_gpu": self.gpus or self.nproc_per_node}
+        return units.get(self.memory_key, 1)
+
+    @property
+    def node_memory_bytes(self) -> int:
+        """Memory requested per node; 0 for all of it."""
+        return self.memory_mb * self.memory_units * MB
+
+    @property
+    def memory_text(self) -> str:
+        """Requested memory, such as `4000 MB per cpu`; empty for all of a node."""
+        per_unit = self.memory_key.removeprefix("mem_mb").replace("_", " ")
+        return f"{self.memory_mb} MB{per_unit}" if self.memory_mb else ""
 
     @property
     def gpus_by_type(self) -> dict[str, int]:

@@ -101,7 +101,9 @@ class Plan(Section):
     """Assumptions of the plan about the machine."""
 
     memory_gb: float | None = Field(None, gt=0)
-    """Memory of a process; null: of the profile's device."""
+    """Memory of a process; null: of the profile's device, or on CPUs its share of the profile's
+    mem_mb (0: of the memory of the machine that plans).
+    """
     memory_frac: float = Field(0.9, gt=0, le=1)
     """Fraction of that memory a run may use."""
     mfu_frac: float = Field(0.35, gt=0, le=1)

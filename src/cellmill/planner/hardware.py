@@ -45,14 +45,17 @@ class Hardware:
 def find_hardware(options: PlanOptions, machine: Machine, device_name: str) -> Hardware:
     """Find the processes that `machine` gives a run.
 
-    A range of nodes counts as its fewest, which need the most memory per process.
+    A range of nodes counts as its fewest, which need the most memory per process. Processes on CPUs
+    share the memory that a node's job requests. A request for all of a node's memory counts as the
+    memory of the machine that plans.
     """
     memory_gb = options.plan.memory_gb or find_device(device_name).memory_gb
     if memory_gb:
         device_bytes = round(memory_gb * GB)
-    else:  # processes on CPUs share the machine's memory
-        machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        device_bytes = machine_bytes // machine.nproc_per_node
+    else:
+        here_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        node_bytes = machine.node_memory_bytes or here_bytes
+        device_bytes = node_bytes // machine.nproc_per_node
     usable_bytes = int(device_bytes * options.plan.memory_frac)
     nodes = machine.node_counts[0]
     return Hardware(nodes, machine.nproc_per_node, device_name, device_bytes, usable_bytes)

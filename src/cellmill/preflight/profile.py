@@ -32,7 +32,7 @@ from snakemake.profiles import ProfileConfigFileParser
 from snakemake.resources import Resources
 
 from cellmill.config.load import check_options
-from cellmill.config.machine import Machine
+from cellmill.config.machine import MEMORY, Machine
 from cellmill.errors import ConfigError, did_you_mean
 from cellmill.files import require_file
 
@@ -54,8 +54,8 @@ _SITE_KEYS = (
     "constraint",
     "reservation",
 )
-_ALTERNATIVES = {"gres": "gpus_per_node", "gpus_per_node": "gres"}
-"""Keys of which a machine has only one."""
+_ALTERNATIVES = (("gres", "gpus_per_node"), MEMORY)
+"""Groups of keys; a machine has at most one key of each."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def _read_rules(options: Values, path: Path) -> Rules:
             if repeated:
                 raise ConfigError(f"{where}: {repeated.pop()} is given twice, in two units")
             rules[rule] |= values
-    return _drop_inherited_gpus(rules)
+    return _drop_inherited(rules)
 
 
 def _is_for_training(entry: str) -> bool:
@@ -203,12 +203,13 @@ def _is_for_training(entry: str) -> bool:
     return entry.partition(".")[0] in ("train", "plan")
 
 
-def _drop_inherited_gpus(rules: Rules) -> Rules:
-    """Clear the inherited gpus_per_node of a named machine that sets gres, and vice versa."""
+def _drop_inherited(rules: Rules) -> Rules:
+    """Clear the inherited alternatives to a key that a named machine sets, such as gres to gpus_per_node."""
     for entry, resources in rules.items():
-        for key, alternative in _ALTERNATIVES.items():
-            if "." in entry and key in resources:
-                resources.setdefault(alternative, "")
+        for keys in _ALTERNATIVES:
+            if "." in entry and resources.keys() & set(keys):
+                for key in keys:
+                    resources.setdefault(key, DEFAULTS[key])
     return rules
 
 
@@ -296,7 +297,7 @@ def read_command(arguments: Sequence[str]) -> Profile:
     for entry, resources in (options.set_resources or {}).items():
         if _is_for_training(entry):
             command_rules[entry] = evaluate(resources)
-    command_rules = _drop_inherited_gpus(command_rules)
+    command_rules = _drop_inherited(command_rules)
     train = {key: value for key, value in profile.train.items() if key in DEFAULTS}
     profile_rules = profile.rules | {"train": train}
     rules = {}

@@ -9,7 +9,7 @@ from typing import Any
 
 from cellmill.config.checks import check_nodes
 from cellmill.config.load import check_options
-from cellmill.config.machine import Machine
+from cellmill.config.machine import PLANNED, Machine
 from cellmill.config.workflow import RunConfig
 from cellmill.errors import ConfigError
 from cellmill.preflight.profile import DEFAULTS, Profile, Values
@@ -58,28 +58,23 @@ def train_arguments(
 
 def plan_arguments(command: Profile, name: str, run: RunConfig, resources: Any) -> list[str]:
     """List the flags of `cellmill plan` for run `name`, as `train_arguments`."""
-    changed = {
-        key: value
-        for key, value in command.resources(run.machine, "train").items()
-        if key not in command.plan
-    }
-    # the training's memory; rule plan has a mem_mb of its own
-    mem_mb = str(changed.get("mem_mb", train_resources(command)["mem_mb"]))
+    train = command.resources(run.machine, "train")
     plan = command.resources(run.machine, "plan")
     device = str(plan.get("device", resources.device))  # not the training's `device`
-    changed |= plan
-    sizes = {}
+    # memory and what it is counted by are the training's: rule plan has a mem_mb of its own
+    training = train_resources(command) | train
+    values = {key: training[key] for key in PLANNED}
     for key in ("nodes", "nproc_per_node"):
-        sizes[key] = changed.get(key, getattr(resources, key))
+        inherited = train if key not in command.plan else {}
+        values[key] = plan.get(key, inherited.get(key, getattr(resources, key)))
     # plan has no launcher, and takes a range of nodes
-    machine = _check_fit(command, name, run, sizes | {"launcher": "slurm"})
-    flags = {
-        "--nodes": machine.nodes,
-        "--nproc-per-node": str(machine.nproc_per_node),
-        "--mem-mb": mem_mb,
-        "--device": device,
-    }
-    return [*chain.from_iterable(flags.items())]
+    machine = _check_fit(command, name, run, values | {"launcher": "slurm"})
+    keys = ["nodes", "nproc_per_node", "mem_mb"]
+    if machine.memory_key != "mem_mb":  # memory per CPU core or GPU: their numbers count too
+        changed = [key for key in PLANNED if getattr(machine, key) != DEFAULTS[key]]
+        keys += [key for key in changed if key not in keys]
+    flags = {f"--{key.replace('_', '-')}": str(getattr(machine, key)) for key in keys}
+    return [*chain.from_iterable(flags.items()), "--device", device]
 
 
 def _check_fit(command: Profile, name: str, run: RunConfig, values: Values) -> Machine:

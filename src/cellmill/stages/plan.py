@@ -30,7 +30,6 @@ from cellmill.planner.work import CorpusSize, count_detected_genes
 from cellmill.runs.identity import foresee_refusal
 from cellmill.stages.training_inputs import open_corpus
 
-MB = 1 << 20  # SLURM's
 ASSUMED_CELLS = 1_000_000
 MAX_ASSUMED_CELLS = 1 << 22  # cells whose length is stored, since all have the same
 ASSUMED_GENES = 20_000
@@ -172,11 +171,16 @@ def _plan_run(corpus: PlannedCorpus, machine: Machine, device_name: str) -> RunP
 def _check_host_memory(run_plan: RunPlan, machine: Machine) -> None:
     """Raise ConfigError if the processes of a node pin more host memory than its job requests."""
     pinned_bytes = machine.nproc_per_node * sum(run_plan.host)
-    if machine.mem_mb and pinned_bytes > machine.mem_mb * MB:
+    node_bytes = machine.node_memory_bytes
+    if node_bytes and pinned_bytes > node_bytes:
+        key = machine.memory_key
+        requested = f"{key} is {machine.memory_mb}"
+        if key != "mem_mb":
+            requested += f", {format_bytes(node_bytes)} per node"
         raise ConfigError(
             f"the {machine.nproc_per_node} processes of a node pin {format_bytes(pinned_bytes)} of host memory for "
-            f"checkpoints and cpu_offload, but mem_mb is {machine.mem_mb}; raise it for train in the profile (0 is all "
-            "of a node), or shard over more nodes (FULL_SHARD)"
+            f"checkpoints and cpu_offload, but {requested}; raise it for train in the profile (0 is all of a node), or "
+            "shard over more nodes (FULL_SHARD)"
         )
 
 
