@@ -270,6 +270,12 @@ CPU = {"slurm_partition": "cpu", "nodes": 1}
         ({"mem_mb": 300_000, "constraint": "ib"}, {"sbatch": (UNAVAILABLE, 1)},
          f"{REFUSED.replace('8 CPUs', '300000 MB, 8 CPUs')}, ib: {UNAVAILABLE}; {KEYS} mem_mb: 250000 at most, "
          "cpus_per_task: 32 at most, constraint: of a100, ib"),
+        ({"mem_mb_per_gpu": 90_000}, {"sbatch": (UNAVAILABLE, 1)},
+         f"{REFUSED.replace('8 CPUs', '90000 MB per gpu, 8 CPUs')}: {UNAVAILABLE}; {KEYS} mem_mb_per_gpu: 62500 at "
+         "most, cpus_per_task: 32 at most"),
+        ({"mem_mb_per_cpu": 40_000}, {"sbatch": (UNAVAILABLE, 1)},
+         f"{REFUSED.replace('8 CPUs', '40000 MB per cpu, 8 CPUs')}: {UNAVAILABLE}; {KEYS} mem_mb_per_cpu: 31250 at "
+         "most, cpus_per_task: 32 at most"),
         ({"constraint": "nvlink"}, {"sbatch": ("sbatch: error: Invalid feature specification", 1)},
          f"{REFUSED}, nvlink: Invalid feature specification; {KEYS} constraint: one of a100, ib"),
         ({"qos": "gold", "slurm_account": "lab"}, {"sbatch": ("allocation failure: Invalid qos specification", 1)},
@@ -281,6 +287,9 @@ CPU = {"slurm_partition": "cpu", "nodes": 1}
         ({}, {"sbatch": ("sbatch: error: --mem is not allowed here, use --mem-per-cpu", 1)},
          f"{REFUSED}: --mem is not allowed here, use --mem-per-cpu; {KEYS} mem_mb_per_cpu or mem_mb_per_gpu instead of "
          "mem_mb"),
+        ({"mem_mb_per_cpu": 9}, {"sbatch": ("sbatch: error: --mem-per-cpu is not allowed here", 1)},
+         f"{REFUSED.replace('8 CPUs', '9 MB per cpu, 8 CPUs')}: --mem-per-cpu is not allowed here; {KEYS} mem_mb or "
+         "mem_mb_per_gpu instead of mem_mb_per_cpu"),
         ({}, {"sbatch": ("sbatch: error: No", 1)}, f"{REFUSED}: No; change set-resources: train"),
         # an unusable answer is a doubt
         ({}, {"sbatch": (f"sbatch: error: Batch job submission failed: {NO_CONTACT}", 1)},
@@ -701,6 +710,7 @@ set-threads: {shard: 16, evaluate: 8}
 set-resources:
   preprocess: {mem_mb: 6000 * attempt, runtime: 120}
   vocabulary: {mem_mb: "min(9000 * attempt, 16000)", runtime: 31, slurm_partition: short}
+  shard_part: {mem_mb_per_cpu: 7000}
   divide: {slurm_partition: short}
   consolidate: {slurm_partition: cpus}
   embed: {slurm_partition: gpu, gpu: 1, gpu_model: a100, mem_mb: "max(input.size_mb, 9)", runtime: "3d"}
@@ -737,7 +747,7 @@ def test_each_stage_is_checked_against_its_partition(
         "vocabulary: runtime: 30",
         "no  stage divide, time limit: partition short (scontrol) allows 30 min, requested: 240; set-resources: "
         "divide: runtime: 30",
-        "ok  stage shard_part: fits cpu, 240 min, 16000 MB, 1 CPU",
+        "ok  stage shard_part: fits cpu, 240 min, 7000 MB per cpu, 1 CPU",
         f"no  stage shard, start: sbatch refuses cpu, 240 min, 16000 MB, 16 CPUs: {UNAVAILABLE}; set-resources: shard: "
         f"{most}",
         "no  stage consolidate, partition: there is no 'cpus'; set-resources: consolidate: slurm_partition: one of "

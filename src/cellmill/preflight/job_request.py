@@ -10,7 +10,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 
-from cellmill.config.machine import Machine
+from cellmill.config.machine import MEMORY, Machine
 from cellmill.errors import UserError
 from cellmill.launch.submit import NEEDED
 from cellmill.preflight import site
@@ -182,14 +182,15 @@ def _find_remedy(refusal: str, machine: Machine, partition: Partition, facts: Sl
             choices = f": one of {', '.join(values)}" if values else ""
             return f"{TRAIN} {key}{choices}"
     if re.search("--mem|mem[-_ ]?per", refusal, re.IGNORECASE):
-        return f"{TRAIN} mem_mb_per_cpu or mem_mb_per_gpu instead of {machine.memory_key}"
+        others = " or ".join(key for key in MEMORY if key != machine.memory_key)
+        return f"{TRAIN} {others} instead of {machine.memory_key}"
     if not re.search("node configuration|memory|cpu", refusal, re.IGNORECASE):
         return f"change {TRAIN[:-1]}"
     # the largest request that as many nodes as requested can meet
     fewest = machine.node_counts[0]
-    memory_mb = sorted(node.usable_mb for node in nodes)[-fewest]
+    memory_mb = sorted(node.usable_mb for node in nodes)[-fewest] // machine.memory_units
     cpus = sorted(node.cpus for node in nodes)[-fewest]
-    remedy = f"{TRAIN} mem_mb: {memory_mb} at most, cpus_per_task: {cpus} at most"
+    remedy = f"{TRAIN} {machine.memory_key}: {memory_mb} at most, cpus_per_task: {cpus} at most"
     if machine.constraint and features:
         remedy += f", constraint: of {', '.join(features)}"
     return remedy
@@ -208,7 +209,7 @@ def describe_request(machine: Machine) -> str:
         machine.slurm_partition or "the default partition",
         f"{machine.nodes} nodes" if machine.nodes != "1" else "",
         f"{machine.runtime} min",
-        f"{machine.mem_mb} MB" if machine.mem_mb else "",
+        machine.memory_text,
         f"{machine.cpus} {'CPU' if machine.cpus == 1 else 'CPUs'}",
         f"GPUs {gpus}" if gpus else "",
         machine.constraint,

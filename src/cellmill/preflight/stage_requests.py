@@ -65,6 +65,7 @@ _MACHINE_KEYS = {
     "constraint",
     "gres",
     "mem_mb",
+    "mem_mb_per_cpu",
     "runtime",
 }
 """Resources of a stage that are options of `Machine` of the same name."""
@@ -105,7 +106,8 @@ def _check_stage(stage: str, machines: Sequence[Machine], facts: SlurmFacts) -> 
             problem = earlier_problem
             break
     remedy = problem.remedy.replace("set-resources: train", f"set-resources: {stage}")
-    remedy = remedy.replace("gpus_per_node", "gpu")
+    # the plugin's keys
+    remedy = remedy.replace("gpus_per_node", "gpu").replace(" or mem_mb_per_gpu", "")
     if attempt == 1:
         return replace(problem, what=f"{what}, {problem.what}", remedy=remedy)
     return doubt(f"{what}, attempt {attempt}, {problem.what}", problem.found, remedy)
@@ -138,6 +140,8 @@ def make_stage_machine(profile: Profile, stage: str, attempt: int) -> Machine:
     machine = {
         key: value for key, value in resources.items() if key in _MACHINE_KEYS and value is not None
     }
+    if machine.get("mem_mb_per_cpu"):
+        machine.pop("mem_mb", None)  # the plugin requests only one
     gpus = resources.get("gpu")
     if gpus:
         model = resources.get("gpu_model")
