@@ -14,7 +14,7 @@ import scipy.sparse as sp
 from cellmill.data.genes.build import build_vocabulary
 from cellmill.data.genes.columns import choose_names
 from cellmill.data.genes.lookup import look_up, match_names
-from cellmill.data.genes.names import match_columns
+from cellmill.data.genes.names import is_expression, match_columns
 from cellmill.data.genes.tables import gene_table, orthologs
 from cellmill.data.inputs.formats import open_counts
 from cellmill.errors import DataError
@@ -297,6 +297,24 @@ def test_biotypes_among_feature_types_are_genes(tmp_path: Path, kinds: list[str]
     types = [kinds[i % len(kinds)] for i in range(N_GENES)]
     path = written(tmp_path, COUNTS, pd.DataFrame({"feature_types": types}, index=SYMBOLS))
     assert_truth(path, tmp_path / "out.h5ad")
+
+
+@pytest.mark.parametrize(
+    ("column", "gene", "antibody"),
+    [("Type", "Gene Expression", "Antibody Capture"), ("modality", "RNA", "ADT")],
+)
+def test_types_of_features_have_any_column(
+    tmp_path: Path, column: str, gene: str, antibody: str
+) -> None:
+    # rowData of DropletUtils, as zellkonverter writes it; antibodies are called as genes
+    names = [*SYMBOLS, *SYMBOLS[:5]]
+    types = pd.Categorical([gene] * N_GENES + [antibody] * 5)
+    var = pd.DataFrame({"Symbol": names, column: types}, index=[*IDS, *SYMBOLS[:5]])
+    path = written(tmp_path, np.hstack([COUNTS, 100 + COUNTS[:, :5]]), var)
+    assert_truth(path, tmp_path / "out.h5ad")
+    with open_counts(path) as reader:
+        reader.use_gene_column("Symbol")
+        assert is_expression(reader.var).tolist() == [True] * N_GENES + [False] * 5
 
 
 def test_feature_types_without_genes_are_listed(tmp_path: Path) -> None:

@@ -23,7 +23,12 @@ from cellmill.config.corpus import DATASET
 from cellmill.config.datasets import CountsRule
 from cellmill.data.arrays import MAX_COUNT, sum_repeated, text_values
 from cellmill.data.fractions import StochasticRounding, describe_fractions, describe_negatives
-from cellmill.data.inputs.source import CountSource, StoredObs
+from cellmill.data.inputs.source import (
+    FEATURE_TYPES,
+    CountSource,
+    StoredObs,
+    with_feature_types,
+)
 from cellmill.data.rows import row_sums
 from cellmill.errors import DataError, require_known
 
@@ -140,7 +145,7 @@ class CountsReader(AbstractContextManager["CountsReader"]):
         self.counts = source.counts
         self.obs_names = source.obs.index
         self.obs_columns = list(source.obs.columns)
-        self.var = source.var
+        self.var = with_feature_types(source.var)
         self.var_names: list[str] = list(self.var.index)
         self.n_obs = len(self.obs_names)
         self.n_vars = len(self.var)
@@ -171,7 +176,7 @@ class CountsReader(AbstractContextManager["CountsReader"]):
                 name, [*map(str, self.var)], f"{self.path}: no var column {name!r} (gene_column)"
             )
             self.var_names = text_values(self.var[name]).tolist()
-        kept = [column for column in ("feature_types",) if column in self.var]
+        kept = [column for column in (FEATURE_TYPES,) if column in self.var]
         self.var = self.var[kept].set_axis(pd.Index(self.var_names, dtype=object), axis=0)
 
     @cached_property

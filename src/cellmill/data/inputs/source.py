@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
-from cellmill.data.arrays import named_frame
+from cellmill.data.arrays import named_frame, text_values
 from cellmill.data.fractions import describe_fractions
 from cellmill.data.inputs.h5 import decode
 from cellmill.data.inputs.matrices import MAX_LENGTH, StoredMatrix
@@ -35,6 +35,10 @@ COUNTED = "looks like counts"
 LOGS = "looks log-transformed"
 TOTALS = ("n_counts", "total_counts", "nCount_RNA", "n_umis", "nUMI", "n_molecules")
 """Columns of obs that may hold the depth of each cell."""
+FEATURE_TYPES = "feature_types"
+"""The column of var that says which rows are genes, and which antibodies, guides or controls."""
+_GENE_EXPRESSION = "gene expression"
+_SHORT_TYPES = frozenset({"rna", "gex", "gene", "adt", "hto", "protein", "antibody", "atac"})
 
 
 def look_at(matrix: sp.csr_matrix) -> str:
@@ -192,6 +196,23 @@ class Format(NamedTuple):
     open: Callable[[Path, Any, str], CountSource]
     names: Callable[[Path, Any], DeclaredNames | None] = lambda path, file: None
     """What the input says that it has, in milliseconds; None if unknown before the data is read."""
+
+
+def with_feature_types(var: pd.DataFrame) -> pd.DataFrame:
+    """`var` with a column FEATURE_TYPES, if it has types of features under another name, such as
+    `Type` of DropletUtils.
+    """
+    if FEATURE_TYPES in var:
+        return var
+    for _, column in var.items():
+        values = column.cat.categories if isinstance(column.dtype, pd.CategoricalDtype) else column
+        if pd.api.types.is_numeric_dtype(values):
+            continue
+        texts = text_values(column)
+        kinds = {text.strip().lower() for text in {*texts}}
+        if _GENE_EXPRESSION in kinds or (len(kinds) > 1 and kinds <= _SHORT_TYPES):
+            return var.assign(**{FEATURE_TYPES: texts})
+    return var
 
 
 def require_matrix(
