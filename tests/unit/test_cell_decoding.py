@@ -102,7 +102,8 @@ def test_loss_is_the_cross_entropy_of_the_hidden_profile(
     loss = model(prepared)
     expected, _ = _losses(model, prepared)
     assert_near(loss, expected)
-    check_gradients(model, loss, expected)
+    # gradients reach 50, so sums of float32 over other numbers of threads differ by more than 1e-6
+    check_gradients(model, loss, expected, atol=2e-5)
 
 
 def test_weights_are_log_counts_or_counts() -> None:
