@@ -405,7 +405,9 @@ SHARD = RECOMPUTE + FULL_SHARD
             1,
             0.2,
             "adamw",
-            SHARD + " and set nodes to 16 in the profile and set stream.lanes to 16",
+            SHARD
+            + " and set nodes to 16 in the profile and set stream.lanes to 16 (checkpoints of the "
+            "run cannot continue with it: start a new run)",
         ),
         (1, 1, 0.9, "adamw", RECOMPUTE + "set parallel.cpu_offload to optimizer"),
         # muon cannot be offloaded; one process has nothing to shard, two have

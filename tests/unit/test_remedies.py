@@ -29,6 +29,7 @@ SECTIONS: dict[str, Any] = {
 RECOMPUTE = "set parallel.activation_checkpointing to full"
 SHARD = "use fsdp with parallel.sharding_strategy FULL_SHARD"
 REDUCED = {"sharding_strategy": "FULL_SHARD", "gradient_reduction": "micro_batch"}
+LANES = "set stream.lanes to 16 (checkpoints of the run cannot continue with it: start a new run)"
 OFFLOADED = {"sharding_strategy": "FULL_SHARD", "cpu_offload": "full"}
 
 
@@ -99,7 +100,7 @@ def test_instructions_give_a_run_that_the_checks_accept(
         ),
         (
             *(1, 8, {"parallel": {"strategy": "ddp"}}),
-            [RECOMPUTE, SHARD, "set nodes to 2 in the profile", "set stream.lanes to 16"],
+            [RECOMPUTE, SHARD, "set nodes to 2 in the profile", LANES],
         ),
     ],
     ids=str,

@@ -98,7 +98,11 @@ def _complete(change: Change) -> Change:
         change = change.then_parallel(instruction, gradient_reduction="step")
     suited = change.hardware.suit_lanes(change.options)
     if suited.stream.lanes != options.stream.lanes:
-        change = change.then(f"set stream.lanes to {suited.stream.lanes}", options=suited)
+        instruction = (
+            f"set stream.lanes to {suited.stream.lanes} (checkpoints of the run cannot continue with "
+            "it: start a new run)"
+        )
+        change = change.then(instruction, options=suited)
     return change
 
 
