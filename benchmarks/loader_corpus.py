@@ -15,9 +15,9 @@ import scipy.sparse as sp
 
 import cellmill
 from cellmill.config.corpus import Shard
+from cellmill.data import compiled_loops
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.packed_cells import write_packed
-from cellmill.data.packing import compiled_loops
 from cellmill.data.shards.writer import write_shards
 
 GENES = 20_000

@@ -50,9 +50,10 @@ DATA_LAYERS = (
     ("genes",),
     ("inputs",),
     ("fractions", "split"),
+    ("loops",),
     ("packing",),
     ("arrays",),
-    ("rows", "keys", "recycled", "saved_work"),
+    ("rows", "keys", "recycled", "saved_work", "compiled_loops"),
 )
 """Layers of `cellmill.data`, likewise."""
 MAX_LINES = 450

@@ -13,12 +13,13 @@ import pytest
 from small_corpus import random_counts, stream_of, write_corpus
 
 from cellmill.config.parts.tokens import Tokens
+from cellmill.data import compiled_loops
 from cellmill.data.arrays import rank_order_rows
+from cellmill.data.compiled_loops import CompiledLoops, load_loops
 from cellmill.data.genes.build import Medians
-from cellmill.data.packing import codec, compiled_loops
+from cellmill.data.packing import codec
 from cellmill.data.packing.cells import CellKind, GeneOrder, PackedCells, pack_cells
 from cellmill.data.packing.codec import DamagedPart, Parts, ValueCoding
-from cellmill.data.packing.compiled_loops import CompiledLoops, load_loops
 from cellmill.data.packing.layout import GROUP, LANES, align_up
 from cellmill.data.packing.rank_order import RankOrder
 from cellmill.data.rows import SparseCounts
@@ -368,7 +369,7 @@ def test_packed_shards_take_a_fraction_of_the_bytes(tmp_path: Path) -> None:
 
 def test_loops_are_compiled_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     caching = pytest.importorskip("numba.core.caching")
-    compiled = import_module("cellmill.data.packing.jit").compiled
+    compiled = import_module("cellmill.data.loops.jit").compiled
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
     tried = []
 

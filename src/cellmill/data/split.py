@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import pandas as pd
 
+from cellmill.data import compiled_loops
 from cellmill.data.keys import SECOND_HASH, hash_text, splitmix64
-from cellmill.data.packing import compiled_loops
 from cellmill.errors import DataError, did_you_mean
 
 _SMALL_COUNTS = splitmix64(np.arange(1 << 16, dtype=np.uint64))  # looked up in a third of the time

@@ -24,6 +24,7 @@ import pandas as pd
 from cellmill.config.corpus import ORGANISM, Shard, VocabularyConfig
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.config.published import vocabulary_file
+from cellmill.data import compiled_loops
 from cellmill.data.arrays import TARGET_SUM, counts_per_10k
 from cellmill.data.genes.allowed import find_allowed
 from cellmill.data.genes.passes import FIRST, SECOND, CellPasses
@@ -32,7 +33,6 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.inputs.reader import CountsReader, refuse_duplicates
 from cellmill.data.inputs.source import optional_package
-from cellmill.data.packing import compiled_loops
 from cellmill.data.rows import row_numbers
 from cellmill.errors import DataError
 

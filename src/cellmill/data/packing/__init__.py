@@ -1,5 +1,6 @@
-"""Integers of cells packed into few bits, and the loops that pack and unpack them.
+"""Integers of cells packed into few bits.
 
-`layout` defines the bytes of a part. `codec` packs and unpacks parts, by `part_loops` or `by_numpy`.
+`layout` defines the bytes of a part. `codec` packs and unpacks parts, by compiled loops
+(`data.loops.part_loops`) or `by_numpy`.
 `cells` and `row_file` have packed cells in memory and in files.
 """

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from cellmill.data.packing import compiled_loops
+from cellmill.data import compiled_loops
 from cellmill.data.packing.codec import Parts, ValueCoding, pack_parts, unpack_parts
 from cellmill.data.recycled import recycled_empty
 from cellmill.data.rows import SparseCounts, row_offsets

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cellmill.data.packing import by_numpy, compiled_loops
+from cellmill.data import compiled_loops
+from cellmill.data.packing import by_numpy
 from cellmill.data.packing.layout import max_bytes
 from cellmill.data.recycled import recycled_empty
 from cellmill.data.rows import positions_in_rows, row_numbers, row_offsets

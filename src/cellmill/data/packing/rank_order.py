@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cellmill.data import compiled_loops
 from cellmill.data.arrays import rank_order_rows
-from cellmill.data.packing import compiled_loops
 from cellmill.data.rows import SparseCounts, positions_in_rows, row_offsets
 
 

@@ -23,13 +23,13 @@ import scipy.sparse as sp
 
 from cellmill.config.corpus import Preprocess
 from cellmill.config.datasets import NO_COLUMNS, ObsColumns
+from cellmill.data import compiled_loops
 from cellmill.data.arrays import select_columns, select_rows
 from cellmill.data.genes.names import LOST_NAMES, describe_changes, describe_sums
 from cellmill.data.inputs.h5 import count_dtype
 from cellmill.data.inputs.packed_cells import PackedBlocks, write_packed
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.inputs.source import COUNTS_RULE_KEY, GENE_LENGTH
-from cellmill.data.packing import compiled_loops
 from cellmill.data.prepare.measure import DROPPED, MeasuredCells, measure_cells
 from cellmill.data.prepare.naming import Genes, name_genes
 from cellmill.data.prepare.obs import choose_obs

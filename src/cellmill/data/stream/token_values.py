@@ -1,6 +1,6 @@
 """Making tokens whose values are positions in the cell, or log(1 + counts per 10,000).
 
-numpy makes the tokens of small batches, and compiled loops (`packing.compiled_loops`) those of large
+numpy makes the tokens of small batches, and compiled loops (`data.compiled_loops`) those of large
 batches, where they are faster. Both give the same bits. For logarithms the loops look up small counts
 in a table of each cell.
 """
@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from cellmill.config.parts.tokens import SPECIAL
+from cellmill.data import compiled_loops
 from cellmill.data.arrays import scale_of_totals
-from cellmill.data.packing import compiled_loops
 from cellmill.data.recycled import recycled_empty
 from cellmill.data.rows import row_sums
 from cellmill.data.stream.tokenizer import CellTokens, KeptGenes

@@ -23,7 +23,6 @@ _PIECE = 1 << 24  # bytes in memory at once
 _SHOWN = 80  # bytes of a line in an error
 _LARGEST = 2**31 - 1  # largest whole number: these are held in 32 bits
 _WORTH = 1 << 21  # values; fewer are read before numba is compiled
-_POWERS = 10.0 ** np.arange(23)  # the powers of ten that a double holds exactly
 
 Triples = Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]
 
@@ -34,7 +33,7 @@ def read_triples(
     """Row and column, from 0, and value of each line, in pieces. Raises DataError for an index
     outside `shape`.
     """
-    parse = _compiled() if n_values >= _WORTH else None
+    parse = _load_loop() if n_values >= _WORTH else None
     buffer = bytearray(_PIECE)
     held = 0  # bytes of a line that is not complete
     with reading(path):
@@ -66,7 +65,6 @@ def _read_piece(
             columns,
             values,
             *shape,
-            _POWERS,
             dtype is np.int32,
         )
         if n >= 0:
@@ -104,107 +102,9 @@ def _read_piece(
 
 
 @cache
-def _compiled() -> Any:
-    """The loop as machine code, from numba's cache where that can be written; None without numba."""
+def _load_loop() -> Any:
+    """Import the compiled loop; None without numba."""
     try:
-        njit = importlib.import_module("numba").njit
+        return importlib.import_module("cellmill.data.loops.line_loop").parse_triples
     except ImportError:
         return None
-    try:
-        return njit(nogil=True, cache=True)(_parse)
-    except RuntimeError:  # no folder for the cache
-        return njit(nogil=True)(_parse)
-
-
-def _parse(
-    text: np.ndarray,
-    rows: np.ndarray,
-    columns: np.ndarray,
-    values: np.ndarray,
-    n_rows: int,
-    n_columns: int,
-    powers: np.ndarray,
-    whole: bool,
-) -> int:
-    """Number of lines; -1 if one has anything but three plain numbers.
-
-    The text ends with a line feed, at which each of the loops stops.
-    """
-    position = 0
-    line = 0
-    size = len(text)
-    while position < size:
-        row = 0
-        start = position
-        while 48 <= text[position] <= 57:
-            row = row * 10 + text[position] - 48
-            position += 1
-        if (
-            row < 1
-            or row > n_rows
-            or position - start > 10
-            or (text[position] != 32 and text[position] != 9)
-        ):
-            return -1
-        while text[position] == 32 or text[position] == 9:
-            position += 1
-        column = 0
-        start = position
-        while 48 <= text[position] <= 57:
-            column = column * 10 + text[position] - 48
-            position += 1
-        if (
-            column < 1
-            or column > n_columns
-            or position - start > 10
-            or (text[position] != 32 and text[position] != 9)
-        ):
-            return -1
-        while text[position] == 32 or text[position] == 9:
-            position += 1
-        rows[line] = row - 1
-        columns[line] = column - 1
-        number = 0
-        start = position
-        exponent = 0
-        n_digits = 0
-        while 48 <= text[position] <= 57:
-            number = number * 10 + text[position] - 48
-            position += 1
-        n_digits = position - start
-        if not whole and text[position] == 46:
-            position += 1
-            start = position
-            while 48 <= text[position] <= 57:
-                number = number * 10 + text[position] - 48
-                position += 1
-            n_digits += position - start
-            exponent = start - position
-        if n_digits == 0 or n_digits > (9 if whole else 15):
-            return -1
-        if not whole and (text[position] == 101 or text[position] == 69):
-            position += 1
-            is_small = text[position] == 45
-            if text[position] == 43 or text[position] == 45:
-                position += 1
-            power = 0
-            start = position
-            while 48 <= text[position] <= 57:
-                power = power * 10 + text[position] - 48
-                position += 1
-            if position == start or position - start > 3:
-                return -1
-            exponent += -power if is_small else power
-        while text[position] == 32 or text[position] == 9 or text[position] == 13:
-            position += 1
-        if text[position] != 10 or exponent < -22 or exponent > 22:
-            return -1
-        position += 1
-        if exponent == 0:
-            values[line] = number
-        elif exponent > 0:
-            values[line] = number * powers[exponent]
-        else:
-            values[line] = number / powers[-exponent]
-        line += 1
-    return line

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from cellmill.data.keys import SECOND_HASH, SPLITMIX_GAMMA, SPLITMIX_ROUNDS
-from cellmill.data.packing.jit import compiled
-from cellmill.data.packing.part_loops import pack_parts as pack_parts
-from cellmill.data.packing.part_loops import unpack_parts as unpack_parts
+from cellmill.data.loops.jit import compiled
+from cellmill.data.loops.part_loops import pack_parts as pack_parts
+from cellmill.data.loops.part_loops import unpack_parts as unpack_parts
 
 # an item, uint32, stands for a gene of a cell: 16 bits of its key's distance from the largest key, so
 # that items ascend where keys descend, then 16 bits of its position in the cell

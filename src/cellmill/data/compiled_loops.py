@@ -1,7 +1,7 @@
-"""The compiled loops of a process: compiled in a background thread once they pay off.
+"""The compiled loops over cells: loaded in a background thread once they pay off.
 
-Importing `cell_loops` compiles its loops. A process does so after it has handled many values. Until
-then, and where numba is not installed, numpy does the work.
+Importing `data.loops.cell_loops` compiles its loops. A process does so after it has handled many
+values. Until then, and where numba is not installed, numpy does the work.
 """
 
 import importlib
@@ -47,7 +47,7 @@ def load_loops() -> Any:
     This takes about 1 s, or some 15 s if the loops are not in numba's cache and are compiled.
     """
     try:
-        return importlib.import_module("cellmill.data.packing.cell_loops")
+        return importlib.import_module("cellmill.data.loops.cell_loops")
     except ImportError:
         return None
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cellmill.data.packing.jit import compiled
+from cellmill.data.loops.jit import compiled
 from cellmill.data.packing.layout import (
     ALIGNMENT,
     GROUP,
