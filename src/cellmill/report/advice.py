@@ -70,8 +70,8 @@ def _advise_on_batches(run: ReportedRun) -> str | None:
     """
     objective = run.options.objective
     is_measured = objective.name == "cell_decoding" and run.options.model.family == "profile"
-    is_decided = objective.batch_column is not None or objective.batch_reason is not None
-    if run.evaluation is None or is_decided or not is_measured:
+    is_chosen = objective.batch_column is not None or objective.batch_reason is not None
+    if run.evaluation is None or is_chosen or not is_measured:
         return None
     scored = [task for _, task, result in run.evaluation.results() if not result.skipped]
     if "integration" not in scored:
@@ -110,7 +110,7 @@ def _advise_on_checkpoint(run: ReportedRun) -> str | None:
 
 
 def _advise_on_baseline(outcomes: Sequence[str]) -> str | None:
-    """Advice if some comparison is decided and none shows the model ahead."""
+    """Advice if the model is ahead in no comparison, and level or behind in some."""
     n_behind = outcomes.count("behind")
     if "ahead" in outcomes or not (n_behind or "level" in outcomes):
         return None

@@ -23,10 +23,10 @@ RELATIONS: dict[Outcome, str] = {
 }
 """Words between a run and a baseline, by outcome. Outcomes are counted in this order."""
 CERTAINTIES = {
-    True: "by more than the interval between runs",
-    False: "without an interval for want of paired repetitions",
+    True: "with a 95 % interval above 0",
+    False: "without an interval, because repetitions cannot be paired or do not vary",
 }
-"""Words on the difference between two runs, by whether it has an interval."""
+"""Words on notable differences between two runs, by whether they have an interval."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,11 @@ def _describe_lead(standing: Standing, is_tied: bool) -> str:
         return f"are tied for the highest mean on {standing.dataset} {shared}; {standing.run.name}"
     if standing.leads_clearly:
         return f"is best on {standing.dataset} {shared}"
-    caveat = "not shown to be beyond chance"
-    if standing.steps_differ:
+    if not standing.ranking.is_clear:
+        caveat = "not shown to be beyond chance"
+    elif None in standing.steps:
+        caveat = "but not all numbers of training steps are known"
+    else:
         caveat = "but the runs were trained for different numbers of steps"
     return f"has the highest mean on {standing.dataset} {shared}, {caveat}"
 
@@ -122,11 +125,11 @@ def _describe_outcomes(standing: Standing) -> str:
     parts = []
     for outcome in RELATIONS:
         n_verdicts = standing.count(outcome)
-        is_decided = outcome in ("ahead", "behind")
+        is_always_counted = outcome in ("ahead", "behind")
         text = f"{outcome} in {n_verdicts or 'none'}"
-        if n_verdicts and is_decided:
+        if n_verdicts and is_always_counted:
             text += f" ({_describe_tasks(standing, outcome)})"
-        if n_verdicts or is_decided:
+        if n_verdicts or is_always_counted:
             parts.append(text)
     noun = "comparison" if n == 1 else "comparisons"
     return f"Of {n} {noun} with the best baseline of a metric: {', '.join(parts)}."
@@ -160,8 +163,8 @@ def _describe_better_runs(ranking: Ranking) -> str:
     for has_interval, certainty in CERTAINTIES.items():
         wins = []
         for win in ranking.wins_over_leader:
-            if win.has_interval == has_interval:
-                wins.append(f"{win.run} in {to_words(win.task)} (+{win.difference:.3f})")
+            if win.difference.has_interval == has_interval:
+                wins.append(f"{win.run} in {to_words(win.task)} (+{win.difference.value:.3f})")
         if wins:
             better = f"Better than {ranking.leaders[0]} in single tasks"
             sentences.append(f"{better}, {certainty}: {', '.join(wins)}.")

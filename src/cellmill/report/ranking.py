@@ -1,13 +1,14 @@
 """Ranking of the runs of a dataset, over the tasks that all of them have.
 
 A run's score in a task is the value of its best row. The run with the highest mean score leads.
-Another run is tied with the leader if no difference between them is notable: beyond its interval
-or, without one, at least TOLERANCE. Tied runs count as leaders too.
+A difference between two runs in a task is notable if its 95 % interval excludes 0 and it is at
+least TOLERANCE. Without an interval, TOLERANCE alone decides. A run that differs notably from the
+leader in no task is tied with it, and counts as a leader too.
 
-The 95 % interval of a difference covers repetitions, whose folds and draws are the same in all
-runs, and cells. No file compares two runs cell by cell. Their difference is therefore assumed to
-vary over cells as much as the difference of either run from its best baseline. The interval does
-not cover training seeds; a sweep over `train.seed` shows these.
+The interval covers repetitions, whose folds and draws are the same in all runs, and cells. No file
+compares two runs cell by cell. Their difference is therefore assumed to vary over cells as much as
+the difference of either run from its best baseline. The interval does not cover training seeds; a
+sweep over `train.seed` shows how much these matter.
 """
 
 import statistics
@@ -37,13 +38,19 @@ Scores = dict[TaskAndMetric, TaskScore]
 """Scores of a run by task and metric."""
 
 
+class NotableDifference(NamedTuple):
+    """A notable difference between two runs in a task."""
+
+    value: float  # in the task's metric
+    has_interval: bool  # False if the files do not have enough to estimate one
+
+
 class TaskWin(NamedTuple):
     """A task in which a run is notably better than the first leader."""
 
     run: str
     task: str
-    difference: float  # in the task's metric
-    has_interval: bool  # False with fewer than two paired repetitions
+    difference: NotableDifference
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ class Ranking:
     # the run with the highest mean, then runs tied with it
     leaders: list[str] = field(default_factory=list)
     wins_over_leader: list[TaskWin] = field(default_factory=list)
-    # True if the first leader is notably better than every other run in a task with an interval
+    # True if every other run is worse than the first leader in some task, beyond an interval
     is_clear: bool = False
 
 
@@ -99,18 +106,13 @@ def rank_runs(scores_by_run: Mapping[str, Scores]) -> Ranking:
             differences_by_run[run] = _list_differences(scores, scores_by_run[leader], shared)
     wins = []
     for run, differences in differences_by_run.items():
-        for key, difference in differences.items():
-            if difference > 0:
-                has_interval = _are_paired(scores_by_run[run][key], scores_by_run[leader][key])
-                wins.append(TaskWin(run, key[0], difference, has_interval))
+        for (task, _), difference in differences.items():
+            if difference.value > 0:
+                wins.append(TaskWin(run, task, difference))
     tied = [run for run, differences in differences_by_run.items() if not differences]
-    # a difference without paired repetitions has no interval
     is_clear = all(
-        any(
-            difference < 0 and _are_paired(scores_by_run[run][key], scores_by_run[leader][key])
-            for key, difference in differences.items()
-        )
-        for run, differences in differences_by_run.items()
+        any(difference.value < 0 and difference.has_interval for difference in differences.values())
+        for differences in differences_by_run.values()
     )
     return Ranking(
         shared_tasks=[task for task, _ in shared],
@@ -136,7 +138,7 @@ def _find_leader(scores_by_run: Mapping[str, Scores], shared: Sequence[TaskAndMe
 
 def _list_differences(
     scores: Scores, leader_scores: Scores, shared: Sequence[TaskAndMetric]
-) -> dict[TaskAndMetric, float]:
+) -> dict[TaskAndMetric, NotableDifference]:
     """Notable differences of a run from the leader, by task and metric."""
     differences = {}
     for key in shared:
@@ -146,14 +148,16 @@ def _list_differences(
     return differences
 
 
-def find_notable_difference(score: TaskScore, other: TaskScore) -> float | None:
-    """Difference of two runs in a task; None if it is not notable."""
+def find_notable_difference(score: TaskScore, other: TaskScore) -> NotableDifference | None:
+    """Difference of two runs in a task, `score` minus `other`; None if it is not notable."""
     difference = score.value - other.value
-    half_width = max(TOLERANCE, _compute_half_width(score, other))
-    return difference if abs(difference) >= half_width else None
+    half_width = _compute_half_width(score, other)
+    if abs(difference) < max(TOLERANCE, half_width or 0.0):
+        return None
+    return NotableDifference(difference, has_interval=half_width is not None)
 
 
-def _paired_differences(score: TaskScore, other: TaskScore) -> list[float]:
+def _list_paired_differences(score: TaskScore, other: TaskScore) -> list[float]:
     """Differences of two runs in the repetitions that both tested; empty if they do not match."""
     if len(score.repetitions) != len(other.repetitions):
         return []
@@ -161,25 +165,21 @@ def _paired_differences(score: TaskScore, other: TaskScore) -> list[float]:
     return [a - b for a, b in pairs if a is not None and b is not None]
 
 
-def _are_paired(score: TaskScore, other: TaskScore) -> bool:
-    """True if two runs have at least two repetitions in pairs, and so an interval."""
-    return len(_paired_differences(score, other)) > 1
-
-
-def _compute_half_width(score: TaskScore, other: TaskScore) -> float:
+def _compute_half_width(score: TaskScore, other: TaskScore) -> float | None:
     """Half the width of the interval of a paired difference.
 
-    0 with fewer than two pairs of repetitions, or if the difference does not vary.
+    None, which is no interval, with fewer than two pairs of repetitions, or if the difference
+    varies neither over repetitions nor over cells.
     """
-    differences = _paired_differences(score, other)
+    differences = _list_paired_differences(score, other)
     n = len(differences)
     if n < 2:
-        return 0.0
+        return None
     repetitions_variance = statistics.variance(differences) / n
     cells_variance = max(score.cells_se, other.cells_se) ** 2
     variance = repetitions_variance + cells_variance
     if variance == 0:
-        return 0.0
+        return None
     # Satterthwaite's degrees of freedom
     degrees_of_freedom = variance**2 / (
         repetitions_variance**2 / (n - 1) + cells_variance**2 / CELLS_DEGREES_OF_FREEDOM

@@ -27,7 +27,7 @@ class Standing:
     verdicts: Sequence[TaskVerdict]  # in all tasks, against their best baselines
     ranking: Ranking  # of all runs of the dataset
     n_runs: int  # runs in `ranking`
-    steps_differ: bool  # these runs were trained for different numbers of steps
+    steps: frozenset[int | None]  # distinct numbers of steps of these runs; None if unknown
 
     @property
     def is_leader(self) -> bool:
@@ -36,9 +36,13 @@ class Standing:
 
     @property
     def leads_clearly(self) -> bool:
-        """True if the run leads notably and all runs were trained for equally many steps."""
-        is_clear = self.ranking.is_clear and self.n_runs > 1 and not self.steps_differ
-        return is_clear and self.is_leader
+        """True if the run is called best.
+
+        Every other run is worse in some task beyond an interval, and all runs are known to have
+        been trained for equally many steps.
+        """
+        has_equal_steps = len(self.steps) == 1 and None not in self.steps
+        return self.ranking.is_clear and self.n_runs > 1 and has_equal_steps and self.is_leader
 
     def count(self, outcome: Outcome) -> int:
         """Number of verdicts with this outcome."""
@@ -59,20 +63,13 @@ def list_standings(runs: Sequence[ReportedRun]) -> list[Standing]:
         by_run = scores_by_dataset.get(run_results.dataset, {})
         if run_results.run.name in by_run:
             ranking = rankings[run_results.dataset]
-            distinct_steps = {steps[name] for name in by_run}
-            standings.append(
-                _make_standing(
-                    run_results,
-                    ranking,
-                    n_runs=len(by_run),
-                    steps_differ=len(distinct_steps) > 1,
-                )
-            )
+            distinct_steps = frozenset(steps[name] for name in by_run)
+            standings.append(_make_standing(run_results, ranking, len(by_run), distinct_steps))
     return standings
 
 
 def _make_standing(
-    run_results: RunResults, ranking: Ranking, n_runs: int, steps_differ: bool
+    run_results: RunResults, ranking: Ranking, n_runs: int, steps: frozenset[int | None]
 ) -> Standing:
     """Standing of a run that `ranking` compares with the other runs of its dataset."""
     task = _choose_task(run_results.by_task, ranking)
@@ -92,7 +89,7 @@ def _make_standing(
         verdicts=verdicts,
         ranking=ranking,
         n_runs=n_runs,
-        steps_differ=steps_differ,
+        steps=steps,
     )
 
 
