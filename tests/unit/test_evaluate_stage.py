@@ -510,14 +510,14 @@ def test_a_run_with_only_skipped_tasks_is_not_shown_as_scored(
     assert all(skipped.values())
     words = [f"simulated, {name}: {reason}" for name, reason in skipped.items()]
     assert capsys.readouterr().out.splitlines()[-1] == (
-        f"warning: nothing was scored, all 2 tasks were skipped ({'; '.join(words)}) -> {out}"
+        f"warning: nothing was scored, because every task was skipped ({'; '.join(words)}) -> {out}"
     )
     page = render("x", [read_run(tmp_path / "run")], [])
     first = re.search(r"<h2>Overview</h2>\s*<p[^>]*>(.*?)</p>", page, re.S)
     assert first is not None
     reasons = "; ".join(f"{name.replace('_', ' ')}: {reason}" for name, reason in skipped.items())
     assert re.sub("<[^>]+>", "", first[1]) == (
-        f"run on simulated: nothing was scored, all 2 tasks were skipped ({reasons})."
+        f"run on simulated: nothing was scored, because every task was skipped ({reasons})."
     )
 
 

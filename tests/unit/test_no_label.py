@@ -145,7 +145,7 @@ def test_missing_labels_are_counted_in_log_and_page(
     ]
     page = render("x", [], [read_corpus(manifest.parents[1])])
     assert (
-        "Label kind: 60 cells have a text that means “no label” and count as unlabelled: “” 12, “Unassigned” 12,"
+        "Label kind: 60 cells with a text that means “no label”, counted as unlabelled: “” 12, “Unassigned” 12,"
         in " ".join(page.split())
     )
 

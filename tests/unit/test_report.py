@@ -180,7 +180,7 @@ def test_the_page_shows_what_the_folders_hold(page: str) -> None:
         "B $x_$", "<b>few 3",
         "0.840 ± 0.020", "probe: accuracy", "n unlabelled 2", "Skipped: the dataset has no label column.", "-0.012",
         "97.3 %", "min_genes: 5",
-        "a vocabulary of 1 genes", "240", "f00d" * 16, "cafe" * 16, "beef" * 16, "2.99.1", "train.lr", "raw.h5ad",
+        "a vocabulary of 1 gene", "240", "f00d" * 16, "cafe" * 16, "beef" * 16, "2.99.1", "train.lr", "raw.h5ad",
         f"0.800 ± 0.020, embedding + LR; -0.040 from the best baseline, 95 % interval -0.070 to -0.010; {CLOSED}.",
         f"embedding + LR {CLOSED}.", "0 % is the first method named, 100 % the second",
         "3 cells, 1 of them held out", "UMAP by batch", "confusion of embedding + kNN",
@@ -212,6 +212,20 @@ def test_each_comparison_is_a_bar_on_the_scale_of_its_task(
 def test_the_same_folders_give_the_same_bytes(tmp_path: Path, page: str) -> None:
     runs = [read_run(tmp_path / "runs" / "first"), read_run(tmp_path / "runs" / EVIL)]
     assert render(f"Cells {EVIL}", runs, [read_corpus(tmp_path / "corpora" / "pbmc")]) == page
+
+
+def test_nouns_agree_with_their_numbers(page: str) -> None:
+    nouns = "runs|cells|genes|datasets|corpora|labels|tasks|copies"
+    assert not re.search(rf"\b1 ({nouns})\b", without_scripts(page))
+    assert "2 runs, 1 corpus." in text_of(page)
+    skipped = TaskResult(skipped="no label")
+    one, none = of_tasks("a", probe=skipped), of_tasks("b")
+    text = text_of(render("r", [one, none], []))
+    assert "a on d: nothing was scored, because every task was skipped (probe: no label)." in text
+    assert "b on d: nothing was scored, because no task is configured." in text
+    before = [1000, 1]
+    figure = draw_histogram("genes", range(3), before, before, "genes per cell")
+    assert figure.spec["encoding"]["x"]["title"] == "genes per cell (1 cell beyond)"
 
 
 def test_missing_files_are_listed_on_the_page(tmp_path: Path) -> None:
@@ -277,10 +291,10 @@ def test_tables_of_bridges_are_next_to_ours(tmp_path: Path) -> None:
     write(path, bridge)
     text = text_of(rendered(run))
     assert (
-        "cell-eval2 0.20.0 row pds cosine embedding model 0.25 mean 0.5 probe: mean x 2 probe –"
+        "cell-eval2 0.20.0 method pds cosine embedding model 0.25 mean 0.5 probe: mean x 2 probe –"
         in text
     )
-    assert "Probe: a row's predictions at half or double size" in text
+    assert "Probe: predictions of another method, at half or double size" in text
     digest = json.loads((run / "evaluate/metrics.json").read_text())["model"]["digest"]
     write(path, bridge | {"model_digest": digest})
     assert text_of(rendered(run)) == text

@@ -171,7 +171,11 @@ def test_tables_can_be_sorted_and_searched(browser: Browser, page: Path) -> None
     assert found
     assert all("second" in name for name in found)
     colour = "return getComputedStyle(document.body).backgroundColor"
+    pressed = "return document.getElementById('theme').getAttribute('aria-pressed')"
+    is_dark = browser.run("return matchMedia('(prefers-color-scheme: dark)').matches")
+    assert browser.run(pressed) == ("true" if is_dark else "false")
     first = browser.run(colour)
     second = browser.run(f"document.getElementById('theme').click(); {colour}")
     assert first != second
+    assert browser.run(pressed) == ("false" if is_dark else "true")
     assert browser.errors() == []

@@ -288,8 +288,8 @@ def summarize(datasets: Mapping[str, DatasetResult]) -> str:
         for task, result in dataset.tasks.items():
             if result.skipped is not None:
                 skipped.append(f"{name}, {task}: {result.skipped}")
-    reasons = "; ".join(skipped)
+    reasons = "; ".join(skipped) or "none is configured"
     if len(skipped) == n_tasks:
-        return f"warning: nothing was scored, all {n_tasks} tasks were skipped ({reasons})"
+        return f"warning: nothing was scored, because every task was skipped ({reasons})"
     scored = f"{n_tasks - len(skipped)} of {n_tasks} tasks scored"
     return f"{scored}, skipped: {reasons}" if skipped else scored

@@ -1,7 +1,8 @@
 """Advice on what to change for a better model.
 
-Each rule follows from a table in docs/quality.md: "What to change first", "Steps and checkpoint" or
-"Where a trained model is worth it".
+The rules on options follow from tables in docs/quality.md: "What to change first", "Steps and
+checkpoint" and "Where a trained model is worth it". The rule on a collapsed embedding rests on
+experience.
 """
 
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from cellmill.config.run import auto_steps
 from cellmill.report.collect import ReportedRun
 from cellmill.report.schemas import PlanSchema
+from cellmill.report.text import to_count
 
 WEAK_OBJECTIVES = ("masked_gene", "masked_value", "next_gene")
 """Objectives whose embeddings were behind the baselines on almost all datasets
@@ -114,12 +116,11 @@ def _advise_on_baseline(outcomes: Sequence[str]) -> str | None:
     n_behind = outcomes.count("behind")
     if "ahead" in outcomes or not (n_behind or "level" in outcomes):
         return None
-    n = len(outcomes)
-    noun = "comparison" if n == 1 else "comparisons"
     return (
-        f"take the best baseline, which costs less: of {n} {noun} with it, the model is ahead in none and behind in "
-        f"{n_behind or 'none'}; with few counts or few measured genes, models were ahead of baselines on two of four "
-        "datasets, the panels PBMC and MERFISH (docs/quality.md, Where a trained model is worth it)"
+        f"take the best baseline, which costs less: of {to_count(len(outcomes), 'comparison')} with it, the "
+        f"model is ahead in none and behind in {n_behind or 'none'}; with few counts or few measured genes, "
+        "models were ahead of baselines on two of four datasets, the panels PBMC and MERFISH "
+        "(docs/quality.md, Where a trained model is worth it)"
     )
 
 

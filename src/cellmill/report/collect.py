@@ -138,8 +138,8 @@ def read_run(folder: Path) -> ReportedRun:
     """Read the run in `folder`. Raise DataError if the folder is absent or a file is damaged."""
     _check_exists(folder, "run")
     train = folder / "train"
-    curve = train / "metrics.jsonl"
-    logged = [LoggedLineSchema.parse(curve, line) for line in read_lines(curve)]
+    log = train / "metrics.jsonl"
+    logged = [LoggedLineSchema.parse(log, line) for line in read_lines(log)]
     metrics = folder / "evaluate" / "metrics.json"
     model = ModelSchema.read_if_present(folder / "model" / "config.json")
     evaluation = _read_evaluation(metrics) if metrics.exists() else None
@@ -210,7 +210,7 @@ def _get_fingerprint(model: ModelSchema | None) -> str | None:
 def _read_bridges(folder: Path, evaluation: Evaluation | None) -> dict[str, dict[str, TaskResult]]:
     """Tables of other packages, by dataset, then by package and version.
 
-    A table about another model than that of `evaluation` becomes a skipped result.
+    A table about another model than the evaluated one becomes a skipped result.
     """
     evaluated_digest = None if evaluation is None else ModelSchema(**evaluation.model).digest
     tables: dict[str, dict[str, TaskResult]] = defaultdict(dict)
@@ -225,12 +225,12 @@ def _read_bridges(folder: Path, evaluation: Evaluation | None) -> dict[str, dict
     return tables
 
 
-def _make_table(values: Sequence[BridgeRowSchema]) -> TaskResult:
-    """Table with a row for each method and a column for each metric."""
+def _make_table(entries: Sequence[BridgeRowSchema]) -> TaskResult:
+    """Table with a row for each method and a column for each metric, from one entry per value."""
     rows: dict[str, Row] = {}
-    for value in values:
-        row = rows.setdefault(value.name, Row(ScoredMethod(value.name, kind=value.kind)))
-        row.numbers[value.metric] = value.value
+    for entry in entries:
+        row = rows.setdefault(entry.name, Row(ScoredMethod(entry.name, kind=entry.kind)))
+        row.numbers[entry.metric] = entry.value
     return TaskResult([*rows.values()])
 
 

@@ -12,7 +12,7 @@ from cellmill.report.collect import ReportedRun, list_results
 from cellmill.report.ranking import Ranking
 from cellmill.report.standings import Standing
 from cellmill.report.task_table import find_gap
-from cellmill.report.text import to_words
+from cellmill.report.text import to_count, to_words
 from cellmill.runs.results import Gap, Outcome, Row, Verdict
 
 RELATIONS: dict[Outcome, str] = {
@@ -73,7 +73,7 @@ def _make_lead(tied: Sequence[Standing]) -> Lead:
 
 
 def _describe_lead(standing: Standing, is_tied: bool) -> str:
-    """The words after the names: the dataset, and how certain the lead over other runs is."""
+    """The words after the names: the dataset, the shared tasks, and how certain the lead is."""
     if standing.n_runs == 1:
         return f"on {standing.dataset}"
     tasks = standing.ranking.shared_tasks
@@ -131,8 +131,7 @@ def _describe_outcomes(standing: Standing) -> str:
             text += f" ({_describe_tasks(standing, outcome)})"
         if n_verdicts or is_always_counted:
             parts.append(text)
-    noun = "comparison" if n == 1 else "comparisons"
-    return f"Of {n} {noun} with the best baseline of a metric: {', '.join(parts)}."
+    return f"Of {to_count(n, 'comparison')} with the best baseline of a metric: {', '.join(parts)}."
 
 
 def _describe_numbers(standing: Standing) -> str:
@@ -155,9 +154,9 @@ def _describe_numbers(standing: Standing) -> str:
 
 
 def _describe_better_runs(ranking: Ranking) -> str:
-    """Runs that are better in single tasks than the run with the highest mean; empty if there are none.
+    """Runs that are better than the leader in single tasks; empty if there are none.
 
-    Differences with an interval come first, then those without.
+    Differences with an interval come first, then differences without one.
     """
     sentences = []
     for has_interval, certainty in CERTAINTIES.items():
@@ -190,9 +189,8 @@ def describe_missing(runs: Sequence[ReportedRun]) -> str:
     missing = [run.name for run in runs if run.evaluation is None]
     if not missing:
         return ""
-    noun = "run" if len(runs) == 1 else "runs"
     verb = "has" if len(missing) == 1 else "have"
-    return f"{len(missing)} of {len(runs)} {noun} {verb} no result: {', '.join(missing)}."
+    return f"{len(missing)} of {to_count(len(runs), 'run')} {verb} no result: {', '.join(missing)}."
 
 
 def describe_unscored(runs: Sequence[ReportedRun]) -> list[str]:
@@ -202,11 +200,12 @@ def describe_unscored(runs: Sequence[ReportedRun]) -> list[str]:
         reasons = {to_words(task): result.skipped for task, result in by_task.items()}
         if None in reasons.values():
             continue
-        skipped = "; ".join(f"{task}: {reason}" for task, reason in reasons.items())
-        sentences.append(
-            f"{run.name} on {dataset}: nothing was scored, all {len(reasons)} tasks were skipped "
-            f"({skipped or 'none is configured'})."
-        )
+        sentence = f"{run.name} on {dataset}: nothing was scored"
+        if reasons:
+            skipped = "; ".join(f"{task}: {reason}" for task, reason in reasons.items())
+            sentences.append(f"{sentence}, because every task was skipped ({skipped}).")
+        else:
+            sentences.append(f"{sentence}, because no task is configured.")
     return sentences
 
 

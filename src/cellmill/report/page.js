@@ -157,19 +157,24 @@ function addSearch() {
 
 // ---- theme
 
+const systemIsDark = matchMedia("(prefers-color-scheme: dark)");
+
+// The theme that the reader chose, otherwise that of the system.
 function isDark() {
   const theme = document.documentElement.dataset.theme;
-  if (theme) return theme === "dark";
-  return matchMedia("(prefers-color-scheme: dark)").matches;
+  return theme ? theme === "dark" : systemIsDark.matches;
 }
 
 function addThemeButton() {
   const button = document.getElementById("theme");
-  button.hidden = false;
+  const showState = () => button.setAttribute("aria-pressed", String(isDark()));
   button.addEventListener("click", () => {
     document.documentElement.dataset.theme = isDark() ? "light" : "dark";
-    button.setAttribute("aria-pressed", String(isDark()));
+    showState();
   });
+  systemIsDark.addEventListener("change", showState);
+  showState();
+  button.hidden = false;
 }
 
 async function main() {

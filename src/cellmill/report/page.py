@@ -45,6 +45,7 @@ from cellmill.report.task_table import (
 from cellmill.report.text import (
     abbreviate,
     flatten,
+    to_count,
     to_duration,
     to_percent,
     to_text,
@@ -67,6 +68,7 @@ HISTOGRAMS = {
 FILTERS: tuple[Callable[..., Any], ...] = (
     # values
     to_text,
+    to_count,
     to_words,
     to_duration,
     to_percent,

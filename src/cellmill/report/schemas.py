@@ -73,9 +73,9 @@ class PlanSchema(Schema):
     memory: PlannedMemorySchema | None = None
     steps: int | None = None
     steps_per_epoch: int = 0
-    hours: float | None = None  # of training
+    hours: float | None = None  # estimated duration of the training, validation included
     cells: int | None = None  # training cells
-    cells_seen: int | None = None  # over all steps
+    cells_seen: int | None = None  # cells read in all steps together
     world_size: int | None = None
 
 

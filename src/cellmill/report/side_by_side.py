@@ -14,7 +14,7 @@ class RunValues(NamedTuple):
 
     run: ReportedRun
     dataset: str
-    values: dict[str, float]  # by column
+    value_by_column: dict[str, float]
 
 
 class TaskAcrossRuns(NamedTuple):
@@ -31,7 +31,7 @@ class TaskAcrossRuns(NamedTuple):
     @property
     def columns(self) -> list[str]:
         """Columns in which a run has a value, in order of appearance."""
-        return list(dict.fromkeys(chain.from_iterable(row.values for row in self.rows)))
+        return list(dict.fromkeys(chain.from_iterable(row.value_by_column for row in self.rows)))
 
 
 def compare_runs(runs: Sequence[ReportedRun]) -> list[TaskAcrossRuns]:

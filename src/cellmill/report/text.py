@@ -1,4 +1,4 @@
-"""Values and keys as text of the page."""
+"""Text of values and keys on the page."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -31,6 +31,11 @@ def to_text(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {to_text(item)}" for key, item in value.items()) or UNKNOWN
     return str(value)
+
+
+def to_count(n: int, noun: str, plural: str | None = None) -> str:
+    """A number of things, such as "1 cell" or "1,200 cells"; `plural` is noun + s by default."""
+    return f"{n:,} {noun if n == 1 else plural or noun + 's'}"
 
 
 def to_duration(seconds: float | None) -> str:

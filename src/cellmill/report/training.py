@@ -61,7 +61,7 @@ def _draw_losses(runs: Sequence[ReportedRun]) -> Iterator[Chart]:
                     "training": list_step_values(run.logged, "loss"),
                     "validation": list_step_values(run.logged, "val_loss"),
                 }
-        if any(any(by_kind.values()) for by_kind in losses.values()):
+        if any(any(by_series.values()) for by_series in losses.values()):
             title = to_words(f"Loss: {objective}") if len(objectives) > 1 else "Loss"
             yield draw_losses(title, losses)
 
@@ -84,9 +84,9 @@ def compare_with_plan(run: ReportedRun) -> list[Quantity]:
     """Quantities of a run that were planned or measured.
 
     The plan counts tensors, so its memory is compared with the tensors that a GPU held. The memory
-    of a process includes its libraries and has a row of its own; on a CPU no other memory is
-    known. Floats are rounded to two significant digits: times, memory and effective ranks are not
-    more precise.
+    of a process includes its libraries, so it has a row of its own; on a CPU only this memory is
+    measured. Floats are rounded to two significant digits, because times, memory and effective
+    ranks are no more precise.
     """
     plan = run.plan or PlanSchema()
     status = run.status or StatusSchema()

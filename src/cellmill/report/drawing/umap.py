@@ -1,7 +1,7 @@
 """UMAPs: the chart, and its static picture.
 
 vl-convert would draw thousands of cells slowly. It draws only the frame (titles of axes, legend),
-once for all UMAPs with the same labels. The cells are added here.
+once for all UMAPs with the same categories. The cells are added here.
 """
 
 import json
@@ -49,21 +49,22 @@ def list_categories(cells: UmapCells, column: str = "label") -> list[str]:
 def draw_umap(
     title: str,
     cells: UmapCells,
-    labels: Sequence[str],
+    categories: Sequence[str],
     column: str = "label",
     max_cells: int = MAX_CELLS,
 ) -> Chart:
     """At most `max_cells` cells at their UMAP coordinates, coloured by `column` (label or batch).
 
-    `labels` are the texts of the column. Held-out cells are circles, others are triangles.
+    `categories` are the distinct texts of the column, from `list_categories`. Held-out cells are
+    circles, others are triangles.
 
-    To keep the page small, rows have codes, whose texts the browser looks up, and coordinates of
-    two decimals, which a screen cannot tell from more.
+    To keep the page small, a row has the code of its category, whose text the browser looks up.
+    Coordinates have two decimals, because more would change nothing on a screen.
     """
     if column == "batch":
         max_cells = min(max_cells, MAX_CELLS_BY_BATCH)
-    codes = {label: code for code, label in enumerate(labels)}
-    # shuffle cells by a fixed seed, or the class drawn last would cover the others
+    codes = {category: code for code, category in enumerate(categories)}
+    # shuffle cells by a fixed seed, or the category drawn last would cover the others
     order = np.random.Generator(np.random.Philox(key=0)).permutation(len(cells.x))
     rows = []
     for index in order[:max_cells].tolist():
@@ -71,15 +72,15 @@ def draw_umap(
             {
                 "x": round(cells.x[index], 2),
                 "y": round(cells.y[index], 2),
-                # -1 for a cell without a text: as an index, the last text and colour
+                # -1 for a cell without a category: as an index, the last name and colour
                 column: codes.get(cells.texts[column][index], -1),
                 "held_out": cells.is_held_out[index],
             }
         )
-    names = [*labels, f"no {column}"]
-    colours = [*map(colour, range(len(labels))), LIGHT_GREY]
+    names = [*categories, f"no {column}"]
+    colours = [*map(colour, range(len(categories))), LIGHT_GREY]
     spec = read_template("umap")
-    lookup_rows = [{"code": code, "name": label} for label, code in codes.items()]
+    lookup_rows = [{"code": code, "name": category} for category, code in codes.items()]
     lookup_rows.append({"code": -1, "name": names[-1]})
     spec["transform"][0]["lookup"] = column
     spec["transform"][0]["from"]["data"]["values"] = lookup_rows
@@ -88,7 +89,7 @@ def draw_umap(
     spec["mark"]["size"] = float(np.clip(size, MIN_CELL_AREA, MAX_CELL_AREA))
     spec["encoding"]["color"]["scale"] = {"domain": names, "range": colours}
     spec["encoding"]["tooltip"][0]["title"] = column
-    return Chart(title, rows, spec, is_umap=True, texts={column: [*labels, ""]})
+    return Chart(title, rows, spec, is_umap=True, texts={column: [*categories, ""]})
 
 
 def draw_umap_svg(spec: Spec, rows: Sequence[ChartRow], decimals: int) -> str:

@@ -13,6 +13,8 @@ from typing import ClassVar
 
 import numpy as np
 
+from cellmill.report.text import to_count
+
 MIN_SIZES = 4  # for three parameters
 HUBER_DELTA = 1e-3  # log units; the Huber loss is quadratic below it
 BOOTSTRAPS = 200  # draws of runs with replacement
@@ -56,7 +58,7 @@ def fit_law(sizes: Sequence[float], losses: Sequence[float]) -> Law | NoLaw:
     loss = np.asarray(losses, np.float64)
     n_sizes = len(np.unique(size))
     if n_sizes < MIN_SIZES:
-        return NoLaw(f"{n_sizes} sizes; a law with a floor needs {MIN_SIZES}")
+        return NoLaw(f"{to_count(n_sizes, 'size')}; a law with a floor needs {MIN_SIZES}")
     if not (np.isfinite(loss).all() and loss.min() > 0 and size.min() > 0):
         return NoLaw("losses or sizes that are not positive")
     # Divide sizes by their geometric mean. The factor is then the power's height in the middle of

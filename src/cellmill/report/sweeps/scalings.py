@@ -41,7 +41,7 @@ class ScalingCurve:
 
 @dataclass(frozen=True)
 class BestBaseline:
-    """The highest baseline of a task."""
+    """The baseline with the highest mean in a column of a task's table."""
 
     name: str
     value: float  # mean over the runs
