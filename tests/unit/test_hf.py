@@ -1,6 +1,7 @@
 """Family hf: transformers' own models behind the contract, with their inputs, weights and head."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from exported import SMALL, export_model
+from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from cellmill.cli import main
@@ -64,11 +66,13 @@ VOCABULARY = Vocabulary(
 )
 
 
-def spec_of(model: dict[str, Any]) -> ModelSpec:
-    tokens = Tokens.model_validate(TOKENS)
-    objective = ObjectiveConfig.model_validate(MASKED)
+def spec_of(model: dict[str, Any], objective: dict[str, Any] = MASKED, **levels: Any) -> ModelSpec:
     return ModelSpec(
-        FamilyConfig.model_validate({"family": "hf"} | model), objective, tokens, len(RESIDUES)
+        FamilyConfig.model_validate({"family": "hf"} | model),
+        ObjectiveConfig.model_validate(objective),
+        Tokens.model_validate(TOKENS),
+        len(RESIDUES),
+        levels,
     )
 
 
@@ -345,3 +349,16 @@ def test_a_config_that_asks_for_remote_code_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match=r"asks for remote code \(auto_map\), which is never run"):
         FamilyConfig.model_validate({"family": "hf", "path": str(tmp_path)})
+
+
+def test_the_rows_of_a_loss_that_couples_cells_are_collected() -> None:
+    esm = {"architecture": {"model_type": "esm"} | TYPES["esm"], "weights": "random"}
+    contrast = {"name": "supervised_contrastive", "label_column": "kind"}
+    model: Any = build(spec_of(esm, contrast, kind=("short", "long")))
+    materialize(model, torch.device("cpu"), initial_tensors(model, 0, None, VOCABULARY))
+    prepared = model.prepare(replace(batch(), levels=torch.tensor([[1], [2], [1]])), seed=0, step=0)
+    model.kept_rows = []
+    assert model(prepared) == 0
+    ((rows,),) = model.kept_rows
+    assert rows[:, 0].tolist() == [1, 2, 1]
+    torch.testing.assert_close(rows[:, 1:], functional.normalize(model.embed(batch())))

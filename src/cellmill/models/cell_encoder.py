@@ -149,7 +149,7 @@ class CellEncoder(Model):
 
     def finish(self, x: Tensor, prepared: EncoderBatch) -> Tensor:
         """Return the objective's summed loss of the normed states; 0 while `kept_rows` is a list."""
-        states = self.norm(x)
+        states = self.norm_output(x, prepared)
         if self.kept_rows is not None:
             self.kept_rows.append(self.objective.coupled_rows(self, states, prepared))
             return torch.zeros((), device=x.device)
@@ -164,7 +164,12 @@ class CellEncoder(Model):
 
     def states(self, prepared: EncoderBatch) -> Tensor:
         """(R, H): the normed output of the last block."""
-        return self.norm(self.through(self.begin(prepared), prepared))
+        return self.norm_output(self.through(self.begin(prepared), prepared), prepared)
+
+    def norm_output(self, x: Tensor, prepared: EncoderBatch) -> Tensor:
+        """(R, H) -> (R, H): the states that objectives read, from the output of the last block."""
+        states: Tensor = self.norm(x)
+        return states
 
 
 class TokenEncoder(CellEncoder):

@@ -112,7 +112,7 @@ class Passage(nn.Module):
 
 class HfModel(CellEncoder):
     plan = ParallelPlan(blocks="blocks")
-    token_ids: Tensor  # (tokens,) int64: transformers' id of each token of the corpus
+    input_ids: Tensor  # (V,) int64: transformers' id of each token of the vocabulary
 
     def __init__(
         self, config: HfConfig, n_genes: int, tokens: Tokens, objective: Objective
@@ -153,7 +153,7 @@ class HfModel(CellEncoder):
             numbers = [ids[name] for name in ("pad", "mask", *RESIDUES)]
         self.ids = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         self.register_buffer(
-            "token_ids", torch.empty(n_tokens, dtype=torch.int64), persistent=False
+            "input_ids", torch.empty(n_tokens, dtype=torch.int64), persistent=False
         )
         self.has_own_ids = ids is None
         table: Any = body.get_input_embeddings()
@@ -171,7 +171,7 @@ class HfModel(CellEncoder):
     def gene_embedding(self) -> SimpleNamespace:
         """`weight`, (V, H): the input embedding of each token of the corpus, for objectives."""
         weight: Any = self.body.get_input_embeddings().weight
-        return SimpleNamespace(weight=weight[self.token_ids])
+        return SimpleNamespace(weight=weight[self.input_ids])
 
     def begin(self, prepared: EncoderBatch) -> Tensor:
         """(B, L, H): the input of the first block."""
@@ -183,15 +183,6 @@ class HfModel(CellEncoder):
         for block in self.blocks:
             x = block(x, *args, **kwargs)
         return x
-
-    def finish(self, x: Tensor, prepared: EncoderBatch) -> Tensor:
-        states = self._leave(x, prepared)
-        self.keep_vectors(lambda: self.cell_vectors(states, prepared))
-        return self.objective.loss(self, states, prepared)
-
-    def states(self, prepared: EncoderBatch) -> Tensor:
-        """(T, H): the output of transformers' model, without special tokens and padding."""
-        return self._leave(self.through(self.begin(prepared), prepared), prepared)
 
     def cell_vectors(self, states: Tensor, prepared: EncoderBatch) -> Tensor:
         """(T, H) -> (cells, H) float32: means; zeros for a cell without tokens."""
@@ -225,8 +216,8 @@ class HfModel(CellEncoder):
         assert self.passage.entered is not None, "transformers' model did not call its blocks"
         return self.passage.entered
 
-    def _leave(self, x: Tensor, prepared: EncoderBatch) -> Tensor:
-        """(B, L, H) -> (T, H).
+    def norm_output(self, x: Tensor, prepared: EncoderBatch) -> Tensor:
+        """(B, L, H) -> (T, H): the output of transformers' model, without special tokens and padding.
 
         Embeddings and masks are made again and dropped: a lookup, without a gradient.
         """
@@ -246,7 +237,7 @@ class HfModel(CellEncoder):
         device = prepared.token_ids.device
         longest = max(max(lengths, default=0) + before + after, 1)
         ids = torch.full((rows, longest), self.pad_id, dtype=torch.int64, device=device)
-        ids[prepared.cell, prepared.position + before] = self.token_ids[prepared.token_ids]
+        ids[prepared.cell, prepared.position + before] = self.input_ids[prepared.token_ids]
         ends = torch.zeros(rows, dtype=torch.int64, device=device)
         ends[: len(lengths)] = prepared.cu_seqlens.diff() + before
         if self.begin_id is not None:
@@ -307,8 +298,8 @@ class HfModel(CellEncoder):
         return self.pretrained.fill_head(f"{path}.{name}", random)
 
     def initial_value(self, name: str) -> Fill | None:
-        """Return the table of token ids, the bias of a folder's head, or the objective's value."""
-        if name == "token_ids":
+        """Return the table of transformers' ids, the bias of a folder's head, or the objective's value."""
+        if name == "input_ids":
             return lambda tensor, generator: tensor.copy_(self.ids)
         random = super().initial_value(name)
         if name == "gene_bias" and self.pretrained is not None and random is not None:
