@@ -106,7 +106,7 @@ TAUGHT = {
     "teacher": "./big",
     "vectors": {"width": 6, "sha256": "", "shards": "", "model": "", "supervised_by": []},
 }
-NUMBER = {"objective": "regression", "number_hidden": 8, "number_dropout": 0.3} | AGE
+NUMBER = {"objective": "regression", "head_hidden": 8, "head_dropout": 0.3} | AGE
 RESPONSE = {
     "objective": "perturbation_response",
     "perturbation_column": "donor",

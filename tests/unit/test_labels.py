@@ -169,7 +169,8 @@ def test_a_hidden_label_reverses_only_the_vector_gradient() -> None:
 def test_a_model_that_only_hides_a_label_is_refused() -> None:
     objective = {"name": "classification", "label_column": "kind", "adversarial_scale": 0.1}
     with pytest.raises(
-        ConfigError, match=r"^objective\.adversarial_scale: expected another objective beside it"
+        ConfigError,
+        match=r"^objective\.adversarial_scale: expected a sum with a part that does not",
     ):
         check_together(train_options(objective=objective))
     parts = {"batch": objective}

@@ -14,7 +14,6 @@ from cellmill.config.options import TrainOptions
 from cellmill.config.parallel import Parallel, divide_processes, divisors, nearest
 from cellmill.config.parts.family import FamilyConfig
 from cellmill.config.parts.objective import ObjectiveConfig
-from cellmill.config.parts.objectives import SumConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.errors import ConfigError
 
@@ -30,18 +29,17 @@ def _problems_of_objective(options: TrainOptions) -> Iterator[str]:
     model = options.model
     objective = options.objective
     tokens = options.tokens
-    parts = {f"objective.name {part.name}": part for part in objective.all_parts()}
-    if isinstance(objective, SumConfig):
-        parts = {f"objective.parts.{name}": part for name, part in objective.parts.items()}
-    for key, part in parts.items():
+    parts = objective.named_parts()
+    for where, part in parts.items():
         if part.name not in model.objectives and model.family not in part.families:
-            served = [*model.objectives]
+            suited = dict.fromkeys(model.objectives)
             for name, choice in plugin.BUILT_IN["objective"].items():
-                is_served = issubclass(choice, ObjectiveConfig) and model.family in choice.families
-                if is_served and name not in served:
-                    served.append(name)
-            serves = ", ".join(served) or "none"
-            yield f"{key}: family {model.family} serves {serves}; choose one of these, or another model.family"
+                if issubclass(choice, ObjectiveConfig) and model.family in choice.families:
+                    suited[name] = None
+            yield (
+                f"{where}: family {model.family} cannot be trained with {part.name}, only with "
+                f"{', '.join(suited) or 'none'}; choose one of these, or another model.family"
+            )
     if tokens.value_kind not in model.value_kinds:
         yield (
             f"tokens.tokenizer {tokens.tokenizer} has values of kind {tokens.value_kind}, family {model.family} embeds "
@@ -49,14 +47,11 @@ def _problems_of_objective(options: TrainOptions) -> Iterator[str]:
         )
     if tokens.covariates and not model.covariates:
         yield f"tokens.covariates: family {model.family} has no tokens of obs columns; leave them out, or use encoder"
-    without_zeros = [part.name for part in objective.all_parts() if not part.reads_zeros]
+    without_zeros = [part.name for part in parts.values() if not part.reads_zeros]
     if tokens.zero_frac and without_zeros:
         yield f"tokens.zero_frac: objective {without_zeros[0]} has no use for genes without counts; set it to 0"
-    if all(getattr(part, "adversarial_scale", None) for part in objective.all_parts()):
-        if isinstance(objective, SumConfig):
-            yield f"{next(iter(parts))}.adversarial_scale: expected a part without it beside it; add one"
-        else:
-            yield "objective.adversarial_scale: expected another objective beside it; make it a part of objective sum"
+    if all(getattr(part, "adversarial_scale", None) for part in parts.values()):
+        yield f"{next(iter(parts))}.adversarial_scale: expected a sum with a part that does not set it; add one"
     labels = sorted({*objective.supervised_by} & {*tokens.covariates})
     if labels:
         yield f"tokens.covariates: {labels[0]} is also the label that the model is trained to predict; leave it out"

@@ -10,7 +10,6 @@ from cellmill.config.parallel import Parallel
 from cellmill.config.parts.family import FamilyConfig
 from cellmill.config.parts.methods import MethodConfig
 from cellmill.config.parts.objective import ObjectiveConfig
-from cellmill.config.parts.objectives import DistillConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.parts.trackers import Track
 from cellmill.config.run import (
@@ -74,10 +73,7 @@ class TrainOptions(Section):
     @property
     def teacher(self) -> str | None:
         """Run, or folder of embeddings, whose vectors batches carry."""
-        for part in self.objective.all_parts():
-            if isinstance(part, DistillConfig):
-                return part.teacher
-        return None
+        return next(iter(self.objective.teachers), None)
 
     def read_columns(self) -> dict[str, str]:
         """obs columns that the run depends on: the batch columns and `stream.weight_by`'s."""

@@ -13,7 +13,7 @@ that the mapping names. Options are torch-free.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import Any, ClassVar, get_args
@@ -99,6 +99,19 @@ def import_object(path: str) -> Any:
     """The object at `package.module:name`."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+def refuse_former_names(choice: type, names: Mapping[str, str]) -> None:
+    """Raise ConfigError if a class defines an attribute by a former name.
+
+    `names` has the new name by the former one. Ignored, such an attribute would change a training
+    silently.
+    """
+    for former, name in names.items():
+        if former in vars(choice):
+            raise ConfigError(
+                f"{choice.__module__}.{choice.__name__}.{former}: expected {name}, its new name; rename it"
+            )
 
 
 class Plugin(Section):

@@ -24,18 +24,20 @@ from torch.nn import functional as F
 from cellmill.config.parallel import Style
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import Tokens
+from cellmill.config.plugin import refuse_former_names
 from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.tokenizer import Tokenizer
-from cellmill.errors import ConfigError
 from cellmill.models.initial import Fill
 from cellmill.runs.results import Verdict, compare
 
-# steps that key views and masks outside training: always the same
-EVALUATION_STEP = 0  # of task `reconstruct`, with the seed of the evaluation
-# never a step of training
-VALIDATION_STEP = -1
-HIDDEN_GENES_STEP = -2  # all cells lack the same genes, and the whole cell is predicted
-# former names of attributes, which are refused: ignored, they would change a training silently
+# steps that key views and masks outside training
+# Task `reconstruct`, with the seed of the evaluation. Step 0 of a training with this seed draws the
+# same numbers for the cell of the same id. Ids count the cells of a split in training and the rows of
+# a file in evaluation, and draws do not depend on what a cell expresses, so the scores of cells that
+# were not trained on are independent of it.
+EVALUATION_STEP = 0
+VALIDATION_STEP = -1  # never a step of training
+HIDDEN_GENES_STEP = -2  # likewise; all cells lack the same genes, and the whole cell is predicted
 FORMER_NAMES = {
     "tensor": "tensor_parallel_styles",
     "row_widths": "coupled_widths",
@@ -132,11 +134,7 @@ class Objective:
     """If a list, `loss` appends these sums over a micro-batch, `(n_sums,)` float64."""
 
     def __init_subclass__(cls) -> None:
-        for former, name in FORMER_NAMES.items():
-            if former in vars(cls):
-                raise ConfigError(
-                    f"{cls.__module__}.{cls.__name__}.{former}: expected {name}, its new name; rename it"
-                )
+        refuse_former_names(cls, FORMER_NAMES)
 
     def __init__(self, config: ObjectiveConfig, tokens: Tokens) -> None:
         self.config = config
@@ -159,9 +157,10 @@ class Objective:
         codes: Tensor = batch.levels[:, [*self.levels].index(column)]
         return codes
 
-    def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
+    def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
         """Add heads to `model` on the meta device, as its attributes.
 
+        `vocab_size` is the number of token ids, genes and special tokens.
         Return the names of all modules and parameters of the model that `loss` reads, including
         the heads. Those that `Model.begin` reads too are tied between the first and the last
         pipeline stage.
@@ -236,7 +235,10 @@ class Objective:
         return {}
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
-        """Score the observed targets: metrics, and verdicts against a baseline without a model."""
+        """Score the observed targets: metrics, and verdicts against a baseline without a model.
+
+        Metric `n_targets` is the number of targets, counted as in training.
+        """
         raise NotImplementedError
 
 

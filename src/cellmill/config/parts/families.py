@@ -59,6 +59,7 @@ class EncoderConfig(GeneVectorsConfig, TransformerConfig):
         "masked_value",
         "masked_gene",
         "supervised_contrastive",
+        "perturbation_response",
     )
     covariates = True
     family: Literal["encoder"] = "encoder"
@@ -112,6 +113,7 @@ class ScgptConfig(PostNormConfig):
 
     implementation = "cellmill.models.families.post_norm:ScgptModel"
     value_kinds = ("class",)
+    objectives = (*PostNormConfig.objectives, "masked_value", "perturbation_response")
     family: Literal["scgpt"] = "scgpt"
     cls_value: float = 0.0
     """Value of the token <cls>; scGPT's pad_value."""
@@ -124,7 +126,13 @@ class ProfileConfig(GeneVectorsConfig, ResidualConfig):
 
     implementation = "cellmill.models.families.encoder:ProfileModel"
     value_kinds = ("scalar",)
-    objectives = ("cell_decoding", "denoise", "query_decoding", "supervised_contrastive")
+    objectives = (
+        "cell_decoding",
+        "denoise",
+        "query_decoding",
+        "supervised_contrastive",
+        "perturbation_response",
+    )
     weight_keys = ("family", "hidden", "layers", "ffn_width")
     sequence_parallel = False
     family: Literal["profile"] = "profile"
@@ -260,7 +268,12 @@ class AutoencoderConfig(EncoderConfig):
     """
 
     implementation = "cellmill.models.families.encoder:AutoencoderModel"
-    objectives = ("query_decoding", "cell_decoding", "supervised_contrastive")
+    objectives = (
+        "query_decoding",
+        "cell_decoding",
+        "supervised_contrastive",
+        "perturbation_response",
+    )
     weight_keys = (*EncoderConfig.weight_keys, "latent")
     family: Literal["autoencoder"] = "autoencoder"  # type: ignore[assignment]
     latent: int | None = Field(64, ge=1)

@@ -75,8 +75,7 @@ class FamilyConfig(Plugin):
     # whether cells may have tokens of obs columns before their genes
     covariates: ClassVar[bool] = False
     objectives: ClassVar[tuple[str, ...]] = ()
-    """Objectives that the family serves, in addition to those whose `families` lists this family.
-    """
+    """Objectives that can train the family, in addition to those whose `families` lists it."""
 
     @classmethod
     def override(cls, defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
@@ -162,7 +161,11 @@ class TransformerConfig(ResidualConfig):
 class PostNormConfig(TransformerConfig):
     """Architecture of post-norm blocks, and the pooling."""
 
-    objectives = ("cell_decoding", "masked_value", "masked_gene", "supervised_contrastive")
+    objectives: ClassVar[tuple[str, ...]] = (
+        "cell_decoding",
+        "masked_gene",
+        "supervised_contrastive",
+    )
     weight_keys = (*TransformerConfig.weight_keys, "activation", "norm_eps", "ends")
 
     layers: int = Field(6, ge=1)

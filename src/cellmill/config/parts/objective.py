@@ -9,8 +9,10 @@ from typing import Any, ClassVar, Protocol, Self
 from pydantic import Field
 
 from cellmill.config.parts.tokens import Tokens
-from cellmill.config.plugin import Plugin
+from cellmill.config.plugin import Plugin, refuse_former_names
 from cellmill.config.section import Section
+
+FORMER_NAMES = {"hides_tokens": "owns_tokens", "each": "all_parts"}
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class ObjectiveConfig(Plugin):
     kind = "objective"
     default = "cell_decoding"
     families: ClassVar[tuple[str, ...]] = ()
-    """Families that can train it, in addition to those that list it in `FamilyConfig.objectives`.
+    """Families that it can train, in addition to those that list it in `FamilyConfig.objectives`.
 
     A plug-in objective names the built-in families that it suits here.
     """
@@ -110,11 +112,26 @@ class ObjectiveConfig(Plugin):
     `supervised_by` lists the column, so cards and tables name the run supervised.
     """
 
+    # declared, so that pydantic lets a subclass set it and `FORMER_NAMES` can refuse it
+    hides_tokens: ClassVar[bool]
+
     name: str
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **arguments: Any) -> None:
+        super().__pydantic_init_subclass__(**arguments)
+        refuse_former_names(cls, FORMER_NAMES)
+
+    def named_parts(self, option: str = "objective") -> Mapping[str, "ObjectiveConfig"]:
+        """Return this objective, or the parts of a sum, by the option that holds it.
+
+        `option` is where the options of this objective are.
+        """
+        return {option: self}
 
     def all_parts(self) -> list["ObjectiveConfig"]:
         """Return this objective, or the parts of a sum."""
-        return [self]
+        return [*self.named_parts().values()]
 
     def columns(self, option: str = "objective") -> Columns:
         """Return the obs columns that batches carry for it; `option` is where the options are."""
@@ -148,6 +165,11 @@ class ObjectiveConfig(Plugin):
         and tables.
         """
         return () if self.label_option is None else (getattr(self, self.label_option),)
+
+    @property
+    def teachers(self) -> tuple[str, ...]:
+        """Runs or folders of the teachers whose vectors batches carry: at most one."""
+        return ()
 
     def warnings(self, option: str = "objective") -> list[str]:
         """Return what `plan` warns of, one line each; `option` is where the options are."""

@@ -13,7 +13,14 @@ from itertools import chain
 from operator import or_
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, WithJsonSchema, create_model
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SerializeAsAny,
+    WithJsonSchema,
+    create_model,
+    model_validator,
+)
 
 from cellmill.config import plugin
 from cellmill.config.parts.batch import ADVERSARY, AUTO, MIN_BATCH_CELLS, choose_batch
@@ -22,8 +29,8 @@ from cellmill.config.parts.tokens import Tokens
 from cellmill.config.plugin import Plugin, by_name
 from cellmill.config.section import leaving_out
 
-ENCODING = ("profile", "encoder", "autoencoder", "autoregressive", "bert", "scgpt", "hf")
-"""Families with cell vectors that heads can read."""
+EMBEDDING_FAMILIES = ("profile", "encoder", "autoencoder", "autoregressive", "bert", "scgpt", "hf")
+"""The built-in families: each gives cell vectors, which heads read."""
 
 
 class MaskedObjectiveConfig(ObjectiveConfig):
@@ -160,22 +167,28 @@ class LabelConfig(ObjectiveConfig):
         return Columns(levels={self.label_column: f"{option}.label_column"})
 
 
-class ClassificationConfig(LabelConfig):
+class HeadConfig(ObjectiveConfig):
+    """Options of objectives that add a head to the cell embedding."""
+
+    owns_tokens = False
+    families = EMBEDDING_FAMILIES
+
+    head_hidden: int | None = Field(None, ge=1)
+    """Width of a hidden layer between embedding and prediction; null is a linear model."""
+    head_dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout before the last layer of the head."""
+
+
+class ClassificationConfig(LabelConfig, HeadConfig):
     """Predict the label of a cell from its embedding; `cellmill predict` then labels other cells."""
 
     implementation = "cellmill.models.objectives.classification:Classification"
-    families = ENCODING
     name: Literal["classification"] = "classification"
     class_weights: Literal["balanced"] | dict[str, float] | None = None
     """Weight of a cell's loss by its label; 1 for labels that are not listed. balanced: N / (K n)
     for a label with n cells, if there are N labelled training cells and K labels. train writes the
     numbers into the run.
     """
-    head_hidden: int | None = Field(None, ge=1)
-    """Width of a hidden layer between embedding and labels; null is a linear classifier."""
-    head_dropout: float = Field(0.0, ge=0, lt=1)
-    """Dropout before the last layer of the head."""
-
     adversarial_scale: float | None = Field(None, gt=0)
     """For a part of a sum: the gradient to the cell embedding is reversed and multiplied by this
     number. So the head learns the label, for example a batch or donor, and the model hides it. 0.02
@@ -198,7 +211,7 @@ class ClassificationConfig(LabelConfig):
 
     def columns(self, option: str = "objective") -> Columns:
         named = (f"{option}.class_weights", self.label_column, list(self.weight_by_label))
-        return Columns({self.label_column: f"{option}.label_column"}, named=[named])
+        return super().columns(option) | Columns(named=[named])
 
     def stream(self) -> dict[str, Any]:
         # weights in the loss balance the labels already
@@ -226,15 +239,13 @@ class SupervisedContrastiveConfig(LabelConfig):
     """
 
 
-class RegressionConfig(ObjectiveConfig):
+class RegressionConfig(HeadConfig):
     """Predict a number per cell from its embedding; `cellmill predict` then predicts it for other
     cells.
     """
 
     implementation = "cellmill.models.objectives.regression:Regression"
-    owns_tokens = False
     label_option = "target_column"
-    families = ENCODING
     name: Literal["regression"] = "regression"
     target_column: str
     """obs column of the target; cells without a value are ignored. It is standardised: the model
@@ -253,10 +264,15 @@ class RegressionConfig(ObjectiveConfig):
     """
     target_std: float | None = Field(None, gt=0)
     """Standard deviation of the target; null computes it likewise."""
-    number_hidden: int | None = Field(None, ge=1)
-    """Width of a hidden layer between embedding and target; null is a linear model."""
-    number_dropout: float = Field(0.0, ge=0, lt=1)
-    """Dropout before the last layer of the head."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rename(cls, given: Any) -> Any:
+        """Read the former names of options, which earlier models and runs have stored."""
+        if not isinstance(given, dict):
+            return given
+        names = {"number_hidden": "head_hidden", "number_dropout": "head_dropout"}
+        return {names.get(key, key): value for key, value in given.items()}
 
     def columns(self, option: str = "objective") -> Columns:
         return Columns(numbers={self.target_column: f"{option}.target_column"})
@@ -275,7 +291,7 @@ class DistillConfig(ObjectiveConfig):
 
     implementation = "cellmill.models.objectives.distill:Distill"
     owns_tokens = False
-    families = ENCODING
+    families = EMBEDDING_FAMILIES
     name: Literal["distill"] = "distill"
     teacher: str
     """Teacher whose embeddings of the corpus's datasets are predicted: the name of a run, or the
@@ -289,6 +305,10 @@ class DistillConfig(ObjectiveConfig):
     @property
     def supervised_by(self) -> tuple[str, ...]:
         return () if self.vectors is None else tuple(self.vectors.supervised_by)
+
+    @property
+    def teachers(self) -> tuple[str, ...]:
+        return (self.teacher,)
 
     def fit(self, facts: Facts) -> Self:
         return self.model_copy(update={"vectors": facts.teacher()})
@@ -343,9 +363,9 @@ class SumConfig(ObjectiveConfig):
                 "owns_tokens",
                 "hide tokens or read them as answers, and the model is given one batch",
             ),
-            ("teacher", "have a teacher, and a batch carries the vectors of one teacher"),
+            ("teachers", "have a teacher, and a batch carries the vectors of one teacher"),
         ):
-            having = [name for name, part in self.parts.items() if getattr(part, attribute, None)]
+            having = [name for name, part in self.parts.items() if getattr(part, attribute)]
             if len(having) > 1:
                 yield f"parts: {' and '.join(having)} {reason}; keep one"
 
@@ -353,12 +373,12 @@ class SumConfig(ObjectiveConfig):
     def needs_counts(self) -> bool:  # type: ignore[override]
         return any(part.needs_counts for part in self.all_parts())
 
-    def all_parts(self) -> list[ObjectiveConfig]:
-        return list(self.parts.values())
+    def named_parts(self, option: str = "objective") -> dict[str, ObjectiveConfig]:
+        return {f"{option}.parts.{name}": part for name, part in self.parts.items()}
 
     def columns(self, option: str = "objective") -> Columns:
-        columns = (part.columns(f"{option}.parts.{name}") for name, part in self.parts.items())
-        return reduce(or_, columns)
+        parts = self.named_parts(option)
+        return reduce(or_, (part.columns(where) for where, part in parts.items()))
 
     def stream(self) -> dict[str, Any]:
         return self.all_parts()[0].stream() if len(self.parts) == 1 else {}
@@ -380,11 +400,13 @@ class SumConfig(ObjectiveConfig):
         columns = chain.from_iterable(part.supervised_by for part in self.all_parts())
         return tuple(dict.fromkeys(columns))
 
+    @property
+    def teachers(self) -> tuple[str, ...]:
+        return tuple(chain.from_iterable(part.teachers for part in self.all_parts()))
+
     def warnings(self, option: str = "objective") -> list[str]:
-        lines = []
-        for name, part in self.parts.items():
-            lines += part.warnings(f"{option}.parts.{name}")
-        return lines
+        parts = self.named_parts(option)
+        return [line for where, part in parts.items() for line in part.warnings(where)]
 
     def check_tokens(self, tokens: Tokens) -> None:
         for part in self.all_parts():
@@ -542,7 +564,6 @@ class PerturbationResponseConfig(DecodingConfig):
     view: ClassVar[Literal["thin"]] = "thin"
     target: ClassVar[Literal["hidden"]] = "hidden"
     label_option = "perturbation_column"
-    families = ("profile", "encoder", "autoencoder", "scgpt")
     name: Literal["perturbation_response"] = "perturbation_response"
     likelihood: Literal["softmax"] = "softmax"
     """Cross-entropy between predicted and true profile."""

@@ -164,8 +164,6 @@ def _find_ancestors(
     parent = record.get("init_from")
     if parent is not None:
         yield parent, next(iter(_find_existing(Path(parent), train)), None)
-    for part in options.objective.all_parts():
-        teacher = getattr(part, "teacher", None)
-        if teacher is not None:
-            folder = train.parents[1] / teacher / "model"
-            yield f"its teacher {teacher}", folder if folder.is_dir() else None
+    for teacher in options.objective.teachers:
+        folder = train.parents[1] / teacher / "model"
+        yield f"its teacher {teacher}", folder if folder.is_dir() else None

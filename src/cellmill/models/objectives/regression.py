@@ -4,7 +4,7 @@ The head predicts the standardised number. Loss pearson is 1 - r, where r is the
 cells of the global batch. It leaves scale and offset of the predictions arbitrary, so only
 correlations judge them.
 
-Legend: C cells with a target, H width of a cell's vector, S slots of a global batch: a row per cell
+Legend: C cells with a target, E width of a cell's vector, S slots of a global batch: a row per cell
 with a target, zeros in the others (`train.batch_rows`).
 """
 
@@ -53,10 +53,10 @@ class Regression(CellObjective):
     metric_names = ("pearson",)
     n_sums = 6
 
-    def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
+    def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
         config = self.config
         self.head_name = f"number_head{self.suffix}"
-        head = CellHead(model.vector_width, config.number_hidden, 1, config.number_dropout)
+        head = CellHead(model.vector_width, config.head_hidden, 1, config.head_dropout)
         setattr(model, self.head_name, head)
         if config.loss == "pearson":
             self.coupled_widths = (3,)
@@ -80,7 +80,7 @@ class Regression(CellObjective):
         return predicted[:, 0].float()
 
     def predict_in_units(self, model: ObjectiveModel, vectors: Tensor) -> Tensor:
-        """Predict numbers in the unit of the column: `vectors` `(C, H)` -> `(C,)` float32."""
+        """Predict numbers in the unit of the column: `vectors` `(C, E)` -> `(C,)` float32."""
         return self.predict(model, vectors) * self._scale.std + self._scale.mean
 
     def target_loss(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
