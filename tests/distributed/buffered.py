@@ -39,7 +39,7 @@ class BufferedModel(EncoderModel):
             block.initial_value = {"scale": between_halves}.get
 
     def begin(self, prepared: MaskedBatch) -> torch.Tensor:
-        starts = prepared.cu_seqlens[:-1].long()[prepared.cell]
+        starts = prepared.cu_seqlens[:-1].long()[prepared.token_cells]
         position = torch.arange(len(starts), device=starts.device) - starts
         offsets = self.offsets[self.order[position % PERIOD]]
         return self.enter(self.inputs(prepared) + offsets)

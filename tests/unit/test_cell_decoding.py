@@ -309,9 +309,10 @@ def test_a_model_is_compared_with_the_mean_profile() -> None:
     # with all of it on the first
     own = -(1.5 * np.log(0.6) + 0.5 * np.log(0.3)) / 2
     base = -(1.5 * np.log(0.5) + 0.5 * np.log(99 / 200)) / 2
+    assert (figures["n_targets"], figures["n_entries"]) == (2, 3)
     assert figures["cross_entropy"] == pytest.approx(own)
     assert figures["cross_entropy_mean_profile"] == pytest.approx(base)
-    assert figures["saved_frac"] == pytest.approx(1 - own / base)
+    assert figures["cross_entropy_reduction_frac"] == pytest.approx(1 - own / base)
     assert verdict.outcome == ("behind" if own > base else "ahead")
 
 

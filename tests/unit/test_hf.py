@@ -192,7 +192,7 @@ def test_the_head_of_the_folder_predicts_like_transformers(folder: Path) -> None
     starts = np.cumsum([0, *map(len, SEQUENCES)])
     hidden = []
     for target in prepared.targets.tolist():
-        cell = int(prepared.cell[target])
+        cell = int(prepared.token_cells[target])
         hidden.append((cell, target - starts[cell]))
     ids = padded_ids(set(hidden))
     with torch.inference_mode():

@@ -271,7 +271,7 @@ def test_masked_tokens_are_replaced_by_the_split(tokenizer: str, objective: str)
     else:  # random values are visible ones of the same cell
         values = shown[is_random].tolist()
         for position, value in zip(targets[is_random].tolist(), values, strict=True):
-            is_of_cell = prepared.cell == prepared.cell[position]
+            is_of_cell = prepared.token_cells == prepared.token_cells[position]
             assert value in content[is_of_cell & is_visible].tolist()
     model.eval()
     without_split = model.prepare(batch, seed=1, step=2)

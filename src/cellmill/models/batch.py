@@ -163,7 +163,7 @@ class EncoderBatch(Batch):
         return cls(**arguments | changes)
 
     @cached_property
-    def cell(self) -> Tensor:
+    def token_cells(self) -> Tensor:
         """(tokens,) int64: index of the token's cell in the batch."""
         return positions(self)[0]
 
@@ -171,7 +171,10 @@ class EncoderBatch(Batch):
     def position(self) -> Tensor:
         """(tokens,) int64: position of the token in its cell, from 0."""
         starts = self.cu_seqlens[:-1].long()
-        return torch.arange(len(self.token_ids), device=self.token_ids.device) - starts[self.cell]
+        return (
+            torch.arange(len(self.token_ids), device=self.token_ids.device)
+            - starts[self.token_cells]
+        )
 
     @cached_property
     def token_keys(self) -> Tensor:
@@ -197,8 +200,8 @@ class EncoderBatch(Batch):
         if not self.values.is_floating_point():
             return torch.zeros(len(self.lengths), device=self.values.device)
         is_known = self.value_known & (self.token_ids != PAD_TOKEN)  # no value without a gene
-        sums = segment_sum(self.values * is_known, self.cell, self.cu_seqlens)
-        n_known = segment_sum(is_known.float(), self.cell, self.cu_seqlens)
+        sums = segment_sum(self.values * is_known, self.token_cells, self.cu_seqlens)
+        n_known = segment_sum(is_known.float(), self.token_cells, self.cu_seqlens)
         return sums / n_known.clamp(min=1)
 
 

@@ -89,9 +89,9 @@ def mean_state(states: Tensor, prepared: EncoderBatch, is_gene: Tensor | None = 
     if prepared.covariate_rows is not None:
         is_gene = prepared.covariate_rows == 0
     if is_gene is not None:
-        lengths = segment_sum(is_gene.float(), prepared.cell, prepared.cu_seqlens)
+        lengths = segment_sum(is_gene.float(), prepared.token_cells, prepared.cu_seqlens)
         states = states * is_gene[:, None]
-    sums = segment_sum(states, prepared.cell, prepared.cu_seqlens)
+    sums = segment_sum(states, prepared.token_cells, prepared.cu_seqlens)
     return sums / lengths.clamp(min=1)[:, None]
 
 
@@ -106,7 +106,7 @@ def attended_state(states: Tensor, prepared: EncoderBatch, query: Tensor) -> Ten
     The mean of a cell without tokens is zero.
     """
     states = states.float()
-    cell = prepared.cell
+    cell = prepared.token_cells
     products = (states @ query.float()).float()  # autocast computes bf16
     scores = products * states.shape[1] ** -0.5
     # (C,): largest score of each cell, against overflow; it cancels, so it needs no gradient
@@ -129,12 +129,12 @@ class CellEncoder(Model):
     """(H,): embedding of a hidden value, attached by objectives that hide values."""
     covariate_prefix: CovariatePrefix | None = None
 
-    def attach_heads(self, n_tokens: int) -> None:
+    def attach_heads(self, vocab_size: int) -> None:
         """Add the objective's heads to the model, its plan, and its rows by gene."""
         children = dict(self.named_children())
         parameters = dict(self.named_parameters(recurse=False))
         trunk = {*self.plan.begin, *children, *parameters}
-        finish = ("norm", *self.objective.attach(self, n_tokens))
+        finish = ("norm", *self.objective.attach(self, vocab_size))
         self.heads = tuple(name for name in finish if name not in trunk)
         styles = {**self.plan.tensor, **self.objective.tensor_parallel_styles}
         self.plan = replace(self.plan, tensor=styles, finish=finish)
@@ -168,8 +168,7 @@ class CellEncoder(Model):
 
     def norm_output(self, x: Tensor, prepared: EncoderBatch) -> Tensor:
         """(R, H) -> (R, H): the states that objectives read, from the output of the last block."""
-        states: Tensor = self.norm(x)
-        return states
+        return self.norm(x)
 
 
 class TokenEncoder(CellEncoder):
@@ -200,10 +199,10 @@ class TokenEncoder(CellEncoder):
     def __init__(self, width: int, n_genes: int, objective: Objective) -> None:
         super().__init__(objective)
         self.width = width
-        self.n_tokens = n_genes + len(SPECIAL)
+        self.vocab_size = n_genes + len(SPECIAL)
         self.enter = Entry()
         self.enter_keys = Entry()
-        self.gene_embedding = nn.Embedding(self.n_tokens, width)
+        self.gene_embedding = nn.Embedding(self.vocab_size, width)
 
     def through(self, x: Tensor, prepared: EncoderBatch, n_blocks: int | None = None) -> Tensor:
         """Apply the first `n_blocks` blocks, all by default."""

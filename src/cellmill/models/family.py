@@ -70,7 +70,7 @@ class Model(nn.Module):
         self.kept_vectors: list[Tensor] | None = None
         """If not None, `finish` appends each batch's vectors, (cells, width), by `keep_vectors`."""
         self.kept_rows: list[tuple[Tensor, ...]] | None = None
-        """If not None, `finish` appends the objective's `rows` and returns 0 instead of the loss."""
+        """If not None, `finish` appends the objective's `coupled_rows` and returns 0 instead of the loss."""
 
     def after_blocks(self) -> frozenset[str]:
         """Return paths of the trunk's modules and parameters after the blocks, as of the last norm."""
@@ -131,10 +131,10 @@ class Model(nn.Module):
         """Return one vector per cell with nothing masked, (cells, vector width) float32."""
         raise NotImplementedError
 
-    def embed_padded(self, genes: Tensor, values: Tensor) -> Tensor:
+    def embed_padded(self, token_ids: Tensor, values: Tensor) -> Tensor:
         """Return `embed` of padded cells, in operations that other runtimes have.
 
-        `genes` and `values`, (cells, tokens), are padded with `<pad>` and 0; cells have at least one
+        `token_ids` and `values`, (cells, tokens), are padded with `<pad>` and 0; cells have at least one
         gene. Families without it cannot be exported.
         """
         raise NotImplementedError

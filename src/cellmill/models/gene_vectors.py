@@ -33,10 +33,10 @@ TABLE = f"{NAME}.table.weight"
 class GeneVectors(nn.Module):
     """The table (V, D), row-sharded like the learned table, and its projection."""
 
-    def __init__(self, n_tokens: int, dim: int, hidden: int) -> None:
+    def __init__(self, vocab_size: int, dim: int, hidden: int) -> None:
         super().__init__()
         # zeros, unless `initial_tensors` is given a file's
-        self.table = with_std(nn.Embedding(n_tokens, dim), 0.0)
+        self.table = with_std(nn.Embedding(vocab_size, dim), 0.0)
         self.project = with_std(nn.Linear(dim, hidden, bias=False), STD / dim**0.5)
 
     def forward(self, look_up: Callable[[Tensor], Tensor]) -> Tensor:
@@ -45,12 +45,12 @@ class GeneVectors(nn.Module):
         return projected
 
 
-def attach_gene_vectors(model: Any, config: GeneVectorsConfig, n_tokens: int) -> None:
+def attach_gene_vectors(model: Any, config: GeneVectorsConfig, vocab_size: int) -> None:
     """Add `gene_vectors`, or None, to a family's model, its plan and its rows by gene."""
     if config.gene_vector_dim is None:
         model.gene_vectors = None
         return
-    model.gene_vectors = GeneVectors(n_tokens, config.gene_vector_dim, model.width)
+    model.gene_vectors = GeneVectors(vocab_size, config.gene_vector_dim, model.width)
     plan = model.plan
     model.plan = replace(
         plan,

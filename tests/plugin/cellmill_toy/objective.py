@@ -58,9 +58,9 @@ def causal_batch(batch: Batch, skip: int) -> CausalBatch:
 class NextGene(Objective):
     """See the module."""
 
-    def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
+    def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
         """Add a bias; the output matrix is the gene embedding."""
-        model.gene_bias = nn.Parameter(torch.empty(n_tokens))
+        model.gene_bias = nn.Parameter(torch.empty(vocab_size))
         return ("gene_bias", "gene_embedding")
 
     def initial_value(self, name: str) -> Fill | None:

@@ -10,7 +10,7 @@ time; a cell that ends leaves them. Draws are keyed by seed, cell and position (
 et al. 2014), and everything is computed in float64: float32 would round differently in other
 batches, and a cell would depend on its neighbours.
 
-Legend: T tokens of the batch, C cells, N genes of each cell so far, V tokens of the vocabulary, H
+Legend: T tokens of the batch, C cells, N genes of each cell so far, V size of the vocabulary, H
 hidden, h heads, d width of a head.
 """
 
@@ -55,17 +55,17 @@ class AutoregressiveModel(TokenEncoder):
         self.rank_embedding = nn.Embedding(tokens.max_tokens.bit_length(), hidden)
         self.blocks = pre_norm_blocks(config, causal=True)
         self.norm = nn.LayerNorm(hidden)
-        self.attach_heads(self.n_tokens)
+        self.attach_heads(self.vocab_size)
 
     def begin(self, prepared: EncoderBatch) -> Tensor:
         return self.enter(self.inputs(prepared.token_ids, prepared.values, prepared.position))
 
-    def inputs(self, genes: Tensor, values: Tensor, position: Tensor) -> Tensor:
-        """Return the embedded tokens, (T, H), from token id, value and position, (T,) each."""
+    def inputs(self, token_ids: Tensor, values: Tensor, position: Tensor) -> Tensor:
+        """Return the embedded tokens, (T, H), from id, value and position, (T,) each."""
         # floor(log2(position + 1)), exact below 2**24; cells of padding may be longer than any other
         buckets = torch.frexp((position + 1).float()).exponent.long() - 1
         ranks = self.rank_embedding(buckets.clamp(max=self.rank_embedding.num_embeddings - 1))
-        x = embed_tokens(genes, self.gene_embedding.weight) + ranks
+        x = embed_tokens(token_ids, self.gene_embedding.weight) + ranks
         if self.value_embedding is None:
             return x
         if values.is_floating_point():
@@ -113,9 +113,9 @@ class Cache:
         self.n_tokens = 0
         self.blocks: list[tuple[Tensor, Tensor]] = []
 
-    def append(self, genes: Tensor, values: Tensor) -> Tensor:
+    def append(self, token_ids: Tensor, values: Tensor) -> Tensor:
         """(C,) token ids and (C,) values of the next tokens -> (C, H): their states."""
-        x = self.model.inputs(genes, values, torch.full_like(genes, self.n_tokens))
+        x = self.model.inputs(token_ids, values, torch.full_like(token_ids, self.n_tokens))
         extended = []
         for index, block in enumerate(cast(list[Block], self.model.blocks)):
             query, key, value = (part[:, :, None] for part in block.before(x))
@@ -143,32 +143,32 @@ def generate_cells(
     objective = cast(NextGene, model.objective)
     done: dict[int, GeneratedCell] = {}
     numbers = torch.tensor(cells, dtype=torch.int64, device=model.start.device)
-    genes = numbers.new_empty(len(cells), 0)
+    token_ids = numbers.new_empty(len(cells), 0)
     values = torch.empty(len(cells), 0, device=numbers.device)
     cache = Cache(model)
     states = model.start.expand(len(cells), -1)
     max_genes = min(sampling.max_genes, len(model.gene_bias) - len(SPECIAL))
     while len(numbers):
-        position = genes.shape[1]
+        position = token_ids.shape[1]
         ends = draw_ends(model, states, numbers, sampling, position)
         leaves = torch.ones_like(ends) if position == max_genes else ends
         for row in leaves.nonzero().flatten().tolist():
-            cell_genes = (genes[row] - len(SPECIAL)).tolist()
+            cell_genes = (token_ids[row] - len(SPECIAL)).tolist()
             cell_values = values[row].tolist() if objective.predicts_values else None
             done[int(numbers[row])] = GeneratedCell(cell_genes, cell_values, bool(ends[row]))
         stays = ~leaves
         numbers = numbers[stays]
-        genes = genes[stays]
+        token_ids = token_ids[stays]
         values = values[stays]
         states = states[stays]
         cache.keep(stays)
         if not len(numbers):
             break
-        gene = draw_genes(model, states, genes, numbers, sampling)
-        value = draw_values(model, states, gene, numbers, sampling, position)
-        genes = torch.cat([genes, gene[:, None]], 1)
-        values = torch.cat([values, value[:, None].float()], 1)
-        states = cache.append(gene, value)
+        next_ids = draw_genes(model, states, token_ids, numbers, sampling)
+        next_values = draw_values(model, states, next_ids, numbers, sampling, position)
+        token_ids = torch.cat([token_ids, next_ids[:, None]], 1)
+        values = torch.cat([values, next_values[:, None].float()], 1)
+        states = cache.append(next_ids, next_values)
     return [done[number] for number in cells]
 
 
@@ -188,18 +188,18 @@ def draw_ends(
 
 
 def draw_genes(
-    model: Any, states: Tensor, genes: Tensor, cells: Tensor, sampling: Sampling
+    model: Any, states: Tensor, earlier_ids: Tensor, cells: Tensor, sampling: Sampling
 ) -> Tensor:
     """Return the token ids of the next genes, (C,), of cells with states (C, H).
 
-    `genes` (C, N), which the cells have, are not drawn again.
+    `earlier_ids` (C, N) are the tokens that the cells have, which are not drawn again.
     """
-    position = genes.shape[1]
+    position = earlier_ids.shape[1]
     if position < len(sampling.prompt):
         return torch.full_like(cells, sampling.prompt[position] + len(SPECIAL))
     logits: Tensor = model.objective.gene_logits(model, states)
     logits[:, : len(SPECIAL)] = -torch.inf
-    logits = logits.scatter(1, genes, -torch.inf)
+    logits = logits.scatter(1, earlier_ids, -torch.inf)
     if sampling.top_k is not None and sampling.top_k < logits.shape[1]:
         least = logits.topk(sampling.top_k, dim=1).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
@@ -209,15 +209,15 @@ def draw_genes(
 def draw_values(
     model: Any,
     states: Tensor,
-    genes: Tensor,
+    token_ids: Tensor,
     cells: Tensor,
     sampling: Sampling,
     position: int,
 ) -> Tensor:
-    """Return the values of the next `genes`, (C,): predicted values, or drawn bins (int64)."""
+    """Return the values of the next genes, (C,): predicted values, or drawn bins (int64)."""
     if not model.objective.predicts_values:
-        return torch.zeros_like(genes)
-    predicted: Tensor = model.objective.predict_values(model, states, genes)
+        return torch.zeros_like(token_ids)
+    predicted: Tensor = model.objective.predict_values(model, states, token_ids)
     if predicted.ndim == 1:
         return predicted
     return _draw(predicted, cells, sampling, VALUE, position) + 1

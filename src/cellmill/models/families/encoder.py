@@ -66,13 +66,13 @@ class EncoderModel(TokenEncoder):
             self.plan = replace(self.plan, begin=(*self.plan.begin, "covariates"))
             for index, name in enumerate(tokens.covariates):
                 self.add_level_rows(name, f"covariates.tables.{index}.weight")
-        attach_gene_vectors(self, config, self.n_tokens)
+        attach_gene_vectors(self, config, self.vocab_size)
         self.blocks = pre_norm_blocks(config)
         self.norm = nn.LayerNorm(hidden)
         self.pooling = config.pooling
         if self.pooling == "cls":
             self.cell_token = nn.Parameter(torch.empty(hidden))
-        self.attach_heads(self.n_tokens)
+        self.attach_heads(self.vocab_size)
         if self.pooling == "attention":
             self.pool_query = nn.Parameter(torch.empty(hidden))
             self.plan = replace(self.plan, finish=(*self.plan.finish, "pool_query"))
@@ -91,11 +91,11 @@ class EncoderModel(TokenEncoder):
     def embed(self, batch: Batch) -> Tensor:
         return super().embed(self._add_cell_tokens(batch))
 
-    def embed_padded(self, genes: Tensor, values: Tensor) -> Tensor:
-        inside = genes != PAD_TOKEN  # (cells, L) bool
-        x = self.gene_embedding(genes)  # (cells, L, H)
+    def embed_padded(self, token_ids: Tensor, values: Tensor) -> Tensor:
+        inside = token_ids != PAD_TOKEN  # (cells, L) bool
+        x = self.gene_embedding(token_ids)  # (cells, L, H)
         if self.gene_vectors is not None:
-            x = x + self.gene_vectors(partial(F.embedding, genes))
+            x = x + self.gene_vectors(partial(F.embedding, token_ids))
         if values.is_floating_point():
             # centred within each cell, as in `inputs`
             center = (values * inside).sum(1, keepdim=True) / inside.sum(1, keepdim=True)
@@ -139,15 +139,15 @@ class EncoderModel(TokenEncoder):
 
     def inputs(self, prepared: EncoderBatch, index: Tensor | slice = ALL) -> Tensor:
         """(T, H), or (N, H) for the tokens in `index`; hidden values have a learned embedding."""
-        tokens = prepared.token_ids[index]
-        genes = embed_tokens(tokens, self.gene_embedding.weight)
+        token_ids = prepared.token_ids[index]
+        genes = embed_tokens(token_ids, self.gene_embedding.weight)
         if self.gene_vectors is not None:
-            genes = genes + self.gene_vectors(partial(embed_tokens, tokens)).to(genes.dtype)
+            genes = genes + self.gene_vectors(partial(embed_tokens, token_ids)).to(genes.dtype)
         values = prepared.values[index]
         if values.is_floating_point():
             # centred within each cell: sequencing depth is the strongest signal in log(1 + counts
             # per 10,000) of detected genes, and the embedding would encode it (98 % of it did)
-            values = (values - prepared.center[prepared.cell[index]])[:, None]
+            values = (values - prepared.center[prepared.token_cells[index]])[:, None]
             values = values.to(next(self.value_embedding.parameters()).dtype)
         x = genes + self.with_hidden(self.value_embedding(values), prepared, index)
         if not hasattr(self, "covariates") or prepared.covariate_rows is None:
@@ -188,8 +188,8 @@ class AutoencoderModel(EncoderModel):
     def vector_width(self) -> int:
         return self.config.latent or self.width
 
-    def attach_heads(self, n_tokens: int) -> None:
-        super().attach_heads(n_tokens)
+    def attach_heads(self, vocab_size: int) -> None:
+        super().attach_heads(vocab_size)
         if self.config.latent is not None:
             self.bottleneck = with_std(nn.Linear(self.width, self.config.latent), self.width**-0.5)
             self.plan = replace(self.plan, finish=("bottleneck", *self.plan.finish))
@@ -219,15 +219,15 @@ class ProfileModel(CellEncoder):
         hidden = config.hidden
         self.width = hidden
         self.dropout = config.dropout
-        n_tokens = n_genes + len(SPECIAL)
-        self.gene_embedding = nn.Embedding(n_tokens, hidden)
-        attach_gene_vectors(self, config, n_tokens)
+        vocab_size = n_genes + len(SPECIAL)
+        self.gene_embedding = nn.Embedding(vocab_size, hidden)
+        attach_gene_vectors(self, config, vocab_size)
         self.blocks = nn.ModuleList(
             FeedForward(hidden, config.ffn_width, config.dropout, index)
             for index in range(config.layers)
         )
         self.norm = nn.LayerNorm(hidden)
-        self.attach_heads(n_tokens)
+        self.attach_heads(vocab_size)
 
     def begin(self, prepared: EncoderBatch) -> Tensor:
         """(C, H): the values times the gene embeddings, summed over each cell."""
@@ -241,9 +241,9 @@ class ProfileModel(CellEncoder):
             x = block(x, keys)
         return x
 
-    def embed_padded(self, genes: Tensor, values: Tensor) -> Tensor:
+    def embed_padded(self, token_ids: Tensor, values: Tensor) -> Tensor:
         def sums(table: Tensor) -> Tensor:
-            return (values[:, None] @ F.embedding(genes, table))[:, 0]
+            return (values[:, None] @ F.embedding(token_ids, table))[:, 0]
 
         x = sums(self.gene_embedding.weight)
         if self.gene_vectors is not None:

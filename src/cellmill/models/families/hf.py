@@ -59,7 +59,7 @@ def values_of_buffers(config: Any) -> dict[str, Tensor]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _make_architecture(config: HfConfig, n_tokens: int, ids: dict[str, int] | None) -> Any:
+def _make_architecture(config: HfConfig, vocab_size: int, ids: dict[str, int] | None) -> Any:
     """Return transformers' config without dropout.
 
     It has the corpus's tokens, unless residues have `ids` of the model.
@@ -69,7 +69,7 @@ def _make_architecture(config: HfConfig, n_tokens: int, ids: dict[str, int] | No
         options |= {
             "pad_token_id": PAD,
             "mask_token_id": SPECIAL.index("<mask>"),
-            "vocab_size": n_tokens,
+            "vocab_size": vocab_size,
             "bos_token_id": None,
             "eos_token_id": None,
         }
@@ -119,9 +119,9 @@ class HfModel(CellEncoder):
     ) -> None:
         super().__init__(objective)
         self.config = config
-        n_tokens = n_genes + len(SPECIAL)
+        vocab_size = n_genes + len(SPECIAL)
         ids = config.residue_ids if tokens.sequences else None
-        architecture = _make_architecture(config, n_tokens, ids)
+        architecture = _make_architecture(config, vocab_size, ids)
         with torch.device("meta"):
             body: PreTrainedModel = AutoModel.from_config(architecture)
         for name in UNUSED:
@@ -148,12 +148,12 @@ class HfModel(CellEncoder):
         self.pad_id = architecture.pad_token_id
         self.begin_id = (ids or {}).get("begin")
         self.end_id = (ids or {}).get("end")
-        numbers = list(range(n_tokens))
+        numbers = list(range(vocab_size))
         if ids is not None:
             numbers = [ids[name] for name in ("pad", "mask", *RESIDUES)]
         self.ids = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         self.register_buffer(
-            "input_ids", torch.empty(n_tokens, dtype=torch.int64), persistent=False
+            "input_ids", torch.empty(vocab_size, dtype=torch.int64), persistent=False
         )
         self.has_own_ids = ids is None
         table: Any = body.get_input_embeddings()
@@ -161,7 +161,7 @@ class HfModel(CellEncoder):
             names = [name for name, weight in body.named_parameters() if weight is table.weight]
             self.gene_rows = frozenset({f"body.{names[0]}"})
         self.norm = nn.Identity()  # transformers' norm is after the passage
-        self.attach_heads(n_tokens)
+        self.attach_heads(vocab_size)
         self.plan = replace(
             self.plan, tensor={}, begin=("body",), finish=("body", *self.plan.finish)
         )
@@ -223,7 +223,7 @@ class HfModel(CellEncoder):
         """
         self.passage.leaves = x
         out = self.body(**self._padded(prepared)).last_hidden_state
-        return out[prepared.cell, prepared.position + (self.begin_id is not None)]
+        return out[prepared.token_cells, prepared.position + (self.begin_id is not None)]
 
     def _padded(self, prepared: EncoderBatch) -> dict[str, Any]:
         """Return `input_ids` (B, L) and `attention_mask`.
@@ -237,7 +237,7 @@ class HfModel(CellEncoder):
         device = prepared.token_ids.device
         longest = max(max(lengths, default=0) + before + after, 1)
         ids = torch.full((rows, longest), self.pad_id, dtype=torch.int64, device=device)
-        ids[prepared.cell, prepared.position + before] = self.input_ids[prepared.token_ids]
+        ids[prepared.token_cells, prepared.position + before] = self.input_ids[prepared.token_ids]
         ends = torch.zeros(rows, dtype=torch.int64, device=device)
         ends[: len(lengths)] = prepared.cu_seqlens.diff() + before
         if self.begin_id is not None:

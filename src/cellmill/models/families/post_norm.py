@@ -85,13 +85,13 @@ class PostNormEncoder(TokenEncoder):
         """(T, H), or (N, H) for the tokens in `index`."""
         raise NotImplementedError
 
-    def embed_genes(self, genes: Tensor) -> Tensor:
-        """(N,) token ids, negative for <cls> and <eos>, -> (N, H)."""
-        vectors = embed_tokens(genes.clamp(min=0), self.gene_embedding.weight)
+    def embed_genes(self, token_ids: Tensor) -> Tensor:
+        """(N,) -> (N, H); ids of <cls> and <eos> are negative."""
+        vectors = embed_tokens(token_ids.clamp(min=0), self.gene_embedding.weight)
         if not self.config.n_ends:
             return vectors
-        ends = F.embedding((-1 - genes).clamp(min=0), self.end_embedding.weight)
-        return torch.where((genes < 0)[:, None], ends, vectors)
+        ends = F.embedding((-1 - token_ids).clamp(min=0), self.end_embedding.weight)
+        return torch.where((token_ids < 0)[:, None], ends, vectors)
 
     def embed(self, batch: Batch) -> Tensor:
         """(cells, H) float32: the vectors of whole cells, from the block that `embed_layer` names."""
@@ -122,7 +122,7 @@ class BertModel(PostNormEncoder):
         super().__init__(config, n_genes, objective)
         self.place_embedding = nn.Embedding(tokens.n_values + config.n_ends, config.hidden)
         self.embedding_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
-        self.attach_heads(self.n_tokens)
+        self.attach_heads(self.vocab_size)
 
     def inputs(self, prepared: EncoderBatch, index: Tensor | slice = slice(None)) -> Tensor:
         """(T, H), or (N, H) for the tokens in `index`: the normed sum of gene and position.
@@ -162,16 +162,16 @@ class ScgptModel(PostNormEncoder):
         second = with_std(nn.Linear(hidden, hidden), 1 / math.sqrt(hidden))
         self.value_in = nn.Sequential(first, nn.ReLU(), second)
         self.value_out_norm = nn.LayerNorm(hidden, eps=config.norm_eps)
-        self.attach_heads(self.n_tokens)
+        self.attach_heads(self.vocab_size)
 
     def inputs(self, prepared: EncoderBatch, index: Tensor | slice = slice(None)) -> Tensor:
         """(T, H), or (N, H) for the tokens in `index`; hidden values have a learned embedding."""
-        genes = prepared.token_ids[index]
+        token_ids = prepared.token_ids[index]
         # (N,): numbers of bins; <cls> has a value of its own
-        values = torch.where(genes < 0, self.config.cls_value, prepared.values[index].float())
+        values = torch.where(token_ids < 0, self.config.cls_value, prepared.values[index].float())
         dtype = next(self.value_in.parameters()).dtype
         embedded = self.value_out_norm(self.value_in(values[:, None].to(dtype)))
-        gene_vectors = self.gene_norm(self.embed_genes(genes))
+        gene_vectors = self.gene_norm(self.embed_genes(token_ids))
         return gene_vectors + self.with_hidden(embedded, prepared, index)
 
     def cell_vectors(self, states: Tensor, prepared: EncoderBatch) -> Tensor:

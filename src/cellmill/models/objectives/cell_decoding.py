@@ -14,7 +14,7 @@ gene, or token frequencies if values are not numbers. Objective `denoise` is the
 `view: thin` and `target: all`.
 
 Legend: T tokens of the batch, C cells with targets, H width of a state, E width of a cell's vector, D
-width of the decoder's last layer, V tokens of the vocabulary.
+width of the decoder's last layer, V size of the vocabulary.
 """
 
 from collections.abc import Sequence
@@ -102,10 +102,10 @@ class CellDecoding(Objective):
         """True if the profile is of log(1 + count), not of counts."""
         return not self._is_nb and self.config.weights == "log1p"
 
-    def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
+    def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
         config = self.config
         vector_width = model.vector_width
-        self.n_sums = count_sums(n_tokens)
+        self.n_sums = count_sums(vocab_size)
         self.coupled_widths = (1 + 2 * vector_width,) if config.view_loss else ()
         width = config.decoder_hidden or vector_width
         names = ["decoder", "profile_genes", "profile_bias"]
@@ -113,13 +113,13 @@ class CellDecoding(Objective):
         if config.decoder_hidden:
             layer = with_std(nn.Linear(vector_width, width), vector_width**-0.5)
             model.decoder = nn.Sequential(layer, nn.GELU())
-        model.profile_genes = with_std(nn.Embedding(n_tokens, width), width**-0.5)
-        model.profile_bias = nn.Parameter(torch.empty(n_tokens))
+        model.profile_genes = with_std(nn.Embedding(vocab_size, width), width**-0.5)
+        model.profile_bias = nn.Parameter(torch.empty(vocab_size))
         if config.resolved_batch_column is not None:
             names += self._attach_batch_terms(model, config.resolved_batch_column, width)
         if self._is_nb:
             # log of the inverse dispersion, as in `parallel.likelihoods`
-            model.profile_dispersion = nn.Parameter(torch.empty(n_tokens))
+            model.profile_dispersion = nn.Parameter(torch.empty(vocab_size))
             names.append("profile_dispersion")
         return tuple(names)
 
@@ -301,10 +301,11 @@ class CellDecoding(Objective):
         loss = float(-(fractions * log_p).sum() / n_cells)
         baseline_loss = float(-(fractions * log_mean_profile[genes]).sum() / n_cells)
         metrics = {
-            "n_targets": len(genes),  # entries; `DecodingBatch.n_targets` counts cells
+            "n_targets": round(n_cells),
+            "n_entries": len(genes),
             "cross_entropy": loss,
             "cross_entropy_mean_profile": baseline_loss,
-            "saved_frac": 1 - loss / baseline_loss,
+            "cross_entropy_reduction_frac": 1 - loss / baseline_loss,
         }
         # view thin hides counts, not genes
         predicted_part = "whole cell" if self.config.target == "all" else "hidden expression"

@@ -9,7 +9,7 @@ With `adversarial_scale` the model gets the reversed gradient, times this number
 label, and the encoder hides it (Ganin & Lempitsky 2015). Such a loss is left out of the validation
 loss, and `judge` compares it with nothing.
 
-Legend: C cells with a target, L levels, H width of a cell's vector.
+Legend: C cells with a target, L levels, E width of a cell's vector.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class Classification(LabelObjective):
     temperature: float | None = None
     """Fitted temperature of an exported head, for the calibration in `judge`; set by `evaluate`."""
 
-    def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
+    def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
         config = self.config
         # validation chooses the checkpoint: a model that hides the label must not look worse
         self.in_validation_loss = config.adversarial_scale is None

@@ -5,7 +5,7 @@ which are standardised (`data.shards.index`). This is the hint loss of FitNets (
 equation 3), which regresses on hidden features of a teacher through a learned layer. Cells of
 `evaluate` have no teacher's vector, so `judge` returns nothing: tasks judge the embedding.
 
-Legend: C cells with a target, H width of a cell's vector, D width of the teacher's.
+Legend: C cells with a target, E width of a cell's vector, D width of the teacher's.
 """
 
 import numpy as np
@@ -23,7 +23,7 @@ class Distill(CellObjective):
     config: DistillConfig
     teacher_width: int  # set by `attach`
 
-    def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
+    def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
         self.head_name = f"teacher_head{self.suffix}"
         width = model.vector_width
         # a plan may be made before the teacher's vectors exist
@@ -38,7 +38,7 @@ class Distill(CellObjective):
         return vectors, vectors.isfinite().all(1)
 
     def predict(self, model: ObjectiveModel, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Predict the teacher's vectors, `(C, D)` float32, from `vectors` `(C, H)`."""
+        """Predict the teacher's vectors, `(C, D)` float32, from `vectors` `(C, E)`."""
         predicted: Tensor = getattr(model, self.head_name)(vectors)
         return predicted.float()
 

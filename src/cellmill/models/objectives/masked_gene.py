@@ -2,7 +2,7 @@
 
 The output matrix is the gene embedding. The baseline is the frequency of genes in training cells.
 
-Legend: T tokens of the batch, N targets, H width of the model, V tokens of the vocabulary.
+Legend: T tokens of the batch, N targets, H width of the model, V size of the vocabulary.
 """
 
 from typing import Any, NamedTuple
@@ -37,9 +37,9 @@ class MaskedGene(MaskedObjective):
     gene_rows = frozenset({"gene_bias"})
     n_genes: int  # genes of the vocabulary; set by `attach`
 
-    def attach_output(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
-        self.n_genes = n_tokens - len(SPECIAL)
-        model.gene_bias = nn.Parameter(torch.empty(n_tokens))
+    def attach_output(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
+        self.n_genes = vocab_size - len(SPECIAL)
+        model.gene_bias = nn.Parameter(torch.empty(vocab_size))
         return ("gene_bias", "gene_embedding")
 
     def initial_value(self, name: str) -> Fill | None:

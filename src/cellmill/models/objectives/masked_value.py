@@ -58,7 +58,7 @@ class MaskedValue(MaskedObjective):
     def _is_class(self) -> bool:
         return self.tokens.value_kind == "class"
 
-    def attach_output(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
+    def attach_output(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
         # embedding that stands for a hidden value in the model's input (`with_hidden`); not returned,
         # since this loss does not read it: `plan.begin` names it
         model.hidden_value = nn.Parameter(torch.empty(model.width))
@@ -111,7 +111,7 @@ class MaskedValue(MaskedObjective):
         if self._is_class:
             return out
         # the head predicts the difference from the mean of the cell's visible values
-        return out.squeeze(-1) + prepared.center[prepared.cell[prepared.targets]]
+        return out.squeeze(-1) + prepared.center[prepared.token_cells[prepared.targets]]
 
     def observe(self, model: ObjectiveModel, prepared: MaskedBatch) -> ValueObservations:
         targets = prepared.targets

@@ -9,7 +9,7 @@ many tokens as `max_tokens` may have been cut, so its end is no target.
 A gene is judged among the genes that the cell does not have yet, from which `cellmill generate` draws
 too. The baseline is the gene frequency at the same rank in training cells, among the same genes.
 
-Legend: T tokens of the batch, N targets, H width of the model, V tokens of the vocabulary.
+Legend: T tokens of the batch, N targets, H width of the model, V size of the vocabulary.
 """
 
 import math
@@ -77,11 +77,11 @@ class NextGene(Objective):
     def _is_class(self) -> bool:
         return self.tokens.value_kind == "class"
 
-    def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
+    def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
         """Add `start`, the state before the first gene, and the heads of genes, ends and values."""
         width = model.width
         model.start = nn.Parameter(torch.empty(width))
-        model.gene_bias = nn.Parameter(torch.empty(n_tokens))
+        model.gene_bias = nn.Parameter(torch.empty(vocab_size))
         model.end = nn.Linear(width, 1)
         names = ("start", "gene_bias", "end", "gene_embedding")
         if not self.predicts_values:
@@ -115,8 +115,8 @@ class NextGene(Objective):
 
     def loss(self, model: ObjectiveModel, states: Tensor, prepared: NextGeneBatch) -> Tensor:
         prior_states = self.select_prior_states(model, states, prepared)
-        genes = prepared.token_ids[prepared.targets]
-        loss = token_loss(prior_states, model.gene_embedding.weight, model.gene_bias, genes)
+        token_ids = prepared.token_ids[prepared.targets]
+        loss = token_loss(prior_states, model.gene_embedding.weight, model.gene_bias, token_ids)
         # binary cross-entropy: a cell continues before each target, and ends after its last token
         end_logits_before_targets = self.end_logits(model, prior_states)
         end_logits_after_last = self.end_logits(model, states[prepared.last_tokens])
@@ -124,7 +124,7 @@ class NextGene(Objective):
         loss = loss + F.softplus(-end_logits_after_last).sum()
         if not self.predicts_values:
             return loss
-        predicted = self.predict_values(model, prior_states, genes)
+        predicted = self.predict_values(model, prior_states, token_ids)
         values = prepared.values[prepared.targets]
         return loss + self.config.value_loss_weight * value_loss(predicted, values)
 
@@ -148,12 +148,14 @@ class NextGene(Objective):
         # thousands of steps to learn it
         return model.end(prior_states).float().squeeze(-1) - math.log(self.tokens.max_tokens)
 
-    def predict_values(self, model: ObjectiveModel, prior_states: Tensor, genes: Tensor) -> Tensor:
+    def predict_values(
+        self, model: ObjectiveModel, prior_states: Tensor, token_ids: Tensor
+    ) -> Tensor:
         """Predict values `(N,)` float32, or logits of bins `(N, bins)`.
 
-        `prior_states` are `(N, H)`, `genes` the token ids of the next genes `(N,)`.
+        `prior_states` are `(N, H)`; `token_ids` `(N,)` are the next genes.
         """
-        embedded = embed_tokens(genes, model.gene_embedding.weight).to(prior_states.dtype)
+        embedded = embed_tokens(token_ids, model.gene_embedding.weight).to(prior_states.dtype)
         queries = torch.cat([prior_states, embedded], dim=-1)
         out: Tensor = model.value_out(model.value_head(queries)).float()
         return out if self._is_class else out.squeeze(-1)
@@ -180,25 +182,25 @@ class NextGene(Objective):
         return (*observed, prepared.values, predicted)
 
     def _observe_cell(
-        self, model: ObjectiveModel, prior_states: Tensor, genes: Tensor
+        self, model: ObjectiveModel, prior_states: Tensor, token_ids: Tensor
     ) -> NextGeneObservations:
-        """Observe a cell's `genes` `(n,)` from the states before them, `(n, H)`.
+        """Observe a cell's tokens from their ids `(n,)` and the states before them, `(n, H)`.
 
         Candidates are genes that the cell does not have yet.
         """
         logits = self.gene_logits(model, prior_states)  # `(n, V)`
-        position = torch.arange(len(genes), device=genes.device)
+        position = torch.arange(len(token_ids), device=token_ids.device)
         # `(V,)`: last position at which each token is a candidate: a gene's own position in the cell,
         # the cell's length for a gene that it lacks, none for special tokens
-        last_position = torch.full((logits.shape[1],), len(genes), device=genes.device)
-        last_position = last_position.index_put((genes,), position)
+        last_position = torch.full((logits.shape[1],), len(token_ids), device=token_ids.device)
+        last_position = last_position.index_put((token_ids,), position)
         last_position[: len(SPECIAL)] = -1
         logits = logits.masked_fill(last_position < position[:, None], -torch.inf)
         return NextGeneObservations(
-            genes=genes - len(SPECIAL),
+            genes=token_ids - len(SPECIAL),
             position=position,
-            is_correct=logits.argmax(1) == genes,
-            losses=F.cross_entropy(logits, genes, reduction="none"),
+            is_correct=logits.argmax(1) == token_ids,
+            losses=F.cross_entropy(logits, token_ids, reduction="none"),
         )
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:

@@ -7,8 +7,8 @@ perturbation. Controls have no response. The learned vector of a perturbation wi
 stays zero; its response is predicted from its genes. Counts are split into two binomial parts: the
 cell's vector is made from one, and predicts the other with the response.
 
-Legend: C cells with targets, H width of a cell's vector, D width of the decoder's last layer, M
-largest number of genes of a perturbation, V tokens of the vocabulary. Level codes begin at 1; 0
+Legend: C cells with targets, E width of a cell's vector, D width of the decoder's last layer, M
+largest number of genes of a perturbation, V size of the vocabulary. Level codes begin at 1; 0
 is an unknown level.
 """
 
@@ -49,8 +49,8 @@ class PerturbationResponse(CellDecoding):
     _control_code: int  # level code of controls
     _excluded_codes: list[int]  # level codes of cells without a target
 
-    def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
-        names = super().attach(model, n_tokens)
+    def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
+        names = super().attach(model, vocab_size)
         config = self.config
         width = model.vector_width
         levels = self.levels[config.perturbation_column]
@@ -86,7 +86,7 @@ class PerturbationResponse(CellDecoding):
         )
 
     def decode(self, model: ObjectiveModel, vectors: Tensor, prepared: DecodingBatch) -> Tensor:
-        """Add each cell's response to its vector, then decode: `vectors` `(C, H)` -> `(C, D)`."""
+        """Add each cell's response to its vector, then decode: `vectors` `(C, E)` -> `(C, D)`."""
         assert isinstance(prepared, ResponseBatch), "expected a batch with perturbations"
         response = _compute_response(model, prepared.perturbation_codes, prepared.perturbed_genes)
         changed = vectors + response * prepared.is_perturbed[:, None]
@@ -101,7 +101,7 @@ class PerturbationResponse(CellDecoding):
     ) -> Tensor:
         """Predict the log fraction of each gene in a cell of an average experimental batch.
 
-        The result is `(C, n_genes)` float32, over all genes of the vocabulary; `vectors` are `(C, H)`.
+        The result is `(C, n_genes)` float32, over all genes of the vocabulary; `vectors` are `(C, E)`.
         `perturbation` is the name of one, trained or not; None predicts unperturbed cells.
         `perturbed_genes` are the token ids of its genes, possibly none.
         """
@@ -134,7 +134,7 @@ def _find_level_code(level: str, levels: Sequence[str]) -> int:
 
 
 def _compute_response(model: ObjectiveModel, codes: Tensor, perturbed_genes: Tensor) -> Tensor:
-    """Compute the term that a perturbation adds to the cell's vector, `(C, H)`.
+    """Compute the term that a perturbation adds to the cell's vector, `(C, E)`.
 
     `codes` `(C,)` int64 are level codes, `perturbed_genes` `(C, M)` int64 token ids, as in
     `ResponseBatch`.

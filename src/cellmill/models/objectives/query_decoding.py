@@ -94,10 +94,10 @@ class QueryDecoding(Objective):
     gene_rows = frozenset({"query_genes.weight", "query_bias.weight"})
     n_genes: int  # genes of the vocabulary
 
-    def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
-        self.n_genes = n_tokens - len(SPECIAL)
+    def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
+        self.n_genes = vocab_size - len(SPECIAL)
         width = self.config.decoder_hidden
-        model.query_genes = with_std(nn.Embedding(n_tokens, width), 1.0)
+        model.query_genes = with_std(nn.Embedding(vocab_size, width), 1.0)
         model.query_cell = with_std(nn.Linear(model.vector_width, width), model.vector_width**-0.5)
         model.query_layers = nn.ModuleList(
             FeedForward(width, 4 * width, dropout=0.0, index=index)
@@ -105,7 +105,7 @@ class QueryDecoding(Objective):
         )
         model.query_norm = nn.LayerNorm(width)
         model.query_out = nn.Linear(width, 1)
-        model.query_bias = with_std(nn.Embedding(n_tokens, 1), 0.0)
+        model.query_bias = with_std(nn.Embedding(vocab_size, 1), 0.0)
         return (
             "query_genes",
             "query_cell",
@@ -130,10 +130,10 @@ class QueryDecoding(Objective):
     def _draw_tokens(self, batch: Batch, seed: int, step: int) -> TokenDraws:
         """Hide each token with the probability of its cell."""
         token_cells, position = positions(batch)
-        state = host_state(batch.cell_ids.numpy(), seed, step)
-        hidden_frac = draw_hidden_frac(state, self.config, HIDDEN_FRAC)
+        cell_states = host_state(batch.cell_ids.numpy(), seed, step)
+        hidden_frac = draw_hidden_frac(cell_states, self.config, HIDDEN_FRAC)
         is_hidden, token_states = draw_hidden_genes(
-            token_cells.numpy(), position.numpy(), hidden_frac, state
+            token_cells.numpy(), position.numpy(), hidden_frac, cell_states
         )
         return TokenDraws(
             token_cells=token_cells,
@@ -208,17 +208,17 @@ class QueryDecoding(Objective):
         return self.predict_queries(model, vectors, prepared.query_cells, prepared.query_genes)
 
     def predict_queries(
-        self, model: ObjectiveModel, vectors: Tensor, query_cells: Tensor, genes: Tensor
+        self, model: ObjectiveModel, vectors: Tensor, query_cells: Tensor, token_ids: Tensor
     ) -> Tensor:
         """Predict the value of each query, `(N,)` float32, from `vectors` `(C, E)`.
 
-        `query_cells` are indices of vectors and `genes` token ids, `(N,)` int64 each.
+        `query_cells`, indices of vectors, and `token_ids` are `(N,)` int64.
         """
-        embedded = embed_tokens(genes, model.query_genes.weight)
+        embedded = embed_tokens(token_ids, model.query_genes.weight)
         x = rows_at(model.query_cell(vectors), query_cells) * embedded
         for layer in model.query_layers:
             x = layer(x, row_keys=None)  # no dropout
-        biases = embed_tokens(genes, model.query_bias.weight)
+        biases = embed_tokens(token_ids, model.query_bias.weight)
         return (model.query_out(model.query_norm(x)).float() + biases.float()).squeeze(1)
 
     def observe(self, model: ObjectiveModel, prepared: QueryBatch) -> QueryObservations:

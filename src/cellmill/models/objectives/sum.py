@@ -70,7 +70,7 @@ class Sum(Objective):
             self.tensor_parallel_styles |= part.tensor_parallel_styles
             self.gene_rows |= part.gene_rows
 
-    def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
+    def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
         """Add the heads of every part. Raise ConfigError if two would have the same name."""
         names: tuple[str, ...] = ()
         for name, part in self.parts.items():
@@ -78,7 +78,7 @@ class Sum(Objective):
             part.levels = self.levels
             part.number_columns = self.number_columns
             part.suffix = "" if name == part.config.name else f"_{name}"
-            names += part.attach(model, n_tokens)
+            names += part.attach(model, vocab_size)
             _check_heads(name, attributes_before, _list_attributes(model))
             self.coupled_widths += part.coupled_widths
             self.validates_coupled_loss |= part.validates_coupled_loss

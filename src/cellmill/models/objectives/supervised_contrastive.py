@@ -6,7 +6,7 @@ of the global batch, with cosine / temperature as logits. The loss of the cell i
 head. The published loss has two augmented views of each image; here a cell is encoded once. In a
 `sum` with cell_decoding the vector is that of the shown part, which changes from step to step.
 
-Legend: C cells with a target, H width of a cell's vector, S slots of a global batch: a row per cell
+Legend: C cells with a target, E width of a cell's vector, S slots of a global batch: a row per cell
 with a target, zeros in the others (`train.batch_rows`), A anchors.
 """
 
@@ -35,7 +35,7 @@ class SupervisedContrastive(LabelObjective):
     config: SupervisedContrastiveConfig
     validates_coupled_loss = True
 
-    def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
+    def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
         self.coupled_widths = (1 + model.vector_width,)
         return ()
 
@@ -44,7 +44,7 @@ class SupervisedContrastive(LabelObjective):
         return self.coupled_loss(rows, prepared)
 
     def coupled_rows(self, model: ObjectiveModel, states: Tensor, prepared: TargetBatch) -> Tensors:
-        """Make one row per cell: its label from 1, then its unit vector; `(C, 1 + H)` float32."""
+        """Make one row per cell: its label from 1, then its unit vector; `(C, 1 + E)` float32."""
         vectors = model.cell_vectors(states, prepared)[prepared.target_cells].float()
         labels = prepared.targets[:, None].to(vectors) + 1
         return (torch.cat([labels, F.normalize(vectors, dim=1)], dim=1),)
@@ -53,7 +53,7 @@ class SupervisedContrastive(LabelObjective):
         return tuple(contrast(table, self.config.temperature) for table in tables)
 
     def observe(self, model: ObjectiveModel, prepared: TargetBatch) -> Tensors:
-        """Return labels from 1, `(C,)` int64, and unit vectors, `(C, H)` float32."""
+        """Return labels from 1, `(C,)` int64, and unit vectors, `(C, E)` float32."""
         (rows,) = self.coupled_rows(model, model.states(prepared), prepared)
         return prepared.targets + 1, rows[:, 1:]
 
@@ -78,7 +78,7 @@ class SupervisedContrastive(LabelObjective):
 
 
 def contrast(table: Tensor, temperature: float) -> Tensor:
-    """Sum the loss over the rows of `table` `(S, 1 + H)`, a float64 scalar.
+    """Sum the loss over the rows of `table` `(S, 1 + E)`, a float64 scalar.
 
     A row is a label, 0 for an empty slot, and a unit vector.
     """
@@ -105,7 +105,7 @@ def _contrast_anchors(
 ) -> Tensor:
     """Sum the loss over slots `anchors` `(A,)` int64, a float64 scalar.
 
-    `labels` are `(S,)`, `vectors` `(S, H)`.
+    `labels` are `(S,)`, `vectors` `(S, E)`.
     """
     anchor_labels = labels[anchors, None]  # `(A, 1)`
     slots = torch.arange(len(labels), device=labels.device)

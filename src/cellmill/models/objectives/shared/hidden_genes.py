@@ -8,7 +8,7 @@ Predicted fractions are linear, measurements are log(1 + 10,000 fraction). With 
 default, a fraction is already one of log(1 + count): measurements are logarithms of logarithms. The
 metric therefore only ranks runs of equal `weights` and `likelihood`.
 
-Legend: C cells with targets, D width of the decoder's last layer, V tokens of the vocabulary.
+Legend: C cells with targets, D width of the decoder's last layer, V size of the vocabulary.
 """
 
 from collections.abc import Sequence
@@ -38,9 +38,9 @@ class GeneMoments(NamedTuple):
     products: np.ndarray
 
 
-def count_sums(n_tokens: int) -> int:
+def count_sums(vocab_size: int) -> int:
     """Count the sums of a vocabulary: the number of cells, then N_MOMENTS of each hidden gene."""
-    return 1 + N_MOMENTS * -(-n_tokens // HIDDEN_GENE_STRIDE)
+    return 1 + N_MOMENTS * -(-vocab_size // HIDDEN_GENE_STRIDE)
 
 
 def sum_hidden_genes(

@@ -6,7 +6,7 @@ perturbation_response adds that of a perturbation to the cell's vector. `Adversa
 experimental batch from the cell's vector, through a reversed gradient that makes the encoder hide it
 (Ganin & Lempitsky 2015).
 
-Legend: C cells, H width of a cell's vector. Level codes begin at 1; 0 is an unknown level.
+Legend: C cells, E width of a cell's vector. Level codes begin at 1; 0 is an unknown level.
 """
 
 import torch
@@ -52,7 +52,7 @@ class Adversary(nn.Module):
     def forward(self, vectors: Tensor, codes: Tensor) -> Tensor:
         """Sum the cross-entropy over cells of a known level, a float32 scalar.
 
-        `vectors` are `(C, H)`, the level codes `(C,)` int64.
+        `vectors` are `(C, E)`, the level codes `(C,)` int64.
         """
         vectors = Reversed.apply(vectors, self.scale)
         hidden = F.gelu(self.inner(vectors))

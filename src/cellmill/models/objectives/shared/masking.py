@@ -75,15 +75,15 @@ class MaskedObjective(Objective):
         """True if some masked tokens show random content or their own."""
         return self.config.random_frac + self.config.keep_frac > 0
 
-    def attach(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
+    def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
         model.head = _make_head(model, model.width)
         names: tuple[str, ...] = ("head",)
         if self.config.cell_loss_weight:
             model.cell_head = _make_head(model, 2 * model.width)
             names = ("head", "cell_head", *model.plan.begin)
-        return (*names, *self.attach_output(model, n_tokens))
+        return (*names, *self.attach_output(model, vocab_size))
 
-    def attach_output(self, model: ObjectiveModel, n_tokens: int) -> tuple[str, ...]:
+    def attach_output(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
         """Add the layer from states to predictions; return the names that it reads."""
         raise NotImplementedError
 
@@ -163,7 +163,8 @@ class MaskedObjective(Objective):
         queried = prepared.hide_targets(self.predicts_genes) if self.shows_content else prepared
         # both parts stay unnamed, so their memory is free before the head runs
         queries = torch.cat(
-            [rows_at(vectors, prepared.cell[targets]), model.inputs(queried, targets)], dim=-1
+            [rows_at(vectors, prepared.token_cells[targets]), model.inputs(queried, targets)],
+            dim=-1,
         )
         return loss + weight * self.head_loss(model, model.cell_head(queries), prepared)
 

@@ -1,6 +1,6 @@
 """VICReg: variance, invariance and covariance of the vectors of two views, as one loss.
 
-Legend: H width of a cell's vector, S slots of a global batch: a row for each of n cells with both
+Legend: E width of a cell's vector, S slots of a global batch: a row for each of n cells with both
 views, zeros in the others (`train.batch_rows`).
 """
 
@@ -13,16 +13,16 @@ VARIANCE_EPS = 1e-4
 def vicreg(table: Tensor, weights: tuple[float, float, float]) -> Tensor:
     """Compute n times the loss of VICReg, a float64 scalar.
 
-    Rows of `table` `(S, 1 + 2 H)` are 1, z and z'; rows of zeros are empty slots. z and z' are the
+    Rows of `table` `(S, 1 + 2 E)` are 1, z and z'; rows of zeros are empty slots. z and z' are the
     vectors of both views of the n cells of a global batch, and K and K' their covariances, divided by
     n - 1. The loss is the sum of three terms, times `weights`:
 
     - invariance: the mean over cells and directions of (z - z')^2
     - variance: the mean over directions of max(0, 1 - sqrt(K_jj + 1e-4)), added to that of K'
-    - covariance: the sum of squares of K off its diagonal, divided by H, added to that of K'
+    - covariance: the sum of squares of K off its diagonal, divided by E, added to that of K'
 
     Float64, as a covariance is the small difference of large numbers. Source: Bardes, Ponce & LeCun
-    2022, equations 1 to 6; the invariance is divided by H, as in the authors' code.
+    2022, equations 1 to 6; the invariance is divided by E, as in the authors' code.
     """
     invariance, variance, covariance = weights
     width = table.shape[1] // 2
@@ -35,7 +35,7 @@ def vicreg(table: Tensor, weights: tuple[float, float, float]) -> Tensor:
     for z in (shown, hidden):
         mean = z.sum(0) / n
         centred = z - filled * mean
-        covariances = centred.T @ centred / (n - 1).clamp(min=1)  # `(H, H)`
+        covariances = centred.T @ centred / (n - 1).clamp(min=1)  # `(E, E)`
         variances = covariances.diagonal()
         deviations = (variances + VARIANCE_EPS).sqrt()
         hinge = F.relu(1 - deviations).mean()

@@ -138,12 +138,12 @@ def _thin_counts(
 
 
 def _draw_binomials(
-    counts: np.ndarray, offsets: np.ndarray, probability: np.ndarray, state: np.ndarray
+    counts: np.ndarray, offsets: np.ndarray, probability: np.ndarray, draw_states: np.ndarray
 ) -> np.ndarray:
     """Draw a binomial part of each count, `(entries,)` int64.
 
     `counts` `(entries,)` are cut into cells by `offsets`, `(cells + 1,)`. Each cell has a
-    `probability` and a `state` that keys its draws, `(cells,)` each.
+    `probability` and a state that keys its draws, `(cells,)` each.
     """
     draws = np.empty_like(counts)
     # one generator is set to the start of each cell's stream: a new one would read entropy from the
@@ -153,7 +153,7 @@ def _draw_binomials(
     stream_start = philox.state
     key_words = stream_start["state"]["key"]  # (2,) uint64; the second stays 0
     # 63 bits, as in `keyed_bits`; another shift would change every training
-    keys = (state >> np.uint64(1)).tolist()
+    keys = (draw_states >> np.uint64(1)).tolist()
     for (first, end), p, key in zip(pairwise(offsets.tolist()), probability.tolist(), keys):
         key_words[0] = key
         philox.state = stream_start
@@ -176,26 +176,26 @@ def _repeat_cells(offsets: np.ndarray) -> np.ndarray:
     return np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
 
 
-def draw_hidden_frac(state: np.ndarray, config: HiddenFracConfig, key: int) -> np.ndarray:
+def draw_hidden_frac(cell_states: np.ndarray, config: HiddenFracConfig, key: int) -> np.ndarray:
     """Draw the hidden fraction of each cell, `(cells,)` float64.
 
-    `state` `(cells,)` has the keys (cell, seed, step); `key` keys the draw in addition.
+    `cell_states` `(cells,)` uint64 have the keys (cell, seed, step); `key` keys the draw in addition.
     """
     low = config.min_hidden_frac
     high = config.max_hidden_frac
-    return low + (high - low) * host_uniform(host_state(key, state=state))
+    return low + (high - low) * host_uniform(host_state(key, state=cell_states))
 
 
 def draw_hidden_genes(
-    token_cells: np.ndarray, position: np.ndarray, hidden_frac: np.ndarray, state: np.ndarray
+    token_cells: np.ndarray, position: np.ndarray, hidden_frac: np.ndarray, cell_states: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draw which tokens are hidden as whole genes, and the states of these draws: `(tokens,)` bool,
     uint64.
 
     `token_cells` and `position` `(tokens,)` are each token's cell and its place in the cell;
-    `hidden_frac` and `state` `(cells,)` are as in `draw_hidden_frac`.
+    `hidden_frac` and `cell_states` `(cells,)` are as in `draw_hidden_frac`.
     """
-    token_states = host_state(position, HIDE, state=state[token_cells])
+    token_states = host_state(position, HIDE, state=cell_states[token_cells])
     return host_uniform(token_states) < hidden_frac[token_cells], token_states
 
 
