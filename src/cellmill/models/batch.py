@@ -73,9 +73,9 @@ def pad_batch(batch: AnyBatch, tokens: int) -> AnyBatch:
 def add_tokens(batch: AnyBatch, before: int, after: int, token: int) -> AnyBatch:
     """Add `before` tokens of id `token` before each cell and `after` after it, with value 0."""
     n_added = before + after
-    cell, _ = positions(batch)
+    token_cells, _ = positions(batch)
     index = torch.arange(len(batch.token_ids), device=batch.token_ids.device)
-    new_index = index + n_added * cell + before  # (tokens,): where each token goes
+    new_index = index + n_added * token_cells + before  # (tokens,): where each token goes
     n_tokens = len(batch.token_ids) + n_added * len(batch.lengths)
     offsets = batch.cu_seqlens
     n_cells_before = torch.arange(len(offsets), device=offsets.device, dtype=offsets.dtype)
@@ -119,18 +119,18 @@ def has_genes(batch: Batch) -> Tensor:
 
     Tokens of pooling, of obs columns and at the ends of a cell are no genes.
     """
-    cell, _ = positions(batch)
-    has_gene = torch.zeros(len(batch.lengths), dtype=torch.int64, device=cell.device)
+    token_cells, _ = positions(batch)
+    has_gene = torch.zeros(len(batch.lengths), dtype=torch.int64, device=token_cells.device)
     is_gene = (batch.token_ids >= 0) & (batch.token_ids != PAD_TOKEN)
-    return has_gene.scatter_reduce(0, cell, is_gene.long(), "amax") > 0
+    return has_gene.scatter_reduce(0, token_cells, is_gene.long(), "amax") > 0
 
 
 def positions(batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the index of each token's cell, and its position in the cell, (tokens,) int64 each."""
     n_tokens = len(batch.token_ids)
     starts = batch.cu_seqlens[:-1].long()
-    cell = torch.repeat_interleave(batch.cu_seqlens.diff().long(), output_size=n_tokens)
-    return cell, torch.arange(n_tokens, device=batch.token_ids.device) - starts[cell]
+    token_cells = torch.repeat_interleave(batch.cu_seqlens.diff().long(), output_size=n_tokens)
+    return token_cells, torch.arange(n_tokens, device=batch.token_ids.device) - starts[token_cells]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,10 +179,10 @@ class EncoderBatch(Batch):
     @cached_property
     def token_keys(self) -> Tensor:
         """(tokens,) int64: keys of the dropout."""
-        cell, position = positions(self)
+        token_cells, position = positions(self)
         if self.keys is None:
             return position
-        bits = keyed_token_bits(self.cell_ids, cell, *self.keys, position)
+        bits = keyed_token_bits(self.cell_ids, token_cells, *self.keys, position)
         return keyed_bits(bits, TOKEN_DROPOUT)
 
     @cached_property

@@ -61,16 +61,16 @@ class CovariatePrefix:
         device = batch.token_ids.device
         n_columns = len(self.columns)
         column = torch.arange(n_columns, device=device)
-        # (C, K) int64: level numbers, 0 for unknown levels
+        # (C, K) int64: level codes, 0 for unknown levels
         if batch.levels is None:
-            numbers = batch.cell_ids.new_zeros(len(batch.cell_ids), n_columns)
+            codes = batch.cell_ids.new_zeros(len(batch.cell_ids), n_columns)
         else:
-            numbers = batch.levels[:, self.columns]
+            codes = batch.levels[:, self.columns]
             if keys is not None and self.unknown_frac:
                 draws = keyed_bits(batch.cell_ids[:, None], *keys, column, UNKNOWN)
-                numbers = numbers.masked_fill(draws < threshold(self.unknown_frac), 0)
+                codes = codes.masked_fill(draws < threshold(self.unknown_frac), 0)
         # (C, K): rows of the embedding, and the added tokens, which are the first of each cell
-        rows = numbers + torch.tensor(self.first_rows, device=device)
+        rows = codes + torch.tensor(self.first_rows, device=device)
         extended = add_tokens(batch, n_columns, 0, PAD_TOKEN)
         starts = extended.cu_seqlens[:-1].long()
         tokens = starts[:, None] + column
@@ -106,15 +106,15 @@ def attended_state(states: Tensor, prepared: EncoderBatch, query: Tensor) -> Ten
     The mean of a cell without tokens is zero.
     """
     states = states.float()
-    cell = prepared.token_cells
+    token_cells = prepared.token_cells
     products = (states @ query.float()).float()  # autocast computes bf16
     scores = products * states.shape[1] ** -0.5
     # (C,): largest score of each cell, against overflow; it cancels, so it needs no gradient
     largest = torch.full((len(prepared.lengths),), -torch.inf, device=scores.device)
-    largest = largest.scatter_reduce(0, cell, scores.detach(), "amax")
-    weights = (scores - largest[cell]).exp()
-    totals = segment_sum(weights, cell, prepared.cu_seqlens)
-    sums = segment_sum(weights[:, None] * states, cell, prepared.cu_seqlens)
+    largest = largest.scatter_reduce(0, token_cells, scores.detach(), "amax")
+    weights = (scores - largest[token_cells]).exp()
+    totals = segment_sum(weights, token_cells, prepared.cu_seqlens)
+    sums = segment_sum(weights[:, None] * states, token_cells, prepared.cu_seqlens)
     return sums / totals.clamp(min=1e-30)[:, None]
 
 

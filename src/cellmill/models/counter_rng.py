@@ -35,10 +35,10 @@ def keyed_state(*keys: Tensor | int) -> Tensor:
 
 
 def keyed_token_bits(
-    cells: Tensor, cell: Tensor, seed: int, step: int, *keys: Tensor | int
+    cell_ids: Tensor, token_cells: Tensor, seed: int, step: int, *keys: Tensor | int
 ) -> Tensor:
-    """Return `keyed_bits(cells[cell], seed, step, *keys)`, mixing the keys of a cell once."""
-    state = keyed_state(cells, seed, step)[cell]
+    """Return `keyed_bits(cell_ids[token_cells], seed, step, *keys)`, mixing the keys of a cell once."""
+    state = keyed_state(cell_ids, seed, step)[token_cells]
     return _shift_right(_fold(state, keys), 1)
 
 

@@ -6,7 +6,7 @@ depends on later values; and a generated cell needs its depth, which says how ma
 to come.
 
 Cells are drawn gene by gene. All cells that are generated together have the same length at any
-time; a cell that ends leaves them. Draws are keyed by seed, cell and position (Gumbel-max, Maddison
+time; a cell that ends leaves the batch. Draws are keyed by seed, cell and position (Gumbel-max, Maddison
 et al. 2014), and everything is computed in float64: float32 would round differently in other
 batches, and a cell would depend on its neighbours.
 

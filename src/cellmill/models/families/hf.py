@@ -93,21 +93,21 @@ class _Reached(Exception):
 
 
 class Passage(nn.Module):
-    """Stand-in for the blocks in transformers' model: keeps its arguments and returns `leaves`."""
+    """Stand-in for the blocks in transformers' model: keeps their arguments and returns `block_output`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.entered: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
-        self.leaves: Tensor | None = None
+        self.block_arguments: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
+        self.block_output: Tensor | None = None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return `leaves`, once; without them raise _Reached."""
-        if self.leaves is None:
-            self.entered = (x, args, kwargs)
+        """Return `block_output`, once; without them raise _Reached."""
+        if self.block_output is None:
+            self.block_arguments = (x, args, kwargs)
             raise _Reached
-        leaves = self.leaves
-        self.leaves = None
-        return leaves
+        output = self.block_output
+        self.block_output = None
+        return output
 
 
 class HfModel(CellEncoder):
@@ -178,8 +178,8 @@ class HfModel(CellEncoder):
         return self._enter(prepared)[0]
 
     def through(self, x: Tensor, prepared: EncoderBatch) -> Tensor:
-        _, args, kwargs = self.passage.entered or self._enter(prepared)
-        self.passage.entered = None
+        _, args, kwargs = self.passage.block_arguments or self._enter(prepared)
+        self.passage.block_arguments = None
         for block in self.blocks:
             x = block(x, *args, **kwargs)
         return x
@@ -204,7 +204,7 @@ class HfModel(CellEncoder):
             inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
         with torch.no_grad(), suppress(_Reached):
             self.body(**inputs)
-        self.passage.entered = None
+        self.passage.block_arguments = None
         for hook in hooks:
             hook.remove()
         uncalled = {f"body.{path}" for path, module in modules.items() if module not in called}
@@ -213,15 +213,17 @@ class HfModel(CellEncoder):
     def _enter(self, prepared: EncoderBatch) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         with suppress(_Reached):
             self.body(**self._padded(prepared))
-        assert self.passage.entered is not None, "transformers' model did not call its blocks"
-        return self.passage.entered
+        assert self.passage.block_arguments is not None, (
+            "transformers' model did not call its blocks"
+        )
+        return self.passage.block_arguments
 
     def norm_output(self, x: Tensor, prepared: EncoderBatch) -> Tensor:
         """(B, L, H) -> (T, H): the output of transformers' model, without special tokens and padding.
 
         Embeddings and masks are made again and dropped: a lookup, without a gradient.
         """
-        self.passage.leaves = x
+        self.passage.block_output = x
         out = self.body(**self._padded(prepared)).last_hidden_state
         return out[prepared.token_cells, prepared.position + (self.begin_id is not None)]
 

@@ -5,7 +5,7 @@
 it to the positions. BERT's dropout on embeddings and attention weights is left out.
 
 `scgpt` (Cui et al. 2024) adds a normed gene embedding and a normed perceptron of the bin's number,
-without positions. The cell's vector is divided by its length (L2), as in scGPT's embeddings.
+without positions. The cell's vector is scaled to length 1 (L2), as in scGPT's embeddings.
 
 Legend: T tokens of the batch, N targets, H width of the model.
 """
