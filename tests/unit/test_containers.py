@@ -299,12 +299,20 @@ def test_absent_chunks_of_a_dense_zarr_are_named(
     )
 
 
-def test_a_zarr_of_pegasus_is_named(tmp_path: Path) -> None:
-    root = zarr.open_group(tmp_path / "pegasus.zarr", mode="w")
-    root.create_group("GRCh38-rna/barcode_metadata")
-    assert "it was written by Pegasus: write it as .h5ad (pegasusio.write_output" in refusal(
-        tmp_path / "pegasus.zarr"
-    )
+@pytest.mark.parametrize(
+    ("group", "remedy"),
+    [
+        (
+            "GRCh38-rna/barcode_metadata",
+            "it was written by Pegasus: write it as .h5ad (pegasusio.write_output",
+        ),
+        ("cell_features", "it is the matrix of Xenium: give cell_feature_matrix.h5"),
+        ("cellData", "it was written by Scarf: write it as .h5ad (scarf.writers.to_h5ad("),
+    ],
+)
+def test_a_zarr_of_another_program_is_named(group: str, remedy: str, tmp_path: Path) -> None:
+    zarr.open_group(tmp_path / "other.zarr", mode="w").create_group(group)
+    assert remedy in refusal(tmp_path / "other.zarr")
 
 
 def test_a_zarr_of_datasets_says_which_to_give(counts: sp.csr_matrix, tmp_path: Path) -> None:
@@ -354,3 +362,13 @@ def test_names_cut_by_pegasusio_are_reported(
         "pegasusio wrote its names of cells, without the -1 of Cell Ranger"
         in capsys.readouterr().err
     )
+
+
+def test_an_index_among_the_columns_is_no_column(counts: sp.csr_matrix, tmp_path: Path) -> None:
+    # as scarf's to_h5ad writes it
+    obs = pd.DataFrame({"names": CELLS}, index=CELLS)
+    ad.AnnData(counts, obs, pd.DataFrame(index=GENES)).write_h5ad(tmp_path / "scarf.h5ad")
+    with h5py.File(tmp_path / "scarf.h5ad", "a") as file:
+        file["obs"].attrs["column-order"] = np.array(["_index", "names"], dtype=object)
+    with open_counts(tmp_path / "scarf.h5ad") as reader:
+        assert (list(reader.obs_columns), list(reader.obs_names)) == (["names"], CELLS)

@@ -237,6 +237,7 @@ FAMILIES = [
     ("{:d}_x_at", "60 look like Affymetrix probes: map probes to genes first"),
     ("ILMN_{:d}", "60 look like probes of an array: map probes to genes first"),
     ("NM_{:06d}.4", "60 look like RefSeq transcripts"),
+    ("CD{:d}-CTCATTGTAACTCCT", "60 look like antibodies: use the matrix of gene expression"),
     ("CD{:d}_TotalSeqB", "60 look like antibodies: use the matrix of gene expression"),
     ("chr1:{:d}-99999", "60 look like regions of the genome"),
 ]

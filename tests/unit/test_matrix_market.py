@@ -180,6 +180,17 @@ def samples(folder: Path) -> None:
     write_names(folder / "genes.tsv", GENES, SYMBOLS)
 
 
+def drop_seq(folder: Path) -> None:
+    """Names in the header, as Drop-seq's MatrixMarketWriter writes them, some a line."""
+    write_mtx(folder / "plain.mtx")
+    first, _, *rest = (folder / "plain.mtx").read_text().splitlines(keepends=True)
+    names = ["\t".join(["%%GENES", *GENES[:8]]), "\t".join(["%%GENES", *GENES[8:]])]
+    names.append("\t".join(["%%CELL_BARCODES", *CELLS]))
+    text = "".join([first, *(f"{line}\n" for line in names), *rest])
+    (folder / "sparse.mtx").write_text(text)
+    (folder / "raw.dge.txt.gz").write_bytes(gzip.compress(text.encode()))
+
+
 LAYOUTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "kb-python": (kb, ""),
     "kb-python's file": (kb, "cells_x_genes.mtx"),
@@ -194,6 +205,8 @@ LAYOUTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "barcodes of write.csv": (csv_barcodes, ""),
     "tables of Excel": (excel, ""),
     "biotypes": (biotypes, ""),
+    "Drop-seq": (drop_seq, "sparse.mtx"),
+    "Drop-seq of DropViz": (drop_seq, "raw.dge.txt.gz"),
     "one of two samples": (samples, "GSM1_matrix.mtx"),
 }
 

@@ -66,7 +66,7 @@ FAMILIES = (
     ),
     _family(
         r"(?i)(adt|ab|cite|prot|protein|hto|totalseq|abseq|antibody)[-_.:].*"
-        r"|.*(totalseq|hashtag|isotype|\|pabo).*|anti[-_ ].*",
+        r"|.*(totalseq|hashtag|isotype|\|pabo).*|anti[-_ ].*|.+-[acgt]{15}",
         "antibodies",
         "use the matrix of gene expression",
     ),

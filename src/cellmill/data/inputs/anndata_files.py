@@ -286,9 +286,13 @@ def _open_zarr(path: Path, file: Any, counts: str) -> CountSource:
 
 
 def _hint(path: Path, group: Any) -> str:
-    """Remedy for a Zarr of several AnnData, as annbatch writes, and for one of Pegasus, which names
-    cells and genes otherwise; else empty.
+    """Remedy for a Zarr of several AnnData, as annbatch writes, and for those of Pegasus, Xenium and
+    Scarf, which have other groups; else empty.
     """
+    if "cell_features" in group:
+        return "; it is the matrix of Xenium: give cell_feature_matrix.h5, which lies next to it"
+    if "cellData" in group:
+        return "; it was written by Scarf: write it as .h5ad (scarf.writers.to_h5ad(ds.RNA, 'cells.h5ad'))"
     for name in sorted(group):
         item = group.get(name)
         if is_anndata(item):

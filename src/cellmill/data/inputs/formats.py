@@ -133,8 +133,8 @@ def _inputs_below(folder: Path, depth: int) -> Iterator[str]:
     for item in sorted(folder.iterdir()):
         if item.name.startswith(".") or item.is_symlink():
             continue
-        is_input = mtx.FORMAT.is_format(item, None) or anndata_files.ZARR.is_format(item, None)
-        if item.is_dir() and is_input:
+        forms = (mtx.FORMAT, anndata_files.ZARR)
+        if item.is_dir() and any(form.is_format(item, None) for form in forms):
             yield f"{item.name}/"
         elif item.is_dir() and depth > 1:
             yield from (f"{item.name}/{name}" for name in _inputs_below(item, depth - 1))

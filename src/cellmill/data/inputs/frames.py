@@ -53,6 +53,8 @@ def read_frame(path: Path, file: Any, name: str) -> pd.DataFrame:
         raise DataError(f"{path}: /{name} cannot be read: {one_line(error)}") from None
     if not isinstance(frame, pd.DataFrame):
         raise DataError(f"{path}: /{name} is not a data frame")
+    # Scarf lists the index among the columns, and anndata writes no column of its name
+    frame = frame.drop(columns="_index", errors="ignore")
     return frame.set_axis(text_index(frame.index), axis=0)
 
 

@@ -1,6 +1,7 @@
 """Matrix Market: a file, or a folder of files, with text tables of genes and cells beside it.
 
-Any `.mtx` or `.mtx.gz` is read, cells in columns or in rows (`text/companions.py`). The text is
+Any `.mtx` or `.mtx.gz` is read, cells in columns or in rows (`text/companions.py`); a `.txt` too
+if it begins as one. Drop-seq's tools may write the names into the comments of the header. The text is
 read once, in pieces, into a temporary file in order of cells; it is never whole in memory. `var`
 has every text column of the genes' table.
 
@@ -14,14 +15,15 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import pandas as pd
 import scipy.sparse as sp
 
 from cellmill.data.inputs.h5 import open_bytes, reading
 from cellmill.data.inputs.matrices import MAX_LENGTH, Pieces, StoredMatrix
 from cellmill.data.inputs.source import COUNTS, CountSource, Format, require_matrix
 from cellmill.data.inputs.text import lines
-from cellmill.data.inputs.text.companions import find_companions, is_matrix
-from cellmill.data.inputs.text.tables import cell_frame, gene_frame
+from cellmill.data.inputs.text.companions import Companions, find_companions, is_matrix
+from cellmill.data.inputs.text.tables import cell_frame, gene_frame, is_table
 from cellmill.errors import DataError
 
 _FIELDS = {
@@ -31,7 +33,11 @@ _FIELDS = {
     "float": np.float64,
     "double": np.float64,
 }
-_LINE = 1 << 16  # bytes; longest line of a header
+_MARK = b"%%MatrixMarket"
+_LINE = 1 << 20  # bytes; longest line of a header
+# how Drop-seq's tools begin header lines with names of rows, and of columns
+_ROW_NAMES = ("%%GENES", "%%ROWS")
+_COLUMN_NAMES = ("%%CELL_BARCODES", "%%COLS")
 _MISSING = 1e308  # what writeMM of R's package Matrix writes for NA, NaN and Inf
 _PARTS = ("mature", "nascent", "ambiguous")
 _SUMS = {
@@ -74,7 +80,7 @@ def _open_mtx(path: Path, file: Any, counts: str) -> CountSource:
         raise DataError(
             f"{path}: expected matrices of one shape, got {' and '.join(map(str, sorted(shapes)))}"
         )
-    names = find_companions(files[0], *parts[0].stored_shape)
+    names = parts[0].named_in_header() or find_companions(files[0], *parts[0].stored_shape)
     for part in parts:
         part.orient(names.cells_in_rows)
     var, sentence = gene_frame(names.genes, names.more_genes)
@@ -96,6 +102,14 @@ def _open_mtx(path: Path, file: Any, counts: str) -> CountSource:
 
 def _files_in(folder: Path) -> list[Path]:
     return sorted(file for file in folder.iterdir() if is_matrix(file) and not file.is_dir())
+
+
+def _is_matrix_market(path: Path) -> bool:
+    """True for a file named as one, and for a text table that begins as one."""
+    if is_matrix(path) or not is_table(path) or not path.is_file():
+        return is_matrix(path)
+    with open_bytes(path) as text, reading(path):
+        return text.read(len(_MARK)) == _MARK
 
 
 def _is_main(file: Path) -> bool:
@@ -136,6 +150,8 @@ class MtxMatrix(StoredMatrix):
     def __init__(self, path: Path):
         self._path = path
         self._cells_in_rows = False
+        self._row_names: list[str] = []
+        self._column_names: list[str] = []
         with open_bytes(path) as text:
             self._dtype, self.stored_shape, self._n_values = self._header(text)
 
@@ -153,8 +169,11 @@ class MtxMatrix(StoredMatrix):
             if field not in _FIELDS or first != wanted:
                 raise DataError(f"{self._path}: {_explain_header(first)}")
             line = b"%"
+            self._row_names.clear()
+            self._column_names.clear()
             while line.startswith(b"%") or (line and not line.strip()):
                 line = text.readline(_LINE)
+                self._add_names(line)
             words = line.split()
             sizes = [int(word) for word in words]
         if len(sizes) != 3 or min(sizes) < 0 or max(sizes[:2]) > MAX_LENGTH:
@@ -162,6 +181,23 @@ class MtxMatrix(StoredMatrix):
                 f"{self._path}: damaged: expected a line of rows, columns and values, got {line[:80]!r}"
             )
         return _FIELDS[field], (sizes[0], sizes[1]), sizes[2]
+
+    def _add_names(self, line: bytes) -> None:
+        """Keep the names in a line of the header, if it has any."""
+        if line.startswith(b"%%"):
+            mark, *names = line.decode("utf-8").rstrip("\r\n").split("\t")
+            if mark in _ROW_NAMES:
+                self._row_names += names
+            elif mark in _COLUMN_NAMES:
+                self._column_names += names
+
+    def named_in_header(self) -> Companions | None:
+        """Genes of the rows and cells of the columns, if the header names all of them."""
+        if (len(self._row_names), len(self._column_names)) != self.stored_shape:
+            return None
+        genes = pd.DataFrame({0: self._row_names}, dtype=object)
+        cells = pd.DataFrame({0: self._column_names}, dtype=object)
+        return Companions(genes, [], cells, False, self._path)
 
     def pieces(self) -> Pieces:
         n_values = 0
@@ -220,6 +256,6 @@ def _explain_header(first: list[str]) -> str:
 
 FORMAT = Format(
     "Matrix Market (.mtx, .mtx.gz or their folder)",
-    lambda path, file: bool(_files_in(path)) if path.is_dir() else is_matrix(path),
+    lambda path, file: bool(_files_in(path)) if path.is_dir() else _is_matrix_market(path),
     _open_mtx,
 )
