@@ -37,7 +37,7 @@ FAULTS = [
     Fault("no fsync of the parent folder", "files.py", "            fsync(final.parent)\n", "", "unit/test_files.py"),
     Fault("no fsync of the file", "files.py", "            fsync(temporary)  #", "            #", "unit/test_files.py"),
     Fault("loss scale begins at 2^15", "train/step_guard.py", "= 2.0**16", "= 2.0**15", "distributed/test_step_guard.py"),
-    Fault("a value at a bin's edge falls below it", "data/stream/tokenizers.py", 'edges, values, side="right"', 'edges, values, side="left"', "unit/test_tokens.py"),
+    Fault("a value at a bin's edge falls below it", "data/stream/builtin_tokenizers.py", 'edges, values, side="right"', 'edges, values, side="left"', "unit/test_tokens.py"),
     Fault("a cap of repeats counts as zero", "data/stream/repeats.py", "max_weight * sizes[capped]", "0 * sizes[capped]", "unit/test_repeats.py"),
     Fault("smallest remainders are rounded up", "data/stream/repeats.py", "np.argsort(totals - exact", "np.argsort(exact - totals", "unit/test_repeats.py"),
     Fault("gradient norm without the squares of other pipeline stages", "parallel/step.py", "total = squares.sqrt()", "total = total", "distributed/test_conformance.py"),

@@ -24,7 +24,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 IMPORTED = [
     "anndata",
     "tests.distributed.conformance",
-    "cellmill.data.stream.tokenizers",
+    "cellmill.data.stream.builtin_tokenizers",
     "cellmill.models.families.encoder",
     "cellmill.models.objectives.cell_decoding",
     "cellmill.models.objectives.masked_value",

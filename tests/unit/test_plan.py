@@ -22,7 +22,7 @@ from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import Layout
 from cellmill.config.run import Train
 from cellmill.data.shards.manifest import Manifest
-from cellmill.data.stream.cell_tokenizer import count_kept_and_zeros, find_max_tokens
+from cellmill.data.stream.batch_tokenizer import count_kept_and_zeros, find_max_tokens
 from cellmill.errors import ConfigError
 from cellmill.models.build import ModelSpec
 from cellmill.planner.cost import format_hours

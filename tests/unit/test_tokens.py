@@ -32,10 +32,10 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.writer import write_shards
 from cellmill.data.stream import token_values
 from cellmill.data.stream.batch import Batch, empty_batch
+from cellmill.data.stream.batch_tokenizer import BatchTokenizer, count_kept_and_zeros
+from cellmill.data.stream.builtin_tokenizers import bin_counts
 from cellmill.data.stream.cell_stream import CellStream
-from cellmill.data.stream.cell_tokenizer import CellTokenizer, count_kept_and_zeros
 from cellmill.data.stream.tokenizer import CellTokens, KeptGenes
-from cellmill.data.stream.tokenizers import bin_counts
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.inference.embed import tokenize_blocks
 from cellmill.models.batch import to_tensors
@@ -315,7 +315,7 @@ def cells_of() -> SparseCounts:
 
 
 def made(options: dict[str, Any], epoch: int = 0, seed: int = 0, max_tokens: int = 40) -> Batch:
-    tokenizer = CellTokenizer(
+    tokenizer = BatchTokenizer(
         Tokens.model_validate(options | {"max_tokens": max_tokens}), GENES, seed, VARIABILITY
     )
     return tokenizer.make_batch(cells_of(), np.arange(CELLS), with_counts=True, epoch=epoch)
@@ -458,7 +458,7 @@ def test_a_bin_of_genes_without_counts_is_predicted_too() -> None:
     sizes = {"hidden": 16, "layers": 1, "heads": 2}
     model = model_on_cpu(GENES, tokens, **sizes)
     assert model.value_out.out_features == 8  # type: ignore[union-attr]
-    batch = CellTokenizer(tokens, GENES).make_batch(cells_of(), np.arange(CELLS))
+    batch = BatchTokenizer(tokens, GENES).make_batch(cells_of(), np.arange(CELLS))
     prepared = model.prepare(to_tensors(batch), seed=0, step=0)
     assert 0 in prepared.answers
     for parameter in model.parameters():

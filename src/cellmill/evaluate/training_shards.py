@@ -11,7 +11,7 @@ from cellmill.data.arrays import rank_buckets
 from cellmill.data.rows import SparseCounts
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards, read_names
-from cellmill.data.stream.cell_tokenizer import CellTokenizer
+from cellmill.data.stream.batch_tokenizer import BatchTokenizer
 from cellmill.models.objective import GeneStatistics
 
 BLOCK = 4096  # cells of a shard that are read at once
@@ -36,7 +36,7 @@ def read_gene_statistics(manifest: Manifest, tokens: Tokens) -> GeneStatistics:
     n_cells = 0
     total = np.zeros(n_genes)
     by_rank = np.zeros((tokens.max_tokens.bit_length(), n_genes), np.int64)
-    tokenizer = CellTokenizer(tokens, n_genes, variability=manifest.variability)
+    tokenizer = BatchTokenizer(tokens, n_genes, variability=manifest.variability)
     for block in _read_first_blocks(manifest, MAX_TRAIN_CELLS, "train"):
         batch = tokenizer.make_batch(block, np.arange(block.n_cells))
         genes = batch.token_ids - len(SPECIAL)

@@ -12,7 +12,7 @@ import torch
 from cellmill.config.load import stored_options
 from cellmill.config.options import PlanOptions
 from cellmill.data.shards.manifest import Manifest
-from cellmill.data.stream.cell_tokenizer import count_kept_and_zeros
+from cellmill.data.stream.batch_tokenizer import count_kept_and_zeros
 from cellmill.files import read_json
 from cellmill.planner.hardware import Hardware
 from cellmill.planner.memory import format_bytes, plan_memory

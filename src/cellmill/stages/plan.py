@@ -13,7 +13,7 @@ import numpy as np
 from cellmill.config.checks import check_nodes
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
-from cellmill.data.stream.cell_tokenizer import count_kept_and_zeros, find_max_tokens
+from cellmill.data.stream.batch_tokenizer import count_kept_and_zeros, find_max_tokens
 from cellmill.data.stream.repeats import read_repeats
 from cellmill.errors import ConfigError
 from cellmill.files import span, write_json

@@ -91,7 +91,7 @@ class Tokens(Plugin):
 class ContinuousTokens(Tokens):
     """Tokens of a gene and its normalised value, log(1 + counts per 10,000)."""
 
-    implementation = "cellmill.data.stream.tokenizers:ContinuousTokenizer"
+    implementation = "cellmill.data.stream.builtin_tokenizers:ContinuousTokenizer"
     value_kind = "scalar"
     tokenizer: Literal["continuous"] = "continuous"
 
@@ -99,7 +99,7 @@ class ContinuousTokens(Tokens):
 class BinnedTokens(Tokens):
     """Tokens of a gene and the bin of its count, from 1; 0 is no count."""
 
-    implementation = "cellmill.data.stream.tokenizers:BinnedTokenizer"
+    implementation = "cellmill.data.stream.builtin_tokenizers:BinnedTokenizer"
     value_kind = "class"
     tokenizer: Literal["binned"] = "binned"
     bins: int = Field(51, ge=2)
@@ -146,7 +146,7 @@ class BinnedTokens(Tokens):
 class RankTokens(Tokens):
     """Tokens of a gene and its rank in the cell, sorted by count over corpus median."""
 
-    implementation = "cellmill.data.stream.tokenizers:RankTokenizer"
+    implementation = "cellmill.data.stream.builtin_tokenizers:RankTokenizer"
     value_kind = "place"
     tokenizer: Literal["rank"] = "rank"
 

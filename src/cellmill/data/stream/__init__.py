@@ -2,8 +2,8 @@
 
 `CellStream` joins two halves. `StepReader` reads packed cells step by step (`order`, `windows`,
 `lane_genes`); `repeats` weights cells. `BatchMaker` makes micro-batches of them (`unpacker`,
-`cell_tokenizer`, `micro_batches`); `batch` is the result. `tokenizer` is the contract of tokenizers
-and `tokenizers` has the built-in ones (their values: `token_values`). `cell_tokenizer` is the one of
+`batch_tokenizer`, `micro_batches`); `batch` is the result. `tokenizer` is the contract of tokenizers
+and `tokenizers` has the built-in ones (their values: `token_values`). `batch_tokenizer` is the one of
 a run, which also chooses genes.
 
 - data rank: rank of a data-parallel process; lanes are divided among data ranks

@@ -13,7 +13,7 @@ from cellmill.data.rows import row_offsets
 from cellmill.data.shards.index import CellColumns, open_vectors
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.batch import Batch, empty_batch
-from cellmill.data.stream.cell_tokenizer import CellTokenizer
+from cellmill.data.stream.batch_tokenizer import BatchTokenizer
 from cellmill.data.stream.micro_batches import MicroBatchRule, cut_greedily
 from cellmill.data.stream.step_reader import StepGroup
 from cellmill.data.stream.unpacker import CellUnpacker
@@ -53,7 +53,7 @@ class BatchMaker:
     cut_rule: MicroBatchRule
     rank: int
     unpacker: CellUnpacker
-    tokenizer: CellTokenizer
+    tokenizer: BatchTokenizer
     with_counts: bool
     cell_arrays: Mapping[str, Any]  # further fields of batches: arrays over cell ids, by field
 

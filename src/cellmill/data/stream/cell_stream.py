@@ -21,7 +21,7 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards
 from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.batch_maker import BatchFields, BatchMaker
-from cellmill.data.stream.cell_tokenizer import CellTokenizer
+from cellmill.data.stream.batch_tokenizer import BatchTokenizer
 from cellmill.data.stream.micro_batches import MicroBatchRule
 from cellmill.data.stream.order import (
     ONLY_RANK,
@@ -119,7 +119,7 @@ class CellStream:
             self._shards, self._order_rule, data_rank, order.stream.io_threads
         )
         draws_seed = order.seed if order.shuffle else 0  # validation draws the same in every run
-        tokenizer = CellTokenizer(tokens, manifest.n_genes, draws_seed, manifest.variability)
+        tokenizer = BatchTokenizer(tokens, manifest.n_genes, draws_seed, manifest.variability)
         unpacker = CellUnpacker(manifest, self._shards, tokenizer, fields.with_counts)
         self._maker = BatchMaker(
             micro_batches,

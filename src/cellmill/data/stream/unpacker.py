@@ -10,7 +10,7 @@ from cellmill.data.packing.row_file import RowFile
 from cellmill.data.rows import SparseCounts, row_offsets
 from cellmill.data.shards.manifest import REMEDY, Manifest
 from cellmill.data.shards.reader import read_medians, read_names
-from cellmill.data.stream.cell_tokenizer import CellTokenizer
+from cellmill.data.stream.batch_tokenizer import BatchTokenizer
 from cellmill.data.stream.windows import StreamCells
 from cellmill.errors import DataError
 
@@ -26,7 +26,7 @@ class CellUnpacker:
         self,
         manifest: Manifest,
         shards: list[RowFile],
-        tokenizer: CellTokenizer,
+        tokenizer: BatchTokenizer,
         with_counts: bool,
     ) -> None:
         self._path = manifest.path

@@ -30,7 +30,7 @@ from cellmill.data.rows import SparseCounts
 from cellmill.data.saved_work import SavedWork
 from cellmill.data.shards.obs import encode_columns
 from cellmill.data.stream.batch import Batch
-from cellmill.data.stream.cell_tokenizer import CellTokenizer
+from cellmill.data.stream.batch_tokenizer import BatchTokenizer
 from cellmill.data.stream.micro_batches import split_batch
 from cellmill.errors import DataError
 from cellmill.evaluate.inference.saved_vectors import SavedVectors
@@ -183,7 +183,7 @@ def tokenize_blocks(
     """
     inverse = inverse_medians(vocabulary.medians)
     block_start = first
-    tokenizer = CellTokenizer(tokens, vocabulary.n_genes, variability=vocabulary.variability)
+    tokenizer = BatchTokenizer(tokens, vocabulary.n_genes, variability=vocabulary.variability)
     for raw in rows:
         n = raw.shape[0]
         kept = np.arange(n)

@@ -14,8 +14,8 @@ from cellmill.errors import ConfigError
 _MAX_TABLE = 1 << 24
 
 
-class FirstGenes:
-    """Tokens of the first `max_tokens` genes of each cell."""
+class FirstGenesTokenizer:
+    """Base of the built-in tokenizers, which keep the first `max_tokens` genes of each cell."""
 
     def __init__(self, options: Any) -> None:
         self._options = options
@@ -24,7 +24,7 @@ class FirstGenes:
         return KeptGenes(cells, self._options.max_tokens)
 
 
-class ContinuousTokenizer(FirstGenes):
+class ContinuousTokenizer(FirstGenesTokenizer):
     """Values are log(1 + counts per 10,000), float32."""
 
     dtype = np.dtype(np.float32)
@@ -34,7 +34,7 @@ class ContinuousTokenizer(FirstGenes):
         return make_log_tokens(self._keep(cells))
 
 
-class RankTokenizer(FirstGenes):
+class RankTokenizer(FirstGenesTokenizer):
     """Values are positions in the cell from 0, int32."""
 
     dtype = np.dtype(np.int32)
@@ -44,7 +44,7 @@ class RankTokenizer(FirstGenes):
         return make_position_tokens(self._keep(cells))
 
 
-class BinnedTokenizer(FirstGenes):
+class BinnedTokenizer(FirstGenesTokenizer):
     """Values are bins from 1, int32, of counts in a cell or of log(1 + counts per 10,000)."""
 
     dtype = np.dtype(np.int32)

@@ -1,10 +1,10 @@
-"""A run's tokenizer, and its choice among the genes of a cell that do not fit.
+"""Making a batch of cells by a run's tokenizer, with a choice among genes that do not fit.
 
 By default the tokens of a cell are its first genes in rank order. With `truncation: random` they are
 drawn, with `variable` they are the genes that vary most over the corpus, and `zero_frac` adds genes
 without counts. Values are computed from the whole cell, except positions (value kind `place`), which
-number the chosen tokens. Draws are keyed by seed, epoch, gene and the cell's counts, so they are the same in every
-layout and file.
+number the chosen tokens. Draws are keyed by seed, epoch, gene and the cell's counts, so they are the
+same in every layout and file.
 """
 
 import numpy as np
@@ -52,11 +52,12 @@ def _max_kept(tokens: Tokens) -> int:
     return max(1, int(tokens.max_tokens * (1 - tokens.zero_frac)))
 
 
-class CellTokenizer:
-    """A run's tokenizer and its choice of genes, over a vocabulary of `n_genes`.
+class BatchTokenizer:
+    """Chooses genes of cells, and makes their batch by the run's tokenizer.
 
-    `variability`, `(genes,)` int32, has the position of each gene by variability, 0 for the most
-    variable. Raises DataError if it is None and the options need it.
+    Genes are rows of a vocabulary of `n_genes`. `variability`, `(genes,)` int32, has the position of
+    each gene by variability, 0 for the most variable. Raises DataError if it is None and the options
+    need it.
     """
 
     def __init__(
