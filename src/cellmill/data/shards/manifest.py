@@ -22,6 +22,7 @@ from cellmill.config.datasets import CountsRule
 from cellmill.config.plugin import in_one_line
 from cellmill.config.section import error_line, explain
 from cellmill.data.genes.vocabulary import as_places
+from cellmill.data.packing.cells import GeneOrder
 from cellmill.errors import DataError, did_you_mean
 from cellmill.files import digest, progress, read_json, sha256_file, write_json
 
@@ -109,13 +110,15 @@ class CorpusSummary(_Entry):
 class Manifest(CorpusSummary):
     """Contents of manifest.json; the shards and the index are in its folder."""
 
+    model_config = ConfigDict(populate_by_name=True)
+
     path: Annotated[Path, Field(exclude=True)]
     fingerprint: Digest  # of cells, order, split and vocabulary; not of paths or library versions
     vocabulary: ShardVocabulary
     seed: int
     split: dict[str, Any]  # `by`, `val_frac`, `test_frac`
     obs_columns: list[str]
-    order: Literal["rank", "genes"]  # of the genes of a cell
+    gene_order: Annotated[GeneOrder, Field(alias="order")]
     splits: dict[str, SplitEntry]
 
     @model_validator(mode="after")
@@ -180,7 +183,7 @@ class Manifest(CorpusSummary):
 
     def write(self) -> None:
         """Write the file, atomically."""
-        tree = {"format": FORMAT} | self.model_dump()
+        tree = {"format": FORMAT} | self.model_dump(by_alias=True)
         if not self.counts_rules:
             del tree["counts_rules"]  # as in earlier versions
         write_json(self.path, tree | {"checksum": digest(tree)})

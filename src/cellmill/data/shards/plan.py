@@ -20,7 +20,7 @@ import shutil
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import scipy.sparse as sp
@@ -83,13 +83,13 @@ class PlannedShard:
 class ShardPlan(CorpusSummary):
     """The plan, as in plan.json, and the arrays in its folder."""
 
-    model_config = ConfigDict(strict=False)
+    model_config = ConfigDict(strict=False, populate_by_name=True)
 
     folder: Path = Field(exclude=True)
     key: str
     datasets: list[str]
     cells_per_shard: int
-    order: GeneOrder
+    gene_order: Annotated[GeneOrder, Field(alias="order")]
     n_obs: dict[str, int]  # by split
     index: dict[str, dict[IndexKind, IndexEntry]]  # by split
     columns: list[ObsColumn]
@@ -241,7 +241,7 @@ def _write_plan(
         datasets=names,
         ordered=ordered,
         cells_per_shard=options.cells_per_shard,
-        order="genes" if options.order == "genes" and not ordered else "rank",
+        gene_order="genes" if options.order == "genes" and not ordered else "rank",
         n_obs={split: len(chosen) for split, chosen in cells_by_split.items()},
         index={split: index[split] | columns_index[split] for split in index},
         left_out={name: int((scan.cells["nnz"] == 0).sum()) for name, scan in zip(names, scans)},
@@ -259,7 +259,7 @@ def _write_plan(
     )
     for path in folder.rglob("*.npy"):
         fsync(path)  # before plan.json, which says that they are complete
-    write_json(folder / "plan.json", plan.model_dump())
+    write_json(folder / "plan.json", plan.model_dump(by_alias=True))
     return plan
 
 

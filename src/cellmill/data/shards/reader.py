@@ -28,7 +28,7 @@ def open_shards(manifest: Manifest, split: str, copies: LocalCopies | None = Non
     parts_by_shard = np.split(open_index(manifest, split, "borders"), np.cumsum(2 * n_obs + 1)[:-1])
     row_files = []
     for shard, indptr, part_offsets in zip(shards, indptr_by_shard, parts_by_shard):
-        kind = CellKind(manifest.order, manifest.n_genes, np.dtype(shard.dtype))
+        kind = CellKind(manifest.gene_order, manifest.n_genes, np.dtype(shard.dtype))
         row_files.append(
             RowFile(
                 path=manifest.shard_path(shard),

@@ -102,7 +102,7 @@ def write_shards(
         seed=options.seed,
         split=split,
         obs_columns=plan.obs.column_names,
-        order=plan.order,
+        gene_order=plan.gene_order,
         splits=splits,
         **plan.model_dump(include=set(CorpusSummary.model_fields)),
     )
@@ -214,7 +214,7 @@ class _Writer:
                 obs,
                 self._var,
                 blocks,
-                plan.order,
+                plan.gene_order,
                 dtype,
                 ordered=plan.ordered,
                 ranked=plan.ranked,
@@ -239,7 +239,7 @@ class _Writer:
     ) -> Iterator[sp.csr_matrix]:
         """Rows of a shard over the vocabulary's genes, `BLOCK` at a time, which `update` hashes.
 
-        Genes of a row are in rank order, or ascend if `plan.order` is genes. Sequences keep their own
+        Genes of a row are in rank order, or ascend if `plan.gene_order` is genes. Sequences keep their own
         order.
         """
         ordered = self._plan.ordered
@@ -262,7 +262,7 @@ class _Writer:
                     f"{self._sources[0].path.parent}: a cells file changed while shards were written; run again"
                 )
             rows = SparseCounts(block.indptr.astype(np.int64), block.indices, block.data)
-            if not ordered and self._plan.order == "rank":
+            if not ordered and self._plan.gene_order == "rank":
                 self._rank_order.sort(rows)
             for array, dtype in zip(rows, ("<i8", "<i4", "<u4")):
                 update(array.astype(dtype, copy=False).data)

@@ -33,10 +33,10 @@ class CellUnpacker:
         self._shards = shards
         self._shard_offsets = row_offsets([shard.n_obs for shard in shards])
         dtype = np.result_type(*(shard.kind.dtype for shard in shards))
-        self._kind = CellKind(manifest.order, manifest.n_genes, dtype)
+        self._kind = CellKind(manifest.gene_order, manifest.n_genes, dtype)
         self._max_genes = tokenizer.max_genes(with_counts)
         self._rank_order: RankOrder | None = None
-        if manifest.order == "genes":
+        if manifest.gene_order == "genes":
             # which genes come first is known only after sorting all
             self._max_genes = None
             max_unsorted_genes = tokenizer.max_unsorted_genes()
