@@ -20,7 +20,7 @@ from cellmill.data.genes.build import Medians
 from cellmill.data.packing import codec
 from cellmill.data.packing.cells import CellKind, GeneOrder, PackedCells, pack_cells
 from cellmill.data.packing.codec import DamagedPart, Parts, ValueCoding
-from cellmill.data.packing.layout import GROUP, LANES, align_up
+from cellmill.data.packing.layout import COLUMNS, GROUP, align_up
 from cellmill.data.packing.rank_order import RankOrder
 from cellmill.data.rows import SparseCounts
 from cellmill.data.shards.manifest import Manifest
@@ -73,19 +73,19 @@ def unpack_slowly(part: bytes, n_values: int) -> list[int]:
     values: list[int] = []
     at = 0
     for size, width in zip(sizes, widths):
-        n_rows = -(-size // LANES)
+        n_rows = -(-size // COLUMNS)
         group = [0] * size
         for low in range(0, width, 16):
             bits = min(16, width - low)
             n_words = -(-n_rows * bits // 16)
             for i in range(size):
-                row, lane = divmod(i, LANES)
+                row, column = divmod(i, COLUMNS)
                 for bit in range(bits):
                     word, shift = divmod(row * bits + bit, 16)
-                    place = at + 2 * (word * LANES + lane)
+                    place = at + 2 * (word * COLUMNS + column)
                     word_of_lane = int.from_bytes(part[place : place + 2], "little")
                     group[i] |= (word_of_lane >> shift & 1) << (low + bit)
-            at += 2 * LANES * n_words
+            at += 2 * COLUMNS * n_words
         values += group
     total = sum(n_patches)
     highs = part[at : at + 2 * total]
@@ -139,7 +139,7 @@ def test_cells_are_their_parts_in_turn(kind: str, order: GeneOrder, dtype: type)
     for number in range(len(lengths)):
         of_cell = slice(starts[number], starts[number + 1])
         expected = counts[of_cell].astype(np.int64) - 1
-        part = memory[packed.count_starts[number] : packed.ends[number]].tobytes()
+        part = memory[packed.count_starts[number] : packed.stops[number]].tobytes()
         assert unpack_slowly(part, int(lengths[number])) == expected.tolist()
 
 

@@ -111,7 +111,7 @@ def test_a_curriculum_resumes_between_its_exponents(
     full = repeats_of(manifest, StreamOptions.model_validate(WEIGHTED | {"weight_exponent": 1.0}))
     assert [epochs[0][cell] for cell in range(CELLS)] == full.times_read(3, 0, 0).tolist()
     assert epochs[2] == Counter(range(CELLS))
-    read = [Counter(full.levels[list(epoch.elements())].tolist()) for epoch in epochs]
+    read = [Counter(full.level_codes[list(epoch.elements())].tolist()) for epoch in epochs]
     for level in range(1, 5):
         assert read[1][level] == pytest.approx((read[0][level] + read[2][level]) / 2, abs=1)
     later = stream_of(manifest, **options)

@@ -54,7 +54,8 @@ def _make_items(keys: Any, items: Any, n_with_low: Any, n_with_high: Any) -> Non
 def _sort_by_digit(items: Any, out: Any, shift: Any, n_with_value: Any) -> None:
     """Fill `out` with the items, stably sorted by the digit from bit `shift` on.
 
-    `n_with_value`, the number of items with each value, becomes the end of these items in `out`.
+    `n_with_value`, the number of items with each value, becomes the position in `out` after the last
+    of them.
     """
     total = np.uint32(0)
     for value in range(np.uint64(_N_VALUES)):
@@ -166,10 +167,10 @@ def join_values(offsets: Any, genes: Any, counts: Any, ascending: bool, values: 
 
 
 @compiled("void(uint32[::1], int64[::1], uint32)")
-def add_at(numbers: Any, positions: Any, added: Any) -> None:
+def add_at(totals: Any, positions: Any, added: Any) -> None:
     """Same as `numpy.add.at`; `positions` are at least 0."""
     for i in range(np.uint64(len(positions))):
-        numbers[np.uint64(positions[i])] += added
+        totals[np.uint64(positions[i])] += added
 
 
 @compiled("uint64(uint64)")

@@ -1,6 +1,6 @@
 """Loops over packed parts, compiled by numba on import. They release the GIL.
 
-Four lanes of 16 bits are shifted at once, as a word of 64 bits, which LLVM turns into vector
+Four columns of 16 bits are shifted at once, as a word of 64 bits, which LLVM turns into vector
 instructions of any processor.
 """
 
@@ -11,8 +11,8 @@ import numpy as np
 from cellmill.data.loops.jit import compiled
 from cellmill.data.packing.layout import (
     ALIGNMENT,
+    COLUMNS,
     GROUP,
-    LANES,
     MAX_WIDTH,
     PATCH_BITS,
     PATCH_BYTES,
@@ -21,10 +21,10 @@ from cellmill.data.packing.layout import (
 )
 
 _WORD_BYTES = 8  # of a 64-bit word
-_WORD_LANES = 4  # lanes of 16 bits in a 64-bit word
-_ROW_WORDS = LANES // _WORD_LANES  # 64-bit words in a row of lanes of 16 bits
-# multiplied by a mask of 16 bits, gives that mask in each of a word's four lanes
-_EACH_LANE = np.uint64(0x0001_0001_0001_0001)
+_WORD_COLUMNS = 4  # columns of 16 bits in a 64-bit word
+_ROW_WORDS = COLUMNS // _WORD_COLUMNS  # 64-bit words in a row
+# multiplied by a mask of 16 bits, gives that mask in each of a word's four columns
+_EACH_COLUMN = np.uint64(0x0001_0001_0001_0001)
 
 
 @compiled("void(uint64[::1], uint64, uint64, uint64, uint64[::1])")
@@ -33,7 +33,7 @@ def _unpack_plane(words: Any, start: Any, n_rows: Any, width: Any, values: Any) 
 
     All integers are unsigned, since numba checks whether signed indices count from an array's end.
     """
-    mask = ((np.uint64(1) << width) - np.uint64(1)) * _EACH_LANE
+    mask = ((np.uint64(1) << width) - np.uint64(1)) * _EACH_COLUMN
     row_words = np.uint64(_ROW_WORDS)
     bit = np.uint64(0)
     to = np.uint64(0)
@@ -45,7 +45,7 @@ def _unpack_plane(words: Any, start: Any, n_rows: Any, width: Any, values: Any) 
                 values[to + i] = (words[first + i] >> shift) & mask
         else:
             n_low = np.uint64(PLANE_BITS) - shift  # bits in the first of two words
-            low = ((np.uint64(1) << n_low) - np.uint64(1)) * _EACH_LANE
+            low = ((np.uint64(1) << n_low) - np.uint64(1)) * _EACH_COLUMN
             high = mask & ~low
             for i in range(row_words):
                 in_first = (words[first + i] >> shift) & low
@@ -57,13 +57,13 @@ def _unpack_plane(words: Any, start: Any, n_rows: Any, width: Any, values: Any) 
 
 @compiled("int64(uint64[::1], int64, int64, int64, uint64[::1])")
 def _pack_plane(values: Any, n_rows: int, width: int, start: int, words: Any) -> Any:
-    """Write the lower `width` bits of rows of lanes from word `start` on. Return the end.
+    """Write the lower `width` bits of rows from word `start` on. Return the word after the last.
 
     Every word is set before bits are added to it, so its earlier content does not matter.
     """
     n_bits = np.uint64(width)
     plane_bits = np.uint64(PLANE_BITS)
-    mask = ((np.uint64(1) << n_bits) - np.uint64(1)) * _EACH_LANE
+    mask = ((np.uint64(1) << n_bits) - np.uint64(1)) * _EACH_COLUMN
     row_words = np.uint64(_ROW_WORDS)
     first = np.uint64(start)
     shift = np.uint64(0)  # of the row in its word
@@ -72,7 +72,7 @@ def _pack_plane(values: Any, n_rows: int, width: int, start: int, words: Any) ->
         n_low = plane_bits - shift  # bits of a value in the first of two words
         low = mask
         if n_bits > n_low:
-            low = ((np.uint64(1) << n_low) - np.uint64(1)) * _EACH_LANE
+            low = ((np.uint64(1) << n_low) - np.uint64(1)) * _EACH_COLUMN
         if shift == np.uint64(0):
             for i in range(row_words):
                 words[first + i] = values[row_start + i] & mask
@@ -101,7 +101,7 @@ def _plane_words(n_rows: int, width: int) -> int:
 
 
 @compiled("int64(uint8[::1], int64, int64, int64, int64[::1], int64[::1])")
-def _read_headers(
+def _read_trailer(
     memory: Any, start: int, size: int, n_values: int, first_word: Any, first_patch: Any
 ) -> Any:
     """Fill the 64-bit word at which each group begins in its part, and its first patch.
@@ -122,7 +122,7 @@ def _read_headers(
             return -1
         first_word[group] = n_words
         first_patch[group] = n_patches
-        n_words += _plane_words((n + LANES - 1) // LANES, width)
+        n_words += _plane_words((n + COLUMNS - 1) // COLUMNS, width)
         n_patches += patches
     first_word[n_groups] = n_words
     first_patch[n_groups] = n_patches
@@ -135,7 +135,7 @@ def _unpack_group(
     words: Any, start: int, n_values: int, width: int, low_64: Any, high_64: Any
 ) -> None:
     """Fill the lower 16 bits of a group's values, and those above if it has them."""
-    n_rows = (n_values + LANES - 1) // LANES
+    n_rows = (n_values + COLUMNS - 1) // COLUMNS
     low_width = np.uint64(min(width, PLANE_BITS))
     _unpack_plane(words, np.uint64(start), np.uint64(n_rows), low_width, low_64)
     if width > PLANE_BITS:
@@ -258,7 +258,7 @@ def unpack_parts(
     for part in range(len(starts)):
         start = starts[part]
         n_in_part = n_values[part]
-        n_patches = _read_headers(memory, start, sizes[part], n_in_part, first_word, first_patch)
+        n_patches = _read_trailer(memory, start, sizes[part], n_in_part, first_word, first_patch)
         if n_patches < 0 or n_kept[part] > n_in_part:
             return part
         n_groups = (n_in_part + GROUP - 1) // GROUP
@@ -341,11 +341,11 @@ def _choose_width(n_larger: Any, max_bits: int, n_rows: int) -> int:
 
 
 @compiled("void(uint32[::1], int64, uint16[::1])")
-def _copy_bits(values: Any, first_bit: int, lanes: Any) -> None:
-    """Fill `lanes` with 16 bits of each of a group's values, from `first_bit` on."""
+def _copy_bits(values: Any, first_bit: int, plane: Any) -> None:
+    """Fill `plane` with 16 bits of each of a group's values, from `first_bit` on."""
     shift = np.uint32(first_bit)
     for i in range(np.uint64(GROUP)):
-        lanes[i] = np.uint16(values[i] >> shift)
+        plane[i] = np.uint16(values[i] >> shift)
 
 
 @compiled("void(uint32[::1], int64[::1], int64[::1], int64, int64, uint8[::1], uint16[::1])")
@@ -375,19 +375,19 @@ def _write_patches(
 
 @compiled("int64(uint32[::1], uint8[::1], uint16[::1], uint64[::1], int64)")
 def _pack_part(values: Any, memory: Any, memory_16: Any, memory_64: Any, start: int) -> int:
-    """Write a part into `memory` from byte `start` on. Return its end."""
+    """Write a part into `memory` from byte `start` on. Return the byte after its last."""
     n_values = len(values)
     n_groups = (n_values + GROUP - 1) // GROUP
     widths = np.empty(n_groups, np.int64)
     n_patches = np.empty(n_groups, np.int64)
     padded = np.empty(GROUP, np.uint32)
-    lanes_64 = np.empty(ROWS * _ROW_WORDS, np.uint64)
-    lanes = lanes_64.view(np.uint16)
+    plane_64 = np.empty(ROWS * _ROW_WORDS, np.uint64)
+    plane = plane_64.view(np.uint16)
     n_larger = np.empty(MAX_WIDTH + 1, np.int64)
     word = start // _WORD_BYTES
     for group in range(n_groups):
         in_group = values[group * GROUP : (group + 1) * GROUP]
-        n_rows = (len(in_group) + LANES - 1) // LANES
+        n_rows = (len(in_group) + COLUMNS - 1) // COLUMNS
         if len(in_group) < GROUP:
             padded[:] = 0
         padded[: len(in_group)] = in_group
@@ -397,21 +397,21 @@ def _pack_part(values: Any, memory: Any, memory_16: Any, memory_64: Any, start: 
         n_patches[group] = n_larger[width]
         for first_bit in range(0, width, PLANE_BITS):
             width_of_plane = min(width - first_bit, PLANE_BITS)
-            _copy_bits(padded, first_bit, lanes)
-            word = _pack_plane(lanes_64, n_rows, width_of_plane, word, memory_64)
+            _copy_bits(padded, first_bit, plane)
+            word = _pack_plane(plane_64, n_rows, width_of_plane, word, memory_64)
     # `word` counts 64-bit words
     total_patches = n_patches.sum()
     first_position = _WORD_BYTES * word + 2 * total_patches
-    first_high = _WORD_LANES * word
+    first_high = _WORD_COLUMNS * word
     _write_patches(values, widths, n_patches, first_high, first_position, memory, memory_16)
     padding_start = first_position + total_patches
-    end = (padding_start + 2 * n_groups + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-    first_header = end - 2 * n_groups
-    memory[padding_start:first_header] = 0
+    stop = (padding_start + 2 * n_groups + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    trailer_start = stop - 2 * n_groups
+    memory[padding_start:trailer_start] = 0
     for group in range(n_groups):
-        memory[first_header + group] = n_patches[group]
-        memory[first_header + n_groups + group] = widths[group]
-    return end
+        memory[trailer_start + group] = n_patches[group]
+        memory[trailer_start + n_groups + group] = widths[group]
+    return stop
 
 
 @compiled("int64(uint32[::1], int64[::1], uint8[::1], uint16[::1], uint64[::1], int64[::1])")
@@ -422,10 +422,10 @@ def pack_parts(
 
     `memory_16` and `memory_64` are views of `memory`.
     """
-    end = 0
+    stop = 0
     for part in range(len(sizes)):
         in_part = values[offsets[part] : offsets[part + 1]]
-        start = end
-        end = _pack_part(in_part, memory, memory_16, memory_64, start)
-        sizes[part] = end - start
-    return end
+        start = stop
+        stop = _pack_part(in_part, memory, memory_16, memory_64, start)
+        sizes[part] = stop - start
+    return stop

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from cellmill.data.packing.layout import (
+    COLUMNS,
     GROUP,
-    LANES,
     MAX_WIDTH,
     PATCH_BITS,
     PATCH_BYTES,
@@ -36,26 +36,26 @@ def pack_parts(values: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.
     groups = _choose_widths(padded, n_values)
     planes = _pack_planes(padded, groups)
     highs, positions = _find_patches(padded, groups.widths)
-    # first group, first byte of planes and first patch of each part, and the ends
+    # groups, bytes of planes and patches of each part
     group_offsets = row_offsets(n_groups)
-    first_plane = row_offsets(groups.plane_bytes())[group_offsets].tolist()
-    first_patch = row_offsets(groups.n_patches)[group_offsets].tolist()
+    plane_offsets = row_offsets(groups.plane_bytes())[group_offsets].tolist()
+    patch_offsets = row_offsets(groups.n_patches)[group_offsets].tolist()
     parts = [np.zeros(0, np.uint8)]
     for number, (start, stop) in enumerate(pairwise(group_offsets.tolist())):
-        in_planes = slice(*first_plane[number : number + 2])
-        in_patches = slice(*first_patch[number : number + 2])
+        in_planes = slice(*plane_offsets[number : number + 2])
+        in_patches = slice(*patch_offsets[number : number + 2])
         contents = [
             planes[in_planes],
             highs[in_patches].view(np.uint8),
             positions[in_patches],
         ]
-        headers = [
+        trailer = [
             groups.n_patches[start:stop].astype(np.uint8),
             groups.widths[start:stop].astype(np.uint8),
         ]
         n_bytes = sum(map(len, contents)) + 2 * (stop - start)
         padding = np.zeros(align_up(n_bytes) - n_bytes, np.uint8)
-        parts.append(np.concatenate([*contents, padding, *headers]))
+        parts.append(np.concatenate([*contents, padding, *trailer]))
     n_bytes_of_parts = [len(part) for part in parts[1:]]
     memory = np.concatenate(parts)
     return memory, np.array(n_bytes_of_parts, np.int64)
@@ -105,29 +105,29 @@ def _choose_widths(padded: np.ndarray, n_values: np.ndarray) -> Groups:
 def _pack_planes(padded: np.ndarray, groups: Groups) -> np.ndarray:
     """Pack the planes of all groups, `(bytes,)` uint8."""
     n_bytes = groups.plane_bytes()
-    ends = np.cumsum(n_bytes)
+    starts = np.cumsum(n_bytes) - n_bytes
     planes = np.zeros(int(n_bytes.sum()) // 2, "<u2")
     for width, rows, chosen in groups.by_shape():
-        values = padded[chosen].reshape(-1, ROWS, LANES)[:, :rows]
+        values = padded[chosen].reshape(-1, ROWS, COLUMNS)[:, :rows]
         packed = []
         for first_bit in range(0, width, PLANE_BITS):
             in_plane = ((values >> first_bit) & 0xFFFF).astype(np.uint32)
             packed.append(_pack_plane(in_plane, min(width - first_bit, PLANE_BITS)))
         if packed:
             words = np.concatenate(packed, axis=1).reshape(len(chosen), -1)
-            first = (ends - n_bytes)[chosen] // 2
-            planes[first[:, None] + np.arange(words.shape[1])] = words
+            first_word = starts[chosen] // 2
+            planes[first_word[:, None] + np.arange(words.shape[1])] = words
     return planes.view(np.uint8)
 
 
 def _pack_plane(values: np.ndarray, width: int) -> np.ndarray:
-    """Pack the lower `width` bits of `values`, `(groups, rows, lanes)`.
+    """Pack the lower `width` bits of `values`, `(groups, rows, columns)`.
 
-    Returns words, `(groups, words, lanes)` uint16.
+    Returns words, `(groups, words, columns)` uint16.
     """
     n_groups, n_rows, _ = values.shape
     # one word more, since the last row may reach into it
-    words = np.zeros((n_groups, -(-n_rows * width // PLANE_BITS) + 1, LANES), np.uint32)
+    words = np.zeros((n_groups, -(-n_rows * width // PLANE_BITS) + 1, COLUMNS), np.uint32)
     for row in range(n_rows):
         word, shift = divmod(row * width, PLANE_BITS)
         mask = (1 << width) - 1
@@ -137,8 +137,8 @@ def _pack_plane(values: np.ndarray, width: int) -> np.ndarray:
     return words[:, :-1].astype("<u2")
 
 
-class Headers(NamedTuple):
-    """Headers of parts, and the positions of their planes. Arrays are int64."""
+class PartLayouts(NamedTuple):
+    """Groups and planes of parts, as their trailers say. Arrays are int64."""
 
     groups: Groups
     part_of_group: np.ndarray  # `(groups,)`
@@ -154,20 +154,20 @@ def unpack_parts(
 
     Parts are `sizes` bytes of `memory`, uint8, from `starts` on. Raises ValueError for a damaged part.
     """
-    headers = _read_headers(memory, starts, sizes, n_values)
-    first_byte = starts[headers.part_of_group] + headers.plane_starts
+    layouts = _read_trailers(memory, starts, sizes, n_values)
+    first_byte = starts[layouts.part_of_group] + layouts.plane_starts
     words = memory.view("<u2")
-    values = _unpack_planes(words, first_byte // 2, headers.groups)
-    first_highs = starts + headers.plane_bytes_of_part
-    _apply_patches(values, memory, first_highs, headers)
-    is_value = np.arange(GROUP) < headers.groups.n_values[:, None]
+    values = _unpack_planes(words, first_byte // 2, layouts.groups)
+    first_highs = starts + layouts.plane_bytes_of_part
+    _apply_patches(values, memory, first_highs, layouts)
+    is_value = np.arange(GROUP) < layouts.groups.n_values[:, None]
     return values[is_value]
 
 
-def _read_headers(
+def _read_trailers(
     memory: np.ndarray, starts: np.ndarray, sizes: np.ndarray, n_values: np.ndarray
-) -> Headers:
-    """Read the headers of parts. Raises ValueError unless each part has the bytes its groups need."""
+) -> PartLayouts:
+    """Read the trailers of parts. Raises ValueError unless each part has the bytes its groups need."""
     n_groups = -(-n_values // GROUP)
     if (sizes < 2 * n_groups).any():
         raise ValueError("a part has too few bytes for its groups")
@@ -175,11 +175,11 @@ def _read_headers(
     part = np.repeat(np.arange(len(starts)), n_groups)
     number = positions_in_rows(group_offsets)  # of a group in its part
     n_in_group = np.minimum(n_values[part] - number * GROUP, GROUP)
-    # a part ends with the numbers of patches, then the widths
-    first_header = starts + sizes - 2 * n_groups
-    header = first_header[part] + number
-    n_patches = memory[header].astype(np.int64)
-    widths = memory[header + n_groups[part]].astype(np.int64)
+    # a trailer has the numbers of patches, then the widths
+    trailer_starts = starts + sizes - 2 * n_groups
+    entry = trailer_starts[part] + number
+    n_patches = memory[entry].astype(np.int64)
+    widths = memory[entry + n_groups[part]].astype(np.int64)
     groups = Groups(n_in_group, widths, n_patches)
     # every part needs exactly the bytes that it has
     max_patches = np.where(widths > PLANE_BITS, 0, n_in_group)
@@ -193,27 +193,27 @@ def _read_headers(
         raise ValueError("a part has other bytes than its groups say")
     first_plane = plane_offsets[group_offsets]
     plane_starts = plane_offsets[:-1] - first_plane[part]
-    return Headers(groups, part, group_offsets, plane_starts, bytes_of_part)
+    return PartLayouts(groups, part, group_offsets, plane_starts, bytes_of_part)
 
 
 def _apply_patches(
-    values: np.ndarray, memory: np.ndarray, first_highs: np.ndarray, headers: Headers
+    values: np.ndarray, memory: np.ndarray, first_highs: np.ndarray, layouts: PartLayouts
 ) -> None:
     """Add the bits above the width to the patched values among `values`, `(groups, GROUP)` uint32.
 
     `first_highs` is the byte at which the patches of each part begin. Raises ValueError for a patch
     outside its group.
     """
-    groups = headers.groups
+    groups = layouts.groups
     patch_offsets = row_offsets(groups.n_patches)
-    first_patch = patch_offsets[headers.group_offsets]  # of each part, and the end
+    patch_offsets_of_parts = patch_offsets[layouts.group_offsets]
     group = np.repeat(np.arange(len(groups.widths)), groups.n_patches)
-    part = headers.part_of_group[group]
-    number = np.arange(patch_offsets[-1]) - first_patch[part]  # of a patch in its part
+    part = layouts.part_of_group[group]
+    number = np.arange(patch_offsets[-1]) - patch_offsets_of_parts[part]  # of a patch in its part
     words = memory.view("<u2")
     first_word = first_highs // 2
     highs = words[first_word[part] + number].astype(np.uint32)
-    first_position = first_highs + 2 * np.diff(first_patch)
+    first_position = first_highs + 2 * np.diff(patch_offsets_of_parts)
     positions = memory[first_position[part] + number]
     if (positions >= groups.n_values[group]).any():
         raise ValueError("a patch is outside its group")
@@ -230,13 +230,13 @@ def _unpack_planes(words: np.ndarray, first_word: np.ndarray, groups: Groups) ->
     values = np.zeros((len(first_word), GROUP), np.uint32)
     for width, rows, chosen in groups.by_shape():
         first = first_word[chosen]
-        unpacked = np.zeros((len(chosen), ROWS, LANES), np.uint32)
+        unpacked = np.zeros((len(chosen), ROWS, COLUMNS), np.uint32)
         for first_bit in range(0, width, PLANE_BITS):
             width_of_plane = min(width - first_bit, PLANE_BITS)
-            n_words = -(-rows * width_of_plane // PLANE_BITS) * LANES
+            n_words = -(-rows * width_of_plane // PLANE_BITS) * COLUMNS
             word = first[:, None] + np.arange(n_words)
             plane = words[word].astype(np.uint32)
-            plane = plane.reshape(len(chosen), -1, LANES)
+            plane = plane.reshape(len(chosen), -1, COLUMNS)
             in_plane = _unpack_plane(plane, rows, width_of_plane)
             unpacked[:, :rows] |= in_plane << first_bit
             first = first + n_words
@@ -245,8 +245,8 @@ def _unpack_planes(words: np.ndarray, first_word: np.ndarray, groups: Groups) ->
 
 
 def _unpack_plane(words: np.ndarray, n_rows: int, width: int) -> np.ndarray:
-    """Unpack words, `(groups, words, lanes)`, to values, `(groups, n_rows, lanes)` uint32."""
-    values = np.empty((len(words), n_rows, LANES), np.uint32)
+    """Unpack words, `(groups, words, columns)`, to values, `(groups, n_rows, columns)` uint32."""
+    values = np.empty((len(words), n_rows, COLUMNS), np.uint32)
     for row in range(n_rows):
         word, shift = divmod(row * width, PLANE_BITS)
         value = words[:, word] >> shift

@@ -32,8 +32,8 @@ class PackedCells:
 
     memory: np.ndarray  # `(bytes,)` uint8
     gene_starts: np.ndarray  # first byte of the genes
-    count_starts: np.ndarray  # first byte of the counts, which is the end of the genes
-    ends: np.ndarray  # byte after the last
+    count_starts: np.ndarray  # first byte of the counts, the one after the genes
+    stops: np.ndarray  # byte after the counts
     lengths: np.ndarray  # number of genes
 
     def select(self, chosen: slice | np.ndarray) -> PackedCells:
@@ -42,7 +42,7 @@ class PackedCells:
             self.memory,
             self.gene_starts[chosen],
             self.count_starts[chosen],
-            self.ends[chosen],
+            self.stops[chosen],
             self.lengths[chosen],
         )
 
@@ -80,7 +80,7 @@ class PackedCells:
         unpack_parts(parts, ValueCoding(ascending, added=0, limit=kind.vocabulary_size - 1), genes)
         if counts is not None:
             limit = int(np.iinfo(kind.dtype).max)
-            count_bytes = self.ends - count_starts
+            count_bytes = self.stops - count_starts
             parts = Parts(self.memory, count_starts, count_bytes, self.lengths, n_kept, targets)
             unpack_parts(parts, ValueCoding(ascending=False, added=1, limit=limit), counts)
 
@@ -128,8 +128,8 @@ def join_cells(parts: list[PackedCells]) -> PackedCells:
     """Copy cells from several buffers into a new one, one after the other."""
     pieces = [np.empty(0, np.uint8)]
     for part in parts:
-        for begin, end in zip(part.gene_starts.tolist(), part.ends.tolist()):
-            pieces.append(part.memory[begin:end])
+        for start, stop in zip(part.gene_starts.tolist(), part.stops.tolist()):
+            pieces.append(part.memory[start:stop])
     lengths = np.concatenate([part.lengths for part in parts])
     gene_bytes = np.concatenate([part.count_starts - part.gene_starts for part in parts])
     offsets = row_offsets([len(piece) for piece in pieces[1:]])

@@ -72,11 +72,11 @@ def unpack_parts(parts: Parts, coding: ValueCoding, out: np.ndarray) -> None:
     """
     if not len(parts.n_kept):
         return
-    value_ends = parts.targets + parts.n_kept
-    if min(parts.n_kept.min(), parts.targets.min()) < 0 or value_ends.max() > len(out):
+    value_stops = parts.targets + parts.n_kept
+    if min(parts.n_kept.min(), parts.targets.min()) < 0 or value_stops.max() > len(out):
         raise IndexError(f"expected parts within {len(out):,} values, got one beyond")
-    byte_ends = parts.starts + parts.sizes
-    if min(parts.sizes.min(), parts.starts.min()) < 0 or byte_ends.max() > len(parts.memory):
+    byte_stops = parts.starts + parts.sizes
+    if min(parts.sizes.min(), parts.starts.min()) < 0 or byte_stops.max() > len(parts.memory):
         raise IndexError(f"expected parts within {len(parts.memory):,} bytes, got one beyond")
     loops = compiled_loops.COMPILED.loops_for(int(parts.n_kept.sum()))
     if loops is None:

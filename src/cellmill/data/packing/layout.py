@@ -3,9 +3,9 @@
 Values are packed in groups of 256. All values of a group are packed with the same number of bits, its
 width. Few values are larger: their lower bits are packed, and a patch has the bits above. This is
 PFOR (Zukowski et al., ICDE 2006) with vertical layout (Lemire and Boytsov, 2015): value i of a group
-is in lane i % 16 of row i // 16. A plane has at most 16 bits of each value; row r of a plane of w
-bits begins at bit r * w of its lane. A lane is a chain of 16-bit words, so unpacking shifts 16 words
-at once. (Lanes are those of SIMD, not `stream.lanes`.)
+is in column i % 16 of row i // 16. A plane has at most 16 bits of each value; row r of a plane of w
+bits begins at bit r * w of its column. A column is a chain of 16-bit words, so unpacking shifts 16
+words at once, one in each SIMD lane.
 
 A part is, little-endian and in this order:
 
@@ -16,10 +16,11 @@ A part is, little-endian and in this order:
     n_patches   uint8 for each group: number of patches
     widths      uint8 for each group: bits of a value, 0 to 32
 
-The number of values is not stored, since the offsets of cells are stored elsewhere. Sizes of planes
-and patches follow from the last two arrays, so a reader checks all sizes before it unpacks a value.
-A group wider than 16 bits has no patches; another has at most 255, each of at most 16 bits. Genes in
-rank order are packed unchanged, ascending genes as differences minus one, counts minus one.
+The last two arrays are the trailer. The number of values is not stored, since the offsets of cells
+are stored elsewhere. Sizes of planes and patches follow from the trailer, so a reader checks all
+sizes before it unpacks a value. A group wider than 16 bits has no patches; another has at most 255,
+each of at most 16 bits. Genes in rank order are packed unchanged, ascending genes as differences
+minus one, counts minus one.
 """
 
 from collections.abc import Iterator
@@ -28,13 +29,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 GROUP = 256
-LANES = 16
-ROWS = GROUP // LANES
+COLUMNS = 16
+ROWS = GROUP // COLUMNS
 MAX_WIDTH = 32
 PATCH_BITS = 16  # most bits of a value above the width of its group
 PATCH_BYTES = 3
 PLANE_BITS = 16
-WORD_ROW_BYTES = 2 * LANES  # one 16-bit word of every lane
+WORD_ROW_BYTES = 2 * COLUMNS  # one 16-bit word of every column
 ALIGNMENT = 8  # bytes; parts begin at multiples of it
 
 
@@ -46,8 +47,8 @@ class Groups(NamedTuple):
     n_patches: np.ndarray
 
     def n_rows(self) -> np.ndarray:
-        """Number of rows of lanes of each group."""
-        return -(-self.n_values // LANES)
+        """Number of rows of each group."""
+        return -(-self.n_values // COLUMNS)
 
     def by_shape(self) -> Iterator[tuple[int, int, np.ndarray]]:
         """Yield each width and number of rows that occur together, and the indices of their groups.
@@ -67,7 +68,7 @@ class Groups(NamedTuple):
 
 def plane_bytes(n_values: np.ndarray, widths: np.ndarray) -> np.ndarray:
     """Number of bytes of the planes of groups; the arrays are broadcast."""
-    n_rows = -(-n_values // LANES)
+    n_rows = -(-n_values // COLUMNS)
     low_width = np.minimum(widths, PLANE_BITS)
     high_width = np.maximum(widths - PLANE_BITS, 0)
     n_words = -(-n_rows * low_width // PLANE_BITS) + -(-n_rows * high_width // PLANE_BITS)

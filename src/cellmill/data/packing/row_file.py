@@ -106,7 +106,7 @@ class RowFile:
         Raises DataError unless they ascend from 0 to `nnz`.
         """
         indptr = self.unchecked_indptr
-        # a group of at most 256 values takes at least two bytes, those of its header; checked before
+        # a group of at most 256 values takes at least two bytes, those of its trailer; checked before
         # memory for nnz values is allocated
         max_nnz = GROUP // 2 * self.packed.n_bytes
         is_possible = indptr[0] == 0 and indptr[-1] == self.nnz and self.nnz <= max_nnz
@@ -156,18 +156,18 @@ class RowFile:
             return
         gene_starts = self.part_starts(2 * rows)
         count_starts = self.part_starts(2 * rows + 1)
-        ends = self.part_starts(2 * rows + 2)
-        first_row, last_row = _join_reads(gene_starts, ends)
+        stops = self.part_starts(2 * rows + 2)
+        first_row, last_row = _join_reads(gene_starts, stops)
         read_starts = gene_starts[first_row]
-        read_ends = ends[last_row]
-        offsets = row_offsets(read_ends - read_starts)
+        read_stops = stops[last_row]
+        offsets = row_offsets(read_stops - read_starts)
         memory = recycled_empty(offsets[-1], np.uint8)
-        self.read_bytes(read_starts, read_ends, offsets[:-1], memory)
+        self.read_bytes(read_starts, read_stops, offsets[:-1], memory)
         # the shift of each row from its bytes in the file to those in memory
         shift = np.repeat(offsets[:-1] - read_starts, last_row - first_row + 1)
         genes_per_cell = (self.indptr[rows + 1] - self.indptr[rows]).astype(np.int64)
         cells = PackedCells(
-            memory, gene_starts + shift, count_starts + shift, ends + shift, genes_per_cell
+            memory, gene_starts + shift, count_starts + shift, stops + shift, genes_per_cell
         )
         try:
             cells.unpack_into(self.kind, genes_per_cell, targets, genes, counts)
@@ -233,18 +233,18 @@ class RowFile:
         if not stat.S_ISREG(status.st_mode):
             kind = special_kind(self.path) or "folder"
             raise DataError(f"{self.path}: expected a file, got a {kind}; {self.remedy}")
-        end = self.packed.offset + self.packed.n_bytes
-        if status.st_size < end:
-            raise ValueError(f"truncated: {status.st_size:,} of at least {end:,} bytes")
+        stop = self.packed.offset + self.packed.n_bytes
+        if status.st_size < stop:
+            raise ValueError(f"truncated: {status.st_size:,} of at least {stop:,} bytes")
         self._is_checked = True
 
 
-def _join_reads(starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _join_reads(starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Find the first and last row of each read. Rows within `_MAX_GAP` bytes share a read.
 
-    `starts` and `ends`, `(rows,)`, are the bytes of the rows.
+    Row i has the bytes `starts[i]:stops[i]`.
     """
-    gaps = starts[1:] - ends[:-1]
+    gaps = starts[1:] - stops[:-1]
     is_far = (gaps < 0) | (gaps > _MAX_GAP)
     first_row = np.concatenate([[0], np.flatnonzero(is_far) + 1])
     last_row = np.append(first_row[1:], len(starts)) - 1

@@ -4,7 +4,7 @@ cells.digest is a safetensors file. Corpus N, of the model or of a model before 
 
     N.cells      `(cells,)` uint64, ascending: first half of `split.hash_cells` over the genes of N.genes
     N.barcodes   `(barcodes,)` uint64, ascending within a sample: hashes of the barcodes in the cells' names
-    N.samples    `(samples + 1,)` int64: first barcode of each sample
+    N.samples    `(samples + 1,)` int64: offsets of the samples in N.barcodes
     N.genes      `(bytes,)` uint8: Ensembl ids of the corpus's vocabulary, one a line
 
 A cell's digest is a sum over its pairs of Ensembl id and count, so no order of genes or cells, no
@@ -29,7 +29,7 @@ from safetensors.numpy import save_file
 from cellmill.config.load import unusable
 from cellmill.config.plugin import in_one_line
 from cellmill.data.keys import hash_text
-from cellmill.data.rows import row_numbers, row_offsets
+from cellmill.data.rows import positions_in_rows, row_numbers, row_offsets
 from cellmill.data.shards.index import open_index
 from cellmill.data.shards.manifest import TRAINING_SPLITS, Manifest
 from cellmill.data.shards.reader import read_names
@@ -64,7 +64,7 @@ class CorpusDigests(NamedTuple):
         # barcodes of all training samples in order, and the sample of each
         order = np.argsort(self.barcodes, kind="stable")
         ordered = self.barcodes[order]
-        sample_of = row_numbers(self.samples)[order]
+        sample_of_barcode = row_numbers(self.samples)[order]
         sizes = np.diff(self.samples)
         in_file = cells[cells["sample"] >= 0]
         n_pairs = max(1, in_file["sample"].nunique() * len(sizes))
@@ -73,9 +73,8 @@ class CorpusDigests(NamedTuple):
             hashes = sample["barcode"].to_numpy(np.uint64)
             first = np.searchsorted(ordered, hashes, side="left")
             n_equal = np.searchsorted(ordered, hashes, side="right") - first
-            starts = row_offsets(n_equal)
-            within = np.arange(starts[-1]) - np.repeat(starts[:-1], n_equal)
-            matched = sample_of[np.repeat(first, n_equal) + within]
+            within = positions_in_rows(row_offsets(n_equal))
+            matched = sample_of_barcode[np.repeat(first, n_equal) + within]
             # for each training sample: barcodes shared, and as many as chance explains
             n_shared = np.bincount(matched, minlength=len(sizes))
             expected = len(hashes) * sizes / KIT_BARCODES
@@ -204,7 +203,7 @@ def _read_corpus(file: Any, number: int) -> CorpusDigests:
     samples = arrays["samples"]
     is_divided = len(samples) and samples[0] == 0 and samples[-1] == len(arrays["barcodes"])
     if not is_divided or (np.diff(samples) < 0).any():
-        raise ValueError(f"{number}.samples: expected starts of its barcodes")
+        raise ValueError(f"{number}.samples: expected offsets of its barcodes")
     if (arrays["cells"][1:] <= arrays["cells"][:-1]).any():
         raise ValueError(f"{number}.cells: expected ascending digests")
     ids = arrays.pop("genes").tobytes().decode().split("\n")

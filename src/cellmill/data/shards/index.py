@@ -173,7 +173,7 @@ class CellColumns:
             return values
         if ((values < 1) | (values > self._n_levels)).any():
             raise DataError(
-                f"{self._path}: damaged: it has numbers of no level of the manifest; {REMEDY}"
+                f"{self._path}: damaged: it has codes of no level of the manifest; {REMEDY}"
             )
         return values.astype(np.int32)
 

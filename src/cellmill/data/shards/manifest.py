@@ -118,7 +118,7 @@ class Manifest(CorpusSummary):
     seed: int
     split: dict[str, Any]  # `by`, `val_frac`, `test_frac`
     obs_columns: list[str]
-    gene_order: Annotated[GeneOrder, Field(alias="order")]
+    gene_order: Annotated[GeneOrder, Field(alias="order")]  # `order` in the file
     splits: dict[str, SplitEntry]
 
     @model_validator(mode="after")
@@ -155,8 +155,8 @@ class Manifest(CorpusSummary):
     @property
     def variability(self) -> np.ndarray | None:
         """`Vocabulary.variability` of the shards' vocabulary."""
-        places = self.vocabulary.get("variability")
-        return None if places is None else np.array(places, np.int32)
+        positions = self.vocabulary.get("variability")
+        return None if positions is None else np.array(positions, np.int32)
 
     @classmethod
     def read(cls, path: Path) -> Self:

@@ -272,7 +272,7 @@ def write_columns(
     `splits` the cells of each split in the order on disk. Returns the manifest's `obs_levels` and
     `obs_numbers`, and the entries of the files by split.
     """
-    first = row_offsets(sizes)
+    offsets = row_offsets(sizes)  # of datasets, in cells
     index: dict[str, dict[IndexKind, IndexEntry]] = {split: {} for split in splits}
     splits = {split: cells for split, cells in splits.items() if len(cells)}
 
@@ -290,14 +290,14 @@ def write_columns(
                 array = new_index(folder, split, kind, (len(encoders), len(cells)))
                 arrays[split] = stack.enter_context(array)
             for i, (name, encode) in enumerate(encoders.items()):
-                column = np.zeros(first[-1], INDEX_DTYPES[kind])
+                column = np.zeros(offsets[-1], INDEX_DTYPES[kind])
                 sha256 = hashlib.sha256()
-                for start, rows, values in zip(first, kept, map(encode, read(name))):
+                for start, rows, values in zip(offsets, kept, map(encode, read(name))):
                     sha256.update(values.tobytes())
                     column[start + rows] = values
                 digests[name] = sha256.hexdigest()
                 for split, cells in splits.items():
-                    arrays[split][i] = column[first[cells["dataset"]] + cells["row"]]
+                    arrays[split][i] = column[offsets[cells["dataset"]] + cells["row"]]
         for split in splits:
             index[split][kind] = make_index_entry(folder, split, kind)
         return digests

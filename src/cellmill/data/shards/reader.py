@@ -49,15 +49,15 @@ def read_names(path: Path, axis: Literal["obs", "var"]) -> np.ndarray:
 
     Names of cells in shards are `dataset:name`.
     """
-    return _read_frame(path, axis, None)
+    return _read_column(path, axis, None)
 
 
 def read_medians(path: Path) -> np.ndarray:
     """Read the corpus median of each gene from a shard, `(genes,)` float32."""
-    return _read_frame(path, "var", "median").astype(np.float32)
+    return _read_column(path, "var", "median").astype(np.float32)
 
 
-def _read_frame(path: Path, axis: Literal["obs", "var"], column: str | None) -> np.ndarray:
+def _read_column(path: Path, axis: Literal["obs", "var"], column: str | None) -> np.ndarray:
     """Read a column of the data frame `axis`, or its index if `column` is None."""
     try:
         with open_h5(path, REMEDY) as file:

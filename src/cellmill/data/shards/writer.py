@@ -246,12 +246,12 @@ class _Writer:
         offsets, columns, counts = _gather(cells, self._sources)
         for first in range(0, len(cells), BLOCK):
             in_block = cells[first : first + BLOCK]
-            edges = offsets[first : first + BLOCK + 1]
-            nonzeros = slice(edges[0], edges[-1])
+            block_offsets = offsets[first : first + BLOCK + 1]
+            nonzeros = slice(block_offsets[0], block_offsets[-1])
             first_column = self._first_column[in_block["dataset"]]
-            columns[nonzeros] += np.repeat(first_column, np.diff(edges))
+            columns[nonzeros] += np.repeat(first_column, np.diff(block_offsets))
             block = sp.csr_matrix(
-                (counts[nonzeros], columns[nonzeros], edges - edges[0]),
+                (counts[nonzeros], columns[nonzeros], block_offsets - block_offsets[0]),
                 shape=(len(in_block), len(self._target)),
             )
             block = select_genes(block, self._target, self._n_genes, ordered)

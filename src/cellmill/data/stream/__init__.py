@@ -2,16 +2,20 @@
 
 `CellStream` joins two halves. `StepReader` reads packed cells step by step (`order`, `windows`,
 `lane_genes`); `repeats` weights cells. `BatchMaker` makes micro-batches of them (`unpacker`,
-`batch_tokenizer`, `micro_batches`); `batch` is the result. `tokenizer` is the contract of tokenizers
-and `tokenizers` has the built-in ones (their values: `token_values`). `batch_tokenizer` is the one of
-a run, which also chooses genes.
+`batch_tokenizer`, `micro_batches`); `batch` is the result.
+
+A `Tokenizer` (`tokenizer`, the contract) makes tokens of the genes of cells; `builtin_tokenizers` are
+the three of cellmill, whose values `token_values` computes. `BatchTokenizer` chooses genes, calls the
+run's tokenizer, and makes a batch of its tokens.
 
 - data rank: rank of a data-parallel process; lanes are divided among data ranks
 - lane: a share of an epoch's blocks of cells, read by one data rank (`order`)
+- order: the order of cells; the genes in a cell have a `gene_order`
 - stream order: by step, then by lane; cells of one lane as its windows shuffle them
 - rank order: order of the genes in a cell, by count divided by corpus median, descending
 - gene: row in the vocabulary, as in `SparseCounts.genes`; its token id is that row + `len(SPECIAL)`
 - cell id: index of a cell in its split or file
-- `offsets`: first entry of each row and the end of the last
+- level: one of the texts of an obs column; batches and the index have its code, from 1, 0 unknown
 - `starts`, `stops`: first entry of each run and the entry after its last
+- `offsets`: starts of rows that follow each other, and the stop of the last
 """

@@ -90,9 +90,9 @@ class CellStream:
         manifest_path = source.manifest_path
         split = source.split
         world = data_rank.world
-        lanes = order.stream.lanes
-        assert lanes % world == 0, f"{lanes} lanes for {world} ranks"
-        assert order.global_batch % lanes == 0, f"{order.global_batch} cells in {lanes} lanes"
+        n_lanes = order.stream.lanes
+        assert n_lanes % world == 0, f"{n_lanes} lanes for {world} ranks"
+        assert order.global_batch % n_lanes == 0, f"{order.global_batch} cells in {n_lanes} lanes"
         assert tokens.max_tokens <= micro_batches.token_budget, (
             f"{tokens.max_tokens} tokens for {micro_batches}"
         )
@@ -103,7 +103,7 @@ class CellStream:
         shards = manifest.entry(split).shards
         self._sha256 = {manifest.shard_path(shard): shard.sha256 for shard in shards}
         self._order_rule = _make_order_rule(manifest, source, order)
-        self._lanes_by_rank = lanes_of_ranks(lanes, world)
+        self._lanes_by_rank = lanes_of_ranks(n_lanes, world)
         self.n_cells = self._order_rule.n_cells
         self.steps_per_epoch = self._order_rule.steps_per_epoch
         if order.shuffle and self.n_cells < world:
@@ -236,17 +236,17 @@ class CellStream:
             start = 0
             stop = per_epoch
         lanes = self._lanes_by_rank[[*ranks]].ravel().tolist()
-        numbers = set[int]()
+        needed = set[int]()
         for epoch in range(start // per_epoch, -(-stop // per_epoch)):
             first_step = epoch * per_epoch
             start_in_epoch = max(start - first_step, 0)
             stop_in_epoch = min(stop - first_step, per_epoch)
             order = make_epoch_order(self._order_rule, epoch)
-            numbers |= order.shards_in_steps(lanes, start_in_epoch, stop_in_epoch)
-            if len(numbers) == len(self._sha256):
+            needed |= order.shards_in_steps(lanes, start_in_epoch, stop_in_epoch)
+            if len(needed) == len(self._sha256):
                 break
         shards = enumerate(self._sha256.items())
-        return {path: sha256 for number, (path, sha256) in shards if number in numbers}
+        return {path: sha256 for number, (path, sha256) in shards if number in needed}
 
     def close(self) -> None:
         """End all threads; may be called at any time, and again."""

@@ -75,11 +75,11 @@ def cut_greedily(sizes: np.ndarray, budget: int) -> list[int]:
     """
     total = sizes.cumsum()
     offsets = [0]
-    first = 0
-    while first < len(sizes):
-        used = int(total[first - 1]) if first else 0
-        first = max(int(total.searchsorted(used + budget, side="right")), first + 1)
-        offsets.append(first)
+    start = 0
+    while start < len(sizes):
+        used = int(total[start - 1]) if start else 0
+        start = max(int(total.searchsorted(used + budget, side="right")), start + 1)
+        offsets.append(start)
     return offsets
 
 
@@ -93,15 +93,16 @@ def count_greedy_batches(
     """
     total = np.zeros(len(n_tokens) + 1, np.int64)
     n_tokens.cumsum(out=total[1:])
-    ends = n_cells.cumsum()
-    first = ends - n_cells
+    stops = n_cells.cumsum()
+    starts = stops - n_cells  # of the micro-batch that is being filled
     n_batches = np.minimum(n_cells, 1)
     # spans whose cells do not fit into one; each round fills one, and begins another if cells are left
-    unfinished = np.flatnonzero(total[ends] - total[first] > token_budget)
+    unfinished = np.flatnonzero(total[stops] - total[starts] > token_budget)
     while len(unfinished):
-        fitting = np.searchsorted(total, total[first[unfinished]] + token_budget, side="right") - 1
-        first[unfinished] = np.maximum(np.minimum(fitting, ends[unfinished]), first[unfinished] + 1)
-        unfinished = unfinished[first[unfinished] < ends[unfinished]]
+        start = starts[unfinished]
+        fitting = np.searchsorted(total, total[start] + token_budget, side="right") - 1
+        starts[unfinished] = np.maximum(np.minimum(fitting, stops[unfinished]), start + 1)
+        unfinished = unfinished[starts[unfinished] < stops[unfinished]]
         n_batches[unfinished] += 1
     return n_batches
 

@@ -88,6 +88,10 @@ class OrderRule:
     def stream(self) -> Stream:
         return self.options.stream
 
+    @property
+    def n_lanes(self) -> int:
+        return self.options.stream.lanes
+
     @cached_property
     def n_cells(self) -> int:
         total = sum(self.shard_cells)
@@ -96,11 +100,11 @@ class OrderRule:
     @property
     def lane_batch(self) -> int:
         """Cells of a global batch that come from one lane."""
-        return self.options.global_batch // self.stream.lanes
+        return self.options.global_batch // self.n_lanes
 
     @property
     def steps_per_epoch(self) -> int:
-        longest = -(-self.n_cells // self.stream.lanes)  # lanes differ by one cell at most
+        longest = -(-self.n_cells // self.n_lanes)  # lanes differ by one cell at most
         return -(-longest // self.lane_batch)
 
     @property
@@ -124,14 +128,14 @@ class OrderRule:
         if not self.stream.equal_steps:
             return positions // self.lane_batch
         # number of cells dealt, one to each lane in turn, up to and including each of these
-        dealt = positions * self.stream.lanes + lane + 1
+        dealt = positions * self.n_lanes + lane + 1
         # the first step with (step + 1) * n_cells // steps_per_epoch >= dealt
         return (dealt * self.steps_per_epoch - 1) // self.n_cells
 
     def deal_cells(self, n_cells: int | np.ndarray) -> np.ndarray:
         """Count the cells of each lane if `n_cells` are dealt round-robin, `(lanes,)`."""
         # (n_cells - lane) / lanes, rounded up
-        return -((np.arange(self.stream.lanes) - n_cells) // self.stream.lanes)
+        return -((np.arange(self.n_lanes) - n_cells) // self.n_lanes)
 
 
 class CellRuns(NamedTuple):
@@ -150,7 +154,7 @@ class CellRuns(NamedTuple):
         """Cut out cells `start:stop`, numbered run after run."""
         n = self.n_cells
         before = np.cumsum(n) - n  # cells of earlier runs
-        # start and end of the part of each run that is kept
+        # start and stop of the part of each run that is kept
         low = np.clip(start - before, 0, n)
         high = np.clip(stop - before, 0, n)
         parts = CellRuns(self.shards, self.starts + low, high - low)
@@ -162,7 +166,7 @@ class BlockCopies(NamedTuple):
 
     starts: np.ndarray  # first cell of the block
     stops: np.ndarray  # the cell after its last
-    numbers: np.ndarray  # number of the copy, from 1
+    min_reads: np.ndarray  # the copy has the cells read at least this often
     n_cells: np.ndarray  # cells in the copy
 
 
@@ -218,7 +222,7 @@ class PlainEpoch(EpochOrder):
     """Order of one epoch that reads each cell once."""
 
     def __init__(self, rule: OrderRule, epoch: int):
-        lanes = rule.stream.lanes
+        n_lanes = rule.n_lanes
         blocks = _list_blocks(rule)
         is_full = blocks.n_cells == rule.stream.block_cells
         full = np.flatnonzero(is_full)
@@ -227,13 +231,13 @@ class PlainEpoch(EpochOrder):
             full = full[permutation(len(full), rule.options.seed, BLOCKS, epoch, FULL)]
             short = short[permutation(len(short), rule.options.seed, BLOCKS, epoch, SHORT)]
         # deal full blocks round-robin; cut the rest so that lanes differ by at most one cell
-        n_dealt = len(full) // lanes * lanes
+        n_dealt = len(full) // n_lanes * n_lanes
         rest = choose_rows(blocks, np.concatenate([full[n_dealt:], short]))
         rest_offsets = row_offsets(rule.deal_cells(int(rest.n_cells.sum()))).tolist()
         self._runs: list[CellRuns] = []  # of each lane: whole blocks, then cut pieces
         window_offsets = []
         for lane, (start, stop) in enumerate(pairwise(rest_offsets)):
-            dealt = choose_rows(blocks, full[lane:n_dealt:lanes])
+            dealt = choose_rows(blocks, full[lane:n_dealt:n_lanes])
             runs = CellRuns.join([dealt, rest.cut(start, stop)])
             offsets = row_offsets(runs.n_cells)
             self._runs.append(runs)
@@ -252,9 +256,9 @@ def _list_blocks(rule: OrderRule) -> CellRuns:
     blocks = []
     for shard, n_cells in enumerate(rule.shard_cells):
         n_read = min(n_cells, n_left)
-        first = np.arange(0, n_read, size)
-        n_in_block = np.minimum(n_read - first, size)
-        blocks.append(CellRuns(np.full_like(first, shard), first, n_in_block))
+        starts = np.arange(0, n_read, size)
+        n_in_block = np.minimum(n_read - starts, size)
+        blocks.append(CellRuns(np.full_like(starts, shard), starts, n_in_block))
         n_left -= n_read
     return CellRuns.join(blocks)
 
@@ -269,7 +273,7 @@ class RepeatedEpoch(EpochOrder):
         times_read = rule.repeats.times_read(rule.options.seed, epoch, epoch * rule.steps_per_epoch)
         self._times_read = np.pad(times_read, (0, n_cells - len(times_read)))
         copies = _list_copies(rule, self._times_read)
-        n_copies = len(copies.numbers)
+        n_copies = len(copies.min_reads)
         shuffled = permutation(n_copies, rule.options.seed, BLOCKS, epoch, COPIES)
         self._copies = choose_rows(copies, shuffled)
         self._copy_offsets = row_offsets(self._copies.n_cells)
@@ -286,8 +290,8 @@ class RepeatedEpoch(EpochOrder):
         first, last = first_last.tolist()
         cells_of_copies = []
         in_window = choose_rows(self._copies, slice(first, last + 1))
-        for start, stop, number, _ in iterate_rows(in_window):
-            is_copied = self._times_read[start:stop] >= number
+        for start, stop, min_reads, _ in iterate_rows(in_window):
+            is_copied = self._times_read[start:stop] >= min_reads
             cells_of_copies.append(start + np.flatnonzero(is_copied))
         n_skipped = low - int(self._copy_offsets[first])
         cell_ids = np.concatenate(cells_of_copies)[n_skipped : n_skipped + high - low]
@@ -310,15 +314,15 @@ def _list_copies(rule: OrderRule, times_read: np.ndarray) -> BlockCopies:
     # cells with a further copy: fewer each round, because few cells have many copies
     remaining = np.flatnonzero(times_read)
     while len(remaining):
-        number = len(copies) + 1
+        min_reads = len(copies) + 1
         block_of_cell = np.searchsorted(starts, remaining, side="right") - 1
         # index of the first of these cells in each block
         first_of_block = np.flatnonzero(np.diff(block_of_cell, prepend=-1))
         block = block_of_cell[first_of_block]
         n_copied = np.diff(first_of_block, append=len(remaining))
-        numbers = np.full_like(block, number)
-        copies.append(BlockCopies(starts[block], stops[block], numbers, n_copied))
-        remaining = remaining[times_read[remaining] > number]
+        reads = np.full_like(block, min_reads)
+        copies.append(BlockCopies(starts[block], stops[block], reads, n_copied))
+        remaining = remaining[times_read[remaining] > min_reads]
     return BlockCopies(*map(np.concatenate, zip(*copies)))
 
 

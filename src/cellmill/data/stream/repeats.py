@@ -30,17 +30,17 @@ from cellmill.data.shards.manifest import Manifest
 
 @dataclass(frozen=True, eq=False)
 class Repeats:
-    """How often a run reads each of the first `len(levels)` cells of a split."""
+    """How often a run reads each of the first `len(level_codes)` cells of a split."""
 
     # `(cells,)` integers: level code of each cell, 0 without a level (`labelled_frac`)
-    levels: np.ndarray
+    level_codes: np.ndarray
     stream: Stream
 
     def times_read(self, seed: int, epoch: int, first_step: int) -> np.ndarray:
         """Draw how often each cell is read, `(cells,)` uint32, in an epoch that begins at optimizer step
         `first_step`.
         """
-        times_read = np.zeros(len(self.levels), np.uint32)
+        times_read = np.zeros(len(self.level_codes), np.uint32)
         n_reads = self._count_reads(first_step).tolist()
         for level, cells in enumerate(self._cells):
             if not len(cells):
@@ -62,7 +62,7 @@ class Repeats:
         exact = self._sizes * ((1 - warmup_frac) * start + warmup_frac * end)
         totals = np.floor(exact).astype(np.int64)
         # the largest remainders are rounded up, so that the sum stays N
-        n_up = len(self.levels) - int(totals.sum())
+        n_up = len(self.level_codes) - int(totals.sum())
         totals[np.argsort(totals - exact, kind="stable")[:n_up]] += 1
         return totals
 
@@ -71,7 +71,7 @@ class Repeats:
         sizes = self._sizes
         max_weight = self.stream.max_repeats
         labelled_frac = self.stream.labelled_frac
-        n_cells = len(self.levels)
+        n_cells = len(self.level_codes)
         n_with_level = n_cells - int(sizes[0])
         if labelled_frac is None or not n_with_level:
             # exactly 1 for exponent 0, where a quotient of sums may not be
@@ -86,12 +86,12 @@ class Repeats:
     @cached_property
     def _sizes(self) -> np.ndarray:
         """Number of cells of each level, `(levels,)` int64."""
-        return np.bincount(self.levels)
+        return np.bincount(self.level_codes)
 
     @cached_property
     def _cells(self) -> list[np.ndarray]:
         """Indices of the cells of each level, `(cells of the level,)` int64."""
-        return np.split(np.argsort(self.levels, kind="stable"), np.cumsum(self._sizes)[:-1])
+        return np.split(np.argsort(self.level_codes, kind="stable"), np.cumsum(self._sizes)[:-1])
 
 
 def weigh_levels(sizes: np.ndarray, exponent: float, max_weight: float) -> np.ndarray:
@@ -117,10 +117,10 @@ def weigh_levels(sizes: np.ndarray, exponent: float, max_weight: float) -> np.nd
 def read_repeats(
     manifest: Manifest, split: str, stream: Stream, max_cells: int | None = None
 ) -> Repeats:
-    """Read the levels of the first `max_cells` cells of a split in the obs column that weights cells."""
+    """Read the level codes of the first `max_cells` cells of a split in the obs column that weights cells."""
     columns = manifest.levels(stream.weights_column())
-    levels = CellColumns(manifest, split, "levels", columns)[:max_cells][:, 0]
-    [names] = columns.values()
-    if stream.labelled_frac is not None and MISSING in names:
-        levels = np.where(levels == names.index(MISSING) + 1, 0, levels)
-    return Repeats(levels, stream)
+    codes = CellColumns(manifest, split, "levels", columns)[:max_cells][:, 0]
+    [levels] = columns.values()
+    if stream.labelled_frac is not None and MISSING in levels:
+        codes = np.where(codes == levels.index(MISSING) + 1, 0, codes)
+    return Repeats(codes, stream)

@@ -99,11 +99,11 @@ class StepReader:
         self._order_rule = order_rule
         rank, world = data_rank
         self._rank = rank
-        self._lanes = lanes_of_ranks(order_rule.stream.lanes, world)
-        self._other_lanes = np.delete(self._lanes, rank, axis=0).ravel()  # rank after rank
+        self._lanes_by_rank = lanes_of_ranks(order_rule.n_lanes, world)
+        self._other_lanes = np.delete(self._lanes_by_rank, rank, axis=0).ravel()  # rank after rank
         self._orders = OrderCache(order_rule)
         self._reader = WindowReader(
-            shards, order_rule, self._orders, self._lanes[rank].tolist(), io_threads
+            shards, order_rule, self._orders, self._lanes_by_rank[rank].tolist(), io_threads
         )
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ class StepReader:
         queue = WindowQueue(self._reader.read_windows(first_epoch, first_cells))
         for epoch, step, cells_by_lane in self._count_cells(first_epoch, first_step):
             step_over_epochs = epoch * self._order_rule.steps_per_epoch + step
-            cells_by_rank = cells_by_lane[:, self._lanes].sum(2)
+            cells_by_rank = cells_by_lane[:, self._lanes_by_rank].sum(2)
             start = 0
             while start < len(cells_by_lane):
                 n_local = cells_by_rank[start:, self._rank]

@@ -57,8 +57,8 @@ class KeptGenes:
         if self._is_whole():
             kept[:] = array
         else:
-            first = self.cells.offsets[:-1].tolist()
-            parts = [array[start : start + n] for start, n in zip(first, self.lengths.tolist())]
+            starts = self.cells.offsets[:-1].tolist()
+            parts = [array[start : start + n] for start, n in zip(starts, self.lengths.tolist())]
             np.concatenate(parts, out=kept, casting="unsafe")
         return kept
 

@@ -53,7 +53,7 @@ class StreamCells:
     """
 
     steps: np.ndarray  # step that takes each cell, counted over all epochs
-    lanes: np.ndarray
+    lanes: np.ndarray  # lane of each cell
     ids: np.ndarray
     packed: PackedCells
 
@@ -142,8 +142,8 @@ class WindowReader:
                 first = order.find_window(lane, int(first_cells[lane]))
                 windows_of_lane[lane] = range(first, order.n_windows(lane))
             first_window = min(windows.start for windows in windows_of_lane.values())
-            end = max(windows.stop for windows in windows_of_lane.values())
-            for window in range(first_window, end):
+            stop_window = max(windows.stop for windows in windows_of_lane.values())
+            for window in range(first_window, stop_window):
                 lanes = [lane for lane, windows in windows_of_lane.items() if window in windows]
                 if lanes:
                     yield self._start_reading(order, lanes, window)
@@ -208,30 +208,31 @@ class WindowReader:
 
         Returns the bytes to read into it, and its cells in the order of the runs.
         """
-        # a cell has two parts, its genes and its counts, so a run of n cells has 2 n + 1 edges: the
-        # start of each part, and the end of the run
-        part_edges = []
+        # a cell has two parts, its genes and its counts, so a run of n cells has 2 n + 1 offsets
+        offsets_of_runs = []
         for shard, first, n in iterate_rows(runs):
-            part_edges.append(self._shards[shard].part_offsets[2 * first : 2 * (first + n) + 1])
-        n_edges = 2 * runs.n_cells + 1
-        last_edge = np.cumsum(n_edges) - 1
-        first_edge = last_edge - n_edges + 1
+            offsets_of_runs.append(
+                self._shards[shard].part_offsets[2 * first : 2 * (first + n) + 1]
+            )
+        n_offsets = 2 * runs.n_cells + 1
+        last_offset = np.cumsum(n_offsets) - 1
+        first_offset = last_offset - n_offsets + 1
         # bytes in the shard
-        edges = np.concatenate(part_edges).astype(np.int64) * ALIGNMENT
-        starts = edges[first_edge]
-        stops = edges[last_edge]
+        offsets = np.concatenate(offsets_of_runs).astype(np.int64) * ALIGNMENT
+        starts = offsets[first_offset]
+        stops = offsets[last_offset]
         # bytes in the buffer
         buffer_offsets = row_offsets(stops - starts)
-        edges += np.repeat(buffer_offsets[:-1] - starts, n_edges)
-        # start of each cell's genes; the next two edges are the start and the end of its counts
-        is_part_start = np.ones(len(edges), bool)
-        is_part_start[last_edge] = False
-        gene_edge = np.flatnonzero(is_part_start)[::2]
+        offsets += np.repeat(buffer_offsets[:-1] - starts, n_offsets)
+        # index in `offsets` of each cell's genes; the start and the stop of its counts follow
+        is_part_start = np.ones(len(offsets), bool)
+        is_part_start[last_offset] = False
+        gene_start = np.flatnonzero(is_part_start)[::2]
         packed = PackedCells(
             recycled_empty(buffer_offsets[-1], np.uint8),
-            edges[gene_edge],
-            edges[gene_edge + 1],
-            edges[gene_edge + 2],
+            offsets[gene_start],
+            offsets[gene_start + 1],
+            offsets[gene_start + 2],
             count_genes(self._shards, runs),
         )
         return ByteRuns(runs.shards, starts, stops, buffer_offsets[:-1]), packed
@@ -242,8 +243,8 @@ def count_genes(shards: list[RowFile], runs: CellRuns) -> np.ndarray:
     offsets = []
     for shard, first, n in iterate_rows(runs):
         offsets.append(shards[shard].indptr[first : first + n + 1])
-    # a run of n cells has n + 1 offsets: leave out the difference between a run's end and the
-    # next run's start, which is not a cell
+    # a run of n cells has n + 1 offsets: leave out the difference between the last of a run and the
+    # first of the next, which is not a cell
     is_cell = np.ones(int(runs.n_cells.sum()) + len(runs.n_cells) - 1, bool)
     is_cell[np.cumsum(runs.n_cells + 1)[:-1] - 1] = False
     return np.diff(np.concatenate(offsets, dtype=np.int64))[is_cell]
