@@ -179,7 +179,7 @@ class CellColumns:
 
 
 def open_vectors(
-    folder: Path, shards: Manifest, verify: bool = False
+    folder: Path, manifest: Manifest, verify: bool = False
 ) -> tuple[TeacherVectors, dict[str, np.ndarray]]:
     """Return the record of the teacher, and the vectors of each split; with `verify`, hash them.
 
@@ -188,12 +188,12 @@ def open_vectors(
     path = folder / ABOUT
     about: TeacherVectors = check_options(TeacherVectors, read_json(path), str(path))
     remedy = "run teach again"
-    if about.shards != shards.fingerprint:
+    if about.shards != manifest.fingerprint:
         raise DataError(
-            f"{path}: expected vectors of shards {shards.fingerprint[:12]}, got of {about.shards[:12]}; {remedy}"
+            f"{path}: expected vectors of shards {manifest.fingerprint[:12]}, got of {about.shards[:12]}; {remedy}"
         )
     table_path = folder / TABLE
-    n_train, n_val = (shards.splits[split].n_obs for split in TRAINING_SPLITS)
+    n_train, n_val = (manifest.splits[split].n_obs for split in TRAINING_SPLITS)
     table = open_array(table_path, (n_train + n_val, about.width), "<f4", remedy)
     if verify:
         sha256 = sha256_file(table_path)

@@ -408,16 +408,16 @@ def _assign_splits(
             "give the vocabulary made from these datasets"
         )
     hashes = np.concatenate([scan.hashes for scan in scans])[keep]
-    fractions = (options.seed, options.val_frac, options.test_frac)
+    seed_and_fractions = (options.seed, options.val_frac, options.test_frac)
     if options.split_by is None:
         parts = [scan.split_hashes for scan in scans if scan.split_hashes is not None]
         split_hashes = np.concatenate(parts)[keep] if parts else hashes[:, 0]
-        split = split_by_content(split_hashes, *fractions)
+        split = split_by_content(split_hashes, *seed_and_fractions)
     else:
         values = np.concatenate(
             [scan.split_values for scan in scans if scan.split_values is not None]
         )[keep]
-        split = split_by_value(values, options.split_by, *fractions, options.train_values)
+        split = split_by_value(values, options.split_by, *seed_and_fractions, options.train_values)
     return _CorpusCells(cells[keep], hashes, split)
 
 

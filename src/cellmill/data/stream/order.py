@@ -31,7 +31,7 @@ from cellmill.data.keys import BLOCKS, WINDOW, permutation
 from cellmill.data.rows import choose_rows, iterate_rows, row_offsets
 from cellmill.data.stream.repeats import Repeats
 
-# what is permuted, as the last number of the position given to `permutation`
+# what is permuted: the last number in the key of a permutation of blocks
 FULL = 0  # full blocks
 SHORT = 1  # shorter blocks
 COPIES = 2  # copies of blocks

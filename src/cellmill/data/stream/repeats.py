@@ -42,7 +42,7 @@ class Repeats:
         """
         times_read = np.zeros(len(self.level_codes), np.uint32)
         n_reads = self._count_reads(first_step).tolist()
-        for level, cells in enumerate(self._cells):
+        for level, cells in enumerate(self._cells_by_level):
             if not len(cells):
                 continue
             n_times, n_once_more = divmod(n_reads[level], len(cells))
@@ -57,9 +57,9 @@ class Repeats:
         """Count the reads of each level in an epoch from `first_step` on, `(levels,)` int64; they sum to N."""
         warmup_steps = self.stream.weight_warmup_steps
         warmup_frac = min(1.0, first_step / warmup_steps) if warmup_steps else 1.0
-        start = self._weigh(self.stream.weight_start_exponent)
-        end = self._weigh(self.stream.weight_exponent)
-        exact = self._sizes * ((1 - warmup_frac) * start + warmup_frac * end)
+        before = self._weigh(self.stream.weight_start_exponent)
+        after = self._weigh(self.stream.weight_exponent)
+        exact = self._level_sizes * ((1 - warmup_frac) * before + warmup_frac * after)
         totals = np.floor(exact).astype(np.int64)
         # the largest remainders are rounded up, so that the sum stays N
         n_up = len(self.level_codes) - int(totals.sum())
@@ -68,7 +68,7 @@ class Repeats:
 
     def _weigh(self, exponent: float) -> np.ndarray:
         """Compute the weight of a cell of each level, `(levels,)` float64."""
-        sizes = self._sizes
+        sizes = self._level_sizes
         max_weight = self.stream.max_repeats
         labelled_frac = self.stream.labelled_frac
         n_cells = len(self.level_codes)
@@ -84,14 +84,16 @@ class Repeats:
         return weights
 
     @cached_property
-    def _sizes(self) -> np.ndarray:
+    def _level_sizes(self) -> np.ndarray:
         """Number of cells of each level, `(levels,)` int64."""
         return np.bincount(self.level_codes)
 
     @cached_property
-    def _cells(self) -> list[np.ndarray]:
+    def _cells_by_level(self) -> list[np.ndarray]:
         """Indices of the cells of each level, `(cells of the level,)` int64."""
-        return np.split(np.argsort(self.level_codes, kind="stable"), np.cumsum(self._sizes)[:-1])
+        return np.split(
+            np.argsort(self.level_codes, kind="stable"), np.cumsum(self._level_sizes)[:-1]
+        )
 
 
 def weigh_levels(sizes: np.ndarray, exponent: float, max_weight: float) -> np.ndarray:
