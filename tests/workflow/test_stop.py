@@ -73,11 +73,9 @@ def test_a_locked_folder_points_to_the_runs_in_it(project: Project) -> None:
 
 
 @pytest.mark.full
-def test_a_changed_option_is_refused_until_a_restart(
-    project: Project,
-) -> None:
+def test_a_changed_option_is_refused_until_a_restart(finished: Project) -> None:
+    project = finished
     folder = (project.folder / STATUS).parent
-    project.ran("--", STATUS)
     change = "train={lr: 5e-4}"
     refused = project.snakemake("--config", change, "--", STATUS)
     assert refused.returncode != 0
