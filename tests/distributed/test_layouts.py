@@ -129,12 +129,13 @@ def test_padded_lengths_stay_few(multiple: int) -> None:
 
 
 STEPS = 4
-COMPILED: dict[str, dict[str, Any]] = {
-    **{name: LAYOUTS[name] for name in ("ddp", "HYBRID_SHARD", TP)},
-    "tp 4, sequence parallel, recomputed": LAYOUTS["tp 4, sequence parallel"]
-    | {"activation_checkpointing": "full"},
-    "pp 2 Interleaved1F1B": PIPELINES["pp 2, Interleaved1F1B x FULL_SHARD"],
+COMPILED: dict[str, tuple[int, dict[str, Any]]] = {
+    "ddp": (2, AXES["ddp"]),
+    "tp, recomputed": (2, AXES["tp"] | {"activation_checkpointing": "full"}),
+    **{name: (4, LAYOUTS[name]) for name in ("HYBRID_SHARD", TP)},
+    "pp 2 Interleaved1F1B": (4, PIPELINES["pp 2, Interleaved1F1B x FULL_SHARD"]),
 }
+"""Processes and layouts: as few as cut what a graph has of each."""
 # 4 blocks for 4 stages; validation, so that the code without dropout is compiled too
 RUN: dict[str, Any] = {"model": {"layers": 4}, "train": {"val_every_steps": 2}}
 
@@ -145,16 +146,16 @@ def reference(alone: None, corpus: str, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("layout", "ranks"), [("tp", 2), *((name, 4) for name in COMPILED)])
+@pytest.mark.parametrize("layout", COMPILED)
 def test_compiled_layouts_train_the_model_of_one_process(
     pools: Callable[[int], Pool],
     corpus: str,
     reference: np.ndarray,
     tmp_path: Path,
     layout: str,
-    ranks: int,
 ) -> None:
-    opts = options((AXES if ranks == 2 else COMPILED)[layout] | {"compile": True}, **RUN)
+    ranks, parallel = COMPILED[layout]
+    opts = options(parallel | {"compile": True}, **RUN)
     found = pools(ranks).run(
         "curve_compiled",
         corpus=corpus,
