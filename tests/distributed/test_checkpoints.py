@@ -162,7 +162,7 @@ def test_consolidating_takes_one_model_and_little_more(
     pytest.importorskip("safetensors", minversion="0.8")  # 0.5 copies all tensors to write them
     peaks = []
     sizes = []
-    for hidden in (16, 512):
+    for hidden in (16, 368):
         folder = tmp_path / f"{hidden}"
         model = {"hidden": hidden, "layers": 32, "heads": 4}
         cases.trained(corpus, options(model=model), str(folder), 1)
@@ -175,7 +175,7 @@ def test_consolidating_takes_one_model_and_little_more(
         peaks.append(int(made.stdout.split()[-1]))
         sizes.append((folder / "model" / "model.safetensors").stat().st_size)
     n_bytes = sizes[1] - sizes[0]
-    assert n_bytes > 400e6
+    assert n_bytes > 200e6  # a second model is above the bound
     assert peaks[1] - peaks[0] < n_bytes + 100e6
 
 
