@@ -36,7 +36,7 @@ from workflow_runs import metrics_file, result, seeded_runs, snakemake, tables, 
 
 from cellmill.data.arrays import log_normalise
 from cellmill.evaluate.features.components import pca
-from cellmill.evaluate.tasks.gene_vectors import expression_statistics, scaled_loadings
+from cellmill.evaluate.features.gene_vectors import expression_statistics, scaled_loadings
 from cellmill.runs.results import TaskResult
 
 CONTROL = "non-targeting"

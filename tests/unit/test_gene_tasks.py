@@ -25,19 +25,20 @@ from cellmill.data.genes.names import match_columns
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.evaluate.features.cell_features import read_rows
+from cellmill.evaluate.features.expression import cross_correlations
+from cellmill.evaluate.features.gene_vectors import expression_statistics
+from cellmill.evaluate.hidden_genes.decoder import decode_expression, expand_shares
+from cellmill.evaluate.hidden_genes.partly_hidden_cells import PartlyHiddenCells
 from cellmill.evaluate.methods import EMBEDDING, UNTRAINED
 from cellmill.evaluate.task import Context, Skipped, run_task
-from cellmill.evaluate.tasks.expression import cross_correlations
 from cellmill.evaluate.tasks.gene_embedding import GeneEmbedding
-from cellmill.evaluate.tasks.gene_vectors import auroc, auroc_terms, expression_statistics
+from cellmill.evaluate.tasks.gene_task import auroc, auroc_terms
 from cellmill.evaluate.tasks.grn import Grn, average_precision, build_network, select_known_edges
 from cellmill.evaluate.tasks.imputation import task as imputation_task
-from cellmill.evaluate.tasks.imputation.decoder import decode_expression, expand_shares
 from cellmill.evaluate.tasks.imputation.fold_scores import score_expression
-from cellmill.evaluate.tasks.imputation.partly_hidden_cells import PartlyHiddenCells
 from cellmill.evaluate.tasks.imputation.regressions import VisibleFeatures, predict_by_regressions
 from cellmill.evaluate.tasks.imputation.task import Imputation
-from cellmill.evaluate.tasks.imputation.training_cells import TrainingCells
+from cellmill.evaluate.tasks.imputation.training_cell_regressions import TrainingCellRegressions
 from cellmill.runs.results import Row, ScoredMethod, TaskResult
 from tests.unit.evaluated import make_context, named
 
@@ -474,7 +475,7 @@ def test_predictions_read_no_hidden_gene_of_scored_cells(context: Context) -> No
         EMBEDDING: hidden.embed(context.model.network),
         UNTRAINED: np.ones((20, 16), np.float32),
     }
-    trained = TrainingCells.read(context, hidden.hidden_genes)
+    trained = TrainingCellRegressions.read(context, hidden.hidden_genes)
     assert trained is not None
     assert trained.cells.counts.shape[0] == context.model.manifest.splits["train"].n_obs
     found = trained.predict(VisibleFeatures(hidden.visible_profiles, vectors), 3)
@@ -485,7 +486,7 @@ def test_predictions_read_no_hidden_gene_of_scored_cells(context: Context) -> No
 
 
 def test_cells_of_the_dataset_are_fitted_separately(context: Context) -> None:
-    trained = TrainingCells.read(
+    trained = TrainingCellRegressions.read(
         replace(context, dataset="elsewhere"), _hidden(context).hidden_genes
     )
     assert trained is not None

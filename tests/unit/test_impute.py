@@ -21,11 +21,11 @@ from cellmill.config.parts.tasks import ImputationConfig
 from cellmill.data.inputs.h5 import write_cells
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.features.cell_features import read_rows
+from cellmill.evaluate.hidden_genes.fit_ridge import fit_ridge
+from cellmill.evaluate.hidden_genes.partly_hidden_cells import PartlyHiddenCells
 from cellmill.evaluate.inference import impute
 from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.task import Context
-from cellmill.evaluate.tasks.imputation.fit_ridge import fit_ridge
-from cellmill.evaluate.tasks.imputation.partly_hidden_cells import PartlyHiddenCells
 from cellmill.evaluate.tasks.imputation.task import Imputation
 from cellmill.files import write_json
 from tests.models import train_options

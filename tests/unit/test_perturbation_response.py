@@ -14,8 +14,8 @@ from scipy.stats import poisson
 
 from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.stream.batch import Batch
+from cellmill.evaluate.features.expression import expected_log_expression
 from cellmill.evaluate.task import Context
-from cellmill.evaluate.tasks.expression import expected_log_expression
 from cellmill.evaluate.tasks.perturbation.profiles import Profiles, read_profiles
 from cellmill.evaluate.tasks.perturbation.response import ResponseHead
 from cellmill.models.batch import to_tensors

@@ -16,12 +16,12 @@ from cellmill.config.load import stored_options
 from cellmill.config.parts.tasks import ImputationConfig
 from cellmill.config.run import Consolidate
 from cellmill.errors import DataError
-from cellmill.evaluate.inference.ridge import RIDGE, GeneRidge
+from cellmill.evaluate.hidden_genes import fit_ridge as fitting
+from cellmill.evaluate.hidden_genes.decoder import decode_expression
+from cellmill.evaluate.hidden_genes.fit_ridge import NOISES, WEIGHTS, fit_ridge
+from cellmill.evaluate.hidden_genes.partly_hidden_cells import PartlyHiddenCells
+from cellmill.evaluate.hidden_genes.ridge import RIDGE, GeneRidge
 from cellmill.evaluate.task import Context
-from cellmill.evaluate.tasks.imputation import fit_ridge as fitting
-from cellmill.evaluate.tasks.imputation.decoder import decode_expression
-from cellmill.evaluate.tasks.imputation.fit_ridge import NOISES, WEIGHTS, fit_ridge
-from cellmill.evaluate.tasks.imputation.partly_hidden_cells import PartlyHiddenCells
 from cellmill.evaluate.tasks.imputation.task import Imputation
 from cellmill.files import write_json
 from cellmill.stages.export import _write_ridge

@@ -15,8 +15,8 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import DataError
 from cellmill.evaluate.features.components import PrincipalComponents, pca
+from cellmill.evaluate.hidden_genes.ridge import GeneRidge
 from cellmill.evaluate.inference.embed import load_for_inference
-from cellmill.evaluate.inference.ridge import GeneRidge
 from cellmill.evaluate.training_shards import read_cell_names, read_counts, read_gene_statistics
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors, spec_of

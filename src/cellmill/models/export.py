@@ -37,7 +37,7 @@ from cellmill.models.initial import PIECE, fill_part
 from cellmill.parallel.materialize import Part, as_index, fill, named_tensors, own_part, to_empty
 
 WEIGHTS = "model.safetensors"
-RIDGE = "ridge.safetensors"  # the regression for hidden genes (`evaluate.inference.ridge`)
+RIDGE = "ridge.safetensors"  # the regression for hidden genes (`evaluate.hidden_genes.ridge`)
 SIZES = ("layer", "hidden", "width", "size", "heads")
 """Parts of the names of options whose values cannot be larger than the number of weights."""
 

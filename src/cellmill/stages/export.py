@@ -212,7 +212,7 @@ def _write_ridge(
     fill_buffers(model, seed, genes)
     manifest = Manifest.read(shards)
     # other exports do without scikit-learn
-    fitting = importlib.import_module("cellmill.evaluate.tasks.imputation.fit_ridge")
+    fitting = importlib.import_module("cellmill.evaluate.hidden_genes.fit_ridge")
     ridge = fitting.fit_ridge(
         fitting.EvaluatedModel(model.eval(), {}, genes, tokens, manifest, seed)
     )

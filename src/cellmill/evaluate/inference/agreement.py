@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
+from cellmill.evaluate.features.expression import column_correlations
 from cellmill.evaluate.seen.seen_cells import Seen
-from cellmill.evaluate.tasks.expression import column_correlations
 
 Measures = tuple[dict[str, float], str]
 """Figures of some cells, and the same in words."""

@@ -25,6 +25,9 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.prepare.qc_lines import list_first
 from cellmill.errors import ConfigError, DataError
+from cellmill.evaluate.hidden_genes.decoder import decode_expression, find_decoder
+from cellmill.evaluate.hidden_genes.partly_hidden_cells import PartlyHiddenCells
+from cellmill.evaluate.hidden_genes.ridge import GeneRidge
 from cellmill.evaluate.inference.embed import (
     ROW_BLOCK,
     ColumnCounts,
@@ -34,11 +37,8 @@ from cellmill.evaluate.inference.embed import (
     measure_coverage,
 )
 from cellmill.evaluate.inference.label_counts import MAX_NAMES
-from cellmill.evaluate.inference.ridge import GeneRidge
 from cellmill.evaluate.inference.written import SEEN
 from cellmill.evaluate.seen.seen_cells import mark_seen_cells
-from cellmill.evaluate.tasks.imputation.decoder import decode_expression, find_decoder
-from cellmill.evaluate.tasks.imputation.partly_hidden_cells import PartlyHiddenCells
 from cellmill.files import progress
 
 ABOUT_IMPUTATION = "cellmill_imputation"  # uns

@@ -22,15 +22,11 @@ from cellmill.data.genes.names import rows_of_names
 from cellmill.errors import DataError
 from cellmill.evaluate import draws
 from cellmill.evaluate.draws import seeded
+from cellmill.evaluate.features.gene_vectors import expression_statistics
 from cellmill.evaluate.methods import ByMethod
 from cellmill.evaluate.scores import ScoreColumn, table_rows, tabulate
 from cellmill.evaluate.task import Context, Skipped
-from cellmill.evaluate.tasks.gene_vectors import (
-    GeneTask,
-    auroc_terms,
-    expression_statistics,
-    read_lines,
-)
+from cellmill.evaluate.tasks.gene_task import GeneTask, auroc_terms, read_lines
 from cellmill.runs.results import Score, ScoredMethod, TaskResult
 
 SETS = "gene sets"

@@ -21,11 +21,12 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.evaluate import draws
 from cellmill.evaluate.draws import seeded
+from cellmill.evaluate.features.expression import cross_correlations
+from cellmill.evaluate.features.gene_vectors import RANDOM
 from cellmill.evaluate.methods import ByMethod
 from cellmill.evaluate.scores import ScoreColumn, table_rows, tabulate
 from cellmill.evaluate.task import Context
-from cellmill.evaluate.tasks.expression import cross_correlations
-from cellmill.evaluate.tasks.gene_vectors import RANDOM, GeneTask, auroc, read_lines
+from cellmill.evaluate.tasks.gene_task import GeneTask, auroc, read_lines
 from cellmill.runs.results import ScoredMethod, TaskResult
 
 CO_EXPRESSION_PEARSON = ScoredMethod("co-expression, Pearson")

@@ -30,6 +30,7 @@ from cellmill.evaluate.evaluated_model import EvaluatedModel
 from cellmill.evaluate.features.cell_features import read_rows
 from cellmill.evaluate.features.chosen_genes import RankedGenes
 from cellmill.evaluate.features.components import COMPONENTS, pca
+from cellmill.evaluate.hidden_genes.partly_hidden_cells import PartlyHiddenCells
 from cellmill.evaluate.inference.label_counts import count_by_label
 from cellmill.evaluate.labels import choose_cells, predict_from_other_half
 from cellmill.evaluate.methods import (
@@ -45,7 +46,6 @@ from cellmill.evaluate.methods import (
 )
 from cellmill.evaluate.scores import ScoreColumn, table_rows, tabulate
 from cellmill.evaluate.task import Context, Skipped, Task
-from cellmill.evaluate.tasks.imputation.partly_hidden_cells import PartlyHiddenCells
 from cellmill.runs.results import ScoredMethod, TaskResult
 
 KNOWN = "known labels"

@@ -12,9 +12,9 @@ import numpy as np
 from scipy.stats import rankdata
 
 from cellmill.data.arrays import divide
+from cellmill.evaluate.features.expression import column_correlations
 from cellmill.evaluate.methods import ByMethod
 from cellmill.evaluate.scores import ScoreColumn
-from cellmill.evaluate.tasks.expression import column_correlations
 from cellmill.runs.results import ScoredMethod
 
 METRICS: Mapping[str, str] = {  # names in words by heading; lower is better for MSE only

@@ -18,9 +18,9 @@ from sklearn.preprocessing import StandardScaler
 
 from cellmill.evaluate.evaluated_model import EvaluatedModel
 from cellmill.evaluate.features.components import COMPONENTS, pca
+from cellmill.evaluate.features.expression import ALPHAS
+from cellmill.evaluate.hidden_genes.partly_hidden_cells import PartlyHiddenCells
 from cellmill.evaluate.methods import EMBEDDING, KNN, UNTRAINED, ByMethod, select_cells
-from cellmill.evaluate.tasks.expression import ALPHAS
-from cellmill.evaluate.tasks.imputation.partly_hidden_cells import PartlyHiddenCells
 from cellmill.runs.results import ScoredMethod
 
 VISIBLE_COMPONENTS = ScoredMethod(f"PCA{COMPONENTS} of visible genes")

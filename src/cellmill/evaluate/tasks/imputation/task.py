@@ -1,6 +1,6 @@
 """Task `imputation`: prediction of genes that are hidden from the model (docs/evaluation.md).
 
-The model is compared with regressions on its own training cells (`training_cells.py`). Regressions on
+The model is compared with regressions on its own training cells (`training_cell_regressions.py`). Regressions on
 folds of the scored cells are fitted on other, mostly fewer, cells. They have rows of their own, and no
 verdict compares them with the model.
 
@@ -24,22 +24,23 @@ from cellmill.evaluate.draws import draw_cells, seeded
 from cellmill.evaluate.evaluated_model import EvaluatedModel
 from cellmill.evaluate.features.cell_features import read_rows
 from cellmill.evaluate.features.components import COMPONENTS
-from cellmill.evaluate.inference.ridge import GeneRidge
+from cellmill.evaluate.hidden_genes.decoder import decode_expression
+from cellmill.evaluate.hidden_genes.fit_ridge import MIN_CELLS
+from cellmill.evaluate.hidden_genes.partly_hidden_cells import PartlyHiddenCells
+from cellmill.evaluate.hidden_genes.ridge import GeneRidge
 from cellmill.evaluate.methods import EMBEDDING, ByMethod, add_note
 from cellmill.evaluate.scores import ScoreColumn, tabulate
 from cellmill.evaluate.splits import Fold, split_groups
 from cellmill.evaluate.task import Context, Skipped, Task
-from cellmill.evaluate.tasks.imputation.decoder import decode_expression
 from cellmill.evaluate.tasks.imputation.fold_scores import FoldPrediction, make_columns
-from cellmill.evaluate.tasks.imputation.partly_hidden_cells import PartlyHiddenCells
 from cellmill.evaluate.tasks.imputation.regressions import VisibleFeatures, predict_by_regressions
-from cellmill.evaluate.tasks.imputation.training_cells import MIN_CELLS, TrainingCells
+from cellmill.evaluate.tasks.imputation.training_cell_regressions import TrainingCellRegressions
 from cellmill.runs.results import ScoredMethod, TaskResult
 
 # scored cells used at most: they are embedded again, and every gene is predicted in each fold
 MAX_CELLS = 2_000
-# the ridge of the export, without the decoder
-ALL_COMPONENTS = ScoredMethod(f"PCA{COMPONENTS} of all genes", classifier="ridge")
+# the ridge of the export without the decoder; its components are of hidden and visible genes
+EXPORTED_RIDGE = ScoredMethod(f"PCA{COMPONENTS} of all genes", classifier="ridge")
 
 
 class Imputation(Task):
@@ -57,8 +58,8 @@ class Imputation(Task):
         role, folds = self._split(context, scored)
         counts = read_rows(context.reader, scored)
         hidden_genes = self._choose_genes(context, counts)
-        cells = PartlyHiddenCells.from_context(context, counts, hidden_genes)
-        training = TrainingCells.read(context, hidden_genes)
+        partly_hidden = PartlyHiddenCells.from_context(context, counts, hidden_genes)
+        regressions = TrainingCellRegressions.read(context, hidden_genes)
         figures = {
             "n_cells": len(scored),
             "hidden_genes": len(hidden_genes),
@@ -67,12 +68,12 @@ class Imputation(Task):
             "folds": len(folds),
             "neighbors": self.config.neighbors,
         }
-        if training is not None:
-            figures["training_cells"] = len(training.is_from_dataset)
-            figures["training_cells_of_dataset"] = int(training.is_from_dataset.sum())
+        if regressions is not None:
+            figures["training_cells"] = len(regressions.is_from_dataset)
+            figures["training_cells_of_dataset"] = int(regressions.is_from_dataset.sum())
         _print_sizes(context.dataset, figures)
-        predictions = self.predict_folds(context.model, cells, training, folds)
-        columns = make_columns(predictions, cells.hidden_expression)
+        predictions = self.predict_folds(context.model, partly_hidden, regressions, folds)
+        columns = make_columns(predictions, partly_hidden.hidden_expression)
         return tabulate(columns, figures, [column for column in columns if _is_judged(column)])
 
     def _split(self, context: Context, cells: np.ndarray) -> tuple[str, list[Fold]]:
@@ -156,25 +157,25 @@ class Imputation(Task):
     def predict_folds(
         self,
         model: EvaluatedModel,
-        cells: PartlyHiddenCells,
-        training: TrainingCells | None,
+        partly_hidden: PartlyHiddenCells,
+        regressions: TrainingCellRegressions | None,
         folds: list[Fold],
     ) -> Iterator[FoldPrediction]:
-        """Predictions of the test cells of each fold: by the model and methods fitted on training
-        cells, then by methods fitted on the other folds.
+        """Predictions of the tested cells of each fold: by the model and `regressions` on its training
+        cells, then by regressions on the other folds.
         """
         n_repetitions = 1 + max(fold.repetition for fold in folds)
         neighbors = self.config.neighbors
-        features = VisibleFeatures.compute(cells, model)
-        by_method = predict_by_decoder(cells, features.vectors[EMBEDDING], model.ridge)
-        if training is not None:
-            by_method |= training.predict(features, neighbors)
+        features = VisibleFeatures.compute(partly_hidden, model)
+        by_method = predict_by_decoder(partly_hidden, features.vectors[EMBEDDING], model.ridge)
+        if regressions is not None:
+            by_method |= regressions.predict(features, neighbors)
         for fold in folds:
             for method, values in by_method.items():
                 yield FoldPrediction(
                     method, fold.repetition, n_repetitions, fold.test, values[fold.test]
                 )
-        expression = cells.hidden_expression
+        expression = partly_hidden.hidden_expression
         for fold in folds:
             by_method = predict_by_regressions(
                 expression[fold.train],
@@ -208,17 +209,17 @@ def _is_judged(column: ScoreColumn) -> bool:
 
 
 def predict_by_decoder(
-    cells: PartlyHiddenCells, vectors: np.ndarray, ridge: GeneRidge | None
+    partly_hidden: PartlyHiddenCells, vectors: np.ndarray, ridge: GeneRidge | None
 ) -> ByMethod:
     """Expression of the hidden genes, (C, G), by the model's decoder, by the `ridge` of its export,
     and by both; empty for a model without a decoder. `vectors` are the embeddings of the cells.
     """
-    decoded = decode_expression(cells, vectors)
+    decoded = decode_expression(partly_hidden, vectors)
     if decoded is None:
         return {}
     by_method = {replace(EMBEDDING, classifier="decoder"): decoded}
     if ridge is not None:
-        (by_ridge,) = cells.predict_by_ridge(ridge)
+        (by_ridge,) = partly_hidden.predict_by_ridge(ridge)
         by_method[replace(EMBEDDING, classifier="decoder + ridge")] = ridge.mix(decoded, by_ridge)
-        by_method[ALL_COMPONENTS] = by_ridge
+        by_method[EXPORTED_RIDGE] = by_ridge
     return by_method

@@ -10,8 +10,8 @@ import numpy as np
 from sklearn.linear_model import RidgeCV
 from sklearn.preprocessing import StandardScaler
 
+from cellmill.evaluate.features.expression import ALPHAS
 from cellmill.evaluate.methods import KNN, ByMethod
-from cellmill.evaluate.tasks.expression import ALPHAS
 from cellmill.runs.results import ScoredMethod
 
 MIN_FITTED = 3  # training units with features that a linear prediction needs

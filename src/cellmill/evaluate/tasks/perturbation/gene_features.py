@@ -14,8 +14,7 @@ from cellmill.data.genes.names import names_of_genes
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.evaluate.evaluated_model import PCA_CELLS, EvaluatedModel
 from cellmill.evaluate.features.components import pca
-from cellmill.evaluate.methods import ByMethod
-from cellmill.evaluate.tasks.gene_vectors import (
+from cellmill.evaluate.features.gene_vectors import (
     GENE_VECTORS,
     LOADINGS,
     UNTRAINED_GENE_VECTORS,
@@ -23,6 +22,7 @@ from cellmill.evaluate.tasks.gene_vectors import (
     gene_vectors,
     scaled_loadings,
 )
+from cellmill.evaluate.methods import ByMethod
 from cellmill.evaluate.tasks.perturbation.profiles import START_HALF, Profiles
 from cellmill.models.gene_vectors import read_vectors
 from cellmill.runs.results import ScoredMethod

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from cellmill.config.parts.tokens import SPECIAL
+from cellmill.evaluate.features.expression import expected_log_expression
 from cellmill.evaluate.inference.embed import inference
-from cellmill.evaluate.tasks.expression import expected_log_expression
 from cellmill.evaluate.tasks.perturbation.profiles import Profiles
 from cellmill.models.family import Model
 from cellmill.models.objectives.perturbation_response import PerturbationResponse

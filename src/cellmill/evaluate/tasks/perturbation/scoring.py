@@ -11,9 +11,9 @@ import numpy as np
 
 from cellmill.evaluate import draws
 from cellmill.evaluate.draws import seeded
+from cellmill.evaluate.features.expression import cross_correlations
 from cellmill.evaluate.methods import ByMethod
 from cellmill.evaluate.splits import Fold
-from cellmill.evaluate.tasks.expression import cross_correlations
 from cellmill.evaluate.tasks.perturbation.baselines import ChangesByMethod
 from cellmill.evaluate.tasks.perturbation.change_scores import (
     METRICS,

@@ -21,8 +21,8 @@ from cellmill.data.genes.names import GeneColumns
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.stream.batch import Batch
 from cellmill.evaluate.features.cell_features import TOKEN_BUDGET, keep_columns
+from cellmill.evaluate.hidden_genes.ridge import GeneRidge
 from cellmill.evaluate.inference.embed import embed_batches, tokenize_blocks
-from cellmill.evaluate.inference.ridge import GeneRidge
 from cellmill.evaluate.task import Context
 from cellmill.models.family import Model
 

@@ -19,13 +19,15 @@ from cellmill.evaluate import draws
 from cellmill.evaluate.draws import seeded
 from cellmill.evaluate.evaluated_model import EvaluatedModel
 from cellmill.evaluate.features.cell_features import read_rows
-from cellmill.evaluate.inference.ridge import GeneRidge
+from cellmill.evaluate.hidden_genes.decoder import decode_expression
+from cellmill.evaluate.hidden_genes.partly_hidden_cells import PartlyHiddenCells
+from cellmill.evaluate.hidden_genes.ridge import GeneRidge
 from cellmill.evaluate.task import Context
-from cellmill.evaluate.tasks.imputation.decoder import decode_expression
-from cellmill.evaluate.tasks.imputation.partly_hidden_cells import PartlyHiddenCells
-from cellmill.evaluate.tasks.imputation.training_cells import MAX_FITTED, MIN_CELLS
 from cellmill.evaluate.training_shards import read_counts
 
+# training cells used at most; shards are shuffled, so the first cells are a random sample
+MAX_FITTED = 20_000
+MIN_CELLS = 4  # cells, or genes, that a regression needs
 VALIDATION_CELLS = 500  # used at most
 PARTS = 5  # parts of the genes, hidden in turn
 NOISES = 2.0 ** np.arange(8)  # in units of the mean residual variance of a gene

@@ -1,4 +1,4 @@
-"""Training cells of the model, on which task `imputation` fits its baselines.
+"""Baselines of task `imputation` that are fitted on the model's training cells.
 
 The model's decoder was fitted on these cells, with the hidden genes as targets. The baselines are
 fitted on the same cells, the same visible genes and the same targets.
@@ -14,28 +14,25 @@ import numpy as np
 from cellmill.data.genes.names import GeneColumns
 from cellmill.data.shards.reader import read_names
 from cellmill.evaluate.evaluated_model import EvaluatedModel
+from cellmill.evaluate.hidden_genes.fit_ridge import MAX_FITTED, MIN_CELLS
+from cellmill.evaluate.hidden_genes.partly_hidden_cells import PartlyHiddenCells
 from cellmill.evaluate.methods import ByMethod, add_note
 from cellmill.evaluate.task import Context
-from cellmill.evaluate.tasks.imputation.partly_hidden_cells import PartlyHiddenCells
 from cellmill.evaluate.tasks.imputation.regressions import VisibleFeatures, predict_by_regressions
 from cellmill.evaluate.training_shards import read_counts
 
-# training cells used at most; shards are shuffled, so the first cells are a random sample
-MAX_FITTED = 20_000
-MIN_CELLS = 4  # cells of a training or test fold, or training cells of one dataset
-
 
 @dataclass(frozen=True)
-class TrainingCells:
-    """Cells that the model was trained on, over the genes that the evaluated dataset measures."""
+class TrainingCellRegressions:
+    """Regressions on training cells, over the genes that the evaluated dataset measures."""
 
     model: EvaluatedModel
-    cells: PartlyHiddenCells
+    training_cells: PartlyHiddenCells
     is_from_dataset: np.ndarray  # cells of the evaluated dataset, bool (C,)
 
     @classmethod
     def read(cls, context: Context, hidden_genes: np.ndarray) -> Self | None:
-        """Training cells of which the genes are hidden; None if they have no counts, or are too few."""
+        """Hide the genes in the training cells; None if these have no counts, or are too few."""
         manifest = context.model.manifest
         if manifest.ordered:
             return None
@@ -46,17 +43,17 @@ class TrainingCells:
         rows = np.arange(context.model.vocabulary.n_genes)
         is_measured = np.isin(rows, context.measured_genes)
         columns = GeneColumns(np.where(is_measured, rows, -1).astype(np.int32), is_measured)
-        cells = PartlyHiddenCells.from_context(context, counts, hidden_genes, columns)
+        training_cells = PartlyHiddenCells.from_context(context, counts, hidden_genes, columns)
         # names of the first cells, `dataset:cell`, read from as few shards as needed
         names: list[str] = []
         for shard in manifest.splits["train"].shards:
             if len(names) < n_cells:
                 names += read_names(manifest.shard_path(shard), "obs").tolist()
         is_from_dataset = [name.startswith(f"{context.dataset}:") for name in names[:n_cells]]
-        return cls(context.model, cells, np.array(is_from_dataset, bool))
+        return cls(context.model, training_cells, np.array(is_from_dataset, bool))
 
     def groups(self) -> dict[str, np.ndarray]:
-        """Indices of the cells to fit on, by the note in a row's name: all cells and, if cells of
+        """Indices of the training cells to fit on, by the note in a row's name: all of them and, if cells of
         other datasets are among them, the cells of the evaluated dataset.
 
         Other datasets may lack hidden genes.
@@ -70,8 +67,8 @@ class TrainingCells:
 
     def predict(self, tested: VisibleFeatures, neighbors: int) -> ByMethod:
         """Expression of the tested cells, (C, G), by regressions that are fitted on each group."""
-        expression = self.cells.hidden_expression
-        features = VisibleFeatures.compute(self.cells, self.model)
+        expression = self.training_cells.hidden_expression
+        features = VisibleFeatures.compute(self.training_cells, self.model)
         predicted: ByMethod = {}
         for note, group in self.groups().items():
             by_method = predict_by_regressions(

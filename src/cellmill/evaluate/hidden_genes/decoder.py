@@ -16,9 +16,9 @@ from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.arrays import TARGET_SUM
 from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.micro_batches import split_batch
+from cellmill.evaluate.features.expression import expected_log_expression
+from cellmill.evaluate.hidden_genes.partly_hidden_cells import PartlyHiddenCells
 from cellmill.evaluate.inference.embed import inference
-from cellmill.evaluate.tasks.expression import expected_log_expression
-from cellmill.evaluate.tasks.imputation.partly_hidden_cells import PartlyHiddenCells
 from cellmill.models.batch import PAD_TOKEN, add_tokens, to_tensors
 from cellmill.models.family import Model
 from cellmill.models.objectives.cell_decoding import CellDecoding

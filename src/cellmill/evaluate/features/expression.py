@@ -20,11 +20,15 @@ def column_correlations(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     y = second - second.mean(0)
     x_length = np.linalg.norm(x, axis=0)
     y_length = np.linalg.norm(y, axis=0)
-    # a constant column has a length of rounding errors, not of 0
-    x_varies = x_length > 1e-9 * np.abs(first).max(0)
-    y_varies = y_length > 1e-9 * np.abs(second).max(0)
-    lengths = np.where(x_varies & y_varies, x_length * y_length, 0)
+    both_vary = _varies(first, x_length) & _varies(second, y_length)
+    lengths = np.where(both_vary, x_length * y_length, 0)
     return divide((x * y).sum(0), lengths)
+
+
+def _varies(values: np.ndarray, centred_length: np.ndarray) -> np.ndarray:
+    """(m,) bool: False for a constant column, whose length is of rounding errors, not 0."""
+    is_varying: np.ndarray = centred_length > 1e-9 * np.abs(values).max(0)
+    return is_varying
 
 
 def cross_correlations(first: np.ndarray, second: np.ndarray) -> np.ndarray:
