@@ -44,7 +44,7 @@ from cellmill.evaluate.methods import (
 )
 from cellmill.evaluate.prediction_cache import PredictionCache
 from cellmill.evaluate.scores import ScoreColumn, table_rows
-from cellmill.evaluate.splits import draw_shots, split_by_class, split_groups
+from cellmill.evaluate.splits import draw_shots, split_by_class, split_donors, split_groups
 from cellmill.evaluate.task import Context, Skipped, run_task
 from cellmill.evaluate.tasks.classification import fold_predictions
 from cellmill.evaluate.tasks.classification.few_shot import MIN_TESTED, FewShot
@@ -289,13 +289,27 @@ def test_each_class_gives_its_shots() -> None:
 @pytest.mark.parametrize(("most", "folds"), [(10, 4), (3, 3)])
 def test_a_donor_is_never_trained_on_while_tested(most: int, folds: int) -> None:
     groups = pd.Series(["a", "b", None, "c", "d", "a", "b", "c", "d", "d"])
-    splits = list(split_groups(groups, most))
-    assert len(splits) == folds
-    assert sorted(np.concatenate([test for _, test in splits])) == [0, 1, 3, 4, 5, 6, 7, 8, 9]
-    for train, test in splits:
+    splits = split_groups(groups, most)
+    assert [fold.repetition for fold in splits] == [*range(folds)]
+    assert sorted(np.concatenate([fold.test for fold in splits])) == [0, 1, 3, 4, 5, 6, 7, 8, 9]
+    for _, train, test in splits:
         assert set(groups[train]) | set(groups[test]) == {"a", "b", "c", "d"}
         assert not set(groups[train]) & set(groups[test])
-    assert list(split_groups(pd.Series(["a", "a", None]), most)) == []
+    assert split_groups(pd.Series(["a", "a", None]), most) == []
+
+
+def test_folds_that_fit_nothing_are_left_out() -> None:
+    groups = pd.Series(["a", "a", "b", "c"])
+    labels = np.array(["x", "y", "x", "x"])
+    tested = [groups[fold.test].tolist() for fold in split_groups(groups, 9, labels)]
+    assert sorted(tested) == [["b"], ["c"]]
+    assert [groups[fold.test].tolist() for fold in split_groups(groups, 9, None, 2)] == [["a", "a"]]
+    roles = {"donor": groups, "batch": pd.Series(["q", "p", "q", "p"])}
+    cells = np.arange(4)
+    assert split_donors(roles, cells, 9, labels)[0] == "donor"
+    role, folds = split_donors(roles, cells, 9, labels, min_cells=2)
+    assert (role, len(folds)) == ("batch", 1)
+    assert split_donors(roles, cells, 9, min_cells=3) == ("", [])
 
 
 def _accuracies(

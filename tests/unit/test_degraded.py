@@ -21,7 +21,7 @@ from cellmill.evaluate.features.cell_features import compute_features, read_rows
 from cellmill.evaluate.labels import choose_cells
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING
 from cellmill.evaluate.task import Context
-from cellmill.evaluate.tasks.classification.degraded import TrainingCounts
+from cellmill.evaluate.tasks.classification.degraded import ComponentFitter
 from cellmill.evaluate.tasks.classification.low_depth import LowDepth, thin
 from cellmill.evaluate.tasks.classification.missing_genes import MissingGenes, keep_genes
 from cellmill.runs.results import TaskResult
@@ -100,34 +100,34 @@ def test_the_same_genes_are_kept_in_every_cell() -> None:
 
 
 def test_components_of_a_panel_are_fitted_to_its_genes(context: Context) -> None:
-    training = TrainingCounts.read(context)
-    assert training is not None
+    fitter = ComponentFitter.read(context)
+    assert fitter is not None
     counts = read_rows(context.reader, np.arange(30))
     panel = keep_genes(40, counts, np.random.default_rng(1))
     cells = in_vocabulary(context, panel)
     in_panel = cells.any(0)
     whole = training_counts(context)
     check_components(
-        training.project_panel(panel),
+        fitter.project_panel(panel),
         training=log_profiles(whole[:, in_panel], 1e4),
         cells=log_profiles(cells[:, in_panel], 1e4),
     )
 
 
 def test_components_of_counts_per_1000_are_fitted_on_them(context: Context) -> None:
-    training = TrainingCounts.read(context)
-    assert training is not None
+    fitter = ComponentFitter.read(context)
+    assert fitter is not None
     counts = read_rows(context.reader, np.arange(30))
     check_components(
-        training.per_1k(counts),
+        fitter.per_1k(counts),
         training=log_profiles(training_counts(context), 1e3),
         cells=log_profiles(in_vocabulary(context, counts), 1e3),
     )
 
 
 def test_components_of_thinned_cells_are_fitted_on_as_few_counts(context: Context) -> None:
-    training = TrainingCounts.read(context)
-    assert training is not None
+    fitter = ComponentFitter.read(context)
+    assert fitter is not None
     sums: list[float] = []
 
     def halve(counts: sp.csr_matrix, generator: np.random.Generator) -> sp.csr_matrix:
@@ -139,7 +139,7 @@ def test_components_of_thinned_cells_are_fitted_on_as_few_counts(context: Contex
 
     counts = read_rows(context.reader, np.arange(30))
     whole = training_counts(context)
-    transform = training.fit_thinned(halve, np.random.default_rng(0))
+    transform = fitter.fit_thinned(halve, np.random.default_rng(0))
     check_components(
         transform(counts),
         training=log_profiles(whole // 2, 1e4),

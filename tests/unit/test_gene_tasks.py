@@ -477,7 +477,7 @@ def test_predictions_read_no_hidden_gene_of_scored_cells(context: Context) -> No
     }
     trained = TrainingCellRegressions.read(context, hidden.hidden_genes)
     assert trained is not None
-    assert trained.cells.counts.shape[0] == context.model.manifest.splits["train"].n_obs
+    assert trained.training_cells.counts.shape[0] == context.model.manifest.splits["train"].n_obs
     found = trained.predict(VisibleFeatures(hidden.visible_profiles, vectors), 3)
     again = trained.predict(VisibleFeatures(changed.visible_profiles, vectors), 3)
     assert "PCA50 of visible genes + ridge" in named(found)
@@ -498,7 +498,7 @@ def test_cells_of_the_dataset_are_fitted_separately(context: Context) -> None:
     hidden = _hidden(context)
     ones = np.ones((20, 16), np.float32)
     vectors = {EMBEDDING: ones, UNTRAINED: ones}
-    means = trained.cells.hidden_expression[some.is_from_dataset].mean(0)
+    means = trained.training_cells.hidden_expression[some.is_from_dataset].mean(0)
     found = named(some.predict(VisibleFeatures(hidden.visible_profiles, vectors), 3))
     predicted = found["gene means, training cells of the dataset"]
     np.testing.assert_allclose(predicted, np.tile(means, (20, 1)))

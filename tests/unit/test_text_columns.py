@@ -61,7 +61,7 @@ def test_a_var_row_without_a_feature_type_is_a_gene(kind: str) -> None:
 def test_tasks_leave_cells_without_a_value_out(kind: str) -> None:
     values = column(kind, ["a", None, "b", "a", None, "c"])
     tested: list[int] = []
-    for _, test in split_groups(values, 3):
+    for _, _, test in split_groups(values, 3):
         tested += test.tolist()
     assert sorted(tested) == [0, 2, 3, 5]
     chosen = choose_cells(values, 1, seed=0)

@@ -1,4 +1,7 @@
-"""Tasks that evaluate a model against baselines; `inference` has the model's own results on cells."""
+"""Tasks that evaluate a model against baselines; `inference` has the model's own results on cells.
+
+Training cells are those that the model was trained on. The cells of a fold are fitted or tested.
+"""
 
 import os
 

@@ -2,7 +2,7 @@
 
 Scores are `(repetitions, units)`, NaN for units that a repetition does not test. Units are cells, or
 what a task scores in their place, such as genes or perturbations. Repetitions differ in the seeds of
-folds, the draws of training cells, the draws of what cells lose, or the donors left out.
+folds, the draws of fitted cells, the draws of what cells lose, or the donors left out.
 
 The tested units and the repetitions vary, as in a crossed design. The variance of the mean
 difference is the sum of both parts, each from its own clusters (two-way clustering: Cameron,
@@ -10,7 +10,7 @@ Gelbach & Miller 2011, J. Bus. Econ. Stat. 29:238). The part common to both is n
 intervals are too wide rather than too narrow. The quantile is Student's with Satterthwaite's
 degrees of freedom. Units of different folds count as independent (Bayle, Bayle, Janson & Mackey
 2020, "Cross-validation confidence intervals for test error"). The interval does not cover other
-pretraining seeds, training cells, donors or batches; other donors are covered only where the
+pretraining seeds, fitted cells, donors or batches; other donors are covered only where the
 repetitions are left-out donors.
 
 The share p of a gap that a method closes is a ratio of two such differences. Its interval is the

@@ -1,6 +1,6 @@
 """Folds: labelled cells, or perturbed units, divided into those to fit on and those to test."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -12,11 +12,11 @@ from cellmill.evaluate.draws import seeded
 
 
 class Fold(NamedTuple):
-    """Cells or units of one fold or draw."""
+    """Cells or units of one fold or draw, as indices."""
 
     repetition: int
-    train: np.ndarray  # indices
-    test: np.ndarray  # indices
+    train: np.ndarray  # those that classifiers and predictions are fitted on
+    test: np.ndarray
 
 
 def split_by_class(labels: np.ndarray, n_folds: int, repetitions: int, seed: int) -> Iterator[Fold]:
@@ -39,13 +39,42 @@ def draw_shots(
         yield Fold(draw, train, test)
 
 
-def split_groups(groups: pd.Series, most_folds: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Training and test cells of each fold, without cells of no group; none for a single group."""
+def split_groups(
+    groups: pd.Series, most_folds: int, labels: np.ndarray | None = None, min_cells: int = 1
+) -> list[Fold]:
+    """Folds that test one group or several, at most `most_folds`, each as a repetition of its own; none
+    for a single group. Cells of no group are left out.
+
+    Folds with fewer than `min_cells` cells on either side are left out, and with `labels`, `(cells,)`,
+    also folds with one class to fit on, which fits nothing.
+    """
     known = np.flatnonzero(groups.notna().to_numpy())
     names = text_values(groups.iloc[known]).astype(str)
     n_groups = len(np.unique(names))
+    folds: list[Fold] = []
     if n_groups < 2:
-        return
-    splitter = GroupKFold(min(n_groups, most_folds))
-    for train, test in splitter.split(known, groups=names):
-        yield known[train], known[test]
+        return folds
+    for rows in GroupKFold(min(n_groups, most_folds)).split(known, groups=names):
+        train, test = (known[indices] for indices in rows)
+        has_classes = labels is None or len(np.unique(labels[train])) > 1
+        if has_classes and min(len(train), len(test)) >= min_cells:
+            folds.append(Fold(len(folds), train, test))
+    return folds
+
+
+def split_donors(
+    roles: Mapping[str, pd.Series],
+    cells: np.ndarray,
+    most_folds: int,
+    labels: np.ndarray | None = None,
+    min_cells: int = 1,
+) -> tuple[str, list[Fold]]:
+    """Folds of `split_groups` that test donors, or batches if donors make no folds; and which of these
+    roles it is. The folds have indices of `cells`, which are indices of the values in `roles`.
+    """
+    for role in ("donor", "batch"):
+        if role in roles:
+            folds = split_groups(roles[role].iloc[cells], most_folds, labels, min_cells)
+            if folds:
+                return role, folds
+    return "", []

@@ -49,13 +49,7 @@ class GeneEmbedding(GeneTask):
             if file is None:
                 continue
             path = Path(file)
-            if heading == SETS:
-                genes_of_sets = read_gene_sets(path)
-            else:
-                lines = read_lines(path)
-                genes_of_sets = {
-                    path.stem: [*dict.fromkeys(fields[0] for _, fields in lines if fields[0])]
-                }
+            genes_of_sets = read_gene_sets(path) if heading == SETS else read_factors(path)
             members[heading], set_figures = _find_members(
                 context, path, genes_of_sets, expressed, min_genes
             )
@@ -141,6 +135,12 @@ def read_gene_sets(path: Path) -> dict[str, list[str]]:
             raise DataError(f"{path}, line {number}: a second set {fields[0]!r}; leave one out")
         sets[fields[0]] = [*dict.fromkeys(genes)]
     return sets
+
+
+def read_factors(path: Path) -> dict[str, list[str]]:
+    """One set, named like the file, of the genes in its first column, each once."""
+    names = [fields[0] for _, fields in read_lines(path) if fields[0]]
+    return {path.stem: [*dict.fromkeys(names)]}
 
 
 def _find_members(

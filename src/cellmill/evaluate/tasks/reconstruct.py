@@ -5,6 +5,7 @@ Masks are keyed by cell and position, so they are the same in every evaluation.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,7 +48,6 @@ class Reconstruct(Task):
             draws.RECONSTRUCTED_CELLS,
         )
         network = self._change_objective(context.model)
-        reader = context.reader
         arrays = _observe(context, network, cells)
         if not arrays:
             raise Skipped("no scored cell has a gene that the model knows")
@@ -55,24 +55,10 @@ class Reconstruct(Task):
             # changes the network that all tasks share: harmless, because only `judge` reads temperature
             head.temperature = (classifier["calibration"] or {}).get("temperature")
         metrics, verdicts = network.objective.judge(*arrays, train=context.model.gene_statistics)
-        # notes on cells that `judge` leaves out because the model does not know their label
-        notes: list[str] = []
-        dataset = reader.dataset or context.dataset
-        for name, part in network.objective.parts_by_name().items():
-            prefix = f"{name}." if name else ""
-            judged = part.judged_labels()
-            obs = reader.read_obs([*judged, DATASET]).iloc[cells]
-            for column, labels in judged.items():
-                counts = count_labels(obs, dataset, column, labels)
-                for key, value in counts.figures().items():
-                    metrics[f"{prefix}{key}"] = value
-                if not counts.problem:
-                    continue
-                consequence = "no cell is judged"
-                if counts.n_unknown < counts.n_labelled:
-                    consequence = "such cells are not judged"
-                notes.append(f"{part.config.name} of {counts.problem}; {consequence}.")
-        return TaskResult(figures={"n_cells": len(cells)} | metrics, verdicts=verdicts, notes=notes)
+        figures, notes = _describe_unknown_labels(context, network, cells)
+        return TaskResult(
+            figures={"n_cells": len(cells)} | metrics | figures, verdicts=verdicts, notes=notes
+        )
 
     def _change_objective(self, model: EvaluatedModel) -> Model:
         """The network with the changed options of its objective, sharing its parameters."""
@@ -93,6 +79,28 @@ class Reconstruct(Task):
             )
         network.load_state_dict(trained, assign=True)
         return network.eval()
+
+
+def _describe_unknown_labels(
+    context: Context, network: Model, cells: np.ndarray
+) -> tuple[dict[str, Any], list[str]]:
+    """Figures and notes on `cells` that are not judged because the model does not know their label."""
+    figures: dict[str, Any] = {}
+    notes = []
+    dataset = context.reader.dataset or context.dataset
+    for name, part in network.objective.parts_by_name().items():
+        prefix = f"{name}." if name else ""
+        judged = part.judged_labels()
+        obs = context.reader.read_obs([*judged, DATASET]).iloc[cells]
+        for column, labels in judged.items():
+            counts = count_labels(obs, dataset, column, labels)
+            figures |= {f"{prefix}{key}": value for key, value in counts.figures().items()}
+            if counts.problem:
+                consequence = "no cell is judged"
+                if counts.n_unknown < counts.n_labelled:
+                    consequence = "such cells are not judged"
+                notes.append(f"{part.config.name} of {counts.problem}; {consequence}.")
+    return figures, notes
 
 
 def _observe(context: Context, network: Model, cells: np.ndarray) -> list[np.ndarray]:

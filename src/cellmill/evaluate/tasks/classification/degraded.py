@@ -61,16 +61,18 @@ Project = Callable[[sp.csr_matrix], np.ndarray]
 
 
 @dataclass(frozen=True)
-class TrainingCounts:
-    """Counts of the model's training cells, on which components for degraded cells are fitted."""
+class ComponentFitter:
+    """Fits principal components of the model's training cells to the genes or the depth of degraded
+    cells.
+    """
 
     context: Context
-    counts: sp.csr_matrix  # `(cells, genes of the vocabulary)`
+    counts: sp.csr_matrix  # of training cells, `(cells, genes of the vocabulary)`
     per_1k: Project
 
     @classmethod
     def read(cls, context: Context) -> Self | None:
-        """Counts of the training cells; None if they have sequences or ranks instead."""
+        """Read the training cells; None if they have sequences or ranks instead of counts."""
         manifest = context.model.manifest
         if manifest.ordered:
             return None
@@ -78,14 +80,14 @@ class TrainingCounts:
         return cls(context, counts, _fit_components(context, counts, log_per_1k))
 
     def project_panel(self, panel: sp.csr_matrix) -> np.ndarray:
-        """Components of cells `panel`, fitted on the counts of their genes in training cells."""
+        """Components of the cells with counts `panel`, fitted to their genes."""
         rows = self.context.gene_columns.target[np.unique(panel.indices)]
         in_panel = np.isin(np.arange(self.counts.shape[1]), rows[rows >= 0])
         training_panel = keep_columns(self.counts, in_panel)
         return _fit_components(self.context, training_panel, log_normalise)(panel)
 
     def fit_thinned(self, degrade: Degrade, generator: np.random.Generator) -> Project:
-        """Components fitted on training cells that lost counts."""
+        """Components fitted on training cells after `degrade`."""
         return _fit_components(self.context, degrade(self.counts, generator), log_normalise)
 
 
@@ -103,10 +105,10 @@ class Degraded(Task):
         level: str,
         counts: Mapping[str, sp.csr_matrix],
         by_level: Mapping[str, Features],
-        training: TrainingCounts,
+        fitter: ComponentFitter,
         generator: np.random.Generator,
     ) -> dict[str, Features]:
-        """Features by level, from components fitted to the genes or the depth of `level`.
+        """Features fitted to the genes or the depth of `level`, by the level of the cells that have them.
 
         `counts` and `by_level` are the counts and the other features of the cells at every level.
         """
@@ -114,7 +116,7 @@ class Degraded(Task):
 
     def run(self, context: Context) -> TaskResult:
         """A row for each pair of features and classifier. Columns are whole cells, and each level with
-        each choice of training cells.
+        each choice of cells that classifiers are fitted on.
         """
         config = self.config
         options = context.options
@@ -129,20 +131,20 @@ class Degraded(Task):
             config.repeats,
             ceiling_labels=predict_from_other_half(context)[chosen.cells],
         )
-        training = TrainingCounts.read(context)
+        fitter = ComponentFitter.read(context)
         for repeat in range(config.repeats):
             counts = self._degrade(whole, seeded(options.seed, draws.FEWER_COUNTS + repeat))
             by_level = {level: compute_features(context, cells) for level, cells in counts.items()}
-            fitted: dict[str, dict[str, Features]] = {}
-            if training is not None:
+            by_fitted_level: dict[str, dict[str, Features]] = {}
+            if fitter is not None:
                 for level, cells in counts.items():
-                    by_level[level][PER_1K] = training.per_1k(cells)
-                fitted = self._fit_to_levels(counts, by_level, training, repeat)
+                    by_level[level][PER_1K] = fitter.per_1k(cells)
+                by_fitted_level = self._fit_to_levels(counts, by_level, fitter, repeat)
             for fold in split_by_class(chosen.labels, options.folds, 1, options.seed + repeat):
                 with without_overhead():
-                    predicted = self._predict(context, by_level, by_level, chosen.labels, fold)
-                    for level, features in fitted.items():
-                        added = self._predict(context, features, [level], chosen.labels, fold)
+                    predicted = self._predict(context, by_level, chosen.labels, fold, [*by_level])
+                    for level, fitted in by_fitted_level.items():
+                        added = self._predict(context, fitted, chosen.labels, fold, [level])
                         for column, classes in added.items():
                             predicted[column] |= classes
                 majority = {MAJORITY: predict_majority(chosen.labels[fold.train], len(fold.test))}
@@ -165,30 +167,30 @@ class Degraded(Task):
         self,
         counts: Mapping[str, sp.csr_matrix],
         by_level: Mapping[str, Features],
-        training: TrainingCounts,
+        fitter: ComponentFitter,
         repeat: int,
     ) -> dict[str, dict[str, Features]]:
-        """Features of the cells by level, for each level that they are fitted to."""
-        seed = training.context.options.seed
+        """Result of `fit_to_level` for each level."""
+        seed = fitter.context.options.seed
         fitted = {}
         for number, level in enumerate(self.config.levels()):
             # a draw for each level, of at most 100 levels a repeat
             generator = seeded(seed, draws.TRAINING_CELLS + 100 * repeat + number)
-            fitted[level] = self.fit_to_level(level, counts, by_level, training, generator)
+            fitted[level] = self.fit_to_level(level, counts, by_level, fitter, generator)
         return fitted
 
     def _predict(
         self,
         context: Context,
         by_level: Mapping[str, Features],
-        levels: Iterable[str],
         labels: np.ndarray,
         fold: Fold,
+        tested_levels: Iterable[str],
     ) -> dict[str, ByMethod]:
-        """Predicted classes of the test cells at each of `levels`, by column.
+        """Predicted classes of the tested cells at each of `tested_levels`, by column.
 
-        `by_level` has the features of all cells. If it has no whole cells, the classifier of a level
-        also stands for that of whole cells.
+        `by_level` has the features of all cells. If it lacks whole cells, the column of classifiers
+        fitted on whole cells has those fitted on the level.
         """
         neighbors = self.config.neighbors
         train_labels = labels[fold.train]
@@ -205,7 +207,7 @@ class Degraded(Task):
             context,
         )
         predicted = {}
-        for level in levels:
+        for level in tested_levels:
             tested = select_cells(by_level[level], fold.test)
             if level == WHOLE:
                 predicted[WHOLE] = predict_all(classifiers[WHOLE], tested)

@@ -1,8 +1,8 @@
-"""Predicted classes of the test cells of each fold, by every pair of features and classifier, for tasks
+"""Predicted classes of the tested cells of each fold, by every pair of features and classifier, for tasks
 `probe`, `few_shot` and `leave_out`.
 
 All features get the same folds and classifiers. Scalers, components and classifiers are fitted on
-the training cells of a fold or of the model.
+the cells of a fold that are not tested, or components on the model's training cells.
 """
 
 from collections.abc import Iterable
@@ -51,10 +51,10 @@ def predict_folds(
     condition: str = "",
     with_fitted_features: bool = False,
 ) -> None:
-    """Record the predicted classes of the test cells of each fold in `predictions`.
+    """Record the predicted classes of the tested cells of each fold in `predictions`.
 
     `features` are those of all cells, `(cells, width)` each. `with_fitted_features` adds the majority
-    class, and features fitted on the training cells of a fold: principal components, and the
+    class, and features fitted anew in each fold: principal components, and the
     embedding joined to the components of the model's training cells.
     """
     labels = predictions.labels

@@ -7,7 +7,6 @@ every method.
 
 from dataclasses import replace
 
-import numpy as np
 import pandas as pd
 
 from cellmill.config.parts.tasks import LeaveOutConfig
@@ -15,7 +14,7 @@ from cellmill.evaluate.classifiers.class_predictions import ClassPredictions
 from cellmill.evaluate.features.cell_features import cell_features
 from cellmill.evaluate.labels import labelled_cells, predict_from_other_half
 from cellmill.evaluate.scores import ScoreColumn, tabulate
-from cellmill.evaluate.splits import Fold, split_groups
+from cellmill.evaluate.splits import split_groups
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.evaluate.tasks.classification.fold_predictions import predict_folds
 from cellmill.runs.results import TaskResult
@@ -43,11 +42,7 @@ class LeaveOut(Task):
             groups = context.roles[role].iloc[chosen.cells]
             n_groups_of_class = pd.Series(groups.to_numpy()).groupby(labels).nunique()
             in_one_group = sorted(n_groups_of_class.index[n_groups_of_class < 2])
-            folds: list[Fold] = []
-            for train, test in split_groups(groups, self.config.most_folds):
-                # training cells of one class fit nothing
-                if len(np.unique(labels[train])) > 1:
-                    folds.append(Fold(len(folds), train, test))
+            folds = split_groups(groups, self.config.most_folds, labels)
             figures |= {
                 PLURALS[role]: int(groups.nunique()),
                 f"{role}_folds": len(folds),

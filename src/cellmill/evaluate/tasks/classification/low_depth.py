@@ -11,7 +11,7 @@ import scipy.sparse as sp
 from cellmill.config.parts.tasks import LowDepthConfig
 from cellmill.evaluate.features.components import COMPONENTS
 from cellmill.evaluate.methods import Features
-from cellmill.evaluate.tasks.classification.degraded import Degrade, Degraded, TrainingCounts
+from cellmill.evaluate.tasks.classification.degraded import ComponentFitter, Degrade, Degraded
 from cellmill.runs.results import ScoredMethod
 
 THINNED_COMPONENTS = ScoredMethod(f"PCA{COMPONENTS} of thinned cells")
@@ -28,12 +28,12 @@ class LowDepth(Degraded):
         level: str,
         counts: Mapping[str, sp.csr_matrix],
         by_level: Mapping[str, Features],
-        training: TrainingCounts,
+        fitter: ComponentFitter,
         generator: np.random.Generator,
     ) -> dict[str, Features]:
         """Components at every level, fitted on training cells with the depth of `level`."""
         degrade = self.losses()[self.config.levels().index(level)]
-        project = training.fit_thinned(degrade, generator)
+        project = fitter.fit_thinned(degrade, generator)
         return {name: {THINNED_COMPONENTS: project(cells)} for name, cells in counts.items()}
 
 

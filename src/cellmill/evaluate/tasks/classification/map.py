@@ -4,7 +4,7 @@ Known types are scored by accuracy, in which a refused cell is wrong. Then one t
 left out of the atlas, too. Two columns score its cells: the share that is refused, and the AUROC of
 their novelty against that of other cells. Novelty is the distance to the atlas, or for a regression
 1 minus the highest probability. A cell is refused if its novelty is in the top `refuse_frac` of the
-novelty of training cells, each predicted without its donor. Labels that are terms of the Cell Ontology have
+novelty of fitted cells, each predicted without its donor. Labels that are terms of the Cell Ontology have
 a column `credit`: a superclass of the right term counts as its share of the information
 (`evaluate/atlas/ontology.py`).
 
@@ -29,11 +29,11 @@ from cellmill.evaluate.classifiers.fitted import without_overhead
 from cellmill.evaluate.classifiers.logistic import LogisticRegression
 from cellmill.evaluate.features.cell_features import cell_features
 from cellmill.evaluate.inference.written import DISTANCE, REFUSED
-from cellmill.evaluate.labels import LabelledCells, labelled_cells
+from cellmill.evaluate.labels import labelled_cells
 from cellmill.evaluate.methods import ALL_GENES, REGRESSION, ByMethod
 from cellmill.evaluate.scores import ScoreColumn, tabulate
 from cellmill.evaluate.seen.seen_cells import Seen
-from cellmill.evaluate.splits import split_groups
+from cellmill.evaluate.splits import split_donors, split_groups
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.models.objectives.shared.calibration import softmax
 from cellmill.runs.results import ScoredMethod, TaskResult
@@ -52,7 +52,7 @@ class MethodResult:
     labels: np.ndarray  # (cells,) text; NONE for a refused cell
     is_refused: np.ndarray  # (cells,) bool
     novelty: np.ndarray  # (cells,) float64
-    can_refuse: bool = True  # False if no training cell tells what novelty is usual
+    can_refuse: bool = True  # False if no fitted cell tells what novelty is usual
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,10 @@ class LabelledVectors:
         `(len(train),)` float64; NaN for a cell without such a regression.
         """
         novelty = np.full(len(train), np.nan)
-        for inner_train, inner_test in split_groups(pd.Series(self.donors[train]), INNER_FOLDS):
-            fitted = train[inner_train]
-            if len(np.unique(self.labels[fitted])) > 1:
-                _, probabilities = self.fit_probabilities(fitted, train[inner_test])
-                novelty[inner_test] = 1 - probabilities.max(axis=1)
+        donors = pd.Series(self.donors[train])
+        for _, fitted, tested in split_groups(donors, INNER_FOLDS, self.labels[train]):
+            _, probabilities = self.fit_probabilities(train[fitted], train[tested])
+            novelty[tested] = 1 - probabilities.max(axis=1)
         return novelty
 
 
@@ -128,9 +127,10 @@ class MapCells(Task):
         needed_by = "evaluate.tasks.map.min_cells"
         chosen = labelled_cells(context, "map", config.min_cells, needed_by)
         labels = chosen.labels
-        donors, folds = self._split_donors(context, chosen)
+        role, folds = split_donors(context.roles, chosen.cells, config.most_folds, labels)
         if not folds:
             raise Skipped("the scored cells have no two donors or batches", chosen.figures)
+        donors = text_values(context.roles[role].iloc[chosen.cells])
         features = cell_features(context, chosen.cells)
         # distances over all genes mostly tell how deeply cells were sequenced
         del features[ALL_GENES]
@@ -142,7 +142,7 @@ class MapCells(Task):
         n_refused: Counter[ScoredMethod] = Counter()
         n_tested: Counter[ScoredMethod] = Counter()  # by a method that can refuse
         with without_overhead():
-            for fold, (train, test) in enumerate(folds):
+            for fold, train, test in folds:
                 for source, values in features.items():
                     cells = LabelledVectors(np.asarray(values, np.float32), labels, donors)
                     mapped = self._map_cells(source, cells, train, test)
@@ -169,24 +169,6 @@ class MapCells(Task):
         }
         return tabulate(columns, figures)
 
-    def _split_donors(
-        self, context: Context, chosen: LabelledCells
-    ) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]:
-        """Donor of each chosen cell, or its batch if donors make no folds, and the training and test
-        cells of each fold.
-        """
-        for role in ("donor", "batch"):
-            if role not in context.roles:
-                continue
-            groups = context.roles[role].iloc[chosen.cells]
-            folds = []
-            for train, test in split_groups(groups, self.config.most_folds):
-                if len(np.unique(chosen.labels[train])) > 1:
-                    folds.append((train, test))
-            if folds:
-                return text_values(groups), folds
-        return np.zeros(0, object), []
-
     def _map_new_type(
         self,
         method: ScoredMethod,
@@ -195,7 +177,7 @@ class MapCells(Task):
         test: np.ndarray,
         name: str,
     ) -> dict[ScoredMethod, MethodResult]:
-        """As `_map_cells`, without the training cells of type `name`; empty if too few cells remain
+        """As `_map_cells`, without the fitted cells of type `name`; empty if too few cells remain
         on either side.
         """
         is_new = cells.labels[test] == name

@@ -13,7 +13,7 @@ from cellmill.config.parts.tasks import MissingGenesConfig
 from cellmill.evaluate.features.cell_features import keep_columns
 from cellmill.evaluate.features.components import COMPONENTS
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING, Features
-from cellmill.evaluate.tasks.classification.degraded import Degrade, Degraded, TrainingCounts
+from cellmill.evaluate.tasks.classification.degraded import ComponentFitter, Degrade, Degraded
 from cellmill.runs.results import ScoredMethod
 
 PANEL_EMBEDDING = replace(EMBEDDING, features="embedding of the panel")
@@ -32,7 +32,7 @@ class MissingGenes(Degraded):
         level: str,
         counts: Mapping[str, sp.csr_matrix],
         by_level: Mapping[str, Features],
-        training: TrainingCounts,
+        fitter: ComponentFitter,
         generator: np.random.Generator,
     ) -> dict[str, Features]:
         """Features of the panel of `level`, which only the cells of this level have; the model's
@@ -40,7 +40,7 @@ class MissingGenes(Degraded):
         """
         panel_features = {
             PANEL_EMBEDDING: by_level[level][EMBEDDING],
-            PANEL_COMPONENTS: training.project_panel(counts[level]),
+            PANEL_COMPONENTS: fitter.project_panel(counts[level]),
             PANEL_GENES: by_level[level][ALL_GENES],
         }
         return {level: panel_features}

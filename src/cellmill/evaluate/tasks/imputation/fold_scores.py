@@ -28,7 +28,7 @@ METRICS: Mapping[str, str] = {  # names in words by heading; lower is better for
 
 @dataclass(frozen=True)
 class FoldPrediction:
-    """Expression of the test cells of one fold, predicted by one method."""
+    """Expression of the tested cells of one fold, predicted by one method."""
 
     method: ScoredMethod
     repetition: int

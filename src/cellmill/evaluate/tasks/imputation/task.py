@@ -30,7 +30,7 @@ from cellmill.evaluate.hidden_genes.partly_hidden_cells import PartlyHiddenCells
 from cellmill.evaluate.hidden_genes.ridge import GeneRidge
 from cellmill.evaluate.methods import EMBEDDING, ByMethod, add_note
 from cellmill.evaluate.scores import ScoreColumn, tabulate
-from cellmill.evaluate.splits import Fold, split_groups
+from cellmill.evaluate.splits import Fold, split_donors
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.evaluate.tasks.imputation.fold_scores import FoldPrediction, make_columns
 from cellmill.evaluate.tasks.imputation.regressions import VisibleFeatures, predict_by_regressions
@@ -81,16 +81,11 @@ class Imputation(Task):
 
         Raises Skipped for too few cells.
         """
-        folds: list[Fold] = []
-        for role in ("donor", "batch"):
-            if role not in context.roles:
-                continue
-            groups = context.roles[role].iloc[cells]
-            for train, test in split_groups(groups, self.config.most_folds):
-                if min(len(train), len(test)) >= MIN_CELLS:
-                    folds.append(Fold(len(folds), train, test))
-            if folds:
-                return role, folds
+        role, folds = split_donors(
+            context.roles, cells, self.config.most_folds, min_cells=MIN_CELLS
+        )
+        if folds:
+            return role, folds
         options = context.options
         if len(cells) < MIN_CELLS * options.folds:
             raise Skipped(

@@ -17,7 +17,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -115,22 +115,14 @@ class SplitFile:
     undivided: list[str]  # see `PartNames`
 
     @classmethod
-    def read(cls, config: PerturbationConfig, context: Context) -> "SplitFile":
+    def read(cls, config: PerturbationConfig, context: Context) -> Self:
         """The file of `config`. Raises Skipped for a dataset that a TOML file lacks, and DataError
         for a damaged file or one that does not fit the dataset.
         """
         path = Path(str(config.split_file))
         lines = _read_lines(path, context.dataset)
         role = config.split_context if any(line.context for line in lines) else None
-        contexts: set[str] = set()
-        if role is not None:
-            if role not in context.roles:
-                raise DataError(
-                    f"{path}: it has contexts, such as {next(filter(None, (line.context for line in lines)))!r}, but "
-                    f"{context.dataset} has no column {role}; set split_context of task perturbation to one of "
-                    f"{', '.join(context.roles)}"
-                )
-            contexts = {*text_values(context.roles[role].dropna()).tolist()}
+        contexts = set() if role is None else _find_contexts(path, lines, role, context)
         known = find_names(context, are_controls=False)
         names = PartNames(context, config.combination_delimiter)
         resolve = _make_resolver(path, names, known)
@@ -147,17 +139,9 @@ class SplitFile:
             perturbation = resolve(where, line.perturbation)
             if perturbation is None:
                 continue
-            split = TEST if line.split in GEARS_GROUPS else line.split
             key = (perturbation, line.context)
-            before = splits.get(key, split)
             # cell-load may test perturbations that it also validates on
-            may_overlap = path.suffix.lower() == ".toml" and TRAIN not in (before, split)
-            if before != split and not may_overlap:
-                raise DataError(
-                    f"{where}: {line.perturbation or line.context!r} is in {split}, and in {before} above; "
-                    "leave it in one"
-                )
-            splits[key] = TEST if TEST in (before, split) else split
+            splits[key] = _join_splits(where, line, splits.get(key), path.suffix.lower() == ".toml")
             if line.split in GEARS_GROUPS:
                 stated_novelty[perturbation] = GEARS_GROUPS[line.split]
         return cls(path, role, names, splits, stated_novelty, names.undivided(known))
@@ -210,6 +194,33 @@ class SplitFile:
                 novelty = NEW
             by_novelty.setdefault(novelty, []).append(unit)
         return {novelty: np.array(by_novelty[novelty]) for novelty in sorted(by_novelty)}
+
+
+def _find_contexts(path: Path, lines: list[Line], role: str, context: Context) -> set[str]:
+    """Values of the dataset's role of contexts. Raises DataError for a dataset without this role."""
+    if role not in context.roles:
+        raise DataError(
+            f"{path}: it has contexts, such as {next(filter(None, (line.context for line in lines)))!r}, but "
+            f"{context.dataset} has no column {role}; set split_context of task perturbation to one of "
+            f"{', '.join(context.roles)}"
+        )
+    return {*text_values(context.roles[role].dropna()).tolist()}
+
+
+def _join_splits(where: str, line: Line, before: str | None, may_overlap: bool) -> str:
+    """Split of a line, if its perturbation and context are in split `before` by an earlier line.
+
+    Raises DataError for another split, unless `may_overlap` and both test or validate: then test.
+    """
+    split = TEST if line.split in GEARS_GROUPS else line.split
+    if before in (None, split):
+        return split
+    if not may_overlap or TRAIN in (before, split):
+        raise DataError(
+            f"{where}: {line.perturbation or line.context!r} is in {split}, and in {before} above; "
+            "leave it in one"
+        )
+    return TEST
 
 
 def _make_resolver(
