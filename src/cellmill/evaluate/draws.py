@@ -24,8 +24,8 @@ IMPUTED_CELLS = 9
 HIDDEN_GENES = 10
 RIDGE_PARTS = 10  # parts of the genes, hidden in turn
 # tasks/classification/degraded.py adds repetitions and levels to these
-FEWER_COUNTS = 1000
-TRAINING_CELLS = 2000
+FEWER_COUNTS = 1000  # losses of the scored cells
+TRAINING_CELLS = 2000  # losses of the model's training cells
 
 
 def seeded(seed: int, key: int) -> np.random.Generator:

@@ -37,9 +37,9 @@ from cellmill.evaluate.inference.written import (
 from cellmill.evaluate.seen.seen_cells import Seen
 
 BLOCK = 16_384  # cells mapped at once
-COPIES = 4  # more neighbours than needed, of which copies of the cell are left out
-SAME = 2.0**-10
-"""Distance, in lengths of the vector, up to which a cell is one of the atlas: float16 rounds by half."""
+SPARE_NEIGHBORS = 4  # looked up beyond k, because copies of the cell are left out
+COPY_DISTANCE = 2.0**-10
+"""Distance, in lengths of the vector, up to which a cell of the atlas is a copy: float16 rounds by half."""
 MIN_SHOWN = 20  # reference cells of a donor whose share is printed
 
 
@@ -198,9 +198,9 @@ def _find_neighbors(atlas: CellAtlas, vectors: np.ndarray) -> _Neighbors:
     """Neighbours of cells with finite `vectors`, (cells, width) float32."""
     k = atlas.record.neighbors
     queries = np.ascontiguousarray(vectors / np.float32(atlas.record.scale), np.float32)
-    points, distances = atlas.points.nearest(queries, k + COPIES)
+    points, distances = atlas.points.nearest(queries, k + SPARE_NEIGHBORS)
     lengths = np.sqrt(np.einsum("ij,ij->i", queries, queries))
-    is_copy = distances <= SAME * lengths[:, None]
+    is_copy = distances <= COPY_DISTANCE * lengths[:, None]
     # copies go last, and the others keep their order
     points = np.where(is_copy, NOWHERE, points)
     distances = np.where(is_copy, np.inf, distances)

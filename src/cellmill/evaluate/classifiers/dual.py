@@ -21,7 +21,7 @@ from cellmill.evaluate.classifiers import newton
 from cellmill.evaluate.classifiers.newton import Search, Unwhitened
 from cellmill.evaluate.features.products import CellProducts, compute_scales
 
-MAX_ROUNDS = 12  # of the stand-in; then the fit is left to `fit_weights`
+MAX_ROUNDS = 12  # rounds with K, after which the fit is left to `fit_weights`
 CONSTANT_TOLERANCE = 1e-3  # largest change of a constant by the last round
 MAX_COLUMNS = 256  # classes of all fits that take steps together
 ByFit = dict[int, np.ndarray]

@@ -67,33 +67,33 @@ class GeneRidge:
 
     def predict(
         self,
-        visible: sp.csr_matrix,
-        shown: np.ndarray,
-        genes: np.ndarray,
+        visible_counts: sp.csr_matrix,
+        visible_genes: np.ndarray,
+        hidden_genes: np.ndarray,
         noises: Iterable[float] = (1.0,),
     ) -> list[np.ndarray]:
-        """(C, G) float32: log(1 + counts per 10,000) of `genes`, rows of the vocabulary, from the
-        counts (C, V) of the genes `shown`, other rows; for each of `noises`, in units of `noise`.
+        """(C, G) float32: log(1 + counts per 10,000) of the hidden genes from the counts (C, V) of the
+        visible ones, both rows of the vocabulary; for each of `noises`, in units of `noise`.
         """
         shares = self.shares.astype(np.float64)
-        known = shares[shown].sum()
+        known = shares[visible_genes].sum()
         # counts per 10,000 of all measured genes: the hidden ones have their mean share
-        per_cell = TARGET_SUM * known / max(known + shares[genes].sum(), 1e-9)
-        totals = visible.sum(axis=1, dtype=np.float64)
+        per_cell = TARGET_SUM * known / max(known + shares[hidden_genes].sum(), 1e-9)
+        totals = visible_counts.sum(axis=1, dtype=np.float64)
         depth = np.maximum(np.asarray(totals), 1e-9)
-        profiles = visible.multiply(per_cell / depth).tocsr().log1p()
+        profiles = visible_counts.multiply(per_cell / depth).tocsr().log1p()
         loadings = self.loadings.astype(np.float64)
-        known_loadings = loadings[:, shown]
-        # genes that are not shown have no counts
+        known_loadings = loadings[:, visible_genes]
+        # other genes have no counts
         products = profiles @ loadings.T
-        products -= known_loadings @ self.means[shown]
+        products -= known_loadings @ self.means[visible_genes]
         gram = known_loadings @ known_loadings.T
         predictions = []
         for noise in noises:
             penalty = self.noise * np.float32(noise) * np.eye(len(loadings))
             # (C, K)
             factors = np.linalg.solve(gram + penalty, products.T).T
-            predicted = factors @ loadings[:, genes] + self.means[genes]
+            predicted = factors @ loadings[:, hidden_genes] + self.means[hidden_genes]
             predictions.append(predicted.astype(np.float32))
         return predictions
 

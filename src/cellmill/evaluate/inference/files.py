@@ -30,7 +30,7 @@ ABOUT = "cellmill"  # uns
 OWN = f"obsm[{KEY!r}]"
 EXTERNAL = "obsm['X_emb']"
 PATHS = {OWN: f"obsm/{KEY}", EXTERNAL: "obsm/X_emb", "X": "X"}
-AGAIN = "run embed again"
+EMBED_AGAIN = "run embed again"
 FIELDS = ("dataset", "task", "name", "kind", "column", "statistic", "repetition", "value")
 
 
@@ -118,30 +118,33 @@ def read_embedding(path: Path, names: pd.Index, model_digest: str, width: int | 
     """
     if not path.exists():
         raise DataError(f"{path}: no such file; run embed first")
-    with open_h5(path, AGAIN) as file:
-        stored = _read(file, str(path), (OWN,), names, "the dataset", f"; {AGAIN}")
+    with open_h5(path, EMBED_AGAIN) as file:
+        stored = _read(file, str(path), (OWN,), names, "the dataset", f"; {EMBED_AGAIN}")
     vectors = stored.vectors
     digest = str(stored.about.get("model_digest"))
     if digest != model_digest:
         raise DataError(
-            f"{path}: made by model {digest[:12]}, expected {model_digest[:12]}; {AGAIN}"
+            f"{path}: made by model {digest[:12]}, expected {model_digest[:12]}; {EMBED_AGAIN}"
         )
     if width not in (None, vectors.shape[1]):
         raise DataError(
-            f"{path}: {OWN}: expected {width:,} columns, got {vectors.shape[1]:,}; {AGAIN}"
+            f"{path}: {OWN}: expected {width:,} columns, got {vectors.shape[1]:,}; {EMBED_AGAIN}"
         )
     finite = np.isfinite(vectors)
     wrong = (finite.any(axis=1) != finite.all(axis=1)) | np.isinf(vectors).any(axis=1)
     if wrong.any():
         raise DataError(
-            f"{path}: cell {int(wrong.argmax()) + 1:,} has numbers that are not finite; {AGAIN}"
+            f"{path}: cell {int(wrong.argmax()) + 1:,} has numbers that are not finite; {EMBED_AGAIN}"
         )
     return vectors
 
 
 def read_costs(path: Path) -> dict[str, float]:
     """`seconds`, `peak_gb` and `coverage_frac` of the stage `embed` that wrote an embedding."""
-    with open_h5(path, AGAIN) as file, explain_damage(f"{path}: uns[{ABOUT!r}]", f"; {AGAIN}"):
+    with (
+        open_h5(path, EMBED_AGAIN) as file,
+        explain_damage(f"{path}: uns[{ABOUT!r}]", f"; {EMBED_AGAIN}"),
+    ):
         return {
             name: float(read_elem(file["uns"][ABOUT][name]))
             for name in ("seconds", "peak_gb", "coverage_frac")

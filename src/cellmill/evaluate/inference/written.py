@@ -31,7 +31,8 @@ ABOUT_MAP = "cellmill_map"  # uns
 
 
 def names_of_predictions(*abouts: Iterable[str]) -> set[str]:
-    """obs columns and obsm tables of predictions with the keys `abouts` in uns, and of one head.
+    """obs columns and obsm tables that predictions may write: those of one head, and of the heads that
+    their entries in uns, with keys `abouts`, name.
 
     A prediction replaces all of them: a column that it lacks would be about other labels.
     """

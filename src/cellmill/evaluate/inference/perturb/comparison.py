@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cellmill.evaluate.inference.perturb.units import TASK, MeasuredUnits, Units
+from cellmill.evaluate.inference.perturb.units import TASK_DEFAULTS, MeasuredUnits, Units
 from cellmill.evaluate.methods import ByMethod
 from cellmill.evaluate.scores import ScoreColumn
 from cellmill.evaluate.tasks.perturbation.baselines import NO_CHANGE, ChangesByMethod
@@ -61,7 +61,7 @@ def compare_responses(
         by_metric: dict[str, ByMethod] = {metric: {} for metric in METRICS}
         for method, changes in predictions.items():
             scores = change_scores(
-                changes, measured.changes[chosen], perturbed[chosen], TASK.top_genes
+                changes, measured.changes[chosen], perturbed[chosen], TASK_DEFAULTS.top_genes
             )
             for metric, unit_scores in scores.items():
                 if not np.isfinite(unit_scores).any():
@@ -100,7 +100,7 @@ def _measure_perturbations(profiles: Profiles) -> FileChanges:
     changes = profiles.changes(
         np.where(is_usable, number, -1), len(names), profiles.control_means(START_HALF)
     )
-    has_enough = np.bincount(number[is_usable], minlength=len(names)) >= TASK.min_cells
+    has_enough = np.bincount(number[is_usable], minlength=len(names)) >= TASK_DEFAULTS.min_cells
     return FileChanges(names[has_enough], changes[has_enough])
 
 

@@ -21,10 +21,10 @@ from cellmill.data.prepare.qc_lines import list_first
 from cellmill.errors import ConfigError, did_you_mean
 from cellmill.evaluate.inference.label_counts import MAX_NAMES
 from cellmill.evaluate.inference.perturb.screen import PerturbationScreen
-from cellmill.evaluate.tasks.perturbation.doses import NAME
+from cellmill.evaluate.tasks.perturbation.doses import NAME_WITH_DOSE
 from cellmill.evaluate.tasks.perturbation.profiles import REFERENCE_HALF
 
-TASK = PerturbationConfig.model_validate({})  # options of the scores, as in task perturbation
+TASK_DEFAULTS = PerturbationConfig.model_validate({})  # options of task perturbation
 
 
 class Units(NamedTuple):
@@ -52,7 +52,7 @@ class MeasuredUnits:
     @cached_property
     def is_measured(self) -> np.ndarray:
         """(U,) bool: True for units with enough cells."""
-        return self.n_cells >= TASK.min_cells
+        return self.n_cells >= TASK_DEFAULTS.min_cells
 
     @classmethod
     def read(cls, screen: PerturbationScreen, units: Units, is_compared: np.ndarray) -> Self:
@@ -65,7 +65,7 @@ class MeasuredUnits:
         n_cells = np.bincount(unit_of_cell[unit_of_cell >= 0], minlength=len(units.names))
         controls = profiles.control_means(REFERENCE_HALF)
         changes = profiles.changes(unit_of_cell, len(n_cells), controls)
-        changes[n_cells < TASK.min_cells] = np.nan
+        changes[n_cells < TASK_DEFAULTS.min_cells] = np.nan
         return cls(unit_of_cell, n_cells, changes)
 
 
@@ -136,11 +136,11 @@ def _check_known(
     parts = [part.strip() for part in name.split(SEPARATOR)]
     if name in trained or len(genes) == len(parts):
         return
-    with_dose = NAME.fullmatch(name)
+    with_dose = NAME_WITH_DOSE.fullmatch(name)
     compound = with_dose["compound"] if with_dose else name
     doses = []
     for level in trained:
-        match = NAME.fullmatch(level)
+        match = NAME_WITH_DOSE.fullmatch(level)
         if level == compound or (match is not None and match["compound"] == compound):
             doses.append(level)
     if doses:

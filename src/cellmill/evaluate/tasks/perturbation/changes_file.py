@@ -37,7 +37,7 @@ from cellmill.evaluate.tasks.perturbation.probes import choose_probed, make_prob
 from cellmill.evaluate.tasks.perturbation.profiles import check_changes, controlled_role
 from cellmill.evaluate.tasks.perturbation.scoring import score_predictions
 from cellmill.evaluate.tasks.perturbation.split_file import SplitFile
-from cellmill.evaluate.tasks.perturbation.units import PERTURBATION, HeldOutUnits
+from cellmill.evaluate.tasks.perturbation.units import PERTURBATION, RoleUnits
 
 ABOUT_CHANGES = "cellmill_changes"  # key in uns
 # obs column `group`; a control's kind is at the number of its half, START_HALF or REFERENCE_HALF
@@ -91,12 +91,12 @@ def write_changes(
     return adata
 
 
-def _hold_out(context: Context, config: PerturbationConfig) -> tuple[HeldOutUnits, list[Fold]]:
+def _hold_out(context: Context, config: PerturbationConfig) -> tuple[RoleUnits, list[Fold]]:
     """Units, and the folds of the first repetition. Raises DataError if there are none."""
     try:
         check_changes(context)
         split_file = None if config.split_file is None else SplitFile.read(config, context)
-        units = HeldOutUnits.read(context, config, PERTURBATION, split_file)
+        units = RoleUnits.read(context, config, PERTURBATION, split_file)
     except Skipped as reason:
         raise DataError(
             f"{context.dataset}: {reason}; expected perturbations, and controls in each batch or donor (columns of the "
@@ -129,7 +129,7 @@ def _collect_changes(
     return {method: values for method, values in changes.items() if np.isfinite(values).all()}
 
 
-def _describe_cells(units: HeldOutUnits, tested: np.ndarray, names: list[str]) -> pd.DataFrame:
+def _describe_cells(units: RoleUnits, tested: np.ndarray, names: list[str]) -> pd.DataFrame:
     """obs of all cells; those without a `group` are not written. `names` are those of the tested
     units, then the control's.
     """

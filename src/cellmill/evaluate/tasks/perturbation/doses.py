@@ -36,15 +36,15 @@ from cellmill.runs.results import ScoredMethod
 
 LINEAR = ScoredMethod("linear in log dose")
 HILL = ScoredMethod("Hill curve")
-# parts of micromolar, and of micrograms per millilitre
-UNITS = {"pM": 1e-6, "nM": 1e-3, "uM": 1.0, "mM": 1e3, "M": 1e6}
+# in micromolar, and in micrograms per millilitre
+MOLAR_UNITS = {"pM": 1e-6, "nM": 1e-3, "uM": 1.0, "mM": 1e3, "M": 1e6}
 MASS_UNITS = {"ng/ml": 1e-3, "ug/ml": 1.0, "mg/ml": 1e3}
 # `-` is often part of a name, so a number without a unit is a dose only after `_`
-NAME = re.compile(
+NAME_WITH_DOSE = re.compile(
     r"(?P<compound>.+?)(?P<between>[_ @-])(?P<number>\d+\.?\d*(?:e[-+]?\d+)?) ?(?P<unit>[a-zA-Zµμ]+(?:/m[lL])?)?"
 )
-# bounds of a Hill curve: EC50 in decades beyond the doses, and the coefficient n
-BEYOND = 1.0
+# bounds of a Hill curve: EC50 in decades beyond the doses, and its coefficient n
+EC50_MARGIN = 1.0
 SLOPES = (0.3, 5.0)
 MAX_TOP = 100.0  # largest strength, over that of the doses
 LARGEST_LOG = 30.0  # of the ends of an interval
@@ -71,20 +71,20 @@ def parse_names(names: np.ndarray, unit: str | None) -> tuple[np.ndarray, np.nda
     common: dict[str, str] = {}
     for name in np.unique(names).tolist():
         parsed[name] = (name, "")
-        match = NAME.fullmatch(name)
+        match = NAME_WITH_DOSE.fullmatch(name)
         if match is None:
             continue
         default = unit if match["between"] == "_" else None
         stated = match["unit"] or default or ""
         stated = stated.replace("µ", "u").replace("μ", "u").replace("mL", "ml")
-        factor = UNITS.get(stated, MASS_UNITS.get(stated))
+        factor = MOLAR_UNITS.get(stated, MASS_UNITS.get(stated))
         if factor is None:
             if match["unit"] is None and match["between"] == "_":
                 raise DataError(
                     f"perturbation {name!r} ends in a number without a unit; set dose_unit of task perturbation"
                 )
             continue
-        common.setdefault("uM" if stated in UNITS else "ug/ml", name)
+        common.setdefault("uM" if stated in MOLAR_UNITS else "ug/ml", name)
         parsed[name] = (match["compound"], f"{float(match['number']) * factor:.6g}")
     if len(common) != 1:
         shown = " and ".join(common.values()) or ", ".join([*parsed][:3])
@@ -129,8 +129,8 @@ def fit_hill(log_dose: np.ndarray, changes: np.ndarray) -> Curve:
     direction = np.linalg.svd(changes, full_matrices=False)[2][0]
     strength = changes @ direction
     strength = strength * np.sign(strength.sum())
-    low = log_dose.min() - BEYOND
-    high = log_dose.max() + BEYOND
+    low = log_dose.min() - EC50_MARGIN
+    high = log_dose.max() + EC50_MARGIN
     top = np.abs(strength).max()
     if not top > 0:
         return Curve(reason="no change")

@@ -12,10 +12,10 @@ from sklearn.model_selection import GroupKFold, KFold
 from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.tasks.perturbation.doses import FEWEST_DOSES, leave_out_doses
 from cellmill.evaluate.tasks.perturbation.split_file import TEST, TRAIN
-from cellmill.evaluate.tasks.perturbation.units import DOSE, PERTURBATION, HeldOutUnits
+from cellmill.evaluate.tasks.perturbation.units import DOSE, PERTURBATION, RoleUnits
 
 
-def folds_by_heading(units: HeldOutUnits) -> dict[str, list[Fold]]:
+def folds_by_heading(units: RoleUnits) -> dict[str, list[Fold]]:
     """Folds by what they test, in the words of a heading, such as `new donor`. A split file has a
     heading for each novelty of units. Empty if nothing can be tested.
     """
@@ -30,7 +30,7 @@ def folds_by_heading(units: HeldOutUnits) -> dict[str, list[Fold]]:
     return {novelty: [Fold(0, train, tested)] for novelty, tested in by_novelty.items()}
 
 
-def make_folds(units: HeldOutUnits) -> Iterator[Fold]:
+def make_folds(units: RoleUnits) -> Iterator[Fold]:
     """Units to fit on and to test. Empty if the model saw cells of all groups, if there are fewer
     than two groups, or for doses if no compound has FEWEST_DOSES of them.
     """
@@ -49,7 +49,7 @@ def make_folds(units: HeldOutUnits) -> Iterator[Fold]:
         yield from _divide_contexts(units)
 
 
-def _test_unseen(units: HeldOutUnits) -> Fold:
+def _test_unseen(units: RoleUnits) -> Fold:
     """The fold that tests the units of unseen groups.
 
     Baselines are fitted on the groups that the model was fitted on, not on groups that only
@@ -61,7 +61,7 @@ def _test_unseen(units: HeldOutUnits) -> Fold:
     return Fold(0, np.flatnonzero(fitted), np.flatnonzero(units.unseen))
 
 
-def _divide_perturbations(units: HeldOutUnits) -> Iterator[Fold]:
+def _divide_perturbations(units: RoleUnits) -> Iterator[Fold]:
     """Folds of the groups, shuffled anew in each repetition."""
     groups = np.unique(units.group_of_unit)
     options = units.context.options
@@ -73,7 +73,7 @@ def _divide_perturbations(units: HeldOutUnits) -> Iterator[Fold]:
             yield Fold(repetition, np.flatnonzero(~is_tested), np.flatnonzero(is_tested))
 
 
-def _divide_contexts(units: HeldOutUnits) -> Iterator[Fold]:
+def _divide_contexts(units: RoleUnits) -> Iterator[Fold]:
     """Folds of whole contexts, at most `most_folds`."""
     n_folds = min(len(np.unique(units.group_of_unit)), units.config.most_folds)
     splitter = GroupKFold(n_folds)
@@ -81,7 +81,7 @@ def _divide_contexts(units: HeldOutUnits) -> Iterator[Fold]:
         yield Fold(0, train, test)
 
 
-def explain_no_folds(units: HeldOutUnits) -> str:
+def explain_no_folds(units: RoleUnits) -> str:
     """Why there are no folds, if there are none."""
     n_groups = len(np.unique(units.group_of_unit))
     enough = f"{units.config.min_cells} cells or more (min_cells)"

@@ -26,7 +26,7 @@ from cellmill.evaluate.tasks.perturbation.doses import predict_new_doses
 from cellmill.evaluate.tasks.perturbation.gene_features import average_gene_vectors
 from cellmill.evaluate.tasks.perturbation.profiles import START_HALF
 from cellmill.evaluate.tasks.perturbation.response import ResponseHead
-from cellmill.evaluate.tasks.perturbation.units import DOSE, PERTURBATION, HeldOutUnits
+from cellmill.evaluate.tasks.perturbation.units import DOSE, PERTURBATION, RoleUnits
 
 RESPONSE = replace(EMBEDDING, classifier="response head")
 
@@ -35,7 +35,7 @@ RESPONSE = replace(EMBEDDING, classifier="response head")
 class ChangePredictor:
     """What the changes of units are predicted from."""
 
-    units: HeldOutUnits
+    units: RoleUnits
 
     @cached_property
     def start_means(self) -> np.ndarray:

@@ -23,7 +23,7 @@ from cellmill.evaluate.tasks.perturbation.change_scores import (
 from cellmill.evaluate.tasks.perturbation.predictions import ChangePredictor
 from cellmill.evaluate.tasks.perturbation.probes import choose_probed, make_probes
 from cellmill.evaluate.tasks.perturbation.profiles import REFERENCE_HALF, START_HALF
-from cellmill.evaluate.tasks.perturbation.units import PERTURBATION, HeldOutUnits
+from cellmill.evaluate.tasks.perturbation.units import PERTURBATION, RoleUnits
 from cellmill.runs.results import ScoredMethod
 
 CEILING = ScoredMethod("split halves", kind="ceiling")
@@ -65,7 +65,7 @@ def score_role(predictor: ChangePredictor, folds: list[Fold]) -> RoleScores:
 
 
 def score_predictions(
-    units: HeldOutUnits, folds: list[Fold], predictions: Iterable[ChangesByMethod]
+    units: RoleUnits, folds: list[Fold], predictions: Iterable[ChangesByMethod]
 ) -> Scores:
     """Scores of the predicted changes of each fold, `(test units, G)`."""
     controls = units.profiles.control_means(REFERENCE_HALF)
@@ -78,7 +78,7 @@ def score_predictions(
 
 
 def score_pairs(
-    units: HeldOutUnits,
+    units: RoleUnits,
     folds: list[Fold],
     pairs: Iterable[Mapping[ScoredMethod, ChangePair]],
 ) -> Scores:

@@ -39,7 +39,7 @@ from cellmill.evaluate.tasks.perturbation.units import (
     DOSE,
     NO_CONTROLS,
     PERTURBATION,
-    HeldOutUnits,
+    RoleUnits,
 )
 from cellmill.runs.results import Difference, ScoredMethod, TaskResult
 
@@ -70,12 +70,12 @@ class Perturbation(Task):
             raise Skipped("; ".join(reasons), scored.figures)
         return self._tabulate(scored)
 
-    def _hold_out_roles(self, context: Context) -> Iterator[HeldOutUnits]:
+    def _hold_out_roles(self, context: Context) -> Iterator[RoleUnits]:
         """Units of the split file, or of each role of `held_out` that has strata with enough controls,
         and of doses.
         """
         if self.config.split_file is not None:
-            yield HeldOutUnits.read(
+            yield RoleUnits.read(
                 context, self.config, PERTURBATION, SplitFile.read(self.config, context)
             )
             return
@@ -84,12 +84,12 @@ class Perturbation(Task):
             is_context = role in context.roles and role != controlled_role(context.roles)
             if role in (PERTURBATION, DOSE) or is_context:
                 try:
-                    units = HeldOutUnits.read(context, self.config, role)
+                    units = RoleUnits.read(context, self.config, role)
                 except Skipped:  # a role without controls leaves the others to score
                     continue
                 yield units
 
-    def _score_role(self, units: HeldOutUnits, scored: ScoredRoles) -> None:
+    def _score_role(self, units: RoleUnits, scored: ScoredRoles) -> None:
         """Add the columns, figures, notes and tables of a role to `scored`."""
         predictor = ChangePredictor(units)
         by_heading = folds_by_heading(units)
@@ -203,7 +203,7 @@ class Perturbation(Task):
         return [CO_EXPRESSION, *map(prior_method, self.config.priors)]
 
 
-def describe_split(units: HeldOutUnits, by_heading: Mapping[str, list[Fold]]) -> dict[str, Any]:
+def describe_split(units: RoleUnits, by_heading: Mapping[str, list[Fold]]) -> dict[str, Any]:
     """Figures of the units of a split file, for metrics.json."""
     n_by_split = {}
     for split in SPLITS:
@@ -219,7 +219,7 @@ def describe_split(units: HeldOutUnits, by_heading: Mapping[str, list[Fold]]) ->
 
 
 def check_split(
-    units: HeldOutUnits, split_file: SplitFile, by_heading: Mapping[str, list[Fold]]
+    units: RoleUnits, split_file: SplitFile, by_heading: Mapping[str, list[Fold]]
 ) -> list[str]:
     """Sentences on statements of the file that the dataset or the model contradicts."""
     notes = []

@@ -1,4 +1,4 @@
-"""Units of perturbed cells (see `profiles.py`), and the groups of them that are held out whole.
+"""Units of perturbed cells (see `profiles.py`), and the groups of them that are held out together.
 
 Legend: U units, G genes.
 """
@@ -27,8 +27,8 @@ UNSEEN_FRAC = 0.9
 
 
 @dataclass(frozen=True)
-class HeldOutUnits:
-    """Units of a role whose values are held out whole."""
+class RoleUnits:
+    """Units that are fitted on or held out, in groups by the values of a role."""
 
     context: Context
     config: PerturbationConfig
