@@ -218,7 +218,7 @@ def test_a_constant_of_the_algorithm_changes_the_key(
     assert len(cache.predictions) == 12
 
 
-def test_components_are_stored_by_their_training_cells(tmp_path: Path) -> None:
+def test_components_are_stored_by_their_fitted_cells(tmp_path: Path) -> None:
     file = tmp_path / "pbmc.npz"
     genes = sp.csr_matrix(np.maximum(DENSE, 0))
     train = np.arange(0, 30, 2)

@@ -64,8 +64,8 @@ class Points:
     ) -> tuple[np.ndarray, np.ndarray]:
         """The k nearest points as `nearest` returns them, by an exact search.
 
-        Without the points whose group in `groups`, `(points,)`, is the query's in `left_out`,
-        `(queries,)`; both None leaves out none.
+        `groups`, `(points,)`, has the group of each point, and `left_out`, `(queries,)`, the group that
+        is left out for each query. None for both leaves out no point.
         """
         parts = []
         for first in range(0, len(queries), QUERIES):

@@ -118,7 +118,7 @@ class ColumnCounts:
     def tally(
         self, blocks: Iterable[sp.csr_matrix], chosen: np.ndarray, first: int = 0
     ) -> Iterator[sp.csr_matrix]:
-        """The `blocks` of a file from row `first` on, each added when it is read. `chosen` is bool,
+        """Yield the `blocks` of a file from row `first` on, and add each to the sums. `chosen` is bool,
         (n_obs,).
         """
         block_start = first

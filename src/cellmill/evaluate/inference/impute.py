@@ -181,7 +181,7 @@ class FileImputer:
         return ad.AnnData(obs=obs, var=var, uns={ABOUT_IMPUTATION: about})
 
     def limits(self, described: ad.AnnData) -> list[str]:
-        """Lines on what limits the use of the values; `described` is of `describe`."""
+        """Lines on what limits the use of the values; `described` is the result of `describe`."""
         assert self._coverage is not None
         about = described.uns[ABOUT_IMPUTATION]
         lines = describe_limits(self._coverage)

@@ -30,7 +30,7 @@ class KnownTrainingCells(NamedTuple):
     """Cells that a model and its ancestors were trained on, as far as they can be found."""
 
     manifests: dict[str, Manifest]  # shards by fingerprint
-    listed: dict[str, CorpusDigests]  # digests of the folders, by fingerprint
+    listed: dict[str, CorpusDigests]  # digest lists of model folders, by fingerprint
     missing_reason: str  # why the cells of the model itself were not found; empty if they were
     missing_ancestors: list[str]  # models before it whose cells were not found
 

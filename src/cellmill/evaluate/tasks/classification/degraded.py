@@ -4,8 +4,8 @@
 Classifiers are fitted on whole cells (shifted), on cells of the level (matched), and on cells of
 all levels. A user with cells of a panel or a shallow protocol knows the panel or the depth, and can
 fit a PCA for it. So there are rows with a PCA of the model's training cells, over the same genes or
-with the same share of counts. Rows "of the panel" read the labelled whole cells over its genes, for
-the model and the baselines.
+with the same share of counts. Rows "of the panel" have features of its genes only, also of whole
+cells, for the model and the baselines.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -33,7 +33,7 @@ RESPONSE = replace(EMBEDDING, classifier="response head")
 
 @dataclass(frozen=True)
 class ChangePredictor:
-    """What the changes of units are predicted from."""
+    """Predicts the changes of units, by the model and by baselines."""
 
     units: RoleUnits
 
