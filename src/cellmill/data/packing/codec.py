@@ -60,8 +60,9 @@ def pack_parts(values: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.
     offsets = np.array(offsets, np.int64)
     sizes = np.zeros(len(offsets) - 1, np.int64)
     memory = recycled_empty(max_bytes(len(values), len(sizes)), np.uint8)
-    views = (memory, memory.view(np.uint16), memory.view(np.uint64))
-    n_bytes = loops.pack_parts(values, offsets, *views, sizes)
+    n_bytes = loops.pack_parts(
+        values, offsets, memory, memory.view(np.uint16), memory.view(np.uint64), sizes
+    )
     return memory[:n_bytes], sizes
 
 

@@ -287,8 +287,9 @@ def write_columns(
         arrays = {}
         with ExitStack() as stack:
             for split, cells in splits.items():
-                array = new_index(folder, split, kind, (len(encoders), len(cells)))
-                arrays[split] = stack.enter_context(array)
+                arrays[split] = stack.enter_context(
+                    new_index(folder, split, kind, (len(encoders), len(cells)))
+                )
             for i, (name, encode) in enumerate(encoders.items()):
                 column = np.zeros(offsets[-1], INDEX_DTYPES[kind])
                 sha256 = hashlib.sha256()

@@ -364,10 +364,9 @@ def _scan(
             in_block["nnz"] = np.diff(counts.indptr)
             in_block["largest"] = 1 if reader.ordered else counts.max(axis=1).toarray().ravel()
             n_read += block.shape[0]
-        split_values = None if split_by is None else reader.split_values(split_by)
         return _DatasetScan(
             dtypes={str(name): dtype_of(reader.read_column(name)) for name in reader.obs_columns},
-            split_values=split_values,
+            split_values=None if split_by is None else reader.split_values(split_by),
             hashes=np.concatenate(hashes),
             split_hashes=np.concatenate(split_hashes) if over_all_genes else None,
             cells=cells,

@@ -292,8 +292,7 @@ def _gather(cells: np.ndarray, sources: list[RowFile]) -> tuple[np.ndarray, np.n
             for first in range(0, len(in_order), BLOCK):
                 part = in_order[first : first + BLOCK]
                 read = sources[number].read_rows
-                task = pool.submit(read, rows[part], offsets[part], columns, counts)
-                tasks.append(task)
+                tasks.append(pool.submit(read, rows[part], offsets[part], columns, counts))
     for task in tasks:
         task.result()
     return offsets, columns, counts

@@ -113,7 +113,7 @@ class BatchTokenizer:
     def _make_chosen_batch(
         self, cells: SparseCounts, cell_ids: np.ndarray, with_counts: bool, epoch: int
     ) -> Batch:
-        """Make a batch of chosen genes and of zeros. In each cell, genes with counts come first."""
+        """Make a batch of chosen genes, then genes without counts (zeros), of each cell."""
         all_token_ids, all_values, _ = self._tokenizer.tokenize(cells)
         keys = self._compute_keys(cells, epoch)
         n_kept, n_zeros = count_kept_and_zeros(self._tokens, cells.lengths, self._n_genes)

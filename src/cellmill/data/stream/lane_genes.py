@@ -24,15 +24,15 @@ class LaneGenes:
         self._windows = windows
         self._table = np.zeros((len(windows), 0), np.int32)
         # (lanes,): column of each lane's next cell, and the column after its last
-        self._start = np.zeros(len(windows), np.int64)
-        self._stop = np.zeros(len(windows), np.int64)
+        self._starts = np.zeros(len(windows), np.int64)
+        self._stops = np.zeros(len(windows), np.int64)
         self._next_row = 0
         # cells to look up before the next step; skipped cells count as taken, so that as much is looked
         # up ahead as without a resume
         self._n_due = int(sum(skipped))
         for row in range(len(windows)):
             self._look_up(row)
-        self._start += np.array(skipped, np.int64)
+        self._starts += np.array(skipped, np.int64)
         # make room for a second window now, since a step that widens the table waits for a copy
         self._widen(2 * self._table.shape[1])
 
@@ -40,15 +40,15 @@ class LaneGenes:
         """Take the next `n` cells, `(lanes,)` int64: their numbers of genes, `(n.sum(),)` int32, lane by lane."""
         self._n_due += int(n.sum())
         self._look_up_due()
-        while (self._stop - self._start < n).any():
-            row = int((self._stop - self._start < n).argmax())
+        while (self._stops - self._starts < n).any():
+            row = int((self._stops - self._starts < n).argmax())
             if not self._look_up(row):
                 raise IndexError(f"row {row} has fewer than {n[row]} cells left")
         # for each cell taken: its row, and its column counted from the row's start
         columns = np.arange(n.max())
         rows, column = np.nonzero(columns < n[:, None])
-        genes_per_cell = self._table[rows, self._start[rows] + column]
-        self._start += n
+        genes_per_cell = self._table[rows, self._starts[rows] + column]
+        self._starts += n
         return genes_per_cell
 
     def _look_up_due(self) -> None:
@@ -64,14 +64,12 @@ class LaneGenes:
         genes_per_cell = next(self._windows[row], None)
         if genes_per_cell is None:
             return 0
-        start = self._start[row]
-        stop = self._stop[row]
-        left = self._table[row, start:stop]
+        left = self._table[row, self._starts[row] : self._stops[row]]
         joined = np.concatenate([left, genes_per_cell])
         self._widen(len(joined))
         self._table[row, : len(joined)] = joined
-        self._start[row] = 0
-        self._stop[row] = len(joined)
+        self._starts[row] = 0
+        self._stops[row] = len(joined)
         return len(genes_per_cell)
 
     def _widen(self, n_columns: int) -> None:

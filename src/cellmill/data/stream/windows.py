@@ -210,9 +210,9 @@ class WindowReader:
         """
         # a cell has two parts, its genes and its counts, so a run of n cells has 2 n + 1 offsets
         offsets_of_runs = []
-        for shard, first, n in iterate_rows(runs):
+        for shard, start, n in iterate_rows(runs):
             offsets_of_runs.append(
-                self._shards[shard].part_offsets[2 * first : 2 * (first + n) + 1]
+                self._shards[shard].part_offsets[2 * start : 2 * (start + n) + 1]
             )
         n_offsets = 2 * runs.n_cells + 1
         last_offset = np.cumsum(n_offsets) - 1
@@ -241,8 +241,8 @@ class WindowReader:
 def count_genes(shards: list[RowFile], runs: CellRuns) -> np.ndarray:
     """Count the genes of each cell of `runs`, `(cells,)` int64."""
     offsets = []
-    for shard, first, n in iterate_rows(runs):
-        offsets.append(shards[shard].indptr[first : first + n + 1])
+    for shard, start, n in iterate_rows(runs):
+        offsets.append(shards[shard].indptr[start : start + n + 1])
     # a run of n cells has n + 1 offsets: leave out the difference between the last of a run and the
     # first of the next, which is not a cell
     is_cell = np.ones(int(runs.n_cells.sum()) + len(runs.n_cells) - 1, bool)
