@@ -194,7 +194,7 @@ def test_the_message_names_the_first_change_for_the_run(
         return advise(tmp_path / "run.json", 4, 2)
 
     line = planned()
-    assert " per process, most of it activations (activations " in line
+    assert " per process (activations " in line
     assert line.endswith("): set parallel.activation_checkpointing to full")
     who = f"rank 3 on {os.uname().nodename}: out of memory ({FULL[:120].rstrip('.')})"
     assert error_line(torch.OutOfMemoryError(FULL), tmp_path) == f"{who}; {line}"

@@ -21,7 +21,12 @@ from cellmill.config.parts.tokens import Tokens
 from cellmill.parallel.mesh import list_stages
 from cellmill.parallel.pipeline import SCHEDULES
 from cellmill.planner.measure.size import Load, measure_size
-from cellmill.planner.memory import Memory, estimate_host_bytes, estimate_peak_memory
+from cellmill.planner.memory import (
+    Memory,
+    estimate_host_bytes,
+    estimate_peak_memory,
+    estimate_rank_peak,
+)
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.schedules import count_in_flight, estimate_idle_frac
 from cellmill.planner.traffic import list_traffic
@@ -156,7 +161,7 @@ def test_a_pipeline_holds_each_block_once(schedule: str) -> None:
 
 def test_the_peak_belongs_to_the_largest_pipeline_rank() -> None:
     model = _model(3, pp=3)
-    each = [estimate_peak_memory(model, LONG, 6, [rank]) for rank in range(3)]
+    each = [estimate_rank_peak(model, rank, LONG, 6) for rank in range(3)]
     assert estimate_peak_memory(model, LONG, 6) == max(each, key=lambda memory: memory.total)
     assert each[0].logits == each[1].logits == 0 < each[2].logits
     # 1F1B keeps one per following stage

@@ -379,7 +379,7 @@ def test_a_run_that_does_not_fit_is_refused_with_a_remedy(corpus: Manifest, tmp_
 
 
 RECOMPUTE = "set parallel.activation_checkpointing to full and "
-FULL_SHARD = "use fsdp with parallel.sharding_strategy FULL_SHARD"
+FULL_SHARD = "set parallel.strategy to fsdp and parallel.sharding_strategy to FULL_SHARD"
 SHARD = RECOMPUTE + FULL_SHARD
 
 
@@ -398,7 +398,13 @@ SHARD = RECOMPUTE + FULL_SHARD
             marks=pytest.mark.full,
         ),
         (1, 4, 0.594, "adamw", SHARD),
-        (1, 4, 0.55, "adamw", SHARD + " and set parallel.tp to 2 with parallel.sequence_parallel"),
+        (
+            1,
+            4,
+            0.55,
+            "adamw",
+            SHARD + " and set parallel.tp to 2 and parallel.sequence_parallel to true",
+        ),
         (4, 1, 0.55, "adamw", SHARD + " and set parallel.pp to 2"),
         (
             4,
@@ -432,6 +438,26 @@ def test_the_remedy_is_the_first_change_that_fits(
     hardware = Hardware(nodes, nproc, "h100", limit, limit)
     assert plan_memory(options, cells, hardware).total > limit
     assert find_remedy(options, cells, hardware) == remedy
+
+
+def test_a_remedy_pins_no_more_than_the_profile_requests() -> None:
+    options = _options(parallel={"strategy": "ddp"}, **BIG)
+    cells = CorpusSize(np.full(4096, 16), 40)
+    limit = int(0.9e9)
+    remedies = [
+        find_remedy(options, cells, Hardware(1, 1, "h100", limit, limit, host_bytes=host_bytes))
+        for host_bytes in (0, 10**9)
+    ]
+    assert remedies == [
+        RECOMPUTE + "set parallel.cpu_offload to optimizer",
+        RECOMPUTE + "set nodes to 2 in the profile and " + FULL_SHARD,
+    ]
+
+
+def test_a_run_on_cpus_is_told_to_request_more_memory() -> None:
+    options = _options(**BIG)
+    remedy = find_remedy(options, CorpusSize(np.full(4096, 16), 40), Hardware(1, 1, "cpu", 1, 1))
+    assert remedy == "request more memory per node in the profile, or use a smaller model"
 
 
 def test_the_ranks_of_a_pipeline_wait_for_each_other(corpus: Manifest, tmp_path: Path) -> None:
@@ -683,6 +709,19 @@ def test_pinned_host_memory_must_fit_into_the_job(
             f"cpu_offload, but {requested}; raise it for train in the profile (0 is all of a node), or shard over more "
             "nodes (FULL_SHARD)\n"
         )
+
+
+def test_suggested_layouts_pin_no_more_than_the_profile_requests(
+    printed: Callable[..., tuple[str, str]],
+) -> None:
+    words = "--suggest --device h100 --cells 5000 --nproc-per-node 4 --mem-mb"
+    every, some = (printed(f"{words} {mb}")[0] for mb in (0, 4000))
+    reason = (
+        "refused: processes pin more host memory for checkpoints and cpu_offload than the profile requests for a "
+        "node\n"
+    )
+    assert (reason in every, reason in some) == (False, True)
+    assert ("ddp (4 replicas" in every, "ddp (4 replicas" in some) == (True, False)
 
 
 def test_a_large_share_of_validation_time_gets_a_hint(

@@ -27,7 +27,8 @@ SECTIONS: dict[str, Any] = {
     "train": {"steps": 20, "global_batch": 256, "token_budget": 512},
 }
 RECOMPUTE = "set parallel.activation_checkpointing to full"
-SHARD = "use fsdp with parallel.sharding_strategy FULL_SHARD"
+SHARD = "set parallel.strategy to fsdp and parallel.sharding_strategy to FULL_SHARD"
+SHARD_OVER_ALL = "set parallel.sharding_strategy to FULL_SHARD and parallel.shard_size to null"
 REDUCED = {"sharding_strategy": "FULL_SHARD", "gradient_reduction": "micro_batch"}
 LANES = "set stream.lanes to 16 (checkpoints of the run cannot continue with it: start a new run)"
 OFFLOADED = {"sharding_strategy": "FULL_SHARD", "cpu_offload": "full"}
@@ -47,14 +48,8 @@ def _follow(
     """Change the sections and the number of nodes as the instructions say, and nothing else."""
     changed = {name: dict(section) for name, section in sections.items()}
     for instruction in instructions:
-        for section, key, value in re.findall(r"(\w+)\.(\w+)(?: to)? (\w+)", instruction):
+        for section, key, value in re.findall(r"(\w+)\.(\w+) to (\w+)", instruction):
             changed[section][key] = yaml.safe_load(value)
-        if instruction.startswith("use fsdp"):
-            changed["parallel"]["strategy"] = "fsdp"
-        if instruction.endswith("shard_size null"):
-            changed["parallel"]["shard_size"] = None
-        if instruction.endswith("with parallel.sequence_parallel"):
-            changed["parallel"]["sequence_parallel"] = True
         if match := re.fullmatch(r"set nodes to (\d+) in the profile", instruction):
             nodes = int(match[1])
     return PlanOptions.model_validate(changed), nodes
@@ -92,7 +87,7 @@ def test_instructions_give_a_run_that_the_checks_accept(
     [
         (
             *(1, 8, {"parallel": {"shard_size": 8}}),
-            [RECOMPUTE, f"{SHARD} and shard_size null", "set parallel.pp to 2"],
+            [RECOMPUTE, SHARD_OVER_ALL, "set parallel.pp to 2"],
         ),
         (
             *(4, 2, {"parallel": REDUCED}),
@@ -125,8 +120,8 @@ def test_groups_of_all_processes_get_a_larger_layout() -> None:
     parallel = {"activation_checkpointing": "full", "shard_size": 8}
     options = PlanOptions.model_validate(_sections(train=train, parallel=parallel))
     instructions = [
-        f"{SHARD} and shard_size null",
-        "set parallel.tp to 2 with parallel.sequence_parallel",
+        SHARD_OVER_ALL,
+        "set parallel.tp to 2 and parallel.sequence_parallel to true",
     ]
     [needed] = [
         plan_memory(change.options, CORPUS, change.hardware).total

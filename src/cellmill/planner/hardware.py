@@ -19,6 +19,7 @@ class Hardware:
     device_name: str  # of each process
     device_bytes: int  # device memory of one process
     usable_bytes: int  # `plan.memory_frac` of `device_bytes`
+    host_bytes: int = 0  # host memory that a job requests per node; 0 for all of it, or unknown
 
     @property
     def world_size(self) -> int:
@@ -58,4 +59,11 @@ def find_hardware(options: PlanOptions, machine: Machine, device_name: str) -> H
         device_bytes = node_bytes // machine.nproc_per_node
     usable_bytes = int(device_bytes * options.plan.memory_frac)
     nodes = machine.node_counts[0]
-    return Hardware(nodes, machine.nproc_per_node, device_name, device_bytes, usable_bytes)
+    return Hardware(
+        nodes,
+        machine.nproc_per_node,
+        device_name,
+        device_bytes,
+        usable_bytes,
+        host_bytes=machine.node_memory_bytes,
+    )

@@ -1,12 +1,14 @@
 """Peak memory of a training process, by part.
 
-Weights, gradients and the optimizer's state are float32 in every precision. The peak is at one of
-three moments: when the backward pass begins, when it has reached the first block, or at the last
-reduction of a sharded model. The framework's own memory (about 1 GB with CUDA and NCCL) belongs to
-the fraction that `plan.memory_frac` leaves free.
+Stored weights, the gradients of a whole step and the optimizer's state are float32 in every
+precision. With 16 bits, activations, gathered weights and the gradients that a sharded model is
+computing take 2 bytes per element; autocast keeps some activations in float32.
+
+The peak is at one of three moments: when the backward pass begins, when it has reached the first
+block, or at the last reduction of a sharded model. The framework's own memory (about 1 GB with CUDA
+and NCCL) belongs to the fraction that `plan.memory_frac` leaves free.
 """
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
@@ -21,6 +23,15 @@ AUTOCAST_BYTES = 2.5
 """Mean bytes of an element that autocast keeps for the backward pass: the residual stream and
 inputs of norms stay float32. 2.3 were measured, on a CPU.
 """
+
+PART_NAMES = {
+    "optimizer": "optimizer state",
+    "average": "average of the weights",
+    "gathered": "gathered or cast weights",
+    "communication": "reduction buffers",
+    "pipeline": "pipeline buffers",
+}
+"""Printed names of the fields of `Memory`, where they differ."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +55,11 @@ class Memory:
     def total(self) -> int:
         return sum(asdict(self).values())
 
+    def list_parts(self) -> list[tuple[str, int]]:
+        """List the name and bytes of each part that takes memory, the largest first."""
+        parts = [(PART_NAMES.get(name, name), n_bytes) for name, n_bytes in asdict(self).items()]
+        return sorted((part for part in parts if part[1]), key=lambda part: -part[1])
+
     def fits(self, hardware: Hardware) -> bool:
         return self.total <= hardware.usable_bytes
 
@@ -66,30 +82,33 @@ def plan_memory(
     )
     work = count_work(options, corpus, model.layout)
     if micro_batch_tokens is None:
-        micro_batch_tokens = work.micro_batch_tokens
+        micro_batch_tokens = work.max_micro_batch_tokens
     return estimate_peak_memory(model, micro_batch_tokens, work.max_micro_batches_per_step)
 
 
 def estimate_peak_memory(
-    model: PlannedModel,
-    micro_batch_tokens: int,
-    micro_batches: int,
-    pp_ranks: Iterable[int] | None = None,
+    model: PlannedModel, micro_batch_tokens: int, micro_batches: int
 ) -> Memory:
-    """Estimate the memory of the pipeline rank that needs most in a step of `micro_batches`.
+    """Estimate the memory of the pipeline rank that needs most in a step of `micro_batches`."""
+    peaks = [
+        estimate_rank_peak(model, pp_rank, micro_batch_tokens, micro_batches)
+        for pp_rank in range(model.layout.pp)
+    ]
+    return max(peaks, key=lambda peak: peak.total)
 
-    Only the pipeline ranks in `pp_ranks` count, by default all.
-    """
-    peaks = []
-    for pp_rank in range(model.layout.pp) if pp_ranks is None else pp_ranks:
-        memory = _RankMemory(model, pp_rank, micro_batch_tokens, micro_batches)
-        peaks.append(memory.at_backward_start())
-        # at_blocks_end needs no look in a pipeline: each backward pass frees the activations of one of
-        # the micro-batches in flight
-        if model.layout.pp == 1:
-            peaks.append(memory.at_blocks_end())
-        if model.is_sharded:
-            peaks.append(memory.at_last_reduction())
+
+def estimate_rank_peak(
+    model: PlannedModel, pp_rank: int, micro_batch_tokens: int, micro_batches: int
+) -> Memory:
+    """Estimate the peak memory of a process of one pipeline rank in a step of `micro_batches`."""
+    memory = _RankMemory(model, pp_rank, micro_batch_tokens, micro_batches)
+    peaks = [memory.at_backward_start()]
+    # in a pipeline the first block is no peak: each backward pass has freed the activations of one
+    # of the micro-batches in flight by then
+    if model.layout.pp == 1:
+        peaks.append(memory.at_first_block())
+    if model.is_sharded:
+        peaks.append(memory.at_last_reduction())
     return max(peaks, key=lambda peak: peak.total)
 
 
@@ -181,7 +200,7 @@ class _RankMemory:
             communication=communication_bytes,
         )
 
-    def at_blocks_end(self) -> Memory:
+    def at_first_block(self) -> Memory:
         """Estimate the memory when the backward pass has reached the first block.
 
         Gradients of all blocks are allocated, and activations of the first block and the part before it.
@@ -316,6 +335,18 @@ def estimate_host_bytes(model: PlannedModel) -> HostBytes:
         offload=copy_bytes(n_offloaded) if offload else 0,
         staging=copy_bytes(model.optimizer_states + average),
     )
+
+
+def count_pinned_bytes(model: PlannedModel, hardware: Hardware) -> int:
+    """Count the pinned host memory of a node's processes; processes on CPUs pin none."""
+    if hardware.device_name == "cpu":
+        return 0
+    return hardware.nproc_per_node * sum(estimate_host_bytes(model))
+
+
+def fits_host(model: PlannedModel, hardware: Hardware) -> bool:
+    """Return whether a node's job requests enough memory for what its processes pin."""
+    return not hardware.host_bytes or count_pinned_bytes(model, hardware) <= hardware.host_bytes
 
 
 def format_bytes(n_bytes: float) -> str:

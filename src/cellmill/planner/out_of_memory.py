@@ -4,7 +4,7 @@ import errno
 import re
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -82,12 +82,10 @@ def advise(run_json: Path, world_size: int, nproc_per_node: int, device_name: st
         usable_bytes=0,
     )
     memory = plan_memory(options, corpus, hardware)
-    parts = sorted(asdict(memory).items(), key=lambda part: -part[1])
-    largest_part, _ = parts[0]
-    listed = ", ".join(f"{name} {format_bytes(n)}" for name, n in parts if n)
+    parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in memory.list_parts())
     smaller = replace(hardware, usable_bytes=int(REMEDY_FRAC * memory.total))
     return (
-        f"the plan was {format_bytes(memory.total)} per process, most of it {largest_part} ({listed}): "
+        f"the plan was {format_bytes(memory.total)} per process ({parts}): "
         f"{find_remedy(options, corpus, smaller)}"
     )
 

@@ -91,7 +91,7 @@ class RunPlan:
             "validations": work.validations,
             "val_cells": work.val_cells,  # cells per validation
             "auto_steps": train.steps == "auto",
-            "micro_batch_tokens": work.micro_batch_tokens,  # tokens of the largest micro-batch
+            "micro_batch_tokens": work.max_micro_batch_tokens,  # of the run's largest micro-batch
             "step": time and {**asdict(time.step), "step_s": time.step.step_s},
             "pipeline_idle_frac": estimate_idle_frac(
                 options.parallel, work.mean_micro_batches_per_step
@@ -113,7 +113,7 @@ class RunPlan:
             "scaled_lr": _scale_lr(train),
             "choices": options.objective.choices(),  # what options take from the corpus, and why
             "warnings": self.warnings,
-            "largest_micro_batch": self.max_fitting_tokens,
+            "largest_micro_batch": self.max_fitting_tokens,  # most tokens that fit in memory
             "genes_per_cell": self.genes_per_cell,
             "cut_cells_frac": self.cut_cells_frac,
             "fingerprint": self.fingerprint,
@@ -196,7 +196,7 @@ def _format_memory(plan: RunPlan) -> Iterator[Line]:
     layout = describe_layout(parallel, plan.cost.model.layout)
     processes = f"{hardware.world_size} x {hardware.device_name}"
     yield "processes", f"{processes}, {layout}, {parallel.precision}"
-    parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in asdict(memory).items() if n)
+    parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in memory.list_parts())
     for n_bytes, use in zip(plan.host, ("parallel.cpu_offload", "checkpoints")):
         if n_bytes:
             parts += f"; {format_bytes(n_bytes)} of pinned host memory for {use}"
@@ -209,7 +209,7 @@ def _format_memory(plan: RunPlan) -> Iterator[Line]:
     if is_named and assumption:
         yield "assumed", assumption
     largest = f"{plan.max_fitting_tokens:,} would fit (train.token_budget)"
-    yield "micro-batch", f"at most {plan.cost.work.micro_batch_tokens:,} tokens; {largest}"
+    yield "micro-batch", f"at most {plan.cost.work.max_micro_batch_tokens:,} tokens; {largest}"
 
 
 def _format_time(cost: RunCost) -> Iterator[Line]:

@@ -26,8 +26,8 @@ class RankTotals(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PipelineStage:
-    """One pipeline stage; the whole model without a pipeline."""
+class PlannedStage:
+    """Sizes of one pipeline stage; of the whole model without a pipeline."""
 
     size: ModelSize  # of the whole model
     n_blocks: int  # blocks of this stage
@@ -99,7 +99,7 @@ class PlannedModel:
         """Data-parallel ranks that share one copy of the weights."""
         return self.layout.dp_shard if self.is_sharded else 1
 
-    def list_rank_stages(self, pp_rank: int) -> list[PipelineStage]:
+    def list_rank_stages(self, pp_rank: int) -> list[PlannedStage]:
         """List the stages of pipeline rank `pp_rank`, in the order of `parallel.mesh.list_stages`."""
         n_stages = self.parallel.n_stages
         stages = []
@@ -107,9 +107,7 @@ class PlannedModel:
             n_blocks = len(list_blocks(stage, n_stages, self.size.n_blocks))
             is_first = stage == 0
             is_last = stage == n_stages - 1
-            stages.append(
-                PipelineStage(self.size, n_blocks, has_begin=is_first, has_finish=is_last)
-            )
+            stages.append(PlannedStage(self.size, n_blocks, has_begin=is_first, has_finish=is_last))
         return stages
 
     def sum_rank_totals(self, pp_rank: int) -> RankTotals:

@@ -4,10 +4,11 @@ A plan that does not fit, and a process that ran out of memory (`planner.out_of_
 first change that helps from the same list (`list_changes`).
 """
 
+import json
 import math
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -16,7 +17,8 @@ from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import Parallel, divisors
 from cellmill.errors import ConfigError
 from cellmill.planner.hardware import Hardware
-from cellmill.planner.memory import Memory, format_bytes, plan_memory
+from cellmill.planner.memory import Memory, fits_host, format_bytes, plan_memory
+from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.work import CorpusSize
 
 FREE_HALVINGS = 2  # halvings of a micro-batch that cost less than recomputing a forward pass
@@ -29,7 +31,7 @@ def check_memory(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -
     memory = plan_memory(options, corpus, hardware)
     if memory.fits(hardware):
         return memory
-    part, n_bytes = max(asdict(memory).items(), key=lambda item: item[1])
+    part, n_bytes = memory.list_parts()[0]
     raise ConfigError(
         f"needs {format_bytes(memory.total)} per process, {format_bytes(n_bytes)} of it {part}, but "
         f"{hardware.device_name} has {format_bytes(hardware.usable_bytes)} usable ({options.plan.memory_frac:.0%} of "
@@ -37,7 +39,7 @@ def check_memory(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -
     )
 
 
-def find_largest_micro_batch(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> int:
+def find_max_fitting_tokens(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> int:
     """Find the most tokens per micro-batch that fit, at the run's number of micro-batches; 0 if none fit."""
 
     def needed(tokens: int) -> int:
@@ -50,9 +52,23 @@ def find_largest_micro_batch(options: PlanOptions, corpus: CorpusSize, hardware:
 def find_remedy(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> str:
     """Describe the first change, or combination of changes, that makes the run fit."""
     for change in list_changes(options, corpus, hardware):
-        if plan_memory(change.options, corpus, change.hardware).fits(change.hardware):
+        if _fits(change, corpus):
             return " and ".join(change.instructions)
+    if hardware.device_name == "cpu":
+        return "request more memory per node in the profile, or use a smaller model"
     return "name a device with more memory in the profile, or use a smaller model"
+
+
+def _fits(change: "Change", corpus: CorpusSize) -> bool:
+    """Return whether a run fits in the device's memory, and its pinned memory in the host's."""
+    options = change.options
+    hardware = change.hardware
+    if not plan_memory(options, corpus, hardware).fits(hardware):
+        return False
+    model = PlannedModel.measure(
+        options, corpus.n_genes, hardware.world_size, hardware.nproc_per_node, corpus.levels
+    )
+    return fits_host(model, hardware)
 
 
 @dataclass(frozen=True)
@@ -67,9 +83,15 @@ class Change:
         """Add another instruction, and the `options` or `hardware` that follow from it."""
         return replace(self, instructions=[*self.instructions, instruction], **changed)
 
-    def then_parallel(self, instruction: str, **parallel: Any) -> "Change":
-        """Add an instruction that changes section `parallel`."""
-        return self.then(instruction, options=with_parallel(self.options, **parallel))
+    def then_parallel(self, **values: Any) -> "Change":
+        """Set options of section `parallel`, and add the instruction for those that change."""
+        options = with_parallel(self.options, **values)
+        settings = [
+            f"parallel.{name} to {_format_value(value)}"
+            for name, value in values.items()
+            if value != getattr(self.options.parallel, name)
+        ]
+        return self.then(f"set {' and '.join(settings)}", options=options)
 
 
 def list_changes(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> Iterator[Change]:
@@ -94,8 +116,7 @@ def _complete(change: Change) -> Change:
     """Add what a layout requires of other options. Raise ConfigError if it does not suit the processes."""
     options = change.options
     if options.parallel.reset_without_effect() != options.parallel:
-        instruction = "set parallel.gradient_reduction to step"
-        change = change.then_parallel(instruction, gradient_reduction="step")
+        change = change.then_parallel(gradient_reduction="step")
     suited = change.hardware.suit_lanes(change.options)
     if suited.stream.lanes != options.stream.lanes:
         instruction = (
@@ -116,13 +137,11 @@ def _list_candidates(options: PlanOptions, hardware: Hardware) -> Iterator[Chang
     change = Change([], options, hardware)
     yield from islice(_list_smaller_budgets(change), FREE_HALVINGS)
     if options.parallel.activation_checkpointing is None:
-        instruction = "set parallel.activation_checkpointing to full"
-        change = change.then_parallel(instruction, activation_checkpointing="full")
+        change = change.then_parallel(activation_checkpointing="full")
         yield change
     yield from _list_smaller_budgets(change)
     if options.parallel.shards_gradients and not options.parallel.reduces_each_micro_batch:
-        instruction = "set parallel.gradient_reduction to micro_batch"
-        reduced = change.then_parallel(instruction, gradient_reduction="micro_batch")
+        reduced = change.then_parallel(gradient_reduction="micro_batch")
         yield reduced
         yield from _list_smaller_budgets(reduced)
     sharded = _shard(change)
@@ -138,12 +157,7 @@ def _shard(change: Change) -> Change:
     A `shard_size` is always reset, since it may not divide the processes of later changes.
     """
     before = change.options.parallel
-    instruction = "use fsdp with parallel.sharding_strategy FULL_SHARD"
-    if before.shard_size is not None:
-        instruction += " and shard_size null"
-    sharded = change.then_parallel(
-        instruction, strategy="fsdp", sharding_strategy="FULL_SHARD", shard_size=None
-    )
+    sharded = change.then_parallel(strategy="fsdp", sharding_strategy="FULL_SHARD", shard_size=None)
     after = sharded.options.parallel
     layout = change.hardware.divide(before)
     keeps_layout = change.hardware.divide(after) == layout
@@ -167,21 +181,18 @@ def _list_larger_layouts(change: Change) -> Iterator[Change]:
         max_tp = math.gcd(hardware.nproc_per_node, hardware.world_size // parallel.pp, *tp_sizes)
     for tp in divisors(max_tp):
         if tp > parallel.tp:
-            words = " with parallel.sequence_parallel" if model.sequence_parallel else ""
-            yield change.then_parallel(
-                f"set parallel.tp to {tp}{words}", tp=tp, sequence_parallel=model.sequence_parallel
-            )
+            yield change.then_parallel(tp=tp, sequence_parallel=model.sequence_parallel)
     # at least one block per stage
     max_pp = min(model.pp_sizes().values(), default=1) // (parallel.n_stages // parallel.pp)
     for pp in divisors(hardware.world_size // parallel.tp):
         if parallel.pp < pp <= max_pp:
-            yield change.then_parallel(f"set parallel.pp to {pp}", pp=pp)
+            yield change.then_parallel(pp=pp)
     if hardware.device_name == "cpu" or not change.options.train.optimizer.offloaded:
         return
     if parallel.cpu_offload is None:
-        yield change.then_parallel("set parallel.cpu_offload to optimizer", cpu_offload="optimizer")
+        yield change.then_parallel(cpu_offload="optimizer")
     if parallel.cpu_offload != "full" and hardware.divide(parallel).dp > 1:
-        yield change.then_parallel("set parallel.cpu_offload to full", cpu_offload="full")
+        yield change.then_parallel(cpu_offload="full")
 
 
 def _list_more_nodes(change: Change) -> Iterator[Change]:
@@ -202,6 +213,11 @@ def _list_smaller_budgets(change: Change) -> Iterator[Change]:
         options = change.options.model_copy(update={"train": smaller})
         yield change.then(f"lower train.token_budget to {budget}", options=options)
         budget //= 2
+
+
+def _format_value(value: Any) -> str:
+    """Write the value of an option as in the configuration."""
+    return json.dumps(value).strip('"')
 
 
 def with_parallel(options: PlanOptions, **changes: Any) -> PlanOptions:

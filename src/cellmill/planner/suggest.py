@@ -27,7 +27,7 @@ from cellmill.errors import ConfigError
 from cellmill.planner.cost import RunCost, estimate_cost, format_hours
 from cellmill.planner.devices import check_precision, find_device
 from cellmill.planner.hardware import Hardware, find_hardware
-from cellmill.planner.memory import format_bytes, plan_memory
+from cellmill.planner.memory import fits_host, format_bytes, plan_memory
 from cellmill.planner.plan_file import describe_layout
 from cellmill.planner.traffic import sum_link_bytes
 from cellmill.planner.work import CorpusSize
@@ -38,6 +38,7 @@ SCHEDULES = ("1F1B", "Interleaved1F1B")  # schedules that are tried
 ROW = "{:>10}  {:>9}  {:>4}  {:>10}  {:>10}  {}"
 # hours in the same bin of this relative width count as equal, since plans are less exact
 HOURS_BIN_FRAC = 0.02
+TOO_MUCH_PINNED = "processes pin more host memory for checkpoints and cpu_offload than the profile requests for a node"
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,14 @@ def suggest_layouts(
             refused[reason] += 1
             continue
         memory = plan_memory(changed, corpus, hardware)
-        if memory.fits(hardware):
-            fitting.append(estimate_cost(changed, corpus, hardware, device, memory))
-        else:
+        if not memory.fits(hardware):
             bytes_of_too_large.append(memory.total)
+            continue
+        cost = estimate_cost(changed, corpus, hardware, device, memory)
+        if fits_host(cost.model, hardware):
+            fitting.append(cost)
+        else:
+            refused[TOO_MUCH_PINNED] += 1
     return Suggestions(sorted(fitting, key=_make_sort_key), bytes_of_too_large, refused)
 
 

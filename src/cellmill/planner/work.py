@@ -67,7 +67,7 @@ class Work:
     val_cells: int  # cells per validation
     mean_micro_batches_per_step: float  # over the sampled first steps; the same on every rank
     max_micro_batches_per_step: int  # over the sampled steps
-    micro_batch_tokens: int  # tokens of the largest micro-batch, with a pipeline's padding
+    max_micro_batch_tokens: int  # tokens of the largest micro-batch, with a pipeline's padding
     padding_frac: float  # padding tokens of a pipeline per token of the step's cells
 
 
@@ -98,7 +98,7 @@ def count_work(options: PlanOptions, corpus: CorpusSize, layout: Layout) -> Work
         val_cells=val_cells,
         mean_micro_batches_per_step=float(np.mean(micro_batches.counts)),
         max_micro_batches_per_step=max(micro_batches.counts),
-        micro_batch_tokens=micro_batches.max_tokens,
+        max_micro_batch_tokens=micro_batches.max_tokens,
         padding_frac=micro_batches.padding_frac,
     )
 

@@ -21,9 +21,9 @@ from cellmill.planner.cost import estimate_cost
 from cellmill.planner.devices import check_precision, find_device
 from cellmill.planner.hardware import find_hardware
 from cellmill.planner.measure.cpu_speed import measure_cpu
-from cellmill.planner.memory import format_bytes
+from cellmill.planner.memory import count_pinned_bytes, fits_host, format_bytes
 from cellmill.planner.plan_file import RunPlan, format_line, format_plan
-from cellmill.planner.remedies import check_memory, find_largest_micro_batch
+from cellmill.planner.remedies import check_memory, find_max_fitting_tokens
 from cellmill.planner.scaling import format_scaling
 from cellmill.planner.suggest import format_suggestions, suggest_layouts
 from cellmill.planner.work import CorpusSize, count_detected_genes
@@ -85,7 +85,8 @@ def plan(
             raise ConfigError("no layout fits, for the reasons above")
         return
     run_plan = _plan_run(corpus, machine, device_name)
-    _check_host_memory(run_plan, machine)
+    if not fits_host(run_plan.cost.model, run_plan.hardware):
+        raise _explain_host_memory(run_plan, machine)
     if out is not None:
         write_json(out, run_plan.record())
     lines = [format_plan(run_plan)]
@@ -160,7 +161,7 @@ def _plan_run(corpus: PlannedCorpus, machine: Machine, device_name: str) -> RunP
         cost,
         corpus.size,
         hardware,
-        max_fitting_tokens=find_largest_micro_batch(options, corpus.size, hardware),
+        max_fitting_tokens=find_max_fitting_tokens(options, corpus.size, hardware),
         genes_per_cell=float(corpus.detected.mean()),
         cut_cells_frac=corpus.cut_cells_frac,
         fingerprint=corpus.fingerprint,
@@ -168,20 +169,17 @@ def _plan_run(corpus: PlannedCorpus, machine: Machine, device_name: str) -> RunP
     )
 
 
-def _check_host_memory(run_plan: RunPlan, machine: Machine) -> None:
-    """Raise ConfigError if the processes of a node pin more host memory than its job requests."""
-    pinned_bytes = machine.nproc_per_node * sum(run_plan.host)
-    node_bytes = machine.node_memory_bytes
-    if node_bytes and pinned_bytes > node_bytes:
-        key = machine.memory_key
-        requested = f"{key} is {machine.memory_mb}"
-        if key != "mem_mb":
-            requested += f", {format_bytes(node_bytes)} per node"
-        raise ConfigError(
-            f"the {machine.nproc_per_node} processes of a node pin {format_bytes(pinned_bytes)} of host memory for "
-            f"checkpoints and cpu_offload, but {requested}; raise it for train in the profile (0 is all of a node), or "
-            "shard over more nodes (FULL_SHARD)"
-        )
+def _explain_host_memory(run_plan: RunPlan, machine: Machine) -> ConfigError:
+    """Make the error for processes of a node that pin more host memory than its job requests."""
+    pinned = format_bytes(count_pinned_bytes(run_plan.cost.model, run_plan.hardware))
+    requested = f"{machine.memory_key} is {machine.memory_mb}"
+    if machine.memory_key != "mem_mb":
+        requested += f", {format_bytes(machine.node_memory_bytes)} per node"
+    return ConfigError(
+        f"the {machine.nproc_per_node} processes of a node pin {pinned} of host memory for checkpoints and "
+        f"cpu_offload, but {requested}; raise it for train in the profile (0 is all of a node), or shard over more "
+        "nodes (FULL_SHARD)"
+    )
 
 
 def _format_cpu_time(run_plan: RunPlan) -> str:
