@@ -295,15 +295,15 @@ def cut_vocabulary(arrays: list[Any]) -> list[Any]:
     table, bias, states, tokens, answers = map(torch.from_numpy, arrays)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     rows = -(-len(table) // mesh.size())
-    kept = likelihoods.ELEMENTS["cpu"]
+    kept = likelihoods.CPU_CHUNK_LOGITS
     cut = distribute_tensor(table, mesh, [Shard(0)], src_data_rank=None).requires_grad_()
     for tensor in (bias, states):
         tensor.requires_grad_()
-    likelihoods.ELEMENTS["cpu"] = 2 * rows  # two or three targets at once
+    likelihoods.CPU_CHUNK_LOGITS = 2 * rows  # two or three targets at once
     try:
         loss = likelihoods.token_loss(states + embed_tokens(tokens, cut)[:7], cut, bias, answers)
     finally:
-        likelihoods.ELEMENTS["cpu"] = kept
+        likelihoods.CPU_CHUNK_LOGITS = kept
     gradients = torch.autograd.grad(2 * loss, (cut, bias, states))
     return [loss.item(), *(full(gradient).numpy() for gradient in gradients)]
 

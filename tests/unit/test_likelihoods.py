@@ -78,7 +78,7 @@ def _check_gradients(
 @pytest.fixture(params=[1, 7, TARGETS, 100])
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Targets of a chunk: one, several with a remainder, all, more than there are."""
-    monkeypatch.setitem(likelihoods.ELEMENTS, "cpu", request.param * ROWS)
+    monkeypatch.setattr(likelihoods, "CPU_CHUNK_LOGITS", request.param * ROWS)
     return int(request.param)
 
 
@@ -137,7 +137,7 @@ def test_no_gradients_are_computed_without_need() -> None:
 def test_no_tensor_as_large_as_all_logits_is_allocated_or_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(likelihoods.ELEMENTS, "cpu", 4 * ROWS)
+    monkeypatch.setattr(likelihoods, "CPU_CHUNK_LOGITS", 4 * ROWS)
     kept: list[int] = []
     with (
         torch.autograd.graph.saved_tensors_hooks(

@@ -202,6 +202,7 @@ def test_all_nodes_agree_on_the_first_node(monkeypatch: pytest.MonkeyPatch, tmp_
         nproc_per_node=GPUS,
         gpus_per_node="h100:8",
         interface="ib0",
+        mem_mb_per_gpu=9000,
     )
     path = write_task(Job("some.module", ["argument"], NODES, GPUS), machine, tmp_path)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"secret": "of the job"}))
@@ -233,6 +234,7 @@ def test_all_nodes_agree_on_the_first_node(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert len({secret, again.secret, place(0).secret, "of the job"}) == 4
     assert not set(again.ports) & set(ports), "nothing of an earlier start listens there"
+    assert NodeTask(path).memory_key == "mem_mb_per_gpu"
     command = NodeTask(path).job.command()
     assert {f"--nnodes={NODES}", f"--nproc-per-node={GPUS}"} <= set(command)
     assert not any(

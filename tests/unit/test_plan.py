@@ -189,9 +189,9 @@ def test_the_plan_is_printed_as_a_table(
         *("step time", "time", "not counted", "warning"),  # masked_value without renormalize
         *("", "        GPUs", "   1 x 1 = 1", "   1 x 2 = 2", "   1 x 4 = 4", "efficiency:"),
     ]
-    assert lines[4] == "processes   4 x h100, HYBRID_SHARD (1 replicas of 4 shards), 32-true"
+    assert lines[4] == "processes   4 x h100, HYBRID_SHARD (1 replica of 4 shards), 32-true"
     assert lines[10].startswith("not counted launches of kernels, which may take 10 ms: ")
-    assert "of 72 GB per process: parameters" in lines[5]
+    assert "of 72 GB per process: activations" in lines[5]
 
 
 LEAK = (
@@ -213,7 +213,7 @@ TP = {"nproc": 4, "parallel": {"strategy": "ddp", "tp": 2}}
             {"device": "a100"},
             "assumed     a100 is planned with 80 GB; set device to a100-40gb if it has less",
         ),
-        (TP, "processes   4 x cpu, ddp (2 replicas of 1 shards x tp 2), 32-true"),
+        (TP, "processes   4 x cpu, ddp (2 replicas x tp 2), 32-true"),
         (
             {"train": {"warmup_steps": 20}},
             "warning     train.warmup_steps 20 leaves no step at the peak learning rate",

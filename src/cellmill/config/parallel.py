@@ -149,6 +149,13 @@ class Layout:
         return tp + pp
 
     @property
+    def text(self) -> str:
+        """Copies of the model as text: `1 replica`, `2 replicas of 4 shards x tp 2`."""
+        replicas = "1 replica" if self.dp_replicate == 1 else f"{self.dp_replicate} replicas"
+        shards = "" if self.dp_shard == 1 else f" of {self.dp_shard} shards"
+        return f"{replicas}{shards}{self.tp_pp_text}"
+
+    @property
     def dp_text(self) -> str:
         """The data-parallel groups as text: `8 processes`, `4 groups of tp 2`."""
         if self.tp_pp_text:

@@ -74,6 +74,7 @@ def write_task(job: Job, machine: Machine, folder: Path) -> Path:
     task = {
         "job": asdict(job),
         "gpus_per_node": machine.gpus,
+        "memory_key": machine.memory_key,
         "interface": machine.interface,
         "cluster": machine.slurm_cluster,
         "secret": secrets.token_hex(32),
@@ -98,6 +99,8 @@ class NodeTask:
         self.error = path.with_name("error.txt")
         self.secret = task["secret"]
         self.interface = task["interface"]
+        # jobs that an earlier version submitted have none
+        self.memory_key = task.get("memory_key", "mem_mb")
         self.available = [name for _, name in socket.if_nameindex()]
         # the last host is another one also for the first
         peer = self.hosts[0 if self.rank else -1]
@@ -148,7 +151,7 @@ class NodeTask:
                 write_text(
                     self.error,
                     f"{socket.gethostname()}: a process was killed because the job used up its memory on this node; "
-                    "raise set-resources: train: mem_mb in the profile, or lower train.token_budget",
+                    f"raise set-resources: train: {self.memory_key} in the profile, or lower train.token_budget",
                 )
         if code:
             raise NodeFailed(f"torchrun ended with exit code {code}")

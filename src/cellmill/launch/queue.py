@@ -39,10 +39,10 @@ REMEDIES = {
     "job requeued in held state": "held: `scontrol release {job_id}` releases it",
     "launch failed requeued held": "held after a failed start: `scontrol release {job_id}` tries again",
     "JobHoldMaxRequeue": "held after too many requeues: `scontrol release {job_id}` tries again",
-    "(Bad)?Constraints": "no node satisfies it: change constraint, gpus_per_node or mem_mb in the profile",
+    "(Bad)?Constraints": "no node satisfies it: change constraint, gpus_per_node or the memory in the profile",
     "PartitionConfig": "the partition does not allow the request: change nodes, runtime or slurm_partition in the "
     "profile",
-    "MaxMemPerLimit": "a node of the partition gives less memory: lower mem_mb in the profile",
+    "MaxMemPerLimit": "a node of the partition gives less memory: request less in the profile",
     "Reservation(Deleted|Invalid)": "its reservation is gone: change reservation in "
     "sbatch_options of the profile",
     "ReqNodeNotAvail|NodeDown|Reservation|Nodes required for job are DOWN": "its nodes are down or reserved: "

@@ -38,9 +38,8 @@ from torch.nn import functional as F
 from cellmill.parallel.torch_private import is_dtensor
 from cellmill.parallel.vocab_parallel import first_row, segment_sum, to_local_rows
 
-CHUNK_LOGITS = 1 << 24  # logits of a chunk on a GPU: 64 MB, enough targets for its matrix products
-ELEMENTS = {"cpu": 1 << 22}
-"""Logits of a chunk that fit a CPU's cache; other devices need large products (`CHUNK_LOGITS`)."""
+CPU_CHUNK_LOGITS = 1 << 22  # logits of a chunk on a CPU: they fit in its cache
+CHUNK_LOGITS = 1 << 24  # on other devices: 64 MB, enough targets for their matrix products
 SCALED_ROWS = 4096  # rows of a gradient that are scaled in float32 at a time
 
 
@@ -172,7 +171,8 @@ class _Targets(ABC):
             # rounded up, so that all ranks have the same chunks
             rows = -(-rows // table.device_mesh.size())
             states, table, bias, *vectors = to_local_rows(states, table, bias, *vectors)  # type: ignore[assignment]
-        chunk = max(1, ELEMENTS.get(states.device.type, CHUNK_LOGITS) // rows)
+        chunk_logits = CPU_CHUNK_LOGITS if states.device.type == "cpu" else CHUNK_LOGITS
+        chunk = max(1, chunk_logits // rows)
         dtype = autocast_dtype(states) or states.dtype
         with nullcontext() if states.is_meta else torch.autocast(states.device.type, enabled=False):
             return _ChunkedLoss.apply(

@@ -104,7 +104,7 @@ class ParallelModel(StepModel):
     ) -> Tensor:
         """Accumulate gradients, which ranks reduce with the last micro-batch.
 
-        With `parallel.gradient_reduction: each` they reduce them with each micro-batch.
+        With `parallel.gradient_reduction: micro_batch` they reduce them with each micro-batch.
         """
         total = torch.zeros_like(targets, dtype=torch.float64)
         for index, prepared in enumerate(micro_batches):

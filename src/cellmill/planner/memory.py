@@ -43,7 +43,7 @@ class Memory:
     gradients: int = 0
     optimizer: int = 0  # its state, such as both moments of AdamW
     average: int = 0  # average of the trained weights, with train.ema_decay
-    gathered: int = 0  # full weights gathered for a forward or backward pass, or cast to 16 bits
+    gathered: int = 0  # full weights, gathered for a forward or backward pass, or cast by autocast
     communication: int = 0  # gradients in a reduce-scatter
     pipeline: int = 0  # receive buffers of a pipeline for all micro-batches of a step
     # kept for the backward pass, and the workspace of one block's backward pass
@@ -190,7 +190,8 @@ class _RankMemory:
             return replace(memory, gradients=FLOAT32_BYTES * elements)
         communication_bytes = 0
         if self.micro_batches > 1 and self.parallel.reduces_each_micro_batch:
-            # a block is scattered while the shards are kept
+            # the full gradient of a block, and the shard that a reduce-scatter makes of it, next to
+            # the shards of earlier micro-batches
             communication_bytes = FLOAT32_BYTES * (
                 block.trained + -(-block.trained // model.ranks_per_copy)
             )
@@ -284,7 +285,7 @@ class _RankMemory:
         kept = 0.0
         for n_micro_batches, stage in zip(self._in_flight_by_stage(), self.stages):
             kept += n_micro_batches * stage.count_activations(per_block)
-        # a block computes again what it has not kept before its backward pass begins
+        # before its backward pass, a block recomputes what it has not kept
         recomputed = size.block.activations_per_token - per_block
         workspace = size.block_workspace_per_token + recomputed
         # the part after the blocks has freed its activations when a block's backward pass begins, and

@@ -148,8 +148,7 @@ def describe_layout(parallel: Parallel, layout: Layout) -> str:
     """Describe a layout in words."""
     kind = "ddp" if parallel.strategy == "ddp" else parallel.sharding_strategy
     schedule = "" if layout.pp == 1 else f" {parallel.schedule}"
-    data = f"{layout.dp_replicate} replicas of {layout.dp_shard} shards"
-    return f"{kind} ({data}{layout.tp_pp_text}{schedule})"
+    return f"{kind} ({layout.text}{schedule})"
 
 
 def format_plan(plan: RunPlan) -> str:

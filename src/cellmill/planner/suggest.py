@@ -94,12 +94,12 @@ def _make_sort_key(suggestion: RunCost) -> tuple[float, ...]:
     rounded_log_hours = 0.0
     if suggestion.time is not None:
         rounded_log_hours = round(math.log(suggestion.time.hours) / HOURS_BIN_FRAC)
-    ranks = parallel.tp * parallel.pp
+    peers = parallel.tp * parallel.pp
     return (
         rounded_log_hours,
         sent["inter_node"],
         sent["intra_node"],
-        ranks,
+        peers,
         suggestion.memory.total,
     )
 

@@ -77,13 +77,13 @@ def list_traffic(
     totals = model.sum_rank_totals(pp_rank)
     payloads = defaultdict[tuple[Kind, str], float](float)
     calls = defaultdict[tuple[Kind, str], float](float)
-    for sent in chain(
+    for part in chain(
         _list_data_parallel(model, totals, micro_batches),
         _list_tensor_parallel(model, totals, tokens, micro_batches),
         _list_pipeline(model, pp_rank, tokens, micro_batches),
     ):
-        payloads[sent.kind, sent.axis] += sent.payload_bytes
-        calls[sent.kind, sent.axis] += sent.calls
+        payloads[part.kind, part.axis] += part.payload_bytes
+        calls[part.kind, part.axis] += part.calls
     layout = model.layout
     # neighbours on an axis are this many processes apart: tp is the innermost axis of the mesh
     distances = {

@@ -115,9 +115,7 @@ def check_run(machine: Machine, pipeline: Workflow, name: str) -> Check:
     layout = divide_processes(options.parallel, world, machine.nproc_per_node)
     corpus = "cells not counted yet" if cells is None else f"{cells:,} training cells"
     processes = f"{world} {'process' if world == 1 else 'processes'}"
-    replicas = f"{layout.dp_replicate} {'replica' if layout.dp_replicate == 1 else 'replicas'}"
-    shards = "" if layout.dp_shard == 1 else f" of {layout.dp_shard} shards"
-    return ok(what, f"fits {processes}: {replicas}{shards}{layout.tp_pp_text}, {corpus}")
+    return ok(what, f"fits {processes}: {layout.text}, {corpus}")
 
 
 def check_genes(pipeline: Workflow) -> Iterator[Check]:

@@ -149,6 +149,7 @@ def _plan_run(corpus: PlannedCorpus, machine: Machine, device_name: str) -> RunP
     memory = check_memory(options, corpus.size, hardware)
     cost = estimate_cost(options, corpus.size, hardware, device, memory)
     warnings = options.objective.warnings()
+    # families with one row per cell know no sequence parallelism, and more tokens cost them little
     has_row_per_cell = not options.model.sequence_parallel
     if corpus.cut_cells_frac and has_row_per_cell:
         max_genes = int(corpus.detected.max())

@@ -31,7 +31,7 @@ class Passes:
     tokens: int  # tokens of the batch, without padding
     cells: int
     pairs_per_token: float  # (query, key) pairs of attention
-    width: float  # elements per token from block to block; no integer if a view hides tokens
+    width: float  # elements per token from block to block; a fraction if a view hides tokens
     begin_window: Window  # operations of the forward pass before the blocks
     begin_kept_per_token: float
     block_window: Window  # operations of the forward pass of one block

@@ -182,7 +182,7 @@ def _prepare(
     With tp > 1 there is a process group that sends nothing.
     """
     # lifetimes must not depend on when Python collects reference cycles, which DTensor creates
-    collects = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     if tp > 1:
         assert not dist.is_initialized(), (
@@ -195,7 +195,7 @@ def _prepare(
     finally:
         if tp > 1:
             dist.destroy_process_group()
-        if collects:
+        if was_enabled:
             gc.enable()
 
 
