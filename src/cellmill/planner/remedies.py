@@ -87,7 +87,7 @@ class Change:
         """Set options of section `parallel`, and add the instruction for those that change."""
         options = with_parallel(self.options, **values)
         settings = [
-            f"parallel.{name} to {_format_value(value)}"
+            f"parallel.{name} to {json.dumps(value)}".replace('"', "")
             for name, value in values.items()
             if value != getattr(self.options.parallel, name)
         ]
@@ -213,11 +213,6 @@ def _list_smaller_budgets(change: Change) -> Iterator[Change]:
         options = change.options.model_copy(update={"train": smaller})
         yield change.then(f"lower train.token_budget to {budget}", options=options)
         budget //= 2
-
-
-def _format_value(value: Any) -> str:
-    """Write the value of an option as in the configuration."""
-    return json.dumps(value).strip('"')
 
 
 def with_parallel(options: PlanOptions, **changes: Any) -> PlanOptions:
