@@ -291,7 +291,7 @@ def test_a_list_of_wrong_arrays_is_refused(copied: Path, tmp_path: Path) -> None
     for name, value, fault in (
         ("0.cells", tensors["0.cells"][::-1].copy(), "0.cells: expected ascending digests"),
         ("0.cells", tensors["0.cells"].astype(np.int64), "0.cells: expected one row of uint64"),
-        ("0.samples", np.array([0, 5], np.int64), "0.samples: expected starts of its barcodes"),
+        ("0.samples", np.array([0, 5], np.int64), "0.samples: expected offsets of its barcodes"),
     ):
         save_file(tensors | {name: value}, tmp_path / FILE, metadata=about)
         entry = {"cell_digests": {"sha256": sha256_file(tmp_path / FILE)}}
