@@ -2,12 +2,15 @@
 model.
 """
 
+import atexit
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,12 +28,30 @@ KEPT = [4, 8]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 
 
+PIPED: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+
+
 @cache
 def server() -> subprocess.Popen[str]:
     """snakemake_server.py, which ends with this process."""
     words = [sys.executable, str(Path(__file__).with_name("snakemake_server.py"))]
-    piped = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    return subprocess.Popen(words, env=os.environ | ENVIRONMENT, **piped)
+    return subprocess.Popen(words, env=os.environ | ENVIRONMENT, **PIPED)
+
+
+@cache
+def stages() -> tuple[subprocess.Popen[str], str]:
+    """stage_server.py, which ends with this process, and a folder for PATH: its `cellmill` asks it."""
+    folder = Path(tempfile.mkdtemp(prefix="cellmill-stages-"))
+    here = Path(__file__).parent
+    words = [sys.executable, str(here / "stage_server.py"), str(folder / "socket")]
+    running = subprocess.Popen(words, env=os.environ | ENVIRONMENT, **PIPED)
+    assert running.stdout is not None
+    assert running.stdout.readline() == "listening\n"
+    client = [sys.executable, "-IS", str(here / "stage_client.py"), str(folder / "socket")]
+    (folder / "cellmill").write_text(f'#!/bin/sh\nexec {shlex.join(client)} "$@"\n')
+    (folder / "cellmill").chmod(0o755)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return running, str(folder)
 
 
 @dataclass
@@ -53,27 +74,29 @@ class Project:
         profile: str | None = "profiles/local",
         environment: dict[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """Run `snakemake`, a dry run in a fork of the server unless it has an `environment` of its
-        own.
+        """Run `snakemake`: without an `environment` of its own in a fork of the server, and its
+        stages in forks of theirs.
 
         `stdout` is all that a user sees.
         """
-        if environment is None and {"-n", "--dry-run"} & {*arguments}:
+        if environment is None:
             words = self.words(*arguments, profile=profile)
             out = self.folder.with_name("said.txt")
+            environment = os.environ | ENVIRONMENT
+            if not {"-n", "--dry-run"} & {*arguments}:
+                environment["PATH"] = os.pathsep.join([stages()[1], environment["PATH"]])
             running = server()
             assert running.stdin is not None
             assert running.stdout is not None
-            running.stdin.write(
-                json.dumps({"folder": str(self.folder), "words": words, "out": str(out)}) + "\n"
-            )
+            asked = {"folder": str(self.folder), "words": words, "out": str(out)}
+            running.stdin.write(json.dumps(asked | {"environment": environment}) + "\n")
             running.stdin.flush()
             code = int(running.stdout.readline())
             return subprocess.CompletedProcess(words, code, out.read_text())
         return subprocess.run(
             self.command(*arguments, profile=profile),
             cwd=self.folder,
-            env=environment or os.environ | ENVIRONMENT,
+            env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -81,9 +104,14 @@ class Project:
             timeout=1200,  # a limit for hangs; a busy machine takes 300 s for what takes 60
         )
 
-    def ran(self, *arguments: str, profile: str | None = "profiles/local") -> str:
+    def ran(
+        self,
+        *arguments: str,
+        profile: str | None = "profiles/local",
+        environment: dict[str, str] | None = None,
+    ) -> str:
         """All that a user sees of a `snakemake` that ends well."""
-        done = self.snakemake(*arguments, profile=profile)
+        done = self.snakemake(*arguments, profile=profile, environment=environment)
         assert done.returncode == 0, done.stdout
         return done.stdout
 
@@ -144,9 +172,12 @@ def project(tmp_path: Path, cells: Path) -> Project:
 
 @pytest.fixture(scope="session")
 def done(tmp_path_factory: pytest.TempPathFactory, cells: Path) -> tuple[Project, str]:
-    """A project in which everything has run, and the output of that run. Tests do not change it."""
+    """A project in which everything has run, and the output of that run, whose stages are processes
+    of their own. Tests do not change it.
+    """
     project = make_project(tmp_path_factory.mktemp("done") / "project", cells)
-    return project, project.ran("--set-resources", "train:nproc_per_node=2")
+    given = os.environ | ENVIRONMENT
+    return project, project.ran("--set-resources", "train:nproc_per_node=2", environment=given)
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """A process that has imported Snakemake, and runs each command in a fork: most of a dry run's time
 are imports.
 
-A command is a line of JSON on stdin: `folder`, `words`, and `out`, the file that gets all output.
-Its exit code is a line on stdout.
+A command is a line of JSON on stdin: `folder`, `words`, `environment`, and `out`, the file that gets
+all output. Its exit code is a line on stdout.
 """
 
 import json
@@ -22,8 +22,10 @@ import cellmill.preflight.rule_flags
 import cellmill.runs.identity  # noqa: F401
 
 
-def run(folder: str, words: list[str], out: str) -> None:
+def run(folder: str, words: list[str], out: str, environment: dict[str, str]) -> None:
     """Never returns: Snakemake ends its process."""
+    os.environ.clear()
+    os.environ.update(environment)
     os.chdir(folder)
     file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
