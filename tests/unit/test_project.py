@@ -189,6 +189,28 @@ def test_counts_in_a_layer_are_found_beside_logarithms(write: Callable[..., Path
     assert table_of()[0]["counts"] == "counts"
 
 
+@pytest.mark.parametrize(
+    ("layers", "chosen"),
+    [
+        ({"ambiguous": 0.2, "matrix": 1, "spliced": 0.5, "unspliced": 0.3}, "matrix"),  # scvelo
+        ({"ambiguous": 0.2, "spliced": 0.5, "unspliced": 0.3}, "spliced"),
+        ({"corrected_counts": 0.9, "counts": 1}, "counts"),
+        ({"decontXcounts": None, "raw_counts": 1}, "raw_counts"),  # Tabula Sapiens
+    ],
+)
+def test_layers_of_all_molecules_come_before_parts(
+    write: Callable[..., Path], layers: dict[str, float | None], chosen: str
+) -> None:
+    counts = draw_counts(300)
+    logs = np.log1p(1e4 * counts / counts.sum(axis=1, keepdims=True))
+    stored = {}
+    for name, share in layers.items():
+        part = 0.9 * counts + 0.07 if share is None else np.floor(counts * share)
+        stored[name] = sp.csr_matrix(np.where(counts > 0, part, 0))
+    path = write(matrix=logs, layers=stored)
+    assert survey_file(path).counts == chosen
+
+
 def test_counts_are_recovered_from_logarithms_and_depths(write: Callable[..., Path]) -> None:
     counts = draw_counts(300)
     logs = np.log1p(1e4 * counts / counts.sum(axis=1, keepdims=True))

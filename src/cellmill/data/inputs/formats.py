@@ -32,7 +32,8 @@ _HDF5_ENDS = (".h5ad", ".h5mu", ".h5", ".hdf5", ".loom", ".h5seurat")
 _MAX_LISTED = 12  # inputs of a folder
 _FROM_R = (
     'in R write the counts with DropletUtils::write10xCounts("cells.h5", counts(sce)), '
-    'of Seurat with SeuratObject::LayerData(object, layer = "counts") for counts(sce)'
+    'of Seurat with SeuratObject::LayerData(object, layer = "counts") for counts(sce), after JoinLayers(object) if it '
+    "has layers such as counts.1"
 )
 _HINTS = {
     ".rds": _FROM_R,

@@ -32,7 +32,10 @@ GENE_LENGTH = "gene_length"
 
 
 COUNTED = "looks like counts"
+ESTIMATED = "looks like estimated counts"
 LOGS = "looks log-transformed"
+_PARTS_OF_COUNTS = ("spliced", "mature", "unspliced", "nascent", "ambiguous")
+"""Layers of velocyto and kb-python that hold some of a cell's molecules, the likelier ones first."""
 TOTALS = ("n_counts", "total_counts", "nCount_RNA", "n_umis", "nUMI", "n_molecules")
 """Columns of obs that may hold the depth of each cell."""
 FEATURE_TYPES = "feature_types"
@@ -53,7 +56,21 @@ def look_at(matrix: sp.csr_matrix) -> str:
     if (values == np.floor(values)).all():
         return COUNTED
     looks = describe_fractions(matrix)
-    return COUNTED if looks.may_be_counts else f"looks {looks.text.partition(':')[0]}"
+    return ESTIMATED if looks.may_be_counts else f"looks {looks.text.partition(':')[0]}"
+
+
+def _likelihood(name: str) -> int:
+    """Rank of a matrix by its name: the lower, the likelier it has the raw counts of whole cells."""
+    lower = name.lower()
+    if lower in _PARTS_OF_COUNTS:
+        return 5 + _PARTS_OF_COUNTS.index(lower)
+    ranks = (
+        name == "raw",
+        lower == "counts",
+        "raw" in lower and "count" in lower,
+        "count" in lower,
+    )
+    return ranks.index(True) if any(ranks) else 4
 
 
 def looks_recoverable(looks: Mapping[str, str], obs: Container[str]) -> str | None:
@@ -118,14 +135,16 @@ class CountSource:
 
     def find_counts(self) -> str:
         """The value of `counts` to read: this matrix if it looks like counts, else the likeliest.
+        Whole numbers come before estimated counts, and matrices of all molecules before parts.
 
         Raise DataError if no matrix holds counts.
         """
         looks = self.look()
-        likely = [name for name in self.others if name == "raw" or "count" in name.lower()]
-        for name in (self.counts, *likely, *self.others):
-            if looks.get(name, COUNTED) == COUNTED:
-                return name
+        names = [self.counts, *sorted(self.others, key=_likelihood)]
+        for kind in (COUNTED, ESTIMATED):
+            for name in names:
+                if looks.get(name, COUNTED) == kind:
+                    return name
         recover = looks_recoverable(looks, self.obs.columns)
         if recover is None:
             raise DataError(f"{self.path}: {self.counts} {looks[self.counts]}; {self.elsewhere()}")
@@ -136,7 +155,8 @@ class CountSource:
         if not self.others:
             return "the file has no other matrix; use a file with raw counts"
         looks = self.look()
-        hopeful = [name for name in self.others if looks.get(name, COUNTED) == COUNTED]
+        kinds = (COUNTED, ESTIMATED)
+        hopeful = [name for name in self.others if looks.get(name, COUNTED) in kinds]
         if hopeful:
             return f"raw counts may be in {' or '.join(hopeful)}: set {self.option}"
         listed = ", ".join(f"{name} {kind}" for name, kind in looks.items())
