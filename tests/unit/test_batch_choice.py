@@ -189,6 +189,16 @@ def test_a_strength_of_the_user_stands(tmp_path: Path) -> None:
     TrainOptions.model_validate(alone.options.model_dump(mode="json"))
 
 
+def test_a_scale_without_an_adversary_is_left_out(tmp_path: Path) -> None:
+    donors = write_corpus(tmp_path, {"donor": blocks(a=110, b=110)})
+    scaled = AUTO | {"batch_adversary_scale": 0.05}
+    opened = open_corpus(options_of(objective=scaled), donors.path)
+    objective: Any = opened.options.objective
+    assert objective.batch_column == "donor"
+    assert (objective.batch_adversary, objective.batch_adversary_scale) == (None, 0.02)
+    TrainOptions.model_validate(opened.options.model_dump(mode="json"))
+
+
 def test_a_part_of_a_sum_chooses_too(tmp_path: Path) -> None:
     manifest = write_corpus(tmp_path, {"batch": blocks(a=110, b=110), "kind": ["x", "y"] * 110})
     parts = {"cell_decoding": {"batch_column": "auto"}, "classification": {"label_column": "kind"}}

@@ -501,11 +501,13 @@ class DecodingConfig(HiddenFracConfig):
             return self
         choice = choose_batch(facts, labels)
         changes: dict[str, Any] = {"batch_column": choice.column, "batch_reason": choice.reason}
+        adversary = self.batch_adversary or choice.adversary
         if choice.column is None:
-            unread = ("batch_adversary", "batch_adversary_scale")
-            changes |= {name: type(self).model_fields[name].default for name in unread}
-        elif self.batch_adversary is None:
-            changes["batch_adversary"] = choice.adversary
+            adversary = None
+        changes["batch_adversary"] = adversary
+        if adversary is None:  # nothing reads the scale, and stored options must be valid
+            name = "batch_adversary_scale"
+            changes[name] = type(self).model_fields[name].default
         return self.model_copy(update=changes)
 
     def check_tokens(self, tokens: Tokens) -> None:
