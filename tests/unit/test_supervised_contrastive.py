@@ -16,6 +16,7 @@ from cellmill.config.parts.tokens import Tokens
 from cellmill.data.stream.batch import Batch, empty_batch
 from cellmill.models.batch import to_tensors
 from cellmill.models.objective import GeneStatistics
+from cellmill.models.objectives.shared.per_cell import LabelObjective
 from cellmill.models.objectives.supervised_contrastive import contrast
 from cellmill.stages.export import model_card
 from cellmill.stages.train import supervised_by
@@ -153,6 +154,24 @@ def test_metrics_are_compared_with_collapsed_vectors() -> None:
     assert verdict.difference == pytest.approx(loss - collapsed, rel=1e-5)
     alone = objective.judge(np.array([1]), z[:1].numpy(), train=train)
     assert alone == ({"n_targets": 1}, [])
+
+
+class _Coupled(LabelObjective):
+    """An objective of a plug-in that says only that its loss couples cells."""
+
+    def attach(self, model: Any, vocab_size: int) -> tuple[str, ...]:
+        self.coupled_widths = (2,)
+        return ()
+
+
+def test_a_loss_that_couples_cells_is_validated_whole() -> None:
+    coupled = _Coupled(_model("profile").objective.config, TOKENS)
+    coupled.attach(None, 1)
+    assert coupled.validates_coupled_loss
+    parts = {"cell_decoding": {"view_loss": "vicreg"}}
+    assert not _model("profile", objective="sum", parts=parts).objective.validates_coupled_loss
+    parts |= {"supervised_contrastive": {"label_column": "cell_type"}}
+    assert _model("profile", objective="sum", parts=parts).objective.validates_coupled_loss
 
 
 def test_a_sum_is_supervised_by_the_labels_of_its_parts() -> None:

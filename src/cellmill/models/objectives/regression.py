@@ -60,7 +60,6 @@ class Regression(CellObjective):
         setattr(model, self.head_name, head)
         if config.loss == "pearson":
             self.coupled_widths = (3,)
-            self.validates_coupled_loss = True
         return (self.head_name,)
 
     @property

@@ -33,7 +33,6 @@ ANCHORS_PER_CHUNK = 1024  # cells that are compared with all others at once
 
 class SupervisedContrastive(LabelObjective):
     config: SupervisedContrastiveConfig
-    validates_coupled_loss = True
 
     def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
         self.coupled_widths = (1 + model.vector_width,)

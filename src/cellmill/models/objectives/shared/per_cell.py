@@ -12,6 +12,7 @@ outputs of the head; for labels, the number of levels.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +74,11 @@ class CellObjective(Objective):
     has_target_per_cell = True
     head_name: str
     """Attribute of the model that has the head; set by `attach`."""
+
+    @cached_property
+    def validates_coupled_loss(self) -> bool:  # type: ignore[override]
+        """True with `coupled_widths`: `coupled_loss` would take a micro-batch for the whole batch."""
+        return bool(self.coupled_widths)
 
     def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Find the targets, `(cells, …)`, and which cells have one, `(cells,)` bool."""
