@@ -208,7 +208,7 @@ WRONG = {
     ),
     "evaluate: {tasks: {probe: {name: transfer}}}": "evaluate.tasks: probe: name is 'transfer'; leave it out",
     "tokens: {tokenizer: rank}, objective: {name: masked_value}": (
-        "runs.demo: objective masked_value needs values, rank has none; use objective masked_gene"
+        "runs.demo: objective masked_value needs values that measure expression, got places; use objective masked_gene"
     ),
     "train: {token_budget: 100}": (
         "runs.demo: tokens.max_tokens 2048 exceeds train.token_budget 100; lower max_tokens"

@@ -269,6 +269,17 @@ def test_columns_without_use_are_refused() -> None:
             check_levels(given, {"kind": ("a", "<missing>")}, 100)
 
 
+@pytest.mark.parametrize("weight", ["inf", "nan", "-1.0"])
+def test_weights_of_labels_are_finite_and_not_negative(weight: str) -> None:
+    given = {
+        "name": "classification",
+        "label_column": "kind",
+        "class_weights": {"B": float(weight)},
+    }
+    with refused(f"x: class_weights: B: expected a finite weight of 0 or more, got {weight}"):
+        check_options(ObjectiveConfig, given, "x")
+
+
 def test_columns_of_a_sum_name_the_options_of_its_parts() -> None:
     parts = {
         "type": {"name": "classification", "label_column": "kind"},

@@ -1,5 +1,5 @@
-"""Options of the built-in objectives, in one file, because a sum of objectives names most of the
-others. Torch-free.
+"""Options of the built-in objectives. Torch-free. They are in one file, because most share a base class
+and are little more than a table.
 
 `problems` of every base class runs too (`Section`), so none calls super(). An objective without
 `families` is listed in `FamilyConfig.objectives`.
@@ -86,8 +86,9 @@ class MaskedValueConfig(MaskedObjectiveConfig):
 
     def check_tokens(self, tokens: Tokens) -> None:
         if tokens.value_kind not in ("class", "scalar"):
+            got = "places" if tokens.value_kind == "place" else "none"
             raise ValueError(
-                f"objective masked_value needs values, {tokens.tokenizer} has none; use objective masked_gene"
+                f"objective masked_value needs values that measure expression, got {got}; use objective masked_gene"
             )
 
 
@@ -184,7 +185,9 @@ class ClassificationConfig(LabelConfig, HeadConfig):
 
     implementation = "cellmill.models.objectives.classification:Classification"
     name: Literal["classification"] = "classification"
-    class_weights: Literal["balanced"] | dict[str, float] | None = None
+    class_weights: (
+        Literal["balanced"] | dict[str, Annotated[float, Field(allow_inf_nan=True)]] | None
+    ) = None
     """Weight of a cell's loss by its label; 1 for labels that are not listed. balanced: N / (K n)
     for a label with n cells, if there are N labelled training cells and K labels. train writes the
     numbers into the run.
@@ -203,7 +206,7 @@ class ClassificationConfig(LabelConfig, HeadConfig):
     def problems(self) -> Iterator[str]:
         for label, weight in self.weight_by_label.items():
             if not 0 <= weight < math.inf:
-                yield f"class_weights: {label}: expected a weight of 0 or more, got {weight}"
+                yield f"class_weights: {label}: expected a finite weight of 0 or more, got {weight}"
 
     @property
     def supervised_by(self) -> tuple[str, ...]:
@@ -214,7 +217,7 @@ class ClassificationConfig(LabelConfig, HeadConfig):
         return super().columns(option) | Columns(named=[named])
 
     def stream(self) -> dict[str, Any]:
-        # weights in the loss balance the labels already
+        # weights in the loss, not draws, decide what a label counts
         balanced = {} if self.class_weights is None else {"weight_exponent": 0.0}
         return {"weight_by": self.label_column, "labelled_frac": 1.0} | balanced
 
