@@ -88,8 +88,9 @@ class Model(nn.Module):
     def prepare(self, batch: Batch, *, seed: int, step: int) -> Any:
         """Draw masks and targets in a `view`.
 
-        It is a pure function of (seed, step, cell, position), and reads no parameters. The result
-        has `lengths` (tokens of each cell, list[int]) and `n_targets` (int64 scalar, or (parts,)).
+        It is a pure function of its arguments and of `self.training`, and reads no parameters. The
+        result has `lengths` (tokens of each cell, list[int]) and `n_targets` (int64 scalar, or
+        (parts,)).
         """
         self.objective.training = self.training
         return self.objective.prepare(batch, seed=seed, step=step)

@@ -30,11 +30,11 @@ from cellmill.data.stream.tokenizer import Tokenizer
 from cellmill.models.initial import Fill
 from cellmill.runs.results import Verdict, compare
 
-# steps that key views and masks outside training
-# Task `reconstruct`, with the seed of the evaluation. Step 0 of a training with this seed draws the
-# same numbers for the cell of the same id. Ids count the cells of a split in training and the rows of
-# a file in evaluation, and draws do not depend on what a cell expresses, so the scores of cells that
-# were not trained on are independent of it.
+# Steps that key views and masks outside training. `reconstruct` draws with EVALUATION_STEP and the
+# seed of the evaluation. Step 0 of a training with this seed has the same random numbers for the cell
+# of the same id: ids count the cells of a split in training, and the rows of a file in evaluation.
+# Random numbers do not depend on what a cell expresses (the binomial draws of `thin`, made of them,
+# do), so training learns nothing of cells that it does not read.
 EVALUATION_STEP = 0
 VALIDATION_STEP = -1  # never a step of training
 HIDDEN_GENES_STEP = -2  # likewise; all cells lack the same genes, and the whole cell is predicted
@@ -121,7 +121,8 @@ class Objective:
     """
     training: bool = True
     """False while `prepare` is called for validation or evaluation; set by `Model.prepare`."""
-    validates_coupled_loss: bool = False  # True if `loss` needs shares in validation too
+    validates_coupled_loss: bool = False
+    """True if `loss` needs shares in validation too; a `CellObjective` derives it."""
     metric_names: tuple[str, ...] = ()
     """Metrics that validation logs in addition, such as accuracy: keys of `validation_metrics`."""
     uses_hidden_genes: bool = False
@@ -142,7 +143,10 @@ class Objective:
         self.number_columns = sorted(config.columns().numbers)
         """obs columns whose numbers batches carry, in their order; in a sum those of all parts."""
         self.suffix = ""
-        """End of the names of its heads, if a sum has several parts of one objective."""
+        """`_` and the part's name, if this is not the objective's; set by a sum before `attach`.
+
+        Heads that several parts may have, such as those of labels, end their names in it.
+        """
         self.levels: Mapping[str, Sequence[str]] = {}
         """Levels of the obs columns of a batch, in order; set by `models.build` before `attach`."""
 
@@ -188,10 +192,11 @@ class Objective:
         return batch
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> Any:
-        """Draw masks and targets in a view: a pure function like `view`, without parameters.
+        """Draw masks and targets in a view.
 
-        The result has `lengths`, the tokens of each cell, list[int], and `n_targets`, int64: a scalar, or `(parts,)`
-        with `part_weights`.
+        A pure function of its arguments and of `self.training`, which reads no parameters. The result
+        has `lengths`, the tokens of each cell, list[int], and `n_targets`, int64: a scalar, or
+        `(parts,)` with `part_weights`.
         """
         raise NotImplementedError
 

@@ -156,7 +156,7 @@ class ObjectiveConfig(Plugin):
         return {}
 
     def fit(self, facts: Facts) -> Self:
-        """Return the options with what they take from the corpus, as numbers that the run stores."""
+        """Return the options with what they take from the corpus: the run stores the result."""
         return self
 
     @property

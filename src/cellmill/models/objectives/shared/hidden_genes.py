@@ -4,9 +4,10 @@ Views of step HIDDEN_GENES_STEP hide every fifth gene from all cells, so the sho
 contain the answer. Each process sums moments of these genes over its cells; the metric is computed
 from the sums of all processes.
 
-Predicted fractions are linear, measurements are log(1 + 10,000 fraction). With `weights: log1p`, the
-default, a fraction is already one of log(1 + count): measurements are logarithms of logarithms. The
-metric therefore only ranks runs of equal `weights` and `likelihood`.
+Predicted fractions are linear, measurements are log(1 + 10,000 fraction). A fraction is one of the
+cell's sum of counts; with likelihood softmax and `weights: log1p`, the defaults, of its sum of
+log(1 + count), so measurements are logarithms of logarithms. The metric therefore only ranks runs of
+equal `weights` and `likelihood`.
 
 Legend: C cells with targets, D width of the decoder's last layer, V size of the vocabulary.
 """
@@ -54,8 +55,8 @@ def sum_hidden_genes(
     """Sum the moments over cells: the number of cells, then `GeneMoments`; `(count_sums(V),)` float64.
 
     Logits are `decoded` `(C, D)` times `table` `(V, D)` plus `bias` `(V,)`. The measured profiles
-    have entries: `entry_cells`, token ids `genes`, and `fractions` of the cell's sum of counts, or
-    of log(1 + count) with `weights: log1p`; `(entries,)` each.
+    have entries: `entry_cells`, token ids `genes`, and `fractions` with sum 1 in each cell;
+    `(entries,)` each.
     """
     log_expression = torch.log1p(TARGET_SUM * fractions)
     sums = decoded.new_zeros(count_sums(len(bias)), dtype=torch.float64)
