@@ -13,6 +13,7 @@ few steps. Each task runs in an evaluation of its own, on one thread; the same e
 """
 
 import argparse
+import json
 import os
 import shlex
 import shutil
@@ -94,14 +95,15 @@ def main() -> None:
         print(f"{machine()}; commit {commit()}; `{shlex.join(['python', *sys.argv])}`")
         with open_dataset(folder / "sim.h5ad") as reader:
             print(f"\n{reader.n_obs:,} cells x {reader.n_vars:,} genes\n")
-        print("| task | build | CPU-seconds (range) | peak GB | largest difference |")
-        print("|---|---|---:|---:|---:|")
+        print("| task | build | CPU-seconds (range) | over plan | peak GB | largest difference |")
+        print("|---|---|---:|---:|---:|---:|")
         for (build, task), seconds in spent.items():
             peak_gb = peaks.get((build, task), 0) / 1e6
             difference = largest_difference(folder, task) if arguments.beside else 0.0
             middle = statistics.median(seconds)
             numbers = f"{middle:.1f} ({min(seconds):.1f} to {max(seconds):.1f})"
-            print(f"| {task} | {build} | {numbers} | {peak_gb:.1f} | {difference:.1e} |")
+            ratio = read_ratio(folder, build, task)
+            print(f"| {task} | {build} | {numbers} | {ratio} | {peak_gb:.1f} | {difference:.1e} |")
 
 
 def prepare(folder: Path, cells: int, genes: int, raw: Path | None, label: str) -> None:
@@ -162,6 +164,14 @@ def measure(folder: Path, source: Path, words: list[str]) -> tuple[float, float]
     if status:
         sys.exit("\n".join([f"{words[0]} failed:", *lines[-20:], log.stderr]))
     return cpu_s, peak
+
+
+def read_ratio(folder: Path, build: str, task: str) -> str:
+    """CPU-seconds of a task over the planned ones; empty for less than a second, and if not known."""
+    name = task.partition("{")[0]
+    path = folder / f"{build}-{name}" / "finished" / "seconds.json"
+    ratios = json.loads(path.read_text()) if path.exists() else {}
+    return f"{ratios[name]:.1f}" if name in ratios else ""
 
 
 def print_parts(folder: Path) -> None:

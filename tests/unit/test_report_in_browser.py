@@ -1,5 +1,5 @@
 """The report in headless Chromium: every figure is drawn, nothing is an error, sorting, search and
-theme work.
+theme sizes.
 """
 
 import json

@@ -1,9 +1,10 @@
 """Results of finished tasks, kept in folder `finished` next to metrics.json.
 
 After a kill, a failed task or a changed option of a task, only the tasks without a result run again.
-The name of a file is the SHA-256 of everything that its result depends on. The folder also has a
-metrics.json, written even when a gate fails. This copy is not an output of the workflow, because
-Snakemake deletes outputs before it runs a rule again.
+The name of a file is the SHA-256 of everything that its result depends on. The folder also has
+seconds.json (`seconds/planned.py`), and a metrics.json, written even when a gate fails.
+This copy is not an output of the workflow, because Snakemake deletes outputs before it runs a rule
+again.
 """
 
 import hashlib
@@ -18,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from cellmill.config.plugin import declaring_packages, load
 from cellmill.errors import DataError
 from cellmill.evaluate.evaluated_datasets import EvaluatedDatasets
+from cellmill.evaluate.seconds.planned import LearnedRatios
 from cellmill.evaluate.task import Context, Task, depends_on_dataset
 from cellmill.files import digest, read_json, sha256_file
 from cellmill.runs import results
@@ -34,6 +36,7 @@ class FinishedTasks:
     def __init__(self, folder: Path, datasets: EvaluatedDatasets) -> None:
         self._folder = folder
         self.metrics_path = folder / "metrics.json"
+        self.ratios = LearnedRatios(folder / "seconds.json")
         # of every dataset, because a task may read several: files, and names of label columns
         self._datasets: dict[str, list[str]] = {}
         for name, dataset in datasets.files.items():

@@ -50,7 +50,7 @@ class PredictionCache:
         self.predictions = _read(file)
         # from features that no other run has, or by classifiers of other packages
         self.unsaved_predictions: dict[str, np.ndarray] = {}
-        self._n_read = len(self.predictions)
+        self.n_read = len(self.predictions)  # known from earlier evaluations
 
     def get_or_compute(
         self, about: str, values: Any, compute: Callable[[], np.ndarray]
@@ -66,7 +66,7 @@ class PredictionCache:
 
     def save(self) -> None:
         """Write the new predictions. If two evaluations save at the same time, one may lose its own."""
-        if self.file is not None and len(self.predictions) > self._n_read:
+        if self.file is not None and len(self.predictions) > self.n_read:
             arrays: dict[str, Any] = _read(self.file) | self.predictions
             with atomic_path(self.file) as temporary:
                 np.savez_compressed(temporary, **arrays)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from multiprocessing import active_children, get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,17 +28,22 @@ from cellmill.data.prepare.qc_lines import list_first
 from cellmill.errors import ConfigError, DataError, UserError
 from cellmill.evaluate.evaluated_datasets import is_label
 from cellmill.evaluate.finished import FinishedTasks
+from cellmill.evaluate.seconds.planned import Planner, describe_plan
 from cellmill.evaluate.task import Context, Task, run_task
-from cellmill.files import progress, write_json
+from cellmill.files import progress, span, write_json
 from cellmill.launch.signals import belong_to_parent, interrupted_later
 from cellmill.runs.results import DatasetResult, Row, TaskResult
 
 SHOWN_CLASSES = 3  # classes named in the line of a task
 MAX_PROCESSES = 4  # the threads of rule evaluate: each may hold a dataset's features
-BaselinePredictions = dict[str, np.ndarray]
-"""Predictions by digest, see `PredictionCache.predictions`."""
-RunOutput = tuple[TaskResult, BaselinePredictions]
-"""Result of a task, and what it added to the predictions of baselines."""
+
+
+class RunOutput(NamedTuple):
+    """Result of a task, and what it took and added."""
+
+    result: TaskResult
+    predictions: dict[str, np.ndarray]  # new ones of baselines, see `PredictionCache.predictions`
+    cpu_s: float  # CPU-seconds
 
 
 @dataclass(frozen=True)
@@ -53,12 +58,14 @@ class _TaskRun:
     left_out: list[str] | None  # what effort fast leaves out; None at effort full
 
     def run(self) -> RunOutput:
-        """Result with its seconds, and the new predictions of baselines."""
+        """Result with its seconds, the new predictions of baselines, and the CPU-seconds."""
         started = time.perf_counter()
+        cpu_started = time.process_time()
         predictions = self.context.prediction_cache.predictions
         before = set(predictions)
         result = run_task(self.task, self.context)
         seconds = round(time.perf_counter() - started, 2)
+        cpu_s = time.process_time() - cpu_started
         figures: dict[str, Any] = {"seconds": seconds}
         result = replace(result, task=self.task_name)
         if self.left_out is not None:
@@ -69,7 +76,7 @@ class _TaskRun:
         # a NaN fails here, in the task's own process, where the error names the task
         json.dumps(result.to_json(), allow_nan=False)
         added = {key: value for key, value in predictions.items() if key not in before}
-        return result, added
+        return RunOutput(result, added, cpu_s)
 
 
 _inherited: list[_TaskRun] = []  # task runs of the current dataset, which forked processes inherit
@@ -92,8 +99,8 @@ def run_tasks(
     finished: FinishedTasks,
     left_out: Mapping[str, list[str]],
 ) -> dict[str, TaskResult]:
-    """Result of each task; prints the results. On CPU cores several processes run the tasks that
-    were not `finished` earlier. `left_out` is what effort fast leaves out of each task.
+    """Result of each task; prints planned seconds, then results. On CPU cores several processes run
+    the tasks that were not `finished` earlier. `left_out` is what effort fast leaves out of each task.
 
     A task that fails loses only itself: the others are finished and kept, then its error is raised.
     """
@@ -114,16 +121,28 @@ def run_tasks(
         else:
             results[task_run.name] = result
             print(f"{dataset}: {task_run.name}: finished earlier", flush=True)
-    results |= _run_missing(missing, context)
+    if missing:
+        results |= _run_missing(missing, context, finished)
     return {task_run.name: results[task_run.name] for task_run in task_runs}
 
 
-def _run_missing(task_runs: list[_TaskRun], context: Context) -> dict[str, TaskResult]:
+def _run_missing(
+    task_runs: list[_TaskRun], context: Context, finished: FinishedTasks
+) -> dict[str, TaskResult]:
     """Result of each task run by name, in the order in which they end.
 
     Raise UserError of the first task run that failed, after the others have ended.
     """
     n_processes = _count_processes(task_runs, context)
+    planner = Planner(context)
+    formula_s = {run.name: planner.plan(run.task_name, run.task, run.context) for run in task_runs}
+    ratios = finished.ratios.read()
+    planned_s = {}
+    for task_run in task_runs:
+        seconds = formula_s[task_run.name]
+        ratio = ratios.get(task_run.task_name, 1.0)
+        planned_s[task_run.name] = None if seconds is None else ratio * seconds
+    print(f"{context.dataset}: {describe_plan(planned_s, n_processes)}", flush=True)
     reads_label = [context.options.tasks[task_run.task_name].reads_label for task_run in task_runs]
     if n_processes > 1 and any(reads_label) and "label" in context.roles:
         # computed before processes fork, and with one thread as in run_task: the same to the bit
@@ -142,7 +161,12 @@ def _run_missing(task_runs: list[_TaskRun], context: Context) -> dict[str, TaskR
         ):
             waiting.remove(task_run.name)
             try:
-                results[task_run.name] = _finish_task(task_run, get_output)
+                output = _finish_task(task_run, get_output)
+                results[task_run.name] = output.result
+                if output.result.skipped is None and not context.prediction_cache.n_read:
+                    finished.ratios.learn(
+                        task_run.task_name, formula_s[task_run.name], output.cpu_s
+                    )
             except UserError as error:
                 failures.append(error)
                 if waiting:
@@ -230,13 +254,13 @@ def _run_inherited(number: int) -> RunOutput:
     return _inherited[number].run()
 
 
-def _finish_task(task_run: _TaskRun, get_output: Callable[[], RunOutput]) -> TaskResult:
+def _finish_task(task_run: _TaskRun, get_output: Callable[[], RunOutput]) -> RunOutput:
     """Write and print the result of a task run. Raise DataError with the task's name for an error
     that has no message for users.
     """
     context = task_run.context
     try:
-        result, predictions = get_output()
+        output = get_output()
     except (UserError, BrokenProcessPool):
         raise  # a killed process: `stages.evaluate` names the remedy
     except Exception as error:
@@ -245,10 +269,12 @@ def _finish_task(task_run: _TaskRun, get_output: Callable[[], RunOutput]) -> Tas
             f"{context.dataset}: task {task_run.name!r} failed ({in_one_line(error)}); repair "
             "it, or take it out of evaluate.tasks"
         ) from None
-    context.prediction_cache.predictions.update(predictions)
+    result = output.result
+    context.prediction_cache.predictions.update(output.predictions)
     write_json(task_run.path, result.to_json())
-    print(f"{context.dataset}: {task_run.name}: {describe_result(result)}", flush=True)
-    return result
+    took = f"took {span(result.figures['seconds'])} ({output.cpu_s:.0f} CPU-s)"
+    print(f"{context.dataset}: {task_run.name}: {describe_result(result)}; {took}", flush=True)
+    return output
 
 
 def describe_result(result: TaskResult) -> str:

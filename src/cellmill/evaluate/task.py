@@ -21,6 +21,7 @@ from cellmill.evaluate.evaluated_datasets import EvaluatedDatasets
 from cellmill.evaluate.evaluated_model import EvaluatedModel
 from cellmill.evaluate.features.products import FeatureCache
 from cellmill.evaluate.prediction_cache import PredictionCache
+from cellmill.evaluate.seconds.sizes import DatasetSizes
 from cellmill.runs.results import TaskResult
 
 
@@ -86,7 +87,7 @@ class Skipped(Exception):
 
 
 class Task:
-    """Base of the built-in tasks; a class of a plug-in needs only these two methods."""
+    """Base of the built-in tasks; a class of a plug-in needs only `__init__` and `run`."""
 
     reads_cells = True  # False if the result does not depend on the dataset
 
@@ -98,6 +99,12 @@ class Task:
         DataError if a file or column that the user named cannot be used.
         """
         raise NotImplementedError
+
+    def estimate_s(self, sizes: DatasetSizes) -> float | None:
+        """CPU-seconds of `run` on a dataset of these sizes, on a core as in `cellmill.evaluate.seconds.sizes`;
+        None if not known. It is read before the first task, and changes no result.
+        """
+        return None
 
 
 def depends_on_dataset(task: Task) -> bool:

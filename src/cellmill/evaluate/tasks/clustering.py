@@ -21,9 +21,10 @@ from cellmill.data.inputs.source import optional_package
 from cellmill.evaluate.features.cell_features import cell_features
 from cellmill.evaluate.features.components import COMPONENTS, fit_own_components
 from cellmill.evaluate.features.neighbors import NeighborGraph, jaccard_weights
-from cellmill.evaluate.labels import labelled_cells
+from cellmill.evaluate.labels import MAX_CELLS, labelled_cells
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING, add_note
 from cellmill.evaluate.scores import ScoreColumn, table_rows, tabulate
+from cellmill.evaluate.seconds.sizes import DatasetSizes
 from cellmill.evaluate.task import Context, Task
 from cellmill.runs.results import ScoredMethod, TaskResult
 
@@ -91,6 +92,15 @@ class Clustering(Task):
             columns[0].compare(EMBEDDING, method) for method in columns[0].select_kind("baseline")
         ]
         return tabulate(columns, figures, rows=rows, verdicts=[*dict.fromkeys(verdicts)])
+
+    def estimate_s(self, sizes: DatasetSizes) -> float:
+        n = sizes.count_cells(MAX_CELLS)
+        config = self.config
+        resolutions = {*config.resolutions, config.resolution}
+        n_features = 6 + sizes.n_external
+        leiden_s = 1.2e-6 * len(resolutions) * config.seeds * n * config.neighbors
+        own_s = sizes.products_s(n) + 2 * sizes.components_s(n)
+        return sizes.features_s(n) + own_s + n_features * (leiden_s + 1.5e-8 * n**2)
 
     def _find_clusters(
         self, method: ScoredMethod, features: Any, labels: np.ndarray, context: Context, igraph: Any

@@ -25,6 +25,7 @@ from cellmill.evaluate.draws import seeded
 from cellmill.evaluate.features.gene_vectors import expression_statistics
 from cellmill.evaluate.methods import ByMethod
 from cellmill.evaluate.scores import ScoreColumn, table_rows, tabulate
+from cellmill.evaluate.seconds.sizes import DatasetSizes
 from cellmill.evaluate.task import Context, Skipped
 from cellmill.evaluate.tasks.gene_task import GeneTask, auroc_terms, read_lines
 from cellmill.runs.results import Score, ScoredMethod, TaskResult
@@ -79,6 +80,16 @@ class GeneEmbedding(GeneTask):
                 # a mean of None: kept in metrics.json, not a column
                 row.scores[f"AUROC of {name}"] = Score(None, None, repetitions)
         return tabulate(columns, figures, rows=rows)
+
+    def estimate_s(self, sizes: DatasetSizes) -> float:
+        config = self.config
+        n_sets = 0
+        if config.gene_sets is not None:
+            n_sets += len(read_gene_sets(Path(config.gene_sets)))
+        if config.transcription_factors is not None:
+            n_sets += 1
+        n_fits = n_sets * config.seeds * sizes.folds
+        return super().estimate_s(sizes) + 1e-4 * n_fits * min(config.max_others, sizes.n_genes)
 
     def _compute_terms(
         self,

@@ -11,6 +11,7 @@ from scipy.stats import rankdata
 from cellmill.errors import DataError
 from cellmill.evaluate.features.gene_vectors import LOADINGS, gene_vectors, scaled_loadings
 from cellmill.evaluate.methods import ByMethod
+from cellmill.evaluate.seconds.sizes import DatasetSizes
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.files import require_file
 from cellmill.runs.results import TaskResult
@@ -31,6 +32,10 @@ class GeneTask(Task):
             raise Skipped(f"family {model.config['family']} has no vectors of genes")
         vectors[LOADINGS] = scaled_loadings(model.components)
         return self.score(context, vectors, model.training_profiles())
+
+    def estimate_s(self, sizes: DatasetSizes) -> float:
+        """Seconds to read training cells, and to fit their components."""
+        return sizes.components_s(sizes.n_training)
 
     def score(self, context: Context, vectors: ByMethod, profiles: sp.csr_matrix) -> TaskResult:
         """Scores of `vectors` (genes, width); `profiles` (cells, genes) are log-normalised

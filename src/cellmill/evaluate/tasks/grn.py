@@ -25,6 +25,7 @@ from cellmill.evaluate.features.expression import cross_correlations
 from cellmill.evaluate.features.gene_vectors import RANDOM
 from cellmill.evaluate.methods import ByMethod
 from cellmill.evaluate.scores import ScoreColumn, table_rows, tabulate
+from cellmill.evaluate.seconds.sizes import DatasetSizes
 from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.gene_task import GeneTask, auroc, read_lines
 from cellmill.runs.results import ScoredMethod, TaskResult
@@ -64,6 +65,11 @@ class Grn(GeneTask):
         columns, pooled = _rank_pairs(similarities, network, context.options.seed)
         rows = [replace(row, numbers=pooled[row.method]) for row in table_rows(columns)]
         return tabulate(columns, figures, rows=rows)
+
+    def estimate_s(self, sizes: DatasetSizes) -> float:
+        edges = read_edges(Path(self.config.edges))
+        n_pairs = len({factor for factor, _ in edges}) * len({target for _, target in edges})
+        return super().estimate_s(sizes) + 7e-5 * n_pairs
 
     def _read_network(
         self, context: Context, is_expressed: np.ndarray

@@ -24,6 +24,7 @@ from cellmill.evaluate.features.cell_features import TOKEN_BUDGET
 from cellmill.evaluate.inference.embed import ROW_BLOCK, inference, read_levels, tokenize_blocks
 from cellmill.evaluate.inference.label_counts import count_labels
 from cellmill.evaluate.inference.predict import find_classifiers
+from cellmill.evaluate.seconds.sizes import DatasetSizes
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.models.batch import copy_to_device, to_tensors
 from cellmill.models.build import build
@@ -59,6 +60,10 @@ class Reconstruct(Task):
         return TaskResult(
             figures={"n_cells": len(cells)} | metrics | figures, verdicts=verdicts, notes=notes
         )
+
+    def estimate_s(self, sizes: DatasetSizes) -> float:
+        n = sizes.count_cells(MAX_CELLS)
+        return 0.2 + sizes.read_s() + 4 * n * sizes.forward_s
 
     def _change_objective(self, model: EvaluatedModel) -> Model:
         """The network with the changed options of its objective, sharing its parameters."""

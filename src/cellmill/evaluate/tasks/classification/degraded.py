@@ -40,6 +40,7 @@ from cellmill.evaluate.methods import (
     stack_cells,
 )
 from cellmill.evaluate.scores import tabulate
+from cellmill.evaluate.seconds.sizes import DatasetSizes
 from cellmill.evaluate.splits import Fold, split_by_class
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.evaluate.training_shards import read_counts
@@ -153,6 +154,19 @@ class Degraded(Task):
         figures = {"folds": options.folds, "repeats": config.repeats, "neighbors": config.neighbors}
         metric = f"{config.levels()[-1]}, {SHIFTED}"
         return tabulate(predictions.accuracies(), chosen.figures | figures, metric=metric)
+
+    def estimate_s(self, sizes: DatasetSizes) -> float:
+        n = sizes.count_cells(MAX_CELLS)
+        config = self.config
+        n_levels = len(config.levels())
+        n_fitted = n - n // sizes.folds
+        fold_s = 0.0
+        for n_fits, n_of_fit in ((n_levels + 1, n_fitted), (1, (n_levels + 1) * n_fitted)):
+            products_s = 2 * sizes.products_s(n_of_fit)
+            fold_s += n_fits * (products_s + sizes.regressions_s(n_of_fit) + 4e-4 * n_of_fit)
+        repeat_s = sizes.folds * fold_s + n_levels * sizes.components_s(sizes.n_training)
+        repeat_s += 2 * (n_levels + 1) * n * sizes.forward_s
+        return sizes.features_s(n) + sizes.halves_s(n) + config.repeats * repeat_s
 
     def _degrade(
         self, whole: sp.csr_matrix, generator: np.random.Generator

@@ -5,8 +5,9 @@
 from cellmill.config.parts.tasks import FewShotConfig
 from cellmill.evaluate.classifiers.class_predictions import ClassPredictions
 from cellmill.evaluate.features.cell_features import cell_features
-from cellmill.evaluate.labels import labelled_cells, predict_from_other_half
+from cellmill.evaluate.labels import MAX_CELLS, labelled_cells, predict_from_other_half
 from cellmill.evaluate.scores import tabulate
+from cellmill.evaluate.seconds.sizes import DatasetSizes
 from cellmill.evaluate.splits import draw_shots
 from cellmill.evaluate.task import Context, Task
 from cellmill.evaluate.tasks.classification.fold_predictions import predict_folds
@@ -51,3 +52,8 @@ class FewShot(Task):
             "classes_left_out": left_out,
         }
         return tabulate(predictions.accuracies(), figures)
+
+    def estimate_s(self, sizes: DatasetSizes) -> float:
+        n = sizes.count_cells(MAX_CELLS)
+        n_folds = len(self.config.shots) * self.config.draws
+        return sizes.features_s(n) + sizes.halves_s(n) + n_folds * (0.02 + 3e-5 * n)

@@ -12,8 +12,9 @@ import pandas as pd
 from cellmill.config.parts.tasks import LeaveOutConfig
 from cellmill.evaluate.classifiers.class_predictions import ClassPredictions
 from cellmill.evaluate.features.cell_features import cell_features
-from cellmill.evaluate.labels import labelled_cells, predict_from_other_half
+from cellmill.evaluate.labels import MAX_CELLS, labelled_cells, predict_from_other_half
 from cellmill.evaluate.scores import ScoreColumn, tabulate
+from cellmill.evaluate.seconds.sizes import DatasetSizes
 from cellmill.evaluate.splits import split_groups
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.evaluate.tasks.classification.fold_predictions import predict_folds
@@ -69,3 +70,8 @@ class LeaveOut(Task):
             which = " and one ".join(roles)
             raise Skipped(f"the scored cells of two classes or more have one {which}", figures)
         return tabulate(columns, figures)
+
+    def estimate_s(self, sizes: DatasetSizes) -> float:
+        n = sizes.count_cells(MAX_CELLS)
+        n_folds = sizes.count_folds(self.config.roles, self.config.most_folds)
+        return sizes.features_s(n) + sizes.halves_s(n) + sizes.folds_s(n, n, n_folds)

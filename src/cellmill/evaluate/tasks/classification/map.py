@@ -29,9 +29,10 @@ from cellmill.evaluate.classifiers.fitted import without_overhead
 from cellmill.evaluate.classifiers.logistic import LogisticRegression
 from cellmill.evaluate.features.cell_features import cell_features
 from cellmill.evaluate.inference.written import DISTANCE, REFUSED
-from cellmill.evaluate.labels import labelled_cells
+from cellmill.evaluate.labels import MAX_CELLS, labelled_cells
 from cellmill.evaluate.methods import ALL_GENES, REGRESSION, ByMethod
 from cellmill.evaluate.scores import ScoreColumn, tabulate
+from cellmill.evaluate.seconds.sizes import DatasetSizes
 from cellmill.evaluate.seen.seen_cells import Seen
 from cellmill.evaluate.splits import split_donors, split_groups
 from cellmill.evaluate.task import Context, Skipped, Task
@@ -168,6 +169,14 @@ class MapCells(Task):
             },
         }
         return tabulate(columns, figures)
+
+    def estimate_s(self, sizes: DatasetSizes) -> float:
+        n = sizes.count_cells(MAX_CELLS)
+        n_types = min(self.config.max_types, sizes.n_values["label"])
+        roles = ("donor",) if sizes.n_values.get("donor", 0) > 1 else ("batch",)
+        n_folds = sizes.count_folds(roles, self.config.most_folds)
+        n_maps = n_folds * (1 + n_types) * (3 + sizes.n_external)
+        return sizes.features_s(n) + n_maps * 1e-4 * n
 
     def _map_new_type(
         self,

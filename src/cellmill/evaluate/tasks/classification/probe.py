@@ -7,7 +7,7 @@ The number of folds is never lowered, so that runs stay comparable.
 from cellmill.config.parts.tasks import ProbeConfig
 from cellmill.evaluate.classifiers.class_predictions import ClassPredictions
 from cellmill.evaluate.features.cell_features import cell_features
-from cellmill.evaluate.labels import labelled_cells, predict_from_other_half
+from cellmill.evaluate.labels import MAX_CELLS, labelled_cells, predict_from_other_half
 from cellmill.evaluate.methods import (
     EMBEDDING,
     KNN,
@@ -18,6 +18,7 @@ from cellmill.evaluate.methods import (
     group_by_features,
 )
 from cellmill.evaluate.scores import ScoreColumn, tabulate
+from cellmill.evaluate.seconds.sizes import DatasetSizes
 from cellmill.evaluate.splits import split_by_class
 from cellmill.evaluate.task import Context, Task
 from cellmill.evaluate.tasks.classification.fold_predictions import predict_folds
@@ -52,6 +53,12 @@ class Probe(Task):
         }
         confusion = predictions.confusion("", columns[0].best_model())
         return tabulate(columns, figures, verdicts=compare_features(columns), confusion=confusion)
+
+    def estimate_s(self, sizes: DatasetSizes) -> float:
+        n = sizes.count_cells(MAX_CELLS)
+        n_fitted = n - n // sizes.folds
+        n_folds = self.config.seeds * sizes.folds
+        return sizes.features_s(n) + sizes.halves_s(n) + sizes.folds_s(n, n_fitted, n_folds)
 
 
 def compare_features(columns: list[ScoreColumn]) -> list[Verdict]:

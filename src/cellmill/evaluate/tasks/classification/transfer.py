@@ -32,7 +32,7 @@ from cellmill.evaluate.features.chosen_genes import RankedGenes
 from cellmill.evaluate.features.components import COMPONENTS, pca
 from cellmill.evaluate.hidden_genes.partly_hidden_cells import PartlyHiddenCells
 from cellmill.evaluate.inference.label_counts import count_by_label
-from cellmill.evaluate.labels import choose_cells, predict_from_other_half
+from cellmill.evaluate.labels import MAX_CELLS, choose_cells, predict_from_other_half
 from cellmill.evaluate.methods import (
     EMBEDDING,
     FULL_PANEL,
@@ -45,6 +45,7 @@ from cellmill.evaluate.methods import (
     stack_cells,
 )
 from cellmill.evaluate.scores import ScoreColumn, table_rows, tabulate
+from cellmill.evaluate.seconds.sizes import DatasetSizes
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.runs.results import ScoredMethod, TaskResult
 
@@ -163,6 +164,17 @@ class Transfer(Task):
             raise Skipped(reason, figures)
         predictions = self._predict(context, compared)
         return _tabulate_predictions(predictions, figures, are_terms)
+
+    def estimate_s(self, sizes: DatasetSizes) -> float:
+        config = self.config
+        is_left_out = config.test_on is not None and sizes.dataset not in config.test_on
+        if sizes.dataset in config.fit_on or is_left_out:
+            return 0.0  # skipped
+        # the sizes of the fitted datasets are not known: as large as this one
+        n = sizes.count_cells(MAX_CELLS)
+        n_fitted = len(config.fit_on) * n
+        features_s = sizes.features_s(n) + 2 * n_fitted * sizes.forward_s
+        return features_s + sizes.halves_s(n) + 2 * sizes.folds_s(n_fitted, n_fitted, 1)
 
     def _read_cells(self, context: Context) -> ComparedCells:
         """Fitted cells, and tested cells without copies of them."""

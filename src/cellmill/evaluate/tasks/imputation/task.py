@@ -30,6 +30,7 @@ from cellmill.evaluate.hidden_genes.partly_hidden_cells import PartlyHiddenCells
 from cellmill.evaluate.hidden_genes.ridge import GeneRidge
 from cellmill.evaluate.methods import EMBEDDING, ByMethod, add_note
 from cellmill.evaluate.scores import ScoreColumn, tabulate
+from cellmill.evaluate.seconds.sizes import DatasetSizes
 from cellmill.evaluate.splits import Fold, split_donors
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.evaluate.tasks.imputation.fold_scores import FoldPrediction, make_columns
@@ -75,6 +76,19 @@ class Imputation(Task):
         predictions = self.predict_folds(context.model, partly_hidden, regressions, folds)
         columns = make_columns(predictions, partly_hidden.hidden_expression)
         return tabulate(columns, figures, [column for column in columns if _is_judged(column)])
+
+    def estimate_s(self, sizes: DatasetSizes) -> float:
+        n = sizes.count_cells(MAX_CELLS)
+        n_training = sizes.n_training
+        config = self.config
+        n_folds = 0
+        for role in ("donor", "batch"):
+            if not n_folds and sizes.n_values.get(role, 0) > 1:
+                n_folds = sizes.count_folds((role,), config.most_folds)
+        n_folds = n_folds or config.seeds * sizes.folds
+        fold_s = sizes.components_s(n) + 4e-4 * n
+        training_s = sizes.components_s(n_training) + 4e-4 * n_training
+        return 3 * (n + n_training) * sizes.forward_s + training_s + n_folds * fold_s
 
     def _split(self, context: Context, cells: np.ndarray) -> tuple[str, list[Fold]]:
         """Role whose values are left out, or "cells" for folds of cells, and the folds.

@@ -16,9 +16,10 @@ from cellmill.evaluate.draws import seeded
 from cellmill.evaluate.features.cell_features import cell_features
 from cellmill.evaluate.features.components import COMPONENTS
 from cellmill.evaluate.features.neighbors import NeighborGraph
-from cellmill.evaluate.labels import labelled_cells
+from cellmill.evaluate.labels import MAX_CELLS, labelled_cells
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING, ByMethod
 from cellmill.evaluate.scores import ScoreColumn
+from cellmill.evaluate.seconds.sizes import DatasetSizes
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.evaluate.tasks.integration.measures import (
     batch_variance,
@@ -63,6 +64,13 @@ class Integration(Task):
             figures=chosen.figures,
             differences=differences,
         )
+
+    def estimate_s(self, sizes: DatasetSizes) -> float:
+        n = sizes.count_cells(MAX_CELLS)
+        n_features = 5 + sizes.n_external + self.config.harmony
+        harmony_s = 5e-4 * n if self.config.harmony else 0.0
+        measures_s = 0.1 + 5e-7 * n * self.config.neighbors + 1.5e-8 * n**2
+        return sizes.features_s(n) + sizes.components_s(n) + harmony_s + n_features * measures_s
 
     def _choose_cells(self, context: Context) -> CellsOfBatches:
         """Scored cells with a label and a batch. Raises Skipped for too few of either."""

@@ -17,6 +17,7 @@ import numpy as np
 from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.evaluate.methods import ByMethod, group_by_features
 from cellmill.evaluate.scores import ScoreColumn, table_rows, tabulate
+from cellmill.evaluate.seconds.sizes import DatasetSizes
 from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.evaluate.tasks.perturbation.baselines import MEAN, NO_CHANGE
@@ -69,6 +70,9 @@ class Perturbation(Task):
             reasons = scored.reasons or [NO_CONTROLS]
             raise Skipped("; ".join(reasons), scored.figures)
         return self._tabulate(scored)
+
+    def estimate_s(self, sizes: DatasetSizes) -> float:
+        return 0.8 + sizes.read_s() + sizes.components_s(sizes.n_training)
 
     def _hold_out_roles(self, context: Context) -> Iterator[RoleUnits]:
         """Units of the split file, or of each role of `held_out` that has strata with enough controls,

@@ -1,0 +1,1 @@
+"""CPU-seconds of tasks, planned before they start."""

@@ -1,0 +1,142 @@
+"""CPU-seconds of tasks, planned before they start.
+
+A plan is what `Task.estimate_s` says for the sizes of the dataset, times how much slower a core of this
+machine is than the reference, times how far off the last plan of the task was. Results and their keys
+do not depend on it.
+"""
+
+import time
+from collections.abc import Mapping
+from math import isfinite
+from pathlib import Path
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from cellmill.errors import DataError, UserError
+from cellmill.evaluate.evaluated_model import PCA_CELLS
+from cellmill.evaluate.features.cell_features import embed_counts
+from cellmill.evaluate.seconds.sizes import REFERENCE_FLOPS_PER_S, DatasetSizes
+from cellmill.evaluate.task import Context, Task
+from cellmill.files import read_json, span, write_json
+from cellmill.planner.devices import find_device
+from cellmill.planner.measure.cpu_speed import measure_cpu
+
+MEASURED_CELLS = 512  # cells that the model embeds to measure its speed, at most
+MEASURED_S = 0.1  # no more cells are embedded after a pass that took so long
+MAX_LEARNED = 4.0  # a plan is corrected by at most this factor
+LEAST_LEARNED_S = 1.0  # shorter tasks correct no plan
+_ratios_adapter = TypeAdapter(dict[str, float])
+
+
+class LearnedRatios:
+    """CPU-seconds that tasks took, relative to their plans, by task: a file next to the finished
+    results.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> dict[str, float]:
+        """Ratio by task; empty if the file is missing or damaged."""
+        if not self._path.exists():
+            return {}
+        try:
+            ratios = _ratios_adapter.validate_python(read_json(self._path))
+        except (DataError, ValidationError):
+            return {}
+        return {
+            task: min(max(ratio, 1 / MAX_LEARNED), MAX_LEARNED)
+            for task, ratio in ratios.items()
+            if isfinite(ratio)
+        }
+
+    def learn(self, task: str, planned_s: float | None, cpu_s: float) -> None:
+        """Keep what a task took, unless its plan is not known or either is too short to say much."""
+        if planned_s is not None and min(planned_s, cpu_s) >= LEAST_LEARNED_S:
+            write_json(self._path, self.read() | {task: cpu_s / planned_s})
+
+
+class Planner:
+    """Plans the CPU-seconds of tasks on one dataset."""
+
+    def __init__(self, context: Context) -> None:
+        self._measured: tuple[float, float] | None = None
+        n_threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # processes that fork later must inherit no threads
+        try:
+            speed = measure_cpu(find_device("cpu"), 1, time.thread_time).fp32_flops_per_s
+            assert speed is not None, "the rate was measured"
+            self._slowness = REFERENCE_FLOPS_PER_S / speed
+            self._measured = _measure_cells(context)
+        except UserError:  # the tasks that read the same cells will say why
+            pass
+        finally:
+            torch.set_num_threads(n_threads)
+
+    def plan(self, name: str, task: Task, context: Context) -> float | None:
+        """CPU-seconds of `task`, which is called `name` in `evaluate.tasks`; None if not known."""
+        roles = {*context.roles} | ({"control"} if "is_control" in context.roles else set())
+        if context.options.tasks[name].missing_role(roles) is not None:
+            return 0.0  # will be skipped
+        estimate = getattr(task, "estimate_s", None)
+        if estimate is None or self._measured is None:
+            return None
+        genes_per_cell, forward_s = self._measured
+        sizes = DatasetSizes(
+            dataset=context.dataset,
+            n_cells=int(context.scored.sum()),
+            n_obs=context.reader.n_obs,
+            n_genes=context.reader.n_vars,
+            genes_per_cell=genes_per_cell,
+            n_training=min(context.model.manifest.splits["train"].n_obs, PCA_CELLS),
+            n_values={role: column.nunique() for role, column in context.roles.items()},
+            n_external=len(context.external),
+            folds=context.options.folds,
+            forward_s=forward_s / self._slowness,
+        )
+        try:
+            seconds = estimate(sizes)
+        except Exception:  # of a package's task: no reason to end an evaluation
+            return None
+        return None if seconds is None else seconds * self._slowness
+
+
+def _measure_cells(context: Context) -> tuple[float, float]:
+    """Genes with counts of a cell, and seconds in which the model embeds it, of the first cells."""
+    on_gpu = next(context.model.network.parameters()).is_cuda
+    clock = time.perf_counter if on_gpu else time.thread_time
+    counts = next(context.reader.rows(MEASURED_CELLS))
+    n_cells = counts.shape[0]
+    embed_counts(context, counts[:1], context.model.network)  # loads compiled loops
+    n = 1
+    while True:
+        start = clock()
+        embed_counts(context, counts[:n], context.model.network)
+        seconds = clock() - start
+        if n == n_cells or seconds > MEASURED_S:
+            return counts.nnz / n_cells, seconds / n
+        n = min(8 * n, n_cells)
+
+
+def describe_plan(planned_s: Mapping[str, float | None], n_processes: int) -> str:
+    """The planned CPU-seconds of each task, None if not known, and of all, in one line."""
+    parts = [
+        f"{name} not known" if seconds is None else f"{name} {_about(seconds)}"
+        for name, seconds in planned_s.items()
+    ]
+    plan = f"planned CPU time: {', '.join(parts)}"
+    known = [seconds for seconds in planned_s.values() if seconds is not None]
+    if not known:
+        return plan
+    total = f"in all {_about(sum(known))}"
+    if len(known) < len(planned_s):
+        total += " without those not known"
+    if n_processes > 1:
+        longest_s = max(sum(known) / n_processes, *known)
+        total += f", {_about(longest_s)} on {n_processes} free cores"
+    return f"{plan}; {total}"
+
+
+def _about(seconds: float) -> str:
+    return f"about {span(seconds)}" if seconds >= 1 else "under 1 s"
