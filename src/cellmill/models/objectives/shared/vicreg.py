@@ -24,14 +24,14 @@ def vicreg(table: Tensor, weights: tuple[float, float, float]) -> Tensor:
     Float64, as a covariance is the small difference of large numbers. Source: Bardes, Ponce & LeCun
     2022, equations 1 to 6; the invariance is divided by E, as in the authors' code.
     """
-    invariance, variance, covariance = weights
+    invariance_weight, variance_weight, covariance_weight = weights
     width = table.shape[1] // 2
     # filled `(S, 1)` is 1, or 0 for an empty slot
     filled, shown, hidden = table.double().split([1, width, width], dim=1)
     n_cells = filled.detach().sum()
     n = n_cells.clamp(min=1)
     distance = (shown - hidden).square().sum()
-    loss = invariance * distance / (n * width)
+    loss = invariance_weight * distance / (n * width)
     for z in (shown, hidden):
         mean = z.sum(0) / n
         centred = z - filled * mean
@@ -40,5 +40,5 @@ def vicreg(table: Tensor, weights: tuple[float, float, float]) -> Tensor:
         deviations = (variances + VARIANCE_EPS).sqrt()
         hinge = F.relu(1 - deviations).mean()
         off_diagonal = covariances.square().sum() - variances.square().sum()
-        loss = loss + variance * hinge + covariance * (off_diagonal / width)
+        loss = loss + variance_weight * hinge + covariance_weight * (off_diagonal / width)
     return n_cells * loss
