@@ -96,7 +96,13 @@ class ObjectiveModel(Protocol):
 
 
 class Objective:
-    """Base of every objective."""
+    """Base of every objective. Its methods are called in this order:
+
+    - `__init__`, from options; a sum then sets `in_view` of its parts
+    - `attach`, once `levels` is set (in a sum also `suffix` and `number_columns`); sets `coupled_widths`
+    - `view`, then `prepare`, of each batch on the CPU; `Model.prepare` sets `training` before
+    - `loss`, from the model's states; or `observe` of every batch, then `judge` once
+    """
 
     tensor_parallel_styles: Mapping[str, Style] = MappingProxyType({})
     """Tensor-parallel style of heads, by path in the model; others are replicated."""

@@ -85,7 +85,7 @@ class ProfileObservations(NamedTuple):
 
 
 class CellDecoding(Objective):
-    """See the module; needs a model with `cell_vectors`."""
+    """See the module."""
 
     config: ViewConfig
     tensor_parallel_styles = MappingProxyType({"profile_genes": "vocabulary"})

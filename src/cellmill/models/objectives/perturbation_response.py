@@ -41,7 +41,7 @@ class ResponseBatch(DecodingBatch):
 
 
 class PerturbationResponse(CellDecoding):
-    """See the module; needs a model with `cell_vectors`."""
+    """See the module."""
 
     config: PerturbationResponseConfig
     # set by `attach`

@@ -85,7 +85,7 @@ class TokenDraws(NamedTuple):
 
 
 class QueryDecoding(Objective):
-    """See the module; needs a model with `cell_vectors`."""
+    """See the module."""
 
     config: QueryDecodingConfig
     tensor_parallel_styles = MappingProxyType(
