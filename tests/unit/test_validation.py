@@ -86,6 +86,12 @@ def test_a_collapsed_embedding_is_warned_of_in_one_line(
 
 
 ADVERSARY = {"batch_column": "dataset", "batch_adversary": 1.0}
+TWO_CLASSIFICATIONS = {
+    "parts": {
+        "hidden": {"name": "classification", "label_column": "b", "adversarial_scale": 0.1},
+        "type": {"name": "classification", "label_column": "a"},
+    }
+}
 FOR_CELLS = (
     "objective next_gene is for generating cells; for embeddings choose family encoder or profile"
 )
@@ -98,6 +104,7 @@ FOR_CELLS = (
         ("cell_decoding", {}, "lower train.lr"),
         ("cell_decoding", ADVERSARY, "lower objective.batch_adversary_scale, or train.lr"),
         ("next_gene", {}, FOR_CELLS),
+        ("sum", TWO_CLASSIFICATIONS, "lower adversarial_scale of the objective, or train.lr"),
     ],
 )
 def test_advice_after_a_collapse_depends_on_the_objective(

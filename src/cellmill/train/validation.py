@@ -140,14 +140,15 @@ class Monitor:
 
 def advice(objective: ObjectiveConfig) -> str:
     """Return what to change when the embedding has collapsed."""
-    parts = {part.name: part for part in objective.all_parts()}
-    if any(getattr(part, "batch_adversary", None) for part in parts.values()):
+    parts = objective.all_parts()
+    names = {part.name for part in parts}
+    if any(getattr(part, "batch_adversary", None) for part in parts):
         return "lower objective.batch_adversary_scale, or train.lr"
-    if any(getattr(part, "adversarial_scale", None) for part in parts.values()):
+    if any(getattr(part, "adversarial_scale", None) for part in parts):
         return "lower adversarial_scale of the objective, or train.lr"
-    if "next_gene" in parts:
+    if "next_gene" in names:
         return "objective next_gene is for generating cells; for embeddings choose family encoder or profile"
-    if "cell_decoding" in parts:
+    if "cell_decoding" in names:
         return "lower train.lr"
     return "lower train.lr, or choose objective cell_decoding"
 
