@@ -178,6 +178,14 @@ def test_every_reason_to_wait_has_a_sentence(version: Version) -> None:
         assert line.startswith(f"PENDING ({reason}): "), reason
 
 
+def test_a_lost_reservation_names_the_keys_of_the_profile() -> None:
+    line = explained(JobState("PENDING", "ReservationDeleted"))
+    assert line == (
+        "PENDING (ReservationDeleted): its reservation is gone: change reservation in the profile "
+        "(slurm-reservation for stages)"
+    )
+
+
 @versions
 def test_partitions_and_nodes_are_read(version: Version, programs: Path) -> None:
     partition = PARTITION.format(

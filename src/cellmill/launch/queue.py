@@ -43,8 +43,8 @@ REMEDIES = {
     "PartitionConfig": "the partition does not allow the request: change nodes, runtime or slurm_partition in the "
     "profile",
     "MaxMemPerLimit": "a node of the partition gives less memory: request less in the profile",
-    "Reservation(Deleted|Invalid)": "its reservation is gone: change reservation in "
-    "sbatch_options of the profile",
+    "Reservation(Deleted|Invalid)": "its reservation is gone: change reservation in the profile "
+    "(slurm-reservation for stages)",
     "ReqNodeNotAvail|NodeDown|Reservation|Nodes required for job are DOWN": "its nodes are down or reserved: "
     "`sinfo -R` says why; with another slurm_partition or less runtime it may start sooner",
     "Partition(Down|Inactive)": "its partition is not open: wait, or change slurm_partition in the profile",
