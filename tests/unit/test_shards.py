@@ -32,7 +32,7 @@ from small_corpus import (
 from cellmill import open_cells
 from cellmill.cli import main
 from cellmill.config import check_config
-from cellmill.config.corpus import Shard
+from cellmill.config.corpus import MISSING, Shard
 from cellmill.data.arrays import inverse_medians, rank_order_rows
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.rows import SparseCounts
@@ -41,6 +41,7 @@ from cellmill.data.shards.obs import (
     MAX_LEVELS,
     JointObs,
     encode_columns,
+    encode_levels,
     find_levels,
     join_columns,
 )
@@ -481,6 +482,13 @@ def test_a_column_that_cannot_be_read_is_named_in_one_line(manifest: Manifest) -
     barcodes = np.array([f"b{i}" for i in range(MAX_LEVELS + 1)], object)
     assert find_levels([barcodes[:9], barcodes[9:]]) is None
     assert find_levels([barcodes[:2], barcodes[1:3]]) == ["b0", "b1", "b2"]
+
+
+def test_the_text_missing_is_a_level_of_its_column() -> None:
+    values = np.array(["b", MISSING, "a"], object)
+    levels = find_levels([values])
+    assert levels == ["a", "b", MISSING]
+    assert encode_levels(values, levels).tolist() == [2, 3, 1]
 
 
 def test_a_dropped_column_is_refused_before_anything_runs(tmp_path: Path) -> None:

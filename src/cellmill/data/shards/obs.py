@@ -52,7 +52,8 @@ def find_levels(chunks: Iterable[Any]) -> list[str] | None:
         if len(texts) > MAX_LEVELS:
             return None
     levels = sorted(texts - {MISSING})
-    return [*levels, MISSING] if has_missing else levels
+    # a cell with the text <missing> counts as one without a value
+    return [*levels, MISSING] if has_missing or MISSING in texts else levels
 
 
 def encode_levels(values: Any, levels: Sequence[str]) -> np.ndarray:
