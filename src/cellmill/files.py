@@ -257,7 +257,7 @@ def sha256_file(path: Path) -> str:
     Raise DataError if it is missing or not a regular file.
     """
     require_file(path)
-    with open(path, "rb") as file:
+    with named_errors(path), open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -100,7 +100,11 @@ def test_reads_move_to_the_copies_once_complete(manifest: Manifest, tmp_path: Pa
 @pytest.mark.parametrize(
     ("failure", "n_copies", "line"),
     [
-        ("full disk", 0, "File too large; shards without a copy are read from the shared folder"),
+        (
+            "full disk",
+            0,
+            ".h5ad: File too large; shards without a copy are read from the shared folder",
+        ),
         (
             "folder is a file",
             0,

@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,7 @@ from pathlib import Path
 from threading import Event, Lock, Thread
 
 from cellmill.errors import UserError
-from cellmill.files import sha256_file
+from cellmill.files import named_errors, sha256_file
 from cellmill.launch.signals import STOP_SIGNALS
 
 PREFIX = "cellmill-shards-"
@@ -32,7 +33,7 @@ _FREE_FRAC = 0.05  # of the file system, which is never filled: others write to 
 
 
 def warn(line: str) -> None:
-    """Print a warning that ends no training."""
+    """Warn on stderr; training goes on."""
     print(f"warning: {os.uname().nodename}: {line}", file=sys.stderr, flush=True)
 
 
@@ -84,7 +85,7 @@ class CopyTask:
     limit_bytes: float | None  # most bytes of all copies
 
 
-class _Ended(Exception):
+class _TrainingEnded(Exception):
     """The training ended."""
 
 
@@ -111,9 +112,10 @@ def main() -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700)
         lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with named_errors(folder / LOCK):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _copy_all(task, folder, ended)
-    except _Ended:
+    except _TrainingEnded:
         pass
     except (OSError, UserError) as error:
         reason = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
@@ -168,13 +170,13 @@ def _copy(shard: Path, copy: Path, sha256: str, ended: Event) -> None:
     """Copy a shard. Raises UserError if its bytes differ from the manifest's digest."""
     temporary = copy.with_name(f".{copy.name}.incomplete")
     try:
-        with open(shard, "rb", buffering=0) as source, open(temporary, "xb", buffering=0) as target:
-            for chunk in iter(partial(source.read, _CHUNK), b""):
+        with named_errors(copy), open(temporary, "xb", buffering=0) as target:
+            for chunk in _read_chunks(shard):
                 view = memoryview(chunk)
                 while view:  # a write may be short, as just before a disk is full
                     view = view[target.write(view) :]
                 if ended.is_set():
-                    raise _Ended
+                    raise _TrainingEnded
             os.fsync(target)
             # so that the digest is of the bytes on disk, not of those in memory
             os.posix_fadvise(target.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -186,6 +188,11 @@ def _copy(shard: Path, copy: Path, sha256: str, ended: Event) -> None:
         temporary.rename(copy)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _read_chunks(shard: Path) -> Iterator[bytes]:
+    with named_errors(shard), open(shard, "rb", buffering=0) as source:
+        yield from iter(partial(source.read, _CHUNK), b"")
 
 
 if __name__ == "__main__":
