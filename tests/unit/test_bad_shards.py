@@ -20,7 +20,13 @@ from limits import limited
 from small_corpus import stream_of, write_corpus
 
 from cellmill.data.inputs.formats import open_counts
-from cellmill.data.shards.manifest import Manifest, verify
+from cellmill.data.shards.manifest import (
+    Manifest,
+    record_verified,
+    stamp_files,
+    verify,
+    verify_changed,
+)
 from cellmill.data.shards.reader import open_shards
 from cellmill.errors import DataError, UserError
 from cellmill.evaluate.seen.copies import find_equal_cells
@@ -369,3 +375,19 @@ def test_evaluation_finds_one_byte_changed_after_training(folder: Path) -> None:
         DataError, match=r"train-00000\.h5ad: expected sha256 \w+ as in the manifest, got"
     ):
         HeldOutCheck([manifest], ["one"])
+
+
+def test_a_shard_replaced_while_shards_are_hashed_is_hashed_again(
+    corpus: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(corpus, tmp_path / "copy")
+    manifest = Manifest.read(tmp_path / "copy" / "manifest.json")
+    stamps = stamp_files(manifest)
+    assert verify_changed(manifest, stamps) == len(stamps)
+    record_verified(manifest, stamps)
+    assert verify_changed(manifest, stamp_files(manifest)) == 0
+    shard = manifest.shard_path(manifest.splits["train"].shards[0])
+    shard.write_bytes(b"other")
+    record_verified(manifest, stamps)
+    with pytest.raises(DataError, match=f"{shard.name}: expected sha256 "):
+        verify_changed(manifest, stamp_files(manifest))

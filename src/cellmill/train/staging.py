@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from cellmill.config.run import Stream
 from cellmill.data.shards.local_copies import PREFIX, CopyTask, LocalCopies, warn
-from cellmill.data.shards.manifest import Manifest, record_verified, verify_changed
+from cellmill.data.shards.manifest import Manifest, record_verified, stamp_files, verify_changed
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import UserError
 from cellmill.launch.rendezvous import node_name
@@ -109,11 +109,13 @@ def verify_shards(manifest: Manifest, device: torch.device) -> None:
 
     Raise DataError with the name of a damaged shard.
     """
+    stamps = stamp_files(manifest)
+    dist.barrier()  # rank 0 has stamped the files before another rank hashes one
     part = slice(dist.get_rank(), None, dist.get_world_size())
-    hashed = torch.tensor(verify_changed(manifest, part), device=device)
+    hashed = torch.tensor(verify_changed(manifest, stamps, part), device=device)
     dist.all_reduce(hashed)
     if hashed.item() and dist.get_rank() == 0:
-        record_verified(manifest)
+        record_verified(manifest, stamps)
 
 
 class NodeGpus(NamedTuple):

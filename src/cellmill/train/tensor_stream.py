@@ -16,6 +16,7 @@ from cellmill.data.shards.manifest import (
     TRAINING_SPLITS,
     Manifest,
     record_verified,
+    stamp_files,
     verify,
     verify_changed,
 )
@@ -94,8 +95,10 @@ class TensorStream:
                 raise ConfigError(message)
         if split not in TRAINING_SPLITS:
             verify(opened, opened.files([split]))
-        elif verify_changed(opened) and rank == 0:
-            record_verified(opened)
+        else:
+            stamps = stamp_files(opened)
+            if verify_changed(opened, stamps) and rank == 0:
+                record_verified(opened, stamps)
         self._cells = CellStream(
             SplitSource(manifest, split),
             OrderOptions(order, global_batch, train.seed, shuffle=split == "train"),

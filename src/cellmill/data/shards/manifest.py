@@ -3,7 +3,7 @@
 It is written last in a folder of shards: its existence means they are complete. It needs no HDF5,
 so a launcher can check a corpus in little memory. Its entries are checked against each other when
 it is read, and not again. The bytes of the files are checked by `verify`. verified.json lists the
-files whose bytes have been hashed, with the size and time that each had then.
+files whose bytes have been hashed, with the size and time that each had before.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -35,6 +35,7 @@ _THREADS = 4  # that hash
 Count = Annotated[int, Field(ge=0, lt=2**40)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 FileName = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
+Stamps = dict[str, list[int] | None]  # `stamp` by file name
 IndexKind = Literal["offsets", "borders", "hashes", "levels", "numbers"]
 
 
@@ -300,30 +301,34 @@ def verify(manifest: Manifest, files: Sequence[ShardEntry | IndexEntry] | None =
                 )
 
 
-def verify_changed(manifest: Manifest, part: slice = slice(None)) -> int:
+def stamp_files(manifest: Manifest) -> Stamps:
+    """Stamp the files of the training splits, by name, for `verify_changed` and `record_verified`."""
+    return {file.name: stamp(manifest.shard_path(file)) for file in manifest.files(TRAINING_SPLITS)}
+
+
+def verify_changed(manifest: Manifest, stamps: Stamps, part: slice = slice(None)) -> int:
     """Hash `part` of the files of the training splits, and return the number hashed.
 
-    Files unchanged since verified.json was written are left out. Raises DataError naming a damaged
-    file.
+    Files with the same stamp in verified.json are left out. Raises DataError naming a damaged file.
     """
     try:
         tree = read_json(manifest.path.with_name(VERIFIED))
-        stamps = dict(tree["files"]) if tree["fingerprint"] == manifest.fingerprint else {}
+        verified = dict(tree["files"]) if tree["fingerprint"] == manifest.fingerprint else {}
     except (DataError, OSError, KeyError, TypeError, ValueError):
-        stamps = {}
+        verified = {}
     changed = []
     for file in manifest.files(TRAINING_SPLITS)[part]:
-        if stamps.get(file.name, "") != stamp(manifest.shard_path(file)):
+        if verified.get(file.name, "") != stamps[file.name]:
             changed.append(file)
     verify(manifest, changed)
     return len(changed)
 
 
-def record_verified(manifest: Manifest) -> None:
-    """Write verified.json: all files of the training splits have been hashed."""
-    stamps = {
-        file.name: stamp(manifest.shard_path(file)) for file in manifest.files(TRAINING_SPLITS)
-    }
+def record_verified(manifest: Manifest, stamps: Stamps) -> None:
+    """Write verified.json: all files of the training splits have been hashed.
+
+    `stamps` were taken before, so that a file replaced in between is hashed again.
+    """
     verified = {"fingerprint": manifest.fingerprint, "files": stamps}
     with suppress(OSError):  # a corpus that only its owner can write to: hashed at each start
         write_json(manifest.path.with_name(VERIFIED), verified)
@@ -335,6 +340,7 @@ def stamp(path: Path) -> list[int] | None:
     The bytes of a file are not hashed again while its stamp stays the same.
     """
     try:
-        return [path.stat().st_size, path.stat().st_mtime_ns]
+        status = path.stat()
     except FileNotFoundError:
         return None
+    return [status.st_size, status.st_mtime_ns]

@@ -13,7 +13,13 @@ import numpy as np
 
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.shards.cell_digests import CorpusDigests
-from cellmill.data.shards.manifest import TRAINING_SPLITS, Manifest, record_verified, verify_changed
+from cellmill.data.shards.manifest import (
+    TRAINING_SPLITS,
+    Manifest,
+    record_verified,
+    stamp_files,
+    verify_changed,
+)
 from cellmill.evaluate.seen.copies import find_barcodes, find_equal_cells
 from cellmill.evaluate.seen.corpus_hashes import HashedCorpus
 from cellmill.evaluate.seen.seen_cells import describe_unfindable_cells
@@ -36,9 +42,10 @@ class HeldOutCheck:
     ) -> None:
         self.names: dict[str, set[str]] = {name: set() for name in datasets}  # obs names by dataset
         for manifest in manifests:
-            if verify_changed(manifest):
+            stamps = stamp_files(manifest)
+            if verify_changed(manifest, stamps):
                 # so that the next evaluation or training need not hash them
-                record_verified(manifest)
+                record_verified(manifest, stamps)
             for dataset, name in read_cell_names(manifest, TRAINING_SPLITS):
                 if dataset in self.names:
                     self.names[dataset].add(name)
