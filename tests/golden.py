@@ -138,7 +138,7 @@ STREAMS: dict[str, dict[str, Any]] = {
         "columns": {"cell_type": "a", "batch": "b"},
         "number_columns": {"age": "c"},
     },
-    "in disk order": {"shuffle": False},
+    "in one fixed order": {"shuffle": False},
 }
 STEPS = 6
 TRAIN = {"steps": STEPS, "global_batch": 16, "token_budget": 256, "warmup_steps": 1}

@@ -29,8 +29,8 @@ MAX_RANKED = 1 << _POSITION_BITS  # most genes of a cell that `rank_rows` sorts
 def _make_items(keys: Any, items: Any, n_with_low: Any, n_with_high: Any) -> None:
     """Fill an item for each gene of a cell, and count the items by the value of each of their two digits.
 
-    Items use the upper 16 bits of the distance from the largest key, in as many bits as the cell's
-    range needs. These distinguish most keys.
+    An item has the position of its gene and the upper 16 bits of the distance from the largest key,
+    among as many bits as the cell's range needs. These distinguish most keys.
     """
     size = np.uint64(len(keys))
     smallest = keys[0]

@@ -18,7 +18,7 @@ _POWERS = 10.0 ** np.arange(23)  # the powers of ten that a double holds exactly
 def parse_triples(
     text: Any, rows: Any, columns: Any, values: Any, n_rows: int, n_columns: int, whole: bool
 ) -> int:
-    """Number of lines; -1 if one has anything but three plain numbers.
+    """Number of lines; -1 if pandas must parse the text.
 
     The text ends with a line feed, at which each of the loops stops.
     """

@@ -4,8 +4,8 @@ Values are packed in groups of 256. All values of a group are packed with the sa
 width. Few values are larger: their lower bits are packed, and a patch has the bits above. This is
 PFOR (Zukowski et al., ICDE 2006) with vertical layout (Lemire and Boytsov, 2015): value i of a group
 is in column i % 16 of row i // 16. A plane has at most 16 bits of each value; row r of a plane of w
-bits begins at bit r * w of its column. A column is a chain of 16-bit words, so unpacking shifts 16
-words at once, one in each SIMD lane.
+bits begins at bit r * w of its column. A column is a chain of 16-bit words, so unpacking can shift
+words of several columns at once.
 
 A part is, little-endian and in this order:
 

@@ -57,7 +57,8 @@ class CorpusDigests(NamedTuple):
         """Mask, bool `(n,)`, of the cells with one of these names that are in a training sample.
 
         Samples of the file and of the training are paired if chance explains at most MAX_CHANCE of
-        the barcodes that they share, which is less likely than 1e-9 (Chernoff's bound).
+        the barcodes that they share, and if the probability of as many by chance is below
+        1e-9 over all pairs (Chernoff's bound).
         """
         cells = _read_barcodes(("", name) for name in names)
         mask = np.zeros(len(cells), bool)

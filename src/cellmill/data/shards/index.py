@@ -61,7 +61,7 @@ MAX_NONZEROS = np.iinfo(np.int32).max  # limit of a shard, whose indptr is int32
 def new_array(
     path: Path, shape: tuple[int, ...], dtype: str | np.dtype[Any]
 ) -> Iterator[np.ndarray]:
-    """An array to fill, which is complete at `path` when the block ends without an error."""
+    """Yield an array to fill. It appears at `path` when the block ends without an error."""
     remove_incomplete(path)
     with atomic_path(path) as temporary:
         array = np.lib.format.open_memmap(temporary, "w+", dtype, shape)
@@ -92,7 +92,7 @@ def open_array(
 def new_index(
     folder: Path, split: str, kind: IndexKind, shape: tuple[int, ...]
 ) -> AbstractContextManager[np.ndarray]:
-    """An array of a split to fill, as by `new_array`."""
+    """Return the context of `new_array` for an array of a split."""
     return new_array(folder / index_name(split, kind), shape, INDEX_DTYPES[kind])
 
 

@@ -1,10 +1,10 @@
 """Making a batch of cells by a run's tokenizer, with a choice among genes that do not fit.
 
-By default the tokens of a cell are its first genes in rank order. With `truncation: random` they are
-drawn, with `variable` they are the genes that vary most over the corpus, and `zero_frac` adds genes
-without counts. Values are computed from the whole cell, except positions (value kind `place`), which
-number the chosen tokens. Draws are keyed by seed, epoch, gene and the cell's counts, so they are the
-same in every layout and file.
+By default the tokens of a cell are its first genes in rank order, or those of a sequence in its own
+order. With `truncation: random` they are drawn, with `variable` they are the genes that vary most
+over the corpus, and `zero_frac` adds genes without counts. Values are computed from the whole cell,
+except positions (value kind `place`), which number the chosen tokens. Draws are keyed by seed,
+epoch, gene and the cell's counts, so they are the same in every layout and file.
 """
 
 import numpy as np

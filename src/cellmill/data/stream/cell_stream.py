@@ -39,8 +39,8 @@ from cellmill.errors import ConfigError, DataError
 # groups of steps in the queue: one is being tokenized, the others are done or wait for the thread
 _QUEUED_GROUPS = 3
 _TOKENS_ONLY = BatchFields()
-# options that fix the order of cells, compared on resume; in a run without weights those of weights
-# count as None
+# options that fix the order of cells, compared on resume; options of weights count as None in a run
+# without weights
 _ORDER_OPTIONS = ("lanes", "block_cells", "window_blocks", "equal_steps", "train_frac")
 _WEIGHT_OPTIONS = (
     "weight_by",
@@ -66,7 +66,7 @@ class CellStream:
     """Cells of one split as micro-batches for one data rank; see `__iter__`.
 
     If `order` shuffles, the stream is endless, over `train_frac` of the cells; else it is one epoch
-    in disk order. `micro_batches` says how the cells of a step are cut, and `fields` what a batch has
+    in one fixed order. `micro_batches` says how the cells of a step are cut, and `fields` what a batch has
     in addition to tokens.
 
     Attributes: `n_cells`, the cells of an epoch; `steps_per_epoch`; `levels`, the levels of the obs
@@ -227,9 +227,10 @@ class CellStream:
         return self._maker.unpacker.name_cells(cell_ids)
 
     def list_shards(self, ranks: Collection[int], start: int, stop: int) -> dict[Path, str]:
-        """List the shards that data ranks `ranks` read in steps `start:stop`: SHA-256 by path.
+        """List the shards of data ranks `ranks` in steps `start:stop`: SHA-256 by path.
 
-        Steps are counted over all epochs. Without shuffling they have no effect: there is one epoch.
+        These shards hold the cells of these steps, counted over all epochs. Without shuffling the
+        steps have no effect: there is one epoch.
         """
         per_epoch = self.steps_per_epoch
         if not self._order_rule.options.shuffle:

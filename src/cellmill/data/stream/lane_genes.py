@@ -27,8 +27,8 @@ class LaneGenes:
         self._starts = np.zeros(len(windows), np.int64)
         self._stops = np.zeros(len(windows), np.int64)
         self._next_row = 0
-        # cells to look up before the next step; skipped cells count as taken, so that as much is looked
-        # up ahead as without a resume
+        # cells to look up before the next step. Count skipped cells as taken: a resumed run then looks
+        # as far ahead as one that was never stopped
         self._n_due = int(sum(skipped))
         for row in range(len(windows)):
             self._look_up(row)

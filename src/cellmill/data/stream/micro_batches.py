@@ -24,7 +24,8 @@ class MicroBatchRule:
     """How the cells of a step are cut into micro-batches.
 
     A micro-batch has at most `token_budget` tokens. A step has at least `min_per_step` micro-batches,
-    and a multiple of `multiple_of`. If either is above 1 (pipelines), cells are spread evenly.
+    and a multiple of `multiple_of`. If either is above 1 (pipelines), cells are cut so that the
+    largest micro-batch is as small as possible. Tokens of covariates, added by the model, do not count.
     """
 
     token_budget: int

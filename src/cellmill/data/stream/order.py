@@ -1,6 +1,6 @@
-"""Order of the cells in an epoch, as pure arithmetic: nothing is read.
+"""Order of the cells in an epoch, computed without reading shards.
 
-- block: `block_cells` contiguous cells of a shard; its last block may be shorter
+- block: `block_cells` contiguous cells of a shard; a shard's last block may be shorter
 - lane: a share of the blocks, read by one rank; lanes differ by at most one cell
 - window: `window_blocks` blocks of a lane, whose cells are shuffled together
 
@@ -12,7 +12,7 @@ replaying earlier ones.
 
 With `Repeats` some cells are read several times. The epoch then has several copies of a block: copy
 k has the cells that are read at least k times. Copies are permuted like blocks, so two reads of a
-cell are far apart. Each lane gets a contiguous part of them, and a window has as many cells as
+cell are usually far apart. Each lane gets a contiguous part of them, and a window has as many cells as
 `window_blocks` full blocks.
 """
 
@@ -66,7 +66,7 @@ class OrderOptions:
     stream: Stream
     global_batch: int
     seed: int
-    shuffle: bool = True  # False: in disk order
+    shuffle: bool = True  # False: every epoch in one fixed order
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ class CellTokens(NamedTuple):
 class Tokenizer(Protocol):
     """Implementation of the options `config.parts.tokens.Tokens`: pure, and vectorised over cells.
 
-    The tokens of a cell are its first `max_tokens` genes, in the cell's order.
+    The tokens of a cell are its first `max_tokens` genes, in the cell's order. If `BatchTokenizer`
+    chooses genes (`truncation` other than top, or `zero_frac`), `max_tokens` exceeds every cell.
     """
 
     dtype: np.dtype  # dtype of the values
