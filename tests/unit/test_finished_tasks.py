@@ -7,6 +7,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 
@@ -96,6 +97,26 @@ def test_a_failing_task_loses_only_itself(
     assert f"{failure}; {remedy}" in capsys.readouterr().out
     evaluate(corpus, out, tasks={"fragile": {}, "reconstruct": {}})
     assert read_earlier(capsys) == ["reconstruct"]
+
+
+@pytest.mark.parametrize("n_threads", [1, 2], ids=["in turn", "in processes"])
+def test_every_task_that_fails_is_named(
+    corpus: dict[str, Path],
+    tmp_path: Path,
+    fragile: None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    n_threads: int,
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: n_threads)
+    one_class = with_obs(corpus, tmp_path, "elsewhere", mine=np.full(600, "a", dtype=object))
+    tasks = {"fragile": {"fails": True}, "probe": {}}
+    with pytest.raises(DataError) as raised:
+        evaluate(one_class, tmp_path / "metrics.json", "mine", cells="all", tasks=tasks)
+    told = f"{capsys.readouterr().out}{raised.value}"
+    assert "task 'fragile' failed (ValueError: as asked)" in told
+    assert "expected two classes or more for task probe" in told
+    assert told.count("; the other tasks go on") == 1
 
 
 def test_the_last_metrics_outlive_an_interrupted_rerun(

@@ -171,6 +171,8 @@ def _run_missing(
                 failures.append(error)
                 if waiting:
                     print(f"{error}; the other tasks go on", flush=True)
+                elif len(failures) > 1:  # only the first error is raised
+                    print(error, flush=True)
     if failures:
         raise failures[0]
     return results
