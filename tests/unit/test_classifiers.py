@@ -2,6 +2,7 @@
 depend on.
 """
 
+import warnings
 from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import scipy.sparse as sp
 from sklearn.linear_model import LogisticRegression as Reference
 from sklearn.neighbors import NearestCentroid
+from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
@@ -113,11 +115,25 @@ def test_a_fit_that_stops_early_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(newton, "MAX_STEPS", 2)
-    fit(LogisticRegression(standardised=False), *_cells(90, 12, 4))
+    fit("logistic regression", LogisticRegression(standardised=False), *_cells(90, 12, 4))
     assert (
         capsys.readouterr().out
         == "logistic regression on 12 features stopped before it converged\n"
     )
+
+
+class WarningNetwork(MLPClassifier):
+    def fit(self, features: Any, labels: Any) -> Any:
+        warnings.warn("features are few", UserWarning, stacklevel=1)
+        return super().fit(features, labels)
+
+
+def test_a_classifier_of_a_package_is_named_and_its_warnings_kept(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.warns(UserWarning, match="^features are few$"):
+        fit("network", WarningNetwork(max_iter=2), *_cells(90, 12, 4))
+    assert capsys.readouterr().out == "network on 12 features stopped before it converged\n"
 
 
 RNG = np.random.default_rng(0)

@@ -87,7 +87,7 @@ class CachedClassifiers:
         self._caches = caches
         self._classifiers = classifiers
         self._classes, class_of_cell = np.unique(labels, return_inverse=True)
-        self._fitted = cache(lambda name: fit(classifiers[name], features, class_of_cell))
+        self._fitted = cache(lambda name: fit(name, classifiers[name], features, class_of_cell))
         self._digest = digest_arrays(describe_algorithms(), features, self._classes, class_of_cell)
 
     def keys(self, features: Any) -> dict[str, str]:
@@ -109,24 +109,26 @@ class CachedClassifiers:
         return predicted
 
 
-def fit(classifier: Any, features: Any, labels: np.ndarray) -> Any:
-    """Fit the classifier and return it."""
-    with report_early_stop(features.shape[1]):
+def fit(name: str, classifier: Any, features: Any, labels: np.ndarray) -> Any:
+    """Fit the classifier and return it. `name` is for messages."""
+    with report_early_stop(name, features.shape[1]):
         classifier.fit(features, labels)
     return classifier
 
 
 @contextmanager
-def report_early_stop(n_features: int) -> Iterator[None]:
-    """Say in one line that a regression stopped before it converged."""
+def report_early_stop(name: str, n_features: int) -> Iterator[None]:
+    """Say in one line that the classifier `name` stopped before it converged. Other warnings are
+    passed on.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ConvergenceWarning)
         yield
     if any(issubclass(w.category, ConvergenceWarning) for w in caught):
-        print(
-            f"logistic regression on {n_features:,} features stopped before it converged",
-            flush=True,
-        )
+        print(f"{name} on {n_features:,} features stopped before it converged", flush=True)
+    for w in caught:
+        if not issubclass(w.category, ConvergenceWarning):
+            warnings.warn_explicit(w.message, w.category, w.filename, w.lineno, source=w.source)
 
 
 def _read(file: Path | None) -> dict[str, np.ndarray]:

@@ -157,7 +157,7 @@ def precompute_folds(
                 targets = np.eye(len(classes))[:, class_of_cell]
                 fits.append(FoldFit(shared.rows[train], targets))
                 tested.append((key, shared.rows[fold.test], classes))
-        with report_early_stop(shared.shape[1]):
+        with report_early_stop(name, shared.shape[1]):
             logits = fit_folds(shared.source, fits, classifier.standardised)
         shared.source.forget_scaled()  # before the products of the next name fill as much memory
         for number, fold_logits in logits.items():
