@@ -16,6 +16,7 @@ from small_corpus import read_obs
 import cellmill
 from cellmill.config.options import PredictOptions
 from cellmill.data.shards.manifest import Manifest
+from cellmill.evaluate.seen.training_cells import find_training_cells
 from cellmill.stages import cells as predict
 from tests.models import train_options
 from tests.unit.evaluated import export_classifier, with_config
@@ -165,6 +166,22 @@ def test_a_model_before_it_without_known_cells_is_named(
     run_predict(model, cells, tmp_path / "out.h5ad")
     unknown = "; the training cells of results/hub/me/pbmc, before it, are not known"
     assert [line for line in capsys.readouterr().out.splitlines() if line.endswith(unknown)]
+
+
+def test_damaged_shards_do_not_hide_the_models_before_them(
+    tmp_path: Path, cells: Path, corpus: dict[str, Path]
+) -> None:
+    other = make_corpus(tmp_path / "corpus", cells, seed=1)
+    last = make_corpus(tmp_path / "last corpus", cells, seed=2)
+    first = make_run(tmp_path / "runs" / "first", corpus)
+    second = make_run(tmp_path / "runs" / "second", other, init_from=str(first))
+    third = make_run(tmp_path / "runs" / "third", last, init_from=str(second))
+    manifest = Manifest.read(other["manifest"])
+    assert len(find_training_cells(third).manifests) == 3
+    manifest.shard_path(manifest.splits["train"].index["hashes"]).unlink()
+    found = find_training_cells(third)
+    assert found.missing_ancestors == [str(second)]
+    assert Manifest.read(corpus["manifest"]).fingerprint in found.manifests
 
 
 def test_changed_shards_do_not_count_as_training_cells(

@@ -118,9 +118,11 @@ def _find_own_training_cells(model: Path) -> _OwnTrainingCells:
 
 def _find_shards_of_run(train: Path, fingerprint: str) -> _OwnTrainingCells:
     """Shards of a run, and the models that it came from."""
+    ancestors: list[Ancestor] = []
     try:
         record = read_json(train / "run.json")
         options = stored_options(record["options"], str(train / "run.json"))
+        ancestors = [*_find_ancestors(record, options, train)]
         path, problem = find_shards(train, options, fingerprint)
         manifest = None
         if path is not None:
@@ -128,8 +130,8 @@ def _find_shards_of_run(train: Path, fingerprint: str) -> _OwnTrainingCells:
             splits = filled_splits(manifest)
             verify(manifest, [manifest.splits[split].index["hashes"] for split in splits])
     except (UserError, OSError, LookupError, TypeError, ValueError) as error:
-        return _OwnTrainingCells(None, in_one_line(error), [])
-    return _OwnTrainingCells(manifest, problem, [*_find_ancestors(record, options, train)])
+        return _OwnTrainingCells(None, in_one_line(error), ancestors)
+    return _OwnTrainingCells(manifest, problem, ancestors)
 
 
 def find_shards(train: Path, options: TrainOptions, fingerprint: str) -> tuple[Path | None, str]:
