@@ -253,7 +253,7 @@ def test_a_column_defines_what_0_and_100_percent_are() -> None:
         assert none is not None
         assert (none.model, none.baseline) == (None, None)
     few = replace(column, ceiling=(CEILING, ceiling), n_units=2).gap()
-    assert few == replace(gap, model=None, baseline=None)
+    assert few == replace(gap, model=None, baseline=None, n=2)
 
 
 def test_a_gap_in_words() -> None:
@@ -269,6 +269,9 @@ def test_a_gap_in_words() -> None:
     )
     assert gap.words == (
         "no scale: all genes with half of the labels (0.810) is not clearly better than majority (0.353)"
+    )
+    assert replace(gap, n=2).words == (
+        "no scale from majority (0.353) to all genes with half of the labels (0.810): n = 2, expected 3 or more"
     )
 
 

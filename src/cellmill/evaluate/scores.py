@@ -119,8 +119,9 @@ class ScoreColumn:
         closed = []
         for method in (self.best_model(), self.best(self.select_kind("baseline"))):
             scores = self.scores[method]
-            if self._count_units(scores + zero + ceiling) < MIN_UNITS:
-                return gap
+            n = self._count_units(scores + zero + ceiling)
+            if n < MIN_UNITS:
+                return replace(gap, n=n)
             part = share_closed(sign * scores, sign * zero, sign * ceiling)
             if part is None:
                 return gap

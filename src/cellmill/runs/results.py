@@ -198,9 +198,11 @@ class Gap:
     column: str
     zero: tuple[str, float]
     ceiling: tuple[str, float]
-    # what the best row of each kind closes; None if the ceiling is not significantly better
+    # what the best row of each kind closes; None with too few units, or if the ceiling is not
+    # significantly better
     model: Closed | None = None
     baseline: Closed | None = None
+    n: int | None = None  # independent units, if these are too few
 
     @property
     def words(self) -> str:
@@ -208,6 +210,10 @@ class Gap:
         zero = "{} ({:.3f})".format(*self.zero)
         ceiling = "{} ({:.3f})".format(*self.ceiling)
         if self.model is None or self.baseline is None:
+            if self.n is not None:
+                return (
+                    f"no scale from {zero} to {ceiling}: n = {self.n}, expected {MIN_UNITS} or more"
+                )
             return f"no scale: {ceiling} is not clearly better than {zero}"
         percent, low, high = map(round, (self.model.percent, self.model.low, self.model.high))
         return (
