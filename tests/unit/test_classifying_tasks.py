@@ -448,6 +448,28 @@ def test_new_donors_are_scored_by_classifiers_without_them(
     )
 
 
+def test_donors_that_leave_nothing_to_fit_are_told(context: Context) -> None:
+    donors = pd.Series(np.arange(context.reader.n_obs) // 2 % 2, name="donor").astype(str)
+    for labels, reason in (
+        (
+            donors,
+            "whichever fold of the 2 donors is left out, the other scored cells have one class",
+        ),
+        (context.roles["label"], "the scored cells have no two donors or batches"),
+    ):
+        donor = donors if labels is donors else donors.where(donors == "0")
+        roles = {"label": labels, "donor": donor, "batch": donor.where(donor == "2")}
+        result = run_task(LeaveOut(LeaveOutConfig()), replace(context, roles=roles))
+        assert result.skipped == reason
+
+
+def test_a_larger_test_split_is_no_remedy_if_all_cells_are_scored(context: Context) -> None:
+    for cells, remedy in (("heldout", "raise shard.test_frac or lower x"), ("all", "lower x")):
+        options = context.options.model_copy(update={"cells": cells})
+        with pytest.raises(Skipped, match=f"expected two or more; {remedy}$"):
+            labelled_cells(replace(context, options=options), "probe", 5000, "x")
+
+
 def test_features_equal_those_of_the_embed_command(context: Context) -> None:
     model = context.model
     counts = read_rows(context.reader, np.arange(30))

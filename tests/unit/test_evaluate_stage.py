@@ -217,8 +217,8 @@ def test_rare_classes_are_left_out_by_name(
     assert "; classes of too few cells left out: rare 3\n" in capsys.readouterr().out
     assert tasks["probe of common"]["rows"] == []
     assert tasks["probe of common"]["skipped"] == (
-        "1 classes of common have at least 5 scored cells (evaluate.folds), expected two or more; raise "
-        "shard.test_frac or lower evaluate.folds"
+        "1 classes of common have at least 5 scored cells (evaluate.folds), expected two or more; lower "
+        "evaluate.folds"
     )
 
 

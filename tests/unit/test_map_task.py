@@ -165,6 +165,10 @@ def test_the_task_is_skipped_without_donors_or_labels(context: Context) -> None:
         run(with_donors(context, context.vectors, n_donors=1))
     with pytest.raises(Skipped, match=r"^the dataset has no label column$"):
         run(replace(context, roles={}))
+    kinds = pd.Series(np.arange(context.reader.n_obs) // 2 % 2, name="kind").astype(str)
+    message = r"^whichever fold of the 2 donors is left out, the other scored cells have one class$"
+    with pytest.raises(Skipped, match=message):
+        run(with_donors(context, context.vectors, n_donors=2, label=kinds))
     assert MapConfig().missing_role(["label"]) == "donor or batch"
 
 

@@ -70,10 +70,11 @@ def labelled_cells(
     n = len(chosen.classes)
     if n < 2:
         counted = "scored cells"
-        remedy = f"raise shard.test_frac or lower {needed_by}"
+        remedy = f"lower {needed_by}"
         if chosen.n_left_out:
             counted = f"of the {max_cells:,} drawn cells"
-            remedy = f"lower {needed_by}"
+        elif context.options.cells == "heldout":
+            remedy = f"raise shard.test_frac or {remedy}"
         raise Skipped(
             f"{n} classes of {column.name} have at least {min_cells} {counted} ({needed_by}), expected two or more; "
             f"{remedy}",

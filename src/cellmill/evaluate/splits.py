@@ -1,6 +1,6 @@
 """Folds: labelled cells, or perturbed units, divided into those to fit on and those to test."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -9,6 +9,8 @@ from sklearn.model_selection import GroupKFold, StratifiedKFold
 
 from cellmill.data.arrays import text_values
 from cellmill.evaluate.draws import seeded
+
+PLURALS = {"donor": "donors", "batch": "batches"}
 
 
 class Fold(NamedTuple):
@@ -78,3 +80,18 @@ def split_donors(
             if folds:
                 return role, folds
     return "", []
+
+
+def explain_no_folds(
+    roles: Mapping[str, pd.Series], cells: np.ndarray, names: Sequence[str] = tuple(PLURALS)
+) -> str:
+    """Why `split_groups` makes no folds of labelled cells (indices) by the roles `names`."""
+    reasons = []
+    for role in names:
+        n = roles[role].iloc[cells].nunique() if role in roles else 0
+        if n > 1:
+            reasons.append(
+                f"whichever fold of the {n} {PLURALS[role]} is left out, the other scored cells have one class"
+            )
+    plurals = " or ".join(PLURALS[role] for role in names)
+    return "; ".join(reasons) or f"the scored cells have no two {plurals}"

@@ -127,7 +127,7 @@ class Integration(Task):
         vectors[PRINCIPAL] = principal
         seed = context.options.seed
         if self.config.harmony:
-            vectors[CORRECTED] = run_harmony(principal, batches, seed)
+            vectors[CORRECTED] = run_harmony(principal, batches, seed, context.options.cells)
         vectors[RANDOM] = seeded(seed, draws.RANDOM_VECTORS).normal(size=vectors[EMBEDDING].shape)
         return vectors
 
@@ -157,12 +157,12 @@ class Integration(Task):
         }
 
 
-def run_harmony(vectors: np.ndarray, batches: np.ndarray, seed: int) -> np.ndarray:
+def run_harmony(vectors: np.ndarray, batches: np.ndarray, seed: int, scored: str) -> np.ndarray:
     """`vectors`, (cells, width), corrected by Harmony with its own defaults (Korsunsky et al.
     2019).
 
-    Raises Skipped if there are too few cells: harmonypy makes one cluster of 30 cells, and none of
-    15 or fewer.
+    `scored` is `evaluate.cells`, for the message. Raises Skipped if there are too few cells:
+    harmonypy makes one cluster of 30 cells, and none of 15 or fewer.
     """
     harmony = optional_package("harmonypy", "integrate", "evaluate.tasks.integration.harmony")
     obs = pd.DataFrame({"batch": batches.astype(str)})
@@ -172,9 +172,10 @@ def run_harmony(vectors: np.ndarray, batches: np.ndarray, seed: int) -> np.ndarr
         )
         corrected = np.asarray(result.Z_corr, np.float64)
     except ValueError as error:
+        more = "score more cells (shard.test_frac), or " if scored == "heldout" else ""
         raise Skipped(
-            f"harmonypy refuses the {len(vectors):,} scored cells with a batch: {one_line(error)}; score more cells "
-            "(shard.test_frac), or set harmony: false"
+            f"harmonypy refuses the {len(vectors):,} scored cells with a batch: {one_line(error)}; {more}"
+            "set harmony: false"
         ) from None
     # versions of harmonypy differ in the order of the axes
     return corrected if corrected.shape == vectors.shape else corrected.T
