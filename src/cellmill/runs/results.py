@@ -387,7 +387,8 @@ class DatasetResult:
     tasks: dict[str, TaskResult]  # by name, `NAME of LABEL` for further labels
     genes: dict[str, Any] | None = None  # `GeneCoverage`
     in_corpus: bool = True
-    # cells with other names than training or validation cells but equal counts: not held out
+    # cells with other names than training or validation cells, but equal counts or the barcode of a
+    # training sample: not held out
     n_copies: int = 0
     supervised: str | None = None  # in words, for a model that was trained with labels
 

@@ -25,7 +25,8 @@ def find_equal_cells(
 ) -> np.ndarray:
     """Mask, bool `(n_obs,)`, of the cells in mask `among` whose counts equal those in `corpora`.
 
-    Only genes that both have are compared; a cell with few of them equals none.
+    Only genes that both have are compared. If the file lacks genes of a corpus, a cell that expresses
+    fewer than MIN_GENES of the others equals none.
     """
     is_equal = np.zeros(reader.n_obs, bool)
     if not among.any():
@@ -103,7 +104,9 @@ class _TrainingHashes:
 
 
 def find_barcodes(reader: CountsReader, corpora: Iterable[CorpusDigests]) -> np.ndarray:
-    """Mask, bool `(n_obs,)`, of the cells whose barcode is in the same sample of `corpora`."""
+    """Mask, bool `(n_obs,)`, of the cells whose barcode is in a training sample of `corpora` that
+    shares more barcodes with the cell's sample than chance explains (`CorpusDigests.has_barcodes`).
+    """
     is_near = np.zeros(reader.n_obs, bool)
     for corpus in corpora:
         is_near |= corpus.has_barcodes(reader.obs_names)

@@ -2,8 +2,9 @@
 
 Held-out cells are in no training or validation shard of the model's corpus or of its ancestors'
 corpora; digests in the model's folder stand in for shards of ancestors that are not here. A cell is
-recognised by dataset and obs name and, under any name, by its counts of the vocabulary's genes.
-Different cells with few counts may be equal by chance; these do not count as held out either.
+recognised by dataset and obs name; under any name by its counts of the vocabulary's genes; and in
+digests by its barcode. If the file has all genes, different cells with few counts may be equal by
+chance; these do not count as held out either.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -56,11 +57,11 @@ class HeldOutCheck:
 
     def find_held_out(self, dataset: str, reader: CountsReader) -> tuple[np.ndarray, int]:
         """Mask, bool `(n_obs,)`, of the held-out cells, and the number of copies of training cells
-        under other names. Prints the copies.
+        under other names, by counts or barcodes. Prints both numbers.
         """
-        unnamed = ~reader.obs_names.isin([*self.names[dataset]])
-        copies = find_equal_cells(reader, self.corpora, unnamed)
-        near = unnamed & ~copies & find_barcodes(reader, self._listed)
+        has_new_name = ~reader.obs_names.isin([*self.names[dataset]])
+        copies = find_equal_cells(reader, self.corpora, has_new_name)
+        near = has_new_name & ~copies & find_barcodes(reader, self._listed)
         for mask, relation in (
             (copies, "are equal to training or validation cells of other names"),
             (near, "have barcodes of a training sample of a model before this one"),
@@ -70,4 +71,4 @@ class HeldOutCheck:
         for line in describe_unfindable_cells(reader, self.corpora, self._listed):
             print(f"{dataset}: warning: {line}", flush=True)
         copies |= near
-        return unnamed & ~copies, int(copies.sum())
+        return has_new_name & ~copies, int(copies.sum())
