@@ -1,6 +1,7 @@
 """Run the tasks of an evaluation on one dataset, and print a line for each.
 
-Only tasks without a result of an earlier evaluation run, on CPU cores in several processes.
+Tasks that finished in an earlier evaluation are not repeated. On CPU the others run in several
+processes.
 """
 
 import json

@@ -2,7 +2,8 @@
 
 The `implementation` of a task's options (`config.parts.tasks.TaskConfig`) names its class. Stage
 `evaluate` calls `run` once per dataset, and once for each further label if the task reads a label.
-It writes the returned results to metrics.json; the report shows any task.
+A task that reads no cells runs once in all. A result of an earlier evaluation that still holds is
+read instead (`finished.py`). The stage writes all results to metrics.json; the report shows any task.
 """
 
 from collections.abc import Mapping
@@ -32,8 +33,8 @@ class Context:
     dataset: str
     reader: CountsReader
     scored: np.ndarray
-    """Cells to score, `(n_obs,)` bool: those with an embedding that the model was not trained on, or
-    if `options.cells` is all, all with an embedding.
+    """Cells to score, `(n_obs,)` bool: held-out cells that have an embedding; with `options.cells`
+    all, every cell that has one.
     """
     vectors: np.ndarray
     """Embeddings of all cells, `(n_obs, hidden)` float32; NaN rows for cells without a known gene."""
@@ -127,7 +128,9 @@ def run_task(task: Task, context: Context) -> TaskResult:
 
 
 def add_supervision_note(result: TaskResult, note: str) -> TaskResult:
-    """The result with `note` in the names of the model's rows, and wherever these names occur."""
+    """The result with `note` in the names of the model's rows, also in verdicts, differences, gaps and
+    the confusion. `figures`, `tables` and `notes` keep the names without it.
+    """
     new_names: dict[str, str] = {}
     rows = []
     for row in result.rows:
