@@ -6,9 +6,13 @@ weights of all fits costs little more than with the weights of one. Weights are 
 does not read.
 
 Standard deviations are computed over the fitted cells, so each fit has a ZZᵀ of its own. A shared
-matrix K, scaled by all cells, stands in for it. The fit adds the constants (ZZᵀ - K) a / λ to the
-logits, computes them again from the new weights, and repeats this until they stay. The result does not
-depend on K.
+matrix K, scaled by all cells, stands in for it. From weights a fitted with K alone, each round:
+
+1. computes the constants (ZZᵀ - K) a / λ, which are what K leaves out of the logits;
+2. fits the weights again, with these constants added to the logits;
+3. ends the fit if no constant changed by more than CONSTANT_TOLERANCE since the last round.
+
+The result does not depend on K.
 """
 
 from collections.abc import Iterator, Sequence

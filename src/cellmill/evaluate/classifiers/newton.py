@@ -75,7 +75,7 @@ class Unwhitened:
 class Whitening:
     """Whitened features of the fitted cells."""
 
-    features: np.ndarray  # U, `(cells, features)`, and the column of the intercept if there is one
+    features: np.ndarray  # U, `(cells, features)`; the last column is the intercept's
     # UUᵀ plus RIDGE, `(cells, cells)`; None where products with U are faster
     kernel: np.ndarray | None
     # weights of cells `(classes, cells)` -> coefficients `(width, classes)`

@@ -94,7 +94,7 @@ def find_eigenvectors(
     matrix that `multiply` multiplies by.
     """
     gram = LinearOperator((size, size), multiply, dtype=dtype)
-    # float64 would have a float32 matrix copied to twice its size
+    # in the matrix's dtype: a product with a float64 vector would copy a float32 matrix as float64
     start = np.random.RandomState(0).uniform(-1, 1, size).astype(dtype)
     # ARPACK takes neither one gene nor cells without any counts
     if size == 1 or not gram.matvec(start).any():

@@ -49,9 +49,7 @@ class CellProducts:
 
 
 class SharedCells:
-    """Some cells of `source`: features `(cells, genes)` whose products are shared by all that read
-    them.
-    """
+    """A view of some rows of a CellProducts, `(cells, genes)`; all views share its products."""
 
     def __init__(self, source: CellProducts, rows: np.ndarray) -> None:
         self.source = source

@@ -203,8 +203,9 @@ class Degraded(Task):
     ) -> dict[str, ByMethod]:
         """Predicted classes of the tested cells at each of `tested_levels`, by column.
 
-        `by_level` has the features of all cells. If it lacks whole cells, the column of classifiers
-        fitted on whole cells has those fitted on the level.
+        `by_level` has the features of all cells. A level has a column for each choice of fitted cells:
+        of the same level, whole, and of all levels. Without whole cells in `by_level`, the second
+        column equals the first.
         """
         neighbors = self.config.neighbors
         train_labels = labels[fold.train]

@@ -1,8 +1,9 @@
-"""Predicted classes of the tested cells of each fold, by every pair of features and classifier, for tasks
-`probe`, `few_shot` and `leave_out`.
+"""Predicted classes of the tested cells of each fold, by features and classifier, for tasks `probe`,
+`few_shot` and `leave_out`.
 
-All features get the same folds and classifiers. Scalers, components and classifiers are fitted on
-the cells of a fold that are not tested, or components on the model's training cells.
+All features get the same folds, and all but RANKED the same classifiers. Scalers, components and
+classifiers are fitted on the cells of a fold that are not tested, or components on the model's
+training cells.
 """
 
 from collections.abc import Iterable
@@ -53,9 +54,10 @@ def predict_folds(
 ) -> None:
     """Record the predicted classes of the tested cells of each fold in `predictions`.
 
-    `features` are those of all cells, `(cells, width)` each. `with_fitted_features` adds the majority
-    class, and features fitted anew in each fold: principal components, and the
-    embedding joined to the components of the model's training cells.
+    `features` are those of all cells, `(cells, width)` each. RANKED is added, whose genes are chosen
+    anew in each fold. `with_fitted_features` adds the majority class, and two more features fitted
+    anew in each fold: principal components, and the embedding joined to the components of the
+    model's training cells.
     """
     labels = predictions.labels
     folds = [*folds]

@@ -1,7 +1,8 @@
 """Task `leave_out`: classifiers of the label on cells of donors or batches that they were not fitted
 on (docs/evaluation.md).
 
-Each tested donor or batch is one draw in an interval. A class that only it has counts as wrong for
+Each fold tests one donor or batch, or several if there are more than `most_folds`, and is one draw
+in an interval. A class that only it has counts as wrong for
 every method.
 """
 
