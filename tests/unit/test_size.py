@@ -73,6 +73,19 @@ def test_frozen_parameters_are_counted_separately(monkeypatch: pytest.MonkeyPatc
     assert (size.buffers, plain.buffers) == (21, 0)
 
 
+def test_a_token_of_a_covariate_counts_like_one_of_a_gene() -> None:
+    tokens = {"max_tokens": 8, "covariates": ["donor", "assay"]}
+    levels = {"assay": ("x", "y"), "donor": ("a", "b")}
+    given = {"hidden": HIDDEN, "layers": LAYERS, "heads": 2, "objective": "masked_gene"}
+    size = measure_size(spec(N_GENES, Tokens.model_validate(tokens), levels, **given))
+    plain = measure_size(_spec(objective="masked_gene"))
+    assert size.width == plain.width == HIDDEN
+    assert size.flops.block_per_token == pytest.approx(plain.flops.block_per_token)
+    assert size.block.activations_per_token == pytest.approx(
+        plain.block.activations_per_token, rel=0.05
+    )
+
+
 def test_flops_of_a_block_count_matrices_and_attention() -> None:
     size = measure_size(_spec())
     # forward and backward are 6 FLOPs per weight and token: qkv, out, up and down have 12 H^2

@@ -13,6 +13,7 @@ from cellmill.cli import main
 from cellmill.config.corpus import Shard
 from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import divide_processes, min_microbatches, pipeline_tokens
+from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.data.stream.micro_batches import MicroBatchRule
 from cellmill.planner.corpus_cost import VAR_BYTES_PER_SHARD, estimate_corpus
 from cellmill.planner.step_time import NETWORK_FRAC, Network, estimate_latency
@@ -92,6 +93,31 @@ def test_the_plan_counts_what_a_pipeline_pads(tmp_path: Path, tp: int, budget: i
     work = count_work(options, cells, divide_processes(options.parallel, 4 * tp, 4 * tp))
     assert work.padding_frac == pytest.approx(counted.padding_frac, abs=0.06)
     assert work.padding_frac > 0.1
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_the_plan_counts_tokens_of_covariates(tmp_path: Path, pp: int) -> None:
+    manifest = write_corpus(tmp_path, 400, n_vars=120)
+    least = 2 * pp if pp > 1 else 1
+    rule = MicroBatchRule(1000, least, multiple_of=pp)
+    sizes = {"global_batch": 80, "token_budget": 1000, "min_per_step": least, "multiple_of": pp}
+    stream = stream_of(manifest, tokens=ContinuousTokens(max_tokens=60), **sizes)
+    lengths = []
+    largest = 0
+    for step in islice(stream, 4):
+        for batch in step:
+            lengths.append(np.diff(batch.cu_seqlens))
+            largest = max(largest, len(batch.token_ids) + 2 * len(batch.cell_ids))
+    stream.close()
+    corpus = CorpusSize(np.concatenate(lengths), manifest.n_genes, n_covariates=2)
+    counted = count_micro_batches(corpus, 80, 1, rule, token_multiple=1)
+    if pp > 1:
+        assert counted.max_tokens == pipeline_tokens(largest)
+    else:
+        assert largest <= counted.max_tokens <= 1.05 * largest
+    with_covariates = np.concatenate(lengths) + 2
+    assert corpus.tokens_per_cell == pytest.approx(with_covariates.mean())
+    assert corpus.pairs_per_cell == pytest.approx(np.square(with_covariates).mean())
 
 
 def test_planned_files_equal_those_that_shard_writes(tmp_path: Path) -> None:

@@ -143,8 +143,8 @@ class Train(Section):
     global_batch: int = Field(256, ge=1, le=10**7)
     """Cells per optimizer step over all processes."""
     token_budget: int = Field(16_384, ge=1)
-    """Maximum tokens of a micro-batch; a process accumulates gradients over as many as its share
-    needs.
+    """Maximum tokens of a micro-batch, without those of tokens.covariates; a process accumulates
+    gradients over as many as its share needs.
     """
     optimizer: Optimizer = Field(  # type: ignore[assignment]  # the default is validated, too
         "adamw",

@@ -72,7 +72,10 @@ def advise(run_json: Path, world_size: int, nproc_per_node: int, device_name: st
         options.tokens, count_detected_genes(manifest), manifest.n_genes
     )
     corpus = CorpusSize(
-        kept + zeros, manifest.n_genes, levels=manifest.levels(options.obs_columns())
+        kept + zeros,
+        manifest.n_genes,
+        levels=manifest.levels(options.obs_columns()),
+        n_covariates=len(options.tokens.covariates),
     )
     hardware = Hardware(
         nodes=world_size // nproc_per_node,

@@ -32,7 +32,7 @@ class RunPlan:
     cost: RunCost
     corpus: CorpusSize
     hardware: Hardware
-    max_fitting_tokens: int  # most tokens of a micro-batch that fit in memory
+    max_fitting_tokens: int  # largest train.token_budget that fits in memory
     genes_per_cell: float  # mean number of detected genes
     cut_cells_frac: float  # fraction of cells with genes that do not become tokens
     fingerprint: str | None  # of the corpus; None for an assumed one
@@ -113,7 +113,7 @@ class RunPlan:
             "scaled_lr": _scale_lr(train),
             "choices": options.objective.choices(),  # what options take from the corpus, and why
             "warnings": self.warnings,
-            "largest_micro_batch": self.max_fitting_tokens,  # most tokens that fit in memory
+            "largest_micro_batch": self.max_fitting_tokens,  # train.token_budget that fits
             "genes_per_cell": self.genes_per_cell,
             "cut_cells_frac": self.cut_cells_frac,
             "fingerprint": self.fingerprint,

@@ -40,10 +40,12 @@ def check_memory(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -
 
 
 def find_max_fitting_tokens(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> int:
-    """Find the most tokens per micro-batch that fit, at the run's number of micro-batches; 0 if none fit."""
+    """Find the largest token budget that fits, at the run's number of micro-batches; 0 if none fits."""
+    # tokens per token that the budget counts: it leaves out covariates
+    ratio = corpus.tokens_per_cell / float(corpus.tokens_by_cell.mean())
 
     def needed(tokens: int) -> int:
-        return plan_memory(options, corpus, hardware, tokens).total
+        return plan_memory(options, corpus, hardware, round(ratio * tokens)).total
 
     # memory grows with the tokens; the range begins at 1, so the index is the largest number that fits
     return bisect_right(range(1, MAX_TOKENS + 1), hardware.usable_bytes, key=needed)

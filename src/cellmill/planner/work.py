@@ -25,13 +25,14 @@ SAMPLED_EVENLY = 4
 class CorpusSize:
     """Sizes of a corpus that a plan depends on."""
 
-    # `(reads,)` int64: tokens of a training cell, one entry per read of an epoch, in the shards' order
+    # `(reads,)` int64: gene tokens of a training cell, one entry per read of an epoch, in the shards' order
     tokens_by_cell: np.ndarray
     n_genes: int  # genes of the vocabulary
     n_validation: int = 0  # validation cells
     n_training: int | None = None  # training cells, if `tokens_by_cell` has only a sample of them
     # levels of the obs columns that the run reads
     levels: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    n_covariates: int = 0  # tokens that the model adds to each cell, after micro-batches are cut
 
     @property
     def n_cells(self) -> int:
@@ -40,12 +41,13 @@ class CorpusSize:
 
     @cached_property
     def tokens_per_cell(self) -> float:
-        return float(self.tokens_by_cell.mean())
+        return float(self.tokens_by_cell.mean()) + self.n_covariates
 
     @cached_property
     def pairs_per_cell(self) -> float:
         """Mean number of (query, key) pairs of attention in a cell: the mean square of its tokens."""
-        return float(np.square(self.tokens_by_cell.astype(np.float64)).mean())
+        n_tokens = self.tokens_by_cell.astype(np.float64) + self.n_covariates
+        return float(np.square(n_tokens).mean())
 
 
 def count_detected_genes(manifest: Manifest) -> np.ndarray:
@@ -67,7 +69,8 @@ class Work:
     val_cells: int  # cells per validation
     mean_micro_batches_per_step: float  # over the sampled first steps; the same on every rank
     max_micro_batches_per_step: int  # over the sampled steps
-    max_micro_batch_tokens: int  # tokens of the largest micro-batch, with a pipeline's padding
+    # tokens of the largest micro-batch, with covariates and a pipeline's padding
+    max_micro_batch_tokens: int
     padding_frac: float  # padding tokens of a pipeline per token of the step's cells
 
 
@@ -107,7 +110,7 @@ class MicroBatches(NamedTuple):
     """Micro-batches of the sampled first steps of a run."""
 
     counts: list[int]  # micro-batches of each step, the same on every rank
-    # tokens of the largest; without a pipeline an upper bound; with a pipeline, includes padding
+    # tokens of the largest, with covariates; without a pipeline an upper bound; with one, with padding
     max_tokens: int
     padding_frac: float  # padding tokens of a pipeline per token of the step's cells
 
@@ -126,15 +129,18 @@ def count_micro_batches(
     counts = [_count_needed(lengths_by_rank, rule) for lengths_by_rank in steps]
     if rule.multiple_of == 1:
         max_cells = len(steps[0][0])  # cells of a rank in the largest step
-        return MicroBatches(
-            counts, min(rule.token_budget, max_cells * int(lengths.max())), padding_frac=0.0
-        )
+        max_tokens = min(rule.token_budget, max_cells * int(lengths.max()))
+        if corpus.n_covariates:
+            cuts = [cut_greedily(cells, rule.token_budget) for step in steps for cells in step]
+            max_tokens += corpus.n_covariates * max(int(np.diff(cut).max()) for cut in cuts)
+        return MicroBatches(counts, max_tokens, padding_frac=0.0)
     max_tokens = 0
     n_tokens = 0
     n_tokens_with_padding = 0
     for lengths_by_rank, count in zip(steps[:SAMPLED_EVENLY], counts):
         for rank_lengths in lengths_by_rank[:SAMPLED_EVENLY]:
-            tokens = np.add.reduceat(rank_lengths, cut_evenly(rank_lengths, count)[:-1])
+            starts = cut_evenly(rank_lengths, count)[:-1]
+            tokens = np.add.reduceat(rank_lengths + corpus.n_covariates, starts)
             padded_to = pipeline_tokens(int(tokens.max()), token_multiple)
             max_tokens = max(max_tokens, padded_to)
             n_tokens += int(tokens.sum())

@@ -113,7 +113,14 @@ def _assume_corpus(options: PlanOptions, n_cells: int, n_genes: int) -> PlannedC
     )
     levels = dict.fromkeys(options.obs_columns(), tuple(map(str, range(ASSUMED_LEVELS))))
     tokens = np.full(min(n_cells, MAX_ASSUMED_CELLS), n_tokens)
-    size = CorpusSize(tokens, n_genes, n_validation, n_training=n_cells, levels=levels)
+    size = CorpusSize(
+        tokens,
+        n_genes,
+        n_validation,
+        n_training=n_cells,
+        levels=levels,
+        n_covariates=len(options.tokens.covariates),
+    )
     return PlannedCorpus(options, size, detected=tokens, kept=tokens)
 
 
@@ -135,6 +142,7 @@ def _read_corpus(options: PlanOptions, manifest: Path) -> PlannedCorpus:
         shards.n_genes,
         n_validation=shards.splits["val"].n_obs,
         levels=shards.levels(options.obs_columns()),
+        n_covariates=len(options.tokens.covariates),
     )
     return PlannedCorpus(options, size, detected, kept, fingerprint)
 

@@ -71,8 +71,9 @@ def measure_passes(
     usual_tokens = min(spec.tokens.max_tokens, spec.n_genes, CELL_TOKENS)
     cell_tokens = max(1, usual_tokens // length_divisor)
     batch = _draw_cells(spec, cell_tokens, tokens)
-    lengths = np.diff(batch.cu_seqlens)  # `(cells,)`: tokens of each cell
-    n_tokens = int(batch.cu_seqlens[-1])
+    # `(cells,)`: tokens of each cell, with those that the model adds
+    lengths = np.diff(batch.cu_seqlens) + len(spec.tokens.covariates)
+    n_tokens = int(lengths.sum())
     view = model.view(to_tensors(batch), seed=0, step=0)
     padded_tokens = -(-len(view.token_ids) // multiple) * multiple
     view = pad_batch(view, padded_tokens)
