@@ -143,6 +143,9 @@ def test_without_a_label_a_bridge_ends_in_a_line(
         with pytest.raises(SystemExit) as ended:
             embedded_cells.read_cells(given)
         assert ended.value.code == f"cellmill: {message}"
+    given.metrics.write_text(given.metrics.read_text().replace('"heldout"', '"all"'))
+    with pytest.raises(SystemExit, match="expected two or more; name another label in the table"):
+        embedded_cells.read_cells(given)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

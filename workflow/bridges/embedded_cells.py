@@ -57,7 +57,8 @@ def read_cells(given: argparse.Namespace) -> EmbeddedCells:
     """Cells of one dataset. Ends the process with one line if they have no label or one class."""
     dataset = given.cells.stem
     metrics = json.loads(given.metrics.read_text(encoding="utf-8"))
-    scored_names = _scored(given.umap, dataset, metrics["datasets"][dataset]["cells"] == "all")
+    scores_all = metrics["datasets"][dataset]["cells"] == "all"
+    scored_names = _scored(given.umap, dataset, scores_all)
     with h5py.File(given.embedding) as file:
         obs, vectors = read_elem(file["obs"]), np.asarray(file["obsm"][KEY][:], np.float32)
     scored = np.flatnonzero(np.isin(np.asarray(obs.index, str), sorted(scored_names)))
@@ -73,9 +74,10 @@ def read_cells(given: argparse.Namespace) -> EmbeddedCells:
         batches = None
     labels = labels[kept].astype(str)
     if len(set(labels)) < 2:
+        remedy = "" if scores_all else "raise shard.test_frac, or "
         sys.exit(
             f"cellmill: {dataset}: {len(set(labels))} classes of {given.label} have at least {FEWEST} scored cells, "
-            "expected two or more; raise shard.test_frac, or name another label in the table of datasets"
+            f"expected two or more; {remedy}name another label in the table of datasets"
         )
     cells = scored[kept]
     features = {
