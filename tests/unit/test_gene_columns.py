@@ -302,14 +302,18 @@ def test_biotypes_among_feature_types_are_genes(tmp_path: Path, kinds: list[str]
 
 @pytest.mark.parametrize(
     ("column", "gene", "antibody"),
-    [("Type", "Gene Expression", "Antibody Capture"), ("modality", "RNA", "ADT")],
+    [
+        ("Type", "Gene Expression", "Antibody Capture"),
+        ("modality", "RNA", "ADT"),
+        ("modality", "rna", "crispr"),
+    ],
 )
 def test_types_of_features_have_any_column(
     tmp_path: Path, column: str, gene: str, antibody: str
 ) -> None:
     # rowData of DropletUtils, as zellkonverter writes it; antibodies are called as genes
     names = [*SYMBOLS, *SYMBOLS[:5]]
-    types = pd.Categorical([gene] * N_GENES + [antibody] * 5)
+    types = pd.Categorical([None, *[gene] * (N_GENES - 1), *[antibody] * 5])
     var = pd.DataFrame({"Symbol": names, column: types}, index=[*IDS, *SYMBOLS[:5]])
     path = written(tmp_path, np.hstack([COUNTS, 100 + COUNTS[:, :5]]), var)
     assert_truth(path, tmp_path / "out.h5ad")

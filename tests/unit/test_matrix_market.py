@@ -186,9 +186,11 @@ def drop_seq(folder: Path) -> None:
     first, _, *rest = (folder / "plain.mtx").read_text().splitlines(keepends=True)
     names = ["\t".join(["%%GENES", *GENES[:8]]), "\t".join(["%%GENES", *GENES[8:]])]
     names.append("\t".join(["%%CELL_BARCODES", *CELLS]))
+    names.append("%% a comment in Latin-1: é")
     text = "".join([first, *(f"{line}\n" for line in names), *rest])
-    (folder / "sparse.mtx").write_text(text)
-    (folder / "raw.dge.txt.gz").write_bytes(gzip.compress(text.encode()))
+    content = text.encode("latin-1")
+    (folder / "sparse.mtx").write_bytes(content)
+    (folder / "raw.dge.txt.gz").write_bytes(gzip.compress(content))
 
 
 LAYOUTS: dict[str, tuple[Callable[[Path], None], str]] = {

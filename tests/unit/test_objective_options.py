@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from cellmill.config.checks import check_together
+from cellmill.config.load import check_options
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.plugin import BUILT_IN
 from cellmill.errors import UserError
@@ -78,3 +79,7 @@ def test_former_names_of_options_that_models_have_stored_are_read() -> None:
     options = ObjectiveConfig.model_validate(former | {"number_dropout": 0.3}).model_dump()
     assert (options["head_hidden"], options["head_dropout"]) == (8, 0.3)
     assert ObjectiveConfig.model_validate(options).model_dump() == options
+    with refused(
+        "objective: number_hidden is the former name of head_hidden: set head_hidden alone"
+    ):
+        check_options(ObjectiveConfig, former | {"head_hidden": 16}, "objective")

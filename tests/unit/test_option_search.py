@@ -2,14 +2,18 @@
 
 import re
 import sys
+from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Literal
 
 import pytest
+from pydantic import Field
 
 from cellmill.cli import main
 from cellmill.commands.options import list_options
 from cellmill.config import plugin
+from cellmill.config.parts.methods import OptimizerConfig
 from cellmill.config.shipped import find_shipped
 
 
@@ -75,10 +79,31 @@ def test_no_match_is_one_line_with_similar_names(
     assert err.startswith(f"cellmill options: {line}")
 
 
+class Paths(OptimizerConfig):
+    """Options with a default that JSON has no type for."""
+
+    implementation = "json:JSONDecoder"
+    name: Literal["paths"] = "paths"
+    table: Path = Field(Path("rates.tsv"), description="A table.")
+
+
+class Unlisted(OptimizerConfig):
+    """Options of which pydantic makes no schema."""
+
+    implementation = "json:JSONDecoder"
+    name: Literal["unlisted"] = "unlisted"
+    rate: Callable[[int], float] = Field(float, description="A function.")
+
+
 def test_options_of_installed_packages_are_found(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    values = {"toy_momentum": "cellmill_toy.options:ToyMomentum", "broken": "no_such_package:X"}
+    values = {
+        "toy_momentum": "cellmill_toy.options:ToyMomentum",
+        "broken": "no_such_package:X",
+        "paths": f"{__name__}:Paths",
+        "unlisted": f"{__name__}:Unlisted",
+    }
     points = [EntryPoint(name, value, "cellmill.optimizer") for name, value in values.items()]
     monkeypatch.setattr(
         plugin, "entry_points", lambda group: [p for p in points if p.group == group]
@@ -87,7 +112,13 @@ def test_options_of_installed_packages_are_found(
     code, out, err = search(capsys, "optimizer.decay")
     assert code == 0
     assert out.startswith("train.optimizer.decay of toy_momentum: number, ")
-    assert err.startswith("optimizer 'broken': no_such_package:X of an installed package cannot be")
+    broken, unlisted = err.splitlines()
+    assert broken.startswith(
+        "options of optimizer 'broken' are not listed: optimizer 'broken': no_such_package:X of"
+    )
+    assert unlisted.startswith("options of optimizer 'unlisted' are not listed: PydanticInvalidFor")
+    path = 'train.optimizer.table of paths: text; default "rates.tsv"\n    A table.\n'
+    assert search(capsys, "optimizer.table")[1] == path
     assert "toy_momentum" not in str(list_options()), "config/README.md has those of cellmill alone"
     monkeypatch.delitem(sys.modules, "cellmill_toy.options")
 

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -456,8 +457,19 @@ def test_a_remedy_pins_no_more_than_the_profile_requests() -> None:
 
 def test_a_run_on_cpus_is_told_to_request_more_memory() -> None:
     options = _options(**BIG)
-    remedy = find_remedy(options, CorpusSize(np.full(4096, 16), 40), Hardware(1, 1, "cpu", 1, 1))
-    assert remedy == "request more memory per node in the profile, or use a smaller model"
+    corpus_size = CorpusSize(np.full(4096, 16), 40)
+    this_machine = Hardware(1, 1, "cpu", 1, 1)
+    requested = replace(this_machine, host_bytes=1)
+    assert [
+        find_remedy(options, corpus_size, hardware) for hardware in (requested, this_machine)
+    ] == [
+        "request more memory per node in the profile, or use a smaller model",
+        "use a machine with more memory, or a smaller model",
+    ]
+    limited = _options(**BIG, plan={"memory_gb": 0.01})
+    assert find_remedy(limited, corpus_size, requested) == (
+        "raise plan.memory_gb if the device has more, or use a smaller model"
+    )
 
 
 def test_the_ranks_of_a_pipeline_wait_for_each_other(corpus: Manifest, tmp_path: Path) -> None:

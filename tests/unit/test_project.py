@@ -211,6 +211,17 @@ def test_layers_of_all_molecules_come_before_parts(
     assert survey_file(path).counts == chosen
 
 
+@pytest.mark.parametrize("name", ["spliced", "ambiguous", "mask", "empty"])
+def test_estimated_counts_come_before_layers_without_a_name(
+    write: Callable[..., Path], name: str
+) -> None:
+    counts = draw_counts(300)
+    estimates = sp.csr_matrix(np.where(counts > 0, 0.9 * counts + 0.07, 0))
+    values = {"mask": counts > 0, "empty": 0 * counts}.get(name, counts // 2)
+    layers = {name: sp.csr_matrix(values.astype(np.float32))}
+    assert survey_file(write(matrix=estimates, layers=layers)).counts == "X"
+
+
 def test_counts_are_recovered_from_logarithms_and_depths(write: Callable[..., Path]) -> None:
     counts = draw_counts(300)
     logs = np.log1p(1e4 * counts / counts.sum(axis=1, keepdims=True))

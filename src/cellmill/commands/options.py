@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from cellmill.config.datasets import Dataset
 from cellmill.config.load import top_level
-from cellmill.config.plugin import Plugin, load, names
+from cellmill.config.plugin import Plugin, in_one_line, load, names
 from cellmill.config.section import description, other_words
 from cellmill.config.workflow import ENTRIES, Sweep, Workflow, sections_of
 from cellmill.errors import ConfigError, NothingFound
@@ -144,30 +144,34 @@ def _list_choices(
 ) -> Iterator[Option]:
     """Yield the options of each choice; `is_named` if a mapping has the choices by their names.
 
-    A choice of an installed package that cannot be imported is named on stderr and left out.
+    A choice of an installed package that cannot be described is named on stderr and left out.
     """
-    choices = contract.built_in()
+    rows_by_choice = {
+        name: list_rows(choice, skip=[contract.key]) for name, choice in contract.built_in().items()
+    }
     if with_installed:
-        choices |= _load_installed(contract)
-    for name, choice in choices.items():
-        for row in list_rows(choice, skip=[contract.key]):
+        rows_by_choice |= _list_installed(contract)
+    for name, rows in rows_by_choice.items():
+        for row in rows:
             if is_named:
                 yield Option(f"{prefix}{name}.{row.key}", row)
             else:
                 yield Option(prefix + row.key, replace(row, choices=name))
 
 
-def _load_installed(contract: type[Plugin]) -> dict[str, type[Plugin]]:
-    """Load the options of the choices that installed packages add, by name."""
-    choices = {}
+def _list_installed(contract: type[Plugin]) -> dict[str, list[OptionRow]]:
+    """List the options of each choice that an installed package adds."""
+    rows_by_choice = {}
     for name in names(contract.kind):
         if name in contract.built_in():
             continue
         try:
-            choices[name] = load(contract.kind, name, contract)
-        except ConfigError as error:
-            print(error, file=sys.stderr)
-    return choices
+            choice = load(contract.kind, name, contract)
+            rows_by_choice[name] = list_rows(choice, skip=[contract.key])
+        except Exception as error:  # of the package
+            cause = error if isinstance(error, ConfigError) else in_one_line(error)
+            print(f"options of {contract.kind} {name!r} are not listed: {cause}", file=sys.stderr)
+    return rows_by_choice
 
 
 def _make_choice_row(contract: type[Plugin]) -> OptionRow:
@@ -229,7 +233,7 @@ def _describe_default(field: FieldInfo, is_named: bool) -> str:
     value = field.get_default(call_default_factory=True)
     if is_named:
         return ", ".join(f"`{name}`" for name in value) or "none"
-    return f"`{value if isinstance(value, str) else json.dumps(value)}`"
+    return f"`{value if isinstance(value, str) else json.dumps(value, default=str)}`"
 
 
 def _describe_type(schema: dict[str, Any]) -> str:

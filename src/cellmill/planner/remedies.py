@@ -56,8 +56,12 @@ def find_remedy(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) ->
     for change in list_changes(options, corpus, hardware):
         if _fits(change, corpus):
             return " and ".join(change.instructions)
-    if hardware.device_name == "cpu":
+    if options.plan.memory_gb:
+        return "raise plan.memory_gb if the device has more, or use a smaller model"
+    if hardware.device_name == "cpu" and hardware.host_bytes:
         return "request more memory per node in the profile, or use a smaller model"
+    if hardware.device_name == "cpu":
+        return "use a machine with more memory, or a smaller model"
     return "name a device with more memory in the profile, or use a smaller model"
 
 

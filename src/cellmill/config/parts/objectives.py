@@ -275,6 +275,9 @@ class RegressionConfig(HeadConfig):
         if not isinstance(given, dict):
             return given
         names = {"number_hidden": "head_hidden", "number_dropout": "head_dropout"}
+        for former, name in names.items():
+            if given.get(former) is not None and given.get(name, given[former]) != given[former]:
+                raise ValueError(f"{former} is the former name of {name}: set {name} alone")
         return {names.get(key, key): value for key, value in given.items()}
 
     def columns(self, option: str = "objective") -> Columns:

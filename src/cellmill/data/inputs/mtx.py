@@ -36,8 +36,8 @@ _FIELDS = {
 _MARK = b"%%MatrixMarket"
 _LINE = 1 << 20  # bytes; longest line of a header
 # how Drop-seq's tools begin header lines with names of rows, and of columns
-_ROW_NAMES = ("%%GENES", "%%ROWS")
-_COLUMN_NAMES = ("%%CELL_BARCODES", "%%COLS")
+_ROW_NAMES = (b"%%GENES", b"%%ROWS")
+_COLUMN_NAMES = (b"%%CELL_BARCODES", b"%%COLS")
 _MISSING = 1e308  # what writeMM of R's package Matrix writes for NA, NaN and Inf
 _PARTS = ("mature", "nascent", "ambiguous")
 _SUMS = {
@@ -184,12 +184,10 @@ class MtxMatrix(StoredMatrix):
 
     def _add_names(self, line: bytes) -> None:
         """Keep the names in a line of the header, if it has any."""
-        if line.startswith(b"%%"):
-            mark, *names = line.decode("utf-8").rstrip("\r\n").split("\t")
-            if mark in _ROW_NAMES:
-                self._row_names += names
-            elif mark in _COLUMN_NAMES:
-                self._column_names += names
+        mark = line.split(b"\t", 1)[0].strip()
+        if mark in _ROW_NAMES + _COLUMN_NAMES:
+            kept = self._row_names if mark in _ROW_NAMES else self._column_names
+            kept += line.decode("utf-8").rstrip("\r\n").split("\t")[1:]
 
     def named_in_header(self) -> Companions | None:
         """Genes of the rows and cells of the columns, if the header names all of them."""

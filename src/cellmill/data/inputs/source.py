@@ -36,12 +36,17 @@ ESTIMATED = "looks like estimated counts"
 LOGS = "looks log-transformed"
 _PARTS_OF_COUNTS = ("spliced", "mature", "unspliced", "nascent", "ambiguous")
 """Layers of velocyto and kb-python that hold some of a cell's molecules, the likelier ones first."""
+_UNNAMED = 4  # rank of a matrix whose name says nothing of counts
 TOTALS = ("n_counts", "total_counts", "nCount_RNA", "n_umis", "nUMI", "n_molecules")
 """Columns of obs that may hold the depth of each cell."""
 FEATURE_TYPES = "feature_types"
 """The column of var that says which rows are genes, and which antibodies, guides or controls."""
 _GENE_EXPRESSION = "gene expression"
-_SHORT_TYPES = frozenset({"rna", "gex", "gene", "adt", "hto", "protein", "antibody", "atac"})
+_SHORT_TYPES = frozenset(
+    {"rna", "gex", "gene", "adt", "hto", "protein", "antibody", "atac", "peaks"}
+    | {"crispr", "guide", "grna", "sgrna"}
+)
+_NO_TYPE = frozenset({"", "nan", "none"})  # texts of a row without a type of feature
 
 
 def look_at(matrix: sp.csr_matrix) -> str:
@@ -51,6 +56,8 @@ def look_at(matrix: sp.csr_matrix) -> str:
         return "has no numbers"
     if not np.isfinite(values).all():
         return "has values that are not finite"
+    if not values.any():
+        return "has no values"
     if (values < 0).any():
         return "looks scaled"
     if (values == np.floor(values)).all():
@@ -63,14 +70,14 @@ def _likelihood(name: str) -> int:
     """Rank of a matrix by its name: the lower, the likelier it has the raw counts of whole cells."""
     lower = name.lower()
     if lower in _PARTS_OF_COUNTS:
-        return 5 + _PARTS_OF_COUNTS.index(lower)
+        return _UNNAMED + 1 + _PARTS_OF_COUNTS.index(lower)
     ranks = (
         name == "raw",
         lower == "counts",
         "raw" in lower and "count" in lower,
         "count" in lower,
     )
-    return ranks.index(True) if any(ranks) else 4
+    return ranks.index(True) if any(ranks) else _UNNAMED
 
 
 def looks_recoverable(looks: Mapping[str, str], obs: Container[str]) -> str | None:
@@ -135,13 +142,16 @@ class CountSource:
 
     def find_counts(self) -> str:
         """The value of `counts` to read: this matrix if it looks like counts, else the likeliest.
-        Whole numbers come before estimated counts, and matrices of all molecules before parts.
 
-        Raise DataError if no matrix holds counts.
+        Estimated counts give way to whole numbers only in a matrix that is named for counts: others
+        may be masks. Parts of the molecules come last. Raise DataError if no matrix holds counts.
         """
         looks = self.look()
-        names = [self.counts, *sorted(self.others, key=_likelihood)]
-        for kind in (COUNTED, ESTIMATED):
+        others = sorted(self.others, key=_likelihood)
+        named = [self.counts, *(name for name in others if _likelihood(name) < _UNNAMED)]
+        whole = [self.counts, *(name for name in others if _likelihood(name) <= _UNNAMED)]
+        choices = [(COUNTED, named), (ESTIMATED, whole), (COUNTED, others), (ESTIMATED, others)]
+        for kind, names in choices:
             for name in names:
                 if looks.get(name, COUNTED) == kind:
                     return name
@@ -230,6 +240,7 @@ def with_feature_types(var: pd.DataFrame) -> pd.DataFrame:
             continue
         texts = text_values(column)
         kinds = {text.strip().lower() for text in {*texts}}
+        kinds -= _NO_TYPE
         if _GENE_EXPRESSION in kinds or (len(kinds) > 1 and kinds <= _SHORT_TYPES):
             return var.assign(**{FEATURE_TYPES: texts})
     return var
