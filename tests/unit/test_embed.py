@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -270,6 +271,11 @@ def test_appending_to_a_link_changes_its_target(
     assert link.is_symlink()
     assert [*path.parent.iterdir()] == [path]
     assert "X_cellmill" in ad.read_h5ad(path).obsm
+    # a link to another file is replaced, and that file is left alone
+    content = path.read_bytes()
+    embed(model, Path(shutil.copy(path, tmp_path / "other.h5ad")), link, append=True)
+    assert not link.is_symlink()
+    assert path.read_bytes() == content
 
 
 def test_waiting_threads_do_not_spin() -> None:

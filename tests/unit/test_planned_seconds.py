@@ -69,7 +69,7 @@ class LengthyConfig(TaskConfig):
     implementation = f"{__name__}:Lengthy"
     name: Literal["lengthy"] = "lengthy"
     planned_s: float | None = None
-    fails: bool = False
+    wrong: Literal["", "error", "list", "nan"] = ""  # instead of planned_s
 
 
 class Lengthy:
@@ -79,10 +79,11 @@ class Lengthy:
     def run(self, context: Context) -> TaskResult:
         return TaskResult(figures={"cells": context.reader.n_obs})
 
-    def estimate_s(self, sizes: DatasetSizes) -> float | None:
-        if self.config.fails:
+    def estimate_s(self, sizes: DatasetSizes) -> Any:
+        if self.config.wrong == "error":
             raise ValueError("as asked")
-        return self.config.planned_s
+        wrong = {"list": [1.0], "nan": float("nan")}
+        return wrong.get(self.config.wrong, self.config.planned_s)
 
 
 @pytest.fixture
@@ -165,7 +166,9 @@ def test_the_plan_is_one_line() -> None:
     ("options", "planned"),
     [
         ({}, "not known"),
-        ({"fails": True}, "not known"),
+        ({"wrong": "error"}, "not known"),
+        ({"wrong": "list"}, "not known"),
+        ({"wrong": "nan"}, "not known"),
         ({"planned_s": 0.0}, "under 1 s"),
         ({"planned_s": 1e9}, "about [0-9,.]+ days"),
     ],

@@ -109,6 +109,9 @@ class CachedClassifiers:
         return predicted
 
 
+_passed_on: set[tuple[Any, ...]] = set()  # warnings of earlier fits, which are said once
+
+
 def fit(name: str, classifier: Any, features: Any, labels: np.ndarray) -> Any:
     """Fit the classifier and return it. `name` is for messages."""
     with report_early_stop(name, features.shape[1]):
@@ -127,7 +130,9 @@ def report_early_stop(name: str, n_features: int) -> Iterator[None]:
     if any(issubclass(w.category, ConvergenceWarning) for w in caught):
         print(f"{name} on {n_features:,} features stopped before it converged", flush=True)
     for w in caught:
-        if not issubclass(w.category, ConvergenceWarning):
+        about = (w.category, str(w.message), w.filename, w.lineno)
+        if not issubclass(w.category, ConvergenceWarning) and about not in _passed_on:
+            _passed_on.add(about)
             warnings.warn_explicit(w.message, w.category, w.filename, w.lineno, source=w.source)
 
 

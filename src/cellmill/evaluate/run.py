@@ -317,7 +317,9 @@ def summarize(datasets: Mapping[str, DatasetResult]) -> str:
         for task, result in dataset.tasks.items():
             if result.skipped is not None:
                 skipped.append(f"{name}, {task}: {result.skipped}")
-    reasons = "; ".join(skipped) or "none is configured"
+    if not n_tasks:
+        return "warning: nothing was scored, because no task is configured"
+    reasons = "; ".join(skipped)
     if len(skipped) == n_tasks:
         return f"warning: nothing was scored, because every task was skipped ({reasons})"
     scored = f"{n_tasks - len(skipped)} of {n_tasks} tasks scored"

@@ -82,7 +82,7 @@ def split_donors(
     return "", []
 
 
-def explain_no_folds(
+def explain_no_groups(
     roles: Mapping[str, pd.Series], cells: np.ndarray, names: Sequence[str] = tuple(PLURALS)
 ) -> str:
     """Why `split_groups` makes no folds of labelled cells (indices) by the roles `names`."""

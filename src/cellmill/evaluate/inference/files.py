@@ -82,9 +82,9 @@ def write_prediction(
 
 
 def _create(path: Path, source: Path | None) -> AbstractContextManager[h5py.File]:
-    """New file at `path`, empty or a copy of `source`, which goes where a link at `path` points to."""
-    is_link_to_file = source is not None and path.exists()
-    return create_h5(path.resolve() if is_link_to_file else path, copy_of=source)
+    """New file at `path`, empty or a copy of `source`; a link to `source` stays a link to it."""
+    is_source = source is not None and path.resolve() == source.resolve()
+    return create_h5(path.resolve() if is_source else path, copy_of=source)
 
 
 def _add(

@@ -7,13 +7,14 @@ do not depend on it.
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from math import isfinite
 from pathlib import Path
 
-import torch
 from pydantic import TypeAdapter, ValidationError
+from threadpoolctl import threadpool_limits
 
-from cellmill.errors import DataError, UserError
+from cellmill.errors import DataError
 from cellmill.evaluate.evaluated_model import PCA_CELLS
 from cellmill.evaluate.features.cell_features import embed_counts
 from cellmill.evaluate.seconds.sizes import REFERENCE_FLOPS_PER_S, DatasetSizes
@@ -62,17 +63,12 @@ class Planner:
 
     def __init__(self, context: Context) -> None:
         self._measured: tuple[float, float] | None = None
-        n_threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # processes that fork later must inherit no threads
-        try:
+        with threadpool_limits(1):  # processes that fork later must inherit no threads
             speed = measure_cpu(find_device("cpu"), 1, time.thread_time).fp32_flops_per_s
             assert speed is not None, "the rate was measured"
             self._slowness = REFERENCE_FLOPS_PER_S / speed
-            self._measured = _measure_cells(context)
-        except UserError:  # the tasks that read the same cells will say why
-            pass
-        finally:
-            torch.set_num_threads(n_threads)
+            with suppress(Exception):  # the tasks that read the same cells will say why
+                self._measured = _measure_cells(context)
 
     def plan(self, name: str, task: Task, context: Context) -> float | None:
         """CPU-seconds of `task`, which is called `name` in `evaluate.tasks`; None if not known."""
@@ -96,10 +92,10 @@ class Planner:
             forward_s=forward_s / self._slowness,
         )
         try:
-            seconds = estimate(sizes)
+            seconds = float(estimate(sizes)) * self._slowness
         except Exception:  # of a package's task: no reason to end an evaluation
             return None
-        return None if seconds is None else seconds * self._slowness
+        return seconds if isfinite(seconds) else None
 
 
 def _measure_cells(context: Context) -> tuple[float, float]:

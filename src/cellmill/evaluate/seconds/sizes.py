@@ -1,8 +1,8 @@
 """Sizes of a dataset under evaluation, and CPU-seconds of work that several tasks do.
 
 Tasks plan their seconds from them (`Task.estimate_s`). Seconds are those of one core that multiplies
-float32 matrices at REFERENCE_FLOPS_PER_S; stage evaluate converts them to this machine. The constants
-are from `benchmarks/evaluation.py --plan`.
+float32 matrices at REFERENCE_FLOPS_PER_S; stage evaluate converts them to this machine. Column
+*over plan* of `benchmarks/evaluation.py` compares.
 """
 
 from collections.abc import Mapping, Sequence

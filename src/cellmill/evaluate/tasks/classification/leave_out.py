@@ -16,7 +16,7 @@ from cellmill.evaluate.features.cell_features import cell_features
 from cellmill.evaluate.labels import MAX_CELLS, labelled_cells, predict_from_other_half
 from cellmill.evaluate.scores import ScoreColumn, tabulate
 from cellmill.evaluate.seconds.sizes import DatasetSizes
-from cellmill.evaluate.splits import PLURALS, explain_no_folds, split_groups
+from cellmill.evaluate.splits import PLURALS, explain_no_groups, split_groups
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.evaluate.tasks.classification.fold_predictions import predict_folds
 from cellmill.runs.results import TaskResult
@@ -66,7 +66,7 @@ class LeaveOut(Task):
             f1 = predictions.column("", "macro_f1", f"macro F1, new {role}", f"macro-F1, {unseen}")
             columns += [replace(column, n_units=len(folds)) for column in (accuracy, f1)]
         if not columns:
-            raise Skipped(explain_no_folds(context.roles, chosen.cells, roles), figures)
+            raise Skipped(explain_no_groups(context.roles, chosen.cells, roles), figures)
         return tabulate(columns, figures)
 
     def estimate_s(self, sizes: DatasetSizes) -> float:

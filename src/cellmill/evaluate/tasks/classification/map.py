@@ -34,7 +34,7 @@ from cellmill.evaluate.methods import ALL_GENES, REGRESSION, ByMethod
 from cellmill.evaluate.scores import ScoreColumn, tabulate
 from cellmill.evaluate.seconds.sizes import DatasetSizes
 from cellmill.evaluate.seen.seen_cells import Seen
-from cellmill.evaluate.splits import explain_no_folds, split_donors, split_groups
+from cellmill.evaluate.splits import explain_no_groups, split_donors, split_groups
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.models.objectives.shared.calibration import softmax
 from cellmill.runs.results import ScoredMethod, TaskResult
@@ -130,7 +130,7 @@ class MapCells(Task):
         labels = chosen.labels
         role, folds = split_donors(context.roles, chosen.cells, config.most_folds, labels)
         if not folds:
-            raise Skipped(explain_no_folds(context.roles, chosen.cells), chosen.figures)
+            raise Skipped(explain_no_groups(context.roles, chosen.cells), chosen.figures)
         donors = text_values(context.roles[role].iloc[chosen.cells])
         features = cell_features(context, chosen.cells)
         # distances over all genes mostly tell how deeply cells were sequenced
