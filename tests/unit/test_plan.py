@@ -286,6 +286,13 @@ def test_cut_cells_are_reported(
     most = f"so that a cell keeps all its genes, at most {detected.max()}: family profile is more accurate with"
     hint = f"set tokens.max_tokens to {detected.max()}, {most}"
     assert f"warning     {hint}" in capsys.readouterr().out
+    budget = int(detected.max()) - 1
+    small = {"token_budget": budget, "global_batch": 16}
+    _plan(corpus, tmp_path, tokens={"max_tokens": 2}, train=small)
+    both = (
+        f"set tokens.max_tokens to {budget + 1} and train.token_budget to {budget + 1} or more, so"
+    )
+    assert f"warning     {both}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("zero_frac", [0, 0.1, 0.3, 0.7])
@@ -721,6 +728,23 @@ def test_pinned_host_memory_must_fit_into_the_job(
             f"cpu_offload, but {requested}; raise it for train in the profile (0 is all of a node), or shard over more "
             "nodes (FULL_SHARD)\n"
         )
+
+
+def test_fewer_nodes_that_pin_too_much_have_no_time(
+    printed: Callable[..., tuple[str, str]], tmp_path: Path
+) -> None:
+    words = "--device h100 --cells 5e5 --nodes 2 --nproc-per-node 2"
+    sharded = {"sharding_strategy": "FULL_SHARD"}
+    out = tmp_path / "plan.json"
+    printed(f"{words} --out {out}", parallel=sharded)
+    pinned = 2 * json.loads(out.read_text())["memory"]["staging_bytes"]
+    mem_mb = pinned // 2**20 + 1
+    table = printed(f"{words} --mem-mb {mem_mb}", parallel=sharded)[0].partition("efficiency\n")[2]
+    refused = f"pins {format_bytes(2 * pinned)} of {format_bytes(mem_mb << 20)} host memory"
+    one, two, four = table.splitlines()[:3]
+    assert (one, two) == (f"   1 x 1 = 1  {refused}", f"   1 x 2 = 2  {refused}")
+    assert four.startswith("   2 x 2 = 4 ")
+    assert four.endswith("%")
 
 
 def test_suggested_layouts_pin_no_more_than_the_profile_requests(

@@ -74,7 +74,9 @@ rule plan:
     message:
         JOB_LINE
     shell:
-        "cellmill plan --options {params.options:q} --manifest {input:q} --out {output:q} {params.machine:q}"
+        # Snakemake sets these to 1, and the speed of CPUs is measured as train will use them
+        "unset OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS;"
+        " cellmill plan --options {params.options:q} --manifest {input:q} --out {output:q} {params.machine:q}"
         " 2>&1 | tee -i {log:q}"
 
 

@@ -7,7 +7,7 @@ from cellmill.errors import ConfigError
 from cellmill.planner.cost import RunCost, estimate_cost, format_hours
 from cellmill.planner.devices import Device
 from cellmill.planner.hardware import find_hardware
-from cellmill.planner.memory import format_bytes, plan_memory
+from cellmill.planner.memory import count_pinned_bytes, fits_host, format_bytes, plan_memory
 from cellmill.planner.work import CorpusSize
 
 ROW = "{:>12}  {:>8}  {:>10}  {:>10}"
@@ -77,4 +77,8 @@ def _plan_on_machine(
     if not memory.fits(hardware):
         usable = format_bytes(hardware.usable_bytes)
         raise ConfigError(f"needs {format_bytes(memory.total)} of {usable} per process")
-    return estimate_cost(options, corpus, hardware, device, memory)
+    cost = estimate_cost(options, corpus, hardware, device, memory)
+    if not fits_host(cost.model, hardware):
+        pinned = format_bytes(count_pinned_bytes(cost.model, hardware))
+        raise ConfigError(f"pins {pinned} of {format_bytes(hardware.host_bytes)} host memory")
+    return cost

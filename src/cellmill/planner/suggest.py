@@ -1,4 +1,4 @@
-"""Layouts that fit a run, ranked by speed, and the table that shows them.
+"""Layouts that fit a run, ranked by speed, or by bytes sent where it is unknown, and their table.
 
 `plan --suggest` tries ddp and the sharding strategies, tp inside a node with sequence parallelism,
 pipelines, and recomputation. The rest of the configuration stays, except for these options:

@@ -48,7 +48,7 @@ class PlannedCorpus(NamedTuple):
 
     @property
     def cut_cells_frac(self) -> float:
-        """Fraction of cells with genes that do not become tokens."""
+        """Fraction of the cells read in an epoch that have genes which do not become tokens."""
         return float((self.detected > self.kept).mean())
 
 
@@ -162,9 +162,13 @@ def _plan_run(corpus: PlannedCorpus, machine: Machine, device_name: str) -> RunP
     if corpus.cut_cells_frac and has_row_per_cell:
         max_genes = int(corpus.detected.max())
         max_tokens = find_max_tokens(options.tokens, max_genes)
+        budget = ""
+        if max_tokens > options.train.token_budget:
+            budget = f" and train.token_budget to {max_tokens} or more"
         warnings.append(
-            f"set tokens.max_tokens to {max_tokens}, so that a cell keeps all its genes, at most {max_genes}: family "
-            f"{options.model.family} is more accurate with all of them, at little more cost (docs/quality.md)"
+            f"set tokens.max_tokens to {max_tokens}{budget}, so that a cell keeps all its genes, at most "
+            f"{max_genes}: family {options.model.family} is more accurate with all of them, at little more cost "
+            "(docs/quality.md)"
         )
     return RunPlan(
         cost,

@@ -23,7 +23,7 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Passes:
-    """Measurements of a forward and a backward pass, in elements.
+    """Measurements of a forward and a backward pass: elements, and FLOPs and bytes of each window.
 
     *Kept* are elements that stay allocated for the backward pass.
     """

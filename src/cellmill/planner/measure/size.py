@@ -139,7 +139,7 @@ class ModelSize:
 
 
 _SIZES: dict[tuple[str, int, bool], ModelSize] = {}
-"""Sizes by model, tensor-parallel ranks and sequence parallelism."""
+"""Sizes by model and fine-tuning method, tensor-parallel ranks and sequence parallelism."""
 
 
 def measure_size(
@@ -271,8 +271,9 @@ def _measure_workspace(model: Model, spec: ModelSpec, multiple: int) -> tuple[fl
     kept_per_token = larger.finish_kept - smaller.finish_kept
     kept_per_token /= larger.tokens - smaller.tokens
     workspace = []
-    for tokens, passes in passes_by_tokens.items():
-        workspace.append((tokens, max(0.0, passes.finish_peak - kept_per_token * passes.tokens)))
+    for passes in passes_by_tokens.values():
+        peak = passes.finish_peak - kept_per_token * passes.tokens
+        workspace.append((passes.tokens, max(0.0, peak)))
     return kept_per_token, tuple(workspace)
 
 
