@@ -128,7 +128,7 @@ class WarningNetwork(MLPClassifier):
         return super().fit(features, labels)
 
 
-def test_a_classifier_of_a_package_is_named_and_its_warnings_kept(
+def test_a_packages_classifier_is_named_and_its_warnings_kept(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with warnings.catch_warnings(record=True) as caught:

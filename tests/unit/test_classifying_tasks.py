@@ -463,7 +463,7 @@ def test_donors_that_leave_nothing_to_fit_are_told(context: Context) -> None:
         assert result.skipped == reason
 
 
-def test_a_larger_test_split_is_no_remedy_if_all_cells_are_scored(context: Context) -> None:
+def test_a_larger_test_split_is_no_remedy_for_all_cells(context: Context) -> None:
     for cells, remedy in (("heldout", "raise shard.test_frac or lower x"), ("all", "lower x")):
         options = context.options.model_copy(update={"cells": cells})
         with pytest.raises(Skipped, match=f"expected two or more; {remedy}$"):

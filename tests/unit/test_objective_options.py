@@ -74,7 +74,7 @@ def test_former_names_in_options_of_a_package_are_refused(
         type("Old", (ObjectiveConfig,), {former: value, "__module__": __name__})
 
 
-def test_former_names_of_options_that_models_have_stored_are_read() -> None:
+def test_former_names_of_options_that_models_stored_are_read() -> None:
     former = {"name": "regression", "target_column": "age", "number_hidden": 8}
     options = ObjectiveConfig.model_validate(former | {"number_dropout": 0.3}).model_dump()
     assert (options["head_hidden"], options["head_dropout"]) == (8, 0.3)
