@@ -186,11 +186,9 @@ def drop_seq(folder: Path) -> None:
     first, _, *rest = (folder / "plain.mtx").read_text().splitlines(keepends=True)
     names = ["\t".join(["%%GENES", *GENES[:8]]), "\t".join(["%%GENES", *GENES[8:]])]
     names.append("\t".join(["%%CELL_BARCODES", *CELLS]))
-    names.append("%% a comment in Latin-1: é")
     text = "".join([first, *(f"{line}\n" for line in names), *rest])
-    content = text.encode("latin-1")
-    (folder / "sparse.mtx").write_bytes(content)
-    (folder / "raw.dge.txt.gz").write_bytes(gzip.compress(content))
+    (folder / "sparse.mtx").write_text(text)
+    (folder / "raw.dge.txt.gz").write_bytes(gzip.compress(text.encode()))
 
 
 LAYOUTS: dict[str, tuple[Callable[[Path], None], str]] = {
@@ -218,6 +216,14 @@ def test_every_layout_of_matrix_market_has_the_true_counts(name: str, tmp_path: 
     write, file = LAYOUTS[name]
     write(tmp_path)
     assert read(tmp_path / file) == TRUTH
+
+
+def test_a_comment_need_not_be_utf_8(tmp_path: Path) -> None:
+    drop_seq(tmp_path)
+    first, *rest = (tmp_path / "sparse.mtx").read_bytes().splitlines(keepends=True)
+    comment = "%% créé\n".encode("latin-1")
+    (tmp_path / "sparse.mtx").write_bytes(b"".join([first, comment, *rest]))
+    assert read(tmp_path / "sparse.mtx") == TRUTH
 
 
 def test_columns_of_text_tables_become_obs(tmp_path: Path) -> None:
