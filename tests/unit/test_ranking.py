@@ -4,6 +4,7 @@ of their difference.
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,14 +23,18 @@ GENES = make_method("all genes", "LR")
 
 
 def result(
-    metric: str, values: list[float], baseline: float = 0.5, cells_se: float = 0.0
+    metric: str,
+    values: list[float],
+    baseline: float = 0.5,
+    cells_se: float = 0.0,
+    n: int | None = None,
 ) -> TaskResult:
     """Result of a task with one row of the model, of these repetitions, and one baseline."""
     rows = [
         Row(method, {metric: Score(float(np.mean(repetitions)), 0.0, repetitions)})
         for method, repetitions in ((OWN, values), (GENES, len(values) * [baseline]))
     ]
-    line = Difference(metric, OWN.name, GENES.name, 0.0, 0.0, 0.0, cells_se)
+    line = Difference(metric, OWN.name, GENES.name, 0.0, 0.0, 0.0, cells_se, n)
     return TaskResult(rows, metric, differences=[line])
 
 
@@ -112,7 +117,34 @@ def test_runs_inside_the_interval_are_tied_in_every_task() -> None:
     ] * 2
     shared = "over the tasks that all have (probe, few shot)"
     assert first_line(runs).startswith(
-        f"first and second are tied for the highest mean on d {shared}; first: probe f 0.810; the best baseline"
+        f"first and second are tied for the highest mean on d {shared}; second: probe f 0.807; the best baseline"
+    )
+
+
+def test_tied_runs_are_described_by_the_highest_mean() -> None:
+    runs = [
+        run("first", probe=result("f", [0.80, 0.80]), few_shot=result("g", [0.70, 0.90])),
+        run("second", probe=result("f", [0.70, 0.98]), few_shot=result("g", [0.81, 0.81])),
+    ]
+    assert first_line(runs).startswith("first and second are tied")
+    assert "; second: probe f 0.840;" in first_line(runs)
+
+
+@pytest.mark.parametrize("changes", [{"cells": "heldout"}, {"n_scored": 80}])
+def test_runs_scored_on_other_cells_are_not_paired(changes: dict[str, Any]) -> None:
+    runs = [
+        run("first", probe=result("f", [0.80, 0.81, 0.80])),
+        run("second", probe=result("f", [0.90, 0.90, 0.91])),
+    ]
+    assert [one.leads_clearly for one in list_standings(runs)] == [False, True]
+    found = runs[0].evaluation
+    assert found is not None
+    other = Evaluation({"d": replace(found.datasets["d"], **changes)})
+    runs[0] = replace(runs[0], evaluation=other)
+    assert not any(one.leads_clearly for one in list_standings(runs))
+    assert first_line(runs).startswith(
+        "second has the highest mean on d over the task that all have (probe), but the runs were not scored on the "
+        "same cells:"
     )
 
 
@@ -178,11 +210,20 @@ def test_the_interval_over_repetitions_is_a_paired_t_interval(shift: float) -> N
     assert (found is not None) == (ttest_rel(a, b).pvalue < 0.05)
 
 
+def leaders(cells_se: float, n: int | None = None) -> list[str]:
+    """The leaders of two runs, the second 0.03 better, with this error over `n` units."""
+    scores = {}
+    for name, values in (("a", [0.80, 0.81, 0.80]), ("b", [0.83, 0.84, 0.83])):
+        scores[name] = score_tasks(make_dataset(probe=result("f", values, 0.5, cells_se, n)))
+    return rank_runs(scores).leaders
+
+
 def test_few_cells_widen_the_interval_between_runs() -> None:
-    values = [[0.80, 0.81, 0.80], [0.83, 0.84, 0.83]]
-    few, many = (
-        [score_tasks({"probe": result("f", of, cells_se=error)}) for of in values]
-        for error in (0.03, 0.003)
-    )
-    assert rank_runs(dict(zip("ab", many))).leaders == ["b"]
-    assert rank_runs(dict(zip("ab", few))).leaders == ["b", "a"]
+    assert leaders(0.003) == ["b"]
+    assert leaders(0.03) == ["b", "a"]
+
+
+def test_few_units_widen_the_interval_between_runs() -> None:
+    # 0.01 times Student's quantile: 1.96 of many units, 2.78 of five, 4.30 of three
+    assert leaders(0.01, None) == leaders(0.01, 1000) == leaders(0.01, 5) == ["b"]
+    assert leaders(0.01, 3) == ["b", "a"]

@@ -31,7 +31,7 @@ CERTAINTIES = {
 
 @dataclass(frozen=True)
 class Lead:
-    """The run that leads on a dataset, in words; the first of several tied runs.
+    """The run that leads on a dataset, in words; of tied runs, the one with the highest mean.
 
     page.html makes one sentence of `names`, `lead_phrase`, a colon and `verdict_phrase`: "A and B
     are tied for the highest mean on D over the task that all have (probe); A: ahead of the best
@@ -58,8 +58,8 @@ def list_leads(standings: Sequence[Standing]) -> list[Lead]:
 
 
 def _make_lead(tied: Sequence[Standing]) -> Lead:
-    """The lead of the first of `tied`, the leaders of a dataset."""
-    standing = tied[0]
+    """The lead of the run with the highest mean among `tied`, the leaders of a dataset."""
+    standing = next(entry for entry in tied if entry.run.name == entry.ranking.leaders[0])
     return Lead(
         standing=standing,
         names=" and ".join(entry.run.name for entry in tied),
@@ -83,7 +83,9 @@ def _describe_lead(standing: Standing, is_tied: bool) -> str:
         return f"are tied for the highest mean on {standing.dataset} {shared}; {standing.run.name}"
     if standing.leads_clearly:
         return f"is best on {standing.dataset} {shared}"
-    if not standing.ranking.is_clear:
+    if not standing.has_equal_cells:
+        caveat = "but the runs were not scored on the same cells"
+    elif not standing.ranking.is_clear:
         caveat = "not shown to be beyond chance"
     elif None in standing.steps:
         caveat = "but not all numbers of training steps are known"

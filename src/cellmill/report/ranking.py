@@ -5,7 +5,8 @@ A difference between two runs in a task is notable if its 95 % interval excludes
 least TOLERANCE. Without an interval, TOLERANCE alone decides. A run that differs notably from the
 leader in no task is tied with it, and counts as a leader too.
 
-The interval covers repetitions, whose folds and draws are the same in all runs, and cells. No file
+The interval covers repetitions and cells. Folds and draws are assumed to be the same in runs that
+were scored on as many cells by the same `evaluate.cells`; other runs have no interval. No file
 compares two runs cell by cell. Their difference is therefore assumed to vary over cells as much as
 the difference of either run from its best baseline. The interval does not cover training seeds; a
 sweep over `train.seed` shows how much these matter.
@@ -17,10 +18,10 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import NamedTuple
 
-from cellmill.runs.results import TOLERANCE, TaskResult
+from cellmill.runs.results import TOLERANCE, DatasetResult, Difference, TaskResult
 
 CONFIDENCE = 0.95  # level of the intervals
-CELLS_DEGREES_OF_FREEDOM = 1e6  # of the variance over cells; practically infinite
+MANY_UNITS = 1_000_001  # assumed where a file does not count the units; practically infinite
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,10 @@ class TaskScore:
 
     value: float
     repetitions: Sequence[float | None]  # empty if the file has none; None tested no unit
-    # standard error over cells of its difference from the best baseline; 0 if unknown
+    # standard error over units (mostly cells) of its difference from the best baseline; 0 if unknown
     cells_se: float
+    n_units: int = MANY_UNITS  # of `cells_se`
+    scored: tuple[str, int] | None = None  # `evaluate.cells`, and the number of scored cells
 
 
 TaskAndMetric = tuple[str, str]
@@ -66,32 +69,38 @@ class Ranking:
     is_clear: bool = False
 
 
-def score_tasks(results: Mapping[str, TaskResult]) -> Scores:
-    """Scores of one run on one dataset, from its results by task."""
+def score_tasks(dataset: DatasetResult) -> Scores:
+    """Scores of one run on one dataset."""
     scores: Scores = {}
-    for task, result in results.items():
+    for task, result in dataset.tasks.items():
         row = result.best_row("model")
         if row is None or result.metric is None:
             continue
         score = row.scores.get(result.metric)
         repetitions = [] if score is None else score.repetitions
-        cells_se = _find_cells_se(result, row.method.name)
-        scores[task, result.metric] = TaskScore(result.rank_value(row), repetitions, cells_se)
+        difference = _find_difference(result, row.method.name)
+        scores[task, result.metric] = TaskScore(
+            result.rank_value(row),
+            repetitions,
+            cells_se=0.0 if difference is None else difference.cells_se,
+            n_units=(difference and difference.n) or MANY_UNITS,
+            scored=dataset.scored,
+        )
     return scores
 
 
-def _find_cells_se(result: TaskResult, method: str) -> float:
-    """Standard error over cells of a method's difference from the best baseline.
+def _find_difference(result: TaskResult, method: str) -> Difference | None:
+    """A method's difference from the best baseline; None if there is none.
 
-    Without a baseline, the largest standard error of its differences; 0 if unknown.
+    Without a baseline, its difference with the largest standard error over units.
     """
     baseline = result.best_row("baseline")
-    errors = [0.0]
+    differences = []
     for difference in result.differences:
         is_of_method = difference.column == result.metric and difference.compared == method
         if is_of_method and (baseline is None or difference.against == baseline.method.name):
-            errors.append(difference.cells_se)
-    return max(errors)
+            differences.append(difference)
+    return max(differences, key=lambda difference: difference.cells_se, default=None)
 
 
 def rank_runs(scores_by_run: Mapping[str, Scores]) -> Ranking:
@@ -158,8 +167,11 @@ def find_notable_difference(score: TaskScore, other: TaskScore) -> NotableDiffer
 
 
 def _list_paired_differences(score: TaskScore, other: TaskScore) -> list[float]:
-    """Differences of two runs in the repetitions that both tested; empty if they do not match."""
-    if len(score.repetitions) != len(other.repetitions):
+    """Differences of two runs in the repetitions that both tested.
+
+    Empty if their repetitions do not match, or if they were not scored on the same cells.
+    """
+    if score.scored != other.scored or len(score.repetitions) != len(other.repetitions):
         return []
     pairs = zip(score.repetitions, other.repetitions)
     return [a - b for a, b in pairs if a is not None and b is not None]
@@ -176,13 +188,14 @@ def _compute_half_width(score: TaskScore, other: TaskScore) -> float | None:
     if n < 2:
         return None
     repetitions_variance = statistics.variance(differences) / n
-    cells_variance = max(score.cells_se, other.cells_se) ** 2
+    less_certain = max(score, other, key=lambda task_score: task_score.cells_se)
+    cells_variance = less_certain.cells_se**2
     variance = repetitions_variance + cells_variance
     if variance == 0:
         return None
     # Satterthwaite's degrees of freedom
     degrees_of_freedom = variance**2 / (
-        repetitions_variance**2 / (n - 1) + cells_variance**2 / CELLS_DEGREES_OF_FREEDOM
+        repetitions_variance**2 / (n - 1) + cells_variance**2 / max(less_certain.n_units - 1, 1)
     )
     # quantile function of Student's t
     stdtrit = import_module("scipy.special").stdtrit

@@ -28,6 +28,7 @@ class Standing:
     ranking: Ranking  # of all runs of the dataset
     n_runs: int  # runs in `ranking`
     steps: frozenset[int | None]  # distinct numbers of steps of these runs; None if unknown
+    has_equal_cells: bool  # True if these runs were scored on the same cells
 
     @property
     def is_leader(self) -> bool:
@@ -38,8 +39,8 @@ class Standing:
     def leads_clearly(self) -> bool:
         """True if the run is called best.
 
-        Every other run is worse in some task beyond an interval, and all runs are known to have
-        been trained for equally many steps.
+        Every other run is worse in some task beyond an interval, which runs that were scored on
+        other cells do not have, and all runs are known to have been trained for equally many steps.
         """
         has_equal_steps = len(self.steps) == 1 and None not in self.steps
         return self.ranking.is_clear and self.n_runs > 1 and has_equal_steps and self.is_leader
@@ -52,24 +53,38 @@ class Standing:
 def list_standings(runs: Sequence[ReportedRun]) -> list[Standing]:
     """Standing of each run on each dataset on which one of its tasks ranks methods by a metric."""
     scores_by_dataset: dict[str, dict[str, Scores]] = {}  # by dataset, then by run
-    for run, dataset, results_by_task in list_results(runs):
-        scores = score_tasks(results_by_task)
+    scored_by_dataset: dict[str, set[tuple[str, int]]] = {}
+    for run, dataset, _ in list_results(runs):
+        assert run.evaluation is not None
+        result = run.evaluation.datasets[dataset]
+        scores = score_tasks(result)
         if scores:
+            scored_by_dataset.setdefault(dataset, set()).add(result.scored)
             scores_by_dataset.setdefault(dataset, {})[run.name] = scores
     rankings = {dataset: rank_runs(by_run) for dataset, by_run in scores_by_dataset.items()}
     steps = {run.name: run.status.step if run.status else None for run in runs}
     standings = []
     for run_results in list_results(runs):
-        by_run = scores_by_dataset.get(run_results.dataset, {})
+        dataset = run_results.dataset
+        by_run = scores_by_dataset.get(dataset, {})
         if run_results.run.name in by_run:
-            ranking = rankings[run_results.dataset]
-            distinct_steps = frozenset(steps[name] for name in by_run)
-            standings.append(_make_standing(run_results, ranking, len(by_run), distinct_steps))
+            standing = _make_standing(
+                run_results,
+                rankings[dataset],
+                n_runs=len(by_run),
+                steps=frozenset(steps[name] for name in by_run),
+                has_equal_cells=len(scored_by_dataset[dataset]) == 1,
+            )
+            standings.append(standing)
     return standings
 
 
 def _make_standing(
-    run_results: RunResults, ranking: Ranking, n_runs: int, steps: frozenset[int | None]
+    run_results: RunResults,
+    ranking: Ranking,
+    n_runs: int,
+    steps: frozenset[int | None],
+    has_equal_cells: bool,
 ) -> Standing:
     """Standing of a run that `ranking` compares with the other runs of its dataset."""
     task = _choose_task(run_results.by_task, ranking)
@@ -90,6 +105,7 @@ def _make_standing(
         ranking=ranking,
         n_runs=n_runs,
         steps=steps,
+        has_equal_cells=has_equal_cells,
     )
 
 

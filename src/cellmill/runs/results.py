@@ -397,6 +397,11 @@ class DatasetResult:
         """Cells that are not scored because the model was trained or validated on them."""
         return self.n_cells - self.n_scored - self.n_without_genes
 
+    @property
+    def scored(self) -> tuple[str, int]:
+        """Which cells are scored, and how many. Runs that differ in it cannot be paired."""
+        return self.cells, self.n_scored
+
 
 @dataclass(frozen=True)
 class Evaluation:
