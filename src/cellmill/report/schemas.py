@@ -112,6 +112,7 @@ class TrainOptionsSchema(Schema):
     """Section `train` of resolved options."""
 
     lr: float | None = None
+    epochs: float | None = None  # set if the length is given in epochs
 
 
 class OptionsSchema(Schema):
