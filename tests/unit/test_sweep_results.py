@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,10 @@ import pytest
 from reported import make_dataset, make_method, write
 
 from cellmill.cli import main
+from cellmill.report.drawing.page_charts import PageCharts
+from cellmill.report.page import render
 from cellmill.report.sweeps.scaling_law import Law, NoLaw, fit_law
+from cellmill.report.sweeps.scalings import read_sweep
 from cellmill.runs import results
 from cellmill.runs.results import Evaluation, Row, Score, TaskResult
 
@@ -72,6 +76,18 @@ def test_runs_of_a_sweep_share_one_table(tmp_path: Path) -> None:
     law = loss["curves"][0]["law"]
     assert law["exponent_low"] < 0.5 < law["exponent_high"]
     assert law["floor"] == pytest.approx(1.5, abs=0.05)
+    charts = PageCharts(1)
+    page = render("r", [], [], [read_sweep(out.parent / "curves.json")], charts)
+    headings = re.findall(r"<h4>(.*?)(?: <|</h4>)", page, re.DOTALL)
+    assert [heading for heading in headings if "loss" in heading or "f1" in heading] == [
+        "validation: val loss",
+        "probe, pbmc: macro f1",
+    ]
+    titles = [chart.title for chart, _ in charts.charts]
+    assert titles[:2] == [
+        "s, validation: val loss over cells",
+        "s, probe pbmc: macro f1 over cells",
+    ]
 
 
 @pytest.mark.full
