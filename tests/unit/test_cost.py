@@ -281,7 +281,7 @@ def test_the_report_has_a_table_of_what_was_written(tmp_path: Path, no_slurm: Pa
     text = " ".join(
         re.sub(r"<[^>]*>", " ", out.read_text().partition('<section id="cost">')[2]).split()
     )
-    head = "Cost run starts GPU-hours core-hours GPU energy, kWh node time queue wait training CPU use peak memory"
+    head = "Cost run starts GPU-hours core-hours GPU energy, kWh wall time queue wait training CPU use peak memory"
     assert text.startswith(head)
     assert "&lt;b&gt;one 1 0.04 0.08 – 36 s 10 s – – – own files" in text
     no_sacct = "unknown for 1: sacct is not on PATH"
