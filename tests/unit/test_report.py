@@ -46,6 +46,7 @@ from cellmill.report.page import load_scripts, render
 from cellmill.report.schemas import CostSchema, LoggedLineSchema, PlanSchema, RunRecordSchema
 from cellmill.report.side_by_side import compare_runs
 from cellmill.report.standings import Standing, list_standings
+from cellmill.report.text import to_text
 from cellmill.report.training import compare_with_plan, draw_training, list_step_values
 from cellmill.runs import results
 from cellmill.runs.results import (
@@ -212,6 +213,14 @@ def test_each_comparison_is_a_bar_on_the_scale_of_its_task(
 def test_the_same_folders_give_the_same_bytes(tmp_path: Path, page: str) -> None:
     runs = [read_run(tmp_path / "runs" / "first"), read_run(tmp_path / "runs" / EVIL)]
     assert render(f"Cells {EVIL}", runs, [read_corpus(tmp_path / "corpora" / "pbmc")]) == page
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(9999.4, "9999"), (9999.5, "10,000"), (-9999.7, "-10,000"), (12345.6, "12,346")],
+)
+def test_rounding_to_five_digits_gives_no_exponent(value: float, text: str) -> None:
+    assert to_text(value) == text
 
 
 def test_nouns_agree_with_their_numbers(page: str) -> None:

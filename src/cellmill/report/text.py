@@ -27,7 +27,7 @@ def to_text(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+        return f"{value:,.0f}" if abs(value) >= 9999.5 else f"{value:.4g}"
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {to_text(item)}" for key, item in value.items()) or UNKNOWN
     return str(value)
