@@ -938,7 +938,9 @@ def test_each_file_has_the_command_that_makes_it_again(page: str) -> None:
     for file in ("plan.json", "evaluate/metrics.json"):
         assert f"{file} snakemake --profile PROFILE --force results/runs/first/{file}" in text
     trained = "results/runs/first/train"
-    moved = f"mv {trained} {trained}.old && snakemake --profile PROFILE {trained}/status.json"
+    moved = (
+        f"mv {trained} {trained}.$(date +%s) && snakemake --profile PROFILE {trained}/status.json"
+    )
     assert f"train/status.json {moved}" in text
     assert (
         "shards/manifest.json snakemake --profile PROFILE --force results/corpora/pbmc/shards/manifest.json"

@@ -25,7 +25,7 @@ def list_remake_commands(kind: str, folder: Path) -> dict[str, str]:
     """Command by file of `folder`, which is in results/<kind>.
 
     With `--force` a stage runs again although its file exists. A finished training runs again only
-    if its folder is gone, so the command moves the folder: no command loses trained weights.
+    if its folder is gone, so the command moves the folder to a name with the time: no command loses trained weights.
     """
     results_folder = Path("results", kind, folder.resolve().name)
     train = shlex.quote(f"{results_folder}/train")
@@ -35,7 +35,7 @@ def list_remake_commands(kind: str, folder: Path) -> dict[str, str]:
             file = path.relative_to(folder).as_posix()
             target = shlex.quote(f"{results_folder}/{file}")
             if file == STATUS_FILE:
-                move = f"mv {train} {train}.old"
+                move = f"mv {train} {train}.$(date +%s)"
                 commands[file] = f"{move} && snakemake --profile PROFILE {target}"
             else:
                 commands[file] = f"snakemake --profile PROFILE --force {target}"
