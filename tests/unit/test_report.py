@@ -655,6 +655,15 @@ def test_a_classifier_that_features_lack_is_a_dash() -> None:
     assert sorted(cells) == ["0.700", "0.800", "0.900", "–", "–", "–"]
 
 
+def test_features_without_a_classifier_are_named_below() -> None:
+    bare = make_method("majority")
+    said = "Without a classifier, so in the first column: majority."
+    result = of_task("f", {OWN: 0.9, GENES: 0.7, UNSCALED: 0.8, bare: 0.4}, [])
+    assert said in text_of(render("r", [of_tasks("a", probe=result)], []))
+    result = of_task("f", {OWN: 0.9, GENES: 0.7, UNSCALED: 0.8}, [])
+    assert "Without a classifier" not in render("r", [of_tasks("a", probe=result)], [])
+
+
 def test_the_first_sentences_name_tasks_ahead_or_behind() -> None:
     hidden = [
         verdict_on(OWN, GENES, f"{one} by gene", size, (0.01, 0.2))

@@ -52,6 +52,7 @@ class Grid(NamedTuple):
 
     classifiers: list[str]  # columns
     rows: dict[str, dict[str, Row]]  # by features, then by classifier
+    unfitted: list[str]  # features in the first column that have no classifier
 
 
 def make_grid(result: TaskResult) -> Grid | None:
@@ -63,11 +64,13 @@ def make_grid(result: TaskResult) -> Grid | None:
         return None
     names = dict.fromkeys(chain.from_iterable(rows.values()))
     classifiers = [name for name in names if name]
-    for by_classifier in rows.values():
+    unfitted = []
+    for features, by_classifier in rows.items():
         if "" in by_classifier:
             row = by_classifier.pop("")
-            by_classifier.setdefault(classifiers[0], row)
-    return Grid(classifiers, rows)
+            if by_classifier.setdefault(classifiers[0], row) is row:
+                unfitted.append(features)
+    return Grid(classifiers, rows, unfitted)
 
 
 def find_highest(rows: Iterable[Row], result: TaskResult) -> Row:
