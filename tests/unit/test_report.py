@@ -449,6 +449,34 @@ def test_a_model_of_unknown_training_cells_is_tagged(tmp_path: Path) -> None:
     assert tag in render("r", [replace(run, evaluation=evaluation)], [])
 
 
+@pytest.mark.parametrize(
+    ("changes", "seen", "scored"),
+    [
+        (
+            {"cells": "heldout", "n_cells": 300},
+            "210",
+            "90 of 300 cells, held out from training and validation.",
+        ),
+        ({"cells": "all"}, "scored too", "90 of 90 cells, training cells included."),
+        (
+            {"cells": "all", "in_corpus": False},
+            "0",
+            "90 of 90 cells, of a dataset in no training or validation split.",
+        ),
+    ],
+)
+def test_scored_training_cells_are_said_to_be_scored(
+    changes: dict[str, Any], seen: str, scored: str
+) -> None:
+    result = of_task("f", {OWN: 0.9, GENES: 0.7}, [])
+    dataset = replace(make_dataset(probe=result), **changes)
+    run = ReportedRun("a", None, None, None, None, Evaluation({"d": dataset}))
+    page = render("r", [run], [])
+    [found] = re.findall(r'data-label="seen in training" data-value="(.*?)">(.*?)</td>', page)
+    assert found == (seen, seen)
+    assert f"Scored: {scored}" in text_of(page)
+
+
 def test_one_evaluated_step_with_a_baseline_has_no_chart() -> None:
     rows = [make_row("embedding", "kNN", f=0.5), make_row("PCA", "kNN", f=0.4)]
     scored = Evaluation({"d": make_dataset(probe=TaskResult(rows, "f"))}, {"step": 20})
