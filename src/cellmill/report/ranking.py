@@ -32,7 +32,9 @@ class TaskScore:
     repetitions: Sequence[float | None]  # empty if the file has none; None tested no unit
     # standard error over units (mostly cells) of its difference from the best baseline; 0 if unknown
     cells_se: float
-    n_units: int = MANY_UNITS  # of `cells_se`
+    # independent units; in leave_out the batches or donors, fewer than the cells of `cells_se`, so
+    # that the interval is rather too wide
+    n_units: int = MANY_UNITS
     scored: tuple[str, int] | None = None  # `evaluate.cells`, and the number of scored cells
 
 
