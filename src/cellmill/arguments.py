@@ -246,7 +246,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         option("--out", "plan.json to write (default: none)", type=Path),
         value("--device", "cpu", "device of each process, such as h100"),
         option("--suggest", "print the best layouts instead of the plan", **YES),
-        option("--cells", "number of cells assumed without a manifest (default: 1000000)", type=count),
+        option("--cells", "number of training cells assumed without a manifest (default: 1000000)", type=count),
         option("--genes", "number of genes assumed without a manifest (default: 20000)", type=count)),
     "train": ("train a run, or resume it",
         *stage("run"),

@@ -171,9 +171,11 @@ def _options(stage: str, arguments: dict[str, Any]) -> Any:
                 f"run {name!r} has {key}: {parent}; pass {flag} FOLDER too, as the workflow does"
             )
     if stage == "plan" and name in workflow.runs:
+        corpus = workflow.runs[name].corpus
         arguments["train"] = Path("results/runs", name, "train")
+        arguments["shard"] = workflow.corpora[corpus].shard
         if not any(arguments.get(key) for key in ("manifest", "cells", "genes")):
-            arguments["manifest"] = _find_shards(workflow.runs[name].corpus, config)
+            arguments["manifest"] = _find_shards(corpus, config)
     return check_options(OPTIONS[stage], workflow.section(stage, name), str(config))
 
 

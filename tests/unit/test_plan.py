@@ -665,7 +665,8 @@ def test_runs_are_planned_without_a_corpus(
 ) -> None:
     out, _ = printed("--suggest --nodes 128 --nproc-per-node 8 --device a100 --cells 5000")
     assert out.startswith(
-        "no --manifest given; assuming 5,000 cells of 2,048 tokens each, 20,000 genes, and 625 validation cells\n\n"
+        "no --manifest given; assuming 5,000 training cells (--cells) of 2,048 tokens each, 20,000 genes (--genes), "
+        "and 625 validation cells\n\n"
     )
     assert "# the best layout, for config.yaml\nparallel:\n  strategy: " in out
     # a range of nodes, as in an elastic profile, is planned for the fewest
@@ -684,7 +685,7 @@ def test_a_plan_reads_the_shards_of_the_corpus_if_they_exist(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("datasets.tsv").write_text("dataset\tpath\nsim\traw.h5ad\n")
-    workflow = {"corpora": {"a": {"table": "datasets.tsv"}}, "runs": {"one": {"corpus": "a"}}}
+    workflow: Any = {"corpora": {"a": {"table": "datasets.tsv"}}, "runs": {"one": {"corpus": "a"}}}
     Path("c.yaml").write_text(yaml.safe_dump(SECTIONS | workflow))
     command = ["plan", "--config", "c.yaml"]
     manifest = "results/corpora/a/shards/manifest.json"
@@ -692,15 +693,20 @@ def test_a_plan_reads_the_shards_of_the_corpus_if_they_exist(
     assert capsys.readouterr().out.startswith(
         "corpus a has no shards yet, so the numbers below are of assumed cells; "
         f"`cellmill run -- {manifest} --configfile c.yaml` makes them\n"
-        "no --manifest given; assuming 1,000,000 cells of 16 tokens each, 20,000 genes, "
+        "no --manifest given; assuming 1,000,000 training cells (--cells) of 16 tokens each, 20,000 genes (--genes), "
+        "and 125,000 validation cells\n"
     )
+    workflow["shard"] = {"val_frac": 0.02, "test_frac": 0.3}
+    Path("c.yaml").write_text(yaml.safe_dump(SECTIONS | workflow))
+    assert main(command) == 0
+    assert " (--genes), and 29,412 validation cells\n" in capsys.readouterr().out  # 0.02 / 0.68
     shutil.copytree(corpus.path.parent, Path(manifest).parent)
     assert main(command) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"shards of {manifest}\n\n")
     assert f"\ncells       {N_CELLS} for training, " in out
     assert main([*command, "--cells", "5000"]) == 0
-    assert capsys.readouterr().out.startswith("no --manifest given; assuming 5,000 cells ")
+    assert capsys.readouterr().out.startswith("no --manifest given; assuming 5,000 training cells ")
 
 
 def test_pinned_host_memory_must_fit_into_the_job(

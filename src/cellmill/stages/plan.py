@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cellmill.config.checks import check_nodes
+from cellmill.config.corpus import Shard
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
 from cellmill.data.stream.batch_tokenizer import count_kept_and_zeros, find_max_tokens
@@ -63,18 +64,20 @@ def plan(
     cells: int | None = None,
     genes: int | None = None,
     train: Path | None = None,
+    shard: Shard | None = None,
 ) -> None:
     """Print the plan of a run and write it to `out`; with `suggest`, only print the best layouts.
 
-    Without `manifest` the corpus is assumed, with `cells` cells and `genes` genes. `train` is the folder
-    of the run's training, by default next to `out`; the plan warns if that training cannot continue
-    with these options.
+    Without `manifest` the corpus is assumed, with `cells` training cells, `genes` genes, and the
+    validation cells that `shard` splits off. `train` is the folder of the run's training, by default
+    next to `out`; the plan warns if that training cannot continue with these options.
 
     Raise ConfigError if the run cannot work, or if no layout fits.
     """
     device_name = device.lower()
     if manifest is None:
-        corpus = _assume_corpus(options, cells or ASSUMED_CELLS, genes or ASSUMED_GENES)
+        shard = shard or Shard.model_validate({})
+        corpus = _assume_corpus(options, shard, cells or ASSUMED_CELLS, genes or ASSUMED_GENES)
     else:
         corpus = _read_corpus(options, manifest)
     options = corpus.options
@@ -103,13 +106,18 @@ def plan(
     print("\n".join(lines), flush=True)
 
 
-def _assume_corpus(options: PlanOptions, n_cells: int, n_genes: int) -> PlannedCorpus:
+def _assume_corpus(
+    options: PlanOptions, shard: Shard, n_cells: int, n_genes: int
+) -> PlannedCorpus:
     """Assume a corpus whose cells all have as many tokens as the run allows, and print its sizes."""
     n_tokens = min(options.tokens.max_tokens, n_genes)
-    n_validation = n_cells // 8  # 0.1 / 0.8, by the defaults of val_frac and test_frac
+    train_frac = 1 - shard.val_frac - shard.test_frac
+    if shard.train_values:  # the other values may all be held out
+        train_frac = 1
+    n_validation = round(n_cells * shard.val_frac / train_frac)
     print(
-        f"no --manifest given; assuming {n_cells:,} cells of {n_tokens:,} tokens each, {n_genes:,} genes, and "
-        f"{n_validation:,} validation cells\n"
+        f"no --manifest given; assuming {n_cells:,} training cells (--cells) of {n_tokens:,} tokens each, "
+        f"{n_genes:,} genes (--genes), and {n_validation:,} validation cells\n"
     )
     levels = dict.fromkeys(options.obs_columns(), tuple(map(str, range(ASSUMED_LEVELS))))
     tokens = np.full(min(n_cells, MAX_ASSUMED_CELLS), n_tokens)
