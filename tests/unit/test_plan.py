@@ -775,6 +775,8 @@ def test_a_large_share_of_validation_time_gets_a_hint(
     words = "--device h100 --cells 50000000"
     line = f"validation  489 times 6,250,000 cells, {share:.0%} of the time; train.val_cells: 34000 takes 10%\n"
     assert line in printed(words)[0]
+    on_cpu = printed("--cells 50000000")[0]
+    assert re.search(rf"\nvalidation  .* cells, {share:.0%} of the time; train.val_cells: 34000 takes 10%\n", on_cpu)
     capped = printed(words, train={"val_cells": 34_000})[0]
     assert "validation  489 times 34,000 cells, 10% of the time\n" in capped
 
@@ -837,8 +839,8 @@ def test_hours_on_cpu_cores_come_from_a_measured_rate(
     lines = capsys.readouterr().out.splitlines()
     [line] = [line for line in lines if line.startswith(("time ", "step time"))]
     match = re.fullmatch(
-        r"time        about (\d+) s of training, without start-up, on CPU cores like these, measured now at ([\d,]+) "
-        "GFLOP/s per process; steps of a few ms take longer",
+        r"time        about (\d+) s of training, without start-up, at 35% \(plan.mfu_frac\) of ([\d,]+) GFLOP/s per "
+        "process, measured now on CPU cores like these; steps of a few ms take longer",
         line,
     )
     assert match is not None, line

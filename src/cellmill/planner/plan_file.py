@@ -7,7 +7,7 @@ from typing import Any
 
 from cellmill.config.parallel import Layout, Parallel
 from cellmill.config.run import AUTO_EPOCHS, Train
-from cellmill.planner.cost import RunCost, format_hours
+from cellmill.planner.cost import RunCost, RunTime, format_hours
 from cellmill.planner.devices import GB, describe_assumption, find_device
 from cellmill.planner.hardware import Hardware
 from cellmill.planner.memory import HostBytes, estimate_host_bytes, format_bytes
@@ -151,13 +151,13 @@ def describe_layout(parallel: Parallel, layout: Layout) -> str:
     return f"{kind} ({layout.text}{schedule})"
 
 
-def format_plan(plan: RunPlan) -> str:
-    """Format a plan as lines of text."""
+def format_plan(plan: RunPlan, cpu_time: RunTime | None = None) -> str:
+    """Format a plan as lines of text. `cpu_time` is the time on CPUs, by their measured speed."""
     lines = [
         *_format_work(plan),
         *_format_memory(plan),
         *_format_time(plan.cost),
-        *_format_hints(plan),
+        *_format_hints(plan, cpu_time or plan.cost.time),
     ]
     return "\n".join(format_line(*line) for line in lines)
 
@@ -242,11 +242,10 @@ def _format_time(cost: RunCost) -> Iterator[Line]:
         yield "not counted", text
 
 
-def _format_hints(plan: RunPlan) -> Iterator[Line]:
+def _format_hints(plan: RunPlan, time: RunTime | None) -> Iterator[Line]:
     options = plan.cost.options
     train = options.train
     work = plan.cost.work
-    time = plan.cost.time
     if work.validations:
         text = f"{work.validations:,} times {work.val_cells:,} cells"
         if time is not None:

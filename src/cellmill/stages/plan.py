@@ -92,9 +92,10 @@ def plan(
         raise _explain_host_memory(run_plan, machine)
     if out is not None:
         write_json(out, run_plan.record())
-    lines = [format_plan(run_plan)]
     if device_name == "cpu":
-        lines.append(_format_cpu_time(run_plan))
+        lines = _format_cpu_plan(run_plan)
+    else:
+        lines = [format_plan(run_plan)]
     if train is None and out is not None:
         train = out.parent / "train"
     if train is not None:
@@ -203,8 +204,8 @@ def _explain_host_memory(run_plan: RunPlan, machine: Machine) -> ConfigError:
     )
 
 
-def _format_cpu_time(run_plan: RunPlan) -> str:
-    """Format the time of the run on CPU cores like these, whose speed is measured now."""
+def _format_cpu_plan(run_plan: RunPlan) -> list[str]:
+    """Format a plan for CPU cores like these, whose speed is measured now, and its time."""
     cost = run_plan.cost
     hardware = run_plan.hardware
     cpu = measure_cpu(find_device("cpu"), hardware.nproc_per_node)
@@ -212,8 +213,9 @@ def _format_cpu_time(run_plan: RunPlan) -> str:
     assert time is not None, "the rate was measured"
     duration = span(max(1.0, 3600 * time.hours))
     speed = f"{(cpu.fp32_flops_per_s or 0) / 1e9:,.0f} GFLOP/s per process"
-    return format_line(
+    line = format_line(
         "time",
-        f"about {duration} of training, without start-up, on CPU cores like these, measured now at {speed}; "
-        "steps of a few ms take longer",
+        f"about {duration} of training, without start-up, at {cost.options.plan.mfu_frac:.0%} (plan.mfu_frac) of "
+        f"{speed}, measured now on CPU cores like these; steps of a few ms take longer",
     )
+    return [format_plan(run_plan, time), line]
