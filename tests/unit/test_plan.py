@@ -870,6 +870,15 @@ def test_the_search_keeps_compile_and_offload() -> None:
     assert {each.activation_checkpointing for each in plain} == {None, "selective", "full"}
 
 
+def test_layouts_on_cpus_are_ranked_by_measured_speed(
+    printed: Callable[..., tuple[str, str]],
+) -> None:
+    out, _ = printed("--suggest --cells 5000 --mem-mb 400000")
+    layouts = out.partition("inter-node  layout\n")[2].partition("\n\n")[0].splitlines()
+    assert [("recompute" in layout) for layout in layouts] == [False, True, True]
+    assert all(re.search(r" (min|h) +\d+% ", layout) for layout in layouts)
+
+
 def test_the_search_plans_the_speed_of_tf32() -> None:
     exact, _ = _suggest(parallel={"precision": "32-true"})
     fast, options = _suggest(parallel={"precision": "32-true", "tf32": True})

@@ -1,4 +1,4 @@
-"""Layouts that fit a run, ranked by speed, or by bytes sent where it is unknown, and their table.
+"""Layouts that fit a run, ranked by speed, and their table.
 
 `plan --suggest` tries ddp and the sharding strategies, tp inside a node with sequence parallelism,
 pipelines, and recomputation. The rest of the configuration stays, except for these options:
@@ -27,6 +27,7 @@ from cellmill.errors import ConfigError
 from cellmill.planner.cost import RunCost, estimate_cost, format_hours
 from cellmill.planner.devices import check_precision, find_device
 from cellmill.planner.hardware import Hardware, find_hardware
+from cellmill.planner.measure.cpu_speed import measure_cpu
 from cellmill.planner.memory import fits_host, format_bytes, plan_memory
 from cellmill.planner.plan_file import describe_layout
 from cellmill.planner.traffic import sum_link_bytes
@@ -54,9 +55,14 @@ class Suggestions:
 def suggest_layouts(
     options: PlanOptions, corpus: CorpusSize, machine: Machine, device_name: str
 ) -> Suggestions:
-    """Rank the layouts for all processes of `machine`, with the fewest of a range of nodes."""
+    """Rank the layouts for all processes of `machine`, with the fewest of a range of nodes.
+
+    The speed of CPU cores is measured on this machine.
+    """
     hardware = find_hardware(options, machine, device_name)
     device = find_device(device_name)
+    if device_name == "cpu":
+        device = measure_cpu(device, hardware.nproc_per_node)
     fitting = []
     bytes_of_too_large = []
     refused: Counter[str] = Counter()
@@ -91,12 +97,10 @@ def _make_sort_key(suggestion: RunCost) -> tuple[float, ...]:
     """
     parallel = suggestion.options.parallel
     sent = sum_link_bytes(suggestion.traffic)
-    rounded_log_hours = 0.0
-    if suggestion.time is not None:
-        rounded_log_hours = round(math.log(suggestion.time.hours) / HOURS_BIN_FRAC)
+    assert suggestion.time is not None, "the speed of every device is known or measured"
     peers = parallel.tp * parallel.pp
     return (
-        rounded_log_hours,
+        round(math.log(suggestion.time.hours) / HOURS_BIN_FRAC),
         sent["inter_node"],
         sent["intra_node"],
         peers,
@@ -187,10 +191,11 @@ def _format_row(suggestion: RunCost) -> str:
         words += f", recompute {parallel.activation_checkpointing}"
     sent = sum_link_bytes(suggestion.traffic)
     time = suggestion.time
+    assert time is not None, "the speed of every device is known or measured"
     return ROW.format(
         format_bytes(suggestion.memory.total),
-        "unknown" if time is None else format_hours(time.hours),
-        "?" if time is None else f"{time.mfu:.0%}",
+        format_hours(time.hours),
+        f"{time.mfu:.0%}",
         format_bytes(sent["intra_node"]),
         format_bytes(sent["inter_node"]),
         words,
