@@ -776,7 +776,10 @@ def test_a_large_share_of_validation_time_gets_a_hint(
     line = f"validation  489 times 6,250,000 cells, {share:.0%} of the time; train.val_cells: 34000 takes 10%\n"
     assert line in printed(words)[0]
     on_cpu = printed("--cells 50000000")[0]
-    assert re.search(rf"\nvalidation  .* cells, {share:.0%} of the time; train.val_cells: 34000 takes 10%\n", on_cpu)
+    assert re.search(
+        rf"\nvalidation  .* cells, {share:.0%} of the time; train.val_cells: 34000 takes 10%\n",
+        on_cpu,
+    )
     capped = printed(words, train={"val_cells": 34_000})[0]
     assert "validation  489 times 34,000 cells, 10% of the time\n" in capped
 

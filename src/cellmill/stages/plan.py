@@ -107,9 +107,7 @@ def plan(
     print("\n".join(lines), flush=True)
 
 
-def _assume_corpus(
-    options: PlanOptions, shard: Shard, n_cells: int, n_genes: int
-) -> PlannedCorpus:
+def _assume_corpus(options: PlanOptions, shard: Shard, n_cells: int, n_genes: int) -> PlannedCorpus:
     """Assume a corpus whose cells all have as many tokens as the run allows, and print its sizes."""
     n_tokens = min(options.tokens.max_tokens, n_genes)
     train_frac = 1 - shard.val_frac - shard.test_frac
