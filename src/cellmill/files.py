@@ -300,8 +300,8 @@ def progress(
     """Yield `items`, and show on `out` (stderr) how much of `total` is done, after the first 5 s.
 
     On a terminal it is a bar, elsewhere one line every 30 s. An item counts `size` units (the rows
-    of a block, else 1) when the next one is wanted. `now` names what is at work, and is shown while
-    one takes long, too. Of a training's processes only rank 0 shows anything.
+    of a block, else 1) when the next one is wanted. `now` names what is at work ("" for nothing), and is
+    shown while one takes long, too. Of a training's processes only rank 0 shows anything.
     """
     out = out or sys.stderr
     done = 0.0
@@ -318,7 +318,8 @@ def progress(
             return
         due = time_now + (REDRAW_S if is_terminal else EVERY_S)
         elapsed = time_now - began
-        named = f", now {now()}" if now is not None else ""
+        current = "" if now is None else now()
+        named = f", now {current}" if current else ""
         if is_terminal:  # imported late: it takes 0.1 s
             format_meter = import_module("tqdm").tqdm.format_meter
             has_drawn = True

@@ -225,6 +225,8 @@ def test_a_log_gets_progress_only_from_rank_0(
         "preprocess kang: 1 of 3 tasks (33%), 1.7 h left, now annotate",
         "preprocess kang: 2 of 3 tasks (67%), 50 min left, now annotate",
     ]
+    [ending, _] = shown(io.StringIO(), [3000.0] * 3, rows=1, unit="tasks", now=str)
+    assert ending == "preprocess kang: 1 of 3 tasks (33%), 1.7 h left"
     assert all(PROGRESS.fullmatch(line) for line in [*slow, *shown(io.StringIO(), [6.0, 6.0])])
     monkeypatch.setenv("RANK", "1")
     assert shown(io.StringIO(), [2.5] * 20) == []
