@@ -96,12 +96,16 @@ def test_a_mistyped_run_is_refused_with_the_nearest_name(
 ) -> None:
     tracked_run(tmp_path)
     (tmp_path / "config").mkdir()
-    (tmp_path / "config" / "config.yaml").write_text("runs: {demo: {corpus: pbmc}}\n")
+    (tmp_path / "config" / "config.yaml").write_text("runs: {demo: {corpus: pbmc}, one: {}}\n")
     results = str(tmp_path / "results")
     config = tmp_path / "config" / "config.yaml"
-    for name, nearest in (("noe", "one"), ("dmeo", "demo")):
+    for name, hint in (
+        ("noe", "did you mean 'one'?"),
+        ("dmeo", "did you mean 'demo'?"),
+        ("x", "there are: one, demo"),
+    ):
         assert main(["watch", name, "--results", results]) == 2
-        message = f"no such run in {results}/runs or {config}; did you mean {nearest!r}?"
+        message = f"no such run in {results}/runs or {config}; {hint}"
         assert capsys.readouterr().err == f"cellmill watch: {name!r}: {message}\n"
 
     def interrupt(seconds: float) -> None:

@@ -51,7 +51,8 @@ def find_train_folder(results: Path, run: str, may_begin: bool = False) -> Path:
     where = f"{results / 'runs'}"
     config = results.parent / "config" / "config.yaml"
     if may_begin and config.exists() and run not in runs:
-        runs += (with_sweeps(read_yaml(config)) or {}).get("runs") or ()
+        configured = (with_sweeps(read_yaml(config)) or {}).get("runs") or ()
+        runs = [*dict.fromkeys([*runs, *configured])]
         where += f" or {config}"
     problem = ""
     if "/" in run or "\\" in run:
