@@ -18,6 +18,7 @@ from cellmill.config.published import HUB_MODEL, PublishedFolder
 from cellmill.config.workflow import CorpusConfig, Workflow
 from cellmill.data.arrays import as_text
 from cellmill.data.inputs.derived.grouped import MODES
+from cellmill.data.inputs.derived.recovered import matrix_to_recover
 from cellmill.data.inputs.formats import DeclaredNames, declared_names
 from cellmill.data.inputs.h5_walk import check_walk
 from cellmill.data.prepare.obs import check_labels, name_columns
@@ -68,10 +69,9 @@ def _check_names(
     known = names.columns
     kept = corpus.preprocess.keep_obs
     where = f"{table}: dataset {dataset.dataset}: {path}"
-    if dataset.counts not in MODES:  # columns of a matrix, which stage preprocess looks for
-        require_known(
-            dataset.counts, names.counts, f"{where} has no matrix {dataset.counts!r} (counts)"
-        )
+    matrix = matrix_to_recover(dataset.counts) or dataset.counts
+    if matrix not in MODES:  # columns of a matrix, which stage preprocess looks for
+        require_known(matrix, names.counts, f"{where} has no matrix {matrix!r} (counts)")
     for column, owner in dataset.read_columns.items():
         require_known(column, known, f"{where} has no obs column {column!r} ({owner})")
     for column in kept or ():
