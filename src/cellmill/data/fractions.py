@@ -65,7 +65,8 @@ ONE_SUM = Looks("normalised: all cells have one sum", False)
 
 def describe_fractions(matrix: sp.csr_matrix) -> Looks:
     """Kind of a block of cells with fractional values."""
-    cells = matrix[:_CELLS].astype(np.float64)
+    with_values = np.flatnonzero(np.diff(matrix.indptr))
+    cells = matrix[with_values[:_CELLS]].astype(np.float64)
     cells.eliminate_zeros()
     values = cells.data
     is_fractional = values != np.floor(values)

@@ -1,6 +1,6 @@
 """Checks of a profile and a configuration before a preflight's job: layouts of runs, genes of datasets.
 
-They open the files of datasets, but read no counts.
+They open the files of datasets, and read the counts of a few cells.
 """
 
 import sys
@@ -119,9 +119,8 @@ def check_run(machine: Machine, pipeline: Workflow, name: str) -> Check:
 
 
 def check_genes(pipeline: Workflow) -> Iterator[Check]:
-    """Check the genes of every dataset that a run needs: how many have a known name.
-
-    Reads no counts.
+    """Check every dataset that a run needs: how many genes have a known name, and whether the
+    first cells have counts, by the rules of stage preprocess.
     """
     for corpus in dict.fromkeys(run.corpus for run in pipeline.runs.values()):
         # the largest min_coverage_frac of the runs that evaluate a dataset
@@ -142,22 +141,25 @@ def check_genes(pipeline: Workflow) -> Iterator[Check]:
         table = pipeline.datasets(corpus)
         options = pipeline.corpora[corpus].preprocess
         for name, threshold in thresholds.items():
-            yield _check_dataset(table[name], options, vocabulary, threshold)
+            yield from _check_dataset(table[name], options, vocabulary, threshold)
 
 
 def _check_dataset(
     dataset: Dataset, options: Preprocess, vocabulary: Vocabulary | None, threshold: float
-) -> Check:
+) -> Iterator[Check]:
     """Check the genes of a dataset: those with a known name, and those of them in the vocabulary.
 
-    Doubt if they are less than a fraction `threshold` of the vocabulary.
+    Doubt if they are less than a fraction `threshold` of the vocabulary, or if the first cells may
+    have no counts.
     """
     what = f"genes of {dataset.dataset}"
     path = Path(dataset.path)
     if is_url(dataset.path):
-        return doubt(what, f"{dataset.path} is not fetched here; rule fetch does it")
+        yield doubt(what, f"{dataset.path} is not fetched here; rule fetch does it")
+        return
     if not path.exists():
-        return doubt(what, f"{path} does not exist yet")
+        yield doubt(what, f"{path} does not exist yet")
+        return
     try:
         with open_dataset(path, dataset.counts) as reader:
             if dataset.gene_column is not None:
@@ -166,10 +168,19 @@ def _check_dataset(
             choose_obs(reader, options.keep_obs, dataset, organism)
             if reader.ordered:
                 kind, rows = ("ranks", "cells") if reader.ranked else ("sequences", "records")
-                return ok(f"{kind} of {dataset.dataset}", f"{reader.n_obs:,} {rows}")
+                yield ok(f"{kind} of {dataset.dataset}", f"{reader.n_obs:,} {rows}")
+                return
             genes = name_genes(reader, dataset.preprocess(options))
+            what = f"counts of {dataset.dataset}"
+            reader.counts_rule = dataset.counts_rule
+            reader.check_some()
+            doubts = [*reader.doubts()]
     except UserError as error:
-        return no(what, str(error))
+        yield no(what, str(error))
+        return
+    for fault in doubts:
+        yield doubt(what, fault)
+    what = f"genes of {dataset.dataset}"
     coverage = genes.coverage
     kind = "are taken for ids as they are"
     if coverage.organism:
@@ -177,15 +188,17 @@ def _check_dataset(
     n_named = round(coverage.frac * coverage.n_genes)
     named = f"{n_named:,} of {coverage.n_genes:,} ({coverage.frac:.1%}) {kind}"
     if vocabulary is None:
-        return ok(what, named)
+        yield ok(what, named)
+        return
     shared = int((vocabulary.rows_of(genes.gene_ids) >= 0).sum())
     frac = shared / max(1, vocabulary.n_genes)
     text = (
         f"{named}; it has {shared:,} ({frac:.1%}) of the vocabulary's {vocabulary.n_genes:,} genes"
     )
     if frac >= threshold:
-        return ok(what, text)
-    return doubt(
+        yield ok(what, text)
+        return
+    yield doubt(
         what,
         f"{text}; embed.min_coverage_frac is {threshold:g}, of counts, and checked when cells are embedded",
     )

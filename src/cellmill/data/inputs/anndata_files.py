@@ -36,12 +36,12 @@ from cellmill.data.inputs.frames import open_obs, read_frame
 from cellmill.data.inputs.h5 import decode
 from cellmill.data.inputs.matrices import (
     DenseMatrix,
-    MemoryMatrix,
     SparseMatrix,
     StoredMatrix,
     absent_chunks,
     checked_shape,
     is_array,
+    native,
     size_problem,
 )
 from cellmill.data.inputs.packed_cells import PACKED, PackedMatrix, check_names, find_packed
@@ -161,8 +161,7 @@ def _look(path: Path, file: Any) -> dict[str, str]:
     looks = {}
     for name, (stored, _) in _matrices(file).items():
         try:
-            part = next(_open_matrix(path, name, file, stored).parts(_SAMPLE))
-            looks[name] = look_at(part)
+            looks[name] = look_at(_open_matrix(path, name, file, stored).some(_SAMPLE))
         except (DataError, StopIteration):
             looks[name] = "cannot be read"
     return looks
@@ -354,6 +353,23 @@ def _check_sizes(path: Path, group: Any, counts: str) -> None:
                 problem = size_problem(name, array, array.nbytes_stored, n_cells)
                 if problem is not None:
                     raise DataError(f"{path}: {problem}")
+
+
+class MemoryMatrix(StoredMatrix):
+    """A numpy array or scipy matrix, read a block at a time without a copy of the whole."""
+
+    def __init__(self, values: Any) -> None:
+        # a matrix stored by gene is transposed once: slices of cells would each read all of it
+        self._values = values.tocsr() if sp.issparse(values) else values
+        self.shape = values.shape
+
+    def parts(self, block: int) -> Iterator[sp.csr_matrix]:
+        return self.parts_from(0, block)
+
+    def parts_from(self, start: int, block: int) -> Iterator[sp.csr_matrix]:
+        for first in range(start, self.shape[0], block):
+            rows = self._values[first : first + block]
+            yield sp.csr_matrix(rows if sp.issparse(rows) else native(rows))
 
 
 def open_memory(adata: Any, counts: str, dataset: str) -> CountSource:

@@ -67,6 +67,21 @@ class StoredMatrix:
         """
         return None
 
+    def some(self, n: int) -> sp.csr_matrix:
+        """The first `n` cells or more; of a matrix that is not stored by cell, some values of all
+        cells. Raises StopIteration if there are none.
+        """
+        pieces = self.pieces()
+        if pieces is None:
+            return next(self.parts(n))
+        rows, columns, values = next(pieces)
+        return sp.csr_matrix((native(values), (rows, columns)), shape=self.shape)
+
+    @property
+    def is_by_cell(self) -> bool:
+        """False if the whole matrix is sorted by cell on disk before a row can be read."""
+        return self.pieces() is None
+
     def blocks(self, block: int, first: int = 0) -> Iterator[sp.csr_matrix]:
         """The rows from `first` on in order, `block` cells at a time (the last may be shorter)."""
         if self._buckets is None:
@@ -428,20 +443,3 @@ class DenseMatrix(StoredMatrix):
             if self._cells_axis == 0:
                 return native(self._array[cells, genes])
             return native(self._array[genes, cells]).T
-
-
-class MemoryMatrix(StoredMatrix):
-    """A numpy array or scipy matrix, read a block at a time without a copy of the whole."""
-
-    def __init__(self, values: Any) -> None:
-        # a matrix stored by gene is transposed once: slices of cells would each read all of it
-        self._values = values.tocsr() if sp.issparse(values) else values
-        self.shape = values.shape
-
-    def parts(self, block: int) -> Iterator[sp.csr_matrix]:
-        return self.parts_from(0, block)
-
-    def parts_from(self, start: int, block: int) -> Iterator[sp.csr_matrix]:
-        for first in range(start, self.shape[0], block):
-            rows = self._values[first : first + block]
-            yield sp.csr_matrix(rows if sp.issparse(rows) else native(rows))

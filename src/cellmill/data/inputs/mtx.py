@@ -225,6 +225,10 @@ class _SummedMatrix(StoredMatrix):
         self._matrices = matrices
         self.shape = matrices[0].shape
 
+    @property
+    def is_by_cell(self) -> bool:
+        return False
+
     def parts(self, block: int) -> Iterator[sp.csr_matrix]:
         for parts in zip(*(matrix.blocks(block) for matrix in self._matrices)):
             whole = parts[0]

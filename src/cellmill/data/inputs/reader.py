@@ -33,6 +33,7 @@ from cellmill.data.rows import row_sums
 from cellmill.errors import DataError, require_known
 
 _CELLS = 4096
+_CHECKED = 512  # cells that `check_some` reads
 _FEWEST = 20  # cells; fewer show nothing
 _GENES = 50
 _MANY_GENES = 300
@@ -262,26 +263,42 @@ class CountsReader(AbstractContextManager["CountsReader"]):
         self._clipped = ClippedCounts.from_array(seen["clipped"])
         self.n_rounded = int(seen["n_rounded"])
 
-    def warn_of_values(self) -> None:
-        """Print a line on stderr if the values that were read look normalised and rounded, and a
-        line if they look cut off at the largest number of their type.
+    def check_some(self) -> None:
+        """Check the first cells as `rows` does; of a matrix that is not stored by cell, some values,
+        which are too few to judge estimated counts.
+
+        Raises DataError for the first value that is not a count, or damage.
+        """
+        matrix = self._source.matrix
+        if matrix.is_by_cell:
+            next(self.rows(_CHECKED))
+            return
+        if matrix.pieces() is not None and self.counts_rule == "refuse":
+            self._whole_numbers(matrix.some(_CHECKED), 0)
+
+    def doubts(self) -> Iterator[str]:
+        """Lines on the values that were read, if they look normalised and rounded, or cut off at
+        the largest number of their type.
         """
         if self.ordered:
             return
         rounded = self._rounded.sign()
         if rounded is not None:
-            self._warn(
-                f"may hold normalised values that were rounded: {rounded}; {self._elsewhere()}"
+            yield (
+                f"{self.path}: {self.counts} may hold normalised values that were rounded: {rounded}; "
+                f"{self._elsewhere()}"
             )
         clipped = self._clipped.sign()
         if clipped is not None:
-            self._warn(
-                f"may hold counts that were cut off: {clipped}; "
+            yield (
+                f"{self.path}: {self.counts} may hold counts that were cut off: {clipped}; "
                 "write the file again with a larger type, from the files that it was made of"
             )
 
-    def _warn(self, message: str) -> None:
-        print(f"warning: {self.path}: {self.counts} {message}", file=sys.stderr, flush=True)
+    def warn_of_values(self) -> None:
+        """Print `doubts` on stderr."""
+        for doubt in self.doubts():
+            print(f"warning: {doubt}", file=sys.stderr, flush=True)
 
     def _whole_numbers(self, matrix: sp.csr_matrix, first: int) -> np.ndarray:
         """Values of `matrix`, uint32, rounded by `counts_rule`. Raises DataError for values that

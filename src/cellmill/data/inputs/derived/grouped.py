@@ -36,6 +36,10 @@ class GroupedColumns(StoredMatrix):
         self._target = target.astype(np.int32)
         self.shape = (whole.shape[0], n_vars)
 
+    @property
+    def is_by_cell(self) -> bool:
+        return self._whole.is_by_cell
+
     def parts(self, block: int) -> Iterator[sp.csr_matrix]:
         return self.parts_from(0, block)
 

@@ -59,6 +59,10 @@ class RecoveredCounts(StoredMatrix):
         self._totals = obs[column].to_numpy(dtype=np.float64)
         self._target: float | None = None
 
+    @property
+    def is_by_cell(self) -> bool:
+        return self._logs.is_by_cell
+
     def parts(self, block: int) -> Iterator[sp.csr_matrix]:
         first = 0
         for part in self._logs.blocks(block):
