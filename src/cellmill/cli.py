@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
             if stage == "plan":  # takes a range of nodes, as launcher slurm does
                 machine["launcher"] = "slurm"
             arguments["machine"] = check_options(
-                Machine, machine, "the machine (profile, set-resources)"
+                Machine, machine, "the machine (flags, or set-resources in the profile)"
             )
         name = {
             "profiles": f"profiles_{arguments.pop('what', None)}",

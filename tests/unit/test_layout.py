@@ -120,11 +120,11 @@ LANES = "stream.lanes 8 is not a multiple of"
 @pytest.mark.parametrize(
     ("batch", "processes", "message"),
     [
-        (48, 6, f"{LANES} 6 processes; set 4 in the profile, or stream.lanes 6"),
+        (48, 6, f"{LANES} 6 processes; set nodes x nproc_per_node to 4, or stream.lanes 6"),
         (
             32,
             3,
-            f"{LANES} 3 processes; set 2 in the profile, or stream.lanes 3 with train.global_batch 33",
+            f"{LANES} 3 processes; set nodes x nproc_per_node to 2, or stream.lanes 3 with train.global_batch 33",
         ),
     ],
 )
@@ -167,6 +167,7 @@ def test_devices_are_recognised_by_product_name() -> None:
     assert {name: recognise_device(name) for name in names} == names
     assert [DEVICES[name].memory_gb for name in ("a100-40gb", "a100", "v100-16gb")] == [40, 80, 16]
     with refused(
-        f"unknown device 'h1000'; set the profile's device to one of: {', '.join(DEVICES)}"
+        "unknown device 'h1000'; set device (--device, or set-resources: plan in the profile) to one of: "
+        + ", ".join(DEVICES)
     ):
         find_device("h1000")

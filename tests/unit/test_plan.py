@@ -353,12 +353,12 @@ WIDE: dict[str, Any] = {
     [
         (
             {"nproc": 12, "parallel": {"tp": 2}},
-            "stream.lanes 8 is not a multiple of 6 groups of tp 2; set 4 in the profile",
+            "stream.lanes 8 is not a multiple of 6 groups of tp 2; set nodes x nproc_per_node to 8",
         ),
-        (WIDE, "512 processes for 250 training cells; set fewer processes in the profile"),
+        (WIDE, "512 processes for 250 training cells; lower nodes or nproc_per_node"),
         (
             {"device": "h10"},
-            "unknown device 'h10'; set the profile's device to one of: cpu, v100, ",
+            "unknown device 'h10'; set device (--device, or set-resources: plan in the profile) to one of: cpu, v100, ",
         ),
     ],
     ids=["lanes", "cells", "device"],
@@ -431,7 +431,7 @@ SHARD = RECOMPUTE + FULL_SHARD
             4,
             0.001,
             "muon",
-            "name a device with more memory in the profile, or use a smaller model",
+            "use a device with more memory, or a smaller model",
         ),
     ],
 )
@@ -503,7 +503,7 @@ def test_a_token_budget_of_one_cannot_be_lowered() -> None:
     options = _options(tokens={"max_tokens": 1}, train={"token_budget": 1})
     hardware = Hardware(1, 1, "h100", 1000, 1000)
     remedy = find_remedy(options, CorpusSize(np.full(64, 1), 40), hardware)
-    assert remedy == "name a device with more memory in the profile, or use a smaller model"
+    assert remedy == "use a device with more memory, or a smaller model"
 
 
 def test_the_largest_micro_batch_is_exactly_the_limit(corpus: Manifest, tmp_path: Path) -> None:
@@ -674,6 +674,9 @@ def test_runs_are_planned_without_a_corpus(
     train = {"global_batch": 1536, "val_cells": 1000}
     with pytest.raises(SystemExit):
         printed(f"{machine} --genes 0")
+    assert printed("--nodes 0", code=2)[1].startswith(
+        "cellmill plan: the machine (flags, or set-resources in the profile): nodes: expected a number such as 2 "
+    )
     out, _ = printed(f"{machine} --device H100", train=train, stream={"lanes": 96})
     assert "cells       50,000,000 for training, 2,048 tokens each" in out
     assert "processes   8 x h100" in out

@@ -379,7 +379,8 @@ def test_an_allocation_must_be_large_enough(
          ["no  profile: profiles/one/config.yaml: set-resources: train: unknown key 'partition'; did you mean "
           "'slurm_partition'?"], "no go: 1 reason"),
         ({"plan": {"device": "a1000"}}, ["one"],
-         ["no  profile: unknown device 'a1000'; set the profile's device to one of: cpu, "], "no go: 1 reason"),
+         ["no  profile: unknown device 'a1000'; set device (--device, or set-resources: plan in the profile) "
+          "to one of: cpu, "], "no go: 1 reason"),
     ],
 )  # fmt: skip
 def test_a_wrong_argument_or_machine_is_the_only_reason(

@@ -152,12 +152,13 @@ def check_nodes(
     for sizes in layouts:
         if train_cells is not None and train_cells < sizes.dp:
             raise ConfigError(
-                f"{sizes.dp_text} for {train_cells} training cells; set fewer processes in the profile"
+                f"{sizes.dp_text} for {train_cells} training cells; lower nodes or nproc_per_node"
             )
         if lanes % sizes.dp:
+            processes = nearest(sizes.dp, divisors(lanes)) * sizes.tp * sizes.pp
             raise ConfigError(
-                f"stream.lanes {lanes} is not a multiple of {sizes.dp_text}; set {nearest(sizes.dp, divisors(lanes))} "
-                f"in the profile, or {_lanes_for(lanes, batch, sizes.dp)}"
+                f"stream.lanes {lanes} is not a multiple of {sizes.dp_text}; set nodes x nproc_per_node to {processes}, "
+                f"or {_lanes_for(lanes, batch, sizes.dp)}"
             )
 
 

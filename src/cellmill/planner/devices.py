@@ -60,7 +60,8 @@ def find_device(name: str) -> Device:
     """Look up the device that a profile names. Raise ConfigError for an unknown one."""
     if name not in DEVICES:
         raise ConfigError(
-            f"unknown device {name!r}; set the profile's device to one of: {', '.join(DEVICES)}"
+            f"unknown device {name!r}; set device (--device, or set-resources: plan in the profile) to one of: "
+            f"{', '.join(DEVICES)}"
         )
     return DEVICES[name]
 

@@ -62,7 +62,7 @@ def find_remedy(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) ->
         return "request more memory per node in the profile, or use a smaller model"
     if hardware.device_name == "cpu":
         return "use a machine with more memory, or a smaller model"
-    return "name a device with more memory in the profile, or use a smaller model"
+    return "use a device with more memory, or a smaller model"
 
 
 def _fits(change: "Change", corpus: CorpusSize) -> bool:
