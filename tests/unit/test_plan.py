@@ -470,7 +470,7 @@ def test_a_run_on_cpus_is_told_to_request_more_memory() -> None:
     assert [
         find_remedy(options, corpus_size, hardware) for hardware in (requested, this_machine)
     ] == [
-        "request more memory per node in the profile, or use a smaller model",
+        "request more memory per node (mem_mb, mem_mb_per_cpu or mem_mb_per_gpu), or use a smaller model",
         "use a machine with more memory, or a smaller model",
     ]
     limited = _options(**BIG, plan={"memory_gb": 0.01})
@@ -674,9 +674,8 @@ def test_runs_are_planned_without_a_corpus(
     train = {"global_batch": 1536, "val_cells": 1000}
     with pytest.raises(SystemExit):
         printed(f"{machine} --genes 0")
-    assert printed("--nodes 0", code=2)[1].startswith(
-        "cellmill plan: the machine (flags, or set-resources in the profile): nodes: expected a number such as 2 "
-    )
+    refused = "\ncellmill plan: the machine (flags, or set-resources in the profile): nodes: expected a number "
+    assert refused in printed("--nodes 0", code=2)[1]
     out, _ = printed(f"{machine} --device H100", train=train, stream={"lanes": 96})
     assert "cells       50,000,000 for training, 2,048 tokens each" in out
     assert "processes   8 x h100" in out
@@ -734,9 +733,18 @@ def test_pinned_host_memory_must_fit_into_the_job(
     ):
         assert printed(f"{words} --{given}", code=2)[1] == (
             f"cellmill plan: the 4 processes of a node pin {format_bytes(pinned)} of host memory for checkpoints and "
-            f"cpu_offload, but {requested}; raise it for train in the profile (0 is all of a node), or shard over more "
+            f"cpu_offload, but {requested}; raise it (0 is all of a node), or shard over more "
             "nodes (FULL_SHARD)\n"
         )
+
+
+def test_memory_requested_for_cpus_is_shown_in_its_unit(
+    printed: Callable[..., tuple[str, str]],
+) -> None:
+    assert printed("--mem-mb 100 --cells 5000", code=2)[1].endswith(
+        "but cpu has 94.4 MB usable (90% of 105 MB; 100 MiB are requested per node): request more memory per node "
+        "(mem_mb, mem_mb_per_cpu or mem_mb_per_gpu), or use a smaller model\n"
+    )
 
 
 def test_fewer_nodes_that_pin_too_much_have_no_time(

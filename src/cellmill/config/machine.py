@@ -89,7 +89,7 @@ class Machine(Section):
     runtime: int = Field(60, ge=1)
     """Time limit of a job in minutes; a longer training takes several jobs."""
     mem_mb: int = Field(0, ge=0)
-    """Memory per node in MB; 0 for all of it."""
+    """Memory per node in MB of 2^20 bytes, as SLURM counts; 0 for all of it."""
     mem_mb_per_cpu: int = Field(0, ge=0)
     """Memory per CPU core in MB, for sites that refuse mem_mb; 0 for mem_mb."""
     mem_mb_per_gpu: int = Field(0, ge=0)

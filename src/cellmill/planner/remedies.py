@@ -32,10 +32,13 @@ def check_memory(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -
     if memory.fits(hardware):
         return memory
     part, n_bytes = memory.list_parts()[0]
+    requested = ""
+    if hardware.device_name == "cpu" and hardware.host_bytes and not options.plan.memory_gb:
+        requested = f"; {hardware.host_bytes >> 20:,} MiB are requested per node"
     raise ConfigError(
         f"needs {format_bytes(memory.total)} per process, {format_bytes(n_bytes)} of it {part}, but "
         f"{hardware.device_name} has {format_bytes(hardware.usable_bytes)} usable ({options.plan.memory_frac:.0%} of "
-        f"{format_bytes(hardware.device_bytes)}): {find_remedy(options, corpus, hardware)}"
+        f"{format_bytes(hardware.device_bytes)}{requested}): {find_remedy(options, corpus, hardware)}"
     )
 
 
@@ -59,7 +62,7 @@ def find_remedy(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) ->
     if options.plan.memory_gb:
         return "raise plan.memory_gb if the device has more, or use a smaller model"
     if hardware.device_name == "cpu" and hardware.host_bytes:
-        return "request more memory per node in the profile, or use a smaller model"
+        return "request more memory per node (mem_mb, mem_mb_per_cpu or mem_mb_per_gpu), or use a smaller model"
     if hardware.device_name == "cpu":
         return "use a machine with more memory, or a smaller model"
     return "use a device with more memory, or a smaller model"

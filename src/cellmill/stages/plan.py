@@ -197,7 +197,7 @@ def _explain_host_memory(run_plan: RunPlan, machine: Machine) -> ConfigError:
         requested += f", {format_bytes(machine.node_memory_bytes)} per node"
     return ConfigError(
         f"the {machine.nproc_per_node} processes of a node pin {pinned} of host memory for checkpoints and "
-        f"cpu_offload, but {requested}; raise it for train in the profile (0 is all of a node), or shard over more "
+        f"cpu_offload, but {requested}; raise it (0 is all of a node), or shard over more "
         "nodes (FULL_SHARD)"
     )
 
