@@ -157,8 +157,8 @@ def check_nodes(
         if lanes % sizes.dp:
             processes = nearest(sizes.dp, divisors(lanes)) * sizes.tp * sizes.pp
             raise ConfigError(
-                f"stream.lanes {lanes} is not a multiple of {sizes.dp_text}; set nodes x nproc_per_node to {processes}, "
-                f"or {_lanes_for(lanes, batch, sizes.dp)}"
+                f"stream.lanes {lanes} is not a multiple of {sizes.dp_text}; set nodes x nproc_per_node to "
+                f"{processes}, or {_lanes_for(lanes, batch, sizes.dp)}"
             )
 
 
