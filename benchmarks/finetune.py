@@ -187,7 +187,7 @@ def regressed(train: Any, test: Any, labels: pd.Series, truth: pd.Series) -> Lab
     found = []
     for name, classifier in make_classifiers(1).items():
         if name.startswith("logistic"):
-            fit(classifier, train[known], labels[known].astype(str).to_numpy())
+            fit(name, classifier, train[known], labels[known].astype(str).to_numpy())
             found.append(classifier.predict(test))
     return max(found, key=lambda labels: score(truth, labels))
 
