@@ -20,7 +20,7 @@ from typing import Any, ClassVar, get_args
 
 from pydantic import ModelWrapValidatorHandler, ValidationError, model_validator
 
-from cellmill.config.section import Section, error_line, explain
+from cellmill.config.section import Section, description, error_line, explain
 from cellmill.errors import ConfigError, did_you_mean
 
 BUILT_IN: dict[str, dict[str, type[Plugin]]] = {"input": {}, "classifier": {}}
@@ -208,4 +208,6 @@ def validated(model: type[Plugin], value: Any, outer: list[str]) -> Any:
         raise ValueError(f"{model.__module__}.{model.__name__}: {in_one_line(error)}") from None
     except ValidationError as error:
         where, message = explain(error, model)
+        if message == "is missing" and where[0] in model.model_fields:
+            message += f" ({description(model, where[0]).rstrip('.')})"
         raise ValueError(error_line([*outer, *where], message)) from None

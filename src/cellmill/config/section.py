@@ -200,6 +200,8 @@ def explain(error: ValidationError, model: type[BaseModel]) -> tuple[list[str], 
     given = first["input"]
     if first["type"] != "value_error" and not isinstance(given, dict):
         message += f", got {shown(given)}"
+        if first["type"] == "list_type" and isinstance(given, int | float):
+            message += f"; write [{given}]"
         ours = other_words("values").get(str(given).lower())
         if ours is not None and repr(ours) in first["msg"]:
             message += f"; {given} is {ours} here"
