@@ -261,7 +261,7 @@ def test_another_configuration_is_refused_before_any_change(one: Run) -> None:
     assert error == (
         f"cellmill train: {one.out}: it holds a training of {STEPS} steps with another configuration (train.lr 0.001 "
         "-> 0.005); change it back, or set that training aside and start afresh with `cellmill train --restart` (of a "
-        f"workflow: `snakemake --config restart={one.out.parent.name}`)\n"
+        f"workflow: `cellmill run -- --config restart={one.out.parent.name}`)\n"
     )
     assert one.files == before
 

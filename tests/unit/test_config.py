@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from cellmill.config import OPTIONS, Workflow, check_config, check_options, load_config
+from cellmill.config.job_files import JobFiles
 from cellmill.config.load import top_level
 from cellmill.config.plugin import BUILT_IN
 from cellmill.config.section import other_words
@@ -165,6 +166,10 @@ WRONG = {
     "train: {lr: true}": "train.lr: expected a number, got a boolean",
     "evaluate: {tasks: {few_shot: {shots: [5, true]}}}": "evaluate.tasks: few_shot: shots: expected a list of "
     "numbers or words, got a boolean in it",
+    "evaluate: {tasks: {few_shot: {shots: 5}}}": "evaluate.tasks: few_shot: shots: input should be a valid list, got "
+    "5; write [5]",
+    "evaluate: {tasks: {transfer: {}}}": "evaluate.tasks: transfer: fit_on: is missing (Datasets to fit the "
+    "classifiers on)",
     "evaluate: {tasks: {low_depth: {count_fracs: [0.1, 0.10000001]}}}": "evaluate.tasks: low_depth: count_fracs: "
     "expected fractions that differ in 6 digits, got [0.1, 0.10000001]; leave one out",
     "evaluate: {folds: 9223372036854775808}": "evaluate.folds: expected an integer of 64 bits, got 9223372036854775808",
@@ -340,6 +345,21 @@ def test_an_incompatible_start_is_refused_before_training(
         config, {"runs": {"tuned": TUNED | own | {"init_from": parent}, "big": PARENT}}
     )
     assert message == f"runs.tuned: {problem.format(parent)}; make them equal"
+
+
+def test_a_dry_run_points_a_changed_training_to_check(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    class OfRun(dict[str, str]):
+        at = ""
+
+    monkeypatch.chdir(tmp_path)
+    JobFiles(config(), lambda: True).options("train")(OfRun(run="demo"))
+    changed = config(train={"lr": 5e-4})
+    JobFiles(changed, lambda: False).options("train")(OfRun(run="demo"))
+    assert capsys.readouterr().err == (
+        "cellmill: train of demo: train.lr 0.001 -> 0.0005; `cellmill check` says whether the training refuses this\n"
+    )
 
 
 def test_an_unknown_dataset_is_named_with_the_valid_names(config: Config) -> None:

@@ -456,7 +456,7 @@ def test_a_length_that_ends_before_the_step_reached_is_refused(
     assert str(error.value) == (
         f"{folder.path}: it holds a training of {step} steps, and 10 steps in all were lowered to {steps}; set "
         f"train.steps above {step}, or set that training aside and start afresh with `cellmill train --restart` (of a "
-        "workflow: `snakemake --config restart=run`)"
+        "workflow: `cellmill run -- --config restart=run`)"
     )
     assert (folder.path / "status.json").exists() == (step == 10)
 

@@ -164,6 +164,8 @@ class JobFiles:
         text = ", ".join(changes[:SHOWN_CHANGES])
         if len(changes) > SHOWN_CHANGES:
             text += f" and {len(changes) - SHOWN_CHANGES} more"
+        if stage == "train":
+            text += "; `cellmill check` says whether the training refuses this"
         whose = f" of {owner}" if owner else ""
         print(f"cellmill: {stage}{whose}: {text}", file=sys.stderr, flush=True)
 

@@ -230,8 +230,8 @@ def _join(changes: dict[str, str]) -> str:
 
 def _how_to_restart(folder: TrainFolder) -> str:
     return (
-        "set that training aside and start afresh with `cellmill train --restart` (of a workflow: `snakemake --config "
-        f"restart={folder.path.resolve().parent.name}`)"
+        "set that training aside and start afresh with `cellmill train --restart` (of a workflow: `cellmill run -- "
+        f"--config restart={folder.path.resolve().parent.name}`)"
     )
 
 
