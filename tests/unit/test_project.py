@@ -1,6 +1,7 @@
 """cellmill init: what it chooses for a file and why, what it refuses, and cellmill check after it."""
 
 import gzip
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -533,6 +534,25 @@ def test_run_outside_a_project_is_one_line(
     assert main(words) == 2
     assert capsys.readouterr().err == (
         "cellmill run: no project here (no Snakefile or profiles/local): cd into one, or `cellmill init`\n"
+    )
+
+
+def test_run_in_a_folder_without_permission_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "Snakefile").touch()
+    (tmp_path / "profiles/local").mkdir(parents=True)
+    tmp_path.chmod(0o555)
+    monkeypatch.chdir(tmp_path)
+    user = os.geteuid()
+    if user == 0:  # may write everywhere
+        os.seteuid(65534)
+    try:
+        assert main(["run", "--", "-n", "-q"]) == 2
+    finally:
+        os.seteuid(user)
+    assert capsys.readouterr().err == (
+        f"cellmill run: {tmp_path}: Permission denied; the workflow writes to its working directory\n"
     )
 
 

@@ -50,6 +50,8 @@ rule default:
 """
 LOCAL = "profiles/local"
 SNAKEFILES = ("Snakefile", "snakefile", "workflow/Snakefile", "workflow/snakefile")  # as snakemake
+# folders that snakemake writes to, even in a dry run
+WRITTEN = (".", ".snakemake", ".snakemake/locks", ".snakemake/iocache")
 REPORT = Path("results/report/index.html")
 DEMO_DATA = "data/demo/pbmc68k.h5ad"  # output of rule demo_data
 _ENDS = re.compile(r"(\.(h5ad|h5mu|h5|hdf5|loom|zarr|mtx|csv|tsv|txt|zip|gz))+$", re.IGNORECASE)
@@ -314,6 +316,12 @@ def run(*, profile: str, words: list[str]) -> None:
         raise ConfigError(
             f"no project here (no Snakefile or {LOCAL}): cd into one, or `cellmill init`"
         )
+    moves = any(word.startswith(("-d", "--directory")) for word in words)
+    for folder in () if moves else WRITTEN:
+        if os.path.exists(folder) and not os.access(folder, os.W_OK, effective_ids=True):
+            raise UserError(
+                f"{os.path.abspath(folder)}: Permission denied; the workflow writes to its working directory"
+            )
     is_dry = any(word.startswith(("-n", "--dry")) for word in words)
     quiet = [] if is_dry else quiet_words(Path(profile))
     command = [sys.executable, "-m", "snakemake", *quiet, "--profile", profile, *words]
