@@ -84,7 +84,8 @@ def atomic_path(final: Path, copy_of: Path | None = None) -> Iterator[Path]:
     remove_incomplete(final, older_than_s=_SURELY_LEFT_S)
     writer = f"{HOST}-{os.getpid()}-{secrets.token_hex(4)}"
     temporary = final.with_name(f".{final.stem}.{writer}.incomplete{final.suffix}")
-    temporary.touch(exist_ok=False)
+    with called(final):
+        temporary.touch(exist_ok=False)
     mode = stat.S_IMODE(temporary.stat().st_mode)
     try:
         if copy_of is not None:
@@ -101,6 +102,15 @@ def atomic_path(final: Path, copy_of: Path | None = None) -> Iterator[Path]:
             fsync(final.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def called(path: Path) -> Iterator[None]:
+    """Give an OSError the name `path`, instead of that of a temporary file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cellmill.data.saved_work import SavedWork
 from cellmill.errors import DataError
 from cellmill.files import (
     PROGRESS,
@@ -183,6 +184,16 @@ def test_json_reads_back_equal(tmp_path: Path) -> None:
     write_json(tmp_path / "value.json", value)
     assert read_json(tmp_path / "value.json") == value
     assert digest(value) == digest(dict(reversed(value.items())))
+
+
+def test_no_error_has_the_name_of_a_temporary_file() -> None:
+    final = Path("/sys/cellmill.json")  # where not even root makes files
+    with pytest.raises(OSError, match=r"cellmill\.json") as caught:
+        write_json(final, {})
+    assert caught.value.filename == str(final)
+    with pytest.raises(OSError, match=r"cellmill\.json") as caught, SavedWork(final, {}) as saved:
+        saved.stream("rows", "state").write(np.ones(3))
+    assert caught.value.filename == str(final)
 
 
 def test_json_with_nan_is_not_written(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from cellmill.data.prepare.survey import COLUMNS, Survey, survey_file
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.order import OrderRule
 from cellmill.errors import ConfigError, UserError
-from cellmill.files import fsync, write_text
+from cellmill.files import called, fsync, write_text
 from cellmill.preflight.configuration import check_genes
 from cellmill.runs.identity import foresee_refusal
 
@@ -103,6 +103,8 @@ def list_inputs(data: Iterable[str]) -> list[str]:
         paths = [text]
         if not Path(text).exists():
             paths = sorted(glob.glob(text, recursive=True)) or paths
+            if paths == [text] and glob.has_magic(text) and not is_url(text):
+                raise ConfigError(f"{text}: no file matches this pattern")
         for path in paths:
             absolute = path if is_url(path) else os.path.abspath(path)
             resolved = os.path.realpath(absolute)
@@ -195,7 +197,9 @@ def write_project(folder: Path, rows: list[Row], surveys: list[Survey]) -> None:
     """Write all files of a project to a folder next to `folder`, check them, and rename it."""
     name = make_name(folder.resolve().name)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".cellmill-init-", dir=folder.parent) as temporary:
+    with called(folder):
+        beside = tempfile.TemporaryDirectory(prefix=".cellmill-init-", dir=folder.parent)
+    with beside as temporary:
         made = Path(temporary, "project")
         write_text(made / "config/datasets.tsv", format_table(rows))
         write_text(made / "config/config.yaml", format_config(name, rows, surveys))

@@ -33,7 +33,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from cellmill.errors import UserError
-from cellmill.files import atomic_path, digest, fsync, named_errors, remove_incomplete
+from cellmill.files import atomic_path, called, digest, fsync, named_errors, remove_incomplete
 
 SAVE_EVERY = 1 << 18  # cells
 SAVE_EVERY_S = 60.0
@@ -105,9 +105,10 @@ class SavedBytes:
 
     def _create(self) -> BinaryIO:
         self._out.parent.mkdir(parents=True, exist_ok=True)
-        if self._path is None:
-            return tempfile.TemporaryFile(prefix="cellmill-", dir=self._out.parent)
-        return open(self._path, "x+b")
+        with called(self._out):
+            if self._path is None:
+                return tempfile.TemporaryFile(prefix="cellmill-", dir=self._out.parent)
+            return open(self._path, "x+b")
 
 
 class SavedWork(AbstractContextManager["SavedWork"]):
