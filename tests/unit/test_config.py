@@ -372,12 +372,21 @@ def test_an_unknown_dataset_is_named_with_the_valid_names(config: Config) -> Non
     assert refusal(config, {"corpora": corpora}) == f"corpora.pbmc.datasets: {end}"
 
 
-@pytest.mark.parametrize("tree", [None, [], "text"])
-def test_a_file_without_a_mapping_is_refused(tree: Any) -> None:
+@pytest.mark.parametrize(
+    ("tree", "given"), [(None, "an empty file"), ([], "list"), ("text", "str")]
+)
+def test_a_file_without_a_mapping_is_refused(tree: Any, given: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"^config/config\.yaml: expected a mapping of sections, got \w+$"
+        ConfigError, match=rf"^config/config\.yaml: expected a mapping of sections, got {given}$"
     ):
         check_config(tree)
+
+
+def test_a_text_option_says_what_it_expects(config: Config) -> None:
+    assert refusal(config, {"vocabulary": {"genes": []}}) == (
+        "vocabulary.genes: input should be a valid string, got []; expected file with one Ensembl id or current symbol "
+        "per line"
+    )
 
 
 def test_a_file_that_is_missing_or_not_yaml_is_named(tmp_path: Path) -> None:
@@ -388,6 +397,7 @@ def test_a_file_that_is_missing_or_not_yaml_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as broken:
         load_config(path)
     assert str(broken.value).startswith(f"{path}: not valid YAML: ")
+    assert "got '<stream end>' at line 1, column 10: train: [1" in str(broken.value)
     assert "\n" not in str(broken.value)
 
 

@@ -58,21 +58,21 @@ def checked(
 @pytest.mark.parametrize(
     ("options", "where"),
     [
-        ("vocabulary: {genes: nope}", "corpora.c.vocabulary.genes: "),
-        ("vocabulary: {medians: nope}", "corpora.c.vocabulary.medians: "),
+        ("vocabulary: {genes: nope}", "vocabulary.genes: "),
+        ("vocabulary: {medians: nope}", "vocabulary.medians: "),
         (
             "preprocess: {reference_organism: human, orthologs: nope}",
-            "corpora.c.preprocess.orthologs: ",
+            "preprocess.orthologs: ",
         ),
-        ("model: {gene_vectors: nope, gene_vector_dim: 4}", "runs.r.model.gene_vectors: "),
-        ("evaluate: {tasks: {grn: {edges: nope}}}", "runs.r.evaluate.tasks.grn.edges: "),
+        ("model: {gene_vectors: nope, gene_vector_dim: 4}", "model.gene_vectors: "),
+        ("evaluate: {tasks: {grn: {edges: nope}}}", "evaluate.tasks.grn.edges: "),
         (
             "evaluate: {tasks: {perturbation: {priors: {p: nope}}}}",
-            "runs.r.evaluate.tasks.perturbation.priors.p: ",
+            "evaluate.tasks.perturbation.priors.p: ",
         ),
         (
             "evaluate: {tasks: {perturbation: {split_file: nope}}}",
-            "runs.r.evaluate.tasks.perturbation.split_file: ",
+            "evaluate.tasks.perturbation.split_file: ",
         ),
     ],
 )
@@ -91,12 +91,12 @@ def test_a_missing_file_of_an_option_is_named(project: Path, options: str, where
 
 def test_missing_files_of_another_model_are_named(project: Path) -> None:
     options = "objective: {name: distill, teacher: ./given}\n"
-    assert checked(options) == "runs.r.objective.teacher: given/one.h5ad: no such file"
+    assert checked(options) == "objective.teacher: given/one.h5ad: no such file"
     Path("given").mkdir()
     Path("given/one.h5ad").touch()
     assert checked(options) is None
     external = "evaluate: {external: {a: {model: models/m}, b: {model: geneformer:models/g}}}\n"
-    where = "runs.r.evaluate.external"
+    where = "evaluate.external"
     assert checked(external) == f"{where}.a.model: models/m/model.safetensors: no such file"
     none = "models/g: no such folder; give the folder with the published files"
     assert checked(external, made="models/m/model.safetensors") == f"{where}.b.model: {none}"
@@ -111,10 +111,10 @@ def test_a_misspelt_model_is_named_even_if_results_exist(project: Path, model: s
     said = f"expected hf://owner/name or hf://owner/name@revision, got '{model}'"
     parent = ("{corpus: c}", f"{{corpus: c, init_from: {model}}}")
     assert checked(change=parent) == f"runs.r.init_from: {said}"
-    where = "runs.r.evaluate.external.a.model"
+    where = "evaluate.external.a.model"
     assert checked(f"evaluate: {{external: {{a: {{model: {model}}}}}}}\n") == f"{where}: {said}"
     assert checked(change=("{corpus: c}", "{corpus: c, init_from: hf://own/name@v1.0}")) is None
-    said = f"corpora.c.vocabulary.medians: expected a path, got '{model}'"
+    said = f"vocabulary.medians: expected a path, got '{model}'"
     assert checked(f"vocabulary: {{medians: {model}}}\n") == said
 
 
@@ -170,11 +170,11 @@ def test_a_fifo_as_input_is_named_without_waiting(project: Path) -> None:
     [
         (
             "evaluate: {tasks: {integration: {harmony: true}}}",
-            "runs.r.evaluate.tasks.integration requires harmonypy, which is missing: pip install 'cellmill[integrate]'",
+            "evaluate.tasks.integration requires harmonypy, which is missing: pip install 'cellmill[integrate]'",
         ),
         (
             "vocabulary: {select: seurat_v3, max_genes: 9}",
-            "corpora.c.vocabulary.select seurat_v3 requires skmisc, which is missing: pip install 'cellmill[hvg]'",
+            "vocabulary.select seurat_v3 requires skmisc, which is missing: pip install 'cellmill[hvg]'",
         ),
         ("evaluate: {tasks: {integration: {}}}", None),
     ],

@@ -267,12 +267,12 @@ CHECKED: dict[str, tuple[dict[str, str], str, str]] = {
     "split": (
         {},
         "shard: {split_by: donor}",
-        "corpora.c.shard.split_by: not all datasets have an obs",
+        "shard.split_by: not all datasets have an obs",
     ),
     "covariate": (
         {"donor": "lane"},
         "tokens: {covariates: [donors]}",
-        "runs.r.tokens.covariates: no dataset of its corpus has an obs column 'donors'; did you mean 'donor'?",
+        "tokens.covariates: no dataset of its corpus has an obs column 'donors'; did you mean 'donor'?",
     ),
 }
 

@@ -461,7 +461,7 @@ def test_an_external_model_runs_once_per_corpus(
     assert finished.jobs(*asked) == {"embed_external": 1, "evaluate": 1}
     script.unlink()
     refused = finished.snakemake("-n", *asked).stdout
-    assert "cellmill: runs.tiny.evaluate.external.pca.files: embed it.py: no such file" in refused
+    assert "cellmill: evaluate.external.pca.files: embed it.py: no such file" in refused
 
 
 def refusal(project: Project, *words: str, profile: str | None = "profiles/local") -> str:
@@ -491,7 +491,7 @@ BRANCH = {
         ({}, "--set-resources|plan:nodes=2-4",
          "run tiny: the profile's set-resources: nodes: expected a number such as 2 or a range such as 1-2, "),
         ({"model": {"gene_vectors": "vectors.npy", "gene_vector_dim": 4}}, "",
-         "runs.tiny.model.gene_vectors: vectors.npy: no such file"),
+         "model.gene_vectors: vectors.npy: no such file"),
         ({"runs": {"tiny": student("./given")}}, "", "runs.tiny.objective.teacher: given/sim.h5ad: no such file"),
         ({"runs": {"tiny": TRUNK, "short": BRANCH | {"trunk_step": 5}}}, "",
          "config/config.yaml: runs.short.trunk_step: 5 is not in train.keep_steps of tiny ([4]); add it there"),
@@ -550,7 +550,7 @@ def test_a_missing_file_is_named_even_if_its_output_exists(project: Project) -> 
     vocabulary.touch()
     project.write_config(vocabulary={"genes": "nope.txt"})
     said = refusal(project, "--dry-run", str(vocabulary.relative_to(project.folder)))
-    assert said == "cellmill: corpora.sim.vocabulary.genes: nope.txt: no such file"
+    assert said == "cellmill: vocabulary.genes: nope.txt: no such file"
 
 
 def test_columns_of_the_table_reach_the_stage(

@@ -25,7 +25,7 @@ from cellmill.config.parts.tokens import Tokens
 from cellmill.config.plugin import Plugin
 from cellmill.config.published import PublishedFolder, model_folder_of
 from cellmill.config.section import Section, error_line, explain, shown, unknown_key
-from cellmill.config.workflow import ENTRIES, Workflow, expand, mapping, sections_of
+from cellmill.config.workflow import ENTRIES, Workflow, as_written, expand, mapping, sections_of
 from cellmill.errors import ConfigError, DataError, UserError
 from cellmill.files import read_json, refuse_special
 
@@ -75,7 +75,8 @@ def read_yaml(path: Path) -> Any:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+        text = " ".join(str(error).split()).replace(' in "<unicode string>",', " at")
+        raise ConfigError(f"{path}: not valid YAML: {text}") from None
     except RecursionError:
         raise ConfigError(f"{path}: not valid YAML: nested too deeply") from None
     except ConfigError as error:
@@ -188,7 +189,7 @@ def check_config(tree: Any, source: str = "config/config.yaml") -> Workflow:
         missing = _missing_parent(tree)
         if missing is not None and where[-1:] != ["init_from"]:
             where, message = missing
-        raise ConfigError(f"{source}: {error_line(_as_written(where, tree), message)}") from None
+        raise ConfigError(f"{source}: {error_line(as_written(where, tree), message)}") from None
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
     for name, run in checked.runs.items():
@@ -202,6 +203,7 @@ def check_config(tree: Any, source: str = "config/config.yaml") -> Workflow:
             for message in unequal_options(before, vars(run), parent).values():
                 raise ConfigError(f"{source}: runs.{name}: {message}")
     checked.check_datasets(source)
+    checked.keep_written(tree)
     return checked
 
 
@@ -255,7 +257,8 @@ def with_sweeps(tree: Any) -> Any:
 def with_defaults(tree: Any) -> Tree:
     """The tree with the sections at its top merged into each corpus and run."""
     if not isinstance(tree, dict):
-        raise ConfigError(f"expected a mapping of sections, got {type(tree).__name__}")
+        given = "an empty file" if tree is None else type(tree).__name__
+        raise ConfigError(f"expected a mapping of sections, got {given}")
     known = top_level()
     wrong = [str(key) for key in tree if key not in known]
     if wrong:
@@ -293,17 +296,6 @@ def _entries(kind: str, given: Any) -> dict[str, Tree]:
 def _mapping(value: Any, where: str) -> Tree:
     # Snakemake's --config makes text of null
     return {} if value in (None, "null") else mapping(value, where)
-
-
-def _as_written(where: list[str], tree: Tree) -> list[str]:
-    """`where`, or the key at the top of the file that a run or corpus inherited the value from."""
-    if len(where) > 2 and where[0] in ENTRIES and where[2] in tree:
-        value: Any = tree[where[0]].get(where[1])
-        for part in where[2:]:
-            if not isinstance(value, dict) or part not in value:
-                return where[2:]
-            value = value[part]
-    return where
 
 
 class ListedCells(BaseModel):

@@ -7,6 +7,7 @@ scModelForge, Molfun, AxonML and PyTorch Lightning, and name ours.
 
 import ast
 import inspect
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -205,7 +206,25 @@ def explain(error: ValidationError, model: type[BaseModel]) -> tuple[list[str], 
         ours = other_words("values").get(str(given).lower())
         if ours is not None and repr(ours) in first["msg"]:
             message += f"; {given} is {ours} here"
+        if first["type"] == "string_type" and (meaning := _meaning(where, model)):
+            message += f"; expected {meaning[0].lower()}{meaning[1:]}"
     return where, message[0].lower() + message[1:]
+
+
+def _meaning(where: list[str], model: type[BaseModel]) -> str | None:
+    """First part of the description of the option at `where`; None for a part of a value."""
+    owner: Any = model
+    text = ""
+    for part in where:
+        if get_origin(owner) is dict:
+            owner = get_args(owner)[-1]
+        elif part in getattr(owner, "model_fields", {}):
+            with suppress(OSError, TypeError):  # a part of a package without source text
+                text = description(owner, part)
+            owner = owner.model_fields[part].annotation
+        else:
+            return None
+    return re.split(r"[.;:](?:\s|$)", text)[0]
 
 
 def _sections_with(key: str, owner: type[BaseModel]) -> Iterator[str]:

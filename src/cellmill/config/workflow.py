@@ -228,6 +228,17 @@ def sections_of(owner: type[BaseModel]) -> dict[str, type[Section]]:
     return sections
 
 
+def as_written(where: list[str], tree: dict[str, Any]) -> list[str]:
+    """`where`, or the key at the top of the file that a run or corpus inherited the value from."""
+    if len(where) > 2 and where[0] in ("corpora", "runs") and where[2] in tree:
+        value: Any = tree[where[0]].get(where[1])
+        for part in where[2:]:
+            if not isinstance(value, dict) or part not in value:
+                return where[2:]
+            value = value[part]
+    return where
+
+
 class Workflow(Section):
     """config/config.yaml with all defaults and overrides applied."""
 
@@ -248,7 +259,18 @@ class Workflow(Section):
     `.cell-eval.json` or `.cell-eval2.json`; or by preset of `evaluate.external`, scvi or harmony.
     Changing it reruns nothing.
     """
+    _written: dict[str, Any] = PrivateAttr(default_factory=dict)  # the file, before defaults
     _tables: dict[str, dict[str, Dataset]] = PrivateAttr(default_factory=dict)  # by path, once read
+
+    def keep_written(self, tree: dict[str, Any]) -> None:
+        """Keep the tree of the file, by which `as_written` names options."""
+        self._written = tree
+
+    def as_written(self, kind: str, name: str, option: str) -> str:
+        """Option of an entry of `corpora` or `runs` (`kind`), as the file has it: at its top, if the
+        entry inherits it.
+        """
+        return ".".join(as_written([kind, name, *option.split(".")], self._written))
 
     def problems(self) -> Iterator[str]:
         for name, corpus in self.corpora.items():

@@ -8,6 +8,7 @@ named before.
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -96,14 +97,16 @@ def _check_options(pipeline: Workflow, name: str, columns: list[set[str]]) -> No
     split_by = pipeline.corpora[name].shard.split_by
     if split_by is not None:
         in_all = {DATASET} | set.intersection(*columns)
-        fault = f"corpora.{name}.shard.split_by: not all datasets have an obs column {split_by!r}"
+        option = pipeline.as_written("corpora", name, "shard.split_by")
+        fault = f"{option}: not all datasets have an obs column {split_by!r}"
         require_known(split_by, sorted(in_all), fault)
     in_any = {DATASET, f"{DATASET}_original"} | set.union(*columns)
     for run, options in pipeline.runs.items():
         if options.corpus != name:
             continue
-        for column, option in (options.obs_columns() | options.number_columns()).items():
-            fault = f"runs.{run}.{option}: no dataset of its corpus has an obs column {column!r}"
+        for column, key in (options.obs_columns() | options.number_columns()).items():
+            option = pipeline.as_written("runs", run, key)
+            fault = f"{option}: no dataset of its corpus has an obs column {column!r}"
             require_known(column, sorted(in_any), fault)
 
 
@@ -119,10 +122,11 @@ def check_inputs(
     packages = []  # option, module and extra
     for name, corpus in pipeline.corpora.items():
         if corpus.vocabulary.select == "seurat_v3":
-            packages.append((f"corpora.{name}.vocabulary.select seurat_v3", "skmisc", "hvg"))
+            select = pipeline.as_written("corpora", name, "vocabulary.select")
+            packages.append((f"{select} seurat_v3", "skmisc", "hvg"))
     for name, run in pipeline.runs.items():
         for task in run.evaluate.tasks.values():
-            option = f"runs.{name}.evaluate.tasks.{task.name}"
+            option = pipeline.as_written("runs", name, f"evaluate.tasks.{task.name}")
             packages += [(option, module, extra) for module, extra in task.packages().items()]
     for option, module, extra in packages:
         if find_spec(module) is None:
@@ -197,34 +201,36 @@ def _roles_of(dataset: Dataset, keep_obs: list[str] | None) -> set[str]:
 def _files_of_options(pipeline: Workflow) -> Iterator[tuple[str, str]]:
     """Option and path of every file, except the datasets of tables."""
     for name, corpus in pipeline.corpora.items():
+        option = partial(pipeline.as_written, "corpora", name)
         table = pipeline.datasets(name)
         for dataset in read_by_runs(pipeline, name):
             for label_map in table[dataset].label_maps.values():
                 yield f"{corpus.table}: dataset {dataset}: label_map", label_map
         if corpus.preprocess.orthologs is not None:
-            yield f"corpora.{name}.preprocess.orthologs", corpus.preprocess.orthologs
+            yield option("preprocess.orthologs"), corpus.preprocess.orthologs
         vocabulary = corpus.vocabulary
         if vocabulary.genes is not None:
-            yield f"corpora.{name}.vocabulary.genes", vocabulary.genes
+            yield option("vocabulary.genes"), vocabulary.genes
         if vocabulary.medians is not None:
-            option = f"corpora.{name}.vocabulary.medians"
-            yield from _files_of_model(option, vocabulary.medians, vocabulary.medians)
+            medians = option("vocabulary.medians")
+            yield from _files_of_model(medians, vocabulary.medians, vocabulary.medians)
     for name, run in pipeline.runs.items():
+        option = partial(pipeline.as_written, "runs", name)
         gene_vectors = getattr(run.model, "gene_vectors", None)
         if gene_vectors is not None:
-            yield f"runs.{name}.model.gene_vectors", gene_vectors
+            yield option("model.gene_vectors"), gene_vectors
         for path in pipeline.teacher_files(name):
-            yield f"runs.{name}.objective.teacher", path
+            yield f"{option('objective')}.teacher", path
         for task in run.evaluate.tasks.values():
             for key, path in task.paths().items():
-                yield f"runs.{name}.evaluate.tasks.{task.name}.{key}", path
+                yield option(f"evaluate.tasks.{task.name}.{key}"), path
         for external, model in run.evaluate.external.items():
-            option = f"runs.{name}.evaluate.external.{external}"
+            key = option(f"evaluate.external.{external}")
             for path in model.files:
-                yield f"{option}.files", path
-            yield from _files_of_model(f"{option}.model", model.model)
+                yield f"{key}.files", path
+            yield from _files_of_model(f"{key}.model", model.model)
         if run.init_from not in pipeline.runs:
-            yield from _files_of_model(f"runs.{name}.init_from", run.init_from)
+            yield from _files_of_model(option("init_from"), run.init_from)
     for package, python in pipeline.bridges.items():
         if "/" in python:
             yield f"bridges.{package}", python
