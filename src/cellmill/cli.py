@@ -18,7 +18,7 @@ from typing import Any
 
 from cellmill.arguments import CONFIG, new_parser
 from cellmill.config import OPTIONS, check_options, load_config
-from cellmill.config.datasets import ObsColumns
+from cellmill.config.datasets import COUNTS, ObsColumns
 from cellmill.config.load import find_atlas
 from cellmill.config.machine import PLANNED, Machine
 from cellmill.errors import UserError
@@ -92,6 +92,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except UserError as error:
         message = error
+        if "counts" in arguments and stage != "preprocess":  # which is for a row of the table
+            message = str(error).replace(COUNTS, "--counts")
         code = error.exit_code
     except OSError as error:
         if os.environ.get("CELLMILL_TRACEBACK"):

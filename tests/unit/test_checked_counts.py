@@ -104,3 +104,37 @@ def test_fractions_are_judged_behind_many_empty_cells() -> None:
     logs = sp.csr_matrix(logs_of(draw(20)))
     padded = sp.vstack([sp.csr_matrix((200, logs.shape[1]), dtype=np.float32), logs], format="csr")
     assert describe_fractions(padded) == describe_fractions(logs)
+
+
+def test_a_flag_for_the_matrix_is_named(
+    corpus: dict[str, Path], simulated: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["embed", "--model", str(corpus["model"]), "--input", str(simulated)]
+    assert main([*words, "--counts", "raw", "--out", str(tmp_path / "e.h5ad")]) == 2
+    assert "no matrix 'raw' (--counts); there are: X" in capsys.readouterr().err
+
+
+def test_unusable_inputs_of_init_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "p", "--data", "nothere/*.h5ad"]) == 2
+    said = capsys.readouterr().err
+    assert said == "cellmill init: nothere/*.h5ad: no file matches this pattern\n"
+    Path("e.h5ad").touch()
+    assert main(["init", "p", "--data", "e.h5ad"]) == 2
+    assert capsys.readouterr().err.startswith(f"cellmill init: {tmp_path}/e.h5ad: empty: 0 bytes\n")
+
+
+def test_a_missing_table_says_where_paths_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text(
+        "corpora: {c: {table: t.tsv}}\nruns: {c: {corpus: c}}\ntrain: {steps: 1}\n"
+    )
+    assert main(["check", "--config", "c.yaml"]) == 2
+    assert capsys.readouterr().err.endswith(
+        "t.tsv: No such file or directory; expected the table of datasets; paths start at the working folder, "
+        f"{tmp_path}\n"
+    )

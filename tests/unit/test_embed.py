@@ -304,7 +304,8 @@ def test_embeddings_of_other_cells_are_refused(tmp_path: Path) -> None:
             obs.index[::-1],
             "a",
             4,
-            "expected the 3 cells .*; the first that differs is cell 1, '0' instead of '2'",
+            "expected the 3 cells .*; the first that differs is cell 1, '0' instead of '2'; give the cells that were "
+            "embedded, or run embed again$",
         ),
         (
             "e",

@@ -232,7 +232,7 @@ def test_labels_that_cannot_be_probed_are_refused_in_one_line(
     for label, message in (
         (
             "cell_tipe",
-            r"no obs column 'cell_tipe' \(the dataset's label\); did you mean 'cell_type'\?$",
+            r"no obs column 'cell_tipe' \(--labels\); did you mean 'cell_type'\?$",
         ),
         ("one", f"obs column 'one' has one class, 'same'; {remedy}"),
     ):

@@ -78,7 +78,7 @@ TABLES = {
         "line 2: dataset: ' d ' is no name; use letters, digits, '_', '.' and '-'",
     ),
     "a dot": (f"{ROW}.d\tb\n", "line 2: dataset: '.d' is no name; use letters, digits"),
-    "an empty file": ("", "no datasets; add a row per .h5ad file"),
+    "an empty file": ("", "no datasets; add a header line and a row per .h5ad file"),
     "a header alone": ("dataset\tpath\n", "no datasets; add a row per .h5ad file"),
     "columns separated by spaces": (
         "dataset path\na b\n",

@@ -32,6 +32,8 @@ NO_LABEL = tuple(
     "cell|native cell|animal cell|eukaryotic cell".split("|")  # any cell, in the Cell Ontology
 )
 """Texts that mean no label, as `plain_label` writes them."""
+COUNTS = "the dataset's `counts`"
+"""Where a user says which matrix, in messages."""
 CountsRule = Literal["refuse", "round", "stochastic"]
 COUNTS_RULES: tuple[CountsRule, ...] = get_args(CountsRule)
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -333,7 +335,8 @@ def read_datasets(table: Path) -> dict[str, Dataset]:
             )
         datasets[dataset.dataset] = dataset
     if not datasets:
-        raise ConfigError(f"{table}: no datasets; add a row per .h5ad file")
+        missing = "" if table.read_text(encoding="utf-8-sig").strip() else "a header line and "
+        raise ConfigError(f"{table}: no datasets; add {missing}a row per .h5ad file")
     return datasets
 
 
@@ -353,7 +356,10 @@ def read_rows(
     try:
         lines = table.read_text(encoding="utf-8-sig").split("\n")  # Excel writes a byte-order mark
     except OSError as error:
-        raise ConfigError(f"{table}: {error.strerror}; expected {what}") from None
+        text = f"{table}: {error.strerror}; expected {what}"
+        if not table.is_absolute():
+            text += f"; paths start at the working folder, {Path.cwd()}"
+        raise ConfigError(text) from None
     except UnicodeDecodeError:
         raise ConfigError(f"{table}: not UTF-8 text; save it as tab-separated UTF-8") from None
     header, *rows = [

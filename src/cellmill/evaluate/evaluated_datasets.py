@@ -63,7 +63,6 @@ class EvaluatedDatasets:
             vectors = read_embedding(files.embedding, reader.obs_names, self.digest, self.width)
             columns |= {role: role for role in (*ROLES, IS_CONTROL) if role in reader.obs_columns}
             roles = {
-                role: reader.obs_column(column, f"the dataset's {role}")
-                for role, column in columns.items()
+                role: reader.obs_column(column, "--labels") for role, column in columns.items()
             }
             yield OpenDataset(reader, vectors, roles)

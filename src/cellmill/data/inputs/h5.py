@@ -55,7 +55,9 @@ def open_h5(path: Path, remedy: str = "") -> h5py.File:
             fault = f"{path}: truncated: {path.stat().st_size:,}{whole} bytes"
             then = then or "; copy it again"
         elif "signature not found" in text:
-            fault = f"{path}: not an HDF5 file"
+            fault = (
+                f"{path}: not an HDF5 file" if path.stat().st_size else f"{path}: empty: 0 bytes"
+            )
     raise DataError(f"{fault}{then}")
 
 

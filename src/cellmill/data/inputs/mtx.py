@@ -18,9 +18,10 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
+from cellmill.config.datasets import COUNTS
 from cellmill.data.inputs.h5 import open_bytes, reading
 from cellmill.data.inputs.matrices import MAX_LENGTH, Pieces, StoredMatrix
-from cellmill.data.inputs.source import COUNTS, CountSource, Format, require_matrix
+from cellmill.data.inputs.source import CountSource, Format, require_matrix
 from cellmill.data.inputs.text import lines
 from cellmill.data.inputs.text.companions import Companions, find_companions, is_matrix
 from cellmill.data.inputs.text.tables import cell_frame, gene_frame, is_table

@@ -179,7 +179,11 @@ def is_packed(path: Path) -> bool:
 
 
 def find_packed(path: Path, file: h5py.File, files: OpenFiles) -> RowFile:
-    """Packed cells of an open file."""
+    """Packed cells of an open file. Raises DataError if it has none, or they are damaged."""
+    if PACKED not in file:
+        raise DataError(
+            f"{path}: not cells that preprocess wrote: no {PACKED}; give a file that preprocess or shard wrote"
+        )
     try:
         group = file[PACKED]
         order = decode(group["order"][()])

@@ -17,13 +17,13 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
+from cellmill.config.datasets import COUNTS
 from cellmill.data.arrays import named_frame, text_values
 from cellmill.data.fractions import describe_fractions
 from cellmill.data.inputs.h5 import decode
 from cellmill.data.inputs.matrices import MAX_LENGTH, StoredMatrix
 from cellmill.errors import ConfigError, DataError, require_known
 
-COUNTS = "the dataset's `counts`"  # where a user says which matrix
 COUNTS_RULE_KEY = "counts_rule"
 """Record of preprocessed cells: how their estimated counts were rounded."""
 GENE_LENGTH = "gene_length"

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from cellmill.config.datasets import COUNTS
 from cellmill.data.arrays import named_frame
 from cellmill.data.inputs.containers import members
 from cellmill.data.inputs.derived.grouped import GroupedColumns
@@ -28,7 +29,7 @@ from cellmill.data.inputs.matrices import (
     native,
     require_kind,
 )
-from cellmill.data.inputs.source import COUNTS, CountSource, DeclaredNames, Format, require_matrix
+from cellmill.data.inputs.source import CountSource, DeclaredNames, Format, require_matrix
 from cellmill.errors import DataError
 
 _V2 = {"id": "genes", "symbol": "gene_names"}

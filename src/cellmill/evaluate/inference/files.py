@@ -216,7 +216,7 @@ def _read(
         raise DataError(
             f"{source}: expected the {len(names):,} cells of {cells} in their order, got "
             f"{len(stored_names):,}; the first that differs is cell {n_equal + 1:,}, {got} instead of "
-            f"{expected}{remedy}"
+            f"{expected}{remedy.replace('; ', '; give the cells that were embedded, or ', 1)}"
         )
     if not isinstance(stored, h5py.Dataset) or stored.ndim != 2 or stored.dtype.kind not in "fiu":
         # a null dataset, as anndata 0.12 writes for X = None, has no shape

@@ -15,9 +15,10 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
+from cellmill.config.datasets import COUNTS
 from cellmill.data.arrays import text_values
 from cellmill.data.inputs.matrices import StoredMatrix
-from cellmill.data.inputs.source import COUNTS, CountSource
+from cellmill.data.inputs.source import CountSource
 from cellmill.data.rows import row_offsets
 
 MODES = ("S", "U", "A", "S+A", "S+U+A")
