@@ -262,7 +262,8 @@ def test_low_coverage_suggests_the_other_organism(
     odd = make_h5ad(np.ones((4, 3), np.float32), "odd.h5ad", genes=["TP53", "x1", "x2"])
     assert message(odd) == (
         "1 of 3 genes (33.3%) map to a human Ensembl id, preprocess.min_coverage_frac is 0.5; "
-        "unknown: 'x1', 'x2'; name genes by Ensembl id or symbol, or lower the threshold"
+        "unknown: 'x1', 'x2'; name genes by Ensembl id or symbol, or set a lower "
+        "preprocess.min_coverage_frac in a configuration"
     )
     assert "0 of 3 genes" in message(odd, organism="mouse", min_coverage_frac=0)
     assert run(odd, tmp_path / "odd_out.h5ad", organism=None)[0].n_vars == 3

@@ -152,7 +152,7 @@ def _check_coverage(
         text += f"; share of names that are genes, by column of var: {shares}"
     remedy = describe_names(unknown, organism)
     if remedy is None:
-        remedy = "name genes by Ensembl id or symbol, or lower the threshold"
+        remedy = "name genes by Ensembl id or symbol, or set a lower preprocess.min_coverage_frac in a configuration"
     if coverage.by_column:
         remedy += "; set the dataset's gene_column to take a certain column"
     raise DataError(f"{text}; {remedy}")
