@@ -893,6 +893,22 @@ def test_layouts_on_cpus_are_ranked_by_measured_speed(
     assert all(re.search(r" (min|h) +\d+% ", layout) for layout in layouts)
 
 
+def test_layouts_of_equal_speed_do_not_recompute(capsys: pytest.CaptureFixture[str]) -> None:
+    sections = {
+        "tokens": {"max_tokens": 20_000},
+        "stream": {},
+        "model": {"family": "profile", "hidden": 128, "layers": 1},
+        "objective": {"name": "cell_decoding"},
+        "parallel": {},
+        "plan": {},
+        "train": {"epochs": 1, "global_batch": 32, "token_budget": 262_144},
+    }
+    assert main(["plan", "--suggest", "--options", json.dumps(sections)]) == 0
+    out = capsys.readouterr().out
+    assert ", recompute full\n" in out
+    assert out.endswith("# the best layout, for config.yaml\nparallel:\n  strategy: ddp\n")
+
+
 def test_the_search_plans_the_speed_of_tf32() -> None:
     exact, _ = _suggest(parallel={"precision": "32-true"})
     fast, options = _suggest(parallel={"precision": "32-true", "tf32": True})

@@ -93,7 +93,7 @@ def _make_sort_key(suggestion: RunCost) -> tuple[float, ...]:
     """Make a key that sorts the best layout first.
 
     Hours come first, in bins, then bytes to other nodes, bytes inside the node, ranks that share the
-    same cells, and memory.
+    same cells, recomputation, and memory.
     """
     parallel = suggestion.options.parallel
     sent = sum_link_bytes(suggestion.traffic)
@@ -104,6 +104,7 @@ def _make_sort_key(suggestion: RunCost) -> tuple[float, ...]:
         sent["inter_node"],
         sent["intra_node"],
         peers,
+        parallel.activation_checkpointing is not None,
         suggestion.memory.total,
     )
 
