@@ -446,8 +446,8 @@ def test_genes_are_counted_without_reading_a_count(
         f"no  genes of mouse: {mouse}: 0 of 37 genes (0.0%) map to a human Ensembl id, preprocess.min_coverage_frac is "
         "0.5; 100.0% map as mouse: set preprocess.organism to mouse",
         f"no  genes of odd: {odd}: 3 of 37 genes (8.1%) map to a human Ensembl id, preprocess.min_coverage_frac is "
-        "0.5; unknown: 'nothing0', 'nothing1', 'nothing2'; name genes by Ensembl id or symbol, or lower the "
-        "threshold",
+        "0.5; unknown: 'nothing0', 'nothing1', 'nothing2'; name genes by Ensembl id or symbol, or set a lower "
+        "preprocess.min_coverage_frac in a configuration",
     ]
     assert code == 2
     # a vocabulary that has two of the genes and one that they lack
