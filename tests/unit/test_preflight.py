@@ -426,7 +426,7 @@ def test_a_configuration_that_is_wrong_is_a_reason(preflight: Preflight, project
     assert code == 2
 
 
-def test_genes_are_counted_without_reading_a_count(
+def test_genes_of_every_dataset_are_counted(
     preflight: Preflight, project: Path, make_h5ad: Callable[..., Path], counts: Any
 ) -> None:
     known = [name for name in gene_table("mouse").ids["symbol"] if name.endswith("Rik")][:35]
