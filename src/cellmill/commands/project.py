@@ -73,6 +73,8 @@ def init(*, folder: Path, data: list[str], skip_unreadable: bool) -> None:
     surveys: list[Survey] = []
     for name, path in zip(name_datasets(inputs), inputs):
         try:
+            if glob.has_magic(path) and not is_url(path) and not os.path.exists(path):
+                raise ConfigError(f"{path}: no file matches this pattern")
             survey = survey_file(input_path(path))
             rows.append(make_row(name, path, survey))
             surveys.append(survey)
@@ -103,8 +105,6 @@ def list_inputs(data: Iterable[str]) -> list[str]:
         paths = [text]
         if not Path(text).exists():
             paths = sorted(glob.glob(text, recursive=True)) or paths
-            if paths == [text] and glob.has_magic(text) and not is_url(text):
-                raise ConfigError(f"{text}: no file matches this pattern")
         for path in paths:
             absolute = path if is_url(path) else os.path.abspath(path)
             resolved = os.path.realpath(absolute)
