@@ -86,14 +86,24 @@ def test_a_missing_file_of_an_option_is_named(project: Path, options: str, where
     assert checked(options) == f"{where}nope: expected a file, got a FIFO"
     Path("nope").unlink()
     Path("nope").touch()
+    assert checked(options) == f"{where}nope: the file is empty"
+    Path("nope").write_text("content")
     assert checked(options) is None
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
+def test_an_unreadable_file_of_an_option_is_named(project: Path) -> None:
+    Path("genes.txt").write_text("A\n")
+    Path("genes.txt").chmod(0)
+    said = "vocabulary.genes: genes.txt: Permission denied"
+    assert checked("vocabulary: {genes: genes.txt}") == said
 
 
 def test_missing_files_of_another_model_are_named(project: Path) -> None:
     options = "objective: {name: distill, teacher: ./given}\n"
     assert checked(options) == "objective.teacher: given/one.h5ad: no such file"
     Path("given").mkdir()
-    Path("given/one.h5ad").touch()
+    Path("given/one.h5ad").write_text("content")
     assert checked(options) is None
     external = "evaluate: {external: {a: {model: models/m}, b: {model: geneformer:models/g}}}\n"
     where = "evaluate.external"

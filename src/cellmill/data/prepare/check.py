@@ -25,7 +25,7 @@ from cellmill.data.inputs.h5_walk import check_walk
 from cellmill.data.prepare.obs import check_labels, name_columns
 from cellmill.data.prepare.qc_lines import list_first
 from cellmill.errors import ConfigError, DataError, require_known
-from cellmill.files import read_json, special_kind
+from cellmill.files import read_json, require_file, special_kind
 
 CELLS = "results/corpora/{corpus}/cells/{dataset}.h5ad"
 _SHOWN = 3  # datasets that a line names
@@ -134,12 +134,16 @@ def check_inputs(
                 f"{option} requires {module}, which is missing: pip install 'cellmill[{extra}]'"
             )
     for option, text in _files_of_options(pipeline):
-        path = Path(text)
-        if is_made(text) or path.is_file():
+        if is_made(text):
             continue
-        kind = "folder" if path.is_dir() else special_kind(path)
-        fault = "no such file" if kind is None else f"expected a file, got a {kind}"
-        raise ConfigError(f"{option}: {text}: {fault}")
+        path = Path(text)
+        try:
+            require_file(path)
+        except DataError as error:
+            raise ConfigError(f"{option}: {error}") from None
+        # of the files of another package's model, which cellmill only passes on, any may be empty
+        if path.stat().st_size == 0 and not option.endswith(".files"):
+            raise ConfigError(f"{option}: {text}: the file is empty")
     gone: list[str] = []
     for name in pipeline.corpora:
         gone += _gone(pipeline, name, is_made)
