@@ -230,6 +230,23 @@ def test_a_dataset_without_tested_perturbations_is_skipped(screen: Context) -> N
         task.run(as_text)
 
 
+@pytest.mark.parametrize(
+    ("renamed", "role", "reason"),
+    [
+        ("perturbation", "donor", "the dataset has no donor column"),
+        ("condition", "condition", "its values are the perturbations; hold out perturbation"),
+    ],
+)
+def test_a_role_that_cannot_be_held_out_is_the_reason(
+    screen: Context, renamed: str, role: str, reason: str
+) -> None:
+    roles = {name: column for name, column in screen.roles.items() if name != "perturbation"}
+    roles[renamed] = screen.roles["perturbation"]
+    config = PerturbationConfig.model_validate({"held_out": [role]})
+    with pytest.raises(Skipped, match=f"^held out {role}: {reason}$"):
+        Perturbation(config).run(replace(screen, roles=roles))
+
+
 def test_an_unrelated_model_is_tested_on_all_perturbations(screen: Context) -> None:
     unrelated = replace(screen, scored=np.ones_like(screen.scored))
     result = Perturbation(CONFIG).run(unrelated)

@@ -16,7 +16,7 @@ from cellmill.evaluate.task import Context, Skipped
 from cellmill.evaluate.tasks.perturbation.baselines import sum_changes_of_parts
 from cellmill.evaluate.tasks.perturbation.change_scores import change_scores
 from cellmill.evaluate.tasks.perturbation.changes_file import write_changes
-from cellmill.evaluate.tasks.perturbation.folds import folds_by_heading
+from cellmill.evaluate.tasks.perturbation.folds import divide_by_novelty
 from cellmill.evaluate.tasks.perturbation.predictions import ChangePredictor
 from cellmill.evaluate.tasks.perturbation.profiles import REFERENCE_HALF
 from cellmill.evaluate.tasks.perturbation.split_file import SplitFile
@@ -81,7 +81,7 @@ def splits_of(held: RoleUnits) -> dict[str, str]:
 
 def groups_of(held: RoleUnits) -> dict[str, list[str]]:
     groups = {}
-    for group, [fold] in folds_by_heading(held).items():
+    for group, [fold] in divide_by_novelty(held).items():
         groups[group] = [held.unit_names[unit] for unit in fold.test]
     return groups
 
@@ -260,7 +260,7 @@ FAULTS = {
 def test_a_faulty_split_file_is_one_line(screen: Context, tmp_path: Path, fault: str) -> None:
     name, text, message = FAULTS[fault]
     with pytest.raises(DataError, match=message) as raised:
-        folds_by_heading(hold_out(screen, tmp_path / name, text))
+        divide_by_novelty(hold_out(screen, tmp_path / name, text))
     assert str(raised.value).startswith(str(tmp_path / name))
     assert "\n" not in str(raised.value)
 
@@ -294,7 +294,7 @@ def test_scores_of_a_group_are_those_of_its_units(screen: Context, tmp_path: Pat
             [found] = rows["mean"].scores[f"{metric}, {group}"].repetitions
             assert found == pytest.approx(values.mean()), (metric, group)
     changes = dict(zip(held.unit_names, ChangePredictor(held).changes_from_start))
-    [fold] = folds_by_heading(held)["few-shot"]
+    [fold] = divide_by_novelty(held)["few-shot"]
     predicted_of = {
         method.name: values
         for method, values in next(ChangePredictor(held).predict([fold])).items()
@@ -312,7 +312,7 @@ def test_scores_of_a_group_are_those_of_its_units(screen: Context, tmp_path: Pat
 
 def test_only_training_units_are_fitted_on(screen: Context, tmp_path: Path) -> None:
     held = hold_out(screen, tmp_path / "split.json", json.dumps(LISTS))
-    folds = [fold for [fold] in folds_by_heading(held).values()]
+    folds = [fold for [fold] in divide_by_novelty(held).values()]
     changed = held.profiles.expression.tolil()
     is_fitted = np.isin(held.unit_of_cell, np.flatnonzero(held.split_of_unit == "train"))
     changed[np.flatnonzero(~is_fitted & (held.profiles.half != 0))] = 7.0
@@ -334,7 +334,7 @@ def test_units_that_the_model_saw_are_left_out(screen: Context, tmp_path: Path) 
         f"1 of 3 tested units of {path} are left out: the model saw cells of them, the first D; hold them out of its "
         "corpus (shard.split_by)."
     )
-    assert "tested new perturbation" not in result.figures
+    assert "tested_new_perturbation" not in result.figures
     assert result.figures["split_unnamed"] == "none"
     with pytest.raises(Skipped, match=r"shard\.split_by"):
         Perturbation(config_of(path)).run(replace(screen, scored=np.zeros_like(scored)))

@@ -31,7 +31,7 @@ from cellmill.errors import DataError
 from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.task import Context, Skipped
 from cellmill.evaluate.tasks.perturbation.baselines import ChangesByMethod
-from cellmill.evaluate.tasks.perturbation.folds import folds_by_heading
+from cellmill.evaluate.tasks.perturbation.folds import divide_by_novelty
 from cellmill.evaluate.tasks.perturbation.predictions import ChangePredictor
 from cellmill.evaluate.tasks.perturbation.probes import choose_probed, make_probes
 from cellmill.evaluate.tasks.perturbation.profiles import check_changes, controlled_role
@@ -102,7 +102,7 @@ def _hold_out(context: Context, config: PerturbationConfig) -> tuple[RoleUnits, 
             f"{context.dataset}: {reason}; expected perturbations, and controls in each batch or donor (columns of the "
             "table of datasets)"
         ) from None
-    every_fold = chain.from_iterable(folds_by_heading(units).values())
+    every_fold = chain.from_iterable(divide_by_novelty(units).values())
     folds = [fold for fold in every_fold if fold.repetition == 0]
     if not folds:
         raise DataError(

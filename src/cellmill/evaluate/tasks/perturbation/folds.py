@@ -15,9 +15,9 @@ from cellmill.evaluate.tasks.perturbation.split_file import TEST, TRAIN
 from cellmill.evaluate.tasks.perturbation.units import DOSE, PERTURBATION, RoleUnits
 
 
-def folds_by_heading(units: RoleUnits) -> dict[str, list[Fold]]:
-    """Folds by what they test, in the words of a heading, such as `new donor`. A split file has a
-    heading for each novelty of units. Empty if nothing can be tested.
+def divide_by_novelty(units: RoleUnits) -> dict[str, list[Fold]]:
+    """Folds by the novelty of the units that they test, in words, such as `new donor`. Only a split
+    file has several. Empty if nothing can be tested.
     """
     if units.split_file is None:
         folds = [*make_folds(units)]
@@ -84,12 +84,15 @@ def _divide_contexts(units: RoleUnits) -> Iterator[Fold]:
 def explain_no_folds(units: RoleUnits) -> str:
     """Why there are no folds, if there are none."""
     n_groups = len(np.unique(units.group_of_unit))
+    lacks_doses = units.config.doses == "column" and "dose" not in units.context.roles
     enough = f"{units.config.min_cells} cells or more (min_cells)"
     reason = f"{n_groups} values have {enough}; two are needed"
     if n_groups and (units.split_file is not None or not units.unseen.any()):
         reason = (
             "the model saw cells of each of them; hold some out (shard.split_by), or use cells: all"
         )
+    elif units.role == DOSE and lacks_doses:
+        reason = "the dataset has no dose column"
     elif n_groups > 1 and units.role == DOSE:
         reason = f"no compound has {FEWEST_DOSES} doses of {enough}"
     return f"held out {units.role}: {reason}"

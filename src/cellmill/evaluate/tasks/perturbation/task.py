@@ -7,7 +7,8 @@ tested in folds; if it saw all, none is tested. A unit's own perturbed genes are
 scores. Intervals are over perturbations and repetitions.
 """
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -29,82 +30,73 @@ from cellmill.evaluate.tasks.perturbation.doses import (
     parse_names,
     tabulate_curves,
 )
-from cellmill.evaluate.tasks.perturbation.folds import explain_no_folds, folds_by_heading
+from cellmill.evaluate.tasks.perturbation.folds import divide_by_novelty, explain_no_folds
 from cellmill.evaluate.tasks.perturbation.gene_features import CO_EXPRESSION, prior_method
 from cellmill.evaluate.tasks.perturbation.predictions import ChangePredictor
 from cellmill.evaluate.tasks.perturbation.probes import describe_better_probes
-from cellmill.evaluate.tasks.perturbation.profiles import check_changes, controlled_role
+from cellmill.evaluate.tasks.perturbation.profiles import check_changes
 from cellmill.evaluate.tasks.perturbation.scoring import CEILING, score_role
 from cellmill.evaluate.tasks.perturbation.split_file import SPLITS, TEST, TRAIN, SplitFile
-from cellmill.evaluate.tasks.perturbation.units import (
-    DOSE,
-    NO_CONTROLS,
-    PERTURBATION,
-    RoleUnits,
-)
+from cellmill.evaluate.tasks.perturbation.units import DOSE, PERTURBATION, RoleUnits
 from cellmill.runs.results import Difference, ScoredMethod, TaskResult
 
 
 @dataclass
-class ScoredRoles:
-    """Scores of all roles that are held out, and what the result says about them."""
+class ScoredRole:
+    """Scores of a role that is held out, and what the result says about it."""
 
+    figures: dict[str, Any]
+    no_folds: str | None  # why nothing is scored; None if something is
     columns: list[ScoreColumn] = field(default_factory=list)
     reference_columns: list[ScoreColumn] = field(default_factory=list)  # ceilings and probes
-    figures: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    reasons: list[str] = field(default_factory=list)  # why roles cannot be tested
 
 
 class Perturbation(Task):
     config: PerturbationConfig
 
     def run(self, context: Context) -> TaskResult:
-        """Scores for each role that is held out; skipped without perturbations and controls."""
+        """Scores of the split file, or of each role of `held_out` and of doses; skipped if none can be
+        scored.
+        """
         check_changes(context)
-        scored = ScoredRoles()
-        for units in self._hold_out_roles(context):
-            self._score_role(units, scored)
-        if not scored.columns:
-            reasons = scored.reasons or [NO_CONTROLS]
-            raise Skipped("; ".join(reasons), scored.figures)
-        return self._tabulate(scored)
+        split_file = None
+        roles: list[str] = [*self.config.held_out]
+        if self.config.doses is not None:
+            roles.append(DOSE)
+        if self.config.split_file is not None:
+            split_file = SplitFile.read(self.config, context)
+            roles = [PERTURBATION]
+        scored_roles = []
+        figures: dict[str, Any] = {}
+        reasons = []  # why roles are not scored
+        for role in roles:
+            try:
+                units = RoleUnits.read(context, self.config, role, split_file)
+            except Skipped as skipped:  # leaves the other roles to score
+                reasons.append(f"held out {role}: {skipped}")
+                continue
+            scored = self._score_role(units)
+            scored_roles.append(scored)
+            figures |= scored.figures
+            if scored.no_folds is not None:
+                reasons.append(scored.no_folds)
+        if not any(scored.columns for scored in scored_roles):
+            raise Skipped("; ".join(reasons) or "no metric is defined", figures)
+        return self._tabulate(scored_roles, figures)
 
     def estimate_s(self, sizes: DatasetSizes) -> float:
         return 0.8 + sizes.read_s() + sizes.components_s(sizes.n_training)
 
-    def _hold_out_roles(self, context: Context) -> Iterator[RoleUnits]:
-        """Units of the split file, or of each role of `held_out` that has strata with enough controls,
-        and of doses.
-        """
-        if self.config.split_file is not None:
-            yield RoleUnits.read(
-                context, self.config, PERTURBATION, SplitFile.read(self.config, context)
-            )
-            return
-        doses = [] if self.config.doses is None else [DOSE]
-        for role in [*self.config.held_out, *doses]:
-            is_context = role in context.roles and role != controlled_role(context.roles)
-            if role in (PERTURBATION, DOSE) or is_context:
-                try:
-                    units = RoleUnits.read(context, self.config, role)
-                except Skipped:  # a role without controls leaves the others to score
-                    continue
-                yield units
-
-    def _score_role(self, units: RoleUnits, scored: ScoredRoles) -> None:
-        """Add the columns, figures, notes and tables of a role to `scored`."""
+    def _score_role(self, units: RoleUnits) -> ScoredRole:
         predictor = ChangePredictor(units)
-        by_heading = folds_by_heading(units)
-        all_folds = [*chain.from_iterable(by_heading.values())]
-        scored.figures |= self._describe_units(predictor, all_folds)
-        if not by_heading:
-            scored.reasons.append(explain_no_folds(units))
+        folds_by_novelty = divide_by_novelty(units)
+        scored = self._describe_units(predictor, [*chain.from_iterable(folds_by_novelty.values())])
         if units.split_file is not None:
-            scored.figures |= describe_split(units, by_heading)
-            scored.notes += check_split(units, units.split_file, by_heading)
-        for heading, folds in by_heading.items():
+            scored.figures |= describe_split(units, folds_by_novelty)
+            scored.notes += note_contradictions(units, units.split_file, folds_by_novelty)
+        for novelty, folds in folds_by_novelty.items():
             scores = score_role(predictor, folds)
             if units.role == DOSE:
                 scored.notes += describe_linear_doses(
@@ -116,17 +108,18 @@ class Perturbation(Task):
             for metric, predictions in scores.predictions.items():
                 ceilings = scores.ceilings[metric]
                 probes = scores.probes[metric]
-                column = make_column(metric, heading, predictions, ceilings)
+                column = make_column(metric, novelty, predictions, ceilings)
                 if column is not None:
                     scored.columns.append(column)
-                    references = find_defined(ceilings | probes)
+                    references = drop_all_nan(ceilings | probes)
                     scored.reference_columns.append(replace(column, scores=references))
                     scored.notes += describe_better_probes(
                         column, probes, scores.probed, self.config.probe_noise
                     )
+        return scored
 
-    def _describe_units(self, predictor: ChangePredictor, folds: list[Fold]) -> dict[str, Any]:
-        """Figures of the units of a role, for metrics.json."""
+    def _describe_units(self, predictor: ChangePredictor, folds: list[Fold]) -> ScoredRole:
+        """The figures of a role's units for metrics.json, without scores yet."""
         units = predictor.units
         role = units.role
         tested = {name for fold in folds for name in units.perturbation[fold.test]}
@@ -138,14 +131,15 @@ class Perturbation(Task):
             f"{role}_folds": len(folds),
             f"{role}_left_out": ", ".join(units.left_out) or "none",
         }
-        if not folds:
-            figures[f"{role}_no_folds"] = explain_no_folds(units)
+        no_folds = None if folds else explain_no_folds(units)
+        if no_folds is not None:
+            figures[f"{role}_no_folds"] = no_folds
         if role == PERTURBATION:
             for source in self._list_gene_sources():
                 has_vector = np.isfinite(predictor.features[source]).all(1)
                 n = np.unique(units.perturbation[has_vector]).size
                 figures[f"perturbation_perturbations_with_{source.name}"] = n
-        return figures
+        return ScoredRole(figures, no_folds)
 
     def _tabulate_doses(
         self, predictor: ChangePredictor, errors: ByMethod, probed: list[ScoredMethod]
@@ -164,11 +158,19 @@ class Perturbation(Task):
             {method: errors[method] for method in methods},
         )
 
-    def _tabulate(self, scored: ScoredRoles) -> TaskResult:
+    def _tabulate(self, scored_roles: list[ScoredRole], figures: dict[str, Any]) -> TaskResult:
         """Result with rows of ceilings and probes below the table, and with the differences of methods that read
         gene vectors.
         """
-        columns = scored.columns
+        columns = []
+        reference_columns = []
+        notes = []
+        tables: dict[str, list[dict[str, Any]]] = {}
+        for scored in scored_roles:
+            columns += scored.columns
+            reference_columns += scored.reference_columns
+            notes += scored.notes
+            tables |= scored.tables
         judged = [column for column in columns if column.select_kind("model")]
         differences = []
         for column in judged:
@@ -176,13 +178,13 @@ class Perturbation(Task):
         source_differences, comparisons = self._compare_gene_sources(columns)
         result = tabulate(
             columns,
-            scored.figures,
+            figures,
             judged,
-            rows=table_rows(columns) + table_rows(scored.reference_columns),
+            rows=table_rows(columns) + table_rows(reference_columns),
             differences=differences + source_differences,
-            notes=scored.notes + comparisons,
+            notes=notes + comparisons,
         )
-        return replace(result, tables=scored.tables)
+        return replace(result, tables=tables)
 
     def _compare_gene_sources(
         self, columns: list[ScoreColumn]
@@ -207,7 +209,7 @@ class Perturbation(Task):
         return [CO_EXPRESSION, *map(prior_method, self.config.priors)]
 
 
-def describe_split(units: RoleUnits, by_heading: Mapping[str, list[Fold]]) -> dict[str, Any]:
+def describe_split(units: RoleUnits, folds_by_novelty: Mapping[str, list[Fold]]) -> dict[str, Any]:
     """Figures of the units of a split file, for metrics.json."""
     n_by_split = {}
     for split in SPLITS:
@@ -217,15 +219,15 @@ def describe_split(units: RoleUnits, by_heading: Mapping[str, list[Fold]]) -> di
         **n_by_split,
         "split_unnamed": ", ".join(np.unique(unnamed)) or "none",
     }
-    for heading, [fold] in by_heading.items():
-        figures[f"tested {heading}"] = len(fold.test)
+    for novelty, [fold] in folds_by_novelty.items():
+        figures["tested_" + re.sub(r"\W", "_", novelty)] = len(fold.test)
     return figures
 
 
-def check_split(
-    units: RoleUnits, split_file: SplitFile, by_heading: Mapping[str, list[Fold]]
+def note_contradictions(
+    units: RoleUnits, split_file: SplitFile, folds_by_novelty: Mapping[str, list[Fold]]
 ) -> list[str]:
-    """Sentences on statements of the file that the dataset or the model contradicts."""
+    """Notes on statements of the file that the dataset or the model contradicts."""
     notes = []
     is_test = units.split_of_unit == TEST
     names = np.array(units.unit_names)
@@ -235,8 +237,8 @@ def check_split(
             f"{len(seen):,} of {is_test.sum():,} tested units of {split_file.path} are left out: the model saw cells "
             f"of them, the first {seen[0]}; hold them out of its corpus (shard.split_by)."
         )
-    for heading, [fold] in by_heading.items():
-        for stated in sorted({*split_file.stated_novelty.values()} - {heading}):
+    for novelty, [fold] in folds_by_novelty.items():
+        for stated in sorted({*split_file.stated_novelty.values()} - {novelty}):
             others = [
                 unit
                 for unit in fold.test
@@ -245,7 +247,7 @@ def check_split(
             if others:
                 notes.append(
                     f"{len(others):,} units that {split_file.path} counts as {stated}, the first "
-                    f"{names[others[0]]}, are scored as {heading}, by the perturbations in {TRAIN}."
+                    f"{names[others[0]]}, are scored as {novelty}, by the perturbations in {TRAIN}."
                 )
     if split_file.undivided:
         notes.append(
@@ -256,19 +258,19 @@ def check_split(
 
 
 def make_column(
-    metric: str, heading: str, predictions: ByMethod, ceilings: ByMethod
+    metric: str, novelty: str, predictions: ByMethod, ceilings: ByMethod
 ) -> ScoreColumn | None:
     """Column of the methods that have the metric; None if none has it, or the ceiling lacks it.
 
-    `heading` has the tested units in words, such as `new perturbation`.
+    `novelty` describes the tested units in words, such as `new perturbation`.
     """
-    methods = find_defined(predictions)
-    ceiling = find_defined(ceilings).get(CEILING)
+    methods = drop_all_nan(predictions)
+    ceiling = drop_all_nan(ceilings).get(CEILING)
     if not methods or ceiling is None:
         return None
     return ScoreColumn(
-        f"{metric}, {heading}",
-        f"{METRICS[metric]}, {heading}",
+        f"{metric}, {novelty}",
+        f"{METRICS[metric]}, {novelty}",
         methods,
         trivial={method: methods[method] for method in (NO_CHANGE, MEAN) if method in methods},
         ceiling=(CEILING, ceiling),
@@ -276,6 +278,6 @@ def make_column(
     )
 
 
-def find_defined(scores: ByMethod) -> ByMethod:
-    """Scores of the methods that have any."""
+def drop_all_nan(scores: ByMethod) -> ByMethod:
+    """The scores without methods whose scores are all NaN."""
     return {method: values for method, values in scores.items() if np.isfinite(values).any()}

@@ -15,12 +15,16 @@ from cellmill.data.arrays import text_values
 from cellmill.data.genes.names import known_rows
 from cellmill.evaluate.task import Context, Skipped
 from cellmill.evaluate.tasks.perturbation.doses import log_doses, parse_names
-from cellmill.evaluate.tasks.perturbation.profiles import STRATA, Profiles, read_profiles
+from cellmill.evaluate.tasks.perturbation.profiles import (
+    STRATA,
+    Profiles,
+    controlled_role,
+    read_profiles,
+)
 from cellmill.evaluate.tasks.perturbation.split_file import PartNames, SplitFile
 
 PERTURBATION = "perturbation"  # role of new perturbations, and of every split file
 DOSE = "dose"  # role of doses that are held out
-NO_CONTROLS = "no stratum has enough controls"  # why a dataset or a role is skipped
 # a group counts as unseen if this share of its cells is scored; the rest equal training cells or
 # have no known gene
 UNSEEN_FRAC = 0.9
@@ -62,11 +66,16 @@ class RoleUnits:
         """Units with at least `min_cells` cells. For units that may be tested, only scored cells
         count.
 
-        Raises Skipped if no stratum has enough controls.
+        Raises Skipped if values of the role cannot be held out, or if no stratum has enough controls.
         """
         context_role = None if role in (PERTURBATION, DOSE) else role
         if split_file is not None:
             context_role = split_file.context_role
+        elif context_role is not None:
+            if context_role not in context.roles:
+                raise Skipped(f"the dataset has no {context_role} column")
+            if context_role == controlled_role(context.roles):
+                raise Skipped("its values are the perturbations; hold out perturbation")
         roles = (*STRATA, context_role) if context_role else STRATA
         profiles = read_profiles(
             context.reader,
@@ -76,7 +85,7 @@ class RoleUnits:
             context.options.seed,
         )
         if profiles.stratum.max() < 0:
-            raise Skipped(NO_CONTROLS)
+            raise Skipped("no stratum has enough controls")
         cells = _tabulate_cells(context, config, profiles, context_role)
         cells["group"] = _name_groups(cells, role, context_role, split_file)
         no_dose: list[str] = []
