@@ -355,7 +355,8 @@ def test_a_model_without_labels_cannot_predict(tmp_path: Path) -> None:
     model = export_model(tmp_path / "model", genes)
     options = check_options(predict.PredictOptions, {"embed": {}, "predict": {}}, "test")
     with pytest.raises(
-        ConfigError, match="it predicts no labels; export a run with objective classification"
+        ConfigError,
+        match="it predicts neither labels nor numbers; export a run with objective classification",
     ):
         predict.predict(
             options=options, model=model, input=path, counts="X", out=tmp_path / "out.h5ad"

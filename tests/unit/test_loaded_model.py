@@ -95,7 +95,7 @@ def test_duplicate_genes_are_summed_as_in_a_file(
     twice.write_h5ad(tmp_path / "twice.h5ad")
     embedded = ad.read_h5ad(embed(folder, tmp_path / "twice.h5ad", tmp_path / "out.h5ad"))
     assert (model.embed(twice) == np.asarray(embedded.obsm["X_cellmill"])).all()
-    with pytest.raises(ConfigError, match="it predicts no labels"):
+    with pytest.raises(ConfigError, match="it predicts neither labels nor numbers"):
         model.predict(raw)
 
 
@@ -189,6 +189,7 @@ def test_predictions_of_all_heads_equal_the_command(
             assert list(made.labels.astype(str)) == list(expected.obs["cellmill_label"].astype(str))
             assert made.obs["cellmill_label_tissue"].categories.tolist() == ["lung", "skin"]
     assert {"cellmill_value"} == {*made.obs}
+    made.obs["cellmill_seen_in_training"] = np.zeros(len(made.obs["cellmill_value"]), bool)
     with pytest.raises(
         ConfigError, match=r"^the model predicts no labels; its numbers are in obs: cellmill_value$"
     ):

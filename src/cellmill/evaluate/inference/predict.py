@@ -64,10 +64,12 @@ def find_classifiers(
 class Predicted(Written):
     """Content that `cellmill predict` writes.
 
-    Names end in `_PART` if a sum has several heads of a kind. obs has cellmill_label,
-    cellmill_probability, cellmill_value; cellmill_rejected with a threshold, and
-    cellmill_seen_in_training if the model's training cells are known. obsm has
+    obs has cellmill_label, cellmill_probability, cellmill_value; cellmill_rejected with a threshold,
+    and cellmill_seen_in_training if the model's training cells are known. obsm has
     cellmill_probabilities, (cells, labels) float32, after the temperature.
+
+    In a sum, names of the second and further heads of labels end in `_PART`, and so do names of all
+    heads of numbers if it has several.
     """
 
     # sentences about labels and numbers that the file has too
@@ -95,8 +97,9 @@ class Predicted(Written):
     def labels(self) -> pd.Categorical:
         """(cells,), of the first head of labels."""
         if LABEL not in self.obs:
+            numbers = [name for name in self.obs if name.startswith(VALUE)]
             raise ConfigError(
-                f"the model predicts no labels; its numbers are in obs: {', '.join(self.obs)}"
+                f"the model predicts no labels; its numbers are in obs: {', '.join(numbers)}"
             )
         return self.obs[LABEL]
 
@@ -113,7 +116,7 @@ def choose_thresholds(
     thresholds = {}
     if not heads and not find_regressions(model.objective):
         raise ConfigError(
-            f"{name}: it predicts no labels; export a run with objective classification or regression"
+            f"{name}: it predicts neither labels nor numbers; export a run with objective classification or regression"
         )
     for suffix, (_, classifier) in heads.items():
         thresholds[suffix] = section.min_probability or 0.0
