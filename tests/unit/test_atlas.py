@@ -208,6 +208,9 @@ def test_an_atlas_of_one_donor_leaves_out_cells(tmp_path: Path) -> None:
     mapped = map_to(few, cells.vectors)
     assert np.isnan(mapped.obs["cellmill_distance_percentile"]).all()
     assert any(line.startswith("warning: no cell can be refused") for line in mapped.lines)
+    one_donor = written_atlas(tmp_path / "ten", draw_dataset("one", 10, 1, donors=1))
+    lines = map_to(one_donor, cells.vectors).lines
+    assert not any("more often than that" in line for line in lines), "more often than nothing"
 
 
 def test_a_map_warns_of_training_cells_that_are_not_known(tmp_path: Path) -> None:

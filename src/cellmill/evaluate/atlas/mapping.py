@@ -225,7 +225,7 @@ def _describe(atlas: CellAtlas, obs: dict[str, Any], section: Map) -> list[str]:
         f"{int(obs[LABEL].notna().sum()):,} of {n:,} cells have a label, {n_refused:,} are refused ({new})"
     ]
     n_reference = len(atlas.reference)
-    whose = "its donor" if record.held_out == "donor" else "the cell itself"
+    whose = "their donor" if record.held_out == "donor" else "each"
     # reference cells by the rule for new ones
     percentile = _percentiles(atlas, atlas.reference["distance"])
     is_refused = find_refused(percentile, section.refuse_frac)
@@ -237,21 +237,23 @@ def _describe(atlas: CellAtlas, obs: dict[str, Any], section: Map) -> list[str]:
     else:
         shares = pd.Series(is_refused).groupby(atlas.reference["donor"]).agg(["size", "mean"])
         shares = shares.loc[shares["size"] >= MIN_SHOWN, "mean"]
-        by_donor = f", {shares.min():.1%} to {shares.max():.1%} by donor" if len(shares) > 1 else ""
-        lines.append(
-            f"the same rule refuses {is_refused.mean():.1%} of {n_reference:,} cells of the atlas, each without "
-            f"{whose}{by_donor}"
+        by_donor = (
+            f" ({shares.min():.1%} to {shares.max():.1%} by donor)" if len(shares) > 1 else ""
         )
-    if record.held_out == "cell":
         lines.append(
-            "warning: the atlas has one donor, so cells of a new donor are refused more often than that"
+            f"by the same rule, {is_refused.mean():.1%} of the atlas's own {n_reference:,} cells would be refused if "
+            f"{whose} were left out{by_donor}"
         )
+        if record.held_out == "cell":
+            lines.append(
+                "warning: the atlas has one donor, so cells of a new donor are refused more often than that"
+            )
     if not record.labels:
         lines.append("warning: the atlas has no labels")
     if n_in_atlas:
         lines.append(f"{n_in_atlas:,} of {n:,} cells are in the atlas: no percentile")
     if n_seen:
         lines.append(
-            f"{n_seen:,} of {n:,} cells are of the model's training or validation: no percentile"
+            f"{n_seen:,} of {n:,} cells come from the model's training or validation cells: no percentile"
         )
     return lines
