@@ -274,6 +274,18 @@ def test_copies_are_counted_apart(datasets: Datasets, tmp_path: Path) -> None:
     assert none["two"]["transfer"]["skipped"].startswith("no label in common: fitted type_")
 
 
+def test_a_dataset_without_cells_to_test_says_why(datasets: Datasets, tmp_path: Path) -> None:
+    def copy(two: ad.AnnData) -> ad.AnnData:
+        two.X = datasets.cells["one"].X
+        two.obs["cell_type"] = two.obs["cell_type"].astype(str).where(np.arange(200) >= 5)
+        return two
+
+    found = datasets.evaluate(tmp_path / "out", copy)["two"]["transfer"]
+    assert found["skipped"] == (
+        "no cell is left to test: of 200 scored cells, 195 equal fitted cells and 5 have no label"
+    )
+
+
 def test_datasets_that_cannot_be_compared_are_refused(datasets: Datasets, tmp_path: Path) -> None:
     for wrong in ("CL:9999999", "unknown"):
 

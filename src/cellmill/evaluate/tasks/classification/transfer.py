@@ -155,11 +155,18 @@ class Transfer(Task):
         are_terms = config.ontology and _are_term_ids([*compared.fitted, compared.tested])
         fitted_names = count_by_label(compared.fitted_labels)
         if len(fitted_names) < 2:
-            raise Skipped(f"the cells of {figures['fitted_on']} have one label", figures)
+            n_labels = "one" if fitted_names else "no"
+            raise Skipped(f"the cells of {figures['fitted_on']} have {n_labels} label", figures)
         is_known = compared.is_known
-        if not (is_known.any() or (are_terms and len(is_known))):
+        if not len(is_known):
+            raise Skipped(
+                f"no cell is left to test: of {int(context.scored.sum()):,} scored cells, {compared.n_copies:,} equal "
+                f"fitted cells and {figures['n_unlabelled']:,} have no label",
+                figures,
+            )
+        if not (is_known.any() or are_terms):
             fitted_labels = ", ".join([*fitted_names][:3])
-            tested_labels = ", ".join([*figures["new_classes"]][:3]) or "none"
+            tested_labels = ", ".join([*figures["new_classes"]][:3])
             reason = f"no label in common: fitted {fitted_labels}, tested {tested_labels}"
             raise Skipped(reason, figures)
         predictions = self._predict(context, compared)
