@@ -6,6 +6,7 @@ from dataclasses import replace
 from importlib.metadata import EntryPoint
 from math import isfinite
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -16,7 +17,7 @@ from cellmill.config.parts.tasks import TaskConfig
 from cellmill.config.plugin import BUILT_IN
 from cellmill.evaluate.seconds.planned import LearnedRatios, Planner, describe_plan
 from cellmill.evaluate.seconds.sizes import DatasetSizes
-from cellmill.evaluate.task import Context
+from cellmill.evaluate.task import Context, Task
 from cellmill.runs.results import TaskResult
 from tests.unit.evaluated import evaluate
 
@@ -138,6 +139,30 @@ def test_cells_that_a_task_does_not_draw_cost_little() -> None:
     many = replace(WORK, n_cells=10_000)
     more = replace(WORK, n_cells=1_000_000)
     assert estimate("probe", many) == estimate("probe", more)
+
+
+def test_training_cells_that_a_task_does_not_read_cost_nothing() -> None:
+    ten_thousand, twenty_thousand, more = (
+        replace(WORK, n_training=n) for n in (10_000, 20_000, 1_000_000)
+    )
+    assert estimate("probe", ten_thousand) == estimate("probe", more)
+    assert estimate("imputation", ten_thousand) < estimate("imputation", twenty_thousand)
+    assert estimate("imputation", twenty_thousand) == estimate("imputation", more)
+
+
+def test_a_plan_knows_all_training_cells(context: Context) -> None:
+    manifest: Any = SimpleNamespace(splits={"train": SimpleNamespace(n_obs=15_000)})
+    model = replace(context.model, manifest=manifest)
+    known = []
+
+    class Recorder(Task):
+        def estimate_s(self, sizes: DatasetSizes) -> float:
+            known.append(sizes.n_training)
+            return 0.0
+
+    planned = replace(context, model=model)
+    Planner(planned).plan("probe", Recorder(None), planned)
+    assert known == [15_000]
 
 
 def test_transfer_plans_no_time_for_datasets_that_it_skips() -> None:

@@ -15,7 +15,6 @@ from pydantic import TypeAdapter, ValidationError
 from threadpoolctl import threadpool_limits
 
 from cellmill.errors import DataError
-from cellmill.evaluate.evaluated_model import PCA_CELLS
 from cellmill.evaluate.features.cell_features import embed_counts
 from cellmill.evaluate.seconds.sizes import REFERENCE_FLOPS_PER_S, DatasetSizes
 from cellmill.evaluate.task import Context, Task
@@ -85,7 +84,7 @@ class Planner:
             n_obs=context.reader.n_obs,
             n_genes=context.reader.n_vars,
             genes_per_cell=genes_per_cell,
-            n_training=min(context.model.manifest.splits["train"].n_obs, PCA_CELLS),
+            n_training=context.model.manifest.splits["train"].n_obs,
             n_values={role: column.nunique() for role, column in context.roles.items()},
             n_external=len(context.external),
             folds=context.options.folds,

@@ -8,6 +8,8 @@ float32 matrices at REFERENCE_FLOPS_PER_S; stage evaluate converts them to this 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from cellmill.evaluate.evaluated_model import PCA_CELLS
+
 REFERENCE_FLOPS_PER_S = 80e9
 
 
@@ -20,7 +22,7 @@ class DatasetSizes:
     n_obs: int  # cells of the file, all of which tasks read
     n_genes: int  # columns of the file
     genes_per_cell: float  # genes with counts
-    n_training: int  # training cells that principal components are fitted on
+    n_training: int  # training cells of the model
     n_values: Mapping[str, int]  # different values by role, such as label and donor
     n_external: int  # models of `evaluate.external`
     folds: int  # `evaluate.folds`
@@ -42,11 +44,15 @@ class DatasetSizes:
         """Read the file, embed `n` cells with the untrained model, and fit components of training
         cells.
         """
-        return self.read_s() + n * self.forward_s + self.components_s(self.n_training)
+        return self.read_s() + n * self.forward_s + self.training_components_s()
 
     def components_s(self, n: int) -> float:
         """Fit principal components to `n` sparse cells."""
         return 4e-7 * n * self.genes_per_cell
+
+    def training_components_s(self) -> float:
+        """Fit principal components to the model's training cells."""
+        return self.components_s(min(self.n_training, PCA_CELLS))
 
     def products_s(self, n: int) -> float:
         """Products of all pairs of `n` sparse cells."""

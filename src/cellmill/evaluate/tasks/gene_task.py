@@ -35,7 +35,7 @@ class GeneTask(Task):
 
     def estimate_s(self, sizes: DatasetSizes) -> float:
         """Seconds to read training cells, and to fit their components."""
-        return sizes.components_s(sizes.n_training)
+        return sizes.training_components_s()
 
     def score(self, context: Context, vectors: ByMethod, profiles: sp.csr_matrix) -> TaskResult:
         """Scores of `vectors` (genes, width); `profiles` (cells, genes) are log-normalised

@@ -164,7 +164,7 @@ class Degraded(Task):
         for n_fits, n_of_fit in ((n_levels + 1, n_fitted), (1, (n_levels + 1) * n_fitted)):
             products_s = 2 * sizes.products_s(n_of_fit)
             fold_s += n_fits * (products_s + sizes.regressions_s(n_of_fit) + 4e-4 * n_of_fit)
-        repeat_s = sizes.folds * fold_s + n_levels * sizes.components_s(sizes.n_training)
+        repeat_s = sizes.folds * fold_s + n_levels * sizes.training_components_s()
         repeat_s += 2 * (n_levels + 1) * n * sizes.forward_s
         return sizes.features_s(n) + sizes.halves_s(n) + config.repeats * repeat_s
 

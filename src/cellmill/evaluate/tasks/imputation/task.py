@@ -25,7 +25,7 @@ from cellmill.evaluate.evaluated_model import EvaluatedModel
 from cellmill.evaluate.features.cell_features import read_rows
 from cellmill.evaluate.features.components import COMPONENTS
 from cellmill.evaluate.hidden_genes.decoder import decode_expression
-from cellmill.evaluate.hidden_genes.fit_ridge import MIN_CELLS
+from cellmill.evaluate.hidden_genes.fit_ridge import MAX_FITTED, MIN_CELLS
 from cellmill.evaluate.hidden_genes.partly_hidden_cells import PartlyHiddenCells
 from cellmill.evaluate.hidden_genes.ridge import GeneRidge
 from cellmill.evaluate.methods import EMBEDDING, ByMethod, add_note
@@ -79,7 +79,7 @@ class Imputation(Task):
 
     def estimate_s(self, sizes: DatasetSizes) -> float:
         n = sizes.count_cells(MAX_CELLS)
-        n_training = sizes.n_training
+        n_training = min(sizes.n_training, MAX_FITTED)
         config = self.config
         n_folds = 0
         for role in ("donor", "batch"):
@@ -151,9 +151,9 @@ class Imputation(Task):
         genes = np.unique(rows).astype(np.int64)
         if not 0 < len(genes) < len(context.measured_genes):
             raise DataError(
-                f"evaluate.tasks.imputation.genes: {len(genes):,} of {len(row_of_name):,} are genes of the model that "
-                f"{self.config.min_cells} scored cells of {context.dataset} express (min_cells), expected at least "
-                "one, and another measured gene that stays visible; name genes by Ensembl id or current symbol"
+                f"evaluate.tasks.imputation.genes: only {len(genes):,} of {len(row_of_name):,} named genes can be "
+                f"hidden (known to the model, expressed in at least {self.config.min_cells} scored cells of "
+                f"{context.dataset}); at least one must be, and at least one measured gene must stay visible"
             )
         if left_out:
             listed = ", ".join(sorted(left_out))

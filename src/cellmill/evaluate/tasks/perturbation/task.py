@@ -87,7 +87,7 @@ class Perturbation(Task):
         return self._tabulate(scored_roles, figures)
 
     def estimate_s(self, sizes: DatasetSizes) -> float:
-        return 0.8 + sizes.read_s() + sizes.components_s(sizes.n_training)
+        return 0.8 + sizes.read_s() + sizes.training_components_s()
 
     def _score_role(self, units: RoleUnits) -> ScoredRole:
         predictor = ChangePredictor(units)
