@@ -72,16 +72,16 @@ def _folds(labels: np.ndarray) -> tuple[list[FoldFit], list[np.ndarray]]:
     tests = []
     for part in (3, 2):
         is_fitted = np.arange(len(labels)) % 4 != part
-        rows = np.flatnonzero(is_fitted)
-        _, class_of_cell = np.unique(labels[rows], return_inverse=True)
-        fits.append(FoldFit(rows, np.eye(class_of_cell.max() + 1)[:, class_of_cell]))
+        cells = np.flatnonzero(is_fitted)
+        _, class_of_cell = np.unique(labels[cells], return_inverse=True)
+        fits.append(FoldFit(cells, np.eye(class_of_cell.max() + 1)[:, class_of_cell]))
         tests.append(np.flatnonzero(~is_fitted))
     return fits, tests
 
 
 @pytest.mark.parametrize("standardised", [True, False])
 @pytest.mark.parametrize("single", [True, False], ids=["float32", "float64"])
-@pytest.mark.parametrize("columns", [1, dual.MAX_COLUMNS], ids=["one by one", "together"])
+@pytest.mark.parametrize("columns", [1, dual.MAX_STACKED_CLASSES], ids=["one by one", "together"])
 @SHAPES
 def test_regression_of_shared_products_equals_scikit_learn(
     n: int,
@@ -92,7 +92,7 @@ def test_regression_of_shared_products_equals_scikit_learn(
     standardised: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dual, "MAX_COLUMNS", columns)
+    monkeypatch.setattr(dual, "MAX_STACKED_CLASSES", columns)
     if single:  # as of many cells
         monkeypatch.setattr(products_module, "MAX_DOUBLE", 0)
     genes, labels, _ = _cells(n, width, classes)
@@ -102,7 +102,7 @@ def test_regression_of_shared_products_equals_scikit_learn(
     scaler: list[Any] = [StandardScaler(with_mean=False)] if standardised else []
     for number, (fit, test) in enumerate(zip(fits, tests)):
         reference = make_pipeline(*scaler, regression(sparse=True))
-        reference.fit(genes[fit.rows], labels[fit.rows])
+        reference.fit(genes[fit.cells], labels[fit.cells])
         expected = reference.decision_function(genes[test])
         logits = found[number][:, test].T
         if len(fit.targets) == 2:
@@ -115,7 +115,7 @@ def test_folds_fitted_together_predict_as_single_fits(monkeypatch: pytest.Monkey
     monkeypatch.setattr(logistic, "MAX_DENSE_SIDE", 5)
     genes, labels, _ = _cells(60, 200, 3)
     fits, tests = _folds(labels)
-    splits = [Fold(0, fit.rows, test) for fit, test in zip(fits, tests)]
+    splits = [Fold(0, fit.cells, test) for fit, test in zip(fits, tests)]
     shared = FeatureCache().share(genes)
     known: dict[str, np.ndarray] = {}
     precompute_folds(shared, labels, splits, known)

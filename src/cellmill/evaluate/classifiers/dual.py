@@ -27,7 +27,7 @@ from cellmill.evaluate.features.products import CellProducts, compute_scales
 
 MAX_ROUNDS = 12  # rounds with K, after which the fit is left to `fit_weights`
 CONSTANT_TOLERANCE = 1e-3  # largest change of a constant by the last round
-MAX_COLUMNS = 256  # classes of all fits that take steps together
+MAX_STACKED_CLASSES = 256  # classes of all fits that take steps together
 ByFit = dict[int, np.ndarray]
 """An array of each fit, by the fit's number: weights, logits, or one value per gene."""
 
@@ -36,7 +36,7 @@ ByFit = dict[int, np.ndarray]
 class FoldFit:
     """A regression that reads some of the cells."""
 
-    rows: np.ndarray  # indices of the fitted cells
+    cells: np.ndarray  # indices of the fitted cells
     targets: np.ndarray  # one-hot, `(classes, fitted cells)`
 
     @property
@@ -76,14 +76,14 @@ def fit_folds(products: CellProducts, fits: Sequence[FoldFit], is_scaled: bool) 
     Leaves out fits whose rounds do not converge.
     """
     groups: list[ByFit] = []  # starts of the fits that take their steps together
-    n_columns = 0
+    n_stacked = 0
     for number, fit in enumerate(fits):
         n_classes = len(fit.targets)
-        if not groups or n_columns + n_classes > MAX_COLUMNS:
+        if not groups or n_stacked + n_classes > MAX_STACKED_CLASSES:
             groups.append({})
-            n_columns = 0
+            n_stacked = 0
         groups[-1][number] = np.zeros(fit.targets.shape)
-        n_columns += n_classes
+        n_stacked += n_classes
     logits: ByFit = {}
     for starts in groups:
         logits |= _FoldFits(products, fits, is_scaled).solve(starts)
@@ -106,7 +106,7 @@ class _FoldFits:
             return self._multiply(weights)
         is_fitted = np.zeros((len(starts), self.profiles.shape[0]))
         for row, number in zip(is_fitted, starts):
-            row[self.fits[number].rows] = 1
+            row[self.fits[number].cells] = 1
         scales = compute_scales(self.profiles, is_fitted)
         inverse_variances = dict(zip(starts, scales**-2.0))
         converged: ByFit = {}
@@ -120,7 +120,7 @@ class _FoldFits:
             constants = {}
             for number in weights:
                 difference = exact[number] - approximate[number]
-                constants[number] = difference[:, self.fits[number].rows]
+                constants[number] = difference[:, self.fits[number].cells]
             weights = self._search(weights, constants)
             for number in [*weights]:
                 change = np.abs(constants[number] - previous[number]).max()
@@ -147,9 +147,9 @@ class _FoldFits:
             if requests:
                 weights = {number: cell_weights for number, (cell_weights, _) in requests.items()}
                 products = self._stack(weights) @ self.products
-                for number, fit_rows in _split(weights, products):
+                for number, class_rows in _split(weights, products):
                     cell_weights, logits = requests[number]
-                    logits[:] = fit_rows[:, self.fits[number].rows]
+                    logits[:] = class_rows[:, self.fits[number].cells]
                     logits += cell_weights.sum(1, keepdims=True)
                     logits /= self.fits[number].penalty
         return optima
@@ -164,23 +164,23 @@ class _FoldFits:
         `inverse_variances`, `(genes,)` of each fit, are over the same cells.
         """
         coefficients = self.profiles.T @ np.ascontiguousarray(self._stack(weights).T)
-        for number, fit_rows in _split(weights, coefficients.T):
-            fit_rows *= inverse_variances[number]
+        for number, class_rows in _split(weights, coefficients.T):
+            class_rows *= inverse_variances[number]
         return self._finish(weights, (self.profiles @ coefficients).T)
 
     def _stack(self, weights: ByFit) -> np.ndarray:
         """Weights of all fits, `(classes of all fits, cells)`; 0 for cells that a fit does not read."""
-        n_columns = sum(map(len, weights.values()))
-        stacked = np.zeros((n_columns, self.profiles.shape[0]), self.products.dtype)
-        for number, fit_rows in _split(weights, stacked):
-            fit_rows[:, self.fits[number].rows] = weights[number]
+        n_classes = sum(map(len, weights.values()))
+        stacked = np.zeros((n_classes, self.profiles.shape[0]), self.products.dtype)
+        for number, class_rows in _split(weights, stacked):
+            class_rows[:, self.fits[number].cells] = weights[number]
         return stacked
 
     def _finish(self, weights: ByFit, products: np.ndarray) -> ByFit:
         logits: ByFit = {}
-        for number, fit_rows in _split(weights, products):
+        for number, class_rows in _split(weights, products):
             constant = weights[number].sum(1, keepdims=True)
-            logits[number] = (fit_rows + constant) / self.fits[number].penalty
+            logits[number] = (class_rows + constant) / self.fits[number].penalty
         return logits
 
 

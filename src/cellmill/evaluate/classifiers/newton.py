@@ -230,12 +230,12 @@ def _compute_loss(
     logits = point.logits + constants
     shifted = logits - logits.max(0)
     true_logits = np.vdot(shifted, targets)
-    odds = np.exp(shifted)
-    sums = odds.sum(0)
+    exponentials = np.exp(shifted)
+    sums = exponentials.sum(0)
     cross_entropy = (np.log(sums).sum() - true_logits) / n
     penalty = np.vdot(point.weights, point.logits)
     penalty -= curvature / n * np.vdot(point.logits, point.logits)
-    return cross_entropy + penalty / 2, odds / sums
+    return cross_entropy + penalty / 2, exponentials / sums
 
 
 def _newton_step(
