@@ -161,7 +161,7 @@ def test_a_plan_knows_all_training_cells(context: Context) -> None:
             return 0.0
 
     planned = replace(context, model=model)
-    Planner(planned).plan("probe", Recorder(None), planned)
+    Planner(planned).estimate("probe", Recorder(None), planned)
     assert known == [15_000]
 
 

@@ -136,11 +136,13 @@ def _run_missing(
     """
     n_processes = _count_processes(task_runs, context)
     planner = Planner(context)
-    formula_s = {run.name: planner.plan(run.task_name, run.task, run.context) for run in task_runs}
+    estimated_s = {
+        run.name: planner.estimate(run.task_name, run.task, run.context) for run in task_runs
+    }
     ratios = finished.ratios.read()
     planned_s = {}
     for task_run in task_runs:
-        seconds = formula_s[task_run.name]
+        seconds = estimated_s[task_run.name]
         ratio = ratios.get(task_run.task_name, 1.0)
         planned_s[task_run.name] = None if seconds is None else ratio * seconds
     print(f"{context.dataset}: {describe_plan(planned_s, n_processes)}", flush=True)
@@ -166,7 +168,7 @@ def _run_missing(
                 results[task_run.name] = output.result
                 if output.result.skipped is None and not context.prediction_cache.n_read:
                     finished.ratios.learn(
-                        task_run.task_name, formula_s[task_run.name], output.cpu_s
+                        task_run.task_name, estimated_s[task_run.name], output.cpu_s
                     )
             except UserError as error:
                 failures.append(error)
@@ -265,7 +267,8 @@ def _finish_task(task_run: _TaskRun, get_output: Callable[[], RunOutput]) -> Run
     try:
         output = get_output()
     except (UserError, BrokenProcessPool):
-        raise  # a killed process: `stages.evaluate` names the remedy
+        # the first has a message for users; `stages.evaluate` adds a remedy to the second, a killed process
+        raise
     except Exception as error:
         traceback.print_exc()
         raise DataError(

@@ -1,8 +1,8 @@
 """CPU-seconds of tasks, planned before they start.
 
-A plan is what `Task.estimate_s` says for the sizes of the dataset, times how much slower a core of this
-machine is than the reference, times how far off the last plan of the task was. Results and their keys
-do not depend on it.
+An estimate is `Task.estimate_s` for the sizes of the dataset, times how much slower a core of this
+machine is than the reference. The plan is the estimate times the ratio of the CPU-seconds that the
+task last took to its estimate then. Results and their keys do not depend on it.
 """
 
 import time
@@ -24,13 +24,13 @@ from cellmill.planner.measure.cpu_speed import measure_cpu
 
 MEASURED_CELLS = 512  # cells that the model embeds to measure its speed, at most
 MEASURED_S = 0.1  # no more cells are embedded after a pass that took so long
-MAX_LEARNED = 4.0  # a plan is corrected by at most this factor
-LEAST_LEARNED_S = 1.0  # shorter tasks correct no plan
+MAX_LEARNED = 4.0  # an estimate is corrected by at most this factor
+LEAST_LEARNED_S = 1.0  # shorter tasks correct no estimate
 _ratios_adapter = TypeAdapter(dict[str, float])
 
 
 class LearnedRatios:
-    """CPU-seconds that tasks took, relative to their plans, by task: a file next to the finished
+    """CPU-seconds that tasks took, relative to their estimates, by task: a file next to the finished
     results.
     """
 
@@ -51,14 +51,14 @@ class LearnedRatios:
             if isfinite(ratio)
         }
 
-    def learn(self, task: str, planned_s: float | None, cpu_s: float) -> None:
-        """Keep what a task took, unless its plan is not known or either is too short to say much."""
-        if planned_s is not None and min(planned_s, cpu_s) >= LEAST_LEARNED_S:
-            write_json(self._path, self.read() | {task: cpu_s / planned_s})
+    def learn(self, task: str, estimated_s: float | None, cpu_s: float) -> None:
+        """Keep what a task took, unless its estimate is not known or either is too short to say much."""
+        if estimated_s is not None and min(estimated_s, cpu_s) >= LEAST_LEARNED_S:
+            write_json(self._path, self.read() | {task: cpu_s / estimated_s})
 
 
 class Planner:
-    """Plans the CPU-seconds of tasks on one dataset."""
+    """Estimates the CPU-seconds of tasks on one dataset."""
 
     def __init__(self, context: Context) -> None:
         self._measured: tuple[float, float] | None = None
@@ -69,13 +69,13 @@ class Planner:
             with suppress(Exception):  # the tasks that read the same cells will say why
                 self._measured = _measure_cells(context)
 
-    def plan(self, name: str, task: Task, context: Context) -> float | None:
+    def estimate(self, name: str, task: Task, context: Context) -> float | None:
         """CPU-seconds of `task`, which is called `name` in `evaluate.tasks`; None if not known."""
         roles = {*context.roles} | ({"control"} if "is_control" in context.roles else set())
         if context.options.tasks[name].missing_role(roles) is not None:
             return 0.0  # will be skipped
-        estimate = getattr(task, "estimate_s", None)
-        if estimate is None or self._measured is None:
+        estimate_s = getattr(task, "estimate_s", None)
+        if estimate_s is None or self._measured is None:
             return None
         genes_per_cell, forward_s = self._measured
         sizes = DatasetSizes(
@@ -91,7 +91,7 @@ class Planner:
             forward_s=forward_s / self._slowness,
         )
         try:
-            seconds = float(estimate(sizes)) * self._slowness
+            seconds = float(estimate_s(sizes)) * self._slowness
         except Exception:  # of a package's task: no reason to end an evaluation
             return None
         return seconds if isfinite(seconds) else None
