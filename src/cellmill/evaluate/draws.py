@@ -2,7 +2,8 @@
 
 Draws with the same seed and key are equal. Some uses share a key: they draw different things, or
 from another seed, and other keys would change every evaluation. A new use takes a new key.
-`splits.draw_shots` makes its keys from the number of shots, shifted by 32 bits, plus the draw.
+`splits.draw_shots` makes its keys from the number of shots, shifted by 32 bits, plus the
+repetition.
 """
 
 import numpy as np
@@ -24,8 +25,8 @@ IMPUTED_CELLS = 9
 HIDDEN_GENES = 10
 RIDGE_PARTS = 10  # parts of the genes, hidden in turn
 # tasks/classification/degraded.py adds repetitions and levels to these
-FEWER_COUNTS = 1000  # losses of the scored cells
-TRAINING_CELLS = 2000  # losses of the model's training cells
+SCORED_CELL_LOSSES = 1000
+TRAINING_CELL_LOSSES = 2000
 
 
 def seeded(seed: int, key: int) -> np.random.Generator:

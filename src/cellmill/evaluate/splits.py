@@ -30,15 +30,15 @@ def split_by_class(labels: np.ndarray, n_folds: int, repetitions: int, seed: int
 
 
 def draw_shots(
-    labels: np.ndarray, classes: list[str], shots: int, n_draws: int, seed: int
+    labels: np.ndarray, classes: list[str], shots: int, n_repetitions: int, seed: int
 ) -> Iterator[Fold]:
     """Train on `shots` cells of each of `classes`, and test on all other cells of these classes."""
-    for draw in range(n_draws):
-        generator = seeded(seed, (shots << 32) + draw)
+    for repetition in range(n_repetitions):
+        generator = seeded(seed, (shots << 32) + repetition)
         drawn = [generator.permutation(np.flatnonzero(labels == name)) for name in classes]
         train = np.concatenate([cells[:shots] for cells in drawn])
         test = np.concatenate([cells[shots:] for cells in drawn])
-        yield Fold(draw, train, test)
+        yield Fold(repetition, train, test)
 
 
 def split_groups(

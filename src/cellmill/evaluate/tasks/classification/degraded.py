@@ -109,7 +109,8 @@ class Degraded(Task):
         fitter: ComponentFitter,
         generator: np.random.Generator,
     ) -> dict[str, Features]:
-        """Features fitted to the genes or the depth of `level`, by the level of the cells that have them.
+        """Features fitted for `level`, keyed by the level of the cells they describe: low_depth returns
+        every level, missing_genes only this one.
 
         `counts` and `by_level` are the counts and the other features of the cells at every level.
         """
@@ -133,24 +134,28 @@ class Degraded(Task):
             ceiling_labels=predict_from_other_half(context)[chosen.cells],
         )
         fitter = ComponentFitter.read(context)
-        for repeat in range(config.repeats):
-            counts = self._degrade(whole, seeded(options.seed, draws.FEWER_COUNTS + repeat))
+        for repetition in range(config.repeats):
+            generator = seeded(options.seed, draws.SCORED_CELL_LOSSES + repetition)
+            counts = {WHOLE: whole}
+            for level, degrade in zip(config.levels(), self.losses()):
+                counts[level] = degrade(whole, generator)
             by_level = {level: compute_features(context, cells) for level, cells in counts.items()}
             by_fitted_level: dict[str, dict[str, Features]] = {}
             if fitter is not None:
                 for level, cells in counts.items():
                     by_level[level][PER_1K] = fitter.per_1k(cells)
-                by_fitted_level = self._fit_to_levels(counts, by_level, fitter, repeat)
-            for fold in split_by_class(chosen.labels, options.folds, 1, options.seed + repeat):
+                by_fitted_level = self._fit_to_levels(counts, by_level, fitter, repetition)
+            for fold in split_by_class(chosen.labels, options.folds, 1, options.seed + repetition):
                 with without_overhead():
                     predicted = self._predict(context, by_level, chosen.labels, fold, [*by_level])
+                    # features fitted for a level predict only its cells
                     for level, fitted in by_fitted_level.items():
                         added = self._predict(context, fitted, chosen.labels, fold, [level])
                         for column, classes in added.items():
                             predicted[column] |= classes
                 majority = {MAJORITY: predict_majority(chosen.labels[fold.train], len(fold.test))}
                 for column, classes in predicted.items():
-                    predictions.record(column, repeat, fold.test, classes | majority)
+                    predictions.record(column, repetition, fold.test, classes | majority)
         figures = {"folds": options.folds, "repeats": config.repeats, "neighbors": config.neighbors}
         metric = f"{config.levels()[-1]}, {SHIFTED}"
         return tabulate(predictions.accuracies(), chosen.figures | figures, metric=metric)
@@ -164,32 +169,23 @@ class Degraded(Task):
         for n_fits, n_of_fit in ((n_levels + 1, n_fitted), (1, (n_levels + 1) * n_fitted)):
             products_s = 2 * sizes.products_s(n_of_fit)
             fold_s += n_fits * (products_s + sizes.regressions_s(n_of_fit) + 4e-4 * n_of_fit)
-        repeat_s = sizes.folds * fold_s + n_levels * sizes.training_components_s()
-        repeat_s += 2 * (n_levels + 1) * n * sizes.forward_s
-        return sizes.features_s(n) + sizes.halves_s(n) + config.repeats * repeat_s
-
-    def _degrade(
-        self, whole: sp.csr_matrix, generator: np.random.Generator
-    ) -> dict[str, sp.csr_matrix]:
-        """Counts of the cells by level: whole, then after each loss."""
-        counts = {WHOLE: whole}
-        for level, degrade in zip(self.config.levels(), self.losses()):
-            counts[level] = degrade(whole, generator)
-        return counts
+        repetition_s = sizes.folds * fold_s + n_levels * sizes.training_components_s()
+        repetition_s += 2 * (n_levels + 1) * n * sizes.forward_s
+        return sizes.features_s(n) + sizes.halves_s(n) + config.repeats * repetition_s
 
     def _fit_to_levels(
         self,
         counts: Mapping[str, sp.csr_matrix],
         by_level: Mapping[str, Features],
         fitter: ComponentFitter,
-        repeat: int,
+        repetition: int,
     ) -> dict[str, dict[str, Features]]:
         """Result of `fit_to_level` for each level."""
         seed = fitter.context.options.seed
         fitted = {}
         for number, level in enumerate(self.config.levels()):
-            # a draw for each level, of at most 100 levels a repeat
-            generator = seeded(seed, draws.TRAINING_CELLS + 100 * repeat + number)
+            # a draw for each level, of at most 100 levels a repetition
+            generator = seeded(seed, draws.TRAINING_CELL_LOSSES + 100 * repetition + number)
             fitted[level] = self.fit_to_level(level, counts, by_level, fitter, generator)
         return fitted
 
@@ -204,8 +200,8 @@ class Degraded(Task):
         """Predicted classes of the tested cells at each of `tested_levels`, by column.
 
         `by_level` has the features of all cells. A level has a column for each choice of fitted cells:
-        of the same level, whole, and of all levels. Without whole cells in `by_level`, the second
-        column equals the first.
+        of the same level, whole, and of all levels. Features that whole cells lack, such as those of a
+        panel, get the *matched* score in column *shifted* too.
         """
         neighbors = self.config.neighbors
         train_labels = labels[fold.train]
