@@ -52,8 +52,7 @@ from cellmill.runs.results import ScoredMethod, TaskResult
 KNOWN = "known labels"
 NEW = "new labels"
 SHARED_GENES = ScoredMethod("all shared genes")
-# tested cells of a column with intervals and verdicts: those of one or two cells say nothing
-MIN_JUDGED = 10
+MIN_JUDGED = 10  # fewest tested cells for a column to get intervals and verdicts
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class CellGroup:
     column: str  # obs column of the labels
     context: Context  # context of the dataset, whose file may be closed
     # name of each column: the model's, else the file's; empty if it is not a gene
-    names: list[str]
+    gene_names: list[str]
     left_out: dict[str, int]  # cells that are left out, by reason
     cells: np.ndarray  # indices of the cells in the dataset, ascending
     counts: sp.csr_matrix  # `(cells, genes of the file)`
@@ -76,15 +75,15 @@ class CellGroup:
         reader = context.reader
         gene_ids = context.model.vocabulary.gene_ids
         cells = candidates[chosen.cells]
-        names = []
+        gene_names = []
         columns = zip(context.gene_columns.target, reader.var_names, context.gene_columns.measured)
         for row, name, is_measured in columns:
-            name_of_other = name if is_measured else ""
-            names.append(gene_ids[row] if row >= 0 else name_of_other)
+            file_name = name if is_measured else ""
+            gene_names.append(gene_ids[row] if row >= 0 else file_name)
         return cls(
             column=str(label.name),
             context=context,
-            names=names,
+            gene_names=gene_names,
             left_out={"n_unlabelled": chosen.n_unlabelled, "n_left_out": chosen.n_left_out},
             cells=cells,
             counts=read_rows(reader, cells),
@@ -94,13 +93,13 @@ class CellGroup:
     def select_genes(self, genes: list[str]) -> sp.csr_matrix:
         """Counts of `genes`, each of which the group has: `(cells, genes)`."""
         position = {gene: index for index, gene in enumerate(genes)}
-        target = np.array([position.get(name, -1) for name in self.names], np.int32)
+        target = np.array([position.get(name, -1) for name in self.gene_names], np.int32)
         counts = gene_counts(self.counts, self.context.gene_columns.ordered)
         return select_columns(counts, target, len(genes))
 
 
 @dataclass(frozen=True)
-class ComparedCells:
+class TransferCells:
     """Cells to fit on and to test."""
 
     fitted: list[CellGroup]
@@ -150,18 +149,20 @@ class Transfer(Task):
             raise Skipped("it is not in evaluate.tasks.transfer.test_on")
         if "label" not in context.roles:
             raise Skipped("the dataset has no label column")
-        compared = self._read_cells(context)
-        figures = compared.figures
-        are_terms = config.ontology and _are_term_ids([*compared.fitted, compared.tested])
-        fitted_names = count_by_label(compared.fitted_labels)
+        transfer_cells = self._read_cells(context)
+        figures = transfer_cells.figures
+        are_terms = config.ontology and _are_term_ids(
+            [*transfer_cells.fitted, transfer_cells.tested]
+        )
+        fitted_names = count_by_label(transfer_cells.fitted_labels)
         if len(fitted_names) < 2:
             n_labels = "one" if fitted_names else "no"
             raise Skipped(f"the cells of {figures['fitted_on']} have {n_labels} label", figures)
-        is_known = compared.is_known
+        is_known = transfer_cells.is_known
         if not len(is_known):
             raise Skipped(
-                f"no cell is left to test: of {int(context.scored.sum()):,} scored cells, {compared.n_copies:,} equal "
-                f"fitted cells and {figures['n_unlabelled']:,} have no label",
+                f"no cell is left to test: of {int(context.scored.sum()):,} scored cells, {figures['n_copies']:,} "
+                f"equal fitted cells and {figures['n_unlabelled']:,} have no label",
                 figures,
             )
         if not (is_known.any() or are_terms):
@@ -169,7 +170,7 @@ class Transfer(Task):
             tested_labels = ", ".join([*figures["new_classes"]][:3])
             reason = f"no label in common: fitted {fitted_labels}, tested {tested_labels}"
             raise Skipped(reason, figures)
-        predictions = self._predict(context, compared)
+        predictions = self._predict(context, transfer_cells)
         return _tabulate_predictions(predictions, figures, are_terms)
 
     def estimate_s(self, sizes: DatasetSizes) -> float:
@@ -183,7 +184,7 @@ class Transfer(Task):
         features_s = sizes.features_s(n) + 2 * n_fitted * sizes.forward_s
         return features_s + sizes.halves_s(n) + 2 * sizes.folds_s(n_fitted, n_fitted, 1)
 
-    def _read_cells(self, context: Context) -> ComparedCells:
+    def _read_cells(self, context: Context) -> TransferCells:
         """Fitted cells, and tested cells without copies of them."""
         assert context.datasets is not None
         fitted = []
@@ -205,14 +206,14 @@ class Transfer(Task):
             counts=tested.counts[kept],
             labels=tested.labels[kept],
         )
-        return ComparedCells(fitted, tested, genes, int(is_copy.sum()))
+        return TransferCells(fitted, tested, genes, int(is_copy.sum()))
 
-    def _predict(self, context: Context, compared: ComparedCells) -> ClassPredictions:
+    def _predict(self, context: Context, transfer_cells: TransferCells) -> ClassPredictions:
         """Classes of the tested cells: those of a fitted label, and the others."""
-        tested = compared.tested
-        labels = compared.fitted_labels
+        tested = transfer_cells.tested
+        labels = transfer_cells.fitted_labels
         fitted_features, tested_features = compute_transfer_features(
-            context.model, compared.genes, compared.fitted, tested
+            context.model, transfer_cells.genes, transfer_cells.fitted, tested
         )
         with without_overhead():
             classifiers = make_cached_classifiers(
@@ -222,7 +223,10 @@ class Transfer(Task):
         predicted[MAJORITY] = predict_majority(labels, len(tested.labels))
         ceiling_labels = predict_from_other_half(context)[tested.cells]
         predictions = ClassPredictions(tested.labels, 1, tuple(np.unique(labels)), ceiling_labels)
-        for condition, is_chosen in ((KNOWN, compared.is_known), (NEW, ~compared.is_known)):
+        for condition, is_chosen in (
+            (KNOWN, transfer_cells.is_known),
+            (NEW, ~transfer_cells.is_known),
+        ):
             cells = np.flatnonzero(is_chosen)
             if len(cells):
                 classes = {method: values[cells] for method, values in predicted.items()}
@@ -254,12 +258,12 @@ def _find_label(roles: dict[str, pd.Series], context: Context, dataset: str) -> 
 
 def find_shared_genes(groups: list[CellGroup]) -> list[str]:
     """Genes that all groups have, sorted: the order of columns in the files does not matter."""
-    shared = sorted(set.intersection(*({*group.names} - {""} for group in groups)))
+    shared = sorted(set.intersection(*({*group.gene_names} - {""} for group in groups)))
     if not shared:
         *others, path = [str(group.context.reader.path) for group in groups]
         raise DataError(
-            f"{path}: no gene in common with {', '.join(others)}: its first is {groups[-1].names[0]!r}, theirs "
-            f"{groups[0].names[0]!r}; take one of them out of evaluate.tasks.transfer"
+            f"{path}: no gene in common with {', '.join(others)}: its first is {groups[-1].gene_names[0]!r}, theirs "
+            f"{groups[0].gene_names[0]!r}; take one of them out of evaluate.tasks.transfer"
         )
     return shared
 
@@ -312,10 +316,10 @@ def compute_transfer_features(
         """Features of a group that are not fitted on other cells."""
         counts = group.select_genes(genes)
         partly_hidden = PartlyHiddenCells.from_context(group.context, group.counts, hidden)
-        whole = group.context.vectors[group.cells]
-        features: Features = {EMBEDDING: whole}
+        embedding = group.context.vectors[group.cells]
+        features: Features = {EMBEDDING: embedding}
         if hides_genes:
-            features = {EMBEDDING: partly_hidden.embed(model.network), FULL_PANEL: whole}
+            features = {EMBEDDING: partly_hidden.embed(model.network), FULL_PANEL: embedding}
         features[UNTRAINED] = partly_hidden.embed(model.untrained)
         in_vocabulary = log_normalise(select_columns(counts, rows, n_genes))
         features[TRAINING_COMPONENTS] = model.components.transform(in_vocabulary)
@@ -340,13 +344,13 @@ def _add_fitted_features(
     if min(profiles.shape) > 1:
         components = ScoredMethod(f"PCA{COMPONENTS} of the fitted cells")
         scaler = StandardScaler(with_mean=False)
-        for method, unfitted in (
+        for method, projection in (
             (components, pca(profiles.shape)),
             (add_note(components, ", scaled genes"), make_pipeline(scaler, pca(profiles.shape))),
         ):
-            unfitted.fit(profiles)
-            fitted_features[method] = unfitted.transform(profiles)
-            tested_features[method] = unfitted.transform(tested_profiles)
+            projection.fit(profiles)
+            fitted_features[method] = projection.transform(profiles)
+            tested_features[method] = projection.transform(tested_profiles)
     n_fitted = len(labels)
     ranks = RankedGenes(sp.vstack([profiles, tested_profiles], format="csr"))
     ranked = ranks.select(np.arange(n_fitted), labels)
