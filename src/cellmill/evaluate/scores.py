@@ -36,7 +36,9 @@ class ScoreColumn:
     metric_name: str  # in words, as verdicts have it
     scores: ByMethod  # (repetitions, units) float64, NaN for units that are not tested
     lower_is_better: bool = False
-    n_units: int | None = None  # independent units, unless these are the columns of `scores`
+    n_units: int | None = (
+        None  # number of independent units; None if each column of `scores` is one
+    )
     # scores of methods, the best of which closes 0 % of the gap
     trivial: ByMethod = field(default_factory=dict)
     ceiling: tuple[ScoredMethod, np.ndarray] | None = None  # closes 100 %

@@ -2,8 +2,9 @@
 
 The `implementation` of a task's options (`config.parts.tasks.TaskConfig`) names its class. Stage
 `evaluate` calls `run` once per dataset, and once for each further label if the task reads a label.
-A task that reads no cells runs once in all. A result of an earlier evaluation that still holds is
-read instead (`finished.py`). The stage writes all results to metrics.json; the report shows any task.
+A result that still holds is read instead (`finished.py`). So a task that reads no cells runs for the
+first dataset only, and its result is read for the next ones. The stage writes all results to
+metrics.json; the report shows any task.
 """
 
 from collections.abc import Mapping
@@ -135,7 +136,7 @@ def add_supervision_note(result: TaskResult, note: str) -> TaskResult:
     rows = []
     for row in result.rows:
         method = row.method
-        # regressions on folds are variants too, most of them without the model
+        # kind `variant` also covers fold regressions, most of which do not use the model: check the network
         if method.kind == "model" or method.network == "trained":
             method = replace(method, supervised=note)
         new_names[row.method.name] = method.name

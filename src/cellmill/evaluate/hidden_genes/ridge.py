@@ -72,8 +72,10 @@ class GeneRidge:
         hidden_genes: np.ndarray,
         noises: Iterable[float] = (1.0,),
     ) -> list[np.ndarray]:
-        """(C, G) float32: log(1 + counts per 10,000) of the hidden genes from the counts (C, V) of the
-        visible ones, both rows of the vocabulary; for each of `noises`, in units of `noise`.
+        """One (C, G) float32 array for each of `noises` (multiples of `self.noise`): log(1 + counts per
+        10,000) of the hidden genes, predicted from the counts (C, V) of the visible genes.
+
+        `visible_genes` and `hidden_genes` are rows of the vocabulary.
         """
         shares = self.shares.astype(np.float64)
         known = shares[visible_genes].sum()

@@ -144,17 +144,17 @@ def _cosine_silhouette(directions: np.ndarray, batch: np.ndarray) -> np.ndarray:
     # (batches, width): sum of the directions of a batch
     sums = np.stack([directions[batch == number].sum(0) for number in range(n_batches)])
     # (cells,): cells of the same batch, and of other batches
-    n_same = np.bincount(batch).astype(float)[batch]
-    n_other = len(batch) - n_same
+    n_in_batch = np.bincount(batch).astype(float)[batch]
+    n_outside = len(batch) - n_in_batch
     # (cells,): sums of cosines with the same batch, all cells, and itself
     to_same = (directions * sums[batch]).sum(1)
     to_all = directions @ directions.sum(0)
     to_itself = (directions * directions).sum(1)
-    n_near = n_same - 1  # cells of the same batch without the cell itself
-    within = (n_near - (to_same - to_itself)) / np.maximum(n_near, 1)
-    between = (n_other - (to_all - to_same)) / n_other
+    n_others_in_batch = n_in_batch - 1
+    within = (n_others_in_batch - (to_same - to_itself)) / np.maximum(n_others_in_batch, 1)
+    between = (n_outside - (to_all - to_same)) / n_outside
     larger = np.maximum(within, between)
-    is_defined = (n_same > 1) & (larger > 0)
+    is_defined = (n_in_batch > 1) & (larger > 0)
     silhouette = (between - within) / np.where(is_defined, larger, 1)
     return np.where(is_defined, silhouette, 0)
 
@@ -184,13 +184,13 @@ def silhouettes(vectors: np.ndarray, labels: np.ndarray) -> np.ndarray:
         np.sqrt(distances, out=distances)
         sums = (distances @ is_label).astype(np.float64)
         label = labels[first:last]
-        n_others = sizes[label] - 1
-        within = sums[rows, label] / np.maximum(n_others, 1)
+        n_others_in_label = sizes[label] - 1
+        within = sums[rows, label] / np.maximum(n_others_in_label, 1)
         means = sums / sizes
         means[rows, label] = np.inf
         between = means.min(1)
         larger = np.maximum(within, between)
-        is_defined = (n_others > 0) & (larger > 0)
+        is_defined = (n_others_in_label > 0) & (larger > 0)
         differences = np.where(is_defined, between - within, 0)
         divisors = np.where(is_defined, larger, 1)
         widths[first:last] = differences / divisors
