@@ -22,7 +22,7 @@ from cellmill.config.run import Atlas, Map
 from cellmill.data.genes.tables import cell_ontology
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.atlas.build import EmbeddedCells, make_atlas, read_embedded, write_atlas
-from cellmill.evaluate.atlas.mapping import Mapped, map_vectors
+from cellmill.evaluate.atlas.mapping import AtlasMapping, map_vectors
 from cellmill.evaluate.atlas.ontology import credit_labels, find_terms
 from cellmill.evaluate.atlas.search import NOWHERE, Points
 from cellmill.evaluate.atlas.store import CellAtlas
@@ -59,7 +59,7 @@ def written_atlas(
     return CellAtlas.read(folder, DIGEST, WIDTH)
 
 
-def map_to(atlas: CellAtlas, vectors: np.ndarray, **section: Any) -> Mapped:
+def map_to(atlas: CellAtlas, vectors: np.ndarray, **section: Any) -> AtlasMapping:
     return map_vectors(atlas, vectors, UNKNOWN, Map.model_validate(section))
 
 

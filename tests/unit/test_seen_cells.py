@@ -207,7 +207,7 @@ def test_predictions_in_python_show_the_message_of_the_command(
     counts = written.obs["cellmill_label"].value_counts()
     shown = ", ".join(f"'{label}' {n}" for label, n in counts[counts > 0].items())
     assert repr(predicted).splitlines() == [
-        "Predicted",
+        "Predictions",
         f"    600 cells, obs: {', '.join(predicted.obs)}",
         f"    cellmill_label: {shown}",
         f"    cellmill_rejected: {written.obs['cellmill_rejected'].sum()}",

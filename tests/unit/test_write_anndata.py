@@ -14,7 +14,7 @@ import scipy.sparse as sp
 from cellmill.cli import main
 from cellmill.data.inputs.h5 import create_h5, write_anndata
 from cellmill.evaluate.inference.files import write_prediction
-from cellmill.evaluate.inference.predict import Predicted
+from cellmill.evaluate.inference.predict import Predictions
 from tests.unit.limits import full_after
 
 MAPPINGS = ("layers", "obsm", "obsp", "varm", "varp", "uns")
@@ -88,7 +88,7 @@ def test_a_prediction_leaves_nothing_of_an_earlier_one(tmp_path: Path, how: str)
     adata = ad.AnnData(np.ones((2, 1), np.float32), obs=pd.DataFrame(index=names))
     label = pd.Categorical(["T cell", None])
     rejected = np.array([False, True])
-    with_two_heads = Predicted(
+    with_two_heads = Predictions(
         {
             "cellmill_label": label,
             "cellmill_probability": np.array([0.9, 0.2]),
@@ -103,7 +103,7 @@ def test_a_prediction_leaves_nothing_of_an_earlier_one(tmp_path: Path, how: str)
     adata.obs["cellmill_label_old"] = label  # the user's own copy
     adata.write_h5ad(tmp_path / "cells.h5ad")
 
-    later = Predicted({"cellmill_value": np.array([1.0, 2.0])}, {}, {"value_column": "age"})
+    later = Predictions({"cellmill_value": np.array([1.0, 2.0])}, {}, {"value_column": "age"})
     if how == "in memory":
         later.add_to(adata)
     else:

@@ -190,7 +190,7 @@ def describe_seen(external: ExternalModel, context: Context) -> str:
         return external.note
     folder = Path(model_folder_of(external.model))
     seen = mark_seen_cells(context.reader, folder)
-    if seen.is_seen is None or seen.unknown:
+    if seen.is_seen is None or seen.caveat:
         return external.note
     n_seen = int((seen.is_seen & context.scored).sum())
     n_scored = int(context.scored.sum())

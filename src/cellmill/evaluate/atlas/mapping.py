@@ -8,7 +8,7 @@ Gammerman & Shafer 2005).
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +32,7 @@ from cellmill.evaluate.inference.written import (
     PERCENTILE,
     REFUSED,
     SEEN,
-    Written,
+    Annotations,
 )
 from cellmill.evaluate.seen.seen_cells import Seen
 
@@ -44,10 +44,10 @@ MIN_SHOWN = 20  # reference cells of a donor whose share is printed
 
 
 @dataclass(frozen=True)
-class Mapped(Written):
+class AtlasMapping(Annotations):
     """Obs, obsm and uns that `cellmill map` writes. Refused cells have no label."""
 
-    lines: list[str] = field(default_factory=list)  # sentences about the result
+    lines: list[str]  # sentences about the result
     key = ABOUT_MAP
 
     @property
@@ -56,10 +56,10 @@ class Mapped(Written):
         return self.obs[LABEL]
 
     def __repr__(self) -> str:
-        return "\n    ".join(["Mapped", *self.lines])
+        return "\n    ".join(["AtlasMapping", *self.lines])
 
 
-def map_vectors(atlas: CellAtlas, vectors: np.ndarray, seen: Seen, section: Map) -> Mapped:
+def map_vectors(atlas: CellAtlas, vectors: np.ndarray, seen: Seen, section: Map) -> AtlasMapping:
     """Map cells with vectors `(cells, width)` float32, NaN rows for cells without any gene.
 
     Cells of the atlas itself, or that the model was trained on, have no percentile: their distances
@@ -67,52 +67,56 @@ def map_vectors(atlas: CellAtlas, vectors: np.ndarray, seen: Seen, section: Map)
     """
     record = atlas.record
     scale = np.float32(record.scale)
-    mapped = _join(list(_map_blocks(atlas, vectors, section)))
-    distance = mean_distance(mapped.distances) * scale
+    blocks = [*_map_blocks(atlas, vectors, section)]
+    joined: dict[str, Any] = {}
+    for name in ("points", "distances", "in_atlas", "codes", "agreement", "n_donors"):
+        joined[name] = np.concatenate([getattr(block, name) for block in blocks])
+    voted = replace(blocks[0], **joined)
+    distance = mean_distance(voted.distances)  # in the unit of the stored vectors
     # compare the distances of new cells with the reference
-    is_new = ~mapped.in_atlas if seen.is_seen is None else ~mapped.in_atlas & ~seen.is_seen
+    is_new = ~voted.in_atlas if seen.is_seen is None else ~voted.in_atlas & ~seen.is_seen
     n_reference = len(atlas.reference)
     is_new &= np.isfinite(distance) & (n_reference > 0)
-    percentile = np.where(is_new, _percentiles(atlas, distance / scale), np.nan)
+    percentile = np.where(is_new, find_percentiles(atlas.reference["distance"], distance), np.nan)
     refused = find_refused(percentile, section.refuse_frac)
-    codes = np.where(refused, NO_LABEL, mapped.codes)
-    points = mapped.points
-    neighbors = np.where(points == NOWHERE, NOWHERE, atlas.first_cells[points])
+    codes = np.where(refused, NO_LABEL, voted.codes)
+    points = voted.points
+    neighbor_cells = np.where(points == NOWHERE, NOWHERE, atlas.first_cells[points])
     obs: dict[str, Any] = {
-        LABEL: pd.Categorical.from_codes(codes, mapped.names),
-        AGREEMENT: mapped.agreement.astype(np.float32),
-        DONORS: mapped.n_donors.astype(np.int32),
-        DISTANCE: distance,
+        LABEL: pd.Categorical.from_codes(codes, voted.names),
+        AGREEMENT: voted.agreement.astype(np.float32),
+        DONORS: voted.n_donors.astype(np.int32),
+        DISTANCE: distance * scale,
         PERCENTILE: percentile.astype(np.float32),
         REFUSED: refused,
-        IN_ATLAS: mapped.in_atlas,
-        NEAREST: _name_cells(atlas, neighbors[:, 0]),
+        IN_ATLAS: voted.in_atlas,
+        NEAREST: _name_cells(atlas, neighbor_cells[:, 0]),
     }
     if seen.is_seen is not None:
         obs[SEEN] = seen.is_seen
     obsm = {
-        NEIGHBORS: neighbors.astype(np.int32),
-        NEIGHBOR_DISTANCES: (mapped.distances * scale).astype(np.float32),
+        NEIGHBORS: neighbor_cells.astype(np.int32),
+        NEIGHBOR_DISTANCES: (voted.distances * scale).astype(np.float32),
     }
     about = {
         "model_digest": record.model_digest,
         "refuse_frac": section.refuse_frac,
         "certainty": section.certainty,
-        "ontology": mapped.is_ontology,
+        "ontology": voted.is_ontology,
         "held_out": record.held_out,
         "neighbors": record.neighbors,
         "n_reference": n_reference,
         "n_refused": int(refused.sum()),
-        "n_in_atlas": int(mapped.in_atlas.sum()),
+        "n_in_atlas": int(voted.in_atlas.sum()),
         "datasets": record.datasets,
     }
     lines = [*atlas.notes, *_describe(atlas, obs, section)]
-    if seen.unknown:
-        about["training_cells_unknown"] = seen.unknown
+    if seen.caveat:
+        about["training_cells_unknown"] = seen.caveat
         lines.append(
-            f"warning: cells of the model's training may have a percentile, which is too low: {seen.unknown}"
+            f"warning: cells of the model's training may have a percentile, which is too low: {seen.caveat}"
         )
-    return Mapped(obs, obsm, about, lines)
+    return AtlasMapping(obs, obsm, about, lines)
 
 
 @dataclass(frozen=True)
@@ -137,13 +141,6 @@ def _name_cells(atlas: CellAtlas, cells: np.ndarray) -> np.ndarray:
     return names
 
 
-def _percentiles(atlas: CellAtlas, distances: np.ndarray) -> np.ndarray:
-    """(cells,) float64: percentile of each of `distances`, (cells,), among the reference cells. The
-    unit is the one of the stored vectors.
-    """
-    return find_percentiles(atlas.reference["distance"], distances)
-
-
 def find_percentiles(reference: np.ndarray, values: np.ndarray) -> np.ndarray:
     """(cells,) float64: percentile of each of `values`, (cells,), among the `reference` values."""
     return 100 * np.searchsorted(np.sort(reference), values) / (len(reference) + 1)
@@ -152,13 +149,6 @@ def find_percentiles(reference: np.ndarray, values: np.ndarray) -> np.ndarray:
 def find_refused(percentile: np.ndarray, refuse_frac: float) -> np.ndarray:
     """(cells,) bool, False for a NaN; the bound itself is refused in spite of rounding."""
     return percentile >= 100 * (1 - refuse_frac) - 1e-9
-
-
-def _join(blocks: list[_VotedCells]) -> _VotedCells:
-    joined: dict[str, Any] = {}
-    for name in ("points", "distances", "in_atlas", "codes", "agreement", "n_donors"):
-        joined[name] = np.concatenate([getattr(block, name) for block in blocks])
-    return replace(blocks[0], **joined)
 
 
 def _map_blocks(atlas: CellAtlas, vectors: np.ndarray, section: Map) -> Iterator[_VotedCells]:
@@ -170,10 +160,10 @@ def _map_blocks(atlas: CellAtlas, vectors: np.ndarray, section: Map) -> Iterator
         distances = np.full(points.shape, np.inf, np.float32)
         in_atlas = np.zeros(len(block), bool)
         has_vector = np.flatnonzero(np.isfinite(block).all(axis=1))
-        neighbors = _find_neighbors(atlas, block[has_vector])
-        points[has_vector] = neighbors.points
-        distances[has_vector] = neighbors.distances
-        in_atlas[has_vector] = neighbors.in_atlas
+        nearest = _find_neighbors(atlas, block[has_vector])
+        points[has_vector] = nearest.points
+        distances[has_vector] = nearest.distances
+        in_atlas[has_vector] = nearest.in_atlas
         votes: Votes = atlas.electorate.vote(points)
         names = record.labels
         codes = votes.labels
@@ -227,8 +217,8 @@ def _describe(atlas: CellAtlas, obs: dict[str, Any], section: Map) -> list[str]:
     n_reference = len(atlas.reference)
     whose = "their donor" if record.held_out == "donor" else "each"
     # reference cells by the rule for new ones
-    percentile = _percentiles(atlas, atlas.reference["distance"])
-    is_refused = find_refused(percentile, section.refuse_frac)
+    distances = atlas.reference["distance"]
+    is_refused = find_refused(find_percentiles(distances, distances), section.refuse_frac)
     if section.refuse_frac * (n_reference + 1) < 1:
         lines.append(
             f"warning: no cell can be refused: {n_reference:,} distances of the atlas allow no rate of "

@@ -95,7 +95,7 @@ def _compare(
         return {}, []
     if seen.is_seen is None:
         _, words = measure(is_compared)
-        return {}, [f"{column}: {wording.unknown.format(words)} ({seen.unknown})"]
+        return {}, [f"{column}: {wording.unknown.format(words)} ({seen.caveat})"]
     is_unseen = is_compared & ~seen.is_seen
     is_seen = is_compared & seen.is_seen
     figures: dict[str, Any] = {
@@ -106,7 +106,7 @@ def _compare(
     if is_unseen.any():
         measures, words = measure(is_unseen)
         figures |= measures
-        limits = f"; {seen.unknown}" if seen.unknown else ""
+        limits = f"; {seen.caveat}" if seen.caveat else ""
         lines.append(f"{column}: {wording.unseen.format(words)}{note}{limits}")
     if is_seen.any():
         _, words = measure(is_seen)

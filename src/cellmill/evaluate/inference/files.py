@@ -21,7 +21,7 @@ from cellmill.data.inputs.h5 import create_h5, one_line, open_h5, write_anndata,
 from cellmill.data.inputs.reader import refuse_duplicates
 from cellmill.data.inputs.source import StoredObs
 from cellmill.errors import DataError
-from cellmill.evaluate.inference.written import ABOUT_PREDICTION, Written, names_of_predictions
+from cellmill.evaluate.inference.written import ABOUT_PREDICTION, Annotations, names_of_predictions
 from cellmill.files import atomic_path
 from cellmill.runs.results import DatasetResult, Row
 
@@ -49,7 +49,7 @@ def write_embedding(
 
 
 def write_prediction(
-    path: Path, obs: pd.DataFrame, predicted: Written, source: Path | None = None
+    path: Path, obs: pd.DataFrame, predicted: Annotations, source: Path | None = None
 ) -> None:
     """Write the predictions with `obs`, or into a copy of the .h5ad `source`. They replace earlier
     predictions.

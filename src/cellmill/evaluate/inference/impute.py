@@ -170,8 +170,8 @@ class FileImputer:
         if seen.is_seen is not None:
             obs = obs.assign(**{SEEN: seen.is_seen})
             about["n_seen_in_training"] = int(seen.is_seen.sum())
-        if seen.unknown:
-            about["training_cells_unknown"] = seen.unknown
+        if seen.caveat:
+            about["training_cells_unknown"] = seen.caveat
         columns = {
             "symbol": [self._vocabulary.symbols[gene] for gene in self.genes],
             # cells of the model's corpus that express the gene

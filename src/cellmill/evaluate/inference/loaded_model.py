@@ -17,7 +17,7 @@ from cellmill.data.inputs.anndata_files import open_memory
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.prepare.qc_lines import list_first
 from cellmill.errors import ConfigError, did_you_mean
-from cellmill.evaluate.atlas.mapping import Mapped, map_vectors
+from cellmill.evaluate.atlas.mapping import AtlasMapping, map_vectors
 from cellmill.evaluate.atlas.store import CellAtlas
 from cellmill.evaluate.inference.embed import (
     Embedding,
@@ -26,7 +26,7 @@ from cellmill.evaluate.inference.embed import (
     load_for_inference,
 )
 from cellmill.evaluate.inference.label_counts import MAX_NAMES
-from cellmill.evaluate.inference.predict import Predicted, choose_thresholds, predict_heads
+from cellmill.evaluate.inference.predict import Predictions, choose_thresholds, predict_heads
 from cellmill.evaluate.seen.seen_cells import mark_seen_cells, tabulate_seen_cells
 
 
@@ -81,7 +81,7 @@ class LoadedModel:
         min_accuracy: float | None = None,
         dataset: str = "adata",
         **options: Any,
-    ) -> Predicted:
+    ) -> Predictions:
         """Predictions of all heads, as `cellmill predict` writes them: labels, calibrated
         probabilities and numbers.
 
@@ -146,9 +146,11 @@ class LoadedModel:
         """Predicted response of the controls in `adata` to perturbations, as `cellmill perturb` writes
         it: an AnnData of perturbations by genes, X float32, change of log(1 + counts per 10,000).
 
-        `perturbations` are names, None for all that the model was trained on; the next three are
-        those of the command, other arguments as in `embed`. Raises ConfigError for a model that
-        predicts no responses, or an unknown perturbation; DataError without enough controls.
+        `perturbations` are names, None for all that the model was trained on. `perturbation_column` is
+        the obs column of perturbations, and `control` its value for controls, by default the model's;
+        values of obs column `by` are predicted separately. Other arguments are as in `embed`. Raises
+        ConfigError for a model that predicts no responses, or an unknown perturbation; DataError
+        without enough controls.
         """
         given = {"perturbation_column": perturbation_column, "control": control, "by": by}
         section = _embed_options("perturb", options, ["perturbations", *given])
@@ -173,7 +175,7 @@ class LoadedModel:
         atlas: Path | str | None = None,
         dataset: str = "adata",
         **options: Any,
-    ) -> Mapped:
+    ) -> AtlasMapping:
         """Labels, neighbours and distances in the model's atlas, as `cellmill map` writes them.
 
         `atlas` is its folder, by default `atlas` in the model's. `add_to(adata)` of the result adds

@@ -1,11 +1,12 @@
 """Prediction of labels and numbers by the heads of a model.
 
-config.json of a model that predicts labels has the entry `classifier`: label_column, labels (in the
-order of the head's rows) and `calibration` (fields of `Calibration`), or None and the reason in
-`uncalibrated`. If a sum has several classifiers, the others are in `more_classifiers`, by part.
+config.json of a model that predicts labels has the entry `classifier`, with `label_column`, `labels`
+in the order of the head's rows, and `calibration`: the fields of `Calibration`, or None with the
+reason in `uncalibrated`. If a sum has several classifiers, the others are in `more_classifiers`, by part.
 `regressors` lists the columns of predicted numbers.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +36,7 @@ from cellmill.evaluate.inference.written import (
     REJECTED,
     SEEN,
     VALUE,
-    Written,
+    Annotations,
 )
 from cellmill.evaluate.seen.seen_cells import Seen
 from cellmill.models.family import Model
@@ -61,7 +62,7 @@ def find_classifiers(
 
 
 @dataclass(frozen=True)
-class Predicted(Written):
+class Predictions(Annotations):
     """Content that `cellmill predict` writes.
 
     obs has cellmill_label, cellmill_probability, cellmill_value; cellmill_rejected with a threshold,
@@ -78,7 +79,7 @@ class Predicted(Written):
 
     def __repr__(self) -> str:
         n_cells = len(next(iter(self.obs.values()), ()))
-        lines = ["Predicted", f"{n_cells:,} cells, obs: {', '.join(self.obs)}"]
+        lines = ["Predictions", f"{n_cells:,} cells, obs: {', '.join(self.obs)}"]
         for name, column in self.obs.items():
             if name.startswith(LABEL):
                 counts = count_by_label(np.asarray(column.dropna(), str))
@@ -87,11 +88,6 @@ class Predicted(Written):
             elif name.startswith(REJECTED):
                 lines.append(f"{name}: {int(column.sum()):,}")
         return "\n    ".join(lines + self.agreement)
-
-    def add_agreement(self, suffix: str, figures: dict[str, Any], lines: list[str]) -> None:
-        """Add the agreement of one head with the file; names of `figures` get the head's suffix."""
-        self.about.update({key + suffix: value for key, value in figures.items()})
-        self.agreement.extend(lines)
 
     @property
     def labels(self) -> pd.Categorical:
@@ -118,13 +114,13 @@ def choose_thresholds(
         raise ConfigError(
             f"{name}: it predicts neither labels nor numbers; export a run with objective classification or regression"
         )
-    for suffix, (_, classifier) in heads.items():
+    for suffix, (_, entry) in heads.items():
         thresholds[suffix] = section.min_probability or 0.0
         if section.min_accuracy is None:
             continue
-        calibration = classifier["calibration"]
+        calibration = entry["calibration"]
         if calibration is None:
-            why = classifier.get("uncalibrated", NO_VALIDATION)
+            why = entry.get("uncalibrated", NO_VALIDATION)
             raise ConfigError(
                 f"predict.min_accuracy: the model is not calibrated ({why}); set predict.min_probability"
             )
@@ -147,55 +143,64 @@ def predict_heads(
     thresholds: dict[str, float],
     obs: pd.DataFrame,
     seen: Seen,
-) -> Predicted:
+) -> Predictions:
     """Predictions of all heads for embedded cells, compared with the labels and numbers in `obs`.
 
     A label is missing below its head's threshold, and for a cell without a vector.
     """
-    digest = config["weights_sha256"]  # SHA-256 of model.safetensors, compared on load
-    predicted = Predicted(
-        {}, {}, {"model_digest": digest, "n_without_genes": embedding.n_without_genes}
-    )
+    columns: dict[str, Any] = {}
+    tables: dict[str, np.ndarray] = {}
+    about: dict[str, Any] = {
+        "model_digest": config["weights_sha256"],  # of model.safetensors, compared on load
+        "n_without_genes": embedding.n_without_genes,
+    }
+    agreement: list[str] = []
     if seen.is_seen is not None:
-        predicted.obs[SEEN] = seen.is_seen
-        predicted.about["n_seen_in_training"] = int(seen.is_seen.sum())
-    if seen.unknown:
-        predicted.about["training_cells_unknown"] = seen.unknown
-    for suffix, (objective, classifier) in find_classifiers(model, config).items():
-        logits = run_head(model, embedding.vectors, objective.predict).astype(np.float64)
-        _predict_labels(predicted, suffix, classifier, logits, thresholds[suffix])
-        column = classifier["label_column"]
+        columns[SEEN] = seen.is_seen
+        about["n_seen_in_training"] = int(seen.is_seen.sum())
+    if seen.caveat:
+        about["training_cells_unknown"] = seen.caveat
+    for suffix, (head, entry) in find_classifiers(model, config).items():
+        logits = run_head(model, embedding.vectors, head.predict).astype(np.float64)
+        predicted = _predict_labels(entry, logits, thresholds[suffix])
+        columns |= _add_suffix(predicted.obs, suffix)
+        tables |= _add_suffix(predicted.obsm, suffix)
+        about |= _add_suffix(predicted.about, suffix)
+        column = entry["label_column"]
         if column in obs and column != DATASET:
-            assigned = np.asarray(predicted.obs[LABEL + suffix], object)
-            stated = label_texts(obs[column], classifier["labels"])
-            figures, lines = compare_labels(column, stated, assigned, classifier["labels"], seen)
-            predicted.add_agreement(suffix, figures, lines)
+            assigned = np.asarray(predicted.obs[LABEL], object)
+            stated = label_texts(obs[column], entry["labels"])
+            figures, lines = compare_labels(column, stated, assigned, entry["labels"], seen)
+            about |= _add_suffix(figures, suffix)
+            agreement += lines
     regressions = find_regressions(model.objective)
-    for name, head in regressions.items():
+    for name, regression in regressions.items():
         suffix = f"_{name}" if len(regressions) > 1 else ""
-        numbers = run_head(model, embedding.vectors, head.predict_in_units)
-        column = head.config.target_column
-        predicted.obs[VALUE + suffix] = numbers
-        predicted.about[f"value_column{suffix}"] = column
+        numbers = run_head(model, embedding.vectors, regression.predict_in_units)
+        column = regression.config.target_column
+        columns[VALUE + suffix] = numbers
+        about[f"value_column{suffix}"] = column
         stated = parse_columns(obs, [column])[:, 0]
         if column in obs and not np.isfinite(stated).any():
-            predicted.agreement.append(f"warning: obs column {column}: no cell has a number")
-        in_units = head.config.loss != "pearson"
-        mean = head.config.target_mean if in_units else None
+            agreement.append(f"warning: obs column {column}: no cell has a number")
+        # Pearson's loss fixes neither scale nor offset
+        has_scale = regression.config.loss != "pearson"
+        mean = regression.config.target_mean if has_scale else None
         figures, lines = compare_numbers(column, stated, numbers.astype(np.float64), mean, seen)
-        predicted.add_agreement(suffix, figures, lines)
-    return predicted
+        about |= _add_suffix(figures, suffix)
+        agreement += lines
+    return Predictions(columns, tables, about, agreement)
+
+
+def _add_suffix(values: Mapping[str, Any], suffix: str) -> dict[str, Any]:
+    return {name + suffix: value for name, value in values.items()}
 
 
 def _predict_labels(
-    predicted: Predicted,
-    suffix: str,
-    classifier: dict[str, Any],
-    logits: np.ndarray,
-    min_probability: float,
-) -> None:
-    """Add the labels of one head, with `logits` (cells, labels), under names that end in `suffix`."""
-    calibration = classifier["calibration"] or {}
+    entry: dict[str, Any], logits: np.ndarray, min_probability: float
+) -> Annotations:
+    """Labels of one head, with `logits` (cells, labels), under names without its suffix."""
+    calibration = entry["calibration"] or {}
     probabilities = softmax(logits / calibration.get("temperature", 1.0)).astype(np.float32)
     # a cell without a vector has probabilities of NaN, and no label
     highest = probabilities.max(axis=1)
@@ -203,17 +208,18 @@ def _predict_labels(
     rejected = highest < min_probability
     best = np.where(has_vector[:, None], probabilities, 0).argmax(axis=1)
     codes = np.where(has_vector & ~rejected, best, -1)
-    predicted.obs[LABEL + suffix] = pd.Categorical.from_codes(codes, list(classifier["labels"]))
-    predicted.obs[PROBABILITY + suffix] = highest
+    obs: dict[str, Any] = {
+        LABEL: pd.Categorical.from_codes(codes, list(entry["labels"])),
+        PROBABILITY: highest,
+    }
     if min_probability:
-        predicted.obs[REJECTED + suffix] = rejected
-    predicted.obsm[PROBABILITIES + suffix] = probabilities
+        obs[REJECTED] = rejected
     about = {
-        "label_column": classifier["label_column"],
-        "labels": classifier["labels"],
+        "label_column": entry["label_column"],
+        "labels": entry["labels"],
         "min_probability": min_probability,
         "n_rejected": int(rejected.sum()),
     }
     kept = ("temperature", "calibration_error", "n_cells")
     about |= {key: calibration[key] for key in kept if key in calibration}
-    predicted.about.update({key + suffix: value for key, value in about.items()})
+    return Annotations(obs, {PROBABILITIES: probabilities}, about)

@@ -46,7 +46,7 @@ def names_of_predictions(*abouts: Iterable[str]) -> set[str]:
 
 
 @dataclass(frozen=True)
-class Written:
+class Annotations:
     """Obs, obsm and uns of some cells; they replace earlier predictions."""
 
     obs: dict[str, Any]  # (cells,) each

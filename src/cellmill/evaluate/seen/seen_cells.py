@@ -34,7 +34,7 @@ class Seen(NamedTuple):
     """Cells of a file that a model has seen in training or validation."""
 
     is_seen: np.ndarray | None  # (n_obs,) bool; None if the training cells are not known
-    unknown: str  # what is not known about the training cells, in words; empty if all are known
+    caveat: str  # sentence on training cells that are not known; empty if all are known
     is_near: np.ndarray | None = None
     """(n_obs,) bool: seen cells whose counts differ, found by barcode; None if not looked for."""
 
@@ -60,7 +60,7 @@ def tabulate_seen_cells(
     if seen.is_seen is None:
         raise DataError(
             f"{model}: it may have seen these cells, because its training cells are not known "
-            f"({seen.unknown}); export it again, with consolidate.cell_digests"
+            f"({seen.caveat}); export it again, with consolidate.cell_digests"
         )
     is_near = np.zeros(reader.n_obs, bool) if seen.is_near is None else seen.is_near
     kinds = np.where(is_near, "near", np.where(seen.is_seen, "exact", "new"))
@@ -76,9 +76,9 @@ def tabulate_seen_cells(
 
 def _describe_limits(reader: CountsReader, training: KnownTrainingCells, seen: Seen) -> list[str]:
     """Sentences on training cells that are not known, or would not be found."""
-    notes = [seen.unknown] if seen.unknown else []
+    notes = [seen.caveat] if seen.caveat else []
     lacked = _describe_lacked_genes(reader, training.read_corpora())
-    if not any(line in seen.unknown for line in lacked):
+    if not any(line in seen.caveat for line in lacked):
         notes += lacked
     if seen.is_near is None:
         notes.append("near copies are not found: the model has no list of barcodes")
@@ -91,18 +91,18 @@ def _mark_cells(reader: CountsReader, training: KnownTrainingCells) -> Seen:
     """Cells of `reader` that are among the cells of `training`."""
     if training.missing_reason:
         return Seen(None, training.missing_reason)
-    unknown = []
+    caveats = []
     if training.missing_ancestors:
         names = ", ".join(training.missing_ancestors)
-        unknown.append(f"the training cells of {names}, before it, are not known")
+        caveats.append(f"the training cells of {names}, before it, are not known")
     corpora = training.read_corpora()
     is_equal = find_equal_cells(reader, corpora, np.ones(reader.n_obs, bool))
     if not training.listed:
-        return Seen(is_equal, "; ".join(unknown))
+        return Seen(is_equal, "; ".join(caveats))
     listed = training.listed.values()
-    unknown += describe_unfindable_cells(reader, corpora, listed)
+    caveats += describe_unfindable_cells(reader, corpora, listed)
     is_near = find_barcodes(reader, listed) & ~is_equal
-    return Seen(is_equal | is_near, "; ".join(unknown), is_near)
+    return Seen(is_equal | is_near, "; ".join(caveats), is_near)
 
 
 def describe_unfindable_cells(

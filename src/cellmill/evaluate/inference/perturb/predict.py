@@ -84,8 +84,8 @@ def predict_response(
     shares = _share_strata(screen, units, measured)
     changes = head.predict_changes(vectors, screen.profiles, shares, units.names, units.genes)
     scores, sentences = compare_responses(screen.profiles, units, changes, measured, trained)
-    if measured.is_measured.any() and seen.unknown:
-        sentences.append(f"the comparison may be on training cells: {seen.unknown}")
+    if measured.is_measured.any() and seen.caveat:
+        sentences.append(f"the comparison may be on training cells: {seen.caveat}")
     about = {
         "model_digest": config["weights_sha256"],
         "vocabulary_digest": vocabulary.digest,
@@ -170,6 +170,6 @@ def _describe_limits(units: Units, screen: PerturbationScreen, seen: Seen) -> li
             lines.append(
                 f"{n_seen:,} of {int(screen.is_start.sum()):,} controls are of the model's training or validation"
             )
-    if seen.unknown:
-        lines.append(seen.unknown)
+    if seen.caveat:
+        lines.append(seen.caveat)
     return lines
