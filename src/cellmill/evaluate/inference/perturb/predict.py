@@ -18,7 +18,6 @@ import numpy as np
 import pandas as pd
 
 from cellmill.config.run import Embed
-from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.prepare.qc_lines import list_first
 from cellmill.errors import ConfigError
@@ -99,7 +98,7 @@ def predict_response(
     response = ad.AnnData(
         changes.astype(np.float32),
         _make_obs(units, request.by, measured, scores),
-        _make_var(screen.profiles.genes, vocabulary),
+        screen.profiles.describe_genes(vocabulary),
         uns={ABOUT_RESPONSE: about},
         layers=_make_layers(screen, shares, changes, measured),
     )
@@ -132,12 +131,6 @@ def _make_obs(
         columns[by] = units.by_values
     columns |= {"trained": units.trained, "n_cells": measured.n_cells, **scores}
     return pd.DataFrame(columns, index=units.texts)
-
-
-def _make_var(genes: np.ndarray, vocabulary: Vocabulary) -> pd.DataFrame:
-    """Symbols of `genes`, (G,) rows of the vocabulary, by Ensembl id."""
-    symbols = [vocabulary.symbols[row] for row in genes]
-    return pd.DataFrame({"symbol": symbols}, index=[vocabulary.gene_ids[row] for row in genes])
 
 
 def _make_layers(

@@ -80,10 +80,7 @@ def write_changes(
         "model_digest": model_digest,
         "n_folds": len(folds),
     }
-    vocabulary = context.model.vocabulary
-    genes = units.profiles.genes
-    symbols = [vocabulary.symbols[row] for row in genes]
-    var = pd.DataFrame({"symbol": symbols}, index=[vocabulary.gene_ids[row] for row in genes])
+    var = units.profiles.describe_genes(context.model.vocabulary)
     expression = units.profiles.expression[cells]
     adata = ad.AnnData(expression, obs.iloc[cells], var, uns={ABOUT_CHANGES: about})
     with create_h5(path) as file:

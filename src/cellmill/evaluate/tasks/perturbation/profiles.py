@@ -21,6 +21,7 @@ import scipy.sparse as sp
 from cellmill.config.corpus import IS_CONTROL
 from cellmill.data.arrays import divide, log_normalise, select_columns, text_values
 from cellmill.data.genes.names import GeneColumns
+from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.errors import DataError
 from cellmill.evaluate import draws
@@ -69,6 +70,12 @@ class Profiles:
     half: (
         np.ndarray
     )  # (cells,) int8: START_HALF or REFERENCE_HALF for a control; -1 for other cells
+
+    def describe_genes(self, vocabulary: Vocabulary) -> pd.DataFrame:
+        """Symbols of the genes, by Ensembl id."""
+        symbols = [vocabulary.symbols[row] for row in self.genes]
+        ids = [vocabulary.gene_ids[row] for row in self.genes]
+        return pd.DataFrame({"symbol": symbols}, index=ids)
 
     def control_means(self, half: int) -> np.ndarray:
         """(strata, G) float64: mean of the controls of a half, START_HALF or REFERENCE_HALF."""
