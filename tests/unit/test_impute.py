@@ -255,7 +255,9 @@ def test_training_cells_are_marked(
     record = {"options": options.model_dump(mode="json"), "manifest": str(manifest.path)}
     write_json(tmp_path / "run" / "train" / "run.json", record)
     n_read = manifest.splits["train"].n_obs + manifest.splits["val"].n_obs
-    with pytest.warns(UserWarning, match=f"^adata: {n_read} cells are of the model's training or"):
+    with pytest.warns(
+        UserWarning, match=f"^adata: {n_read} cells come from the model's training or"
+    ):
         imputed = cellmill.load(folder).impute(cells, ids[:2])
     assert imputed.obs["cellmill_seen_in_training"].sum() == n_read
     assert imputed.uns["cellmill_imputation"]["n_seen_in_training"] == n_read

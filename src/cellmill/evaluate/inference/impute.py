@@ -196,7 +196,7 @@ class FileImputer:
             )
         n_seen = about.get("n_seen_in_training")
         if n_seen:
-            lines.append(f"{n_seen:,} cells are of the model's training or validation")
+            lines.append(f"{n_seen:,} cells come from the model's training or validation cells")
         if "training_cells_unknown" in about:
             lines.append(about["training_cells_unknown"])
         return lines

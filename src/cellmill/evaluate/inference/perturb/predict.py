@@ -161,7 +161,8 @@ def _describe_limits(units: Units, screen: PerturbationScreen, seen: Seen) -> li
         n_seen = int((seen.is_seen & screen.is_start).sum())
         if n_seen:
             lines.append(
-                f"{n_seen:,} of {int(screen.is_start.sum()):,} controls are of the model's training or validation"
+                f"{n_seen:,} of {int(screen.is_start.sum()):,} controls come from the model's training or "
+                "validation cells"
             )
     if seen.caveat:
         lines.append(seen.caveat)
