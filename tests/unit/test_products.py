@@ -145,7 +145,7 @@ def test_tested_cells_leave_no_trace_in_a_fit(monkeypatch: pytest.MonkeyPatch) -
     changed = genes.toarray()
     changed[~is_fitted] = 1.5 * changed[~is_fitted][::-1]
     fits, _ = _folds(labels)
-    assert fits[0].rows.tolist() == train.tolist()
+    assert fits[0].cells.tolist() == train.tolist()
     for standardised in (True, False):
         first, second = (
             fit_folds(FeatureCache().share(cells).source, fits[:1], standardised)[0][:, train]
