@@ -152,8 +152,9 @@ def test_metrics_are_compared_with_collapsed_vectors() -> None:
     assert figures["supervised_contrastive"] == pytest.approx(loss, rel=1e-5)
     assert figures["supervised_contrastive_alike"] == pytest.approx(collapsed)
     assert verdict.difference == pytest.approx(loss - collapsed, rel=1e-5)
-    alone = objective.judge(np.array([1]), z[:1].numpy(), train=train)
-    assert alone == ({"n_targets": 1}, [])
+    for labels in ([1], [1, 3, 2]):
+        unpaired = objective.judge(np.array(labels), z[: len(labels)].numpy(), train=train)
+        assert unpaired == ({"n_targets": len(labels)}, [])
 
 
 class _Coupled(LabelObjective):

@@ -57,15 +57,18 @@ class SupervisedContrastive(LabelObjective):
         return prepared.targets + 1, rows[:, 1:]
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
-        """Score the mean loss against the loss of equal vectors."""
+        """Score the mean loss against the loss of equal vectors.
+
+        Cells get no score if no two of them share a label.
+        """
         labels, vectors = (torch.from_numpy(array) for array in observed)
         n_cells = len(labels)
-        if n_cells < 2:
+        has_positive = torch.bincount(labels)[labels] > 1
+        if not has_positive.any():
             return {"n_targets": n_cells}, []
         table = torch.cat([labels[:, None].float(), vectors], dim=1)
         loss = float(contrast(table, self.config.temperature)) / n_cells
         # equal vectors give every other cell the same probability
-        has_positive = torch.bincount(labels)[labels] > 1
         loss_if_equal = float(has_positive.double().mean()) * math.log(n_cells - 1)
         metrics = {
             "n_targets": n_cells,
