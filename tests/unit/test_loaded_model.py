@@ -302,6 +302,29 @@ def test_an_evaluation_without_judged_cells_is_reported(
     assert result["sentences"] == [f"classification of kind: {problem}; no cell is judged."]
 
 
+@pytest.mark.parametrize("objective", ["regression", "perturbation_response"])
+def test_an_objective_without_targets_gets_no_verdict(
+    tmp_path: Path, corpus: dict[str, Path], objective: str
+) -> None:
+    options = {
+        "regression": {"target_column": "age", "target_mean": 40.0, "target_std": 9.0},
+        "perturbation_response": {"perturbation_column": "kind", "control": "T cell"},
+    }
+    model = export_model(
+        tmp_path / "model",
+        corpus["vocabulary"],
+        levels={"kind": (*LABELS, "<missing>")},
+        family="profile",
+        objective=objective,
+        **options[objective],
+    )
+    result = _reconstruct(corpus, tmp_path, model, _cells(tmp_path, corpus, ["t", "b"]))
+    assert result["figures"]["n_targets"] == 0
+    assert result["verdicts"] == []
+    unknown = {"b": 300, "t": 300} if objective == "perturbation_response" else None
+    assert result["figures"].get("unknown_labels") == unknown
+
+
 @pytest.mark.parametrize("smallest", [None, 0.6])
 def test_prediction_reports_how_many_cells_agree(
     tmp_path: Path,

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cellmill.config.corpus import MISSING
 from cellmill.config.parallel import Style
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import Tokens
@@ -101,7 +102,7 @@ class Objective:
     - `__init__`, from options; a sum then sets `in_view` of its parts
     - `attach`, once `levels` is set (in a sum also `suffix` and `number_columns`); sets `coupled_widths`
     - `view`, then `prepare`, of each batch on the CPU; `Model.prepare` sets `training` before
-    - `loss`, from the model's states; or `observe` of every batch, then `judge` once
+    - `loss`, from the model's states; or `observe` of every batch, then `judge` once if there is a target
     """
 
     tensor_parallel_styles: Mapping[str, Style] = MappingProxyType({})
@@ -155,6 +156,10 @@ class Objective:
         """
         self.levels: Mapping[str, Sequence[str]] = {}
         """Levels of the obs columns of a batch, in order; set by `models.build` before `attach`."""
+
+    def known_levels(self, column: str) -> list[str]:
+        """List the levels of an obs column except MISSING, in the order of their codes."""
+        return [level for level in self.levels[column] if level != MISSING]
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -245,10 +250,16 @@ class Objective:
         """
         return {}
 
+    def judge_observed(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
+        """Score the observed targets by `judge`; without a target, return only `n_targets`."""
+        if observed and not len(observed[0]):
+            return {"n_targets": 0}, []
+        return self.judge(*observed, train=train)
+
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
         """Score the observed targets: metrics, and verdicts against a baseline without a model.
 
-        Metric `n_targets` is the number of targets, counted as in training.
+        Metric `n_targets` is the number of targets, counted as in training. There is at least one.
         """
         raise NotImplementedError
 

@@ -9,13 +9,14 @@ fields and not read again.
 
 A comparison is ahead or behind only if the 95 % interval of the difference excludes 0; otherwise the
 two are level. A comparison is undecided if the interval says nothing: with fewer than `MIN_UNITS`
-independent units (perturbations, donors), if the difference is the same in all of them, or if the
-difference and both ends print as 0.000.
+independent units (perturbations, donors), if the difference is the same in all of them, if the
+difference and both ends print as 0.000, or if the difference is NaN.
 """
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
+from math import isnan
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -118,6 +119,8 @@ class Verdict:
         interval = "" if self.interval is None else " ({:+.3f} to {:+.3f})".format(*self.interval)
         signed = f"{self.difference:+.3f} {self.metric}{interval}"
         if self.outcome == "undecided":
+            if isnan(self.difference):
+                return f"{self.compared} against {self.against}: undecided, {self.metric} is NaN"
             if _prints_as_zero(self.difference, self.interval):
                 same = f"{self.compared} is the same as {self.against}"
                 return f"{same} to three decimals of {self.metric}: undecided"
@@ -145,7 +148,7 @@ def compare(
 
     It was estimated from `n` independent units; None if they were not counted.
     """
-    if _prints_as_zero(difference, interval):
+    if isnan(difference) or _prints_as_zero(difference, interval):
         return Verdict(compared, against, metric, difference, interval, "undecided")
     if n is not None and interval is not None:
         has_width = interval[0] < interval[1]

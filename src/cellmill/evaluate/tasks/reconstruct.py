@@ -55,7 +55,8 @@ class Reconstruct(Task):
         for head, classifier in find_classifiers(network, context.model.config).values():
             # changes the network that all tasks share: harmless, because only `judge` reads temperature
             head.temperature = (classifier["calibration"] or {}).get("temperature")
-        metrics, verdicts = network.objective.judge(*arrays, train=context.model.gene_statistics)
+        train = context.model.gene_statistics
+        metrics, verdicts = network.objective.judge_observed(*arrays, train=train)
         figures, notes = _describe_unknown_labels(context, network, cells)
         return TaskResult(
             figures={"n_cells": len(cells)} | metrics | figures, verdicts=verdicts, notes=notes

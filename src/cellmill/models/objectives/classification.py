@@ -23,7 +23,12 @@ from torch.nn import functional as F
 from cellmill.config.parts.objectives import ClassificationConfig
 from cellmill.data.stream.batch import Batch
 from cellmill.models.blocks import Reversed
-from cellmill.models.objective import GeneStatistics, Judgement, ObjectiveModel, loss_verdict
+from cellmill.models.objective import (
+    GeneStatistics,
+    Judgement,
+    ObjectiveModel,
+    loss_verdict,
+)
 from cellmill.models.objectives.shared.calibration import calibration_error_of_logits
 from cellmill.models.objectives.shared.per_cell import CellHead, LabelObjective, TargetBatch
 
@@ -85,8 +90,6 @@ class Classification(LabelObjective):
         """
         labels, logits = observed
         n_cells = len(labels)
-        if not n_cells:
-            return {"n_targets": 0}, []
         log_probabilities = torch.from_numpy(logits).double().log_softmax(1).numpy()
         loss = float(-log_probabilities[np.arange(n_cells), labels].mean())
         is_correct = log_probabilities.argmax(1) == labels

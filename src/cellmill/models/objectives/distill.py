@@ -3,19 +3,18 @@
 A linear layer predicts the teacher's vector. The loss is the mean squared error over its columns,
 which are standardised (`data.shards.index`). This is the hint loss of FitNets (Romero et al. 2015,
 equation 3), which regresses on hidden features of a teacher through a learned layer. Cells of
-`evaluate` have no teacher's vector, so `judge` returns nothing: tasks judge the embedding.
+`evaluate` have no teacher's vector, so it has no `judge`: tasks judge the embedding.
 
 Legend: C cells with a target, E width of a cell's vector, D width of the teacher's.
 """
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from cellmill.config.parts.objectives import DistillConfig
 from cellmill.data.stream.batch import Batch
 from cellmill.models.initial import with_std
-from cellmill.models.objective import GeneStatistics, Judgement, ObjectiveModel
+from cellmill.models.objective import ObjectiveModel
 from cellmill.models.objectives.shared.per_cell import CellObjective, TargetBatch
 
 
@@ -44,6 +43,3 @@ class Distill(CellObjective):
 
     def target_loss(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
         return (predicted - prepared.targets).square().mean(1).sum()
-
-    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
-        return {}, []

@@ -118,6 +118,10 @@ class PerturbationResponse(CellDecoding):
         logits = token_logits(decoded, model.profile_genes.weight, model.profile_bias)
         return logits[:, len(SPECIAL) :].float().log_softmax(1)
 
+    def judged_labels(self) -> dict[str, list[str]]:
+        column = self.config.perturbation_column
+        return {column: self.known_levels(column)}
+
     def list_trained_levels(self, model: ObjectiveModel) -> list[str]:
         """List the perturbations with training cells: their learned vector is no longer zero."""
         levels = self.levels[self.config.perturbation_column]

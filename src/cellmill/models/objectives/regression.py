@@ -127,7 +127,7 @@ class Regression(CellObjective):
         """
         targets, predicted = (values.astype(np.float64) for values in observed)
         metrics: dict[str, Any] = {"n_targets": len(targets)}
-        if not len(targets) or targets.var() == 0:
+        if targets.var() == 0:
             return metrics, []
         correlation = pearson(targets, predicted)
         if correlation is not None:

@@ -190,7 +190,9 @@ class Sum(Objective):
         all_arrays = iter(arrays)
         # the sizes repeat once per batch
         for (name, part), size in zip(self.parts.items(), sizes[: len(self.parts)].tolist()):
-            part_metrics, part_verdicts = part.judge(*islice(all_arrays, size), train=train)
+            part_metrics, part_verdicts = part.judge_observed(
+                *islice(all_arrays, size), train=train
+            )
             metrics |= {f"{name}.{key}": value for key, value in part_metrics.items()}
             verdicts += part_verdicts
         return metrics, verdicts

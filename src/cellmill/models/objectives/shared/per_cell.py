@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cellmill.config.corpus import MISSING
 from cellmill.config.parts.objectives import LabelConfig
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import EncoderBatch, has_genes
@@ -145,7 +144,7 @@ class LabelObjective(CellObjective):
     @property
     def labels(self) -> list[str]:
         """All levels except MISSING, in the order of their codes."""
-        return [level for level in self.levels[self.config.label_column] if level != MISSING]
+        return self.known_levels(self.config.label_column)
 
     def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
         labels = self.level_codes(batch, self.config.label_column) - 1  # -1 if unknown
