@@ -303,13 +303,11 @@ def pearson(x: np.ndarray, y: np.ndarray) -> float | None:
     return float(x @ y) / scale if scale > 0 else None
 
 
-def loss_verdict(
-    name: str, baseline: str, difference: float, metric: str = "nats cross-entropy"
-) -> list[Verdict]:
-    """Judge a difference of losses: a negative one is better than the baseline."""
-    return [compare(name, baseline, metric, difference, lower_is_better=True)]
+def cross_entropy_verdicts(name: str, baseline: str, difference: float) -> list[Verdict]:
+    """Judge a difference of cross-entropies: a negative one is better than the baseline."""
+    return [compare(name, baseline, "nats cross-entropy", difference, lower_is_better=True)]
 
 
-def r2_verdict(name: str, baseline: str, r2: float | None) -> list[Verdict]:
+def r2_verdicts(name: str, baseline: str, r2: float | None) -> list[Verdict]:
     """Judge an R² over a baseline; no verdict if it is undefined."""
     return [] if r2 is None else [compare(name, baseline, "R²", r2)]

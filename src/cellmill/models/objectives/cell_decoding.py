@@ -37,7 +37,7 @@ from cellmill.models.objective import (
     ObjectiveModel,
     RowShare,
     Tensors,
-    loss_verdict,
+    cross_entropy_verdicts,
 )
 from cellmill.models.objectives.shared.hidden_genes import (
     correlate_hidden_genes,
@@ -310,7 +310,7 @@ class CellDecoding(Objective):
         # view thin hides counts, not genes
         predicted_part = "whole cell" if self.config.target == "all" else "hidden expression"
         name = f"prediction of the {predicted_part}"
-        return metrics, loss_verdict(name, against, loss - baseline_loss)
+        return metrics, cross_entropy_verdicts(name, against, loss - baseline_loss)
 
 
 def _find_pairs(batch: ViewBatch) -> Tensor:

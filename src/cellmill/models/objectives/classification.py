@@ -27,7 +27,7 @@ from cellmill.models.objective import (
     GeneStatistics,
     Judgement,
     ObjectiveModel,
-    loss_verdict,
+    cross_entropy_verdicts,
 )
 from cellmill.models.objectives.shared.calibration import calibration_error_of_logits
 from cellmill.models.objectives.shared.per_cell import CellHead, LabelObjective, TargetBatch
@@ -113,4 +113,4 @@ class Classification(LabelObjective):
         if self.config.adversarial_scale:
             return metrics, []
         name = f"classification of {self.config.label_column}"
-        return metrics, loss_verdict(name, "the frequencies of labels", loss - entropy, "nats")
+        return metrics, cross_entropy_verdicts(name, "the frequencies of labels", loss - entropy)

@@ -18,7 +18,12 @@ from cellmill.models.batch import MASK_TOKEN
 from cellmill.models.counter_rng import keyed_bits
 from cellmill.models.draws import CONTENT
 from cellmill.models.initial import Fill, zeros
-from cellmill.models.objective import GeneStatistics, Judgement, ObjectiveModel, loss_verdict
+from cellmill.models.objective import (
+    GeneStatistics,
+    Judgement,
+    ObjectiveModel,
+    cross_entropy_verdicts,
+)
 from cellmill.models.objectives.shared.masking import Mask, MaskedBatch, MaskedObjective
 from cellmill.parallel.likelihoods import token_loss
 from cellmill.parallel.vocab_parallel import token_logits
@@ -91,4 +96,4 @@ class MaskedGene(MaskedObjective):
         }
         name = "prediction of masked genes"
         against = "gene frequency in training cells"
-        return metrics, loss_verdict(name, against, loss - baseline_loss)
+        return metrics, cross_entropy_verdicts(name, against, loss - baseline_loss)

@@ -30,7 +30,7 @@ from cellmill.models.objective import (
     expected_bins,
     pearson,
     r2_over,
-    r2_verdict,
+    r2_verdicts,
     value_loss,
 )
 from cellmill.models.objectives.shared.masking import Mask, MaskedBatch, MaskedObjective
@@ -144,7 +144,7 @@ class MaskedValue(MaskedObjective):
             "mse_gene_mean": mse_gene_mean,
             "mse_global_mean": mse_global_mean,
         }
-        return metrics, r2_verdict("prediction of masked values", "the gene's training mean", r2)
+        return metrics, r2_verdicts("prediction of masked values", "the gene's training mean", r2)
 
 
 def _choose_visible_tokens(mask: Mask, is_replaced: Tensor, n_visible: Tensor) -> Tensor:

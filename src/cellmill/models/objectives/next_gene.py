@@ -34,10 +34,10 @@ from cellmill.models.objective import (
     Objective,
     ObjectiveModel,
     Tensors,
+    cross_entropy_verdicts,
     expected_bins,
-    loss_verdict,
     r2_over,
-    r2_verdict,
+    r2_verdicts,
     value_loss,
 )
 from cellmill.parallel.likelihoods import token_loss
@@ -220,14 +220,14 @@ class NextGene(Objective):
         }
         name = "prediction of the next gene"
         against = "gene frequency at the same rank in training cells"
-        verdicts = loss_verdict(name, against, loss - baseline_loss)
+        verdicts = cross_entropy_verdicts(name, against, loss - baseline_loss)
         if values:
             truth, predicted = (array.astype(np.float64) for array in values)
             error = float(np.square(truth - predicted).sum())
             baseline_error = float(np.square(truth - train.mean[genes]).sum())
             r2 = r2_over(baseline_error, error)
             metrics["value_r2_over_gene_mean"] = r2
-            verdicts += r2_verdict("prediction of the next value", "the gene's training mean", r2)
+            verdicts += r2_verdicts("prediction of the next value", "the gene's training mean", r2)
         return metrics, verdicts
 
 

@@ -38,7 +38,7 @@ from cellmill.models.objective import (
     Objective,
     ObjectiveModel,
     r2_over,
-    r2_verdict,
+    r2_verdicts,
 )
 from cellmill.models.objectives.shared.views import (
     draw_hidden_frac,
@@ -248,7 +248,7 @@ class QueryDecoding(Objective):
             "r2_over_gene_mean": r2,
         }
         against = "the gene's training mean, zeros included"
-        return metrics, r2_verdict("prediction of hidden genes", against, r2)
+        return metrics, r2_verdicts("prediction of hidden genes", against, r2)
 
 
 def _choose_hidden_tokens(draws: TokenDraws, max_per_cell: int) -> Tensor:

@@ -24,7 +24,7 @@ from cellmill.models.objective import (
     Judgement,
     ObjectiveModel,
     Tensors,
-    loss_verdict,
+    cross_entropy_verdicts,
 )
 from cellmill.models.objectives.shared.per_cell import LabelObjective, TargetBatch
 
@@ -76,7 +76,7 @@ class SupervisedContrastive(LabelObjective):
             "supervised_contrastive_alike": loss_if_equal,
         }
         name = f"supervised contrast of {self.config.label_column}"
-        return metrics, loss_verdict(name, "equal vectors", loss - loss_if_equal, "nats")
+        return metrics, cross_entropy_verdicts(name, "equal vectors", loss - loss_if_equal)
 
 
 def contrast(table: Tensor, temperature: float) -> Tensor:
