@@ -217,6 +217,28 @@ def test_an_unknown_batch_has_the_mean_of_the_known_terms() -> None:
     assert not torch.allclose(known[0], known[1])
 
 
+def test_cells_without_a_batch_are_in_no_batch() -> None:
+    options = {"batch_column": "batch", "batch_adversary": 0.5}
+    levels = LEVELS | {"batch": (*LEVELS["batch"], "<missing>")}
+    given = {"objective": "cell_decoding"} | FAMILIES["profile"] | options
+    model = initialized(spec(N_GENES, TOKENS, levels, **given))
+    known = decoding_model("profile", **options)
+    n_batches = len(LEVELS["batch"])
+    tensors = known.state_dict()
+    for name, tensor in model.state_dict().items():
+        if name in model.level_rows:  # the row of <missing> must have no effect
+            missing = torch.full_like(tensor[:1], 7.0)
+            tensors[name] = torch.cat([tensors[name], missing])
+    model.load_state_dict(tensors)
+    batch = cells_of()
+    codes = batch.levels.clone()  # type: ignore[union-attr]
+    codes[:2, 1] = 0
+    missing_codes = codes.masked_fill(codes == 0, n_batches + 1)
+    loss = model(prepare(model, replace(batch, levels=missing_codes)))
+    expected = known(prepare(known, replace(batch, levels=codes)))
+    torch.testing.assert_close(loss, expected)
+
+
 def test_terms_of_batches_start_at_zero() -> None:
     options = FAMILIES["profile"] | {"objective": "cell_decoding", "batch_column": "batch"}
     model = initialized(spec(N_GENES, TOKENS, LEVELS, **options))

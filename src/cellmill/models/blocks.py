@@ -192,7 +192,7 @@ def is_transposed(layer: nn.Module) -> bool:
     return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
-class Reversed(torch.autograd.Function):
+class ReverseGradient(torch.autograd.Function):
     """Identity whose gradient is multiplied by `-scale`."""
 
     @staticmethod

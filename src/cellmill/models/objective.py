@@ -167,9 +167,15 @@ class Objective:
         return self.tokens.load()(self.tokens)
 
     def level_codes(self, batch: Batch, column: str) -> Tensor:
-        """Return each cell's level code in an obs column, `(cells,)` int64: from 1, 0 if unknown."""
+        """Return each cell's level code in an obs column, `(cells,)` int64: from 1, 0 if unknown.
+
+        The level MISSING is 0 too: a cell without a value has no label, batch or perturbation.
+        """
         assert batch.levels is not None, "the batch has no levels"
         codes: Tensor = batch.levels[:, [*self.levels].index(column)]
+        levels = self.levels[column]
+        if MISSING in levels:
+            codes = codes.masked_fill(codes == 1 + levels.index(MISSING), 0)
         return codes
 
     def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:

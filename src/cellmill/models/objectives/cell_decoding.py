@@ -44,7 +44,7 @@ from cellmill.models.objectives.shared.hidden_genes import (
     count_sums,
     sum_hidden_genes,
 )
-from cellmill.models.objectives.shared.level_terms import Adversary, LevelTerms
+from cellmill.models.objectives.shared.level_terms import Adversary, LevelEmbedding
 from cellmill.models.objectives.shared.vicreg import vicreg
 from cellmill.models.objectives.shared.views import ViewBatch, ViewConfig, draw_view
 from cellmill.parallel.likelihoods import profile_loss
@@ -125,13 +125,13 @@ class CellDecoding(Objective):
 
     def _attach_batch_terms(self, model: ObjectiveModel, column: str, width: int) -> list[str]:
         """Add a vector per experimental batch to the decoder, and the adversary if there is one."""
-        n_levels = len(self.levels[column])
-        model.batch_terms = LevelTerms(n_levels, width)
+        levels = self.levels[column]
+        model.batch_terms = LevelEmbedding(levels, width)
         model.add_level_rows(column, "batch_terms.weight")
         names = ["batch_terms"]
         if self.config.batch_adversary is not None:
             scale = self.config.batch_adversary_scale
-            model.batch_adversary = Adversary(model.vector_width, n_levels, scale)
+            model.batch_adversary = Adversary(model.vector_width, levels, scale)
             names.append("batch_adversary")
             rows = ("batch_adversary.out.weight", "batch_adversary.out.bias")
             model.add_level_rows(column, *rows)

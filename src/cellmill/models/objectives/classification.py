@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from cellmill.config.parts.objectives import ClassificationConfig
 from cellmill.data.stream.batch import Batch
-from cellmill.models.blocks import Reversed
+from cellmill.models.blocks import ReverseGradient
 from cellmill.models.objective import (
     GeneStatistics,
     Judgement,
@@ -79,7 +79,7 @@ class Classification(LabelObjective):
     def predict(self, model: ObjectiveModel, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
         """Predict the logits of the labels, `(C, L - 1)` float32, or `(C, L)` if every cell has one."""
         if self.config.adversarial_scale:  # the encoder gets the reversed gradient
-            vectors = Reversed.apply(vectors, self.config.adversarial_scale)
+            vectors = ReverseGradient.apply(vectors, self.config.adversarial_scale)
         logits: Tensor = getattr(model, self.head_name)(vectors, keys)
         return logits[:, : len(self.labels)].float()
 

@@ -26,7 +26,7 @@ from cellmill.models.batch import PAD_TOKEN
 from cellmill.models.initial import with_std
 from cellmill.models.objective import ObjectiveModel
 from cellmill.models.objectives.cell_decoding import CellDecoding, DecodingBatch
-from cellmill.models.objectives.shared.level_terms import LevelTerms
+from cellmill.models.objectives.shared.level_terms import LevelEmbedding
 from cellmill.models.objectives.shared.views import ViewBatch
 from cellmill.parallel.vocab_parallel import embed_tokens, token_logits
 
@@ -47,7 +47,6 @@ class PerturbationResponse(CellDecoding):
     # set by `attach`
     _perturbed_genes: list[Sequence[int]]  # token ids of perturbed genes by level code
     _control_code: int  # level code of controls
-    _excluded_codes: list[int]  # level codes of cells without a target
 
     def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
         names = super().attach(model, vocab_size)
@@ -56,19 +55,17 @@ class PerturbationResponse(CellDecoding):
         levels = self.levels[config.perturbation_column]
         # no response at the start
         model.response_genes = with_std(nn.Linear(config.decoder_hidden or width, width), 0.0)
-        model.response_terms = LevelTerms(len(levels), width, centered=False)
+        model.response_terms = LevelEmbedding(levels, width, centered=False)
         model.add_level_rows(config.perturbation_column, "response_terms.weight")
         genes = config.perturbed_genes or {}
         self._perturbed_genes = [[], *(genes.get(level, []) for level in levels)]
         self._control_code = _find_level_code(config.control, levels)
-        self._excluded_codes = [0, _find_level_code(MISSING, levels)]
         return (*names, "response_genes", "response_terms")
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> ResponseBatch:
         assert isinstance(batch, ViewBatch), "expected a view"
         codes = self.level_codes(batch, self.config.perturbation_column)
-        has_target = ~torch.isin(codes, torch.tensor(self._excluded_codes))
-        is_predicted = has_target[batch.entry_cells]  # `(entries,)`
+        is_predicted = (codes > 0)[batch.entry_cells]  # `(entries,)`
         batch = replace(
             batch,
             entry_cells=batch.entry_cells[is_predicted],

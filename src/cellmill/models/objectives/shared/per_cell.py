@@ -148,8 +148,7 @@ class LabelObjective(CellObjective):
 
     def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
         labels = self.level_codes(batch, self.config.label_column) - 1  # -1 if unknown
-        # MISSING is the last level, so its code follows those of the labels
-        return labels, (labels >= 0) & (labels < len(self.labels))
+        return labels, labels >= 0
 
     def judged_labels(self) -> dict[str, list[str]]:
         return {self.config.label_column: self.labels}
