@@ -338,6 +338,18 @@ def test_a_model_is_compared_with_the_mean_profile() -> None:
     assert verdict.outcome == ("behind" if own > base else "ahead")
 
 
+def test_both_cross_entropies_are_summed_in_float64() -> None:
+    objective = decoding_model("profile").objective
+    train = GeneStatistics(np.array([99, 49]), np.ones(2), 1.0, 100)
+    random = np.random.default_rng(0)
+    fractions = random.random(1000, np.float32)
+    log_p = -random.random(1000, np.float32)
+    genes = np.zeros(1000, np.int64)
+    figures, _ = objective.judge(genes, log_p, fractions, np.full(1000, 1e-3), train=train)
+    expected = -(fractions.astype(np.float64) * log_p.astype(np.float64)).sum()
+    assert figures["cross_entropy"] == pytest.approx(expected, rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("tokenizer", "options", "compared", "against"),
     [

@@ -289,7 +289,9 @@ class CellDecoding(Objective):
         The profile is the training cells' token values summed by gene, or token frequencies if values
         are not numbers. Values are those of the tokenizer, whatever `weights` is.
         """
-        genes, log_p, fractions, cell_fracs = ProfileObservations(*observed)
+        entries = ProfileObservations(*observed)
+        fractions = entries.fractions.astype(np.float64)
+        log_p = entries.log_p.astype(np.float64)
         mean_value: float | np.ndarray = 1.0
         against = "token frequencies of training cells"
         if self.tokens.value_kind == "scalar":  # only these values measure expression
@@ -297,12 +299,12 @@ class CellDecoding(Objective):
             against = "token values of training cells summed by gene"
         total_value = train.n_tokens * mean_value + 1  # add one for genes that no training cell has
         log_mean_profile = np.log(total_value / total_value.sum())
-        n_cells = cell_fracs.sum()  # each cell adds 1
+        n_cells = entries.cell_fracs.sum()  # each cell adds 1
         loss = float(-(fractions * log_p).sum() / n_cells)
-        baseline_loss = float(-(fractions * log_mean_profile[genes]).sum() / n_cells)
+        baseline_loss = float(-(fractions * log_mean_profile[entries.genes]).sum() / n_cells)
         metrics = {
             "n_targets": round(n_cells),
-            "n_entries": len(genes),
+            "n_entries": len(log_p),
             "cross_entropy": loss,
             "cross_entropy_mean_profile": baseline_loss,
             "cross_entropy_reduction_frac": 1 - loss / baseline_loss,
