@@ -26,7 +26,7 @@ from cellmill.config.parts.objectives import (
     PerturbationResponseConfig,
 )
 from cellmill.config.parts.tokens import SPECIAL
-from cellmill.data.rows import SparseCounts, positions_in_rows
+from cellmill.data.rows import SparseCounts, positions_in_rows, row_numbers
 from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.tokenizer import Tokenizer
 from cellmill.models.counter_rng import host_state, host_uniform
@@ -78,7 +78,7 @@ def draw_view(
     return ViewBatch(
         **tokenize_counts(views, tokenizer),
         **cell_fields,
-        entry_cells=torch.from_numpy(_repeat_cells(whole.offsets)[entries]),
+        entry_cells=torch.from_numpy(row_numbers(whole.offsets)[entries]),
         entry_genes=torch.from_numpy(whole.genes[entries]),
         entry_counts=torch.from_numpy(to_predict[entries]),
         n_second_views=n_second_views,
@@ -114,7 +114,7 @@ def _drop_genes(
     `counts` `(tokens,)` are cut into cells by `offsets`, `(cells + 1,)`; `dropped_frac` and
     `cell_states` are `(cells,)`.
     """
-    token_cells = _repeat_cells(offsets)
+    token_cells = row_numbers(offsets)
     is_hidden, _ = draw_hidden_genes(
         token_cells, positions_in_rows(offsets), dropped_frac, cell_states
     )
@@ -169,11 +169,6 @@ def _append_second_views(first_views: SparseCounts, hidden: np.ndarray) -> Spars
         genes=np.concatenate([genes, genes]),
         counts=np.concatenate([shown, hidden]),
     )
-
-
-def _repeat_cells(offsets: np.ndarray) -> np.ndarray:
-    """Repeat the index of each cell for its tokens, `(tokens,)` int64."""
-    return np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
 
 
 def draw_hidden_frac(cell_states: np.ndarray, config: HiddenFracConfig, key: int) -> np.ndarray:
