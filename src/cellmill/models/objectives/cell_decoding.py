@@ -14,7 +14,7 @@ gene, or token frequencies if values are not numbers. Objective `denoise` is the
 `view: thin` and `target: all`.
 
 Legend: T tokens of the batch, C cells with targets, H width of a state, E width of a cell's vector, D
-width of the decoder's last layer, V size of the vocabulary.
+input width of the decoder's output layer, V size of the vocabulary.
 """
 
 from collections.abc import Sequence
@@ -40,9 +40,9 @@ from cellmill.models.objective import (
     cross_entropy_verdicts,
 )
 from cellmill.models.objectives.shared.hidden_genes import (
-    correlate_hidden_genes,
-    count_sums,
-    sum_hidden_genes,
+    mean_gene_correlation,
+    n_moment_sums,
+    sum_gene_moments,
 )
 from cellmill.models.objectives.shared.level_terms import Adversary, LevelEmbedding
 from cellmill.models.objectives.shared.vicreg import vicreg
@@ -56,12 +56,14 @@ class DecodingBatch(EncoderBatch):
     """The shown tokens and the profiles to predict."""
 
     target_cells: Tensor  # `(C,)` int64: indices of the cells that have something to predict
-    # number of entries of each of these cells; on the host, since reading `entry_starts` waits for a GPU
     n_entries: list[int]
+    """Number of entries of each of these cells; on the host, since reading `entry_starts` waits for a
+    GPU.
+    """
     entry_starts: Tensor  # `(C + 1,)` int64: first entry of each cell, and the number of entries
     entry_genes: Tensor  # `(entries,)` int64: token ids, cell after cell
-    entry_amounts: Tensor
-    """`(entries,)` float32: fractions with sum 1 in each cell; with likelihood nb counts."""
+    entry_weights: Tensor
+    """`(entries,)` float32: with likelihood nb counts, otherwise fractions with sum 1 in each cell."""
     n_targets: Tensor  # C: each cell counts once, whatever its depth
     pairs: Tensor
     """`(2, pairs)` int64: indices of both views of each cell that has tokens in both; `(2, 0)`
@@ -105,7 +107,7 @@ class CellDecoding(Objective):
     def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
         config = self.config
         vector_width = model.vector_width
-        self.n_sums = count_sums(vocab_size)
+        self.n_sums = n_moment_sums(vocab_size)
         self.coupled_widths = (1 + 2 * vector_width,) if config.view_loss else ()
         width = config.decoder_hidden or vector_width
         names = ["decoder", "profile_genes", "profile_bias"]
@@ -118,7 +120,8 @@ class CellDecoding(Objective):
         if config.resolved_batch_column is not None:
             names += self._attach_batch_terms(model, config.resolved_batch_column, width)
         if self._is_nb:
-            # log of the inverse dispersion, as in `parallel.likelihoods`
+            # the log of the inverse dispersion, as in `parallel.likelihoods`; checkpoints and exports
+            # have this name
             model.profile_dispersion = nn.Parameter(torch.empty(vocab_size))
             names.append("profile_dispersion")
         return tuple(names)
@@ -138,7 +141,7 @@ class CellDecoding(Objective):
         return names
 
     def initial_value(self, name: str) -> Fill | None:
-        """Start biases and logs of inverse dispersions at zero: variance mean + mean squared."""
+        """Start biases and logs of inverse dispersions at zero, so the variance starts at mean + mean²."""
         return zeros if name in ("profile_bias", "profile_dispersion") else None
 
     def view(self, batch: Batch, *, seed: int, step: int) -> ViewBatch:
@@ -157,31 +160,31 @@ class CellDecoding(Objective):
             n_entries=n_entries.tolist(),
             entry_starts=torch.from_numpy(np.append(0, n_entries.cumsum())),
             entry_genes=batch.entry_genes,
-            entry_amounts=self._compute_amounts(batch),
+            entry_weights=self._compute_weights(batch),
             n_targets=torch.tensor(len(target_cells)),
             pairs=_find_pairs(batch),
         )
 
-    def _compute_amounts(self, batch: ViewBatch) -> Tensor:
-        """Compute `DecodingBatch.entry_amounts`, `(entries,)` float32."""
-        amounts = batch.entry_counts.double()
+    def _compute_weights(self, batch: ViewBatch) -> Tensor:
+        """Compute `DecodingBatch.entry_weights`, `(entries,)` float32."""
+        weights = batch.entry_counts.double()
         if self._is_nb:
-            return amounts.float()
+            return weights.float()
         if self.predicts_log_counts:
-            amounts = amounts.log1p()
+            weights = weights.log1p()
         entry_cells = batch.entry_cells.numpy()
-        cell_sums = np.bincount(entry_cells, amounts.numpy(), len(batch.lengths))
-        amounts /= torch.from_numpy(cell_sums[entry_cells])
-        return amounts.float()
+        cell_sums = np.bincount(entry_cells, weights.numpy(), len(batch.lengths))
+        weights /= torch.from_numpy(cell_sums[entry_cells])
+        return weights.float()
 
     def _compute_fractions(self, prepared: DecodingBatch) -> Tensor:
-        """Make `entry_amounts` fractions with sum 1 in each cell, `(entries,)` float32."""
-        amounts = prepared.entry_amounts
+        """Make `entry_weights` fractions with sum 1 in each cell, `(entries,)` float32."""
+        weights = prepared.entry_weights
         if not self._is_nb:
-            return amounts
+            return weights
         entry_cells = prepared.find_entry_cells()
-        cell_sums = amounts.new_zeros(len(prepared.n_entries)).index_add(0, entry_cells, amounts)
-        return amounts / cell_sums[entry_cells]
+        cell_sums = weights.new_zeros(len(prepared.n_entries)).index_add(0, entry_cells, weights)
+        return weights / cell_sums[entry_cells]
 
     def loss(self, model: ObjectiveModel, states: Tensor, prepared: DecodingBatch) -> Tensor:
         """Sum the loss over the cells, a float32 scalar.
@@ -191,7 +194,7 @@ class CellDecoding(Objective):
         vectors = self._pool_targets(model, states, prepared)
         decoded = self.decode(model, vectors, prepared)
         if self.kept_sums is not None:
-            self.kept_sums.append(self._sum_hidden_genes(model, decoded, prepared))
+            self.kept_sums.append(self._sum_gene_moments(model, decoded, prepared))
         loss = profile_loss(
             decoded,
             table=model.profile_genes.weight,
@@ -199,7 +202,7 @@ class CellDecoding(Objective):
             entries=prepared.n_entries,
             starts=prepared.entry_starts,
             genes=prepared.entry_genes,
-            weights=prepared.entry_amounts,
+            weights=prepared.entry_weights,
             dispersion=model.profile_dispersion if self._is_nb else None,
         )
         if prepared.shares is not None:  # VICReg, which couples the cells of the global batch
@@ -214,11 +217,11 @@ class CellDecoding(Objective):
             loss = loss + adversary_weight * adversary_loss
         return loss
 
-    def _sum_hidden_genes(
+    def _sum_gene_moments(
         self, model: ObjectiveModel, decoded: Tensor, prepared: DecodingBatch
     ) -> Tensor:
         """Sum what `validation_metrics` reads, `(n_sums,)` float64, from `decoded` `(C, D)`."""
-        return sum_hidden_genes(
+        return sum_gene_moments(
             decoded,
             table=model.profile_genes.weight,
             bias=model.profile_bias,
@@ -228,7 +231,7 @@ class CellDecoding(Objective):
         )
 
     def validation_metrics(self, sums: Sequence[float]) -> dict[str, float]:
-        return correlate_hidden_genes(sums)
+        return mean_gene_correlation(sums)
 
     def coupled_rows(
         self, model: ObjectiveModel, states: Tensor, prepared: DecodingBatch
@@ -248,7 +251,7 @@ class CellDecoding(Objective):
         return tuple(vicreg(table, weights) for table in tables)
 
     def decode(self, model: ObjectiveModel, vectors: Tensor, prepared: DecodingBatch) -> Tensor:
-        """Apply the decoder up to its last layer: `vectors` `(C, E)` -> `(C, D)`."""
+        """Apply all but the output layer of the decoder: `vectors` `(C, E)` -> `(C, D)`."""
         decoded: Tensor = model.decoder(vectors)
         if self.config.resolved_batch_column is None:
             return decoded

@@ -7,9 +7,9 @@ perturbation. Controls have no response. The learned vector of a perturbation wi
 stays zero; its response is predicted from its genes. Counts are split into two binomial parts: the
 cell's vector is made from one, and predicts the other with the response.
 
-Legend: C cells with targets, E width of a cell's vector, D width of the decoder's last layer, M
-largest number of genes of a perturbation, V size of the vocabulary. Level codes begin at 1; 0
-is an unknown level.
+Legend: C cells with targets, E width of a cell's vector, D input width of the decoder's output
+layer, M largest number of genes of a perturbation, V size of the vocabulary. Level codes begin at 1;
+0 is an unknown level.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ class ResponseBatch(DecodingBatch):
 
     perturbation_codes: Tensor  # `(C,)` int64: level codes
     is_perturbed: Tensor  # `(C,)` bool: False for controls
-    perturbed_genes: Tensor  # `(C, M)` int64: token ids of perturbed genes, then `<pad>`
+    padded_genes: Tensor  # `(C, M)` int64: token ids of perturbed genes, then `<pad>`
 
 
 class PerturbationResponse(CellDecoding):
@@ -45,7 +45,7 @@ class PerturbationResponse(CellDecoding):
 
     config: PerturbationResponseConfig
     # set by `attach`
-    _perturbed_genes: list[Sequence[int]]  # token ids of perturbed genes by level code
+    _genes_by_code: list[Sequence[int]]  # token ids of perturbed genes by level code
     _control_code: int  # level code of controls
 
     def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
@@ -53,12 +53,12 @@ class PerturbationResponse(CellDecoding):
         config = self.config
         width = model.vector_width
         levels = self.levels[config.perturbation_column]
-        # no response at the start
+        # no response at the start; the layer's bias is the response that all perturbations share
         model.response_genes = with_std(nn.Linear(config.decoder_hidden or width, width), 0.0)
         model.response_terms = LevelEmbedding(levels, width, centered=False)
         model.add_level_rows(config.perturbation_column, "response_terms.weight")
         genes = config.perturbed_genes or {}
-        self._perturbed_genes = [[], *(genes.get(level, []) for level in levels)]
+        self._genes_by_code = [[], *(genes.get(level, []) for level in levels)]
         self._control_code = _find_level_code(config.control, levels)
         return (*names, "response_genes", "response_terms")
 
@@ -79,13 +79,13 @@ class PerturbationResponse(CellDecoding):
             (seed, step),
             perturbation_codes=codes,
             is_perturbed=codes != self._control_code,
-            perturbed_genes=_pad_genes([self._perturbed_genes[code] for code in codes.tolist()]),
+            padded_genes=_pad_genes([self._genes_by_code[code] for code in codes.tolist()]),
         )
 
     def decode(self, model: ObjectiveModel, vectors: Tensor, prepared: DecodingBatch) -> Tensor:
         """Add each cell's response to its vector, then decode: `vectors` `(C, E)` -> `(C, D)`."""
         assert isinstance(prepared, ResponseBatch), "expected a batch with perturbations"
-        response = _compute_response(model, prepared.perturbation_codes, prepared.perturbed_genes)
+        response = _compute_response(model, prepared.perturbation_codes, prepared.padded_genes)
         changed = vectors + response * prepared.is_perturbed[:, None]
         return super().decode(model, changed.to(vectors.dtype), prepared)
 
@@ -134,15 +134,15 @@ def _find_level_code(level: str, levels: Sequence[str]) -> int:
     return 1 + levels.index(level) if level in levels else 0
 
 
-def _compute_response(model: ObjectiveModel, codes: Tensor, perturbed_genes: Tensor) -> Tensor:
+def _compute_response(model: ObjectiveModel, codes: Tensor, padded_genes: Tensor) -> Tensor:
     """Compute the term that a perturbation adds to the cell's vector, `(C, E)`.
 
-    `codes` `(C,)` int64 are level codes, `perturbed_genes` `(C, M)` int64 token ids, as in
+    `codes` `(C,)` int64 are level codes, `padded_genes` `(C, M)` int64 token ids, as in
     `ResponseBatch`.
     """
-    flat = embed_tokens(perturbed_genes.flatten(), model.profile_genes.weight)
-    embedded = flat.unflatten(0, perturbed_genes.shape)  # `(C, M, D)`
-    is_gene = (perturbed_genes != PAD_TOKEN)[..., None]
+    flat = embed_tokens(padded_genes.flatten(), model.profile_genes.weight)
+    embedded = flat.unflatten(0, padded_genes.shape)  # `(C, M, D)`
+    is_gene = (padded_genes != PAD_TOKEN)[..., None]
     n_genes = is_gene.sum(1).clamp(min=1)
     mean = (embedded * is_gene).sum(1) / n_genes
     gene_response = model.response_genes(mean.to(embedded.dtype))

@@ -51,7 +51,7 @@ class MomentSums(NamedTuple):
 class Regression(CellObjective):
     config: RegressionConfig
     metric_names = ("pearson",)
-    n_sums = 6
+    n_sums = len(MomentSums._fields)
 
     def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
         config = self.config

@@ -9,11 +9,11 @@ cell's sum of counts; with likelihood softmax and `weights: log1p`, the defaults
 log(1 + count), so measurements are logarithms of logarithms. The metric therefore only ranks runs of
 equal `weights` and `likelihood`.
 
-Legend: C cells with targets, D width of the decoder's last layer, V size of the vocabulary.
+Legend: C cells with targets, D input width of the decoder's output layer, V size of the vocabulary.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,26 +25,31 @@ from cellmill.parallel.torch_private import is_dtensor
 from cellmill.parallel.vocab_parallel import token_logits
 
 CELLS_PER_CHUNK = 256  # cells whose predicted profiles exist at once
-N_MOMENTS = 5  # sums per hidden gene (`GeneMoments`)
 MIN_VARIANCE_FRAC = 1e-9  # of the sum of squares; a smaller variance is a rounding error
 
 
 class GeneMoments(NamedTuple):
-    """Sums over cells, `(hidden genes,)` float64 each."""
+    """Sums over cells, `(hidden genes,)` float64 each.
 
-    predicted: np.ndarray
-    measured: np.ndarray
-    predicted_squares: np.ndarray
-    measured_squares: np.ndarray
-    products: np.ndarray
+    Tensors in `sum_gene_moments`, arrays in `mean_gene_correlation`.
+    """
+
+    predicted: Any
+    measured: Any
+    predicted_squares: Any
+    measured_squares: Any
+    products: Any
 
 
-def count_sums(vocab_size: int) -> int:
+N_MOMENTS = len(GeneMoments._fields)
+
+
+def n_moment_sums(vocab_size: int) -> int:
     """Count the sums of a vocabulary: the number of cells, then N_MOMENTS of each hidden gene."""
     return 1 + N_MOMENTS * -(-vocab_size // HIDDEN_GENE_STRIDE)
 
 
-def sum_hidden_genes(
+def sum_gene_moments(
     decoded: Tensor,
     table: Tensor,
     bias: Tensor,
@@ -52,14 +57,14 @@ def sum_hidden_genes(
     genes: Tensor,
     fractions: Tensor,
 ) -> Tensor:
-    """Sum the moments over cells: the number of cells, then `GeneMoments`; `(count_sums(V),)` float64.
+    """Sum over cells: the number of cells, then `GeneMoments`; `(n_moment_sums(V),)` float64.
 
     Logits are `decoded` `(C, D)` times `table` `(V, D)` plus `bias` `(V,)`. The measured profiles
     have entries: `entry_cells`, token ids `genes`, and `fractions` with sum 1 in each cell;
     `(entries,)` each.
     """
     log_expression = torch.log1p(TARGET_SUM * fractions)
-    sums = decoded.new_zeros(count_sums(len(bias)), dtype=torch.float64)
+    sums = decoded.new_zeros(n_moment_sums(len(bias)), dtype=torch.float64)
     sums[0] = len(decoded)
     for start in range(0, len(decoded), CELLS_PER_CHUNK):
         end = start + CELLS_PER_CHUNK
@@ -76,23 +81,29 @@ def sum_hidden_genes(
 def _sum_moments(probabilities: Tensor, profiles: Tensor) -> Tensor:
     """Sum `GeneMoments` over cells, `(N_MOMENTS * hidden genes,)` float64.
 
-    `probabilities` are the predicted fractions, and `profiles` the measured log(1 + 10,000 fraction),
-    `(cells, V)` each, where fractions are those of `sum_hidden_genes`. Predictions are probabilities
-    without a logarithm, scaled so that the cell's visible genes have the same sum as its profile.
+    `probabilities` and `profiles`, log(1 + 10,000 fraction) of measured fractions, are `(cells, V)`.
+    Predictions are the probabilities times one factor per cell, chosen so that the visible genes have
+    the same sum as in the cell's profile. No logarithm is taken of them.
     """
     measured = profiles[:, ::HIDDEN_GENE_STRIDE]
     hidden_probabilities = probabilities[:, ::HIDDEN_GENE_STRIDE]
     visible_sum = profiles.sum(1) - measured.sum(1)
     visible_probability = (1 - hidden_probabilities.sum(1)).clamp(min=1e-9)
     predicted = hidden_probabilities * (visible_sum / visible_probability)[:, None]
-    moments = (predicted, measured, predicted**2, measured**2, predicted * measured)
+    moments = GeneMoments(
+        predicted=predicted,
+        measured=measured,
+        predicted_squares=predicted**2,
+        measured_squares=measured**2,
+        products=predicted * measured,
+    )
     return torch.cat([moment.sum(0, dtype=torch.float64) for moment in moments])
 
 
-def correlate_hidden_genes(sums: Sequence[float]) -> dict[str, float]:
+def mean_gene_correlation(sums: Sequence[float]) -> dict[str, float]:
     """Compute the mean correlation of the hidden genes that at least one cell expresses.
 
-    `sums` come from `sum_hidden_genes`. The correlation of constant predictions or measurements is 0.
+    `sums` come from `sum_gene_moments`. The correlation of constant predictions or measurements is 0.
     The result is empty if no cell expresses a hidden gene.
     """
     n_cells = max(sums[0], 1)
