@@ -107,7 +107,7 @@ def test_a_cell_is_the_mean_or_the_last_of_its_states() -> None:
         batch.token_ids[:7], batch.values[:7], torch.tensor([0, 7]).int(), torch.tensor([0])
     )
     with torch.no_grad():
-        states = mean.states(EncoderBatch.prepared(batch)).split(batch.lengths)
+        states = mean.states(EncoderBatch.from_batch(batch)).split(batch.lengths)
         torch.testing.assert_close(
             mean.embed(batch), torch.stack([cell.mean(0) for cell in states])
         )
@@ -203,7 +203,7 @@ def states_of(model: Any, genes: list[int], values: torch.Tensor) -> torch.Tenso
     batch = Batch(
         torch.tensor(genes) + 2, values, torch.tensor([0, len(genes)]).int(), torch.tensor([0])
     )
-    states: torch.Tensor = model.states(EncoderBatch.prepared(batch))
+    states: torch.Tensor = model.states(EncoderBatch.from_batch(batch))
     return states
 
 

@@ -214,7 +214,7 @@ def test_dropout_changes_with_the_step() -> None:
     prepared = model.prepare(batch, seed=0, step=0)
     loss = model(prepared).item()
     assert model(prepared).item() == loss
-    next_step = replace(prepared, keys=(0, 1))
+    next_step = replace(prepared, dropout_keys=(0, 1))
     assert model(next_step).item() != loss
 
 

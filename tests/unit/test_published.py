@@ -91,7 +91,7 @@ def _imported(folder: Path, version: str, **options: Any) -> tuple[Any, Any]:
 
 
 def _ours(network: Any, batch: Batch) -> dict[str, torch.Tensor]:
-    prepared = EncoderBatch.prepared(add_ends(batch, network.config.n_ends))
+    prepared = EncoderBatch.from_batch(add_ends(batch, network.config.n_ends))
     with torch.no_grad():
         x = network.begin(prepared)
         layers = [network.through(x, prepared, number) for number in range(len(network.blocks) + 1)]

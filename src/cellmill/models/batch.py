@@ -143,12 +143,14 @@ class EncoderBatch(Batch):
 
     value_hidden: Tensor  # (tokens,) bool
     value_known: Tensor  # (tokens,) bool: values of which `center` is the mean
-    keys: tuple[int, int] | None  # seed and step, which key the dropout; None: no dropout
+    dropout_keys: tuple[int, int] | None  # seed and step; None: no dropout
 
     @classmethod
-    def prepared(cls, batch: Batch, keys: tuple[int, int] | None = None, **changes: Any) -> Self:
+    def from_batch(
+        cls, batch: Batch, dropout_keys: tuple[int, int] | None = None, **changes: Any
+    ) -> Self:
         """Return the batch with the fields in `changes`; `value_hidden` is False by default."""
-        arguments: dict[str, Any] = {"keys": keys}
+        arguments: dict[str, Any] = {"dropout_keys": dropout_keys}
         names = {field.name for field in fields(cls)}
         for field in fields(batch):
             if field.name in names:
@@ -180,16 +182,16 @@ class EncoderBatch(Batch):
     def token_keys(self) -> Tensor:
         """(tokens,) int64: keys of the dropout."""
         token_cells, position = positions(self)
-        if self.keys is None:
+        if self.dropout_keys is None:
             return position
-        bits = keyed_token_bits(self.cell_ids, token_cells, *self.keys, position)
+        bits = keyed_token_bits(self.cell_ids, token_cells, *self.dropout_keys, position)
         return keyed_bits(bits, TOKEN_DROPOUT)
 
     @cached_property
     def cell_keys(self) -> Tensor:
         """(cells,) int64: keys of the dropout in layers whose rows are cells."""
         cells: Tensor = self.cell_ids
-        return cells if self.keys is None else keyed_bits(cells, *self.keys)
+        return cells if self.dropout_keys is None else keyed_bits(cells, *self.dropout_keys)
 
     @cached_property
     def center(self) -> Tensor:

@@ -159,7 +159,7 @@ class CellEncoder(Model):
     def embed(self, batch: Batch) -> Tensor:
         if self.covariate_prefix is not None:
             batch = self.covariate_prefix.add_to(batch)
-        prepared = EncoderBatch.prepared(batch)
+        prepared = EncoderBatch.from_batch(batch)
         return self.cell_vectors(self.states(prepared), prepared)
 
     def states(self, prepared: EncoderBatch) -> Tensor:

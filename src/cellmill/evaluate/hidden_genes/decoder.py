@@ -163,7 +163,7 @@ def _add_masked(network: Model, batch: Batch, genes: torch.Tensor) -> MaskedBatc
     view = network.view(replace(extended, token_ids=tokens), seed=0, step=0)
     is_added = torch.isin(view.token_ids, genes)
     targets = is_added.nonzero().flatten()
-    return MaskedBatch.prepared(
+    return MaskedBatch.from_batch(
         view,
         value_hidden=is_added,
         targets=targets,

@@ -95,7 +95,7 @@ class PostNormEncoder(TokenEncoder):
 
     def embed(self, batch: Batch) -> Tensor:
         """(cells, H) float32: the vectors of whole cells, from the block that `embed_layer` names."""
-        prepared = EncoderBatch.prepared(add_ends(batch, self.config.n_ends))
+        prepared = EncoderBatch.from_batch(add_ends(batch, self.config.n_ends))
         n_blocks = len(self.blocks) + self.config.embed_layer
         states = self.through(self.begin(prepared), prepared, n_blocks)
         return self.cell_vectors(states, prepared)

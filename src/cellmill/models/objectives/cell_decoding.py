@@ -153,9 +153,9 @@ class CellDecoding(Objective):
         n_entries = np.bincount(entry_cells, minlength=len(batch.lengths))  # `(cells,)`
         target_cells = np.flatnonzero(n_entries)
         n_entries = n_entries[target_cells]
-        return DecodingBatch.prepared(
+        return DecodingBatch.from_batch(
             batch,
-            (seed, step),
+            dropout_keys=(seed, step),
             target_cells=torch.from_numpy(target_cells),
             n_entries=n_entries.tolist(),
             entry_starts=torch.from_numpy(np.append(0, n_entries.cumsum())),

@@ -103,9 +103,9 @@ class NextGene(Objective):
         lengths = batch.cu_seqlens.diff()
         is_whole = (lengths > 0) & (lengths < self.tokens.max_tokens)
         last_tokens = batch.cu_seqlens[1:].long()[is_whole] - 1
-        return NextGeneBatch.prepared(
+        return NextGeneBatch.from_batch(
             batch,
-            (seed, step),
+            dropout_keys=(seed, step),
             targets=targets,
             is_first=position[targets] == 0,
             # a cell of padding has no end to predict

@@ -74,9 +74,9 @@ class PerturbationResponse(CellDecoding):
         )
         prepared = super().prepare(batch, seed=seed, step=step)
         codes = codes[prepared.target_cells]
-        return ResponseBatch.prepared(
+        return ResponseBatch.from_batch(
             prepared,
-            (seed, step),
+            dropout_keys=(seed, step),
             perturbation_codes=codes,
             is_perturbed=codes != self._control_code,
             padded_genes=_pad_genes([self._genes_by_code[code] for code in codes.tolist()]),

@@ -189,9 +189,9 @@ class QueryDecoding(Objective):
         # `(C,)`: factor that makes the mean weight of a cell's queries 1
         sums = torch.zeros(n_cells, dtype=weights.dtype).index_add(0, query_cells, weights)
         scale = torch.bincount(query_cells, minlength=n_cells) / sums
-        return QueryBatch.prepared(
+        return QueryBatch.from_batch(
             batch,
-            (seed, step),
+            dropout_keys=(seed, step),
             query_weights=(weights * scale[query_cells]).float(),
             n_targets=torch.tensor(len(query_cells)),
         )

@@ -94,9 +94,9 @@ class MaskedObjective(Objective):
         content = batch.token_ids if self.predicts_genes else batch.values
         # a kept or random value must not enter `center`, from which targets are predicted
         value_known = torch.ones_like(mask.masked) if self.predicts_genes else ~mask.masked
-        return MaskedBatch.prepared(
+        return MaskedBatch.from_batch(
             batch,
-            (seed, step),
+            dropout_keys=(seed, step),
             **self.hide(batch, mask),
             value_known=value_known,
             targets=targets,

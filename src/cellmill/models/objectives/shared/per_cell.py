@@ -93,9 +93,9 @@ class CellObjective(Objective):
     def prepare(self, batch: Batch, *, seed: int, step: int) -> TargetBatch:
         targets, has_target = self.find_targets(batch)
         cells = (has_target & has_genes(batch)).nonzero().flatten()
-        return TargetBatch.prepared(
+        return TargetBatch.from_batch(
             batch,
-            (seed, step),
+            dropout_keys=(seed, step),
             target_cells=cells,
             targets=targets[cells],
             n_targets=torch.tensor(len(cells)),
