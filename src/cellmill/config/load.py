@@ -155,7 +155,7 @@ def unequal_options(
     tokens = Tokens.model_validate(before["tokens"])
     new_model = FamilyConfig.model_validate(now["model"])
     new_tokens = Tokens.model_validate(now["tokens"])
-    bins = ("bins",) if tokens.value_kind == "class" else ()  # rows of the embedding of values
+    bins = ("bins",) if tokens.values_are_bins else ()  # rows of the embedding of values
     compared: dict[str, tuple[Section, Section, tuple[str, ...]]] = {
         "model": (model, new_model, ("family", *new_model.weight_keys)),
         "tokens": (tokens, new_tokens, ("tokenizer", *bins, *model.token_keys)),

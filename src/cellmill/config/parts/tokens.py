@@ -69,6 +69,10 @@ class Tokens(Plugin):
             yield f"zero_frac: tokenizer {self.tokenizer} has no value for a gene without counts; leave it out"
 
     @property
+    def values_are_bins(self) -> bool:
+        return self.value_kind == "class"
+
+    @property
     def n_values(self) -> int:
         """Rows of an embedding table of the values (classes or places).
 

@@ -54,7 +54,7 @@ class MaskedGene(MaskedObjective):
         """Hide genes, or replace them by a random gene of the vocabulary."""
         token_ids = batch.token_ids.masked_fill(mask.hidden, MASK_TOKEN)
         if self.shows_content and self.training:
-            random_genes = len(SPECIAL) + keyed_bits(mask.keys, CONTENT) % self.n_genes
+            random_genes = len(SPECIAL) + keyed_bits(mask.token_bits, CONTENT) % self.n_genes
             token_ids = torch.where(mask.random, random_genes, token_ids)
         return {"token_ids": token_ids}
 

@@ -54,15 +54,11 @@ class MaskedValue(MaskedObjective):
         """Number of the first bin; genes without counts are in bin 0."""
         return 0 if self.tokens.zero_frac else 1
 
-    @property
-    def _is_class(self) -> bool:
-        return self.tokens.value_kind == "class"
-
     def attach_output(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
-        # embedding that stands for a hidden value in the model's input (`with_hidden`); not returned,
-        # since this loss does not read it: `plan.begin` names it
+        # stands for a hidden value in the model's input (`with_hidden`); not in the returned names,
+        # because the model reads it and the loss does not: `plan.begin` names it
         model.hidden_value = nn.Parameter(torch.empty(model.width))
-        n_outputs = self.tokens.n_values - self._first_bin if self._is_class else 1
+        n_outputs = self.tokens.n_values - self._first_bin if self.tokens.values_are_bins else 1
         model.value_out = nn.Linear(model.width, n_outputs)
         return ("value_out",)
 
@@ -108,7 +104,7 @@ class MaskedValue(MaskedObjective):
     ) -> Tensor:
         """Predict values `(N,)` float32, or logits of bins `(N, bins)`, from the head's output `(N, H)`."""
         out: Tensor = model.value_out(head_output).float()
-        if self._is_class:
+        if self.tokens.values_are_bins:
             return out
         # the head predicts the difference from the mean of the cell's visible values
         return out.squeeze(-1) + prepared.center[prepared.token_cells[prepared.targets]]
@@ -155,5 +151,5 @@ def _choose_visible_tokens(mask: Mask, is_replaced: Tensor, n_visible: Tensor) -
     visible_tokens = mask.visible.nonzero().flatten()  # tokens, cell after cell
     first_visible = n_visible.cumsum(0) - n_visible  # `(C,)`: index in `visible_tokens`
     cells = mask.token_cells[is_replaced]
-    draws = keyed_bits(mask.keys[is_replaced], CONTENT)
+    draws = keyed_bits(mask.token_bits[is_replaced], CONTENT)
     return visible_tokens[first_visible[cells] + draws % n_visible[cells]]

@@ -73,10 +73,6 @@ class NextGene(Objective):
     def predicts_values(self) -> bool:
         return self.tokens.value_kind in ("class", "scalar") and self.config.value_loss_weight > 0
 
-    @property
-    def _is_class(self) -> bool:
-        return self.tokens.value_kind == "class"
-
     def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
         """Add `start`, the state before the first gene, and the heads of genes, ends and values."""
         width = model.width
@@ -89,7 +85,7 @@ class NextGene(Objective):
         layer = nn.Linear(2 * width, width)
         model.value_head = nn.Sequential(layer, nn.GELU(), nn.LayerNorm(width))
         # bins count from 1
-        n_outputs = self.tokens.n_values - 1 if self._is_class else 1
+        n_outputs = self.tokens.n_values - 1 if self.tokens.values_are_bins else 1
         model.value_out = nn.Linear(width, n_outputs)
         return (*names, "value_head", "value_out")
 
@@ -158,7 +154,7 @@ class NextGene(Objective):
         embedded = embed_tokens(token_ids, model.gene_embedding.weight).to(prior_states.dtype)
         queries = torch.cat([prior_states, embedded], dim=-1)
         out: Tensor = model.value_out(model.value_head(queries)).float()
-        return out if self._is_class else out.squeeze(-1)
+        return out if self.tokens.values_are_bins else out.squeeze(-1)
 
     def observe(self, model: ObjectiveModel, prepared: NextGeneBatch) -> Tensors:
         """Return `NextGeneObservations`, then value and predicted value if values are predicted.
@@ -177,7 +173,7 @@ class NextGene(Objective):
         if not self.predicts_values:
             return observed
         predicted = self.predict_values(model, prior_states, prepared.token_ids)
-        if self._is_class:
+        if self.tokens.values_are_bins:
             predicted = expected_bins(predicted)
         return (*observed, prepared.values, predicted)
 
@@ -241,7 +237,7 @@ class RankBaseline:
     def __init__(self, by_rank: np.ndarray) -> None:
         """`by_rank` `(buckets, genes)` int64 counts the tokens of training cells."""
         n_genes = by_rank.shape[1]
-        # each bucket gets `n_genes` further counts, spread like the frequencies over all buckets
+        # each bucket gets `n_genes` pseudocounts, spread like the frequencies over all buckets
         overall = (by_rank.sum(0) + 1) / (by_rank.sum() + n_genes)
         smoothed = by_rank + n_genes * overall
         # `(buckets, genes)`: frequencies, float64 above 0, and vocabulary rows by falling frequency

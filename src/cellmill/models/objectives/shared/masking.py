@@ -53,7 +53,7 @@ class Mask:
     """Tokens that are masked, and what the model sees of each. All fields are `(T,)`."""
 
     token_cells: Tensor  # int64: index of the token's cell
-    keys: Tensor  # int64: keys of the token's further draws
+    token_bits: Tensor  # int64: random bits that key the token's further draws
     visible: Tensor  # bool: genes that are not masked
     masked: Tensor  # bool: tokens to predict, of which each is hidden, kept or random
     hidden: Tensor  # bool
@@ -107,17 +107,18 @@ class MaskedObjective(Objective):
     def _draw_mask(self, batch: Batch, seed: int, step: int) -> Mask:
         token_cells, position = positions(batch)
         view_key = (MASK_IN_VIEW,) if self.in_view else ()
-        keys = keyed_token_bits(batch.cell_ids, token_cells, seed, step, position, *view_key)
+        # random bits: they are the draws that choose masked tokens, and key all further draws
+        token_bits = keyed_token_bits(batch.cell_ids, token_cells, seed, step, position, *view_key)
         is_gene = batch.token_ids > PAD_TOKEN  # neither padding nor an end of the cell
-        masked = self._choose_masked(keys, is_gene, token_cells, len(batch.lengths))
+        masked = self._choose_masked(token_bits, is_gene, token_cells, len(batch.lengths))
         hidden = masked
         kept = torch.zeros_like(masked)
         # validation hides everything that is masked
         if self.shows_content and self.training:
-            hidden, kept = self._draw_hidden_and_kept(keys, masked)
+            hidden, kept = self._draw_hidden_and_kept(token_bits, masked)
         return Mask(
             token_cells=token_cells,
-            keys=keys,
+            token_bits=token_bits,
             visible=is_gene & ~masked,
             masked=masked,
             hidden=hidden,
@@ -126,23 +127,23 @@ class MaskedObjective(Objective):
         )
 
     def _choose_masked(
-        self, keys: Tensor, is_gene: Tensor, token_cells: Tensor, n_cells: int
+        self, token_bits: Tensor, is_gene: Tensor, token_cells: Tensor, n_cells: int
     ) -> Tensor:
         """Mask tokens with draws below `mask_frac`, and each cell's lowest draw; `(T,)` bool."""
-        draws = torch.where(is_gene, keys, HIGHEST_DRAW)
+        draws = torch.where(is_gene, token_bits, HIGHEST_DRAW)
         lowest = torch.full((n_cells,), HIGHEST_DRAW, device=draws.device)
         lowest = lowest.scatter_reduce(0, token_cells, draws, "amin")
         masked = (draws < threshold(self.config.mask_frac)) | (draws == lowest[token_cells])
         return masked & is_gene
 
-    def _draw_hidden_and_kept(self, keys: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
+    def _draw_hidden_and_kept(self, token_bits: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
         """Draw which masked tokens are hidden, and which show their own content, `(T,)` bool each.
 
         Low draws hide the token, middle ones show random content, and high ones its own.
         """
         keep_frac = self.config.keep_frac
         hidden_frac = 1 - keep_frac - self.config.random_frac
-        draws = keyed_bits(keys, SHOWN_CONTENT)
+        draws = keyed_bits(token_bits, SHOWN_CONTENT)
         # without keep_frac nothing is kept: the highest draw reaches even the threshold of 1
         kept = masked & (draws >= threshold(1 - keep_frac)) & (keep_frac > 0)
         hidden = masked & ~kept & (draws < threshold(hidden_frac))
