@@ -1,9 +1,8 @@
 """classification: predict a cell's label from its vector.
 
-The loss is the cross-entropy, times the weight of the cell's label in training. The head has a row
-for every level of the column, so that rows match those of the corpus, and a run that starts from
-another run takes over rows of the same name. If some cells have no value, the last level is theirs:
-it is no label, and its logit is left out.
+The loss is the cross-entropy, times the weight of the cell's label in training. The head has one row
+per level, so that `init_from` can match rows by the level's name. If some cells have no value, the
+last level is theirs: it is no label, and its logit is left out.
 
 With `adversarial_scale` the model gets the reversed gradient, times this number: the head learns the
 label, and the encoder hides it (Ganin & Lempitsky 2015). Such a loss is left out of the validation

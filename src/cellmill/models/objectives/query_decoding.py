@@ -130,10 +130,10 @@ class QueryDecoding(Objective):
     def _draw_tokens(self, batch: Batch, seed: int, step: int) -> TokenDraws:
         """Hide each token with the probability of its cell."""
         token_cells, position = positions(batch)
-        cell_states = host_state(batch.cell_ids.numpy(), seed, step)
-        hidden_frac = draw_hidden_frac(cell_states, self.config, HIDDEN_FRAC)
+        cell_rng_states = host_state(batch.cell_ids.numpy(), seed, step)
+        hidden_frac = draw_hidden_frac(cell_rng_states, self.config, HIDDEN_FRAC)
         is_hidden, token_states = draw_hidden_genes(
-            token_cells.numpy(), position.numpy(), hidden_frac, cell_states
+            token_cells.numpy(), position.numpy(), hidden_frac, cell_rng_states
         )
         return TokenDraws(
             token_cells=token_cells,
@@ -164,8 +164,8 @@ class QueryDecoding(Objective):
         # with replacement: the same gene may be queried twice
         index = bits % n_undetected_genes[undetected_cells]
         undetected_rows = _find_undetected(batch, self.n_genes, undetected_cells, index)
-        # hidden genes for which a query stands, `(C,)` each: a detected query, for an equal part of the
-        # hidden tokens; an undetected one, of hidden_frac x undetected genes
+        # `(C,)` each: a detected query stands for n_hidden_tokens / n_detected_queries genes. An
+        # undetected one stands for the undetected genes times hidden_frac, over their queries.
         n_hidden_tokens = torch.bincount(draws.token_cells[draws.is_hidden], minlength=n_cells)
         genes_per_detected = n_hidden_tokens / n_detected_queries.clamp(min=1)
         genes_per_undetected = (
@@ -271,17 +271,17 @@ def _find_undetected(batch: Batch, n_genes: int, draw_cells: Tensor, index: Tens
     `draw_cells`, `index` and the result are `(draws,)` int64. The row is `index` plus the number of
     detected genes before it.
     """
-    token_cell, position = positions(batch)
+    token_cells, position = positions(batch)
     # `(T,)`: vocabulary rows of detected genes, ascending in each cell
-    first_row = token_cell * n_genes
+    first_row = token_cells * n_genes
     rows = (first_row + batch.token_ids - len(SPECIAL)).sort().values - first_row
     # `(T,)`: number of undetected genes before each of them, ascending in each cell
     n_undetected_before = rows - position
     # search all cells at once: an offset per cell makes the numbers ascend over the whole batch
-    offset = n_genes + 1
-    sorted_numbers = n_undetected_before + token_cell * offset
-    end = torch.searchsorted(sorted_numbers, index + draw_cells * offset, right=True)
-    n_detected_before = end - batch.cu_seqlens[draw_cells]
+    cell_offset = n_genes + 1
+    ascending = n_undetected_before + token_cells * cell_offset
+    n_tokens_before = torch.searchsorted(ascending, index + draw_cells * cell_offset, right=True)
+    n_detected_before = n_tokens_before - batch.cu_seqlens[draw_cells]
     return index + n_detected_before
 
 

@@ -115,10 +115,10 @@ class Regression(CellObjective):
     def validation_metrics(self, sums: Sequence[float]) -> dict[str, float]:
         n, x, y, xx, yy, xy = MomentSums(*sums)
         covariance = n * xy - x * y
-        variances = (n * xx - x * x) * (n * yy - y * y)
-        if variances <= 0:
+        variance_product = (n * xx - x * x) * (n * yy - y * y)
+        if variance_product <= 0:
             return {}
-        return {"pearson": covariance / variances**0.5}
+        return {"pearson": covariance / variance_product**0.5}
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
         """Score standardised predictions: correlations and, unless the loss is pearson, errors.
@@ -153,12 +153,12 @@ def _stack_rows(predicted: Tensor, targets: Tensor) -> Tensor:
     return torch.stack([torch.ones_like(predicted), predicted, targets], dim=1)
 
 
-def correlation_loss(table: Tensor) -> Tensor:
+def correlation_loss(rows: Tensor) -> Tensor:
     """Compute n (1 - r), a float64 scalar, for n cells with correlation r.
 
-    A row of `table` `(S, 3)` is a 1, the prediction, the target; rows of zeros are empty slots.
+    One of the `rows` `(S, 3)` is a 1, the prediction, the target; rows of zeros are empty slots.
     """
-    filled, predicted, targets = table.double().unbind(1)
+    filled, predicted, targets = rows.double().unbind(1)
     n_cells = filled.detach().sum()
     n = n_cells.clamp(min=1)
     x_mean = predicted.sum() / n

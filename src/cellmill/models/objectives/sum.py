@@ -1,5 +1,5 @@
-"""sum: several objectives at once, in training from one forward pass of the model; `observe` runs one
-per part.
+"""sum: several objectives at once. Training runs the model once for all parts, `observe` once per
+part.
 
 The part that draws a view (such as cell_decoding) draws it first; then every part prepares its batch
 from this view. The model reads the batch of the part that `owns_tokens` (such as masked_value), so a
@@ -151,7 +151,7 @@ class Sum(Objective):
         losses = []
         for part, part_batch in zip(self.parts.values(), prepared.part_batches):
             shares = tuple(islice(all_shares, len(part.coupled_widths)))
-            # another part may have asked for shares in validation; this one trains with them only
+            # in validation, shares exist if any part needs them; others use them in training only
             if shares and (model.training or part.validates_coupled_loss):
                 part_batch = replace(part_batch, shares=shares)
             losses.append(part.loss(model, states, part_batch).float())
@@ -223,6 +223,7 @@ def _read_model_fields(batch: EncoderBatch) -> dict[str, Any]:
 
 def _add_second_views(first_views: dict[str, Any], all_views: dict[str, Any]) -> dict[str, Any]:
     """Append the second views, the rest of `all_views`, to `first_views`; fields by name each."""
+    # first views have equal lengths in both, so offsets of second views in `all_views` stay right
     joined = dict(all_views)
     for name, first in first_views.items():
         if isinstance(first, Tensor):

@@ -66,8 +66,8 @@ class SupervisedContrastive(LabelObjective):
         has_positive = torch.bincount(labels)[labels] > 1
         if not has_positive.any():
             return {"n_targets": n_cells}, []
-        table = torch.cat([labels[:, None].float(), vectors], dim=1)
-        loss = float(contrast(table, self.config.temperature)) / n_cells
+        rows = torch.cat([labels[:, None].float(), vectors], dim=1)
+        loss = float(contrast(rows, self.config.temperature)) / n_cells
         # equal vectors give every other cell the same probability
         loss_if_equal = float(has_positive.double().mean()) * math.log(n_cells - 1)
         metrics = {
@@ -79,16 +79,16 @@ class SupervisedContrastive(LabelObjective):
         return metrics, cross_entropy_verdicts(name, "equal vectors", loss - loss_if_equal)
 
 
-def contrast(table: Tensor, temperature: float) -> Tensor:
-    """Sum the loss over the rows of `table` `(S, 1 + E)`, a float64 scalar.
+def contrast(rows: Tensor, temperature: float) -> Tensor:
+    """Sum the loss over `rows` `(S, 1 + E)`, a float64 scalar.
 
     A row is a label, 0 for an empty slot, and a unit vector.
     """
-    labels = table[:, 0].detach()
-    vectors = table[:, 1:]
-    loss = table.new_zeros((), dtype=torch.float64)
-    # an empty table still has one chunk, without anchors, so the loss has a gradient
-    for anchors in torch.arange(len(table), device=table.device).split(ANCHORS_PER_CHUNK):
+    labels = rows[:, 0].detach()
+    vectors = rows[:, 1:]
+    loss = rows.new_zeros((), dtype=torch.float64)
+    # without rows there is still one chunk, without anchors, so the loss has a gradient
+    for anchors in torch.arange(len(rows), device=rows.device).split(ANCHORS_PER_CHUNK):
         # recompute in the backward pass, to hold ANCHORS_PER_CHUNK * S logits at a time, not S * S
         loss = loss + checkpoint(
             _contrast_anchors,

@@ -5,7 +5,7 @@ The loss is divided by the number of cells with a target, over all processes. Ce
 and cells without a shown token take no part. Validation has no dropout.
 
 Losses that couple the cells of a global batch are equal in every layout (`train.batch_rows`), in
-training and in validation. So the validation loss depends on `train.global_batch` too.
+training and in validation. Their validation loss depends on `train.global_batch` too.
 
 Legend: T tokens of the batch, C cells with a target, H width of a state, E width of a cell's vector, L
 outputs of the head; for labels, the number of levels.
@@ -76,7 +76,9 @@ class CellObjective(Objective):
 
     @cached_property
     def validates_coupled_loss(self) -> bool:  # type: ignore[override]
-        """True with `coupled_widths`: `coupled_loss` would take a micro-batch for the whole batch."""
+        """True if the loss couples cells: without shares, `coupled_loss` would treat each micro-batch as
+        the global batch.
+        """
         return bool(self.coupled_widths)
 
     def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:

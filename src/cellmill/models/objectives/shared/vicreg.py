@@ -10,24 +10,24 @@ from torch.nn import functional as F
 VARIANCE_EPS = 1e-4
 
 
-def vicreg(table: Tensor, weights: tuple[float, float, float]) -> Tensor:
+def vicreg(rows: Tensor, weights: tuple[float, float, float]) -> Tensor:
     """Compute n times the loss of VICReg, a float64 scalar.
 
-    Rows of `table` `(S, 1 + 2 E)` are 1, z and z'; rows of zeros are empty slots. z and z' are the
+    `rows` `(S, 1 + 2 E)` are 1, z and z'; rows of zeros are empty slots. z and z' are the
     vectors of both views of the n cells of a global batch, and K and K' their covariances, divided by
     n - 1. The loss is the sum of three terms, times `weights`:
 
-    - invariance: the mean over cells and directions of (z - z')^2
-    - variance: the mean over directions of max(0, 1 - sqrt(K_jj + 1e-4)), added to that of K'
+    - invariance: the mean over cells and dimensions of (z - z')^2
+    - variance: the mean over dimensions of max(0, 1 - sqrt(K_jj + 1e-4)), added to that of K'
     - covariance: the sum of squares of K off its diagonal, divided by E, added to that of K'
 
     Float64, as a covariance is the small difference of large numbers. Source: Bardes, Ponce & LeCun
     2022, equations 1 to 6; the invariance is divided by E, as in the authors' code.
     """
     invariance_weight, variance_weight, covariance_weight = weights
-    width = table.shape[1] // 2
+    width = rows.shape[1] // 2
     # filled `(S, 1)` is 1, or 0 for an empty slot
-    filled, shown, hidden = table.double().split([1, width, width], dim=1)
+    filled, shown, hidden = rows.double().split([1, width, width], dim=1)
     n_cells = filled.detach().sum()
     n = n_cells.clamp(min=1)
     distance = (shown - hidden).square().sum()

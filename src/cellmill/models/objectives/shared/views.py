@@ -62,8 +62,8 @@ def draw_view(
         shown = whole.counts * (whole.genes % HIDDEN_GENE_STRIDE != 0)
         to_predict = whole.counts
     else:
-        cell_states = host_state(batch.cell_ids.numpy(), seed, step)
-        shown = _draw_shown_counts(whole, config, cell_states)
+        cell_rng_states = host_state(batch.cell_ids.numpy(), seed, step)
+        shown = _draw_shown_counts(whole, config, cell_rng_states)
         to_predict = whole.counts if config.target == "all" else whole.counts - shown
     views = SparseCounts(whole.offsets, whole.genes, shown)
     cell_fields = batch.arrays("cell")
@@ -86,11 +86,11 @@ def draw_view(
 
 
 def _draw_shown_counts(
-    cells: SparseCounts, config: ViewConfig, cell_states: np.ndarray
+    cells: SparseCounts, config: ViewConfig, cell_rng_states: np.ndarray
 ) -> np.ndarray:
     """Draw the shown part of each count, `(tokens,)` int64.
 
-    `cell_states` `(cells,)` uint64 have the keys (cell, seed, step).
+    `cell_rng_states` `(cells,)` uint64 have the keys (cell, seed, step).
     """
     shown = cells.counts
     drops_genes = config.view in ("drop", "drop_thin")
@@ -98,31 +98,31 @@ def _draw_shown_counts(
     if drops_genes:
         # in drop_thin HIDDEN_FRAC keys the fraction of counts; a second key makes both independent
         frac_key = DROPPED_FRAC if thins_counts else HIDDEN_FRAC
-        dropped_frac = draw_hidden_frac(cell_states, config, frac_key)
-        shown = _drop_genes(shown, cells.offsets, dropped_frac, cell_states)
+        dropped_frac = draw_hidden_frac(cell_rng_states, config, frac_key)
+        shown = _drop_genes(shown, cells.offsets, dropped_frac, cell_rng_states)
     if thins_counts:
-        removed_frac = draw_hidden_frac(cell_states, config, HIDDEN_FRAC)
-        shown = _thin_counts(shown, cells.offsets, removed_frac, cell_states)
+        removed_frac = draw_hidden_frac(cell_rng_states, config, HIDDEN_FRAC)
+        shown = _thin_counts(shown, cells.offsets, removed_frac, cell_rng_states)
     return shown
 
 
 def _drop_genes(
-    counts: np.ndarray, offsets: np.ndarray, dropped_frac: np.ndarray, cell_states: np.ndarray
+    counts: np.ndarray, offsets: np.ndarray, dropped_frac: np.ndarray, cell_rng_states: np.ndarray
 ) -> np.ndarray:
     """Hide whole genes of each cell: set their counts to 0 and return all counts, `(tokens,)`.
 
     `counts` `(tokens,)` are cut into cells by `offsets`, `(cells + 1,)`; `dropped_frac` and
-    `cell_states` are `(cells,)`.
+    `cell_rng_states` are `(cells,)`.
     """
     token_cells = row_numbers(offsets)
     is_hidden, _ = draw_hidden_genes(
-        token_cells, positions_in_rows(offsets), dropped_frac, cell_states
+        token_cells, positions_in_rows(offsets), dropped_frac, cell_rng_states
     )
     return counts * ~is_hidden
 
 
 def _thin_counts(
-    counts: np.ndarray, offsets: np.ndarray, removed_frac: np.ndarray, cell_states: np.ndarray
+    counts: np.ndarray, offsets: np.ndarray, removed_frac: np.ndarray, cell_rng_states: np.ndarray
 ) -> np.ndarray:
     """Hide a binomial part of each count and return the rest, `(tokens,)`.
 
@@ -130,7 +130,7 @@ def _thin_counts(
     """
     entries = np.flatnonzero(counts)  # a binomial draw from 0 takes no random number
     entry_offsets = np.searchsorted(entries, offsets)
-    draw_states = host_state(HIDE, state=cell_states)
+    draw_states = host_state(HIDE, state=cell_rng_states)
     removed = _draw_binomials(counts[entries], entry_offsets, removed_frac, draw_states)
     shown = counts.copy()
     shown[entries] -= removed
@@ -171,26 +171,29 @@ def _append_second_views(first_views: SparseCounts, hidden: np.ndarray) -> Spars
     )
 
 
-def draw_hidden_frac(cell_states: np.ndarray, config: HiddenFracConfig, key: int) -> np.ndarray:
+def draw_hidden_frac(cell_rng_states: np.ndarray, config: HiddenFracConfig, key: int) -> np.ndarray:
     """Draw the hidden fraction of each cell, `(cells,)` float64.
 
-    `cell_states` `(cells,)` uint64 have the keys (cell, seed, step); `key` keys the draw in addition.
+    `cell_rng_states` `(cells,)` uint64 have the keys (cell, seed, step); `key` keys the draw in addition.
     """
     low = config.min_hidden_frac
     high = config.max_hidden_frac
-    return low + (high - low) * host_uniform(host_state(key, state=cell_states))
+    return low + (high - low) * host_uniform(host_state(key, state=cell_rng_states))
 
 
 def draw_hidden_genes(
-    token_cells: np.ndarray, position: np.ndarray, hidden_frac: np.ndarray, cell_states: np.ndarray
+    token_cells: np.ndarray,
+    position: np.ndarray,
+    hidden_frac: np.ndarray,
+    cell_rng_states: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draw which tokens are hidden as whole genes, and the states of these draws: `(tokens,)` bool,
     uint64.
 
     `token_cells` and `position` `(tokens,)` are each token's cell and its place in the cell;
-    `hidden_frac` and `cell_states` `(cells,)` are as in `draw_hidden_frac`.
+    `hidden_frac` and `cell_rng_states` `(cells,)` are as in `draw_hidden_frac`.
     """
-    token_states = host_state(position, HIDE, state=cell_states[token_cells])
+    token_states = host_state(position, HIDE, state=cell_rng_states[token_cells])
     return host_uniform(token_states) < hidden_frac[token_cells], token_states
 
 
