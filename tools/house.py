@@ -88,7 +88,7 @@ ONE_FILE = re.compile(r"\bone file\b", re.IGNORECASE)
 """What the docstring of a long file says before its reason."""
 PRIVATE = "cellmill.parallel.torch_private"
 """The one module that may use private names of other packages."""
-DOCUMENTED = ("_exit",)
+DOCUMENTED = ("_exit", "_fields")
 """Names of Python itself that are public in spite of the underscore."""
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 

@@ -168,8 +168,7 @@ SAME = "own is the same as other to three decimals of accuracy: undecided."
             1200,
             "own against other: +0.300 accuracy, undecided, all 1,200 differ by the same.",
         ),
-        (math.nan, None, None, "own against other: undecided, accuracy is NaN."),
-        (math.nan, (math.nan, math.nan), 5, "own against other: undecided, accuracy is NaN."),
+        (math.nan, None, None, "own against other: +nan accuracy, undecided, no number."),
         (0.3, (0.1, 0.5), 3, "own is ahead of other by 0.300 accuracy (+0.100 to +0.500)."),
     ],
 )

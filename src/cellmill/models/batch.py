@@ -158,9 +158,8 @@ class EncoderBatch(Batch):
         for field in fields(Batch):
             if field.name not in SHOWN:
                 arguments[field.name] = None
-        hidden = changes.get("value_hidden")
-        if hidden is None:
-            hidden = torch.zeros_like(batch.token_ids, dtype=torch.bool)
+        nothing = torch.zeros_like(batch.token_ids, dtype=torch.bool)
+        hidden = changes.get("value_hidden", nothing)
         arguments |= {"value_hidden": hidden, "value_known": ~hidden}
         return cls(**arguments | changes)
 

@@ -119,12 +119,10 @@ class Verdict:
         interval = "" if self.interval is None else " ({:+.3f} to {:+.3f})".format(*self.interval)
         signed = f"{self.difference:+.3f} {self.metric}{interval}"
         if self.outcome == "undecided":
-            if isnan(self.difference):
-                return f"{self.compared} against {self.against}: undecided, {self.metric} is NaN"
             if _prints_as_zero(self.difference, self.interval):
                 same = f"{self.compared} is the same as {self.against}"
                 return f"{same} to three decimals of {self.metric}: undecided"
-            reason = f"n = {self.n}"
+            reason = "no number" if isnan(self.difference) else f"n = {self.n}"
             if self.n is not None and self.n >= MIN_UNITS:
                 reason = f"all {self.n:,} differ by the same"
             return f"{self.compared} against {self.against}: {signed}, undecided, {reason}"
@@ -144,10 +142,7 @@ def compare(
     lower_is_better: bool = False,
     n: int | None = None,
 ) -> Verdict:
-    """Return the verdict on `difference`.
-
-    It was estimated from `n` independent units; None if they were not counted.
-    """
+    """Return the verdict on a difference over `n` independent units; None if they were not counted."""
     if isnan(difference) or _prints_as_zero(difference, interval):
         return Verdict(compared, against, metric, difference, interval, "undecided")
     if n is not None and interval is not None:

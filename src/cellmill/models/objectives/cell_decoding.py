@@ -194,7 +194,16 @@ class CellDecoding(Objective):
         vectors = self._pool_targets(model, states, prepared)
         decoded = self.decode(model, vectors, prepared)
         if self.kept_sums is not None:
-            self.kept_sums.append(self._sum_gene_moments(model, decoded, prepared))
+            self.kept_sums.append(
+                sum_gene_moments(
+                    decoded,
+                    table=model.profile_genes.weight,
+                    bias=model.profile_bias,
+                    entry_cells=prepared.find_entry_cells(),
+                    genes=prepared.entry_genes,
+                    fractions=self._compute_fractions(prepared),
+                )
+            )
         loss = profile_loss(
             decoded,
             table=model.profile_genes.weight,
@@ -213,22 +222,8 @@ class CellDecoding(Objective):
         # batches must not look worse
         if adversary_weight is not None and model.training:
             batch_codes = self._read_batch_codes(prepared)
-            adversary_loss = model.batch_adversary(vectors, batch_codes)
-            loss = loss + adversary_weight * adversary_loss
+            loss = loss + adversary_weight * model.batch_adversary(vectors, batch_codes)
         return loss
-
-    def _sum_gene_moments(
-        self, model: ObjectiveModel, decoded: Tensor, prepared: DecodingBatch
-    ) -> Tensor:
-        """Sum what `validation_metrics` reads, `(n_sums,)` float64, from `decoded` `(C, D)`."""
-        return sum_gene_moments(
-            decoded,
-            table=model.profile_genes.weight,
-            bias=model.profile_bias,
-            entry_cells=prepared.find_entry_cells(),
-            genes=prepared.entry_genes,
-            fractions=self._compute_fractions(prepared),
-        )
 
     def validation_metrics(self, sums: Sequence[float]) -> dict[str, float]:
         return mean_gene_correlation(sums)

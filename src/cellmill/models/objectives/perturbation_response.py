@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from cellmill.config.corpus import MISSING
 from cellmill.config.parts.objectives import PerturbationResponseConfig
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.stream.batch import Batch
@@ -121,11 +120,10 @@ class PerturbationResponse(CellDecoding):
 
     def list_trained_levels(self, model: ObjectiveModel) -> list[str]:
         """List the perturbations with training cells: their learned vector is no longer zero."""
-        levels = self.levels[self.config.perturbation_column]
+        levels = self.known_levels(self.config.perturbation_column)
         norms = model.response_terms.weight.abs().sum(1).tolist()
-        not_perturbations = (self.config.control, MISSING)
         return [
-            level for level, norm in zip(levels, norms) if norm and level not in not_perturbations
+            level for level, norm in zip(levels, norms) if norm and level != self.config.control
         ]
 
 
