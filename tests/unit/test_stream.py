@@ -23,7 +23,7 @@ from cellmill.data.shards.reader import open_shards
 from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.data.stream.micro_batches import count_greedy_batches, cut_greedily, split_batch
-from cellmill.errors import DataError, UserError
+from cellmill.errors import ConfigError, DataError, UserError
 from cellmill.planner.work import CorpusSize, count_detected_genes, count_work
 
 BUDGET = 30  # tokens of a micro-batch: two to four cells
@@ -255,6 +255,27 @@ def test_a_state_of_another_stream_is_refused_with_both_values(
     with pytest.raises(UserError, match=message):
         stream.load_state_dict(given)
     assert len(take(stream, 20)) == 20
+
+
+def test_an_option_that_a_state_lacks_had_its_default(manifest: Manifest) -> None:
+    state = stream_of(manifest).state_dict()
+    del state["equal_steps"], state["train_frac"], state["weight_by"], state["max_repeats"]
+    stream = stream_of(manifest)
+    stream.load_state_dict(state)
+    equal = stream_of(manifest, options={"equal_steps": True})
+    with pytest.raises(ConfigError, match=r"equal_steps is True, but False in .* back to False"):
+        equal.load_state_dict(state)
+    assert len(take(stream, 20)) == len(take(equal, 20))
+
+
+@pytest.mark.parametrize("name", ["epoch", "step", "seed", "global_batch", "fingerprint"])
+def test_a_state_without_what_all_states_have_is_refused(manifest: Manifest, name: str) -> None:
+    stream = stream_of(manifest)
+    state = stream.state_dict()
+    del state[name]
+    with pytest.raises(DataError, match=rf"a state that state_dict .* got one without {name}"):
+        stream.load_state_dict(state)
+    stream.close()
 
 
 def test_validation_reads_the_first_cells_in_a_fixed_order(manifest: Manifest) -> None:

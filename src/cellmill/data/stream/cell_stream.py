@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from cellmill.config.parts.tokens import Tokens
+from cellmill.config.run import Stream
 from cellmill.data.shards.local_copies import LocalCopies
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards
@@ -188,16 +189,23 @@ class CellStream:
         """Continue at `state`, which may come from a run with another number of ranks.
 
         Raises ConfigError if an option of the order differs or this stream is not shuffled, DataError
-        if the shards or obs columns differ or the position is not in an epoch of this split.
+        if `state` is incomplete, the shards or obs columns differ, or the position is not in an epoch
+        of this split.
         """
         if not self._order_rule.options.shuffle:
             raise ConfigError(
                 "a split that is not shuffled is always read from its start; load a state of split train"
             )
-        # earlier versions left train_frac out if all cells were read
-        state = {"train_frac": 1.0} | state
+        # a version without an option ordered cells as its default does
+        has_weights = state.get("weight_by") is not None
+        state = _list_stream_options(Stream.model_validate({}), has_weights) | state
+        missing = self.state_dict().keys() - state.keys()
+        if missing:
+            raise DataError(
+                f"expected a state that state_dict has returned for this split, got one without {min(missing)}"
+            )
         for name, now in _list_order_options(self._order_rule).items():
-            before = state.get(name)
+            before = state[name]
             if before != now:
                 section = "train" if name in ("seed", "global_batch") else "stream"
                 raise ConfigError(
@@ -205,14 +213,14 @@ class CellStream:
                     f"it back to {before}, or start a new run"
                 )
         # after the options: the column of weights, an option, is in the fingerprint as well
-        fingerprint = state.get("fingerprint")
+        fingerprint = state["fingerprint"]
         if fingerprint != self.fingerprint:
             raise DataError(
                 f"expected cells and obs columns of fingerprint {fingerprint}, as in the checkpoint, got "
                 f"{self.fingerprint}: restore the shards and columns it was trained on, or start a new run"
             )
-        epoch = int(state.get("epoch", -1))
-        step = int(state.get("step", -1))
+        epoch = int(state["epoch"])
+        step = int(state["step"])
         if epoch < 0 or not 0 <= step < self.steps_per_epoch:
             raise DataError(
                 f"expected a state of step 0 to {self.steps_per_epoch - 1:,} of an epoch, got step {step:,} of epoch "
@@ -278,9 +286,15 @@ def _make_order_rule(manifest: Manifest, source: SplitSource, order: OrderOption
 
 
 def _list_order_options(order_rule: OrderRule) -> dict[str, Any]:
-    """List the options that fix the order of cells; those of weights are None if the run has none."""
+    """List the options that fix the order of cells."""
     order = order_rule.options
-    options = {name: getattr(order.stream, name) for name in _ORDER_OPTIONS + _WEIGHT_OPTIONS}
-    if order_rule.repeats is None:
-        options |= dict.fromkeys(_WEIGHT_OPTIONS)
+    options = _list_stream_options(order.stream, order_rule.repeats is not None)
     return {"seed": order.seed, **options, "global_batch": order.global_batch}
+
+
+def _list_stream_options(stream: Stream, has_weights: bool) -> dict[str, Any]:
+    """List those of section `stream`; options of weights are None unless the run has weights."""
+    options = {name: getattr(stream, name) for name in _ORDER_OPTIONS + _WEIGHT_OPTIONS}
+    if not has_weights:
+        options |= dict.fromkeys(_WEIGHT_OPTIONS)
+    return options
