@@ -74,8 +74,9 @@ class CellStream:
     columns of `fields`; `fingerprint`, a digest of the shards and of the obs columns that batches and
     weights read.
 
-    Raises DataError when manifest or shards are missing, damaged or do not match, or the split has
-    no cells.
+    Raises DataError when manifest or shards are missing, damaged or do not match, an obs column is
+    missing, the split has no cells, or fewer than data ranks, or `tokens` needs an order of genes
+    by variability that the vocabulary lacks; ConfigError when `tokens` lacks fitted edges.
     """
 
     def __init__(
@@ -98,7 +99,9 @@ class CellStream:
             f"{tokens.max_tokens} tokens for {micro_batches}"
         )
         manifest = Manifest.read(manifest_path)
-        assert tokens.sequences == manifest.has_sequences, f"not for {tokens.tokenizer}"
+        assert tokens.sequences == manifest.has_sequences, (
+            f"expected tokens of sequences: {manifest.has_sequences}, got tokenizer {tokens.tokenizer}"
+        )
         # compares the manifest's sizes with the index files before arrays of these sizes are allocated
         self._shards = open_shards(manifest, split, source.copies)
         shards = manifest.entry(split).shards
@@ -231,7 +234,7 @@ class CellStream:
         self._step = step
 
     def name_cells(self, cell_ids: np.ndarray) -> list[str]:
-        """Name cells by id as `dataset:name (file row)`, read from the shards; for error messages."""
+        """Name cells by id as `dataset:name (FILE row N)`, read from the shards; for error messages."""
         return self._maker.unpacker.name_cells(cell_ids)
 
     def list_shards(self, ranks: Collection[int], start: int, stop: int) -> dict[Path, str]:

@@ -56,7 +56,7 @@ class CellUnpacker:
         return unpacked
 
     def name_cells(self, cell_ids: np.ndarray) -> list[str]:
-        """Name cells by id as `dataset:name (file row)`, read from the shards; for error messages."""
+        """Name cells by id as `dataset:name (FILE row N)`, read from the shards; for error messages."""
         shard_numbers = np.searchsorted(self._shard_offsets, cell_ids, side="right") - 1
         rows = cell_ids - self._shard_offsets[shard_numbers]
         names = []
