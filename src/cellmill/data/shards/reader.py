@@ -1,4 +1,4 @@
-"""Opening the shards of a split, and reading names and medians from a shard."""
+"""Opening the shards of a split, naming its cells, and reading names and medians from a shard."""
 
 from pathlib import Path
 from typing import Literal
@@ -8,6 +8,7 @@ import numpy as np
 from cellmill.data.inputs.h5 import UNREADABLE, one_line, open_h5, read_texts
 from cellmill.data.packing.cells import CellKind
 from cellmill.data.packing.row_file import ByteRange, OpenFiles, RowFile
+from cellmill.data.rows import row_offsets
 from cellmill.data.shards.index import open_index
 from cellmill.data.shards.local_copies import LocalCopies
 from cellmill.data.shards.manifest import REMEDY, Manifest
@@ -50,6 +51,18 @@ def read_names(path: Path, axis: Literal["obs", "var"]) -> np.ndarray:
     Names of cells in shards are `dataset:name`.
     """
     return _read_column(path, axis, None)
+
+
+def name_cells(shards: list[RowFile], cell_ids: np.ndarray) -> list[str]:
+    """Name cells of a split by id as `dataset:name (FILE row N)`, for error messages."""
+    shard_offsets = row_offsets([shard.n_obs for shard in shards])
+    shard_numbers = np.searchsorted(shard_offsets, cell_ids, side="right") - 1
+    rows = cell_ids - shard_offsets[shard_numbers]
+    names = []
+    for number, row in zip(shard_numbers.tolist(), rows.tolist()):
+        path = shards[number].path
+        names.append(f"{read_names(path, 'obs')[row]} ({path.name} row {row})")
+    return names
 
 
 def read_medians(path: Path) -> np.ndarray:

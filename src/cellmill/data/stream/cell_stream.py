@@ -19,7 +19,7 @@ from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Stream
 from cellmill.data.shards.local_copies import LocalCopies
 from cellmill.data.shards.manifest import Manifest
-from cellmill.data.shards.reader import open_shards
+from cellmill.data.shards.reader import name_cells, open_shards
 from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.batch_maker import BatchFields, BatchMaker
 from cellmill.data.stream.batch_tokenizer import BatchTokenizer
@@ -234,8 +234,8 @@ class CellStream:
         self._step = step
 
     def name_cells(self, cell_ids: np.ndarray) -> list[str]:
-        """Name cells by id as `dataset:name (FILE row N)`, read from the shards; for error messages."""
-        return self._maker.unpacker.name_cells(cell_ids)
+        """Name cells by id; see `data.shards.reader.name_cells`."""
+        return name_cells(self._shards, cell_ids)
 
     def list_shards(self, ranks: Collection[int], start: int, stop: int) -> dict[Path, str]:
         """List the shards of data ranks `ranks` in steps `start:stop`: SHA-256 by path.

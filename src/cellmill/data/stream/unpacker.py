@@ -7,9 +7,9 @@ from cellmill.data.packing.cells import CellKind
 from cellmill.data.packing.codec import DamagedPart
 from cellmill.data.packing.rank_order import RankOrder
 from cellmill.data.packing.row_file import RowFile
-from cellmill.data.rows import SparseCounts, row_offsets
+from cellmill.data.rows import SparseCounts
 from cellmill.data.shards.manifest import REMEDY, Manifest
-from cellmill.data.shards.reader import read_medians, read_names
+from cellmill.data.shards.reader import name_cells, read_medians
 from cellmill.data.stream.batch_tokenizer import BatchTokenizer
 from cellmill.data.stream.windows import StreamCells
 from cellmill.errors import DataError
@@ -31,7 +31,6 @@ class CellUnpacker:
     ) -> None:
         self._path = manifest.path
         self._shards = shards
-        self._shard_offsets = row_offsets([shard.n_obs for shard in shards])
         dtype = np.result_type(*(shard.kind.dtype for shard in shards))
         self._kind = CellKind(manifest.gene_order, manifest.n_genes, dtype)
         self._max_genes = tokenizer.max_genes(with_counts)
@@ -49,18 +48,8 @@ class CellUnpacker:
         try:
             unpacked = cells.packed.unpack(self._kind, self._max_genes)
         except DamagedPart as error:
-            [name] = self.name_cells(cells.ids[error.index : error.index + 1])
+            [name] = name_cells(self._shards, cells.ids[error.index : error.index + 1])
             raise DataError(f"{self._path}: {name}: damaged: {error}; {REMEDY}") from None
         if self._rank_order is not None:
             self._rank_order.sort(unpacked)
         return unpacked
-
-    def name_cells(self, cell_ids: np.ndarray) -> list[str]:
-        """Name cells by id as `dataset:name (FILE row N)`, read from the shards; for error messages."""
-        shard_numbers = np.searchsorted(self._shard_offsets, cell_ids, side="right") - 1
-        rows = cell_ids - self._shard_offsets[shard_numbers]
-        names = []
-        for number, row in zip(shard_numbers.tolist(), rows.tolist()):
-            path = self._shards[number].path
-            names.append(f"{read_names(path, 'obs')[row]} ({path.name} row {row})")
-        return names
