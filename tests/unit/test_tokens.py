@@ -115,6 +115,15 @@ def test_a_batch_of_cells_equals_each_cell_separately(tokenizer: str, max_tokens
             np.testing.assert_array_equal(values[in_batch], expected)
 
 
+@every_tokenizer
+@pytest.mark.parametrize("dtype", [np.int8, np.int64, np.uint64])
+def test_counts_may_have_any_integer_type(tokenizer: str, dtype: type) -> None:
+    tokens = OPTIONS[tokenizer](max_tokens=50)
+    expected = tokenize(cells(), tokens)
+    for given, array in zip(tokenize(cells(dtype=dtype), tokens), expected):
+        np.testing.assert_array_equal(given, array)
+
+
 @pytest.mark.parametrize(
     ("largest", "bins"),
     quick(product((1, 3, 40, 60_000), (2, 3, 51, 200)), PAIRS),

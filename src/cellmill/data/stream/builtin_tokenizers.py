@@ -87,7 +87,7 @@ def bin_counts(counts: np.ndarray, bins: int) -> np.ndarray:
 
 
 def _bin_cells(cells: SparseCounts, bins: int) -> np.ndarray:
-    """Same as `bin_counts` of every cell, `(nonzeros,)` int32, without a sort or a search per token.
+    """Same as `bin_counts` of every cell, `(nonzeros,)` int32, without a sort or a search per nonzero.
 
     Each cell has a table over the values of its counts, from 0 to its largest count.
     """
@@ -101,12 +101,13 @@ def _bin_cells(cells: SparseCounts, bins: int) -> np.ndarray:
     if int(sizes.sum()) > _MAX_TABLE:
         by_cell = np.split(counts, offsets[1:-1])
         return np.concatenate([bin_counts(cell, bins) for cell in by_cell if len(cell)])
-    # entry of each token in the tables of all cells, one after another
+    # entry of each nonzero in the tables of all cells, one after another
     n = lengths[filled]
     table_offsets = row_offsets(sizes)
     entry = np.repeat(table_offsets[:-1], n)
-    entry += counts
-    # `(entries,)`: number of tokens up to and including each entry, over all cells
+    # counts may be uint64, which `+=` refuses to add to int64
+    np.add(entry, counts, out=entry, dtype=np.int64, casting="unsafe")
+    # `(entries,)`: number of nonzeros up to and including each entry, over all cells
     n_cumulative = np.cumsum(np.bincount(entry, minlength=int(table_offsets[-1])))
     quantiles = _compute_quantiles(n_cumulative, table_offsets[:-1, None], n, bins)
     return _count_reached(quantiles, table_offsets)[entry]
