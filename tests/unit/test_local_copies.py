@@ -20,9 +20,11 @@ import pytest
 import small_corpus
 from small_corpus import write_corpus
 
+from cellmill.config.run import Stream
 from cellmill.data.shards.local_copies import LOCK, PREFIX, CopyTask, LocalCopies, remove_abandoned
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.cell_stream import CellStream
+from cellmill.data.stream.order import OrderOptions, OrderRule, make_epoch_order
 
 STEPS = 30  # of 17 an epoch
 
@@ -193,3 +195,11 @@ def test_the_shards_of_a_node_are_those_that_its_ranks_read(manifest: Manifest, 
     assert {names[cell // 100] for cell in cells} <= set(named)
     assert len(stream.list_shards({1}, 0, 1)) < len(names)
     assert [path.name for path in stream.list_shards({0, 1, 2, 3}, 0, 17)] == names
+
+
+def test_a_lane_without_cells_in_the_steps_needs_no_shard() -> None:
+    # ten cells in four lanes and three steps: the step from cell 3 to 6 takes none of lane 2
+    stream = Stream(lanes=4, block_cells=2, equal_steps=True)
+    order = make_epoch_order(OrderRule(OrderOptions(stream, 4, seed=0), (5, 5)), epoch=0)
+    assert order.shards_in_steps([2], 1, 2) == set()
+    assert order.shards_in_steps([2], 2, 3)

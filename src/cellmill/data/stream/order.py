@@ -196,16 +196,15 @@ class EpochOrder:
         raise NotImplementedError
 
     def shards_in_steps(self, lanes: list[int], start: int, stop: int) -> set[int]:
-        """List the numbers of the shards that have the cells of `lanes` in steps `start:stop`.
-
-        Windows are read whole, so cells of other steps in the same windows count, too.
-        """
-        cells_before = self.rule.cells_before(start)
-        cells_by_end = self.rule.cells_before(stop)
+        """List the numbers of the shards of the windows of `lanes` that have cells in steps `start:stop`."""
+        start_cells = self.rule.cells_before(start).tolist()
+        stop_cells = self.rule.cells_before(stop).tolist()
         shards = set[int]()
         for lane in lanes:
-            first = self.find_window(lane, int(cells_before[lane]))
-            last = self.find_window(lane, int(cells_by_end[lane]) - 1)
+            if start_cells[lane] == stop_cells[lane]:
+                continue
+            first = self.find_window(lane, start_cells[lane])
+            last = self.find_window(lane, stop_cells[lane] - 1)
             for window in range(first, last + 1):
                 shards.update(self.window_runs(lane, window).shards.tolist())
         return shards
