@@ -23,7 +23,9 @@ class Stream(Section):
     global batches.
     """
     block_cells: int = Field(64, ge=1)
-    """Contiguous cells per read."""
+    """Contiguous cells per read. With weight_by, a read is a run of neighbouring chosen cells,
+    and usually has fewer.
+    """
     window_blocks: int = Field(16, ge=1)
     """Blocks of one lane whose cells are shuffled together."""
     equal_steps: bool = False
@@ -63,8 +65,8 @@ class Stream(Section):
     equally.
     """
     io_threads: int = Field(4, ge=1)
-    """Reader threads: the number of reads that a process has in flight. One read is block_cells
-    cells.
+    """Reader threads: the number of reads that a process has in flight. block_cells
+    says how many cells a read has.
     """
     stage_to: str | None = Field(None, min_length=1)
     """Folder on each node's local disk, such as $TMPDIR, to which one process per node copies the
