@@ -26,8 +26,8 @@ from loader_corpus import (
 )
 
 from cellmill.config.parts.tokens import ContinuousTokens
-from cellmill.data.arrays import counts_per_10k, inverse_medians
-from cellmill.data.packing.rank_order import RankOrder
+from cellmill.data.arrays import counts_per_10k
+from cellmill.data.rank_order import RankOrder, inverse_medians
 from cellmill.data.rows import SparseCounts
 
 Epochs = Iterator[Iterator[int]]

@@ -52,7 +52,7 @@ DATA_LAYERS = (
     ("fractions", "split"),
     ("loops",),
     ("packing",),
-    ("arrays",),
+    ("arrays", "rank_order"),
     ("rows", "keys", "recycled", "saved_work", "compiled_loops"),
 )
 """Layers of `cellmill.data`, likewise."""

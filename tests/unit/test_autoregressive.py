@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from cellmill.cli import main
 from cellmill.config.checks import check_together
 from cellmill.config.parts.tokens import Tokens
-from cellmill.data.arrays import rank_buckets
+from cellmill.data.rank_order import rank_buckets
 from cellmill.data.stream.batch import Batch
 from cellmill.errors import ConfigError
 from cellmill.evaluate.training_shards import read_gene_statistics

@@ -14,14 +14,13 @@ from small_corpus import random_counts, stream_of, write_corpus
 
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data import compiled_loops
-from cellmill.data.arrays import rank_order_rows
 from cellmill.data.compiled_loops import CompiledLoops, load_loops
 from cellmill.data.genes.build import Medians
 from cellmill.data.packing import codec
 from cellmill.data.packing.cells import CellKind, GeneOrder, PackedCells, pack_cells
 from cellmill.data.packing.codec import DamagedPart, Parts, ValueCoding
 from cellmill.data.packing.layout import COLUMNS, GROUP, align_up
-from cellmill.data.packing.rank_order import RankOrder
+from cellmill.data.rank_order import RankOrder, rank_order_rows
 from cellmill.data.rows import SparseCounts
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.split import hash_cells, hash_genes

@@ -33,8 +33,8 @@ from cellmill import open_cells
 from cellmill.cli import main
 from cellmill.config import check_config
 from cellmill.config.corpus import MISSING, Shard
-from cellmill.data.arrays import inverse_medians, rank_order_rows
 from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.rank_order import inverse_medians, rank_order_rows
 from cellmill.data.rows import SparseCounts
 from cellmill.data.shards.manifest import Manifest, SplitEntry, verify
 from cellmill.data.shards.obs import (

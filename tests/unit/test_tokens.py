@@ -25,8 +25,8 @@ from cellmill.config.corpus import Shard
 from cellmill.config.options import TrainOptions
 from cellmill.config.parts.tokens import SPECIAL, BinnedTokens, ContinuousTokens, RankTokens, Tokens
 from cellmill.data import compiled_loops
-from cellmill.data.arrays import inverse_medians, rank_order_rows
 from cellmill.data.genes.names import GeneColumns
+from cellmill.data.rank_order import inverse_medians, rank_order_rows
 from cellmill.data.rows import SparseCounts
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.writer import write_shards

@@ -1,10 +1,4 @@
-"""Array arithmetic of the data engine: blocks of CSR counts, rank order of genes, and text columns.
-
-A cell's genes are ranked by count over the gene's corpus median, highest first, ties by gene.
-Shards and cells embedded on the fly go through the same function, so both give the same tokens bit
-for bit. The sort key is float32 and never negative, so its bits sort as integers: one sort of (key
-bits, position) packed into 64 bits is exact for genes and counts of any width, and takes about a
-tenth of the time of an argsort.
+"""Array arithmetic of the data engine: blocks of CSR counts, and text columns.
 
 Text columns are normalised because pandas 3 stores text as `str` and keeps missing values in
 `astype(str)` where pandas 2 made `nan` of them, and because anndata 0.12 refuses to write `str`.
@@ -19,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import scipy.sparse as sp
 
-from cellmill.data.rows import SparseCounts, row_numbers, row_offsets, row_sums
+from cellmill.data.rows import row_offsets, row_sums
 from cellmill.errors import DataError
 
 if TYPE_CHECKING:  # takes a fifth of a second, which readers of shards do not need
@@ -28,7 +22,6 @@ if TYPE_CHECKING:  # takes a fifth of a second, which readers of shards do not n
 # counts of a cell after normalisation, as `target_sum` of `scanpy.pp.normalize_total`
 TARGET_SUM = 10_000.0
 MAX_COUNT = int(np.iinfo(np.uint32).max)
-_RANKED = 128  # cells ranked at a time: their numbers fit into a core's cache
 
 
 def select_columns(
@@ -140,58 +133,6 @@ def log_normalise(counts: sp.csr_matrix) -> sp.csr_matrix:
     values = counts_per_10k(counts.data, counts.indptr)
     logs = np.log1p(values).astype(np.float32)
     return sp.csr_matrix((logs, counts.indices, counts.indptr), shape=counts.shape)
-
-
-def inverse_medians(medians: np.ndarray) -> np.ndarray:
-    """1 / corpus median of each gene, float32; medians of a vocabulary are positive."""
-    return np.float32(1) / medians.astype(np.float32)
-
-
-def rank_buckets(positions: np.ndarray) -> np.ndarray:
-    """floor(log2(position + 1)) of positions in a cell from 0, int32."""
-    return np.frexp(positions + 1)[1] - 1
-
-
-def rank_order_rows(cells: SparseCounts, inverse_median: np.ndarray) -> SparseCounts:
-    """Copy of `cells` in rank order: by count / median descending, ties by gene ascending.
-
-    The genes of a cell are in any order, each at most once. There are at most 2**32 in all.
-    """
-    offsets, genes, counts = cells
-    genes = genes.astype(np.int32, copy=False)
-    ascending = genes[1:] > genes[:-1]
-    borders = offsets[1:-1]
-    between = borders[(borders > 0) & (borders < len(genes))]
-    ascending[between - 1] = True  # from the last gene of a cell to the first of the next
-    if not ascending.all():  # ties of the key are broken by position
-        order = np.lexsort((genes, row_numbers(offsets)))
-        genes = genes[order]
-        counts = counts[order]
-    ranked = np.empty_like(genes)
-    ranked_counts = np.empty_like(counts)
-    for first in range(0, cells.n_cells, _RANKED):
-        part_offsets = offsets[first : first + _RANKED + 1]
-        start, stop = part_offsets[[0, -1]].tolist()
-        part = slice(start, stop)
-        in_part = SparseCounts(part_offsets - start, genes[part], counts[part])
-        order = _rank_order(in_part, inverse_median)
-        genes[part].take(order, out=ranked[part], mode="clip")  # `raise` would copy
-        counts[part].take(order, out=ranked_counts[part], mode="clip")
-    return SparseCounts(offsets, ranked, ranked_counts)
-
-
-def _rank_order(cells: SparseCounts, inverse_median: np.ndarray) -> np.ndarray:
-    """Positions, int64, in rank order within each cell."""
-    key = cells.counts.astype(np.float32)
-    key *= inverse_median.take(cells.genes)
-    # inverted bits of the key, so that the largest comes first, then the position
-    packed = (~key.view(np.uint32)).astype(np.uint64)
-    packed <<= np.uint64(32)
-    packed |= np.arange(len(packed), dtype=np.uint64)
-    for start, stop in pairwise(cells.offsets.tolist()):
-        packed[start:stop].sort()
-    packed &= np.uint64(0xFFFFFFFF)
-    return packed.view(np.int64)
 
 
 def text_values(column: pd.Series, missing: str = "") -> np.ndarray:

@@ -7,7 +7,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from cellmill.config.parts.tokens import SPECIAL, Tokens
-from cellmill.data.arrays import rank_buckets
+from cellmill.data.rank_order import rank_buckets
 from cellmill.data.rows import SparseCounts
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards, read_names

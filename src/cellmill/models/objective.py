@@ -64,7 +64,7 @@ class GeneStatistics:
     n_cells: int
     by_rank: np.ndarray | None = None
     """`(buckets, genes)` int64: tokens of each gene by log2 of their position in the cell
-    (`data.arrays.rank_buckets`).
+    (`data.rank_order.rank_buckets`).
     """
 
 

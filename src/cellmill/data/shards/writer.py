@@ -21,12 +21,11 @@ import scipy.sparse as sp
 from cellmill.config.corpus import SPLITS
 from cellmill.config.corpus import Shard as ShardOptions
 from cellmill.data import compiled_loops
-from cellmill.data.arrays import inverse_medians
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.h5 import count_dtype, open_h5
 from cellmill.data.inputs.packed_cells import PACKED, locate, open_packed, write_packed
-from cellmill.data.packing.rank_order import RankOrder
 from cellmill.data.packing.row_file import OpenFiles, RowFile
+from cellmill.data.rank_order import RankOrder, inverse_medians
 from cellmill.data.rows import SparseCounts, row_offsets
 from cellmill.data.shards.index import make_index_entry, new_index
 from cellmill.data.shards.manifest import (

@@ -2,11 +2,10 @@
 
 import numpy as np
 
-from cellmill.data.arrays import inverse_medians
 from cellmill.data.packing.cells import CellKind
 from cellmill.data.packing.codec import DamagedPart
-from cellmill.data.packing.rank_order import RankOrder
 from cellmill.data.packing.row_file import RowFile
+from cellmill.data.rank_order import RankOrder, inverse_medians
 from cellmill.data.rows import SparseCounts
 from cellmill.data.shards.manifest import REMEDY, Manifest
 from cellmill.data.shards.reader import name_cells, read_medians

@@ -22,10 +22,11 @@ from cellmill.config.checks import check_rows
 from cellmill.config.corpus import DATASET
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Embed
-from cellmill.data.arrays import inverse_medians, rank_order_rows, select_columns, select_rows
+from cellmill.data.arrays import select_columns, select_rows
 from cellmill.data.genes.names import LOST_NAMES, GeneColumns, lost_counts, match_columns
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.reader import CountsReader
+from cellmill.data.rank_order import inverse_medians, rank_order_rows
 from cellmill.data.rows import SparseCounts
 from cellmill.data.saved_work import SavedWork
 from cellmill.data.shards.obs import encode_columns

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from cellmill.config.parts.objectives import NextGeneConfig
 from cellmill.config.parts.tokens import SPECIAL
-from cellmill.data.arrays import rank_buckets
+from cellmill.data.rank_order import rank_buckets
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import PAD_TOKEN, EncoderBatch, positions
 from cellmill.models.initial import STD, Fill, normal, zeros
@@ -230,7 +230,7 @@ class NextGene(Objective):
 class RankBaseline:
     """Prediction of the next gene from gene frequencies at the same rank in training cells.
 
-    Ranks are in buckets (`data.arrays.rank_buckets`). Candidates are genes that are not in the cell
+    Ranks are in buckets (`data.rank_order.rank_buckets`). Candidates are genes that are not in the cell
     yet.
     """
 
