@@ -91,9 +91,9 @@ class CellStream:
     ):
         manifest_path = source.manifest_path
         split = source.split
-        world = data_rank.world
+        world_size = data_rank.world_size
         n_lanes = order.stream.lanes
-        assert n_lanes % world == 0, f"{n_lanes} lanes for {world} ranks"
+        assert n_lanes % world_size == 0, f"{n_lanes} lanes for {world_size} ranks"
         assert order.global_batch % n_lanes == 0, f"{order.global_batch} cells in {n_lanes} lanes"
         assert tokens.max_tokens <= micro_batches.token_budget, (
             f"{tokens.max_tokens} tokens for {micro_batches}"
@@ -107,12 +107,12 @@ class CellStream:
         shards = manifest.entry(split).shards
         self._sha256 = {manifest.shard_path(shard): shard.sha256 for shard in shards}
         self._order_rule = _make_order_rule(manifest, source, order)
-        self._lanes_by_rank = lanes_of_ranks(n_lanes, world)
+        self._lanes_by_rank = lanes_of_ranks(n_lanes, world_size)
         self.n_cells = self._order_rule.n_cells
         self.steps_per_epoch = self._order_rule.steps_per_epoch
-        if order.shuffle and self.n_cells < world:
+        if order.shuffle and self.n_cells < world_size:
             raise DataError(
-                f"{manifest_path}: {split}: {self.n_cells} cells for {world} ranks; use fewer ranks"
+                f"{manifest_path}: {split}: {self.n_cells} cells for {world_size} ranks; use fewer ranks"
             )
         self.levels = manifest.levels(fields.level_columns)
         weight_columns = order.stream.weights_column() if order.shuffle else {}

@@ -10,9 +10,9 @@ or with `equal_steps` an equal share of the epoch, and it takes the same cells f
 ranks. The order is a function of (seed, epoch, lane, window), so any step is reached without
 replaying earlier ones.
 
-With `Repeats` some cells are read several times. The epoch then has several copies of a block: copy
-k has the cells that are read at least k times. Copies are permuted like blocks, so two reads of a
-cell are usually far apart. Each lane gets a contiguous part of them, and a window has as many cells as
+With `Repeats` some cells are read several times. The epoch then repeats a block: repeat k has the
+cells that are read at least k times. Repeats are permuted like blocks, so two reads of a cell are
+usually far apart. Each lane gets a contiguous part of them, and a window has as many cells as
 `window_blocks` full blocks.
 """
 
@@ -31,28 +31,28 @@ from cellmill.data.keys import BLOCKS, WINDOW, permutation
 from cellmill.data.rows import choose_rows, iterate_rows, row_offsets
 from cellmill.data.stream.repeats import Repeats
 
-# what is permuted: the last number in the key of a permutation of blocks
+# last number in the key of a permutation of blocks, so that these have independent permutations
 FULL = 0  # full blocks
 SHORT = 1  # shorter blocks
-COPIES = 2  # copies of blocks
+REPEATED = 2  # repeats of blocks
 
 
 class DataRank(NamedTuple):
     """A data-parallel rank; tensor- and pipeline-parallel peers share it."""
 
     rank: int
-    world: int  # number of data-parallel ranks
+    world_size: int  # number of data-parallel ranks
 
 
 ONLY_RANK = DataRank(0, 1)
 
 
-def lanes_of_ranks(n_lanes: int, world: int) -> np.ndarray:
-    """List the lanes that each of `world` data ranks reads, `(ranks, lanes of a rank)` int64.
+def lanes_of_ranks(n_lanes: int, world_size: int) -> np.ndarray:
+    """List the lanes that each of `world_size` data ranks reads, `(ranks, lanes of a rank)` int64.
 
-    Rank r has the lanes l with l % world == r.
+    Rank r has the lanes l with l % world_size == r.
     """
-    return np.arange(n_lanes).reshape(-1, world).T
+    return np.arange(n_lanes).reshape(-1, world_size).T
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ class OrderRule:
         `steps_per_epoch` gives all cells of the epoch. Steps of shape `(n, 1)` give `(n, lanes)`.
         """
         if not self.stream.equal_steps:
-            return np.minimum(step * self.lane_batch, self.deal_cells(self.n_cells))
-        return self.deal_cells(step * self.n_cells // self.steps_per_epoch)
+            return np.minimum(step * self.lane_batch, self.cells_per_lane(self.n_cells))
+        return self.cells_per_lane(step * self.n_cells // self.steps_per_epoch)
 
     def find_steps(self, lane: int, positions: np.ndarray) -> np.ndarray:
         """Find the step of an epoch that takes each cell of a lane: cells `positions`, `(cells,)`."""
@@ -132,7 +132,7 @@ class OrderRule:
         # the first step with (step + 1) * n_cells // steps_per_epoch >= dealt
         return (dealt * self.steps_per_epoch - 1) // self.n_cells
 
-    def deal_cells(self, n_cells: int | np.ndarray) -> np.ndarray:
+    def cells_per_lane(self, n_cells: int | np.ndarray) -> np.ndarray:
         """Count the cells of each lane if `n_cells` are dealt round-robin, `(lanes,)`."""
         # (n_cells - lane) / lanes, rounded up
         return -((np.arange(self.n_lanes) - n_cells) // self.n_lanes)
@@ -161,13 +161,13 @@ class CellRuns(NamedTuple):
         return choose_rows(parts, high > low)
 
 
-class BlockCopies(NamedTuple):
-    """Copies of blocks. Cells are numbered over all shards; `(copies,)` int64 each."""
+class BlockRepeats(NamedTuple):
+    """Repeats of blocks. Cells are numbered over all shards; `(repeats,)` int64 each."""
 
     starts: np.ndarray  # first cell of the block
     stops: np.ndarray  # the cell after its last
-    min_reads: np.ndarray  # the copy has the cells read at least this often
-    n_cells: np.ndarray  # cells in the copy
+    min_reads: np.ndarray  # the repeat has the cells read at least this often
+    n_cells: np.ndarray  # cells in the repeat
 
 
 class EpochOrder:
@@ -232,7 +232,7 @@ class PlainEpoch(EpochOrder):
         # deal full blocks round-robin; cut the rest so that lanes differ by at most one cell
         n_dealt = len(full) // n_lanes * n_lanes
         rest = choose_rows(blocks, np.concatenate([full[n_dealt:], short]))
-        rest_offsets = row_offsets(rule.deal_cells(int(rest.n_cells.sum()))).tolist()
+        rest_offsets = row_offsets(rule.cells_per_lane(int(rest.n_cells.sum()))).tolist()
         self._runs: list[CellRuns] = []  # of each lane: whole blocks, then cut pieces
         window_offsets = []
         for lane, (start, stop) in enumerate(pairwise(rest_offsets)):
@@ -271,30 +271,35 @@ class RepeatedEpoch(EpochOrder):
         n_cells = int(self._shard_offsets[-1])
         times_read = rule.repeats.times_read(rule.options.seed, epoch, epoch * rule.steps_per_epoch)
         self._times_read = np.pad(times_read, (0, n_cells - len(times_read)))
-        copies = _list_copies(rule, self._times_read)
-        n_copies = len(copies.min_reads)
-        shuffled = permutation(n_copies, rule.options.seed, BLOCKS, epoch, COPIES)
-        self._copies = choose_rows(copies, shuffled)
-        self._copy_offsets = row_offsets(self._copies.n_cells)
-        lane_cells = rule.deal_cells(rule.n_cells).tolist()
+        repeats = _list_repeats(rule, self._times_read)
+        n_repeats = len(repeats.min_reads)
+        shuffled = permutation(n_repeats, rule.options.seed, BLOCKS, epoch, REPEATED)
+        self._repeats = choose_rows(repeats, shuffled)
+        self._repeat_offsets = row_offsets(self._repeats.n_cells)
+        lane_cells = rule.cells_per_lane(rule.n_cells).tolist()
         self._lane_offsets = row_offsets(lane_cells)
         size = rule.stream.window_blocks * rule.stream.block_cells
         super().__init__(rule, epoch, [np.append(np.arange(0, n, size), n) for n in lane_cells])
 
     def window_runs(self, lane: int, window: int) -> CellRuns:
         span = self._lane_offsets[lane] + self.window_offsets[lane][window : window + 2]
-        low, high = span.tolist()
-        # list the cells of the copies that overlap the window, then cut them to the window
-        first_last = np.searchsorted(self._copy_offsets, [low, high - 1], side="right") - 1
+        return self._find_runs(self._list_cells(*span.tolist()))
+
+    def _list_cells(self, start: int, stop: int) -> np.ndarray:
+        """List the ids of reads `start:stop` of the epoch, numbered repeat after repeat."""
+        # list the cells of all repeats that overlap the span, then cut them to it
+        first_last = np.searchsorted(self._repeat_offsets, [start, stop - 1], side="right") - 1
         first, last = first_last.tolist()
-        cells_of_copies = []
-        in_window = choose_rows(self._copies, slice(first, last + 1))
-        for start, stop, min_reads, _ in iterate_rows(in_window):
-            is_copied = self._times_read[start:stop] >= min_reads
-            cells_of_copies.append(start + np.flatnonzero(is_copied))
-        n_skipped = low - int(self._copy_offsets[first])
-        cell_ids = np.concatenate(cells_of_copies)[n_skipped : n_skipped + high - low]
-        # a run continues while the next cell follows in the same shard
+        ids_of_repeats = []
+        in_span = choose_rows(self._repeats, slice(first, last + 1))
+        for first_id, stop_id, min_reads, _ in iterate_rows(in_span):
+            is_read = self._times_read[first_id:stop_id] >= min_reads
+            ids_of_repeats.append(first_id + np.flatnonzero(is_read))
+        n_skipped = start - int(self._repeat_offsets[first])
+        return np.concatenate(ids_of_repeats)[n_skipped : n_skipped + stop - start]
+
+    def _find_runs(self, cell_ids: np.ndarray) -> CellRuns:
+        """Find the runs of `cell_ids`: a run continues while the next cell follows in the same shard."""
         shard = np.searchsorted(self._shard_offsets, cell_ids, side="right") - 1
         continues = (np.diff(cell_ids) == 1) & (np.diff(shard) == 0)
         starts = np.flatnonzero(np.append(True, ~continues))
@@ -303,26 +308,26 @@ class RepeatedEpoch(EpochOrder):
         return CellRuns(shard, first_cell, np.diff(starts, append=len(cell_ids)))
 
 
-def _list_copies(rule: OrderRule, times_read: np.ndarray) -> BlockCopies:
-    """List the copies of blocks: each as often as its most repeated cell by `times_read`, `(cells,)`."""
+def _list_repeats(rule: OrderRule, times_read: np.ndarray) -> BlockRepeats:
+    """List each block as often as its most repeated cell is read by `times_read`, `(cells,)`."""
     size = rule.stream.block_cells
     shards = zip(row_offsets(rule.shard_cells), rule.shard_cells)
     starts = np.concatenate([first + np.arange(0, n, size) for first, n in shards])
     stops = np.append(starts[1:], len(times_read))
-    copies: list[BlockCopies] = []
-    # cells with a further copy: fewer each round, because few cells have many copies
+    repeats: list[BlockRepeats] = []
+    # cells with a further repeat: fewer each round, because few cells are read often
     remaining = np.flatnonzero(times_read)
     while len(remaining):
-        min_reads = len(copies) + 1
+        min_reads = len(repeats) + 1
         block_of_cell = np.searchsorted(starts, remaining, side="right") - 1
         # index of the first of these cells in each block
         first_of_block = np.flatnonzero(np.diff(block_of_cell, prepend=-1))
         block = block_of_cell[first_of_block]
-        n_copied = np.diff(first_of_block, append=len(remaining))
+        n_read = np.diff(first_of_block, append=len(remaining))
         reads = np.full_like(block, min_reads)
-        copies.append(BlockCopies(starts[block], stops[block], reads, n_copied))
+        repeats.append(BlockRepeats(starts[block], stops[block], reads, n_read))
         remaining = remaining[times_read[remaining] > min_reads]
-    return BlockCopies(*map(np.concatenate, zip(*copies)))
+    return BlockRepeats(*map(np.concatenate, zip(*repeats)))
 
 
 def make_epoch_order(rule: OrderRule, epoch: int) -> EpochOrder:

@@ -64,9 +64,10 @@ class WindowQueue:
         return n_steps, parts[0] if len(parts) == 1 else join_stream_cells(parts)
 
     def _count_group_steps(self, step: int, n_cells: np.ndarray) -> int:
-        """Count the steps to take together.
+        """Return how many steps to take together.
 
-        It is one step, or several if they have at most `_CELLS_PER_GROUP` cells, all in the first window.
+        As many as lie in the first window and have at most `_CELLS_PER_GROUP` cells in total, but at
+        least one.
         """
         if len(self._started) > 1:
             first_of_next = int(self._started[1].cells.steps[0])
@@ -97,9 +98,9 @@ class StepReader:
     ):
         self._shards = shards
         self._order_rule = order_rule
-        rank, world = data_rank
+        rank, world_size = data_rank
         self._rank = rank
-        self._lanes_by_rank = lanes_of_ranks(order_rule.n_lanes, world)
+        self._lanes_by_rank = lanes_of_ranks(order_rule.n_lanes, world_size)
         self._other_lanes = np.delete(self._lanes_by_rank, rank, axis=0).ravel()  # rank after rank
         self._orders = OrderCache(order_rule)
         self._reader = WindowReader(
@@ -119,12 +120,12 @@ class StepReader:
         other_genes = self._look_up_others(first_epoch, first_cells)
         queue = WindowQueue(self._reader.read_windows(first_epoch, first_cells))
         for epoch, step, cells_by_lane in self._count_cells(first_epoch, first_step):
-            step_over_epochs = epoch * self._order_rule.steps_per_epoch + step
+            global_step = epoch * self._order_rule.steps_per_epoch + step
             cells_by_rank = cells_by_lane[:, self._lanes_by_rank].sum(2)
             start = 0
             while start < len(cells_by_lane):
                 n_local = cells_by_rank[start:, self._rank]
-                n_steps, local = queue.take_group(step_over_epochs + start, n_local)
+                n_steps, local = queue.take_group(global_step + start, n_local)
                 taken = slice(start, start + n_steps)
                 genes_per_cell = local.packed.lengths
                 if len(self._other_lanes):
