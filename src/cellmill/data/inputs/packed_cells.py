@@ -234,7 +234,7 @@ class PackedMatrix(StoredMatrix):
 
     def __init__(self, rows: RowFile):
         self._rows = rows
-        self.shape = (rows.n_obs, rows.kind.vocabulary_size)
+        self.shape = (rows.n_obs, rows.kind.n_genes)
 
     def parts(self, block: int) -> Iterator[sp.csr_matrix]:
         return self.parts_from(0, block)

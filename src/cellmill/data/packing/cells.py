@@ -22,7 +22,7 @@ class CellKind(NamedTuple):
     """What packed cells hold."""
 
     gene_order: GeneOrder
-    vocabulary_size: int  # genes are rows of the vocabulary, below this number
+    n_genes: int  # genes are rows of the vocabulary, below this number
     dtype: np.dtype[Any]  # dtype of the counts: uint16 or uint32
 
 
@@ -77,7 +77,7 @@ class PackedCells:
         gene_bytes = count_starts - self.gene_starts
         parts = Parts(self.memory, self.gene_starts, gene_bytes, self.lengths, n_kept, targets)
         ascending = kind.gene_order == "genes"
-        unpack_parts(parts, ValueCoding(ascending, added=0, limit=kind.vocabulary_size - 1), genes)
+        unpack_parts(parts, ValueCoding(ascending, added=0, limit=kind.n_genes - 1), genes)
         if counts is not None:
             limit = int(np.iinfo(kind.dtype).max)
             count_bytes = self.stops - count_starts

@@ -34,7 +34,7 @@ def read_cells(path: Path, rows: Sequence[int] | np.ndarray | None = None) -> ad
     ascending = np.argsort(chosen, kind="stable")  # rows that stand together are read at once
     packed.read_rows(chosen[ascending], offsets[:-1][ascending], genes, counts)
     packed.close()
-    x = sp.csr_matrix((counts, genes, offsets), shape=(len(chosen), packed.kind.vocabulary_size))
+    x = sp.csr_matrix((counts, genes, offsets), shape=(len(chosen), packed.kind.n_genes))
     with open_counts(path) as reader:
         if not reader.ordered:
             x.sort_indices()
