@@ -39,7 +39,7 @@ from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.config.run import Embed
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.rows import SparseCounts
-from cellmill.data.stream.tokenizer import make_batch
+from cellmill.data.stream.tokenizer import tokenize_to_batch
 from cellmill.evaluate.classifiers.fitted import NearestCells, make_classifiers, precompute_folds
 from cellmill.evaluate.features.components import COMPONENTS, project_on_fitted
 from cellmill.evaluate.features.products import FeatureCache
@@ -109,7 +109,9 @@ def step(steps: int) -> Work:
     genes = np.concatenate([rng.permutation(SPEC.n_genes)[:n] for n in lengths]).astype(np.int32)
     counts = rng.geometric(0.4, len(genes)).astype(np.uint16)
     cells = SparseCounts(np.append(0, lengths.cumsum()), genes, counts)
-    batch = to_tensors(make_batch(TOKENS.load()(TOKENS), cells, np.arange(32), with_counts=True))
+    batch = to_tensors(
+        tokenize_to_batch(TOKENS.load()(TOKENS), cells, np.arange(32), with_counts=True)
+    )
     work = packed_step(SPEC, torch.device("cpu"), "fp32")
     return lambda: [work(batch, number) for number in range(steps)]
 

@@ -268,7 +268,8 @@ for name, given in streams.items():
             given["level_columns"] = given.pop("columns")
         fields = [name for name in fields if name in given]
         given["fields"] = BatchFields(**{name: given.pop(name) for name in fields})
-        key = "rule" if "rule" in names else "micro_batches"  # its name in earlier commits
+        # its names in this and earlier commits
+        [key] = {"micro_batch_rule", "micro_batches", "rule"} & names.keys()
         given[key] = MicroBatchRule(given.pop("token_budget"))
         given["data_rank"] = DataRank(given.pop("rank"), given.pop("world"))
     if "order" in names:

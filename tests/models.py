@@ -15,7 +15,7 @@ from cellmill.config.parts.tokens import Tokens
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.rows import SparseCounts
 from cellmill.data.stream.batch import Batch
-from cellmill.data.stream.tokenizer import make_batch
+from cellmill.data.stream.tokenizer import tokenize_to_batch
 from cellmill.models.batch import pad_batch
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.export import initial_tensors
@@ -120,7 +120,7 @@ def random_cells(
     random = np.random.default_rng(seed)
     genes = [random.permutation(n_genes)[:n] for n in lengths]
     counts = random.integers(1, 9, sum(lengths)).astype(np.uint8)
-    return make_batch(
+    return tokenize_to_batch(
         tokens.load()(tokens),
         SparseCounts(np.cumsum([0, *lengths]), np.concatenate(genes).astype(np.int32), counts),
         np.arange(len(lengths)) + first,

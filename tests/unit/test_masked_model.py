@@ -16,7 +16,7 @@ from cellmill.config.parts.objectives import MaskedGeneConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.rows import SparseCounts
 from cellmill.data.stream.batch import Batch
-from cellmill.data.stream.tokenizer import make_batch
+from cellmill.data.stream.tokenizer import tokenize_to_batch
 from cellmill.models.batch import pad_batch, to_tensors
 from cellmill.models.objectives.masked_value import MaskedValue
 from cellmill.models.objectives.shared.masking import MaskedBatch
@@ -320,7 +320,7 @@ def test_hidden_counts_change_inputs_only_without_renormalize(
         starts = cells.cu_seqlens.astype(np.int64)
         tokenizer = tokens.load()(tokens)
         given = SparseCounts(starts, cells.token_ids - 2, counts)
-        batch = make_batch(tokenizer, given, cells.cell_ids, True)
+        batch = tokenize_to_batch(tokenizer, given, cells.cell_ids, True)
         tensors = pad_batch(to_tensors(batch), 80)
         return objective.prepare(tensors, seed=3, step=4), tensors
 

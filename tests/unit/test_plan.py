@@ -23,7 +23,7 @@ from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import Layout
 from cellmill.config.run import Train
 from cellmill.data.shards.manifest import Manifest
-from cellmill.data.stream.batch_tokenizer import count_kept_and_zeros, find_max_tokens
+from cellmill.data.stream.batch_tokenizer import count_detected_and_undetected, find_max_tokens
 from cellmill.errors import ConfigError
 from cellmill.models.build import ModelSpec
 from cellmill.planner.cost import format_hours
@@ -304,7 +304,7 @@ def test_the_advised_max_tokens_cuts_no_cell(zero_frac: float) -> None:
         kept_by_limit = []
         for max_tokens in (advised, max(1, advised - 1)):
             limited = tokens.model_copy(update={"max_tokens": max_tokens})
-            kept, _ = count_kept_and_zeros(limited, cells, 5000)
+            kept, _ = count_detected_and_undetected(limited, cells, 5000)
             kept_by_limit.append(int(kept[0]))
         assert kept_by_limit[0] == n_genes
         assert kept_by_limit[1] < n_genes or n_genes == 1

@@ -16,7 +16,7 @@ from cellmill.config.parts.family import SIZES, FamilyConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.rows import SparseCounts
 from cellmill.data.stream.batch import Batch
-from cellmill.data.stream.tokenizer import make_batch
+from cellmill.data.stream.tokenizer import tokenize_to_batch
 from cellmill.models.batch import to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.families.encoder import EncoderModel
@@ -194,7 +194,7 @@ def _batch(given: ModelSpec, cells: int) -> Batch:
     counts = rng.integers(1, 50, len(genes), dtype=np.uint32)
     tokenizer = given.tokens.load()(given.tokens)
     counted = SparseCounts(np.arange(cells + 1) * N_GENES, genes, counts)
-    return make_batch(tokenizer, counted, np.arange(cells), True)
+    return tokenize_to_batch(tokenizer, counted, np.arange(cells), True)
 
 
 def test_tensor_parallel_reduces_four_times_per_block() -> None:

@@ -104,7 +104,9 @@ def test_gradients_of_micro_batches_equal_the_whole_batch(family: str) -> None:
         _cells((1,), first=20),
         _cells((0, 0), first=30),
         to_tensors(
-            empty_batch(np.dtype(np.float32)).with_rows({"levels": np.empty((0, 2), np.int32)})
+            empty_batch(np.dtype(np.float32)).with_cell_fields(
+                {"levels": np.empty((0, 2), np.int32)}
+            )
         ),
     ]
     labels = [1, 2, 1, 2, 2, 3, 1]  # of the cells that have one

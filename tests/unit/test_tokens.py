@@ -32,7 +32,7 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.writer import write_shards
 from cellmill.data.stream import token_values
 from cellmill.data.stream.batch import Batch, empty_batch
-from cellmill.data.stream.batch_tokenizer import BatchTokenizer, count_kept_and_zeros
+from cellmill.data.stream.batch_tokenizer import BatchTokenizer, count_detected_and_undetected
 from cellmill.data.stream.builtin_tokenizers import bin_counts
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.data.stream.tokenizer import CellTokens, KeptGenes
@@ -370,7 +370,7 @@ def test_values_are_those_of_the_whole_cell(options: dict[str, Any]) -> None:
             assert {*genes[:detected]} == {*by_variability[:detected]}
     tokens = Tokens.model_validate(options | {"max_tokens": 40})
     lengths = cells_of().lengths
-    with_counts, without_counts = count_kept_and_zeros(tokens, lengths, GENES)
+    with_counts, without_counts = count_detected_and_undetected(tokens, lengths, GENES)
     expected = with_counts + without_counts
     assert np.diff(batch.cu_seqlens).tolist() == expected.tolist()
 

@@ -15,7 +15,7 @@ from cellmill.config.parts.tokens import Tokens
 from cellmill.data.rows import SparseCounts
 from cellmill.data.stream.batch import Batch, empty_batch
 from cellmill.data.stream.micro_batches import split_batch
-from cellmill.data.stream.tokenizer import make_batch
+from cellmill.data.stream.tokenizer import tokenize_to_batch
 from cellmill.models.batch import to_tensors
 from cellmill.models.counter_rng import (
     host_state,
@@ -54,7 +54,7 @@ def _batch() -> Batch:
     counts = rng.integers(1, 30, len(genes)).astype(np.uint16)
     cells = np.arange(40) * 7 + 3
     tokenizer = LONG_CELLS.load()(LONG_CELLS)
-    return make_batch(tokenizer, SparseCounts(starts, genes, counts), cells, True)
+    return tokenize_to_batch(tokenizer, SparseCounts(starts, genes, counts), cells, True)
 
 
 def _view(batch: Batch, view: str, step: int = 0, **options: Any) -> ViewBatch:

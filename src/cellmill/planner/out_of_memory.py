@@ -12,7 +12,7 @@ import torch
 from cellmill.config.load import stored_options
 from cellmill.config.options import PlanOptions
 from cellmill.data.shards.manifest import Manifest
-from cellmill.data.stream.batch_tokenizer import count_kept_and_zeros
+from cellmill.data.stream.batch_tokenizer import count_detected_and_undetected
 from cellmill.files import read_json
 from cellmill.planner.hardware import Hardware
 from cellmill.planner.memory import format_bytes, plan_memory
@@ -68,11 +68,11 @@ def advise(run_json: Path, world_size: int, nproc_per_node: int, device_name: st
     stored = dict(stored_options(record["options"], "run.json"))
     options = PlanOptions.model_validate(stored | {"plan": {}})
     manifest = Manifest.read(Path(record["manifest"]))
-    kept, zeros = count_kept_and_zeros(
+    n_detected, n_undetected = count_detected_and_undetected(
         options.tokens, count_detected_genes(manifest), manifest.n_genes
     )
     corpus = CorpusSize(
-        kept + zeros,
+        n_detected + n_undetected,
         manifest.n_genes,
         levels=manifest.levels(options.obs_columns()),
         n_covariates=len(options.tokens.covariates),

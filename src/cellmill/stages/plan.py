@@ -14,7 +14,7 @@ from cellmill.config.checks import check_nodes
 from cellmill.config.corpus import Shard
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
-from cellmill.data.stream.batch_tokenizer import count_kept_and_zeros, find_max_tokens
+from cellmill.data.stream.batch_tokenizer import count_detected_and_undetected, find_max_tokens
 from cellmill.data.stream.repeats import read_repeats
 from cellmill.errors import ConfigError
 from cellmill.files import span, write_json
@@ -143,15 +143,17 @@ def _read_corpus(options: PlanOptions, manifest: Path) -> PlannedCorpus:
         repeats = read_repeats(shards, "train", options.stream, n_cells)
         times_read = repeats.times_read(options.train.seed, epoch=0, first_step=0)
         detected = detected.repeat(times_read)
-    kept, zeros = count_kept_and_zeros(options.tokens, detected, shards.n_genes)
+    n_detected, n_undetected = count_detected_and_undetected(
+        options.tokens, detected, shards.n_genes
+    )
     size = CorpusSize(
-        kept + zeros,
+        n_detected + n_undetected,
         shards.n_genes,
         n_validation=shards.splits["val"].n_obs,
         levels=shards.levels(options.obs_columns()),
         n_covariates=len(options.tokens.covariates),
     )
-    return PlannedCorpus(options, size, detected, kept, fingerprint)
+    return PlannedCorpus(options, size, detected, n_detected, fingerprint)
 
 
 def _plan_run(corpus: PlannedCorpus, machine: Machine, device_name: str) -> RunPlan:

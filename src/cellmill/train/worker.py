@@ -229,7 +229,7 @@ def build_streams(
     Without validation cells, stream and obs column of their batches are None.
     """
     order = OrderOptions(options.stream, options.train.global_batch, options.train.seed)
-    micro_batches = MicroBatchRule(
+    micro_batch_rule = MicroBatchRule(
         options.train.token_budget,
         min_per_step=min_microbatches(options.parallel),
         multiple_of=options.parallel.pp,
@@ -241,7 +241,7 @@ def build_streams(
         SplitSource(manifest.path, "train", copies=copies),
         order,
         options.tokens,
-        micro_batches,
+        micro_batch_rule,
         fields=fields,
         data_rank=data_rank,
     )
@@ -256,7 +256,7 @@ def build_streams(
         SplitSource(manifest.path, "val", options.train.val_cells, copies),
         replace(order, shuffle=False),
         options.tokens,
-        micro_batches,
+        micro_batch_rule,
         fields=fields,
         data_rank=data_rank,
     )

@@ -87,11 +87,8 @@ class Batch:
                 arrays[name] = array
         return arrays
 
-    def with_rows(self, per_cell: Mapping[str, Array | None]) -> Self:
-        """Return the batch with further fields: `per_cell[name][cell_ids]` for each name.
-
-        None is skipped.
-        """
+    def with_cell_fields(self, per_cell: Mapping[str, Array | None]) -> Self:
+        """Return the batch with field `name` from `per_cell[name][cell_ids]`, for each name; None is skipped."""
         added = {name: rows[self.cell_ids] for name, rows in per_cell.items() if rows is not None}
         return replace(self, **added) if added else self
 

@@ -50,7 +50,7 @@ class BatchFields:
 class BatchMaker:
     """Makes the micro-batches of a data rank."""
 
-    cut_rule: MicroBatchRule
+    micro_batch_rule: MicroBatchRule
     rank: int
     unpacker: CellUnpacker
     tokenizer: BatchTokenizer
@@ -59,20 +59,23 @@ class BatchMaker:
 
     @cached_property
     def _empty_batch(self) -> Batch:
-        return empty_batch(self.tokenizer.dtype, self.with_counts).with_rows(self.cell_arrays)
+        return empty_batch(self.tokenizer.dtype, self.with_counts).with_cell_fields(
+            self.cell_arrays
+        )
 
-    def make(self, group: StepGroup) -> list[list[Batch]]:
+    def make_micro_batches(self, group: StepGroup) -> list[list[Batch]]:
         """Make this rank's micro-batches of each step.
 
         Every rank has equally many in a step: some may be empty.
         """
         n_tokens = self.tokenizer.count_tokens(group.genes_per_cell)
-        cuts = self.cut_rule.cut_steps(n_tokens, group.n_cells, self.rank)
+        cuts = self.micro_batch_rule.cut_steps(n_tokens, group.n_cells, self.rank)
         filled = iter(self._tokenize(group.local, cuts.offsets, group.epoch))
-        return [
-            [*islice(filled, n_filled), *[self._empty_batch] * (n_batches - n_filled)]
-            for n_filled, n_batches in zip(cuts.n_filled, cuts.n_batches)
-        ]
+        batches_of_steps = []
+        for n_filled, n_batches in zip(cuts.n_filled, cuts.n_batches):
+            n_empty = n_batches - n_filled
+            batches_of_steps.append([*islice(filled, n_filled), *[self._empty_batch] * n_empty])
+        return batches_of_steps
 
     def _tokenize(self, cells: StreamCells, offsets: list[int], epoch: int) -> list[Batch]:
         """Make the micro-batches of `cells`: those between each two of `offsets`.
@@ -80,14 +83,14 @@ class BatchMaker:
         Small micro-batches are tokenized together, then cut apart.
         """
         micro_batches = []
-        # genes of each micro-batch, of which groups are tokenized at once
+        # micro-batches start_batch:stop_batch are tokenized at once
         genes_per_batch = np.diff(row_offsets(cells.packed.lengths)[offsets])
         for start_batch, stop_batch in pairwise(cut_greedily(genes_per_batch, _GENES_PER_CALL)):
             first_cell = offsets[start_batch]
             part = cells.select(slice(first_cell, offsets[stop_batch]))
             counts = self.unpacker.unpack(part)
             batch = self.tokenizer.make_batch(counts, part.ids, self.with_counts, epoch)
-            batch = batch.with_rows(self.cell_arrays)
+            batch = batch.with_cell_fields(self.cell_arrays)
             for start, stop in pairwise(offsets[start_batch : stop_batch + 1]):
                 micro_batches.append(batch.cut(start - first_cell, stop - first_cell))
         return micro_batches

@@ -2,7 +2,7 @@
 
 By default the tokens of a cell are its first genes in rank order, or those of a sequence in its own
 order. With `truncation: random` they are drawn, with `variable` they are the genes that vary most
-over the corpus, and `zero_frac` adds genes without counts. Values are computed from the whole cell,
+over the corpus, and `zero_frac` adds undetected genes. Values are computed from the whole cell,
 except positions (value kind `place`), which number the chosen tokens. Draws are keyed by seed,
 epoch, gene and the cell's counts, so they are the same in every layout and file.
 """
@@ -13,42 +13,41 @@ from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.keys import splitmix64
 from cellmill.data.rows import SparseCounts, positions_in_rows, row_offsets
 from cellmill.data.stream.batch import Batch
-from cellmill.data.stream.tokenizer import Tokenizer, make_batch
+from cellmill.data.stream.tokenizer import Tokenizer, tokenize_to_batch
 from cellmill.errors import DataError
 
-_ZEROS_KEY = np.uint64(0x5A45524F)  # "ZERO" in ASCII, in the keys that draw genes without counts
+_UNDETECTED_KEY = np.uint64(0x5A45524F)  # "ZERO" in ASCII, in the keys that draw undetected genes
 _NO_LIMIT = 2**31 - 1  # of tokens
 
 
-def count_kept_and_zeros(
+def count_detected_and_undetected(
     tokens: Tokens, genes_per_cell: np.ndarray, n_genes: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Count the tokens with counts and those without, zeros, in each cell, `(cells,)` int64 each.
+    """Count the tokens of detected and of undetected genes in each cell, `(cells,)` int64 each.
 
-    `genes_per_cell`, `(cells,)`, are numbers of genes with counts, out of `n_genes` of the vocabulary.
-    A fraction `zero_frac` of the tokens have no counts.
+    `genes_per_cell`, `(cells,)`, are numbers of detected genes, which have counts, out of `n_genes` of
+    the vocabulary. A fraction `zero_frac` of the tokens are of undetected genes.
     """
     zero_frac = tokens.zero_frac
-    kept = np.minimum(genes_per_cell, _max_kept(tokens))
+    n_detected = np.minimum(genes_per_cell, _max_detected(tokens))
     if not zero_frac:
-        return kept, np.zeros_like(kept)
-    zeros = np.floor(kept * zero_frac / (1 - zero_frac)).astype(kept.dtype)
-    absent = n_genes - genes_per_cell
-    max_zeros = np.minimum(absent, tokens.max_tokens - kept)
-    return kept, np.minimum(zeros, max_zeros)
+        return n_detected, np.zeros_like(n_detected)
+    n_undetected = np.floor(n_detected * zero_frac / (1 - zero_frac)).astype(n_detected.dtype)
+    max_undetected = np.minimum(n_genes - genes_per_cell, tokens.max_tokens - n_detected)
+    return n_detected, np.minimum(n_undetected, max_undetected)
 
 
 def find_max_tokens(tokens: Tokens, genes_in_cell: int) -> int:
     """Find the smallest `max_tokens` with which all genes of a cell become tokens."""
     max_tokens = int(genes_in_cell / (1 - tokens.zero_frac))
     # counted up from below, since the quotient is rounded
-    while _max_kept(tokens.model_copy(update={"max_tokens": max_tokens})) < genes_in_cell:
+    while _max_detected(tokens.model_copy(update={"max_tokens": max_tokens})) < genes_in_cell:
         max_tokens += 1
     return max_tokens
 
 
-def _max_kept(tokens: Tokens) -> int:
-    """Return the largest number of tokens with counts in a cell."""
+def _max_detected(tokens: Tokens) -> int:
+    """Return the largest number of tokens of detected genes in a cell."""
     return max(1, int(tokens.max_tokens * (1 - tokens.zero_frac)))
 
 
@@ -56,8 +55,8 @@ class BatchTokenizer:
     """Chooses genes of cells, and makes their batch by the run's tokenizer.
 
     Genes are rows of a vocabulary of `n_genes`. `variability`, `(genes,)` int32, has the position of
-    each gene by variability, 0 for the most variable. Raises DataError if it is None and the options
-    need it.
+    each gene by variability, 0 for the most variable. Raises DataError if `variability` is None but
+    `tokens` needs it.
     """
 
     def __init__(
@@ -91,12 +90,14 @@ class BatchTokenizer:
         """
         if self._tokens.value_kind == "place":
             return 0
-        return _max_kept(self._tokens) if self._tokens.truncation == "top" else None
+        return _max_detected(self._tokens) if self._tokens.truncation == "top" else None
 
     def count_tokens(self, genes_per_cell: np.ndarray) -> np.ndarray:
         """Count the tokens of cells with `genes_per_cell` genes, `(cells,)` int64."""
-        kept, zeros = count_kept_and_zeros(self._tokens, genes_per_cell, self._n_genes)
-        return kept + zeros
+        n_detected, n_undetected = count_detected_and_undetected(
+            self._tokens, genes_per_cell, self._n_genes
+        )
+        return n_detected + n_undetected
 
     def make_batch(
         self, cells: SparseCounts, cell_ids: np.ndarray, with_counts: bool = False, epoch: int = 0
@@ -107,33 +108,35 @@ class BatchTokenizer:
         tokens if `with_counts`.
         """
         if self._chooses_genes:
-            return self._make_chosen_batch(cells, cell_ids, with_counts, epoch)
-        return make_batch(self._tokenizer, cells, cell_ids, with_counts)
+            return self._choose_and_make_batch(cells, cell_ids, with_counts, epoch)
+        return tokenize_to_batch(self._tokenizer, cells, cell_ids, with_counts)
 
-    def _make_chosen_batch(
+    def _choose_and_make_batch(
         self, cells: SparseCounts, cell_ids: np.ndarray, with_counts: bool, epoch: int
     ) -> Batch:
-        """Make a batch of chosen genes, then genes without counts (zeros), of each cell."""
+        """Make the batch of chosen detected genes, then drawn undetected genes, of each cell."""
         all_token_ids, all_values, _ = self._tokenizer.tokenize(cells)
         keys = self._compute_keys(cells, epoch)
-        n_kept, n_zeros = count_kept_and_zeros(self._tokens, cells.lengths, self._n_genes)
-        kept = self._choose_genes(cells, n_kept, keys)
-        zeros = _draw_zeros(cells, n_zeros, keys, self._n_genes)
-        n_tokens = n_kept + n_zeros
+        n_detected, n_undetected = count_detected_and_undetected(
+            self._tokens, cells.lengths, self._n_genes
+        )
+        chosen = self._choose_genes(cells, n_detected, keys)
+        undetected_genes = _draw_undetected(cells, n_undetected, keys, self._n_genes)
+        n_tokens = n_detected + n_undetected
         token_offsets = row_offsets(n_tokens)
-        is_zero = positions_in_rows(token_offsets) >= np.repeat(n_kept, n_tokens)
-        token_ids = np.empty(len(is_zero), np.int32)
-        token_ids[~is_zero] = all_token_ids[kept]
-        token_ids[is_zero] = zeros + len(SPECIAL)
-        values = np.zeros(len(is_zero), self.dtype)
+        is_detected = positions_in_rows(token_offsets) < np.repeat(n_detected, n_tokens)
+        token_ids = np.empty(len(is_detected), np.int32)
+        token_ids[is_detected] = all_token_ids[chosen]
+        token_ids[~is_detected] = undetected_genes + len(SPECIAL)
+        values = np.zeros(len(is_detected), self.dtype)
         if self._tokens.value_kind == "place":
             values[:] = positions_in_rows(token_offsets)
         else:
-            values[~is_zero] = all_values[kept]
+            values[is_detected] = all_values[chosen]
         token_counts = None
         if with_counts:
-            token_counts = np.zeros(len(is_zero), np.int64)
-            token_counts[~is_zero] = cells.counts[kept]
+            token_counts = np.zeros(len(is_detected), np.int64)
+            token_counts[is_detected] = cells.counts[chosen]
         return Batch(token_ids, values, token_offsets.astype(np.int32), cell_ids, token_counts)
 
     def _compute_keys(self, cells: SparseCounts, epoch: int) -> np.ndarray:
@@ -148,15 +151,15 @@ class BatchTokenizer:
         return splitmix64(sums ^ splitmix64(splitmix64(seed) ^ np.uint64(epoch)))
 
     def _choose_genes(
-        self, cells: SparseCounts, n_kept: np.ndarray, keys: np.ndarray
+        self, cells: SparseCounts, n_chosen: np.ndarray, keys: np.ndarray
     ) -> np.ndarray:
-        """Choose the `n_kept` genes of each cell that become tokens; return their indices, ascending."""
+        """Choose the `n_chosen` genes of each cell that become tokens; return their indices, ascending."""
         offsets, genes, _ = cells
         lengths = cells.lengths
         if self._tokens.truncation == "top":
-            return np.flatnonzero(positions_in_rows(offsets) < np.repeat(n_kept, lengths))
+            return np.flatnonzero(positions_in_rows(offsets) < np.repeat(n_chosen, lengths))
         keep = np.ones(len(genes), bool)
-        for cell in np.flatnonzero(lengths > n_kept).tolist():
+        for cell in np.flatnonzero(lengths > n_chosen).tolist():
             start = offsets[cell]
             stop = offsets[cell + 1]
             cell_genes = genes[start:stop]
@@ -166,21 +169,23 @@ class BatchTokenizer:
             else:
                 priority = splitmix64(keys[cell] ^ cell_genes.astype(np.uint64))
             keep[start:stop] = False
-            keep[start + _find_smallest(priority, n_kept[cell])] = True
+            keep[start + _find_smallest(priority, n_chosen[cell])] = True
         return np.flatnonzero(keep)
 
 
-def _draw_zeros(cells: SparseCounts, n: np.ndarray, keys: np.ndarray, n_genes: int) -> np.ndarray:
-    """Draw `n`, `(cells,)`, genes without counts for each cell by its key.
+def _draw_undetected(
+    cells: SparseCounts, n: np.ndarray, keys: np.ndarray, n_genes: int
+) -> np.ndarray:
+    """Draw `n`, `(cells,)`, undetected genes for each cell by its key.
 
-    Returns their rows in the vocabulary, `(zeros,)` int64, which ascend within a cell.
+    Returns their rows in the vocabulary, `(n.sum(),)` int64, which ascend within a cell.
     """
     offsets, genes, _ = cells
     all_genes = np.arange(n_genes, dtype=np.uint64)
     drawn = [np.empty(0, np.int64)]
     for cell in np.flatnonzero(n).tolist():
-        draws = splitmix64(splitmix64(keys[cell : cell + 1] ^ _ZEROS_KEY) ^ all_genes)
-        # genes with counts come last, so they are not drawn
+        draws = splitmix64(splitmix64(keys[cell : cell + 1] ^ _UNDETECTED_KEY) ^ all_genes)
+        # detected genes come last, so they are not drawn
         draws[genes[offsets[cell] : offsets[cell + 1]]] = np.iinfo(np.uint64).max
         drawn.append(np.sort(_find_smallest(draws, n[cell])))
     return np.concatenate(drawn)

@@ -67,7 +67,7 @@ class CellStream:
     """Cells of one split as micro-batches for one data rank; see `__iter__`.
 
     If `order` shuffles, the stream is endless, over `train_frac` of the cells; else it is one epoch
-    in one fixed order. `micro_batches` says how the cells of a step are cut, and `fields` what a batch has
+    in one fixed order. `micro_batch_rule` says how the cells of a step are cut, and `fields` what a batch has
     in addition to tokens.
 
     Attributes: `n_cells`, the cells of an epoch; `steps_per_epoch`; `levels`, the levels of the obs
@@ -84,7 +84,7 @@ class CellStream:
         source: SplitSource,
         order: OrderOptions,
         tokens: Tokens,
-        micro_batches: MicroBatchRule,
+        micro_batch_rule: MicroBatchRule,
         *,
         fields: BatchFields = _TOKENS_ONLY,
         data_rank: DataRank = ONLY_RANK,
@@ -95,8 +95,8 @@ class CellStream:
         n_lanes = order.stream.lanes
         assert n_lanes % world_size == 0, f"{n_lanes} lanes for {world_size} ranks"
         assert order.global_batch % n_lanes == 0, f"{order.global_batch} cells in {n_lanes} lanes"
-        assert tokens.max_tokens <= micro_batches.token_budget, (
-            f"{tokens.max_tokens} tokens for {micro_batches}"
+        assert tokens.max_tokens <= micro_batch_rule.token_budget, (
+            f"{tokens.max_tokens} tokens for {micro_batch_rule}"
         )
         manifest = Manifest.read(manifest_path)
         assert tokens.sequences == manifest.has_sequences, (
@@ -126,7 +126,7 @@ class CellStream:
         tokenizer = BatchTokenizer(tokens, manifest.n_genes, draws_seed, manifest.variability)
         unpacker = CellUnpacker(manifest, self._shards, tokenizer, fields.with_counts)
         self._maker = BatchMaker(
-            micro_batches,
+            micro_batch_rule,
             data_rank.rank,
             unpacker,
             tokenizer,
@@ -151,7 +151,9 @@ class CellStream:
             self._epoch = 0
             self._step = 0
         self._stop_tokenizing()
-        groups = map(self._maker.make, self._reader.read_steps(self._epoch, self._step))
+        groups = map(
+            self._maker.make_micro_batches, self._reader.read_steps(self._epoch, self._step)
+        )
         pool = ThreadPoolExecutor(1, thread_name_prefix="cellmill-stream")
         self._pool = pool
         queue = deque(pool.submit(next, groups, None) for _ in range(_QUEUED_GROUPS))

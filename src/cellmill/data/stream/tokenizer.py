@@ -78,7 +78,7 @@ class KeptGenes:
         return bool(self.cu_seqlens[-1] == self.cells.offsets[-1])
 
 
-def make_batch(
+def tokenize_to_batch(
     tokenizer: Tokenizer,
     cells: SparseCounts,
     cell_ids: np.ndarray,

@@ -203,7 +203,7 @@ def tokenize_blocks(
         counts = SparseCounts(block.indptr.astype(np.int64), genes, block.data)
         if not columns.ordered:
             counts = rank_order_rows(counts, inverse)
-        yield tokenizer.make_batch(counts, cells, with_counts).with_rows(per_cell)
+        yield tokenizer.make_batch(counts, cells, with_counts).with_cell_fields(per_cell)
 
 
 def embed_cells(

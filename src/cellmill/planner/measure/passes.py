@@ -8,7 +8,7 @@ import torch
 
 from cellmill.data.rows import SparseCounts
 from cellmill.data.stream.batch import Batch
-from cellmill.data.stream.tokenizer import Tokenizer, make_batch
+from cellmill.data.stream.tokenizer import Tokenizer, tokenize_to_batch
 from cellmill.models.batch import copy_to_device, pad_batch, to_tensors
 from cellmill.models.build import ModelSpec
 from cellmill.models.family import Model
@@ -166,4 +166,4 @@ def _draw_cells(spec: ModelSpec, cell_tokens: int, tokens: int) -> Batch:
     tokenizer: Tokenizer = spec.tokens.load()(spec.tokens)
     cell_ids = np.arange(n_cells, dtype=np.int64)
     cells = SparseCounts(offsets, genes, counts)
-    return make_batch(tokenizer, cells, cell_ids, spec.objective.needs_counts, **columns)
+    return tokenize_to_batch(tokenizer, cells, cell_ids, spec.objective.needs_counts, **columns)
