@@ -81,14 +81,14 @@ def _choose_widths(padded: np.ndarray, n_values: np.ndarray) -> Groups:
     low = padded & 0xFFFF
     bits = np.where(high, _BITS[high] + PLANE_BITS, _BITS[low])
     n_groups = len(padded)
-    # `(groups, widths)`: number of values with that many bits, and number of values with more
+    # number of values of each group with that many bits, `(groups, widths)`
     widths = np.arange(MAX_WIDTH + 1)
     group = np.arange(n_groups)[:, None]
     entry = group * len(widths) + bits
     with_bits = np.bincount(entry.ravel(), minlength=n_groups * len(widths))
     with_bits = with_bits.reshape(n_groups, len(widths))
-    n_up_to = np.cumsum(with_bits, axis=1)
-    n_larger = GROUP - n_up_to
+    # number of values with more bits
+    n_larger = GROUP - np.cumsum(with_bits, axis=1)
     largest_bits = bits.max(axis=1, initial=0)[:, None]
     is_in_one_plane = widths <= PLANE_BITS
     # the number of patches is a byte, so not all 256 values may be patched

@@ -3,13 +3,19 @@
 Values are packed in groups of 256. All values of a group are packed with the same number of bits, its
 width. Few values are larger: their lower bits are packed, and a patch has the bits above. This is
 PFOR (Zukowski et al., ICDE 2006) with vertical layout (Lemire and Boytsov, 2015): value i of a group
-is in column i % 16 of row i // 16. A plane has at most 16 bits of each value; row r of a plane of w
-bits begins at bit r * w of its column. A column is a chain of 16-bit words, so unpacking can shift
-words of several columns at once.
+is in column i % 16 of row i // 16.
+
+Values wider than 16 bits are split into a low plane, with their lower 16 bits, and a high plane, with
+the bits above; others have only a low plane. In a plane of w bits, row r begins at bit r * w of its
+column. A column is a chain of 16-bit words, so unpacking can shift words of several columns at once.
+With w = 6, bits of the first words of a column, lowest first, belong to these rows:
+
+    word 0    000000 111111 2222
+    word 1    22 333333 444444 55
 
 A part is, little-endian and in this order:
 
-    planes      16-bit words of each group: its lower 16 bits, then those above if it is wider
+    planes      16-bit words of each group: its low plane, then its high plane if it has one
     highs       uint16 for each patch: the value without its lower `width` bits
     positions   uint8 for each patch: position in its group
     padding     zeros, so that the size is a multiple of 8
@@ -46,16 +52,12 @@ class Groups(NamedTuple):
     widths: np.ndarray  # bits of a packed value
     n_patches: np.ndarray
 
-    def n_rows(self) -> np.ndarray:
-        """Number of rows of each group."""
-        return -(-self.n_values // COLUMNS)
-
     def by_shape(self) -> Iterator[tuple[int, int, np.ndarray]]:
         """Yield each width and number of rows that occur together, and the indices of their groups.
 
         numpy handles groups of one shape at once.
         """
-        n_rows = self.n_rows()
+        n_rows = -(-self.n_values // COLUMNS)
         shapes = np.stack([self.widths, n_rows], axis=1)
         for width, rows in np.unique(shapes, axis=0).tolist():
             has_shape = (self.widths == width) & (n_rows == rows)
