@@ -22,6 +22,8 @@ class FieldAxis:
 # metadata of fields
 TOKEN = {"axis": FieldAxis("token")}
 CELL = {"axis": FieldAxis("cell")}
+CELL_ID = {"axis": FieldAxis("cell", pad=-1)}
+CELL_FLOAT = {"axis": FieldAxis("cell", pad=nan)}
 
 
 @dataclass(frozen=True)
@@ -41,15 +43,15 @@ class Batch:
     # (cells + 1,) int32: offset of each cell's first token, and the number of tokens
     cu_seqlens: Array
     # (cells,) int64: index of each cell in its split or file
-    cell_ids: Array = field(metadata={"axis": FieldAxis("cell", pad=-1)})
+    cell_ids: Array = field(metadata=CELL_ID)
     # (tokens,) int64, if the objective needs them
     counts: Array | None = field(default=None, metadata=TOKEN)
     # (cells, columns) int32: level codes of obs columns, 0 unknown
     levels: Array | None = field(default=None, metadata=CELL)
     # (cells, columns) float64
-    numbers: Array | None = field(default=None, metadata={"axis": FieldAxis("cell", pad=nan)})
+    numbers: Array | None = field(default=None, metadata=CELL_FLOAT)
     # (cells, width) float32
-    teacher: Array | None = field(default=None, metadata={"axis": FieldAxis("cell", pad=nan)})
+    teacher: Array | None = field(default=None, metadata=CELL_FLOAT)
     # (tokens,) int64: row of a covariate's token (`models.cell_encoder`), or 0
     covariate_rows: Array | None = field(default=None, metadata=TOKEN)
     # tokens of each cell: reading them never waits for a device

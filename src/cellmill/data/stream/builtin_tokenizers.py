@@ -67,7 +67,7 @@ class BinnedTokenizer(FirstGenesTokenizer):
         kept = self._keep(cells)
         if self._edges is None:
             bins = _bin_cells(cells, self._options.bins)
-            return CellTokens(kept.token_ids(), kept.copy(bins, np.int32), kept.cu_seqlens)
+            return CellTokens(kept.token_ids(), kept.select(bins, np.int32), kept.cu_seqlens)
         token_ids, values, cu_seqlens = make_log_tokens(kept)
         # a value at an edge is in the bin above it
         bins = 1 + np.searchsorted(self._edges, values, side="right")

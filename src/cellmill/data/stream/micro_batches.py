@@ -39,9 +39,10 @@ class MicroBatchRule:
         and `n_cells`, `(steps, ranks)`, the numbers of cells. Every rank computes the cuts of all
         ranks from them, so they agree without communication.
         """
-        # numbers of micro-batches, (steps, ranks) and (steps,)
-        by_rank = count_greedy_batches(n_tokens, n_cells.ravel(), self.token_budget)
-        greedy_batches = by_rank.reshape(n_cells.shape)
+        # numbers of micro-batches that each rank fills greedily, (steps, ranks)
+        greedy_batches = count_greedy_batches(n_tokens, n_cells.ravel(), self.token_budget)
+        greedy_batches = greedy_batches.reshape(n_cells.shape)
+        # numbers of micro-batches on every rank, (steps,)
         needed_batches = np.maximum(greedy_batches.max(1), self.min_per_step)
         n_batches: list[int] = (-(-needed_batches // self.multiple_of) * self.multiple_of).tolist()
         # this rank's cells of each step, among those of all steps and ranks

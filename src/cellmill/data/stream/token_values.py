@@ -31,10 +31,10 @@ def make_position_tokens(kept: KeptGenes) -> CellTokens:
             offsets, genes, kept.cu_seqlens, token_ids, values, np.int32(len(SPECIAL))
         )
         return CellTokens(token_ids, values, kept.cu_seqlens)
-    # slices of one array take half the time of arange - repeat
-    longest = np.arange(kept.lengths.max(initial=0), dtype=np.int32)
-    parts = [longest[:n] for n in kept.lengths.tolist()]
-    np.concatenate(parts or [longest], out=values)
+    # slicing one arange is twice as fast as subtracting repeated offsets
+    positions = np.arange(kept.lengths.max(initial=0), dtype=np.int32)
+    parts = [positions[:n] for n in kept.lengths.tolist()]
+    np.concatenate(parts or [positions], out=values)
     return CellTokens(kept.token_ids(), values, kept.cu_seqlens)
 
 
@@ -44,7 +44,7 @@ def make_log_tokens(kept: KeptGenes) -> CellTokens:
     loops = _choose_loops(kept, with_counts=True)
     if loops is not None:
         return _make_log_tokens_by_loops(loops, kept)
-    values = kept.copy(counts, np.float32)
+    values = kept.select(counts, np.float32)
     values *= np.repeat(scale_of_totals(row_sums(counts, offsets), np.float32), kept.lengths)
     np.log1p(values, out=values)
     return CellTokens(kept.token_ids(), values, kept.cu_seqlens)

@@ -52,10 +52,10 @@ class KeptGenes:
         self.cu_seqlens = np.zeros(cells.n_cells + 1, np.int32)
         self.lengths.cumsum(out=self.cu_seqlens[1:])
 
-    def copy(self, array: np.ndarray, dtype: np.dtype | type) -> np.ndarray:
-        """Copy the entries of `array`, `(nonzeros,)`, that are kept: `(tokens,)` of `dtype`."""
+    def select(self, array: np.ndarray, dtype: np.dtype | type) -> np.ndarray:
+        """Select the entries of `array`, `(nonzeros,)`, of kept genes: `(tokens,)` of `dtype`."""
         kept = recycled_empty(self.cu_seqlens[-1], dtype)
-        if self._is_whole():
+        if self._keeps_all():
             kept[:] = array
         else:
             starts = self.cells.offsets[:-1].tolist()
@@ -66,15 +66,15 @@ class KeptGenes:
     def token_ids(self) -> np.ndarray:
         """Return the token ids of the kept genes, `(tokens,)` int32, in new memory."""
         genes = self.cells.genes
-        if self._is_whole():
+        if self._keeps_all():
             token_ids = recycled_empty(self.cu_seqlens[-1], np.int32)
             return np.add(genes, len(SPECIAL), out=token_ids)
-        token_ids = self.copy(genes, np.int32)
+        token_ids = self.select(genes, np.int32)
         token_ids += len(SPECIAL)
         return token_ids
 
-    def _is_whole(self) -> bool:
-        """True if no cell is cut."""
+    def _keeps_all(self) -> bool:
+        """True if all genes are kept."""
         return bool(self.cu_seqlens[-1] == self.cells.offsets[-1])
 
 
@@ -94,5 +94,5 @@ def tokenize_to_batch(
     if with_counts:
         # the tokenizer cuts all cells at one number of genes; cutting at the longest gives the same
         longest = int(np.diff(tokens.cu_seqlens).max(initial=0))
-        token_counts = KeptGenes(cells, longest).copy(cells.counts, np.int64)
+        token_counts = KeptGenes(cells, longest).select(cells.counts, np.int64)
     return Batch(*tokens, cell_ids, token_counts, **per_cell)
