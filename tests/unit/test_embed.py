@@ -21,7 +21,7 @@ from cellmill.data.genes.tables import gene_table
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.inputs.packed_cells import open_packed
-from cellmill.data.packing.row_file import OpenFiles
+from cellmill.data.packing.cell_file import OpenFiles
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import read_names
 from cellmill.errors import ConfigError, DataError

@@ -30,8 +30,8 @@ from cellmill.config.corpus import Shard
 from cellmill.config.options import ShardOptions
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.inputs.packed_cells import open_packed
-from cellmill.data.packing import row_file
-from cellmill.data.packing.row_file import OpenFiles
+from cellmill.data.packing import cell_file
+from cellmill.data.packing.cell_file import OpenFiles
 from cellmill.data.shards import plan as shard_plan
 from cellmill.data.shards import writer as shard_writer
 from cellmill.data.shards.index import CellColumns, open_index
@@ -75,7 +75,7 @@ FIRST = "2317f8daca1dcf92387566de61ea1b6164167265c65066fb68c08e9ceadff449"  # of
 def test_shards_equal_those_of_version_0_1_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Shard, gap: int, fingerprint: str
 ) -> None:
-    monkeypatch.setattr(row_file, "_MAX_GAP", gap)
+    monkeypatch.setattr(cell_file, "_MAX_GAP", gap)
     paths, _, ids = two_datasets(tmp_path)
     made = write_shards(
         paths[:: 1 if gap else -1], vocabulary_of(ids), options, tmp_path / "manifest.json"

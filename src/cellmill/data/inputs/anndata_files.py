@@ -54,7 +54,7 @@ from cellmill.data.inputs.source import (
     look_at,
     require_matrix,
 )
-from cellmill.data.packing.row_file import OpenFiles
+from cellmill.data.packing.cell_file import OpenFiles
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import read_json
 

@@ -1,6 +1,6 @@
 """Packed cells in .h5ad files: how preprocess and shard write them, and how they are found again.
 
-`uns/packed` has, beside the bytes (`packing.row_file`), what their meaning depends on:
+`uns/packed` has, beside the bytes (`packing.cell_file`), what their meaning depends on:
 
     bytes     uint8, contiguous, unfiltered, at a multiple of 4,096 bytes of the file
     borders   uint32 `(2 x cells + 1,)`: where the genes and the counts of each cell begin, and the
@@ -38,9 +38,9 @@ from cellmill.data.inputs.h5 import (
 )
 from cellmill.data.inputs.h5_walk import is_hdf5
 from cellmill.data.inputs.matrices import StoredMatrix
+from cellmill.data.packing.cell_file import ByteRange, OpenFiles, PackedCellFile
 from cellmill.data.packing.cells import CellKind, GeneOrder, pack_cells
 from cellmill.data.packing.layout import ALIGNMENT
-from cellmill.data.packing.row_file import ByteRange, OpenFiles, RowFile
 from cellmill.data.rows import SparseCounts, row_offsets
 from cellmill.data.saved_work import SavedWork
 from cellmill.errors import DataError
@@ -164,7 +164,7 @@ def check_names(path: Path, file: Any, *axes: pd.Index) -> None:
         )
 
 
-def open_packed(path: Path, files: OpenFiles) -> RowFile:
+def open_packed(path: Path, files: OpenFiles) -> PackedCellFile:
     """Open packed cells. Raises DataError when they are damaged or of another format."""
     with open_h5(path, REMEDY) as file:
         return find_packed(path, file, files)
@@ -178,7 +178,7 @@ def is_packed(path: Path) -> bool:
         return PACKED in file
 
 
-def find_packed(path: Path, file: h5py.File, files: OpenFiles) -> RowFile:
+def find_packed(path: Path, file: h5py.File, files: OpenFiles) -> PackedCellFile:
     """Packed cells of an open file. Raises DataError if it has none, or they are damaged."""
     if PACKED not in file:
         raise DataError(
@@ -201,7 +201,7 @@ def find_packed(path: Path, file: h5py.File, files: OpenFiles) -> RowFile:
                 raise ValueError(f"{PACKED}/{name} has a size or dtype that it cannot have")
         offsets = row_offsets(np.asarray(group["n_genes"][:], np.int64))
         n_vars = len(file["var"][file["var"].attrs["_index"]])
-        return RowFile(
+        return PackedCellFile(
             path=path,
             nnz=int(offsets[-1]),
             kind=CellKind("genes" if order == "genes" else "rank", n_vars, dtype),
@@ -232,7 +232,7 @@ def locate(array: h5py.Dataset) -> ByteRange:
 class PackedMatrix(StoredMatrix):
     """Counts of packed cells."""
 
-    def __init__(self, rows: RowFile):
+    def __init__(self, rows: PackedCellFile):
         self._rows = rows
         self.shape = (rows.n_obs, rows.kind.n_genes)
 

@@ -10,7 +10,7 @@ import scipy.sparse as sp
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.inputs.h5 import write_cells
 from cellmill.data.inputs.packed_cells import is_packed, open_packed
-from cellmill.data.packing.row_file import OpenFiles
+from cellmill.data.packing.cell_file import OpenFiles
 from cellmill.data.rows import row_offsets
 from cellmill.errors import DataError
 

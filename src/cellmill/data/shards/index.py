@@ -3,8 +3,8 @@
 With the index a process opens only the shards that it reads. The first two files are `indptr` and
 `part_offsets` in code:
 
-    SPLIT-offsets.npy   `(n_obs + shards,)` int32: `RowFile.indptr` of each shard in turn
-    SPLIT-borders.npy   `(2 * n_obs + shards,)` uint32: `RowFile.part_offsets` of each shard in turn
+    SPLIT-offsets.npy   `(n_obs + shards,)` int32: `PackedCellFile.indptr` of each shard in turn
+    SPLIT-borders.npy   `(2 * n_obs + shards,)` uint32: `PackedCellFile.part_offsets` of each shard in turn
     SPLIT-hashes.npy    `(2, n_obs)` uint64: halves of the cells' `hash_cells`, ascending
     SPLIT-levels.npy    `(columns, n_obs)` uint16: level code of each cell, for the manifest's `obs_levels` in order
     SPLIT-numbers.npy   `(columns, n_obs)` float64: values of the manifest's `obs_numbers`, in order; NaN is missing

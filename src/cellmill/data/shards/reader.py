@@ -6,8 +6,8 @@ from typing import Literal
 import numpy as np
 
 from cellmill.data.inputs.h5 import UNREADABLE, one_line, open_h5, read_texts
+from cellmill.data.packing.cell_file import ByteRange, OpenFiles, PackedCellFile
 from cellmill.data.packing.cells import CellKind
-from cellmill.data.packing.row_file import ByteRange, OpenFiles, RowFile
 from cellmill.data.rows import row_offsets
 from cellmill.data.shards.index import open_index
 from cellmill.data.shards.local_copies import LocalCopies
@@ -15,7 +15,9 @@ from cellmill.data.shards.manifest import REMEDY, Manifest
 from cellmill.errors import DataError
 
 
-def open_shards(manifest: Manifest, split: str, copies: LocalCopies | None = None) -> list[RowFile]:
+def open_shards(
+    manifest: Manifest, split: str, copies: LocalCopies | None = None
+) -> list[PackedCellFile]:
     """Open the index of a split; return its shards, whose files are opened when they are first read.
 
     A shard is read from its copy in `copies`, if there is one. Raises DataError if the split has no
@@ -27,11 +29,11 @@ def open_shards(manifest: Manifest, split: str, copies: LocalCopies | None = Non
     n_obs = np.array([shard.n_obs for shard in shards])
     indptr_by_shard = np.split(open_index(manifest, split, "offsets"), np.cumsum(n_obs + 1)[:-1])
     parts_by_shard = np.split(open_index(manifest, split, "borders"), np.cumsum(2 * n_obs + 1)[:-1])
-    row_files = []
+    cell_files = []
     for shard, indptr, part_offsets in zip(shards, indptr_by_shard, parts_by_shard):
         kind = CellKind(manifest.gene_order, manifest.n_genes, np.dtype(shard.dtype))
-        row_files.append(
-            RowFile(
+        cell_files.append(
+            PackedCellFile(
                 path=manifest.shard_path(shard),
                 nnz=shard.nnz,
                 kind=kind,
@@ -42,7 +44,7 @@ def open_shards(manifest: Manifest, split: str, copies: LocalCopies | None = Non
                 remedy=REMEDY,
             )
         )
-    return row_files
+    return cell_files
 
 
 def read_names(path: Path, axis: Literal["obs", "var"]) -> np.ndarray:
@@ -53,7 +55,7 @@ def read_names(path: Path, axis: Literal["obs", "var"]) -> np.ndarray:
     return _read_column(path, axis, None)
 
 
-def name_cells(shards: list[RowFile], cell_ids: np.ndarray) -> list[str]:
+def name_cells(shards: list[PackedCellFile], cell_ids: np.ndarray) -> list[str]:
     """Name cells of a split by id as `dataset:name (FILE row N)`, for error messages."""
     shard_offsets = row_offsets([shard.n_obs for shard in shards])
     shard_numbers = np.searchsorted(shard_offsets, cell_ids, side="right") - 1

@@ -24,7 +24,7 @@ from cellmill.data import compiled_loops
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.h5 import count_dtype, open_h5
 from cellmill.data.inputs.packed_cells import PACKED, locate, open_packed, write_packed
-from cellmill.data.packing.row_file import OpenFiles, RowFile
+from cellmill.data.packing.cell_file import OpenFiles, PackedCellFile
 from cellmill.data.rank_order import RankOrder, inverse_medians
 from cellmill.data.rows import SparseCounts, row_offsets
 from cellmill.data.shards.index import make_index_entry, new_index
@@ -176,7 +176,7 @@ class _Writer:
     """Writes shards of a plan from the datasets' files, `sources`."""
 
     def __init__(
-        self, plan: ShardPlan, sources: list[RowFile], vocabulary: Vocabulary, folder: Path
+        self, plan: ShardPlan, sources: list[PackedCellFile], vocabulary: Vocabulary, folder: Path
     ):
         self._plan = plan
         self._sources = sources
@@ -268,7 +268,9 @@ class _Writer:
             yield sp.csr_matrix((rows.counts, rows.genes, rows.offsets), shape=block.shape)
 
 
-def _gather(cells: np.ndarray, sources: list[RowFile]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _gather(
+    cells: np.ndarray, sources: list[PackedCellFile]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rows of `cells` from their files: offsets (int64), columns (int32) and counts (of the widest
     dtype).
     """

@@ -5,7 +5,7 @@ spreads Python's overhead over them. Cells stay packed until their micro-batches
 copied only if their step spans windows.
 
 Numbers of cells are computed for many steps at once. Cells of other ranks are not read: only their
-numbers of genes are looked up (`LaneGenes`), in the shards' index.
+numbers of genes are looked up (`GenesPerCellQueue`), in the shards' index.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from itertools import islice
 
 import numpy as np
 
-from cellmill.data.packing.row_file import RowFile
-from cellmill.data.stream.lane_genes import LaneGenes
+from cellmill.data.packing.cell_file import PackedCellFile
+from cellmill.data.stream.genes_per_cell import GenesPerCellQueue
 from cellmill.data.stream.order import DataRank, OrderCache, OrderRule, lanes_of_ranks
 from cellmill.data.stream.windows import (
     JoinedWindow,
@@ -94,7 +94,11 @@ class StepReader:
     """Reader of one data rank's cells in the order of `order_rule`, from any step on."""
 
     def __init__(
-        self, shards: list[RowFile], order_rule: OrderRule, data_rank: DataRank, io_threads: int
+        self,
+        shards: list[PackedCellFile],
+        order_rule: OrderRule,
+        data_rank: DataRank,
+        io_threads: int,
     ):
         self._shards = shards
         self._order_rule = order_rule
@@ -152,7 +156,7 @@ class StepReader:
             epoch += 1
             step = 0
 
-    def _look_up_others(self, epoch: int, first_cells: np.ndarray) -> LaneGenes:
+    def _look_up_others(self, epoch: int, first_cells: np.ndarray) -> GenesPerCellQueue:
         """Look up the numbers of genes of cells in the lanes of other ranks.
 
         Each lane begins at its cell `first_cells`, `(lanes,)`.
@@ -165,12 +169,12 @@ class StepReader:
             window = order.find_window(lane, cell)
             skipped.append(cell - int(order.window_offsets[lane][window]))
             windows.append(self._count_window_genes(lane, epoch, window))
-        return LaneGenes(windows, skipped)
+        return GenesPerCellQueue(windows, skipped)
 
     def _insert_local(
         self,
         local_genes: np.ndarray,
-        other_genes: LaneGenes,
+        other_genes: GenesPerCellQueue,
         cells_by_rank: np.ndarray,
         cells_by_lane: np.ndarray,
     ) -> np.ndarray:
@@ -194,7 +198,7 @@ class StepReader:
 
         Begins at window `first` of an epoch.
         """
-        # a lane has equally many cells in every epoch: without any, this would loop forever
+        # a lane's number of cells is the same in every epoch: if it is 0, this would loop forever
         while self._orders.get(epoch).lane_cells[lane]:
             order = self._orders.get(epoch)
             for window in range(first, order.n_windows(lane)):

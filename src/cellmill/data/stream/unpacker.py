@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from cellmill.data.packing.cell_file import PackedCellFile
 from cellmill.data.packing.cells import CellKind
 from cellmill.data.packing.codec import DamagedPart
-from cellmill.data.packing.row_file import RowFile
 from cellmill.data.rank_order import RankOrder, inverse_medians
 from cellmill.data.rows import SparseCounts
 from cellmill.data.shards.manifest import REMEDY, Manifest
@@ -24,7 +24,7 @@ class CellUnpacker:
     def __init__(
         self,
         manifest: Manifest,
-        shards: list[RowFile],
+        shards: list[PackedCellFile],
         tokenizer: BatchTokenizer,
         with_counts: bool,
     ) -> None:

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cellmill.data.packing.cell_file import PackedCellFile
 from cellmill.data.packing.cells import PackedCells, join_cells
 from cellmill.data.packing.layout import ALIGNMENT
-from cellmill.data.packing.row_file import RowFile
 from cellmill.data.recycled import recycled_empty
 from cellmill.data.rows import choose_rows, iterate_rows, row_offsets
 from cellmill.data.stream.order import CellRuns, EpochOrder, OrderCache, OrderRule
@@ -62,11 +62,6 @@ class StreamCells:
             self.steps[chosen], self.lanes[chosen], self.ids[chosen], self.packed.select(chosen)
         )
 
-    def select_steps(self, step: int, n_steps: int) -> StreamCells:
-        """Select the cells of `n_steps` steps from `step` on, possibly none."""
-        start, stop = np.searchsorted(self.steps, [step, step + n_steps]).tolist()
-        return self.select(slice(start, stop))
-
 
 def join_stream_cells(parts: list[StreamCells]) -> StreamCells:
     """Copy cells of some steps from several windows into one buffer, in stream order."""
@@ -98,7 +93,8 @@ class JoinedWindow:
 
         Raises the errors of the reads.
         """
-        taken = self.cells.select_steps(step, n_steps)
+        start, stop = np.searchsorted(self.cells.steps, [step, step + n_steps]).tolist()
+        taken = self.cells.select(slice(start, stop))
         if len(taken.ids):
             # the first to take cells waits for all bytes of the window
             while self.reads:
@@ -111,7 +107,7 @@ class WindowReader:
 
     def __init__(
         self,
-        shards: list[RowFile],
+        shards: list[PackedCellFile],
         order_rule: OrderRule,
         orders: OrderCache,
         lanes: list[int],
@@ -134,7 +130,7 @@ class WindowReader:
         Lane l starts at the window that has its cell `first_cells[l]`; `first_cells` is `(lanes,)` over
         the lanes of all ranks. Endless if the rule shuffles.
         """
-        # lanes have equally many cells in every epoch: if none has any, this would loop forever
+        # a lane's number of cells is the same in every epoch: if all are 0, this would loop forever
         while any(self._orders.get(epoch).lane_cells[lane] for lane in self._lanes):
             order = self._orders.get(epoch)
             windows_of_lane = {}
@@ -238,7 +234,7 @@ class WindowReader:
         return ByteRuns(runs.shards, starts, stops, buffer_offsets[:-1]), packed
 
 
-def count_genes(shards: list[RowFile], runs: CellRuns) -> np.ndarray:
+def count_genes(shards: list[PackedCellFile], runs: CellRuns) -> np.ndarray:
     """Count the genes of each cell of `runs`, `(cells,)` int64."""
     offsets = []
     for shard, start, n in iterate_rows(runs):

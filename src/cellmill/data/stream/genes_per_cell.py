@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 
-class LaneGenes:
-    """Queue of the numbers of genes of cells, for each of some lanes.
+class GenesPerCellQueue:
+    """Queue of the numbers of genes of cells, for each of some lanes, looked up ahead of the steps.
 
     `windows` has an iterator per lane, which yields the numbers of genes of the cells of each window,
     `(cells,)`. `skipped` has, per lane, the number of cells to leave out of the first window. Rows of
@@ -36,19 +36,22 @@ class LaneGenes:
         # make room for a second window now, since a step that widens the table waits for a copy
         self._widen(2 * self._table.shape[1])
 
-    def take(self, n: np.ndarray) -> np.ndarray:
-        """Take the next `n` cells, `(lanes,)` int64: their numbers of genes, `(n.sum(),)` int32, lane by lane."""
-        self._n_due += int(n.sum())
+    def take(self, n_cells: np.ndarray) -> np.ndarray:
+        """Take the next `n_cells` cells of each lane, `(lanes,)` int64.
+
+        Returns their numbers of genes, `(n_cells.sum(),)` int32, lane by lane.
+        """
+        self._n_due += int(n_cells.sum())
         self._look_up_due()
-        while (self._stops - self._starts < n).any():
-            row = int((self._stops - self._starts < n).argmax())
+        while (self._stops - self._starts < n_cells).any():
+            row = int((self._stops - self._starts < n_cells).argmax())
             if not self._look_up(row):
-                raise IndexError(f"row {row} has fewer than {n[row]} cells left")
+                raise IndexError(f"row {row} has fewer than {n_cells[row]} cells left")
         # for each cell taken: its row, and its column counted from the row's start
-        columns = np.arange(n.max())
-        rows, column = np.nonzero(columns < n[:, None])
+        columns = np.arange(n_cells.max())
+        rows, column = np.nonzero(columns < n_cells[:, None])
         genes_per_cell = self._table[rows, self._starts[rows] + column]
-        self._starts += n
+        self._starts += n_cells
         return genes_per_cell
 
     def _look_up_due(self) -> None:

@@ -44,7 +44,7 @@ class _OpenFile:
 
 
 class Copies(Protocol):
-    """Local copies of shards, which are read instead of them."""
+    """Local copies of files, which are read instead of the originals."""
 
     def find(self, shard: Path) -> Path | None:
         """Return the path of the copy of `shard`; None if there is none."""
@@ -76,11 +76,11 @@ class ByteRange(NamedTuple):
 
 
 @dataclass(eq=False)
-class RowFile:
-    """Packed cells of an .h5ad file. Thread-safe.
+class PackedCellFile:
+    """Packed cells of an .h5ad file; row i is cell i. Thread-safe.
 
-    `files` opens the file when it is first read, and then its size is checked. That of a local copy is
-    not: a read beyond its end gives copies up and reads the file itself.
+    `files` opens the file when it is first read, and then its size is checked. A local copy's size is
+    not checked: if a read runs past its end, local copies are abandoned and the original is read.
     """
 
     path: Path
@@ -101,7 +101,7 @@ class RowFile:
 
     @cached_property
     def indptr(self) -> np.ndarray:
-        """First nonzero of each cell, and the end, `(cells + 1,)`.
+        """First nonzero of each cell, and the number of nonzeros, `(cells + 1,)`.
 
         Raises DataError unless they ascend from 0 to `nnz`.
         """
@@ -147,10 +147,10 @@ class RowFile:
     def read_rows(
         self, rows: np.ndarray, targets: np.ndarray, genes: np.ndarray, counts: np.ndarray
     ) -> None:
-        """Unpack `rows`, `(rows,)` int64, into `genes` and `counts` from positions `targets` on.
+        """Unpack cells `rows`, `(rows,)` int64, into `genes` and `counts` from positions `targets` on.
 
-        `genes` are int32, `counts` a dtype, uint16 or uint32, that holds them. Rows that ascend need
-        few reads.
+        `genes` is int32. `counts` is uint16 or uint32, which must hold the file's counts. Ascending
+        rows need the fewest reads.
         """
         if not len(rows):
             return
