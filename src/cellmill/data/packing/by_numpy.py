@@ -185,14 +185,14 @@ def _read_trailers(
     max_patches = np.where(widths > PLANE_BITS, 0, n_in_group)
     is_possible = (widths <= MAX_WIDTH) & (n_patches <= max_patches)
     plane_offsets = row_offsets(groups.plane_bytes())  # over all parts
-    bytes_of_part = np.diff(plane_offsets[group_offsets])
+    plane_offsets_of_parts = plane_offsets[group_offsets]
+    bytes_of_part = np.diff(plane_offsets_of_parts)
     patch_offsets = row_offsets(n_patches)
     patches_of_part = np.diff(patch_offsets[group_offsets])
     needed = bytes_of_part + PATCH_BYTES * patches_of_part + 2 * n_groups
     if not is_possible.all() or (sizes != align_up(needed)).any():
         raise ValueError("a part has other bytes than its groups say")
-    first_plane = plane_offsets[group_offsets]
-    plane_starts = plane_offsets[:-1] - first_plane[part]
+    plane_starts = plane_offsets[:-1] - plane_offsets_of_parts[part]
     return PartLayouts(groups, part, group_offsets, plane_starts, bytes_of_part)
 
 

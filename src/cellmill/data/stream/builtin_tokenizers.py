@@ -108,7 +108,8 @@ def _bin_cells(cells: SparseCounts, bins: int) -> np.ndarray:
     # counts may be uint64, which `+=` refuses to add to int64
     np.add(entry, counts, out=entry, dtype=np.int64, casting="unsafe")
     # `(entries,)`: number of nonzeros up to and including each entry, over all cells
-    n_cumulative = np.cumsum(np.bincount(entry, minlength=int(table_offsets[-1])))
+    n_by_entry = np.bincount(entry, minlength=int(table_offsets[-1]))
+    n_cumulative = np.cumsum(n_by_entry)
     quantiles = _compute_quantiles(n_cumulative, table_offsets[:-1, None], n, bins)
     return _count_reached(quantiles, table_offsets)[entry]
 

@@ -29,7 +29,7 @@ class GenesPerCellQueue:
         self._next_row = 0
         # cells to look up before the next step. Count skipped cells as taken: a resumed run then looks
         # as far ahead as one that was never stopped
-        self._n_due = int(sum(skipped))
+        self._n_due = sum(skipped)
         for row in range(len(windows)):
             self._look_up(row)
         self._starts += np.array(skipped, np.int64)
@@ -42,7 +42,13 @@ class GenesPerCellQueue:
         Returns their numbers of genes, `(n_cells.sum(),)` int32, lane by lane.
         """
         self._n_due += int(n_cells.sum())
-        self._look_up_due()
+        # look up windows, lane after lane, of about as many cells as are due
+        while self._n_due > 0:
+            n_found = self._look_up(self._next_row)
+            self._n_due -= n_found
+            if n_found == 0:  # a lane has ended: look no further ahead
+                self._n_due = 0
+            self._next_row = (self._next_row + 1) % len(self._windows)
         while (self._stops - self._starts < n_cells).any():
             row = int((self._stops - self._starts < n_cells).argmax())
             if not self._look_up(row):
@@ -53,14 +59,6 @@ class GenesPerCellQueue:
         genes_per_cell = self._table[rows, self._starts[rows] + column]
         self._starts += n_cells
         return genes_per_cell
-
-    def _look_up_due(self) -> None:
-        """Look up windows, lane after lane, of about as many cells as are due."""
-        while self._n_due > 0:
-            n_cells = self._look_up(self._next_row)
-            # if a lane has ended, look no further ahead
-            self._n_due = self._n_due - n_cells if n_cells else 0
-            self._next_row = (self._next_row + 1) % len(self._windows)
 
     def _look_up(self, row: int) -> int:
         """Add the next window of a lane to its row. Return the window's number of cells, 0 at the end."""

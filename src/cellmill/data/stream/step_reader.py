@@ -47,7 +47,9 @@ class WindowQueue:
         `n_cells`, `(steps,)`, has the number of cells of each step from `step` on. Returns the number
         of steps taken and their cells.
         """
-        self._drop_before(step)
+        # drop windows without cells from `step` on; start to read the next ones
+        self._started = [window for window in self._started if window.cells.steps[-1] >= step]
+        self._started += islice(self._windows, max(0, 2 - len(self._started)))
         n_steps = self._count_group_steps(step, n_cells)
         parts = []
         index = 0
@@ -73,11 +75,6 @@ class WindowQueue:
             first_of_next = int(self._started[1].cells.steps[0])
             n_cells = n_cells[: max(0, first_of_next - step)]
         return max(1, int(np.searchsorted(n_cells.cumsum(), _CELLS_PER_GROUP, side="right")))
-
-    def _drop_before(self, step: int) -> None:
-        """Drop windows without cells from `step` on; start to read the next ones."""
-        self._started = [window for window in self._started if window.cells.steps[-1] >= step]
-        self._started += islice(self._windows, max(0, 2 - len(self._started)))
 
 
 @dataclass(frozen=True)
