@@ -526,6 +526,15 @@ def test_levels_have_the_same_numbers_in_every_file() -> None:
     ]
 
 
+@pytest.mark.parametrize("batches", [[1.0, 2.0], [True, False]], ids=["whole numbers", "booleans"])
+def test_categories_of_a_file_are_levels_of_its_shards(tmp_path: Path, batches: list[Any]) -> None:
+    batch = pd.Categorical(np.array(batches)[np.arange(150) % 2])
+    corpus = _corpus(tmp_path, batch=batch)
+    obs = pd.DataFrame({"batch": batch})
+    codes = encode_columns(obs, "one", corpus.levels({"batch": "a test"}))
+    assert sorted({*codes[:, 0].tolist()}) == [1, 2]
+
+
 def test_counts_of_moved_cells_are_refused(corpus: Manifest, tmp_path: Path) -> None:
     path = shard_paths(corpus)[0]
     changed = ad.read_h5ad(path)[::-1].copy()

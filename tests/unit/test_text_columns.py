@@ -36,18 +36,17 @@ def column(kind: str, values: list[str | None], index: Any = None) -> pd.Series:
     return pd.Series(values, index=index, dtype=dtype)
 
 
-def test_values_have_the_text_of_astype_str() -> None:
+def test_whole_numbers_have_one_text_in_every_type() -> None:
     for values in (
-        pd.Series([1.5, 2.0, 1e20]),
         pd.Series([1, 2, 1]),
-        pd.Series([True, False]),
-        pd.Series(pd.to_datetime(["2020-01-01", "2021-02-03"])),
+        pd.Series([1.0, 2.0, 1.0]),
+        pd.Series(["1", "2", "1"]),
+        pd.Series(pd.Categorical([1.0, 2.0, 1.0])),
     ):
-        assert text_values(values).tolist() == values.astype(str).tolist()
-    empty = pd.Series([], dtype=object)
-    assert text_values(empty).tolist() == []
-    with_missing = pd.Series([np.nan, 3.0])
-    assert text_values(with_missing).tolist() == ["", "3.0"]
+        assert text_values(values).tolist() == ["1", "2", "1"]
+    assert text_values(pd.Series([1.5, np.nan])).tolist() == ["1.5", ""]
+    assert text_values(pd.Series([True, False])).tolist() == ["True", "False"]
+    assert text_values(pd.Series([], dtype=object)).tolist() == []
 
 
 @pytest.mark.parametrize("kind", KINDS)

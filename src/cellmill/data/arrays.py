@@ -136,11 +136,9 @@ def log_normalise(counts: sp.csr_matrix) -> sp.csr_matrix:
 
 
 def text_values(column: pd.Series, missing: str = "") -> np.ndarray:
-    """Values of a column as str, `(cells,)` object, and `missing` where there is none."""
-    pd = import_module("pandas")
-    codes, values = pd.factorize(column)
-    texts = pd.Series(values).astype(str).to_numpy(object)
-    return np.array([*texts, missing], object)[codes]
+    """Text of each value of a column, `(cells,)` object, and `missing` where there is none."""
+    codes, values = import_module("pandas").factorize(column)
+    return np.array([*map(as_text, values), missing], object)[codes]
 
 
 def as_text(value: Any) -> str:
