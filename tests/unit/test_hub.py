@@ -246,6 +246,24 @@ def test_a_model_of_the_hub_is_loaded_by_its_name(
     assert "run.pkl" not in hub.asked
 
 
+def test_a_pulled_model_keeps_no_file_of_an_earlier_one(
+    hub: Any, run_folder: Path, tmp_path: Path
+) -> None:
+    files = ("config.json", "model.safetensors", "vocabulary.tsv")
+    model = run_folder / "model"
+    hub.repos["me/plain"] = {name: (model / name).read_bytes() for name in files}
+    out = tmp_path / "pulled"
+    own = [out / "notes.txt"]
+    earlier = [out / "cells.digest", out / "adapter" / "adapter_model.safetensors"]
+    for path in (*own, *earlier):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("earlier")
+    [pulled] = _cellmill(hub, tmp_path / "home", (["pull", "me/plain", "--out", str(out)], None))
+    assert pulled[0] == 0, pulled[2]
+    left = {path for path in out.rglob("*") if path.is_file()}
+    assert left == {*own, *(out / name for name in files)}
+
+
 def test_a_folder_without_a_model_leaves_nothing_on_the_hub(
     hub: Any, run_folder: Path, tmp_path: Path
 ) -> None:

@@ -71,7 +71,7 @@ def push(folder: Path, repo: str, card: str, metrics: Path | None, private: bool
 def pull(repo: str, folder: Path) -> str:
     """Download a model to `folder`, config.json last, and return the commit.
 
-    Raise UserError if it is no model.
+    Files of an earlier model in `folder` are replaced or removed. Raise UserError if it is no model.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
@@ -93,9 +93,11 @@ def pull(repo: str, folder: Path) -> str:
                 f"{name}: it is no model of cellmill: {str(error).replace(f'{made}/', '')}"
             ) from None
         for file in FILES:
-            if (made / file).is_file():
-                with atomic_path(folder / file) as path:
-                    os.replace(made / file, path)
+            if not (made / file).is_file():
+                (folder / file).unlink(missing_ok=True)  # of the model that was there
+                continue
+            with atomic_path(folder / file) as path:
+                os.replace(made / file, path)
     return str(commit)
 
 
