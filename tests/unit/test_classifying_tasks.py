@@ -322,7 +322,7 @@ def _accuracies(
     """Accuracy of a classifier that is fitted on the training cells of each split alone."""
     cells, labels = _chosen(context, fewest)
     counts = read_rows(context.reader, cells)
-    values = compute_features(context, counts, context.vectors[cells])[features]
+    values = compute_features(context, cells, counts, context.vectors[cells])[features]
     return [
         float(
             (
@@ -472,8 +472,9 @@ def test_a_larger_test_split_is_no_remedy_for_all_cells(context: Context) -> Non
 
 def test_features_equal_those_of_the_embed_command(context: Context) -> None:
     model = context.model
-    counts = read_rows(context.reader, np.arange(30))
-    found = compute_features(context, counts)
+    cells = np.arange(30)
+    counts = read_rows(context.reader, cells)
+    found = compute_features(context, cells, counts)
     loaded = InferenceModel(model.network, model.vocabulary, model.tokens, model.config)
     whole = embed_cells(context.reader, loaded, Embed()).vectors
     np.testing.assert_array_equal(found[EMBEDDING], whole[:30])
@@ -489,7 +490,7 @@ def test_features_equal_those_of_the_embed_command(context: Context) -> None:
         np.abs(centred[:, :5]), np.abs(expected[:, :5]), rtol=1e-3, atol=1e-3
     )
     without_genes = sp.csr_matrix((5, context.reader.n_vars), dtype=np.uint32)
-    assert not compute_features(context, without_genes)[EMBEDDING].any()
+    assert not compute_features(context, cells[:5], without_genes)[EMBEDDING].any()
 
 
 @pytest.mark.parametrize(
@@ -504,14 +505,15 @@ def test_features_equal_those_of_the_embed_command(context: Context) -> None:
 def test_a_model_that_copies_a_baseline_is_level_with_it(
     context: Context, monkeypatch: pytest.MonkeyPatch, task: Any
 ) -> None:
-    def copied(context: Context, counts: sp.csr_matrix, *_: Any) -> np.ndarray:
+    def copied(context: Context, cells: np.ndarray, counts: sp.csr_matrix, *_: Any) -> np.ndarray:
         known = select_columns(
             counts, context.gene_columns.target, context.model.vocabulary.n_genes
         )
         return context.model.components.transform(log_normalise(known))
 
     monkeypatch.setattr(features_module, "embed_counts", copied)
-    vectors = copied(context, read_rows(context.reader, np.arange(context.reader.n_obs)))
+    every_cell = np.arange(context.reader.n_obs)
+    vectors = copied(context, every_cell, read_rows(context.reader, every_cell))
     batch = pd.Series(np.arange(context.reader.n_obs) // 2 % 4, name="batch").astype(str)
     result = task.run(replace(context, vectors=vectors, roles={**context.roles, "batch": batch}))
     table = {row.method.name: row for row in result.rows}

@@ -176,7 +176,9 @@ def test_baselines_of_a_panel_are_as_good_shifted_as_matched(context: Context) -
 def test_a_model_that_copies_a_baseline_is_never_ahead(
     context: Context, monkeypatch: pytest.MonkeyPatch, task: Any, config: Any
 ) -> None:
-    def copy_baseline(context: Context, counts: sp.csr_matrix, *_: Any) -> np.ndarray:
+    def copy_baseline(
+        context: Context, cells: np.ndarray, counts: sp.csr_matrix, *_: Any
+    ) -> np.ndarray:
         profiles = log_profiles(in_vocabulary(context, counts), 1e4)
         sparse = sp.csr_matrix(profiles.astype(np.float32))
         return context.model.components.transform(sparse).astype(np.float32)
@@ -218,8 +220,8 @@ def test_classifiers_are_trained_on_whole_degraded_or_all_cells(
     for repeat in range(2):
         bits = np.random.Philox(key=[4, 1000 + repeat])
         thinned_counts = thin(0.1, counts, np.random.Generator(bits))
-        whole = compute_features(context, counts)[features]
-        thinned = compute_features(context, thinned_counts)[features]
+        whole = compute_features(context, cells, counts)[features]
+        thinned = compute_features(context, cells, thinned_counts)[features]
         n_right = dict.fromkeys(COLUMNS, 0)
         folds = StratifiedKFold(3, shuffle=True, random_state=4 + repeat)
         for train, test in folds.split(labels, labels):

@@ -86,8 +86,9 @@ def test_imputed_values_are_those_that_the_task_scores(
     imputed = cellmill.load(_folder(context)).impute(_cells_without(columns, corpus["cells"]), ids)
     n_cells = context.reader.n_obs
     rows = context.model.vocabulary.rows_of(ids).astype(np.int64)
-    counts = read_rows(context.reader, np.arange(n_cells))
-    hidden = PartlyHiddenCells.from_context(context, counts, rows)
+    every_cell = np.arange(n_cells)
+    counts = read_rows(context.reader, every_cell)
+    hidden = PartlyHiddenCells.from_context(context, every_cell, counts, rows)
     fold = Fold(0, np.arange(0, n_cells, 2), np.arange(1, n_cells, 2))
     task = Imputation(ImputationConfig(name="imputation", seeds=1))
     scored = {

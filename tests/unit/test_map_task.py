@@ -131,8 +131,9 @@ def test_references_of_a_regression_do_not_know_the_type(clustered: Context) -> 
 
 
 def test_a_copy_of_a_baseline_is_level_with_it(context: Context) -> None:
-    counts = read_rows(context.reader, np.arange(context.reader.n_obs))
-    components = compute_features(context, counts, context.vectors)[TRAINING_COMPONENTS]
+    cells = np.arange(context.reader.n_obs)
+    counts = read_rows(context.reader, cells)
+    components = compute_features(context, cells, counts, context.vectors)[TRAINING_COMPONENTS]
     result = run(with_donors(context, components.astype(np.float32)), max_types=1)
     for column in ("accuracy", "novelty AUROC"):
         for classifier in ("vote of donors", "logistic regression"):

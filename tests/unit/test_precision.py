@@ -52,9 +52,10 @@ def test_tasks_run_the_model_in_the_precision_of_evaluate(context: Context) -> N
         context, options=context.options.model_copy(update={"precision": "bf16-mixed"})
     )
     counts = next(context.reader.rows(64))
-    features = [embed_counts(one, counts, one.model.network) for one in (rounded, context)]
+    cells = np.arange(64)
+    features = [embed_counts(one, cells, counts, one.model.network) for one in (rounded, context)]
     near_and_not_equal(*features)
-    assert EMBEDDING in compute_features(rounded, counts)
+    assert EMBEDDING in compute_features(rounded, cells, counts)
     mse = [Reconstruct(ReconstructConfig()).run(one).figures["mse"] for one in (rounded, context)]
     assert mse[0] != mse[1]
     assert mse[0] == pytest.approx(mse[1], rel=0.05)

@@ -133,7 +133,9 @@ def test_validation_cells_choose_penalty_and_weight(context: Context) -> None:
         counts = next(validation.reader.rows(10_000))
         totals = np.zeros((len(NOISES), len(WEIGHTS)))
         for part in range(5):
-            hidden = PartlyHiddenCells.from_context(validation, counts, genes[part_of_gene == part])
+            hidden = PartlyHiddenCells.from_context(
+                validation, np.arange(counts.shape[0]), counts, genes[part_of_gene == part]
+            )
             decoded = decode_expression(hidden, hidden.embed(hidden.network))
             measured = hidden.hidden_expression
             for row, noise in enumerate(noises):
@@ -160,7 +162,9 @@ def test_the_stored_correlation_is_a_plain_mean_over_genes(context: Context) -> 
         group = fitting._group_cells(model.manifest, counts.shape[0])
         correlations = []
         for part in range(5):
-            hidden = PartlyHiddenCells.from_context(validation, counts, genes[part_of_gene == part])
+            hidden = PartlyHiddenCells.from_context(
+                validation, np.arange(counts.shape[0]), counts, genes[part_of_gene == part]
+            )
             decoded = decode_expression(hidden, hidden.embed(hidden.network))
             assert decoded is not None
             (by_ridge,) = hidden.predict_by_ridge(chosen)

@@ -22,6 +22,7 @@ from cellmill.data.inputs.reader import CountsReader
 from cellmill.evaluate.evaluated_datasets import EvaluatedDatasets
 from cellmill.evaluate.evaluated_model import EvaluatedModel
 from cellmill.evaluate.features.products import FeatureCache
+from cellmill.evaluate.inference.embed import read_levels
 from cellmill.evaluate.prediction_cache import PredictionCache
 from cellmill.evaluate.seconds.sizes import DatasetSizes
 from cellmill.runs.results import TaskResult
@@ -62,6 +63,11 @@ class Context:
     def gene_columns(self) -> GeneColumns:
         """Columns of the dataset as rows of the model's vocabulary."""
         return match_columns(self.reader, self.model.vocabulary)
+
+    @cached_property
+    def levels(self) -> np.ndarray:
+        """(n_obs, columns) int32: level codes of the obs columns that the model reads."""
+        return read_levels(self.reader, self.model.network)
 
     @property
     def measured_genes(self) -> np.ndarray:

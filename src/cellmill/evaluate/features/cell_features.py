@@ -32,7 +32,7 @@ def cell_features(context: Context, cells: np.ndarray) -> Features:
     features = context.feature_cache.find(_sources(context), cells)
     if features is None:
         counts = read_rows(context.reader, cells)
-        features = compute_features(context, counts, context.vectors[cells])
+        features = compute_features(context, cells, counts, context.vectors[cells])
         for name, vectors in context.external.items():
             features[ScoredMethod(f"external: {name}", kind="external")] = vectors[cells]
         context.feature_cache.keep(_sources(context), cells, features)
@@ -56,9 +56,13 @@ def _sources(context: Context) -> tuple[Any, ...]:
 
 
 def compute_features(
-    context: Context, counts: sp.csr_matrix, embedding: np.ndarray | None = None
+    context: Context,
+    cells: np.ndarray,
+    counts: sp.csr_matrix,
+    embedding: np.ndarray | None = None,
 ) -> Features:
-    """Features of cells with `counts`, `(cells, width)` by method; only those of all genes are sparse.
+    """Features of `cells` (indices) with these `counts`, `(cells, width)` by method; only those of all
+    genes are sparse.
 
     The `embedding` is computed unless it is given.
     """
@@ -67,20 +71,29 @@ def compute_features(
     all_counts = gene_counts(counts, columns.ordered)
     known_counts = select_columns(all_counts, columns.target, model.vocabulary.n_genes)
     return {
-        EMBEDDING: embed_counts(context, counts, model.network) if embedding is None else embedding,
-        UNTRAINED: embed_counts(context, counts, model.untrained),
+        EMBEDDING: (
+            embed_counts(context, cells, counts, model.network) if embedding is None else embedding
+        ),
+        UNTRAINED: embed_counts(context, cells, counts, model.untrained),
         TRAINING_COMPONENTS: model.components.transform(log_normalise(known_counts)),
         ALL_GENES: log_normalise(all_counts),
     }
 
 
-def embed_counts(context: Context, counts: sp.csr_matrix, network: Model) -> np.ndarray:
-    """Vectors of the cells, `(cells, hidden)` float32; zeros for cells without tokens."""
+def embed_counts(
+    context: Context, cells: np.ndarray, counts: sp.csr_matrix, network: Model
+) -> np.ndarray:
+    """Vectors of `cells` (indices) with these `counts`, `(cells, hidden)` float32; zeros for cells
+    without tokens.
+    """
     model = context.model
     n_cells = counts.shape[0]
     starts = range(0, n_cells, TOKENIZED_CELLS)
     blocks = (counts[first : first + TOKENIZED_CELLS] for first in starts)
-    tokens = tokenize_blocks(blocks, context.gene_columns, model.vocabulary, model.tokens)
+    per_cell = {"levels": context.levels[cells]}
+    tokens = tokenize_blocks(
+        blocks, context.gene_columns, model.vocabulary, model.tokens, per_cell=per_cell
+    )
     vectors = embed_batches(tokens, network, n_cells, TOKEN_BUDGET, context.options.precision)
     return np.nan_to_num(vectors)
 

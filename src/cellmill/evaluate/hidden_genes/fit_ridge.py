@@ -83,11 +83,13 @@ def _choose_noise_and_weight(ridge: GeneRidge, context: Context, group: np.ndarr
     """
     genes = context.measured_genes
     part_of_gene = seeded(context.model.seed, draws.RIDGE_PARTS).permutation(len(genes)) % PARTS
-    counts = read_rows(context.reader, np.arange(context.reader.n_obs))
+    every_cell = np.arange(context.reader.n_obs)
+    counts = read_rows(context.reader, every_cell)
     scores = np.zeros((len(NOISES), len(WEIGHTS)))
     n_varying = 0  # genes that have a correlation
     for part in range(PARTS):
-        cells = PartlyHiddenCells.from_context(context, counts, genes[part_of_gene == part])
+        hidden_genes = genes[part_of_gene == part]
+        cells = PartlyHiddenCells.from_context(context, every_cell, counts, hidden_genes)
         vectors = cells.embed(cells.network)
         decoded = decode_expression(cells, vectors)
         assert decoded is not None, "expected a model with cell_decoding"

@@ -38,25 +38,27 @@ class PartlyHiddenCells:
     gene_columns: GeneColumns  # columns of `counts` as rows of the vocabulary
     counts: sp.csr_matrix  # (C, F), with the hidden genes
     hidden_genes: np.ndarray  # (G,) int64: rows of the vocabulary, ascending
+    levels: np.ndarray | None  # (C, obs columns): level codes that the model reads, if any
 
     @classmethod
     def from_context(
         cls,
         context: Context,
+        cells: np.ndarray,
         counts: sp.csr_matrix,
         hidden_genes: np.ndarray,
-        gene_columns: GeneColumns | None = None,
     ) -> Self:
-        """Hide genes from the evaluated model. `gene_columns` are the dataset's by default."""
+        """Hide genes of `cells` (indices) with these `counts` from the evaluated model."""
         model = context.model
         return cls(
             model.network,
             model.vocabulary,
             model.tokens,
             context.options.precision,
-            gene_columns or context.gene_columns,
+            context.gene_columns,
             counts,
             hidden_genes,
+            context.levels[cells],
         )
 
     @cached_property
@@ -101,7 +103,11 @@ class PartlyHiddenCells:
     def tokenize(self) -> Iterator[Batch]:
         """Tokens of the visible genes; cells without any are left out."""
         for batch in tokenize_blocks(
-            [self.visible_file_counts], self.gene_columns, self.vocabulary, self.token_options
+            [self.visible_file_counts],
+            self.gene_columns,
+            self.vocabulary,
+            self.token_options,
+            per_cell={"levels": self.levels},
         ):
             # removed counts are zeros, which may have tokens too
             is_visible = ~np.isin(batch.token_ids, self.hidden_genes + len(SPECIAL))

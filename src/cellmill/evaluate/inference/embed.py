@@ -319,13 +319,11 @@ def _advise(columns: GeneColumns, option: str) -> str:
     return f"use a model of these genes, or lower it (--{flag}, in Python {option})"
 
 
-def read_levels(reader: CountsReader, model: Model) -> np.ndarray | None:
-    """Numbers of levels of a file's cells for `tokenize_blocks`; None for a model that reads no obs
-    column.
+def read_levels(reader: CountsReader, model: Model) -> np.ndarray:
+    """(n_obs, columns) int32: codes of the levels of a file's cells that `model` reads, for
+    `tokenize_blocks`.
     """
     known = model.objective.levels
-    if not known:
-        return None
     obs = reader.read_obs([*known, DATASET])
     return encode_columns(obs, reader.dataset or reader.path.stem, known)
 

@@ -35,6 +35,7 @@ from cellmill.evaluate.inference.embed import (
     InferenceModel,
     describe_limits,
     measure_coverage,
+    read_levels,
 )
 from cellmill.evaluate.inference.label_counts import MAX_NAMES
 from cellmill.evaluate.inference.written import SEEN
@@ -125,9 +126,12 @@ class FileImputer:
         reader = self._reader
         column_counts = ColumnCounts(reader.n_vars)
         rows = progress(reader.rows(ROW_BLOCK), f"impute {reader.path.stem}", reader.n_obs)
+        tallied = column_counts.tally(rows, np.ones(reader.n_obs, bool))
+        block_starts = range(ROW_BLOCK, reader.n_obs, ROW_BLOCK)
+        levels = np.split(read_levels(reader, self._network), block_starts)
         has_genes = []
-        for counts in column_counts.tally(rows, np.ones(reader.n_obs, bool)):
-            values, is_known = self._predict(counts)
+        for counts, levels_of_block in zip(tallied, levels):
+            values, is_known = self._predict(counts, levels_of_block)
             has_genes.append(is_known)
             yield values
         self._coverage = measure_coverage(
@@ -139,9 +143,9 @@ class FileImputer:
             np.concatenate(has_genes),
         )
 
-    def _predict(self, counts: sp.csr_matrix) -> tuple[np.ndarray, np.ndarray]:
-        """(cells, G) float32: expression of cells with these counts; and whether each has a gene of
-        the model, bool (cells,).
+    def _predict(self, counts: sp.csr_matrix, levels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(cells, G) float32: expression of cells with these counts and levels of obs columns; and
+        whether each has a gene of the model, bool (cells,).
         """
         cells = PartlyHiddenCells(
             self._network,
@@ -151,6 +155,7 @@ class FileImputer:
             self._columns,
             counts,
             self.genes,
+            levels,
         )
         values = decode_expression(cells, cells.embed(self._network))
         assert values is not None, "expected a model with a decoder"

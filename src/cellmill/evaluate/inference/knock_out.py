@@ -42,7 +42,7 @@ class DrawnCells:
     options: Embed
     columns: GeneColumns
     counts: sp.csr_matrix  # (cells, columns of the file)
-    levels: np.ndarray | None  # (cells, obs columns): level codes that the model reads, if any
+    levels: np.ndarray  # (cells, obs columns): level codes that the model reads
     profiles: sp.csc_matrix  # (cells, genes of the vocabulary): log(1 + counts per 10,000)
     directions: np.ndarray  # (cells, width) float64: vectors with all genes, at length 1
 
@@ -51,7 +51,7 @@ class DrawnCells:
         profiles = self.profiles
         expressing = profiles.indices[profiles.indptr[gene] : profiles.indptr[gene + 1]]
         block = keep_columns(self.counts[expressing], self.columns.target != gene)
-        per_cell = {"levels": None if self.levels is None else self.levels[expressing]}
+        per_cell = {"levels": self.levels[expressing]}
         network, vocabulary, tokens, _ = self.model
         batches = tokenize_blocks([block], self.columns, vocabulary, tokens, per_cell=per_cell)
         vectors = embed_batches(
@@ -86,14 +86,13 @@ def knock_out_genes(
     is_drawn = np.isin(np.arange(reader.n_obs), cells)
     embedding = embed_cells(reader, model, embed, is_drawn)
     counts = read_rows(reader, cells)
-    levels = read_levels(reader, model.network)
     profiles = log_normalise(select_columns(counts, columns.target, vocabulary.n_genes)).tocsc()
     drawn = DrawnCells(
         model,
         embed,
         columns,
         counts,
-        None if levels is None else levels[is_drawn],
+        read_levels(reader, model.network)[is_drawn],
         profiles,
         _scale_to_unit(embedding.vectors),
     )

@@ -11,6 +11,7 @@ from contextlib import suppress
 from math import isfinite
 from pathlib import Path
 
+import numpy as np
 from pydantic import TypeAdapter, ValidationError
 from threadpoolctl import threadpool_limits
 
@@ -103,11 +104,11 @@ def _measure_cells(context: Context) -> tuple[float, float]:
     clock = time.perf_counter if on_gpu else time.thread_time
     counts = next(context.reader.rows(MEASURED_CELLS))
     n_cells = counts.shape[0]
-    embed_counts(context, counts[:1], context.model.network)  # loads compiled loops
+    embed_counts(context, np.arange(1), counts[:1], context.model.network)  # loads compiled loops
     n = 1
     while True:
         start = clock()
-        embed_counts(context, counts[:n], context.model.network)
+        embed_counts(context, np.arange(n), counts[:n], context.model.network)
         seconds = clock() - start
         if n == n_cells or seconds > MEASURED_S:
             return counts.nnz / n_cells, seconds / n

@@ -139,7 +139,10 @@ class Degraded(Task):
             counts = {WHOLE: whole}
             for level, degrade in zip(config.levels(), self.losses()):
                 counts[level] = degrade(whole, generator)
-            by_level = {level: compute_features(context, cells) for level, cells in counts.items()}
+            by_level = {
+                level: compute_features(context, chosen.cells, cell_counts)
+                for level, cell_counts in counts.items()
+            }
             by_fitted_level: dict[str, dict[str, Features]] = {}
             if fitter is not None:
                 for level, cells in counts.items():

@@ -74,6 +74,8 @@ class CellGroup:
         chosen = choose_cells(label.iloc[candidates], 1, context.options.seed)
         reader = context.reader
         gene_ids = context.model.vocabulary.gene_ids
+        # the context keeps them, and its file is closed before cells are embedded
+        assert len(context.levels) == reader.n_obs
         cells = candidates[chosen.cells]
         gene_names = []
         columns = zip(context.gene_columns.target, reader.var_names, context.gene_columns.measured)
@@ -315,7 +317,9 @@ def compute_transfer_features(
     def read_features(group: CellGroup) -> Features:
         """Features of a group that are not fitted on other cells."""
         counts = group.select_genes(genes)
-        partly_hidden = PartlyHiddenCells.from_context(group.context, group.counts, hidden)
+        partly_hidden = PartlyHiddenCells.from_context(
+            group.context, group.cells, group.counts, hidden
+        )
         embedding = group.context.vectors[group.cells]
         features: Features = {EMBEDDING: embedding}
         if hides_genes:

@@ -59,7 +59,7 @@ class Imputation(Task):
         role, folds = self._split(context, scored)
         counts = read_rows(context.reader, scored)
         hidden_genes = self._choose_genes(context, counts)
-        partly_hidden = PartlyHiddenCells.from_context(context, counts, hidden_genes)
+        partly_hidden = PartlyHiddenCells.from_context(context, scored, counts, hidden_genes)
         regressions = TrainingCellRegressions.read(context, hidden_genes)
         figures = {
             "n_cells": len(scored),

@@ -12,6 +12,7 @@ from typing import Self
 import numpy as np
 
 from cellmill.data.genes.names import GeneColumns
+from cellmill.data.shards.index import CellColumns
 from cellmill.data.shards.reader import read_names
 from cellmill.evaluate.evaluated_model import EvaluatedModel
 from cellmill.evaluate.hidden_genes.fit_ridge import MAX_FITTED, MIN_CELLS
@@ -43,7 +44,16 @@ class TrainingCellRegressions:
         rows = np.arange(context.model.vocabulary.n_genes)
         is_measured = np.isin(rows, context.measured_genes)
         columns = GeneColumns(np.where(is_measured, rows, -1).astype(np.int32), is_measured)
-        training_cells = PartlyHiddenCells.from_context(context, counts, hidden_genes, columns)
+        training_cells = PartlyHiddenCells(
+            context.model.network,
+            context.model.vocabulary,
+            context.model.tokens,
+            context.options.precision,
+            columns,
+            counts,
+            hidden_genes,
+            _read_levels(context.model, n_cells),
+        )
         # names of the first cells, `dataset:cell`, read from as few shards as needed
         names: list[str] = []
         for shard in manifest.splits["train"].shards:
@@ -76,3 +86,14 @@ class TrainingCellRegressions:
             )
             predicted |= {add_note(method, note): values for method, values in by_method.items()}
         return predicted
+
+
+def _read_levels(model: EvaluatedModel, n_cells: int) -> np.ndarray | None:
+    """(C, obs columns) int32: level codes of the first training cells; None if the model embeds cells
+    without them.
+    """
+    if not model.tokens.covariates:
+        return None
+    option = "tokens.covariates"
+    columns = model.manifest.levels(dict.fromkeys(model.network.objective.levels, option))
+    return CellColumns(model.manifest, "train", "levels", columns)[:n_cells]
