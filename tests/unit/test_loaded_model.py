@@ -315,6 +315,7 @@ def test_an_objective_without_targets_gets_no_verdict(
         corpus["vocabulary"],
         levels={"kind": (*LABELS, "<missing>")},
         family="profile",
+        heads=None,
         objective=objective,
         **options[objective],
     )
