@@ -265,7 +265,7 @@ def test_a_skipped_task_plans_no_time(context: Context) -> None:
     options = context.options.model_copy(update={"tasks": tasks})
     task = config.load()(config)
     unlabelled = replace(context, options=options, roles={})
-    assert planner.plan("probe", task, unlabelled) == 0
-    seconds = planner.plan("probe", task, replace(context, options=options))
+    assert planner.estimate("probe", task, unlabelled) == 0
+    seconds = planner.estimate("probe", task, replace(context, options=options))
     assert seconds is not None
     assert seconds > 0
