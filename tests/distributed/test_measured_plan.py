@@ -28,6 +28,7 @@ from tests.checks import quick
 from tests.distributed.cases import DEVICE, trainer
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
+from tests.models import split
 
 WORLD = 4
 LOCAL_WORLD = 2
@@ -49,6 +50,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 RECOMPUTED = {
     f"{name}, recomputed": LAYOUTS[name] | {"activation_checkpointing": "full"}
     for name in ("FULL_SHARD x tp 2", "sequence parallel")
+}
+LAYOUTS_OF_PROFILE = {
+    "profile x tp 2": LAYOUTS["FULL_SHARD x tp 2"],
+    "profile x tp 2, recomputed": RECOMPUTED["FULL_SHARD x tp 2, recomputed"],
 }
 PIPELINE = "pp 2 x FULL_SHARD"
 
@@ -160,9 +165,10 @@ KINDS = {
 def _planned(name: str, hidden: int, **train: Any) -> tuple[dict[str, Any], PlannedModel]:
     """Options of a run in a layout, and its plan."""
     model = {"hidden": hidden, "layers": 4, "dropout": 0.0}
-    given = options(
-        (LAYOUTS | RECOMPUTED)[name], model=model, tokens={"max_tokens": 100}, train=train
-    )
+    layout = (LAYOUTS | RECOMPUTED | LAYOUTS_OF_PROFILE)[name]
+    given = options(layout, model=model, tokens={"max_tokens": 100}, train=train)
+    if name in LAYOUTS_OF_PROFILE:
+        given |= split(model | {"family": "profile", "objective": "denoise"})
     return given, PlannedModel.measure(
         TrainOptions.model_validate(given), N_GENES, WORLD, LOCAL_WORLD
     )
@@ -221,9 +227,11 @@ FEW_BYTES = 1024  # reductions of targets, norms and signals
 SENT: list[Any] = [
     ("HYBRID_SHARD", ACCUMULATED),
     ("sequence parallel", {}),
+    ("profile x tp 2", {}),
     (PIPELINE, ACCUMULATED),
 ]
-EVERY = [*((name, ACCUMULATED) for name in LAYOUTS), *((name, {}) for name in RECOMPUTED)]
+WITHOUT_TRAIN = [*RECOMPUTED, *LAYOUTS_OF_PROFILE]
+EVERY = [*((name, ACCUMULATED) for name in LAYOUTS), *((name, {}) for name in WITHOUT_TRAIN)]
 
 
 @pytest.mark.parametrize(
@@ -240,17 +248,19 @@ def test_measured_bytes_of_collectives_agree_with_the_plan(
         planned = list_traffic(model, stage, measured["tokens"], measured["micro_batches"])
         seen: Counter[tuple[str, int, int]] = Counter()
         calls: Counter[tuple[str, int, int]] = Counter()
+        small_calls: Counter[tuple[str, int, int]] = Counter()
         for kind, group, n_bytes in measured["seen"]:
+            of_first_node = sum(other // LOCAL_WORLD == group[0] // LOCAL_WORLD for other in group)
+            key = (kind, len(group), of_first_node)
             if n_bytes >= FEW_BYTES:
-                of_first_node = sum(
-                    other // LOCAL_WORLD == group[0] // LOCAL_WORLD for other in group
-                )
-                seen[kind, len(group), of_first_node] += n_bytes
-                calls[kind, len(group), of_first_node] += 1
+                seen[key] += n_bytes
+                calls[key] += 1
+            else:
+                small_calls[key] += 1
         expected = {(part.kind, part.processes, part.processes_per_node): part for part in planned}
         assert dict(seen) == pytest.approx(
             {key: part.payload_bytes for key, part in expected.items()}, rel=0.03
         )
-        assert dict(calls) == pytest.approx(
-            {key: part.calls for key, part in expected.items()}, abs=1
-        ), f"rank {rank}"
+        for key, part in expected.items():
+            # a call of a few numbers per cell is counted by the plan, and small with so few cells
+            assert calls[key] - 1 <= part.calls <= calls[key] + small_calls[key] + 1, (rank, key)

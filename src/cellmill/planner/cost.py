@@ -7,7 +7,7 @@ from cellmill.models.batch import PAD_CELL
 from cellmill.models.build import ModelSpec
 from cellmill.planner.devices import Device
 from cellmill.planner.hardware import Hardware
-from cellmill.planner.measure.size import FORWARDS_PER_STEP, Load, ModelSize, measure_size
+from cellmill.planner.measure.size import Load, ModelSize, measure_size
 from cellmill.planner.memory import Memory
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.step_time import Network, StepTime, estimate_step
@@ -72,19 +72,27 @@ def estimate_cost(
             model, heaviest, network, flops_per_s, load, work.mean_micro_batches_per_step
         )
         mfu = flops_per_step / (step.step_s * peak * hardware.world_size)
-        time = _estimate_time(options, work, step, mfu, hardware.world_size)
+        forward_s = step.step_s * model.size.flops.forward_frac
+        time = _estimate_time(options, work, step, forward_s, mfu, hardware.world_size)
     return RunCost(options, model, whole_size, work, memory, flops_per_step, heaviest, time)
 
 
 def _estimate_time(
-    options: PlanOptions, work: Work, step: StepTime, mfu: float, world_size: int
+    options: PlanOptions,
+    work: Work,
+    step: StepTime,
+    forward_s: float,
+    mfu: float,
+    world_size: int,
 ) -> RunTime:
-    """Add up the time of all steps and validations."""
+    """Add up the time of all steps and validations.
+
+    A validation only has forward passes, of `forward_s` seconds for the cells of a step.
+    """
     steps_s = step.step_s * work.cells_seen / work.max_cells_per_step
     if options.train.replay_every_steps is not None:
         # one more step is computed for each step that is replayed
         steps_s *= 1 + 1 / options.train.replay_every_steps
-    forward_s = step.step_s / FORWARDS_PER_STEP  # a validation has no backward pass
     validations_s = forward_s * work.validations * work.val_cells / work.max_cells_per_step
     hours = (steps_s + validations_s) / 3600
     return RunTime(

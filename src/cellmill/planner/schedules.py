@@ -8,7 +8,7 @@ DeepSeek-V3, 2024, section 3.2.1 (DualPipe, here in V shape).
 """
 
 from cellmill.config.parallel import Parallel
-from cellmill.planner.measure.size import FORWARDS_PER_STEP
+from cellmill.planner.measure.size import FORWARDS_PER_BACKWARD
 
 # Idle time of a rank per other rank; unit: one stage's forward pass. 3 (forward 1, backward 2), less
 # the weight-gradient units that fill idle time: 1 in DualPipeV, 2 with zero bubble.
@@ -53,6 +53,8 @@ def estimate_idle_frac(parallel: Parallel, micro_batches: float) -> float:
     `micro_batches` is their mean number in a step, which is rounded.
     """
     stages_per_rank = parallel.n_stages // parallel.pp
-    busy_units = FORWARDS_PER_STEP * max(1, round(micro_batches)) * stages_per_rank
+    # the further forward pass of a loss over rows of the global batch is left out
+    units_per_micro_batch = 1 + FORWARDS_PER_BACKWARD
+    busy_units = units_per_micro_batch * max(1, round(micro_batches)) * stages_per_rank
     idle_units = (parallel.pp - 1) * IDLE_UNITS[parallel.schedule]
     return idle_units / (busy_units + idle_units)

@@ -12,16 +12,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cellmill.planner.measure.size import FORWARDS_PER_STEP, Load
+from cellmill.planner.measure.size import Load
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.schedules import estimate_idle_frac
 from cellmill.planner.traffic import Traffic
 
 # NCCL's own tests reach some 360 of 450 GB/s on eight H100, 230 of 300 on eight A100
 NETWORK_FRAC = 0.8
-# share of the backward pass in a step's computation
-BACKWARD_FRAC = (FORWARDS_PER_STEP - 1) / FORWARDS_PER_STEP
-FORWARD_FRAC = 1 - BACKWARD_FRAC
 # NCCL 2.20, src/graph/tuning.cc, protocol LL128: base latency of a call, and seconds of one hop
 CALL_S = 14e-6
 RING_INTRA_NODE_S = 1.9e-6
@@ -111,7 +108,7 @@ def estimate_step(
         beyond_compute_s = gathers_s + reductions_s - compute_s
         # Gradients are sent in the last micro-batch's backward pass. With gradient_reduction
         # micro_batch every backward pass sends some: this bound and the first are too large.
-        last_backward_s = BACKWARD_FRAC * compute_s / micro_batches
+        last_backward_s = model.size.flops.backward_frac * compute_s / micro_batches
         beyond_last_backward_s = reductions_s - last_backward_s
         exposed_s += max(first_and_last_s, beyond_compute_s, beyond_last_backward_s)
     idle_frac = estimate_idle_frac(model.parallel, micro_batches)
@@ -133,6 +130,7 @@ def _estimate_compute_s(model: PlannedModel, load: Load, flops_per_s: float) -> 
     for rank in range(model.layout.pp):
         flops = 0.0
         for stage in model.list_rank_stages(rank):
-            flops += stage.count_flops(load) + FORWARD_FRAC * stage.n_blocks * recomputed_block
+            recomputed = model.size.flops.forward_frac * stage.n_blocks * recomputed_block
+            flops += stage.count_flops(load) + recomputed
         slowest_s = max(slowest_s, flops / flops_per_s)
     return slowest_s

@@ -144,27 +144,27 @@ def _list_tensor_parallel(
     size = model.size
     parallel = model.parallel
     bytes_per_element = model.element_bytes * tokens  # one element of each token
-    begin = size.begin.reduced_per_token
-    finish = size.finish.reduced_per_token
-    # one sum before the blocks and one after them, if the model has them
-    outside_calls = totals.n_begin * (begin > 0) + totals.n_finish * (finish > 0)
-    outside = totals.n_begin * begin + totals.n_finish * finish
+    outside_calls = totals.n_begin * size.begin.reductions
+    outside_calls += totals.n_finish * size.finish.reductions
+    outside = totals.n_begin * size.begin.reduced_per_token
+    outside += totals.n_finish * size.finish.reduced_per_token
     yield CollectiveCalls(
         "all-reduce", "tp", bytes_per_element * outside, outside_calls * micro_batches
     )
-    # a block sums over tp twice in its forward pass and twice in its backward pass; recomputation
-    # stops before the block's last sum, which the backward pass does not need
-    recomputed = int(parallel.activation_checkpointing == "full")
-    sums_per_block = 4 + recomputed
-    # reduced_per_token counts both sums of a forward pass
-    elements_per_sum = size.block.reduced_per_token / 2
+    # the backward pass sums as often as the forward pass: twice in a block of attention, once in one
+    # without; recomputation stops before the last sum, which the backward pass does not need
+    forward_sums = size.block.reductions
+    recomputes = parallel.activation_checkpointing == "full"
+    recomputed_sums = max(0, forward_sums - 1) if recomputes else 0
+    sums_per_block = 2 * forward_sums + recomputed_sums
+    elements_per_sum = size.block.reduced_per_token / max(1, forward_sums)
     payload = bytes_per_element * totals.n_blocks * (sums_per_block * elements_per_sum)
     kind: Kind = "reduce-scatter" if parallel.sequence_parallel else "all-reduce"
     yield CollectiveCalls(kind, "tp", payload, totals.n_blocks * sums_per_block * micro_batches)
     if parallel.sequence_parallel:
-        # each sum is a reduce-scatter paired with an all-gather of the same size; recomputation also
-        # gathers the input of the second sum
-        gathers_per_block = 4 + 2 * recomputed
+        # each sum is a reduce-scatter paired with an all-gather of the same size; recomputation
+        # also gathers the input of the last sum
+        gathers_per_block = 2 * forward_sums + (forward_sums if recomputes else 0)
         # the gradients of the blocks' input and the blocks' output are gathered at the model's ends
         ends = totals.n_begin + totals.n_finish
         elements = totals.n_blocks * gathers_per_block * elements_per_sum

@@ -1,4 +1,4 @@
-"""Operations of torch counted while a model runs: FLOPs, storages by their lifetimes, reductions."""
+"""Operations of torch counted while a model runs: FLOPs, storages by their lifetimes, collectives."""
 
 import weakref
 from collections import Counter
@@ -44,6 +44,7 @@ class Window:
     start: int
     end: int = 0
     flops: int = 0
+    collectives: int = 0  # calls
     reduced_bytes: int = 0  # bytes of the full tensors of all collectives
 
     def live_bytes(self) -> int:
@@ -117,16 +118,18 @@ class OperationMeter(TorchDispatchMode):
         return out
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Add the FLOPs and reduced bytes of an operation to all open windows."""
+        """Add the FLOPs, or the call and bytes of a collective, to all open windows."""
         flops = 0
         packet = IN_PLACE.get(overload_packet(func), overload_packet(func))
         if self._windows and packet in flop_registry:
             flops = flop_registry[packet](*args, **kwargs, out_val=out)
+        is_collective = operator_name(func).partition("::")[2] in COLLECTIVES
         reduced_bytes = 0
-        if operator_name(func).partition("::")[2] in COLLECTIVES:
+        if is_collective:
             reduced_bytes = max(tensor.nbytes for tensor in _tensors(args, out))
         for window in self._windows:
             window.flops += flops
+            window.collectives += is_collective
             window.reduced_bytes += reduced_bytes
 
     def _free(self, allocation: Allocation) -> None:

@@ -33,9 +33,9 @@ SAMPLE_TOKENS = 1 << 14
 SMALL_SAMPLE_TOKENS = 1 << 12  # for measurements without random fractions
 # a part has FLOPs per cell if cells of half the length need more FLOPs per token by this fraction
 PER_CELL_FRAC = 0.05
-# a step takes the FLOPs of 3 forward passes: the backward pass computes the gradients of inputs and
-# of weights, each as many (Kaplan et al. 2020, section 2.1)
-FORWARDS_PER_STEP = 3
+# a backward pass takes the FLOPs of 2 forward passes: it computes the gradients of inputs and of
+# weights, each as many (Kaplan et al. 2020, section 2.1)
+FORWARDS_PER_BACKWARD = 2
 # tokens of the batches with which the workspace of `finish` is measured: 256, 1,024, … 262,144
 WORKSPACE_TOKENS = tuple(1 << power for power in range(8, 19, 2))
 ANY_QUANTILES = (0.0, 10.0)  # replace the corpus's quantiles: sizes do not depend on values
@@ -52,9 +52,10 @@ class PartSize:
     parameters: int
     trained: int  # parameters with a gradient and optimizer state
     activations_per_token: float = 0.0  # kept for the backward pass; a block's with its input
-    # reduced over tp without sequence parallelism; a block's in the forward pass, and as many again
-    # in the backward pass
+    # elements reduced over tp without sequence parallelism, in this many calls; a block's in the
+    # forward pass, and as many again in the backward pass
     reduced_per_token: float = 0.0
+    reductions: int = 0
 
 
 Workspace = tuple[tuple[int, float], ...]
@@ -74,6 +75,8 @@ class Flops:
     """Measured FLOPs of a model on one tensor-parallel rank, forward and backward."""
 
     n_blocks: int
+    # forward passes of a step: 1, or 2 for a loss over rows of the global batch
+    forwards: int
     begin_per_token: float
     block_per_token: float  # one block without its attention
     finish_per_token: float
@@ -81,6 +84,16 @@ class Flops:
     block_per_cell: float
     finish_per_cell: float
     block_per_pair: float  # one block's attention, per (query, key) pair of a cell
+
+    @property
+    def forward_frac(self) -> float:
+        """One forward pass as a fraction of a step's FLOPs."""
+        return 1 / (self.forwards + FORWARDS_PER_BACKWARD)
+
+    @property
+    def backward_frac(self) -> float:
+        """The backward pass as a fraction of a step's FLOPs."""
+        return FORWARDS_PER_BACKWARD * self.forward_frac
 
     def count(
         self,
@@ -208,7 +221,7 @@ def _measure_size(spec: ModelSpec, method: Method, tp: int, sequence_parallel: b
     measure_passes(model, spec, SAMPLE_TOKENS, multiple)
     long = measure_passes(model, spec, SAMPLE_TOKENS, multiple)
     short = measure_passes(model, spec, SAMPLE_TOKENS, multiple, length_divisor=2)
-    reduced_per_token = _measure_reduced(spec, method, tp)
+    reduced = _measure_reduced(spec, method, tp)
     selective_per_token = _measure_selective(spec, method, tp, sequence_parallel)
     finish_kept_per_token, workspace = _measure_workspace(model, spec, multiple)
     whole = _build(spec, method, tp, sequence_parallel)
@@ -219,8 +232,9 @@ def _measure_size(spec: ModelSpec, method: Method, tp: int, sequence_parallel: b
     trained["block"] //= max(n_blocks, 1)
 
     def make_part(name: str, activations_per_token: float) -> PartSize:
+        reductions, reduced_per_token = reduced.get(name, (0, 0.0))
         return PartSize(
-            parameters[name], trained[name], activations_per_token, reduced_per_token.get(name, 0.0)
+            parameters[name], trained[name], activations_per_token, reduced_per_token, reductions
         )
 
     return ModelSize(
@@ -237,19 +251,20 @@ def _measure_size(spec: ModelSpec, method: Method, tp: int, sequence_parallel: b
     )
 
 
-def _measure_reduced(spec: ModelSpec, method: Method, tp: int) -> dict[str, float]:
-    """Measure the elements per token that each part reduces over tp; none without tensor parallelism.
+def _measure_reduced(spec: ModelSpec, method: Method, tp: int) -> dict[str, tuple[int, float]]:
+    """Measure each part's reductions over tp and their elements per token; none without tp.
 
     They are measured without sequence parallelism; the planner derives its collectives from them.
     """
     if tp == 1:
         return {}
     passes = measure_passes(_build(spec, method, tp, one_block=True), spec, SMALL_SAMPLE_TOKENS)
-    reduced_per_token = {}
+    reduced = {}
     for part in ("begin", "block", "finish"):
         window = getattr(passes, f"{part}_window")
-        reduced_per_token[part] = window.reduced_bytes / FLOAT32_BYTES / passes.tokens
-    return reduced_per_token
+        elements = window.reduced_bytes / FLOAT32_BYTES
+        reduced[part] = (window.collectives, elements / passes.tokens)
+    return reduced
 
 
 def _measure_selective(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) -> float:
@@ -293,9 +308,11 @@ def _count_flops(model: Model, n_blocks: int, long: Passes, short: Passes) -> Fl
         per_pair = max(0.0, growth / (long.pairs_per_token - short.pairs_per_token))
         block_per_token -= per_pair * long.pairs_per_token
     # a loss over rows of the global batch runs another forward pass, without heads
-    n_forwards = FORWARDS_PER_STEP + int(bool(model.objective.coupled_widths))
+    forwards = 1 + int(bool(model.objective.coupled_widths))
+    n_forwards = forwards + FORWARDS_PER_BACKWARD
     return Flops(
         n_blocks=n_blocks,
+        forwards=forwards,
         begin_per_token=n_forwards * long.begin_window.flops / long.tokens,
         block_per_token=n_forwards * block_per_token,
         finish_per_token=finish_per_token,
