@@ -209,10 +209,14 @@ def test_tensor_parallel_reduces_four_times_per_block() -> None:
     assert cut.flops.block_per_token == pytest.approx(whole.flops.block_per_token / 2)
     assert cut.flops.block_per_pair == pytest.approx(whole.flops.block_per_pair / 2)
     # Megatron-LM: two all-reduces of (T, H) in the forward and two in the backward pass
-    assert cut.block.reduced_per_token == 2 * HIDDEN
-    assert cut.block.reductions == 2
-    assert cut.begin.reduced_per_token == HIDDEN  # the embedding, whose vocabulary is cut
-    assert whole.block.reduced_per_token == whole.begin.reduced_per_token == 0
+    assert cut.block.collective_elements_per_token == 2 * HIDDEN
+    assert cut.block.collectives == 2
+    assert (
+        cut.begin.collective_elements_per_token == HIDDEN
+    )  # the embedding, whose vocabulary is cut
+    assert (
+        whole.block.collective_elements_per_token == whole.begin.collective_elements_per_token == 0
+    )
     sequence = measure_size(_spec(), tp=2, sequence_parallel=True)
     assert (
         sequence.block.activations_per_token

@@ -144,20 +144,20 @@ def _list_tensor_parallel(
     size = model.size
     parallel = model.parallel
     bytes_per_element = model.element_bytes * tokens  # one element of each token
-    outside_calls = totals.n_begin * size.begin.reductions
-    outside_calls += totals.n_finish * size.finish.reductions
-    outside = totals.n_begin * size.begin.reduced_per_token
-    outside += totals.n_finish * size.finish.reduced_per_token
+    outside_calls = totals.n_begin * size.begin.collectives
+    outside_calls += totals.n_finish * size.finish.collectives
+    outside = totals.n_begin * size.begin.collective_elements_per_token
+    outside += totals.n_finish * size.finish.collective_elements_per_token
     yield CollectiveCalls(
         "all-reduce", "tp", bytes_per_element * outside, outside_calls * micro_batches
     )
     # the backward pass sums as often as the forward pass: twice in a block of attention, once in one
     # without; recomputation stops before the last sum, which the backward pass does not need
-    forward_sums = size.block.reductions
+    forward_sums = size.block.collectives
     recomputes = parallel.activation_checkpointing == "full"
     recomputed_sums = max(0, forward_sums - 1) if recomputes else 0
     sums_per_block = 2 * forward_sums + recomputed_sums
-    elements_per_sum = size.block.reduced_per_token / max(1, forward_sums)
+    elements_per_sum = size.block.collective_elements_per_token / max(1, forward_sums)
     payload = bytes_per_element * totals.n_blocks * (sums_per_block * elements_per_sum)
     kind: Kind = "reduce-scatter" if parallel.sequence_parallel else "all-reduce"
     yield CollectiveCalls(kind, "tp", payload, totals.n_blocks * sums_per_block * micro_batches)

@@ -45,7 +45,7 @@ class Window:
     end: int = 0
     flops: int = 0
     collectives: int = 0  # calls
-    reduced_bytes: int = 0  # bytes of the full tensors of all collectives
+    collective_bytes: int = 0  # bytes of the full tensors of all collectives
 
     def live_bytes(self) -> int:
         """Sum the bytes allocated in the window and alive at its end."""
@@ -124,13 +124,13 @@ class OperationMeter(TorchDispatchMode):
         if self._windows and packet in flop_registry:
             flops = flop_registry[packet](*args, **kwargs, out_val=out)
         is_collective = operator_name(func).partition("::")[2] in COLLECTIVES
-        reduced_bytes = 0
+        collective_bytes = 0
         if is_collective:
-            reduced_bytes = max(tensor.nbytes for tensor in _tensors(args, out))
+            collective_bytes = max(tensor.nbytes for tensor in _tensors(args, out))
         for window in self._windows:
             window.flops += flops
             window.collectives += is_collective
-            window.reduced_bytes += reduced_bytes
+            window.collective_bytes += collective_bytes
 
     def _free(self, allocation: Allocation) -> None:
         self.time += 1

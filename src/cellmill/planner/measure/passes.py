@@ -21,49 +21,30 @@ CELL_TOKENS = 128  # tokens of each measured cell, or fewer
 META = torch.device("meta")
 
 
-@dataclass(frozen=True)
-class Passes:
-    """Measurements of a forward and a backward pass: elements, and FLOPs and bytes of each window.
+class PartMeasurement(NamedTuple):
+    """Measurements of the passes of a whole batch through one part of a model."""
 
-    *Kept* are elements that stay allocated for the backward pass.
-    """
+    window: Window  # operations of the forward pass; of both passes in the part after the blocks
+    kept: float  # elements that stay allocated for the backward pass
+    workspace: float = 0.0  # peak elements of the passes above `kept`
+
+
+@dataclass(frozen=True)
+class PassMeasurements:
+    """Measurements of a forward and a backward pass."""
 
     tokens: int  # tokens of the batch, without padding
     cells: int
     pairs_per_token: float  # (query, key) pairs of attention
     width: float  # elements per token from block to block; a fraction if a view hides tokens
-    begin_window: Window  # operations of the forward pass before the blocks
-    begin_kept_per_token: float
-    block_window: Window  # operations of the forward pass of one block
-    block_kept_per_token: float  # with the block's input
-    block_workspace_per_token: float  # peak of a block's backward pass above its kept elements
-    finish_window: Window  # operations of both passes after the blocks
-    finish_kept: float  # of the whole batch, with the input of that part
-    finish_peak: float  # of the whole batch, with the input of that part
-
-
-class _Blocks(NamedTuple):
-    """Measurements of the part before the blocks and of one block."""
-
-    begin_window: Window
-    begin_kept_bytes: int
-    block_window: Window
-    kept_bytes: int
-    workspace_bytes: int
-    output: torch.Tensor  # of the block
-
-
-class _Finish(NamedTuple):
-    """Measurements of the part after the blocks."""
-
-    window: Window
-    kept_bytes: int
-    peak_bytes: int
+    begin: PartMeasurement  # the part before the blocks, without its output
+    block: PartMeasurement  # one block, with its input and without its output
+    finish: PartMeasurement  # the part after the blocks, with its input
 
 
 def measure_passes(
     model: Model, spec: ModelSpec, tokens: int, multiple: int = 1, length_divisor: int = 1
-) -> Passes:
+) -> PassMeasurements:
     """Measure a forward and a backward pass of about `tokens` tokens, padded to a `multiple`.
 
     `model` has one block. Cells have 1 / `length_divisor` of the usual length.
@@ -79,45 +60,43 @@ def measure_passes(
     view = pad_batch(view, padded_tokens)
     # masks are drawn on the CPU, since the number of masked tokens is a shape
     prepared = copy_to_device(model.prepare(view, seed=0, step=0), META)
-    blocks = _measure_blocks(model, prepared)
-    finish = _measure_finish(model, prepared, blocks.output)
+    begin, block, block_output = _measure_begin_and_block(model, prepared)
+    finish = _measure_finish(model, prepared, block_output)
     model.zero_grad(set_to_none=True)
-    token_bytes = FLOAT32_BYTES * n_tokens  # bytes of an element for every token
-    return Passes(
+    return PassMeasurements(
         tokens=n_tokens,
         cells=len(lengths),
         pairs_per_token=float(np.square(lengths, dtype=np.float64).sum() / n_tokens),
-        width=blocks.output.numel() / n_tokens,
-        begin_window=blocks.begin_window,
-        begin_kept_per_token=blocks.begin_kept_bytes / token_bytes,
-        block_window=blocks.block_window,
-        block_kept_per_token=blocks.kept_bytes / token_bytes,
-        block_workspace_per_token=blocks.workspace_bytes / token_bytes,
-        finish_window=finish.window,
-        finish_kept=finish.kept_bytes / FLOAT32_BYTES,
-        finish_peak=finish.peak_bytes / FLOAT32_BYTES,
+        width=block_output.numel() / n_tokens,
+        begin=begin,
+        block=block,
+        finish=finish,
     )
 
 
-def _measure_blocks(model: Model, prepared: Any) -> _Blocks:
-    """Measure the part before the blocks and one block."""
+def _measure_begin_and_block(
+    model: Model, prepared: Any
+) -> tuple[PartMeasurement, PartMeasurement, torch.Tensor]:
+    """Measure the part before the blocks and one block; also return the block's output."""
     with OperationMeter() as meter:
         with meter.window() as begin_window:
-            begun = model.begin(prepared)
-        begin_kept_bytes = begin_window.live_bytes() - begun.nbytes
-        block_input = torch.empty_like(begun, requires_grad=True)
+            begin_output = model.begin(prepared)
+        begin_kept_bytes = begin_window.live_bytes() - begin_output.nbytes
+        block_input = torch.empty_like(begin_output, requires_grad=True)
         with meter.window() as block_window:
-            output = model.through(block_input, prepared)
-        kept_bytes = block_window.live_bytes() - output.nbytes + block_input.nbytes
+            block_output = model.through(block_input, prepared)
+        block_kept_bytes = block_window.live_bytes() - block_output.nbytes + block_input.nbytes
         with meter.window() as backward:
-            output.backward(torch.empty_like(output))
+            block_output.backward(torch.empty_like(block_output))
         workspace_bytes = _peak_bytes(model, backward)
-    return _Blocks(
-        begin_window, begin_kept_bytes, block_window, kept_bytes, workspace_bytes, output
+    begin = PartMeasurement(begin_window, begin_kept_bytes / FLOAT32_BYTES)
+    block = PartMeasurement(
+        block_window, block_kept_bytes / FLOAT32_BYTES, workspace_bytes / FLOAT32_BYTES
     )
+    return begin, block, block_output
 
 
-def _measure_finish(model: Model, prepared: Any, block_output: torch.Tensor) -> _Finish:
+def _measure_finish(model: Model, prepared: Any, block_output: torch.Tensor) -> PartMeasurement:
     """Measure the part after the blocks."""
     finish_input = torch.empty_like(block_output, requires_grad=True)
     with OperationMeter() as meter, meter.window() as window:
@@ -127,12 +106,9 @@ def _measure_finish(model: Model, prepared: Any, block_output: torch.Tensor) -> 
         with meter.window() as backward:
             loss.backward()
     live_bytes = forward.live_bytes()
-    peak_bytes = max(forward.peak_bytes(), live_bytes + _peak_bytes(model, backward))
-    return _Finish(
-        window,
-        kept_bytes=live_bytes + finish_input.nbytes,
-        peak_bytes=peak_bytes + finish_input.nbytes,
-    )
+    workspace_bytes = max(forward.peak_bytes() - live_bytes, _peak_bytes(model, backward))
+    kept_bytes = live_bytes + finish_input.nbytes
+    return PartMeasurement(window, kept_bytes / FLOAT32_BYTES, workspace_bytes / FLOAT32_BYTES)
 
 
 def _peak_bytes(model: Model, backward: Window) -> int:

@@ -26,7 +26,7 @@ from cellmill.parallel.apply import apply_tensor_parallel, checkpoint_activation
 from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.torch_private import FakeStore, local_tensor
-from cellmill.planner.measure.passes import FLOAT32_BYTES, Passes, measure_passes
+from cellmill.planner.measure.passes import FLOAT32_BYTES, PassMeasurements, measure_passes
 
 # tokens of the measured batch: random fractions (masks) are within 1 % of their mean
 SAMPLE_TOKENS = 1 << 14
@@ -52,10 +52,10 @@ class PartSize:
     parameters: int
     trained: int  # parameters with a gradient and optimizer state
     activations_per_token: float = 0.0  # kept for the backward pass; a block's with its input
-    # elements reduced over tp without sequence parallelism, in this many calls; a block's in the
-    # forward pass, and as many again in the backward pass
-    reduced_per_token: float = 0.0
-    reductions: int = 0
+    # elements of tensor-parallel collectives without sequence parallelism, and calls of them; a
+    # block's in the forward pass, and as many again in the backward pass
+    collective_elements_per_token: float = 0.0
+    collectives: int = 0
 
 
 Workspace = tuple[tuple[int, float], ...]
@@ -221,7 +221,11 @@ def _measure_size(spec: ModelSpec, method: Method, tp: int, sequence_parallel: b
     measure_passes(model, spec, SAMPLE_TOKENS, multiple)
     long = measure_passes(model, spec, SAMPLE_TOKENS, multiple)
     short = measure_passes(model, spec, SAMPLE_TOKENS, multiple, length_divisor=2)
-    reduced = _measure_reduced(spec, method, tp)
+    collective_passes = long
+    if sequence_parallel:
+        collective_passes = measure_passes(
+            _build(spec, method, tp, one_block=True), spec, SAMPLE_TOKENS
+        )
     selective_per_token = _measure_selective(spec, method, tp, sequence_parallel)
     finish_kept_per_token, workspace = _measure_workspace(model, spec, multiple)
     whole = _build(spec, method, tp, sequence_parallel)
@@ -232,39 +236,29 @@ def _measure_size(spec: ModelSpec, method: Method, tp: int, sequence_parallel: b
     trained["block"] //= max(n_blocks, 1)
 
     def make_part(name: str, activations_per_token: float) -> PartSize:
-        reductions, reduced_per_token = reduced.get(name, (0, 0.0))
+        # collectives of sequence parallelism are derived from the ones without it
+        window = getattr(collective_passes, name).window
+        elements = window.collective_bytes / FLOAT32_BYTES
         return PartSize(
-            parameters[name], trained[name], activations_per_token, reduced_per_token, reductions
+            parameters[name],
+            trained[name],
+            activations_per_token,
+            collective_elements_per_token=elements / collective_passes.tokens,
+            collectives=window.collectives,
         )
 
     return ModelSize(
-        begin=make_part("begin", long.begin_kept_per_token),
-        block=make_part("block", long.block_kept_per_token),
+        begin=make_part("begin", long.begin.kept / long.tokens),
+        block=make_part("block", long.block.kept / long.tokens),
         finish=make_part("finish", finish_kept_per_token),
-        tied=make_part("tied", 0.0),
+        tied=PartSize(parameters["tied"], trained["tied"]),
         buffers=sum(buffer.numel() for buffer in whole.buffers()),
         flops=_count_flops(model, n_blocks, long, short),
         width=long.width,
         selective_per_token=selective_per_token,
-        block_workspace_per_token=long.block_workspace_per_token,
+        block_workspace_per_token=long.block.workspace / long.tokens,
         finish_workspace_by_tokens=workspace,
     )
-
-
-def _measure_reduced(spec: ModelSpec, method: Method, tp: int) -> dict[str, tuple[int, float]]:
-    """Measure each part's reductions over tp and their elements per token; none without tp.
-
-    They are measured without sequence parallelism; the planner derives its collectives from them.
-    """
-    if tp == 1:
-        return {}
-    passes = measure_passes(_build(spec, method, tp, one_block=True), spec, SMALL_SAMPLE_TOKENS)
-    reduced = {}
-    for part in ("begin", "block", "finish"):
-        window = getattr(passes, f"{part}_window")
-        elements = window.reduced_bytes / FLOAT32_BYTES
-        reduced[part] = (window.collectives, elements / passes.tokens)
-    return reduced
 
 
 def _measure_selective(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) -> float:
@@ -272,7 +266,8 @@ def _measure_selective(spec: ModelSpec, method: Method, tp: int, sequence_parall
     model = _build(spec, method, tp, sequence_parallel, one_block=True)
     checkpoint_activations(model, model.plan.blocks, "selective")
     multiple = tp if sequence_parallel else 1
-    return measure_passes(model, spec, SMALL_SAMPLE_TOKENS, multiple).block_kept_per_token
+    measured = measure_passes(model, spec, SMALL_SAMPLE_TOKENS, multiple)
+    return measured.block.kept / measured.tokens
 
 
 def _measure_workspace(model: Model, spec: ModelSpec, multiple: int) -> tuple[float, Workspace]:
@@ -283,23 +278,25 @@ def _measure_workspace(model: Model, spec: ModelSpec, multiple: int) -> tuple[fl
     """
     passes_by_tokens = {n: measure_passes(model, spec, n, multiple) for n in WORKSPACE_TOKENS}
     *_, smaller, larger = passes_by_tokens.values()
-    kept_per_token = larger.finish_kept - smaller.finish_kept
+    kept_per_token = larger.finish.kept - smaller.finish.kept
     kept_per_token /= larger.tokens - smaller.tokens
     workspace = []
     for passes in passes_by_tokens.values():
-        peak = passes.finish_peak - kept_per_token * passes.tokens
-        workspace.append((passes.tokens, max(0.0, peak)))
+        peak = passes.finish.kept + passes.finish.workspace
+        workspace.append((passes.tokens, max(0.0, peak - kept_per_token * passes.tokens)))
     return kept_per_token, tuple(workspace)
 
 
-def _count_flops(model: Model, n_blocks: int, long: Passes, short: Passes) -> Flops:
+def _count_flops(
+    model: Model, n_blocks: int, long: PassMeasurements, short: PassMeasurements
+) -> Flops:
     """Derive the FLOPs from passes over cells of two lengths, `long` and half of it."""
-    long_block = long.block_window.flops
-    short_block = short.block_window.flops
+    long_block = long.block.window.flops
+    short_block = short.block.window.flops
     block_per_token, block_per_cell = _separate_flops(long, short, long_block, short_block)
     # finish has both passes in its window: a chunked loss has all FLOPs in its forward pass
     finish_per_token, finish_per_cell = _separate_flops(
-        long, short, long.finish_window.flops, short.finish_window.flops
+        long, short, long.finish.window.flops, short.finish.window.flops
     )
     # attention is the FLOPs per token that grow with the length of cells
     per_pair = 0.0
@@ -313,7 +310,7 @@ def _count_flops(model: Model, n_blocks: int, long: Passes, short: Passes) -> Fl
     return Flops(
         n_blocks=n_blocks,
         forwards=forwards,
-        begin_per_token=n_forwards * long.begin_window.flops / long.tokens,
+        begin_per_token=n_forwards * long.begin.window.flops / long.tokens,
         block_per_token=n_forwards * block_per_token,
         finish_per_token=finish_per_token,
         block_per_cell=n_forwards * block_per_cell,
@@ -323,17 +320,20 @@ def _count_flops(model: Model, n_blocks: int, long: Passes, short: Passes) -> Fl
 
 
 def _separate_flops(
-    long: Passes, short: Passes, long_flops: int, short_flops: int
+    long: PassMeasurements, short: PassMeasurements, long_flops: int, short_flops: int
 ) -> tuple[float, float]:
     """Separate a part's FLOPs into FLOPs per token and FLOPs per cell."""
-    per_token = long_flops / long.tokens
-    per_short_token = short_flops / short.tokens
-    if per_short_token <= (1 + PER_CELL_FRAC) * per_token:  # random fractions differ by less
-        return per_token, 0.0
+    flops_per_long_token = long_flops / long.tokens
+    flops_per_short_token = short_flops / short.tokens
+    # random fractions differ by less
+    if flops_per_short_token <= (1 + PER_CELL_FRAC) * flops_per_long_token:
+        return flops_per_long_token, 0.0
     # solve per_token + per_cell * cells / tokens = FLOPs / tokens for both lengths
-    cells_per_token = long.cells / long.tokens
-    per_cell = (per_short_token - per_token) / (short.cells / short.tokens - cells_per_token)
-    return max(0.0, per_token - per_cell * long.cells / long.tokens), per_cell
+    cells_per_long_token = long.cells / long.tokens
+    cells_per_short_token = short.cells / short.tokens
+    per_cell = flops_per_short_token - flops_per_long_token
+    per_cell /= cells_per_short_token - cells_per_long_token
+    return max(0.0, flops_per_long_token - per_cell * cells_per_long_token), per_cell
 
 
 def _build(
