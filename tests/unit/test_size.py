@@ -24,6 +24,7 @@ from cellmill.models.family import Model
 from cellmill.models.initial import zeros
 from cellmill.parallel.apply import checkpoint_activations
 from cellmill.planner.measure import size as size_module
+from cellmill.planner.measure.passes import measure_passes
 from cellmill.planner.measure.size import Load, measure_size
 from cellmill.runs.identity import identity
 from tests.checks import refused
@@ -161,6 +162,22 @@ def test_activations_equal_those_that_autograd_keeps(
     measured = (many[0] - few[0]) / (many[1] - few[1])
     assert measured == pytest.approx(expected, rel=0.06)
     assert few[0] - measured * few[1] <= size.finish_workspace_by_tokens[0][1]
+
+
+@pytest.mark.parametrize("recompute", [None, "selective"])
+def test_a_block_keeps_nothing_that_does_not_grow_with_tokens(recompute: str | None) -> None:
+    # weights that autograd keeps are no activations
+    given = _spec()
+    elements = []
+    for tokens in (4096, 65536):
+        with size_module._prepare(given, None) as (fitted, method):
+            model = size_module._build(fitted, method, one_block=True)
+            if recompute == "selective":
+                checkpoint_activations(model, model.plan.blocks, recompute)
+            measured = measure_passes(model, fitted, tokens)
+        elements.append(measured.block.kept)
+        assert measured.tokens == tokens
+    assert elements[1] == pytest.approx(16 * elements[0], abs=100)
 
 
 def _kept(model: Model, batch: Batch, recompute: str | None) -> tuple[float, int]:

@@ -107,6 +107,10 @@ class OperationMeter(TorchDispatchMode):
             return out  # DTensor infers the shapes of full tensors with these
         self.time += 1
         self._count(func, args, kwargs, out)
+        # storages made before the meter was entered, such as weights, are no allocations
+        for tensor in _tensors(args, kwargs):
+            storage = tensor.untyped_storage()
+            self._storages.setdefault(storage_key(storage), storage)
         for tensor in _tensors(out):
             storage = tensor.untyped_storage()
             key = storage_key(storage)
