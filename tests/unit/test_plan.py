@@ -795,6 +795,35 @@ def test_a_large_share_of_validation_time_gets_a_hint(
     assert "validation  489 times 34,000 cells, 10% of the time\n" in capped
 
 
+def _validation_s(tmp_path: Path, **changes: dict[str, Any]) -> float:
+    """Planned seconds of all validations of a run on two nodes."""
+    plan.plan(
+        options=_options(**changes),
+        manifest=None,
+        out=tmp_path / "plan.json",
+        machine=Machine(nodes="2", nproc_per_node=1),
+        device="h100",
+        cells=5000,
+    )
+    planned = json.loads((tmp_path / "plan.json").read_text())
+    return 3600 * planned["hours"] * planned["validation_frac"]
+
+
+def test_a_validation_is_planned_without_a_backward_pass(tmp_path: Path) -> None:
+    plain = _validation_s(tmp_path)
+    assert plain > 0
+    slow_links = {"inter_node_gbs": 0.001}
+    recomputed = {"activation_checkpointing": "full"}
+    assert _validation_s(tmp_path, plan=slow_links, parallel=recomputed) == pytest.approx(plain)
+
+
+def test_a_metric_of_hidden_genes_doubles_the_validation(tmp_path: Path) -> None:
+    objective: dict[str, Any] = {"objective": {"name": "cell_decoding"}}
+    train = {"best_metric": "val_hidden_genes", "best_mode": "max"}
+    plain = _validation_s(tmp_path, **objective)
+    assert _validation_s(tmp_path, **objective, train=train) == pytest.approx(2 * plain)
+
+
 def hours_of(text: str) -> float:
     number, unit = text.replace(",", "").split()
     return float(number) / {"min": 60, "h": 1}[unit]

@@ -68,6 +68,8 @@ class StepTime:
     compute_s: float
     exposed_s: float  # communication that no computation overlaps
     idle_s: float  # time that a rank waits for others of its pipeline
+    # one forward pass of the step's cells, with its idle time in a pipeline: not part of `step_s`
+    forward_s: float
 
     @property
     def step_s(self) -> float:
@@ -86,7 +88,7 @@ def estimate_step(
 
     `traffic` is the traffic of the rank that sends the most.
     """
-    compute_s = _estimate_compute_s(model, load, flops_per_s)
+    compute_s, forward_s = _estimate_compute_s(model, load, flops_per_s)
     exposed_s = 0.0
     gathers_s = 0.0
     reductions_s = 0.0
@@ -101,36 +103,41 @@ def estimate_step(
     if model.layout.pp > 1:
         exposed_s += gathers_s + reductions_s
     else:
-        # Three lower bounds on the exposed communication; the largest applies.
-        # No block computes while the first weights and the last gradients are sent.
+        # Three estimates of the exposed communication; the largest applies.
+        # No block computes while the first weights and the last gradients are sent: those of a mean
+        # module, though the part outside the blocks may have more.
         first_and_last_s = (gathers_s / micro_batches + reductions_s) / (model.size.n_blocks + 1)
         # Communication that takes longer than all computation is exposed.
         beyond_compute_s = gathers_s + reductions_s - compute_s
         # Gradients are sent in the last micro-batch's backward pass. With gradient_reduction
-        # micro_batch every backward pass sends some: this bound and the first are too large.
+        # micro_batch every backward pass sends some: this and the first are too large.
         last_backward_s = model.size.flops.backward_frac * compute_s / micro_batches
         beyond_last_backward_s = reductions_s - last_backward_s
         exposed_s += max(first_and_last_s, beyond_compute_s, beyond_last_backward_s)
     idle_frac = estimate_idle_frac(model.parallel, micro_batches)
     idle_s = (compute_s + exposed_s) * idle_frac / (1 - idle_frac)
-    return StepTime(compute_s, exposed_s, idle_s)
+    return StepTime(compute_s, exposed_s, idle_s, forward_s / (1 - idle_frac))
 
 
-def _estimate_compute_s(model: PlannedModel, load: Load, flops_per_s: float) -> float:
-    """Estimate the seconds of computation of the pipeline rank that computes the most.
+def _estimate_compute_s(model: PlannedModel, load: Load, flops_per_s: float) -> tuple[float, float]:
+    """Estimate the seconds of a step's computation, and of one forward pass.
 
-    Selective recomputation counts as full recomputation, though it computes less.
+    They are those of the pipeline rank that computes the most. Selective recomputation counts as
+    full recomputation, though it computes less.
     """
     recomputed_block = 0.0  # FLOPs of a block that is recomputed, forward and backward
     if model.parallel.activation_checkpointing is not None:
         recomputed_block = model.size.flops.count(
             load, n_blocks=1, has_begin=False, has_finish=False
         )
-    slowest_s = 0.0
+    step_flops = 0.0
+    forward_flops = 0.0
     for rank in range(model.layout.pp):
         flops = 0.0
+        recomputed = 0.0
         for stage in model.list_rank_stages(rank):
-            recomputed = model.size.flops.forward_frac * stage.n_blocks * recomputed_block
-            flops += stage.count_flops(load) + recomputed
-        slowest_s = max(slowest_s, flops / flops_per_s)
-    return slowest_s
+            flops += stage.count_flops(load)
+            recomputed += stage.n_blocks * recomputed_block
+        forward_flops = max(forward_flops, model.size.flops.forward_frac * flops)
+        step_flops = max(step_flops, flops + model.size.flops.forward_frac * recomputed)
+    return step_flops / flops_per_s, forward_flops / flops_per_s
