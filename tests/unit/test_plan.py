@@ -26,10 +26,10 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.batch_tokenizer import count_detected_and_undetected, find_max_tokens
 from cellmill.errors import ConfigError
 from cellmill.models.build import ModelSpec
-from cellmill.planner.cost import format_hours
 from cellmill.planner.hardware import Hardware, find_hardware
 from cellmill.planner.measure.size import Load, measure_size
-from cellmill.planner.memory import format_bytes, plan_memory
+from cellmill.planner.memory import plan_memory
+from cellmill.planner.output.format import format_bytes, format_hours
 from cellmill.planner.remedies import find_remedy
 from cellmill.planner.suggest import (
     Suggestions,
@@ -843,6 +843,20 @@ def hours_of(text: str) -> float:
 )
 def test_times_below_an_hour_are_minutes(hours: float, text: str) -> None:
     assert format_hours(hours) == text
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"),
+    [
+        (999, "999 bytes"),
+        (999_400_000, "999 MB"),
+        (999_600_000, "1 GB"),
+        (12_340_000, "12.3 MB"),
+        (1.23e15, "1,230 TB"),
+    ],
+)
+def test_bytes_have_three_digits_and_no_exponent(n_bytes: float, text: str) -> None:
+    assert format_bytes(n_bytes) == text
 
 
 def test_one_table_has_the_time_on_each_number_of_gpus(

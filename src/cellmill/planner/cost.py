@@ -15,7 +15,6 @@ from cellmill.planner.traffic import Traffic, list_traffic
 from cellmill.planner.work import CorpusSize, Work, count_work
 
 HIDDEN_GENES_METRIC = "val_hidden_genes"  # of the only objectives whose metric needs other views
-MIN_HOURS = 0.1 / 60  # shorter times are printed as less than this
 
 
 @dataclass(frozen=True)
@@ -115,11 +114,3 @@ def _divide_load(corpus: CorpusSize, work: Work, dp: int) -> Load:
         pairs=n_cells * corpus.pairs_per_cell + PAD_CELL * padding,
         cells=n_cells + padding / PAD_CELL,
     )
-
-
-def format_hours(hours: float) -> str:
-    """Format hours or GPU hours with three digits, below an hour as minutes."""
-    if hours < MIN_HOURS:
-        return f"<{60 * MIN_HOURS:g} min"
-    value, unit = (60 * hours, "min") if hours < 1 else (hours, "h")
-    return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"

@@ -348,11 +348,3 @@ def count_pinned_bytes(model: PlannedModel, hardware: Hardware) -> int:
 def fits_host(model: PlannedModel, hardware: Hardware) -> bool:
     """Return whether a node's job requests enough memory for what its processes pin."""
     return not hardware.host_bytes or count_pinned_bytes(model, hardware) <= hardware.host_bytes
-
-
-def format_bytes(n_bytes: float) -> str:
-    """Format a number of bytes in the largest unit that gives at least 1."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if n_bytes >= factor:
-            return f"{n_bytes / factor:.3g} {unit}"
-    return f"{n_bytes:.0f} bytes"

@@ -15,7 +15,8 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.batch_tokenizer import count_detected_and_undetected
 from cellmill.files import read_json
 from cellmill.planner.hardware import Hardware
-from cellmill.planner.memory import format_bytes, plan_memory
+from cellmill.planner.memory import plan_memory
+from cellmill.planner.output.format import format_bytes
 from cellmill.planner.remedies import find_remedy
 from cellmill.planner.work import CorpusSize, count_detected_genes
 

@@ -17,7 +17,8 @@ from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import Parallel, divisors
 from cellmill.errors import ConfigError
 from cellmill.planner.hardware import Hardware
-from cellmill.planner.memory import Memory, fits_host, format_bytes, plan_memory
+from cellmill.planner.memory import Memory, fits_host, plan_memory
+from cellmill.planner.output.format import format_bytes
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.work import CorpusSize
 

@@ -24,12 +24,12 @@ from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import Parallel, divisors
 from cellmill.errors import ConfigError
-from cellmill.planner.cost import RunCost, estimate_cost, format_hours
+from cellmill.planner.cost import RunCost, estimate_cost
 from cellmill.planner.devices import check_precision, find_device
 from cellmill.planner.hardware import Hardware, find_hardware
 from cellmill.planner.measure.cpu_speed import measure_cpu
-from cellmill.planner.memory import fits_host, format_bytes, plan_memory
-from cellmill.planner.plan_file import describe_layout
+from cellmill.planner.memory import fits_host, plan_memory
+from cellmill.planner.output.format import describe_layout, format_bytes, format_hours
 from cellmill.planner.traffic import sum_link_bytes
 from cellmill.planner.work import CorpusSize
 

@@ -22,10 +22,11 @@ from cellmill.planner.cost import estimate_cost
 from cellmill.planner.devices import check_precision, find_device
 from cellmill.planner.hardware import find_hardware
 from cellmill.planner.measure.cpu_speed import measure_cpu
-from cellmill.planner.memory import count_pinned_bytes, fits_host, format_bytes
-from cellmill.planner.plan_file import RunPlan, format_line, format_plan
+from cellmill.planner.memory import count_pinned_bytes, fits_host
+from cellmill.planner.output.format import format_bytes
+from cellmill.planner.output.plan_file import RunPlan, format_line, format_plan
+from cellmill.planner.output.scaling import format_scaling
 from cellmill.planner.remedies import check_memory, find_max_fitting_tokens
-from cellmill.planner.scaling import format_scaling
 from cellmill.planner.suggest import format_suggestions, suggest_layouts
 from cellmill.planner.work import CorpusSize, count_detected_genes
 from cellmill.runs.identity import foresee_refusal

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cellmill.config.parallel import Layout, Parallel
 from cellmill.config.run import AUTO_EPOCHS, Train
-from cellmill.planner.cost import RunCost, RunTime, format_hours
+from cellmill.planner.cost import RunCost, RunTime
 from cellmill.planner.devices import GB, describe_assumption, find_device
 from cellmill.planner.hardware import Hardware
-from cellmill.planner.memory import HostBytes, estimate_host_bytes, format_bytes
+from cellmill.planner.memory import HostBytes, estimate_host_bytes
+from cellmill.planner.output.format import describe_layout, format_bytes, format_hours
 from cellmill.planner.schedules import estimate_idle_frac
 from cellmill.planner.traffic import sum_link_bytes
 from cellmill.planner.work import CorpusSize
@@ -142,13 +142,6 @@ def _suggest_val_cells(val_cells: int, validation_frac: float) -> int:
     cells = cells_at_equal_time * LARGE_FRAC / (1 - LARGE_FRAC)
     unit = 10 ** max(0, int(math.log10(max(cells, 1))) - 1)
     return max(1, int(cells) // unit * unit)
-
-
-def describe_layout(parallel: Parallel, layout: Layout) -> str:
-    """Describe a layout in words."""
-    kind = "ddp" if parallel.strategy == "ddp" else parallel.sharding_strategy
-    schedule = "" if layout.pp == 1 else f" {parallel.schedule}"
-    return f"{kind} ({layout.text}{schedule})"
 
 
 def format_plan(plan: RunPlan, cpu_time: RunTime | None = None) -> str:

@@ -4,10 +4,11 @@ from cellmill.config.checks import check_nodes
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
 from cellmill.errors import ConfigError
-from cellmill.planner.cost import RunCost, estimate_cost, format_hours
+from cellmill.planner.cost import RunCost, estimate_cost
 from cellmill.planner.devices import Device
 from cellmill.planner.hardware import find_hardware
-from cellmill.planner.memory import count_pinned_bytes, fits_host, format_bytes, plan_memory
+from cellmill.planner.memory import count_pinned_bytes, fits_host, plan_memory
+from cellmill.planner.output.format import format_bytes, format_hours
 from cellmill.planner.work import CorpusSize
 
 ROW = "{:>12}  {:>8}  {:>10}  {:>10}"

@@ -1,0 +1,39 @@
+"""Bytes, hours, counts and layouts as text."""
+
+from cellmill.config.parallel import Layout, Parallel
+
+MIN_HOURS = 0.1 / 60  # shorter times are printed as less than this
+
+
+def format_bytes(n_bytes: float) -> str:
+    """Format a number of bytes in the largest unit that gives at least 1."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n_bytes >= 0.9995 * factor:  # is printed as 1
+            return f"{_format_number(n_bytes / factor)} {unit}"
+    return f"{n_bytes:.0f} bytes"
+
+
+def format_hours(hours: float) -> str:
+    """Format hours or GPU hours, below an hour as minutes."""
+    if hours < MIN_HOURS:
+        return f"<{60 * MIN_HOURS:g} min"
+    if hours < 1:
+        return f"{_format_number(60 * hours)} min"
+    return f"{_format_number(hours)} h"
+
+
+def _format_number(number: float) -> str:
+    """Format a number with three digits, and all digits before the point."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def format_count(number: int, noun: str) -> str:
+    """Format a number of things, such as 1 node or 4 nodes."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def describe_layout(parallel: Parallel, layout: Layout) -> str:
+    """Describe a layout in words."""
+    kind = "ddp" if parallel.strategy == "ddp" else parallel.sharding_strategy
+    schedule = "" if layout.pp == 1 else f" {parallel.schedule}"
+    return f"{kind} ({layout.text}{schedule})"
