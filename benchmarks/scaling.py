@@ -35,7 +35,6 @@ from cellmill.planner.cost import RunCost, estimate_cost
 from cellmill.planner.devices import Device, find_device
 from cellmill.planner.hardware import Hardware
 from cellmill.planner.measure.size import Load, measure_size
-from cellmill.planner.memory import plan_memory
 from cellmill.planner.step_time import NETWORK_FRAC
 from cellmill.planner.work import CorpusSize
 from cellmill.train.optimizer import build_optimizer
@@ -143,7 +142,7 @@ def planned(
     """The plan's cost of `world` processes, `nproc` of them on each node."""
     cells = CorpusSize(np.full(4 * chosen.train.global_batch, length), GENES)
     hardware = Hardware(-(-world // nproc), min(world, nproc), name, 1 << 60, 1 << 60)
-    return estimate_cost(chosen, cells, hardware, device, plan_memory(chosen, cells, hardware))
+    return estimate_cost(chosen, cells, hardware, device)
 
 
 def here(arguments: argparse.Namespace) -> None:

@@ -732,7 +732,7 @@ def test_pinned_host_memory_must_fit_into_the_job(
         ),
     ):
         assert printed(f"{words} --{given}", code=2)[1] == (
-            f"cellmill plan: the 4 processes of a node pin {format_bytes(pinned)} of host memory for checkpoints and "
+            f"cellmill plan: a node's processes pin {format_bytes(pinned)} of host memory for checkpoints and "
             f"cpu_offload, but {requested}; raise it (0 is all of a node), or shard over more "
             "nodes (FULL_SHARD)\n"
         )

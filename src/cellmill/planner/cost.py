@@ -1,6 +1,7 @@
 """Cost of a whole run: FLOPs and traffic of its steps, and hours if the device's speed is known."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from cellmill.config.options import PlanOptions
 from cellmill.models.batch import PAD_CELL
@@ -8,7 +9,7 @@ from cellmill.models.build import ModelSpec
 from cellmill.planner.devices import Device
 from cellmill.planner.hardware import Hardware
 from cellmill.planner.measure.size import Load, ModelSize, measure_size
-from cellmill.planner.memory import Memory
+from cellmill.planner.memory import Memory, find_full_memory, plan_memory
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.step_time import Network, StepTime, estimate_step
 from cellmill.planner.traffic import Traffic, list_traffic
@@ -41,11 +42,15 @@ class RunCost:
     traffic: list[Traffic]  # traffic of the rank that sends the most
     time: RunTime | None  # None if the device's speed is unknown
 
+    def find_full_memory(self, hardware: Hardware) -> Literal["device", "host"] | None:
+        return find_full_memory(self.memory, self.model, hardware)
+
 
 def estimate_cost(
-    options: PlanOptions, corpus: CorpusSize, hardware: Hardware, device: Device, memory: Memory
+    options: PlanOptions, corpus: CorpusSize, hardware: Hardware, device: Device
 ) -> RunCost:
-    """Estimate work, FLOPs, traffic and time of a run whose planned memory is `memory`."""
+    """Estimate work, memory, FLOPs, traffic and time of a run."""
+    memory = plan_memory(options, corpus, hardware)
     model = PlannedModel.measure(
         options, corpus.n_genes, hardware.world_size, hardware.nproc_per_node, corpus.levels
     )

@@ -10,7 +10,7 @@ and NCCL) belongs to the fraction that `plan.memory_frac` leaves free.
 """
 
 from dataclasses import asdict, dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from cellmill.config.options import PlanOptions
 from cellmill.planner.hardware import Hardware
@@ -59,9 +59,6 @@ class Memory:
         """List the name and bytes of each part that takes memory, the largest first."""
         parts = [(PART_NAMES.get(name, name), n_bytes) for name, n_bytes in asdict(self).items()]
         return sorted((part for part in parts if part[1]), key=lambda part: -part[1])
-
-    def fits(self, hardware: Hardware) -> bool:
-        return self.total <= hardware.usable_bytes
 
 
 def plan_memory(
@@ -345,6 +342,15 @@ def count_pinned_bytes(model: PlannedModel, hardware: Hardware) -> int:
     return hardware.nproc_per_node * sum(estimate_host_bytes(model))
 
 
-def fits_host(model: PlannedModel, hardware: Hardware) -> bool:
-    """Return whether a node's job requests enough memory for what its processes pin."""
-    return not hardware.host_bytes or count_pinned_bytes(model, hardware) <= hardware.host_bytes
+def find_full_memory(
+    memory: Memory, model: PlannedModel, hardware: Hardware
+) -> Literal["device", "host"] | None:
+    """Return the memory in which a run does not fit; None if it fits.
+
+    The host's memory is what a node's job requests; its processes pin a part of it.
+    """
+    if memory.total > hardware.usable_bytes:
+        return "device"
+    if hardware.host_bytes and count_pinned_bytes(model, hardware) > hardware.host_bytes:
+        return "host"
+    return None

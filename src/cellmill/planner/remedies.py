@@ -17,7 +17,7 @@ from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import Parallel, divisors
 from cellmill.errors import ConfigError
 from cellmill.planner.hardware import Hardware
-from cellmill.planner.memory import Memory, fits_host, plan_memory
+from cellmill.planner.memory import find_full_memory, plan_memory
 from cellmill.planner.output.format import format_bytes
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.work import CorpusSize
@@ -27,11 +27,11 @@ MAX_TOKENS = 1 << 24  # largest micro-batch that is tried
 MAX_DOUBLINGS = 7  # doublings of the number of nodes that are tried
 
 
-def check_memory(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> Memory:
-    """Estimate the memory of a run; raise ConfigError with the first change that helps if it does not fit."""
+def check_memory(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> None:
+    """Raise ConfigError with the first change that helps if a run does not fit in its devices."""
     memory = plan_memory(options, corpus, hardware)
-    if memory.fits(hardware):
-        return memory
+    if memory.total <= hardware.usable_bytes:
+        return
     part, n_bytes = memory.list_parts()[0]
     requested = ""
     if hardware.device_name == "cpu" and hardware.host_bytes and not options.plan.memory_gb:
@@ -73,12 +73,11 @@ def _fits(change: "Change", corpus: CorpusSize) -> bool:
     """Return whether a run fits in the device's memory, and its pinned memory in the host's."""
     options = change.options
     hardware = change.hardware
-    if not plan_memory(options, corpus, hardware).fits(hardware):
-        return False
+    memory = plan_memory(options, corpus, hardware)
     model = PlannedModel.measure(
         options, corpus.n_genes, hardware.world_size, hardware.nproc_per_node, corpus.levels
     )
-    return fits_host(model, hardware)
+    return find_full_memory(memory, model, hardware) is None
 
 
 @dataclass(frozen=True)

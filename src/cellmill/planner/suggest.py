@@ -28,7 +28,6 @@ from cellmill.planner.cost import RunCost, estimate_cost
 from cellmill.planner.devices import check_precision, find_device
 from cellmill.planner.hardware import Hardware, find_hardware
 from cellmill.planner.measure.cpu_speed import measure_cpu
-from cellmill.planner.memory import fits_host, plan_memory
 from cellmill.planner.output.format import describe_layout, format_bytes, format_hours
 from cellmill.planner.traffic import sum_link_bytes
 from cellmill.planner.work import CorpusSize
@@ -77,13 +76,12 @@ def suggest_layouts(
             reason = first_reasons.setdefault(without_numbers, str(error))
             refused[reason] += 1
             continue
-        memory = plan_memory(changed, corpus, hardware)
-        if not memory.fits(hardware):
-            bytes_of_too_large.append(memory.total)
-            continue
-        cost = estimate_cost(changed, corpus, hardware, device, memory)
-        if fits_host(cost.model, hardware):
+        cost = estimate_cost(changed, corpus, hardware, device)
+        full_memory = cost.find_full_memory(hardware)
+        if full_memory is None:
             fitting.append(cost)
+        elif full_memory == "device":
+            bytes_of_too_large.append(cost.memory.total)
         else:
             refused[TOO_MUCH_PINNED] += 1
     return Suggestions(sorted(fitting, key=_make_sort_key), bytes_of_too_large, refused)

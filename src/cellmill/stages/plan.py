@@ -20,12 +20,13 @@ from cellmill.errors import ConfigError
 from cellmill.files import span, write_json
 from cellmill.planner.cost import estimate_cost
 from cellmill.planner.devices import check_precision, find_device
-from cellmill.planner.hardware import find_hardware
+from cellmill.planner.hardware import Hardware, find_hardware
 from cellmill.planner.measure.cpu_speed import measure_cpu
-from cellmill.planner.memory import count_pinned_bytes, fits_host
+from cellmill.planner.memory import count_pinned_bytes
 from cellmill.planner.output.format import format_bytes
 from cellmill.planner.output.plan_file import RunPlan, format_line, format_plan
 from cellmill.planner.output.scaling import format_scaling
+from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.remedies import check_memory, find_max_fitting_tokens
 from cellmill.planner.suggest import format_suggestions, suggest_layouts
 from cellmill.planner.work import CorpusSize, count_detected_genes
@@ -89,8 +90,6 @@ def plan(
             raise ConfigError("no layout fits, for the reasons above")
         return
     run_plan = _plan_run(corpus, machine, device_name)
-    if not fits_host(run_plan.cost.model, run_plan.hardware):
-        raise _explain_host_memory(run_plan, machine)
     if out is not None:
         write_json(out, run_plan.record())
     if device_name == "cpu":
@@ -164,8 +163,10 @@ def _plan_run(corpus: PlannedCorpus, machine: Machine, device_name: str) -> RunP
     check_precision(options.parallel, device_name, device)
     check_nodes(options, machine.node_counts, machine.nproc_per_node, corpus.size.n_cells)
     hardware = find_hardware(options, machine, device_name)
-    memory = check_memory(options, corpus.size, hardware)
-    cost = estimate_cost(options, corpus.size, hardware, device, memory)
+    check_memory(options, corpus.size, hardware)
+    cost = estimate_cost(options, corpus.size, hardware, device)
+    if cost.find_full_memory(hardware) == "host":
+        raise _explain_host_memory(cost.model, hardware, machine)
     warnings = options.objective.warnings()
     # families with one row per cell know no sequence parallelism, and more tokens cost them little
     has_row_per_cell = not options.model.sequence_parallel
@@ -192,16 +193,15 @@ def _plan_run(corpus: PlannedCorpus, machine: Machine, device_name: str) -> RunP
     )
 
 
-def _explain_host_memory(run_plan: RunPlan, machine: Machine) -> ConfigError:
+def _explain_host_memory(model: PlannedModel, hardware: Hardware, machine: Machine) -> ConfigError:
     """Make the error for processes of a node that pin more host memory than its job requests."""
-    pinned = format_bytes(count_pinned_bytes(run_plan.cost.model, run_plan.hardware))
+    pinned = format_bytes(count_pinned_bytes(model, hardware))
     requested = f"{machine.memory_key} is {machine.memory_mb}"
     if machine.memory_key != "mem_mb":
         requested += f", {format_bytes(machine.node_memory_bytes)} per node"
     return ConfigError(
-        f"the {machine.nproc_per_node} processes of a node pin {pinned} of host memory for checkpoints and "
-        f"cpu_offload, but {requested}; raise it (0 is all of a node), or shard over more "
-        "nodes (FULL_SHARD)"
+        f"a node's processes pin {pinned} of host memory for checkpoints and cpu_offload, but {requested}; "
+        "raise it (0 is all of a node), or shard over more nodes (FULL_SHARD)"
     )
 
 
@@ -210,7 +210,7 @@ def _format_cpu_plan(run_plan: RunPlan) -> list[str]:
     cost = run_plan.cost
     hardware = run_plan.hardware
     cpu = measure_cpu(find_device("cpu"), hardware.nproc_per_node)
-    time = estimate_cost(cost.options, run_plan.corpus, hardware, cpu, cost.memory).time
+    time = estimate_cost(cost.options, run_plan.corpus, hardware, cpu).time
     assert time is not None, "the rate was measured"
     duration = span(max(1.0, 3600 * time.hours))
     speed = f"{(cpu.fp32_flops_per_s or 0) / 1e9:,.0f} GFLOP/s per process"

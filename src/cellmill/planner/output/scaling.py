@@ -7,7 +7,7 @@ from cellmill.errors import ConfigError
 from cellmill.planner.cost import RunCost, estimate_cost
 from cellmill.planner.devices import Device
 from cellmill.planner.hardware import find_hardware
-from cellmill.planner.memory import count_pinned_bytes, fits_host, plan_memory
+from cellmill.planner.memory import count_pinned_bytes
 from cellmill.planner.output.format import format_bytes, format_hours
 from cellmill.planner.work import CorpusSize
 
@@ -53,7 +53,8 @@ def format_scaling(
         try:
             time = _plan_on_machine(options, corpus, scaled, device_name, device).time
         except ConfigError as error:
-            lines.append(f"{count:>12}  {str(error).partition(';')[0]}")
+            reason, _, _ = str(error).partition(";")  # the rest is a remedy for the whole machine
+            lines.append(f"{count:>12}  {reason}")
             continue
         if time is None:
             return []
@@ -74,12 +75,12 @@ def _plan_on_machine(
     """Estimate the run on the machine. Raise ConfigError if it does not work or fit there."""
     check_nodes(options, machine.node_counts, machine.nproc_per_node, corpus.n_cells)
     hardware = find_hardware(options, machine, device_name)
-    memory = plan_memory(options, corpus, hardware)
-    if not memory.fits(hardware):
+    cost = estimate_cost(options, corpus, hardware, device)
+    full_memory = cost.find_full_memory(hardware)
+    if full_memory == "device":
         usable = format_bytes(hardware.usable_bytes)
-        raise ConfigError(f"needs {format_bytes(memory.total)} of {usable} per process")
-    cost = estimate_cost(options, corpus, hardware, device, memory)
-    if not fits_host(cost.model, hardware):
+        raise ConfigError(f"needs {format_bytes(cost.memory.total)} of {usable} per process")
+    if full_memory == "host":
         pinned = format_bytes(count_pinned_bytes(cost.model, hardware))
         raise ConfigError(f"pins {pinned} of {format_bytes(hardware.host_bytes)} host memory")
     return cost
