@@ -100,8 +100,8 @@ def _estimate_shards(
         return [
             StageCost(
                 stage="shard",
-                hours=divide_hours + write_hours,
-                cpu_hours=divide_hours + write_hours,
+                hours=divide_hours + write_hours + INDEX_HOURS,
+                cpu_hours=divide_hours + write_hours + INDEX_HOURS,
                 data_rss_mb=write_mb + divide_mb,
                 files=n_shards + N_INDEX_FILES,
                 disk_gb=n_bytes / 1e9,
