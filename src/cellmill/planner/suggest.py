@@ -28,13 +28,13 @@ from cellmill.planner.cost import RunCost, estimate_cost
 from cellmill.planner.devices import check_precision, find_device
 from cellmill.planner.hardware import Hardware, find_hardware
 from cellmill.planner.measure.cpu_speed import measure_cpu
-from cellmill.planner.output.format import describe_layout, format_bytes, format_hours
+from cellmill.planner.output.format import describe_layout, format_bytes, format_count, format_hours
 from cellmill.planner.traffic import sum_link_bytes
 from cellmill.planner.work import CorpusSize
 
 MAX_SHOWN = 10  # layouts in the table
 MAX_PP = 16  # most pipeline ranks that are tried
-SCHEDULES = ("1F1B", "Interleaved1F1B")  # schedules that are tried
+SCHEDULES = ("1F1B", "Interleaved1F1B")  # tried besides the schedule of the run
 ROW = "{:>10}  {:>9}  {:>4}  {:>10}  {:>10}  {}"
 # hours in the same bin of this relative width count as equal, since plans are less exact
 HOURS_BIN_FRAC = 0.02
@@ -122,7 +122,7 @@ def list_parallel_options(options: PlanOptions, hardware: Hardware) -> Iterator[
         for pp in divisors(hardware.world_size // tp):
             if pp > max_pp:
                 continue
-            schedules = SCHEDULES if pp > 1 else SCHEDULES[:1]
+            schedules = [*SCHEDULES, options.parallel.schedule] if pp > 1 else SCHEDULES[:1]
             for schedule, recompute, strategy in product(schedules, recomputed, strategies):
                 changes = {
                     "tp": tp,
@@ -163,20 +163,26 @@ def format_suggestions(
     """Format the best layouts, the reasons against others, and the YAML of the best."""
     fitting = suggestions.fitting
     bytes_of_too_large = suggestions.bytes_of_too_large
-    processes = f"{machine.node_counts[0]:,} nodes x {machine.nproc_per_node} {device_name}"
-    title = "no layout fits"
+    nodes = format_count(machine.node_counts[0], "node")
+    processes = f"{nodes} x {machine.nproc_per_node} {device_name}"
+    lines = [f"{processes}; memory per process, bytes sent per process and step", ""]
     if fitting:
-        title = ROW.format("memory", "time", "MFU", "intra-node", "inter-node", "layout")
-    summary = f"{len(fitting)} layouts fit"
+        lines.append(ROW.format("memory", "time", "MFU", "intra-node", "inter-node", "layout"))
+        lines += [_format_row(suggestion) for suggestion in fitting[:MAX_SHOWN]]
+        lines.append("")
+    lines.append(f"layouts that fit: {len(fitting):,}")
     if bytes_of_too_large:
-        summary += f", {len(bytes_of_too_large)} do not: the smallest needs {format_bytes(min(bytes_of_too_large))}"
-    lines = [f"{processes}; memory per process, bytes sent per process and step", "", title]
-    lines += [_format_row(suggestion) for suggestion in fitting[:MAX_SHOWN]]
-    lines += ["", summary]
+        smallest = format_bytes(min(bytes_of_too_large))
+        lines.append(f"too large: {len(bytes_of_too_large):,}; the smallest needs {smallest}")
     lines += [f"{number} refused: {reason}" for reason, number in suggestions.refused.most_common()]
     if fitting:
         lines += ["", "# the best layout, for config.yaml"]
-        lines.append(format_sections(fitting[0].options, options).rstrip())
+        best = fitting[0].options
+        lines.append(format_sections(best, options).rstrip())
+        if best.stream.lanes != options.stream.lanes:
+            lines.append(
+                "# other stream.lanes: checkpoints of the run cannot continue, start a new run"
+            )
     return "\n".join(lines)
 
 
