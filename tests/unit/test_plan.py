@@ -275,7 +275,7 @@ def test_cut_cells_are_reported(
     detected = count_detected_genes(corpus)
     assert planned["genes_per_cell"] == pytest.approx(detected.mean())
     assert planned["cut_cells_frac"] == pytest.approx((detected > 2).mean())
-    said = f"2 tokens each of {detected.mean():,.0f} genes: tokens.max_tokens cuts"
+    said = f"on average 2 tokens of {detected.mean():,.0f} genes: tokens.max_tokens cuts"
     assert said in capsys.readouterr().out
     # cells of a transformer cost what their tokens do
     assert "max_tokens" not in " ".join(planned["warnings"])
@@ -512,9 +512,24 @@ def test_the_largest_micro_batch_is_exactly_the_limit(corpus: Manifest, tmp_path
     options = _options(**changes)
     cells = CorpusSize(np.minimum(count_detected_genes(corpus), 16), 40)
     hardware = find_hardware(options, Machine(nodes="1", nproc_per_node=4), "cpu")
-    largest = planned["largest_micro_batch"]
+    largest = planned["max_fitting_token_budget"]
     assert plan_memory(options, cells, hardware, largest).total <= hardware.usable_bytes
     assert plan_memory(options, cells, hardware, largest + 1).total > hardware.usable_bytes
+
+
+def test_a_budget_that_ends_the_search_is_a_lower_bound(
+    corpus: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned = _plan(corpus, tmp_path, device="h100", plan={"memory_gb": 1e6})
+    assert planned["max_fitting_token_budget"] == 1 << 24
+    assert "; at least 16,777,216 would fit (train.token_budget)\n" in capsys.readouterr().out
+
+
+def test_the_memory_of_the_user_is_not_an_assumption(
+    corpus: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _plan(corpus, tmp_path, device="a100", plan={"memory_gb": 80})
+    assert "\nassumed " not in capsys.readouterr().out
 
 
 LARGE: dict[str, Any] = {
@@ -625,18 +640,20 @@ def test_the_fastest_layouts_come_first() -> None:
     ]
     assert lines[2].split() == ["memory", "time", "MFU", "intra-node", "inter-node", "layout"]
     assert lines[13] == ""
-    fitting = len(suggestions.fitting)
+    assert lines[14] == f"layouts that fit: {len(suggestions.fitting)}"
     too_large = len(suggestions.bytes_of_too_large)
-    assert lines[14].startswith(f"{fitting} layouts fit, {too_large} do not: the smallest")
+    assert lines[15].startswith(f"too large: {too_large}; the smallest needs ")
 
 
 def test_the_smallest_layout_is_reported_if_nothing_fits() -> None:
     suggestions, options = _suggest(nodes=1, plan={"memory_gb": 0.5})
     assert not suggestions.fitting
-    assert format_suggestions(suggestions, options, MACHINE, "h100").splitlines()[2:5] == [
-        "no layout fits",
-        "",
-        f"0 layouts fit, {len(suggestions.bytes_of_too_large)} do not: "
+    one_node = Machine(nodes="1", nproc_per_node=8)
+    lines = format_suggestions(suggestions, options, one_node, "h100").splitlines()
+    assert lines[0].startswith("1 node x 8 h100; ")
+    assert lines[2:4] == [
+        "layouts that fit: 0",
+        f"too large: {len(suggestions.bytes_of_too_large)}; "
         f"the smallest needs {format_bytes(min(suggestions.bytes_of_too_large))}",
     ]
 
@@ -646,6 +663,17 @@ def test_lanes_are_raised_to_a_number_that_all_ranks_can_share() -> None:
     best = suggestions.fitting[0].options
     assert best.stream.lanes == 64
     assert yaml.safe_load(format_sections(best, options))["stream"] == {"lanes": 64}
+    printed = format_suggestions(suggestions, options, MACHINE, "h100")
+    assert printed.endswith(
+        "\n# other stream.lanes: checkpoints of the run cannot continue, start a new run"
+    )
+
+
+def test_the_schedule_of_the_run_is_tried() -> None:
+    options = _options(LARGE, parallel={"pp": 2, "schedule": "DualPipeV"})
+    hardware = find_hardware(options, Machine(nodes="1", nproc_per_node=8), "h100")
+    tried = {each.schedule for each in list_parallel_options(options, hardware) if each.pp > 1}
+    assert tried == {"1F1B", "Interleaved1F1B", "DualPipeV"}
 
 
 @pytest.fixture
@@ -677,7 +705,7 @@ def test_runs_are_planned_without_a_corpus(
     refused = "\ncellmill plan: the machine (flags, or set-resources in the profile): nodes: expected a number "
     assert refused in printed("--nodes 0", code=2)[1]
     out, _ = printed(f"{machine} --device H100", train=train, stream={"lanes": 96})
-    assert "cells       50,000,000 for training, 2,048 tokens each" in out
+    assert "cells       50,000,000 for training, on average 2,048 tokens\n" in out
     assert "processes   8 x h100" in out
     assert "validation  163 times 1,000 cells, 0% of the time\n" in out
 

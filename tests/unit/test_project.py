@@ -1,6 +1,7 @@
 """cellmill init: what it chooses for a file and why, what it refuses, and cellmill check after it."""
 
 import gzip
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -481,6 +482,9 @@ def test_check_and_plan_name_options_that_train_will_refuse(
         assert line.startswith(f"{start}{folder.path}: it holds a training of 6 steps")
         assert problem in line
     assert len(lines) == (2 if problem else 0)
+    assert main(["plan", "--out", "results/runs/p/plan.json"]) == 0
+    recorded = json.loads(Path("results/runs/p/plan.json").read_text())["warnings"]
+    assert any("refuse" in warning for warning in recorded) == bool(problem)
 
 
 def test_check_accepts_files_that_the_workflow_makes(

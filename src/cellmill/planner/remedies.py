@@ -23,7 +23,7 @@ from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.work import CorpusSize
 
 FREE_HALVINGS = 2  # halvings of a micro-batch that cost less than recomputing a forward pass
-MAX_TOKENS = 1 << 24  # largest micro-batch that is tried
+MAX_TRIED_BUDGET = 1 << 24  # largest token budget that is tried
 MAX_DOUBLINGS = 7  # doublings of the number of nodes that are tried
 
 
@@ -43,16 +43,23 @@ def check_memory(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -
     )
 
 
-def find_max_fitting_tokens(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> int:
-    """Find the largest token budget that fits, at the run's number of micro-batches; 0 if none fits."""
-    # tokens per token that the budget counts: it leaves out covariates
-    ratio = corpus.tokens_per_cell / float(corpus.tokens_by_cell.mean())
+def find_max_fitting_token_budget(
+    options: PlanOptions, corpus: CorpusSize, hardware: Hardware
+) -> int:
+    """Find the largest token budget that fits, at the run's number of micro-batches.
 
-    def needed(tokens: int) -> int:
-        return plan_memory(options, corpus, hardware, round(ratio * tokens)).total
+    Return 0 if none fits, MAX_TRIED_BUDGET if that or a larger one fits.
+    """
+    # The budget counts gene tokens; memory also holds covariate tokens.
+    tokens_per_gene_token = corpus.tokens_per_cell / float(corpus.tokens_by_cell.mean())
+
+    def needed(gene_tokens: int) -> int:
+        return plan_memory(
+            options, corpus, hardware, round(tokens_per_gene_token * gene_tokens)
+        ).total
 
     # memory grows with the tokens; the range begins at 1, so the index is the largest number that fits
-    return bisect_right(range(1, MAX_TOKENS + 1), hardware.usable_bytes, key=needed)
+    return bisect_right(range(1, MAX_TRIED_BUDGET + 1), hardware.usable_bytes, key=needed)
 
 
 def find_remedy(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> str:

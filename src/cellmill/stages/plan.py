@@ -27,7 +27,7 @@ from cellmill.planner.output.format import format_bytes
 from cellmill.planner.output.plan_file import RunPlan, format_line, format_plan
 from cellmill.planner.output.scaling import format_scaling
 from cellmill.planner.planned_model import PlannedModel
-from cellmill.planner.remedies import check_memory, find_max_fitting_tokens
+from cellmill.planner.remedies import check_memory, find_max_fitting_token_budget
 from cellmill.planner.suggest import format_suggestions, suggest_layouts
 from cellmill.planner.work import CorpusSize, count_detected_genes
 from cellmill.runs.identity import foresee_refusal
@@ -90,19 +90,19 @@ def plan(
             raise ConfigError("no layout fits, for the reasons above")
         return
     run_plan = _plan_run(corpus, machine, device_name)
-    if out is not None:
-        write_json(out, run_plan.record())
-    if device_name == "cpu":
-        lines = _format_cpu_plan(run_plan)
-    else:
-        lines = [format_plan(run_plan)]
     if train is None and out is not None:
         train = out.parent / "train"
     if train is not None:
         steps = None if manifest is None else run_plan.cost.work.steps
         refusal = foresee_refusal(train, options, steps)
         if refusal is not None:
-            lines.append(format_line("warning", f"stage train will refuse this run: {refusal}"))
+            run_plan.warnings.append(f"stage train will refuse this run: {refusal}")
+    if out is not None:
+        write_json(out, run_plan.record())
+    if device_name == "cpu":
+        lines = _format_cpu_plan(run_plan)
+    else:
+        lines = [format_plan(run_plan)]
     lines += format_scaling(options, corpus.size, machine, device_name, find_device(device_name))
     print("\n".join(lines), flush=True)
 
@@ -185,7 +185,7 @@ def _plan_run(corpus: PlannedCorpus, machine: Machine, device_name: str) -> RunP
         cost,
         corpus.size,
         hardware,
-        max_fitting_tokens=find_max_fitting_tokens(options, corpus.size, hardware),
+        max_fitting_token_budget=find_max_fitting_token_budget(options, corpus.size, hardware),
         genes_per_cell=float(corpus.detected.mean()),
         cut_cells_frac=corpus.cut_cells_frac,
         fingerprint=corpus.fingerprint,

@@ -7,10 +7,11 @@ from typing import Any
 
 from cellmill.config.run import AUTO_EPOCHS, Train
 from cellmill.planner.cost import RunCost, RunTime
-from cellmill.planner.devices import GB, describe_assumption, find_device
+from cellmill.planner.devices import describe_assumption
 from cellmill.planner.hardware import Hardware
 from cellmill.planner.memory import HostBytes, estimate_host_bytes
-from cellmill.planner.output.format import describe_layout, format_bytes, format_hours
+from cellmill.planner.output.format import describe_layout, format_bytes, format_count, format_hours
+from cellmill.planner.remedies import MAX_TRIED_BUDGET
 from cellmill.planner.schedules import estimate_idle_frac
 from cellmill.planner.traffic import sum_link_bytes
 from cellmill.planner.work import CorpusSize
@@ -32,7 +33,7 @@ class RunPlan:
     cost: RunCost
     corpus: CorpusSize
     hardware: Hardware
-    max_fitting_tokens: int  # largest train.token_budget that fits in memory
+    max_fitting_token_budget: int  # largest train.token_budget that fits in memory
     genes_per_cell: float  # mean number of detected genes
     cut_cells_frac: float  # fraction of cells with genes that do not become tokens
     fingerprint: str | None  # of the corpus; None for an assumed one
@@ -91,7 +92,7 @@ class RunPlan:
             "validations": work.validations,
             "val_cells": work.val_cells,  # cells per validation
             "auto_steps": train.steps == "auto",
-            "micro_batch_tokens": work.max_micro_batch_tokens,  # of the run's largest micro-batch
+            "max_micro_batch_tokens": work.max_micro_batch_tokens,
             "step": time and {**asdict(time.step), "step_s": time.step.step_s},
             "pipeline_idle_frac": estimate_idle_frac(
                 options.parallel, work.mean_micro_batches_per_step
@@ -113,7 +114,8 @@ class RunPlan:
             "scaled_lr": _scale_lr(train),
             "choices": options.objective.choices(),  # what options take from the corpus, and why
             "warnings": self.warnings,
-            "largest_micro_batch": self.max_fitting_tokens,  # train.token_budget that fits
+            # largest train.token_budget that fits, of those up to MAX_TRIED_BUDGET
+            "max_fitting_token_budget": self.max_fitting_token_budget,
             "genes_per_cell": self.genes_per_cell,
             "cut_cells_frac": self.cut_cells_frac,
             "fingerprint": self.fingerprint,
@@ -164,10 +166,13 @@ def _format_work(plan: RunPlan) -> Iterator[Line]:
     cost = plan.cost
     work = cost.work
     yield "parameters", f"{cost.whole_size.parameters:,} over {corpus.n_genes:,} genes"
-    text = f"{corpus.n_cells:,} for training, {corpus.tokens_per_cell:,.0f} tokens each"
+    genes = ""
     if plan.cut_cells_frac:
-        text += f" of {plan.genes_per_cell:,.0f} genes: tokens.max_tokens cuts {plan.cut_cells_frac:.0%} of cells"
-    yield "cells", text
+        genes = f" of {plan.genes_per_cell:,.0f} genes: tokens.max_tokens cuts {plan.cut_cells_frac:.0%} of cells"
+    yield (
+        "cells",
+        f"{corpus.n_cells:,} for training, on average {corpus.tokens_per_cell:,.0f} tokens{genes}",
+    )
     per_epoch = work.steps_per_epoch
     auto = ""
     if cost.options.train.steps == "auto":
@@ -194,14 +199,14 @@ def _format_memory(plan: RunPlan) -> Iterator[Line]:
             parts += f"; {format_bytes(n_bytes)} of pinned host memory for {use}"
     usable = format_bytes(hardware.usable_bytes)
     yield "memory", f"{format_bytes(memory.total)} of {usable} per process: {parts}"
-    memory_gb = find_device(hardware.device_name).memory_gb
-    # True if the memory is that of the named device, not plan.memory_gb
-    is_named = memory_gb is not None and hardware.device_bytes == round(memory_gb * GB)
     assumption = describe_assumption(hardware.device_name)
-    if is_named and assumption:
+    if assumption and not plan.cost.options.plan.memory_gb:
         yield "assumed", assumption
-    largest = f"{plan.max_fitting_tokens:,} would fit (train.token_budget)"
-    yield "micro-batch", f"at most {plan.cost.work.max_micro_batch_tokens:,} tokens; {largest}"
+    budget = f"{plan.max_fitting_token_budget:,}"
+    if plan.max_fitting_token_budget == MAX_TRIED_BUDGET:
+        budget = f"at least {budget}"
+    tokens = f"{plan.cost.work.max_micro_batch_tokens:,}"
+    yield "micro-batch", f"at most {tokens} tokens; {budget} would fit (train.token_budget)"
 
 
 def _format_time(cost: RunCost) -> Iterator[Line]:
@@ -240,7 +245,7 @@ def _format_hints(plan: RunPlan, time: RunTime | None) -> Iterator[Line]:
     train = options.train
     work = plan.cost.work
     if work.validations:
-        text = f"{work.validations:,} times {work.val_cells:,} cells"
+        text = f"{format_count(work.validations, 'time')} {format_count(work.val_cells, 'cell')}"
         if time is not None:
             text += f", {time.validation_frac:.0%} of the time"
             if time.validation_frac > LARGE_FRAC:
