@@ -29,7 +29,7 @@ from cellmill.planner.memory import (
 )
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.schedules import count_in_flight, estimate_idle_frac
-from cellmill.planner.traffic import list_traffic
+from cellmill.planner.traffic import list_traffic, sum_link_bytes
 from tests.checks import quick
 from tests.models import spec
 
@@ -176,6 +176,17 @@ def test_only_trained_tied_parameters_are_sent() -> None:
     [sent_frozen] = list_traffic(frozen, 0, LONG, 4)
     assert sent.payload_bytes - sent_frozen.payload_bytes == 4 * SIZE.tied.parameters > 0
     assert sent.calls - sent_frozen.calls == 1
+
+
+def test_a_pipeline_rank_sends_over_its_own_card() -> None:
+    model = replace(_model(4, pp=4), nproc_per_node=2)
+    untied = replace(model, size=replace(SIZE, tied=replace(SIZE.tied, trained=0)))
+    message_bytes = 4 * LONG * SIZE.width
+    sent = [sum_link_bytes(list_traffic(untied, rank, LONG, 8)) for rank in range(4)]
+    end = {"intra_node": message_bytes, "inter_node": 0}
+    # ranks 1 and 2 are neighbours on different nodes
+    middle = {"intra_node": message_bytes, "inter_node": message_bytes}
+    assert sent == [end, middle, middle, end]
 
 
 @pytest.mark.parametrize("pp", [1, 2])

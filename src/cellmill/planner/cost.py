@@ -12,7 +12,7 @@ from cellmill.planner.measure.size import Load, ModelSize, measure_size
 from cellmill.planner.memory import Memory, find_full_memory, plan_memory
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.step_time import Network, StepTime, estimate_step
-from cellmill.planner.traffic import Traffic, list_traffic
+from cellmill.planner.traffic import Traffic, list_traffic, sum_link_bytes
 from cellmill.planner.work import CorpusSize, Work, count_work
 
 HIDDEN_GENES_METRIC = "val_hidden_genes"  # of the only objectives whose metric needs other views
@@ -39,7 +39,7 @@ class RunCost:
     work: Work
     memory: Memory
     flops_per_step: float  # FLOPs of the model over all processes; recomputation is not counted
-    traffic: list[Traffic]  # traffic of the rank that sends the most
+    traffic: list[Traffic]  # traffic of the rank that sends the most, first to other nodes
     time: RunTime | None  # None if the device's speed is unknown
 
     def find_full_memory(self, hardware: Hardware) -> Literal["device", "host"] | None:
@@ -65,7 +65,7 @@ def estimate_cost(
         list_traffic(model, pp_rank, load.tokens, work.mean_micro_batches_per_step)
         for pp_rank in range(model.layout.pp)
     ]
-    heaviest = max(traffic_by_rank, key=lambda traffic: sum(part.sent_bytes for part in traffic))
+    heaviest = max(traffic_by_rank, key=_make_sent_key)
     time = None
     peak = device.peak_flops_per_s(options.parallel)
     intra_node_gbs = options.plan.intra_node_gbs or device.intra_node_gbs
@@ -104,6 +104,12 @@ def _estimate_time(
         validation_frac=validations_s / 3600 / hours,
         gpu_hours=hours * world_size,
     )
+
+
+def _make_sent_key(traffic: list[Traffic]) -> tuple[float, float]:
+    """Make a key that sorts the rank last that sends the most, first to other nodes."""
+    sent = sum_link_bytes(traffic)
+    return sent["inter_node"], sent["intra_node"]
 
 
 def _divide_load(corpus: CorpusSize, work: Work, dp: int) -> Load:

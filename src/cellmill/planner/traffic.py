@@ -3,7 +3,8 @@
 Collectives are counted as rings. Each of n processes sends (n - 1) / n of the tensor in an
 all-gather or reduce-scatter, and twice that in an all-reduce. If a ring has k processes on a node,
 one of its k hops leaves the node, and rings take turns over the node's network cards: each process
-sends 1 / k of its bytes over its card. Reductions of a few numbers (targets, norms, signals) are
+sends 1 / k of its bytes over its card. A message of a pipeline is sent over the card of its own
+process, or inside the node. Reductions of a few numbers (targets, norms, signals) are
 left out.
 
 Sources: ZeRO, Rajbhandari et al. 2020, section 7; sequence parallelism, Korthikanti et al. 2022,
@@ -31,7 +32,8 @@ class Traffic:
     kind: Kind
     axis: str
     processes: int  # processes of the group
-    processes_per_node: int  # processes of the group on one node
+    # processes of the group on one node; for point to point 1 between nodes, or all in a node
+    processes_per_node: int
     # bytes of the full tensors, before a reduce-scatter or after an all-gather
     payload_bytes: float
     calls: float
@@ -68,6 +70,7 @@ class CollectiveCalls(NamedTuple):
     axis: str  # mesh axis
     payload_bytes: float  # bytes of the full tensors
     calls: float
+    leaves_node: bool = False  # for point to point: the receiver is on another node
 
 
 def list_traffic(
@@ -75,15 +78,16 @@ def list_traffic(
 ) -> list[Traffic]:
     """Sum the calls of pipeline rank `pp_rank` in a step of `tokens` tokens, in all micro-batches."""
     totals = model.sum_rank_totals(pp_rank)
-    payloads = defaultdict[tuple[Kind, str], float](float)
-    calls = defaultdict[tuple[Kind, str], float](float)
+    payloads = defaultdict[tuple[Kind, str, bool], float](float)
+    calls = defaultdict[tuple[Kind, str, bool], float](float)
     for part in chain(
         _list_data_parallel(model, totals, micro_batches),
         _list_tensor_parallel(model, totals, tokens, micro_batches),
         _list_pipeline(model, pp_rank, tokens, micro_batches),
     ):
-        payloads[part.kind, part.axis] += part.payload_bytes
-        calls[part.kind, part.axis] += part.calls
+        key = (part.kind, part.axis, part.leaves_node)
+        payloads[key] += part.payload_bytes
+        calls[key] += part.calls
     layout = model.layout
     # neighbours on an axis are this many processes apart: tp is the innermost axis of the mesh
     distances = {
@@ -93,14 +97,14 @@ def list_traffic(
         "pp": layout.tp * layout.dp,
     }
     traffic = []
-    for (kind, axis), payload in payloads.items():
+    for (kind, axis, leaves_node), payload in payloads.items():
         processes = getattr(layout, axis)
-        distance = distances[axis]
+        processes_per_node = min(processes, max(1, model.nproc_per_node // distances[axis]))
+        if kind == "point to point":
+            processes_per_node = 1 if leaves_node else processes
         if payload and processes > 1:
-            processes_per_node = min(processes, max(1, model.nproc_per_node // distance))
-            traffic.append(
-                Traffic(kind, axis, processes, processes_per_node, payload, calls[kind, axis])
-            )
+            n_calls = calls[kind, axis, leaves_node]
+            traffic.append(Traffic(kind, axis, processes, processes_per_node, payload, n_calls))
     return traffic
 
 
@@ -143,14 +147,12 @@ def _list_tensor_parallel(
     """
     size = model.size
     parallel = model.parallel
-    bytes_per_element = model.element_bytes * tokens  # one element of each token
+    token_bytes = model.element_bytes * tokens  # of one element of every token
     outside_calls = totals.n_begin * size.begin.collectives
     outside_calls += totals.n_finish * size.finish.collectives
     outside = totals.n_begin * size.begin.collective_elements_per_token
     outside += totals.n_finish * size.finish.collective_elements_per_token
-    yield CollectiveCalls(
-        "all-reduce", "tp", bytes_per_element * outside, outside_calls * micro_batches
-    )
+    yield CollectiveCalls("all-reduce", "tp", token_bytes * outside, outside_calls * micro_batches)
     # the backward pass sums as often as the forward pass: twice in a block of attention, once in one
     # without; recomputation stops before the last sum, which the backward pass does not need
     forward_sums = size.block.collectives
@@ -158,7 +160,7 @@ def _list_tensor_parallel(
     recomputed_sums = max(0, forward_sums - 1) if recomputes else 0
     sums_per_block = 2 * forward_sums + recomputed_sums
     elements_per_sum = size.block.collective_elements_per_token / max(1, forward_sums)
-    payload = bytes_per_element * totals.n_blocks * (sums_per_block * elements_per_sum)
+    payload = token_bytes * totals.n_blocks * (sums_per_block * elements_per_sum)
     kind: Kind = "reduce-scatter" if parallel.sequence_parallel else "all-reduce"
     yield CollectiveCalls(kind, "tp", payload, totals.n_blocks * sums_per_block * micro_batches)
     if parallel.sequence_parallel:
@@ -170,22 +172,31 @@ def _list_tensor_parallel(
         elements = totals.n_blocks * gathers_per_block * elements_per_sum
         elements += size.width * model.layout.tp * ends
         calls = (totals.n_blocks * gathers_per_block + ends) * micro_batches
-        yield CollectiveCalls("all-gather", "tp", bytes_per_element * elements, calls)
+        yield CollectiveCalls("all-gather", "tp", token_bytes * elements, calls)
 
 
 def _list_pipeline(
     model: PlannedModel, pp_rank: int, tokens: float, micro_batches: float
 ) -> Iterator[CollectiveCalls]:
     """Yield calls that send activations and gradients between stages, and gradients of tied parameters."""
-    stages = list_stages(pp_rank, model.parallel)
-    last = model.parallel.n_stages - 1
-    messages = 0  # sent by stages of this rank to stages of other ranks
-    for stage in stages:
+    parallel = model.parallel
+    layout = model.layout
+    pp_ranks = range(layout.pp)
+    rank_by_stage = {stage: rank for rank in pp_ranks for stage in list_stages(rank, parallel)}
+    # node of the first process of each pipeline rank
+    nodes = [rank * layout.tp * layout.dp // model.nproc_per_node for rank in pp_ranks]
+    message_bytes = model.element_bytes * tokens * model.size.width
+    for stage in list_stages(pp_rank, parallel):
         for neighbour in (stage - 1, stage + 1):
-            messages += 0 <= neighbour <= last and neighbour not in stages
-    n_bytes = model.element_bytes * tokens * model.size.width * messages
-    yield CollectiveCalls("point to point", "pp", n_bytes, messages * micro_batches)
+            receiver = rank_by_stage.get(neighbour, pp_rank)
+            if receiver != pp_rank:
+                leaves_node = nodes[receiver] != nodes[pp_rank]
+                yield CollectiveCalls(
+                    "point to point", "pp", message_bytes, micro_batches, leaves_node
+                )
     tied = model.size.tied.trained
-    if tied and (0 in stages) != (last in stages):
+    ends = {rank_by_stage[0], rank_by_stage[parallel.n_stages - 1]}
+    if tied and len(ends) == 2 and pp_rank in ends:
         tied_bytes = FLOAT32_BYTES * tied / model.ranks_per_copy
-        yield CollectiveCalls("point to point", "pp", tied_bytes, 1)
+        leaves_node = len({nodes[rank] for rank in ends}) == 2
+        yield CollectiveCalls("point to point", "pp", tied_bytes, 1, leaves_node)
