@@ -20,9 +20,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cellmill.config.options import TrainOptions
+from cellmill.planner.hardware import Hardware
 from cellmill.planner.memory import estimate_rank_peak
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.traffic import list_traffic
+from cellmill.planner.work import CorpusSize
 from cellmill.train.telemetry import memory_bytes
 from tests.checks import quick
 from tests.distributed.cases import DEVICE, trainer
@@ -169,9 +171,9 @@ def _planned(name: str, hidden: int, **train: Any) -> tuple[dict[str, Any], Plan
     given = options(layout, model=model, tokens={"max_tokens": 100}, train=train)
     if name in LAYOUTS_OF_PROFILE:
         given |= split(model | {"family": "profile", "objective": "denoise"})
-    return given, PlannedModel.measure(
-        TrainOptions.model_validate(given), N_GENES, WORLD, LOCAL_WORLD
-    )
+    corpus = CorpusSize(np.ones(1, np.int64), N_GENES)
+    hardware = Hardware(WORLD // LOCAL_WORLD, LOCAL_WORLD, "h100", device_bytes=0, usable_bytes=0)
+    return given, PlannedModel.measure(TrainOptions.model_validate(given), corpus, hardware)
 
 
 FEW_CELLS = {"global_batch": 12}

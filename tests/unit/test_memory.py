@@ -29,7 +29,7 @@ from cellmill.planner.memory import (
 )
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.schedules import count_in_flight, estimate_idle_frac
-from cellmill.planner.traffic import list_traffic, sum_link_bytes
+from cellmill.planner.traffic import LinkBytes, list_traffic, sum_link_bytes
 from tests.checks import quick
 from tests.models import spec
 
@@ -183,9 +183,9 @@ def test_a_pipeline_rank_sends_over_its_own_card() -> None:
     untied = replace(model, size=replace(SIZE, tied=replace(SIZE.tied, trained=0)))
     message_bytes = 4 * LONG * SIZE.width
     sent = [sum_link_bytes(list_traffic(untied, rank, LONG, 8)) for rank in range(4)]
-    end = {"intra_node": message_bytes, "inter_node": 0}
+    end = LinkBytes(inter_node=0, intra_node=message_bytes)
     # ranks 1 and 2 are neighbours on different nodes
-    middle = {"intra_node": message_bytes, "inter_node": message_bytes}
+    middle = LinkBytes(inter_node=message_bytes, intra_node=message_bytes)
     assert sent == [end, middle, middle, end]
 
 

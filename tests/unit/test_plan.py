@@ -925,7 +925,7 @@ def test_hours_on_cpu_cores_come_from_a_measured_rate(
     [line] = [line for line in lines if line.startswith(("time ", "step time"))]
     match = re.fullmatch(
         r"time        about (\d+) s of training, without start-up, at 35% \(plan.mfu_frac\) of ([\d,]+) GFLOP/s per "
-        "process, measured now on CPU cores like these; steps of a few ms take longer",
+        "process, measured now on all CPU cores here; steps of a few ms take longer",
         line,
     )
     assert match is not None, line

@@ -15,7 +15,7 @@ from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import divide_processes, min_microbatches, pipeline_tokens
 from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.data.stream.micro_batches import MicroBatchRule
-from cellmill.planner.corpus_cost import VAR_BYTES_PER_SHARD, estimate_corpus
+from cellmill.planner.corpus_cost import VAR_BYTES_PER_SHARD, estimate_stage_costs
 from cellmill.planner.step_time import NETWORK_FRAC, Network, estimate_latency
 from cellmill.planner.traffic import Kind, Traffic
 from cellmill.planner.work import (
@@ -45,7 +45,7 @@ def test_latency_counts_each_hop(
 
 
 def test_bytes_add_up_over_the_slower_link() -> None:
-    network = Network(intra_node_gbs=100, inter_node_gbs=10)
+    network = Network(intra_node_gb_per_s=100, inter_node_gb_per_s=10)
     traffic = Traffic("all-gather", "dp_shard", 16, 8, payload_bytes=1.6e9, calls=10)
     # 1.5 GB are sent; an eighth of them, over this process's share of the network, takes longer than the rest
     assert network.seconds(traffic) == pytest.approx(
@@ -124,14 +124,14 @@ def test_planned_files_equal_those_that_shard_writes(tmp_path: Path) -> None:
     counts = random_counts(3000, 4000)
     options = Shard(cells_per_shard=1000, val_frac=0, test_frac=0)
     manifest = write_corpus(tmp_path, counts, cells_per_shard=1000)
-    planned = estimate_corpus([3000], counts.nnz / 3000, options)[-1]
+    planned = estimate_stage_costs([3000], counts.nnz / 3000, options)[-1]
     written = [manifest.path, *(manifest.shard_path(file) for file in manifest.files())]
     assert planned.files == pytest.approx(len(written), abs=6)  # empty splits and levels
     n_bytes = sum(path.stat().st_size for path in written)
     n_bytes += 3 * VAR_BYTES_PER_SHARD * (1 - 4_000 / 20_000)  # planned for 20,000 genes
     assert planned.disk_gb * 1e9 == pytest.approx(n_bytes, rel=0.2)
     # obs grows with the cells, not with the shards
-    one = estimate_corpus([3000], counts.nnz / 3000, Shard(cells_per_shard=3000))[-1]
+    one = estimate_stage_costs([3000], counts.nnz / 3000, Shard(cells_per_shard=3000))[-1]
     saved = 2 * VAR_BYTES_PER_SHARD
     assert (planned.disk_gb - one.disk_gb) * 1e9 == pytest.approx(saved)
 
@@ -139,7 +139,7 @@ def test_planned_files_equal_those_that_shard_writes(tmp_path: Path) -> None:
 def test_more_jobs_leave_the_total_work_unchanged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one, many = (estimate_corpus([10**8], 2000, Shard(jobs=jobs)) for jobs in (1, 100))
+    one, many = (estimate_stage_costs([10**8], 2000, Shard(jobs=jobs)) for jobs in (1, 100))
     assert [cost.stage for cost in many] == [
         "preprocess",
         "vocabulary",

@@ -11,7 +11,7 @@ from cellmill.data.inputs.soma import open_query
 from cellmill.data.prepare.convert import convert_tokens, open_shard_folder
 from cellmill.errors import ConfigError, DataError, did_you_mean
 from cellmill.models.published import read_dictionaries
-from cellmill.planner.corpus_cost import estimate_corpus
+from cellmill.planner.corpus_cost import estimate_stage_costs
 
 
 def convert(
@@ -81,7 +81,7 @@ def plan_corpus(*, config: Path, corpus: str, cells: int | None, genes_per_cell:
         f"{corpus}: {sum(cells_per_dataset):,} cells of {genes_per_cell:,} genes in {len(datasets):,} files, by costs "
         "measured once on another machine, without waiting for disks:"
     )
-    costs = estimate_corpus(cells_per_dataset, genes_per_cell, options.shard)
+    costs = estimate_stage_costs(cells_per_dataset, genes_per_cell, options.shard)
     print(
         f"{'stage':<12}{'jobs':>7}{'h a job':>10}{'CPU h':>10}{'GB a job':>10}{'files':>9}{'GB disk':>11}"
     )

@@ -26,8 +26,8 @@ INDEX_HOURS = 0.01  # to write the manifest and the index of parts
 # memory of a job without data
 RSS_MB = {"preprocess": 530, "vocabulary": 440, "divide": 310, "shard_part": 250, "shard": 250}
 RSS_BYTES_PER_VALUE = 16  # per value of one shard: gene and count, and both again when sorted
-# for obs (an estimate): per cell of the corpus in `divide`, per cell of the file in stages that open one
-RSS_BYTES_PER_CELL = 150
+# memory of obs, an estimate: `divide` holds the corpus's cells, stages that open a file hold its cells
+OBS_RSS_BYTES_PER_CELL = 150
 OFFSET_BYTES_PER_CELL = 16  # per cell of the corpus in `shard_part`: indptr and part offsets
 
 
@@ -49,14 +49,14 @@ class StageCost:
         return (RSS_MB[self.stage] + self.data_rss_mb) / 1e3
 
 
-def estimate_corpus(
+def estimate_stage_costs(
     cells_per_dataset: list[int], genes_per_cell: float, shard: Shard
 ) -> list[StageCost]:
     """Estimate the costs of the stages that make a corpus."""
     n_values = sum(cells_per_dataset) * genes_per_cell
     cpu_hours = {stage: n_values * ns / NS_PER_HOUR for stage, ns in NS_PER_VALUE.items()}
     max_cells = max(cells_per_dataset)
-    obs_mb = RSS_BYTES_PER_CELL * max_cells / 1e6
+    obs_mb = OBS_RSS_BYTES_PER_CELL * max_cells / 1e6
     return [
         StageCost(
             stage="preprocess",
@@ -91,7 +91,7 @@ def _estimate_shards(
     bytes_per_cell = genes_per_cell * SHARD_BYTES_PER_VALUE[shard.order]
     bytes_per_cell += OBS_BYTES_PER_CELL + INDEX_BYTES_PER_CELL
     n_bytes = n_cells * bytes_per_cell + n_shards * VAR_BYTES_PER_SHARD
-    divide_mb = RSS_BYTES_PER_CELL * (n_cells + max(cells_per_dataset)) / 1e6
+    divide_mb = OBS_RSS_BYTES_PER_CELL * (n_cells + max(cells_per_dataset)) / 1e6
     write_mb = RSS_BYTES_PER_VALUE * min(shard.cells_per_shard, n_cells) * genes_per_cell / 1e6
     write_mb += OFFSET_BYTES_PER_CELL * n_cells / 1e6
     divide_hours = cpu_hours["divide"]

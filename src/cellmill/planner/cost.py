@@ -1,7 +1,6 @@
 """Cost of a whole run: FLOPs and traffic of its steps, and hours if the device's speed is known."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from cellmill.config.options import PlanOptions
 from cellmill.models.batch import PAD_CELL
@@ -9,13 +8,11 @@ from cellmill.models.build import ModelSpec
 from cellmill.planner.devices import Device
 from cellmill.planner.hardware import Hardware
 from cellmill.planner.measure.size import Load, ModelSize, measure_size
-from cellmill.planner.memory import Memory, find_full_memory, plan_memory
+from cellmill.planner.memory import Memory, plan_memory
 from cellmill.planner.planned_model import PlannedModel
-from cellmill.planner.step_time import Network, StepTime, estimate_step
+from cellmill.planner.step_time import Network, StepTime, estimate_step_time
 from cellmill.planner.traffic import Traffic, list_traffic, sum_link_bytes
 from cellmill.planner.work import CorpusSize, Work, count_work
-
-HIDDEN_GENES_METRIC = "val_hidden_genes"  # of the only objectives whose metric needs other views
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class RunTime:
 
 @dataclass(frozen=True)
 class RunCost:
-    """Estimates of a run."""
+    """Work, memory, FLOPs, traffic and time of a run in its layout."""
 
     options: PlanOptions
     model: PlannedModel
@@ -39,11 +36,8 @@ class RunCost:
     work: Work
     memory: Memory
     flops_per_step: float  # FLOPs of the model over all processes; recomputation is not counted
-    traffic: list[Traffic]  # traffic of the rank that sends the most, first to other nodes
+    traffic: list[Traffic]  # traffic of the rank that sends the most to other nodes
     time: RunTime | None  # None if the device's speed is unknown
-
-    def find_full_memory(self, hardware: Hardware) -> Literal["device", "host"] | None:
-        return find_full_memory(self.memory, self.model, hardware)
 
 
 def estimate_cost(
@@ -51,9 +45,7 @@ def estimate_cost(
 ) -> RunCost:
     """Estimate work, memory, FLOPs, traffic and time of a run."""
     memory = plan_memory(options, corpus, hardware)
-    model = PlannedModel.measure(
-        options, corpus.n_genes, hardware.world_size, hardware.nproc_per_node, corpus.levels
-    )
+    model = PlannedModel.measure(options, corpus, hardware)
     work = count_work(options, corpus, model.layout)
     whole_size = measure_size(
         ModelSpec.of(options, corpus.n_genes, corpus.levels), finetune=options.finetune
@@ -65,15 +57,15 @@ def estimate_cost(
         list_traffic(model, pp_rank, load.tokens, work.mean_micro_batches_per_step)
         for pp_rank in range(model.layout.pp)
     ]
-    heaviest = max(traffic_by_rank, key=_make_sent_key)
+    heaviest = max(traffic_by_rank, key=sum_link_bytes)
     time = None
     peak = device.peak_flops_per_s(options.parallel)
-    intra_node_gbs = options.plan.intra_node_gbs or device.intra_node_gbs
-    inter_node_gbs = options.plan.inter_node_gbs or device.inter_node_gbs
+    intra_node_gbs = options.plan.intra_node_gbs or device.intra_node_gb_per_s
+    inter_node_gbs = options.plan.inter_node_gbs or device.inter_node_gb_per_s
     if peak is not None and intra_node_gbs is not None and inter_node_gbs is not None:
         network = Network(intra_node_gbs, inter_node_gbs)
         flops_per_s = peak * options.plan.mfu_frac
-        step = estimate_step(
+        step = estimate_step_time(
             model, heaviest, network, flops_per_s, load, work.mean_micro_batches_per_step
         )
         mfu = flops_per_step / (step.step_s * peak * hardware.world_size)
@@ -93,7 +85,7 @@ def _estimate_time(
     if options.train.replay_every_steps is not None:
         # one more step is computed for each step that is replayed
         steps_s *= 1 + 1 / options.train.replay_every_steps
-    forwards = 2 if options.train.best_metric.startswith(HIDDEN_GENES_METRIC) else 1
+    forwards = 2 if options.train.best_metric.startswith("val_hidden_genes") else 1
     cells = forwards * work.validations * work.val_cells
     validations_s = step.forward_s * cells / work.max_cells_per_step
     hours = (steps_s + validations_s) / 3600
@@ -104,12 +96,6 @@ def _estimate_time(
         validation_frac=validations_s / 3600 / hours,
         gpu_hours=hours * world_size,
     )
-
-
-def _make_sent_key(traffic: list[Traffic]) -> tuple[float, float]:
-    """Make a key that sorts the rank last that sends the most, first to other nodes."""
-    sent = sum_link_bytes(traffic)
-    return sent["inter_node"], sent["intra_node"]
 
 
 def _divide_load(corpus: CorpusSize, work: Work, dp: int) -> Load:

@@ -20,17 +20,17 @@ class Device:
     """Peak rates of one device; None if unknown."""
 
     memory_gb: float | None  # None for the machine's own memory
-    bf16_flops_per_s: float | None  # in bfloat16 and float16
+    half_flops_per_s: float | None  # in bfloat16 and float16
     fp32_flops_per_s: float | None
-    intra_node_gbs: float | None  # GB/s to devices of the same node
-    inter_node_gbs: float | None  # GB/s to other nodes
+    intra_node_gb_per_s: float | None  # GB/s to devices of the same node
+    inter_node_gb_per_s: float | None  # GB/s to other nodes
     has_bf16: bool = True
     tf32_flops_per_s: float | None = None
 
     def peak_flops_per_s(self, parallel: Parallel) -> float | None:
         """Find the peak FLOP/s in the number format of a run; None if unknown."""
         if parallel.half_precision:
-            return self.bf16_flops_per_s
+            return self.half_flops_per_s
         if parallel.tf32 and self.tf32_flops_per_s:
             return self.tf32_flops_per_s
         return self.fp32_flops_per_s

@@ -71,12 +71,7 @@ def plan_memory(
 
     `micro_batch_tokens` are the tokens of a micro-batch; by default those of the run's largest.
     """
-    if hardware.device_name == "cpu":  # there is no other memory to offload to
-        parallel = options.parallel.model_copy(update={"cpu_offload": None})
-        options = options.model_copy(update={"parallel": parallel})
-    model = PlannedModel.measure(
-        options, corpus.n_genes, hardware.world_size, hardware.nproc_per_node, corpus.levels
-    )
+    model = PlannedModel.measure(options, corpus, hardware)
     work = count_work(options, corpus, model.layout)
     if micro_batch_tokens is None:
         micro_batch_tokens = work.max_micro_batch_tokens
@@ -162,39 +157,31 @@ class _RankMemory:
         All activations are allocated, and the gradients being computed.
         """
         model = self.model
-        totals = self.totals
         block = model.size.block
-        logits_bytes = 0
-        if totals.n_finish:  # float32 in every precision
-            logits_bytes = round(
-                FLOAT32_BYTES * model.size.finish_workspace(self.micro_batch_tokens)
-            )
-        memory = replace(
-            self.persistent,
-            activations=round(
-                self._activation_bytes * self._kept_elements_per_token() * self.micro_batch_tokens
-            ),
-            logits=logits_bytes,
-            gathered=self._gathered_bytes,
-        )
-        if not model.is_sharded:
-            # DistributedDataParallel's buckets persist and are sent as they are; accumulated
-            # gradients are a further copy
-            copies = int(model.layout.dp > 1) + int(self.micro_batches > 1)
-            elements = copies * totals.trained
-            if copies == 0:  # no gradient is there yet, except those being computed
-                elements = block.trained
-            return replace(memory, gradients=FLOAT32_BYTES * elements)
+        activations = self._activation_bytes * self._peak_elements_per_token()
+        logits_bytes = 0.0
+        if self.totals.n_finish:  # float32 in every precision
+            logits_bytes = FLOAT32_BYTES * model.size.finish_workspace(self.micro_batch_tokens)
+        # DistributedDataParallel's buckets persist and are sent as they are; accumulated gradients
+        # are a further copy
+        copies = int(model.layout.dp > 1) + int(self.micro_batches > 1)
+        gradient_bytes = copies * FLOAT32_BYTES * self.totals.trained
+        if model.is_sharded:
+            gradient_bytes = self.accumulated_bytes + model.element_bytes * block.trained
+        elif copies == 0:  # no gradient is there yet, except those being computed
+            gradient_bytes = FLOAT32_BYTES * block.trained
         communication_bytes = 0
-        if self.micro_batches > 1 and self.parallel.reduces_each_micro_batch:
+        if model.is_sharded and self.micro_batches > 1 and self.parallel.reduces_each_micro_batch:
             # the full gradient of a block, and the shard that a reduce-scatter makes of it, next to
             # the shards of earlier micro-batches
-            communication_bytes = FLOAT32_BYTES * (
-                block.trained + -(-block.trained // model.ranks_per_copy)
-            )
+            shard = -(-block.trained // model.ranks_per_copy)
+            communication_bytes = FLOAT32_BYTES * (block.trained + shard)
         return replace(
-            memory,
-            gradients=self.accumulated_bytes + model.element_bytes * block.trained,
+            self.persistent,
+            activations=round(activations * self.micro_batch_tokens),
+            logits=round(logits_bytes),
+            gathered=self._gathered_bytes,
+            gradients=gradient_bytes,
             communication=communication_bytes,
         )
 
@@ -270,8 +257,8 @@ class _RankMemory:
             weights = totals.outside + min(2, size.n_blocks) * size.block.parameters
         return self.model.element_bytes * weights
 
-    def _kept_elements_per_token(self) -> float:
-        """Count the elements per token when a backward pass begins: activations, and a block's workspace."""
+    def _peak_elements_per_token(self) -> float:
+        """Count the activations and a block's workspace, in elements per token, as a backward pass begins."""
         size = self.model.size
         kept_by_checkpointing = {
             None: size.block.activations_per_token,
@@ -294,8 +281,6 @@ class _RankMemory:
 
     def _in_flight_by_stage(self) -> list[int]:
         """Count the micro-batches whose activations each stage of the rank holds."""
-        if self.parallel.pp == 1:
-            return [1]
         if len(self.stages) == 1:
             return [self.in_flight]
         # the first of two stages gets the odd one: it waits longer for gradients
@@ -321,17 +306,17 @@ def estimate_host_bytes(model: PlannedModel) -> HostBytes:
     if offload == "full":
         n_offloaded += average
 
-    def copy_bytes(n_tensors: int) -> int:
-        """Count the bytes of all weights, and of `n_tensors` copies of the trained ones."""
+    def count_bytes(n_trained_copies: int) -> int:
+        """Count the bytes of all weights, and of further copies of the trained weights."""
         elements = 0  # of the largest pipeline rank
         for pp_rank in range(model.layout.pp):
             totals = model.sum_rank_totals(pp_rank)
-            elements = max(elements, totals.parameters + n_tensors * totals.trained)
+            elements = max(elements, totals.parameters + n_trained_copies * totals.trained)
         return FLOAT32_BYTES * -(-elements // model.ranks_per_copy)
 
     return HostBytes(
-        offload=copy_bytes(n_offloaded) if offload else 0,
-        staging=copy_bytes(model.optimizer_states + average),
+        offload=count_bytes(n_offloaded) if offload else 0,
+        staging=count_bytes(model.optimizer_states + average),
     )
 
 
@@ -343,14 +328,15 @@ def count_pinned_bytes(model: PlannedModel, hardware: Hardware) -> int:
 
 
 def find_full_memory(
-    memory: Memory, model: PlannedModel, hardware: Hardware
+    options: PlanOptions, corpus: CorpusSize, hardware: Hardware
 ) -> Literal["device", "host"] | None:
     """Return the memory in which a run does not fit; None if it fits.
 
     The host's memory is what a node's job requests; its processes pin a part of it.
     """
-    if memory.total > hardware.usable_bytes:
+    if plan_memory(options, corpus, hardware).total > hardware.usable_bytes:
         return "device"
+    model = PlannedModel.measure(options, corpus, hardware)
     if hardware.host_bytes and count_pinned_bytes(model, hardware) > hardware.host_bytes:
         return "host"
     return None

@@ -1,15 +1,16 @@
 """A model in a parallel layout: its pipeline stages, and what each pipeline rank holds."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from cellmill.config.options import TrainOptions
-from cellmill.config.parallel import Layout, Parallel, divide_processes
+from cellmill.config.parallel import Layout, Parallel
 from cellmill.models.build import ModelSpec
 from cellmill.parallel.mesh import list_blocks, list_stages
+from cellmill.planner.hardware import Hardware
 from cellmill.planner.measure.passes import FLOAT32_BYTES, HALF_BYTES
 from cellmill.planner.measure.size import Load, ModelSize, measure_size
+from cellmill.planner.work import CorpusSize
 
 
 class RankTotals(NamedTuple):
@@ -40,12 +41,9 @@ class PlannedStage:
 
     def count_activations(self, per_block: float) -> float:
         """Count the elements kept per token for the backward pass, with `per_block` in each block."""
-        outside = 0.0
-        if self.has_begin:
-            outside += self.size.begin.activations_per_token
-        if self.has_finish:
-            outside += self.size.finish.activations_per_token
-        return self.n_blocks * per_block + outside
+        begin = self.has_begin * self.size.begin.activations_per_token
+        finish = self.has_finish * self.size.finish.activations_per_token
+        return begin + self.n_blocks * per_block + finish
 
 
 @dataclass(frozen=True)
@@ -60,25 +58,17 @@ class PlannedModel:
     optimizer_states: int = 2  # tensors of the optimizer's state per trained parameter
 
     @classmethod
-    def measure(
-        cls,
-        options: TrainOptions,
-        n_genes: int,
-        world_size: int,
-        nproc_per_node: int,
-        levels: Mapping[str, Sequence[str]] | None = None,
-    ) -> Self:
-        """Measure the model of a run on `world_size` processes.
-
-        Raise ConfigError if the layout does not divide them.
-        """
+    def measure(cls, options: TrainOptions, corpus: CorpusSize, hardware: Hardware) -> Self:
+        """Measure the model of a run. Raise ConfigError if the layout does not divide the processes."""
         parallel = options.parallel
-        spec = ModelSpec.of(options, n_genes, levels)
+        if hardware.device_name == "cpu":  # there is no other memory to offload to
+            parallel = parallel.model_copy(update={"cpu_offload": None})
+        spec = ModelSpec.of(options, corpus.n_genes, corpus.levels)
         return cls(
             size=measure_size(spec, parallel.tp, parallel.sequence_parallel, options.finetune),
             parallel=parallel,
-            layout=divide_processes(parallel, world_size, nproc_per_node),
-            nproc_per_node=nproc_per_node,
+            layout=hardware.divide(parallel),
+            nproc_per_node=hardware.nproc_per_node,
             keeps_average=options.train.ema_decay is not None,
             optimizer_states=options.train.optimizer.states_per_parameter,
         )
@@ -91,8 +81,8 @@ class PlannedModel:
     @property
     def is_sharded(self) -> bool:
         """True if FSDP2 wraps the model: with several data-parallel ranks under fsdp, tp or pp."""
-        shares_cells = self.layout.tp * self.layout.pp > 1
-        return self.layout.dp > 1 and (self.parallel.strategy == "fsdp" or shares_cells)
+        is_model_parallel = self.layout.tp * self.layout.pp > 1
+        return self.layout.dp > 1 and (self.parallel.strategy == "fsdp" or is_model_parallel)
 
     @property
     def ranks_per_copy(self) -> int:

@@ -19,7 +19,6 @@ from cellmill.errors import ConfigError
 from cellmill.planner.hardware import Hardware
 from cellmill.planner.memory import find_full_memory, plan_memory
 from cellmill.planner.output.format import format_bytes
-from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.work import CorpusSize
 
 FREE_HALVINGS = 2  # halvings of a micro-batch that cost less than recomputing a forward pass
@@ -51,7 +50,7 @@ def find_max_fitting_token_budget(
     Return 0 if none fits, MAX_TRIED_BUDGET if that or a larger one fits.
     """
     # The budget counts gene tokens; memory also holds covariate tokens.
-    tokens_per_gene_token = corpus.tokens_per_cell / float(corpus.tokens_by_cell.mean())
+    tokens_per_gene_token = corpus.tokens_per_cell / float(corpus.gene_tokens_by_read.mean())
 
     def needed(gene_tokens: int) -> int:
         return plan_memory(
@@ -65,7 +64,7 @@ def find_max_fitting_token_budget(
 def find_remedy(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> str:
     """Describe the first change, or combination of changes, that makes the run fit."""
     for change in list_changes(options, corpus, hardware):
-        if _fits(change, corpus):
+        if find_full_memory(change.options, corpus, change.hardware) is None:
             return " and ".join(change.instructions)
     if options.plan.memory_gb:
         return "raise plan.memory_gb if the device has more, or use a smaller model"
@@ -76,17 +75,6 @@ def find_remedy(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) ->
     return "use a device with more memory, or a smaller model"
 
 
-def _fits(change: "Change", corpus: CorpusSize) -> bool:
-    """Return whether a run fits in the device's memory, and its pinned memory in the host's."""
-    options = change.options
-    hardware = change.hardware
-    memory = plan_memory(options, corpus, hardware)
-    model = PlannedModel.measure(
-        options, corpus.n_genes, hardware.world_size, hardware.nproc_per_node, corpus.levels
-    )
-    return find_full_memory(memory, model, hardware) is None
-
-
 @dataclass(frozen=True)
 class Change:
     """Instructions for the user, and the options and hardware that follow from them."""
@@ -95,19 +83,19 @@ class Change:
     options: PlanOptions
     hardware: Hardware
 
-    def then(self, instruction: str, **changed: Any) -> "Change":
+    def with_instruction(self, instruction: str, **changed: Any) -> "Change":
         """Add another instruction, and the `options` or `hardware` that follow from it."""
         return replace(self, instructions=[*self.instructions, instruction], **changed)
 
-    def then_parallel(self, **values: Any) -> "Change":
+    def with_parallel(self, **values: Any) -> "Change":
         """Set options of section `parallel`, and add the instruction for those that change."""
-        options = with_parallel(self.options, **values)
+        options = set_parallel(self.options, **values)
         settings = [
             f"parallel.{name} to {json.dumps(value)}".replace('"', "")
             for name, value in values.items()
             if value != getattr(self.options.parallel, name)
         ]
-        return self.then(f"set {' and '.join(settings)}", options=options)
+        return self.with_instruction(f"set {' and '.join(settings)}", options=options)
 
 
 def list_changes(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> Iterator[Change]:
@@ -119,7 +107,7 @@ def list_changes(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -
     for candidate in _list_candidates(options, hardware):
         nodes = candidate.hardware.nodes
         try:
-            change = _complete(candidate)
+            change = _add_required_changes(candidate)
             check_nodes(
                 change.options, range(nodes, nodes + 1), hardware.nproc_per_node, corpus.n_cells
             )
@@ -128,18 +116,18 @@ def list_changes(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -
         yield change
 
 
-def _complete(change: Change) -> Change:
+def _add_required_changes(change: Change) -> Change:
     """Add what a layout requires of other options. Raise ConfigError if it does not suit the processes."""
     options = change.options
     if options.parallel.reset_without_effect() != options.parallel:
-        change = change.then_parallel(gradient_reduction="step")
+        change = change.with_parallel(gradient_reduction="step")
     suited = change.hardware.suit_lanes(change.options)
     if suited.stream.lanes != options.stream.lanes:
         instruction = (
             f"set stream.lanes to {suited.stream.lanes} (checkpoints of the run cannot continue with "
             "it: start a new run)"
         )
-        change = change.then(instruction, options=suited)
+        change = change.with_instruction(instruction, options=suited)
     return change
 
 
@@ -153,27 +141,27 @@ def _list_candidates(options: PlanOptions, hardware: Hardware) -> Iterator[Chang
     change = Change([], options, hardware)
     yield from islice(_list_smaller_budgets(change), FREE_HALVINGS)
     if options.parallel.activation_checkpointing is None:
-        change = change.then_parallel(activation_checkpointing="full")
+        change = change.with_parallel(activation_checkpointing="full")
         yield change
     yield from _list_smaller_budgets(change)
     if options.parallel.shards_gradients and not options.parallel.reduces_each_micro_batch:
-        reduced = change.then_parallel(gradient_reduction="micro_batch")
+        reduced = change.with_parallel(gradient_reduction="micro_batch")
         yield reduced
         yield from _list_smaller_budgets(reduced)
-    sharded = _shard(change)
+    sharded = _add_full_sharding(change)
     if sharded is not change:
         yield sharded
-    yield from _list_larger_layouts(sharded)
-    yield from map(_shard, _list_more_nodes(sharded))
+    yield from _list_layouts_and_offload(sharded)
+    yield from map(_add_full_sharding, _list_more_nodes(sharded))
 
 
-def _shard(change: Change) -> Change:
+def _add_full_sharding(change: Change) -> Change:
     """Add FULL_SHARD to `change`; return `change` itself if its processes would hold the same.
 
     A `shard_size` is always reset, since it may not divide the processes of later changes.
     """
     before = change.options.parallel
-    sharded = change.then_parallel(strategy="fsdp", sharding_strategy="FULL_SHARD", shard_size=None)
+    sharded = change.with_parallel(strategy="fsdp", sharding_strategy="FULL_SHARD", shard_size=None)
     after = sharded.options.parallel
     layout = change.hardware.divide(before)
     keeps_layout = change.hardware.divide(after) == layout
@@ -183,7 +171,7 @@ def _shard(change: Change) -> Change:
     return sharded
 
 
-def _list_larger_layouts(change: Change) -> Iterator[Change]:
+def _list_layouts_and_offload(change: Change) -> Iterator[Change]:
     """Yield more tensor-parallel ranks in a node, more pipeline ranks, and offload.
 
     Offload comes last: first of the optimizer's state, then of everything that can be offloaded.
@@ -197,18 +185,18 @@ def _list_larger_layouts(change: Change) -> Iterator[Change]:
         max_tp = math.gcd(hardware.nproc_per_node, hardware.world_size // parallel.pp, *tp_sizes)
     for tp in divisors(max_tp):
         if tp > parallel.tp:
-            yield change.then_parallel(tp=tp, sequence_parallel=model.sequence_parallel)
+            yield change.with_parallel(tp=tp, sequence_parallel=model.sequence_parallel)
     # at least one block per stage
     max_pp = min(model.pp_sizes().values(), default=1) // (parallel.n_stages // parallel.pp)
     for pp in divisors(hardware.world_size // parallel.tp):
         if parallel.pp < pp <= max_pp:
-            yield change.then_parallel(pp=pp)
+            yield change.with_parallel(pp=pp)
     if hardware.device_name == "cpu" or not change.options.train.optimizer.offloaded:
         return
     if parallel.cpu_offload is None:
-        yield change.then_parallel(cpu_offload="optimizer")
+        yield change.with_parallel(cpu_offload="optimizer")
     if parallel.cpu_offload != "full" and hardware.divide(parallel).dp > 1:
-        yield change.then_parallel(cpu_offload="full")
+        yield change.with_parallel(cpu_offload="full")
 
 
 def _list_more_nodes(change: Change) -> Iterator[Change]:
@@ -216,7 +204,7 @@ def _list_more_nodes(change: Change) -> Iterator[Change]:
     for power in range(1, MAX_DOUBLINGS + 1):
         nodes = change.hardware.nodes * 2**power
         larger = replace(change.hardware, nodes=nodes)
-        yield change.then(f"set nodes to {nodes} in the profile", hardware=larger)
+        yield change.with_instruction(f"set nodes to {nodes} in the profile", hardware=larger)
 
 
 def _list_smaller_budgets(change: Change) -> Iterator[Change]:
@@ -227,11 +215,11 @@ def _list_smaller_budgets(change: Change) -> Iterator[Change]:
     while budget >= max(1, change.options.tokens.max_tokens):
         smaller = train.model_copy(update={"token_budget": budget})
         options = change.options.model_copy(update={"train": smaller})
-        yield change.then(f"lower train.token_budget to {budget}", options=options)
+        yield change.with_instruction(f"lower train.token_budget to {budget}", options=options)
         budget //= 2
 
 
-def with_parallel(options: PlanOptions, **changes: Any) -> PlanOptions:
+def set_parallel(options: PlanOptions, **changes: Any) -> PlanOptions:
     """Copy the options with changes in section `parallel`, validated."""
     parallel = Parallel.model_validate(options.parallel.model_dump() | changes)
     return options.model_copy(update={"parallel": parallel})

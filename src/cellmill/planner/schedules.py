@@ -10,8 +10,8 @@ DeepSeek-V3, 2024, section 3.2.1 (DualPipe, here in V shape).
 from cellmill.config.parallel import Parallel
 from cellmill.planner.measure.size import FORWARDS_PER_BACKWARD
 
-# Idle time of a rank per other rank; unit: one stage's forward pass. 3 (forward 1, backward 2), less
-# the weight-gradient units that fill idle time: 1 in DualPipeV, 2 with zero bubble.
+# Idle time of a rank for each other rank, in forward passes of one stage. A forward and a backward
+# pass take 3 units. Gradients of weights fill 1 of them in DualPipeV, and 2 with zero bubble.
 IDLE_UNITS = {
     "GPipe": 3,
     "1F1B": 3,
@@ -30,18 +30,18 @@ def count_in_flight(parallel: Parallel, pp_rank: int, micro_batches: int) -> int
     pp = parallel.pp
     all_at_once = micro_batches * parallel.n_stages // pp
     in_flight = {
-        # every forward pass comes before the first backward pass
+        # Every forward pass comes before the first backward pass.
         "GPipe": all_at_once,
-        # one for each of the pp - 1 - pp_rank later ranks, and the rank's own
+        # A rank holds one for each of the pp - 1 - pp_rank later ranks, and its own.
         "1F1B": pp - pp_rank,
-        # pp in the rank's first stage, 2 for each later rank (there and back), and the rank's own
+        # A rank holds pp in its first stage, 2 for each later rank (there and back), and its own.
         "Interleaved1F1B": pp + 2 * (pp - 1 - pp_rank) + 1,
-        # interleaved, but 1 instead of 2 per later rank: 2 pp - pp_rank. `pp_rank` more are held until
-        # their weight gradients, which are computed after those of inputs
+        # With 1 instead of 2 for each later rank these are 2 pp - pp_rank. `pp_rank` more are held
+        # until the gradients of weights are computed, after the gradients of inputs.
         "InterleavedZeroBubble": 2 * pp,
-        # both stages of a rank hold as much as 1F1B's first rank in one stage of twice the size
+        # Both stages of a rank hold as much as 1F1B's first rank does in one stage of twice the size.
         "ZBV": 2 * pp,
-        # DualPipe on 2 pp ranks of one stage holds 2 pp + 1; its V shape has two of them on a rank
+        # DualPipe on 2 pp ranks of one stage holds 2 pp + 1. The V shape has two stages on a rank.
         "DualPipeV": 2 * pp + 1,
     }
     return min(all_at_once, in_flight[parallel.schedule])

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cellmill.planner.measure.size import Load
+from cellmill.planner.measure.size import FORWARDS_PER_BACKWARD, Load
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.schedules import estimate_idle_frac
 from cellmill.planner.traffic import Traffic
@@ -31,13 +31,13 @@ TREE_INTER_NODE_S = 8.5e-6
 class Network:
     """Maximum rate at which one process sends, in one direction, in GB/s."""
 
-    intra_node_gbs: float
-    inter_node_gbs: float
+    intra_node_gb_per_s: float
+    inter_node_gb_per_s: float
 
     def seconds(self, traffic: Traffic) -> float:
         """Estimate the time of all calls: that of the slower kind of link, plus latency."""
-        intra_node_s = traffic.intra_node_bytes / (NETWORK_FRAC * 1e9 * self.intra_node_gbs)
-        inter_node_s = traffic.inter_node_bytes / (NETWORK_FRAC * 1e9 * self.inter_node_gbs)
+        intra_node_s = traffic.intra_node_bytes / (NETWORK_FRAC * 1e9 * self.intra_node_gb_per_s)
+        inter_node_s = traffic.inter_node_bytes / (NETWORK_FRAC * 1e9 * self.inter_node_gb_per_s)
         return max(intra_node_s, inter_node_s) + traffic.calls * estimate_latency(traffic)
 
 
@@ -76,7 +76,7 @@ class StepTime:
         return self.compute_s + self.exposed_s + self.idle_s
 
 
-def estimate_step(
+def estimate_step_time(
     model: PlannedModel,
     traffic: Sequence[Traffic],
     network: Network,
@@ -104,15 +104,15 @@ def estimate_step(
         exposed_s += gathers_s + reductions_s
     else:
         # Three estimates of the exposed communication; the largest applies.
-        # No block computes while the first weights and the last gradients are sent: those of a mean
-        # module, though the part outside the blocks may have more.
+        # No block computes while the first weights and the last gradients are sent. A mean module is
+        # counted, though the part outside the blocks may have more.
         first_and_last_s = (gathers_s / micro_batches + reductions_s) / (model.size.n_blocks + 1)
         # Communication that takes longer than all computation is exposed.
         beyond_compute_s = gathers_s + reductions_s - compute_s
         # Gradients are sent in the last micro-batch's backward pass. With gradient_reduction
         # micro_batch every backward pass sends some: this and the first are too large.
-        last_backward_s = model.size.flops.backward_frac * compute_s / micro_batches
-        beyond_last_backward_s = reductions_s - last_backward_s
+        last_forward_s = model.size.flops.forward_frac * compute_s / micro_batches
+        beyond_last_backward_s = reductions_s - FORWARDS_PER_BACKWARD * last_forward_s
         exposed_s += max(first_and_last_s, beyond_compute_s, beyond_last_backward_s)
     idle_frac = estimate_idle_frac(model.parallel, micro_batches)
     idle_s = (compute_s + exposed_s) * idle_frac / (1 - idle_frac)
@@ -122,22 +122,21 @@ def estimate_step(
 def _estimate_compute_s(model: PlannedModel, load: Load, flops_per_s: float) -> tuple[float, float]:
     """Estimate the seconds of a step's computation, and of one forward pass.
 
-    They are those of the pipeline rank that computes the most. Selective recomputation counts as
-    full recomputation, though it computes less.
+    The pipeline rank that computes the most counts. Selective recomputation counts as full
+    recomputation, though it computes less.
     """
-    recomputed_block = 0.0  # FLOPs of a block that is recomputed, forward and backward
-    if model.parallel.activation_checkpointing is not None:
-        recomputed_block = model.size.flops.count(
-            load, n_blocks=1, has_begin=False, has_finish=False
-        )
+    size = model.size
     step_flops = 0.0
     forward_flops = 0.0
     for rank in range(model.layout.pp):
         flops = 0.0
-        recomputed = 0.0
+        recomputed = 0.0  # forward and backward
         for stage in model.list_rank_stages(rank):
             flops += stage.count_flops(load)
-            recomputed += stage.n_blocks * recomputed_block
-        forward_flops = max(forward_flops, model.size.flops.forward_frac * flops)
-        step_flops = max(step_flops, flops + model.size.flops.forward_frac * recomputed)
+            if model.parallel.activation_checkpointing is not None:
+                recomputed += size.flops.count(
+                    load, stage.n_blocks, has_begin=False, has_finish=False
+                )
+        forward_flops = max(forward_flops, size.flops.forward_frac * flops)
+        step_flops = max(step_flops, flops + size.flops.forward_frac * recomputed)
     return step_flops / flops_per_s, forward_flops / flops_per_s

@@ -28,7 +28,8 @@ from cellmill.planner.cost import RunCost, estimate_cost
 from cellmill.planner.devices import check_precision, find_device
 from cellmill.planner.hardware import Hardware, find_hardware
 from cellmill.planner.measure.cpu_speed import measure_cpu
-from cellmill.planner.output.format import describe_layout, format_bytes, format_count, format_hours
+from cellmill.planner.memory import find_full_memory, plan_memory
+from cellmill.planner.output.format import describe_layout, format_bytes, format_hours
 from cellmill.planner.traffic import sum_link_bytes
 from cellmill.planner.work import CorpusSize
 
@@ -76,12 +77,11 @@ def suggest_layouts(
             reason = first_reasons.setdefault(without_numbers, str(error))
             refused[reason] += 1
             continue
-        cost = estimate_cost(changed, corpus, hardware, device)
-        full_memory = cost.find_full_memory(hardware)
+        full_memory = find_full_memory(changed, corpus, hardware)
         if full_memory is None:
-            fitting.append(cost)
+            fitting.append(estimate_cost(changed, corpus, hardware, device))
         elif full_memory == "device":
-            bytes_of_too_large.append(cost.memory.total)
+            bytes_of_too_large.append(plan_memory(changed, corpus, hardware).total)
         else:
             refused[TOO_MUCH_PINNED] += 1
     return Suggestions(sorted(fitting, key=_make_sort_key), bytes_of_too_large, refused)
@@ -99,8 +99,8 @@ def _make_sort_key(suggestion: RunCost) -> tuple[float, ...]:
     peers = parallel.tp * parallel.pp
     return (
         round(math.log(suggestion.time.hours) / HOURS_BIN_FRAC),
-        sent["inter_node"],
-        sent["intra_node"],
+        sent.inter_node,
+        sent.intra_node,
         peers,
         parallel.activation_checkpointing is not None,
         suggestion.memory.total,
@@ -163,8 +163,8 @@ def format_suggestions(
     """Format the best layouts, the reasons against others, and the YAML of the best."""
     fitting = suggestions.fitting
     bytes_of_too_large = suggestions.bytes_of_too_large
-    nodes = format_count(machine.node_counts[0], "node")
-    processes = f"{nodes} x {machine.nproc_per_node} {device_name}"
+    n_nodes = machine.node_counts[0]
+    processes = f"{n_nodes:,} {'node' if n_nodes == 1 else 'nodes'} x {machine.nproc_per_node} {device_name}"
     lines = [f"{processes}; memory per process, bytes sent per process and step", ""]
     if fitting:
         lines.append(ROW.format("memory", "time", "MFU", "intra-node", "inter-node", "layout"))
@@ -172,8 +172,9 @@ def format_suggestions(
         lines.append("")
     lines.append(f"layouts that fit: {len(fitting):,}")
     if bytes_of_too_large:
-        smallest = format_bytes(min(bytes_of_too_large))
-        lines.append(f"too large: {len(bytes_of_too_large):,}; the smallest needs {smallest}")
+        lines.append(
+            f"too large: {len(bytes_of_too_large):,}; the smallest needs {format_bytes(min(bytes_of_too_large))}"
+        )
     lines += [f"{number} refused: {reason}" for reason, number in suggestions.refused.most_common()]
     if fitting:
         lines += ["", "# the best layout, for config.yaml"]
@@ -201,8 +202,8 @@ def _format_row(suggestion: RunCost) -> str:
         format_bytes(suggestion.memory.total),
         format_hours(time.hours),
         f"{time.mfu:.0%}",
-        format_bytes(sent["intra_node"]),
-        format_bytes(sent["inter_node"]),
+        format_bytes(sent.intra_node),
+        format_bytes(sent.inter_node),
         words,
     )
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from cellmill.parallel.mesh import list_stages
 from cellmill.planner.measure.passes import FLOAT32_BYTES
 from cellmill.planner.planned_model import PlannedModel, RankTotals
@@ -56,11 +58,19 @@ class Traffic:
         return self.sent_bytes - self.inter_node_bytes
 
 
-def sum_link_bytes(traffic: Sequence[Traffic]) -> dict[str, float]:
-    """Sum the bytes that a process sends in a step by kind of link: `intra_node`, `inter_node`."""
-    intra_node = sum(part.intra_node_bytes for part in traffic)
-    inter_node = sum(part.inter_node_bytes for part in traffic)
-    return {"intra_node": intra_node, "inter_node": inter_node}
+@dataclass(frozen=True, order=True)
+class LinkBytes:
+    """Bytes that a process sends in a step, by kind of link; the slower kind comes first."""
+
+    inter_node: float
+    intra_node: float
+
+
+def sum_link_bytes(traffic: Sequence[Traffic]) -> LinkBytes:
+    return LinkBytes(
+        inter_node=sum(part.inter_node_bytes for part in traffic),
+        intra_node=sum(part.intra_node_bytes for part in traffic),
+    )
 
 
 class CollectiveCalls(NamedTuple):
@@ -78,16 +88,14 @@ def list_traffic(
 ) -> list[Traffic]:
     """Sum the calls of pipeline rank `pp_rank` in a step of `tokens` tokens, in all micro-batches."""
     totals = model.sum_rank_totals(pp_rank)
-    payloads = defaultdict[tuple[Kind, str, bool], float](float)
-    calls = defaultdict[tuple[Kind, str, bool], float](float)
+    # (bytes of the full tensors, calls)
+    sums = defaultdict[tuple[Kind, str, bool], np.ndarray](lambda: np.zeros(2))
     for part in chain(
         _list_data_parallel(model, totals, micro_batches),
         _list_tensor_parallel(model, totals, tokens, micro_batches),
         _list_pipeline(model, pp_rank, tokens, micro_batches),
     ):
-        key = (part.kind, part.axis, part.leaves_node)
-        payloads[key] += part.payload_bytes
-        calls[key] += part.calls
+        sums[part.kind, part.axis, part.leaves_node] += (part.payload_bytes, part.calls)
     layout = model.layout
     # neighbours on an axis are this many processes apart: tp is the innermost axis of the mesh
     distances = {
@@ -97,13 +105,12 @@ def list_traffic(
         "pp": layout.tp * layout.dp,
     }
     traffic = []
-    for (kind, axis, leaves_node), payload in payloads.items():
+    for (kind, axis, leaves_node), (payload, n_calls) in sums.items():
         processes = getattr(layout, axis)
         processes_per_node = min(processes, max(1, model.nproc_per_node // distances[axis]))
         if kind == "point to point":
             processes_per_node = 1 if leaves_node else processes
         if payload and processes > 1:
-            n_calls = calls[kind, axis, leaves_node]
             traffic.append(Traffic(kind, axis, processes, processes_per_node, payload, n_calls))
     return traffic
 
@@ -148,11 +155,9 @@ def _list_tensor_parallel(
     size = model.size
     parallel = model.parallel
     token_bytes = model.element_bytes * tokens  # of one element of every token
-    outside_calls = totals.n_begin * size.begin.collectives
-    outside_calls += totals.n_finish * size.finish.collectives
-    outside = totals.n_begin * size.begin.collective_elements_per_token
-    outside += totals.n_finish * size.finish.collective_elements_per_token
-    yield CollectiveCalls("all-reduce", "tp", token_bytes * outside, outside_calls * micro_batches)
+    for n, end in ((totals.n_begin, size.begin), (totals.n_finish, size.finish)):
+        payload = token_bytes * n * end.collective_elements_per_token
+        yield CollectiveCalls("all-reduce", "tp", payload, n * end.collectives * micro_batches)
     # the backward pass sums as often as the forward pass: twice in a block of attention, once in one
     # without; recomputation stops before the last sum, which the backward pass does not need
     forward_sums = size.block.collectives
@@ -166,7 +171,7 @@ def _list_tensor_parallel(
     if parallel.sequence_parallel:
         # each sum is a reduce-scatter paired with an all-gather of the same size; recomputation
         # also gathers the input of the last sum
-        gathers_per_block = 2 * forward_sums + (forward_sums if recomputes else 0)
+        gathers_per_block = (3 if recomputes else 2) * forward_sums
         # the gradients of the blocks' input and the blocks' output are gathered at the model's ends
         ends = totals.n_begin + totals.n_finish
         elements = totals.n_blocks * gathers_per_block * elements_per_sum

@@ -26,10 +26,11 @@ class CorpusSize:
     """Sizes of a corpus that a plan depends on."""
 
     # `(reads,)` int64: gene tokens of a training cell, one entry per read of an epoch, in the shards' order
-    tokens_by_cell: np.ndarray
+    gene_tokens_by_read: np.ndarray
     n_genes: int  # genes of the vocabulary
     n_validation: int = 0  # validation cells
-    n_training: int | None = None  # training cells, if `tokens_by_cell` has only a sample of them
+    # training cells, if `gene_tokens_by_read` has only a sample of them
+    n_training: int | None = None
     # levels of the obs columns that the run reads
     levels: Mapping[str, Sequence[str]] = field(default_factory=dict)
     n_covariates: int = 0  # tokens that the model adds to each cell, after micro-batches are cut
@@ -37,16 +38,16 @@ class CorpusSize:
     @property
     def n_cells(self) -> int:
         """Number of training cells."""
-        return len(self.tokens_by_cell) if self.n_training is None else self.n_training
+        return len(self.gene_tokens_by_read) if self.n_training is None else self.n_training
 
     @cached_property
     def tokens_per_cell(self) -> float:
-        return float(self.tokens_by_cell.mean()) + self.n_covariates
+        return float(self.gene_tokens_by_read.mean()) + self.n_covariates
 
     @cached_property
     def pairs_per_cell(self) -> float:
         """Mean number of (query, key) pairs of attention in a cell: the mean square of its tokens."""
-        n_tokens = self.tokens_by_cell.astype(np.float64) + self.n_covariates
+        n_tokens = self.gene_tokens_by_read.astype(np.float64) + self.n_covariates
         return float(np.square(n_tokens).mean())
 
 
@@ -69,8 +70,7 @@ class Work:
     val_cells: int  # cells per validation
     mean_micro_batches_per_step: float  # over the sampled first steps; the same on every rank
     max_micro_batches_per_step: int  # over the sampled steps
-    # tokens of the largest micro-batch, with covariates and a pipeline's padding
-    max_micro_batch_tokens: int
+    max_micro_batch_tokens: int  # `MicroBatches.max_tokens`
     padding_frac: float  # padding tokens of a pipeline per token of the step's cells
 
 
@@ -110,7 +110,8 @@ class MicroBatches(NamedTuple):
     """Micro-batches of the sampled first steps of a run."""
 
     counts: list[int]  # micro-batches of each step, the same on every rank
-    # tokens of the largest, with covariates; without a pipeline an upper bound; with one, with padding
+    # Tokens of the largest micro-batch, including covariates. With a pipeline also its padding;
+    # without one, an upper bound.
     max_tokens: int
     padding_frac: float  # padding tokens of a pipeline per token of the step's cells
 
@@ -124,7 +125,7 @@ def count_micro_batches(
     A pipeline (`rule.multiple_of` > 1) cuts the cells of a rank evenly and pads all micro-batches of
     its step to the longest (`pipeline_tokens`, a multiple of `token_multiple`).
     """
-    lengths = corpus.tokens_by_cell
+    lengths = corpus.gene_tokens_by_read
     steps = _deal_first_steps(lengths, step_cells, dp)
     counts = [_count_needed(lengths_by_rank, rule) for lengths_by_rank in steps]
     if rule.multiple_of == 1:

@@ -59,7 +59,7 @@ class Offer:
             "the default": int(self.partition.default),
             # 0 for an unknown type
             "fastest GPUs": int(
-                DEVICES[recognise_device(self.kind) or "cpu"].bf16_flops_per_s or 0
+                DEVICES[recognise_device(self.kind) or "cpu"].half_flops_per_s or 0
             ),
             "longest time limit": find_useful_limit(self.partition),
             "most nodes": len(self.nodes),

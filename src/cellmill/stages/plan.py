@@ -22,7 +22,7 @@ from cellmill.planner.cost import estimate_cost
 from cellmill.planner.devices import check_precision, find_device
 from cellmill.planner.hardware import Hardware, find_hardware
 from cellmill.planner.measure.cpu_speed import measure_cpu
-from cellmill.planner.memory import count_pinned_bytes
+from cellmill.planner.memory import count_pinned_bytes, find_full_memory
 from cellmill.planner.output.format import format_bytes
 from cellmill.planner.output.plan_file import RunPlan, format_line, format_plan
 from cellmill.planner.output.scaling import format_scaling
@@ -34,7 +34,7 @@ from cellmill.runs.identity import foresee_refusal
 from cellmill.stages.training_inputs import open_corpus
 
 ASSUMED_CELLS = 1_000_000
-MAX_ASSUMED_CELLS = 1 << 22  # cells whose length is stored, since all have the same
+MAX_STORED_CELLS = 1 << 22  # cells whose length is stored: all assumed cells have the same
 ASSUMED_GENES = 20_000
 ASSUMED_LEVELS = 16  # levels of an obs column that the run reads
 
@@ -119,7 +119,7 @@ def _assume_corpus(options: PlanOptions, shard: Shard, n_cells: int, n_genes: in
         f"{n_genes:,} genes (--genes), and {n_validation:,} validation cells\n"
     )
     levels = dict.fromkeys(options.obs_columns(), tuple(map(str, range(ASSUMED_LEVELS))))
-    tokens = np.full(min(n_cells, MAX_ASSUMED_CELLS), n_tokens)
+    tokens = np.full(min(n_cells, MAX_STORED_CELLS), n_tokens)
     size = CorpusSize(
         tokens,
         n_genes,
@@ -165,12 +165,11 @@ def _plan_run(corpus: PlannedCorpus, machine: Machine, device_name: str) -> RunP
     hardware = find_hardware(options, machine, device_name)
     check_memory(options, corpus.size, hardware)
     cost = estimate_cost(options, corpus.size, hardware, device)
-    if cost.find_full_memory(hardware) == "host":
+    if find_full_memory(options, corpus.size, hardware) == "host":
         raise _explain_host_memory(cost.model, hardware, machine)
     warnings = options.objective.warnings()
-    # families with one row per cell know no sequence parallelism, and more tokens cost them little
-    has_row_per_cell = not options.model.sequence_parallel
-    if corpus.cut_cells_frac and has_row_per_cell:
+    # more tokens cost little in a family with one row per cell
+    if corpus.cut_cells_frac and not options.model.sequence_parallel:
         max_genes = int(corpus.detected.max())
         max_tokens = find_max_tokens(options.tokens, max_genes)
         budget = ""
@@ -213,10 +212,9 @@ def _format_cpu_plan(run_plan: RunPlan) -> list[str]:
     time = estimate_cost(cost.options, run_plan.corpus, hardware, cpu).time
     assert time is not None, "the rate was measured"
     duration = span(max(1.0, 3600 * time.hours))
-    speed = f"{(cpu.fp32_flops_per_s or 0) / 1e9:,.0f} GFLOP/s per process"
-    line = format_line(
-        "time",
+    text = (
         f"about {duration} of training, without start-up, at {cost.options.plan.mfu_frac:.0%} (plan.mfu_frac) of "
-        f"{speed}, measured now on CPU cores like these; steps of a few ms take longer",
+        f"{(cpu.fp32_flops_per_s or 0) / 1e9:,.0f} GFLOP/s per process, measured now on all CPU cores here; "
+        "steps of a few ms take longer"
     )
-    return [format_plan(run_plan, time), line]
+    return [format_plan(run_plan, time), format_line("time", text)]

@@ -10,7 +10,8 @@ from cellmill.planner.devices import Device
 
 SIDE = 768  # rows and columns of the multiplied matrices
 MEASURED_S = 0.1  # least time of the measurement
-MEMORY_GBS = 10.0  # GB/s between processes of a node; only `plan` on several CPU processes reads it
+# assumed GB/s between processes, also on different nodes; only `plan` on several CPU processes reads it
+LINK_GB_PER_S = 10.0
 
 
 def measure_cpu(
@@ -18,8 +19,9 @@ def measure_cpu(
 ) -> Device:
     """Give `device` the FLOP/s that a process reaches if `nproc_per_node` share the cores.
 
-    Rates are those of float32 matrix products by torch, the best of several. A `clock` of CPU time
-    leaves out what other programs take.
+    Rates are those of float32 matrix products by torch, the best of several, on as many cores as
+    torch uses here, whatever a job requests. A `clock` of CPU time leaves out what other programs
+    take.
     """
     matrix = torch.ones(SIDE, SIDE)
     best_s = float("inf")
@@ -31,9 +33,9 @@ def measure_cpu(
     flops_per_s = 2 * SIDE**3 / best_s / nproc_per_node
     return replace(
         device,
-        bf16_flops_per_s=flops_per_s,
+        half_flops_per_s=flops_per_s,
         fp32_flops_per_s=flops_per_s,
         tf32_flops_per_s=flops_per_s,
-        intra_node_gbs=MEMORY_GBS,
-        inter_node_gbs=MEMORY_GBS,
+        intra_node_gb_per_s=LINK_GB_PER_S,
+        inter_node_gb_per_s=LINK_GB_PER_S,
     )

@@ -49,12 +49,12 @@ class Window:
 
     def live_bytes(self) -> int:
         """Sum the bytes allocated in the window and alive at its end."""
-        total = 0
-        for storage in self.allocations:
-            is_alive = storage.died is None or storage.died > self.end
-            if is_alive and self.start <= storage.born < self.end:
-                total += storage.n_bytes
-        return total
+        return sum(
+            storage.n_bytes
+            for storage in self.allocations
+            if self.start <= storage.born < self.end
+            and (storage.died is None or storage.died > self.end)
+        )
 
     def peak_bytes(self, without: frozenset[int] = frozenset()) -> int:
         """Find the peak of live bytes above those at the start.

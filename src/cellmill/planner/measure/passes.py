@@ -113,11 +113,9 @@ def _measure_finish(model: Model, prepared: Any, block_output: torch.Tensor) -> 
 
 def _peak_bytes(model: Model, backward: Window) -> int:
     """Find the peak bytes of a backward pass without the gradients of parameters."""
-    gradients = set()
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            gradients.add(storage_key(local_tensor(parameter.grad).untyped_storage()))
-    return backward.peak_bytes(frozenset(gradients))
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    storages = [local_tensor(gradient).untyped_storage() for gradient in gradients]
+    return backward.peak_bytes(frozenset(map(storage_key, storages)))
 
 
 def _draw_cells(spec: ModelSpec, cell_tokens: int, tokens: int) -> Batch:

@@ -90,11 +90,6 @@ class Flops:
         """One forward pass as a fraction of a step's FLOPs."""
         return 1 / (self.forwards + FORWARDS_PER_BACKWARD)
 
-    @property
-    def backward_frac(self) -> float:
-        """The backward pass as a fraction of a step's FLOPs."""
-        return FORWARDS_PER_BACKWARD * self.forward_frac
-
     def count(
         self,
         load: Load,
@@ -107,9 +102,9 @@ class Flops:
         A part has `n_blocks` blocks, and the parts before and after all blocks if it has them.
         """
         n_blocks = self.n_blocks if n_blocks is None else n_blocks
-        ends = int(has_begin) * self.begin_per_token + int(has_finish) * self.finish_per_token
+        ends = has_begin * self.begin_per_token + has_finish * self.finish_per_token
         per_token = n_blocks * self.block_per_token + ends
-        per_cell = n_blocks * self.block_per_cell + int(has_finish) * self.finish_per_cell
+        per_cell = n_blocks * self.block_per_cell + has_finish * self.finish_per_cell
         per_pair = n_blocks * self.block_per_pair
         return per_token * load.tokens + per_pair * load.pairs + per_cell * load.cells
 
@@ -291,17 +286,13 @@ def _count_flops(
     model: Model, n_blocks: int, long: PassMeasurements, short: PassMeasurements
 ) -> Flops:
     """Derive the FLOPs from passes over cells of two lengths, `long` and half of it."""
-    long_block = long.block.window.flops
-    short_block = short.block.window.flops
-    block_per_token, block_per_cell = _separate_flops(long, short, long_block, short_block)
+    block_per_token, block_per_cell = _separate_flops(long, short, "block")
     # finish has both passes in its window: a chunked loss has all FLOPs in its forward pass
-    finish_per_token, finish_per_cell = _separate_flops(
-        long, short, long.finish.window.flops, short.finish.window.flops
-    )
+    finish_per_token, finish_per_cell = _separate_flops(long, short, "finish")
     # attention is the FLOPs per token that grow with the length of cells
     per_pair = 0.0
     if long.pairs_per_token > short.pairs_per_token and not block_per_cell:
-        growth = long_block / long.tokens - short_block / short.tokens
+        growth = long.block.window.flops / long.tokens - short.block.window.flops / short.tokens
         per_pair = max(0.0, growth / (long.pairs_per_token - short.pairs_per_token))
         block_per_token -= per_pair * long.pairs_per_token
     # a loss over rows of the global batch runs another forward pass, without heads
@@ -320,11 +311,11 @@ def _count_flops(
 
 
 def _separate_flops(
-    long: PassMeasurements, short: PassMeasurements, long_flops: int, short_flops: int
+    long: PassMeasurements, short: PassMeasurements, part: str
 ) -> tuple[float, float]:
-    """Separate a part's FLOPs into FLOPs per token and FLOPs per cell."""
-    flops_per_long_token = long_flops / long.tokens
-    flops_per_short_token = short_flops / short.tokens
+    """Separate the FLOPs of a part into FLOPs per token and FLOPs per cell."""
+    flops_per_long_token = getattr(long, part).window.flops / long.tokens
+    flops_per_short_token = getattr(short, part).window.flops / short.tokens
     # random fractions differ by less
     if flops_per_short_token <= (1 + PER_CELL_FRAC) * flops_per_long_token:
         return flops_per_long_token, 0.0

@@ -27,11 +27,6 @@ def _format_number(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def format_count(number: int, noun: str) -> str:
-    """Format a number of things, such as 1 node or 4 nodes."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
 def describe_layout(parallel: Parallel, layout: Layout) -> str:
     """Describe a layout in words."""
     kind = "ddp" if parallel.strategy == "ddp" else parallel.sharding_strategy

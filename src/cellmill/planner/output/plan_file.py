@@ -10,7 +10,7 @@ from cellmill.planner.cost import RunCost, RunTime
 from cellmill.planner.devices import describe_assumption
 from cellmill.planner.hardware import Hardware
 from cellmill.planner.memory import HostBytes, estimate_host_bytes
-from cellmill.planner.output.format import describe_layout, format_bytes, format_count, format_hours
+from cellmill.planner.output.format import describe_layout, format_bytes, format_hours
 from cellmill.planner.remedies import MAX_TRIED_BUDGET
 from cellmill.planner.schedules import estimate_idle_frac
 from cellmill.planner.traffic import sum_link_bytes
@@ -28,7 +28,7 @@ Line = tuple[str, str]
 
 @dataclass(frozen=True)
 class RunPlan:
-    """All estimates of a run: plan.json stores them, `format_plan` prints them."""
+    """Cost of a run on its corpus and processes: plan.json stores it, `format_plan` prints it."""
 
     cost: RunCost
     corpus: CorpusSize
@@ -74,9 +74,10 @@ class RunPlan:
                 "staging_bytes": self.host.staging,  # pinned host memory for a copy of the checkpoint
             },
             "communication": {
-                "link_bytes": sum_link_bytes(cost.traffic),
+                "link_bytes": asdict(sum_link_bytes(cost.traffic)),
                 "collectives": [
-                    asdict(part) | {"link_bytes": sum_link_bytes([part])} for part in cost.traffic
+                    asdict(part) | {"link_bytes": asdict(sum_link_bytes([part]))}
+                    for part in cost.traffic
                 ],
             },
             "flops_per_step": cost.flops_per_step,  # over all processes, without recomputation
@@ -162,82 +163,98 @@ def format_line(name: str, text: str) -> str:
 
 
 def _format_work(plan: RunPlan) -> Iterator[Line]:
-    corpus = plan.corpus
     cost = plan.cost
     work = cost.work
-    yield "parameters", f"{cost.whole_size.parameters:,} over {corpus.n_genes:,} genes"
+    yield "parameters", f"{cost.whole_size.parameters:,} over {plan.corpus.n_genes:,} genes"
     genes = ""
     if plan.cut_cells_frac:
         genes = f" of {plan.genes_per_cell:,.0f} genes: tokens.max_tokens cuts {plan.cut_cells_frac:.0%} of cells"
     yield (
         "cells",
-        f"{corpus.n_cells:,} for training, on average {corpus.tokens_per_cell:,.0f} tokens{genes}",
+        f"{plan.corpus.n_cells:,} for training, on average {plan.corpus.tokens_per_cell:,.0f} tokens{genes}",
     )
-    per_epoch = work.steps_per_epoch
     auto = ""
     if cost.options.train.steps == "auto":
         auto = f"; auto: {AUTO_EPOCHS} epochs"
-        if AUTO_EPOCHS * per_epoch < work.steps:
-            auto += f" are {AUTO_EPOCHS * per_epoch:,}, raised to the minimum"
-    in_total = f"{plan.tokens_seen:,.0f} tokens in total"
-    yield "steps", f"{work.steps:,} ({per_epoch:,} per epoch{auto}), {in_total}"
-    flops = f"{cost.flops_per_step:.3g} FLOPs"
-    micro_batches = f"{work.mean_micro_batches_per_step:.1f} micro-batches per process"
-    yield "step", f"{plan.tokens_per_step:,.0f} tokens in {micro_batches}, {flops}"
+        if AUTO_EPOCHS * work.steps_per_epoch < work.steps:
+            auto += f" are {AUTO_EPOCHS * work.steps_per_epoch:,}, raised to the minimum"
+    yield (
+        "steps",
+        f"{work.steps:,} ({work.steps_per_epoch:,} per epoch{auto}), {plan.tokens_seen:,.0f} tokens in total",
+    )
+    yield (
+        "step",
+        f"{plan.tokens_per_step:,.0f} tokens in {work.mean_micro_batches_per_step:.1f} micro-batches per process, "
+        f"{cost.flops_per_step:.3g} FLOPs",
+    )
 
 
 def _format_memory(plan: RunPlan) -> Iterator[Line]:
     hardware = plan.hardware
-    memory = plan.cost.memory
     parallel = plan.cost.options.parallel
     layout = describe_layout(parallel, plan.cost.model.layout)
-    processes = f"{hardware.world_size} x {hardware.device_name}"
-    yield "processes", f"{processes}, {layout}, {parallel.precision}"
-    parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in memory.list_parts())
+    yield (
+        "processes",
+        f"{hardware.world_size} x {hardware.device_name}, {layout}, {parallel.precision}",
+    )
+    parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in plan.cost.memory.list_parts())
     for n_bytes, use in zip(plan.host, ("parallel.cpu_offload", "checkpoints")):
         if n_bytes:
             parts += f"; {format_bytes(n_bytes)} of pinned host memory for {use}"
-    usable = format_bytes(hardware.usable_bytes)
-    yield "memory", f"{format_bytes(memory.total)} of {usable} per process: {parts}"
+    yield (
+        "memory",
+        f"{format_bytes(plan.cost.memory.total)} of {format_bytes(hardware.usable_bytes)} per process: {parts}",
+    )
     assumption = describe_assumption(hardware.device_name)
     if assumption and not plan.cost.options.plan.memory_gb:
         yield "assumed", assumption
-    budget = f"{plan.max_fitting_token_budget:,}"
-    if plan.max_fitting_token_budget == MAX_TRIED_BUDGET:
-        budget = f"at least {budget}"
-    tokens = f"{plan.cost.work.max_micro_batch_tokens:,}"
-    yield "micro-batch", f"at most {tokens} tokens; {budget} would fit (train.token_budget)"
+    limit = "at least " if plan.max_fitting_token_budget == MAX_TRIED_BUDGET else ""
+    yield (
+        "micro-batch",
+        f"at most {plan.cost.work.max_micro_batch_tokens:,} tokens; {limit}{plan.max_fitting_token_budget:,} would fit "
+        "(train.token_budget)",
+    )
 
 
 def _format_time(cost: RunCost) -> Iterator[Line]:
     sent = sum_link_bytes(cost.traffic)
-    inside = format_bytes(sent["intra_node"])
-    between = format_bytes(sent["inter_node"])
-    yield "traffic", f"{inside} inside the node and {between} to other nodes, per process and step"
+    yield (
+        "traffic",
+        f"{format_bytes(sent.intra_node)} inside the node and {format_bytes(sent.inter_node)} to other nodes, "
+        "per process and step",
+    )
     block = cost.whole_size.block
     if block.trained < block.parameters:
-        method = cost.options.finetune.method
-        text = f"finetune.method {method} freezes weights, so time, FLOPs and activations are lower"
-        yield "upper bound", f"{text} than these estimates"
+        yield (
+            "upper bound",
+            f"finetune.method {cost.options.finetune.method} freezes weights, so time, FLOPs and activations are lower "
+            "than these estimates",
+        )
     time = cost.time
     if time is None:  # on CPUs, whose speed stage plan measures
         return
     step = time.step
-    parts = f"compute {step.compute_s:.3g}, exposed communication {step.exposed_s:.3g}"
-    yield "step time", f"{step.step_s:.3g} s: {parts}, idle in the pipeline {step.idle_s:.3g}"
+    yield (
+        "step time",
+        f"{step.step_s:.3g} s: compute {step.compute_s:.3g}, exposed communication {step.exposed_s:.3g}, "
+        f"idle in the pipeline {step.idle_s:.3g}",
+    )
     peak = f"{time.mfu:.0%} of the peak"
     mfu_frac = cost.options.plan.mfu_frac
     if round(time.mfu, 2) < round(mfu_frac, 2):
         peak += f" over a step (plan.mfu_frac assumes {mfu_frac:.0%} without communication and idle time)"
-    gpu_time = format_hours(time.gpu_hours)
-    yield "time", f"{format_hours(time.hours)} of training, GPU time {gpu_time} at {peak}"
+    yield (
+        "time",
+        f"{format_hours(time.hours)} of training, GPU time {format_hours(time.gpu_hours)} at {peak}",
+    )
     micro_batch_ms = 1e3 * step.compute_s / cost.work.mean_micro_batches_per_step
     if micro_batch_ms < LAUNCHES_MS:
-        launches = f"launches of kernels, which may take {LAUNCHES_MS} ms"
-        yield "not counted", f"{launches}: a micro-batch computes for {micro_batch_ms:.2g} ms"
+        yield (
+            "not counted",
+            f"launches of kernels, which may take {LAUNCHES_MS} ms: a micro-batch computes for {micro_batch_ms:.2g} ms",
+        )
     if cost.options.parallel.cpu_offload is not None:
-        text = "copies between host and device of cpu_offload, and AdamW on the host"
-        yield "not counted", text
+        yield "not counted", "copies between host and device of cpu_offload, and AdamW on the host"
 
 
 def _format_hints(plan: RunPlan, time: RunTime | None) -> Iterator[Line]:
@@ -245,7 +262,7 @@ def _format_hints(plan: RunPlan, time: RunTime | None) -> Iterator[Line]:
     train = options.train
     work = plan.cost.work
     if work.validations:
-        text = f"{format_count(work.validations, 'time')} {format_count(work.val_cells, 'cell')}"
+        text = f"{work.validations:,} times {work.val_cells:,} cells"
         if time is not None:
             text += f", {time.validation_frac:.0%} of the time"
             if time.validation_frac > LARGE_FRAC:
@@ -258,9 +275,13 @@ def _format_hints(plan: RunPlan, time: RunTime | None) -> Iterator[Line]:
     scaled_lr = _scale_lr(train)
     if scaled_lr is not None:
         root, linear = scaled_lr
-        scaled = f"{root:.2g} (square root, usual for AdamW) or {linear:.2g} (linear)"
-        suits = f"train.lr {DEFAULT_LR:g} suits train.global_batch {DEFAULT_BATCH:g}"
-        yield "hint", f"{suits}; scaled to {train.global_batch:,} it is {scaled}"
+        yield (
+            "hint",
+            f"train.lr {DEFAULT_LR:g} suits train.global_batch {DEFAULT_BATCH:g}; scaled to {train.global_batch:,} it "
+            f"is {root:.2g} (square root, usual for AdamW) or {linear:.2g} (linear)",
+        )
     if train.warmup_steps >= work.steps:
-        text = f"train.warmup_steps {train.warmup_steps} leaves no step at the peak learning rate"
-        yield "warning", text
+        yield (
+            "warning",
+            f"train.warmup_steps {train.warmup_steps} leaves no step at the peak learning rate",
+        )

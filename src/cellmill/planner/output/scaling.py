@@ -7,7 +7,7 @@ from cellmill.errors import ConfigError
 from cellmill.planner.cost import RunCost, estimate_cost
 from cellmill.planner.devices import Device
 from cellmill.planner.hardware import find_hardware
-from cellmill.planner.memory import count_pinned_bytes
+from cellmill.planner.memory import count_pinned_bytes, find_full_memory
 from cellmill.planner.output.format import format_bytes, format_hours
 from cellmill.planner.work import CorpusSize
 
@@ -53,8 +53,8 @@ def format_scaling(
         try:
             time = _plan_on_machine(options, corpus, scaled, device_name, device).time
         except ConfigError as error:
-            reason, _, _ = str(error).partition(";")  # the rest is a remedy for the whole machine
-            lines.append(f"{count:>12}  {reason}")
+            # the reason without its remedy, which would be for the whole machine
+            lines.append(f"{count:>12}  {str(error).partition(';')[0]}")
             continue
         if time is None:
             return []
@@ -75,8 +75,8 @@ def _plan_on_machine(
     """Estimate the run on the machine. Raise ConfigError if it does not work or fit there."""
     check_nodes(options, machine.node_counts, machine.nproc_per_node, corpus.n_cells)
     hardware = find_hardware(options, machine, device_name)
+    full_memory = find_full_memory(options, corpus, hardware)
     cost = estimate_cost(options, corpus, hardware, device)
-    full_memory = cost.find_full_memory(hardware)
     if full_memory == "device":
         usable = format_bytes(hardware.usable_bytes)
         raise ConfigError(f"needs {format_bytes(cost.memory.total)} of {usable} per process")
