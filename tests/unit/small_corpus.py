@@ -143,7 +143,7 @@ def stream_of(
     kinds = {
         "source": SplitSource,
         "order": OrderOptions,
-        "micro_batches": MicroBatchRule,
+        "micro_batch_rule": MicroBatchRule,
         "fields": BatchFields,
     }
     for name, kind in kinds.items():
