@@ -128,6 +128,9 @@ def test_every_figure_is_drawn_without_an_error(browser: Browser, page: Path, wi
         browser.run(f"{shown} f.scrollIntoView()")
         live = "f.classList.contains('drawn') && !!f.querySelector('.live svg, .live canvas')"
         wait_for(lambda s=f"{shown} return {live}": browser.run(s))
+        widths = "[f, f.querySelector('.live svg, .live canvas')].map((e) => e.clientWidth)"
+        figure_width, chart_width = browser.run(f"{shown} return {widths}")
+        assert figure_width / 2 < chart_width <= figure_width
     assert browser.errors() == []
     assert browser.run("return document.documentElement.scrollWidth <= window.innerWidth")
     cut = "return [...document.querySelectorAll('.wide')].filter((t) => t.scrollWidth > t.clientWidth).length"
