@@ -116,11 +116,13 @@ function toNumber(text) {
   return number === "" ? NaN : Number(number) * (SECONDS[unit] ?? 1);
 }
 
-// Order of two cells, as of Array.sort; unknown values are last in both directions.
+// Order of two cells, as of Array.sort: numbers, then texts. Unknown values are last in both directions.
 function compareCells(a, b, isDescending) {
   if (a === UNKNOWN || b === UNKNOWN) return (a === UNKNOWN) - (b === UNKNOWN);
-  const difference = toNumber(a) - toNumber(b);
-  const order = Number.isNaN(difference) ? a.localeCompare(b) : difference;
+  const aIsText = Number.isNaN(toNumber(a));
+  const bIsText = Number.isNaN(toNumber(b));
+  let order = aIsText - bIsText;
+  if (order === 0) order = aIsText ? a.localeCompare(b) : toNumber(a) - toNumber(b);
   return isDescending ? -order : order;
 }
 
