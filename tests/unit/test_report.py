@@ -387,6 +387,15 @@ def test_many_losses_of_a_run_fold_into_one_line() -> None:
     )
 
 
+def test_defeats_in_a_task_without_a_metric_are_listed() -> None:
+    verdict = verdict_on(OWN, GENES, "mixing", -0.1, (-0.2, -0.05))
+    rows = [Row(method, {"mixing": Score(0.5)}) for method in (OWN, GENES)]
+    run = of_tasks("a", integration=TaskResult(rows, None, [verdict]))
+    text = text_of(render("r", [run], []))
+    assert "Next: take the best baseline, which costs less: of 1 comparison with it" in text
+    assert "Where models are behind d: behind in 1 of 1: integration: mixing (-0.100)." in text
+
+
 def test_a_gap_without_a_scale_is_in_the_first_line(tmp_path: Path) -> None:
     run = make_run(tmp_path / "first")
     words = "no scale: all (0.410) is not clearly better than majority (0.400)"

@@ -13,6 +13,7 @@ from cellmill.report.ranking import Ranking
 from cellmill.report.standings import Standing
 from cellmill.report.task_table import find_gap
 from cellmill.report.text import to_count, to_words
+from cellmill.report.verdicts import TaskVerdict, count_outcome, list_verdicts
 from cellmill.runs.results import Gap, Outcome, Row, Verdict
 
 RELATIONS: dict[Outcome, str] = {
@@ -33,7 +34,7 @@ CERTAINTIES = {
 class Lead:
     """The run that leads on a dataset, in words; of tied runs, the one with the highest mean.
 
-    page.html makes one sentence of `names`, `lead_phrase`, a colon and `verdict_phrase`: "A and B
+    sections/overview.html makes one sentence of `names`, `lead_phrase`, a colon and `verdict_phrase`: "A and B
     are tied for the highest mean on D over the task that all have (probe); A: ahead of the best
     baseline, PCA50 + kNN: 0.912 against 0.874 (probe accuracy)."
     """
@@ -130,7 +131,7 @@ def _describe_outcomes(standing: Standing) -> str:
         is_always_counted = outcome in ("ahead", "behind")
         text = f"{outcome} in {n_verdicts or 'none'}"
         if n_verdicts and is_always_counted:
-            text += f" ({_describe_tasks(standing, outcome)})"
+            text += f" ({_describe_tasks(standing.verdicts, outcome)})"
         if n_verdicts or is_always_counted:
             parts.append(text)
     return f"Of {to_count(n, 'comparison')} with the best baseline of a metric: {', '.join(parts)}."
@@ -172,10 +173,10 @@ def _describe_better_runs(ranking: Ranking) -> str:
     return " ".join(sentences)
 
 
-def _describe_tasks(standing: Standing, outcome: Outcome) -> str:
+def _describe_tasks(task_verdicts: Sequence[TaskVerdict], outcome: Outcome) -> str:
     """Tasks with verdicts of this outcome, each with its largest difference, in words."""
     by_task: dict[str, list[Verdict]] = {}
-    for task, verdict, _ in standing.verdicts:
+    for task, verdict, _ in task_verdicts:
         if verdict.outcome == outcome:
             by_task.setdefault(task, []).append(verdict)
     parts = []
@@ -211,16 +212,14 @@ def describe_unscored(runs: Sequence[ReportedRun]) -> list[str]:
     return sentences
 
 
-def group_by_advice(
-    runs: Sequence[ReportedRun], standings: Sequence[Standing]
-) -> dict[str, list[str]]:
+def group_by_advice(runs: Sequence[ReportedRun]) -> dict[str, list[str]]:
     """Names of runs by the most urgent advice for them. Collapsed runs come first."""
     names_by_advice: dict[str, list[str]] = {}
     for run in sorted(runs, key=lambda run: not run.has_collapsed):
         outcomes: list[str] = []
-        for standing in standings:
-            if standing.run.name == run.name:
-                outcomes += [entry.verdict.outcome for entry in standing.verdicts]
+        for run_results in list_results([run]):
+            verdicts = list_verdicts(run_results.by_task)
+            outcomes += [entry.verdict.outcome for entry in verdicts]
         advice = list_advice(run, outcomes)
         names_by_advice.setdefault(advice[0], []).append(run.name)
     return names_by_advice
@@ -239,28 +238,25 @@ def list_verdict_sentences(
     return list(dict.fromkeys(sentences))  # tasks that see the same cells may share a sentence
 
 
-def list_defeats(
-    runs: Sequence[ReportedRun], standings: Sequence[Standing]
-) -> list[tuple[str, str]]:
+def list_defeats(runs: Sequence[ReportedRun]) -> list[tuple[str, str]]:
     """(run, sentence) of each defeat by a baseline.
 
     A run has one sentence for each dataset on which it is behind a best baseline. Then come the
     verdicts "behind" of tasks that have no verdict against a best baseline.
     """
     defeats = []
-    for standing in standings:
-        n_behind = standing.count("behind")
-        if n_behind:
-            n = len(standing.verdicts)
-            tasks = _describe_tasks(standing, "behind")
-            defeats.append(
-                (standing.run.name, f"{standing.dataset}: behind in {n_behind} of {n}: {tasks}.")
-            )
+    further = []
     for run, dataset, by_task in list_results(runs):
+        verdicts = list_verdicts(by_task)
+        n_behind = count_outcome(verdicts, "behind")
+        if n_behind:
+            tasks = _describe_tasks(verdicts, "behind")
+            sentence = f"{dataset}: behind in {n_behind} of {len(verdicts)}: {tasks}."
+            defeats.append((run.name, sentence))
         for result in by_task.values():
             if result.best_verdicts():
                 continue
             for verdict in result.verdicts:
                 if verdict.outcome == "behind":
-                    defeats.append((run.name, f"{dataset}: {verdict.sentence}"))
-    return defeats
+                    further.append((run.name, f"{dataset}: {verdict.sentence}"))
+    return defeats + further

@@ -133,10 +133,10 @@ def render(
             missing_sentence=describe_missing(runs),
             unscored_sentences=describe_unscored(runs),
             leads=list_leads(standings),
-            names_by_advice=group_by_advice(runs, standings),
+            names_by_advice=group_by_advice(runs),
             standings=standings,
             tasks_across_runs=compare_runs(runs),
-            defeat_sentences=list_defeats(runs, standings),
+            defeat_sentences=list_defeats(runs),
             behind_sentences=list_verdict_sentences(runs, "behind"),
             inconclusive_sentences=list_verdict_sentences(runs, "level", "undecided"),
             # charts

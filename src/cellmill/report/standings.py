@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from cellmill.report.collect import ReportedRun, RunResults, list_results
 from cellmill.report.ranking import Ranking, Scores, rank_runs, score_tasks
-from cellmill.report.verdicts import TaskVerdict, find_verdict, list_verdicts
+from cellmill.report.verdicts import TaskVerdict, count_outcome, find_verdict, list_verdicts
 from cellmill.runs.results import Outcome, Row, TaskResult, Verdict
 
 
@@ -47,7 +47,7 @@ class Standing:
 
     def count(self, outcome: Outcome) -> int:
         """Number of verdicts with this outcome."""
-        return sum(entry.verdict.outcome == outcome for entry in self.verdicts)
+        return count_outcome(self.verdicts, outcome)
 
 
 def list_standings(runs: Sequence[ReportedRun]) -> list[Standing]:

@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
-from cellmill.runs.results import Row, TaskResult, Verdict
+from cellmill.runs.results import Outcome, Row, TaskResult, Verdict
 
 WHOLE_CELL_METRICS = {
     "probe": "accuracy",
@@ -32,6 +32,11 @@ def list_verdicts(results: Mapping[str, TaskResult]) -> list[TaskVerdict]:
             key = _make_key(task_name, result, verdict)
             distinct.setdefault(key, TaskVerdict(task_name, verdict, columns))
     return list(distinct.values())
+
+
+def count_outcome(verdicts: Sequence[TaskVerdict], outcome: Outcome) -> int:
+    """Number of verdicts with this outcome."""
+    return sum(entry.verdict.outcome == outcome for entry in verdicts)
 
 
 def _make_key(task_name: str, result: TaskResult, verdict: Verdict) -> Hashable:
