@@ -49,6 +49,7 @@ from cellmill.report.standings import Standing, list_standings
 from cellmill.report.text import to_text
 from cellmill.report.training import compare_with_plan, draw_training, list_step_values
 from cellmill.runs import results
+from cellmill.runs.cost import Start
 from cellmill.runs.results import (
     Difference,
     Evaluation,
@@ -394,6 +395,16 @@ def test_defeats_in_a_task_without_a_metric_are_listed() -> None:
     text = text_of(render("r", [run], []))
     assert "Next: take the best baseline, which costs less: of 1 comparison with it" in text
     assert "Where models are behind d: behind in 1 of 1: integration: mixing (-0.100)." in text
+
+
+def test_a_wait_in_the_queue_is_not_counted_as_a_start() -> None:
+    unknown = dict.fromkeys(("nodes", "processes", "gpus", "cpus"))
+    waited = Start("7", "p", "CANCELLED", 0.0, None, 9.0, 9.0, 0.0, **unknown)
+    ran = replace(waited, started_at=1.0, elapsed_s=8.0)
+    lost = replace(waited, state="FAILED", queue_wait_s=None, elapsed_s=None)
+    cost = CostSchema(source="own files", jobs=[waited, ran, lost], totals={}, unknown={})
+    run = ReportedRun("a", None, None, None, None, None, cost=cost)
+    assert '<th scope="row">a</th><td class="n">2</td>' in render("r", [run], [])
 
 
 def test_a_gap_without_a_scale_is_in_the_first_line(tmp_path: Path) -> None:

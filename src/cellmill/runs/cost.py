@@ -54,6 +54,11 @@ class Start:
     max_memory_gb: float | None = None  # peak memory of one node's processes together
     source: str = OWN_FILES
 
+    @property
+    def has_run(self) -> bool:
+        """False for a wait in the queue that never became a start."""
+        return self.started_at is not None or self.elapsed_s is None
+
 
 def _start(state: str, queued_at: float, started_at: float, ended_at: float, **held: Any) -> Start:
     """A start by the run's own files; `held` has the other fields."""
