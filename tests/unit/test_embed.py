@@ -202,7 +202,8 @@ def test_genes_that_a_file_lacks_are_reported_by_weight(
     found = _embed(model, path, min_expressed_frac=0).uns["cellmill"]["genes"]
     assert (found["n_present"], found["expressed_frac"]) == (len(rarest), pytest.approx(share))
     text = (
-        f"it measures {len(rarest)} of the model's {vocabulary.n_genes} genes, {share:.1%} of what a cell expresses "
+        f"it measures {len(rarest)} of the model's {vocabulary.n_genes} genes, {share:.1%} of the "
+        "genes that a training cell expresses "
         f"(without {vocabulary.symbols[int(vocabulary.n_cells.argmax())]}, "
     )
     assert f"rare: warning: {text}" in capsys.readouterr().out

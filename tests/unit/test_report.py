@@ -574,6 +574,11 @@ def test_a_umap_shows_at_most_4000_cells() -> None:
     assert len(draw_umap("UMAP", cells, ["a", "b"], "batch", 2).rows) == 2
     drawn = draw_umap("UMAP", cells, ["a", "b"], "batch").rows
     assert sorted(row["batch"] for row in drawn) == [-1, 0, 0, 1, 1]
+    many = umap_of(["B"] * 5000, ["a", "b"] * 2500)
+    run = replace(of_tasks("run"), umap={"d": many})
+    text = text_of(render("r", [run], []))
+    assert "5,000 cells, 5,000 of them held out (circles); drawn: 4,000 of them." in text
+    assert "UMAP by batch Drawn: 1,500 of 5,000 cells." in text
 
 
 def test_the_csv_of_a_umap_has_labels_instead_of_codes(tmp_path: Path) -> None:
@@ -889,6 +894,11 @@ def test_each_objective_has_a_chart_of_its_losses() -> None:
     [alone] = draw_training(runs[:1])
     assert alone.title == "Loss"
     assert alone.spec["encoding"]["color"]["legend"] is None
+    unknown = ReportedRun("d", None, None, None, None, None, logged=lines)
+    assert [chart.title for chart in draw_training([*runs[:1], unknown])] == [
+        "Loss: cell decoding",
+        "Loss: unknown objective",
+    ]
 
 
 @pytest.mark.full

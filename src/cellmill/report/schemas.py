@@ -156,7 +156,8 @@ class MeasuredGenesSchema(Schema):
 
     n_present: int  # genes of the vocabulary that the dataset measures
     n_genes: int  # genes of the vocabulary
-    expressed_frac: float  # share of a cell's expression that falls on the measured genes
+    # share of the genes that a training cell expresses that the dataset measures, on average
+    expressed_frac: float
 
 
 class BridgeRowSchema(Schema):

@@ -61,7 +61,7 @@ class GeneCoverage:
         lacks = f" (without {', '.join(self.absent)}, ...)" if self.absent else ""
         return (
             f"{self.n_present:,} of the model's {self.n_genes:,} genes, "
-            f"{self.expressed_frac:.1%} of what a cell expresses{lacks}"
+            f"{self.expressed_frac:.1%} of the genes that a training cell expresses{lacks}"
         )
 
 
