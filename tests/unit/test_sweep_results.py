@@ -12,8 +12,9 @@ from reported import make_dataset, make_method, write
 from cellmill.cli import main
 from cellmill.report.drawing.page_charts import PageCharts
 from cellmill.report.page import render
+from cellmill.report.sweeps.rows import LOSS, SweepRow
 from cellmill.report.sweeps.scaling_law import Law, NoLaw, fit_law
-from cellmill.report.sweeps.scalings import read_sweep
+from cellmill.report.sweeps.scalings import TRAIN_FRAC, make_scalings, read_sweep
 from cellmill.runs import results
 from cellmill.runs.results import Evaluation, Row, Score, TaskResult
 
@@ -88,6 +89,16 @@ def test_runs_of_a_sweep_share_one_table(tmp_path: Path) -> None:
         "s, validation: val loss over cells",
         "s, probe pbmc: macro f1 over cells",
     ]
+
+
+def test_fractions_are_the_sizes_if_numbers_of_cells_are_unknown() -> None:
+    rows = []
+    for train_frac in (0.5, 1.0):
+        columns = {TRAIN_FRAC: train_frac, "cells": None, "parameters": None}
+        rows.append(SweepRow(columns, LOSS, "model", 2.0))
+    [scaling] = make_scalings(rows, [TRAIN_FRAC])
+    assert scaling.quantity == TRAIN_FRAC
+    assert [point.size for point in scaling.curves[0].points] == [0.5, 1.0]
 
 
 @pytest.mark.full

@@ -62,7 +62,8 @@ def _draw_losses(runs: Sequence[ReportedRun]) -> Iterator[Chart]:
                     "validation": list_step_values(run.logged, "val_loss"),
                 }
         if any(any(by_series.values()) for by_series in losses.values()):
-            title = to_words(f"Loss: {objective}") if len(objectives) > 1 else "Loss"
+            name = to_words(objective or "unknown objective")
+            title = f"Loss: {name}" if len(objectives) > 1 else "Loss"
             yield draw_losses(title, losses)
 
 

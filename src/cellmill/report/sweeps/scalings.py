@@ -162,13 +162,13 @@ def _choose_quantity(rows: Sequence[SweepRow], axis: str) -> str | None:
     """Key of `run_columns` that has the sizes of an axis; None if its values are not sizes.
 
     It is `cells` for fractions of the corpus, and `parameters` if models of different values differ
-    in their number of parameters. Otherwise it is the axis, if its values are numbers. Seeds are
-    not sizes, and neither is a single value.
+    in their number of parameters. Without these numbers it is the axis, if its values are numbers.
+    Seeds are not sizes, and neither is a single value.
     """
     by_value = _group(rows, lambda row: str(row.run_columns[axis]))
     if axis == SEED or len(by_value) < 2:
         return None
-    if axis == TRAIN_FRAC:
+    if axis == TRAIN_FRAC and all(row.run_columns["cells"] is not None for row in rows):
         return "cells"
     # numbers of parameters of each value's models
     distinct_numbers = set()
