@@ -6,6 +6,7 @@ experience, the rule on weak objectives on an earlier table.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from cellmill.config.checks import check_together
 from cellmill.config.load import stored_options
@@ -14,6 +15,15 @@ from cellmill.errors import ConfigError
 from cellmill.report.collect import ReportedRun
 from cellmill.report.schemas import PlanSchema
 from cellmill.report.text import to_count
+
+
+class Gain(NamedTuple):
+    """A change of accuracy and the ends of its 95 % interval, which contains 0."""
+
+    change: float
+    low: float
+    high: float
+
 
 WEAK_OBJECTIVES = {"masked_gene": "0.11 to 0.34", "masked_value": "0.12 to 0.33"}
 """Accuracy on whole cells below logistic regression on all genes: rows encoder2-masked-gene and
@@ -25,8 +35,8 @@ DECODINGS = {
     "{name: cell_decoding, view: drop}": {"name": "cell_decoding", "view": "drop"},
 }
 """Options of the objective to take in place of a weak one, in words and as a mapping."""
-GAINS = {"batch": (0.006, -0.001, 0.013), "steps": (0.013, -0.007, 0.034)}
-"""Change of accuracy and its interval: rows of "What to change first" in docs/quality.md."""
+GAINS = {"batch": Gain(0.006, -0.001, 0.013), "steps": Gain(0.013, -0.007, 0.034)}
+"""Rows of "What to change first" in docs/quality.md."""
 # in family `profile`, accuracy was lower if `hidden` was MIN_WIDTH and `lr` above MAX_LR
 MIN_WIDTH = 512
 MAX_LR = 0.0025
@@ -78,7 +88,7 @@ def _advise_on_learning_rate(run: ReportedRun) -> str | None:
         return None
     return (
         f"lower train.lr to {SAFE_LR:g}: at a width of {MIN_WIDTH}, the mean of three accuracies on two datasets was "
-        "0.007 to 0.011 lower with 0.005 and 0.01, in one seed"
+        f"0.007 to 0.011 lower with 0.005 or 0.01 than with {SAFE_LR:g}, in one seed"
     )
 
 
@@ -97,13 +107,14 @@ def _advise_on_batches(run: ReportedRun) -> str | None:
         return None
     return (
         "set objective.batch_column: auto, so that the embedding need not contain the batch: batches then "
-        f"mixed as well as with Harmony, and accuracy {_describe_gain('batch')} with 5 labels a class"
+        f"mixed as well as with Harmony, and accuracy with 5 labels a class {_describe_gain('batch')}"
     )
 
 
 def _describe_gain(change: str) -> str:
-    """The change of accuracy in words: its interval may contain 0."""
-    return "changed by {:+.3f} (95 % interval {:+.3f} to {:+.3f})".format(*GAINS[change])
+    """The change of accuracy in words."""
+    words = "changed by {:+.3f}, which may be chance (95 % interval {:+.3f} to {:+.3f})"
+    return words.format(*GAINS[change])
 
 
 def _advise_on_steps(run: ReportedRun) -> str | None:
