@@ -12,6 +12,7 @@ the difference of either run from its best baseline. The interval does not cover
 sweep over `train.seed` shows how much these matter.
 """
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,6 @@ from typing import NamedTuple
 from cellmill.runs.results import TOLERANCE, DatasetResult, Difference, TaskResult
 
 CONFIDENCE = 0.95  # level of the intervals
-MANY_UNITS = 1_000_001  # assumed where a file does not count the units; practically infinite
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class TaskScore:
     value: float
     repetitions: Sequence[float | None]  # empty if the file has none; None tested no unit
     # standard error over units (mostly cells) of its difference from the best baseline; 0 if unknown
-    cells_se: float
-    # independent units; in leave_out the batches or donors, fewer than the cells of `cells_se`, so
-    # that the interval is rather too wide
-    n_units: int = MANY_UNITS
+    units_se: float
+    # independent units, None if the file does not count them; in leave_out the batches or donors,
+    # fewer than the cells of `units_se`, so that the interval is rather too wide
+    n_units: int | None = None
     scored: tuple[str, int] | None = None  # `evaluate.cells`, and the number of scored cells
 
 
@@ -60,7 +60,7 @@ class TaskWin(NamedTuple):
 
 @dataclass(frozen=True)
 class Ranking:
-    """Ranking of the runs of one dataset, by name. Empty if the runs share no task."""
+    """Ranking of the runs of one dataset. Runs are given by name. Empty if they share no task."""
 
     # tasks that all runs have with the same metric
     shared_tasks: list[str] = field(default_factory=list)
@@ -84,8 +84,8 @@ def score_tasks(dataset: DatasetResult) -> Scores:
         scores[task, result.metric] = TaskScore(
             result.rank_value(row),
             repetitions,
-            cells_se=0.0 if difference is None else difference.cells_se,
-            n_units=(difference and difference.n) or MANY_UNITS,
+            units_se=0.0 if difference is None else difference.cells_se,
+            n_units=None if difference is None else difference.n,
             scored=dataset.scored,
         )
     return scores
@@ -106,7 +106,7 @@ def _find_difference(result: TaskResult, method: str) -> Difference | None:
 
 
 def rank_runs(scores_by_run: Mapping[str, Scores]) -> Ranking:
-    """Rank the runs of one dataset, by name, over the tasks that all have."""
+    """Rank the runs of one dataset over the tasks that all have. Runs are given by name."""
     shared = _list_shared_tasks(scores_by_run)
     if not shared:
         return Ranking()
@@ -114,7 +114,9 @@ def rank_runs(scores_by_run: Mapping[str, Scores]) -> Ranking:
     differences_by_run = {}
     for run, scores in scores_by_run.items():
         if run != leader:
-            differences_by_run[run] = _list_differences(scores, scores_by_run[leader], shared)
+            differences_by_run[run] = _find_differences_by_task(
+                scores, scores_by_run[leader], shared
+            )
     wins = []
     for run, differences in differences_by_run.items():
         for (task, _), difference in differences.items():
@@ -147,7 +149,7 @@ def _find_leader(scores_by_run: Mapping[str, Scores], shared: Sequence[TaskAndMe
     return max(means, key=means.__getitem__)
 
 
-def _list_differences(
+def _find_differences_by_task(
     scores: Scores, leader_scores: Scores, shared: Sequence[TaskAndMetric]
 ) -> dict[TaskAndMetric, NotableDifference]:
     """Notable differences of a run from the leader, by task and metric."""
@@ -183,23 +185,28 @@ def _compute_half_width(score: TaskScore, other: TaskScore) -> float | None:
     """Half the width of the interval of a paired difference.
 
     None, which is no interval, with fewer than two pairs of repetitions, or if the difference
-    varies neither over repetitions nor over cells.
+    varies neither over repetitions nor over units.
     """
     differences = _list_paired_differences(score, other)
     n = len(differences)
     if n < 2:
         return None
     repetitions_variance = statistics.variance(differences) / n
-    less_certain = max(score, other, key=lambda task_score: task_score.cells_se)
-    cells_variance = less_certain.cells_se**2
-    variance = repetitions_variance + cells_variance
+    less_certain = max(score, other, key=lambda task_score: task_score.units_se)
+    units_variance = less_certain.units_se**2
+    variance = repetitions_variance + units_variance
     if variance == 0:
         return None
-    # Satterthwaite's degrees of freedom
-    degrees_of_freedom = variance**2 / (
-        repetitions_variance**2 / (n - 1) + cells_variance**2 / max(less_certain.n_units - 1, 1)
-    )
-    # quantile function of Student's t
+    # Satterthwaite's degrees of freedom; an unknown number of units counts as infinite
+    divisor = repetitions_variance**2 / (n - 1)
+    if less_certain.n_units is not None:
+        divisor += units_variance**2 / max(less_certain.n_units - 1, 1)
+    degrees_of_freedom = variance**2 / divisor if divisor else math.inf
+    return _compute_student_t_quantile(degrees_of_freedom) * variance**0.5
+
+
+def _compute_student_t_quantile(degrees_of_freedom: float) -> float:
+    """Half the width of an interval of CONFIDENCE, in standard errors."""
+    # imported here because pages of one run need no scipy
     stdtrit = import_module("scipy.special").stdtrit
-    quantile = float(stdtrit(degrees_of_freedom, (1 + CONFIDENCE) / 2))
-    return quantile * variance**0.5
+    return float(stdtrit(degrees_of_freedom, (1 + CONFIDENCE) / 2))
