@@ -47,8 +47,8 @@ def draw_histogram(
 def draw_confusion(title: str, classes: Sequence[str], counts: Sequence[Sequence[int]]) -> Chart:
     """Share of the cells of each true class by predicted class.
 
-    `counts` are numbers of cells, (true classes, predicted classes). Pairs without cells are left
-    out.
+    `counts` are numbers of cells, (true classes, predicted classes). Pairs of classes
+    without cells are left out.
     """
     rows = []
     for true, class_counts in zip(classes, counts):

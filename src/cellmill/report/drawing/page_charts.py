@@ -105,7 +105,7 @@ class PageCharts:
                 writer = csv.writer(file, lineterminator="\n")
                 columns = chart.csv_columns
                 writer.writerow(columns)
-                writer.writerows(zip(*map(_without_formulas, columns.values())))
+                writer.writerows(zip(*map(_escape_formulas, columns.values())))
 
     @property
     def packed(self) -> str:
@@ -130,7 +130,7 @@ class PageCharts:
         return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
 
 
-def _without_formulas(column: Sequence[Any]) -> list[Any]:
+def _escape_formulas(column: Sequence[Any]) -> list[Any]:
     """The values, with an apostrophe before each text that a spreadsheet would evaluate."""
     return [
         f"'{value}" if isinstance(value, str) and value.startswith(FORMULA_STARTS) else value

@@ -10,7 +10,7 @@ import vl_convert
 MAX_COLOURS = 128
 # codes of the format
 INDEXED = 3  # colour type: pixels are indices into a palette
-DIFFERENCES = 1  # filter of a line: pixels are differences from their left neighbours
+SUB_FILTER = 1  # filter "Sub" of a line: pixels are differences from their left neighbours
 
 
 def draw_png(svg: str, scale: float) -> bytes:
@@ -22,15 +22,15 @@ def shrink_png(png: bytes) -> bytes:
     """The PNG, which has 32-bit pixels, with a palette.
 
     The palette has the MAX_COLOURS most frequent colours of 4 bits a channel; other colours become
-    the nearest of these. A PNG whose lines do not all have the filter DIFFERENCES is returned
+    the nearest of these. A PNG whose lines do not all have the filter SUB_FILTER is returned
     unchanged.
     """
     width, height = struct.unpack(">II", png[16:24])
-    packed = b"".join(data for kind, data in _list_chunks(png) if kind == b"IDAT")
+    packed = b"".join(data for kind, data in _iterate_chunks(png) if kind == b"IDAT")
     content = np.frombuffer(zlib.decompress(packed), np.uint8)
     # a line has the code of its filter and 4 bytes a pixel
     lines = content.reshape(height, 1 + 4 * width)
-    if not (lines[:, 0] == DIFFERENCES).all():
+    if not (lines[:, 0] == SUB_FILTER).all():
         return png
     pixels = lines[:, 1:].reshape(height, width, 4).cumsum(axis=1, dtype=np.uint8)
     palette, indices = _choose_colours(pixels >> 4)
@@ -73,7 +73,7 @@ def _choose_colours(channels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return palette.astype(np.uint8), index_by_code[codes]
 
 
-def _list_chunks(png: bytes) -> Iterator[tuple[bytes, bytes]]:
+def _iterate_chunks(png: bytes) -> Iterator[tuple[bytes, bytes]]:
     """(kind, data) of each chunk: 4 bytes of length, 4 of kind, the data, a checksum of 4."""
     begin = 8
     while begin < len(png):

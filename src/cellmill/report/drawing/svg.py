@@ -15,7 +15,7 @@ LONG_NUMBER = re.compile(r"\d+\.\d{3,}(?:e-\d+)?")
 
 def draw_svg(spec: Spec, number: int) -> str:
     """Chart `number` of a page as a standalone SVG. `spec` contains the data."""
-    svg = vl_convert.vegalite_to_svg(without_selections(spec))
+    svg = vl_convert.vegalite_to_svg(drop_selections(spec))
     # number the ids within this chart: vl-convert counts them over the whole process
     old_ids = dict.fromkeys(re.findall(r'id="((?:clip|gradient)[\w-]*)"', svg))
     new_ids = {old: f"f{number}-{order}" for order, old in enumerate(old_ids)}
@@ -24,10 +24,10 @@ def draw_svg(spec: Spec, number: int) -> str:
         lambda match: match[1] + new_ids.get(match[2], match[2]),
         svg,
     )
-    return shorten(renamed)
+    return minify(renamed)
 
 
-def without_selections(spec: Spec) -> Spec:
+def drop_selections(spec: Spec) -> Spec:
     """The specification without what only a pointer uses."""
     static = {key: part for key, part in spec.items() if key != "params"}
     if "params" in spec:
@@ -36,11 +36,11 @@ def without_selections(spec: Spec) -> Spec:
     return static
 
 
-def shorten(svg: str) -> str:
+def minify(svg: str) -> str:
     """The SVG without attributes that change no pixel, and with two decimals in its numbers."""
-    return re.sub(r"<[^>]*>", _shorten_tag, svg)
+    return re.sub(r"<[^>]*>", _minify_tag, svg)
 
 
-def _shorten_tag(match: re.Match[str]) -> str:
+def _minify_tag(match: re.Match[str]) -> str:
     tag = WITHOUT_EFFECT.sub("", match[0])
     return LONG_NUMBER.sub(lambda number: f"{float(number[0]):.2f}", tag)

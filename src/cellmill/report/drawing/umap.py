@@ -15,7 +15,7 @@ import vl_convert
 
 from cellmill.report.collect import UmapCells
 from cellmill.report.drawing.chart import Chart, ChartRow, Spec, colour, read_template
-from cellmill.report.drawing.svg import shorten, without_selections
+from cellmill.report.drawing.svg import drop_selections, minify
 
 LIGHT_GREY = "#9aa0a6"
 MAX_CELLS = 4_000  # of a UMAP: more make the page slow and show no more
@@ -97,7 +97,7 @@ def draw_umap_svg(spec: Spec, rows: Sequence[ChartRow], decimals: int) -> str:
 
     `spec` has no data.
     """
-    frame = _draw_frame(json.dumps(without_selections(spec)))
+    frame = _draw_frame(json.dumps(drop_selections(spec)))
     background = BACKGROUND.search(frame)
     assert background is not None
     width, height = map(int, background.groups())
@@ -123,7 +123,7 @@ def draw_umap_svg(spec: Spec, rows: Sequence[ChartRow], decimals: int) -> str:
 @lru_cache(maxsize=100)
 def _draw_frame(spec: str) -> str:
     """A chart without data as a standalone SVG. `spec` is JSON text."""
-    return shorten(vl_convert.vegalite_to_svg(spec))
+    return minify(vl_convert.vegalite_to_svg(spec))
 
 
 def _scale(values: Sequence[float], begin: float, end: float) -> np.ndarray:
