@@ -56,14 +56,14 @@ def test_runs_with_different_left_out_batches_are_not_tied() -> None:
         run("first", probe=probe, leave_out=result("accuracy, new batch", [0.87, 0.88, 0.88])),
         run("second", probe=probe, leave_out=result("accuracy, new batch", [0.93, 0.94, 0.94])),
     ]
-    assert [one.leads_clearly for one in list_standings(runs)] == [False, True]
+    assert [one.is_called_best for one in list_standings(runs)] == [False, True]
     assert first_line(runs).startswith(
         "second is best on d over the tasks that all have (probe, leave out): probe acc"
     )
     longer = [
         replace(one, status=StatusSchema(step=steps)) for one, steps in zip(runs, (200, 1600))
     ]
-    assert not any(one.leads_clearly for one in list_standings(longer))
+    assert not any(one.is_called_best for one in list_standings(longer))
     assert first_line(longer).startswith(
         "second has the highest mean on d over the tasks that all have (probe, leave out), but the runs were "
         "trained for different numbers of steps:"
@@ -74,12 +74,12 @@ def test_runs_with_different_left_out_batches_are_not_tied() -> None:
 def test_no_run_is_best_without_equal_known_steps(status: StatusSchema | None) -> None:
     scores = {"first": [0.80, 0.81, 0.80], "second": [0.90, 0.90, 0.91]}
     runs = [run(name, probe=result("f", values)) for name, values in scores.items()]
-    assert [one.leads_clearly for one in list_standings(runs)] == [False, True]
+    assert [one.is_called_best for one in list_standings(runs)] == [False, True]
     changed = [replace(runs[0], status=status), runs[1]]
-    assert not any(one.leads_clearly for one in list_standings(changed))
+    assert not any(one.is_called_best for one in list_standings(changed))
     both = [replace(one, status=status) for one in runs]
     is_known = status is not None and status.step is not None
-    assert any(one.leads_clearly for one in list_standings(both)) == is_known
+    assert any(one.is_called_best for one in list_standings(both)) == is_known
     if not is_known:
         for unknown in (changed, both):
             assert "second has the highest mean" in first_line(unknown)
@@ -94,7 +94,7 @@ def test_a_run_that_is_different_but_not_worse_prevents_best() -> None:
     [first, second] = list_standings(runs)
     assert [win.run for win in first.ranking.wins_over_leader] == ["second"]
     assert (first.is_leader, second.is_leader) == (True, False)
-    assert not first.leads_clearly
+    assert not first.is_called_best
     assert "first has the highest mean on d" in first_line(runs)
 
 
@@ -103,7 +103,7 @@ def test_a_difference_that_does_not_vary_has_no_interval() -> None:
         run("first", probe=result("f", [0.8, 0.8])),
         run("second", probe=result("f", [0.9, 0.9])),
     ]
-    assert not any(one.leads_clearly for one in list_standings(runs))
+    assert not any(one.is_called_best for one in list_standings(runs))
     assert ", not shown to be beyond chance:" in first_line(runs)
 
 
@@ -112,7 +112,7 @@ def test_runs_inside_the_interval_are_tied_in_every_task() -> None:
         run("first", probe=result("f", [0.80, 0.82, 0.81]), few_shot=result("5", [0.7, 0.8])),
         run("second", probe=result("f", [0.81, 0.80, 0.81]), few_shot=result("5", [0.72, 0.79])),
     ]
-    assert [(one.is_leader, one.leads_clearly) for one in list_standings(runs)] == [
+    assert [(one.is_leader, one.is_called_best) for one in list_standings(runs)] == [
         (True, False)
     ] * 2
     shared = "over the tasks that all have (probe, few shot)"
@@ -136,12 +136,12 @@ def test_runs_scored_on_other_cells_are_not_paired(changes: dict[str, Any]) -> N
         run("first", probe=result("f", [0.80, 0.81, 0.80])),
         run("second", probe=result("f", [0.90, 0.90, 0.91])),
     ]
-    assert [one.leads_clearly for one in list_standings(runs)] == [False, True]
+    assert [one.is_called_best for one in list_standings(runs)] == [False, True]
     found = runs[0].evaluation
     assert found is not None
     other = Evaluation({"d": replace(found.datasets["d"], **changes)})
     runs[0] = replace(runs[0], evaluation=other)
-    assert not any(one.leads_clearly for one in list_standings(runs))
+    assert not any(one.is_called_best for one in list_standings(runs))
     assert first_line(runs).startswith(
         "second has the highest mean on d over the task that all have (probe), but the runs were not scored on the "
         "same cells:"
@@ -154,7 +154,7 @@ def test_runs_are_compared_over_their_shared_tasks() -> None:
         run("second", probe=result("f", [0.9, 0.9]), few_shot=result("5", [0.1, 0.1])),
     ]
     found = list_standings(runs)
-    assert [(one.leads_clearly, one.ranking.shared_tasks) for one in found] == [
+    assert [(one.is_called_best, one.ranking.shared_tasks) for one in found] == [
         (False, ["probe"]),
         (True, ["probe"]),
     ]
@@ -168,7 +168,7 @@ def test_no_run_is_best_without_a_task_that_all_have() -> None:
         run("first", probe=result("f", [0.8, 0.8])),
         run("second", few_shot=result("5", [0.9, 0.9])),
     ]
-    assert not any(one.leads_clearly for one in list_standings(runs))
+    assert not any(one.is_called_best for one in list_standings(runs))
     assert (
         first_line(runs)
         == "The runs on d share no task that could rank them, so none is called best."
@@ -180,7 +180,7 @@ def test_the_task_where_another_run_is_better_is_named() -> None:
         run("first", probe=result("f", [0.80, 0.80]), leave_out=result("g", [0.5, 0.51])),
         run("second", probe=result("f", [0.83, 0.832]), leave_out=result("g", [0.2, 0.2])),
     ]
-    assert [one.leads_clearly for one in list_standings(runs)] == [True, False]
+    assert [one.is_called_best for one in list_standings(runs)] == [True, False]
     assert first_line(runs).endswith(
         "Better than first in single tasks, with a 95 % interval above 0: second in probe (+0.031)."
     )
@@ -196,7 +196,7 @@ def test_a_better_run_is_said_to_have_no_interval_without_pairs() -> None:
         "vary: second in probe (+0.030)."
     )
     # two repetitions of the other run only are no pairs
-    assert not any(one.leads_clearly for one in list_standings([*reversed(runs)]))
+    assert not any(one.is_called_best for one in list_standings([*reversed(runs)]))
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.004, 0.05])

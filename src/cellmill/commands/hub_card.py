@@ -68,7 +68,7 @@ def _describe_data(corpus: ReportedCorpus) -> list[str]:
         "|---|---|---|---|---|",
     ]
     rounded: list[str] = []
-    for dataset in corpus.datasets:
+    for dataset in corpus.qc_reports:
         name = dataset.dataset
         if levels and name not in levels.levels:
             continue  # no cell of it was trained on

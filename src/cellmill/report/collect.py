@@ -18,12 +18,12 @@ from cellmill.errors import DataError
 from cellmill.evaluate.inference.umap import read_umap
 from cellmill.report.remake_commands import list_remake_commands
 from cellmill.report.schemas import (
-    BridgeRowSchema,
     BridgeSchema,
+    BridgeValueSchema,
     CostSchema,
+    GeneCoverageSchema,
     LoggedLineSchema,
     ManifestSchema,
-    MeasuredGenesSchema,
     ModelSchema,
     OptionsSchema,
     PlanSchema,
@@ -33,7 +33,7 @@ from cellmill.report.schemas import (
 )
 from cellmill.runs import results
 from cellmill.runs.folder import COLLAPSED, read_lines
-from cellmill.runs.results import Evaluation, Row, ScoredMethod, TaskResult
+from cellmill.runs.results import DatasetResult, Evaluation, Row, ScoredMethod, TaskResult
 
 
 class UmapCells(NamedTuple):
@@ -81,7 +81,7 @@ class ReportedRun:
     @property
     def evaluated_model(self) -> ModelSchema:
         """The model that was evaluated; without values before an evaluation."""
-        return ModelSchema() if self.evaluation is None else ModelSchema(**self.evaluation.model)
+        return _get_model(self.evaluation)
 
     @property
     def supervised_by(self) -> list[str]:
@@ -108,7 +108,7 @@ class ReportedCorpus:
     """Contents of a corpus's files; None for an absent file."""
 
     name: str
-    datasets: list[QcSchema]  # QC reports, sorted by file name
+    qc_reports: list[QcSchema]  # of its datasets, sorted by file name
     manifest: ManifestSchema | None  # shards/manifest.json
     n_genes: int | None  # genes of the vocabulary
     # the cells from which the vocabulary's genes and medians were computed, in words
@@ -116,21 +116,13 @@ class ReportedCorpus:
     remake_commands: dict[str, str] = field(default_factory=dict)  # by file
 
 
-class RunResults(NamedTuple):
-    """Results of one run on one dataset."""
-
-    run: ReportedRun
-    dataset: str
-    by_task: dict[str, TaskResult]
-
-
-def list_results(runs: Iterable[ReportedRun]) -> list[RunResults]:
-    """Results of each run on each dataset on which it was evaluated, run by run."""
+def list_results(runs: Iterable[ReportedRun]) -> list[tuple[ReportedRun, str, DatasetResult]]:
+    """(run, name of the dataset, results) for each dataset of each evaluated run, run by run."""
     run_results = []
     for run in runs:
         datasets = run.evaluation.datasets if run.evaluation else {}
         for name, dataset in datasets.items():
-            run_results.append(RunResults(run, name, dataset.tasks))
+            run_results.append((run, name, dataset))
     return run_results
 
 
@@ -184,7 +176,7 @@ def _read_evaluation(path: Path) -> Evaluation:
     ModelSchema.parse(path, evaluation.model)
     for dataset in evaluation.datasets.values():
         if dataset.genes is not None:
-            MeasuredGenesSchema.parse(path, dataset.genes)
+            GeneCoverageSchema.parse(path, dataset.genes)
     return evaluation
 
 
@@ -193,18 +185,21 @@ def _read_checkpoint_evaluations(folder: Path, model: ModelSchema | None) -> dic
 
     Checkpoints that were trained on other data than the exported `model` are left out.
     """
+    model = model or ModelSchema()
     by_step: dict[int, Evaluation] = {}
     for path in folder.glob("steps/[1-9]*/evaluate/metrics.json"):
-        checkpoint = ModelSchema.read_if_present(path.parents[1] / "model" / "config.json")
+        config = path.parents[1] / "model" / "config.json"
+        checkpoint = ModelSchema.read_if_present(config) or ModelSchema()
         evaluation = _read_evaluation(path)
-        step = ModelSchema.parse(path, evaluation.model).step
-        if step is not None and _get_fingerprint(checkpoint) == _get_fingerprint(model):
+        step = _get_model(evaluation).step
+        if step is not None and checkpoint.fingerprint == model.fingerprint:
             by_step[step] = evaluation
     return dict(sorted(by_step.items()))
 
 
-def _get_fingerprint(model: ModelSchema | None) -> str | None:
-    return None if model is None else model.fingerprint
+def _get_model(evaluation: Evaluation | None) -> ModelSchema:
+    """The model that was evaluated; without values if `evaluation` is None."""
+    return ModelSchema() if evaluation is None else ModelSchema(**evaluation.model)
 
 
 def _read_bridges(folder: Path, evaluation: Evaluation | None) -> dict[str, dict[str, TaskResult]]:
@@ -212,12 +207,12 @@ def _read_bridges(folder: Path, evaluation: Evaluation | None) -> dict[str, dict
 
     A table about another model than the evaluated one becomes a skipped result.
     """
-    evaluated_digest = None if evaluation is None else ModelSchema(**evaluation.model).digest
+    evaluated_digest = _get_model(evaluation).digest
     tables: dict[str, dict[str, TaskResult]] = defaultdict(dict)
     for path in sorted(folder.glob("bridges/*.json")):
         bridge = BridgeSchema.read(path)
-        are_known = bridge.model_digest and evaluated_digest
-        if are_known and bridge.model_digest != evaluated_digest:
+        is_known = None not in (bridge.model_digest, evaluated_digest)
+        if is_known and bridge.model_digest != evaluated_digest:
             table = TaskResult(skipped=f"{path.name} is of another model; make it again")
         else:
             table = _make_table(bridge.rows)
@@ -225,7 +220,7 @@ def _read_bridges(folder: Path, evaluation: Evaluation | None) -> dict[str, dict
     return tables
 
 
-def _make_table(entries: Sequence[BridgeRowSchema]) -> TaskResult:
+def _make_table(entries: Sequence[BridgeValueSchema]) -> TaskResult:
     """Table with a row for each method and a column for each metric, from one entry per value."""
     rows: dict[str, Row] = {}
     for entry in entries:
@@ -242,7 +237,7 @@ def read_corpus(folder: Path) -> ReportedCorpus:
     vocabulary = Vocabulary.read(vocabulary_path) if vocabulary_path.exists() else None
     return ReportedCorpus(
         name=folder.resolve().name,
-        datasets=[QcSchema.read(path) for path in qc_paths],
+        qc_reports=[QcSchema.read(path) for path in qc_paths],
         manifest=ManifestSchema.read_if_present(folder / "shards" / "manifest.json"),
         n_genes=None if vocabulary is None else vocabulary.n_genes,
         vocabulary_cells=None if vocabulary is None else str(vocabulary.training or "all cells"),

@@ -13,7 +13,7 @@ from cellmill.report.ranking import Ranking
 from cellmill.report.standings import Standing
 from cellmill.report.task_table import find_gap
 from cellmill.report.text import to_count, to_words
-from cellmill.report.verdicts import TaskVerdict, count_outcome, list_verdicts
+from cellmill.report.verdicts import TaskVerdict, list_verdicts
 from cellmill.runs.results import Gap, Outcome, Row, Verdict
 
 RELATIONS: dict[Outcome, str] = {
@@ -54,7 +54,7 @@ def list_leads(standings: Sequence[Standing]) -> list[Lead]:
     by_dataset: dict[str, list[Standing]] = {}
     for standing in standings:
         if standing.is_leader:
-            by_dataset.setdefault(standing.dataset, []).append(standing)
+            by_dataset.setdefault(standing.dataset_name, []).append(standing)
     return [_make_lead(tied) for tied in by_dataset.values()]
 
 
@@ -76,14 +76,14 @@ def _make_lead(tied: Sequence[Standing]) -> Lead:
 def _describe_lead(standing: Standing, is_tied: bool) -> str:
     """The words after the names: the dataset, the shared tasks, and how certain the lead is."""
     if standing.n_runs == 1:
-        return f"on {standing.dataset}"
+        return f"on {standing.dataset_name}"
     tasks = standing.ranking.shared_tasks
     noun = "task" if len(tasks) == 1 else "tasks"
     shared = f"over the {noun} that all have ({', '.join(map(to_words, tasks))})"
     if is_tied:
-        return f"are tied for the highest mean on {standing.dataset} {shared}; {standing.run.name}"
-    if standing.leads_clearly:
-        return f"is best on {standing.dataset} {shared}"
+        return f"are tied for the highest mean on {standing.dataset_name} {shared}; {standing.run.name}"
+    if standing.is_called_best:
+        return f"is best on {standing.dataset_name} {shared}"
     if not standing.has_equal_cells:
         caveat = "but the runs were not scored on the same cells"
     elif not standing.ranking.is_clear:
@@ -92,7 +92,7 @@ def _describe_lead(standing: Standing, is_tied: bool) -> str:
         caveat = "but not all numbers of training steps are known"
     else:
         caveat = "but the runs were trained for different numbers of steps"
-    return f"has the highest mean on {standing.dataset} {shared}, {caveat}"
+    return f"has the highest mean on {standing.dataset_name} {shared}, {caveat}"
 
 
 def _name_metric(standing: Standing) -> str:
@@ -100,7 +100,7 @@ def _name_metric(standing: Standing) -> str:
     return to_words(f"{standing.task} {standing.result.metric}")
 
 
-def _write_score(standing: Standing, row: Row) -> str:
+def _format_score(standing: Standing, row: Row) -> str:
     """Value of a row in the metric, with three decimals."""
     return f"{standing.result.rank_value(row):.3f}"
 
@@ -108,12 +108,12 @@ def _write_score(standing: Standing, row: Row) -> str:
 def _describe_verdict(standing: Standing) -> str:
     """A run against the best baseline: the outcome and both scores."""
     metric = _name_metric(standing)
-    score = _write_score(standing, standing.best_row)
+    score = _format_score(standing, standing.best_row)
     baseline = standing.baseline
     if baseline is None:
         return f"{metric} {score}, without a baseline"
     name = baseline.method.name
-    reference = _write_score(standing, baseline)
+    reference = _format_score(standing, baseline)
     if standing.verdict is None:
         return f"{metric} {score}; the best baseline, {name}, has {reference}"
     relation = RELATIONS[standing.verdict.outcome]
@@ -139,7 +139,7 @@ def _describe_outcomes(standing: Standing) -> str:
 
 def _describe_numbers(standing: Standing) -> str:
     """The score, its difference from the best baseline, and the share of the gap it closes."""
-    score = _write_score(standing, standing.best_row)
+    score = _format_score(standing, standing.best_row)
     sd = standing.best_row.sd(standing.result.metric or "")
     if sd:
         score += f" ± {sd:.3f}"
@@ -199,11 +199,11 @@ def describe_missing(runs: Sequence[ReportedRun]) -> str:
 def describe_unscored(runs: Sequence[ReportedRun]) -> list[str]:
     """A sentence for each run and dataset on which every task was skipped."""
     sentences = []
-    for run, dataset, by_task in list_results(runs):
-        reasons = {to_words(task): result.skipped for task, result in by_task.items()}
+    for run, dataset_name, dataset in list_results(runs):
+        reasons = {to_words(task): result.skipped for task, result in dataset.tasks.items()}
         if None in reasons.values():
             continue
-        sentence = f"{run.name} on {dataset}: nothing was scored"
+        sentence = f"{run.name} on {dataset_name}: nothing was scored"
         if reasons:
             skipped = "; ".join(f"{task}: {reason}" for task, reason in reasons.items())
             sentences.append(f"{sentence}, because every task was skipped ({skipped}).")
@@ -217,9 +217,8 @@ def group_by_advice(runs: Sequence[ReportedRun]) -> dict[str, list[str]]:
     names_by_advice: dict[str, list[str]] = {}
     for run in sorted(runs, key=lambda run: not run.has_collapsed):
         outcomes: list[str] = []
-        for run_results in list_results([run]):
-            verdicts = list_verdicts(run_results.by_task)
-            outcomes += [entry.verdict.outcome for entry in verdicts]
+        for _, _, dataset in list_results([run]):
+            outcomes += [entry.verdict.outcome for entry in list_verdicts(dataset.tasks)]
         advice = list_advice(run, outcomes)
         names_by_advice.setdefault(advice[0], []).append(run.name)
     return names_by_advice
@@ -230,11 +229,11 @@ def list_verdict_sentences(
 ) -> list[tuple[str, str]]:
     """(run, sentence) of each verdict with one of `outcomes`. A sentence begins with the dataset."""
     sentences = []
-    for run, dataset, by_task in list_results(runs):
-        for result in by_task.values():
+    for run, dataset_name, dataset in list_results(runs):
+        for result in dataset.tasks.values():
             for verdict in result.verdicts:
                 if verdict.outcome in outcomes:
-                    sentences.append((run.name, f"{dataset}: {verdict.sentence}"))
+                    sentences.append((run.name, f"{dataset_name}: {verdict.sentence}"))
     return list(dict.fromkeys(sentences))  # tasks that see the same cells may share a sentence
 
 
@@ -246,17 +245,17 @@ def list_defeats(runs: Sequence[ReportedRun]) -> list[tuple[str, str]]:
     """
     defeats = []
     further = []
-    for run, dataset, by_task in list_results(runs):
-        verdicts = list_verdicts(by_task)
-        n_behind = count_outcome(verdicts, "behind")
+    for run, dataset_name, dataset in list_results(runs):
+        verdicts = list_verdicts(dataset.tasks)
+        n_behind = sum(entry.verdict.outcome == "behind" for entry in verdicts)
         if n_behind:
             tasks = _describe_tasks(verdicts, "behind")
-            sentence = f"{dataset}: behind in {n_behind} of {len(verdicts)}: {tasks}."
+            sentence = f"{dataset_name}: behind in {n_behind} of {len(verdicts)}: {tasks}."
             defeats.append((run.name, sentence))
-        for result in by_task.values():
+        for result in dataset.tasks.values():
             if result.best_verdicts():
                 continue
             for verdict in result.verdicts:
                 if verdict.outcome == "behind":
-                    further.append((run.name, f"{dataset}: {verdict.sentence}"))
+                    further.append((run.name, f"{dataset_name}: {verdict.sentence}"))
     return defeats + further

@@ -34,7 +34,7 @@ class Schema(BaseModel):
     @property
     def content(self) -> JsonObject:
         """The whole object as it was read, for tables of all its keys."""
-        return self.model_dump(exclude_unset=True)
+        return self.model_dump(by_alias=True, exclude_unset=True)
 
     @classmethod
     def parse(cls, path: Path, value: Any) -> Self:
@@ -84,7 +84,7 @@ class StatusSchema(Schema):
 
     state: str = "not trained"
     step: int | None = None  # optimizer steps so far
-    cells: int | None = None  # cells seen so far
+    cells_seen: int | None = Field(default=None, alias="cells")
     train_loss: float | None = None
     best_val_loss: float | None = None
     best_step: int | None = None  # step of `best_val_loss`
@@ -135,8 +135,7 @@ class ModelSchema(TrainingDataSchema):
 
     step: int | None = None  # of the checkpoint that was exported
     digest: str | None = None  # of model.safetensors
-    # models that this one was trained from, whose training cells are unknown
-    unknown_cells: list[str] = []
+    ancestors_with_unknown_cells: list[str] = Field(default=[], alias="unknown_cells")
 
 
 class RunRecordSchema(TrainingDataSchema):
@@ -151,7 +150,7 @@ class RunRecordSchema(TrainingDataSchema):
     nproc_per_node: int | None = None
 
 
-class MeasuredGenesSchema(Schema):
+class GeneCoverageSchema(Schema):
     """Key `genes` of a dataset in metrics.json."""
 
     n_present: int  # genes of the vocabulary that the dataset measures
@@ -160,7 +159,7 @@ class MeasuredGenesSchema(Schema):
     expressed_frac: float
 
 
-class BridgeRowSchema(Schema):
+class BridgeValueSchema(Schema):
     """A value of one method in one metric."""
 
     name: str
@@ -176,7 +175,7 @@ class BridgeSchema(Schema):
     version: str
     dataset: str
     model_digest: str | None = None
-    rows: list[BridgeRowSchema]
+    rows: list[BridgeValueSchema]
 
 
 class CostSchema(Schema):
@@ -185,7 +184,7 @@ class CostSchema(Schema):
     model_config = ConfigDict(strict=False)  # a strict schema refuses a dict for Start
 
     source: str
-    jobs: list[Start]
+    starts: list[Start] = Field(alias="jobs")
     totals: dict[str, FiniteFloat | None]  # by quantity; None if unknown
     unknown: dict[str, str]  # reasons by quantity
 
@@ -232,7 +231,7 @@ class BeforeAfterSchema(Schema):
     dropped: dict[str, int] = {}  # number by reason
 
 
-class CoverageSchema(Schema):
+class EnsemblCoverageSchema(Schema):
     """Genes of a dataset that have an Ensembl id."""
 
     frac: float  # genes with an Ensembl id
@@ -270,7 +269,7 @@ class QcSchema(Schema):
     source: SourceSchema
     cells: BeforeAfterSchema
     genes: BeforeAfterSchema
-    coverage: CoverageSchema
+    coverage: EnsemblCoverageSchema
     histograms: dict[str, HistogramSchema]
     labels: dict[str, LabelMapSchema] = {}
     # by label column, the number of cells with each text that means "no label"

@@ -13,7 +13,7 @@ class RunValues(NamedTuple):
     """Row of a table over several runs: values of one run on one dataset."""
 
     run: ReportedRun
-    dataset: str
+    dataset_name: str
     value_by_column: dict[str, float]
 
 
@@ -41,23 +41,18 @@ def compare_runs(runs: Sequence[ReportedRun]) -> list[TaskAcrossRuns]:
     compared, so they are in different tables. Skipped tasks and tables without a value are left out.
     """
     rows_by_table: dict[tuple[str, str | None], list[RunValues]] = {}
-    for run, dataset, by_task in list_results(runs):
-        for task, result in by_task.items():
+    for run, name, dataset in list_results(runs):
+        for task, result in dataset.tasks.items():
             if result.skipped is None:
-                row = RunValues(run, dataset, _list_values(result))
+                has_metric = result.metric is not None
+                find_values = _find_highest_by_features if has_metric else select_numbers
+                row = RunValues(run, name, find_values(result))
                 rows_by_table.setdefault((task, result.metric), []).append(row)
     # tables of a task are next to each other, in the order in which tasks appear
     tasks = list(dict.fromkeys(task for task, _ in rows_by_table))
     tables = [TaskAcrossRuns(task, metric, rows) for (task, metric), rows in rows_by_table.items()]
     tables.sort(key=lambda table: tasks.index(table.task))
     return [table for table in tables if table.columns]
-
-
-def _list_values(result: TaskResult) -> dict[str, float]:
-    """Values of one run, by column."""
-    if result.metric is None:
-        return select_numbers(result)
-    return _find_highest_by_features(result)
 
 
 def _find_highest_by_features(result: TaskResult) -> dict[str, float]:

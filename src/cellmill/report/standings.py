@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cellmill.report.collect import ReportedRun, RunResults, list_results
+from cellmill.report.collect import ReportedRun, list_results
 from cellmill.report.ranking import Ranking, Scores, rank_runs, score_tasks
-from cellmill.report.verdicts import TaskVerdict, count_outcome, find_verdict, list_verdicts
+from cellmill.report.verdicts import TaskVerdict, find_verdict, list_verdicts
 from cellmill.runs.results import Outcome, Row, TaskResult, Verdict
 
 
@@ -18,7 +18,7 @@ class Standing:
     """
 
     run: ReportedRun
-    dataset: str
+    dataset_name: str
     task: str
     result: TaskResult  # the run's result of `task`
     best_row: Row  # the model's best row in `result`
@@ -36,7 +36,7 @@ class Standing:
         return self.run.name in self.ranking.leaders
 
     @property
-    def leads_clearly(self) -> bool:
+    def is_called_best(self) -> bool:
         """True if the run is called best.
 
         Every other run is worse in some task beyond an interval, which runs that were scored on
@@ -47,66 +47,48 @@ class Standing:
 
     def count(self, outcome: Outcome) -> int:
         """Number of verdicts with this outcome."""
-        return count_outcome(self.verdicts, outcome)
+        return sum(entry.verdict.outcome == outcome for entry in self.verdicts)
 
 
 def list_standings(runs: Sequence[ReportedRun]) -> list[Standing]:
     """Standing of each run on each dataset on which one of its tasks ranks methods by a metric."""
     scores_by_dataset: dict[str, dict[str, Scores]] = {}  # by dataset, then by run
-    scored_by_dataset: dict[str, set[tuple[str, int]]] = {}
-    for run, dataset, _ in list_results(runs):
-        assert run.evaluation is not None
-        result = run.evaluation.datasets[dataset]
-        scores = score_tasks(result)
+    scored_cells_by_dataset: dict[str, set[tuple[str, int]]] = {}
+    for run, name, dataset in list_results(runs):
+        scores = score_tasks(dataset)
         if scores:
-            scored_by_dataset.setdefault(dataset, set()).add(result.scored)
-            scores_by_dataset.setdefault(dataset, {})[run.name] = scores
-    rankings = {dataset: rank_runs(by_run) for dataset, by_run in scores_by_dataset.items()}
+            scored_cells_by_dataset.setdefault(name, set()).add(dataset.scored)
+            scores_by_dataset.setdefault(name, {})[run.name] = scores
+    rankings = {name: rank_runs(by_run) for name, by_run in scores_by_dataset.items()}
     steps = {run.name: run.status.step if run.status else None for run in runs}
     standings = []
-    for run_results in list_results(runs):
-        dataset = run_results.dataset
-        by_run = scores_by_dataset.get(dataset, {})
-        if run_results.run.name in by_run:
-            standing = _make_standing(
-                run_results,
-                rankings[dataset],
-                n_runs=len(by_run),
-                steps=frozenset(steps[name] for name in by_run),
-                has_equal_cells=len(scored_by_dataset[dataset]) == 1,
-            )
-            standings.append(standing)
+    for run, name, dataset in list_results(runs):
+        compared = scores_by_dataset.get(name, {})
+        if run.name not in compared:
+            continue
+        ranking = rankings[name]
+        task = _choose_task(dataset.tasks, ranking)
+        result = dataset.tasks[task]
+        best_row = result.best_row("model")
+        assert best_row is not None
+        verdicts = list_verdicts(dataset.tasks)
+        verdict = find_verdict(verdicts, task, best_row, result.metric)
+        standing = Standing(
+            run=run,
+            dataset_name=name,
+            task=task,
+            result=result,
+            best_row=best_row,
+            baseline=_find_baseline(result, verdict),
+            verdict=verdict,
+            verdicts=verdicts,
+            ranking=ranking,
+            n_runs=len(compared),
+            steps=frozenset(steps[run_name] for run_name in compared),
+            has_equal_cells=len(scored_cells_by_dataset[name]) == 1,
+        )
+        standings.append(standing)
     return standings
-
-
-def _make_standing(
-    run_results: RunResults,
-    ranking: Ranking,
-    n_runs: int,
-    steps: frozenset[int | None],
-    has_equal_cells: bool,
-) -> Standing:
-    """Standing of a run that `ranking` compares with the other runs of its dataset."""
-    task = _choose_task(run_results.by_task, ranking)
-    result = run_results.by_task[task]
-    best_row = result.best_row("model")
-    assert best_row is not None
-    verdicts = list_verdicts(run_results.by_task)
-    verdict = find_verdict(verdicts, task, best_row, result.metric)
-    return Standing(
-        run=run_results.run,
-        dataset=run_results.dataset,
-        task=task,
-        result=result,
-        best_row=best_row,
-        baseline=_find_baseline(result, verdict),
-        verdict=verdict,
-        verdicts=verdicts,
-        ranking=ranking,
-        n_runs=n_runs,
-        steps=steps,
-        has_equal_cells=has_equal_cells,
-    )
 
 
 def _choose_task(results: Mapping[str, TaskResult], ranking: Ranking) -> str:

@@ -103,7 +103,7 @@ def compare_with_plan(run: ReportedRun) -> list[Quantity]:
         Quantity(PROCESS_MEMORY, None, process_gb),
         Quantity("rank with the peak memory", None, peak_rank),
         Quantity("steps skipped as not finite", None, status.skipped_steps),
-        Quantity("cells, all epochs", plan.cells_seen, status.cells),
+        Quantity("cells, all epochs", plan.cells_seen, status.cells_seen),
         Quantity("processes", plan.world_size, status.world_size),
         *_list_logged_quantities(run),
     ]

@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
-from cellmill.runs.results import Outcome, Row, TaskResult, Verdict
+from cellmill.runs.results import Row, TaskResult, Verdict
 
 WHOLE_CELL_METRICS = {
     "probe": "accuracy",
@@ -18,8 +18,8 @@ class TaskVerdict(NamedTuple):
 
     task_name: str  # name of the task, or `NAME of LABEL` for further labels
     verdict: Verdict
-    # Columns of the task's table in which the methods differ as in the verdict. The verdict's metric
-    # may be words that stand for such a column, so `find_verdict` looks a metric up in both.
+    # columns of the task's table that `verdict.metric` stands for; the metric is either a column's
+    # heading or words for several columns
     columns: set[str]
 
 
@@ -32,11 +32,6 @@ def list_verdicts(results: Mapping[str, TaskResult]) -> list[TaskVerdict]:
             key = _make_key(task_name, result, verdict)
             distinct.setdefault(key, TaskVerdict(task_name, verdict, columns))
     return list(distinct.values())
-
-
-def count_outcome(verdicts: Sequence[TaskVerdict], outcome: Outcome) -> int:
-    """Number of verdicts with this outcome."""
-    return sum(entry.verdict.outcome == outcome for entry in verdicts)
 
 
 def _make_key(task_name: str, result: TaskResult, verdict: Verdict) -> Hashable:
