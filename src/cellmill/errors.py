@@ -60,6 +60,12 @@ def require_known(name: str, known: Collection[str], fault: str) -> None:
         raise DataError(f"{fault}; {did_you_mean(name, known)}")
 
 
+def as_yaml(value: object) -> str:
+    """Text of an option's value as a configuration file has it."""
+    words = {"None": "null", "True": "true", "False": "false"}
+    return words.get(repr(value), str(value))
+
+
 @contextmanager
 def one_line() -> Iterator[None]:
     """End the process with `cellmill: ERROR` and exit code 1.

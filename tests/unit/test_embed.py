@@ -213,6 +213,12 @@ def test_genes_that_a_file_lacks_are_reported_by_weight(
         _embed(model, path, min_expressed_frac=0.9)
 
 
+def test_a_coverage_says_if_more_genes_are_absent_than_named() -> None:
+    assert str(module.GeneCoverage(8, 10, 0.5, ("A", "B"))).endswith(" (without A, B)")
+    assert str(module.GeneCoverage(7, 10, 0.5, ("A", "B"))).endswith(" (without A, B, ...)")
+    assert str(module.GeneCoverage(10, 10, 1.0, ())).endswith("expresses")
+
+
 def test_a_covariate_that_a_file_lacks_is_warned_of(
     tmp_path: Path, corpus: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -540,8 +540,13 @@ def test_every_method_is_scored_in_folds_of_cells_or_batches(
     assert whole.lower_is_better == ["MSE"]
     assert len(whole.rows[0].scores["MSE"].repetitions) == 3
     assert "not hidden, unknown or too rare: NOTHING" in capsys.readouterr().out
-    with pytest.raises(DataError, match=r"imputation\.genes: 0 of 1 are genes of the model"):
+    with pytest.raises(DataError, match=r"imputation\.genes: none of 1 named genes is known"):
         Imputation(CONFIG.model_copy(update={"genes": ["NOTHING"]})).run(context)
+    frequent = CONFIG.model_copy(update={"genes": [*symbols], "min_cells": 1})
+    with pytest.raises(
+        DataError, match=r"imputation\.genes: all \d+ measured genes of \S+ would be"
+    ):
+        Imputation(frequent).run(context)
     few = replace(context, scored=np.arange(context.reader.n_obs) < 9)
     reason = run_task(Imputation(CONFIG), few).skipped
     n_folds = context.options.folds

@@ -243,9 +243,9 @@ def test_weights_are_part_of_the_order(manifest: Manifest) -> None:
     state = plain.state_dict()
     assert state["fingerprint"] == manifest.fingerprint
     assert state["weight_by"] is None
-    with pytest.raises(ConfigError, match=r"stream\.weight_by is kind, but None in the checkpoint"):
+    with pytest.raises(ConfigError, match=r"stream\.weight_by is kind, but null in the checkpoint"):
         stream.load_state_dict(state)
-    with pytest.raises(ConfigError, match=r"stream\.weight_by is None, but kind in the checkpoint"):
+    with pytest.raises(ConfigError, match=r"stream\.weight_by is null, but kind in the checkpoint"):
         plain.load_state_dict(stream.state_dict())
     for name in ("max_repeats", "labelled_frac", "weight_start_exponent"):
         with pytest.raises(

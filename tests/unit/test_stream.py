@@ -263,7 +263,7 @@ def test_an_option_that_a_state_lacks_had_its_default(manifest: Manifest) -> Non
     stream = stream_of(manifest)
     stream.load_state_dict(state)
     equal = stream_of(manifest, options={"equal_steps": True})
-    with pytest.raises(ConfigError, match=r"equal_steps is True, but False in .* back to False"):
+    with pytest.raises(ConfigError, match=r"equal_steps is true, but false in .* back to false"):
         equal.load_state_dict(state)
     assert len(take(stream, 20)) == len(take(equal, 20))
 

@@ -5,7 +5,7 @@
 `batch_tokenizer`, `micro_batches`); `batch` is the result.
 
 A `Tokenizer` (`tokenizer`, the contract) makes tokens of the genes of cells; `builtin_tokenizers` are
-the three of cellmill, whose values `token_values` computes. `BatchTokenizer` chooses genes, calls the
+the classes of cellmill's, whose values `token_values` computes. `BatchTokenizer` chooses genes, calls the
 run's tokenizer, and makes a batch of its tokens.
 
 - data rank: rank of a data-parallel process; lanes are divided among data ranks

@@ -1,4 +1,4 @@
-"""Batches of tokens for one data rank: endless, shuffled and resumable at any step.
+"""Batches of tokens for one data rank: endless, shuffled and resumable, or one pass in a fixed order.
 
 Uses threads, not processes: reading and copying release the GIL, and processes cost 1.7 times the
 CPU time per tokenized cell. A few threads read the shards, and one thread cuts and tokenizes the next
@@ -35,7 +35,7 @@ from cellmill.data.stream.order import (
 from cellmill.data.stream.repeats import read_repeats
 from cellmill.data.stream.step_reader import StepReader
 from cellmill.data.stream.unpacker import CellUnpacker
-from cellmill.errors import ConfigError, DataError
+from cellmill.errors import ConfigError, DataError, as_yaml
 
 # groups of steps in the queue: one is being tokenized, the others are done or wait for the thread
 _QUEUED_GROUPS = 3
@@ -75,7 +75,7 @@ class CellStream:
     weights read.
 
     Raises DataError when manifest or shards are missing, damaged or do not match, an obs column is
-    missing, the split has no cells, or fewer than data ranks, or `tokens` needs an order of genes
+    missing, the split has no cells, or if shuffled fewer than data ranks, or `tokens` needs an order of genes
     by variability that the vocabulary lacks; ConfigError when `tokens` lacks fitted edges.
     """
 
@@ -199,7 +199,8 @@ class CellStream:
         """
         if not self._order_rule.options.shuffle:
             raise ConfigError(
-                "a split that is not shuffled is always read from its start; load a state of split train"
+                "a split that is not shuffled is always read from its start; load the state into the "
+                "stream of split train"
             )
         # a version without an option ordered cells as its default does
         has_weights = state.get("weight_by") is not None
@@ -214,8 +215,8 @@ class CellStream:
             if before != now:
                 section = "train" if name in ("seed", "global_batch") else "stream"
                 raise ConfigError(
-                    f"{section}.{name} is {now}, but {before} in the checkpoint, and defines the order of cells; set "
-                    f"it back to {before}, or start a new run"
+                    f"{section}.{name} is {as_yaml(now)}, but {as_yaml(before)} in the checkpoint, and defines the "
+                    f"order of cells; set it back to {as_yaml(before)}, or start a new run"
                 )
         # after the options: the column of weights, an option, is in the fingerprint as well
         fingerprint = state["fingerprint"]

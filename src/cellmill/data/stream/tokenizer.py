@@ -32,8 +32,9 @@ class Tokenizer(Protocol):
     def tokenize(self, cells: SparseCounts) -> CellTokens:
         """Make the tokens of cells. Genes are rows of the vocabulary.
 
-        They are in rank order where the tokens depend on it: if values are of kind `place`, and in
-        cells longer than `max_tokens` with `truncation: top`. Sequences are in their own order.
+        They are in rank order where the tokens depend on it: if values are of kind `place`, and with
+        `truncation: top` in cells of more genes than are kept (`max_tokens`, less with `zero_frac`).
+        Sequences are in their own order.
 
         Counts are above 0. They may be None unless `needs_counts`.
         """
@@ -64,7 +65,7 @@ class KeptGenes:
         return kept
 
     def token_ids(self) -> np.ndarray:
-        """Return the token ids of the kept genes, `(tokens,)` int32, in new memory."""
+        """Return the token ids of the kept genes, `(tokens,)` int32, in an array of their own."""
         genes = self.cells.genes
         if self._keeps_all():
             token_ids = recycled_empty(self.cu_seqlens[-1], np.int32)

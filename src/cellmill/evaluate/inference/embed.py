@@ -58,7 +58,8 @@ class GeneCoverage:
     """Symbols of the most widely expressed genes that the file lacks."""
 
     def __str__(self) -> str:
-        lacks = f" (without {', '.join(self.absent)}, ...)" if self.absent else ""
+        more = ", ..." if self.n_genes - self.n_present > len(self.absent) else ""
+        lacks = f" (without {', '.join(self.absent)}{more})" if self.absent else ""
         return (
             f"{self.n_present:,} of the model's {self.n_genes:,} genes, "
             f"{self.expressed_frac:.1%} of the genes that a training cell expresses{lacks}"

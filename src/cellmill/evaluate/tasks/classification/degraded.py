@@ -204,7 +204,7 @@ class Degraded(Task):
 
         `by_level` has the features of all cells. A level has a column for each choice of fitted cells:
         of the same level, whole, and of all levels. Features that whole cells lack, such as those of a
-        panel, get the *matched* score in column *shifted* too.
+        panel, get the *matched* score in the other columns too.
         """
         neighbors = self.config.neighbors
         train_labels = labels[fold.train]

@@ -55,9 +55,9 @@ def predict_folds(
     """Record the predicted classes of the tested cells of each fold in `predictions`.
 
     `features` are those of all cells, `(cells, width)` each. RANKED is added, whose genes are chosen
-    anew in each fold. `with_fitted_features` adds the majority class, and two more features fitted
-    anew in each fold: principal components, and the embedding joined to the components of the
-    model's training cells.
+    anew in each fold. `with_fitted_features` adds the majority class, and features fitted anew in each
+    fold: principal components of all and of the variable genes, and the embedding joined to the
+    components of the model's training cells if there are any.
     """
     labels = predictions.labels
     folds = [*folds]

@@ -149,11 +149,16 @@ class Imputation(Task):
             else:
                 left_out.append(name)
         genes = np.unique(rows).astype(np.int64)
-        if not 0 < len(genes) < len(context.measured_genes):
+        option = "evaluate.tasks.imputation.genes"
+        if len(genes) == 0:
             raise DataError(
-                f"evaluate.tasks.imputation.genes: only {len(genes):,} of {len(row_of_name):,} named genes can be "
-                f"hidden (known to the model, expressed in at least {self.config.min_cells} scored cells of "
-                f"{context.dataset}); at least one must be, and at least one measured gene must stay visible"
+                f"{option}: none of {len(row_of_name):,} named genes is known to the model and expressed in at least "
+                f"{self.config.min_cells} scored cells of {context.dataset} (min_cells); name at least one that is"
+            )
+        if len(genes) == len(context.measured_genes):
+            raise DataError(
+                f"{option}: all {len(genes):,} measured genes of {context.dataset} would be hidden; leave at least "
+                "one out, which the model then sees"
             )
         if left_out:
             listed = ", ".join(sorted(left_out))
