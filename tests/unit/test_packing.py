@@ -3,7 +3,9 @@
 import errno
 import os
 import random
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from itertools import chain, islice
 from pathlib import Path
@@ -50,6 +52,21 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 def use(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     loops = Loops(load_loops() if kind == "loops" else None)
     monkeypatch.setattr(compiled_loops, "COMPILED", loops)
+
+
+def test_the_main_thread_loads_loops_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load() -> threading.Thread:
+        return threading.current_thread()
+
+    monkeypatch.setattr(compiled_loops, "load_loops", load)
+    assert CompiledLoops(2).loops_for(1) is None
+    assert CompiledLoops(2).loops_for(2) is threading.main_thread()
+    loops = CompiledLoops(1)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(loops.expect, 1).result()
+        reader = pool.submit(threading.current_thread).result()
+    loaded_by = loops.loops_for(0)
+    assert loaded_by not in (threading.main_thread(), reader)
 
 
 def make_parts(seed: int, n_parts: int = 30) -> tuple[np.ndarray, np.ndarray]:

@@ -1,10 +1,13 @@
-"""The compiled loops over cells: loaded in a background thread once they pay off.
+"""The compiled loops over cells: loaded once they pay off.
 
 Importing `data.loops.cell_loops` compiles its loops. A process does so after it has handled many
-values. Until then, and where numba is not installed, numpy does the work.
+values. Until then, and where numba is not installed, numpy does the work. The main thread waits for
+them: numba enters `warnings.catch_warnings` thousands of times, which is not thread-safe, and
+warnings of another thread that compiles would be lost. Other threads load them in the background.
 """
 
 import importlib
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -21,14 +24,17 @@ class CompiledLoops:
         self._loading: Future[Any] | None = None
 
     def loops_for(self, n_values: int) -> Any:
-        """Return the module of loops; None without numba, or while they are not compiled.
+        """Return the module of loops; None without numba, or while another thread loads them.
 
         `n_values` is the number of values to be handled. It counts towards `min_values`.
         """
         self._n_left -= n_values
         if self._n_left > 0:
             return None
-        if self._loading is None:
+        if self._loading is None and threading.current_thread() is threading.main_thread():
+            self._loading = Future()
+            self._loading.set_result(load_loops())
+        elif self._loading is None:
             pool = ThreadPoolExecutor(1, thread_name_prefix="cellmill-compile")
             self._loading = pool.submit(load_loops)
             pool.shutdown(wait=False)
