@@ -264,5 +264,6 @@ def test_measured_bytes_of_collectives_agree_with_the_plan(
             {key: part.payload_bytes for key, part in expected.items()}, rel=0.03
         )
         for key, part in expected.items():
-            # a call of a few numbers per cell is counted by the plan, and small with so few cells
-            assert calls[key] - 1 <= part.calls <= calls[key] + small_calls[key] + 1, (rank, key)
+            # calls of profile with a few numbers per cell are planned, and small with so few cells
+            small = small_calls[key] if name in LAYOUTS_OF_PROFILE else 0
+            assert calls[key] - 1 <= part.calls <= calls[key] + small + 1, (rank, key)

@@ -279,7 +279,9 @@ def test_verdicts_compare_the_best_rows() -> None:
 
 def test_each_class_gives_its_shots() -> None:
     labels = np.array(["a"] * 12 + ["b"] * 9 + ["rare"] * 3)
-    (_, train, test), (number, other, _) = draw_shots(labels, ["a", "b"], 4, n_draws=2, seed=0)
+    (_, train, test), (number, other, _) = draw_shots(
+        labels, ["a", "b"], 4, n_repetitions=2, seed=0
+    )
     assert number == 1
     assert sorted(labels[train]) == ["a"] * 4 + ["b"] * 4
     assert sorted([*train, *test]) == list(range(21))

@@ -252,16 +252,23 @@ def test_a_pulled_model_keeps_no_file_of_an_earlier_one(
     files = ("config.json", "model.safetensors", "vocabulary.tsv")
     model = run_folder / "model"
     hub.repos["me/plain"] = {name: (model / name).read_bytes() for name in files}
-    out = tmp_path / "pulled"
-    own = [out / "notes.txt"]
-    earlier = [out / "cells.digest", out / "adapter" / "adapter_model.safetensors"]
+    over_model = tmp_path / "pulled"
+    over_project = tmp_path / "project"
+    own = [over_model / "notes.txt", over_project / "README.md"]
+    earlier = [
+        over_model / "config.json",
+        over_model / "cells.digest",
+        over_model / "adapter" / "adapter_model.safetensors",
+    ]
     for path in (*own, *earlier):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("earlier")
-    [pulled] = _cellmill(hub, tmp_path / "home", (["pull", "me/plain", "--out", str(out)], None))
-    assert pulled[0] == 0, pulled[2]
-    left = {path for path in out.rglob("*") if path.is_file()}
-    assert left == {*own, *(out / name for name in files)}
+    folders = (over_model, over_project)
+    commands = [(["pull", "me/plain", "--out", str(out)], None) for out in folders]
+    for done in _cellmill(hub, tmp_path / "home", *commands):
+        assert done[0] == 0, done[2]
+    left = {path for out in folders for path in out.rglob("*") if path.is_file()}
+    assert left == {*own, *(out / name for out in folders for name in files)}
 
 
 def test_a_folder_without_a_model_leaves_nothing_on_the_hub(

@@ -71,7 +71,8 @@ def push(folder: Path, repo: str, card: str, metrics: Path | None, private: bool
 def pull(repo: str, folder: Path) -> str:
     """Download a model to `folder`, config.json last, and return the commit.
 
-    Files of an earlier model in `folder` are replaced or removed. Raise UserError if it is no model.
+    Files of an earlier model in `folder` are replaced or removed. Raise UserError if `repo` is no
+    model of cellmill.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
@@ -92,9 +93,11 @@ def pull(repo: str, folder: Path) -> str:
             raise DataError(
                 f"{name}: it is no model of cellmill: {str(error).replace(f'{made}/', '')}"
             ) from None
+        had_model = (folder / "config.json").is_file()
         for file in FILES:
             if not (made / file).is_file():
-                (folder / file).unlink(missing_ok=True)  # of the model that was there
+                if had_model:
+                    (folder / file).unlink(missing_ok=True)
                 continue
             with atomic_path(folder / file) as path:
                 os.replace(made / file, path)

@@ -90,19 +90,20 @@ def plan(
             raise ConfigError("no layout fits, for the reasons above")
         return
     run_plan = _plan_run(corpus, machine, device_name)
-    if train is None and out is not None:
-        train = out.parent / "train"
-    if train is not None:
-        steps = None if manifest is None else run_plan.cost.work.steps
-        refusal = foresee_refusal(train, options, steps)
-        if refusal is not None:
-            run_plan.warnings.append(f"stage train will refuse this run: {refusal}")
     if out is not None:
         write_json(out, run_plan.record())
     if device_name == "cpu":
         lines = _format_cpu_plan(run_plan)
     else:
         lines = [format_plan(run_plan)]
+    if train is None and out is not None:
+        train = out.parent / "train"
+    if train is not None:
+        steps = None if manifest is None else run_plan.cost.work.steps
+        refusal = foresee_refusal(train, options, steps)
+        if refusal is not None:
+            # not in plan.json: `restart` would set the training that refuses aside
+            lines.append(format_line("warning", f"stage train will refuse this run: {refusal}"))
     lines += format_scaling(options, corpus.size, machine, device_name, find_device(device_name))
     print("\n".join(lines), flush=True)
 
