@@ -13,6 +13,7 @@ import scipy.sparse as sp
 
 from cellmill.cli import main
 from cellmill.data.inputs.h5 import create_h5, write_anndata
+from cellmill.evaluate.atlas.mapping import AtlasMapping
 from cellmill.evaluate.inference.files import write_prediction
 from cellmill.evaluate.inference.predict import Predictions
 from tests.unit.limits import full_after
@@ -113,6 +114,37 @@ def test_a_prediction_leaves_nothing_of_an_earlier_one(tmp_path: Path, how: str)
     suffixed = ["cellmill_rejected_tissue"] if how == "obs alone" else []
     assert sorted(adata.obs) == sorted(["cellmill_label_old", *suffixed, "cellmill_value"])
     assert list(adata.obsm) == []
+
+
+@pytest.mark.parametrize("how", ["append", "in memory"])
+@pytest.mark.parametrize("map_first", [True, False])
+def test_a_map_and_a_prediction_replace_each_other(
+    tmp_path: Path, how: str, map_first: bool
+) -> None:
+    label = pd.Categorical(["T cell", None])
+    mapping = AtlasMapping(
+        {"cellmill_label": label, "cellmill_distance": np.ones(2)},
+        {"cellmill_neighbors": np.ones((2, 3), np.int32)},
+        {"neighbors": 3},
+        [],
+    )
+    prediction = Predictions(
+        {"cellmill_label": label},
+        {"cellmill_probabilities": np.ones((2, 2), np.float32)},
+        {"label_column": "cell_type"},
+    )
+    earlier, later = (mapping, prediction) if map_first else (prediction, mapping)
+    adata = ad.AnnData(np.ones((2, 1), np.float32), obs=pd.DataFrame(index=["first", "second"]))
+    earlier.add_to(adata)
+    if how == "append":
+        adata.write_h5ad(tmp_path / "cells.h5ad")
+        write_prediction(tmp_path / "out.h5ad", adata.obs, later, tmp_path / "cells.h5ad")
+        adata = ad.read_h5ad(tmp_path / "out.h5ad")
+    else:
+        later.add_to(adata)
+    assert sorted(adata.obs) == sorted(later.obs)
+    assert list(adata.obsm) == list(later.obsm)
+    assert list(adata.uns) == [later.key]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,12 @@ from cellmill.data.inputs.h5 import create_h5, one_line, open_h5, write_anndata,
 from cellmill.data.inputs.reader import refuse_duplicates
 from cellmill.data.inputs.source import StoredObs
 from cellmill.errors import DataError
-from cellmill.evaluate.inference.written import ABOUT_PREDICTION, Annotations, names_of_predictions
+from cellmill.evaluate.inference.written import (
+    ABOUT_PREDICTION,
+    ABOUTS,
+    Annotations,
+    names_of_predictions,
+)
 from cellmill.files import atomic_path
 from cellmill.runs.results import DatasetResult, Row
 
@@ -69,6 +74,9 @@ def write_prediction(
             raise DataError(
                 f"{source}: its obs is of an AnnData before 0.7; read and write it once, or leave out --append"
             )
+        for key in ABOUTS:
+            if key in file["uns"] and key != predicted.key:
+                del file["uns"][key]
         for name in replaced:
             if name in obs and name not in columns:
                 del obs[name]

@@ -28,6 +28,7 @@ ABOUT_PREDICTION = "cellmill_prediction"  # uns
 NEIGHBORS = "cellmill_neighbors"  # obsm: indices of cells of the atlas
 NEIGHBOR_DISTANCES = "cellmill_neighbor_distances"  # obsm
 ABOUT_MAP = "cellmill_map"  # uns
+ABOUTS = (ABOUT_PREDICTION, ABOUT_MAP)
 
 
 def names_of_predictions(*abouts: Iterable[str]) -> set[str]:
@@ -42,7 +43,7 @@ def names_of_predictions(*abouts: Iterable[str]) -> set[str]:
             if key.startswith(entry):
                 heads.add(key.removeprefix(entry))
     names = product((LABEL, PROBABILITY, REJECTED, VALUE, PROBABILITIES), heads)
-    return {SEEN, *MAP_COLUMNS, *map("".join, names)}
+    return {SEEN, NEIGHBORS, NEIGHBOR_DISTANCES, *MAP_COLUMNS, *map("".join, names)}
 
 
 @dataclass(frozen=True)
@@ -64,4 +65,6 @@ class Annotations:
         for name, column in self.obs.items():
             adata.obs[name] = column
         adata.obsm.update(self.obsm)
+        for key in ABOUTS:
+            adata.uns.pop(key, None)
         adata.uns[self.key] = self.about
