@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 
 from cellmill.cli import main
+from cellmill.config.parts.objectives import RegressionConfig
+from cellmill.config.parts.tokens import Tokens
 from cellmill.evaluate.inference.agreement import compare_numbers
 from cellmill.evaluate.seen.seen_cells import Seen
+from cellmill.models.objectives.regression import Regression
 from tests.unit.exported import export_model
 
 
@@ -102,3 +105,15 @@ def test_predict_prints_the_comparison(
     printed = capsys.readouterr().out
     assert "correlation" not in printed
     assert "no cell has a number" not in printed
+
+
+def test_equal_numbers_and_predictions_have_no_correlation() -> None:
+    regression = Regression(RegressionConfig(target_column="age"), Tokens())
+    # n, sums of x and y, of their squares and their products: a few ulps below equal values
+    sums = (3.0, 0.3, 0.6, 0.03 - 1e-15, 0.12 - 1e-15, 0.06)
+    assert regression.validation_metrics(sums) == {}
+    pairs = np.array([[1.0, 2.0], [2.0, 3.0], [4.0, 9.0]])
+    x, y = pairs.T
+    moments = (3.0, x.sum(), y.sum(), (x * x).sum(), (y * y).sum(), (x * y).sum())
+    expected = {"pearson": pytest.approx(np.corrcoef(x, y)[0, 1])}
+    assert regression.validation_metrics(moments) == expected

@@ -6,7 +6,7 @@ last level is theirs: it is no label, and its logit is left out.
 
 With `adversarial_scale` the model gets the reversed gradient, times this number: the head learns the
 label, and the encoder hides it (Ganin & Lempitsky 2015). Such a loss is left out of the validation
-loss, and `judge` compares it with nothing.
+loss, and `judge` gives no verdict on it.
 
 Legend: C cells with a target, L levels, E width of a cell's vector.
 """

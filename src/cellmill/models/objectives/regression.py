@@ -8,6 +8,7 @@ Legend: C cells with a target, E width of a cell's vector, S slots of a global b
 with a target, zeros in the others (`train.batch_rows`).
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -115,10 +116,11 @@ class Regression(CellObjective):
     def validation_metrics(self, sums: Sequence[float]) -> dict[str, float]:
         n, x, y, xx, yy, xy = MomentSums(*sums)
         covariance = n * xy - x * y
-        variance_product = (n * xx - x * x) * (n * yy - y * y)
-        if variance_product <= 0:
+        # times n squared; of equal values they are rounding, of either sign
+        variances = (n * xx - x * x, n * yy - y * y)
+        if min(variances) <= 0:
             return {}
-        return {"pearson": covariance / variance_product**0.5}
+        return {"pearson": covariance / math.sqrt(math.prod(variances))}
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
         """Score standardised predictions: correlations and, unless the loss is pearson, errors.

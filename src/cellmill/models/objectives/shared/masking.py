@@ -24,8 +24,7 @@ from cellmill.models.draws import MASK_IN_VIEW, SHOWN_CONTENT
 from cellmill.models.objective import Objective, ObjectiveModel
 from cellmill.parallel.vocab_parallel import rows_at
 
-# the largest possible draw; given to tokens that are not genes, so that they are never a cell's
-# lowest
+# the largest possible draw; given to tokens that are not genes, so that those of genes are lower
 HIGHEST_DRAW = 2**63 - 1
 
 
