@@ -10,7 +10,9 @@ WHOLE_CELL_METRICS = {
     "low_depth": "accuracy, whole",
     "missing_genes": "accuracy, whole",
 }
-"""Metric of each task that is the accuracy on whole cells: the same number in all of these tasks."""
+"""Metric of each task that is the accuracy on whole cells. The last two tasks take fewer cells, so the
+verdict of `probe` stands for all of them.
+"""
 
 
 class TaskVerdict(NamedTuple):

@@ -1,4 +1,4 @@
-"""Bytes, hours, counts and layouts as text."""
+"""Bytes, hours and layouts as text."""
 
 from cellmill.config.parallel import Layout, Parallel
 
