@@ -50,12 +50,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp 2 x FULL_SHARD": {"sharding_strategy": "FULL_SHARD", "pp": 2},
 }
 RECOMPUTED = {
-    f"{name}, recomputed": LAYOUTS[name] | {"activation_checkpointing": "full"}
+    f"{name}, {how} recomputed": LAYOUTS[name] | {"activation_checkpointing": how}
     for name in ("FULL_SHARD x tp 2", "sequence parallel")
+    for how in ("full", "selective")
 }
 LAYOUTS_OF_PROFILE = {
     "profile x tp 2": LAYOUTS["FULL_SHARD x tp 2"],
-    "profile x tp 2, recomputed": RECOMPUTED["FULL_SHARD x tp 2, recomputed"],
+    "profile x tp 2, recomputed": RECOMPUTED["FULL_SHARD x tp 2, full recomputed"],
 }
 PIPELINE = "pp 2 x FULL_SHARD"
 

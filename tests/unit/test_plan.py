@@ -122,9 +122,12 @@ def test_cells_that_are_read_more_often_count_as_often(tmp_path: Path) -> None:
     labelled = write_corpus(tmp_path, N_CELLS, obs={"kind": kinds})
     read = SECTIONS["stream"] | {"weight_by": "kind", "labelled_frac": 1.0}
     stream = stream_of(labelled, options=read, tokens=_options().tokens, token_budget=64)
-    steps = itertools.islice(stream, stream.steps_per_epoch)
+    steps = [*itertools.islice(stream, stream.steps_per_epoch)]
     tokens = sum(len(batch.token_ids) for batch in itertools.chain.from_iterable(steps))
-    assert _plan(labelled, tmp_path, stream=read)["tokens_per_cell"] == tokens / N_CELLS
+    planned = _plan(labelled, tmp_path, stream=read, train={"token_budget": 64})
+    assert planned["tokens_per_cell"] == tokens / N_CELLS
+    micro_batches = [len(step) for step in steps]
+    assert planned["micro_batches_per_step"] == pytest.approx(np.mean(micro_batches), rel=0.05)
     assert _plan(labelled, tmp_path)["tokens_per_cell"] != tokens / N_CELLS
     stream.close()
 

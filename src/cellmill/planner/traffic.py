@@ -159,9 +159,10 @@ def _list_tensor_parallel(
         payload = token_bytes * n * end.collective_elements_per_token
         yield CollectiveCalls("all-reduce", "tp", payload, n * end.collectives * micro_batches)
     # the backward pass sums as often as the forward pass: twice in a block of attention, once in one
-    # without; recomputation stops before the last sum, which the backward pass does not need
+    # without; recomputation of either kind keeps no sums, and stops before the last, which the
+    # backward pass does not need
     forward_sums = size.block.collectives
-    recomputes = parallel.activation_checkpointing == "full"
+    recomputes = parallel.activation_checkpointing is not None
     recomputed_sums = max(0, forward_sums - 1) if recomputes else 0
     sums_per_block = 2 * forward_sums + recomputed_sums
     elements_per_sum = size.block.collective_elements_per_token / max(1, forward_sums)

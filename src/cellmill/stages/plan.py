@@ -143,7 +143,9 @@ def _read_corpus(options: PlanOptions, manifest: Path) -> PlannedCorpus:
     if options.stream.weight_by is not None:  # cells are not read equally often
         repeats = read_repeats(shards, "train", options.stream, n_cells)
         times_read = repeats.times_read(options.train.seed, epoch=0, first_step=0)
-        detected = detected.repeat(times_read)
+        # a cell's reads are far apart in training, and a sample of steps must not have them together
+        generator = np.random.Generator(np.random.Philox(0))
+        detected = generator.permutation(detected.repeat(times_read))
     n_detected, n_undetected = count_detected_and_undetected(
         options.tokens, detected, shards.n_genes
     )
