@@ -161,7 +161,7 @@ def test_activations_equal_those_that_autograd_keeps(
     # what does not grow with the tokens is counted as workspace
     measured = (many[0] - few[0]) / (many[1] - few[1])
     assert measured == pytest.approx(expected, rel=0.06)
-    assert few[0] - measured * few[1] <= size.finish_workspace_by_tokens[0][1]
+    assert few[0] - measured * few[1] <= size.finish_workspace(few[1])
 
 
 @pytest.mark.parametrize("recompute", [None, "selective"])

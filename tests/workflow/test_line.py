@@ -256,7 +256,7 @@ def test_the_file_of_gene_vectors_is_an_input_of_the_training(project: Project) 
     vectors = {"gene_vectors": "vectors.npy", "gene_vector_dim": 4}
     config = project.write_config("vectors.yaml", model=vectors)
     asked = ("--configfile", config, "--", "results/runs/tiny/train/status.json")
-    (project.folder / "vectors.npy").touch()
+    (project.folder / "vectors.npy").write_text("content")
     assert project.jobs(*asked) == dict.fromkeys([*CORPUS, "plan", "train"], 1)
 
 
@@ -286,7 +286,7 @@ def test_a_student_waits_for_the_embeddings_of_its_teacher(
 def test_a_student_may_read_a_folder_of_embeddings(project: Project) -> None:
     config = project.write_config("student.yaml", runs={"student": student("./given")})
     (project.folder / "given").mkdir()
-    (project.folder / "given" / "sim.h5ad").touch()
+    (project.folder / "given" / "sim.h5ad").write_text("content")
     target = "results/runs/student/train/status.json"
     assert project.jobs("--configfile", config, "--", target) == (
         dict.fromkeys([*CORPUS, "teach", "plan", "train"], 1)
@@ -345,7 +345,7 @@ def test_a_run_may_start_from_a_model_folder(
     project: Project,
 ) -> None:
     (project.folder / "given").mkdir()
-    (project.folder / "given" / "model.safetensors").touch()
+    (project.folder / "given" / "model.safetensors").write_text("content")
     shared = {"corpus": "sim", "objective": {"name": "classification", "label_column": "cell_type"}}
     runs = {
         "tuned": shared | {"init_from": "./given"},

@@ -117,7 +117,7 @@ def test_missing_files_are_reported_by_a_dry_run(kind: str, project: Project) ->
     shutil.rmtree(folder)
     folder.mkdir()
     for name in ("vocabulary.tsv", "model.safetensors"):
-        (folder / name).touch()
+        (folder / name).write_text("content")
     with pytest.raises(
         DataError, match=r"given: this is a model folder of cellmill already; use it as it is$"
     ):

@@ -27,7 +27,7 @@ def test_a_preset_is_fitted_by_its_python_after_the_split(
     project: Project,
 ) -> None:
     (project.folder / "config" / "datasets.tsv").write_text(TABLE)
-    (project.folder / "scvi-python").touch()
+    (project.folder / "scvi-python").write_text("content")
     config = project.write_config(
         "zoo.yaml", evaluate={"external": EXTERNAL}, bridges={"scvi": "./scvi-python"}
     )
