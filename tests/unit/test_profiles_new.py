@@ -98,8 +98,7 @@ def test_the_best_partition_has_the_figures_of_its_smallest_node(
         "  plan      device h100: type h100 of the nodes (scontrol)",
         "  account   lab: your default account (sacctmgr)",
         "  status    sacct: it answers, also while the controller does not",
-        "next: cellmill profiles install",
-        "      cellmill preflight --profile mine",
+        "next: cellmill preflight --profile profiles/mine",
     ]
     assert tree["slurm-status-command"] == "sacct"
     assert tree["default-resources"] == {

@@ -90,13 +90,7 @@ def profiles_new(
         ), written
     print(f"wrote {file}")
     _print_values(site)
-    source = ""
-    profile = name
-    if into != Path("profiles"):
-        source = f" --from {shlex.quote(str(into))}"
-        profile = str(folder)
-    print(f"next: cellmill profiles install{source}")
-    print(f"      cellmill preflight --profile {shlex.quote(profile)}")
+    print(f"next: cellmill preflight --profile {shlex.quote(str(folder))}")
 
 
 def _print_values(site: Site) -> None:
