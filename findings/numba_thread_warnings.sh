@@ -3,10 +3,8 @@
 #
 # numba compiles in blocks of warnings.catch_warnings, thousands of them for a few loops. Such a block replaces the filters
 # and the hook of the whole process, not of its thread. If it ends inside a block of the main thread, the main thread's
-# warnings go elsewhere; a filter that the main thread sets meanwhile is gone afterwards. So a package that compiles in the
-# background, to hide the seconds that this takes, loses warnings and makes tests with pytest.warns fail now and then.
-# Nothing says so: numba documents that compiling is thread-safe, by a lock of its own. Functions that are loaded from
-# numba's cache enter no such block.
+# warnings go elsewhere. So a package that compiles in the background, to hide the seconds that this takes, loses warnings and
+# makes tests with pytest.warns fail now and then. Functions that are loaded from numba's cache enter no such block.
 #
 # Seen: to compile a function of 60 loops, the thread entered 1,804 blocks; of 242 warnings that the main thread recorded
 # meanwhile 2 were lost, of 200 recorded alone none. Source: our own run; Python's documentation of catch_warnings says that it
