@@ -3,6 +3,7 @@ with real links.
 """
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -421,7 +422,7 @@ def test_snakemake_finds_a_linked_profile_by_its_name(
 
 
 @pytest.mark.parametrize("kind", ["folder", "dangling link"])
-def test_existing_files_are_left_unchanged(
+def test_a_taken_name_is_left_and_the_others_are_linked(
     root: Path, home: Path, tmp_path: Path, capsys: Capsys, kind: str
 ) -> None:
     home.mkdir(parents=True)
@@ -429,13 +430,36 @@ def test_existing_files_are_left_unchanged(
         (home / "slurm").mkdir()
     else:
         (home / "slurm").symlink_to(tmp_path / "nowhere")
-    assert install(root) == 2
-    assert capsys.readouterr().err.startswith(
-        f"cellmill profiles: {home / 'slurm'}: exists and is "
+    assert install(root) == 0
+    lines = capsys.readouterr().out.splitlines()
+    [left] = [line for line in lines if line.startswith("slurm: not linked")]
+    assert left.endswith(f"; use --profile {root}/profiles/slurm")
+    assert (home / "slurm").is_symlink() == (kind == "dangling link")
+    linked = [home / name for name in NAMES if name != "slurm"]
+    assert lines[-1] == f"to undo: rm {shlex.join(map(str, linked))}"
+
+
+def test_a_second_project_links_its_own_profiles(root: Path, home: Path, tmp_path: Path) -> None:
+    assert install(root) == 0
+    for name in ("local", "mine"):
+        (tmp_path / "second" / "profiles" / name).mkdir(parents=True)
+        (tmp_path / "second" / "profiles" / name / "config.yaml").write_text("cores: 1\n")
+    assert install(tmp_path / "second") == 0
+    assert (home / "mine").resolve() == tmp_path / "second" / "profiles" / "mine"
+    assert (home / "local").resolve() == root / "profiles" / "local"
+
+
+def test_without_a_free_name_nothing_is_linked(
+    root: Path, home: Path, tmp_path: Path, capsys: Capsys
+) -> None:
+    (tmp_path / "one" / "profiles" / "slurm").mkdir(parents=True)
+    (tmp_path / "one" / "profiles" / "slurm" / "config.yaml").write_text("cores: 1\n")
+    assert install(root) == 0
+    assert install(tmp_path / "one") == 2
+    assert capsys.readouterr().err.endswith(
+        f"no profile is linked, because their names are taken in {home}\n"
     )
-    assert [path.name for path in home.iterdir()] == ["slurm"], (
-        "others were linked before the refusal"
-    )
+    assert (home / "slurm").resolve() == root / "profiles" / "slurm"
 
 
 def test_the_checkouts_own_folder_is_not_linked_into_itself(root: Path, home: Path) -> None:

@@ -15,9 +15,9 @@ from cellmill.preflight.site import ask_slurm
 
 
 def profiles_install(*, source: Path) -> None:
-    """Link every profile in `source`.
+    """Link each profile in `source` whose name is free, and name the others.
 
-    Raise DataError, before anything is linked, if a name is taken.
+    Raise DataError if none is linked.
     """
     profiles = sorted(path.parent.resolve() for path in source.glob("*/config.yaml"))
     if not profiles:
@@ -33,18 +33,24 @@ def profiles_install(*, source: Path) -> None:
         "XDG_CONFIG_HOME", ""
     ).strip()  # where Snakemake looks for a user's profiles
     target = (Path(base) if base else Path.home() / ".config") / "snakemake"
-    links = {target / profile.name: profile for profile in profiles}
-    for link, profile in links.items():
-        if os.path.lexists(link) and link.resolve() != profile:
-            where = f"a link to {link.resolve()}" if link.is_symlink() else "not a link"
-            raise DataError(
-                f"{link}: exists and is {where}; remove it, or use --profile {source}/{profile.name}"
-            )
     target.mkdir(parents=True, exist_ok=True)
-    for link, profile in links.items():
+    links = []
+    for profile in profiles:
+        link = target / profile.name
         if not os.path.lexists(link):
             link.symlink_to(profile)
-        print(f"snakemake --profile {profile.name}   {link} -> {profile}")
+        if link.resolve() == profile:
+            links.append(link)
+            print(f"snakemake --profile {profile.name}   {link} -> {profile}")
+        else:
+            taken = f"a link to {link.resolve()}" if link.is_symlink() else "not a link"
+            print(
+                f"{profile.name}: not linked, because {link} is {taken}; use --profile {source}/{profile.name}"
+            )
+    if not links:
+        raise DataError(
+            f"{source}: no profile is linked, because their names are taken in {target}"
+        )
     print(f"to undo: rm {shlex.join(map(str, links))}")
 
 
