@@ -275,7 +275,7 @@ def list_refused(pipeline: Workflow, source: str) -> Iterator[str]:
         steps = None
         if manifest.exists():
             cells = options.stream.train_cells(Manifest.read(manifest).splits["train"].n_obs)
-            order_rule = OrderRule.for_run(options, cells)
+            order_rule = OrderRule.for_counting(options, cells)
             steps = options.train.total_steps(order_rule.steps_per_epoch)
         refusal = foresee_refusal(Path("results/runs", name, "train"), options, steps)
         if refusal is not None:

@@ -78,7 +78,7 @@ def count_work(options: PlanOptions, corpus: CorpusSize, layout: Layout) -> Work
     """Count the steps of a run, and the micro-batches of its first steps."""
     train = options.train
     parallel = options.parallel
-    order_rule = OrderRule.for_run(options, corpus.n_cells)
+    order_rule = OrderRule.for_counting(options, corpus.n_cells)
     steps = train.total_steps(order_rule.steps_per_epoch)
     epochs, steps_of_last_epoch = divmod(steps, order_rule.steps_per_epoch)
     cells_of_last_epoch = int(order_rule.cells_before(steps_of_last_epoch).sum())

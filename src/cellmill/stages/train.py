@@ -87,7 +87,7 @@ def train(
         "environment": environment(),
     }
     folder = TrainFolder(out)
-    steps = options.train.total_steps(OrderRule.for_run(options, n_cells).steps_per_epoch)
+    steps = options.train.total_steps(OrderRule.for_counting(options, n_cells).steps_per_epoch)
 
     def job(error_folder: Path) -> Job:
         """The processes of the training; error.txt goes to `error_folder`."""
