@@ -358,12 +358,12 @@ def own_rows(corpus: Corpus, options: StreamOptions, batch: int) -> Epochs:
 def rows_of_steps(groups: Iterator[StepGroup], kind: CellKind) -> Iterator[tuple[np.ndarray, ...]]:
     """Cells of each step, where their genes start, and their genes and counts."""
     for steps in groups:
-        starts, genes, counts = steps.local.packed.unpack(kind)
+        starts, genes, counts = steps.local_cells.packed.unpack(kind)
         assert counts is not None
-        for first, last in pairwise([0, *steps.n_cells[:, 0].cumsum().tolist()]):
+        for first, last in pairwise([0, *steps.cells_by_rank[:, 0].cumsum().tolist()]):
             own = slice(starts[first], starts[last])
             own_starts = starts[first : last + 1] - starts[first]
-            yield steps.local.ids[first:last], own_starts, genes[own], counts[own]
+            yield steps.local_cells.ids[first:last], own_starts, genes[own], counts[own]
 
 
 def open_stream(

@@ -88,9 +88,9 @@ def measured(
         together = next(taken)
         known = time.thread_time()
         count_greedy_batches(
-            np.minimum(together.genes_per_cell, MAX_TOKENS), together.n_cells.ravel(), budget
+            np.minimum(together.genes_per_cell, MAX_TOKENS), together.cells_by_rank.ravel(), budget
         )
-        each.append((known - began, time.thread_time() - known, len(together.n_cells)))
+        each.append((known - began, time.thread_time() - known, len(together.cells_by_rank)))
     rows.close()
     return start, *(np.array(column) for column in zip(*each))
 

@@ -1,4 +1,4 @@
-"""Making the micro-batches of a data rank from the packed cells of its steps."""
+"""Micro-batches of a data rank, made from the packed cells of its steps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,17 +24,18 @@ _GENES_PER_CALL = 1 << 20  # small micro-batches are tokenized together, up to t
 
 @dataclass(frozen=True)
 class BatchFields:
-    """What batches have in addition to token ids and values."""
+    """The fields of batches in addition to token ids and values."""
 
     with_counts: bool = False  # counts of the tokens
-    # levels and numbers of obs columns; values are the options that name the columns, for messages
+    # obs columns of the fields `levels` and `numbers`. Keys are columns. Values are the options that
+    # name them, for messages
     level_columns: Mapping[str, str] = field(default_factory=dict)
     number_columns: Mapping[str, str] = field(default_factory=dict)
-    # vectors of a teacher come from this folder (`data.shards.index`)
+    # folder with the vectors of a teacher (`data.shards.index`)
     teacher_folder: str | None = None
 
     def open_cell_arrays(self, manifest: Manifest, split: str) -> dict[str, Any]:
-        """Open the arrays over cell ids from which batches get their further fields, by field."""
+        """Open the arrays over all cell ids from which batches get their fields per cell, by field."""
         arrays: dict[str, Any] = {}
         if self.level_columns:
             arrays["levels"] = CellColumns(manifest, split, "levels", self.level_columns)
@@ -55,7 +56,7 @@ class BatchMaker:
     unpacker: CellUnpacker
     tokenizer: BatchTokenizer
     with_counts: bool
-    cell_arrays: Mapping[str, Any]  # further fields of batches: arrays over cell ids, by field
+    cell_arrays: Mapping[str, Any]  # `BatchFields.open_cell_arrays`
 
     @cached_property
     def _empty_batch(self) -> Batch:
@@ -64,33 +65,33 @@ class BatchMaker:
         )
 
     def make_micro_batches(self, group: StepGroup) -> list[list[Batch]]:
-        """Make this rank's micro-batches of each step.
+        """Make this rank's micro-batches of each step of a group.
 
-        Every rank has equally many in a step: some may be empty.
+        Every rank makes equally many in a step, so some may be empty.
         """
         n_tokens = self.tokenizer.count_tokens(group.genes_per_cell)
-        cuts = self.micro_batch_rule.cut_steps(n_tokens, group.n_cells, self.rank)
-        filled = iter(self._tokenize(group.local, cuts.offsets, group.epoch))
-        batches_of_steps = []
+        cuts = self.micro_batch_rule.cut_steps(n_tokens, group.cells_by_rank, self.rank)
+        filled = iter(self._tokenize(group.local_cells, cuts.offsets, group.epoch))
+        batches_by_step = []
         for n_filled, n_batches in zip(cuts.n_filled, cuts.n_batches):
             n_empty = n_batches - n_filled
-            batches_of_steps.append([*islice(filled, n_filled), *[self._empty_batch] * n_empty])
-        return batches_of_steps
+            batches_by_step.append([*islice(filled, n_filled), *[self._empty_batch] * n_empty])
+        return batches_by_step
 
     def _tokenize(self, cells: StreamCells, offsets: list[int], epoch: int) -> list[Batch]:
-        """Make the micro-batches of `cells`: those between each two of `offsets`.
+        """Make a micro-batch of the cells between each offset and the next.
 
         Small micro-batches are tokenized together, then cut apart.
         """
         micro_batches = []
-        # micro-batches start_batch:stop_batch are tokenized at once
         genes_per_batch = np.diff(row_offsets(cells.packed.lengths)[offsets])
-        for start_batch, stop_batch in pairwise(cut_greedily(genes_per_batch, _GENES_PER_CALL)):
-            first_cell = offsets[start_batch]
-            part = cells.select(slice(first_cell, offsets[stop_batch]))
-            counts = self.unpacker.unpack(part)
-            batch = self.tokenizer.make_batch(counts, part.ids, self.with_counts, epoch)
+        # micro-batches first_batch:stop_batch are tokenized together
+        for first_batch, stop_batch in pairwise(cut_greedily(genes_per_batch, _GENES_PER_CALL)):
+            first_cell = offsets[first_batch]
+            selected = cells.select(slice(first_cell, offsets[stop_batch]))
+            unpacked = self.unpacker.unpack(selected)
+            batch = self.tokenizer.make_batch(unpacked, selected.ids, self.with_counts, epoch)
             batch = batch.with_cell_fields(self.cell_arrays)
-            for start, stop in pairwise(offsets[start_batch : stop_batch + 1]):
+            for start, stop in pairwise(offsets[first_batch : stop_batch + 1]):
                 micro_batches.append(batch.cut(start - first_cell, stop - first_cell))
         return micro_batches

@@ -1,7 +1,11 @@
 """Numbers of genes of the cells in the lanes of other ranks, each lane in the order of its steps.
 
-From them every rank computes, at each step, how many micro-batches the other ranks cut. One table
-with a row per lane has them, so that a step costs a few numpy calls for any number of lanes.
+From these numbers every rank computes, at each step, how many micro-batches the other ranks cut. One
+table with a row per lane holds them, so that a step costs a few numpy calls for any number of lanes.
+
+All lanes need their next window at about the same step. Looking up all of these windows in one step
+took over a second for 1,024 lanes. So they are looked up ahead, lane after lane: each step looks up
+windows of about as many cells as it takes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,14 +14,11 @@ import numpy as np
 
 
 class GenesPerCellQueue:
-    """Queue of the numbers of genes of cells, for each of some lanes, looked up ahead of the steps.
+    """Queue of the numbers of genes of cells, for each of some lanes.
 
     `windows` has an iterator per lane, which yields the numbers of genes of the cells of each window,
     `(cells,)`. `skipped` has, per lane, the number of cells to leave out of the first window. Rows of
     the table are lanes in this order.
-
-    All lanes need their next window at the same step, and looking all of them up at once took over a
-    second for 1,024 lanes. So each step looks up about as many cells as it takes.
     """
 
     def __init__(self, windows: Sequence[Iterator[np.ndarray]], skipped: Sequence[int]) -> None:
@@ -26,42 +27,46 @@ class GenesPerCellQueue:
         # (lanes,): column of each lane's next cell, and the column after its last
         self._starts = np.zeros(len(windows), np.int64)
         self._stops = np.zeros(len(windows), np.int64)
-        self._next_row = 0
-        # cells to look up before the next step. Count skipped cells as taken: a resumed run then looks
-        # as far ahead as one that was never stopped
-        self._n_due = sum(skipped)
         for row in range(len(windows)):
-            self._look_up(row)
+            self._append_window(row)
         self._starts += np.array(skipped, np.int64)
-        # make room for a second window now, since a step that widens the table waits for a copy
+        # make room for a second window now: to widen the table later, a step would have to copy it
         self._widen(2 * self._table.shape[1])
+        self._next_row = 0  # row whose next window is looked up first
+        # cells taken from the table that no further window has replaced yet. Skipped cells count as
+        # taken: a resumed run then looks as far ahead as one that was never stopped
+        self._n_to_replace = sum(skipped)
 
     def take(self, n_cells: np.ndarray) -> np.ndarray:
         """Take the next `n_cells` cells of each lane, `(lanes,)` int64.
 
         Returns their numbers of genes, `(n_cells.sum(),)` int32, lane by lane.
         """
-        self._n_due += int(n_cells.sum())
-        # look up windows, lane after lane, of about as many cells as are due
-        while self._n_due > 0:
-            n_found = self._look_up(self._next_row)
-            self._n_due -= n_found
-            if n_found == 0:  # a lane has ended: look no further ahead
-                self._n_due = 0
+        self._n_to_replace += int(n_cells.sum())
+        while self._n_to_replace > 0:
+            n_found = self._append_window(self._next_row)
             self._next_row = (self._next_row + 1) % len(self._windows)
-        while (self._stops - self._starts < n_cells).any():
-            row = int((self._stops - self._starts < n_cells).argmax())
-            if not self._look_up(row):
-                raise IndexError(f"row {row} has fewer than {n_cells[row]} cells left")
-        # for each cell taken: its row, and its column counted from the row's start
-        columns = np.arange(n_cells.max())
-        rows, column = np.nonzero(columns < n_cells[:, None])
-        genes_per_cell = self._table[rows, self._starts[rows] + column]
+            # at the end of a lane, look no further ahead in this step
+            self._n_to_replace = self._n_to_replace - n_found if n_found else 0
+        # a lane that is short of cells cannot wait for its turn
+        is_short = self._stops - self._starts < n_cells
+        for row in np.flatnonzero(is_short).tolist():
+            while self._stops[row] - self._starts[row] < n_cells[row]:
+                if not self._append_window(row):
+                    raise IndexError(f"row {row} has fewer than {n_cells[row]} cells left")
+        is_taken = (
+            np.arange(n_cells.max()) < n_cells[:, None]
+        )  # of the columns from a row's start on
+        rows, positions = np.nonzero(is_taken)
+        genes_per_cell = self._table[rows, self._starts[rows] + positions]
         self._starts += n_cells
         return genes_per_cell
 
-    def _look_up(self, row: int) -> int:
-        """Add the next window of a lane to its row. Return the window's number of cells, 0 at the end."""
+    def _append_window(self, row: int) -> int:
+        """Look up the next window of a lane, and append it to the lane's row.
+
+        Returns the window's number of cells, or 0 if the lane has ended.
+        """
         genes_per_cell = next(self._windows[row], None)
         if genes_per_cell is None:
             return 0

@@ -1,4 +1,4 @@
-"""Cells of a step cut into micro-batches by their numbers of tokens."""
+"""Cutting the cells of a step into micro-batches, by the cells' numbers of tokens."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -12,42 +12,43 @@ from cellmill.data.stream.batch import Batch
 
 
 class StepCuts(NamedTuple):
-    """Micro-batches into which a data rank cuts its cells of some steps."""
+    """Where a data rank cuts its cells of some steps into micro-batches."""
 
     offsets: list[int]  # first cell of each micro-batch that is not empty, and the number of cells
-    n_filled: list[int]  # micro-batches of each step that are not empty
-    n_batches: list[int]  # all micro-batches of each step, as many on every rank
+    n_filled: list[int]  # for each step: micro-batches that are not empty
+    n_batches: list[int]  # for each step: all micro-batches, as many as on every other rank
 
 
 @dataclass(frozen=True)
 class MicroBatchRule:
     """How the cells of a step are cut into micro-batches.
 
-    A micro-batch has at most `token_budget` tokens. A step has at least `min_per_step` micro-batches,
-    and a multiple of `multiple_of`. If either is above 1 (pipelines), cells are cut so that the
-    largest micro-batch is as small as possible. Tokens of covariates, added by the model, do not count.
+    A micro-batch has at most `token_budget` tokens. Tokens of covariates, which the model adds, do not
+    count. A step has at least `min_per_step` micro-batches, and their number is a multiple of
+    `multiple_of`. If either is above 1 (pipelines), cells are cut so that the largest micro-batch is
+    as small as possible.
     """
 
     token_budget: int
     min_per_step: int = 1
     multiple_of: int = 1
 
-    def cut_steps(self, n_tokens: np.ndarray, n_cells: np.ndarray, rank: int) -> StepCuts:
+    def cut_steps(self, n_tokens: np.ndarray, cells_by_rank: np.ndarray, rank: int) -> StepCuts:
         """Cut the cells of data rank `rank` in some steps.
 
         `n_tokens`, `(cells,)`, has the number of tokens of each cell of all ranks, by step and rank,
-        and `n_cells`, `(steps, ranks)`, the numbers of cells. Every rank computes the cuts of all
-        ranks from them, so they agree without communication.
+        and `cells_by_rank`, `(steps, ranks)`, the numbers of cells. Every rank counts the micro-batches
+        of all ranks from them, so ranks agree on their number without communication.
         """
         # numbers of micro-batches that each rank fills greedily, (steps, ranks)
-        greedy_batches = count_greedy_batches(n_tokens, n_cells.ravel(), self.token_budget)
-        greedy_batches = greedy_batches.reshape(n_cells.shape)
+        greedy_batches = count_greedy_batches(n_tokens, cells_by_rank.ravel(), self.token_budget)
+        greedy_batches = greedy_batches.reshape(cells_by_rank.shape)
         # numbers of micro-batches on every rank, (steps,)
         needed_batches = np.maximum(greedy_batches.max(1), self.min_per_step)
         n_batches: list[int] = (-(-needed_batches // self.multiple_of) * self.multiple_of).tolist()
-        # this rank's cells of each step, among those of all steps and ranks
-        stops = n_cells.cumsum().reshape(n_cells.shape)[:, rank]
-        starts = stops - n_cells[:, rank]
+        # this rank's cells of each step are starts:stops of the cells of all steps and ranks
+        stops = cells_by_rank.cumsum().reshape(cells_by_rank.shape)[:, rank]
+        starts = stops - cells_by_rank[:, rank]
         offsets = [0]
         n_filled = []
         steps = zip(starts.tolist(), stops.tolist(), greedy_batches[:, rank].tolist(), n_batches)
@@ -58,9 +59,9 @@ class MicroBatchRule:
         return StepCuts(offsets, n_filled, n_batches)
 
     def _cut_step(self, n_tokens: np.ndarray, n_greedy: int, max_batches: int) -> list[int]:
-        """Cut one step: greedily into `n_greedy` micro-batches, or evenly into at most `max_batches`.
+        """Cut the cells of one step greedily, or evenly into at most `max_batches` micro-batches.
 
-        Returns the offsets of the micro-batches.
+        `n_greedy` is the number of micro-batches that cutting greedily makes. Returns their offsets.
         """
         if self.multiple_of > 1 or self.min_per_step > 1:
             return cut_evenly(n_tokens, max_batches)
@@ -70,7 +71,7 @@ class MicroBatchRule:
 
 
 def cut_greedily(sizes: np.ndarray, budget: int) -> list[int]:
-    """Cut items in order into groups of at most `budget`, filled greedily.
+    """Cut items in order into groups of a total size of at most `budget`, filled greedily.
 
     `sizes` is `(items,)`. An item above the budget is a group by itself. Returns the offsets of the
     groups, `[0, ..., items]`.
@@ -96,14 +97,15 @@ def count_greedy_batches(
     total = np.zeros(len(n_tokens) + 1, np.int64)
     n_tokens.cumsum(out=total[1:])
     stops = n_cells.cumsum()
-    starts = stops - n_cells  # of the micro-batch that is being filled
+    starts = stops - n_cells  # first cell of each span's micro-batch that is being filled
     n_batches = np.minimum(n_cells, 1)
-    # spans whose cells do not fit into one; each round fills one, and begins another if cells are left
+    # spans whose cells do not fit into one micro-batch. Each round fills one micro-batch of a span, and
+    # begins another if cells are left
     unfinished = np.flatnonzero(total[stops] - total[starts] > token_budget)
     while len(unfinished):
         start = starts[unfinished]
-        fitting = np.searchsorted(total, total[start] + token_budget, side="right") - 1
-        starts[unfinished] = np.maximum(np.minimum(fitting, stops[unfinished]), start + 1)
+        stop = np.searchsorted(total, total[start] + token_budget, side="right") - 1
+        starts[unfinished] = np.maximum(np.minimum(stop, stops[unfinished]), start + 1)
         unfinished = unfinished[starts[unfinished] < stops[unfinished]]
         n_batches[unfinished] += 1
     return n_batches
@@ -125,6 +127,6 @@ def cut_evenly(n_tokens: np.ndarray, max_batches: int) -> list[int]:
 
 
 def split_batch(batch: Batch, token_budget: int) -> Iterator[Batch]:
-    """Split `batch` into parts, in order, with at most `token_budget` tokens or a single cell each."""
+    """Split `batch`, in order, into batches of at most `token_budget` tokens or of a single cell."""
     for start, stop in pairwise(cut_greedily(np.diff(batch.cu_seqlens), token_budget)):
         yield batch.cut(start, stop)

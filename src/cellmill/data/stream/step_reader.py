@@ -4,8 +4,8 @@ The next window is read while one is in use (`WindowQueue`). Small steps are yie
 spreads Python's overhead over them. Cells stay packed until their micro-batches are made, and are
 copied only if their step spans windows.
 
-Numbers of cells are computed for many steps at once. Cells of other ranks are not read: only their
-numbers of genes are looked up (`GenesPerCellQueue`), in the shards' index.
+How many cells a step takes of each lane is computed for many steps at once. Cells of other ranks are
+not read: only their numbers of genes are looked up, in the shards' index (`GenesPerCellQueue`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cellmill.data.stream.windows import (
     join_stream_cells,
 )
 
-_STEPS_PER_COUNT = 256  # steps whose numbers of cells are computed at once
+_STEPS_COUNTED_AT_ONCE = 256  # steps whose numbers of cells are computed together
 _CELLS_PER_GROUP = 256  # small steps are yielded together, up to this number of cells
 
 
@@ -51,25 +51,25 @@ class WindowQueue:
         self._started = [window for window in self._started if window.cells.steps[-1] >= step]
         self._started += islice(self._windows, max(0, 2 - len(self._started)))
         n_steps = self._count_group_steps(step, n_cells)
-        parts = []
+        pieces = []  # the group's cells, one piece per window that has some
         index = 0
         n_left = int(n_cells[:n_steps].sum())
         while n_left:
             if index == len(self._started):  # lanes may end a window at different steps
                 self._started += islice(self._windows, 1)
             assert index < len(self._started), "cells of a step are in no window"
-            part = self._started[index].take(step, n_steps)
-            if len(part.ids):
-                parts.append(part)
-            n_left -= len(part.ids)
+            piece = self._started[index].take(step, n_steps)
+            if len(piece.ids):
+                pieces.append(piece)
+            n_left -= len(piece.ids)
             index += 1
-        return n_steps, parts[0] if len(parts) == 1 else join_stream_cells(parts)
+        return n_steps, pieces[0] if len(pieces) == 1 else join_stream_cells(pieces)
 
     def _count_group_steps(self, step: int, n_cells: np.ndarray) -> int:
         """Return how many steps to take together.
 
-        As many as lie in the first window and have at most `_CELLS_PER_GROUP` cells in total, but at
-        least one.
+        As many as have no cells in the second window, and at most `_CELLS_PER_GROUP` cells in total,
+        but at least one.
         """
         if len(self._started) > 1:
             first_of_next = int(self._started[1].cells.steps[0])
@@ -79,16 +79,16 @@ class WindowQueue:
 
 @dataclass(frozen=True)
 class StepGroup:
-    """Cells of some consecutive steps of an epoch."""
+    """Cells of some consecutive steps of an epoch: those of one data rank, and how many all ranks have."""
 
     epoch: int
     genes_per_cell: np.ndarray  # `(cells of all ranks,)`, by step and rank
-    n_cells: np.ndarray  # `(steps, ranks)` int64: number of cells of each rank
-    local: StreamCells  # this data rank's cells, by step and lane
+    cells_by_rank: np.ndarray  # `(steps, ranks)` int64: number of cells of each rank
+    local_cells: StreamCells  # the cells of this data rank
 
 
 class StepReader:
-    """Reader of one data rank's cells in the order of `order_rule`, from any step on."""
+    """Reads one data rank's cells in the order of `order_rule`, from any step on."""
 
     def __init__(
         self,
@@ -118,34 +118,37 @@ class StepReader:
         Endless if the rule shuffles, else to the end of the epoch.
         """
         first_cells = self._order_rule.cells_before(first_step)
-        other_genes = self._look_up_others(first_epoch, first_cells)
+        other_genes = self._make_other_lanes_queue(first_epoch, first_cells)
         queue = WindowQueue(self._reader.read_windows(first_epoch, first_cells))
         for epoch, step, cells_by_lane in self._count_cells(first_epoch, first_step):
-            global_step = epoch * self._order_rule.steps_per_epoch + step
-            cells_by_rank = cells_by_lane[:, self._lanes_by_rank].sum(2)
+            global_step = epoch * self._order_rule.steps_per_epoch + step  # over all epochs
+            cells_by_rank = cells_by_lane[:, self._lanes_by_rank].sum(2)  # (steps, ranks)
             start = 0
             while start < len(cells_by_lane):
                 n_local = cells_by_rank[start:, self._rank]
-                n_steps, local = queue.take_group(global_step + start, n_local)
-                taken = slice(start, start + n_steps)
-                genes_per_cell = local.packed.lengths
+                n_steps, local_cells = queue.take_group(global_step + start, n_local)
+                in_group = slice(start, start + n_steps)
+                genes_per_cell = local_cells.packed.lengths
                 if len(self._other_lanes):
                     genes_per_cell = self._insert_local(
-                        genes_per_cell, other_genes, cells_by_rank[taken], cells_by_lane[taken]
+                        genes_per_cell,
+                        other_genes,
+                        cells_by_rank[in_group],
+                        cells_by_lane[in_group],
                     )
-                yield StepGroup(epoch, genes_per_cell, cells_by_rank[taken], local)
-                del local  # its memory may be used for the next window
+                yield StepGroup(epoch, genes_per_cell, cells_by_rank[in_group], local_cells)
+                del local_cells  # its memory may be used for the next window
                 start += n_steps
 
     def _count_cells(self, epoch: int, step: int) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Count the cells that steps take of each lane, for up to `_STEPS_PER_COUNT` steps at a time.
+        """Count the cells that each step takes of each lane, for many steps at a time.
 
         Yields the epoch, the first of these steps, and the counts, `(steps, lanes)` int64.
         """
         order_rule = self._order_rule
         while True:
-            for first in range(step, order_rule.steps_per_epoch, _STEPS_PER_COUNT):
-                stop = min(first + _STEPS_PER_COUNT, order_rule.steps_per_epoch)
+            for first in range(step, order_rule.steps_per_epoch, _STEPS_COUNTED_AT_ONCE):
+                stop = min(first + _STEPS_COUNTED_AT_ONCE, order_rule.steps_per_epoch)
                 taken_before = order_rule.cells_before(np.arange(first, stop + 1)[:, None])
                 yield epoch, first, np.diff(taken_before, axis=0)
             if not order_rule.options.shuffle:
@@ -153,10 +156,10 @@ class StepReader:
             epoch += 1
             step = 0
 
-    def _look_up_others(self, epoch: int, first_cells: np.ndarray) -> GenesPerCellQueue:
-        """Look up the numbers of genes of cells in the lanes of other ranks.
+    def _make_other_lanes_queue(self, epoch: int, first_cells: np.ndarray) -> GenesPerCellQueue:
+        """Make the queue of the numbers of genes of cells in other ranks' lanes.
 
-        Each lane begins at its cell `first_cells`, `(lanes,)`.
+        Lane l begins at its cell `first_cells[l]`; `first_cells`, `(lanes,)`, has all lanes.
         """
         order = self._orders.get(epoch)
         windows = []
@@ -165,38 +168,17 @@ class StepReader:
             cell = int(first_cells[lane])
             window = order.find_window(lane, cell)
             skipped.append(cell - int(order.window_offsets[lane][window]))
-            windows.append(self._count_window_genes(lane, epoch, window))
+            windows.append(self._iterate_window_genes(lane, epoch, window))
         return GenesPerCellQueue(windows, skipped)
 
-    def _insert_local(
-        self,
-        local_genes: np.ndarray,
-        other_genes: GenesPerCellQueue,
-        cells_by_rank: np.ndarray,
-        cells_by_lane: np.ndarray,
-    ) -> np.ndarray:
-        """Insert this rank's numbers of genes among those of other ranks.
-
-        `cells_by_rank`, `(steps, ranks)`, and `cells_by_lane`, `(steps, lanes)`, are numbers of cells.
-        Returns the numbers of genes of the cells of all ranks, by step and rank.
-        """
-        parts = []
-        by_step = np.split(local_genes, np.cumsum(cells_by_rank[:-1, self._rank]))
-        for local, in_ranks, in_lanes in zip(
-            by_step, cells_by_rank, cells_by_lane[:, self._other_lanes]
-        ):
-            others = other_genes.take(in_lanes)
-            in_lower_ranks = int(in_ranks[: self._rank].sum())
-            parts += [others[:in_lower_ranks], local, others[in_lower_ranks:]]
-        return np.concatenate(parts)
-
-    def _count_window_genes(self, lane: int, epoch: int, first: int) -> Iterator[np.ndarray]:
-        """Yield the numbers of genes of the cells in windows of a lane, `(cells,)` each.
+    def _iterate_window_genes(self, lane: int, epoch: int, first: int) -> Iterator[np.ndarray]:
+        """Yield the numbers of genes of the cells of each window of a lane, `(cells,)`.
 
         Begins at window `first` of an epoch.
         """
-        # a lane's number of cells is the same in every epoch: if it is 0, this would loop forever
-        while self._orders.get(epoch).lane_cells[lane]:
+        if not self._orders.get(epoch).lane_cells[lane]:
+            return  # the lane has no cells in any epoch: the loop would neither yield nor end
+        while True:
             order = self._orders.get(epoch)
             for window in range(first, order.n_windows(lane)):
                 genes_per_cell = count_genes(self._shards, order.window_runs(lane, window))
@@ -205,3 +187,25 @@ class StepReader:
                 return
             epoch += 1
             first = 0
+
+    def _insert_local(
+        self,
+        local_genes: np.ndarray,
+        other_genes: GenesPerCellQueue,
+        cells_by_rank: np.ndarray,
+        cells_by_lane: np.ndarray,
+    ) -> np.ndarray:
+        """Insert this rank's numbers of genes per cell between those of lower and higher ranks.
+
+        `cells_by_rank`, `(steps, ranks)`, and `cells_by_lane`, `(steps, lanes)`, are numbers of cells.
+        Returns the numbers of genes of the cells of all ranks, by step and rank.
+        """
+        pieces = []
+        local_by_step = np.split(local_genes, np.cumsum(cells_by_rank[:-1, self._rank]))
+        for local, in_ranks, in_other_lanes in zip(
+            local_by_step, cells_by_rank, cells_by_lane[:, self._other_lanes]
+        ):
+            others = other_genes.take(in_other_lanes)
+            n_lower = int(in_ranks[: self._rank].sum())  # cells of lower ranks
+            pieces += [others[:n_lower], local, others[n_lower:]]
+        return np.concatenate(pieces)
