@@ -1,4 +1,4 @@
-"""Unpacking the cells of a split, and sorting their genes if the tokens depend on their order."""
+"""Unpacking the cells of a split, and sorting their genes if the tokens depend on rank order."""
 
 import numpy as np
 
@@ -15,10 +15,10 @@ from cellmill.errors import DataError
 
 
 class CellUnpacker:
-    """Unpacks the genes of cells, and their counts if `tokenizer` or `with_counts` needs them or the
-    shards are in gene order.
+    """Unpacks the genes of cells, and their counts if needed.
 
-    Cells whose tokens depend on rank order get their genes in that order.
+    `tokenizer` or `with_counts` may need them, or sorting. Cells whose tokens depend on rank order get
+    their genes in that order.
     """
 
     def __init__(
@@ -32,18 +32,18 @@ class CellUnpacker:
         self._shards = shards
         dtype = np.result_type(*(shard.kind.dtype for shard in shards))
         self._kind = CellKind(manifest.gene_order, manifest.n_genes, dtype)
-        self._max_genes = tokenizer.max_genes(with_counts)
+        self._max_genes = tokenizer.max_genes(with_counts)  # None: all, with counts
         self._rank_order: RankOrder | None = None
         if manifest.gene_order == "genes":
-            # which genes come first is known only after sorting all
+            # stored genes ascend: which come first by rank is known only after sorting all by counts
             self._max_genes = None
             max_unsorted_genes = tokenizer.max_unsorted_genes()
             if max_unsorted_genes is not None:
-                inverses = inverse_medians(read_medians(shards[0].path))
-                self._rank_order = RankOrder(inverses, max_unsorted_genes)
+                medians = read_medians(shards[0].path)
+                self._rank_order = RankOrder(inverse_medians(medians), max_unsorted_genes)
 
     def unpack(self, cells: StreamCells) -> SparseCounts:
-        """Unpack genes and counts of `cells`. Raises DataError with the name of a damaged cell."""
+        """Unpack `cells`, sorted where needed. Raises DataError with the name of a damaged cell."""
         try:
             unpacked = cells.packed.unpack(self._kind, self._max_genes)
         except DamagedPart as error:
