@@ -272,7 +272,7 @@ for name, given in streams.items():
         [key] = {"micro_batch_rule", "micro_batches", "rule"} & names.keys()
         given[key] = MicroBatchRule(given.pop("token_budget"))
         given["data_rank"] = DataRank(given.pop("rank"), given.pop("world"))
-    if "order" in names:
+    if {"order_options", "order"} & names.keys():
         from cellmill.data.stream import cell_stream, order
         # their names in earlier commits: SplitCells and StreamOrder
         source = getattr(cell_stream, "SplitSource", None) or cell_stream.SplitCells

@@ -140,9 +140,10 @@ def stream_of(
         "seed": 0,
     }
     given |= changes
+    given["token_options"] = given.pop("tokens")
     kinds = {
         "source": SplitSource,
-        "order": OrderOptions,
+        "order_options": OrderOptions,
         "micro_batch_rule": MicroBatchRule,
         "fields": BatchFields,
     }

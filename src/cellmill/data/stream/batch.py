@@ -13,17 +13,17 @@ Array = Any  # numpy arrays as read, torch tensors in training (`models.batch.to
 
 @dataclass(frozen=True)
 class FieldAxis:
-    """The axis along which a batch field runs, and the value that pads it."""
+    """The first axis of a batch field, tokens or cells, and the value that pads it."""
 
     name: Literal["token", "cell"]
     pad: float = 0
 
 
-# metadata of fields
-TOKEN = {"axis": FieldAxis("token")}
-CELL = {"axis": FieldAxis("cell")}
-CELL_ID = {"axis": FieldAxis("cell", pad=-1)}
-CELL_FLOAT = {"axis": FieldAxis("cell", pad=nan)}
+# metadata of a field with an entry per token or cell
+_PER_TOKEN = {"axis": FieldAxis("token")}
+_PER_CELL = {"axis": FieldAxis("cell")}
+_PER_CELL_PAD_NAN = {"axis": FieldAxis("cell", pad=nan)}
+_PER_CELL_PAD_NO_ID = {"axis": FieldAxis("cell", pad=-1)}
 
 
 @dataclass(frozen=True)
@@ -35,26 +35,27 @@ class Batch:
     those in `models.batch.SHOWN`.
     """
 
-    # (tokens,) a gene's row in the vocabulary + len(SPECIAL): int32, int64 as tensors
-    token_ids: Array = field(metadata=TOKEN)
-    # (tokens,) float32 (continuous), or integers: positions in the cell from 0 (value kind `place`),
-    # or bins from 1 and 0 for genes without counts
-    values: Array = field(metadata=TOKEN)
+    # (tokens,) int32, int64 as tensors: a gene's row in the vocabulary + len(SPECIAL)
+    token_ids: Array = field(metadata=_PER_TOKEN)
+    # (tokens,), by the tokenizer's value kind. scalar: numbers, float32. class: integers, from 1 for
+    # detected genes, 0 for undetected ones. place: positions in the cell, from 0. none: not read
+    values: Array = field(metadata=_PER_TOKEN)
     # (cells + 1,) int32: offset of each cell's first token, and the number of tokens
     cu_seqlens: Array
     # (cells,) int64: index of each cell in its split or file
-    cell_ids: Array = field(metadata=CELL_ID)
-    # (tokens,) int64, if the objective needs them
-    counts: Array | None = field(default=None, metadata=TOKEN)
+    cell_ids: Array = field(metadata=_PER_CELL_PAD_NO_ID)
+    # (tokens,) int64: the gene's count in the cell. This and all below are None unless asked for
+    counts: Array | None = field(default=None, metadata=_PER_TOKEN)
     # (cells, columns) int32: level codes of obs columns, 0 unknown
-    levels: Array | None = field(default=None, metadata=CELL)
-    # (cells, columns) float64
-    numbers: Array | None = field(default=None, metadata=CELL_FLOAT)
-    # (cells, width) float32
-    teacher: Array | None = field(default=None, metadata=CELL_FLOAT)
-    # (tokens,) int64: row of a covariate's token (`models.cell_encoder`), or 0
-    covariate_rows: Array | None = field(default=None, metadata=TOKEN)
-    # tokens of each cell: reading them never waits for a device
+    levels: Array | None = field(default=None, metadata=_PER_CELL)
+    # (cells, columns) float64: values of numeric obs columns, NaN unknown
+    numbers: Array | None = field(default=None, metadata=_PER_CELL_PAD_NAN)
+    # (cells, width) float32: a teacher model's vector of each cell
+    teacher: Array | None = field(default=None, metadata=_PER_CELL_PAD_NAN)
+    # (tokens,) int64: for a covariate's token its row in the embedding of covariates, else 0
+    # (`models.cell_encoder`)
+    covariate_rows: Array | None = field(default=None, metadata=_PER_TOKEN)
+    # number of tokens of each cell, on the CPU: reading it never waits for a device
     lengths: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -89,9 +90,15 @@ class Batch:
                 arrays[name] = array
         return arrays
 
-    def with_cell_fields(self, per_cell: Mapping[str, Array | None]) -> Self:
-        """Return the batch with field `name` from `per_cell[name][cell_ids]`, for each name; None is skipped."""
-        added = {name: rows[self.cell_ids] for name, rows in per_cell.items() if rows is not None}
+    def with_cell_fields(self, arrays_by_field: Mapping[str, Array | None]) -> Self:
+        """Return the batch with further fields per cell, each taken from an array over all cell ids.
+
+        A field whose array is None is left as it is.
+        """
+        added = {}
+        for name, array in arrays_by_field.items():
+            if array is not None:
+                added[name] = array[self.cell_ids]
         return replace(self, **added) if added else self
 
     def cut(self, start: int, stop: int) -> Self:
@@ -110,6 +117,10 @@ class Batch:
 
 def empty_batch(dtype: np.dtype, with_counts: bool = False) -> Batch:
     """Make a batch of no cells, with values of `dtype`, and with counts if `with_counts`."""
-    none = np.empty(0, np.int64)
-    counts = none if with_counts else None
-    return Batch(np.empty(0, np.int32), np.empty(0, dtype), np.zeros(1, np.int32), none, counts)
+    return Batch(
+        token_ids=np.empty(0, np.int32),
+        values=np.empty(0, dtype),
+        cu_seqlens=np.zeros(1, np.int32),
+        cell_ids=np.empty(0, np.int64),
+        counts=np.empty(0, np.int64) if with_counts else None,
+    )

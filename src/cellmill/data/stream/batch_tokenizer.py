@@ -1,8 +1,8 @@
-"""Making a batch of cells by a run's tokenizer, with a choice among genes that do not fit.
+"""Batches of cells, made by a run's tokenizer from genes that `truncation` and `zero_frac` choose.
 
-By default the tokens of a cell are its first genes in rank order, or those of a sequence in its own
-order. With `truncation: random` they are drawn, with `variable` they are the genes that vary most
-over the corpus, and `zero_frac` adds undetected genes. Values are computed from the whole cell,
+By default the tokens of a cell are its first genes in rank order, and the tokens of a sequence its
+first residues. With `truncation: random` genes are drawn, with `variable` they are those that vary
+most over the corpus, and `zero_frac` adds undetected genes. Values are computed from the whole cell,
 except positions (value kind `place`), which number the chosen tokens. Draws are keyed by seed,
 epoch, gene and the cell's counts, so they are the same in every layout and file.
 """
@@ -17,85 +17,83 @@ from cellmill.data.stream.tokenizer import Tokenizer, tokenize_to_batch
 from cellmill.errors import DataError
 
 _UNDETECTED_KEY = np.uint64(0x5A45524F)  # "ZERO" in ASCII, in the keys that draw undetected genes
-_NO_LIMIT = 2**31 - 1  # of tokens
+_NO_LIMIT = 2**31 - 1  # a `max_tokens` above the number of genes of any cell
 
 
 def count_detected_and_undetected(
-    tokens: Tokens, genes_per_cell: np.ndarray, n_genes: int
+    options: Tokens, genes_per_cell: np.ndarray, n_genes: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Count the tokens of detected and of undetected genes in each cell, `(cells,)` int64 each.
 
-    `genes_per_cell`, `(cells,)`, are numbers of detected genes, which have counts, out of `n_genes` of
-    the vocabulary. A fraction `zero_frac` of the tokens are of undetected genes.
+    `genes_per_cell`, `(cells,)`, has the numbers of detected genes, out of the `n_genes` of the
+    vocabulary. A fraction `zero_frac` of the tokens are of undetected genes.
     """
-    zero_frac = tokens.zero_frac
-    n_detected = np.minimum(genes_per_cell, _max_detected(tokens))
+    zero_frac = options.zero_frac
+    n_detected = np.minimum(genes_per_cell, _max_detected(options))
     if not zero_frac:
         return n_detected, np.zeros_like(n_detected)
     n_undetected = np.floor(n_detected * zero_frac / (1 - zero_frac)).astype(n_detected.dtype)
-    max_undetected = np.minimum(n_genes - genes_per_cell, tokens.max_tokens - n_detected)
+    max_undetected = np.minimum(n_genes - genes_per_cell, options.max_tokens - n_detected)
     return n_detected, np.minimum(n_undetected, max_undetected)
 
 
-def find_max_tokens(tokens: Tokens, genes_in_cell: int) -> int:
+def find_max_tokens(options: Tokens, genes_in_cell: int) -> int:
     """Find the smallest `max_tokens` with which all genes of a cell become tokens."""
-    max_tokens = int(genes_in_cell / (1 - tokens.zero_frac))
+    max_tokens = int(genes_in_cell / (1 - options.zero_frac))
     # counted up from below, since the quotient is rounded
-    while _max_detected(tokens.model_copy(update={"max_tokens": max_tokens})) < genes_in_cell:
+    while _max_detected(options.model_copy(update={"max_tokens": max_tokens})) < genes_in_cell:
         max_tokens += 1
     return max_tokens
 
 
-def _max_detected(tokens: Tokens) -> int:
+def _max_detected(options: Tokens) -> int:
     """Return the largest number of tokens of detected genes in a cell."""
-    return max(1, int(tokens.max_tokens * (1 - tokens.zero_frac)))
+    return max(1, int(options.max_tokens * (1 - options.zero_frac)))
 
 
 class BatchTokenizer:
-    """Chooses genes of cells, and makes their batch by the run's tokenizer.
+    """Chooses genes of cells, and builds a batch from their tokens with the run's tokenizer.
 
-    Genes are rows of a vocabulary of `n_genes`. `variability`, `(genes,)` int32, has the position of
-    each gene by variability, 0 for the most variable. Raises DataError if `variability` is None but
-    `tokens` needs it.
+    `options` is section `tokens`. Genes are rows of a vocabulary of `n_genes`. `variability`,
+    `(genes,)` int32, has the position of each gene by variability, 0 for the most variable. Raises
+    DataError if `variability` is None but `options` need it.
     """
 
     def __init__(
-        self, tokens: Tokens, n_genes: int, seed: int = 0, variability: np.ndarray | None = None
+        self, options: Tokens, n_genes: int, seed: int = 0, variability: np.ndarray | None = None
     ) -> None:
-        if tokens.truncation == "variable" and variability is None:
+        if options.truncation == "variable" and variability is None:
             raise DataError(
                 "tokens.truncation variable: the vocabulary has no order of genes by variability; set "
                 "vocabulary.variability to yes and make vocabulary and shards again"
             )
         self._variability = variability
-        self._tokens = tokens
+        self._options = options
         self._n_genes = n_genes
         self._seed = seed
-        self._chooses_genes = tokens.truncation != "top" or tokens.zero_frac > 0
+        self._chooses_genes = options.truncation != "top" or options.zero_frac > 0
+        implementation = options.load()
         if self._chooses_genes:
-            # values, except positions, come from the whole cell, which `_choose_genes` cuts
-            tokens = tokens.model_copy(update={"max_tokens": _NO_LIMIT})
-        self._tokenizer: Tokenizer = tokens.load()(tokens)
+            # the tokenizer gets whole cells, which their values are computed from, and cuts none
+            options = options.model_copy(update={"max_tokens": _NO_LIMIT})
+        self._tokenizer: Tokenizer = implementation(options)
         self.dtype = self._tokenizer.dtype
 
     def max_genes(self, with_counts: bool) -> int | None:
         """Return how many genes of each cell must be read; None for all of them and their counts."""
         reads_all = with_counts or self._chooses_genes or self._tokenizer.needs_counts
-        return None if reads_all else self._tokens.max_tokens
+        return None if reads_all else self._options.max_tokens
 
     def max_unsorted_genes(self) -> int | None:
-        """Return the largest number of genes of a cell whose tokens do not depend on rank order.
-
-        None if the tokens of no cell depend on it.
-        """
-        if self._tokens.value_kind == "place":
+        """Return how many genes a cell can have before its tokens depend on rank order; None if never."""
+        if self._options.value_kind == "place":
             return 0
-        return _max_detected(self._tokens) if self._tokens.truncation == "top" else None
+        return _max_detected(self._options) if self._options.truncation == "top" else None
 
     def count_tokens(self, genes_per_cell: np.ndarray) -> np.ndarray:
         """Count the tokens of cells with `genes_per_cell` genes, `(cells,)` int64."""
         n_detected, n_undetected = count_detected_and_undetected(
-            self._tokens, genes_per_cell, self._n_genes
+            self._options, genes_per_cell, self._n_genes
         )
         return n_detected + n_undetected
 
@@ -104,8 +102,8 @@ class BatchTokenizer:
     ) -> Batch:
         """Make the batch of `cells`, whose ids are `cell_ids`, `(cells,)`.
 
-        Genes are in the order that `Tokenizer.tokenize` says. The batch has the counts of its
-        tokens if `with_counts`.
+        `Tokenizer.tokenize` says in which order the genes of a cell must be. The batch has the counts
+        of its tokens if `with_counts`. `epoch` is a part of the key of draws.
         """
         if self._chooses_genes:
             return self._choose_and_make_batch(cells, cell_ids, with_counts, epoch)
@@ -118,19 +116,20 @@ class BatchTokenizer:
         all_token_ids, all_values, _ = self._tokenizer.tokenize(cells)
         keys = self._compute_keys(cells, epoch)
         n_detected, n_undetected = count_detected_and_undetected(
-            self._tokens, cells.lengths, self._n_genes
+            self._options, cells.lengths, self._n_genes
         )
         chosen = self._choose_genes(cells, n_detected, keys)
         undetected_genes = _draw_undetected(cells, n_undetected, keys, self._n_genes)
         n_tokens = n_detected + n_undetected
         token_offsets = row_offsets(n_tokens)
-        is_detected = positions_in_rows(token_offsets) < np.repeat(n_detected, n_tokens)
+        positions = positions_in_rows(token_offsets)
+        is_detected = positions < np.repeat(n_detected, n_tokens)
         token_ids = np.empty(len(is_detected), np.int32)
         token_ids[is_detected] = all_token_ids[chosen]
         token_ids[~is_detected] = undetected_genes + len(SPECIAL)
         values = np.zeros(len(is_detected), self.dtype)
-        if self._tokens.value_kind == "place":
-            values[:] = positions_in_rows(token_offsets)
+        if self._options.value_kind == "place":
+            values[:] = positions
         else:
             values[is_detected] = all_values[chosen]
         token_counts = None
@@ -140,12 +139,15 @@ class BatchTokenizer:
         return Batch(token_ids, values, token_offsets.astype(np.int32), cell_ids, token_counts)
 
     def _compute_keys(self, cells: SparseCounts, epoch: int) -> np.ndarray:
-        """Compute the key of each cell's draws, `(cells,)` uint64, whatever the order of its genes."""
+        """Compute the key of each cell's draws, `(cells,)` uint64.
+
+        It does not depend on the order of the cell's genes.
+        """
         offsets, genes, counts = cells
-        pairs = splitmix64(genes.astype(np.uint64) ^ splitmix64(counts.astype(np.uint64)))
-        # sums modulo 2**64
-        total = np.zeros(len(pairs) + 1, np.uint64)
-        pairs.cumsum(out=total[1:])
+        hashes = splitmix64(genes.astype(np.uint64) ^ splitmix64(counts.astype(np.uint64)))
+        # sum the hashes of each cell modulo 2**64
+        total = np.zeros(len(hashes) + 1, np.uint64)
+        hashes.cumsum(out=total[1:])
         sums = total[offsets[1:]] - total[offsets[:-1]]
         seed = np.array([self._seed], np.uint64)
         return splitmix64(sums ^ splitmix64(splitmix64(seed) ^ np.uint64(epoch)))
@@ -156,21 +158,21 @@ class BatchTokenizer:
         """Choose the `n_chosen` genes of each cell that become tokens; return their indices, ascending."""
         offsets, genes, _ = cells
         lengths = cells.lengths
-        if self._tokens.truncation == "top":
+        if self._options.truncation == "top":
             return np.flatnonzero(positions_in_rows(offsets) < np.repeat(n_chosen, lengths))
-        keep = np.ones(len(genes), bool)
+        is_chosen = np.ones(len(genes), bool)
         for cell in np.flatnonzero(lengths > n_chosen).tolist():
             start = offsets[cell]
             stop = offsets[cell + 1]
             cell_genes = genes[start:stop]
-            if self._tokens.truncation == "variable":
+            if self._options.truncation == "variable":
                 assert self._variability is not None
-                priority = self._variability[cell_genes]
+                priority = self._variability[cell_genes]  # the smallest are chosen
             else:
                 priority = splitmix64(keys[cell] ^ cell_genes.astype(np.uint64))
-            keep[start:stop] = False
-            keep[start + _find_smallest(priority, n_chosen[cell])] = True
-        return np.flatnonzero(keep)
+            is_chosen[start:stop] = False
+            is_chosen[start + _find_smallest(priority, n_chosen[cell])] = True
+        return np.flatnonzero(is_chosen)
 
 
 def _draw_undetected(

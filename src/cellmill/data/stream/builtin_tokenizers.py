@@ -1,4 +1,6 @@
-"""The built-in tokenizers: continuous, rank and binned values of the first genes of each cell."""
+"""The built-in tokenizers. Values are log counts (`continuous`), positions (`rank`, `sequence`) or bins
+(`binned`).
+"""
 
 from typing import Any
 
@@ -10,12 +12,12 @@ from cellmill.data.stream.token_values import make_log_tokens, make_position_tok
 from cellmill.data.stream.tokenizer import CellTokens, KeptGenes
 from cellmill.errors import ConfigError
 
-# entries of all cells' tables together; above it, cells are binned one by one
-_MAX_TABLE = 1 << 24
+# most entries in the tables of `_bin_cells`, over all cells; with more, cells are binned one by one
+_MAX_ENTRIES = 1 << 24
 
 
 class FirstGenesTokenizer:
-    """Base of the built-in tokenizers, which keep the first `max_tokens` genes of each cell."""
+    """Base of the built-in tokenizers: they keep the first `max_tokens` genes of each cell."""
 
     def __init__(self, options: Any) -> None:
         self._options = options
@@ -35,7 +37,7 @@ class ContinuousTokenizer(FirstGenesTokenizer):
 
 
 class RankTokenizer(FirstGenesTokenizer):
-    """Values are positions in the cell from 0, int32."""
+    """Values are positions in the cell or sequence from 0, int32."""
 
     dtype = np.dtype(np.int32)
     needs_counts = False
@@ -52,7 +54,7 @@ class BinnedTokenizer(FirstGenesTokenizer):
 
     def __init__(self, options: BinnedTokens) -> None:
         super().__init__(options)
-        # inner edges, `(bins - 1,)`, unless each cell has its own
+        # inner edges, `(bins - 1,)`; None if each cell has its own
         self._edges: np.ndarray | None = None
         if options.binning == "uniform":
             self._edges = np.linspace(0, options.max_value, options.bins + 1)[1:-1]
@@ -75,21 +77,20 @@ class BinnedTokenizer(FirstGenesTokenizer):
 
 
 def bin_counts(counts: np.ndarray, bins: int) -> np.ndarray:
-    """Quantile bin, 1 to `bins`, of each nonzero count of one cell, `(nonzeros,)` int32.
+    """Find the quantile bin, 1 to `bins`, of each nonzero count of one cell, `(nonzeros,)` int32.
 
-    The bin of a count is the number of quantiles, out of `bins`, that it reaches.
-
-    scGPT's binning (Cui et al. 2024, Methods, "Input embeddings") with its deterministic treatment
-    of ties.
+    The bin of a count is the number of quantiles, out of `bins`, that it reaches. This is scGPT's
+    binning (Cui et al. 2024, Methods, "Input embeddings") with its deterministic treatment of ties.
     """
     quantiles = np.quantile(counts, np.linspace(0, 1, bins))
     return np.digitize(counts, quantiles).astype(np.int32)
 
 
 def _bin_cells(cells: SparseCounts, bins: int) -> np.ndarray:
-    """Same as `bin_counts` of every cell, `(nonzeros,)` int32, without a sort or a search per nonzero.
+    """Do the same as `bin_counts` for every cell, without a sort or a search per nonzero.
 
-    Each cell has a table over the values of its counts, from 0 to its largest count.
+    Each cell has a table with an entry for every count from 0 to its largest. The tables of all cells
+    are one array. Returns `(nonzeros,)` int32.
     """
     offsets, _, counts = cells
     lengths = cells.lengths
@@ -97,50 +98,50 @@ def _bin_cells(cells: SparseCounts, bins: int) -> np.ndarray:
     if not len(filled):
         return np.empty(0, np.int32)
     largest = np.maximum.reduceat(counts, offsets[:-1][filled]).astype(np.int64)
-    sizes = largest + 1  # entries of each cell's table; a count is its own index
-    if int(sizes.sum()) > _MAX_TABLE:
+    sizes = largest + 1  # entries of each cell's table: a count is its index in the table
+    if int(sizes.sum()) > _MAX_ENTRIES:
         by_cell = np.split(counts, offsets[1:-1])
         return np.concatenate([bin_counts(cell, bins) for cell in by_cell if len(cell)])
-    # entry of each nonzero in the tables of all cells, one after another
-    n = lengths[filled]
+    # entry of each nonzero in the tables of all cells, `(nonzeros,)`
+    n_nonzeros = lengths[filled]
     table_offsets = row_offsets(sizes)
-    entry = np.repeat(table_offsets[:-1], n)
+    entry = np.repeat(table_offsets[:-1], n_nonzeros)
     # counts may be uint64, which `+=` refuses to add to int64
     np.add(entry, counts, out=entry, dtype=np.int64, casting="unsafe")
-    # `(entries,)`: number of nonzeros up to and including each entry, over all cells
+    # number of nonzeros up to and including each entry, over all cells, `(entries,)`
     n_by_entry = np.bincount(entry, minlength=int(table_offsets[-1]))
     n_cumulative = np.cumsum(n_by_entry)
-    quantiles = _compute_quantiles(n_cumulative, table_offsets[:-1, None], n, bins)
+    quantiles = _compute_quantiles(n_cumulative, table_offsets[:-1, None], n_nonzeros, bins)
     return _count_reached(quantiles, table_offsets)[entry]
 
 
 def _compute_quantiles(
-    n_cumulative: np.ndarray, table_start: np.ndarray, n: np.ndarray, bins: int
+    n_cumulative: np.ndarray, table_starts: np.ndarray, n_nonzeros: np.ndarray, bins: int
 ) -> np.ndarray:
-    """Compute quantiles of the counts of each cell, `(cells, bins)` float64.
+    """Compute quantiles of the nonzero counts of each cell, `(cells, bins)` float64.
 
-    `n`, `(cells,)`, has the number of counts of each cell. Its table in `n_cumulative`, `(entries,)`,
-    begins at `table_start`, `(cells, 1)`. Operations are those of numpy's linear quantiles, in the
-    same order, so that bins equal those of `bin_counts`.
+    `n_nonzeros`, `(cells,)`, is how many each cell has. Tables begin at `table_starts`, `(cells, 1)`,
+    in `n_cumulative`, `(entries,)`. Operations are those of numpy's linear quantiles, in the same
+    order, so that bins equal those of `bin_counts`.
     """
     # position of each quantile among the cell's sorted counts, and the integers around it
-    last = (n - 1)[:, None]
+    last = (n_nonzeros - 1)[:, None]
     position = np.linspace(0, 1, bins) * last
     position_below = np.floor(position).astype(np.int64)
     position_above = np.minimum(position_below + 1, last)
     # the counts at these positions
-    n_before = (np.cumsum(n) - n)[:, None]  # counts of earlier cells
-    below = np.searchsorted(n_cumulative, n_before + position_below, side="right") - table_start
-    above = np.searchsorted(n_cumulative, n_before + position_above, side="right") - table_start
+    n_before = (np.cumsum(n_nonzeros) - n_nonzeros)[:, None]  # nonzeros of earlier cells
+    below = np.searchsorted(n_cumulative, n_before + position_below, side="right") - table_starts
+    above = np.searchsorted(n_cumulative, n_before + position_above, side="right") - table_starts
     frac = position - position_below
     gap = above - below
     return np.where(frac >= 0.5, above - gap * (1 - frac), below + gap * frac)
 
 
 def _count_reached(quantiles: np.ndarray, table_offsets: np.ndarray) -> np.ndarray:
-    """Count the quantiles of its cell that each count in the tables reaches, `(entries,)` int32.
+    """Count how many quantiles of its cell each entry's count reaches, `(entries,)` int32.
 
-    `quantiles` is `(cells, bins)`, `table_offsets` `(cells + 1,)`.
+    `quantiles` is `(cells, bins)`, and `table_offsets` is `(cells + 1,)`.
     """
     n_cells, bins = quantiles.shape
     # an integer reaches a quantile when it reaches the quantile rounded up

@@ -40,9 +40,8 @@ from cellmill.errors import ConfigError, DataError, as_yaml
 # groups of steps in the queue: one is being tokenized, the others are done or wait for the thread
 _QUEUED_GROUPS = 3
 _TOKENS_ONLY = BatchFields()
-# options that fix the order of cells, compared on resume; options of weights count as None in a run
-# without weights
-_ORDER_OPTIONS = ("lanes", "block_cells", "window_blocks", "equal_steps", "train_frac")
+# options of section `stream` that fix the order of cells, in any run and in a run with weights
+_STREAM_ORDER_OPTIONS = ("lanes", "block_cells", "window_blocks", "equal_steps", "train_frac")
 _WEIGHT_OPTIONS = (
     "weight_by",
     "labelled_frac",
@@ -55,35 +54,41 @@ _WEIGHT_OPTIONS = (
 
 @dataclass(frozen=True)
 class SplitSource:
-    """The cells of a split that are read, and their files."""
+    """The cells that a stream reads, and their files."""
 
     manifest_path: Path
     split: Literal["train", "val", "test"]
-    max_cells: int | None = None  # only the first cells in disk order; `train_frac` may be less
+    # only the first cells in disk order, or fewer by `stream.train_frac`; None for all
+    max_cells: int | None = None
     copies: LocalCopies | None = None  # read instead of the shards once they are complete
 
 
 class CellStream:
     """Cells of one split as micro-batches for one data rank; see `__iter__`.
 
-    If `order` shuffles, the stream is endless, over `train_frac` of the cells; else it is one epoch
-    in one fixed order. `micro_batch_rule` says how the cells of a step are cut, and `fields` what a batch has
-    in addition to tokens.
+    If `order_options` shuffle, the stream is endless, over `train_frac` of the cells; else it is one
+    epoch in one fixed order. `token_options` is section `tokens`. `micro_batch_rule` says how the cells
+    of a step are cut, and `fields` what a batch has in addition to tokens.
 
     Attributes: `n_cells`, the cells of an epoch; `steps_per_epoch`; `levels`, the levels of the obs
     columns of `fields`; `fingerprint`, a digest of the shards and of the obs columns that batches and
     weights read.
 
-    Raises DataError when manifest or shards are missing, damaged or do not match, an obs column is
-    missing, the split has no cells, or if shuffled fewer than data ranks, or `tokens` needs an order of genes
-    by variability that the vocabulary lacks; ConfigError when `tokens` lacks fitted edges.
+    Raises DataError if
+
+    - manifest or shards are missing, damaged or do not match;
+    - an obs column is missing;
+    - the split has no cells, or, if shuffled, fewer cells than there are data ranks;
+    - `token_options` need an order of genes by variability that the vocabulary lacks.
+
+    Raises ConfigError if `token_options` lack fitted edges.
     """
 
     def __init__(
         self,
         source: SplitSource,
-        order: OrderOptions,
-        tokens: Tokens,
+        order_options: OrderOptions,
+        token_options: Tokens,
         micro_batch_rule: MicroBatchRule,
         *,
         fields: BatchFields = _TOKENS_ONLY,
@@ -92,38 +97,40 @@ class CellStream:
         manifest_path = source.manifest_path
         split = source.split
         world_size = data_rank.world_size
-        n_lanes = order.stream.lanes
-        assert n_lanes % world_size == 0, f"{n_lanes} lanes for {world_size} ranks"
-        assert order.global_batch % n_lanes == 0, f"{order.global_batch} cells in {n_lanes} lanes"
-        assert tokens.max_tokens <= micro_batch_rule.token_budget, (
-            f"{tokens.max_tokens} tokens for {micro_batch_rule}"
+        stream = order_options.stream
+        shuffle = order_options.shuffle
+        assert stream.lanes % world_size == 0, f"{stream.lanes} lanes for {world_size} ranks"
+        assert order_options.global_batch % stream.lanes == 0, (
+            f"{order_options.global_batch} cells in {stream.lanes} lanes"
+        )
+        assert token_options.max_tokens <= micro_batch_rule.token_budget, (
+            f"{token_options.max_tokens} tokens for {micro_batch_rule}"
         )
         manifest = Manifest.read(manifest_path)
-        assert tokens.sequences == manifest.has_sequences, (
-            f"expected tokens of sequences: {manifest.has_sequences}, got tokenizer {tokens.tokenizer}"
+        assert token_options.sequences == manifest.has_sequences, (
+            f"expected tokens of sequences: {manifest.has_sequences}, got tokenizer {token_options.tokenizer}"
         )
         # compares the manifest's sizes with the index files before arrays of these sizes are allocated
         self._shards = open_shards(manifest, split, source.copies)
         shards = manifest.entry(split).shards
         self._sha256 = {manifest.shard_path(shard): shard.sha256 for shard in shards}
-        self._order_rule = _make_order_rule(manifest, source, order)
-        self._lanes_by_rank = lanes_of_ranks(n_lanes, world_size)
+        self._order_rule = _make_order_rule(manifest, source, order_options)
+        self._lanes_by_rank = lanes_of_ranks(stream.lanes, world_size)
         self.n_cells = self._order_rule.n_cells
         self.steps_per_epoch = self._order_rule.steps_per_epoch
-        if order.shuffle and self.n_cells < world_size:
+        if shuffle and self.n_cells < world_size:
             raise DataError(
                 f"{manifest_path}: {split}: {self.n_cells} cells for {world_size} ranks; use fewer ranks"
             )
         self.levels = manifest.levels(fields.level_columns)
-        weight_columns = order.stream.weights_column() if order.shuffle else {}
+        weight_columns = stream.weights_column() if shuffle else {}
         level_columns = sorted({*fields.level_columns, *weight_columns})
         self.fingerprint = manifest.fingerprint_with(level_columns, fields.number_columns)
-        # read packed cells, and make micro-batches of them
-        self._reader = StepReader(
-            self._shards, self._order_rule, data_rank, order.stream.io_threads
+        self._reader = StepReader(self._shards, self._order_rule, data_rank, stream.io_threads)
+        draws_seed = order_options.seed if shuffle else 0  # validation draws the same in every run
+        tokenizer = BatchTokenizer(
+            token_options, manifest.n_genes, draws_seed, manifest.variability
         )
-        draws_seed = order.seed if order.shuffle else 0  # validation draws the same in every run
-        tokenizer = BatchTokenizer(tokens, manifest.n_genes, draws_seed, manifest.variability)
         unpacker = CellUnpacker(manifest, self._shards, tokenizer, fields.with_counts)
         self._maker = BatchMaker(
             micro_batch_rule,
@@ -140,10 +147,10 @@ class CellStream:
         self._closed = False
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        """Yield the micro-batches of this data rank for each optimizer step.
+        """Yield, for each optimizer step, the list of this data rank's micro-batches.
 
         Every rank yields equally many per step, so some may be empty. A shuffled stream starts at the
-        state and is endless; without shuffling it is one epoch, always from the start.
+        state and is endless. Without shuffling it is one epoch, always from the start.
         """
         if self._closed:
             raise RuntimeError("the stream is closed")
@@ -151,24 +158,24 @@ class CellStream:
             self._epoch = 0
             self._step = 0
         self._stop_tokenizing()
-        groups = map(
-            self._maker.make_micro_batches, self._reader.read_steps(self._epoch, self._step)
-        )
+        groups = self._reader.read_steps(self._epoch, self._step)
+        # lazy: each `next` reads and tokenizes a group, and returns the micro-batches of its steps
+        tokenized = map(self._maker.make_micro_batches, groups)
         pool = ThreadPoolExecutor(1, thread_name_prefix="cellmill-stream")
         self._pool = pool
-        queue = deque(pool.submit(next, groups, None) for _ in range(_QUEUED_GROUPS))
+        queue = deque(pool.submit(next, tokenized, None) for _ in range(_QUEUED_GROUPS))
         try:
             while queue:
                 try:
-                    group = queue.popleft().result()
+                    batches_by_step = queue.popleft().result()
                 except CancelledError:
                     return  # close, load_state_dict or a new iteration has ended this one
-                if group is None:
+                if batches_by_step is None:  # the epoch has ended
                     return
                 # the pool takes no tasks if this iteration was ended meanwhile
                 with suppress(RuntimeError):
-                    queue.append(pool.submit(next, groups, None))
-                for batches in group:
+                    queue.append(pool.submit(next, tokenized, None))
+                for batches in batches_by_step:
                     if self._pool is not pool:
                         return
                     self._step += 1
@@ -180,7 +187,9 @@ class CellStream:
             pool.shutdown(cancel_futures=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return epoch and step of the next batch, the options that define the order of cells, and the
+        """Return what `load_state_dict` needs to continue.
+
+        These are epoch and step of the next batch, the options that fix the order of cells, and the
         fingerprint.
         """
         return {
@@ -193,18 +202,18 @@ class CellStream:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at `state`, which may come from a run with another number of ranks.
 
-        Raises ConfigError if an option of the order differs or this stream is not shuffled, DataError
-        if `state` is incomplete, the shards or obs columns differ, or the position is not in an epoch
-        of this split.
+        Raises ConfigError if an option that fixes the order differs or this stream is not shuffled.
+        Raises DataError if `state` is incomplete, the shards or obs columns differ, or an epoch of this
+        split has no such step.
         """
         if not self._order_rule.options.shuffle:
             raise ConfigError(
                 "a split that is not shuffled is always read from its start; load the state into the "
                 "stream of split train"
             )
-        # a version without an option ordered cells as its default does
+        # an earlier version without an option ordered cells as the option's default does
         has_weights = state.get("weight_by") is not None
-        state = _list_stream_options(Stream.model_validate({}), has_weights) | state
+        state = _list_stream_order_options(Stream.model_validate({}), has_weights) | state
         missing = self.state_dict().keys() - state.keys()
         if missing:
             raise DataError(
@@ -218,7 +227,8 @@ class CellStream:
                     f"{section}.{name} is {as_yaml(now)}, but {as_yaml(before)} in the checkpoint, and defines the "
                     f"order of cells; set it back to {as_yaml(before)}, or start a new run"
                 )
-        # after the options: the column of weights, an option, is in the fingerprint as well
+        # checked after the options: a changed `weight_by` changes the fingerprint too, and its own error
+        # is clearer
         fingerprint = state["fingerprint"]
         if fingerprint != self.fingerprint:
             raise DataError(
@@ -241,23 +251,23 @@ class CellStream:
         return name_cells(self._shards, cell_ids)
 
     def list_shards(self, ranks: Collection[int], start: int, stop: int) -> dict[Path, str]:
-        """List the shards of data ranks `ranks` in steps `start:stop`: SHA-256 by path.
+        """List the shards that data ranks `ranks` need in steps `start:stop`: SHA-256 by path.
 
-        These shards hold the cells of these steps, counted over all epochs. Without shuffling the
-        steps have no effect: there is one epoch.
+        Steps are counted over all epochs. Without shuffling there is one epoch, and the shards of all
+        its steps are listed.
         """
         per_epoch = self.steps_per_epoch
         if not self._order_rule.options.shuffle:
             start = 0
             stop = per_epoch
         lanes = self._lanes_by_rank[[*ranks]].ravel().tolist()
-        needed = set[int]()
+        needed = set[int]()  # numbers of shards
         for epoch in range(start // per_epoch, -(-stop // per_epoch)):
             first_step = epoch * per_epoch
             start_in_epoch = max(start - first_step, 0)
             stop_in_epoch = min(stop - first_step, per_epoch)
-            order = make_epoch_order(self._order_rule, epoch)
-            needed |= order.shards_in_steps(lanes, start_in_epoch, stop_in_epoch)
+            epoch_order = make_epoch_order(self._order_rule, epoch)
+            needed |= epoch_order.shards_in_steps(lanes, start_in_epoch, stop_in_epoch)
             if len(needed) == len(self._sha256):
                 break
         shards = enumerate(self._sha256.items())
@@ -278,29 +288,32 @@ class CellStream:
             pool.shutdown(cancel_futures=True)
 
 
-def _make_order_rule(manifest: Manifest, source: SplitSource, order: OrderOptions) -> OrderRule:
-    """Make the rule for the order of a split's cells; read repeats if they are weighted."""
-    stream = order.stream
+def _make_order_rule(manifest: Manifest, source: SplitSource, options: OrderOptions) -> OrderRule:
+    """Make the rule for the order of a split's cells; read their repeats if they have weights."""
+    stream = options.stream
     entry = manifest.entry(source.split)
     max_cells = entry.n_obs if source.max_cells is None else source.max_cells
     repeats = None
-    if order.shuffle:
+    if options.shuffle:
         max_cells = min(max_cells, stream.train_cells(entry.n_obs))
         if stream.weights_column():
             repeats = read_repeats(manifest, source.split, stream, max_cells)
-    return OrderRule(order, tuple(shard.n_obs for shard in entry.shards), max_cells, repeats)
+    return OrderRule(options, tuple(shard.n_obs for shard in entry.shards), max_cells, repeats)
 
 
 def _list_order_options(order_rule: OrderRule) -> dict[str, Any]:
-    """List the options that fix the order of cells."""
-    order = order_rule.options
-    options = _list_stream_options(order.stream, order_rule.repeats is not None)
-    return {"seed": order.seed, **options, "global_batch": order.global_batch}
+    """List the options that fix the order of cells, of sections `stream` and `train`."""
+    options = order_rule.options
+    stream_options = _list_stream_order_options(options.stream, order_rule.repeats is not None)
+    return {"seed": options.seed, **stream_options, "global_batch": options.global_batch}
 
 
-def _list_stream_options(stream: Stream, has_weights: bool) -> dict[str, Any]:
-    """List those of section `stream`; options of weights are None unless the run has weights."""
-    options = {name: getattr(stream, name) for name in _ORDER_OPTIONS + _WEIGHT_OPTIONS}
+def _list_stream_order_options(stream: Stream, has_weights: bool) -> dict[str, Any]:
+    """List the options of section `stream` that fix the order of cells.
+
+    Options of weights are None in a run without weights.
+    """
+    options = {name: getattr(stream, name) for name in _STREAM_ORDER_OPTIONS + _WEIGHT_OPTIONS}
     if not has_weights:
         options |= dict.fromkeys(_WEIGHT_OPTIONS)
     return options

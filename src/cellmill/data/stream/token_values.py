@@ -1,8 +1,8 @@
-"""Making tokens whose values are positions in the cell, or log(1 + counts per 10,000).
+"""Tokens whose values are positions in the cell, or log(1 + counts per 10,000).
 
-numpy makes the tokens of small batches, and compiled loops (`data.compiled_loops`) those of large
-batches, where they are faster. Both give the same bits. For logarithms the loops look up small counts
-in a table of each cell.
+Small batches are computed by numpy, and large ones by compiled loops (`data.compiled_loops`), which
+are then faster. Both give the same bits. The loops take the logarithm of a small count from a table
+of its cell.
 """
 
 from typing import Any
@@ -16,15 +16,15 @@ from cellmill.data.recycled import recycled_empty
 from cellmill.data.rows import row_sums
 from cellmill.data.stream.tokenizer import CellTokens, KeptGenes
 
-LARGE_BATCH = 1 << 15  # tokens of a batch from which loops are faster
-_TABLED_COUNTS = 64  # counts below it are looked up in a table of each cell
+LARGE_BATCH = 1 << 15  # number of tokens from which loops are faster
+_TABLED_COUNTS = 64  # a table has the logarithms of the counts below this number
 
 
 def make_position_tokens(kept: KeptGenes) -> CellTokens:
     """Make tokens of the kept genes; values are int32 positions in the cell from 0."""
     values = recycled_empty(kept.cu_seqlens[-1], np.int32)
     offsets, genes, _ = kept.cells
-    loops = _choose_loops(kept, with_counts=False)
+    loops = _loops_or_none(kept, with_counts=False)
     if loops is not None:
         token_ids = recycled_empty(len(values), np.int32)
         loops.fill_positions(
@@ -33,15 +33,15 @@ def make_position_tokens(kept: KeptGenes) -> CellTokens:
         return CellTokens(token_ids, values, kept.cu_seqlens)
     # slicing one arange is twice as fast as subtracting repeated offsets
     positions = np.arange(kept.lengths.max(initial=0), dtype=np.int32)
-    parts = [positions[:n] for n in kept.lengths.tolist()]
-    np.concatenate(parts or [positions], out=values)
+    by_cell = [positions[:n] for n in kept.lengths.tolist()]
+    np.concatenate(by_cell or [positions], out=values)
     return CellTokens(kept.token_ids(), values, kept.cu_seqlens)
 
 
 def make_log_tokens(kept: KeptGenes) -> CellTokens:
     """Make tokens of the kept genes; values are float32 log(1 + counts per 10,000)."""
     offsets, _, counts = kept.cells
-    loops = _choose_loops(kept, with_counts=True)
+    loops = _loops_or_none(kept, with_counts=True)
     if loops is not None:
         return _make_log_tokens_by_loops(loops, kept)
     values = kept.select(counts, np.float32)
@@ -50,8 +50,8 @@ def make_log_tokens(kept: KeptGenes) -> CellTokens:
     return CellTokens(kept.token_ids(), values, kept.cu_seqlens)
 
 
-def _choose_loops(kept: KeptGenes, with_counts: bool) -> Any:
-    """Return the compiled loops, or None if numpy must make the tokens.
+def _loops_or_none(kept: KeptGenes, with_counts: bool) -> Any:
+    """Return the module of compiled loops, or None if numpy must make the tokens.
 
     numpy is faster for small batches. The loops accept only some dtypes, and contiguous arrays that
     are writeable.
@@ -59,27 +59,26 @@ def _choose_loops(kept: KeptGenes, with_counts: bool) -> Any:
     n_tokens = int(kept.cu_seqlens[-1])
     offsets, genes, counts = kept.cells
     arrays = [offsets, genes]
-    has_dtypes = offsets.dtype == np.int64 and genes.dtype == np.int32
+    is_accepted = offsets.dtype == np.int64 and genes.dtype == np.int32
     if with_counts:
         arrays.append(counts)
-        has_dtypes = has_dtypes and counts.dtype in (np.uint16, np.uint32)
-    fits = has_dtypes and all(
-        array.flags.c_contiguous and array.flags.writeable for array in arrays
-    )
-    if n_tokens < LARGE_BATCH or not fits:
+        is_accepted = is_accepted and counts.dtype in (np.uint16, np.uint32)
+    for array in arrays:
+        is_accepted = is_accepted and array.flags.c_contiguous and array.flags.writeable
+    if n_tokens < LARGE_BATCH or not is_accepted:
         return None
     return compiled_loops.COMPILED.loops_for(n_tokens)
 
 
 def _make_log_tokens_by_loops(loops: Any, kept: KeptGenes) -> CellTokens:
-    """Same as `make_log_tokens`, by the compiled loops."""
+    """Do the same as `make_log_tokens`, by the compiled loops."""
     cells = kept.cells
     token_offsets = kept.cu_seqlens
     n_tokens = int(token_offsets[-1])
     totals = np.empty(cells.n_cells, np.int64)
     loops.sum_cells(cells.offsets, cells.counts, totals)
     scale = scale_of_totals(totals, np.float32)
-    # value of each small count of each cell, (cells, _TABLED_COUNTS)
+    # each cell's values of counts 0, 1, 2 and so on, (cells, _TABLED_COUNTS)
     table = np.multiply.outer(scale, np.arange(_TABLED_COUNTS, dtype=np.float32))
     np.log1p(table, out=table)
     token_ids = recycled_empty(n_tokens, np.int32)
@@ -95,7 +94,7 @@ def _make_log_tokens_by_loops(loops: Any, kept: KeptGenes) -> CellTokens:
         large,
         np.int32(len(SPECIAL)),
     )
-    # values of large counts are not yet logarithms
+    # the loops leave the logarithms of large counts to numpy
     large = large[:n_large]
     values[large] = np.log1p(values[large])
     return CellTokens(token_ids, values, token_offsets)

@@ -30,11 +30,12 @@ class Tokenizer(Protocol):
     needs_counts: bool
 
     def tokenize(self, cells: SparseCounts) -> CellTokens:
-        """Make the tokens of cells. Genes are rows of the vocabulary.
+        """Turn the genes of cells into tokens. Genes are rows of the vocabulary.
 
-        They are in rank order where the tokens depend on it: if values are of kind `place`, and with
-        `truncation: top` in cells of more genes than are kept (`max_tokens`, less with `zero_frac`).
-        Sequences are in their own order.
+        The genes of a cell are in rank order if its tokens depend on their order: with values of kind
+        `place`, and with `truncation: top` if the cell has more genes than are kept (`max_tokens`, less
+        with `zero_frac`). The genes of other cells may be in any order. Sequences are in their own
+        order.
 
         Counts are above 0. They may be None unless `needs_counts`.
         """
@@ -43,8 +44,8 @@ class Tokenizer(Protocol):
 class KeptGenes:
     """The first `max_tokens` genes of each cell.
 
-    Attributes: `cells`, which are uncut; `lengths`, `(cells,)` int64, the numbers of kept genes; and
-    `cu_seqlens`, `(cells + 1,)` int32, their offsets.
+    Attributes: `cells`, the whole cells; `lengths`, `(cells,)` int64, the numbers of kept genes; and
+    `cu_seqlens`, `(cells + 1,)` int32, the offsets of the kept genes.
     """
 
     def __init__(self, cells: SparseCounts, max_tokens: int) -> None:
@@ -54,18 +55,18 @@ class KeptGenes:
         self.lengths.cumsum(out=self.cu_seqlens[1:])
 
     def select(self, array: np.ndarray, dtype: np.dtype | type) -> np.ndarray:
-        """Select the entries of `array`, `(nonzeros,)`, of kept genes: `(tokens,)` of `dtype`."""
+        """Copy the entries of `array`, `(nonzeros,)`, of the kept genes: `(tokens,)` of `dtype`."""
         kept = recycled_empty(self.cu_seqlens[-1], dtype)
         if self._keeps_all():
             kept[:] = array
         else:
             starts = self.cells.offsets[:-1].tolist()
-            parts = [array[start : start + n] for start, n in zip(starts, self.lengths.tolist())]
-            np.concatenate(parts, out=kept, casting="unsafe")
+            by_cell = [array[start : start + n] for start, n in zip(starts, self.lengths.tolist())]
+            np.concatenate(by_cell, out=kept, casting="unsafe")
         return kept
 
     def token_ids(self) -> np.ndarray:
-        """Return the token ids of the kept genes, `(tokens,)` int32, in an array of their own."""
+        """Compute the token ids of the kept genes, `(tokens,)` int32; the array shares no memory."""
         genes = self.cells.genes
         if self._keeps_all():
             token_ids = recycled_empty(self.cu_seqlens[-1], np.int32)
@@ -75,7 +76,7 @@ class KeptGenes:
         return token_ids
 
     def _keeps_all(self) -> bool:
-        """True if all genes are kept."""
+        """Return True if all genes are kept."""
         return bool(self.cu_seqlens[-1] == self.cells.offsets[-1])
 
 
@@ -84,16 +85,16 @@ def tokenize_to_batch(
     cells: SparseCounts,
     cell_ids: np.ndarray,
     with_counts: bool,
-    **per_cell: Any,
+    **cell_fields: Any,
 ) -> Batch:
-    """Tokenize `cells`, whose ids are `cell_ids`, `(cells,)`, and make their batch.
+    """Tokenize `cells`, whose ids are `cell_ids`, `(cells,)`, and build a batch from their tokens.
 
-    It has the counts of its tokens if `with_counts`, and further fields `per_cell`, by name.
+    It has the counts of its tokens if `with_counts`, and the further fields `cell_fields`.
     """
     tokens = tokenizer.tokenize(cells)
     token_counts = None
     if with_counts:
-        # the tokenizer cuts all cells at one number of genes; cutting at the longest gives the same
-        longest = int(np.diff(tokens.cu_seqlens).max(initial=0))
-        token_counts = KeptGenes(cells, longest).select(cells.counts, np.int64)
-    return Batch(*tokens, cell_ids, token_counts, **per_cell)
+        # the most tokens of a cell: this is the tokenizer's `max_tokens`, or no cell was cut
+        max_tokens = int(np.diff(tokens.cu_seqlens).max(initial=0))
+        token_counts = KeptGenes(cells, max_tokens).select(cells.counts, np.int64)
+    return Batch(*tokens, cell_ids, token_counts, **cell_fields)
