@@ -192,7 +192,9 @@ def packed_sdpa(device: torch.device, precision: str) -> Work:
 
     def loss(batch: Batch, step: int) -> torch.Tensor:
         masked = OBJECTIVE.prepare(batch, seed=0, step=step)
-        genes, values, at = (x.to(device) for x in (masked.token_ids, batch.values, masked.targets))
+        genes, values, at = (
+            x.to(device) for x in (masked.token_ids, batch.values, masked.target_tokens)
+        )
         return F.cross_entropy(
             model(genes, values, batch.lengths, at).float(), batch.token_ids.to(device)[at]
         )
@@ -252,7 +254,7 @@ def pad(
     """Masked genes, values, which tokens are of a cell, and answers; (cells, longest) each."""
     prepared = OBJECTIVE.prepare(batch, seed=0, step=step)
     masked = torch.zeros(len(batch.token_ids), dtype=torch.bool).index_fill(
-        0, prepared.targets, True
+        0, prepared.target_tokens, True
     )
     packed_tensors = (
         prepared.token_ids,

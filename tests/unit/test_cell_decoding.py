@@ -458,7 +458,7 @@ def test_queried_genes_have_the_values_of_the_whole_cell() -> None:
     view = _view(batch, max_asked=8, undetected_ratio=2)
     given = _values_by_gene(view)
     values = _values_by_gene(batch)
-    asked = list(zip(view.query_cells.tolist(), view.query_genes.tolist()))
+    asked = list(zip(view.query_cells.tolist(), view.query_token_ids.tolist()))
     assert not given.keys() & set(asked)
     assert view.query_targets.tolist() == [values.get(query, 0.0) for query in asked]
     assert {gene for _, gene in asked} <= set(range(2, N_GENES + 2))
@@ -475,7 +475,7 @@ def test_undetected_genes_are_drawn_evenly() -> None:
     drawn: Counter[int] = Counter()
     for step in range(40):
         view = _view(batch, step=step, undetected_ratio=50)
-        drawn.update(view.query_genes.tolist())
+        drawn.update(view.query_token_ids.tolist())
     token_ids = set(range(2, N_GENES + 2))
     undetected = token_ids - set(batch.token_ids.tolist())
     counts = np.array([drawn[gene] for gene in undetected])

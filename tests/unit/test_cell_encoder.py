@@ -108,11 +108,11 @@ def test_no_objective_masks_covariate_tokens(objective: str) -> None:
     prepared = prepare(_model(objective), batch)
     plain = prepare(_model(objective, covariates=[]), batch)
     is_gene = prepared.covariate_rows == 0
-    assert is_gene[prepared.targets].all()
+    assert is_gene[prepared.target_tokens].all()
     assert len(plain.token_ids) == int(is_gene.sum())
     for cell in range(6):
         is_of_cell = prepared.token_cells == cell
-        assert is_of_cell[prepared.targets].any(), "every cell has a target"
+        assert is_of_cell[prepared.target_tokens].any(), "every cell has a target"
         values = prepared.values[is_of_cell & is_gene]
         n_shown = int((is_of_cell & is_gene & ~prepared.value_hidden).sum())
         assert_near(prepared.center[cell], values.sum() / max(n_shown, 1))
@@ -234,8 +234,8 @@ def test_end_tokens_surround_each_unchanged_cell(n_ends: int) -> None:
 def test_only_genes_are_masked(family: str, objective: str) -> None:
     model = _post_norm(family, ends="cls", objective=objective, mask_frac=0.01)
     prepared = prepare(model, _whole_cells(family), 100)
-    assert (prepared.answers > (1 if objective == "masked_gene" else 0)).all(), "of genes"
-    assert set(prepared.token_cells[prepared.targets].tolist()) == {0, 1, 2, 3}
+    assert (prepared.targets > (1 if objective == "masked_gene" else 0)).all(), "of genes"
+    assert set(prepared.token_cells[prepared.target_tokens].tolist()) == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(

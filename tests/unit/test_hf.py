@@ -191,13 +191,13 @@ def test_the_head_of_the_folder_predicts_like_transformers(folder: Path) -> None
     prepared = network.prepare(batch(), seed=0, step=0)
     starts = np.cumsum([0, *map(len, SEQUENCES)])
     hidden = []
-    for target in prepared.targets.tolist():
+    for target in prepared.target_tokens.tolist():
         cell = int(prepared.token_cells[target])
         hidden.append((cell, target - starts[cell]))
     ids = padded_ids(set(hidden))
     with torch.inference_mode():
         logits = network.objective.predict_from_head(
-            network, network.head(network.states(prepared)[prepared.targets]), prepared
+            network, network.head(network.states(prepared)[prepared.target_tokens]), prepared
         )
         theirs = transformers.EsmForMaskedLM.from_pretrained(folder).eval()
         out = theirs(input_ids=ids, attention_mask=(ids != ESM.index("<pad>")).long()).logits

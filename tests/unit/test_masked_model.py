@@ -59,7 +59,7 @@ def _tensors(tokenizer: str, lengths: tuple[int, ...] = (9, 14, 1, 14)) -> Batch
 
 def _predicted(model: Any, prepared: MaskedBatch) -> torch.Tensor:
     """Predictions from the states of masked tokens."""
-    states = model.states(prepared)[prepared.targets]
+    states = model.states(prepared)[prepared.target_tokens]
     return model.objective.predict_from_head(model, model.head(states), prepared)
 
 
@@ -90,10 +90,10 @@ def test_hidden_values_do_not_change_predictions(tokenizer: str, objective: str)
     assert len(judged) == 2  # by the token's state and by the cell's embedding
     field = "token_ids" if objective == "masked_gene" else "values"
     content = getattr(batch, field).clone()
-    content[prepared.targets] = content[prepared.targets] % 5 + 1
+    content[prepared.target_tokens] = content[prepared.target_tokens] % 5 + 1
     changed = model.prepare(replace(batch, **{field: content}), seed=1, step=2)
-    assert torch.equal(changed.targets, prepared.targets)
-    assert not torch.equal(changed.answers, prepared.answers)
+    assert torch.equal(changed.target_tokens, prepared.target_tokens)
+    assert not torch.equal(changed.targets, prepared.targets)
     for (predictions, _), (expected, _) in zip(_judged(model, changed), judged):
         assert torch.equal(predictions, expected)
 
@@ -110,7 +110,7 @@ def test_visible_values_change_predictions(tokenizer: str, objective: str) -> No
         return _predicted(model, model.prepare(changed, seed=1, step=2))
 
     positions = set(range(len(batch.token_ids)))
-    visible = min(positions - set(prepared.targets.tolist()))
+    visible = min(positions - set(prepared.target_tokens.tolist()))
     for field in ("token_ids", "values"):
         content = getattr(batch, field).clone()
         step = 1.5 if content.is_floating_point() else 1
@@ -119,7 +119,7 @@ def test_visible_values_change_predictions(tokenizer: str, objective: str) -> No
     # a masked gene still shows its value, and a masked value its gene
     field = "values" if objective == "masked_gene" else "token_ids"
     content = getattr(batch, field).clone()
-    content[prepared.targets] = (content[prepared.targets] + 1) % 8
+    content[prepared.target_tokens] = (content[prepared.target_tokens] + 1) % 8
     assert not torch.equal(predicted_with(field, content), expected)
 
 
@@ -128,7 +128,7 @@ def test_masks_leave_every_cell_a_target() -> None:
     batch = _tensors("continuous", lengths=(1, 2, 3, 40, 40, 60))
 
     def targets(**keys: int) -> list[int]:
-        return model.prepare(batch, **keys).targets.tolist()
+        return model.prepare(batch, **keys).target_tokens.tolist()
 
     first = targets(seed=0, step=0)
     assert first == targets(seed=0, step=0)
@@ -136,7 +136,7 @@ def test_masks_leave_every_cell_a_target() -> None:
     assert first != targets(seed=0, step=1)
     assert first != targets(seed=0, step=-1)
     twins = replace(batch, cell_ids=batch.cell_ids + 1)
-    assert first != model.prepare(twins, seed=0, step=0).targets.tolist()
+    assert first != model.prepare(twins, seed=0, step=0).target_tokens.tolist()
     for step in range(50):
         chosen = set(targets(seed=0, step=step))
         for start, end in pairwise(batch.cu_seqlens.tolist()):
@@ -169,7 +169,7 @@ def test_the_loss_is_computed_from_the_predictions(tokenizer: str, objective: st
     assert loss.ndim == 0
     assert prepared.n_targets.dtype == torch.int64
     expected = 0.0
-    for prediction, answer in zip(predictions, prepared.answers.tolist(), strict=True):
+    for prediction, answer in zip(predictions, prepared.targets.tolist(), strict=True):
         if predictions.ndim == 1:
             expected += (prediction.item() - answer) ** 2
         else:
@@ -246,9 +246,9 @@ def test_masked_tokens_are_replaced_by_the_split(tokenizer: str, objective: str)
     batch = _tensors(tokenizer, lengths=(32,) * 60)
     prepared = model.prepare(batch, seed=1, step=2)
     hidden = plain.prepare(batch, seed=1, step=2)
-    targets = prepared.targets
-    assert torch.equal(targets, hidden.targets)
-    assert torch.equal(prepared.answers, hidden.answers)
+    targets = prepared.target_tokens
+    assert torch.equal(targets, hidden.target_tokens)
+    assert torch.equal(prepared.targets, hidden.targets)
     assert torch.equal(prepared.center, hidden.center), "only visible tokens count"
     field = "token_ids" if objective == "masked_gene" else "values"
     content = getattr(batch, field)
@@ -285,7 +285,7 @@ def test_the_cell_loss_is_computed_with_every_target_hidden(tokenizer: str, obje
     batch = _tensors(tokenizer, lengths=(30, 1, 30))
     prepared = model.prepare(batch, seed=0, step=1)
     hidden = plain.prepare(batch, seed=0, step=1)
-    targets = prepared.targets
+    targets = prepared.target_tokens
     expected = model.inputs(hidden, targets)
     queried = prepared.hide_targets(objective == "masked_gene")
     assert torch.equal(model.inputs(queried, targets), expected)
@@ -326,9 +326,9 @@ def test_hidden_counts_change_inputs_only_without_renormalize(
 
     before, batch = prepared(cells.counts)
     louder = cells.counts.copy()
-    louder[before.targets.numpy()] *= 10
+    louder[before.target_tokens.numpy()] *= 10
     after, _ = prepared(louder)
-    assert torch.equal(before.answers, batch.values[before.targets]), "values of whole cells"
+    assert torch.equal(before.targets, batch.values[before.target_tokens]), "values of whole cells"
     assert torch.equal(before.values, after.values) == renormalize
     is_same_center = renormalize or tokenizer == "binned"
     assert torch.equal(before.center, after.center) == is_same_center

@@ -37,7 +37,7 @@ def _answering(model: EvaluatedModel, rule: Any) -> EvaluatedModel:
     network = copy.copy(model.network)
     network.objective = copy.copy(network.objective)
     network.objective.predict_from_head = lambda _, states, prepared: rule(
-        prepared.token_ids[prepared.targets] - 2, prepared.answers
+        prepared.token_ids[prepared.target_tokens] - 2, prepared.targets
     )
     return replace(model, network=network)
 

@@ -94,7 +94,7 @@ def test_a_mask_without_a_view_has_the_keys_of_its_objective() -> None:
     parts = {"masked_value": PARTS["masked_value"]}
     summed = prepare(_model(objective="sum", parts=parts), batch, 128)
     alone = prepare(_model(objective="masked_value", mask_frac=0.4), batch, 128)
-    assert torch.equal(summed.part_batches[0].targets, alone.targets)
+    assert torch.equal(summed.part_batches[0].target_tokens, alone.target_tokens)
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,8 @@ def test_second_views_add_no_cells_to_other_parts() -> None:
     one = prepare(plain, batch, 128)
     both = prepare(model, batch, 128)
     assert torch.equal(both.n_targets, one.n_targets)
+    assert torch.equal(both.part_batches[1].target_tokens, one.part_batches[1].target_tokens)
     assert torch.equal(both.part_batches[1].targets, one.part_batches[1].targets)
-    assert torch.equal(both.part_batches[1].answers, one.part_batches[1].answers)
     assert both.part_batches[0].pairs.numel() > 0
     # the second views stand after the first ones, and padding after them
     n_first = len(plain.view(batch, **KEYS).token_ids)
@@ -129,7 +129,7 @@ def test_second_views_add_no_cells_to_other_parts() -> None:
     assert len(both.cu_seqlens) == len(both.lengths) + 1
     assert torch.equal(both.values[n_first:n_tokens], views.values[n_first:])
     masked = both.value_hidden.nonzero().flatten()
-    assert masked.tolist() == one.part_batches[1].targets.tolist()
+    assert masked.tolist() == one.part_batches[1].target_tokens.tolist()
     torch.testing.assert_close(model.eval()(both), plain.eval()(one))
 
 
@@ -222,7 +222,7 @@ def test_verdicts_of_a_sum_are_those_of_its_parts() -> None:
         ),
         (
             {"masked_value": {}, "masked_gene": {}},
-            "parts: masked_value and masked_gene hide tokens or read them as answers, and the model is given one "
+            "parts: masked_value and masked_gene hide tokens or read them as targets, and the model is given one "
             "batch; keep one",
         ),
         (

@@ -31,9 +31,9 @@ class CausalBatch:
     """(T,) int64: position of a token in its cell."""
     cu_seqlens: torch.Tensor
     lengths: list[int]
-    targets: torch.Tensor
+    target_tokens: torch.Tensor
     """(N,) int64: tokens with a next one in their cell."""
-    answers: torch.Tensor
+    targets: torch.Tensor
     """(N,) int64: token ids of the next ones."""
     n_targets: torch.Tensor
 
@@ -43,15 +43,15 @@ def causal_batch(batch: Batch, skip: int) -> CausalBatch:
     cell, position = positions(batch)
     follows = torch.zeros(len(cell), dtype=torch.bool, device=cell.device)
     follows[:-1] = (cell[1:] == cell[:-1]) & (batch.token_ids[1:] != PAD) & (position[:-1] >= skip)
-    targets = follows.nonzero().flatten()
+    target_tokens = follows.nonzero().flatten()
     return CausalBatch(
         token_ids=batch.token_ids,
         position=position,
         cu_seqlens=batch.cu_seqlens,
         lengths=batch.lengths,
-        targets=targets,
-        answers=batch.token_ids[targets + 1],
-        n_targets=torch.tensor(len(targets), device=cell.device),
+        target_tokens=target_tokens,
+        targets=batch.token_ids[target_tokens + 1],
+        n_targets=torch.tensor(len(target_tokens), device=cell.device),
     )
 
 
@@ -76,15 +76,20 @@ class NextGene(Objective):
     ) -> torch.Tensor:
         """Summed cross-entropy over the vocabulary, in chunks."""
         return token_loss(
-            states[prepared.targets], model.gene_embedding.weight, model.gene_bias, prepared.answers
+            states[prepared.target_tokens],
+            model.gene_embedding.weight,
+            model.gene_bias,
+            prepared.targets,
         )
 
     def observe(self, model: ObjectiveModel, prepared: CausalBatch) -> tuple[torch.Tensor, ...]:
         """Vocabulary row of each next gene, and whether it was the first choice."""
         logits = token_logits(
-            model.states(prepared)[prepared.targets], model.gene_embedding.weight, model.gene_bias
+            model.states(prepared)[prepared.target_tokens],
+            model.gene_embedding.weight,
+            model.gene_bias,
         )
-        return prepared.answers - len(SPECIAL), logits.argmax(1) == prepared.answers
+        return prepared.targets - len(SPECIAL), logits.argmax(1) == prepared.targets
 
     def judge(
         self, *observed: np.ndarray, train: GeneStatistics

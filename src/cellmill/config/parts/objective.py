@@ -95,7 +95,7 @@ class ObjectiveConfig(Plugin):
     draws_view: ClassVar[bool] = False
     """True if the implementation defines `view`; at most one part of a sum may."""
     owns_tokens: ClassVar[bool] = True
-    """True if `prepare` hides tokens, or the loss reads the model's tokens as answers (next_gene).
+    """True if `prepare` hides tokens, or the loss reads the model's tokens as targets (next_gene).
 
     At most one part of a sum may.
     """

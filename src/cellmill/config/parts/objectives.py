@@ -351,7 +351,7 @@ class SumConfig(ObjectiveConfig):
     A part may have any name if its key `name` is the objective, so that several parts can predict
     different columns. One part may define a view (cell_decoding, denoise, query_decoding,
     perturbation_response), which all parts then see, and one may hide tokens (masked_value,
-    masked_gene) or read the model's tokens as answers (next_gene).
+    masked_gene) or read the model's tokens as targets (next_gene).
     """
 
     def problems(self) -> Iterator[str]:
@@ -367,7 +367,7 @@ class SumConfig(ObjectiveConfig):
             ("draws_view", "draw a view, and the model is given one"),
             (
                 "owns_tokens",
-                "hide tokens or read them as answers, and the model is given one batch",
+                "hide tokens or read them as targets, and the model is given one batch",
             ),
             ("teachers", "have a teacher, and a batch carries the vectors of one teacher"),
         ):

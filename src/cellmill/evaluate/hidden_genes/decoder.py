@@ -141,7 +141,7 @@ def _predict_masked(cells: PartlyHiddenCells, objective: MaskedValue) -> np.ndar
             for first in range(0, len(genes), MASKED_GENES):
                 chosen = slice(first, first + MASKED_GENES)
                 masked = _add_masked(network, tensors, genes[chosen].to(device))
-                states = network.head(network.states(masked)[masked.targets])
+                states = network.head(network.states(masked)[masked.target_tokens])
                 predicted = objective.predict_from_head(network, states, masked).float()
                 by_cell = predicted.view(len(batch.cell_ids), -1)
                 values[batch.cell_ids, chosen] = by_cell.cpu().numpy()
@@ -162,11 +162,11 @@ def _add_masked(network: Model, batch: Batch, genes: torch.Tensor) -> MaskedBatc
     # the view adds the family's own tokens
     view = network.view(replace(extended, token_ids=tokens), seed=0, step=0)
     is_added = torch.isin(view.token_ids, genes)
-    targets = is_added.nonzero().flatten()
+    target_tokens = is_added.nonzero().flatten()
     return MaskedBatch.from_batch(
         view,
         value_hidden=is_added,
-        targets=targets,
-        answers=view.values[targets],
-        n_targets=torch.tensor(len(targets)),
+        target_tokens=target_tokens,
+        targets=view.values[target_tokens],
+        n_targets=torch.tensor(len(target_tokens)),
     )

@@ -54,30 +54,33 @@ class MaskedGene(MaskedObjective):
         """Hide genes, or replace them by a random gene of the vocabulary."""
         token_ids = batch.token_ids.masked_fill(mask.hidden, MASK_TOKEN)
         if self.shows_content and self.training:
-            random_genes = len(SPECIAL) + keyed_bits(mask.token_bits, CONTENT) % self.n_genes
-            token_ids = torch.where(mask.random, random_genes, token_ids)
+            random_token_ids = len(SPECIAL) + keyed_bits(mask.token_bits, CONTENT) % self.n_genes
+            token_ids = torch.where(mask.replaced, random_token_ids, token_ids)
         return {"token_ids": token_ids}
 
     def head_loss(
         self, model: ObjectiveModel, head_output: Tensor, prepared: MaskedBatch
     ) -> Tensor:
         table = model.gene_embedding.weight
-        return token_loss(head_output, table, model.gene_bias, prepared.answers)
+        return token_loss(head_output, table, model.gene_bias, prepared.targets)
 
     def predict_from_head(
         self, model: ObjectiveModel, head_output: Tensor, prepared: MaskedBatch
     ) -> Tensor:
-        """Predict logits of genes, `(N, V)` float32, from the head's output `(N, H)`."""
+        """Predict logits of genes, `(N, V)` float32, from the head's output `(N, H)`.
+
+        Special tokens are included, although never targets.
+        """
         return token_logits(head_output, model.gene_embedding.weight, model.gene_bias)
 
     def observe(self, model: ObjectiveModel, prepared: MaskedBatch) -> GeneObservations:
-        answers = prepared.answers
-        states = model.states(prepared)[prepared.targets]
+        targets = prepared.targets
+        states = model.states(prepared)[prepared.target_tokens]
         logits = self.predict_from_head(model, model.head(states), prepared)
         return GeneObservations(
-            genes=answers - len(SPECIAL),
-            is_correct=logits.argmax(1) == answers,
-            losses=F.cross_entropy(logits, answers, reduction="none"),
+            genes=targets - len(SPECIAL),
+            is_correct=logits.argmax(1) == targets,
+            losses=F.cross_entropy(logits, targets, reduction="none"),
         )
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:

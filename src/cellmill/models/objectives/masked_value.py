@@ -1,11 +1,12 @@
 """masked_value: predict the values of masked tokens.
 
 The loss is the cross-entropy of bins, or the squared error of continuous values. Values vary far
-more between genes than between the cells of a gene. So they are judged by R² *over the gene mean*,
-and by the correlation after subtracting the gene mean from both. Values depend on the sum of all
-counts of a cell, hidden counts included, so visible values leak hidden ones, and both metrics
-include this leak. With `renormalize` the model sees values made only from the counts whose values it
-sees.
+more between genes than between cells for the same gene. So they are judged by R² *over the gene
+mean*, and by the correlation after subtracting the gene mean from predicted and true values.
+
+A value depends on the sum of all counts of its cell. So visible values leak hidden ones, and both
+metrics include this leak. With `renormalize` the model sees values computed only from the counts of
+tokens whose own value it sees.
 
 Legend: C cells, T tokens of the batch, N targets, H width of the model.
 """
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 
 from cellmill.config.parts.objectives import MaskedValueConfig
 from cellmill.config.parts.tokens import SPECIAL
-from cellmill.data.rows import SparseCounts
 from cellmill.data.stream.batch import Batch
 from cellmill.models.counter_rng import keyed_bits
 from cellmill.models.draws import CONTENT
@@ -34,7 +34,7 @@ from cellmill.models.objective import (
     value_loss,
 )
 from cellmill.models.objectives.shared.masking import Mask, MaskedBatch, MaskedObjective
-from cellmill.models.objectives.shared.views import tokenize_counts
+from cellmill.models.objectives.shared.views import TokenCounts, tokenize_counts
 
 
 class ValueObservations(NamedTuple):
@@ -73,31 +73,31 @@ class MaskedValue(MaskedObjective):
         visible_cells = mask.token_cells[mask.visible]
         n_visible = torch.bincount(visible_cells, minlength=len(batch.lengths))  # `(C,)`
         has_visible = (n_visible > 0)[mask.token_cells]
-        is_replaced = mask.random & has_visible
-        # in a cell without a visible token, random tokens are hidden too
-        is_hidden = mask.hidden | (mask.random & ~has_visible)
+        is_replaced = mask.replaced & has_visible
+        # in a cell without a visible token there is no value to show instead
+        is_hidden = mask.hidden | (mask.replaced & ~has_visible)
         shown = values.masked_fill(is_hidden, 0)
         shown[is_replaced] = values[_choose_visible_tokens(mask, is_replaced, n_visible)]
         return {"values": shown, "value_hidden": is_hidden}
 
     def _renormalize(self, batch: Batch, shows_value: Tensor) -> Tensor:
-        """Compute values `(T,)` from the counts of shown values only, with 0 for the others.
+        """Compute values `(T,)` only from the counts of tokens in `shows_value`; 0 for other tokens.
 
         `shows_value` `(T,)` bool is True for a token whose own value the model sees.
         """
         assert batch.counts is not None, "the batch has no counts"
         counts = batch.counts * shows_value
-        cells = SparseCounts(batch.cu_seqlens.numpy(), batch.token_ids.numpy(), counts.numpy())
-        tokens = tokenize_counts(cells, self.tokenizer)
+        cells = TokenCounts(batch.cu_seqlens.numpy(), batch.token_ids.numpy(), counts.numpy())
+        token_fields = tokenize_counts(cells, self.tokenizer)
         values = torch.zeros_like(batch.values)
-        values[counts > 0] = tokens["values"]  # tokens keep the order of the counts
+        values[counts > 0] = token_fields["values"]  # tokens keep the order of the counts
         return values
 
     def head_loss(
         self, model: ObjectiveModel, head_output: Tensor, prepared: MaskedBatch
     ) -> Tensor:
         predicted = self.predict_from_head(model, head_output, prepared)
-        return value_loss(predicted, prepared.answers, self._first_bin)
+        return value_loss(predicted, prepared.targets, self._first_bin)
 
     def predict_from_head(
         self, model: ObjectiveModel, head_output: Tensor, prepared: MaskedBatch
@@ -107,17 +107,17 @@ class MaskedValue(MaskedObjective):
         if self.tokens.values_are_bins:
             return out
         # the head predicts the difference from the mean of the cell's visible values
-        return out.squeeze(-1) + prepared.center[prepared.token_cells[prepared.targets]]
+        return out.squeeze(-1) + prepared.center[prepared.token_cells[prepared.target_tokens]]
 
     def observe(self, model: ObjectiveModel, prepared: MaskedBatch) -> ValueObservations:
-        targets = prepared.targets
-        head_output = model.head(model.states(prepared)[targets])
+        target_tokens = prepared.target_tokens
+        head_output = model.head(model.states(prepared)[target_tokens])
         predicted = self.predict_from_head(model, head_output, prepared)
         if predicted.ndim == 2:
             predicted = expected_bins(predicted, self._first_bin)
         return ValueObservations(
-            genes=prepared.token_ids[targets] - len(SPECIAL),
-            values=prepared.answers,
+            genes=prepared.token_ids[target_tokens] - len(SPECIAL),
+            values=prepared.targets,
             predicted=predicted,
         )
 
@@ -148,8 +148,9 @@ def _choose_visible_tokens(mask: Mask, is_replaced: Tensor, n_visible: Tensor) -
 
     `is_replaced` is `(T,)` bool. `n_visible` `(C,)` is the number of visible tokens of each cell.
     """
-    visible_tokens = mask.visible.nonzero().flatten()  # tokens, cell after cell
-    first_visible = n_visible.cumsum(0) - n_visible  # `(C,)`: index in `visible_tokens`
+    visible_tokens = mask.visible.nonzero().flatten()  # indices of tokens, cell after cell
+    # `(C,)`: index in `visible_tokens` of each cell's first
+    first_visible = n_visible.cumsum(0) - n_visible
     cells = mask.token_cells[is_replaced]
     draws = keyed_bits(mask.token_bits[is_replaced], CONTENT)
     return visible_tokens[first_visible[cells] + draws % n_visible[cells]]

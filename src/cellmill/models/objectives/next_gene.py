@@ -4,7 +4,7 @@ The likelihood of a cell is a chain: from the state before each gene, the cell c
 (binary cross-entropy); if it continues, a gene follows (cross-entropy over the vocabulary, whose
 matrix is the gene embedding); given that gene, a value follows (cross-entropy of bins, squared
 error of continuous values). Before the first gene the state is a learned vector. A cell with as
-many tokens as `max_tokens` may have been cut, so its end is no target.
+many tokens as `max_tokens` may have been cut, so its end is not a target.
 
 A gene is judged among the genes that the cell does not have yet, from which `cellmill generate` draws
 too. The baseline is the gene frequency at the same rank in training cells, among the same genes.
@@ -48,10 +48,10 @@ from cellmill.parallel.vocab_parallel import embed_tokens, token_logits
 class NextGeneBatch(EncoderBatch):
     """Whole cells, and which of their tokens and ends are predicted."""
 
-    targets: Tensor  # `(N,)` int64, ascending: tokens to predict, all but padding
+    target_tokens: Tensor  # `(N,)` int64, ascending: index of each token except padding
     is_first: Tensor  # `(N,)` bool: True for the first token of a cell
-    last_tokens: Tensor  # `(ends,)` int64: last tokens of cells that were not cut
-    n_targets: Tensor
+    last_tokens: Tensor  # `(ends,)` int64: index of the last token of each cell that was not cut
+    n_targets: Tensor  # N
 
 
 class NextGeneObservations(NamedTuple):
@@ -61,6 +61,13 @@ class NextGeneObservations(NamedTuple):
     position: Any  # int64: position in the cell
     is_correct: Any  # bool: the gene has the highest logit of all candidates
     losses: Any  # float32: cross-entropy among the candidates
+
+
+class NextValueObservations(NamedTuple):
+    """Observations of the values of these genes, `(N,)` each; follow `NextGeneObservations`."""
+
+    values: Any
+    predicted: Any  # values, or expected bins
 
 
 class NextGene(Objective):
@@ -95,23 +102,23 @@ class NextGene(Objective):
     def prepare(self, batch: Batch, *, seed: int, step: int) -> NextGeneBatch:
         _, position = positions(batch)
         is_token = batch.token_ids != PAD_TOKEN
-        targets = is_token.nonzero().flatten()
+        target_tokens = is_token.nonzero().flatten()
         lengths = batch.cu_seqlens.diff()
         is_whole = (lengths > 0) & (lengths < self.tokens.max_tokens)
         last_tokens = batch.cu_seqlens[1:].long()[is_whole] - 1
         return NextGeneBatch.from_batch(
             batch,
             dropout_keys=(seed, step),
-            targets=targets,
-            is_first=position[targets] == 0,
+            target_tokens=target_tokens,
+            is_first=position[target_tokens] == 0,
             # a cell of padding has no end to predict
             last_tokens=last_tokens[is_token[last_tokens]],
-            n_targets=torch.tensor(len(targets), device=targets.device),
+            n_targets=torch.tensor(len(target_tokens), device=target_tokens.device),
         )
 
     def loss(self, model: ObjectiveModel, states: Tensor, prepared: NextGeneBatch) -> Tensor:
         prior_states = self.select_prior_states(model, states, prepared)
-        token_ids = prepared.token_ids[prepared.targets]
+        token_ids = prepared.token_ids[prepared.target_tokens]
         loss = token_loss(prior_states, model.gene_embedding.weight, model.gene_bias, token_ids)
         # binary cross-entropy: a cell continues before each target, and ends after its last token
         end_logits_before_targets = self.end_logits(model, prior_states)
@@ -121,14 +128,14 @@ class NextGene(Objective):
         if not self.predicts_values:
             return loss
         predicted = self.predict_values(model, prior_states, token_ids)
-        values = prepared.values[prepared.targets]
+        values = prepared.values[prepared.target_tokens]
         return loss + self.config.value_loss_weight * value_loss(predicted, values)
 
     def select_prior_states(
         self, model: ObjectiveModel, states: Tensor, prepared: NextGeneBatch
     ) -> Tensor:
-        """Take the state before each target, `(N, H)`, from states `(T, H)`."""
-        earlier = states[(prepared.targets - 1).clamp(min=0)]
+        """Select the state before each target, `(N, H)`, from states `(T, H)`."""
+        earlier = states[(prepared.target_tokens - 1).clamp(min=0)]
         return torch.where(prepared.is_first[:, None], model.start.to(states.dtype), earlier)
 
     def gene_logits(self, model: ObjectiveModel, prior_states: Tensor) -> Tensor:
@@ -157,12 +164,13 @@ class NextGene(Objective):
         return out if self.tokens.values_are_bins else out.squeeze(-1)
 
     def observe(self, model: ObjectiveModel, prepared: NextGeneBatch) -> Tensors:
-        """Return `NextGeneObservations`, then value and predicted value if values are predicted.
+        """Return `NextGeneObservations`, then `NextValueObservations` if values are predicted.
 
         Genes are in order, cell after cell.
         """
         # without padding, offsets of tokens are offsets of targets
-        assert len(prepared.targets) == len(prepared.token_ids), "expected a batch without padding"
+        n_tokens = len(prepared.token_ids)
+        assert len(prepared.target_tokens) == n_tokens, "expected a batch without padding"
         prior_states = self.select_prior_states(model, model.states(prepared), prepared)
         cells = []
         for start, end in pairwise(prepared.cu_seqlens.tolist()):
@@ -175,7 +183,7 @@ class NextGene(Objective):
         predicted = self.predict_values(model, prior_states, prepared.token_ids)
         if self.tokens.values_are_bins:
             predicted = expected_bins(predicted)
-        return (*observed, prepared.values, predicted)
+        return (*observed, *NextValueObservations(prepared.values, predicted))
 
     def _observe_cell(
         self, model: ObjectiveModel, prior_states: Tensor, token_ids: Tensor
@@ -201,8 +209,9 @@ class NextGene(Objective):
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
         """Score predicted genes against `RankBaseline`, and values if the model predicts them."""
-        # fields of NextGeneObservations, then values
-        genes, position, is_correct, losses, *values = observed
+        n_fields = len(NextGeneObservations._fields)
+        genes, position, is_correct, losses = NextGeneObservations(*observed[:n_fields])
+        value_arrays = observed[n_fields:]
         assert train.by_rank is not None, "statistics without ranks"
         baseline_is_correct, baseline_losses = RankBaseline(train.by_rank).score(genes, position)
         loss = float(losses.astype(np.float64).mean())
@@ -217,10 +226,12 @@ class NextGene(Objective):
         name = "prediction of the next gene"
         against = "gene frequency at the same rank in training cells"
         verdicts = cross_entropy_verdicts(name, against, loss - baseline_loss)
-        if values:
-            truth, predicted = (array.astype(np.float64) for array in values)
-            error = float(np.square(truth - predicted).sum())
-            baseline_error = float(np.square(truth - train.mean[genes]).sum())
+        if value_arrays:
+            observations = NextValueObservations(*value_arrays)
+            values = observations.values.astype(np.float64)
+            predicted = observations.predicted.astype(np.float64)
+            error = float(np.square(values - predicted).sum())
+            baseline_error = float(np.square(values - train.mean[genes]).sum())
             r2 = r2_over(baseline_error, error)
             metrics["value_r2_over_gene_mean"] = r2
             verdicts += r2_verdicts("prediction of the next value", "the gene's training mean", r2)

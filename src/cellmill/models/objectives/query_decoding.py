@@ -6,13 +6,13 @@ loss is the squared error; values are judged by R² over the gene's mean in trai
 included. `docs/quality.md` compares it with a zero-inflated loss and with a sum of vector and gene.
 
 A gene of the vocabulary is hidden with the probability that its cell drew, whether it is detected
-or not, so hidden genes are detected as often as genes of whole cells. All hidden genes would be too
-many queries: at most `max_asked` detected genes are queried, and `undetected_ratio` times as many
-undetected ones. A query's weight, relative to the cell's other queries, is the number of hidden genes
-for which it stands. Genes that `tokens.max_tokens` cuts from a cell count as undetected.
+or not, so hidden genes are detected as often as genes of whole cells. Querying every hidden gene would
+cost too much. So at most `max_asked` hidden detected genes of a cell are queried, and
+`undetected_ratio` times as many undetected ones. A query stands for several hidden genes; its weight,
+relative to the cell's other queries, is their number. Genes that `tokens.max_tokens` cuts from a cell
+count as undetected.
 
-Legend: C cells, T tokens of the batch, N queries, H width of a state, E width of a
-cell's vector.
+Legend: C cells, T tokens of the batch, N queries, H width of a state, E width of a cell's vector.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from cellmill.config.parts.objectives import QueryDecodingConfig
 from cellmill.config.parts.tokens import SPECIAL
-from cellmill.data.rows import SparseCounts
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import EncoderBatch, positions
 from cellmill.models.blocks import FeedForward
@@ -41,6 +40,7 @@ from cellmill.models.objective import (
     r2_verdicts,
 )
 from cellmill.models.objectives.shared.views import (
+    TokenCounts,
     draw_hidden_frac,
     draw_hidden_genes,
     tokenize_counts,
@@ -53,14 +53,23 @@ class QueryView(Batch):
     """The shown tokens, and the queries: detected genes, then undetected ones."""
 
     query_cells: Tensor  # `(N,)` int64: index of the cell
-    query_genes: Tensor  # `(N,)` int64: token ids
-    query_targets: Tensor  # `(N,)` float32: values of the whole cell, 0 where not detected
+    query_token_ids: Tensor  # `(N,)` int64
+    query_targets: Tensor  # `(N,)` float32: values of the whole cell, 0 for undetected genes
     genes_per_query: Tensor  # `(N,)` float32: number of hidden genes for which a query stands
+
+
+class Queries(NamedTuple):
+    """Some queries of a batch, cell after cell: the same fields as in `QueryView`."""
+
+    query_cells: Tensor
+    query_token_ids: Tensor
+    query_targets: Tensor
+    genes_per_query: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class QueryBatch(QueryView, EncoderBatch):
-    """The shown tokens and the queries, prepared."""
+    """The shown tokens and the queries with their weights."""
 
     query_weights: Tensor  # `(N,)` float32: `genes_per_query`, scaled to mean 1 in each cell
     n_targets: Tensor  # N
@@ -72,7 +81,7 @@ class QueryObservations(NamedTuple):
     genes: Any  # int64: vocabulary rows
     values: Any
     predicted: Any
-    weights: Any
+    weights: Any  # as `query_weights`
 
 
 class TokenDraws(NamedTuple):
@@ -120,11 +129,18 @@ class QueryDecoding(Objective):
         assert batch.counts is not None, "the batch has no counts"
         draws = self._draw_tokens(batch, seed, step)
         shown = (batch.counts * ~draws.is_hidden).numpy()
-        shown_cells = SparseCounts(batch.cu_seqlens.numpy(), batch.token_ids.numpy(), shown)
+        shown_cells = TokenCounts(batch.cu_seqlens.numpy(), batch.token_ids.numpy(), shown)
+        detected = self._query_detected(batch, draws)
+        n_detected = torch.bincount(detected.query_cells, minlength=len(batch.lengths))
+        undetected = self._query_undetected(batch, draws.hidden_frac, n_detected, seed, step)
+        queries = Queries(*map(torch.cat, zip(detected, undetected)))
         return QueryView(
             **tokenize_counts(shown_cells, self.tokenizer),
             **batch.arrays("cell"),
-            **self._choose_queries(batch, draws, seed, step),
+            query_cells=queries.query_cells,
+            query_token_ids=queries.query_token_ids,
+            query_targets=queries.query_targets,
+            genes_per_query=queries.genes_per_query,
         )
 
     def _draw_tokens(self, batch: Batch, seed: int, step: int) -> TokenDraws:
@@ -143,43 +159,47 @@ class QueryDecoding(Objective):
             hidden_frac=torch.from_numpy(hidden_frac),
         )
 
-    def _choose_queries(
-        self, batch: Batch, draws: TokenDraws, seed: int, step: int
-    ) -> dict[str, Any]:
-        """Choose the queries of each cell; return the fields of `QueryView` for them."""
+    def _query_detected(self, batch: Batch, draws: TokenDraws) -> Queries:
+        """Choose at most `max_asked` hidden tokens of each cell; they stand for all its hidden tokens."""
         n_cells = len(batch.lengths)
-        # detected genes
-        tokens = _choose_hidden_tokens(draws, self.config.max_asked)
-        detected_cells = draws.token_cells[tokens]
-        n_detected_queries = torch.bincount(detected_cells, minlength=n_cells)
-        # undetected genes
-        n_undetected_genes = self.n_genes - batch.cu_seqlens.diff().long()
-        n_undetected_queries = (n_detected_queries * self.config.undetected_ratio).ceil().long()
-        n_undetected_queries = torch.where(n_undetected_genes > 0, n_undetected_queries, 0)
-        undetected_cells = torch.repeat_interleave(n_undetected_queries)
-        draw_number = _index_in_cell(undetected_cells, n_undetected_queries)
-        bits = keyed_token_bits(
-            batch.cell_ids, undetected_cells, seed, step, draw_number, UNDETECTED
-        )
-        # with replacement: the same gene may be queried twice
-        index = bits % n_undetected_genes[undetected_cells]
-        undetected_rows = _find_undetected(batch, self.n_genes, undetected_cells, index)
-        # `(C,)` each: a detected query stands for n_hidden_tokens / n_detected_queries genes. An
-        # undetected one stands for the undetected genes times hidden_frac, over their queries.
+        queried_tokens = _choose_hidden_tokens(draws, self.config.max_asked)
+        query_cells = draws.token_cells[queried_tokens]
+        # `(C,)` each
+        n_queries = torch.bincount(query_cells, minlength=n_cells)
         n_hidden_tokens = torch.bincount(draws.token_cells[draws.is_hidden], minlength=n_cells)
-        genes_per_detected = n_hidden_tokens / n_detected_queries.clamp(min=1)
-        genes_per_undetected = (
-            draws.hidden_frac * n_undetected_genes / n_undetected_queries.clamp(min=1)
+        genes_per_query = n_hidden_tokens / n_queries.clamp(min=1)
+        return Queries(
+            query_cells=query_cells,
+            query_token_ids=batch.token_ids[queried_tokens],
+            query_targets=batch.values[queried_tokens],
+            genes_per_query=genes_per_query[query_cells].float(),
         )
-        genes_per_query = torch.cat(
-            [genes_per_detected[detected_cells], genes_per_undetected[undetected_cells]]
+
+    def _query_undetected(
+        self, batch: Batch, hidden_frac: Tensor, n_detected: Tensor, seed: int, step: int
+    ) -> Queries:
+        """Draw `undetected_ratio` times `n_detected` undetected genes of each cell, with replacement.
+
+        They stand for the undetected genes that are hidden: the expected number, since no draw says which
+        these are. `hidden_frac` and `n_detected`, the number of detected queries, are `(C,)`.
+        """
+        # `(C,)` each
+        n_genes = self.n_genes - batch.cu_seqlens.diff().long()  # undetected
+        n_queries = (n_detected * self.config.undetected_ratio).ceil().long()
+        n_queries = torch.where(n_genes > 0, n_queries, 0)
+        genes_per_query = hidden_frac * n_genes / n_queries.clamp(min=1)
+        # `(queries,)` each
+        query_cells = torch.repeat_interleave(n_queries)
+        draw_number = _index_in_cell(query_cells, n_queries)
+        bits = keyed_token_bits(batch.cell_ids, query_cells, seed, step, draw_number, UNDETECTED)
+        index = bits % n_genes[query_cells]
+        genes = _find_undetected(batch, self.n_genes, query_cells, index)
+        return Queries(
+            query_cells=query_cells,
+            query_token_ids=genes + len(SPECIAL),
+            query_targets=torch.zeros(len(query_cells)),
+            genes_per_query=genes_per_query[query_cells].float(),
         )
-        return {
-            "query_cells": torch.cat([detected_cells, undetected_cells]),
-            "query_genes": torch.cat([batch.token_ids[tokens], undetected_rows + len(SPECIAL)]),
-            "query_targets": torch.cat([batch.values[tokens], torch.zeros(len(undetected_cells))]),
-            "genes_per_query": genes_per_query.float(),
-        }
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> QueryBatch:
         assert isinstance(batch, QueryView), "expected a view"
@@ -205,7 +225,7 @@ class QueryDecoding(Objective):
     ) -> Tensor:
         """Predict the value of each query, `(N,)` float32, from states `(T, H)`."""
         vectors = model.cell_vectors(states, prepared).to(states.dtype)
-        return self.predict_queries(model, vectors, prepared.query_cells, prepared.query_genes)
+        return self.predict_queries(model, vectors, prepared.query_cells, prepared.query_token_ids)
 
     def predict_queries(
         self, model: ObjectiveModel, vectors: Tensor, query_cells: Tensor, token_ids: Tensor
@@ -223,7 +243,7 @@ class QueryDecoding(Objective):
 
     def observe(self, model: ObjectiveModel, prepared: QueryBatch) -> QueryObservations:
         return QueryObservations(
-            genes=prepared.query_genes - len(SPECIAL),
+            genes=prepared.query_token_ids - len(SPECIAL),
             values=prepared.query_targets,
             predicted=self.predict_targets(model, model.states(prepared), prepared),
             weights=prepared.query_weights,
@@ -254,22 +274,22 @@ class QueryDecoding(Objective):
 def _choose_hidden_tokens(draws: TokenDraws, max_per_cell: int) -> Tensor:
     """Choose the hidden tokens of each cell with the lowest priorities, at most `max_per_cell`.
 
-    The result is `(tokens,)` int64, ascending.
+    The result is their indices, `(chosen,)` int64, ascending.
     """
-    tokens = draws.is_hidden.nonzero().flatten()
-    # cell after cell, by priority in each cell
-    tokens = tokens[draws.priority[tokens].argsort()]
-    tokens = tokens[draws.token_cells[tokens].argsort(stable=True)]
-    cells = draws.token_cells[tokens]
+    hidden_tokens = draws.is_hidden.nonzero().flatten()
+    # sort them by priority, then by cell, which keeps the order of priorities in each cell
+    hidden_tokens = hidden_tokens[draws.priority[hidden_tokens].argsort()]
+    hidden_tokens = hidden_tokens[draws.token_cells[hidden_tokens].argsort(stable=True)]
+    cells = draws.token_cells[hidden_tokens]
     index = _index_in_cell(cells, torch.bincount(cells))
-    return tokens[index < max_per_cell].sort().values
+    return hidden_tokens[index < max_per_cell].sort().values
 
 
 def _find_undetected(batch: Batch, n_genes: int, draw_cells: Tensor, index: Tensor) -> Tensor:
-    """Find the vocabulary row of undetected gene `index` of a cell, counted from 0.
+    """Find the undetected gene of each draw: the vocabulary row of gene `index` of those that the cell lacks.
 
-    `draw_cells`, `index` and the result are `(draws,)` int64. The row is `index` plus the number of
-    detected genes before it.
+    `draw_cells`, `index` and the result are `(draws,)` int64; `index` counts from 0. The row is `index`
+    plus the number of detected genes before it.
     """
     token_cells, position = positions(batch)
     # `(T,)`: vocabulary rows of detected genes, ascending in each cell
@@ -286,7 +306,7 @@ def _find_undetected(batch: Batch, n_genes: int, draw_cells: Tensor, index: Tens
 
 
 def _index_in_cell(item_cells: Tensor, n_items: Tensor) -> Tensor:
-    """Count the items of each cell from 0: `(items,)` int64.
+    """Number the items of each cell from 0: `(items,)` int64.
 
     `item_cells` `(items,)` has each item's cell, ascending; `n_items` `(C,)` is the number of items
     of each cell.

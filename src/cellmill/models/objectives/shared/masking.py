@@ -1,11 +1,17 @@
 """Base of masked_value and masked_gene: which tokens are masked, and what the model sees of them.
 
 Each token is masked independently with probability `mask_frac`, by a hash of (seed, step, cell,
-position), and at least one token of each cell is. Of the masked tokens, `keep_frac` show their own
-content in training and `random_frac` random content: a random gene of the vocabulary, or the value of
-a random visible gene of the cell (Devlin et al. 2019). The rest is hidden. A second loss, times
-`cell_loss_weight`, predicts the same targets from the cell's vector and the visible half of each
-target: the gene for masked_value, the value for masked_gene (scGPT, Cui et al. 2024, GEPC).
+position), and at least one token of each cell is. Every masked token is a target: masked_value
+predicts its value, masked_gene its gene. The model always sees the other half of the token. Of the
+half to predict, which is called content here, it sees (Devlin et al. 2019):
+
+- nothing, if the token is *hidden*. In validation all masked tokens are.
+- the true content, if it is *kept*: a fraction `keep_frac` of the masked tokens in training.
+- random content, if it is *replaced*, likewise with `random_frac`: a random gene of the vocabulary, or
+  the value of a random visible token of the cell.
+
+Tokens that are not masked are *visible*. A second loss, times `cell_loss_weight`, predicts the same
+targets from the cell's vector and the other half of each target (scGPT, Cui et al. 2024, GEPC).
 
 Legend: C cells, T tokens of the batch, N targets, H width of the model.
 """
@@ -24,40 +30,43 @@ from cellmill.models.draws import MASK_IN_VIEW, SHOWN_CONTENT
 from cellmill.models.objective import Objective, ObjectiveModel
 from cellmill.parallel.vocab_parallel import rows_at
 
-# the largest possible draw; given to tokens that are not genes, so that those of genes are lower
-HIGHEST_DRAW = 2**63 - 1
+HIGHEST_DRAW = 2**63 - 1  # the largest possible draw
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedBatch(EncoderBatch):
-    """A batch with its targets hidden, and the answers."""
+    """The tokens as the model sees them, and the true content of the masked ones."""
 
-    targets: Tensor  # `(N,)` int64, ascending: all masked tokens, also those that show content
-    answers: Tensor  # `(N,)`: hidden genes (int64 token ids) or hidden values
-    n_targets: Tensor
+    target_tokens: Tensor  # `(N,)` int64, ascending: index of each masked token
+    targets: Tensor  # `(N,)`: their true genes (int64 token ids) or values
+    n_targets: Tensor  # N
 
     def hide_targets(self, predicts_genes: bool) -> Self:
-        """Hide the gene, or the value, of every target; return a new batch."""
+        """Return the batch with every target hidden, also kept and replaced ones."""
+        tokens = self.target_tokens
         if predicts_genes:
-            return replace(self, token_ids=self.token_ids.index_fill(0, self.targets, MASK_TOKEN))
+            return replace(self, token_ids=self.token_ids.index_fill(0, tokens, MASK_TOKEN))
         return replace(
             self,
-            values=self.values.index_fill(0, self.targets, 0),
-            value_hidden=self.value_hidden.index_fill(0, self.targets, True),
+            values=self.values.index_fill(0, tokens, 0),
+            value_hidden=self.value_hidden.index_fill(0, tokens, True),
         )
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Tokens that are masked, and what the model sees of each. All fields are `(T,)`."""
+    """Tokens that are masked, and what the model sees of each. All fields are `(T,)`.
+
+    Padding and the ends of a cell are neither visible nor masked.
+    """
 
     token_cells: Tensor  # int64: index of the token's cell
-    token_bits: Tensor  # int64: random bits that key the token's further draws
-    visible: Tensor  # bool: genes that are not masked
-    masked: Tensor  # bool: tokens to predict, of which each is hidden, kept or random
+    token_bits: Tensor  # int64: the draw by which a token is masked; keys its further draws
+    visible: Tensor  # bool
+    masked: Tensor  # bool; each masked token is hidden, kept or replaced
     hidden: Tensor  # bool
-    kept: Tensor  # bool: shows its own content
-    random: Tensor  # bool: shows random content
+    kept: Tensor  # bool
+    replaced: Tensor  # bool
 
 
 class MaskedObjective(Objective):
@@ -71,7 +80,7 @@ class MaskedObjective(Objective):
 
     @property
     def shows_content(self) -> bool:
-        """True if some masked tokens show random content or their own."""
+        """True if training shows content of some masked tokens: kept or replaced ones."""
         return self.config.random_frac + self.config.keep_frac > 0
 
     def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
@@ -87,32 +96,31 @@ class MaskedObjective(Objective):
         raise NotImplementedError
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> MaskedBatch:
-        """Draw the mask of a batch and hide the genes of masked tokens, or their values."""
+        """Draw the mask of a batch, and hide or replace the content of masked tokens."""
         mask = self._draw_mask(batch, seed, step)
-        targets = mask.masked.nonzero().flatten()
+        target_tokens = mask.masked.nonzero().flatten()
         content = batch.token_ids if self.predicts_genes else batch.values
-        # a kept or random value must not enter `center`, from which targets are predicted
+        # values are predicted as differences from `center`, the mean of known values: those that are
+        # kept or replaced must not enter it
         value_known = torch.ones_like(mask.masked) if self.predicts_genes else ~mask.masked
         return MaskedBatch.from_batch(
             batch,
             dropout_keys=(seed, step),
             **self.hide(batch, mask),
             value_known=value_known,
-            targets=targets,
-            answers=content[targets],
-            n_targets=torch.tensor(len(targets), device=targets.device),
+            target_tokens=target_tokens,
+            targets=content[target_tokens],
+            n_targets=torch.tensor(len(target_tokens), device=target_tokens.device),
         )
 
     def _draw_mask(self, batch: Batch, seed: int, step: int) -> Mask:
         token_cells, position = positions(batch)
         view_key = (MASK_IN_VIEW,) if self.in_view else ()
-        # random bits: they are the draws that choose masked tokens, and key all further draws
         token_bits = keyed_token_bits(batch.cell_ids, token_cells, seed, step, position, *view_key)
         is_gene = batch.token_ids > PAD_TOKEN  # neither padding nor an end of the cell
         masked = self._choose_masked(token_bits, is_gene, token_cells, len(batch.lengths))
         hidden = masked
         kept = torch.zeros_like(masked)
-        # validation hides everything that is masked
         if self.shows_content and self.training:
             hidden, kept = self._draw_hidden_and_kept(token_bits, masked)
         return Mask(
@@ -122,48 +130,52 @@ class MaskedObjective(Objective):
             masked=masked,
             hidden=hidden,
             kept=kept,
-            random=masked & ~kept & ~hidden,
+            replaced=masked & ~kept & ~hidden,
         )
 
     def _choose_masked(
         self, token_bits: Tensor, is_gene: Tensor, token_cells: Tensor, n_cells: int
     ) -> Tensor:
         """Mask tokens with draws below `mask_frac`, and each cell's lowest draw; `(T,)` bool."""
+        # in a cell with genes, the token of the lowest draw is a gene
         draws = torch.where(is_gene, token_bits, HIGHEST_DRAW)
         lowest = torch.full((n_cells,), HIGHEST_DRAW, device=draws.device)
         lowest = lowest.scatter_reduce(0, token_cells, draws, "amin")
         masked = (draws < threshold(self.config.mask_frac)) | (draws == lowest[token_cells])
-        return masked & is_gene
+        return masked & is_gene  # in a cell without genes, every draw is the lowest
 
     def _draw_hidden_and_kept(self, token_bits: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw which masked tokens are hidden, and which show their own content, `(T,)` bool each.
+        """Draw which masked tokens are hidden and which are kept, `(T,)` bool each.
 
-        Low draws hide the token, middle ones show random content, and high ones its own.
+        Low draws hide the token, middle ones replace its content, and high ones keep it.
         """
         keep_frac = self.config.keep_frac
         hidden_frac = 1 - keep_frac - self.config.random_frac
-        draws = keyed_bits(token_bits, SHOWN_CONTENT)
+        content_draws = keyed_bits(token_bits, SHOWN_CONTENT)
         # without keep_frac nothing is kept: the highest draw reaches even the threshold of 1
-        kept = masked & (draws >= threshold(1 - keep_frac)) & (keep_frac > 0)
-        hidden = masked & ~kept & (draws < threshold(hidden_frac))
+        kept = masked & (content_draws >= threshold(1 - keep_frac)) & (keep_frac > 0)
+        hidden = masked & ~kept & (content_draws < threshold(hidden_frac))
         return hidden, kept
 
     def hide(self, batch: Batch, mask: Mask) -> dict[str, Tensor]:
-        """Hide the content of hidden tokens and replace that of random ones; return the new fields."""
+        """Hide or replace the content of the tokens that `mask` says; return the changed fields."""
         raise NotImplementedError
 
     def loss(self, model: ObjectiveModel, states: Tensor, prepared: MaskedBatch) -> Tensor:
-        targets = prepared.targets
-        loss = self.head_loss(model, model.head(states[targets]), prepared)
+        target_tokens = prepared.target_tokens
+        loss = self.head_loss(model, model.head(states[target_tokens]), prepared)
         weight = self.config.cell_loss_weight
         if not weight:
             return loss
         vectors = model.cell_vectors(states, prepared).to(states.dtype)
         # the targets are embedded again: the last pipeline stage does not receive the embeddings
-        queried = prepared.hide_targets(self.predicts_genes) if self.shows_content else prepared
+        hidden = prepared.hide_targets(self.predicts_genes) if self.shows_content else prepared
         # both parts stay unnamed, so their memory is free before the head runs
         queries = torch.cat(
-            [rows_at(vectors, prepared.token_cells[targets]), model.inputs(queried, targets)],
+            [
+                rows_at(vectors, prepared.token_cells[target_tokens]),
+                model.inputs(hidden, target_tokens),
+            ],
             dim=-1,
         )
         return loss + weight * self.head_loss(model, model.cell_head(queries), prepared)

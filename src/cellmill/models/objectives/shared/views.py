@@ -3,9 +3,9 @@
 A view hides whole genes (`drop`), a binomial part of each count (`thin`), or both (`drop_thin`).
 Tokens that are not in the view are not in the batch. Values of the view are computed by the run's
 tokenizer from the counts in it, so neither values nor the library size reveal the rest. With a view
-loss the hidden part is a second view of the cell, in the same batch. Binomial parts of Poisson
-counts are independent given the cell's expression (Neufeld et al. 2022, count splitting), which two
-draws of the whole are not.
+loss the hidden part is a second view of the cell, in the same batch. Complementary binomial parts of
+Poisson counts are independent given the cell's expression (Neufeld et al. 2022, count splitting).
+Two separate draws from the same counts are not.
 
 A view is a function of (seed, step, cell) and the cell's counts: equal in every layout and in every
 batch.
@@ -13,7 +13,7 @@ batch.
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +38,14 @@ ViewConfig = CellDecodingConfig | DenoiseConfig | PerturbationResponseConfig
 HIDDEN_GENE_STRIDE = 5
 
 
+class TokenCounts(NamedTuple):
+    """Tokens of cells and their counts, cell after cell: `SparseCounts` with token ids."""
+
+    offsets: np.ndarray  # `(cells + 1,)`: first token of each cell, and the end
+    token_ids: np.ndarray  # `(tokens,)` int64
+    counts: np.ndarray  # `(tokens,)` int64; 0 hides the token
+
+
 @dataclass(frozen=True, kw_only=True)
 class ViewBatch(Batch):
     """The shown tokens, and the profile to predict: entries in the order of their cells.
@@ -57,19 +65,19 @@ def draw_view(
 ) -> ViewBatch:
     """Draw the view of each cell of a batch with counts, on the CPU."""
     assert batch.counts is not None, "the batch has no counts"
-    whole = SparseCounts(batch.cu_seqlens.numpy(), batch.token_ids.numpy(), batch.counts.numpy())
+    whole = TokenCounts(batch.cu_seqlens.numpy(), batch.token_ids.numpy(), batch.counts.numpy())
     if step == HIDDEN_GENES_STEP:
-        shown = whole.counts * (whole.genes % HIDDEN_GENE_STRIDE != 0)
+        shown = whole.counts * (whole.token_ids % HIDDEN_GENE_STRIDE != 0)
         to_predict = whole.counts
     else:
         cell_rng_states = host_state(batch.cell_ids.numpy(), seed, step)
         shown = _draw_shown_counts(whole, config, cell_rng_states)
         to_predict = whole.counts if config.target == "all" else whole.counts - shown
-    views = SparseCounts(whole.offsets, whole.genes, shown)
+    views = TokenCounts(whole.offsets, whole.token_ids, shown)
     cell_fields = batch.arrays("cell")
     n_second_views = 0
     if config.view_loss is not None:
-        n_second_views = whole.n_cells
+        n_second_views = len(batch.lengths)
         views = _append_second_views(views, whole.counts - shown)
         cell_fields = {name: torch.cat([array, array]) for name, array in cell_fields.items()}
         # the ids of second views differ, and with them the keys of their dropout
@@ -79,14 +87,14 @@ def draw_view(
         **tokenize_counts(views, tokenizer),
         **cell_fields,
         entry_cells=torch.from_numpy(row_numbers(whole.offsets)[entries]),
-        entry_genes=torch.from_numpy(whole.genes[entries]),
+        entry_genes=torch.from_numpy(whole.token_ids[entries]),
         entry_counts=torch.from_numpy(to_predict[entries]),
         n_second_views=n_second_views,
     )
 
 
 def _draw_shown_counts(
-    cells: SparseCounts, config: ViewConfig, cell_rng_states: np.ndarray
+    cells: TokenCounts, config: ViewConfig, cell_rng_states: np.ndarray
 ) -> np.ndarray:
     """Draw the shown part of each count, `(tokens,)` int64.
 
@@ -96,7 +104,8 @@ def _draw_shown_counts(
     drops_genes = config.view in ("drop", "drop_thin")
     thins_counts = config.view in ("thin", "drop_thin")
     if drops_genes:
-        # in drop_thin HIDDEN_FRAC keys the fraction of counts; a second key makes both independent
+        # in drop_thin HIDDEN_FRAC keys the fraction of counts; another key makes the fraction of genes
+        # independent of it
         frac_key = DROPPED_FRAC if thins_counts else HIDDEN_FRAC
         dropped_frac = draw_hidden_frac(cell_rng_states, config, frac_key)
         shown = _drop_genes(shown, cells.offsets, dropped_frac, cell_rng_states)
@@ -126,24 +135,24 @@ def _thin_counts(
 ) -> np.ndarray:
     """Hide a binomial part of each count and return the rest, `(tokens,)`.
 
-    Parameters are those of `_drop_genes`.
+    `removed_frac` `(cells,)` is the expected part; the other parameters are as in `_drop_genes`.
     """
-    entries = np.flatnonzero(counts)  # a binomial draw from 0 takes no random number
-    entry_offsets = np.searchsorted(entries, offsets)
+    nonzero = np.flatnonzero(counts)  # a binomial draw from 0 takes no random number
+    nonzero_offsets = np.searchsorted(nonzero, offsets)
     draw_states = host_state(HIDE, state=cell_rng_states)
-    removed = _draw_binomials(counts[entries], entry_offsets, removed_frac, draw_states)
+    removed = _draw_binomials(counts[nonzero], nonzero_offsets, removed_frac, draw_states)
     shown = counts.copy()
-    shown[entries] -= removed
+    shown[nonzero] -= removed
     return shown
 
 
 def _draw_binomials(
     counts: np.ndarray, offsets: np.ndarray, probability: np.ndarray, draw_states: np.ndarray
 ) -> np.ndarray:
-    """Draw a binomial part of each count, `(entries,)` int64.
+    """Draw a binomial part of each count, `(counts,)` int64.
 
-    `counts` `(entries,)` are cut into cells by `offsets`, `(cells + 1,)`. Each cell has a
-    `probability` and a state that keys its draws, `(cells,)` each.
+    `counts` are cut into cells by `offsets`, `(cells + 1,)`. Each cell has a `probability` and a
+    state that keys its draws, `(cells,)` each.
     """
     draws = np.empty_like(counts)
     # one generator is set to the start of each cell's stream: a new one would read entropy from the
@@ -151,7 +160,8 @@ def _draw_binomials(
     philox = np.random.Philox(key=0)
     generator = np.random.Generator(philox)
     stream_start = philox.state
-    key_words = stream_start["state"]["key"]  # (2,) uint64; the second stays 0
+    # `(2,)` uint64, the second always 0. This array is part of `stream_start`, so the loop changes both.
+    key_words = stream_start["state"]["key"]
     # 63 bits, as in `keyed_bits`; another shift would change every training
     keys = (draw_states >> np.uint64(1)).tolist()
     for (first, end), p, key in zip(pairwise(offsets.tolist()), probability.tolist(), keys):
@@ -161,12 +171,12 @@ def _draw_binomials(
     return draws
 
 
-def _append_second_views(first_views: SparseCounts, hidden: np.ndarray) -> SparseCounts:
-    """Append the second views, whose counts are the hidden ones, `(tokens,)`."""
-    offsets, genes, shown = first_views
-    return SparseCounts(
+def _append_second_views(first_views: TokenCounts, hidden: np.ndarray) -> TokenCounts:
+    """Append the second views: the same tokens with their hidden counts, `(tokens,)`."""
+    offsets, token_ids, shown = first_views
+    return TokenCounts(
         offsets=np.concatenate([offsets, offsets[1:] + offsets[-1]]),
-        genes=np.concatenate([genes, genes]),
+        token_ids=np.concatenate([token_ids, token_ids]),
         counts=np.concatenate([shown, hidden]),
     )
 
@@ -187,34 +197,33 @@ def draw_hidden_genes(
     hidden_frac: np.ndarray,
     cell_rng_states: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw which tokens are hidden as whole genes, and the states of these draws: `(tokens,)` bool,
-    uint64.
+    """Draw which tokens are hidden as whole genes, `(tokens,)` bool.
 
-    `token_cells` and `position` `(tokens,)` are each token's cell and its place in the cell;
-    `hidden_frac` and `cell_rng_states` `(cells,)` are as in `draw_hidden_frac`.
+    The second result is the random state of each token's draw, `(tokens,)` uint64. `token_cells` and
+    `position` `(tokens,)` are each token's cell and its position in the cell; `hidden_frac` and
+    `cell_rng_states` `(cells,)` are as in `draw_hidden_frac`.
     """
     token_states = host_state(position, HIDE, state=cell_rng_states[token_cells])
     return host_uniform(token_states) < hidden_frac[token_cells], token_states
 
 
-def tokenize_counts(cells: SparseCounts, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Tokenize counts of cells: the fields per token and the lengths of a batch.
+def tokenize_counts(cells: TokenCounts, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Tokenize counts of cells: the fields of a `Batch` that are per token, and the lengths.
 
-    Their genes are token ids. Values are made from these counts only; a count of 0 makes no token.
+    Values are computed from these counts only; a token with count 0 is left out.
     """
-    offsets, genes, counts = cells
-    entries = np.flatnonzero(counts)
-    counts = counts[entries]
-    entry_offsets = np.searchsorted(entries, offsets)
-    rows = (genes[entries] - len(SPECIAL)).astype(np.int32)
-    ids, values, cu_seqlens = tokenizer.tokenize(SparseCounts(entry_offsets, rows, counts))
+    shown = np.flatnonzero(cells.counts)
+    counts = cells.counts[shown]
+    offsets = np.searchsorted(shown, cells.offsets)
+    genes = (cells.token_ids[shown] - len(SPECIAL)).astype(np.int32)  # vocabulary rows
+    token_ids, values, cu_seqlens = tokenizer.tokenize(SparseCounts(offsets, genes, counts))
     value_tensor = torch.from_numpy(values)
     if not value_tensor.is_floating_point():
         value_tensor = value_tensor.long()
     return {
-        "token_ids": torch.from_numpy(ids).long(),
+        "token_ids": torch.from_numpy(token_ids).long(),
         "values": value_tensor,
         "counts": torch.from_numpy(counts),
         "cu_seqlens": torch.from_numpy(cu_seqlens),
-        "lengths": np.diff(entry_offsets).tolist(),
+        "lengths": np.diff(offsets).tolist(),
     }
