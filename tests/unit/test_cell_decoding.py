@@ -64,7 +64,7 @@ def _dense_targets(prepared: Any) -> torch.Tensor:
     """(cells, genes): weights of hidden genes."""
     dense = torch.zeros(len(prepared.n_entries), N_GENES + 2)
     genes_by_cell = prepared.entry_genes.split(prepared.n_entries)
-    weights_by_cell = prepared.entry_weights.split(prepared.n_entries)
+    weights_by_cell = prepared.entry_targets.split(prepared.n_entries)
     for row, genes, weights in zip(dense, genes_by_cell, weights_by_cell):
         row[genes] = weights
     return dense
@@ -114,7 +114,7 @@ def test_weights_are_log_counts_or_counts() -> None:
         weights = weigh(view.entry_counts)
         expected = weights / weights.sum()
         prepared = model.prepare(view, **KEYS)
-        torch.testing.assert_close(prepared.entry_weights, expected.float())
+        torch.testing.assert_close(prepared.entry_targets, expected.float())
 
 
 @pytest.mark.parametrize("weights", [{"weights": "counts"}, {"likelihood": "nb"}])
@@ -158,7 +158,7 @@ def test_validation_correlates_hidden_genes_if_asked(
 @pytest.mark.parametrize(
     ("options", "answers"),
     [
-        ({"objective": "cell_decoding", "view": "drop"}, "entry_weights"),
+        ({"objective": "cell_decoding", "view": "drop"}, "entry_targets"),
         ({"objective": "query_decoding", "decoder_hidden": 12}, "query_targets"),
     ],
 )
@@ -210,7 +210,7 @@ def test_an_unknown_batch_has_the_mean_of_the_known_terms() -> None:
         levels = torch.full_like(batch.levels, number)  # type: ignore[arg-type]
         prepared = prepare(model, replace(batch, levels=levels))
         vectors = model.cell_vectors(model.states(prepared), prepared)[prepared.target_cells]
-        return model.objective.decode(model, vectors, prepared)
+        return model.objective.decoder_features(model, vectors, prepared)
 
     known = torch.stack([decode(number) for number in (1, 2, 3)])
     torch.testing.assert_close(decode(0), known.mean(0))
@@ -382,7 +382,7 @@ def test_the_loss_of_a_model_covers_only_hidden_counts() -> None:
     batch = cells_of()
     prepared = prepare(model, batch)
     view = model.view(batch, **KEYS)
-    assert torch.equal(prepared.entry_weights, view.entry_counts.float())
+    assert torch.equal(prepared.entry_targets, view.entry_counts.float())
     vectors = model.cell_vectors(model.states(prepared), prepared)
     expected = profile_loss(
         model.decoder(vectors[prepared.target_cells]),

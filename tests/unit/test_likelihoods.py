@@ -29,7 +29,7 @@ LIKELIHOODS = ["token", "profile", "nb"]
 def _numbers(
     likelihood: str = "token", requires: tuple[bool, ...] = (True,) * 4
 ) -> list[torch.Tensor]:
-    """States, table and bias; with nb the dispersion."""
+    """States, table and bias; with nb the log of the inverse dispersion."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((TARGETS, HIDDEN), (ROWS, HIDDEN), (ROWS,), (ROWS,))[: 4 if likelihood == "nb" else 3]
     return [

@@ -67,7 +67,7 @@ def test_the_decoder_receives_the_vector_of_the_response(length: int | None) -> 
     of_genes[6] = of_genes[1]
     vectors = model.cell_vectors(model.states(prepared), prepared)
     expected = torch.zeros(())
-    entries = iter(torch.arange(len(prepared.entry_weights)).split(prepared.n_entries))
+    entries = iter(torch.arange(len(prepared.entry_targets)).split(prepared.n_entries))
     for cell, rows in zip(prepared.target_cells.tolist(), entries):
         vector = vectors[cell]
         if cell in of_genes:  # the other one is a control
@@ -80,7 +80,7 @@ def test_the_decoder_receives_the_vector_of_the_response(length: int | None) -> 
         expected = (
             expected
             - (
-                logits.log_softmax(0)[prepared.entry_genes[rows]] * prepared.entry_weights[rows]
+                logits.log_softmax(0)[prepared.entry_genes[rows]] * prepared.entry_targets[rows]
             ).sum()
         )
     torch.testing.assert_close(model(prepared), expected, atol=1e-4, rtol=1e-5)

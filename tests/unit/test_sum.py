@@ -59,7 +59,7 @@ def test_each_part_equals_its_objective_on_the_shared_view() -> None:
     decoding.hidden_value = masked.hidden_value
     assert torch.equal(losses[0], decoding(prepared.part_batches[0]))
     shown = prepare(decoding, batch, 128)
-    assert torch.equal(prepared.part_batches[0].entry_weights, shown.entry_weights)
+    assert torch.equal(prepared.part_batches[0].entry_targets, shown.entry_targets)
     assert not torch.equal(decoding(shown), losses[0]), (
         "the cell's vector saw values that are hidden"
     )

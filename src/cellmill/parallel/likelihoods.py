@@ -10,8 +10,8 @@ cross-entropy (Megatron-LM, Shoeybi et al. 2019, section 3). Each cell needs fou
 binomial: maximum and sum of the softmax, the sum of the gradients of log means, and the loss.
 
 Negative binomial: cell c has the count k of each token g, mostly 0, and their sum N. The mean is N
-times the softmax of the logits, the inverse dispersion r of a token is exp(dispersion), and the
-variance mean + mean² / r. With L the negative log-likelihood,
+times the softmax of the logits, r is the inverse dispersion of a token, and the variance is
+mean + mean² / r. With L the negative log-likelihood,
 
     dL / d log mean = r (mean - k) / (r + mean)
     dL / d r        = digamma(r) - digamma(k + r) + log(1 + mean / r) + (k - mean) / (r + mean)
@@ -62,7 +62,7 @@ def profile_loss(
     starts: Tensor,
     genes: Tensor,
     weights: Tensor,
-    dispersion: Tensor | None = None,
+    log_inverse_dispersion: Tensor | None = None,
 ) -> Tensor:
     """Return the loss as `token_loss` does, for targets that are distributions over the vocabulary.
 
@@ -71,12 +71,13 @@ def profile_loss(
     float32, are by entry, target after target. No gene occurs twice in a target, whose weights sum
     to 1.
 
-    With `dispersion` (V,), the log of the inverse dispersion, `weights` are counts above 0, and the
-    loss is the negative log-likelihood of each cell's counts divided by their sum.
+    With `log_inverse_dispersion` (V,), `weights` are counts above 0, and the loss is the negative
+    log-likelihood of each cell's counts divided by their sum.
     """
-    if dispersion is None:
+    if log_inverse_dispersion is None:
         return _Profiles(entries, starts, genes, weights).chunked_loss(states, table, bias)
-    return _Counts(entries, starts, genes, weights).chunked_loss(states, table, bias, dispersion)
+    counts = _Counts(entries, starts, genes, weights)
+    return counts.chunked_loss(states, table, bias, log_inverse_dispersion)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -278,7 +279,7 @@ class _Profiles(_Targets):
 
 
 class _Counts(_Profiles):
-    """Sparse counts of all cells, as weights; the loss also reads the dispersion, a vector (V,)."""
+    """Sparse counts of all cells, as weights; the loss also reads `log_inverse_dispersion` (V,)."""
 
     def loss(self, start: int, logits: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
         inverse = vectors[0].float().exp()

@@ -5,13 +5,17 @@ all genes, and the loss is the cross-entropy of the hidden expression. All genes
 because a cell is defined by which genes it expresses; the values of detected genes mostly reflect
 sequencing depth.
 
-With `weights: counts` the loss is minus the log-likelihood of a multinomial of the hidden counts
-given their sum, divided by the sum. With `likelihood: nb` it is minus the log-likelihood of negative
-binomials of the hidden counts of all genes, zeros included, also divided by the sum. With
-`view_loss` the hidden part is encoded too, and VICReg of the vectors of both parts is added in
-training only. `judge` compares with the mean profile of the training cells: token values summed by
-gene, or token frequencies if values are not numbers. Objective `denoise` is the same class with
-`view: thin` and `target: all`.
+The target of a cell is a distribution over genes: its hidden log(1 + counts), normalised to sum 1.
+With `weights: counts` it is the hidden counts, normalised likewise, and the loss is minus the
+log-likelihood of a multinomial of the hidden counts, divided by their sum. With `likelihood: nb` the
+targets are counts. The loss is then minus the log-likelihood of negative binomials over all genes,
+zeros included, also divided by the sum.
+
+With `view_loss` the hidden part is encoded too, and VICReg of the vectors of both parts is added in
+training only. With `batch_column` the decoder gets a learned vector per experimental batch. `judge`
+compares with the mean profile of the training cells: token values summed by gene, or token
+frequencies if values are not numbers. Objective `denoise` is the same class with `view: thin` and
+`target: all`.
 
 Legend: T tokens of the batch, C cells with targets, H width of a state, E width of a cell's vector, D
 input width of the decoder's output layer, V size of the vocabulary.
@@ -44,7 +48,7 @@ from cellmill.models.objectives.shared.hidden_genes import (
     n_moment_sums,
     sum_gene_moments,
 )
-from cellmill.models.objectives.shared.level_terms import Adversary, LevelEmbedding
+from cellmill.models.objectives.shared.level_modules import Adversary, LevelEmbedding
 from cellmill.models.objectives.shared.vicreg import vicreg
 from cellmill.models.objectives.shared.views import ViewBatch, ViewConfig, draw_view
 from cellmill.parallel.likelihoods import profile_loss
@@ -62,7 +66,7 @@ class DecodingBatch(EncoderBatch):
     """
     entry_starts: Tensor  # `(C + 1,)` int64: first entry of each cell, and the number of entries
     entry_genes: Tensor  # `(entries,)` int64: token ids, cell after cell
-    entry_weights: Tensor
+    entry_targets: Tensor
     """`(entries,)` float32: with likelihood nb counts, otherwise fractions with sum 1 in each cell."""
     n_targets: Tensor  # C: each cell counts once, whatever its depth
     pairs: Tensor
@@ -70,7 +74,7 @@ class DecodingBatch(EncoderBatch):
     without view_loss.
     """
     shares: tuple[RowShare, ...] | None = None
-    """Share in the view loss; None in validation and while rows are collected."""
+    """This micro-batch's share of the view loss; None in validation, which leaves that loss out."""
 
     def find_entry_cells(self) -> Tensor:
         """Find the cell of each entry, `(entries,)` int64: an index in `target_cells`."""
@@ -118,30 +122,30 @@ class CellDecoding(Objective):
         model.profile_genes = with_std(nn.Embedding(vocab_size, width), width**-0.5)
         model.profile_bias = nn.Parameter(torch.empty(vocab_size))
         if config.resolved_batch_column is not None:
-            names += self._attach_batch_terms(model, config.resolved_batch_column, width)
+            names += self._attach_batch_modules(model, config.resolved_batch_column, width)
         if self._is_nb:
-            # the log of the inverse dispersion, as in `parallel.likelihoods`; checkpoints and exports
-            # have this name
+            # the log of the *inverse* dispersion; checkpoints and exports have this name
             model.profile_dispersion = nn.Parameter(torch.empty(vocab_size))
             names.append("profile_dispersion")
         return tuple(names)
 
-    def _attach_batch_terms(self, model: ObjectiveModel, column: str, width: int) -> list[str]:
+    def _attach_batch_modules(self, model: ObjectiveModel, column: str, width: int) -> list[str]:
         """Add a vector per experimental batch to the decoder, and the adversary if there is one."""
-        levels = self.levels[column]
-        model.batch_terms = LevelEmbedding(levels, width)
+        n_levels = len(self.levels[column])
+        n_known = len(self.known_levels(column))
+        model.batch_terms = LevelEmbedding(n_levels, n_known, width)
         model.add_level_rows(column, "batch_terms.weight")
         names = ["batch_terms"]
         if self.config.batch_adversary is not None:
             scale = self.config.batch_adversary_scale
-            model.batch_adversary = Adversary(model.vector_width, levels, scale)
+            model.batch_adversary = Adversary(model.vector_width, n_levels, n_known, scale)
             names.append("batch_adversary")
             rows = ("batch_adversary.out.weight", "batch_adversary.out.bias")
             model.add_level_rows(column, *rows)
         return names
 
     def initial_value(self, name: str) -> Fill | None:
-        """Start biases and logs of inverse dispersions at zero, so the variance starts at mean + mean²."""
+        """Start biases at 0, and inverse dispersions at exp(0): the variance starts at mean + mean²."""
         return zeros if name in ("profile_bias", "profile_dispersion") else None
 
     def view(self, batch: Batch, *, seed: int, step: int) -> ViewBatch:
@@ -160,31 +164,31 @@ class CellDecoding(Objective):
             n_entries=n_entries.tolist(),
             entry_starts=torch.from_numpy(np.append(0, n_entries.cumsum())),
             entry_genes=batch.entry_genes,
-            entry_weights=self._compute_weights(batch),
+            entry_targets=self._compute_targets(batch),
             n_targets=torch.tensor(len(target_cells)),
             pairs=_find_pairs(batch),
         )
 
-    def _compute_weights(self, batch: ViewBatch) -> Tensor:
-        """Compute `DecodingBatch.entry_weights`, `(entries,)` float32."""
-        weights = batch.entry_counts.double()
+    def _compute_targets(self, batch: ViewBatch) -> Tensor:
+        """Compute `DecodingBatch.entry_targets`, `(entries,)` float32."""
+        targets = batch.entry_counts.double()
         if self._is_nb:
-            return weights.float()
+            return targets.float()
         if self.predicts_log_counts:
-            weights = weights.log1p()
+            targets = targets.log1p()
         entry_cells = batch.entry_cells.numpy()
-        cell_sums = np.bincount(entry_cells, weights.numpy(), len(batch.lengths))
-        weights /= torch.from_numpy(cell_sums[entry_cells])
-        return weights.float()
+        cell_sums = np.bincount(entry_cells, targets.numpy(), len(batch.lengths))
+        targets /= torch.from_numpy(cell_sums[entry_cells])
+        return targets.float()
 
     def _compute_fractions(self, prepared: DecodingBatch) -> Tensor:
-        """Make `entry_weights` fractions with sum 1 in each cell, `(entries,)` float32."""
-        weights = prepared.entry_weights
+        """Turn `entry_targets` into fractions with sum 1 in each cell, `(entries,)` float32."""
+        targets = prepared.entry_targets
         if not self._is_nb:
-            return weights
+            return targets
         entry_cells = prepared.find_entry_cells()
-        cell_sums = weights.new_zeros(len(prepared.n_entries)).index_add(0, entry_cells, weights)
-        return weights / cell_sums[entry_cells]
+        cell_sums = targets.new_zeros(len(prepared.n_entries)).index_add(0, entry_cells, targets)
+        return targets / cell_sums[entry_cells]
 
     def loss(self, model: ObjectiveModel, states: Tensor, prepared: DecodingBatch) -> Tensor:
         """Sum the loss over the cells, a float32 scalar.
@@ -192,11 +196,11 @@ class CellDecoding(Objective):
         In training, add VICReg and the adversary's loss if they are configured.
         """
         vectors = self._pool_targets(model, states, prepared)
-        decoded = self.decode(model, vectors, prepared)
+        features = self.decoder_features(model, vectors, prepared)
         if self.kept_sums is not None:
             self.kept_sums.append(
                 sum_gene_moments(
-                    decoded,
+                    features,
                     table=model.profile_genes.weight,
                     bias=model.profile_bias,
                     entry_cells=prepared.find_entry_cells(),
@@ -205,24 +209,26 @@ class CellDecoding(Objective):
                 )
             )
         loss = profile_loss(
-            decoded,
+            features,
             table=model.profile_genes.weight,
             bias=model.profile_bias,
             entries=prepared.n_entries,
             starts=prepared.entry_starts,
             genes=prepared.entry_genes,
-            weights=prepared.entry_weights,
-            dispersion=model.profile_dispersion if self._is_nb else None,
+            weights=prepared.entry_targets,
+            log_inverse_dispersion=model.profile_dispersion if self._is_nb else None,
         )
-        if prepared.shares is not None:  # VICReg, which couples the cells of the global batch
+        # VICReg couples the cells of the global batch. `shares[0]` has the gradient of its loss with
+        # respect to these rows (`train.batch_rows`).
+        if prepared.shares is not None:
             (rows,) = self.coupled_rows(model, states, prepared)
             loss = loss + prepared.shares[0].loss(rows)
         adversary_weight = self.config.batch_adversary
         # left out of validation, whose loss chooses the checkpoint: a model that hides experimental
         # batches must not look worse
         if adversary_weight is not None and model.training:
-            batch_codes = self._read_batch_codes(prepared)
-            loss = loss + adversary_weight * model.batch_adversary(vectors, batch_codes)
+            codes = self._experimental_batch_codes(prepared)
+            loss = loss + adversary_weight * model.batch_adversary(vectors, codes)
         return loss
 
     def validation_metrics(self, sums: Sequence[float]) -> dict[str, float]:
@@ -245,13 +251,18 @@ class CellDecoding(Objective):
         weights = (config.invariance_weight, config.variance_weight, config.covariance_weight)
         return tuple(vicreg(table, weights) for table in tables)
 
-    def decode(self, model: ObjectiveModel, vectors: Tensor, prepared: DecodingBatch) -> Tensor:
-        """Apply all but the output layer of the decoder: `vectors` `(C, E)` -> `(C, D)`."""
-        decoded: Tensor = model.decoder(vectors)
+    def decoder_features(
+        self, model: ObjectiveModel, vectors: Tensor, prepared: DecodingBatch
+    ) -> Tensor:
+        """Compute the input of the decoder's output layer, `(C, D)`, from `vectors` `(C, E)`.
+
+        The output layer multiplies it by `profile_genes` and adds `profile_bias`.
+        """
+        features: Tensor = model.decoder(vectors)
         if self.config.resolved_batch_column is None:
-            return decoded
-        batch_codes = self._read_batch_codes(prepared)
-        return decoded + model.batch_terms(batch_codes).to(decoded.dtype)
+            return features
+        codes = self._experimental_batch_codes(prepared)
+        return features + model.batch_terms(codes).to(features.dtype)
 
     def _pool_targets(
         self, model: ObjectiveModel, states: Tensor, prepared: DecodingBatch
@@ -259,7 +270,7 @@ class CellDecoding(Objective):
         """Pool the states `(T, H)` to the vectors of the cells with targets, `(C, E)`."""
         return model.cell_vectors(states, prepared)[prepared.target_cells].to(states.dtype)
 
-    def _read_batch_codes(self, prepared: DecodingBatch) -> Tensor:
+    def _experimental_batch_codes(self, prepared: DecodingBatch) -> Tensor:
         """Return the level code of each cell's experimental batch, `(C,)` int64."""
         column = self.config.resolved_batch_column
         assert column is not None, "no column of experimental batches"
@@ -267,8 +278,8 @@ class CellDecoding(Objective):
 
     def observe(self, model: ObjectiveModel, prepared: DecodingBatch) -> ProfileObservations:
         vectors = self._pool_targets(model, model.states(prepared), prepared)
-        decoded = self.decode(model, vectors, prepared)
-        logits = token_logits(decoded, model.profile_genes.weight, model.profile_bias)
+        features = self.decoder_features(model, vectors, prepared)
+        logits = token_logits(features, model.profile_genes.weight, model.profile_bias)
         # a softmax with likelihood nb too: dispersions are not judged, since the mean profile of
         # training cells has none
         log_p = logits.log_softmax(1)
@@ -307,7 +318,7 @@ class CellDecoding(Objective):
             "cross_entropy_mean_profile": baseline_loss,
             "cross_entropy_reduction_frac": 1 - loss / baseline_loss,
         }
-        # view thin hides counts, not genes
+        # "hidden expression", not "hidden genes": view thin hides counts
         predicted_part = "whole cell" if self.config.target == "all" else "hidden expression"
         name = f"prediction of the {predicted_part}"
         return metrics, cross_entropy_verdicts(name, against, loss - baseline_loss)
@@ -315,9 +326,9 @@ class CellDecoding(Objective):
 
 def _find_pairs(batch: ViewBatch) -> Tensor:
     """Find `DecodingBatch.pairs`: indices of the first and the second views, `(2, pairs)` int64."""
-    n_second_views = batch.n_second_views
-    # second views follow the first views
-    lengths = torch.tensor(batch.lengths[: 2 * n_second_views], dtype=torch.int64)
-    is_pair = (lengths.view(2, n_second_views) > 0).all(0)
-    first_views = is_pair.nonzero().flatten()
-    return torch.stack([first_views, first_views + n_second_views])
+    n_pairs = batch.n_second_views
+    # the second views follow the first, then padding
+    lengths = torch.tensor(batch.lengths[: 2 * n_pairs], dtype=torch.int64)
+    has_both = (lengths.view(2, n_pairs) > 0).all(0)
+    first_views = has_both.nonzero().flatten()
+    return torch.stack([first_views, first_views + n_pairs])

@@ -1,11 +1,11 @@
 """perturbation_response: cell_decoding, with a response of the cell to its perturbation.
 
 The decoder is given the cell's vector plus a response, as in CPA (Lotfollahi et al. 2023, Mol.
-Syst. Biol. 19:e11517). The response is the sum of a projection of the mean of the decoder's
-embeddings of the perturbed genes, a bias that all perturbations share, and a learned vector of the
-perturbation. Controls have no response. The learned vector of a perturbation without training cells
-stays zero; its response is predicted from its genes. Counts are split into two binomial parts: the
-cell's vector is made from one, and predicts the other with the response.
+Syst. Biol. 19:e11517). The response is a sum of three terms: a linear map of the mean embedding of
+the perturbed genes (rows of the decoder's output layer), a bias that all perturbations share, and a
+learned vector per perturbation. Controls have no response. The learned vector of a perturbation
+without training cells stays zero; its response is predicted from its genes. Counts are split into two
+binomial parts: the cell's vector is computed from one, and with the response predicts the other.
 
 Legend: C cells with targets, E width of a cell's vector, D input width of the decoder's output
 layer, M largest number of genes of a perturbation, V size of the vocabulary. Level codes begin at 1;
@@ -25,7 +25,7 @@ from cellmill.models.batch import PAD_TOKEN
 from cellmill.models.initial import with_std
 from cellmill.models.objective import ObjectiveModel
 from cellmill.models.objectives.cell_decoding import CellDecoding, DecodingBatch
-from cellmill.models.objectives.shared.level_terms import LevelEmbedding
+from cellmill.models.objectives.shared.level_modules import LevelEmbedding
 from cellmill.models.objectives.shared.views import ViewBatch
 from cellmill.parallel.vocab_parallel import embed_tokens, token_logits
 
@@ -52,9 +52,10 @@ class PerturbationResponse(CellDecoding):
         config = self.config
         width = model.vector_width
         levels = self.levels[config.perturbation_column]
+        n_known = len(self.known_levels(config.perturbation_column))
         # no response at the start; the layer's bias is the response that all perturbations share
         model.response_genes = with_std(nn.Linear(config.decoder_hidden or width, width), 0.0)
-        model.response_terms = LevelEmbedding(levels, width, centered=False)
+        model.response_terms = LevelEmbedding(len(levels), n_known, width, is_centred=False)
         model.add_level_rows(config.perturbation_column, "response_terms.weight")
         genes = config.perturbed_genes or {}
         self._genes_by_code = [[], *(genes.get(level, []) for level in levels)]
@@ -81,12 +82,14 @@ class PerturbationResponse(CellDecoding):
             padded_genes=_pad_genes([self._genes_by_code[code] for code in codes.tolist()]),
         )
 
-    def decode(self, model: ObjectiveModel, vectors: Tensor, prepared: DecodingBatch) -> Tensor:
-        """Add each cell's response to its vector, then decode: `vectors` `(C, E)` -> `(C, D)`."""
+    def decoder_features(
+        self, model: ObjectiveModel, vectors: Tensor, prepared: DecodingBatch
+    ) -> Tensor:
+        """Compute the decoder's features `(C, D)` from `vectors` `(C, E)` plus each cell's response."""
         assert isinstance(prepared, ResponseBatch), "expected a batch with perturbations"
         response = _compute_response(model, prepared.perturbation_codes, prepared.padded_genes)
-        changed = vectors + response * prepared.is_perturbed[:, None]
-        return super().decode(model, changed.to(vectors.dtype), prepared)
+        perturbed = vectors + response * prepared.is_perturbed[:, None]
+        return super().decoder_features(model, perturbed.to(vectors.dtype), prepared)
 
     def predict_log_profile(
         self,
@@ -98,8 +101,8 @@ class PerturbationResponse(CellDecoding):
         """Predict the log fraction of each gene in a cell of an average experimental batch.
 
         The result is `(C, n_genes)` float32, over all genes of the vocabulary; `vectors` are `(C, E)`.
-        `perturbation` is the name of one, trained or not; None predicts unperturbed cells.
-        `perturbed_genes` are the token ids of its genes, possibly none.
+        `perturbation` is the name of one, trained or not, but not the control; None predicts unperturbed
+        cells. `perturbed_genes` are the token ids of its genes, possibly none.
         """
         if perturbation is not None:
             levels = self.levels[self.config.perturbation_column]
@@ -108,10 +111,9 @@ class PerturbationResponse(CellDecoding):
             codes = torch.tensor([_find_level_code(perturbation, levels)], device=device)
             padded_genes = _pad_genes([perturbed_genes]).to(device)
             vectors = vectors + _compute_response(model, codes, padded_genes)
-        # terms in the obs column of option `batch_column` are centred: an average experimental batch
-        # has the term 0
-        decoded = model.decoder(vectors)
-        logits = token_logits(decoded, model.profile_genes.weight, model.profile_bias)
+        # the vectors of experimental batches are centred: an average batch adds 0
+        features = model.decoder(vectors)
+        logits = token_logits(features, model.profile_genes.weight, model.profile_bias)
         return logits[:, len(SPECIAL) :].float().log_softmax(1)
 
     def judged_labels(self) -> dict[str, list[str]]:
@@ -133,7 +135,7 @@ def _find_level_code(level: str, levels: Sequence[str]) -> int:
 
 
 def _compute_response(model: ObjectiveModel, codes: Tensor, padded_genes: Tensor) -> Tensor:
-    """Compute the term that a perturbation adds to the cell's vector, `(C, E)`.
+    """Compute what a perturbation adds to each cell's vector, `(C, E)`.
 
     `codes` `(C,)` int64 are level codes, `padded_genes` `(C, M)` int64 token ids, as in
     `ResponseBatch`.

@@ -4,10 +4,10 @@ Views of step HIDDEN_GENES_STEP hide every fifth gene from all cells, so the sho
 contain the answer. Each process sums moments of these genes over its cells; the metric is computed
 from the sums of all processes.
 
-Predicted fractions are linear, measurements are log(1 + 10,000 fraction). A fraction is one of the
-cell's sum of counts; with likelihood softmax and `weights: log1p`, the defaults, of its sum of
-log(1 + count), so measurements are logarithms of logarithms. The metric therefore only ranks runs of
-equal `weights` and `likelihood`.
+Predictions are fractions of a cell's expression; measurements are log(1 + 10,000 fraction). With the
+default options (likelihood softmax, `weights: log1p`) fractions are of the cell's sum of
+log(1 + count), so a measurement is a logarithm of a logarithm. With other options they are of the
+cell's sum of counts. So the metric compares only runs with equal `weights` and `likelihood`.
 
 Legend: C cells with targets, D input width of the decoder's output layer, V size of the vocabulary.
 """
@@ -45,12 +45,12 @@ N_MOMENTS = len(GeneMoments._fields)
 
 
 def n_moment_sums(vocab_size: int) -> int:
-    """Count the sums of a vocabulary: the number of cells, then N_MOMENTS of each hidden gene."""
+    """Return the number of sums: one of cells, and N_MOMENTS of each hidden gene."""
     return 1 + N_MOMENTS * -(-vocab_size // HIDDEN_GENE_STRIDE)
 
 
 def sum_gene_moments(
-    decoded: Tensor,
+    features: Tensor,
     table: Tensor,
     bias: Tensor,
     entry_cells: Tensor,
@@ -59,16 +59,16 @@ def sum_gene_moments(
 ) -> Tensor:
     """Sum over cells: the number of cells, then `GeneMoments`; `(n_moment_sums(V),)` float64.
 
-    Logits are `decoded` `(C, D)` times `table` `(V, D)` plus `bias` `(V,)`. The measured profiles
-    have entries: `entry_cells`, token ids `genes`, and `fractions` with sum 1 in each cell;
-    `(entries,)` each.
+    Logits are the decoder's `features` `(C, D)` times `table` `(V, D)` plus `bias` `(V,)`. The measured
+    profiles have entries, `(entries,)` each: `entry_cells`, token ids `genes`, and `fractions` with sum
+    1 in each cell.
     """
     log_expression = torch.log1p(TARGET_SUM * fractions)
-    sums = decoded.new_zeros(n_moment_sums(len(bias)), dtype=torch.float64)
-    sums[0] = len(decoded)
-    for start in range(0, len(decoded), CELLS_PER_CHUNK):
+    sums = features.new_zeros(n_moment_sums(len(bias)), dtype=torch.float64)
+    sums[0] = len(features)
+    for start in range(0, len(features), CELLS_PER_CHUNK):
         end = start + CELLS_PER_CHUNK
-        logits = token_logits(decoded[start:end], table, bias)
+        logits = token_logits(features[start:end], table, bias)
         if is_dtensor(logits):
             logits = logits.full_tensor()
         in_chunk = (entry_cells >= start) & (entry_cells < end)
@@ -81,9 +81,9 @@ def sum_gene_moments(
 def _sum_moments(probabilities: Tensor, profiles: Tensor) -> Tensor:
     """Sum `GeneMoments` over cells, `(N_MOMENTS * hidden genes,)` float64.
 
-    `probabilities` and `profiles`, log(1 + 10,000 fraction) of measured fractions, are `(cells, V)`.
-    Predictions are the probabilities times one factor per cell, chosen so that the visible genes have
-    the same sum as in the cell's profile. No logarithm is taken of them.
+    `probabilities` are the model's. `profiles` are log(1 + 10,000 fraction) of measured fractions;
+    `(cells, V)` each. Predictions are the probabilities times one factor per cell. It is chosen so that
+    the visible genes have the same sum as in the cell's profile.
     """
     measured = profiles[:, ::HIDDEN_GENE_STRIDE]
     hidden_probabilities = probabilities[:, ::HIDDEN_GENE_STRIDE]
@@ -101,13 +101,13 @@ def _sum_moments(probabilities: Tensor, profiles: Tensor) -> Tensor:
 
 
 def mean_gene_correlation(sums: Sequence[float]) -> dict[str, float]:
-    """Compute the mean correlation of the hidden genes that at least one cell expresses.
+    """Compute metric `hidden_genes`: the mean correlation of the hidden genes that a cell expresses.
 
     `sums` come from `sum_gene_moments`. The correlation of constant predictions or measurements is 0.
     The result is empty if no cell expresses a hidden gene.
     """
     n_cells = max(sums[0], 1)
-    gene = GeneMoments(*np.reshape(sums[1:], (N_MOMENTS, -1)))
+    gene = GeneMoments(*np.reshape(sums[1:], (N_MOMENTS, -1)))  # `(hidden genes,)` each
     covariance = gene.products - gene.predicted * gene.measured / n_cells
     squares = np.stack([gene.predicted_squares, gene.measured_squares])
     variances = squares - np.stack([gene.predicted, gene.measured]) ** 2 / n_cells

@@ -6,19 +6,17 @@ batch to the decoder, so that the cell's vector need not encode the batch, as in
 predicts the experimental batch from the cell's vector, through a reversed gradient that makes the
 encoder hide it (Ganin & Lempitsky 2015).
 
-Both have a row for every level, so that `init_from` can match rows by the level's name. The row of
-MISSING, the last level, is not used: cells without a value have code 0.
+Both have a row for every level, so that `init_from` can match rows by the level's name. Only the rows
+of the `n_known` first levels are used. MISSING is the last level if there is one: cells without a
+value have code 0, like cells of an unknown level.
 
 Legend: C cells, E width of a cell's vector. Level codes begin at 1; 0 is an unknown level.
 """
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cellmill.config.corpus import MISSING
 from cellmill.models.blocks import ReverseGradient
 from cellmill.models.initial import Fill, with_std, zeros
 
@@ -26,14 +24,14 @@ from cellmill.models.initial import Fill, with_std, zeros
 class LevelEmbedding(nn.Module):
     """Learned vector per level, zero for an unknown level.
 
-    With `centered` the mean over levels is subtracted.
+    With `is_centred` the mean over known levels is subtracted.
     """
 
-    def __init__(self, levels: Sequence[str], width: int, centered: bool = True) -> None:
+    def __init__(self, n_levels: int, n_known: int, width: int, is_centred: bool = True) -> None:
         super().__init__()
-        self.centered = centered
-        self.n_known = _count_known(levels)
-        self.weight = nn.Parameter(torch.empty(len(levels), width))
+        self.n_known = n_known
+        self.is_centred = is_centred
+        self.weight = nn.Parameter(torch.empty(n_levels, width))
 
     def initial_value(self, name: str) -> Fill:
         return zeros
@@ -41,7 +39,7 @@ class LevelEmbedding(nn.Module):
     def forward(self, codes: Tensor) -> Tensor:
         """Look up the vector of each cell, `(C, width)`, by its level code, `(C,)` int64."""
         vectors = self.weight[: self.n_known]
-        if self.centered:
+        if self.is_centred:
             vectors = vectors - vectors.mean(0)
         with_unknown = F.pad(vectors, (0, 0, 1, 0))
         return F.embedding(codes, with_unknown)
@@ -50,12 +48,12 @@ class LevelEmbedding(nn.Module):
 class Adversary(nn.Module):
     """Classifier of a cell's level that sends the encoder its reversed gradient, times `scale`."""
 
-    def __init__(self, width: int, levels: Sequence[str], scale: float) -> None:
+    def __init__(self, width: int, n_levels: int, n_known: int, scale: float) -> None:
         super().__init__()
+        self.n_known = n_known
         self.scale = scale
-        self.n_known = _count_known(levels)
         self.inner = with_std(nn.Linear(width, width), width**-0.5)
-        self.out = with_std(nn.Linear(width, len(levels)), width**-0.5)
+        self.out = with_std(nn.Linear(width, n_levels), width**-0.5)
 
     def forward(self, vectors: Tensor, codes: Tensor) -> Tensor:
         """Sum the cross-entropy over cells of a known level, a float32 scalar.
@@ -67,7 +65,3 @@ class Adversary(nn.Module):
         logits = self.out(hidden)[:, : self.n_known].float()
         labels = codes - 1
         return F.cross_entropy(logits, labels, ignore_index=-1, reduction="sum")
-
-
-def _count_known(levels: Sequence[str]) -> int:
-    return len(levels) - (MISSING in levels)
