@@ -272,13 +272,17 @@ class Objective:
 
 @dataclass(frozen=True)
 class RowShare:
-    """Contribution of a micro-batch to the loss of one table (`Objective.loss_of_coupled_rows`)."""
+    """A micro-batch's share of the loss of a global batch over one table of coupled rows.
+
+    `train.batch_rows` computes that loss (`Objective.loss_of_coupled_rows`) and its gradient once per
+    step, before the micro-batches run.
+    """
 
     value: Tensor  # float scalar: the loss, times the micro-batch's fraction of the rows
-    gradient: Tensor  # `(n, width)` float32: gradient of the loss with respect to these rows
+    gradient: Tensor  # `(n, width)` float32: of the loss, with respect to the micro-batch's rows
 
     def loss(self, rows: Tensor) -> Tensor:
-        """Make a float32 scalar of this value whose gradient with respect to `rows` is `gradient`."""
+        """Return `value` as a float32 scalar whose gradient with respect to `rows` is `gradient`."""
         product = (self.gradient * rows).sum()
         return (self.value + (product - product.detach())).float()
 

@@ -1,10 +1,10 @@
 """classification: predict a cell's label from its vector.
 
-The loss is the cross-entropy, times the weight of the cell's label in training. The head has one row
-per level, so that `init_from` can match rows by the level's name. If some cells have no value, the
-last level is theirs: it is no label, and its logit is left out.
+The loss is the cross-entropy, times the weight of the cell's label in training. The head has one
+output per level, so that `init_from` can match its rows by the level's name. If some cells have no
+value, the last level is MISSING. It is not a label, and its logit is left out.
 
-With `adversarial_scale` the model gets the reversed gradient, times this number: the head learns the
+With `adversarial_scale` the encoder gets the reversed gradient, times this number: the head learns the
 label, and the encoder hides it (Ganin & Lempitsky 2015). Such a loss is left out of the validation
 loss, and `judge` gives no verdict on it.
 
@@ -41,7 +41,7 @@ class Classification(LabelObjective):
 
     def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
         config = self.config
-        # validation chooses the checkpoint: a model that hides the label must not look worse
+        # the validation loss chooses the checkpoint: a model that hides the label must not look worse
         self.in_validation_loss = config.adversarial_scale is None
         self.head_name = f"label_head{self.suffix}"
         n_levels = len(self.levels[config.label_column])
@@ -56,8 +56,8 @@ class Classification(LabelObjective):
         targets = prepared.targets
         weight_by_label = self.config.weight_by_label if self.training else {}
         weights = [weight_by_label.get(label, 1.0) for label in self.labels]
-        label_weights = torch.tensor(weights, device=targets.device)
-        return replace(prepared, weights=label_weights[targets])
+        weights_of_labels = torch.tensor(weights, device=targets.device)
+        return replace(prepared, weights=weights_of_labels[targets])
 
     def target_loss(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
         targets = prepared.targets

@@ -23,7 +23,7 @@ from cellmill.models.objective import GeneStatistics, Judgement, ObjectiveModel,
 from cellmill.models.objectives.shared.per_cell import CellHead, CellObjective, TargetBatch
 from cellmill.runs.results import compare
 
-# added to the variances of predictions and targets, so that equal predictions have correlation 0
+# added to the variances of predictions and targets, so that constant predictions have correlation 0
 # and a finite gradient
 EPS = 1e-8
 
@@ -93,7 +93,7 @@ class Regression(CellObjective):
         return F.mse_loss(predicted, targets, reduction="sum")
 
     def coupled_rows(self, model: ObjectiveModel, states: Tensor, prepared: TargetBatch) -> Tensors:
-        """Make one row per cell: a 1, the prediction, the target; `(C, 3)` float32."""
+        """Make the row [1, prediction, target] of each cell, `(C, 3)` float32."""
         predicted = self.predict_targets(model, states, prepared)
         return (_stack_rows(predicted, prepared.targets),)
 
@@ -115,17 +115,19 @@ class Regression(CellObjective):
 
     def validation_metrics(self, sums: Sequence[float]) -> dict[str, float]:
         n, x, y, xx, yy, xy = MomentSums(*sums)
+        # covariance and variances, each times n squared
         covariance = n * xy - x * y
-        # times n squared; of equal values they are rounding, of either sign
-        variances = (n * xx - x * x, n * yy - y * y)
-        if min(variances) <= 0:
+        x_variance = n * xx - x * x
+        y_variance = n * yy - y * y
+        # constant values have a variance of 0, or of either sign after rounding
+        if min(x_variance, y_variance) <= 0:
             return {}
-        return {"pearson": covariance / math.sqrt(math.prod(variances))}
+        return {"pearson": covariance / math.sqrt(x_variance * y_variance)}
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
         """Score standardised predictions: correlations and, unless the loss is pearson, errors.
 
-        Equal targets get no score, and equal predictions no correlation.
+        Constant targets get no score, and constant predictions no correlation.
         """
         targets, predicted = (values.astype(np.float64) for values in observed)
         metrics: dict[str, Any] = {"n_targets": len(targets)}
@@ -143,7 +145,7 @@ class Regression(CellObjective):
         errors = targets - predicted
         r2 = float(1 - np.square(errors).mean() / targets.var())
         metrics["r2"] = r2
-        errors_in_units = errors * self._scale.std  # the unit of the column
+        errors_in_units = errors * self._scale.std  # in the unit of the column
         metrics["mean_absolute_error"] = float(np.abs(errors_in_units).mean())
         mean_square = np.square(errors_in_units).mean()
         metrics["root_mean_squared_error"] = float(mean_square**0.5)
@@ -151,14 +153,14 @@ class Regression(CellObjective):
 
 
 def _stack_rows(predicted: Tensor, targets: Tensor) -> Tensor:
-    """Stack the rows of `correlation_loss`, `(C, 3)` float32."""
+    """Stack the rows that `correlation_loss` reads, `(C, 3)` float32."""
     return torch.stack([torch.ones_like(predicted), predicted, targets], dim=1)
 
 
 def correlation_loss(rows: Tensor) -> Tensor:
     """Compute n (1 - r), a float64 scalar, for n cells with correlation r.
 
-    One of the `rows` `(S, 3)` is a 1, the prediction, the target; rows of zeros are empty slots.
+    Each of the `rows` `(S, 3)` is [1, prediction, target]; a row of zeros is an empty slot.
     """
     filled, predicted, targets = rows.double().unbind(1)
     n_cells = filled.detach().sum()
@@ -175,11 +177,11 @@ def correlation_loss(rows: Tensor) -> Tensor:
 
 
 def _rank(values: np.ndarray) -> np.ndarray:
-    """Rank `values`, both `(n,)`, with the mean rank for equal numbers.
+    """Return the rank of each of `values`, `(n,)`; equal values share their mean rank.
 
     Without scipy.stats, whose import takes 1 s.
     """
-    # a group is all values that are equal; its last rank is the number of values up to it
+    # equal values are a group; its last rank is the number of values up to it
     _, group, group_size = np.unique(values, return_inverse=True, return_counts=True)
     last_rank = group_size.cumsum()
     mean_rank: np.ndarray = last_rank - (group_size - 1) / 2

@@ -1,12 +1,13 @@
-"""sum: several objectives at once. Training runs the model once for all parts, `observe` once per
-part.
+"""sum: several objectives trained together.
 
 The part that draws a view (such as cell_decoding) draws it first; then every part prepares its batch
-from this view. The model reads the batch of the part that `owns_tokens` (such as masked_value), so a
-token that is hidden for one part is hidden for all. The model reads second views (`view_loss`) too,
-but only the part that draws them predicts from them: other parts would count them as further cells.
-The loss is a vector, `(parts,)`, because the loss of each part is divided by its own number of
-targets.
+from this view. The model is given the tokens of the part that `owns_tokens` (such as masked_value),
+so a token that is hidden for one part is hidden for all. Training runs the model once for all parts;
+`observe` runs it once per part.
+
+With `view_loss` each cell has a second view. The model is given the second views too, but only the
+part that draws them reads them: to other parts they would be further cells. The loss is a vector,
+`(parts,)`, because the loss of each part is divided by its own number of targets.
 """
 
 from collections.abc import Mapping
@@ -36,17 +37,17 @@ from cellmill.models.objectives.shared.views import ViewBatch
 from cellmill.runs.results import Verdict
 
 MODEL_FIELDS = [field.name for field in fields(EncoderBatch)]
-"""Fields that the model reads: the same tensors in the batch of every part."""
+"""Fields that the model reads; the batches of all parts get the same tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SumBatch(EncoderBatch):
     """The tokens that the model is given, and the batch of each part with the same tokens."""
 
-    part_batches: tuple[Any, ...]  # what each part prepared, an EncoderBatch, in their order
+    part_batches: tuple[Any, ...]  # what each part prepared, an EncoderBatch each
     n_targets: Tensor  # `(parts,)` int64
     shares: tuple[RowShare, ...] | None = None
-    """Shares in losses of the global batch, in the order of the parts."""
+    """This micro-batch's shares of losses over the global batch, in the order of the parts."""
 
 
 class Sum(Objective):
@@ -80,8 +81,9 @@ class Sum(Objective):
             part.suffix = "" if name == part.config.name else f"_{name}"
             names += part.attach(model, vocab_size)
             _check_heads(name, attributes_before, _list_attributes(model))
-            self.coupled_widths += part.coupled_widths
-            self.validates_coupled_loss |= part.validates_coupled_loss
+        parts = self.parts.values()
+        self.coupled_widths = tuple(width for part in parts for width in part.coupled_widths)
+        self.validates_coupled_loss = any(part.validates_coupled_loss for part in parts)
         return tuple(dict.fromkeys(names))
 
     def parts_by_name(self) -> Mapping[str, Objective]:
@@ -100,31 +102,25 @@ class Sum(Objective):
         return batch
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> SumBatch:
-        """Prepare every part; the model is given the batch of the part that `owns_tokens`."""
+        """Prepare the batch of every part, and give all of them the same tokens."""
         has_second_views = False
         first_views = batch
         if isinstance(batch, ViewBatch) and batch.n_second_views:
             has_second_views = True
             first_views = replace(batch.cut(0, batch.n_second_views), n_second_views=0)
-        part_batches = self._prepare_parts(batch, first_views, seed, step)
-        model_fields = self._choose_model_fields(part_batches, has_second_views)
-        return SumBatch(
-            **model_fields,
-            # every part reads the model's tokens: what is hidden for one is hidden for all
-            part_batches=tuple(replace(part_batch, **model_fields) for part_batch in part_batches),
-            n_targets=torch.stack([part_batch.n_targets for part_batch in part_batches]),
-        )
-
-    def _prepare_parts(self, batch: Batch, first_views: Batch, seed: int, step: int) -> list[Any]:
-        """Prepare the batch of each part; only the part that draws the view reads second views."""
-        part_batches = []
+        part_batches = list[Any]()
         for name, part in self.parts.items():
             part.training = self.training
             part_view = batch if part.config.draws_view else first_views
             part_batch = part.prepare(part_view, seed=seed, step=step)
             assert isinstance(part_batch, EncoderBatch), f"{name}: expected an EncoderBatch"
             part_batches.append(part_batch)
-        return part_batches
+        model_fields = self._choose_model_fields(part_batches, has_second_views)
+        return SumBatch(
+            **model_fields,
+            part_batches=tuple(replace(part_batch, **model_fields) for part_batch in part_batches),
+            n_targets=torch.stack([part_batch.n_targets for part_batch in part_batches]),
+        )
 
     def _choose_model_fields(
         self, part_batches: list[Any], has_second_views: bool
@@ -132,26 +128,26 @@ class Sum(Objective):
         """Choose the tokens that the model is given: the values of `MODEL_FIELDS`.
 
         They come from the part that `owns_tokens`, since no part may see its targets, or else from any
-        part. Second views follow, as the part that drew them prepared them.
+        part. Second views come from the part that drew them.
         """
-        model_batch = part_batches[0]
-        view_batch = part_batches[0]
+        owner_batch = part_batches[0]
+        all_views_batch = part_batches[0]
         for part, part_batch in zip(self.parts.values(), part_batches):
             if part.config.owns_tokens:
-                model_batch = part_batch
+                owner_batch = part_batch
             if part.config.draws_view:
-                view_batch = part_batch
-        model_fields = _read_model_fields(model_batch)
+                all_views_batch = part_batch
+        owner_fields = _read_model_fields(owner_batch)
         if has_second_views:
-            return _add_second_views(model_fields, _read_model_fields(view_batch))
-        return model_fields
+            return _replace_first_views(_read_model_fields(all_views_batch), owner_fields)
+        return owner_fields
 
     def loss(self, model: ObjectiveModel, states: Tensor, prepared: SumBatch) -> Tensor:
         all_shares = iter(prepared.shares or ())
         losses = []
         for part, part_batch in zip(self.parts.values(), prepared.part_batches):
             shares = tuple(islice(all_shares, len(part.coupled_widths)))
-            # in validation, shares exist if any part needs them; others use them in training only
+            # validation computes all shares if one part needs them; other parts leave theirs out
             if shares and (model.training or part.validates_coupled_loss):
                 part_batch = replace(part_batch, shares=shares)
             losses.append(part.loss(model, states, part_batch).float())
@@ -174,25 +170,24 @@ class Sum(Objective):
 
     def observe(self, model: ObjectiveModel, prepared: SumBatch) -> Tensors:
         """Return the number of tensors of each part, `(parts,)` int64, then the tensors of all parts."""
-        sizes = []
+        n_tensors = []
         observed: Tensors = ()
         for part, part_batch in zip(self.parts.values(), prepared.part_batches):
             tensors = part.observe(model, part_batch)
-            sizes.append(len(tensors))
+            n_tensors.append(len(tensors))
             observed += tensors
-        return torch.tensor(sizes), *observed
+        return torch.tensor(n_tensors), *observed
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
         """Score every part; its metrics get the prefix of its name."""
         metrics = dict[str, Any]()
         verdicts = list[Verdict]()
-        sizes, *arrays = observed
+        n_tensors, *arrays = observed
+        # batches are concatenated, so the numbers repeat once per batch
+        n_by_part = n_tensors[: len(self.parts)].tolist()
         all_arrays = iter(arrays)
-        # the sizes repeat once per batch
-        for (name, part), size in zip(self.parts.items(), sizes[: len(self.parts)].tolist()):
-            part_metrics, part_verdicts = part.judge_observed(
-                *islice(all_arrays, size), train=train
-            )
+        for (name, part), n in zip(self.parts.items(), n_by_part):
+            part_metrics, part_verdicts = part.judge_observed(*islice(all_arrays, n), train=train)
             metrics |= {f"{name}.{key}": value for key, value in part_metrics.items()}
             verdicts += part_verdicts
         return metrics, verdicts
@@ -221,13 +216,13 @@ def _read_model_fields(batch: EncoderBatch) -> dict[str, Any]:
     return {name: getattr(batch, name) for name in MODEL_FIELDS}
 
 
-def _add_second_views(first_views: dict[str, Any], all_views: dict[str, Any]) -> dict[str, Any]:
-    """Append the second views, the rest of `all_views`, to `first_views`; fields by name each."""
-    # first views have equal lengths in both, so offsets of second views in `all_views` stay right
-    joined = dict(all_views)
+def _replace_first_views(all_views: dict[str, Any], first_views: dict[str, Any]) -> dict[str, Any]:
+    """Replace the first views, with which `all_views` begins; all are fields by name.
+
+    The first views have as many tokens in both. So `cu_seqlens` and `lengths` of `all_views` stay valid.
+    """
+    replaced = dict(all_views)
     for name, first in first_views.items():
         if isinstance(first, Tensor):
-            joined[name] = torch.cat([first, all_views[name][len(first) :]])
-        elif isinstance(first, list):
-            joined[name] = [*first, *all_views[name][len(first) :]]
-    return joined
+            replaced[name] = torch.cat([first, all_views[name][len(first) :]])
+    return replaced

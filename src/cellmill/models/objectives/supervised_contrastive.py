@@ -1,10 +1,11 @@
 """supervised_contrastive: cells of one label have similar vectors.
 
-Each cell has a loss for every other cell p of its label: the cross-entropy of p among all other cells
-of the global batch, with cosine / temperature as logits. The loss of the cell is the mean over p, or
-0 if no other cell has its label (Khosla et al. 2020, equation 2, L_out). There is no projection
-head. The published loss has two augmented views of each image; here a cell is encoded once. In a
-`sum` with cell_decoding the vector is that of the shown part, which changes from step to step.
+An anchor, which every cell is in turn, is compared with all other cells of the global batch; those
+with its label are its positives. The loss of an anchor is a mean over its positives p, or 0 without
+one: the cross-entropy of p among all other cells, with cosine / temperature as logits (Khosla et al.
+2020, equation 2, L_out). There is no projection head. The published loss has two augmented views of
+each image; here a cell is encoded once. In a `sum` with cell_decoding the vector is that of the shown
+part, which changes from step to step.
 
 Legend: C cells with a target, E width of a cell's vector, S slots of a global batch: a row per cell
 with a target, zeros in the others (`train.batch_rows`), A anchors.
@@ -28,7 +29,7 @@ from cellmill.models.objective import (
 )
 from cellmill.models.objectives.shared.per_cell import LabelObjective, TargetBatch
 
-ANCHORS_PER_CHUNK = 1024  # cells that are compared with all others at once
+ANCHORS_PER_CHUNK = 1024  # anchors whose logits exist at once
 
 
 class SupervisedContrastive(LabelObjective):
@@ -43,30 +44,30 @@ class SupervisedContrastive(LabelObjective):
         return self.coupled_loss(rows, prepared)
 
     def coupled_rows(self, model: ObjectiveModel, states: Tensor, prepared: TargetBatch) -> Tensors:
-        """Make one row per cell: its label from 1, then its unit vector; `(C, 1 + E)` float32."""
+        """Make the row [level code of the label, unit vector] of each cell, `(C, 1 + E)` float32."""
         vectors = model.cell_vectors(states, prepared)[prepared.target_cells].float()
-        labels = prepared.targets[:, None].to(vectors) + 1
-        return (torch.cat([labels, F.normalize(vectors, dim=1)], dim=1),)
+        codes = prepared.targets[:, None].to(vectors) + 1
+        return (torch.cat([codes, F.normalize(vectors, dim=1)], dim=1),)
 
     def loss_of_coupled_rows(self, *tables: Tensor) -> Tensors:
         return tuple(contrast(table, self.config.temperature) for table in tables)
 
     def observe(self, model: ObjectiveModel, prepared: TargetBatch) -> Tensors:
-        """Return labels from 1, `(C,)` int64, and unit vectors, `(C, E)` float32."""
+        """Return level codes of labels, `(C,)` int64, and unit vectors, `(C, E)` float32."""
         (rows,) = self.coupled_rows(model, model.states(prepared), prepared)
         return prepared.targets + 1, rows[:, 1:]
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
-        """Score the mean loss against the loss of equal vectors.
+        """Score the mean loss against the loss if all vectors were equal.
 
-        Cells get no score if no two of them share a label.
+        There is no score if no two cells share a label.
         """
-        labels, vectors = (torch.from_numpy(array) for array in observed)
-        n_cells = len(labels)
-        has_positive = torch.bincount(labels)[labels] > 1
+        codes, vectors = (torch.from_numpy(array) for array in observed)
+        n_cells = len(codes)
+        has_positive = torch.bincount(codes)[codes] > 1
         if not has_positive.any():
             return {"n_targets": n_cells}, []
-        rows = torch.cat([labels[:, None].float(), vectors], dim=1)
+        rows = torch.cat([codes[:, None].float(), vectors], dim=1)
         loss = float(contrast(rows, self.config.temperature)) / n_cells
         # equal vectors give every other cell the same probability
         loss_if_equal = float(has_positive.double().mean()) * math.log(n_cells - 1)
@@ -80,11 +81,12 @@ class SupervisedContrastive(LabelObjective):
 
 
 def contrast(rows: Tensor, temperature: float) -> Tensor:
-    """Sum the loss over `rows` `(S, 1 + E)`, a float64 scalar.
+    """Sum the loss over the cells of a global batch, a float64 scalar.
 
-    A row is a label, 0 for an empty slot, and a unit vector.
+    Each of the `rows` `(S, 1 + E)` is [level code of the label, unit vector]; a row of zeros is an
+    empty slot.
     """
-    labels = rows[:, 0].detach()
+    codes = rows[:, 0].detach()
     vectors = rows[:, 1:]
     loss = rows.new_zeros((), dtype=torch.float64)
     # without rows there is still one chunk, without anchors, so the loss has a gradient
@@ -92,7 +94,7 @@ def contrast(rows: Tensor, temperature: float) -> Tensor:
         # recompute in the backward pass, to hold ANCHORS_PER_CHUNK * S logits at a time, not S * S
         loss = loss + checkpoint(
             _contrast_anchors,
-            labels,
+            codes,
             vectors,
             anchors,
             temperature,
@@ -103,17 +105,17 @@ def contrast(rows: Tensor, temperature: float) -> Tensor:
 
 
 def _contrast_anchors(
-    labels: Tensor, vectors: Tensor, anchors: Tensor, temperature: float
+    codes: Tensor, vectors: Tensor, anchors: Tensor, temperature: float
 ) -> Tensor:
-    """Sum the loss over slots `anchors` `(A,)` int64, a float64 scalar.
+    """Sum the loss of the cells in slots `anchors` `(A,)` int64, a float64 scalar.
 
-    `labels` are `(S,)`, `vectors` `(S, E)`.
+    `codes` are `(S,)`, `vectors` `(S, E)`.
     """
-    anchor_labels = labels[anchors, None]  # `(A, 1)`
-    slots = torch.arange(len(labels), device=labels.device)
+    anchor_codes = codes[anchors, None]  # `(A, 1)`
+    slots = torch.arange(len(codes), device=codes.device)
     # `(A, S)` bool: the other cells, and those of them with the anchor's label
-    is_other = (labels != 0) & (slots != anchors[:, None])
-    is_positive = is_other & (labels == anchor_labels) & (anchor_labels != 0)
+    is_other = (codes != 0) & (slots != anchors[:, None])
+    is_positive = is_other & (codes == anchor_codes) & (anchor_codes != 0)
     n_positive = is_positive.sum(1)
     cosines = vectors[anchors] @ vectors.T
     logits = (cosines / temperature).masked_fill(~is_other, -torch.inf)

@@ -18,8 +18,8 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 def expected_calibration_error(confidence: np.ndarray, is_correct: np.ndarray) -> float:
     """Compute the expected calibration error, in bins of equal width.
 
-    `confidence` `(cells,)` is each cell's highest probability; `is_correct` `(cells,)` is 1 if it is
-    the probability of the cell's label, otherwise 0.
+    `confidence` `(cells,)` is each cell's highest probability; `is_correct` `(cells,)` is 1.0 if it
+    belongs to the cell's label, otherwise 0.0.
     """
     bins = np.minimum((confidence * N_BINS).astype(np.int64), N_BINS - 1)
     # `(N_BINS,)`: number of cells predicted right, minus the number expected
@@ -40,7 +40,7 @@ def calibration_error_of_logits(
 def confidence_and_correctness(
     logits: np.ndarray, labels: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find each cell's highest probability, and 1 if its label has it or else 0.
+    """Return each cell's highest probability, and 1.0 if it belongs to the cell's label, otherwise 0.0.
 
     `logits` are `(cells, labels)`, `labels` `(cells,)` int64, the results `(cells,)` float64.
     """

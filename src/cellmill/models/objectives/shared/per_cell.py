@@ -7,12 +7,14 @@ and cells without a shown token take no part. Validation has no dropout.
 Losses that couple the cells of a global batch are equal in every layout (`train.batch_rows`), in
 training and in validation. Their validation loss depends on `train.global_batch` too.
 
+A level is a text of an obs column. A label is a level of the label column other than MISSING, given by
+its index in `labels`; its level code is the index plus 1.
+
 Legend: T tokens of the batch, C cells with a target, H width of a state, E width of a cell's vector, L
 outputs of the head; for labels, the number of levels.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -55,13 +57,13 @@ class TargetBatch(EncoderBatch):
 
     target_cells: Tensor  # `(C,)` int64: indices of the cells with a target and genes
     targets: Tensor
-    """Labels from 0, `(C,)` int64; standardised numbers, `(C,)` float32; or a teacher's vectors,
-    `(C, D)` float32.
+    """Labels, `(C,)` int64; standardised numbers, `(C,)` float32; or a teacher's vectors, `(C, D)`
+    float32.
     """
     n_targets: Tensor  # C
     weights: Tensor | None = None  # `(C,)` float32: weight of each cell's label in the loss
     shares: tuple[RowShare, ...] | None = None
-    """Shares in a loss that couples the cells of a global batch; None if this is the whole batch."""
+    """This micro-batch's share of a loss that couples the cells of the global batch."""
 
 
 class CellObjective(Objective):
@@ -74,19 +76,17 @@ class CellObjective(Objective):
     head_name: str
     """Attribute of the model that has the head; set by `attach`."""
 
-    @cached_property
+    @property
     def validates_coupled_loss(self) -> bool:  # type: ignore[override]
-        """True if the loss couples cells: without shares, `coupled_loss` would treat each micro-batch as
-        the global batch.
-        """
+        """True if the loss couples cells: validation too takes it over the global batch."""
         return bool(self.coupled_widths)
 
     def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Find the targets, `(cells, …)`, and which cells have one, `(cells,)` bool."""
+        """Find the target of each cell, `(cells, …)`, and which cells have one, `(cells,)` bool."""
         raise NotImplementedError
 
     def predict(self, model: ObjectiveModel, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Predict from `vectors` `(C, E)`: `(C, …)` float32, as `judge` compares them.
+        """Predict the targets, `(C, …)` float32, from `vectors` `(C, E)`; `judge` scores the result.
 
         `keys` `(C,)` int64 key the dropout; None for none.
         """
@@ -106,7 +106,7 @@ class CellObjective(Objective):
     def predict_targets(
         self, model: ObjectiveModel, states: Tensor, prepared: TargetBatch
     ) -> Tensor:
-        """Predict for the cells with a target, `(C, …)`, from the states of all tokens, `(T, H)`."""
+        """Predict the targets, `(C, …)`, from the states of all tokens, `(T, H)`."""
         cells = prepared.target_cells
         vectors = model.cell_vectors(states, prepared)[cells].to(states.dtype)
         return self.predict(model, vectors, prepared.cell_keys[cells])
@@ -129,7 +129,11 @@ class CellObjective(Objective):
         raise NotImplementedError
 
     def coupled_loss(self, rows: Tensor, prepared: TargetBatch) -> Tensor:
-        """Compute what `rows` `(C, width)` add to the loss of the global batch, a float32 scalar."""
+        """Compute the part of `rows` `(C, width)` in the loss over the global batch, a float32 scalar.
+
+        `shares[0]` has the gradient of that loss with respect to these rows (`train.batch_rows`). Without
+        shares, which training and validation always give, `rows` count as the global batch.
+        """
         if prepared.shares is None:
             return self.loss_of_coupled_rows(rows)[0].float()
         return prepared.shares[0].loss(rows)
@@ -145,11 +149,13 @@ class LabelObjective(CellObjective):
 
     @property
     def labels(self) -> list[str]:
-        """All levels except MISSING, in the order of their codes."""
+        """Names of the labels."""
         return self.known_levels(self.config.label_column)
 
     def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        labels = self.level_codes(batch, self.config.label_column) - 1  # -1 if unknown
+        labels = (
+            self.level_codes(batch, self.config.label_column) - 1
+        )  # -1 for a cell without a label
         return labels, labels >= 0
 
     def judged_labels(self) -> dict[str, list[str]]:

@@ -13,13 +13,13 @@ VARIANCE_EPS = 1e-4
 def vicreg(rows: Tensor, weights: tuple[float, float, float]) -> Tensor:
     """Compute n times the loss of VICReg, a float64 scalar.
 
-    `rows` `(S, 1 + 2 E)` are 1, z and z'; rows of zeros are empty slots. z and z' are the
-    vectors of both views of the n cells of a global batch, and K and K' their covariances, divided by
-    n - 1. The loss is the sum of three terms, times `weights`:
+    Each of the `rows` `(S, 1 + 2 E)` is [1, z, z'], where z and z' are the vectors of both views of a
+    cell; a row of zeros is an empty slot. n is the number of cells, K and K' are the covariance
+    matrices of z and z', with divisor n - 1. The loss is the sum of three terms, times `weights`:
 
     - invariance: the mean over cells and dimensions of (z - z')^2
-    - variance: the mean over dimensions of max(0, 1 - sqrt(K_jj + 1e-4)), added to that of K'
-    - covariance: the sum of squares of K off its diagonal, divided by E, added to that of K'
+    - variance: the mean over dimensions of max(0, 1 - sqrt(K_jj + 1e-4)), plus the same of K'
+    - covariance: the sum of squares of K off its diagonal, divided by E, plus the same of K'
 
     Float64, as a covariance is the small difference of large numbers. Source: Bardes, Ponce & LeCun
     2022, equations 1 to 6; the invariance is divided by E, as in the authors' code.
