@@ -20,15 +20,15 @@ from cellmill.data.packing.layout import (
 )
 from cellmill.data.rows import positions_in_rows, row_offsets
 
+# bit length of every number below 2**16
 _BITS = np.array([number.bit_length() for number in range(1 << PLANE_BITS)], np.uint8)
-"""Bit length of every number below 2**16."""
 
 
 def pack_parts(values: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Same as `codec.pack_parts`; `values` are uint32."""
-    groups_of_parts = [group_sizes(n) for n in np.diff(offsets).tolist()]
-    n_groups = np.array([len(groups) for groups in groups_of_parts], np.int64)
-    n_values = np.concatenate([np.zeros(0, np.int64), *groups_of_parts])  # of each group
+    """Do the same as `codec.pack_parts`, for `values` of uint32."""
+    sizes_by_part = [group_sizes(n) for n in np.diff(offsets).tolist()]
+    n_groups = np.array([len(sizes) for sizes in sizes_by_part], np.int64)  # of each part
+    n_values = np.concatenate([np.zeros(0, np.int64), *sizes_by_part])  # of each group
     # `(groups, GROUP)`: values of each group, then zeros if it is short
     padded = np.zeros((len(n_values), GROUP), np.uint32)
     is_value = np.arange(GROUP) < n_values[:, None]
@@ -36,7 +36,7 @@ def pack_parts(values: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.
     groups = _choose_widths(padded, n_values)
     planes = _pack_planes(padded, groups)
     highs, positions = _find_patches(padded, groups.widths)
-    # groups, bytes of planes and patches of each part
+    # where each part begins among all groups, bytes of planes, and patches
     group_offsets = row_offsets(n_groups)
     plane_offsets = row_offsets(groups.plane_bytes())[group_offsets].tolist()
     patch_offsets = row_offsets(groups.n_patches)[group_offsets].tolist()
@@ -56,14 +56,17 @@ def pack_parts(values: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.
         n_bytes = sum(map(len, contents)) + 2 * (stop - start)
         padding = np.zeros(align_up(n_bytes) - n_bytes, np.uint8)
         parts.append(np.concatenate([*contents, padding, *trailer]))
-    n_bytes_of_parts = [len(part) for part in parts[1:]]
-    memory = np.concatenate(parts)
-    return memory, np.array(n_bytes_of_parts, np.int64)
+    part_bytes = [len(part) for part in parts[1:]]
+    return np.concatenate(parts), np.array(part_bytes, np.int64)
 
 
 def _find_patches(padded: np.ndarray, widths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Find the patched values of all groups: bits above the width, uint16, and position, uint8."""
-    # no value is wider than 32 bits; a shift by 32 is undefined
+    """Find the values of all groups that are wider than their group's width.
+
+    Returns their bits above the width, uint16, and their positions in the group, uint8. `padded` is
+    `(groups, GROUP)` uint32, and `widths` is `(groups,)`.
+    """
+    # no value is wider than 32 bits, and a shift by 32 is undefined
     is_narrow = widths < MAX_WIDTH
     shift = np.minimum(widths, MAX_WIDTH - 1).astype(np.uint32)
     above = padded >> shift[:, None]
@@ -75,20 +78,20 @@ def _find_patches(padded: np.ndarray, widths: np.ndarray) -> tuple[np.ndarray, n
 def _choose_widths(padded: np.ndarray, n_values: np.ndarray) -> Groups:
     """Choose the width of each group that takes the fewest bytes; of several, the largest.
 
-    `padded` is `(groups, GROUP)` uint32; a group has its first `n_values`, `(groups,)`, then zeros.
+    `padded`, `(groups, GROUP)` uint32, has the `n_values`, `(groups,)`, of each group, then zeros.
     """
     high = padded >> PLANE_BITS
     low = padded & 0xFFFF
     bits = np.where(high, _BITS[high] + PLANE_BITS, _BITS[low])
     n_groups = len(padded)
-    # number of values of each group with that many bits, `(groups, widths)`
+    # for each group and width, `(groups, widths)`: the number of values with as many bits
     widths = np.arange(MAX_WIDTH + 1)
     group = np.arange(n_groups)[:, None]
     entry = group * len(widths) + bits
-    with_bits = np.bincount(entry.ravel(), minlength=n_groups * len(widths))
-    with_bits = with_bits.reshape(n_groups, len(widths))
-    # number of values with more bits
-    n_larger = GROUP - np.cumsum(with_bits, axis=1)
+    n_with_bits = np.bincount(entry.ravel(), minlength=n_groups * len(widths))
+    n_with_bits = n_with_bits.reshape(n_groups, len(widths))
+    # and the number of values with more bits
+    n_larger = GROUP - np.cumsum(n_with_bits, axis=1)
     largest_bits = bits.max(axis=1, initial=0)[:, None]
     is_in_one_plane = widths <= PLANE_BITS
     # the number of patches is a byte, so not all 256 values may be patched
@@ -96,7 +99,7 @@ def _choose_widths(padded: np.ndarray, n_values: np.ndarray) -> Groups:
     is_possible = (n_larger == 0) | (is_in_one_plane & fits_patches)
     n_bytes = plane_bytes(n_values[:, None], widths) + PATCH_BYTES * n_larger
     n_bytes[~is_possible] = np.iinfo(n_bytes.dtype).max
-    # argmin takes the first minimum, and the last is wanted
+    # argmin finds the first minimum, so search from the largest width down
     best = MAX_WIDTH - n_bytes[:, ::-1].argmin(axis=1)
     n_patches = n_larger[group[:, 0], best]
     return Groups(n_values, best, n_patches)
@@ -138,7 +141,7 @@ def _pack_plane(values: np.ndarray, width: int) -> np.ndarray:
 
 
 class PartLayouts(NamedTuple):
-    """Groups and planes of parts, as their trailers say. Arrays are int64."""
+    """Where the groups and planes of parts are, by the parts' trailers. Arrays are int64."""
 
     groups: Groups
     part_of_group: np.ndarray  # `(groups,)`
@@ -150,9 +153,10 @@ class PartLayouts(NamedTuple):
 def unpack_parts(
     memory: np.ndarray, starts: np.ndarray, sizes: np.ndarray, n_values: np.ndarray
 ) -> np.ndarray:
-    """Unpack all values of parts, uint32, one part after the other.
+    """Unpack all values of parts, `(values,)` uint32, one part after the other.
 
-    Parts are `sizes` bytes of `memory`, uint8, from `starts` on. Raises ValueError for a damaged part.
+    A part has the `sizes` bytes of `memory`, uint8, from `starts` on, and `n_values` values. Raises
+    ValueError for a damaged part.
     """
     layouts = _read_trailers(memory, starts, sizes, n_values)
     first_byte = starts[layouts.part_of_group] + layouts.plane_starts
@@ -167,13 +171,13 @@ def unpack_parts(
 def _read_trailers(
     memory: np.ndarray, starts: np.ndarray, sizes: np.ndarray, n_values: np.ndarray
 ) -> PartLayouts:
-    """Read the trailers of parts. Raises ValueError unless each part has the bytes its groups need."""
+    """Read the trailers of parts. Raises ValueError unless each part has as many bytes as its groups need."""
     n_groups = -(-n_values // GROUP)
     if (sizes < 2 * n_groups).any():
         raise ValueError("a part has too few bytes for its groups")
     group_offsets = row_offsets(n_groups)
     part = np.repeat(np.arange(len(starts)), n_groups)
-    number = positions_in_rows(group_offsets)  # of a group in its part
+    number = positions_in_rows(group_offsets)  # number of each group in its part
     n_in_group = np.minimum(n_values[part] - number * GROUP, GROUP)
     # a trailer has the numbers of patches, then the widths
     trailer_starts = starts + sizes - 2 * n_groups
@@ -181,19 +185,19 @@ def _read_trailers(
     n_patches = memory[entry].astype(np.int64)
     widths = memory[entry + n_groups[part]].astype(np.int64)
     groups = Groups(n_in_group, widths, n_patches)
-    # every part needs exactly the bytes that it has
     max_patches = np.where(widths > PLANE_BITS, 0, n_in_group)
     is_possible = (widths <= MAX_WIDTH) & (n_patches <= max_patches)
+    # bytes that each part needs for its planes, patches and trailer
     plane_offsets = row_offsets(groups.plane_bytes())  # over all parts
     plane_offsets_of_parts = plane_offsets[group_offsets]
-    bytes_of_part = np.diff(plane_offsets_of_parts)
+    plane_bytes_of_part = np.diff(plane_offsets_of_parts)
     patch_offsets = row_offsets(n_patches)
     patches_of_part = np.diff(patch_offsets[group_offsets])
-    needed = bytes_of_part + PATCH_BYTES * patches_of_part + 2 * n_groups
+    needed = plane_bytes_of_part + PATCH_BYTES * patches_of_part + 2 * n_groups
     if not is_possible.all() or (sizes != align_up(needed)).any():
         raise ValueError("a part has other bytes than its groups say")
     plane_starts = plane_offsets[:-1] - plane_offsets_of_parts[part]
-    return PartLayouts(groups, part, group_offsets, plane_starts, bytes_of_part)
+    return PartLayouts(groups, part, group_offsets, plane_starts, plane_bytes_of_part)
 
 
 def _apply_patches(
@@ -209,7 +213,8 @@ def _apply_patches(
     patch_offsets_of_parts = patch_offsets[layouts.group_offsets]
     group = np.repeat(np.arange(len(groups.widths)), groups.n_patches)
     part = layouts.part_of_group[group]
-    number = np.arange(patch_offsets[-1]) - patch_offsets_of_parts[part]  # of a patch in its part
+    # number of each patch in its part
+    number = np.arange(patch_offsets[-1]) - patch_offsets_of_parts[part]
     words = memory.view("<u2")
     first_word = first_highs // 2
     highs = words[first_word[part] + number].astype(np.uint32)
@@ -218,7 +223,7 @@ def _apply_patches(
     if (positions >= groups.n_values[group]).any():
         raise ValueError("a patch is outside its group")
     widths = groups.widths[group].astype(np.uint32)
-    # one by one: a damaged part may have two patches of one value
+    # `.at` applies patches one by one, since a damaged part may have two patches of one value
     np.bitwise_or.at(values, (group, positions), highs << widths)
 
 

@@ -1,10 +1,10 @@
-"""Rows of packed cells, read by offset without HDF5.
+"""Files of packed cells, read by offset without HDF5.
 
 Shards, and the files that preprocess writes, are .h5ad files with obs and var as anndata writes them.
-Their counts are one array of bytes, `uns/packed/bytes`, contiguous and unfiltered. Cell after cell it
+Their counts are one array of bytes, `uns/packed/bytes`, contiguous and unfiltered. Cell after cell, it
 has a part with genes and a part with counts (`layout`). So any run of cells is one `pread` at a known
-offset, which is faster than mmap: 85k against 40k cells/s with a cold cache. All offsets are in the
-index next to the manifest, so a shard is opened only when it is first read.
+offset. This is faster than mmap: 85k against 40k cells/s with a cold cache. All offsets of shards are
+in the index next to the manifest, so a shard is opened only when it is first read.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from cellmill.errors import DataError
 from cellmill.files import special_kind
 
 T = TypeVar("T")
-MAX_OPEN = 256  # a quarter of the usual limit of a process
-# rows at most this many bytes apart are read by one call, which costs less than two
+MAX_OPEN = 256  # a quarter of the usual limit of open files of a process
+# cells at most this many bytes apart are read by one call, which costs less than two calls
 _MAX_GAP = 1 << 14
 
 
@@ -50,13 +50,13 @@ class Copies(Protocol):
         """Return the path of the copy of `shard`; None if there is none."""
 
     def give_up(self, error: Exception, shard: Path) -> None:
-        """Stop using copies, because reading that of `shard` raised `error`."""
+        """Stop using copies, because reading the copy of `shard` raised `error`."""
 
 
 class OpenFiles:
     """Cache of open files: the `max_open` used last. Thread-safe.
 
-    `open(path)` returns a file, whose descriptor stays open while the caller holds it; it raises
+    `open(path)` returns a file, whose descriptor stays open while the caller holds the file. It raises
     OSError when the file cannot be opened.
     """
 
@@ -77,7 +77,7 @@ class ByteRange(NamedTuple):
 
 @dataclass(eq=False)
 class PackedCellFile:
-    """Packed cells of an .h5ad file; row i is cell i. Thread-safe.
+    """Packed cells of an .h5ad file; cell i is row i of its matrix. Thread-safe.
 
     `files` opens the file when it is first read, and then its size is checked. A local copy's size is
     not checked: if a read runs past its end, local copies are abandoned and the original is read.
@@ -101,13 +101,13 @@ class PackedCellFile:
 
     @cached_property
     def indptr(self) -> np.ndarray:
-        """First nonzero of each cell, and the number of nonzeros, `(cells + 1,)`.
+        """First nonzero of each cell, and the number of nonzeros, `(cells + 1,)`, once they are checked.
 
         Raises DataError unless they ascend from 0 to `nnz`.
         """
         indptr = self.unchecked_indptr
-        # a group of at most 256 values takes at least two bytes, those of its trailer; checked before
-        # memory for nnz values is allocated
+        # a group of at most 256 values takes at least the two bytes of its trailer. This is checked
+        # before memory for nnz values is allocated
         max_nnz = GROUP // 2 * self.packed.n_bytes
         is_possible = indptr[0] == 0 and indptr[-1] == self.nnz and self.nnz <= max_nnz
         if not is_possible or (indptr[1:] < indptr[:-1]).any():
@@ -118,7 +118,7 @@ class PackedCellFile:
 
     @cached_property
     def part_offsets(self) -> np.ndarray:
-        """Offsets of the parts, see `unchecked_part_offsets`.
+        """Offsets of the parts (`unchecked_part_offsets`), once they are checked.
 
         Raises DataError unless they ascend from 0 to the number of bytes.
         """
@@ -147,24 +147,25 @@ class PackedCellFile:
     def read_rows(
         self, rows: np.ndarray, targets: np.ndarray, genes: np.ndarray, counts: np.ndarray
     ) -> None:
-        """Unpack cells `rows`, `(rows,)` int64, into `genes` and `counts` from positions `targets` on.
+        """Read and unpack cells `rows`, `(rows,)` int64, into `genes` and `counts`.
 
-        `genes` is int32. `counts` is uint16 or uint32, which must hold the file's counts. Ascending
-        rows need the fewest reads.
+        The genes and counts of each cell go to its position in `targets` and those that follow. `genes`
+        is int32. `counts` is uint16 or uint32, which must hold the file's counts. Ascending rows need
+        the fewest reads.
         """
         if not len(rows):
             return
         gene_starts = self.part_starts(2 * rows)
         count_starts = self.part_starts(2 * rows + 1)
         stops = self.part_starts(2 * rows + 2)
-        first_row, last_row = _join_reads(gene_starts, stops)
-        read_starts = gene_starts[first_row]
-        read_stops = stops[last_row]
+        first_cell, last_cell = _join_reads(gene_starts, stops)
+        read_starts = gene_starts[first_cell]
+        read_stops = stops[last_cell]
         offsets = row_offsets(read_stops - read_starts)
         memory = recycled_empty(offsets[-1], np.uint8)
         self.read_bytes(read_starts, read_stops, offsets[:-1], memory)
-        # the shift of each row from its bytes in the file to those in memory
-        shift = np.repeat(offsets[:-1] - read_starts, last_row - first_row + 1)
+        # the distance of each cell's bytes in memory from its bytes in the file
+        shift = np.repeat(offsets[:-1] - read_starts, last_cell - first_cell + 1)
         genes_per_cell = (self.indptr[rows + 1] - self.indptr[rows]).astype(np.int64)
         cells = PackedCells(
             memory, gene_starts + shift, count_starts + shift, stops + shift, genes_per_cell
@@ -186,15 +187,15 @@ class PackedCellFile:
     ) -> None:
         """Read packed bytes `starts:stops` into `memory`, `(bytes,)` uint8, from positions `targets` on.
 
-        Arrays are `(runs,)` int64.
+        The arrays `starts`, `stops` and `targets` are `(runs,)` int64.
         """
         view = memory.data
-        spans = list(zip(starts.tolist(), stops.tolist(), targets.tolist()))
+        runs = list(zip(starts.tolist(), stops.tolist(), targets.tolist()))
 
         def read(descriptor: int) -> None:
-            for start, stop, target in spans:
-                part = view[target : target + stop - start]
-                _read_into(part, descriptor, self.packed.offset + start)
+            for start, stop, target in runs:
+                run_memory = view[target : target + stop - start]
+                _read_into(run_memory, descriptor, self.packed.offset + start)
 
         self._with_open_file(read)
 
@@ -240,19 +241,19 @@ class PackedCellFile:
 
 
 def _join_reads(starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Find the first and last row of each read. Rows within `_MAX_GAP` bytes share a read.
+    """Find the first and last cell of each read. Cells at most `_MAX_GAP` bytes apart share a read.
 
-    Row i has the bytes `starts[i]:stops[i]`.
+    Cell i has the bytes `starts[i]:stops[i]`.
     """
     gaps = starts[1:] - stops[:-1]
     is_far = (gaps < 0) | (gaps > _MAX_GAP)
-    first_row = np.concatenate([[0], np.flatnonzero(is_far) + 1])
-    last_row = np.append(first_row[1:], len(starts)) - 1
-    return first_row, last_row
+    first_cell = np.concatenate([[0], np.flatnonzero(is_far) + 1])
+    last_cell = np.append(first_cell[1:], len(starts)) - 1
+    return first_cell, last_cell
 
 
 def _read_into(memory: memoryview, descriptor: int, offset: int) -> None:
-    """Fill `memory` from `offset` on. Raises ValueError at the end of the file."""
+    """Fill `memory` with bytes of a file from `offset` on. Raises ValueError if the file ends before."""
     n_bytes = len(memory)
     n_read = 0
     while n_read < n_bytes:  # one call reads up to 2 GiB

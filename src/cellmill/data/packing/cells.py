@@ -12,10 +12,9 @@ from cellmill.data.packing.codec import Parts, ValueCoding, pack_parts, unpack_p
 from cellmill.data.recycled import recycled_empty
 from cellmill.data.rows import SparseCounts, row_offsets
 
+# order of the genes of a cell. genes: ascending. rank: as they are given, which is rank order, or for a
+# sequence its own order
 GeneOrder = Literal["rank", "genes"]
-"""Order of the genes of a cell. genes: ascending. rank: as given, which is rank order, or the order
-of a sequence.
-"""
 
 
 class CellKind(NamedTuple):
@@ -68,10 +67,10 @@ class PackedCells:
         genes: np.ndarray,
         counts: np.ndarray | None,
     ) -> None:
-        """Unpack the first `n_kept` genes of each cell into `genes` from position `targets` on, and
-        their counts into `counts` in the same way.
+        """Unpack the first `n_kept` genes of each cell into `genes`, from position `targets` on.
 
-        `n_kept` and `targets` are `(cells,)` int64. Raises DamagedPart.
+        Their counts go into `counts` in the same way. `n_kept` and `targets` are `(cells,)` int64.
+        Raises DamagedPart.
         """
         count_starts = self.count_starts
         gene_bytes = count_starts - self.gene_starts
@@ -86,10 +85,11 @@ class PackedCells:
 
 
 def pack_cells(cells: SparseCounts, gene_order: GeneOrder) -> tuple[np.ndarray, np.ndarray]:
-    """Pack cells: `(bytes,)` uint8, with the genes and then the counts of each cell in turn.
+    """Pack cells. Their counts are above 0.
 
-    Also returns the number of bytes of each of these parts, `(2 * cells,)` int64. Counts are above 0.
-    Raises ValueError if `gene_order` is `genes` and the genes of a cell do not ascend.
+    Returns the bytes, `(bytes,)` uint8, which are the genes and then the counts of each cell in turn,
+    and the number of bytes of each of these parts, `(2 * cells,)` int64. Raises ValueError if
+    `gene_order` is `genes` and the genes of a cell do not ascend.
     """
     values = recycled_empty(2 * len(cells.counts), np.uint32)
     ascending = gene_order == "genes"
@@ -103,8 +103,9 @@ def pack_cells(cells: SparseCounts, gene_order: GeneOrder) -> tuple[np.ndarray, 
 def _join_values(
     offsets: np.ndarray, genes: np.ndarray, counts: np.ndarray, ascending: bool, values: np.ndarray
 ) -> bool:
-    """Fill `values`, `(2 * nonzeros,)` uint32, with what is packed of each cell: genes, then counts - 1.
+    """Fill `values`, `(2 * nonzeros,)` uint32, with the values to pack of each cell in turn.
 
+    These are its genes, or their differences minus 1 if they ascend, and then its counts minus 1.
     Returns False if genes that should ascend do not.
     """
     gene_values = genes
@@ -124,15 +125,15 @@ def _join_values(
     return True
 
 
-def join_cells(parts: list[PackedCells]) -> PackedCells:
+def join_cells(buffers: list[PackedCells]) -> PackedCells:
     """Copy cells from several buffers into a new one, one after the other."""
-    pieces = [np.empty(0, np.uint8)]
-    for part in parts:
-        for start, stop in zip(part.gene_starts.tolist(), part.stops.tolist()):
-            pieces.append(part.memory[start:stop])
-    lengths = np.concatenate([part.lengths for part in parts])
-    gene_bytes = np.concatenate([part.count_starts - part.gene_starts for part in parts])
-    offsets = row_offsets([len(piece) for piece in pieces[1:]])
+    bytes_by_cell = [np.empty(0, np.uint8)]
+    for cells in buffers:
+        for start, stop in zip(cells.gene_starts.tolist(), cells.stops.tolist()):
+            bytes_by_cell.append(cells.memory[start:stop])
+    lengths = np.concatenate([cells.lengths for cells in buffers])
+    gene_bytes = np.concatenate([cells.count_starts - cells.gene_starts for cells in buffers])
+    offsets = row_offsets([len(cell) for cell in bytes_by_cell[1:]])
     gene_starts = offsets[:-1]
-    memory = np.concatenate(pieces)
+    memory = np.concatenate(bytes_by_cell)
     return PackedCells(memory, gene_starts, gene_starts + gene_bytes, offsets[1:], lengths)

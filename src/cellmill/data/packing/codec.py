@@ -1,6 +1,7 @@
-"""Packing and unpacking of parts, by compiled loops or by numpy, which give the same results.
+"""Packing and unpacking of parts, by compiled loops or by numpy.
 
-Only damage may be reported differently (`_unpack_by_numpy`).
+Both give the same results. Only which of several damaged parts is reported may differ
+(`_unpack_by_numpy`).
 """
 
 from typing import NamedTuple
@@ -26,20 +27,20 @@ class Parts(NamedTuple):
 
 
 class ValueCoding(NamedTuple):
-    """How a part's values follow from the packed ones."""
+    """How a part's values follow from its packed values."""
 
-    # True: values ascend, and each is stored as its difference from the previous one minus 1,
-    # starting from -1
+    # True: values ascend, and each is packed as its distance from the previous one, minus 1;
+    # the first as its distance from -1, minus 1
     ascending: bool
-    added: int  # is added to each packed value; 0 if they ascend
+    added: int  # what is added to each packed value; 0 if `ascending`
     limit: int  # a larger value means that the part is damaged
 
 
 class DamagedPart(ValueError):
     """A part with bytes that packing never writes.
 
-    `index` is its index in the `Parts`, and so its cell, since genes and counts are unpacked
-    separately.
+    `index` is its index in the `Parts`. It is also the index of its cell, since genes and counts are
+    unpacked separately.
     """
 
     def __init__(self, index: int) -> None:
@@ -48,10 +49,10 @@ class DamagedPart(ValueError):
 
 
 def pack_parts(values: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Pack values into parts: `(bytes,)` uint8, one part after the other, and their sizes in bytes.
+    """Pack values into parts; part i gets `values[offsets[i] : offsets[i + 1]]`.
 
-    `values`, `(n,)`, are 0 to 2**32 - 1, and part i gets `values[offsets[i] : offsets[i + 1]]`. Sizes
-    are `(parts,)` int64.
+    `values`, `(n,)`, are 0 to 2**32 - 1. Returns the bytes of all parts, one after the other, `(bytes,)`
+    uint8, and the number of bytes of each, `(parts,)` int64.
     """
     values = np.ascontiguousarray(values, dtype=np.uint32)
     loops = compiled_loops.COMPILED.loops_for(len(values))
@@ -67,7 +68,7 @@ def pack_parts(values: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def unpack_parts(parts: Parts, coding: ValueCoding, out: np.ndarray) -> None:
-    """Unpack the first `n_kept` values of each part into `out`: int32, uint16 or uint32.
+    """Unpack the first `n_kept` values of each part into `out`, of int32, uint16 or uint32.
 
     Every byte is checked before it decides where another is read or written. Raises DamagedPart.
     """
@@ -99,11 +100,11 @@ def unpack_parts(parts: Parts, coding: ValueCoding, out: np.ndarray) -> None:
 
 
 def _unpack_by_numpy(parts: Parts, coding: ValueCoding, out: np.ndarray) -> None:
-    """Same as `unpack_parts` for valid parts, by numpy; damage may be reported differently.
+    """Do the same as `unpack_parts` by numpy, except for damage.
 
-    This checks the patches of all groups, the loops only those of groups with kept values. The loops
-    make all checks of a part before those of the next, this makes each check over all parts. So of
-    several damaged parts another may be reported first.
+    This function checks the patches of all groups, and the loops only those of groups with kept values.
+    It makes each check over all parts, and the loops all checks of a part before those of the next. So
+    of several damaged parts it may report another one.
     """
     memory, starts, sizes, n_values, n_kept, targets = parts
     try:
@@ -111,7 +112,7 @@ def _unpack_by_numpy(parts: Parts, coding: ValueCoding, out: np.ndarray) -> None
     except ValueError:
         raise DamagedPart(_find_damaged(parts)) from None
     _raise_if_damaged(n_kept > n_values)
-    # part of each kept value, its position in the part, and its packed value
+    # for each kept value: its part, its position in the part, and its packed value
     offsets = row_offsets(n_kept)
     part = row_numbers(offsets)
     position = positions_in_rows(offsets)
@@ -120,21 +121,21 @@ def _unpack_by_numpy(parts: Parts, coding: ValueCoding, out: np.ndarray) -> None
     values = packed + coding.added
     if coding.ascending:
         total = np.cumsum(packed + 1)
-        total_before = np.concatenate([[0], total])[offsets[:-1]]  # of earlier parts
-        values = total - total_before[part] - 1
-    has_large = np.zeros(len(n_kept), bool)
-    has_large[part[values > coding.limit]] = True
-    _raise_if_damaged(has_large)
+        total_of_earlier_parts = np.concatenate([[0], total])[offsets[:-1]]
+        values = total - total_of_earlier_parts[part] - 1
+    exceeds_limit = np.zeros(len(n_kept), bool)
+    exceeds_limit[part[values > coding.limit]] = True
+    _raise_if_damaged(exceeds_limit)
     out[targets[part] + position] = values.astype(out.dtype)
 
 
 def _find_damaged(parts: Parts) -> int:
-    """Find the first damaged part. Parts are unpacked one at a time, since the error names none."""
+    """Find the first damaged part: parts are unpacked again, one at a time."""
     for number in range(len(parts.starts)):
-        this = slice(number, number + 1)
+        one = slice(number, number + 1)
         try:
             by_numpy.unpack_parts(
-                parts.memory, parts.starts[this], parts.sizes[this], parts.n_values[this]
+                parts.memory, parts.starts[one], parts.sizes[one], parts.n_values[one]
             )
         except ValueError:
             return number
@@ -142,6 +143,6 @@ def _find_damaged(parts: Parts) -> int:
 
 
 def _raise_if_damaged(is_damaged: np.ndarray) -> None:
-    """Raise DamagedPart for the first part that is True in a mask, `(parts,)`."""
+    """Raise DamagedPart for the first part with True in the mask `is_damaged`, `(parts,)`."""
     if is_damaged.any():
         raise DamagedPart(int(is_damaged.argmax()))

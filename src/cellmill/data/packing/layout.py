@@ -1,14 +1,14 @@
 """Layout of a part: the genes, or the counts, of a cell in few bits.
 
-Values are packed in groups of 256. All values of a group are packed with the same number of bits, its
-width. Few values are larger: their lower bits are packed, and a patch has the bits above. This is
-PFOR (Zukowski et al., ICDE 2006) with vertical layout (Lemire and Boytsov, 2015): value i of a group
-is in column i % 16 of row i // 16.
+Values are packed in groups of 256. All values of a group are packed with the same number of bits, the
+group's width. A few values may be wider: their lower bits are packed, and a patch has the bits above.
+This is PFOR (Zukowski et al., ICDE 2006) with vertical layout (Lemire and Boytsov, 2015): value i of a
+group is in column i % 16 of row i // 16.
 
-Values wider than 16 bits are split into a low plane, with their lower 16 bits, and a high plane, with
-the bits above; others have only a low plane. In a plane of w bits, row r begins at bit r * w of its
-column. A column is a chain of 16-bit words, so unpacking can shift words of several columns at once.
-With w = 6, bits of the first words of a column, lowest first, belong to these rows:
+A group wider than 16 bits is split into a low plane, with the lower 16 bits of its values, and a high
+plane, with the bits above. Other groups have only a low plane. In a plane of w bits, row r begins at
+bit r * w of its column. A column is a chain of 16-bit words, so unpacking can shift words of several
+columns at once. With w = 6, the bits of a column's first words, lowest first, belong to these rows:
 
     word 0    000000 111111 2222
     word 1    22 333333 444444 55
@@ -22,11 +22,11 @@ A part is, little-endian and in this order:
     n_patches   uint8 for each group: number of patches
     widths      uint8 for each group: bits of a value, 0 to 32
 
-The last two arrays are the trailer. The number of values is not stored, since the offsets of cells
-are stored elsewhere. Sizes of planes and patches follow from the trailer, so a reader checks all
-sizes before it unpacks a value. A group wider than 16 bits has no patches; another has at most 255,
-each of at most 16 bits. Genes in rank order are packed unchanged, ascending genes as differences
-minus one, counts minus one.
+The last two arrays are the trailer. The number of values is not stored: the offsets of cells, which
+are stored elsewhere, give it. Sizes of planes and patches follow from the trailer, so a reader checks
+all sizes before it unpacks a value. A group wider than 16 bits has no patches. Any other group has at
+most 255, each of at most 16 bits. Genes in rank order are packed as they are, ascending genes as
+differences minus one, and counts minus one.
 """
 
 from collections.abc import Iterator
@@ -46,14 +46,14 @@ ALIGNMENT = 8  # bytes; parts begin at multiples of it
 
 
 class Groups(NamedTuple):
-    """Groups of values; `(groups,)` integers each."""
+    """Groups of values. Arrays are `(groups,)` integers."""
 
     n_values: np.ndarray
     widths: np.ndarray  # bits of a packed value
     n_patches: np.ndarray
 
     def by_shape(self) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Yield each width and number of rows that occur together, and the indices of their groups.
+        """Yield each pair of a width and a number of rows, and the indices of the groups that have it.
 
         numpy handles groups of one shape at once.
         """
