@@ -1,22 +1,23 @@
 """Values with fractions: what they look like, and how estimated counts become whole numbers.
 
 SoupX, CellBender, RSEM and the EM of STARsolo, alevin and kallisto write estimated counts, such as
-3.72. Logarithms, normalised and imputed values have fractions too, and no rounding makes counts of
-them. They show it:
+3.72. Logarithms, normalised and imputed values have fractions too, and rounding does not turn them
+into counts. They are recognised so:
 
     imputed        hardly a zero among the genes that the cells express, but values far below 1 or little variance
     logarithms     exp(x) - 1, or 2^x - 1, are multiples of one unit in each cell, or have one sum in all cells
     square roots   x^2, or the inverse of sqrt(x) + sqrt(x + 1) of Freeman and Tukey, are whole numbers
     normalised     the values are multiples of one unit in each cell, or have one sum in all cells
 
-Counts that went through logarithms and back are whole numbers but for rounding errors, and their
-squares too.
+Counts that went through logarithms and back are whole numbers with rounding errors. Their squares are
+nearly whole too, so they are looked for before square roots.
 
-A stochastic draw keeps the expectation of every value and the sum of every cell. The fractions of a
-cell are laid end to end, and a count is added wherever the line crosses k - u for a whole number k:
-each value is rounded up with the probability of its fraction, and the sum of the cell differs by
-less than 1. `u` and the order of the genes are hashes of seed, file, cell and gene, so the draw
-does not depend on blocks, on the order of columns, or on the machine.
+Estimated counts are rounded by a stochastic draw, which keeps the expectation of every value and the
+sum of every cell. The fractions of a cell are laid end to end on a line, and a count is added wherever
+the line crosses k - u, for a whole number k. So each value is rounded up with the probability of its
+fraction, and the sum of the cell changes by less than 1. `u` and the order of the genes are hashes of
+seed, file, cell and gene. So the draw does not depend on blocks, on the order of columns, or on the
+machine.
 """
 
 from collections.abc import Sequence
@@ -28,27 +29,27 @@ import scipy.sparse as sp
 
 from cellmill.data.keys import hash_text, splitmix64
 
-_CELLS = 200  # cells of a block that are looked at
-_FEWEST = 5  # values of a cell; fewer show nothing
-_FEWEST_COLUMNS = 20
-_DENSE = 0.9  # share of nonzero values
+_MAX_CELLS = 200  # cells of a block that are looked at
+_MIN_VALUES = 5  # values needed to judge a cell
+_MIN_COLUMNS = 20  # expressed genes needed to judge a block
+_DENSE_FRAC = 0.9  # imputed: at least this fraction of the values are not zero
 _SMALL = 0.5
-_MANY_SMALL = 0.1  # share of values below _SMALL, which a matrix of counts has as zeros
-_FEW_NEGATIVE = 0.1  # share of values; MAGIC on principal components leaves a hundredth
-_LEAST_DISPERSION = 0.5  # variance over mean of a gene, which is 1 or more for counts
-_MOSTLY = 0.5
-_MULTIPLE = 100.0  # largest multiple of a unit that is looked at: rounding errors grow with it
-_TOLERANCE = 0.02
-_CONSISTENT = 0.95  # share of a cell's values, and of the cells, that are multiples
-_SQRT_MAX = 30.0  # largest root that is looked at: rounding errors of its square grow with it
-_ONE_SUM = 1e-3  # relative difference
-_ERROR = 1e-3  # distance of inexact counts from whole numbers
-_RELATIVE_ERROR = 2e-6  # of large counts; a float32 has 24 bits
-_LOG_MAX = 20.0  # 2^20 is a million, the sum of normalised values of a cell
+_MANY_SMALL_FRAC = 0.1  # imputed: more of the values are below `_SMALL`, where counts are zero
+_FEW_NEGATIVE_FRAC = 0.1  # imputed: fewer values are negative; MAGIC on components leaves 0.01
+_MIN_DISPERSION = 0.5  # imputed: a gene's variance over mean is less; for counts it is 1 or more
+_FEW_FRACTIONAL_FRAC = 0.5  # counts: at most this fraction of the values have fractions
+_MAX_MULTIPLE = 100.0  # larger multiples of a unit are not looked at, since rounding errors grow
+_TOLERANCE = 0.02  # largest distance of a multiple from a whole number
+_CONSISTENT_FRAC = 0.95  # fraction of a cell's values, and of the cells, that must be multiples
+_MAX_ROOT = 30.0  # larger roots are not looked at, since rounding errors of squares grow
+_MAX_SUM_DIFFERENCE = 1e-3  # relative difference of sums that count as one
+_MAX_ERROR = 1e-3  # largest distance of an inexact count from a whole number
+_MAX_RELATIVE_ERROR = 2e-6  # the same for large counts, relative; a float32 has 24 bits
+_MAX_LOG = 20.0  # 2^20 is a million, the sum of normalised values of a cell
 
 
 class Looks(NamedTuple):
-    """A kind of values with fractions."""
+    """What values with fractions look like."""
 
     text: str
     may_be_counts: bool
@@ -64,23 +65,23 @@ ONE_SUM = Looks("normalised: all cells have one sum", False)
 
 
 def describe_fractions(matrix: sp.csr_matrix) -> Looks:
-    """Kind of a block of cells with fractional values."""
+    """Find what a block of cells with fractional values looks like."""
     with_values = np.flatnonzero(np.diff(matrix.indptr))
-    cells = matrix[with_values[:_CELLS]].astype(np.float64)
+    cells = matrix[with_values[:_MAX_CELLS]].astype(np.float64)
     cells.eliminate_zeros()
     values = cells.data
     is_fractional = values != np.floor(values)
     whole = np.rint(values)
-    is_near = np.abs(values - whole) < np.maximum(_ERROR, _RELATIVE_ERROR * values)
+    is_near = np.abs(values - whole) < np.maximum(_MAX_ERROR, _MAX_RELATIVE_ERROR * values)
     if whole.any() and is_near.all():
         return INEXACT
     if _are_square_roots(values[is_fractional]):
         return SQUARE_ROOTS
-    if is_fractional.mean() <= _MOSTLY:
+    if is_fractional.mean() <= _FEW_FRACTIONAL_FRAC:
         return COUNTS
     if _is_imputed(cells):
         return IMPUTED
-    if values.max() < _LOG_MAX:
+    if values.max() < _MAX_LOG:
         for exponential in (np.expm1, _exp2m1):
             linear = sp.csr_matrix(
                 (exponential(values), cells.indices, cells.indptr), shape=cells.shape
@@ -95,36 +96,39 @@ def describe_fractions(matrix: sp.csr_matrix) -> Looks:
 
 
 def describe_negatives(matrix: sp.csr_matrix) -> str:
-    """Words for a block with negative values; centred genes are negative in about half of the
-    cells.
+    """Say what a block with negative values looks like: imputed or scaled.
+
+    Centred genes are negative in about half of the cells, imputed genes in few.
     """
-    cells = matrix[:_CELLS].astype(np.float64)
+    cells = matrix[:_MAX_CELLS].astype(np.float64)
     n_expressed = len(np.unique(cells.indices))
-    is_dense = n_expressed >= _FEWEST_COLUMNS and cells.nnz > _DENSE * n_expressed * cells.shape[0]
-    few_negative = (cells.data < 0).mean() < _FEW_NEGATIVE
-    return IMPUTED.text if is_dense and few_negative else "scaled"
+    is_dense = (
+        n_expressed >= _MIN_COLUMNS and cells.nnz > _DENSE_FRAC * n_expressed * cells.shape[0]
+    )
+    has_few_negative = (cells.data < 0).mean() < _FEW_NEGATIVE_FRAC
+    return IMPUTED.text if is_dense and has_few_negative else "scaled"
 
 
 def _is_imputed(cells: sp.csr_matrix) -> bool:
     genes = np.unique(cells.indices)
     n_cells = cells.shape[0]
-    if len(genes) < _FEWEST_COLUMNS or n_cells < _FEWEST:
+    if len(genes) < _MIN_COLUMNS or n_cells < _MIN_VALUES:
         return False
-    if cells.nnz < _DENSE * len(genes) * n_cells:
+    if cells.nnz < _DENSE_FRAC * len(genes) * n_cells:
         return False
     dense = cells[:, genes].toarray()
     dispersion = np.median(dense.var(axis=0) / dense.mean(axis=0))
-    has_many_small = (cells.data < _SMALL).mean() > _MANY_SMALL
-    return bool(has_many_small or dispersion < _LEAST_DISPERSION)
+    has_many_small = (cells.data < _SMALL).mean() > _MANY_SMALL_FRAC
+    return bool(has_many_small or dispersion < _MIN_DISPERSION)
 
 
 def _are_square_roots(values: np.ndarray) -> bool:
-    roots = values[(values > 0) & (values < _SQRT_MAX)]
-    if len(roots) < _FEWEST:
+    roots = values[(values > 0) & (values < _MAX_ROOT)]
+    if len(roots) < _MIN_VALUES:
         return False
     squares = roots**2
     freeman_tukey = ((squares - 1) / (2 * roots)) ** 2
-    return max(_share_of_whole(squares), _share_of_whole(freeman_tukey)) >= _CONSISTENT
+    return max(_whole_frac(squares), _whole_frac(freeman_tukey)) >= _CONSISTENT_FRAC
 
 
 def _exp2m1(values: np.ndarray) -> np.ndarray:
@@ -132,41 +136,43 @@ def _exp2m1(values: np.ndarray) -> np.ndarray:
 
 
 def _has_units(cells: sp.csr_matrix) -> bool:
-    """True if the values of nearly every cell are multiples of its smallest value, or of a half or
-    third of it.
+    """Return True if the values of nearly every cell are multiples of one unit.
+
+    The unit is the cell's smallest value, or a half or a third of it.
     """
-    shares = []
+    whole_fracs = []
     for start, stop in pairwise(cells.indptr.tolist()):
         values = cells.data[start:stop]
-        if len(values) < _FEWEST:
+        if len(values) < _MIN_VALUES:
             continue
         multiples = values / values.min()
-        multiples = multiples[multiples < _MULTIPLE]
-        shares.append(max(_share_of_whole(multiples * parts) for parts in (1, 2, 3)))
-    return bool(shares) and float(np.mean(np.array(shares) >= _CONSISTENT)) >= _CONSISTENT
+        multiples = multiples[multiples < _MAX_MULTIPLE]
+        whole_fracs.append(max(_whole_frac(multiples * divisor) for divisor in (1, 2, 3)))
+    is_consistent = np.array(whole_fracs) >= _CONSISTENT_FRAC
+    return bool(whole_fracs) and float(np.mean(is_consistent)) >= _CONSISTENT_FRAC
 
 
-def _share_of_whole(values: np.ndarray) -> float:
+def _whole_frac(values: np.ndarray) -> float:
+    """Return the fraction of the values that are nearly whole numbers."""
     return float((np.abs(values - np.rint(values)) < _TOLERANCE).mean())
 
 
 def _has_one_sum(cells: sp.csr_matrix) -> bool:
+    """Return True if the values of every cell have nearly the same sum."""
     sums = np.asarray(cells.sum(axis=1)).ravel()
     sums = sums[sums > 0]
-    return len(sums) > 1 and float(np.ptp(sums)) < _ONE_SUM * float(sums[0])
+    return len(sums) > 1 and float(np.ptp(sums)) < _MAX_SUM_DIFFERENCE * float(sums[0])
 
 
 class StochasticRounding:
-    """Keyed draw of whole numbers for the values of one file; `columns` are its genes."""
+    """Rounds the values of one file, whose genes are `columns`, to whole numbers by a keyed draw."""
 
     def __init__(self, file: str, columns: Sequence[str], seed: int = 0):
         self._key = np.uint64(hash_text(file, seed))
         self._genes = np.array([hash_text(name) for name in columns], np.uint64)
 
     def round(self, matrix: sp.csr_matrix, first: int) -> np.ndarray:
-        """Values of `matrix`, whose first row is row `first` of the file, rounded up or down;
-        float64.
-        """
+        """Round the values of `matrix`, whose first row is row `first` of the file; float64."""
         values = matrix.data.astype(np.float64)
         whole = np.floor(values)
         fractions = values - whole
