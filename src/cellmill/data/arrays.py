@@ -1,7 +1,7 @@
-"""Array arithmetic of the data engine: blocks of CSR counts, and text columns.
+"""Arithmetic on blocks of CSR counts, and text columns that are the same with every pandas.
 
-Text columns are normalised because pandas 3 stores text as `str` and keeps missing values in
-`astype(str)` where pandas 2 made `nan` of them, and because anndata 0.12 refuses to write `str`.
+Text columns are normalised for two reasons. pandas 3 stores text as `str`, and `astype(str)` keeps
+missing values, which pandas 2 turned into the text `nan`. And anndata 0.12 refuses to write `str`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ MAX_COUNT = int(np.iinfo(np.uint32).max)
 def select_columns(
     block: sp.csr_matrix, target: np.ndarray, n_columns: int, what: str = "columns of one gene"
 ) -> sp.csr_matrix:
-    """Move column j of canonical `block` to `target[j]` (int32); -1 drops it.
+    """Move column j of canonical `block` to column `target[j]` (int32); -1 drops it.
 
-    Columns with one target, which `what` names in errors, are summed.
+    Columns with the same target are summed. `what` names them in errors.
     """
     is_same = len(target) == n_columns and (target == np.arange(n_columns)).all()
     if is_same and block.has_canonical_format:
@@ -47,15 +47,15 @@ def select_columns(
 
 
 def select_rows(block: sp.csr_matrix, keep: np.ndarray) -> sp.csr_matrix:
-    """Rows of `block` where the mask `keep` is True; `block` itself if that is everywhere."""
+    """Select the rows of `block` where the mask `keep` is True; `block` itself if it always is."""
     return block if keep.all() else block[np.flatnonzero(keep)]
 
 
 def sum_repeated(block: sp.csr_matrix, what: str) -> sp.csr_matrix:
-    """Canonical copy of `block`, of the same dtype, with repeated entries summed.
+    """Copy `block` with repeated entries summed, in canonical form and the same dtype.
 
-    Raises DataError, naming these entries as `what`, when a sum is too large for unsigned integers
-    of that dtype.
+    Raises DataError if a sum is too large for unsigned integers of that dtype. `what` names the
+    repeated entries there.
     """
     dtype = block.data.dtype
     if dtype.kind != "u":
@@ -76,10 +76,10 @@ def sum_repeated(block: sp.csr_matrix, what: str) -> sp.csr_matrix:
 
 
 def _sort_by_column(block: sp.csr_matrix) -> sp.csr_matrix:
-    """Copy of a block of unsigned integers with each row sorted by column, then value.
+    """Copy a block of unsigned integers with each row sorted by column, then value.
 
-    Column and value are packed into one integer, of 32 bits where both fit, which takes a quarter
-    of the time of two transpositions.
+    Column and value are packed into one integer to be sorted, of 32 bits if both fit. This takes a
+    quarter of the time of two transpositions.
     """
     largest = max(block.shape[1] - 1, int(block.data.max(initial=0)))
     word, bits = (np.uint32, 16) if largest < 1 << 16 else (np.uint64, 32)
@@ -95,8 +95,9 @@ def _sort_by_column(block: sp.csr_matrix) -> sp.csr_matrix:
 
 
 def gene_counts(counts: sp.csr_matrix, ordered: bool) -> sp.csr_matrix:
-    """Counts per gene, canonical. The occurrences of each token of a sequence (`ordered`) are summed,
-    in a copy.
+    """Return the counts of each gene, canonical.
+
+    In a sequence (`ordered`) these are the occurrences of each token, summed in a copy.
     """
     if ordered:
         counts = counts.copy()
@@ -121,7 +122,10 @@ def counts_per_10k(
 
 
 def scale_of_totals(totals: np.ndarray, dtype: type[np.floating[Any]]) -> np.ndarray:
-    """Factor, `(cells,)` of `dtype`, that makes sums of counts 10,000; 0 for a cell without counts."""
+    """Compute the factors that scale `totals`, sums of counts, to 10,000: `(cells,)` of `dtype`.
+
+    A cell without counts has factor 0.
+    """
     scale = np.zeros(len(totals), dtype)
     filled = totals.nonzero()[0]
     scale[filled] = dtype(TARGET_SUM) / totals[filled].astype(dtype)
@@ -129,39 +133,40 @@ def scale_of_totals(totals: np.ndarray, dtype: type[np.floating[Any]]) -> np.nda
 
 
 def log_normalise(counts: sp.csr_matrix) -> sp.csr_matrix:
-    """log(1 + counts per 10,000 of the cell), float32; a cell without counts stays zero."""
+    """Compute log(1 + counts per 10,000 of the cell), float32; a cell without counts stays zero."""
     values = counts_per_10k(counts.data, counts.indptr)
     logs = np.log1p(values).astype(np.float32)
     return sp.csr_matrix((logs, counts.indices, counts.indptr), shape=counts.shape)
 
 
 def text_values(column: pd.Series, missing: str = "") -> np.ndarray:
-    """Text of each value of a column, `(cells,)` object, and `missing` where there is none."""
+    """Return the text of each value of a column, `(cells,)` object; `missing` for a missing value."""
     codes, values = import_module("pandas").factorize(column)
     return np.array([*map(as_text, values), missing], object)[codes]
 
 
 def as_text(value: Any) -> str:
-    """Text of a value; whole numbers lose their decimals, since a column with gaps holds floats."""
+    """Return a value as text. A whole number has no decimals, though a column with gaps holds floats."""
     is_whole = isinstance(value, float | np.floating) and float(value).is_integer()
     return str(int(value)) if is_whole else str(value)
 
 
 def text_index(index: pd.Index) -> pd.Index:
-    """An index of str, of dtype object; a missing name is `nan`."""
+    """Return the index as str, of dtype object. A missing name becomes the text `nan`."""
     texts = index.astype(str).astype(object)
     return texts.fillna("nan") if texts.hasnans else texts
 
 
 def named_frame(names: Any, columns: Any = None) -> pd.DataFrame:
-    """Data frame of `columns`, if any, indexed by `names` of dtype object."""
+    """Make a data frame of `columns`, if any, indexed by `names` of dtype object."""
     pd = import_module("pandas")
     return pd.DataFrame(columns, index=pd.Index(names, dtype=object))
 
 
 def plain_text(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the frame with text of dtype object in its index, columns and categories; columns with
-    missing text become categories.
+    """Return the frame with text of dtype object in its index, columns and categories.
+
+    Columns with missing text become categories.
     """
     pd = import_module("pandas")
     changed = {}
@@ -185,7 +190,7 @@ def plain_text(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def divide(sums: np.ndarray, n: np.ndarray) -> np.ndarray:
-    """`sums` / `n`, NaN where `n` is 0."""
+    """Return `sums` / `n`, NaN where `n` is 0."""
     quotient = np.full(np.shape(sums), np.nan)
     np.divide(sums, n, out=quotient, where=n > 0)
     return quotient

@@ -1,7 +1,7 @@
-"""Rows that stand one after the other in one array: cells as genes and counts, and arithmetic.
-Imports only numpy.
+"""Rows of different lengths, such as the genes of cells, and arithmetic on them. Imports only numpy.
 
-Rows are given by their lengths, or by the first entry of each and the end of the last (`indptr`).
+The entries of all rows stand one after the other in one array. Rows are given by their lengths, or by
+their offsets (`indptr` of a CSR matrix): the first entry of each, and the end of the last.
 """
 
 from typing import Any, NamedTuple, TypeVar
@@ -29,20 +29,21 @@ class SparseCounts(NamedTuple):
 
 
 def choose_rows(columns: Columns, chosen: slice | np.ndarray) -> Columns:
-    """The chosen entries of each array of `columns`, whose arrays are equally long."""
-    make: Any = type(columns)
-    rows: Columns = make(*(column[chosen] for column in columns))
+    """Choose the same entries of every array of `columns`, whose arrays are equally long."""
+    columns_class: Any = type(columns)
+    rows: Columns = columns_class(*(column[chosen] for column in columns))
     return rows
 
 
 def iterate_rows(columns: NamedTuple) -> Any:
-    """Iterate over the entries of arrays of integers: a tuple with one int of each array."""
+    """Iterate over arrays of integers, which are equally long: yield a tuple with an int of each."""
     return zip(*(column.tolist() for column in columns))
 
 
 def row_sums(values: np.ndarray, indptr: np.ndarray) -> np.ndarray:
-    """Exact int64 sum of each row of integer `values`, `(nonzeros,)`; rows, which may be empty,
-    start at `indptr`.
+    """Sum each row of integer `values`, `(nonzeros,)`, exactly: `(rows,)` int64.
+
+    Rows begin at `indptr`, `(rows + 1,)`, and may be empty.
     """
     starts = indptr[:-1]
     filled = np.flatnonzero(indptr[1:] > starts)

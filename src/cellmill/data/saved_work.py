@@ -1,17 +1,18 @@
-"""Work of a stage on one output, saved next to it, which a killed process resumes.
+"""Work of a stage on one output, saved next to it, so that a later process resumes it after a kill.
 
-A state is a few arrays that say how far a pass has come. It is written beside and renamed, so that
-it is complete or absent. Bytes too many to write again with every state are appended to files: a
-state lists these, with the number of bytes that were on disk before it was written.
+A state is a few arrays that say how far a pass has come. It is written under another name and renamed,
+so that it is complete or absent. Bytes too many to write again with every state are appended to files,
+the streams. A state lists these files, with the number of bytes that were on disk before it was
+written.
 
     .NAME.partial.STATE         safetensors: the arrays; metadata `about`, JSON: digests of the
                                 `facts` on which the result depends, the arrays' CRC-32, and the
                                 files of each stream
     .NAME.partial.STREAM-HEX    appended bytes; no two processes append to one file
 
-A state whose facts differ is removed, and so is a damaged one; one line says so. Two processes that
-write one output do not disturb each other, since each reads only what was there when it began or
-what it wrote itself, and holds these files open. The last state that was renamed is resumed.
+A state that is damaged or whose facts differ is removed, and one line says so. Two processes that
+write one output do not disturb each other: each reads only what was there when it began or what it
+wrote itself, and holds these files open. The last state that was renamed is resumed.
 """
 
 import glob
@@ -41,24 +42,24 @@ _ABOUT = "about"
 
 
 class SavedBytes:
-    """Bytes that a stage appends and reads again, in files next to its output `out`.
+    """A stream: bytes that a stage appends and reads again, in files next to its output `out`.
 
-    `earlier` are open files of killed processes, and how many of their bytes count.
+    `earlier` has the open files of killed processes, each with the number of its bytes that count.
     """
 
     def __init__(
         self, out: Path, path: Path | None, earlier: list[tuple[BinaryIO, int]] | None = None
     ) -> None:
         self._out = out
-        self._path = path  # of the file of this process; None for one without a name
-        self._parts = list(earlier or ())
-        self._own: BinaryIO | None = None
-        self._n_own = 0
+        self._path = path  # this process's file; None for a file without a name
+        self._earlier = list(earlier or ())
+        self._own: BinaryIO | None = None  # this process's file, once it has been written
+        self._n_own = 0  # its bytes
 
     @property
     def size(self) -> int:
         """Number of bytes."""
-        return sum(n for _, n in self._parts) + self._n_own
+        return sum(n for _, n in self._earlier) + self._n_own
 
     def write(self, array: np.ndarray) -> None:
         """Append the bytes of an array. OSError names the output on a full disk."""
@@ -69,12 +70,12 @@ class SavedBytes:
         self._n_own += array.nbytes
 
     def read_into(self, array: np.ndarray, position: int) -> None:
-        """Fill a contiguous array from byte `position` on, which as many bytes follow."""
+        """Fill a contiguous array with the bytes from `position` on, of which there must be enough."""
         rest = _bytes_of(array)
         with named_errors(self._out):
             if self._own is not None:
                 self._own.flush()
-            for file, n in self._all_parts():
+            for file, n in self._list_files():
                 while len(rest) and position < n:
                     n_wanted = min(len(rest), n - position)
                     n_read = os.preadv(file.fileno(), [rest[:n_wanted]], position)
@@ -86,22 +87,23 @@ class SavedBytes:
         assert not len(rest), "expected more bytes"
 
     def sync(self) -> list[tuple[str, int]]:
-        """Make all bytes durable; return the names of the files and how many bytes count."""
+        """Make all bytes durable; return the name of each file and the number of its bytes that count."""
         if self._own is not None:
             with named_errors(self._out):
                 self._own.flush()
                 os.fsync(self._own.fileno())
                 fsync(self._out.parent)
-        return [(Path(file.name).name, n) for file, n in self._all_parts()]
+        return [(Path(file.name).name, n) for file, n in self._list_files()]
 
     def close(self) -> None:
         """Close the files."""
-        for file, _ in self._all_parts():
+        for file, _ in self._list_files():
             file.close()
 
-    def _all_parts(self) -> list[tuple[BinaryIO, int]]:
+    def _list_files(self) -> list[tuple[BinaryIO, int]]:
+        """List the files in order, each with the number of its bytes that count."""
         own = [] if self._own is None else [(self._own, self._n_own)]
-        return [*self._parts, *own]
+        return [*self._earlier, *own]
 
     def _create(self) -> BinaryIO:
         self._out.parent.mkdir(parents=True, exist_ok=True)
@@ -112,11 +114,11 @@ class SavedBytes:
 
 
 class SavedWork(AbstractContextManager["SavedWork"]):
-    """Work on the output `out`, whose result depends on `facts`, JSON-able; without facts nothing
-    is saved.
+    """Work on the output `out`, whose result depends on `facts` (JSON values).
 
-    A `with` block that ends well removes what was saved, and so does one that ends with an error of
-    the input or options, which would come again.
+    Without facts nothing is saved. A `with` block that ends without an error removes what was saved.
+    One that ends with an error of the input or options removes it too, because a later process would
+    meet the error again.
     """
 
     def __init__(
@@ -141,12 +143,12 @@ class SavedWork(AbstractContextManager["SavedWork"]):
             remove_work(self._out)
 
     def add_facts(self, facts: Mapping[str, Any]) -> None:
-        """Add facts that are known late. States are looked for after that."""
+        """Add facts that are known only after the start. Call it before states are looked for."""
         if self._facts is not None:
             self._facts |= _digests(facts)
 
     def restore(self, name: str) -> dict[str, np.ndarray] | None:
-        """The arrays of state `name`; None if there is none that fits."""
+        """Read the arrays of state `name`; None if there is none to resume."""
         about = self._abouts.get(name)
         if about is None:
             return None
@@ -163,7 +165,7 @@ class SavedWork(AbstractContextManager["SavedWork"]):
         return arrays
 
     def stream(self, name: str, state: str) -> SavedBytes:
-        """Bytes of `name`: those that state `state` counts, if it was restored, or none."""
+        """Open stream `name`, with the bytes that state `state` counts, or none without that state."""
         earlier: list[tuple[BinaryIO, int]] = []
         for file, n in self._abouts.get(state, {"streams": {}})["streams"].get(name, ()):
             path = self._out.with_name(file)
@@ -176,7 +178,7 @@ class SavedWork(AbstractContextManager["SavedWork"]):
         return stream
 
     def is_due(self, n_cells: int) -> bool:
-        """Count `n_cells` more cells. True if it is time to save."""
+        """Count `n_cells` more cells. Return True if it is time to save."""
         self._n_unsaved += n_cells
         is_late = self._clock() - self._saved_at >= SAVE_EVERY_S
         return self._facts is not None and (is_late or self._n_unsaved >= SAVE_EVERY)
@@ -209,7 +211,10 @@ class SavedWork(AbstractContextManager["SavedWork"]):
 
     @cached_property
     def _abouts(self) -> dict[str, Any]:
-        """Metadata of the states that fit. All others are removed, and files that these do not list."""
+        """Metadata of the states that can be resumed, by name.
+
+        Other states are removed, and so are the files that no resumable state lists.
+        """
         abouts: dict[str, Any] = {}
         if self._facts is None:
             return abouts
@@ -235,7 +240,7 @@ class SavedWork(AbstractContextManager["SavedWork"]):
         return abouts
 
     def _find_fault(self, about: Any) -> str | None:
-        """Why a state cannot be resumed; None if it can."""
+        """Say why a state cannot be resumed; None if it can."""
         facts = self._facts or {}
         try:
             stored = about["facts"]
@@ -263,8 +268,9 @@ class SavedWork(AbstractContextManager["SavedWork"]):
 
 
 class SavedRows:
-    """Arrays with one row for each cell, which fill up in the order of the cells. Each is a stream
-    of state `state`, which was restored before, if there was one.
+    """Arrays with one row for each cell, which fill up in the order of the cells.
+
+    Each array is a stream of state `state`. If there is such a state, it must be restored before.
     """
 
     def __init__(self, saved: SavedWork, state: str, arrays: Mapping[str, np.ndarray]) -> None:
@@ -280,7 +286,7 @@ class SavedRows:
         return n
 
     def append(self, n: int) -> dict[str, SavedBytes]:
-        """Append the rows up to row `n` that were not, and return the streams."""
+        """Append the rows before row `n` that are not saved yet, and return the streams."""
         for name, array in self._arrays.items():
             self._streams[name].write(array[self._n_saved : n])
         self._n_saved = n
@@ -303,7 +309,7 @@ def _list_work(out: Path) -> list[Path]:
 
 
 def _read_about(path: Path) -> Any:
-    """Metadata of a state; None if it is damaged."""
+    """Read the metadata of a state; None if it is damaged."""
     # damaged bytes raise almost anything
     with suppress(Exception), safe_open(path, "np") as file:
         return json.loads(file.metadata()[_ABOUT])
@@ -315,7 +321,7 @@ def _digests(facts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _checksum(arrays: Mapping[str, np.ndarray]) -> int:
-    """CRC-32 of the names and bytes of arrays."""
+    """Compute the CRC-32 of the names and bytes of arrays."""
     value = 0
     for name in sorted(arrays):
         array = arrays[name]

@@ -1,8 +1,7 @@
-"""The split of cells into train, val and test: a pure function of a cell's content, or of a value
-that it has.
+"""The split of cells into train, val and test, by a cell's content or by its value in an obs column.
 
-The vocabulary stage calls it before the shards are planned, so that genes and medians are those of
-training cells.
+It is a pure function. The vocabulary stage calls it before the shards are planned, so that genes and
+medians come from training cells.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,39 +13,40 @@ from cellmill.data import compiled_loops
 from cellmill.data.keys import SECOND_HASH, hash_text, splitmix64
 from cellmill.errors import DataError, did_you_mean
 
-_SMALL_COUNTS = splitmix64(np.arange(1 << 16, dtype=np.uint64))  # looked up in a third of the time
+# hashes of the counts below 2**16: looking one up takes a third of the time of computing it
+_SMALL_COUNTS = splitmix64(np.arange(1 << 16, dtype=np.uint64))
 # cells hashed at a time: their numbers fit into a core's cache, a third less time than with 1,024
-_HASHED = 32
+_CELLS_AT_ONCE = 32
 
 
 def hash_genes(gene_ids: Iterable[str]) -> np.ndarray:
-    """One uint64 per gene id, for `hash_cells`."""
+    """Hash each gene id for `hash_cells`, `(genes,)` uint64."""
     return np.array([hash_text(name) for name in gene_ids], np.uint64)
 
 
 def hash_cells(
     offsets: np.ndarray, genes: np.ndarray, counts: np.ndarray, gene_hashes: np.ndarray
 ) -> np.ndarray:
-    """128 bits per cell, `(cells, 2)` uint64, of its set of (gene id, count) pairs in any order.
+    """Hash the (gene id, count) pairs of each cell, in any order, to 128 bits: `(cells, 2)` uint64.
 
-    CSR rows: `offsets` `(cells + 1,)`, `genes` and `counts` `(nonzeros,)`; `genes` index
-    `gene_hashes`. The first half decides the split. Equal hashes are equal cells: among a billion
-    different ones two collide with probability 10^-21.
+    Cells are CSR rows: `offsets`, `(cells + 1,)`, and `genes` and `counts`, `(nonzeros,)`. `genes` are
+    indices into `gene_hashes`. The first half of a hash decides the split. Cells with equal hashes are
+    equal: among a billion different cells two collide with probability 10^-21.
     """
-    # the order of a cell's pairs does not matter
     return splitmix64(sum_pairs(offsets, genes, counts, gene_hashes))
 
 
 def hash_pairs(gene_hashes: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """First summand, uint64, that each pair of gene and count adds to its cell's `sum_pairs`."""
+    """Hash pairs of a gene and a count, uint64: what each adds to the first of the sums of `sum_pairs`."""
     return splitmix64(gene_hashes ^ splitmix64(counts.astype(np.uint64)))
 
 
 def sum_pairs(
     offsets: np.ndarray, genes: np.ndarray, counts: np.ndarray, gene_hashes: np.ndarray
 ) -> np.ndarray:
-    """Both sums of each cell's hashed pairs modulo 2**64, `(cells, 2)` uint64; arguments as in
-    `hash_cells`.
+    """Sum two hashes of each cell's pairs modulo 2**64, `(cells, 2)` uint64.
+
+    The sums do not depend on the order of the pairs. Arguments are as in `hash_cells`.
     """
     sums = np.zeros((len(offsets) - 1, 2), np.uint64)
     loops = compiled_loops.COMPILED.loops_for(len(counts))
@@ -67,30 +67,33 @@ def _sum_hashes(
     gene_hashes: np.ndarray,
     sums: np.ndarray,
 ) -> None:
-    """Fill `sums`, `(cells, 2)` of zeros, with both sums of a cell's hashed pairs, modulo 2**64."""
-    is_small = not len(counts) or counts.max() < len(_SMALL_COUNTS)
-    for first in range(0, len(sums), _HASHED):
-        block_offsets = offsets[first : first + _HASHED + 1]
+    """Fill `sums`, zeros of `(cells, 2)`, by numpy; see `sum_pairs`."""
+    are_small = not len(counts) or counts.max() < len(_SMALL_COUNTS)
+    for first in range(0, len(sums), _CELLS_AT_ONCE):
+        block_offsets = offsets[first : first + _CELLS_AT_ONCE + 1]
         nonzeros = slice(block_offsets[0], block_offsets[-1])
         block_counts = counts[nonzeros]
         pairs = gene_hashes.take(genes[nonzeros])
-        if is_small:
+        if are_small:
             pairs ^= _SMALL_COUNTS.take(block_counts)
         else:
             pairs ^= splitmix64(block_counts.astype(np.uint64))
         filled = np.flatnonzero(np.diff(block_offsets))
         if not len(filled):
             continue
-        begins = block_offsets[filled] - block_offsets[0]
+        starts = block_offsets[filled] - block_offsets[0]
         splitmix64(pairs, in_place=True)
-        sums[first + filled, 0] = np.add.reduceat(pairs, begins)
+        sums[first + filled, 0] = np.add.reduceat(pairs, starts)
         pairs ^= SECOND_HASH
         splitmix64(pairs, in_place=True)
-        sums[first + filled, 1] = np.add.reduceat(pairs, begins)
+        sums[first + filled, 1] = np.add.reduceat(pairs, starts)
 
 
 def split_of_hashes(hashes: np.ndarray, seed: int, val_frac: float, test_frac: float) -> np.ndarray:
-    """Split of cells with these hashes, as int8 index into `SPLITS`, independent of other cells."""
+    """Assign cells to splits by their hashes, `(cells,)` int8: indices into `SPLITS`.
+
+    A cell's split does not depend on other cells.
+    """
     mixed = splitmix64(hashes ^ splitmix64(np.array([seed], np.uint64)))
     uniform = (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
     split = np.zeros(len(hashes), np.int8)
@@ -102,10 +105,7 @@ def split_of_hashes(hashes: np.ndarray, seed: int, val_frac: float, test_frac: f
 def split_by_content(
     hashes: np.ndarray, seed: int, val_frac: float, test_frac: float
 ) -> np.ndarray:
-    """Split of each cell, as int8 index into `SPLITS`.
-
-    Raises DataError when a split whose fraction is above 0 is empty.
-    """
+    """Do the same as `split_of_hashes`. Raises DataError if a split with a fraction above 0 is empty."""
     split = split_of_hashes(hashes, seed, val_frac, test_frac)
     for index, name, frac in (
         (0, "train", 1 - val_frac - test_frac),
@@ -131,12 +131,12 @@ def split_by_value(
     test_frac: float,
     train_values: Sequence[str] = (),
 ) -> np.ndarray:
-    """Split of each cell, as int8 index into `SPLITS`; cells with the same value (text) stay
-    together.
+    """Assign cells to splits by a value, `(cells,)` int8: indices into `SPLITS`.
 
-    Values are sorted by a seeded hash; the first fraction of them, at least one, goes to test, the
-    next to val. Values in `train_values` go to train, and count for no fraction. Raises DataError
-    for too few values, or one in `train_values` that no cell has.
+    `values`, `(cells,)`, are text; cells with the same value stay together. Values are sorted by a
+    seeded hash. A fraction of them, at least one, goes to test, and the next to val. Values in
+    `train_values` go to train, and count for no fraction. Raises DataError if there are too few values,
+    or if no cell has one of `train_values`.
     """
     code, unique = pd.factorize(values, sort=True)
     missing = sorted({*train_values} - {*unique})
