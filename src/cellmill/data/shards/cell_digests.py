@@ -7,11 +7,11 @@ cells.digest is a safetensors file. Corpus N, of the model or of a model before 
     N.samples    `(samples + 1,)` int64: offsets of the samples in N.barcodes
     N.genes      `(bytes,)` uint8: Ensembl ids of the corpus's vocabulary, one a line
 
-A cell's digest is a sum over its pairs of Ensembl id and count, so no order of genes or cells, no
-symbol and no other gene of a file changes it. It changes with every count, so copies at another
-depth are found by barcode. A barcode means nothing by itself: a kit has 737,280 of them or more,
-and every sample draws from the same list. It counts only in samples that share far more barcodes
-with a sample of the training than two draws would.
+A cell's digest is a sum over its pairs of Ensembl id and count. It does not change with the order of
+genes or cells, with symbols, or with other genes of a file. It changes with every count, so copies of a
+cell at another depth are found by barcode. A barcode alone means nothing: a kit has 737,280 of them or
+more, and every sample draws from the same list. It counts only in samples that share far more barcodes
+with a training sample than two random draws would.
 """
 
 import json
@@ -54,11 +54,11 @@ class CorpusDigests(NamedTuple):
     samples: np.ndarray
 
     def has_barcodes(self, names: Iterable[str]) -> np.ndarray:
-        """Mask, bool `(n,)`, of the cells with one of these names that are in a training sample.
+        """Return for the name of each cell whether its barcode is in a matching training sample, `(n,)` bool.
 
-        Samples of the file and of the training are paired if chance explains at most MAX_CHANCE of
-        the barcodes that they share, and if the probability of as many by chance is below
-        1e-9 over all pairs (Chernoff's bound).
+        A sample of the file and a training sample match if chance explains at most MAX_CHANCE of the
+        barcodes that they share, and if the probability of sharing as many by chance is below 1e-9 over
+        all pairs (Chernoff's bound).
         """
         cells = _read_barcodes(("", name) for name in names)
         mask = np.zeros(len(cells), bool)
@@ -96,10 +96,11 @@ class CellDigests(NamedTuple):
 
 
 def _read_barcodes(cells: Iterable[tuple[str, str]]) -> pd.DataFrame:
-    """Columns `barcode` (uint64 hash) and `sample` (number, -1 without a barcode) of cells.
+    """Read the barcodes of cells: columns `barcode` (uint64 hash) and `sample` (number, -1 without one).
 
-    `cells` are file and name. A sample is the rest of the name; those with few cells are one sample
-    for each file. Texts of one cell at a time are in memory.
+    `cells` are pairs of file and name. Cells of a file whose names are equal without the barcode are one
+    sample. Samples of few cells are joined into one sample per file. Only the text of one cell at a time
+    is in memory.
     """
     barcodes = array("Q")
     samples = array("q")
@@ -189,7 +190,7 @@ def read_digests(folder: Path, config: Mapping[str, Any]) -> CellDigests | None:
 
 
 def _read_corpus(file: Any, number: int) -> CorpusDigests:
-    """Raise ValueError unless the arrays are as `write_digests` writes them."""
+    """Read corpus `number`. Raise ValueError unless its arrays are as `write_digests` writes them."""
     arrays = {}
     for name, dtype in (
         ("cells", np.uint64),

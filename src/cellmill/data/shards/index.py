@@ -1,7 +1,6 @@
-"""Arrays of values of every cell: the index next to the manifest, and the vectors of a teacher.
+"""Arrays with values of every cell: the index next to the manifest, and the vectors of a teacher.
 
-With the index a process opens only the shards that it reads. The first two files are `indptr` and
-`part_offsets` in code:
+With the index a process opens only the shards that it reads:
 
     SPLIT-offsets.npy   `(n_obs + shards,)` int32: `PackedCellFile.indptr` of each shard in turn
     SPLIT-borders.npy   `(2 * n_obs + shards,)` uint32: `PackedCellFile.part_offsets` of each shard in turn
@@ -9,18 +8,18 @@ With the index a process opens only the shards that it reads. The first two file
     SPLIT-levels.npy    `(columns, n_obs)` uint16: level code of each cell, for the manifest's `obs_levels` in order
     SPLIT-numbers.npy   `(columns, n_obs)` float64: values of the manifest's `obs_numbers`, in order; NaN is missing
 
-Stage `teach` writes vectors for the cells that a training reads, objective `distill` reads them:
+Stage `teach` writes a teacher's vectors of the cells that a training reads, and objective `distill` reads them:
 
-    vectors.npy     `(cells, width)` float32: of the training cells, then of the validation cells, in the order of the
-                    shards; NaN where the teacher has none. Over the training cells each column has mean 0 and standard
-                    deviation 1, so that a loss weighs all columns alike
+    vectors.npy     `(cells, width)` float32: vectors of the training cells, then of the validation cells, in the order
+                    of the shards; NaN where the teacher has none. Over the training cells each column has mean 0 and
+                    standard deviation 1, so that a loss weighs all columns alike
     vectors.json    a `TeacherVectors`; written last
 
-All are mapped into memory: a page is read on first use, and is shared by the processes of a node.
+All arrays are mapped into memory: a page is read on first use, and is shared by the processes of a node.
 
-The code of level i of an obs column is i + 1. It is the same in every run, layout and split of a corpus and in exported
-models. 0 is unknown: a value that the corpus does not have. Where the corpus has cells without a value, the last level
-stands for a missing value. Numbers are what an objective predicts, such as an age or a protein's count.
+The code of level i of an obs column is i + 1. It is the same in every run, layout and split of a corpus, and in
+exported models. Code 0 is unknown: a value that the corpus does not have. If the corpus has cells without a value, the
+last level stands for a missing value. Numbers are what an objective predicts, such as an age or a protein's count.
 """
 
 from collections.abc import Iterable, Iterator
@@ -72,7 +71,7 @@ def new_array(
 def open_array(
     path: Path, shape: tuple[int, ...], dtype: str | np.dtype[Any], remedy: str
 ) -> np.ndarray:
-    """Map an array of `new_array`, read-only.
+    """Map an array that `new_array` made, read-only.
 
     Raises DataError, ending in `remedy`, if it is missing, damaged or not of `shape` and `dtype`.
     """
@@ -105,7 +104,7 @@ def make_index_entry(folder: Path, split: str, kind: IndexKind) -> IndexEntry:
 def write_split_index(
     folder: Path, split: str, nnz: np.ndarray, hashes: np.ndarray, cells_per_shard: int
 ) -> dict[IndexKind, IndexEntry]:
-    """Write offsets and hashes of the cells of a split, and return their entries.
+    """Write the files `offsets` and `hashes` of a split, and return their entries in the manifest.
 
     `nnz`, `(cells,)`, and `hashes`, `(cells, 2)` uint64, are in the order on disk. Raises DataError if
     a shard has more than `MAX_NONZEROS`.
@@ -141,10 +140,10 @@ def open_index(manifest: Manifest, split: str, kind: IndexKind) -> np.ndarray:
 
 
 class CellColumns:
-    """Level codes (int32) or numbers (float64) of obs columns by cell: `[cells]` is `(cells, columns)`.
+    """Level codes (int32) or numbers (float64) of obs columns: indexed by cells, `(cells, columns)`.
 
-    `Manifest.levels` or `fingerprint_with` has accepted `names`. Indexing raises DataError, naming
-    the file, for a code that is of no level.
+    `Manifest.levels` or `fingerprint_with` must have accepted the columns `names`. Indexing raises
+    DataError, naming the file, for a code of no level.
     """
 
     def __init__(
@@ -162,7 +161,7 @@ class CellColumns:
             levels = manifest.obs_levels
             stored_columns = list(levels)
             self._n_levels = np.array([len(levels[name]["levels"]) for name in names], np.int32)
-        # in the order of a list: another program may have sorted the keys of an object
+        # the order of the list `obs_columns`: another program may have sorted the keys of an object
         stored_columns.sort(key=manifest.obs_columns.index)
         stored = open_index(manifest, split, kind)
         self._columns = [stored[stored_columns.index(name)] for name in names]
@@ -181,9 +180,10 @@ class CellColumns:
 def open_vectors(
     folder: Path, manifest: Manifest, verify: bool = False
 ) -> tuple[TeacherVectors, dict[str, np.ndarray]]:
-    """Return the record of the teacher, and the vectors of each split; with `verify`, hash them.
+    """Return the record of the teacher, and its vectors by split.
 
-    Raises UserError if they are missing, damaged or made for other shards.
+    With `verify` the bytes of the vectors are hashed. Raises UserError if they are missing, damaged or
+    made for other shards.
     """
     path = folder / ABOUT
     about: TeacherVectors = check_options(TeacherVectors, read_json(path), str(path))
@@ -205,15 +205,16 @@ def open_vectors(
 
 
 def are_in(hashes: np.ndarray, ordered: np.ndarray) -> np.ndarray:
-    """Mask, bool, of the `hashes`, `(n, 2)`, that `ordered`, `(2, m)` in ascending order, has too.
+    """Return for each of `hashes`, `(n, 2)`, whether `ordered`, `(2, m)` ascending, has it: `(n,)` bool.
 
-    If `ordered` has only the first halves, `(1, m)`, these decide.
+    If `ordered` has only the first halves of hashes, `(1, m)`, these decide.
     """
     low = np.searchsorted(ordered[0], hashes[:, 0], side="left")
     high = np.searchsorted(ordered[0], hashes[:, 0], side="right")
+    is_in = high > low
     if len(ordered) == 1:
-        return high > low
-    mask = np.zeros(len(hashes), bool)
-    for i in np.flatnonzero(high > low).tolist():  # nearly always one entry
-        mask[i] = (ordered[1, low[i] : high[i]] == hashes[i, 1]).any()
-    return mask
+        return is_in
+    for i in np.flatnonzero(is_in).tolist():
+        second_halves = ordered[1, low[i] : high[i]]  # nearly always one
+        is_in[i] = (second_halves == hashes[i, 1]).any()
+    return is_in

@@ -1,11 +1,10 @@
-"""Copies of shards on a node's own disk, made by a separate process of each node while a training
-runs.
+"""Copies of shards on a node's own disk, made while a training runs.
 
-The process reads a `CopyTask` as one line of JSON from stdin, copies, and removes the copies at the
-end of stdin, which comes however the process that started it ends. A copy is written under another
-name, read back from the disk, compared with the manifest's SHA-256, and renamed. The first failure
-prints one warning and ends the copying: complete copies stay in use, the rest is read from the
-shared folder.
+One process per node makes them. It reads a `CopyTask` as one line of JSON from stdin and copies. At
+the end of stdin, which comes however the process that started it ends, it removes the copies. A copy
+is written under another name, read back from the disk, compared with the manifest's SHA-256, and
+renamed. The first failure prints one warning and ends the copying: complete copies stay in use, and
+other shards are read from the shared folder.
 """
 
 import fcntl
@@ -27,9 +26,9 @@ from cellmill.files import named_errors, sha256_file
 from cellmill.launch.signals import STOP_SIGNALS
 
 PREFIX = "cellmill-shards-"
-LOCK = "lock"  # file of a folder of copies, locked while the process that owns the folder lives
-_CHUNK = 8 << 20
-_FREE_FRAC = 0.05  # of the file system, which is never filled: others write to it too
+LOCK = "lock"  # file in a folder of copies, locked while the process that owns the folder lives
+_CHUNK = 8 << 20  # bytes
+_FREE_FRAC = 0.05  # fraction of the file system that is left free, since others write to it too
 
 
 def warn(line: str) -> None:
@@ -40,8 +39,8 @@ def warn(line: str) -> None:
 class LocalCopies:
     """Complete copies in `folder`, under the names of their shards. Thread-safe.
 
-    A copy appears under its name when it is complete and verified. Once one cannot be read, copies
-    are no longer used.
+    A copy appears under its name when it is complete and verified. Once a copy cannot be read, no copy
+    is used any more.
     """
 
     def __init__(self, folder: Path):
@@ -51,7 +50,7 @@ class LocalCopies:
         self._lock = Lock()
 
     def find(self, shard: Path) -> Path | None:
-        """Path of the copy of a shard; None as long as there is none."""
+        """Return the path of the copy of a shard; None as long as there is none."""
         if self._given_up:
             return None
         copy = self._complete.get(shard.name)
@@ -80,9 +79,9 @@ class LocalCopies:
 class CopyTask:
     """Copies to make."""
 
-    folder: str  # new; its parent may be missing
+    folder: str  # a new folder for the copies; its parent may be missing
     shards: dict[str, str]  # SHA-256 of each shard by path, in the order of copying
-    limit_bytes: float | None  # most bytes of all copies
+    limit_bytes: float | None  # largest size of all copies together
 
 
 class _TrainingEnded(Exception):
@@ -91,7 +90,7 @@ class _TrainingEnded(Exception):
 
 def main() -> None:
     """Copy, wait for the end of stdin, and remove the copies."""
-    # SLURM sends them to all processes of a job; the training still reads while it saves
+    # SLURM sends these signals to all processes of a job; the training still reads while it saves
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     os.nice(10)
@@ -128,8 +127,9 @@ def main() -> None:
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove folders of copies in `parent` whose process ended without removing them, as when its
-    node was lost.
+    """Remove the folders in `parent` of processes that ended without removing them.
+
+    This happens when a node is lost.
     """
     for lock in parent.glob(f"{PREFIX}*/{LOCK}"):
         with suppress(OSError), open(lock, "rb") as file:  # of another user, or in use
@@ -178,7 +178,7 @@ def _copy(shard: Path, copy: Path, sha256: str, ended: Event) -> None:
                 if ended.is_set():
                     raise _TrainingEnded
             os.fsync(target)
-            # so that the digest is of the bytes on disk, not of those in memory
+            # drop the bytes from memory, so that the digest is of the bytes on disk
             os.posix_fadvise(target.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         actual = sha256_file(temporary)
         if actual != sha256:

@@ -30,7 +30,7 @@ FORMAT = 3
 REMEDY = "make the shards again (the `shard` stage)"
 TRAINING_SPLITS = ("train", "val")
 VERIFIED = "verified.json"
-_THREADS = 4  # that hash
+_HASH_THREADS = 4
 
 Count = Annotated[int, Field(ge=0, lt=2**40)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -161,9 +161,7 @@ class Manifest(CorpusSummary):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a manifest. Raises DataError when it is missing, malformed, edited or of another
-        format.
-        """
+        """Read a manifest. Raises DataError if it is missing, malformed, edited or in another format."""
         path = Path(path)
         tree = read_json(path)
         try:
@@ -190,10 +188,10 @@ class Manifest(CorpusSummary):
         write_json(self.path, tree | {"checksum": digest(tree)})
 
     def levels(self, columns: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-        """Levels of obs columns, in the order of `columns`, which maps each to the option that
-        names it.
+        """Return the levels of obs columns, by column.
 
-        Raises DataError for a column that is missing or has no levels.
+        `columns` maps each column to the option that names it, for messages. Raises DataError for a
+        column that is missing or has no levels.
         """
         lacks = "has no levels: it is of numbers with decimals, or of too many values"
         self._require(columns, self.obs_levels, lacks)
@@ -213,10 +211,10 @@ class Manifest(CorpusSummary):
     def fingerprint_with(
         self, levels: Iterable[str], numbers: Mapping[str, str] = MappingProxyType({})
     ) -> str:
-        """Fingerprint of the cells with the `levels` and `numbers` of some obs columns.
+        """Compute the fingerprint of the cells with the levels and numbers of some obs columns.
 
-        Without columns it is that of the shards. `numbers` maps columns to the option that names each.
-        Raises DataError for a column without numbers.
+        `levels` are columns, and `numbers` maps columns to the option that names each. Without columns
+        it is the fingerprint of the shards. Raises DataError for a column without numbers.
         """
         self._require(numbers, self.obs_numbers, "is text")
         contents: dict[str, Any] = {"shards": self.fingerprint}
@@ -228,7 +226,7 @@ class Manifest(CorpusSummary):
         return digest(contents) if len(contents) > 1 else self.fingerprint
 
     def entry(self, split: str) -> SplitEntry:
-        """The entry of `split`. Raises DataError when it has no cells."""
+        """Return the entry of `split`. Raises DataError if it has no cells."""
         if not self.splits[split].n_obs:
             others = ", ".join(name for name in SPLITS if self.splits[name].n_obs)
             remedy = f"raise shard.{split}_frac"
@@ -266,8 +264,9 @@ def _check_split(name: str, split: SplitEntry) -> None:
 def fingerprint_of(
     vocabulary: ShardVocabulary, seed: int, split: dict[str, Any], splits: Mapping[str, SplitEntry]
 ) -> str:
-    """Fingerprint of shards. Its format number changes if the same entries come to mean other
-    cells.
+    """Compute the fingerprint of shards.
+
+    Its format number changes if the same entries come to mean other cells.
     """
     contents = {}
     for name, entry in splits.items():
@@ -278,17 +277,17 @@ def fingerprint_of(
 
 
 def verify(manifest: Manifest, files: Sequence[ShardEntry | IndexEntry] | None = None) -> None:
-    """Hash every byte of `files`, by default of all. Raise DataError naming the first damaged file.
+    """Hash every byte of `files`, by default of all files. Raise DataError naming the first damaged one.
 
-    About 1 GB/s per thread on a processor with SHA instructions: for the start of training, not for
-    every open.
+    This takes a second per GB and thread on a processor with SHA instructions. So it is for the start
+    of training, not for every opening.
     """
     files = manifest.files() if files is None else files
     paths = [manifest.shard_path(file) for file in files]
     for path in paths:
         if not path.is_file():
             raise DataError(f"{path}: no such file, but the manifest lists it; {REMEDY}")
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with ThreadPoolExecutor(_HASH_THREADS) as pool:
         megabytes = [path.stat().st_size / 1e6 for path in paths]
         hashed = zip(paths, files, pool.map(sha256_file, paths), megabytes)
         for path, file, sha256, _ in progress(
@@ -307,9 +306,10 @@ def stamp_files(manifest: Manifest) -> Stamps:
 
 
 def verify_changed(manifest: Manifest, stamps: Stamps, part: slice = slice(None)) -> int:
-    """Hash `part` of the files of the training splits, and return the number hashed.
+    """Hash the files of the training splits that have changed, and return their number.
 
-    Files with the same stamp in verified.json are left out. Raises DataError naming a damaged file.
+    `stamps` are their stamps now. A file with the same stamp in verified.json has not changed. `part`
+    selects some of the files. Raises DataError naming a damaged file.
     """
     try:
         tree = read_json(manifest.path.with_name(VERIFIED))
@@ -325,19 +325,19 @@ def verify_changed(manifest: Manifest, stamps: Stamps, part: slice = slice(None)
 
 
 def record_verified(manifest: Manifest, stamps: Stamps) -> None:
-    """Write verified.json: all files of the training splits have been hashed.
+    """Record in verified.json that all files of the training splits have been hashed.
 
-    `stamps` were taken before, so that a file replaced in between is hashed again.
+    `stamps` were taken before hashing, so that a file replaced meanwhile is hashed again.
     """
     verified = {"fingerprint": manifest.fingerprint, "files": stamps}
-    with suppress(OSError):  # a corpus that only its owner can write to: hashed at each start
+    with suppress(OSError):  # a corpus that others cannot write to is hashed at each start
         write_json(manifest.path.with_name(VERIFIED), verified)
 
 
 def stamp(path: Path) -> list[int] | None:
-    """Size and modification time of a file, None if it is missing.
+    """Return the stamp of a file, its size and modification time; None if it is missing.
 
-    The bytes of a file are not hashed again while its stamp stays the same.
+    A file's bytes are not hashed again while its stamp stays the same.
     """
     try:
         status = path.stat()

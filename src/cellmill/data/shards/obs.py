@@ -1,8 +1,8 @@
-"""obs of a corpus: the union of its datasets' columns, one file per dataset and column, so that no
-process holds all of it.
+"""obs of a corpus: the union of its datasets' columns.
 
-Text becomes categories, numbers stay numbers; cells of a dataset without a column have NaN there.
-Column `dataset` is added, and a user's own column of that name is kept as `dataset_original`.
+It is stored as a file per dataset and column, so that no process holds all of it. Text becomes
+categories, numbers stay numbers, and cells of a dataset without a column have NaN there. Column
+`dataset` is added, and a user's own column of that name is kept as `dataset_original`.
 
     DATASET-names.npy            obs names, UTF-8
     DATASET-COLUMN.npy           numbers of the cells in the order of the file, or for text its codes; -1 is missing
@@ -40,7 +40,7 @@ Encoder = Callable[[Any], Any]
 
 
 def find_levels(chunks: Iterable[Any]) -> list[str] | None:
-    """Levels of a column, given as arrays of its values in turn; None if it has none."""
+    """Find the levels of a column, whose values come in `chunks`; None if it has none."""
     texts = set[str]()
     has_missing = False
     for chunk in chunks:
@@ -57,7 +57,7 @@ def find_levels(chunks: Iterable[Any]) -> list[str] | None:
 
 
 def encode_levels(values: Any, levels: Sequence[str]) -> np.ndarray:
-    """Level code of each value, int32, from 1; 0 for a value that is not a level."""
+    """Return the level code of each value, int32, from 1; 0 for a value that is not a level."""
     code_of_level = {level: code for code, level in enumerate(levels, start=1)}
     indices, unique = pd.factorize(values)
     texts = [*map(as_text, unique), MISSING]  # the index of a missing value is -1
@@ -67,7 +67,7 @@ def encode_levels(values: Any, levels: Sequence[str]) -> np.ndarray:
 def encode_columns(
     obs: pd.DataFrame, dataset: str, levels: Mapping[str, Sequence[str]]
 ) -> np.ndarray:
-    """Level codes of the obs of a dataset, `(n_obs, columns)` int32; 0 in columns that it lacks."""
+    """Return the level codes of a dataset's obs, `(n_obs, columns)` int32; 0 in columns that it lacks."""
     codes = np.zeros((len(obs), len(levels)), np.int32)
     for i, (name, known) in enumerate(levels.items()):
         values = shard_column(obs, dataset, name)
@@ -77,8 +77,9 @@ def encode_columns(
 
 
 def parse_numbers(chunk: np.ndarray | pd.Categorical) -> np.ndarray | None:
-    """Numbers, float64, of an array of values, NaN for missing ones; None for text that is not all
-    numbers.
+    """Return an array of values as numbers, float64, NaN for missing values.
+
+    None if they are text that is not all numbers.
     """
     if isinstance(chunk, np.ndarray):
         return chunk.astype("<f8")
@@ -90,7 +91,7 @@ def parse_numbers(chunk: np.ndarray | pd.Categorical) -> np.ndarray | None:
 
 
 def parse_columns(obs: pd.DataFrame, columns: Sequence[str]) -> np.ndarray:
-    """Numbers of obs columns, `(n_obs, columns)` float64; NaN where there is none."""
+    """Return the numbers of obs columns, `(n_obs, columns)` float64; NaN where there is none."""
     numbers = np.full((len(obs), len(columns)), np.nan)
     for i, name in enumerate(columns):
         if name in obs:
@@ -99,7 +100,7 @@ def parse_columns(obs: pd.DataFrame, columns: Sequence[str]) -> np.ndarray:
 
 
 def shard_column(obs: pd.DataFrame, dataset: str, name: str) -> np.ndarray | pd.Series | None:
-    """Values that column `name` of shards has for the obs of a dataset; None without it."""
+    """Return the values of a dataset's obs in column `name` of shards; None if it lacks the column."""
     if name == DATASET:
         return np.full(len(obs), dataset, object)
     column: pd.Series | None = obs.get(DATASET if name == _ORIGINAL else name)
@@ -107,7 +108,7 @@ def shard_column(obs: pd.DataFrame, dataset: str, name: str) -> np.ndarray | pd.
 
 
 def dtype_of(column: pd.Series) -> str | None:
-    """dtype of a column of a dataset's obs: `?`, `<i8` or `<f8`; None for text."""
+    """Return the dtype of a column of a dataset's obs: `?`, `<i8` or `<f8`; None for text."""
     types = pd.api.types
     has_missing = column.isna().any()
     if types.is_bool_dtype(column):
@@ -196,7 +197,7 @@ class JointObs:
                 column.values = values if len(values) <= MAX_LEVELS else None
 
     def frame(self, dataset: np.ndarray, row: np.ndarray) -> pd.DataFrame:
-        """obs of cells in their order; `dataset` and `row`, `(cells,)`, are their datasets and rows there."""
+        """Read the obs of cells. `dataset` and `row`, `(cells,)`, are each cell's dataset and row there."""
         columns = {name: self.column(name, dataset, row) for name in self.column_names}
         names = np.empty(len(row), object)
         for number, cells in _by_dataset(dataset):
@@ -207,7 +208,7 @@ class JointObs:
     def column(
         self, name: str, dataset: np.ndarray, row: np.ndarray
     ) -> np.ndarray | pd.Categorical:
-        """Values of a column of `column_names`."""
+        """Read a column of `column_names` for cells, as in `frame`."""
         if name == DATASET:
             return pd.Categorical.from_codes(dataset, categories=self.datasets)
         i = [column.name for column in self.columns].index(name)
@@ -221,27 +222,28 @@ class JointObs:
         return values
 
     def _text_column(self, i: int, dataset: np.ndarray, row: np.ndarray) -> pd.Categorical:
-        """Text of column `i`. Texts are not sorted or hashed again: their stored codes are sorted."""
+        """Read text column `i`. Stored codes are sorted, which costs less than sorting texts."""
         column = self.columns[i]
-        parts = []
+        datasets = []
         for number, cells in _by_dataset(dataset):
             if column.present[number]:
                 codes, inverse = np.unique(
                     self._load(f"{number}-{i}")[row[cells]], return_inverse=True
                 )
                 stored = self._load(f"{number}-{i}-values")[codes[codes >= 0]].tolist()
-                parts.append((cells, inverse, len(codes), [text.decode() for text in stored]))
-        levels = column.values
-        # a shard keeps only its own values of a column of many, such as barcodes
-        if levels is None:
-            levels = sorted(set[str]().union(*(texts for *_, texts in parts)))
-        position = {text: level for level, text in enumerate(levels)}
-        level_of_cell = np.full(len(row), -1, np.int32)
-        for cells, inverse, n_codes, texts in parts:
-            level_of_code = np.full(n_codes, -1, np.int32)  # the first code may be a missing value
-            level_of_code[n_codes - len(texts) :] = [position[text] for text in texts]
-            level_of_cell[cells] = level_of_code[inverse]
-        return pd.Categorical.from_codes(level_of_cell, pd.Index(levels, dtype=object))
+                datasets.append((cells, inverse, len(codes), [text.decode() for text in stored]))
+        categories = column.values
+        # of a column with many values, such as barcodes, a shard keeps only the values of its cells
+        if categories is None:
+            categories = sorted(set[str]().union(*(texts for *_, texts in datasets)))
+        number_of_text = {text: number for number, text in enumerate(categories)}
+        category = np.full(len(row), -1, np.int32)
+        for cells, inverse, n_codes, texts in datasets:
+            # the first code may be -1, a missing value
+            category_of_code = np.full(n_codes, -1, np.int32)
+            category_of_code[n_codes - len(texts) :] = [number_of_text[text] for text in texts]
+            category[cells] = category_of_code[inverse]
+        return pd.Categorical.from_codes(category, pd.Index(categories, dtype=object))
 
     def _save(self, name: str, array: np.ndarray) -> None:
         np.save(self.folder / f"{name}.npy", array)
@@ -251,7 +253,7 @@ class JointObs:
 
 
 def _by_dataset(dataset: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Each dataset and the positions of its cells."""
+    """Yield each dataset and the positions of its cells."""
     for number in np.unique(dataset).tolist():
         yield number, np.flatnonzero(dataset == number)
 
@@ -278,7 +280,7 @@ def write_columns(
     splits = {split: cells for split, cells in splits.items() if len(cells)}
 
     def read(name: str) -> Iterator[Any]:
-        """Values of a column, dataset by dataset."""
+        """Yield the values of a column, dataset by dataset."""
         for number, rows in enumerate(kept):
             yield obs.column(name, np.full(len(rows), number), rows)
 

@@ -1,11 +1,11 @@
 """Plan of a corpus's shards: split, shard and position of every cell, before a shard is written.
 
-One pass over the datasets keeps a few numbers per cell: nonzeros and largest count among the
-vocabulary's genes, and a hash of its (gene id, count) pairs. The hash and the seed assign the cell to
-train, val or test, so equal cells of any file are in one split. If the vocabulary is of training
-cells only, a second hash, over all genes of the file, decides instead. With `split_by` the values of
-an obs column decide. The plan is kept in a folder, so that several jobs can write the shards, and a
-killed job can be continued:
+One pass over the datasets keeps a few numbers per cell: how many of the vocabulary's genes it has,
+their largest count, and a hash of its (gene id, count) pairs. The hash and the seed assign the cell
+to train, val or test, so equal cells of any file are in one split. If the vocabulary was made from
+training cells only, a second hash, over all genes of the file, decides instead. With `split_by` the
+values of an obs column decide. The plan is kept in a folder, so that several jobs can write the
+shards, and a killed job can be continued:
 
     plan.json      written last; its key identifies the inputs that it was made from
     SPLIT.npy      a row per cell in the order on disk: dataset, row, nnz, largest
@@ -64,10 +64,10 @@ PLAN_FOLDER = "parts"  # folder of the plan, next to the manifest
 
 @dataclass(frozen=True)
 class PlannedShard:
-    """A shard to be written: cells `start:stop` of the split."""
+    """A shard to be written: cells `start:stop` of its split."""
 
     split: str
-    number: int  # in its split
+    number: int  # the shard's number in its split
     start: int
     stop: int
 
@@ -99,7 +99,7 @@ class ShardPlan(CorpusSummary):
         return JointObs(self.folder / "obs", self.datasets, self.columns)
 
     def shards(self) -> list[PlannedShard]:
-        """All shards of all splits, in order."""
+        """List the shards of all splits, in order."""
         size = self.cells_per_shard
         shards = []
         for split, n_obs in self.n_obs.items():
@@ -108,7 +108,7 @@ class ShardPlan(CorpusSummary):
         return shards
 
     def cells(self, shard: PlannedShard) -> np.ndarray:
-        """Cells of a shard in the order on disk, of dtype `CELL`."""
+        """Return the cells of a shard in the order on disk, of dtype `CELL`."""
         path = self.folder / f"{shard.split}.npy"
         remedy = "make the plan again (the `divide` stage)"
         cells_of_split = open_array(path, (self.n_obs[shard.split],), CELL, remedy)
@@ -116,7 +116,7 @@ class ShardPlan(CorpusSummary):
 
     @classmethod
     def read(cls, folder: Path, key: str) -> ShardPlan | None:
-        """Plan whose key equals `key`; None if missing, damaged or made from other inputs."""
+        """Read the plan in `folder`; None if it is missing, damaged or has another key than `key`."""
         try:
             plan = cls.model_validate({**read_json(folder / "plan.json"), "folder": folder})
         except (DataError, TypeError, ValueError):
@@ -158,7 +158,7 @@ class _Duplicates(NamedTuple):
 
 
 def remove_plan(folder: Path) -> None:
-    """Remove a plan, plan.json first: what a killed removal leaves must not pass for a whole plan."""
+    """Remove a plan, plan.json first, so that a killed removal leaves no plan that looks complete."""
     if folder.is_dir():
         (folder / "plan.json").unlink(missing_ok=True)
         fsync(folder)
@@ -168,10 +168,10 @@ def remove_plan(folder: Path) -> None:
 def make_plan(
     cell_files: list[Path], vocabulary: Vocabulary, options: ShardOptions, manifest: Path
 ) -> ShardPlan:
-    """Plan the shards of a corpus, or read the plan that an earlier process made of the same inputs.
+    """Plan the shards of a corpus, or read the plan that an earlier process made from the same inputs.
 
-    `cell_files` are preprocessed .h5ad files, named after their datasets. Removes `manifest`. Unless
-    a plan was read, writes its folder and the arrays of the index. Raises DataError when a file or a
+    `cell_files` are preprocessed .h5ad files, named after their datasets. Removes `manifest`, and writes
+    the plan's folder and the arrays of the index unless it read a plan. Raises DataError if a file or a
     column is missing, a name occurs twice, no cell has a gene of the vocabulary, or a split whose
     fraction is above 0 gets no cells. Dropping duplicates may still empty a split.
     """
@@ -200,11 +200,12 @@ def _resolve_duplicates(
 ) -> tuple[_CorpusCells, _Duplicates]:
     """Count the cells that repeat another, and drop them if `options` say so.
 
-    `cell_files` are in the order listed, `paths` by dataset name. Returns the cells that are left.
+    `cell_files` are in the order of the user's list, and `paths` are sorted by dataset name. Returns the
+    cells that are left.
     """
     drops_duplicates = options.duplicates == "drop"
-    # of equal cells the first counts as the original: by dataset name, or in the order listed if the
-    # others are dropped
+    # of equal cells the first is the original: by dataset name, or by the user's list if the others are
+    # dropped
     priority = np.arange(len(paths))
     if drops_duplicates:
         priority = np.array([cell_files.index(path) for path in paths])
@@ -278,7 +279,7 @@ def _check_files(paths: list[Path]) -> None:
 def _write_obs(
     obs: JointObs, paths: list[Path], scans: list[_DatasetScan], corpus: _CorpusCells
 ) -> list[np.ndarray]:
-    """Write obs of the cells of `corpus`; return their rows in each dataset's file."""
+    """Write the obs of the cells of `corpus`; return the rows of these cells in each dataset's file."""
     rows_by_dataset = []
     for number, (path, scan) in enumerate(zip(paths, scans)):
         rows = corpus.cells["row"][corpus.cells["dataset"] == number]
@@ -315,7 +316,10 @@ def _write_splits(
 def find_plan(
     cell_files: list[Path], vocabulary: Vocabulary, options: ShardOptions, folder: Path
 ) -> ShardPlan:
-    """Read the plan that `make_plan` wrote in `folder`. Raises DataError if it has none of these inputs."""
+    """Read the plan that `make_plan` wrote in `folder`.
+
+    Raises DataError if there is none, or if it was made from other inputs.
+    """
     _check_files(cell_files)
     plan = ShardPlan.read(folder, _compute_key(cell_files, vocabulary, options))
     if plan is not None:
@@ -324,7 +328,7 @@ def find_plan(
 
 
 def _compute_key(cell_files: list[Path], vocabulary: Vocabulary, options: ShardOptions) -> str:
-    """Compute the digest of a plan's inputs; files enter by name, size and modification time."""
+    """Compute the digest of a plan's inputs. Files count by name, size and modification time."""
     facts = {
         "format": FORMAT,
         "cells": {path.stem: stamp(path) for path in cell_files},
@@ -423,8 +427,8 @@ def _assign_splits(
 def _find_duplicates(corpus: _CorpusCells, priority: np.ndarray) -> tuple[np.ndarray, int]:
     """Find the cells that repeat an earlier cell.
 
-    Cells are ordered by the `priority`, `(datasets,)`, of their dataset, then by row. Returns the mask
-    of repeated cells, `(cells,)` bool, and the number of cells with an equal cell in another split.
+    Earlier is by the `priority`, `(datasets,)`, of a cell's dataset, then by row. Returns a mask of the
+    cells that repeat one, `(cells,)` bool, and the number of cells with an equal cell in another split.
     """
     # both sorts are stable, so equal cells stay in the order of priority and row
     by_priority = np.argsort(priority[corpus.cells["dataset"]], kind="stable")

@@ -18,19 +18,23 @@ from cellmill.errors import DataError
 def open_shards(
     manifest: Manifest, split: str, copies: LocalCopies | None = None
 ) -> list[PackedCellFile]:
-    """Open the index of a split; return its shards, whose files are opened when they are first read.
+    """Return the shards of a split, by its index; each file is opened when it is first read.
 
     A shard is read from its copy in `copies`, if there is one. Raises DataError if the split has no
     cells or no index.
     """
     shards = manifest.entry(split).shards
     files = OpenFiles(copies=copies)
-    # both arrays have the entries of each shard in turn
     n_obs = np.array([shard.n_obs for shard in shards])
-    indptr_by_shard = np.split(open_index(manifest, split, "offsets"), np.cumsum(n_obs + 1)[:-1])
-    parts_by_shard = np.split(open_index(manifest, split, "borders"), np.cumsum(2 * n_obs + 1)[:-1])
+    # the arrays of the index have the entries of all shards, one shard after the other
+    indptr = open_index(manifest, split, "offsets")
+    part_offsets = open_index(manifest, split, "borders")
+    indptr_by_shard = np.split(indptr, np.cumsum(n_obs + 1)[:-1])
+    part_offsets_by_shard = np.split(part_offsets, np.cumsum(2 * n_obs + 1)[:-1])
     cell_files = []
-    for shard, indptr, part_offsets in zip(shards, indptr_by_shard, parts_by_shard):
+    for shard, shard_indptr, shard_part_offsets in zip(
+        shards, indptr_by_shard, part_offsets_by_shard
+    ):
         kind = CellKind(manifest.gene_order, manifest.n_genes, np.dtype(shard.dtype))
         cell_files.append(
             PackedCellFile(
@@ -38,8 +42,8 @@ def open_shards(
                 nnz=shard.nnz,
                 kind=kind,
                 packed=ByteRange(shard.bytes_at, shard.n_bytes),
-                unchecked_indptr=indptr,
-                unchecked_part_offsets=part_offsets,
+                unchecked_indptr=shard_indptr,
+                unchecked_part_offsets=shard_part_offsets,
                 files=files,
                 remedy=REMEDY,
             )
@@ -48,15 +52,15 @@ def open_shards(
 
 
 def read_names(path: Path, axis: Literal["obs", "var"]) -> np.ndarray:
-    """Read the names of cells or genes, `(n,)` object, of a shard or a file that preprocess wrote.
+    """Read the names of cells (`obs`) or genes (`var`), `(n,)` object.
 
-    Names of cells in shards are `dataset:name`.
+    `path` is a shard, whose cells have names `dataset:name`, or a file that preprocess wrote.
     """
     return _read_column(path, axis, None)
 
 
 def name_cells(shards: list[PackedCellFile], cell_ids: np.ndarray) -> list[str]:
-    """Name cells of a split by id as `dataset:name (FILE row N)`, for error messages."""
+    """Name cells of a split for error messages, as `dataset:name (FILE row N)`."""
     shard_offsets = row_offsets([shard.n_obs for shard in shards])
     shard_numbers = np.searchsorted(shard_offsets, cell_ids, side="right") - 1
     rows = cell_ids - shard_offsets[shard_numbers]

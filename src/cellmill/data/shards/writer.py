@@ -1,9 +1,9 @@
-"""Writing shards of many datasets by a plan, with one shard of cells in memory at a time.
+"""Writing the shards of many datasets by a plan, with one shard of cells in memory at a time.
 
 The cells of each shard are gathered from the datasets, by pread in disk order, and written in the
-plan's order, which is shuffled. A shard depends only on the plan and its number, so any number of
-jobs writes the same shards. The manifest entry of each finished shard is stored next to the plan, so
-that a later process keeps the shard (`_find_finished`).
+plan's shuffled order. A shard depends only on the plan and its number, so any number of jobs writes
+the same shards. The manifest entry of each finished shard is stored in the plan's folder, so that a
+later process keeps the shard (`_find_finished`).
 """
 
 import hashlib
@@ -106,7 +106,7 @@ def write_shards(
         **plan.model_dump(include=set(CorpusSummary.model_fields)),
     )
     written = {file.name for file in manifest.files()}
-    # files of earlier shards, which were more or had other splits
+    # remove files of earlier shards: there may have been more of them, or other splits
     for path in out.parent.iterdir():
         if _FILE_NAME.fullmatch(path.name) and path.name not in written:
             path.unlink()
@@ -136,10 +136,9 @@ def write_part(
     part: int = 0,
     parts: int = 1,
 ) -> int:
-    """Write part `part` of `parts` of the shards of a plan to `folder`, one after the other; return
-    their number.
+    """Write part `part` of `parts` of a plan's shards to `folder`; return the number of these shards.
 
-    Parts may be written at the same time. Shards that this plan finished before are kept.
+    Several processes may write parts at the same time. Shards that are finished by this plan are kept.
     """
     paths = {path.stem: path for path in cell_files}
     shards = plan.shards()[part::parts]
@@ -155,7 +154,7 @@ def write_part(
 
 
 def _find_finished(plan: ShardPlan, shard: PlannedShard, folder: Path) -> ShardEntry | None:
-    """Entry of a shard that this plan wrote; None without one, or if the file has changed since."""
+    """Read the entry of a shard that this plan wrote; None if there is none, or the file has changed."""
     path = folder / shard.name
     try:
         tree = read_json(_entry_path(plan, shard))
@@ -183,7 +182,8 @@ class _Writer:
         self._folder = folder
         self._n_genes = vocabulary.n_genes
         self._rank_order = RankOrder(inverse_medians(vocabulary.medians))
-        # row of the vocabulary of each column of all sources, one after another
+        # the columns of all sources are numbered one source after the other: the vocabulary row of each
+        # column, and the first column of each source
         targets = [vocabulary.rows_of(read_names(s.path, "var").tolist()) for s in sources]
         self._target = np.concatenate(targets)
         self._first_column = row_offsets([len(target) for target in targets])
@@ -236,7 +236,7 @@ class _Writer:
     def _shard_blocks(
         self, cells: np.ndarray, update: Callable[[Any], None]
     ) -> Iterator[sp.csr_matrix]:
-        """Rows of a shard over the vocabulary's genes, `BLOCK` at a time, which `update` hashes.
+        """Yield the rows of a shard over the vocabulary's genes, `BLOCK` at a time; `update` hashes them.
 
         Genes of a row are in rank order, or ascend if `plan.gene_order` is genes. Sequences keep their own
         order.
@@ -271,8 +271,9 @@ class _Writer:
 def _gather(
     cells: np.ndarray, sources: list[PackedCellFile]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows of `cells` from their files: offsets (int64), columns (int32) and counts (of the widest
-    dtype).
+    """Read the rows of `cells` from their files.
+
+    Returns their offsets (int64), columns (int32) and counts (of the widest dtype of the files).
     """
     dataset = np.ascontiguousarray(cells["dataset"])
     rows = np.ascontiguousarray(cells["row"])
