@@ -96,10 +96,9 @@ class Medians:
         return medians
 
     def quantiles(self, rows: np.ndarray) -> np.ndarray:
-        """Quantiles of log(1 + value) over all values of the genes `rows` together, at per mille
-        from 0 to 1; float32.
+        """Compute quantiles of log(1 + value) over all values of the genes `rows` together, float32.
 
-        Counts per 10,000 are within 0.5 % of the exact quantile.
+        They are at per mille from 0 to 1. Counts per 10,000 are within 0.5 % of the exact quantile.
         """
         total = np.cumsum(self.bins[rows].sum(axis=0, dtype=np.int64))
         # the smallest value that at least this part of all values does not exceed
@@ -124,8 +123,9 @@ class Moments:
         self.squares = np.zeros(n_genes)
 
     def add(self, genes: np.ndarray, values: np.ndarray, n_cells: int) -> None:
-        """Add nonzero values, `(n,)`, each of the gene at the same position of `genes`, of
-        `n_cells` more cells.
+        """Add nonzero values, `(n,)`, of `n_cells` more cells.
+
+        Each value is of the gene at the same position of `genes`.
         """
         self.n_cells += n_cells
         self.sums += np.bincount(genes, values, minlength=len(self.sums))
@@ -157,12 +157,11 @@ def build_vocabulary(
     split: Shard | None = None,
     out: Path | None = None,
 ) -> Vocabulary:
-    """Vocabulary of preprocessed .h5ad files, independent of their order; of sequences, all
-    residues.
+    """Build the vocabulary of preprocessed .h5ad files, which does not depend on their order.
 
-    With `split`, only its training cells count. Sums that a killed process left next to `out`, the
-    file to be written, are not computed again. Raises DataError when a file shares no gene with the
-    others, or no gene is left.
+    For sequences it has all residues. With `split`, only its training cells count. Sums that a killed
+    process left next to `out`, the file to be written, are not computed again. Raises DataError when a
+    file shares no gene with the others, or no gene is left.
     """
     paths = [Path(path) for path in paths]
     options = options or VocabularyConfig.model_validate({})
@@ -242,11 +241,11 @@ def _standardised_dispersion(per_10k: Moments) -> np.ndarray:
 
 
 def _standardised_variance(cells: CellPasses, keep: np.ndarray, counts: Moments) -> np.ndarray:
-    """Score of flavor `seurat_v3` of the genes `keep`, from moments of their counts and a second
-    pass over the files.
+    """Compute the score of flavor `seurat_v3` of the genes `keep`.
 
-    A local regression of degree 2 predicts the deviation of a gene from its mean. Raises
-    ConfigError without scikit-misc.
+    `counts` are moments of their counts; a second pass over the files clips large counts. A local
+    regression of degree 2 predicts the deviation of a gene from its mean. Raises ConfigError without
+    scikit-misc.
     """
     loess = optional_package("skmisc.loess", "hvg", "vocabulary.select seurat_v3").loess
     n = counts.n_cells
@@ -272,10 +271,10 @@ def _by_score(scores: np.ndarray) -> np.ndarray:
 
 
 def _sequence_vocabulary(paths: list[Path]) -> Vocabulary:
-    """All residues, also those in no sequence, with the number of sequences that have each. Medians
-    are 1.
+    """List all residues, each with the number of sequences that have it, which may be 0.
 
-    Ranked cells give all genes of the file, with its symbols and medians, which all files share.
+    Medians are 1. Ranked cells give all genes of the file, with its symbols and medians, which all
+    files share.
     """
     with open_counts(paths[0]) as reader:
         residues = reader.var_names
@@ -300,8 +299,9 @@ def _medians_of(reader: CountsReader) -> np.ndarray:
 
 
 def _read_symbols(paths: list[Path]) -> tuple[dict[str, str], bool]:
-    """Symbol of every gene in the files; if they differ, the first in alphabetical order. True if
-    all are sequences.
+    """Read the symbol of every gene in the files; if files differ, the first in alphabetical order.
+
+    Also returns True if all files have sequences.
     """
     symbols: dict[str, str] = {}
     kinds: dict[bool, Path] = {}  # a file of sequences (True), and one of cells

@@ -49,8 +49,9 @@ class NameColumn:
         return self.matches.n_matched > _MOSTLY * self.n_filled
 
     def agreement(self, other: "NameColumn") -> float:
-        """Share of rows with the same gene, of the rows where both columns have one; 1 for few such
-        rows.
+        """Return the share of equal genes among the rows where both columns have a gene.
+
+        It is 1 if there are few such rows.
         """
         pairs = [pair for pair in zip(self.matches.gene_ids, other.matches.gene_ids) if all(pair)]
         if len(pairs) < _FEW:
@@ -118,8 +119,9 @@ def choose_names(names: Sequence[str], var: pd.DataFrame, organism: str) -> Gene
 
 
 def text_columns(var: pd.DataFrame) -> dict[str, list[str]]:
-    """Texts of the columns that hold text, or categories of text, by name; empty where a value is
-    missing.
+    """Return the texts of the columns that hold text, or categories of text, by name.
+
+    A missing value is an empty text.
     """
     texts = {}
     for name, column in var.items():

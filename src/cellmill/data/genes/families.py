@@ -80,8 +80,9 @@ FAMILIES = (
 
 
 def describe_names(names: Sequence[str], organism: str) -> str | None:
-    """Line on names that are not genes of `organism`, with a remedy; None if they look like nothing
-    known.
+    """Say what names that are not genes of `organism` look like, and what to do about them.
+
+    None if they look like nothing known.
     """
     names = [name for name in names if name not in MISSING_NAMES]
     least = max(1.0, _LEAST_SHARE * len(names))

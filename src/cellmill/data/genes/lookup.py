@@ -128,8 +128,9 @@ def match_names(names: Sequence[str], organism: str) -> Matches:
 
 
 def _copies_with_id(known: Mapping[str, Match], organism: str) -> set[str]:
-    """Names of an id and a text that repeat genes of the file, such as intron_ENSG00000141510 next
-    to ENSG00000141510: other rows of these genes.
+    """Find names of an id and a text that are other rows of genes of the file.
+
+    An example is intron_ENSG00000141510 next to ENSG00000141510.
     """
     by_text: dict[str, set[str]] = {}
     present = set[str]()
@@ -149,9 +150,7 @@ def _copies_with_id(known: Mapping[str, Match], organism: str) -> set[str]:
 
 
 def _is_missing(name: str) -> bool:
-    """True for a missing name, also with the suffix that made several of them unique: NA, NA.1,
-    NA.2 of R.
-    """
+    """Return True for a missing name, also with a suffix that made it unique, such as NA.1 of R."""
     copy = _COPY.fullmatch(name)
     return name in MISSING_NAMES or (copy is not None and copy[1] in MISSING_NAMES)
 

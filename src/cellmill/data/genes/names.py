@@ -186,11 +186,10 @@ def _coverage(chosen: GeneNames, organism: str) -> Coverage:
 
 
 def map_orthologs(mapped: MappedGenes, reference: str, table: Path | None = None) -> MappedGenes:
-    """Genes of one organism under the ids and symbols of `reference`; genes without an ortholog
-    lose their id.
+    """Replace genes of one organism by the ids and symbols of their orthologs in `reference`.
 
-    `table` is a user's file of orthologs, instead of the packaged one. Genes of `reference` itself
-    stay as they are.
+    Genes without an ortholog lose their id. `table` is a user's file of orthologs, instead of the
+    packaged one. Genes of `reference` itself stay as they are.
     """
     organism = mapped.coverage.organism
     if organism is None or organism == reference:
@@ -204,8 +203,7 @@ def map_orthologs(mapped: MappedGenes, reference: str, table: Path | None = None
 
 
 def match_columns(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
-    """Match columns of `reader` to genes of `vocabulary`: by name, through a table of symbols, or
-    through orthologs.
+    """Match columns of `reader` to genes of `vocabulary`: by name, a table of symbols, or orthologs.
 
     Takes the reading that matches most genes, then most columns. Raises DataError when no reading
     matches any gene.
@@ -277,8 +275,9 @@ class _Reading(NamedTuple):
 
 
 def _readings(names: list[str], var: pd.DataFrame, vocabulary: Vocabulary) -> Iterator[_Reading]:
-    """Read names as those of an organism of the vocabulary, as ids, and as those of another
-    organism with orthologs.
+    """Read names as genes of an organism of the vocabulary, as ids, or as genes of another organism.
+
+    The genes of another organism are replaced by their orthologs.
     """
     if (vocabulary.rows_of(names) >= 0).all():  # as in preprocessed cells: no table is read
         yield _Reading(names)
@@ -353,9 +352,7 @@ def describe_sums(summed: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def lost_counts(frac: float, names: Sequence[str]) -> str | None:
-    """Warning that names without an Ensembl id have the share `frac` of the counts; None if that is
-    little.
-    """
+    """Warn that names without an Ensembl id have the share `frac` of the counts; None if it is small."""
     if frac <= MAX_LOST:
         return None
     shown = ", ".join(repr(name) for name in names[:LOST_NAMES])
@@ -366,12 +363,11 @@ def lost_counts(frac: float, names: Sequence[str]) -> str | None:
 
 
 def is_expression(var: pd.DataFrame) -> np.ndarray:
-    """Mask of the genes; False for antibodies and guides of 10x files, whose names (CD3) would pass
-    for genes.
+    """Return a mask of the genes: False for antibodies and guides of 10x files.
 
-    Types count in any case, and a row without a type is a gene. Some tools write biotypes or `Gene`
-    there: if no type is `Gene Expression`, every row is a gene, except for the types of other
-    features that 10x has.
+    Their names (CD3) would pass for genes. Types count in any case, and a row without a type is a gene.
+    Some tools write biotypes or `Gene` there: if no type is `Gene Expression`, every row is a gene,
+    except for the types of other features that 10x has.
     """
     if "feature_types" not in var:
         return np.ones(len(var), dtype=bool)
@@ -403,8 +399,9 @@ def rows_of_names(names: Iterable[str], vocabulary: Vocabulary) -> dict[str, int
 def rows_of_known_genes(
     names: Iterable[str], vocabulary: Vocabulary, option: str
 ) -> dict[str, int]:
-    """Row of each name's gene. Raises ConfigError, for `option`, for a gene that is not in the
-    vocabulary.
+    """Find the row of each name's gene.
+
+    Raises ConfigError, which names `option`, for a gene that is not in the vocabulary.
     """
     rows = rows_of_names(names, vocabulary)
     for name, row in rows.items():
@@ -417,10 +414,10 @@ def rows_of_known_genes(
 
 
 def names_of_genes(names: Iterable[str], vocabulary: Vocabulary) -> dict[str, tuple[str, ...]]:
-    """Names under which a file may have the gene of each name: the name, its Ensembl id, its
-    current symbol.
+    """List the names under which a file may have the gene of each name.
 
-    Ids and symbols come from the packaged tables of the vocabulary's organisms.
+    These are the name, its Ensembl id and its current symbol. Ids and symbols come from the packaged
+    tables of the vocabulary's organisms.
     """
     synonyms: dict[str, tuple[str, ...]] = {name: (name,) for name in sorted({*names})}
     for organism in organisms_of(vocabulary):
@@ -433,9 +430,7 @@ def names_of_genes(names: Iterable[str], vocabulary: Vocabulary) -> dict[str, tu
 
 
 def perturbed_genes(names: Sequence[str], vocabulary: Vocabulary) -> dict[str, list[int]]:
-    """Rows of the vocabulary of each perturbation's genes, by `rows_of_names`; empty if none is
-    known.
-    """
+    """Find the rows of each perturbation's genes by `rows_of_names`; empty if none is known."""
     genes = [[part.strip() for part in name.split(SEPARATOR)] for name in names]
     return dict(zip(names, known_rows(genes, vocabulary)))
 

@@ -37,8 +37,7 @@ _TRAIN = SPLITS.index("train")
 
 
 class CellPasses:
-    """Cells that a vocabulary is made of: all cells of the files, or with `split` its training
-    cells.
+    """Passes over the cells of a vocabulary: all cells of the files, or with `split` its training cells.
 
     Sums are saved next to `out`, if given, and are those of `options`.
     """
@@ -112,8 +111,9 @@ class CellPasses:
             self._saved.save(name, state)  # another pass may follow
 
     def training(self) -> VocabularyCells | None:
-        """The training cells that `blocks` gave last; None without a split. Raises DataError if
-        there were none.
+        """Describe the training cells that `blocks` gave last; None without a split.
+
+        Raises DataError if there were none.
         """
         if self._split is None:
             return None

@@ -101,8 +101,9 @@ def gene_lengths(organism: str) -> dict[str, int]:
 
 
 class CellOntology:
-    """Terms and their is_a edges: `parents` maps an id to those of its direct superclasses, `names`
-    to its name.
+    """Terms and their is_a edges.
+
+    `parents` maps the id of a term to the ids of its direct superclasses, and `names` to its name.
     """
 
     def __init__(self, parents: Mapping[str, tuple[str, ...]], names: Mapping[str, str]) -> None:
@@ -132,25 +133,26 @@ class CellOntology:
         return Counter(chain.from_iterable(map(self.ancestors, self.parents)))
 
     def information(self, term: str) -> float:
-        """Information content from the terms below: 1 without any, 0 for the root (Seco, Veale &
-        Hayes 2004, ECAI).
+        """Compute the information content of a term from the terms below it.
+
+        It is 1 without any, and 0 for the root (Seco, Veale & Hayes 2004, ECAI).
         """
         return 1 - log(self._n_below[term]) / log(len(self.parents))
 
     def nearness(self, one: str, other: str) -> float:
-        """Shared part of the superclasses of two terms, each with itself: intersection by union, 1
-        for the same term.
+        """Compare the superclasses of two terms, each with itself: intersection by union.
 
-        The similarity simUI of Gentleman's package GOstats (2005). Every cell is a `cell`, so it is
-        above 0.
+        It is 1 for the same term. This is the similarity simUI of Gentleman's package GOstats (2005). Every
+        cell is a `cell`, so it is above 0.
         """
         a = self.ancestors(one).keys()
         b = self.ancestors(other).keys()
         return len(a & b) / len(a | b)
 
     def steps(self, one: str, other: str) -> int:
-        """is_a edges on the shortest way from both terms up to a common superclass (Rada et al.
-        1989).
+        """Count is_a edges on the shortest way from both terms up to a common superclass.
+
+        This is the distance of Rada et al. (1989).
         """
         a = self.ancestors(one)
         b = self.ancestors(other)

@@ -76,11 +76,10 @@ _BY_GENE = {"csr_matrix": False, "csc_matrix": True}
 
 
 def open_anndata(path: Path, file: Any, counts: str) -> CountSource:
-    """Open the matrix `counts` (`X`, `raw`, the name of a layer, or `layers/X`) of an open HDF5
-    file or Zarr group.
+    """Open the matrix `counts` of an open HDF5 file or Zarr group.
 
-    A file of several AnnData gives one of them (`containers.py`). `expm1(raw)` recovers counts from
-    logarithms.
+    `counts` is `X`, `raw`, the name of a layer, or `layers/X`. A file of several AnnData gives one of
+    them (`containers.py`). `expm1(raw)` recovers counts from logarithms.
     """
     if not is_anndata(file):
         return _open_part(path, file, counts)
@@ -285,8 +284,9 @@ def _open_zarr(path: Path, file: Any, counts: str) -> CountSource:
 
 
 def _hint(path: Path, group: Any) -> str:
-    """Remedy for a Zarr of several AnnData, as annbatch writes, and for those of Pegasus, Xenium and
-    Scarf, which have other groups; else empty.
+    """Say what to do about a Zarr of several AnnData or of another tool; else empty.
+
+    annbatch writes several AnnData. Pegasus, Xenium and Scarf have other groups.
     """
     if "cell_features" in group:
         return "; it is the matrix of Xenium: give cell_feature_matrix.h5, which lies next to it"
@@ -302,8 +302,9 @@ def _hint(path: Path, group: Any) -> str:
 
 
 def _checked_files(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """Files in a folder. Raises DataError for anything that is neither a file nor a folder of its
-    own.
+    """List the files in a folder.
+
+    Raises DataError for anything that is neither a file nor a folder of its own.
     """
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -373,11 +374,10 @@ class MemoryMatrix(StoredMatrix):
 
 
 def open_memory(adata: Any, counts: str, dataset: str) -> CountSource:
-    """The matrix `counts` (`X`, `raw` or the name of a layer) of an AnnData, called `dataset` in
-    messages.
+    """Open the matrix `counts` (`X`, `raw` or the name of a layer) of an AnnData in memory.
 
-    Raises DataError for a matrix that is missing, or is neither of numpy nor of scipy, ConfigError
-    for another object.
+    Messages call it `dataset`. Raises DataError for a matrix that is missing, or is neither of numpy
+    nor of scipy, ConfigError for another object.
     """
     if not isinstance(adata, AnnData):
         raise ConfigError(

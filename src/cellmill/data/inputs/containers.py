@@ -23,8 +23,9 @@ _ENSEMBL = re.compile(r"ENS[A-Z]*G\d{11}")
 
 
 def split_part(path: Path, counts: str = "X") -> tuple[Path, str]:
-    """The file of `path#part`, and `counts` as `part#counts`; both as they are if the path has no
-    part.
+    """Split `path#part` into the file and `part#counts`.
+
+    Path and `counts` stay as they are if the path has no part.
     """
     text = str(path)
     file, mark, part = text.rpartition("#")

@@ -37,11 +37,11 @@ _COLUMN[[ord("J"), ord("j")]] = RESIDUES.index("X")
 
 
 def _open_fasta(path: Path, file: Any, counts: str) -> CountSource:
-    """Open the sequences of a FASTA file. Headers are read once and kept; sequences are read again
-    by each `parts`.
+    """Open the sequences of a FASTA file.
 
-    Raises DataError when the file is missing, damaged, empty, of nucleotides or no FASTA file, or
-    when two records have the same name.
+    Headers are read once and kept. Each call of `parts` reads the sequences again. Raises DataError
+    when the file is missing, damaged, empty, of nucleotides or no FASTA file, or when two records have
+    the same name.
     """
     require_matrix(path, counts, ["X"])
     names = []
@@ -73,8 +73,9 @@ class _FastaMatrix(StoredMatrix):
         self.shape = (n_sequences, len(RESIDUES))
 
     def parts(self, block: int) -> Iterator[sp.csr_matrix]:
-        """Same as `StoredMatrix.parts`. Raises DataError at the first letter that is no residue, naming
-        the record.
+        """Do the same as `StoredMatrix.parts`.
+
+        Raises DataError at the first letter that is no residue, naming the record.
         """
         records = (self._columns(name, sequence) for name, _, sequence in _records(self._path))
         for rows in iter(lambda: list(islice(records, block)), []):
@@ -126,8 +127,9 @@ def _records(path: Path) -> Iterator[tuple[str, str, bytes]]:
 
 
 def _obs(names: list[str], headers: list[str]) -> pd.DataFrame:
-    """One column for each field of any header, and `description`, the text before the fields;
-    categories.
+    """Make obs: a column for each field of any header, and `description`, the text before the fields.
+
+    Columns are categories.
     """
     columns: dict[str, list[str | None]] = {}
     for row, header in enumerate(headers):

@@ -67,11 +67,11 @@ class Fetched:
 
 
 def fetch_url(url: str, cache: Path | None = None) -> Fetched:
-    """The copy of `url` in `cache` (default: CELLMILL_CACHE, else ~/.cache/cellmill), fetched if it
-    is not there.
+    """Return the copy of `url` in `cache`, and fetch it if it is not there.
 
-    Raises ConfigError for an unknown protocol, a missing package or credentials in the URL,
-    DataError when the URL cannot be read or is another file than its `#sha256=`.
+    The default cache is CELLMILL_CACHE, else ~/.cache/cellmill. Raises ConfigError for an unknown
+    protocol, a missing package or credentials in the URL, DataError when the URL cannot be read or is
+    another file than its `#sha256=`.
     """
     check_url(url)
     address, fragment = urldefrag(url)
@@ -111,8 +111,9 @@ def read_record(path: Path) -> Fetched:
 
 
 def state_of(path: Path) -> list[tuple[str, int, int, int]]:
-    """Name, inode, bytes and time (ns) of each file of a local input: unequal once one was replaced
-    or written.
+    """Return name, inode, bytes and time (ns) of each file of a local input.
+
+    They differ once a file was replaced or written.
     """
     path, _ = split_part(path)
     states = [(str(file), file.stat()) for file in ([path] if path.is_file() else _files_in(path))]
@@ -137,11 +138,10 @@ def origin_of(path: Path) -> dict[str, Any]:
 
 
 def local_input(given: Path | str, cache: Path | None = None) -> Path:
-    """Local path of an input: itself, the fetched copy of a URL, or the copy that a record of
-    `fetch` names.
+    """Return the local path of an input.
 
-    A copy that is gone is fetched again. Raises DataError if it is then another file than the
-    record's.
+    This is the input itself, the fetched copy of a URL, or the copy that a record of `fetch` names. A
+    copy that is gone is fetched again. Raises DataError if it is then another file than the record's.
     """
     if isinstance(given, str) and is_url(given):
         return fetch_url(given, cache).path

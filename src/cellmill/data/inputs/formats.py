@@ -90,8 +90,9 @@ FORMATS = (
 
 
 def formats() -> Iterator[Format]:
-    """The table, then formats of installed packages: entry points of the group `cellmill.input`,
-    each a `Format`.
+    """List the formats of the table, then those of installed packages.
+
+    A package has entry points of the group `cellmill.input`, each a `Format`.
     """
     yield from FORMATS
     for name in plugin.names("input"):
@@ -115,9 +116,7 @@ def _format_of(path: Path, file: h5py.File | None) -> Format:
 
 
 def _hint(path: Path, file: h5py.File | None) -> str:
-    """Remedy for an input of unknown format: inputs in a folder, or the command that converts a
-    file.
-    """
+    """Say what to do about an input of unknown format: inputs in a folder, or a command that converts it."""
     if path.is_dir():
         below = list(islice(_inputs_below(path, depth=3), _MAX_LISTED))
         return f"; it has {', '.join(below)}: give one of these" if below else ""
@@ -144,12 +143,12 @@ def _inputs_below(folder: Path, depth: int) -> Iterator[str]:
 
 
 def open_counts(path: Path | str, counts: str = "X") -> CountsReader:
-    """Open the matrix `counts` (`X`, `raw` or the name of a layer; of 10x files a genome) of an
-    input of any format.
+    """Open the matrix `counts` of an input of any format.
 
-    Prints on stderr how rows that are parts of genes were summed, and how cells with one name are
-    told apart. Raises DataError when the input is missing, truncated or of no known format, lacks
-    the matrix, or has no cells or genes.
+    `counts` is `X`, `raw` or the name of a layer, and of 10x files a genome. Prints on stderr how rows
+    that are parts of genes were summed, and how cells with one name are told apart. Raises DataError
+    when the input is missing, truncated or of no known format, lacks the matrix, or has no cells or
+    genes.
     """
     path, counts = split_part(Path(path), counts)
     with ExitStack() as stack:
@@ -189,8 +188,9 @@ def _open_source(path: Path, file: h5py.File | None, counts: str) -> CountSource
 
 
 def open_dataset(path: Path, counts: str = "X") -> CountsReader:
-    """Open the matrix `counts` of a user's input: HDF5 is walked by a child process first. Raises
-    DataError.
+    """Open the matrix `counts` of a user's input. Raises DataError.
+
+    HDF5 is first walked by a child process.
     """
     check_walk([split_part(path)[0]])
     return open_counts(path, counts)
@@ -198,8 +198,9 @@ def open_dataset(path: Path, counts: str = "X") -> CountsReader:
 
 @contextmanager
 def declared_names(path: Path) -> Iterator[DeclaredNames | None]:
-    """Names of the input at `path`, while it is open; None if it is damaged, or they take reading
-    its data.
+    """Yield the names of the input at `path`, while it is open.
+
+    None if it is damaged, or if its names are known only after its data is read.
     """
     with ExitStack() as stack:
         try:
@@ -211,8 +212,9 @@ def declared_names(path: Path) -> Iterator[DeclaredNames | None]:
 
 
 def _refuse_foreign_bytes(path: Path, file: h5py.File) -> None:
-    """Raise DataError for links and storage outside the file, arrays too large for it, and missing
-    filters.
+    """Raise DataError for HDF5 that reads more than its own bytes, or cannot be read.
+
+    These are links and storage outside the file, arrays too large for it, and missing filters.
     """
 
     def link_problem(name: str, link: Any) -> str | None:

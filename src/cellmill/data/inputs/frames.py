@@ -59,8 +59,9 @@ def read_frame(path: Path, file: Any, name: str) -> pd.DataFrame:
 
 
 def _compound_frame(file: Any, name: str) -> pd.DataFrame:
-    """The data frame stored as the compound dataset `name`; field `index` (else the first) is its
-    index.
+    """Read the data frame that is stored as the compound dataset `name`.
+
+    Its index is field `index`, else the first field.
     """
     records = file[name][()]
     if records.dtype.names is None:
@@ -76,8 +77,9 @@ def _compound_frame(file: Any, name: str) -> pd.DataFrame:
 
 
 def _plain_frame(group: Any) -> pd.DataFrame:
-    """The data frame of a group without attributes of anndata, as SeuratDisk writes it: an array
-    for each column.
+    """Read the data frame of a group without attributes of anndata, as SeuratDisk writes it.
+
+    It has an array for each column.
     """
     columns: dict[str, Any] = {}
     for name in group:

@@ -37,8 +37,9 @@ _MAPPINGS = ("layers", "obsm", "obsp", "varm", "varp", "uns")
 
 
 def open_h5(path: Path, remedy: str = "") -> h5py.File:
-    """Open `path` for reading. Raises DataError, ending in `remedy`, when it is missing, truncated
-    or not HDF5.
+    """Open `path` for reading.
+
+    Raises DataError, ending in `remedy`, if it is missing, truncated or not HDF5.
     """
     then = f"; {remedy}" if remedy else ""
     try:
@@ -67,8 +68,9 @@ def decode(value: Any) -> str:
 
 
 def read_texts(item: h5py.Dataset | h5py.Group) -> np.ndarray:
-    """Text of an array, `(n,)` object, as anndata stores it: plain, or a group of values and a mask
-    of missing ones.
+    """Read the text of an array as anndata stores it, `(n,)` object.
+
+    It is stored plain, or as a group of values and a mask of missing values.
     """
     if isinstance(item, h5py.Dataset):
         # an empty array may be of numbers
@@ -80,9 +82,7 @@ def read_texts(item: h5py.Dataset | h5py.Group) -> np.ndarray:
 
 
 def check_h5ad(out: Path, option: str) -> None:
-    """Raise ConfigError for an output whose name does not end as an AnnData file's, or that could not
-    be written.
-    """
+    """Raise ConfigError for an output that is not named .h5ad, or that could not be written."""
     if out.suffix != ".h5ad":
         raise ConfigError(f"{option} {out}: expected a name that ends in .h5ad")
     check_writable(out, option)
@@ -105,11 +105,10 @@ class FrameColumns(NamedTuple):
 def create_h5(
     path: Path, alignment: int = ALIGNMENT, copy_of: Path | None = None
 ) -> Iterator[NewH5File]:
-    """New .h5ad, empty or a copy to change, which replaces `path` when the block ends without an
-    error.
+    """Yield a new .h5ad, which replaces `path` when the block ends without an error.
 
-    Arrays and chunks of at least `alignment` bytes begin at a multiple of it. Raises OSError naming
-    `path` when the disk is full.
+    It is empty, or a copy to change. Arrays and chunks of at least `alignment` bytes begin at a
+    multiple of it. Raises OSError naming `path` when the disk is full.
     """
     aligned = {"alignment_threshold": alignment, "alignment_interval": alignment}
     with named_errors(path), atomic_path(path, copy_of) as temporary:
@@ -127,8 +126,9 @@ def create_h5(
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy a file. Raise an OSError without a name if the disk of the copy is full, for which
-    shutil's names the source.
+    """Copy a file.
+
+    If the disk of the copy is full, raise an OSError without a name, since shutil's names the source.
     """
     try:
         shutil.copyfile(source, target)
@@ -139,15 +139,18 @@ def _copy(source: Path, target: Path) -> None:
 
 
 class _Disk(io.FileIO):
-    """The file object under an HDF5 file. Keeps the first failed write as `error` and drops all
-    later ones, so that HDF5 can still close the file in order.
+    """The file object under an HDF5 file.
+
+    It keeps the first failed write as `error` and drops all later writes, so that HDF5 can still close
+    the file in order.
     """
 
     error: OSError | None = None
 
     def raise_if_failed(self) -> None:
-        """Raise the first failed write, if any; to stop early, since closing the file raises it
-        too.
+        """Raise the first failed write, if any.
+
+        It serves to stop early, since closing the file raises it too.
         """
         if self.error is not None:
             raise self.error
@@ -183,8 +186,9 @@ def one_line(error: BaseException) -> str:
 
 
 def open_bytes(path: Path) -> IO[bytes]:
-    """A file to read, plain or, by its first bytes, gzip. Raises DataError if it is not a regular
-    file.
+    """Open a file to read, plain or, by its first bytes, gzip.
+
+    Raises DataError if it is not a regular file.
     """
     require_file(path)
     with open(path, "rb") as file:
@@ -292,8 +296,9 @@ def write_frames(
 
 
 def write_anndata(file: h5py.File, adata: Any) -> None:
-    """Write an AnnData to a new file. `AnnData` turns text into the `str` of pandas 3, which
-    anndata 0.12 refuses.
+    """Write an AnnData to a new file.
+
+    `AnnData` turns text into the `str` of pandas 3, which anndata 0.12 refuses to write.
     """
     if adata.X is not None:
         import_module("anndata.io").write_elem(file, "X", adata.X)

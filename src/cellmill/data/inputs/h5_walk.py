@@ -30,10 +30,9 @@ _known: set[tuple[str, int, int]] = set()  # files that this process has had wal
 
 
 def check_walk(paths: Iterable[Path], limit_s: int = LIMIT_S) -> None:
-    """Raise DataError for the first of the HDF5 files among `paths` that HDF5 cannot walk. Once per
-    process and file.
+    """Raise DataError for the first of the HDF5 files among `paths` that HDF5 cannot walk.
 
-    Whatever else is wrong with a file is left to its reader.
+    A process walks each file once. Whatever else is wrong with a file is left to its reader.
     """
     files = {path: path.stat() for path in paths if is_hdf5(path)}
     keys = {(str(path.absolute()), at.st_size, at.st_mtime_ns): path for path, at in files.items()}
@@ -66,8 +65,9 @@ def is_hdf5(path: Path) -> bool:
 
 
 def _walk(path: bytes) -> None:
-    """Read what opening a file reads: attributes, sizes on disk, and text. What raises is left to
-    the reader.
+    """Read what opening a file reads: attributes, sizes on disk, and text.
+
+    Errors that Python raises are left to the reader.
     """
     left = _MAX_TEXTS
     seen = set[int]()
@@ -117,8 +117,9 @@ def open_without_locks(path: Path | bytes) -> h5py.File:
 
 
 def main() -> None:
-    """Walk the files named on stdin. A dot on stdout says that a file is done; the limit is the
-    first argument.
+    """Walk the files named on stdin, and write a dot to stdout for each file that is done.
+
+    The limit is the first argument.
     """
     limit_s = int(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -41,19 +41,20 @@ _TALL = 4  # a chunk of more slabs than this is cheaper to transpose on disk tha
 
 
 class StoredMatrix:
-    """Matrix of cells x genes. A subclass sets `shape` and defines `parts`, or `pieces` if cells
-    are not in order.
+    """Matrix of cells x genes.
+
+    A subclass sets `shape` and defines `parts`, or `pieces` if cells are not in order.
     """
 
     shape: tuple[int, int]
     _buckets: "RowBuckets | None" = None
 
     def parts(self, block: int) -> Iterator[sp.csr_matrix]:
-        """All cells in order, in parts of about `block`: CSR `(cells, genes)` of any real dtype in
-        native byte order, int32 indices within the width, entries of a row in any order and
-        possibly repeated.
+        """Yield all cells in order, in parts of about `block`: CSR `(cells, genes)`.
 
-        May be called again. Holds a few parts in memory. Raises DataError when the file is damaged.
+        Values are of any real dtype in native byte order, and indices int32 within the width. The
+        entries of a row are in any order, and may be repeated. May be called again. Holds a few parts
+        in memory. Raises DataError when the file is damaged.
         """
         raise NotImplementedError
 
@@ -62,14 +63,16 @@ class StoredMatrix:
         return _skip_rows(self.parts(block), start)
 
     def pieces(self) -> Pieces | None:
-        """All values in any order, in pieces that fit in memory, to be sorted by cell on disk; None
-        for `parts`.
+        """Yield all values in any order, in pieces that fit in memory, to be sorted by cell on disk.
+
+        None if `parts` is defined.
         """
         return None
 
     def some(self, n: int) -> sp.csr_matrix:
-        """The first `n` cells or more; of a matrix that is not stored by cell, some values of all
-        cells. Raises StopIteration if there are none.
+        """Return the first `n` cells or more, or some values of all cells if it is not stored by cell.
+
+        Raises StopIteration if there are none.
         """
         pieces = self.pieces()
         if pieces is None:
@@ -134,8 +137,9 @@ def is_array(item: Any) -> bool:
 
 
 def native(values: Any) -> np.ndarray:
-    """The values as an array in native byte order; float16, which scipy has no sparse form of, as
-    float32.
+    """Return the values as an array in native byte order.
+
+    float16 becomes float32, since scipy has no sparse form of it.
     """
     values = np.asarray(values)
     dtype = np.dtype(np.float32) if values.dtype == np.float16 else values.dtype.newbyteorder("=")
@@ -157,8 +161,9 @@ def require_kind(path: Path, name: str, array: Any, kinds: str, n_dims: int = 1)
 
 
 def size_problem(name: str, array: Any, stored: Callable[[], int], n_cells: int = 0) -> str | None:
-    """Fault of an HDF5 or Zarr array that declares far more bytes than it has `stored`, as it would
-    fill the memory; a column of obs has `n_cells`.
+    """Say what is wrong with an HDF5 or Zarr array that declares far more bytes than it has `stored`.
+
+    Reading it would fill the memory. A column of obs has `n_cells`.
     """
     size = max(1, array.dtype.itemsize)
     declared = math.prod(array.shape) * size
@@ -283,9 +288,7 @@ class RowBuckets:
         self._n_values = start
 
     def parts(self, block: int) -> Iterator[sp.csr_matrix]:
-        """The rows bucket by bucket, or `block` at a time; entries of a row in the order of the
-        pieces.
-        """
+        """Yield the rows bucket by bucket, or `block` at a time; entries in the order of the pieces."""
         if self._ordered is not None:
             yield from self._ordered.parts(block)
             return
@@ -308,9 +311,7 @@ class RowBuckets:
 
 
 def checked_shape(path: Path, name: str, shape: Any) -> tuple[int, int]:
-    """A stored shape of a matrix. Raises DataError unless it is two whole numbers that scipy can
-    index.
-    """
+    """Return the stored shape of a matrix. Raises DataError unless scipy can index such a matrix."""
     try:
         first, second = (operator.index(n) for n in np.asarray(shape).tolist())
     except (TypeError, ValueError):
@@ -423,8 +424,9 @@ class DenseMatrix(StoredMatrix):
             yield part.row, part.col + genes.start, part.data
 
     def _slabs(self, axis: int) -> Iterator[slice]:
-        """Ranges of cells (axis 0) or genes (1): as many whole chunks as fit in memory, at least
-        one.
+        """Yield ranges of cells (axis 0) or genes (1), each with as many whole chunks as fit in memory.
+
+        A range has at least one chunk.
         """
         chunk, fit = self._lengths(axis)
         step = max(chunk, fit // chunk * chunk)

@@ -54,8 +54,9 @@ _COPIED = 8 << 20  # bytes copied at a time
 
 
 class PackedBlocks:
-    """Packed cells in temporary files next to the output of `saved`, in which state `state` counts
-    those that are there already. `dtype` of the counts is uint16 or uint32.
+    """Packed cells in temporary files next to the output of `saved`.
+
+    State `state` counts the cells that are there already. `dtype` of the counts is uint16 or uint32.
     """
 
     def __init__(

@@ -86,8 +86,10 @@ class RoundedCounts:
 
 
 class ClippedCounts:
-    """Stored values at the largest number of a small integer type, where larger counts may have
-    been cut off: anndata's `concat_on_disk` casts every file to the type of the first one.
+    """Counts the stored values at the largest number of a small integer type.
+
+    Larger counts may have been cut off there: anndata's `concat_on_disk` casts every file to the type
+    of the first one.
     """
 
     def __init__(self) -> None:
@@ -224,12 +226,12 @@ class CountsReader(AbstractContextManager["CountsReader"]):
         return text_values(values.astype(object))
 
     def rows(self, block: int = 4096, first: int = 0) -> Iterator[sp.csr_matrix]:
-        """All cells in order, `block` at a time: CSR `(cells, n_vars)`, uint32, columns ascending,
-        no stored zeros; `ordered` rows as stored. Begins with row `first`, a multiple of `block`
-        or `n_obs`, and reads none before it where the format allows that.
+        """Yield all cells in order, `block` at a time: CSR `(cells, n_vars)`, uint32.
 
-        May be called again. Raises DataError naming cell and gene of the first value that is not a
-        count, or damage.
+        Columns ascend, and no zeros are stored; `ordered` rows are as stored. Begins with row `first`,
+        a multiple of `block` or `n_obs`, and reads none before it where the format allows that. May be
+        called again. Raises DataError naming cell and gene of the first value that is not a count, or
+        damage.
         """
         if not first:
             self.n_rounded = 0
@@ -264,10 +266,10 @@ class CountsReader(AbstractContextManager["CountsReader"]):
         self.n_rounded = int(seen["n_rounded"])
 
     def check_some(self) -> None:
-        """Check the first cells as `rows` does; of a matrix that is not stored by cell, some values,
-        which are too few to judge estimated counts.
+        """Check the first cells as `rows` does.
 
-        Raises DataError for the first value that is not a count, or damage.
+        If the matrix is not stored by cell, check some values, which are too few to judge estimated
+        counts. Raises DataError for the first value that is not a count, or damage.
         """
         matrix = self._source.matrix
         if matrix.is_by_cell:
@@ -277,8 +279,9 @@ class CountsReader(AbstractContextManager["CountsReader"]):
             self._whole_numbers(matrix.some(_CHECKED), 0)
 
     def doubts(self) -> Iterator[str]:
-        """Lines on the values that were read, if they look normalised and rounded, or cut off at
-        the largest number of their type.
+        """List doubts about the values that were read.
+
+        They may look normalised and rounded, or cut off at the largest number of their type.
         """
         if self.ordered:
             return
@@ -301,8 +304,9 @@ class CountsReader(AbstractContextManager["CountsReader"]):
             print(f"warning: {doubt}", file=sys.stderr, flush=True)
 
     def _whole_numbers(self, matrix: sp.csr_matrix, first: int) -> np.ndarray:
-        """Values of `matrix`, uint32, rounded by `counts_rule`. Raises DataError for values that
-        are not counts.
+        """Return the values of `matrix`, uint32, rounded by `counts_rule`.
+
+        Raises DataError for values that are not counts.
         """
         values = matrix.data
         if values.dtype in (np.float32, np.float64):
@@ -333,8 +337,9 @@ class CountsReader(AbstractContextManager["CountsReader"]):
     def _rounded_values(
         self, matrix: sp.csr_matrix, is_fractional: np.ndarray, first: int
     ) -> np.ndarray:
-        """Whole numbers for estimated counts. Raises DataError for other values, and if
-        `counts_rule` is refuse.
+        """Round estimated counts to whole numbers.
+
+        Raises DataError for other values, and if `counts_rule` is refuse.
         """
         looks = describe_fractions(matrix)
         if self.counts_rule == "refuse":
@@ -378,8 +383,9 @@ class CountsReader(AbstractContextManager["CountsReader"]):
 
 
 def keep_apart(names: pd.Index) -> tuple[pd.Index, str | None]:
-    """Make names of cells unique, and return a sentence if some were equal: every copy gets the
-    number of its row.
+    """Make names of cells unique: if some are equal, every copy gets the number of its row.
+
+    Returns a sentence if some were equal.
     """
     is_repeated = names.duplicated(keep=False)
     if not is_repeated.any():

@@ -31,11 +31,11 @@ _PUBLIC_CONFIG = {"vfs.s3.region": "us-west-2", "vfs.s3.no_sign_request": "true"
 
 
 def open_query(uri: str, name: Path, counts: str, value_filter: str | None = None) -> CountSource:
-    """Open the cells of the experiment at `uri` that pass a filter of SOMA, such as
-    `tissue == 'lung'`.
+    """Open the cells of the experiment at `uri` that pass a filter of SOMA.
 
-    `name` stands for the input in messages. Raises DataError when it is not an experiment, or the
-    filter is invalid or keeps no cell, and ConfigError without tiledbsoma.
+    A filter is such as `tissue == 'lung'`. `name` stands for the input in messages. Raises DataError
+    when it is not an experiment, or the filter is invalid or keeps no cell, and ConfigError without
+    tiledbsoma.
     """
     soma = optional_package("tiledbsoma", "soma")
     with reading(name), ExitStack() as stack:
@@ -99,8 +99,9 @@ def _layers(measurements: Any) -> list[str]:
 
 
 class _SomaMatrix(StoredMatrix):
-    """Sparse array of an experiment; `cells` and `genes` are the numbers of the rows and columns to
-    read, ascending.
+    """Sparse array of an experiment.
+
+    `cells` and `genes` are the numbers of the rows and columns to read, ascending.
     """
 
     def __init__(self, name: Path, array: Any, cells: np.ndarray, genes: np.ndarray) -> None:
@@ -157,8 +158,10 @@ def _table(name: Path, frame: Any, value_filter: str | None = None) -> pd.DataFr
 
 
 def _named(table: pd.DataFrame, frame: Any, names: tuple[str, ...]) -> pd.DataFrame:
-    """Columns of `table`, indexed by the first of `names` that it has, else by number. Last comes
-    the index of the AnnData that the experiment was written from, if it says which column that is.
+    """Index the columns of `table` by the first of `names` that it has, else by number.
+
+    Last comes the index of the AnnData that the experiment was written from, if it says which column
+    that is.
     """
     written = frame.metadata.get("soma_dataframe_original_index_name")
     original = json.loads(written) if isinstance(written, str) else None

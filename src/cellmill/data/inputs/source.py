@@ -81,8 +81,9 @@ def _likelihood(name: str) -> int:
 
 
 def looks_recoverable(looks: Mapping[str, str], obs: Container[str]) -> str | None:
-    """The value of `counts` that recovers counts from logarithms and the cells' depths, if obs has
-    these.
+    """Return the value of `counts` that recovers counts from logarithms; None if there is none.
+
+    obs must have the cells' depths.
     """
     logs = next((name for name, kind in looks.items() if kind == LOGS), None)
     has_totals = any(name in obs for name in TOTALS)
@@ -91,8 +92,9 @@ def looks_recoverable(looks: Mapping[str, str], obs: Container[str]) -> str | No
 
 @dataclass(frozen=True)
 class StoredObs:
-    """obs of an open file. Columns are read when they are asked for: one of unique text takes 80
-    bytes a cell in memory.
+    """obs of an open file, whose columns are read when they are asked for.
+
+    A column of unique text takes 80 bytes a cell in memory.
     """
 
     index: pd.Index  # text
@@ -182,8 +184,9 @@ class CountSource:
 
 @dataclass(frozen=True)
 class DeclaredNames:
-    """Names of an open input. Arrays are read when needed, and count as unknown if they are
-    damaged.
+    """Names of an open input.
+
+    Arrays are read when needed, and count as unknown if they are damaged.
     """
 
     columns: list[str]
@@ -191,8 +194,9 @@ class DeclaredNames:
     nodes: dict[str, Any] = field(default_factory=dict)  # categories of columns
 
     def categories_of(self, column: str) -> list[Any] | None:
-        """Categories of a column; None for text in full, whose values take as long as the stage,
-        and in Zarr.
+        """Return the categories of a column.
+
+        None in Zarr, and for a column of plain text, whose values take as long to read as the stage.
         """
         return _values(self.nodes.get(column))
 
@@ -216,8 +220,9 @@ def _values(array: Any) -> list[Any] | None:
 
 
 class Format(NamedTuple):
-    """One input format. `file` is the input opened by h5py if it is HDF5, else None; links in it
-    may lead elsewhere.
+    """One input format.
+
+    `file` is the input opened by h5py if it is HDF5, else None; links in it may lead elsewhere.
     """
 
     name: str  # as messages and help texts list it
@@ -229,8 +234,9 @@ class Format(NamedTuple):
 
 
 def with_feature_types(var: pd.DataFrame) -> pd.DataFrame:
-    """`var` with a column FEATURE_TYPES, if it has types of features under another name, such as
-    `Type` of DropletUtils.
+    """Return `var` with a column FEATURE_TYPES, if it has types of features under another name.
+
+    DropletUtils, for example, calls them `Type`.
     """
     if FEATURE_TYPES in var:
         return var

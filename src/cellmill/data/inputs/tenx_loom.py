@@ -128,11 +128,11 @@ def _open_loom(path: Path, file: Any, counts: str) -> CountSource:
 def _loom_frame(
     path: Path, file: Any, where: str, length: int, names: tuple[str, ...]
 ) -> pd.DataFrame:
-    """Attributes of one number or text each, indexed by the first of `names` with unique values,
-    else by the first that exists.
+    """Read attributes of one number or text each.
 
-    Without any of `names`, the index is the first text whose values differ: the other texts stay
-    columns, of which the best one names the genes.
+    They are indexed by the first of `names` with unique values, else by the first that exists. Without
+    any of `names`, the index is the first text whose values differ: the other texts stay columns, of
+    which the best one names the genes.
     """
     columns: dict[str, Any] = {}
     for name, array in file[where].items():

@@ -243,8 +243,9 @@ def _files_of_options(pipeline: Workflow) -> Iterator[tuple[str, str]]:
 def _files_of_model(
     option: str, model: str | None, file: str | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Option and path of each file of a published folder, or of `file` of a model folder, by
-    default the weights.
+    """Yield option and path of each file of a model that an option names.
+
+    All files of a published folder, or `file` of a model folder, by default the weights.
     """
     if model is None:
         return
@@ -268,8 +269,9 @@ def _files_of_model(
 
 
 def _gone(pipeline: Workflow, corpus: str, is_made: Callable[[str], bool]) -> Iterator[str]:
-    """Preprocessed cells of datasets whose input is missing. Raises DataError if there are none, or
-    if they come from another file.
+    """Yield the preprocessed cells of datasets whose input is missing.
+
+    Raises DataError if a dataset has none, or if they come from another file.
     """
     table = pipeline.datasets(corpus)
     read = read_by_runs(pipeline, corpus)

@@ -51,12 +51,11 @@ _SPECIAL = 4  # tokens before the genes, in a vocabulary that is a list
 
 
 def convert_tokens(folder: Path, tokens: Mapping[str, int], genes: Vocabulary, out: Path) -> str:
-    """Write the cells of a token dataset to `out`, an .h5ad of genes in rank order; return the line
-    to print.
+    """Write the cells of a token dataset to `out`, an .h5ad of genes in rank order.
 
-    `tokens` are the numbers of genes and special tokens by name, `genes` those with a median.
-    Raises DataError when the dataset is damaged, has a token that is not a gene with a median, or a
-    cell has a gene twice.
+    Returns the line to print. `tokens` are the numbers of genes and special tokens by name, `genes`
+    those with a median. Raises DataError when the dataset is damaged, has a token that is not a gene
+    with a median, or a cell has a gene twice.
     """
     cells = _read_dataset(folder)
     names = [name for name in cells.column_names if name not in (TOKENS, _LENGTH)]
@@ -139,8 +138,9 @@ def _read_dataset(folder: Path) -> Any:
 def _rank_blocks(
     folder: Path, cells: Any, column: np.ndarray, n_genes: int
 ) -> Iterator[sp.csr_matrix]:
-    """All cells in order: CSR of ones, whose indices are in rank order. `column` gives the gene of
-    each token.
+    """Yield all cells in order: CSR of ones, whose indices are genes in rank order.
+
+    `column` has the gene of each token.
     """
     first = 0
     for batch in cells.select([TOKENS]).to_batches(max_chunksize=_ROWS):
@@ -182,8 +182,9 @@ def _rows_of(row_of_index: np.ndarray, indices: np.ndarray, unknown: int) -> np.
 
 
 def open_shard_folder(folder: Path, genes: Path) -> CountSource:
-    """Open shards with the gene vocabulary `genes`. Raises DataError when they are damaged or of
-    another vocabulary.
+    """Open shards with the gene vocabulary `genes`.
+
+    Raises DataError if they are damaged or made with another vocabulary.
     """
     manifest = read_json(folder / "manifest.json")
     try:

@@ -48,8 +48,9 @@ class RowSpill:
         self.stream.write(np.ascontiguousarray(counts))
 
     def blocks(self, position: int = 0) -> Iterator[tuple[sp.csr_matrix, int]]:
-        """The blocks from byte `position` on, in the order in which they were added, each with
-        counts of its own dtype, and the position after it.
+        """Yield the blocks from byte `position` on, in the order in which they were added.
+
+        Each has counts of its own dtype, and comes with the position after it.
         """
 
         def read(n: int, dtype: np.dtype) -> np.ndarray:
@@ -94,8 +95,9 @@ def measure_cells(
     saved: SavedWork,
     normalisation: LengthNormalisation | None,
 ) -> MeasuredCells:
-    """Measure every cell, and spill the rows of those that pass. `saved` has what a killed process
-    measured.
+    """Measure every cell, and spill the rows of the cells that pass.
+
+    What a killed process has measured is restored from `saved`.
     """
     size = len(genes.gene_ids)
     n = reader.n_obs

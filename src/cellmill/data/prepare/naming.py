@@ -49,11 +49,10 @@ def find_organism(names: list[str], var: pd.DataFrame) -> Coverage:
 
 
 def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
-    """Genes of a dataset, sorted by id as in every vocabulary: later stages then need not sort the
-    genes of a cell.
+    """Find the genes of a dataset, sorted by id as in every vocabulary.
 
-    Raises DataError below `min_coverage_frac` or without orthologs, ConfigError for options that
-    require an organism.
+    Later stages then need not sort the genes of a cell. Raises DataError below `min_coverage_frac` or
+    without orthologs, ConfigError for options that require an organism.
     """
     for option in ("organism_column", "reference_organism"):
         if getattr(options, option) and options.organism is None:

@@ -47,9 +47,7 @@ class MappedLabels(NamedTuple):
         return pd.Categorical(np.array([*after, None], object)[self.codes])
 
     def report(self, cells: np.ndarray) -> dict[str, Any]:
-        """Numbers of the cells of mask `cells` by label, for labels that are renamed, kept and made
-        missing.
-        """
+        """Count the cells of mask `cells` by label, for labels that are renamed, kept and made missing."""
         report: dict[str, Any] = {"renamed": {}, "kept": {}, "made_missing": {}}
         for label, n in _count_codes(self.codes[cells], self.before).items():
             mapped = self.by_label.get(label)
@@ -126,8 +124,9 @@ class ColumnNames(NamedTuple):
 def name_columns(
     known: Iterable[str], keep_obs: list[str] | None, columns: ObsColumns, organism: bool
 ) -> ColumnNames:
-    """Names of the columns that a file with the columns `known` will have; with `organism`, also
-    that column.
+    """Name the columns that preprocessed cells of a file with the columns `known` will have.
+
+    With `organism` they have that column too.
     """
     changed: list[str] = []
     unchanged: list[str] = []
@@ -339,9 +338,7 @@ def _filter_cells(reader: CountsReader, condition: str | None) -> np.ndarray:
 
 
 def _comparable(column: pd.Series) -> pd.Series:
-    """Categories of numbers or booleans as plain values, which have an order and join with
-    conditions.
-    """
+    """Return categories of numbers or booleans as plain values, which can be compared and joined."""
     if isinstance(column.dtype, pd.CategoricalDtype) and not column.isna().any():
         values = column.cat.categories.dtype
         return column.astype(values) if pd.api.types.is_numeric_dtype(values) else column

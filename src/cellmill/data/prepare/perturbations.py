@@ -80,8 +80,9 @@ class Merged(NamedTuple):
     reordered: list[list[str]]
 
     def report(self, texts: np.ndarray) -> dict[str, Any]:
-        """Entry `perturbations` of the QC report on cells with these texts; empty if no name was
-        changed.
+        """Make entry `perturbations` of the QC report on cells with these texts.
+
+        It is empty if no name was changed.
         """
         counted = pd.Series(texts, dtype=object).value_counts(sort=False).to_dict()
         sources: dict[str, dict[str, int]] = {}
@@ -151,8 +152,9 @@ def _divide(
 
 
 def split_at(text: str, delimiter: str, controls: Sequence[str]) -> list[str]:
-    """Parts between delimiters. A word for a control is one part even if the delimiter is in it
-    (`non_targeting`).
+    """Split a name at delimiters.
+
+    A word for a control is one part even if the delimiter is in it (`non_targeting`).
     """
     if delimiter not in text:
         return [text]
@@ -200,12 +202,11 @@ def find_perturbations(obs: pd.DataFrame, genes: TargetNames) -> PerturbationCol
 def find_guides(
     obs: pd.DataFrame, perturbation: np.ndarray, named: str | None
 ) -> tuple[str, np.ndarray] | None:
-    """Name of the column of guides, and the guide of each cell, None for a cell without; None if
-    there is no such column.
+    """Find the column of guides and the guide of each cell, None for a cell without one.
 
-    `named` is the column of the table. Without it, a column counts whose name says that it has
-    guides, if nearly each of its values belongs to one value of `perturbation`, (cells,) with None
-    for controls, and it has more values.
+    None if there is no such column. `named` is the column of the table. Without it, a column counts
+    whose name says that it has guides, if nearly each of its values belongs to one value of
+    `perturbation`, (cells,) with None for controls, and it has more values.
     """
     if named is not None:
         return named, _read_guides(obs[named])
@@ -236,8 +237,9 @@ class Controls(NamedTuple):
     guides: tuple[str, np.ndarray] | None  # column and guide of each cell
 
     def report(self, cells: np.ndarray, depth: np.ndarray) -> dict[str, Any]:
-        """Entry `controls` of the QC report on the cells of mask `cells`; `depth` are counts,
-        (cells,) int.
+        """Make entry `controls` of the QC report on the cells of mask `cells`.
+
+        `depth` has the counts of all cells, (cells,) int.
         """
         control = cells & self.is_control
         perturbed = cells & self.is_perturbed

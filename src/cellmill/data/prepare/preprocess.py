@@ -59,11 +59,10 @@ def preprocess_cells(
     columns: ObsColumns = NO_COLUMNS,
     saved: SavedWork | None = None,
 ) -> dict[str, Any]:
-    """Write the cells and genes of `reader` that pass QC to `out`; return the QC report, JSON-able.
-    What a killed process has put into `saved` is not done again.
+    """Write the cells and genes of `reader` that pass QC to `out`; return the QC report.
 
-    Raises DataError when too few genes map, a column of `keep_obs` or `columns` is missing, or
-    nothing passes.
+    The report has JSON values. What a killed process has put into `saved` is not done again. Raises
+    DataError when too few genes map, a column of `keep_obs` or `columns` is missing, or nothing passes.
     """
     organism_value = options.organism if options.organism_column else None
     chosen = choose_obs(reader, options.keep_obs, columns, organism_value, options.organism)
@@ -148,8 +147,10 @@ class _Packing:
             print(f"{reader.path.stem}: {self._first:,} cells are packed already", flush=True)
 
     def rows(self) -> Iterator[sp.csr_matrix]:
-        """Rows that are not packed yet, which the caller adds to `packed` before it takes the next
-        ones. Marks cells that min_cells left without genes in `reason`.
+        """Yield the rows that are not packed yet.
+
+        The caller adds them to `packed` before it takes the next ones. Marks cells that min_cells left
+        without genes in `reason`.
         """
         keep_gene = self._keep_gene
         n_genes = int(keep_gene.sum())
@@ -212,8 +213,9 @@ def describe_sparse(n_counts: np.ndarray) -> str | None:
 
 
 def strictest(dropped: Mapping[str, int]) -> tuple[str, str]:
-    """The option of quality control that drops most cells, and whether to lower or raise it to keep
-    them.
+    """Find the option of quality control that drops most cells.
+
+    Also returns whether to lower or raise it to keep them.
     """
     option = max(QUALITY, key=lambda name: dropped.get(name, 0))
     return option, "raise" if option == "max_mito_frac" else "lower"
@@ -260,11 +262,10 @@ def _report(
 def distributions(
     options: Preprocess, measures: dict[str, np.ndarray], kept: np.ndarray
 ) -> dict[str, Any]:
-    """Entries of a QC report: quantiles and histograms of measures of cells, before and after QC,
-    and the options.
+    """Make the entries of a QC report on measures of cells: quantiles, histograms, and the options.
 
-    Bins are equal on a log scale, whose first bin includes zeros; for `mito_frac`, on a linear
-    scale.
+    Quantiles and histograms are of the cells before and after QC. Bins are equal on a log scale, whose
+    first bin includes zeros; for `mito_frac`, on a linear scale.
     """
     quantiles = {}
     histograms = {}
@@ -295,8 +296,7 @@ def distributions(
 def preprocess_sequences(
     reader: CountsReader, options: Preprocess, out: Path, columns: ObsColumns = NO_COLUMNS
 ) -> dict[str, Any]:
-    """Write the sequences of `reader` that stay to `out`; return the report, in the form of that on
-    cells.
+    """Write the sequences of `reader` that are kept to `out`; return the report, as on cells.
 
     Raises DataError when a column of `keep_obs` or `columns` is missing, or nothing is left.
     """

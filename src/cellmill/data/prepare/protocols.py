@@ -50,8 +50,9 @@ class FullLengthCells:
 
 
 def find_full_length(obs: pd.DataFrame, keep: np.ndarray) -> FullLengthCells | None:
-    """Cells of mask `keep` that a column of text assigns to a full-length protocol; None if there
-    are none.
+    """Find the cells of mask `keep` that a column of text assigns to a full-length protocol.
+
+    None if there are none.
     """
     best = None
     for name in map(str, obs.columns):
@@ -71,8 +72,9 @@ def find_full_length(obs: pd.DataFrame, keep: np.ndarray) -> FullLengthCells | N
 
 
 class LengthNormalisation:
-    """Counts of full-length cells divided by gene lengths; the sum of a cell stays, and whole
-    numbers are drawn.
+    """Divides counts of full-length cells by gene lengths.
+
+    The sum of a cell stays, and whole numbers are drawn.
     """
 
     def __init__(
@@ -92,9 +94,7 @@ class LengthNormalisation:
         self._draw = StochasticRounding(f"{reader.path.name}|gene_length", gene_ids)
 
     def apply(self, block: sp.csr_matrix, first: int) -> sp.csr_matrix:
-        """The block, whose first row is row `first` of the file, with normalised counts of
-        full-length cells.
-        """
+        """Normalise the counts of full-length cells of a block, whose first row is row `first` of the file."""
         chosen = self._cells[first : first + block.shape[0]]
         if not chosen.any():
             return block
@@ -115,8 +115,9 @@ class LengthNormalisation:
 def check_protocols(
     reader: CountsReader, options: Preprocess, keep: np.ndarray
 ) -> FullLengthCells | None:
-    """Find cells of full-length protocols. Raises DataError if `preprocess.gene_length` refuses
-    them.
+    """Find cells of full-length protocols.
+
+    Raises DataError if `preprocess.gene_length` refuses them.
     """
     cells = find_full_length(reader.obs, keep)
     if cells is not None and options.gene_length == "refuse":

@@ -96,8 +96,9 @@ class Simulation:
         self._programmes = np.abs(_sparse_normal(random, (PROGRAMMES, genes), 0.05, 0.8))
 
     def blocks(self) -> Iterator[sp.csr_matrix]:
-        """Counts of all cells in order, CSR `(cells, genes)` uint16, `BLOCK` cells at a time; may
-        be called again.
+        """Yield the counts of all cells in order, CSR `(cells, genes)` uint16, `BLOCK` cells at a time.
+
+        It may be called again.
         """
         pool = np.exp(self._effects["cell_type"]).mean(axis=0)
         ambient = (pool / pool.sum()).astype(np.float32)
@@ -156,8 +157,9 @@ def _number(word: str, n: int) -> list[str]:
 
 
 def _draw_tree(random: np.random.Generator, types: int, genes: int) -> np.ndarray:
-    """Drift of the leaves of a binary tree, `(types, genes)`: along each edge a tenth of the genes
-    drifts.
+    """Draw the drift of the leaves of a binary tree, `(types, genes)`.
+
+    Along each edge a tenth of the genes drifts.
     """
     leaves = np.zeros((1, genes), np.float32)
     while len(leaves) < types:

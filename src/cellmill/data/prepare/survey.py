@@ -161,8 +161,10 @@ def choose_columns(names: Collection[str]) -> dict[str, str]:
 
 
 def _count_values(obs: pd.DataFrame) -> Iterator[tuple[str, int]]:
-    """obs columns that group cells, and their number of values: 2 to 200, fewer than half of the
-    cells, no fractions, and no text that means no label.
+    """Yield the obs columns that group cells, each with its number of values.
+
+    They have 2 to 200 values, fewer than half of the cells. Columns with fractions are left out, and
+    texts that mean no label are not counted.
     """
     for name, column in obs.items():
         column_name = str(name)

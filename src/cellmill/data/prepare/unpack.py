@@ -52,8 +52,9 @@ def plain_cells(path: Path, folder: Path) -> Path:
 
 
 def unpack_cells(path: Path, out: Path) -> int:
-    """Write all cells of a shard, or of a file that preprocess wrote, to `out`, an .h5ad whose X is
-    CSR; return their number.
+    """Write all cells of a shard, or of a file that preprocess wrote, to `out`; return their number.
+
+    `out` is an .h5ad whose X is CSR.
     """
     packed = open_packed(path, OpenFiles())
     with open_counts(path) as reader:

@@ -101,8 +101,9 @@ def group_probes(source: CountSource) -> CountSource:
 
 
 def _genes_of_probes(var: pd.DataFrame) -> np.ndarray | None:
-    """Gene of each row, if rows are probes: column `gene_id` next to `filtered_probes`, or the id
-    within the name.
+    """Find the gene of each row, if rows are probes.
+
+    It is in column `gene_id` next to `filtered_probes`, or is the id within the name.
     """
     if _FILTERED in var and "gene_id" in var:
         return text_values(var["gene_id"])

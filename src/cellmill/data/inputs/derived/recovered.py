@@ -40,8 +40,9 @@ def find_totals(obs: pd.DataFrame) -> str | None:
 
 
 class RecoveredCounts(StoredMatrix):
-    """Whole numbers expm1(values) * depth / target, for the first of _TARGETS, or the median depth,
-    that fits.
+    """Counts recovered from logarithms: whole numbers expm1(values) * depth / target.
+
+    The target is the first of _TARGETS, or else the median depth, that fits.
     """
 
     def __init__(self, path: Path, name: str, logs: StoredMatrix, obs: pd.DataFrame):

@@ -19,8 +19,9 @@ _ROWS = 1024  # in memory at once while they are read back to be sorted
 
 
 class OrderedRows:
-    """Values in order of rows. `add` refuses a piece that is not in order; `triples` gives back
-    what was added.
+    """Values in order of rows.
+
+    `add` refuses a piece that is not in order, and `triples` gives back what was added.
     """
 
     def __init__(self, shape: tuple[int, int]):
@@ -37,8 +38,9 @@ class OrderedRows:
         self._values.close()
 
     def add(self, rows: np.ndarray, columns: np.ndarray, values: np.ndarray) -> bool:
-        """Append a piece, and return True; False, with nothing kept, if a row comes before one that
-        was added.
+        """Append a piece, and return True.
+
+        If a row of it comes before a row that was added, keep nothing and return False.
         """
         if not len(rows):
             return True

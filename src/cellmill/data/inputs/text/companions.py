@@ -50,8 +50,9 @@ def is_matrix(path: Path) -> bool:
 
 
 def find_companions(matrix: Path, n_rows: int, n_columns: int) -> Companions:
-    """Tables of names for a matrix of `n_rows` x `n_columns`. Raises DataError, naming the one that
-    is short.
+    """Find tables of names for a matrix of `n_rows` x `n_columns`.
+
+    Raises DataError, naming the table, if one is too short.
     """
     tables = list(_tables_of(matrix, max(n_rows, n_columns)))
     choices = list(_choices(matrix, tables, n_rows, n_columns))
@@ -77,8 +78,9 @@ def find_companions(matrix: Path, n_rows: int, n_columns: int) -> Companions:
 
 
 def _tables_of(matrix: Path, longest: int) -> Iterator[TextTable]:
-    """Tables in the folder of a matrix that share more words with no other matrix. Tables that are
-    longer than the matrix hold something else.
+    """List the tables in the folder of a matrix that share more words with no other matrix.
+
+    Tables that are longer than the matrix hold something else.
     """
     files = sorted(matrix.parent.iterdir())
     others = [file for file in files if is_matrix(file) and file != matrix]

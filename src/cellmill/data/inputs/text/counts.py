@@ -95,10 +95,10 @@ def _read_rows(layout: TableLayout) -> pd.DataFrame:
 
 
 def _are_genes(rows: Sequence[str], columns: Sequence[str], header: str) -> bool:
-    """True if genes are in rows: by the header of their names, else by the names of rows and
-    columns.
+    """Return True if genes are in rows.
 
-    Also if neither shows it, as most tables have genes in rows.
+    The header of their names decides, else the names of rows and columns. Also if neither shows it, as
+    most tables have genes in rows.
     """
     if header.lower() in (*CELL, *GENE):
         return header.lower() in GENE

@@ -82,8 +82,9 @@ class TableLayout:
 
 
 def read_layout(path: Path) -> TableLayout:
-    """Layout of the table at `path`. Raises DataError if it has no header, or columns of counts
-    with anything else among them.
+    """Read the layout of the table at `path`.
+
+    Raises DataError if it has no header, or columns of counts with anything else among them.
     """
     lines, n_before = _first_lines(path)
     separator = find_separator(lines) or _common_separator(lines)

@@ -30,8 +30,9 @@ Triples = Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]
 def read_triples(
     path: Path, text: IO[bytes], dtype: type, shape: tuple[int, int], n_values: int
 ) -> Triples:
-    """Row and column, from 0, and value of each line, in pieces. Raises DataError for an index
-    outside `shape`.
+    """Yield row and column, from 0, and value of each line, in pieces.
+
+    Raises DataError for an index outside `shape`.
     """
     parse = _load_loop() if n_values >= _WORTH else None
     buffer = bytearray(_PIECE)

@@ -59,8 +59,9 @@ _TENX_TYPES = frozenset(
 
 @dataclass(frozen=True)
 class TextTable:
-    """A table as its first rows show it. `n_lines` counts every line up to the last that is not
-    empty.
+    """A table as its first rows show it.
+
+    `n_lines` counts every line up to the last that is not empty.
     """
 
     path: Path
@@ -102,8 +103,9 @@ class TextTable:
         return None
 
     def read(self, n: int) -> pd.DataFrame:
-        """All `n` rows as columns of text, named by the header, else by number from 0. Row numbers
-        are left out.
+        """Read all `n` rows as columns of text, named by the header, else by number from 0.
+
+        Row numbers are left out.
         """
         with open_bytes(self.path) as file, reading(self.path):
             text = file.read().decode("utf-8-sig")
@@ -176,8 +178,9 @@ def _count_lines(chunk: bytes) -> int:
 
 
 def find_separator(lines: Sequence[str]) -> str:
-    """The character that divides every line after the first into equally many fields; empty if
-    there is none.
+    """Find the character that divides every line after the first into equally many fields.
+
+    Empty if there is none.
     """
     body = [line for line in lines[1:] if line] or list(lines)
     for separator in ("\t", ",", ";", "|", " "):
@@ -195,8 +198,9 @@ def find_separator(lines: Sequence[str]) -> str:
 
 
 def split_lines(lines: Sequence[str], separator: str) -> list[list[str]]:
-    """Fields of each line without their quotes; quotes that do not come in pairs are part of the
-    text.
+    """Split each line into fields, without their quotes.
+
+    Quotes that do not come in pairs are part of the text.
     """
     if not separator:
         return [[_unquoted(line)] for line in lines]
@@ -237,8 +241,9 @@ def is_numbering(column: pd.Series) -> bool:
 
 
 def is_header(first: Sequence[str], others: Sequence[Sequence[str]]) -> bool:
-    """True if `first` has a usual name of a column, or is the only line without an Ensembl id or
-    barcode.
+    """Return True if `first` is a header.
+
+    It has a usual name of a column, or is the only line without an Ensembl id or barcode.
     """
     if _has_match(first, ENSEMBL) or _has_match(first, BARCODE):
         return False
@@ -248,8 +253,9 @@ def is_header(first: Sequence[str], others: Sequence[Sequence[str]]) -> bool:
 
 
 def names_row_names(header: Sequence[str]) -> bool:
-    """True if the first field of a header is one for the column of names: then no field is missing,
-    as R leaves out.
+    """Return True if the first field of a header names the column of row names.
+
+    Then no field is missing; tables of R leave this one out.
     """
     first = header[0].strip().lower() if header else ""
     return not first or first in _HEADERS
@@ -274,11 +280,11 @@ def _has_header_words(first: Sequence[str], others: Sequence[Sequence[str]]) -> 
 def gene_frame(
     table: pd.DataFrame, more: Sequence[pd.DataFrame] = ()
 ) -> tuple[pd.DataFrame, str | None]:
-    """`var` from a table of genes: indexed by Ensembl id, else by the first column, with every text
-    column.
+    """Make `var` from a table of genes, with every text column.
 
-    Columns without a header become `symbol`, `feature_types` (if they hold types of 10x) and
-    `column_N`. Returns a sentence too where the third column holds something else than types.
+    It is indexed by Ensembl id, else by the first column. Columns without a header become `symbol`,
+    `feature_types` (if they hold types of 10x) and `column_N`. Returns a sentence too where the third
+    column holds something else than types.
     """
     columns: dict[str, list[str]] = {}
     sentence = None
@@ -312,8 +318,9 @@ def gene_frame(
 
 
 def cell_frame(table: pd.DataFrame) -> pd.DataFrame:
-    """`obs` from a table of cells: indexed by the first column of barcodes, else of unique text;
-    headers are kept.
+    """Make `obs` from a table of cells; headers are kept.
+
+    It is indexed by the first column of barcodes, else of unique text.
     """
     names = list(table)
     shares = {name: _share(table[name].astype(str).tolist()[:_SAMPLE], BARCODE) for name in names}
