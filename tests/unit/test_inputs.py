@@ -238,9 +238,9 @@ def test_the_same_cells_are_the_same_blocks_in_every_format(
     path = FORMATS[name](counts, tmp_path)
     # several slabs, and transposition where chunks are wide
     monkeypatch.setattr(matrices, "_SLAB_BYTES", 3000)
-    monkeypatch.setattr(matrices, "_ROWS", 16)
-    monkeypatch.setattr(matrices, "_PIECE", 100)
-    monkeypatch.setattr(lines, "_PIECE", 1000)
+    monkeypatch.setattr(matrices, "_MIN_BUCKET_ROWS", 16)
+    monkeypatch.setattr(matrices, "_PIECE_VALUES", 100)
+    monkeypatch.setattr(lines, "_PIECE_BYTES", 1000)
     wanted = counts.astype(np.uint32)
     with open_counts(path) as reader:
         assert (reader.var_names, reader.obs_names.tolist()) == (GENES, CELLS)

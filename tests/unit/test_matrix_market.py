@@ -382,9 +382,9 @@ def test_whole_numbers_without_a_sign_are_counts(tmp_path: Path) -> None:
 def test_compiled_parsing_gives_the_numbers_that_python_reads(
     field: str, is_sorted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lines, "_WORTH", 0)
-    monkeypatch.setattr(lines, "_PIECE", 200)
-    monkeypatch.setattr(matrices, "_ROWS", 2)
+    monkeypatch.setattr(lines, "_MIN_COMPILED", 0)
+    monkeypatch.setattr(lines, "_PIECE_BYTES", 200)
+    monkeypatch.setattr(matrices, "_MIN_BUCKET_ROWS", 2)
     star(tmp_path)
     spellings: list[Callable[[int], str]] = [
         str,

@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 
 import numpy as np
 
-_SMALLEST = 1 << 16  # bytes; smaller arrays are as cheap from the allocator
+_MIN_BYTES = 1 << 16  # smaller arrays are as cheap from the allocator
 # free blocks of each size: enough for the windows that are read, and for the batches that are made,
 # queued and used
 _MAX_FREE = 8
@@ -21,7 +21,7 @@ _free: defaultdict[int, deque[np.ndarray]] = defaultdict(lambda: deque(maxlen=_M
 def recycled_empty(size: int, dtype: np.dtype | type) -> np.ndarray:
     """`(size,)` of `dtype` with arbitrary values, as `np.empty`; may be called by any thread."""
     n_bytes = int(size) * np.dtype(dtype).itemsize
-    if n_bytes < _SMALLEST:
+    if n_bytes < _MIN_BYTES:
         return np.empty(size, dtype)
     # few sizes, so that a later array fits; pages never written cost nothing
     block = 1 << (n_bytes - 1).bit_length()

@@ -36,17 +36,18 @@ from cellmill.data.inputs.source import optional_package
 from cellmill.data.rows import row_numbers
 from cellmill.errors import DataError
 
-# values and genes at a time: those whose numbers fit into a core's cache
-_PIECE = 1 << 16
-_GENES = 256
-_PARTS = 1000  # steps of the quantiles of a corpus
+# values and genes that are handled at a time: their numbers fit into a core's cache
+_VALUES_AT_ONCE = 1 << 16
+_GENES_AT_ONCE = 256
+_QUANTILE_STEPS = 1000
 
 # bins of ln(counts per 10,000), from 2^-10 (one count in a cell of 10 million) to 10,000 (a cell
 # with one gene)
-_LOW = -10 * np.log(2.0)
-_WIDTH = 2 * np.log1p(0.005) * 0.999  # the middle of a bin is within 0.5 % of its values
-_BINS = int(np.ceil((np.log(TARGET_SUM) - _LOW) / _WIDTH)) + 1
+_FIRST_EDGE = -10 * np.log(2.0)
+_BIN_WIDTH = 2 * np.log1p(0.005) * 0.999  # the middle of a bin is within 0.5 % of its values
+_BINS = int(np.ceil((np.log(TARGET_SUM) - _FIRST_EDGE) / _BIN_WIDTH)) + 1
 
+# as in scanpy: bins of genes by mean, and the mean that stands for 0
 _MEAN_BINS = 20
 _NO_MEAN = 1e-12
 
@@ -64,13 +65,13 @@ class Medians:
         """Add values, `(n,)`, each of the gene (row, int) at the same position of `genes`."""
         loops = compiled_loops.COMPILED.loops_for(len(values))
         count = np.add.at if loops is None else loops.add_at
-        for first in range(0, len(values), _PIECE):
-            logs = np.log(values[first : first + _PIECE])
-            logs -= _LOW
-            logs *= 1 / _WIDTH
+        for first in range(0, len(values), _VALUES_AT_ONCE):
+            logs = np.log(values[first : first + _VALUES_AT_ONCE])
+            logs -= _FIRST_EDGE
+            logs *= 1 / _BIN_WIDTH
             bins = logs.astype(np.int64)
             np.clip(bins, 0, _BINS - 1, out=bins)
-            bins += np.multiply(genes[first : first + _PIECE], _BINS, dtype=np.int64)
+            bins += np.multiply(genes[first : first + _VALUES_AT_ONCE], _BINS, dtype=np.int64)
             count(self.bins.reshape(-1), bins, np.uint32(1))
 
     def counts(self) -> np.ndarray:
@@ -83,8 +84,8 @@ class Medians:
         The median of an even number of values is the mean of the two in the middle.
         """
         medians = np.empty(len(rows), np.float32)
-        for first in range(0, len(rows), _GENES):
-            part = slice(first, first + _GENES)
+        for first in range(0, len(rows), _GENES_AT_ONCE):
+            part = slice(first, first + _GENES_AT_ONCE)
             # cumulative over all of these genes: one search finds the middle of each
             total = np.cumsum(self.bins[rows[part]], dtype=np.int64)
             ends = total[_BINS - 1 :: _BINS]
@@ -101,14 +102,14 @@ class Medians:
         They are at per mille from 0 to 1. Counts per 10,000 are within 0.5 % of the exact quantile.
         """
         total = np.cumsum(self.bins[rows].sum(axis=0, dtype=np.int64))
-        # the smallest value that at least this part of all values does not exceed
-        least = -(-np.arange(_PARTS + 1) * total[-1] // _PARTS)
-        bins = np.searchsorted(total, np.maximum(1, least))
+        # how many values, at least, do not exceed each quantile
+        n_below = -(-np.arange(_QUANTILE_STEPS + 1) * total[-1] // _QUANTILE_STEPS)
+        bins = np.searchsorted(total, np.maximum(1, n_below))
         return np.log1p(_value_in_bin(bins)).astype(np.float32)
 
 
 def _value_in_bin(bins: np.ndarray) -> np.ndarray:
-    return np.exp(_LOW + (bins + 0.5) * _WIDTH)
+    return np.exp(_FIRST_EDGE + (bins + 0.5) * _BIN_WIDTH)
 
 
 class Moments:

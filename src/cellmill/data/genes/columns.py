@@ -17,9 +17,9 @@ from cellmill.data.genes.lookup import MISSING_NAMES, Matches, match_names
 
 INDEX = "the index"
 # share of equal genes in the rows that two columns name, for the second to fill gaps of the first
-_LEAST_AGREEMENT = 0.8
-_FEW = 10  # rows in common that show nothing
-_MOSTLY = 0.5  # share of the texts of a column
+_MIN_AGREEMENT = 0.8
+_MIN_ROWS = 10  # rows that both columns name; fewer show nothing
+_MAJORITY = 0.5  # a larger share of the texts of a column, or of the rows, is a majority
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class NameColumn:
     @property
     def has_ids(self) -> bool:
         """True if most of the texts are Ensembl ids."""
-        return self.n_ids > _MOSTLY * self.n_filled
+        return self.n_ids > _MAJORITY * self.n_filled
 
     @property
     def names_genes(self) -> bool:
         """True if most of the texts are names of genes."""
-        return self.matches.n_matched > _MOSTLY * self.n_filled
+        return self.matches.n_matched > _MAJORITY * self.n_filled
 
     def agreement(self, other: "NameColumn") -> float:
         """Return the share of equal genes among the rows where both columns have a gene.
@@ -54,7 +54,7 @@ class NameColumn:
         It is 1 if there are few such rows.
         """
         pairs = [pair for pair in zip(self.matches.gene_ids, other.matches.gene_ids) if all(pair)]
-        if len(pairs) < _FEW:
+        if len(pairs) < _MIN_ROWS:
             return 1.0
         return sum(first == second for first, second in pairs) / len(pairs)
 
@@ -144,13 +144,13 @@ def _read_columns(names: Sequence[str], var: pd.DataFrame, organism: str) -> lis
 
 def _may_fill(column: NameColumn, best: NameColumn) -> bool:
     is_likely = column.name == INDEX or column.names_genes
-    return is_likely and column.agreement(best) >= _LEAST_AGREEMENT
+    return is_likely and column.agreement(best) >= _MIN_AGREEMENT
 
 
 def _contradicts(column: NameColumn, best: NameColumn) -> bool:
     """True if a column names nearly as many genes as the best one, and others."""
     as_many = column.matches.n_genes > 0.9 * best.matches.n_genes
-    return as_many and column.names_genes and column.agreement(best) < _MOSTLY
+    return as_many and column.names_genes and column.agreement(best) < _MAJORITY
 
 
 def _first_known(columns: list[NameColumn]) -> list[NameColumn]:

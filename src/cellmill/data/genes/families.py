@@ -10,7 +10,7 @@ from typing import NamedTuple
 from cellmill.data.genes.lookup import MISSING_NAMES
 from cellmill.data.genes.tables import gene_table
 
-_LEAST_SHARE = 0.3  # share of the unknown names
+_MIN_SHARE = 0.3  # share of the unknown names
 _TO_IDS = "replace them by Ensembl gene ids, with the annotation that the file was made with"
 _OTHER_ORGANISM = (
     "set preprocess.organism to null to use the names as they are, or map them to "
@@ -85,17 +85,17 @@ def describe_names(names: Sequence[str], organism: str) -> str | None:
     None if they look like nothing known.
     """
     names = [name for name in names if name not in MISSING_NAMES]
-    least = max(1.0, _LEAST_SHARE * len(names))
+    min_names = max(1.0, _MIN_SHARE * len(names))
     numbers = [int(name) for name in names if _NUMBER.fullmatch(name)]
-    if numbers and len(numbers) >= least:
+    if numbers and len(numbers) >= min_names:
         return _describe_numbers(numbers)
     tally = Counter(map(_family_of, names))
     tally.pop(None, None)
     for family, count in tally.most_common(1):
-        if family is not None and count >= least:
+        if family is not None and count >= min_names:
             return f"{count:,} look like {family.kind}: {family.remedy}"
     same_letters = _in_other_case(names, organism)
-    if same_letters and len(same_letters) >= least:
+    if same_letters and len(same_letters) >= min_names:
         name, symbol = next(iter(same_letters.items()))
         return (
             f"{len(same_letters):,} differ from {organism} symbols in upper and lower case, as "

@@ -24,10 +24,10 @@ _COPY = re.compile(r"(.+)[-._][0-9]{1,3}")
 _SEPARATORS = re.compile(r"[-_.:|]+")
 _PARTS = re.compile(r"[|;,]+|\s\((?=[0-9]+\)$)")
 _WEAK = ("alias", "ambiguous", "unmapped")  # kinds of a match that a repeated name overrules
-_LONGEST_PREFIX = 40  # characters
+_MAX_PREFIX = 40  # characters
 _MAX_SEPARATORS = 4  # separators of a prefix
-_LEAST_SHARE = 0.05  # share of a file's names that have a prefix
-_LEAST_KNOWN = 0.5  # share of the names with a prefix that are genes without it
+_MIN_PREFIX_SHARE = 0.05  # share of a file's names that have a prefix
+_MIN_KNOWN_SHARE = 0.5  # share of the names with a prefix that are genes without it
 _MAX_REPEATED = 0.1  # share of the genes with a prefix that the file also has without it
 _NO_GENE = re.compile(
     r"(?i)(adt|ab|cite|prot|protein|hto|hashtag|totalseq|abseq|antibody|sg|sgrna|grna|guide|crispr)[^a-z]|.*\|pabo$"
@@ -207,19 +207,19 @@ def _shared_prefixes(
     """Prefixes whose removal makes genes of most names that have them; the longest first."""
     carriers: dict[str, list[str]] = {}
     for name in unknown:
-        for separator in list(_SEPARATORS.finditer(name, 1, _LONGEST_PREFIX))[:_MAX_SEPARATORS]:
+        for separator in list(_SEPARATORS.finditer(name, 1, _MAX_PREFIX))[:_MAX_SEPARATORS]:
             carriers.setdefault(name[: separator.end()], []).append(name)
-    least = max(2, _LEAST_SHARE * len(known))
+    min_names = max(2, _MIN_PREFIX_SHARE * len(known))
     present = {match.gene for match in known.values() if match.gene}
     accepted = list[str]()
     for prefix, names in sorted(carriers.items(), key=lambda item: -len(item[1])):
-        if len(names) < least or _NO_GENE.match(prefix):
+        if len(names) < min_names or _NO_GENE.match(prefix):
             continue
         if look_up(prefix.rstrip("-_.:|"), organism).kind != "unmapped":
             continue  # two genes in one name
         genes = {look_up(name.removeprefix(prefix), organism).gene for name in names} - {""}
         is_copy = len(genes & present) > _MAX_REPEATED * len(genes)  # such as TP53 and intron_TP53
-        if len(genes) >= _LEAST_KNOWN * len(names) and not is_copy:
+        if len(genes) >= _MIN_KNOWN_SHARE * len(names) and not is_copy:
             accepted.append(prefix)
             present |= genes
     return sorted(accepted, key=len, reverse=True)

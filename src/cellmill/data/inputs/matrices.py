@@ -29,15 +29,16 @@ LARGE = 1 << 26  # bytes; smaller arrays may be declared by any file
 _MAX_CHUNK = 1 << 32  # bytes, as in HDF5
 # ratio of declared to stored bytes; the filters of h5py and hdf5plugin stay below
 _MAX_RATIO = 100_000
-_PER_CELL = 16  # bytes of an obs column: Zarr stores one value for all cells as nothing
+# bytes per cell that an obs column may declare: Zarr stores none if all values are equal
+_MAX_CELL_BYTES = 16
 
 Pieces = Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]
 """Rows and columns, int within the shape, and values, each `(n,)`."""
-_ROWS = 1024  # fewest rows of one bucket: smaller ones make writes too short
+_MIN_BUCKET_ROWS = 1024  # buckets of fewer rows would make writes too short
 _MAX_BUCKETS = 60_000  # their numbers are sorted as 16-bit integers, which is fast
-_PIECE = 1 << 22  # values in memory at once while a matrix compressed by gene is transposed
+_PIECE_VALUES = 1 << 22  # values in memory at once while a matrix compressed by gene is transposed
 _SLAB_BYTES = 1 << 26  # dense values in memory at once, if chunks allow it
-_TALL = 4  # a chunk of more slabs than this is cheaper to transpose on disk than to hold
+_MAX_SLABS = 4  # a chunk of more slabs is cheaper to transpose on disk than to hold in memory
 
 
 class StoredMatrix:
@@ -171,7 +172,7 @@ def size_problem(name: str, array: Any, stored: Callable[[], int], n_cells: int 
     if max(declared, chunk) <= LARGE:
         return None
     n_stored = stored()
-    max_declared = max(LARGE, _MAX_RATIO * n_stored, _PER_CELL * n_cells)
+    max_declared = max(LARGE, _MAX_RATIO * n_stored, _MAX_CELL_BYTES * n_cells)
     if chunk <= _MAX_CHUNK and declared <= max_declared:
         return None
     return f"{name} is damaged: it declares {declared:,} bytes in shape {array.shape} and stores {n_stored:,}"
@@ -234,7 +235,7 @@ class RowBuckets:
 
     def __init__(self, shape: tuple[int, int], pieces: Pieces) -> None:
         self.shape = shape
-        self._rows = max(_ROWS, -(-shape[0] // _MAX_BUCKETS))
+        self._rows = max(_MIN_BUCKET_ROWS, -(-shape[0] // _MAX_BUCKETS))
         self._record = np.dtype([("row", "<u4"), ("column", "<u4"), ("value", "f4")])
         self._segments: list[list[tuple[int, int]]] = [[] for _ in range(0, shape[0], self._rows)]
         self._file = tempfile.TemporaryFile(prefix="cellmill-")  # noqa: SIM115 - closed by close()
@@ -368,10 +369,11 @@ class SparseMatrix(StoredMatrix):
         return self._columns() if self.by_gene else None
 
     def _columns(self) -> Pieces:
-        """Columns with at most `_PIECE` values together, or one column."""
+        """Columns with at most `_PIECE_VALUES` values together, or one column."""
         low = 0
         while low < self.shape[1]:
-            high = int(np.searchsorted(self._indptr, self._indptr[low] + _PIECE, side="right")) - 1
+            stop = self._indptr[low] + _PIECE_VALUES
+            high = int(np.searchsorted(self._indptr, stop, side="right")) - 1
             high = min(max(high, low + 1), self.shape[1])
             indptr, rows, values = self._read(low, high)
             yield rows, (low + row_numbers(indptr)).astype(np.int32), values
@@ -414,7 +416,7 @@ class DenseMatrix(StoredMatrix):
 
     def pieces(self) -> Pieces | None:
         chunk, fit = self._lengths(axis=0)
-        if min(chunk, self.shape[0]) <= _TALL * fit:
+        if min(chunk, self.shape[0]) <= _MAX_SLABS * fit:
             return None
         return self._columns()
 

@@ -32,14 +32,16 @@ from cellmill.data.inputs.source import (
 from cellmill.data.rows import row_sums
 from cellmill.errors import DataError, require_known
 
-_CELLS = 4096
-_CHECKED = 512  # cells that `check_some` reads
-_FEWEST = 20  # cells; fewer show nothing
-_GENES = 50
-_MANY_GENES = 300
-_LOW_COUNT = 10  # log(1 + counts per 10,000) is at most 9.2
-_FEWEST_CLIPPED = 2  # values at the largest number of their type; one may be so by chance
-_SPREAD = 1.3  # 95th percentile of the cells' sums over the 5th
+_CHECKED_CELLS = 512  # cells that `check_some` reads
+# limits of `RoundedCounts`
+_MAX_CELLS = 4096  # cells that it looks at
+_MIN_CELLS = 20  # fewer cells show nothing
+_MIN_GENES = 50  # detected genes of a cell that it looks at
+_MIN_GENES_OF_DEEP_CELL = 300  # detected genes of a cell whose largest count it looks at
+_MAX_LOG_COUNT = 10  # log(1 + counts per 10,000) is at most 9.2
+_MIN_SPREAD = 1.3  # counts: the 95th percentile of the cells' sums is at least this times the 5th
+# limit of `ClippedCounts`
+_MIN_CLIPPED = 2  # values at the largest number of their type; a single one may be there by chance
 OBS_REMEDY = "call obs_names_make_unique() and write the file again"
 
 
@@ -52,7 +54,9 @@ class RoundedCounts:
 
     def add(self, counts: sp.csr_matrix) -> None:
         """Add cells of a canonical CSR block without stored zeros."""
-        rows = np.flatnonzero(np.diff(counts.indptr) >= _GENES)[: _CELLS - self.cells.shape[1]]
+        rows = np.flatnonzero(np.diff(counts.indptr) >= _MIN_GENES)[
+            : _MAX_CELLS - self.cells.shape[1]
+        ]
         if len(rows):
             block = counts[rows]
             starts = block.indptr[:-1]
@@ -67,20 +71,22 @@ class RoundedCounts:
     def sign(self) -> str | None:
         """The sign that the cells show, in words; None if none."""
         sums, smallest, largest, n_genes = self.cells
-        if len(sums) < _FEWEST:
+        if len(sums) < _MIN_CELLS:
             return None
-        largest = largest[n_genes >= _MANY_GENES]
+        largest = largest[n_genes >= _MIN_GENES_OF_DEEP_CELL]
         low, high = np.quantile(sums, (0.05, 0.95))
         above_one = float((smallest > 1).mean())
         if above_one > 0.5:
             return f"{above_one:.0%} of cells have no gene with a count of 1"
-        with_low_counts = float((largest <= _LOW_COUNT).mean()) if len(largest) >= _FEWEST else 0.0
+        with_low_counts = (
+            float((largest <= _MAX_LOG_COUNT).mean()) if len(largest) >= _MIN_CELLS else 0.0
+        )
         if with_low_counts > 0.95:
             return (
-                f"{with_low_counts:.0%} of cells of {_MANY_GENES} genes have no count above "
-                f"{_LOW_COUNT}, as in logarithms"
+                f"{with_low_counts:.0%} of cells of {_MIN_GENES_OF_DEEP_CELL} genes have no count above "
+                f"{_MAX_LOG_COUNT}, as in logarithms"
             )
-        if high < _SPREAD * low:
+        if high < _MIN_SPREAD * low:
             return f"the sums of 90% of cells lie between {low:,.0f} and {high:,.0f}"
         return None
 
@@ -123,7 +129,7 @@ class ClippedCounts:
 
     def sign(self) -> str | None:
         """The sign that the values show, in words; None if none."""
-        if self._dtype is None or self._n_largest < _FEWEST_CLIPPED:
+        if self._dtype is None or self._n_largest < _MIN_CLIPPED:
             return None
         if self._n_largest <= self._n_below:
             return None
@@ -273,10 +279,10 @@ class CountsReader(AbstractContextManager["CountsReader"]):
         """
         matrix = self._source.matrix
         if matrix.is_by_cell:
-            next(self.rows(_CHECKED))
+            next(self.rows(_CHECKED_CELLS))
             return
         if matrix.pieces() is not None and self.counts_rule == "refuse":
-            self._whole_numbers(matrix.some(_CHECKED), 0)
+            self._whole_numbers(matrix.some(_CHECKED_CELLS), 0)
 
     def doubts(self) -> Iterator[str]:
         """List doubts about the values that were read.

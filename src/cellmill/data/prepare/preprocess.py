@@ -40,8 +40,8 @@ from cellmill.files import digest, progress
 
 FORMAT = 1  # of saved work; to be raised when the same counts give other cells
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
-_MANY_ROWS = 1000
-_COUNTS_OF_NO_CELL = 20  # median over rows
+_MIN_ROWS = 1000  # fewer rows show nothing
+_MAX_SPARSE_COUNTS = 20  # rows with a median of at most this many counts are no cells
 _EMPTIED = DROPPED.index("no gene left")
 _PACKED = "packed"
 BINS = 40  # of each histogram in the report
@@ -203,7 +203,7 @@ def _nothing_left(cells: MeasuredCells, keep_gene: np.ndarray, options: Preproce
 
 def describe_sparse(n_counts: np.ndarray) -> str | None:
     """Advice on rows that hold too few counts for cells; None if they hold enough, or are few."""
-    if len(n_counts) < _MANY_ROWS or np.median(n_counts) > _COUNTS_OF_NO_CELL:
+    if len(n_counts) < _MIN_ROWS or np.median(n_counts) > _MAX_SPARSE_COUNTS:
         return None
     median = int(np.median(n_counts))
     return (
@@ -349,7 +349,7 @@ def _measure_sequences(
     lengths = list[int]()
     reasons = list[int]()
     seen = set[bytes]()
-    least = options.min_genes if reader.ranked else options.min_counts
+    min_length = options.min_genes if reader.ranked else options.min_counts
     unit = "cells" if reader.ranked else "sequences"
     label = f"preprocess {reader.path.stem}"
     for block in progress(reader.rows(options.row_block), label, reader.n_obs, unit):
@@ -357,7 +357,7 @@ def _measure_sequences(
             # 16 bytes a sequence: a collision among a billion has a probability of 10^-21
             text = block.indices[start:stop].astype("<i4").tobytes()
             key = hashlib.blake2b(text, digest_size=16).digest()
-            checks = (not keep[len(reasons)], start == stop, stop - start < least, key in seen)
+            checks = (not keep[len(reasons)], start == stop, stop - start < min_length, key in seen)
             lengths.append(stop - start)
             reasons.append(checks.index(True) if any(checks) else -1)
             if not any(checks):

@@ -33,7 +33,7 @@ CLASSES = ("AGST", "ILMV", "FWY", "DENQ", "HKR", "C", "P")  # similar residues
 LENGTH = (60, 120)  # residues of an ancestor
 SUBSTITUTED_FRAC = 0.2
 SIMILAR_FRAC = 0.7
-LONGEST_DELETION = 10
+MAX_DELETION = 10
 
 
 def write_sequences(out: Path, sequences: int, families: int, seed: int) -> None:
@@ -69,7 +69,7 @@ def _draw_records(sequences: int, families: int, seed: int) -> Iterator[str]:
             else:
                 member[position] = random.choice(letters, p=frequency)
         start = random.integers(len(member))
-        stop = start + random.integers(LONGEST_DELETION + 1)
+        stop = start + random.integers(MAX_DELETION + 1)
         member = np.delete(member, slice(start, stop))
         hydropathy = sum(HYDROPATHY[residue] for residue in member) / len(member)
         header = f"protein_{number} family=family_{family} hydropathy={hydropathy:.3f}"

@@ -52,12 +52,13 @@ COLUMNS = {
 """Names of obs columns by field of the table, the likeliest first, in lower case and without
 punctuation; * stands for any text.
 """
-_MAX_VALUES = 200
-# share of the median number of detected genes below which a cell is dropped; in whole transcriptomes
-# of 1,000 genes a cell, the usual 200
-_LEAST_GENES_FRAC = 0.2
+_MAX_VALUES = 200  # values of a column that groups cells
+# cells with a smaller fraction of the median number of detected genes are dropped. With a median of
+# 1,000 genes, as in whole transcriptomes, this is the usual 200
+_MIN_GENES_FRAC = 0.2
+# thresholds that are tried in turn, until at most this fraction of the cells is dropped
 _MITO_FRACS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
-_MAX_DROPPED = 0.25
+_MAX_DROPPED_FRAC = 0.25
 
 
 @dataclass(frozen=True)
@@ -190,11 +191,11 @@ def _choose_thresholds(reader: CountsReader, coverage: Coverage) -> Thresholds:
     median = int(np.median(n_genes))
     min_genes = options.min_genes
     if sparse is None:
-        min_genes = min(min_genes, int(_LEAST_GENES_FRAC * median))
+        min_genes = min(min_genes, int(_MIN_GENES_FRAC * median))
     mito_fracs = _MITO_FRACS if sparse is None else (options.max_mito_frac,)
     for max_mito_frac in mito_fracs:
         is_dropped = (n_genes < min_genes) | (n_counts == 0) | (mito_frac > max_mito_frac)
-        if is_dropped.mean() <= _MAX_DROPPED:
+        if is_dropped.mean() <= _MAX_DROPPED_FRAC:
             break
     return Thresholds(
         min_genes, max_mito_frac, median, float(is_dropped.mean()), len(n_genes), sparse

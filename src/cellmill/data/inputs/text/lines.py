@@ -19,10 +19,10 @@ import pandas as pd
 from cellmill.data.inputs.h5 import reading
 from cellmill.errors import DataError
 
-_PIECE = 1 << 24  # bytes in memory at once
+_PIECE_BYTES = 1 << 24  # bytes in memory at once
 _SHOWN = 80  # bytes of a line in an error
-_LARGEST = 2**31 - 1  # largest whole number: these are held in 32 bits
-_WORTH = 1 << 21  # values; fewer are read before numba is compiled
+_MAX_WHOLE = 2**31 - 1  # largest whole number, since they are held in 32 bits
+_MIN_COMPILED = 1 << 21  # fewer values are read sooner than numba compiles the loop
 
 Triples = Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]
 
@@ -34,8 +34,8 @@ def read_triples(
 
     Raises DataError for an index outside `shape`.
     """
-    parse = _load_loop() if n_values >= _WORTH else None
-    buffer = bytearray(_PIECE)
+    parse = _load_loop() if n_values >= _MIN_COMPILED else None
+    buffer = bytearray(_PIECE_BYTES)
     held = 0  # bytes of a line that is not complete
     with reading(path):
         while n_read := text.readinto(memoryview(buffer)[held:]):  # type: ignore[attr-defined]
@@ -91,9 +91,9 @@ def _read_piece(
         if len(table) and not 1 <= table[name].min() <= table[name].max() <= size:
             raise DataError(f"{path}: damaged: an index is outside 1 to {size:,}")
     values = table["value"].to_numpy()
-    if is_whole and len(values) and int(np.abs(values).max()) > _LARGEST:
+    if is_whole and len(values) and int(np.abs(values).max()) > _MAX_WHOLE:
         raise DataError(
-            f"{path}: a value is too large: expected at most {_LARGEST:,}, got {np.abs(values).max():,}"
+            f"{path}: a value is too large: expected at most {_MAX_WHOLE:,}, got {np.abs(values).max():,}"
         )
     return (
         table["row"].to_numpy() - 1,
