@@ -1,6 +1,4 @@
-"""Families of names that are not the genes of an organism with a table: what they are, and what to
-do about them.
-"""
+"""Families of names that are not genes of an organism with a table, and what to do about them."""
 
 import re
 from collections import Counter

@@ -1,5 +1,4 @@
-"""Gene names mapped to Ensembl ids, the key of every table in cellmill, and to rows of a
-vocabulary.
+"""Gene names mapped to Ensembl ids, the key of every table in cellmill, and to rows of a vocabulary.
 
 Previous symbols and aliases are looked up too (GENCODE, HGNC and MGI; data/genes/README.md). Case
 matters: `Actb` is a mouse gene and `ACTB` a human one, and a dataset of the other organism must not

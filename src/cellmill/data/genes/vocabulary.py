@@ -1,9 +1,9 @@
-"""Genes of a corpus as tokens: a file whose digest is recorded in shards, checkpoints and exported
-models.
+"""Genes of a corpus as tokens.
 
-Token 0 is `<pad>`, 1 is `<mask>`, and the gene in row g of the vocabulary is token g + 2. Genes are
-sorted by id. Each has the median of its counts per 10,000 over the cells in which it is detected:
-the scale of rank values (Geneformer, Theodoris et al. 2023).
+They are a file, whose digest is recorded in shards, checkpoints and exported models. Token 0 is
+`<pad>`, 1 is `<mask>`, and the gene in row g of the vocabulary is token g + 2. Genes are sorted by id.
+Each has the median of its counts per 10,000 over the cells in which it is detected: the scale of rank
+values (Geneformer, Theodoris et al. 2023).
 
 If only training cells were read, `#training_cells` begins a line with their number, that of all
 cells, and the obs column of the split (empty: by content). If the corpus asks for them,

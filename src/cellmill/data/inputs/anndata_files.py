@@ -1,9 +1,8 @@
-"""AnnData inputs: groups of an HDF5 file, Zarr folders (version 2 or 3, also .zarr.zip), and
-AnnData objects in memory.
+"""AnnData inputs: groups of an HDF5 file, Zarr folders, and AnnData objects in memory.
 
-Counts are X, raw/X or a layer. obs and var may be stored as anndata before 0.7 did: one compound
-dataset, with categories in uns. Zarr folders with links, FIFOs or devices are refused; zarr itself
-refuses the codec pickle, which runs code.
+Zarr is of version 2 or 3, also zipped (.zarr.zip). Counts are X, raw/X or a layer. obs and var may be
+stored as anndata before 0.7 did: one compound dataset, with categories in uns. Zarr folders with links,
+FIFOs or devices are refused; zarr itself refuses the codec pickle, which runs code.
 """
 
 import os

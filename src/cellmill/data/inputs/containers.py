@@ -1,9 +1,8 @@
-"""Files that hold several AnnData: MuData (.h5mu, .zarr) with one a modality, SpatialData (.zarr)
-with tables.
+"""Files that hold several AnnData: MuData and SpatialData.
 
-`path#rna` names one; `counts` may say it too, as `rna#X`. Without it the only one is read, or the
-only one with RNA. obs has the columns of the modality, and of the whole file if these have other
-names.
+MuData (.h5mu, .zarr) has one for each modality, and SpatialData (.zarr) has tables. `path#rna` names
+one; `counts` may say it too, as `rna#X`. Without it the only one is read, or the only one with RNA. obs
+has the columns of the modality, and of the whole file if these have other names.
 """
 
 import re

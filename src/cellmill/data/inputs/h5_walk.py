@@ -1,9 +1,8 @@
-"""HDF5 files of users, walked by a child process first: of damaged ones some make HDF5 loop for
-ever, or crash.
+"""A walk over users' HDF5 files by a child process, before they are opened.
 
-Such a loop holds the interpreter, so nothing in the process itself can end it. The child reads what
-opening reads, attributes, sizes and text, no counts. The limit is on its CPU time: a slow disk is
-not taken for a damaged file.
+Some damaged files make HDF5 loop for ever, or crash. Such a loop holds the interpreter, so nothing in
+the process itself can end it. The child reads what opening reads, attributes, sizes and text, no
+counts. The limit is on its CPU time: a slow disk is not taken for a damaged file.
 """
 
 import errno

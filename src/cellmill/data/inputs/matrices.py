@@ -1,5 +1,4 @@
-"""Matrices of cells x genes, read in blocks of cells: sparse by cell or by gene, dense, and in
-memory.
+"""Matrices of cells x genes, read in blocks of cells: sparse by cell or by gene, dense, or in memory.
 
 Sparse ones are three arrays `data`, `indices` and `indptr`; dense ones are cells x genes (AnnData)
 or genes x cells (Loom). HDF5 and Zarr arrays share the names `shape`, `dtype`, `chunks` and

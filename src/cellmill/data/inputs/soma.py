@@ -1,9 +1,9 @@
-"""SOMA experiments, such as CELLxGENE Census has one of each organism: local folders, and queries
-of any URI.
+"""SOMA experiments: local folders, and queries of any URI.
 
-A cell is a row of obs, a gene a row of a measurement's var, both numbered by `soma_joinid`;
-`counts` is X (the only layer, or `raw`), the name of a layer, or raw for measurement `raw`. Counts
-are read a block of cells at a time. An experiment whose parts are elsewhere is refused.
+CELLxGENE Census, for example, has one experiment for each organism. A cell is a row of obs, a gene a
+row of a measurement's var, both numbered by `soma_joinid`; `counts` is X (the only layer, or `raw`),
+the name of a layer, or raw for measurement `raw`. Counts are read a block of cells at a time. An
+experiment whose parts are elsewhere is refused.
 """
 
 import json

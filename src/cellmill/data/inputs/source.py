@@ -1,5 +1,4 @@
-"""Contract of an input format: names of cells and genes, and a matrix that is read in blocks of
-cells.
+"""Contract of an input format: names of cells and genes, and a matrix read in blocks of cells.
 
 A format is one module and one row in the table of `cellmill.data.inputs.formats`; an installed
 package adds a row by an entry point of the group `cellmill.input`. Values are read as stored;

@@ -1,9 +1,9 @@
-"""HDF5 files that store genes x cells: 10x Genomics .h5, as Cell Ranger writes them, and Loom of
-loompy and velocyto.
+"""HDF5 files that store genes x cells: 10x Genomics .h5 and Loom.
 
-10x files, of version 3 (group `matrix`) and 2 (a group per genome), are compressed by cell. Genes
-are named by id, which is unique; `var` has `symbol`, and in version 3 `feature_types` and `genome`.
-`counts` is X, or the name of a genome to read its genes alone.
+Cell Ranger writes the first, and loompy and velocyto write the second. 10x files, of version 3 (group
+`matrix`) and 2 (a group per genome), are compressed by cell. Genes are named by id, which is unique;
+`var` has `symbol`, and in version 3 `feature_types` and `genome`. `counts` is X, or the name of a
+genome to read its genes alone.
 
 Loom files are dense, with attributes of rows and columns. Genes are named by `Accession`, which is
 unique, else by `Gene`; `counts` is X (`matrix`) or the name of a layer.

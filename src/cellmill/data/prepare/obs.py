@@ -1,10 +1,9 @@
-"""Cells that a dataset's filter keeps, and its obs columns and labels under the names that later
-stages use.
+"""The cells that a dataset's filter keeps, and their obs columns.
 
-The table of datasets assigns obs columns to roles (`batch`, `donor`, ...). Preprocessed cells have
-them under the name of the role, so that later stages can name one column for all datasets. A
-different column that already has the name of a role is kept as `ROLE_original`. Label maps then
-rename the labels.
+Columns and labels get the names that later stages use. The table of datasets assigns obs columns to
+roles (`batch`, `donor`, ...). Preprocessed cells have them under the name of the role, so that later
+stages can name one column for all datasets. A different column that already has the name of a role is
+kept as `ROLE_original`. Label maps then rename the labels.
 """
 
 from collections.abc import Iterable, Iterator

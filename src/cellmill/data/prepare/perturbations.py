@@ -1,11 +1,10 @@
-"""Names of perturbations: one for each combination of genes, whatever order and delimiter a file
-writes it in.
+"""Names of perturbations: one name for each combination of genes.
 
-`A+B`, `B+A` and `B_A` are the same cells' biology. If they had two names, a split could put one
-into training and the other into test. A name is split at a delimiter if every part is a gene of the
-file or of the gene tables, or a word for a control, which is left out. The genes are sorted and
-joined by `+`. Names that are genes themselves (`HLA-A`, `Y_RNA`) and names with a part that is none
-(`TP53_1`, a guide) stay as they are.
+A file may write a combination in any order and with any delimiter. `A+B`, `B+A` and `B_A` are the same
+cells' biology. If they had two names, a split could put one into training and the other into test. A
+name is split at a delimiter if every part is a gene of the file or of the gene tables, or a word for a
+control, which is left out. The genes are sorted and joined by `+`. Names that are genes themselves
+(`HLA-A`, `Y_RNA`) and names with a part that is none (`TP53_1`, a guide) stay as they are.
 """
 
 import re

@@ -1,9 +1,8 @@
-"""Cells of full-length protocols, found by their labels, and counts without the effect of gene
-length.
+"""Cells of full-length protocols, and counts without the effect of gene length.
 
-Smart-seq and its kin read whole transcripts, so a gene of twice the length has twice the reads.
-Droplet protocols count molecules, whose number does not depend on it. In one corpus the two differ
-in ranks, medians and depth by gene length.
+These cells are found by their labels. Smart-seq and its kin read whole transcripts, so a gene of twice
+the length has twice the reads. Droplet protocols count molecules, whose number does not depend on it.
+In one corpus the two differ in ranks, medians and depth by gene length.
 """
 
 import re

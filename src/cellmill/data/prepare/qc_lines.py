@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 SHOWN = 10  # names in a line
-DEEPER = (
-    1.5  # ratio of median counts above which controls and perturbed cells differ by more than noise
-)
+# a larger ratio of the median counts of controls and perturbed cells is more than noise
+MAX_DEPTH_RATIO = 1.5
 
 
 def list_first(texts: Sequence[str], max_shown: int = SHOWN, separator: str = ", ") -> str:
@@ -83,7 +82,11 @@ def describe_controls(report: dict[str, Any]) -> list[str]:
         f"controls: {n_controls} cells ({list_counts(report['values'])}), median counts {_depth(control)}; "
         f"perturbed: {report['n_perturbed']:,} cells, median counts {_depth(perturbed)}"
     ]
-    if control and perturbed and max(control, perturbed) > DEEPER * min(control, perturbed):
+    if (
+        control
+        and perturbed
+        and max(control, perturbed) > MAX_DEPTH_RATIO * min(control, perturbed)
+    ):
         lines.append(
             f"warning: controls: their median counts are {control / perturbed:.2g} times the perturbed cells': "
             "measured changes include this difference"

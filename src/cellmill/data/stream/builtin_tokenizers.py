@@ -1,5 +1,6 @@
-"""The built-in tokenizers. Values are log counts (`continuous`), positions (`rank`, `sequence`) or bins
-(`binned`).
+"""The built-in tokenizers.
+
+Their values are log counts (`continuous`), positions (`rank`, `sequence`) or bins (`binned`).
 """
 
 from typing import Any

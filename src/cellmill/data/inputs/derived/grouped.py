@@ -1,10 +1,10 @@
-"""Rows of a file that are parts of genes: probes of 10x Flex, and spliced and unspliced counts of
-alevin-fry.
+"""Rows of a file that are parts of genes, summed by gene.
 
-A probe that 10x excludes (`filtered_probes` is false) is dropped, the others are summed by
-`gene_id`, or by the Ensembl id in names such as `ENSG00000141510|TP53|2f1b3c`. alevin-fry's USA
-mode has three columns a gene, `x`, `x-U` and `x-A`: X is spliced + ambiguous, as its own tools load
-single-cell data, and `counts` chooses among MODES.
+They are probes of 10x Flex, or spliced and unspliced counts of alevin-fry. A probe that 10x excludes
+(`filtered_probes` is false) is dropped, the others are summed by `gene_id`, or by the Ensembl id in
+names such as `ENSG00000141510|TP53|2f1b3c`. alevin-fry's USA mode has three columns a gene, `x`, `x-U`
+and `x-A`: X is spliced + ambiguous, as its own tools load single-cell data, and `counts` chooses among
+MODES.
 """
 
 import re

@@ -1,10 +1,9 @@
-"""Counts recovered from log-normalised values and the cells' depths, as SeuratDisk and many atlases
-leave them.
+"""Counts recovered from log-normalised values and the cells' depths.
 
-A value is log(1 + count * target / depth of the cell), so expm1(value) * depth / target is the
-count. The result is taken only if it is a whole number from 1 for every value, up to the error of
-32-bit logarithms, and 1 for one of them: with too small a target all counts would be multiples.
-`counts: expm1(raw)` sets it.
+SeuratDisk and many atlases have only these. A value is log(1 + count * target / depth of the cell), so
+expm1(value) * depth / target is the count. The result is taken only if it is a whole number from 1 for
+every value, up to the error of 32-bit logarithms, and 1 for one of them: with too small a target all
+counts would be multiples. `counts: expm1(raw)` sets it.
 """
 
 import re

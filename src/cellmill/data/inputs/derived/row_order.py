@@ -1,8 +1,7 @@
-"""Rows of a matrix whose values already come in order of rows, kept in temporary files in the
-folder of `TMPDIR`.
+"""Rows of a matrix whose values already come in order of rows.
 
-Most text files list their values cell by cell. These need no sorting: columns and values are
-appended as they come, and read back in order.
+They are kept in temporary files in the folder of `TMPDIR`. Most text files list their values cell by
+cell. These need no sorting: columns and values are appended as they come, and read back in order.
 """
 
 import tempfile

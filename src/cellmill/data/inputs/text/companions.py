@@ -1,5 +1,6 @@
-"""The tables that name rows and columns of a Matrix Market file: files of its folder, chosen by
-prefix and by length.
+"""The tables that name rows and columns of a Matrix Market file.
+
+They are files of its folder, chosen by prefix and by length.
 
     sample_matrix.mtx  sample_features.tsv.gz  sample_barcodes.tsv.gz            genes in rows: Cell Ranger, STARsolo
     cells_x_genes.mtx  cells_x_genes.barcodes.txt  cells_x_genes.genes.txt       cells in rows: kb-python

@@ -1,10 +1,9 @@
-"""Tables of counts in text, as GEO, featureCounts and umi_tools have them: .csv, .tsv or .txt,
-plain or gzip.
+"""Tables of counts in text: .csv, .tsv or .txt, plain or gzip.
 
-A table has a header and a column of names. Genes are in rows or in columns: whichever names have
-more Ensembl ids, common symbols or, the other way round, barcodes and long numbers. Tables are
-read in blocks of rows; genes in rows are transposed on disk. `long_tables.py` reads tables with a
-count a line.
+GEO, featureCounts and umi_tools have them. A table has a header and a column of names. Genes are in
+rows or in columns: whichever names have more Ensembl ids, common symbols or, the other way round,
+barcodes and long numbers. Tables are read in blocks of rows; genes in rows are transposed on disk.
+`long_tables.py` reads tables with a count a line.
 """
 
 import re

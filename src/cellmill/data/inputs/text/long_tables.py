@@ -1,5 +1,6 @@
-"""Tables with a count a line: one column of genes, one of cells and one of counts, as umi_tools
-writes them.
+"""Tables with a count a line, as umi_tools writes them.
+
+They have one column of genes, one of cells and one of counts.
 """
 
 from collections.abc import Iterator
