@@ -15,6 +15,7 @@ import cellmill.config.parts.tasks  # noqa: F401  # registers the built-in tasks
 from cellmill.config import plugin
 from cellmill.config.parts.tasks import TaskConfig
 from cellmill.config.plugin import BUILT_IN
+from cellmill.evaluate.seconds import planned as planned_module
 from cellmill.evaluate.seconds.planned import LearnedRatios, Planner, describe_plan
 from cellmill.evaluate.seconds.sizes import DatasetSizes
 from cellmill.evaluate.task import Context, Task
@@ -246,6 +247,20 @@ def test_the_next_plan_learns_what_tasks_took(tmp_path: Path) -> None:
     ratios.learn("probe", 0.9, 10.0)
     ratios.learn("toy", None, 10.0)
     assert ratios.read() == {"probe": 1.5, "clustering": 4.0}
+
+
+def test_tasks_that_read_no_stored_prediction_are_learned(
+    corpus: dict[str, Path], tmp_path: Path, lengthy: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planned_module, "LEAST_LEARNED_S", 0.0)
+    files = corpus | {"baselines": tmp_path / "baselines"}
+    tasks = {"probe": {"seeds": 1}, "lengthy": {"planned_s": 10.0}}
+    learned = []
+    for name in ("first", "second"):
+        evaluate(files, tmp_path / name / "metrics.json", effort="fast", tasks=tasks)
+        ratios = json.loads((tmp_path / name / "finished" / "seconds.json").read_text())
+        learned.append({*ratios})
+    assert learned == [{"probe", "lengthy"}, {"lengthy"}]
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"probe": "long"}', '{"probe": null}'])

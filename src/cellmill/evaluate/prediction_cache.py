@@ -40,17 +40,29 @@ def describe_algorithms() -> str:
     return ", ".join([VERSIONS, *constants])
 
 
+class KnownPredictions(dict[str, np.ndarray]):
+    """Predictions by key, those of earlier evaluations among them; counts how often these are read."""
+
+    def __init__(self, stored: Mapping[str, np.ndarray]) -> None:
+        super().__init__(stored)
+        self.stored_keys = frozenset(stored)  # of earlier evaluations
+        self.n_stored_reads = 0
+
+    def __getitem__(self, key: str) -> np.ndarray:
+        self.n_stored_reads += key in self.stored_keys
+        return super().__getitem__(key)
+
+
 class PredictionCache:
-    """Known predictions by digest, kept by `save` in an .npz file; without `file`, only in
-    this process.
+    """Known predictions by key, written by `save` to an .npz file; without `file`, they last only as
+    long as this process.
     """
 
     def __init__(self, file: Path | None = None) -> None:
         self.file = file
-        self.predictions = _read(file)
+        self.predictions = KnownPredictions(_read(file))
         # from features that no other run has, or by classifiers of other packages
         self.unsaved_predictions: dict[str, np.ndarray] = {}
-        self.n_read = len(self.predictions)  # known from earlier evaluations
 
     def get_or_compute(
         self, about: str, values: Any, compute: Callable[[], np.ndarray]
@@ -66,7 +78,7 @@ class PredictionCache:
 
     def save(self) -> None:
         """Write the new predictions. If two evaluations save at the same time, one may lose its own."""
-        if self.file is not None and len(self.predictions) > self.n_read:
+        if self.file is not None and self.predictions.keys() > self.predictions.stored_keys:
             arrays: dict[str, Any] = _read(self.file) | self.predictions
             with atomic_path(self.file) as temporary:
                 np.savez_compressed(temporary, **arrays)
@@ -74,7 +86,7 @@ class PredictionCache:
 
 class CachedClassifiers:
     """Classifiers by name, each fitted on `features`, `(cells, width)`, when one of its predictions
-    is not yet in its cache, a dict of predictions by digest.
+    is not yet in its cache, a dict of predictions by key.
     """
 
     def __init__(
@@ -109,7 +121,7 @@ class CachedClassifiers:
         return predicted
 
 
-_passed_on: set[tuple[Any, ...]] = set()  # warnings of earlier fits, which are said once
+_passed_on: set[tuple[Any, ...]] = set()  # warnings of earlier fits: each is passed on once
 
 
 def fit(name: str, classifier: Any, features: Any, labels: np.ndarray) -> Any:

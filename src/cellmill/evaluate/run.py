@@ -40,11 +40,12 @@ MAX_PROCESSES = 4  # the threads of rule evaluate: each may hold a dataset's fea
 
 
 class RunOutput(NamedTuple):
-    """Result of a task, and what it took and added."""
+    """Result of a task, its CPU time, and the predictions of baselines that it computed."""
 
     result: TaskResult
-    predictions: dict[str, np.ndarray]  # new ones of baselines, see `PredictionCache.predictions`
-    cpu_s: float  # CPU-seconds
+    cpu_s: float
+    new_predictions: dict[str, np.ndarray]  # to be added to `PredictionCache.predictions`
+    has_read_stored: bool  # True if it read predictions of an earlier evaluation
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,12 @@ class _TaskRun:
     left_out: list[str] | None  # what effort fast leaves out; None at effort full
 
     def run(self) -> RunOutput:
-        """Result with its seconds, the new predictions of baselines, and the CPU-seconds."""
+        """Run the task."""
         started = time.perf_counter()
         cpu_started = time.process_time()
         predictions = self.context.prediction_cache.predictions
-        before = set(predictions)
+        known_keys = set(predictions)
+        n_reads_before = predictions.n_stored_reads
         result = run_task(self.task, self.context)
         seconds = round(time.perf_counter() - started, 2)
         cpu_s = time.process_time() - cpu_started
@@ -76,11 +78,11 @@ class _TaskRun:
         result.figures.update(figures)
         # a NaN fails here, in the task's own process, where the error names the task
         json.dumps(result.to_json(), allow_nan=False)
-        added = {key: value for key, value in predictions.items() if key not in before}
-        return RunOutput(result, added, cpu_s)
+        new = {key: value for key, value in predictions.items() if key not in known_keys}
+        return RunOutput(result, cpu_s, new, predictions.n_stored_reads > n_reads_before)
 
 
-_inherited: list[_TaskRun] = []  # task runs of the current dataset, which forked processes inherit
+_runs_of_workers: list[_TaskRun] = []  # of the current dataset; forked workers inherit the list
 
 
 def check_packages(section: Evaluate) -> None:
@@ -166,7 +168,8 @@ def _run_missing(
             try:
                 output = _finish_task(task_run, get_output)
                 results[task_run.name] = output.result
-                if output.result.skipped is None and not context.prediction_cache.n_read:
+                # stored predictions make a task faster than it will be on the next dataset
+                if output.result.skipped is None and not output.has_read_stored:
                     finished.ratios.learn(
                         task_run.task_name, estimated_s[task_run.name], output.cpu_s
                     )
@@ -219,24 +222,24 @@ def _submit(
     """
     if n_processes <= 1:
         return ((task_run, task_run.run) for task_run in task_runs)
-    _inherited[:] = task_runs
-    stack.callback(_inherited.clear)
-    pool = stack.enter_context(_open_processes(n_processes))
+    _runs_of_workers[:] = task_runs
+    stack.callback(_runs_of_workers.clear)
+    pool = stack.enter_context(_open_workers(n_processes))
     with warnings.catch_warnings(), interrupted_later():
-        # Python 3.12 warns of threads, see _enter_process
+        # Python 3.12 warns of threads, see _initialize_worker
         warnings.simplefilter("ignore", DeprecationWarning)
         futures = {
-            pool.submit(_run_inherited, number): task_run
+            pool.submit(_run_in_worker, number): task_run
             for number, task_run in enumerate(task_runs)
         }
     return ((futures[future], future.result) for future in as_completed(futures))
 
 
 @contextmanager
-def _open_processes(n: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes that are forked at the first call and terminated after an error."""
+def _open_workers(n: int) -> Iterator[ProcessPoolExecutor]:
+    """Pool of `n` workers, which are forked when it gets work, and terminated after an error."""
     others = active_children()
-    with ProcessPoolExecutor(n, get_context("fork"), _enter_process) as pool:
+    with ProcessPoolExecutor(n, get_context("fork"), _initialize_worker) as pool:
         try:
             yield pool
         except BaseException:
@@ -246,17 +249,16 @@ def _open_processes(n: int) -> Iterator[ProcessPoolExecutor]:
             raise
 
 
-def _enter_process() -> None:
-    """Initialize a forked process, which has none of its parent's threads.
-
-    Results do not depend on the number of threads.
+def _initialize_worker() -> None:
+    """Let a worker end with its parent, and compute with one thread: a fork has none of its parent's
+    threads. Results do not depend on the number of threads.
     """
     belong_to_parent()
     torch.set_num_threads(1)
 
 
-def _run_inherited(number: int) -> RunOutput:
-    return _inherited[number].run()
+def _run_in_worker(number: int) -> RunOutput:
+    return _runs_of_workers[number].run()
 
 
 def _finish_task(task_run: _TaskRun, get_output: Callable[[], RunOutput]) -> RunOutput:
@@ -276,7 +278,7 @@ def _finish_task(task_run: _TaskRun, get_output: Callable[[], RunOutput]) -> Run
             "it, or take it out of evaluate.tasks"
         ) from None
     result = output.result
-    context.prediction_cache.predictions.update(output.predictions)
+    context.prediction_cache.predictions.update(output.new_predictions)
     write_json(task_run.path, result.to_json())
     took = f"took {span(result.figures['seconds'])} ({output.cpu_s:.0f} CPU-s)"
     print(f"{context.dataset}: {task_run.name}: {describe_result(result)}; {took}", flush=True)

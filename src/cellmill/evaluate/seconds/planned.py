@@ -1,8 +1,9 @@
 """CPU-seconds of tasks, planned before they start.
 
 An estimate is `Task.estimate_s` for the sizes of the dataset, times how much slower a core of this
-machine is than the reference. The plan is the estimate times the ratio of the CPU-seconds that the
-task last took to its estimate then. Results and their keys do not depend on it.
+machine is than the reference. The plan is the estimate times a learned ratio: the CPU-seconds that
+the task took when it last ran without stored predictions, divided by its estimate then. Results and
+their keys do not depend on the plan.
 """
 
 import time
