@@ -188,6 +188,7 @@ def test_predictions_of_all_heads_equal_the_command(
             assert {"cellmill_label", "cellmill_label_tissue", "cellmill_value"} <= {*made.obs}
             assert list(made.labels.astype(str)) == list(expected.obs["cellmill_label"].astype(str))
             assert made.obs["cellmill_label_tissue"].categories.tolist() == ["lung", "skin"]
+            assert made.about["n_calibration_cells_tissue"] == 9
     assert {"cellmill_value"} == {*made.obs}
     made.obs["cellmill_seen_in_training"] = np.zeros(len(made.obs["cellmill_value"]), bool)
     with pytest.raises(

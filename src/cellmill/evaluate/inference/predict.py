@@ -220,6 +220,13 @@ def _predict_labels(
         "min_probability": min_probability,
         "n_rejected": int(rejected.sum()),
     }
-    kept = ("temperature", "calibration_error", "n_cells")
-    about |= {key: calibration[key] for key in kept if key in calibration}
+    # names in uns by field of `Calibration`
+    names = {
+        "temperature": "temperature",
+        "calibration_error": "calibration_error",
+        "n_cells": "n_calibration_cells",
+    }
+    for key, name in names.items():
+        if key in calibration:
+            about[name] = calibration[key]
     return Annotations(obs, {PROBABILITIES: probabilities}, about)
