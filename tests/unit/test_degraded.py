@@ -168,6 +168,17 @@ def test_baselines_of_a_panel_are_as_good_shifted_as_matched(context: Context) -
         assert of_panel.value(column) == table[f"{kind} + {name}"].value(column)
 
 
+def test_without_training_counts_only_components_are_missing(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = MissingGenesConfig(genes=[9], repeats=1)
+    names = [row.method.name for row in MissingGenes(config).run(context).rows]
+    monkeypatch.setattr(ComponentFitter, "read", lambda context: None)
+    left = [row.method.name for row in MissingGenes(config).run(context).rows]
+    fitted = ("PCA50 of the training cells, CP1k", "PCA50 of the panel")
+    assert left == [name for name in names if not name.startswith(fitted)]
+
+
 @pytest.mark.parametrize(
     ("task", "config"),
     [(LowDepth, LowDepthConfig(repeats=1)), (MissingGenes, MissingGenesConfig(repeats=1))],

@@ -25,8 +25,8 @@ IMPUTED_CELLS = 9
 HIDDEN_GENES = 10
 RIDGE_PARTS = 10  # parts of the genes, hidden in turn
 # tasks/classification/degraded.py adds repetitions and levels to these
-SCORED_CELL_LOSSES = 1000
-TRAINING_CELL_LOSSES = 2000
+SCORED_CELL_DEGRADATIONS = 1000
+TRAINING_CELL_DEGRADATIONS = 2000
 
 
 def seeded(seed: int, key: int) -> np.random.Generator:

@@ -1,14 +1,20 @@
-"""Classifiers of labels on cells that lost counts or genes, for tasks `low_depth` and `missing_genes`
+"""Classifiers of labels on degraded cells, for tasks `low_depth` and `missing_genes`
 (docs/evaluation.md).
 
-Classifiers are fitted on whole cells (shifted), on cells of the level (matched), and on cells of
-all levels. A user with cells of a panel or a shallow protocol knows the panel or the depth, and can
-fit a PCA for it. So there are rows with a PCA of the model's training cells, over the same genes or
-with the same share of counts. Rows "of the panel" have features of its genes only, also of whole
-cells, for the model and the baselines.
+A *level* is the fraction of the counts, or the number of genes, that degraded cells keep. Classifiers
+are tested on the cells of each level. They are fitted in three ways:
+
+- *matched*: on cells of the same level
+- *shifted*: on whole cells
+- *all levels*: on whole cells and the cells of every level together
+
+A user whose cells come from a panel of genes or a shallow protocol knows the panel or the depth, and
+can fit a PCA for it. So there are rows with a PCA of the model's training cells, reduced to the same
+genes or the same fraction of counts. In rows "of the panel", all cells are reduced to the genes of the
+panel, also the whole cells that classifiers are fitted on.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Self
 
@@ -47,29 +53,34 @@ from cellmill.evaluate.training_shards import read_counts
 from cellmill.runs.results import TaskResult
 
 MAX_CELLS = 2_000  # cells used at most: each level is embedded and classified again
+DENSE_FIT_S = 4e-4  # seconds per fitted cell of the classifiers on dense features
 WHOLE = "whole"
-# cells that a classifier is fitted on: cells of the level, whole cells, cells of all levels
+# ends of the columns of a level: the cells that classifiers are fitted on
 MATCHED = "matched"
 SHIFTED = "shifted"
 ALL_LEVELS = "trained on all levels"
-# components of log(1 + counts per 1,000), in which a lost count weighs less than with 10,000
+# components of log(1 + counts per 1,000): a lost count changes them less than per 10,000
 PER_1K = add_note(TRAINING_COMPONENTS, ", CP1k")
 
-Degrade = Callable[[sp.csr_matrix, np.random.Generator], sp.csr_matrix]
+Degradation = Callable[[sp.csr_matrix, np.random.Generator], sp.csr_matrix]
 """Counts `(cells, genes)`, of the file or of the vocabulary, and a generator -> fewer counts."""
-Project = Callable[[sp.csr_matrix], np.ndarray]
+Projection = Callable[[sp.csr_matrix], np.ndarray]
 """Counts `(cells, genes of the file)` -> components `(cells, components)`."""
+CountsByLevel = dict[str, sp.csr_matrix]
+"""Counts `(cells, genes of the file)` of the same cells whole, and at each level."""
+FeaturesByLevel = dict[str, Features]
+"""Features of the same cells whole and at each level, or only at some levels."""
 
 
 @dataclass(frozen=True)
 class ComponentFitter:
-    """Fits principal components of the model's training cells to the genes or the depth of degraded
+    """Fits principal components to training cells of the model that are degraded like the evaluated
     cells.
     """
 
     context: Context
     counts: sp.csr_matrix  # of training cells, `(cells, genes of the vocabulary)`
-    per_1k: Project
+    per_1k: Projection
 
     @classmethod
     def read(cls, context: Context) -> Self | None:
@@ -81,38 +92,41 @@ class ComponentFitter:
         return cls(context, counts, _fit_components(context, counts, log_per_1k))
 
     def project_panel(self, panel: sp.csr_matrix) -> np.ndarray:
-        """Components of the cells with counts `panel`, fitted to their genes."""
+        """Components of the cells with counts `panel`, fitted on training cells with the same genes."""
         rows = self.context.gene_columns.target[np.unique(panel.indices)]
         in_panel = np.isin(np.arange(self.counts.shape[1]), rows[rows >= 0])
         training_panel = keep_columns(self.counts, in_panel)
         return _fit_components(self.context, training_panel, log_normalise)(panel)
 
-    def fit_thinned(self, degrade: Degrade, generator: np.random.Generator) -> Project:
-        """Components fitted on training cells after `degrade`."""
-        return _fit_components(self.context, degrade(self.counts, generator), log_normalise)
+    def fit_thinned(self, thin: Degradation, generator: np.random.Generator) -> Projection:
+        """Components fitted on training cells that `thin` has thinned."""
+        return _fit_components(self.context, thin(self.counts, generator), log_normalise)
 
 
 class Degraded(Task):
-    """Base of the tasks; a subclass says what cells lose, and which features are fitted to the loss."""
+    """Base of the tasks; a subclass says how cells are degraded, and which features are fitted to a
+    level.
+    """
 
     config: DegradedConfig
 
-    def losses(self) -> list[Degrade]:
-        """The loss of counts or genes at each of `config.levels()`."""
+    def degradations(self) -> list[Degradation]:
+        """The degradation at each of `config.levels()`."""
         raise NotImplementedError
 
-    def fit_to_level(
+    def fit_features(
         self,
         level: str,
-        counts: Mapping[str, sp.csr_matrix],
-        by_level: Mapping[str, Features],
-        fitter: ComponentFitter,
+        counts: CountsByLevel,
+        features: FeaturesByLevel,
+        fitter: ComponentFitter | None,
         generator: np.random.Generator,
-    ) -> dict[str, Features]:
-        """Features fitted for `level`, keyed by the level of the cells they describe: low_depth returns
-        every level, missing_genes only this one.
+    ) -> FeaturesByLevel:
+        """Features that are fitted to `level`: in low_depth of the cells at every level, in
+        missing_genes only of the cells at this one.
 
-        `counts` and `by_level` are the counts and the other features of the cells at every level.
+        `counts` and `features` are those of the evaluated cells; `fitter` is None if training cells
+        have no counts.
         """
         raise NotImplementedError
 
@@ -135,25 +149,31 @@ class Degraded(Task):
         )
         fitter = ComponentFitter.read(context)
         for repetition in range(config.repeats):
-            generator = seeded(options.seed, draws.SCORED_CELL_LOSSES + repetition)
-            counts = {WHOLE: whole}
-            for level, degrade in zip(config.levels(), self.losses()):
+            generator = seeded(options.seed, draws.SCORED_CELL_DEGRADATIONS + repetition)
+            counts: CountsByLevel = {WHOLE: whole}
+            for level, degrade in zip(config.levels(), self.degradations()):
                 counts[level] = degrade(whole, generator)
-            by_level = {
-                level: compute_features(context, chosen.cells, cell_counts)
-                for level, cell_counts in counts.items()
-            }
-            by_fitted_level: dict[str, dict[str, Features]] = {}
-            if fitter is not None:
-                for level, cells in counts.items():
-                    by_level[level][PER_1K] = fitter.per_1k(cells)
-                by_fitted_level = self._fit_to_levels(counts, by_level, fitter, repetition)
+            features: FeaturesByLevel = {}
+            for level, level_counts in counts.items():
+                features[level] = compute_features(context, chosen.cells, level_counts)
+                if fitter is not None:
+                    features[level][PER_1K] = fitter.per_1k(level_counts)
+            fitted_features: dict[str, FeaturesByLevel] = {}  # by the level they are fitted to
+            for number, level in enumerate(config.levels()):
+                # a draw for each level, of at most 100 levels a repetition
+                draw = draws.TRAINING_CELL_DEGRADATIONS + 100 * repetition + number
+                generator = seeded(options.seed, draw)
+                fitted_features[level] = self.fit_features(
+                    level, counts, features, fitter, generator
+                )
             for fold in split_by_class(chosen.labels, options.folds, 1, options.seed + repetition):
                 with without_overhead():
-                    predicted = self._predict(context, by_level, chosen.labels, fold, [*by_level])
-                    # features fitted for a level predict only its cells
-                    for level, fitted in by_fitted_level.items():
-                        added = self._predict(context, fitted, chosen.labels, fold, [level])
+                    predicted = self._predict(context, features, chosen.labels, fold, [*features])
+                    for level, level_features in fitted_features.items():
+                        if not level_features:
+                            continue
+                        # features that are fitted to a level predict only its cells
+                        added = self._predict(context, level_features, chosen.labels, fold, [level])
                         for column, classes in added.items():
                             predicted[column] |= classes
                 majority = {MAJORITY: predict_majority(chosen.labels[fold.train], len(fold.test))}
@@ -168,53 +188,41 @@ class Degraded(Task):
         config = self.config
         n_levels = len(config.levels())
         n_fitted = n - n // sizes.folds
+        # in each fold: fits on whole cells and on each level, and one fit on all of them together
         fold_s = 0.0
         for n_fits, n_of_fit in ((n_levels + 1, n_fitted), (1, (n_levels + 1) * n_fitted)):
-            products_s = 2 * sizes.products_s(n_of_fit)
-            fold_s += n_fits * (products_s + sizes.regressions_s(n_of_fit) + 4e-4 * n_of_fit)
+            genes_s = 2 * sizes.products_s(n_of_fit) + sizes.regressions_s(n_of_fit)
+            fold_s += n_fits * (genes_s + DENSE_FIT_S * n_of_fit)
         repetition_s = sizes.folds * fold_s + n_levels * sizes.training_components_s()
+        # the trained and the untrained model embed every level
         repetition_s += 2 * (n_levels + 1) * n * sizes.forward_s
         return sizes.features_s(n) + sizes.halves_s(n) + config.repeats * repetition_s
-
-    def _fit_to_levels(
-        self,
-        counts: Mapping[str, sp.csr_matrix],
-        by_level: Mapping[str, Features],
-        fitter: ComponentFitter,
-        repetition: int,
-    ) -> dict[str, dict[str, Features]]:
-        """Result of `fit_to_level` for each level."""
-        seed = fitter.context.options.seed
-        fitted = {}
-        for number, level in enumerate(self.config.levels()):
-            # a draw for each level, of at most 100 levels a repetition
-            generator = seeded(seed, draws.TRAINING_CELL_LOSSES + 100 * repetition + number)
-            fitted[level] = self.fit_to_level(level, counts, by_level, fitter, generator)
-        return fitted
 
     def _predict(
         self,
         context: Context,
-        by_level: Mapping[str, Features],
+        features: FeaturesByLevel,
         labels: np.ndarray,
         fold: Fold,
         tested_levels: Iterable[str],
     ) -> dict[str, ByMethod]:
         """Predicted classes of the tested cells at each of `tested_levels`, by column.
 
-        `by_level` has the features of all cells. A level has a column for each choice of fitted cells:
-        of the same level, whole, and of all levels. Features that whole cells lack, such as those of a
-        panel, get the *matched* score in the other columns too.
+        `features` and `labels` are those of all cells. Features that only one level has, such as those
+        of a panel, have the *matched* prediction in all three columns of the level.
         """
         neighbors = self.config.neighbors
         train_labels = labels[fold.train]
         train_features = {
-            name: select_cells(features, fold.train) for name, features in by_level.items()
+            level: select_cells(level_features, fold.train)
+            for level, level_features in features.items()
         }
         classifiers = {}
-        for name, features in train_features.items():
-            classifiers[name] = make_cached_classifiers(features, train_labels, neighbors, context)
-        all_levels = make_cached_classifiers(
+        for level, level_features in train_features.items():
+            classifiers[level] = make_cached_classifiers(
+                level_features, train_labels, neighbors, context
+            )
+        of_all_levels = make_cached_classifiers(
             stack_cells(train_features.values()),
             np.tile(train_labels, len(train_features)),
             neighbors,
@@ -222,14 +230,14 @@ class Degraded(Task):
         )
         predicted = {}
         for level in tested_levels:
-            tested = select_cells(by_level[level], fold.test)
+            tested = select_cells(features[level], fold.test)
             if level == WHOLE:
                 predicted[WHOLE] = predict_all(classifiers[WHOLE], tested)
                 continue
-            fitted_on_whole = classifiers.get(WHOLE, classifiers[level])
+            of_whole_cells = classifiers.get(WHOLE, classifiers[level])
             predicted[f"{level}, {MATCHED}"] = predict_all(classifiers[level], tested)
-            predicted[f"{level}, {SHIFTED}"] = predict_all(fitted_on_whole, tested)
-            predicted[f"{level}, {ALL_LEVELS}"] = predict_all(all_levels, tested)
+            predicted[f"{level}, {SHIFTED}"] = predict_all(of_whole_cells, tested)
+            predicted[f"{level}, {ALL_LEVELS}"] = predict_all(of_all_levels, tested)
         return predicted
 
 
@@ -241,8 +249,10 @@ def log_per_1k(counts: sp.csr_matrix) -> sp.csr_matrix:
 
 def _fit_components(
     context: Context, training: sp.csr_matrix, normalise: Callable[[sp.csr_matrix], sp.csr_matrix]
-) -> Project:
-    """Principal components of normalised `training` counts, `(cells, genes of the vocabulary)`."""
+) -> Projection:
+    """Fit principal components to `training` counts, `(cells, genes of the vocabulary)`, that `normalise`
+    has normalised.
+    """
     components = pca(training.shape).fit(normalise(training))
 
     def project(counts: sp.csr_matrix) -> np.ndarray:

@@ -1,9 +1,9 @@
 """Predicted classes of the tested cells of each fold, by features and classifier, for tasks `probe`,
 `few_shot` and `leave_out`.
 
-All features get the same folds, and all but RANKED the same classifiers. Scalers, components and
-classifiers are fitted on the cells of a fold that are not tested, or components on the model's
-training cells.
+All features get the same folds, and all but RANKED the same classifiers. Whatever is
+fitted is fitted on the cells of a fold that are not tested (`Fold.train`), except components of the
+model's training cells.
 """
 
 from collections.abc import Iterable
@@ -54,15 +54,15 @@ def predict_folds(
 ) -> None:
     """Record the predicted classes of the tested cells of each fold in `predictions`.
 
-    `features` are those of all cells, `(cells, width)` each. RANKED is added, whose genes are chosen
-    anew in each fold. `with_fitted_features` adds the majority class, and features fitted anew in each
-    fold: principal components of all and of the variable genes, and the embedding joined to the
-    components of the model's training cells if there are any.
+    `features` are those of all cells, `(cells, width)` each. Each fold adds features that are fitted on
+    its cells `train`: RANKED and, if `with_fitted_features`, those of `fit_components` and, if there
+    are components of the model's training cells, WITH_COMPONENTS. `with_fitted_features` also adds the
+    majority class.
     """
     labels = predictions.labels
     folds = [*folds]
     shared = context.feature_cache.share(features[ALL_GENES])
-    if not context.options.classifiers:  # those of other packages cannot read shared products
+    if not context.options.classifiers:  # classifiers of other packages cannot read shared products
         features = {**features, ALL_GENES: shared}
         with without_overhead():
             precompute_folds(shared, labels, folds, context.prediction_cache.predictions)
@@ -101,24 +101,25 @@ def _join_components(features: Features, train: np.ndarray) -> np.ndarray:
 
 
 def fit_components(
-    genes: SharedCells, train: np.ndarray, n_components: int, cache: PredictionCache
+    shared: SharedCells, train: np.ndarray, n_components: int, cache: PredictionCache
 ) -> ByMethod:
     """Principal components of all cells, fitted on cells `train`: of all genes, and of the variable
     genes unless all genes count as variable. Empty if there are too few cells or genes.
     """
-    if min(len(train), genes.shape[1]) < 2:
+    n_genes = shared.shape[1]
+    if min(len(train), n_genes) < 2:
         return {}
-    cells = genes.matrix
-    unfitted = pca((len(train), cells.shape[1]), n_components)
+    unfitted = pca((len(train), n_genes), n_components)
     features = {
         ScoredMethod(f"PCA{n_components}"): cache.get_or_compute(
             f"{unfitted!r} from products, fitted on {train.tolist()}",
-            genes,
-            lambda: project_on_fitted(genes.products(genes), train, unfitted.n_components),
+            shared,
+            lambda: project_on_fitted(shared.products(shared), train, unfitted.n_components),
         )
     }
-    if cells.shape[1] > VARIABLE_GENES:
-        variable = cells[:, choose_variable_genes(cells[train])]
+    if n_genes > VARIABLE_GENES:
+        profiles = shared.matrix
+        variable = profiles[:, choose_variable_genes(profiles[train])]
         unfitted_variable = pca((len(train), variable.shape[1]), n_components)
         method = ScoredMethod(f"PCA{n_components} of variable genes")
         features[method] = cache.get_or_compute(

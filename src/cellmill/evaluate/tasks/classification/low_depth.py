@@ -2,7 +2,6 @@
 (docs/evaluation.md).
 """
 
-from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
@@ -10,8 +9,13 @@ import scipy.sparse as sp
 
 from cellmill.config.parts.tasks import LowDepthConfig
 from cellmill.evaluate.features.components import COMPONENTS
-from cellmill.evaluate.methods import Features
-from cellmill.evaluate.tasks.classification.degraded import ComponentFitter, Degrade, Degraded
+from cellmill.evaluate.tasks.classification.degraded import (
+    ComponentFitter,
+    CountsByLevel,
+    Degradation,
+    Degraded,
+    FeaturesByLevel,
+)
 from cellmill.runs.results import ScoredMethod
 
 THINNED_COMPONENTS = ScoredMethod(f"PCA{COMPONENTS} of thinned cells")
@@ -20,21 +24,26 @@ THINNED_COMPONENTS = ScoredMethod(f"PCA{COMPONENTS} of thinned cells")
 class LowDepth(Degraded):
     config: LowDepthConfig
 
-    def losses(self) -> list[Degrade]:
+    def degradations(self) -> list[Degradation]:
         return [partial(thin, frac) for frac in self.config.count_fracs]
 
-    def fit_to_level(
+    def fit_features(
         self,
         level: str,
-        counts: Mapping[str, sp.csr_matrix],
-        by_level: Mapping[str, Features],
-        fitter: ComponentFitter,
+        counts: CountsByLevel,
+        features: FeaturesByLevel,
+        fitter: ComponentFitter | None,
         generator: np.random.Generator,
-    ) -> dict[str, Features]:
-        """Components at every level, fitted on training cells with the depth of `level`."""
-        degrade = self.losses()[self.config.levels().index(level)]
-        project = fitter.fit_thinned(degrade, generator)
-        return {name: {THINNED_COMPONENTS: project(cells)} for name, cells in counts.items()}
+    ) -> FeaturesByLevel:
+        """Components of the cells at every level, fitted on training cells that are thinned to `level`."""
+        if fitter is None:
+            return {}
+        thin_to_level = self.degradations()[self.config.levels().index(level)]
+        project = fitter.fit_thinned(thin_to_level, generator)
+        return {
+            other: {THINNED_COMPONENTS: project(other_counts)}
+            for other, other_counts in counts.items()
+        }
 
 
 def thin(frac: float, counts: sp.csr_matrix, generator: np.random.Generator) -> sp.csr_matrix:

@@ -2,7 +2,6 @@
 (docs/evaluation.md).
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -12,8 +11,14 @@ import scipy.sparse as sp
 from cellmill.config.parts.tasks import MissingGenesConfig
 from cellmill.evaluate.features.cell_features import keep_columns
 from cellmill.evaluate.features.components import COMPONENTS
-from cellmill.evaluate.methods import ALL_GENES, EMBEDDING, Features
-from cellmill.evaluate.tasks.classification.degraded import ComponentFitter, Degrade, Degraded
+from cellmill.evaluate.methods import ALL_GENES, EMBEDDING
+from cellmill.evaluate.tasks.classification.degraded import (
+    ComponentFitter,
+    CountsByLevel,
+    Degradation,
+    Degraded,
+    FeaturesByLevel,
+)
 from cellmill.runs.results import ScoredMethod
 
 PANEL_EMBEDDING = replace(EMBEDDING, features="embedding of the panel")
@@ -24,25 +29,25 @@ PANEL_GENES = ScoredMethod("all genes of the panel")
 class MissingGenes(Degraded):
     config: MissingGenesConfig
 
-    def losses(self) -> list[Degrade]:
+    def degradations(self) -> list[Degradation]:
         return [partial(keep_genes, n) for n in self.config.genes]
 
-    def fit_to_level(
+    def fit_features(
         self,
         level: str,
-        counts: Mapping[str, sp.csr_matrix],
-        by_level: Mapping[str, Features],
-        fitter: ComponentFitter,
+        counts: CountsByLevel,
+        features: FeaturesByLevel,
+        fitter: ComponentFitter | None,
         generator: np.random.Generator,
-    ) -> dict[str, Features]:
-        """Features of the panel of `level`, which only the cells of this level have; the model's
-        features take part.
+    ) -> FeaturesByLevel:
+        """Features of the cells at `level`, under names "of the panel".
+
+        Without features of whole cells under these names, classifiers are fitted on the panel only.
         """
-        panel_features = {
-            PANEL_EMBEDDING: by_level[level][EMBEDDING],
-            PANEL_COMPONENTS: fitter.project_panel(counts[level]),
-            PANEL_GENES: by_level[level][ALL_GENES],
-        }
+        panel_features = {PANEL_EMBEDDING: features[level][EMBEDDING]}
+        if fitter is not None:
+            panel_features[PANEL_COMPONENTS] = fitter.project_panel(counts[level])
+        panel_features[PANEL_GENES] = features[level][ALL_GENES]
         return {level: panel_features}
 
 
