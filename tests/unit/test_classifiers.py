@@ -106,7 +106,7 @@ def test_singular_scales_are_left_to_scikit_learn(
 ) -> None:
     features, labels = _cells(90, 12, 3)
     features[:, 1:3] = 1e12 * features[:, 3:4]
-    monkeypatch.setattr(newton, "minimise", None)
+    monkeypatch.setattr(newton, "run_search", None)
     fitted = LogisticRegression(standardised=False).fit(features, labels)
     assert set(fitted.predict(features)) <= set(labels)
 

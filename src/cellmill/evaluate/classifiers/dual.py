@@ -1,15 +1,16 @@
-"""Logistic regression on sparse features Z, by weights of the cells (`newton.py`).
+"""Logistic regression on sparse features Z, by its dual coefficients.
 
-Coefficients are Zᵀa / λ for weights a of the cells, so a fit needs only products with ZZᵀ
-(`features.products`). The fits of all folds take their steps together. One product of ZZᵀ with the
-weights of all fits costs little more than with the weights of one. Weights are 0 for cells that a fit
-does not read.
+Coefficients are Zᵀa / λ for dual coefficients a, one for each cell and class, so a fit needs only
+products with ZZᵀ (`features.products`). `newton.py` searches for a. The fits of all folds take their
+steps together: one product of ZZᵀ with the dual coefficients of all fits costs little more than with
+those of one. Dual coefficients are 0 for cells that a fit does not read.
 
 Standard deviations are computed over the fitted cells, so each fit has a ZZᵀ of its own. A shared
-matrix K, scaled by all cells, stands in for it. From weights a fitted with K alone, each round:
+matrix K, scaled by all cells, stands in for it. From dual coefficients a fitted with K alone, each
+round:
 
 1. computes the constants (ZZᵀ - K) a / λ, which are what K leaves out of the logits;
-2. fits the weights again, with these constants added to the logits;
+2. fits the dual coefficients again, with these constants added to the logits;
 3. ends the fit if no constant changed by more than CONSTANT_TOLERANCE since the last round.
 
 The result does not depend on K.
@@ -25,11 +26,11 @@ from cellmill.evaluate.classifiers import newton
 from cellmill.evaluate.classifiers.newton import Search, Unwhitened
 from cellmill.evaluate.features.products import CellProducts, compute_scales
 
-MAX_ROUNDS = 12  # rounds with K, after which the fit is left to `fit_weights`
+MAX_ROUNDS = 12  # rounds with K, after which the fit is left to `fit_dual_coefs`
 CONSTANT_TOLERANCE = 1e-3  # largest change of a constant by the last round
 MAX_STACKED_CLASSES = 256  # classes of all fits that take steps together
 ByFit = dict[int, np.ndarray]
-"""An array of each fit, by the fit's number: weights, logits, or one value per gene."""
+"""An array of each fit, by the fit's number: dual coefficients, logits, or one value per gene."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,9 @@ class FoldFit:
         return newton.compute_penalty(*self.targets.shape)
 
 
-def fit_weights(features: Any, targets: np.ndarray) -> np.ndarray:
-    """Fit to `features`, `(cells, width)`, and a constant feature of 1. Return the weights divided by λ,
-    `(classes, cells)`: coefficients are their product with the features.
+def fit_dual_coefs(features: Any, targets: np.ndarray) -> np.ndarray:
+    """Fit to `features`, `(cells, width)`, and a constant feature of 1. Return the dual coefficients
+    divided by λ, `(classes, cells)`: their product with the features is the coefficients.
 
     `features` are sparse, or dense if they are small. `targets` are one-hot, `(classes, cells)`.
     """
@@ -57,16 +58,16 @@ def fit_weights(features: Any, targets: np.ndarray) -> np.ndarray:
         products = features @ features.T
         products += 1
 
-    def compute_logits(weights: np.ndarray, out: np.ndarray) -> None:
+    def compute_logits(dual_coefs: np.ndarray, out: np.ndarray) -> None:
         if products is None:
-            coefficients = features.T @ weights.T.astype(features.dtype)
-            constant = weights.sum(1, keepdims=True)
+            coefficients = features.T @ dual_coefs.T.astype(features.dtype)
+            constant = dual_coefs.sum(1, keepdims=True)
             np.divide((features @ coefficients).T + constant, penalty, out=out)
         else:
-            np.divide(weights @ products, penalty, out=out)
+            np.divide(dual_coefs @ products, penalty, out=out)
 
-    search = newton.find_optimum(Unwhitened(), targets)
-    return newton.minimise(search, compute_logits) / penalty
+    search = newton.search_optimum(Unwhitened(), targets)
+    return newton.run_search(search, compute_logits) / penalty
 
 
 def fit_folds(products: CellProducts, fits: Sequence[FoldFit], is_scaled: bool) -> ByFit:
@@ -101,9 +102,9 @@ class _FoldFits:
 
     def solve(self, starts: ByFit) -> ByFit:
         """Logits of all cells by the fits that have a start."""
-        weights = self._search(starts, {})
+        dual_coefs = self._search(starts, {})
         if not self.is_scaled:
-            return self._multiply(weights)
+            return self._multiply(dual_coefs)
         is_fitted = np.zeros((len(starts), self.profiles.shape[0]))
         for row, number in zip(is_fitted, starts):
             row[self.fits[number].cells] = 1
@@ -112,29 +113,29 @@ class _FoldFits:
         converged: ByFit = {}
         constants = {number: np.zeros_like(start) for number, start in starts.items()}
         for _ in range(MAX_ROUNDS):
-            if not weights:
+            if not dual_coefs:
                 break
             previous = constants
-            exact = self._multiply_scaled(weights, inverse_variances)
-            approximate = self._multiply(weights)
+            exact = self._multiply_scaled(dual_coefs, inverse_variances)
+            approximate = self._multiply(dual_coefs)
             constants = {}
-            for number in weights:
+            for number in dual_coefs:
                 difference = exact[number] - approximate[number]
                 constants[number] = difference[:, self.fits[number].cells]
-            weights = self._search(weights, constants)
-            for number in [*weights]:
+            dual_coefs = self._search(dual_coefs, constants)
+            for number in [*dual_coefs]:
                 change = np.abs(constants[number] - previous[number]).max()
                 if change <= CONSTANT_TOLERANCE:
-                    converged[number] = weights.pop(number)
+                    converged[number] = dual_coefs.pop(number)
         return self._multiply_scaled(converged, inverse_variances) if converged else {}
 
     def _search(self, starts: ByFit, constants: ByFit) -> ByFit:
-        """Weights at the optima, from the shared products; the fits take their steps together."""
+        """Dual coefficients at the optima, from the shared products; the fits take their steps together."""
         searches: dict[int, Search] = {}
         for number, start in starts.items():
             targets = self.fits[number].targets
             added = constants.get(number, 0.0)
-            searches[number] = newton.find_optimum(Unwhitened(), targets, start, added)
+            searches[number] = newton.search_optimum(Unwhitened(), targets, start, added)
         optima: ByFit = {}
         while searches:
             requests = {}
@@ -145,49 +146,50 @@ class _FoldFits:
                     optima[number] = end.value
                     del searches[number]
             if requests:
-                weights = {number: cell_weights for number, (cell_weights, _) in requests.items()}
-                products = self._stack(weights) @ self.products
-                for number, class_rows in _split(weights, products):
-                    cell_weights, logits = requests[number]
+                dual_coefs = {number: fit_coefs for number, (fit_coefs, _) in requests.items()}
+                products = self._stack(dual_coefs) @ self.products
+                for number, class_rows in _split(dual_coefs, products):
+                    fit_coefs, logits = requests[number]
                     logits[:] = class_rows[:, self.fits[number].cells]
-                    logits += cell_weights.sum(1, keepdims=True)
+                    logits += fit_coefs.sum(1, keepdims=True)
                     logits /= self.fits[number].penalty
         return optima
 
-    def _multiply(self, weights: ByFit) -> ByFit:
+    def _multiply(self, dual_coefs: ByFit) -> ByFit:
         """Logits of all cells, from the shared products."""
-        return self._finish(weights, self._stack(weights) @ self.products)
+        return self._make_logits(dual_coefs, self._stack(dual_coefs) @ self.products)
 
-    def _multiply_scaled(self, weights: ByFit, inverse_variances: ByFit) -> ByFit:
+    def _multiply_scaled(self, dual_coefs: ByFit, inverse_variances: ByFit) -> ByFit:
         """Logits of all cells, from genes divided by their standard deviations over each fit's cells.
 
         `inverse_variances`, `(genes,)` of each fit, are over the same cells.
         """
-        coefficients = self.profiles.T @ np.ascontiguousarray(self._stack(weights).T)
-        for number, class_rows in _split(weights, coefficients.T):
+        coefficients = self.profiles.T @ np.ascontiguousarray(self._stack(dual_coefs).T)
+        for number, class_rows in _split(dual_coefs, coefficients.T):
             class_rows *= inverse_variances[number]
-        return self._finish(weights, (self.profiles @ coefficients).T)
+        return self._make_logits(dual_coefs, (self.profiles @ coefficients).T)
 
-    def _stack(self, weights: ByFit) -> np.ndarray:
-        """Weights of all fits, `(classes of all fits, cells)`; 0 for cells that a fit does not read."""
-        n_classes = sum(map(len, weights.values()))
+    def _stack(self, dual_coefs: ByFit) -> np.ndarray:
+        """Dual coefficients of all fits, `(classes of all fits, cells)`; 0 for cells that a fit does not read."""
+        n_classes = sum(map(len, dual_coefs.values()))
         stacked = np.zeros((n_classes, self.profiles.shape[0]), self.products.dtype)
-        for number, class_rows in _split(weights, stacked):
-            class_rows[:, self.fits[number].cells] = weights[number]
+        for number, class_rows in _split(dual_coefs, stacked):
+            class_rows[:, self.fits[number].cells] = dual_coefs[number]
         return stacked
 
-    def _finish(self, weights: ByFit, products: np.ndarray) -> ByFit:
+    def _make_logits(self, dual_coefs: ByFit, products: np.ndarray) -> ByFit:
+        """Logits from the products of the cells with the dual coefficients."""
         logits: ByFit = {}
-        for number, class_rows in _split(weights, products):
-            constant = weights[number].sum(1, keepdims=True)
+        for number, class_rows in _split(dual_coefs, products):
+            constant = dual_coefs[number].sum(1, keepdims=True)
             logits[number] = (class_rows + constant) / self.fits[number].penalty
         return logits
 
 
-def _split(weights: ByFit, stacked: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+def _split(dual_coefs: ByFit, stacked: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
     """The rows of `stacked`, `(classes of all fits, ...)`, that belong to each fit."""
     first = 0
-    for number, classes in weights.items():
+    for number, classes in dual_coefs.items():
         last = first + len(classes)
         yield number, stacked[first:last]
         first = last

@@ -4,7 +4,7 @@ The objective is scikit-learn's with C = 1: the mean cross-entropy of n cells pl
 by `newton.compute_penalty`. For sparse features w includes the intercepts, so their optimum is not
 scikit-learn's.
 
-`newton.py` fits small dense features, scikit-learn other dense ones, and `dual.fit_weights` all
+`newton.py` fits small dense features, scikit-learn other dense ones, and `dual.fit_dual_coefs` all
 sparse ones.
 """
 
@@ -18,7 +18,7 @@ from scipy.linalg import LinAlgError
 from sklearn import linear_model
 
 from cellmill.evaluate.classifiers import newton
-from cellmill.evaluate.classifiers.dual import fit_weights
+from cellmill.evaluate.classifiers.dual import fit_dual_coefs
 from cellmill.evaluate.features.products import SharedCells, compute_scale, divide_genes
 
 MAX_DENSE_SIDE = 2048  # cells or features, the fewer of both, of features fitted as dense ones
@@ -67,9 +67,9 @@ class LogisticRegression:
             if is_small:
                 divided = divided.toarray().astype(np.float64)
             targets = np.eye(len(self.classes))[:, class_of_cell]
-            weights = fit_weights(divided, targets)
-            self.coefficients = divided.T @ weights.T / scale[:, None]
-            self.intercepts = weights.sum(1)
+            dual_coefs = fit_dual_coefs(divided, targets)
+            self.coefficients = divided.T @ dual_coefs.T / scale[:, None]
+            self.intercepts = dual_coefs.sum(1)
         else:
             values = values.astype(np.float64)
             mean = values.mean(0)
@@ -78,8 +78,8 @@ class LogisticRegression:
             is_scaled = self.standardised & (variance > NO_CENTRED_VARIANCE * mean**2)
             scale = np.sqrt(np.where(is_scaled, variance, 1))
             values /= scale
-            fitted = _minimise(values, class_of_cell, is_small)
-            # of the features as they are
+            fitted = _fit_dense(values, class_of_cell, is_small)
+            # coefficients of the unscaled features
             self.coefficients = fitted.coefficients / scale[:, None]
             self.intercepts = fitted.intercepts - mean @ self.coefficients
         return self
@@ -98,16 +98,17 @@ def is_small_problem(shape: tuple[int, int]) -> bool:
     return min(shape) <= MAX_DENSE_SIDE and math.prod(shape) <= MAX_DENSE_VALUES
 
 
-def _minimise(features: np.ndarray, class_of_cell: np.ndarray, is_small: bool) -> Solution:
-    """The optimum for centred `features`."""
+def _fit_dense(features: np.ndarray, class_of_cell: np.ndarray, is_small: bool) -> Solution:
+    """Fit to centred dense `features`: by `newton.py` if they are small, else by scikit-learn."""
     n_classes = class_of_cell.max() + 1
     if is_small:
         with suppress(LinAlgError):  # raised if scales differ by more than about 1e4
             penalty = newton.compute_penalty(n_classes, len(features))
             whitening = newton.whiten(features, penalty)
-            search = newton.find_optimum(whitening, np.eye(n_classes)[:, class_of_cell])
-            weights = newton.minimise(search, whitening.compute_logits)
-            return Solution(whitening.unwhiten(weights), weights.sum(1) / newton.CURVATURE)
+            search = newton.search_optimum(whitening, np.eye(n_classes)[:, class_of_cell])
+            dual_coefs = newton.run_search(search, whitening.compute_logits)
+            intercepts = dual_coefs.sum(1) / newton.CURVATURE
+            return Solution(whitening.unwhiten(dual_coefs), intercepts)
     model = linear_model.LogisticRegression(solver="newton-cg", max_iter=1000)
     model.fit(features, class_of_cell)
     sign = [-0.5, 0.5] if n_classes == 2 else 1.0  # two classes have one logit

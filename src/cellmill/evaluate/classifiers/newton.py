@@ -7,9 +7,9 @@ had the curvature c; that of the softmax is at most 1/2 (Böhning, Ann. Inst. St
 the intercept as its coefficient, by the same formula without a penalty. With fewer cells than
 features, U is the Cholesky factor of UUᵀ = n / c (1 - λ (c ZZᵀ / n + λ)⁻¹).
 
-Every v is Uᵀa of weights a of the cells, and a step is one product of weights with UUᵀ. A RIDGE on
-its diagonal, as if each cell had a small feature of its own, keeps weights bounded that change no
-logit.
+Every v is Uᵀa for dual coefficients a, one for each cell and class, so a step is one product of dual
+coefficients with UUᵀ. A RIDGE on its diagonal, as if each cell had a small feature of its own, bounds
+dual coefficients that change no logit.
 """
 
 import warnings
@@ -33,8 +33,8 @@ ROUNDING = 1e-12  # rise of the objective that may hide the descent of the last 
 MAX_KERNEL_CELLS = 2048  # cells of the largest UUᵀ that is stored if cells outnumber features
 
 Search = Generator[tuple[np.ndarray, np.ndarray], None, Any]
-"""Search for an optimum whose caller multiplies: it yields weights of the cells, and the array that
-the caller must write their logits to, both `(classes, cells)`, and returns what it finds.
+"""Search for an optimum whose caller multiplies: it yields dual coefficients, and the array that the
+caller must write their logits to, both `(classes, cells)`, and returns what it finds.
 """
 
 
@@ -48,8 +48,8 @@ def compute_penalty(n_classes: int, n_cells: int) -> float:
 
 
 class Vector:
-    """A vector of the search, such as a step or a gradient: weights of the cells, and what they add
-    to the logits, which is their product with UUᵀ.
+    """A vector of the search, such as a step or a gradient: dual coefficients, and what they add to the
+    logits, which is their product with UUᵀ.
 
     Both are `(classes, cells)` float64 views of one array `stacked`, `(2, classes, cells)`, so that
     one operation changes both.
@@ -57,7 +57,7 @@ class Vector:
 
     def __init__(self, stacked: np.ndarray) -> None:
         self.stacked = stacked
-        self.weights = stacked[0]
+        self.dual_coefs = stacked[0]
         self.logits = stacked[1]
 
 
@@ -66,8 +66,8 @@ class Unwhitened:
 
     curvature = 0.0
 
-    def has_converged(self, weights: np.ndarray, squared_norm: float) -> bool:
-        """True if the gradient of these `weights` has no norm above TOLERANCE."""
+    def has_converged(self, dual_coefs: np.ndarray, squared_norm: float) -> bool:
+        """True if the norm of the gradient with these dual coefficients is at most TOLERANCE."""
         return squared_norm <= TOLERANCE**2
 
 
@@ -78,25 +78,25 @@ class Whitening:
     features: np.ndarray  # U, `(cells, features)`; the last column is the intercept's
     # UUᵀ plus RIDGE, `(cells, cells)`; None where products with U are faster
     kernel: np.ndarray | None
-    # weights of cells `(classes, cells)` -> coefficients `(width, classes)`
+    # dual coefficients `(classes, cells)` -> coefficients `(width, classes)`
     unwhiten: Callable[[np.ndarray], np.ndarray]
     curvature: ClassVar[float] = CURVATURE
 
-    def compute_logits(self, weights: np.ndarray, out: np.ndarray) -> None:
-        """Write the product of `weights` with UUᵀ to `out`, both `(classes, cells)`."""
+    def compute_logits(self, dual_coefs: np.ndarray, out: np.ndarray) -> None:
+        """Write the product of `dual_coefs` with UUᵀ to `out`, both `(classes, cells)`."""
         if self.kernel is not None:
-            np.dot(weights, self.kernel, out=out)
+            np.dot(dual_coefs, self.kernel, out=out)
             return
-        np.dot(weights @ self.features, self.features.T, out=out)
-        daxpy(weights.ravel(), out.ravel(), a=RIDGE * len(self.features) / CURVATURE)
+        np.dot(dual_coefs @ self.features, self.features.T, out=out)
+        daxpy(dual_coefs.ravel(), out.ravel(), a=RIDGE * len(self.features) / CURVATURE)
 
-    def has_converged(self, weights: np.ndarray, squared_norm: float) -> bool:
-        """True if no derivative of the gradient of these `weights` is above TOLERANCE."""
-        # with a norm above this bound, some derivative is
-        n_coefficients = len(weights) * self.features.shape[1]
+    def has_converged(self, dual_coefs: np.ndarray, squared_norm: float) -> bool:
+        """True if no entry of the gradient with these dual coefficients is above TOLERANCE."""
+        # with a norm above this bound, some entry is above TOLERANCE
+        n_coefficients = len(dual_coefs) * self.features.shape[1]
         if squared_norm > n_coefficients * TOLERANCE**2:
             return False
-        return bool(np.abs(weights @ self.features).max() <= TOLERANCE)
+        return bool(np.abs(dual_coefs @ self.features).max() <= TOLERANCE)
 
 
 def whiten(features: np.ndarray, penalty: float) -> Whitening:
@@ -127,8 +127,8 @@ def _whiten_wide(features: np.ndarray, factor: np.ndarray, penalty: float) -> Wh
     _cholesky(columns[:, :n])  # overwrites these columns by U
     kernel += 1 / CURVATURE  # the intercept's column times itself
 
-    def unwhiten(weights: np.ndarray) -> np.ndarray:
-        solved = dpotrs(factor, weights.T, lower=True)[0]
+    def unwhiten(dual_coefs: np.ndarray) -> np.ndarray:
+        solved = dpotrs(factor, dual_coefs.T, lower=True)[0]
         return (solved.T @ features).T
 
     return Whitening(columns, kernel, unwhiten)
@@ -146,8 +146,8 @@ def _whiten_tall(features: np.ndarray, factor: np.ndarray) -> Whitening:
         kernel = columns @ columns.T
         kernel.flat[:: n + 1] += RIDGE * n / CURVATURE
 
-    def unwhiten(weights: np.ndarray) -> np.ndarray:
-        return np.asarray(dpotrs(factor, (weights @ features).T, lower=True)[0])
+    def unwhiten(dual_coefs: np.ndarray) -> np.ndarray:
+        return np.asarray(dpotrs(factor, (dual_coefs @ features).T, lower=True)[0])
 
     return Whitening(columns, kernel, unwhiten)
 
@@ -163,69 +163,71 @@ def _cholesky(matrix: np.ndarray) -> np.ndarray:
     return np.asarray(factor)
 
 
-def minimise(
+def run_search(
     search: Search, compute_logits: Callable[[np.ndarray, np.ndarray], None]
 ) -> np.ndarray:
-    """Run a `search` of `find_optimum` alone, and return its weights, `(classes, cells)`.
+    """Run a single `search` of `search_optimum`, and return its dual coefficients, `(classes, cells)`.
 
-    `compute_logits` writes the logits of weights to an array.
+    `compute_logits` writes the logits of dual coefficients to an array.
     """
     while True:
         try:
-            weights, logits = next(search)
+            dual_coefs, logits = next(search)
         except StopIteration as end:
             return np.asarray(end.value)
-        compute_logits(weights, logits)
+        compute_logits(dual_coefs, logits)
 
 
-def find_optimum(
+def search_optimum(
     whitening: Whitening | Unwhitened,
     targets: np.ndarray,
     start: np.ndarray | None = None,
     constants: np.ndarray | float = 0.0,
 ) -> Search:
-    """Search for the weights of the cells at the optimum, `(classes, cells)`, for one-hot `targets`
-    of the same shape. It begins at the weights `start`, and adds `constants` to the logits.
+    """Search for the dual coefficients at the optimum, `(classes, cells)`, for one-hot `targets` of the
+    same shape. It begins at the dual coefficients `start`, and adds `constants` to the logits.
 
-    The caller computes the logits, so that several fits can share one product. Warns by
-    ConvergenceWarning if it stops before it converged.
+    A generator, whose caller computes the logits (`run_search`), so that several fits can share one
+    product. Warns by ConvergenceWarning if it stops before it converged.
     """
     n = targets.shape[1]
     curvature = whitening.curvature
     current = Vector(np.zeros((2, *targets.shape)))
     if start is not None:
-        current.weights[:] = start
-        yield current.weights, current.logits
-    value, probabilities = _compute_loss(current, targets, constants, curvature)
+        current.dual_coefs[:] = start
+        yield current.dual_coefs, current.logits
+    objective, probabilities = _compute_objective(current, targets, constants, curvature)
     for _ in range(MAX_STEPS):
         gradient = Vector(np.empty_like(current.stacked))
-        gradient.weights[:] = (probabilities - targets) / n - curvature / n * current.logits
-        gradient.weights[:] += current.weights
-        yield gradient.weights, gradient.logits
-        squared_norm = float(np.vdot(gradient.weights, gradient.logits))
-        if whitening.has_converged(gradient.weights, squared_norm):
+        gradient.dual_coefs[:] = (probabilities - targets) / n - curvature / n * current.logits
+        gradient.dual_coefs[:] += current.dual_coefs
+        yield gradient.dual_coefs, gradient.logits
+        squared_norm = float(np.vdot(gradient.dual_coefs, gradient.logits))
+        if whitening.has_converged(gradient.dual_coefs, squared_norm):
             break
         step = yield from _newton_step(curvature, probabilities, gradient, squared_norm)
-        slope = np.vdot(gradient.logits, step.weights)
+        slope = np.vdot(gradient.logits, step.dual_coefs)
         # halve the step until the objective falls by enough
-        length = 1.0
+        step_size = 1.0
         while True:
-            moved = Vector(current.stacked + length * step.stacked)
-            new_value, probabilities = _compute_loss(moved, targets, constants, curvature)
-            if new_value <= value + ARMIJO * length * slope + ROUNDING:
+            candidate = Vector(current.stacked + step_size * step.stacked)
+            new_objective, probabilities = _compute_objective(
+                candidate, targets, constants, curvature
+            )
+            if new_objective <= objective + ARMIJO * step_size * slope + ROUNDING:
                 break
-            length /= 2
-        current = moved
-        value = new_value
+            step_size /= 2
+        current = candidate
+        objective = new_objective
     else:
         warnings.warn(f"after {MAX_STEPS} steps", ConvergenceWarning, stacklevel=2)
-    return current.weights
+    return current.dual_coefs
 
 
-def _compute_loss(
+def _compute_objective(
     point: Vector, targets: np.ndarray, constants: np.ndarray | float, curvature: float
 ) -> tuple[float, np.ndarray]:
-    """Objective, and probabilities `(classes, cells)`."""
+    """Objective at `point`, and the probabilities, `(classes, cells)`."""
     n = targets.shape[1]
     logits = point.logits + constants
     shifted = logits - logits.max(0)
@@ -233,7 +235,7 @@ def _compute_loss(
     exponentials = np.exp(shifted)
     sums = exponentials.sum(0)
     cross_entropy = (np.log(sums).sum() - true_logits) / n
-    penalty = np.vdot(point.weights, point.logits)
+    penalty = np.vdot(point.dual_coefs, point.logits)
     penalty -= curvature / n * np.vdot(point.logits, point.logits)
     return cross_entropy + penalty / 2, exponentials / sums
 
@@ -254,30 +256,30 @@ def _newton_step(
     residual = Vector(-gradient.stacked)
     direction = Vector(np.zeros_like(gradient.stacked))
     step = Vector(np.zeros_like(gradient.stacked))
-    curved = np.empty_like(diagonal)  # direction times the Hessian
-    shared = np.empty_like(diagonal)
+    hessian_direction = np.empty_like(diagonal)  # the Hessian times the direction
+    outer_product = np.empty_like(diagonal)  # p pᵀ / n times the direction
     # flat views, which BLAS takes
     flat_step = step.stacked.ravel()
     flat_direction = direction.stacked.ravel()
     flat_direction_logits = direction.logits.ravel()
     flat_residual = residual.stacked.ravel()
-    flat_residual_weights = residual.weights.ravel()
+    flat_residual_coefs = residual.dual_coefs.ravel()
     flat_residual_logits = residual.logits.ravel()
-    flat_curved = curved.ravel()
-    enough = FORCING**2 * squared_norm
-    while squared_norm > enough:
+    flat_hessian_direction = hessian_direction.ravel()
+    target_squared_norm = FORCING**2 * squared_norm
+    while squared_norm > target_squared_norm:
         # the next conjugate direction
         daxpy(flat_residual, flat_direction, a=1 / squared_norm)
         # the Hessian times the direction
-        np.multiply(probabilities, direction.logits, out=shared)
-        np.multiply(shares, np.add.reduce(shared, 0), out=shared)
-        np.multiply(diagonal, direction.logits, out=curved)
-        curved -= shared
-        curved += direction.weights
+        np.multiply(probabilities, direction.logits, out=outer_product)
+        np.multiply(shares, np.add.reduce(outer_product, 0), out=outer_product)
+        np.multiply(diagonal, direction.logits, out=hessian_direction)
+        hessian_direction -= outer_product
+        hessian_direction += direction.dual_coefs
         # go to the minimum along it, and update the residual
-        length = 1 / flat_direction_logits.dot(flat_curved)
-        daxpy(flat_direction, flat_step, a=length)
-        daxpy(flat_curved, flat_residual_weights, a=-length)
-        yield residual.weights, residual.logits
-        squared_norm = flat_residual_weights.dot(flat_residual_logits)
+        step_size = 1 / flat_direction_logits.dot(flat_hessian_direction)
+        daxpy(flat_direction, flat_step, a=step_size)
+        daxpy(flat_hessian_direction, flat_residual_coefs, a=-step_size)
+        yield residual.dual_coefs, residual.logits
+        squared_norm = flat_residual_coefs.dot(flat_residual_logits)
     return step
