@@ -27,7 +27,11 @@ from cellmill.errors import DataError
 from cellmill.evaluate.features.cell_features import read_rows
 from cellmill.evaluate.features.expression import cross_correlations
 from cellmill.evaluate.features.gene_vectors import expression_statistics
-from cellmill.evaluate.hidden_genes.decoder import decode_expression, expand_shares
+from cellmill.evaluate.hidden_genes.decoder import (
+    decode_expression,
+    expression_from_count_shares,
+    expression_from_log_shares,
+)
 from cellmill.evaluate.hidden_genes.partly_hidden_cells import PartlyHiddenCells
 from cellmill.evaluate.methods import EMBEDDING, UNTRAINED
 from cellmill.evaluate.task import Context, Skipped, run_task
@@ -349,7 +353,7 @@ def test_a_true_profile_gives_the_expected_logarithm() -> None:
     shares = profile[:40] / profile.sum()
     visible = sp.csr_matrix(np.where(np.arange(300) < 40, 0, counts))
     seen = np.log1p(counts * 1e4 / counts.sum(1, keepdims=True))[:, :40]
-    predicted = expand_shares(np.tile(shares, (4000, 1)), visible, is_log=False)
+    predicted = expression_from_count_shares(np.tile(shares, (4000, 1)), visible)
     np.testing.assert_allclose(predicted.mean(0), seen.mean(0), atol=0.03)
 
 
@@ -362,7 +366,7 @@ def test_shares_of_logarithms_are_scaled_by_visible_genes() -> None:
     expected = shares * logs.sum(1, keepdims=True) / rest
     for depth in (1, 5):
         visible = sp.csr_matrix(depth * np.hstack([np.zeros((6, 20), int), counts]))
-        predicted = expand_shares(shares, visible, is_log=True)
+        predicted = expression_from_log_shares(shares, visible)
         np.testing.assert_allclose(predicted, expected, rtol=1e-5)
 
 

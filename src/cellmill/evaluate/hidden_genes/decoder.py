@@ -18,7 +18,7 @@ from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.micro_batches import split_batch
 from cellmill.evaluate.features.expression import expected_log_expression
 from cellmill.evaluate.hidden_genes.partly_hidden_cells import PartlyHiddenCells
-from cellmill.evaluate.inference.embed import inference
+from cellmill.evaluate.inference.embed import inference_mode
 from cellmill.models.batch import PAD_TOKEN, add_tokens, to_tensors
 from cellmill.models.family import Model
 from cellmill.models.objectives.cell_decoding import CellDecoding
@@ -35,24 +35,24 @@ MASKED_TOKENS = 16_384  # tokens of such a pass, without those of hidden genes
 
 
 def decode_expression(cells: PartlyHiddenCells, vectors: np.ndarray) -> np.ndarray | None:
-    """(C, G) float32: log(1 + counts per 10,000) that the model predicts, from vectors (C, H) if
-    its objective decodes these.
+    """(C, G) float32: log(1 + counts per 10,000) of the hidden genes, predicted by the model. `vectors`,
+    (C, H), are the embeddings of the visible genes, which some objectives decode.
 
     None for a model that predicts no expression.
     """
-    decoder = find_decoder(cells.network)
-    with inference(cells.device, cells.precision):
-        if isinstance(decoder, CellDecoding):
-            return _decode_profiles(cells, vectors, decoder)
-        if isinstance(decoder, QueryDecoding):
-            return _query_genes(cells, vectors, decoder)
-        if isinstance(decoder, MaskedValue):
-            return _predict_masked(cells, decoder)
+    objective = find_decoding_objective(cells.network)
+    with inference_mode(cells.device, cells.precision):
+        if isinstance(objective, CellDecoding):
+            return _decode_profiles(cells, vectors, objective)
+        if isinstance(objective, QueryDecoding):
+            return _query_genes(cells, vectors, objective)
+        if isinstance(objective, MaskedValue):
+            return _predict_masked(cells, objective)
     return None
 
 
-def find_decoder(network: Model) -> CellDecoding | QueryDecoding | MaskedValue | None:
-    """The objective, or part of a sum, that predicts expression; None without one."""
+def find_decoding_objective(network: Model) -> CellDecoding | QueryDecoding | MaskedValue | None:
+    """The objective, or the part of a sum, that predicts expression; None without one."""
     objective = network.objective
     for part in objective.parts_by_name().values():
         if isinstance(part, CellDecoding | QueryDecoding):
@@ -80,33 +80,42 @@ def _decode_profiles(
         logits = token_logits(predicted, network.profile_genes.weight, network.profile_bias)
         # shares of the measured genes sum to 1
         shares = logits[:, measured_tokens].double().softmax(1)
-        expression = expand_shares(
-            shares.cpu().numpy()[:, hidden_columns], visible[block], objective.predicts_log_counts
-        )
-        blocks.append(expression)
+        hidden_shares = shares.cpu().numpy()[:, hidden_columns]
+        if objective.predicts_log_counts:
+            blocks.append(expression_from_log_shares(hidden_shares, visible[block]))
+        else:
+            blocks.append(expression_from_count_shares(hidden_shares, visible[block]))
     return np.concatenate(blocks).astype(np.float32)
 
 
-def expand_shares(shares: np.ndarray, visible: sp.csr_matrix, is_log: bool) -> np.ndarray:
-    """(C, G) float64: expected log(1 + counts per 10,000) of hidden genes.
+def expression_from_count_shares(shares: np.ndarray, visible: sp.csr_matrix) -> np.ndarray:
+    """(C, G) float64: expected log(1 + counts per 10,000) of hidden genes whose counts are Poisson.
 
-    `shares`, (C, G), are the shares of hidden genes in the cell's counts, which are Poisson counts,
-    or if `is_log` in the sum of its log(1 + count). `visible`, (C, V), are counts of the other
-    genes, which have the remaining share.
+    `shares`, (C, G), are their predicted shares of a cell's counts. The `visible` counts, (C, V), are
+    the rest of these.
     """
     visible_share = np.maximum(1 - shares.sum(1), 1e-9)
     visible_depth = np.asarray(visible.sum(axis=1, dtype=np.float64)).ravel()
-    if is_log:
-        # used as shares of log(1 + counts per 10,000): depth enters through the visible genes only
-        per_count = TARGET_SUM * visible_share / np.maximum(visible_depth, 1e-9)
-        logs = visible.multiply(per_count[:, None]).tocsr().log1p()
-        log_sum = np.asarray(logs.sum(axis=1)).ravel()
-        return np.asarray(shares * (log_sum / visible_share)[:, None])
     counts = shares * (visible_depth / visible_share)[:, None]
     depth = visible_depth + counts.sum(1)
     shares_of_all = counts / np.maximum(depth, 1e-9)[:, None]
     # the logarithm of an expectation would be far larger
     return expected_log_expression(shares_of_all, depth)
+
+
+def expression_from_log_shares(shares: np.ndarray, visible: sp.csr_matrix) -> np.ndarray:
+    """(C, G) float64: log(1 + counts per 10,000) of hidden genes.
+
+    `shares`, (C, G), are their predicted shares of the sum of a cell's log(1 + count). The genes with
+    the `visible` counts, (C, V), have the rest. The shares are used as shares of the sum of
+    log(1 + counts per 10,000), so a cell's depth enters through the visible genes only.
+    """
+    visible_share = np.maximum(1 - shares.sum(1), 1e-9)
+    visible_depth = np.asarray(visible.sum(axis=1, dtype=np.float64)).ravel()
+    per_count = TARGET_SUM * visible_share / np.maximum(visible_depth, 1e-9)
+    logs = visible.multiply(per_count[:, None]).tocsr().log1p()
+    log_sum = np.asarray(logs.sum(axis=1)).ravel()
+    return np.asarray(shares * (log_sum / visible_share)[:, None])
 
 
 def _query_genes(
@@ -135,16 +144,16 @@ def _predict_masked(cells: PartlyHiddenCells, objective: MaskedValue) -> np.ndar
     genes = torch.from_numpy(cells.hidden_genes + len(SPECIAL))
     n_cells = cells.counts.shape[0]
     values = np.zeros((n_cells, len(genes)), np.float32)
-    for block in cells.tokenize():
-        for batch in split_batch(block, MASKED_TOKENS):
-            tensors = to_tensors(batch, device)
+    for batch in cells.tokenize():
+        for micro_batch in split_batch(batch, MASKED_TOKENS):
+            tensors = to_tensors(micro_batch, device)
             for first in range(0, len(genes), MASKED_GENES):
                 chosen = slice(first, first + MASKED_GENES)
                 masked = _add_masked(network, tensors, genes[chosen].to(device))
                 states = network.head(network.states(masked)[masked.target_tokens])
                 predicted = objective.predict_from_head(network, states, masked).float()
-                by_cell = predicted.view(len(batch.cell_ids), -1)
-                values[batch.cell_ids, chosen] = by_cell.cpu().numpy()
+                by_cell = predicted.view(len(micro_batch.cell_ids), -1)
+                values[micro_batch.cell_ids, chosen] = by_cell.cpu().numpy()
     return np.maximum(values, 0)
 
 

@@ -40,7 +40,7 @@ from cellmill.models.batch import to_tensors
 from cellmill.models.export import load_model, spec_of
 from cellmill.models.family import Model
 
-MIN_UNWARNED_FRAC = 0.5  # share of the expression from which no warning is printed
+WARN_BELOW_EXPRESSED_FRAC = 0.5  # least `GeneCoverage.expressed_frac` without a warning
 ROW_BLOCK = 1024  # cells read at once
 
 
@@ -76,13 +76,13 @@ def gene_coverage(columns: GeneColumns, vocabulary: Vocabulary) -> GeneCoverage:
     cells = vocabulary.n_cells.astype(np.float64)
     weights = cells if cells.any() else np.ones(vocabulary.n_genes)
     absent = np.flatnonzero(~present)
-    common = absent[np.argsort(-weights[absent], kind="stable")][:3]
+    widely_expressed = absent[np.argsort(-weights[absent], kind="stable")][:3]
     frac = float(weights[present].sum() / weights.sum())
     return GeneCoverage(
         int(present.sum()),
         vocabulary.n_genes,
         frac,
-        tuple(vocabulary.symbols[row] for row in common),
+        tuple(vocabulary.symbols[row] for row in widely_expressed),
     )
 
 
@@ -91,10 +91,10 @@ class FileCoverage:
     """Counts and genes of a file that the model knows."""
 
     coverage_frac: float  # fraction of the cells' counts that fall on genes of the vocabulary
-    n_without_genes: int
+    n_without_genes: int  # cells without a count on these genes
     genes: GeneCoverage
     lost_frac: float  # fraction of the file's counts on genes whose names are not known
-    lost_names: tuple[str, ...]  # those with most of these counts
+    lost_names: tuple[str, ...]  # the names with most of these counts
     absent_columns: tuple[str, ...]  # covariates of the model that the file has no obs column of
     gene_notes: tuple[str, ...]  # lines on how the names of the file's genes were read
 
@@ -105,12 +105,12 @@ class Embedding(FileCoverage):
 
     # `(cells, hidden)` float32; NaN where a cell has no gene that the model knows
     vectors: np.ndarray
-    earlier_s: float  # seconds that killed processes took for those that were not computed again
+    earlier_s: float  # seconds that killed processes took for the vectors that they saved
 
 
 class ColumnCounts:
     """Sums of the counts in each column of a file, (columns,) float64, over all cells and over the
-    chosen ones.
+    chosen cells.
     """
 
     def __init__(self, n_columns: int) -> None:
@@ -131,6 +131,11 @@ class ColumnCounts:
             self.all_cells += sums
             self.chosen_cells += sums if is_chosen.all() else self._sum(block[is_chosen])
             yield block
+
+    @property
+    def sums(self) -> dict[str, np.ndarray]:
+        """The sums by name; `tally` changes them in place."""
+        return {"all_cells": self.all_cells, "chosen_cells": self.chosen_cells}
 
     def _sum(self, block: sp.csr_matrix) -> np.ndarray:
         return np.bincount(block.indices, block.data, len(self.all_cells))
@@ -176,12 +181,12 @@ def tokenize_blocks(
     per_cell: Mapping[str, np.ndarray | None] = MappingProxyType({}),
     first: int = 0,
 ) -> Iterator[Batch]:
-    """Tokens of the cells where `chosen` (bool, `(n_obs,)`; None takes all) is True, one block of
-    `rows` at a time, which begin with row `first`.
+    """Tokens of the chosen cells of a file: one batch for each block of `rows`, the first of which begins
+    with row `first` of the file.
 
-    `Batch.cell_ids` are indices of rows. Cells without a known gene are left out. With `with_counts`,
-    batches have the counts of their tokens; `per_cell` has further fields, such as levels, for all
-    cells of the file.
+    `chosen` is bool, `(n_obs,)`, None for all cells. Cells without a known gene are left out.
+    `Batch.cell_ids` are rows of the file. With `with_counts`, batches have the counts of their tokens.
+    `per_cell` has further fields of a batch, such as levels, for all cells of the file.
     """
     inverse = inverse_medians(vocabulary.medians)
     block_start = first
@@ -214,8 +219,8 @@ def embed_cells(
     chosen: np.ndarray | None = None,
     saved: SavedWork | None = None,
 ) -> Embedding:
-    """Embeddings of the cells where `chosen` (bool, `(n_obs,)`; None takes all) is True, in file
-    order. What a killed process has put into `saved` is not computed again.
+    """Embeddings of the chosen cells, in file order. `chosen` is bool, `(n_obs,)`, None for all cells.
+    What a killed process has put into `saved` is not computed again.
 
     Raises DataError if the model knows too few of the file's counts, or the file has too few of the
     model's genes.
@@ -226,14 +231,16 @@ def embed_cells(
     columns = match_columns(reader, vocabulary)
     column_counts = ColumnCounts(reader.n_vars)
     vectors = np.full((reader.n_obs, network.vector_width), np.nan, np.float32)
-    # overwrites the sums of `column_counts`, and `vectors`, with those of a killed process
-    kept = SavedVectors(saved or SavedWork(reader.path, None), reader, vars(column_counts), vectors)
+    saved = saved or SavedWork(reader.path, None)
+    kept = SavedVectors(saved, reader, column_counts.sums, vectors)
+    kept.restore()
     rows = reader.rows(ROW_BLOCK, kept.first)
     blocks = progress(rows, f"embed {reader.path.stem}", reader.n_obs - kept.first)
+    blocks = kept.save_rows(blocks)
+    blocks = column_counts.tally(blocks, chosen, kept.first)
     per_cell = {"levels": read_levels(reader, network)}
-    # as tokenize_blocks asks for a block, it is read, kept for a later process, and tallied
     batches = tokenize_blocks(
-        column_counts.tally(kept.save_rows(blocks), chosen, kept.first),
+        blocks,
         columns,
         vocabulary,
         tokens,
@@ -350,19 +357,16 @@ def write_vectors(
     """Put the vectors of the cells of `batches` into their rows of `vectors`."""
     model.eval()
     device = next(model.parameters()).device
-    with inference(device, precision):
-        for block in batches:
-            for batch in split_batch(block, token_budget):
-                vectors[batch.cell_ids] = (
-                    model.embed(to_tensors(batch, device)).float().cpu().numpy()
-                )
+    with inference_mode(device, precision):
+        for batch in batches:
+            for micro_batch in split_batch(batch, token_budget):
+                embedded = model.embed(to_tensors(micro_batch, device)).float()
+                vectors[micro_batch.cell_ids] = embedded.cpu().numpy()
 
 
 @contextmanager
-def inference(device: torch.device, precision: str) -> Iterator[None]:
-    """Run the model without gradients, in the number format `precision`, an option of `embed` and
-    `evaluate`.
-    """
+def inference_mode(device: torch.device, precision: str) -> Iterator[None]:
+    """Run models without gradients, in the number format `precision` (option of `embed` and `evaluate`)."""
     with (
         torch.inference_mode(),
         torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16-mixed"),
@@ -381,15 +385,15 @@ def describe_limits(embedding: FileCoverage) -> list[str]:
             f"warning: only {embedding.coverage_frac:.1%} of its counts fall on genes that the model knows: compare "
             "its vectors with each other only"
         )
-    if embedding.genes.expressed_frac < MIN_UNWARNED_FRAC:
+    if embedding.genes.expressed_frac < WARN_BELOW_EXPRESSED_FRAC:
         lines.append(
             f"warning: it measures {embedding.genes}: compare its vectors with each other only"
         )
     names = ", ".join(embedding.absent_columns)
     if names:
         lines.append(
-            f"warning: it has no obs column {names}, from which the model makes a token of each cell; it takes that "
-            "of an unknown value"
+            f"warning: it has no obs column {names}, from which the model makes a token of each cell; it takes the "
+            "token of an unknown value"
         )
     n = embedding.n_without_genes
     if n:

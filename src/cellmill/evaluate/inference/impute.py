@@ -25,7 +25,7 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.prepare.qc_lines import list_first
 from cellmill.errors import ConfigError, DataError
-from cellmill.evaluate.hidden_genes.decoder import decode_expression, find_decoder
+from cellmill.evaluate.hidden_genes.decoder import decode_expression, find_decoding_objective
 from cellmill.evaluate.hidden_genes.partly_hidden_cells import PartlyHiddenCells
 from cellmill.evaluate.hidden_genes.ridge import GeneRidge
 from cellmill.evaluate.inference.embed import (
@@ -68,7 +68,7 @@ class FileImputer:
         """
         self._model = model
         self._network, self._vocabulary, self._tokens, config = model
-        if find_decoder(self._network) is None:
+        if find_decoding_objective(self._network) is None:
             raise ConfigError(
                 f"{folder}: it predicts no expression; export a run with objective cell_decoding, query_decoding, or "
                 "masked_value with tokens.tokenizer continuous"

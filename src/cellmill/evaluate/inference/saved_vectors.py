@@ -1,4 +1,4 @@
-"""Vectors of the cells that a killed process has embedded, which are not computed again.
+"""Vectors of cells that `embed` saves, so that a process that follows a killed one goes on from there.
 
 The state `embedded` has the number of cells, the sums of counts that say what the model knows of
 the file, what the reader has seen of its values, and the seconds that it took. The vectors are a
@@ -22,13 +22,12 @@ from cellmill.files import sha256_file
 from cellmill.models.family import Model
 
 STATE = "embedded"
-FORMAT = 1  # of the state; to be raised when the same cells get other vectors
+FORMAT = 1  # version of the state; raise it when the same cells get other vectors
 
 
 class SavedVectors:
-    """Vectors of the cells before row `first`, which are put into `vectors`, `(cells, hidden)`.
-
-    `sums` are arrays that grow with the cells; those that were saved are put into them.
+    """Saves `vectors`, `(cells, hidden)`, that fill up in the order of the cells, and `sums`, arrays that
+    grow with them.
     """
 
     def __init__(
@@ -39,38 +38,45 @@ class SavedVectors:
         vectors: np.ndarray,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self.first = 0  # the first cell that no earlier process has embedded
+        self.earlier_s = 0.0  # seconds that earlier processes took for the cells before it
         self._saved = saved
         self._reader = reader
         self._sums = sums
+        self._vectors = vectors
         self._clock = clock
         self._began = clock()
-        self.earlier_s = 0.0  # that killed processes took for these vectors
-        self.first = 0
-        stored = saved.restore(STATE)
-        self._vectors = SavedRows(saved, STATE, {"vectors": vectors})
-        if stored is not None:
-            self.first = self._vectors.restore(int(stored["n_cells"]))
-            self.earlier_s = float(stored["seconds"])
-            for name, array in sums.items():
-                array[...] = stored[name]
-            reader.restore_values(stored)
-            print(f"{reader.path.stem}: {self.first:,} cells are embedded already", flush=True)
-        self._n_done = self.first
+
+    def restore(self) -> None:
+        """Fill the vectors and sums with what a killed process has saved, if it has."""
+        stored = self._saved.restore(STATE)
+        self._rows = SavedRows(self._saved, STATE, {"vectors": self._vectors})
+        if stored is None:
+            return
+        self.first = self._rows.restore(int(stored["n_cells"]))
+        self.earlier_s = float(stored["seconds"])
+        for name, array in self._sums.items():
+            array[...] = stored[name]
+        self._reader.restore_values(stored)
+        print(f"{self._reader.path.stem}: {self.first:,} cells are embedded already", flush=True)
 
     def save_rows(self, blocks: Iterator[sp.csr_matrix]) -> Iterator[sp.csr_matrix]:
-        """The blocks of rows; the vectors of each are there when the next one is wanted."""
+        """Pass on the blocks of rows from row `first` on. Whoever asks for the next block has written the
+        vectors of the last one, and they are saved if it is time.
+        """
+        n_done = self.first
         for block in blocks:
             yield block
             n = block.shape[0]
-            self._n_done += n
+            n_done += n
             if self._saved.is_due(n):
-                self._save()
+                self._save(n_done)
 
-    def _save(self) -> None:
+    def _save(self, n_cells: int) -> None:
         seen = self._reader.seen_values()
         seconds = self.earlier_s + self._clock() - self._began
-        numbers = {"n_cells": np.array(self._n_done), "seconds": np.array(seconds)}
-        streams = self._vectors.append(self._n_done)
+        numbers = {"n_cells": np.array(n_cells), "seconds": np.array(seconds)}
+        streams = self._rows.append(n_cells)
         self._saved.save(STATE, self._sums | seen | numbers, streams)
 
 

@@ -21,7 +21,12 @@ from cellmill.evaluate import draws
 from cellmill.evaluate.draws import draw_cells
 from cellmill.evaluate.evaluated_model import EvaluatedModel
 from cellmill.evaluate.features.cell_features import TOKEN_BUDGET
-from cellmill.evaluate.inference.embed import ROW_BLOCK, inference, read_levels, tokenize_blocks
+from cellmill.evaluate.inference.embed import (
+    ROW_BLOCK,
+    inference_mode,
+    read_levels,
+    tokenize_blocks,
+)
 from cellmill.evaluate.inference.label_counts import count_labels
 from cellmill.evaluate.inference.predict import find_classifiers
 from cellmill.evaluate.seconds.sizes import DatasetSizes
@@ -125,8 +130,8 @@ def _observe(context: Context, network: Model, cells: np.ndarray) -> list[np.nda
     per_cell = {"levels": read_levels(reader, network), "numbers": obs_numbers}
     keys = {"seed": context.options.seed, "step": EVALUATION_STEP}
     observed: list[list[np.ndarray]] = []  # arrays of each batch
-    with inference(device, context.options.precision):
-        blocks = tokenize_blocks(
+    with inference_mode(device, context.options.precision):
+        batches = tokenize_blocks(
             reader.rows(ROW_BLOCK),
             context.gene_columns,
             model.vocabulary,
@@ -135,9 +140,9 @@ def _observe(context: Context, network: Model, cells: np.ndarray) -> list[np.nda
             with_counts=objective.config.needs_counts,
             per_cell=per_cell,
         )
-        for block in blocks:
-            for batch in split_batch(block, TOKEN_BUDGET):
-                view = network.view(to_tensors(batch), **keys)
+        for batch in batches:
+            for micro_batch in split_batch(batch, TOKEN_BUDGET):
+                view = network.view(to_tensors(micro_batch), **keys)
                 prepared = copy_to_device(network.prepare(view, **keys), device)
                 arrays = []
                 for tensor in objective.observe(network, prepared):

@@ -12,7 +12,7 @@ import torch
 
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.evaluate.features.expression import expected_log_expression
-from cellmill.evaluate.inference.embed import inference
+from cellmill.evaluate.inference.embed import inference_mode
 from cellmill.evaluate.tasks.perturbation.profiles import Profiles
 from cellmill.models.family import Model
 from cellmill.models.objectives.perturbation_response import PerturbationResponse
@@ -76,7 +76,7 @@ class ResponseHead:
         """
         device = next(self.network.parameters()).device
         tokens = [row + len(SPECIAL) for row in genes]
-        with inference(device, self.precision):
+        with inference_mode(device, self.precision):
             inputs = torch.from_numpy(vectors[controls]).to(device)
             log_shares = self.objective.predict_log_profile(self.network, inputs, name, tokens)
             # shares of the genes that the dataset has sum to 1
