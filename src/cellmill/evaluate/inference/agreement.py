@@ -1,7 +1,7 @@
-"""Agreement of the labels and numbers that a model predicts with those of the file.
+"""Agreement of predicted labels and numbers with the labels and numbers in the file.
 
-Only cells that the model was not trained on have figures. Seen cells, and cells of which this is
-not known, have a sentence.
+Only cells that the model was not trained on have figures. Seen cells have only a sentence, and so
+have all cells if it is not known which are seen.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +20,8 @@ Measures = tuple[dict[str, float], str]
 class Wording(NamedTuple):
     """Sentences about compared cells. `{}` stands for their measures in words."""
 
-    n_cells: str  # name of the numbers of cells in figures
-    unknown: str  # for cells of which it is not known whether the model has seen them
+    n_cells: str  # beginning of the names of numbers of cells in figures
+    unknown: str  # if it is not known which cells the model has seen
     unseen: str
     seen: str
 
@@ -41,15 +41,19 @@ NUMBERS = Wording(
 
 
 def compare_labels(
-    column: str, stated: np.ndarray, predicted: np.ndarray, known: Sequence[str], seen: Seen
+    column: str,
+    file_labels: np.ndarray,
+    predicted: np.ndarray,
+    known: Sequence[str],
+    seen: Seen,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Figures and sentences on the labels `stated` in obs column `column` against `predicted`.
+    """Figures and sentences on the `predicted` labels against the labels in obs column `column`.
 
-    Both are (cells,) object: text, None without a label. Only cells whose label is `known` to the
-    model are compared.
+    Both are (cells,) object: text, None without a label. Only cells whose label in the file is `known`
+    to the model are compared.
     """
-    has_label = ~pd.isna(stated)
-    is_known = np.isin(stated.astype(str), np.array(known, str)) & has_label
+    has_label = ~pd.isna(file_labels)
+    is_known = np.isin(file_labels.astype(str), np.array(known, str)) & has_label
     note = ""
     if seen.is_seen is not None:
         n_unknown = int((has_label & ~is_known & ~seen.is_seen).sum())
@@ -57,24 +61,28 @@ def compare_labels(
             note = f", without {n_unknown:,} of labels that it does not know"
 
     def measure(cells: np.ndarray) -> Measures:
-        return _measure_labels(stated[cells], predicted[cells])
+        return _measure_labels(file_labels[cells], predicted[cells])
 
     return _compare(column, is_known, seen, measure, LABELS, note)
 
 
 def compare_numbers(
-    column: str, stated: np.ndarray, predicted: np.ndarray, training_mean: float | None, seen: Seen
+    column: str,
+    file_numbers: np.ndarray,
+    predicted: np.ndarray,
+    training_mean: float | None,
+    seen: Seen,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Figures and sentences on the numbers `stated` in obs column `column` against `predicted`, both
+    """Figures and sentences on the `predicted` numbers against the numbers in obs column `column`, both
     (cells,) float, NaN for none.
 
     `training_mean` is the prediction of the baseline; None if predictions are not in the unit of the
     column.
     """
-    is_finite = np.isfinite(stated) & np.isfinite(predicted)
+    is_finite = np.isfinite(file_numbers) & np.isfinite(predicted)
 
     def measure(cells: np.ndarray) -> Measures:
-        return _measure_numbers(stated[cells], predicted[cells], training_mean)
+        return _measure_numbers(file_numbers[cells], predicted[cells], training_mean)
 
     return _compare(column, is_finite, seen, measure, NUMBERS)
 
@@ -114,10 +122,10 @@ def _compare(
     return figures, lines
 
 
-def _measure_labels(stated: np.ndarray, predicted: np.ndarray) -> Measures:
+def _measure_labels(file_labels: np.ndarray, predicted: np.ndarray) -> Measures:
     """Accuracy, in which a cell without a predicted label (rejected) is wrong."""
-    n_cells = len(stated)
-    n_right = int((stated == predicted).sum())
+    n_cells = len(file_labels)
+    n_right = int((file_labels == predicted).sum())
     n_rejected = int(pd.isna(predicted).sum())
     accuracy = n_right / n_cells
     rejected = f", {n_rejected:,} rejected" if n_rejected else ""
@@ -125,18 +133,18 @@ def _measure_labels(stated: np.ndarray, predicted: np.ndarray) -> Measures:
 
 
 def _measure_numbers(
-    stated: np.ndarray, predicted: np.ndarray, training_mean: float | None
+    file_numbers: np.ndarray, predicted: np.ndarray, training_mean: float | None
 ) -> Measures:
     """Correlation and errors of finite numbers; no correlation if either is constant."""
     figures = {}
-    words = [f"{len(stated):,} cells"]
-    correlation = float(column_correlations(stated[:, None], predicted[:, None])[0])
+    words = [f"{len(file_numbers):,} cells"]
+    correlation = float(column_correlations(file_numbers[:, None], predicted[:, None])[0])
     if np.isfinite(correlation):
         figures["pearson"] = correlation
         words.append(f"correlation {correlation:.3f}")
     if training_mean is not None:
-        error = float(np.abs(predicted - stated).mean())
-        baseline = float(np.abs(training_mean - stated).mean())
+        error = float(np.abs(predicted - file_numbers).mean())
+        baseline = float(np.abs(training_mean - file_numbers).mean())
         figures |= {"mean_absolute_error": error, "mean_absolute_error_of_mean": baseline}
         relation = "less" if error < baseline else "not less"
         words.append(

@@ -169,8 +169,10 @@ def predict_heads(
         column = entry["label_column"]
         if column in obs and column != DATASET:
             assigned = np.asarray(predicted.obs[LABEL], object)
-            stated = label_texts(obs[column], entry["labels"])
-            figures, lines = compare_labels(column, stated, assigned, entry["labels"], seen)
+            file_labels = label_texts(obs[column], entry["labels"])
+            figures, lines = compare_labels(
+                column, file_labels, assigned, entry["labels"], seen
+            )
             about |= _add_suffix(figures, suffix)
             agreement += lines
     regressions = find_regressions(model.objective)
@@ -180,13 +182,14 @@ def predict_heads(
         column = regression.config.target_column
         columns[VALUE + suffix] = numbers
         about[f"value_column{suffix}"] = column
-        stated = parse_columns(obs, [column])[:, 0]
-        if column in obs and not np.isfinite(stated).any():
+        file_numbers = parse_columns(obs, [column])[:, 0]
+        if column in obs and not np.isfinite(file_numbers).any():
             agreement.append(f"warning: obs column {column}: no cell has a number")
         # Pearson's loss fixes neither scale nor offset
         has_scale = regression.config.loss != "pearson"
         mean = regression.config.target_mean if has_scale else None
-        figures, lines = compare_numbers(column, stated, numbers.astype(np.float64), mean, seen)
+        predicted_numbers = numbers.astype(np.float64)
+        figures, lines = compare_numbers(column, file_numbers, predicted_numbers, mean, seen)
         about |= _add_suffix(figures, suffix)
         agreement += lines
     return Predictions(columns, tables, about, agreement)

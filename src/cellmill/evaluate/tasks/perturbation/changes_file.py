@@ -33,7 +33,7 @@ from cellmill.evaluate.task import Context, Skipped
 from cellmill.evaluate.tasks.perturbation.baselines import ChangesByMethod
 from cellmill.evaluate.tasks.perturbation.folds import divide_by_novelty
 from cellmill.evaluate.tasks.perturbation.predictions import ChangePredictor
-from cellmill.evaluate.tasks.perturbation.probes import choose_probed, make_probes
+from cellmill.evaluate.tasks.perturbation.probes import choose_best_methods, make_probes
 from cellmill.evaluate.tasks.perturbation.profiles import check_changes, controlled_role
 from cellmill.evaluate.tasks.perturbation.scoring import score_predictions
 from cellmill.evaluate.tasks.perturbation.split_file import SplitFile
@@ -56,7 +56,7 @@ def write_changes(
     changes = _collect_changes(folds, predictions, tested)
     scores = score_predictions(units, folds, predictions)
     pearson = {method: scores["Pearson"][method] for method in changes}
-    for method in choose_probed(pearson):
+    for method in choose_best_methods(pearson):
         changes |= make_probes(
             method, changes[method], tested, config.probe_noise, context.options.seed
         )

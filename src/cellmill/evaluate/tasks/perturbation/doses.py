@@ -1,4 +1,4 @@
-"""Curves of doses: changes at doses that were held out, between or beyond those that were fitted on.
+"""Dose curves: changes at held-out doses, which lie between or beyond the doses of training units.
 
 For each compound, with dose d and gene g:
 
@@ -46,9 +46,9 @@ NAME_WITH_DOSE = re.compile(
 # bounds of a Hill curve: EC50 in decades beyond the doses, and its coefficient n
 EC50_MARGIN = 1.0
 SLOPES = (0.3, 5.0)
-MAX_TOP = 100.0  # largest strength, over that of the doses
-LARGEST_LOG = 30.0  # of the ends of an interval
-FEWEST_DOSES = 4  # of a compound that is tested
+MAX_TOP = 100.0  # largest strength of a curve, relative to the largest one at its doses
+LARGEST_LOG = 30.0  # largest log10 of an end of an interval
+FEWEST_DOSES = 4  # fewest doses of a compound that is tested
 
 
 class Curve(NamedTuple):
@@ -62,38 +62,40 @@ class Curve(NamedTuple):
 
 
 def parse_names(names: np.ndarray, unit: str | None) -> tuple[np.ndarray, np.ndarray, str]:
-    """Compound and dose, as text, of each name such as `drug_0.1uM`; the common unit, uM or ug/ml.
+    """Compound and dose, as text, of each name such as `drug_0.1uM`; and the unit of all doses, uM or
+    ug/ml.
 
-    `unit` is that of names without one. A name without a dose has an empty one. Raises DataError
+    `unit` is the unit of names without one. A name without a dose has an empty dose. Raises DataError
     if no name has a dose, for a number without a unit, and for units that cannot be compared.
     """
     parsed: dict[str, tuple[str, str]] = {}
-    common: dict[str, str] = {}
+    example_of_unit: dict[str, str] = {}  # a name with a dose in each common unit
     for name in np.unique(names).tolist():
         parsed[name] = (name, "")
         match = NAME_WITH_DOSE.fullmatch(name)
         if match is None:
             continue
         default = unit if match["between"] == "_" else None
-        stated = match["unit"] or default or ""
-        stated = stated.replace("µ", "u").replace("μ", "u").replace("mL", "ml")
-        factor = MOLAR_UNITS.get(stated, MASS_UNITS.get(stated))
+        dose_unit = match["unit"] or default or ""
+        dose_unit = dose_unit.replace("µ", "u").replace("μ", "u").replace("mL", "ml")
+        factor = MOLAR_UNITS.get(dose_unit, MASS_UNITS.get(dose_unit))
         if factor is None:
             if match["unit"] is None and match["between"] == "_":
                 raise DataError(
                     f"perturbation {name!r} ends in a number without a unit; set dose_unit of task perturbation"
                 )
             continue
-        common.setdefault("uM" if stated in MOLAR_UNITS else "ug/ml", name)
+        example_of_unit.setdefault("uM" if dose_unit in MOLAR_UNITS else "ug/ml", name)
         parsed[name] = (match["compound"], f"{float(match['number']) * factor:.6g}")
-    if len(common) != 1:
-        shown = " and ".join(common.values()) or ", ".join([*parsed][:3])
+    if len(example_of_unit) != 1:
+        shown = " and ".join(example_of_unit.values()) or ", ".join([*parsed][:3])
         raise DataError(
             f"expected perturbations with doses of one kind, such as 'drug_0.1uM', got {shown}; set doses of task "
             "perturbation to column or null"
         )
     compounds = np.array([parsed[name][0] for name in names.tolist()])
-    return compounds, np.array([parsed[name][1] for name in names.tolist()]), next(iter(common))
+    doses = np.array([parsed[name][1] for name in names.tolist()])
+    return compounds, doses, next(iter(example_of_unit))
 
 
 def log_doses(doses: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Probes of the metrics: rows with the prediction of another row, scaled or with noise added.
 
-A probe knows no more of the measured change than the prediction itself. A column in which it is
-better can be improved without predicting anything. Probes are never ranked.
+A probe knows no more of the measured change than the prediction that it changes. If a probe scores
+better, the column can be improved without a better prediction. Probes are never ranked.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from cellmill.evaluate.tasks.perturbation.baselines import ChangesByMethod
 from cellmill.runs.results import ScoredMethod
 
 SCALES = (0.5, 2.0)
-ROUNDING = 1e-9  # differences below this are none, as of the Pearson of scaled changes
+ROUNDING = 1e-9  # smaller differences are rounding errors, such as of the Pearson of scaled changes
 
 
 def name_probes(method: ScoredMethod, noise: float) -> list[ScoredMethod]:
@@ -44,9 +44,9 @@ def make_probes(
     return dict(zip(name_probes(method, noise), changes, strict=True))
 
 
-def choose_probed(pearson: ByMethod) -> list[ScoredMethod]:
+def choose_best_methods(pearson: ByMethod) -> list[ScoredMethod]:
     """The best method of the model and the best baseline, by Pearson in the first repetition."""
-    probed = []
+    best_methods = []
     for kind in ("model", "baseline"):
         means = {
             method: float(np.nanmean(scores[0]))
@@ -54,18 +54,18 @@ def choose_probed(pearson: ByMethod) -> list[ScoredMethod]:
             if method.kind == kind and np.isfinite(scores[0]).any()
         }
         if means:
-            probed.append(max(means, key=means.__getitem__))
-    return probed
+            best_methods.append(max(means, key=means.__getitem__))
+    return best_methods
 
 
 def describe_better_probes(
-    column: ScoreColumn, probes: ByMethod, probed: Sequence[ScoredMethod], noise: float
+    column: ScoreColumn, probes: ByMethod, methods: Sequence[ScoredMethod], noise: float
 ) -> list[str]:
-    """A sentence for each method with a better probe, and the paired differences with their
+    """A sentence for each of `methods` with a better probe, with the paired differences and their
     intervals. `probes` are scores of the first repetition, `(1, perturbations)`.
     """
     sentences = []
-    for method in probed:
+    for method in methods:
         better = []
         outcomes = set()
         for probe in name_probes(method, noise):

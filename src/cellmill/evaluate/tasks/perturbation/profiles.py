@@ -67,9 +67,8 @@ class Profiles:
     perturbation: np.ndarray  # (cells,) text; empty for controls and for cells without one
     dose: np.ndarray  # (cells,) text, empty without the role
     stratum: np.ndarray  # (cells,) int64; -1 for cells of a stratum with too few controls
-    half: (
-        np.ndarray
-    )  # (cells,) int8: START_HALF or REFERENCE_HALF for a control; -1 for other cells
+    # (cells,) int8: START_HALF or REFERENCE_HALF for a control; -1 for other cells
+    half: np.ndarray
 
     def describe_genes(self, vocabulary: Vocabulary) -> pd.DataFrame:
         """Symbols of the genes, by Ensembl id."""

@@ -21,7 +21,7 @@ from cellmill.evaluate.tasks.perturbation.change_scores import (
     change_scores,
 )
 from cellmill.evaluate.tasks.perturbation.predictions import ChangePredictor
-from cellmill.evaluate.tasks.perturbation.probes import choose_probed, make_probes
+from cellmill.evaluate.tasks.perturbation.probes import choose_best_methods, make_probes
 from cellmill.evaluate.tasks.perturbation.profiles import REFERENCE_HALF, START_HALF
 from cellmill.evaluate.tasks.perturbation.units import PERTURBATION, RoleUnits
 from cellmill.runs.results import ScoredMethod
@@ -49,7 +49,7 @@ class RoleScores(NamedTuple):
     predictions: Scores
     ceilings: Scores
     probes: Scores  # the first repetition only
-    probed: list[ScoredMethod]  # methods that have probes
+    best_methods: list[ScoredMethod]  # the model's and the best baseline, which have probes
 
 
 def score_role(predictor: ChangePredictor, folds: list[Fold]) -> RoleScores:
@@ -58,10 +58,10 @@ def score_role(predictor: ChangePredictor, folds: list[Fold]) -> RoleScores:
     predictions = score_predictions(units, folds, predictor.predict(folds))
     halves = (pair_halves(predictor, fold) for fold in folds)
     ceilings = score_pairs(units, folds, halves)
-    probed = choose_probed(predictions["Pearson"])
+    best_methods = choose_best_methods(predictions["Pearson"])
     first = [fold for fold in folds if fold.repetition == 0]
-    probes = score_predictions(units, first, predict_probes(predictor, first, probed))
-    return RoleScores(predictions, ceilings, probes, probed)
+    probes = score_predictions(units, first, predict_probes(predictor, first, best_methods))
+    return RoleScores(predictions, ceilings, probes, best_methods)
 
 
 def score_predictions(
@@ -132,13 +132,13 @@ def pair_halves(predictor: ChangePredictor, fold: Fold) -> dict[ScoredMethod, Ch
 
 
 def predict_probes(
-    predictor: ChangePredictor, folds: list[Fold], probed: list[ScoredMethod]
+    predictor: ChangePredictor, folds: list[Fold], methods: list[ScoredMethod]
 ) -> Iterator[ChangesByMethod]:
-    """Changes that the probes of the methods `probed` predict in each fold."""
+    """Changes that the probes of `methods` predict in each fold."""
     noise = predictor.units.config.probe_noise
     seed = predictor.units.context.options.seed
     for fold, predicted in zip(folds, predictor.predict(folds)):
         probes: ChangesByMethod = {}
-        for method in probed:
+        for method in methods:
             probes |= make_probes(method, predicted[method], fold.test, noise, seed)
         yield probes

@@ -110,8 +110,8 @@ class SplitFile:
     context_role: str | None  # role whose values are the contexts; None if the file has none
     names: PartNames
     splits: Mapping[tuple[str, str], str]  # by perturbation and context, as `Line` has them
-    # what the file says of tested perturbations, as `divide_by_novelty` words it
-    stated_novelty: Mapping[str, str]
+    # novelty of tested perturbations that the file states, in the words of `divide_by_novelty`
+    novelty_in_file: Mapping[str, str]
     undivided: list[str]  # see `PartNames`
 
     @classmethod
@@ -127,7 +127,7 @@ class SplitFile:
         names = PartNames(context, config.combination_delimiter)
         resolve = _make_resolver(path, names, known)
         splits: dict[tuple[str, str], str] = {}
-        stated_novelty: dict[str, str] = {}
+        novelty_in_file: dict[str, str] = {}
         for line in lines:
             where = f"{path}, {line.location}"
             if line.split not in SPLITS and line.split not in GEARS_GROUPS:
@@ -143,8 +143,8 @@ class SplitFile:
             # cell-load may test perturbations that it also validates on
             splits[key] = _join_splits(where, line, splits.get(key), path.suffix.lower() == ".toml")
             if line.split in GEARS_GROUPS:
-                stated_novelty[perturbation] = GEARS_GROUPS[line.split]
-        return cls(path, role, names, splits, stated_novelty, names.undivided(known))
+                novelty_in_file[perturbation] = GEARS_GROUPS[line.split]
+        return cls(path, role, names, splits, novelty_in_file, names.undivided(known))
 
     def assign(self, perturbation: np.ndarray, unit_contexts: np.ndarray) -> np.ndarray:
         """(U,) text: split of each unit, empty without one. Raises DataError for a context without

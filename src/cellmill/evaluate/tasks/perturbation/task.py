@@ -40,13 +40,15 @@ from cellmill.evaluate.tasks.perturbation.split_file import SPLITS, TEST, TRAIN,
 from cellmill.evaluate.tasks.perturbation.units import DOSE, PERTURBATION, RoleUnits
 from cellmill.runs.results import Difference, ScoredMethod, TaskResult
 
+FITS_S = 0.8  # seconds of the fits and scores of units, of which there are few
+
 
 @dataclass
 class ScoredRole:
     """Scores of a role that is held out, and what the result says about it."""
 
     figures: dict[str, Any]
-    no_folds: str | None  # why nothing is scored; None if something is
+    reason_unscored: str | None  # None if something is scored
     columns: list[ScoreColumn] = field(default_factory=list)
     reference_columns: list[ScoreColumn] = field(default_factory=list)  # ceilings and probes
     notes: list[str] = field(default_factory=list)
@@ -80,16 +82,17 @@ class Perturbation(Task):
             scored = self._score_role(units)
             scored_roles.append(scored)
             figures |= scored.figures
-            if scored.no_folds is not None:
-                reasons.append(scored.no_folds)
+            if scored.reason_unscored is not None:
+                reasons.append(scored.reason_unscored)
         if not any(scored.columns for scored in scored_roles):
             raise Skipped("; ".join(reasons) or "no metric is defined", figures)
         return self._tabulate(scored_roles, figures)
 
     def estimate_s(self, sizes: DatasetSizes) -> float:
-        return 0.8 + sizes.read_s() + sizes.training_components_s()
+        return FITS_S + sizes.read_s() + sizes.training_components_s()
 
     def _score_role(self, units: RoleUnits) -> ScoredRole:
+        """Scores of the units by the novelty of what is held out."""
         predictor = ChangePredictor(units)
         folds_by_novelty = divide_by_novelty(units)
         scored = self._describe_units(predictor, [*chain.from_iterable(folds_by_novelty.values())])
@@ -103,7 +106,7 @@ class Perturbation(Task):
                     predictor.changes_from_start, folds, units.perturbation, units.log_dose
                 )
                 scored.tables["dose curves"] = self._tabulate_doses(
-                    predictor, scores.predictions["MAE"], scores.probed
+                    predictor, scores.predictions["MAE"], scores.best_methods
                 )
             for metric, predictions in scores.predictions.items():
                 ceilings = scores.ceilings[metric]
@@ -114,12 +117,12 @@ class Perturbation(Task):
                     references = drop_all_nan(ceilings | probes)
                     scored.reference_columns.append(replace(column, scores=references))
                     scored.notes += describe_better_probes(
-                        column, probes, scores.probed, self.config.probe_noise
+                        column, probes, scores.best_methods, self.config.probe_noise
                     )
         return scored
 
     def _describe_units(self, predictor: ChangePredictor, folds: list[Fold]) -> ScoredRole:
-        """The figures of a role's units for metrics.json, without scores yet."""
+        """The role with figures of its units, for metrics.json, and nothing scored yet."""
         units = predictor.units
         role = units.role
         tested = {name for fold in folds for name in units.perturbation[fold.test]}
@@ -131,25 +134,25 @@ class Perturbation(Task):
             f"{role}_folds": len(folds),
             f"{role}_left_out": ", ".join(units.left_out) or "none",
         }
-        no_folds = None if folds else explain_no_folds(units)
-        if no_folds is not None:
-            figures[f"{role}_no_folds"] = no_folds
+        reason_unscored = None if folds else explain_no_folds(units)
+        if reason_unscored is not None:
+            figures[f"{role}_no_folds"] = reason_unscored
         if role == PERTURBATION:
             for source in self._list_gene_sources():
                 has_vector = np.isfinite(predictor.features[source]).all(1)
                 n = np.unique(units.perturbation[has_vector]).size
                 figures[f"perturbation_perturbations_with_{source.name}"] = n
-        return ScoredRole(figures, no_folds)
+        return ScoredRole(figures, reason_unscored)
 
     def _tabulate_doses(
-        self, predictor: ChangePredictor, errors: ByMethod, probed: list[ScoredMethod]
+        self, predictor: ChangePredictor, errors: ByMethod, best_methods: list[ScoredMethod]
     ) -> list[dict[str, Any]]:
-        """Row of each compound, with errors of the curves and of the model's best method."""
+        """A row for each compound, with errors of the curves and of the model's best method."""
         units = predictor.units
         unit = str(self.config.dose_unit or "")
         if self.config.doses == "names":
             _, _, unit = parse_names(units.name_in_dataset, self.config.dose_unit)
-        methods = [LINEAR, HILL, *(method for method in probed if method.kind == "model")]
+        methods = [LINEAR, HILL, *(method for method in best_methods if method.kind == "model")]
         return tabulate_curves(
             predictor.changes_from_start,
             units.perturbation,
@@ -238,15 +241,15 @@ def note_contradictions(
             f"of them, the first {seen[0]}; hold them out of its corpus (shard.split_by)."
         )
     for novelty, [fold] in folds_by_novelty.items():
-        for stated in sorted({*split_file.stated_novelty.values()} - {novelty}):
+        for file_novelty in sorted({*split_file.novelty_in_file.values()} - {novelty}):
             others = [
                 unit
                 for unit in fold.test
-                if split_file.stated_novelty.get(units.perturbation[unit]) == stated
+                if split_file.novelty_in_file.get(units.perturbation[unit]) == file_novelty
             ]
             if others:
                 notes.append(
-                    f"{len(others):,} units that {split_file.path} counts as {stated}, the first "
+                    f"{len(others):,} units that {split_file.path} counts as {file_novelty}, the first "
                     f"{names[others[0]]}, are scored as {novelty}, by the perturbations in {TRAIN}."
                 )
     if split_file.undivided:
