@@ -554,5 +554,5 @@ def test_every_method_is_scored_in_folds_of_cells_or_batches(
     few = replace(context, scored=np.arange(context.reader.n_obs) < 9)
     reason = run_task(Imputation(CONFIG), few).skipped
     n_folds = context.options.folds
-    assert reason == f"9 scored cells make no {n_folds} folds of 4; lower evaluate.folds"
+    assert reason == f"9 scored cells are too few for {n_folds} folds of 4; lower evaluate.folds"
     assert Evaluate.model_validate({"tasks": {"imputation": {}}}).tasks["imputation"].paths() == {}

@@ -189,12 +189,12 @@ def test_a_column_chooses_the_better_of_two_errors() -> None:
     }
     one = ScoreColumn("x", "error", scores, lower_is_better=True)
     assert one.best(one.select_kind("baseline")) == b
-    assert one.compare(EMBEDDING, b).n == 1
+    assert one.verdict(EMBEDDING, b).n == 1
     own = np.array([[0.2, 0.3, 0.1, 0.25]])
     other = np.array([[0.4, 0.6, 0.3, 0.5]])
     column = ScoreColumn("x", "error", {EMBEDDING: own, a: other}, lower_is_better=True)
-    assert column.compare(EMBEDDING, a).outcome == "ahead"
-    assert replace(column, n_units=2).compare(EMBEDDING, a).outcome == "undecided"
+    assert column.verdict(EMBEDDING, a).outcome == "ahead"
+    assert replace(column, n_units=2).verdict(EMBEDDING, a).outcome == "undecided"
 
 
 def test_the_share_of_a_gap_equals_a_calculation_by_hand() -> None:

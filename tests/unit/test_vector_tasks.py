@@ -359,7 +359,10 @@ def test_random_vectors_mix_best(context: Context) -> None:
     assert run_task(task, context).skipped == "the dataset has no batch column"
     batch[:] = "x"
     one = replace(with_batch, roles={**context.roles, "batch": batch})
-    assert run_task(task, one).skipped == "the labelled scored cells have 1 batches, not 2"
+    assert (
+        run_task(task, one).skipped
+        == "expected labelled scored cells of two batches or more, got 1"
+    )
 
 
 @pytest.mark.parametrize("n", [12, 15, 16])

@@ -36,12 +36,11 @@ class ScoreColumn:
     metric_name: str  # in words, as verdicts have it
     scores: ByMethod  # (repetitions, units) float64, NaN for units that are not tested
     lower_is_better: bool = False
-    n_units: int | None = (
-        None  # number of independent units; None if each column of `scores` is one
-    )
-    # scores of methods, the best of which closes 0 % of the gap
+    # number of independent units; None if each column of `scores` is one
+    n_units: int | None = None
+    # scores of trivial methods; the best of them closes 0 % of the gap, the ceiling 100 %
     trivial: ByMethod = field(default_factory=dict)
-    ceiling: tuple[ScoredMethod, np.ndarray] | None = None  # closes 100 %
+    ceiling: tuple[ScoredMethod, np.ndarray] | None = None
 
     def mean(self, method: ScoredMethod) -> float:
         """Mean over repetitions and units."""
@@ -53,13 +52,15 @@ class ScoreColumn:
         return choose(among, key=self.mean)
 
     def select_kind(self, kind: str) -> list[ScoredMethod]:
+        """Methods of a kind, such as `baseline`."""
         return [method for method in self.scores if method.kind == kind]
 
     def best_model(self) -> ScoredMethod:
+        """The best method of kind `model`."""
         return self.best(self.select_kind("model"))
 
-    def compare(self, method: ScoredMethod, other: ScoredMethod) -> Verdict:
-        """Verdict on `method` against `other` over the units that both have scores of."""
+    def verdict(self, method: ScoredMethod, other: ScoredMethod) -> Verdict:
+        """Verdict on `method` against `other`, over the units that both have scores of."""
         difference = self.difference(method, other)
         return compare(
             method.name,
@@ -71,24 +72,33 @@ class ScoreColumn:
             difference.n,
         )
 
-    def compare_best(self) -> Verdict:
-        """The best method of the model against the best baseline.
+    def best_verdict(self) -> Verdict:
+        """Verdict on the best method of the model against the best baseline.
 
         Both are chosen by their scores on the tested cells. This favours the baselines, because
         there are more of them.
         """
-        return self.compare(self.best_model(), self.best(self.select_kind("baseline")))
+        return self.verdict(self.best_model(), self.best(self.select_kind("baseline")))
 
     def difference(self, method: ScoredMethod, other: ScoredMethod) -> Difference:
         """Paired difference `method` minus `other`, with its interval."""
         scores = self.scores[method]
         other_scores = self.scores[other]
         estimate = paired_difference(scores, other_scores)
-        n = self._count_units(scores - other_scores)
-        return Difference(self.heading, method.name, other.name, *estimate, n)
+        n = self._count_units(scores - other_scores)  # NaN for units that either lacks
+        return Difference(
+            self.heading,
+            method.name,
+            other.name,
+            estimate.mean,
+            estimate.low,
+            estimate.high,
+            cells_se=estimate.units_se,  # the name in metrics.json
+            n=n,
+        )
 
     def differences(self) -> list[Difference]:
-        """Every method on the model's own features minus every other."""
+        """Difference of every method on the trained model's features to every other method."""
         trained = [method for method in self.scores if method.network == "trained"]
         others = [method for method in self.scores if method.network != "trained"]
         return [self.difference(*pair) for pair in product(trained, others)]
@@ -97,11 +107,11 @@ class ScoreColumn:
         return self.n_units or int(np.isfinite(scores).any(axis=0).sum())
 
     def gap(self) -> Gap | None:
-        """Gap between the best trivial method and the ceiling, with the shares that the best model and
-        the best baseline close.
+        """Gap between the best trivial method and the ceiling, with the shares of it that the best method
+        of the model and the best baseline close.
 
-        Without these shares if fewer than MIN_UNITS units are tested, or if the gap may be 0 or
-        less. None without a trivial method, a ceiling or a unit that both test.
+        There are no shares if fewer than MIN_UNITS units are tested, or if the gap may be 0 or less.
+        None without a trivial method, a ceiling or a unit that both test.
         """
         if not self.trivial or self.ceiling is None:
             return None
@@ -143,7 +153,7 @@ def table_rows(columns: Iterable[ScoreColumn]) -> list[Row]:
             if not is_tested.any():
                 continue
             tested = np.nanmean(values[is_tested], axis=1)
-            # of a sample; a single repetition has an sd of 0, not NaN
+            # sd of a sample; a single repetition has an sd of 0, not NaN
             sd = float(tested.std(ddof=1 if len(tested) > 1 else 0))
             by_repetition = np.full(len(values), None, object)
             by_repetition[is_tested] = tested
@@ -175,7 +185,7 @@ def tabulate(
     if rows is None:
         rows = table_rows(columns)
     if verdicts is None:
-        verdicts = [column.compare_best() for column in judged]
+        verdicts = [column.best_verdict() for column in judged]
     if differences is None:
         differences = list(chain.from_iterable(map(ScoreColumn.differences, judged)))
     if metric is None:

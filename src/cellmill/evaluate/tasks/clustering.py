@@ -87,9 +87,9 @@ class Clustering(Task):
             row.numbers["clusters, fixed"] = _average_n_clusters(clusters.at_fixed)
         figures = chosen.figures | {"neighbors": config.neighbors, "seeds": config.seeds}
         # against the best baseline in each column, then against all baselines by the first ARI
-        verdicts = [column.compare_best() for column in columns]
+        verdicts = [column.best_verdict() for column in columns]
         verdicts += [
-            columns[0].compare(EMBEDDING, method) for method in columns[0].select_kind("baseline")
+            columns[0].verdict(EMBEDDING, method) for method in columns[0].select_kind("baseline")
         ]
         return tabulate(columns, figures, rows=rows, verdicts=[*dict.fromkeys(verdicts)])
 
@@ -98,6 +98,7 @@ class Clustering(Task):
         config = self.config
         resolutions = {*config.resolutions, config.resolution}
         n_features = 6 + sizes.n_external
+        # for each of the features: Leiden, and the distances of all pairs of cells
         leiden_s = 1.2e-6 * len(resolutions) * config.seeds * n * config.neighbors
         own_s = sizes.products_s(n) + 2 * sizes.components_s(n)
         return sizes.features_s(n) + own_s + n_features * (leiden_s + 1.5e-8 * n**2)

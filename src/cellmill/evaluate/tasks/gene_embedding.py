@@ -89,6 +89,7 @@ class GeneEmbedding(GeneTask):
         if config.transcription_factors is not None:
             n_sets += 1
         n_fits = n_sets * config.seeds * sizes.folds
+        # a fit of all features takes as long as it has genes
         return super().estimate_s(sizes) + 1e-4 * n_fits * min(config.max_others, sizes.n_genes)
 
     def _compute_terms(

@@ -69,6 +69,7 @@ class Reconstruct(Task):
 
     def estimate_s(self, sizes: DatasetSizes) -> float:
         n = sizes.count_cells(MAX_CELLS)
+        # masks, states and predictions take about as long as four embeddings
         return 0.2 + sizes.read_s() + 4 * n * sizes.forward_s
 
     def _change_objective(self, model: EvaluatedModel) -> Model:

@@ -110,5 +110,5 @@ def _describe_scores(metric: str, heading: str, scores: ByMethod) -> list[str]:
     if RESPONSE not in scores:
         return []
     means = [f"{method.name} {column.mean(method):.3f}" for method in scores]
-    verdicts = [column.compare(RESPONSE, other).sentence for other in scores if other != RESPONSE]
+    verdicts = [column.verdict(RESPONSE, other).sentence for other in scores if other != RESPONSE]
     return [f"{heading}: {METRICS[metric]}: {', '.join(means)}. {' '.join(verdicts)}".strip()]

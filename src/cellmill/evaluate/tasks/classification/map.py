@@ -176,6 +176,7 @@ class MapCells(Task):
         roles = ("donor",) if sizes.n_values.get("donor", 0) > 1 else ("batch",)
         n_folds = sizes.count_folds(roles, self.config.most_folds)
         n_maps = n_folds * (1 + n_types) * (3 + sizes.n_external)
+        # each maps all cells: the atlas, the vote and the regressions
         return sizes.features_s(n) + n_maps * 1e-4 * n
 
     def _map_new_type(

@@ -67,7 +67,7 @@ def compare_features(columns: list[ScoreColumn]) -> list[Verdict]:
     These compare the embedding with each baseline's features, by kind of classifier, and the
     embedding joined to principal components with the components alone.
     """
-    verdicts = [column.compare_best() for column in columns]
+    verdicts = [column.best_verdict() for column in columns]
     accuracy = columns[0]
     for classifiers in ((REGRESSION, UNSCALED_REGRESSION), (KNN,)):
         by_features = group_by_features(
@@ -76,10 +76,10 @@ def compare_features(columns: list[ScoreColumn]) -> list[Verdict]:
         embedding = accuracy.best(by_features[EMBEDDING.features])
         for methods in by_features.values():
             if methods[0].kind == "baseline":
-                verdicts.append(accuracy.compare(embedding, accuracy.best(methods)))
+                verdicts.append(accuracy.verdict(embedding, accuracy.best(methods)))
     by_features = group_by_features(accuracy.scores)
     if WITH_COMPONENTS.features in by_features and TRAINING_COMPONENTS.features in by_features:
         joined = accuracy.best(by_features[WITH_COMPONENTS.features])
         components = accuracy.best(by_features[TRAINING_COMPONENTS.features])
-        verdicts.append(accuracy.compare(joined, components))
+        verdicts.append(accuracy.verdict(joined, components))
     return list(dict.fromkeys(verdicts))

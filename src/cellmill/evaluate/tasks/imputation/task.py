@@ -40,6 +40,7 @@ from cellmill.runs.results import ScoredMethod, TaskResult
 
 # scored cells used at most: they are embedded again, and every gene is predicted in each fold
 MAX_CELLS = 2_000
+REGRESSION_CELL_S = 4e-4  # seconds per fitted cell of all regressions
 # the ridge of the export without the decoder; its components are of hidden and visible genes
 EXPORTED_RIDGE = ScoredMethod(f"PCA{COMPONENTS} of all genes", classifier="ridge")
 
@@ -86,8 +87,10 @@ class Imputation(Task):
             if not n_folds and sizes.n_values.get(role, 0) > 1:
                 n_folds = sizes.count_folds((role,), config.most_folds)
         n_folds = n_folds or config.seeds * sizes.folds
-        fold_s = sizes.components_s(n) + 4e-4 * n
-        training_s = sizes.components_s(n_training) + 4e-4 * n_training
+        # regressions on components and embeddings, for each fold and once on training cells
+        fold_s = sizes.components_s(n) + REGRESSION_CELL_S * n
+        training_s = sizes.components_s(n_training) + REGRESSION_CELL_S * n_training
+        # the model and the untrained model embed the cells, and the decoder predicts
         return 3 * (n + n_training) * sizes.forward_s + training_s + n_folds * fold_s
 
     def _split(self, context: Context, cells: np.ndarray) -> tuple[str, list[Fold]]:
@@ -103,7 +106,7 @@ class Imputation(Task):
         options = context.options
         if len(cells) < MIN_CELLS * options.folds:
             raise Skipped(
-                f"{len(cells)} scored cells make no {options.folds} folds of {MIN_CELLS}; lower evaluate.folds"
+                f"{len(cells)} scored cells are too few for {options.folds} folds of {MIN_CELLS}; lower evaluate.folds"
             )
         for repetition in range(self.config.seeds):
             splitter = KFold(options.folds, shuffle=True, random_state=options.seed + repetition)

@@ -60,7 +60,7 @@ class Integration(Task):
             differences += column.differences()
         return TaskResult(
             rows,
-            verdicts=[column.compare(EMBEDDING, baseline) for column in columns],
+            verdicts=[column.verdict(EMBEDDING, baseline) for column in columns],
             figures=chosen.figures,
             differences=differences,
         )
@@ -69,6 +69,7 @@ class Integration(Task):
         n = sizes.count_cells(MAX_CELLS)
         n_features = 5 + sizes.n_external + self.config.harmony
         harmony_s = 5e-4 * n if self.config.harmony else 0.0
+        # measures of one of the features: of neighbours, and of all pairs of cells
         measures_s = 0.1 + 5e-7 * n * self.config.neighbors + 1.5e-8 * n**2
         return sizes.features_s(n) + sizes.components_s(n) + harmony_s + n_features * measures_s
 
@@ -88,11 +89,15 @@ class Integration(Task):
             "n_without_batch": int((~has_batch).sum()),
         }
         if len(names) < 2:
-            raise Skipped(f"the labelled scored cells have {len(names)} batches, not 2", figures)
+            raise Skipped(
+                f"expected labelled scored cells of two batches or more, got {len(names)}", figures
+            )
         classes, labels = np.unique(labelled.labels[has_batch], return_inverse=True)
         if not 2 <= len(classes) < len(labels):
             raise Skipped(
-                f"the {len(labels)} scored cells with a batch have {len(classes)} labels", figures
+                f"expected two labels or more, and fewer than cells, got {len(classes)} labels of {len(labels)} scored "
+                "cells with a batch",
+                figures,
             )
         return CellsOfBatches(labelled.cells[has_batch], batches, labels, figures)
 

@@ -72,7 +72,7 @@ def describe_better_probes(
             if method not in column.scores or probe not in probes:
                 continue
             pair = {method: column.scores[method][:1], probe: probes[probe]}
-            verdict = replace(column, scores=pair).compare(probe, method)
+            verdict = replace(column, scores=pair).verdict(probe, method)
             gain = -verdict.difference if column.lower_is_better else verdict.difference
             if gain > ROUNDING:
                 low, high = verdict.interval or (verdict.difference, verdict.difference)

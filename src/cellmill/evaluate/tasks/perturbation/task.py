@@ -204,7 +204,7 @@ class Perturbation(Task):
             )
             for methods in groups.values():
                 differences += [column.difference(method, MEAN) for method in methods]
-                notes.append(column.compare(column.best(methods), MEAN).sentence)
+                notes.append(column.verdict(column.best(methods), MEAN).sentence)
         return differences, notes
 
     def _list_gene_sources(self) -> list[ScoredMethod]:
