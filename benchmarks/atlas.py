@@ -131,7 +131,7 @@ LIBRARIES = {"usearch": with_usearch, "hnswlib": with_hnswlib, "faiss": with_fai
 def compare_libraries(n: int, names: list[str]) -> None:
     vectors, _, _ = draw_cells(n)
     queries, _, _ = draw_cells(QUERIES, seed=2)
-    expected, _ = Points(vectors).nearest_of_others(queries, K)
+    expected, _ = Points(vectors).nearest_exact(queries, K)
     print("| library | build CPU-s | MB | searched | recall@15 | cells per CPU-s |")
     print("|---|---:|---:|---:|---:|---:|")
     for name in names:
@@ -173,7 +173,7 @@ def measure_atlas(n: int) -> None:
         started = cpu_s()
         mapped = map_vectors(atlas, queries, Seen(None, ""), Map.model_validate({}))
         rate = len(queries) / (cpu_s() - started)
-        expected, _ = atlas.points.nearest_of_others(scaled[:QUERIES], K)
+        expected, _ = atlas.points.nearest_exact(scaled[:QUERIES], K)
         refused = float(mapped.obs["cellmill_refused"].mean())
         right = np.asarray(mapped.obs["cellmill_label"].astype(object)) == labels_of(query_types)
         print(

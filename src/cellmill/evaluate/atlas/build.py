@@ -194,7 +194,7 @@ def _measure_reference(
         left_out = chosen["donor"]
         voters = left_out
     queries = points[chosen["point"]].astype(np.float32)
-    neighbors, distances = Points(points).nearest_of_others(
+    neighbors, distances = Points(points).nearest_exact(
         queries, section.neighbors, groups, left_out
     )
     mean = mean_distance(distances)

@@ -5,6 +5,8 @@ the n reference cells of the atlas are nearer to their neighbours. Cells with a 
 100 (1 - refuse_frac) or more are refused. Among new cells that are like those of the left-out
 donors, the refused share is at most `refuse_frac` on average (conformal prediction: Vovk,
 Gammerman & Shafer 2005).
+
+Neighbours are points: the distinct vectors of the atlas, each of one cell or several.
 """
 
 from collections.abc import Iterator
@@ -80,6 +82,7 @@ def map_vectors(atlas: CellAtlas, vectors: np.ndarray, seen: Seen, section: Map)
     percentile = np.where(is_new, find_percentiles(atlas.reference["distance"], distance), np.nan)
     refused = find_refused(percentile, section.refuse_frac)
     codes = np.where(refused, NO_LABEL, voted.codes)
+    # a point stands for its first cell
     points = voted.points
     neighbor_cells = np.where(points == NOWHERE, NOWHERE, atlas.first_cells[points])
     obs: dict[str, Any] = {
@@ -123,14 +126,14 @@ def map_vectors(atlas: CellAtlas, vectors: np.ndarray, seen: Seen, section: Map)
 class _VotedCells:
     """Neighbours and labels of some cells; distances in the unit of the stored vectors."""
 
-    points: np.ndarray  # (cells, k) int64
+    points: np.ndarray  # (cells, k) int64: neighbours of each cell
     distances: np.ndarray  # (cells, k) float32
-    in_atlas: np.ndarray  # (cells,) bool
+    in_atlas: np.ndarray  # (cells,) bool: True for cells with a copy in the atlas
     codes: np.ndarray  # (cells,) int64: index of the label in `names`; NO_LABEL for none
-    agreement: np.ndarray  # (cells,) float64
-    n_donors: np.ndarray  # (cells,) int64
-    names: list[str]
-    is_ontology: bool
+    agreement: np.ndarray  # (cells,) float64: share of the votes for this label
+    n_donors: np.ndarray  # (cells,) int64: donors that voted
+    names: list[str]  # labels of the atlas, or terms of the Cell Ontology above them too
+    is_ontology: bool  # True if labels are terms of the Cell Ontology
 
 
 def _name_cells(atlas: CellAtlas, cells: np.ndarray) -> np.ndarray:
@@ -152,6 +155,7 @@ def find_refused(percentile: np.ndarray, refuse_frac: float) -> np.ndarray:
 
 
 def _map_blocks(atlas: CellAtlas, vectors: np.ndarray, section: Map) -> Iterator[_VotedCells]:
+    """Neighbours and labels of the cells, block by block; at least one block, also without cells."""
     record = atlas.record
     terms = find_terms(record.labels)
     for block_start in range(0, max(len(vectors), 1), BLOCK):
@@ -215,7 +219,7 @@ def _describe(atlas: CellAtlas, obs: dict[str, Any], section: Map) -> list[str]:
         f"{int(obs[LABEL].notna().sum()):,} of {n:,} cells have a label, {n_refused:,} are refused ({new})"
     ]
     n_reference = len(atlas.reference)
-    whose = "their donor" if record.held_out == "donor" else "each"
+    left_out = "their donor" if record.held_out == "donor" else "each"
     # reference cells by the rule for new ones
     distances = atlas.reference["distance"]
     is_refused = find_refused(find_percentiles(distances, distances), section.refuse_frac)
@@ -232,7 +236,7 @@ def _describe(atlas: CellAtlas, obs: dict[str, Any], section: Map) -> list[str]:
         )
         lines.append(
             f"by the same rule, {is_refused.mean():.1%} of the atlas's own {n_reference:,} cells would be refused if "
-            f"{whose} were left out{by_donor}"
+            f"{left_out} were left out{by_donor}"
         )
         if record.held_out == "cell":
             lines.append(

@@ -45,24 +45,24 @@ class Points:
         infinite distance.
         """
         if self.graph is None:
-            return self.nearest_of_others(queries, k)
+            return self.nearest_exact(queries, k)
         n_candidates = min(k + SPARE, len(self.vectors))
         parameters = _faiss().SearchParametersHNSW(efSearch=max(SEARCH_WIDTH, 2 * n_candidates))
         _, candidates = self.graph.search(queries, n_candidates, params=parameters)
         points, distances = self._rank(queries, candidates, k)
         missed = np.flatnonzero(points[:, min(k, n_candidates) - 1] == NOWHERE)
         if len(missed):  # the search ended in a small part of the graph
-            points[missed], distances[missed] = self.nearest_of_others(queries[missed], k)
+            points[missed], distances[missed] = self.nearest_exact(queries[missed], k)
         return points, distances
 
-    def nearest_of_others(
+    def nearest_exact(
         self,
         queries: np.ndarray,
         k: int,
         groups: np.ndarray | None = None,
         left_out: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The k nearest points as `nearest` returns them, by an exact search.
+        """The k nearest points by an exact search, in the form of `nearest`.
 
         `groups`, `(points,)`, has the group of each point, and `left_out`, `(queries,)`, the group that
         is left out for each query. None for both leaves out no point.
