@@ -102,10 +102,10 @@ def run_tasks(
     finished: FinishedTasks,
     left_out: Mapping[str, list[str]],
 ) -> dict[str, TaskResult]:
-    """Result of each task; prints planned seconds, then results. On CPU cores several processes run
-    the tasks that were not `finished` earlier. `left_out` is what effort fast leaves out of each task.
+    """Result of each task, printed as it ends. Results that are `finished` are read; on CPU cores several
+    processes run the other tasks. `left_out` is what effort fast leaves out of each task.
 
-    A task that fails loses only itself: the others are finished and kept, then its error is raised.
+    If a task fails, the others are finished and kept, then its error is raised.
     """
     task_runs = [*_list_task_runs(tasks, context, finished, left_out)]
     dataset = context.dataset
@@ -137,17 +137,7 @@ def _run_missing(
     Raise UserError of the first task run that failed, after the others have ended.
     """
     n_processes = _count_processes(task_runs, context)
-    planner = Planner(context)
-    estimated_s = {
-        run.name: planner.estimate(run.task_name, run.task, run.context) for run in task_runs
-    }
-    ratios = finished.ratios.read()
-    planned_s = {}
-    for task_run in task_runs:
-        seconds = estimated_s[task_run.name]
-        ratio = ratios.get(task_run.task_name, 1.0)
-        planned_s[task_run.name] = None if seconds is None else ratio * seconds
-    print(f"{context.dataset}: {describe_plan(planned_s, n_processes)}", flush=True)
+    estimated_s = _print_plan(task_runs, context, finished.ratios.read(), n_processes)
     reads_label = [context.options.tasks[task_run.task_name].reads_label for task_run in task_runs]
     if n_processes > 1 and any(reads_label) and "label" in context.roles:
         # computed before processes fork, and with one thread as in run_task: the same to the bit
@@ -184,6 +174,24 @@ def _run_missing(
     return results
 
 
+def _print_plan(
+    task_runs: list[_TaskRun], context: Context, ratios: Mapping[str, float], n_processes: int
+) -> dict[str, float | None]:
+    """Print the planned CPU-seconds of each task run: its estimate times the learned ratio of its task.
+    Return the estimates by name.
+    """
+    planner = Planner(context)
+    estimated_s = {}
+    planned_s = {}
+    for task_run in task_runs:
+        seconds = planner.estimate(task_run.task_name, task_run.task, task_run.context)
+        ratio = ratios.get(task_run.task_name, 1.0)
+        estimated_s[task_run.name] = seconds
+        planned_s[task_run.name] = None if seconds is None else ratio * seconds
+    print(f"{context.dataset}: {describe_plan(planned_s, n_processes)}", flush=True)
+    return estimated_s
+
+
 def _list_task_runs(
     tasks: dict[str, Task],
     context: Context,
@@ -217,8 +225,8 @@ def _submit(
 ) -> Iterable[tuple[_TaskRun, Callable[[], RunOutput]]]:
     """Each task run with a function that returns its output.
 
-    With one process, the call of that function runs the task. Several processes start at once, and
-    task runs come in the order in which they end; leaving `stack` ends the processes.
+    With one process, the function runs the task. With several, workers run the tasks at once, and
+    task runs come in the order in which they end; the end of `stack` ends the workers.
     """
     if n_processes <= 1:
         return ((task_run, task_run.run) for task_run in task_runs)
@@ -226,7 +234,7 @@ def _submit(
     stack.callback(_runs_of_workers.clear)
     pool = stack.enter_context(_open_workers(n_processes))
     with warnings.catch_warnings(), interrupted_later():
-        # Python 3.12 warns of threads, see _initialize_worker
+        # Python 3.12 warns of threads, see _start_worker
         warnings.simplefilter("ignore", DeprecationWarning)
         futures = {
             pool.submit(_run_in_worker, number): task_run
@@ -239,7 +247,7 @@ def _submit(
 def _open_workers(n: int) -> Iterator[ProcessPoolExecutor]:
     """Pool of `n` workers, which are forked when it gets work, and terminated after an error."""
     others = active_children()
-    with ProcessPoolExecutor(n, get_context("fork"), _initialize_worker) as pool:
+    with ProcessPoolExecutor(n, get_context("fork"), _start_worker) as pool:
         try:
             yield pool
         except BaseException:
@@ -249,9 +257,9 @@ def _open_workers(n: int) -> Iterator[ProcessPoolExecutor]:
             raise
 
 
-def _initialize_worker() -> None:
+def _start_worker() -> None:
     """Let a worker end with its parent, and compute with one thread: a fork has none of its parent's
-    threads. Results do not depend on the number of threads.
+    threads. Results do not depend on their number.
     """
     belong_to_parent()
     torch.set_num_threads(1)
