@@ -25,7 +25,7 @@ MAX_CELLS = 10_000
 
 @dataclass(frozen=True)
 class LabelledCells:
-    """Labelled cells that are used, and the numbers of the others, named as in metrics.json."""
+    """Labelled cells that a task uses, and the numbers of other cells, named as in metrics.json."""
 
     cells: np.ndarray  # indices of the cells, ascending; int64
     labels: np.ndarray  # class of each; text

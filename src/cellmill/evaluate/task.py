@@ -3,7 +3,7 @@
 The `implementation` of a task's options (`config.parts.tasks.TaskConfig`) names its class. Stage
 `evaluate` calls `run` once per dataset, and once for each further label if the task reads a label.
 A result that still holds is read instead (`finished.py`). So a task that reads no cells runs for the
-first dataset only, and its result is read for the next ones. The stage writes all results to
+first dataset only, and its result is read for the others. The stage writes all results to
 metrics.json; the report shows any task.
 """
 

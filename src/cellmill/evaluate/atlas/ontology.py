@@ -83,8 +83,8 @@ def _ids_by_name() -> dict[str, str]:
 def credit_labels(labels: Sequence[str]) -> np.ndarray:
     """Credit of each predicted label for each true label, (labels, labels) float64.
 
-    1 for the same term. For a superclass of the true term, its information divided by that of the
-    true term. 0 otherwise.
+    1 for the same term. For a superclass of the true term, its information divided by the information
+    of the true term. 0 otherwise.
     """
     ontology = cell_ontology()
     terms = [_find_term(label) for label in labels]

@@ -21,7 +21,7 @@ from cellmill.runs.results import Confusion, ScoredMethod
 # names in words of the metrics of classes
 CLASS_METRICS = {"accuracy": "accuracy", "macro_f1": "macro-F1", "weighted_f1": "weighted F1"}
 NOT_TESTED = -1  # predicted class of a cell that a repetition does not test
-# largest class of all scored cells; MAJORITY is that of the fitted cells
+# largest class of all scored cells; MAJORITY is the largest class of the fitted cells
 LARGEST_CLASS = ScoredMethod("largest class")
 
 

@@ -3,7 +3,7 @@
 Coefficients are Zᵀa / λ for dual coefficients a, one for each cell and class, so a fit needs only
 products with ZZᵀ (`features.products`). `newton.py` searches for a. The fits of all folds take their
 steps together: one product of ZZᵀ with the dual coefficients of all fits costs little more than with
-those of one. Dual coefficients are 0 for cells that a fit does not read.
+the dual coefficients of one. Dual coefficients are 0 for cells that a fit does not read.
 
 Standard deviations are computed over the fitted cells, so each fit has a ZZᵀ of its own. A shared
 matrix K, scaled by all cells, stands in for it. From dual coefficients a fitted with K alone, each

@@ -4,8 +4,8 @@ The objective is scikit-learn's with C = 1: the mean cross-entropy of n cells pl
 by `newton.compute_penalty`. For sparse features w includes the intercepts, so their optimum is not
 scikit-learn's.
 
-`newton.py` fits small dense features, scikit-learn other dense ones, and `dual.fit_dual_coefs` all
-sparse ones.
+`newton.py` fits small dense features, scikit-learn other dense features, and `dual.fit_dual_coefs`
+all sparse features.
 """
 
 import math
@@ -39,8 +39,8 @@ class LogisticRegression:
     """Fitted on features as they are or, if `standardised`, on those divided by their standard
     deviations.
 
-    The intercept of dense features has no penalty, as in scikit-learn. Sparse ones are not centred,
-    and their intercept has the penalty of a coefficient: large intercepts would decide on cells
+    The intercept of dense features has no penalty, as in scikit-learn. Sparse features are not
+    centred, and their intercept has the penalty of a coefficient: large intercepts would decide on cells
     with fewer counts than the fitted cells. (scikit-learn's solvers stop before they reach such
     intercepts, but only at its default tolerance.)
     """

@@ -2,7 +2,7 @@
 19, 1982), each found by conjugate gradients over whitened features.
 
 Whitened features are U = Z R⁻¹ of features Z, where RᵀR = c ZᵀZ / n + λ is the Hessian if each cell
-had the curvature c; that of the softmax is at most 1/2 (Böhning, Ann. Inst. Statist. Math. 44,
+had the curvature c; the curvature of the softmax is at most 1/2 (Böhning, Ann. Inst. Statist. Math. 44,
 1992). Over U the penalty λ |w|² is |v|² - c |Uv|² / n. For centred features, a column of c^-½ gets
 the intercept as its coefficient, by the same formula without a penalty. With fewer cells than
 features, U is the Cholesky factor of UUᵀ = n / c (1 - λ (c ZZᵀ / n + λ)⁻¹).

@@ -61,8 +61,8 @@ def compute_features(
     counts: sp.csr_matrix,
     embedding: np.ndarray | None = None,
 ) -> Features:
-    """Features of `cells` (indices) with these `counts`, `(cells, width)` by method; only those of all
-    genes are sparse.
+    """Features of `cells` (indices) with these `counts`, `(cells, width)` by method; only the feature
+    ALL_GENES is sparse.
 
     The `embedding` is computed unless it is given.
     """

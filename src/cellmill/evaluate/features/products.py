@@ -14,7 +14,7 @@ from scipy.linalg import blas
 from cellmill.evaluate.features.components import NO_VARIANCE, fit_own_components
 from cellmill.evaluate.methods import Features
 
-MAX_DOUBLE = 2048  # cells whose products are float64; those of more are float32
+MAX_DOUBLE = 2048  # most cells whose products are float64; products of more cells are float32
 GENE_BLOCK = 2048  # genes that are dense at once
 CELL_BLOCK = 512  # cells that are read or multiplied at once
 # genes with counts in a smaller share of the cells are rare: sparse products are faster for them
@@ -81,8 +81,8 @@ class SharedCells:
 
 
 class FeatureCache:
-    """Features and products of the cells that a task read last, for the next task. Only those of
-    one set of cells fit in memory.
+    """Features and products of the cells that a task read last, for the next task. Memory has room for
+    one set of cells.
     """
 
     def __init__(self) -> None:

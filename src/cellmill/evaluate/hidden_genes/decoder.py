@@ -1,7 +1,7 @@
 """Hidden genes predicted by the decoder of a model.
 
 An objective that decodes the vector of a cell predicts from it (`cell_decoding`, `query_decoding`).
-`masked_value` predicts tokens of the hidden genes that are added to the visible ones.
+`masked_value` predicts tokens of the hidden genes, which are added to the tokens of visible genes.
 
 Legend: C cells, V genes of the vocabulary, G hidden genes, H hidden width.
 """
@@ -31,7 +31,7 @@ DECODED_CELLS = 256  # cells whose profiles are decoded at once
 QUERIED_CELLS = 32  # cells that are queried at once
 # hidden genes that masked_value predicts in one pass: about the share of a cell that training masks
 MASKED_GENES = 64
-MASKED_TOKENS = 16_384  # tokens of such a pass, without those of hidden genes
+MASKED_TOKENS = 16_384  # tokens of visible genes in such a pass
 
 
 def decode_expression(cells: PartlyHiddenCells, vectors: np.ndarray) -> np.ndarray | None:

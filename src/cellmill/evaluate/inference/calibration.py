@@ -132,7 +132,7 @@ def calibrate_head(
     model: Model, options: TrainOptions, manifest: Path, objective: Classification
 ) -> Calibration | None:
     """Calibration of the head `objective` on the labelled validation cells of its run; None without
-    any. The model is on the CPU, and `manifest` is that of its shards.
+    any. The model is on the CPU, and `manifest` is the manifest of its shards.
     """
     if Manifest.read(manifest).splits["val"].n_obs == 0:
         return None

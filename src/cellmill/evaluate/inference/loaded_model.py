@@ -56,7 +56,7 @@ class LoadedModel:
 
         `adata` is an AnnData in memory; genes are matched by Ensembl id or symbol. `counts` is X,
         raw, or the name of a layer. `dataset` is the name of the dataset. It appears in warnings, and
-        a model with covariate `dataset` makes a token of it. `options` are those of section `embed`:
+        a model with covariate `dataset` makes a token of it. `options` are the options of section `embed`:
         token_budget, precision, min_coverage_frac, min_expressed_frac. Raises DataError if the matrix
         holds no counts, or the model knows too few of its genes.
         """

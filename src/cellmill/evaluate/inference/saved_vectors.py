@@ -83,7 +83,7 @@ class SavedVectors:
 def embedding_facts(
     path: Path, counts: str, counts_rule: str, folder: Path, model: Model, embed: Embed
 ) -> dict[str, Any]:
-    """What the vectors of the cells of the file `path` depend on; `model` is that of `folder`."""
+    """What the vectors of the cells of the file `path` depend on; `model` is the one in `folder`."""
     device = next(model.parameters()).device
     is_gpu = device.type == "cuda"
     return {

@@ -32,8 +32,8 @@ ABOUTS = (ABOUT_PREDICTION, ABOUT_MAP)
 
 
 def names_of_predictions(*abouts: Iterable[str]) -> set[str]:
-    """obs columns and obsm tables that predictions may write: those of one head, and of the heads that
-    their entries in uns, with keys `abouts`, name.
+    """obs columns and obsm tables that a prediction may have: for a single head, and for each head that
+    is named in keys of its entries in uns, `abouts`.
 
     A prediction replaces all of them: a column that it lacks would be about other labels.
     """

@@ -1,8 +1,8 @@
 """Sizes of a dataset under evaluation, and CPU-seconds of work that several tasks do.
 
-Tasks plan their seconds from them (`Task.estimate_s`). Seconds are those of one core that multiplies
-float32 matrices at REFERENCE_FLOPS_PER_S; stage evaluate converts them to this machine. Column
-*over plan* of `benchmarks/evaluation.py` compares.
+Tasks estimate their seconds from them (`Task.estimate_s`). A second is a second of a core that
+multiplies float32 matrices at REFERENCE_FLOPS_PER_S; stage evaluate converts to this machine. Column
+*over plan* of `benchmarks/evaluation.py` compares estimates with measured seconds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,47 +29,47 @@ class DatasetSizes:
     forward_s: float  # seconds in which the model embeds a cell
 
     def count_cells(self, max_cells: int) -> int:
-        """Number of cells of a task that draws at most so many."""
+        """Number of cells of a task that draws at most `max_cells`."""
         return min(self.n_cells, max_cells)
 
     def count_folds(self, roles: Sequence[str], max_values: int) -> int:
-        """Number of folds that leave out values of `roles`, at most so many of each."""
+        """Number of folds that leave out values of `roles`, at most `max_values` of each role."""
         return sum(min(self.n_values.get(role, 0), max_values) for role in roles)
 
     def read_s(self) -> float:
-        """Read the counts of all cells of the file."""
+        """Seconds to read the counts of all cells of the file."""
         return 2e-8 * self.n_obs * self.genes_per_cell
 
     def features_s(self, n: int) -> float:
-        """Read the file, embed `n` cells with the untrained model, and fit components of training
-        cells.
+        """Seconds to read the file, embed `n` cells with the untrained model, and fit components of
+        training cells.
         """
         return self.read_s() + n * self.forward_s + self.training_components_s()
 
     def components_s(self, n: int) -> float:
-        """Fit principal components to `n` sparse cells."""
+        """Seconds to fit principal components to `n` sparse cells."""
         return 4e-7 * n * self.genes_per_cell
 
     def training_components_s(self) -> float:
-        """Fit principal components to the model's training cells."""
+        """Seconds to fit principal components to the model's training cells."""
         return self.components_s(min(self.n_training, PCA_CELLS))
 
     def products_s(self, n: int) -> float:
-        """Products of all pairs of `n` sparse cells."""
+        """Seconds to compute the products of all pairs of `n` sparse cells."""
         return 5e-11 * n**2 * self.genes_per_cell
 
     def regressions_s(self, n: int) -> float:
-        """Fit both regressions to all genes of `n` cells, whose products are known."""
+        """Seconds to fit both regressions to all genes of `n` cells, whose products are known."""
         if n <= self.n_genes:
             return 4.5e-11 * n**3
-        # no longer from products of cells
+        # with more cells than genes, fits do not use products of cells
         return 3.6e-10 * n * self.n_genes**2
 
     def halves_s(self, n: int) -> float:
-        """Fit a regression to each half of `n` cells, for ceilings."""
+        """Seconds to fit a regression to each half of `n` cells, for ceilings."""
         return self.products_s(n) + self.regressions_s(n // 2)
 
     def folds_s(self, n: int, n_fitted: int, n_folds: int) -> float:
-        """Classify `n` cells by all features in folds that are fitted on `n_fitted` cells each."""
+        """Seconds to classify `n` cells by all features, in folds that are fitted on `n_fitted` cells each."""
         fold_s = 0.05 + 2.5e-4 * n + self.regressions_s(n_fitted) + 2.5e-8 * n * n_fitted
         return 2 * self.products_s(n) + n_folds * fold_s

@@ -106,7 +106,7 @@ class Clustering(Task):
     def _find_clusters(
         self, method: ScoredMethod, features: Any, labels: np.ndarray, context: Context, igraph: Any
     ) -> Clusters:
-        """Clusters of the cells by `features`; those of baselines are cached."""
+        """Clusters of the cells by `features`; clusters of baselines are cached."""
         config = self.config
         seed = context.options.seed
 

@@ -131,7 +131,7 @@ def _check_known(
     name: str, genes: list[int], vocabulary: Vocabulary, trained: Sequence[str]
 ) -> None:
     """Raise ConfigError for a perturbation that was not trained on, and whose `genes` are not all
-    known: its response would be that of any perturbation.
+    known: the model would predict the same response to any such perturbation.
     """
     parts = [part.strip() for part in name.split(SEPARATOR)]
     if name in trained or len(genes) == len(parts):

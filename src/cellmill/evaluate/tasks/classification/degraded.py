@@ -125,7 +125,7 @@ class Degraded(Task):
         """Features that are fitted to `level`: in low_depth of the cells at every level, in
         missing_genes only of the cells at this one.
 
-        `counts` and `features` are those of the evaluated cells; `fitter` is None if training cells
+        `counts` and `features` are of the evaluated cells; `fitter` is None if training cells
         have no counts.
         """
         raise NotImplementedError
@@ -208,8 +208,8 @@ class Degraded(Task):
     ) -> dict[str, ByMethod]:
         """Predicted classes of the tested cells at each of `tested_levels`, by column.
 
-        `features` and `labels` are those of all cells. Features that only one level has, such as those
-        of a panel, have the *matched* prediction in all three columns of the level.
+        `features` and `labels` are of all cells. Features that only one level has, such as features of a
+        panel, have the *matched* prediction in all three columns of the level.
         """
         neighbors = self.config.neighbors
         train_labels = labels[fold.train]

@@ -54,10 +54,10 @@ def predict_folds(
 ) -> None:
     """Record the predicted classes of the tested cells of each fold in `predictions`.
 
-    `features` are those of all cells, `(cells, width)` each. Each fold adds features that are fitted on
-    its cells `train`: RANKED and, if `with_fitted_features`, those of `fit_components` and, if there
-    are components of the model's training cells, WITH_COMPONENTS. `with_fitted_features` also adds the
-    majority class.
+    `features` are of all cells, `(cells, width)` each. Each fold adds features that are fitted on its
+    cells `train`: RANKED and, if `with_fitted_features`, the features of `fit_components` and
+    WITH_COMPONENTS (if there are components of the model's training cells). `with_fitted_features`
+    also adds the majority class.
     """
     labels = predictions.labels
     folds = [*folds]

@@ -2,7 +2,7 @@
 
 Known types are scored by accuracy, in which a refused cell is wrong. Then one type at a time is
 left out of the atlas, too. Two columns score its cells: the share that is refused, and the AUROC of
-their novelty against that of other cells. Novelty is the distance to the atlas, or for a regression
+their novelty against the novelty of other cells. Novelty is the distance to the atlas, or for a regression
 1 minus the highest probability. A cell is refused if its novelty is in the top `refuse_frac` of the
 novelty of fitted cells, each predicted without its donor. Labels that are terms of the Cell Ontology have
 a column `credit`: a superclass of the right term counts as its share of the information

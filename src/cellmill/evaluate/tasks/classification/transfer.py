@@ -211,7 +211,7 @@ class Transfer(Task):
         return TransferCells(fitted, tested, genes, int(is_copy.sum()))
 
     def _predict(self, context: Context, transfer_cells: TransferCells) -> ClassPredictions:
-        """Classes of the tested cells: those of a fitted label, and the others."""
+        """Predicted classes of the tested cells, of fitted and of new labels."""
         tested = transfer_cells.tested
         labels = transfer_cells.fitted_labels
         fitted_features, tested_features = compute_transfer_features(

@@ -1,7 +1,7 @@
-"""Regressions that predict hidden genes from what is computed from the visible ones.
+"""Regressions that predict hidden genes from features of the visible genes.
 
-Features are used with and without standardising, which raises the weight of small components and so
-helps or hurts depending on the number of cells.
+Features are used with and without standardising. It raises the weight of small components, which
+helps or hurts, depending on the number of cells.
 
 Legend: C cells, V genes of the vocabulary, G hidden genes, H hidden width.
 """

@@ -76,7 +76,7 @@ def neighbor_weights(distances: np.ndarray, perplexity: float) -> np.ndarray:
 
 def kbet(vectors: np.ndarray, batches: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
     """Share of cells whose neighbours pass a chi-square test (5 %) of having their label's batch
-    composition; averaged over labels, as one term per cell.
+    composition; mean over labels, as one term per cell (`label_mean_terms`).
 
     Neighbours are cells of the same label, a quarter of a batch's mean size, 10 to 70, as in scIB.
     Labels of one batch or below 10 cells are left out; None if all are.
@@ -118,8 +118,8 @@ def graph_connectivity(graph: NeighborGraph, labels: np.ndarray) -> float:
 
 
 def bras(vectors: np.ndarray, batches: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
-    """Terms by cell of the mean over labels of 1 - |s|, with s the silhouette of batches within a
-    label; None if no label has two batches.
+    """Mean over labels of 1 - |s|, as one term per cell (`label_mean_terms`); s is the silhouette of
+    batches within a label. None if no label has two batches.
     """
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     directions = vectors / np.where(lengths > 0, lengths, 1)
@@ -160,8 +160,8 @@ def _cosine_silhouette(directions: np.ndarray, batch: np.ndarray) -> np.ndarray:
 
 
 def silhouettes(vectors: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Silhouette of the labels by Euclidean distance, rescaled from -1 to 1 to 0 to 1; that of a
-    label of one cell is 0 before.
+    """Silhouette of each cell in its label by Euclidean distance, rescaled from -1..1 to 0..1; before,
+    it is 0 for the only cell of a label.
     """
     n = len(labels)
     values = np.asarray(vectors, np.float64)
@@ -202,8 +202,8 @@ def isolated_labels(
     batches: np.ndarray,
     labels: np.ndarray,
 ) -> np.ndarray | None:
-    """Terms by cell of the mean silhouette of the labels in the fewest batches, mean over these
-    labels; None if every label is in all batches.
+    """Mean silhouette of the labels that are in the fewest batches, mean over these labels, as one term
+    per cell (`label_mean_terms`); None if every label is in all batches.
 
     `widths` are the silhouettes of all cells, `(cells,)`.
     """

@@ -59,10 +59,10 @@ def _predict_from_features(
     keys: np.ndarray, queries: np.ndarray, changes: np.ndarray, neighbors: int
 ) -> dict[str, np.ndarray]:
     """(queries, G) by classifier: ridge regression, the most similar training unit, and the mean of
-    the `neighbors` most similar ones.
+    the `neighbors` most similar training units.
 
-    `keys` and `queries` are standardised features of training and test units, `changes` those of
-    the training units.
+    `keys` and `queries` are standardised features of training and test units, `changes` the changes
+    of the training units.
     """
     ridge = RidgeCV(ALPHAS).fit(keys, changes)
     # (queries, keys): training units by falling cosine similarity

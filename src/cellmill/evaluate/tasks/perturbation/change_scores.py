@@ -1,4 +1,4 @@
-"""Scores of predicted changes of expression against measured ones.
+"""Scores of predicted against measured changes of expression.
 
 Legend: U units (see `profiles.py`), G genes.
 """

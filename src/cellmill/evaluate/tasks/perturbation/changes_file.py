@@ -127,8 +127,8 @@ def _collect_changes(
 
 
 def _describe_cells(units: RoleUnits, tested: np.ndarray, names: list[str]) -> pd.DataFrame:
-    """obs of all cells; those without a `group` are not written. `names` are those of the tested
-    units, then the control's.
+    """obs of all cells; cells without a `group` are not written. `names` are the names of the tested
+    units, then the name of the control.
     """
     profiles = units.profiles
     # (cells,): number of the tested unit; -1 for other cells, whose unit -1 indexes the last entry

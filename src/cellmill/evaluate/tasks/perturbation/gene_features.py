@@ -66,7 +66,7 @@ def correlate_controls(profiles: Profiles, n_genes: int) -> np.ndarray:
     """
     is_start = (profiles.half == START_HALF) & (profiles.stratum >= 0)
     controls = profiles.expression[np.flatnonzero(is_start)[:PCA_CELLS]]
-    # components of genes with unit variance are those of their correlation
+    # with unit variances, the components of genes are the components of their correlation
     sd = expression_statistics(controls)[:, 1]
     weight = np.divide(1, sd, out=np.zeros_like(sd), where=sd > 0)
     standard = sp.csr_matrix(controls @ sp.diags(weight))

@@ -34,8 +34,8 @@ def make_probes(
 ) -> ChangesByMethod:
     """Changes, (units, G) float64 each, of the probes of a method whose changes are `predicted`.
 
-    The noise is normal. Its standard deviation is `noise` times that of a unit's predicted change
-    over genes. It depends on the seed and the unit only.
+    The noise is normal. Its standard deviation is `noise` times the standard deviation over genes of a
+    unit's predicted change. It depends on the seed and the unit only.
     """
     generators = [seeded(seed, (draws.PROBE_NOISE << 32) + unit) for unit in units]
     noises = [generator.normal(size=predicted.shape[1]) for generator in generators]

@@ -139,8 +139,8 @@ def read_profiles(
     strata: Iterable[str],
     seed: int,
 ) -> Profiles:
-    """Profiles of all cells of a file, whose `columns` are those of `match_columns`. `roles` are those
-    of `Context`; those in `strata` divide the cells.
+    """Profiles of all cells of a file. `columns` are the result of `match_columns`, and `roles` are as in
+    `Context`; the roles in `strata` divide the cells.
     """
     genes = columns.known_genes
     counts = _read_counts(reader, columns.target, genes)

@@ -1,6 +1,6 @@
 """Splits of perturbations in a file, in the forms that people hold.
 
-- `.toml`: that of cell-load and State: `[training]`, `[zeroshot]` and `[fewshot."DATASET.CONTEXT"]`
+- `.toml`: the form of cell-load and State: `[training]`, `[zeroshot]` and `[fewshot."DATASET.CONTEXT"]`
 - `.json`: lists of perturbations by split, such as `set2conditions` and subgroups of GEARS
 - `.tsv`, `.csv`: a header with `perturbation`, `split` and, if contexts differ, `context`
 
