@@ -21,7 +21,7 @@ from cellmill.evaluate.atlas.ontology import find_terms
 from cellmill.evaluate.atlas.search import NOWHERE, mean_distance
 from cellmill.evaluate.atlas.store import CellAtlas
 from cellmill.evaluate.atlas.votes import NO_LABEL, Votes
-from cellmill.evaluate.inference.written import (
+from cellmill.evaluate.inference.annotations import (
     ABOUT_MAP,
     AGREEMENT,
     DISTANCE,

@@ -21,7 +21,7 @@ from cellmill.data.inputs.h5 import create_h5, one_line, open_h5, write_anndata,
 from cellmill.data.inputs.reader import refuse_duplicates
 from cellmill.data.inputs.source import StoredObs
 from cellmill.errors import DataError
-from cellmill.evaluate.inference.written import (
+from cellmill.evaluate.inference.annotations import (
     ABOUT_PREDICTION,
     ABOUTS,
     Annotations,

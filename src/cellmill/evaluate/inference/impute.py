@@ -28,6 +28,7 @@ from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.hidden_genes.decoder import decode_expression, find_decoding_objective
 from cellmill.evaluate.hidden_genes.partly_hidden_cells import PartlyHiddenCells
 from cellmill.evaluate.hidden_genes.ridge import GeneRidge
+from cellmill.evaluate.inference.annotations import SEEN
 from cellmill.evaluate.inference.embed import (
     ROW_BLOCK,
     ColumnCounts,
@@ -38,7 +39,6 @@ from cellmill.evaluate.inference.embed import (
     read_levels,
 )
 from cellmill.evaluate.inference.label_counts import MAX_NAMES
-from cellmill.evaluate.inference.written import SEEN
 from cellmill.evaluate.seen.seen_cells import mark_seen_cells
 from cellmill.files import progress
 

@@ -19,16 +19,7 @@ from cellmill.data.prepare.qc_lines import list_counts
 from cellmill.data.shards.obs import parse_columns
 from cellmill.errors import ConfigError
 from cellmill.evaluate.inference.agreement import compare_labels, compare_numbers
-from cellmill.evaluate.inference.calibration import (
-    N_THRESHOLDS,
-    NO_VALIDATION,
-    find_classifications,
-    find_regressions,
-    run_head,
-)
-from cellmill.evaluate.inference.embed import Embedding
-from cellmill.evaluate.inference.label_counts import MAX_NAMES, count_by_label, label_texts
-from cellmill.evaluate.inference.written import (
+from cellmill.evaluate.inference.annotations import (
     ABOUT_PREDICTION,
     LABEL,
     PROBABILITIES,
@@ -38,6 +29,15 @@ from cellmill.evaluate.inference.written import (
     VALUE,
     Annotations,
 )
+from cellmill.evaluate.inference.calibration import (
+    N_THRESHOLDS,
+    NO_VALIDATION,
+    find_classifications,
+    find_regressions,
+    run_head,
+)
+from cellmill.evaluate.inference.embed import Embedding
+from cellmill.evaluate.inference.label_counts import MAX_NAMES, count_by_label, label_texts
 from cellmill.evaluate.seen.seen_cells import Seen
 from cellmill.models.family import Model
 from cellmill.models.objectives.classification import Classification
@@ -170,9 +170,7 @@ def predict_heads(
         if column in obs and column != DATASET:
             assigned = np.asarray(predicted.obs[LABEL], object)
             file_labels = label_texts(obs[column], entry["labels"])
-            figures, lines = compare_labels(
-                column, file_labels, assigned, entry["labels"], seen
-            )
+            figures, lines = compare_labels(column, file_labels, assigned, entry["labels"], seen)
             about |= _add_suffix(figures, suffix)
             agreement += lines
     regressions = find_regressions(model.objective)

@@ -28,7 +28,7 @@ from cellmill.evaluate.classifiers.class_predictions import ClassPredictions
 from cellmill.evaluate.classifiers.fitted import without_overhead
 from cellmill.evaluate.classifiers.logistic import LogisticRegression
 from cellmill.evaluate.features.cell_features import cell_features
-from cellmill.evaluate.inference.written import DISTANCE, REFUSED
+from cellmill.evaluate.inference.annotations import DISTANCE, REFUSED
 from cellmill.evaluate.labels import MAX_CELLS, labelled_cells
 from cellmill.evaluate.methods import ALL_GENES, REGRESSION, ByMethod
 from cellmill.evaluate.scores import ScoreColumn, tabulate

@@ -1,5 +1,5 @@
-"""Names of what `cellmill predict` and `cellmill map` write to an AnnData, and the removal of earlier
-predictions.
+"""Annotations of cells by `cellmill predict` and `cellmill map`: their names in an AnnData, and the
+removal of earlier ones.
 """
 
 from collections.abc import Iterable
