@@ -158,27 +158,15 @@ class Degraded(Task):
                 features[level] = compute_features(context, chosen.cells, level_counts)
                 if fitter is not None:
                     features[level][PER_1K] = fitter.per_1k(level_counts)
-            fitted_features: dict[str, FeaturesByLevel] = {}  # by the level they are fitted to
-            for number, level in enumerate(config.levels()):
-                # a draw for each level, of at most 100 levels a repetition
-                draw = draws.TRAINING_CELL_DEGRADATIONS + 100 * repetition + number
-                generator = seeded(options.seed, draw)
-                fitted_features[level] = self.fit_features(
-                    level, counts, features, fitter, generator
-                )
+            fitted_features = self._fit_to_levels(
+                counts, features, fitter, options.seed, repetition
+            )
             for fold in split_by_class(chosen.labels, options.folds, 1, options.seed + repetition):
-                with without_overhead():
-                    predicted = self._predict(context, features, chosen.labels, fold, [*features])
-                    for level, level_features in fitted_features.items():
-                        if not level_features:
-                            continue
-                        # features that are fitted to a level predict only its cells
-                        added = self._predict(context, level_features, chosen.labels, fold, [level])
-                        for column, classes in added.items():
-                            predicted[column] |= classes
-                majority = {MAJORITY: predict_majority(chosen.labels[fold.train], len(fold.test))}
+                predicted = self._predict_fold(
+                    context, features, fitted_features, chosen.labels, fold
+                )
                 for column, classes in predicted.items():
-                    predictions.record(column, repetition, fold.test, classes | majority)
+                    predictions.record(column, repetition, fold.test, classes)
         figures = {"folds": options.folds, "repeats": config.repeats, "neighbors": config.neighbors}
         metric = f"{config.levels()[-1]}, {SHIFTED}"
         return tabulate(predictions.accuracies(), chosen.figures | figures, metric=metric)
@@ -197,6 +185,45 @@ class Degraded(Task):
         # the trained and the untrained model embed every level
         repetition_s += 2 * (n_levels + 1) * n * sizes.forward_s
         return sizes.features_s(n) + sizes.halves_s(n) + config.repeats * repetition_s
+
+    def _fit_to_levels(
+        self,
+        counts: CountsByLevel,
+        features: FeaturesByLevel,
+        fitter: ComponentFitter | None,
+        seed: int,
+        repetition: int,
+    ) -> dict[str, FeaturesByLevel]:
+        """The features that are fitted to each level, by this level."""
+        fitted_features = {}
+        for number, level in enumerate(self.config.levels()):
+            # a draw for each level, of at most 100 levels a repetition
+            draw = draws.TRAINING_CELL_DEGRADATIONS + 100 * repetition + number
+            generator = seeded(seed, draw)
+            level_features = self.fit_features(level, counts, features, fitter, generator)
+            if level_features:
+                fitted_features[level] = level_features
+        return fitted_features
+
+    def _predict_fold(
+        self,
+        context: Context,
+        features: FeaturesByLevel,
+        fitted_features: dict[str, FeaturesByLevel],
+        labels: np.ndarray,
+        fold: Fold,
+    ) -> dict[str, ByMethod]:
+        """Predicted classes of the tested cells by column, the majority class among them."""
+        with without_overhead():
+            predicted = self._predict(context, features, labels, fold, [*features])
+            for level, level_features in fitted_features.items():
+                # features that are fitted to a level predict only its cells
+                added = self._predict(context, level_features, labels, fold, [level])
+                for column, classes in added.items():
+                    predicted[column] |= classes
+        for classes in predicted.values():
+            classes[MAJORITY] = predict_majority(labels[fold.train], len(fold.test))
+        return predicted
 
     def _predict(
         self,
