@@ -132,6 +132,16 @@ class ClassPredictions:
         trivial = {MAJORITY: majority_scores, LARGEST_CLASS: largest_scores}
         return replace(column, trivial=trivial, ceiling=(HALF_LABELS, score_tested(ceiling)))
 
+    def look_up(self, condition: str, table: np.ndarray) -> ByMethod:
+        """Scores `(repetitions, cells)` by method: the entry of `table`, `(classes, classes)`, in the row of
+        the true and the column of the predicted class; NaN for cells that are not tested.
+        """
+        scores = {}
+        for method, class_ids in self.by_condition[condition].items():
+            entries = table[self.true_ids, class_ids]
+            scores[method] = np.where(class_ids == NOT_TESTED, np.nan, entries)
+        return scores
+
     def confusion(self, condition: str, method: ScoredMethod) -> Confusion:
         """Predictions of a method by class, all repetitions together."""
         n = len(self.class_names)

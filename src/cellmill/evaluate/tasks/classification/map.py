@@ -245,8 +245,5 @@ class MapCells(Task):
 def _make_credit_column(predictions: ClassPredictions) -> ScoreColumn:
     """Partial credit of predicted terms (`credit_labels`)."""
     table = credit_labels(predictions.class_names.tolist())
-    scores = {}
-    for method, class_ids in predictions.by_condition[""].items():
-        credit = table[class_ids, predictions.true_ids]
-        scores[method] = np.where(class_ids < 0, np.nan, credit)
+    scores = predictions.look_up("", table.T)
     return ScoreColumn("credit", "credit in the Cell Ontology", scores)

@@ -18,7 +18,7 @@ from cellmill.config.parts.tasks import TransferConfig
 from cellmill.data.arrays import gene_counts, log_normalise, select_columns
 from cellmill.data.genes.tables import RELEASE, cell_ontology, is_term_id
 from cellmill.errors import ConfigError, DataError
-from cellmill.evaluate.classifiers.class_predictions import NOT_TESTED, ClassPredictions
+from cellmill.evaluate.classifiers.class_predictions import ClassPredictions
 from cellmill.evaluate.classifiers.fitted import (
     make_cached_classifiers,
     predict_all,
@@ -396,11 +396,8 @@ def _compare_terms(
     table = np.array([float(measure(true, predicted)) for true, predicted in pairs])
     table = table.reshape(len(terms), len(terms))
     columns = []
-    for condition, methods in predictions.by_condition.items():
+    for condition in predictions.by_condition:
         heading = name if condition == KNOWN else f"{name}, {condition}"
-        scores = {}
-        for method, classes in methods.items():
-            cell_scores = table[predictions.true_ids, classes]
-            scores[method] = np.where(classes == NOT_TESTED, np.nan, cell_scores)
+        scores = predictions.look_up(condition, table)
         columns.append(ScoreColumn(heading, f"{heading} in the Cell Ontology", scores))
     return columns
