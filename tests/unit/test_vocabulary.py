@@ -297,7 +297,7 @@ def test_variable_genes_are_a_prefix_of_the_order_by_variability(
     text = path.read_text()
     path.write_text(text.replace("#variability\t", "#variability\t0\t"))
     with pytest.raises(
-        DataError, match=r"line 204: expected #variability and a place for each gene"
+        DataError, match=r"line 204: expected #variability and a position for each gene"
     ):
         Vocabulary.read(path)
 

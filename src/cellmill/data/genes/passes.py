@@ -39,7 +39,7 @@ _TRAIN = SPLITS.index("train")
 class CellPasses:
     """Passes over the cells of a vocabulary: all cells of the files, or with `split` its training cells.
 
-    Sums are saved next to `out`, if given, and are those of `options`.
+    Sums depend on `options`. They are saved next to `out`, if it is given.
     """
 
     def __init__(

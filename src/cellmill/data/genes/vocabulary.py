@@ -32,7 +32,7 @@ TRAINING = "#training_cells"
 
 @dataclass(frozen=True)
 class VocabularyCells:
-    """The training cells of a split, which chose the genes of a vocabulary and gave its medians."""
+    """The training cells of a split, from which the genes and medians of a vocabulary come."""
 
     n_training: int
     n_all: int
@@ -53,9 +53,7 @@ class KnownGenes:
     n_known: int
     n_genes: int
     expressed_frac: float
-    """Share of a cell's genes that the model has, on average: genes weighted by the cells that
-    express them.
-    """
+    """Share of a cell's genes that the model has, on average over cells."""
 
     def __str__(self) -> str:
         return (
@@ -75,7 +73,8 @@ class Vocabulary:
     medians: np.ndarray
     # quantiles of all nonzero log(1 + counts per 10,000), ascending; float32
     quantiles: np.ndarray | None = None
-    variability: np.ndarray | None = None  # place of each gene from 0, the most variable one; int32
+    # position of each gene by variability, from 0 for the most variable one; int32
+    variability: np.ndarray | None = None
     # cells that were read; None for all cells of the corpus
     training: VocabularyCells | None = None
 
@@ -129,9 +128,9 @@ class Vocabulary:
             quantiles = _read_quantiles(lines.pop(), f"{path}, last line")
         if lines[-1].startswith(VARIABILITY):
             try:
-                variability = as_places(lines.pop().split("\t")[1:], _n_genes(lines))
+                variability = as_permutation(lines.pop().split("\t")[1:], _n_genes(lines))
             except ValueError:
-                fault = f"expected {VARIABILITY} and a place for each gene"
+                fault = f"expected {VARIABILITY} and a position for each gene"
                 raise DataError(f"{path}, line {len(lines) + 1}: {fault}") from None
         if lines[-1].startswith(TRAINING):
             training = _read_training(lines.pop(), f"{path}, line {len(lines) + 1}")
@@ -229,9 +228,9 @@ def _read_training(line: str, where: str) -> VocabularyCells:
     return training
 
 
-def as_places(numbers: Sequence[str | int], n_genes: int) -> np.ndarray:
-    """Ranks from 0 of `n_genes` genes, int32. Raises ValueError unless each occurs once."""
-    ranks = np.array([int(number) for number in numbers if len(str(number)) < 10], np.int32)
-    if len(numbers) != n_genes or not np.array_equal(np.sort(ranks), np.arange(n_genes)):
-        raise ValueError(f"expected the places 0 to {n_genes - 1:,}, each once")
-    return ranks
+def as_permutation(numbers: Sequence[str | int], n_genes: int) -> np.ndarray:
+    """Return the positions of `n_genes` genes, int32. Raises ValueError unless each occurs once."""
+    positions = np.array([int(number) for number in numbers if len(str(number)) < 10], np.int32)
+    if len(numbers) != n_genes or not np.array_equal(np.sort(positions), np.arange(n_genes)):
+        raise ValueError(f"expected the positions 0 to {n_genes - 1:,}, each once")
+    return positions

@@ -67,7 +67,7 @@ def choose_part(path: Path, group: Any, wanted: str | None) -> str:
             f"{path}: holds no AnnData: no group with obs and var in {', '.join(_FOLDERS)}"
         )
     if wanted is not None:
-        by_path = {place: name for name, place in parts.items()}
+        by_path = {group_path: name for name, group_path in parts.items()}
         name = by_path.get(wanted.strip("/"), wanted)
         require_known(name, [*parts], f"{path}: no modality or table {wanted!r}")
         return parts[name]
@@ -77,7 +77,8 @@ def choose_part(path: Path, group: Any, wanted: str | None) -> str:
     if not names:
         names = [name for name in parts if _has_genes(group[parts[name]])]
     if len(names) != 1:
-        listed = ", ".join(f"{name} ({_size(group[place])})" for name, place in parts.items())
+        sizes = [f"{name} ({_size(group[group_path])})" for name, group_path in parts.items()]
+        listed = ", ".join(sizes)
         raise DataError(f"{path}: holds {listed}; name one, as in {path}#{next(iter(parts))}")
     return parts[names[0]]
 

@@ -21,7 +21,7 @@ from cellmill.config.corpus import SPLITS
 from cellmill.config.datasets import CountsRule
 from cellmill.config.plugin import in_one_line
 from cellmill.config.section import error_line, explain
-from cellmill.data.genes.vocabulary import as_places
+from cellmill.data.genes.vocabulary import as_permutation
 from cellmill.data.packing.cells import GeneOrder
 from cellmill.errors import DataError, did_you_mean
 from cellmill.files import digest, progress, read_json, sha256_file, write_json
@@ -125,7 +125,7 @@ class Manifest(CorpusSummary):
     @model_validator(mode="after")
     def _agrees(self) -> Self:
         if self.variability is not None:
-            as_places(self.vocabulary["variability"], self.n_genes)
+            as_permutation(self.vocabulary["variability"], self.n_genes)
         for name in SPLITS:
             if name not in self.splits:
                 raise ValueError(f"splits.{name}: is missing")

@@ -96,8 +96,8 @@ def _read_rows(layout: TableLayout) -> pd.DataFrame:
 def _are_genes(rows: Sequence[str], columns: Sequence[str], header: str) -> bool:
     """Return True if genes are in rows.
 
-    The header of their names decides, else the names of rows and columns. Also if neither shows it, as
-    most tables have genes in rows.
+    The header of their names decides, else the names of rows and columns. If neither shows it, the
+    answer is True, as in most tables.
     """
     if header.lower() in (*CELL, *GENE):
         return header.lower() in GENE
