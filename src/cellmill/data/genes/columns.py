@@ -73,7 +73,7 @@ class GeneNames:
     used: Counter[str] = field(default_factory=Counter)  # number of genes from each column
     # prefix that was removed -> number of names
     prefixes: Counter[str] = field(default_factory=Counter)
-    # as in Matches, of the names that were used
+    # entries of `Matches` for the names that were used
     made_unique: dict[str, str] = field(default_factory=dict)
     respelled: dict[str, str] = field(default_factory=dict)
     # share of rows with a gene, by column that was looked at

@@ -105,7 +105,7 @@ class MappedGenes(NamedTuple):
     symbols: list[str]  # current symbol, or the id if the gene has none
     is_mito: np.ndarray  # mitochondrial genes; bool
     coverage: Coverage
-    names: list[str]  # as the file has them, in the column of `var` that names each gene
+    names: list[str]  # names in the file, from the column of `var` that names each gene
     conflict: str | None = None  # a column of `var` that names as many genes, but other ones
 
 

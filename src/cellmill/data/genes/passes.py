@@ -32,7 +32,7 @@ from cellmill.files import progress
 BLOCK = 1024  # cells
 FIRST = "first"
 SECOND = "second"
-FORMAT = 1  # of the sums; to be raised when the same cells give other sums
+FORMAT = 1  # format of the sums; raise it when the same cells give other sums
 _TRAIN = SPLITS.index("train")
 
 

@@ -54,7 +54,7 @@ class Fetched:
 
     url: str
     path: Path
-    sha256: str  # of a folder over lines of the digests and names of its files
+    sha256: str  # for a folder, over lines of the digests and names of its files
     n_bytes: int
 
     def to_json(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from cellmill.errors import DataError
 
 # errors of flock where a file system has none; 524 is ENOTSUPP of the kernel, as NFS returns it
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EROFS, 524)
-LIMIT_S = 8  # of CPU time for one file; 10,000 objects take 1 s
+LIMIT_S = 8  # CPU time for one file; 10,000 objects take 1 s
 _MAX_TEXTS = 1_000_000  # texts read of one file; the rest would take as long as opening it
 _known: set[tuple[str, int, int]] = set()  # files that this process has had walked
 

@@ -29,7 +29,7 @@ from cellmill.errors import DataError
 
 _FIELDS = {
     "integer": np.int32,
-    "unsigned-integer": np.int32,  # of scipy, for uint32 and uint64
+    "unsigned-integer": np.int32,  # scipy's name for uint32 and uint64
     "real": np.float64,
     "float": np.float64,
     "double": np.float64,

@@ -65,8 +65,8 @@ class PackedBlocks:
         self.gene_order = gene_order
         self.dtype = dtype
         self._bytes = saved.stream("bytes", state)
-        self._sizes = saved.stream("sizes", state)  # bytes of parts, int64
-        self._n_genes = saved.stream("n_genes", state)  # of cells, int64
+        self._sizes = saved.stream("sizes", state)  # bytes of each part, int64
+        self._n_genes = saved.stream("n_genes", state)  # number of genes of each cell, int64
         self.streams = {"bytes": self._bytes, "sizes": self._sizes, "n_genes": self._n_genes}
 
     @property
@@ -220,7 +220,7 @@ def find_packed(path: Path, file: h5py.File, files: OpenFiles) -> PackedCellFile
 
 def locate(array: h5py.Dataset) -> ByteRange:
     """Where an array lies in its file. Raises ValueError unless it is in one piece."""
-    if array.chunks is not None:  # as it is where anything is compressed
+    if array.chunks is not None:  # compressed arrays are chunked
         raise ValueError(f"{array.name} is chunked or compressed, but is read by offset")
     offset = array.id.get_offset()
     if offset is None and array.size:

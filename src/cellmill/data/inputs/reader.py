@@ -163,7 +163,7 @@ class CountsReader(AbstractContextManager["CountsReader"]):
         self.recorded = source.recorded
         self._source = source
         self.close = close or source.close
-        # of `names.match_columns`, by the digest of the vocabulary
+        # what `names.match_columns` found, by the digest of the vocabulary
         self.matches: dict[str, Any] = {}
         self._rounded = RoundedCounts()
         self._clipped = ClippedCounts()

@@ -125,7 +125,7 @@ class CountSource:
     ordered: bool = False  # rows are sequences: order and repeats of their columns count
     option: str = COUNTS
     ranked: bool = False  # rows are genes in rank order, without counts; `ordered` as well
-    # of preprocessed cells, by COUNTS_RULE_KEY and others
+    # records of preprocessed cells, by COUNTS_RULE_KEY and others
     recorded: dict[str, str] = field(default_factory=dict)
     close_file: Callable[[], None] = lambda: None
     # sentences for the user on how the file was read

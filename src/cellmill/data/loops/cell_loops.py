@@ -17,7 +17,7 @@ from cellmill.data.loops.part_loops import unpack_parts as unpack_parts
 _POSITION_BITS = 16
 _POSITION_MASK = np.uint32((1 << _POSITION_BITS) - 1)
 _DIGIT_BITS = 8
-_N_VALUES = 1 << _DIGIT_BITS  # of a digit
+_N_VALUES = 1 << _DIGIT_BITS  # values that a digit can have
 _DIGIT_MASK = np.uint32(_N_VALUES - 1)
 _LOW_SHIFT = np.uint32(_POSITION_BITS)
 _HIGH_SHIFT = np.uint32(_POSITION_BITS + _DIGIT_BITS)

@@ -20,7 +20,7 @@ from cellmill.data.packing.layout import (
     ROWS,
 )
 
-_WORD_BYTES = 8  # of a 64-bit word
+_WORD_BYTES = 8  # bytes of a 64-bit word
 _WORD_COLUMNS = 4  # columns of 16 bits in a 64-bit word
 _ROW_WORDS = COLUMNS // _WORD_COLUMNS  # 64-bit words in a row
 # multiplied by a mask of 16 bits, gives that mask in each of a word's four columns
@@ -66,7 +66,7 @@ def _pack_plane(values: Any, n_rows: int, width: int, start: int, words: Any) ->
     mask = ((np.uint64(1) << n_bits) - np.uint64(1)) * _EACH_COLUMN
     row_words = np.uint64(_ROW_WORDS)
     first = np.uint64(start)
-    shift = np.uint64(0)  # of the row in its word
+    shift = np.uint64(0)  # first bit of the row in its word
     row_start = np.uint64(0)
     for _ in range(n_rows):
         n_low = plane_bits - shift  # bits of a value in the first of two words

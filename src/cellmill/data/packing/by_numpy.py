@@ -27,8 +27,8 @@ _BITS = np.array([number.bit_length() for number in range(1 << PLANE_BITS)], np.
 def pack_parts(values: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Do the same as `codec.pack_parts`, for `values` of uint32."""
     sizes_by_part = [group_sizes(n) for n in np.diff(offsets).tolist()]
-    n_groups = np.array([len(sizes) for sizes in sizes_by_part], np.int64)  # of each part
-    n_values = np.concatenate([np.zeros(0, np.int64), *sizes_by_part])  # of each group
+    n_groups = np.array([len(sizes) for sizes in sizes_by_part], np.int64)  # for each part
+    n_values = np.concatenate([np.zeros(0, np.int64), *sizes_by_part])  # for each group
     # `(groups, GROUP)`: values of each group, then zeros if it is short
     padded = np.zeros((len(n_values), GROUP), np.uint32)
     is_value = np.arange(GROUP) < n_values[:, None]

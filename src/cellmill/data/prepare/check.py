@@ -141,7 +141,7 @@ def check_inputs(
             require_file(path)
         except DataError as error:
             raise ConfigError(f"{option}: {error}") from None
-        # of the files of another package's model, which cellmill only passes on, any may be empty
+        # cellmill only passes on the files of another package's model, so these may be empty
         if path.stat().st_size == 0 and not option.endswith(".files"):
             raise ConfigError(f"{option}: {text}: the file is empty")
     gone: list[str] = []

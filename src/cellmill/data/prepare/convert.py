@@ -43,7 +43,7 @@ from cellmill.files import read_json, require_file
 TOKENS = "input_ids"
 _ENDS = ("<pad>", "<mask>", "<cls>", "<eos>")  # tokens that are not genes
 _LENGTH = "length"  # column with the number of tokens, which Geneformer adds
-# in place of the column of a token's gene
+# what stands for a gene's column in tokens that are no gene, or are not known
 _NO_GENE = -1
 _UNKNOWN = -2
 _ROWS = 8192  # cells in memory at once

@@ -37,7 +37,7 @@ NO_GUIDE = frozenset(
 )
 ONE_TARGET = 0.9  # share of perturbed cells whose guide, in a column of guides, has one target
 ROLE = "perturbation"  # name of the column in preprocessed cells
-# of the values of a column of perturbations, without controls: so many, and this share, are genes
+# how many values of a column of perturbations, and which share of them, are genes; without controls
 MIN_TARGETS = 2
 MIN_TARGETS_FRAC = 0.5
 

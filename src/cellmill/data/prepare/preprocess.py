@@ -38,13 +38,13 @@ from cellmill.data.saved_work import SavedWork
 from cellmill.errors import DataError
 from cellmill.files import digest, progress
 
-FORMAT = 1  # of saved work; to be raised when the same counts give other cells
+FORMAT = 1  # format of saved work; raise it when the same counts give other cells
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 _MIN_ROWS = 1000  # fewer rows show nothing
 _MAX_SPARSE_COUNTS = 20  # rows with a median of at most this many counts are no cells
 _EMPTIED = DROPPED.index("no gene left")
 _PACKED = "packed"
-BINS = 40  # of each histogram in the report
+BINS = 40  # bins of each histogram in the report
 QUALITY = ("min_genes", "min_counts", "max_mito_frac")  # options of quality control
 SEQUENCES_DROPPED = ("filter", "no residues", "min_counts", "duplicate")
 """Reasons to drop a sequence; the first that holds counts."""

@@ -33,7 +33,7 @@ from cellmill.data.prepare.perturbations import (
 from cellmill.data.prepare.preprocess import describe_sparse
 from cellmill.errors import DataError
 
-MAX_BLOCKS = 5  # of 4,096 cells
+MAX_BLOCKS = 5  # blocks of 4,096 cells
 COLUMNS = {
     "label": (
         "celltype celltypes cellontologyclass annotation annotations cellannotation celllabel "

@@ -36,11 +36,11 @@ from cellmill.data.shards.reader import read_names
 from cellmill.files import atomic_path, sha256_file
 
 FILE = "cells.digest"
-ENTRY = "cell_digests"  # of config.json
+ENTRY = "cell_digests"  # entry of config.json
 FORMAT = 1
 KIT_BARCODES = 737_280  # barcodes of the smallest common kit (10x Genomics v1 and v2)
 MAX_CHANCE = 0.1  # largest share of a sample's shared barcodes that chance may explain
-MAX_LOG_PROBABILITY = -20.7  # of a match of samples by chance, over all pairs: 1e-9
+MAX_LOG_PROBABILITY = -20.7  # log of 1e-9, for a match of samples by chance, over all pairs
 MIN_SAMPLE_BARCODES = 8  # barcodes of a sample; fewer are counted with the rest of the file
 BARCODE = re.compile("[ACGT]{12,}")
 

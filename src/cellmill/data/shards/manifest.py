@@ -54,9 +54,9 @@ class ShardEntry(_Entry):
     name: FileName
     n_obs: Count
     nnz: Count
-    dtype: Literal["uint16", "uint32"]  # of the counts: uint32 if one needs it
-    sha256: Digest  # of the file's bytes
-    # of cell names, genes and counts: independent of the library that wrote the file
+    dtype: Literal["uint16", "uint32"]  # dtype of the counts: uint32 if one needs it
+    sha256: Digest  # digest of the file's bytes
+    # digest of cell names, genes and counts, which does not depend on the library that wrote the file
     content: Digest
     bytes_at: Count  # offset of the packed bytes in the file
     n_bytes: Count
@@ -83,7 +83,7 @@ class ShardVocabulary(TypedDict):
 
     digest: Digest
     n_genes: Annotated[int, Field(ge=1, lt=2**31)]
-    medians_digest: Digest  # of the medians used for the rank order
+    medians_digest: Digest  # digest of the medians used for the rank order
     variability: NotRequired[list[int]]
 
 
@@ -91,7 +91,7 @@ class ObsLevels(TypedDict):
     """Levels of an obs column, in the order of their codes."""
 
     levels: list[str]
-    digest: Digest  # of the level of every cell
+    digest: Digest  # digest of the level of every cell
 
 
 class CorpusSummary(_Entry):
@@ -114,7 +114,7 @@ class Manifest(CorpusSummary):
     model_config = ConfigDict(populate_by_name=True)
 
     path: Annotated[Path, Field(exclude=True)]
-    fingerprint: Digest  # of cells, order, split and vocabulary; not of paths or library versions
+    fingerprint: Digest  # covers cells, order, split and vocabulary, not paths or library versions
     vocabulary: ShardVocabulary
     seed: int
     split: dict[str, Any]  # `by`, `val_frac`, `test_frac`

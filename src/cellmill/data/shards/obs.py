@@ -275,7 +275,7 @@ def write_columns(
     `splits` the cells of each split in the order on disk. Returns the manifest's `obs_levels` and
     `obs_numbers`, and the entries of the files by split.
     """
-    offsets = row_offsets(sizes)  # of datasets, in cells
+    offsets = row_offsets(sizes)  # first cell of each dataset among all cells
     index: dict[str, dict[IndexKind, IndexEntry]] = {split: {} for split in splits}
     splits = {split: cells for split, cells in splits.items() if len(cells)}
 

@@ -204,7 +204,7 @@ def _resolve_duplicates(
     cells that are left.
     """
     drops_duplicates = options.duplicates == "drop"
-    # of equal cells the first is the original: by dataset name, or by the user's list if the others are
+    # the first of equal cells is the original: by dataset name, or by the user's list if the others are
     # dropped
     priority = np.arange(len(paths))
     if drops_duplicates:
@@ -337,7 +337,7 @@ def _compute_key(cell_files: list[Path], vocabulary: Vocabulary, options: ShardO
     }
     listed = [path.stem for path in cell_files]
     if options.duplicates == "drop" and listed != sorted(listed):
-        facts["listed"] = listed  # of equal cells the first one listed is kept
+        facts["listed"] = listed  # the first of equal cells in the list is kept
     return digest(facts)
 
 

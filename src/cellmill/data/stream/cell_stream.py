@@ -110,7 +110,7 @@ class CellStream:
         assert token_options.sequences == manifest.has_sequences, (
             f"expected tokens of sequences: {manifest.has_sequences}, got tokenizer {token_options.tokenizer}"
         )
-        # compares the manifest's sizes with the index files before arrays of these sizes are allocated
+        # this compares the manifest's sizes with the index files, before arrays of these sizes are allocated
         self._shards = open_shards(manifest, split, source.copies)
         shards = manifest.entry(split).shards
         self._sha256 = {manifest.shard_path(shard): shard.sha256 for shard in shards}
@@ -149,8 +149,9 @@ class CellStream:
     def __iter__(self) -> Iterator[list[Batch]]:
         """Yield, for each optimizer step, the list of this data rank's micro-batches.
 
-        Every rank yields equally many per step, so some may be empty. A shuffled stream starts at the
-        state and is endless. Without shuffling it is one epoch, always from the start.
+        Every rank yields equally many per step, so some may be empty. A shuffled stream is endless, and
+        starts at the state that was loaded last, or goes on from where the last iteration ended. Without
+        shuffling it is one epoch, always from the start.
         """
         if self._closed:
             raise RuntimeError("the stream is closed")

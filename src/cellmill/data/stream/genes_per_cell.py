@@ -54,9 +54,8 @@ class GenesPerCellQueue:
             while self._stops[row] - self._starts[row] < n_cells[row]:
                 if not self._append_window(row):
                     raise IndexError(f"row {row} has fewer than {n_cells[row]} cells left")
-        is_taken = (
-            np.arange(n_cells.max()) < n_cells[:, None]
-        )  # of the columns from a row's start on
+        # which of the positions from each row's start on are taken
+        is_taken = np.arange(n_cells.max()) < n_cells[:, None]
         rows, positions = np.nonzero(is_taken)
         genes_per_cell = self._table[rows, self._starts[rows] + positions]
         self._starts += n_cells

@@ -243,7 +243,7 @@ class PlainEpoch(EpochOrder):
         n_dealt = len(full) // n_lanes * n_lanes
         rest = choose_rows(blocks, np.concatenate([full[n_dealt:], short]))
         rest_offsets = row_offsets(rule.cells_per_lane(int(rest.n_cells.sum()))).tolist()
-        self._runs: list[CellRuns] = []  # of each lane: whole blocks, then cut ones
+        self._runs: list[CellRuns] = []  # for each lane: whole blocks, then cut ones
         window_offsets = []
         for lane, (start, stop) in enumerate(pairwise(rest_offsets)):
             dealt = choose_rows(blocks, full[lane:n_dealt:n_lanes])

@@ -14,7 +14,7 @@ import scipy.sparse as sp
 from cellmill.data.rows import row_numbers, row_offsets
 from cellmill.files import named_errors
 
-_ROWS = 1024  # in memory at once while they are read back to be sorted
+_ROWS = 1024  # rows in memory at once while they are read back to be sorted
 
 
 class OrderedRows:
