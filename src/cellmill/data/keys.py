@@ -49,7 +49,7 @@ def splitmix64(values: np.ndarray, in_place: bool = False) -> np.ndarray:
 
 
 def random_words(n: int, seed: int, purpose: int, *position: int) -> np.ndarray:
-    """Draw `n` uint64, a function of the arguments alone; `position` has at most three numbers.
+    """Draw `n` uint64, a function only of the arguments; `position` has at most three numbers.
 
     These are raw words of Philox. numpy keeps them stable between versions, unlike
     Generator.permutation.

@@ -1,4 +1,4 @@
-"""Genes that the options of a vocabulary allow: those of a list, and protein-coding genes."""
+"""Genes that the options of a vocabulary allow: genes of a list, or protein-coding genes."""
 
 from itertools import chain
 from pathlib import Path

@@ -1,8 +1,8 @@
 """The column of `var` that names a file's genes.
 
 It is the index or the column of text that names most genes. Other columns that agree with it fill its
-gaps: a file may have ids of some genes and symbols of all. Ensembl ids come before symbols, since a
-symbol may be that of two genes.
+gaps: a file may have ids of some genes and symbols of all. Ensembl ids come before symbols, since
+two genes may share a symbol.
 """
 
 from collections import Counter

@@ -32,9 +32,7 @@ _MAX_REPEATED = 0.1  # share of the genes with a prefix that the file also has w
 _NO_GENE = re.compile(
     r"(?i)(adt|ab|cite|prot|protein|hto|hashtag|totalseq|abseq|antibody|sg|sgrna|grna|guide|crispr)[^a-z]|.*\|pabo$"
 )
-"""Names of antibodies and guides: the symbol in them is that of their target, whose counts they do
-not hold.
-"""
+"""Names of antibodies and guides. The symbol in such a name is their target's, but the counts are not."""
 
 
 class Match(NamedTuple):

@@ -1,10 +1,9 @@
-"""Passes over the cells that a vocabulary is made of, which a killed process resumes.
+"""Passes over the cells of a vocabulary, which a later process resumes after a kill.
 
-What a pass adds up is a few arrays of a fixed size. They are saved next to the vocabulary
-(`SavedWork`), in a state for each pass, with `position`, int64 (4,): file, row in it, training
-cells and cells so far. A process that finds sums of the same files and options goes on from there.
-The sums are equal to those of one process to the bit, because each sum takes the same blocks in the
-same order.
+A pass adds up a few arrays of a fixed size. They are saved next to the vocabulary (`SavedWork`), in a
+state for each pass, with `position`, int64 (4,): file, row in it, training cells and cells so far. A
+process that finds sums of the same files and options continues from there. The result is the same to
+the bit as without a kill, because each sum takes the same blocks in the same order.
 """
 
 from collections.abc import Iterator, Mapping

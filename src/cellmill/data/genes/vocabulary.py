@@ -5,10 +5,10 @@ They are a file, whose digest is recorded in shards, checkpoints and exported mo
 Each has the median of its counts per 10,000 over the cells in which it is detected: the scale of rank
 values (Geneformer, Theodoris et al. 2023).
 
-If only training cells were read, `#training_cells` begins a line with their number, that of all
-cells, and the obs column of the split (empty: by content). If the corpus asks for them,
-`#variability` begins a line with the rank of each gene by its variability, and `#quantiles` the
-last line, with quantiles of all nonzero values at equal steps of probability.
+Up to three lines may follow the genes. `#training_cells`, if only training cells were read: their
+number, the number of all cells, and the obs column of the split (empty: by content). `#variability`,
+if the corpus asks for it: the position of each gene by variability. `#quantiles`, likewise: quantiles
+of all nonzero values at equal steps of probability.
 """
 
 import hashlib

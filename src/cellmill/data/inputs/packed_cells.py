@@ -1,6 +1,6 @@
 """Packed cells in .h5ad files: how preprocess and shard write them, and how they are found again.
 
-`uns/packed` has, beside the bytes (`packing.cell_file`), what their meaning depends on:
+`uns/packed` has the bytes (`packing.cell_file`) and what is needed to read them:
 
     bytes     uint8, contiguous, unfiltered, at a multiple of 4,096 bytes of the file
     borders   uint32 `(2 x cells + 1,)`: where the genes and the counts of each cell begin, and the

@@ -21,7 +21,9 @@ from cellmill.data.saved_work import SavedBytes, SavedRows, SavedWork
 from cellmill.files import progress
 
 DROPPED = ("filter", "no counts", "min_genes", "min_counts", "max_mito_frac", "no gene left")
-"""Reasons to drop a cell; the first that holds counts. In the last, min_cells dropped all genes."""
+"""Reasons to drop a cell. The first reason that applies is reported. The last one means that min_cells
+dropped all its genes.
+"""
 _BLOCK = 512  # most cells at a time: their numbers fit into a core's cache
 _STATE = "measured"
 

@@ -47,9 +47,9 @@ _PACKED = "packed"
 BINS = 40  # bins of each histogram in the report
 QUALITY = ("min_genes", "min_counts", "max_mito_frac")  # options of quality control
 SEQUENCES_DROPPED = ("filter", "no residues", "min_counts", "duplicate")
-"""Reasons to drop a sequence; the first that holds counts."""
+"""Reasons to drop a sequence. The first reason that applies is reported."""
 RANKED_DROPPED = ("filter", "no genes", "min_genes", "duplicate")
-"""Reasons to drop a cell of ranks; the first that holds counts."""
+"""Reasons to drop a cell of ranks. The first reason that applies is reported."""
 
 
 def preprocess_cells(
