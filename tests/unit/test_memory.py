@@ -189,6 +189,29 @@ def test_a_pipeline_rank_sends_over_its_own_card() -> None:
     assert sent == [end, middle, middle, end]
 
 
+@pytest.mark.parametrize(
+    ("options", "kind", "blocks", "tokens"),
+    [
+        ({"sharding_strategy": "FULL_SHARD"}, "all-gather", 1, 0),
+        ({"sharding_strategy": "SHARD_GRAD_OP"}, "all-gather", 0, 0),
+        ({"pp": 2}, "point to point", 0, 1),
+    ],
+)
+def test_a_coupled_loss_sends_another_forward_pass(
+    options: dict[str, Any], kind: str, blocks: int, tokens: int
+) -> None:
+    plain = _model(2, **options)
+    flops = replace(plain.size.flops, forwards=plain.size.flops.forwards + 1)
+    coupled = replace(plain, size=replace(plain.size, flops=flops))
+    sent, sent_coupled = (
+        {collective.kind: collective for collective in list_traffic(model, 0, LONG, 3)}[kind]
+        for model in (plain, coupled)
+    )
+    more_elements = 3 * blocks * SIZE.n_blocks * SIZE.block.parameters + tokens * LONG * SIZE.width
+    assert sent_coupled.payload_bytes - sent.payload_bytes == 4 * more_elements
+    assert sent_coupled.calls - sent.calls == 3 * (blocks * SIZE.n_blocks + tokens)
+
+
 @pytest.mark.parametrize("pp", [1, 2])
 def test_offloaded_parts_are_only_in_host_memory(pp: int) -> None:
     strategy: dict[str, Any] = {"sharding_strategy": "FULL_SHARD", "pp": pp}

@@ -17,7 +17,7 @@ from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.data.stream.micro_batches import MicroBatchRule
 from cellmill.planner.corpus_cost import VAR_BYTES_PER_SHARD, estimate_stage_costs
 from cellmill.planner.step_time import NETWORK_FRAC, Network, estimate_latency
-from cellmill.planner.traffic import Kind, Traffic
+from cellmill.planner.traffic import CollectiveTraffic, Kind
 from cellmill.planner.work import (
     CorpusSize,
     count_detected_genes,
@@ -34,22 +34,24 @@ from cellmill.planner.work import (
         ("all-gather", 1024, 8, 14 + 896 * 1.9 + 127 * 4),
         ("all-reduce", 2, 1, 14 + 2 * 4),  # a ring
         ("all-reduce", 128, 1, 14 + 2 * 7 * 8.5),  # a tree
-        ("point to point", 4, 1, 14),
+        ("point to point", 2, 1, 14),
     ],
 )
 def test_latency_counts_each_hop(
     kind: Kind, processes: int, processes_per_node: int, microseconds: float
 ) -> None:
-    traffic = Traffic(kind, "dp_shard", processes, processes_per_node, payload_bytes=0, calls=1)
-    assert estimate_latency(traffic) == pytest.approx(1e-6 * microseconds)
+    collective = CollectiveTraffic(
+        kind, "dp_shard", processes, processes_per_node, payload_bytes=0, calls=1
+    )
+    assert estimate_latency(collective) == pytest.approx(1e-6 * microseconds)
 
 
 def test_bytes_add_up_over_the_slower_link() -> None:
     network = Network(intra_node_gb_per_s=100, inter_node_gb_per_s=10)
-    traffic = Traffic("all-gather", "dp_shard", 16, 8, payload_bytes=1.6e9, calls=10)
+    collective = CollectiveTraffic("all-gather", "dp_shard", 16, 8, payload_bytes=1.6e9, calls=10)
     # 1.5 GB are sent; an eighth of them, over this process's share of the network, takes longer than the rest
-    assert network.seconds(traffic) == pytest.approx(
-        1.5 / 8 / 10 / NETWORK_FRAC + 10 * estimate_latency(traffic)
+    assert network.seconds(collective) == pytest.approx(
+        1.5 / 8 / 10 / NETWORK_FRAC + 10 * estimate_latency(collective)
     )
 
 

@@ -11,7 +11,7 @@ from cellmill.planner.measure.size import Load, ModelSize, measure_size
 from cellmill.planner.memory import Memory, plan_memory
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.step_time import Network, StepTime, estimate_step_time
-from cellmill.planner.traffic import Traffic, list_traffic, sum_link_bytes
+from cellmill.planner.traffic import CollectiveTraffic, list_traffic, sum_link_bytes
 from cellmill.planner.work import CorpusSize, Work, count_work
 
 
@@ -36,7 +36,7 @@ class RunCost:
     work: Work
     memory: Memory
     flops_per_step: float  # FLOPs of the model over all processes; recomputation is not counted
-    traffic: list[Traffic]  # traffic of the rank that sends the most to other nodes
+    traffic: list[CollectiveTraffic]  # of the rank that sends the most to other nodes
     time: RunTime | None  # None if the device's speed is unknown
 
 

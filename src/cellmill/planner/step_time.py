@@ -1,25 +1,28 @@
 """Time of an optimizer step on a device and network.
 
-Assumptions: computation reaches `plan.mfu_frac` of the device's peak (`planner.devices`); links
-reach NETWORK_FRAC of their nominal rate. Weights and gradients are sent while blocks compute, as
-far as there is computation to overlap with. Tensor-parallel collectives overlap with nothing. With
-a pipeline nothing overlaps: activations between stages, gathered weights, gradients (sent at the
-end of the step). With `parallel.gradient_reduction: micro_batch`, exposed communication is
-overestimated.
+Assumptions:
+
+- Computation reaches `plan.mfu_frac` of the device's peak (`planner.devices`), and links reach
+  NETWORK_FRAC of their nominal rate.
+- Weights and gradients are sent while blocks compute, as far as there is computation to overlap
+  with.
+- Tensor-parallel collectives overlap with nothing. With a pipeline no communication overlaps.
+- With `parallel.gradient_reduction: micro_batch`, exposed communication is overestimated.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cellmill.planner.devices import GB
 from cellmill.planner.measure.size import FORWARDS_PER_BACKWARD, Load
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.schedules import estimate_idle_frac
-from cellmill.planner.traffic import Traffic
+from cellmill.planner.traffic import CollectiveTraffic
 
 # NCCL's own tests reach some 360 of 450 GB/s on eight H100, 230 of 300 on eight A100
 NETWORK_FRAC = 0.8
-# NCCL 2.20, src/graph/tuning.cc, protocol LL128: base latency of a call, and seconds of one hop
+# latency of a call, and of each hop: NCCL 2.20, src/graph/tuning.cc, protocol LL128
 CALL_S = 14e-6
 RING_INTRA_NODE_S = 1.9e-6
 RING_INTER_NODE_S = 4.0e-6
@@ -34,28 +37,28 @@ class Network:
     intra_node_gb_per_s: float
     inter_node_gb_per_s: float
 
-    def seconds(self, traffic: Traffic) -> float:
-        """Estimate the time of all calls: that of the slower kind of link, plus latency."""
-        intra_node_s = traffic.intra_node_bytes / (NETWORK_FRAC * 1e9 * self.intra_node_gb_per_s)
-        inter_node_s = traffic.inter_node_bytes / (NETWORK_FRAC * 1e9 * self.inter_node_gb_per_s)
-        return max(intra_node_s, inter_node_s) + traffic.calls * estimate_latency(traffic)
+    def seconds(self, collective: CollectiveTraffic) -> float:
+        """Estimate the time of all calls: the bytes over the slower kind of link, plus latency."""
+        intra_node_s = collective.intra_node_bytes / (NETWORK_FRAC * GB * self.intra_node_gb_per_s)
+        inter_node_s = collective.inter_node_bytes / (NETWORK_FRAC * GB * self.inter_node_gb_per_s)
+        return max(intra_node_s, inter_node_s) + collective.calls * estimate_latency(collective)
 
 
-def estimate_latency(traffic: Traffic) -> float:
-    """Estimate the seconds of one collective without payload: its hops in sequence.
+def estimate_latency(collective: CollectiveTraffic) -> float:
+    """Estimate the seconds of one call without its bytes: its hops, one after another.
 
-    All-gather and reduce-scatter travel a ring of all processes: with many nodes this latency, not
+    All-gather and reduce-scatter travel a ring of all processes. With many nodes this latency, not
     the bytes, makes FULL_SHARD slow. An all-reduce travels the ring twice, or up and down a tree.
     """
-    nodes = -(-traffic.processes // traffic.processes_per_node)
-    if traffic.kind == "point to point":
+    if collective.kind == "point to point":
         return CALL_S
-    ring = (traffic.processes - nodes) * RING_INTRA_NODE_S + (nodes - 1) * RING_INTER_NODE_S
-    if traffic.kind != "all-reduce":
-        return CALL_S + ring
-    tree = (traffic.processes_per_node - 1) * TREE_INTRA_NODE_S
-    tree += math.log2(nodes) * TREE_INTER_NODE_S
-    return CALL_S + 2 * min(ring, tree)
+    nodes = -(-collective.processes // collective.processes_per_node)
+    ring_s = (collective.processes - nodes) * RING_INTRA_NODE_S + (nodes - 1) * RING_INTER_NODE_S
+    if collective.kind != "all-reduce":
+        return CALL_S + ring_s
+    tree_s = (collective.processes_per_node - 1) * TREE_INTRA_NODE_S
+    tree_s += math.log2(nodes) * TREE_INTER_NODE_S
+    return CALL_S + 2 * min(ring_s, tree_s)
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ class StepTime:
 
 def estimate_step_time(
     model: PlannedModel,
-    traffic: Sequence[Traffic],
+    traffic: Sequence[CollectiveTraffic],
     network: Network,
     flops_per_s: float,
     load: Load,
@@ -92,25 +95,26 @@ def estimate_step_time(
     exposed_s = 0.0
     gathers_s = 0.0
     reductions_s = 0.0
-    for part in traffic:
-        seconds = network.seconds(part)
-        if part.axis in ("tp", "pp"):  # only traffic of data parallelism overlaps with computation
+    for collective in traffic:
+        seconds = network.seconds(collective)
+        if collective.axis in ("tp", "pp"):  # only data parallelism overlaps with computation
             exposed_s += seconds
-        elif part.kind == "all-gather":
+        elif collective.kind == "all-gather":
             gathers_s += seconds
         else:
             reductions_s += seconds
     if model.layout.pp > 1:
         exposed_s += gathers_s + reductions_s
     else:
-        # Three estimates of the exposed communication; the largest applies.
-        # No block computes while the first weights and the last gradients are sent. A mean module is
-        # counted, though the part outside the blocks may have more.
+        # Three lower bounds of the exposed communication; the largest is taken.
+        # 1. No block computes while the first weights and the last gradients are sent. They count as
+        # the weights of a mean module, though the module outside the blocks may have more.
         first_and_last_s = (gathers_s / micro_batches + reductions_s) / (model.size.n_blocks + 1)
-        # Communication that takes longer than all computation is exposed.
+        # 2. Communication that takes longer than all computation.
         beyond_compute_s = gathers_s + reductions_s - compute_s
-        # Gradients are sent in the last micro-batch's backward pass. With gradient_reduction
-        # micro_batch every backward pass sends some: this and the first are too large.
+        # 3. Reductions that take longer than the last micro-batch's backward pass, which sends all
+        # gradients. With gradient_reduction micro_batch every backward pass sends some, so this bound
+        # and the first are too large.
         last_forward_s = model.size.flops.forward_frac * compute_s / micro_batches
         beyond_last_backward_s = reductions_s - FORWARDS_PER_BACKWARD * last_forward_s
         exposed_s += max(first_and_last_s, beyond_compute_s, beyond_last_backward_s)
@@ -122,21 +126,21 @@ def estimate_step_time(
 def _estimate_compute_s(model: PlannedModel, load: Load, flops_per_s: float) -> tuple[float, float]:
     """Estimate the seconds of a step's computation, and of one forward pass.
 
-    The pipeline rank that computes the most counts. Selective recomputation counts as full
-    recomputation, though it computes less.
+    These are the times of the pipeline rank that computes the most. Selective recomputation counts
+    as full recomputation, though it computes less.
     """
     size = model.size
     step_flops = 0.0
     forward_flops = 0.0
     for rank in range(model.layout.pp):
         flops = 0.0
-        recomputed = 0.0  # forward and backward
+        checkpointed_flops = 0.0  # of blocks that run their forward pass again
         for stage in model.list_rank_stages(rank):
             flops += stage.count_flops(load)
             if model.parallel.activation_checkpointing is not None:
-                recomputed += size.flops.count(
+                checkpointed_flops += size.flops.count(
                     load, stage.n_blocks, has_begin=False, has_finish=False
                 )
         forward_flops = max(forward_flops, size.flops.forward_frac * flops)
-        step_flops = max(step_flops, flops + size.flops.forward_frac * recomputed)
+        step_flops = max(step_flops, flops + size.flops.forward_frac * checkpointed_flops)
     return step_flops / flops_per_s, forward_flops / flops_per_s
