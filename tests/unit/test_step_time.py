@@ -116,10 +116,19 @@ def test_the_plan_counts_tokens_of_covariates(tmp_path: Path, pp: int) -> None:
     if pp > 1:
         assert counted.max_tokens == pipeline_tokens(largest)
     else:
-        assert largest <= counted.max_tokens <= 1.05 * largest
+        assert largest <= counted.max_tokens <= 1.1 * largest
     with_covariates = np.concatenate(lengths) + 2
     assert corpus.tokens_per_cell == pytest.approx(with_covariates.mean())
     assert corpus.pairs_per_cell == pytest.approx(np.square(with_covariates).mean())
+
+
+def test_covariates_of_later_steps_are_in_the_largest_batch() -> None:
+    n_sampled = 64 * 10
+    lengths = np.concatenate([np.full(n_sampled, 50), np.full(20, 10)])
+    corpus = CorpusSize(lengths, n_genes=60, n_covariates=2)
+    counted = count_micro_batches(corpus, 10, 1, MicroBatchRule(100), token_multiple=1)
+    # ten cells of 10 tokens fit, and two of 50
+    assert counted.max_tokens == 100 + 2 * 10
 
 
 def test_planned_files_equal_those_that_shard_writes(tmp_path: Path) -> None:

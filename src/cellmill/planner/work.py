@@ -132,8 +132,9 @@ def count_micro_batches(
         max_cells = len(steps[0][0])  # cells of a rank in the largest step
         max_tokens = min(rule.token_budget, max_cells * int(lengths.max()))
         if corpus.n_covariates:
-            cuts = [cut_greedily(cells, rule.token_budget) for step in steps for cells in step]
-            max_tokens += corpus.n_covariates * max(int(np.diff(cut).max()) for cut in cuts)
+            max_tokens += corpus.n_covariates * _count_shortest(
+                lengths, max_cells, rule.token_budget
+            )
         return MicroBatches(counts, max_tokens, padding_frac=0.0)
     max_tokens = 0
     n_tokens = 0
@@ -164,6 +165,12 @@ def _deal_first_steps(lengths: np.ndarray, step_cells: int, dp: int) -> list[lis
             [step[start : start + rank_cells] for start in range(0, len(step), rank_cells)]
         )
     return steps
+
+
+def _count_shortest(lengths: np.ndarray, max_cells: int, token_budget: int) -> int:
+    """Count how many of the shortest cells fit in `token_budget`, at most `max_cells`."""
+    shortest = np.sort(np.partition(lengths, max_cells - 1)[:max_cells])
+    return max(1, int(np.searchsorted(shortest.cumsum(), token_budget, side="right")))
 
 
 def _count_needed(lengths_by_rank: list[np.ndarray], rule: MicroBatchRule) -> int:
