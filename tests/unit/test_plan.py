@@ -679,6 +679,15 @@ def test_the_schedule_of_the_run_is_tried() -> None:
     assert tried == {"1F1B", "Interleaved1F1B", "DualPipeV"}
 
 
+def test_a_layout_that_cannot_be_formed_is_refused_once() -> None:
+    # with one data-parallel rank no weights can be offloaded
+    options = _options(LARGE, parallel={"cpu_offload": "full"})
+    hardware = find_hardware(options, Machine(nodes="1", nproc_per_node=8), "h100")
+    tried = list(list_parallel_options(options, hardware))
+    assert any(each.tp * each.pp == 8 for each in tried)
+    assert len(set(tried)) == len(tried)
+
+
 @pytest.fixture
 def printed(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
     """What `cellmill plan` of LARGE prints to stdout and stderr."""

@@ -114,7 +114,9 @@ def list_parallel_options(options: PlanOptions, hardware: Hardware) -> Iterator[
     strategies = [{"strategy": "ddp"}]
     for name in ("FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP"):
         strategies.append({"sharding_strategy": name})
-    recomputed = (None, "full") if options.parallel.compile else (None, "selective", "full")
+    checkpointing_modes = (None, "selective", "full")
+    if options.parallel.compile:
+        checkpointing_modes = (None, "full")
     tp_sizes = divisors(hardware.nproc_per_node) if options.model.tp_sizes() else [1]
     max_pp = min(MAX_PP, min(options.model.pp_sizes().values(), default=1))
     tried = set()
@@ -122,19 +124,23 @@ def list_parallel_options(options: PlanOptions, hardware: Hardware) -> Iterator[
         for pp in divisors(hardware.world_size // tp):
             if pp > max_pp:
                 continue
-            schedules = [*SCHEDULES, options.parallel.schedule] if pp > 1 else SCHEDULES[:1]
-            for schedule, recompute, strategy in product(schedules, recomputed, strategies):
+            schedules = SCHEDULES[:1]
+            if pp > 1:  # each once, though the run may have one of them
+                schedules = tuple(dict.fromkeys((*SCHEDULES, options.parallel.schedule)))
+            for schedule, checkpointing, strategy in product(
+                schedules, checkpointing_modes, strategies
+            ):
                 changes = {
                     "tp": tp,
                     "sequence_parallel": tp > 1 and options.model.sequence_parallel,
                     "pp": pp,
                     "schedule": schedule,
-                    "activation_checkpointing": recompute,
+                    "activation_checkpointing": checkpointing,
                 }
                 parallel = Parallel.model_validate(unchanged | strategy | changes)
                 parallel = parallel.reset_without_effect()
                 key = _make_effect_key(parallel, hardware)
-                # `suggest_layouts` refuses every layout without a key, and counts the reasons
+                # a layout that cannot be formed has no key: `suggest_layouts` counts its reason
                 if key is None or key not in tried:
                     tried.add(key)
                     yield parallel
