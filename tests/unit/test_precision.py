@@ -77,7 +77,8 @@ def test_tf32_is_for_float32_on_devices_that_have_it(kept: None) -> None:
         assert torch.get_float32_matmul_precision() == expected
     tf32 = Parallel(tf32=True)
     assert DEVICES["h100"].peak_flops_per_s(tf32) == 494e12
-    check_precision(tf32, "cpu", DEVICES["cpu"])
+    for name in ("cpu", "mi300x"):
+        check_precision(tf32, name, DEVICES[name])
     with pytest.raises(
         ConfigError, match="a v100 has no TF32; set it to no, or precision to 16-mixed"
     ):

@@ -69,9 +69,9 @@ class Parallel(Section):
     overflow.
     """
     tf32: bool = False
-    """With precision 32-true, float32 matrix products of an NVIDIA GPU from Ampere on use TF32:
-    several times faster, with three decimal digits. No effect on other devices. Not tested on a
-    GPU.
+    """With precision 32-true, float32 matrix products of NVIDIA GPUs from Ampere on and of AMD MI300
+    use TF32: several times faster, with three decimal digits. No effect on other devices. Not tested
+    on a GPU.
     """
     activation_checkpointing: Literal["full", "selective"] | None = None
     """full recomputes each block in the backward pass, to save memory; selective recomputes all but
