@@ -474,7 +474,7 @@ def test_a_run_on_cpus_is_told_to_request_more_memory() -> None:
         find_remedy(options, corpus_size, hardware) for hardware in (requested, this_machine)
     ] == [
         "request more memory per node (mem_mb, mem_mb_per_cpu or mem_mb_per_gpu), or use a smaller model",
-        "use a machine with more memory, or a smaller model",
+        "use a machine with more memory, or request more for the job, or use a smaller model",
     ]
     limited = _options(**BIG, plan={"memory_gb": 0.01})
     assert find_remedy(limited, corpus_size, requested) == (

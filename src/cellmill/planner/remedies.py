@@ -71,7 +71,7 @@ def find_remedy(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) ->
     if hardware.device_name == "cpu" and hardware.host_bytes:
         return "request more memory per node (mem_mb, mem_mb_per_cpu or mem_mb_per_gpu), or use a smaller model"
     if hardware.device_name == "cpu":
-        return "use a machine with more memory, or a smaller model"
+        return "use a machine with more memory, or request more for the job, or use a smaller model"
     return "use a device with more memory, or a smaller model"
 
 
