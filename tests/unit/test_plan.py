@@ -722,6 +722,15 @@ def test_runs_are_planned_without_a_corpus(
     assert "validation  163 times 1,000 cells, 0% of the time\n" in out
 
 
+def test_a_step_of_all_assumed_cells_is_planned_whole(
+    printed: Callable[..., tuple[str, str]],
+) -> None:
+    train = {"global_batch": 5_000_000}
+    out, _ = printed("--device h100 --cells 5e6", train=train)
+    # 8 cells of 2,048 tokens fit in a micro-batch
+    assert "in 625,000.0 micro-batches per process" in out
+
+
 def test_a_plan_reads_the_shards_of_the_corpus_if_they_exist(
     corpus: Manifest, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,7 +120,8 @@ def _assume_corpus(options: PlanOptions, shard: Shard, n_cells: int, n_genes: in
         f"{n_genes:,} genes (--genes), and {n_validation:,} validation cells\n"
     )
     levels = dict.fromkeys(options.obs_columns(), tuple(map(str, range(ASSUMED_LEVELS))))
-    tokens = np.full(min(n_cells, MAX_STORED_CELLS), n_tokens)
+    n_stored = min(n_cells, max(MAX_STORED_CELLS, options.train.global_batch))  # at least one step
+    tokens = np.full(n_stored, n_tokens)
     size = CorpusSize(
         tokens,
         n_genes,
