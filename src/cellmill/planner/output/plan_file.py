@@ -198,7 +198,8 @@ def _format_memory(plan: RunPlan) -> Iterator[Line]:
         f"{hardware.world_size} x {hardware.device_name}, {layout}, {parallel.precision}",
     )
     parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in plan.cost.memory.list_parts())
-    for n_bytes, use in zip(plan.host, ("parallel.cpu_offload", "checkpoints")):
+    pinned = {"parallel.cpu_offload": plan.host.offload, "checkpoints": plan.host.staging}
+    for use, n_bytes in pinned.items():
         if n_bytes:
             parts += f"; {format_bytes(n_bytes)} of pinned host memory for {use}"
     yield (
@@ -209,9 +210,11 @@ def _format_memory(plan: RunPlan) -> Iterator[Line]:
     if assumption and not plan.cost.options.plan.memory_gb:
         yield "assumed", assumption
     limit = "at least " if plan.max_fitting_token_budget == MAX_TRIED_BUDGET else ""
+    # with a pipeline it is the largest of a sample
+    bound = "at most" if parallel.pp == 1 else "about"
     yield (
         "micro-batch",
-        f"at most {plan.cost.work.max_micro_batch_tokens:,} tokens; {limit}{plan.max_fitting_token_budget:,} would fit "
+        f"{bound} {plan.cost.work.max_micro_batch_tokens:,} tokens; {limit}{plan.max_fitting_token_budget:,} would fit "
         "(train.token_budget)",
     )
 
