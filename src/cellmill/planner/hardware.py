@@ -19,43 +19,44 @@ class Hardware:
     device_name: str  # of each process
     device_bytes: int  # device memory of one process
     usable_bytes: int  # `plan.memory_frac` of `device_bytes`
-    host_bytes: int = 0  # host memory that a job requests per node; 0 for all of it, or unknown
+    host_bytes: int = 0  # host memory that a job requests per node; 0 for all of it, or if unknown
 
     @property
     def world_size(self) -> int:
         return self.nodes * self.nproc_per_node
 
     def divide(self, parallel: Parallel) -> Layout:
-        """Divide the processes over the axes of a layout. Raise ConfigError if they do not fit."""
+        """Divide the processes over the axes of a layout. Raise ConfigError if it does not divide them."""
         return divide_processes(parallel, self.world_size, self.nproc_per_node)
 
-    def suit_lanes(self, options: PlanOptions) -> PlanOptions:
-        """Copy the options with lanes that the data-parallel ranks can share and that divide the batch.
+    def adapt_lanes(self, options: PlanOptions) -> PlanOptions:
+        """Copy the options with a number of lanes that these processes can share evenly.
 
-        Lanes stay if they suit, or if none do. Raise ConfigError if the layout does not fit.
+        It is a multiple of the data-parallel ranks, and divides the global batch. Lanes stay if they
+        do, or if no number does. Raise ConfigError if the layout does not divide the processes.
         """
         dp = self.divide(options.parallel).dp
         lanes = options.stream.lanes
-        for number in (lanes, math.lcm(lanes, dp), dp):
-            if number % dp == 0 and options.train.global_batch % number == 0:
-                stream = options.stream.model_copy(update={"lanes": number})
+        for candidate in (lanes, math.lcm(lanes, dp), dp):
+            if candidate % dp == 0 and options.train.global_batch % candidate == 0:
+                stream = options.stream.model_copy(update={"lanes": candidate})
                 return options.model_copy(update={"stream": stream})
         return options
 
 
 def find_hardware(options: PlanOptions, machine: Machine, device_name: str) -> Hardware:
-    """Find the processes that `machine` gives a run.
+    """Find the processes that `machine` gives a run, and the memory of each.
 
-    A range of nodes counts as its fewest, which need the most memory per process. Processes on CPUs
-    share the memory that a node's job requests. A request for all of a node's memory counts as the
-    memory of the machine that plans.
+    A range of nodes counts as its fewest, since a process then needs the most memory. Processes on
+    CPUs share the memory that a job requests per node. If it requests all of a node's memory, that of
+    this machine is assumed.
     """
     memory_gb = options.plan.memory_gb or find_device(device_name).memory_gb
     if memory_gb:
         device_bytes = round(memory_gb * GB)
     else:
-        here_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        node_bytes = machine.node_memory_bytes or here_bytes
+        this_machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        node_bytes = machine.node_memory_bytes or this_machine_bytes
         device_bytes = node_bytes // machine.nproc_per_node
     usable_bytes = int(device_bytes * options.plan.memory_frac)
     nodes = machine.node_counts[0]

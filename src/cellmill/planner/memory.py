@@ -327,12 +327,12 @@ def count_pinned_bytes(model: PlannedModel, hardware: Hardware) -> int:
     return hardware.nproc_per_node * sum(estimate_host_bytes(model))
 
 
-def find_full_memory(
+def find_overflow(
     options: PlanOptions, corpus: CorpusSize, hardware: Hardware
 ) -> Literal["device", "host"] | None:
-    """Return the memory in which a run does not fit; None if it fits.
+    """Find the memory that a run exceeds; None if it fits.
 
-    The host's memory is what a node's job requests; its processes pin a part of it.
+    Host memory is what a job requests per node; offload and checkpoints pin a part of it.
     """
     if plan_memory(options, corpus, hardware).total > hardware.usable_bytes:
         return "device"

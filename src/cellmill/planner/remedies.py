@@ -1,7 +1,7 @@
-"""Check that a run fits in memory, or find the first change that makes it fit.
+"""Changes that make a run fit in memory, tried in order until one helps.
 
-A plan that does not fit, and a process that ran out of memory (`planner.out_of_memory`), get the
-first change that helps from the same list (`list_changes`).
+`check_memory` advises the first that helps to a run whose plan does not fit, and
+`planner.out_of_memory` to a process that ran out of memory.
 """
 
 import json
@@ -17,7 +17,7 @@ from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import Parallel, divisors
 from cellmill.errors import ConfigError
 from cellmill.planner.hardware import Hardware
-from cellmill.planner.memory import find_full_memory, plan_memory
+from cellmill.planner.memory import find_overflow, plan_memory
 from cellmill.planner.output.format import format_bytes
 from cellmill.planner.work import CorpusSize
 
@@ -27,7 +27,7 @@ MAX_DOUBLINGS = 7  # doublings of the number of nodes that are tried
 
 
 def check_memory(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> None:
-    """Raise ConfigError with the first change that helps if a run does not fit in its devices."""
+    """Raise ConfigError, with the first change that helps, if a run does not fit in its devices."""
     memory = plan_memory(options, corpus, hardware)
     if memory.total <= hardware.usable_bytes:
         return
@@ -45,26 +45,26 @@ def check_memory(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -
 def find_max_fitting_token_budget(
     options: PlanOptions, corpus: CorpusSize, hardware: Hardware
 ) -> int:
-    """Find the largest token budget that fits, at the run's number of micro-batches.
+    """Find the largest token budget that fits, with as many micro-batches per step as in the run.
 
     Return 0 if none fits, MAX_TRIED_BUDGET if that or a larger one fits.
     """
-    # The budget counts gene tokens; memory also holds covariate tokens.
+    # the budget counts gene tokens; memory also holds tokens of covariates
     tokens_per_gene_token = corpus.tokens_per_cell / float(corpus.gene_tokens_by_read.mean())
 
-    def needed(gene_tokens: int) -> int:
-        return plan_memory(
-            options, corpus, hardware, round(tokens_per_gene_token * gene_tokens)
-        ).total
+    def count_bytes(token_budget: int) -> int:
+        micro_batch_tokens = round(tokens_per_gene_token * token_budget)
+        return plan_memory(options, corpus, hardware, micro_batch_tokens).total
 
-    # memory grows with the tokens; the range begins at 1, so the index is the largest number that fits
-    return bisect_right(range(1, MAX_TRIED_BUDGET + 1), hardware.usable_bytes, key=needed)
+    # memory grows with the budget; budgets begin at 1, so the index is the largest one that fits
+    budgets = range(1, MAX_TRIED_BUDGET + 1)
+    return bisect_right(budgets, hardware.usable_bytes, key=count_bytes)
 
 
 def find_remedy(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> str:
     """Describe the first change, or combination of changes, that makes the run fit."""
     for change in list_changes(options, corpus, hardware):
-        if find_full_memory(change.options, corpus, change.hardware) is None:
+        if find_overflow(change.options, corpus, change.hardware) is None:
             return " and ".join(change.instructions)
     if options.plan.memory_gb:
         return "raise plan.memory_gb if the device has more, or use a smaller model"
@@ -101,7 +101,7 @@ class Change:
 def list_changes(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> Iterator[Change]:
     """Yield changes, the least costly in speed first.
 
-    Whoever follows the instructions of a change gets exactly its options, which pass the checks of the
+    Following the instructions of a change gives exactly its options, which pass the checks of the
     configuration.
     """
     for candidate in _list_candidates(options, hardware):
@@ -117,26 +117,36 @@ def list_changes(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -
 
 
 def _add_required_changes(change: Change) -> Change:
-    """Add what a layout requires of other options. Raise ConfigError if it does not suit the processes."""
-    options = change.options
-    if options.parallel.reset_without_effect() != options.parallel:
+    """Add the changes of other options that a layout requires.
+
+    Raise ConfigError if the layout does not divide the processes.
+    """
+    parallel = change.options.parallel
+    if parallel.reduces_each_micro_batch and not parallel.shards_gradients:
         change = change.with_parallel(gradient_reduction="step")
-    suited = change.hardware.suit_lanes(change.options)
-    if suited.stream.lanes != options.stream.lanes:
+    adapted = change.hardware.adapt_lanes(change.options)
+    lanes = adapted.stream.lanes
+    if lanes != change.options.stream.lanes:
         instruction = (
-            f"set stream.lanes to {suited.stream.lanes} (checkpoints of the run cannot continue with "
-            "it: start a new run)"
+            f"set stream.lanes to {lanes} (checkpoints of the run cannot continue with it: start a "
+            "new run)"
         )
-        change = change.with_instruction(instruction, options=suited)
+        change = change.with_instruction(instruction, options=adapted)
     return change
 
 
 def _list_candidates(options: PlanOptions, hardware: Hardware) -> Iterator[Change]:
-    """Yield changes, the least costly in speed first, unchecked.
+    """Yield changes, the least costly in speed first, which `list_changes` checks.
 
-    Recomputation and sharding stay while the changes after them are tried. Smaller micro-batches,
-    gradient_reduction (with smaller micro-batches after it) and larger layouts are alternatives: each
-    is tried without the others.
+    1. Up to FREE_HALVINGS smaller token budgets.
+    2. Full recomputation, kept in all that follows.
+    3. Smaller token budgets.
+    4. A reduction of gradients in each micro-batch, and then smaller token budgets with it.
+    5. Full sharding, kept in all that follows.
+    6. More tensor-parallel ranks, more pipeline ranks, or offload.
+    7. More nodes.
+
+    What is not kept is tried by itself.
     """
     change = Change([], options, hardware)
     yield from islice(_list_smaller_budgets(change), FREE_HALVINGS)
@@ -156,9 +166,9 @@ def _list_candidates(options: PlanOptions, hardware: Hardware) -> Iterator[Chang
 
 
 def _add_full_sharding(change: Change) -> Change:
-    """Add FULL_SHARD to `change`; return `change` itself if its processes would hold the same.
+    """Add FULL_SHARD to `change`; return `change` itself if processes would hold as much as before.
 
-    A `shard_size` is always reset, since it may not divide the processes of later changes.
+    A `shard_size` is reset, since it may not divide the processes of later changes.
     """
     before = change.options.parallel
     sharded = change.with_parallel(strategy="fsdp", sharding_strategy="FULL_SHARD", shard_size=None)
@@ -172,9 +182,9 @@ def _add_full_sharding(change: Change) -> Change:
 
 
 def _list_layouts_and_offload(change: Change) -> Iterator[Change]:
-    """Yield more tensor-parallel ranks in a node, more pipeline ranks, and offload.
+    """Yield more tensor-parallel ranks in a node, then more pipeline ranks, then offload.
 
-    Offload comes last: first of the optimizer's state, then of everything that can be offloaded.
+    Offload is of the optimizer's state, and then of everything that can be offloaded.
     """
     hardware = change.hardware
     model = change.options.model
@@ -210,7 +220,7 @@ def _list_more_nodes(change: Change) -> Iterator[Change]:
 def _list_smaller_budgets(change: Change) -> Iterator[Change]:
     """Yield powers of two below the token budget that still hold the largest cell."""
     train = change.options.train
-    # the largest power of two below the token budget; 0 for a budget of 1
+    # the largest power of two below token_budget; 0 if that is 1
     budget = (1 << (train.token_budget - 1).bit_length()) >> 1
     while budget >= max(1, change.options.tokens.max_tokens):
         smaller = train.model_copy(update={"token_budget": budget})

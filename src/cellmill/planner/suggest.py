@@ -28,7 +28,7 @@ from cellmill.planner.cost import RunCost, estimate_cost
 from cellmill.planner.devices import check_precision, find_device
 from cellmill.planner.hardware import Hardware, find_hardware
 from cellmill.planner.measure.cpu_speed import measure_cpu
-from cellmill.planner.memory import find_full_memory, plan_memory
+from cellmill.planner.memory import find_overflow, plan_memory
 from cellmill.planner.output.format import describe_layout, format_bytes, format_hours
 from cellmill.planner.traffic import sum_link_bytes
 from cellmill.planner.work import CorpusSize
@@ -39,16 +39,17 @@ SCHEDULES = ("1F1B", "Interleaved1F1B")  # tried besides the schedule of the run
 ROW = "{:>10}  {:>9}  {:>4}  {:>10}  {:>10}  {}"
 # hours in the same bin of this relative width count as equal, since plans are less exact
 HOURS_BIN_FRAC = 0.02
+# reason of refusal
 TOO_MUCH_PINNED = "processes pin more host memory for checkpoints and cpu_offload than the profile requests for a node"
 
 
 @dataclass(frozen=True)
 class Suggestions:
-    """Layouts that were tried."""
+    """Layouts that were tried, by outcome."""
 
     fitting: list[RunCost]  # the best first
-    bytes_of_too_large: list[int]  # needed by each layout that does not fit
-    # number of refused layouts by reason; reasons that differ only in numbers count as the first
+    bytes_of_too_large: list[int]  # memory that each layout needs which does not fit
+    # number of layouts by reason of refusal; reasons that differ only in numbers count as the first
     refused: Counter[str]
 
 
@@ -69,19 +70,19 @@ def suggest_layouts(
     first_reasons: dict[str, str] = {}  # keys are reasons without their numbers
     for parallel in list_parallel_options(options, hardware):
         try:
-            changed = hardware.suit_lanes(options.model_copy(update={"parallel": parallel}))
+            adapted = hardware.adapt_lanes(options.model_copy(update={"parallel": parallel}))
             check_precision(parallel, device_name, device)
-            check_nodes(changed, machine.node_counts[:1], hardware.nproc_per_node, corpus.n_cells)
+            check_nodes(adapted, machine.node_counts[:1], hardware.nproc_per_node, corpus.n_cells)
         except ConfigError as error:
             without_numbers = re.sub(r"\d+", "", str(error))
             reason = first_reasons.setdefault(without_numbers, str(error))
             refused[reason] += 1
             continue
-        full_memory = find_full_memory(changed, corpus, hardware)
-        if full_memory is None:
-            fitting.append(estimate_cost(changed, corpus, hardware, device))
-        elif full_memory == "device":
-            bytes_of_too_large.append(plan_memory(changed, corpus, hardware).total)
+        overflow = find_overflow(adapted, corpus, hardware)
+        if overflow is None:
+            fitting.append(estimate_cost(adapted, corpus, hardware, device))
+        elif overflow == "device":
+            bytes_of_too_large.append(plan_memory(adapted, corpus, hardware).total)
         else:
             refused[TOO_MUCH_PINNED] += 1
     return Suggestions(sorted(fitting, key=_make_sort_key), bytes_of_too_large, refused)
@@ -90,18 +91,18 @@ def suggest_layouts(
 def _make_sort_key(suggestion: RunCost) -> tuple[float, ...]:
     """Make a key that sorts the best layout first.
 
-    Hours come first, in bins, then bytes to other nodes, bytes inside the node, ranks that share the
-    same cells, recomputation, and memory.
+    It compares hours, in bins, then bytes to other nodes, bytes inside the node, the number of ranks
+    that share the same cells, recomputation, and memory.
     """
     parallel = suggestion.options.parallel
     sent = sum_link_bytes(suggestion.traffic)
     assert suggestion.time is not None, "the speed of every device is known or measured"
-    peers = parallel.tp * parallel.pp
+    ranks_with_same_cells = parallel.tp * parallel.pp
     return (
         round(math.log(suggestion.time.hours) / HOURS_BIN_FRAC),
         sent.inter_node,
         sent.intra_node,
-        peers,
+        ranks_with_same_cells,
         parallel.activation_checkpointing is not None,
         suggestion.memory.total,
     )
@@ -109,12 +110,12 @@ def _make_sort_key(suggestion: RunCost) -> tuple[float, ...]:
 
 def list_parallel_options(options: PlanOptions, hardware: Hardware) -> Iterator[Parallel]:
     """Yield the layouts worth trying, each once."""
-    reset = {"strategy", "sharding_strategy", "shard_size"}
-    unchanged = options.parallel.model_dump(exclude=reset)
+    replaced = {"strategy", "sharding_strategy", "shard_size"}
+    unchanged = options.parallel.model_dump(exclude=replaced)
     strategies = [{"strategy": "ddp"}]
     for name in ("FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP"):
         strategies.append({"sharding_strategy": name})
-    checkpointing_modes = (None, "selective", "full")
+    checkpointing_modes: tuple[str | None, ...] = (None, "selective", "full")
     if options.parallel.compile:
         checkpointing_modes = (None, "full")
     tp_sizes = divisors(hardware.nproc_per_node) if options.model.tp_sizes() else [1]
@@ -124,7 +125,7 @@ def list_parallel_options(options: PlanOptions, hardware: Hardware) -> Iterator[
         for pp in divisors(hardware.world_size // tp):
             if pp > max_pp:
                 continue
-            schedules = SCHEDULES[:1]
+            schedules: tuple[str, ...] = SCHEDULES[:1]
             if pp > 1:  # each once, though the run may have one of them
                 schedules = tuple(dict.fromkeys((*SCHEDULES, options.parallel.schedule)))
             for schedule, checkpointing, strategy in product(

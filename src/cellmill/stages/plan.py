@@ -22,7 +22,7 @@ from cellmill.planner.cost import estimate_cost
 from cellmill.planner.devices import check_precision, find_device
 from cellmill.planner.hardware import Hardware, find_hardware
 from cellmill.planner.measure.cpu_speed import measure_cpu
-from cellmill.planner.memory import count_pinned_bytes, find_full_memory
+from cellmill.planner.memory import count_pinned_bytes, find_overflow
 from cellmill.planner.output.format import format_bytes
 from cellmill.planner.output.plan_file import RunPlan, format_line, format_plan
 from cellmill.planner.output.scaling import format_scaling
@@ -169,7 +169,7 @@ def _plan_run(corpus: PlannedCorpus, machine: Machine, device_name: str) -> RunP
     hardware = find_hardware(options, machine, device_name)
     check_memory(options, corpus.size, hardware)
     cost = estimate_cost(options, corpus.size, hardware, device)
-    if find_full_memory(options, corpus.size, hardware) == "host":
+    if find_overflow(options, corpus.size, hardware) == "host":
         raise _explain_host_memory(cost.model, hardware, machine)
     warnings = options.objective.warnings()
     # more tokens cost little in a family with one row per cell

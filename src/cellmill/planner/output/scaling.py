@@ -7,7 +7,7 @@ from cellmill.errors import ConfigError
 from cellmill.planner.cost import RunCost, estimate_cost
 from cellmill.planner.devices import Device
 from cellmill.planner.hardware import find_hardware
-from cellmill.planner.memory import count_pinned_bytes, find_full_memory
+from cellmill.planner.memory import count_pinned_bytes, find_overflow
 from cellmill.planner.output.format import format_bytes, format_hours
 from cellmill.planner.work import CorpusSize
 
@@ -75,12 +75,12 @@ def _plan_on_machine(
     """Estimate the run on the machine. Raise ConfigError if it does not work or fit there."""
     check_nodes(options, machine.node_counts, machine.nproc_per_node, corpus.n_cells)
     hardware = find_hardware(options, machine, device_name)
-    full_memory = find_full_memory(options, corpus, hardware)
+    overflow = find_overflow(options, corpus, hardware)
     cost = estimate_cost(options, corpus, hardware, device)
-    if full_memory == "device":
+    if overflow == "device":
         usable = format_bytes(hardware.usable_bytes)
         raise ConfigError(f"needs {format_bytes(cost.memory.total)} of {usable} per process")
-    if full_memory == "host":
+    if overflow == "host":
         pinned = format_bytes(count_pinned_bytes(cost.model, hardware))
         raise ConfigError(f"pins {pinned} of {format_bytes(hardware.host_bytes)} host memory")
     return cost
