@@ -35,8 +35,8 @@ from cellmill.planner.cost import RunCost, estimate_cost
 from cellmill.planner.devices import Device, find_device
 from cellmill.planner.hardware import Hardware
 from cellmill.planner.measure.size import Load, measure_size
+from cellmill.planner.step_counts import CorpusSize
 from cellmill.planner.step_time import NETWORK_FRAC
-from cellmill.planner.work import CorpusSize
 from cellmill.train.optimizer import build_optimizer
 
 LENGTH = 1024  # tokens of each cell: work that differs would hide what is measured

@@ -23,8 +23,8 @@ from cellmill.config.options import TrainOptions
 from cellmill.planner.hardware import Hardware
 from cellmill.planner.memory import estimate_rank_peak
 from cellmill.planner.planned_model import PlannedModel
+from cellmill.planner.step_counts import CorpusSize
 from cellmill.planner.traffic import list_traffic
-from cellmill.planner.work import CorpusSize
 from cellmill.train.telemetry import memory_bytes
 from tests.checks import quick
 from tests.distributed.cases import DEVICE, trainer

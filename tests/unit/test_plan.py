@@ -31,6 +31,7 @@ from cellmill.planner.measure.size import Load, measure_size
 from cellmill.planner.memory import plan_memory
 from cellmill.planner.output.format import format_bytes, format_hours
 from cellmill.planner.remedies import find_remedy
+from cellmill.planner.step_counts import CorpusSize, count_detected_genes, count_steps
 from cellmill.planner.suggest import (
     Suggestions,
     format_sections,
@@ -38,7 +39,6 @@ from cellmill.planner.suggest import (
     list_parallel_options,
     suggest_layouts,
 )
-from cellmill.planner.work import CorpusSize, count_detected_genes, count_work
 from cellmill.stages import plan
 
 N_CELLS = 250
@@ -496,7 +496,7 @@ def test_one_plan_has_one_idle_fraction(corpus: Manifest, tmp_path: Path) -> Non
     staged = _plan(corpus, tmp_path, train=train, **given)
     options = _options(parallel=layout, train=train)
     cells = CorpusSize(np.minimum(count_detected_genes(corpus), 16), 40)
-    work = count_work(options, cells, Layout(1, 1, pp=2))
+    work = count_steps(options, cells, Layout(1, 1, pp=2))
     assert work.max_micro_batches_per_step > round(work.mean_micro_batches_per_step)
     idle_frac = staged["step"]["idle_s"] / staged["step"]["step_s"]
     assert staged["pipeline_idle_frac"] == pytest.approx(idle_frac)

@@ -13,7 +13,7 @@ from cellmill.config.options import PlanOptions
 from cellmill.planner.hardware import Hardware
 from cellmill.planner.memory import plan_memory
 from cellmill.planner.remedies import find_remedy, list_changes
-from cellmill.planner.work import CorpusSize
+from cellmill.planner.step_counts import CorpusSize
 
 CORPUS = CorpusSize(np.full(4096, 16), 40)
 SECTIONS: dict[str, Any] = {

@@ -16,14 +16,14 @@ from cellmill.config.parallel import divide_processes, min_microbatches, pipelin
 from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.data.stream.micro_batches import MicroBatchRule
 from cellmill.planner.corpus_cost import VAR_BYTES_PER_SHARD, estimate_stage_costs
-from cellmill.planner.step_time import NETWORK_FRAC, Network, estimate_latency
-from cellmill.planner.traffic import CollectiveTraffic, Kind
-from cellmill.planner.work import (
+from cellmill.planner.step_counts import (
     CorpusSize,
     count_detected_genes,
     count_micro_batches,
-    count_work,
+    count_steps,
 )
+from cellmill.planner.step_time import NETWORK_FRAC, Network, estimate_latency
+from cellmill.planner.traffic import CollectiveTraffic, Kind
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_the_plan_counts_what_a_pipeline_pads(tmp_path: Path, tp: int, budget: i
     )
     assert counted.padding_frac == pytest.approx(padded / in_order.sum() - 1)
     cells = CorpusSize(np.minimum(detected, 60), manifest.n_genes)
-    work = count_work(options, cells, divide_processes(options.parallel, 4 * tp, 4 * tp))
+    work = count_steps(options, cells, divide_processes(options.parallel, 4 * tp, 4 * tp))
     assert work.padding_frac == pytest.approx(counted.padding_frac, abs=0.06)
     assert work.padding_frac > 0.1
 

@@ -24,7 +24,7 @@ from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.data.stream.micro_batches import count_greedy_batches, cut_greedily, split_batch
 from cellmill.errors import ConfigError, DataError, UserError
-from cellmill.planner.work import CorpusSize, count_detected_genes, count_work
+from cellmill.planner.step_counts import CorpusSize, count_detected_genes, count_steps
 
 BUDGET = 30  # tokens of a micro-batch: two to four cells
 # prime to everything: short blocks, short windows, a short last batch, lanes that differ by one
@@ -387,7 +387,7 @@ def test_the_plan_knows_the_cells_of_equal_steps(manifest: Manifest) -> None:
     cells = CorpusSize(count_detected_genes(manifest), manifest.n_genes)
     for equal, largest, more in ((False, 40, 6 * 40), (True, 39, 6 * CELLS // 14)):
         options = PlanOptions.model_validate(tree | {"stream": {"lanes": 8, "equal_steps": equal}})
-        work = count_work(options, cells, divide_processes(options.parallel, 1, 1))
+        work = count_steps(options, cells, divide_processes(options.parallel, 1, 1))
         assert (work.steps_per_epoch, work.max_cells_per_step, work.cells_seen) == (
             14,
             largest,

@@ -13,8 +13,8 @@ from math import ceil
 from cellmill.config.corpus import Shard
 
 NS_PER_HOUR = 3.6e12
+# CPU time of one process, by stage, with uncompressed input files
 NS_PER_VALUE = {"preprocess": 68, "vocabulary": 40, "divide": 40, "shard_part": 69}
-"""CPU time of one process, by stage, with uncompressed input files."""
 CELL_BYTES_PER_VALUE = 1.2  # preprocessed cells
 SHARD_BYTES_PER_VALUE = {"rank": 2.2, "genes": 1.2}  # keys are values of shard.order
 VAR_BYTES_PER_SHARD = 2.0e6  # var of 20,000 genes, 100 bytes each, in every file

@@ -10,9 +10,9 @@ from cellmill.planner.hardware import Hardware
 from cellmill.planner.measure.size import Load, ModelSize, measure_size
 from cellmill.planner.memory import Memory, plan_memory
 from cellmill.planner.planned_model import PlannedModel
+from cellmill.planner.step_counts import CorpusSize, StepCounts, count_steps
 from cellmill.planner.step_time import Network, StepTime, estimate_step_time
 from cellmill.planner.traffic import CollectiveTraffic, list_traffic, sum_link_bytes
-from cellmill.planner.work import CorpusSize, Work, count_work
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class RunTime:
 
 @dataclass(frozen=True)
 class RunCost:
-    """Work, memory, FLOPs, traffic and time of a run in its layout."""
+    """Steps, memory, FLOPs, traffic and time of a run in its layout."""
 
     options: PlanOptions
     model: PlannedModel
     whole_size: ModelSize  # without tensor parallelism
-    work: Work
+    counts: StepCounts
     memory: Memory
     flops_per_step: float  # FLOPs of the model over all processes; recomputation is not counted
     traffic: list[CollectiveTraffic]  # of the rank that sends the most to other nodes
@@ -43,51 +43,51 @@ class RunCost:
 def estimate_cost(
     options: PlanOptions, corpus: CorpusSize, hardware: Hardware, device: Device
 ) -> RunCost:
-    """Estimate work, memory, FLOPs, traffic and time of a run."""
+    """Estimate steps, memory, FLOPs, traffic and time of a run."""
     memory = plan_memory(options, corpus, hardware)
     model = PlannedModel.measure(options, corpus, hardware)
-    work = count_work(options, corpus, model.layout)
+    counts = count_steps(options, corpus, model.layout)
     whole_size = measure_size(
         ModelSpec.of(options, corpus.n_genes, corpus.levels), finetune=options.finetune
     )
     mean_cell = Load(corpus.tokens_per_cell, corpus.pairs_per_cell, cells=1)
-    flops_per_step = whole_size.flops.count(mean_cell) * work.max_cells_per_step
-    load = _divide_load(corpus, work, model.layout.dp)
+    flops_per_step = whole_size.flops.count(mean_cell) * counts.max_cells_per_step
+    load = _divide_load(corpus, counts, model.layout.dp)
     traffic_by_rank = [
-        list_traffic(model, pp_rank, load.tokens, work.mean_micro_batches_per_step)
+        list_traffic(model, pp_rank, load.tokens, counts.mean_micro_batches_per_step)
         for pp_rank in range(model.layout.pp)
     ]
     heaviest = max(traffic_by_rank, key=sum_link_bytes)
     time = None
     peak = device.peak_flops_per_s(options.parallel)
-    intra_node_gbs = options.plan.intra_node_gbs or device.intra_node_gb_per_s
-    inter_node_gbs = options.plan.inter_node_gbs or device.inter_node_gb_per_s
-    if peak is not None and intra_node_gbs is not None and inter_node_gbs is not None:
-        network = Network(intra_node_gbs, inter_node_gbs)
+    intra_gb_per_s = options.plan.intra_node_gbs or device.intra_node_gb_per_s
+    inter_gb_per_s = options.plan.inter_node_gbs or device.inter_node_gb_per_s
+    if peak is not None and intra_gb_per_s is not None and inter_gb_per_s is not None:
+        network = Network(intra_gb_per_s, inter_gb_per_s)
         flops_per_s = peak * options.plan.mfu_frac
         step = estimate_step_time(
-            model, heaviest, network, flops_per_s, load, work.mean_micro_batches_per_step
+            model, heaviest, network, flops_per_s, load, counts.mean_micro_batches_per_step
         )
         mfu = flops_per_step / (step.step_s * peak * hardware.world_size)
-        time = _estimate_time(options, work, step, mfu, hardware.world_size)
-    return RunCost(options, model, whole_size, work, memory, flops_per_step, heaviest, time)
+        time = _estimate_time(options, counts, step, mfu, hardware.world_size)
+    return RunCost(options, model, whole_size, counts, memory, flops_per_step, heaviest, time)
 
 
 def _estimate_time(
-    options: PlanOptions, work: Work, step: StepTime, mfu: float, world_size: int
+    options: PlanOptions, counts: StepCounts, step: StepTime, mfu: float, world_size: int
 ) -> RunTime:
     """Add up the time of all steps and validations.
 
-    A validation has one forward pass, and another one for a metric of hidden genes. Its
+    A validation is one forward pass of its cells, and another one for a metric of hidden genes. Its
     communication is not counted.
     """
-    steps_s = step.step_s * work.cells_seen / work.max_cells_per_step
+    steps_s = step.step_s * counts.cells_seen / counts.max_cells_per_step
     if options.train.replay_every_steps is not None:
-        # one more step is computed for each step that is replayed
+        # a replayed step is computed twice
         steps_s *= 1 + 1 / options.train.replay_every_steps
     forwards = 2 if options.train.best_metric.startswith("val_hidden_genes") else 1
-    cells = forwards * work.validations * work.val_cells
-    validations_s = step.forward_s * cells / work.max_cells_per_step
+    cells = forwards * counts.validations * counts.val_cells
+    validations_s = step.forward_s * cells / counts.max_cells_per_step
     hours = (steps_s + validations_s) / 3600
     return RunTime(
         step=step,
@@ -98,14 +98,14 @@ def _estimate_time(
     )
 
 
-def _divide_load(corpus: CorpusSize, work: Work, dp: int) -> Load:
+def _divide_load(corpus: CorpusSize, counts: StepCounts, dp: int) -> Load:
     """Divide the largest step over `dp` data-parallel ranks, and return the load of one rank.
 
     Padding of a pipeline is computed like any other tokens, in cells of PAD_CELL tokens.
     """
-    n_cells = work.max_cells_per_step / dp
+    n_cells = counts.max_cells_per_step / dp
     tokens = n_cells * corpus.tokens_per_cell
-    padding = work.padding_frac * tokens
+    padding = counts.padding_frac * tokens
     return Load(
         tokens=tokens + padding,
         pairs=n_cells * corpus.pairs_per_cell + PAD_CELL * padding,

@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from cellmill.config.parallel import Parallel
 from cellmill.errors import ConfigError
 
-GB = 1e9
-
 
 @dataclass(frozen=True)
 class Device:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import Layout, Parallel, divide_processes
-from cellmill.planner.devices import GB, find_device
+from cellmill.planner.devices import find_device
+from cellmill.planner.units import GB
 
 
 @dataclass(frozen=True)

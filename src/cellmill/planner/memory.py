@@ -1,12 +1,17 @@
 """Peak memory of a training process, by part.
 
 Stored weights, the gradients of a whole step and the optimizer's state are float32 in every
-precision. With 16 bits, activations, gathered weights and the gradients that a sharded model is
+precision. In 16 bits, activations, gathered weights and the gradients that a sharded model is
 computing take 2 bytes per element; autocast keeps some activations in float32.
 
-The peak is at one of three moments: when the backward pass begins, when it has reached the first
-block, or at the last reduction of a sharded model. The framework's own memory (about 1 GB with CUDA
-and NCCL) belongs to the fraction that `plan.memory_frac` leaves free.
+The peak is at one of three moments of a step:
+
+- The backward pass begins.
+- The backward pass has reached the first block.
+- A sharded model reduces its last gradients.
+
+The framework's own memory (about 1 GB with CUDA and NCCL) belongs to the fraction that
+`plan.memory_frac` leaves free.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -14,16 +19,15 @@ from typing import Literal, NamedTuple
 
 from cellmill.config.options import PlanOptions
 from cellmill.planner.hardware import Hardware
-from cellmill.planner.measure.passes import FLOAT32_BYTES, HALF_BYTES
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.schedules import count_in_flight
-from cellmill.planner.work import CorpusSize, count_work
+from cellmill.planner.step_counts import CorpusSize, count_steps
+from cellmill.planner.units import FLOAT32_BYTES, HALF_BYTES
 
+# Mean bytes of an element that autocast keeps for the backward pass: the residual stream and inputs
+# of norms stay float32. It was 2.3 when measured on a CPU; the rest is a margin.
 AUTOCAST_BYTES = 2.5
-"""Mean bytes of an element that autocast keeps for the backward pass: the residual stream and
-inputs of norms stay float32. 2.3 were measured, on a CPU.
-"""
-
+# printed names of the fields of `Memory`, where they differ
 PART_NAMES = {
     "optimizer": "optimizer state",
     "average": "average of the weights",
@@ -31,7 +35,6 @@ PART_NAMES = {
     "communication": "reduction buffers",
     "pipeline": "pipeline buffers",
 }
-"""Printed names of the fields of `Memory`, where they differ."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Memory:
     """Peak bytes of one process."""
 
     parameters: int = 0  # this rank's shard, and all buffers
-    # this rank's shard, those accumulated over micro-batches, and those being computed
+    # this rank's shard, gradients accumulated over micro-batches, and gradients being computed
     gradients: int = 0
     optimizer: int = 0  # its state, such as both moments of AdamW
     average: int = 0  # average of the trained weights, with train.ema_decay
@@ -67,21 +70,21 @@ def plan_memory(
     hardware: Hardware,
     micro_batch_tokens: int | None = None,
 ) -> Memory:
-    """Estimate the memory of the process that needs most.
+    """Estimate the memory of the process that needs the most.
 
-    `micro_batch_tokens` are the tokens of a micro-batch; by default those of the run's largest.
+    A micro-batch has `micro_batch_tokens` tokens, by default as many as the run's largest.
     """
     model = PlannedModel.measure(options, corpus, hardware)
-    work = count_work(options, corpus, model.layout)
+    counts = count_steps(options, corpus, model.layout)
     if micro_batch_tokens is None:
-        micro_batch_tokens = work.max_micro_batch_tokens
-    return estimate_peak_memory(model, micro_batch_tokens, work.max_micro_batches_per_step)
+        micro_batch_tokens = counts.max_micro_batch_tokens
+    return estimate_peak_memory(model, micro_batch_tokens, counts.max_micro_batches_per_step)
 
 
 def estimate_peak_memory(
     model: PlannedModel, micro_batch_tokens: int, micro_batches: int
 ) -> Memory:
-    """Estimate the memory of the pipeline rank that needs most in a step of `micro_batches`."""
+    """Estimate the memory of the pipeline rank that needs the most in a step of `micro_batches`."""
     peaks = [
         estimate_rank_peak(model, pp_rank, micro_batch_tokens, micro_batches)
         for pp_rank in range(model.layout.pp)
@@ -95,8 +98,8 @@ def estimate_rank_peak(
     """Estimate the peak memory of a process of one pipeline rank in a step of `micro_batches`."""
     memory = _RankMemory(model, pp_rank, micro_batch_tokens, micro_batches)
     peaks = [memory.at_backward_start()]
-    # in a pipeline the first block is no peak: each backward pass has freed the activations of one
-    # of the micro-batches in flight by then
+    # Not in a pipeline: when a later micro-batch's backward pass begins, all gradients are there
+    # already, next to more activations than at the first block.
     if model.layout.pp == 1:
         peaks.append(memory.at_first_block())
     if model.is_sharded:
@@ -141,7 +144,7 @@ class _RankMemory:
         pipeline_bytes = 0
         if self.parallel.pp > 1:
             # each stage receives activations and gradients, except at the ends of the model
-            messages = 2 * len(self.stages) - totals.n_begin - totals.n_finish
+            messages = 2 * len(self.stages) - int(totals.has_begin) - int(totals.has_finish)
             elements = messages * self.micro_batches * size.width * self.micro_batch_tokens
             pipeline_bytes = round(model.element_bytes * elements)
         return Memory(
@@ -154,16 +157,16 @@ class _RankMemory:
     def at_backward_start(self) -> Memory:
         """Estimate the memory when the backward pass begins.
 
-        All activations are allocated, and the gradients being computed.
+        All activations are allocated, and the gradients of one block.
         """
         model = self.model
         block = model.size.block
         activations = self._activation_bytes * self._peak_elements_per_token()
         logits_bytes = 0.0
-        if self.totals.n_finish:  # float32 in every precision
+        if self.totals.has_finish:  # float32 in every precision
             logits_bytes = FLOAT32_BYTES * model.size.finish_workspace(self.micro_batch_tokens)
-        # DistributedDataParallel's buckets persist and are sent as they are; accumulated gradients
-        # are a further copy
+        # DistributedDataParallel's buckets are a copy of all gradients, and persist. Gradients that
+        # earlier micro-batches have accumulated are another copy: only the last one fills the buckets.
         copies = int(model.layout.dp > 1) + int(self.micro_batches > 1)
         gradient_bytes = copies * FLOAT32_BYTES * self.totals.trained
         if model.is_sharded:
@@ -188,7 +191,9 @@ class _RankMemory:
     def at_first_block(self) -> Memory:
         """Estimate the memory when the backward pass has reached the first block.
 
-        Gradients of all blocks are allocated, and activations of the first block and the part before it.
+        Gradients of all blocks are allocated, and activations of the first block and the part before
+        it. A second copy of the gradients (`at_backward_start`) does not count here: if there is one,
+        the peak was at the start, with the activations of all blocks.
         """
         model = self.model
         size = model.size
@@ -247,7 +252,7 @@ class _RankMemory:
 
     @property
     def _gathered_bytes(self) -> int:
-        """Bytes of full weights in a forward pass, or of autocast's casts of them."""
+        """Bytes of full weights in a forward pass, gathered or cast by autocast."""
         totals = self.totals
         size = self.model.size
         if not self.model.is_sharded:
@@ -258,7 +263,7 @@ class _RankMemory:
         return self.model.element_bytes * weights
 
     def _peak_elements_per_token(self) -> float:
-        """Count the activations and a block's workspace, in elements per token, as a backward pass begins."""
+        """Count the elements per token, activations and workspace, when a block's backward pass begins."""
         size = self.model.size
         kept_by_checkpointing = {
             None: size.block.activations_per_token,
@@ -283,7 +288,7 @@ class _RankMemory:
         """Count the micro-batches whose activations each stage of the rank holds."""
         if len(self.stages) == 1:
             return [self.in_flight]
-        # the first of two stages gets the odd one: it waits longer for gradients
+        # the first of two stages holds the odd one, since it waits longer for gradients
         return [-(-self.in_flight // 2), self.in_flight // 2]
 
 
@@ -297,8 +302,8 @@ class HostBytes(NamedTuple):
 def estimate_host_bytes(model: PlannedModel) -> HostBytes:
     """Estimate the pinned host memory of one process.
 
-    Offload keeps weights, gradients, optimizer state and, if full, the average on the host. The
-    staged copy of a GPU's checkpoint has weights, optimizer state and average.
+    Offload keeps weights, gradients, optimizer state and, if full, the average on the host. A
+    checkpoint is copied to the host first: its weights, optimizer state and average.
     """
     offload = model.parallel.cpu_offload
     average = int(model.keeps_average)

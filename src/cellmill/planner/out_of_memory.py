@@ -18,7 +18,7 @@ from cellmill.planner.hardware import Hardware
 from cellmill.planner.memory import plan_memory
 from cellmill.planner.output.format import format_bytes
 from cellmill.planner.remedies import find_remedy
-from cellmill.planner.work import CorpusSize, count_detected_genes
+from cellmill.planner.step_counts import CorpusSize, count_detected_genes
 
 TIMEOUT_S = 120  # seconds that advice may take
 # Fraction of the planned memory that a run may need after a remedy: it was planned to fit and did not,

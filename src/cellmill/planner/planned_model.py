@@ -8,17 +8,17 @@ from cellmill.config.parallel import Layout, Parallel
 from cellmill.models.build import ModelSpec
 from cellmill.parallel.mesh import list_blocks, list_stages
 from cellmill.planner.hardware import Hardware
-from cellmill.planner.measure.passes import FLOAT32_BYTES, HALF_BYTES
 from cellmill.planner.measure.size import Load, ModelSize, measure_size
-from cellmill.planner.work import CorpusSize
+from cellmill.planner.step_counts import CorpusSize
+from cellmill.planner.units import FLOAT32_BYTES, HALF_BYTES
 
 
 class RankTotals(NamedTuple):
     """Totals over the stages of one pipeline rank."""
 
     n_blocks: int
-    n_begin: int  # 1 if the rank has the part before the blocks, else 0
-    n_finish: int  # 1 if the rank has the part after the blocks, else 0
+    has_begin: bool  # True if a stage has the part before the blocks
+    has_finish: bool  # True if a stage has the part after the blocks
     parameters: int
     trained: int  # parameters with a gradient and optimizer state
     # parameters outside the blocks; tied parameters are in both the first and the last stage
@@ -28,22 +28,25 @@ class RankTotals(NamedTuple):
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """Sizes of one pipeline stage; of the whole model without a pipeline."""
+    """One pipeline stage of a model; without a pipeline, all of it."""
 
     size: ModelSize  # of the whole model
     n_blocks: int  # blocks of this stage
-    has_begin: bool  # True if it has the part before the blocks
-    has_finish: bool  # True if it has the part after the blocks
+    has_begin: bool  # True if the stage has the part before the blocks
+    has_finish: bool  # True if the stage has the part after the blocks
 
     def count_flops(self, load: Load) -> float:
         """Count the FLOPs of the stage for `load`, forward and backward."""
         return self.size.flops.count(load, self.n_blocks, self.has_begin, self.has_finish)
 
     def count_activations(self, per_block: float) -> float:
-        """Count the elements kept per token for the backward pass, with `per_block` in each block."""
-        begin = self.has_begin * self.size.begin.activations_per_token
-        finish = self.has_finish * self.size.finish.activations_per_token
-        return begin + self.n_blocks * per_block + finish
+        """Count the elements kept per token for the backward pass, if each block keeps `per_block`."""
+        elements = self.n_blocks * per_block
+        if self.has_begin:
+            elements += self.size.begin.activations_per_token
+        if self.has_finish:
+            elements += self.size.finish.activations_per_token
+        return elements
 
 
 @dataclass(frozen=True)
@@ -105,18 +108,24 @@ class PlannedModel:
         size = self.size
         stages = self.list_rank_stages(pp_rank)
         n_blocks = sum(stage.n_blocks for stage in stages)
-        n_begin = sum(stage.has_begin for stage in stages)
-        n_finish = sum(stage.has_finish for stage in stages)
-        outside = n_begin * size.begin.parameters + n_finish * size.finish.parameters
-        outside_trained = n_begin * size.begin.trained + n_finish * size.finish.trained
+        has_begin = any(stage.has_begin for stage in stages)
+        has_finish = any(stage.has_finish for stage in stages)
+        outside = 0
+        outside_trained = 0
+        if has_begin:
+            outside += size.begin.parameters
+            outside_trained += size.begin.trained
+        if has_finish:
+            outside += size.finish.parameters
+            outside_trained += size.finish.trained
         if self.parallel.n_stages == 1:
             # `begin` and `finish` both count tied parameters, but a single stage has them once
             outside -= size.tied.parameters
             outside_trained -= size.tied.trained
         return RankTotals(
             n_blocks=n_blocks,
-            n_begin=n_begin,
-            n_finish=n_finish,
+            has_begin=has_begin,
+            has_finish=has_finish,
             parameters=n_blocks * size.block.parameters + outside,
             trained=n_blocks * size.block.trained + outside_trained,
             outside=outside,

@@ -19,7 +19,7 @@ from cellmill.errors import ConfigError
 from cellmill.planner.hardware import Hardware
 from cellmill.planner.memory import find_overflow, plan_memory
 from cellmill.planner.output.format import format_bytes
-from cellmill.planner.work import CorpusSize
+from cellmill.planner.step_counts import CorpusSize
 
 FREE_HALVINGS = 2  # halvings of a micro-batch that cost less than recomputing a forward pass
 MAX_TRIED_BUDGET = 1 << 24  # largest token budget that is tried

@@ -30,8 +30,8 @@ from cellmill.planner.hardware import Hardware, find_hardware
 from cellmill.planner.measure.cpu_speed import measure_cpu
 from cellmill.planner.memory import find_overflow, plan_memory
 from cellmill.planner.output.format import describe_layout, format_bytes, format_hours
+from cellmill.planner.step_counts import CorpusSize
 from cellmill.planner.traffic import sum_link_bytes
-from cellmill.planner.work import CorpusSize
 
 MAX_SHOWN = 10  # layouts in the table
 MAX_PP = 16  # most pipeline ranks that are tried

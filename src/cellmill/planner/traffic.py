@@ -6,8 +6,7 @@ processes of a ring are on each node, one of them sends to another node. NCCL bu
 in which that is another process each, so a process sends 1 / k of its bytes to other nodes. A
 message between pipeline stages goes from one process to one other.
 
-Not counted: reductions of a few numbers (targets, norms, signals), and of the tables of a loss over
-rows of the global batch.
+Not counted: reductions of a few numbers (targets, norms, signals), and of the tables of a coupled loss.
 
 Sources: ZeRO, Rajbhandari et al. 2020, section 7; sequence parallelism, Korthikanti et al. 2022,
 section 4.
@@ -22,8 +21,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from cellmill.parallel.mesh import list_stages
-from cellmill.planner.measure.passes import FLOAT32_BYTES
 from cellmill.planner.planned_model import PlannedModel, RankTotals
+from cellmill.planner.units import FLOAT32_BYTES
 
 BUCKET_BYTES = 25 << 20  # default of DistributedDataParallel
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "point to point"]
@@ -162,9 +161,14 @@ def _list_tensor_parallel(
     forwards = size.flops.forwards
     token_bytes = model.element_bytes * tokens  # of one element of every token
     # `finish` is measured over both passes; the further forward pass runs without its heads
-    for n, end in ((totals.n_begin * forwards, size.begin), (totals.n_finish, size.finish)):
-        payload_bytes = token_bytes * n * end.collective_elements_per_token
-        yield Calls("all-reduce", "tp", payload_bytes, n * end.collectives * micro_batches)
+    ends = []
+    if totals.has_begin:
+        ends.append((size.begin, forwards))
+    if totals.has_finish:
+        ends.append((size.finish, 1))
+    for end, passes in ends:
+        payload_bytes = token_bytes * passes * end.collective_elements_per_token
+        yield Calls("all-reduce", "tp", payload_bytes, passes * end.collectives * micro_batches)
     # a backward pass sums as often as a forward pass; recomputation of either kind keeps no sums, and
     # stops before the last, which the backward pass does not need
     forward_sums = size.block.collectives
@@ -181,7 +185,7 @@ def _list_tensor_parallel(
         gathers_per_block = (forwards + 1 + int(recomputes)) * forward_sums
         # at the model's ends a backward pass gathers the gradients of the blocks' input, and a
         # forward pass gathers the blocks' output
-        end_gathers = totals.n_begin + totals.n_finish * forwards
+        end_gathers = int(totals.has_begin) + forwards * int(totals.has_finish)
         elements = totals.n_blocks * gathers_per_block * elements_per_sum
         elements += end_gathers * size.width * model.layout.tp
         n_gathers = (totals.n_blocks * gathers_per_block + end_gathers) * micro_batches

@@ -1,8 +1,8 @@
 """plan: estimate memory, traffic and time of a run before any device is requested.
 
 No counts are read, only the row offsets of the shards and levels of obs columns. A run that cannot
-work is refused in one line: if it does not fit, with the memory that it needs, the memory of the
-device, and the first change that helps.
+work is refused with the reason. If it does not fit, that is the memory that it needs, the memory of
+the device, and the first change that helps.
 """
 
 from pathlib import Path
@@ -28,13 +28,14 @@ from cellmill.planner.output.plan_file import RunPlan, format_line, format_plan
 from cellmill.planner.output.scaling import format_scaling
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.remedies import check_memory, find_max_fitting_token_budget
+from cellmill.planner.step_counts import CorpusSize, count_detected_genes
 from cellmill.planner.suggest import format_suggestions, suggest_layouts
-from cellmill.planner.work import CorpusSize, count_detected_genes
 from cellmill.runs.identity import foresee_refusal
 from cellmill.stages.training_inputs import open_corpus
 
 ASSUMED_CELLS = 1_000_000
-MAX_STORED_CELLS = 1 << 22  # cells whose length is stored: all assumed cells have the same
+# cells whose tokens are stored: as all assumed cells are alike, a part of them will do
+MAX_STORED_CELLS = 1 << 22
 ASSUMED_GENES = 20_000
 ASSUMED_LEVELS = 16  # levels of an obs column that the run reads
 
@@ -44,15 +45,15 @@ class PlannedCorpus(NamedTuple):
 
     options: PlanOptions  # with the obs columns that the objective takes from the corpus
     size: CorpusSize
-    # `(reads,)` int64, one entry per read of an epoch
-    detected: np.ndarray  # genes that the cell has
-    kept: np.ndarray  # genes of the cell that become tokens
+    # `(reads,)` int64, of the cell of each read of an epoch
+    detected_by_read: np.ndarray  # detected genes
+    kept_by_read: np.ndarray  # detected genes that become tokens
     fingerprint: str | None = None  # None if the corpus is assumed
 
     @property
     def cut_cells_frac(self) -> float:
         """Fraction of the cells read in an epoch that have genes which do not become tokens."""
-        return float((self.detected > self.kept).mean())
+        return float((self.detected_by_read > self.kept_by_read).mean())
 
 
 def plan(
@@ -99,10 +100,10 @@ def plan(
     if train is None and out is not None:
         train = out.parent / "train"
     if train is not None:
-        steps = None if manifest is None else run_plan.cost.work.steps
+        steps = None if manifest is None else run_plan.cost.counts.steps
         refusal = foresee_refusal(train, options, steps)
         if refusal is not None:
-            # not in plan.json: `restart` would set the training that refuses aside
+            # not stored in plan.json, since `restart` may move the old training away
             lines.append(format_line("warning", f"stage train will refuse this run: {refusal}"))
     lines += format_scaling(options, corpus.size, machine, device_name, find_device(device_name))
     print("\n".join(lines), flush=True)
@@ -120,7 +121,8 @@ def _assume_corpus(options: PlanOptions, shard: Shard, n_cells: int, n_genes: in
         f"{n_genes:,} genes (--genes), and {n_validation:,} validation cells\n"
     )
     levels = dict.fromkeys(options.obs_columns(), tuple(map(str, range(ASSUMED_LEVELS))))
-    n_stored = min(n_cells, max(MAX_STORED_CELLS, options.train.global_batch))  # at least one step
+    # a whole step of cells is needed to count its micro-batches
+    n_stored = min(n_cells, max(MAX_STORED_CELLS, options.train.global_batch))
     tokens = np.full(n_stored, n_tokens)
     size = CorpusSize(
         tokens,
@@ -130,7 +132,7 @@ def _assume_corpus(options: PlanOptions, shard: Shard, n_cells: int, n_genes: in
         levels=levels,
         n_covariates=len(options.tokens.covariates),
     )
-    return PlannedCorpus(options, size, detected=tokens, kept=tokens)
+    return PlannedCorpus(options, size, detected_by_read=tokens, kept_by_read=tokens)
 
 
 def _read_corpus(options: PlanOptions, manifest: Path) -> PlannedCorpus:
@@ -140,24 +142,24 @@ def _read_corpus(options: PlanOptions, manifest: Path) -> PlannedCorpus:
     """
     chosen, shards, n_cells, fingerprint = open_corpus(options, manifest)
     options = options.model_copy(update={"objective": chosen.objective})
-    detected = count_detected_genes(shards)[:n_cells]
+    detected_by_read = count_detected_genes(shards)[:n_cells]
     if options.stream.weight_by is not None:  # cells are not read equally often
         repeats = read_repeats(shards, "train", options.stream, n_cells)
         times_read = repeats.times_read(options.train.seed, epoch=0, first_step=0)
         # a cell's reads are far apart in training, and a sample of steps must not have them together
         generator = np.random.Generator(np.random.Philox(0))
-        detected = generator.permutation(detected.repeat(times_read))
-    n_detected, n_undetected = count_detected_and_undetected(
-        options.tokens, detected, shards.n_genes
+        detected_by_read = generator.permutation(detected_by_read.repeat(times_read))
+    kept_by_read, undetected_by_read = count_detected_and_undetected(
+        options.tokens, detected_by_read, shards.n_genes
     )
     size = CorpusSize(
-        n_detected + n_undetected,
+        kept_by_read + undetected_by_read,
         shards.n_genes,
         n_validation=shards.splits["val"].n_obs,
         levels=shards.levels(options.obs_columns()),
         n_covariates=len(options.tokens.covariates),
     )
-    return PlannedCorpus(options, size, detected, n_detected, fingerprint)
+    return PlannedCorpus(options, size, detected_by_read, kept_by_read, fingerprint)
 
 
 def _plan_run(corpus: PlannedCorpus, machine: Machine, device_name: str) -> RunPlan:
@@ -174,7 +176,7 @@ def _plan_run(corpus: PlannedCorpus, machine: Machine, device_name: str) -> RunP
     warnings = options.objective.warnings()
     # more tokens cost little in a family with one row per cell
     if corpus.cut_cells_frac and not options.model.sequence_parallel:
-        max_genes = int(corpus.detected.max())
+        max_genes = int(corpus.detected_by_read.max())
         max_tokens = find_max_tokens(options.tokens, max_genes)
         budget = ""
         if max_tokens > options.train.token_budget:
@@ -189,7 +191,7 @@ def _plan_run(corpus: PlannedCorpus, machine: Machine, device_name: str) -> RunP
         corpus.size,
         hardware,
         max_fitting_token_budget=find_max_fitting_token_budget(options, corpus.size, hardware),
-        genes_per_cell=float(corpus.detected.mean()),
+        genes_per_cell=float(corpus.detected_by_read.mean()),
         cut_cells_frac=corpus.cut_cells_frac,
         fingerprint=corpus.fingerprint,
         warnings=warnings,
@@ -209,7 +211,7 @@ def _explain_host_memory(model: PlannedModel, hardware: Hardware, machine: Machi
 
 
 def _format_cpu_plan(run_plan: RunPlan) -> list[str]:
-    """Format a plan for CPU cores like these, whose speed is measured now, and its time."""
+    """Format the plan, and its time on CPU cores as fast as this machine's, which are measured."""
     cost = run_plan.cost
     hardware = run_plan.hardware
     cpu = measure_cpu(find_device("cpu"), hardware.nproc_per_node)

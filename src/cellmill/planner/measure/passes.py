@@ -14,29 +14,30 @@ from cellmill.models.build import ModelSpec
 from cellmill.models.family import Model
 from cellmill.parallel.torch_private import local_tensor, storage_key
 from cellmill.planner.measure.meter import OperationMeter, Window
+from cellmill.planner.units import FLOAT32_BYTES
 
-FLOAT32_BYTES = 4
-HALF_BYTES = 2  # float16 or bfloat16
 CELL_TOKENS = 128  # tokens of each measured cell, or fewer
 META = torch.device("meta")
 
 
 class PartMeasurement(NamedTuple):
-    """Measurements of the passes of a whole batch through one part of a model."""
+    """Measurements of one part of a model, for a whole batch."""
 
-    window: Window  # operations of the forward pass; of both passes in the part after the blocks
+    window: Window  # operations of the forward pass; after the blocks, of both passes
     kept: float  # elements that stay allocated for the backward pass
-    workspace: float = 0.0  # peak elements of the passes above `kept`
+    workspace: float = 0.0  # peak elements of both passes above `kept`
 
 
 @dataclass(frozen=True)
 class PassMeasurements:
     """Measurements of a forward and a backward pass."""
 
-    tokens: int  # tokens of the batch, without padding
+    tokens: int  # tokens of the batch, without padding, before a view hides some of them
     cells: int
     pairs_per_token: float  # (query, key) pairs of attention
-    width: float  # elements per token from block to block; a fraction if a view hides tokens
+    # elements that pass from block to block, per token of `tokens`: less than the hidden size if a view
+    # hides tokens
+    width: float
     begin: PartMeasurement  # the part before the blocks, without its output
     block: PartMeasurement  # one block, with its input and without its output
     finish: PartMeasurement  # the part after the blocks, with its input
@@ -45,9 +46,10 @@ class PassMeasurements:
 def measure_passes(
     model: Model, spec: ModelSpec, tokens: int, multiple: int = 1, length_divisor: int = 1
 ) -> PassMeasurements:
-    """Measure a forward and a backward pass of about `tokens` tokens, padded to a `multiple`.
+    """Measure a forward and a backward pass of a `model` with one block.
 
-    `model` has one block. Cells have 1 / `length_divisor` of the usual length.
+    The batch has about `tokens` tokens, padded to a multiple of `multiple`, in cells of the usual
+    length divided by `length_divisor`.
     """
     usual_tokens = min(spec.tokens.max_tokens, spec.n_genes, CELL_TOKENS)
     cell_tokens = max(1, usual_tokens // length_divisor)

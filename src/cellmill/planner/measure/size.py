@@ -1,10 +1,14 @@
 """Sizes of a model, measured by running one tensor-parallel rank of it on the meta device.
 
-Parameters, buffers and trained parameters are counted by part; FLOPs come from torch's flop
-counter, kept activations and the workspace of a backward pass from the lifetimes of storages,
-tensor-parallel traffic from the collectives. So a family, objective or fine-tuning method declares
-no sizes. The batch has random cells from the run's own tokenizer. Tensors on the meta device take
-no memory, and torch's "fake" process group sends nothing.
+A family, objective or fine-tuning method declares no sizes: they are measured with a batch of random
+cells from the run's own tokenizer.
+
+- Parameters, trained parameters and buffers are counted.
+- FLOPs come from torch's flop counter.
+- Kept activations and the workspace of a backward pass come from the lifetimes of storages.
+- Tensor-parallel traffic comes from the calls of collectives.
+
+Tensors on the meta device take no memory, and torch's "fake" process group sends nothing.
 """
 
 import gc
@@ -26,15 +30,17 @@ from cellmill.parallel.apply import apply_tensor_parallel, checkpoint_activation
 from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.torch_private import FakeStore, local_tensor
-from cellmill.planner.measure.passes import FLOAT32_BYTES, PassMeasurements, measure_passes
+from cellmill.planner.measure.meter import Window
+from cellmill.planner.measure.passes import PassMeasurements, measure_passes
+from cellmill.planner.units import FLOAT32_BYTES
 
 # tokens of the measured batch: random fractions (masks) are within 1 % of their mean
 SAMPLE_TOKENS = 1 << 14
 SMALL_SAMPLE_TOKENS = 1 << 12  # for measurements without random fractions
-# a part has FLOPs per cell if cells of half the length need more FLOPs per token by this fraction
+# A part has FLOPs per cell if cells of half the length need more FLOPs per token by this fraction.
 PER_CELL_FRAC = 0.05
-# a backward pass takes the FLOPs of 2 forward passes: it computes the gradients of inputs and of
-# weights, each as many (Kaplan et al. 2020, section 2.1)
+# A backward pass has the FLOPs of two forward passes: one for the gradients of inputs, and one for
+# the gradients of weights (Kaplan et al. 2020, section 2.1).
 FORWARDS_PER_BACKWARD = 2
 # tokens of the batches with which the workspace of `finish` is measured: 256, 1,024, … 262,144
 WORKSPACE_TOKENS = tuple(1 << power for power in range(8, 19, 2))
@@ -52,18 +58,19 @@ class PartSize:
     parameters: int
     trained: int  # parameters with a gradient and optimizer state
     activations_per_token: float = 0.0  # kept for the backward pass; a block's with its input
-    # elements of tensor-parallel collectives without sequence parallelism, and calls of them; a
-    # block's in the forward pass, and as many again in the backward pass
+    # Elements and calls of the tensor-parallel collectives, as they are without sequence parallelism:
+    # of the forward pass, and after the blocks of both passes. A block's backward pass has as many
+    # again.
     collective_elements_per_token: float = 0.0
     collectives: int = 0
 
 
+# (tokens of a micro-batch, elements)
 Workspace = tuple[tuple[int, float], ...]
-"""(tokens of a micro-batch, elements)."""
 
 
 class Load(NamedTuple):
-    """Cells that a rank computes, by what FLOPs are proportional to."""
+    """Work of a rank: the three quantities that FLOPs are proportional to."""
 
     tokens: float
     pairs: float  # (query, key) pairs of attention within cells
@@ -72,10 +79,11 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True)
 class Flops:
-    """Measured FLOPs of a model on one tensor-parallel rank, forward and backward."""
+    """Measured FLOPs of a model on one tensor-parallel rank, of all passes of a step."""
 
     n_blocks: int
-    # forward passes of a step: 1, or 2 for a loss over rows of the global batch
+    # Forward passes of each micro-batch: 1, or 2 with a coupled loss. That is a loss over rows of the
+    # global batch, which a further forward pass, without heads, collects (`train/batch_rows.py`).
     forwards: int
     begin_per_token: float
     block_per_token: float  # one block without its attention
@@ -99,13 +107,18 @@ class Flops:
     ) -> float:
         """Count the FLOPs for `load` of a part of the model, by default the whole.
 
-        A part has `n_blocks` blocks, and the parts before and after all blocks if it has them.
+        `n_blocks` are its blocks. `has_begin` and `has_finish` say whether it has what comes before and
+        after all blocks.
         """
         n_blocks = self.n_blocks if n_blocks is None else n_blocks
-        ends = has_begin * self.begin_per_token + has_finish * self.finish_per_token
-        per_token = n_blocks * self.block_per_token + ends
-        per_cell = n_blocks * self.block_per_cell + has_finish * self.finish_per_cell
+        per_token = n_blocks * self.block_per_token
+        per_cell = n_blocks * self.block_per_cell
         per_pair = n_blocks * self.block_per_pair
+        if has_begin:
+            per_token += self.begin_per_token
+        if has_finish:
+            per_token += self.finish_per_token
+            per_cell += self.finish_per_cell
         return per_token * load.tokens + per_pair * load.pairs + per_cell * load.cells
 
 
@@ -119,14 +132,12 @@ class ModelSize:
     tied: PartSize  # parameters that are in both `begin` and `finish`
     buffers: int  # elements of all buffers
     flops: Flops
-    width: float  # elements per token that pass from block to block
+    width: float  # `PassMeasurements.width`
     # `block.activations_per_token` with selective activation checkpointing
     selective_per_token: float
     block_workspace_per_token: float  # peak of a block's backward pass above its kept activations
+    # peak of `finish` above its kept activations, mostly logits, at some numbers of tokens
     finish_workspace_by_tokens: Workspace
-    """(tokens of a micro-batch, peak elements of `finish` above `finish.activations_per_token`),
-    mostly logits.
-    """
 
     @property
     def n_blocks(self) -> int:
@@ -138,7 +149,7 @@ class ModelSize:
         return self.n_blocks * self.block.parameters + outside
 
     def finish_workspace(self, tokens: float) -> float:
-        """Interpolate the peak elements of `finish` above its kept activations, for `tokens` tokens."""
+        """Interpolate `finish_workspace_by_tokens` at a micro-batch of `tokens` tokens."""
         measured, elements = zip((0, 0.0), *self.finish_workspace_by_tokens)
         if tokens >= measured[-1]:  # extrapolate
             slope = (elements[-1] - elements[-2]) / (measured[-1] - measured[-2])
@@ -146,8 +157,8 @@ class ModelSize:
         return float(np.interp(tokens, measured, elements))
 
 
+# by model and fine-tuning method, number of tensor-parallel ranks, and sequence parallelism
 _SIZES: dict[tuple[str, int, bool], ModelSize] = {}
-"""Sizes by model and fine-tuning method, tensor-parallel ranks and sequence parallelism."""
 
 
 def measure_size(
@@ -168,7 +179,7 @@ def measure_size(
 
 
 def measure_flops(spec: ModelSpec, finetune: MethodConfig) -> Flops:
-    """Measure the FLOPs on one rank only, faster than `measure_size`."""
+    """Measure only the FLOPs, and without tensor parallelism: faster than `measure_size`."""
     with _prepare(spec, finetune) as (fitted, method):
         model = _build(fitted, method, one_block=True)
         n_blocks = _count_blocks(build(fitted, method.transform))
@@ -185,9 +196,9 @@ def _count_blocks(model: Model) -> int:
 def _prepare(
     spec: ModelSpec, finetune: MethodConfig | None, tp: int = 1
 ) -> Iterator[tuple[ModelSpec, Method]]:
-    """Yield the specification with a fitted tokenizer, and the fine-tuning method.
+    """Yield the specification with a fitted tokenizer, and the fine-tuning method, for measurements.
 
-    With tp > 1 there is a process group that sends nothing.
+    Until the end there is no garbage collection, and with tp > 1 a process group that sends nothing.
     """
     # lifetimes must not depend on when Python collects reference cycles, which DTensor creates
     was_enabled = gc.isenabled()
@@ -208,51 +219,49 @@ def _prepare(
 
 
 def _measure_size(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) -> ModelSize:
-    """Measure passes of a model of one block, and count the whole model's parameters."""
+    """Count the parameters of the whole model, and measure passes of a model of one block."""
+    whole = _build(spec, method, tp, sequence_parallel)
+    check_trains(method, (plain_name(name) for name, _ in whole.named_parameters()))
+    n_blocks = _count_blocks(whole)
+    parts = _count_parameters(whole, n_blocks)
+
     model = _build(spec, method, tp, sequence_parallel, one_block=True)
     multiple = tp if sequence_parallel else 1  # the trainer pads a batch to a multiple of tokens
-    # warm up: more is kept alive when DTensor sees an operation and its shapes for the first time,
-    # or when a pass imports a module
+    # warm up: more is kept alive when DTensor first sees an operation, or when a pass imports a module
     measure_passes(model, spec, SAMPLE_TOKENS, multiple)
     long = measure_passes(model, spec, SAMPLE_TOKENS, multiple)
     short = measure_passes(model, spec, SAMPLE_TOKENS, multiple, length_divisor=2)
-    collective_passes = long
-    if sequence_parallel:
-        collective_passes = measure_passes(
-            _build(spec, method, tp, one_block=True), spec, SAMPLE_TOKENS
-        )
-    selective_per_token = _measure_selective(spec, method, tp, sequence_parallel)
+    collectives = long
+    if sequence_parallel:  # its collectives are derived from the ones without it
+        plain_model = _build(spec, method, tp, one_block=True)
+        collectives = measure_passes(plain_model, spec, SAMPLE_TOKENS)
+    tokens = collectives.tokens
     finish_kept_per_token, workspace = _measure_workspace(model, spec, multiple)
-    whole = _build(spec, method, tp, sequence_parallel)
-    check_trains(method, (plain_name(name) for name, _ in whole.named_parameters()))
-    parameters, trained = _count_parameters(whole)
-    n_blocks = _count_blocks(whole)
-    parameters["block"] //= max(n_blocks, 1)
-    trained["block"] //= max(n_blocks, 1)
 
-    def make_part(name: str, activations_per_token: float) -> PartSize:
-        # collectives of sequence parallelism are derived from the ones without it
-        window = getattr(collective_passes, name).window
-        elements = window.collective_bytes / FLOAT32_BYTES
-        return PartSize(
-            parameters[name],
-            trained[name],
-            activations_per_token,
-            collective_elements_per_token=elements / collective_passes.tokens,
-            collectives=window.collectives,
-        )
-
+    begin = _add_collectives(parts["begin"], collectives.begin.window, tokens)
+    block = _add_collectives(parts["block"], collectives.block.window, tokens)
+    finish = _add_collectives(parts["finish"], collectives.finish.window, tokens)
     return ModelSize(
-        begin=make_part("begin", long.begin.kept / long.tokens),
-        block=make_part("block", long.block.kept / long.tokens),
-        finish=make_part("finish", finish_kept_per_token),
-        tied=PartSize(parameters["tied"], trained["tied"]),
+        begin=replace(begin, activations_per_token=long.begin.kept / long.tokens),
+        block=replace(block, activations_per_token=long.block.kept / long.tokens),
+        finish=replace(finish, activations_per_token=finish_kept_per_token),
+        tied=parts["tied"],
         buffers=sum(buffer.numel() for buffer in whole.buffers()),
         flops=_count_flops(model, n_blocks, long, short),
         width=long.width,
-        selective_per_token=selective_per_token,
+        selective_per_token=_measure_selective(spec, method, tp, sequence_parallel),
         block_workspace_per_token=long.block.workspace / long.tokens,
         finish_workspace_by_tokens=workspace,
+    )
+
+
+def _add_collectives(part: PartSize, window: Window, tokens: int) -> PartSize:
+    """Copy `part` with the collectives of a `window`, in which it computed `tokens` tokens."""
+    elements = window.collective_bytes / FLOAT32_BYTES
+    return replace(
+        part,
+        collective_elements_per_token=elements / tokens,
+        collectives=window.collectives,
     )
 
 
@@ -268,8 +277,8 @@ def _measure_selective(spec: ModelSpec, method: Method, tp: int, sequence_parall
 def _measure_workspace(model: Model, spec: ModelSpec, multiple: int) -> tuple[float, Workspace]:
     """Measure the elements that `finish` keeps per token, and its workspace.
 
-    Elements that do not grow with the tokens, such as a table's gradient that a chunked loss makes
-    in its forward pass, belong to the workspace.
+    The workspace includes elements that do not grow with the tokens, such as the gradient of a table
+    that a chunked loss makes in its forward pass.
     """
     passes_by_tokens = {n: measure_passes(model, spec, n, multiple) for n in WORKSPACE_TOKENS}
     *_, smaller, larger = passes_by_tokens.values()
@@ -287,36 +296,36 @@ def _count_flops(
 ) -> Flops:
     """Derive the FLOPs from passes over cells of two lengths, `long` and half of it."""
     block_per_token, block_per_cell = _separate_flops(long, short, "block")
-    # finish has both passes in its window: a chunked loss has all FLOPs in its forward pass
     finish_per_token, finish_per_cell = _separate_flops(long, short, "finish")
-    # attention is the FLOPs per token that grow with the length of cells
+    # the FLOPs per token that grow with the length of cells are attention
     per_pair = 0.0
     if long.pairs_per_token > short.pairs_per_token and not block_per_cell:
         growth = long.block.window.flops / long.tokens - short.block.window.flops / short.tokens
         per_pair = max(0.0, growth / (long.pairs_per_token - short.pairs_per_token))
         block_per_token -= per_pair * long.pairs_per_token
-    # a loss over rows of the global batch runs another forward pass, without heads
-    forwards = 1 + int(bool(model.objective.coupled_widths))
-    n_forwards = forwards + FORWARDS_PER_BACKWARD
+    forwards = 2 if model.objective.coupled_widths else 1
+    # FLOPs of all passes of a step, in forward passes
+    in_forwards = forwards + FORWARDS_PER_BACKWARD
     return Flops(
         n_blocks=n_blocks,
         forwards=forwards,
-        begin_per_token=n_forwards * long.begin.window.flops / long.tokens,
-        block_per_token=n_forwards * block_per_token,
+        begin_per_token=in_forwards * long.begin.window.flops / long.tokens,
+        block_per_token=in_forwards * block_per_token,
+        block_per_cell=in_forwards * block_per_cell,
+        block_per_pair=in_forwards * per_pair,
+        # the window of `finish` has both passes, since a chunked loss has all FLOPs in its forward pass
         finish_per_token=finish_per_token,
-        block_per_cell=n_forwards * block_per_cell,
         finish_per_cell=finish_per_cell,
-        block_per_pair=n_forwards * per_pair,
     )
 
 
 def _separate_flops(
     long: PassMeasurements, short: PassMeasurements, part: str
 ) -> tuple[float, float]:
-    """Separate the FLOPs of a part into FLOPs per token and FLOPs per cell."""
+    """Separate the FLOPs of a part into FLOPs per token and further FLOPs per cell."""
     flops_per_long_token = getattr(long, part).window.flops / long.tokens
     flops_per_short_token = getattr(short, part).window.flops / short.tokens
-    # random fractions differ by less
+    # random fractions make a smaller difference
     if flops_per_short_token <= (1 + PER_CELL_FRAC) * flops_per_long_token:
         return flops_per_long_token, 0.0
     # solve per_token + per_cell * cells / tokens = FLOPs / tokens for both lengths
@@ -349,10 +358,11 @@ def _build(
     return model
 
 
-def _count_parameters(model: Model) -> tuple[Counter[str], Counter[str]]:
+def _count_parameters(model: Model, n_blocks: int) -> dict[str, PartSize]:
     """Count the parameters and the trained parameters of this rank, by part of the model.
 
-    Parts are `begin`, `block` (all blocks), `finish`, and `tied`: parameters of both ends.
+    Parts are `begin`, `block` (one of `n_blocks` equal ones), `finish`, and `tied`: parameters of both
+    ends.
     """
     parameters: Counter[str] = Counter()
     trained: Counter[str] = Counter()
@@ -371,4 +381,9 @@ def _count_parameters(model: Model) -> tuple[Counter[str], Counter[str]]:
         for part in parts:
             parameters[part] += elements
             trained[part] += elements if parameter.requires_grad else 0
-    return parameters, trained
+    parameters["block"] //= max(n_blocks, 1)
+    trained["block"] //= max(n_blocks, 1)
+    return {
+        part: PartSize(parameters[part], trained[part])
+        for part in ("begin", "block", "finish", "tied")
+    }

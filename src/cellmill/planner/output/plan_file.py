@@ -13,17 +13,16 @@ from cellmill.planner.memory import HostBytes, estimate_host_bytes
 from cellmill.planner.output.format import describe_layout, format_bytes, format_hours
 from cellmill.planner.remedies import MAX_TRIED_BUDGET
 from cellmill.planner.schedules import estimate_idle_frac
+from cellmill.planner.step_counts import CorpusSize
 from cellmill.planner.traffic import sum_link_bytes
-from cellmill.planner.work import CorpusSize
 
-# some 1,500 kernels of a micro-batch, 5 to 10 us each to launch
+# time to launch the kernels of a micro-batch: some 1,500, 5 to 10 us each
 LAUNCHES_MS = 10
 LARGE_FRAC = 0.1  # validation above this fraction of the time gets a hint
 DEFAULT_BATCH = float(Train.model_fields["global_batch"].default)
 DEFAULT_LR = float(Train.model_fields["lr"].default)
 
-Line = tuple[str, str]
-"""Name and text of a line."""
+Line = tuple[str, str]  # name and text
 
 
 @dataclass(frozen=True)
@@ -48,19 +47,19 @@ class RunPlan:
 
     @property
     def tokens_per_step(self) -> float:
-        return self.corpus.tokens_per_cell * self.cost.work.max_cells_per_step
+        return self.corpus.tokens_per_cell * self.cost.counts.max_cells_per_step
 
     @property
     def tokens_seen(self) -> float:
         """Tokens over all steps."""
-        return self.corpus.tokens_per_cell * self.cost.work.cells_seen
+        return self.corpus.tokens_per_cell * self.cost.counts.cells_seen
 
     def record(self) -> dict[str, Any]:
         """Make the content of plan.json. Values that need the device's speed are None if it is unknown."""
         cost = self.cost
         options = cost.options
         train = options.train
-        work = cost.work
+        counts = cost.counts
         time = cost.time
         hardware = self.hardware
         return {
@@ -76,8 +75,8 @@ class RunPlan:
             "communication": {
                 "link_bytes": asdict(sum_link_bytes(cost.traffic)),
                 "collectives": [
-                    asdict(part) | {"link_bytes": asdict(sum_link_bytes([part]))}
-                    for part in cost.traffic
+                    asdict(collective) | {"link_bytes": asdict(sum_link_bytes([collective]))}
+                    for collective in cost.traffic
                 ],
             },
             "flops_per_step": cost.flops_per_step,  # over all processes, without recomputation
@@ -86,17 +85,17 @@ class RunPlan:
             "tokens_seen": self.tokens_seen,  # tokens over all steps
             "cells": self.corpus.n_cells,  # training cells
             "n_genes": self.corpus.n_genes,  # genes of the vocabulary
-            "steps": work.steps,
-            "steps_per_epoch": work.steps_per_epoch,
-            "cells_seen": work.cells_seen,  # cells over all steps
-            "micro_batches_per_step": work.mean_micro_batches_per_step,  # mean over the sampled first steps
-            "validations": work.validations,
-            "val_cells": work.val_cells,  # cells per validation
+            "steps": counts.steps,
+            "steps_per_epoch": counts.steps_per_epoch,
+            "cells_seen": counts.cells_seen,  # cells over all steps
+            "micro_batches_per_step": counts.mean_micro_batches_per_step,  # mean over the sampled first steps
+            "validations": counts.validations,
+            "val_cells": counts.val_cells,  # cells per validation
             "auto_steps": train.steps == "auto",
-            "max_micro_batch_tokens": work.max_micro_batch_tokens,
+            "max_micro_batch_tokens": counts.max_micro_batch_tokens,
             "step": time and {**asdict(time.step), "step_s": time.step.step_s},
             "pipeline_idle_frac": estimate_idle_frac(
-                options.parallel, work.mean_micro_batches_per_step
+                options.parallel, counts.mean_micro_batches_per_step
             ),
             "mfu": time and time.mfu,  # fraction of the device's peak over a step
             "hours": time and time.hours,  # with validation
@@ -112,7 +111,9 @@ class RunPlan:
             "mfu_frac": options.plan.mfu_frac,
             "warmup_steps": train.warmup_steps,
             "global_batch": train.global_batch,  # cells
-            "scaled_lr": _scale_lr(train),
+            "scaled_lr": _scale_lr(
+                train
+            ),  # by the square root of the batch sizes' ratio, and by the ratio
             "choices": options.objective.choices(),  # what options take from the corpus, and why
             "warnings": self.warnings,
             # largest train.token_budget that fits, of those up to MAX_TRIED_BUDGET
@@ -136,9 +137,9 @@ def _scale_lr(train: Train) -> tuple[float, float] | None:
 
 
 def _suggest_val_cells(val_cells: int, validation_frac: float) -> int:
-    """Find how many validation cells, rounded down to two digits, take LARGE_FRAC of the hours.
+    """Find how many validation cells take LARGE_FRAC of the hours, if `val_cells` take `validation_frac`.
 
-    The run's `val_cells` take `validation_frac` of them.
+    The number is rounded down to two digits.
     """
     # cells per validation if all validations together took as long as training
     cells_at_equal_time = val_cells * (1 - validation_frac) / validation_frac
@@ -148,9 +149,9 @@ def _suggest_val_cells(val_cells: int, validation_frac: float) -> int:
 
 
 def format_plan(plan: RunPlan, cpu_time: RunTime | None = None) -> str:
-    """Format a plan as lines of text. `cpu_time` is the time on CPUs, by their measured speed."""
+    """Format a plan as lines of text; `cpu_time` is its time on CPUs of measured speed."""
     lines = [
-        *_format_work(plan),
+        *_format_steps(plan),
         *_format_memory(plan),
         *_format_time(plan.cost),
         *_format_hints(plan, cpu_time or plan.cost.time),
@@ -162,9 +163,9 @@ def format_line(name: str, text: str) -> str:
     return f"{name:<12}{text}"
 
 
-def _format_work(plan: RunPlan) -> Iterator[Line]:
+def _format_steps(plan: RunPlan) -> Iterator[Line]:
     cost = plan.cost
-    work = cost.work
+    counts = cost.counts
     yield "parameters", f"{cost.whole_size.parameters:,} over {plan.corpus.n_genes:,} genes"
     genes = ""
     if plan.cut_cells_frac:
@@ -176,15 +177,15 @@ def _format_work(plan: RunPlan) -> Iterator[Line]:
     auto = ""
     if cost.options.train.steps == "auto":
         auto = f"; auto: {AUTO_EPOCHS} epochs"
-        if AUTO_EPOCHS * work.steps_per_epoch < work.steps:
-            auto += f" are {AUTO_EPOCHS * work.steps_per_epoch:,}, raised to the minimum"
+        if AUTO_EPOCHS * counts.steps_per_epoch < counts.steps:
+            auto += f" are {AUTO_EPOCHS * counts.steps_per_epoch:,}, raised to the minimum"
     yield (
         "steps",
-        f"{work.steps:,} ({work.steps_per_epoch:,} per epoch{auto}), {plan.tokens_seen:,.0f} tokens in total",
+        f"{counts.steps:,} ({counts.steps_per_epoch:,} per epoch{auto}), {plan.tokens_seen:,.0f} tokens in total",
     )
     yield (
         "step",
-        f"{plan.tokens_per_step:,.0f} tokens in {work.mean_micro_batches_per_step:.1f} micro-batches per process, "
+        f"{plan.tokens_per_step:,.0f} tokens in {counts.mean_micro_batches_per_step:.1f} micro-batches per process, "
         f"{cost.flops_per_step:.3g} FLOPs",
     )
 
@@ -214,8 +215,8 @@ def _format_memory(plan: RunPlan) -> Iterator[Line]:
     bound = "at most" if parallel.pp == 1 else "about"
     yield (
         "micro-batch",
-        f"{bound} {plan.cost.work.max_micro_batch_tokens:,} tokens; {limit}{plan.max_fitting_token_budget:,} would fit "
-        "(train.token_budget)",
+        f"{bound} {plan.cost.counts.max_micro_batch_tokens:,} tokens; {limit}"
+        f"{plan.max_fitting_token_budget:,} would fit (train.token_budget)",
     )
 
 
@@ -250,7 +251,7 @@ def _format_time(cost: RunCost) -> Iterator[Line]:
         "time",
         f"{format_hours(time.hours)} of training, GPU time {format_hours(time.gpu_hours)} at {peak}",
     )
-    micro_batch_ms = 1e3 * step.compute_s / cost.work.mean_micro_batches_per_step
+    micro_batch_ms = 1e3 * step.compute_s / cost.counts.mean_micro_batches_per_step
     if micro_batch_ms < LAUNCHES_MS:
         yield (
             "not counted",
@@ -263,13 +264,13 @@ def _format_time(cost: RunCost) -> Iterator[Line]:
 def _format_hints(plan: RunPlan, time: RunTime | None) -> Iterator[Line]:
     options = plan.cost.options
     train = options.train
-    work = plan.cost.work
-    if work.validations:
-        text = f"{work.validations:,} times {work.val_cells:,} cells"
+    counts = plan.cost.counts
+    if counts.validations:
+        text = f"{counts.validations:,} times {counts.val_cells:,} cells"
         if time is not None:
             text += f", {time.validation_frac:.0%} of the time"
             if time.validation_frac > LARGE_FRAC:
-                fewer = _suggest_val_cells(work.val_cells, time.validation_frac)
+                fewer = _suggest_val_cells(counts.val_cells, time.validation_frac)
                 text += f"; train.val_cells: {fewer} takes {LARGE_FRAC:.0%}"
         yield "validation", text
     yield from options.objective.choices().items()
@@ -283,7 +284,7 @@ def _format_hints(plan: RunPlan, time: RunTime | None) -> Iterator[Line]:
             f"train.lr {DEFAULT_LR:g} suits train.global_batch {DEFAULT_BATCH:g}; scaled to {train.global_batch:,} it "
             f"is {root:.2g} (square root, usual for AdamW) or {linear:.2g} (linear)",
         )
-    if train.warmup_steps >= work.steps:
+    if train.warmup_steps >= counts.steps:
         yield (
             "warning",
             f"train.warmup_steps {train.warmup_steps} leaves no step at the peak learning rate",

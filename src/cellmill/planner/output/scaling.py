@@ -9,7 +9,7 @@ from cellmill.planner.devices import Device
 from cellmill.planner.hardware import find_hardware
 from cellmill.planner.memory import count_pinned_bytes, find_overflow
 from cellmill.planner.output.format import format_bytes, format_hours
-from cellmill.planner.work import CorpusSize
+from cellmill.planner.step_counts import CorpusSize
 
 ROW = "{:>12}  {:>8}  {:>10}  {:>10}"
 

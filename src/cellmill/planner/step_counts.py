@@ -15,17 +15,18 @@ from cellmill.data.stream.micro_batches import MicroBatchRule, cut_evenly, cut_g
 from cellmill.data.stream.order import OrderRule
 
 # Micro-batches are counted in the first steps only: shards are preshuffled, so any cells will do.
-SAMPLED_STEPS = 64  # at most this many steps
-SAMPLED_RANK_STEPS = 4096  # at most this many steps times data-parallel ranks
-# a pipeline's even cuts are slower to count: at most this many steps, and this many ranks of each
-SAMPLED_EVENLY = 4
+MAX_SAMPLED_STEPS = 64
+MAX_SAMPLED_CUTS = 4096  # steps times data-parallel ranks
+# Even cuts, for pipelines, are slower: at most this many steps, and this many ranks of each.
+MAX_SAMPLED_EVENLY = 4
 
 
 @dataclass(frozen=True, eq=False)
 class CorpusSize:
     """Sizes of a corpus that a plan depends on."""
 
-    # `(reads,)` int64: gene tokens of a training cell, one entry per read of an epoch, in the shards' order
+    # `(reads,)` int64: gene tokens of the cell of each read of an epoch, in an order like that of
+    # training: any consecutive reads are a sample
     gene_tokens_by_read: np.ndarray
     n_genes: int  # genes of the vocabulary
     n_validation: int = 0  # validation cells
@@ -59,8 +60,8 @@ def count_detected_genes(manifest: Manifest) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Work:
-    """Steps of a run, and the cells and micro-batches in them."""
+class StepCounts:
+    """Numbers of steps of a run, and of cells and micro-batches in them."""
 
     steps: int
     steps_per_epoch: int
@@ -68,13 +69,13 @@ class Work:
     cells_seen: int  # cells over all steps
     validations: int
     val_cells: int  # cells per validation
-    mean_micro_batches_per_step: float  # over the sampled first steps; the same on every rank
-    max_micro_batches_per_step: int  # over the sampled steps
+    mean_micro_batches_per_step: float  # in the sampled first steps; the same on every rank
+    max_micro_batches_per_step: int  # in the sampled first steps
     max_micro_batch_tokens: int  # `MicroBatches.max_tokens`
     padding_frac: float  # padding tokens of a pipeline per token of the step's cells
 
 
-def count_work(options: PlanOptions, corpus: CorpusSize, layout: Layout) -> Work:
+def count_steps(options: PlanOptions, corpus: CorpusSize, layout: Layout) -> StepCounts:
     """Count the steps of a run, and the micro-batches of its first steps."""
     train = options.train
     parallel = options.parallel
@@ -92,7 +93,7 @@ def count_work(options: PlanOptions, corpus: CorpusSize, layout: Layout) -> Work
     val_cells = corpus.n_validation
     if train.val_cells is not None:
         val_cells = min(train.val_cells, corpus.n_validation)
-    return Work(
+    return StepCounts(
         steps=steps,
         steps_per_epoch=order_rule.steps_per_epoch,
         max_cells_per_step=order_rule.max_step_cells,
@@ -110,8 +111,8 @@ class MicroBatches(NamedTuple):
     """Micro-batches of the sampled first steps of a run."""
 
     counts: list[int]  # micro-batches of each step, the same on every rank
-    # Tokens of the largest micro-batch, including covariates. With a pipeline also its padding;
-    # without one, an upper bound.
+    # Tokens of the largest micro-batch, with covariates. Without a pipeline an upper bound over all
+    # steps; with one the largest of the sampled micro-batches, with its padding.
     max_tokens: int
     padding_frac: float  # padding tokens of a pipeline per token of the step's cells
 
@@ -122,27 +123,28 @@ def count_micro_batches(
 ) -> MicroBatches:
     """Count the micro-batches of the first steps, of `step_cells` cells on `dp` data-parallel ranks.
 
-    A pipeline (`rule.multiple_of` > 1) cuts the cells of a rank evenly and pads all micro-batches of
-    its step to the longest (`pipeline_tokens`, a multiple of `token_multiple`).
+    A pipeline (`rule.multiple_of` > 1) cuts the cells of a rank evenly, and pads all micro-batches of
+    the rank's step to the longest (`pipeline_tokens`, a multiple of `token_multiple`).
     """
-    lengths = corpus.gene_tokens_by_read
-    steps = _deal_first_steps(lengths, step_cells, dp)
-    counts = [_count_needed(lengths_by_rank, rule) for lengths_by_rank in steps]
+    cell_tokens = corpus.gene_tokens_by_read
+    steps = _deal_first_steps(cell_tokens, step_cells, dp)
+    counts = [_count_needed(ranks, rule) for ranks in steps]
     if rule.multiple_of == 1:
         max_cells = len(steps[0][0])  # cells of a rank in the largest step
-        max_tokens = min(rule.token_budget, max_cells * int(lengths.max()))
+        max_tokens = min(rule.token_budget, max_cells * int(cell_tokens.max()))
         if corpus.n_covariates:
             max_tokens += corpus.n_covariates * _count_shortest(
-                lengths, max_cells, rule.token_budget
+                cell_tokens, max_cells, rule.token_budget
             )
         return MicroBatches(counts, max_tokens, padding_frac=0.0)
     max_tokens = 0
     n_tokens = 0
     n_tokens_with_padding = 0
-    for lengths_by_rank, count in zip(steps[:SAMPLED_EVENLY], counts):
-        for rank_lengths in lengths_by_rank[:SAMPLED_EVENLY]:
-            starts = cut_evenly(rank_lengths, count)[:-1]
-            tokens = np.add.reduceat(rank_lengths + corpus.n_covariates, starts)
+    for ranks, count in zip(steps[:MAX_SAMPLED_EVENLY], counts):
+        for rank_tokens in ranks[:MAX_SAMPLED_EVENLY]:
+            starts = cut_evenly(rank_tokens, count)[:-1]
+            # tokens of each micro-batch
+            tokens = np.add.reduceat(rank_tokens + corpus.n_covariates, starts)
             padded_to = pipeline_tokens(int(tokens.max()), token_multiple)
             max_tokens = max(max_tokens, padded_to)
             n_tokens += int(tokens.sum())
@@ -150,32 +152,32 @@ def count_micro_batches(
     return MicroBatches(counts, max_tokens, n_tokens_with_padding / max(n_tokens, 1) - 1)
 
 
-def _deal_first_steps(lengths: np.ndarray, step_cells: int, dp: int) -> list[list[np.ndarray]]:
+def _deal_first_steps(cell_tokens: np.ndarray, step_cells: int, dp: int) -> list[list[np.ndarray]]:
     """Deal cells in order to the first steps, and the cells of a step to its `dp` ranks.
 
-    `lengths`, `(cells,)`, are the tokens of all cells. Return the tokens of each rank's cells, by step
-    and rank.
+    `cell_tokens`, `(cells,)`, has the tokens of each cell of the corpus. Return the part of it that
+    each rank gets in each step, by step and then by rank.
     """
-    n_steps = max(1, min(SAMPLED_STEPS, SAMPLED_RANK_STEPS // dp))
-    rank_cells = -(-min(step_cells, len(lengths)) // dp)
+    n_steps = max(1, min(MAX_SAMPLED_STEPS, MAX_SAMPLED_CUTS // dp))
+    rank_cells = -(-min(step_cells, len(cell_tokens)) // dp)
     steps = []
-    for step_start in range(0, len(lengths), step_cells)[:n_steps]:
-        step = lengths[step_start : step_start + step_cells]
+    for step_start in range(0, len(cell_tokens), step_cells)[:n_steps]:
+        step = cell_tokens[step_start : step_start + step_cells]
         steps.append(
             [step[start : start + rank_cells] for start in range(0, len(step), rank_cells)]
         )
     return steps
 
 
-def _count_shortest(lengths: np.ndarray, max_cells: int, token_budget: int) -> int:
+def _count_shortest(cell_tokens: np.ndarray, max_cells: int, token_budget: int) -> int:
     """Count how many of the shortest cells fit in `token_budget`, at most `max_cells`."""
-    shortest = np.sort(np.partition(lengths, max_cells - 1)[:max_cells])
+    shortest = np.sort(np.partition(cell_tokens, max_cells - 1)[:max_cells])
     return max(1, int(np.searchsorted(shortest.cumsum(), token_budget, side="right")))
 
 
-def _count_needed(lengths_by_rank: list[np.ndarray], rule: MicroBatchRule) -> int:
-    """Count the micro-batches of a step: as many as the rank with the most needs."""
+def _count_needed(ranks: list[np.ndarray], rule: MicroBatchRule) -> int:
+    """Count the micro-batches of a step: every rank has as many as the rank that needs the most."""
     needed = rule.min_per_step
-    for lengths in lengths_by_rank:
-        needed = max(needed, len(cut_greedily(lengths, rule.token_budget)) - 1)
+    for rank_tokens in ranks:
+        needed = max(needed, len(cut_greedily(rank_tokens, rule.token_budget)) - 1)
     return -(-needed // rule.multiple_of) * rule.multiple_of
