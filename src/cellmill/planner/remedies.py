@@ -57,8 +57,7 @@ def find_max_fitting_token_budget(
         return plan_memory(options, corpus, hardware, micro_batch_tokens).total
 
     # memory grows with the budget; budgets begin at 1, so the index is the largest one that fits
-    budgets = range(1, MAX_TRIED_BUDGET + 1)
-    return bisect_right(budgets, hardware.usable_bytes, key=count_bytes)
+    return bisect_right(range(1, MAX_TRIED_BUDGET + 1), hardware.usable_bytes, key=count_bytes)
 
 
 def find_remedy(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> str:
@@ -68,10 +67,11 @@ def find_remedy(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) ->
             return " and ".join(change.instructions)
     if options.plan.memory_gb:
         return "raise plan.memory_gb if the device has more, or use a smaller model"
-    if hardware.device_name == "cpu" and hardware.host_bytes:
-        return "request more memory per node (mem_mb, mem_mb_per_cpu or mem_mb_per_gpu), or use a smaller model"
     if hardware.device_name == "cpu":
-        return "use a machine with more memory, or request more for the job, or use a smaller model"
+        return (
+            "request more memory per node (mem_mb, mem_mb_per_cpu or mem_mb_per_gpu), or use a machine with more, or "
+            "a smaller model"
+        )
     return "use a device with more memory, or a smaller model"
 
 
