@@ -110,14 +110,11 @@ class PlannedModel:
         n_blocks = sum(stage.n_blocks for stage in stages)
         has_begin = any(stage.has_begin for stage in stages)
         has_finish = any(stage.has_finish for stage in stages)
-        outside = 0
-        outside_trained = 0
-        if has_begin:
-            outside += size.begin.parameters
-            outside_trained += size.begin.trained
+        ends = [size.begin] if has_begin else []
         if has_finish:
-            outside += size.finish.parameters
-            outside_trained += size.finish.trained
+            ends.append(size.finish)
+        outside = sum(end.parameters for end in ends)
+        outside_trained = sum(end.trained for end in ends)
         if self.parallel.n_stages == 1:
             # `begin` and `finish` both count tied parameters, but a single stage has them once
             outside -= size.tied.parameters

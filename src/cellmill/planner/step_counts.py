@@ -46,6 +46,11 @@ class CorpusSize:
         return float(self.gene_tokens_by_read.mean()) + self.n_covariates
 
     @cached_property
+    def tokens_of_shortest(self) -> np.ndarray:
+        """Gene tokens of the 1, 2, 3, … shortest cells together."""
+        return np.sort(self.gene_tokens_by_read).cumsum()
+
+    @cached_property
     def pairs_per_cell(self) -> float:
         """Mean number of (query, key) pairs of attention in a cell: the mean square of its tokens."""
         n_tokens = self.gene_tokens_by_read.astype(np.float64) + self.n_covariates
@@ -133,9 +138,10 @@ def count_micro_batches(
         max_cells = len(steps[0][0])  # cells of a rank in the largest step
         max_tokens = min(rule.token_budget, max_cells * int(cell_tokens.max()))
         if corpus.n_covariates:
-            max_tokens += corpus.n_covariates * _count_shortest(
-                cell_tokens, max_cells, rule.token_budget
-            )
+            # no micro-batch has more cells than as many of the shortest as fit
+            together = corpus.tokens_of_shortest[:max_cells]
+            n_shortest = int(together.searchsorted(rule.token_budget, side="right"))
+            max_tokens += corpus.n_covariates * n_shortest
         return MicroBatches(counts, max_tokens, padding_frac=0.0)
     max_tokens = 0
     n_tokens = 0
@@ -167,12 +173,6 @@ def _deal_first_steps(cell_tokens: np.ndarray, step_cells: int, dp: int) -> list
             [step[start : start + rank_cells] for start in range(0, len(step), rank_cells)]
         )
     return steps
-
-
-def _count_shortest(cell_tokens: np.ndarray, max_cells: int, token_budget: int) -> int:
-    """Count how many of the shortest cells fit in `token_budget`, at most `max_cells`."""
-    shortest = np.sort(np.partition(cell_tokens, max_cells - 1)[:max_cells])
-    return max(1, int(np.searchsorted(shortest.cumsum(), token_budget, side="right")))
 
 
 def _count_needed(ranks: list[np.ndarray], rule: MicroBatchRule) -> int:

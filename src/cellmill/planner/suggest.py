@@ -115,9 +115,8 @@ def list_parallel_options(options: PlanOptions, hardware: Hardware) -> Iterator[
     strategies = [{"strategy": "ddp"}]
     for name in ("FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP"):
         strategies.append({"sharding_strategy": name})
-    checkpointing_modes: tuple[str | None, ...] = (None, "selective", "full")
-    if options.parallel.compile:
-        checkpointing_modes = (None, "full")
+    is_compiled = options.parallel.compile
+    checkpointing_modes = (None, "full") if is_compiled else (None, "selective", "full")
     tp_sizes = divisors(hardware.nproc_per_node) if options.model.tp_sizes() else [1]
     max_pp = min(MAX_PP, min(options.model.pp_sizes().values(), default=1))
     tried = set()
@@ -125,11 +124,10 @@ def list_parallel_options(options: PlanOptions, hardware: Hardware) -> Iterator[
         for pp in divisors(hardware.world_size // tp):
             if pp > max_pp:
                 continue
-            schedules: tuple[str, ...] = SCHEDULES[:1]
-            if pp > 1:  # each once, though the run may have one of them
-                schedules = tuple(dict.fromkeys((*SCHEDULES, options.parallel.schedule)))
+            # the schedule of the run may be one of SCHEDULES
+            schedules = {*SCHEDULES, options.parallel.schedule} if pp > 1 else SCHEDULES[:1]
             for schedule, checkpointing, strategy in product(
-                schedules, checkpointing_modes, strategies
+                sorted(schedules), checkpointing_modes, strategies
             ):
                 changes = {
                     "tp": tp,

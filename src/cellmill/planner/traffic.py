@@ -161,12 +161,8 @@ def _list_tensor_parallel(
     forwards = size.flops.forwards
     token_bytes = model.element_bytes * tokens  # of one element of every token
     # `finish` is measured over both passes; the further forward pass runs without its heads
-    ends = []
-    if totals.has_begin:
-        ends.append((size.begin, forwards))
-    if totals.has_finish:
-        ends.append((size.finish, 1))
-    for end, passes in ends:
+    begin_passes = forwards * int(totals.has_begin)
+    for end, passes in ((size.begin, begin_passes), (size.finish, int(totals.has_finish))):
         payload_bytes = token_bytes * passes * end.collective_elements_per_token
         yield Calls("all-reduce", "tp", payload_bytes, passes * end.collectives * micro_batches)
     # a backward pass sums as often as a forward pass; recomputation of either kind keeps no sums, and
@@ -209,9 +205,8 @@ def _list_pipeline(
             receiver = rank_by_stage.get(neighbour, pp_rank)
             if receiver != pp_rank:
                 leaves_node = nodes[receiver] != nodes[pp_rank]
-                payload_bytes = passes * message_bytes
                 n_messages = passes * micro_batches
-                yield Calls("point to point", "pp", payload_bytes, n_messages, leaves_node)
+                yield Calls("point to point", "pp", passes * message_bytes, n_messages, leaves_node)
     tied = model.size.tied.trained
     ends = {rank_by_stage[0], rank_by_stage[parallel.n_stages - 1]}
     if tied and len(ends) == 2 and pp_rank in ends:

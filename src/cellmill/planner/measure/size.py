@@ -30,7 +30,6 @@ from cellmill.parallel.apply import apply_tensor_parallel, checkpoint_activation
 from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.torch_private import FakeStore, local_tensor
-from cellmill.planner.measure.meter import Window
 from cellmill.planner.measure.passes import PassMeasurements, measure_passes
 from cellmill.planner.units import FLOAT32_BYTES
 
@@ -235,33 +234,25 @@ def _measure_size(spec: ModelSpec, method: Method, tp: int, sequence_parallel: b
     if sequence_parallel:  # its collectives are derived from the ones without it
         plain_model = _build(spec, method, tp, one_block=True)
         collectives = measure_passes(plain_model, spec, SAMPLE_TOKENS)
-    tokens = collectives.tokens
-    finish_kept_per_token, workspace = _measure_workspace(model, spec, multiple)
-
-    begin = _add_collectives(parts["begin"], collectives.begin.window, tokens)
-    block = _add_collectives(parts["block"], collectives.block.window, tokens)
-    finish = _add_collectives(parts["finish"], collectives.finish.window, tokens)
+    for name in ("begin", "block", "finish"):
+        window = getattr(collectives, name).window
+        elements = window.collective_bytes / FLOAT32_BYTES
+        parts[name] = replace(
+            parts[name],
+            activations_per_token=getattr(long, name).kept / long.tokens,
+            collective_elements_per_token=elements / collectives.tokens,
+            collectives=window.collectives,
+        )
+    kept_per_token, workspace = _measure_workspace(model, spec, multiple)
+    parts["finish"] = replace(parts["finish"], activations_per_token=kept_per_token)
     return ModelSize(
-        begin=replace(begin, activations_per_token=long.begin.kept / long.tokens),
-        block=replace(block, activations_per_token=long.block.kept / long.tokens),
-        finish=replace(finish, activations_per_token=finish_kept_per_token),
-        tied=parts["tied"],
+        **parts,
         buffers=sum(buffer.numel() for buffer in whole.buffers()),
         flops=_count_flops(model, n_blocks, long, short),
         width=long.width,
         selective_per_token=_measure_selective(spec, method, tp, sequence_parallel),
         block_workspace_per_token=long.block.workspace / long.tokens,
         finish_workspace_by_tokens=workspace,
-    )
-
-
-def _add_collectives(part: PartSize, window: Window, tokens: int) -> PartSize:
-    """Copy `part` with the collectives of a `window`, in which it computed `tokens` tokens."""
-    elements = window.collective_bytes / FLOAT32_BYTES
-    return replace(
-        part,
-        collective_elements_per_token=elements / tokens,
-        collectives=window.collectives,
     )
 
 
