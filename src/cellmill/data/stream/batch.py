@@ -44,7 +44,7 @@ class Batch:
     cu_seqlens: Array
     # (cells,) int64: index of each cell in its split or file
     cell_ids: Array = field(metadata=_PER_CELL_PAD_NO_ID)
-    # (tokens,) int64: the gene's count in the cell. This and all below are None unless asked for
+    # (tokens,) int64: the gene's count in the cell, or 0; None unless the objective needs it
     counts: Array | None = field(default=None, metadata=_PER_TOKEN)
     # (cells, columns) int32: level codes of obs columns, 0 unknown
     levels: Array | None = field(default=None, metadata=_PER_CELL)

@@ -22,7 +22,7 @@ from cellmill.data.recycled import recycled_empty
 from cellmill.data.rows import choose_rows, iterate_rows, row_offsets
 from cellmill.data.stream.order import CellRuns, EpochOrder, OrderCache, OrderRule
 
-# tasks that read a window: more of them cost more time to submit. A task reads from one shard, so a
+# about how many tasks read a window: each costs time to submit. A task reads from one shard, so a
 # window over many shards has more
 _TARGET_TASKS = 32
 
