@@ -283,7 +283,7 @@ def test_a_folder_without_a_model_leaves_nothing_on_the_hub(
         "me/none": r"me/none: the hub does not do it: .*404",
         "none": r"none: expected the name of a model on the hub, owner/name",
         "me/empty": r"me/empty: it has no config\.json; expected a model that `cellmill push` uploaded",
-        "me/bad": r"me/bad: it is no model of cellmill: model\.safetensors: its SHA-256 is \w+, config\.json has",
+        "me/bad": r"me/bad: it is not a model of cellmill: model\.safetensors: its SHA-256 is \w+, config\.json has",
     }
     calls = [(["pull", name, "--out", str(tmp_path / "out")], None) for name in wrong]
     for (code, _, error), message in zip(_cellmill(hub, tmp_path / "home", *calls), wrong.values()):

@@ -47,7 +47,7 @@ def to_tensors(batch: Batch, device: torch.device = CPU) -> Batch:
 def pad_batch(batch: AnyBatch, tokens: int) -> AnyBatch:
     """Pad to `tokens` by cells of `<pad>` at the end.
 
-    They are no targets and attend only to each other.
+    These tokens are never targets, and those of a cell attend only to each other.
     """
     n_padding = tokens - len(batch.token_ids)
     if not n_padding:
@@ -115,9 +115,9 @@ def copy_to_device(value: Any, device: torch.device) -> Any:
 
 
 def has_genes(batch: Batch) -> Tensor:
-    """Return the cells with a gene, (cells,) bool.
+    """Return which cells have a gene, (cells,) bool.
 
-    Tokens of pooling, of obs columns and at the ends of a cell are no genes.
+    Tokens of pooling, of obs columns and at the ends of a cell are not genes.
     """
     token_cells, _ = positions(batch)
     has_gene = torch.zeros(len(batch.lengths), dtype=torch.int64, device=token_cells.device)

@@ -5,8 +5,8 @@ which pads: variable-length flash attention on GPUs that have it, in half precis
 scaled-dot-product attention over runs of cells of equal length. Linear layers are torch's, or
 transformers' Conv1D of GPT-2, whose weight is transposed.
 
-Legend: T tokens of the batch, R rows (cells or queries), H width of the model, h heads, d
-width of a head.
+Legend: T tokens of the batch, R rows (cells or queries), L tokens of the longest cell, H width of the
+model, h heads, d width of a head.
 """
 
 from functools import cache
@@ -36,22 +36,24 @@ def attention(
     If `causal`, it attends only to itself and earlier tokens.
     """
     if not lengths:
-        return v + 0 * (q + k)  # no cells: an empty result, through which gradients flow as zeros
+        return v + 0 * (q + k)  # no cells: the result is empty, and gradients are zeros, not None
     head_width = q.shape[-1]
     is_half = q.dtype in (torch.bfloat16, torch.float16)
     suits_flash = q.is_cuda and is_half and head_width % 8 == 0 and head_width <= 256
     if suits_flash and _has_flash(q.device):
         longest = max(lengths)
         window = (-1, 0 if causal else -1)
-        # imported here: the module imports torch's compiler, half a second
+        # imported only here: this module imports torch's compiler, which takes half a second
         varlen_attn = import_module("torch.nn.attention.varlen").varlen_attn
         return cast(
             Tensor,
             varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=window),
         )
-    if q.is_meta:  # nothing is computed: fewer calls for the planner to measure
+    if (
+        q.is_meta
+    ):  # the planner measures the calls: sorting makes fewer of them, and no result is wrong
         lengths = sorted(lengths)
-    # on the meta device torch would plan for attention that keeps its scores
+    # on the meta device torch would choose attention that stores its scores
     attend = flash_attention if q.is_meta else F.scaled_dot_product_attention
     # runs of cells of equal length: the length, and the number of cells
     runs = [(length, len(list(cells))) for length, cells in groupby(lengths)]
@@ -68,7 +70,7 @@ def attention(
 
 @cache
 def _has_flash(device: torch.device) -> bool:
-    # Ampere; the V100, which needs 16-mixed, is older
+    # 8.0 is Ampere; the V100 is older
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -84,8 +86,8 @@ class Block(nn.Module):
 
     Rows of `qkv` are query, key and value of the first head, then of the second: any slice of whole
     heads is a smaller layer of the same kind, so a tensor-parallel rank may have fewer heads than
-    the model. `before` and `after` take only tensors and depend on no block or batch, so all blocks
-    share their compiled code.
+    the model. `before` and `after` are the parts before and after attention. They read only tensors, so
+    all blocks share their compiled code.
     """
 
     def __init__(
@@ -120,24 +122,30 @@ class Block(nn.Module):
 
         T may be this rank's share of the tokens.
         """
-        drops = None
+        dropout_states = None
         if self.training and self.dropout:
             first_key = 2 * self.index
-            drops = keyed_state(token_keys, first_key), keyed_state(token_keys, first_key + 1)
+            dropout_states = (
+                keyed_state(token_keys, first_key),
+                keyed_state(token_keys, first_key + 1),
+            )
         attended = attention(*self.before(x), cu_seqlens, lengths, self.causal)
-        return self.after(x, attended.flatten(1), drops)
+        return self.after(x, attended.flatten(1), dropout_states)
 
-    def padded(self, x: Tensor, inside: Tensor) -> Tensor:
-        """(cells, L, H) -> (cells, L, H) without dropout; `inside`, (cells, L) bool, is no padding."""
+    def padded(self, x: Tensor, is_token: Tensor) -> Tensor:
+        """Apply the block to padded cells without dropout: (cells, L, H) -> (cells, L, H).
+
+        `is_token`, (cells, L) bool, is False for padding.
+        """
         shape = x.shape[:2]
         rows = x.flatten(0, 1)
         q, k, v = (part.unflatten(0, shape).transpose(1, 2) for part in self.before(rows))
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=inside[:, None, None, :])
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=is_token[:, None, None, :])
         attended = attended.transpose(1, 2).flatten(2).flatten(0, 1)
         return self.after(rows, attended, None).unflatten(0, shape)
 
     def before(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(T, H) -> query, key and value, (T, h, H / h) each."""
+        """Compute query, key and value, (T, h, d) each, from the block's input (T, H)."""
         projected = self.qkv(self.attention_norm(x))
         q, k, v = projected.unflatten(-1, (-1, 3, self.head_width)).unbind(2)
         return q, k, v
@@ -146,13 +154,17 @@ class Block(nn.Module):
         self,
         x: Tensor,
         attended: Tensor,
-        drops: tuple[Tensor, Tensor] | None,
+        dropout_states: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
-        """Residual input and attention output, (T, H) each, and states of both dropouts -> (T, H)."""
-        attention_drop, ffn_drop = drops or (None, None)
-        x = x + self._drop(self.out(attended), attention_drop)
+        """Compute the block's output (T, H) from its input and the attention's output, (T, H) each.
+
+        `dropout_states` are the random states of the dropouts of both layers, (T,) int64 each; None
+        for no dropout.
+        """
+        attention_states, ffn_states = dropout_states or (None, None)
+        x = x + self._drop(self.out(attended), attention_states)
         inner = self.down(F.gelu(self.up(self.ffn_norm(x))))
-        return x + self._drop(inner, ffn_drop)
+        return x + self._drop(inner, ffn_states)
 
     def _drop(self, x: Tensor, states: Tensor | None) -> Tensor:
         return x if states is None else keyed_dropout(x, self.dropout, states)
@@ -173,11 +185,11 @@ class FeedForward(nn.Module):
         """(R, H) -> (R, H); `row_keys` (R,) int64 key the dropout, None for none."""
         return self.inner(x, None if row_keys is None else keyed_state(row_keys, self.index))
 
-    def inner(self, x: Tensor, drops: Tensor | None) -> Tensor:
-        """(R, H) and states of the dropout, (R,), -> (R, H)."""
+    def inner(self, x: Tensor, dropout_states: Tensor | None) -> Tensor:
+        """(R, H) -> (R, H), as `forward`; `dropout_states` (R,) int64 are random states, None for none."""
         update = self.down(F.gelu(self.up(self.norm(x))))
-        if drops is not None:
-            update = keyed_dropout(update, self.dropout, drops)
+        if dropout_states is not None:
+            update = keyed_dropout(update, self.dropout, dropout_states)
         return x + update
 
 
@@ -187,7 +199,7 @@ def is_linear(layer: nn.Module) -> bool:
 
 
 def is_transposed(layer: nn.Module) -> bool:
-    """Return True for transformers' Conv1D: linear, with a weight of (in, out)."""
+    """Return True for transformers' Conv1D, a linear layer whose weight is (in, out)."""
     kind = type(layer)
     return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
 

@@ -38,18 +38,18 @@ class CovariateEmbedding(nn.Module):
         )
 
     def forward(self, rows: Tensor) -> Tensor:
-        """(T,) int64, rows from 1 of all tables, one below another -> (T, H); zeros for row 0."""
+        """Embed rows, (T,) int64 -> (T, H): rows of all tables one below another, from 1; 0 gives zeros."""
         tables = torch.cat([table.get_parameter("weight") for table in self.tables])
         return F.embedding(rows, F.pad(tables, (0, 0, 1, 0)))
 
 
 class CovariatePrefix:
-    """Tokens of the columns. It is no module, because each pipeline stage has it."""
+    """The covariate tokens before each cell. Not a module, because each pipeline stage has it."""
 
     def __init__(self, tokens: Tokens, levels: Mapping[str, Sequence[str]]) -> None:
         self.columns = [[*levels].index(name) for name in tokens.covariates]
         sizes = [len(levels[name]) + 1 for name in tokens.covariates]
-        # row of each column's unknown level, after row 0 of tokens that are no covariates
+        # row of each column's unknown level; row 0 is of tokens that are not covariates
         self.first_rows = [*accumulate(sizes, initial=1)][:-1]
         self.unknown_frac = tokens.covariate_unknown_frac
 
@@ -69,7 +69,7 @@ class CovariatePrefix:
             if keys is not None and self.unknown_frac:
                 draws = keyed_bits(batch.cell_ids[:, None], *keys, column, UNKNOWN)
                 codes = codes.masked_fill(draws < threshold(self.unknown_frac), 0)
-        # (C, K): rows of the embedding, and the added tokens, which are the first of each cell
+        # (C, K): rows of the embedding, and indices of the added tokens, the first of each cell
         rows = codes + torch.tensor(self.first_rows, device=device)
         extended = add_tokens(batch, n_columns, 0, PAD_TOKEN)
         starts = extended.cu_seqlens[:-1].long()
@@ -126,11 +126,11 @@ class CellEncoder(Model):
 
     norm: nn.Module
     hidden_value: nn.Parameter
-    """(H,): embedding of a hidden value, attached by objectives that hide values."""
+    """(H,): embedding of a hidden value, added by objectives that hide values."""
     covariate_prefix: CovariatePrefix | None = None
 
     def attach_heads(self, vocab_size: int) -> None:
-        """Add the objective's heads to the model, its plan, and its rows by gene."""
+        """Add the objective's heads to the model, its `plan` and its `gene_rows`."""
         children = dict(self.named_children())
         parameters = dict(self.named_parameters(recurse=False))
         trunk = {*self.plan.begin, *children, *parameters}

@@ -39,7 +39,7 @@ from cellmill.parallel.materialize import Part, as_index, fill, named_tensors, o
 WEIGHTS = "model.safetensors"
 RIDGE = "ridge.safetensors"  # the regression for hidden genes (`evaluate.hidden_genes.ridge`)
 SIZES = ("layer", "hidden", "width", "size", "heads")
-"""Parts of the names of options whose values cannot be larger than the number of weights."""
+"""Words in the names of options that are sizes: none is larger than the number of weights."""
 
 
 class WeightsFile:
@@ -54,7 +54,7 @@ class WeightsFile:
             require_file(path)  # the library would wait for a FIFO
         with self._name_errors():
             self._file: Any = safe_open(path, framework="pt")
-            stored = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118  no mapping
+            stored = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118  not a mapping
         self.shapes = {name: torch.Size(tensor.get_shape()) for name, tensor in stored.items()}
         self.float32 = {name for name, tensor in stored.items() if tensor.get_dtype() == "F32"}
 
@@ -168,20 +168,21 @@ def _read_checked(
 
 
 def fill_buffers(model: Model, seed: int, vocabulary: Vocabulary) -> None:
-    """Fill the buffers that no file has, of a whole model on the CPU."""
+    """Fill the buffers of a whole model on the CPU that are not in its `state_dict`."""
     missing = {name for name, _ in named_tensors(model)} - model.state_dict().keys()
     fill(model, initial_tensors(model, seed, None, vocabulary, only=missing))
 
 
 def _build(path: Path, spec: ModelSpec, file: WeightsFile) -> Model:
-    """Return the model of config.json at `path` on the meta device.
+    """Build the model that config.json at `path` describes, on the meta device.
 
     Raise DataError if it cannot be the model of `file`.
     """
     n_tensors = len(file.shapes)
     n_elements = sum(shape.numel() for shape in file.shapes.values())
     options = spec.model.model_dump(mode="json") | spec.objective.model_dump(mode="json")
-    for name, size in _sizes(options):  # building a million layers would take hours
+    # checked first: building a million layers would take hours
+    for name, size in _sizes(options):
         if "layer" in name and size > n_tensors:
             raise unusable(path, f"{name}: {size}, but {WEIGHTS} has {n_tensors:,} tensors")
         if "layer" not in name and size > n_elements:
@@ -235,11 +236,11 @@ def initial_tensors(
     of seed and name, so values depend on no order and no layout. With `only`, just these names are
     yielded. `fixed` are values by name that replace drawn values.
 
-    With `init_from`, an exported model, its tensors are used instead, of which each rank reads its
-    part. Tensors with a row per gene are matched by Ensembl id, tensors with a row per level by the
-    level's name. Unknown genes and levels keep their initial values, unless `new_genes` has a row
-    for genes of that tensor. So do tensors that the model lacks (another objective's head). Raise
-    ConfigError if a shared tensor has another shape.
+    With `init_from`, the folder of an exported model, its tensors are used instead, of which each rank
+    reads its part. Tensors with a row per gene are matched by Ensembl id, tensors with a row per level
+    by the level's name. Genes and levels that the exported model lacks keep their initial values, unless
+    `new_genes` has a row for new genes of that tensor. So do tensors that it lacks (another objective's
+    head). Raise ConfigError if a shared tensor has another shape.
     """
     source = _Source(init_from, model, vocabulary) if init_from is not None else None
     for name, empty in named_tensors(model):
@@ -276,7 +277,7 @@ def mean_gene_row(weights: Path, name: str) -> Tensor:
 
 
 class _Source:
-    """Tensors of an exported model, by name, as `model` with `vocabulary` takes them over."""
+    """Tensors of an exported model, for a `model` with another `vocabulary` and other levels."""
 
     def __init__(self, folder: Path, model: Model, vocabulary: Vocabulary) -> None:
         self.folder = folder
@@ -319,34 +320,34 @@ class _Source:
         return rows[part[0]] if part else rows
 
     def _level_rows(self, column: str, n_rows: int, n_source_rows: int) -> Tensor:
-        """Return the source's row of each level of a column, -1 for none.
+        """Return the source's row of each row of a table by level, -1 for none.
 
-        A table may begin with rows of no level.
+        Levels are the last rows; a row of the unknown level may come before them.
         """
         levels = self.model.objective.levels[column]
         source_levels = self.levels.get(column, ())
-        first = n_rows - len(levels)
-        source_first = n_source_rows - len(source_levels)
-        row_of = {level: source_first + row for row, level in enumerate(source_levels)}
-        rows = [-1] * first
-        if row_of and first == source_first:
-            rows = list(range(first))
+        n_before = n_rows - len(levels)
+        n_source_before = n_source_rows - len(source_levels)
+        row_of = {level: n_source_before + row for row, level in enumerate(source_levels)}
+        rows = [-1] * n_before
+        if row_of and n_before == n_source_before:
+            rows = list(range(n_before))
         rows += [row_of.get(level, -1) for level in levels]
         return torch.tensor(rows)
 
     def read(self, name: str, rows: Tensor, part: Part, dtype: torch.dtype) -> Tensor:
-        """Return what `part` has of these rows of a tensor."""
+        """Return these rows of a tensor, as far as the other dims of `part` reach."""
         if part:
             part = (as_index(rows.tolist()), *part[1:])
         return self.file.read(name, part).to(dtype)
 
 
 def mean_gene_rows(spec: ModelSpec, folder: Path, device: torch.device) -> dict[str, Tensor]:
-    """Return the mean row, over the genes of the model in `folder`, of tensors with a row per gene.
+    """Return the mean gene's row of each tensor with a row per gene, from the model in `folder`.
 
-    Rank 0 reads the tables, a piece at a time, and sends the means: the others read only their part
-    of the model, and all layouts have the same bits. The table of given gene vectors has no mean: a
-    gene without a vector has none. Collective over all ranks.
+    Rank 0 reads the tables, a piece at a time, and sends the means. So other ranks read only their part
+    of the model, and all layouts have the same bits. The table of given gene vectors is left out: a gene
+    without a vector has zeros there. Collective over all ranks.
     """
     model = build(spec)
     source_shapes = WeightsFile(folder / WEIGHTS).shapes

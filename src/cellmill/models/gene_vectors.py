@@ -5,7 +5,8 @@ a gene without a vector has only the learned embedding. Vectors are divided by t
 square over all genes that have one, so that the projection starts as large as a learned embedding.
 Files are never unpickled.
 
-Legend: T tokens of the batch, C cells, D numbers of a vector, H width of the model.
+Legend: T tokens of the batch, C cells, D numbers of a vector, H width of the model, V size of the
+vocabulary.
 """
 
 import csv
@@ -40,7 +41,7 @@ class GeneVectors(nn.Module):
         self.project = with_std(nn.Linear(dim, hidden, bias=False), STD / dim**0.5)
 
     def forward(self, look_up: Callable[[Tensor], Tensor]) -> Tensor:
-        """(T, H) or (C, H): projections of what `look_up` makes of the table, (T, D) or (C, D)."""
+        """Project the vectors that `look_up` reads from the table: (T, D) -> (T, H), or (C, D) -> (C, H)."""
         projected: Tensor = self.project(look_up(self.table.weight))
         return projected
 

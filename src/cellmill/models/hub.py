@@ -71,7 +71,7 @@ def push(folder: Path, repo: str, card: str, metrics: Path | None, private: bool
 def pull(repo: str, folder: Path) -> str:
     """Download a model to `folder`, config.json last, and return the commit.
 
-    Files of an earlier model in `folder` are replaced or removed. Raise UserError if `repo` is no
+    Files of an earlier model in `folder` are replaced or removed. Raise UserError if `repo` is not a
     model of cellmill.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ def pull(repo: str, folder: Path) -> str:
             load_model(made)
         except UserError as error:
             raise DataError(
-                f"{name}: it is no model of cellmill: {str(error).replace(f'{made}/', '')}"
+                f"{name}: it is not a model of cellmill: {str(error).replace(f'{made}/', '')}"
             ) from None
         had_model = (folder / "config.json").is_file()
         for file in FILES:
@@ -125,7 +125,7 @@ def split_name(repo: str) -> tuple[str, str | None]:
 
 def _token() -> str | bool:
     """Return the token of the environment; False keeps a stored token from being sent."""
-    # an error about a header with a line break would show it
+    # stripped: an error about a header with a line break would show the token
     return os.environ.get("HF_TOKEN", "").strip() or False
 
 

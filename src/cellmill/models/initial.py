@@ -17,8 +17,8 @@ from cellmill.parallel.materialize import Part
 
 STD = 0.02
 """Standard deviation of weights, unless a module sets `initial_std` (Radford et al. 2019)."""
-PIECE = 1 << 20  # elements made at once of a tensor of which a rank keeps a part
-GROUP = 16  # torch draws normal values in groups of 16, and makes the last group of a tensor again
+PIECE = 1 << 20  # elements computed at once of a tensor of which a rank keeps a part
+GROUP = 16  # torch draws normal values in groups of 16; a last group that is not full differs
 Fill = Callable[[Tensor, torch.Generator], object]
 """Function that fills a full CPU tensor; its generator depends only on seed and name."""
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
@@ -50,9 +50,9 @@ def ones(tensor: Tensor, generator: torch.Generator) -> object:
 
 
 def fill_part(fill: Fill, empty: Tensor, part: Part, generator: torch.Generator) -> Tensor:
-    """Return `part` of a CPU tensor like `empty`, bit for bit as `fill` makes the whole.
+    """Return `part` of a CPU tensor like `empty`, with the bits that it has if `fill` fills the whole.
 
-    Values that can be made in pieces are, so that the whole tensor never takes memory.
+    Normal values and constants are computed in pieces, so that the whole tensor never takes memory.
     """
     is_all = all(index == slice(None) for index in part)
     if is_all or not (isinstance(fill, _Normal) or fill in (zeros, ones)):
@@ -67,11 +67,12 @@ def fill_part(fill: Fill, empty: Tensor, part: Part, generator: torch.Generator)
     part_row[part[0]] = torch.arange(len(values))
     # rows of a piece: about PIECE elements, rounded up to whole groups
     piece_rows = -(-PIECE // max(empty.shape[1:].numel(), 1) // GROUP) * GROUP
+    # the last piece also has the rows that are left, so that its last group is the tensor's
     borders = [*range(0, max(n_rows - piece_rows, 0) + 1, piece_rows), n_rows]
-    for first, last in pairwise(borders):
-        piece = torch.empty((last - first, *row_shape), dtype=empty.dtype)
+    for start, end in pairwise(borders):
+        piece = torch.empty((end - start, *row_shape), dtype=empty.dtype)
         fill(piece, generator)
-        rows = part_row[first:last]
+        rows = part_row[start:end]
         is_in_part = rows >= 0
         values[rows[is_in_part]] = piece[is_in_part][(slice(None), *part[1:])]
     return values

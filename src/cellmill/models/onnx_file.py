@@ -35,8 +35,8 @@ except ImportError as error:
 
 TOLERANCE = 1e-4
 """Largest difference from the model's vectors, relative to the largest number of the vectors."""
-TRACED = (5, 4)  # genes of the cells of the trace
-COMPARED = (3, 7, 1)  # genes of the cells that are compared: other numbers of cells and genes
+TRACED = (5, 4)  # number of genes of each cell of the trace
+COMPARED = (3, 7, 1)  # likewise for the comparison: other numbers of cells and genes
 
 
 class Padded(nn.Module):
@@ -51,9 +51,9 @@ class Padded(nn.Module):
 
 
 def write_onnx(folder: Path, out: Path) -> float:
-    """Write the model's embedder, and return the largest relative difference from it.
+    """Write the model's embedder as ONNX; return how far its vectors differ from the model's.
 
-    Raise ConfigError or DataError.
+    The difference is relative to the largest number of the vectors. Raise ConfigError or DataError.
     """
     model, vocabulary, config = load_model(folder)
     spec = spec_of(config, vocabulary.n_genes)
@@ -65,13 +65,13 @@ def write_onnx(folder: Path, out: Path) -> float:
         )
     with atomic_path(out) as temporary:
         _trace(model, _draw_cells(tokens, vocabulary.n_genes, TRACED), temporary)
-        made = onnx.load(temporary)
+        exported = onnx.load(temporary)
         about = {
             "tokens": json.dumps(tokens.model_dump(mode="json")),
             "vocabulary": "\n".join(vocabulary.gene_ids),
         }
-        onnx.helper.set_model_props(made, about | {"vocabulary_digest": vocabulary.digest})
-        onnx.save(made, temporary)
+        onnx.helper.set_model_props(exported, about | {"vocabulary_digest": vocabulary.digest})
+        onnx.save(exported, temporary)
         session = onnxruntime.InferenceSession(str(temporary), providers=["CPUExecutionProvider"])
         difference = _difference(session, model, *_draw_cells(tokens, vocabulary.n_genes, COMPARED))
         if not difference <= TOLERANCE:
@@ -89,7 +89,7 @@ def _draw_cells(tokens: Tokens, n_genes: int, lengths: tuple[int, ...]) -> tuple
     lengths = tuple(min(n, n_genes, tokens.max_tokens) for n in lengths)
     draw = torch.Generator().manual_seed(0)
     longest = max(lengths)
-    inside = torch.arange(longest) < torch.tensor(lengths)[:, None]
+    is_token = torch.arange(longest) < torch.tensor(lengths)[:, None]
     rows = [torch.randperm(n_genes, generator=draw)[:longest] for _ in lengths]
     genes = torch.stack(rows) + len(SPECIAL)
     if tokens.value_kind == "scalar":
@@ -98,10 +98,11 @@ def _draw_cells(tokens: Tokens, n_genes: int, lengths: tuple[int, ...]) -> tuple
         values = torch.arange(longest).expand(len(lengths), -1)
     else:
         values = torch.randint(1, tokens.n_values, (len(lengths), longest), generator=draw)
-    return torch.where(inside, genes, PAD_TOKEN), values * inside
+    return torch.where(is_token, genes, PAD_TOKEN), values * is_token
 
 
 def _trace(model: Model, example: tuple[Tensor, Tensor], out: Path) -> None:
+    """Write the model as ONNX for any number of cells and tokens, traced with the `example`."""
     shapes = {0: torch.export.Dim("cells"), 1: torch.export.Dim("tokens")}
     quiet = logging.getLogger("torch.onnx")
     before = quiet.level
@@ -125,12 +126,16 @@ def _trace(model: Model, example: tuple[Tensor, Tensor], out: Path) -> None:
 
 
 def _difference(session: Any, model: Model, genes: Tensor, values: Tensor) -> float:
+    """Return the largest relative difference between the file's vectors and the model's."""
     (found,) = session.run(["cell_vector"], {"genes": genes.numpy(), "values": values.numpy()})
-    inside = genes != PAD_TOKEN
-    lengths = inside.sum(1)
-    ends = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
+    is_token = genes != PAD_TOKEN
+    lengths = is_token.sum(1)
     packed = Batch(
-        genes[inside], values[inside], ends, torch.arange(len(genes)), lengths=lengths.tolist()
+        token_ids=genes[is_token],
+        values=values[is_token],
+        cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()]),
+        cell_ids=torch.arange(len(genes)),
+        lengths=lengths.tolist(),
     )
     with torch.no_grad():
         expected = model.embed(packed).numpy()

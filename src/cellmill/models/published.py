@@ -2,9 +2,8 @@
 
 No code that a file names is run. docs/finetune.md lists the files, and how tokens, genes and heads
 are converted, for Geneformer (Theodoris et al. 2023, family `bert`) and scGPT (Cui et al. 2024,
-family `scgpt`).
-Geneformer's rank value of a gene is its count over the cell's total, times 10,000, over its median:
-the order of our rank tokens with these medians in the vocabulary.
+family `scgpt`). Geneformer orders genes by their count divided by the cell's total and by the gene's
+median. The rank tokenizer gives the same order with these medians in the vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,10 +39,10 @@ from cellmill.models.pickled_numbers import read_numbers
 from cellmill.parallel.materialize import named_tensors
 
 # bounds of medians that can be stored
-SMALLEST = float(np.finfo(np.float32).tiny)
-LARGEST = float(np.finfo(np.float32).max)
+MIN_MEDIAN = float(np.finfo(np.float32).tiny)
+MAX_MEDIAN = float(np.finfo(np.float32).max)
 Names = Mapping[str, tuple[str, ...]]
-"""Names that a file may have for each of our modules."""
+"""Names that a published file may have for each module of ours."""
 BERT_LAYER: Names = {
     "out": ("attention.output.dense",),
     "attention_norm": ("attention.output.LayerNorm",),
@@ -60,7 +59,7 @@ SCGPT_LAYER: Names = {
 }
 SCGPT_QKV = ("self_attn.in_proj_", "self_attn.Wqkv.", "self_attn._impl.Wqkv.")
 IMPORTED = "imported"  # instead of the fingerprint of training data
-LEFT = ("model.safetensors", "vocabulary.tsv", "README.md")  # files written before config.json
+PARTIAL_FILES = ("model.safetensors", "vocabulary.tsv", "README.md")  # written before config.json
 
 
 def import_geneformer(
@@ -140,7 +139,7 @@ def read_dictionaries(folder: Path) -> tuple[dict[str, Any], Vocabulary]:
     tokens, medians = (read_numbers(published_file(folder, pattern)) for pattern in DICTIONARIES)
     _check_tokens(folder / "token_dictionary", tokens, SPECIAL)
     genes = sorted(name for name in tokens if name in medians and not name.startswith("<"))
-    wrong = [name for name in genes if not SMALLEST <= medians[name] <= LARGEST]
+    wrong = [name for name in genes if not MIN_MEDIAN <= medians[name] <= MAX_MEDIAN]
     if wrong:
         raise DataError(
             f"{folder}: gene_median_dictionary: {wrong[0]}: expected a median above 0, got {medians[wrong[0]]!r}"
@@ -374,8 +373,10 @@ def _check_out(out: Path) -> None:
     config_path = out / "config.json"
     if config_path.exists() and read_mapping(config_path).get("fingerprint") == IMPORTED:
         return
-    # an import that was killed has left LEFT, and temporary files, which begin with a dot
-    others = [p.name for p in out.glob("*") if p.name not in LEFT and not p.name.startswith(".")]
+    # an import that was killed has left PARTIAL_FILES, and temporary files, which begin with a dot
+    others = [
+        p.name for p in out.glob("*") if p.name not in PARTIAL_FILES and not p.name.startswith(".")
+    ]
     if others:
         raise ConfigError(
             f"--out {out}: expected a new folder, or that of an earlier import, got one with {min(others)}; set another"

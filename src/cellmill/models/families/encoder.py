@@ -8,7 +8,7 @@ output is the cell's vector.
 perceptron on the cell's log-normalised profile, whose first matrix is the gene embedding. Rows of
 its residual stream are cells, not tokens: a cell costs the same whatever its depth.
 
-Legend: T tokens of the batch, N targets, C cells, H width of the model.
+Legend: T tokens of the batch, N targets, C cells, L tokens of the longest cell, H width of the model.
 """
 
 import math
@@ -59,7 +59,7 @@ class EncoderModel(TokenEncoder):
         hidden = config.hidden
         super().__init__(hidden, n_genes, objective)
         self.config = config
-        self.value_embedding = value_embedding(tokens, hidden)
+        self.value_embedding = make_value_embedding(tokens, hidden)
         if tokens.covariates:
             self.covariate_prefix = CovariatePrefix(tokens, objective.levels)
             self.covariates = CovariateEmbedding(tokens, objective.levels, hidden)
@@ -67,7 +67,7 @@ class EncoderModel(TokenEncoder):
             for index, name in enumerate(tokens.covariates):
                 self.add_level_rows(name, f"covariates.tables.{index}.weight")
         attach_gene_vectors(self, config, self.vocab_size)
-        self.blocks = pre_norm_blocks(config)
+        self.blocks = make_pre_norm_blocks(config)
         self.norm = nn.LayerNorm(hidden)
         self.pooling = config.pooling
         if self.pooling == "cls":
@@ -92,33 +92,33 @@ class EncoderModel(TokenEncoder):
         return super().embed(self._add_cell_tokens(batch))
 
     def embed_padded(self, token_ids: Tensor, values: Tensor) -> Tensor:
-        inside = token_ids != PAD_TOKEN  # (cells, L) bool
+        is_token = token_ids != PAD_TOKEN  # (cells, L) bool
         x = self.gene_embedding(token_ids)  # (cells, L, H)
         if self.gene_vectors is not None:
             x = x + self.gene_vectors(partial(F.embedding, token_ids))
         if values.is_floating_point():
             # centred within each cell, as in `inputs`
-            center = (values * inside).sum(1, keepdim=True) / inside.sum(1, keepdim=True)
+            center = (values * is_token).sum(1, keepdim=True) / is_token.sum(1, keepdim=True)
             x = x + self.value_embedding((values - center)[..., None])
         else:
             x = x + self.value_embedding(values)
         if self.pooling == "cls":
             x = torch.cat([self.cell_token.expand(x.shape[0], 1, -1), x], 1)
-            inside = F.pad(inside, (1, 0), value=True)
+            is_token = F.pad(is_token, (1, 0), value=True)
         for block in self.blocks:
             assert isinstance(block, Block)
-            x = block.padded(x, inside)
+            x = block.padded(x, is_token)
         states = self.norm(x)
         if self.pooling == "cls":
             return states[:, 0]
-        weights = inside.to(states.dtype)  # (cells, L): those of pooling mean
+        weights = is_token.to(states.dtype)  # (cells, L), for pooling mean
         if self.pooling == "attention":
             scores = states @ self.pool_query * states.shape[-1] ** -0.5
-            weights = scores.masked_fill(~inside, -torch.inf).softmax(1)
+            weights = scores.masked_fill(~is_token, -torch.inf).softmax(1)
         return (states * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
 
     def _add_cell_tokens(self, batch: Batch) -> Batch:
-        """For pooling cls, add a token without a gene before each cell, which is no target."""
+        """For pooling cls, add a token before each cell: `<pad>`, which objectives never predict."""
         return add_tokens(batch, 1, 0, PAD_TOKEN) if self.pooling == "cls" else batch
 
     def begin(self, prepared: EncoderBatch) -> Tensor:
@@ -130,7 +130,7 @@ class EncoderModel(TokenEncoder):
         return self.enter(x)
 
     def cell_vectors(self, states: Tensor, prepared: EncoderBatch) -> Tensor:
-        """(T, H) -> (cells, H) float32; zeros for a cell without tokens."""
+        """Pool the states (T, H) to (C, H) float32; with pooling mean or attention, zeros without tokens."""
         if self.pooling == "cls":
             return first_state(states, prepared)
         if self.pooling == "attention":
@@ -138,7 +138,7 @@ class EncoderModel(TokenEncoder):
         return mean_state(states, prepared)
 
     def inputs(self, prepared: EncoderBatch, index: Tensor | slice = ALL) -> Tensor:
-        """(T, H), or (N, H) for the tokens in `index`; hidden values have a learned embedding."""
+        """Embed all tokens, (T, H), or those in `index`, (N, H); hidden values have a learned embedding."""
         token_ids = prepared.token_ids[index]
         genes = embed_tokens(token_ids, self.gene_embedding.weight)
         if self.gene_vectors is not None:
@@ -146,7 +146,7 @@ class EncoderModel(TokenEncoder):
         values = prepared.values[index]
         if values.is_floating_point():
             # centred within each cell: sequencing depth is the strongest signal in log(1 + counts
-            # per 10,000) of detected genes, and the embedding would encode it (98 % of it did)
+            # per 10,000) of detected genes, and cell vectors would mostly encode it
             values = (values - prepared.center[prepared.token_cells[index]])[:, None]
             values = values.to(next(self.value_embedding.parameters()).dtype)
         x = genes + self.with_hidden(self.value_embedding(values), prepared, index)
@@ -156,7 +156,7 @@ class EncoderModel(TokenEncoder):
         return torch.where(rows[:, None] > 0, self.covariates(rows).to(genes.dtype), x)
 
 
-def pre_norm_blocks(
+def make_pre_norm_blocks(
     config: EncoderConfig | AutoregressiveConfig, causal: bool = False
 ) -> nn.ModuleList:
     """Make blocks whose layers into the residual stream start small, as in GPT-2."""
@@ -171,11 +171,12 @@ def pre_norm_blocks(
     return blocks
 
 
-def value_embedding(tokens: Tokens, hidden: int) -> nn.Module:
+def make_value_embedding(tokens: Tokens, hidden: int) -> nn.Module:
+    """Make the embedding of values: a perceptron of continuous values, otherwise a table."""
     if tokens.value_kind != "scalar":
         return nn.Embedding(tokens.n_values, hidden)
-    # the first layer's fan-in is 1. Embedded values start with the standard deviation of genes,
-    # 0.02; with 0.02 in the second layer it would be 20 times larger
+    # The first layer's fan-in is 1. With these weights embedded values start with the standard
+    # deviation of embedded genes, 0.02; with STD in the second layer it would be 20 times larger.
     first = with_std(nn.Linear(1, hidden), 1.0)
     second = with_std(nn.Linear(hidden, hidden), STD / math.sqrt(hidden))
     return nn.Sequential(first, nn.GELU(), second)
@@ -195,7 +196,7 @@ class AutoencoderModel(EncoderModel):
             self.plan = replace(self.plan, finish=("bottleneck", *self.plan.finish))
 
     def cell_vectors(self, states: Tensor, prepared: EncoderBatch) -> Tensor:
-        """(T, H) -> (cells, latent) float32."""
+        """Pool the states (T, H) to (C, vector_width) float32, through the bottleneck if there is one."""
         pooled = super().cell_vectors(states, prepared)
         if self.config.latent is None:
             return pooled
@@ -230,7 +231,7 @@ class ProfileModel(CellEncoder):
         self.attach_heads(vocab_size)
 
     def begin(self, prepared: EncoderBatch) -> Tensor:
-        """(C, H): the values times the gene embeddings, summed over each cell."""
+        """Return (C, H): the values times the gene embeddings, summed over each cell."""
         sums = partial(embed_bags, prepared.token_ids, prepared.values, prepared.cu_seqlens)
         x = sums(self.gene_embedding.weight)
         return x if self.gene_vectors is None else x + self.gene_vectors(sums).to(x.dtype)

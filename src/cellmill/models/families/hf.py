@@ -1,8 +1,9 @@
 """hf: a model of the transformers library, run on packed batches and written for `from_pretrained`.
 
-The blocks of its main ModuleList move to `blocks`, which layouts shard and recompute one by one; a
-`Passage` replaces them. The parts before and after the blocks remain transformers' own code: the
-part before them runs until it reaches the passage, which keeps the arguments for the blocks.
+The blocks of its main ModuleList move to `blocks`, which layouts shard and recompute one by one. A
+`Passage` replaces them, so the code before and after the blocks remains transformers' own. `begin`
+runs the model until it calls the passage, which keeps the arguments for the blocks. `norm_output` runs
+it again: the passage then returns the output of the last block, and the code after the blocks follows.
 
 transformers has no packed attention that all models share, so cells are padded to the longest of
 the micro-batch. The head of masked_gene has the form of the language-model head of BERT, RoBERTa
@@ -10,7 +11,7 @@ and ESM, and takes its weights if the folder has them. Only safetensors are read
 a pickle.
 
 Legend: B cells, L tokens of the longest cell with its special tokens, T tokens without special
-tokens, H width of the model.
+tokens, H width of the model, V size of the vocabulary.
 """
 
 import os
@@ -39,13 +40,15 @@ from cellmill.models.initial import Fill, default_fill
 from cellmill.models.objective import Objective
 
 UNUSED = ("pooler", "contact_head")
-"""Modules that no objective reads: DistributedDataParallel refuses parameters without a gradient."""
+"""Modules that no objective reads. They are removed: DistributedDataParallel refuses parameters without
+a gradient.
+"""
 PAD = SPECIAL.index("<pad>")
 FILES = ("model.safetensors", "tokens.tsv", "config.json")
 
 
-def values_of_buffers(config: Any) -> dict[str, Tensor]:
-    """Return every buffer of transformers' model, by name, on the CPU. Parameters take no memory."""
+def compute_buffers(config: Any) -> dict[str, Tensor]:
+    """Compute every buffer of transformers' model, by name, on the CPU, without memory for parameters."""
     register = nn.Module.register_parameter
 
     def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -62,7 +65,7 @@ def values_of_buffers(config: Any) -> dict[str, Tensor]:
 def _make_architecture(config: HfConfig, vocab_size: int, ids: dict[str, int] | None) -> Any:
     """Return transformers' config without dropout.
 
-    It has the corpus's tokens, unless residues have `ids` of the model.
+    Its token ids are the corpus's, unless `ids` has the model's own ids of residues.
     """
     options = dict(config.architecture or {})
     if ids is None:
@@ -89,11 +92,11 @@ def _make_architecture(config: HfConfig, vocab_size: int, ids: dict[str, int] | 
 
 
 class _Reached(Exception):
-    """End of the part before the blocks."""
+    """Raised by the passage: the code before the blocks has run."""
 
 
 class Passage(nn.Module):
-    """Stand-in for the blocks in transformers' model: keeps their arguments and returns `block_output`."""
+    """Stand-in for the blocks in transformers' model: keeps their arguments, or returns their output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +104,7 @@ class Passage(nn.Module):
         self.block_output: Tensor | None = None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return `block_output`, once; without them raise _Reached."""
+        """Return `block_output` once; without one, keep the arguments and raise _Reached."""
         if self.block_output is None:
             self.block_arguments = (x, args, kwargs)
             raise _Reached
@@ -148,16 +151,16 @@ class HfModel(CellEncoder):
         self.pad_id = architecture.pad_token_id
         self.begin_id = (ids or {}).get("begin")
         self.end_id = (ids or {}).get("end")
-        numbers = list(range(vocab_size))
+        id_by_token = list(range(vocab_size))
         if ids is not None:
-            numbers = [ids[name] for name in ("pad", "mask", *RESIDUES)]
-        self.ids = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+            id_by_token = [ids[name] for name in ("pad", "mask", *RESIDUES)]
+        self.ids = torch.tensor(id_by_token, dtype=torch.int64, device="cpu")  # of `input_ids`
         self.register_buffer(
             "input_ids", torch.empty(vocab_size, dtype=torch.int64), persistent=False
         )
-        self.has_own_ids = ids is None
+        self.has_corpus_ids = ids is None
         table: Any = body.get_input_embeddings()
-        if not ids:
+        if self.has_corpus_ids:
             names = [name for name, weight in body.named_parameters() if weight is table.weight]
             self.gene_rows = frozenset({f"body.{names[0]}"})
         self.norm = nn.Identity()  # transformers' norm is after the passage
@@ -169,27 +172,28 @@ class HfModel(CellEncoder):
 
     @property
     def gene_embedding(self) -> SimpleNamespace:
-        """`weight`, (V, H): the input embedding of each token of the corpus, for objectives."""
+        """A stand-in with `weight`, (V, H): the input embedding of each token of the vocabulary."""
         weight: Any = self.body.get_input_embeddings().weight
         return SimpleNamespace(weight=weight[self.input_ids])
 
     def begin(self, prepared: EncoderBatch) -> Tensor:
-        """(B, L, H): the input of the first block."""
-        return self._enter(prepared)[0]
+        """Return the input of the first block, (B, L, H)."""
+        return self._run_to_blocks(prepared)[0]
 
     def through(self, x: Tensor, prepared: EncoderBatch) -> Tensor:
-        _, args, kwargs = self.passage.block_arguments or self._enter(prepared)
+        # a later pipeline stage has not run `begin`
+        _, args, kwargs = self.passage.block_arguments or self._run_to_blocks(prepared)
         self.passage.block_arguments = None
         for block in self.blocks:
             x = block(x, *args, **kwargs)
         return x
 
     def cell_vectors(self, states: Tensor, prepared: EncoderBatch) -> Tensor:
-        """(T, H) -> (cells, H) float32: means; zeros for a cell without tokens."""
+        """Average the states of each cell, (T, H) -> (B, H) float32; zeros for a cell without tokens."""
         return mean_state(states, prepared)
 
     def after_blocks(self) -> frozenset[str]:
-        """Return also the modules of transformers' model that are not called before the blocks."""
+        """Return also the paths of transformers' modules that are not called before the blocks."""
         called = set[nn.Module]()
         modules = {}
         hooks = []
@@ -210,7 +214,8 @@ class HfModel(CellEncoder):
         uncalled = {f"body.{path}" for path, module in modules.items() if module not in called}
         return super().after_blocks() | uncalled
 
-    def _enter(self, prepared: EncoderBatch) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    def _run_to_blocks(self, prepared: EncoderBatch) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """Run the code before the blocks; return their input and other arguments."""
         with suppress(_Reached):
             self.body(**self._padded(prepared))
         assert self.passage.block_arguments is not None, (
@@ -219,18 +224,18 @@ class HfModel(CellEncoder):
         return self.passage.block_arguments
 
     def norm_output(self, x: Tensor, prepared: EncoderBatch) -> Tensor:
-        """(B, L, H) -> (T, H): the output of transformers' model, without special tokens and padding.
+        """Run the code after the blocks, (B, L, H) -> (T, H), and remove special tokens and padding.
 
-        Embeddings and masks are made again and dropped: a lookup, without a gradient.
+        Embeddings and masks are computed again and discarded: a lookup, without a gradient.
         """
         self.passage.block_output = x
         out = self.body(**self._padded(prepared)).last_hidden_state
         return out[prepared.token_cells, prepared.position + (self.begin_id is not None)]
 
     def _padded(self, prepared: EncoderBatch) -> dict[str, Any]:
-        """Return `input_ids` (B, L) and `attention_mask`.
+        """Pad the cells: return `input_ids` (B, L) and, where needed, `attention_mask`.
 
-        A batch without cells is one row of padding, which nobody reads.
+        A batch without cells is one row of padding, which is never read.
         """
         lengths = prepared.lengths
         before = int(self.begin_id is not None)
@@ -259,21 +264,21 @@ class HfModel(CellEncoder):
         return inputs
 
     def _set_initial_values(self, std: float) -> None:
-        """Give each module of transformers a rule for `models.initial`.
+        """Give each module of transformers' model a method `initial_value` (`models.initial`).
 
-        Buffers get the values of its constructor.
+        Buffers get the values of transformers' constructor.
         """
         folder = None
         if self.config.weights == "pretrained":
             folder = FolderWeights(self.config, self.body.base_model_prefix)
-        buffers = values_of_buffers(self.body.config)
+        buffers = compute_buffers(self.body.config)
         table = self.body.get_input_embeddings()
 
         def rule(module: nn.Module, path: str, name: str) -> Fill | None:
             full = f"{path}.{name}".removeprefix(".")
             if full in buffers:
                 return lambda tensor, generator: tensor.copy_(buffers[full])
-            if folder is None or (self.has_own_ids and module is table):
+            if folder is None or (self.has_corpus_ids and module is table):
                 return default_fill(module, name, std)
             return folder.fill(full)
 
@@ -284,8 +289,8 @@ class HfModel(CellEncoder):
             elif prefix.split(".")[0] != "body":
                 continue
             module.initial_value = partial(rule, module, path)
-        # a head over other tokens would fit no answer
-        self.pretrained = None if self.has_own_ids else folder
+        # a head of the folder predicts the folder's tokens
+        self.pretrained = None if self.has_corpus_ids else folder
         has_head = hasattr(self, "gene_bias") and hasattr(self.body.config, "layer_norm_eps")
         if self.pretrained is not None and has_head:
             for path in ("head.0", "head.2"):
@@ -300,7 +305,7 @@ class HfModel(CellEncoder):
         return self.pretrained.fill_head(f"{path}.{name}", random)
 
     def initial_value(self, name: str) -> Fill | None:
-        """Return the table of transformers' ids, the bias of a folder's head, or the objective's value."""
+        """Fill `input_ids`, and the head's bias from the folder; otherwise as the objective says."""
         if name == "input_ids":
             return lambda tensor, generator: tensor.copy_(self.ids)
         random = super().initial_value(name)
@@ -310,7 +315,7 @@ class HfModel(CellEncoder):
 
 
 def write_transformers(folder: Path, out: Path) -> None:
-    """Write the model as transformers does, if it reads back equal to the bit.
+    """Write a model folder for transformers' `from_pretrained`, if it reads back equal to the bit.
 
     Raise ConfigError or DataError.
     """

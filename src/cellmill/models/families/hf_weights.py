@@ -29,9 +29,9 @@ HEADS = (
 
 
 class FolderWeights:
-    """Tensors of a configuration's folder, read when needed.
+    """Tensors of the folder that `model.path` names, read when needed.
 
-    `prefix` is the prefix of the body's names in a model with a head.
+    In the file of a model with a head, names of the body begin with `prefix`.
     """
 
     def __init__(self, config: HfConfig, prefix: str) -> None:
@@ -82,11 +82,11 @@ class FolderWeights:
 
         Norms may have TensorFlow's names there.
         """
-        old = name.replace("LayerNorm.weight", "LayerNorm.gamma")
-        old = old.replace("LayerNorm.bias", "LayerNorm.beta")
+        tensorflow_name = name.replace("LayerNorm.weight", "LayerNorm.gamma")
+        tensorflow_name = tensorflow_name.replace("LayerNorm.bias", "LayerNorm.beta")
         if name in self._files:
             return name
-        return old if old in self._files else None
+        return tensorflow_name if tensorflow_name in self._files else None
 
     def read(self, stored: str) -> Tensor:
         """Return the tensor with this name in the folder, float32."""
@@ -95,6 +95,7 @@ class FolderWeights:
 
     @cached_property
     def _files(self) -> dict[str, Path]:
+        """File of each tensor, by the tensor's name in the folder."""
         index = self.folder / INDEX
         if index.is_file():
             tree = read_json(index)

@@ -4,8 +4,8 @@
 (Theodoris et al. 2023). Only one row of BERT's token-type embedding is used; `cellmill import` adds
 it to the positions. BERT's dropout on embeddings and attention weights is left out.
 
-`scgpt` (Cui et al. 2024) adds a normed gene embedding and a normed perceptron of the bin's number,
-without positions. The cell's vector is scaled to length 1 (L2), as in scGPT's embeddings.
+`scgpt` (Cui et al. 2024) embeds a token as the sum of a normed gene embedding and a normed perceptron
+of the bin's number, without positions. The cell's vector is scaled to length 1 (L2), as in scGPT.
 
 Legend: T tokens of the batch, N targets, H width of the model.
 """
@@ -32,7 +32,7 @@ ACTIVATIONS = {"gelu": nn.GELU, "relu": nn.ReLU}
 
 
 class PostNormBlock(Block):
-    """A block whose norms follow the residual sums; modules have the names of `Block`."""
+    """A block with the norms after the residual sums; its modules have the names of `Block`."""
 
     def __init__(self, config: PostNormConfig, index: int) -> None:
         super().__init__(config.hidden, config.heads, config.ffn_width, config.dropout, index)
@@ -41,7 +41,6 @@ class PostNormBlock(Block):
         self.activation = ACTIVATIONS[config.activation]()
 
     def before(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(T, H) -> query, key and value, (T, h, H / h) each."""
         q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.head_width)).unbind(2)
         return q, k, v
 
@@ -49,18 +48,17 @@ class PostNormBlock(Block):
         self,
         x: Tensor,
         attended: Tensor,
-        drops: tuple[Tensor, Tensor] | None,
+        dropout_states: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
-        """Residual input and attention output, (T, H) each, and states of both dropouts -> (T, H)."""
-        attention_drop, ffn_drop = drops or (None, None)
-        x = self.attention_norm(x + self._drop(self.out(attended), attention_drop))
+        attention_states, ffn_states = dropout_states or (None, None)
+        x = self.attention_norm(x + self._drop(self.out(attended), attention_states))
         inner = self.down(self.activation(self.up(x)))
-        out: Tensor = self.ffn_norm(x + self._drop(inner, ffn_drop))
+        out: Tensor = self.ffn_norm(x + self._drop(inner, ffn_states))
         return out
 
 
 class PostNormEncoder(TokenEncoder):
-    """Base of both families, which define `inputs` and add its modules to `plan.begin`."""
+    """Base of both families. They define `inputs` and name the modules that it reads in `plan.begin`."""
 
     config: PostNormConfig
     norm: nn.Module
@@ -82,11 +80,11 @@ class PostNormEncoder(TokenEncoder):
         return self.enter(self.inputs(prepared))
 
     def inputs(self, prepared: EncoderBatch, index: Tensor | slice = slice(None)) -> Tensor:
-        """(T, H), or (N, H) for the tokens in `index`."""
+        """Embed all tokens, (T, H), or those in `index`, (N, H)."""
         raise NotImplementedError
 
     def embed_genes(self, token_ids: Tensor) -> Tensor:
-        """(N,) -> (N, H); ids of <cls> and <eos> are negative."""
+        """Embed token ids, (N,) -> (N, H); those of <cls> and <eos> are negative."""
         vectors = embed_tokens(token_ids.clamp(min=0), self.gene_embedding.weight)
         if not self.config.n_ends:
             return vectors
@@ -94,7 +92,7 @@ class PostNormEncoder(TokenEncoder):
         return torch.where((token_ids < 0)[:, None], ends, vectors)
 
     def embed(self, batch: Batch) -> Tensor:
-        """(cells, H) float32: the vectors of whole cells, from the block that `embed_layer` names."""
+        """Return the vectors of whole cells, (cells, H) float32, after the block that `embed_layer` names."""
         prepared = EncoderBatch.from_batch(add_ends(batch, self.config.n_ends))
         n_blocks = len(self.blocks) + self.config.embed_layer
         states = self.through(self.begin(prepared), prepared, n_blocks)
@@ -125,14 +123,12 @@ class BertModel(PostNormEncoder):
         self.attach_heads(self.vocab_size)
 
     def inputs(self, prepared: EncoderBatch, index: Tensor | slice = slice(None)) -> Tensor:
-        """(T, H), or (N, H) for the tokens in `index`: the normed sum of gene and position.
-
-        <cls> and <eos> are counted in positions.
-        """
+        """Embed all tokens, (T, H), or those in `index`, (N, H): the normed sum of gene and position."""
         table = self.place_embedding.weight
-        positions = prepared.values  # the rank tokenizer gives positions
+        positions = prepared.values  # of genes, from the rank tokenizer
         if self.config.n_ends:
-            # cells of padding may be longer than the table; nobody reads them
+            # positions of <cls>, genes and <eos>; cells of padding, which are never read, may be longer
+            # than the table
             positions = prepared.position.clamp(max=len(table) - 1)
         genes = self.embed_genes(prepared.token_ids[index])
         return self.embedding_norm(genes + F.embedding(positions[index], table))
@@ -165,7 +161,7 @@ class ScgptModel(PostNormEncoder):
         self.attach_heads(self.vocab_size)
 
     def inputs(self, prepared: EncoderBatch, index: Tensor | slice = slice(None)) -> Tensor:
-        """(T, H), or (N, H) for the tokens in `index`; hidden values have a learned embedding."""
+        """Embed all tokens, (T, H), or those in `index`, (N, H); hidden values have a learned embedding."""
         token_ids = prepared.token_ids[index]
         # (N,): numbers of bins; <cls> has a value of its own
         values = torch.where(token_ids < 0, self.config.cls_value, prepared.values[index].float())
