@@ -72,7 +72,7 @@ def loss_by_shares(model: Any, prepared: Sequence[Any]) -> torch.Tensor:
         rows = [model.objective.coupled_rows(model, model.states(part), part) for part in prepared]
     filled_slots = [part_rows for (part_rows,) in rows]
     table = torch.cat([torch.zeros(3, width), *filled_slots, torch.zeros(2, width)])
-    shares = compute_shares(model.objective, [table], rows, first=3)
+    shares = compute_shares(model.objective, [table], rows, first_row=3)
     loss = torch.zeros(())
     for part, part_shares in zip(prepared, shares):
         loss = loss + model(replace(part, shares=part_shares))

@@ -237,7 +237,7 @@ class CellDecoding(Objective):
     def coupled_rows(
         self, model: ObjectiveModel, states: Tensor, prepared: DecodingBatch
     ) -> Tensors:
-        """Make one row per pair: a 1, then the vectors of the shown and the hidden part.
+        """Make the row [1, vector of the shown part, vector of the hidden part] of each pair.
 
         The table is `(pairs, 1 + 2 E)` float32.
         """
@@ -280,8 +280,8 @@ class CellDecoding(Objective):
         vectors = self._pool_targets(model, model.states(prepared), prepared)
         features = self.decoder_features(model, vectors, prepared)
         logits = token_logits(features, model.profile_genes.weight, model.profile_bias)
-        # a softmax with likelihood nb too: dispersions are not judged, since the mean profile of
-        # training cells has none
+        # A softmax with likelihood nb too: dispersions are not judged, since the mean profile of
+        # training cells has none. Special tokens are included, although never targets.
         log_p = logits.log_softmax(1)
         entry_cells = prepared.find_entry_cells()
         genes = prepared.entry_genes

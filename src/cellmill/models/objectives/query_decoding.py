@@ -180,19 +180,19 @@ class QueryDecoding(Objective):
     ) -> Queries:
         """Draw `undetected_ratio` times `n_detected` undetected genes of each cell, with replacement.
 
-        They stand for the undetected genes that are hidden: the expected number, since no draw says which
-        these are. `hidden_frac` and `n_detected`, the number of detected queries, are `(C,)`.
+        They stand for its hidden undetected genes. Which of them are hidden is not drawn: the expected
+        number counts. `hidden_frac` and `n_detected`, the number of detected queries, are `(C,)`.
         """
         # `(C,)` each
-        n_genes = self.n_genes - batch.cu_seqlens.diff().long()  # undetected
+        n_undetected = self.n_genes - batch.cu_seqlens.diff().long()
         n_queries = (n_detected * self.config.undetected_ratio).ceil().long()
-        n_queries = torch.where(n_genes > 0, n_queries, 0)
-        genes_per_query = hidden_frac * n_genes / n_queries.clamp(min=1)
+        n_queries = torch.where(n_undetected > 0, n_queries, 0)
+        genes_per_query = hidden_frac * n_undetected / n_queries.clamp(min=1)
         # `(queries,)` each
         query_cells = torch.repeat_interleave(n_queries)
         draw_number = _index_in_cell(query_cells, n_queries)
         bits = keyed_token_bits(batch.cell_ids, query_cells, seed, step, draw_number, UNDETECTED)
-        index = bits % n_genes[query_cells]
+        index = bits % n_undetected[query_cells]
         genes = _find_undetected(batch, self.n_genes, query_cells, index)
         return Queries(
             query_cells=query_cells,

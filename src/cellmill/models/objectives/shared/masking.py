@@ -119,7 +119,7 @@ class MaskedObjective(Objective):
         token_bits = keyed_token_bits(batch.cell_ids, token_cells, seed, step, position, *view_key)
         is_gene = batch.token_ids > PAD_TOKEN  # neither padding nor an end of the cell
         masked = self._choose_masked(token_bits, is_gene, token_cells, len(batch.lengths))
-        hidden = masked
+        hidden = masked  # all of them, unless training shows some
         kept = torch.zeros_like(masked)
         if self.shows_content and self.training:
             hidden, kept = self._draw_hidden_and_kept(token_bits, masked)
@@ -158,7 +158,7 @@ class MaskedObjective(Objective):
         return hidden, kept
 
     def hide(self, batch: Batch, mask: Mask) -> dict[str, Tensor]:
-        """Hide or replace the content of the tokens that `mask` says; return the changed fields."""
+        """Hide content, or replace it, as `mask` says; return the changed fields of the batch."""
         raise NotImplementedError
 
     def loss(self, model: ObjectiveModel, states: Tensor, prepared: MaskedBatch) -> Tensor:
@@ -169,16 +169,16 @@ class MaskedObjective(Objective):
             return loss
         vectors = model.cell_vectors(states, prepared).to(states.dtype)
         # the targets are embedded again: the last pipeline stage does not receive the embeddings
-        hidden = prepared.hide_targets(self.predicts_genes) if self.shows_content else prepared
+        all_hidden = prepared.hide_targets(self.predicts_genes) if self.shows_content else prepared
         # both parts stay unnamed, so their memory is free before the head runs
-        queries = torch.cat(
+        head_inputs = torch.cat(
             [
                 rows_at(vectors, prepared.token_cells[target_tokens]),
-                model.inputs(hidden, target_tokens),
+                model.inputs(all_hidden, target_tokens),
             ],
             dim=-1,
         )
-        return loss + weight * self.head_loss(model, model.cell_head(queries), prepared)
+        return loss + weight * self.head_loss(model, model.cell_head(head_inputs), prepared)
 
     def head_loss(
         self, model: ObjectiveModel, head_output: Tensor, prepared: MaskedBatch
