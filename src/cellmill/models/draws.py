@@ -1,8 +1,9 @@
 """Last keys of the random draws of a training (`counter_rng`), by the keys before them.
 
-Draws with equal keys are equal. The keys of a mask end with the token's position, without one of
-these, and draws of views may have the same keys. So a sum that masks tokens of a view adds MASK_IN_VIEW.
-UNDETECTED and UNKNOWN share bits for draw 0 and column 0. Other keys would change every training.
+Draws with equal keys are equal. The draw that masks a token has no last key: its keys are (cell, seed,
+step, position), which a draw of a view may have too. So a sum that masks tokens of a view adds
+MASK_IN_VIEW. UNDETECTED and UNKNOWN are equal, so a gene's draw and a column of the same number share
+bits. Other keys would change every training.
 """
 
 # after (cell, seed, step)

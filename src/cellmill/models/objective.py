@@ -32,13 +32,14 @@ from cellmill.models.initial import Fill
 from cellmill.runs.results import Verdict, compare
 
 # Steps that key views and masks outside training. `reconstruct` draws with EVALUATION_STEP and the
-# seed of the evaluation. Step 0 of a training with this seed has the same random numbers for the cell
-# of the same id: ids count the cells of a split in training, and the rows of a file in evaluation.
-# Random numbers do not depend on what a cell expresses (the binomial draws of `thin`, made of them,
-# do), so training learns nothing of cells that it does not read.
+# seed of the evaluation. Step 0 of a training with the same seed has the same random numbers for the
+# cell with the same id, which is another cell: ids count the cells of a split in training, and the rows
+# of a file in evaluation. This leaks nothing, because random numbers depend on keys, not on counts.
 EVALUATION_STEP = 0
 VALIDATION_STEP = -1  # never a step of training
-HIDDEN_GENES_STEP = -2  # likewise; all cells lack the same genes, and the whole cell is predicted
+HIDDEN_GENES_STEP = (
+    -2
+)  # likewise; the same genes are hidden from all cells, and whole cells predicted
 FORMER_NAMES = {
     "tensor": "tensor_parallel_styles",
     "row_widths": "coupled_widths",
@@ -137,9 +138,9 @@ class Objective:
 
     Validation draws them only if one of the metrics is `train.best_metric`.
     """
-    n_sums: int = 0  # numbers that `validation_metrics` reads: sums over cells or targets
+    n_sums: int = 0  # number of sums over cells or targets that `validation_metrics` reads
     kept_sums: list[Tensor] | None = None
-    """If a list, `loss` appends these sums over a micro-batch, `(n_sums,)` float64."""
+    """If a list, `loss` appends these sums of a micro-batch to it, `(n_sums,)` float64."""
 
     def __init_subclass__(cls) -> None:
         refuse_former_names(cls, FORMER_NAMES)
@@ -288,14 +289,14 @@ class RowShare:
 
 
 def value_loss(predicted: Tensor, values: Tensor, first_bin: int = 1) -> Tensor:
-    """Sum the loss of values `(N,)`: squared errors, or cross-entropy of logits `(N, bins)`."""
+    """Sum the loss over N values: squared errors of `(N,)`, or cross-entropy of logits `(N, bins)`."""
     if predicted.ndim == 2:
         return F.cross_entropy(predicted, values - first_bin, reduction="sum")
     return (predicted - values).square().sum()
 
 
 def expected_bins(logits: Tensor, first_bin: int = 1) -> Tensor:
-    """Average the numbers of the bins by their probabilities: `(N, bins)` logits -> `(N,)` float32."""
+    """Average the bins by their probabilities, from logits `(N, bins)` to `(N,)` float32."""
     bins = torch.arange(logits.shape[1], device=logits.device, dtype=logits.dtype)
     return logits.softmax(1) @ (bins + first_bin)
 
