@@ -284,9 +284,10 @@ class HfModel(CellEncoder):
 
         for prefix, module in self.named_modules():
             path = prefix.removeprefix("body.").removeprefix("body")
-            if prefix.split(".")[0] == "blocks":
+            root = prefix.split(".")[0]
+            if root == "blocks":
                 path = f"{self.blocks_path}{prefix.removeprefix('blocks')}"
-            elif prefix.split(".")[0] != "body":
+            elif root != "body":
                 continue
             module.initial_value = partial(rule, module, path)
         # a head of the folder predicts the folder's tokens

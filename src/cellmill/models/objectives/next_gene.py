@@ -228,8 +228,7 @@ class NextGene(Objective):
         verdicts = cross_entropy_verdicts(name, against, loss - baseline_loss)
         if value_arrays:
             observations = NextValueObservations(*value_arrays)
-            values = observations.values.astype(np.float64)
-            predicted = observations.predicted.astype(np.float64)
+            values, predicted = (array.astype(np.float64) for array in observations)
             error = float(np.square(values - predicted).sum())
             baseline_error = float(np.square(values - train.mean[genes]).sum())
             r2 = r2_over(baseline_error, error)

@@ -167,12 +167,12 @@ class QueryDecoding(Objective):
         # `(C,)` each
         n_queries = torch.bincount(query_cells, minlength=n_cells)
         n_hidden_tokens = torch.bincount(draws.token_cells[draws.is_hidden], minlength=n_cells)
-        genes_per_query = n_hidden_tokens / n_queries.clamp(min=1)
+        genes_per_query = n_hidden_tokens / n_queries.clamp(min=1)  # float32
         return Queries(
             query_cells=query_cells,
             query_token_ids=batch.token_ids[queried_tokens],
             query_targets=batch.values[queried_tokens],
-            genes_per_query=genes_per_query[query_cells].float(),
+            genes_per_query=genes_per_query[query_cells],
         )
 
     def _query_undetected(
