@@ -2,7 +2,7 @@
 
 Scores are `(repetitions, units)`, NaN for units that a repetition does not test. Units are cells, or
 what a task scores in their place, such as genes or perturbations. Repetitions differ in the seeds of
-folds, the draws of fitted cells, the draws of what cells lose, or the donors left out.
+folds, the draws of fitted cells or of what degraded cells keep, or the donors left out.
 
 The tested units and the repetitions vary, as in a crossed design. The variance of the mean
 difference is the sum of both parts, each from its own clusters (two-way clustering: Cameron,

@@ -52,7 +52,7 @@ def labelled_cells(
     """Scored cells that `choose_cells` chooses.
 
     `needed_by` is the option that requires `min_cells`, for messages. Raises Skipped for fewer than
-    two classes with so many cells, and DataError for a column of one class.
+    two classes with `min_cells` cells, and DataError for a column of one class.
     """
     if "label" not in context.roles:
         raise Skipped("the dataset has no label column")

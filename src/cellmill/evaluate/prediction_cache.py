@@ -67,8 +67,8 @@ class PredictionCache:
     def get_or_compute(
         self, about: str, values: Any, compute: Callable[[], np.ndarray]
     ) -> np.ndarray:
-        """Known result of `compute`, which depends on `values`, dense or sparse, and on `about`. A
-        new result is kept if it is small.
+        """Result of `compute`, which is called unless the result is known. It depends on `values`, dense or
+        sparse, and on what `about` says. A new result is kept if it is small.
         """
         key = digest_arrays(f"{about} of {describe_algorithms()}", values)
         result = self.predictions[key] if key in self.predictions else compute()
@@ -77,7 +77,9 @@ class PredictionCache:
         return result
 
     def save(self) -> None:
-        """Write the new predictions. If two evaluations save at the same time, one may lose its own."""
+        """Write the file again if there are new predictions. Of two evaluations that save at the same time,
+        one may lose its predictions.
+        """
         if self.file is not None and self.predictions.keys() > self.predictions.stored_keys:
             arrays: dict[str, Any] = _read(self.file) | self.predictions
             with atomic_path(self.file) as temporary:

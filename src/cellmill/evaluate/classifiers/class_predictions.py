@@ -1,7 +1,7 @@
 """Predicted classes of cells by several methods, and their scores by class metrics.
 
-A method is features plus a classifier (a row of the table). A condition is a number of training
-cells, or what the cells have lost (a column). All methods classify the same cells in the same
+A method is features plus a classifier: a row of the table. A condition is a number of fitted cells, or
+a level of degradation: a column. All methods classify the same cells in the same
 repetitions.
 
 F1 is not a mean over cells. Its linear terms by cell are used instead (infinitesimal jackknife,

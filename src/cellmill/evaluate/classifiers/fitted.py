@@ -1,9 +1,8 @@
-"""Classifiers fitted on every kind of features.
+"""Classifiers that are fitted on every kind of features.
 
-Every kind gets nearest neighbours and logistic regression (`logistic.py`), except genes by rank: they
-have only the standardised regression. The regression runs on
-standardised and on unchanged features. Standardising raises the weight of small principal components,
-which helps or hurts depending on the number of cells.
+Each kind of features gets nearest neighbours, and logistic regression (`logistic.py`) on standardised
+and on unchanged features. Standardising raises the weight of small principal components, which helps
+or hurts, depending on the number of cells. Genes by rank get only the standardised regression.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,7 +35,7 @@ from cellmill.evaluate.task import Context
 from cellmill.runs.results import ScoredMethod
 
 COMPARED = 512  # cells compared with all fitted cells at once
-_libraries = cache(ThreadpoolController)  # finding them takes longer than many a fit
+_libraries = cache(ThreadpoolController)  # finding them takes longer than many fits
 
 
 class NearestCells:
@@ -107,11 +106,10 @@ def without_overhead() -> Iterator[None]:
 def make_cached_classifiers(
     features: Features, labels: np.ndarray, neighbors: int, context: Context
 ) -> dict[ScoredMethod, CachedClassifiers]:
-    """Classifiers by features, `(cells, width)` each, dense or sparse; each is fitted when first
-    asked for a prediction that is not known.
+    """Classifiers by features, `(cells, width)` each, dense or sparse. A classifier is fitted when it is
+    first asked for a prediction that is not known.
 
-    Predictions of other packages' classifiers are never saved, because their code may change. Genes
-    by rank have only the standardised regression.
+    Predictions of other packages' classifiers are never saved, because their code may change.
     """
     stored = context.prediction_cache
     installed = context.options.classifiers

@@ -20,7 +20,7 @@ def choose_variable_genes(profiles: sp.csr_matrix) -> np.ndarray:
     """The VARIABLE_GENES most variable genes, ascending: scanpy's highly_variable_genes of flavor
     seurat.
 
-    Variance over mean of counts per 10,000; its logarithm is standardised over genes of like means.
+    Variance over mean of counts per 10,000; its logarithm is standardised over genes of similar means.
     """
     n, width = profiles.shape
     sums = np.zeros(width)

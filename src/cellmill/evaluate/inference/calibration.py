@@ -97,8 +97,8 @@ def fit_temperature(logits: np.ndarray, labels: np.ndarray) -> float:
 
 
 def find_classifications(objective: Objective) -> dict[str, Classification]:
-    """Parts of the objective that predict labels, by name; without adversarial parts, whose label
-    the vectors are to hide. An objective that is no sum has the name "".
+    """Parts of the objective that predict labels, by name; without adversarial parts, whose
+    label the vectors should hide. An objective that is not a sum has the name "".
     """
     return {
         name: part

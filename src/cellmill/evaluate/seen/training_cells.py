@@ -1,7 +1,7 @@
 """Training cells of a model and of its ancestors, from digest lists and shards.
 
 The folder of an exported model has a digest list of its training and validation cells, and those of
-its ancestors as far as they were known. If the folder is still inside that of its run,
+its ancestors as far as they were known. If the folder is still in the folder of its run,
 train/run.json names the shards, and the models that the run started from or learnt from.
 """
 

@@ -43,8 +43,8 @@ class Clustering(Task):
     config: ClusteringConfig
 
     def run(self, context: Context) -> TaskResult:
-        """NMI and ARI at the best and at the fixed resolution, or at the fixed one alone if no other
-        ran; skipped without two labels of enough cells.
+        """NMI and ARI at the best and at the fixed resolution, or only at the fixed one if no other ran;
+        skipped without two labels of enough cells.
         """
         igraph = optional_package("igraph", "cluster", "task clustering")
         config = self.config

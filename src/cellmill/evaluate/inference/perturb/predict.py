@@ -147,7 +147,7 @@ def _make_layers(
 
 
 def _describe_limits(units: Units, screen: PerturbationScreen, seen: Seen) -> list[str]:
-    """Lines on untrained perturbations, on doses that are not told apart, and on seen controls."""
+    """Lines on untrained perturbations, on doses that get the same prediction, and on seen controls."""
     lines = []
     untrained = list(dict.fromkeys(np.array(units.names)[~units.trained].tolist()))
     if untrained:

@@ -2,8 +2,8 @@
 on (docs/evaluation.md).
 
 Each fold tests one donor or batch, or several if there are more than `most_folds`, and is one draw
-in an interval. A class that only it has counts as wrong for
-every method.
+in an interval. Cells of a class that only the tested donors or batches have are wrong for every
+method.
 """
 
 from dataclasses import replace

@@ -127,7 +127,7 @@ def sum_changes_of_parts(
     unit_context: np.ndarray,
     parts: Sequence[Sequence[str]],
 ) -> np.ndarray:
-    """(test units, G): sum of the changes under each part of a combination alone.
+    """(test units, G): sum of the changes under the single parts of a combination.
 
     The change under a part is the mean over its training units of the same context, or of all
     contexts if this one has none. A part without training units adds nothing. A test unit without
@@ -138,11 +138,11 @@ def sum_changes_of_parts(
     for row, unit in enumerate(test):
         part_changes = []
         for part in parts[unit]:
-            alone = train[perturbation[train] == part]
-            if not len(alone):
+            single = train[perturbation[train] == part]
+            if not len(single):
                 continue
-            in_context = alone[unit_context[alone] == unit_context[unit]]
-            units = in_context if len(in_context) else alone
+            in_context = single[unit_context[single] == unit_context[unit]]
+            units = in_context if len(in_context) else single
             part_changes.append(changes[units].mean(0))
         if part_changes:
             sums[row] = np.sum(part_changes, axis=0)

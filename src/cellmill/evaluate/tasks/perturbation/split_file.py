@@ -176,9 +176,10 @@ class SplitFile:
         perturbation: np.ndarray,
         unit_contexts: np.ndarray,
     ) -> dict[str, np.ndarray]:
-        """`units` by what training units have of them, in words; each novelty is scored apart.
+        """`units` by their novelty in words, relative to the training units; each novelty is scored
+        separately.
 
-        A part of a combination is seen if a training unit is that perturbation alone.
+        A part of a combination is seen if it is the whole perturbation of a training unit.
         """
         trained = {*perturbation[train].tolist()}
         by_novelty: dict[str, list[int]] = {}

@@ -130,7 +130,7 @@ class RoleUnits:
 
     @cached_property
     def unit_names(self) -> list[str]:
-        """Perturbation, dose and context of each unit, as far as it has them."""
+        """Perturbation of each unit, with its dose and context if it has them."""
         texts = zip(self.perturbation.tolist(), self.dose.tolist(), self.unit_context.tolist())
         return [" | ".join(filter(None, unit_texts)) for unit_texts in texts]
 
