@@ -160,12 +160,12 @@ def make_pre_norm_blocks(
     config: EncoderConfig | AutoregressiveConfig, causal: bool = False
 ) -> nn.ModuleList:
     """Make blocks whose layers into the residual stream start small, as in GPT-2."""
-    std = STD / math.sqrt(2 * config.layers)
     blocks = nn.ModuleList()
     for index in range(config.layers):
         block = Block(
             config.hidden, config.heads, config.ffn_width, config.dropout, index, causal=causal
         )
+        std = STD / math.sqrt(2 * config.layers)
         with_std(block.out, std)
         with_std(block.down, std)
         blocks.append(block)
