@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 import zarr
-from anndata.io import write_elem
+from anndata.io import sparse_dataset, write_elem
 
 from cellmill.config.load import load_config
 from cellmill.data.inputs import anndata_files
@@ -266,6 +266,21 @@ def test_a_zarr_of_tiny_files_is_named(
         "bytes on average are read about 40 times slower than large ones; write it again with zarr 3.1.4"
         in said
     )
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_zarr_that_grew_after_it_was_listed_is_whole(
+    version: int, counts: sp.csr_matrix, tmp_path: Path
+) -> None:
+    """anndata writes consolidated metadata, and does not renew it for what is appended."""
+    path = in_zarr(counts, tmp_path, version=version)
+    group = zarr.open_group(path, mode="a", use_consolidated=False)
+    sparse_dataset(group["X"]).append(counts[::-1])
+    both = sp.vstack([counts, counts[::-1]], format="csr")
+    write_elem(group, "obs", pd.DataFrame(index=[f"cell{row}" for row in range(both.shape[0])]))
+    write_elem(group, "layers/twice", both * 2)
+    assert (read(path) != both).nnz == 0
+    assert (read(path, "twice") != both * 2).nnz == 0
 
 
 @pytest.mark.parametrize("version", [2, 3])

@@ -251,7 +251,7 @@ def _is_zarr(path: Path, file: Any) -> bool:
     """True for a folder of Zarr and a .zarr.zip."""
     if not path.is_dir():
         return path.name.lower().endswith(".zip")
-    marks = (".zgroup", "zarr.json", ".zmetadata")
+    marks = (".zgroup", "zarr.json")
     return path.suffix == ".zarr" or any((path / mark).exists() for mark in marks)
 
 
@@ -265,7 +265,8 @@ def _open_zarr(path: Path, file: Any, counts: str) -> CountSource:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # zarr's, of strings in version 3
         try:
-            group = zarr.open_group(store, mode="r")
+            # consolidated metadata stays as it was when more is written later
+            group = zarr.open_group(store, mode="r", use_consolidated=False)
         except (zarr.errors.GroupNotFoundError, FileNotFoundError):
             fault = f"{path}: not a Zarr group: no .zgroup or zarr.json"
             if not path.is_dir():
