@@ -20,6 +20,7 @@ from cellmill.data.inputs import anndata_files
 from cellmill.data.inputs.fetch import origin_of
 from cellmill.data.inputs.formats import declared_names, open_counts
 from cellmill.data.prepare.check import check_datasets
+from cellmill.errors import DataError
 from tests.unit.test_inputs import CELLS, GENES, OBS, h5ad, in_zarr, read, refusal
 
 
@@ -200,6 +201,16 @@ def test_a_file_without_counts_describes_each_matrix(counts: sp.csr_matrix, tmp_
     with h5py.File(path, "a") as file:
         file["layers/umi"] = counts.toarray()
     assert refusal(path).endswith("raw counts may be in umi: set the dataset's `counts`")
+
+
+def test_zeros_and_ones_are_not_taken_for_counts(counts: sp.csr_matrix, tmp_path: Path) -> None:
+    path = h5ad(logs_of(counts, 1e4), tmp_path / "cells.h5ad")
+    with h5py.File(path, "a") as file:
+        file["layers/detected"] = (counts > 0).toarray()
+    looks = "no matrix in this file holds counts (X looks log-transformed, detected has only zeros"
+    assert f"{looks} and ones)" in refusal(path)
+    with open_counts(path) as reader, pytest.raises(DataError, match="X looks log-transformed"):
+        reader.find_counts()
 
 
 @pytest.mark.parametrize("target", [1e4, 1e6, 1e5, "median"])

@@ -530,6 +530,20 @@ def test_normalised_values_that_were_rounded_are_warned_of(
         assert sign in line
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.uint8, bool])
+def test_zeros_and_ones_are_warned_of(
+    dtype: Any, make_h5ad: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `binarize` of episcanpy leaves X, a cell of 80 genes here."""
+    draw = np.random.default_rng(0)
+    cells = draw.random((100, 400)) < 0.2
+    path = make_h5ad(sp.csr_matrix(cells.astype(dtype)))
+    assert read_warnings(path, capsys) == [
+        f"warning: {path}: X may hold zeros and ones instead of counts: no value is above 1; "
+        "the file has no other matrix; use a file with raw counts"
+    ]
+
+
 def read_warnings(path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     """Lines on stderr after all counts of a file were read."""
     with open_counts(path) as reader:

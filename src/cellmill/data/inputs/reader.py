@@ -1,11 +1,12 @@
 """Counts of an input, read in blocks of rows, never the whole matrix.
 
 The reader checks that the values of a format are counts and returns canonical CSR blocks. Whole
-numbers may also be normalised values that were rounded: `RoundedCounts` looks for three signs in up
-to 4,096 cells with at least 50 detected genes. True counts show none: nearly every such cell has a
-gene with one count, cells differ in depth by far more, and a cell of 300 genes has a gene with more
-than 10 counts (at least 15 in six datasets of blood, cell lines and brain). Counts downsampled to
-one depth share the second sign, so it is a warning and not an error.
+numbers may also be normalised values that were rounded, or ones for all detected genes:
+`RoundedCounts` looks for four signs in up to 4,096 cells with at least 50 detected genes. True
+counts show none: nearly every such cell has a gene with one count, some have a gene with more,
+cells differ in depth by far more, and a cell of 300 genes has a gene with more than 10 counts (at
+least 15 in six datasets of blood, cell lines and brain). Counts downsampled to one depth share the
+last sign, so it is a warning and not an error.
 """
 
 import sys
@@ -42,11 +43,12 @@ _MAX_LOG_COUNT = 10  # log(1 + counts per 10,000) is at most 9.2
 _MIN_SPREAD = 1.3  # counts: the 95th percentile of the cells' sums is at least this times the 5th
 # limit of `ClippedCounts`
 _MIN_CLIPPED = 2  # values at the largest number of their type; a single one may be there by chance
+_NORMALISED = "normalised values that were rounded"
 OBS_REMEDY = "call obs_names_make_unique() and write the file again"
 
 
 class RoundedCounts:
-    """The first cells that are read, and whether they look like rounded values."""
+    """The first cells that are read, and whether they look like other whole numbers than counts."""
 
     def __init__(self) -> None:
         # sum, smallest and largest count, and number of genes
@@ -69,25 +71,28 @@ class RoundedCounts:
             self.cells = np.hstack([self.cells, measures])
 
     def sign(self) -> str | None:
-        """The sign that the cells show, in words; None if none."""
+        """What the values may be instead, and the sign of it; None if they look like counts."""
         sums, smallest, largest, n_genes = self.cells
         if len(sums) < _MIN_CELLS:
             return None
+        if largest.max() == 1:
+            return "zeros and ones instead of counts: no value is above 1"
         largest = largest[n_genes >= _MIN_GENES_OF_DEEP_CELL]
         low, high = np.quantile(sums, (0.05, 0.95))
         above_one = float((smallest > 1).mean())
         if above_one > 0.5:
-            return f"{above_one:.0%} of cells have no gene with a count of 1"
+            return f"{_NORMALISED}: {above_one:.0%} of cells have no gene with a count of 1"
         with_low_counts = (
             float((largest <= _MAX_LOG_COUNT).mean()) if len(largest) >= _MIN_CELLS else 0.0
         )
         if with_low_counts > 0.95:
             return (
-                f"{with_low_counts:.0%} of cells of {_MIN_GENES_OF_DEEP_CELL} genes have no count above "
-                f"{_MAX_LOG_COUNT}, as in logarithms"
+                f"{_NORMALISED}: {with_low_counts:.0%} of cells of {_MIN_GENES_OF_DEEP_CELL} genes "
+                f"have no count above {_MAX_LOG_COUNT}, as in logarithms"
             )
         if high < _MIN_SPREAD * low:
-            return f"the sums of 90% of cells lie between {low:,.0f} and {high:,.0f}"
+            sums_lie = f"the sums of 90% of cells lie between {low:,.0f} and {high:,.0f}"
+            return f"{_NORMALISED}: {sums_lie}"
         return None
 
 
@@ -287,16 +292,14 @@ class CountsReader(AbstractContextManager["CountsReader"]):
     def doubts(self) -> Iterator[str]:
         """List doubts about the values that were read.
 
-        They may look normalised and rounded, or cut off at the largest number of their type.
+        They may look normalised and rounded, be zeros and ones only, or look cut off at the
+        largest number of their type.
         """
         if self.ordered:
             return
         rounded = self._rounded.sign()
         if rounded is not None:
-            yield (
-                f"{self.path}: {self.counts} may hold normalised values that were rounded: {rounded}; "
-                f"{self._elsewhere()}"
-            )
+            yield f"{self.path}: {self.counts} may hold {rounded}; {self._elsewhere()}"
         clipped = self._clipped.sign()
         if clipped is not None:
             yield (

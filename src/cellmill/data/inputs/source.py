@@ -32,9 +32,11 @@ GENE_LENGTH = "gene_length"
 
 COUNTED = "looks like counts"
 ESTIMATED = "looks like estimated counts"
+DETECTED = "has only zeros and ones"
 LOGS = "looks log-transformed"
 _PARTS_OF_COUNTS = ("spliced", "mature", "unspliced", "nascent", "ambiguous")
 """Layers of velocyto and kb-python that hold some of a cell's molecules, the likelier ones first."""
+_FEWEST_ONES = 1000  # nonzero values; fewer counts may all be 1
 _UNNAMED = 4  # rank of a matrix whose name says nothing of counts
 TOTALS = ("n_counts", "total_counts", "nCount_RNA", "n_umis", "nUMI", "n_molecules")
 """Columns of obs that may hold the depth of each cell."""
@@ -60,7 +62,8 @@ def look_at(matrix: sp.csr_matrix) -> str:
     if (values < 0).any():
         return "looks scaled"
     if (values == np.floor(values)).all():
-        return COUNTED
+        only_ones = values.max() == 1 and np.count_nonzero(values) >= _FEWEST_ONES
+        return DETECTED if only_ones else COUNTED
     looks = describe_fractions(matrix)
     return ESTIMATED if looks.may_be_counts else f"looks {looks.text.partition(':')[0]}"
 
