@@ -108,7 +108,7 @@ def open_anndata(path: Path, file: Any, counts: str) -> CountSource:
         raise DataError(
             f"{path}: X has sequences, but is no csr_matrix: their order is lost; preprocess again"
         )
-    is_of_pegasus = not is_array(file["obs"]) and file["obs"].attrs.get("_index") == "barcodekey"
+    is_of_pegasus = file["obs"].attrs.get("_index") == "barcodekey"
     notes = [_OF_PEGASUS] if is_of_pegasus else []
     notes += absent_chunks(counts, file[stored])
     return CountSource(
@@ -182,7 +182,6 @@ def _names_in_h5ad(path: Path, file: Any) -> DeclaredNames | None:
 def _names_in_zarr(path: Path, file: Any) -> DeclaredNames | None:
     """Names in a Zarr folder, by its folders and JSON files."""
     obs = path / "obs"
-    layers = path / "layers"
     if (path / "mod").is_dir():
         return None
     try:
@@ -198,7 +197,7 @@ def _names_in_zarr(path: Path, file: Any) -> DeclaredNames | None:
         counts.append("X")
     if (path / "raw" / "X").is_dir():  # raw may be null
         counts.append("raw")
-    names = sorted(layer.name for layer in layers.glob("*") if layer.is_dir())
+    names = sorted(layer.name for layer in (path / "layers").glob("*") if layer.is_dir())
     return DeclaredNames(columns, [*counts, *map(_layer_name, names)])
 
 
@@ -292,11 +291,10 @@ def _hint(path: Path, group: Any) -> str:
         return "; it is the matrix of Xenium: give cell_feature_matrix.h5, which lies next to it"
     if "cellData" in group:
         return "; it was written by Scarf: write it as .h5ad (scarf.writers.to_h5ad(ds.RNA, 'cells.h5ad'))"
-    for name in sorted(group):
-        item = group.get(name)
+    for name, item in sorted(group.members()):
         if is_anndata(item):
             return f"; it has {name}: give {path / name}"
-        if item is not None and not is_array(item) and "barcode_metadata" in item:
+        if not is_array(item) and "barcode_metadata" in item:
             return "; it was written by Pegasus: write it as .h5ad (pegasusio.write_output(data, 'cells.h5ad'))"
     return ""
 
@@ -338,8 +336,7 @@ def _check_sizes(path: Path, group: Any, counts: str) -> None:
         part, mark, counts = counts.rpartition("#")
         group = group[choose_part(path, group, part if mark else None)]
     counts = matrix_to_recover(counts) or counts
-    obs = group["obs"]
-    index = stored_index(obs) if isinstance(obs, zarr.Group) else None
+    index = stored_index(group["obs"])
     n_obs = 0
     if isinstance(index, zarr.Array) and index.shape and index.nchunks_initialized == index.nchunks:
         n_obs = int(index.shape[0])

@@ -91,8 +91,7 @@ class RoundedCounts:
                 f"have no count above {_MAX_LOG_COUNT}, as in logarithms"
             )
         if high < _MIN_SPREAD * low:
-            sums_lie = f"the sums of 90% of cells lie between {low:,.0f} and {high:,.0f}"
-            return f"{_NORMALISED}: {sums_lie}"
+            return f"{_NORMALISED}: the sums of 90% of cells lie between {low:,.0f} and {high:,.0f}"
         return None
 
 

@@ -169,8 +169,7 @@ class CountSource:
         if not self.others:
             return "the file has no other matrix; use a file with raw counts"
         looks = self.look()
-        kinds = (COUNTED, ESTIMATED)
-        hopeful = [name for name in self.others if looks.get(name, COUNTED) in kinds]
+        hopeful = [n for n in self.others if looks.get(n, COUNTED) in (COUNTED, ESTIMATED)]
         if hopeful:
             return f"raw counts may be in {' or '.join(hopeful)}: set {self.option}"
         listed = ", ".join(f"{name} {kind}" for name, kind in looks.items())
