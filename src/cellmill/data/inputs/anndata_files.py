@@ -192,13 +192,10 @@ def _names_in_zarr(path: Path, file: Any) -> DeclaredNames | None:
         columns = [str(name) for name in attributes["column-order"]]
     except (DataError, KeyError, TypeError):
         return None
-    counts = []
-    if (path / "X").is_dir():
-        counts.append("X")
-    if (path / "raw" / "X").is_dir():  # raw may be null
-        counts.append("raw")
-    names = sorted(layer.name for layer in (path / "layers").glob("*") if layer.is_dir())
-    return DeclaredNames(columns, [*counts, *map(_layer_name, names)])
+    folders = {"X": path / "X", "raw": path / "raw" / "X"}  # raw may be null
+    for layer in sorted((path / "layers").glob("*")):
+        folders[_layer_name(layer.name)] = layer
+    return DeclaredNames(columns, [name for name, folder in folders.items() if folder.is_dir()])
 
 
 def _matrices(file: Any) -> dict[str, tuple[str, str]]:

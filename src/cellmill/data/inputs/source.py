@@ -205,12 +205,7 @@ class DeclaredNames:
 def _values(array: Any) -> list[Any] | None:
     if isinstance(array, h5py.Group):  # text of pandas 3: values and a mask
         array = array.get("values")
-    if (
-        not isinstance(array, h5py.Dataset)
-        or array.shape is None
-        or len(array.shape) != 1
-        or len(array) > MAX_LENGTH
-    ):
+    if not isinstance(array, h5py.Dataset) or array.ndim != 1 or len(array) > MAX_LENGTH:
         return None
     if array.dtype.kind not in "OSbiuf" or array.external or array.is_virtual:
         return None
@@ -246,8 +241,7 @@ def with_feature_types(var: pd.DataFrame) -> pd.DataFrame:
         if pd.api.types.is_numeric_dtype(values):
             continue
         texts = text_values(column)
-        kinds = {text.strip().lower() for text in {*texts}}
-        kinds -= _NO_TYPE
+        kinds = {text.strip().lower() for text in {*texts}} - _NO_TYPE
         if _GENE_EXPRESSION in kinds or (len(kinds) > 1 and kinds <= _SHORT_TYPES):
             return var.assign(**{FEATURE_TYPES: texts})
     return var
