@@ -214,3 +214,21 @@ def test_files_of_no_format_come_with_a_way_on(name: str, hint: str, tmp_path: P
     text = refusal(tmp_path / name)
     assert "no known format; there are: FASTA of proteins" in text
     assert hint in text
+
+
+def test_a_folder_of_bpcells_comes_with_its_command(tmp_path: Path) -> None:
+    for name in ("version", "storage_order", "row_names", "val_data"):
+        (tmp_path / name).write_bytes(b"col\n")
+    assert refusal(tmp_path).endswith(
+        "; it is a matrix of BPCells: in R run BPCells::write_matrix_10x_hdf5("
+        'BPCells::open_matrix_dir(FOLDER), "cells.h5")'
+    )
+
+
+def test_a_list_of_molecules_names_the_matrix(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "molecule_info.h5", "w") as file:
+        file["barcode_idx"] = np.arange(3)
+        file["features/id"] = [b"ENSG00000141510"]
+    assert refusal(tmp_path / "molecule_info.h5").endswith(
+        "; it lists the molecules of Cell Ranger: give filtered_feature_bc_matrix.h5"
+    )

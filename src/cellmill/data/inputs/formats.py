@@ -35,6 +35,10 @@ _FROM_R = (
     'of Seurat with SeuratObject::LayerData(object, layer = "counts") for counts(sce), after JoinLayers(object) if it '
     "has layers such as counts.1"
 )
+_FROM_BPCELLS = (
+    "it is a matrix of BPCells: in R run BPCells::write_matrix_10x_hdf5(BPCells::open_matrix_dir(FOLDER), "
+    '"cells.h5")'
+)
 _HINTS = {
     ".rds": _FROM_R,
     ".rda": _FROM_R,
@@ -117,11 +121,16 @@ def _format_of(path: Path, file: h5py.File | None) -> Format:
 
 def _hint(path: Path, file: h5py.File | None) -> str:
     """Say what to do about an input of unknown format: inputs in a folder, or a command that converts it."""
+    if (path / "storage_order").is_file():
+        return f"; {_FROM_BPCELLS}"
     if path.is_dir():
         below = list(islice(_inputs_below(path, depth=3), _MAX_LISTED))
         return f"; it has {', '.join(below)}: give one of these" if below else ""
-    if file is not None and "assays" in file and "meta.data" in file:
+    names = {*(file or ())}
+    if {"assays", "meta.data"} <= names:
         return '; it is an h5Seurat: in R run SeuratDisk::Convert("cells.h5Seurat", dest = "h5ad")'
+    if "barcode_idx" in names:
+        return "; it lists the molecules of Cell Ranger: give filtered_feature_bc_matrix.h5"
     for end, hint in _HINTS.items():
         if path.name.lower().endswith(end):
             return f"; {hint}"
