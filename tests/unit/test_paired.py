@@ -17,6 +17,7 @@ from cellmill.evaluate.methods import ALL_GENES, EMBEDDING, MAJORITY
 from cellmill.evaluate.scores import ScoreColumn, table_rows, tabulate
 from cellmill.evaluate.tasks.perturbation.baselines import MEAN, NO_CHANGE
 from cellmill.evaluate.tasks.perturbation.task import CEILING
+from cellmill.runs.baselines import find_best_baseline
 from cellmill.runs.results import Closed, Gap, ScoredMethod, compare
 
 OWN = replace(EMBEDDING, classifier="kNN")
@@ -256,6 +257,28 @@ def test_a_column_defines_what_0_and_100_percent_are() -> None:
         assert (none.model, none.baseline) == (None, None)
     few = replace(column, ceiling=(CEILING, ceiling), n_units=2).gap()
     assert few == replace(gap, model=None, baseline=None, n=2)
+
+
+def test_a_gap_names_no_baseline_that_the_model_has_beaten() -> None:
+    random = np.random.default_rng(1)
+    untrained = ScoredMethod("untrained", "kNN", network="untrained")
+    means = {OWN: 0.9, untrained: 0.7, OTHER: 0.6, MAJORITY: 0.2}
+    scores = {method: mean + 0.05 * random.random((3, 40)) for method, mean in means.items()}
+    ceiling = (CEILING, 0.95 + 0.05 * random.random((3, 40)))
+    trivial = {MAJORITY: scores[MAJORITY]}
+    column = ScoreColumn("x", "accuracy", scores, trivial=trivial, ceiling=ceiling)
+    gap = column.gap()
+    assert gap is not None
+    assert gap.baseline is not None
+    assert gap.baseline.name == OTHER.name
+    result = tabulate([column], {})
+    best = find_best_baseline(result, "x")
+    assert best is not None
+    assert best.method == OTHER
+    level = replace(
+        column, scores=scores | {untrained: scores[OWN] - 1e-3 * random.normal(size=40)}
+    )
+    assert level.best_baseline() == untrained
 
 
 def test_a_gap_in_words() -> None:

@@ -33,6 +33,7 @@ from reported import (
 
 from cellmill.config.options import ReportOptions
 from cellmill.errors import DataError
+from cellmill.evaluate.run import describe_result
 from cellmill.evaluate.scores import ScoreColumn, tabulate
 from cellmill.report.checkpoints import draw_checkpoints
 from cellmill.report.collect import ReportedRun, UmapCells, read_corpus, read_run
@@ -49,6 +50,7 @@ from cellmill.report.standings import Standing, list_standings
 from cellmill.report.text import to_text
 from cellmill.report.training import compare_with_plan, draw_training, list_step_values
 from cellmill.runs import results
+from cellmill.runs.baselines import find_best_baseline, list_best_verdicts
 from cellmill.runs.cost import Start
 from cellmill.runs.results import (
     Difference,
@@ -833,13 +835,32 @@ def test_the_best_other_baseline_replaces_an_untrained_one(
     assert found.count("behind") == 1
 
 
+def test_a_beaten_untrained_network_is_nowhere_best_baseline() -> None:
+    lines = [("f", OWN.name, UNTRAINED.name, 0.05, 0.03, 0.07)]
+    rows = {OWN: 0.9, UNTRAINED: 0.85, GENES: 0.8}
+    result = of_task("f", rows, [], lines)
+    run = of_tasks("a", probe=result)
+    assert run.evaluation is not None
+    evaluation = replace(run.evaluation, model={"step": 20})
+    run = replace(run, evaluation=evaluation, checkpoint_evaluations={10: evaluation})
+    [chart] = draw_checkpoints(run, "d")
+    assert chart.rows[-1]["name"] == f"{GENES.name} (best baseline)"
+    page = render("r", [run], [])
+    table = page[page.index('aria-label="table"') :]
+    assert re.findall(r'<td class="n top">([^<]*)</td>', table) == ["0.8"]
+    assert f"best baseline 0.800 ({GENES.name})" in describe_result(result)
+    # the untrained network counts while the model is not ahead of it
+    level = of_task("f", rows, [], [("f", OWN.name, UNTRAINED.name, 0.05, -0.01, 0.1)])
+    assert find_best_baseline(level, "f") == result.rows[1]
+
+
 def test_a_replaced_verdict_keeps_its_number_of_units() -> None:
     verdict = verdict_on(OWN, UNTRAINED, "accuracy", 0.05, (0.03, 0.07))
     lines = [("f", OWN.name, UNTRAINED.name, 0.05, 0.03, 0.07)]
     result = of_task("f", {OWN: 0.9, UNTRAINED: 0.85, GENES: 0.8}, [verdict], lines)
     same = Difference("f", OWN.name, GENES.name, 0.1, 0.1, 0.1, 0.0, n=5)
     result = replace(result, differences=[*result.differences, same])
-    [found] = result.best_verdicts()
+    [found] = list_best_verdicts(result)
     assert found.sentence == (
         f"{OWN.name} against {GENES.name}: +0.100 accuracy, undecided, all 5 differ by the same."
     )

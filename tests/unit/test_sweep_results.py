@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +11,14 @@ import pytest
 from reported import make_dataset, make_method, write
 
 from cellmill.cli import main
+from cellmill.report.collect import ReportedRun
 from cellmill.report.drawing.page_charts import PageCharts
 from cellmill.report.page import render
-from cellmill.report.sweeps.rows import LOSS, SweepRow
+from cellmill.report.sweeps.rows import LOSS, SweepRow, list_rows
 from cellmill.report.sweeps.scaling_law import Law, NoLaw, fit_law
 from cellmill.report.sweeps.scalings import TRAIN_FRAC, make_scalings, read_sweep
 from cellmill.runs import results
-from cellmill.runs.results import Evaluation, Row, Score, TaskResult
+from cellmill.runs.results import Difference, Evaluation, Row, Score, TaskResult
 
 SIZES = (100, 300, 1000, 3000)
 VALUES = {
@@ -99,6 +101,24 @@ def test_fractions_are_the_sizes_if_numbers_of_cells_are_unknown() -> None:
     [scaling] = make_scalings(rows, [TRAIN_FRAC])
     assert scaling.quantity == TRAIN_FRAC
     assert [point.size for point in scaling.curves[0].points] == [0.5, 1.0]
+
+
+def test_the_best_baseline_of_a_sweep_beats_some_run() -> None:
+    own, untrained, pca = (make_method(name, "kNN") for name in ("embedding", "untrained", "PCA"))
+    means = {own: 0.9, untrained: 0.8, pca: 0.7}
+    ahead = Difference("f", own.name, untrained.name, 0.1, 0.05, 0.15, 0.0)
+    level = replace(ahead, low=-0.05)
+    for second, best in ((ahead, "PCA + kNN"), (level, "untrained + kNN")):
+        sweep_rows = []
+        for size, difference in enumerate((ahead, second), start=1):
+            rows = [Row(method, {"f": Score(mean + size / 100)}) for method, mean in means.items()]
+            result = TaskResult(rows, "f", differences=[difference])
+            evaluation = Evaluation({"d": make_dataset(probe=result)})
+            run = ReportedRun(str(size), None, None, None, None, evaluation)
+            sweep_rows += list_rows(run, {"model.layers": size})
+        [scaling] = make_scalings(sweep_rows, ["model.layers"])
+        assert scaling.baseline is not None
+        assert scaling.baseline.name == best
 
 
 @pytest.mark.full

@@ -59,6 +59,19 @@ class ScoreColumn:
         """The best method of kind `model`."""
         return self.best(self.select_kind("model"))
 
+    def best_baseline(self) -> ScoredMethod:
+        """The best baseline, without an untrained network that the model is ahead of.
+
+        `runs.baselines.find_best_baseline` is the same for stored results.
+        """
+        baselines = self.select_kind("baseline")
+        best = self.best(baselines)
+        others = [method for method in baselines if method.network != "untrained"]
+        if best in others or not others:
+            return best
+        verdict = self.verdict(self.best_model(), best)
+        return self.best(others) if verdict.outcome == "ahead" else best
+
     def verdict(self, method: ScoredMethod, other: ScoredMethod) -> Verdict:
         """Verdict on `method` against `other`, over the units that both have scores of."""
         difference = self.difference(method, other)
@@ -73,7 +86,7 @@ class ScoreColumn:
         )
 
     def best_verdict(self) -> Verdict:
-        """Verdict on the best method of the model against the best baseline.
+        """Verdict on the best method of the model against the best baseline of all.
 
         Both are chosen by their scores on the tested cells. This favours the baselines, because
         there are more of them.
@@ -129,7 +142,7 @@ class ScoreColumn:
             (ceiling_method.name, float(ceiling[is_tested].mean())),
         )
         closed = []
-        for method in (self.best_model(), self.best(self.select_kind("baseline"))):
+        for method in (self.best_model(), self.best_baseline()):
             scores = self.scores[method]
             n = self._count_units(scores + zero + ceiling)
             if n < MIN_UNITS:

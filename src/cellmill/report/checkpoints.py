@@ -6,6 +6,7 @@ from cellmill.report.collect import ReportedRun
 from cellmill.report.drawing.chart import Chart
 from cellmill.report.drawing.curves import StepValues, draw_curves
 from cellmill.report.text import to_words
+from cellmill.runs.baselines import find_best_baseline
 from cellmill.runs.results import Evaluation, TaskResult
 
 
@@ -13,7 +14,7 @@ def draw_checkpoints(run: ReportedRun, dataset: str) -> Iterator[Chart]:
     """A chart for each task on `dataset` that ranks its rows by a metric.
 
     It has a curve for each row of the model, over the steps of the evaluated checkpoints and of the
-    exported model. A horizontal line is the best baseline in the table of the exported model.
+    exported model. A horizontal line is the exported model's best baseline.
     Tasks with fewer than two evaluated steps have no chart.
     """
     exported = run.evaluation
@@ -29,7 +30,7 @@ def draw_checkpoints(run: ReportedRun, dataset: str) -> Iterator[Chart]:
         curves = _list_scores_by_method(evaluations, dataset, task, exported_result)
         if all(len(points) < 2 for points in curves.values()):
             continue
-        baseline = exported_result.best_row("baseline")
+        baseline = find_best_baseline(exported_result, metric)
         if baseline is not None:
             value = exported_result.rank_value(baseline)
             name = f"{baseline.method.name} (best baseline)"

@@ -14,6 +14,7 @@ from cellmill.report.standings import Standing
 from cellmill.report.task_table import find_gap
 from cellmill.report.text import to_count, to_words
 from cellmill.report.verdicts import TaskVerdict, list_verdicts
+from cellmill.runs.baselines import list_best_verdicts
 from cellmill.runs.results import Gap, Outcome, Row, Verdict
 
 RELATIONS: dict[Outcome, str] = {
@@ -253,7 +254,7 @@ def list_defeats(runs: Sequence[ReportedRun]) -> list[tuple[str, str]]:
             sentence = f"{dataset_name}: behind in {n_behind} of {len(verdicts)}: {tasks}."
             defeats.append((run.name, sentence))
         for result in dataset.tasks.values():
-            if result.best_verdicts():
+            if list_best_verdicts(result):
                 continue
             for verdict in result.verdicts:
                 if verdict.outcome == "behind":

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import NamedTuple
 
+from cellmill.runs.baselines import find_best_baseline
 from cellmill.runs.results import TOLERANCE, DatasetResult, Difference, TaskResult
 
 CONFIDENCE = 0.95  # level of the intervals
@@ -80,7 +81,7 @@ def score_tasks(dataset: DatasetResult) -> Scores:
             continue
         score = row.scores.get(result.metric)
         repetitions = [] if score is None else score.repetitions
-        difference = _find_difference(result, row.method.name)
+        difference = _find_difference(result, result.metric, row.method.name)
         scores[task, result.metric] = TaskScore(
             result.rank_value(row),
             repetitions,
@@ -91,15 +92,15 @@ def score_tasks(dataset: DatasetResult) -> Scores:
     return scores
 
 
-def _find_difference(result: TaskResult, method: str) -> Difference | None:
-    """A method's difference from the best baseline; None if there is none.
+def _find_difference(result: TaskResult, metric: str, method: str) -> Difference | None:
+    """A method's difference from the best baseline in `metric`; None if there is none.
 
     Without a baseline, its difference with the largest standard error over units.
     """
-    baseline = result.best_row("baseline")
+    baseline = find_best_baseline(result, metric)
     differences = []
     for difference in result.differences:
-        is_of_method = difference.column == result.metric and difference.compared == method
+        is_of_method = difference.column == metric and difference.compared == method
         if is_of_method and (baseline is None or difference.against == baseline.method.name):
             differences.append(difference)
     return max(differences, key=lambda difference: difference.cells_se, default=None)

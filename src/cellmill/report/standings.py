@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from cellmill.report.collect import ReportedRun, list_results
 from cellmill.report.ranking import Ranking, Scores, rank_runs, score_tasks
 from cellmill.report.verdicts import TaskVerdict, find_verdict, list_verdicts
+from cellmill.runs.baselines import find_best_baseline
 from cellmill.runs.results import Outcome, Row, TaskResult, Verdict
 
 
@@ -101,6 +102,7 @@ def _choose_task(results: Mapping[str, TaskResult], ranking: Ranking) -> str:
 def _find_baseline(result: TaskResult, verdict: Verdict | None) -> Row | None:
     """The baseline that `verdict` compares with; without a verdict, the best baseline."""
     if verdict is None:
-        return result.best_row("baseline")
+        assert result.metric is not None
+        return find_best_baseline(result, result.metric)
     rows_by_name = {row.method.name: row for row in result.ranked_rows}
     return rows_by_name[verdict.against]

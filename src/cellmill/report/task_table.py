@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
+from cellmill.runs.baselines import find_best_baseline
 from cellmill.runs.results import Gap, Row, TaskResult, Verdict
 
 
@@ -25,21 +26,12 @@ def _is_shown(rows: Sequence[Row], column: str) -> bool:
 
 
 def find_best_baselines(result: TaskResult) -> set[tuple[str, str]]:
-    """(name of the row, column) of the best baseline in each column of means.
-
-    The best one is the lowest in a column of errors, otherwise the highest.
-    """
-    baselines = [row for row in result.rows if row.method.kind == "baseline"]
+    """(name of the row, column) of the best baseline in each column of scores."""
     best = set()
-    for column in list_columns(result.rows):
-        means: dict[str, float] = {}
-        for row in baselines:
-            score = row.scores.get(column)
-            if score is not None and score.mean is not None:
-                means[row.method.name] = score.mean
-        if means:
-            choose = min if column in result.lower_is_better else max
-            best.add((choose(means, key=means.__getitem__), column))
+    for column in dict.fromkeys(chain.from_iterable(row.scores for row in result.rows)):
+        row = find_best_baseline(result, column)
+        if row is not None:
+            best.add((row.method.name, column))
     return best
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
+from cellmill.runs.baselines import list_best_verdicts
 from cellmill.runs.results import Row, TaskResult, Verdict
 
 WHOLE_CELL_METRICS = {
@@ -30,7 +31,7 @@ def list_verdicts(results: Mapping[str, TaskResult]) -> list[TaskVerdict]:
     distinct: dict[Hashable, TaskVerdict] = {}
     # probe comes first, so that its verdicts are kept and their repetitions dropped
     for task_name, result in sorted(results.items(), key=lambda item: item[1].task != "probe"):
-        for verdict, columns in result.best_verdicts().items():
+        for verdict, columns in list_best_verdicts(result).items():
             key = _make_key(task_name, result, verdict)
             distinct.setdefault(key, TaskVerdict(task_name, verdict, columns))
     return list(distinct.values())

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from cellmill.report.collect import ReportedRun
 from cellmill.report.schemas import JsonObject, PlanSchema
 from cellmill.report.task_table import select_numbers
+from cellmill.runs.baselines import list_baselines
 
 NO_ROW = "model"
 """Value of column `name` in results.csv for single numbers, which are in no row of a task's table."""
@@ -53,6 +54,7 @@ class SweepRow:
     kind: str  # of the row's method: model, variant, baseline or external
     value: float
     sd: float | None = None  # over repetitions
+    is_baseline: bool = False  # True for a baseline that counts (`list_baselines`)
 
     def to_csv_row(self) -> JsonObject:
         """The row of results.csv: values by column."""
@@ -96,7 +98,13 @@ def _make_rows(run: ReportedRun, run_columns: JsonObject) -> Iterator[SweepRow]:
                 measure = Measure(dataset, task, NO_ROW, metric)
                 yield SweepRow(run_columns, measure, "model", number)
             continue
+        baselines = list_baselines(result, result.metric)
         for row in result.ranked_rows:
-            measure = Measure(dataset, task, row.method.name, result.metric)
-            value = result.rank_value(row)
-            yield SweepRow(run_columns, measure, row.method.kind, value, row.sd(result.metric))
+            yield SweepRow(
+                run_columns,
+                Measure(dataset, task, row.method.name, result.metric),
+                row.method.kind,
+                result.rank_value(row),
+                row.sd(result.metric),
+                is_baseline=row in baselines,
+            )

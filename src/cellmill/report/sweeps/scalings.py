@@ -41,7 +41,11 @@ class ScalingCurve:
 
 @dataclass(frozen=True)
 class BestBaseline:
-    """The baseline with the highest mean in a column of a task's table."""
+    """The baseline with the highest mean over runs in a column of a task's table.
+
+    A baseline is left out if it counts in no run (`list_baselines`): an untrained network that every
+    run is ahead of.
+    """
 
     name: str
     value: float  # mean over the runs
@@ -114,7 +118,7 @@ def _choose_measures(by_measure: RowsByMeasure) -> list[Measure]:
     The model's best row (features and classifier) has the highest mean over runs. Task probe comes
     first. Single numbers that are equal in all runs are left out.
     """
-    means = _average_over_runs(by_measure, "model")
+    means = _average_over_runs(by_measure, lambda row: row.kind == "model")
     for measure in [*means]:
         is_single_number = measure != LOSS and not measure.has_row
         if is_single_number and len({*_list_values(by_measure[measure])}) == 1:
@@ -126,19 +130,21 @@ def _choose_measures(by_measure: RowsByMeasure) -> list[Measure]:
 
 
 def _find_best_baselines(by_measure: RowsByMeasure) -> dict[TableColumn, BestBaseline]:
-    """The baseline with the highest mean in each column."""
-    means = _average_over_runs(by_measure, "baseline")
+    """The best baseline in each column."""
+    means = _average_over_runs(by_measure, lambda row: row.is_baseline)
     best = {}
     for column, measure in _find_highest(means).items():
         best[column] = BestBaseline(measure.row, means[measure])
     return best
 
 
-def _average_over_runs(by_measure: RowsByMeasure, kind: str) -> dict[Measure, float]:
-    """Mean over runs of each measure of one kind, model or baseline."""
+def _average_over_runs(
+    by_measure: RowsByMeasure, is_chosen: Callable[[SweepRow], bool]
+) -> dict[Measure, float]:
+    """Mean over runs of each measure that has a chosen row."""
     means = {}
     for measure, rows in by_measure.items():
-        if rows[0].kind == kind:
+        if any(map(is_chosen, rows)):
             means[measure] = float(np.mean(_list_values(rows)))
     return means
 
