@@ -14,6 +14,7 @@ from cellmill.cli import main
 from cellmill.report.collect import ReportedRun
 from cellmill.report.drawing.page_charts import PageCharts
 from cellmill.report.page import render
+from cellmill.report.side_by_side import compare_runs
 from cellmill.report.sweeps.rows import LOSS, SweepRow, list_rows
 from cellmill.report.sweeps.scaling_law import Law, NoLaw, fit_law
 from cellmill.report.sweeps.scalings import TRAIN_FRAC, make_scalings, read_sweep
@@ -119,6 +120,26 @@ def test_the_best_baseline_of_a_sweep_beats_some_run() -> None:
         [scaling] = make_scalings(sweep_rows, ["model.layers"])
         assert scaling.baseline is not None
         assert scaling.baseline.name == best
+
+
+def test_scores_of_tasks_without_a_metric_are_in_the_table() -> None:
+    rows = [
+        Row(make_method("embedding"), {"kBET": Score(0.25, 0.1)}, {"iLISI": 0.5, "n": None}),
+        Row(make_method("PCA50"), numbers={"iLISI": 0.75}),
+    ]
+    integration = TaskResult(rows, figures={"n_cells": 90})
+    run = ReportedRun(
+        "a", None, None, None, None, Evaluation({"d": make_dataset(integration=integration)})
+    )
+    found = [row.to_csv_row() for row in list_rows(run, {})]
+    keys = ("task", "name", "kind", "metric", "value", "sd")
+    assert [tuple(row[key] for key in keys) for row in found] == [
+        ("integration", "embedding", "model", "kBET", 0.25, 0.1),
+        ("integration", "embedding", "model", "iLISI", 0.5, None),
+        ("integration", "PCA50", "baseline", "iLISI", 0.75, None),
+    ]
+    [table] = compare_runs([run])
+    assert table.rows == [(run, "d", {"kBET": 0.25, "iLISI": 0.5})]
 
 
 @pytest.mark.full

@@ -5,7 +5,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from cellmill.report.collect import ReportedRun, list_results
-from cellmill.report.task_table import select_numbers
+from cellmill.report.task_table import list_values, select_numbers
 from cellmill.runs.results import TaskResult
 
 
@@ -21,7 +21,7 @@ class TaskAcrossRuns(NamedTuple):
     """Table of one task over the runs that rank its rows by the same metric.
 
     A column has the metric for one set of features, with the best classifier. If no metric ranks
-    the rows, columns are the task's single numbers.
+    the rows, columns are those of the model's row; without such a row, the task's single numbers.
     """
 
     task: str
@@ -45,7 +45,7 @@ def compare_runs(runs: Sequence[ReportedRun]) -> list[TaskAcrossRuns]:
         for task, result in dataset.tasks.items():
             if result.skipped is None:
                 has_metric = result.metric is not None
-                find_values = _find_highest_by_features if has_metric else select_numbers
+                find_values = _find_highest_by_features if has_metric else _find_model_values
                 row = RunValues(run, name, find_values(result))
                 rows_by_table.setdefault((task, result.metric), []).append(row)
     # tables of a task are next to each other, in the order in which tasks appear
@@ -63,3 +63,11 @@ def _find_highest_by_features(result: TaskResult) -> dict[str, float]:
         value = result.rank_value(row)
         highest[features] = max(value, highest.get(features, value))
     return highest
+
+
+def _find_model_values(result: TaskResult) -> dict[str, float]:
+    """Values of the model's first row by column; the task's single numbers if it has no row."""
+    for row in result.rows:
+        if row.method.kind == "model":
+            return list_values(row)
+    return select_numbers(result)

@@ -89,6 +89,16 @@ def find_largest_difference(verdicts: Sequence[Verdict]) -> float:
     return max(map(abs, ends)) or 1
 
 
+def list_values(row: Row) -> dict[str, float]:
+    """Means and numbers of a row, by column."""
+    values = {}
+    for column in [*row.scores, *row.numbers]:
+        value = row.value(column)
+        if value is not None:
+            values[column] = value
+    return values
+
+
 def select_numbers(result: TaskResult) -> dict[str, float]:
     """Single values of a task that are numbers, by key."""
     numbers = {}

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from cellmill.report.collect import ReportedRun
 from cellmill.report.schemas import JsonObject, PlanSchema
-from cellmill.report.task_table import select_numbers
+from cellmill.report.task_table import list_values, select_numbers
 from cellmill.runs.baselines import list_baselines
 
 NO_ROW = "model"
@@ -87,15 +87,24 @@ def list_rows(run: ReportedRun, axis_values: Mapping[str, Any]) -> list[SweepRow
 
 
 def _make_rows(run: ReportedRun, run_columns: JsonObject) -> Iterator[SweepRow]:
-    """The validation loss, then the ranked rows or the single numbers of each task."""
+    """The validation loss, then the values of each task.
+
+    They are the metric in each ranked row. If no metric ranks the rows, they are all columns of
+    each row; without rows, the task's single numbers.
+    """
     if run.status is not None and run.status.best_val_loss is not None:
         yield SweepRow(run_columns, LOSS, "model", run.status.best_val_loss)
     if run.evaluation is None:
         return
     for dataset, task, result in run.evaluation.results():
         if result.metric is None:
-            for metric, number in select_numbers(result).items():
-                measure = Measure(dataset, task, NO_ROW, metric)
+            for row in result.rows:
+                for column, value in list_values(row).items():
+                    measure = Measure(dataset, task, row.method.name, column)
+                    yield SweepRow(run_columns, measure, row.method.kind, value, row.sd(column))
+            single_numbers = {} if result.rows else select_numbers(result)
+            for key, number in single_numbers.items():
+                measure = Measure(dataset, task, NO_ROW, key)
                 yield SweepRow(run_columns, measure, "model", number)
             continue
         baselines = list_baselines(result, result.metric)

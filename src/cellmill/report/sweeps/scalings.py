@@ -84,8 +84,7 @@ def make_scalings(rows: Sequence[SweepRow], axes: Sequence[str]) -> list[Scaling
     """A scaling for each axis of sizes and each measure that `_choose_measures` returns.
 
     It has a curve for each combination of values on the other axes except seeds, and the best
-    baseline of the measure's column. The measures are the validation loss, the model's best row in
-    each column of a task, and single numbers that differ between runs.
+    baseline of the measure's column.
     """
     by_measure = _group(rows, lambda row: row.measure)
     measures = _choose_measures(by_measure)
@@ -113,18 +112,19 @@ def _group(rows: Iterable[SweepRow], key: Callable[[SweepRow], Key]) -> dict[Key
 
 
 def _choose_measures(by_measure: RowsByMeasure) -> list[Measure]:
-    """Measures to draw: the loss, then the model's best row of each task, then single numbers.
+    """Measures to draw: the loss, then the model's best row in each column, then single numbers.
 
     The model's best row (features and classifier) has the highest mean over runs. Task probe comes
-    first. Single numbers that are equal in all runs are left out.
+    first. Measures that are equal in all runs are left out.
     """
     means = _average_over_runs(by_measure, lambda row: row.kind == "model")
-    for measure in [*means]:
-        is_single_number = measure != LOSS and not measure.has_row
-        if is_single_number and len({*_list_values(by_measure[measure])}) == 1:
-            del means[measure]
+    measures = []
+    for measure in _find_highest(means).values():
+        values = _list_values(by_measure[measure])
+        if measure == LOSS or len(values) == 1 or len(set(values)) > 1:
+            measures.append(measure)
     return sorted(
-        _find_highest(means).values(),
+        measures,
         key=lambda measure: (measure != LOSS, measure.task != "probe", not measure.has_row),
     )
 
