@@ -109,6 +109,12 @@ def test_the_table_has_means_over_repetitions() -> None:
     assert entry.mean == 0.125
 
 
+def test_a_single_repetition_has_no_standard_deviation() -> None:
+    [row] = table_rows([ScoreColumn("x", "accuracy", {OWN: np.array([[0.5, 1.0, 0.25]])})])
+    assert row.scores["x"].sd is None
+    assert row.sd("x") is None
+
+
 def test_a_repetition_without_a_tested_unit_counts_nowhere() -> None:
     scores = np.array([[0.5, np.nan], [np.nan, np.nan], [0.7, 1.0]])
     untested = np.full((3, 2), np.nan)

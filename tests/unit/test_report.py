@@ -422,6 +422,13 @@ def test_a_gap_without_a_scale_is_in_the_first_line(tmp_path: Path) -> None:
     assert "0 % is the first" not in text
 
 
+def test_a_single_repetition_is_shown_without_a_deviation() -> None:
+    columns = [ScoreColumn("f", "f", {OWN: np.full((1, 9), 0.25), GENES: np.full((1, 9), 0.5)})]
+    page = text_of(render("r", [of_tasks("a", probe=tabulate(columns, {}))], []))
+    assert "embedding + kNN model 0.250 all genes" in page
+    assert "±" not in page.partition("± is the standard deviation")[0]
+
+
 def test_wide_tables_mark_the_best_baseline() -> None:
     accuracies = {
         make_method("embedding", "kNN"): 0.9,
@@ -847,7 +854,7 @@ def test_a_beaten_untrained_network_is_nowhere_best_baseline() -> None:
     assert chart.rows[-1]["name"] == f"{GENES.name} (best baseline)"
     page = render("r", [run], [])
     table = page[page.index('aria-label="table"') :]
-    assert re.findall(r'<td class="n top">([^<]*)</td>', table) == ["0.8"]
+    assert re.findall(r'<td class="n top">([^<]*)</td>', table) == ["0.800"]
     assert f"best baseline 0.800 ({GENES.name})" in describe_result(result)
     # the untrained network counts while the model is not ahead of it
     level = of_task("f", rows, [], [("f", OWN.name, UNTRAINED.name, 0.05, -0.01, 0.1)])

@@ -166,8 +166,7 @@ def table_rows(columns: Iterable[ScoreColumn]) -> list[Row]:
             if not is_tested.any():
                 continue
             tested = np.nanmean(values[is_tested], axis=1)
-            # sd of a sample; a single repetition has an sd of 0, not NaN
-            sd = float(tested.std(ddof=1 if len(tested) > 1 else 0))
+            sd = float(tested.std(ddof=1)) if len(tested) > 1 else None
             by_repetition = np.full(len(values), None, object)
             by_repetition[is_tested] = tested
             score = Score(column.mean(method), sd, by_repetition.tolist())

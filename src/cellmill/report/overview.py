@@ -142,7 +142,7 @@ def _describe_numbers(standing: Standing) -> str:
     """The score, its difference from the best baseline, and the share of the gap it closes."""
     score = _format_score(standing, standing.best_row)
     sd = standing.best_row.sd(standing.result.metric or "")
-    if sd:
+    if sd is not None:
         score += f" ± {sd:.3f}"
     parts = [f"{_name_metric(standing)} {score}, {standing.best_row.method.name}"]
     verdict = standing.verdict

@@ -66,7 +66,7 @@ class Score:
     """Scores of one method in one column; a mean of None is not shown."""
 
     mean: float | None
-    sd: float | None = None  # over repetitions
+    sd: float | None = None  # over repetitions; None if fewer than two tested a unit
     repetitions: list[float | None] = field(default_factory=list)  # None: it tested no unit
 
 
@@ -88,10 +88,10 @@ class Row:
         value = self.cell(column)
         return value if isinstance(value, int | float) else None
 
-    def sd(self, column: str) -> float:
-        """Standard deviation over repetitions in a column; 0 if unknown."""
+    def sd(self, column: str) -> float | None:
+        """Standard deviation over repetitions in a column; None if there were fewer than two."""
         score = self.scores.get(column)
-        return 0.0 if score is None or score.sd is None else score.sd
+        return None if score is None else score.sd
 
 
 @dataclass(frozen=True)
