@@ -142,6 +142,18 @@ def test_scores_of_tasks_without_a_metric_are_in_the_table() -> None:
     assert table.rows == [(run, "d", {"kBET": 0.25, "iLISI": 0.5})]
 
 
+def test_a_law_is_fitted_only_over_sizes() -> None:
+    for axis, has_law in (("train.lr", False), ("train.steps", True)):
+        rows = []
+        for size in (1, 2, 4):
+            columns = {axis: size, "cells": 9, "parameters": 9}
+            rows.append(SweepRow(columns, LOSS, "model", 1 + 1 / size))
+        [scaling] = make_scalings(rows, [axis])
+        [curve] = scaling.curves
+        assert [point.size for point in curve.points] == [1, 2, 4]
+        assert (curve.law is not None) == has_law
+
+
 @pytest.mark.full
 def test_a_law_is_fitted_only_where_the_data_support_one() -> None:
     sizes = np.repeat([100, 300, 1000, 3000, 10_000], 2)

@@ -15,6 +15,8 @@ from cellmill.report.sweeps.scaling_law import Law, NoLaw, fit_law
 
 SEED = "train.seed"
 TRAIN_FRAC = "stream.train_frac"
+SIZES = ("cells", "parameters", TRAIN_FRAC, "train.steps", "train.epochs")
+"""What the loss may follow a power law of."""
 
 Key = TypeVar("Key", bound=Hashable)
 RowsByMeasure = dict[Measure, list[SweepRow]]
@@ -36,7 +38,7 @@ class ScalingCurve:
 
     name: str  # these values, joined by commas; empty if there are no further axes
     points: Annotated[list[SizePoint], Field(min_length=1)]  # sorted by size
-    law: Law | NoLaw | None  # None unless the measure is the validation loss
+    law: Law | NoLaw | None  # None unless this is the validation loss over one of SIZES
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def make_scalings(rows: Sequence[SweepRow], axes: Sequence[str]) -> list[Scaling
             continue
         other_axes = [name for name in axes if name not in (axis, SEED)]
         for measure in measures:
-            has_law = measure == LOSS
+            has_law = measure == LOSS and quantity in SIZES
             curves = _make_curves(by_measure[measure], other_axes, quantity, has_law)
             baseline = baselines.get(measure.column)
             scalings.append(Scaling(axis, quantity, measure, curves, baseline))
