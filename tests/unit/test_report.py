@@ -929,6 +929,14 @@ def test_each_objective_has_a_chart_of_its_losses() -> None:
     ]
 
 
+def test_runs_without_points_are_not_in_the_legend() -> None:
+    points = [(1, 2.0), (2, 1.0)]
+    curves = draw_curves("lr", {"a": points, "b": [], "c": points}, "lr")
+    losses = draw_losses("Loss", {"a": {"training": points}, "b": {"training": []}, "c": {}})
+    legends = [chart.spec["encoding"]["color"]["legend"] for chart in (curves, losses)]
+    assert legends == [{"values": ["a", "c"]}, {"values": ["a"]}]
+
+
 @pytest.mark.full
 def test_a_page_of_ten_runs_is_less_than_4_mb(tmp_path: Path) -> None:
     numbers = np.random.Generator(np.random.Philox(key=1)).normal(size=(1000, 8))

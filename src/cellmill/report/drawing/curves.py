@@ -42,16 +42,14 @@ def draw_curves(title: str, curves: Mapping[str, StepValues], y_title: str) -> C
 def draw_losses(title: str, losses_by_run: Mapping[str, Mapping[str, StepValues]]) -> Chart:
     """Losses of training (dashed) and validation over steps, in a colour for each run.
 
-    `losses_by_run` are by run, then by series, which are `training` and `validation`. A run without
-    series keeps its colour and is not in the legend.
+    `losses_by_run` are by run, then by series, which are `training` and `validation`.
     """
     n_curves = 2 * len(losses_by_run)
     rows = []
     for name, by_series in losses_by_run.items():
         for series, points in by_series.items():
             rows += _list_line_rows(points, n_curves, name=name, series=series)
-    in_legend = [name for name, by_series in losses_by_run.items() if by_series]
-    spec = _make_lines([*losses_by_run], "loss", rows, in_legend)
+    spec = _make_lines([*losses_by_run], "loss", rows)
     spec["encoding"] |= read_template("loss")
     # on a linear axis, the first steps would flatten the rest
     values = [row["value"] for row in rows]
@@ -71,16 +69,11 @@ def _list_line_rows(points: StepValues, n_curves: int, **columns: str) -> list[C
     return [{**columns, "step": step, "value": to_five_digits(value)} for step, value in thinned]
 
 
-def _make_lines(
-    names: Sequence[str],
-    y_title: str,
-    rows: Sequence[ChartRow],
-    in_legend: Sequence[str] | None = None,
-) -> Spec:
+def _make_lines(names: Sequence[str], y_title: str, rows: Sequence[ChartRow]) -> Spec:
     """Specification of lines over steps, in a colour for each of `names`.
 
-    The legend has the names `in_legend`, all by default. The y axis has head-room above the highest
-    value.
+    A name without rows keeps its colour, which it has in all charts, and is not in the legend. The
+    y axis has head-room above the highest value.
     """
     spec = read_template("lines")
     scale: Spec = {"zero": False, "nice": True}
@@ -91,6 +84,8 @@ def _make_lines(
     # a longer line would be cut
     title_lines = textwrap.wrap(to_words(y_title), TITLE_WIDTH)
     spec["encoding"]["y"] |= {"title": title_lines, "scale": scale}
+    drawn = {row["name"] for row in rows}
+    in_legend = [name for name in names if name in drawn]
     spec["encoding"]["color"] |= colour_names(names, in_legend)
     return spec
 
