@@ -302,7 +302,7 @@ def describe_result(result: TaskResult) -> str:
     best = result.best_row("model")
     if best is not None:
         parts.append(f"{result.metric} {_describe_row(result, best)}")
-    baseline = None if result.metric is None else find_best_baseline(result, result.metric)
+    baseline = find_best_baseline(result, result.metric or "")
     if baseline is not None:
         parts.append(f"best baseline {_describe_row(result, baseline)}")
     outcomes = Counter(verdict.outcome for verdict in list_best_verdicts(result))

@@ -107,11 +107,18 @@ def _find_difference(result: TaskResult, metric: str, method: str) -> Difference
 
 
 def rank_runs(scores_by_run: Mapping[str, Scores]) -> Ranking:
-    """Rank the runs of one dataset over the tasks that all have. Runs are given by name."""
-    shared = _list_shared_tasks(scores_by_run)
+    """Rank the runs of one dataset over the tasks that all have with the same metric.
+
+    Runs are given by name. Tasks are in the order of the first run.
+    """
+    first, *others = scores_by_run.values()
+    shared = [key for key in first if all(key in scores for scores in others)]
     if not shared:
         return Ranking()
-    leader = _find_leader(scores_by_run, shared)
+    means = {}
+    for run, scores in scores_by_run.items():
+        means[run] = statistics.fmean([scores[key].value for key in shared])
+    leader = max(means, key=means.__getitem__)
     differences_by_run = {}
     for run, scores in scores_by_run.items():
         if run != leader:
@@ -134,20 +141,6 @@ def rank_runs(scores_by_run: Mapping[str, Scores]) -> Ranking:
         wins_over_leader=wins,
         is_clear=is_clear,
     )
-
-
-def _list_shared_tasks(scores_by_run: Mapping[str, Scores]) -> list[TaskAndMetric]:
-    """Tasks that all runs have with the same metric, in the order of the first run."""
-    first, *others = scores_by_run.values()
-    return [key for key in first if all(key in scores for scores in others)]
-
-
-def _find_leader(scores_by_run: Mapping[str, Scores], shared: Sequence[TaskAndMetric]) -> str:
-    """The run with the highest mean score; the first one of equals."""
-    means = {}
-    for run, scores in scores_by_run.items():
-        means[run] = statistics.fmean([scores[key].value for key in shared])
-    return max(means, key=means.__getitem__)
 
 
 def _find_differences_by_task(

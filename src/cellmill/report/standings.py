@@ -102,7 +102,6 @@ def _choose_task(results: Mapping[str, TaskResult], ranking: Ranking) -> str:
 def _find_baseline(result: TaskResult, verdict: Verdict | None) -> Row | None:
     """The baseline that `verdict` compares with; without a verdict, the best baseline."""
     if verdict is None:
-        assert result.metric is not None
-        return find_best_baseline(result, result.metric)
+        return find_best_baseline(result, result.metric or "")
     rows_by_name = {row.method.name: row for row in result.ranked_rows}
     return rows_by_name[verdict.against]

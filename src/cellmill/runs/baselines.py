@@ -39,12 +39,9 @@ def _choose_best(result: TaskResult, column: str, rows: Sequence[Row]) -> Row:
 
 def _compare(result: TaskResult, column: str, compared: str, against: str) -> Verdict | None:
     """Verdict on two methods in a column; None if the result has no difference of them."""
+    wanted = column, compared, against
     for difference in result.differences:
-        if (difference.column, difference.compared, difference.against) == (
-            column,
-            compared,
-            against,
-        ):
+        if (difference.column, difference.compared, difference.against) == wanted:
             return compare(
                 compared,
                 against,
@@ -82,15 +79,12 @@ def list_best_verdicts(result: TaskResult) -> dict[Verdict, set[str]]:
 
 def _find_columns(result: TaskResult, verdict: Verdict) -> set[str]:
     """Columns in which the methods of a verdict have its difference."""
-    columns = set()
-    for difference in result.differences:
-        is_of_methods = (difference.compared, difference.against) == (
-            verdict.compared,
-            verdict.against,
-        )
-        if is_of_methods and difference.mean == verdict.difference:
-            columns.add(difference.column)
-    return columns
+    wanted = verdict.compared, verdict.against, verdict.difference
+    return {
+        difference.column
+        for difference in result.differences
+        if (difference.compared, difference.against, difference.mean) == wanted
+    }
 
 
 def _replace(result: TaskResult, verdict: Verdict, columns: set[str]) -> Verdict | None:

@@ -65,18 +65,14 @@ def colour(number: int) -> str:
     return PALETTE[number % len(PALETTE)]
 
 
-def colour_names(names: Sequence[str], in_legend: Sequence[str] | None = None) -> Spec:
+def colour_names(names: Sequence[str], in_legend: Sequence[str]) -> Spec:
     """Vega-Lite's `color` channel: a colour for each name, and a legend if there are several.
 
-    The legend has the names `in_legend`, all by default.
+    The legend has the names `in_legend`.
     """
-    colours = [colour(number) for number in range(len(names))]
-    colouring: Spec = {"scale": {"domain": [*names], "range": colours}}
-    if len(names) < 2:
-        colouring["legend"] = None
-    elif in_legend is not None:
-        colouring["legend"] = {"values": [*in_legend]}
-    return colouring
+    colours = [*map(colour, range(len(names)))]
+    legend = {"values": in_legend} if len(names) > 1 else None
+    return {"scale": {"domain": names, "range": colours}, "legend": legend}
 
 
 def to_five_digits(value: float) -> float:

@@ -109,7 +109,7 @@ def draw_scaling(title: str, scaling: Scaling) -> Chart:
         layer["encoding"]["x"]["title"] = to_words(scaling.quantity)
         layer["encoding"]["x"]["scale"] = {"type": "log"} if is_positive else {}
         layer["encoding"]["y"]["title"] = to_words(scaling.measure.metric)
-        layer["encoding"]["color"] |= colour_names(names)
+        layer["encoding"]["color"] |= colour_names(names, names)
     return Chart(title, rows, spec)
 
 
