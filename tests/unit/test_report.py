@@ -42,7 +42,7 @@ from cellmill.report.drawing.cell_counts import draw_confusion, draw_histogram
 from cellmill.report.drawing.curves import draw_curves, draw_losses
 from cellmill.report.drawing.page_charts import PageCharts
 from cellmill.report.drawing.png import shrink_png
-from cellmill.report.drawing.umap import draw_umap, limit_cells, list_categories
+from cellmill.report.drawing.umap import draw_umap, find_max_cells, list_categories
 from cellmill.report.page import load_scripts, render
 from cellmill.report.schemas import CostSchema, LoggedLineSchema, PlanSchema, RunRecordSchema
 from cellmill.report.side_by_side import compare_runs
@@ -205,7 +205,7 @@ def test_each_comparison_is_a_bar_on_the_scale_of_its_task(
         ("own", "embedding + kNN"), (" best", "all genes + logistic regression"),
     ]  # fmt: skip
     assert re.findall(r'<td class="n([^"]*)">([^<]*)</td>', shown)[:4] == [
-        (" top", "0.800"), ("", "0.750"), (" top best", "0.840"), ("", "–")
+        (" underlined", "0.800"), ("", "0.750"), (" underlined best", "0.840"), ("", "–")
     ]  # fmt: skip
     # -0.09 (-0.12 to -0.06) of a half width of 0.12
     bar = shown[shown.index('<table class="bars">') :]
@@ -357,7 +357,7 @@ def test_a_file_with_wrong_content_is_named_in_one_line(
 
 @pytest.mark.parametrize(
     ("outcome", "box"),
-    [("behind", '<div class="defeats any">\n<h4>Where models are behind<'),
+    [("behind", '<div class="defeats warning">\n<h4>Where models are behind<'),
      ("level", '<div class="defeats">\n<h4>Where models are behind: in no comparison<'),
      ("ahead", None)],
 )  # fmt: skip
@@ -417,7 +417,7 @@ def test_a_gap_without_a_scale_is_in_the_first_line(tmp_path: Path) -> None:
             {"column": "accuracy", "zero": ["majority", 0.4], "ceiling": ["all", 0.41]}
         ]
     text = text_of(rendered(run))
-    assert f"probe: accuracy {words}." in text
+    assert f"probe: accuracy N{words[1:]}." in text
     assert f"95 % interval -0.070 to -0.010; {words}." in text
     assert "0 % is the first" not in text
 
@@ -446,7 +446,7 @@ def test_wide_tables_mark_the_best_baseline() -> None:
     run = ReportedRun("run", None, None, None, None, evaluation)
     page = render("r", [run], [])
     whole = page[page.index("<details>") :]
-    assert re.findall(r'<td class="n top">([^<]*) <', whole) == ["0.700"] * 3 + ["-0.600"]
+    assert re.findall(r'<td class="n underlined">([^<]*) <', whole) == ["0.700"] * 3 + ["-0.600"]
     [across] = compare_runs([run])
     assert across.rows == [(run, "d", {"embedding": 0.9, "PCA": 0.7, "genes": 0.6})]
     assert "own is level." in page
@@ -512,7 +512,7 @@ def test_one_evaluated_step_with_a_baseline_has_no_chart() -> None:
     unscored = Evaluation({"d": make_dataset(probe=TaskResult(skipped="no label"))}, {"step": 10})
     run = ReportedRun("run", None, None, None, None, scored)
     assert [*draw_checkpoints(replace(run, checkpoint_evaluations={10: unscored}), "d")] == []
-    [chart] = draw_checkpoints(replace(run, checkpoint_evaluations={10: scored}), "d")
+    [(_, chart)] = draw_checkpoints(replace(run, checkpoint_evaluations={10: scored}), "d")
     assert [(row["name"], row["step"]) for row in chart.rows] == [
         ("embedding + kNN", 10),
         ("embedding + kNN", 20),
@@ -530,7 +530,7 @@ def test_the_baseline_with_the_lowest_error_is_underlined() -> None:
     run = of_tasks("run", perturbation=tabulate(columns, {}))
     page = render("r", [run], [])
     table = page[page.index('id="evaluation"') :]
-    shown = re.findall(r'<td class="n top">([^<]*) <', table)
+    shown = re.findall(r'<td class="n underlined">([^<]*) <', table)
     assert shown == [f"{0.5 + draws.mean():.3f}", f"{0.1 + draws.mean():.3f}"]
 
 
@@ -616,7 +616,7 @@ def test_texts_that_a_spreadsheet_would_evaluate_are_quoted(tmp_path: Path) -> N
 
 
 def test_many_runs_are_drawn_with_fewer_points() -> None:
-    assert [*map(limit_cells, (0, 1, 25, 100, 400))] == [4000, 4000, 2400, 600, 500]
+    assert [*map(find_max_cells, (0, 1, 25, 100, 400))] == [4000, 4000, 2400, 600, 500]
     points = [(step, 1.0) for step in range(1000)]
     for n_runs, shown in ((1, 334), (100, 101), (400, 51)):
         runs = {str(number): points for number in range(n_runs)}
@@ -850,11 +850,11 @@ def test_a_beaten_untrained_network_is_nowhere_best_baseline() -> None:
     assert run.evaluation is not None
     evaluation = replace(run.evaluation, model={"step": 20})
     run = replace(run, evaluation=evaluation, checkpoint_evaluations={10: evaluation})
-    [chart] = draw_checkpoints(run, "d")
+    [(_, chart)] = draw_checkpoints(run, "d")
     assert chart.rows[-1]["name"] == f"{GENES.name} (best baseline)"
     page = render("r", [run], [])
     table = page[page.index('aria-label="table"') :]
-    assert re.findall(r'<td class="n top">([^<]*)</td>', table) == ["0.800"]
+    assert re.findall(r'<td class="n underlined">([^<]*)</td>', table) == ["0.800"]
     assert f"best baseline 0.800 ({GENES.name})" in describe_result(result)
     # the untrained network counts while the model is not ahead of it
     level = of_task("f", rows, [], [("f", OWN.name, UNTRAINED.name, 0.05, -0.01, 0.1)])

@@ -7,15 +7,15 @@ from cellmill.report.drawing.chart import Chart
 from cellmill.report.drawing.curves import StepValues, draw_curves
 from cellmill.report.text import to_words
 from cellmill.runs.baselines import find_best_baseline
-from cellmill.runs.results import Evaluation, TaskResult
+from cellmill.runs.results import Evaluation
 
 
-def draw_checkpoints(run: ReportedRun, dataset: str) -> Iterator[Chart]:
-    """A chart for each task on `dataset` that ranks its rows by a metric.
+def draw_checkpoints(run: ReportedRun, dataset: str) -> Iterator[tuple[str, Chart]]:
+    """(heading, chart) of each task on `dataset` that ranks its rows by a metric.
 
-    It has a curve for each row of the model, over the steps of the evaluated checkpoints and of the
-    exported model. A horizontal line is the exported model's best baseline.
-    Tasks with fewer than two evaluated steps have no chart.
+    A chart has a curve for each row of the model, over the steps of the evaluated checkpoints and
+    of the exported model. A horizontal line is the exported model's best baseline. Tasks with fewer
+    than two evaluated steps have no chart.
     """
     exported = run.evaluation
     exported_step = run.evaluated_model.step
@@ -27,7 +27,7 @@ def draw_checkpoints(run: ReportedRun, dataset: str) -> Iterator[Chart]:
         metric = exported_result.metric
         if metric is None:
             continue
-        curves = _list_scores_by_method(evaluations, dataset, task, exported_result)
+        curves = _list_scores_by_method(evaluations, dataset, task, metric)
         if all(len(points) < 2 for points in curves.values()):
             continue
         baseline = find_best_baseline(exported_result, metric)
@@ -36,25 +36,20 @@ def draw_checkpoints(run: ReportedRun, dataset: str) -> Iterator[Chart]:
             name = f"{baseline.method.name} (best baseline)"
             curves[name] = [(min(evaluations), value), (max(evaluations), value)]
         metric_words = to_words(metric)
-        title = f"{run.name}, {dataset}, {to_words(task)}: {metric_words} over steps"
-        yield draw_curves(title, curves, metric_words)
+        heading = f"{to_words(task)}: {metric_words} over steps"
+        title = f"{run.name}, {dataset}, {heading}"
+        yield heading, draw_curves(title, curves, metric_words)
 
 
 def _list_scores_by_method(
-    evaluations: Mapping[int, Evaluation], dataset: str, task: str, exported_result: TaskResult
+    evaluations: Mapping[int, Evaluation], dataset: str, task: str, metric: str
 ) -> dict[str, StepValues]:
-    """(step, value) of each row of the model, by name of the row.
-
-    `evaluations` are by step in ascending order. Rows of `exported_result` come first, in its order.
-    """
+    """Curve of each row of the model, by name of the row. `evaluations` are in order of steps."""
     curves: dict[str, StepValues] = {}
-    for row in exported_result.ranked_rows:
-        if row.method.kind == "model":
-            curves[row.method.name] = []
     for step, evaluation in evaluations.items():
         evaluated = evaluation.datasets.get(dataset)
         result = evaluated.tasks.get(task) if evaluated else None
-        if result is None or result.metric != exported_result.metric:
+        if result is None or result.metric != metric:
             continue
         for row in result.ranked_rows:
             if row.method.kind == "model":

@@ -116,7 +116,7 @@ function toNumber(text) {
   return number === "" ? NaN : Number(number) * (SECONDS[unit] ?? 1);
 }
 
-// Order of two cells, as of Array.sort: numbers, then texts. Unknown values are last in both directions.
+// Comparison for Array.sort: numbers before texts, unknown values last in both directions.
 function compareCells(a, b, isDescending) {
   if (a === UNKNOWN || b === UNKNOWN) return (a === UNKNOWN) - (b === UNKNOWN);
   const aIsText = Number.isNaN(toNumber(a));
@@ -161,7 +161,7 @@ function addSearch() {
 
 const systemIsDark = matchMedia("(prefers-color-scheme: dark)");
 
-// The theme that the reader chose, otherwise that of the system.
+// True for the dark theme: the one that was chosen with the button, otherwise the system's.
 function isDark() {
   const theme = document.documentElement.dataset.theme;
   return theme ? theme === "dark" : systemIsDark.matches;

@@ -1,4 +1,4 @@
-"""The HTML page of runs, corpora and sweeps. It needs no network: scripts and data are in it."""
+"""The HTML page of runs, corpora and sweeps. It contains its scripts and data, and needs no network."""
 
 import base64
 import hashlib
@@ -22,7 +22,7 @@ from cellmill.report.drawing.cell_counts import draw_confusion, draw_histogram
 from cellmill.report.drawing.chart import colour
 from cellmill.report.drawing.curves import draw_scaling
 from cellmill.report.drawing.page_charts import PageCharts
-from cellmill.report.drawing.umap import draw_umap, limit_cells, list_categories
+from cellmill.report.drawing.umap import draw_umap, find_max_cells, list_categories
 from cellmill.report.overview import (
     describe_missing,
     describe_unscored,
@@ -36,14 +36,15 @@ from cellmill.report.standings import list_standings
 from cellmill.report.sweeps.scalings import SweepCurves
 from cellmill.report.task_table import (
     find_best_baselines,
+    find_best_row,
     find_gap,
-    find_highest,
     find_largest_difference,
     list_columns,
     make_grid,
 )
 from cellmill.report.text import (
-    abbreviate,
+    abbreviate_classifiers,
+    capitalize_first,
     flatten,
     to_count,
     to_duration,
@@ -73,7 +74,8 @@ FILTERS: tuple[Callable[..., Any], ...] = (
     to_duration,
     to_percent,
     flatten,
-    abbreviate,
+    abbreviate_classifiers,
+    capitalize_first,
     # runs
     describe_cost,
     estimate_energy,
@@ -84,7 +86,7 @@ FILTERS: tuple[Callable[..., Any], ...] = (
     find_best_baselines,
     make_grid,
     find_gap,
-    find_highest,
+    find_best_row,
     find_largest_difference,
 )
 """Functions that the templates use as filters, by name."""
@@ -142,7 +144,7 @@ def render(
             # charts
             training_charts=[*draw_training(runs)],
             histogram_names=HISTOGRAMS,
-            max_umap_cells=limit_cells(sum(len(run.umap) for run in runs)),
+            max_umap_cells=find_max_cells(sum(len(run.umap) for run in runs)),
             page_charts=page_charts or PageCharts(len(runs)),
             # style and scripts
             style=Markup(_read_asset("page.css")),

@@ -17,11 +17,11 @@ def list_columns(rows: Sequence[Row]) -> list[str]:
 
 
 def _is_shown(rows: Sequence[Row], column: str) -> bool:
-    """False if the column has lists, or only missing values and counts of 0."""
+    """False if the column has lists, or only missing values and counts (integers) of 0."""
     values = [row.cell(column) for row in rows]
     if any(isinstance(value, list) for value in values):
         return False
-    # a mean of 0.0 is a value, a count of 0 is not
+    # a float, such as a mean, is shown although it is 0.0
     return any(isinstance(value, float) or value for value in values)
 
 
@@ -38,13 +38,13 @@ def find_best_baselines(result: TaskResult) -> set[tuple[str, str]]:
 class Grid(NamedTuple):
     """Ranked rows by features and classifier.
 
-    A row without a classifier is in the first column. It is left out if its features have a row
-    with the first classifier; the table of all columns shows it.
+    A row without a classifier is in the first column. If its features have a row with the first
+    classifier too, it is left out, and only the table of all columns shows it.
     """
 
     classifiers: list[str]  # columns
     rows: dict[str, dict[str, Row]]  # by features, then by classifier
-    unfitted: list[str]  # features in the first column that have no classifier
+    unfitted: list[str]  # features whose row in the first column has no classifier
 
 
 def make_grid(result: TaskResult) -> Grid | None:
@@ -60,18 +60,19 @@ def make_grid(result: TaskResult) -> Grid | None:
     for features, by_classifier in rows.items():
         if "" in by_classifier:
             row = by_classifier.pop("")
-            if by_classifier.setdefault(classifiers[0], row) is row:
+            if classifiers[0] not in by_classifier:
+                by_classifier[classifiers[0]] = row
                 unfitted.append(features)
     return Grid(classifiers, rows, unfitted)
 
 
-def find_highest(rows: Iterable[Row], result: TaskResult) -> Row:
-    """The row with the highest value of the metric that ranks rows of `result`."""
+def find_best_row(rows: Iterable[Row], result: TaskResult) -> Row:
+    """The best of `rows`, by the metric that ranks the rows of `result`."""
     return max(rows, key=result.rank_value)
 
 
 def find_gap(result: TaskResult) -> Gap | None:
-    """The gap in the metric that ranks the rows; None if the result has none."""
+    """The gap in the metric that ranks the rows of `result`; None if there is none."""
     for gap in result.gaps:
         if gap.column == result.metric:
             return gap
@@ -79,9 +80,9 @@ def find_gap(result: TaskResult) -> Gap | None:
 
 
 def find_largest_difference(verdicts: Sequence[Verdict]) -> float:
-    """Largest absolute difference of a task's verdicts, ends of intervals included.
+    """Largest absolute value of the differences and the ends of their intervals.
 
-    It scales the bars of verdicts. 1 if all differences are 0.
+    It scales the bars of a task's verdicts. 1 if all differences are 0.
     """
     ends = [0.0]
     for verdict in verdicts:
@@ -100,9 +101,5 @@ def list_values(row: Row) -> dict[str, float]:
 
 
 def select_numbers(result: TaskResult) -> dict[str, float]:
-    """Single values of a task that are numbers, by key."""
-    numbers = {}
-    for key, value in result.figures.items():
-        if isinstance(value, int | float):
-            numbers[key] = value
-    return numbers
+    """Numbers among the task's values that are in no row, by key."""
+    return {key: value for key, value in result.figures.items() if isinstance(value, int | float)}

@@ -48,9 +48,14 @@ def to_percent(frac: float | None) -> str:
     return UNKNOWN if frac is None else f"{100 * frac:.0f} %"
 
 
-def abbreviate(name: str) -> str:
-    """A sentence or the name of a method, with abbreviated classifiers."""
-    return name.replace("logistic regression", "LR")
+def abbreviate_classifiers(text: str) -> str:
+    """A text with "LR" for "logistic regression"."""
+    return text.replace("logistic regression", "LR")
+
+
+def capitalize_first(text: str) -> str:
+    """A text with a capital first letter and all others unchanged."""
+    return text[:1].upper() + text[1:]
 
 
 def flatten(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""Trainings on the page: their curves, planned next to measured quantities, and their cost."""
+"""Training of the runs: curves, planned next to measured quantities, and cost."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from cellmill.report.collect import ReportedRun
 from cellmill.report.drawing.chart import Chart
 from cellmill.report.drawing.curves import StepValues, draw_curves, draw_losses
 from cellmill.report.schemas import LoggedLineSchema, PlanSchema, StatusSchema
-from cellmill.report.text import to_words
+from cellmill.report.text import capitalize_first, to_words
 
 TENSOR_MEMORY = "peak tensor memory of the largest rank, GB"
 PROCESS_MEMORY = "peak memory of the largest process, libraries included, GB"
@@ -30,8 +30,8 @@ CURVES = {
 J_PER_KWH = 3.6e6
 
 
-class Quantity(NamedTuple):
-    """A quantity of a training with its planned and its measured value; None if unknown."""
+class ComparedQuantity(NamedTuple):
+    """A quantity of a run's training, planned and measured; None if unknown."""
 
     name: str
     planned: Any
@@ -44,13 +44,13 @@ def draw_training(runs: Sequence[ReportedRun]) -> Iterator[Chart]:
     for key, name in CURVES.items():
         curves = {run.name: list_step_values(run.logged, key) for run in runs}
         if any(curves.values()):
-            yield draw_curves(name[0].upper() + name[1:], curves, name)
+            yield draw_curves(capitalize_first(name), curves, name)
 
 
 def _draw_losses(runs: Sequence[ReportedRun]) -> Iterator[Chart]:
     """A chart for each objective with a logged loss.
 
-    Runs with other objectives are in it without points, so that every run keeps its colour.
+    It has runs with other objectives too, without points, so that every run keeps its colour.
     """
     objectives = list(dict.fromkeys(run.options.objective.name for run in runs))
     for objective in objectives:
@@ -68,8 +68,9 @@ def _draw_losses(runs: Sequence[ReportedRun]) -> Iterator[Chart]:
 
 
 def list_step_values(lines: Sequence[LoggedLineSchema], key: str) -> StepValues:
-    """(step, value) of the lines in which `key` is a finite number; the largest of a list over
-    ranks.
+    """(step, value) of each line in which `key` has a finite number.
+
+    The value of a list over ranks is its largest one.
     """
     points: StepValues = []
     for line in lines:
@@ -81,7 +82,7 @@ def list_step_values(lines: Sequence[LoggedLineSchema], key: str) -> StepValues:
     return points
 
 
-def compare_with_plan(run: ReportedRun) -> list[Quantity]:
+def compare_with_plan(run: ReportedRun) -> list[ComparedQuantity]:
     """Quantities of a run that were planned or measured.
 
     The plan counts tensors, so its memory is compared with the tensors that a GPU held. The memory
@@ -97,45 +98,47 @@ def compare_with_plan(run: ReportedRun) -> list[Quantity]:
     process_gb, process_rank = _find_peak(run, "peak_resident_gb")
     peak_rank = process_rank if tensors_rank is None else tensors_rank
     quantities = [
-        Quantity("steps", plan.steps, status.step),
-        Quantity("hours", plan.hours, hours),
-        Quantity(TENSOR_MEMORY, planned_gb, tensors_gb),
-        Quantity(PROCESS_MEMORY, None, process_gb),
-        Quantity("rank with the peak memory", None, peak_rank),
-        Quantity("steps skipped as not finite", None, status.skipped_steps),
-        Quantity("cells, all epochs", plan.cells_seen, status.cells_seen),
-        Quantity("processes", plan.world_size, status.world_size),
+        ComparedQuantity("steps", plan.steps, status.step),
+        ComparedQuantity("hours", plan.hours, hours),
+        ComparedQuantity(TENSOR_MEMORY, planned_gb, tensors_gb),
+        ComparedQuantity(PROCESS_MEMORY, None, process_gb),
+        ComparedQuantity("rank with the peak memory", None, peak_rank),
+        ComparedQuantity("steps skipped as not finite", None, status.skipped_steps),
+        ComparedQuantity("cells, all epochs", plan.cells_seen, status.cells_seen),
+        ComparedQuantity("processes", plan.world_size, status.world_size),
         *_list_logged_quantities(run),
     ]
     return [
-        Quantity(name, _round_to_two_digits(planned), _round_to_two_digits(measured))
+        ComparedQuantity(name, _round_to_two_digits(planned), _round_to_two_digits(measured))
         for name, planned, measured in quantities
         if planned is not None or measured is not None
     ]
 
 
-def _list_logged_quantities(run: ReportedRun) -> list[Quantity]:
-    """Quantities measured over all lines of metrics.jsonl, and those of the last validation."""
-    lines = run.logged
-    rates = [line.cells_per_s for line in lines if line.cells_per_s is not None]
-    waits = [line.data_wait_frac for line in lines if line.data_wait_frac is not None]
+def _list_logged_quantities(run: ReportedRun) -> list[ComparedQuantity]:
+    """Quantities measured over all lines of metrics.jsonl, and in the last validation."""
+    rates = _list_values(run, "cells_per_s")
+    waits = _list_values(run, "data_wait_frac")
     mean_wait = sum(waits) / len(waits) if waits else None
-    validated = [line for line in lines if line.effective_rank is not None]
-    last = validated[-1] if validated else LoggedLineSchema(step=0)  # a line without values
     quantities = [
-        Quantity("highest cells/s", None, max(rates, default=None)),
-        Quantity(CURVES["data_wait_frac"], None, mean_wait),
+        ComparedQuantity("highest cells/s", None, max(rates, default=None)),
+        ComparedQuantity(CURVES["data_wait_frac"], None, mean_wait),
     ]
     for key in ("effective_rank", "depth_r2", "batch_r2"):
         name = f"{CURVES[key]}, last validation"
         if key == "effective_rank" and run.has_collapsed:
             name += ": collapsed to one direction"
-        quantities.append(Quantity(name, None, getattr(last, key)))
+        values = _list_values(run, key)
+        quantities.append(ComparedQuantity(name, None, values[-1] if values else None))
     return quantities
 
 
+def _list_values(run: ReportedRun, key: str) -> list[float]:
+    return [value for _, value in list_step_values(run.logged, key)]
+
+
 def _find_peak(run: ReportedRun, key: str) -> tuple[float | None, int | None]:
-    """Largest value over ranks and lines of metrics.jsonl, and its rank; None if nothing was logged.
+    """Largest value over ranks and lines of metrics.jsonl, and its rank; None without values.
 
     `key` has a list over ranks in each line.
     """

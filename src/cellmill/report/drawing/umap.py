@@ -18,10 +18,11 @@ from cellmill.report.drawing.chart import Chart, ChartRow, Spec, colour, read_te
 from cellmill.report.drawing.svg import drop_selections, minify
 
 LIGHT_GREY = "#9aa0a6"
-MAX_CELLS = 4_000  # of a UMAP: more make the page slow and show no more
-MIN_CELLS = 500  # of a UMAP, however many UMAPs a page has
-MAX_PAGE_CELLS = 60_000  # of all UMAPs by label of a page, unless MIN_CELLS of each are more
-MAX_CELLS_BY_BATCH = 1_500  # of a UMAP by batch, which shows the cells of another UMAP again
+MAX_CELLS = 4_000  # per UMAP; more would slow the page and show nothing new
+MIN_CELLS = 500  # per UMAP, however many UMAPs the page has
+# total over the page's UMAPs by label; exceeded if each must still have MIN_CELLS
+MAX_PAGE_CELLS = 60_000
+MAX_CELLS_BY_BATCH = 1_500  # per UMAP by batch, which shows cells of the UMAP by label again
 # areas in square pixels: all cells of a UMAP together, and the limits for one cell
 TOTAL_CELL_AREA = 30_000
 MIN_CELL_AREA = 14
@@ -30,10 +31,10 @@ BACKGROUND = re.compile(r'<path d="M0,0h(\d+)v(\d+)h-\d+Z"/>')
 """Background of a chart's plot, with its width and height in pixels."""
 
 
-def limit_cells(n_umaps: int) -> int:
-    """Largest number of cells that each of the `n_umaps` by label of a page draws.
+def find_max_cells(n_umaps: int) -> int:
+    """Largest number of cells in each of the page's `n_umaps` UMAPs by label.
 
-    UMAPs by batch come on top. Each has at most MAX_CELLS_BY_BATCH cells, and no more than the UMAP
+    UMAPs by batch are extra: each has at most MAX_CELLS_BY_BATCH cells, and no more than the UMAP
     by label.
     """
     return min(MAX_CELLS, max(MIN_CELLS, MAX_PAGE_CELLS // max(n_umaps, 1)))
@@ -58,8 +59,8 @@ def draw_umap(
     `categories` are the distinct texts of the column, from `list_categories`. Held-out cells are
     circles, others are triangles.
 
-    To keep the page small, a row has the code of its category, whose text the browser looks up.
-    Coordinates have two decimals, because more would change nothing on a screen.
+    To keep the page small, a row has the code of its category, and the browser looks up the text.
+    Coordinates have two decimals, because more would not be visible.
     """
     if column == "batch":
         max_cells = min(max_cells, MAX_CELLS_BY_BATCH)
@@ -72,7 +73,7 @@ def draw_umap(
             {
                 "x": round(cells.x[index], 2),
                 "y": round(cells.y[index], 2),
-                # -1 for a cell without a category: as an index, the last name and colour
+                # -1 for a cell without a category: the index of the last name and colour below
                 column: codes.get(cells.texts[column][index], -1),
                 "held_out": cells.is_held_out[index],
             }
@@ -115,7 +116,7 @@ def draw_umap_svg(spec: Spec, rows: Sequence[ChartRow], decimals: int) -> str:
         shape = circle if row["held_out"] else triangle
         fill = colours[row[column]]
         marks.append(f'<path transform="translate({x:g},{y:g})" d="{shape}" fill="{fill}"/>')
-    # fill-opacity, because `opacity` of each mark takes twice the time to draw as a bitmap
+    # with `opacity` on each mark instead, a bitmap takes twice as long to draw
     cells = f'<g fill-opacity="0.9">{"".join(marks)}</g>'
     return frame[: background.end()] + cells + frame[background.end() :]
 
