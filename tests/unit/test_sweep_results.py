@@ -167,4 +167,4 @@ def test_a_law_is_fitted_only_where_the_data_support_one() -> None:
     assert isinstance(flat, NoLaw)
     assert flat.reason.startswith("the exponent is not determined: 95 % interval 0.00 to")
     assert fit_law(sizes[:6], 2 + noise[:6]) == NoLaw("3 sizes; a law with a floor needs 4")
-    assert fit_law(sizes, noise) == NoLaw("losses or sizes that are not positive")
+    assert fit_law(sizes, noise) == NoLaw("a loss or size is not a positive finite number")

@@ -1,8 +1,8 @@
 """Advice on what to change for a better model.
 
-The rules on options follow from tables in docs/quality.md: "What to change first", "Steps and
-checkpoint" and "Where a trained model is worth it". The rule on a collapsed embedding rests on
-experience, the rule on weak objectives on an earlier table.
+Most rules follow from tables in docs/quality.md: "What to change first", "Steps and checkpoint" and
+"Where a trained model is worth it". The rule on a collapsed embedding rests on experience, the rule
+on weak objectives on an earlier table.
 """
 
 from collections.abc import Sequence
@@ -25,19 +25,20 @@ class Gain(NamedTuple):
     high: float
 
 
-WEAK_OBJECTIVES = {"masked_gene": "0.11 to 0.34", "masked_value": "0.12 to 0.33"}
-"""Accuracy on whole cells below logistic regression on all genes: rows encoder2-masked-gene and
--masked-value of benchmarks/quality.tsv at commit 138e3a42, for PBMC, MERFISH and CellBench. On
-Papalexi both were above it.
+ACCURACY_DEFICITS = {"masked_gene": "0.11 to 0.34", "masked_value": "0.12 to 0.33"}
+"""By how much accuracy on whole cells was below logistic regression on all genes, by weak objective.
+
+Rows encoder2-masked-gene and -masked-value of benchmarks/quality.tsv at commit 138e3a42, for PBMC,
+MERFISH and CellBench. On Papalexi both were above logistic regression.
 """
 DECODINGS = {
     "cell_decoding": {"name": "cell_decoding"},
     "{name: cell_decoding, view: drop}": {"name": "cell_decoding", "view": "drop"},
 }
-"""Options of the objective to take in place of a weak one, in words and as a mapping."""
+"""Objectives to train instead of a weak one: options, by their text in the advice."""
 GAINS = {"batch": Gain(0.006, -0.001, 0.013), "steps": Gain(0.013, -0.007, 0.034)}
-"""Rows of "What to change first" in docs/quality.md."""
-# in family `profile`, accuracy was lower if `hidden` was MIN_WIDTH and `lr` above MAX_LR
+"""Gains in accuracy, from rows of "What to change first" in docs/quality.md."""
+# in family `profile`, accuracy was lower if `hidden` was MIN_WIDTH and `lr` was above MAX_LR
 MIN_WIDTH = 512
 MAX_LR = 0.0025
 SAFE_LR = 0.001
@@ -65,7 +66,7 @@ def _advise_on_collapse(run: ReportedRun) -> str | None:
 def _advise_on_objective(run: ReportedRun) -> str | None:
     """Advice if the objective is weak and the run's other options accept a decoding."""
     objective = run.options.objective.name
-    if objective not in WEAK_OBJECTIVES:
+    if objective not in ACCURACY_DEFICITS:
         return None
     for words, decoding in DECODINGS.items():
         try:
@@ -75,7 +76,7 @@ def _advise_on_objective(run: ReportedRun) -> str | None:
             continue
         return (
             f"set objective: {words}; on three of four datasets, encoders of two layers trained only by {objective} "
-            f"were {WEAK_OBJECTIVES[objective]} in accuracy below logistic regression on all genes"
+            f"were {ACCURACY_DEFICITS[objective]} in accuracy below logistic regression on all genes"
         )
     return None
 

@@ -54,11 +54,11 @@ class ReportedRun:
 
     name: str
     plan: PlanSchema | None  # plan.json
-    status: StatusSchema | None  # train/status.json, or train/state.json of a running training
+    status: StatusSchema | None  # train/status.json, or train/state.json while it trains
     run_record: RunRecordSchema | None  # train/run.json
     model: ModelSchema | None  # config.json of the exported model
     evaluation: Evaluation | None  # evaluate/metrics.json
-    cost: CostSchema | None = None  # train/cost.json; None before a training has ended
+    cost: CostSchema | None = None  # train/cost.json; None before training has ended
     # metrics.jsonl, without an incomplete last line
     logged: list[LoggedLineSchema] = field(default_factory=list)
     umap: dict[str, UmapCells] = field(default_factory=dict)  # evaluate/umap.tsv, by dataset
@@ -75,7 +75,7 @@ class ReportedRun:
 
     @property
     def totals(self) -> dict[str, float | None]:
-        """Totals of the cost; empty before a training has ended."""
+        """Totals of the cost; empty before training has ended."""
         return {} if self.cost is None else self.cost.totals
 
     @property

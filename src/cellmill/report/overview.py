@@ -32,12 +32,12 @@ CERTAINTIES = {
 
 
 @dataclass(frozen=True)
-class Lead:
-    """The run that leads on a dataset, in words; of tied runs, the one with the highest mean.
+class LeadText:
+    """Text on the run that leads on a dataset; of tied runs, the one with the highest mean.
 
-    sections/overview.html makes one sentence of `names`, `lead_phrase`, a colon and `verdict_phrase`: "A and B
-    are tied for the highest mean on D over the task that all have (probe); A: ahead of the best
-    baseline, PCA50 + kNN: 0.912 against 0.874 (probe accuracy)."
+    sections/overview.html makes one sentence of `names`, `lead_phrase`, a colon and
+    `verdict_phrase`: "A and B are tied for the highest mean on D over the task that all have
+    (probe); A: ahead of the best baseline, PCA50 + kNN: 0.912 against 0.874 (probe accuracy)."
     """
 
     standing: Standing  # of the leader
@@ -50,8 +50,8 @@ class Lead:
     gap: Gap | None  # between a trivial method and a ceiling in the metric
 
 
-def list_leads(standings: Sequence[Standing]) -> list[Lead]:
-    """The lead on each dataset that has a leader."""
+def list_leads(standings: Sequence[Standing]) -> list[LeadText]:
+    """Text on the lead on each dataset that has a leader."""
     by_dataset: dict[str, list[Standing]] = {}
     for standing in standings:
         if standing.is_leader:
@@ -59,10 +59,10 @@ def list_leads(standings: Sequence[Standing]) -> list[Lead]:
     return [_make_lead(tied) for tied in by_dataset.values()]
 
 
-def _make_lead(tied: Sequence[Standing]) -> Lead:
-    """The lead of the run with the highest mean among `tied`, the leaders of a dataset."""
+def _make_lead(tied: Sequence[Standing]) -> LeadText:
+    """Text on the run with the highest mean among `tied`, the leaders of a dataset."""
     standing = next(entry for entry in tied if entry.run.name == entry.ranking.leaders[0])
-    return Lead(
+    return LeadText(
         standing=standing,
         names=" and ".join(entry.run.name for entry in tied),
         lead_phrase=_describe_lead(standing, is_tied=len(tied) > 1),
@@ -96,19 +96,19 @@ def _describe_lead(standing: Standing, is_tied: bool) -> str:
     return f"has the highest mean on {standing.dataset_name} {shared}, {caveat}"
 
 
-def _name_metric(standing: Standing) -> str:
-    """The task by which a run is judged, and its metric, in words."""
+def _name_task_and_metric(standing: Standing) -> str:
+    """The task by which a run is judged, and its metric, such as "probe accuracy"."""
     return to_words(f"{standing.task} {standing.result.metric}")
 
 
 def _format_score(standing: Standing, row: Row) -> str:
-    """Value of a row in the metric, with three decimals."""
+    """Value of a row in the metric that ranks rows, with three decimals."""
     return f"{standing.result.rank_value(row):.3f}"
 
 
 def _describe_verdict(standing: Standing) -> str:
-    """A run against the best baseline: the outcome and both scores."""
-    metric = _name_metric(standing)
+    """The outcome of a run against the best baseline, and both scores."""
+    metric = _name_task_and_metric(standing)
     score = _format_score(standing, standing.best_row)
     baseline = standing.baseline
     if baseline is None:
@@ -144,7 +144,7 @@ def _describe_numbers(standing: Standing) -> str:
     sd = standing.best_row.sd(standing.result.metric or "")
     if sd is not None:
         score += f" ± {sd:.3f}"
-    parts = [f"{_name_metric(standing)} {score}, {standing.best_row.method.name}"]
+    parts = [f"{_name_task_and_metric(standing)} {score}, {standing.best_row.method.name}"]
     verdict = standing.verdict
     if verdict is not None:
         difference = f"{verdict.difference:+.3f} from the best baseline"
@@ -158,7 +158,7 @@ def _describe_numbers(standing: Standing) -> str:
 
 
 def _describe_better_runs(ranking: Ranking) -> str:
-    """Runs that are better than the leader in single tasks; empty if there are none.
+    """Sentences on runs that are better than the leader in single tasks; empty without such runs.
 
     Differences with an interval come first, then differences without one.
     """
@@ -175,7 +175,7 @@ def _describe_better_runs(ranking: Ranking) -> str:
 
 
 def _describe_tasks(task_verdicts: Sequence[TaskVerdict], outcome: Outcome) -> str:
-    """Tasks with verdicts of this outcome, each with its largest difference, in words."""
+    """Tasks with verdicts of this outcome, in words, each with its largest difference."""
     by_task: dict[str, list[Verdict]] = {}
     for task, verdict, _ in task_verdicts:
         if verdict.outcome == outcome:
@@ -241,8 +241,8 @@ def list_verdict_sentences(
 def list_defeats(runs: Sequence[ReportedRun]) -> list[tuple[str, str]]:
     """(run, sentence) of each defeat by a baseline.
 
-    A run has one sentence for each dataset on which it is behind a best baseline. Then come the
-    verdicts "behind" of tasks that have no verdict against a best baseline.
+    First comes a sentence for each run and dataset on which the run is behind a best baseline. Then
+    come the verdicts "behind" of tasks that have no verdict against a best baseline.
     """
     defeats = []
     further = []

@@ -5,11 +5,15 @@ A difference between two runs in a task is notable if its 95 % interval excludes
 least TOLERANCE. Without an interval, TOLERANCE alone decides. A run that differs notably from the
 leader in no task is tied with it, and counts as a leader too.
 
-The interval covers repetitions and cells. Folds and draws are assumed to be the same in runs that
-were scored on as many cells by the same `evaluate.cells`; other runs have no interval. No file
-compares two runs cell by cell. Their difference is therefore assumed to vary over cells as much as
-the difference of either run from its best baseline. The interval does not cover training seeds; a
-sweep over `train.seed` shows how much these matter.
+The interval covers repetitions and cells:
+
+- Repetitions of two runs are paired if both were scored with the same `evaluate.cells` and on the
+  same number of cells. Their folds and draws are then assumed to be the same. Other pairs of runs
+  have no interval.
+- No file compares two runs cell by cell. Each run's difference from its best baseline has a
+  standard error over cells, and the larger of the two is taken.
+
+The interval does not cover training seeds; a sweep over `train.seed` shows how much these matter.
 """
 
 import math
@@ -30,11 +34,13 @@ class TaskScore:
     """A run's best row of one task."""
 
     value: float
-    repetitions: Sequence[float | None]  # empty if the file has none; None tested no unit
+    # empty if the file has none; None where a repetition tested no unit
+    repetitions: Sequence[float | None]
     # standard error over units (mostly cells) of its difference from the best baseline; 0 if unknown
     units_se: float
-    # independent units, None if the file does not count them; in leave_out the batches or donors,
-    # fewer than the cells of `units_se`, so that the interval is rather too wide
+    # Independent units; None if the file does not count them. In leave_out these are batches or
+    # donors, although `units_se` is over cells. There are fewer of them, so the interval is too
+    # wide rather than too narrow.
     n_units: int | None = None
     scored: tuple[str, int] | None = None  # `evaluate.cells`, and the number of scored cells
 
@@ -93,9 +99,10 @@ def score_tasks(dataset: DatasetResult) -> Scores:
 
 
 def _find_difference(result: TaskResult, metric: str, method: str) -> Difference | None:
-    """A method's difference from the best baseline in `metric`; None if there is none.
+    """A method's difference from the best baseline in `metric`; None if the file has none.
 
-    Without a baseline, its difference with the largest standard error over units.
+    Without a baseline, any difference of the method will do: the one with the largest standard
+    error over units.
     """
     baseline = find_best_baseline(result, metric)
     differences = []
@@ -178,7 +185,7 @@ def _list_paired_differences(score: TaskScore, other: TaskScore) -> list[float]:
 def _compute_half_width(score: TaskScore, other: TaskScore) -> float | None:
     """Half the width of the interval of a paired difference.
 
-    None, which is no interval, with fewer than two pairs of repetitions, or if the difference
+    None, for no interval, if there are fewer than two pairs of repetitions, or if the difference
     varies neither over repetitions nor over units.
     """
     differences = _list_paired_differences(score, other)
@@ -191,16 +198,11 @@ def _compute_half_width(score: TaskScore, other: TaskScore) -> float | None:
     variance = repetitions_variance + units_variance
     if variance == 0:
         return None
-    # Satterthwaite's degrees of freedom; an unknown number of units counts as infinite
+    # degrees of freedom by Satterthwaite; an unknown number of units counts as infinite
     divisor = repetitions_variance**2 / (n - 1)
     if less_certain.n_units is not None:
         divisor += units_variance**2 / max(less_certain.n_units - 1, 1)
     degrees_of_freedom = variance**2 / divisor if divisor else math.inf
-    return _compute_student_t_quantile(degrees_of_freedom) * variance**0.5
-
-
-def _compute_student_t_quantile(degrees_of_freedom: float) -> float:
-    """Half the width of an interval of CONFIDENCE, in standard errors."""
     # imported here because pages of one run need no scipy
     stdtrit = import_module("scipy.special").stdtrit
-    return float(stdtrit(degrees_of_freedom, (1 + CONFIDENCE) / 2))
+    return float(stdtrit(degrees_of_freedom, (1 + CONFIDENCE) / 2)) * variance**0.5

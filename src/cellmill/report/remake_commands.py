@@ -24,8 +24,8 @@ FILES_BY_KIND = {
 def list_remake_commands(kind: str, folder: Path) -> dict[str, str]:
     """Command by file of `folder`, which is in results/<kind>.
 
-    With `--force` a stage runs again although its file exists. A finished training runs again only
-    if its folder is gone, so the command moves the folder to a name with the time: no command loses trained weights.
+    With `--force` a stage runs again although its file exists. Training runs again only if its
+    folder is gone. The command moves the folder to a name with the time, so no weights are lost.
     """
     results_folder = Path("results", kind, folder.resolve().name)
     train = shlex.quote(f"{results_folder}/train")

@@ -73,7 +73,7 @@ class PlanSchema(Schema):
     memory: PlannedMemorySchema | None = None
     steps: int | None = None
     steps_per_epoch: int = 0
-    hours: float | None = None  # estimated duration of the training, validation included
+    hours: float | None = None  # estimated duration of training, validation included
     cells: int | None = None  # training cells
     cells_seen: int | None = None  # cells read in all steps together
     world_size: int | None = None
@@ -155,7 +155,8 @@ class GeneCoverageSchema(Schema):
 
     n_present: int  # genes of the vocabulary that the dataset measures
     n_genes: int  # genes of the vocabulary
-    # share of the genes that a training cell expresses that the dataset measures, on average
+    # of the genes that a training cell expresses, the fraction that the dataset measures; mean
+    # over training cells
     expressed_frac: float
 
 
@@ -216,11 +217,11 @@ class SourceSchema(Schema):
 
     file: str
     sha256: str
-    counts: str
-    source: str | None = None
+    counts: str  # where in the file the counts are, such as X
+    source: str | None = None  # where the file comes from, in the words of the dataset table
     licence: str | None = None
-    counts_rule: str | None = None
-    n_rounded: int = 0
+    counts_rule: str | None = None  # how counts with fractions were rounded, if they were
+    n_rounded: int = 0  # counts that were rounded
 
 
 class BeforeAfterSchema(Schema):

@@ -44,8 +44,7 @@ def compare_runs(runs: Sequence[ReportedRun]) -> list[TaskAcrossRuns]:
     for run, name, dataset in list_results(runs):
         for task, result in dataset.tasks.items():
             if result.skipped is None:
-                has_metric = result.metric is not None
-                find_values = _find_highest_by_features if has_metric else _find_model_values
+                find_values = _find_best_scores if result.metric else _find_model_values
                 row = RunValues(run, name, find_values(result))
                 rows_by_table.setdefault((task, result.metric), []).append(row)
     # tables of a task are next to each other, in the order in which tasks appear
@@ -55,14 +54,14 @@ def compare_runs(runs: Sequence[ReportedRun]) -> list[TaskAcrossRuns]:
     return [table for table in tables if table.columns]
 
 
-def _find_highest_by_features(result: TaskResult) -> dict[str, float]:
-    """The highest value of the metric over classifiers, by features."""
-    highest: dict[str, float] = {}
+def _find_best_scores(result: TaskResult) -> dict[str, float]:
+    """The best classifier's value of the metric, by features."""
+    best: dict[str, float] = {}
     for row in result.ranked_rows:
         features = row.method.features_name
         value = result.rank_value(row)
-        highest[features] = max(value, highest.get(features, value))
-    return highest
+        best[features] = max(value, best.get(features, value))
+    return best
 
 
 def _find_model_values(result: TaskResult) -> dict[str, float]:

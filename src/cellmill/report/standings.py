@@ -23,7 +23,7 @@ class Standing:
     task: str
     result: TaskResult  # the run's result of `task`
     best_row: Row  # the model's best row in `result`
-    baseline: Row | None  # the best baseline in `result`
+    baseline: Row | None  # the best baseline in `result`; None if it has no baseline
     verdict: Verdict | None  # on `best_row` against `baseline`; None if the file has none
     verdicts: Sequence[TaskVerdict]  # in all tasks, against their best baselines
     ranking: Ranking  # of all runs of the dataset
@@ -38,13 +38,13 @@ class Standing:
 
     @property
     def is_called_best(self) -> bool:
-        """True if the run is called best.
+        """True if the run leads, and the page may call it the best of several runs.
 
-        Every other run is worse in some task beyond an interval, which runs that were scored on
-        other cells do not have, and all runs are known to have been trained for equally many steps.
+        The lead must be clear, and all runs must have been trained for the same known number of
+        steps. Equal cells need no test: without them no lead is clear.
         """
         has_equal_steps = len(self.steps) == 1 and None not in self.steps
-        return self.ranking.is_clear and self.n_runs > 1 and has_equal_steps and self.is_leader
+        return self.is_leader and self.n_runs > 1 and self.ranking.is_clear and has_equal_steps
 
     def count(self, outcome: Outcome) -> int:
         """Number of verdicts with this outcome."""
@@ -52,7 +52,10 @@ class Standing:
 
 
 def list_standings(runs: Sequence[ReportedRun]) -> list[Standing]:
-    """Standing of each run on each dataset on which one of its tasks ranks methods by a metric."""
+    """Standing of each run on each dataset.
+
+    Datasets are left out on which no task of the run ranks its methods by a metric.
+    """
     scores_by_dataset: dict[str, dict[str, Scores]] = {}  # by dataset, then by run
     scored_cells_by_dataset: dict[str, set[tuple[str, int]]] = {}
     for run, name, dataset in list_results(runs):

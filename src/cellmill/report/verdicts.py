@@ -21,8 +21,8 @@ class TaskVerdict(NamedTuple):
 
     task_name: str  # name of the task, or `NAME of LABEL` for further labels
     verdict: Verdict
-    # columns of the task's table that `verdict.metric` stands for; the metric is either a column's
-    # heading or words for several columns
+    # Columns of the task's table that `verdict.metric` stands for. The metric is the heading of a
+    # column, or words for one or more columns.
     columns: set[str]
 
 
@@ -44,14 +44,15 @@ def _make_key(task_name: str, result: TaskResult, verdict: Verdict) -> Hashable:
     difference between the same methods.
     """
     if verdict.metric == WHOLE_CELL_METRICS.get(result.task):
-        return task_name.removeprefix(result.task)  # ` of LABEL`; empty for the first label
+        label_suffix = task_name.removeprefix(result.task)  # ` of LABEL`; empty for the first label
+        return "whole cells", label_suffix
     return verdict.compared, verdict.against, verdict.metric, verdict.difference
 
 
 def find_verdict(
     verdicts: Sequence[TaskVerdict], task_name: str, row: Row, metric: str | None
 ) -> Verdict | None:
-    """The first verdict on `row` of task `task_name` in `metric`, a column; None if there is none."""
+    """The first verdict on `row` of task `task_name` in column `metric`; None if there is none."""
     for entry in verdicts:
         is_on_row = entry.task_name == task_name and entry.verdict.compared == row.method.name
         if is_on_row and metric in {entry.verdict.metric, *entry.columns}:

@@ -94,8 +94,7 @@ def _replace(result: TaskResult, verdict: Verdict, columns: set[str]) -> Verdict
     """
     for column in sorted(columns):
         baseline = find_best_baseline(result, column)
-        if baseline is not None and baseline.method.network != "untrained":
-            found = _compare(result, column, verdict.compared, baseline.method.name)
-            if found is not None:
-                return replace(found, metric=verdict.metric, effort=verdict.effort)
+        found = baseline and _compare(result, column, verdict.compared, baseline.method.name)
+        if found and found.against != verdict.against:
+            return replace(found, metric=verdict.metric, effort=verdict.effort)
     return None

@@ -1,4 +1,4 @@
-"""Charts of curves: values over the steps of a training, and measures over the sizes of a sweep."""
+"""Charts of curves: values over training steps, and measures over the sizes of a sweep."""
 
 import math
 import textwrap
@@ -20,19 +20,20 @@ from cellmill.report.text import to_words
 
 StepValues = list[tuple[float, float]]
 """(step, value) of a curve."""
-MAX_POINTS = 400  # of a curve
-MIN_POINTS = 50  # of a curve, however many curves a chart has
-MAX_CHART_POINTS = 10_000  # of all curves of a chart, unless MIN_POINTS of each are more
-LAW_POINTS = 40  # points on the curve of a scaling law
+MAX_POINTS = 400  # per curve
+MIN_POINTS = 50  # per curve, however many curves the chart has
+# total over a chart's curves; exceeded if each must still have MIN_POINTS
+MAX_CHART_POINTS = 10_000
+LAW_POINTS = 40  # points on the curve of a power law
 TITLE_WIDTH = 32  # characters in a line of the title of a y axis
 CURVES_HEIGHT = 210  # pixels
 LOSSES_HEIGHT = 250  # pixels
-HEAD_ROOM_FRAC = 0.05  # head-room of a y axis, as a fraction of the range of its values
-LOG_RATIO = 5  # highest to lowest loss, above which a y axis is logarithmic
+HEADROOM_FRAC = 0.05  # space above the highest value, as a fraction of the range of values
+LOG_RATIO = 5  # the y axis is logarithmic if the highest loss is more than this times the lowest
 
 
 def draw_curves(title: str, curves: Mapping[str, StepValues], y_title: str) -> Chart:
-    """Values over steps: a line in its own colour for each of `curves`, which are by name."""
+    """Values over steps: a line for each of `curves`, which are by name."""
     rows = []
     for name, points in curves.items():
         rows += _list_line_rows(points, len(curves), name=name)
@@ -42,7 +43,7 @@ def draw_curves(title: str, curves: Mapping[str, StepValues], y_title: str) -> C
 def draw_losses(title: str, losses_by_run: Mapping[str, Mapping[str, StepValues]]) -> Chart:
     """Losses of training (dashed) and validation over steps, in a colour for each run.
 
-    `losses_by_run` are by run, then by series, which are `training` and `validation`.
+    `losses_by_run` has the series `training` and `validation` of each run.
     """
     n_curves = 2 * len(losses_by_run)
     rows = []
@@ -59,9 +60,9 @@ def draw_losses(title: str, losses_by_run: Mapping[str, Mapping[str, StepValues]
 
 
 def _list_line_rows(points: StepValues, n_curves: int, **columns: str) -> list[ChartRow]:
-    """Rows of one of the `n_curves` of a chart: a point each, with the constant `columns`.
+    """Rows of one of a chart's `n_curves`: a row per point, with the constant `columns`.
 
-    A long curve is thinned to every n-th point and its last one.
+    A long curve keeps every n-th point and its last one.
     """
     max_points = min(MAX_POINTS, max(MIN_POINTS, MAX_CHART_POINTS // n_curves))
     stride = max(1, math.ceil(len(points) / max_points))
@@ -72,15 +73,15 @@ def _list_line_rows(points: StepValues, n_curves: int, **columns: str) -> list[C
 def _make_lines(names: Sequence[str], y_title: str, rows: Sequence[ChartRow]) -> Spec:
     """Specification of lines over steps, in a colour for each of `names`.
 
-    A name without rows keeps its colour, which it has in all charts, and is not in the legend. The
-    y axis has head-room above the highest value.
+    A name without rows is not in the legend. It still counts, so that a run has the same colour in
+    all charts.
     """
     spec = read_template("lines")
     scale: Spec = {"zero": False, "nice": True}
     values = [row["value"] for row in rows]
     if values:
-        head_room = (max(values) - min(values)) * HEAD_ROOM_FRAC
-        scale["domainMax"] = to_five_digits(max(values) + head_room)
+        headroom = (max(values) - min(values)) * HEADROOM_FRAC
+        scale["domainMax"] = to_five_digits(max(values) + headroom)
     # a longer line would be cut
     title_lines = textwrap.wrap(to_words(y_title), TITLE_WIDTH)
     spec["encoding"]["y"] |= {"title": title_lines, "scale": scale}
@@ -91,9 +92,9 @@ def _make_lines(names: Sequence[str], y_title: str, rows: Sequence[ChartRow]) ->
 
 
 def draw_scaling(title: str, scaling: Scaling) -> Chart:
-    """Mean and standard deviation over sizes, with a line for each curve of `scaling`.
+    """Means and standard deviations over sizes, with a line for each curve of `scaling`.
 
-    Scaling laws are dashed, the best baseline is dotted.
+    Power laws are dashed, the best baseline is dotted.
     """
     names = [curve.name or "runs" for curve in scaling.curves]
     rows: list[ChartRow] = []
@@ -114,8 +115,9 @@ def draw_scaling(title: str, scaling: Scaling) -> Chart:
 
 
 def _list_curve_rows(name: str, curve: ScalingCurve) -> list[ChartRow]:
-    """Rows of one curve: a mean for each size, with the ends of its error bar (one standard
-    deviation to each side), and points of the law.
+    """Rows of one curve: a mean and its error bar for each size, and points of the law.
+
+    An error bar is one standard deviation to each side.
     """
     rows = []
     for point in curve.points:

@@ -18,10 +18,10 @@ from cellmill.report.drawing.png import draw_png
 from cellmill.report.drawing.svg import draw_svg
 from cellmill.report.drawing.umap import draw_umap_svg
 
-# a page of more runs is large: it has folded parts as data, and coarser bitmaps
+# pages of more runs store folded parts compressed, for the script to insert, and draw coarser
+# bitmaps
 MAX_SMALL_RUNS = 20
-# with more points in all curves of a chart, its static picture has no dots
-MAX_STATIC_POINTS = 200
+MAX_STATIC_POINTS = 200  # the static picture of a chart with more points has lines without dots
 WIDTH = 500  # pixels of a static picture; a live chart has the width of its card
 DECIMALS = 2  # decimals of coordinates in pixels, for the cells of a UMAP
 BITMAP_SCALE = 1.5  # pixels of a bitmap for each pixel of the page
@@ -34,7 +34,7 @@ class PageCharts:
     """Charts of one page in their order, and the HTML of its folded parts.
 
     Each chart has a static picture for print and for browsers without scripts. The page's script
-    draws the charts again, live, and unfolds the HTML.
+    replaces it by a live chart, and inserts the folded parts.
     """
 
     def __init__(self, n_runs: int = 1) -> None:
@@ -43,9 +43,9 @@ class PageCharts:
         self.folded: list[str] = []  # HTML; empty on a small page
 
     def fold(self, caller: Callable[[], Markup]) -> Markup:
-        """HTML of a folded part, which `caller` renders: for `{% call page_charts.fold() %}`.
+        """HTML of a folded part, which `caller` renders, for `{% call page_charts.fold() %}`.
 
-        On a large page it is a placeholder, which the page's script replaces.
+        On a large page it is a placeholder, which the page's script replaces by the part.
         """
         if not self.is_large:
             return caller()
@@ -56,10 +56,10 @@ class PageCharts:
     def add(self, chart: Chart) -> Markup:
         """Draw a chart and keep it. Return the `<figure>` element with the static picture.
 
-        Equal charts at the same position of a page give the same bytes.
+        Equal charts at the same position on a page give the same bytes.
         """
         number = len(self.charts)
-        # the element has a label; labels of its marks would be half of the bytes
+        # no ARIA labels on marks: the <figure> has one, and they would double the size
         spec = chart.full_spec | {"width": WIDTH, "config": CONFIG | {"aria": False}}
         title = escape(chart.title)
         if chart.is_umap:
@@ -79,9 +79,9 @@ class PageCharts:
         )
 
     def _draw_bitmap(self, spec: Spec, rows: Sequence[ChartRow], picture: str) -> str:
-        """PNG of a UMAP in base64: thousands of marks are larger as SVG than as a bitmap.
+        """PNG of a UMAP in base64, which is smaller than an SVG of thousands of marks.
 
-        On a large page, coordinates are whole pixels. Equal marks then have equal bytes, and the
+        On a large page, coordinates are whole pixels. Equal marks then have equal pixels, and the
         bitmap is smaller by a sixth.
         """
         if self.is_large:

@@ -1,4 +1,4 @@
-"""Bitmaps of static pictures: PNG with a palette, a sixth of the size of 32-bit pixels."""
+"""Bitmaps of static pictures: PNGs with a palette, a sixth as large as with 32-bit pixels."""
 
 import struct
 import zlib
@@ -21,14 +21,14 @@ def draw_png(svg: str, scale: float) -> bytes:
 def shrink_png(png: bytes) -> bytes:
     """The PNG, which has 32-bit pixels, with a palette.
 
-    The palette has the MAX_COLOURS most frequent colours of 4 bits a channel; other colours become
-    the nearest of these. A PNG whose lines do not all have the filter SUB_FILTER is returned
-    unchanged.
+    Colours are rounded to 4 bits per channel. The palette has the MAX_COLOURS most frequent ones;
+    the others become the nearest of these. A PNG whose lines do not all have the filter SUB_FILTER
+    is returned unchanged.
     """
     width, height = struct.unpack(">II", png[16:24])
     packed = b"".join(data for kind, data in _iterate_chunks(png) if kind == b"IDAT")
     content = np.frombuffer(zlib.decompress(packed), np.uint8)
-    # a line has the code of its filter and 4 bytes a pixel
+    # a line has the code of its filter, then 4 bytes per pixel
     lines = content.reshape(height, 1 + 4 * width)
     if not (lines[:, 0] == SUB_FILTER).all():
         return png
@@ -54,11 +54,11 @@ def _choose_colours(channels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The palette, (colours, 4), the most frequent colour first, and each pixel's index in it,
     (height, width), both uint8.
 
-    `channels` are red, green, blue and alpha of 4 bits, (height, width, 4) uint8.
+    `channels` are red, green, blue and alpha, each from 0 to 15, (height, width, 4) uint8.
     """
     red, green, blue, alpha = np.moveaxis(channels, 2, 0).astype(np.uint16)
     codes = red << 12 | green << 8 | blue << 4 | alpha
-    codes[alpha == 0] = 0  # transparent, whatever its colour
+    codes[alpha == 0] = 0  # transparent pixels have one code, whatever their colour
     counts = np.bincount(codes.ravel(), minlength=1 << 16)
     used = np.flatnonzero(counts)
     order = np.argsort(-counts[used], kind="stable")
@@ -66,10 +66,10 @@ def _choose_colours(channels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     shifts = np.array([12, 8, 4, 0])
     colours = (used[:, None] >> shifts & 15).astype(np.int16)
     palette = colours[:MAX_COLOURS]
-    gaps = colours[:, None] - palette
-    distances = np.einsum("upc,upc->up", gaps, gaps)  # used, palette, channels
+    offsets = colours[:, None] - palette  # (used colours, palette, channels)
+    squared_distances = np.einsum("upc,upc->up", offsets, offsets)
     index_by_code = np.zeros(1 << 16, np.uint8)
-    index_by_code[used] = distances.argmin(axis=1)
+    index_by_code[used] = squared_distances.argmin(axis=1)
     return palette.astype(np.uint8), index_by_code[codes]
 
 

@@ -2,23 +2,16 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from cellmill.report.collect import ReportedRun
 from cellmill.report.schemas import JsonObject, PlanSchema
 from cellmill.report.task_table import list_values, select_numbers
 from cellmill.runs.baselines import list_baselines
+from cellmill.runs.results import TaskResult
 
-NO_ROW = "model"
-"""Value of column `name` in results.csv for single numbers, which are in no row of a task's table."""
-
-
-class TableColumn(NamedTuple):
-    """Column of a task's table. Only values of the same column can be compared."""
-
-    dataset: str
-    task: str
-    metric: str
+TableColumn = tuple[str, str, str]
+"""Dataset, task and metric: a column of a task's table. Only its values can be compared."""
 
 
 @dataclass(frozen=True)
@@ -27,21 +20,16 @@ class Measure:
 
     dataset: str
     task: str
-    row: str  # name of the row's method; NO_ROW for a single number
+    row: str | None  # name of the row's method; None for a single number, which is in no row
     metric: str
-
-    @property
-    def has_row(self) -> bool:
-        """False for a single number."""
-        return self.row != NO_ROW
 
     @property
     def column(self) -> TableColumn:
         """The column that has the value."""
-        return TableColumn(self.dataset, self.task, self.metric)
+        return self.dataset, self.task, self.metric
 
 
-LOSS = Measure(dataset="", task="validation", row=NO_ROW, metric="val_loss")
+LOSS = Measure(dataset="", task="validation", row=None, metric="val_loss")
 """The best validation loss of a run."""
 
 
@@ -51,18 +39,18 @@ class SweepRow:
 
     run_columns: JsonObject  # name, axes, sizes and costs of the run: equal in all its rows
     measure: Measure
-    kind: str  # of the row's method: model, variant, baseline or external
+    kind: str  # kind of the method; model for a single number
     value: float
-    sd: float | None = None  # over repetitions
+    sd: float | None = None  # standard deviation over repetitions, if there were several
     is_baseline: bool = False  # True for a baseline that counts (`list_baselines`)
 
     def to_csv_row(self) -> JsonObject:
-        """The row of results.csv: values by column."""
+        """The row of results.csv: values by column. A single number has the name "model"."""
         measure = self.measure
         return self.run_columns | {
             "dataset": measure.dataset,
             "task": measure.task,
-            "name": measure.row,
+            "name": measure.row or "model",
             "kind": self.kind,
             "metric": measure.metric,
             "value": self.value,
@@ -71,7 +59,10 @@ class SweepRow:
 
 
 def list_rows(run: ReportedRun, axis_values: Mapping[str, Any]) -> list[SweepRow]:
-    """Rows of a run. `axis_values` are its values by axis of the sweep."""
+    """Rows of a run: its validation loss, then the values of each task.
+
+    `axis_values` are its values by axis of the sweep.
+    """
     plan = run.plan or PlanSchema()
     run_columns = {
         "run": run.name,
@@ -83,37 +74,30 @@ def list_rows(run: ReportedRun, axis_values: Mapping[str, Any]) -> list[SweepRow
         "gpu_hours": run.totals.get("gpu_hours"),
         "cpu_core_hours": run.totals.get("cpu_core_hours"),
     }
-    return list(_make_rows(run, run_columns))
-
-
-def _make_rows(run: ReportedRun, run_columns: JsonObject) -> Iterator[SweepRow]:
-    """The validation loss, then the values of each task.
-
-    They are the metric in each ranked row. If no metric ranks the rows, they are all columns of
-    each row; without rows, the task's single numbers.
-    """
+    rows = []
     if run.status is not None and run.status.best_val_loss is not None:
-        yield SweepRow(run_columns, LOSS, "model", run.status.best_val_loss)
-    if run.evaluation is None:
-        return
-    for dataset, task, result in run.evaluation.results():
-        if result.metric is None:
-            for row in result.rows:
-                for column, value in list_values(row).items():
-                    measure = Measure(dataset, task, row.method.name, column)
-                    yield SweepRow(run_columns, measure, row.method.kind, value, row.sd(column))
-            single_numbers = {} if result.rows else select_numbers(result)
-            for key, number in single_numbers.items():
-                measure = Measure(dataset, task, NO_ROW, key)
-                yield SweepRow(run_columns, measure, "model", number)
-            continue
-        baselines = list_baselines(result, result.metric)
-        for row in result.ranked_rows:
-            yield SweepRow(
-                run_columns,
-                Measure(dataset, task, row.method.name, result.metric),
-                row.method.kind,
-                result.rank_value(row),
-                row.sd(result.metric),
-                is_baseline=row in baselines,
-            )
+        rows.append(SweepRow(run_columns, LOSS, "model", run.status.best_val_loss))
+    if run.evaluation is not None:
+        for dataset, task, result in run.evaluation.results():
+            rows += _list_task_rows(run_columns, dataset, task, result)
+    return rows
+
+
+def _list_task_rows(
+    run_columns: JsonObject, dataset: str, task: str, result: TaskResult
+) -> Iterator[SweepRow]:
+    """Values of one task: the metric in each ranked row.
+
+    If no metric ranks the rows, all columns of each row; without rows, the task's single numbers.
+    """
+    metric = result.metric
+    baselines = [] if metric is None else list_baselines(result, metric)
+    for row in result.rows if metric is None else result.ranked_rows:
+        values = list_values(row) if metric is None else {metric: result.rank_value(row)}
+        for column, value in values.items():
+            measure = Measure(dataset, task, row.method.name, column)
+            sd = row.sd(column)
+            yield SweepRow(run_columns, measure, row.method.kind, value, sd, row in baselines)
+    if not result.rows:
+        for key, number in select_numbers(result).items():
+            yield SweepRow(run_columns, Measure(dataset, task, None, key), "model", number)

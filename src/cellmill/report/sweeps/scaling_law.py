@@ -60,7 +60,7 @@ def fit_law(sizes: Sequence[float], losses: Sequence[float]) -> Law | NoLaw:
     if n_sizes < MIN_SIZES:
         return NoLaw(f"{to_count(n_sizes, 'size')}; a law with a floor needs {MIN_SIZES}")
     if not (np.isfinite(loss).all() and loss.min() > 0 and size.min() > 0):
-        return NoLaw("losses or sizes that are not positive")
+        return NoLaw("a loss or size is not a positive finite number")
     # Divide sizes by their geometric mean. The factor is then the power's height in the middle of
     # the data; at size 1, far from them, it would change with each step of the exponent.
     scale = float(np.exp(np.log(size).mean()))

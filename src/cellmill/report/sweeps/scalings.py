@@ -1,4 +1,4 @@
-"""Scaling curves of a sweep: each measure over the sizes of an axis, such as numbers of cells."""
+"""Scaling curves of a sweep: each measure over an axis of numbers, such as numbers of cells."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from cellmill.report.sweeps.scaling_law import Law, NoLaw, fit_law
 
 SEED = "train.seed"
 TRAIN_FRAC = "stream.train_frac"
-SIZES = ("cells", "parameters", TRAIN_FRAC, "train.steps", "train.epochs")
-"""What the loss may follow a power law of."""
+LAW_QUANTITIES = ("cells", "parameters", TRAIN_FRAC, "train.steps", "train.epochs")
+"""Amounts of data, model or training. Over other numbers, such as rates, a power law has no meaning."""
 
 Key = TypeVar("Key", bound=Hashable)
 RowsByMeasure = dict[Measure, list[SweepRow]]
@@ -26,7 +26,7 @@ RowsByMeasure = dict[Measure, list[SweepRow]]
 class SizePoint:
     """Mean and standard deviation over runs of one size, which differ only in their seeds."""
 
-    size: float
+    size: float  # value of the scaling's quantity
     mean: float
     sd: float | None  # None for a single run
     n: int  # number of runs
@@ -34,11 +34,11 @@ class SizePoint:
 
 @dataclass(frozen=True)
 class ScalingCurve:
-    """Runs with the same values on all axes except the sizes and the seeds."""
+    """Runs with the same values on all axes except the curve's own and the seeds."""
 
     name: str  # these values, joined by commas; empty if there are no further axes
     points: Annotated[list[SizePoint], Field(min_length=1)]  # sorted by size
-    law: Law | NoLaw | None  # None unless this is the validation loss over one of SIZES
+    law: Law | NoLaw | None  # only of the validation loss, over one of LAW_QUANTITIES
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,10 @@ class BestBaseline:
 
 @dataclass(frozen=True)
 class Scaling:
-    """A measure over the sizes of an axis."""
+    """A measure over an axis of numbers."""
 
     axis: str  # option that the sweep varies
-    quantity: str  # key of `SweepRow.run_columns` that has the sizes
+    quantity: str  # what sizes are numbers of, such as cells: a key of `SweepRow.run_columns`
     measure: Measure
     curves: list[ScalingCurve]
     baseline: BestBaseline | None
@@ -83,7 +83,7 @@ def read_sweep(path: Path) -> SweepCurves:
 
 
 def make_scalings(rows: Sequence[SweepRow], axes: Sequence[str]) -> list[Scaling]:
-    """A scaling for each axis of sizes and each measure that `_choose_measures` returns.
+    """A scaling for each axis of numbers and each measure that `_choose_measures` returns.
 
     It has a curve for each combination of values on the other axes except seeds, and the best
     baseline of the measure's column.
@@ -98,7 +98,7 @@ def make_scalings(rows: Sequence[SweepRow], axes: Sequence[str]) -> list[Scaling
             continue
         other_axes = [name for name in axes if name not in (axis, SEED)]
         for measure in measures:
-            has_law = measure == LOSS and quantity in SIZES
+            has_law = measure == LOSS and quantity in LAW_QUANTITIES
             curves = _make_curves(by_measure[measure], other_axes, quantity, has_law)
             baseline = baselines.get(measure.column)
             scalings.append(Scaling(axis, quantity, measure, curves, baseline))
@@ -121,13 +121,13 @@ def _choose_measures(by_measure: RowsByMeasure) -> list[Measure]:
     """
     means = _average_over_runs(by_measure, lambda row: row.kind == "model")
     measures = []
-    for measure in _find_highest(means).values():
+    for measure in _find_best_measures(means).values():
         values = _list_values(by_measure[measure])
         if measure == LOSS or len(values) == 1 or len(set(values)) > 1:
             measures.append(measure)
     return sorted(
         measures,
-        key=lambda measure: (measure != LOSS, measure.task != "probe", not measure.has_row),
+        key=lambda measure: (measure != LOSS, measure.task != "probe", measure.row is None),
     )
 
 
@@ -135,7 +135,8 @@ def _find_best_baselines(by_measure: RowsByMeasure) -> dict[TableColumn, BestBas
     """The best baseline in each column."""
     means = _average_over_runs(by_measure, lambda row: row.is_baseline)
     best = {}
-    for column, measure in _find_highest(means).items():
+    for column, measure in _find_best_measures(means).items():
+        assert measure.row is not None
         best[column] = BestBaseline(measure.row, means[measure])
     return best
 
@@ -155,35 +156,35 @@ def _list_values(rows: Sequence[SweepRow]) -> list[float]:
     return [row.value for row in rows]
 
 
-def _find_highest(means: Mapping[Measure, float]) -> dict[TableColumn, Measure]:
+def _find_best_measures(means: Mapping[Measure, float]) -> dict[TableColumn, Measure]:
     """The measure with the highest mean in each column.
 
     A loss should be low, but it is the only measure in its column.
     """
-    highest: dict[TableColumn, Measure] = {}
+    best: dict[TableColumn, Measure] = {}
     for measure in sorted(means, key=means.__getitem__, reverse=True):
-        highest.setdefault(measure.column, measure)
-    return highest
+        best.setdefault(measure.column, measure)
+    return best
 
 
 def _choose_quantity(rows: Sequence[SweepRow], axis: str) -> str | None:
-    """Key of `run_columns` that has the sizes of an axis; None if its values are not sizes.
+    """Key of `run_columns` with the numbers of an axis; None if there is nothing to draw over it.
 
-    It is `cells` for fractions of the corpus, and `parameters` if models of different values differ
-    in their number of parameters. Without these numbers it is the axis, if its values are numbers.
-    Seeds are not sizes, and neither is a single value.
+    It is `cells` for fractions of the corpus, and `parameters` if the models of any two values
+    differ in their number of parameters. Otherwise it is the axis, if its values are numbers. Seeds
+    and axes with a single value have none.
     """
     by_value = _group(rows, lambda row: str(row.run_columns[axis]))
     if axis == SEED or len(by_value) < 2:
         return None
     if axis == TRAIN_FRAC and all(row.run_columns["cells"] is not None for row in rows):
         return "cells"
-    # numbers of parameters of each value's models
-    distinct_numbers = set()
+    # for each value of the axis, the numbers of parameters of its models
+    parameter_counts = set()
     for group in by_value.values():
-        distinct_numbers.add(frozenset(row.run_columns["parameters"] for row in group))
-    are_known = not any(None in numbers for numbers in distinct_numbers)
-    if are_known and len(distinct_numbers) == len(by_value):
+        parameter_counts.add(frozenset(row.run_columns["parameters"] for row in group))
+    are_known = not any(None in counts for counts in parameter_counts)
+    if are_known and len(parameter_counts) == len(by_value):
         return "parameters"
     types = {type(row.run_columns[axis]) for row in rows}
     return axis if types <= {int, float} else None
