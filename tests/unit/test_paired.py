@@ -17,7 +17,6 @@ from cellmill.evaluate.methods import ALL_GENES, EMBEDDING, MAJORITY
 from cellmill.evaluate.scores import ScoreColumn, table_rows, tabulate
 from cellmill.evaluate.tasks.perturbation.baselines import MEAN, NO_CHANGE
 from cellmill.evaluate.tasks.perturbation.task import CEILING
-from cellmill.runs.baselines import find_best_baseline
 from cellmill.runs.results import Closed, Gap, ScoredMethod, compare
 
 OWN = replace(EMBEDDING, classifier="kNN")
@@ -278,13 +277,14 @@ def test_a_gap_names_no_baseline_that_the_model_has_beaten() -> None:
     assert gap.baseline is not None
     assert gap.baseline.name == OTHER.name
     result = tabulate([column], {})
-    best = find_best_baseline(result, "x")
+    best = result.best_baseline("x")
     assert best is not None
     assert best.method == OTHER
-    level = replace(
-        column, scores=scores | {untrained: scores[OWN] - 1e-3 * random.normal(size=40)}
-    )
-    assert level.best_baseline() == untrained
+    close = scores | {untrained: scores[OWN] - 1e-3 * random.normal(size=40)}
+    level = replace(column, scores=close).gap()
+    assert level is not None
+    assert level.baseline is not None
+    assert level.baseline.name == untrained.name
 
 
 def test_a_gap_in_words() -> None:

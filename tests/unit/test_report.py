@@ -50,7 +50,6 @@ from cellmill.report.standings import Standing, list_standings
 from cellmill.report.text import to_text
 from cellmill.report.training import compare_with_plan, draw_training, list_step_values
 from cellmill.runs import results
-from cellmill.runs.baselines import find_best_baseline, list_best_verdicts
 from cellmill.runs.cost import Start
 from cellmill.runs.results import (
     Difference,
@@ -767,7 +766,7 @@ def test_the_accuracy_of_whole_cells_counts_once_for_each_label() -> None:
     [standing] = list_standings([of_tasks("a", **tasks)])
     whole = [
         (task, verdict.difference)
-        for task, verdict, _ in standing.verdicts
+        for task, verdict in standing.verdicts
         if verdict.metric.startswith("accuracy")
     ]
     assert whole == [("probe", 0.23), ("low_depth of donor", 0.24), ("transfer", 0.26)]
@@ -843,9 +842,13 @@ def test_the_best_other_baseline_replaces_an_untrained_one(
 
 
 def test_a_beaten_untrained_network_is_nowhere_best_baseline() -> None:
-    lines = [("f", OWN.name, UNTRAINED.name, 0.05, 0.03, 0.07)]
+    ahead = verdict_on(OWN, UNTRAINED, "f", 0.05, (0.03, 0.07))
+    lines = [
+        ("f", OWN.name, UNTRAINED.name, 0.05, 0.03, 0.07),
+        ("f", OWN.name, GENES.name, 0.1, 0.05, 0.15),
+    ]
     rows = {OWN: 0.9, UNTRAINED: 0.85, GENES: 0.8}
-    result = of_task("f", rows, [], lines)
+    result = of_task("f", rows, [ahead], lines)
     run = of_tasks("a", probe=result)
     assert run.evaluation is not None
     evaluation = replace(run.evaluation, model={"step": 20})
@@ -857,8 +860,8 @@ def test_a_beaten_untrained_network_is_nowhere_best_baseline() -> None:
     assert re.findall(r'<td class="n underlined">([^<]*)</td>', table) == ["0.800"]
     assert f"best baseline 0.800 ({GENES.name})" in describe_result(result)
     # the untrained network counts while the model is not ahead of it
-    level = of_task("f", rows, [], [("f", OWN.name, UNTRAINED.name, 0.05, -0.01, 0.1)])
-    assert find_best_baseline(level, "f") == result.rows[1]
+    level = of_task("f", rows, [verdict_on(OWN, UNTRAINED, "f", 0.05, (-0.01, 0.1))], lines)
+    assert level.best_baseline("f") == result.rows[1]
 
 
 def test_a_replaced_verdict_keeps_its_number_of_units() -> None:
@@ -867,7 +870,7 @@ def test_a_replaced_verdict_keeps_its_number_of_units() -> None:
     result = of_task("f", {OWN: 0.9, UNTRAINED: 0.85, GENES: 0.8}, [verdict], lines)
     same = Difference("f", OWN.name, GENES.name, 0.1, 0.1, 0.1, 0.0, n=5)
     result = replace(result, differences=[*result.differences, same])
-    [found] = list_best_verdicts(result)
+    [found] = result.best_verdicts()
     assert found.sentence == (
         f"{OWN.name} against {GENES.name}: +0.100 accuracy, undecided, all 5 differ by the same."
     )

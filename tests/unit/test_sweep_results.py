@@ -19,7 +19,7 @@ from cellmill.report.sweeps.rows import LOSS, SweepRow, list_rows
 from cellmill.report.sweeps.scaling_law import Law, NoLaw, fit_law
 from cellmill.report.sweeps.scalings import TRAIN_FRAC, make_scalings, read_sweep
 from cellmill.runs import results
-from cellmill.runs.results import Difference, Evaluation, Row, Score, TaskResult
+from cellmill.runs.results import Difference, Evaluation, Row, Score, TaskResult, compare
 
 SIZES = (100, 300, 1000, 3000)
 VALUES = {
@@ -104,16 +104,20 @@ def test_fractions_are_the_sizes_if_numbers_of_cells_are_unknown() -> None:
     assert [point.size for point in scaling.curves[0].points] == [0.5, 1.0]
 
 
-def test_the_best_baseline_of_a_sweep_beats_some_run() -> None:
+def test_a_sweep_has_the_best_of_its_runs_best_baselines() -> None:
     own, untrained, pca = (make_method(name, "kNN") for name in ("embedding", "untrained", "PCA"))
     means = {own: 0.9, untrained: 0.8, pca: 0.7}
-    ahead = Difference("f", own.name, untrained.name, 0.1, 0.05, 0.15, 0.0)
-    level = replace(ahead, low=-0.05)
+    ahead = compare(own.name, untrained.name, "f", 0.1, (0.05, 0.15))
+    level = replace(ahead, outcome="level")
+    differences = [
+        Difference("f", own.name, untrained.name, 0.1, 0.05, 0.15, 0.0),
+        Difference("f", own.name, pca.name, 0.2, 0.1, 0.3, 0.0),
+    ]
     for second, best in ((ahead, "PCA + kNN"), (level, "untrained + kNN")):
         sweep_rows = []
-        for size, difference in enumerate((ahead, second), start=1):
+        for size, verdict in enumerate((ahead, second), start=1):
             rows = [Row(method, {"f": Score(mean + size / 100)}) for method, mean in means.items()]
-            result = TaskResult(rows, "f", differences=[difference])
+            result = TaskResult(rows, "f", [verdict], differences=differences)
             evaluation = Evaluation({"d": make_dataset(probe=result)})
             run = ReportedRun(str(size), None, None, None, None, evaluation)
             sweep_rows += list_rows(run, {"model.layers": size})

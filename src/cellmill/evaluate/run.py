@@ -33,7 +33,6 @@ from cellmill.evaluate.seconds.planned import Planner, describe_plan
 from cellmill.evaluate.task import Context, Task, run_task
 from cellmill.files import progress, span, write_json
 from cellmill.launch.signals import belong_to_parent, interrupted_later
-from cellmill.runs.baselines import find_best_baseline, list_best_verdicts
 from cellmill.runs.results import DatasetResult, Row, TaskResult
 
 SHOWN_CLASSES = 3  # classes named in the line of a task
@@ -302,10 +301,10 @@ def describe_result(result: TaskResult) -> str:
     best = result.best_row("model")
     if best is not None:
         parts.append(f"{result.metric} {_describe_row(result, best)}")
-    baseline = find_best_baseline(result, result.metric or "")
+    baseline = result.best_baseline(result.metric or "")
     if baseline is not None:
         parts.append(f"best baseline {_describe_row(result, baseline)}")
-    outcomes = Counter(verdict.outcome for verdict in list_best_verdicts(result))
+    outcomes = Counter(verdict.outcome for verdict in result.best_verdicts())
     if outcomes:
         parts.append(", ".join(f"{outcome} in {n}" for outcome, n in sorted(outcomes.items())))
     figures = result.figures

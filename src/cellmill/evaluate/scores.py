@@ -24,7 +24,6 @@ from cellmill.runs.results import (
     ScoredMethod,
     TaskResult,
     Verdict,
-    compare,
 )
 
 
@@ -59,31 +58,9 @@ class ScoreColumn:
         """The best method of kind `model`."""
         return self.best(self.select_kind("model"))
 
-    def best_baseline(self) -> ScoredMethod:
-        """The best baseline, without an untrained network that the model is ahead of.
-
-        `runs.baselines.find_best_baseline` is the same for stored results.
-        """
-        baselines = self.select_kind("baseline")
-        best = self.best(baselines)
-        others = [method for method in baselines if method.network != "untrained"]
-        if best in others or not others:
-            return best
-        verdict = self.verdict(self.best_model(), best)
-        return self.best(others) if verdict.outcome == "ahead" else best
-
     def verdict(self, method: ScoredMethod, other: ScoredMethod) -> Verdict:
         """Verdict on `method` against `other`, over the units that both have scores of."""
-        difference = self.difference(method, other)
-        return compare(
-            method.name,
-            other.name,
-            self.metric_name,
-            difference.mean,
-            (difference.low, difference.high),
-            self.lower_is_better,
-            difference.n,
-        )
+        return self.difference(method, other).judge(self.metric_name, self.lower_is_better)
 
     def best_verdict(self) -> Verdict:
         """Verdict on the best method of the model against the best baseline of all.
@@ -141,8 +118,14 @@ class ScoreColumn:
             (zero_method.name, float(zero[is_tested].mean())),
             (ceiling_method.name, float(ceiling[is_tested].mean())),
         )
+        baselines = self.select_kind("baseline")
+        if self.best_verdict().outcome == "ahead":
+            # an untrained network is no baseline to be ahead of (`TaskResult.best_verdicts`)
+            baselines = [
+                method for method in baselines if method.network != "untrained"
+            ] or baselines
         closed = []
-        for method in (self.best_model(), self.best_baseline()):
+        for method in (self.best_model(), self.best(baselines)):
             scores = self.scores[method]
             n = self._count_units(scores + zero + ceiling)
             if n < MIN_UNITS:

@@ -6,7 +6,6 @@ from cellmill.report.collect import ReportedRun
 from cellmill.report.drawing.chart import Chart
 from cellmill.report.drawing.curves import StepValues, draw_curves
 from cellmill.report.text import to_words
-from cellmill.runs.baselines import find_best_baseline
 from cellmill.runs.results import Evaluation
 
 
@@ -30,7 +29,7 @@ def draw_checkpoints(run: ReportedRun, dataset: str) -> Iterator[tuple[str, Char
         curves = _list_scores_by_method(evaluations, dataset, task, metric)
         if all(len(points) < 2 for points in curves.values()):
             continue
-        baseline = find_best_baseline(exported_result, metric)
+        baseline = exported_result.best_baseline(metric)
         if baseline is not None:
             value = exported_result.rank_value(baseline)
             name = f"{baseline.method.name} (best baseline)"

@@ -14,7 +14,6 @@ from cellmill.report.standings import Standing
 from cellmill.report.task_table import find_gap
 from cellmill.report.text import to_count, to_words
 from cellmill.report.verdicts import TaskVerdict, list_verdicts
-from cellmill.runs.baselines import list_best_verdicts
 from cellmill.runs.results import Gap, Outcome, Row, Verdict
 
 RELATIONS: dict[Outcome, str] = {
@@ -177,7 +176,7 @@ def _describe_better_runs(ranking: Ranking) -> str:
 def _describe_tasks(task_verdicts: Sequence[TaskVerdict], outcome: Outcome) -> str:
     """Tasks with verdicts of this outcome, in words, each with its largest difference."""
     by_task: dict[str, list[Verdict]] = {}
-    for task, verdict, _ in task_verdicts:
+    for task, verdict in task_verdicts:
         if verdict.outcome == outcome:
             by_task.setdefault(task, []).append(verdict)
     parts = []
@@ -254,7 +253,7 @@ def list_defeats(runs: Sequence[ReportedRun]) -> list[tuple[str, str]]:
             sentence = f"{dataset_name}: behind in {n_behind} of {len(verdicts)}: {tasks}."
             defeats.append((run.name, sentence))
         for result in dataset.tasks.values():
-            if list_best_verdicts(result):
+            if result.best_verdicts():
                 continue
             for verdict in result.verdicts:
                 if verdict.outcome == "behind":

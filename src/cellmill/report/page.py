@@ -44,7 +44,6 @@ from cellmill.report.task_table import (
 )
 from cellmill.report.text import (
     abbreviate_classifiers,
-    capitalize_first,
     flatten,
     to_count,
     to_duration,
@@ -75,7 +74,6 @@ FILTERS: tuple[Callable[..., Any], ...] = (
     to_percent,
     flatten,
     abbreviate_classifiers,
-    capitalize_first,
     # runs
     describe_cost,
     estimate_energy,

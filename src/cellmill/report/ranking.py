@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import NamedTuple
 
-from cellmill.runs.baselines import find_best_baseline
 from cellmill.runs.results import TOLERANCE, DatasetResult, Difference, TaskResult
 
 CONFIDENCE = 0.95  # level of the intervals
@@ -104,7 +103,7 @@ def _find_difference(result: TaskResult, metric: str, method: str) -> Difference
     Without a baseline, any difference of the method will do: the one with the largest standard
     error over units.
     """
-    baseline = find_best_baseline(result, metric)
+    baseline = result.best_baseline(metric)
     differences = []
     for difference in result.differences:
         is_of_method = difference.column == metric and difference.compared == method
@@ -122,21 +121,22 @@ def rank_runs(scores_by_run: Mapping[str, Scores]) -> Ranking:
     shared = [key for key in first if all(key in scores for scores in others)]
     if not shared:
         return Ranking()
-    means = {}
-    for run, scores in scores_by_run.items():
-        means[run] = statistics.fmean([scores[key].value for key in shared])
+    means = {
+        run: statistics.fmean([scores[key].value for key in shared])
+        for run, scores in scores_by_run.items()
+    }
     leader = max(means, key=means.__getitem__)
-    differences_by_run = {}
-    for run, scores in scores_by_run.items():
-        if run != leader:
-            differences_by_run[run] = _find_differences_by_task(
-                scores, scores_by_run[leader], shared
-            )
-    wins = []
-    for run, differences in differences_by_run.items():
-        for (task, _), difference in differences.items():
-            if difference.value > 0:
-                wins.append(TaskWin(run, task, difference))
+    differences_by_run = {
+        run: _find_differences_by_task(scores, scores_by_run[leader], shared)
+        for run, scores in scores_by_run.items()
+        if run != leader
+    }
+    wins = [
+        TaskWin(run, task, difference)
+        for run, differences in differences_by_run.items()
+        for (task, _), difference in differences.items()
+        if difference.value > 0
+    ]
     tied = [run for run, differences in differences_by_run.items() if not differences]
     is_clear = all(
         any(difference.value < 0 and difference.has_interval for difference in differences.values())

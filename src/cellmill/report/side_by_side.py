@@ -40,17 +40,19 @@ def compare_runs(runs: Sequence[ReportedRun]) -> list[TaskAcrossRuns]:
     Values of different metrics, such as accuracies with different numbers of counts, cannot be
     compared, so they are in different tables. Skipped tasks and tables without a value are left out.
     """
-    rows_by_table: dict[tuple[str, str | None], list[RunValues]] = {}
+    # by task, then by metric: tables of a task are next to each other
+    rows_by_table: dict[str, dict[str | None, list[RunValues]]] = {}
     for run, name, dataset in list_results(runs):
         for task, result in dataset.tasks.items():
             if result.skipped is None:
                 find_values = _find_best_scores if result.metric else _find_model_values
                 row = RunValues(run, name, find_values(result))
-                rows_by_table.setdefault((task, result.metric), []).append(row)
-    # tables of a task are next to each other, in the order in which tasks appear
-    tasks = list(dict.fromkeys(task for task, _ in rows_by_table))
-    tables = [TaskAcrossRuns(task, metric, rows) for (task, metric), rows in rows_by_table.items()]
-    tables.sort(key=lambda table: tasks.index(table.task))
+                rows_by_table.setdefault(task, {}).setdefault(result.metric, []).append(row)
+    tables = [
+        TaskAcrossRuns(task, metric, rows)
+        for task, rows_by_metric in rows_by_table.items()
+        for metric, rows in rows_by_metric.items()
+    ]
     return [table for table in tables if table.columns]
 
 

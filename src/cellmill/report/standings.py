@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from cellmill.report.collect import ReportedRun, list_results
 from cellmill.report.ranking import Ranking, Scores, rank_runs, score_tasks
-from cellmill.report.verdicts import TaskVerdict, find_verdict, list_verdicts
-from cellmill.runs.baselines import find_best_baseline
+from cellmill.report.verdicts import TaskVerdict, list_verdicts
 from cellmill.runs.results import Outcome, Row, TaskResult, Verdict
 
 
@@ -76,14 +75,16 @@ def list_standings(runs: Sequence[ReportedRun]) -> list[Standing]:
         best_row = result.best_row("model")
         assert best_row is not None
         verdicts = list_verdicts(dataset.tasks)
-        verdict = find_verdict(verdicts, task, best_row, result.metric)
+        verdict = result.find_verdict(result.metric or "")
+        if verdict is not None and verdict.compared != best_row.method.name:
+            verdict = None
         standing = Standing(
             run=run,
             dataset_name=name,
             task=task,
             result=result,
             best_row=best_row,
-            baseline=_find_baseline(result, verdict),
+            baseline=result.best_baseline(result.metric or ""),
             verdict=verdict,
             verdicts=verdicts,
             ranking=ranking,
@@ -100,11 +101,3 @@ def _choose_task(results: Mapping[str, TaskResult], ranking: Ranking) -> str:
     scored = [task for task, result in results.items() if result.best_row("model") is not None]
     comparable = ranking.shared_tasks or scored
     return "probe" if "probe" in comparable else comparable[0]
-
-
-def _find_baseline(result: TaskResult, verdict: Verdict | None) -> Row | None:
-    """The baseline that `verdict` compares with; without a verdict, the best baseline."""
-    if verdict is None:
-        return find_best_baseline(result, result.metric or "")
-    rows_by_name = {row.method.name: row for row in result.ranked_rows}
-    return rows_by_name[verdict.against]

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from cellmill.runs.baselines import find_best_baseline
 from cellmill.runs.results import Gap, Row, TaskResult, Verdict
 
 
@@ -29,7 +28,7 @@ def find_best_baselines(result: TaskResult) -> set[tuple[str, str]]:
     """(name of the row, column) of the best baseline in each column of scores."""
     best = set()
     for column in dict.fromkeys(chain.from_iterable(row.scores for row in result.rows)):
-        row = find_best_baseline(result, column)
+        row = result.best_baseline(column)
         if row is not None:
             best.add((row.method.name, column))
     return best
@@ -92,12 +91,8 @@ def find_largest_difference(verdicts: Sequence[Verdict]) -> float:
 
 def list_values(row: Row) -> dict[str, float]:
     """Means and numbers of a row, by column."""
-    values = {}
-    for column in [*row.scores, *row.numbers]:
-        value = row.value(column)
-        if value is not None:
-            values[column] = value
-    return values
+    pairs = [(column, row.value(column)) for column in [*row.scores, *row.numbers]]
+    return {column: value for column, value in pairs if value is not None}
 
 
 def select_numbers(result: TaskResult) -> dict[str, float]:

@@ -53,11 +53,6 @@ def abbreviate_classifiers(text: str) -> str:
     return text.replace("logistic regression", "LR")
 
 
-def capitalize_first(text: str) -> str:
-    """A text with a capital first letter and all others unchanged."""
-    return text[:1].upper() + text[1:]
-
-
 def flatten(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """(path, value) of nested options, such as `train.lr`. Lists are joined by commas."""
     for path, value in flatten_options(tree).items():

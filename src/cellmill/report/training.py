@@ -9,7 +9,7 @@ from cellmill.report.collect import ReportedRun
 from cellmill.report.drawing.chart import Chart
 from cellmill.report.drawing.curves import StepValues, draw_curves, draw_losses
 from cellmill.report.schemas import LoggedLineSchema, PlanSchema, StatusSchema
-from cellmill.report.text import capitalize_first, to_words
+from cellmill.report.text import to_words
 
 TENSOR_MEMORY = "peak tensor memory of the largest rank, GB"
 PROCESS_MEMORY = "peak memory of the largest process, libraries included, GB"
@@ -44,7 +44,7 @@ def draw_training(runs: Sequence[ReportedRun]) -> Iterator[Chart]:
     for key, name in CURVES.items():
         curves = {run.name: list_step_values(run.logged, key) for run in runs}
         if any(curves.values()):
-            yield draw_curves(capitalize_first(name), curves, name)
+            yield draw_curves(name[0].upper() + name[1:], curves, name)
 
 
 def _draw_losses(runs: Sequence[ReportedRun]) -> Iterator[Chart]:

@@ -1,10 +1,9 @@
 """Verdicts on a run against the best baselines of its tasks, each counted once."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
-from cellmill.runs.baselines import list_best_verdicts
-from cellmill.runs.results import Row, TaskResult, Verdict
+from cellmill.runs.results import TaskResult, Verdict
 
 WHOLE_CELL_METRICS = {
     "probe": "accuracy",
@@ -21,9 +20,6 @@ class TaskVerdict(NamedTuple):
 
     task_name: str  # name of the task, or `NAME of LABEL` for further labels
     verdict: Verdict
-    # Columns of the task's table that `verdict.metric` stands for. The metric is the heading of a
-    # column, or words for one or more columns.
-    columns: set[str]
 
 
 def list_verdicts(results: Mapping[str, TaskResult]) -> list[TaskVerdict]:
@@ -31,9 +27,9 @@ def list_verdicts(results: Mapping[str, TaskResult]) -> list[TaskVerdict]:
     distinct: dict[Hashable, TaskVerdict] = {}
     # probe comes first, so that its verdicts are kept and their repetitions dropped
     for task_name, result in sorted(results.items(), key=lambda item: item[1].task != "probe"):
-        for verdict, columns in list_best_verdicts(result).items():
+        for verdict in result.best_verdicts():
             key = _make_key(task_name, result, verdict)
-            distinct.setdefault(key, TaskVerdict(task_name, verdict, columns))
+            distinct.setdefault(key, TaskVerdict(task_name, verdict))
     return list(distinct.values())
 
 
@@ -47,14 +43,3 @@ def _make_key(task_name: str, result: TaskResult, verdict: Verdict) -> Hashable:
         label_suffix = task_name.removeprefix(result.task)  # ` of LABEL`; empty for the first label
         return "whole cells", label_suffix
     return verdict.compared, verdict.against, verdict.metric, verdict.difference
-
-
-def find_verdict(
-    verdicts: Sequence[TaskVerdict], task_name: str, row: Row, metric: str | None
-) -> Verdict | None:
-    """The first verdict on `row` of task `task_name` in column `metric`; None if there is none."""
-    for entry in verdicts:
-        is_on_row = entry.task_name == task_name and entry.verdict.compared == row.method.name
-        if is_on_row and metric in {entry.verdict.metric, *entry.columns}:
-            return entry.verdict
-    return None

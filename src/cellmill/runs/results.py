@@ -176,6 +176,12 @@ class Difference:
     cells_se: float
     n: int | None = None  # independent units; None in results of earlier versions
 
+    def judge(self, metric: str, lower_is_better: bool) -> Verdict:
+        """The verdict on the difference; `metric` is in words."""
+        names = self.compared, self.against
+        interval = self.low, self.high
+        return compare(*names, metric, self.mean, interval, lower_is_better, self.n)
+
 
 @dataclass(frozen=True)
 class Closed:
@@ -267,12 +273,8 @@ class TaskResult:
     @property
     def ranked_rows(self) -> list[Row]:
         """Rows of methods with a value of the metric; empty if no metric ranks the rows."""
-        return [
-            row
-            for row in self.rows
-            if row.method.kind not in ("ceiling", "probe")
-            and row.value(self.metric or "") is not None
-        ]
+        rows = [row for row in self.rows if row.value(self.metric or "") is not None]
+        return [row for row in rows if row.method.kind not in ("ceiling", "probe")]
 
     def rank_value(self, row: Row) -> float:
         """Value of a ranked row in the metric."""
@@ -284,6 +286,71 @@ class TaskResult:
         """The row with the highest metric, of any kind or of `kind`; None if there is no row."""
         rows = [row for row in self.ranked_rows if kind in (None, row.method.kind)]
         return max(rows, key=self.rank_value, default=None)
+
+    def find_verdict(self, column: str) -> Verdict | None:
+        """The first of `best_verdicts` that is on a column; None if there is none."""
+        for verdict in self.best_verdicts():
+            if column in {verdict.metric, *self._find_columns(verdict)}:
+                return verdict
+        return None
+
+    def best_baseline(self, column: str) -> Row | None:
+        """The baseline of `find_verdict`; without a verdict, the best baseline in the column."""
+        verdict = self.find_verdict(column)
+        rows = [row for row in self.rows if row.method.kind == "baseline"]
+        if verdict is not None:
+            rows = [row for row in rows if row.method.name == verdict.against]
+        valued = [row for row in rows if row.value(column) is not None]
+        choose = min if column in self.lower_is_better else max
+        return choose(valued, key=lambda row: row.value(column) or 0.0, default=None)
+
+    def best_verdicts(self) -> list[Verdict]:
+        """The first verdict against a baseline in each metric.
+
+        It is against the best baseline. If that is the model's untrained network, it is no baseline
+        to be ahead of: the verdict against the best other baseline replaces it.
+        """
+        baselines = [row.method for row in self.rows if row.method.kind == "baseline"]
+        others = {method.name for method in baselines if method.network != "untrained"}
+        names = {method.name for method in baselines}
+        first_by_metric: dict[str, Verdict] = {}
+        for verdict in self.verdicts:
+            if verdict.against in names:
+                first_by_metric.setdefault(verdict.metric, verdict)
+        verdicts = []
+        for verdict in first_by_metric.values():
+            best: Verdict | None = verdict
+            if verdict.outcome == "ahead" and verdict.against not in others:
+                best = self._compare_with_nearest(verdict, others)
+            if best is not None:
+                verdicts.append(best)
+        return verdicts
+
+    def _find_columns(self, verdict: Verdict) -> set[str]:
+        """Columns in which the methods of a verdict have its difference."""
+        wanted = verdict.compared, verdict.against, verdict.difference
+        found = [one for one in self.differences if (one.compared, one.against, one.mean) == wanted]
+        return {difference.column for difference in found}
+
+    def _compare_with_nearest(self, verdict: Verdict, baselines: set[str]) -> Verdict | None:
+        """The verdict on the same method against the best of `baselines` in the same columns.
+
+        All of them are worse than the baseline of `verdict`, so the best one has the smallest
+        difference. None if there is no difference from any of them.
+        """
+        columns = self._find_columns(verdict)
+        differences = [
+            difference
+            for difference in self.differences
+            if difference.compared == verdict.compared
+            and difference.column in columns
+            and difference.against in baselines
+        ]
+        if not differences:
+            return None
+        nearest = min(differences, key=lambda difference: abs(difference.mean))
+        found = nearest.judge(verdict.metric, lower_is_better=verdict.difference < 0)
+        return replace(found, effort=verdict.effort)
 
     def mark_fast(self, left_out: str) -> Self:
         """The result, marked as of effort fast; `left_out` says what it lacks."""

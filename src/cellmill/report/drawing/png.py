@@ -56,14 +56,13 @@ def _choose_colours(channels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
     `channels` are red, green, blue and alpha, each from 0 to 15, (height, width, 4) uint8.
     """
-    red, green, blue, alpha = np.moveaxis(channels, 2, 0).astype(np.uint16)
-    codes = red << 12 | green << 8 | blue << 4 | alpha
-    codes[alpha == 0] = 0  # transparent pixels have one code, whatever their colour
+    shifts = np.array([12, 8, 4, 0])
+    codes = (channels.astype(np.int64) << shifts).sum(axis=2)
+    codes[channels[..., 3] == 0] = 0  # transparent pixels have one code, whatever their colour
     counts = np.bincount(codes.ravel(), minlength=1 << 16)
     used = np.flatnonzero(counts)
     order = np.argsort(-counts[used], kind="stable")
     used = used[order]
-    shifts = np.array([12, 8, 4, 0])
     colours = (used[:, None] >> shifts & 15).astype(np.int16)
     palette = colours[:MAX_COLOURS]
     offsets = colours[:, None] - palette  # (used colours, palette, channels)

@@ -7,7 +7,6 @@ from typing import Any
 from cellmill.report.collect import ReportedRun
 from cellmill.report.schemas import JsonObject, PlanSchema
 from cellmill.report.task_table import list_values, select_numbers
-from cellmill.runs.baselines import list_baselines
 from cellmill.runs.results import TaskResult
 
 TableColumn = tuple[str, str, str]
@@ -42,7 +41,7 @@ class SweepRow:
     kind: str  # kind of the method; model for a single number
     value: float
     sd: float | None = None  # standard deviation over repetitions, if there were several
-    is_baseline: bool = False  # True for a baseline that counts (`list_baselines`)
+    is_best_baseline: bool = False  # True for the best baseline of the run
 
     def to_csv_row(self) -> JsonObject:
         """The row of results.csv: values by column. A single number has the name "model"."""
@@ -91,13 +90,13 @@ def _list_task_rows(
     If no metric ranks the rows, all columns of each row; without rows, the task's single numbers.
     """
     metric = result.metric
-    baselines = [] if metric is None else list_baselines(result, metric)
+    best_baseline = metric and result.best_baseline(metric)
     for row in result.rows if metric is None else result.ranked_rows:
         values = list_values(row) if metric is None else {metric: result.rank_value(row)}
         for column, value in values.items():
             measure = Measure(dataset, task, row.method.name, column)
-            sd = row.sd(column)
-            yield SweepRow(run_columns, measure, row.method.kind, value, sd, row in baselines)
+            kind, sd = row.method.kind, row.sd(column)
+            yield SweepRow(run_columns, measure, kind, value, sd, row == best_baseline)
     if not result.rows:
         for key, number in select_numbers(result).items():
             yield SweepRow(run_columns, Measure(dataset, task, None, key), "model", number)

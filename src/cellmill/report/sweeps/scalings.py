@@ -43,11 +43,7 @@ class ScalingCurve:
 
 @dataclass(frozen=True)
 class BestBaseline:
-    """The baseline with the highest mean over runs in a column of a task's table.
-
-    A baseline is left out if it counts in no run (`list_baselines`): an untrained network that every
-    run is ahead of.
-    """
+    """Of the runs' best baselines in a column of a task's table, the one with the highest mean."""
 
     name: str
     value: float  # mean over the runs
@@ -120,20 +116,16 @@ def _choose_measures(by_measure: RowsByMeasure) -> list[Measure]:
     first. Measures that are equal in all runs are left out.
     """
     means = _average_over_runs(by_measure, lambda row: row.kind == "model")
-    measures = []
-    for measure in _find_best_measures(means).values():
-        values = _list_values(by_measure[measure])
-        if measure == LOSS or len(values) == 1 or len(set(values)) > 1:
-            measures.append(measure)
+    best = _find_best_measures(means).values()
     return sorted(
-        measures,
+        [one for one in best if one == LOSS or len({*_list_values(by_measure[one])}) > 1],
         key=lambda measure: (measure != LOSS, measure.task != "probe", measure.row is None),
     )
 
 
 def _find_best_baselines(by_measure: RowsByMeasure) -> dict[TableColumn, BestBaseline]:
     """The best baseline in each column."""
-    means = _average_over_runs(by_measure, lambda row: row.is_baseline)
+    means = _average_over_runs(by_measure, lambda row: row.is_best_baseline)
     best = {}
     for column, measure in _find_best_measures(means).items():
         assert measure.row is not None
@@ -145,11 +137,11 @@ def _average_over_runs(
     by_measure: RowsByMeasure, is_chosen: Callable[[SweepRow], bool]
 ) -> dict[Measure, float]:
     """Mean over runs of each measure that has a chosen row."""
-    means = {}
-    for measure, rows in by_measure.items():
-        if any(map(is_chosen, rows)):
-            means[measure] = float(np.mean(_list_values(rows)))
-    return means
+    return {
+        measure: float(np.mean(_list_values(rows)))
+        for measure, rows in by_measure.items()
+        if any(map(is_chosen, rows))
+    }
 
 
 def _list_values(rows: Sequence[SweepRow]) -> list[float]:
