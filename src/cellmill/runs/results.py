@@ -307,8 +307,8 @@ class TaskResult:
     def best_verdicts(self) -> list[Verdict]:
         """The first verdict against a baseline in each metric.
 
-        It is against the best baseline. If that is the model's untrained network, it is no baseline
-        to be ahead of: the verdict against the best other baseline replaces it.
+        It is against the best baseline. If that is the model's untrained network, and the model is
+        ahead of it, the verdict against the best other baseline replaces it.
         """
         baselines = [row.method for row in self.rows if row.method.kind == "baseline"]
         others = {method.name for method in baselines if method.network != "untrained"}
