@@ -138,7 +138,7 @@ def count_micro_batches(
         max_cells = len(steps[0][0])  # cells of a rank in the largest step
         max_tokens = min(rule.token_budget, max_cells * int(cell_tokens.max()))
         if corpus.n_covariates:
-            # no micro-batch has more cells than as many of the shortest as fit
+            # a micro-batch has the most cells if they are the shortest ones
             together = corpus.tokens_of_shortest[:max_cells]
             n_shortest = int(together.searchsorted(rule.token_budget, side="right"))
             max_tokens += corpus.n_covariates * n_shortest

@@ -171,6 +171,7 @@ def _plan_run(corpus: PlannedCorpus, machine: Machine, device_name: str) -> RunP
     hardware = find_hardware(options, machine, device_name)
     check_memory(options, corpus.size, hardware)
     cost = estimate_cost(options, corpus.size, hardware, device)
+    # the device's memory was checked above
     if find_overflow(options, corpus.size, hardware) == "host":
         raise _explain_host_memory(cost.model, hardware, machine)
     warnings = options.objective.warnings()

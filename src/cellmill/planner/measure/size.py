@@ -57,9 +57,9 @@ class PartSize:
     parameters: int
     trained: int  # parameters with a gradient and optimizer state
     activations_per_token: float = 0.0  # kept for the backward pass; a block's with its input
-    # Elements and calls of the tensor-parallel collectives, as they are without sequence parallelism:
-    # of the forward pass, and after the blocks of both passes. A block's backward pass has as many
-    # again.
+    # Elements and calls of the tensor-parallel collectives, as they are without sequence parallelism.
+    # They are those of the forward pass; after the blocks, those of both passes. A block's backward
+    # pass has as many again.
     collective_elements_per_token: float = 0.0
     collectives: int = 0
 
@@ -81,8 +81,8 @@ class Flops:
     """Measured FLOPs of a model on one tensor-parallel rank, of all passes of a step."""
 
     n_blocks: int
-    # Forward passes of each micro-batch: 1, or 2 with a coupled loss. That is a loss over rows of the
-    # global batch, which a further forward pass, without heads, collects (`train/batch_rows.py`).
+    # Forward passes of each micro-batch: 1, or 2 with a coupled loss. Its first pass, without heads,
+    # collects rows of the whole global batch (`train/batch_rows.py`).
     forwards: int
     begin_per_token: float
     block_per_token: float  # one block without its attention
@@ -243,6 +243,7 @@ def _measure_size(spec: ModelSpec, method: Method, tp: int, sequence_parallel: b
             collective_elements_per_token=elements / collectives.tokens,
             collectives=window.collectives,
         )
+    # what `finish` keeps for any number of tokens counts as its workspace
     kept_per_token, workspace = _measure_workspace(model, spec, multiple)
     parts["finish"] = replace(parts["finish"], activations_per_token=kept_per_token)
     return ModelSize(
