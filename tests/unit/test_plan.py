@@ -728,7 +728,7 @@ def test_a_step_of_all_assumed_cells_is_planned_whole(
     train = {"global_batch": 5_000_000}
     out, _ = printed("--device h100 --cells 5e6", train=train)
     # 8 cells of 2,048 tokens fit in a micro-batch
-    assert "in 625,000.0 micro-batches per process" in out
+    assert "in 625000.0 micro-batches per process" in out
 
 
 def test_a_plan_reads_the_shards_of_the_corpus_if_they_exist(
