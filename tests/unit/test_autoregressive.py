@@ -327,7 +327,7 @@ def test_the_file_has_genes_in_generated_order(
         (
             "--prompt g7,g99",
             {},
-            "--prompt: 'g99' is not in the model's vocabulary; did you mean 'g9'?",
+            "--prompt: 'g99' is not a gene of the model; did you mean 'g9'?",
         ),
         ("--prompt g7,g7", {}, "--prompt: 'g7' is there twice"),
         (

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import anndata as ad
 import numpy as np
@@ -29,6 +30,7 @@ from cellmill.evaluate.inference import embed as module
 from cellmill.evaluate.inference.files import read_embedding, write_embedding
 from cellmill.files import sha256_file
 from cellmill.models.export import load_model
+from cellmill.stages import cells as stage
 from tests.checks import quick
 from tests.unit.evaluated import embed, preprocessed
 from tests.unit.exported import export_model
@@ -265,6 +267,26 @@ def test_only_the_embedding_changes_in_the_file_of_the_user(
     (tmp_path / "a.fasta").write_text(">a\nMKV\n")
     with pytest.raises(ConfigError, match=r"--append adds to an \.h5ad, .*a\.fasta is none"):
         embed(model, tmp_path / "a.fasta", path, append=True)
+
+
+def test_vectors_are_not_added_to_cells_in_another_order(
+    tmp_path: Path, corpus: dict[str, Path], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adata = open_cells(corpus["cells"])[:60].copy()
+    path = _written(adata, tmp_path / "mine.h5ad")
+
+    def embed_and_sort(*args: Any, **options: Any) -> module.Embedding:
+        """The user sorts the file after it was read."""
+        embedding = module.embed_cells(*args, **options)
+        path.unlink()
+        _written(adata[::-1].copy(), path)
+        return embedding
+
+    monkeypatch.setattr(stage, "embed_cells", embed_and_sort)
+    with pytest.raises(DataError, match=r"cell 1, .* it has changed since it was read: run the co"):
+        embed(model, path, path, append=True)
+    assert ad.read_h5ad(path).obs_names.tolist() == adata.obs_names.tolist()[::-1]
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_appending_to_a_link_changes_its_target(

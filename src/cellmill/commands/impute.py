@@ -5,12 +5,11 @@ from pathlib import Path
 
 from cellmill.config.datasets import CountsRule
 from cellmill.config.options import EmbedOptions
-from cellmill.data.inputs.fetch import local_input
 from cellmill.data.inputs.formats import open_dataset
-from cellmill.data.inputs.h5 import check_h5ad, create_h5, write_anndata
+from cellmill.data.inputs.h5 import create_h5, write_anndata
 from cellmill.evaluate.inference.embed import load_for_inference
+from cellmill.evaluate.inference.files import check_input
 from cellmill.evaluate.inference.impute import FileImputer
-from cellmill.files import refuse_overwriting
 
 
 def impute(
@@ -27,9 +26,7 @@ def impute(
 
     Blocks are written as they are predicted.
     """
-    check_h5ad(out, "--out")
-    path = local_input(input)
-    refuse_overwriting(out, [("--input", path)])
+    path = check_input(input, out)
     loaded = load_for_inference(model)
     with open_dataset(path, counts) as reader:
         reader.counts_rule = counts_rule

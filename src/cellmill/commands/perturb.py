@@ -5,13 +5,12 @@ from pathlib import Path
 
 from cellmill.config.datasets import CountsRule
 from cellmill.config.options import EmbedOptions
-from cellmill.data.inputs.fetch import local_input
 from cellmill.data.inputs.formats import open_dataset
-from cellmill.data.inputs.h5 import check_h5ad, create_h5, write_anndata
+from cellmill.data.inputs.h5 import create_h5, write_anndata
 from cellmill.evaluate.inference.embed import load_for_inference
+from cellmill.evaluate.inference.files import check_input
 from cellmill.evaluate.inference.perturb.predict import ABOUT_RESPONSE, predict_response
 from cellmill.evaluate.inference.perturb.screen import PerturbRequest
-from cellmill.files import refuse_overwriting
 
 
 def perturb(
@@ -31,9 +30,7 @@ def perturb(
 
     Raise UserError if the model predicts no responses, or the file has no controls.
     """
-    check_h5ad(out, "--out")
-    path = local_input(input)
-    refuse_overwriting(out, [("--input", path)])
+    path = check_input(input, out)
     loaded = load_for_inference(model)
     request = PerturbRequest(perturbations, perturbation_column, control, by)
     with open_dataset(path, counts) as reader:

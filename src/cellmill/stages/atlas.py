@@ -20,10 +20,9 @@ from cellmill.evaluate.atlas.build import make_atlas, read_embedded, write_atlas
 from cellmill.evaluate.atlas.mapping import map_vectors
 from cellmill.evaluate.atlas.store import CellAtlas
 from cellmill.evaluate.inference.embed import describe_limits, embed_cells, load_for_inference
-from cellmill.evaluate.inference.files import KEY, write_prediction
+from cellmill.evaluate.inference.files import KEY, check_input, write_prediction
 from cellmill.evaluate.seen.seen_cells import mark_seen_cells
 from cellmill.files import atomic_path, name_datasets, refuse_overwriting, sha256_file
-from cellmill.stages.cells import check_input
 
 
 def atlas(

@@ -30,8 +30,8 @@ from cellmill.config.datasets import CountsRule
 from cellmill.config.evaluate import ExternalModel, command_words
 from cellmill.config.load import check_options
 from cellmill.config.options import EmbedOptions, PredictOptions
+from cellmill.data.genes.names import rows_of_known_genes
 from cellmill.data.genes.vocabulary import Vocabulary
-from cellmill.data.inputs.fetch import local_input
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.inputs.h5 import check_h5ad, create_h5, write_anndata
 from cellmill.data.prepare.unpack import plain_cells
@@ -39,10 +39,11 @@ from cellmill.data.saved_work import SavedWork
 from cellmill.data.shards.index import ABOUT, TABLE, new_array
 from cellmill.data.shards.manifest import TRAINING_SPLITS, Manifest
 from cellmill.data.shards.reader import read_names
-from cellmill.errors import ConfigError, DataError, did_you_mean
+from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.inference.calibration import NO_VALIDATION
 from cellmill.evaluate.inference.embed import describe_limits, embed_cells, load_for_inference
 from cellmill.evaluate.inference.files import (
+    check_input,
     read_external,
     read_vectors,
     write_embedding,
@@ -57,7 +58,7 @@ from cellmill.evaluate.inference.predict import (
 )
 from cellmill.evaluate.inference.saved_vectors import embedding_facts
 from cellmill.evaluate.seen.seen_cells import mark_seen_cells
-from cellmill.files import refuse_overwriting, remove_incomplete, sha256_file, write_json
+from cellmill.files import remove_incomplete, sha256_file, write_json
 from cellmill.models.families.autoregressive import (
     AutoregressiveModel,
     GeneratedCell,
@@ -110,8 +111,7 @@ def embed(
             "seconds": seconds,
             "peak_gb": peak_gb,
         }
-        source = path if append else None
-        write_embedding(out, reader.stored_obs, embedding.vectors, about, source)
+        write_embedding(out, reader.stored_obs, embedding.vectors, about, path if append else None)
         n_obs = reader.n_obs
     for line in (
         f"{n_obs:,} cells, {embedding.coverage_frac:.1%} of counts on known genes -> {out}",
@@ -119,22 +119,6 @@ def embed(
         *describe_limits(embedding),
     ):
         print(f"{path.stem}: {line}")
-
-
-def check_input(input: Path | str, out: Path, append: bool) -> Path:
-    """Return where `input` is on this machine.
-
-    Raise ConfigError if `out` cannot be written, or nothing appended.
-    """
-    check_h5ad(out, "--out")
-    path = local_input(input)
-    if not append:
-        refuse_overwriting(
-            out, [("--input", path)], remedy="add --append to keep all that is in it"
-        )
-    elif path.suffix != ".h5ad":
-        raise ConfigError(f"--append adds to an .h5ad, {input} is none; leave --append out")
-    return path
 
 
 def embed_external(*, name: str, command: str, input: Path, out: Path) -> None:
@@ -204,7 +188,6 @@ def generate(
         )
     prompt_rows = _rows_of(prompt, vocabulary)
     min_genes = max(1, len(prompt_rows))
-    limit = f"{tokens.max_tokens} (tokens.max_tokens of the model)"
     n_genes = max_genes or tokens.max_tokens
     for name, is_right, expected, got in (
         ("cells", cells >= 1, "at least 1", cells),
@@ -221,7 +204,7 @@ def generate(
         (
             "max-genes",
             min_genes <= n_genes <= tokens.max_tokens,
-            f"{min_genes} (genes of --prompt) to {limit}",
+            f"{min_genes} (genes of --prompt) to {tokens.max_tokens} (tokens.max_tokens of the model)",
             max_genes,
         ),
     ):
@@ -235,7 +218,7 @@ def generate(
         "seed": seed,
         "temperature": temperature,
         "top_k": top_k,
-        "max_genes": sampling.max_genes,
+        "max_genes": n_genes,
         "prompt": [vocabulary.gene_ids[row] for row in prompt_rows],
     }
     drawn: list[GeneratedCell] = []
@@ -248,23 +231,19 @@ def generate(
     print(f"{cells:,} cells, {adata.obs['n_genes'].median():g} genes at the median -> {out}")
     cut = int((~adata.obs["ended"]).sum())
     if cut:
-        longest = min(sampling.max_genes, vocabulary.n_genes)
-        print(f"{cut:,} cells did not end and were cut at {longest:,} genes")
+        print(
+            f"{cut:,} cells did not end and were cut at {min(n_genes, vocabulary.n_genes):,} genes"
+        )
 
 
 def _rows_of(prompt: str, vocabulary: Vocabulary) -> list[int]:
     """Rows of the vocabulary for the genes of `--prompt`, by id or symbol."""
-    rows_by_name: dict[str, int] = {}
-    for names in (vocabulary.symbols, vocabulary.gene_ids):
-        rows_by_name |= {name: row for row, name in enumerate(names)}
-    rows: list[int] = []
-    for name in filter(None, map(str.strip, prompt.split(","))):
-        if name not in rows_by_name:
-            hint = did_you_mean(name, rows_by_name)
-            raise ConfigError(f"--prompt: {name!r} is not in the model's vocabulary; {hint}")
-        if rows_by_name[name] in rows:
+    names = [*filter(None, map(str.strip, prompt.split(",")))]
+    row_of_name = rows_of_known_genes(names, vocabulary, "--prompt")
+    rows = [row_of_name[name] for name in names]
+    for name, row in zip(names, rows):
+        if rows.count(row) > 1:
             raise ConfigError(f"--prompt: {name!r} is there twice")
-        rows.append(rows_by_name[name])
     return rows
 
 
@@ -273,15 +252,11 @@ def _as_anndata(
 ) -> ad.AnnData:
     """Cells x genes of the vocabulary; columns of a row are in the order of generation."""
     lengths = [len(cell.genes) for cell in cells]
-    shape = (len(cells), vocabulary.n_genes)
+    shape = len(cells), vocabulary.n_genes
     indptr = np.cumsum([0, *lengths])
     indices = np.concatenate([np.array(cell.genes, np.int32) for cell in cells])
-    values = []
-    ranks = []
-    for cell in cells:
-        n = len(cell.genes)
-        values.append(np.ones(n) if cell.values is None else cell.values)
-        ranks.append(np.arange(1, n + 1, dtype=np.int32))
+    values = [np.ones(len(cell.genes)) if cell.values is None else cell.values for cell in cells]
+    ranks = [np.arange(1, n + 1, dtype=np.int32) for n in lengths]
     x = sp.csr_matrix((np.concatenate(values).astype(np.float32), indices, indptr), shape=shape)
     rank = sp.csr_matrix((np.concatenate(ranks), indices, indptr), shape=shape)
     names = [f"generated{i}" for i in range(len(cells))]

@@ -5,7 +5,7 @@ Embeddings and predictions are written to a file of their own or added to a copy
 
 import csv
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,17 +17,26 @@ import pandas as pd
 from anndata.io import read_elem, write_elem
 
 from cellmill.data.arrays import plain_text
-from cellmill.data.inputs.h5 import create_h5, one_line, open_h5, write_anndata, write_columns
-from cellmill.data.inputs.reader import refuse_duplicates
+from cellmill.data.inputs.fetch import local_input
+from cellmill.data.inputs.frames import read_frame
+from cellmill.data.inputs.h5 import (
+    check_h5ad,
+    create_h5,
+    one_line,
+    open_h5,
+    write_anndata,
+    write_columns,
+)
+from cellmill.data.inputs.reader import keep_apart, refuse_duplicates
 from cellmill.data.inputs.source import StoredObs
-from cellmill.errors import DataError
+from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.inference.annotations import (
     ABOUT_PREDICTION,
     ABOUTS,
     Annotations,
     names_of_predictions,
 )
-from cellmill.files import atomic_path
+from cellmill.files import atomic_path, refuse_overwriting
 from cellmill.runs.results import DatasetResult, Row
 
 KEY = "X_cellmill"  # obsm
@@ -37,6 +46,21 @@ EXTERNAL = "obsm['X_emb']"
 PATHS = {OWN: f"obsm/{KEY}", EXTERNAL: "obsm/X_emb", "X": "X"}
 EMBED_AGAIN = "run embed again"
 FIELDS = ("dataset", "task", "name", "kind", "column", "statistic", "repetition", "value")
+
+
+def check_input(input: Path | str, out: Path, append: bool | None = None) -> Path:
+    """Where `input` is on this machine. `append` is None for a command without this option.
+
+    Raises ConfigError if `out` cannot be written, or nothing appended.
+    """
+    check_h5ad(out, "--out")
+    path = local_input(input)
+    if not append:
+        remedy = "name another file" if append is None else "add --append to keep all that is in it"
+        refuse_overwriting(out, [("--input", path)], remedy=remedy)
+    elif path.suffix != ".h5ad":
+        raise ConfigError(f"--append adds to an .h5ad, {input} is none; leave --append out")
+    return path
 
 
 def write_embedding(
@@ -49,7 +73,7 @@ def write_embedding(
     """Write obsm["X_cellmill"] and uns["cellmill"] with `obs`, of which memory holds one column if
     it is stored, or added to a copy of the .h5ad `source`.
     """
-    with _create(path, source) as file:
+    with _create(path, obs.index, source) as file:
         _add(file, obs, {KEY: vectors}, {ABOUT: about}, source)
 
 
@@ -60,7 +84,7 @@ def write_prediction(
     predictions.
     """
     columns = predicted.obs
-    with _create(path, source) as file:
+    with _create(path, obs.index, source) as file:
         about = {predicted.key: predicted.about}
         earlier = file.get(f"uns/{ABOUT_PREDICTION}")
         keys = earlier if isinstance(earlier, h5py.Group) else ()
@@ -89,10 +113,20 @@ def write_prediction(
         obs.attrs["column-order"] = np.array([*order, *columns], dtype=h5py.string_dtype())
 
 
-def _create(path: Path, source: Path | None) -> AbstractContextManager[h5py.File]:
-    """New file at `path`, empty or a copy of `source`; a link to `source` stays a link to it."""
+@contextmanager
+def _create(path: Path, names: pd.Index, source: Path | None) -> Iterator[h5py.File]:
+    """New file at `path`, empty or a copy of `source`; a link to `source` stays a link to it.
+
+    Raises DataError if the cells of the copy are not `names`: somebody wrote `source` again after it
+    was read.
+    """
     is_source = source is not None and path.resolve() == source.resolve()
-    return create_h5(path.resolve() if is_source else path, copy_of=source)
+    with create_h5(path.resolve() if is_source else path, copy_of=source) as file:
+        if source is not None:
+            stored, _ = keep_apart(read_frame(source, file, "obs").index)
+            remedy = "; it has changed since it was read: run the command again"
+            _refuse_other_cells(str(source), stored, names, "the file that was read", remedy)
+        yield file
 
 
 def _add(
@@ -215,17 +249,9 @@ def _read(
         about = {}
         if key == OWN and stored is not None:
             about = dict(read_elem(file["uns"][ABOUT]))
-    if names is not None and not stored_names.equals(names.astype(str)):
-        n_equal = sum(
-            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(stored_names, names))
-        )
-        got = repr(stored_names[n_equal]) if n_equal < len(stored_names) else "no cell"
-        expected = repr(names[n_equal]) if n_equal < len(names) else "no cell"
-        raise DataError(
-            f"{source}: expected the {len(names):,} cells of {cells} in their order, got "
-            f"{len(stored_names):,}; the first that differs is cell {n_equal + 1:,}, {got} instead of "
-            f"{expected}{remedy.replace('; ', '; give the cells that were embedded, or ', 1)}"
-        )
+    if names is not None:
+        then = remedy.replace("; ", "; give the cells that were embedded, or ", 1)
+        _refuse_other_cells(source, stored_names, names, cells, then)
     if not isinstance(stored, h5py.Dataset) or stored.ndim != 2 or stored.dtype.kind not in "fiu":
         # a null dataset, as anndata 0.12 writes for X = None, has no shape
         is_dense = isinstance(stored, h5py.Dataset) and stored.shape is not None
@@ -239,6 +265,21 @@ def _read(
         )
     with explain_damage(f"{source}: {key}", remedy):
         return _Stored(stored_names, key, np.asarray(stored[:], np.float32), about)
+
+
+def _refuse_other_cells(
+    source: str, stored: pd.Index, names: pd.Index, cells: str, remedy: str
+) -> None:
+    """Raise DataError unless the names `stored` in `source` are the `names` of `cells`, in their order."""
+    if stored.astype(str).equals(names.astype(str)):
+        return
+    n_equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(stored, names)))
+    got = repr(stored[n_equal]) if n_equal < len(stored) else "no cell"
+    expected = repr(names[n_equal]) if n_equal < len(names) else "no cell"
+    raise DataError(
+        f"{source}: expected the {len(names):,} cells of {cells} in their order, got {len(stored):,}; the first "
+        f"that differs is cell {n_equal + 1:,}, {got} instead of {expected}{remedy}"
+    )
 
 
 @contextmanager

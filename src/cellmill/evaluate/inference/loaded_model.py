@@ -1,8 +1,7 @@
 """`LoadedModel`, an exported model for cells in memory (`cellmill.load`)."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,7 @@ from cellmill.data.prepare.qc_lines import list_first
 from cellmill.errors import ConfigError, did_you_mean
 from cellmill.evaluate.atlas.mapping import AtlasMapping, map_vectors
 from cellmill.evaluate.atlas.store import CellAtlas
-from cellmill.evaluate.inference.embed import (
-    Embedding,
-    describe_limits,
-    embed_cells,
-    load_for_inference,
-)
+from cellmill.evaluate.inference.embed import describe_limits, embed_cells, load_for_inference
 from cellmill.evaluate.inference.label_counts import MAX_NAMES
 from cellmill.evaluate.inference.predict import Predictions, choose_thresholds, predict_heads
 from cellmill.evaluate.seen.seen_cells import mark_seen_cells, tabulate_seen_cells
@@ -63,14 +57,13 @@ class LoadedModel:
         section = _embed_options("embed", options)
         with self._open_reader(adata, counts, dataset) as reader:
             embedding = embed_cells(reader, self._inference, section)
-        _warn(dataset, embedding)
+        _warn(dataset, describe_limits(embedding))
         return embedding.vectors
 
-    @contextmanager
-    def _open_reader(self, adata: Any, counts: str, dataset: str) -> Iterator[CountsReader]:
-        with CountsReader(open_memory(adata, counts, dataset)) as reader:
-            reader.dataset = dataset
-            yield reader
+    def _open_reader(self, adata: Any, counts: str, dataset: str) -> CountsReader:
+        reader = CountsReader(open_memory(adata, counts, dataset))
+        reader.dataset = dataset
+        return reader
 
     def predict(
         self,
@@ -100,7 +93,7 @@ class LoadedModel:
             predicted = predict_heads(
                 self._model, self.config, embedding, thresholds, reader.obs, seen
             )
-        _warn(dataset, embedding)
+        _warn(dataset, describe_limits(embedding))
         return predicted
 
     def impute(
@@ -126,8 +119,7 @@ class LoadedModel:
             imputer = impute.FileImputer(reader, self._inference, self.folder, genes, section)
             values = np.concatenate([*imputer.blocks()])
             described = imputer.describe()
-        for line in imputer.limits(described):
-            warnings.warn(f"{dataset}: {line.removeprefix('warning: ')}", stacklevel=2)
+        _warn(dataset, imputer.limits(described))
         described.X = values
         return described
 
@@ -161,8 +153,7 @@ class LoadedModel:
             response, lines = perturb.predict_response(
                 reader, self._inference, self.folder, request, section
             )
-        for line in lines:
-            warnings.warn(f"{dataset}: {line.removeprefix('warning: ')}", stacklevel=2)
+        _warn(dataset, lines)
         return response
 
     def map(
@@ -191,7 +182,7 @@ class LoadedModel:
         with self._open_reader(adata, counts, dataset) as reader:
             embedding = embed_cells(reader, self._inference, embed)
             seen = mark_seen_cells(reader, self.folder)
-        _warn(dataset, embedding)
+        _warn(dataset, describe_limits(embedding))
         return map_vectors(cell_atlas, embedding.vectors, seen, section)
 
     def seen(self, adata: Any, counts: str = "X", *, dataset: str = "adata") -> pd.DataFrame:
@@ -203,8 +194,7 @@ class LoadedModel:
         """
         with self._open_reader(adata, counts, dataset) as reader:
             table, notes = tabulate_seen_cells(reader, self.folder, self.vocabulary)
-        for note in notes:
-            warnings.warn(f"{dataset}: {note}", stacklevel=2)
+        _warn(dataset, notes)
         return table
 
     def __repr__(self) -> str:
@@ -230,6 +220,6 @@ def _embed_options(method: str, options: dict[str, Any], others: Iterable[str] =
     return embed
 
 
-def _warn(dataset: str, embedding: Embedding) -> None:
-    for line in describe_limits(embedding):
+def _warn(dataset: str, lines: Iterable[str]) -> None:
+    for line in lines:
         warnings.warn(f"{dataset}: {line.removeprefix('warning: ')}", stacklevel=3)
