@@ -28,6 +28,7 @@ from cellmill.evaluate.seen.training_cells import KnownTrainingCells, find_train
 
 KINDS = ["exact", "near", "new"]
 """Equal counts of the model's genes; the barcode of a training sample at other counts; neither."""
+FEWEST_BARCODES = 8  # cells that share their barcodes with a training sample; fewer may by chance
 
 
 class Seen(NamedTuple):
@@ -83,7 +84,9 @@ def _describe_limits(reader: CountsReader, training: KnownTrainingCells, seen: S
     if seen.is_near is None:
         notes.append("near copies are not found: the model has no list of barcodes")
     elif not _has_barcodes(reader):
-        notes.append("near copies are not found: its cell names have no barcodes")
+        notes.append(
+            f"near copies may be missed: fewer than {FEWEST_BARCODES} of its cell names have barcodes"
+        )
     return notes
 
 
@@ -115,7 +118,8 @@ def describe_unfindable_cells(
 
 
 def _has_barcodes(reader: CountsReader) -> bool:
-    return bool(reader.obs_names.str.contains(BARCODE).any())
+    """True if enough names have a barcode for `CorpusDigests.has_barcodes` to find cells by them."""
+    return reader.obs_names.str.contains(BARCODE).sum() >= FEWEST_BARCODES
 
 
 def _describe_lacked_genes(reader: CountsReader, corpora: Sequence[HashedCorpus]) -> list[str]:
