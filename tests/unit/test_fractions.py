@@ -71,6 +71,8 @@ OTHERS = {
     "log-transformed ": lambda counts: np.log2(mean_normalised(counts)[:, :20] + 1),
     "normalised: all cells have one sum": mean_normalised,
     "normalised": lambda counts: mean_normalised(counts)[:, :20],
+    "normalised: all cells have one sum ": lambda counts: mean_normalised(counts) / 1e4,
+    "normalised ": lambda counts: mean_normalised(counts)[:, :20] / 1e4,
     "like square roots of counts": np.sqrt,
     "like square roots of counts ": lambda counts: np.where(
         counts > 0, np.sqrt(counts) + np.sqrt(counts + 1), 0

@@ -81,15 +81,15 @@ def describe_fractions(matrix: sp.csr_matrix) -> Looks:
         return COUNTS
     if _is_imputed(cells):
         return IMPUTED
-    if values.max() < _MAX_LOG:
+    if _has_one_sum(cells):
+        return ONE_SUM
+    if _SMALL < values.max() < _MAX_LOG:  # exp(x) - 1 of small values is nearly x
         for exponential in (np.expm1, _exp2m1):
             linear = sp.csr_matrix(
                 (exponential(values), cells.indices, cells.indptr), shape=cells.shape
             )
             if _has_units(linear) or _has_one_sum(linear):
                 return LOGARITHMS
-    if _has_one_sum(cells):
-        return ONE_SUM
     if _has_units(cells):
         return NORMALISED
     return COUNTS
@@ -124,7 +124,7 @@ def _is_imputed(cells: sp.csr_matrix) -> bool:
 
 def _are_square_roots(values: np.ndarray) -> bool:
     roots = values[(values > 0) & (values < _MAX_ROOT)]
-    if len(roots) < _MIN_VALUES:
+    if len(roots) < _MIN_VALUES or roots.min() < _SMALL:  # the root of a count is at least 1
         return False
     squares = roots**2
     freeman_tukey = ((squares - 1) / (2 * roots)) ** 2
