@@ -47,7 +47,7 @@ def test_only_unseen_cells_have_figures() -> None:
         f"absolute error {error:.4g}, less than {of_mean:.4g} of the training mean (38)"
     )
     assert lines[1].startswith(
-        "age: cells of its training or validation, no measure: 19 cells, correlation"
+        "age: on cells of its training or validation, which do not measure accuracy: 19 cells, "
     )
     _, lines = compare_numbers("age", given, predicted + 90, 38.0, Seen(seen, "a parent"))
     assert ", not less than " in lines[0]

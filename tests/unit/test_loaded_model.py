@@ -352,7 +352,7 @@ def test_prediction_reports_how_many_cells_agree(
     n_rejected = int(obs["cellmill_label"].isna()[known].sum())
     assert bool(n_rejected) == bool(smallest)
     rejected = f", {n_rejected} rejected" if n_rejected else ""
-    agree = f"cells: kind: {equal} of {known.sum()} ({equal / known.sum():.3f}{rejected}) as in the file, no accuracy: "
+    agree = f"cells: kind: {equal} of {known.sum()} ({equal / known.sum():.3f}{rejected}) as in the file; no accuracy, "
     assert [line for line in lines if line.startswith(agree)]
     assert (
         f"cells: warning: obs column kind: {n_other} of {known.sum() + n_other} labelled cells have a label that the "

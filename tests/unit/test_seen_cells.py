@@ -92,8 +92,8 @@ def test_the_accuracy_counts_only_cells_never_trained_on(
     assert [line for line in lines if line.startswith("renamed: kind: ")] == [
         f"renamed: kind: accuracy on cells that the model was not trained on: {n_right} of {n_unseen} "
         f"({n_right / n_unseen:.3f}), without {n_unknown} of labels that it does not know",
-        f"renamed: kind: no accuracy, cells of its training or validation: {n_right_seen} of {n_seen} "
-        f"({n_right_seen / n_seen:.3f}) as in the file",
+        f"renamed: kind: on cells of its training or validation, which do not measure accuracy: "
+        f"{n_right_seen} of {n_seen} ({n_right_seen / n_seen:.3f}) as in the file",
     ]
     about = found.uns["cellmill_prediction"]
     assert about["accuracy"] == pytest.approx(n_right / n_unseen)
@@ -126,7 +126,7 @@ def test_a_dataset_of_training_cells_has_no_accuracy(
     trained.write_h5ad(tmp_path / "trained.h5ad")
     found = run_predict(model, tmp_path / "trained.h5ad", tmp_path / "out.h5ad")
     [line] = [line for line in capsys.readouterr().out.splitlines() if "accuracy" in line]
-    assert line.startswith("trained: kind: no accuracy, cells of its training or validation: ")
+    assert line.startswith("trained: kind: on cells of its training or validation, which do not")
     assert "accuracy" not in found.uns["cellmill_prediction"]
 
 
@@ -136,7 +136,10 @@ def test_a_copied_model_reports_its_cells_as_unknown(
     copied = shutil.copytree(make_run(tmp_path / "run", corpus), tmp_path / "copied")
     found = run_predict(copied, cells, tmp_path / "out.h5ad")
     [line] = [line for line in capsys.readouterr().out.splitlines() if "accuracy" in line]
-    assert " as in the file, no accuracy: unknown whether the model was trained on them (" in line
+    assert (
+        " as in the file; no accuracy, because it is unknown whether the model was trained on them ("
+        in line
+    )
     reason = f"{copied} is not in the folder of its run, which names its training cells"
     assert line.endswith(f"({reason})")
     assert found.uns["cellmill_prediction"]["training_cells_unknown"] == reason

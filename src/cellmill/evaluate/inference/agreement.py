@@ -28,15 +28,15 @@ class Wording(NamedTuple):
 
 LABELS = Wording(
     "n_labelled",
-    "{} as in the file, no accuracy: unknown whether the model was trained on them",
+    "{} as in the file; no accuracy, because it is unknown whether the model was trained on them",
     "accuracy on cells that the model was not trained on: {}",
-    "no accuracy, cells of its training or validation: {} as in the file",
+    "on cells of its training or validation, which do not measure accuracy: {} as in the file",
 )
 NUMBERS = Wording(
     "n_numbers",
     "{}, but it is unknown whether the model was trained on them",
     "on cells that the model was not trained on: {}",
-    "cells of its training or validation, no measure: {}",
+    "on cells of its training or validation, which do not measure accuracy: {}",
 )
 
 
