@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from cellmill.config.parts.objectives import CellDecodingConfig
-from cellmill.config.parts.tokens import Tokens
+from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.rows import SparseCounts
 from cellmill.data.stream.batch import Batch, empty_batch
 from cellmill.data.stream.micro_batches import split_batch
@@ -34,7 +34,16 @@ from cellmill.models.objectives.shared.views import (
 )
 from cellmill.planner.measure.size import measure_size
 from tests.checks import assert_near, check_gradients, loss_by_shares
-from tests.models import KEYS, ONE_LAYER, initialized, prepare, random_cells, seeded, spec
+from tests.models import (
+    FAMILIES,
+    KEYS,
+    ONE_LAYER,
+    initialized,
+    prepare,
+    random_cells,
+    seeded,
+    spec,
+)
 
 N_GENES = 200
 LONG_CELLS = Tokens.model_validate({"max_tokens": 128})
@@ -289,6 +298,38 @@ def test_the_second_views_are_the_hidden_parts(view: str) -> None:
         frequencies = counts / counts.sum()
         assert torch.equal(genes_by_cell[cell], plain.entry_genes[is_of_cell])
         assert_near(values_by_cell[cell], torch.log1p(1e4 * frequencies))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options"),
+    [
+        ({"covariates": ["batch"]}, ONE_LAYER["encoder"]),
+        ({}, ONE_LAYER["encoder"] | {"pooling": "cls"}),
+        ({"tokenizer": "rank"}, FAMILIES["bert"][1]),
+    ],
+    ids=["covariates", "cls", "ends"],
+)
+def test_a_pair_has_genes_in_both_views(tokens: dict[str, Any], options: dict[str, Any]) -> None:
+    given = Tokens.model_validate({"max_tokens": 64} | tokens)
+    levels = {"batch": ("a", "b")}
+    paired = {"objective": "cell_decoding", "view_loss": "vicreg", "view": "drop"}
+    model = initialized(spec(FEW_GENES, given, levels, **paired, **options))
+    lengths = (1, 1, 2, 1, 3, 30, 2, 1)
+    codes = np.ones((len(lengths), 1), np.int64)
+    batch = to_tensors(random_cells(lengths, given, FEW_GENES, levels=codes))
+    prepared = prepare(model, batch, 200)
+
+    def has_gene(view: int) -> bool:
+        start, end = prepared.cu_seqlens[view : view + 2].tolist()
+        return any(token >= len(SPECIAL) for token in prepared.token_ids[start:end].tolist())
+
+    expected = []
+    for first_view in range(len(lengths)):
+        second_view = len(lengths) + first_view
+        if has_gene(first_view) and has_gene(second_view):
+            expected.append((first_view, second_view))
+    assert 0 < len(expected) < len(lengths)
+    assert [tuple(pair) for pair in prepared.pairs.T.tolist()] == expected
 
 
 def test_the_plan_counts_both_views() -> None:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.stream.batch import Batch
-from cellmill.models.batch import EncoderBatch
+from cellmill.models.batch import EncoderBatch, has_genes
 from cellmill.models.initial import Fill, with_std, zeros
 from cellmill.models.objective import (
     GeneStatistics,
@@ -70,8 +70,8 @@ class DecodingBatch(EncoderBatch):
     """`(entries,)` float32: with likelihood nb counts, otherwise fractions with sum 1 in each cell."""
     n_targets: Tensor  # C: each cell counts once, whatever its depth
     pairs: Tensor
-    """`(2, pairs)` int64: indices of both views of each cell that has tokens in both; `(2, 0)`
-    without view_loss.
+    """`(2, pairs)` int64: indices of both views of each cell that has genes in both; `(2, 0)` without
+    view_loss.
     """
     shares: tuple[RowShare, ...] | None = None
     """This micro-batch's share of the view loss; None in validation, which leaves that loss out."""
@@ -326,9 +326,8 @@ class CellDecoding(Objective):
 
 def _find_pairs(batch: ViewBatch) -> Tensor:
     """Find `DecodingBatch.pairs`: indices of the first and the second views, `(2, pairs)` int64."""
-    n_pairs = batch.n_second_views
+    n_cells = batch.n_second_views
     # the second views follow the first, then padding
-    lengths = torch.tensor(batch.lengths[: 2 * n_pairs], dtype=torch.int64)
-    has_both = (lengths.view(2, n_pairs) > 0).all(0)
-    first_views = has_both.nonzero().flatten()
-    return torch.stack([first_views, first_views + n_pairs])
+    view_has_genes = has_genes(batch)[: 2 * n_cells].view(2, n_cells)
+    first_views = view_has_genes.all(0).nonzero().flatten()
+    return torch.stack([first_views, first_views + n_cells])
