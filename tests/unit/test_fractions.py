@@ -69,6 +69,7 @@ OTHERS = {
     "log-transformed": lambda counts: np.log1p(mean_normalised(counts)),
     # of chosen genes
     "log-transformed ": lambda counts: np.log2(mean_normalised(counts)[:, :20] + 1),
+    "log-transformed  ": lambda counts: np.log1p(mean_normalised(counts) / 1e4),
     "normalised: all cells have one sum": mean_normalised,
     "normalised": lambda counts: mean_normalised(counts)[:, :20],
     "normalised: all cells have one sum ": lambda counts: mean_normalised(counts) / 1e4,

@@ -469,7 +469,7 @@ def test_a_bin_of_genes_without_counts_is_predicted_too() -> None:
     assert model.value_out.out_features == 8  # type: ignore[union-attr]
     batch = BatchTokenizer(tokens, GENES).make_batch(cells_of(), np.arange(CELLS))
     prepared = model.prepare(to_tensors(batch), seed=0, step=0)
-    assert 0 in prepared.answers
+    assert 0 in prepared.targets
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.1)
     mean_loss = model(prepared).item() / int(prepared.n_targets)

@@ -83,7 +83,10 @@ def describe_fractions(matrix: sp.csr_matrix) -> Looks:
         return IMPUTED
     if _has_one_sum(cells):
         return ONE_SUM
-    if _SMALL < values.max() < _MAX_LOG:  # exp(x) - 1 of small values is nearly x
+    # before logarithms: exp(x) - 1 of small values is nearly x
+    if values.max() <= _SMALL and _has_units(cells):
+        return NORMALISED
+    if values.max() < _MAX_LOG:
         for exponential in (np.expm1, _exp2m1):
             linear = sp.csr_matrix(
                 (exponential(values), cells.indices, cells.indptr), shape=cells.shape

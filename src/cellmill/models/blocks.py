@@ -49,9 +49,8 @@ def attention(
             Tensor,
             varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=window),
         )
-    if (
-        q.is_meta
-    ):  # the planner measures the calls: sorting makes fewer of them, and no result is wrong
+    # the planner measures the calls: sorting makes fewer of them, and no result is wrong
+    if q.is_meta:
         lengths = sorted(lengths)
     # on the meta device torch would choose attention that stores its scores
     attend = flash_attention if q.is_meta else F.scaled_dot_product_attention

@@ -37,9 +37,8 @@ from cellmill.runs.results import Verdict, compare
 # of a file in evaluation. This leaks nothing, because random numbers depend on keys, not on counts.
 EVALUATION_STEP = 0
 VALIDATION_STEP = -1  # never a step of training
-HIDDEN_GENES_STEP = (
-    -2
-)  # likewise; the same genes are hidden from all cells, and whole cells predicted
+# likewise; the same genes are hidden from all cells, and whole cells predicted
+HIDDEN_GENES_STEP = -2
 FORMER_NAMES = {
     "tensor": "tensor_parallel_styles",
     "row_widths": "coupled_widths",

@@ -53,7 +53,7 @@ class KnownGenes:
     n_known: int
     n_genes: int
     expressed_frac: float
-    """Share of a cell's genes that the model has, on average over cells."""
+    """Share of expressed genes that the model has: genes are weighted by the cells that express them."""
 
     def __str__(self) -> str:
         return (

@@ -6,7 +6,7 @@ numbers may also be normalised values that were rounded, or ones for all detecte
 counts show none: nearly every such cell has a gene with one count, some have a gene with more,
 cells differ in depth by far more, and a cell of 300 genes has a gene with more than 10 counts (at
 least 15 in six datasets of blood, cell lines and brain). Counts downsampled to one depth share the
-last sign, so it is a warning and not an error.
+sign of depth, so the signs are warnings and not errors.
 """
 
 import sys

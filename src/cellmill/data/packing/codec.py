@@ -1,7 +1,6 @@
 """Packing and unpacking of parts, by compiled loops or by numpy.
 
-Both give the same results. Only which of several damaged parts is reported may differ
-(`_unpack_by_numpy`).
+Both give the same results. Only damage may be reported differently (`_unpack_by_numpy`).
 """
 
 from typing import NamedTuple
