@@ -16,8 +16,8 @@ from cellmill.config.run import Stream as StreamOptions
 from cellmill.data.shards.index import CellColumns
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.cell_stream import CellStream
+from cellmill.data.stream.cell_weights import CellWeights
 from cellmill.data.stream.order import OrderOptions, OrderRule, make_epoch_order
-from cellmill.data.stream.repeats import Repeats
 from cellmill.errors import ConfigError, DataError
 
 CELLS = 533
@@ -30,9 +30,9 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     return write_corpus(tmp_path_factory.mktemp("repeats"), CELLS, obs={"kind": kinds})
 
 
-def repeats_of(manifest: Manifest, stream: StreamOptions) -> Repeats:
+def weights_of(manifest: Manifest, stream: StreamOptions) -> CellWeights:
     numbers = CellColumns(manifest, "train", "levels", ["kind"])
-    return Repeats(numbers[:][:, 0], stream)
+    return CellWeights(numbers[:][:, 0], stream)
 
 
 def stream_of(
@@ -55,7 +55,7 @@ def test_each_epoch_has_exactly_its_repeats(
     ranks = [
         stream_of(manifest, rank, lanes, lanes, equal_steps=equal_steps) for rank in range(lanes)
     ]
-    repeats = repeats_of(manifest, StreamOptions.model_validate(WEIGHTED))
+    weights = weights_of(manifest, StreamOptions.model_validate(WEIGHTED))
     steps = ranks[0].steps_per_epoch
     assert (
         steps
@@ -64,7 +64,7 @@ def test_each_epoch_has_exactly_its_repeats(
     seen = joined(ranks, 3 * steps)
     epochs = [Counter(chain(*seen[e * steps : (e + 1) * steps])) for e in range(3)]
     for epoch, found in enumerate(epochs):
-        expected = repeats.times_read(3, epoch, epoch * steps)
+        expected = weights.draw_times_read(3, epoch, epoch * steps)
         assert [found[cell] for cell in range(CELLS)] == expected.tolist()
         assert expected.sum() == CELLS
     assert epochs[0] != epochs[1]
@@ -89,7 +89,7 @@ def test_repeats_of_a_level_follow_the_formula(exponent: float, most: float, n_f
     sizes = np.array([700, 200, 80, 19, 1])
     levels = np.repeat(names, sizes)
     options = {"weight_by": "kind", "weight_exponent": exponent, "max_repeats": most}
-    times_read = Repeats(levels, StreamOptions.model_validate(options)).times_read(0, 0, 0)
+    times_read = CellWeights(levels, StreamOptions.model_validate(options)).draw_times_read(0, 0, 0)
     assert all(np.ptp(times_read[levels == name]) <= 1 for name in names)
     read = np.bincount(levels, times_read)[names]
     assert read.sum() == sizes.sum()
@@ -108,8 +108,8 @@ def test_a_curriculum_resumes_between_its_exponents(
     steps = 17
     seen = taken(stream, 3 * steps)
     epochs = [Counter(chain(*seen[e * steps : (e + 1) * steps])) for e in range(3)]
-    full = repeats_of(manifest, StreamOptions.model_validate(WEIGHTED | {"weight_exponent": 1.0}))
-    assert [epochs[0][cell] for cell in range(CELLS)] == full.times_read(3, 0, 0).tolist()
+    full = weights_of(manifest, StreamOptions.model_validate(WEIGHTED | {"weight_exponent": 1.0}))
+    assert [epochs[0][cell] for cell in range(CELLS)] == full.draw_times_read(3, 0, 0).tolist()
     assert epochs[2] == Counter(range(CELLS))
     read = [Counter(full.level_codes[list(epoch.elements())].tolist()) for epoch in epochs]
     for level in range(1, 5):
@@ -191,7 +191,7 @@ def test_every_cell_is_read_if_labels_are_all_or_none(
     steps = 17
     assert taken(stream_of(manifest, labelled_frac=0.5), steps) == taken(weighted, steps)
     options = StreamOptions.model_validate(WEIGHTED | {"labelled_frac": 1})
-    assert Repeats(np.zeros(9, np.int32), options).times_read(0, 0, 0).tolist() == 9 * [1]
+    assert CellWeights(np.zeros(9, np.int32), options).draw_times_read(0, 0, 0).tolist() == 9 * [1]
 
 
 def test_a_subset_is_weighted_like_a_whole_corpus(labelled: Manifest) -> None:
@@ -211,12 +211,12 @@ def test_few_labelled_cells_among_many_are_read_very_often() -> None:
     levels = np.zeros(400_000, np.int32)
     levels[[7, 250_000]] = 1, 2
     options = OrderOptions(stream, global_batch=1000, seed=0)
-    rule = OrderRule(options, (300_000, 100_000), repeats=Repeats(levels, stream))
+    rule = OrderRule(options, (300_000, 100_000), cell_weights=CellWeights(levels, stream))
     order = make_epoch_order(rule, 0)
     read = Counter[tuple[int, int]]()
     for lane in range(4):
-        runs = order.window_runs(lane, 0)
-        read.update(zip(runs.shards.tolist(), runs.starts.tolist()))
+        spans = order.window_spans(lane, 0)
+        read.update(zip(spans.shards.tolist(), spans.starts.tolist()))
     assert order.lane_cells == 4 * [100_000]
     assert set(read) == {(0, 7), (0, 250_000)}
     assert min(read.values()) > 0.4 * read.total()
@@ -231,8 +231,8 @@ def test_without_weights_the_order_matches_earlier_versions() -> None:
             order = make_epoch_order(rule, epoch)
             for lane in range(lanes):
                 for window in range(len(order.window_offsets[lane]) - 1):
-                    runs = order.window_runs(lane, window)
-                    for part in (*runs, order.window_order(lane, window)):
+                    spans = order.window_spans(lane, window)
+                    for part in (*spans, order.window_order(lane, window)):
                         digest.update(part.astype("<i8").tobytes())
     assert digest.hexdigest() == "67ee7b613c1469aa0d8de8663255442df6cbf9131efa6cc11fbfa4cfe1a572ad"
 

@@ -15,7 +15,7 @@ from cellmill.config.corpus import Shard
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
 from cellmill.data.stream.batch_tokenizer import count_detected_and_undetected, find_max_tokens
-from cellmill.data.stream.repeats import read_repeats
+from cellmill.data.stream.cell_weights import read_cell_weights
 from cellmill.errors import ConfigError
 from cellmill.files import span, write_json
 from cellmill.planner.cost import estimate_cost
@@ -144,8 +144,8 @@ def _read_corpus(options: PlanOptions, manifest: Path) -> PlannedCorpus:
     options = options.model_copy(update={"objective": chosen.objective})
     detected_by_read = count_detected_genes(shards)[:n_cells]
     if options.stream.weight_by is not None:  # cells are not read equally often
-        repeats = read_repeats(shards, "train", options.stream, n_cells)
-        times_read = repeats.times_read(options.train.seed, epoch=0, first_step=0)
+        weights = read_cell_weights(shards, "train", options.stream, n_cells)
+        times_read = weights.draw_times_read(options.train.seed, epoch=0, first_step=0)
         # a cell's reads are far apart in training, and a sample of steps must not have them together
         generator = np.random.Generator(np.random.Philox(0))
         detected_by_read = generator.permutation(detected_by_read.repeat(times_read))

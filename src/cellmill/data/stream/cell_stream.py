@@ -23,16 +23,15 @@ from cellmill.data.shards.reader import name_cells, open_shards
 from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.batch_maker import BatchFields, BatchMaker
 from cellmill.data.stream.batch_tokenizer import BatchTokenizer
+from cellmill.data.stream.cell_weights import read_cell_weights
 from cellmill.data.stream.micro_batches import MicroBatchRule
 from cellmill.data.stream.order import (
     ONLY_RANK,
     DataRank,
     OrderOptions,
     OrderRule,
-    lanes_of_ranks,
     make_epoch_order,
 )
-from cellmill.data.stream.repeats import read_repeats
 from cellmill.data.stream.step_reader import StepReader
 from cellmill.data.stream.unpacker import CellUnpacker
 from cellmill.errors import ConfigError, DataError, as_yaml
@@ -40,7 +39,7 @@ from cellmill.errors import ConfigError, DataError, as_yaml
 # groups of steps in the queue: one is being tokenized, the others are done or wait for the thread
 _QUEUED_GROUPS = 3
 _TOKENS_ONLY = BatchFields()
-# options of section `stream` that fix the order of cells, in any run and in a run with weights
+# options of section `stream` that fix the order of cells: those of any run, and those of a run with weights
 _STREAM_ORDER_OPTIONS = ("lanes", "block_cells", "window_blocks", "equal_steps", "train_frac")
 _WEIGHT_OPTIONS = (
     "weight_by",
@@ -58,7 +57,7 @@ class SplitSource:
 
     manifest_path: Path
     split: Literal["train", "val", "test"]
-    # only the first cells in disk order, or fewer by `stream.train_frac`; None for all
+    # at most so many cells, the first in disk order; `stream.train_frac` may leave fewer. None for all
     max_cells: int | None = None
     copies: LocalCopies | None = None  # read instead of the shards once they are complete
 
@@ -67,7 +66,7 @@ class CellStream:
     """Cells of one split as micro-batches for one data rank; see `__iter__`.
 
     If `order_options` shuffle, the stream is endless, over `train_frac` of the cells; else it is one
-    epoch in one fixed order. `token_options` is section `tokens`. `micro_batch_rule` says how the cells
+    epoch, in a fixed order. `token_options` is section `tokens`. `micro_batch_rule` says how the cells
     of a step are cut, and `fields` what a batch has in addition to tokens.
 
     Attributes: `n_cells`, the cells of an epoch; `steps_per_epoch`; `levels`, the levels of the obs
@@ -97,25 +96,26 @@ class CellStream:
         manifest_path = source.manifest_path
         split = source.split
         world_size = data_rank.world_size
-        stream = order_options.stream
+        stream_options = order_options.stream
         shuffle = order_options.shuffle
-        assert stream.lanes % world_size == 0, f"{stream.lanes} lanes for {world_size} ranks"
-        assert order_options.global_batch % stream.lanes == 0, (
-            f"{order_options.global_batch} cells in {stream.lanes} lanes"
+        assert stream_options.lanes % world_size == 0, (
+            f"{stream_options.lanes} lanes for {world_size} ranks"
+        )
+        assert order_options.global_batch % stream_options.lanes == 0, (
+            f"{order_options.global_batch} cells in {stream_options.lanes} lanes"
         )
         assert token_options.max_tokens <= micro_batch_rule.token_budget, (
             f"{token_options.max_tokens} tokens for {micro_batch_rule}"
         )
         manifest = Manifest.read(manifest_path)
         assert token_options.sequences == manifest.has_sequences, (
-            f"expected tokens of sequences: {manifest.has_sequences}, got tokenizer {token_options.tokenizer}"
+            f"sequences in shards: {manifest.has_sequences}, in tokens: {token_options.sequences}"
         )
         # this compares the manifest's sizes with the index files, before arrays of these sizes are allocated
         self._shards = open_shards(manifest, split, source.copies)
         shards = manifest.entry(split).shards
         self._sha256 = {manifest.shard_path(shard): shard.sha256 for shard in shards}
         self._order_rule = _make_order_rule(manifest, source, order_options)
-        self._lanes_by_rank = lanes_of_ranks(stream.lanes, world_size)
         self.n_cells = self._order_rule.n_cells
         self.steps_per_epoch = self._order_rule.steps_per_epoch
         if shuffle and self.n_cells < world_size:
@@ -123,10 +123,12 @@ class CellStream:
                 f"{manifest_path}: {split}: {self.n_cells} cells for {world_size} ranks; use fewer ranks"
             )
         self.levels = manifest.levels(fields.level_columns)
-        weight_columns = stream.weights_column() if shuffle else {}
+        weight_columns = stream_options.weights_column() if shuffle else {}
         level_columns = sorted({*fields.level_columns, *weight_columns})
         self.fingerprint = manifest.fingerprint_with(level_columns, fields.number_columns)
-        self._reader = StepReader(self._shards, self._order_rule, data_rank, stream.io_threads)
+        self._reader = StepReader(
+            self._shards, self._order_rule, data_rank, stream_options.io_threads
+        )
         draws_seed = order_options.seed if shuffle else 0  # validation draws the same in every run
         tokenizer = BatchTokenizer(
             token_options, manifest.n_genes, draws_seed, manifest.variability
@@ -252,7 +254,7 @@ class CellStream:
         return name_cells(self._shards, cell_ids)
 
     def list_shards(self, ranks: Collection[int], start: int, stop: int) -> dict[Path, str]:
-        """List the shards that data ranks `ranks` need in steps `start:stop`: SHA-256 by path.
+        """Return the SHA-256, by path, of the shards that data ranks `ranks` need in steps `start:stop`.
 
         Steps are counted over all epochs. Without shuffling there is one epoch, and the shards of all
         its steps are listed.
@@ -261,7 +263,7 @@ class CellStream:
         if not self._order_rule.options.shuffle:
             start = 0
             stop = per_epoch
-        lanes = self._lanes_by_rank[[*ranks]].ravel().tolist()
+        lanes = self._reader.lanes_by_rank[[*ranks]].ravel().tolist()
         needed = set[int]()  # numbers of shards
         for epoch in range(start // per_epoch, -(-stop // per_epoch)):
             first_step = epoch * per_epoch
@@ -290,22 +292,22 @@ class CellStream:
 
 
 def _make_order_rule(manifest: Manifest, source: SplitSource, options: OrderOptions) -> OrderRule:
-    """Make the rule for the order of a split's cells; read their repeats if they have weights."""
+    """Make the rule for the order of a split's cells; read their weights if options ask for them."""
     stream = options.stream
     entry = manifest.entry(source.split)
     max_cells = entry.n_obs if source.max_cells is None else source.max_cells
-    repeats = None
+    cell_weights = None
     if options.shuffle:
         max_cells = min(max_cells, stream.train_cells(entry.n_obs))
         if stream.weights_column():
-            repeats = read_repeats(manifest, source.split, stream, max_cells)
-    return OrderRule(options, tuple(shard.n_obs for shard in entry.shards), max_cells, repeats)
+            cell_weights = read_cell_weights(manifest, source.split, stream, max_cells)
+    return OrderRule(options, tuple(shard.n_obs for shard in entry.shards), max_cells, cell_weights)
 
 
 def _list_order_options(order_rule: OrderRule) -> dict[str, Any]:
     """List the options that fix the order of cells, of sections `stream` and `train`."""
     options = order_rule.options
-    stream_options = _list_stream_order_options(options.stream, order_rule.repeats is not None)
+    stream_options = _list_stream_order_options(options.stream, order_rule.cell_weights is not None)
     return {"seed": options.seed, **stream_options, "global_batch": options.global_batch}
 
 

@@ -1,7 +1,7 @@
 """Order of the cells in an epoch, computed without reading shards.
 
-- block: `block_cells` contiguous cells of a shard; a shard's last block may be shorter
-- lane: a share of the epoch's blocks, read by one rank; lanes differ by at most one cell
+- block: `block_cells` consecutive cells of a shard; a shard's last block may be shorter
+- lane: a share of the epoch's blocks, read by one data rank; lanes differ by at most one cell
 - window: `window_blocks` blocks of a lane, whose cells are shuffled together
 
 Full blocks are permuted and dealt round-robin to the lanes. Blocks of an incomplete round, and all
@@ -10,11 +10,10 @@ or with `equal_steps` an equal share of the epoch. It takes the same cells for a
 The order is a function of (seed, epoch, lane, window), so any step is reached without replaying
 earlier ones.
 
-With `Repeats`, some cells are read several times in an epoch, and others not at all. The epoch then
-has repeats of blocks: repeat k of a block has those of its cells that are read at least k times.
-Repeats are permuted like blocks, so two reads of a cell are usually far apart. Each lane gets a
-contiguous share of the permuted repeats. A window is then as many cells of a lane as `window_blocks`
-full blocks have.
+With `CellWeights`, some cells are read several times in an epoch, and others not at all. A block is
+then read in passes: pass k reads those of its cells that are read at least k times. The passes of all
+blocks are permuted, so two reads of a cell are usually far apart. Each lane gets a contiguous share of
+the permuted passes. A window is then as many cells of a lane as `window_blocks` full blocks have.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from cellmill.config.options import TrainOptions
 from cellmill.config.run import Stream
 from cellmill.data.keys import BLOCKS, WINDOW, permutation
 from cellmill.data.rows import choose_rows, iterate_rows, row_offsets
-from cellmill.data.stream.repeats import Repeats
+from cellmill.data.stream.cell_weights import CellWeights
 
-# last number in the key of a permutation: what it permutes
-FULL = 0  # full blocks
-SHORT = 1  # shorter blocks
-REPEATED = 2  # repeats of blocks
+# what an epoch permutes, each with draws of its own: the last number in the key of the permutation
+_FULL_BLOCKS = 0
+_SHORT_BLOCKS = 1
+_PASSES = 2
 
 
 class DataRank(NamedTuple):
@@ -63,7 +62,7 @@ class OrderOptions:
     stream: Stream  # the section of the configuration
     global_batch: int  # cells per optimizer step over all ranks, a multiple of `stream.lanes`
     seed: int
-    shuffle: bool = True  # False: every epoch in one fixed order
+    shuffle: bool = True  # False: blocks are dealt to lanes as on disk, for a single epoch
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,8 @@ class OrderRule:
 
     options: OrderOptions
     shard_cells: tuple[int, ...]  # number of cells in each shard
-    max_cells: int | None = None  # only the first cells in disk order; None for all
-    repeats: Repeats | None = None  # None reads each cell once; see `RepeatedEpoch`
+    max_cells: int | None = None  # only so many cells, the first in disk order; None for all
+    cell_weights: CellWeights | None = None  # None: each cell is read once in an epoch
 
     @classmethod
     def for_counting(cls, options: TrainOptions, n_cells: int) -> OrderRule:
@@ -83,10 +82,6 @@ class OrderRule:
         """
         train = options.train
         return cls(OrderOptions(options.stream, train.global_batch, train.seed), (n_cells,))
-
-    @property
-    def stream(self) -> Stream:
-        return self.options.stream
 
     @property
     def n_lanes(self) -> int:
@@ -110,7 +105,7 @@ class OrderRule:
     @property
     def max_step_cells(self) -> int:
         """Cells of the largest step."""
-        if self.stream.equal_steps:
+        if self.options.stream.equal_steps:
             return -(-self.n_cells // self.steps_per_epoch)
         return min(self.options.global_batch, self.n_cells)
 
@@ -119,7 +114,7 @@ class OrderRule:
 
         If `step` is `steps_per_epoch`, these are all cells. Steps of shape `(n, 1)` give `(n, lanes)`.
         """
-        if not self.stream.equal_steps:
+        if not self.options.stream.equal_steps:
             return np.minimum(step * self.lane_batch, self.cells_per_lane(self.n_cells))
         return self.cells_per_lane(step * self.n_cells // self.steps_per_epoch)
 
@@ -128,7 +123,7 @@ class OrderRule:
 
         `positions`, `(cells,)`, are the positions of these cells in the lane.
         """
-        if not self.stream.equal_steps:
+        if not self.options.stream.equal_steps:
             return positions // self.lane_batch
         # steps deal cells one to each lane in turn: the number dealt up to and including each cell
         n_dealt = positions * self.n_lanes + lane + 1
@@ -141,44 +136,43 @@ class OrderRule:
         return -((np.arange(self.n_lanes) - n_cells) // self.n_lanes)
 
 
-class CellRuns(NamedTuple):
-    """Runs: each is some contiguous cells of a shard. Arrays are `(runs,)` int64."""
+class CellSpans(NamedTuple):
+    """Spans of cells: each is some consecutive cells of a shard. Arrays are `(spans,)` int64."""
 
     shards: np.ndarray  # number of the shard in its split
     starts: np.ndarray  # row of the first cell in the shard
     n_cells: np.ndarray
 
     @classmethod
-    def join(cls, lists: list[CellRuns]) -> CellRuns:
-        """Join lists of runs, one list after the other."""
+    def join(cls, lists: list[CellSpans]) -> CellSpans:
+        """Join lists of spans, one list after the other."""
         return cls(*map(np.concatenate, zip(*lists)))
 
-    def cut(self, start: int, stop: int) -> CellRuns:
-        """Cut out cells `start:stop`, numbered run after run."""
+    def cut(self, start: int, stop: int) -> CellSpans:
+        """Cut out cells `start:stop`, numbered span after span."""
         n = self.n_cells
-        n_before = np.cumsum(n) - n  # cells of earlier runs
-        # the cells low:high of each run are kept
+        n_before = np.cumsum(n) - n  # cells of earlier spans
+        # the cells low:high of each span are kept
         low = np.clip(start - n_before, 0, n)
         high = np.clip(stop - n_before, 0, n)
-        cut_runs = CellRuns(self.shards, self.starts + low, high - low)
-        return choose_rows(cut_runs, high > low)
+        cut_spans = CellSpans(self.shards, self.starts + low, high - low)
+        return choose_rows(cut_spans, high > low)
 
 
-class BlockRepeats(NamedTuple):
-    """Repeats of blocks. Cells are numbered over all shards. Arrays are `(repeats,)` int64."""
+class BlockPasses(NamedTuple):
+    """Passes over blocks. Cells are numbered over all shards. Arrays are `(passes,)` int64."""
 
     starts: np.ndarray  # first cell of the block
     stops: np.ndarray  # the cell after its last
-    min_reads: (
-        np.ndarray
-    )  # the repeat has those cells of the block that are read at least this often
-    n_cells: np.ndarray  # cells in the repeat
+    # the pass reads those cells of the block that the epoch reads at least this often
+    min_reads: np.ndarray
+    n_cells: np.ndarray  # number of these cells
 
 
 class EpochOrder:
     """Order of one epoch: windows of cells, by lane.
 
-    A subclass lists the runs of cells in each window.
+    A subclass lists the spans of cells in each window.
 
     Attributes: `window_offsets` has, for each lane, the position of the first cell of each window and
     the lane's number of cells, `(windows + 1,)`. `lane_cells` has the number of cells in each lane, the
@@ -198,8 +192,8 @@ class EpochOrder:
         """Find the number of the window that has the cell at `position` in a lane."""
         return int(np.searchsorted(self.window_offsets[lane], position, side="right")) - 1
 
-    def window_runs(self, lane: int, window: int) -> CellRuns:
-        """List the runs of the cells in window `window` of `lane`."""
+    def window_spans(self, lane: int, window: int) -> CellSpans:
+        """List the spans of cells in window `window` of `lane`."""
         raise NotImplementedError
 
     def shards_in_steps(self, lanes: list[int], start: int, stop: int) -> set[int]:
@@ -216,11 +210,11 @@ class EpochOrder:
             first = self.find_window(lane, lane_starts[lane])
             last = self.find_window(lane, lane_stops[lane] - 1)
             for window in range(first, last + 1):
-                shards.update(self.window_runs(lane, window).shards.tolist())
+                shards.update(self.window_spans(lane, window).shards.tolist())
         return shards
 
     def window_order(self, lane: int, window: int) -> np.ndarray:
-        """Return the order of a window's cells: indices into its concatenated runs, `(cells,)` int64."""
+        """Return the order of a window's cells: indices into its concatenated spans, `(cells,)` int64."""
         start, stop = self.window_offsets[lane][window : window + 2].tolist()
         if not self.rule.options.shuffle:
             return np.arange(stop - start)
@@ -233,104 +227,111 @@ class PlainEpoch(EpochOrder):
     def __init__(self, rule: OrderRule, epoch: int):
         n_lanes = rule.n_lanes
         blocks = _list_blocks(rule)
-        is_full = blocks.n_cells == rule.stream.block_cells
+        is_full = blocks.n_cells == rule.options.stream.block_cells
         full = np.flatnonzero(is_full)
         short = np.flatnonzero(~is_full)
         if rule.options.shuffle:
-            full = full[permutation(len(full), rule.options.seed, BLOCKS, epoch, FULL)]
-            short = short[permutation(len(short), rule.options.seed, BLOCKS, epoch, SHORT)]
+            full = full[permutation(len(full), rule.options.seed, BLOCKS, epoch, _FULL_BLOCKS)]
+            short = short[permutation(len(short), rule.options.seed, BLOCKS, epoch, _SHORT_BLOCKS)]
         # deal full blocks round-robin; cut the rest so that lanes differ by at most one cell
         n_dealt = len(full) // n_lanes * n_lanes
         rest = choose_rows(blocks, np.concatenate([full[n_dealt:], short]))
         rest_offsets = row_offsets(rule.cells_per_lane(int(rest.n_cells.sum()))).tolist()
-        self._runs: list[CellRuns] = []  # for each lane: whole blocks, then cut ones
+        self._spans: list[CellSpans] = []  # for each lane: whole blocks, then cut ones
         window_offsets = []
         for lane, (start, stop) in enumerate(pairwise(rest_offsets)):
             dealt = choose_rows(blocks, full[lane:n_dealt:n_lanes])
-            runs = CellRuns.join([dealt, rest.cut(start, stop)])
-            offsets = row_offsets(runs.n_cells)
-            self._runs.append(runs)
-            # a window has `window_blocks` runs, the last one fewer
-            window_offsets.append(np.append(offsets[: -1 : rule.stream.window_blocks], offsets[-1]))
+            spans = CellSpans.join([dealt, rest.cut(start, stop)])
+            offsets = row_offsets(spans.n_cells)
+            self._spans.append(spans)
+            # a window has `window_blocks` spans, the last one perhaps fewer
+            window_offsets.append(
+                np.append(offsets[: -1 : rule.options.stream.window_blocks], offsets[-1])
+            )
         super().__init__(rule, epoch, window_offsets)
 
-    def window_runs(self, lane: int, window: int) -> CellRuns:
-        n_runs = self.rule.stream.window_blocks
-        return choose_rows(self._runs[lane], slice(window * n_runs, (window + 1) * n_runs))
+    def window_spans(self, lane: int, window: int) -> CellSpans:
+        n_spans = self.rule.options.stream.window_blocks
+        return choose_rows(self._spans[lane], slice(window * n_spans, (window + 1) * n_spans))
 
 
-def _list_blocks(rule: OrderRule) -> CellRuns:
-    """List the blocks of all shards as runs; the last block of a shard may be shorter."""
-    size = rule.stream.block_cells
+def _list_blocks(rule: OrderRule) -> CellSpans:
+    """List the blocks of all shards as spans; the last block of a shard may be shorter."""
+    size = rule.options.stream.block_cells
     n_left = rule.n_cells
     blocks = []
     for shard, n_cells in enumerate(rule.shard_cells):
         n_read = min(n_cells, n_left)
         starts = np.arange(0, n_read, size)
         n_in_block = np.minimum(n_read - starts, size)
-        blocks.append(CellRuns(np.full_like(starts, shard), starts, n_in_block))
+        blocks.append(CellSpans(np.full_like(starts, shard), starts, n_in_block))
         n_left -= n_read
-    return CellRuns.join(blocks)
+    return CellSpans.join(blocks)
 
 
-class RepeatedEpoch(EpochOrder):
-    """Order of one epoch by a rule with `repeats`. Cells are numbered over all shards."""
+class WeightedEpoch(EpochOrder):
+    """Order of one epoch by a rule with `cell_weights`.
+
+    Cells are numbered over all shards, and the epoch's reads over its permuted passes.
+    """
 
     def __init__(self, rule: OrderRule, epoch: int):
-        assert rule.repeats is not None
+        assert rule.cell_weights is not None
+        seed = rule.options.seed
+        stream = rule.options.stream
         self._shard_offsets = row_offsets(rule.shard_cells)
         n_cells = int(self._shard_offsets[-1])
-        times_read = rule.repeats.times_read(rule.options.seed, epoch, epoch * rule.steps_per_epoch)
+        times_read = rule.cell_weights.draw_times_read(seed, epoch, epoch * rule.steps_per_epoch)
+        # cells that have no weight are not read
         self._times_read = np.pad(times_read, (0, n_cells - len(times_read)))
-        repeats = _list_repeats(rule, self._times_read)
-        n_repeats = len(repeats.min_reads)
-        shuffled = permutation(n_repeats, rule.options.seed, BLOCKS, epoch, REPEATED)
-        self._repeats = choose_rows(repeats, shuffled)
-        self._repeat_offsets = row_offsets(self._repeats.n_cells)
+        passes = _list_passes(rule, self._times_read)
+        shuffled = permutation(len(passes.n_cells), seed, BLOCKS, epoch, _PASSES)
+        self._passes = choose_rows(passes, shuffled)
+        self._pass_offsets = row_offsets(self._passes.n_cells)  # first read of each pass
         lane_cells = rule.cells_per_lane(rule.n_cells).tolist()
-        self._lane_offsets = row_offsets(lane_cells)  # a lane's reads among the reads of the epoch
-        window_cells = rule.stream.window_blocks * rule.stream.block_cells
+        self._lane_offsets = row_offsets(lane_cells)  # first read of each lane
+        window_cells = stream.window_blocks * stream.block_cells
         window_offsets = [np.append(np.arange(0, n, window_cells), n) for n in lane_cells]
         super().__init__(rule, epoch, window_offsets)
 
-    def window_runs(self, lane: int, window: int) -> CellRuns:
-        span = self._lane_offsets[lane] + self.window_offsets[lane][window : window + 2]
-        return self._find_runs(self._list_cells(*span.tolist()))
+    def window_spans(self, lane: int, window: int) -> CellSpans:
+        reads = self._lane_offsets[lane] + self.window_offsets[lane][window : window + 2]
+        return self._find_spans(self._list_cells(*reads.tolist()))
 
     def _list_cells(self, start: int, stop: int) -> np.ndarray:
-        """List the ids of the cells of reads `start:stop`, numbered over the permuted repeats."""
-        # list the cells of all repeats that overlap these reads, then cut the list
-        overlapping = np.searchsorted(self._repeat_offsets, [start, stop - 1], side="right") - 1
+        """List the cells of reads `start:stop`, `(reads,)` int64."""
+        # list the cells of all passes that overlap these reads, then cut the list
+        overlapping = np.searchsorted(self._pass_offsets, [start, stop - 1], side="right") - 1
         first, last = overlapping.tolist()
-        ids_of_repeats = []
-        repeats = choose_rows(self._repeats, slice(first, last + 1))
-        for first_id, stop_id, min_reads, _ in iterate_rows(repeats):
-            is_read = self._times_read[first_id:stop_id] >= min_reads
-            ids_of_repeats.append(first_id + np.flatnonzero(is_read))
-        n_skipped = start - int(self._repeat_offsets[first])
-        return np.concatenate(ids_of_repeats)[n_skipped : n_skipped + stop - start]
+        cells_of_passes = []
+        passes = choose_rows(self._passes, slice(first, last + 1))
+        for first_cell, stop_cell, min_reads, _ in iterate_rows(passes):
+            is_read = self._times_read[first_cell:stop_cell] >= min_reads
+            cells_of_passes.append(first_cell + np.flatnonzero(is_read))
+        n_skipped = start - int(self._pass_offsets[first])
+        return np.concatenate(cells_of_passes)[n_skipped : n_skipped + stop - start]
 
-    def _find_runs(self, cell_ids: np.ndarray) -> CellRuns:
-        """Find the runs of `cell_ids`: a run continues while the next cell follows in the same shard."""
-        shard = np.searchsorted(self._shard_offsets, cell_ids, side="right") - 1
-        continues = (np.diff(cell_ids) == 1) & (np.diff(shard) == 0)
-        first_of_run = np.flatnonzero(np.append(True, ~continues))
-        shard = shard[first_of_run]
-        starts = cell_ids[first_of_run] - self._shard_offsets[shard]
-        return CellRuns(shard, starts, np.diff(first_of_run, append=len(cell_ids)))
+    def _find_spans(self, cells: np.ndarray) -> CellSpans:
+        """Find the spans of `cells`: a span goes on while the next cell follows in the same shard."""
+        shard = np.searchsorted(self._shard_offsets, cells, side="right") - 1
+        goes_on = (np.diff(cells) == 1) & (np.diff(shard) == 0)
+        first_of_span = np.flatnonzero(np.append(True, ~goes_on))
+        shard_of_span = shard[first_of_span]
+        starts = cells[first_of_span] - self._shard_offsets[shard_of_span]
+        return CellSpans(shard_of_span, starts, np.diff(first_of_span, append=len(cells)))
 
 
-def _list_repeats(rule: OrderRule, times_read: np.ndarray) -> BlockRepeats:
-    """List the repeats of all blocks: repeat 1 of each, then repeat 2 and so on.
+def _list_passes(rule: OrderRule, times_read: np.ndarray) -> BlockPasses:
+    """List the passes over all blocks: pass 1 over each, then pass 2 and so on.
 
     `times_read`, `(cells,)`, is how often each cell is read.
     """
-    size = rule.stream.block_cells
+    size = rule.options.stream.block_cells
     shards = zip(row_offsets(rule.shard_cells), rule.shard_cells)
     starts = np.concatenate([first + np.arange(0, n, size) for first, n in shards])
     stops = np.append(starts[1:], len(times_read))
-    rounds: list[BlockRepeats] = []  # repeat k of every block that has it
-    # ids of the cells read at least k times: fewer each round, because few cells are read often
+    rounds: list[BlockPasses] = []  # pass k over every block that has it
+    # the cells that are read at least k times: fewer each round, because few cells are read often
     remaining = np.flatnonzero(times_read)
     while len(remaining):
         min_reads = len(rounds) + 1
@@ -340,15 +341,15 @@ def _list_repeats(rule: OrderRule, times_read: np.ndarray) -> BlockRepeats:
         block = block_of_cell[first_of_block]
         n_cells = np.diff(first_of_block, append=len(remaining))
         rounds.append(
-            BlockRepeats(starts[block], stops[block], np.full_like(block, min_reads), n_cells)
+            BlockPasses(starts[block], stops[block], np.full_like(block, min_reads), n_cells)
         )
         remaining = remaining[times_read[remaining] > min_reads]
-    return BlockRepeats(*map(np.concatenate, zip(*rounds)))
+    return BlockPasses(*map(np.concatenate, zip(*rounds)))
 
 
 def make_epoch_order(rule: OrderRule, epoch: int) -> EpochOrder:
     """Make the order of an epoch by `rule`."""
-    epoch_class = PlainEpoch if rule.repeats is None else RepeatedEpoch
+    epoch_class = PlainEpoch if rule.cell_weights is None else WeightedEpoch
     return epoch_class(rule, epoch)
 
 

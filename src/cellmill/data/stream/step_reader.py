@@ -28,7 +28,7 @@ from cellmill.data.stream.windows import (
 )
 
 _STEPS_COUNTED_AT_ONCE = 256  # steps whose numbers of cells are computed together
-_CELLS_PER_GROUP = 256  # small steps are yielded together, up to this number of cells
+_MAX_GROUP_CELLS = 256  # small steps are yielded together, up to this number of cells
 
 
 class WindowQueue:
@@ -68,13 +68,13 @@ class WindowQueue:
     def _count_group_steps(self, step: int, n_cells: np.ndarray) -> int:
         """Return how many steps to take together.
 
-        As many as have no cells in the second window, and at most `_CELLS_PER_GROUP` cells in total,
-        but at least one.
+        As many as have no cells in the second window, and at most `_MAX_GROUP_CELLS` cells in total,
+        but at least one step.
         """
         if len(self._started) > 1:
             first_of_next = int(self._started[1].cells.steps[0])
             n_cells = n_cells[: max(0, first_of_next - step)]
-        return max(1, int(np.searchsorted(n_cells.cumsum(), _CELLS_PER_GROUP, side="right")))
+        return max(1, int(np.searchsorted(n_cells.cumsum(), _MAX_GROUP_CELLS, side="right")))
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,10 @@ class StepGroup:
 
 
 class StepReader:
-    """Reads one data rank's cells in the order of `order_rule`, from any step on."""
+    """Reads one data rank's cells in the order of `order_rule`, from any step on.
+
+    Attribute `lanes_by_rank`, `(ranks, lanes of a rank)`, has the lanes that each data rank reads.
+    """
 
     def __init__(
         self,
@@ -101,15 +104,15 @@ class StepReader:
         self._order_rule = order_rule
         rank, world_size = data_rank
         self._rank = rank
-        self._lanes_by_rank = lanes_of_ranks(order_rule.n_lanes, world_size)
-        self._other_lanes = np.delete(self._lanes_by_rank, rank, axis=0).ravel()  # rank after rank
+        self.lanes_by_rank = lanes_of_ranks(order_rule.n_lanes, world_size)
+        self._other_lanes = np.delete(self.lanes_by_rank, rank, axis=0).ravel()  # rank after rank
         self._orders = OrderCache(order_rule)
         self._reader = WindowReader(
-            shards, order_rule, self._orders, self._lanes_by_rank[rank].tolist(), io_threads
+            shards, order_rule, self._orders, self.lanes_by_rank[rank].tolist(), io_threads
         )
 
     def close(self) -> None:
-        """End the threads after the reads in progress."""
+        """Wait for the reads in progress, cancel the others, and end the threads."""
         self._reader.close()
 
     def read_steps(self, first_epoch: int, first_step: int) -> Iterator[StepGroup]:
@@ -122,7 +125,7 @@ class StepReader:
         queue = WindowQueue(self._reader.read_windows(first_epoch, first_cells))
         for epoch, step, cells_by_lane in self._count_cells(first_epoch, first_step):
             global_step = epoch * self._order_rule.steps_per_epoch + step  # over all epochs
-            cells_by_rank = cells_by_lane[:, self._lanes_by_rank].sum(2)  # (steps, ranks)
+            cells_by_rank = cells_by_lane[:, self.lanes_by_rank].sum(2)  # (steps, ranks)
             start = 0
             while start < len(cells_by_lane):
                 n_local = cells_by_rank[start:, self._rank]
@@ -181,7 +184,7 @@ class StepReader:
         while True:
             order = self._orders.get(epoch)
             for window in range(first, order.n_windows(lane)):
-                genes_per_cell = count_genes(self._shards, order.window_runs(lane, window))
+                genes_per_cell = count_genes(self._shards, order.window_spans(lane, window))
                 yield genes_per_cell[order.window_order(lane, window)]
             if not self._order_rule.options.shuffle:
                 return

@@ -19,18 +19,24 @@ from cellmill.data.packing.cell_file import PackedCellFile
 from cellmill.data.packing.cells import PackedCells, join_cells
 from cellmill.data.packing.layout import ALIGNMENT
 from cellmill.data.recycled import recycled_empty
-from cellmill.data.rows import choose_rows, iterate_rows, row_offsets
-from cellmill.data.stream.order import CellRuns, EpochOrder, OrderCache, OrderRule
+from cellmill.data.rows import (
+    choose_rows,
+    iterate_rows,
+    positions_in_rows,
+    row_numbers,
+    row_offsets,
+)
+from cellmill.data.stream.order import CellSpans, EpochOrder, OrderCache, OrderRule
 
 # about how many tasks read a window: each costs time to submit. A task reads from one shard, so a
 # window over many shards has more
 _TARGET_TASKS = 32
 
 
-class ByteRuns(NamedTuple):
-    """Bytes of runs of packed cells, in their shards and in a window's buffer.
+class ByteSpans(NamedTuple):
+    """Bytes of spans of packed cells, in their shards and in a window's buffer.
 
-    Arrays are `(runs,)` int64.
+    Arrays are `(spans,)` int64.
     """
 
     shards: np.ndarray  # number of the shard in its split
@@ -38,22 +44,19 @@ class ByteRuns(NamedTuple):
     stops: np.ndarray  # byte after the last
     targets: np.ndarray  # position of the first byte in the buffer
 
-    def split_by_shard(self, max_runs: int) -> Iterator[ByteRuns]:
-        """Yield at most `max_runs` runs of one shard at a time, in the order of the shard's bytes."""
-        runs = choose_rows(self, np.lexsort((self.starts, self.shards)))
-        n_runs = len(runs.shards)
-        shard_starts = np.flatnonzero(np.diff(runs.shards)) + 1
-        starts = np.union1d(np.arange(0, n_runs, max_runs), shard_starts)
-        for start, stop in pairwise([*starts.tolist(), n_runs]):
-            yield choose_rows(runs, slice(start, stop))
+    def split_by_shard(self, max_spans: int) -> Iterator[ByteSpans]:
+        """Yield at most `max_spans` spans of one shard at a time, in the order of the shard's bytes."""
+        spans = choose_rows(self, np.lexsort((self.starts, self.shards)))
+        n_spans = len(spans.shards)
+        first_of_shard = np.flatnonzero(np.diff(spans.shards)) + 1
+        starts = np.union1d(np.arange(0, n_spans, max_spans), first_of_shard)
+        for start, stop in pairwise([*starts.tolist(), n_spans]):
+            yield choose_rows(spans, slice(start, stop))
 
 
 @dataclass(frozen=True)
 class StreamCells:
-    """Cells of one data rank in stream order: by step, then by lane.
-
-    Arrays are `(cells,)` int64.
-    """
+    """Cells of one data rank. Arrays are `(cells,)` int64."""
 
     steps: np.ndarray  # step that takes each cell, counted over all epochs
     lanes: np.ndarray  # lane of each cell
@@ -65,6 +68,10 @@ class StreamCells:
         return StreamCells(
             self.steps[chosen], self.lanes[chosen], self.ids[chosen], self.packed.select(chosen)
         )
+
+    def in_stream_order(self) -> StreamCells:
+        """Return the cells by step, then by lane; cells of a step and lane keep their order."""
+        return self.select(np.lexsort((self.lanes, self.steps)))
 
 
 def join_stream_cells(pieces: list[StreamCells]) -> StreamCells:
@@ -81,8 +88,7 @@ def join_stream_cells(pieces: list[StreamCells]) -> StreamCells:
         np.concatenate([piece.ids for piece in pieces]),
         join_cells([piece.packed for piece in pieces]),
     )
-    # the sort is stable, so cells of a lane stay in the order of their windows
-    return joined.select(np.lexsort((joined.lanes, joined.steps)))
+    return joined.in_stream_order()
 
 
 @dataclass
@@ -92,7 +98,7 @@ class JoinedWindow:
     Lanes that have no window k are left out.
     """
 
-    cells: StreamCells
+    cells: StreamCells  # in stream order
     reads: list[Future[None]]  # not yet waited for
 
     def take(self, step: int, n_steps: int) -> StreamCells:
@@ -128,7 +134,7 @@ class WindowReader:
         self._pool = ThreadPoolExecutor(io_threads, thread_name_prefix="cellmill-read")
 
     def close(self) -> None:
-        """End the threads after the reads in progress."""
+        """Wait for the reads in progress, cancel the others, and end the threads."""
         self._pool.shutdown(cancel_futures=True)
 
     def read_windows(self, epoch: int, first_cells: np.ndarray) -> Iterator[JoinedWindow]:
@@ -158,98 +164,95 @@ class WindowReader:
 
     def _start_reading(self, order: EpochOrder, lanes: list[int], window: int) -> JoinedWindow:
         """Start to read window number `window` of each of `lanes`."""
-        runs = CellRuns.join([order.window_runs(lane, window) for lane in lanes])
-        byte_runs, packed = self._allocate(runs)
-        max_runs = -(-len(runs.shards) // _TARGET_TASKS)
+        spans = CellSpans.join([order.window_spans(lane, window) for lane in lanes])
+        byte_spans, packed = self._allocate(spans)
+        max_spans = -(-len(spans.shards) // _TARGET_TASKS)
         reads = []
-        for task in byte_runs.split_by_shard(max_runs):
-            read = self._shards[int(task.shards[0])].read_bytes
+        for task in byte_spans.split_by_shard(max_spans):
+            shard = self._shards[int(task.shards[0])]
             reads.append(
-                self._pool.submit(read, task.starts, task.stops, task.targets, packed.memory)
+                self._pool.submit(
+                    shard.read_bytes, task.starts, task.stops, task.targets, packed.memory
+                )
             )
-        return JoinedWindow(self._sort_by_step(order, lanes, window, runs, packed), reads)
+        return JoinedWindow(self._shuffle(order, lanes, window, spans, packed), reads)
 
-    def _sort_by_step(
+    def _shuffle(
         self,
         order: EpochOrder,
         lanes: list[int],
         window: int,
-        runs: CellRuns,
+        spans: CellSpans,
         packed: PackedCells,
     ) -> StreamCells:
-        """Put the cells of window number `window` of `lanes` in stream order.
+        """Shuffle the cells of window number `window` of each of `lanes`; return them in stream order.
 
-        `runs` are the runs of cells, lane after lane, and `packed` has the cells in the same order.
+        `spans` are the windows' spans, lane after lane, and `packed` has their cells in the same order.
         """
-        # positions of the window's cells in each lane, (lanes, 2): the first, and the one after the last
-        spans = np.array([order.window_offsets[lane][window : window + 2] for lane in lanes])
-        n_cells = np.diff(spans)[:, 0]
-        # row in `packed` and step of each cell, lane after lane
-        shuffled = np.concatenate([order.window_order(lane, window) for lane in lanes])
-        first_row_of_lane = np.cumsum(n_cells) - n_cells
-        rows = shuffled + np.repeat(first_row_of_lane, n_cells)
-        steps = np.concatenate(
+        steps = []
+        lane_of_cell = []
+        rows = []  # rows of `packed` in the shuffled order
+        n_rows = 0  # of earlier lanes
+        for lane in lanes:
+            # the shuffled cells are at positions start:stop of the lane, which fix their steps
+            start, stop = order.window_offsets[lane][window : window + 2].tolist()
+            steps.append(self._order_rule.find_steps(lane, np.arange(start, stop)))
+            lane_of_cell.append(np.full(stop - start, lane))
+            rows.append(n_rows + order.window_order(lane, window))
+            n_rows += stop - start
+        # the cells of a span have consecutive ids
+        first_ids = self._shard_offsets[spans.shards] + spans.starts
+        positions = positions_in_rows(row_offsets(spans.n_cells))
+        ids = np.repeat(first_ids, spans.n_cells) + positions
+        shuffled = np.concatenate(rows)
+        cells = StreamCells(
+            order.epoch * self._order_rule.steps_per_epoch + np.concatenate(steps),
+            np.concatenate(lane_of_cell),
+            ids[shuffled],
+            packed.select(shuffled),
+        )
+        return cells.in_stream_order()
+
+    def _allocate(self, spans: CellSpans) -> tuple[ByteSpans, PackedCells]:
+        """Allocate a buffer that holds spans of cells, one after the other.
+
+        Returns the bytes to read into it, and its cells in the order of the spans.
+        """
+        # a cell has two parts, its genes and its counts, so a span of n cells has 2 n + 1 part offsets
+        part_offsets = np.concatenate(
             [
-                self._order_rule.find_steps(lane, np.arange(*span))
-                for lane, span in zip(lanes, spans)
-            ]
-        )
-        # the sort is stable, so a step's cells stay lane after lane
-        by_step = np.argsort(steps, kind="stable")
-        rows = rows[by_step]
-        # the cells of a run have consecutive ids
-        first_id = self._shard_offsets[runs.shards] + runs.starts
-        first_row_of_run = np.cumsum(runs.n_cells) - runs.n_cells
-        id_of_row = np.arange(len(rows)) + np.repeat(first_id - first_row_of_run, runs.n_cells)
-        return StreamCells(
-            order.epoch * self._order_rule.steps_per_epoch + steps[by_step],
-            np.repeat(lanes, n_cells)[by_step],
-            id_of_row[rows],
-            packed.select(rows),
-        )
-
-    def _allocate(self, runs: CellRuns) -> tuple[ByteRuns, PackedCells]:
-        """Allocate a buffer that holds runs of cells, one after the other.
-
-        Returns the bytes to read into it, and its cells in the order of the runs.
-        """
-        # a cell has two parts, its genes and its counts, so a run of n cells has 2 n + 1 offsets
-        offsets_of_runs = []
-        for shard, start, n in iterate_rows(runs):
-            offsets_of_runs.append(
                 self._shards[shard].part_offsets[2 * start : 2 * (start + n) + 1]
-            )
-        in_shard = np.concatenate(offsets_of_runs).astype(np.int64) * ALIGNMENT
-        n_offsets = 2 * runs.n_cells + 1
-        # indices in `in_shard` of each run's first and last offset
-        last_index = np.cumsum(n_offsets) - 1
-        first_index = last_index - n_offsets + 1
-        starts = in_shard[first_index]
-        stops = in_shard[last_index]
-        # the same offsets, counted in the buffer
-        buffer_offsets = row_offsets(stops - starts)
-        in_buffer = in_shard + np.repeat(buffer_offsets[:-1] - starts, n_offsets)
-        # indices of the offsets at which a cell's genes start; the start and the stop of its counts follow
-        is_part_start = np.ones(len(in_buffer), bool)
-        is_part_start[last_index] = False
-        gene_index = np.flatnonzero(is_part_start)[::2]
+                for shard, start, n in iterate_rows(spans)
+            ]
+        ).astype(np.int64)
+        # index of the offset where a cell's genes start: earlier cells have two offsets each, and each
+        # earlier span has one more. The next offsets are the start and the stop of the cell's counts
+        cell_offsets = row_offsets(spans.n_cells)
+        index = 2 * np.arange(cell_offsets[-1]) + row_numbers(cell_offsets)
+        gene_starts, count_starts, stops = (part_offsets[index + i] * ALIGNMENT for i in range(3))
+        first_bytes = gene_starts[cell_offsets[:-1]]
+        stop_bytes = stops[cell_offsets[1:] - 1]
+        buffer_offsets = row_offsets(stop_bytes - first_bytes)
+        # from a position in the shard to the position in the buffer
+        shift = np.repeat(buffer_offsets[:-1] - first_bytes, spans.n_cells)
         packed = PackedCells(
             recycled_empty(buffer_offsets[-1], np.uint8),
-            gene_starts=in_buffer[gene_index],
-            count_starts=in_buffer[gene_index + 1],
-            stops=in_buffer[gene_index + 2],
-            lengths=count_genes(self._shards, runs),
+            gene_starts=gene_starts + shift,
+            count_starts=count_starts + shift,
+            stops=stops + shift,
+            lengths=count_genes(self._shards, spans),
         )
-        return ByteRuns(runs.shards, starts, stops, buffer_offsets[:-1]), packed
+        return ByteSpans(spans.shards, first_bytes, stop_bytes, buffer_offsets[:-1]), packed
 
 
-def count_genes(shards: list[PackedCellFile], runs: CellRuns) -> np.ndarray:
-    """Count the genes of each cell of `runs`, `(cells,)` int64."""
-    offsets_of_runs = []
-    for shard, start, n in iterate_rows(runs):
-        offsets_of_runs.append(shards[shard].indptr[start : start + n + 1])
-    # a run of n cells has n + 1 offsets: leave out the difference between the last of a run and the
-    # first of the next, which is not a cell
-    is_cell = np.ones(int(runs.n_cells.sum()) + len(runs.n_cells) - 1, bool)
-    is_cell[np.cumsum(runs.n_cells + 1)[:-1] - 1] = False
-    return np.diff(np.concatenate(offsets_of_runs, dtype=np.int64))[is_cell]
+def count_genes(shards: list[PackedCellFile], spans: CellSpans) -> np.ndarray:
+    """Count the genes of each cell of `spans`, `(cells,)` int64."""
+    # a span of n cells has n + 1 offsets
+    gene_offsets = np.concatenate(
+        [shards[shard].indptr[start : start + n + 1] for shard, start, n in iterate_rows(spans)],
+        dtype=np.int64,
+    )
+    # index of each cell's offset: earlier cells have one offset each, and each earlier span has one more
+    cell_offsets = row_offsets(spans.n_cells)
+    index = np.arange(cell_offsets[-1]) + row_numbers(cell_offsets)
+    return np.diff(gene_offsets)[index]

@@ -1,6 +1,6 @@
 """How often each cell is read in an epoch, by the level of an obs column.
 
-An epoch over N cells has N reads. With repeats, some cells are read several times and others not at
+An epoch over N cells has N reads. With weights, some cells are read several times and others not at
 all. The weight of a cell is its expected number of reads. If n cells have its level, its weight is
 `min(max_repeats, s * n ** -exponent)`, with s such that all weights sum to N. With exponent 0 every
 cell is read once. With exponent 1 every level is read equally often, except levels that reach the cap
@@ -29,14 +29,14 @@ from cellmill.data.shards.manifest import Manifest
 
 
 @dataclass(frozen=True, eq=False)
-class Repeats:
-    """How often a run reads each cell of an epoch: the first `len(level_codes)` cells of a split."""
+class CellWeights:
+    """Rule for how often each of the first `len(level_codes)` cells of a split is read in an epoch."""
 
     # `(cells,)` integers: level code of each cell, 0 without a level (`labelled_frac`)
     level_codes: np.ndarray
-    stream: Stream  # the section of the configuration
+    options: Stream  # section `stream` of the configuration
 
-    def times_read(self, seed: int, epoch: int, first_step: int) -> np.ndarray:
+    def draw_times_read(self, seed: int, epoch: int, first_step: int) -> np.ndarray:
         """Draw how often each cell is read in an epoch, `(cells,)` uint32.
 
         The epoch begins at optimizer step `first_step`.
@@ -59,10 +59,10 @@ class Repeats:
 
         They sum to the number of cells.
         """
-        warmup_steps = self.stream.weight_warmup_steps
+        warmup_steps = self.options.weight_warmup_steps
         warmup_frac = min(1.0, first_step / warmup_steps) if warmup_steps else 1.0
-        start_weights = self._compute_weights(self.stream.weight_start_exponent)
-        end_weights = self._compute_weights(self.stream.weight_exponent)
+        start_weights = self._compute_weights(self.options.weight_start_exponent)
+        end_weights = self._compute_weights(self.options.weight_exponent)
         weights = (1 - warmup_frac) * start_weights + warmup_frac * end_weights
         expected_reads = self._level_sizes * weights
         n_reads = np.floor(expected_reads).astype(np.int64)
@@ -72,16 +72,14 @@ class Repeats:
         return n_reads
 
     def _compute_weights(self, exponent: float) -> np.ndarray:
-        """Compute the weight of a cell of each level, `(levels,)` float64, by all options."""
+        """Compute the weight of a cell of each level, `(levels,)` float64."""
         sizes = self._level_sizes
-        max_weight = self.stream.max_repeats
-        labelled_frac = self.stream.labelled_frac
+        max_weight = self.options.max_repeats
+        labelled_frac = self.options.labelled_frac
         n_cells = len(self.level_codes)
         n_without_level = int(sizes[0])
         n_with_level = n_cells - n_without_level
         if labelled_frac is None or not n_with_level:
-            if not exponent:
-                return np.ones(len(sizes))  # a quotient of sums may not be exactly 1
             return compute_capped_weights(sizes, exponent, max_weight)
         # reads of cells with a level; cells without a level share the other reads
         labelled_reads = labelled_frac * n_cells if n_without_level else n_cells
@@ -122,13 +120,13 @@ def compute_capped_weights(sizes: np.ndarray, exponent: float, max_weight: float
         is_capped |= is_above
 
 
-def read_repeats(
+def read_cell_weights(
     manifest: Manifest, split: str, stream: Stream, max_cells: int | None = None
-) -> Repeats:
-    """Read the repeats of a split's first `max_cells` cells, by the obs column `stream.weight_by`."""
+) -> CellWeights:
+    """Read the weights of a split's first `max_cells` cells, by the obs column `stream.weight_by`."""
     columns = manifest.levels(stream.weights_column())
     codes = CellColumns(manifest, split, "levels", columns)[:max_cells][:, 0]
     [levels] = columns.values()
     if stream.labelled_frac is not None and MISSING in levels:
         codes = np.where(codes == levels.index(MISSING) + 1, 0, codes)
-    return Repeats(codes, stream)
+    return CellWeights(codes, stream)
