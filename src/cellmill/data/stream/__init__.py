@@ -1,26 +1,27 @@
 """From shards to micro-batches: the path of a count in training.
 
 `CellStream` joins two halves. `StepReader` reads packed cells step by step (`order`, `windows`,
-`genes_per_cell`; `repeats` weights cells). `BatchMaker` turns these cells into micro-batches
+`genes_per_cell`, `cell_weights`). `BatchMaker` turns these cells into micro-batches
 (`unpacker`, `batch_tokenizer`, `micro_batches`), each a `Batch` (`batch`).
 
 A `Tokenizer` turns the genes of cells into tokens: `tokenizer` has its contract, `builtin_tokenizers`
 cellmill's classes, and `token_values` computes their values. `BatchTokenizer` chooses genes, calls the
 run's tokenizer and builds a batch from its tokens.
 
-- data rank: rank of a data-parallel process; lanes are divided among data ranks
+- data rank, or rank: rank of a data-parallel process; lanes are divided among data ranks
 - packed: of cells, their genes and counts in few bits (`data.packing`), as in shards
 - part: the genes, or the counts, of a packed cell
-- run: consecutive cells of one shard
+- span: consecutive cells of one shard, or their bytes
 - block, lane, window: how cells are shuffled and divided; `order` defines them
 - order: the order of cells; the genes in a cell have a `gene_order`
 - stream order: by step, then by lane; cells of one lane as its windows shuffle them
 - group: consecutive small steps that are read and tokenized together (`StepGroup`)
 - rank order: order of the genes in a cell, by count divided by corpus median, descending
+- position: of a token in its cell, from 0; the values of value kind `place` are positions
 - gene: row in the vocabulary, as in `SparseCounts.genes`; its token id is that row + `len(SPECIAL)`
 - detected gene: one with a count in the cell; the others are undetected
 - cell id: index of a cell in its split or file
-- level: one of the texts of an obs column; batches and the index have its code, from 1, 0 unknown
-- `starts`, `stops`: first entry of each run and the entry after its last
+- level: a value of an obs column, as text; batches and the index have its code, from 1, 0 unknown
+- `starts`, `stops`: first entry of each span and the entry after its last
 - `offsets`: starts of rows that follow each other, and the stop of the last
 """
