@@ -104,12 +104,12 @@ class Batch:
     def cut(self, start: int, stop: int) -> Self:
         """Return the batch of cells `start:stop`."""
         offsets = self.cu_seqlens[start : stop + 1]
-        spans = {
+        slices = {
             "token": slice(int(offsets[0]), int(offsets[-1])),
             "cell": slice(start, stop),
         }
         return self.map(
-            lambda axis, array: array[spans[axis.name]],
+            lambda axis, array: array[slices[axis.name]],
             cu_seqlens=offsets - offsets[0],
             lengths=self.lengths[start:stop],
         )

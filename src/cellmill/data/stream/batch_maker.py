@@ -19,7 +19,7 @@ from cellmill.data.stream.step_reader import StepGroup
 from cellmill.data.stream.unpacker import CellUnpacker
 from cellmill.data.stream.windows import StreamCells
 
-_GENES_PER_CALL = 1 << 20  # small micro-batches are tokenized together, up to this number of genes
+_MAX_GENES_PER_CALL = 1 << 20  # small micro-batches are tokenized together, up to so many genes
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,7 @@ class BatchFields:
     """The fields of batches in addition to token ids and values."""
 
     with_counts: bool = False  # counts of the tokens
-    # obs columns of the fields `levels` and `numbers`. Keys are columns. Values are the options that
-    # name them, for messages
+    # obs columns of the fields `levels` and `numbers`, each with the option that names it, for messages
     level_columns: Mapping[str, str] = field(default_factory=dict)
     number_columns: Mapping[str, str] = field(default_factory=dict)
     # folder with the vectors of a teacher (`data.shards.index`)
@@ -49,7 +48,7 @@ class BatchFields:
 
 @dataclass(frozen=True)
 class BatchMaker:
-    """Makes the micro-batches of a data rank."""
+    """Makes the micro-batches of data rank `rank`."""
 
     micro_batch_rule: MicroBatchRule
     rank: int
@@ -86,7 +85,7 @@ class BatchMaker:
         micro_batches = []
         genes_per_batch = np.diff(row_offsets(cells.packed.lengths)[offsets])
         # micro-batches first_batch:stop_batch are tokenized together
-        for first_batch, stop_batch in pairwise(cut_greedily(genes_per_batch, _GENES_PER_CALL)):
+        for first_batch, stop_batch in pairwise(cut_greedily(genes_per_batch, _MAX_GENES_PER_CALL)):
             first_cell = offsets[first_batch]
             selected = cells.select(slice(first_cell, offsets[stop_batch]))
             unpacked = self.unpacker.unpack(selected)

@@ -38,7 +38,7 @@ def count_detected_and_undetected(
 
 
 def find_max_tokens(options: Tokens, genes_in_cell: int) -> int:
-    """Find the smallest `max_tokens` with which all genes of a cell become tokens."""
+    """Find the smallest `max_tokens` that cuts neither genes of a cell nor undetected genes drawn for it."""
     max_tokens = int(genes_in_cell / (1 - options.zero_frac))
     # counted up from below, since the quotient is rounded
     while _max_detected(options.model_copy(update={"max_tokens": max_tokens})) < genes_in_cell:
@@ -72,11 +72,11 @@ class BatchTokenizer:
         self._n_genes = n_genes
         self._seed = seed
         self._chooses_genes = options.truncation != "top" or options.zero_frac > 0
-        implementation = options.load()
+        tokenizer_options = options
         if self._chooses_genes:
-            # the tokenizer gets whole cells, which their values are computed from, and cuts none
-            options = options.model_copy(update={"max_tokens": _NO_LIMIT})
-        self._tokenizer: Tokenizer = implementation(options)
+            # values are computed from whole cells: the tokenizer gets these, and cuts none
+            tokenizer_options = options.model_copy(update={"max_tokens": _NO_LIMIT})
+        self._tokenizer: Tokenizer = options.load()(tokenizer_options)
         self.dtype = self._tokenizer.dtype
 
     def max_genes(self, with_counts: bool) -> int | None:

@@ -1,6 +1,6 @@
 """Numbers of genes of the cells in the lanes of other ranks, each lane in the order of its steps.
 
-From these numbers every rank computes, at each step, how many micro-batches the other ranks cut. One
+From these numbers every rank computes, at each step, how many micro-batches the other ranks make. One
 table with a row per lane holds them, so that a step costs a few numpy calls for any number of lanes.
 
 All lanes need their next window at about the same step. Looking up all of these windows in one step
@@ -16,9 +16,9 @@ import numpy as np
 class GenesPerCellQueue:
     """Queue of the numbers of genes of cells, for each of some lanes.
 
-    `windows` has an iterator per lane, which yields the numbers of genes of the cells of each window,
-    `(cells,)`. `skipped` has, per lane, the number of cells to leave out of the first window. Rows of
-    the table are lanes in this order.
+    For each lane, `windows` has an iterator that yields the numbers of genes of the cells of each
+    window, `(cells,)`, and `skipped` the number of cells to leave out of the first window. Row k of the
+    table is lane k of these.
     """
 
     def __init__(self, windows: Sequence[Iterator[np.ndarray]], skipped: Sequence[int]) -> None:
@@ -33,27 +33,28 @@ class GenesPerCellQueue:
         # make room for a second window now: to widen the table later, a step would have to copy it
         self._widen(2 * self._table.shape[1])
         self._next_row = 0  # row whose next window is looked up first
-        # cells taken from the table that no further window has replaced yet. Skipped cells count as
+        # number of cells to look up; negative after a window that has more. Skipped cells count as
         # taken: a resumed run then looks as far ahead as one that was never stopped
-        self._n_to_replace = sum(skipped)
+        self._n_to_look_up = sum(skipped)
 
     def take(self, n_cells: np.ndarray) -> np.ndarray:
         """Take the next `n_cells` cells of each lane, `(lanes,)` int64.
 
         Returns their numbers of genes, `(n_cells.sum(),)` int32, lane by lane.
         """
-        self._n_to_replace += int(n_cells.sum())
-        while self._n_to_replace > 0:
+        self._n_to_look_up += int(n_cells.sum())
+        while self._n_to_look_up > 0:
             n_found = self._append_window(self._next_row)
             self._next_row = (self._next_row + 1) % len(self._windows)
-            # at the end of a lane, look no further ahead in this step
-            self._n_to_replace = self._n_to_replace - n_found if n_found else 0
+            self._n_to_look_up -= n_found
+            if not n_found:  # the lane has ended: the next step goes on with the next lane
+                break
         # a lane that is short of cells cannot wait for its turn
         is_short = self._stops - self._starts < n_cells
         for row in np.flatnonzero(is_short).tolist():
             while self._stops[row] - self._starts[row] < n_cells[row]:
-                if not self._append_window(row):
-                    raise IndexError(f"row {row} has fewer than {n_cells[row]} cells left")
+                n_found = self._append_window(row)
+                assert n_found, "cells of a step are in no window"
         # which of the positions from each row's start on are taken
         is_taken = np.arange(n_cells.max()) < n_cells[:, None]
         rows, positions = np.nonzero(is_taken)

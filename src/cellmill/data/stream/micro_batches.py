@@ -21,7 +21,7 @@ class StepCuts(NamedTuple):
 
 @dataclass(frozen=True)
 class MicroBatchRule:
-    """How the cells of a step are cut into micro-batches.
+    """The rule by which the cells of a step are cut into micro-batches.
 
     A micro-batch has at most `token_budget` tokens. Tokens of covariates, which the model adds, do not
     count. A step has at least `min_per_step` micro-batches, and their number is a multiple of
@@ -46,15 +46,16 @@ class MicroBatchRule:
         # numbers of micro-batches on every rank, (steps,)
         needed_batches = np.maximum(greedy_batches.max(1), self.min_per_step)
         n_batches: list[int] = (-(-needed_batches // self.multiple_of) * self.multiple_of).tolist()
-        # this rank's cells of each step are starts:stops of the cells of all steps and ranks
+        # in `n_tokens`, this rank's cells of each step are starts:stops
         stops = cells_by_rank.cumsum().reshape(cells_by_rank.shape)[:, rank]
         starts = stops - cells_by_rank[:, rank]
-        offsets = [0]
+        offsets = [0]  # these number only this rank's cells
         n_filled = []
         steps = zip(starts.tolist(), stops.tolist(), greedy_batches[:, rank].tolist(), n_batches)
-        for start, stop, n_greedy, max_batches in steps:
-            step_offsets = self._cut_step(n_tokens[start:stop], n_greedy, max_batches)
-            offsets += [offsets[-1] + offset for offset in step_offsets[1:]]
+        for start, stop, n_greedy, n_batches_of_step in steps:
+            step_offsets = self._cut_step(n_tokens[start:stop], n_greedy, n_batches_of_step)
+            first_cell = offsets[-1]
+            offsets += [first_cell + offset for offset in step_offsets[1:]]
             n_filled.append(len(step_offsets) - 1)
         return StepCuts(offsets, n_filled, n_batches)
 
@@ -89,17 +90,17 @@ def cut_greedily(sizes: np.ndarray, budget: int) -> list[int]:
 def count_greedy_batches(
     n_tokens: np.ndarray, n_cells: np.ndarray, token_budget: int
 ) -> np.ndarray:
-    """Count the micro-batches that `cut_greedily` makes of each span of cells, `(spans,)`.
+    """Count the micro-batches that `cut_greedily` makes of each row of cells, `(rows,)`.
 
-    `n_tokens`, `(cells,)`, has the number of tokens of each cell, span after span, and `n_cells`,
-    `(spans,)`, the number of cells in each.
+    `n_tokens`, `(cells,)`, has the number of tokens of each cell, row after row, and `n_cells`,
+    `(rows,)`, the number of cells in each.
     """
     total = np.zeros(len(n_tokens) + 1, np.int64)
     n_tokens.cumsum(out=total[1:])
     stops = n_cells.cumsum()
-    starts = stops - n_cells  # first cell of each span's micro-batch that is being filled
+    starts = stops - n_cells  # for each row, the first cell of the micro-batch being filled
     n_batches = np.minimum(n_cells, 1)
-    # spans whose cells do not fit into one micro-batch. Each round fills one micro-batch of a span, and
+    # rows whose cells do not fit into one micro-batch. Each round fills one micro-batch of each, and
     # begins another if cells are left
     unfinished = np.flatnonzero(total[stops] - total[starts] > token_budget)
     while len(unfinished):

@@ -1,4 +1,4 @@
-"""Unpacking the cells of a split, and sorting their genes if the tokens depend on rank order."""
+"""Unpacking of a step's cells, with their genes in rank order where tokens depend on it."""
 
 import numpy as np
 
@@ -15,10 +15,9 @@ from cellmill.errors import DataError
 
 
 class CellUnpacker:
-    """Unpacks the genes of cells, and their counts if needed.
+    """Unpacks the genes of cells, in rank order where their tokens depend on it.
 
-    `tokenizer` or `with_counts` may need them, or sorting. Cells whose tokens depend on rank order get
-    their genes in that order.
+    Counts are unpacked if `tokenizer` reads them, if `with_counts`, or if genes must be sorted.
     """
 
     def __init__(
@@ -32,10 +31,10 @@ class CellUnpacker:
         self._shards = shards
         dtype = np.result_type(*(shard.kind.dtype for shard in shards))
         self._kind = CellKind(manifest.gene_order, manifest.n_genes, dtype)
-        self._max_genes = tokenizer.max_genes(with_counts)  # None: all, with counts
+        self._max_genes = tokenizer.max_genes(with_counts)  # None: all, and their counts
         self._rank_order: RankOrder | None = None
         if manifest.gene_order == "genes":
-            # stored genes ascend: which come first by rank is known only after sorting all by counts
+            # genes are stored by their number: to find the first in rank order, all are sorted by counts
             self._max_genes = None
             max_unsorted_genes = tokenizer.max_unsorted_genes()
             if max_unsorted_genes is not None:
@@ -43,7 +42,7 @@ class CellUnpacker:
                 self._rank_order = RankOrder(inverse_medians(medians), max_unsorted_genes)
 
     def unpack(self, cells: StreamCells) -> SparseCounts:
-        """Unpack `cells`, sorted where needed. Raises DataError with the name of a damaged cell."""
+        """Unpack `cells`. Raises DataError with the name of a damaged cell."""
         try:
             unpacked = cells.packed.unpack(self._kind, self._max_genes)
         except DamagedPart as error:
