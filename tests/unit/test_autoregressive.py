@@ -221,9 +221,7 @@ def uncached(model: Any, sampling: Sampling, number: int) -> GeneratedCell:
         place = len(genes)
         ends = bool(draw_ends(model, state, cell, sampling, place))
         if ends or place == sampling.max_genes:
-            return GeneratedCell(
-                genes, values.tolist() if objective.predicts_values else None, ends
-            )
+            return GeneratedCell(genes, values.tolist() if objective.has_value_head else None, ends)
         listed = torch.tensor([genes], dtype=torch.int64) + 2
         gene = draw_genes(model, state, listed, cell, sampling)
         values = torch.cat([values, draw_values(model, state, gene, cell, sampling, place)])

@@ -63,7 +63,7 @@ def cells_of(lengths: tuple[int, ...] = (20, 31, 1, 14, 2, 9)) -> Batch:
 def _dense_targets(prepared: Any) -> torch.Tensor:
     """(cells, genes): weights of hidden genes."""
     dense = torch.zeros(len(prepared.n_entries), N_GENES + 2)
-    genes_by_cell = prepared.entry_genes.split(prepared.n_entries)
+    genes_by_cell = prepared.entry_token_ids.split(prepared.n_entries)
     weights_by_cell = prepared.entry_targets.split(prepared.n_entries)
     for row, genes, weights in zip(dense, genes_by_cell, weights_by_cell):
         row[genes] = weights
@@ -390,7 +390,7 @@ def test_the_loss_of_a_model_covers_only_hidden_counts() -> None:
         model.profile_bias,
         prepared.n_entries,
         prepared.entry_starts,
-        view.entry_genes,
+        view.entry_token_ids,
         view.entry_counts.float(),
         model.profile_dispersion,
     )
@@ -418,7 +418,7 @@ def test_denoise_equals_cell_decoding_of_thinned_counts() -> None:
     )
     prepared = prepare(preset, batch)
     assert torch.equal(preset(prepared), same(prepare(same, batch)))
-    assert torch.equal(prepared.entry_genes, batch.token_ids), "the whole cell is predicted"
+    assert torch.equal(prepared.entry_token_ids, batch.token_ids), "the whole cell is predicted"
     assert sum(prepared.lengths) < len(batch.token_ids), "and a part of it shown"
 
 

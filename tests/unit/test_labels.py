@@ -30,7 +30,7 @@ from cellmill.evaluate.inference.calibration import (
     run_head,
 )
 from cellmill.models.batch import add_ends, has_genes, to_tensors
-from cellmill.models.objectives.regression import correlation_loss
+from cellmill.models.objectives.regression import correlation_loss_sum
 from cellmill.stages import cells as predict
 from cellmill.stages.training_inputs import check_levels, fit_options
 from tests.checks import refused
@@ -370,11 +370,13 @@ def test_the_pearson_loss_is_one_minus_the_correlation() -> None:
     table[:9, 2] += 0.5 * table[:9, 1]
     x = table[:9, 1].numpy()
     y = table[:9, 2].numpy()
-    assert correlation_loss(table).item() == pytest.approx(
+    assert correlation_loss_sum(table).item() == pytest.approx(
         9 * (1 - np.corrcoef(x, y)[0, 1]), abs=1e-6
     )
     moved = table * torch.tensor([1.0, 3.0, 1.0]) + table[:, :1] * torch.tensor([0.0, 7.0, 0.0])
-    assert correlation_loss(moved).item() == pytest.approx(correlation_loss(table).item(), abs=1e-6)
+    assert correlation_loss_sum(moved).item() == pytest.approx(
+        correlation_loss_sum(table).item(), abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("loss", ["mse", "pearson"])
@@ -431,7 +433,7 @@ def test_cells_that_do_not_differ_have_a_finite_gradient(n: int) -> None:
     table = torch.zeros(6, 3)
     table[:n] = torch.tensor([1.0, 0.3, 0.2])
     table[: n // 2, 2] = 0.8
-    loss = correlation_loss(table.requires_grad_())
+    loss = correlation_loss_sum(table.requires_grad_())
     loss.backward()
     assert loss.item() == pytest.approx(n)
     assert table.grad is not None

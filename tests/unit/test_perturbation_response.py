@@ -80,7 +80,7 @@ def test_the_decoder_receives_the_vector_of_the_response(length: int | None) -> 
         expected = (
             expected
             - (
-                logits.log_softmax(0)[prepared.entry_genes[rows]] * prepared.entry_targets[rows]
+                logits.log_softmax(0)[prepared.entry_token_ids[rows]] * prepared.entry_targets[rows]
             ).sum()
         )
     torch.testing.assert_close(model(prepared), expected, atol=1e-4, rtol=1e-5)

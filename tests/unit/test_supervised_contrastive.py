@@ -17,7 +17,7 @@ from cellmill.data.stream.batch import Batch, empty_batch
 from cellmill.models.batch import to_tensors
 from cellmill.models.objective import GeneStatistics
 from cellmill.models.objectives.shared.per_cell import LabelObjective
-from cellmill.models.objectives.supervised_contrastive import contrast
+from cellmill.models.objectives.supervised_contrastive import contrastive_loss_sum
 from cellmill.stages.export import model_card
 from cellmill.stages.train import supervised_by
 from cellmill.train.worker import batch_column
@@ -79,16 +79,16 @@ def test_the_loss_equals_the_formula_of_the_paper(
     labels = [1, 2, 2, 1, 1, 3, 2, 4, 4]
     expected = _reference(vectors, labels, 0.3)
     table = _table(vectors, labels)
-    torch.testing.assert_close(contrast(table, 0.3), expected)
+    torch.testing.assert_close(contrastive_loss_sum(table, 0.3), expected)
     with_empty_slots = torch.zeros(16, 6, dtype=torch.float64)
     with_empty_slots[torch.arange(15, 6, -1)] = table
-    torch.testing.assert_close(contrast(with_empty_slots, 0.3), expected)
+    torch.testing.assert_close(contrastive_loss_sum(with_empty_slots, 0.3), expected)
 
 
 @pytest.mark.parametrize("labels", [[], [1], [1, 2], [0, 0]])
 def test_without_two_cells_of_a_label_the_loss_is_zero(labels: list[int]) -> None:
     table = _table(torch.randn(len(labels), 4), labels).requires_grad_()
-    loss = contrast(table, 0.1)
+    loss = contrastive_loss_sum(table, 0.1)
     loss.backward()
     assert loss.item() == 0
     assert table.grad is not None

@@ -25,8 +25,8 @@ from cellmill.models.counter_rng import (
     keyed_token_bits,
     threshold,
 )
-from cellmill.models.draws import HIDDEN_FRAC, HIDE
-from cellmill.models.objectives.shared.vicreg import vicreg
+from cellmill.models.draws import HIDDEN_FRAC_KEY, HIDE_KEY
+from cellmill.models.objectives.shared.vicreg import vicreg_loss_sum
 from cellmill.models.objectives.shared.views import (
     ViewBatch,
     draw_hidden_frac,
@@ -93,7 +93,7 @@ def _whole(batch: Batch) -> torch.Tensor:
 def _hidden(view: ViewBatch) -> torch.Tensor:
     """(cells, genes) int64: counts that the view hides."""
     n_cells = len(view.lengths)
-    return _add_up(view.entry_cells, view.entry_genes, view.entry_counts, n_cells)
+    return _add_up(view.entry_cells, view.entry_token_ids, view.entry_counts, n_cells)
 
 
 @EVERY_VIEW
@@ -179,8 +179,8 @@ def test_a_thinned_cell_is_drawn_by_a_separate_generator() -> None:
     batch = to_tensors(_batch())
     view = _view(_batch(), "thin", step=3)
     state = host_state(batch.cell_ids.numpy(), 1, 3)
-    hidden_fracs = draw_hidden_frac(state, _config("thin"), HIDDEN_FRAC).tolist()
-    keys = keyed_bits(batch.cell_ids, 1, 3, HIDE).tolist()
+    hidden_fracs = draw_hidden_frac(state, _config("thin"), HIDDEN_FRAC_KEY).tolist()
+    keys = keyed_bits(batch.cell_ids, 1, 3, HIDE_KEY).tolist()
     counts_by_cell = batch.counts.split(batch.lengths)
     expected = []
     for counts, hidden_frac, key in zip(counts_by_cell, hidden_fracs, keys):
@@ -244,7 +244,7 @@ def test_the_loss_of_rows_equals_that_of_the_vectors() -> None:
     rows = torch.cat([is_cell, first, second], dim=1)
     table = torch.zeros(16, 11, dtype=torch.float64)
     table[torch.arange(15, 6, -1)] = rows
-    loss = vicreg(table, (2, 3, 0.5))
+    loss = vicreg_loss_sum(table, (2, 3, 0.5))
     mean = _reference(first, second, 2, 3, 0.5)
     torch.testing.assert_close(loss, 9 * mean)
 
@@ -296,7 +296,7 @@ def test_the_second_views_are_the_hidden_parts(view: str) -> None:
         is_of_cell = plain.entry_cells == cell
         counts = plain.entry_counts[is_of_cell]
         frequencies = counts / counts.sum()
-        assert torch.equal(genes_by_cell[cell], plain.entry_genes[is_of_cell])
+        assert torch.equal(genes_by_cell[cell], plain.entry_token_ids[is_of_cell])
         assert_near(values_by_cell[cell], torch.log1p(1e4 * frequencies))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.stream.batch import Batch, FieldAxis
 from cellmill.models.counter_rng import keyed_bits, keyed_token_bits
-from cellmill.models.draws import TOKEN_DROPOUT
+from cellmill.models.draws import TOKEN_DROPOUT_KEY
 from cellmill.parallel.vocab_parallel import segment_sum
 
 CPU = torch.device("cpu")
@@ -184,7 +184,7 @@ class EncoderBatch(Batch):
         if self.dropout_keys is None:
             return position
         bits = keyed_token_bits(self.cell_ids, token_cells, *self.dropout_keys, position)
-        return keyed_bits(bits, TOKEN_DROPOUT)
+        return keyed_bits(bits, TOKEN_DROPOUT_KEY)
 
     @cached_property
     def cell_keys(self) -> Tensor:

@@ -22,7 +22,7 @@ from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import PAD_TOKEN, AnyBatch, EncoderBatch, add_tokens
 from cellmill.models.blocks import Entry
 from cellmill.models.counter_rng import keyed_bits, threshold
-from cellmill.models.draws import UNKNOWN
+from cellmill.models.draws import UNKNOWN_LEVEL_KEY
 from cellmill.models.family import Model, ParallelPlan
 from cellmill.models.objective import Objective
 from cellmill.parallel.vocab_parallel import segment_sum
@@ -67,7 +67,7 @@ class CovariatePrefix:
         else:
             codes = batch.levels[:, self.columns]
             if keys is not None and self.unknown_frac:
-                draws = keyed_bits(batch.cell_ids[:, None], *keys, column, UNKNOWN)
+                draws = keyed_bits(batch.cell_ids[:, None], *keys, column, UNKNOWN_LEVEL_KEY)
                 codes = codes.masked_fill(draws < threshold(self.unknown_frac), 0)
         # (C, K): rows of the embedding, and indices of the added tokens, the first of each cell
         rows = codes + torch.tensor(self.first_rows, device=device)

@@ -181,7 +181,7 @@ def generate(
             f"{model}: expected a model that generates cells; train one of model.family autoregressive"
         )
     objective: Any = network.objective
-    if tokens.value_kind in ("class", "scalar") and not objective.predicts_values:
+    if tokens.value_kind in ("class", "scalar") and not objective.has_value_head:
         raise ConfigError(
             f"{model}: it does not predict the values that it reads; train it with objective.value_loss_weight above "
             "0, or with tokens.tokenizer rank"

@@ -159,7 +159,10 @@ def _heads(model: Model, genes: Vocabulary, state: dict[str, Any], train: Path) 
     shards, problem = find_shards(train, options, state["fingerprint"])
     classifiers: dict[str, Any] = {}
     for name, head in heads.items():
-        entry: dict[str, Any] = {"label_column": head.config.label_column, "labels": head.labels}
+        entry: dict[str, Any] = {
+            "label_column": head.config.label_column,
+            "labels": head.label_names,
+        }
         calibration = None
         if shards is not None:
             calibration = calibrate_head(model.eval(), options, shards, head)

@@ -150,7 +150,7 @@ def calibrate_head(
         for batch in chain.from_iterable(stream):
             assert batch.levels is not None
             level = batch.levels[:, column]  # 0 is unknown, the one after the labels is missing
-            is_known = (level > 0) & (level <= len(objective.labels))
+            is_known = (level > 0) & (level <= len(objective.label_names))
             is_known &= np.diff(batch.cu_seqlens) > 0
             vectors.append(model.embed(to_tensors(batch)).float().numpy()[is_known])
             labels.append(level[is_known].astype(np.int64) - 1)

@@ -160,7 +160,7 @@ def generate_cells(
         is_finished = torch.ones_like(ends) if position == max_genes else ends
         for row in is_finished.nonzero().flatten().tolist():
             cell_genes = (token_ids[row] - len(SPECIAL)).tolist()
-            cell_values = values[row].tolist() if objective.predicts_values else None
+            cell_values = values[row].tolist() if objective.has_value_head else None
             finished[int(numbers[row])] = GeneratedCell(cell_genes, cell_values, bool(ends[row]))
         goes_on = ~is_finished
         numbers = numbers[goes_on]
@@ -185,7 +185,7 @@ def draw_ends(
 
     `cells` (C,) are the cells' numbers. No cell ends within the prompt, or without any gene.
     """
-    probability: Tensor = model.objective.end_logits(model, states).sigmoid()
+    probability: Tensor = model.objective.predict_end_logits(model, states).sigmoid()
     if position < max(1, len(sampling.prompt)):
         return torch.zeros_like(probability, dtype=torch.bool)
     if sampling.temperature == 0:
@@ -204,7 +204,7 @@ def draw_genes(
     position = earlier_ids.shape[1]
     if position < len(sampling.prompt):
         return torch.full_like(cells, sampling.prompt[position] + len(SPECIAL))
-    logits: Tensor = model.objective.gene_logits(model, states)
+    logits: Tensor = model.objective.predict_gene_logits(model, states)
     logits[:, : len(SPECIAL)] = -torch.inf
     logits = logits.scatter(1, earlier_ids, -torch.inf)
     if sampling.top_k is not None and sampling.top_k < logits.shape[1]:
@@ -225,7 +225,7 @@ def draw_values(
 
     `token_ids` (C,) are the next genes, `cells` (C,) the cells' numbers.
     """
-    if not model.objective.predicts_values:
+    if not model.objective.has_value_head:
         return torch.zeros_like(token_ids)
     predicted: Tensor = model.objective.predict_values(model, states, token_ids)
     if predicted.ndim == 1:

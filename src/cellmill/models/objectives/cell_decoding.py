@@ -14,7 +14,7 @@ zeros included, also divided by the sum.
 With `view_loss` the hidden part is encoded too, and VICReg of the vectors of both parts is added in
 training only. With `batch_column` the decoder gets a learned vector per experimental batch. `judge`
 compares with the mean profile of the training cells: token values summed by gene, or token
-frequencies if values are not numbers. Objective `denoise` is the same class with `view: thin` and
+frequencies unless values are continuous. Objective `denoise` is the same class with `view: thin` and
 `target: all`.
 
 Legend: T tokens of the batch, C cells with targets, H width of a state, E width of a cell's vector, D
@@ -50,7 +50,7 @@ from cellmill.models.objectives.shared.hidden_genes import (
     sum_gene_moments,
 )
 from cellmill.models.objectives.shared.level_modules import Adversary, LevelEmbedding
-from cellmill.models.objectives.shared.vicreg import vicreg
+from cellmill.models.objectives.shared.vicreg import vicreg_loss_sum
 from cellmill.models.objectives.shared.views import ViewBatch, ViewConfig, draw_view
 from cellmill.parallel.likelihoods import profile_loss
 from cellmill.parallel.vocab_parallel import token_logits
@@ -66,7 +66,7 @@ class DecodingBatch(EncoderBatch):
     GPU.
     """
     entry_starts: Tensor  # `(C + 1,)` int64: first entry of each cell, and the number of entries
-    entry_genes: Tensor  # `(entries,)` int64: token ids, cell after cell
+    entry_token_ids: Tensor  # `(entries,)` int64, cell after cell
     entry_targets: Tensor
     """`(entries,)` float32: with likelihood nb counts, otherwise fractions with sum 1 in each cell."""
     n_targets: Tensor  # C: each cell counts once, whatever its depth
@@ -79,7 +79,9 @@ class DecodingBatch(EncoderBatch):
 
     def find_entry_cells(self) -> Tensor:
         """Find the cell of each entry, `(entries,)` int64: an index in `target_cells`."""
-        return torch.repeat_interleave(self.entry_starts.diff(), output_size=len(self.entry_genes))
+        return torch.repeat_interleave(
+            self.entry_starts.diff(), output_size=len(self.entry_token_ids)
+        )
 
 
 class ProfileObservations(NamedTuple):
@@ -120,10 +122,11 @@ class CellDecoding(Objective):
         self.coupled_widths = (1 + 2 * vector_width,) if config.view_loss else ()
         width = config.decoder_hidden or vector_width
         names = ["decoder", "profile_genes", "profile_bias"]
-        model.decoder = nn.Identity()
         if config.decoder_hidden:
             layer = with_std(nn.Linear(vector_width, width), vector_width**-0.5)
             model.decoder = nn.Sequential(layer, nn.GELU())
+        else:
+            model.decoder = nn.Identity()
         model.profile_genes = with_std(nn.Embedding(vocab_size, width), width**-0.5)
         model.profile_bias = nn.Parameter(torch.empty(vocab_size))
         if config.resolved_batch_column is not None:
@@ -168,7 +171,7 @@ class CellDecoding(Objective):
             target_cells=torch.from_numpy(target_cells),
             n_entries=n_entries.tolist(),
             entry_starts=torch.from_numpy(np.append(0, n_entries.cumsum())),
-            entry_genes=batch.entry_genes,
+            entry_token_ids=batch.entry_token_ids,
             entry_targets=self._compute_targets(batch),
             n_targets=torch.tensor(len(target_cells)),
             pairs=_find_pairs(batch),
@@ -200,7 +203,7 @@ class CellDecoding(Objective):
 
         In training, add VICReg and the adversary's loss if they are configured.
         """
-        vectors = self._pool_targets(model, states, prepared)
+        vectors = self._target_cell_vectors(model, states, prepared)
         features = self.decoder_features(model, vectors, prepared)
         if self.kept_sums is not None:
             self.kept_sums.append(
@@ -209,7 +212,7 @@ class CellDecoding(Objective):
                     table=model.profile_genes.weight,
                     bias=model.profile_bias,
                     entry_cells=prepared.find_entry_cells(),
-                    genes=prepared.entry_genes,
+                    token_ids=prepared.entry_token_ids,
                     fractions=self._compute_fractions(prepared),
                 )
             )
@@ -219,7 +222,7 @@ class CellDecoding(Objective):
             bias=model.profile_bias,
             entries=prepared.n_entries,
             starts=prepared.entry_starts,
-            genes=prepared.entry_genes,
+            genes=prepared.entry_token_ids,
             weights=prepared.entry_targets,
             log_inverse_dispersion=model.profile_dispersion if self._is_nb else None,
         )
@@ -254,7 +257,7 @@ class CellDecoding(Objective):
     def loss_of_coupled_rows(self, *tables: Tensor) -> Tensors:
         config = self.config
         weights = (config.invariance_weight, config.variance_weight, config.covariance_weight)
-        return tuple(vicreg(table, weights) for table in tables)
+        return tuple(vicreg_loss_sum(table, weights) for table in tables)
 
     def decoder_features(
         self, model: ObjectiveModel, vectors: Tensor, prepared: DecodingBatch
@@ -269,10 +272,10 @@ class CellDecoding(Objective):
         codes = self._experimental_batch_codes(prepared)
         return features + model.batch_terms(codes).to(features.dtype)
 
-    def _pool_targets(
+    def _target_cell_vectors(
         self, model: ObjectiveModel, states: Tensor, prepared: DecodingBatch
     ) -> Tensor:
-        """Pool the states `(T, H)` to the vectors of the cells with targets, `(C, E)`."""
+        """Return the vectors of the cells with targets, `(C, E)`, from states `(T, H)`."""
         return model.cell_vectors(states, prepared)[prepared.target_cells].to(states.dtype)
 
     def _experimental_batch_codes(self, prepared: DecodingBatch) -> Tensor:
@@ -282,17 +285,17 @@ class CellDecoding(Objective):
         return self.level_codes(prepared, column)[prepared.target_cells]
 
     def observe(self, model: ObjectiveModel, prepared: DecodingBatch) -> ProfileObservations:
-        vectors = self._pool_targets(model, model.states(prepared), prepared)
+        vectors = self._target_cell_vectors(model, model.states(prepared), prepared)
         features = self.decoder_features(model, vectors, prepared)
         logits = token_logits(features, model.profile_genes.weight, model.profile_bias)
         # A softmax with likelihood nb too: dispersions are not judged, since the mean profile of
         # training cells has none. Special tokens are included, although never targets.
         log_p = logits.log_softmax(1)
         entry_cells = prepared.find_entry_cells()
-        genes = prepared.entry_genes
+        token_ids = prepared.entry_token_ids
         return ProfileObservations(
-            genes=genes - len(SPECIAL),
-            log_p=log_p[entry_cells, genes],
+            genes=token_ids - len(SPECIAL),
+            log_p=log_p[entry_cells, token_ids],
             fractions=self._compute_fractions(prepared),
             cell_fracs=(1 / prepared.entry_starts.diff().double())[entry_cells],
         )
@@ -300,8 +303,8 @@ class CellDecoding(Objective):
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
         """Score the cross-entropy of the model against the mean profile of training cells.
 
-        The profile is the training cells' token values summed by gene, or token frequencies if values
-        are not numbers. Values are those of the tokenizer, whatever `weights` is.
+        The profile is the training cells' token values summed by gene, or token frequencies unless values
+        are continuous. Values are those of the tokenizer, whatever `weights` is.
         """
         entries = ProfileObservations(*observed)
         fractions = entries.fractions.astype(np.float64)

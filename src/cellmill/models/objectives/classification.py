@@ -55,15 +55,15 @@ class Classification(LabelObjective):
         prepared = super().prepare(batch, seed=seed, step=step)
         targets = prepared.targets
         weight_by_label = self.config.weight_by_label if self.training else {}
-        weights = [weight_by_label.get(label, 1.0) for label in self.labels]
-        weights_of_labels = torch.tensor(weights, device=targets.device)
-        return replace(prepared, weights=weights_of_labels[targets])
+        weights = [weight_by_label.get(name, 1.0) for name in self.label_names]
+        label_weights = torch.tensor(weights, device=targets.device)
+        return replace(prepared, cell_weights=label_weights[targets])
 
     def target_loss(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
         targets = prepared.targets
-        assert prepared.weights is not None
+        assert prepared.cell_weights is not None
         losses = F.cross_entropy(predicted, targets, reduction="none")
-        return (losses * prepared.weights).sum()
+        return (losses * prepared.cell_weights).sum()
 
     def validation_sums(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
         targets = prepared.targets
@@ -75,12 +75,14 @@ class Classification(LabelObjective):
         n_correct, n_cells = sums
         return {"accuracy": n_correct / n_cells} if n_cells else {}
 
-    def predict(self, model: ObjectiveModel, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
+    def predict(
+        self, model: ObjectiveModel, vectors: Tensor, cell_keys: Tensor | None = None
+    ) -> Tensor:
         """Predict the logits of the labels, `(C, L - 1)` float32, or `(C, L)` if every cell has one."""
         if self.config.adversarial_scale:  # the encoder gets the reversed gradient
             vectors = ReverseGradient.apply(vectors, self.config.adversarial_scale)
-        logits: Tensor = getattr(model, self.head_name)(vectors, keys)
-        return logits[:, : len(self.labels)].float()
+        logits: Tensor = getattr(model, self.head_name)(vectors, cell_keys)
+        return logits[:, : len(self.label_names)].float()
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
         """Score logits against the frequencies of the labels in the same cells.

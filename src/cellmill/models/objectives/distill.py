@@ -36,7 +36,9 @@ class Distill(CellObjective):
             vectors = torch.full((len(batch.lengths), self.teacher_width), torch.nan)
         return vectors, vectors.isfinite().all(1)
 
-    def predict(self, model: ObjectiveModel, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
+    def predict(
+        self, model: ObjectiveModel, vectors: Tensor, cell_keys: Tensor | None = None
+    ) -> Tensor:
         """Predict the teacher's vectors, `(C, D)` float32, from `vectors` `(C, E)`."""
         predicted: Tensor = getattr(model, self.head_name)(vectors)
         return predicted.float()

@@ -16,7 +16,7 @@ from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import MASK_TOKEN
 from cellmill.models.counter_rng import keyed_bits
-from cellmill.models.draws import CONTENT
+from cellmill.models.draws import CONTENT_KEY
 from cellmill.models.initial import Fill, zeros
 from cellmill.models.objective import (
     GeneStatistics,
@@ -54,7 +54,9 @@ class MaskedGene(MaskedObjective):
         """Hide genes, or replace them by a random gene of the vocabulary."""
         token_ids = batch.token_ids.masked_fill(mask.hidden, MASK_TOKEN)
         if self.shows_content and self.training:
-            random_token_ids = len(SPECIAL) + keyed_bits(mask.token_bits, CONTENT) % self.n_genes
+            random_token_ids = (
+                len(SPECIAL) + keyed_bits(mask.token_bits, CONTENT_KEY) % self.n_genes
+            )
             token_ids = torch.where(mask.replaced, random_token_ids, token_ids)
         return {"token_ids": token_ids}
 

@@ -21,7 +21,7 @@ from cellmill.config.parts.objectives import MaskedValueConfig
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.stream.batch import Batch
 from cellmill.models.counter_rng import keyed_bits
-from cellmill.models.draws import CONTENT
+from cellmill.models.draws import CONTENT_KEY
 from cellmill.models.initial import STD, Fill, normal
 from cellmill.models.objective import (
     GeneStatistics,
@@ -55,8 +55,8 @@ class MaskedValue(MaskedObjective):
         return 0 if self.tokens.zero_frac else 1
 
     def attach_output(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
-        # stands for a hidden value in the model's input (`with_hidden`); not in the returned names,
-        # because the model reads it and the loss does not: `plan.begin` names it
+        # stands for a hidden value in the model's input (`with_hidden`); not in the returned names, since
+        # `plan.begin` has it, which `MaskedObjective.attach` returns if the loss reads the input too
         model.hidden_value = nn.Parameter(torch.empty(model.width))
         n_outputs = self.tokens.n_values - self._first_bin if self.tokens.values_are_bins else 1
         model.value_out = nn.Linear(model.width, n_outputs)
@@ -152,5 +152,5 @@ def _choose_visible_tokens(mask: Mask, is_replaced: Tensor, n_visible: Tensor) -
     # `(C,)`: index in `visible_tokens` of each cell's first
     first_visible = n_visible.cumsum(0) - n_visible
     cells = mask.token_cells[is_replaced]
-    draws = keyed_bits(mask.token_bits[is_replaced], CONTENT)
+    draws = keyed_bits(mask.token_bits[is_replaced], CONTENT_KEY)
     return visible_tokens[first_visible[cells] + draws % n_visible[cells]]

@@ -1,10 +1,14 @@
 """next_gene: predict each next gene of a cell in rank order, its value, and the end of the cell.
 
-The likelihood of a cell is a chain: from the state before each gene, the cell continues or ends
-(binary cross-entropy); if it continues, a gene follows (cross-entropy over the vocabulary, whose
-matrix is the gene embedding); given that gene, a value follows (cross-entropy of bins, squared
-error of continuous values). Before the first gene the state is a learned vector. A cell with as
-many tokens as `max_tokens` may have been cut, so its end is not a target.
+The likelihood of a cell is a chain of predictions from the state before each gene:
+
+- whether the cell continues or ends: binary cross-entropy.
+- if it continues, the next gene: cross-entropy over the vocabulary. The matrix of the output layer is
+  the gene embedding.
+- given that gene, its value: cross-entropy of bins, or squared error of continuous values.
+
+Before the first gene the state is a learned vector. A cell with as many tokens as `max_tokens` may
+have been cut, so its end is not a target.
 
 A gene is judged among the genes that the cell does not have yet, from which `cellmill generate` draws
 too. The baseline is the gene frequency at the same rank in training cells, among the same genes.
@@ -77,7 +81,8 @@ class NextGene(Objective):
     gene_rows = frozenset({"gene_bias"})
 
     @property
-    def predicts_values(self) -> bool:
+    def has_value_head(self) -> bool:
+        """True if the tokens have values to predict and their loss has a weight."""
         return self.tokens.value_kind in ("class", "scalar") and self.config.value_loss_weight > 0
 
     def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
@@ -87,7 +92,7 @@ class NextGene(Objective):
         model.gene_bias = nn.Parameter(torch.empty(vocab_size))
         model.end = nn.Linear(width, 1)
         names = ("start", "gene_bias", "end", "gene_embedding")
-        if not self.predicts_values:
+        if not self.has_value_head:
             return names
         layer = nn.Linear(2 * width, width)
         model.value_head = nn.Sequential(layer, nn.GELU(), nn.LayerNorm(width))
@@ -121,11 +126,11 @@ class NextGene(Objective):
         token_ids = prepared.token_ids[prepared.target_tokens]
         loss = token_loss(prior_states, model.gene_embedding.weight, model.gene_bias, token_ids)
         # binary cross-entropy: a cell continues before each target, and ends after its last token
-        end_logits_before_targets = self.end_logits(model, prior_states)
-        end_logits_after_last = self.end_logits(model, states[prepared.last_tokens])
+        end_logits_before_targets = self.predict_end_logits(model, prior_states)
+        end_logits_after_last = self.predict_end_logits(model, states[prepared.last_tokens])
         loss = loss + F.softplus(end_logits_before_targets).sum()
         loss = loss + F.softplus(-end_logits_after_last).sum()
-        if not self.predicts_values:
+        if not self.has_value_head:
             return loss
         predicted = self.predict_values(model, prior_states, token_ids)
         values = prepared.values[prepared.target_tokens]
@@ -138,14 +143,14 @@ class NextGene(Objective):
         earlier = states[(prepared.target_tokens - 1).clamp(min=0)]
         return torch.where(prepared.is_first[:, None], model.start.to(states.dtype), earlier)
 
-    def gene_logits(self, model: ObjectiveModel, prior_states: Tensor) -> Tensor:
+    def predict_gene_logits(self, model: ObjectiveModel, prior_states: Tensor) -> Tensor:
         """Predict logits of the next token, `(N, V)` float32.
 
         Special tokens are included, although never targets.
         """
         return token_logits(prior_states, model.gene_embedding.weight, model.gene_bias)
 
-    def end_logits(self, model: ObjectiveModel, prior_states: Tensor) -> Tensor:
+    def predict_end_logits(self, model: ObjectiveModel, prior_states: Tensor) -> Tensor:
         """Predict the logit of the cell ending at each state, `(N,)` float32."""
         # start near the chance of an end, one in many tokens: a bias that starts at 0 would take
         # thousands of steps to learn it
@@ -178,7 +183,7 @@ class NextGene(Objective):
                 self._observe_cell(model, prior_states[start:end], prepared.token_ids[start:end])
             )
         observed = tuple(torch.cat(tensors) for tensors in zip(*cells))
-        if not self.predicts_values:
+        if not self.has_value_head:
             return observed
         predicted = self.predict_values(model, prior_states, prepared.token_ids)
         if self.tokens.values_are_bins:
@@ -192,7 +197,7 @@ class NextGene(Objective):
 
         Candidates are genes that the cell does not have yet.
         """
-        logits = self.gene_logits(model, prior_states)  # `(n, V)`
+        logits = self.predict_gene_logits(model, prior_states)  # `(n, V)`
         position = torch.arange(len(token_ids), device=token_ids.device)
         # `(V,)`: last position at which each token is a candidate: a gene's own position in the cell,
         # the cell's length for a gene that it lacks, none for special tokens
@@ -252,7 +257,7 @@ class RankBaseline:
         smoothed = by_rank + n_genes * overall
         # `(buckets, genes)`: frequencies, float64 above 0, and vocabulary rows by falling frequency
         self.frequencies: np.ndarray = smoothed / smoothed.sum(1, keepdims=True)
-        self.ranked_genes: np.ndarray = np.argsort(-self.frequencies, axis=1, kind="stable")
+        self.genes_by_frequency: np.ndarray = np.argsort(-self.frequencies, axis=1, kind="stable")
 
     def score(self, genes: np.ndarray, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Compute correctness, bool, and cross-entropy, float64, of each prediction, `(N,)`.
@@ -287,10 +292,10 @@ class RankBaseline:
         candidate_frequency = np.maximum(1 - earlier_frequency, frequency)
         cross_entropy = np.log(candidate_frequency[scored_positions] / frequency[scored_positions])
         # a gene is a candidate up to its own position, a gene that the cell lacks at all positions
-        ranked_genes = self.ranked_genes[bucket]
-        last_position = np.full(len(ranked_genes), len(cell_genes))
+        genes_by_frequency = self.genes_by_frequency[bucket]
+        last_position = np.full(len(genes_by_frequency), len(cell_genes))
         last_position[cell_genes] = np.arange(len(cell_genes))
         # the most frequent candidate at position p is where the running maximum reaches p
-        running_max = np.maximum.accumulate(last_position[ranked_genes])
-        predicted = ranked_genes[np.searchsorted(running_max, scored_positions)]
+        running_max = np.maximum.accumulate(last_position[genes_by_frequency])
+        predicted = genes_by_frequency[np.searchsorted(running_max, scored_positions)]
         return predicted == cell_genes[scored_positions], cross_entropy

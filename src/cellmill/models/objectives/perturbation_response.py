@@ -36,7 +36,7 @@ class ResponseBatch(DecodingBatch):
 
     perturbation_codes: Tensor  # `(C,)` int64: level codes
     is_perturbed: Tensor  # `(C,)` bool: False for controls
-    padded_genes: Tensor  # `(C, M)` int64: token ids of perturbed genes, then `<pad>`
+    padded_token_ids: Tensor  # `(C, M)` int64: token ids of perturbed genes, then `<pad>`
 
 
 class PerturbationResponse(CellDecoding):
@@ -44,7 +44,7 @@ class PerturbationResponse(CellDecoding):
 
     config: PerturbationResponseConfig
     # set by `attach`
-    _genes_by_code: list[Sequence[int]]  # token ids of perturbed genes by level code
+    _token_ids_by_code: list[Sequence[int]]  # token ids of perturbed genes by level code
     _control_code: int  # level code of controls
 
     def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
@@ -58,7 +58,7 @@ class PerturbationResponse(CellDecoding):
         model.response_terms = LevelEmbedding(len(levels), n_known, width, is_centred=False)
         model.add_level_rows(config.perturbation_column, "response_terms.weight")
         genes = config.perturbed_genes or {}
-        self._genes_by_code = [[], *(genes.get(level, []) for level in levels)]
+        self._token_ids_by_code = [[], *(genes.get(level, []) for level in levels)]
         self._control_code = _find_level_code(config.control, levels)
         return (*names, "response_genes", "response_terms")
 
@@ -69,7 +69,7 @@ class PerturbationResponse(CellDecoding):
         batch = replace(
             batch,
             entry_cells=batch.entry_cells[is_predicted],
-            entry_genes=batch.entry_genes[is_predicted],
+            entry_token_ids=batch.entry_token_ids[is_predicted],
             entry_counts=batch.entry_counts[is_predicted],
         )
         prepared = super().prepare(batch, seed=seed, step=step)
@@ -79,7 +79,9 @@ class PerturbationResponse(CellDecoding):
             dropout_keys=(seed, step),
             perturbation_codes=codes,
             is_perturbed=codes != self._control_code,
-            padded_genes=_pad_genes([self._genes_by_code[code] for code in codes.tolist()]),
+            padded_token_ids=_pad_token_ids(
+                [self._token_ids_by_code[code] for code in codes.tolist()]
+            ),
         )
 
     def decoder_features(
@@ -87,7 +89,7 @@ class PerturbationResponse(CellDecoding):
     ) -> Tensor:
         """Compute the decoder's features `(C, D)` from `vectors` `(C, E)` plus each cell's response."""
         assert isinstance(prepared, ResponseBatch), "expected a batch with perturbations"
-        response = _compute_response(model, prepared.perturbation_codes, prepared.padded_genes)
+        response = _compute_response(model, prepared.perturbation_codes, prepared.padded_token_ids)
         perturbed = vectors + response * prepared.is_perturbed[:, None]
         return super().decoder_features(model, perturbed.to(vectors.dtype), prepared)
 
@@ -96,21 +98,21 @@ class PerturbationResponse(CellDecoding):
         model: ObjectiveModel,
         vectors: Tensor,
         perturbation: str | None,
-        perturbed_genes: list[int],
+        perturbed_token_ids: list[int],
     ) -> Tensor:
         """Predict the log fraction of each gene in a cell of an average experimental batch.
 
         The result is `(C, n_genes)` float32, over all genes of the vocabulary; `vectors` are `(C, E)`.
         `perturbation` is the name of one, trained or not, but not the control; None predicts unperturbed
-        cells. `perturbed_genes` are the token ids of its genes, possibly none.
+        cells. `perturbed_token_ids` are those of its genes, possibly none.
         """
         if perturbation is not None:
             levels = self.levels[self.config.perturbation_column]
             device = vectors.device
             # 0 if the column has no such level: only its genes and the shared bias respond
             codes = torch.tensor([_find_level_code(perturbation, levels)], device=device)
-            padded_genes = _pad_genes([perturbed_genes]).to(device)
-            vectors = vectors + _compute_response(model, codes, padded_genes)
+            padded_token_ids = _pad_token_ids([perturbed_token_ids]).to(device)
+            vectors = vectors + _compute_response(model, codes, padded_token_ids)
         # the vectors of experimental batches are centred: an average batch adds 0
         features = model.decoder(vectors)
         logits = token_logits(features, model.profile_genes.weight, model.profile_bias)
@@ -134,15 +136,15 @@ def _find_level_code(level: str, levels: Sequence[str]) -> int:
     return 1 + levels.index(level) if level in levels else 0
 
 
-def _compute_response(model: ObjectiveModel, codes: Tensor, padded_genes: Tensor) -> Tensor:
+def _compute_response(model: ObjectiveModel, codes: Tensor, padded_token_ids: Tensor) -> Tensor:
     """Compute what a perturbation adds to each cell's vector, `(C, E)`.
 
-    `codes` `(C,)` int64 are level codes, `padded_genes` `(C, M)` int64 token ids, as in
+    `codes` `(C,)` int64 are level codes, `padded_token_ids` `(C, M)` int64 token ids, as in
     `ResponseBatch`.
     """
-    flat = embed_tokens(padded_genes.flatten(), model.profile_genes.weight)
-    embedded = flat.unflatten(0, padded_genes.shape)  # `(C, M, D)`
-    is_gene = (padded_genes != PAD_TOKEN)[..., None]
+    flat = embed_tokens(padded_token_ids.flatten(), model.profile_genes.weight)
+    embedded = flat.unflatten(0, padded_token_ids.shape)  # `(C, M, D)`
+    is_gene = (padded_token_ids != PAD_TOKEN)[..., None]
     n_genes = is_gene.sum(1).clamp(min=1)
     mean = (embedded * is_gene).sum(1) / n_genes
     gene_response = model.response_genes(mean.to(embedded.dtype))
@@ -150,10 +152,10 @@ def _compute_response(model: ObjectiveModel, codes: Tensor, padded_genes: Tensor
     return response
 
 
-def _pad_genes(genes_by_cell: list[Sequence[int]]) -> Tensor:
+def _pad_token_ids(token_ids_by_cell: list[Sequence[int]]) -> Tensor:
     """Pad the token ids of each cell with `<pad>`: `(C, M)` int64, with M of at least 1."""
-    lengths = [len(genes) for genes in genes_by_cell]
-    padded = torch.full((len(genes_by_cell), max([1, *lengths])), PAD_TOKEN)
-    for row, genes in zip(padded, genes_by_cell):
-        row[: len(genes)] = torch.tensor(genes, dtype=torch.int64)
+    lengths = [len(token_ids) for token_ids in token_ids_by_cell]
+    padded = torch.full((len(token_ids_by_cell), max([1, *lengths])), PAD_TOKEN)
+    for row, token_ids in zip(padded, token_ids_by_cell):
+        row[: len(token_ids)] = torch.tensor(token_ids, dtype=torch.int64)
     return padded

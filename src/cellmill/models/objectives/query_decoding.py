@@ -8,9 +8,9 @@ included. `docs/quality.md` compares it with a zero-inflated loss and with a sum
 A gene of the vocabulary is hidden with the probability that its cell drew, whether it is detected
 or not, so hidden genes are detected as often as genes of whole cells. Querying every hidden gene would
 cost too much. So at most `max_asked` hidden detected genes of a cell are queried, and
-`undetected_ratio` times as many undetected ones. A query stands for several hidden genes; its weight,
-relative to the cell's other queries, is their number. Genes that `tokens.max_tokens` cuts from a cell
-count as undetected.
+`undetected_ratio` times as many undetected ones. The queries of a cell stand for all its hidden genes:
+the weight of a query is the number of hidden genes per query, separately for detected and undetected
+genes. Genes that `tokens.max_tokens` cuts from a cell count as undetected.
 
 Legend: C cells, T tokens of the batch, N queries, H width of a state, E width of a cell's vector.
 """
@@ -29,7 +29,7 @@ from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import EncoderBatch, positions
 from cellmill.models.blocks import FeedForward
 from cellmill.models.counter_rng import host_state, keyed_token_bits
-from cellmill.models.draws import HIDDEN_FRAC, UNDETECTED
+from cellmill.models.draws import HIDDEN_FRAC_KEY, UNDETECTED_KEY
 from cellmill.models.initial import with_std
 from cellmill.models.objective import (
     GeneStatistics,
@@ -55,16 +55,10 @@ class QueryView(Batch):
     query_cells: Tensor  # `(N,)` int64: index of the cell
     query_token_ids: Tensor  # `(N,)` int64
     query_targets: Tensor  # `(N,)` float32: values of the whole cell, 0 for undetected genes
-    genes_per_query: Tensor  # `(N,)` float32: number of hidden genes for which a query stands
-
-
-class Queries(NamedTuple):
-    """Some queries of a batch, cell after cell: the same fields as in `QueryView`."""
-
-    query_cells: Tensor
-    query_token_ids: Tensor
-    query_targets: Tensor
     genes_per_query: Tensor
+    """`(N,)` float32: number of hidden genes for which a query stands. For undetected genes it is the
+    expected number, which may be below 1.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +83,7 @@ class TokenDraws(NamedTuple):
 
     token_cells: Tensor  # `(T,)` int64: index of the token's cell
     is_hidden: Tensor  # `(T,)` bool
-    priority: Tensor  # `(T,)` int64: random; hidden tokens with the lowest are queried
+    random_order: Tensor  # `(T,)` int64: hidden tokens with the lowest numbers are queried
     hidden_frac: Tensor  # `(C,)` float64: probability with which a gene of the cell is hidden
 
 
@@ -131,23 +125,24 @@ class QueryDecoding(Objective):
         shown = (batch.counts * ~draws.is_hidden).numpy()
         shown_cells = TokenCounts(batch.cu_seqlens.numpy(), batch.token_ids.numpy(), shown)
         detected = self._query_detected(batch, draws)
-        n_detected = torch.bincount(detected.query_cells, minlength=len(batch.lengths))
-        undetected = self._query_undetected(batch, draws.hidden_frac, n_detected, seed, step)
-        queries = Queries(*map(torch.cat, zip(detected, undetected)))
+        n_detected_queries = torch.bincount(detected["query_cells"], minlength=len(batch.lengths))
+        undetected = self._query_undetected(
+            batch, draws.hidden_frac, n_detected_queries, seed, step
+        )
+        queries: dict[str, Any] = {
+            name: torch.cat([detected[name], undetected[name]]) for name in detected
+        }
         return QueryView(
             **tokenize_counts(shown_cells, self.tokenizer),
             **batch.arrays("cell"),
-            query_cells=queries.query_cells,
-            query_token_ids=queries.query_token_ids,
-            query_targets=queries.query_targets,
-            genes_per_query=queries.genes_per_query,
+            **queries,
         )
 
     def _draw_tokens(self, batch: Batch, seed: int, step: int) -> TokenDraws:
         """Hide each token with the probability of its cell."""
         token_cells, position = positions(batch)
         cell_rng_states = host_state(batch.cell_ids.numpy(), seed, step)
-        hidden_frac = draw_hidden_frac(cell_rng_states, self.config, HIDDEN_FRAC)
+        hidden_frac = draw_hidden_frac(cell_rng_states, self.config, HIDDEN_FRAC_KEY)
         is_hidden, token_states = draw_hidden_genes(
             token_cells.numpy(), position.numpy(), hidden_frac, cell_rng_states
         )
@@ -155,12 +150,15 @@ class QueryDecoding(Objective):
             token_cells=token_cells,
             is_hidden=torch.from_numpy(is_hidden),
             # 63 bits, as in `keyed_bits`: int64 has no more for numbers of at least 0
-            priority=torch.from_numpy((token_states >> np.uint64(1)).view(np.int64)),
+            random_order=torch.from_numpy((token_states >> np.uint64(1)).view(np.int64)),
             hidden_frac=torch.from_numpy(hidden_frac),
         )
 
-    def _query_detected(self, batch: Batch, draws: TokenDraws) -> Queries:
-        """Choose at most `max_asked` hidden tokens of each cell; they stand for all its hidden tokens."""
+    def _query_detected(self, batch: Batch, draws: TokenDraws) -> dict[str, Any]:
+        """Query at most `max_asked` hidden tokens of each cell; they stand for all its hidden tokens.
+
+        The result has the query fields of `QueryView`, cell after cell.
+        """
         n_cells = len(batch.lengths)
         queried_tokens = _choose_hidden_tokens(draws, self.config.max_asked)
         query_cells = draws.token_cells[queried_tokens]
@@ -168,38 +166,41 @@ class QueryDecoding(Objective):
         n_queries = torch.bincount(query_cells, minlength=n_cells)
         n_hidden_tokens = torch.bincount(draws.token_cells[draws.is_hidden], minlength=n_cells)
         genes_per_query = n_hidden_tokens / n_queries.clamp(min=1)  # float32
-        return Queries(
-            query_cells=query_cells,
-            query_token_ids=batch.token_ids[queried_tokens],
-            query_targets=batch.values[queried_tokens],
-            genes_per_query=genes_per_query[query_cells],
-        )
+        return {
+            "query_cells": query_cells,
+            "query_token_ids": batch.token_ids[queried_tokens],
+            "query_targets": batch.values[queried_tokens],
+            "genes_per_query": genes_per_query[query_cells],
+        }
 
     def _query_undetected(
-        self, batch: Batch, hidden_frac: Tensor, n_detected: Tensor, seed: int, step: int
-    ) -> Queries:
-        """Draw `undetected_ratio` times `n_detected` undetected genes of each cell, with replacement.
+        self, batch: Batch, hidden_frac: Tensor, n_detected_queries: Tensor, seed: int, step: int
+    ) -> dict[str, Any]:
+        """Query `undetected_ratio` times `n_detected_queries` undetected genes of each cell.
 
-        They stand for its hidden undetected genes. Which of them are hidden is not drawn: the expected
-        number counts. `hidden_frac` and `n_detected`, the number of detected queries, are `(C,)`.
+        The result is as in `_query_detected`. The genes are drawn with replacement, and stand for the
+        cell's hidden undetected genes. Which of these are hidden is not drawn: the expected number
+        counts. `hidden_frac` and `n_detected_queries` are `(C,)`.
         """
         # `(C,)` each
-        n_undetected = self.n_genes - batch.cu_seqlens.diff().long()
-        n_queries = (n_detected * self.config.undetected_ratio).ceil().long()
-        n_queries = torch.where(n_undetected > 0, n_queries, 0)
-        genes_per_query = hidden_frac * n_undetected / n_queries.clamp(min=1)
+        n_undetected_genes = self.n_genes - batch.cu_seqlens.diff().long()
+        n_queries = (n_detected_queries * self.config.undetected_ratio).ceil().long()
+        n_queries = torch.where(n_undetected_genes > 0, n_queries, 0)
+        genes_per_query = hidden_frac * n_undetected_genes / n_queries.clamp(min=1)
         # `(queries,)` each
         query_cells = torch.repeat_interleave(n_queries)
         draw_number = _index_in_cell(query_cells, n_queries)
-        bits = keyed_token_bits(batch.cell_ids, query_cells, seed, step, draw_number, UNDETECTED)
-        index = bits % n_undetected[query_cells]
-        genes = _find_undetected(batch, self.n_genes, query_cells, index)
-        return Queries(
-            query_cells=query_cells,
-            query_token_ids=genes + len(SPECIAL),
-            query_targets=torch.zeros(len(query_cells)),
-            genes_per_query=genes_per_query[query_cells].float(),
+        bits = keyed_token_bits(
+            batch.cell_ids, query_cells, seed, step, draw_number, UNDETECTED_KEY
         )
+        index = bits % n_undetected_genes[query_cells]
+        genes = _find_undetected(batch, self.n_genes, query_cells, index)
+        return {
+            "query_cells": query_cells,
+            "query_token_ids": genes + len(SPECIAL),
+            "query_targets": torch.zeros(len(query_cells)),
+            "genes_per_query": genes_per_query[query_cells].float(),
+        }
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> QueryBatch:
         assert isinstance(batch, QueryView), "expected a view"
@@ -272,13 +273,13 @@ class QueryDecoding(Objective):
 
 
 def _choose_hidden_tokens(draws: TokenDraws, max_per_cell: int) -> Tensor:
-    """Choose the hidden tokens of each cell with the lowest priorities, at most `max_per_cell`.
+    """Choose the hidden tokens of each cell with the lowest `random_order`, at most `max_per_cell`.
 
     The result is their indices, `(chosen,)` int64, ascending.
     """
     hidden_tokens = draws.is_hidden.nonzero().flatten()
-    # sort them by priority, then by cell, which keeps the order of priorities in each cell
-    hidden_tokens = hidden_tokens[draws.priority[hidden_tokens].argsort()]
+    # sort them by random order, then by cell, which keeps the random order in each cell
+    hidden_tokens = hidden_tokens[draws.random_order[hidden_tokens].argsort()]
     hidden_tokens = hidden_tokens[draws.token_cells[hidden_tokens].argsort(stable=True)]
     cells = draws.token_cells[hidden_tokens]
     index = _index_in_cell(cells, torch.bincount(cells))

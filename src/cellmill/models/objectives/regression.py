@@ -28,7 +28,7 @@ from cellmill.runs.results import compare
 EPS = 1e-8
 
 
-class Scale(NamedTuple):
+class Standardisation(NamedTuple):
     """Mean and standard deviation that standardise a number."""
 
     mean: float
@@ -64,24 +64,28 @@ class Regression(CellObjective):
         return (self.head_name,)
 
     @property
-    def _scale(self) -> Scale:
-        return Scale(mean=self.config.target_mean or 0.0, std=self.config.target_std or 1.0)
+    def _standardisation(self) -> Standardisation:
+        return Standardisation(
+            mean=self.config.target_mean or 0.0, std=self.config.target_std or 1.0
+        )
 
     def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
         numbers = torch.full((len(batch.lengths),), torch.nan, dtype=torch.float64)
         if batch.numbers is not None:
             column = self.number_columns.index(self.config.target_column)
             numbers = batch.numbers[:, column]
-        targets = (numbers - self._scale.mean) / self._scale.std
+        targets = (numbers - self._standardisation.mean) / self._standardisation.std
         return targets.float(), numbers.isfinite()
 
-    def predict(self, model: ObjectiveModel, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
-        predicted: Tensor = getattr(model, self.head_name)(vectors, keys)
+    def predict(
+        self, model: ObjectiveModel, vectors: Tensor, cell_keys: Tensor | None = None
+    ) -> Tensor:
+        predicted: Tensor = getattr(model, self.head_name)(vectors, cell_keys)
         return predicted[:, 0].float()
 
     def predict_in_units(self, model: ObjectiveModel, vectors: Tensor) -> Tensor:
         """Predict numbers in the unit of the column: `vectors` `(C, E)` -> `(C,)` float32."""
-        return self.predict(model, vectors) * self._scale.std + self._scale.mean
+        return self.predict(model, vectors) * self._standardisation.std + self._standardisation.mean
 
     def target_loss(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
         targets = prepared.targets
@@ -98,7 +102,7 @@ class Regression(CellObjective):
         return (_stack_rows(predicted, prepared.targets),)
 
     def loss_of_coupled_rows(self, *tables: Tensor) -> Tensors:
-        return tuple(correlation_loss(table) for table in tables)
+        return tuple(correlation_loss_sum(table) for table in tables)
 
     def validation_sums(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
         x = predicted.double()
@@ -145,7 +149,7 @@ class Regression(CellObjective):
         errors = targets - predicted
         r2 = float(1 - np.square(errors).mean() / targets.var())
         metrics["r2"] = r2
-        errors_in_units = errors * self._scale.std  # in the unit of the column
+        errors_in_units = errors * self._standardisation.std  # in the unit of the column
         metrics["mean_absolute_error"] = float(np.abs(errors_in_units).mean())
         mean_square = np.square(errors_in_units).mean()
         metrics["root_mean_squared_error"] = float(mean_square**0.5)
@@ -153,11 +157,11 @@ class Regression(CellObjective):
 
 
 def _stack_rows(predicted: Tensor, targets: Tensor) -> Tensor:
-    """Stack the rows that `correlation_loss` reads, `(C, 3)` float32."""
+    """Stack the rows that `correlation_loss_sum` reads, `(C, 3)` float32."""
     return torch.stack([torch.ones_like(predicted), predicted, targets], dim=1)
 
 
-def correlation_loss(rows: Tensor) -> Tensor:
+def correlation_loss_sum(rows: Tensor) -> Tensor:
     """Compute n (1 - r), a float64 scalar, for n cells with correlation r.
 
     Each of the `rows` `(S, 3)` is [1, prediction, target]; a row of zeros is an empty slot.

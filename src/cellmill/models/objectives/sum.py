@@ -104,7 +104,9 @@ class Sum(Objective):
     def prepare(self, batch: Batch, *, seed: int, step: int) -> SumBatch:
         """Prepare the batch of every part, and give all of them the same tokens."""
         first_views = batch
+        has_second_views = False
         if isinstance(batch, ViewBatch) and batch.n_second_views:
+            has_second_views = True
             first_views = replace(batch.cut(0, batch.n_second_views), n_second_views=0)
         part_batches = list[Any]()
         for name, part in self.parts.items():
@@ -113,7 +115,6 @@ class Sum(Objective):
             part_batch = part.prepare(part_view, seed=seed, step=step)
             assert isinstance(part_batch, EncoderBatch), f"{name}: expected an EncoderBatch"
             part_batches.append(part_batch)
-        has_second_views = first_views is not batch
         model_fields = self._choose_model_fields(part_batches, has_second_views)
         return SumBatch(
             **model_fields,

@@ -1,11 +1,13 @@
 """supervised_contrastive: cells of one label have similar vectors.
 
-An anchor, which every cell is in turn, is compared with all other cells of the global batch; those
-with its label are its positives. The loss of an anchor is a mean over its positives p, or 0 without
-one: the cross-entropy of p among all other cells, with cosine / temperature as logits (Khosla et al.
-2020, equation 2, L_out). There is no projection head. The published loss has two augmented views of
-each image; here a cell is encoded once. In a `sum` with cell_decoding the vector is that of the shown
-part, which changes from step to step.
+Every cell is in turn the anchor, and is compared with all other cells of the global batch. Cells with
+the anchor's label are its positives. For each positive the loss is its cross-entropy among all other
+cells, with cosine / temperature as logits. An anchor's loss is their mean, or 0 without a positive
+(Khosla et al. 2020, equation 2, L_out).
+
+There is no projection head. The published loss has two augmented views of each image; here a cell is
+encoded once. In a `sum` with cell_decoding the vector comes from the shown part, which changes from
+step to step.
 
 Legend: C cells with a target, E width of a cell's vector, S slots of a global batch: a row per cell
 with a target, zeros in the others (`train.batch_rows`), A anchors.
@@ -50,7 +52,7 @@ class SupervisedContrastive(LabelObjective):
         return (torch.cat([codes, F.normalize(vectors, dim=1)], dim=1),)
 
     def loss_of_coupled_rows(self, *tables: Tensor) -> Tensors:
-        return tuple(contrast(table, self.config.temperature) for table in tables)
+        return tuple(contrastive_loss_sum(table, self.config.temperature) for table in tables)
 
     def observe(self, model: ObjectiveModel, prepared: TargetBatch) -> Tensors:
         """Return level codes of labels, `(C,)` int64, and unit vectors, `(C, E)` float32."""
@@ -68,7 +70,7 @@ class SupervisedContrastive(LabelObjective):
         if not has_positive.any():
             return {"n_targets": n_cells}, []
         rows = torch.cat([codes[:, None].float(), vectors], dim=1)
-        loss = float(contrast(rows, self.config.temperature)) / n_cells
+        loss = float(contrastive_loss_sum(rows, self.config.temperature)) / n_cells
         # equal vectors give every other cell the same probability
         loss_if_equal = float(has_positive.double().mean()) * math.log(n_cells - 1)
         metrics = {
@@ -80,7 +82,7 @@ class SupervisedContrastive(LabelObjective):
         return metrics, cross_entropy_verdicts(name, "equal vectors", loss - loss_if_equal)
 
 
-def contrast(rows: Tensor, temperature: float) -> Tensor:
+def contrastive_loss_sum(rows: Tensor, temperature: float) -> Tensor:
     """Sum the loss over the cells of a global batch, a float64 scalar.
 
     Each of the `rows` `(S, 1 + E)` is [level code of the label, unit vector]; a row of zeros is an
@@ -93,7 +95,7 @@ def contrast(rows: Tensor, temperature: float) -> Tensor:
     for anchors in torch.arange(len(rows), device=rows.device).split(ANCHORS_PER_CHUNK):
         # recompute in the backward pass, to hold ANCHORS_PER_CHUNK * S logits at a time, not S * S
         loss = loss + checkpoint(
-            _contrast_anchors,
+            _anchor_loss_sum,
             codes,
             vectors,
             anchors,
@@ -104,9 +106,7 @@ def contrast(rows: Tensor, temperature: float) -> Tensor:
     return loss
 
 
-def _contrast_anchors(
-    codes: Tensor, vectors: Tensor, anchors: Tensor, temperature: float
-) -> Tensor:
+def _anchor_loss_sum(codes: Tensor, vectors: Tensor, anchors: Tensor, temperature: float) -> Tensor:
     """Sum the loss of the cells in slots `anchors` `(A,)` int64, a float64 scalar.
 
     `codes` are `(S,)`, `vectors` `(S, E)`.

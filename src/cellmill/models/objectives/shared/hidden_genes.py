@@ -4,10 +4,13 @@ Views of step HIDDEN_GENES_STEP hide every fifth gene from all cells, so the sho
 contain the answer. Each process sums moments of these genes over its cells; the metric is computed
 from the sums of all processes.
 
-Predictions are fractions of a cell's expression; measurements are log(1 + 10,000 fraction). With the
-default options (likelihood softmax, `weights: log1p`) fractions are of the cell's sum of
-log(1 + count), so a measurement is a logarithm of a logarithm. With other options they are of the
-cell's sum of counts. So the metric compares only runs with equal `weights` and `likelihood`.
+A measurement is log(1 + 10,000 f), where f is the gene's fraction of the cell's expression. With the
+default options (likelihood softmax, `weights: log1p`) f is a fraction of the cell's sum of
+log(1 + count), so a measurement is a logarithm of a logarithm. With other options it is a fraction of
+the cell's sum of counts. So the metric compares only runs with equal `weights` and `likelihood`.
+
+A prediction is the gene's probability in the softmax, which estimates f, times a factor per cell: the
+sum of the visible genes' measurements divided by the sum of their probabilities.
 
 Legend: C cells with targets, D input width of the decoder's output layer, V size of the vocabulary.
 """
@@ -29,9 +32,10 @@ MIN_VARIANCE_FRAC = 1e-9  # of the sum of squares; a smaller variance is a round
 
 
 class GeneMoments(NamedTuple):
-    """Sums over cells, `(hidden genes,)` float64 each.
+    """Terms of the moments of each hidden gene.
 
-    Tensors in `sum_gene_moments`, arrays in `mean_gene_correlation`.
+    In `_sum_moments` they are tensors `(cells, hidden genes)` float32; in `mean_gene_correlation` they are
+    sums over cells, arrays `(hidden genes,)` float64.
     """
 
     predicted: Any
@@ -54,14 +58,14 @@ def sum_gene_moments(
     table: Tensor,
     bias: Tensor,
     entry_cells: Tensor,
-    genes: Tensor,
+    token_ids: Tensor,
     fractions: Tensor,
 ) -> Tensor:
     """Sum over cells: the number of cells, then `GeneMoments`; `(n_moment_sums(V),)` float64.
 
     Logits are the decoder's `features` `(C, D)` times `table` `(V, D)` plus `bias` `(V,)`. The measured
-    profiles have entries, `(entries,)` each: `entry_cells`, token ids `genes`, and `fractions` with sum
-    1 in each cell.
+    profiles have entries, `(entries,)` each: `entry_cells`, `token_ids`, and `fractions` with sum 1 in
+    each cell.
     """
     log_expression = torch.log1p(TARGET_SUM * fractions)
     sums = features.new_zeros(n_moment_sums(len(bias)), dtype=torch.float64)
@@ -73,7 +77,7 @@ def sum_gene_moments(
             logits = logits.full_tensor()
         in_chunk = (entry_cells >= start) & (entry_cells < end)
         profiles = torch.zeros_like(logits)
-        profiles[entry_cells[in_chunk] - start, genes[in_chunk]] = log_expression[in_chunk]
+        profiles[entry_cells[in_chunk] - start, token_ids[in_chunk]] = log_expression[in_chunk]
         sums[1:] += _sum_moments(logits.softmax(1), profiles)
     return sums
 
@@ -81,9 +85,7 @@ def sum_gene_moments(
 def _sum_moments(probabilities: Tensor, profiles: Tensor) -> Tensor:
     """Sum `GeneMoments` over cells, `(N_MOMENTS * hidden genes,)` float64.
 
-    `probabilities` are the model's. `profiles` are log(1 + 10,000 fraction) of measured fractions;
-    `(cells, V)` each. Predictions are the probabilities times one factor per cell. It is chosen so that
-    the visible genes have the same sum as in the cell's profile.
+    `probabilities` are the model's, and `profiles` the measurements of all genes, `(cells, V)` each.
     """
     measured = profiles[:, ::HIDDEN_GENE_STRIDE]
     hidden_probabilities = probabilities[:, ::HIDDEN_GENE_STRIDE]

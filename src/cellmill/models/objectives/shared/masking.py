@@ -26,7 +26,7 @@ from cellmill.config.parts.objectives import MaskedObjectiveConfig
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import MASK_TOKEN, PAD_TOKEN, EncoderBatch, positions
 from cellmill.models.counter_rng import keyed_bits, keyed_token_bits, threshold
-from cellmill.models.draws import MASK_IN_VIEW, SHOWN_CONTENT
+from cellmill.models.draws import MASK_IN_VIEW_KEY, SHOWN_CONTENT_KEY
 from cellmill.models.objective import Objective, ObjectiveModel
 from cellmill.parallel.vocab_parallel import rows_at
 
@@ -88,6 +88,7 @@ class MaskedObjective(Objective):
         names: tuple[str, ...] = ("head",)
         if self.config.cell_loss_weight:
             model.cell_head = _make_head(model, 2 * model.width)
+            # the cell loss embeds its targets again, so it reads the modules of the model's input too
             names = ("head", "cell_head", *model.plan.begin)
         return (*names, *self.attach_output(model, vocab_size))
 
@@ -115,7 +116,7 @@ class MaskedObjective(Objective):
 
     def _draw_mask(self, batch: Batch, seed: int, step: int) -> Mask:
         token_cells, position = positions(batch)
-        view_key = (MASK_IN_VIEW,) if self.in_view else ()
+        view_key = (MASK_IN_VIEW_KEY,) if self.in_view else ()
         token_bits = keyed_token_bits(batch.cell_ids, token_cells, seed, step, position, *view_key)
         is_gene = batch.token_ids > PAD_TOKEN  # neither padding nor an end of the cell
         masked = self._choose_masked(token_bits, is_gene, token_cells, len(batch.lengths))
@@ -151,8 +152,8 @@ class MaskedObjective(Objective):
         """
         keep_frac = self.config.keep_frac
         hidden_frac = 1 - keep_frac - self.config.random_frac
-        content_draws = keyed_bits(token_bits, SHOWN_CONTENT)
-        # without keep_frac nothing is kept: the highest draw reaches even the threshold of 1
+        content_draws = keyed_bits(token_bits, SHOWN_CONTENT_KEY)
+        # `threshold(1)` is the highest draw itself, so with keep_frac 0 `>=` would keep that one
         kept = masked & (content_draws >= threshold(1 - keep_frac)) & (keep_frac > 0)
         hidden = masked & ~kept & (content_draws < threshold(hidden_frac))
         return hidden, kept

@@ -2,13 +2,13 @@
 
 The vectors are what `embed` writes, so `evaluate.inference.predict` needs no other forward pass.
 The loss is divided by the number of cells with a target, over all processes. Cells without a target
-and cells without a shown token take no part. Validation has no dropout.
+and cells without a shown gene take no part. Validation has no dropout.
 
 Losses that couple the cells of a global batch are equal in every layout (`train.batch_rows`), in
 training and in validation. Their validation loss depends on `train.global_batch` too.
 
-A level is a text of an obs column. A label is a level of the label column other than MISSING, given by
-its index in `labels`; its level code is the index plus 1.
+A label is a level of the label column other than MISSING. Tensors have its index in `label_names`; its
+level code is the index plus 1.
 
 Legend: T tokens of the batch, C cells with a target, H width of a state, E width of a cell's vector, L
 outputs of the head; for labels, the number of levels.
@@ -24,7 +24,7 @@ from cellmill.config.parts.objectives import LabelConfig
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import EncoderBatch, has_genes
 from cellmill.models.counter_rng import keyed_dropout, keyed_state
-from cellmill.models.draws import HEAD_DROPOUT
+from cellmill.models.draws import HEAD_DROPOUT_KEY
 from cellmill.models.initial import with_std
 from cellmill.models.objective import Objective, ObjectiveModel, RowShare, Tensors
 
@@ -39,29 +39,29 @@ class CellHead(nn.Module):
         last_width = hidden or width
         self.out = with_std(nn.Linear(last_width, n_outputs), last_width**-0.5)
 
-    def forward(self, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
+    def forward(self, vectors: Tensor, cell_keys: Tensor | None = None) -> Tensor:
         """Map `vectors` `(C, E)` to outputs `(C, L)`.
 
-        `keys` `(C,)` int64 key the dropout, which only training has.
+        `cell_keys` `(C,)` int64 key the dropout, which only training has.
         """
         x = vectors if self.inner is None else F.gelu(self.inner(vectors))
-        if keys is not None and self.training and self.dropout:
-            x = keyed_dropout(x, self.dropout, keyed_state(keys, HEAD_DROPOUT))
+        if cell_keys is not None and self.training and self.dropout:
+            x = keyed_dropout(x, self.dropout, keyed_state(cell_keys, HEAD_DROPOUT_KEY))
         outputs: Tensor = self.out(x)
         return outputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetBatch(EncoderBatch):
-    """Whole cells, and the target of those that have one."""
+    """The shown tokens, and the target of the cells that have one."""
 
     target_cells: Tensor  # `(C,)` int64: indices of the cells with a target and genes
     targets: Tensor
-    """Labels, `(C,)` int64; standardised numbers, `(C,)` float32; or a teacher's vectors, `(C, D)`
-    float32.
+    """Indices of labels, `(C,)` int64; standardised numbers, `(C,)` float32; or a teacher's vectors,
+    `(C, D)` float32.
     """
     n_targets: Tensor  # C
-    weights: Tensor | None = None  # `(C,)` float32: weight of each cell's label in the loss
+    cell_weights: Tensor | None = None  # `(C,)` float32: weight of each cell's label in the loss
     shares: tuple[RowShare, ...] | None = None
     """This micro-batch's share of a loss that couples the cells of the global batch."""
 
@@ -85,10 +85,12 @@ class CellObjective(Objective):
         """Find the target of each cell, `(cells, …)`, and which cells have one, `(cells,)` bool."""
         raise NotImplementedError
 
-    def predict(self, model: ObjectiveModel, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
+    def predict(
+        self, model: ObjectiveModel, vectors: Tensor, cell_keys: Tensor | None = None
+    ) -> Tensor:
         """Predict the targets, `(C, …)` float32, from `vectors` `(C, E)`; `judge` scores the result.
 
-        `keys` `(C,)` int64 key the dropout; None for none.
+        `cell_keys` `(C,)` int64 key the dropout; None for none.
         """
         raise NotImplementedError
 
@@ -129,10 +131,10 @@ class CellObjective(Objective):
         raise NotImplementedError
 
     def coupled_loss(self, rows: Tensor, prepared: TargetBatch) -> Tensor:
-        """Compute the part of `rows` `(C, width)` in the loss over the global batch, a float32 scalar.
+        """Return the share of `rows` `(C, width)` in the loss over the global batch, a float32 scalar.
 
-        `shares[0]` has the gradient of that loss with respect to these rows (`train.batch_rows`). Without
-        shares, which training and validation always give, `rows` count as the global batch.
+        Training and validation give `shares`; `shares[0]` has the gradient of that loss with respect to
+        these rows (`train.batch_rows`). Otherwise `rows` are taken as the whole global batch.
         """
         if prepared.shares is None:
             return self.loss_of_coupled_rows(rows)[0].float()
@@ -148,15 +150,14 @@ class LabelObjective(CellObjective):
     config: LabelConfig
 
     @property
-    def labels(self) -> list[str]:
-        """Names of the labels."""
+    def label_names(self) -> list[str]:
+        """List the labels, in the order of their indices."""
         return self.known_levels(self.config.label_column)
 
     def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        labels = (
-            self.level_codes(batch, self.config.label_column) - 1
-        )  # -1 for a cell without a label
-        return labels, labels >= 0
+        # -1 for a cell without a label
+        label_indices = self.level_codes(batch, self.config.label_column) - 1
+        return label_indices, label_indices >= 0
 
     def judged_labels(self) -> dict[str, list[str]]:
-        return {self.config.label_column: self.labels}
+        return {self.config.label_column: self.label_names}

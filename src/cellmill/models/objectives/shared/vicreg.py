@@ -10,7 +10,7 @@ from torch.nn import functional as F
 VARIANCE_EPS = 1e-4
 
 
-def vicreg(rows: Tensor, weights: tuple[float, float, float]) -> Tensor:
+def vicreg_loss_sum(rows: Tensor, weights: tuple[float, float, float]) -> Tensor:
     """Compute n times the loss of VICReg, a float64 scalar.
 
     Each of the `rows` `(S, 1 + 2 E)` is [1, z, z'], where z and z' are the vectors of both views of a

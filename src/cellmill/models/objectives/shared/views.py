@@ -30,7 +30,7 @@ from cellmill.data.rows import SparseCounts, positions_in_rows, row_numbers
 from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.tokenizer import Tokenizer
 from cellmill.models.counter_rng import host_state, host_uniform
-from cellmill.models.draws import DROPPED_FRAC, HIDDEN_FRAC, HIDE
+from cellmill.models.draws import DROPPED_FRAC_KEY, HIDDEN_FRAC_KEY, HIDE_KEY
 from cellmill.models.objective import HIDDEN_GENES_STEP
 
 ViewConfig = CellDecodingConfig | DenoiseConfig | PerturbationResponseConfig
@@ -54,7 +54,7 @@ class ViewBatch(Batch):
     """
 
     entry_cells: Tensor  # `(entries,)` int64: index of the cell in the batch
-    entry_genes: Tensor  # `(entries,)` int64: token id
+    entry_token_ids: Tensor  # `(entries,)` int64
     entry_counts: Tensor  # `(entries,)` int64, above 0
     n_second_views: int = 0
     """Number of second views: cell i + n_second_views is the hidden part of cell i."""
@@ -87,7 +87,7 @@ def draw_view(
         **tokenize_counts(views, tokenizer),
         **cell_fields,
         entry_cells=torch.from_numpy(row_numbers(whole.offsets)[entries]),
-        entry_genes=torch.from_numpy(whole.token_ids[entries]),
+        entry_token_ids=torch.from_numpy(whole.token_ids[entries]),
         entry_counts=torch.from_numpy(to_predict[entries]),
         n_second_views=n_second_views,
     )
@@ -104,45 +104,50 @@ def _draw_shown_counts(
     drops_genes = config.view in ("drop", "drop_thin")
     thins_counts = config.view in ("thin", "drop_thin")
     if drops_genes:
-        # in drop_thin HIDDEN_FRAC keys the fraction of counts; another key makes the fraction of genes
-        # independent of it
-        frac_key = DROPPED_FRAC if thins_counts else HIDDEN_FRAC
-        dropped_frac = draw_hidden_frac(cell_rng_states, config, frac_key)
-        shown = _drop_genes(shown, cells.offsets, dropped_frac, cell_rng_states)
+        # in drop_thin the fractions of genes and of counts have two keys, so they are independent
+        frac_key = DROPPED_FRAC_KEY if thins_counts else HIDDEN_FRAC_KEY
+        hidden_gene_frac = draw_hidden_frac(cell_rng_states, config, frac_key)
+        shown = _drop_genes(shown, cells.offsets, hidden_gene_frac, cell_rng_states)
     if thins_counts:
-        removed_frac = draw_hidden_frac(cell_rng_states, config, HIDDEN_FRAC)
-        shown = _thin_counts(shown, cells.offsets, removed_frac, cell_rng_states)
+        hidden_count_frac = draw_hidden_frac(cell_rng_states, config, HIDDEN_FRAC_KEY)
+        shown = _thin_counts(shown, cells.offsets, hidden_count_frac, cell_rng_states)
     return shown
 
 
 def _drop_genes(
-    counts: np.ndarray, offsets: np.ndarray, dropped_frac: np.ndarray, cell_rng_states: np.ndarray
+    counts: np.ndarray,
+    offsets: np.ndarray,
+    hidden_gene_frac: np.ndarray,
+    cell_rng_states: np.ndarray,
 ) -> np.ndarray:
     """Hide whole genes of each cell: set their counts to 0 and return all counts, `(tokens,)`.
 
-    `counts` `(tokens,)` are cut into cells by `offsets`, `(cells + 1,)`; `dropped_frac` and
+    `counts` `(tokens,)` are cut into cells by `offsets`, `(cells + 1,)`; `hidden_gene_frac` and
     `cell_rng_states` are `(cells,)`.
     """
     token_cells = row_numbers(offsets)
     is_hidden, _ = draw_hidden_genes(
-        token_cells, positions_in_rows(offsets), dropped_frac, cell_rng_states
+        token_cells, positions_in_rows(offsets), hidden_gene_frac, cell_rng_states
     )
     return counts * ~is_hidden
 
 
 def _thin_counts(
-    counts: np.ndarray, offsets: np.ndarray, removed_frac: np.ndarray, cell_rng_states: np.ndarray
+    counts: np.ndarray,
+    offsets: np.ndarray,
+    hidden_count_frac: np.ndarray,
+    cell_rng_states: np.ndarray,
 ) -> np.ndarray:
     """Hide a binomial part of each count and return the rest, `(tokens,)`.
 
-    `removed_frac` `(cells,)` is the expected part; the other parameters are as in `_drop_genes`.
+    `hidden_count_frac` `(cells,)` is the expected part; the other parameters are as in `_drop_genes`.
     """
     nonzero = np.flatnonzero(counts)  # a binomial draw from 0 takes no random number
     nonzero_offsets = np.searchsorted(nonzero, offsets)
-    draw_states = host_state(HIDE, state=cell_rng_states)
-    removed = _draw_binomials(counts[nonzero], nonzero_offsets, removed_frac, draw_states)
+    draw_states = host_state(HIDE_KEY, state=cell_rng_states)
+    hidden = _draw_binomials(counts[nonzero], nonzero_offsets, hidden_count_frac, draw_states)
     shown = counts.copy()
-    shown[nonzero] -= removed
+    shown[nonzero] -= hidden
     return shown
 
 
@@ -197,13 +202,13 @@ def draw_hidden_genes(
     hidden_frac: np.ndarray,
     cell_rng_states: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw which tokens are hidden as whole genes, `(tokens,)` bool.
+    """Draw which tokens are hidden as whole genes, `(tokens,)` bool, and return their random states too.
 
-    The second result is the random state of each token's draw, `(tokens,)` uint64. `token_cells` and
-    `position` `(tokens,)` are each token's cell and its position in the cell; `hidden_frac` and
-    `cell_rng_states` `(cells,)` are as in `draw_hidden_frac`.
+    The state of a token, `(tokens,)` uint64, is what its draw is made from. `token_cells` and `position`
+    `(tokens,)` are each token's cell and its position in the cell; `hidden_frac` and `cell_rng_states`
+    `(cells,)` are as in `draw_hidden_frac`.
     """
-    token_states = host_state(position, HIDE, state=cell_rng_states[token_cells])
+    token_states = host_state(position, HIDE_KEY, state=cell_rng_states[token_cells])
     return host_uniform(token_states) < hidden_frac[token_cells], token_states
 
 
