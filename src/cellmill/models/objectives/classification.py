@@ -89,12 +89,12 @@ class Classification(LabelObjective):
 
         A label that the model hides has no verdict.
         """
-        labels, logits = observed
-        n_cells = len(labels)
+        label_indices, logits = observed
+        n_cells = len(label_indices)
         log_probabilities = torch.from_numpy(logits).double().log_softmax(1).numpy()
-        loss = float(-log_probabilities[np.arange(n_cells), labels].mean())
-        is_correct = log_probabilities.argmax(1) == labels
-        _, counts = np.unique(labels, return_counts=True)
+        loss = float(-log_probabilities[np.arange(n_cells), label_indices].mean())
+        is_correct = log_probabilities.argmax(1) == label_indices
+        _, counts = np.unique(label_indices, return_counts=True)
         frequencies = counts / n_cells
         entropy = float(-(frequencies * np.log(frequencies)).sum())
         metrics = {
@@ -108,9 +108,11 @@ class Classification(LabelObjective):
         if self.temperature is not None:
             metrics["temperature"] = self.temperature
             metrics["calibration_error"] = calibration_error_of_logits(
-                logits, labels, self.temperature
+                logits, label_indices, self.temperature
             )
-        metrics["calibration_error_uncalibrated"] = calibration_error_of_logits(logits, labels)
+        metrics["calibration_error_uncalibrated"] = calibration_error_of_logits(
+            logits, label_indices
+        )
         if self.config.adversarial_scale:
             return metrics, []
         name = f"classification of {self.config.label_column}"

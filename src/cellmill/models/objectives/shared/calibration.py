@@ -28,22 +28,24 @@ def expected_calibration_error(confidence: np.ndarray, is_correct: np.ndarray) -
 
 
 def calibration_error_of_logits(
-    logits: np.ndarray, labels: np.ndarray, temperature: float = 1.0
+    logits: np.ndarray, label_indices: np.ndarray, temperature: float = 1.0
 ) -> float:
     """Compute the expected calibration error of logits divided by a temperature.
 
-    `logits` are `(cells, labels)`, `labels` `(cells,)` int64.
+    `logits` are `(cells, labels)`, `label_indices` `(cells,)` int64.
     """
-    return expected_calibration_error(*confidence_and_correctness(logits / temperature, labels))
+    return expected_calibration_error(
+        *confidence_and_correctness(logits / temperature, label_indices)
+    )
 
 
 def confidence_and_correctness(
-    logits: np.ndarray, labels: np.ndarray
+    logits: np.ndarray, label_indices: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return each cell's highest probability, and 1.0 if it belongs to the cell's label, otherwise 0.0.
 
-    `logits` are `(cells, labels)`, `labels` `(cells,)` int64, the results `(cells,)` float64.
+    `logits` are `(cells, labels)`, `label_indices` `(cells,)` int64, the results `(cells,)` float64.
     """
     probabilities = softmax(logits)
-    is_correct = probabilities.argmax(axis=1) == labels
+    is_correct = probabilities.argmax(axis=1) == label_indices
     return probabilities.max(axis=1), is_correct.astype(np.float64)

@@ -109,14 +109,14 @@ def mean_gene_correlation(sums: Sequence[float]) -> dict[str, float]:
     The result is empty if no cell expresses a hidden gene.
     """
     n_cells = max(sums[0], 1)
-    gene = GeneMoments(*np.reshape(sums[1:], (N_MOMENTS, -1)))  # `(hidden genes,)` each
-    covariance = gene.products - gene.predicted * gene.measured / n_cells
-    squares = np.stack([gene.predicted_squares, gene.measured_squares])
-    variances = squares - np.stack([gene.predicted, gene.measured]) ** 2 / n_cells
+    moments = GeneMoments(*np.reshape(sums[1:], (N_MOMENTS, -1)))  # `(hidden genes,)` each
+    covariance = moments.products - moments.predicted * moments.measured / n_cells
+    squares = np.stack([moments.predicted_squares, moments.measured_squares])
+    variances = squares - np.stack([moments.predicted, moments.measured]) ** 2 / n_cells
     has_variance = (variances > MIN_VARIANCE_FRAC * squares).all(0)
     norms = np.sqrt(np.where(has_variance, variances, 1).prod(0))
     correlations = covariance / norms * has_variance
-    is_expressed = gene.measured > 0
+    is_expressed = moments.measured > 0
     if not is_expressed.any():
         return {}
     return {"hidden_genes": float(correlations[is_expressed].mean())}

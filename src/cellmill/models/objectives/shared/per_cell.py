@@ -90,7 +90,7 @@ class CellObjective(Objective):
     ) -> Tensor:
         """Predict the targets, `(C, …)` float32, from `vectors` `(C, E)`; `judge` scores the result.
 
-        `cell_keys` `(C,)` int64 key the dropout; None for none.
+        `cell_keys` `(C,)` int64 key the dropout; None turns it off.
         """
         raise NotImplementedError
 

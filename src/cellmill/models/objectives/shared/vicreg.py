@@ -11,7 +11,7 @@ VARIANCE_EPS = 1e-4
 
 
 def vicreg_loss_sum(rows: Tensor, weights: tuple[float, float, float]) -> Tensor:
-    """Compute n times the loss of VICReg, a float64 scalar.
+    """Sum the loss of VICReg over the cells: n times the loss, a float64 scalar.
 
     Each of the `rows` `(S, 1 + 2 E)` is [1, z, z'], where z and z' are the vectors of both views of a
     cell; a row of zeros is an empty slot. n is the number of cells, K and K' are the covariance
