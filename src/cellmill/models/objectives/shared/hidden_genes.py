@@ -32,10 +32,9 @@ MIN_VARIANCE_FRAC = 1e-9  # of the sum of squares; a smaller variance is a round
 
 
 class GeneMoments(NamedTuple):
-    """Terms of the moments of each hidden gene.
+    """Sums over cells, `(hidden genes,)` float64 each.
 
-    In `_sum_moments` they are tensors `(cells, hidden genes)` float32; in `mean_gene_correlation` they are
-    sums over cells, arrays `(hidden genes,)` float64.
+    Tensors in `_sum_moments`, arrays in `mean_gene_correlation`.
     """
 
     predicted: Any
@@ -83,7 +82,7 @@ def sum_gene_moments(
 
 
 def _sum_moments(probabilities: Tensor, profiles: Tensor) -> Tensor:
-    """Sum `GeneMoments` over cells, `(N_MOMENTS * hidden genes,)` float64.
+    """Compute the `GeneMoments` of some cells, `(N_MOMENTS * hidden genes,)` float64.
 
     `probabilities` are the model's, and `profiles` the measurements of all genes, `(cells, V)` each.
     """
@@ -92,14 +91,18 @@ def _sum_moments(probabilities: Tensor, profiles: Tensor) -> Tensor:
     visible_sum = profiles.sum(1) - measured.sum(1)
     visible_probability = (1 - hidden_probabilities.sum(1)).clamp(min=1e-9)
     predicted = hidden_probabilities * (visible_sum / visible_probability)[:, None]
+
+    def over_cells(terms: Tensor) -> Tensor:
+        return terms.sum(0, dtype=torch.float64)
+
     moments = GeneMoments(
-        predicted=predicted,
-        measured=measured,
-        predicted_squares=predicted**2,
-        measured_squares=measured**2,
-        products=predicted * measured,
+        predicted=over_cells(predicted),
+        measured=over_cells(measured),
+        predicted_squares=over_cells(predicted**2),
+        measured_squares=over_cells(measured**2),
+        products=over_cells(predicted * measured),
     )
-    return torch.cat([moment.sum(0, dtype=torch.float64) for moment in moments])
+    return torch.cat(moments)
 
 
 def mean_gene_correlation(sums: Sequence[float]) -> dict[str, float]:
