@@ -33,8 +33,8 @@ class GenesPerCellQueue:
         # make room for a second window now: to widen the table later, a step would have to copy it
         self._widen(2 * self._table.shape[1])
         self._next_row = 0  # row whose next window is looked up first
-        # number of cells to look up; negative after a window that has more. Skipped cells count as
-        # taken: a resumed run then looks as far ahead as one that was never stopped
+        # number of cells to look up ahead, as many as were taken; negative after a window that has more.
+        # Skipped cells count as taken: a resumed run then looks as far ahead as one that never stopped
         self._n_to_look_up = sum(skipped)
 
     def take(self, n_cells: np.ndarray) -> np.ndarray:
@@ -43,12 +43,7 @@ class GenesPerCellQueue:
         Returns their numbers of genes, `(n_cells.sum(),)` int32, lane by lane.
         """
         self._n_to_look_up += int(n_cells.sum())
-        while self._n_to_look_up > 0:
-            n_found = self._append_window(self._next_row)
-            self._next_row = (self._next_row + 1) % len(self._windows)
-            self._n_to_look_up -= n_found
-            if not n_found:  # the lane has ended: the next step goes on with the next lane
-                break
+        self._look_ahead()
         # a lane that is short of cells cannot wait for its turn
         is_short = self._stops - self._starts < n_cells
         for row in np.flatnonzero(is_short).tolist():
@@ -61,6 +56,15 @@ class GenesPerCellQueue:
         genes_per_cell = self._table[rows, self._starts[rows] + positions]
         self._starts += n_cells
         return genes_per_cell
+
+    def _look_ahead(self) -> None:
+        """Look up the next windows, lane after lane, until `_n_to_look_up` cells are found."""
+        while self._n_to_look_up > 0:
+            n_found = self._append_window(self._next_row)
+            self._next_row = (self._next_row + 1) % len(self._windows)
+            self._n_to_look_up -= n_found
+            if not n_found:  # the lane has ended: the next step goes on with the next lane
+                break
 
     def _append_window(self, row: int) -> int:
         """Look up the next window of a lane, and append it to the lane's row.
