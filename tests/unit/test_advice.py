@@ -177,9 +177,9 @@ def batches(**figures: Any) -> Evaluation:
 
 def test_batches_that_the_model_does_not_know_are_named() -> None:
     said = (
-        "set objective.batch_column: auto, so that the embedding need not contain the batch: batches then mixed as "
-        "well as with Harmony, and accuracy with 5 labels a class changed by +0.006, which may be chance (95 % "
-        "interval -0.001 to +0.013)"
+        "set objective.batch_column: auto, so that the embedding need not contain the batch: on CellBench, "
+        "batches then mixed as well as with Harmony, and accuracy with 5 labels per class changed by +0.006, which "
+        "may be chance (95 % interval -0.001 to +0.013)"
     )
     first, *_ = advised({}, evaluation=batches())
     assert first == said

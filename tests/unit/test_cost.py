@@ -281,9 +281,9 @@ def test_the_report_has_a_table_of_what_was_written(tmp_path: Path, no_slurm: Pa
     text = " ".join(
         re.sub(r"<[^>]*>", " ", out.read_text().partition('<section id="cost">')[2]).split()
     )
-    head = "Cost run starts GPU-hours core-hours GPU energy, kWh wall time queue wait training CPU use peak memory"
+    head = "Cost run starts GPU-hours core-hours wall time queue wait training CPU use peak memory"
     assert text.startswith(head)
-    assert "&lt;b&gt;one 1 0.04 0.08 – 36 s 10 s – – – own files" in text
+    assert "&lt;b&gt;one 1 0.04 0.08 36 s 10 s – – – – own files" in text
     no_sacct = "unknown for 1: sacct is not on PATH"
-    assert f"&lt;b&gt;one: cpu efficiency frac, {no_sacct}; max memory gb, {no_sacct}; " in text
+    assert f"&lt;b&gt;one: CPU use, {no_sacct}; peak memory of a node, GB, {no_sacct}; " in text
     assert "1 gpu-a100 COMPLETED 10 s 36 s 2 4 4 8" in text

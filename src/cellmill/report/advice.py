@@ -107,8 +107,8 @@ def _advise_on_batches(run: ReportedRun) -> str | None:
     if "integration" not in scored:
         return None
     return (
-        "set objective.batch_column: auto, so that the embedding need not contain the batch: batches then "
-        f"mixed as well as with Harmony, and accuracy with 5 labels a class {_describe_gain('batch')}"
+        "set objective.batch_column: auto, so that the embedding need not contain the batch: on CellBench, "
+        f"batches then mixed as well as with Harmony, and accuracy with 5 labels per class {_describe_gain('batch')}"
     )
 
 

@@ -44,7 +44,7 @@ class UmapCells(NamedTuple):
 
     x: "array[float]"  # coordinates, float64
     y: "array[float]"
-    is_held_out: bytes  # 1 for a held-out cell, 0 for a cell seen in training
+    is_held_out: bytes  # 1 for a held-out cell, otherwise 0
     texts: Mapping[str, Sequence[str]]  # columns `label` and `batch`; empty texts if unknown
 
 

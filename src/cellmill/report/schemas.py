@@ -1,4 +1,4 @@
-"""Schemas of the JSON files that the page reads. A file is checked once, when it is read.
+"""Schemas of the JSON files that the page reads. A file is checked when it is read.
 
 A schema has the keys that the page, or the card of a pushed model, reads by name. A file may have
 further keys. Keys with a default may be absent.
@@ -170,7 +170,7 @@ class BridgeValueSchema(Schema):
 
 
 class BridgeSchema(Schema):
-    """bridges/DATASET.PACKAGE.json: metrics of another package on a run's predictions."""
+    """bridges/DATASET.PACKAGE.json: metrics of another package on a run and its baselines."""
 
     package: str
     version: str

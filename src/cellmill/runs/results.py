@@ -394,7 +394,7 @@ class DatasetResult:
 
     @property
     def n_seen(self) -> int:
-        """Cells that are not scored because the model was trained or validated on them."""
+        """Cells that are not scored because they, or copies of them, are in training or validation."""
         return self.n_cells - self.n_scored - self.n_without_genes
 
     @property

@@ -21,7 +21,7 @@ def draw_png(svg: str, scale: float) -> bytes:
 def shrink_png(png: bytes) -> bytes:
     """The PNG, which has 32-bit pixels, with a palette.
 
-    Colours are rounded to 4 bits per channel. The palette has the MAX_COLOURS most frequent ones;
+    Channels keep their upper 4 bits. The palette has the MAX_COLOURS most frequent ones;
     the others become the nearest of these. A PNG whose lines do not all have the filter SUB_FILTER
     is returned unchanged.
     """
