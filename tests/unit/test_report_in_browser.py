@@ -3,6 +3,7 @@ theme sizes.
 """
 
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -185,3 +186,19 @@ def test_tables_can_be_sorted_and_searched(browser: Browser, page: Path) -> None
     assert first != second
     assert browser.run(pressed) == ("false" if is_dark else "true")
     assert browser.errors() == []
+
+
+def test_tables_can_be_sorted_without_packed_data(
+    browser: Browser, page: Path, tmp_path: Path
+) -> None:
+    before, packed, after = re.split(
+        r'(?<=id="packed">)(.*?)(?=</script>)', page.read_text("utf-8")
+    )
+    assert len(packed) > 1000
+    damaged = tmp_path / "index.html"
+    damaged.write_text(before + after, encoding="utf-8")
+    browser.open(damaged, 1280)
+    wait_for(lambda: browser.run("return !!document.querySelector('table.sortable th button')"))
+    hidden = "return ['theme', 'search'].map((id) => document.getElementById(id).hidden)"
+    assert browser.run(hidden) == [False, False]
+    assert browser.errors() != []

@@ -180,12 +180,16 @@ function addThemeButton() {
 }
 
 async function main() {
-  const { charts, folded } = await unpack(document.getElementById("packed").textContent);
-  unfold(folded);
-  drawChartsOnScroll(charts);
-  document.querySelectorAll("table.sortable").forEach(makeSortable);
   addThemeButton();
   addSearch();
+  try {
+    const { charts, folded } = await unpack(document.getElementById("packed").textContent);
+    unfold(folded);
+    drawChartsOnScroll(charts);
+  } finally {
+    // folded parts have tables too, but other tables can be sorted without them
+    document.querySelectorAll("table.sortable").forEach(makeSortable);
+  }
 }
 
 main().catch((error) => console.error(error));
