@@ -174,7 +174,10 @@ DRIVEN = {
     "sbatch": 'echo "sbatch $*" >> calls',
     "sleep": "echo slept >> calls",
     # a stage of an earlier driver runs at the first look
-    "squeue": """case "$*" in *%l*) echo 2-00:00:00 ;; *) [ -e seen ] || echo "rule_shard|$PWD"; touch seen ;; esac""",
+    "squeue": """case "$*" in
+*%l*) echo 2-00:00:00 ;;
+*) [ -e seen ] || echo "rule_shard|$(pwd -P)"; touch seen ;;
+esac""",
     "snakemake": """echo "snakemake $* ${SLURM_MEM_PER_CPU-clean}" >> calls
 [ "$3" ] && exit  # --unlock
 trap 'echo TERM >> calls; exit 1' TERM
@@ -196,10 +199,12 @@ def test_a_driver_submits_itself_before_its_limit(tmp_path: Path) -> None:
         "SLURM_MEM_PER_CPU": "4096",
     }
     script = Path(__file__).parents[2] / "profiles" / "drive.sbatch"
+    linked = tmp_path / "linked"
+    linked.symlink_to(tmp_path)
     ran = subprocess.run(
         ["bash", str(script), "--profile", "my own"],
-        env=slurm | {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"},
-        cwd=tmp_path,
+        env=slurm | {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "PWD": str(linked)},
+        cwd=linked,
         timeout=60,
     )
     assert ran.returncode == 1
