@@ -26,19 +26,19 @@ class Gain(NamedTuple):
 
 
 ACCURACY_DEFICITS = {"masked_gene": "0.11 to 0.34", "masked_value": "0.12 to 0.33"}
-"""By how much accuracy on whole cells was below logistic regression on all genes, by weak objective.
+"""Accuracy on whole cells below that of logistic regression on all genes, by weak objective.
 
 Rows encoder2-masked-gene and -masked-value of benchmarks/quality.tsv at commit 138e3a42, for PBMC,
 MERFISH and CellBench. On Papalexi both were above logistic regression.
 """
-DECODINGS = {
+REPLACEMENT_OBJECTIVES = {
     "cell_decoding": {"name": "cell_decoding"},
     "{name: cell_decoding, view: drop}": {"name": "cell_decoding", "view": "drop"},
 }
-"""Objectives to train instead of a weak one: options, by their text in the advice."""
+"""Options of objectives to train instead of a weak one, by their text in the advice."""
 GAINS = {"batch": Gain(0.006, -0.001, 0.013), "steps": Gain(0.013, -0.007, 0.034)}
 """Gains in accuracy, from rows of "What to change first" in docs/quality.md."""
-# in family `profile`, accuracy was lower if `hidden` was MIN_WIDTH and `lr` was above MAX_LR
+# in family `profile`, accuracy was lower at a `hidden` of MIN_WIDTH if `lr` was above MAX_LR
 MIN_WIDTH = 512
 MAX_LR = 0.0025
 SAFE_LR = 0.001
@@ -64,19 +64,19 @@ def _advise_on_collapse(run: ReportedRun) -> str | None:
 
 
 def _advise_on_objective(run: ReportedRun) -> str | None:
-    """Advice if the objective is weak and the run's other options accept a decoding."""
+    """Advice if the objective is weak and the run's other options accept a replacement."""
     objective = run.options.objective.name
     if objective not in ACCURACY_DEFICITS:
         return None
-    for words, decoding in DECODINGS.items():
+    for yaml_text, replacement in REPLACEMENT_OBJECTIVES.items():
         try:
-            changed = run.options.content | {"objective": decoding}
+            changed = run.options.content | {"objective": replacement}
             check_together(stored_options(changed, run.name))
         except ConfigError:
             continue
         return (
-            f"set objective: {words}; on three of four datasets, encoders of two layers trained only by {objective} "
-            f"were {ACCURACY_DEFICITS[objective]} in accuracy below logistic regression on all genes"
+            f"set objective: {yaml_text}; on three of four datasets, encoders of two layers trained only by "
+            f"{objective} were {ACCURACY_DEFICITS[objective]} in accuracy below logistic regression on all genes"
         )
     return None
 

@@ -10,8 +10,9 @@ The interval covers repetitions and cells:
 - Repetitions of two runs are paired if both were scored with the same `evaluate.cells` and on the
   same number of cells. Their folds and draws are then assumed to be the same. Other pairs of runs
   have no interval.
-- No file compares two runs cell by cell. Each run's difference from its best baseline has a
-  standard error over cells, and the larger of the two is taken.
+- No file has the paired difference of two runs per cell. As its standard error over cells, that of
+  a run's difference from its best baseline is taken: the larger of the two runs'. This is an
+  approximation.
 
 The interval does not cover training seeds; a sweep over `train.seed` shows how much these matter.
 """
@@ -37,9 +38,9 @@ class TaskScore:
     repetitions: Sequence[float | None]
     # standard error over units (mostly cells) of its difference from the best baseline; 0 if unknown
     units_se: float
-    # Independent units; None if the file does not count them. In leave_out these are batches or
-    # donors, although `units_se` is over cells. There are fewer of them, so the interval is too
-    # wide rather than too narrow.
+    # Independent units; None if the file does not count them. In leave_out they differ from the
+    # units of `units_se`: they are batches or donors, but it is over cells. They are fewer than
+    # cells, so the interval is too wide rather than too narrow.
     n_units: int | None = None
     scored: tuple[str, int] | None = None  # `evaluate.cells`, and the number of scored cells
 
@@ -172,7 +173,7 @@ def find_notable_difference(score: TaskScore, other: TaskScore) -> NotableDiffer
 
 
 def _list_paired_differences(score: TaskScore, other: TaskScore) -> list[float]:
-    """Differences of two runs in the repetitions that both tested.
+    """Differences of two runs in the repetitions in which both were tested.
 
     Empty if their repetitions do not match, or if they were not scored on the same cells.
     """

@@ -42,7 +42,7 @@ class Schema(BaseModel):
         try:
             return cls.model_validate(value)
         except ValidationError as error:
-            raise damage_error(path, error) from None
+            raise make_damage_error(path, error) from None
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -55,9 +55,10 @@ class Schema(BaseModel):
         return cls.read(path) if path.exists() else None
 
 
-def damage_error(path: Path, error: ValidationError) -> DataError:
+def make_damage_error(path: Path, error: ValidationError) -> DataError:
     """A DataError that names the file's first problem in one line."""
-    return DataError(f"{path}: damaged: {error_line(*explain(error, Schema))}; make it again")
+    location, message = explain(error, Schema)
+    return DataError(f"{path}: damaged: {error_line(location, message)}; make it again")
 
 
 class PlannedMemorySchema(Schema):

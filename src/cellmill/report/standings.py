@@ -73,7 +73,7 @@ def list_standings(runs: Sequence[ReportedRun]) -> list[Standing]:
         task = _choose_task(dataset.tasks, ranking)
         result = dataset.tasks[task]
         best_row = result.best_row("model")
-        assert best_row is not None
+        assert best_row is not None  # `score_tasks` has no task without one
         verdicts = list_verdicts(dataset.tasks)
         verdict = result.find_verdict(result.metric or "")
         if verdict is not None and verdict.compared != best_row.method.name:

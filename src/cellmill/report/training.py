@@ -1,4 +1,4 @@
-"""Training of the runs: curves, planned next to measured quantities, and cost."""
+"""Training of the runs: curves, planned and measured quantities, and cost."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple

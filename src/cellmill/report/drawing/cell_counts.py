@@ -20,11 +20,11 @@ def draw_histogram(
     of the x axis says how many cells are beyond.
     """
     # number of cells in each bin and all bins to its left
-    n_until_end = np.cumsum(before)
-    n_until_start = n_until_end - before
-    n_cells = n_until_end[-1]
+    cumulative = np.cumsum(before)
+    cumulative_before = cumulative - before
+    n_cells = cumulative[-1]
     tail = TAILS_FRAC / 2 * n_cells
-    is_drawn = (n_until_end > tail) & (n_until_start < n_cells - tail)
+    is_drawn = (cumulative > tail) & (cumulative_before < n_cells - tail)
     rows = []
     for index in np.flatnonzero(is_drawn).tolist():
         rows.append(

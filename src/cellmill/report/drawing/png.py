@@ -51,10 +51,10 @@ def shrink_png(png: bytes) -> bytes:
 
 
 def _choose_colours(channels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The palette, (colours, 4), the most frequent colour first, and each pixel's index in it,
-    (height, width), both uint8.
+    """The palette, the most frequent colour first, and each pixel's index in it.
 
-    `channels` are red, green, blue and alpha, each from 0 to 15, (height, width, 4) uint8.
+    They are (colours, 4) and (height, width), both uint8. `channels` are red, green,
+    blue and alpha, each from 0 to 15, (height, width, 4) uint8.
     """
     shifts = np.array([12, 8, 4, 0])
     codes = (channels.astype(np.int64) << shifts).sum(axis=2)

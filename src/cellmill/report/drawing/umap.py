@@ -103,8 +103,8 @@ def draw_umap_svg(spec: Spec, rows: Sequence[ChartRow], decimals: int) -> str:
     assert background is not None
     width, height = map(int, background.groups())
     radius = spec["mark"]["size"] ** 0.5 / 2
-    left = _scale([row["x"] for row in rows], radius, width - radius)
-    top = _scale([row["y"] for row in rows], height - radius, radius)
+    x_pixels = _scale([row["x"] for row in rows], radius, width - radius)
+    y_pixels = _scale([row["y"] for row in rows], height - radius, radius)
     half_height = radius * 3**0.5 / 2
     triangle = f"M0,{-half_height:.2f}L{-radius:.2f},{half_height:.2f}H{radius:.2f}Z"
     arc = f"A{radius:.2f},{radius:.2f},0,1,1"
@@ -112,7 +112,9 @@ def draw_umap_svg(spec: Spec, rows: Sequence[ChartRow], decimals: int) -> str:
     colours = spec["encoding"]["color"]["scale"]["range"]
     column = spec["transform"][0]["lookup"]
     marks = []
-    for row, x, y in zip(rows, left.round(decimals).tolist(), top.round(decimals).tolist()):
+    for row, x, y in zip(
+        rows, x_pixels.round(decimals).tolist(), y_pixels.round(decimals).tolist()
+    ):
         shape = circle if row["held_out"] else triangle
         fill = colours[row[column]]
         marks.append(f'<path transform="translate({x:g},{y:g})" d="{shape}" fill="{fill}"/>')

@@ -132,8 +132,9 @@ def _fit(size: np.ndarray, loss: np.ndarray, initial_values: Sequence[np.ndarray
 def _compute_huber_loss(
     parameters: np.ndarray, log_size: np.ndarray, log_loss: np.ndarray
 ) -> tuple[float, np.ndarray]:
-    """Huber loss of the log residuals divided by HUBER_DELTA, summed over runs, and its gradient by
-    the parameters, (3,) float64. `log_size` and `log_loss` are (runs,) float64.
+    """Huber loss of the log residuals divided by HUBER_DELTA, summed over runs, and its gradient.
+
+    The gradient is by the parameters, (3,) float64. `log_size` and `log_loss` are (runs,) float64.
 
     The division gives the linear parts slopes of ±1, and leaves the minimum where it is.
     """

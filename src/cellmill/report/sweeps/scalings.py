@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
 
 from cellmill.files import read_json
-from cellmill.report.schemas import damage_error
+from cellmill.report.schemas import make_damage_error
 from cellmill.report.sweeps.rows import LOSS, Measure, SweepRow, TableColumn
 from cellmill.report.sweeps.scaling_law import Law, NoLaw, fit_law
 
@@ -75,7 +75,7 @@ def read_sweep(path: Path) -> SweepCurves:
     try:
         return TypeAdapter(SweepCurves).validate_python(read_json(path))
     except ValidationError as error:
-        raise damage_error(path, error) from None
+        raise make_damage_error(path, error) from None
 
 
 def make_scalings(rows: Sequence[SweepRow], axes: Sequence[str]) -> list[Scaling]:
@@ -118,7 +118,11 @@ def _choose_measures(by_measure: RowsByMeasure) -> list[Measure]:
     means = _average_over_runs(by_measure, lambda row: row.kind == "model")
     best = _find_best_measures(means).values()
     return sorted(
-        [one for one in best if one == LOSS or len({*_list_values(by_measure[one])}) > 1],
+        [
+            measure
+            for measure in best
+            if measure == LOSS or len({*_list_values(by_measure[measure])}) > 1
+        ],
         key=lambda measure: (measure != LOSS, measure.task != "probe", measure.row is None),
     )
 
@@ -134,13 +138,13 @@ def _find_best_baselines(by_measure: RowsByMeasure) -> dict[TableColumn, BestBas
 
 
 def _average_over_runs(
-    by_measure: RowsByMeasure, is_chosen: Callable[[SweepRow], bool]
+    by_measure: RowsByMeasure, is_candidate: Callable[[SweepRow], bool]
 ) -> dict[Measure, float]:
-    """Mean over runs of each measure that has a chosen row."""
+    """Mean over runs of each measure of which any row is a candidate."""
     return {
         measure: float(np.mean(_list_values(rows)))
         for measure, rows in by_measure.items()
-        if any(map(is_chosen, rows))
+        if any(map(is_candidate, rows))
     }
 
 
