@@ -244,11 +244,14 @@ def test_out_of_memory_errors_are_recognised() -> None:
         OSError(errno.ENOMEM, "Cannot allocate memory"),
         RuntimeError("CUDA error: out of memory"),
         torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be …"),
+        RuntimeError("HIP error: out of memory"),
+        RuntimeError("HIP error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         dist.DistBackendError(
             "NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"
         ),
         dist.DistBackendError("Last error:\nCuda failure 'out of memory'"),
+        dist.DistBackendError("Last error:\nHIP failure 'out of memory'"),
     ):
         assert is_out_of_memory(error), error
     assert not is_out_of_memory(RuntimeError("a bug"))

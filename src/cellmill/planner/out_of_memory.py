@@ -25,9 +25,9 @@ TIMEOUT_S = 120  # seconds that advice may take
 # so a fifth is left for what plans leave out, such as fragmentation.
 REMEDY_FRAC = 0.8
 OUT_OF_MEMORY = re.compile(
-    # torch on a CPU; pinned host memory; cuBLAS and cuDNN; NCCL
-    r"can't allocate memory|not enough memory|Cannot allocate memory|CUDA error: out of memory|"
-    r"CU(BLAS|DNN)_STATUS_ALLOC_FAILED|Cuda failure (\d+ )?'?out of memory",
+    # torch on a CPU; pinned host memory; cuBLAS, hipBLAS and cuDNN; NCCL and RCCL
+    r"can't allocate memory|not enough memory|Cannot allocate memory|(CUDA|HIP) error: out of memory|"
+    r"(CUBLAS|HIPBLAS|CUDNN)_STATUS_ALLOC_FAILED|(Cuda|HIP) failure (\d+ )?'?out of memory",
     re.IGNORECASE,
 )
 
