@@ -25,7 +25,9 @@ class PartMeasurement(NamedTuple):
 
     window: Window  # operations of the forward pass; after the blocks, of both passes
     kept: float  # elements that stay allocated for the backward pass
-    workspace: float = 0.0  # peak elements of both passes above `kept`
+    # peak elements above `kept`: of a block's backward pass; after the blocks, of both passes; not
+    # measured before the blocks
+    workspace: float = 0.0
 
 
 @dataclass(frozen=True)

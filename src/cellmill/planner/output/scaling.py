@@ -56,8 +56,7 @@ def format_scaling(
             # the reason without its remedy, which would be for the whole machine
             lines.append(f"{count:>12}  {str(error).partition(';')[0]}")
             continue
-        if time is None:
-            return []
+        assert time is not None, "the speed is known"
         base_gpu_hours = base_gpu_hours or time.gpu_hours
         efficiency = f"{base_gpu_hours / time.gpu_hours:.0%}"
         shown = map(format_hours, (time.hours, time.gpu_hours))
