@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,21 @@ def test_a_remedy_names_every_option_that_it_changes(
     options = PlanOptions.model_validate(_sections(**changes))
     found = [*list_changes(options, CORPUS, _hardware(nodes, nproc))]
     assert instructions in [change.instructions for change in found]
+
+
+def test_full_recomputation_follows_the_selective_one() -> None:
+    sections = _sections(parallel={"activation_checkpointing": "selective"})
+    found = list_changes(PlanOptions.model_validate(sections), CORPUS, _hardware(1, 1))
+    assert [RECOMPUTE] in [change.instructions for change in found]
+
+
+def test_remedies_suit_each_number_of_nodes_of_a_range() -> None:
+    options = PlanOptions.model_validate(_sections(train={"global_batch": 240}))
+    hardware = replace(_hardware(2, 1), max_nodes=3)
+    for change in list_changes(options, CORPUS, hardware):
+        check_nodes(change.options, change.hardware.node_counts, 1, CORPUS.n_cells)
+        # two pipeline ranks do not divide three processes
+        assert change.options.parallel.pp == 1 or change.hardware.nodes > 3
 
 
 def test_layouts_that_another_option_excludes_are_no_remedies() -> None:

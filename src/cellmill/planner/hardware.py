@@ -15,16 +15,22 @@ from cellmill.planner.units import GB
 class Hardware:
     """The processes of a run, and the memory of each."""
 
-    nodes: int
+    nodes: int  # the fewest of a range, since a process then needs the most memory
     nproc_per_node: int
     device_name: str  # of each process
     device_bytes: int  # device memory of one process
     usable_bytes: int  # `plan.memory_frac` of `device_bytes`
     host_bytes: int = 0  # host memory that a job requests per node; 0 for all of it, or if unknown
+    max_nodes: int | None = None  # the most of a range; None without a range
 
     @property
     def world_size(self) -> int:
         return self.nodes * self.nproc_per_node
+
+    @property
+    def node_counts(self) -> range:
+        """Every number of nodes that the run may get."""
+        return range(self.nodes, (self.max_nodes or self.nodes) + 1)
 
     def divide(self, parallel: Parallel) -> Layout:
         """Divide the processes over the axes of a layout. Raise ConfigError if it does not divide them."""
@@ -33,10 +39,15 @@ class Hardware:
     def adapt_lanes(self, options: PlanOptions) -> PlanOptions:
         """Copy the options with a number of lanes that these processes can share evenly.
 
-        It is a multiple of the data-parallel ranks, and divides the global batch. Lanes stay if they
-        do, or if no number does. Raise ConfigError if the layout does not divide the processes.
+        It is a multiple of the data-parallel ranks on every number of nodes, and divides the global
+        batch. Lanes stay if they do, or if no number does. Raise ConfigError if the layout does not
+        divide the processes.
         """
-        dp = self.divide(options.parallel).dp
+        nproc = self.nproc_per_node
+        layouts = [
+            divide_processes(options.parallel, nodes * nproc, nproc) for nodes in self.node_counts
+        ]
+        dp = math.lcm(*(layout.dp for layout in layouts))
         lanes = options.stream.lanes
         for candidate in (lanes, math.lcm(lanes, dp), dp):
             if candidate % dp == 0 and options.train.global_batch % candidate == 0:
@@ -48,9 +59,8 @@ class Hardware:
 def find_hardware(options: PlanOptions, machine: Machine, device_name: str) -> Hardware:
     """Find the processes that `machine` gives a run, and the memory of each.
 
-    A range of nodes counts as its fewest, since a process then needs the most memory. Processes on
-    CPUs share the memory that a job requests per node. If it requests all of a node's memory, that of
-    this machine is assumed.
+    Processes on CPUs share the memory that a job requests per node. If it requests all of a node's
+    memory, that of this machine is assumed.
     """
     memory_gb = options.plan.memory_gb or find_device(device_name).memory_gb
     if memory_gb:
@@ -60,12 +70,12 @@ def find_hardware(options: PlanOptions, machine: Machine, device_name: str) -> H
         node_bytes = machine.node_memory_bytes or this_machine_bytes
         device_bytes = node_bytes // machine.nproc_per_node
     usable_bytes = int(device_bytes * options.plan.memory_frac)
-    nodes = machine.node_counts[0]
     return Hardware(
-        nodes,
+        machine.node_counts[0],
         machine.nproc_per_node,
         device_name,
         device_bytes,
         usable_bytes,
         host_bytes=machine.node_memory_bytes,
+        max_nodes=machine.node_counts[-1],
     )

@@ -105,12 +105,10 @@ def list_changes(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -
     configuration.
     """
     for candidate in _list_candidates(options, hardware):
-        nodes = candidate.hardware.nodes
+        node_counts = candidate.hardware.node_counts
         try:
             change = _add_required_changes(candidate)
-            check_nodes(
-                change.options, range(nodes, nodes + 1), hardware.nproc_per_node, corpus.n_cells
-            )
+            check_nodes(change.options, node_counts, hardware.nproc_per_node, corpus.n_cells)
         except ConfigError:  # another option excludes it, such as train.replay_every_steps
             continue
         yield change
@@ -150,7 +148,7 @@ def _list_candidates(options: PlanOptions, hardware: Hardware) -> Iterator[Chang
     """
     change = Change([], options, hardware)
     yield from islice(_list_smaller_budgets(change), FREE_HALVINGS)
-    if options.parallel.activation_checkpointing is None:
+    if options.parallel.activation_checkpointing != "full":
         change = change.with_parallel(activation_checkpointing="full")
         yield change
     yield from _list_smaller_budgets(change)
@@ -213,7 +211,7 @@ def _list_more_nodes(change: Change) -> Iterator[Change]:
     """Yield 2, 4, 8, … times as many nodes."""
     for power in range(1, MAX_DOUBLINGS + 1):
         nodes = change.hardware.nodes * 2**power
-        larger = replace(change.hardware, nodes=nodes)
+        larger = replace(change.hardware, nodes=nodes, max_nodes=nodes)
         yield change.with_instruction(f"set nodes to {nodes} in the profile", hardware=larger)
 
 

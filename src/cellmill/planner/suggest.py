@@ -56,9 +56,10 @@ class Suggestions:
 def suggest_layouts(
     options: PlanOptions, corpus: CorpusSize, machine: Machine, device_name: str
 ) -> Suggestions:
-    """Rank the layouts for all processes of `machine`, with the fewest of a range of nodes.
+    """Rank the layouts for all processes of `machine` by their speed.
 
-    The speed of CPU cores is measured on this machine.
+    Of a range of nodes, speed and memory are those of the fewest, and a layout that another number
+    excludes is refused. The speed of CPU cores is measured on this machine.
     """
     hardware = find_hardware(options, machine, device_name)
     device = find_device(device_name)
@@ -72,7 +73,7 @@ def suggest_layouts(
         try:
             adapted = hardware.adapt_lanes(options.model_copy(update={"parallel": parallel}))
             check_precision(parallel, device_name, device)
-            check_nodes(adapted, machine.node_counts[:1], hardware.nproc_per_node, corpus.n_cells)
+            check_nodes(adapted, hardware.node_counts, hardware.nproc_per_node, corpus.n_cells)
         except ConfigError as error:
             without_numbers = re.sub(r"\d+", "", str(error))
             reason = first_reasons.setdefault(without_numbers, str(error))
