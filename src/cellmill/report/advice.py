@@ -26,10 +26,10 @@ class Gain(NamedTuple):
 
 
 ACCURACY_DEFICITS = {"masked_gene": "0.11 to 0.34", "masked_value": "0.12 to 0.33"}
-"""Accuracy on whole cells below that of logistic regression on all genes, by weak objective.
+"""By how much the accuracy on whole cells was below that of logistic regression on all genes.
 
-Rows encoder2-masked-gene and -masked-value of benchmarks/quality.tsv at commit 138e3a42, for PBMC,
-MERFISH and CellBench. On Papalexi both were above logistic regression.
+By weak objective, from rows encoder2-masked-gene and -masked-value of benchmarks/quality.tsv at
+commit 138e3a42, for PBMC, MERFISH and CellBench. On Papalexi both were above logistic regression.
 """
 REPLACEMENT_OBJECTIVES = {
     "cell_decoding": {"name": "cell_decoding"},

@@ -121,8 +121,8 @@ def list_results(runs: Iterable[ReportedRun]) -> list[tuple[ReportedRun, str, Da
     run_results = []
     for run in runs:
         datasets = run.evaluation.datasets if run.evaluation else {}
-        for name, dataset in datasets.items():
-            run_results.append((run, name, dataset))
+        for dataset_name, dataset_result in datasets.items():
+            run_results.append((run, dataset_name, dataset_result))
     return run_results
 
 

@@ -199,8 +199,8 @@ def describe_missing(runs: Sequence[ReportedRun]) -> str:
 def describe_unscored(runs: Sequence[ReportedRun]) -> list[str]:
     """A sentence for each run and dataset on which every task was skipped."""
     sentences = []
-    for run, dataset_name, dataset in list_results(runs):
-        reasons = {to_words(task): result.skipped for task, result in dataset.tasks.items()}
+    for run, dataset_name, dataset_result in list_results(runs):
+        reasons = {to_words(task): result.skipped for task, result in dataset_result.tasks.items()}
         if None in reasons.values():
             continue
         sentence = f"{run.name} on {dataset_name}: nothing was scored"
@@ -217,8 +217,8 @@ def group_by_advice(runs: Sequence[ReportedRun]) -> dict[str, list[str]]:
     names_by_advice: dict[str, list[str]] = {}
     for run in sorted(runs, key=lambda run: not run.has_collapsed):
         outcomes: list[str] = []
-        for _, _, dataset in list_results([run]):
-            outcomes += [entry.verdict.outcome for entry in list_verdicts(dataset.tasks)]
+        for _, _, dataset_result in list_results([run]):
+            outcomes += [entry.verdict.outcome for entry in list_verdicts(dataset_result.tasks)]
         advice = list_advice(run, outcomes)
         names_by_advice.setdefault(advice[0], []).append(run.name)
     return names_by_advice
@@ -229,8 +229,8 @@ def list_verdict_sentences(
 ) -> list[tuple[str, str]]:
     """(run, sentence) of each verdict with one of `outcomes`. A sentence begins with the dataset."""
     sentences = []
-    for run, dataset_name, dataset in list_results(runs):
-        for result in dataset.tasks.values():
+    for run, dataset_name, dataset_result in list_results(runs):
+        for result in dataset_result.tasks.values():
             for verdict in result.verdicts:
                 if verdict.outcome in outcomes:
                     sentences.append((run.name, f"{dataset_name}: {verdict.sentence}"))
@@ -245,14 +245,14 @@ def list_defeats(runs: Sequence[ReportedRun]) -> list[tuple[str, str]]:
     """
     defeats = []
     further = []
-    for run, dataset_name, dataset in list_results(runs):
-        verdicts = list_verdicts(dataset.tasks)
+    for run, dataset_name, dataset_result in list_results(runs):
+        verdicts = list_verdicts(dataset_result.tasks)
         n_behind = sum(entry.verdict.outcome == "behind" for entry in verdicts)
         if n_behind:
             tasks = _describe_tasks(verdicts, "behind")
             sentence = f"{dataset_name}: behind in {n_behind} of {len(verdicts)}: {tasks}."
             defeats.append((run.name, sentence))
-        for result in dataset.tasks.values():
+        for result in dataset_result.tasks.values():
             if result.best_verdicts():
                 continue
             for verdict in result.verdicts:

@@ -42,11 +42,11 @@ def compare_runs(runs: Sequence[ReportedRun]) -> list[TaskAcrossRuns]:
     """
     # by task, then by metric: tables of a task are next to each other
     rows_by_table: dict[str, dict[str | None, list[RunValues]]] = {}
-    for run, name, dataset in list_results(runs):
-        for task, result in dataset.tasks.items():
+    for run, dataset_name, dataset_result in list_results(runs):
+        for task, result in dataset_result.tasks.items():
             if result.skipped is None:
                 find_values = _find_best_scores if result.metric else _find_model_values
-                row = RunValues(run, name, find_values(result))
+                row = RunValues(run, dataset_name, find_values(result))
                 rows_by_table.setdefault(task, {}).setdefault(result.metric, []).append(row)
     tables = [
         TaskAcrossRuns(task, metric, rows)

@@ -57,30 +57,30 @@ def list_standings(runs: Sequence[ReportedRun]) -> list[Standing]:
     """
     scores_by_dataset: dict[str, dict[str, Scores]] = {}  # by dataset, then by run
     scored_cells_by_dataset: dict[str, set[tuple[str, int]]] = {}
-    for run, name, dataset in list_results(runs):
-        scores = score_tasks(dataset)
+    for run, dataset_name, dataset_result in list_results(runs):
+        scores = score_tasks(dataset_result)
         if scores:
-            scored_cells_by_dataset.setdefault(name, set()).add(dataset.scored)
-            scores_by_dataset.setdefault(name, {})[run.name] = scores
+            scored_cells_by_dataset.setdefault(dataset_name, set()).add(dataset_result.scored)
+            scores_by_dataset.setdefault(dataset_name, {})[run.name] = scores
     rankings = {name: rank_runs(by_run) for name, by_run in scores_by_dataset.items()}
     steps = {run.name: run.status.step if run.status else None for run in runs}
     standings = []
-    for run, name, dataset in list_results(runs):
-        compared = scores_by_dataset.get(name, {})
+    for run, dataset_name, dataset_result in list_results(runs):
+        compared = scores_by_dataset.get(dataset_name, {})
         if run.name not in compared:
             continue
-        ranking = rankings[name]
-        task = _choose_task(dataset.tasks, ranking)
-        result = dataset.tasks[task]
+        ranking = rankings[dataset_name]
+        task = _choose_task(dataset_result.tasks, ranking)
+        result = dataset_result.tasks[task]
         best_row = result.best_row("model")
         assert best_row is not None  # `score_tasks` has no task without one
-        verdicts = list_verdicts(dataset.tasks)
+        verdicts = list_verdicts(dataset_result.tasks)
         verdict = result.find_verdict(result.metric or "")
         if verdict is not None and verdict.compared != best_row.method.name:
             verdict = None
         standing = Standing(
             run=run,
-            dataset_name=name,
+            dataset_name=dataset_name,
             task=task,
             result=result,
             best_row=best_row,
@@ -90,7 +90,7 @@ def list_standings(runs: Sequence[ReportedRun]) -> list[Standing]:
             ranking=ranking,
             n_runs=len(compared),
             steps=frozenset(steps[run_name] for run_name in compared),
-            has_equal_cells=len(scored_cells_by_dataset[name]) == 1,
+            has_equal_cells=len(scored_cells_by_dataset[dataset_name]) == 1,
         )
         standings.append(standing)
     return standings
