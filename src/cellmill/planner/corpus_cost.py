@@ -13,7 +13,7 @@ from math import ceil
 from cellmill.config.corpus import Shard
 
 NS_PER_HOUR = 3.6e12
-# CPU time of one process, by stage, with uncompressed input files
+# CPU time of one process, by stage, with uncompressed input files; a value is a stored count with its gene
 NS_PER_VALUE = {"preprocess": 68, "vocabulary": 40, "divide": 40, "shard_part": 69}
 CELL_BYTES_PER_VALUE = 1.2  # preprocessed cells
 SHARD_BYTES_PER_VALUE = {"rank": 2.2, "genes": 1.2}  # keys are values of shard.order

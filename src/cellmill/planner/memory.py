@@ -98,8 +98,8 @@ def estimate_rank_peak(
     """Estimate the peak memory of a process of one pipeline rank in a step of `micro_batches`."""
     memory = _RankMemory(model, pp_rank, micro_batch_tokens, micro_batches)
     peaks = [memory.at_backward_start()]
-    # Not in a pipeline: when a later micro-batch's backward pass begins, all gradients are there
-    # already, next to more activations than at the first block.
+    # A pipeline is never at its peak at the first block: once the second micro-batch's backward pass
+    # begins, all gradients are allocated, and more activations than at the first block.
     if model.layout.pp == 1:
         peaks.append(memory.at_first_block())
     if model.is_sharded:
@@ -161,7 +161,7 @@ class _RankMemory:
         """
         model = self.model
         block = model.size.block
-        activations = self._activation_bytes * self._peak_elements_per_token()
+        bytes_per_token = self._activation_bytes * self._peak_elements_per_token()
         logits_bytes = 0.0
         if self.totals.has_finish:  # float32 in every precision
             logits_bytes = FLOAT32_BYTES * model.size.finish_workspace(self.micro_batch_tokens)
@@ -181,7 +181,7 @@ class _RankMemory:
             communication_bytes = FLOAT32_BYTES * (block.trained + shard)
         return replace(
             self.persistent,
-            activations=round(activations * self.micro_batch_tokens),
+            activations=round(bytes_per_token * self.micro_batch_tokens),
             logits=round(logits_bytes),
             gathered=self._gathered_bytes,
             gradients=gradient_bytes,
@@ -192,8 +192,8 @@ class _RankMemory:
         """Estimate the memory when the backward pass has reached the first block.
 
         Gradients of all blocks are allocated, and activations of the first block and the part before
-        it. A second copy of the gradients (`at_backward_start`) does not count here: if there is one,
-        the peak was at the start, with the activations of all blocks.
+        it. The second copy of the gradients that `at_backward_start` counts is left out here: if there
+        is one, the peak was at the start, with the activations of all blocks.
         """
         model = self.model
         size = model.size

@@ -21,7 +21,9 @@ from cellmill.planner.memory import find_overflow, plan_memory
 from cellmill.planner.output.format import format_bytes
 from cellmill.planner.step_counts import CorpusSize
 
-FREE_HALVINGS = 2  # halvings of a micro-batch that cost less than recomputing a forward pass
+BUDGETS_BEFORE_RECOMPUTING = (
+    2  # smaller token budgets that cost less than recomputing a forward pass
+)
 MAX_TRIED_BUDGET = 1 << 24  # largest token budget that is tried
 MAX_DOUBLINGS = 7  # doublings of the number of nodes that are tried
 
@@ -136,7 +138,7 @@ def _add_required_changes(change: Change) -> Change:
 def _list_candidates(options: PlanOptions, hardware: Hardware) -> Iterator[Change]:
     """Yield changes, the least costly in speed first, which `list_changes` checks.
 
-    1. Up to FREE_HALVINGS smaller token budgets.
+    1. Up to BUDGETS_BEFORE_RECOMPUTING smaller token budgets.
     2. Full recomputation, kept in all that follows.
     3. Smaller token budgets.
     4. A reduction of gradients in each micro-batch, and then smaller token budgets with it.
@@ -147,7 +149,7 @@ def _list_candidates(options: PlanOptions, hardware: Hardware) -> Iterator[Chang
     What is not kept is tried by itself.
     """
     change = Change([], options, hardware)
-    yield from islice(_list_smaller_budgets(change), FREE_HALVINGS)
+    yield from islice(_list_smaller_budgets(change), BUDGETS_BEFORE_RECOMPUTING)
     if options.parallel.activation_checkpointing != "full":
         change = change.with_parallel(activation_checkpointing="full")
         yield change

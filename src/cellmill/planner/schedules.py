@@ -25,7 +25,7 @@ IDLE_UNITS = {
 def count_in_flight(parallel: Parallel, pp_rank: int, micro_batches: int) -> int:
     """Count the micro-batches whose activations a pipeline rank holds at most.
 
-    A micro-batch counts once for each stage of the rank that holds it.
+    A micro-batch that both stages of a rank hold counts twice.
     """
     pp = parallel.pp
     later_ranks = pp - 1 - pp_rank

@@ -49,7 +49,8 @@ class Suggestions:
 
     fitting: list[RunCost]  # the best first
     bytes_of_too_large: list[int]  # memory that each layout needs which does not fit
-    # number of layouts by reason of refusal; reasons that differ only in numbers count as the first
+    # number of layouts by reason of refusal; reasons that differ only in their numbers are counted
+    # together, under the first one seen
     refused: Counter[str]
 
 
@@ -115,7 +116,7 @@ def list_parallel_options(options: PlanOptions, hardware: Hardware) -> Iterator[
     unchanged = options.parallel.model_dump(exclude=replaced)
     strategies = [{"strategy": "ddp"}]
     for name in ("FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP"):
-        strategies.append({"sharding_strategy": name})
+        strategies.append({"strategy": "fsdp", "sharding_strategy": name})
     is_compiled = options.parallel.compile
     checkpointing_modes = (None, "full") if is_compiled else (None, "selective", "full")
     tp_sizes = divisors(hardware.nproc_per_node) if options.model.tp_sizes() else [1]

@@ -1,8 +1,8 @@
 """plan: estimate memory, traffic and time of a run before any device is requested.
 
 No counts are read, only the row offsets of the shards and levels of obs columns. A run that cannot
-work is refused with the reason. If it does not fit, that is the memory that it needs, the memory of
-the device, and the first change that helps.
+work is refused with the reason. If it does not fit, the error gives the memory that it needs, the
+memory of the device, and the first change that helps.
 """
 
 from pathlib import Path
@@ -34,7 +34,7 @@ from cellmill.runs.identity import foresee_refusal
 from cellmill.stages.training_inputs import open_corpus
 
 ASSUMED_CELLS = 1_000_000
-# cells whose tokens are stored: as all assumed cells are alike, a part of them will do
+# cells whose tokens are stored, or a whole step if that has more: all assumed cells are alike
 MAX_STORED_CELLS = 1 << 22
 ASSUMED_GENES = 20_000
 ASSUMED_LEVELS = 16  # levels of an obs column that the run reads
@@ -175,7 +175,8 @@ def _plan_run(corpus: PlannedCorpus, machine: Machine, device_name: str) -> RunP
     if find_overflow(options, corpus.size, hardware) == "host":
         raise _explain_host_memory(cost.model, hardware, machine)
     warnings = options.objective.warnings()
-    # more tokens cost little in a family with one row per cell
+    # blocks of a family without sequence parallelism compute on one row per cell, so more tokens cost
+    # little
     if corpus.cut_cells_frac and not options.model.sequence_parallel:
         max_genes = int(corpus.detected_by_read.max())
         max_tokens = find_max_tokens(options.tokens, max_genes)

@@ -111,9 +111,8 @@ class RunPlan:
             "mfu_frac": options.plan.mfu_frac,
             "warmup_steps": train.warmup_steps,
             "global_batch": train.global_batch,  # cells
-            "scaled_lr": _scale_lr(
-                train
-            ),  # by the square root of the batch sizes' ratio, and by the ratio
+            # by the square root of the batch sizes' ratio, and by the ratio
+            "scaled_lr": _scale_lr(train),
             "choices": options.objective.choices(),  # what options take from the corpus, and why
             "warnings": self.warnings,
             # largest train.token_budget that fits, of those up to MAX_TRIED_BUDGET

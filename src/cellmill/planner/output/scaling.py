@@ -62,8 +62,8 @@ def format_scaling(
         shown = map(format_hours, (time.hours, time.gpu_hours))
         lines.append(ROW.format(count, *shown, efficiency))
     lines.append(
-        "efficiency: GPU time of the fewest over this; links and idle time lower it; slowdown by small batches is not "
-        "estimated"
+        "efficiency: GPU time on the fewest GPUs that fit, over GPU time on these; communication and idle time lower "
+        "it, and the effect of smaller batches per GPU is not estimated"
     )
     return lines
 
