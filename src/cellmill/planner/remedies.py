@@ -21,9 +21,8 @@ from cellmill.planner.memory import find_overflow, plan_memory
 from cellmill.planner.output.format import format_bytes
 from cellmill.planner.step_counts import CorpusSize
 
-BUDGETS_BEFORE_RECOMPUTING = (
-    2  # smaller token budgets that cost less than recomputing a forward pass
-)
+# smaller token budgets that cost less than recomputing a forward pass
+BUDGETS_BEFORE_RECOMPUTING = 2
 MAX_TRIED_BUDGET = 1 << 24  # largest token budget that is tried
 MAX_DOUBLINGS = 7  # doublings of the number of nodes that are tried
 

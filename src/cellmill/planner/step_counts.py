@@ -76,7 +76,7 @@ class StepCounts:
     val_cells: int  # cells per validation
     mean_micro_batches_per_step: float  # in the sampled first steps; the same on every rank
     max_micro_batches_per_step: int  # in the sampled first steps
-    max_micro_batch_tokens: int  # `MicroBatches.max_tokens`
+    max_micro_batch_tokens: int  # of the largest, with covariates, and in a pipeline with padding
     padding_frac: float  # padding tokens of a pipeline per token of the step's cells
 
 
@@ -134,7 +134,8 @@ def count_micro_batches(
     cell_tokens = corpus.gene_tokens_by_read
     steps = _deal_first_steps(cell_tokens, step_cells, dp)
     counts = [_count_needed(ranks, rule) for ranks in steps]
-    if rule.multiple_of == 1:
+    is_pipeline = rule.multiple_of > 1
+    if not is_pipeline:
         max_cells = len(steps[0][0])  # cells of a rank in the largest step
         max_tokens = min(rule.token_budget, max_cells * int(cell_tokens.max()))
         if corpus.n_covariates:

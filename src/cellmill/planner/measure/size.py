@@ -131,7 +131,8 @@ class ModelSize:
     tied: PartSize  # parameters that are in both `begin` and `finish`
     buffers: int  # elements of all buffers
     flops: Flops
-    width: float  # `PassMeasurements.width`
+    # elements that pass from block to block per token: less than the hidden size if a view hides tokens
+    width: float
     # `block.activations_per_token` with selective activation checkpointing
     selective_per_token: float
     block_workspace_per_token: float  # peak of a block's backward pass above its kept activations
