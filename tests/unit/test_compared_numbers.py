@@ -10,7 +10,7 @@ import pytest
 from cellmill.cli import main
 from cellmill.config.parts.objectives import RegressionConfig
 from cellmill.config.parts.tokens import Tokens
-from cellmill.evaluate.inference.agreement import compare_numbers
+from cellmill.evaluate.inference.agreement import compare_labels, compare_numbers
 from cellmill.evaluate.seen.seen_cells import Seen
 from cellmill.models.objectives.regression import Regression
 from tests.unit.exported import export_model
@@ -23,6 +23,15 @@ def _draw() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     given[3] = np.nan
     predicted[4] = np.nan
     return given, predicted, np.arange(60) % 3 == 0
+
+
+def test_a_cell_without_a_vector_is_not_called_rejected() -> None:
+    given = np.array(["T", "B", "T"], object)
+    predicted = np.array(["T", "B", None], object)
+    seen = Seen(np.zeros(3, bool), "")
+    figures, [line] = compare_labels("cell_type", given, predicted, ["B", "T"], seen)
+    assert figures["accuracy"] == pytest.approx(2 / 3)
+    assert line.endswith("2 of 3 (0.667, 1 without a predicted label)")
 
 
 def test_only_unseen_cells_have_figures() -> None:

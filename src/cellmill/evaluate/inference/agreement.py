@@ -123,13 +123,13 @@ def _compare(
 
 
 def _measure_labels(file_labels: np.ndarray, predicted: np.ndarray) -> Measures:
-    """Accuracy, in which a cell without a predicted label (rejected) is wrong."""
+    """Accuracy, in which a cell without a predicted label is wrong."""
     n_cells = len(file_labels)
     n_right = int((file_labels == predicted).sum())
-    n_rejected = int(pd.isna(predicted).sum())
+    n_missing = int(pd.isna(predicted).sum())
     accuracy = n_right / n_cells
-    rejected = f", {n_rejected:,} rejected" if n_rejected else ""
-    return {"accuracy": accuracy}, f"{n_right:,} of {n_cells:,} ({accuracy:.3f}{rejected})"
+    missing = f", {n_missing:,} without a predicted label" if n_missing else ""
+    return {"accuracy": accuracy}, f"{n_right:,} of {n_cells:,} ({accuracy:.3f}{missing})"
 
 
 def _measure_numbers(
