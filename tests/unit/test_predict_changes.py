@@ -342,6 +342,17 @@ def test_genes_are_named_like_perturbations(
     assert names[:4].tolist() == [symbols[0], ids[1], ids[2], symbols[3]]
 
 
+def test_a_perturbation_at_two_doses_counts_once(screen: Context, tmp_path: Path) -> None:
+    perturbation = pd.Series(np.array(["a", "control"])[np.arange(screen.reader.n_obs) % 2])
+    dose = pd.Series(np.where(np.arange(screen.reader.n_obs) % 4 < 2, "1", "2"))
+    is_control = perturbation == "control"
+    roles = {"perturbation": perturbation, "is_control": is_control, "dose": dose}
+    context = replace(screen, roles=roles, scored=~is_control.to_numpy())
+    config = CONFIG.model_copy(update={"doses": "column"})
+    with pytest.raises(DataError, match=r"expected two perturbations of .* got 1 and 1; set"):
+        write_changes(tmp_path / "changes.h5ad", context, config, "digest")
+
+
 def test_unseen_perturbations_are_held_out(tmp_path: Path, corpus: dict[str, Path]) -> None:
     perturbation = np.array(["a", "b", "c", "control"])[np.arange(600) % 4]
     changed = {"perturbation": perturbation, "is_control": perturbation == "control"}
