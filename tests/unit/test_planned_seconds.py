@@ -142,6 +142,13 @@ def test_cells_that_a_task_does_not_draw_cost_little() -> None:
     assert estimate("probe", many) == estimate("probe", more)
 
 
+@pytest.mark.parametrize("name", ["low_depth", "missing_genes"])
+def test_a_ceiling_of_degraded_cells_costs_as_in_probe(name: str) -> None:
+    few, many = (replace(WORK, n_cells=n) for n in (2_000, 10_000))
+    ceiling_s = many.halves_s(10_000) - few.halves_s(2_000)
+    assert estimate(name, many) - estimate(name, few) == pytest.approx(ceiling_s)
+
+
 def test_training_cells_that_a_task_does_not_read_cost_nothing() -> None:
     ten_thousand, twenty_thousand, more = (
         replace(WORK, n_training=n) for n in (10_000, 20_000, 1_000_000)

@@ -35,7 +35,7 @@ from cellmill.evaluate.draws import seeded
 from cellmill.evaluate.evaluated_model import PCA_CELLS
 from cellmill.evaluate.features.cell_features import compute_features, keep_columns, read_rows
 from cellmill.evaluate.features.components import pca
-from cellmill.evaluate.labels import labelled_cells, predict_from_other_half
+from cellmill.evaluate.labels import MAX_CELLS, labelled_cells, predict_from_other_half
 from cellmill.evaluate.methods import (
     MAJORITY,
     TRAINING_COMPONENTS,
@@ -52,7 +52,7 @@ from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.evaluate.training_shards import read_counts
 from cellmill.runs.results import TaskResult
 
-MAX_CELLS = 2_000  # cells used at most: each level is embedded and classified again
+MAX_DEGRADED_CELLS = 2_000  # cells used at most: each level is embedded and classified again
 DENSE_FIT_S = 4e-4  # seconds per fitted cell of the classifiers on dense features
 WHOLE = "whole"
 # ends of the columns of a level: the cells that classifiers are fitted on
@@ -140,7 +140,9 @@ class Degraded(Task):
             if context.reader.ranked:
                 raise Skipped("ranks have no counts to lose")
             raise Skipped("sequences have no counts or genes to lose")
-        chosen = labelled_cells(context, config.name, options.folds, "evaluate.folds", MAX_CELLS)
+        chosen = labelled_cells(
+            context, config.name, options.folds, "evaluate.folds", MAX_DEGRADED_CELLS
+        )
         whole = read_rows(context.reader, chosen.cells)
         predictions = ClassPredictions(
             chosen.labels,
@@ -172,7 +174,7 @@ class Degraded(Task):
         return tabulate(predictions.accuracies(), chosen.figures | figures, metric=metric)
 
     def estimate_s(self, sizes: DatasetSizes) -> float:
-        n = sizes.count_cells(MAX_CELLS)
+        n = sizes.count_cells(MAX_DEGRADED_CELLS)
         config = self.config
         n_levels = len(config.levels())
         n_fitted = n - n // sizes.folds
@@ -184,7 +186,9 @@ class Degraded(Task):
         repetition_s = sizes.folds * fold_s + n_levels * sizes.training_components_s()
         # the trained and the untrained model embed every level
         repetition_s += 2 * (n_levels + 1) * n * sizes.forward_s
-        return sizes.features_s(n) + sizes.halves_s(n) + config.repeats * repetition_s
+        # the ceiling is fitted on all cells that other tasks use
+        ceiling_s = sizes.halves_s(sizes.count_cells(MAX_CELLS))
+        return sizes.features_s(n) + ceiling_s + config.repeats * repetition_s
 
     def _fit_to_levels(
         self,
