@@ -74,8 +74,7 @@ class CellGroup:
         chosen = choose_cells(label.iloc[candidates], 1, context.options.seed)
         reader = context.reader
         gene_ids = context.model.vocabulary.gene_ids
-        # the context keeps them, and its file is closed before cells are embedded
-        assert len(context.levels) == reader.n_obs
+        _ = context.levels  # read while the file is open; cells are embedded later
         cells = candidates[chosen.cells]
         gene_names = []
         columns = zip(context.gene_columns.target, reader.var_names, context.gene_columns.measured)
@@ -192,10 +191,19 @@ class Transfer(Task):
         fitted = []
         for name in self.config.fit_on:
             with context.datasets.open(name) as (reader, vectors, roles):
-                embedded = np.flatnonzero(np.isfinite(vectors).all(axis=1))
-                other = replace(context, dataset=name, reader=reader, vectors=vectors, roles=roles)
+                is_embedded = np.isfinite(vectors).all(axis=1)
+                other = replace(
+                    context,
+                    dataset=name,
+                    reader=reader,
+                    scored=is_embedded,
+                    vectors=vectors,
+                    roles=roles,
+                    embedding_cost={},
+                    external={},
+                )
                 label = _find_label(roles, context, name)
-                fitted.append(CellGroup.read(other, label, embedded))
+                fitted.append(CellGroup.read(other, label, np.flatnonzero(is_embedded)))
         scored = np.flatnonzero(context.scored)
         tested = CellGroup.read(context, context.roles["label"], scored)
         genes = find_shared_genes([*fitted, tested])
@@ -263,9 +271,10 @@ def find_shared_genes(groups: list[CellGroup]) -> list[str]:
     shared = sorted(set.intersection(*({*group.gene_names} - {""} for group in groups)))
     if not shared:
         *others, path = [str(group.context.reader.path) for group in groups]
+        theirs, *_, its = [next(filter(None, group.gene_names), None) for group in groups]
         raise DataError(
-            f"{path}: no gene in common with {', '.join(others)}: its first is {groups[-1].gene_names[0]!r}, theirs "
-            f"{groups[0].gene_names[0]!r}; take one of them out of evaluate.tasks.transfer"
+            f"{path}: no gene in common with {', '.join(others)}: its first is {its!r}, theirs {theirs!r}; take one of "
+            "them out of evaluate.tasks.transfer"
         )
     return shared
 
