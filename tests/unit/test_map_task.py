@@ -159,6 +159,22 @@ def test_terms_get_credit_for_their_superclasses(clustered: Context) -> None:
     assert accuracy < credit < 1, "superclasses are partly right"
 
 
+def test_an_atlas_without_the_label_that_is_no_term_climbs(clustered: Context) -> None:
+    codes = pd.factorize(clustered.roles["label"], sort=True)[0]
+    vectors = 0.3 * clustered.vectors + np.random.default_rng(1).normal(
+        size=clustered.vectors.shape
+    )
+    mixed = with_donors(clustered, vectors.astype(np.float32))
+    names = np.array(["T cell", "B cell", "neuron", "hepatocyte"], object)[codes]
+    is_first = (mixed.roles["donor"] == "d0").to_numpy()
+    names[is_first & (codes == 3)] = "unheard"
+    mixed.roles["label"] = pd.Series(names, name="cell_type")  # type: ignore[index]
+    result = run(mixed, max_types=1)
+    row = "embedding + vote of donors"
+    assert 0 < (score(result, row, "accuracy") or 0) < 1
+    assert score(result, row, "credit") is None, "some label is no term"
+
+
 def test_the_task_is_skipped_without_donors_or_labels(context: Context) -> None:
     with pytest.raises(Skipped, match=r"^the scored cells have no two donors or batches$"):
         run(context)

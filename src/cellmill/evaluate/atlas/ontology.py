@@ -34,7 +34,7 @@ class Terms:
 
     @cached_property
     def names(self) -> list[str]:
-        """Names of these classes: the labels, and ids or names of superclasses as the labels have."""
+        """Names of these classes: the labels; for superclasses ids if all labels are ids, names otherwise."""
         names = cell_ontology().names
         known = self._label_of_term
         return [known.get(term, term if self._are_ids else names[term]) for term in self._classes]
@@ -62,7 +62,7 @@ class Terms:
 
 
 def find_terms(labels: Sequence[str]) -> Terms | None:
-    """Terms that are named by `labels`: all by ids, or all by names in any case; None otherwise."""
+    """Terms of `labels`, each an id, or a name in any case; None if one is neither."""
     are_ids = all(label in cell_ontology() for label in labels)
     known = [term for term in map(_find_term, labels) if term is not None]
     return Terms(labels, known, are_ids) if labels and len(known) == len(labels) else None

@@ -87,11 +87,12 @@ class ClassPredictions:
     def record(
         self, condition: str, repetition: int, cells: np.ndarray, predicted: ByMethod
     ) -> None:
-        """Keep the `predicted` classes (text) of `cells` (indices)."""
+        """Keep the `predicted` classes (text) of `cells` (indices); all are in `class_names`."""
         by_method = self.by_condition.setdefault(condition, {})
         for method, names in predicted.items():
             if method not in by_method:
                 by_method[method] = np.full((self.repetitions, len(self.labels)), NOT_TESTED)
+            assert np.isin(names, self.class_names).all(), "classes of no cell are in other_classes"
             by_method[method][repetition, cells] = np.searchsorted(self.class_names, names)
 
     @cached_property

@@ -34,7 +34,7 @@ from cellmill.evaluate.methods import ALL_GENES, REGRESSION, ByMethod
 from cellmill.evaluate.scores import ScoreColumn, tabulate
 from cellmill.evaluate.seconds.sizes import DatasetSizes
 from cellmill.evaluate.seen.seen_cells import Seen
-from cellmill.evaluate.splits import explain_no_groups, split_donors, split_groups
+from cellmill.evaluate.splits import Fold, explain_no_groups, split_donors, split_groups
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.models.objectives.shared.calibration import softmax
 from cellmill.runs.results import ScoredMethod, TaskResult
@@ -137,8 +137,7 @@ class MapCells(Task):
         del features[ALL_GENES]
         types = [*chosen.classes][: config.max_types]
         terms = find_terms(sorted(chosen.classes))
-        others = (NONE, *(terms.names if terms is not None else ()))
-        predictions = ClassPredictions(labels, len(folds), others)
+        predictions = ClassPredictions(labels, len(folds), _list_other_classes(labels, folds))
         new_types = NewTypeScores(len(folds), types)
         n_refused: Counter[ScoredMethod] = Counter()
         n_tested: Counter[ScoredMethod] = Counter()  # by a method that can refuse
@@ -240,6 +239,15 @@ class MapCells(Task):
         names = classes[probabilities.argmax(axis=1)].astype(object)
         names[is_refused] = NONE
         return MethodResult(names.astype(str), is_refused, novelty, can_refuse=len(reference) > 0)
+
+
+def _list_other_classes(labels: np.ndarray, folds: list[Fold]) -> tuple[str, ...]:
+    """NONE, and the terms that the atlas of any fold may predict: its labels decide how they are spelt."""
+    others = {NONE}
+    for _, train, _ in folds:
+        terms = find_terms(sorted({*labels[train].tolist()}))
+        others.update(terms.names if terms is not None else ())
+    return tuple(others)
 
 
 def _make_credit_column(predictions: ClassPredictions) -> ScoreColumn:
