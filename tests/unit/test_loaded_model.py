@@ -351,7 +351,7 @@ def test_prediction_reports_how_many_cells_agree(
     assert [line for line in lines if f"; most as {most} -> " in line]
     n_rejected = int(obs["cellmill_label"].isna()[known].sum())
     assert bool(n_rejected) == bool(smallest)
-    rejected = f", {n_rejected} rejected" if n_rejected else ""
+    rejected = f", {n_rejected} without a predicted label" if n_rejected else ""
     agree = f"cells: kind: {equal} of {known.sum()} ({equal / known.sum():.3f}{rejected}) as in the file; no accuracy, "
     assert [line for line in lines if line.startswith(agree)]
     assert (

@@ -19,6 +19,9 @@ from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import copy_to_device, pad_batch, to_tensors
 from cellmill.models.counter_rng import host_state, keyed_token_bits
 from cellmill.models.objective import GeneStatistics, Objective
+from cellmill.models.objectives.cell_decoding import CellDecoding
+from cellmill.models.objectives.classification import Classification
+from cellmill.models.objectives.next_gene import NextGene
 from cellmill.models.objectives.shared import masking, views
 from cellmill.models.objectives.sum import Sum
 from cellmill.parallel.step import ParallelModel
@@ -98,12 +101,20 @@ def test_a_mask_without_a_view_has_the_keys_of_its_objective() -> None:
 
 
 @pytest.mark.parametrize(
-    ("former", "name"),
-    [("tensor", "tensor_parallel_styles"), ("rows", "coupled_rows"), ("leaves", "parts_by_name")],
+    ("base", "former", "name"),
+    [
+        (Objective, "tensor", "tensor_parallel_styles"),
+        (Objective, "rows", "coupled_rows"),
+        (Objective, "leaves", "parts_by_name"),
+        (CellDecoding, "decode", "decoder_features"),
+        (CellDecoding, "rows", "coupled_rows"),
+        (Classification, "labels", "label_names"),
+        (NextGene, "gene_logits", "predict_gene_logits"),
+    ],
 )
-def test_former_names_of_attributes_are_refused(former: str, name: str) -> None:
+def test_former_names_of_attributes_are_refused(base: type, former: str, name: str) -> None:
     with refused(f"{__name__}.Old.{former}: expected {name}, its new name; rename it"):
-        type("Old", (Objective,), {former: {}, "__module__": __name__})
+        type("Old", (base,), {former: {}, "__module__": __name__})
 
 
 def test_second_views_add_no_cells_to_other_parts() -> None:

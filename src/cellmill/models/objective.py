@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -138,11 +138,14 @@ class Objective:
     Validation draws them only if one of the metrics is `train.best_metric`.
     """
     n_sums: int = 0  # number of sums over cells or targets that `validation_metrics` reads
+    former_names: ClassVar[Mapping[str, str]] = MappingProxyType(FORMER_NAMES)
+    """New names by former ones, which subclasses may not define."""
     kept_sums: list[Tensor] | None = None
     """If a list, `loss` appends these sums of a micro-batch to it, `(n_sums,)` float64."""
 
     def __init_subclass__(cls) -> None:
-        refuse_former_names(cls, FORMER_NAMES)
+        for base in cls.__mro__[1:]:
+            refuse_former_names(cls, vars(base).get("former_names", {}))
 
     def __init__(self, config: ObjectiveConfig, tokens: Tokens) -> None:
         self.config = config

@@ -123,9 +123,9 @@ def _create(path: Path, names: pd.Index, source: Path | None) -> Iterator[h5py.F
     is_source = source is not None and path.resolve() == source.resolve()
     with create_h5(path.resolve() if is_source else path, copy_of=source) as file:
         if source is not None:
-            # an obs of an AnnData before 0.7 has no `_index`
-            has_index = "_index" in file["obs"].attrs
-            stored_obs = open_obs(source, file) if has_index else read_frame(source, file, "obs")
+            # an obs of an AnnData before 0.7 lists no columns
+            is_listed = "obs" in file and "column-order" in file["obs"].attrs
+            stored_obs = open_obs(source, file) if is_listed else read_frame(source, file, "obs")
             stored, _ = keep_apart(stored_obs.index)
             remedy = "; it has changed since it was read: run the command again"
             _refuse_other_cells(str(source), stored, names, "the file that was read", remedy)

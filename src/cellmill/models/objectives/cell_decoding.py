@@ -31,7 +31,6 @@ import torch
 from torch import Tensor, nn
 
 from cellmill.config.parts.tokens import SPECIAL
-from cellmill.config.plugin import refuse_former_names
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import EncoderBatch, has_genes
 from cellmill.models.initial import Fill, with_std, zeros
@@ -98,13 +97,10 @@ class CellDecoding(Objective):
 
     config: ViewConfig
     tensor_parallel_styles = MappingProxyType({"profile_genes": "vocabulary"})
+    former_names = MappingProxyType({"decode": "decoder_features"})
     gene_rows = frozenset({"profile_genes.weight", "profile_bias", "profile_dispersion"})
     metric_names = ("hidden_genes",)
     uses_hidden_genes = True
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        refuse_former_names(cls, {"decode": "decoder_features"})
 
     @property
     def _is_nb(self) -> bool:

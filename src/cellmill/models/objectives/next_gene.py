@@ -19,6 +19,7 @@ Legend: T tokens of the batch, N targets, H width of the model, V size of the vo
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,6 +79,13 @@ class NextGene(Objective):
     """See the module; needs a causal model with `gene_embedding`."""
 
     config: NextGeneConfig
+    former_names = MappingProxyType(
+        {
+            "predicts_values": "has_value_head",
+            "gene_logits": "predict_gene_logits",
+            "end_logits": "predict_end_logits",
+        }
+    )
     gene_rows = frozenset({"gene_bias"})
 
     @property

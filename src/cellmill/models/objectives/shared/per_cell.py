@@ -15,6 +15,7 @@ outputs of the head; for labels, the number of levels.
 """
 
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -148,6 +149,7 @@ class LabelObjective(CellObjective):
     """Base of objectives whose targets are labels."""
 
     config: LabelConfig
+    former_names = MappingProxyType({"labels": "label_names"})
 
     @property
     def label_names(self) -> list[str]:
