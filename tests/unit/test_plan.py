@@ -284,7 +284,8 @@ def test_cut_cells_are_reported(
     assert "max_tokens" not in " ".join(planned["warnings"])
     monkeypatch.setitem(SECTIONS, "model", {"family": "profile", "hidden": 16})
     monkeypatch.setitem(SECTIONS, "objective", {"name": "cell_decoding"})
-    assert _plan(corpus, tmp_path, tokens={"max_tokens": detected.max()})["warnings"] == []
+    every_gene: dict[str, Any] = {"tokens": {"max_tokens": detected.max()}}
+    assert _plan(corpus, tmp_path, train={"warmup_steps": 2}, **every_gene)["warnings"] == []
     _plan(corpus, tmp_path, tokens={"max_tokens": 2})
     most = f"so that a cell keeps all its genes, at most {detected.max()}: family profile is more accurate with"
     hint = f"set tokens.max_tokens to {detected.max()}, {most}"
@@ -465,6 +466,18 @@ def test_a_remedy_pins_no_more_than_the_profile_requests() -> None:
     ]
 
 
+def test_a_run_that_pins_too_much_requests_more_memory() -> None:
+    options = _options(parallel={"strategy": "ddp"}, **BIG)
+    cells = CorpusSize(np.full(4096, 16), 40)
+    limit = int(0.9e9)
+    # a copy of the checkpoint alone is larger than the request
+    remedy = find_remedy(options, cells, Hardware(1, 1, "h100", limit, limit, host_bytes=10**6))
+    assert remedy == (
+        f"{RECOMPUTE}set parallel.cpu_offload to optimizer and request more memory per node (mem_mb, "
+        "mem_mb_per_cpu or mem_mb_per_gpu)"
+    )
+
+
 def test_a_run_on_cpus_is_told_to_request_more_memory() -> None:
     options = _options(**BIG)
     corpus_size = CorpusSize(np.full(4096, 16), 40)
@@ -518,6 +531,21 @@ def test_the_largest_micro_batch_is_exactly_the_limit(corpus: Manifest, tmp_path
     largest = planned["max_fitting_token_budget"]
     assert plan_memory(options, cells, hardware, largest).total <= hardware.usable_bytes
     assert plan_memory(options, cells, hardware, largest + 1).total > hardware.usable_bytes
+
+
+def test_a_warning_of_the_warm_up_is_stored(corpus: Manifest, tmp_path: Path) -> None:
+    planned = _plan(corpus, tmp_path, train={"warmup_steps": 20})
+    assert "train.warmup_steps 20 leaves no step at the peak learning rate" in planned["warnings"]
+
+
+def test_a_micro_batch_has_its_covariates_apart(
+    printed: Callable[..., tuple[str, str]],
+) -> None:
+    tokens = {"tokenizer": "continuous", "covariates": ["batch"]}
+    out, _ = printed("--device h100 --cells 5000", tokens=tokens)
+    assert re.search(
+        r"[\d,]+ tokens with those of covariates; (at least )?[\d,]+ without them would fit", out
+    )
 
 
 def test_a_budget_that_ends_the_search_is_a_lower_bound(

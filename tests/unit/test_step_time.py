@@ -16,13 +16,21 @@ from cellmill.config.parallel import divide_processes, min_microbatches, pipelin
 from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.data.stream.micro_batches import MicroBatchRule
 from cellmill.planner.corpus_cost import VAR_BYTES_PER_SHARD, estimate_stage_costs
+from cellmill.planner.hardware import Hardware
+from cellmill.planner.measure.size import Load
+from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.step_counts import (
     CorpusSize,
     count_detected_genes,
     count_micro_batches,
     count_steps,
 )
-from cellmill.planner.step_time import NETWORK_FRAC, Network, estimate_latency
+from cellmill.planner.step_time import (
+    NETWORK_FRAC,
+    Network,
+    estimate_latency,
+    estimate_step_time,
+)
 from cellmill.planner.traffic import CollectiveTraffic, Kind
 
 
@@ -53,6 +61,23 @@ def test_bytes_add_up_over_the_slower_link() -> None:
     assert network.seconds(collective) == pytest.approx(
         1.5 / 8 / 10 / NETWORK_FRAC + 10 * estimate_latency(collective)
     )
+
+
+@pytest.mark.parametrize("checkpointing", [None, "full"])
+def test_reductions_overlap_with_recomputation(checkpointing: str | None) -> None:
+    parallel = {"strategy": "fsdp", "activation_checkpointing": checkpointing}
+    tree: dict[str, Any] = {"tokens": {"max_tokens": 16}, "stream": {"lanes": 4}, "model": {}}
+    tree |= {"plan": {}, "train": {"steps": 4}, "parallel": parallel}
+    options = PlanOptions.model_validate(tree)
+    model = PlannedModel.measure(
+        options, CorpusSize(np.full(64, 16), 40), Hardware(1, 4, "h100", 1, 1)
+    )
+    reduction = CollectiveTraffic("reduce-scatter", "dp_shard", 4, 4, payload_bytes=1e12, calls=1)
+    network = Network(intra_node_gb_per_s=100, inter_node_gb_per_s=10)
+    load = Load(tokens=1e6, pairs=1.6e7, cells=62_500)
+    time = estimate_step_time(model, [reduction], network, 1e14, load, micro_batches=1)
+    backward_s = time.compute_s - time.forward_s
+    assert time.exposed_s == pytest.approx(network.seconds(reduction) - backward_s)
 
 
 @pytest.mark.parametrize(("tp", "budget"), [(1, 4096), (4, 4096), (1, 600)])

@@ -332,6 +332,11 @@ def count_pinned_bytes(model: PlannedModel, hardware: Hardware) -> int:
     return hardware.nproc_per_node * sum(estimate_host_bytes(model))
 
 
+def exceeds_host_memory(model: PlannedModel, hardware: Hardware) -> bool:
+    """True if a node's processes pin more host memory than their job requests."""
+    return 0 < hardware.host_bytes < count_pinned_bytes(model, hardware)
+
+
 def find_overflow(
     options: PlanOptions, corpus: CorpusSize, hardware: Hardware
 ) -> Literal["device", "host"] | None:
@@ -342,6 +347,4 @@ def find_overflow(
     if plan_memory(options, corpus, hardware).total > hardware.usable_bytes:
         return "device"
     model = PlannedModel.measure(options, corpus, hardware)
-    if hardware.host_bytes and count_pinned_bytes(model, hardware) > hardware.host_bytes:
-        return "host"
-    return None
+    return "host" if exceeds_host_memory(model, hardware) else None

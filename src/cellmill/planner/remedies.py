@@ -17,8 +17,9 @@ from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import Parallel, divisors
 from cellmill.errors import ConfigError
 from cellmill.planner.hardware import Hardware
-from cellmill.planner.memory import find_overflow, plan_memory
+from cellmill.planner.memory import exceeds_host_memory, find_overflow, plan_memory
 from cellmill.planner.output.format import format_bytes
+from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.step_counts import CorpusSize
 
 # smaller token budgets that cost less than recomputing a forward pass
@@ -62,17 +63,22 @@ def find_max_fitting_token_budget(
 
 
 def find_remedy(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> str:
-    """Describe the first change, or combination of changes, that makes the run fit."""
+    """Describe the first change, or combination of changes, that makes the run fit.
+
+    If the run itself pins more host memory than its job requests, the request is raised with it.
+    """
+    request_more = "request more memory per node (mem_mb, mem_mb_per_cpu or mem_mb_per_gpu)"
+    requested = []
+    if exceeds_host_memory(PlannedModel.measure(options, corpus, hardware), hardware):
+        requested = [request_more]
+        hardware = replace(hardware, host_bytes=0)
     for change in list_changes(options, corpus, hardware):
         if find_overflow(change.options, corpus, change.hardware) is None:
-            return " and ".join(change.instructions)
+            return " and ".join(change.instructions + requested)
     if options.plan.memory_gb:
         return "raise plan.memory_gb if the device has more, or use a smaller model"
     if hardware.device_name == "cpu":
-        return (
-            "request more memory per node (mem_mb, mem_mb_per_cpu or mem_mb_per_gpu), or use a machine with more, or "
-            "a smaller model"
-        )
+        return f"{request_more}, or use a machine with more, or a smaller model"
     return "use a device with more memory, or a smaller model"
 
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cellmill.planner.measure.size import FORWARDS_PER_BACKWARD, Load
+from cellmill.planner.measure.size import Load
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.schedules import estimate_idle_frac
 from cellmill.planner.traffic import CollectiveTraffic
@@ -115,8 +115,8 @@ def estimate_step_time(
         # 3. Reductions that take longer than the last micro-batch's backward pass, which sends all
         # gradients. With gradient_reduction micro_batch every backward pass sends some, so this bound
         # and the first are too large.
-        last_forward_s = model.size.flops.forward_frac * compute_s / micro_batches
-        beyond_last_backward_s = reductions_s - FORWARDS_PER_BACKWARD * last_forward_s
+        backwards_s = compute_s - model.size.flops.forwards * forward_s  # with recomputation
+        beyond_last_backward_s = reductions_s - backwards_s / micro_batches
         exposed_s += max(first_and_last_s, beyond_compute_s, beyond_last_backward_s)
     idle_frac = estimate_idle_frac(model.parallel, micro_batches)
     idle_s = (compute_s + exposed_s) * idle_frac / (1 - idle_frac)

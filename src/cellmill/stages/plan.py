@@ -175,6 +175,11 @@ def _plan_run(corpus: PlannedCorpus, machine: Machine, device_name: str) -> RunP
     if find_overflow(options, corpus.size, hardware) == "host":
         raise _explain_host_memory(cost.model, hardware, machine)
     warnings = options.objective.warnings()
+    warmup_steps = options.train.warmup_steps
+    if warmup_steps >= cost.counts.steps:
+        warnings.append(
+            f"train.warmup_steps {warmup_steps} leaves no step at the peak learning rate"
+        )
     # blocks of a family without sequence parallelism compute on one row per cell, so more tokens cost
     # little
     if corpus.cut_cells_frac and not options.model.sequence_parallel:

@@ -209,13 +209,18 @@ def _format_memory(plan: RunPlan) -> Iterator[Line]:
     assumption = describe_assumption(hardware.device_name)
     if assumption and not plan.cost.options.plan.memory_gb:
         yield "assumed", assumption
+    tokens = "tokens"
+    without = ""
+    if plan.corpus.n_covariates:  # the budget counts gene tokens only
+        tokens = "tokens with those of covariates"
+        without = " without them"
     limit = "at least " if plan.max_fitting_token_budget == MAX_TRIED_BUDGET else ""
     # with a pipeline it is the largest of a sample
     bound = "at most" if parallel.pp == 1 else "about"
     yield (
         "micro-batch",
-        f"{bound} {plan.cost.counts.max_micro_batch_tokens:,} tokens; {limit}"
-        f"{plan.max_fitting_token_budget:,} would fit (train.token_budget)",
+        f"{bound} {plan.cost.counts.max_micro_batch_tokens:,} {tokens}; {limit}"
+        f"{plan.max_fitting_token_budget:,}{without} would fit (train.token_budget)",
     )
 
 
@@ -282,9 +287,4 @@ def _format_hints(plan: RunPlan, time: RunTime | None) -> Iterator[Line]:
             "hint",
             f"train.lr {DEFAULT_LR:g} suits train.global_batch {DEFAULT_BATCH:g}; scaled to {train.global_batch:,} it "
             f"is {root:.2g} (square root, usual for AdamW) or {linear:.2g} (linear)",
-        )
-    if train.warmup_steps >= counts.steps:
-        yield (
-            "warning",
-            f"train.warmup_steps {train.warmup_steps} leaves no step at the peak learning rate",
         )
