@@ -22,6 +22,7 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards
 from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.cell_stream import CellStream
+from cellmill.data.stream.genes_per_cell import GenesPerCellQueue
 from cellmill.data.stream.micro_batches import count_greedy_batches, cut_greedily, split_batch
 from cellmill.errors import ConfigError, DataError, UserError
 from cellmill.planner.step_counts import CorpusSize, count_detected_genes, count_steps
@@ -417,3 +418,15 @@ def test_batch_memory_is_reused_only_after_its_last_view() -> None:
     assert third.dtype == np.int32
     assert third.flags.writeable
     assert recycled_empty(7, np.int16).base is None, "small arrays are the allocator's"
+
+
+def test_look_ahead_does_not_grow_with_the_epochs() -> None:
+    epochs = 300
+    windows = [iter([np.ones(10, np.int32)] * (2 * epochs))]
+    # as many cells, in one window more per epoch
+    windows.append(iter([np.ones(n, np.int32) for _ in range(epochs) for n in (7, 7, 6)]))
+    queue = GenesPerCellQueue(windows, skipped=[0, 0])
+    for _ in range(1000):
+        queue.take(np.array([4, 4]))
+    not_taken = 20 * epochs - 4 * 1000
+    assert not_taken - sum(map(len, windows[0])) <= 2 * 10

@@ -50,6 +50,7 @@ class GenesPerCellQueue:
             while self._stops[row] - self._starts[row] < n_cells[row]:
                 n_found = self._append_window(row)
                 assert n_found, "cells of a step are in no window"
+                self._n_to_look_up -= n_found
         # which of the positions from each row's start on are taken
         is_taken = np.arange(n_cells.max()) < n_cells[:, None]
         rows, positions = np.nonzero(is_taken)
