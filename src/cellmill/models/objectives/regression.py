@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from cellmill.config.parts.objectives import RegressionConfig
 from cellmill.data.stream.batch import Batch
 from cellmill.models.objective import GeneStatistics, Judgement, ObjectiveModel, Tensors, pearson
+from cellmill.models.objectives.shared.hidden_genes import MIN_VARIANCE_FRAC
 from cellmill.models.objectives.shared.per_cell import CellHead, CellObjective, TargetBatch
 from cellmill.runs.results import compare
 
@@ -123,8 +124,10 @@ class Regression(CellObjective):
         covariance = n * xy - x * y
         x_variance = n * xx - x * x
         y_variance = n * yy - y * y
-        # constant values have a variance of 0, or of either sign after rounding
-        if min(x_variance, y_variance) <= 0:
+        is_constant = (
+            x_variance <= MIN_VARIANCE_FRAC * n * xx or y_variance <= MIN_VARIANCE_FRAC * n * yy
+        )
+        if is_constant:
             return {}
         return {"pearson": covariance / math.sqrt(x_variance * y_variance)}
 
