@@ -15,7 +15,10 @@ TableColumn = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Measure:
-    """Source of a value: a metric in one row of a task's table, or a single number of a task."""
+    """Key of a value: a metric in one row of a task's table, or a single number of a task.
+
+    Values with equal keys are compared over runs.
+    """
 
     dataset: str
     task: str
@@ -24,7 +27,7 @@ class Measure:
 
     @property
     def column(self) -> TableColumn:
-        """The column that has the value."""
+        """The column of the task's table that has the value."""
         return self.dataset, self.task, self.metric
 
 
@@ -34,7 +37,7 @@ LOSS = Measure(dataset="", task="validation", row=None, metric="val_loss")
 
 @dataclass(frozen=True)
 class SweepRow:
-    """A value by which a run was judged."""
+    """A row of results.csv: a value by which a run was judged."""
 
     run_columns: JsonObject  # name, axes, sizes and costs of the run: equal in all its rows
     measure: Measure
@@ -60,7 +63,7 @@ class SweepRow:
 def list_rows(run: ReportedRun, axis_values: Mapping[str, Any]) -> list[SweepRow]:
     """Rows of a run: its validation loss, then the values of each task.
 
-    `axis_values` are its values by axis of the sweep.
+    `axis_values` are the run's values of the options that the sweep varies, by option.
     """
     plan = run.plan or PlanSchema()
     run_columns = {
@@ -77,26 +80,30 @@ def list_rows(run: ReportedRun, axis_values: Mapping[str, Any]) -> list[SweepRow
     if run.status is not None and run.status.best_val_loss is not None:
         rows.append(SweepRow(run_columns, LOSS, "model", run.status.best_val_loss))
     if run.evaluation is not None:
-        for dataset, task, result in run.evaluation.results():
-            rows += _list_task_rows(run_columns, dataset, task, result)
+        for dataset_name, task, result in run.evaluation.results():
+            rows += _list_task_rows(run_columns, dataset_name, task, result)
     return rows
 
 
 def _list_task_rows(
-    run_columns: JsonObject, dataset: str, task: str, result: TaskResult
+    run_columns: JsonObject, dataset_name: str, task: str, result: TaskResult
 ) -> Iterator[SweepRow]:
-    """Values of one task: the metric in each ranked row.
+    """Values of one task: of each ranked row, the metric that ranks it.
 
-    If no metric ranks the rows, all columns of each row; without rows, the task's single numbers.
+    If no metric ranks the rows, these are all values of each row. If the task has no rows, they are
+    its single numbers.
     """
-    metric = result.metric
-    best_baseline = metric and result.best_baseline(metric)
-    for row in result.rows if metric is None else result.ranked_rows:
-        values = list_values(row) if metric is None else {metric: result.rank_value(row)}
-        for column, value in values.items():
-            measure = Measure(dataset, task, row.method.name, column)
-            kind, sd = row.method.kind, row.sd(column)
+    ranking_metric = result.metric
+    best_baseline = ranking_metric and result.best_baseline(ranking_metric)
+    for row in result.rows if ranking_metric is None else result.ranked_rows:
+        if ranking_metric is None:
+            values = list_values(row)
+        else:
+            values = {ranking_metric: result.rank_value(row)}
+        for metric, value in values.items():
+            measure = Measure(dataset_name, task, row.method.name, metric)
+            kind, sd = row.method.kind, row.sd(metric)
             yield SweepRow(run_columns, measure, kind, value, sd, row == best_baseline)
     if not result.rows:
-        for key, number in select_numbers(result).items():
-            yield SweepRow(run_columns, Measure(dataset, task, None, key), "model", number)
+        for metric, number in select_numbers(result).items():
+            yield SweepRow(run_columns, Measure(dataset_name, task, None, metric), "model", number)

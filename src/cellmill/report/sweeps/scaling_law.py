@@ -15,7 +15,7 @@ import numpy as np
 
 from cellmill.report.text import to_count
 
-MIN_SIZES = 4  # for three parameters
+MIN_SIZES = 4  # one more than the law has parameters
 HUBER_DELTA = 1e-3  # log units; the Huber loss is quadratic below it
 BOOTSTRAPS = 200  # draws of runs with replacement
 INTERVAL_QUANTILES = (0.025, 0.975)  # ends of a 95 % interval
@@ -93,6 +93,7 @@ def _bootstrap_interval(
     exponents: list[float] = []
     while len(exponents) < BOOTSTRAPS:
         runs = generator.integers(len(size), size=len(size))
+        # three sizes still determine the law's three parameters
         if len(np.unique(size[runs])) >= MIN_SIZES - 1:
             _, _, exponent = _fit(size[runs], loss[runs], [fitted])
             exponents.append(float(exponent))

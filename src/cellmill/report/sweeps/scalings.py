@@ -24,7 +24,7 @@ RowsByMeasure = dict[Measure, list[SweepRow]]
 
 @dataclass(frozen=True)
 class SizePoint:
-    """Mean and standard deviation over runs of one size, which differ only in their seeds."""
+    """A point of a curve: mean and standard deviation over runs that differ only in their seeds."""
 
     size: float  # value of the scaling's quantity
     mean: float
@@ -43,7 +43,7 @@ class ScalingCurve:
 
 @dataclass(frozen=True)
 class BestBaseline:
-    """Of the runs' best baselines in a column of a task's table, the one with the highest mean."""
+    """The best baseline in a column: the one with the highest mean, of the runs' best baselines."""
 
     name: str
     value: float  # mean over the runs
@@ -83,6 +83,9 @@ def make_scalings(rows: Sequence[SweepRow], axes: Sequence[str]) -> list[Scaling
 
     It has a curve for each combination of values on the other axes except seeds, and the best
     baseline of the measure's column.
+
+    Sizes are values of the axis, or of a quantity that the axis changes: the number of cells in
+    place of a fraction of the corpus, and of parameters in place of a model's options.
     """
     by_measure = _group(rows, lambda row: row.measure)
     measures = _choose_measures(by_measure)
@@ -94,15 +97,15 @@ def make_scalings(rows: Sequence[SweepRow], axes: Sequence[str]) -> list[Scaling
             continue
         other_axes = [name for name in axes if name not in (axis, SEED)]
         for measure in measures:
-            has_law = measure == LOSS and quantity in LAW_QUANTITIES
-            curves = _make_curves(by_measure[measure], other_axes, quantity, has_law)
+            may_have_law = measure == LOSS and quantity in LAW_QUANTITIES
+            curves = _make_curves(by_measure[measure], other_axes, quantity, may_have_law)
             baseline = baselines.get(measure.column)
             scalings.append(Scaling(axis, quantity, measure, curves, baseline))
     return scalings
 
 
 def _group(rows: Iterable[SweepRow], key: Callable[[SweepRow], Key]) -> dict[Key, list[SweepRow]]:
-    """Rows by their key, in order."""
+    """Rows by their key. Keys are in the order in which they first appear."""
     groups: dict[Key, list[SweepRow]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
@@ -110,29 +113,30 @@ def _group(rows: Iterable[SweepRow], key: Callable[[SweepRow], Key]) -> dict[Key
 
 
 def _choose_measures(by_measure: RowsByMeasure) -> list[Measure]:
-    """Measures to draw: the loss, then the model's best row in each column, then single numbers.
+    """Measures to draw: the loss, then the model's best row in each column.
 
-    The model's best row (features and classifier) has the highest mean over runs. Task probe comes
-    first. Measures that are equal in all runs are left out.
+    Of the model's rows (features and classifier), the best has the highest mean over runs. Task
+    probe comes first, then tables of other tasks, then single numbers. A measure with one value in
+    all runs is left out, except the loss.
     """
     means = _average_over_runs(by_measure, lambda row: row.kind == "model")
-    best = _find_best_measures(means).values()
+    best_measures = _find_best_measures(means).values()
+    drawn = [
+        measure
+        for measure in best_measures
+        if measure == LOSS or len({*_list_values(by_measure[measure])}) > 1
+    ]
     return sorted(
-        [
-            measure
-            for measure in best
-            if measure == LOSS or len({*_list_values(by_measure[measure])}) > 1
-        ],
-        key=lambda measure: (measure != LOSS, measure.task != "probe", measure.row is None),
+        drawn, key=lambda measure: (measure != LOSS, measure.task != "probe", measure.row is None)
     )
 
 
 def _find_best_baselines(by_measure: RowsByMeasure) -> dict[TableColumn, BestBaseline]:
-    """The best baseline in each column."""
+    """The best baseline in each column, of those that are the best of some run."""
     means = _average_over_runs(by_measure, lambda row: row.is_best_baseline)
     best = {}
     for column, measure in _find_best_measures(means).items():
-        assert measure.row is not None
+        assert measure.row is not None  # single numbers have no baseline
         best[column] = BestBaseline(measure.row, means[measure])
     return best
 
@@ -140,7 +144,7 @@ def _find_best_baselines(by_measure: RowsByMeasure) -> dict[TableColumn, BestBas
 def _average_over_runs(
     by_measure: RowsByMeasure, is_candidate: Callable[[SweepRow], bool]
 ) -> dict[Measure, float]:
-    """Mean over runs of each measure of which any row is a candidate."""
+    """Mean over all runs of each measure that is a candidate in at least one run."""
     return {
         measure: float(np.mean(_list_values(rows)))
         for measure, rows in by_measure.items()
@@ -164,18 +168,19 @@ def _find_best_measures(means: Mapping[Measure, float]) -> dict[TableColumn, Mea
 
 
 def _choose_quantity(rows: Sequence[SweepRow], axis: str) -> str | None:
-    """Key of `run_columns` with the numbers of an axis; None if there is nothing to draw over it.
+    """Key of `run_columns` with the sizes of an axis; None if there is nothing to draw over it.
 
-    It is `cells` for fractions of the corpus, and `parameters` if the models of any two values
-    differ in their number of parameters. Otherwise it is the axis, if its values are numbers. Seeds
-    and axes with a single value have none.
+    It is `cells` for fractions of the corpus, and `parameters` if any two values of the axis differ
+    in the numbers of parameters of their models. Otherwise it is the axis, if its values are
+    numbers. Seeds and axes with a single value have none.
     """
     by_value = _group(rows, lambda row: str(row.run_columns[axis]))
     if axis == SEED or len(by_value) < 2:
         return None
     if axis == TRAIN_FRAC and all(row.run_columns["cells"] is not None for row in rows):
         return "cells"
-    # for each value of the axis, the numbers of parameters of its models
+    # For each value of the axis, the set of its models' numbers of parameters. Values with equal
+    # sets count once.
     parameter_counts = set()
     for group in by_value.values():
         parameter_counts.add(frozenset(row.run_columns["parameters"] for row in group))
@@ -187,14 +192,17 @@ def _choose_quantity(rows: Sequence[SweepRow], axis: str) -> str | None:
 
 
 def _make_curves(
-    rows: Sequence[SweepRow], other_axes: Sequence[str], quantity: str, has_law: bool
+    rows: Sequence[SweepRow], other_axes: Sequence[str], quantity: str, may_have_law: bool
 ) -> list[ScalingCurve]:
-    """A curve over `quantity` for each combination of values on `other_axes`."""
+    """A curve over `quantity` for each combination of values on `other_axes`.
+
+    A law is fitted to each curve if `may_have_law`.
+    """
     curves = []
     groups = _group(rows, lambda row: tuple(row.run_columns[axis] for axis in other_axes))
     for values, group in groups.items():
         law = None
-        if has_law:
+        if may_have_law:
             law = fit_law([row.run_columns[quantity] for row in group], _list_values(group))
         name = ", ".join(map(str, values))
         curves.append(ScalingCurve(name, _average_over_seeds(group, quantity), law))
