@@ -36,11 +36,11 @@ class TaskScore:
     value: float
     # empty if the file has none; None where a repetition tested no unit
     repetitions: Sequence[float | None]
-    # standard error over units (mostly cells) of its difference from the best baseline; 0 if unknown
+    # Standard error over units of its difference from the best baseline; 0 if unknown. Units are
+    # mostly cells, in leave_out too.
     units_se: float
-    # Independent units; None if the file does not count them. In leave_out they differ from the
-    # units of `units_se`: they are batches or donors, but it is over cells. They are fewer than
-    # cells, so the interval is too wide rather than too narrow.
+    # Number of independent units; None if the file does not count them. In leave_out these are not
+    # the cells but batches or donors, which are fewer: the interval is too wide, not too narrow.
     n_units: int | None = None
     scored: tuple[str, int] | None = None  # `evaluate.cells`, and the number of scored cells
 
@@ -78,10 +78,10 @@ class Ranking:
     is_clear: bool = False
 
 
-def score_tasks(dataset: DatasetResult) -> Scores:
-    """Scores of one run on one dataset."""
+def score_tasks(dataset_result: DatasetResult) -> Scores:
+    """Scores of one run on one dataset, of all tasks that rank its rows by a metric."""
     scores: Scores = {}
-    for task, result in dataset.tasks.items():
+    for task, result in dataset_result.tasks.items():
         row = result.best_row("model")
         if row is None or result.metric is None:
             continue
@@ -93,7 +93,7 @@ def score_tasks(dataset: DatasetResult) -> Scores:
             repetitions,
             units_se=0.0 if difference is None else difference.cells_se,
             n_units=None if difference is None else difference.n,
-            scored=dataset.scored,
+            scored=dataset_result.scored,
         )
     return scores
 

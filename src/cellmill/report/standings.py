@@ -14,7 +14,7 @@ class Standing:
     """A run on one dataset: its best row in one task, and its verdicts in all tasks.
 
     The task is probe if all runs of the dataset have it, otherwise the first task that they share.
-    If they share none, it is the run's probe, otherwise its first task.
+    If they share none, it is the run's own probe, otherwise its first scored task.
     """
 
     run: ReportedRun
@@ -27,7 +27,8 @@ class Standing:
     verdicts: Sequence[TaskVerdict]  # in all tasks, against their best baselines
     ranking: Ranking  # of all runs of the dataset
     n_runs: int  # runs in `ranking`
-    steps: frozenset[int | None]  # distinct numbers of steps of these runs; None if unknown
+    # distinct numbers of steps of these runs; it contains None if one is unknown
+    steps: frozenset[int | None]
     has_equal_cells: bool  # True if these runs were scored on the same cells
 
     @property
@@ -53,9 +54,10 @@ class Standing:
 def list_standings(runs: Sequence[ReportedRun]) -> list[Standing]:
     """Standing of each run on each dataset.
 
-    Datasets are left out on which no task of the run ranks its methods by a metric.
+    A run has no standing on a dataset where no task ranks its methods by a metric.
     """
     scores_by_dataset: dict[str, dict[str, Scores]] = {}  # by dataset, then by run
+    # distinct `DatasetResult.scored` of the runs
     scored_cells_by_dataset: dict[str, set[tuple[str, int]]] = {}
     for run, dataset_name, dataset_result in list_results(runs):
         scores = score_tasks(dataset_result)
@@ -63,19 +65,20 @@ def list_standings(runs: Sequence[ReportedRun]) -> list[Standing]:
             scored_cells_by_dataset.setdefault(dataset_name, set()).add(dataset_result.scored)
             scores_by_dataset.setdefault(dataset_name, {})[run.name] = scores
     rankings = {name: rank_runs(by_run) for name, by_run in scores_by_dataset.items()}
-    steps = {run.name: run.status.step if run.status else None for run in runs}
+    step_by_run = {run.name: run.status.step if run.status else None for run in runs}
     standings = []
     for run, dataset_name, dataset_result in list_results(runs):
-        compared = scores_by_dataset.get(dataset_name, {})
-        if run.name not in compared:
+        ranked_runs = scores_by_dataset.get(dataset_name, {})
+        if run.name not in ranked_runs:
             continue
         ranking = rankings[dataset_name]
         task = _choose_task(dataset_result.tasks, ranking)
         result = dataset_result.tasks[task]
         best_row = result.best_row("model")
-        assert best_row is not None  # `score_tasks` has no task without one
-        verdicts = list_verdicts(dataset_result.tasks)
+        # `_choose_task` returns only tasks with a row of the model
+        assert best_row is not None
         verdict = result.find_verdict(result.metric or "")
+        # a verdict on another row of the model does not fit the score of the best row
         if verdict is not None and verdict.compared != best_row.method.name:
             verdict = None
         standing = Standing(
@@ -86,10 +89,10 @@ def list_standings(runs: Sequence[ReportedRun]) -> list[Standing]:
             best_row=best_row,
             baseline=result.best_baseline(result.metric or ""),
             verdict=verdict,
-            verdicts=verdicts,
+            verdicts=list_verdicts(dataset_result.tasks),
             ranking=ranking,
-            n_runs=len(compared),
-            steps=frozenset(steps[run_name] for run_name in compared),
+            n_runs=len(ranked_runs),
+            steps=frozenset(step_by_run[run_name] for run_name in ranked_runs),
             has_equal_cells=len(scored_cells_by_dataset[dataset_name]) == 1,
         )
         standings.append(standing)
@@ -97,7 +100,10 @@ def list_standings(runs: Sequence[ReportedRun]) -> list[Standing]:
 
 
 def _choose_task(results: Mapping[str, TaskResult], ranking: Ranking) -> str:
-    """The task that a run is judged by: probe, otherwise the first comparable task."""
+    """The task by which a run is judged: probe, otherwise the first task.
+
+    Only tasks that all runs share count. If they share none, the run's scored tasks count.
+    """
     scored = [task for task, result in results.items() if result.best_row("model") is not None]
     comparable = ranking.shared_tasks or scored
     return "probe" if "probe" in comparable else comparable[0]

@@ -1,4 +1,4 @@
-"""Verdicts on a run against the best baselines of its tasks, each counted once."""
+"""A run's verdicts against the best baselines of its tasks, without repetitions."""
 
 from collections.abc import Hashable, Mapping
 from typing import NamedTuple
@@ -10,20 +10,25 @@ WHOLE_CELL_METRICS = {
     "low_depth": "accuracy, whole",
     "missing_genes": "accuracy, whole",
 }
-"""Metric of each task that is the accuracy on whole cells. The last two tasks take fewer cells, so the
-verdict of `probe` stands for all of them.
+"""Name of the accuracy on whole cells in each task that has it.
+
+The last two tasks measure it on fewer cells than `probe`, so the verdict of `probe` stands for
+theirs.
 """
 
 
 class TaskVerdict(NamedTuple):
     """Verdict against the best baseline in one metric of a task."""
 
-    task_name: str  # name of the task, or `NAME of LABEL` for further labels
+    task_name: str  # key of the task in the file: its name, or `NAME of LABEL` for further labels
     verdict: Verdict
 
 
 def list_verdicts(results: Mapping[str, TaskResult]) -> list[TaskVerdict]:
-    """Verdicts against the best baselines, without those that repeat a verdict of another task."""
+    """Verdicts against the best baselines, without those that repeat a verdict of another task.
+
+    `results` are by the task's key, such as `probe` or `probe of LABEL`.
+    """
     distinct: dict[Hashable, TaskVerdict] = {}
     # probe comes first, so that its verdicts are kept and their repetitions dropped
     for task_name, result in sorted(results.items(), key=lambda item: item[1].task != "probe"):
