@@ -19,7 +19,7 @@ def draw_histogram(
     bins of the central 99.5 % of cells are drawn, because one outlier would squeeze them. The title
     of the x axis says how many cells are beyond.
     """
-    # number of cells in each bin and all bins to its left
+    # cells in each bin and all bins before it, and cells only in the bins before it
     cumulative = np.cumsum(before)
     cumulative_before = cumulative - before
     n_cells = cumulative[-1]
@@ -45,7 +45,7 @@ def draw_histogram(
 
 
 def draw_confusion(title: str, classes: Sequence[str], counts: Sequence[Sequence[int]]) -> Chart:
-    """Share of the cells of each true class by predicted class.
+    """A confusion matrix: of the cells of each true class, the share with each predicted class.
 
     `counts` are numbers of cells, (true classes, predicted classes). Pairs of classes
     without cells are left out.

@@ -37,7 +37,7 @@ class Chart:
     rows: Sequence[ChartRow]  # all that is drawn
     spec: Spec  # without the data
     is_umap: bool = False  # its thousands of marks are drawn as a bitmap
-    # texts of a column of codes, by column; code -1 is the last text
+    # Texts by code, for each column whose rows have codes. Code -1 is the last text.
     texts: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @cached_property

@@ -19,10 +19,10 @@ from cellmill.report.sweeps.scalings import Scaling, ScalingCurve
 from cellmill.report.text import to_words
 
 StepValues = list[tuple[float, float]]
-"""(step, value) of a curve."""
+"""Points (step, value) of a curve."""
 MAX_POINTS = 400  # per curve
 MIN_POINTS = 50  # per curve, however many curves the chart has
-# total over a chart's curves; exceeded if each must still have MIN_POINTS
+# all curves of a chart together; MIN_POINTS takes precedence
 MAX_CHART_POINTS = 10_000
 LAW_POINTS = 40  # points on the curve of a power law
 TITLE_WIDTH = 32  # characters in a line of the title of a y axis
@@ -60,9 +60,10 @@ def draw_losses(title: str, losses_by_run: Mapping[str, Mapping[str, StepValues]
 
 
 def _list_line_rows(points: StepValues, n_curves: int, **columns: str) -> list[ChartRow]:
-    """Rows of one of a chart's `n_curves`: a row per point, with the constant `columns`.
+    """Rows of one curve: a row per point, with the same `columns` in each.
 
-    A long curve keeps every n-th point and its last one.
+    A long curve keeps every n-th point and its last one. The more curves the chart has, the fewer
+    points each keeps.
     """
     max_points = min(MAX_POINTS, max(MIN_POINTS, MAX_CHART_POINTS // n_curves))
     stride = max(1, math.ceil(len(points) / max_points))
@@ -73,8 +74,8 @@ def _list_line_rows(points: StepValues, n_curves: int, **columns: str) -> list[C
 def _make_lines(names: Sequence[str], y_title: str, rows: Sequence[ChartRow]) -> Spec:
     """Specification of lines over steps, in a colour for each of `names`.
 
-    A name without rows is not in the legend. It still counts, so that a run has the same colour in
-    all charts.
+    A name without rows is not in the legend. It still takes a colour, so that a run has the same
+    colour in all charts.
     """
     spec = read_template("lines")
     scale: Spec = {"zero": False, "nice": True}
@@ -82,7 +83,7 @@ def _make_lines(names: Sequence[str], y_title: str, rows: Sequence[ChartRow]) ->
     if values:
         headroom = (max(values) - min(values)) * HEADROOM_FRAC
         scale["domainMax"] = to_five_digits(max(values) + headroom)
-    # a longer line would be cut
+    # a longer line would be cut off
     title_lines = textwrap.wrap(to_words(y_title), TITLE_WIDTH)
     spec["encoding"]["y"] |= {"title": title_lines, "scale": scale}
     drawn = {row["name"] for row in rows}

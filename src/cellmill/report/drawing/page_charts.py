@@ -34,7 +34,7 @@ class PageCharts:
     """Charts of one page in their order, and the HTML of its folded parts.
 
     Each chart has a static picture for print and for browsers without scripts. The page's script
-    replaces it by a live chart, and inserts the folded parts.
+    replaces it with a live chart, and inserts the folded parts.
     """
 
     def __init__(self, n_runs: int = 1) -> None:
@@ -45,7 +45,7 @@ class PageCharts:
     def fold(self, caller: Callable[[], Markup]) -> Markup:
         """HTML of a folded part, which `caller` renders, for `{% call page_charts.fold() %}`.
 
-        On a large page it is a placeholder, which the page's script replaces by the part.
+        On a large page it is a placeholder, which the page's script replaces with the part.
         """
         if not self.is_large:
             return caller()
@@ -109,7 +109,10 @@ class PageCharts:
 
     @property
     def packed(self) -> str:
-        """Charts and folded parts for the page's script: JSON, compressed by zlib, in base64."""
+        """Charts and folded parts for the page's script: JSON, compressed by zlib, in base64.
+
+        It has only what was added before, so the page reads it after all sections.
+        """
         charts = []
         for chart, _ in self.charts:
             charts.append(

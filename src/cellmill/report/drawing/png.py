@@ -8,7 +8,7 @@ import numpy as np
 import vl_convert
 
 MAX_COLOURS = 128
-# codes of the format
+# codes of the PNG format
 INDEXED = 3  # colour type: pixels are indices into a palette
 SUB_FILTER = 1  # filter "Sub" of a line: pixels are differences from their left neighbours
 
@@ -19,11 +19,11 @@ def draw_png(svg: str, scale: float) -> bytes:
 
 
 def shrink_png(png: bytes) -> bytes:
-    """The PNG, which has 32-bit pixels, with a palette.
+    """The PNG, whose pixels have 32 bits, with a palette.
 
-    Channels keep their upper 4 bits. The palette has the MAX_COLOURS most frequent ones;
-    the others become the nearest of these. A PNG whose lines do not all have the filter SUB_FILTER
-    is returned unchanged.
+    Channels keep their upper 4 bits. The palette has the MAX_COLOURS most frequent colours; each
+    other colour becomes the nearest of these. A PNG whose lines do not all have the filter
+    SUB_FILTER is returned unchanged.
     """
     width, height = struct.unpack(">II", png[16:24])
     packed = b"".join(data for kind, data in _iterate_chunks(png) if kind == b"IDAT")
@@ -32,10 +32,11 @@ def shrink_png(png: bytes) -> bytes:
     lines = content.reshape(height, 1 + 4 * width)
     if not (lines[:, 0] == SUB_FILTER).all():
         return png
+    # undo the filter; sums wrap at 256
     pixels = lines[:, 1:].reshape(height, width, 4).cumsum(axis=1, dtype=np.uint8)
     palette, indices = _choose_colours(pixels >> 4)
     colours = 17 * palette  # 15 becomes 255
-    unfiltered = np.insert(indices, 0, 0, axis=1)
+    unfiltered = np.insert(indices, 0, 0, axis=1)  # each line begins with 0, for no filter
     chunks = {
         b"IHDR": struct.pack(">IIBBBBB", width, height, 8, INDEXED, 0, 0, 0),
         b"PLTE": colours[:, :3].tobytes(),
@@ -53,13 +54,13 @@ def shrink_png(png: bytes) -> bytes:
 def _choose_colours(channels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The palette, the most frequent colour first, and each pixel's index in it.
 
-    They are (colours, 4) and (height, width), both uint8. `channels` are red, green,
-    blue and alpha, each from 0 to 15, (height, width, 4) uint8.
+    The palette is (colours, 4) uint8, the indices are (height, width) uint8. `channels` are red,
+    green, blue and alpha, each from 0 to 15, (height, width, 4) uint8.
     """
     shifts = np.array([12, 8, 4, 0])
-    codes = (channels.astype(np.int64) << shifts).sum(axis=2)
-    codes[channels[..., 3] == 0] = 0  # transparent pixels have one code, whatever their colour
-    counts = np.bincount(codes.ravel(), minlength=1 << 16)
+    colour_codes = (channels.astype(np.int64) << shifts).sum(axis=2)
+    colour_codes[channels[..., 3] == 0] = 0  # one code for all transparent pixels
+    counts = np.bincount(colour_codes.ravel(), minlength=1 << 16)
     used = np.flatnonzero(counts)
     order = np.argsort(-counts[used], kind="stable")
     used = used[order]
@@ -69,7 +70,7 @@ def _choose_colours(channels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     squared_distances = np.einsum("upc,upc->up", offsets, offsets)
     index_by_code = np.zeros(1 << 16, np.uint8)
     index_by_code[used] = squared_distances.argmin(axis=1)
-    return palette.astype(np.uint8), index_by_code[codes]
+    return palette.astype(np.uint8), index_by_code[colour_codes]
 
 
 def _iterate_chunks(png: bytes) -> Iterator[tuple[bytes, bytes]]:

@@ -31,6 +31,7 @@ def drop_selections(spec: Spec) -> Spec:
     """The specification without what only a pointer uses."""
     static = {key: part for key, part in spec.items() if key != "params"}
     if "params" in spec:
+        # as long as nothing is selected, all marks have the opacity of selected ones
         opacity = {"value": spec["encoding"]["opacity"]["condition"]["value"]}
         static["encoding"] = spec["encoding"] | {"opacity": opacity}
     return static

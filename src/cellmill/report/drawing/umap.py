@@ -20,7 +20,7 @@ from cellmill.report.drawing.svg import drop_selections, minify
 LIGHT_GREY = "#9aa0a6"
 MAX_CELLS = 4_000  # per UMAP; more would slow the page and show nothing new
 MIN_CELLS = 500  # per UMAP, however many UMAPs the page has
-# total over the page's UMAPs by label; exceeded if each must still have MIN_CELLS
+# all UMAPs by label of the page together; MIN_CELLS takes precedence
 MAX_PAGE_CELLS = 60_000
 MAX_CELLS_BY_BATCH = 1_500  # per UMAP by batch, which shows cells of the UMAP by label again
 # areas in square pixels: all cells of a UMAP together, and the limits for one cell
@@ -65,7 +65,7 @@ def draw_umap(
     if column == "batch":
         max_cells = min(max_cells, MAX_CELLS_BY_BATCH)
     codes = {category: code for code, category in enumerate(categories)}
-    # shuffle cells by a fixed seed, or the category drawn last would cover the others
+    # shuffle cells by a fixed seed; otherwise the category drawn last would cover the others
     order = np.random.Generator(np.random.Philox(key=0)).permutation(len(cells.x))
     rows = []
     for index in order[:max_cells].tolist():
@@ -102,9 +102,10 @@ def draw_umap_svg(spec: Spec, rows: Sequence[ChartRow], decimals: int) -> str:
     background = BACKGROUND.search(frame)
     assert background is not None
     width, height = map(int, background.groups())
+    # marks as Vega draws them: `size` is the square of their width
     radius = spec["mark"]["size"] ** 0.5 / 2
-    x_pixels = _scale([row["x"] for row in rows], radius, width - radius)
-    y_pixels = _scale([row["y"] for row in rows], height - radius, radius)
+    x_pixels = _to_pixels([row["x"] for row in rows], radius, width - radius)
+    y_pixels = _to_pixels([row["y"] for row in rows], height - radius, radius)
     half_height = radius * 3**0.5 / 2
     triangle = f"M0,{-half_height:.2f}L{-radius:.2f},{half_height:.2f}H{radius:.2f}Z"
     arc = f"A{radius:.2f},{radius:.2f},0,1,1"
@@ -129,8 +130,8 @@ def _draw_frame(spec: str) -> str:
     return minify(vl_convert.vegalite_to_svg(spec))
 
 
-def _scale(values: Sequence[float], begin: float, end: float) -> np.ndarray:
-    """`values` in pixels, (values,) float64. The lowest becomes `begin`, the highest `end`."""
+def _to_pixels(values: Sequence[float], begin: float, end: float) -> np.ndarray:
+    """Positions in pixels, (values,) float64: the lowest value at `begin`, the highest at `end`."""
     array = np.array(values, np.float64)
     position_frac = (array - array.min()) / (np.ptp(array) or 1)
     return begin + position_frac * (end - begin)
