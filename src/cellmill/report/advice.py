@@ -38,7 +38,8 @@ REPLACEMENT_OBJECTIVES = {
 """Options of objectives to train instead of a weak one, by their text in the advice."""
 GAINS = {"batch": Gain(0.006, -0.001, 0.013), "steps": Gain(0.013, -0.007, 0.034)}
 """Gains in accuracy, from rows of "What to change first" in docs/quality.md."""
-# in family `profile`, accuracy was lower at a `hidden` of MIN_WIDTH if `lr` was above MAX_LR
+# Measured in family `profile`: at a `hidden` of MIN_WIDTH, accuracy was lower if `lr` was above
+# MAX_LR. Wider models get the same advice.
 MIN_WIDTH = 512
 MAX_LR = 0.0025
 SAFE_LR = 0.001

@@ -9,8 +9,8 @@ from cellmill.report.text import to_words
 from cellmill.runs.results import Evaluation
 
 
-def draw_checkpoints(run: ReportedRun, dataset: str) -> Iterator[tuple[str, Chart]]:
-    """(heading, chart) of each task on `dataset` that ranks its rows by a metric.
+def draw_checkpoints(run: ReportedRun, dataset_name: str) -> Iterator[tuple[str, Chart]]:
+    """(heading, chart) of each task on a dataset that ranks its rows by a metric.
 
     A chart has a curve for each row of the model, over the steps of the evaluated checkpoints and
     of the exported model. A horizontal line is the exported model's best baseline. Tasks with fewer
@@ -22,11 +22,11 @@ def draw_checkpoints(run: ReportedRun, dataset: str) -> Iterator[tuple[str, Char
         return
     by_step = {**run.checkpoint_evaluations, exported_step: exported}
     evaluations = dict(sorted(by_step.items()))
-    for task, exported_result in exported.datasets[dataset].tasks.items():
+    for task, exported_result in exported.datasets[dataset_name].tasks.items():
         metric = exported_result.metric
         if metric is None:
             continue
-        curves = _list_scores_by_method(evaluations, dataset, task, metric)
+        curves = _list_scores_by_method(evaluations, dataset_name, task, metric)
         if all(len(points) < 2 for points in curves.values()):
             continue
         baseline = exported_result.best_baseline(metric)
@@ -36,18 +36,18 @@ def draw_checkpoints(run: ReportedRun, dataset: str) -> Iterator[tuple[str, Char
             curves[name] = [(min(evaluations), value), (max(evaluations), value)]
         metric_words = to_words(metric)
         heading = f"{to_words(task)}: {metric_words} over steps"
-        title = f"{run.name}, {dataset}, {heading}"
+        title = f"{run.name}, {dataset_name}, {heading}"
         yield heading, draw_curves(title, curves, metric_words)
 
 
 def _list_scores_by_method(
-    evaluations: Mapping[int, Evaluation], dataset: str, task: str, metric: str
+    evaluations: Mapping[int, Evaluation], dataset_name: str, task: str, metric: str
 ) -> dict[str, StepValues]:
     """Curve of each row of the model, by name of the row. `evaluations` are in order of steps."""
     curves: dict[str, StepValues] = {}
     for step, evaluation in evaluations.items():
-        evaluated = evaluation.datasets.get(dataset)
-        result = evaluated.tasks.get(task) if evaluated else None
+        dataset_result = evaluation.datasets.get(dataset_name)
+        result = dataset_result.tasks.get(task) if dataset_result else None
         if result is None or result.metric != metric:
             continue
         for row in result.ranked_rows:

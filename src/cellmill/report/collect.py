@@ -156,11 +156,11 @@ def _read_umap_cells(path: Path) -> dict[str, UmapCells]:
     """Cells of umap.tsv, by dataset."""
     columns = read_umap(path)
     cells = {}
-    for dataset in dict.fromkeys(columns.dataset):
-        is_in_dataset = [name == dataset for name in columns.dataset]
+    for dataset_name in dict.fromkeys(columns.dataset):
+        is_in_dataset = [name == dataset_name for name in columns.dataset]
         labels = compress(columns.label, is_in_dataset)
         batches = compress(columns.batch, is_in_dataset)
-        cells[dataset] = UmapCells(
+        cells[dataset_name] = UmapCells(
             x=array("d", compress(columns.x, is_in_dataset)),
             y=array("d", compress(columns.y, is_in_dataset)),
             is_held_out=bytes(text == "1" for text in compress(columns.heldout, is_in_dataset)),
@@ -174,9 +174,9 @@ def _read_evaluation(path: Path) -> Evaluation:
     """Read metrics.json and check the parts that `results` leaves untyped."""
     evaluation = results.read(path)
     ModelSchema.parse(path, evaluation.model)
-    for dataset in evaluation.datasets.values():
-        if dataset.genes is not None:
-            GeneCoverageSchema.parse(path, dataset.genes)
+    for dataset_result in evaluation.datasets.values():
+        if dataset_result.genes is not None:
+            GeneCoverageSchema.parse(path, dataset_result.genes)
     return evaluation
 
 

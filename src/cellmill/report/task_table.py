@@ -43,7 +43,8 @@ class Grid(NamedTuple):
 
     classifiers: list[str]  # columns
     rows: dict[str, dict[str, Row]]  # by features, then by classifier
-    unfitted: list[str]  # features whose row in the first column has no classifier
+    # features whose row in the first column has no classifier: none was fitted
+    unfitted: list[str]
 
 
 def make_grid(result: TaskResult) -> Grid | None:
