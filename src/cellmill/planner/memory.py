@@ -1,4 +1,4 @@
-"""Peak memory of a training process, by part.
+"""Peak memory of a training process, by what takes it.
 
 Stored weights, the gradients of a whole step and the optimizer's state are float32 in every
 precision. In 16 bits, activations, gathered weights and the gradients that a sharded model is
@@ -120,9 +120,11 @@ class _RankMemory:
         self.micro_batch_tokens = micro_batch_tokens
         self.micro_batches = micro_batches
         self.in_flight = count_in_flight(self.parallel, pp_rank, micro_batches)
-        offload = self.parallel.cpu_offload
         trained_shard = -(-self.totals.trained // model.ranks_per_copy)
-        self.shard_gradient_bytes = 0 if offload == "full" else FLOAT32_BYTES * trained_shard
+        # float32 gradients of this rank's shard; full offload keeps them on the host
+        self.shard_gradient_bytes = FLOAT32_BYTES * trained_shard
+        if self.parallel.cpu_offload == "full":
+            self.shard_gradient_bytes = 0
         # gradients that a sharded model keeps from one micro-batch to the next
         self.accumulated_bytes = 0
         if micro_batches > 1 and self.parallel.reduces_each_micro_batch:
@@ -137,7 +139,9 @@ class _RankMemory:
         size = model.size
         totals = self.totals
         offload = self.parallel.cpu_offload
-        shard = 0 if offload == "full" else -(-totals.parameters // model.ranks_per_copy)
+        parameters_shard = -(-totals.parameters // model.ranks_per_copy)
+        if offload == "full":
+            parameters_shard = 0
         average_bytes = 0
         if model.keeps_average and offload != "full":
             average_bytes = FLOAT32_BYTES * trained_shard
@@ -148,7 +152,7 @@ class _RankMemory:
             elements = messages * self.micro_batches * size.width * self.micro_batch_tokens
             pipeline_bytes = round(model.element_bytes * elements)
         return Memory(
-            parameters=FLOAT32_BYTES * (size.buffers + shard),
+            parameters=FLOAT32_BYTES * (size.buffers + parameters_shard),
             optimizer=0 if offload else model.optimizer_states * FLOAT32_BYTES * trained_shard,
             average=average_bytes,
             pipeline=pipeline_bytes,
@@ -161,18 +165,10 @@ class _RankMemory:
         """
         model = self.model
         block = model.size.block
-        bytes_per_token = self._activation_bytes * self._peak_elements_per_token()
+        activation_bytes_per_token = self._bytes_per_activation * self._peak_elements_per_token()
         logits_bytes = 0.0
         if self.totals.has_finish:  # float32 in every precision
             logits_bytes = FLOAT32_BYTES * model.size.finish_workspace(self.micro_batch_tokens)
-        # DistributedDataParallel's buckets are a copy of all gradients, and persist. Gradients that
-        # earlier micro-batches have accumulated are another copy: only the last one fills the buckets.
-        copies = int(model.layout.dp > 1) + int(self.micro_batches > 1)
-        gradient_bytes = copies * FLOAT32_BYTES * self.totals.trained
-        if model.is_sharded:
-            gradient_bytes = self.accumulated_bytes + model.element_bytes * block.trained
-        elif copies == 0:  # no gradient is there yet, except those being computed
-            gradient_bytes = FLOAT32_BYTES * block.trained
         communication_bytes = 0
         if model.is_sharded and self.micro_batches > 1 and self.parallel.reduces_each_micro_batch:
             # the full gradient of a block, and the shard that a reduce-scatter makes of it, next to
@@ -181,19 +177,32 @@ class _RankMemory:
             communication_bytes = FLOAT32_BYTES * (block.trained + shard)
         return replace(
             self.persistent,
-            activations=round(bytes_per_token * self.micro_batch_tokens),
+            activations=round(activation_bytes_per_token * self.micro_batch_tokens),
             logits=round(logits_bytes),
             gathered=self._gathered_bytes,
-            gradients=gradient_bytes,
+            gradients=self._gradient_bytes_at_backward_start(),
             communication=communication_bytes,
         )
+
+    def _gradient_bytes_at_backward_start(self) -> int:
+        """Count the bytes of all gradients that are allocated when the backward pass begins."""
+        block_trained = self.model.size.block.trained
+        if self.model.is_sharded:
+            return self.accumulated_bytes + self.model.element_bytes * block_trained
+        # DistributedDataParallel's buckets are a copy of all gradients, and persist. Gradients that
+        # earlier micro-batches have accumulated are another copy: only the last micro-batch fills the
+        # buckets.
+        copies = int(self.model.layout.dp > 1) + int(self.micro_batches > 1)
+        if copies == 0:  # only the block whose backward pass runs has gradients
+            return FLOAT32_BYTES * block_trained
+        return copies * FLOAT32_BYTES * self.totals.trained
 
     def at_first_block(self) -> Memory:
         """Estimate the memory when the backward pass has reached the first block.
 
         Gradients of all blocks are allocated, and activations of the first block and the part before
-        it. The second copy of the gradients that `at_backward_start` counts is left out here: if there
-        is one, the peak was at the start, with the activations of all blocks.
+        it. A second copy of the gradients, which `at_backward_start` counts, is left out here: if there
+        is one, the peak is at the start, with the activations of all blocks.
         """
         model = self.model
         size = model.size
@@ -206,16 +215,18 @@ class _RankMemory:
         )
         memory = replace(
             self.persistent,
-            activations=round(self._activation_bytes * kept_per_token * self.micro_batch_tokens),
+            activations=round(
+                self._bytes_per_activation * kept_per_token * self.micro_batch_tokens
+            ),
         )
         if not model.is_sharded:
             gradient_bytes = FLOAT32_BYTES * totals.trained
             return replace(memory, gradients=gradient_bytes, gathered=self._gathered_bytes)
         # one block is reduced, in float32, while gradients of the part before it are computed
-        computed = totals.outside_trained + block.trained
+        gradients_in_computation = totals.outside_trained + block.trained
         return replace(
             memory,
-            gradients=self.shard_gradient_bytes + model.element_bytes * computed,
+            gradients=self.shard_gradient_bytes + model.element_bytes * gradients_in_computation,
             gathered=model.element_bytes * (totals.outside + block.parameters),
             communication=FLOAT32_BYTES * block.trained,
         )
@@ -244,7 +255,7 @@ class _RankMemory:
         )
 
     @property
-    def _activation_bytes(self) -> float:
+    def _bytes_per_activation(self) -> float:
         """Mean bytes of an activation that is kept for the backward pass."""
         if self.parallel.half_precision and not self.model.is_sharded:
             return AUTOCAST_BYTES
@@ -257,13 +268,16 @@ class _RankMemory:
         size = self.model.size
         if not self.model.is_sharded:
             return HALF_BYTES * totals.parameters if self.parallel.half_precision else 0
-        weights = totals.parameters
+        n_gathered = totals.parameters
         if self.parallel.reshards_after_forward:  # the next block is gathered while one computes
-            weights = totals.outside + min(2, size.n_blocks) * size.block.parameters
-        return self.model.element_bytes * weights
+            n_gathered = totals.outside + min(2, size.n_blocks) * size.block.parameters
+        return self.model.element_bytes * n_gathered
 
     def _peak_elements_per_token(self) -> float:
-        """Count the elements per token, activations and workspace, when a block's backward pass begins."""
+        """Count the elements per token that are allocated when a block's backward pass begins.
+
+        They are the activations that the rank keeps, and the workspace of the block.
+        """
         size = self.model.size
         kept_by_checkpointing = {
             None: size.block.activations_per_token,
@@ -293,7 +307,7 @@ class _RankMemory:
 
 
 class HostBytes(NamedTuple):
-    """Pinned host memory of one process."""
+    """Pinned host memory of one process; `Hardware.host_bytes` is what a job requests per node."""
 
     offload: int  # for parallel.cpu_offload
     staging: int  # for a copy of the checkpoint
@@ -312,8 +326,8 @@ def estimate_host_bytes(model: PlannedModel) -> HostBytes:
         n_offloaded += average
 
     def count_bytes(n_trained_copies: int) -> int:
-        """Count the bytes of all weights, and of further copies of the trained weights."""
-        elements = 0  # of the largest pipeline rank
+        """Count the bytes of all weights, and of `n_trained_copies` times the trained weights."""
+        elements = 0  # of the pipeline rank with the most
         for pp_rank in range(model.layout.pp):
             totals = model.sum_rank_totals(pp_rank)
             elements = max(elements, totals.parameters + n_trained_copies * totals.trained)
@@ -333,7 +347,7 @@ def count_pinned_bytes(model: PlannedModel, hardware: Hardware) -> int:
 
 
 def exceeds_host_memory(model: PlannedModel, hardware: Hardware) -> bool:
-    """True if a node's processes pin more host memory than their job requests."""
+    """True if a node's processes pin more host memory than their job requests, if that is known."""
     return 0 < hardware.host_bytes < count_pinned_bytes(model, hardware)
 
 
@@ -342,7 +356,7 @@ def find_overflow(
 ) -> Literal["device", "host"] | None:
     """Find the memory that a run exceeds; None if it fits.
 
-    Host memory is what a job requests per node; offload and checkpoints pin a part of it.
+    Host memory is what a job requests per node; offload and checkpoints pin some of it.
     """
     if plan_memory(options, corpus, hardware).total > hardware.usable_bytes:
         return "device"
