@@ -46,12 +46,12 @@ class PassMeasurements:
 
 
 def measure_passes(
-    model: Model, spec: ModelSpec, tokens: int, multiple: int = 1, length_divisor: int = 1
+    model: Model, spec: ModelSpec, tokens: int, token_multiple: int = 1, length_divisor: int = 1
 ) -> PassMeasurements:
     """Measure a forward and a backward pass of a `model` with one block.
 
-    The batch has about `tokens` tokens, padded to a multiple of `multiple`, in cells of the usual
-    length divided by `length_divisor`.
+    The batch has about `tokens` tokens, padded to a multiple of `token_multiple`, in cells of the
+    usual length divided by `length_divisor`.
     """
     usual_tokens = min(spec.tokens.max_tokens, spec.n_genes, CELL_TOKENS)
     cell_tokens = max(1, usual_tokens // length_divisor)
@@ -60,7 +60,7 @@ def measure_passes(
     lengths = np.diff(batch.cu_seqlens) + len(spec.tokens.covariates)
     n_tokens = int(lengths.sum())
     view = model.view(to_tensors(batch), seed=0, step=0)
-    padded_tokens = -(-len(view.token_ids) // multiple) * multiple
+    padded_tokens = -(-len(view.token_ids) // token_multiple) * token_multiple
     view = pad_batch(view, padded_tokens)
     # masks are drawn on the CPU, since the number of masked tokens is a shape
     prepared = copy_to_device(model.prepare(view, seed=0, step=0), META)

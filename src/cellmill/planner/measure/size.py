@@ -36,7 +36,8 @@ from cellmill.planner.units import FLOAT32_BYTES
 # tokens of the measured batch: random fractions (masks) are within 1 % of their mean
 SAMPLE_TOKENS = 1 << 14
 SMALL_SAMPLE_TOKENS = 1 << 12  # for measurements without random fractions
-# A part has FLOPs per cell if cells of half the length need more FLOPs per token by this fraction.
+# A part of the model has FLOPs per cell if cells of half the length need this fraction more FLOPs per
+# token.
 PER_CELL_FRAC = 0.05
 # A backward pass has the FLOPs of two forward passes: one for the gradients of inputs, and one for
 # the gradients of weights (Kaplan et al. 2020, section 2.1).
@@ -78,7 +79,10 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True)
 class Flops:
-    """Measured FLOPs of a model on one tensor-parallel rank, of all passes of a step."""
+    """FLOPs of a model per token, per cell and per pair; `count` adds up the FLOPs for a load.
+
+    They are measured on one tensor-parallel rank, and include all passes of a step.
+    """
 
     n_blocks: int
     # Forward passes of each micro-batch: 1, or 2 with a coupled loss. Its first pass, without heads,
@@ -104,10 +108,10 @@ class Flops:
         has_begin: bool = True,
         has_finish: bool = True,
     ) -> float:
-        """Count the FLOPs for `load` of a part of the model, by default the whole.
+        """Count the FLOPs for `load` of `n_blocks` blocks, and of the ends of the model.
 
-        `n_blocks` are its blocks. `has_begin` and `has_finish` say whether it has what comes before and
-        after all blocks.
+        By default all blocks and both ends are counted. The ends are what comes before the blocks,
+        counted with `has_begin`, and what comes after them, counted with `has_finish`.
         """
         n_blocks = self.n_blocks if n_blocks is None else n_blocks
         per_token = n_blocks * self.block_per_token
@@ -220,36 +224,38 @@ def _prepare(
 
 def _measure_size(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) -> ModelSize:
     """Count the parameters of the whole model, and measure passes of a model of one block."""
-    whole = _build(spec, method, tp, sequence_parallel)
-    check_trains(method, (plain_name(name) for name, _ in whole.named_parameters()))
-    n_blocks = _count_blocks(whole)
-    parts = _count_parameters(whole, n_blocks)
+    whole_model = _build(spec, method, tp, sequence_parallel)
+    check_trains(method, (plain_name(name) for name, _ in whole_model.named_parameters()))
+    n_blocks = _count_blocks(whole_model)
+    parts = _count_parameters(whole_model, n_blocks)
 
     model = _build(spec, method, tp, sequence_parallel, one_block=True)
-    multiple = tp if sequence_parallel else 1  # the trainer pads a batch to a multiple of tokens
+    # with sequence parallelism the trainer pads a batch to a multiple of tokens
+    token_multiple = tp if sequence_parallel else 1
     # warm up: more is kept alive when DTensor first sees an operation, or when a pass imports a module
-    measure_passes(model, spec, SAMPLE_TOKENS, multiple)
-    long = measure_passes(model, spec, SAMPLE_TOKENS, multiple)
-    short = measure_passes(model, spec, SAMPLE_TOKENS, multiple, length_divisor=2)
-    collectives = long
-    if sequence_parallel:  # its collectives are derived from the ones without it
+    measure_passes(model, spec, SAMPLE_TOKENS, token_multiple)
+    # passes over cells of the usual length, and of half of it
+    long = measure_passes(model, spec, SAMPLE_TOKENS, token_multiple)
+    short = measure_passes(model, spec, SAMPLE_TOKENS, token_multiple, length_divisor=2)
+    without_sequence_parallel = long
+    if sequence_parallel:  # `planner.traffic` derives its collectives from the ones without it
         plain_model = _build(spec, method, tp, one_block=True)
-        collectives = measure_passes(plain_model, spec, SAMPLE_TOKENS)
+        without_sequence_parallel = measure_passes(plain_model, spec, SAMPLE_TOKENS)
     for name in ("begin", "block", "finish"):
-        window = getattr(collectives, name).window
+        window = getattr(without_sequence_parallel, name).window
         elements = window.collective_bytes / FLOAT32_BYTES
         parts[name] = replace(
             parts[name],
             activations_per_token=getattr(long, name).kept / long.tokens,
-            collective_elements_per_token=elements / collectives.tokens,
+            collective_elements_per_token=elements / without_sequence_parallel.tokens,
             collectives=window.collectives,
         )
-    # what `finish` keeps for any number of tokens counts as its workspace
-    kept_per_token, workspace = _measure_workspace(model, spec, multiple)
+    # elements that `finish` keeps whatever the number of tokens count as its workspace
+    kept_per_token, workspace = _measure_workspace(model, spec, token_multiple)
     parts["finish"] = replace(parts["finish"], activations_per_token=kept_per_token)
     return ModelSize(
         **parts,
-        buffers=sum(buffer.numel() for buffer in whole.buffers()),
+        buffers=sum(buffer.numel() for buffer in whole_model.buffers()),
         flops=_count_flops(model, n_blocks, long, short),
         width=long.width,
         selective_per_token=_measure_selective(spec, method, tp, sequence_parallel),
@@ -262,23 +268,25 @@ def _measure_selective(spec: ModelSpec, method: Method, tp: int, sequence_parall
     """Measure the elements per token that a block keeps with selective activation checkpointing."""
     model = _build(spec, method, tp, sequence_parallel, one_block=True)
     checkpoint_activations(model, model.plan.blocks, "selective")
-    multiple = tp if sequence_parallel else 1
-    measured = measure_passes(model, spec, SMALL_SAMPLE_TOKENS, multiple)
-    return measured.block.kept / measured.tokens
+    token_multiple = tp if sequence_parallel else 1
+    passes = measure_passes(model, spec, SMALL_SAMPLE_TOKENS, token_multiple)
+    return passes.block.kept / passes.tokens
 
 
-def _measure_workspace(model: Model, spec: ModelSpec, multiple: int) -> tuple[float, Workspace]:
+def _measure_workspace(
+    model: Model, spec: ModelSpec, token_multiple: int
+) -> tuple[float, Workspace]:
     """Measure the elements that `finish` keeps per token, and its workspace.
 
     The workspace includes elements that do not grow with the tokens, such as the gradient of a table
     that a chunked loss makes in its forward pass.
     """
-    passes_by_tokens = {n: measure_passes(model, spec, n, multiple) for n in WORKSPACE_TOKENS}
-    *_, smaller, larger = passes_by_tokens.values()
+    measured = [measure_passes(model, spec, n, token_multiple) for n in WORKSPACE_TOKENS]
+    *_, smaller, larger = measured
     kept_per_token = larger.finish.kept - smaller.finish.kept
     kept_per_token /= larger.tokens - smaller.tokens
     workspace = []
-    for passes in passes_by_tokens.values():
+    for passes in measured:
         peak = passes.finish.kept + passes.finish.workspace
         workspace.append((passes.tokens, max(0.0, peak - kept_per_token * passes.tokens)))
     return kept_per_token, tuple(workspace)
@@ -290,22 +298,22 @@ def _count_flops(
     """Derive the FLOPs from passes over cells of two lengths, `long` and half of it."""
     block_per_token, block_per_cell = _separate_flops(long, short, "block")
     finish_per_token, finish_per_cell = _separate_flops(long, short, "finish")
-    # the FLOPs per token that grow with the length of cells are attention
+    # FLOPs per token that grow with the length of cells belong to attention
     per_pair = 0.0
     if long.pairs_per_token > short.pairs_per_token and not block_per_cell:
         growth = long.block.window.flops / long.tokens - short.block.window.flops / short.tokens
         per_pair = max(0.0, growth / (long.pairs_per_token - short.pairs_per_token))
         block_per_token -= per_pair * long.pairs_per_token
     forwards = 2 if model.objective.coupled_widths else 1
-    # FLOPs of all passes of a step, in forward passes
-    in_forwards = forwards + FORWARDS_PER_BACKWARD
+    # all passes of a step have the FLOPs of this many forward passes
+    forwards_per_step = forwards + FORWARDS_PER_BACKWARD
     return Flops(
         n_blocks=n_blocks,
         forwards=forwards,
-        begin_per_token=in_forwards * long.begin.window.flops / long.tokens,
-        block_per_token=in_forwards * block_per_token,
-        block_per_cell=in_forwards * block_per_cell,
-        block_per_pair=in_forwards * per_pair,
+        begin_per_token=forwards_per_step * long.begin.window.flops / long.tokens,
+        block_per_token=forwards_per_step * block_per_token,
+        block_per_cell=forwards_per_step * block_per_cell,
+        block_per_pair=forwards_per_step * per_pair,
         # the window of `finish` has both passes, since a chunked loss has all FLOPs in its forward pass
         finish_per_token=finish_per_token,
         finish_per_cell=finish_per_cell,
