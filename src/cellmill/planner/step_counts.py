@@ -25,8 +25,8 @@ MAX_SAMPLED_EVENLY = 4
 class CorpusSize:
     """Sizes of a corpus that a plan depends on."""
 
-    # `(reads,)` int64: gene tokens of the cell of each read of an epoch, in an order like that of
-    # training: any consecutive reads are a sample
+    # `(reads,)` int64, gene tokens: an entry for each time that training takes a cell in an epoch, in
+    # an order like that of training, so that any consecutive entries are a sample
     gene_tokens_by_read: np.ndarray
     n_genes: int  # genes of the vocabulary
     n_validation: int = 0  # validation cells
@@ -131,19 +131,30 @@ def count_micro_batches(
     A pipeline (`rule.multiple_of` > 1) cuts the cells of a rank evenly, and pads all micro-batches of
     the rank's step to the longest (`pipeline_tokens`, a multiple of `token_multiple`).
     """
-    cell_tokens = corpus.gene_tokens_by_read
-    steps = _deal_first_steps(cell_tokens, step_cells, dp)
+    steps = _deal_first_steps(corpus.gene_tokens_by_read, step_cells, dp)
     counts = [_count_needed(ranks, rule) for ranks in steps]
     is_pipeline = rule.multiple_of > 1
-    if not is_pipeline:
-        max_cells = len(steps[0][0])  # cells of a rank in the largest step
-        max_tokens = min(rule.token_budget, max_cells * int(cell_tokens.max()))
-        if corpus.n_covariates:
-            # a micro-batch has the most cells if they are the shortest ones
-            together = corpus.tokens_of_shortest[:max_cells]
-            n_shortest = int(together.searchsorted(rule.token_budget, side="right"))
-            max_tokens += corpus.n_covariates * n_shortest
-        return MicroBatches(counts, max_tokens, padding_frac=0.0)
+    if is_pipeline:
+        max_tokens, padding_frac = _pad_for_pipeline(steps, counts, corpus, token_multiple)
+        return MicroBatches(counts, max_tokens, padding_frac)
+    max_cells = len(steps[0][0])  # cells of a rank in the largest step
+    max_tokens = min(rule.token_budget, max_cells * int(corpus.gene_tokens_by_read.max()))
+    if corpus.n_covariates:
+        # a micro-batch has the most cells if they are the shortest ones
+        together = corpus.tokens_of_shortest[:max_cells]
+        n_shortest = int(together.searchsorted(rule.token_budget, side="right"))
+        max_tokens += corpus.n_covariates * n_shortest
+    return MicroBatches(counts, max_tokens, padding_frac=0.0)
+
+
+def _pad_for_pipeline(
+    steps: list[list[np.ndarray]], counts: list[int], corpus: CorpusSize, token_multiple: int
+) -> tuple[int, float]:
+    """Cut and pad the micro-batches of a pipeline in a sample of steps and ranks.
+
+    `steps` has the tokens of each rank's cells, and `counts` the micro-batches of each step. Return
+    the tokens of the largest micro-batch, and the padding per token of the cells.
+    """
     max_tokens = 0
     n_tokens = 0
     n_tokens_with_padding = 0
@@ -156,14 +167,14 @@ def count_micro_batches(
             max_tokens = max(max_tokens, padded_to)
             n_tokens += int(tokens.sum())
             n_tokens_with_padding += count * padded_to
-    return MicroBatches(counts, max_tokens, n_tokens_with_padding / max(n_tokens, 1) - 1)
+    return max_tokens, n_tokens_with_padding / max(n_tokens, 1) - 1
 
 
 def _deal_first_steps(cell_tokens: np.ndarray, step_cells: int, dp: int) -> list[list[np.ndarray]]:
     """Deal cells in order to the first steps, and the cells of a step to its `dp` ranks.
 
-    `cell_tokens`, `(cells,)`, has the tokens of each cell of the corpus. Return the part of it that
-    each rank gets in each step, by step and then by rank.
+    `cell_tokens`, `(cells,)`, has the tokens of each cell. Return the slice of it that each rank gets
+    in each step, by step and then by rank.
     """
     n_steps = max(1, min(MAX_SAMPLED_STEPS, MAX_SAMPLED_CUTS // dp))
     rank_cells = -(-min(step_cells, len(cell_tokens)) // dp)
@@ -177,7 +188,10 @@ def _deal_first_steps(cell_tokens: np.ndarray, step_cells: int, dp: int) -> list
 
 
 def _count_needed(ranks: list[np.ndarray], rule: MicroBatchRule) -> int:
-    """Count the micro-batches of a step: every rank has as many as the rank that needs the most."""
+    """Count the micro-batches of a step: every rank has as many as the rank that needs the most.
+
+    `ranks` has the tokens of each rank's cells.
+    """
     needed = rule.min_per_step
     for rank_tokens in ranks:
         needed = max(needed, len(cut_greedily(rank_tokens, rule.token_budget)) - 1)
