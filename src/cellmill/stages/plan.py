@@ -34,7 +34,7 @@ from cellmill.runs.identity import foresee_refusal
 from cellmill.stages.training_inputs import open_corpus
 
 ASSUMED_CELLS = 1_000_000
-# cells whose tokens are stored, or a whole step if that has more: all assumed cells are alike
+# at most this many assumed cells are stored, or one step if that has more: they are all alike
 MAX_STORED_CELLS = 1 << 22
 ASSUMED_GENES = 20_000
 ASSUMED_LEVELS = 16  # levels of an obs column that the run reads
@@ -45,14 +45,14 @@ class PlannedCorpus(NamedTuple):
 
     options: PlanOptions  # with the obs columns that the objective takes from the corpus
     size: CorpusSize
-    # `(reads,)` int64, of the cell of each read of an epoch
-    detected_by_read: np.ndarray  # detected genes
-    kept_by_read: np.ndarray  # detected genes that become tokens
+    # `(reads,)` int64: an entry for each time that training takes a cell in an epoch
+    detected_by_read: np.ndarray  # detected genes of the cell
+    kept_by_read: np.ndarray  # detected genes of the cell that become tokens
     fingerprint: str | None = None  # None if the corpus is assumed
 
     @property
     def cut_cells_frac(self) -> float:
-        """Fraction of the cells read in an epoch that have genes which do not become tokens."""
+        """Fraction of the cells taken in an epoch whose detected genes do not all become tokens."""
         return float((self.detected_by_read > self.kept_by_read).mean())
 
 
@@ -140,13 +140,14 @@ def _read_corpus(options: PlanOptions, manifest: Path) -> PlannedCorpus:
 
     Raise ConfigError if the run cannot be trained on them, DataError for a damaged manifest.
     """
+    # `chosen` differs in the columns that the objective takes from the corpus
     chosen, shards, n_cells, fingerprint = open_corpus(options, manifest)
     options = options.model_copy(update={"objective": chosen.objective})
     detected_by_read = count_detected_genes(shards)[:n_cells]
-    if options.stream.weight_by is not None:  # cells are not read equally often
+    if options.stream.weight_by is not None:  # cells are not taken equally often
         weights = read_cell_weights(shards, "train", options.stream, n_cells)
         times_read = weights.draw_times_read(options.train.seed, epoch=0, first_step=0)
-        # a cell's reads are far apart in training, and a sample of steps must not have them together
+        # training takes a cell at times far apart, so a sample of steps must not have them together
         generator = np.random.Generator(np.random.Philox(0))
         detected_by_read = generator.permutation(detected_by_read.repeat(times_read))
     kept_by_read, undetected_by_read = count_detected_and_undetected(
@@ -174,14 +175,29 @@ def _plan_run(corpus: PlannedCorpus, machine: Machine, device_name: str) -> RunP
     # the device's memory was checked above
     if find_overflow(options, corpus.size, hardware) == "host":
         raise _explain_host_memory(cost.model, hardware, machine)
+    return RunPlan(
+        cost,
+        corpus.size,
+        hardware,
+        max_fitting_token_budget=find_max_fitting_token_budget(options, corpus.size, hardware),
+        genes_per_cell=float(corpus.detected_by_read.mean()),
+        cut_cells_frac=corpus.cut_cells_frac,
+        fingerprint=corpus.fingerprint,
+        warnings=_list_warnings(corpus, cost.counts.steps),
+    )
+
+
+def _list_warnings(corpus: PlannedCorpus, steps: int) -> list[str]:
+    """List the warnings for a run of `steps` steps that works, but not as well as it could."""
+    options = corpus.options
     warnings = options.objective.warnings()
     warmup_steps = options.train.warmup_steps
-    if warmup_steps >= cost.counts.steps:
+    if warmup_steps >= steps:
         warnings.append(
             f"train.warmup_steps {warmup_steps} leaves no step at the peak learning rate"
         )
-    # blocks of a family without sequence parallelism compute on one row per cell, so more tokens cost
-    # little
+    # `model.sequence_parallel` is False for a family whose blocks compute on one row per cell: more
+    # tokens cost it little
     if corpus.cut_cells_frac and not options.model.sequence_parallel:
         max_genes = int(corpus.detected_by_read.max())
         max_tokens = find_max_tokens(options.tokens, max_genes)
@@ -193,20 +209,11 @@ def _plan_run(corpus: PlannedCorpus, machine: Machine, device_name: str) -> RunP
             f"{max_genes}: family {options.model.family} is more accurate with all of them, at little more cost "
             "(docs/quality.md)"
         )
-    return RunPlan(
-        cost,
-        corpus.size,
-        hardware,
-        max_fitting_token_budget=find_max_fitting_token_budget(options, corpus.size, hardware),
-        genes_per_cell=float(corpus.detected_by_read.mean()),
-        cut_cells_frac=corpus.cut_cells_frac,
-        fingerprint=corpus.fingerprint,
-        warnings=warnings,
-    )
+    return warnings
 
 
 def _explain_host_memory(model: PlannedModel, hardware: Hardware, machine: Machine) -> ConfigError:
-    """Make the error for processes of a node that pin more host memory than its job requests."""
+    """Make the error for a node whose processes pin more host memory than its job requests."""
     pinned = format_bytes(count_pinned_bytes(model, hardware))
     requested = f"{machine.memory_key} is {machine.memory_mb}"
     if machine.memory_key != "mem_mb":
@@ -218,7 +225,7 @@ def _explain_host_memory(model: PlannedModel, hardware: Hardware, machine: Machi
 
 
 def _format_cpu_plan(run_plan: RunPlan) -> list[str]:
-    """Format the plan, and its time on CPU cores as fast as this machine's, which are measured."""
+    """Format the plan, and its time at the speed that is measured on this machine's CPU cores."""
     cost = run_plan.cost
     hardware = run_plan.hardware
     cpu = measure_cpu(find_device("cpu"), hardware.nproc_per_node)
