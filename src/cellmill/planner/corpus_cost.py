@@ -2,8 +2,9 @@
 
 The constants were measured on 12,000 simulated cells of 2,060 genes in shards of 1,024, from
 uncompressed input files to packed output cells, on an AMD EPYC with 2 busy cores
-(benchmarks/README.md). Costs scale with the number of values and differ between machines, file
-systems and input formats. Reading from the disk is not included.
+(benchmarks/README.md). A value is a stored count with its gene. Costs scale with the number of
+values, and differ between machines, file systems and input formats. Reading from the disk is not
+included.
 """
 
 from collections.abc import Mapping
@@ -13,10 +14,10 @@ from math import ceil
 from cellmill.config.corpus import Shard
 
 NS_PER_HOUR = 3.6e12
-# CPU time of one process, by stage, with uncompressed input files; a value is a stored count with its gene
+# CPU time of one process, by stage, with uncompressed input files
 NS_PER_VALUE = {"preprocess": 68, "vocabulary": 40, "divide": 40, "shard_part": 69}
-CELL_BYTES_PER_VALUE = 1.2  # preprocessed cells
-SHARD_BYTES_PER_VALUE = {"rank": 2.2, "genes": 1.2}  # keys are values of shard.order
+CELL_BYTES_PER_VALUE = 1.2  # files of preprocessed cells
+SHARD_BYTES_PER_VALUE = {"rank": 2.2, "genes": 1.2}  # files of shards, by the option shard.order
 VAR_BYTES_PER_SHARD = 2.0e6  # var of 20,000 genes, 100 bytes each, in every file
 OBS_BYTES_PER_CELL = 70  # name, dataset and row, without further columns
 INDEX_BYTES_PER_CELL = 28  # per cell of the corpus: offsets, borders and hashes
@@ -38,7 +39,7 @@ class StageCost:
     stage: str
     hours: float  # longest job, on one core
     cpu_hours: float  # all jobs
-    data_rss_mb: float = 0.0  # beyond RSS_MB: grows with the corpus, its largest file or shard
+    data_rss_mb: float = 0.0  # peak memory beyond RSS_MB, which the job's data take
     jobs: int = 1
     files: int = 0  # written and kept
     disk_gb: float = 0.0
@@ -85,15 +86,18 @@ def _estimate_shards(
     shard: Shard,
     cpu_hours: Mapping[str, float],
 ) -> list[StageCost]:
-    """Estimate the cost of `shard`; with several jobs, the costs of `divide`, `shard_part` and `shard`."""
+    """Estimate the costs of the stages that write the shards.
+
+    One job does all as stage `shard`. With several jobs, `divide` and `shard_part` come before it.
+    """
     n_cells = sum(cells_per_dataset)
     n_shards = max(1, ceil(n_cells / shard.cells_per_shard))
-    bytes_per_cell = genes_per_cell * SHARD_BYTES_PER_VALUE[shard.order]
-    bytes_per_cell += OBS_BYTES_PER_CELL + INDEX_BYTES_PER_CELL
-    n_bytes = n_cells * bytes_per_cell + n_shards * VAR_BYTES_PER_SHARD
-    divide_mb = OBS_RSS_BYTES_PER_CELL * (n_cells + max(cells_per_dataset)) / 1e6
-    write_mb = RSS_BYTES_PER_VALUE * min(shard.cells_per_shard, n_cells) * genes_per_cell / 1e6
-    write_mb += OFFSET_BYTES_PER_CELL * n_cells / 1e6
+    disk_bytes_per_cell = genes_per_cell * SHARD_BYTES_PER_VALUE[shard.order]
+    disk_bytes_per_cell += OBS_BYTES_PER_CELL + INDEX_BYTES_PER_CELL
+    disk_bytes = n_cells * disk_bytes_per_cell + n_shards * VAR_BYTES_PER_SHARD
+    divide_rss_mb = OBS_RSS_BYTES_PER_CELL * (n_cells + max(cells_per_dataset)) / 1e6
+    write_rss_mb = RSS_BYTES_PER_VALUE * min(shard.cells_per_shard, n_cells) * genes_per_cell / 1e6
+    write_rss_mb += OFFSET_BYTES_PER_CELL * n_cells / 1e6
     divide_hours = cpu_hours["divide"]
     write_hours = cpu_hours["shard_part"]
     if shard.jobs == 1:
@@ -102,9 +106,9 @@ def _estimate_shards(
                 stage="shard",
                 hours=divide_hours + write_hours + INDEX_HOURS,
                 cpu_hours=divide_hours + write_hours + INDEX_HOURS,
-                data_rss_mb=write_mb + divide_mb,
+                data_rss_mb=write_rss_mb + divide_rss_mb,
                 files=n_shards + N_INDEX_FILES,
-                disk_gb=n_bytes / 1e9,
+                disk_gb=disk_bytes / 1e9,
             )
         ]
     writing_jobs = min(shard.jobs, n_shards)  # further jobs have no shard to write
@@ -113,16 +117,16 @@ def _estimate_shards(
             stage="divide",
             hours=divide_hours,
             cpu_hours=divide_hours,
-            data_rss_mb=divide_mb,
+            data_rss_mb=divide_rss_mb,
         ),
         StageCost(
             stage="shard_part",
             jobs=shard.jobs,
             hours=write_hours * ceil(n_shards / writing_jobs) / n_shards,
             cpu_hours=write_hours,
-            data_rss_mb=write_mb,
+            data_rss_mb=write_rss_mb,
             files=n_shards,
-            disk_gb=n_bytes / 1e9,
+            disk_gb=disk_bytes / 1e9,
         ),
         StageCost(
             stage="shard",
