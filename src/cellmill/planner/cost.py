@@ -32,7 +32,7 @@ class RunCost:
 
     options: PlanOptions
     model: PlannedModel
-    whole_size: ModelSize  # without tensor parallelism
+    whole_size: ModelSize  # without tensor parallelism; `model.size` is on one of its ranks
     counts: StepCounts
     memory: Memory
     flops_per_step: float  # FLOPs of the model over all processes; recomputation is not counted

@@ -30,7 +30,7 @@ class RankTotals(NamedTuple):
 class PlannedStage:
     """One pipeline stage of a model; without a pipeline, all of it."""
 
-    size: ModelSize  # of the whole model
+    size: ModelSize  # of all stages, on one tensor-parallel rank
     n_blocks: int  # blocks of this stage
     has_begin: bool  # True if the stage has the part before the blocks
     has_finish: bool  # True if the stage has the part after the blocks

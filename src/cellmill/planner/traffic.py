@@ -34,11 +34,11 @@ class CollectiveTraffic:
 
     kind: Kind
     axis: str
-    processes: int  # processes of the group; of a message its sender and its receiver
+    processes: int  # of the group in which it is called; 2 for a message between two processes
     processes_per_node: int  # processes of the group on one node
     # bytes of the full tensors, before a reduce-scatter or after an all-gather
     payload_bytes: float
-    calls: float
+    calls: float  # number of calls
 
     @property
     def sent_bytes(self) -> float:
@@ -79,7 +79,7 @@ class Calls(NamedTuple):
     kind: Kind
     axis: str  # mesh axis
     payload_bytes: float  # bytes of the full tensors
-    number: float
+    number: float  # number of calls
     leaves_node: bool = False  # for point to point: the receiver is on another node
 
 

@@ -16,17 +16,17 @@ ROW = "{:>12}  {:>8}  {:>10}  {:>10}"
 
 def list_machines(machine: Machine) -> list[Machine]:
     """List the machine with 1, 2, 4, … processes on one node, then with 2, 4, … of its nodes."""
-    n_nodes = machine.node_counts[-1]
-    counts = [(1, nproc) for nproc in _list_doublings(machine.nproc_per_node)]
-    counts += [(nodes, machine.nproc_per_node) for nodes in _list_doublings(n_nodes)[1:]]
+    max_nodes = machine.node_counts[-1]
+    sizes = [(1, nproc) for nproc in _list_doublings(machine.nproc_per_node)]
+    sizes += [(nodes, machine.nproc_per_node) for nodes in _list_doublings(max_nodes)[1:]]
     return [
         machine.model_copy(update={"nodes": str(nodes), "nproc_per_node": nproc})
-        for nodes, nproc in counts
+        for nodes, nproc in sizes
     ]
 
 
 def _list_doublings(max_number: int) -> list[int]:
-    """List 1, 2, 4, … and `max_number`."""
+    """List the powers of two below `max_number`, and `max_number` itself."""
     numbers = [1]
     while numbers[-1] < max_number:
         numbers.append(min(2 * numbers[-1], max_number))
@@ -38,8 +38,8 @@ def format_scaling(
 ) -> list[str]:
     """Format a table of times by number of devices; empty with one device or an unknown speed.
 
-    The efficiency is the GPU time on the fewest devices that fit, divided by the GPU time on these.
-    Links and idle pipelines lower it.
+    The efficiency of a row is the GPU time on the fewest devices that fit, divided by the GPU time on
+    the row's devices. Communication and idle pipelines lower it.
     """
     machines = list_machines(machine)
     if len(machines) == 1 or device.peak_flops_per_s(options.parallel) is None:
@@ -51,7 +51,7 @@ def format_scaling(
         nproc = scaled.nproc_per_node
         count = f"{nodes} x {nproc} = {nodes * nproc}"
         try:
-            time = _plan_on_machine(options, corpus, scaled, device_name, device).time
+            time = _estimate_on_machine(options, corpus, scaled, device_name, device).time
         except ConfigError as error:
             # the reason without its remedy, which would be for the whole machine
             lines.append(f"{count:>12}  {str(error).partition(';')[0]}")
@@ -59,8 +59,9 @@ def format_scaling(
         assert time is not None, "the speed is known"
         base_gpu_hours = base_gpu_hours or time.gpu_hours
         efficiency = f"{base_gpu_hours / time.gpu_hours:.0%}"
-        shown = map(format_hours, (time.hours, time.gpu_hours))
-        lines.append(ROW.format(count, *shown, efficiency))
+        hours = format_hours(time.hours)
+        gpu_hours = format_hours(time.gpu_hours)
+        lines.append(ROW.format(count, hours, gpu_hours, efficiency))
     lines.append(
         "efficiency: GPU time on the fewest GPUs that fit, over GPU time on these; communication and idle time lower "
         "it, and the effect of smaller batches per GPU is not estimated"
@@ -68,7 +69,7 @@ def format_scaling(
     return lines
 
 
-def _plan_on_machine(
+def _estimate_on_machine(
     options: PlanOptions, corpus: CorpusSize, machine: Machine, device_name: str, device: Device
 ) -> RunCost:
     """Estimate the run on the machine. Raise ConfigError if it does not work or fit there."""
