@@ -1,13 +1,21 @@
 """Inexact Newton steps for logistic regression (Dembo, Eisenstat and Steihaug, SIAM J. Numer. Anal.
 19, 1982), each found by conjugate gradients over whitened features.
 
-Whitened features are U = Z R⁻¹ of features Z, where RᵀR = c ZᵀZ / n + λ is the Hessian if each cell
-had the curvature c; the curvature of the softmax is at most 1/2 (Böhning, Ann. Inst. Statist. Math. 44,
-1992). Over U the penalty λ |w|² is |v|² - c |Uv|² / n. For centred features, a column of c^-½ gets
-the intercept as its coefficient, by the same formula without a penalty. With fewer cells than
-features, U is the Cholesky factor of UUᵀ = n / c (1 - λ (c ZZᵀ / n + λ)⁻¹).
+Legend: n cells, features Z, their coefficients w and penalty λ (`compute_penalty`), CURVATURE c,
+whitened features U, their coefficients v, dual coefficients a.
 
-Every v is Uᵀa for dual coefficients a, one for each cell and class, so a step is one product of dual
+Whitening divides by R, where RᵀR = c ZᵀZ / n + λ would be the Hessian if each cell had the curvature c.
+(The curvature of the softmax is at most 1/2: Böhning, Ann. Inst. Statist. Math. 44, 1992.)
+
+- features: U = Z R⁻¹, so logits Zw are Uv with v = Rw
+- penalty: λ |w|² = |v|² - c |Uv|² / n
+- products of cells: UUᵀ = n / c (1 - λ (c ZZᵀ / n + λ)⁻¹)
+
+With fewer cells than features, U is the Cholesky factor of UUᵀ instead, a smaller array. For centred
+features, U has one more column, for the intercept. By the formula of the penalty, the value c^-½ of
+this column leaves the intercept without one.
+
+Every v is Uᵀa, where a has a value for each cell and class, so a step is one product of dual
 coefficients with UUᵀ. A RIDGE on its diagonal, as if each cell had a small feature of its own, bounds
 dual coefficients that change no logit.
 """
@@ -33,8 +41,9 @@ ROUNDING = 1e-12  # rise of the objective that may hide the descent of the last 
 MAX_KERNEL_CELLS = 2048  # cells of the largest UUᵀ that is stored if cells outnumber features
 
 Search = Generator[tuple[np.ndarray, np.ndarray], None, Any]
-"""Search for an optimum whose caller multiplies: it yields dual coefficients, and the array that the
-caller must write their logits to, both `(classes, cells)`, and returns what it finds.
+"""A search whose caller computes the logits. Each item is a request: dual coefficients, and the array
+to which the caller writes their logits before it goes on, both `(classes, cells)`. The generator
+returns what it finds.
 """
 
 
@@ -62,12 +71,12 @@ class Vector:
 
 
 class Unwhitened:
-    """Features Z / √λ, as if c were 0, of which only products of cells are known."""
+    """No whitening: c is 0, so U = Z / √λ. Only products of cells are known, not U itself."""
 
     curvature = 0.0
 
     def has_converged(self, dual_coefs: np.ndarray, squared_norm: float) -> bool:
-        """True if the norm of the gradient with these dual coefficients is at most TOLERANCE."""
+        """True if the norm of the gradient is at most TOLERANCE, so that no entry is above it."""
         return squared_norm <= TOLERANCE**2
 
 
@@ -102,7 +111,7 @@ class Whitening:
 def whiten(features: np.ndarray, penalty: float) -> Whitening:
     """Whiten centred `features`, `(cells, width)`. Raises LinAlgError if their scales differ too much."""
     n, width = features.shape
-    # the Hessian c ZᵀZ / n + λ, or c ZZᵀ / n + λ with fewer cells than features
+    # c ZᵀZ / n + λ, the Hessian; c ZZᵀ / n + λ with fewer cells than features
     gram = features @ features.T if width > n else features.T @ features
     gram *= CURVATURE / n
     gram.flat[:: len(gram) + 1] += penalty
@@ -115,12 +124,12 @@ def whiten(features: np.ndarray, penalty: float) -> Whitening:
 def _whiten_wide(features: np.ndarray, factor: np.ndarray, penalty: float) -> Whitening:
     """Whiten fewer cells than features; `factor` is the Cholesky factor of c ZZᵀ / n + λ."""
     n = len(features)
-    # UUᵀ from the inverse; its upper triangle is 0, as in the factor
-    inverse, _ = dpotri(factor, lower=True)
-    inverse *= -penalty * n / CURVATURE
-    kernel = inverse + inverse.T
-    # the doubled diagonal is replaced; centred features would be singular without RIDGE
-    kernel.flat[:: n + 1] = inverse.diagonal() + (1 + RIDGE) * n / CURVATURE
+    # UUᵀ = n / c (1 - λ inverse); dpotri returns the lower triangle of the inverse, and 0 above it
+    scaled_inverse, _ = dpotri(factor, lower=True)
+    scaled_inverse *= -penalty * n / CURVATURE
+    kernel = scaled_inverse + scaled_inverse.T
+    # this sum doubles the diagonal, so it is set; without RIDGE, UUᵀ of centred features is singular
+    kernel.flat[:: n + 1] = scaled_inverse.diagonal() + (1 + RIDGE) * n / CURVATURE
     columns = np.empty((n, n + 1), order="F")
     columns[:, :n] = kernel.T
     columns[:, n] = CURVATURE**-0.5
@@ -166,9 +175,9 @@ def _cholesky(matrix: np.ndarray) -> np.ndarray:
 def run_search(
     search: Search, compute_logits: Callable[[np.ndarray, np.ndarray], None]
 ) -> np.ndarray:
-    """Run a single `search` of `search_optimum`, and return its dual coefficients, `(classes, cells)`.
+    """The dual coefficients that `search`, one of `search_optimum`, finds: `(classes, cells)`.
 
-    `compute_logits` writes the logits of dual coefficients to an array.
+    `compute_logits` takes dual coefficients, and the array to which it writes their logits.
     """
     while True:
         try:
@@ -187,8 +196,8 @@ def search_optimum(
     """Search for the dual coefficients at the optimum, `(classes, cells)`, for one-hot `targets` of the
     same shape. It begins at the dual coefficients `start`, and adds `constants` to the logits.
 
-    A generator, whose caller computes the logits (`run_search`), so that several fits can share one
-    product. Warns by ConvergenceWarning if it stops before it converged.
+    The caller computes the logits (see Search), so that several fits can share one product;
+    `run_search` does so for a single fit. Warns by ConvergenceWarning if it stops before it converged.
     """
     n = targets.shape[1]
     curvature = whitening.curvature
@@ -227,7 +236,7 @@ def search_optimum(
 def _compute_objective(
     point: Vector, targets: np.ndarray, constants: np.ndarray | float, curvature: float
 ) -> tuple[float, np.ndarray]:
-    """Objective at `point`, and the probabilities, `(classes, cells)`."""
+    """Mean cross-entropy plus half the penalty at `point`, and the probabilities, `(classes, cells)`."""
     n = targets.shape[1]
     logits = point.logits + constants
     shifted = logits - logits.max(0)
@@ -243,13 +252,14 @@ def _compute_objective(
 def _newton_step(
     curvature: float, probabilities: np.ndarray, gradient: Vector, squared_norm: float
 ) -> Search:
-    """Search for the step that leaves FORCING of the gradient's norm, and return it as a Vector.
-    `squared_norm` is the gradient's over whitened features.
+    """Search for a step that leaves at most FORCING of the gradient's norm, and return it as a Vector.
+    `squared_norm` is the squared norm of the gradient over whitened features.
 
     Works in place. Each conjugate direction is divided by the squared norm of its residual, so that
     the next one is this one plus residual / squared norm.
     """
-    # the Hessian is 1 over whitened features plus diag(p / n) - p pᵀ / n - c / n over the logits
+    # Hessian: 1 over whitened features, plus diag(p / n) - p pᵀ / n - c / n over the logits, where p
+    # are the probabilities of a cell
     n = probabilities.shape[1]
     shares = probabilities / n
     diagonal = shares - curvature / n
