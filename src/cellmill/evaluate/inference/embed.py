@@ -109,7 +109,7 @@ class Embedding(FileCoverage):
 
 
 class ColumnCounts:
-    """Sums of the counts in each column of a file, (columns,) float64, over all cells and over the
+    """Sum of the counts in each column of a file, (columns,) float64: over all cells, and over the
     chosen cells.
     """
 
@@ -172,7 +172,7 @@ def load_for_inference(folder: Path) -> InferenceModel:
 
 
 def tokenize_blocks(
-    rows: Iterable[sp.csr_matrix],
+    blocks: Iterable[sp.csr_matrix],
     columns: GeneColumns,
     vocabulary: Vocabulary,
     tokens: Tokens,
@@ -181,32 +181,33 @@ def tokenize_blocks(
     per_cell: Mapping[str, np.ndarray | None] = MappingProxyType({}),
     first: int = 0,
 ) -> Iterator[Batch]:
-    """Tokens of the chosen cells of a file: one batch for each block of `rows`, the first of which begins
-    with row `first` of the file.
+    """Tokens of the chosen cells of a file: a batch for each of `blocks`, counts of consecutive rows
+    from row `first` of the file on. A block without a chosen cell has no batch.
 
     `chosen` is bool, `(n_obs,)`, None for all cells. Cells without a known gene are left out.
     `Batch.cell_ids` are rows of the file. With `with_counts`, batches have the counts of their tokens.
     `per_cell` has further fields of a batch, such as levels, for all cells of the file.
     """
     inverse = inverse_medians(vocabulary.medians)
-    block_start = first
     tokenizer = BatchTokenizer(tokens, vocabulary.n_genes, variability=vocabulary.variability)
-    for raw in rows:
-        n = raw.shape[0]
+    block_start = first
+    for block in blocks:
+        n = block.shape[0]
         kept = np.arange(n)
         if chosen is not None:
             kept = np.flatnonzero(chosen[block_start : block_start + n])
         cells = kept + block_start
-        block_start = block_start + n
+        block_start += n
         if not len(kept):
             continue
-        raw = raw[kept] if len(kept) < n else raw
-        block = raw if columns.ordered else select_columns(raw, columns.target, vocabulary.n_genes)
-        nonempty = np.diff(block.indptr) > 0
-        block = select_rows(block, nonempty)
-        cells = cells[nonempty].astype(np.int64)
-        genes = columns.target[block.indices] if columns.ordered else block.indices
-        counts = SparseCounts(block.indptr.astype(np.int64), genes, block.data)
+        known = block[kept] if len(kept) < n else block
+        if not columns.ordered:
+            known = select_columns(known, columns.target, vocabulary.n_genes)
+        has_genes = np.diff(known.indptr) > 0
+        known = select_rows(known, has_genes)
+        cells = cells[has_genes].astype(np.int64)
+        genes = columns.target[known.indices] if columns.ordered else known.indices
+        counts = SparseCounts(known.indptr.astype(np.int64), genes, known.data)
         if not columns.ordered:
             counts = rank_order_rows(counts, inverse)
         yield tokenizer.make_batch(counts, cells, with_counts).with_cell_fields(per_cell)
@@ -232,12 +233,15 @@ def embed_cells(
     column_counts = ColumnCounts(reader.n_vars)
     vectors = np.full((reader.n_obs, network.vector_width), np.nan, np.float32)
     saved = saved or SavedWork(reader.path, None)
-    kept = SavedVectors(saved, reader, column_counts.sums, vectors)
-    kept.restore()
-    rows = reader.rows(ROW_BLOCK, kept.first)
-    blocks = progress(rows, f"embed {reader.path.stem}", reader.n_obs - kept.first)
-    blocks = kept.save_rows(blocks)
-    blocks = column_counts.tally(blocks, chosen, kept.first)
+    saved_vectors = SavedVectors(saved, reader, column_counts.sums, vectors)
+    saved_vectors.restore()
+    first = saved_vectors.first
+    blocks = progress(
+        reader.rows(ROW_BLOCK, first), f"embed {reader.path.stem}", reader.n_obs - first
+    )
+    # all is lazy: a block is saved when the next one is asked for, after it was summed and embedded
+    blocks = saved_vectors.save_rows(blocks)
+    blocks = column_counts.tally(blocks, chosen, first)
     per_cell = {"levels": read_levels(reader, network)}
     batches = tokenize_blocks(
         blocks,
@@ -246,14 +250,14 @@ def embed_cells(
         tokens,
         chosen,
         per_cell=per_cell,
-        first=kept.first,
+        first=first,
     )
     write_vectors(batches, network, vectors, section.token_budget, section.precision)
     if not chosen.all():  # else a copy would double the memory
         vectors = vectors[chosen]
     has_vector = np.isfinite(vectors[:, 0])
     coverage = measure_coverage(reader, columns, model, section, column_counts, has_vector)
-    return Embedding(**vars(coverage), vectors=vectors, earlier_s=kept.earlier_s)
+    return Embedding(**vars(coverage), vectors=vectors, earlier_s=saved_vectors.earlier_s)
 
 
 def measure_coverage(
@@ -267,9 +271,7 @@ def measure_coverage(
     """Coverage of a file that was read to its end.
 
     `columns` are the result of `match_columns`. `has_genes`, bool (cells,), is False for cells
-    without a gene of the model.
-
-    Raises DataError as `embed_cells`.
+    without a gene of the model. Raises DataError as `embed_cells` does.
     """
     if not has_genes.any():
         raise DataError(f"{reader.path}: no cell has a count on a gene that the model knows")
