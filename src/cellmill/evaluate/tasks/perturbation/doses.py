@@ -162,9 +162,9 @@ def predict_new_doses(
     compound: np.ndarray,
     log_dose: np.ndarray,
 ) -> ChangesByMethod:
-    """Predict changes, (test units, G), at doses that no training unit of the compound has.
+    """Predict changes, (test units, G), at doses that no fitted unit of the compound has.
 
-    `changes` are (U, G), `compound` and `log_dose` (U,). A compound without training units has the
+    `changes` are (U, G), `compound` and `log_dose` (U,). A compound without fitted units has the
     mean of all.
     """
     no_change = np.zeros((len(test), changes.shape[1]))
@@ -174,20 +174,20 @@ def predict_new_doses(
         same = train[compound[train] == compound[unit]]
         if not len(same):
             continue
-        training_changes = changes[same]
+        fitted_changes = changes[same]
         distances = np.abs(log_dose[same] - log_dose[unit])
-        predicted[SAME_MEAN][row] = training_changes.mean(0)
-        predicted[SAME_NEAREST][row] = training_changes[distances.argmin()]
-        linear = training_changes.mean(0)
+        predicted[SAME_MEAN][row] = fitted_changes.mean(0)
+        predicted[SAME_NEAREST][row] = fitted_changes[distances.argmin()]
+        linear = fitted_changes.mean(0)
         if len(np.unique(log_dose[same])) > 1:
-            slope, intercept = np.polyfit(log_dose[same], training_changes, 1)
+            slope, intercept = np.polyfit(log_dose[same], fitted_changes, 1)
             linear = intercept + slope * log_dose[unit]
         predicted[LINEAR][row] = linear
-        curve = fit_hill(log_dose[same], training_changes)
+        curve = fit_hill(log_dose[same], fitted_changes)
         predicted[HILL][row] = linear
         if not curve.reason:
             strength = hill(log_dose[same], 1, curve.log_ec50, curve.slope)
-            amplitude = strength @ training_changes / (strength @ strength)
+            amplitude = strength @ fitted_changes / (strength @ strength)
             at_dose = hill(log_dose[[unit]], 1, curve.log_ec50, curve.slope)
             predicted[HILL][row] = amplitude * at_dose
     return {NO_CHANGE: no_change, MEAN: mean} | predicted
@@ -196,7 +196,9 @@ def predict_new_doses(
 def describe_linear_doses(
     changes: np.ndarray, folds: list[Fold], compound: np.ndarray, log_dose: np.ndarray
 ) -> list[str]:
-    """A sentence on the held-out doses that row Hill curve predicts linearly, if there are any."""
+    """How many held-out doses row HILL predicts by the linear fit, and why: one sentence, or none if
+    there are no such doses.
+    """
     reasons: Counter[str] = Counter()
     n_tested = 0
     for fold in folds:

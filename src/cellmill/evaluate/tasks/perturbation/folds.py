@@ -52,8 +52,8 @@ def make_folds(units: RoleUnits) -> Iterator[Fold]:
 def _test_unseen(units: RoleUnits) -> Fold:
     """The fold that tests the units of unseen groups.
 
-    Baselines are fitted on the groups that the model was fitted on, not on groups that only
-    validated it. They are fitted on all other groups if the model was fitted on none.
+    Baselines are fitted on the groups that the model was trained on, not on groups that only
+    validated it. They are fitted on all other groups if the model was trained on none.
     """
     fitted = ~units.unseen & units.trained
     if not fitted.any():

@@ -84,13 +84,13 @@ class ChangePredictor:
                 )
             if units.split_file is not None:
                 predicted |= self._predict_from_parts(fold)
-            # a perturbation that a training unit has, too, at another dose or in another context
-            is_trained = np.isin(units.perturbation[test], units.perturbation[train])
+            # the perturbation of a fitted unit, tested at another dose or in another context
+            is_fitted = np.isin(units.perturbation[test], units.perturbation[train])
             if units.role == DOSE:
                 predicted |= predict_new_doses(
                     changes, train, test, units.perturbation, units.log_dose
                 )
-            elif units.role != PERTURBATION or is_trained.any():
+            elif units.role != PERTURBATION or is_fitted.any():
                 controls = units.profiles.unit_controls(
                     units.unit_of_cell, units.n_units, self.start_means
                 )

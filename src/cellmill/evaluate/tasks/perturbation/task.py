@@ -59,14 +59,14 @@ class Perturbation(Task):
     config: PerturbationConfig
 
     def run(self, context: Context) -> TaskResult:
-        """Scores of the split file, or of each role of `held_out` and of doses; skipped if none can be
-        scored.
+        """Scores of the split file, or else of each role of `held_out` and of doses; skipped if none
+        can be scored.
         """
         check_changes(context)
-        split_file = None
         roles: list[str] = [*self.config.held_out]
         if self.config.doses is not None:
             roles.append(DOSE)
+        split_file = None
         if self.config.split_file is not None:
             split_file = SplitFile.read(self.config, context)
             roles = [PERTURBATION]
@@ -92,7 +92,7 @@ class Perturbation(Task):
         return FITS_S + sizes.read_s() + sizes.training_components_s()
 
     def _score_role(self, units: RoleUnits) -> ScoredRole:
-        """Scores of the units by the novelty of what is held out."""
+        """Scores of one role: columns by the novelty of what is held out, and by metric."""
         predictor = ChangePredictor(units)
         folds_by_novelty = divide_by_novelty(units)
         scored = self._describe_units(predictor, [*chain.from_iterable(folds_by_novelty.values())])
@@ -162,8 +162,8 @@ class Perturbation(Task):
         )
 
     def _tabulate(self, scored_roles: list[ScoredRole], figures: dict[str, Any]) -> TaskResult:
-        """Result with rows of ceilings and probes below the table, and with the differences of methods that read
-        gene vectors.
+        """Result of all roles. Rows of ceilings and probes stand below the table; differences are of the
+        model, and of the methods that read gene vectors.
         """
         columns = []
         reference_columns = []
@@ -199,10 +199,10 @@ class Perturbation(Task):
         differences = []
         notes = []
         for column in columns:
-            groups = group_by_features(
+            by_source = group_by_features(
                 method for method in column.scores if method.features in sources
             )
-            for methods in groups.values():
+            for methods in by_source.values():
                 differences += [column.difference(method, MEAN) for method in methods]
                 notes.append(column.verdict(column.best(methods), MEAN).sentence)
         return differences, notes
@@ -242,15 +242,15 @@ def note_contradictions(
         )
     for novelty, [fold] in folds_by_novelty.items():
         for file_novelty in sorted({*split_file.novelty_in_file.values()} - {novelty}):
-            others = [
+            differing = [
                 unit
                 for unit in fold.test
                 if split_file.novelty_in_file.get(units.perturbation[unit]) == file_novelty
             ]
-            if others:
+            if differing:
                 notes.append(
-                    f"{len(others):,} units that {split_file.path} counts as {file_novelty}, the first "
-                    f"{names[others[0]]}, are scored as {novelty}, by the perturbations in {TRAIN}."
+                    f"{len(differing):,} units that {split_file.path} counts as {file_novelty}, the first "
+                    f"{names[differing[0]]}, are scored as {novelty}, by the perturbations in {TRAIN}."
                 )
     if split_file.undivided:
         notes.append(
@@ -263,9 +263,9 @@ def note_contradictions(
 def make_column(
     metric: str, novelty: str, predictions: ByMethod, ceilings: ByMethod
 ) -> ScoreColumn | None:
-    """Column of the methods that have the metric; None if none has it, or the ceiling lacks it.
+    """Column of the methods that have the metric; None if no method or not the ceiling has it.
 
-    `novelty` describes the tested units in words, such as `new perturbation`.
+    `novelty` says in words what the tested units are, such as `new perturbation`.
     """
     methods = drop_all_nan(predictions)
     ceiling = drop_all_nan(ceilings).get(CEILING)

@@ -25,8 +25,8 @@ from cellmill.evaluate.tasks.perturbation.split_file import PartNames, SplitFile
 
 PERTURBATION = "perturbation"  # role of new perturbations, and of every split file
 DOSE = "dose"  # role of doses that are held out
-# a group counts as unseen if this share of its cells is scored; the rest equal training cells or
-# have no known gene
+# a group counts as unseen if at least this share of its cells is scored; the others equal training
+# cells or have no known gene
 UNSEEN_FRAC = 0.9
 
 
@@ -46,9 +46,9 @@ class RoleUnits:
     unit_context: np.ndarray  # (U,) text, empty if units have none
     # (U,) text: perturbation, context or both; the units of a group are held out together
     group_of_unit: np.ndarray
-    # (U,) bool: at least UNSEEN_FRAC of the group's cells are scored
+    # (U,) bool: at least UNSEEN_FRAC of the group's cells are scored, so it may be tested
     unseen: np.ndarray
-    # (U,) bool: the model was fitted, not only validated, on cells of the group
+    # (U,) bool: the model was trained, not only validated, on cells of the group
     trained: np.ndarray
     # perturbations of units with too few cells, or without the dose that is held out
     left_out: list[str]
@@ -68,6 +68,7 @@ class RoleUnits:
 
         Raises Skipped if values of the role cannot be held out, or if no stratum has enough controls.
         """
+        # the role of contexts, if units have any
         context_role = None if role in (PERTURBATION, DOSE) else role
         if split_file is not None:
             context_role = split_file.context_role
@@ -86,6 +87,7 @@ class RoleUnits:
         )
         if profiles.stratum.max() < 0:
             raise Skipped("no stratum has enough controls")
+        # cells, their groups, and their units
         cells = _tabulate_cells(context, config, profiles, context_role)
         cells["group"] = _name_groups(cells, role, context_role, split_file)
         no_dose: list[str] = []
@@ -96,7 +98,7 @@ class RoleUnits:
         usable = cells[cells["is_usable"]]
         groups = usable.groupby("group")
         is_unseen = groups["is_scored"].sum() >= UNSEEN_FRAC * groups.size()
-        is_trained = groups["is_trained"].any()
+        in_training = groups["in_training"].any()
         units = _tabulate_units(usable, is_unseen)
         has_enough = units["n_cells"] >= config.min_cells
         kept = units[has_enough]
@@ -113,7 +115,7 @@ class RoleUnits:
             unit_context=kept["context"].to_numpy(str),
             group_of_unit=kept["group"].to_numpy(str),
             unseen=is_unseen[kept["group"]].to_numpy(bool),
-            trained=is_trained[kept["group"]].to_numpy(bool),
+            trained=in_training[kept["group"]].to_numpy(bool),
             left_out=sorted({*units["perturbation"][~has_enough], *no_dose}),
             part_names=(
                 split_file.names
@@ -167,18 +169,18 @@ class RoleUnits:
 def _tabulate_cells(
     context: Context, config: PerturbationConfig, profiles: Profiles, context_role: str | None
 ) -> pd.DataFrame:
-    """A row for each cell: its unit and the values that name it, and whether the cell is usable,
-    scored, and in the model's training.
+    """A row for each cell: its unit, the values that name the unit, and three flags. They say whether
+    the cell is usable, is scored, and was in the model's training.
 
-    A cell is usable if it is perturbed, has a stratum, and has a value of `context_role`, the role of
+    A cell is usable if it is perturbed, has a stratum, and has a value of `context_role` if units have
     contexts.
     """
     is_usable = (profiles.perturbation != "") & (profiles.stratum >= 0)
-    contexts = np.full(len(is_usable), "")
     compound = profiles.perturbation
     dose = profiles.dose
     if config.doses == "names":
         compound, dose, _ = parse_names(compound, config.dose_unit)
+    contexts = np.full(len(is_usable), "")
     if context_role is not None:
         contexts = text_values(context.roles[context_role]).astype(str)
         is_usable &= context.roles[context_role].notna().to_numpy()
@@ -190,7 +192,9 @@ def _tabulate_cells(
             "context": contexts,
             "is_usable": is_usable,
             "is_scored": context.scored,
-            "is_trained": context.model.is_training_cell(context.dataset, context.reader.obs_names),
+            "in_training": context.model.is_training_cell(
+                context.dataset, context.reader.obs_names
+            ),
         }
     )
     # one sortable name for each unit
@@ -212,8 +216,8 @@ def _name_groups(
 def _tabulate_units(usable: pd.DataFrame, is_unseen: pd.Series) -> pd.DataFrame:
     """Perturbation, dose, context, group and `n_cells` of each unit, by its name.
 
-    Cells of a unit that may be tested, whose group `is_unseen`, count if they are scored, others
-    always.
+    `is_unseen` is by group. Units of an unseen group may be tested, so only their scored cells count;
+    of other units, all cells do.
     """
     is_counted = usable["is_scored"] | ~is_unseen[usable["group"]].to_numpy(bool)
     units = usable.assign(is_counted=is_counted).groupby("unit")
