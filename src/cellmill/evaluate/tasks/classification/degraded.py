@@ -55,7 +55,7 @@ from cellmill.runs.results import TaskResult
 MAX_DEGRADED_CELLS = 2_000  # cells used at most: each level is embedded and classified again
 DENSE_FIT_S = 4e-4  # seconds per fitted cell of the classifiers on dense features
 WHOLE = "whole"
-# ends of the columns of a level: the cells that classifiers are fitted on
+# the cells that classifiers are fitted on; a column is "LEVEL, MATCHED" and so on
 MATCHED = "matched"
 SHIFTED = "shifted"
 ALL_LEVELS = "trained on all levels"
@@ -80,7 +80,7 @@ class ComponentFitter:
 
     context: Context
     counts: sp.csr_matrix  # of training cells, `(cells, genes of the vocabulary)`
-    per_1k: Projection
+    per_1k: Projection  # of `log_per_1k`, fitted on whole training cells
 
     @classmethod
     def read(cls, context: Context) -> Self | None:
@@ -93,8 +93,8 @@ class ComponentFitter:
 
     def project_panel(self, panel: sp.csr_matrix) -> np.ndarray:
         """Components of the cells with counts `panel`, fitted on training cells with the same genes."""
-        rows = self.context.gene_columns.target[np.unique(panel.indices)]
-        in_panel = np.isin(np.arange(self.counts.shape[1]), rows[rows >= 0])
+        genes = self.context.gene_columns.target[np.unique(panel.indices)]
+        in_panel = np.isin(np.arange(self.counts.shape[1]), genes[genes >= 0])
         training_panel = keep_columns(self.counts, in_panel)
         return _fit_components(self.context, training_panel, log_normalise)(panel)
 
@@ -104,7 +104,7 @@ class ComponentFitter:
 
 
 class Degraded(Task):
-    """Base of the tasks; a subclass says how cells are degraded, and which features are fitted to a
+    """Base of both tasks: a subclass says how cells are degraded, and which features are fitted to a
     level.
     """
 
@@ -201,7 +201,7 @@ class Degraded(Task):
         """The features that are fitted to each level, by this level."""
         fitted_features = {}
         for number, level in enumerate(self.config.levels()):
-            # a draw for each level, of at most 100 levels a repetition
+            # each level of each repetition has its own draw: there are at most 100 levels
             draw = draws.TRAINING_CELL_DEGRADATIONS + 100 * repetition + number
             generator = seeded(seed, draw)
             level_features = self.fit_features(level, counts, features, fitter, generator)
@@ -221,7 +221,7 @@ class Degraded(Task):
         with without_overhead():
             predicted = self._predict(context, features, labels, fold, [*features])
             for level, level_features in fitted_features.items():
-                # features that are fitted to a level predict only its cells
+                # they may be of the cells at every level, but predict only the cells at this one
                 added = self._predict(context, level_features, labels, fold, [level])
                 for column, classes in added.items():
                     predicted[column] |= classes
@@ -239,8 +239,9 @@ class Degraded(Task):
     ) -> dict[str, ByMethod]:
         """Predicted classes of the tested cells at each of `tested_levels`, by column.
 
-        `features` and `labels` are of all cells. Features that only one level has, such as features of a
-        panel, have the *matched* prediction in all three columns of the level.
+        `features`, by level, and `labels` are of all cells. Classifiers are fitted on the levels of
+        `features`. Features that only one level has, such as features of a panel, have the *matched*
+        prediction in all three columns of the level.
         """
         neighbors = self.config.neighbors
         train_labels = labels[fold.train]
@@ -265,6 +266,7 @@ class Degraded(Task):
             if level == WHOLE:
                 predicted[WHOLE] = predict_all(classifiers[WHOLE], tested)
                 continue
+            # without whole cells there is only this level, and all three are fitted on it
             of_whole_cells = classifiers.get(WHOLE, classifiers[level])
             predicted[f"{level}, {MATCHED}"] = predict_all(classifiers[level], tested)
             predicted[f"{level}, {SHIFTED}"] = predict_all(of_whole_cells, tested)
