@@ -137,7 +137,7 @@ def _run_missing(
     Raise UserError of the first task run that failed, after the others have ended.
     """
     n_processes = _count_processes(task_runs, context)
-    estimated_s = _print_plan(task_runs, context, finished.ratios.read(), n_processes)
+    estimated_s = _estimate_and_print_plan(task_runs, context, finished.ratios.read(), n_processes)
     reads_label = [context.options.tasks[task_run.task_name].reads_label for task_run in task_runs]
     if n_processes > 1 and any(reads_label) and "label" in context.roles:
         # computed before processes fork, and with one thread as in run_task: the same to the bit
@@ -174,11 +174,11 @@ def _run_missing(
     return results
 
 
-def _print_plan(
+def _estimate_and_print_plan(
     task_runs: list[_TaskRun], context: Context, ratios: Mapping[str, float], n_processes: int
 ) -> dict[str, float | None]:
-    """Print the planned CPU-seconds of each task run: its estimate times the learned ratio of its task.
-    Return the estimates by name.
+    """Estimated CPU-seconds of each task run, by name. Prints the plan: each estimate times the learned
+    ratio of its task.
     """
     planner = Planner(context)
     estimated_s = {}

@@ -1,9 +1,12 @@
 """CPU-seconds of tasks, planned before they start.
 
-An estimate is `Task.estimate_s` for the sizes of the dataset, times how much slower a core of this
-machine is than the reference. The plan is the estimate times a learned ratio: the CPU-seconds that
-the task took when it last ran without stored predictions, divided by its estimate then. Results and
-their keys do not depend on the plan.
+- estimate: `Task.estimate_s` for the sizes of the dataset, times how much slower a core of this machine
+  is than the reference
+- ratio: the CPU-seconds that the task took when it last ran without stored predictions, divided by
+  its estimate then
+- plan: the estimate times the ratio
+
+Results and their keys do not depend on the plan.
 """
 
 import time
@@ -32,9 +35,7 @@ _ratios_adapter = TypeAdapter(dict[str, float])
 
 
 class LearnedRatios:
-    """CPU-seconds that tasks took, relative to their estimates, by task: a file next to the finished
-    results.
-    """
+    """The ratio of each task, in a file next to the finished results."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -54,7 +55,9 @@ class LearnedRatios:
         }
 
     def learn(self, task: str, estimated_s: float | None, cpu_s: float) -> None:
-        """Keep what a task took, unless its estimate is not known or either is too short to say much."""
+        """Keep the ratio of a task that took `cpu_s`, unless its estimate is not known, or one of both is
+        too short to say much.
+        """
         if estimated_s is not None and min(estimated_s, cpu_s) >= LEAST_LEARNED_S:
             write_json(self._path, self.read() | {task: cpu_s / estimated_s})
 
@@ -63,6 +66,7 @@ class Planner:
     """Estimates the CPU-seconds of tasks on one dataset."""
 
     def __init__(self, context: Context) -> None:
+        # see _measure_cells; None if the cells cannot be read
         self._measured: tuple[float, float] | None = None
         with threadpool_limits(1):  # processes that fork later must inherit no threads
             speed = measure_cpu(find_device("cpu"), 1, time.thread_time).fp32_flops_per_s
@@ -100,7 +104,7 @@ class Planner:
 
 
 def _measure_cells(context: Context) -> tuple[float, float]:
-    """Genes with counts of a cell, and seconds in which the model embeds it, of the first cells."""
+    """Means over the first cells: genes with counts of a cell, and seconds in which the model embeds one."""
     on_gpu = next(context.model.network.parameters()).is_cuda
     clock = time.perf_counter if on_gpu else time.thread_time
     counts = next(context.reader.rows(MEASURED_CELLS))
@@ -118,11 +122,11 @@ def _measure_cells(context: Context) -> tuple[float, float]:
 
 def describe_plan(planned_s: Mapping[str, float | None], n_processes: int) -> str:
     """The planned CPU-seconds of each task, None if not known, and of all, in one line."""
-    parts = [
+    tasks = [
         f"{name} not known" if seconds is None else f"{name} {_about(seconds)}"
         for name, seconds in planned_s.items()
     ]
-    plan = f"planned CPU time: {', '.join(parts)}"
+    plan = f"planned CPU time: {', '.join(tasks)}"
     known = [seconds for seconds in planned_s.values() if seconds is not None]
     if not known:
         return plan

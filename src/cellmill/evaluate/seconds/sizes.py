@@ -1,8 +1,9 @@
 """Sizes of a dataset under evaluation, and CPU-seconds of work that several tasks do.
 
-Tasks estimate their seconds from them (`Task.estimate_s`). A second is a second of a core that
-multiplies float32 matrices at REFERENCE_FLOPS_PER_S; stage evaluate converts to this machine. Column
-*over plan* of `benchmarks/evaluation.py` compares estimates with measured seconds.
+Tasks estimate their seconds from both (`Task.estimate_s`). All seconds are of a reference core, which
+multiplies float32 matrices at REFERENCE_FLOPS_PER_S; `planned.py` converts them to this machine.
+The factors were measured: column *over plan* of `benchmarks/evaluation.py` compares estimates with
+measured seconds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,10 @@ REFERENCE_FLOPS_PER_S = 80e9
 
 @dataclass(frozen=True)
 class DatasetSizes:
-    """Sizes of one dataset, and the seconds in which the model embeds a cell of it."""
+    """Sizes of one dataset, the speed of the model, and the seconds of common work, by method.
+
+    In methods, `n` is the number of cells that the work reads.
+    """
 
     dataset: str
     n_cells: int  # scored cells
