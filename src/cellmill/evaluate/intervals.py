@@ -56,8 +56,10 @@ def paired_difference(scores: np.ndarray, other_scores: np.ndarray) -> Estimate:
     variance = units_variance + repetitions_variance
     if variance <= MIN_VARIANCE:
         return Estimate(mean, mean, mean, 0.0)
-    parts = ((units_variance, n_units), (repetitions_variance, n_repetitions))
-    degrees_of_freedom = variance**2 / sum(part**2 / max(n - 1, 1) for part, n in parts)
+    # Satterthwaite's approximation
+    by_cluster = ((units_variance, n_units), (repetitions_variance, n_repetitions))
+    divisor = sum(of_cluster**2 / max(n - 1, 1) for of_cluster, n in by_cluster)
+    degrees_of_freedom = variance**2 / divisor
     half_width = float(stdtrit(degrees_of_freedom, (1 + LEVEL) / 2) * variance**0.5)
     return Estimate(mean, mean - half_width, mean + half_width, units_variance**0.5)
 

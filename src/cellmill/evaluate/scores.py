@@ -130,10 +130,11 @@ class ScoreColumn:
             n = self._count_units(scores + zero + ceiling)
             if n < MIN_UNITS:
                 return replace(gap, n=n)
-            part = share_closed(sign * scores, sign * zero, sign * ceiling)
-            if part is None:
+            closed_share = share_closed(sign * scores, sign * zero, sign * ceiling)
+            if closed_share is None:
                 return gap
-            closed.append(Closed(method.name, 100 * part.share, 100 * part.low, 100 * part.high))
+            share, low, high = closed_share
+            closed.append(Closed(method.name, 100 * share, 100 * low, 100 * high))
         return replace(gap, model=closed[0], baseline=closed[1])
 
 

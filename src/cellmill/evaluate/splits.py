@@ -21,9 +21,11 @@ class Fold(NamedTuple):
     test: np.ndarray
 
 
-def split_by_class(labels: np.ndarray, n_folds: int, repetitions: int, seed: int) -> Iterator[Fold]:
-    """Stratified folds of classes with at least `n_folds` cells each, in repetitions from 0."""
-    for repetition in range(repetitions):
+def split_by_class(
+    labels: np.ndarray, n_folds: int, n_repetitions: int, seed: int
+) -> Iterator[Fold]:
+    """Stratified folds of classes with at least `n_folds` cells each, drawn anew in each repetition."""
+    for repetition in range(n_repetitions):
         splitter = StratifiedKFold(n_folds, shuffle=True, random_state=seed + repetition)
         for train, test in splitter.split(labels, labels):
             yield Fold(repetition, train, test)
@@ -32,7 +34,7 @@ def split_by_class(labels: np.ndarray, n_folds: int, repetitions: int, seed: int
 def draw_shots(
     labels: np.ndarray, classes: list[str], shots: int, n_repetitions: int, seed: int
 ) -> Iterator[Fold]:
-    """Train on `shots` cells of each of `classes`, and test on all other cells of these classes."""
+    """Folds that fit on `shots` cells of each of `classes`, and test all other cells of these classes."""
     for repetition in range(n_repetitions):
         generator = seeded(seed, (shots << 32) + repetition)
         drawn = [generator.permutation(np.flatnonzero(labels == name)) for name in classes]
@@ -47,8 +49,8 @@ def split_groups(
     """Folds that test one group or several, at most `most_folds`, each as a repetition of its own; none
     for a single group. Cells of no group are left out.
 
-    Folds with fewer than `min_cells` cells on either side are left out, and with `labels`, `(cells,)`,
-    also folds with one class to fit on, which fits nothing.
+    Folds with fewer than `min_cells` cells on either side are left out. With `labels`, `(cells,)`,
+    folds whose fitted cells are of a single class are left out too: no classifier fits one class.
     """
     known = np.flatnonzero(groups.notna().to_numpy())
     names = text_values(groups.iloc[known]).astype(str)

@@ -17,17 +17,17 @@ from cellmill.config.plugin import in_one_line
 from cellmill.errors import DataError
 from cellmill.files import atomic_path
 
+# most points without a graph: comparing a cell with all of them takes less than a millisecond
 MAX_EXACT = 50_000
-"""Most points without a graph: comparing a cell with all of them takes less than a millisecond."""
-LINKS = 16
-BUILD_WIDTH = 64
-SEARCH_WIDTH = 64
-"""Parameters M, efConstruction and efSearch of the graph."""
+# parameters of the graph
+LINKS = 16  # M
+BUILD_WIDTH = 64  # efConstruction
+SEARCH_WIDTH = 64  # efSearch
+# compared at once
 QUERIES = 1024
 POINTS = 16_384
-"""Queries and points that are compared at once."""
+# candidates beyond the k neighbours: distances of all candidates are computed again
 SPARE = 8
-"""Candidates beyond the k neighbours: distances of all candidates are computed again."""
 NOWHERE = -1
 
 

@@ -108,9 +108,11 @@ class ClassPredictions:
             for method, class_ids in class_ids_by_method.items()
         }
         is_tested = next(iter(class_ids_by_method.values())) != NOT_TESTED
-        return self._add_gap(ScoreColumn(heading, metric_name, scores), metric, is_tested)
+        return self._add_references(ScoreColumn(heading, metric_name, scores), metric, is_tested)
 
-    def _add_gap(self, column: ScoreColumn, metric: str, is_tested: np.ndarray) -> ScoreColumn:
+    def _add_references(
+        self, column: ScoreColumn, metric: str, is_tested: np.ndarray
+    ) -> ScoreColumn:
         """The column with the trivial methods and the ceiling, if the metric has a ceiling.
 
         `is_tested` is bool, `(repetitions, cells)`.

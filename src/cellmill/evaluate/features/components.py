@@ -104,9 +104,9 @@ def find_eigenvectors(
     return basis
 
 
-def project_on_fitted(products: np.ndarray, fitted: np.ndarray, components: int) -> np.ndarray:
+def project_on_fitted(products: np.ndarray, fitted: np.ndarray, n_components: int) -> np.ndarray:
     """Principal components of all cells, fitted on the cells `fitted` (indices), from the
-    `products` of all pairs of cells, `(cells, cells)`: `(cells, components)` or fewer.
+    `products` of all pairs of cells, `(cells, cells)`: `(cells, n_components)` or fewer.
     """
     n = len(products)
     n_fitted = len(fitted)
@@ -124,7 +124,7 @@ def project_on_fitted(products: np.ndarray, fitted: np.ndarray, components: int)
         multiplied = gram @ (x - x.mean(0))
         return np.asarray(multiplied - multiplied.mean(0))
 
-    basis = find_eigenvectors(multiply, n_fitted, components, gram.dtype)
+    basis = find_eigenvectors(multiply, n_fitted, n_components, gram.dtype)
     in_basis = basis.T @ multiply(basis)
     eigenvalues, rotation = np.linalg.eigh(in_basis)
     # the largest first
@@ -143,12 +143,11 @@ def project_on_fitted(products: np.ndarray, fitted: np.ndarray, components: int)
     return projected
 
 
-def pca(shape: Sequence[int], components: int = COMPONENTS) -> PrincipalComponents:
-    """Unfitted principal components for an array of `shape`, fewer than `components` if it is
+def pca(shape: Sequence[int], n_components: int = COMPONENTS) -> PrincipalComponents:
+    """Unfitted principal components for an array of `shape`, fewer than `n_components` if it is
     small.
     """
-    n_components = min(components, min(shape) - 1)
-    return PrincipalComponents(max(1, n_components))
+    return PrincipalComponents(max(1, min(n_components, min(shape) - 1)))
 
 
 def fit_own_components(profiles: sp.csr_matrix) -> np.ndarray:

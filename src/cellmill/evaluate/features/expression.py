@@ -1,5 +1,5 @@
-"""Expression of genes: correlations, strengths of the ridge that predicts it, and its expected
-logarithm.
+"""Helpers for tasks that predict expression: correlations of genes, strengths of a ridge regression,
+and the logarithm of expected counts.
 """
 
 import numpy as np

@@ -39,7 +39,8 @@ class KnownTrainingCells(NamedTuple):
         only_listed = self.listed.keys() - self.manifests.keys()
         corpora = [HashedCorpus.read(manifest) for manifest in self.manifests.values()]
         return corpora + [
-            HashedCorpus.from_digests(self.listed[name]) for name in sorted(only_listed)
+            HashedCorpus.from_digests(self.listed[fingerprint])
+            for fingerprint in sorted(only_listed)
         ]
 
 
@@ -72,7 +73,7 @@ def _add_ancestors(model: _OwnTrainingCells, visited: set[Path]) -> KnownTrainin
     manifests: dict[str, Manifest] = {}
     listed: dict[str, CorpusDigests] = {}
     missing: list[str] = []
-    # models by generation; the last entry is true if a digest list has the cells already
+    # models by generation: name, cells, and True if the digest list of a later model covers them
     queue = deque([("", model, False)])
     while queue:
         name, training, is_covered = queue.popleft()
