@@ -102,6 +102,7 @@ def draw_scaling(title: str, scaling: Scaling) -> Chart:
     for name, curve in zip(names, scaling.curves):
         rows += _list_curve_rows(name, curve)
     is_positive = all(row["size"] > 0 for row in rows)
+    # appended after the test of sizes, because a baseline has no size
     if scaling.baseline is not None:
         value = to_five_digits(scaling.baseline.value)
         rows.append({"name": scaling.baseline.name, "series": "baseline", "value": value})

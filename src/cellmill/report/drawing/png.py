@@ -57,14 +57,15 @@ def _choose_colours(channels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     The palette is (colours, 4) uint8, the indices are (height, width) uint8. `channels` are red,
     green, blue and alpha, each from 0 to 15, (height, width, 4) uint8.
     """
+    # a colour's code has 4 bits for each channel
     shifts = np.array([12, 8, 4, 0])
     colour_codes = (channels.astype(np.int64) << shifts).sum(axis=2)
     colour_codes[channels[..., 3] == 0] = 0  # one code for all transparent pixels
     counts = np.bincount(colour_codes.ravel(), minlength=1 << 16)
-    used = np.flatnonzero(counts)
+    used = np.flatnonzero(counts)  # codes of colours that occur
     order = np.argsort(-counts[used], kind="stable")
     used = used[order]
-    colours = (used[:, None] >> shifts & 15).astype(np.int16)
+    colours = ((used[:, None] >> shifts) & 15).astype(np.int16)
     palette = colours[:MAX_COLOURS]
     offsets = colours[:, None] - palette  # (used colours, palette, channels)
     squared_distances = np.einsum("upc,upc->up", offsets, offsets)

@@ -18,7 +18,7 @@ def draw_svg(spec: Spec, number: int) -> str:
     svg = vl_convert.vegalite_to_svg(drop_selections(spec))
     # number the ids within this chart: vl-convert counts them over the whole process
     old_ids = dict.fromkeys(re.findall(r'id="((?:clip|gradient)[\w-]*)"', svg))
-    new_ids = {old: f"f{number}-{order}" for order, old in enumerate(old_ids)}
+    new_ids = {old: f"f{number}-{index}" for index, old in enumerate(old_ids)}
     renamed = re.sub(
         r'(id="|url\(#|href="#)([\w-]+)',
         lambda match: match[1] + new_ids.get(match[2], match[2]),

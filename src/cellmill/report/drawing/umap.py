@@ -73,22 +73,22 @@ def draw_umap(
             {
                 "x": round(cells.x[index], 2),
                 "y": round(cells.y[index], 2),
-                # -1 for a cell without a category: the index of the last name and colour below
+                # -1 for a cell without a category: the last name and colour of the legend
                 column: codes.get(cells.texts[column][index], -1),
                 "held_out": cells.is_held_out[index],
             }
         )
-    names = [*categories, f"no {column}"]
-    colours = [*map(colour, range(len(categories))), LIGHT_GREY]
+    legend_names = [*categories, f"no {column}"]
+    legend_colours = [*map(colour, range(len(categories))), LIGHT_GREY]
     spec = read_template("umap")
     lookup_rows = [{"code": code, "name": category} for category, code in codes.items()]
-    lookup_rows.append({"code": -1, "name": names[-1]})
+    lookup_rows.append({"code": -1, "name": legend_names[-1]})
     spec["transform"][0]["lookup"] = column
     spec["transform"][0]["from"]["data"]["values"] = lookup_rows
     # fewer cells are drawn larger
     size = TOTAL_CELL_AREA / max(len(rows), 1)
     spec["mark"]["size"] = float(np.clip(size, MIN_CELL_AREA, MAX_CELL_AREA))
-    spec["encoding"]["color"]["scale"] = {"domain": names, "range": colours}
+    spec["encoding"]["color"]["scale"] = {"domain": legend_names, "range": legend_colours}
     spec["encoding"]["tooltip"][0]["title"] = column
     return Chart(title, rows, spec, is_umap=True, texts={column: [*categories, ""]})
 
@@ -104,8 +104,8 @@ def draw_umap_svg(spec: Spec, rows: Sequence[ChartRow], decimals: int) -> str:
     width, height = map(int, background.groups())
     # marks as Vega draws them: `size` is the square of their width
     radius = spec["mark"]["size"] ** 0.5 / 2
-    x_pixels = _to_pixels([row["x"] for row in rows], radius, width - radius)
-    y_pixels = _to_pixels([row["y"] for row in rows], height - radius, radius)
+    x_pixels = _to_pixels([row["x"] for row in rows], radius, width - radius).round(decimals)
+    y_pixels = _to_pixels([row["y"] for row in rows], height - radius, radius).round(decimals)
     half_height = radius * 3**0.5 / 2
     triangle = f"M0,{-half_height:.2f}L{-radius:.2f},{half_height:.2f}H{radius:.2f}Z"
     arc = f"A{radius:.2f},{radius:.2f},0,1,1"
@@ -113,9 +113,7 @@ def draw_umap_svg(spec: Spec, rows: Sequence[ChartRow], decimals: int) -> str:
     colours = spec["encoding"]["color"]["scale"]["range"]
     column = spec["transform"][0]["lookup"]
     marks = []
-    for row, x, y in zip(
-        rows, x_pixels.round(decimals).tolist(), y_pixels.round(decimals).tolist()
-    ):
+    for row, x, y in zip(rows, x_pixels.tolist(), y_pixels.tolist()):
         shape = circle if row["held_out"] else triangle
         fill = colours[row[column]]
         marks.append(f'<path transform="translate({x:g},{y:g})" d="{shape}" fill="{fill}"/>')
