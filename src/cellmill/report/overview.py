@@ -22,7 +22,7 @@ RELATIONS: dict[Outcome, str] = {
     "level": "level with",
     "undecided": "undecided against",
 }
-"""Words between a run and a baseline, by outcome. Outcomes are counted in this order."""
+"""Words between a run and a baseline, by outcome. The sentence that counts outcomes has this order."""
 CERTAINTIES = {
     True: "with a 95 % interval above 0",
     False: "without an interval, because repetitions cannot be paired or do not vary",
@@ -243,19 +243,20 @@ def list_defeats(runs: Sequence[ReportedRun]) -> list[tuple[str, str]]:
     First comes a sentence for each run and dataset on which the run is behind a best baseline. Then
     come the verdicts "behind" of tasks that have no verdict against a best baseline.
     """
-    defeats = []
-    further = []
+    summaries = []
+    further_sentences = []
     for run, dataset_name, dataset_result in list_results(runs):
         verdicts = list_verdicts(dataset_result.tasks)
         n_behind = sum(entry.verdict.outcome == "behind" for entry in verdicts)
         if n_behind:
             tasks = _describe_tasks(verdicts, "behind")
             sentence = f"{dataset_name}: behind in {n_behind} of {len(verdicts)}: {tasks}."
-            defeats.append((run.name, sentence))
+            summaries.append((run.name, sentence))
         for result in dataset_result.tasks.values():
             if result.best_verdicts():
                 continue
             for verdict in result.verdicts:
                 if verdict.outcome == "behind":
-                    further.append((run.name, f"{dataset_name}: {verdict.sentence}"))
-    return defeats + further
+                    sentence = f"{dataset_name}: {verdict.sentence}"
+                    further_sentences.append((run.name, sentence))
+    return summaries + further_sentences

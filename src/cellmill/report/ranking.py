@@ -119,16 +119,16 @@ def rank_runs(scores_by_run: Mapping[str, Scores]) -> Ranking:
     Runs are given by name. Tasks are in the order of the first run.
     """
     first, *others = scores_by_run.values()
-    shared = [key for key in first if all(key in scores for scores in others)]
-    if not shared:
+    shared_keys = [key for key in first if all(key in scores for scores in others)]
+    if not shared_keys:
         return Ranking()
-    means = {
-        run: statistics.fmean([scores[key].value for key in shared])
+    mean_by_run = {
+        run: statistics.fmean([scores[key].value for key in shared_keys])
         for run, scores in scores_by_run.items()
     }
-    leader = max(means, key=means.__getitem__)
+    leader = max(mean_by_run, key=mean_by_run.__getitem__)
     differences_by_run = {
-        run: _find_differences_by_task(scores, scores_by_run[leader], shared)
+        run: _find_differences_by_task(scores, scores_by_run[leader], shared_keys)
         for run, scores in scores_by_run.items()
         if run != leader
     }
@@ -144,7 +144,7 @@ def rank_runs(scores_by_run: Mapping[str, Scores]) -> Ranking:
         for differences in differences_by_run.values()
     )
     return Ranking(
-        shared_tasks=[task for task, _ in shared],
+        shared_tasks=[task for task, _ in shared_keys],
         leaders=[leader, *tied],
         wins_over_leader=wins,
         is_clear=is_clear,
@@ -152,11 +152,11 @@ def rank_runs(scores_by_run: Mapping[str, Scores]) -> Ranking:
 
 
 def _find_differences_by_task(
-    scores: Scores, leader_scores: Scores, shared: Sequence[TaskAndMetric]
+    scores: Scores, leader_scores: Scores, shared_keys: Sequence[TaskAndMetric]
 ) -> dict[TaskAndMetric, NotableDifference]:
     """Notable differences of a run from the leader, by task and metric."""
     differences = {}
-    for key in shared:
+    for key in shared_keys:
         difference = find_notable_difference(scores[key], leader_scores[key])
         if difference is not None:
             differences[key] = difference

@@ -56,6 +56,7 @@ def list_standings(runs: Sequence[ReportedRun]) -> list[Standing]:
 
     A run has no standing on a dataset where no task ranks its methods by a metric.
     """
+    # rank the runs of each dataset, then compare each run with its baselines
     scores_by_dataset: dict[str, dict[str, Scores]] = {}  # by dataset, then by run
     # distinct `DatasetResult.scored` of the runs
     scored_cells_by_dataset: dict[str, set[tuple[str, int]]] = {}

@@ -58,6 +58,7 @@ def make_grid(result: TaskResult) -> Grid | None:
     classifiers = [name for name in names if name]
     unfitted = []
     for features, by_classifier in rows.items():
+        # a row without a classifier takes the first column if that is free
         if "" in by_classifier:
             row = by_classifier.pop("")
             if classifiers[0] not in by_classifier:

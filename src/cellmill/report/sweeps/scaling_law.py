@@ -135,9 +135,8 @@ def _compute_huber_loss(
 ) -> tuple[float, np.ndarray]:
     """Huber loss of the log residuals divided by HUBER_DELTA, summed over runs, and its gradient.
 
-    The gradient is by the parameters, (3,) float64. `log_size` and `log_loss` are (runs,) float64.
-
-    The division gives the linear parts slopes of ±1, and leaves the minimum where it is.
+    The division gives the linear parts slopes of ±1, and leaves the minimum where it is. The
+    gradient is by the parameters, (3,) float64. `log_size` and `log_loss` are (runs,) float64.
     """
     log_factor, log_floor, exponent = parameters
     log_power = log_factor - exponent * log_size
