@@ -1,4 +1,4 @@
-"""Baselines that predict the changes of held-out units from the changes of training units.
+"""Baselines that predict the changes of held-out units from the changes of fitted units.
 
 Legend: U units, G genes, F features of a unit.
 """
@@ -14,7 +14,7 @@ from cellmill.evaluate.features.expression import ALPHAS
 from cellmill.evaluate.methods import KNN, ByMethod
 from cellmill.runs.results import ScoredMethod
 
-MIN_FITTED = 3  # training units with features that a linear prediction needs
+MIN_FITTED = 3  # fitted units with features that a linear prediction needs
 ChangesByMethod = dict[ScoredMethod, np.ndarray]
 """Predicted changes `(test units, G)` of each method."""
 NO_CHANGE = ScoredMethod("no change")
@@ -29,10 +29,10 @@ ADDITIVE = ScoredMethod("additive")
 def predict_new_perturbations(
     changes: np.ndarray, train: np.ndarray, test: np.ndarray, features: ByMethod, neighbors: int
 ) -> ChangesByMethod:
-    """Predict changes under perturbations that no training unit has.
+    """Predict changes under perturbations that no fitted unit has.
 
     `changes` are `(U, G)`, `train` and `test` units, and `features` `(U, F)`. Units with NaN rows
-    have no features and get the mean of the training units.
+    have no features and get the mean of the fitted units.
     """
     no_change = np.zeros((len(test), changes.shape[1]))
     mean = no_change + changes[train].mean(0)
@@ -40,7 +40,7 @@ def predict_new_perturbations(
     for source, vectors in features.items():
         by_classifier = {name: mean.copy() for name in ("linear", "nearest", KNN)}
         has_features = np.isfinite(vectors.sum(1))
-        fitted = train[has_features[train]]  # units
+        fitted = train[has_features[train]]  # units that predictions are fitted on
         rows = np.flatnonzero(has_features[test])  # rows of the prediction
         if len(fitted) >= MIN_FITTED and len(rows):
             scaler = StandardScaler().fit(vectors[fitted])
@@ -58,14 +58,14 @@ def predict_new_perturbations(
 def _predict_from_features(
     keys: np.ndarray, queries: np.ndarray, changes: np.ndarray, neighbors: int
 ) -> dict[str, np.ndarray]:
-    """(queries, G) by classifier: ridge regression, the most similar training unit, and the mean of
-    the `neighbors` most similar training units.
+    """(queries, G) by classifier: ridge regression, the most similar fitted unit, and the mean of
+    the `neighbors` most similar fitted units.
 
-    `keys` and `queries` are standardised features of training and test units, `changes` the changes
-    of the training units.
+    `keys` and `queries` are standardised features of fitted and test units, `changes` the changes
+    of the fitted units.
     """
     ridge = RidgeCV(ALPHAS).fit(keys, changes)
-    # (queries, keys): training units by falling cosine similarity
+    # (queries, keys): fitted units by falling cosine similarity
     cosine = _scale_to_unit(queries) @ _scale_to_unit(keys).T
     similar = np.argsort(-cosine, axis=1, kind="stable")
     return {
@@ -87,10 +87,10 @@ def predict_new_contexts(
     perturbation: np.ndarray,
     controls: np.ndarray,
 ) -> ChangesByMethod:
-    """Predict changes in contexts, such as donors, that no training unit has.
+    """Predict changes in contexts, such as donors, that no fitted unit has.
 
     `perturbation`, `(U,)`, names each unit's perturbation; `controls`, `(U, G)`, are the mean
-    controls of each unit. A perturbation without a training unit gets the mean of the training
+    controls of each unit. A perturbation without a fitted unit gets the mean of the fitted
     units.
     """
     no_change = np.zeros((len(test), changes.shape[1]))
@@ -103,7 +103,7 @@ def predict_new_contexts(
             same_mean[row] = changes[same].mean(0)
             distances = np.abs(controls[same] - controls[unit]).mean(1)
             nearest[row] = changes[same[distances.argmin()]]
-    # (U, perturbations of training units)
+    # (U, perturbations of fitted units)
     names = np.unique(perturbation[train])
     one_hot = (perturbation[:, None] == names).astype(float)
     linear = mean
@@ -129,8 +129,8 @@ def sum_changes_of_parts(
 ) -> np.ndarray:
     """(test units, G): sum of the changes under the single parts of a combination.
 
-    The change under a part is the mean over its training units of the same context, or of all
-    contexts if this one has none. A part without training units adds nothing. A test unit without
+    The change under a part is the mean over its fitted units of the same context, or of all
+    contexts if this one has none. A part without fitted units adds nothing. A test unit without
     any such part has NaN. `perturbation` and `unit_context`, `(U,)`, name each unit's perturbation
     and context, `parts` its parts.
     """

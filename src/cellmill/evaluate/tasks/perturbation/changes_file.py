@@ -102,11 +102,11 @@ def _hold_out(context: Context, config: PerturbationConfig) -> tuple[RoleUnits, 
     every_fold = chain.from_iterable(divide_by_novelty(units).values())
     folds = [fold for fold in every_fold if fold.repetition == 0]
     if not folds:
-        n_known = len(np.unique(units.perturbation))
+        n_perturbations = len(np.unique(units.perturbation))
         n_unseen = len(np.unique(units.perturbation[units.unseen]))
         raise DataError(
             f"{context.dataset}: expected two perturbations of {config.min_cells} cells, and one that the model saw no "
-            f"cell of, got {n_known} and {n_unseen}; set shard.split_by: perturbation, or evaluate.cells: all"
+            f"cell of, got {n_perturbations} and {n_unseen}; set shard.split_by: perturbation, or evaluate.cells: all"
         )
     return units, folds
 

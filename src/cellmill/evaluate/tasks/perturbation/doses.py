@@ -1,4 +1,4 @@
-"""Dose curves: changes at held-out doses, which lie between or beyond the doses of training units.
+"""Dose curves: changes at held-out doses, which lie between or beyond the doses of fitted units.
 
 For each compound, with dose d and gene g:
 
@@ -8,7 +8,7 @@ For each compound, with dose d and gene g:
 EC50 and n are shared by the genes of a compound. They are fitted to the strength of the changes:
 their projection on the first right singular vector. `a_g` and `b_g` are least squares. A compound
 whose Hill curve cannot be fitted has the linear prediction, and the table says why. A compound
-without training doses has the mean of all.
+without fitted doses has the mean of all.
 
 Legend: U units, G genes, D doses of a compound.
 """
@@ -196,8 +196,8 @@ def predict_new_doses(
 def describe_linear_doses(
     changes: np.ndarray, folds: list[Fold], compound: np.ndarray, log_dose: np.ndarray
 ) -> list[str]:
-    """How many held-out doses row HILL predicts by the linear fit, and why: one sentence, or none if
-    there are no such doses.
+    """A sentence with the number of held-out doses that row HILL predicts by the linear fit, and why;
+    none if there are no such doses.
     """
     reasons: Counter[str] = Counter()
     n_tested = 0

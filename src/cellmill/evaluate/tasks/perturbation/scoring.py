@@ -27,7 +27,7 @@ from cellmill.evaluate.tasks.perturbation.units import PERTURBATION, RoleUnits
 from cellmill.runs.results import ScoredMethod
 
 CEILING = ScoredMethod("split halves", kind="ceiling")
-# ceiling of methods that copy the change of the most similar training perturbation
+# ceiling of methods that copy the change of the most similar fitted perturbation
 BEST_OTHER = ScoredMethod("best other perturbation", kind="ceiling")
 
 Scores = dict[str, ByMethod]
@@ -105,7 +105,7 @@ def score_pairs(
 
 def pair_halves(predictor: ChangePredictor, fold: Fold) -> dict[ScoredMethod, ChangePair]:
     """Ceilings: the change in half of a unit's cells against that in the other half, and the most
-    similar change of a training unit against the latter.
+    similar change of a fitted unit against the latter.
 
     Each half of the cells has its own half of the controls.
     """
@@ -125,9 +125,9 @@ def pair_halves(predictor: ChangePredictor, fold: Fold) -> dict[ScoredMethod, Ch
     first, second = halves
     pairs = {CEILING: ChangePair(first, second)}
     if units.role == PERTURBATION:
-        training_changes = predictor.changes_from_start[fold.train]
-        nearest = cross_correlations(first.T, training_changes.T).argmax(1)
-        pairs[BEST_OTHER] = ChangePair(training_changes[nearest], second)
+        fitted_changes = predictor.changes_from_start[fold.train]
+        nearest = cross_correlations(first.T, fitted_changes.T).argmax(1)
+        pairs[BEST_OTHER] = ChangePair(fitted_changes[nearest], second)
     return pairs
 
 

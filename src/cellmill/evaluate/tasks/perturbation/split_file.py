@@ -148,7 +148,7 @@ class SplitFile:
 
     def assign(self, perturbation: np.ndarray, unit_contexts: np.ndarray) -> np.ndarray:
         """(U,) text: split of each unit, empty without one. Raises DataError for a context without
-        one, and if no unit is trained or tested on.
+        one, and if no unit is fitted or tested on.
         """
         assigned = []
         for name, context_name in zip(perturbation.tolist(), unit_contexts.tolist()):
@@ -176,21 +176,21 @@ class SplitFile:
         perturbation: np.ndarray,
         unit_contexts: np.ndarray,
     ) -> dict[str, np.ndarray]:
-        """`units` by their novelty in words, relative to the training units; each novelty is scored
+        """`units` by their novelty in words, relative to the fitted units; each novelty is scored
         separately.
 
-        A part of a combination is seen if it is the whole perturbation of a training unit.
+        A part of a combination is seen if it is the whole perturbation of a fitted unit.
         """
-        trained = {*perturbation[train].tolist()}
+        fitted = {*perturbation[train].tolist()}
         by_novelty: dict[str, list[int]] = {}
         for unit in units.tolist():
             parts = self.names.divide(perturbation[unit])
             if unit_contexts[unit] not in unit_contexts[train]:
                 novelty = ZERO_SHOT
-            elif perturbation[unit] in trained:
+            elif perturbation[unit] in fitted:
                 novelty = FEW_SHOT
             elif len(parts) > 1:
-                novelty = f"{sum(part in trained for part in parts)} of {len(parts)} seen"
+                novelty = f"{sum(part in fitted for part in parts)} of {len(parts)} seen"
             else:
                 novelty = NEW
             by_novelty.setdefault(novelty, []).append(unit)

@@ -103,6 +103,10 @@ class RoleUnits:
         has_enough = units["n_cells"] >= config.min_cells
         kept = units[has_enough]
         unit_of_cell = kept.index.get_indexer(cells["unit"])
+        if split_file is None:
+            part_names = PartNames(context, config.combination_delimiter)
+        else:
+            part_names = split_file.names
         return cls(
             context,
             config,
@@ -117,11 +121,7 @@ class RoleUnits:
             unseen=is_unseen[kept["group"]].to_numpy(bool),
             trained=in_training[kept["group"]].to_numpy(bool),
             left_out=sorted({*units["perturbation"][~has_enough], *no_dose}),
-            part_names=(
-                split_file.names
-                if split_file is not None
-                else PartNames(context, config.combination_delimiter)
-            ),
+            part_names=part_names,
             split_file=split_file,
         )
 
