@@ -74,10 +74,9 @@ class ClassPredictions:
     other_classes: tuple[str, ...] = ()  # classes that no cell has and a method may predict
     # class of each cell, text, by `labels.predict_from_other_half`; "" for none
     ceiling_labels: np.ndarray | None = None
+    # class ids `(repetitions, cells)` int64 of each method; NOT_TESTED for cells that a repetition
+    # does not test
     by_condition: dict[str, ByMethod] = field(default_factory=dict)
-    """Class ids `(repetitions, cells)` int64 of each method, NOT_TESTED for cells that a
-    repetition does not test.
-    """
 
     @cached_property
     def class_names(self) -> np.ndarray:

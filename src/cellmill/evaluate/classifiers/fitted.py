@@ -118,6 +118,7 @@ def make_cached_classifiers(
         classifiers = make_classifiers(min(neighbors, len(labels)), installed)
         if method == RANKED:
             classifiers = {REGRESSION: classifiers[REGRESSION]}
+        # features by a network: no other run has them
         saved = stored.predictions if method.network is None else stored.unsaved_predictions
         caches = dict.fromkeys(classifiers, saved)
         caches |= dict.fromkeys(installed, stored.unsaved_predictions)

@@ -49,13 +49,11 @@ class GeneCoverage:
     """Genes of the vocabulary with a column in the file."""
 
     n_present: int
-    n_genes: int
+    n_genes: int  # of the vocabulary
+    # share of a training cell's genes that are measured, on average: genes weighted by the cells
+    # that express them
     expressed_frac: float
-    """Share of a training cell's genes that are measured, on average: genes weighted by the cells
-    that express them.
-    """
-    absent: tuple[str, ...]
-    """Symbols of the most widely expressed genes that the file lacks."""
+    absent: tuple[str, ...]  # symbols of the most widely expressed genes that the file lacks
 
     def __str__(self) -> str:
         more = ", ..." if self.n_genes - self.n_present > len(self.absent) else ""

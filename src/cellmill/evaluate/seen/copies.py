@@ -51,14 +51,14 @@ def _find_in_corpus(
     gene_hashes = hash_genes(corpus.genes.gene_ids)
     is_equal = np.zeros(reader.n_obs, bool)
     block_start = 0
-    for raw in reader.rows(HASHED_ROWS):
-        rows = np.flatnonzero(among[block_start : block_start + raw.shape[0]])
+    for block in reader.rows(HASHED_ROWS):
+        rows = np.flatnonzero(among[block_start : block_start + block.shape[0]])
         if len(rows):
-            block = select_genes(raw[rows], target, corpus.genes.n_genes, reader.ordered)
-            values = positions_in_rows(block.indptr) if reader.ordered else block.data
-            sums = sum_pairs(block.indptr, block.indices, values, gene_hashes)
-            is_equal[block_start + rows] = training.find(sums, np.diff(block.indptr))
-        block_start += raw.shape[0]
+            known = select_genes(block[rows], target, corpus.genes.n_genes, reader.ordered)
+            values = positions_in_rows(known.indptr) if reader.ordered else known.data
+            sums = sum_pairs(known.indptr, known.indices, values, gene_hashes)
+            is_equal[block_start + rows] = training.find(sums, np.diff(known.indptr))
+        block_start += block.shape[0]
     return is_equal
 
 
