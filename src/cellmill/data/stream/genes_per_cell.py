@@ -33,7 +33,7 @@ class GenesPerCellQueue:
         # make room for a second window now: to widen the table later, a step would have to copy it
         self._widen(2 * self._table.shape[1])
         self._next_row = 0  # row whose next window is looked up first
-        # number of cells to look up ahead, as many as were taken; negative after a window that has more.
+        # number of cells to look up ahead, as many as were taken; negative after larger windows.
         # Skipped cells count as taken: a resumed run then looks as far ahead as one that never stopped
         self._n_to_look_up = sum(skipped)
 
