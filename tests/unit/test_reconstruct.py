@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from cellmill import open_cells
+from cellmill.config.parts.family import FamilyConfig
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tasks import ReconstructConfig
 from cellmill.config.parts.tokens import Tokens
+from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError
 from cellmill.evaluate.evaluated_model import EvaluatedModel
@@ -22,9 +24,13 @@ from cellmill.evaluate.inference import embed
 from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks import reconstruct
 from cellmill.evaluate.training_shards import read_gene_statistics
+from cellmill.models.build import build
+from cellmill.models.export import initial_tensors
 from cellmill.models.objective import GeneStatistics
 from cellmill.runs.results import TaskResult
+from tests.models import spec
 from tests.unit.evaluated import make_context
+from tests.unit.exported import save_model
 
 
 def _objective(name: str) -> Any:
@@ -163,3 +169,38 @@ def test_judging_may_change_only_untrained_options(
         _judged(context, decoding, objective={"mask_frac": 0.1})
     with pytest.raises(ConfigError, match=r"{'decoder_hidden': 7}, which changes decoder\.0\.bias"):
         _judged(context, decoding, objective={"decoder_hidden": 7})
+
+
+def test_an_option_at_its_value_changes_no_score_of_hf(
+    tmp_path: Path, corpus: dict[str, Path]
+) -> None:
+    """Its token ids are in a buffer that the state of the model does not have."""
+    pytest.importorskip("transformers", reason="the extra hf is not installed")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    architecture = {"model_type": "bert", "intermediate_size": 16} | sizes
+    genes = Vocabulary.read(corpus["vocabulary"])
+    given = replace(
+        spec(
+            genes.n_genes,
+            Tokens.model_validate({"tokenizer": "rank", "max_tokens": 64}),
+            family="encoder",
+            objective="masked_gene",
+        ),
+        model=FamilyConfig.model_validate(
+            {"family": "hf", "weights": "random", "architecture": architecture}
+        ),
+    )
+    network = build(given)
+    kept = network.state_dict().keys()
+    tensors = {
+        name: tensor for name, tensor in initial_tensors(network, 0, None, genes) if name in kept
+    }
+    folder = save_model(tmp_path / "hf", given, genes, tensors)
+    network, vocabulary, tokens, config = embed.load_for_inference(folder)
+    context = make_context(tmp_path, corpus)
+    model = replace(
+        context.model, network=network, config=config, vocabulary=vocabulary, tokens=tokens
+    )
+    plain = _judged(context, model)
+    assert plain.figures["n_targets"]
+    assert _judged(context, model, objective={"mask_frac": 0.15}) == plain

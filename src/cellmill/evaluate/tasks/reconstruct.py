@@ -33,7 +33,7 @@ from cellmill.evaluate.seconds.sizes import DatasetSizes
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.models.batch import copy_to_device, to_tensors
 from cellmill.models.build import build
-from cellmill.models.export import spec_of
+from cellmill.models.export import fill_buffers, spec_of
 from cellmill.models.family import Model
 from cellmill.models.objective import EVALUATION_STEP
 from cellmill.parallel.materialize import to_empty
@@ -90,7 +90,8 @@ class Reconstruct(Task):
                 f"are, got {self.config.objective}, which changes {differing[0][0]}; leave out what changes it"
             )
         network.load_state_dict(trained, assign=True)
-        return network.eval()
+        fill_buffers(network, model.config.get("seed", 0), model.vocabulary)
+        return network.to(next(model.network.parameters()).device).eval()
 
 
 def _describe_unknown_labels(
