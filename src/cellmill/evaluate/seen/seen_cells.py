@@ -16,7 +16,7 @@ import pandas as pd
 from cellmill.data.genes.names import match_columns
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.reader import CountsReader
-from cellmill.data.shards.cell_digests import BARCODE, CorpusDigests
+from cellmill.data.shards.cell_digests import BARCODE, MIN_SAMPLE_BARCODES, CorpusDigests
 from cellmill.errors import DataError
 from cellmill.evaluate.seen.copies import find_barcodes, find_equal_cells
 from cellmill.evaluate.seen.corpus_hashes import (
@@ -28,7 +28,6 @@ from cellmill.evaluate.seen.training_cells import KnownTrainingCells, find_train
 
 KINDS = ["exact", "near", "new"]
 """Equal counts of the model's genes; the barcode of a training sample at other counts; neither."""
-FEWEST_BARCODES = 8  # cells that share their barcodes with a training sample; fewer may by chance
 
 
 class Seen(NamedTuple):
@@ -85,7 +84,7 @@ def _describe_limits(reader: CountsReader, training: KnownTrainingCells, seen: S
         notes.append("near copies are not found: the model has no list of barcodes")
     elif not _has_barcodes(reader):
         notes.append(
-            f"near copies may be missed: fewer than {FEWEST_BARCODES} of its cell names have barcodes"
+            f"near copies may be missed: fewer than {MIN_SAMPLE_BARCODES} of its cell names have barcodes"
         )
     return notes
 
@@ -118,8 +117,8 @@ def describe_unfindable_cells(
 
 
 def _has_barcodes(reader: CountsReader) -> bool:
-    """True if enough names have a barcode for `CorpusDigests.has_barcodes` to find cells by them."""
-    return reader.obs_names.str.contains(BARCODE).sum() >= FEWEST_BARCODES
+    """True if as many names have a barcode as a sample needs; fewer may share theirs by chance."""
+    return reader.obs_names.str.contains(BARCODE).sum() >= MIN_SAMPLE_BARCODES
 
 
 def _describe_lacked_genes(reader: CountsReader, corpora: Sequence[HashedCorpus]) -> list[str]:
