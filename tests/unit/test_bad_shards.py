@@ -19,6 +19,8 @@ import pytest
 from limits import limited
 from small_corpus import stream_of, write_corpus
 
+from cellmill.config.checks import check_rows
+from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.shards.manifest import (
     Manifest,
@@ -86,8 +88,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def read_all(folder: Path) -> str:
     """Digest of all that a training and an evaluation read."""
     manifest = Manifest.read(folder / "manifest.json")
+    # as a training begins
+    check_rows(ContinuousTokens(), manifest, str(manifest.path))
     open_shards(manifest, "train")
-    verify(manifest)  # as a training begins
+    verify(manifest)
     hashed = hashlib.sha256()
     for split in ("train", "val"):
         columns = {"donor": "tokens.covariates"}
@@ -218,7 +222,7 @@ def folder(corpus: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(corpus, tmp_path / "shards"))
 
 
-@pytest.fixture(params=["fixed", "random"])
+@pytest.fixture(params=["fixed", pytest.param("random", marks=pytest.mark.full)])
 def seed(request: pytest.FixtureRequest) -> int:
     return 1 if request.param == "fixed" else random.SystemRandom().randrange(10**9)
 
