@@ -375,6 +375,18 @@ def test_values_are_those_of_the_whole_cell(options: dict[str, Any]) -> None:
     assert np.diff(batch.cu_seqlens).tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("percent", [7, 10, 30, 58, 70, 80, 90])
+def test_a_fraction_of_zeros_loses_no_gene_to_rounding(percent: int) -> None:
+    for max_tokens in (10, 100, 1000, 2048):
+        tokens = Tokens.model_validate({"zero_frac": percent / 100, "max_tokens": max_tokens})
+        lengths = np.arange(1, 3000)
+        n_detected, n_undetected = count_detected_and_undetected(tokens, lengths, 100_000)
+        max_detected = max(1, max_tokens * (100 - percent) // 100)
+        assert n_detected.tolist() == np.minimum(lengths, max_detected).tolist()
+        expected = np.minimum(n_detected * percent // (100 - percent), max_tokens - n_detected)
+        assert n_undetected.tolist() == expected.tolist()
+
+
 def test_every_gene_is_drawn_equally_often() -> None:
     options = {"tokenizer": "continuous", "truncation": "random", "zero_frac": 0.3}
     first = made(options).token_ids.tolist()

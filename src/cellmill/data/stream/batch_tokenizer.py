@@ -7,6 +7,8 @@ except positions (value kind `place`), which number the chosen tokens. Draws are
 epoch, gene and the cell's counts, so they are the same in every layout and file.
 """
 
+from typing import Any
+
 import numpy as np
 
 from cellmill.config.parts.tokens import SPECIAL, Tokens
@@ -32,7 +34,7 @@ def count_detected_and_undetected(
     n_detected = np.minimum(genes_per_cell, _max_detected(options))
     if not zero_frac:
         return n_detected, np.zeros_like(n_detected)
-    n_undetected = np.floor(n_detected * zero_frac / (1 - zero_frac)).astype(n_detected.dtype)
+    n_undetected = _round_down(n_detected * zero_frac / (1 - zero_frac)).astype(n_detected.dtype)
     max_undetected = np.minimum(n_genes - genes_per_cell, options.max_tokens - n_detected)
     return n_detected, np.minimum(n_undetected, max_undetected)
 
@@ -48,7 +50,15 @@ def find_max_tokens(options: Tokens, genes_in_cell: int) -> int:
 
 def _max_detected(options: Tokens) -> int:
     """Return the largest number of tokens of detected genes in a cell."""
-    return max(1, int(options.max_tokens * (1 - options.zero_frac)))
+    return max(1, int(_round_down(options.max_tokens * (1 - options.zero_frac))))
+
+
+def _round_down(numbers: Any) -> Any:
+    """Round down to integers; a number just below an integer by a rounding error becomes that integer.
+
+    1000 * (1 - 0.8) is 199.99999999999997, and becomes 200.
+    """
+    return np.floor(np.round(numbers, 6))
 
 
 class BatchTokenizer:
