@@ -169,8 +169,9 @@ def test_tables_can_be_sorted_and_searched(browser: Browser, page: Path) -> None
     assert numbers == ["0.9 ± 0.1", "40 s", "95 %", "100 %", "12 min", "1,200", "2.1 days"]
     assert in_order[-1] == "–"
     assert in_order[-2] == "x"
-    mixed = "return ['2', '1x', '10'].sort((a, b) => compareCells(a, b, false))"
-    assert browser.run(mixed) == ["2", "10", "1x"]
+    mixed = "return ['2', '1x', '–', '10'].sort((a, b) => compareCells(a, b, {}))"
+    assert browser.run(mixed.format("false")) == ["2", "10", "1x", "–"]
+    assert browser.run(mixed.format("true")) == ["10", "2", "1x", "–"]
     assert browser.run("return Number.isNaN(toNumber(''))")
     rows = "[...document.querySelectorAll('#overview tbody tr')].filter((r) => !r.hidden).map((r) => r.innerText)"
     type_in = "const s = document.getElementById('search'); s.value = 'second'; s.dispatchEvent(new Event('input'));"

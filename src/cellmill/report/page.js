@@ -116,13 +116,13 @@ function toNumber(text) {
   return number === "" ? NaN : Number(number) * (SECONDS[unit] ?? 1);
 }
 
-// Comparison for Array.sort: numbers before texts, unknown values last in both directions.
+// Comparison for Array.sort. In both directions, texts follow numbers, and unknown values are last.
 function compareCells(a, b, isDescending) {
   if (a === UNKNOWN || b === UNKNOWN) return (a === UNKNOWN) - (b === UNKNOWN);
   const aIsText = Number.isNaN(toNumber(a));
   const bIsText = Number.isNaN(toNumber(b));
-  let order = aIsText - bIsText;
-  if (order === 0) order = aIsText ? a.localeCompare(b) : toNumber(a) - toNumber(b);
+  if (aIsText !== bIsText) return aIsText - bIsText;
+  const order = aIsText ? a.localeCompare(b) : toNumber(a) - toNumber(b);
   return isDescending ? -order : order;
 }
 
