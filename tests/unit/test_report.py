@@ -48,7 +48,12 @@ from cellmill.report.schemas import CostSchema, LoggedLineSchema, PlanSchema, Ru
 from cellmill.report.side_by_side import compare_runs
 from cellmill.report.standings import Standing, list_standings
 from cellmill.report.text import to_text
-from cellmill.report.training import compare_with_plan, draw_training, list_step_values
+from cellmill.report.training import (
+    compare_with_plan,
+    describe_cost,
+    draw_training,
+    list_step_values,
+)
 from cellmill.runs import results
 from cellmill.runs.cost import Start
 from cellmill.runs.results import (
@@ -804,6 +809,30 @@ def test_standings_have_gpu_hours_and_core_hours_apart() -> None:
         runs.append(replace(of_tasks(name, probe=result), cost=cost))
     hours = re.findall(r'data-label="(GPU|core)-hours">([^<]*)<', render("r", runs, []))
     assert hours == [("GPU", "2.5"), ("core", "1200"), ("GPU", "–"), ("core", "1200")]
+
+
+def make_cost(gpus: int | None, gpu_hours: float | None) -> CostSchema:
+    """Cost of one start, with 31 core-hours."""
+    held = {"nodes": 1, "processes": 1, "gpus": gpus, "cpus": 8}
+    start = Start("7", "p", "COMPLETED", 0.0, 1.0, 9.0, 1.0, 8.0, **held)
+    totals = {"gpu_hours": gpu_hours, "cpu_core_hours": 31.0}
+    return CostSchema(source="own files", jobs=[start], totals=totals, unknown={})
+
+
+@pytest.mark.parametrize(
+    ("gpus", "gpu_hours", "described"),
+    [
+        (0, 0.0, "31 core-hours"),
+        (4, 2.53, "2.5 GPU-hours"),
+        (4, None, "an unknown number of GPU-hours"),
+        (None, None, "an unknown number of GPU-hours"),
+    ],
+)
+def test_the_cost_of_a_run_with_gpus_is_in_gpu_hours(
+    gpus: int | None, gpu_hours: float | None, described: str
+) -> None:
+    run = replace(of_tasks("a"), cost=make_cost(gpus, gpu_hours))
+    assert describe_cost(run) == described
 
 
 def test_the_first_line_names_effort_fast() -> None:

@@ -153,7 +153,7 @@ def _round_to_two_digits(value: Any) -> Any:
 
 
 def estimate_energy(run: ReportedRun) -> float | None:
-    """Energy of a run's training in kWh; None if power was not measured.
+    """Energy of a run's training in kWh; None if power or the time in training steps is unknown.
 
     It is the mean power of all GPUs together, multiplied by the time spent in training steps.
     """
@@ -166,8 +166,12 @@ def estimate_energy(run: ReportedRun) -> float | None:
 
 def describe_cost(run: ReportedRun) -> str | None:
     """GPU-hours of a run, or core-hours if it had no GPU; None before its training has ended."""
-    for quantity, unit in (("gpu_hours", "GPU-hours"), ("cpu_core_hours", "core-hours")):
-        hours = run.totals.get(quantity)
-        if hours:
-            return f"{_round_to_two_digits(hours):g} {unit}"
-    return None
+    if run.cost is None:
+        return None
+    quantity, unit = "cpu_core_hours", "core-hours"
+    # an unknown number of GPUs is no proof that there was none
+    if any(start.gpus != 0 for start in run.cost.starts):
+        quantity, unit = "gpu_hours", "GPU-hours"
+    hours = run.totals.get(quantity)
+    amount = "an unknown number of" if hours is None else f"{_round_to_two_digits(hours):g}"
+    return f"{amount} {unit}"
