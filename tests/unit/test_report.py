@@ -202,6 +202,14 @@ def test_the_page_shows_what_the_folders_hold(page: str) -> None:
     )
 
 
+def test_no_heading_skips_a_level(page: str) -> None:
+    levels = [int(level) for level in re.findall(r"<h([1-6])>", without_scripts(page))]
+    assert all(below <= above + 1 for above, below in zip(levels, levels[1:]))
+    evaluation = page[page.index('id="evaluation"') : page.index('id="cost"')]
+    datasets = re.findall(r"<h4>(.*?)</h4>", evaluation)
+    assert datasets == 2 * ["pbmc", "bare"]
+
+
 def test_each_comparison_is_a_bar_on_the_scale_of_its_task(
     page: str,
 ) -> None:
@@ -364,8 +372,8 @@ def test_a_file_with_wrong_content_is_named_in_one_line(
 
 @pytest.mark.parametrize(
     ("outcome", "box"),
-    [("behind", '<div class="defeats warning">\n<h4>Where models are behind<'),
-     ("level", '<div class="defeats">\n<h4>Where models are behind: in no comparison<'),
+    [("behind", '<div class="defeats warning">\n<h3>Where models are behind<'),
+     ("level", '<div class="defeats">\n<h3>Where models are behind: in no comparison<'),
      ("ahead", None)],
 )  # fmt: skip
 def test_comparisons_warn_only_if_a_model_is_behind(
