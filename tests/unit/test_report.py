@@ -235,7 +235,7 @@ def test_the_same_folders_give_the_same_bytes(tmp_path: Path, page: str) -> None
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(9999.4, "9999"), (9999.5, "10,000"), (-9999.7, "-10,000"), (12345.6, "12,346")],
+    [(9999.4, "9,999"), (9999.5, "10,000"), (-9999.7, "-10,000"), (12345.6, "12,346")],
 )
 def test_rounding_to_five_digits_gives_no_exponent(value: float, text: str) -> None:
     assert to_text(value) == text
@@ -816,7 +816,7 @@ def test_standings_have_gpu_hours_and_core_hours_apart() -> None:
         cost = CostSchema(source="own files", jobs=[], totals=totals, unknown={})
         runs.append(replace(of_tasks(name, probe=result), cost=cost))
     hours = re.findall(r'data-label="(GPU|core)-hours">([^<]*)<', render("r", runs, []))
-    assert hours == [("GPU", "2.5"), ("core", "1200"), ("GPU", "–"), ("core", "1200")]
+    assert hours == [("GPU", "2.5"), ("core", "1,200"), ("GPU", "–"), ("core", "1,200")]
 
 
 def make_cost(gpus: int | None, gpu_hours: float | None) -> CostSchema:

@@ -17,8 +17,8 @@ def to_words(key: str) -> str:
 def to_text(value: Any) -> str:
     """A value as text.
 
-    Integers have commas between thousands. Floats have four significant digits, or no decimals
-    from 10,000. None is a dash, and a mapping is a list of its keys and values.
+    Numbers have commas between thousands. Floats have four significant digits, or no decimals from
+    10,000. None is a dash, and a mapping is a list of its keys and values.
     """
     if value is None:
         return UNKNOWN
@@ -27,7 +27,7 @@ def to_text(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 9999.5 else f"{value:.4g}"
+        return f"{value:,.0f}" if abs(value) >= 9999.5 else f"{value:,.4g}"
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {to_text(item)}" for key, item in value.items()) or UNKNOWN
     return str(value)
