@@ -636,11 +636,19 @@ def test_texts_that_a_spreadsheet_would_evaluate_are_quoted(tmp_path: Path) -> N
 def test_many_runs_are_drawn_with_fewer_points() -> None:
     assert [*map(find_max_cells, (0, 1, 25, 100, 400))] == [4000, 4000, 2400, 600, 500]
     points = [(step, 1.0) for step in range(1000)]
-    for n_runs, shown in ((1, 334), (100, 101), (400, 51)):
+    for n_runs, shown in ((1, 334), (100, 92), (400, 49)):
         runs = {str(number): points for number in range(n_runs)}
         rows = draw_curves("Loss", runs, "loss").rows
         assert len(rows) == n_runs * shown
         assert rows[-1]["step"] == 999
+
+
+@pytest.mark.parametrize("n_points", [1, 2, 399, 400, 401, 799, 800, 801])
+def test_a_curve_has_at_most_400_points(n_points: int) -> None:
+    points = [(float(step), 1.0) for step in range(n_points)]
+    rows = draw_curves("Loss", {"a": points}, "loss").rows
+    assert min(n_points, 200) <= len(rows) <= 400
+    assert (rows[0]["step"], rows[-1]["step"]) == (0, n_points - 1)
 
 
 def test_a_histogram_leaves_out_the_tails() -> None:

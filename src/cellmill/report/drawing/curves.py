@@ -66,7 +66,8 @@ def _list_line_rows(points: StepValues, n_curves: int, **columns: str) -> list[C
     points each keeps.
     """
     max_points = min(MAX_POINTS, max(MIN_POINTS, MAX_CHART_POINTS // n_curves))
-    stride = max(1, math.ceil(len(points) / max_points))
+    # the last point is kept too, whatever the stride
+    stride = max(1, math.ceil((len(points) - 1) / (max_points - 1)))
     thinned = [*points[:-1:stride], *points[-1:]]
     return [{**columns, "step": step, "value": to_five_digits(value)} for step, value in thinned]
 
