@@ -51,7 +51,7 @@ from cellmill.report.text import to_text
 from cellmill.report.training import (
     compare_with_plan,
     describe_cost,
-    draw_training,
+    draw_losses_by_objective,
     list_step_values,
 )
 from cellmill.runs import results
@@ -972,18 +972,25 @@ def test_each_objective_has_a_chart_of_its_losses() -> None:
         ReportedRun(name, None, None, RunRecordSchema(options=of), None, None, logged=lines)
         for name, of in zip("abc", options)
     ]
-    first, second = draw_training(runs)
+    first, second = draw_losses_by_objective(runs)
     assert (first.title, second.title) == ("Loss: cell decoding", "Loss: classification")
     assert first.spec["encoding"]["color"]["legend"] == {"values": ["a", "c"]}
     assert [row["name"] for row in second.rows] == ["b"]
-    [alone] = draw_training(runs[:1])
+    [alone] = draw_losses_by_objective(runs[:1])
     assert alone.title == "Loss"
     assert alone.spec["encoding"]["color"]["legend"] is None
     unknown = ReportedRun("d", None, None, None, None, None, logged=lines)
-    assert [chart.title for chart in draw_training([*runs[:1], unknown])] == [
+    assert [chart.title for chart in draw_losses_by_objective([*runs[:1], unknown])] == [
         "Loss: cell decoding",
         "Loss: unknown objective",
     ]
+
+
+@pytest.mark.parametrize(("key", "has_note"), [("loss", True), ("lr", False)])
+def test_the_note_on_losses_needs_a_chart_of_losses(key: str, has_note: bool) -> None:
+    lines = [LoggedLineSchema.model_validate({"step": 1, key: 2.0})]
+    runs = [replace(of_tasks(name), logged=lines) for name in ("a", "b")]
+    assert ("Losses are comparable only" in render("r", runs, [])) == has_note
 
 
 def test_runs_without_points_are_not_in_the_legend() -> None:

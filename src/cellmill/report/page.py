@@ -54,7 +54,8 @@ from cellmill.report.text import (
 from cellmill.report.training import (
     compare_with_plan,
     describe_cost,
-    draw_training,
+    draw_logged_values,
+    draw_losses_by_objective,
     estimate_energy,
 )
 
@@ -140,7 +141,8 @@ def render(
             behind_sentences=list_verdict_sentences(runs, "behind"),
             inconclusive_sentences=list_verdict_sentences(runs, "level", "undecided"),
             # charts
-            training_charts=[*draw_training(runs)],
+            loss_charts=[*draw_losses_by_objective(runs)],
+            logged_charts=[*draw_logged_values(runs)],
             histogram_names=HISTOGRAMS,
             max_umap_cells=find_max_cells(sum(len(run.umap) for run in runs)),
             page_charts=page_charts or PageCharts(len(runs)),

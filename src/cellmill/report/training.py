@@ -38,16 +38,7 @@ class ComparedQuantity(NamedTuple):
     measured: Any
 
 
-def draw_training(runs: Sequence[ReportedRun]) -> Iterator[Chart]:
-    """Charts of the losses of each objective, then of each of CURVES that any run logged."""
-    yield from _draw_losses(runs)
-    for key, name in CURVES.items():
-        curves = {run.name: list_step_values(run.logged, key) for run in runs}
-        if any(curves.values()):
-            yield draw_curves(name[0].upper() + name[1:], curves, name)
-
-
-def _draw_losses(runs: Sequence[ReportedRun]) -> Iterator[Chart]:
+def draw_losses_by_objective(runs: Sequence[ReportedRun]) -> Iterator[Chart]:
     """A chart for each objective with a logged loss.
 
     It has runs with other objectives too, without points, so that every run keeps its colour.
@@ -65,6 +56,14 @@ def _draw_losses(runs: Sequence[ReportedRun]) -> Iterator[Chart]:
             name = to_words(objective or "unknown objective")
             title = f"Loss: {name}" if len(objectives) > 1 else "Loss"
             yield draw_losses(title, losses)
+
+
+def draw_logged_values(runs: Sequence[ReportedRun]) -> Iterator[Chart]:
+    """A chart for each of CURVES that any run logged."""
+    for key, name in CURVES.items():
+        curves = {run.name: list_step_values(run.logged, key) for run in runs}
+        if any(curves.values()):
+            yield draw_curves(name[0].upper() + name[1:], curves, name)
 
 
 def list_step_values(lines: Sequence[LoggedLineSchema], key: str) -> StepValues:
