@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from html import unescape
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,7 @@ def test_the_page_shows_what_the_folders_hold(page: str) -> None:
 
 def test_no_heading_skips_a_level(page: str) -> None:
     levels = [int(level) for level in re.findall(r"<h([1-6])>", without_scripts(page))]
-    assert all(below <= above + 1 for above, below in zip(levels, levels[1:]))
+    assert all(below <= above + 1 for above, below in pairwise(levels))
     evaluation = page[page.index('id="evaluation"') : page.index('id="cost"')]
     datasets = re.findall(r"<h4>(.*?)</h4>", evaluation)
     assert datasets == 2 * ["pbmc", "bare"]
