@@ -17,9 +17,9 @@ def format_hours(hours: float) -> str:
     """Format hours or GPU hours, below an hour as minutes."""
     if hours < MIN_HOURS:
         return f"<{60 * MIN_HOURS:g} min"
-    if hours < 1:
+    if hours < 59.95 / 60:  # more would be printed as 60 min
         return f"{_format_number(60 * hours)} min"
-    return f"{_format_number(hours)} h"
+    return f"{_format_number(max(1.0, hours))} h"
 
 
 def _format_number(number: float) -> str:
