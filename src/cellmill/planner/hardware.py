@@ -21,7 +21,7 @@ class Hardware:
     device_bytes: int  # device memory of one process
     usable_bytes: int  # `plan.memory_frac` of `device_bytes`
     host_bytes: int = 0  # host memory that a job requests per node; 0 for all of it, or if unknown
-    max_nodes: int | None = None  # the most of a range; None without a range
+    max_nodes: int | None = None  # the most of a range; None for exactly `nodes`
 
     @property
     def world_size(self) -> int:
