@@ -220,7 +220,7 @@ TP = {"nproc": 4, "parallel": {"strategy": "ddp", "tp": 2}}
         (TP, "processes   4 x cpu, ddp (2 replicas x tp 2), 32-true"),
         (
             {"train": {"warmup_steps": 20}},
-            "warning     train.warmup_steps 20 leaves no step at the peak learning rate",
+            "warning     train.warmup_steps 20 leaves no step after the warm-up",
         ),
         ({"train": {"global_batch": 16, "warmup_steps": 2}}, SCALED),
         ({}, f"warning     set objective{LEAK}"),
@@ -535,7 +535,7 @@ def test_the_largest_micro_batch_is_exactly_the_limit(corpus: Manifest, tmp_path
 
 def test_a_warning_of_the_warm_up_is_stored(corpus: Manifest, tmp_path: Path) -> None:
     planned = _plan(corpus, tmp_path, train={"warmup_steps": 20})
-    assert "train.warmup_steps 20 leaves no step at the peak learning rate" in planned["warnings"]
+    assert "train.warmup_steps 20 leaves no step after the warm-up" in planned["warnings"]
 
 
 def test_a_micro_batch_has_its_covariates_apart(

@@ -193,9 +193,7 @@ def _list_warnings(corpus: PlannedCorpus, steps: int) -> list[str]:
     warnings = options.objective.warnings()
     warmup_steps = options.train.warmup_steps
     if warmup_steps >= steps:
-        warnings.append(
-            f"train.warmup_steps {warmup_steps} leaves no step at the peak learning rate"
-        )
+        warnings.append(f"train.warmup_steps {warmup_steps} leaves no step after the warm-up")
     # `model.sequence_parallel` is False for a family whose blocks compute on one row per cell: more
     # tokens cost it little
     if corpus.cut_cells_frac and not options.model.sequence_parallel:
