@@ -478,6 +478,16 @@ def test_a_run_that_pins_too_much_requests_more_memory() -> None:
     )
 
 
+def test_a_run_that_fits_nowhere_still_requests_more_memory() -> None:
+    options = _options(parallel={"strategy": "ddp"}, **BIG)
+    cells = CorpusSize(np.full(4096, 16), 40)
+    remedy = find_remedy(options, cells, Hardware(1, 1, "h100", 1, 1, host_bytes=1))
+    assert remedy == (
+        "use a device with more memory, or a smaller model, and request more memory per node "
+        "(mem_mb, mem_mb_per_cpu or mem_mb_per_gpu)"
+    )
+
+
 def test_a_run_on_cpus_is_told_to_request_more_memory() -> None:
     options = _options(**BIG)
     corpus_size = CorpusSize(np.full(4096, 16), 40)

@@ -26,6 +26,7 @@ from cellmill.planner.step_counts import CorpusSize
 BUDGETS_BEFORE_RECOMPUTING = 2
 MAX_TRIED_BUDGET = 1 << 24  # largest token budget that is tried
 MAX_DOUBLINGS = 7  # doublings of the number of nodes that are tried
+REQUEST_MORE = "request more memory per node (mem_mb, mem_mb_per_cpu or mem_mb_per_gpu)"
 
 
 def check_memory(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> None:
@@ -65,21 +66,22 @@ def find_max_fitting_token_budget(
 def find_remedy(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> str:
     """Describe the first change, or combination of changes, that makes the run fit.
 
-    If the run itself pins more host memory than its job requests, the request is raised with it.
+    If the run itself pins more host memory than its job requests, the request is to be raised too.
     """
-    request_more = "request more memory per node (mem_mb, mem_mb_per_cpu or mem_mb_per_gpu)"
-    requested = []
+    raise_request = []
     if exceeds_host_memory(PlannedModel.measure(options, corpus, hardware), hardware):
-        requested = [request_more]
+        raise_request = [REQUEST_MORE]
         hardware = replace(hardware, host_bytes=0)
     for change in list_changes(options, corpus, hardware):
         if find_overflow(change.options, corpus, change.hardware) is None:
-            return " and ".join(change.instructions + requested)
+            return " and ".join(change.instructions + raise_request)
     if options.plan.memory_gb:
-        return "raise plan.memory_gb if the device has more, or use a smaller model"
-    if hardware.device_name == "cpu":
-        return f"{request_more}, or use a machine with more, or a smaller model"
-    return "use a device with more memory, or a smaller model"
+        last_resort = "raise plan.memory_gb if the device has more, or use a smaller model"
+    elif hardware.device_name == "cpu":
+        last_resort = f"{REQUEST_MORE}, or use a machine with more, or a smaller model"
+    else:
+        last_resort = "use a device with more memory, or a smaller model"
+    return ", and ".join([last_resort, *raise_request])
 
 
 @dataclass(frozen=True)
