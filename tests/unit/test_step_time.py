@@ -172,6 +172,14 @@ def test_planned_files_equal_those_that_shard_writes(tmp_path: Path) -> None:
     assert (planned.disk_gb - one.disk_gb) * 1e9 == pytest.approx(saved)
 
 
+def test_a_job_that_does_all_starts_as_large_as_divide() -> None:
+    one, many = (estimate_stage_costs([1, 1], 1, Shard(jobs=jobs)) for jobs in (1, 2))
+    rss_mb = {cost.stage: cost.rss_mb for cost in many}
+    assert one[-1].stage == "shard"
+    assert one[-1].rss_mb == pytest.approx(rss_mb["divide"], abs=0.1)
+    assert rss_mb["shard"] < rss_mb["divide"]
+
+
 def test_more_jobs_leave_the_total_work_unchanged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -87,7 +87,7 @@ def plan_corpus(*, config: Path, corpus: str, cells: int | None, genes_per_cell:
     )
     for cost in costs:
         print(
-            f"{cost.stage:<12}{cost.jobs:>7,}{cost.hours:>10,.2f}{cost.cpu_hours:>10,.2f}{cost.rss_gb:>10,.1f}"
+            f"{cost.stage:<12}{cost.jobs:>7,}{cost.hours:>10,.2f}{cost.cpu_hours:>10,.2f}{cost.rss_mb / 1e3:>10,.1f}"
             f"{cost.files:>9,}{cost.disk_gb:>11,.1f}"
         )
     print(

@@ -24,7 +24,7 @@ INDEX_BYTES_PER_CELL = 28  # per cell of the corpus: offsets, borders and hashes
 N_INDEX_FILES = 10  # manifest.json, and offsets, borders and hashes of each split
 VOCABULARY_GB = 0.002
 INDEX_HOURS = 0.01  # to write the manifest and the index of parts
-# memory of a job without data
+# memory of a job without data; `shard` that only writes the manifest and the index of parts
 RSS_MB = {"preprocess": 530, "vocabulary": 440, "divide": 310, "shard_part": 250, "shard": 250}
 RSS_BYTES_PER_VALUE = 16  # per value of one shard: gene and count, and both again when sorted
 # memory of obs, an estimate: `divide` holds the corpus's cells, stages that open a file hold its cells
@@ -39,15 +39,10 @@ class StageCost:
     stage: str
     hours: float  # longest job, on one core
     cpu_hours: float  # all jobs
-    data_rss_mb: float = 0.0  # peak memory beyond RSS_MB, which the job's data take
+    rss_mb: float  # peak memory of a job
     jobs: int = 1
     files: int = 0  # written and kept
     disk_gb: float = 0.0
-
-    @property
-    def rss_gb(self) -> float:
-        """Peak memory of a job."""
-        return (RSS_MB[self.stage] + self.data_rss_mb) / 1e3
 
 
 def estimate_stage_costs(
@@ -64,7 +59,7 @@ def estimate_stage_costs(
             jobs=len(cells_per_dataset),
             hours=max_cells * genes_per_cell * NS_PER_VALUE["preprocess"] / NS_PER_HOUR,
             cpu_hours=cpu_hours["preprocess"],
-            data_rss_mb=obs_mb,
+            rss_mb=RSS_MB["preprocess"] + obs_mb,
             files=2 * len(cells_per_dataset),
             disk_gb=n_values * CELL_BYTES_PER_VALUE / 1e9,
         ),
@@ -72,7 +67,7 @@ def estimate_stage_costs(
             stage="vocabulary",
             hours=cpu_hours["vocabulary"],
             cpu_hours=cpu_hours["vocabulary"],
-            data_rss_mb=obs_mb,
+            rss_mb=RSS_MB["vocabulary"] + obs_mb,
             files=1,
             disk_gb=VOCABULARY_GB,
         ),
@@ -95,9 +90,10 @@ def _estimate_shards(
     disk_bytes_per_cell = genes_per_cell * SHARD_BYTES_PER_VALUE[shard.order]
     disk_bytes_per_cell += OBS_BYTES_PER_CELL + INDEX_BYTES_PER_CELL
     disk_bytes = n_cells * disk_bytes_per_cell + n_shards * VAR_BYTES_PER_SHARD
-    divide_rss_mb = OBS_RSS_BYTES_PER_CELL * (n_cells + max(cells_per_dataset)) / 1e6
-    write_rss_mb = RSS_BYTES_PER_VALUE * min(shard.cells_per_shard, n_cells) * genes_per_cell / 1e6
-    write_rss_mb += OFFSET_BYTES_PER_CELL * n_cells / 1e6
+    obs_mb = OBS_RSS_BYTES_PER_CELL * (n_cells + max(cells_per_dataset)) / 1e6
+    divide_rss_mb = RSS_MB["divide"] + obs_mb
+    shard_data_mb = RSS_BYTES_PER_VALUE * min(shard.cells_per_shard, n_cells) * genes_per_cell / 1e6
+    shard_data_mb += OFFSET_BYTES_PER_CELL * n_cells / 1e6
     divide_hours = cpu_hours["divide"]
     write_hours = cpu_hours["shard_part"]
     if shard.jobs == 1:
@@ -106,7 +102,7 @@ def _estimate_shards(
                 stage="shard",
                 hours=divide_hours + write_hours + INDEX_HOURS,
                 cpu_hours=divide_hours + write_hours + INDEX_HOURS,
-                data_rss_mb=write_rss_mb + divide_rss_mb,
+                rss_mb=divide_rss_mb + shard_data_mb,
                 files=n_shards + N_INDEX_FILES,
                 disk_gb=disk_bytes / 1e9,
             )
@@ -117,14 +113,14 @@ def _estimate_shards(
             stage="divide",
             hours=divide_hours,
             cpu_hours=divide_hours,
-            data_rss_mb=divide_rss_mb,
+            rss_mb=divide_rss_mb,
         ),
         StageCost(
             stage="shard_part",
             jobs=shard.jobs,
             hours=write_hours * ceil(n_shards / writing_jobs) / n_shards,
             cpu_hours=write_hours,
-            data_rss_mb=write_rss_mb,
+            rss_mb=RSS_MB["shard_part"] + shard_data_mb,
             files=n_shards,
             disk_gb=disk_bytes / 1e9,
         ),
@@ -132,6 +128,7 @@ def _estimate_shards(
             stage="shard",
             hours=INDEX_HOURS,
             cpu_hours=INDEX_HOURS,
+            rss_mb=RSS_MB["shard"],
             files=N_INDEX_FILES,
         ),
     ]
