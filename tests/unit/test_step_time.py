@@ -147,6 +147,13 @@ def test_the_plan_counts_tokens_of_covariates(tmp_path: Path, pp: int) -> None:
     assert corpus.pairs_per_cell == pytest.approx(np.square(with_covariates).mean())
 
 
+def test_the_last_step_of_an_epoch_is_shared_by_all_ranks() -> None:
+    corpus = CorpusSize(np.full(1000, 10), n_genes=60)
+    counted = count_micro_batches(corpus, 768, 8, MicroBatchRule(480), token_multiple=1)
+    # 96 cells of each rank, and then 29, of which 48 fit into a micro-batch
+    assert counted.counts == [2, 1]
+
+
 def test_covariates_of_later_steps_are_in_the_largest_batch() -> None:
     n_sampled = 64 * 10
     lengths = np.concatenate([np.full(n_sampled, 50), np.full(20, 10)])

@@ -171,19 +171,16 @@ def _pad_for_pipeline(
 
 
 def _deal_first_steps(cell_tokens: np.ndarray, step_cells: int, dp: int) -> list[list[np.ndarray]]:
-    """Deal cells in order to the first steps, and the cells of a step to its `dp` ranks.
+    """Deal cells in order to the first steps, and the cells of each step evenly to `dp` ranks.
 
     `cell_tokens`, `(cells,)`, has the tokens of each cell. Return the slice of it that each rank gets
-    in each step, by step and then by rank.
+    in each step, by step and then by rank. Ranks without cells are left out.
     """
     n_steps = max(1, min(MAX_SAMPLED_STEPS, MAX_SAMPLED_CUTS // dp))
-    rank_cells = -(-min(step_cells, len(cell_tokens)) // dp)
     steps = []
-    for step_start in range(0, len(cell_tokens), step_cells)[:n_steps]:
-        step = cell_tokens[step_start : step_start + step_cells]
-        steps.append(
-            [step[start : start + rank_cells] for start in range(0, len(step), rank_cells)]
-        )
+    for start in range(0, len(cell_tokens), step_cells)[:n_steps]:
+        shares = np.array_split(cell_tokens[start : start + step_cells], dp)
+        steps.append([share for share in shares if len(share)])
     return steps
 
 
