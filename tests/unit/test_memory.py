@@ -201,7 +201,7 @@ def test_a_coupled_loss_sends_another_forward_pass(
     options: dict[str, Any], kind: str, blocks: int, tokens: int
 ) -> None:
     plain = _model(2, **options)
-    flops = replace(plain.size.flops, forwards=plain.size.flops.forwards + 1)
+    flops = replace(plain.size.flops, forward_passes=plain.size.flops.forward_passes + 1)
     coupled = replace(plain, size=replace(plain.size, flops=flops))
     sent, sent_coupled = (
         {collective.kind: collective for collective in list_traffic(model, 0, LONG, 3)}[kind]

@@ -1,6 +1,7 @@
 """Duration of a collective, what a step computes, and the cost of making a corpus."""
 
 import re
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.data.stream.micro_batches import MicroBatchRule
 from cellmill.planner.corpus_cost import VAR_BYTES_PER_SHARD, estimate_stage_costs
 from cellmill.planner.hardware import Hardware
-from cellmill.planner.measure.size import Load
+from cellmill.planner.measure.size import Flops, Load
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.step_counts import (
     CorpusSize,
@@ -78,6 +79,22 @@ def test_reductions_overlap_with_recomputation(checkpointing: str | None) -> Non
     time = estimate_step_time(model, [reduction], network, 1e14, load, micro_batches=1)
     backward_s = time.compute_s - time.forward_s
     assert time.exposed_s == pytest.approx(network.seconds(reduction) - backward_s)
+
+
+def test_a_forward_pass_of_a_coupled_loss_has_its_heads() -> None:
+    tree: dict[str, Any] = {"tokens": {"max_tokens": 16}, "stream": {"lanes": 1}, "model": {}}
+    tree |= {"plan": {}, "train": {"steps": 4}, "parallel": {}}
+    model = PlannedModel.measure(
+        PlanOptions.model_validate(tree),
+        CorpusSize(np.full(64, 16), 40),
+        Hardware(1, 1, "h100", 1, 1),
+    )
+    # two forward passes and a backward pass of all but the heads, and one of each of the heads
+    flops = Flops(model.size.n_blocks, 2, 4.0, 0.0, 3.0, 0.0, 0.0, 0.0)
+    coupled = replace(model, size=replace(model.size, flops=flops))
+    network = Network(intra_node_gb_per_s=100, inter_node_gb_per_s=10)
+    time = estimate_step_time(coupled, [], network, 1.0, Load(1.0, 16.0, 1.0), micro_batches=1)
+    assert (time.compute_s, time.forward_s) == (4 + 3, 4 / 4 + 3 / 3)
 
 
 @pytest.mark.parametrize(("tp", "budget"), [(1, 4096), (4, 4096), (1, 600)])

@@ -39,6 +39,10 @@ class PlannedStage:
         """Count the FLOPs of the stage for `load`, forward and backward."""
         return self.size.flops.count(load, self.n_blocks, self.has_begin, self.has_finish)
 
+    def count_forward_flops(self, load: Load) -> float:
+        """Count the FLOPs of one forward pass of the stage."""
+        return self.size.flops.count_forward(load, self.n_blocks, self.has_begin, self.has_finish)
+
     def count_activations(self, per_block: float) -> float:
         """Count the elements kept per token for the backward pass, if each block keeps `per_block`."""
         elements = self.n_blocks * per_block

@@ -14,13 +14,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cellmill.planner.measure.size import Load
+from cellmill.planner.measure.size import FORWARDS_PER_BACKWARD, Load
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.schedules import estimate_idle_frac
 from cellmill.planner.traffic import CollectiveTraffic
 from cellmill.planner.units import GB
 
-# NCCL's own tests reach some 360 of 450 GB/s on eight H100, 230 of 300 on eight A100
+# NCCL's own tests reach about 360 of 450 GB/s on eight H100, 230 of 300 on eight A100
 NETWORK_FRAC = 0.8
 # latency of a call, and of each hop: NCCL 2.20, src/graph/tuning.cc, protocol LL128
 CALL_S = 14e-6
@@ -91,7 +91,7 @@ def estimate_step_time(
 
     `traffic` is the traffic of the rank that sends the most.
     """
-    compute_s, forward_s = _estimate_compute_s(model, load, flops_per_s)
+    compute_s, forward_s, backward_s = _estimate_compute_time(model, load, flops_per_s)
     exposed_s = 0.0
     gathers_s = 0.0
     reductions_s = 0.0
@@ -115,32 +115,30 @@ def estimate_step_time(
         # 3. Reductions that take longer than the last micro-batch's backward pass, which sends all
         # gradients. With gradient_reduction micro_batch every backward pass sends some, so this bound
         # and the first are too large.
-        backwards_s = compute_s - model.size.flops.forwards * forward_s  # with recomputation
-        beyond_last_backward_s = reductions_s - backwards_s / micro_batches
+        beyond_last_backward_s = reductions_s - backward_s / micro_batches
         exposed_s += max(first_and_last_s, beyond_compute_s, beyond_last_backward_s)
     idle_frac = estimate_idle_frac(model.parallel, micro_batches)
     idle_s = (compute_s + exposed_s) * idle_frac / (1 - idle_frac)
     return StepTime(compute_s, exposed_s, idle_s, forward_s / (1 - idle_frac))
 
 
-def _estimate_compute_s(model: PlannedModel, load: Load, flops_per_s: float) -> tuple[float, float]:
-    """Estimate the seconds of a step's computation, and of one forward pass.
+def _estimate_compute_time(
+    model: PlannedModel, load: Load, flops_per_s: float
+) -> tuple[float, float, float]:
+    """Estimate the seconds of a step's computation, of one forward pass, and of the backward passes.
 
-    These are the times of the pipeline rank that computes the most. Selective recomputation counts
-    as full recomputation, though it computes less.
+    These are the times of the pipeline rank that computes the most. Backward passes include
+    recomputation. Selective recomputation counts as full, though it computes less.
     """
-    size = model.size
-    step_flops = 0.0
-    forward_flops = 0.0
+    max_step = max_forward = max_backward = 0.0  # FLOPs
     for rank in range(model.layout.pp):
-        flops = 0.0
-        checkpointed_flops = 0.0  # of blocks that run their forward pass again
+        step = forward = recomputed = 0.0
         for stage in model.list_rank_stages(rank):
-            flops += stage.count_flops(load)
+            step += stage.count_flops(load)
+            forward += stage.count_forward_flops(load)
             if model.parallel.activation_checkpointing is not None:
-                checkpointed_flops += size.flops.count(
-                    load, stage.n_blocks, has_begin=False, has_finish=False
-                )
-        forward_flops = max(forward_flops, size.flops.forward_frac * flops)
-        step_flops = max(step_flops, flops + size.flops.forward_frac * checkpointed_flops)
-    return step_flops / flops_per_s, forward_flops / flops_per_s
+                recomputed += model.size.flops.count_forward(load, stage.n_blocks)
+        max_step = max(max_step, step + recomputed)
+        max_forward = max(max_forward, forward)
+        max_backward = max(max_backward, FORWARDS_PER_BACKWARD * forward + recomputed)
+    return max_step / flops_per_s, max_forward / flops_per_s, max_backward / flops_per_s

@@ -128,7 +128,7 @@ def _list_data_parallel(
         n_buckets = 1 + gradient_bytes // BUCKET_BYTES
         yield Calls("all-reduce", "dp_replicate", gradient_bytes, n_buckets)
         return
-    forwards = model.size.flops.forwards
+    forwards = model.size.flops.forward_passes
     # weights outside the blocks, and with SHARD_GRAD_OP all weights, stay gathered until a backward
     # pass has used them
     outside_gathers = micro_batches
@@ -158,7 +158,7 @@ def _list_tensor_parallel(
     """
     size = model.size
     parallel = model.parallel
-    forwards = size.flops.forwards
+    forwards = size.flops.forward_passes
     token_bytes = model.element_bytes * tokens  # of one element of every token
     # `finish` is measured over both passes; the further forward pass runs without its heads
     begin_passes = forwards * int(totals.has_begin)
@@ -201,7 +201,7 @@ def _list_pipeline(
     message_bytes = model.element_bytes * tokens * model.size.width
     for stage in list_stages(pp_rank, parallel):
         # activations go to the next stage, gradients to the previous one
-        for neighbour, passes in ((stage + 1, model.size.flops.forwards), (stage - 1, 1)):
+        for neighbour, passes in ((stage + 1, model.size.flops.forward_passes), (stage - 1, 1)):
             receiver = rank_by_stage.get(neighbour, pp_rank)
             if receiver != pp_rank:
                 leaves_node = nodes[receiver] != nodes[pp_rank]

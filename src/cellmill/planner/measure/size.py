@@ -85,21 +85,17 @@ class Flops:
     """
 
     n_blocks: int
-    # Forward passes of each micro-batch: 1, or 2 with a coupled loss. Its first pass, without heads,
+    # Forward passes of each micro-batch: 1, or 2 with a coupled loss. Its first pass, without `finish`,
     # collects rows of the whole global batch (`train/batch_rows.py`).
-    forwards: int
+    forward_passes: int
     begin_per_token: float
     block_per_token: float  # one block without its attention
     finish_per_token: float
-    # further FLOPs: blocks whose rows are cells, heads of the cell embedding
+    # FLOPs that grow with the number of cells: of blocks whose rows are cells, and of heads on the
+    # cell embedding
     block_per_cell: float
     finish_per_cell: float
     block_per_pair: float  # one block's attention, per (query, key) pair of a cell
-
-    @property
-    def forward_frac(self) -> float:
-        """One forward pass as a fraction of a step's FLOPs."""
-        return 1 / (self.forwards + FORWARDS_PER_BACKWARD)
 
     def count(
         self,
@@ -108,7 +104,7 @@ class Flops:
         has_begin: bool = True,
         has_finish: bool = True,
     ) -> float:
-        """Count the FLOPs for `load` of `n_blocks` blocks, and of the ends of the model.
+        """Count the FLOPs of a step for `load`, of `n_blocks` blocks and of the ends of the model.
 
         By default all blocks and both ends are counted. The ends are what comes before the blocks,
         counted with `has_begin`, and what comes after them, counted with `has_finish`.
@@ -123,6 +119,16 @@ class Flops:
             per_token += self.finish_per_token
             per_cell += self.finish_per_cell
         return per_token * load.tokens + per_pair * load.pairs + per_cell * load.cells
+
+    def count_forward(
+        self, load: Load, n_blocks: int, has_begin: bool = False, has_finish: bool = False
+    ) -> float:
+        """Count the FLOPs of one forward pass of `n_blocks` blocks, and of the given ends."""
+        trunk = self.count(load, n_blocks, has_begin, has_finish=False)
+        finish = self.count(load, 0, has_begin=False, has_finish=has_finish)
+        # `finish` has one forward pass in a step, also with a coupled loss
+        trunk /= self.forward_passes + FORWARDS_PER_BACKWARD
+        return trunk + finish / (1 + FORWARDS_PER_BACKWARD)
 
 
 @dataclass(frozen=True)
@@ -304,12 +310,12 @@ def _count_flops(
         growth = long.block.window.flops / long.tokens - short.block.window.flops / short.tokens
         per_pair = max(0.0, growth / (long.pairs_per_token - short.pairs_per_token))
         block_per_token -= per_pair * long.pairs_per_token
-    forwards = 2 if model.objective.coupled_widths else 1
+    forward_passes = 2 if model.objective.coupled_widths else 1
     # all passes of a step have the FLOPs of this many forward passes
-    forwards_per_step = forwards + FORWARDS_PER_BACKWARD
+    forwards_per_step = forward_passes + FORWARDS_PER_BACKWARD
     return Flops(
         n_blocks=n_blocks,
-        forwards=forwards,
+        forward_passes=forward_passes,
         begin_per_token=forwards_per_step * long.begin.window.flops / long.tokens,
         block_per_token=forwards_per_step * block_per_token,
         block_per_cell=forwards_per_step * block_per_cell,
