@@ -227,7 +227,7 @@ class _RankMemory:
         return replace(
             memory,
             gradients=self.shard_gradient_bytes + model.element_bytes * gradients_in_computation,
-            gathered=model.element_bytes * (totals.outside + block.parameters),
+            gathered=model.element_bytes * (totals.outside_parameters + block.parameters),
             communication=FLOAT32_BYTES * block.trained,
         )
 
@@ -250,7 +250,7 @@ class _RankMemory:
         return replace(
             self.persistent,
             gradients=self.shard_gradient_bytes + element_bytes * totals.outside_trained,
-            gathered=element_bytes * totals.outside,
+            gathered=element_bytes * totals.outside_parameters,
             communication=FLOAT32_BYTES * totals.outside_trained,
         )
 
@@ -270,7 +270,7 @@ class _RankMemory:
             return HALF_BYTES * totals.parameters if self.parallel.half_precision else 0
         n_gathered = totals.parameters
         if self.parallel.reshards_after_forward:  # the next block is gathered while one computes
-            n_gathered = totals.outside + min(2, size.n_blocks) * size.block.parameters
+            n_gathered = totals.outside_parameters + min(2, size.n_blocks) * size.block.parameters
         return self.model.element_bytes * n_gathered
 
     def _peak_elements_per_token(self) -> float:

@@ -22,7 +22,7 @@ class RankTotals(NamedTuple):
     parameters: int
     trained: int  # parameters with a gradient and optimizer state
     # parameters outside the blocks; tied parameters are in both the first and the last stage
-    outside: int
+    outside_parameters: int
     outside_trained: int
 
 
@@ -117,18 +117,18 @@ class PlannedModel:
         ends = [size.begin] if has_begin else []
         if has_finish:
             ends.append(size.finish)
-        outside = sum(end.parameters for end in ends)
+        outside_parameters = sum(end.parameters for end in ends)
         outside_trained = sum(end.trained for end in ends)
         if self.parallel.n_stages == 1:
             # `begin` and `finish` both count tied parameters, but a single stage has them once
-            outside -= size.tied.parameters
+            outside_parameters -= size.tied.parameters
             outside_trained -= size.tied.trained
         return RankTotals(
             n_blocks=n_blocks,
             has_begin=has_begin,
             has_finish=has_finish,
-            parameters=n_blocks * size.block.parameters + outside,
+            parameters=n_blocks * size.block.parameters + outside_parameters,
             trained=n_blocks * size.block.trained + outside_trained,
-            outside=outside,
+            outside_parameters=outside_parameters,
             outside_trained=outside_trained,
         )

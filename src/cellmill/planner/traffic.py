@@ -1,10 +1,10 @@
 """Bytes that a training process sends per step, by collective and mesh axis.
 
 Collectives are counted as rings. In an all-gather or reduce-scatter each of n processes sends
-(n - 1) / n of the tensor to the next process of the ring, and in an all-reduce twice that. If k
-processes of a ring are on each node, one of them sends to another node. NCCL builds several rings
-in which that is another process each, so a process sends 1 / k of its bytes to other nodes. A
-message between pipeline stages goes from one process to one other.
+(n - 1) / n of the tensor to the next process of the ring, and in an all-reduce twice that. In one
+ring, only one of the k processes on a node sends to another node. NCCL builds several rings, each
+with a different such process, so on average a process sends 1 / k of its bytes to other nodes. A
+message between pipeline stages goes from one process to another.
 
 Not counted: reductions of a few numbers (targets, norms, signals), and of the tables of a coupled loss.
 
@@ -49,7 +49,7 @@ class CollectiveTraffic:
 
     @property
     def inter_node_bytes(self) -> float:
-        """Bytes sent to other nodes, over this process's share of its node's network cards."""
+        """Bytes that this process sends to other nodes, averaged over the processes of its node."""
         is_on_one_node = self.processes <= self.processes_per_node
         return 0.0 if is_on_one_node else self.sent_bytes / self.processes_per_node
 
@@ -88,14 +88,15 @@ def list_traffic(
 ) -> list[CollectiveTraffic]:
     """List the collectives of pipeline rank `pp_rank` in a step of `tokens` tokens in all micro-batches."""
     totals = model.sum_rank_totals(pp_rank)
-    # (bytes of the full tensors, calls)
-    sums = defaultdict[tuple[Kind, str, bool], np.ndarray](lambda: np.zeros(2))
+    # bytes of the full tensors, and number of calls, by (kind, axis, leaves_node)
+    totals_by_call = defaultdict[tuple[Kind, str, bool], np.ndarray](lambda: np.zeros(2))
     for calls in chain(
-        _list_data_parallel(model, totals, micro_batches),
-        _list_tensor_parallel(model, totals, tokens, micro_batches),
-        _list_pipeline(model, pp_rank, tokens, micro_batches),
+        _list_data_parallel_calls(model, totals, micro_batches),
+        _list_tensor_parallel_calls(model, totals, tokens, micro_batches),
+        _list_pipeline_calls(model, pp_rank, tokens, micro_batches),
     ):
-        sums[calls.kind, calls.axis, calls.leaves_node] += (calls.payload_bytes, calls.number)
+        key = (calls.kind, calls.axis, calls.leaves_node)
+        totals_by_call[key] += (calls.payload_bytes, calls.number)
     layout = model.layout
     # neighbours on an axis are this many processes apart: tp is the innermost axis of the mesh
     distances = {
@@ -105,7 +106,7 @@ def list_traffic(
         "pp": layout.tp * layout.dp,
     }
     traffic = []
-    for (kind, axis, leaves_node), (payload_bytes, n_calls) in sums.items():
+    for (kind, axis, leaves_node), (payload_bytes, n_calls) in totals_by_call.items():
         processes = getattr(layout, axis)
         processes_per_node = min(processes, max(1, model.nproc_per_node // distances[axis]))
         if kind == "point to point":
@@ -118,80 +119,80 @@ def list_traffic(
     return traffic
 
 
-def _list_data_parallel(
+def _list_data_parallel_calls(
     model: PlannedModel, totals: RankTotals, micro_batches: float
 ) -> Iterator[Calls]:
-    """Yield calls that gather weights, and calls that reduce gradients."""
+    """Yield the calls that gather weights, and those that reduce gradients."""
     parallel = model.parallel
     gradient_bytes = FLOAT32_BYTES * totals.trained
     if not model.is_sharded:
         n_buckets = 1 + gradient_bytes // BUCKET_BYTES
         yield Calls("all-reduce", "dp_replicate", gradient_bytes, n_buckets)
         return
-    forwards = model.size.flops.forward_passes
+    forward_passes = model.size.flops.forward_passes
     # weights outside the blocks, and with SHARD_GRAD_OP all weights, stay gathered until a backward
     # pass has used them
     outside_gathers = micro_batches
     block_gathers = micro_batches
     if parallel.pp > 1:  # all micro-batches use the same gathered weights
-        outside_gathers = forwards
-        block_gathers = forwards
+        outside_gathers = forward_passes
+        block_gathers = forward_passes
     elif parallel.reshards_after_forward:  # each pass gathers a block, and frees it
-        block_gathers = micro_batches * (forwards + 1)
-    gathered = totals.outside * outside_gathers
-    gathered += (totals.parameters - totals.outside) * block_gathers
-    root = int(totals.outside > 0)  # the module of the weights outside the blocks
-    n_gathers = root * outside_gathers + totals.n_blocks * block_gathers
+        block_gathers = micro_batches * (forward_passes + 1)
+    gathered = totals.outside_parameters * outside_gathers
+    gathered += (totals.parameters - totals.outside_parameters) * block_gathers
+    # modules that FSDP2 shards: each block, and one with all weights outside the blocks, if any
+    outside_modules = int(totals.outside_parameters > 0)
+    n_modules = outside_modules + totals.n_blocks
+    n_gathers = outside_modules * outside_gathers + totals.n_blocks * block_gathers
     yield Calls("all-gather", "dp_shard", model.element_bytes * gathered, n_gathers)
-    modules = root + totals.n_blocks
     reductions = micro_batches if parallel.reduces_each_micro_batch else 1
-    yield Calls("reduce-scatter", "dp_shard", gradient_bytes * reductions, modules * reductions)
-    yield Calls("all-reduce", "dp_replicate", gradient_bytes / model.layout.dp_shard, modules)
+    yield Calls("reduce-scatter", "dp_shard", gradient_bytes * reductions, n_modules * reductions)
+    yield Calls("all-reduce", "dp_replicate", gradient_bytes / model.layout.dp_shard, n_modules)
 
 
-def _list_tensor_parallel(
+def _list_tensor_parallel_calls(
     model: PlannedModel, totals: RankTotals, tokens: float, micro_batches: float
 ) -> Iterator[Calls]:
-    """Yield calls that sum activations and their gradients over tensor-parallel ranks.
+    """Yield the calls that sum activations and their gradients over tensor-parallel ranks.
 
-    With sequence parallelism, also calls that gather them.
+    With sequence parallelism, each sum is a reduce-scatter paired with an all-gather of the same size.
     """
     size = model.size
     parallel = model.parallel
-    forwards = size.flops.forward_passes
+    forward_passes = size.flops.forward_passes
     token_bytes = model.element_bytes * tokens  # of one element of every token
-    # `finish` is measured over both passes; the further forward pass runs without its heads
-    begin_passes = forwards * int(totals.has_begin)
+    # `finish` is measured over its forward and backward pass: a step has one of each
+    begin_passes = forward_passes * int(totals.has_begin)
     for end, passes in ((size.begin, begin_passes), (size.finish, int(totals.has_finish))):
         payload_bytes = token_bytes * passes * end.collective_elements_per_token
         yield Calls("all-reduce", "tp", payload_bytes, passes * end.collectives * micro_batches)
-    # a backward pass sums as often as a forward pass; recomputation of either kind keeps no sums, and
-    # stops before the last, which the backward pass does not need
-    forward_sums = size.block.collectives
+    # A backward pass reduces as often as a forward pass. Checkpointing of either kind keeps no reduced
+    # activations: it recomputes all but the last, which the backward pass does not need.
+    reductions_per_pass = size.block.collectives
     recomputes = parallel.activation_checkpointing is not None
-    recomputed_sums = max(0, forward_sums - 1) if recomputes else 0
-    sums_per_block = (forwards + 1) * forward_sums + recomputed_sums
-    elements_per_sum = size.block.collective_elements_per_token / max(1, forward_sums)
-    payload_bytes = token_bytes * totals.n_blocks * (sums_per_block * elements_per_sum)
+    recomputed = max(0, reductions_per_pass - 1) if recomputes else 0
+    reductions_per_block = (forward_passes + 1) * reductions_per_pass + recomputed
+    elements_per_call = size.block.collective_elements_per_token / max(1, reductions_per_pass)
+    payload_bytes = token_bytes * totals.n_blocks * (reductions_per_block * elements_per_call)
     kind: Kind = "reduce-scatter" if parallel.sequence_parallel else "all-reduce"
-    yield Calls(kind, "tp", payload_bytes, totals.n_blocks * sums_per_block * micro_batches)
+    yield Calls(kind, "tp", payload_bytes, totals.n_blocks * reductions_per_block * micro_batches)
     if parallel.sequence_parallel:
-        # each sum is a reduce-scatter paired with an all-gather of the same size; recomputation
-        # also gathers the input of the last sum
-        gathers_per_block = (forwards + 1 + int(recomputes)) * forward_sums
+        # recomputation also gathers the input of the last reduction
+        gathers_per_block = (forward_passes + 1 + int(recomputes)) * reductions_per_pass
         # at the model's ends a backward pass gathers the gradients of the blocks' input, and a
         # forward pass gathers the blocks' output
-        end_gathers = int(totals.has_begin) + forwards * int(totals.has_finish)
-        elements = totals.n_blocks * gathers_per_block * elements_per_sum
+        end_gathers = int(totals.has_begin) + forward_passes * int(totals.has_finish)
+        elements = totals.n_blocks * gathers_per_block * elements_per_call
         elements += end_gathers * size.width * model.layout.tp
         n_gathers = (totals.n_blocks * gathers_per_block + end_gathers) * micro_batches
         yield Calls("all-gather", "tp", token_bytes * elements, n_gathers)
 
 
-def _list_pipeline(
+def _list_pipeline_calls(
     model: PlannedModel, pp_rank: int, tokens: float, micro_batches: float
 ) -> Iterator[Calls]:
-    """Yield calls that send activations and gradients between stages, and gradients of tied parameters."""
+    """Yield the messages between stages: activations, gradients, and gradients of tied parameters."""
     parallel = model.parallel
     layout = model.layout
     pp_ranks = range(layout.pp)
