@@ -23,8 +23,8 @@ from cellmill.parallel.pipeline import SCHEDULES
 from cellmill.planner.measure.size import Load, measure_size
 from cellmill.planner.memory import (
     Memory,
-    estimate_host_bytes,
     estimate_peak_memory,
+    estimate_pinned_bytes,
     estimate_rank_peak,
 )
 from cellmill.planner.planned_model import PlannedModel
@@ -221,15 +221,15 @@ def test_offloaded_parts_are_only_in_host_memory(pp: int) -> None:
     assert (moments.optimizer, full.optimizer, full.parameters) == (0, 0, 0)
     assert moments.total == plain.total - plain.optimizer
     assert full.total < moments.total - plain.parameters
-    assert estimate_host_bytes(
+    assert estimate_pinned_bytes(
         _model(4, cpu_offload="optimizer", **strategy)
     ).offload == pytest.approx(2 * plain.optimizer, abs=16)
-    assert estimate_host_bytes(_model(4, **strategy)).offload == 0
+    assert estimate_pinned_bytes(_model(4, **strategy)).offload == 0
 
 
 def test_a_checkpoint_needs_twelve_bytes_per_parameter() -> None:
-    sharded = estimate_host_bytes(_model(4, sharding_strategy="FULL_SHARD")).staging
-    assert (estimate_host_bytes(_model(1)).staging, sharded) == (
+    sharded = estimate_pinned_bytes(_model(4, sharding_strategy="FULL_SHARD")).staging
+    assert (estimate_pinned_bytes(_model(1)).staging, sharded) == (
         12 * SIZE.parameters,
         pytest.approx(3 * SIZE.parameters, abs=4),
     )
@@ -248,7 +248,7 @@ def test_the_average_of_the_weights_is_where_the_weights_are(how: str | None) ->
     )
     pinned, staged = (
         after - before
-        for after, before in zip(estimate_host_bytes(model), estimate_host_bytes(without))
+        for after, before in zip(estimate_pinned_bytes(model), estimate_pinned_bytes(without))
     )
     assert (pinned, staged) == (pytest.approx(host, abs=16), pytest.approx(share, abs=4))
 

@@ -457,8 +457,10 @@ def test_a_remedy_pins_no_more_than_the_profile_requests() -> None:
     cells = CorpusSize(np.full(4096, 16), 40)
     limit = int(0.9e9)
     remedies = [
-        find_remedy(options, cells, Hardware(1, 1, "h100", limit, limit, host_bytes=host_bytes))
-        for host_bytes in (0, 10**9)
+        find_remedy(
+            options, cells, Hardware(1, 1, "h100", limit, limit, requested_host_bytes=requested)
+        )
+        for requested in (0, 10**9)
     ]
     assert remedies == [
         RECOMPUTE + "set parallel.cpu_offload to optimizer",
@@ -471,7 +473,9 @@ def test_a_run_that_pins_too_much_requests_more_memory() -> None:
     cells = CorpusSize(np.full(4096, 16), 40)
     limit = int(0.9e9)
     # a copy of the checkpoint alone is larger than the request
-    remedy = find_remedy(options, cells, Hardware(1, 1, "h100", limit, limit, host_bytes=10**6))
+    remedy = find_remedy(
+        options, cells, Hardware(1, 1, "h100", limit, limit, requested_host_bytes=10**6)
+    )
     assert remedy == (
         f"{RECOMPUTE}set parallel.cpu_offload to optimizer and request more memory per node (mem_mb, "
         "mem_mb_per_cpu or mem_mb_per_gpu)"
@@ -481,7 +485,7 @@ def test_a_run_that_pins_too_much_requests_more_memory() -> None:
 def test_a_run_that_fits_nowhere_still_requests_more_memory() -> None:
     options = _options(parallel={"strategy": "ddp"}, **BIG)
     cells = CorpusSize(np.full(4096, 16), 40)
-    remedy = find_remedy(options, cells, Hardware(1, 1, "h100", 1, 1, host_bytes=1))
+    remedy = find_remedy(options, cells, Hardware(1, 1, "h100", 1, 1, requested_host_bytes=1))
     assert remedy == (
         "use a device with more memory, or a smaller model, and request more memory per node "
         "(mem_mb, mem_mb_per_cpu or mem_mb_per_gpu)"
@@ -492,7 +496,7 @@ def test_a_run_on_cpus_is_told_to_request_more_memory() -> None:
     options = _options(**BIG)
     corpus_size = CorpusSize(np.full(4096, 16), 40)
     this_machine = Hardware(1, 1, "cpu", 1, 1)
-    requested = replace(this_machine, host_bytes=1)
+    requested = replace(this_machine, requested_host_bytes=1)
     # a training that ran out of memory does not know what its job requested
     for hardware in (requested, this_machine):
         assert find_remedy(options, corpus_size, hardware) == (

@@ -20,7 +20,8 @@ class Hardware:
     device_name: str  # of each process
     device_bytes: int  # device memory of one process
     usable_bytes: int  # `plan.memory_frac` of `device_bytes`
-    host_bytes: int = 0  # host memory that a job requests per node; 0 for all of it, or if unknown
+    # host memory that a job requests per node; 0 for all of it, or if unknown
+    requested_host_bytes: int = 0
     max_nodes: int | None = None  # the most of a range; None for exactly `nodes`
 
     @property
@@ -76,6 +77,6 @@ def find_hardware(options: PlanOptions, machine: Machine, device_name: str) -> H
         device_name,
         device_bytes,
         usable_bytes,
-        host_bytes=machine.node_memory_bytes,
+        requested_host_bytes=machine.node_memory_bytes,
         max_nodes=machine.node_counts[-1],
     )

@@ -51,7 +51,8 @@ class Memory:
     pipeline: int = 0  # receive buffers of a pipeline for all micro-batches of a step
     # kept for the backward pass, and the workspace of one block's backward pass
     activations: int = 0
-    # logits and their gradient, and the gradient of the output table with a chunked loss
+    # workspace of the part after the blocks: mostly logits and their gradient, and with a chunked loss
+    # the gradient of the output table
     logits: int = 0
 
     @property
@@ -120,25 +121,31 @@ class _RankMemory:
         self.micro_batch_tokens = micro_batch_tokens
         self.micro_batches = micro_batches
         self.in_flight = count_in_flight(self.parallel, pp_rank, micro_batches)
-        trained_shard = -(-self.totals.trained // model.ranks_per_copy)
-        # float32 gradients of this rank's shard; full offload keeps them on the host
-        self.shard_gradient_bytes = FLOAT32_BYTES * trained_shard
-        if self.parallel.cpu_offload == "full":
-            self.shard_gradient_bytes = 0
-        # gradients that a sharded model keeps from one micro-batch to the next
-        self.accumulated_bytes = 0
-        if micro_batches > 1 and self.parallel.reduces_each_micro_batch:
-            self.accumulated_bytes = self.shard_gradient_bytes
-        elif micro_batches > 1:
-            self.accumulated_bytes = FLOAT32_BYTES * self.totals.trained
-        self.persistent = self._estimate_persistent(trained_shard)
+        self.persistent = self._estimate_persistent()
 
-    def _estimate_persistent(self, trained_shard: int) -> Memory:
+    @property
+    def _shard_gradient_bytes(self) -> int:
+        """Bytes of the float32 gradients of this rank's shard; full offload keeps them on the host."""
+        if self.parallel.cpu_offload == "full":
+            return 0
+        return FLOAT32_BYTES * -(-self.totals.trained // self.model.ranks_per_copy)
+
+    @property
+    def _accumulated_bytes(self) -> int:
+        """Bytes of the gradients that a sharded model keeps from one micro-batch to the next."""
+        if self.micro_batches == 1:
+            return 0
+        if self.parallel.reduces_each_micro_batch:
+            return self._shard_gradient_bytes
+        return FLOAT32_BYTES * self.totals.trained
+
+    def _estimate_persistent(self) -> Memory:
         """Estimate the memory that stays allocated for the whole step."""
         model = self.model
         size = model.size
         totals = self.totals
         offload = self.parallel.cpu_offload
+        trained_shard = -(-totals.trained // model.ranks_per_copy)
         parameters_shard = -(-totals.parameters // model.ranks_per_copy)
         if offload == "full":
             parameters_shard = 0
@@ -165,7 +172,7 @@ class _RankMemory:
         """
         model = self.model
         block = model.size.block
-        activation_bytes_per_token = self._bytes_per_activation * self._peak_elements_per_token()
+        elements_per_token = self._elements_per_token_at_backward_start()
         logits_bytes = 0.0
         if self.totals.has_finish:  # float32 in every precision
             logits_bytes = FLOAT32_BYTES * model.size.finish_workspace(self.micro_batch_tokens)
@@ -177,7 +184,9 @@ class _RankMemory:
             communication_bytes = FLOAT32_BYTES * (block.trained + shard)
         return replace(
             self.persistent,
-            activations=round(activation_bytes_per_token * self.micro_batch_tokens),
+            activations=round(
+                self._bytes_per_activation * elements_per_token * self.micro_batch_tokens
+            ),
             logits=round(logits_bytes),
             gathered=self._gathered_bytes,
             gradients=self._gradient_bytes_at_backward_start(),
@@ -188,7 +197,7 @@ class _RankMemory:
         """Count the bytes of all gradients that are allocated when the backward pass begins."""
         block_trained = self.model.size.block.trained
         if self.model.is_sharded:
-            return self.accumulated_bytes + self.model.element_bytes * block_trained
+            return self._accumulated_bytes + self.model.element_bytes * block_trained
         # DistributedDataParallel's buckets are a copy of all gradients, and persist. Gradients that
         # earlier micro-batches have accumulated are another copy: only the last micro-batch fills the
         # buckets.
@@ -226,7 +235,7 @@ class _RankMemory:
         gradients_in_computation = totals.outside_trained + block.trained
         return replace(
             memory,
-            gradients=self.shard_gradient_bytes + model.element_bytes * gradients_in_computation,
+            gradients=self._shard_gradient_bytes + model.element_bytes * gradients_in_computation,
             gathered=model.element_bytes * (totals.outside_parameters + block.parameters),
             communication=FLOAT32_BYTES * block.trained,
         )
@@ -241,7 +250,7 @@ class _RankMemory:
         if self.parallel.pp > 1:  # each stage's gradients are reduced after its last micro-batch
             return replace(
                 self.persistent,
-                gradients=self.accumulated_bytes + self.shard_gradient_bytes,
+                gradients=self._accumulated_bytes + self._shard_gradient_bytes,
                 gathered=self._gathered_bytes,
                 communication=FLOAT32_BYTES
                 * max(self.model.size.block.trained, totals.outside_trained),
@@ -249,7 +258,7 @@ class _RankMemory:
         element_bytes = self.model.element_bytes
         return replace(
             self.persistent,
-            gradients=self.shard_gradient_bytes + element_bytes * totals.outside_trained,
+            gradients=self._shard_gradient_bytes + element_bytes * totals.outside_trained,
             gathered=element_bytes * totals.outside_parameters,
             communication=FLOAT32_BYTES * totals.outside_trained,
         )
@@ -273,10 +282,11 @@ class _RankMemory:
             n_gathered = totals.outside_parameters + min(2, size.n_blocks) * size.block.parameters
         return self.model.element_bytes * n_gathered
 
-    def _peak_elements_per_token(self) -> float:
+    def _elements_per_token_at_backward_start(self) -> float:
         """Count the elements per token that are allocated when a block's backward pass begins.
 
-        They are the activations that the rank keeps, and the workspace of the block.
+        They are the activations that the rank keeps, and the workspace of the block. The workspace
+        reuses the memory that the part after the blocks has freed.
         """
         size = self.model.size
         kept_by_checkpointing = {
@@ -291,8 +301,6 @@ class _RankMemory:
         # before its backward pass, a block recomputes what it has not kept
         recomputed = size.block.activations_per_token - per_block
         workspace = size.block_workspace_per_token + recomputed
-        # the part after the blocks has freed its activations when a block's backward pass begins, and
-        # the workspace takes that memory
         freed = 0.0
         if any(stage.has_finish for stage in self.stages):
             freed = size.finish.activations_per_token
@@ -306,14 +314,14 @@ class _RankMemory:
         return [-(-self.in_flight // 2), self.in_flight // 2]
 
 
-class HostBytes(NamedTuple):
-    """Pinned host memory of one process; `Hardware.host_bytes` is what a job requests per node."""
+class PinnedBytes(NamedTuple):
+    """Pinned host memory of one process."""
 
     offload: int  # for parallel.cpu_offload
     staging: int  # for a copy of the checkpoint
 
 
-def estimate_host_bytes(model: PlannedModel) -> HostBytes:
+def estimate_pinned_bytes(model: PlannedModel) -> PinnedBytes:
     """Estimate the pinned host memory of one process.
 
     Offload keeps weights, gradients, optimizer state and, if full, the average on the host. A
@@ -333,7 +341,7 @@ def estimate_host_bytes(model: PlannedModel) -> HostBytes:
             elements = max(elements, totals.parameters + n_trained_copies * totals.trained)
         return FLOAT32_BYTES * -(-elements // model.ranks_per_copy)
 
-    return HostBytes(
+    return PinnedBytes(
         offload=count_bytes(n_offloaded) if offload else 0,
         staging=count_bytes(model.optimizer_states + average),
     )
@@ -343,12 +351,12 @@ def count_pinned_bytes(model: PlannedModel, hardware: Hardware) -> int:
     """Count the pinned host memory of a node's processes; processes on CPUs pin none."""
     if hardware.device_name == "cpu":
         return 0
-    return hardware.nproc_per_node * sum(estimate_host_bytes(model))
+    return hardware.nproc_per_node * sum(estimate_pinned_bytes(model))
 
 
 def exceeds_host_memory(model: PlannedModel, hardware: Hardware) -> bool:
     """True if a node's processes pin more host memory than their job requests, if that is known."""
-    return 0 < hardware.host_bytes < count_pinned_bytes(model, hardware)
+    return 0 < hardware.requested_host_bytes < count_pinned_bytes(model, hardware)
 
 
 def find_overflow(

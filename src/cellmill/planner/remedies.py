@@ -36,8 +36,12 @@ def check_memory(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -
         return
     part, n_bytes = memory.list_parts()[0]
     requested = ""
-    if hardware.device_name == "cpu" and hardware.host_bytes and not options.plan.memory_gb:
-        requested = f"; {hardware.host_bytes >> 20:,} MiB are requested per node"
+    if (
+        hardware.device_name == "cpu"
+        and hardware.requested_host_bytes
+        and not options.plan.memory_gb
+    ):
+        requested = f"; {hardware.requested_host_bytes >> 20:,} MiB are requested per node"
     raise ConfigError(
         f"needs {format_bytes(memory.total)} per process, {format_bytes(n_bytes)} of it {part}, but "
         f"{hardware.device_name} has {format_bytes(hardware.usable_bytes)} usable ({options.plan.memory_frac:.0%} of "
@@ -71,7 +75,7 @@ def find_remedy(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) ->
     raise_request = []
     if exceeds_host_memory(PlannedModel.measure(options, corpus, hardware), hardware):
         raise_request = [REQUEST_MORE]
-        hardware = replace(hardware, host_bytes=0)
+        hardware = replace(hardware, requested_host_bytes=0)
     for change in list_changes(options, corpus, hardware):
         if find_overflow(change.options, corpus, change.hardware) is None:
             return " and ".join(change.instructions + raise_request)

@@ -9,7 +9,7 @@ from cellmill.config.run import AUTO_EPOCHS, Train
 from cellmill.planner.cost import RunCost, RunTime
 from cellmill.planner.devices import describe_assumption
 from cellmill.planner.hardware import Hardware
-from cellmill.planner.memory import HostBytes, estimate_host_bytes
+from cellmill.planner.memory import PinnedBytes, estimate_pinned_bytes
 from cellmill.planner.output.format import describe_layout, format_bytes, format_hours
 from cellmill.planner.remedies import MAX_TRIED_BUDGET
 from cellmill.planner.schedules import estimate_idle_frac
@@ -39,11 +39,11 @@ class RunPlan:
     warnings: list[str]
 
     @property
-    def host(self) -> HostBytes:
+    def pinned(self) -> PinnedBytes:
         """Pinned host memory of one process; a CPU process needs none."""
         if self.hardware.device_name == "cpu":
-            return HostBytes(offload=0, staging=0)
-        return estimate_host_bytes(self.cost.model)
+            return PinnedBytes(offload=0, staging=0)
+        return estimate_pinned_bytes(self.cost.model)
 
     @property
     def tokens_per_step(self) -> float:
@@ -69,8 +69,8 @@ class RunPlan:
                 "total_bytes": cost.memory.total,
                 "usable_bytes": hardware.usable_bytes,  # `plan.memory_frac` of device_bytes
                 "device_bytes": hardware.device_bytes,
-                "offload_bytes": self.host.offload,  # pinned host memory for parallel.cpu_offload
-                "staging_bytes": self.host.staging,  # pinned host memory for a copy of the checkpoint
+                "offload_bytes": self.pinned.offload,  # pinned host memory for parallel.cpu_offload
+                "staging_bytes": self.pinned.staging,  # pinned host memory for a copy of the checkpoint
             },
             "communication": {
                 "link_bytes": asdict(sum_link_bytes(cost.traffic)),
@@ -198,7 +198,7 @@ def _format_memory(plan: RunPlan) -> Iterator[Line]:
         f"{hardware.world_size} x {hardware.device_name}, {layout}, {parallel.precision}",
     )
     parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in plan.cost.memory.list_parts())
-    pinned = {"parallel.cpu_offload": plan.host.offload, "checkpoints": plan.host.staging}
+    pinned = {"parallel.cpu_offload": plan.pinned.offload, "checkpoints": plan.pinned.staging}
     for use, n_bytes in pinned.items():
         if n_bytes:
             parts += f"; {format_bytes(n_bytes)} of pinned host memory for {use}"

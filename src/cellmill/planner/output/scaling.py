@@ -82,5 +82,7 @@ def _estimate_on_machine(
         raise ConfigError(f"needs {format_bytes(cost.memory.total)} of {usable} per process")
     if overflow == "host":
         pinned = format_bytes(count_pinned_bytes(cost.model, hardware))
-        raise ConfigError(f"pins {pinned} of {format_bytes(hardware.host_bytes)} host memory")
+        raise ConfigError(
+            f"pins {pinned} of {format_bytes(hardware.requested_host_bytes)} host memory"
+        )
     return cost
