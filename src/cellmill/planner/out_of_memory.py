@@ -69,11 +69,11 @@ def advise(run_json: Path, world_size: int, nproc_per_node: int, device_name: st
     stored = dict(stored_options(record["options"], "run.json"))
     options = PlanOptions.model_validate(stored | {"plan": {}})
     manifest = Manifest.read(Path(record["manifest"]))
-    n_detected, n_undetected = count_detected_and_undetected(
+    kept_genes, undetected_genes = count_detected_and_undetected(
         options.tokens, count_detected_genes(manifest), manifest.n_genes
     )
     corpus = CorpusSize(
-        n_detected + n_undetected,
+        kept_genes + undetected_genes,
         manifest.n_genes,
         levels=manifest.levels(options.obs_columns()),
         n_covariates=len(options.tokens.covariates),

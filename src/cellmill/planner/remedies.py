@@ -57,7 +57,7 @@ def find_max_fitting_token_budget(
     Return 0 if none fits, MAX_TRIED_BUDGET if that or a larger one fits.
     """
     # the budget counts gene tokens; memory also holds tokens of covariates
-    tokens_per_gene_token = corpus.tokens_per_cell / float(corpus.gene_tokens_by_read.mean())
+    tokens_per_gene_token = corpus.tokens_per_cell / float(corpus.gene_tokens.mean())
 
     def count_bytes(token_budget: int) -> int:
         micro_batch_tokens = round(tokens_per_gene_token * token_budget)

@@ -17,43 +17,43 @@ from cellmill.data.stream.order import OrderRule
 # Micro-batches are counted in the first steps only: shards are preshuffled, so any cells will do.
 MAX_SAMPLED_STEPS = 64
 MAX_SAMPLED_CUTS = 4096  # steps times data-parallel ranks
-# Even cuts, for pipelines, are slower: at most this many steps, and this many ranks of each.
-MAX_SAMPLED_EVENLY = 4
+# Even cuts, for pipelines, are slower: fewer steps, and only some ranks of each.
+MAX_EVENLY_CUT_STEPS = 4
+MAX_EVENLY_CUT_RANKS = 4
 
 
 @dataclass(frozen=True, eq=False)
 class CorpusSize:
     """Sizes of a corpus that a plan depends on."""
 
-    # `(reads,)` int64, gene tokens: an entry for each time that training takes a cell in an epoch, in
-    # an order like that of training, so that any consecutive entries are a sample
-    gene_tokens_by_read: np.ndarray
+    # `(reads,)` int64: gene tokens of the training cells in one epoch. A cell that the epoch reads twice
+    # is there twice. The order is like that of training, so any consecutive entries are a sample.
+    gene_tokens: np.ndarray
     n_genes: int  # genes of the vocabulary
     n_validation: int = 0  # validation cells
-    # training cells, if `gene_tokens_by_read` has only a sample of them
-    n_training: int | None = None
+    n_training: int | None = None  # training cells, if `gene_tokens` has only a sample of them
     # levels of the obs columns that the run reads
     levels: Mapping[str, Sequence[str]] = field(default_factory=dict)
     n_covariates: int = 0  # tokens that the model adds to each cell, after micro-batches are cut
 
     @property
     def n_cells(self) -> int:
-        """Number of training cells."""
-        return len(self.gene_tokens_by_read) if self.n_training is None else self.n_training
+        """Number of training cells: an epoch reads as many, also if it reads some twice."""
+        return len(self.gene_tokens) if self.n_training is None else self.n_training
 
     @cached_property
     def tokens_per_cell(self) -> float:
-        return float(self.gene_tokens_by_read.mean()) + self.n_covariates
+        return float(self.gene_tokens.mean()) + self.n_covariates
 
     @cached_property
     def tokens_of_shortest(self) -> np.ndarray:
         """Gene tokens of the 1, 2, 3, … shortest cells together."""
-        return np.sort(self.gene_tokens_by_read).cumsum()
+        return np.sort(self.gene_tokens).cumsum()
 
     @cached_property
     def pairs_per_cell(self) -> float:
         """Mean number of (query, key) pairs of attention in a cell: the mean square of its tokens."""
-        n_tokens = self.gene_tokens_by_read.astype(np.float64) + self.n_covariates
+        n_tokens = self.gene_tokens.astype(np.float64) + self.n_covariates
         return float(np.square(n_tokens).mean())
 
 
@@ -131,14 +131,14 @@ def count_micro_batches(
     A pipeline (`rule.multiple_of` > 1) cuts the cells of a rank evenly, and pads all micro-batches of
     the rank's step to the longest (`pipeline_tokens`, a multiple of `token_multiple`).
     """
-    steps = _deal_first_steps(corpus.gene_tokens_by_read, step_cells, dp)
+    steps = _deal_first_steps(corpus.gene_tokens, step_cells, dp)
     counts = [_count_needed(ranks, rule) for ranks in steps]
     is_pipeline = rule.multiple_of > 1
     if is_pipeline:
         max_tokens, padding_frac = _pad_for_pipeline(steps, counts, corpus, token_multiple)
         return MicroBatches(counts, max_tokens, padding_frac)
     max_cells = len(steps[0][0])  # cells of a rank in the largest step
-    max_tokens = min(rule.token_budget, max_cells * int(corpus.gene_tokens_by_read.max()))
+    max_tokens = min(rule.token_budget, max_cells * int(corpus.gene_tokens.max()))
     if corpus.n_covariates:
         # a micro-batch has the most cells if they are the shortest ones
         together = corpus.tokens_of_shortest[:max_cells]
@@ -158,8 +158,8 @@ def _pad_for_pipeline(
     max_tokens = 0
     n_tokens = 0
     n_tokens_with_padding = 0
-    for ranks, count in zip(steps[:MAX_SAMPLED_EVENLY], counts):
-        for rank_tokens in ranks[:MAX_SAMPLED_EVENLY]:
+    for ranks, count in zip(steps[:MAX_EVENLY_CUT_STEPS], counts):
+        for rank_tokens in ranks[:MAX_EVENLY_CUT_RANKS]:
             starts = cut_evenly(rank_tokens, count)[:-1]
             # tokens of each micro-batch
             tokens = np.add.reduceat(rank_tokens + corpus.n_covariates, starts)

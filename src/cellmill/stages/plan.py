@@ -45,15 +45,15 @@ class PlannedCorpus(NamedTuple):
 
     options: PlanOptions  # with the obs columns that the objective takes from the corpus
     size: CorpusSize
-    # `(reads,)` int64: an entry for each time that training takes a cell in an epoch
-    detected_by_read: np.ndarray  # detected genes of the cell
-    kept_by_read: np.ndarray  # detected genes of the cell that become tokens
+    # `(reads,)` int64, both in the order of `size.gene_tokens`
+    detected_genes: np.ndarray  # detected genes of each cell
+    kept_genes: np.ndarray  # detected genes of each cell that become tokens
     fingerprint: str | None = None  # None if the corpus is assumed
 
     @property
     def cut_cells_frac(self) -> float:
         """Fraction of the cells taken in an epoch whose detected genes do not all become tokens."""
-        return float((self.detected_by_read > self.kept_by_read).mean())
+        return float((self.detected_genes > self.kept_genes).mean())
 
 
 def plan(
@@ -132,7 +132,7 @@ def _assume_corpus(options: PlanOptions, shard: Shard, n_cells: int, n_genes: in
         levels=levels,
         n_covariates=len(options.tokens.covariates),
     )
-    return PlannedCorpus(options, size, detected_by_read=tokens, kept_by_read=tokens)
+    return PlannedCorpus(options, size, detected_genes=tokens, kept_genes=tokens)
 
 
 def _read_corpus(options: PlanOptions, manifest: Path) -> PlannedCorpus:
@@ -143,24 +143,24 @@ def _read_corpus(options: PlanOptions, manifest: Path) -> PlannedCorpus:
     # `chosen` differs in the columns that the objective takes from the corpus
     chosen, shards, n_cells, fingerprint = open_corpus(options, manifest)
     options = options.model_copy(update={"objective": chosen.objective})
-    detected_by_read = count_detected_genes(shards)[:n_cells]
+    detected_genes = count_detected_genes(shards)[:n_cells]
     if options.stream.weight_by is not None:  # cells are not taken equally often
         weights = read_cell_weights(shards, "train", options.stream, n_cells)
         times_read = weights.draw_times_read(options.train.seed, epoch=0, first_step=0)
         # training takes a cell at times far apart, so a sample of steps must not have them together
         generator = np.random.Generator(np.random.Philox(0))
-        detected_by_read = generator.permutation(detected_by_read.repeat(times_read))
-    kept_by_read, undetected_by_read = count_detected_and_undetected(
-        options.tokens, detected_by_read, shards.n_genes
+        detected_genes = generator.permutation(detected_genes.repeat(times_read))
+    kept_genes, undetected_genes = count_detected_and_undetected(
+        options.tokens, detected_genes, shards.n_genes
     )
     size = CorpusSize(
-        kept_by_read + undetected_by_read,
+        kept_genes + undetected_genes,
         shards.n_genes,
         n_validation=shards.splits["val"].n_obs,
         levels=shards.levels(options.obs_columns()),
         n_covariates=len(options.tokens.covariates),
     )
-    return PlannedCorpus(options, size, detected_by_read, kept_by_read, fingerprint)
+    return PlannedCorpus(options, size, detected_genes, kept_genes, fingerprint)
 
 
 def _plan_run(corpus: PlannedCorpus, machine: Machine, device_name: str) -> RunPlan:
@@ -180,7 +180,7 @@ def _plan_run(corpus: PlannedCorpus, machine: Machine, device_name: str) -> RunP
         corpus.size,
         hardware,
         max_fitting_token_budget=find_max_fitting_token_budget(options, corpus.size, hardware),
-        genes_per_cell=float(corpus.detected_by_read.mean()),
+        genes_per_cell=float(corpus.detected_genes.mean()),
         cut_cells_frac=corpus.cut_cells_frac,
         fingerprint=corpus.fingerprint,
         warnings=_list_warnings(corpus, cost.counts.steps),
@@ -194,10 +194,10 @@ def _list_warnings(corpus: PlannedCorpus, steps: int) -> list[str]:
     warmup_steps = options.train.warmup_steps
     if warmup_steps >= steps:
         warnings.append(f"train.warmup_steps {warmup_steps} leaves no step after the warm-up")
-    # `model.sequence_parallel` is False for a family whose blocks compute on one row per cell: more
-    # tokens cost it little
-    if corpus.cut_cells_frac and not options.model.sequence_parallel:
-        max_genes = int(corpus.detected_by_read.max())
+    # sequence parallelism divides the tokens on which blocks compute
+    blocks_compute_on_cells = not options.model.sequence_parallel
+    if corpus.cut_cells_frac and blocks_compute_on_cells:  # more tokens cost little
+        max_genes = int(corpus.detected_genes.max())
         max_tokens = find_max_tokens(options.tokens, max_genes)
         budget = ""
         if max_tokens > options.train.token_budget:
