@@ -26,8 +26,8 @@ MAX_EVENLY_CUT_RANKS = 4
 class CorpusSize:
     """Sizes of a corpus that a plan depends on."""
 
-    # `(reads,)` int64: gene tokens of the training cells in one epoch. A cell that the epoch reads twice
-    # is there twice. The order is like that of training, so any consecutive entries are a sample.
+    # `(cells,)` int64: gene tokens of each cell that an epoch reads. A cell that it reads twice is there
+    # twice. The order is like that of training, so any consecutive cells are a sample.
     gene_tokens: np.ndarray
     n_genes: int  # genes of the vocabulary
     n_validation: int = 0  # validation cells

@@ -45,14 +45,14 @@ class PlannedCorpus(NamedTuple):
 
     options: PlanOptions  # with the obs columns that the objective takes from the corpus
     size: CorpusSize
-    # `(reads,)` int64, both in the order of `size.gene_tokens`
-    detected_genes: np.ndarray  # detected genes of each cell
-    kept_genes: np.ndarray  # detected genes of each cell that become tokens
+    # of each cell that an epoch reads, in the order of `size.gene_tokens`
+    detected_genes: np.ndarray  # number of detected genes, `(cells,)` int64
+    kept_genes: np.ndarray  # number of those that become tokens, `(cells,)` int64
     fingerprint: str | None = None  # None if the corpus is assumed
 
     @property
     def cut_cells_frac(self) -> float:
-        """Fraction of the cells taken in an epoch whose detected genes do not all become tokens."""
+        """Fraction of the cells that an epoch reads whose detected genes do not all become tokens."""
         return float((self.detected_genes > self.kept_genes).mean())
 
 
@@ -144,10 +144,10 @@ def _read_corpus(options: PlanOptions, manifest: Path) -> PlannedCorpus:
     chosen, shards, n_cells, fingerprint = open_corpus(options, manifest)
     options = options.model_copy(update={"objective": chosen.objective})
     detected_genes = count_detected_genes(shards)[:n_cells]
-    if options.stream.weight_by is not None:  # cells are not taken equally often
+    if options.stream.weight_by is not None:  # cells are not read equally often
         weights = read_cell_weights(shards, "train", options.stream, n_cells)
         times_read = weights.draw_times_read(options.train.seed, epoch=0, first_step=0)
-        # training takes a cell at times far apart, so a sample of steps must not have them together
+        # training reads a cell again much later, so a sample of steps must not have it twice in a row
         generator = np.random.Generator(np.random.Philox(0))
         detected_genes = generator.permutation(detected_genes.repeat(times_read))
     kept_genes, undetected_genes = count_detected_and_undetected(

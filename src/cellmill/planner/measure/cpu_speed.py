@@ -19,9 +19,8 @@ def measure_cpu(
 ) -> Device:
     """Give `device` the FLOP/s that a process reaches if `nproc_per_node` share the cores.
 
-    Rates are those of float32 matrix products by torch, the best of several, on as many cores as
-    torch uses here, whatever a job requests. A `clock` of CPU time leaves out what other programs
-    take.
+    The rate is the best of several float32 matrix products by torch, on the cores that torch uses
+    here, not those that a job requests. Pass a clock of CPU time to leave out other programs.
     """
     matrix = torch.ones(SIDE, SIDE)
     best_s = float("inf")

@@ -22,8 +22,8 @@ from cellmill.parallel.torch_private import (
 )
 
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "allreduce_")
-# operators without a formula of their own in torch's registry
-IN_PLACE = {torch.ops.aten.addmm_: torch.ops.aten.addmm}
+# operators without a FLOP formula in torch's registry, and the operator whose formula they share
+FORMULA_OF = {torch.ops.aten.addmm_: torch.ops.aten.addmm}
 
 
 @dataclass
@@ -56,17 +56,17 @@ class Window:
             and (storage.died is None or storage.died > self.end)
         )
 
-    def peak_bytes(self, without: frozenset[int] = frozenset()) -> int:
+    def peak_bytes(self, excluded_keys: frozenset[int] = frozenset()) -> int:
         """Find the peak of live bytes above those at the start.
 
-        Leaves out storages that are allocated in the window, still live, and have a key in `without`.
+        Leave out storages with a key in `excluded_keys` that the window allocated and that still live.
         """
         changes: Counter[int] = Counter()
         for storage in self.allocations:
             born = storage.born
             died = storage.died
-            is_left_out = died is None and born >= self.start and storage.key in without
-            if born >= self.end or is_left_out:
+            is_excluded = died is None and born >= self.start and storage.key in excluded_keys
+            if born >= self.end or is_excluded:
                 continue
             if born >= self.start:
                 changes[born] += storage.n_bytes
@@ -124,7 +124,7 @@ class OperationMeter(TorchDispatchMode):
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Add the FLOPs, or the call and bytes of a collective, to all open windows."""
         flops = 0
-        packet = IN_PLACE.get(overload_packet(func), overload_packet(func))
+        packet = FORMULA_OF.get(overload_packet(func), overload_packet(func))
         if self._windows and packet in flop_registry:
             flops = flop_registry[packet](*args, **kwargs, out_val=out)
         is_collective = operator_name(func).partition("::")[2] in COLLECTIVES

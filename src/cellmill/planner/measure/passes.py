@@ -16,17 +16,17 @@ from cellmill.parallel.torch_private import local_tensor, storage_key
 from cellmill.planner.measure.meter import OperationMeter, Window
 from cellmill.planner.units import FLOAT32_BYTES
 
-CELL_TOKENS = 128  # tokens of each measured cell, or fewer
+MAX_CELL_TOKENS = 128  # tokens of a measured cell; fewer if cells of the run have fewer
 META = torch.device("meta")
 
 
 class PartMeasurement(NamedTuple):
     """Measurements of one part of a model, for a whole batch."""
 
-    window: Window  # operations of the forward pass; after the blocks, of both passes
+    window: Window  # operations of the forward pass; for `finish` of both passes
     kept: float  # elements that stay allocated for the backward pass
-    # peak elements above `kept`: of a block's backward pass; after the blocks, of both passes; not
-    # measured before the blocks
+    # peak elements above `kept`: for a block in its backward pass, for `finish` in either pass; not
+    # measured for `begin`
     workspace: float = 0.0
 
 
@@ -50,11 +50,11 @@ def measure_passes(
 ) -> PassMeasurements:
     """Measure a forward and a backward pass of a `model` with one block.
 
-    The batch has about `tokens` tokens, padded to a multiple of `token_multiple`, in cells of the
-    usual length divided by `length_divisor`.
+    The batch has about `tokens` tokens, padded to a multiple of `token_multiple`. Its cells have
+    MAX_CELL_TOKENS tokens, or as many as the run allows if fewer, divided by `length_divisor`.
     """
-    usual_tokens = min(spec.tokens.max_tokens, spec.n_genes, CELL_TOKENS)
-    cell_tokens = max(1, usual_tokens // length_divisor)
+    undivided_tokens = min(spec.tokens.max_tokens, spec.n_genes, MAX_CELL_TOKENS)
+    cell_tokens = max(1, undivided_tokens // length_divisor)
     batch = _draw_cells(spec, cell_tokens, tokens)
     # `(cells,)`: tokens of each cell, with those that the model adds
     lengths = np.diff(batch.cu_seqlens) + len(spec.tokens.covariates)
@@ -92,7 +92,7 @@ def _measure_begin_and_block(
         block_kept_bytes = block_window.live_bytes() - block_output.nbytes + block_input.nbytes
         with meter.window() as backward:
             block_output.backward(torch.empty_like(block_output))
-        workspace_bytes = _peak_bytes(model, backward)
+        workspace_bytes = _backward_peak_bytes(model, backward)
     begin = PartMeasurement(begin_window, begin_kept_bytes / FLOAT32_BYTES)
     block = PartMeasurement(
         block_window, block_kept_bytes / FLOAT32_BYTES, workspace_bytes / FLOAT32_BYTES
@@ -110,12 +110,12 @@ def _measure_finish(model: Model, prepared: Any, block_output: torch.Tensor) -> 
         with meter.window() as backward:
             loss.backward()
     live_bytes = forward.live_bytes()
-    workspace_bytes = max(forward.peak_bytes() - live_bytes, _peak_bytes(model, backward))
+    workspace_bytes = max(forward.peak_bytes() - live_bytes, _backward_peak_bytes(model, backward))
     kept_bytes = live_bytes + finish_input.nbytes
     return PartMeasurement(window, kept_bytes / FLOAT32_BYTES, workspace_bytes / FLOAT32_BYTES)
 
 
-def _peak_bytes(model: Model, backward: Window) -> int:
+def _backward_peak_bytes(model: Model, backward: Window) -> int:
     """Find the peak bytes of a backward pass without the gradients of parameters."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     storages = [local_tensor(gradient).untyped_storage() for gradient in gradients]

@@ -36,11 +36,11 @@ from cellmill.planner.units import FLOAT32_BYTES
 # tokens of the measured batch: random fractions (masks) are within 1 % of their mean
 SAMPLE_TOKENS = 1 << 14
 SMALL_SAMPLE_TOKENS = 1 << 12  # for measurements without random fractions
-# A part of the model has FLOPs per cell if cells of half the length need this fraction more FLOPs per
-# token.
+# a part of the model has FLOPs per cell if cells of half the length need this fraction more FLOPs per
+# token
 PER_CELL_FRAC = 0.05
-# A backward pass has the FLOPs of two forward passes: one for the gradients of inputs, and one for
-# the gradients of weights (Kaplan et al. 2020, section 2.1).
+# a backward pass has the FLOPs of two forward passes: one for the gradients of inputs, and one for
+# the gradients of weights (Kaplan et al. 2020, section 2.1)
 FORWARDS_PER_BACKWARD = 2
 # tokens of the batches with which the workspace of `finish` is measured: 256, 1,024, … 262,144
 WORKSPACE_TOKENS = tuple(1 << power for power in range(8, 19, 2))
@@ -58,14 +58,14 @@ class PartSize:
     parameters: int
     trained: int  # parameters with a gradient and optimizer state
     activations_per_token: float = 0.0  # kept for the backward pass; a block's with its input
-    # Elements and calls of the tensor-parallel collectives, as they are without sequence parallelism.
-    # They are those of the forward pass; after the blocks, those of both passes. A block's backward
-    # pass has as many again.
+    # Elements and calls of the tensor-parallel collectives, as they are without sequence parallelism:
+    # those of the forward pass, or for `finish` of both passes. A block's backward pass has as many
+    # again.
     collective_elements_per_token: float = 0.0
     collectives: int = 0
 
 
-# (tokens of a micro-batch, elements)
+# tokens of a micro-batch, and the elements of its workspace, for several sizes of micro-batches
 Workspace = tuple[tuple[int, float], ...]
 
 
@@ -104,10 +104,10 @@ class Flops:
         has_begin: bool = True,
         has_finish: bool = True,
     ) -> float:
-        """Count the FLOPs of a step for `load`, of `n_blocks` blocks and of the ends of the model.
+        """Count the FLOPs of all passes over `load`, in `n_blocks` blocks and the ends of the model.
 
-        By default all blocks and both ends are counted. The ends are what comes before the blocks,
-        counted with `has_begin`, and what comes after them, counted with `has_finish`.
+        By default all blocks and both ends are counted. The ends are `begin`, counted with `has_begin`,
+        and `finish`, counted with `has_finish`.
         """
         n_blocks = self.n_blocks if n_blocks is None else n_blocks
         per_token = n_blocks * self.block_per_token
@@ -126,7 +126,7 @@ class Flops:
         """Count the FLOPs of one forward pass of `n_blocks` blocks, and of the given ends."""
         trunk = self.count(load, n_blocks, has_begin, has_finish=False)
         finish = self.count(load, 0, has_begin=False, has_finish=has_finish)
-        # `finish` has one forward pass in a step, also with a coupled loss
+        # with a coupled loss, a step has two forward passes of the rest, but one of `finish`
         trunk /= self.forward_passes + FORWARDS_PER_BACKWARD
         return trunk + finish / (1 + FORWARDS_PER_BACKWARD)
 
@@ -240,11 +240,11 @@ def _measure_size(spec: ModelSpec, method: Method, tp: int, sequence_parallel: b
     token_multiple = tp if sequence_parallel else 1
     # warm up: more is kept alive when DTensor first sees an operation, or when a pass imports a module
     measure_passes(model, spec, SAMPLE_TOKENS, token_multiple)
-    # passes over cells of the usual length, and of half of it
+    # passes over cells of full length, and of half of it
     long = measure_passes(model, spec, SAMPLE_TOKENS, token_multiple)
     short = measure_passes(model, spec, SAMPLE_TOKENS, token_multiple, length_divisor=2)
     without_sequence_parallel = long
-    if sequence_parallel:  # `planner.traffic` derives its collectives from the ones without it
+    if sequence_parallel:  # `planner.traffic` derives its collectives from those without it
         plain_model = _build(spec, method, tp, one_block=True)
         without_sequence_parallel = measure_passes(plain_model, spec, SAMPLE_TOKENS)
     for name in ("begin", "block", "finish"):
