@@ -78,15 +78,15 @@ def _estimate_time(
 ) -> RunTime:
     """Add up the time of all steps and validations.
 
-    A validation is one forward pass of its cells, and another one for a metric of hidden genes. Its
+    A validation is one forward pass over its cells, and another for a metric of hidden genes. Its
     communication is not counted.
     """
     steps_s = step.step_s * counts.cells_seen / counts.max_cells_per_step
     if options.train.replay_every_steps is not None:
         # a replayed step is computed twice
         steps_s *= 1 + 1 / options.train.replay_every_steps
-    forwards = 2 if options.train.best_metric.startswith("val_hidden_genes") else 1
-    cells = forwards * counts.validations * counts.val_cells
+    forward_passes = 2 if options.train.best_metric.startswith("val_hidden_genes") else 1
+    cells = forward_passes * counts.validations * counts.val_cells
     validations_s = step.forward_s * cells / counts.max_cells_per_step
     hours = (steps_s + validations_s) / 3600
     return RunTime(

@@ -1,7 +1,7 @@
 """Changes that make a run fit in memory, tried in order until one helps.
 
-`check_memory` advises the first that helps to a run whose plan does not fit, and
-`planner.out_of_memory` to a process that ran out of memory.
+For a run whose plan does not fit, `check_memory` advises the first change that helps; for a process
+that ran out of memory, `planner.out_of_memory` does.
 """
 
 import json
@@ -157,7 +157,7 @@ def _list_candidates(options: PlanOptions, hardware: Hardware) -> Iterator[Chang
     6. More tensor-parallel ranks, more pipeline ranks, or offload.
     7. More nodes.
 
-    What is not kept is tried by itself.
+    Each change that is not kept is tried without the others.
     """
     change = Change([], options, hardware)
     yield from islice(_list_smaller_budgets(change), BUDGETS_BEFORE_RECOMPUTING)

@@ -16,7 +16,7 @@ from cellmill.planner.schedules import estimate_idle_frac
 from cellmill.planner.step_counts import CorpusSize
 from cellmill.planner.traffic import sum_link_bytes
 
-# time to launch the kernels of a micro-batch: some 1,500, 5 to 10 us each
+# time to launch the kernels of a micro-batch: about 1,500, 5 to 10 us each
 LAUNCHES_MS = 10
 LARGE_FRAC = 0.1  # validation above this fraction of the time gets a hint
 DEFAULT_BATCH = float(Train.model_fields["global_batch"].default)
@@ -209,19 +209,16 @@ def _format_memory(plan: RunPlan) -> Iterator[Line]:
     assumption = describe_assumption(hardware.device_name)
     if assumption and not plan.cost.options.plan.memory_gb:
         yield "assumed", assumption
-    tokens = "tokens"
-    without = ""
+    largest = f"{plan.cost.counts.max_micro_batch_tokens:,} tokens"
+    budget = f"{plan.max_fitting_token_budget:,}"
     if plan.corpus.n_covariates:  # the budget counts gene tokens only
-        tokens = "tokens with those of covariates"
-        without = " without them"
-    limit = "at least " if plan.max_fitting_token_budget == MAX_TRIED_BUDGET else ""
+        largest += " with those of covariates"
+        budget += " without them"
+    if plan.max_fitting_token_budget == MAX_TRIED_BUDGET:
+        budget = f"at least {budget}"
     # with a pipeline it is the largest of a sample
     bound = "at most" if parallel.pp == 1 else "about"
-    yield (
-        "micro-batch",
-        f"{bound} {plan.cost.counts.max_micro_batch_tokens:,} {tokens}; {limit}"
-        f"{plan.max_fitting_token_budget:,}{without} would fit (train.token_budget)",
-    )
+    yield "micro-batch", f"{bound} {largest}; {budget} would fit (train.token_budget)"
 
 
 def _format_time(cost: RunCost) -> Iterator[Line]:
