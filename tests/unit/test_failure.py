@@ -5,6 +5,7 @@ all positions.
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from small_corpus import write_corpus
 from torch.distributed import distributed_c10d
 
 from cellmill.config.options import TrainOptions
-from cellmill.planner.out_of_memory import advise, is_out_of_memory
+from cellmill.planner.out_of_memory import advise, find_exhausted_memory
 from cellmill.runs.jobs import CONNECTION
 from cellmill.train.failure import error_line, leave_reason
 from cellmill.train.hang_watch import HangWatch, Position, hang_line
@@ -201,6 +202,20 @@ def test_the_message_names_the_first_change_for_the_run(
     assert planned(activation_checkpointing="full").endswith("): lower train.token_budget to 128")
 
 
+def test_a_process_that_cannot_pin_is_advised_to_request_more(tmp_path: Path) -> None:
+    manifest = write_corpus(tmp_path, 240, n_vars=120)
+    parsed = TrainOptions.model_validate(options({"cpu_offload": "optimizer"}))
+    record = {"options": parsed.model_dump(mode="json"), "manifest": str(manifest.path)}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    line = advise(tmp_path / "run.json", 4, 2, "cuda", "host")
+    request = "request more memory per node (mem_mb, mem_mb_per_cpu or mem_mb_per_gpu)"
+    assert re.fullmatch(
+        rf"the plan was to pin [\d.]+ kB of host memory per node: {re.escape(request)}, or shard over "
+        r"more nodes \(FULL_SHARD\)",
+        line,
+    )
+
+
 def test_a_failed_collective_is_named_with_its_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,13 +253,16 @@ def test_out_of_memory_errors_are_recognised() -> None:
     ):
         with pytest.raises((RuntimeError, MemoryError)) as failed:
             allocate()
-        assert is_out_of_memory(failed.value)
+        assert find_exhausted_memory(failed.value) == "host"
     for error in (
-        torch.OutOfMemoryError(FULL),
         OSError(errno.ENOMEM, "Cannot allocate memory"),
         RuntimeError("CUDA error: out of memory"),
         torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be …"),
         RuntimeError("HIP error: out of memory"),
+    ):
+        assert find_exhausted_memory(error) == "host", error
+    for error in (
+        torch.OutOfMemoryError(FULL),
         RuntimeError("HIP error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         dist.DistBackendError(
@@ -253,6 +271,6 @@ def test_out_of_memory_errors_are_recognised() -> None:
         dist.DistBackendError("Last error:\nCuda failure 'out of memory'"),
         dist.DistBackendError("Last error:\nHIP failure 'out of memory'"),
     ):
-        assert is_out_of_memory(error), error
-    assert not is_out_of_memory(RuntimeError("a bug"))
-    assert not is_out_of_memory(OSError(errno.ENOSPC, "No space left on device"))
+        assert find_exhausted_memory(error) == "device", error
+    assert find_exhausted_memory(RuntimeError("a bug")) is None
+    assert find_exhausted_memory(OSError(errno.ENOSPC, "No space left on device")) is None

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -15,40 +16,49 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.batch_tokenizer import count_detected_and_undetected
 from cellmill.files import read_json
 from cellmill.planner.hardware import Hardware
-from cellmill.planner.memory import plan_memory
+from cellmill.planner.memory import count_pinned_bytes, plan_memory
 from cellmill.planner.output.format import format_bytes
-from cellmill.planner.remedies import find_remedy
+from cellmill.planner.planned_model import PlannedModel
+from cellmill.planner.remedies import REQUEST_MORE, find_remedy
 from cellmill.planner.step_counts import CorpusSize, count_detected_genes
 
 TIMEOUT_S = 120  # seconds that advice may take
 # Fraction of the planned memory that a run may need after a remedy: it was planned to fit and did not,
 # so a fifth is left for what plans leave out, such as fragmentation.
 REMEDY_FRAC = 0.8
-OUT_OF_MEMORY = re.compile(
-    # torch on a CPU; pinned host memory; cuBLAS, hipBLAS and cuDNN; NCCL and RCCL
-    r"can't allocate memory|not enough memory|Cannot allocate memory|(CUDA|HIP) error: out of memory|"
+HOST_OUT_OF_MEMORY = re.compile(
+    # torch on a CPU; a failure to pin host memory, since torch's own allocations of device memory raise
+    # OutOfMemoryError
+    r"can't allocate memory|not enough memory|Cannot allocate memory|(CUDA|HIP) error: out of memory",
+    re.IGNORECASE,
+)
+DEVICE_OUT_OF_MEMORY = re.compile(
+    # cuBLAS, hipBLAS and cuDNN; NCCL and RCCL
     r"(CUBLAS|HIPBLAS|CUDNN)_STATUS_ALLOC_FAILED|(Cuda|HIP) failure (\d+ )?'?out of memory",
     re.IGNORECASE,
 )
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Recognise an out-of-memory error of Python, a device, its libraries, or torch on a CPU."""
+def find_exhausted_memory(error: BaseException) -> Literal["device", "host"] | None:
+    """Find the memory that a process ran out of; None if `error` is another one."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "device"
     if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error)) is not None
+        return "host" if error.errno == errno.ENOMEM else None
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    if isinstance(error, MemoryError) or HOST_OUT_OF_MEMORY.search(text):
+        return "host"
+    return "device" if DEVICE_OUT_OF_MEMORY.search(text) else None
 
 
 def ask_for_advice(
-    run_json: Path, world_size: int, nproc_per_node: int, device_name: str
+    run_json: Path, world_size: int, nproc_per_node: int, device_name: str, memory: str
 ) -> str | None:
     """Run `advise` in a new process, since sizes are measured without a process group.
 
     Return None if that process fails.
     """
-    arguments = [str(run_json), str(world_size), str(nproc_per_node), device_name]
+    arguments = [str(run_json), str(world_size), str(nproc_per_node), device_name, memory]
     command = [sys.executable, "-m", "cellmill.planner.out_of_memory", *arguments]
     try:
         done = subprocess.run(
@@ -59,8 +69,16 @@ def ask_for_advice(
     return done.stdout.strip() or None
 
 
-def advise(run_json: Path, world_size: int, nproc_per_node: int, device_name: str = "cpu") -> str:
+def advise(
+    run_json: Path,
+    world_size: int,
+    nproc_per_node: int,
+    device_name: str = "cpu",
+    memory: str = "device",
+) -> str:
     """Name the planned memory of a process, and the first change with which it needs a fifth less.
+
+    If `memory` is "host", name the pinned memory of a node instead, and ask for more.
 
     The plan counts every training cell of the shards once: `stream.train_frac` and
     `stream.weight_by` are not applied, so "the plan was" may differ from plan.json.
@@ -85,14 +103,20 @@ def advise(run_json: Path, world_size: int, nproc_per_node: int, device_name: st
         device_bytes=0,  # a remedy is measured against the plan, not the device
         usable_bytes=0,
     )
-    memory = plan_memory(options, corpus, hardware)
-    parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in memory.list_parts())
-    smaller = replace(hardware, usable_bytes=int(REMEDY_FRAC * memory.total))
+    if memory == "host":
+        pinned = count_pinned_bytes(PlannedModel.measure(options, corpus, hardware), hardware)
+        return (
+            f"the plan was to pin {format_bytes(pinned)} of host memory per node: {REQUEST_MORE}, "
+            "or shard over more nodes (FULL_SHARD)"
+        )
+    planned = plan_memory(options, corpus, hardware)
+    parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in planned.list_parts())
+    smaller = replace(hardware, usable_bytes=int(REMEDY_FRAC * planned.total))
     return (
-        f"the plan was {format_bytes(memory.total)} per process ({parts}): "
+        f"the plan was {format_bytes(planned.total)} per process ({parts}): "
         f"{find_remedy(options, corpus, smaller)}"
     )
 
 
 if __name__ == "__main__":
-    print(advise(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))
+    print(advise(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:]))

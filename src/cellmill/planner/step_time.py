@@ -130,9 +130,14 @@ def _estimate_compute_time(
     These are the times of the pipeline rank that computes the most. Backward passes include
     recomputation. Selective recomputation counts as full, though it computes less.
     """
-    max_step = max_forward = max_backward = 0.0  # FLOPs
+    # FLOPs of one pipeline rank
+    max_step = 0.0
+    max_forward = 0.0
+    max_backward = 0.0
     for rank in range(model.layout.pp):
-        step = forward = recomputed = 0.0
+        step = 0.0
+        forward = 0.0
+        recomputed = 0.0
         for stage in model.list_rank_stages(rank):
             step += stage.count_flops(load)
             forward += stage.count_forward_flops(load)

@@ -17,7 +17,8 @@ from cellmill.errors import UserError
 from cellmill.files import write_text
 from cellmill.launch.job import NODE_LOG
 from cellmill.launch.rendezvous import node_name
-from cellmill.planner.out_of_memory import ask_for_advice, is_out_of_memory
+from cellmill.planner.out_of_memory import ask_for_advice, find_exhausted_memory
+from cellmill.planner.remedies import REQUEST_MORE
 from cellmill.runs.jobs import CONNECTION
 
 PROGRAM_ERROR = re.compile(
@@ -39,8 +40,9 @@ def error_line(error: BaseException, folder: Path) -> str | None:
     # std::bad_alloc of a backend that read garbage
     if isinstance(error, MemoryError) and _collective(error):
         return _process_group_line(error)
-    if is_out_of_memory(error):
-        return _out_of_memory_line(error, folder)
+    memory = find_exhausted_memory(error)
+    if memory is not None:
+        return _out_of_memory_line(error, memory, folder)
     if isinstance(error, OSError) and not isinstance(error, ConnectionError):
         return f"{error.filename or folder}: {error.strerror or error}"
     if is_lost_peer(error) or _is_lost_device(error):
@@ -112,13 +114,19 @@ def _leave_line(error_file: Path, line: str) -> None:
     sys.stderr.flush()
 
 
-def _out_of_memory_line(error: BaseException, folder: Path) -> str:
+def _out_of_memory_line(error: BaseException, memory: str, folder: Path) -> str:
     # frames hold the model, its activations and the batch
     traceback.clear_frames(error.__traceback__)
     world = int(os.environ["WORLD_SIZE"])
     local_world = int(os.environ["LOCAL_WORLD_SIZE"])
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    advice = ask_for_advice(folder / "run.json", world, local_world, device) or LOWER_MEMORY
+    device = "cuda"
+    if (
+        not torch.cuda.is_available()
+    ):  # a plan counts the host memory of processes on CPUs as the device's
+        device = "cpu"
+        memory = "device"
+    general = REQUEST_MORE if memory == "host" else LOWER_MEMORY
+    advice = ask_for_advice(folder / "run.json", world, local_world, device, memory) or general
     reason = _one_line(error)[:120].rstrip(".") or type(error).__name__
     return f"{_who()}: out of memory ({reason}); {advice}"
 
@@ -132,7 +140,7 @@ def _is_lost_device(error: BaseException) -> bool:
     is_cuda_error = isinstance(error, RuntimeError) and "CUDA error: " in text
     if not (is_cuda_error or isinstance(error, torch.AcceleratorError)):
         return False
-    return not is_out_of_memory(error) and PROGRAM_ERROR.search(text) is None
+    return find_exhausted_memory(error) is None and PROGRAM_ERROR.search(text) is None
 
 
 def _process_group_line(error: BaseException) -> str:
