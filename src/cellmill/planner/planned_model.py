@@ -8,7 +8,7 @@ from cellmill.config.parallel import Layout, Parallel
 from cellmill.models.build import ModelSpec
 from cellmill.parallel.mesh import list_blocks, list_stages
 from cellmill.planner.hardware import Hardware
-from cellmill.planner.measure.size import Load, ModelSize, measure_size
+from cellmill.planner.measure.size import ModelSize, measure_size
 from cellmill.planner.step_counts import CorpusSize
 from cellmill.planner.units import FLOAT32_BYTES, HALF_BYTES
 
@@ -34,14 +34,6 @@ class PlannedStage:
     n_blocks: int  # blocks of this stage
     has_begin: bool  # True if the stage has the part before the blocks
     has_finish: bool  # True if the stage has the part after the blocks
-
-    def count_flops(self, load: Load) -> float:
-        """Count the FLOPs of the stage for `load`, forward and backward."""
-        return self.size.flops.count(load, self.n_blocks, self.has_begin, self.has_finish)
-
-    def count_forward_flops(self, load: Load) -> float:
-        """Count the FLOPs of one forward pass of the stage."""
-        return self.size.flops.count_forward(load, self.n_blocks, self.has_begin, self.has_finish)
 
     def count_activations(self, per_block: float) -> float:
         """Count the elements kept per token for the backward pass, if each block keeps `per_block`."""

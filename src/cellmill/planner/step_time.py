@@ -122,28 +122,22 @@ def estimate_step_time(
     return StepTime(compute_s, exposed_s, idle_s, forward_s / (1 - idle_frac))
 
 
-def _estimate_compute_time(
-    model: PlannedModel, load: Load, flops_per_s: float
-) -> tuple[float, float, float]:
+def _estimate_compute_time(model: PlannedModel, load: Load, flops_per_s: float) -> list[float]:
     """Estimate the seconds of a step's computation, of one forward pass, and of the backward passes.
 
     These are the times of the pipeline rank that computes the most. Backward passes include
     recomputation. Selective recomputation counts as full, though it computes less.
     """
-    # FLOPs of one pipeline rank
-    max_step = 0.0
-    max_forward = 0.0
-    max_backward = 0.0
-    for rank in range(model.layout.pp):
-        step = 0.0
-        forward = 0.0
+    flops = model.size.flops
+    flops_by_rank = []
+    for pp_rank in range(model.layout.pp):
+        totals = model.sum_rank_totals(pp_rank)
+        n_blocks = totals.n_blocks
+        step = flops.count(load, n_blocks, totals.has_begin, totals.has_finish)
+        forward = flops.count_forward(load, n_blocks, totals.has_begin, totals.has_finish)
         recomputed = 0.0
-        for stage in model.list_rank_stages(rank):
-            step += stage.count_flops(load)
-            forward += stage.count_forward_flops(load)
-            if model.parallel.activation_checkpointing is not None:
-                recomputed += model.size.flops.count_forward(load, stage.n_blocks)
-        max_step = max(max_step, step + recomputed)
-        max_forward = max(max_forward, forward)
-        max_backward = max(max_backward, FORWARDS_PER_BACKWARD * forward + recomputed)
-    return max_step / flops_per_s, max_forward / flops_per_s, max_backward / flops_per_s
+        if model.parallel.activation_checkpointing is not None:
+            recomputed = flops.count_forward(load, n_blocks)
+        backward = FORWARDS_PER_BACKWARD * forward + recomputed
+        flops_by_rank.append((step + recomputed, forward, backward))
+    return [max(ranks) / flops_per_s for ranks in zip(*flops_by_rank)]
