@@ -86,7 +86,7 @@ class Calls(NamedTuple):
 def list_traffic(
     model: PlannedModel, pp_rank: int, tokens: float, micro_batches: float
 ) -> list[CollectiveTraffic]:
-    """List the collectives of pipeline rank `pp_rank` in a step of `tokens` tokens in all micro-batches."""
+    """List the collectives of pipeline rank `pp_rank` in a step, whose micro-batches have `tokens` in all."""
     totals = model.sum_rank_totals(pp_rank)
     # bytes of the full tensors, and number of calls, by (kind, axis, leaves_node)
     totals_by_call = defaultdict[tuple[Kind, str, bool], np.ndarray](lambda: np.zeros(2))
@@ -109,7 +109,7 @@ def list_traffic(
     for (kind, axis, leaves_node), (payload_bytes, n_calls) in totals_by_call.items():
         processes = getattr(layout, axis)
         processes_per_node = min(processes, max(1, model.nproc_per_node // distances[axis]))
-        if kind == "point to point":
+        if kind == "point to point":  # one sender and one receiver
             processes = 2
             processes_per_node = 1 if leaves_node else 2
         if payload_bytes and processes > 1:
