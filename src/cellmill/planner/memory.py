@@ -301,9 +301,7 @@ class _RankMemory:
         # before its backward pass, a block recomputes what it has not kept
         recomputed = size.block.activations_per_token - per_block
         workspace = size.block_workspace_per_token + recomputed
-        freed = 0.0
-        if any(stage.has_finish for stage in self.stages):
-            freed = size.finish.activations_per_token
+        freed = size.finish.activations_per_token if self.totals.has_finish else 0.0
         return kept + max(workspace - freed, 0)
 
     def _in_flight_by_stage(self) -> list[int]:

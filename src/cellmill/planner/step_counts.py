@@ -133,8 +133,7 @@ def count_micro_batches(
     """
     steps = _deal_first_steps(corpus.gene_tokens, step_cells, dp)
     counts = [_count_needed(ranks, rule) for ranks in steps]
-    is_pipeline = rule.multiple_of > 1
-    if is_pipeline:
+    if rule.multiple_of > 1:
         max_tokens, padding_frac = _pad_for_pipeline(steps, counts, corpus, token_multiple)
         return MicroBatches(counts, max_tokens, padding_frac)
     max_cells = len(steps[0][0])  # cells of a rank in the largest step
