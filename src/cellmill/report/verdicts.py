@@ -1,4 +1,4 @@
-"""A run's verdicts against the best baselines of its tasks, without repetitions."""
+"""A run's verdicts against the best baselines of its tasks, without duplicates."""
 
 from collections.abc import Hashable, Mapping
 from typing import NamedTuple
@@ -20,31 +20,31 @@ theirs.
 class TaskVerdict(NamedTuple):
     """Verdict against the best baseline in one metric of a task."""
 
-    task_name: str  # key of the task in the file: its name, or `NAME of LABEL` for further labels
+    task: str  # key of the task in the file: its name, or `NAME of LABEL` for further labels
     verdict: Verdict
 
 
 def list_verdicts(results: Mapping[str, TaskResult]) -> list[TaskVerdict]:
-    """Verdicts against the best baselines, without those that repeat a verdict of another task.
+    """Verdicts against the best baselines. Of duplicates in several tasks, one is kept.
 
     `results` are by the task's key, such as `probe` or `probe of LABEL`.
     """
     distinct: dict[Hashable, TaskVerdict] = {}
-    # probe comes first, so that its verdicts are kept and their repetitions dropped
-    for task_name, result in sorted(results.items(), key=lambda item: item[1].task != "probe"):
+    # probe comes first, so that its verdicts are kept and duplicates of them dropped
+    for task, result in sorted(results.items(), key=lambda item: item[1].task != "probe"):
         for verdict in result.best_verdicts():
-            key = _make_key(task_name, result, verdict)
-            distinct.setdefault(key, TaskVerdict(task_name, verdict))
+            key = _make_key(task, result, verdict)
+            distinct.setdefault(key, TaskVerdict(task, verdict))
     return list(distinct.values())
 
 
-def _make_key(task_name: str, result: TaskResult, verdict: Verdict) -> Hashable:
-    """Key that is equal for verdicts that repeat each other.
+def _make_key(task: str, result: TaskResult, verdict: Verdict) -> Hashable:
+    """Key that is equal for duplicates.
 
-    These are verdicts on the accuracy on whole cells for the same label, and verdicts with the same
+    Duplicates are verdicts on the accuracy on whole cells for the same label, and verdicts with the same
     difference between the same methods.
     """
     if verdict.metric == WHOLE_CELL_METRICS.get(result.task):
-        label_suffix = task_name.removeprefix(result.task)  # ` of LABEL`; empty for the first label
+        label_suffix = task.removeprefix(result.task)  # ` of LABEL`; empty for the first label
         return "whole cells", label_suffix
     return verdict.compared, verdict.against, verdict.metric, verdict.difference
