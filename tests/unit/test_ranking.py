@@ -148,6 +148,12 @@ def test_runs_scored_on_other_cells_are_not_paired(changes: dict[str, Any]) -> N
     )
 
 
+def test_equally_many_cells_are_not_called_the_same_cells() -> None:
+    page = render("r", [run(name, probe=result("f", [0.8, 0.9])) for name in "ab"], [])
+    assert "scored on equally many cells, with the same <code>evaluate.cells</code>" in page
+    assert "the same cells" not in page
+
+
 def test_runs_are_compared_over_their_shared_tasks() -> None:
     runs = [
         run("first", probe=result("f", [0.8, 0.81]), clustering=result("ARI", [0.99, 0.99])),

@@ -700,7 +700,11 @@ UNTRAINED = make_method("untrained", "kNN")
 
 
 def count_outcomes(standing: Standing) -> tuple[int, int, int]:
-    return standing.count("ahead"), standing.count("level"), standing.count("behind")
+    return (
+        standing.count_verdicts("ahead"),
+        standing.count_verdicts("level"),
+        standing.count_verdicts("behind"),
+    )
 
 
 def test_the_standing_names_the_best_run() -> None:
@@ -890,7 +894,7 @@ def test_the_best_other_baseline_replaces_an_untrained_one(
     # its untrained network is a baseline to be behind
     result = of_task("f", rows, [verdict_on(OWN, UNTRAINED, "f", -0.1, (-0.2, -0.05))], lines)
     [found] = list_standings([of_tasks("a", probe=result)])
-    assert found.count("behind") == 1
+    assert found.count_verdicts("behind") == 1
 
 
 def test_a_beaten_untrained_network_is_nowhere_best_baseline() -> None:

@@ -75,7 +75,7 @@ def _make_lead(tied: Sequence[Standing]) -> LeadText:
 
 def _describe_lead(standing: Standing, is_tied: bool) -> str:
     """The words after the names: the dataset, the shared tasks, and how certain the lead is."""
-    if standing.n_runs == 1:
+    if standing.ranking.n_runs == 1:
         return f"on {standing.dataset_name}"
     tasks = standing.ranking.shared_tasks
     noun = "task" if len(tasks) == 1 else "tasks"
@@ -84,11 +84,11 @@ def _describe_lead(standing: Standing, is_tied: bool) -> str:
         return f"are tied for the highest mean on {standing.dataset_name} {shared}; {standing.run.name}"
     if standing.is_called_best:
         return f"is best on {standing.dataset_name} {shared}"
-    if not standing.has_equal_cells:
+    if not standing.ranking.has_paired_runs:
         caveat = "but the runs were not scored on the same cells"
     elif not standing.ranking.is_clear:
         caveat = "not shown to be beyond chance"
-    elif None in standing.steps:
+    elif None in standing.distinct_steps:
         caveat = "but not all numbers of training steps are known"
     else:
         caveat = "but the runs were trained for different numbers of steps"
@@ -97,7 +97,7 @@ def _describe_lead(standing: Standing, is_tied: bool) -> str:
 
 def _name_task_and_metric(standing: Standing) -> str:
     """The task by which a run is judged, and its metric, such as "probe accuracy"."""
-    return to_words(f"{standing.task} {standing.result.metric}")
+    return to_words(f"{standing.task} {standing.metric}")
 
 
 def _format_score(standing: Standing, row: Row) -> str:
@@ -127,7 +127,7 @@ def _describe_outcomes(standing: Standing) -> str:
         return "No task compares it with a baseline."
     parts = []
     for outcome in RELATIONS:
-        n_verdicts = standing.count(outcome)
+        n_verdicts = standing.count_verdicts(outcome)
         is_always_counted = outcome in ("ahead", "behind")
         text = f"{outcome} in {n_verdicts or 'none'}"
         if n_verdicts and is_always_counted:
@@ -140,7 +140,7 @@ def _describe_outcomes(standing: Standing) -> str:
 def _describe_numbers(standing: Standing) -> str:
     """The score, its difference from the best baseline, and the share of the gap it closes."""
     score = _format_score(standing, standing.best_row)
-    sd = standing.best_row.sd(standing.result.metric or "")
+    sd = standing.best_row.sd(standing.metric)
     if sd is not None:
         score += f" ± {sd:.3f}"
     parts = [f"{_name_task_and_metric(standing)} {score}, {standing.best_row.method.name}"]

@@ -5,14 +5,16 @@ A difference between two runs in a task is notable if its 95 % interval excludes
 least TOLERANCE. Without an interval, TOLERANCE alone decides. A run that differs notably from the
 leader in no task is tied with it, and counts as a leader too.
 
-The interval covers repetitions and cells:
+The interval covers repetitions and units, which are mostly cells:
 
-- Repetitions of two runs are paired if both were scored with the same `evaluate.cells` and on the
-  same number of cells. Their folds and draws are then assumed to be the same. Other pairs of runs
-  have no interval.
-- No file has the paired difference of two runs per cell. As its standard error over cells, that of
+- Repetitions of two runs are paired if both were scored on equally many cells with the same
+  `evaluate.cells`. Their cells, folds and draws are then assumed to be the same. Other pairs of
+  runs have no interval.
+- No file has the paired difference of two runs per unit. As its standard error over units, that of
   a run's difference from its best baseline is taken: the larger of the two runs'. This is an
   approximation.
+- In leave_out this standard error is over cells, but the number of units is that of batches or
+  donors, which are fewer. So the interval is too wide there, not too narrow.
 
 The interval does not cover training seeds; a sweep over `train.seed` shows how much these matter.
 """
@@ -36,13 +38,10 @@ class TaskScore:
     value: float
     # empty if the file has none; None where a repetition tested no unit
     repetitions: Sequence[float | None]
-    # Standard error over units of its difference from the best baseline; 0 if unknown. Units are
-    # mostly cells, in leave_out too.
+    # standard error over units of its difference from the best baseline; 0 if unknown
     units_se: float
-    # Number of independent units; None if the file does not count them. In leave_out these are not
-    # the cells but batches or donors, which are fewer: the interval is too wide, not too narrow.
-    n_units: int | None = None
-    scored: tuple[str, int] | None = None  # `evaluate.cells`, and the number of scored cells
+    n_units: int | None = None  # None if the file does not count them
+    scored_cells: tuple[str, int] | None = None  # `evaluate.cells`, and the number of scored cells
 
 
 TaskAndMetric = tuple[str, str]
@@ -69,6 +68,9 @@ class TaskWin(NamedTuple):
 class Ranking:
     """Ranking of the runs of one dataset. Runs are given by name. Empty if they share no task."""
 
+    n_runs: int = 0
+    # True if all were scored on equally many cells with the same `evaluate.cells`
+    has_paired_runs: bool = False
     # tasks that all runs have with the same metric
     shared_tasks: list[str] = field(default_factory=list)
     # the run with the highest mean, then runs tied with it
@@ -93,7 +95,7 @@ def score_tasks(dataset_result: DatasetResult) -> Scores:
             repetitions,
             units_se=0.0 if difference is None else difference.cells_se,
             n_units=None if difference is None else difference.n,
-            scored=dataset_result.scored,
+            scored_cells=dataset_result.scored_cells,
         )
     return scores
 
@@ -143,7 +145,12 @@ def rank_runs(scores_by_run: Mapping[str, Scores]) -> Ranking:
         any(difference.value < 0 and difference.has_interval for difference in differences.values())
         for differences in differences_by_run.values()
     )
+    scored_cells = {
+        score.scored_cells for scores in scores_by_run.values() for score in scores.values()
+    }
     return Ranking(
+        n_runs=len(scores_by_run),
+        has_paired_runs=len(scored_cells) == 1,
         shared_tasks=[task for task, _ in shared_keys],
         leaders=[leader, *tied],
         wins_over_leader=wins,
@@ -175,9 +182,9 @@ def find_notable_difference(score: TaskScore, other: TaskScore) -> NotableDiffer
 def _list_paired_differences(score: TaskScore, other: TaskScore) -> list[float]:
     """Differences of two runs in the repetitions in which both were tested.
 
-    Empty if their repetitions do not match, or if they were not scored on the same cells.
+    Empty if the runs are not paired, or differ in the number of repetitions.
     """
-    if score.scored != other.scored or len(score.repetitions) != len(other.repetitions):
+    if score.scored_cells != other.scored_cells or len(score.repetitions) != len(other.repetitions):
         return []
     pairs = zip(score.repetitions, other.repetitions)
     return [a - b for a, b in pairs if a is not None and b is not None]

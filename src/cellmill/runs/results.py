@@ -398,8 +398,8 @@ class DatasetResult:
         return self.n_cells - self.n_scored - self.n_without_genes
 
     @property
-    def scored(self) -> tuple[str, int]:
-        """Which cells are scored, and how many. Runs that differ in it cannot be paired."""
+    def scored_cells(self) -> tuple[str, int]:
+        """`evaluate.cells`, and the number of scored cells. Runs that differ in it are not paired."""
         return self.cells, self.n_scored
 
 
