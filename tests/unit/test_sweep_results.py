@@ -126,6 +126,31 @@ def test_a_sweep_has_the_best_of_its_runs_best_baselines() -> None:
         assert scaling.baseline.name == best
 
 
+def test_a_column_of_errors_has_a_curve_of_its_lowest_row() -> None:
+    sweep_rows = []
+    for layers in (1, 2):
+        rows = []
+        for classifier, error in (("kNN", 0.3), ("ridge", 0.1)):
+            scores = {"MAE": Score(error / layers)}
+            rows.append(Row(make_method("embedding", classifier), scores))
+        result = TaskResult(rows, lower_is_better=["MAE"])
+        evaluation = Evaluation({"d": make_dataset(fit=result)})
+        run = ReportedRun(str(layers), None, None, None, None, evaluation)
+        sweep_rows += list_rows(run, {"model.layers": layers})
+    [scaling] = make_scalings(sweep_rows, ["model.layers"])
+    assert scaling.measure.row == "embedding + ridge"
+
+
+def test_a_curve_is_named_by_its_other_axes_and_values() -> None:
+    rows = []
+    for lr in (0.01, 0.1):
+        for layers in (1, 2):
+            columns = {"model.layers": layers, "train.lr": lr, "parameters": None}
+            rows.append(SweepRow(columns, LOSS, "model", lr / layers))
+    scaling, _ = make_scalings(rows, ["model.layers", "train.lr"])
+    assert [curve.name for curve in scaling.curves] == ["train.lr 0.01", "train.lr 0.1"]
+
+
 def test_scores_of_tasks_without_a_metric_are_in_the_table() -> None:
     rows = [
         Row(make_method("embedding"), {"kBET": Score(0.25, 0.1)}, {"iLISI": 0.5, "n": None}),

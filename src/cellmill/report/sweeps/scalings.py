@@ -36,7 +36,8 @@ class SizePoint:
 class ScalingCurve:
     """Runs with the same values on all axes except the curve's own and the seeds."""
 
-    name: str  # these values, joined by commas; empty if there are no further axes
+    # these axes and values, such as `model.hidden 64, train.lr 0.1`; empty without further axes
+    name: str
     points: Annotated[list[SizePoint], Field(min_length=1)]  # sorted by size
     law: Law | NoLaw | None  # only of the validation loss, over one of LAW_QUANTITIES
 
@@ -204,7 +205,7 @@ def _make_curves(
         law = None
         if may_have_law:
             law = fit_law([row.run_columns[quantity] for row in group], _list_values(group))
-        name = ", ".join(map(str, values))
+        name = ", ".join(f"{axis} {value}" for axis, value in zip(other_axes, values))
         curves.append(ScalingCurve(name, _average_over_seeds(group, quantity), law))
     return curves
 
