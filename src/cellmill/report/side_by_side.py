@@ -5,7 +5,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from cellmill.report.collect import ReportedRun, list_results
-from cellmill.report.task_table import list_values, select_numbers
+from cellmill.report.task_table import list_figures, list_values
 from cellmill.runs.results import TaskResult
 
 
@@ -21,7 +21,7 @@ class TaskAcrossRuns(NamedTuple):
     """Table of one task over the runs that rank its rows by the same metric.
 
     A column has the metric for one set of features, with the best classifier. If no metric ranks
-    the rows, columns are those of the model's row; without such a row, the task's single numbers.
+    the rows, columns are those of the model's row; without such a row, the task's figures.
     """
 
     task: str
@@ -45,8 +45,7 @@ def compare_runs(runs: Sequence[ReportedRun]) -> list[TaskAcrossRuns]:
     for run, dataset_name, dataset_result in list_results(runs):
         for task, result in dataset_result.tasks.items():
             if result.skipped is None:
-                find_values = _find_best_scores if result.metric else _find_model_values
-                row = RunValues(run, dataset_name, find_values(result))
+                row = RunValues(run, dataset_name, _find_values(result))
                 rows_by_table.setdefault(task, {}).setdefault(result.metric, []).append(row)
     tables = [
         TaskAcrossRuns(task, metric, rows)
@@ -54,6 +53,16 @@ def compare_runs(runs: Sequence[ReportedRun]) -> list[TaskAcrossRuns]:
         for metric, rows in rows_by_metric.items()
     ]
     return [table for table in tables if table.columns]
+
+
+def _find_values(result: TaskResult) -> dict[str, float]:
+    """Values of a run in its row of the table, by column."""
+    if result.metric is not None:
+        return _find_best_scores(result)
+    for row in result.rows:
+        if row.method.kind == "model":
+            return list_values(row)
+    return list_figures(result)
 
 
 def _find_best_scores(result: TaskResult) -> dict[str, float]:
@@ -64,11 +73,3 @@ def _find_best_scores(result: TaskResult) -> dict[str, float]:
         value = result.rank_value(row)
         best[features] = max(value, best.get(features, value))
     return best
-
-
-def _find_model_values(result: TaskResult) -> dict[str, float]:
-    """Values of the model's first row by column; the task's single numbers if it has no row."""
-    for row in result.rows:
-        if row.method.kind == "model":
-            return list_values(row)
-    return select_numbers(result)

@@ -1,4 +1,4 @@
-"""Parts of a task's table on the page: columns, best baselines, the grid of ranked rows."""
+"""Contents of a task's table on the page: columns, best baselines, the grid of ranked rows."""
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -16,7 +16,7 @@ def list_columns(rows: Sequence[Row]) -> list[str]:
 
 
 def _is_shown(rows: Sequence[Row], column: str) -> bool:
-    """False if the column has lists, or only missing values and counts (integers) of 0."""
+    """False if the column has lists, or if each of its values is missing or the integer 0."""
     values = [row.cell(column) for row in rows]
     if any(isinstance(value, list) for value in values):
         return False
@@ -97,6 +97,6 @@ def list_values(row: Row) -> dict[str, float]:
     return {column: value for column, value in pairs if value is not None}
 
 
-def select_numbers(result: TaskResult) -> dict[str, float]:
-    """Numbers among the task's values that are in no row, by key."""
+def list_figures(result: TaskResult) -> dict[str, float]:
+    """The task's figures that are numbers, by key."""
     return {key: value for key, value in result.figures.items() if isinstance(value, int | float)}

@@ -6,7 +6,7 @@ from typing import Any
 
 from cellmill.report.collect import ReportedRun
 from cellmill.report.schemas import JsonObject, PlanSchema
-from cellmill.report.task_table import list_values, select_numbers
+from cellmill.report.task_table import list_figures, list_values
 from cellmill.runs.results import TaskResult
 
 TableColumn = tuple[str, str, str]
@@ -15,14 +15,14 @@ TableColumn = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Measure:
-    """Key of a value: a metric in one row of a task's table, or a single number of a task.
+    """Key of a value: a metric in one row of a task's table, or a figure of a task.
 
     Values with equal keys are compared over runs.
     """
 
     dataset: str
     task: str
-    row: str | None  # name of the row's method; None for a single number, which is in no row
+    row: str | None  # name of the row's method; None for a figure, which belongs to no row
     metric: str
 
     @property
@@ -41,13 +41,14 @@ class SweepRow:
 
     run_columns: JsonObject  # name, axes, sizes and costs of the run: equal in all its rows
     measure: Measure
-    kind: str  # kind of the method; model for a single number
+    kind: str  # kind of the method; model for a figure
     value: float
     sd: float | None = None  # standard deviation over repetitions, if there were several
     is_best_baseline: bool = False  # True for the best baseline of the run
+    lower_is_better: bool = False
 
     def to_csv_row(self) -> JsonObject:
-        """The row of results.csv: values by column. A single number has the name "model"."""
+        """The row of results.csv: values by column. A figure has the name "model"."""
         measure = self.measure
         return self.run_columns | {
             "dataset": measure.dataset,
@@ -78,7 +79,8 @@ def list_rows(run: ReportedRun, axis_values: Mapping[str, Any]) -> list[SweepRow
     }
     rows = []
     if run.status is not None and run.status.best_val_loss is not None:
-        rows.append(SweepRow(run_columns, LOSS, "model", run.status.best_val_loss))
+        loss = run.status.best_val_loss
+        rows.append(SweepRow(run_columns, LOSS, "model", loss, lower_is_better=True))
     if run.evaluation is not None:
         for dataset_name, task, result in run.evaluation.results():
             rows += _list_task_rows(run_columns, dataset_name, task, result)
@@ -91,19 +93,27 @@ def _list_task_rows(
     """Values of one task: of each ranked row, the metric that ranks it.
 
     If no metric ranks the rows, these are all values of each row. If the task has no rows, they are
-    its single numbers.
+    its figures.
     """
-    ranking_metric = result.metric
-    best_baseline = ranking_metric and result.best_baseline(ranking_metric)
-    for row in result.rows if ranking_metric is None else result.ranked_rows:
-        if ranking_metric is None:
-            values = list_values(row)
-        else:
-            values = {ranking_metric: result.rank_value(row)}
+    best_baseline = None
+    if result.metric is None:
+        values_by_row = [(row, list_values(row)) for row in result.rows]
+    else:
+        best_baseline = result.best_baseline(result.metric)
+        values_by_row = [
+            (row, {result.metric: result.rank_value(row)}) for row in result.ranked_rows
+        ]
+    for row, values in values_by_row:
         for metric, value in values.items():
-            measure = Measure(dataset_name, task, row.method.name, metric)
-            kind, sd = row.method.kind, row.sd(metric)
-            yield SweepRow(run_columns, measure, kind, value, sd, row == best_baseline)
+            yield SweepRow(
+                run_columns,
+                Measure(dataset_name, task, row.method.name, metric),
+                row.method.kind,
+                value,
+                row.sd(metric),
+                is_best_baseline=row == best_baseline,
+                lower_is_better=metric in result.lower_is_better,
+            )
     if not result.rows:
-        for metric, number in select_numbers(result).items():
-            yield SweepRow(run_columns, Measure(dataset_name, task, None, metric), "model", number)
+        for metric, figure in list_figures(result).items():
+            yield SweepRow(run_columns, Measure(dataset_name, task, None, metric), "model", figure)

@@ -1,6 +1,6 @@
 """Scaling curves of a sweep: each measure over an axis of numbers, such as numbers of cells."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -34,7 +34,7 @@ class SizePoint:
 
 @dataclass(frozen=True)
 class ScalingCurve:
-    """Runs with the same values on all axes except the curve's own and the seeds."""
+    """Runs with the same values on all axes but the scaling's own and the seeds."""
 
     # these axes and values, such as `model.hidden 64, train.lr 0.1`; empty without further axes
     name: str
@@ -44,7 +44,7 @@ class ScalingCurve:
 
 @dataclass(frozen=True)
 class BestBaseline:
-    """The best baseline in a column: the one with the highest mean, of the runs' best baselines."""
+    """The best baseline in a column: the one with the best mean, of the runs' best baselines."""
 
     name: str
     value: float  # mean over the runs
@@ -116,12 +116,11 @@ def _group(rows: Iterable[SweepRow], key: Callable[[SweepRow], Key]) -> dict[Key
 def _choose_measures(by_measure: RowsByMeasure) -> list[Measure]:
     """Measures to draw: the loss, then the model's best row in each column.
 
-    Of the model's rows (features and classifier), the best has the highest mean over runs. Task
-    probe comes first, then tables of other tasks, then single numbers. A measure with one value in
-    all runs is left out, except the loss.
+    Of the model's rows (features and classifier), the best has the best mean over runs. Task probe
+    comes first, then tables of other tasks, then figures. A measure with one value in all runs is
+    left out, except the loss.
     """
-    means = _average_over_runs(by_measure, lambda row: row.kind == "model")
-    best_measures = _find_best_measures(means).values()
+    best_measures = _find_best_measures(by_measure, lambda row: row.kind == "model").values()
     drawn = [
         measure
         for measure in best_measures
@@ -134,54 +133,50 @@ def _choose_measures(by_measure: RowsByMeasure) -> list[Measure]:
 
 def _find_best_baselines(by_measure: RowsByMeasure) -> dict[TableColumn, BestBaseline]:
     """The best baseline in each column, of those that are the best of some run."""
-    means = _average_over_runs(by_measure, lambda row: row.is_best_baseline)
     best = {}
-    for column, measure in _find_best_measures(means).items():
-        assert measure.row is not None  # single numbers have no baseline
-        best[column] = BestBaseline(measure.row, means[measure])
+    measures = _find_best_measures(by_measure, lambda row: row.is_best_baseline)
+    for column, measure in measures.items():
+        assert measure.row is not None  # figures have no baseline
+        mean = float(np.mean(_list_values(by_measure[measure])))
+        best[column] = BestBaseline(measure.row, mean)
     return best
 
 
-def _average_over_runs(
+def _find_best_measures(
     by_measure: RowsByMeasure, is_candidate: Callable[[SweepRow], bool]
-) -> dict[Measure, float]:
-    """Mean over all runs of each measure that is a candidate in at least one run."""
-    return {
-        measure: float(np.mean(_list_values(rows)))
-        for measure, rows in by_measure.items()
-        if any(map(is_candidate, rows))
-    }
+) -> dict[TableColumn, Measure]:
+    """In each column, the measure with the best mean over all runs.
 
-
-def _list_values(rows: Sequence[SweepRow]) -> list[float]:
-    return [row.value for row in rows]
-
-
-def _find_best_measures(means: Mapping[Measure, float]) -> dict[TableColumn, Measure]:
-    """The measure with the highest mean in each column.
-
-    A loss should be low, but it is the only measure in its column.
+    Only measures with a row that is a candidate in at least one run are compared.
     """
+    means = {}  # with the sign that makes higher better
+    for measure, rows in by_measure.items():
+        if any(map(is_candidate, rows)):
+            sign = -1 if rows[0].lower_is_better else 1
+            means[measure] = sign * float(np.mean(_list_values(rows)))
     best: dict[TableColumn, Measure] = {}
     for measure in sorted(means, key=means.__getitem__, reverse=True):
         best.setdefault(measure.column, measure)
     return best
 
 
+def _list_values(rows: Sequence[SweepRow]) -> list[float]:
+    return [row.value for row in rows]
+
+
 def _choose_quantity(rows: Sequence[SweepRow], axis: str) -> str | None:
     """Key of `run_columns` with the sizes of an axis; None if there is nothing to draw over it.
 
-    It is `cells` for fractions of the corpus, and `parameters` if any two values of the axis differ
-    in the numbers of parameters of their models. Otherwise it is the axis, if its values are
-    numbers. Seeds and axes with a single value have none.
+    It is `cells` for fractions of the corpus. It is `parameters` if no two values of the axis give
+    models with the same numbers of parameters. Otherwise it is the axis, if its values are numbers.
+    There is nothing to draw over seeds, or over an axis with a single value.
     """
     by_value = _group(rows, lambda row: str(row.run_columns[axis]))
     if axis == SEED or len(by_value) < 2:
         return None
     if axis == TRAIN_FRAC and all(row.run_columns["cells"] is not None for row in rows):
         return "cells"
-    # For each value of the axis, the set of its models' numbers of parameters. Values with equal
-    # sets count once.
+    # for each value of the axis, the set of its models' numbers of parameters; equal sets count once
     parameter_counts = set()
     for group in by_value.values():
         parameter_counts.add(frozenset(row.run_columns["parameters"] for row in group))
