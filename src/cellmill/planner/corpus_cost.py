@@ -71,11 +71,11 @@ def estimate_stage_costs(
             files=1,
             disk_gb=VOCABULARY_GB,
         ),
-        *_estimate_shards(cells_per_dataset, genes_per_cell, shard, cpu_hours),
+        *_estimate_shard_costs(cells_per_dataset, genes_per_cell, shard, cpu_hours),
     ]
 
 
-def _estimate_shards(
+def _estimate_shard_costs(
     cells_per_dataset: list[int],
     genes_per_cell: float,
     shard: Shard,

@@ -325,6 +325,8 @@ def estimate_pinned_bytes(model: PlannedModel) -> PinnedBytes:
     Offload keeps weights, gradients, optimizer state and, if full, the average on the host. A
     checkpoint is copied to the host first: its weights, optimizer state and average.
     """
+    if not model.pins_memory:
+        return PinnedBytes(offload=0, staging=0)
     offload = model.parallel.cpu_offload
     average = int(model.keeps_average)
     n_offloaded = 1 + model.optimizer_states  # gradients, optimizer state
@@ -345,16 +347,14 @@ def estimate_pinned_bytes(model: PlannedModel) -> PinnedBytes:
     )
 
 
-def count_pinned_bytes(model: PlannedModel, hardware: Hardware) -> int:
-    """Count the pinned host memory of a node's processes; processes on CPUs pin none."""
-    if hardware.device_name == "cpu":
-        return 0
-    return hardware.nproc_per_node * sum(estimate_pinned_bytes(model))
+def count_pinned_bytes(model: PlannedModel) -> int:
+    """Count the pinned host memory of a node's processes."""
+    return model.nproc_per_node * sum(estimate_pinned_bytes(model))
 
 
 def exceeds_host_memory(model: PlannedModel, hardware: Hardware) -> bool:
     """True if a node's processes pin more host memory than their job requests, if that is known."""
-    return 0 < hardware.requested_host_bytes < count_pinned_bytes(model, hardware)
+    return 0 < hardware.requested_host_bytes < count_pinned_bytes(model)
 
 
 def find_overflow(

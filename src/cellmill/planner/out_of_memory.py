@@ -104,7 +104,7 @@ def advise(
         usable_bytes=0,
     )
     if memory == "host":
-        pinned = count_pinned_bytes(PlannedModel.measure(options, corpus, hardware), hardware)
+        pinned = count_pinned_bytes(PlannedModel.measure(options, corpus, hardware))
         return (
             f"the plan was to pin {format_bytes(pinned)} of host memory per node: {REQUEST_MORE}, "
             "or shard over more nodes (FULL_SHARD)"

@@ -55,12 +55,14 @@ class PlannedModel:
     nproc_per_node: int  # processes per node
     keeps_average: bool = False  # average of the trained weights, by train.ema_decay
     optimizer_states: int = 2  # tensors of the optimizer's state per trained parameter
+    pins_memory: bool = True  # False on CPUs, whose processes pin no host memory
 
     @classmethod
     def measure(cls, options: TrainOptions, corpus: CorpusSize, hardware: Hardware) -> Self:
         """Measure the model of a run. Raise ConfigError if the layout does not divide the processes."""
         parallel = options.parallel
-        if hardware.device_name == "cpu":  # there is no other memory to offload to
+        is_on_cpus = hardware.device_name == "cpu"
+        if is_on_cpus:  # there is no other memory to offload to
             parallel = parallel.model_copy(update={"cpu_offload": None})
         spec = ModelSpec.of(options, corpus.n_genes, corpus.levels)
         return cls(
@@ -70,6 +72,7 @@ class PlannedModel:
             nproc_per_node=hardware.nproc_per_node,
             keeps_average=options.train.ema_decay is not None,
             optimizer_states=options.train.optimizer.states_per_parameter,
+            pins_memory=not is_on_cpus,
         )
 
     @property

@@ -156,7 +156,7 @@ def _list_tensor_parallel_calls(
 ) -> Iterator[Calls]:
     """Yield the calls that sum activations and their gradients over tensor-parallel ranks.
 
-    With sequence parallelism, each sum is a reduce-scatter paired with an all-gather of the same size.
+    With sequence parallelism, a reduce-scatter and an all-gather replace each all-reduce.
     """
     size = model.size
     parallel = model.parallel
@@ -171,8 +171,8 @@ def _list_tensor_parallel_calls(
     # activations: it recomputes all but the last, which the backward pass does not need.
     reductions_per_pass = size.block.collectives
     recomputes = parallel.activation_checkpointing is not None
-    recomputed = max(0, reductions_per_pass - 1) if recomputes else 0
-    reductions_per_block = (forward_passes + 1) * reductions_per_pass + recomputed
+    recomputed_reductions = max(0, reductions_per_pass - 1) if recomputes else 0
+    reductions_per_block = (forward_passes + 1) * reductions_per_pass + recomputed_reductions
     elements_per_call = size.block.collective_elements_per_token / max(1, reductions_per_pass)
     payload_bytes = token_bytes * totals.n_blocks * (reductions_per_block * elements_per_call)
     kind: Kind = "reduce-scatter" if parallel.sequence_parallel else "all-reduce"

@@ -20,7 +20,7 @@ from cellmill.errors import ConfigError
 from cellmill.files import span, write_json
 from cellmill.planner.cost import estimate_cost
 from cellmill.planner.devices import check_precision, find_device
-from cellmill.planner.hardware import Hardware, find_hardware
+from cellmill.planner.hardware import find_hardware
 from cellmill.planner.measure.cpu_speed import measure_cpu
 from cellmill.planner.memory import count_pinned_bytes, find_overflow
 from cellmill.planner.output.format import format_bytes
@@ -174,7 +174,7 @@ def _plan_run(corpus: PlannedCorpus, machine: Machine, device_name: str) -> RunP
     cost = estimate_cost(options, corpus.size, hardware, device)
     # the device's memory was checked above
     if find_overflow(options, corpus.size, hardware) == "host":
-        raise _explain_host_memory(cost.model, hardware, machine)
+        raise _explain_host_memory(cost.model, machine)
     return RunPlan(
         cost,
         corpus.size,
@@ -210,9 +210,9 @@ def _list_warnings(corpus: PlannedCorpus, steps: int) -> list[str]:
     return warnings
 
 
-def _explain_host_memory(model: PlannedModel, hardware: Hardware, machine: Machine) -> ConfigError:
+def _explain_host_memory(model: PlannedModel, machine: Machine) -> ConfigError:
     """Make the error for a node whose processes pin more host memory than its job requests."""
-    pinned = format_bytes(count_pinned_bytes(model, hardware))
+    pinned = format_bytes(count_pinned_bytes(model))
     requested = f"{machine.memory_key} is {machine.memory_mb}"
     if machine.memory_key != "mem_mb":
         requested += f", {format_bytes(machine.node_memory_bytes)} per node"

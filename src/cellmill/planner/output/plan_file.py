@@ -9,7 +9,7 @@ from cellmill.config.run import AUTO_EPOCHS, Train
 from cellmill.planner.cost import RunCost, RunTime
 from cellmill.planner.devices import describe_assumption
 from cellmill.planner.hardware import Hardware
-from cellmill.planner.memory import PinnedBytes, estimate_pinned_bytes
+from cellmill.planner.memory import estimate_pinned_bytes
 from cellmill.planner.output.format import describe_layout, format_bytes, format_hours
 from cellmill.planner.remedies import MAX_TRIED_BUDGET
 from cellmill.planner.schedules import estimate_idle_frac
@@ -39,13 +39,6 @@ class RunPlan:
     warnings: list[str]
 
     @property
-    def pinned(self) -> PinnedBytes:
-        """Pinned host memory of one process; a CPU process needs none."""
-        if self.hardware.device_name == "cpu":
-            return PinnedBytes(offload=0, staging=0)
-        return estimate_pinned_bytes(self.cost.model)
-
-    @property
     def tokens_per_step(self) -> float:
         return self.corpus.tokens_per_cell * self.cost.counts.max_cells_per_step
 
@@ -62,6 +55,7 @@ class RunPlan:
         counts = cost.counts
         time = cost.time
         hardware = self.hardware
+        pinned = estimate_pinned_bytes(cost.model)
         return {
             "parameters": cost.whole_size.parameters,
             "memory": {
@@ -69,8 +63,8 @@ class RunPlan:
                 "total_bytes": cost.memory.total,
                 "usable_bytes": hardware.usable_bytes,  # `plan.memory_frac` of device_bytes
                 "device_bytes": hardware.device_bytes,
-                "offload_bytes": self.pinned.offload,  # pinned host memory for parallel.cpu_offload
-                "staging_bytes": self.pinned.staging,  # pinned host memory for a copy of the checkpoint
+                "offload_bytes": pinned.offload,  # pinned host memory for parallel.cpu_offload
+                "staging_bytes": pinned.staging,  # pinned host memory for a copy of the checkpoint
             },
             "communication": {
                 "link_bytes": asdict(sum_link_bytes(cost.traffic)),
@@ -198,8 +192,9 @@ def _format_memory(plan: RunPlan) -> Iterator[Line]:
         f"{hardware.world_size} x {hardware.device_name}, {layout}, {parallel.precision}",
     )
     parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in plan.cost.memory.list_parts())
-    pinned = {"parallel.cpu_offload": plan.pinned.offload, "checkpoints": plan.pinned.staging}
-    for use, n_bytes in pinned.items():
+    pinned = estimate_pinned_bytes(plan.cost.model)
+    uses = (("parallel.cpu_offload", pinned.offload), ("checkpoints", pinned.staging))
+    for use, n_bytes in uses:
         if n_bytes:
             parts += f"; {format_bytes(n_bytes)} of pinned host memory for {use}"
     yield (

@@ -81,7 +81,7 @@ def _estimate_on_machine(
         usable = format_bytes(hardware.usable_bytes)
         raise ConfigError(f"needs {format_bytes(cost.memory.total)} of {usable} per process")
     if overflow == "host":
-        pinned = format_bytes(count_pinned_bytes(cost.model, hardware))
+        pinned = format_bytes(count_pinned_bytes(cost.model))
         raise ConfigError(
             f"pins {pinned} of {format_bytes(hardware.requested_host_bytes)} host memory"
         )
