@@ -194,7 +194,7 @@ def _list_warnings(corpus: PlannedCorpus, steps: int) -> list[str]:
     warmup_steps = options.train.warmup_steps
     if warmup_steps >= steps:
         warnings.append(f"train.warmup_steps {warmup_steps} leaves no step after the warm-up")
-    # sequence parallelism divides the tokens on which blocks compute
+    # a family without sequence parallelism has no tokens to divide: its blocks compute on a row per cell
     blocks_compute_on_cells = not options.model.sequence_parallel
     if corpus.cut_cells_frac and blocks_compute_on_cells:  # more tokens cost little
         max_genes = int(corpus.detected_genes.max())
