@@ -17,8 +17,8 @@ class GenesPerCellQueue:
     """Queue of the numbers of genes of cells, for each of some lanes.
 
     For each lane, `windows` has an iterator that yields the numbers of genes of the cells of each
-    window, `(cells,)`, and `skipped` the number of cells to leave out of the first window. Row k of the
-    table is lane k of these.
+    window, `(cells,)`. `skipped` has the number of cells to leave out of each lane's first window. Row
+    k of the table holds lane k.
     """
 
     def __init__(self, windows: Sequence[Iterator[np.ndarray]], skipped: Sequence[int]) -> None:
@@ -27,22 +27,23 @@ class GenesPerCellQueue:
         # (lanes,): column of each lane's next cell, and the column after its last
         self._starts = np.zeros(len(windows), np.int64)
         self._stops = np.zeros(len(windows), np.int64)
+        self._n_looked_up = 0  # cells looked up after each lane's first window
+        # cells taken. Skipped cells count as taken: a resumed run then looks as far ahead as one that
+        # never stopped
+        self._n_taken = sum(skipped)
         for row in range(len(windows)):
             self._append_window(row)
         self._starts += np.array(skipped, np.int64)
         # make room for a second window now: to widen the table later, a step would have to copy it
         self._widen(2 * self._table.shape[1])
         self._next_row = 0  # row whose next window is looked up first
-        # number of cells to look up ahead, as many as were taken; negative after larger windows.
-        # Skipped cells count as taken: a resumed run then looks as far ahead as one that never stopped
-        self._n_to_look_up = sum(skipped)
 
     def take(self, n_cells: np.ndarray) -> np.ndarray:
         """Take the next `n_cells` cells of each lane, `(lanes,)` int64.
 
         Returns their numbers of genes, `(n_cells.sum(),)` int32, lane by lane.
         """
-        self._n_to_look_up += int(n_cells.sum())
+        self._n_taken += int(n_cells.sum())
         self._look_ahead()
         # a lane that is short of cells cannot wait for its turn
         is_short = self._stops - self._starts < n_cells
@@ -50,7 +51,7 @@ class GenesPerCellQueue:
             while self._stops[row] - self._starts[row] < n_cells[row]:
                 n_found = self._append_window(row)
                 assert n_found, "cells of a step are in no window"
-                self._n_to_look_up -= n_found
+                self._n_looked_up += n_found
         # which of the positions from each row's start on are taken
         is_taken = np.arange(n_cells.max()) < n_cells[:, None]
         rows, positions = np.nonzero(is_taken)
@@ -59,11 +60,11 @@ class GenesPerCellQueue:
         return genes_per_cell
 
     def _look_ahead(self) -> None:
-        """Look up the next windows, lane after lane, until `_n_to_look_up` cells are found."""
-        while self._n_to_look_up > 0:
+        """Look up the next windows, lane after lane, until as many cells are looked up as were taken."""
+        while self._n_looked_up < self._n_taken:
             n_found = self._append_window(self._next_row)
             self._next_row = (self._next_row + 1) % len(self._windows)
-            self._n_to_look_up -= n_found
+            self._n_looked_up += n_found
             if not n_found:  # the lane has ended: the next step goes on with the next lane
                 break
 
