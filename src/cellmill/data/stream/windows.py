@@ -218,23 +218,16 @@ class WindowReader:
 
         Returns the bytes to read into it, and its cells in the order of the spans.
         """
-        # a cell has two parts, its genes and its counts, so a span of n cells has 2 n + 1 part offsets
-        part_offsets = np.concatenate(
-            [
-                self._shards[shard].part_offsets[2 * start : 2 * (start + n) + 1]
-                for shard, start, n in iterate_rows(spans)
-            ]
-        ).astype(np.int64)
-        # index of the offset where a cell's genes start: earlier cells have two offsets each, and each
-        # earlier span has one more. The next offsets are the start and the stop of the cell's counts
+        # bytes of each cell in its shard
+        gene_starts, count_starts, stops = self._find_bytes(spans)
+        # bytes of each span, in its shard and in the buffer
         cell_offsets = row_offsets(spans.n_cells)
-        index = 2 * np.arange(cell_offsets[-1]) + row_numbers(cell_offsets)
-        gene_starts, count_starts, stops = (part_offsets[index + i] * ALIGNMENT for i in range(3))
-        first_bytes = gene_starts[cell_offsets[:-1]]
-        stop_bytes = stops[cell_offsets[1:] - 1]
-        buffer_offsets = row_offsets(stop_bytes - first_bytes)
-        # from a position in the shard to the position in the buffer
-        shift = np.repeat(buffer_offsets[:-1] - first_bytes, spans.n_cells)
+        span_starts = gene_starts[cell_offsets[:-1]]
+        span_stops = stops[cell_offsets[1:] - 1]
+        buffer_offsets = row_offsets(span_stops - span_starts)
+        targets = buffer_offsets[:-1]
+        # distance of each cell's bytes in the buffer from its bytes in the shard
+        shift = np.repeat(targets - span_starts, spans.n_cells)
         packed = PackedCells(
             recycled_empty(buffer_offsets[-1], np.uint8),
             gene_starts=gene_starts + shift,
@@ -242,17 +235,43 @@ class WindowReader:
             stops=stops + shift,
             lengths=count_genes(self._shards, spans),
         )
-        return ByteSpans(spans.shards, first_bytes, stop_bytes, buffer_offsets[:-1]), packed
+        return ByteSpans(spans.shards, span_starts, span_stops, targets), packed
+
+    def _find_bytes(self, spans: CellSpans) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Find the packed bytes of each cell of `spans` in its shard.
+
+        Returns the first byte of its genes, the first byte of its counts, and the byte after them,
+        `(cells,)` int64 each.
+        """
+        # a cell has two parts, its genes and its counts. A span has the offset of each, and of its end
+        part_offsets = np.concatenate(
+            [
+                self._shards[shard].part_offsets[2 * start : 2 * (start + n) + 1]
+                for shard, start, n in iterate_rows(spans)
+            ]
+        ).astype(np.int64)
+        part_offsets *= ALIGNMENT
+        first = index_cells(spans, offsets_per_cell=2)
+        return part_offsets[first], part_offsets[first + 1], part_offsets[first + 2]
 
 
 def count_genes(shards: list[PackedCellFile], spans: CellSpans) -> np.ndarray:
     """Count the genes of each cell of `spans`, `(cells,)` int64."""
-    # a span of n cells has n + 1 offsets
+    # a span has the offset of each cell's genes, and of its end
     gene_offsets = np.concatenate(
         [shards[shard].indptr[start : start + n + 1] for shard, start, n in iterate_rows(spans)],
         dtype=np.int64,
     )
-    # index of each cell's offset: earlier cells have one offset each, and each earlier span has one more
+    return np.diff(gene_offsets)[index_cells(spans, offsets_per_cell=1)]
+
+
+def index_cells(spans: CellSpans, offsets_per_cell: int) -> np.ndarray:
+    """Return the index of each cell's first offset among the offsets of all spans, `(cells,)` int64.
+
+    The offsets of the spans follow each other. Each span has those of its cells, and of its end. For
+    cells a and b of one span and c of the next, with two offsets per cell, these are `a a b b end c c
+    end`: the cells begin at 0, 2 and 5.
+    """
     cell_offsets = row_offsets(spans.n_cells)
-    index = np.arange(cell_offsets[-1]) + row_numbers(cell_offsets)
-    return np.diff(gene_offsets)[index]
+    n_earlier_ends = row_numbers(cell_offsets)  # one for each earlier span
+    return offsets_per_cell * np.arange(cell_offsets[-1]) + n_earlier_ends
