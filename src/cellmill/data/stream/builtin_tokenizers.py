@@ -90,8 +90,8 @@ def bin_counts(counts: np.ndarray, bins: int) -> np.ndarray:
 def _bin_cells(cells: SparseCounts, bins: int) -> np.ndarray:
     """Do the same as `bin_counts` for every cell, without a sort or a search per nonzero.
 
-    Each cell has a table with an entry for every count from 0 to its largest. The tables of all cells
-    are one array. Returns `(nonzeros,)` int32.
+    Each cell has a table, whose entry i stands for count i, from 0 to the cell's largest count. The
+    tables of all cells are one array, `(entries,)`. Returns `(nonzeros,)` int32.
     """
     offsets, _, counts = cells
     lengths = cells.lengths
@@ -99,7 +99,7 @@ def _bin_cells(cells: SparseCounts, bins: int) -> np.ndarray:
     if not len(filled):
         return np.empty(0, np.int32)
     largest = np.maximum.reduceat(counts, offsets[:-1][filled]).astype(np.int64)
-    sizes = largest + 1  # entries of each cell's table: a count is its index in the table
+    sizes = largest + 1  # entries of each cell's table
     if int(sizes.sum()) > _MAX_ENTRIES:
         by_cell = np.split(counts, offsets[1:-1])
         return np.concatenate([bin_counts(cell, bins) for cell in by_cell if len(cell)])
@@ -121,16 +121,17 @@ def _compute_quantiles(
 ) -> np.ndarray:
     """Compute quantiles of the nonzero counts of each cell, `(cells, bins)` float64.
 
-    `n_nonzeros`, `(cells,)`, is how many each cell has. Tables begin at `table_starts`, `(cells, 1)`,
-    in `n_cumulative`, `(entries,)`. Operations are those of numpy's linear quantiles, in the same
-    order, so that bins equal those of `bin_counts`.
+    Entry i of a cell's table stands for count i. `n_cumulative`, `(entries,)`, is the number of
+    nonzeros up to and including each entry, over all cells. Tables begin at entries `table_starts`,
+    `(cells, 1)`. `n_nonzeros`, `(cells,)`, is the number of nonzeros of each cell. Operations are those
+    of numpy's linear quantiles, in the same order, so that bins equal those of `bin_counts`.
     """
     # position of each quantile among the cell's sorted counts, and the integers around it
     last = (n_nonzeros - 1)[:, None]
     position = np.linspace(0, 1, bins) * last
     position_below = np.floor(position).astype(np.int64)
     position_above = np.minimum(position_below + 1, last)
-    # the counts at these positions
+    # the count at a position is the first entry up to which there are more nonzeros than the position
     n_before = (np.cumsum(n_nonzeros) - n_nonzeros)[:, None]  # nonzeros of earlier cells
     below = np.searchsorted(n_cumulative, n_before + position_below, side="right") - table_starts
     above = np.searchsorted(n_cumulative, n_before + position_above, side="right") - table_starts
@@ -145,7 +146,7 @@ def _count_reached(quantiles: np.ndarray, table_offsets: np.ndarray) -> np.ndarr
     `quantiles` is `(cells, bins)`, and `table_offsets` is `(cells + 1,)`.
     """
     n_cells, bins = quantiles.shape
-    # an integer reaches a quantile when it reaches the quantile rounded up
+    # the entry at which each quantile is reached: a count reaches it if it reaches it rounded up
     reached_at = table_offsets[:-1, None] + np.ceil(quantiles).astype(np.int64)
     reached = np.cumsum(np.bincount(reached_at.ravel(), minlength=int(table_offsets[-1])))
     # subtract the quantiles of earlier cells
