@@ -73,8 +73,7 @@ def _loops_or_none(kept: KeptGenes, with_counts: bool) -> Any:
 def _make_log_tokens_by_loops(loops: Any, kept: KeptGenes) -> CellTokens:
     """Do the same as `make_log_tokens`, by the compiled loops."""
     cells = kept.cells
-    token_offsets = kept.cu_seqlens
-    n_tokens = int(token_offsets[-1])
+    n_tokens = int(kept.cu_seqlens[-1])
     totals = np.empty(cells.n_cells, np.int64)
     loops.sum_cells(cells.offsets, cells.counts, totals)
     scale = scale_of_totals(totals, np.float32)
@@ -86,7 +85,7 @@ def _make_log_tokens_by_loops(loops: Any, kept: KeptGenes) -> CellTokens:
     large = recycled_empty(n_tokens, np.int32)  # tokens whose count is not in the table
     n_large = loops.fill_tokens(
         *cells,
-        token_offsets,
+        kept.cu_seqlens,
         table,
         scale,
         token_ids,
@@ -97,4 +96,4 @@ def _make_log_tokens_by_loops(loops: Any, kept: KeptGenes) -> CellTokens:
     # the loops leave the logarithms of large counts to numpy
     large = large[:n_large]
     values[large] = np.log1p(values[large])
-    return CellTokens(token_ids, values, token_offsets)
+    return CellTokens(token_ids, values, kept.cu_seqlens)
