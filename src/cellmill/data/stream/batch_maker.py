@@ -70,15 +70,15 @@ class BatchMaker:
         """
         n_tokens = self.tokenizer.count_tokens(group.genes_per_cell)
         cuts = self.micro_batch_rule.cut_steps(n_tokens, group.cells_by_rank, self.rank)
-        filled = iter(self._tokenize(group.local_cells, cuts.offsets, group.epoch))
+        filled = iter(self._make_filled(group.local_cells, cuts.offsets, group.epoch))
         batches_by_step = []
         for n_filled, n_batches in zip(cuts.n_filled, cuts.n_batches):
             n_empty = n_batches - n_filled
             batches_by_step.append([*islice(filled, n_filled), *[self._empty_batch] * n_empty])
         return batches_by_step
 
-    def _tokenize(self, cells: StreamCells, offsets: list[int], epoch: int) -> list[Batch]:
-        """Make a micro-batch of the cells between each offset and the next.
+    def _make_filled(self, cells: StreamCells, offsets: list[int], epoch: int) -> list[Batch]:
+        """Make the micro-batches that have cells: one of the cells between each offset and the next.
 
         Small micro-batches are tokenized together, then cut apart.
         """

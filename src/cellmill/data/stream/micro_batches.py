@@ -41,19 +41,19 @@ class MicroBatchRule:
         of all ranks from them, so ranks agree on their number without communication.
         """
         # numbers of micro-batches that each rank fills greedily, (steps, ranks)
-        greedy_batches = count_greedy_batches(n_tokens, cells_by_rank.ravel(), self.token_budget)
-        greedy_batches = greedy_batches.reshape(cells_by_rank.shape)
+        n_greedy = count_greedy_batches(n_tokens, cells_by_rank.ravel(), self.token_budget)
+        n_greedy = n_greedy.reshape(cells_by_rank.shape)
         # numbers of micro-batches on every rank, (steps,)
-        needed_batches = np.maximum(greedy_batches.max(1), self.min_per_step)
-        n_batches: list[int] = (-(-needed_batches // self.multiple_of) * self.multiple_of).tolist()
+        n_needed = np.maximum(n_greedy.max(1), self.min_per_step)
+        n_batches: list[int] = (-(-n_needed // self.multiple_of) * self.multiple_of).tolist()
         # in `n_tokens`, this rank's cells of each step are starts:stops
         stops = cells_by_rank.cumsum().reshape(cells_by_rank.shape)[:, rank]
         starts = stops - cells_by_rank[:, rank]
         offsets = [0]  # these number only this rank's cells
         n_filled = []
-        steps = zip(starts.tolist(), stops.tolist(), greedy_batches[:, rank].tolist(), n_batches)
-        for start, stop, n_greedy, n_batches_of_step in steps:
-            step_offsets = self._cut_step(n_tokens[start:stop], n_greedy, n_batches_of_step)
+        steps = zip(starts.tolist(), stops.tolist(), n_greedy[:, rank].tolist(), n_batches)
+        for start, stop, n_greedy_of_step, n_batches_of_step in steps:
+            step_offsets = self._cut_step(n_tokens[start:stop], n_greedy_of_step, n_batches_of_step)
             first_cell = offsets[-1]
             offsets += [first_cell + offset for offset in step_offsets[1:]]
             n_filled.append(len(step_offsets) - 1)
