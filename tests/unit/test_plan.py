@@ -23,7 +23,10 @@ from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import Layout
 from cellmill.config.run import Train
 from cellmill.data.shards.manifest import Manifest
-from cellmill.data.stream.batch_tokenizer import count_detected_and_undetected, find_max_tokens
+from cellmill.data.stream.batch_tokenizer import (
+    count_detected_and_undetected,
+    find_max_tokens_without_cuts,
+)
 from cellmill.errors import ConfigError
 from cellmill.models.build import ModelSpec
 from cellmill.planner.hardware import Hardware, find_hardware
@@ -303,7 +306,7 @@ def test_cut_cells_are_reported(
 def test_the_advised_max_tokens_cuts_no_cell(zero_frac: float) -> None:
     tokens = _options(tokens={"zero_frac": zero_frac}).tokens
     for n_genes in range(1, 1000):
-        advised = find_max_tokens(tokens, n_genes)
+        advised = find_max_tokens_without_cuts(tokens, n_genes)
         cells = np.array([n_genes])
         kept_by_limit = []
         for max_tokens in (advised, max(1, advised - 1)):

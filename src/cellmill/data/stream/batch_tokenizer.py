@@ -18,7 +18,9 @@ from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.tokenizer import Tokenizer, tokenize_to_batch
 from cellmill.errors import DataError
 
-_UNDETECTED_KEY = np.uint64(0x5A45524F)  # "ZERO" in ASCII, in the keys that draw undetected genes
+_UNDETECTED_KEY = np.uint64(
+    0x5A45524F
+)  # in the keys that draw undetected genes: any constant, here "ZERO" in ASCII
 _NO_LIMIT = 2**31 - 1  # a `max_tokens` above the number of genes of any cell
 
 
@@ -39,7 +41,7 @@ def count_detected_and_undetected(
     return n_detected, np.minimum(n_undetected, max_undetected)
 
 
-def find_max_tokens(options: Tokens, genes_in_cell: int) -> int:
+def find_max_tokens_without_cuts(options: Tokens, genes_in_cell: int) -> int:
     """Find the smallest `max_tokens` that cuts neither genes of a cell nor undetected genes drawn for it."""
     max_tokens = int(genes_in_cell / (1 - options.zero_frac))
     # counted up from below, since the quotient is rounded
@@ -94,8 +96,11 @@ class BatchTokenizer:
         reads_all = with_counts or self._chooses_genes or self._tokenizer.needs_counts
         return None if reads_all else self._options.max_tokens
 
-    def max_unsorted_genes(self) -> int | None:
-        """Return how many genes a cell can have before its tokens depend on rank order; None if never."""
+    def max_genes_in_any_order(self) -> int | None:
+        """Return the most genes that a cell may have in any order. With more, they must be in rank order.
+
+        None if tokens never depend on their order.
+        """
         if self._options.value_kind == "place":
             return 0
         return _max_detected(self._options) if self._options.truncation == "top" else None

@@ -31,15 +31,18 @@ class CellUnpacker:
         self._shards = shards
         dtype = np.result_type(*(shard.kind.dtype for shard in shards))
         self._kind = CellKind(manifest.gene_order, manifest.n_genes, dtype)
-        self._max_genes = tokenizer.max_genes(with_counts)  # None: all, and their counts
+        # None: all genes are unpacked, and their counts
+        self._max_genes: int | None = None
+        # None: genes stay in the order in which they are stored
         self._rank_order: RankOrder | None = None
-        if manifest.gene_order == "genes":
-            # genes are stored by their number: to find the first in rank order, all are sorted by counts
-            self._max_genes = None
-            max_unsorted_genes = tokenizer.max_unsorted_genes()
-            if max_unsorted_genes is not None:
-                medians = read_medians(shards[0].path)
-                self._rank_order = RankOrder(inverse_medians(medians), max_unsorted_genes)
+        if manifest.gene_order == "rank":
+            self._max_genes = tokenizer.max_genes(with_counts)
+            return
+        # genes are stored by their number: to find the first in rank order, all are sorted by counts
+        max_unsorted_genes = tokenizer.max_genes_in_any_order()
+        if max_unsorted_genes is not None:
+            medians = read_medians(shards[0].path)
+            self._rank_order = RankOrder(inverse_medians(medians), max_unsorted_genes)
 
     def unpack(self, cells: StreamCells) -> SparseCounts:
         """Unpack `cells`. Raises DataError with the name of a damaged cell."""
