@@ -97,7 +97,7 @@ def read_all(folder: Path) -> str:
         columns = {"donor": "tokens.covariates"}
         order = {"lanes": 4, "block_cells": 16, "window_blocks": 2}
         stream = stream_of(
-            manifest, options=order, split=split, shuffle=False, level_columns=columns
+            manifest, options=order, split=split, is_training=False, level_columns=columns
         )
         for batches in stream:
             for batch in batches:

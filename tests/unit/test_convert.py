@@ -128,7 +128,7 @@ def test_ranks_keep_their_order_into_the_batch(tmp_path: Path, published: Path) 
     assert Manifest.read(manifest.path).ranked
     ranked = Tokens.model_validate({"tokenizer": "rank", "max_tokens": 8})
     split = SplitSource(manifest.path, "train")
-    order = OrderOptions(Stream(lanes=1), global_batch=4, seed=0, shuffle=False)
+    order = OrderOptions(Stream(lanes=1), global_batch=4, seed=0, is_training=False)
     stream = CellStream(split, order, ranked, MicroBatchRule(64))
     streamed = []
     for batch in chain.from_iterable(stream):

@@ -186,7 +186,7 @@ def test_batches_have_the_sequences_in_their_order(tmp_path: Path) -> None:
 
     tokens = Tokens.model_validate(TOKENS)
     split = SplitSource(corpus["manifest"], "test")
-    order = OrderOptions(Stream(lanes=1), global_batch=8, seed=0, shuffle=False)
+    order = OrderOptions(Stream(lanes=1), global_batch=8, seed=0, is_training=False)
     stream = CellStream(split, order, tokens, MicroBatchRule(400))
     batch = next(iter(stream))[0]
     stream.close()

@@ -440,7 +440,7 @@ def test_every_rank_reads_the_levels_of_its_cells(manifest: Manifest, split: str
     assert {len(set(column)) for column in expected.T.tolist()} == {2, 3}
     seen: set[int] = set()
     for rank in range(2):
-        stream = _stream(manifest, COLUMNS, split=split, rank=rank, world=2, shuffle=False)
+        stream = _stream(manifest, COLUMNS, split=split, rank=rank, world=2, is_training=False)
         assert stream.levels == LEVELS
         for batch in chain.from_iterable(stream):
             assert batch.levels is not None

@@ -143,12 +143,14 @@ def test_every_cell_is_read_once_per_epoch(
 
 
 @pytest.mark.parametrize("n_cells", [1, 2, 7, 8, 9, 33])
-@pytest.mark.parametrize(("world", "shuffle"), [(1, True), (1, False), (8, False)])
-def test_tiny_corpora_lose_no_cell(tmp_path: Path, n_cells: int, world: int, shuffle: bool) -> None:
+@pytest.mark.parametrize(("world", "is_training"), [(1, True), (1, False), (8, False)])
+def test_tiny_corpora_lose_no_cell(
+    tmp_path: Path, n_cells: int, world: int, is_training: bool
+) -> None:
     manifest = write_corpus(tmp_path, n_cells)
     for equal in (False, True):
         ranks = ranks_of(
-            manifest, world, shuffle=shuffle, global_batch=8, options={"equal_steps": equal}
+            manifest, world, is_training=is_training, global_batch=8, options={"equal_steps": equal}
         )
         steps = joined(ranks, ranks[0].steps_per_epoch)
         assert sorted(chain(*steps)) == list(range(n_cells))
@@ -280,7 +282,7 @@ def test_a_state_without_what_all_states_have_is_refused(manifest: Manifest, nam
 
 
 def test_validation_reads_the_first_cells_in_a_fixed_order(manifest: Manifest) -> None:
-    stream = stream_of(manifest, shuffle=False, max_cells=150, seed=7)
+    stream = stream_of(manifest, is_training=False, max_cells=150, seed=7)
     assert stream.n_cells == 150
     first = list(stream)
     second = list(stream)
@@ -288,11 +290,11 @@ def test_validation_reads_the_first_cells_in_a_fixed_order(manifest: Manifest) -
     assert len(first) == stream.steps_per_epoch
     assert same(first, second)
     assert sorted(chain.from_iterable(map(cells_of, first))) == list(range(150))
-    assert same(first, take(stream_of(manifest, shuffle=False, max_cells=150, seed=8), 100))
-    some = stream_of(manifest, shuffle=False, max_cells=150)
+    assert same(first, take(stream_of(manifest, is_training=False, max_cells=150, seed=8), 100))
+    some = stream_of(manifest, is_training=False, max_cells=150)
     next(iter(some))
     assert same(take(some, 100), first)
-    everything = stream_of(manifest, shuffle=False, max_cells=10**6)
+    everything = stream_of(manifest, is_training=False, max_cells=10**6)
     assert everything.n_cells == CELLS
     everything.close()
 

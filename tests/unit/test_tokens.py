@@ -456,7 +456,7 @@ def test_variable_genes_come_from_the_vocabulary(tmp_path: Path) -> None:
 
     def stream(manifest: Manifest) -> CellStream:
         return stream_of(
-            manifest, options={"lanes": 1}, tokens=tokens, token_budget=2000, shuffle=False
+            manifest, options={"lanes": 1}, tokens=tokens, token_budget=2000, is_training=False
         )
 
     streamed = []

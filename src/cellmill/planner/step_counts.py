@@ -87,7 +87,7 @@ def count_steps(options: PlanOptions, corpus: CorpusSize, layout: Layout) -> Ste
     order_rule = OrderRule.for_counting(options, corpus.n_cells)
     steps = train.total_steps(order_rule.steps_per_epoch)
     epochs, steps_of_last_epoch = divmod(steps, order_rule.steps_per_epoch)
-    cells_of_last_epoch = int(order_rule.cells_before(steps_of_last_epoch).sum())
+    cells_of_last_epoch = int(order_rule.count_cells_before(steps_of_last_epoch).sum())
     micro_batches = count_micro_batches(
         corpus,
         order_rule.max_step_cells,

@@ -149,7 +149,7 @@ def _read_corpus(options: PlanOptions, manifest: Path) -> PlannedCorpus:
     detected_genes = count_detected_genes(shards)[:n_cells]
     if options.stream.weight_by is not None:  # cells are not read equally often
         weights = read_cell_weights(shards, "train", options.stream, n_cells)
-        times_read = weights.draw_times_read(options.train.seed, epoch=0, first_step=0)
+        times_read = weights.draw_times_read(options.train.seed, epoch=0, first_global_step=0)
         # training reads a cell again much later, so a sample of steps must not have it twice in a row
         generator = np.random.Generator(np.random.Philox(0))
         detected_genes = generator.permutation(detected_genes.repeat(times_read))

@@ -101,7 +101,7 @@ class TensorStream:
                 record_verified(opened, stamps)
         self._cells = CellStream(
             SplitSource(manifest, split),
-            OrderOptions(order, global_batch, train.seed, shuffle=split == "train"),
+            OrderOptions(order, global_batch, train.seed, is_training=split == "train"),
             parsed,
             MicroBatchRule(global_batch * parsed.max_tokens),  # so that no step is cut
             data_rank=DataRank(rank, world_size),

@@ -254,7 +254,7 @@ def build_streams(
         fields = replace(fields, level_columns=columns)
     val = CellStream(
         SplitSource(manifest.path, "val", options.train.val_cells, copies),
-        replace(order, shuffle=False),
+        replace(order, is_training=False),
         options.tokens,
         micro_batch_rule,
         fields=fields,

@@ -13,11 +13,14 @@ run's tokenizer and builds a batch from its tokens.
 - part: the genes, or the counts, of a packed cell
 - span: consecutive cells of one shard, or their bytes
 - block, lane, window: how cells are shuffled and divided; `order` defines them
+- rank window: window number k of every lane of a data rank, read into one buffer
+- step: step of an epoch, from 0; a `global_step` counts the steps of earlier epochs too
 - order: the order of cells; the genes in a cell have a `gene_order`
 - stream order: by step, then by lane; cells of one lane as its windows shuffle them
 - group: consecutive small steps that are read and tokenized together (`StepGroup`)
 - rank order: order of the genes in a cell, by count divided by corpus median, descending
-- position: of a token in its cell, from 0; the values of value kind `place` are positions
+- position: of a token in its cell, or of a cell in its lane, from 0; the values of value kind `place`
+  are positions of tokens
 - gene: row in the vocabulary, as in `SparseCounts.genes`; its token id is that row + `len(SPECIAL)`
 - detected gene: one with a count in the cell; the others are undetected
 - cell id: index of a cell in its split or file

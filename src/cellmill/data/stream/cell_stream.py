@@ -1,4 +1,4 @@
-"""Batches of tokens for one data rank: endless, shuffled and resumable, or one pass in a fixed order.
+"""Batches of tokens for one data rank: endless and resumable in training, else one epoch in disk order.
 
 Uses threads, not processes: reading and copying release the GIL, and processes cost 1.7 times the
 CPU time per tokenized cell. A few threads read the shards, and one thread cuts and tokenizes the next
@@ -65,9 +65,9 @@ class SplitSource:
 class CellStream:
     """Cells of one split as micro-batches for one data rank; see `__iter__`.
 
-    If `order_options` shuffle, the stream is endless, over `train_frac` of the cells; else it is one
-    epoch, in a fixed order. `token_options` is section `tokens`. `micro_batch_rule` says how the cells
-    of a step are cut, and `fields` what a batch has in addition to tokens.
+    `OrderOptions.is_training` says which cells are read, in which order, and whether the stream ends.
+    `token_options` is section `tokens`. `micro_batch_rule` says how the cells of a step are cut, and
+    `fields` what a batch has in addition to tokens.
 
     Attributes: `n_cells`, the cells of an epoch; `steps_per_epoch`; `levels`, the levels of the obs
     columns of `fields`; `fingerprint`, a digest of the shards and of the obs columns that batches and
@@ -77,7 +77,7 @@ class CellStream:
 
     - manifest or shards are missing, damaged or do not match;
     - an obs column is missing;
-    - the split has no cells, or, if shuffled, fewer cells than there are data ranks;
+    - the split has no cells, or, in training, fewer cells than there are data ranks;
     - `token_options` need an order of genes by variability that the vocabulary lacks.
 
     Raises ConfigError if `token_options` lack fitted edges.
@@ -95,11 +95,11 @@ class CellStream:
     ):
         manifest_path = source.manifest_path
         split = source.split
-        world_size = data_rank.world_size
+        n_ranks = data_rank.n_ranks
         stream_options = order_options.stream
-        shuffle = order_options.shuffle
-        assert stream_options.lanes % world_size == 0, (
-            f"{stream_options.lanes} lanes for {world_size} ranks"
+        is_training = order_options.is_training
+        assert stream_options.lanes % n_ranks == 0, (
+            f"{stream_options.lanes} lanes for {n_ranks} ranks"
         )
         assert order_options.global_batch % stream_options.lanes == 0, (
             f"{order_options.global_batch} cells in {stream_options.lanes} lanes"
@@ -118,18 +118,18 @@ class CellStream:
         self._order_rule = _make_order_rule(manifest, source, order_options)
         self.n_cells = self._order_rule.n_cells
         self.steps_per_epoch = self._order_rule.steps_per_epoch
-        if shuffle and self.n_cells < world_size:
+        if is_training and self.n_cells < n_ranks:
             raise DataError(
-                f"{manifest_path}: {split}: {self.n_cells} cells for {world_size} ranks; use fewer ranks"
+                f"{manifest_path}: {split}: {self.n_cells} cells for {n_ranks} ranks; use fewer ranks"
             )
         self.levels = manifest.levels(fields.level_columns)
-        weight_columns = stream_options.weights_column() if shuffle else {}
-        level_columns = sorted({*fields.level_columns, *weight_columns})
-        self.fingerprint = manifest.fingerprint_with(level_columns, fields.number_columns)
+        weight_columns = stream_options.weights_column() if is_training else {}
+        columns_with_levels = sorted({*fields.level_columns, *weight_columns})
+        self.fingerprint = manifest.fingerprint_with(columns_with_levels, fields.number_columns)
         self._reader = StepReader(
             self._shards, self._order_rule, data_rank, stream_options.io_threads
         )
-        draws_seed = order_options.seed if shuffle else 0  # validation draws the same in every run
+        draws_seed = order_options.seed if is_training else 0
         tokenizer = BatchTokenizer(
             token_options, manifest.n_genes, draws_seed, manifest.variability
         )
@@ -142,22 +142,23 @@ class CellStream:
             fields.with_counts,
             fields.open_cell_arrays(manifest, split),
         )
-        # epoch and step of the next batch
+        # epoch of the next batches, and their step in it
         self._epoch = 0
         self._step = 0
-        self._pool: ThreadPoolExecutor | None = None  # the thread that tokenizes
+        # the thread that tokenizes for the current iteration; None if it was ended
+        self._pool: ThreadPoolExecutor | None = None
         self._closed = False
 
     def __iter__(self) -> Iterator[list[Batch]]:
         """Yield, for each optimizer step, the list of this data rank's micro-batches.
 
-        Every rank yields equally many per step, so some may be empty. A shuffled stream is endless, and
-        starts at the state that was loaded last, or goes on from where the last iteration ended. Without
-        shuffling it is one epoch, always from the start.
+        Every rank yields equally many per step, so some may be empty. In training the stream is endless,
+        and starts at the state that was loaded last, or where the last iteration ended. Otherwise it is
+        one epoch, always from the start. A new iteration ends an earlier one.
         """
         if self._closed:
             raise RuntimeError("the stream is closed")
-        if not self._order_rule.options.shuffle:
+        if not self._order_rule.options.is_training:
             self._epoch = 0
             self._step = 0
         self._stop_tokenizing()
@@ -167,15 +168,16 @@ class CellStream:
         pool = ThreadPoolExecutor(1, thread_name_prefix="cellmill-stream")
         self._pool = pool
         queue = deque(pool.submit(next, tokenized, None) for _ in range(_QUEUED_GROUPS))
+        # `_stop_tokenizing` ends this iteration from outside, between two `yield` or in another thread:
+        # queued tasks are then cancelled, `submit` raises RuntimeError, and `self._pool` is another
         try:
             while queue:
                 try:
                     batches_by_step = queue.popleft().result()
                 except CancelledError:
-                    return  # close, load_state_dict or a new iteration has ended this one
+                    return
                 if batches_by_step is None:  # the epoch has ended
                     return
-                # the pool takes no tasks if this iteration was ended meanwhile
                 with suppress(RuntimeError):
                     queue.append(pool.submit(next, tokenized, None))
                 for batches in batches_by_step:
@@ -192,37 +194,38 @@ class CellStream:
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` needs to continue.
 
-        These are epoch and step of the next batch, the options that fix the order of cells, and the
-        fingerprint.
+        These are the epoch of the next batches, their step in it, the options that fix the order of
+        cells, and the fingerprint.
         """
         return {
             "epoch": self._epoch,
             "step": self._step,
-            **_list_order_options(self._order_rule),
+            **_order_options(self._order_rule),
             "fingerprint": self.fingerprint,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at `state`, which may come from a run with another number of ranks.
 
-        Raises ConfigError if an option that fixes the order differs or this stream is not shuffled.
-        Raises DataError if `state` is incomplete, the shards or obs columns differ, or an epoch of this
-        split has no such step.
+        Raises ConfigError if an option that fixes the order differs, or if this stream is not for
+        training. Raises DataError if `state` is incomplete, the shards or obs columns differ, or an
+        epoch of this split has no such step.
         """
-        if not self._order_rule.options.shuffle:
+        if not self._order_rule.options.is_training:
             raise ConfigError(
                 "a split that is not shuffled is always read from its start; load the state into the "
                 "stream of split train"
             )
-        # an earlier version without an option ordered cells as the option's default does
+        # a state of an earlier version may lack an option; that version ordered cells as the option's
+        # default does
         has_weights = state.get("weight_by") is not None
-        state = _list_stream_order_options(Stream.model_validate({}), has_weights) | state
+        state = _stream_order_options(Stream.model_validate({}), has_weights) | state
         missing = self.state_dict().keys() - state.keys()
         if missing:
             raise DataError(
                 f"expected a state that state_dict has returned for this split, got one without {min(missing)}"
             )
-        for name, now in _list_order_options(self._order_rule).items():
+        for name, now in _order_options(self._order_rule).items():
             before = state[name]
             if before != now:
                 section = "train" if name in ("seed", "global_batch") else "stream"
@@ -253,24 +256,24 @@ class CellStream:
         """Name cells by id; see `data.shards.reader.name_cells`."""
         return name_cells(self._shards, cell_ids)
 
-    def list_shards(self, ranks: Collection[int], start: int, stop: int) -> dict[Path, str]:
-        """Return the SHA-256, by path, of the shards that data ranks `ranks` need in steps `start:stop`.
+    def list_shards(
+        self, ranks: Collection[int], global_start: int, global_stop: int
+    ) -> dict[Path, str]:
+        """Return the SHA-256, by path, of the shards that data ranks `ranks` need.
 
-        Steps are counted over all epochs. Without shuffling there is one epoch, and the shards of all
-        its steps are listed.
+        In training, for the global steps `global_start:global_stop`; else for all steps of the epoch.
         """
         per_epoch = self.steps_per_epoch
-        if not self._order_rule.options.shuffle:
-            start = 0
-            stop = per_epoch
+        if not self._order_rule.options.is_training:
+            global_start = 0
+            global_stop = per_epoch
         lanes = self._reader.lanes_by_rank[[*ranks]].ravel().tolist()
         needed = set[int]()  # numbers of shards
-        for epoch in range(start // per_epoch, -(-stop // per_epoch)):
-            first_step = epoch * per_epoch
-            start_in_epoch = max(start - first_step, 0)
-            stop_in_epoch = min(stop - first_step, per_epoch)
+        for epoch in range(global_start // per_epoch, -(-global_stop // per_epoch)):
+            start = max(global_start - epoch * per_epoch, 0)
+            stop = min(global_stop - epoch * per_epoch, per_epoch)
             epoch_order = make_epoch_order(self._order_rule, epoch)
-            needed |= epoch_order.shards_in_steps(lanes, start_in_epoch, stop_in_epoch)
+            needed |= epoch_order.shards_in_steps(lanes, start, stop)
             if len(needed) == len(self._sha256):
                 break
         shards = enumerate(self._sha256.items())
@@ -281,10 +284,12 @@ class CellStream:
         self._closed = True
         self._stop_tokenizing()
         self._reader.close()
-        self._shards[0].close()  # they share their open files
+        self._shards[
+            0
+        ].close()  # closes the files of all shards, which share one cache of open files
 
     def _stop_tokenizing(self) -> None:
-        """End the thread that tokenizes, and wait for it."""
+        """End the current iteration: end the thread that tokenizes for it, and wait for it."""
         pool = self._pool
         self._pool = None
         if pool is not None:
@@ -297,22 +302,23 @@ def _make_order_rule(manifest: Manifest, source: SplitSource, options: OrderOpti
     entry = manifest.entry(source.split)
     max_cells = entry.n_obs if source.max_cells is None else source.max_cells
     cell_weights = None
-    if options.shuffle:
+    if options.is_training:
         max_cells = min(max_cells, stream.train_cells(entry.n_obs))
         if stream.weights_column():
             cell_weights = read_cell_weights(manifest, source.split, stream, max_cells)
     return OrderRule(options, tuple(shard.n_obs for shard in entry.shards), max_cells, cell_weights)
 
 
-def _list_order_options(order_rule: OrderRule) -> dict[str, Any]:
-    """List the options that fix the order of cells, of sections `stream` and `train`."""
+def _order_options(order_rule: OrderRule) -> dict[str, Any]:
+    """Return the options of sections `stream` and `train` that fix the order of cells, by name."""
     options = order_rule.options
-    stream_options = _list_stream_order_options(options.stream, order_rule.cell_weights is not None)
+    has_weights = order_rule.cell_weights is not None
+    stream_options = _stream_order_options(options.stream, has_weights)
     return {"seed": options.seed, **stream_options, "global_batch": options.global_batch}
 
 
-def _list_stream_order_options(stream: Stream, has_weights: bool) -> dict[str, Any]:
-    """List the options of section `stream` that fix the order of cells.
+def _stream_order_options(stream: Stream, has_weights: bool) -> dict[str, Any]:
+    """Return the options of section `stream` that fix the order of cells, by name.
 
     Options of weights are None in a run without weights.
     """

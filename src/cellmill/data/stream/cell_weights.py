@@ -36,31 +36,31 @@ class CellWeights:
     level_codes: np.ndarray
     options: Stream  # section `stream` of the configuration
 
-    def draw_times_read(self, seed: int, epoch: int, first_step: int) -> np.ndarray:
+    def draw_times_read(self, seed: int, epoch: int, first_global_step: int) -> np.ndarray:
         """Draw how often each cell is read in an epoch, `(cells,)` uint32.
 
-        The epoch begins at optimizer step `first_step`.
+        `first_global_step` is the global step at which the epoch begins.
         """
         times_read = np.zeros(len(self.level_codes), np.uint32)
-        n_reads = self._count_reads(first_step).tolist()
-        for level, cells in enumerate(self._cells_by_level):
+        n_reads = self._count_reads(first_global_step).tolist()
+        for level_code, cells in enumerate(self._cells_by_level):
             if not len(cells):
                 continue
-            n_times, n_once_more = divmod(n_reads[level], len(cells))
+            n_times, n_once_more = divmod(n_reads[level_code], len(cells))
             times_read[cells] = n_times
             if n_once_more:
-                words = random_words(len(cells), seed, REPEATS, epoch, level)
+                words = random_words(len(cells), seed, REPEATS, epoch, level_code)
                 drawn = np.argpartition(words, n_once_more - 1)[:n_once_more]
                 times_read[cells[drawn]] += 1
         return times_read
 
-    def _count_reads(self, first_step: int) -> np.ndarray:
-        """Count the reads of each level in an epoch from `first_step` on, `(levels,)` int64.
+    def _count_reads(self, first_global_step: int) -> np.ndarray:
+        """Count the reads of each level in the epoch that begins at a global step, `(levels,)` int64.
 
         They sum to the number of cells.
         """
         warmup_steps = self.options.weight_warmup_steps
-        warmup_frac = min(1.0, first_step / warmup_steps) if warmup_steps else 1.0
+        warmup_frac = min(1.0, first_global_step / warmup_steps) if warmup_steps else 1.0
         start_weights = self._compute_weights(self.options.weight_start_exponent)
         end_weights = self._compute_weights(self.options.weight_exponent)
         weights = (1 - warmup_frac) * start_weights + warmup_frac * end_weights
@@ -68,7 +68,8 @@ class CellWeights:
         n_reads = np.floor(expected_reads).astype(np.int64)
         # the largest remainders are rounded up, so that the sum is the number of cells
         n_up = len(self.level_codes) - int(n_reads.sum())
-        n_reads[np.argsort(n_reads - expected_reads, kind="stable")[:n_up]] += 1
+        remainders = expected_reads - n_reads
+        n_reads[np.argsort(-remainders, kind="stable")[:n_up]] += 1
         return n_reads
 
     def _compute_weights(self, exponent: float) -> np.ndarray:

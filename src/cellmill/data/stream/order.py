@@ -6,7 +6,7 @@
 
 Full blocks are permuted and dealt round-robin to the lanes. Blocks of an incomplete round, and all
 shorter blocks, are cut so that every lane gets a share. A step takes `lane_batch` cells of each lane,
-or with `equal_steps` an equal share of the epoch. It takes the same cells for any number of ranks.
+or with `equal_steps` an equal share of the epoch. It takes the same cells for any number of data ranks.
 The order is a function of (seed, epoch, lane, window), so any step is reached without replaying
 earlier ones.
 
@@ -41,18 +41,18 @@ class DataRank(NamedTuple):
     """A data-parallel rank; tensor- and pipeline-parallel peers share it."""
 
     rank: int
-    world_size: int  # number of data-parallel ranks
+    n_ranks: int  # number of data-parallel ranks
 
 
 ONLY_RANK = DataRank(0, 1)
 
 
-def lanes_of_ranks(n_lanes: int, world_size: int) -> np.ndarray:
-    """List the lanes that each of `world_size` data ranks reads, `(ranks, lanes of a rank)` int64.
+def lanes_of_ranks(n_lanes: int, n_ranks: int) -> np.ndarray:
+    """List the lanes that each of `n_ranks` data ranks reads, `(ranks, lanes of a rank)` int64.
 
-    Rank r reads each lane l with l % world_size == r.
+    Rank r reads each lane l with l % n_ranks == r.
     """
-    return np.arange(n_lanes).reshape(-1, world_size).T
+    return np.arange(n_lanes).reshape(-1, n_ranks).T
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,10 @@ class OrderOptions:
     stream: Stream  # the section of the configuration
     global_batch: int  # cells per optimizer step over all ranks, a multiple of `stream.lanes`
     seed: int
-    shuffle: bool = True  # False: blocks are dealt to lanes as on disk, for a single epoch
+    # True: epochs without end, each shuffled by `seed`, of the cells that `train_frac` keeps, and read
+    # by their weights. False (validation): one epoch of the split's cells. Blocks are dealt to lanes as
+    # on disk, and tokens are drawn alike for every `seed`
+    is_training: bool = True
 
 
 @dataclass(frozen=True)
@@ -109,14 +112,14 @@ class OrderRule:
             return -(-self.n_cells // self.steps_per_epoch)
         return min(self.options.global_batch, self.n_cells)
 
-    def cells_before(self, step: int | np.ndarray) -> np.ndarray:
+    def count_cells_before(self, step: int | np.ndarray) -> np.ndarray:
         """Count the cells of each lane that an epoch's steps before `step` take, `(lanes,)` int64.
 
         If `step` is `steps_per_epoch`, these are all cells. Steps of shape `(n, 1)` give `(n, lanes)`.
         """
         if not self.options.stream.equal_steps:
-            return np.minimum(step * self.lane_batch, self.cells_per_lane(self.n_cells))
-        return self.cells_per_lane(step * self.n_cells // self.steps_per_epoch)
+            return np.minimum(step * self.lane_batch, self.deal_to_lanes(self.n_cells))
+        return self.deal_to_lanes(step * self.n_cells // self.steps_per_epoch)
 
     def find_steps(self, lane: int, positions: np.ndarray) -> np.ndarray:
         """Find the step of an epoch that takes each of some cells of a lane, `(cells,)` int64.
@@ -130,7 +133,7 @@ class OrderRule:
         # the first step with (step + 1) * n_cells // steps_per_epoch >= n_dealt
         return (n_dealt * self.steps_per_epoch - 1) // self.n_cells
 
-    def cells_per_lane(self, n_cells: int | np.ndarray) -> np.ndarray:
+    def deal_to_lanes(self, n_cells: int | np.ndarray) -> np.ndarray:
         """Count the cells of each lane if `n_cells` are dealt round-robin, `(lanes,)`."""
         # (n_cells - lane) / lanes, rounded up
         return -((np.arange(self.n_lanes) - n_cells) // self.n_lanes)
@@ -164,8 +167,8 @@ class BlockPasses(NamedTuple):
 
     starts: np.ndarray  # first cell of the block
     stops: np.ndarray  # the cell after its last
-    # the pass reads those cells of the block that the epoch reads at least this often
-    min_reads: np.ndarray
+    # k of the pass: it reads those cells of the block that the epoch reads at least k times
+    pass_numbers: np.ndarray
     n_cells: np.ndarray  # number of these cells
 
 
@@ -197,12 +200,12 @@ class EpochOrder:
         raise NotImplementedError
 
     def shards_in_steps(self, lanes: list[int], start: int, stop: int) -> set[int]:
-        """List the numbers of the shards that `lanes` need in steps `start:stop`.
+        """List the numbers of the shards that `lanes` need in steps `start:stop` of the epoch.
 
         A lane needs all shards of each window that has cells of these steps.
         """
-        lane_starts = self.rule.cells_before(start).tolist()
-        lane_stops = self.rule.cells_before(stop).tolist()
+        lane_starts = self.rule.count_cells_before(start).tolist()
+        lane_stops = self.rule.count_cells_before(stop).tolist()
         shards = set[int]()
         for lane in lanes:
             if lane_starts[lane] == lane_stops[lane]:
@@ -216,7 +219,7 @@ class EpochOrder:
     def window_order(self, lane: int, window: int) -> np.ndarray:
         """Return the order of a window's cells: indices into its concatenated spans, `(cells,)` int64."""
         start, stop = self.window_offsets[lane][window : window + 2].tolist()
-        if not self.rule.options.shuffle:
+        if not self.rule.options.is_training:
             return np.arange(stop - start)
         return permutation(stop - start, self.rule.options.seed, WINDOW, window, lane, self.epoch)
 
@@ -230,13 +233,13 @@ class PlainEpoch(EpochOrder):
         is_full = blocks.n_cells == rule.options.stream.block_cells
         full = np.flatnonzero(is_full)
         short = np.flatnonzero(~is_full)
-        if rule.options.shuffle:
+        if rule.options.is_training:
             full = full[permutation(len(full), rule.options.seed, BLOCKS, epoch, _FULL_BLOCKS)]
             short = short[permutation(len(short), rule.options.seed, BLOCKS, epoch, _SHORT_BLOCKS)]
         # deal full blocks round-robin; cut the rest so that lanes differ by at most one cell
         n_dealt = len(full) // n_lanes * n_lanes
         rest = choose_rows(blocks, np.concatenate([full[n_dealt:], short]))
-        rest_offsets = row_offsets(rule.cells_per_lane(int(rest.n_cells.sum()))).tolist()
+        rest_offsets = row_offsets(rule.deal_to_lanes(int(rest.n_cells.sum()))).tolist()
         self._spans: list[CellSpans] = []  # for each lane: whole blocks, then cut ones
         window_offsets = []
         for lane, (start, stop) in enumerate(pairwise(rest_offsets)):
@@ -288,7 +291,7 @@ class WeightedEpoch(EpochOrder):
         shuffled = permutation(len(passes.n_cells), seed, BLOCKS, epoch, _PASSES)
         self._passes = choose_rows(passes, shuffled)
         self._pass_offsets = row_offsets(self._passes.n_cells)  # first read of each pass
-        lane_cells = rule.cells_per_lane(rule.n_cells).tolist()
+        lane_cells = rule.deal_to_lanes(rule.n_cells).tolist()
         self._lane_offsets = row_offsets(lane_cells)  # first read of each lane
         window_cells = stream.window_blocks * stream.block_cells
         window_offsets = [np.append(np.arange(0, n, window_cells), n) for n in lane_cells]
@@ -305,8 +308,8 @@ class WeightedEpoch(EpochOrder):
         first, last = overlapping.tolist()
         cells_of_passes = []
         passes = choose_rows(self._passes, slice(first, last + 1))
-        for first_cell, stop_cell, min_reads, _ in iterate_rows(passes):
-            is_read = self._times_read[first_cell:stop_cell] >= min_reads
+        for first_cell, stop_cell, pass_number, _ in iterate_rows(passes):
+            is_read = self._times_read[first_cell:stop_cell] >= pass_number
             cells_of_passes.append(first_cell + np.flatnonzero(is_read))
         n_skipped = start - int(self._pass_offsets[first])
         return np.concatenate(cells_of_passes)[n_skipped : n_skipped + stop - start]
@@ -330,21 +333,21 @@ def _list_passes(rule: OrderRule, times_read: np.ndarray) -> BlockPasses:
     shards = zip(row_offsets(rule.shard_cells), rule.shard_cells)
     starts = np.concatenate([first + np.arange(0, n, size) for first, n in shards])
     stops = np.append(starts[1:], len(times_read))
-    rounds: list[BlockPasses] = []  # pass k over every block that has it
-    # the cells that are read at least k times: fewer each round, because few cells are read often
+    passes: list[BlockPasses] = []  # pass 1 over every block that has it, then pass 2, and so on
+    # cells that the next pass reads: ever fewer, because few cells are read often
     remaining = np.flatnonzero(times_read)
     while len(remaining):
-        min_reads = len(rounds) + 1
+        pass_number = len(passes) + 1
         block_of_cell = np.searchsorted(starts, remaining, side="right") - 1
         # index in `remaining` of each block's first cell
         first_of_block = np.flatnonzero(np.diff(block_of_cell, prepend=-1))
         block = block_of_cell[first_of_block]
         n_cells = np.diff(first_of_block, append=len(remaining))
-        rounds.append(
-            BlockPasses(starts[block], stops[block], np.full_like(block, min_reads), n_cells)
+        passes.append(
+            BlockPasses(starts[block], stops[block], np.full_like(block, pass_number), n_cells)
         )
-        remaining = remaining[times_read[remaining] > min_reads]
-    return BlockPasses(*map(np.concatenate, zip(*rounds)))
+        remaining = remaining[times_read[remaining] > pass_number]
+    return BlockPasses(*map(np.concatenate, zip(*passes)))
 
 
 def make_epoch_order(rule: OrderRule, epoch: int) -> EpochOrder:

@@ -1,8 +1,8 @@
 """Reading the cells of a data rank, step by step, with the numbers of cells and genes of all ranks.
 
-The next window is read while one is in use (`WindowQueue`). Small steps are yielded in groups, which
-spreads Python's overhead over them. Cells stay packed until their micro-batches are made, and are
-copied only if their step spans windows.
+The next rank window is read while one is in use (`RankWindowQueue`). Small steps are yielded in groups,
+which spreads Python's overhead over them. Cells stay packed until their micro-batches are made, and
+are copied only if their step spans rank windows.
 
 How many cells a step takes of each lane is computed for many steps at once. Cells of other ranks are
 not read: only their numbers of genes are looked up, in the shards' index (`GenesPerCellQueue`).
@@ -20,7 +20,7 @@ from cellmill.data.packing.cell_file import PackedCellFile
 from cellmill.data.stream.genes_per_cell import GenesPerCellQueue
 from cellmill.data.stream.order import DataRank, OrderCache, OrderRule, lanes_of_ranks
 from cellmill.data.stream.windows import (
-    JoinedWindow,
+    RankWindow,
     StreamCells,
     WindowReader,
     count_genes,
@@ -31,58 +31,57 @@ _STEPS_COUNTED_AT_ONCE = 256  # steps whose numbers of cells are computed togeth
 _MAX_GROUP_CELLS = 256  # small steps are yielded together, up to this number of cells
 
 
-class WindowQueue:
-    """Queue of windows by epoch and number: one in use, the others being read.
+class RankWindowQueue:
+    """Queue of rank windows: one in use, the others being read. Steps are taken in order."""
 
-    Steps are counted over all epochs, and taken in order.
-    """
+    def __init__(self, windows: Iterator[RankWindow]) -> None:
+        self._windows = windows  # `next` starts to read a rank window
+        self._started: list[RankWindow] = []
 
-    def __init__(self, windows: Iterator[JoinedWindow]) -> None:
-        self._windows = windows  # `next` starts to read a window
-        self._started: list[JoinedWindow] = []
+    def take_group(self, global_step: int, n_cells: np.ndarray) -> tuple[int, StreamCells]:
+        """Take the cells of `global_step`, and of following steps if they are small.
 
-    def take_group(self, step: int, n_cells: np.ndarray) -> tuple[int, StreamCells]:
-        """Take the cells of `step`, and of following steps if they are small.
-
-        `n_cells`, `(steps,)`, has the number of cells of each step from `step` on. Returns the number
-        of steps taken and their cells.
+        `n_cells`, `(steps,)`, has the number of cells of each step from `global_step` on. Returns the
+        number of steps taken and their cells.
         """
-        # drop windows without cells from `step` on; start to read the next ones
-        self._started = [window for window in self._started if window.cells.steps[-1] >= step]
+        # drop rank windows whose cells are all taken; start to read the next ones
+        self._started = [
+            window for window in self._started if window.cells.global_steps[-1] >= global_step
+        ]
         self._started += islice(self._windows, max(0, 2 - len(self._started)))
-        n_steps = self._count_group_steps(step, n_cells)
-        pieces = []  # the group's cells, one piece per window that has some
+        n_steps = self._count_group_steps(global_step, n_cells)
+        pieces = []  # the group's cells, one piece per rank window that has some
         index = 0
         n_left = int(n_cells[:n_steps].sum())
         while n_left:
             if index == len(self._started):  # lanes may end a window at different steps
                 self._started += islice(self._windows, 1)
             assert index < len(self._started), "cells of a step are in no window"
-            piece = self._started[index].take(step, n_steps)
+            piece = self._started[index].take(global_step, n_steps)
             if len(piece.ids):
                 pieces.append(piece)
             n_left -= len(piece.ids)
             index += 1
         return n_steps, pieces[0] if len(pieces) == 1 else join_stream_cells(pieces)
 
-    def _count_group_steps(self, step: int, n_cells: np.ndarray) -> int:
+    def _count_group_steps(self, global_step: int, n_cells: np.ndarray) -> int:
         """Return how many steps to take together.
 
-        As many as have no cells in the second window, and at most `_MAX_GROUP_CELLS` cells in total,
-        but at least one step.
+        As many as have no cells in the second rank window, and at most `_MAX_GROUP_CELLS` cells in
+        total, but at least one step.
         """
         if len(self._started) > 1:
-            first_of_next = int(self._started[1].cells.steps[0])
-            n_cells = n_cells[: max(0, first_of_next - step)]
+            first_of_next = int(self._started[1].cells.global_steps[0])
+            n_cells = n_cells[: max(0, first_of_next - global_step)]
         return max(1, int(np.searchsorted(n_cells.cumsum(), _MAX_GROUP_CELLS, side="right")))
 
 
 @dataclass(frozen=True)
 class StepGroup:
-    """Cells of some consecutive steps of an epoch: those of one data rank, and how many all ranks have."""
+    """Some consecutive steps of an epoch: the cells of one data rank, and the numbers of all ranks."""
 
     epoch: int
-    genes_per_cell: np.ndarray  # `(cells of all ranks,)`, by step and rank
+    genes_per_cell: np.ndarray  # `(cells of all ranks,)`: number of genes, by step and rank
     cells_by_rank: np.ndarray  # `(steps, ranks)` int64: number of cells of each rank
     local_cells: StreamCells  # the cells of this data rank
 
@@ -102,10 +101,11 @@ class StepReader:
     ):
         self._shards = shards
         self._order_rule = order_rule
-        rank, world_size = data_rank
+        rank, n_ranks = data_rank
         self._rank = rank
-        self.lanes_by_rank = lanes_of_ranks(order_rule.n_lanes, world_size)
-        self._other_lanes = np.delete(self.lanes_by_rank, rank, axis=0).ravel()  # rank after rank
+        self.lanes_by_rank = lanes_of_ranks(order_rule.n_lanes, n_ranks)
+        # lanes of the other ranks, rank after rank
+        self._other_lanes = np.delete(self.lanes_by_rank, rank, axis=0).ravel()
         self._orders = OrderCache(order_rule)
         self._reader = WindowReader(
             shards, order_rule, self._orders, self.lanes_by_rank[rank].tolist(), io_threads
@@ -118,29 +118,31 @@ class StepReader:
     def read_steps(self, first_epoch: int, first_step: int) -> Iterator[StepGroup]:
         """Read from step `first_step` of epoch `first_epoch` on.
 
-        Endless if the rule shuffles, else to the end of the epoch.
+        Endless in training, else to the end of the epoch.
         """
-        first_cells = self._order_rule.cells_before(first_step)
-        other_genes = self._make_other_lanes_queue(first_epoch, first_cells)
-        queue = WindowQueue(self._reader.read_windows(first_epoch, first_cells))
+        # position in each lane of the first cell to read, `(lanes,)`
+        lane_starts = self._order_rule.count_cells_before(first_step)
+        windows = RankWindowQueue(self._reader.read_windows(first_epoch, lane_starts))
+        other_lanes = self._make_other_lanes_queue(first_epoch, lane_starts)
         for epoch, step, cells_by_lane in self._count_cells(first_epoch, first_step):
-            global_step = epoch * self._order_rule.steps_per_epoch + step  # over all epochs
+            first_global_step = epoch * self._order_rule.steps_per_epoch + step
             cells_by_rank = cells_by_lane[:, self.lanes_by_rank].sum(2)  # (steps, ranks)
             start = 0
             while start < len(cells_by_lane):
-                n_local = cells_by_rank[start:, self._rank]
-                n_steps, local_cells = queue.take_group(global_step + start, n_local)
+                n_steps, local_cells = windows.take_group(
+                    first_global_step + start, cells_by_rank[start:, self._rank]
+                )
                 in_group = slice(start, start + n_steps)
                 genes_per_cell = local_cells.packed.lengths
                 if len(self._other_lanes):
-                    genes_per_cell = self._insert_local(
+                    genes_per_cell = self._add_other_ranks(
                         genes_per_cell,
-                        other_genes,
+                        other_lanes,
                         cells_by_rank[in_group],
                         cells_by_lane[in_group],
                     )
                 yield StepGroup(epoch, genes_per_cell, cells_by_rank[in_group], local_cells)
-                del local_cells  # its memory may be used for the next window
+                del local_cells  # its memory may be used for the next rank window
                 start += n_steps
 
     def _count_cells(self, epoch: int, step: int) -> Iterator[tuple[int, int, np.ndarray]]:
@@ -152,63 +154,67 @@ class StepReader:
         while True:
             for first in range(step, order_rule.steps_per_epoch, _STEPS_COUNTED_AT_ONCE):
                 stop = min(first + _STEPS_COUNTED_AT_ONCE, order_rule.steps_per_epoch)
-                taken_before = order_rule.cells_before(np.arange(first, stop + 1)[:, None])
+                taken_before = order_rule.count_cells_before(np.arange(first, stop + 1)[:, None])
                 yield epoch, first, np.diff(taken_before, axis=0)
-            if not order_rule.options.shuffle:
+            if not order_rule.options.is_training:
                 return
             epoch += 1
             step = 0
 
-    def _make_other_lanes_queue(self, epoch: int, first_cells: np.ndarray) -> GenesPerCellQueue:
+    def _make_other_lanes_queue(self, epoch: int, lane_starts: np.ndarray) -> GenesPerCellQueue:
         """Make the queue of the numbers of genes of cells in other ranks' lanes.
 
-        Lane l begins at its cell `first_cells[l]`; `first_cells`, `(lanes,)`, has all lanes.
+        Lane l begins at its cell `lane_starts[l]`; `lane_starts`, `(lanes,)`, has all lanes.
         """
         order = self._orders.get(epoch)
         windows = []
         skipped = []
         for lane in self._other_lanes.tolist():
-            cell = int(first_cells[lane])
-            window = order.find_window(lane, cell)
-            skipped.append(cell - int(order.window_offsets[lane][window]))
+            position = int(lane_starts[lane])
+            window = order.find_window(lane, position)
+            skipped.append(position - int(order.window_offsets[lane][window]))
             windows.append(self._iterate_window_genes(lane, epoch, window))
         return GenesPerCellQueue(windows, skipped)
 
-    def _iterate_window_genes(self, lane: int, epoch: int, first: int) -> Iterator[np.ndarray]:
-        """Yield the numbers of genes of the cells of each window of a lane, `(cells,)`.
+    def _iterate_window_genes(
+        self, lane: int, epoch: int, first_window: int
+    ) -> Iterator[np.ndarray]:
+        """Yield the number of genes of each cell of a lane, `(cells,)`, window after window.
 
-        Begins at window `first` of an epoch.
+        Begins at window `first_window` of `epoch`. Endless in training.
         """
         if not self._orders.get(epoch).lane_cells[lane]:
             return  # the lane has no cells in any epoch: the loop would neither yield nor end
         while True:
             order = self._orders.get(epoch)
-            for window in range(first, order.n_windows(lane)):
+            for window in range(first_window, order.n_windows(lane)):
                 genes_per_cell = count_genes(self._shards, order.window_spans(lane, window))
                 yield genes_per_cell[order.window_order(lane, window)]
-            if not self._order_rule.options.shuffle:
+            if not self._order_rule.options.is_training:
                 return
             epoch += 1
-            first = 0
+            first_window = 0
 
-    def _insert_local(
+    def _add_other_ranks(
         self,
-        local_genes: np.ndarray,
-        other_genes: GenesPerCellQueue,
+        local_genes_per_cell: np.ndarray,
+        other_lanes: GenesPerCellQueue,
         cells_by_rank: np.ndarray,
         cells_by_lane: np.ndarray,
     ) -> np.ndarray:
-        """Insert this rank's numbers of genes per cell between those of lower and higher ranks.
+        """Return the number of genes of each cell of all ranks in some steps, by step and rank.
 
-        `cells_by_rank`, `(steps, ranks)`, and `cells_by_lane`, `(steps, lanes)`, are numbers of cells.
-        Returns the numbers of genes of the cells of all ranks, by step and rank.
+        `local_genes_per_cell` has those of this rank, by step; the others are taken from
+        `other_lanes`. `cells_by_rank`, `(steps, ranks)`, and `cells_by_lane`, `(steps, lanes)`, are the
+        steps' numbers of cells.
         """
         pieces = []
-        local_by_step = np.split(local_genes, np.cumsum(cells_by_rank[:-1, self._rank]))
+        first_local = np.cumsum(cells_by_rank[:-1, self._rank])  # of each step after the first
+        local_by_step = np.split(local_genes_per_cell, first_local)
         for local, in_ranks, in_other_lanes in zip(
             local_by_step, cells_by_rank, cells_by_lane[:, self._other_lanes]
         ):
-            others = other_genes.take(in_other_lanes)
+            others = other_lanes.take(in_other_lanes)
             n_lower = int(in_ranks[: self._rank].sum())  # cells of lower ranks
             pieces += [others[:n_lower], local, others[n_lower:]]
         return np.concatenate(pieces)

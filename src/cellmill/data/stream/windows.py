@@ -1,8 +1,8 @@
-"""Windows of shuffled cells, whose packed bytes are read by threads.
+"""Rank windows of shuffled cells, whose packed bytes are read by threads.
 
-The bytes of a window are read in the order of the file into one buffer. Index arrays list its cells
-in stream order, so shuffling moves no data, and the cells of a step are one slice. The memory of a
-buffer is used again (`recycled_empty`).
+A rank window has window number k of every lane of a data rank. Its bytes are read in the order of the
+files into one buffer. Index arrays list its cells in stream order, so shuffling moves no data, and the
+cells of a step are one slice. The memory of a buffer is used again (`recycled_empty`).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from cellmill.data.rows import (
 )
 from cellmill.data.stream.order import CellSpans, EpochOrder, OrderCache, OrderRule
 
-# about how many tasks read a window: each costs time to submit. A task reads from one shard, so a
-# window over many shards has more
+# about how many tasks read a rank window: each costs time to submit. A task reads from one shard, so
+# a rank window over many shards has more
 _TARGET_TASKS = 32
 
 
 class ByteSpans(NamedTuple):
-    """Bytes of spans of packed cells, in their shards and in a window's buffer.
+    """Bytes of spans of packed cells, in their shards and in a rank window's buffer.
 
     Arrays are `(spans,)` int64.
     """
@@ -58,7 +58,7 @@ class ByteSpans(NamedTuple):
 class StreamCells:
     """Cells of one data rank. Arrays are `(cells,)` int64."""
 
-    steps: np.ndarray  # step that takes each cell, counted over all epochs
+    global_steps: np.ndarray  # global step that takes each cell
     lanes: np.ndarray  # lane of each cell
     ids: np.ndarray
     packed: PackedCells
@@ -66,24 +66,27 @@ class StreamCells:
     def select(self, chosen: slice | np.ndarray) -> StreamCells:
         """Select some of the cells, in the same buffer."""
         return StreamCells(
-            self.steps[chosen], self.lanes[chosen], self.ids[chosen], self.packed.select(chosen)
+            self.global_steps[chosen],
+            self.lanes[chosen],
+            self.ids[chosen],
+            self.packed.select(chosen),
         )
 
     def in_stream_order(self) -> StreamCells:
         """Return the cells by step, then by lane; cells of a step and lane keep their order."""
-        return self.select(np.lexsort((self.lanes, self.steps)))
+        return self.select(np.lexsort((self.lanes, self.global_steps)))
 
 
 def join_stream_cells(pieces: list[StreamCells]) -> StreamCells:
-    """Copy cells of some steps from several windows into one buffer, in stream order.
+    """Copy cells of some steps from several rank windows into one buffer, in stream order.
 
-    `pieces`, one per window, may be an empty list: a data rank may have no cells in these steps.
+    `pieces`, one per rank window, may be an empty list: a data rank may have no cells in these steps.
     """
     empty = np.empty(0, np.int64)
     no_cells = PackedCells(np.empty(0, np.uint8), empty, empty, empty, empty)
     pieces = [StreamCells(empty, empty, empty, no_cells), *pieces]
     joined = StreamCells(
-        np.concatenate([piece.steps for piece in pieces]),
+        np.concatenate([piece.global_steps for piece in pieces]),
         np.concatenate([piece.lanes for piece in pieces]),
         np.concatenate([piece.ids for piece in pieces]),
         join_cells([piece.packed for piece in pieces]),
@@ -92,24 +95,22 @@ def join_stream_cells(pieces: list[StreamCells]) -> StreamCells:
 
 
 @dataclass
-class JoinedWindow:
-    """Window number k of every lane of a data rank, joined into one. Its bytes may still be read.
-
-    Lanes that have no window k are left out.
-    """
+class RankWindow:
+    """Window number k of every lane of a data rank that has one. Its bytes may still be read."""
 
     cells: StreamCells  # in stream order
     reads: list[Future[None]]  # not yet waited for
 
-    def take(self, step: int, n_steps: int) -> StreamCells:
-        """Return the cells of `n_steps` steps from `step` on, possibly none, once their bytes are read.
+    def take(self, global_step: int, n_steps: int) -> StreamCells:
+        """Return the cells of `n_steps` steps from `global_step` on, once their bytes are read.
 
-        Raises the errors of the reads.
+        There may be none. Raises the errors of the reads.
         """
-        start, stop = np.searchsorted(self.cells.steps, [step, step + n_steps]).tolist()
+        global_steps = [global_step, global_step + n_steps]
+        start, stop = np.searchsorted(self.cells.global_steps, global_steps).tolist()
         taken = self.cells.select(slice(start, stop))
         if len(taken.ids):
-            # the first call that takes cells waits for all bytes of the window
+            # the first call that takes cells waits for all bytes of the rank window
             while self.reads:
                 self.reads.pop().result()
         return taken
@@ -137,11 +138,11 @@ class WindowReader:
         """Wait for the reads in progress, cancel the others, and end the threads."""
         self._pool.shutdown(cancel_futures=True)
 
-    def read_windows(self, epoch: int, first_cells: np.ndarray) -> Iterator[JoinedWindow]:
-        """For each number k in turn, start to read window k of all lanes, and yield these windows joined.
+    def read_windows(self, epoch: int, lane_starts: np.ndarray) -> Iterator[RankWindow]:
+        """Yield rank windows one by one; each begins to be read when it is yielded.
 
-        Lane l starts at the window that has the cell at position `first_cells[l]`. `first_cells`,
-        `(lanes,)`, has all lanes, also those of other ranks. Endless if the rule shuffles.
+        Lane l begins at the window with its cell `lane_starts[l]`. `lane_starts`, `(lanes,)`, has all
+        lanes, also those of other ranks. Endless in training.
         """
         if not any(self._orders.get(epoch).lane_cells[lane] for lane in self._lanes):
             return  # no epoch has cells in these lanes: the loop would neither yield nor end
@@ -149,7 +150,7 @@ class WindowReader:
             order = self._orders.get(epoch)
             windows_by_lane = {}
             for lane in self._lanes:
-                first = order.find_window(lane, int(first_cells[lane]))
+                first = order.find_window(lane, int(lane_starts[lane]))
                 windows_by_lane[lane] = range(first, order.n_windows(lane))
             first_window = min(windows.start for windows in windows_by_lane.values())
             stop_window = max(windows.stop for windows in windows_by_lane.values())
@@ -157,12 +158,12 @@ class WindowReader:
                 lanes = [lane for lane, windows in windows_by_lane.items() if window in windows]
                 if lanes:
                     yield self._start_reading(order, lanes, window)
-            if not self._order_rule.options.shuffle:
+            if not self._order_rule.options.is_training:
                 return
             epoch += 1
-            first_cells = np.zeros_like(first_cells)
+            lane_starts = np.zeros_like(lane_starts)
 
-    def _start_reading(self, order: EpochOrder, lanes: list[int], window: int) -> JoinedWindow:
+    def _start_reading(self, order: EpochOrder, lanes: list[int], window: int) -> RankWindow:
         """Start to read window number `window` of each of `lanes`."""
         spans = CellSpans.join([order.window_spans(lane, window) for lane in lanes])
         byte_spans, packed = self._allocate(spans)
@@ -175,7 +176,7 @@ class WindowReader:
                     shard.read_bytes, task.starts, task.stops, task.targets, packed.memory
                 )
             )
-        return JoinedWindow(self._shuffle(order, lanes, window, spans, packed), reads)
+        return RankWindow(self._shuffle(order, lanes, window, spans, packed), reads)
 
     def _shuffle(
         self,
@@ -191,20 +192,20 @@ class WindowReader:
         """
         steps = []
         lane_of_cell = []
-        rows = []  # rows of `packed` in the shuffled order
-        n_rows = 0  # of earlier lanes
+        shuffled_cells = []  # cells of `packed` in the shuffled order
+        n_earlier = 0  # cells of earlier lanes
         for lane in lanes:
             # the shuffled cells are at positions start:stop of the lane, which fix their steps
             start, stop = order.window_offsets[lane][window : window + 2].tolist()
             steps.append(self._order_rule.find_steps(lane, np.arange(start, stop)))
             lane_of_cell.append(np.full(stop - start, lane))
-            rows.append(n_rows + order.window_order(lane, window))
-            n_rows += stop - start
+            shuffled_cells.append(n_earlier + order.window_order(lane, window))
+            n_earlier += stop - start
         # the cells of a span have consecutive ids
         first_ids = self._shard_offsets[spans.shards] + spans.starts
         positions = positions_in_rows(row_offsets(spans.n_cells))
         ids = np.repeat(first_ids, spans.n_cells) + positions
-        shuffled = np.concatenate(rows)
+        shuffled = np.concatenate(shuffled_cells)
         cells = StreamCells(
             order.epoch * self._order_rule.steps_per_epoch + np.concatenate(steps),
             np.concatenate(lane_of_cell),

@@ -138,7 +138,9 @@ def calibrate_head(
         return None
     stream = CellStream(
         SplitSource(manifest, "val", options.train.val_cells),
-        OrderOptions(options.stream, options.train.global_batch, options.train.seed, shuffle=False),
+        OrderOptions(
+            options.stream, options.train.global_batch, options.train.seed, is_training=False
+        ),
         options.tokens,
         MicroBatchRule(options.train.token_budget),
         fields=BatchFields(level_columns=options.obs_columns()),
