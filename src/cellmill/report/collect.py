@@ -95,7 +95,8 @@ class ReportedRun:
     def has_collapsed(self) -> bool:
         """True if the embedding of a run without labels varies in one direction only.
 
-        Two labels need no second direction, so models trained with labels count as not collapsed.
+        A model of two labels may need only one direction, so this is False for every model that was
+        trained with labels.
         """
         effective_ranks = [
             line.effective_rank for line in self.logged if line.effective_rank is not None
@@ -211,8 +212,8 @@ def _read_bridges(folder: Path, evaluation: Evaluation | None) -> dict[str, dict
     tables: dict[str, dict[str, TaskResult]] = defaultdict(dict)
     for path in sorted(folder.glob("bridges/*.json")):
         bridge = BridgeSchema.read(path)
-        is_known = None not in (bridge.model_digest, evaluated_digest)
-        if is_known and bridge.model_digest != evaluated_digest:
+        are_digests_known = None not in (bridge.model_digest, evaluated_digest)
+        if are_digests_known and bridge.model_digest != evaluated_digest:
             table = TaskResult(skipped=f"{path.name} is of another model; make it again")
         else:
             table = _make_table(bridge.rows)

@@ -145,9 +145,8 @@ def rank_runs(scores_by_run: Mapping[str, Scores]) -> Ranking:
         any(difference.value < 0 and difference.has_interval for difference in differences.values())
         for differences in differences_by_run.values()
     )
-    scored_cells = {
-        score.scored_cells for scores in scores_by_run.values() for score in scores.values()
-    }
+    # all scores of a run have the same scored cells
+    scored_cells = {scores[shared_keys[0]].scored_cells for scores in scores_by_run.values()}
     return Ranking(
         n_runs=len(scores_by_run),
         has_paired_runs=len(scored_cells) == 1,

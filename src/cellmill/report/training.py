@@ -96,12 +96,13 @@ def compare_with_plan(run: ReportedRun) -> list[ComparedQuantity]:
     tensors_gb, tensors_rank = _find_peak(run, "peak_allocated_gb")
     process_gb, process_rank = _find_peak(run, "peak_resident_gb")
     peak_rank = process_rank if tensors_rank is None else tensors_rank
+    peak_kind = "process" if tensors_rank is None else "tensor"
     quantities = [
         ComparedQuantity("steps", plan.steps, status.step),
         ComparedQuantity("hours", plan.hours, hours),
         ComparedQuantity(TENSOR_MEMORY, planned_gb, tensors_gb),
         ComparedQuantity(PROCESS_MEMORY, None, process_gb),
-        ComparedQuantity("rank with the peak memory", None, peak_rank),
+        ComparedQuantity(f"rank with the peak {peak_kind} memory", None, peak_rank),
         ComparedQuantity("steps skipped as not finite", None, status.skipped_steps),
         ComparedQuantity("cells, all epochs", plan.cells_seen, status.cells_seen),
         ComparedQuantity("processes", plan.world_size, status.world_size),
@@ -167,10 +168,9 @@ def describe_cost(run: ReportedRun) -> str | None:
     """GPU-hours of a run, or core-hours if it had no GPU; None before its training has ended."""
     if run.cost is None:
         return None
-    quantity, unit = "cpu_core_hours", "core-hours"
-    # an unknown number of GPUs is no proof that there was none
-    if any(start.gpus != 0 for start in run.cost.starts):
-        quantity, unit = "gpu_hours", "GPU-hours"
-    hours = run.totals.get(quantity)
+    # a start with an unknown number of GPUs counts as one with GPUs
+    had_gpus = any(start.gpus != 0 for start in run.cost.starts)
+    hours = run.totals.get("gpu_hours" if had_gpus else "cpu_core_hours")
+    unit = "GPU-hours" if had_gpus else "core-hours"
     amount = "an unknown number of" if hours is None else f"{_round_to_two_digits(hours):g}"
     return f"{amount} {unit}"
