@@ -192,8 +192,8 @@ def test_the_page_shows_what_the_folders_hold(page: str) -> None:
         "0.840 ± 0.020", "probe: accuracy", "n unlabelled 2", "Skipped: the dataset has no label column.", "-0.012",
         "97.3 %", "min_genes: 5",
         "a vocabulary of 1 gene", "240", "f00d" * 16, "cafe" * 16, "beef" * 16, "2.99.1", "train.lr", "raw.h5ad",
-        f"0.800 ± 0.020, embedding + LR; -0.040 from the best baseline, 95 % interval -0.070 to -0.010; {CLOSED}.",
-        f"embedding + LR {CLOSED}.", "0 % is the first method named, 100 % the second",
+        f"embedding + LR; difference from the best baseline -0.040, 95 % interval -0.070 to -0.010; {CLOSED}.",
+        f"embedding + LR {CLOSED}.", "0 % is the first method named and 100 % the second",
         "3 cells, 1 of them held out", "UMAP by batch", "confusion of embedding + kNN",
         "Tested cells of all folds and repetitions",
     ):  # fmt: skip
@@ -733,7 +733,7 @@ def test_the_standing_names_the_best_run() -> None:
     assert (
         "b has the highest mean on d over the tasks that all have (probe, low depth), not shown to be beyond chance: "
         "ahead of the best baseline, all genes + LR, unscaled: 0.900 against 0.800 (probe f). Of 1 comparison with "
-        "the best baseline of a metric: ahead in 1 (probe: f (+0.100)), behind in none."
+        "the best baseline of a metric: ahead in 1 (probe: f +0.100), behind in none."
     ) in text_of(render("r", runs, []))
     # the digits that are shown are the same
     runs = [run("a", 0.8101, -0.1, 0.1), run("b", 0.81, -0.1, 0.1), run("c", 0.8094, -0.1, 0.1)]
@@ -775,8 +775,8 @@ def test_the_first_sentences_name_tasks_ahead_or_behind() -> None:
         ),
     )
     assert (
-        "Of 4 comparisons with the best baseline of a metric: ahead in 2 (imputation: rho by gene (+0.080) and 1 "
-        "more), behind in 1 (few shot: f, 5 (-0.100)), level in 1."
+        "Of 4 comparisons with the best baseline of a metric: ahead in 2 (imputation: rho by gene +0.080 and 1 "
+        "more), level in 1, behind in 1 (few shot: f, 5 -0.100)."
     ) in text_of(render("r", [run], []))
 
 

@@ -18,11 +18,11 @@ from cellmill.runs.results import Gap, Outcome, Row, Verdict
 
 RELATIONS: dict[Outcome, str] = {
     "ahead": "ahead of",
-    "behind": "behind",
     "level": "level with",
+    "behind": "behind",
     "undecided": "undecided against",
 }
-"""Words between a run and a baseline, by outcome. The sentence that counts outcomes has this order."""
+"""Words between a run and a baseline, by outcome, in the order of sentences and tables."""
 CERTAINTIES = {
     True: "with a 95 % interval above 0",
     False: "without an interval, because repetitions cannot be paired or do not vary",
@@ -121,7 +121,7 @@ def _describe_verdict(standing: Standing) -> str:
 
 
 def _describe_outcomes(standing: Standing) -> str:
-    """The numbers of comparisons in which a run is ahead, behind, level and undecided."""
+    """The numbers of comparisons in which a run is ahead, level, behind and undecided."""
     n = len(standing.verdicts)
     if n == 0:
         return "No task compares it with a baseline."
@@ -146,7 +146,7 @@ def _describe_numbers(standing: Standing) -> str:
     parts = [f"{_name_task_and_metric(standing)} {score}, {standing.best_row.method.name}"]
     verdict = standing.verdict
     if verdict is not None:
-        difference = f"{verdict.difference:+.3f} from the best baseline"
+        difference = f"difference from the best baseline {verdict.difference:+.3f}"
         if verdict.interval is not None:
             difference += ", 95 % interval {:+.3f} to {:+.3f}".format(*verdict.interval)
         parts.append(difference)
@@ -183,7 +183,7 @@ def _describe_tasks(task_verdicts: Sequence[TaskVerdict], outcome: Outcome) -> s
     for task, verdicts in by_task.items():
         largest = max(verdicts, key=lambda verdict: abs(verdict.difference))
         more = f" and {len(verdicts) - 1} more" if len(verdicts) > 1 else ""
-        parts.append(f"{to_words(task)}: {largest.metric} ({largest.difference:+.3f}){more}")
+        parts.append(f"{to_words(task)}: {largest.metric} {largest.difference:+.3f}{more}")
     return "; ".join(parts)
 
 
