@@ -373,8 +373,8 @@ def test_a_file_with_wrong_content_is_named_in_one_line(
 
 @pytest.mark.parametrize(
     ("outcome", "box"),
-    [("behind", '<div class="defeats warning">\n<h3>Where models are behind<'),
-     ("level", '<div class="defeats">\n<h3>Where models are behind: in no comparison<'),
+    [("behind", '<div class="comparisons warning">\n<h3>Where models are behind<'),
+     ("level", '<div class="comparisons">\n<h3>Where models are behind: in no comparison<'),
      ("ahead", None)],
 )  # fmt: skip
 def test_comparisons_warn_only_if_a_model_is_behind(
@@ -399,20 +399,23 @@ def test_many_losses_of_a_run_fold_into_one_line() -> None:
     box = shown[shown.index("Where models are behind") :]
     before_words = box[: box.index("<details>")]
     assert re.findall("<li>(.*?)</li>", before_words) == [
-        "d: behind in 20 of 20: probe: f19 (-0.290) and 19 more."
+        "d: behind in 20 of 20 comparisons (probe: f19 -0.290 and 19 more)."
     ]
     assert (
         "Of 20 comparisons with the best baseline of a metric: ahead in none, behind in 20" in shown
     )
 
 
-def test_defeats_in_a_task_without_a_metric_are_listed() -> None:
+def test_verdicts_behind_of_a_task_without_a_metric_are_listed() -> None:
     verdict = verdict_on(OWN, GENES, "mixing", -0.1, (-0.2, -0.05))
     rows = [Row(method, {"mixing": Score(0.5)}) for method in (OWN, GENES)]
     run = of_tasks("a", integration=TaskResult(rows, None, [verdict]))
     text = text_of(render("r", [run], []))
     assert "Next: take the best baseline, which costs less: of 1 comparison with it" in text
-    assert "Where models are behind d: behind in 1 of 1: integration: mixing (-0.100)." in text
+    assert (
+        "Where models are behind d: behind in 1 of 1 comparison (integration: mixing -0.100)."
+        in text
+    )
 
 
 def test_a_wait_in_the_queue_is_not_counted_as_a_start() -> None:
@@ -1100,10 +1103,10 @@ def test_planned_tensors_stand_next_to_measured_tensors() -> None:
         (replace(on_cpu, logged=[line, LoggedLineSchema(step=2)]), 0.051, 0),
     ):
         rows = {name: (planned, seen) for name, planned, seen in compare_with_plan(run)}
+        kind = "process" if measured is None else "tensor"
         assert rows[tensors] == (0.046, measured)
         assert rows[process] == (None, 2.1)
         assert rows[f"rank with the peak {kind} memory"] == (None, rank)
-        kind = "process" if measured is None else "tensor"
 
 
 def test_each_file_has_the_command_that_makes_it_again(page: str) -> None:

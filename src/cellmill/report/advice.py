@@ -14,7 +14,7 @@ from cellmill.config.run import auto_steps
 from cellmill.errors import ConfigError
 from cellmill.report.collect import ReportedRun
 from cellmill.report.schemas import PlanSchema
-from cellmill.report.text import to_count
+from cellmill.report.text import with_noun
 
 
 class Gain(NamedTuple):
@@ -133,8 +133,8 @@ def _advise_on_steps(run: ReportedRun) -> str | None:
 
 def _advise_on_checkpoint(run: ReportedRun) -> str | None:
     exported = run.evaluated_model.step
-    last = (run.status and run.status.step) or 0
-    if exported is None or exported >= last:
+    last = None if run.status is None else run.status.step
+    if exported is None or last is None or exported >= last:
         return None
     return (
         f"set consolidate.checkpoint: last; the exported checkpoint is of step {exported:,} of {last:,}, and "
@@ -148,7 +148,7 @@ def _advise_on_baseline(outcomes: Sequence[str]) -> str | None:
     if "ahead" in outcomes or not (n_behind or "level" in outcomes):
         return None
     return (
-        f"take the best baseline, which costs less: of {to_count(len(outcomes), 'comparison')} with it, the "
+        f"take the best baseline, which costs less: of {with_noun(len(outcomes), 'comparison')} with it, the "
         f"model is ahead in none and behind in {n_behind or 'none'}; with few counts or few measured genes, "
         "models were ahead of baselines on two of four datasets, the panels PBMC and MERFISH "
         "(docs/quality.md, Where a trained model is worth it)"

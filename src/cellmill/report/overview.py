@@ -1,7 +1,7 @@
 """Sentences of the overview, the first section of the page.
 
 They name the runs without a result, the run that leads on each dataset, its comparison with the
-baselines, and what to change next.
+baselines, where runs are behind, and what to change next.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from cellmill.report.collect import ReportedRun, list_results
 from cellmill.report.ranking import Ranking
 from cellmill.report.standings import Standing
 from cellmill.report.task_table import find_gap
-from cellmill.report.text import to_count, to_words
+from cellmill.report.text import to_words, with_noun
 from cellmill.report.verdicts import TaskVerdict, list_verdicts
 from cellmill.runs.results import Gap, Outcome, Row, Verdict
 
@@ -134,7 +134,9 @@ def _describe_outcomes(standing: Standing) -> str:
             text += f" ({_describe_tasks(standing.verdicts, outcome)})"
         if n_verdicts or is_always_counted:
             parts.append(text)
-    return f"Of {to_count(n, 'comparison')} with the best baseline of a metric: {', '.join(parts)}."
+    return (
+        f"Of {with_noun(n, 'comparison')} with the best baseline of a metric: {', '.join(parts)}."
+    )
 
 
 def _describe_numbers(standing: Standing) -> str:
@@ -193,7 +195,9 @@ def describe_missing(runs: Sequence[ReportedRun]) -> str:
     if not missing:
         return ""
     verb = "has" if len(missing) == 1 else "have"
-    return f"{len(missing)} of {to_count(len(runs), 'run')} {verb} no result: {', '.join(missing)}."
+    return (
+        f"{len(missing)} of {with_noun(len(runs), 'run')} {verb} no result: {', '.join(missing)}."
+    )
 
 
 def describe_unscored(runs: Sequence[ReportedRun]) -> list[str]:
@@ -237,8 +241,8 @@ def list_verdict_sentences(
     return list(dict.fromkeys(sentences))  # tasks that see the same cells may share a sentence
 
 
-def list_defeats(runs: Sequence[ReportedRun]) -> list[tuple[str, str]]:
-    """(run, sentence) of each defeat by a baseline.
+def summarise_behind(runs: Sequence[ReportedRun]) -> list[tuple[str, str]]:
+    """(run, sentence) on where runs are behind.
 
     First comes a sentence for each run and dataset on which the run is behind a best baseline. Then
     come the verdicts "behind" of tasks that have no verdict against a best baseline.
@@ -250,7 +254,8 @@ def list_defeats(runs: Sequence[ReportedRun]) -> list[tuple[str, str]]:
         n_behind = sum(entry.verdict.outcome == "behind" for entry in verdicts)
         if n_behind:
             tasks = _describe_tasks(verdicts, "behind")
-            sentence = f"{dataset_name}: behind in {n_behind} of {len(verdicts)}: {tasks}."
+            comparisons = with_noun(len(verdicts), "comparison")
+            sentence = f"{dataset_name}: behind in {n_behind} of {comparisons} ({tasks})."
             summaries.append((run.name, sentence))
         for result in dataset_result.tasks.values():
             if result.best_verdicts():

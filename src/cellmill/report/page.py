@@ -27,9 +27,9 @@ from cellmill.report.overview import (
     describe_missing,
     describe_unscored,
     group_by_advice,
-    list_defeats,
     list_leads,
     list_verdict_sentences,
+    summarise_behind,
 )
 from cellmill.report.side_by_side import compare_runs
 from cellmill.report.standings import list_standings
@@ -44,12 +44,12 @@ from cellmill.report.task_table import (
 )
 from cellmill.report.text import (
     abbreviate_classifiers,
-    flatten,
-    to_count,
+    flatten_and_join,
     to_duration,
     to_percent,
     to_text,
     to_words,
+    with_noun,
 )
 from cellmill.report.training import (
     compare_with_plan,
@@ -58,6 +58,7 @@ from cellmill.report.training import (
     draw_losses_by_objective,
     estimate_energy,
 )
+from cellmill.runs.results import TOLERANCE
 
 HISTOGRAMS = {
     "n_genes": "genes per cell",
@@ -69,11 +70,11 @@ HISTOGRAMS = {
 FILTERS: tuple[Callable[..., Any], ...] = (
     # values
     to_text,
-    to_count,
+    with_noun,
     to_words,
     to_duration,
     to_percent,
-    flatten,
+    flatten_and_join,
     abbreviate_classifiers,
     # runs
     describe_cost,
@@ -137,7 +138,7 @@ def render(
             names_by_advice=group_by_advice(runs),
             standings=standings,
             tasks_across_runs=compare_runs(runs),
-            defeat_sentences=list_defeats(runs),
+            behind_summaries=summarise_behind(runs),
             behind_sentences=list_verdict_sentences(runs, "behind"),
             inconclusive_sentences=list_verdict_sentences(runs, "level", "undecided"),
             # charts
@@ -172,6 +173,7 @@ def _make_environment() -> Environment:
     )
     environment.filters |= {function.__name__: function for function in FILTERS}
     environment.globals |= {function.__name__: function for function in FUNCTIONS}
+    environment.globals["TOLERANCE"] = TOLERANCE
     return environment
 
 

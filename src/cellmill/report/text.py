@@ -33,8 +33,8 @@ def to_text(value: Any) -> str:
     return str(value)
 
 
-def to_count(n: int, noun: str, plural: str | None = None) -> str:
-    """A number of things, such as "1 cell" or "1,200 cells"; `plural` is noun + s by default."""
+def with_noun(n: int, noun: str, plural: str | None = None) -> str:
+    """A number with its noun, such as "1 cell" or "1,200 cells"; `plural` is noun + s by default."""
     return f"{n:,} {noun if n == 1 else plural or noun + 's'}"
 
 
@@ -53,7 +53,7 @@ def abbreviate_classifiers(text: str) -> str:
     return text.replace("logistic regression", "LR")
 
 
-def flatten(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def flatten_and_join(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """(path, value) of nested options, such as `train.lr`. Lists are joined by commas."""
     for path, value in flatten_options(tree).items():
         if isinstance(value, list):

@@ -21,7 +21,7 @@ from cellmill.report.overview import describe_missing
 from cellmill.report.page import render
 from cellmill.report.sweeps.rows import list_rows
 from cellmill.report.sweeps.scalings import SweepCurves, make_scalings, read_sweep
-from cellmill.report.text import to_count
+from cellmill.report.text import with_noun
 
 
 def report(
@@ -76,5 +76,5 @@ def sweep(*, values: Path, runs: Path, out: Path) -> None:
         writer = csv.DictWriter(file, list(csv_rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(csv_rows)
-    n_runs = to_count(len(values_by_run), "run")
-    print(f"{n_runs}, {to_count(len(rows), 'value')} -> {out}")
+    n_runs = with_noun(len(values_by_run), "run")
+    print(f"{n_runs}, {with_noun(len(rows), 'value')} -> {out}")

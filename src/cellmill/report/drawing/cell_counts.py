@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from cellmill.report.drawing.chart import Chart, read_template, to_five_digits
-from cellmill.report.text import to_count
+from cellmill.report.text import with_noun
 
 TAILS_FRAC = 0.005  # share of cells at both ends together that a histogram does not draw
 
@@ -37,7 +37,7 @@ def draw_histogram(
         )
     n_beyond = n_cells - sum(row["before"] for row in rows)
     if n_beyond:
-        x_title += f" ({to_count(n_beyond, 'cell')} beyond)"
+        x_title += f" ({with_noun(n_beyond, 'cell')} beyond)"
     spec = read_template("histogram")
     scale = {"type": "log"} if edges[0] > 0 else {"zero": False}
     spec["encoding"]["x"] |= {"scale": scale, "title": x_title}

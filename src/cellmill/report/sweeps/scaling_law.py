@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from cellmill.report.text import to_count
+from cellmill.report.text import with_noun
 
 MIN_SIZES = 4  # one more than the law has parameters
 HUBER_DELTA = 1e-3  # log units; the Huber loss is quadratic below it
@@ -58,7 +58,7 @@ def fit_law(sizes: Sequence[float], losses: Sequence[float]) -> Law | NoLaw:
     loss = np.asarray(losses, np.float64)
     n_sizes = len(np.unique(size))
     if n_sizes < MIN_SIZES:
-        return NoLaw(f"{to_count(n_sizes, 'size')}; a law with a floor needs {MIN_SIZES}")
+        return NoLaw(f"{with_noun(n_sizes, 'size')}; a law with a floor needs {MIN_SIZES}")
     if not (np.isfinite(loss).all() and loss.min() > 0 and size.min() > 0):
         return NoLaw("a loss or size is not a positive finite number")
     # Divide sizes by their geometric mean. The factor is then the power's height in the middle of
