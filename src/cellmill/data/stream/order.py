@@ -62,9 +62,9 @@ class OrderOptions:
     stream: Stream  # the section of the configuration
     global_batch: int  # cells per optimizer step over all ranks, a multiple of `stream.lanes`
     seed: int
-    # True: epochs without end, each shuffled by `seed`, of the cells that `train_frac` keeps, and read
-    # by their weights. False (validation): one epoch of the split's cells. Blocks are dealt to lanes as
-    # on disk, and tokens are drawn alike for every `seed`
+    # True: epochs without end, over the cells that `train_frac` keeps, read by their weights and
+    # shuffled by `seed`. False (validation): one epoch of the split's cells. Blocks are dealt to lanes
+    # as on disk, and the tokens drawn are the same for every `seed`
     is_training: bool = True
 
 

@@ -78,7 +78,7 @@ class RankWindowQueue:
 
 @dataclass(frozen=True)
 class StepGroup:
-    """Some consecutive steps of an epoch: the cells of one data rank, and the numbers of all ranks."""
+    """Consecutive steps of an epoch: one data rank's cells, and the sizes of the cells of all ranks."""
 
     epoch: int
     genes_per_cell: np.ndarray  # `(cells of all ranks,)`: number of genes, by step and rank

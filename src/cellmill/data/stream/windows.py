@@ -117,7 +117,7 @@ class RankWindow:
 
 
 class WindowReader:
-    """Reads the windows of `lanes`, the lanes of one data rank, with `io_threads` threads."""
+    """Reads the rank windows of the data rank that has `lanes`, with `io_threads` threads."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class WindowReader:
         self._pool.shutdown(cancel_futures=True)
 
     def read_windows(self, epoch: int, lane_starts: np.ndarray) -> Iterator[RankWindow]:
-        """Yield rank windows one by one; each begins to be read when it is yielded.
+        """Start to read each rank window in turn, and yield it.
 
         Lane l begins at the window with its cell `lane_starts[l]`. `lane_starts`, `(lanes,)`, has all
         lanes, also those of other ranks. Endless in training.
@@ -164,7 +164,7 @@ class WindowReader:
             lane_starts = np.zeros_like(lane_starts)
 
     def _start_reading(self, order: EpochOrder, lanes: list[int], window: int) -> RankWindow:
-        """Start to read window number `window` of each of `lanes`."""
+        """Start to read the rank window of number `window`, which `lanes` have."""
         spans = CellSpans.join([order.window_spans(lane, window) for lane in lanes])
         byte_spans, packed = self._allocate(spans)
         max_spans = -(-len(spans.shards) // _TARGET_TASKS)
