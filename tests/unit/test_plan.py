@@ -100,7 +100,7 @@ def _refused(corpus: Manifest, out: Path, **what: Any) -> str:
 def test_the_number_of_steps_equals_that_of_the_stream(
     corpus: Manifest, tmp_path: Path, world: int
 ) -> None:
-    given: dict[str, Any] = {"tokens": _options().tokens, "token_budget": 64, "shuffle": False}
+    given: dict[str, Any] = {"tokens": _options().tokens, "token_budget": 64, "is_training": False}
     streams = [stream_of(corpus, rank, world, SECTIONS["stream"], **given) for rank in range(world)]
     steps = [list(stream) for stream in streams]
     batches = itertools.chain.from_iterable(itertools.chain(*steps))
