@@ -216,6 +216,20 @@ def test_a_process_that_cannot_pin_is_advised_to_request_more(tmp_path: Path) ->
     )
 
 
+def test_a_full_gpu_is_named_beside_memory_that_cannot_be_pinned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    request = "request more memory per node (mem_mb, mem_mb_per_cpu or mem_mb_per_gpu)"
+    full = "; or another program fills the GPU: nvidia-smi or rocm-smi lists it"
+    line = str(error_line(torch.AcceleratorError("CUDA error: out of memory"), tmp_path))
+    assert line.endswith(f"{request}{full}")
+    line = str(error_line(OSError(errno.ENOMEM, "Cannot allocate memory"), tmp_path))
+    assert line.endswith(request)
+
+
 def test_a_failed_collective_is_named_with_its_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,6 +128,9 @@ def _out_of_memory_line(error: BaseException, memory: str, folder: Path) -> str:
     general = REQUEST_MORE if memory == "host" else LOWER_MEMORY
     advice = ask_for_advice(folder / "run.json", world, local_world, device, memory) or general
     reason = _one_line(error)[:120].rstrip(".") or type(error).__name__
+    if memory == "host" and "error: out of memory" in reason:
+        # the driver gives one error for both
+        advice += "; or another program fills the GPU: nvidia-smi or rocm-smi lists it"
     return f"{_who()}: out of memory ({reason}); {advice}"
 
 
