@@ -110,7 +110,7 @@ def without_scripts(page: str) -> str:
 
 
 def unpack(data: str) -> dict[str, Any]:
-    """What the page's script unpacks: charts, and folded parts."""
+    """What the page's script unpacks: charts, and folded details."""
     return json.loads(zlib.decompress(base64.b64decode(data, validate=True)))
 
 
@@ -178,7 +178,7 @@ def test_the_folded_parts_of_many_runs_are_packed(
     [folded] = [unpack(found[1])["folded"] for found in re.findall(pattern, large)]
     assert len(folded) > 10
     assert unpack(re.findall(pattern, plain)[0][1])["folded"] == []
-    place = r'<p class="dim" data-folded="(\d+)">Allow scripts to see this part.</p>'
+    place = r'<p class="dim" data-folded="(\d+)">Allow scripts to see the details.</p>'
     whole = re.sub(place, lambda match: folded[int(match[1])], large)
     assert re.sub(pattern, "", whole) == re.sub(pattern, "", plain)
     assert len(large) < len(plain)

@@ -109,7 +109,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs = [make_run(folder / "runs" / "first"), make_run(folder / "runs" / "second")]
     options = ReportOptions.model_validate({"report": {}})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page_charts, "MAX_SMALL_RUNS", 1)  # the script unpacks the folded parts
+        patch.setattr(page_charts, "MAX_SMALL_RUNS", 1)  # the script unpacks the folded details
         report.report(
             options=options,
             runs=runs,

@@ -1,5 +1,5 @@
 "use strict";
-// Live charts, folded parts of many runs, sorting, theme and search.
+// Live charts, folded details of many runs, sorting, theme and search.
 // Without scripts the page shows its tables and static pictures.
 
 const UNKNOWN = "–"; // a table's text for a missing value
@@ -187,7 +187,7 @@ async function main() {
     unfold(folded);
     drawChartsOnScroll(charts);
   } finally {
-    // folded parts have tables too, but other tables can be sorted without them
+    // folded details have tables too, but other tables can be sorted without them
     document.querySelectorAll("table.sortable").forEach(makeSortable);
   }
 }

@@ -18,7 +18,7 @@ from cellmill.report.drawing.png import draw_png
 from cellmill.report.drawing.svg import draw_svg
 from cellmill.report.drawing.umap import draw_umap_svg
 
-# pages of more runs store folded parts compressed, for the script to insert, and draw coarser
+# pages of more runs store folded details compressed, for the script to insert, and draw coarser
 # bitmaps
 MAX_SMALL_RUNS = 20
 MAX_STATIC_POINTS = 200  # the static picture of a chart with more points has lines without dots
@@ -31,10 +31,10 @@ FORMULA_STARTS = ("=", "+", "-", "@", "\t")
 
 
 class PageCharts:
-    """Charts of one page in their order, and the HTML of its folded parts.
+    """Charts of one page in their order, and the HTML of its folded details.
 
     Each chart has a static picture for print and for browsers without scripts. The page's script
-    replaces it with a live chart, and inserts the folded parts.
+    replaces it with a live chart, and inserts the folded details.
     """
 
     def __init__(self, n_runs: int = 1) -> None:
@@ -43,15 +43,17 @@ class PageCharts:
         self.folded: list[str] = []  # HTML; empty on a small page
 
     def fold(self, caller: Callable[[], Markup]) -> Markup:
-        """HTML of a folded part, which `caller` renders, for `{% call page_charts.fold() %}`.
+        """HTML of folded details, which `caller` renders, for `{% call page_charts.fold() %}`.
 
-        On a large page it is a placeholder, which the page's script replaces with the part.
+        On a large page it is a placeholder, which the page's script replaces with the details.
         """
         if not self.is_large:
             return caller()
         self.folded.append(caller())
         number = len(self.folded) - 1
-        return Markup(f'<p class="dim" data-folded="{number}">Allow scripts to see this part.</p>')
+        return Markup(
+            f'<p class="dim" data-folded="{number}">Allow scripts to see the details.</p>'
+        )
 
     def add(self, chart: Chart) -> Markup:
         """Draw a chart and keep it. Return the `<figure>` element with the static picture.
@@ -109,7 +111,7 @@ class PageCharts:
 
     @property
     def packed(self) -> str:
-        """Charts and folded parts for the page's script: JSON, compressed by zlib, in base64.
+        """Charts and folded details for the page's script: JSON, compressed by zlib, in base64.
 
         It has only what was added before, so the page reads it after all sections.
         """
