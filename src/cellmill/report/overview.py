@@ -207,12 +207,9 @@ def describe_unscored(runs: Sequence[ReportedRun]) -> list[str]:
         reasons = {to_words(task): result.skipped for task, result in dataset_result.tasks.items()}
         if None in reasons.values():
             continue
-        sentence = f"{run.name} on {dataset_name}: nothing was scored"
-        if reasons:
-            skipped = "; ".join(f"{task}: {reason}" for task, reason in reasons.items())
-            sentences.append(f"{sentence}, because every task was skipped ({skipped}).")
-        else:
-            sentences.append(f"{sentence}, because no task is configured.")
+        skipped = "; ".join(f"{task}: {reason}" for task, reason in reasons.items())
+        cause = f"every task was skipped ({skipped})" if reasons else "no task is configured"
+        sentences.append(f"{run.name} on {dataset_name}: nothing was scored, because {cause}.")
     return sentences
 
 

@@ -137,6 +137,7 @@ def render(
             leads=list_leads(standings),
             names_by_advice=group_by_advice(runs),
             standings=standings,
+            tolerance=TOLERANCE,
             tasks_across_runs=compare_runs(runs),
             behind_summaries=summarise_behind(runs),
             behind_sentences=list_verdict_sentences(runs, "behind"),
@@ -173,7 +174,6 @@ def _make_environment() -> Environment:
     )
     environment.filters |= {function.__name__: function for function in FILTERS}
     environment.globals |= {function.__name__: function for function in FUNCTIONS}
-    environment.globals["TOLERANCE"] = TOLERANCE
     return environment
 
 

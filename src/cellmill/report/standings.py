@@ -21,6 +21,7 @@ class Standing:
     dataset_name: str
     task: str
     result: TaskResult  # the run's result of `task`
+    metric: str  # ranks the rows of `result`
     best_row: Row  # the model's best row in `result`
     baseline: Row | None  # the best baseline in `result`; None if it has no baseline
     verdict: Verdict | None  # on `best_row` against `baseline`; None if the file has none
@@ -28,12 +29,6 @@ class Standing:
     ranking: Ranking  # of all runs of the dataset
     # numbers of steps of these runs; None is an unknown number
     distinct_steps: frozenset[int | None]
-
-    @property
-    def metric(self) -> str:
-        """The metric that ranks the rows of `result`."""
-        assert self.result.metric is not None
-        return self.result.metric
 
     @property
     def is_leader(self) -> bool:
@@ -102,6 +97,7 @@ def _make_standing(
         dataset_name=dataset_name,
         task=task,
         result=result,
+        metric=result.metric,
         best_row=best_row,
         baseline=result.best_baseline(result.metric),
         verdict=verdict,

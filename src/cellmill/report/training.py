@@ -98,15 +98,15 @@ def compare_with_plan(run: ReportedRun) -> list[ComparedQuantity]:
     peak_rank = process_rank if tensors_rank is None else tensors_rank
     peak_kind = "process" if tensors_rank is None else "tensor"
     quantities = [
-        ComparedQuantity("steps", plan.steps, status.step),
-        ComparedQuantity("hours", plan.hours, hours),
-        ComparedQuantity(TENSOR_MEMORY, planned_gb, tensors_gb),
-        ComparedQuantity(PROCESS_MEMORY, None, process_gb),
-        ComparedQuantity(f"rank with the peak {peak_kind} memory", None, peak_rank),
-        ComparedQuantity("steps skipped as not finite", None, status.skipped_steps),
-        ComparedQuantity("cells, all epochs", plan.cells_seen, status.cells_seen),
-        ComparedQuantity("processes", plan.world_size, status.world_size),
-        *_list_logged_quantities(run),
+        ("steps", plan.steps, status.step),
+        ("hours", plan.hours, hours),
+        (TENSOR_MEMORY, planned_gb, tensors_gb),
+        (PROCESS_MEMORY, None, process_gb),
+        (f"rank with the peak {peak_kind} memory", None, peak_rank),
+        ("steps skipped as not finite", None, status.skipped_steps),
+        ("cells, all epochs", plan.cells_seen, status.cells_seen),
+        ("processes", plan.world_size, status.world_size),
+        *[(name, None, value) for name, value in _summarise_log(run).items()],
     ]
     return [
         ComparedQuantity(name, _round_to_two_digits(planned), _round_to_two_digits(measured))
@@ -115,21 +115,21 @@ def compare_with_plan(run: ReportedRun) -> list[ComparedQuantity]:
     ]
 
 
-def _list_logged_quantities(run: ReportedRun) -> list[ComparedQuantity]:
-    """Quantities measured over all lines of metrics.jsonl, and in the last validation."""
+def _summarise_log(run: ReportedRun) -> dict[str, float | None]:
+    """Quantities measured over all lines of metrics.jsonl, or in the last validation, by name."""
     rates = _list_values(run, "cells_per_s")
     waits = _list_values(run, "data_wait_frac")
     mean_wait = sum(waits) / len(waits) if waits else None
-    quantities = [
-        ComparedQuantity("highest cells/s", None, max(rates, default=None)),
-        ComparedQuantity(CURVES["data_wait_frac"], None, mean_wait),
-    ]
+    quantities = {
+        "highest cells/s": max(rates, default=None),
+        CURVES["data_wait_frac"]: mean_wait,
+    }
     for key in ("effective_rank", "depth_r2", "batch_r2"):
         name = f"{CURVES[key]}, last validation"
         if key == "effective_rank" and run.has_collapsed:
             name += ": collapsed to one direction"
         values = _list_values(run, key)
-        quantities.append(ComparedQuantity(name, None, values[-1] if values else None))
+        quantities[name] = values[-1] if values else None
     return quantities
 
 
