@@ -14,7 +14,7 @@ from cellmill.config.checks import check_together
 from cellmill.config.parts.family import FamilyConfig
 from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.stream.batch import Batch
-from cellmill.models.batch import CLS, EOS, add_ends, to_tensors
+from cellmill.models.batch import CLS, EOS, EncoderBatch, add_ends, to_tensors
 from cellmill.models.cell_encoder import CovariatePrefix, attended_state
 from tests.checks import assert_near, refused
 from tests.models import KEYS, initialized, prepare, random_cells, seeded, spec, train_options
@@ -226,6 +226,12 @@ def test_end_tokens_surround_each_unchanged_cell(n_ends: int) -> None:
                 expected.append(last)
             assert ended_cell.tolist() == expected
     assert ended.cu_seqlens.diff().tolist() == ended.lengths
+
+
+def test_end_tokens_do_not_enter_the_mean_value_of_a_cell() -> None:
+    batch = to_tensors(random_cells((20, 1, 25, 3), _tokens(), N_GENES))
+    ended = EncoderBatch.from_batch(add_ends(batch, 2))
+    assert_near(ended.center, EncoderBatch.from_batch(batch).center)
 
 
 @pytest.mark.parametrize(

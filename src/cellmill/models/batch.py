@@ -200,7 +200,8 @@ class EncoderBatch(Batch):
         """
         if not self.values.is_floating_point():
             return torch.zeros(len(self.lengths), device=self.values.device)
-        is_known = self.value_known & (self.token_ids != PAD_TOKEN)  # no value without a gene
+        # <pad>, <cls> and <eos> have no value
+        is_known = self.value_known & (self.token_ids > PAD_TOKEN)
         sums = segment_sum(self.values * is_known, self.token_cells, self.cu_seqlens)
         n_known = segment_sum(is_known.float(), self.token_cells, self.cu_seqlens)
         return sums / n_known.clamp(min=1)
