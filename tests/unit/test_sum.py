@@ -241,6 +241,10 @@ def test_verdicts_of_a_sum_are_those_of_its_parts() -> None:
             "parts: cell_decoding and denoise draw a view, and the model is given one; keep one",
         ),
         (
+            {"cell_decoding": {}, "next_gene": {}},
+            "parts: next_gene predicts where whole cells end, and another part draws a view; keep one",
+        ),
+        (
             {"2nd": {"name": "denoise"}},
             "parts: expected a name that starts with a letter and has only letters, digits and _, got 2nd; choose "
             "another",

@@ -351,18 +351,21 @@ class SumConfig(ObjectiveConfig):
     A part may have any name if its key `name` is the objective, so that several parts can predict
     different columns. One part may define a view (cell_decoding, denoise, query_decoding,
     perturbation_response), which all parts then see, and one may hide tokens (masked_value,
-    masked_gene) or read the model's tokens as targets (next_gene).
+    masked_gene) or, without a view, read the model's tokens as targets (next_gene).
     """
 
     def problems(self) -> Iterator[str]:
         if not self.parts:
             yield "parts: expected at least one objective with its options, such as cell_decoding: {}, got none"
+        has_view = any(part.draws_view for part in self.parts.values())
         for name, part in self.parts.items():
             if name != part.name and not re.fullmatch("[A-Za-z][A-Za-z0-9_]*", name):
                 yield (
                     "parts: expected a name that starts with a letter and has only letters, digits and _, got "
                     f"{name}; choose another"
                 )
+            if has_view and isinstance(part, NextGeneConfig):
+                yield f"parts: {name} predicts where whole cells end, and another part draws a view; keep one"
         for attribute, reason in (
             ("draws_view", "draw a view, and the model is given one"),
             (
