@@ -142,7 +142,7 @@ class EncoderBatch(Batch):
     """
 
     value_hidden: Tensor  # (tokens,) bool
-    value_known: Tensor  # (tokens,) bool: values of which `center` is the mean
+    enters_center: Tensor  # (tokens,) bool: values of which `center` is the mean
     dropout_keys: tuple[int, int] | None  # seed and step; None: no dropout
 
     @classmethod
@@ -160,7 +160,7 @@ class EncoderBatch(Batch):
                 arguments[field.name] = None
         nothing = torch.zeros_like(batch.token_ids, dtype=torch.bool)
         hidden = changes.get("value_hidden", nothing)
-        arguments |= {"value_hidden": hidden, "value_known": ~hidden}
+        arguments |= {"value_hidden": hidden, "enters_center": ~hidden}
         return cls(**arguments | changes)
 
     @cached_property
@@ -194,17 +194,17 @@ class EncoderBatch(Batch):
 
     @cached_property
     def center(self) -> Tensor:
-        """(cells,) float32: mean of a cell's known continuous values, otherwise 0.
+        """(cells,) float32: mean of a cell's continuous values in `enters_center`; 0 if there are none.
 
-        Hidden values cannot leak into it.
+        Masked values cannot leak into it.
         """
         if not self.values.is_floating_point():
             return torch.zeros(len(self.lengths), device=self.values.device)
         # <pad>, <cls> and <eos> have no value
-        is_known = self.value_known & (self.token_ids > PAD_TOKEN)
-        sums = segment_sum(self.values * is_known, self.token_cells, self.cu_seqlens)
-        n_known = segment_sum(is_known.float(), self.token_cells, self.cu_seqlens)
-        return sums / n_known.clamp(min=1)
+        is_in = self.enters_center & (self.token_ids > PAD_TOKEN)
+        sums = segment_sum(self.values * is_in, self.token_cells, self.cu_seqlens)
+        n_values = segment_sum(is_in.float(), self.token_cells, self.cu_seqlens)
+        return sums / n_values.clamp(min=1)
 
 
 def add_ends(batch: Batch, n_ends: int) -> Batch:

@@ -12,8 +12,8 @@ HIDE_KEY = 3  # what is hidden; for whole genes the position in the cell comes b
 DROPPED_FRAC_KEY = 4  # hidden fraction of a cell's genes in view drop_thin
 # after (cell, seed, step, position)
 TOKEN_DROPOUT_KEY = 1
-SHOWN_CONTENT_KEY = 2  # whether a masked token shows its own content, random content, or none
-CONTENT_KEY = 3  # the random content
+MASK_OUTCOME_KEY = 2  # whether a masked token is hidden, kept or replaced
+REPLACEMENT_KEY = 3  # the random gene or value of a replaced token
 MASK_IN_VIEW_KEY = 5  # whether a token of a view is masked
 # after (cell, seed, step), in layers whose rows are cells; those of blocks count from 0
 HEAD_DROPOUT_KEY = -1

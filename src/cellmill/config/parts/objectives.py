@@ -41,11 +41,11 @@ class MaskedObjectiveConfig(ObjectiveConfig):
     mask_frac: float = Field(0.15, gt=0, lt=1)
     """Probability with which each token is masked; at least one per cell is."""
     random_frac: float = Field(0.0, ge=0, lt=1)
-    """Probability that a masked token shows random content in training instead of a mask: a random
-    gene of the vocabulary, or the value of a random visible gene of the cell. BERT uses 0.1.
+    """Probability that training replaces a masked token instead of hiding it: by a random gene of
+    the vocabulary, or the value of a random visible gene of the cell. BERT uses 0.1.
     """
     keep_frac: float = Field(0.0, ge=0, lt=1)
-    """Probability that a masked token shows its own content in training. BERT uses 0.1."""
+    """Probability that training shows a masked token unchanged. BERT uses 0.1."""
     cell_loss_weight: float = Field(1.0, ge=0)
     """Weight of a second loss: predict masked tokens from the cell embedding (scGPT's GEPC). 0
     turns it off.

@@ -16,7 +16,7 @@ from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import MASK_TOKEN
 from cellmill.models.counter_rng import keyed_bits
-from cellmill.models.draws import CONTENT_KEY
+from cellmill.models.draws import REPLACEMENT_KEY
 from cellmill.models.initial import Fill, zeros
 from cellmill.models.objective import (
     GeneStatistics,
@@ -53,11 +53,8 @@ class MaskedGene(MaskedObjective):
     def hide(self, batch: Batch, mask: Mask) -> dict[str, Tensor]:
         """Hide genes, or replace them by a random gene of the vocabulary."""
         token_ids = batch.token_ids.masked_fill(mask.hidden, MASK_TOKEN)
-        if self.shows_content and self.training:
-            random_token_ids = (
-                len(SPECIAL) + keyed_bits(mask.token_bits, CONTENT_KEY) % self.n_genes
-            )
-            token_ids = torch.where(mask.replaced, random_token_ids, token_ids)
+        draws = keyed_bits(mask.draws[mask.replaced], REPLACEMENT_KEY)
+        token_ids[mask.replaced] = len(SPECIAL) + draws % self.n_genes
         return {"token_ids": token_ids}
 
     def head_loss(

@@ -21,7 +21,7 @@ from cellmill.config.parts.objectives import MaskedValueConfig
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.stream.batch import Batch
 from cellmill.models.counter_rng import keyed_bits
-from cellmill.models.draws import CONTENT_KEY
+from cellmill.models.draws import REPLACEMENT_KEY
 from cellmill.models.initial import STD, Fill, normal
 from cellmill.models.objective import (
     GeneStatistics,
@@ -51,12 +51,12 @@ class MaskedValue(MaskedObjective):
 
     @property
     def _first_bin(self) -> int:
-        """Number of the first bin; genes without counts are in bin 0."""
+        """Lowest bin to predict: 0 if undetected genes, whose bin it is, are tokens too."""
         return 0 if self.tokens.zero_frac else 1
 
     def attach_output(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
-        # stands for a hidden value in the model's input (`with_hidden`); not in the returned names, since
-        # `plan.begin` has it, which `MaskedObjective.attach` returns if the loss reads the input too
+        # the vector of a hidden value in the model's input; families list it in `plan.begin`, so it is
+        # not returned here
         model.hidden_value = nn.Parameter(torch.empty(model.width))
         n_outputs = self.tokens.n_values - self._first_bin if self.tokens.values_are_bins else 1
         model.value_out = nn.Linear(model.width, n_outputs)
@@ -70,15 +70,16 @@ class MaskedValue(MaskedObjective):
         values = batch.values
         if self.config.renormalize:
             values = self._renormalize(batch, mask.visible | mask.kept)
-        visible_cells = mask.token_cells[mask.visible]
-        n_visible = torch.bincount(visible_cells, minlength=len(batch.lengths))  # `(C,)`
-        has_visible = (n_visible > 0)[mask.token_cells]
-        is_replaced = mask.replaced & has_visible
-        # in a cell without a visible token there is no value to show instead
-        is_hidden = mask.hidden | (mask.replaced & ~has_visible)
+        # `(C,)`: visible tokens of each cell. Without one there is no value to replace others by, and
+        # all masked tokens that are not kept are hidden
+        n_visible = torch.bincount(mask.token_cells[mask.visible], minlength=len(batch.lengths))
+        is_replaced = mask.replaced & (n_visible > 0)[mask.token_cells]
+        is_hidden = mask.masked & ~mask.kept & ~is_replaced
         shown = values.masked_fill(is_hidden, 0)
         shown[is_replaced] = values[_choose_visible_tokens(mask, is_replaced, n_visible)]
-        return {"values": shown, "value_hidden": is_hidden}
+        # values are predicted as differences from the mean `center`: no masked value may enter it,
+        # whether hidden, kept or replaced
+        return {"values": shown, "value_hidden": is_hidden, "enters_center": ~mask.masked}
 
     def _renormalize(self, batch: Batch, shows_value: Tensor) -> Tensor:
         """Compute values `(T,)` only from the counts of tokens in `shows_value`; 0 for other tokens.
@@ -149,8 +150,8 @@ def _choose_visible_tokens(mask: Mask, is_replaced: Tensor, n_visible: Tensor) -
     `is_replaced` is `(T,)` bool. `n_visible` `(C,)` is the number of visible tokens of each cell.
     """
     visible_tokens = mask.visible.nonzero().flatten()  # indices of tokens, cell after cell
-    # `(C,)`: index in `visible_tokens` of each cell's first
+    # `(C,)`: where each cell's tokens begin in `visible_tokens`
     first_visible = n_visible.cumsum(0) - n_visible
     cells = mask.token_cells[is_replaced]
-    draws = keyed_bits(mask.token_bits[is_replaced], CONTENT_KEY)
+    draws = keyed_bits(mask.draws[is_replaced], REPLACEMENT_KEY)
     return visible_tokens[first_visible[cells] + draws % n_visible[cells]]

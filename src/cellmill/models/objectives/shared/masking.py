@@ -1,17 +1,17 @@
 """Base of masked_value and masked_gene: which tokens are masked, and what the model sees of them.
 
-Each token is masked independently with probability `mask_frac`, by a hash of (seed, step, cell,
-position), and at least one token of each cell is. Every masked token is a target: masked_value
-predicts its value, masked_gene its gene. The model always sees the other half of the token. Of the
-half to predict, which is called content here, it sees (Devlin et al. 2019):
+A token is a gene and its value. The target of a masked token is its value in masked_value, and its gene
+in masked_gene; the model always sees the other one. Each token is masked independently with
+probability `mask_frac`, by a hash of (seed, step, cell, position), and at least one token of each cell
+is. A masked token is one of these (Devlin et al. 2019):
 
-- nothing, if the token is *hidden*. In validation all masked tokens are.
-- the true content, if it is *kept*: a fraction `keep_frac` of the masked tokens in training.
-- random content, if it is *replaced*, likewise with `random_frac`: a random gene of the vocabulary, or
-  the value of a random visible token of the cell.
+- *hidden*: the model does not see the target. In validation all masked tokens are hidden.
+- *kept*: the model sees the target. In training these are a fraction `keep_frac` of the masked tokens.
+- *replaced*: the model sees a random gene of the vocabulary, or the value of a random visible token of
+  the cell. In training these are a fraction `random_frac`.
 
 Tokens that are not masked are *visible*. A second loss, times `cell_loss_weight`, predicts the same
-targets from the cell's vector and the other half of each target (scGPT, Cui et al. 2024, GEPC).
+targets from the cell's vector and what is always shown of the token (scGPT, Cui et al. 2024, GEPC).
 
 Legend: C cells, T tokens of the batch, N targets, H width of the model.
 """
@@ -26,7 +26,7 @@ from cellmill.config.parts.objectives import MaskedObjectiveConfig
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import MASK_TOKEN, PAD_TOKEN, EncoderBatch, positions
 from cellmill.models.counter_rng import keyed_bits, keyed_token_bits, threshold
-from cellmill.models.draws import MASK_IN_VIEW_KEY, SHOWN_CONTENT_KEY
+from cellmill.models.draws import MASK_IN_VIEW_KEY, MASK_OUTCOME_KEY
 from cellmill.models.objective import Objective, ObjectiveModel
 from cellmill.parallel.vocab_parallel import rows_at
 
@@ -35,33 +35,33 @@ HIGHEST_DRAW = 2**63 - 1  # the largest possible draw
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedBatch(EncoderBatch):
-    """The tokens as the model sees them, and the true content of the masked ones."""
+    """The tokens as the model sees them, and the targets of masked tokens."""
 
     target_tokens: Tensor  # `(N,)` int64, ascending: index of each masked token
-    targets: Tensor  # `(N,)`: their true genes (int64 token ids) or values
+    targets: Tensor  # `(N,)`: genes (int64 token ids) or values of these tokens
     n_targets: Tensor  # N
 
     def hide_targets(self, predicts_genes: bool) -> Self:
-        """Return the batch with every target hidden, also kept and replaced ones."""
-        tokens = self.target_tokens
+        """Return the batch with every masked token hidden, also those that are kept or replaced."""
+        masked = self.target_tokens
         if predicts_genes:
-            return replace(self, token_ids=self.token_ids.index_fill(0, tokens, MASK_TOKEN))
+            return replace(self, token_ids=self.token_ids.index_fill(0, masked, MASK_TOKEN))
         return replace(
             self,
-            values=self.values.index_fill(0, tokens, 0),
-            value_hidden=self.value_hidden.index_fill(0, tokens, True),
+            values=self.values.index_fill(0, masked, 0),
+            value_hidden=self.value_hidden.index_fill(0, masked, True),
         )
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Tokens that are masked, and what the model sees of each. All fields are `(T,)`.
+    """Tokens that are masked, and what becomes of each. All fields are `(T,)`.
 
     Padding and the ends of a cell are neither visible nor masked.
     """
 
     token_cells: Tensor  # int64: index of the token's cell
-    token_bits: Tensor  # int64: the draw by which a token is masked; keys its further draws
+    draws: Tensor  # int64: 63 random bits; low ones mask the token, and further draws are keyed by them
     visible: Tensor  # bool
     masked: Tensor  # bool; each masked token is hidden, kept or replaced
     hidden: Tensor  # bool
@@ -79,9 +79,9 @@ class MaskedObjective(Objective):
     predicts_genes: bool  # True if targets are genes, False if they are values
 
     @property
-    def shows_content(self) -> bool:
-        """True if training shows content of some masked tokens: kept or replaced ones."""
-        return self.config.random_frac + self.config.keep_frac > 0
+    def hides_all(self) -> bool:
+        """True if all masked tokens are hidden in training too: none is kept or replaced."""
+        return self.config.random_frac + self.config.keep_frac == 0
 
     def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
         model.head = _make_head(model, model.width)
@@ -97,36 +97,33 @@ class MaskedObjective(Objective):
         raise NotImplementedError
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> MaskedBatch:
-        """Draw the mask of a batch, and hide or replace the content of masked tokens."""
+        """Draw the mask of a batch, and hide or replace the targets."""
         mask = self._draw_mask(batch, seed, step)
         target_tokens = mask.masked.nonzero().flatten()
-        content = batch.token_ids if self.predicts_genes else batch.values
-        # values are predicted as differences from `center`, the mean of known values: those that are
-        # kept or replaced must not enter it
-        value_known = torch.ones_like(mask.masked) if self.predicts_genes else ~mask.masked
+        token_ids_or_values = batch.token_ids if self.predicts_genes else batch.values
         return MaskedBatch.from_batch(
             batch,
             dropout_keys=(seed, step),
             **self.hide(batch, mask),
-            value_known=value_known,
             target_tokens=target_tokens,
-            targets=content[target_tokens],
+            targets=token_ids_or_values[target_tokens],
             n_targets=torch.tensor(len(target_tokens), device=target_tokens.device),
         )
 
     def _draw_mask(self, batch: Batch, seed: int, step: int) -> Mask:
+        """Draw which tokens are masked, and which of them are hidden, kept or replaced."""
         token_cells, position = positions(batch)
         view_key = (MASK_IN_VIEW_KEY,) if self.in_view else ()
-        token_bits = keyed_token_bits(batch.cell_ids, token_cells, seed, step, position, *view_key)
+        mask_draws = keyed_token_bits(batch.cell_ids, token_cells, seed, step, position, *view_key)
         is_gene = batch.token_ids > PAD_TOKEN  # neither padding nor an end of the cell
-        masked = self._choose_masked(token_bits, is_gene, token_cells, len(batch.lengths))
-        hidden = masked  # all of them, unless training shows some
+        masked = self._choose_masked(mask_draws, is_gene, token_cells, len(batch.lengths))
+        hidden = masked
         kept = torch.zeros_like(masked)
-        if self.shows_content and self.training:
-            hidden, kept = self._draw_hidden_and_kept(token_bits, masked)
+        if self.training and not self.hides_all:
+            hidden, kept = self._draw_hidden_and_kept(mask_draws, masked)
         return Mask(
             token_cells=token_cells,
-            token_bits=token_bits,
+            draws=mask_draws,
             visible=is_gene & ~masked,
             masked=masked,
             hidden=hidden,
@@ -135,31 +132,32 @@ class MaskedObjective(Objective):
         )
 
     def _choose_masked(
-        self, token_bits: Tensor, is_gene: Tensor, token_cells: Tensor, n_cells: int
+        self, mask_draws: Tensor, is_gene: Tensor, token_cells: Tensor, n_cells: int
     ) -> Tensor:
-        """Mask tokens with draws below `mask_frac`, and each cell's lowest draw; `(T,)` bool."""
+        """Mask genes with draws below `mask_frac`, and each cell's lowest draw; `(T,)` bool."""
         # in a cell with genes, the token of the lowest draw is a gene
-        draws = torch.where(is_gene, token_bits, HIGHEST_DRAW)
+        draws = torch.where(is_gene, mask_draws, HIGHEST_DRAW)
         lowest = torch.full((n_cells,), HIGHEST_DRAW, device=draws.device)
         lowest = lowest.scatter_reduce(0, token_cells, draws, "amin")
         masked = (draws < threshold(self.config.mask_frac)) | (draws == lowest[token_cells])
         return masked & is_gene  # in a cell without genes, every draw is the lowest
 
-    def _draw_hidden_and_kept(self, token_bits: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
+    def _draw_hidden_and_kept(self, mask_draws: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
         """Draw which masked tokens are hidden and which are kept, `(T,)` bool each.
 
-        Low draws hide the token, middle ones replace its content, and high ones keep it.
+        A second draw, keyed by the first, hides the token if it is low and keeps it if it is high. In
+        between the token is replaced.
         """
         keep_frac = self.config.keep_frac
         hidden_frac = 1 - keep_frac - self.config.random_frac
-        content_draws = keyed_bits(token_bits, SHOWN_CONTENT_KEY)
+        draws = keyed_bits(mask_draws, MASK_OUTCOME_KEY)
         # `threshold(1)` is the highest draw itself, so with keep_frac 0 `>=` would keep that one
-        kept = masked & (content_draws >= threshold(1 - keep_frac)) & (keep_frac > 0)
-        hidden = masked & ~kept & (content_draws < threshold(hidden_frac))
+        kept = masked & (draws >= threshold(1 - keep_frac)) & (keep_frac > 0)
+        hidden = masked & ~kept & (draws < threshold(hidden_frac))
         return hidden, kept
 
     def hide(self, batch: Batch, mask: Mask) -> dict[str, Tensor]:
-        """Hide content, or replace it, as `mask` says; return the changed fields of the batch."""
+        """Hide or replace the targets as `mask` says; return the changed fields of the batch."""
         raise NotImplementedError
 
     def loss(self, model: ObjectiveModel, states: Tensor, prepared: MaskedBatch) -> Tensor:
@@ -170,8 +168,8 @@ class MaskedObjective(Objective):
             return loss
         vectors = model.cell_vectors(states, prepared).to(states.dtype)
         # the targets are embedded again: the last pipeline stage does not receive the embeddings
-        all_hidden = prepared.hide_targets(self.predicts_genes) if self.shows_content else prepared
-        # both parts stay unnamed, so their memory is free before the head runs
+        all_hidden = prepared if self.hides_all else prepared.hide_targets(self.predicts_genes)
+        # no variable holds the two tensors, so their memory is free before the head runs
         head_inputs = torch.cat(
             [
                 rows_at(vectors, prepared.token_cells[target_tokens]),
