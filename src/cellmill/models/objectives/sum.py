@@ -104,9 +104,7 @@ class Sum(Objective):
     def prepare(self, batch: Batch, *, seed: int, step: int) -> SumBatch:
         """Prepare the batch of every part, and give all of them the same tokens."""
         first_views = batch
-        has_second_views = False
         if isinstance(batch, ViewBatch) and batch.n_second_views:
-            has_second_views = True
             first_views = replace(batch.cut(0, batch.n_second_views), n_second_views=0)
         part_batches = list[Any]()
         for name, part in self.parts.items():
@@ -115,42 +113,42 @@ class Sum(Objective):
             part_batch = part.prepare(part_view, seed=seed, step=step)
             assert isinstance(part_batch, EncoderBatch), f"{name}: expected an EncoderBatch"
             part_batches.append(part_batch)
-        model_fields = self._choose_model_fields(part_batches, has_second_views)
+        model_fields = self._choose_model_fields(part_batches)
         return SumBatch(
             **model_fields,
             part_batches=tuple(replace(part_batch, **model_fields) for part_batch in part_batches),
             n_targets=torch.stack([part_batch.n_targets for part_batch in part_batches]),
         )
 
-    def _choose_model_fields(
-        self, part_batches: list[Any], has_second_views: bool
-    ) -> dict[str, Any]:
-        """Choose the tokens that the model is given: the values of `MODEL_FIELDS`.
+    def _choose_model_fields(self, part_batches: list[Any]) -> dict[str, Any]:
+        """Choose the tokens that the model is given: `MODEL_FIELDS` and their values.
 
-        They come from the part that `owns_tokens`, since no part may see its targets, or else from any
-        part. Second views come from the part that drew them.
+        They come from the part that `owns_tokens`, since no part may see its targets. Without such a part
+        all have the same tokens, and those of the first are taken. Second views come from the part that
+        draws them.
         """
         owner_batch = part_batches[0]
-        all_views_batch = part_batches[0]
+        drawer_batch = part_batches[0]
         for part, part_batch in zip(self.parts.values(), part_batches):
             if part.config.owns_tokens:
                 owner_batch = part_batch
             if part.config.draws_view:
-                all_views_batch = part_batch
+                drawer_batch = part_batch
         owner_fields = _read_model_fields(owner_batch)
-        if has_second_views:
-            return _replace_first_views(_read_model_fields(all_views_batch), owner_fields)
-        return owner_fields
+        if len(drawer_batch.lengths) == len(owner_batch.lengths):  # no second views
+            return owner_fields
+        return _replace_first_views(drawer_batch, owner_fields)
 
     def loss(self, model: ObjectiveModel, states: Tensor, prepared: SumBatch) -> Tensor:
-        all_shares = iter(prepared.shares or ())
         losses = []
-        for part, part_batch in zip(self.parts.values(), prepared.part_batches):
-            shares = tuple(islice(all_shares, len(part.coupled_widths)))
+        shares_by_part = self._split_by_part(prepared.shares or ())
+        for part, part_batch, shares in zip(
+            self.parts.values(), prepared.part_batches, shares_by_part
+        ):
             # validation computes all shares if one part needs them; other parts leave theirs out
-            if shares and (model.training or part.validates_coupled_loss):
-                part_batch = replace(part_batch, shares=shares)
-            losses.append(part.loss(model, states, part_batch).float())
+            uses_shares = model.training or part.validates_coupled_loss
+            given = replace(part_batch, shares=shares) if shares and uses_shares else part_batch
+            losses.append(part.loss(model, states, given).float())
         return torch.stack(losses)
 
     def coupled_rows(self, model: ObjectiveModel, states: Tensor, prepared: SumBatch) -> Tensors:
@@ -161,12 +159,16 @@ class Sum(Objective):
         return rows
 
     def loss_of_coupled_rows(self, *tables: Tensor) -> Tensors:
-        all_tables = iter(tables)
         losses: Tensors = ()
-        for part in self.parts.values():
-            if part.coupled_widths:
-                losses += part.loss_of_coupled_rows(*islice(all_tables, len(part.coupled_widths)))
+        for part, part_tables in zip(self.parts.values(), self._split_by_part(tables)):
+            if part_tables:
+                losses += part.loss_of_coupled_rows(*part_tables)
         return losses
+
+    def _split_by_part(self, items: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        """Split what there is one of per table of coupled rows, in the order of the parts."""
+        remaining = iter(items)
+        return [tuple(islice(remaining, len(part.coupled_widths))) for part in self.parts.values()]
 
     def observe(self, model: ObjectiveModel, prepared: SumBatch) -> Tensors:
         """Return the number of tensors of each part, `(parts,)` int64, then the tensors of all parts."""
@@ -216,13 +218,19 @@ def _read_model_fields(batch: EncoderBatch) -> dict[str, Any]:
     return {name: getattr(batch, name) for name in MODEL_FIELDS}
 
 
-def _replace_first_views(all_views: dict[str, Any], first_views: dict[str, Any]) -> dict[str, Any]:
-    """Replace the first views, with which `all_views` begins; all are fields by name.
+def _replace_first_views(all_views: EncoderBatch, first_views: dict[str, Any]) -> dict[str, Any]:
+    """Read the fields that the model reads, by name, with other first views.
 
-    The first views have as many tokens in both. So `cu_seqlens` and `lengths` of `all_views` stay valid.
+    A tensor per token or per cell:
+
+        all_views     [first views | second views | padding]
+        first_views   [first views, some tokens hidden]
+        the result    [first views, some tokens hidden | second views | padding]
+
+    `cu_seqlens` and `lengths` come out as in `all_views`, since hidden tokens are still in the batch.
     """
-    replaced = dict(all_views)
+    replaced = _read_model_fields(all_views)
     for name, first in first_views.items():
         if isinstance(first, Tensor):
-            replaced[name] = torch.cat([first, all_views[name][len(first) :]])
+            replaced[name] = torch.cat([first, replaced[name][len(first) :]])
     return replaced
