@@ -58,26 +58,26 @@ def profile_loss(
     states: Tensor,
     table: Tensor,
     bias: Tensor,
-    entries: list[int],
-    starts: Tensor,
-    genes: Tensor,
-    weights: Tensor,
+    n_entries: list[int],
+    entry_starts: Tensor,
+    entry_token_ids: Tensor,
+    entry_targets: Tensor,
     log_inverse_dispersion: Tensor | None = None,
 ) -> Tensor:
-    """Return the loss as `token_loss` does, for targets that are distributions over the vocabulary.
+    """Return the loss as `token_loss` does, for N cells with distributions over the vocabulary.
 
-    Each of the N targets has `entries` entries; `starts` (N + 1,) int64 are the first entries, on
-    the device: copying `entries` to it would wait for it. `genes`, token ids int64, and `weights`,
-    float32, are by entry, target after target. No gene occurs twice in a target, whose weights sum
-    to 1.
+    Cell i has `n_entries[i]` entries; `entry_starts` (N + 1,) int64 are the first entries, on the
+    device: copying `n_entries` to it would wait for it. `entry_token_ids`, int64, and
+    `entry_targets`, float32, are by entry, cell after cell. No token id occurs twice in a cell,
+    whose targets sum to 1.
 
-    With `log_inverse_dispersion` (V,), `weights` are counts above 0, and the loss is the negative
-    log-likelihood of each cell's counts divided by their sum.
+    With `log_inverse_dispersion` (V,), `entry_targets` are counts above 0, and the loss is the
+    negative log-likelihood of each cell's counts divided by their sum.
     """
+    entries = (n_entries, entry_starts, entry_token_ids, entry_targets)
     if log_inverse_dispersion is None:
-        return _Profiles(entries, starts, genes, weights).chunked_loss(states, table, bias)
-    counts = _Counts(entries, starts, genes, weights)
-    return counts.chunked_loss(states, table, bias, log_inverse_dispersion)
+        return _Profiles(*entries).chunked_loss(states, table, bias)
+    return _Counts(*entries).chunked_loss(states, table, bias, log_inverse_dispersion)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -246,11 +246,13 @@ class _Answers(_Targets):
 class _Profiles(_Targets):
     """A sparse distribution for each target."""
 
-    def __init__(self, entries: list[int], starts: Tensor, genes: Tensor, weights: Tensor) -> None:
+    def __init__(
+        self, n_entries: list[int], starts: Tensor, token_ids: Tensor, weights: Tensor
+    ) -> None:
         self.starts = starts
-        self.genes = genes
+        self.token_ids = token_ids
         self.weights = weights
-        self.ends = [0, *accumulate(entries)]
+        self.ends = [0, *accumulate(n_entries)]
 
     def entries(self, start: int, logits: Tensor) -> tuple[Tensor, ...]:
         """Return target, row, weight and whether the row is on this rank, by entry of a chunk.
@@ -261,7 +263,7 @@ class _Profiles(_Targets):
         chunk = slice(self.ends[start], self.ends[start + n])
         lengths = self.starts[start : start + n + 1].diff()
         target = torch.repeat_interleave(lengths, output_size=chunk.stop - chunk.start)
-        row = self.genes[chunk] - self.first_row
+        row = self.token_ids[chunk] - self.first_row
         is_local = (row >= 0) & (row < n_rows)
         return target, row.clamp(0, n_rows - 1), self.weights[chunk], is_local
 

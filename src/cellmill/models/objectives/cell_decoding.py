@@ -6,13 +6,14 @@ because a cell is defined by which genes it expresses; the values of detected ge
 sequencing depth.
 
 The target of a cell is a distribution over genes: its hidden log(1 + counts), normalised to sum 1.
-With `weights: counts` it is the hidden counts, normalised likewise, and the loss is minus the
-log-likelihood of a multinomial of the hidden counts, divided by their sum. With `likelihood: nb` the
-targets are counts. The loss is then minus the log-likelihood of negative binomials over all genes,
-zeros included, also divided by the sum.
+With `weights: counts` it is the hidden counts, normalised likewise. Up to a constant of the cell the
+loss is then minus the log-likelihood of a multinomial of the hidden counts, divided by their sum. With
+`likelihood: nb` the targets are counts, and the loss is minus the log-likelihood of negative binomials
+over all genes, zeros included, also divided by the sum.
 
 With `view_loss` the hidden part is encoded too, and VICReg of the vectors of both parts is added in
-training only. With `batch_column` the decoder gets a learned vector per experimental batch. `judge`
+training only. With `batch_column` the decoder gets a learned vector per experimental batch, which
+options and modules named `batch_…` are about (scVI's `batch_key`), not batches of training. `judge`
 compares with the mean profile of the training cells: token values summed by gene, or token
 frequencies unless values are continuous. Objective `denoise` is the same class with `view: thin` and
 `target: all`.
@@ -35,6 +36,7 @@ from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import EncoderBatch, has_genes
 from cellmill.models.initial import Fill, with_std, zeros
 from cellmill.models.objective import (
+    HIDDEN_GENES_STEP,
     GeneStatistics,
     Judgement,
     Objective,
@@ -59,10 +61,10 @@ from cellmill.parallel.vocab_parallel import token_logits
 class DecodingBatch(EncoderBatch):
     """The shown tokens and the profiles to predict."""
 
-    target_cells: Tensor  # `(C,)` int64: indices of the cells that have something to predict
+    target_cells: Tensor  # `(C,)` int64: indices of the cells with something to predict
     n_entries: list[int]
-    """Number of entries of each of these cells; on the host, since reading `entry_starts` waits for a
-    GPU.
+    """Number of entries of each of these cells, on the CPU: `entry_starts` may be on a GPU, and reading
+    it would wait.
     """
     entry_starts: Tensor  # `(C + 1,)` int64: first entry of each cell, and the number of entries
     entry_token_ids: Tensor  # `(entries,)` int64, cell after cell
@@ -93,7 +95,7 @@ class ProfileObservations(NamedTuple):
 
 
 class CellDecoding(Objective):
-    """See the module."""
+    """Predict hidden expression from the vector of a cell's view; also objective `denoise`."""
 
     config: ViewConfig
     tensor_parallel_styles = MappingProxyType({"profile_genes": "vocabulary"})
@@ -126,14 +128,15 @@ class CellDecoding(Objective):
         model.profile_genes = with_std(nn.Embedding(vocab_size, width), width**-0.5)
         model.profile_bias = nn.Parameter(torch.empty(vocab_size))
         if config.resolved_batch_column is not None:
-            names += self._attach_batch_modules(model, config.resolved_batch_column, width)
+            names += self._attach_experimental_batches(model, config.resolved_batch_column, width)
         if self._is_nb:
-            # the log of the *inverse* dispersion; checkpoints and exports have this name
             model.profile_dispersion = nn.Parameter(torch.empty(vocab_size))
             names.append("profile_dispersion")
         return tuple(names)
 
-    def _attach_batch_modules(self, model: ObjectiveModel, column: str, width: int) -> list[str]:
+    def _attach_experimental_batches(
+        self, model: ObjectiveModel, column: str, width: int
+    ) -> list[str]:
         """Add a vector per experimental batch to the decoder, and the adversary if there is one."""
         n_levels = len(self.levels[column])
         n_known = len(self.known_levels(column))
@@ -153,7 +156,14 @@ class CellDecoding(Objective):
         return zeros if name in ("profile_bias", "profile_dispersion") else None
 
     def view(self, batch: Batch, *, seed: int, step: int) -> ViewBatch:
-        return draw_view(batch, self.tokenizer, self.config, seed=seed, step=step)
+        return draw_view(
+            batch,
+            self.tokenizer,
+            self.config,
+            seed=seed,
+            step=step,
+            hides_every_fifth_gene=step == HIDDEN_GENES_STEP,
+        )
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> DecodingBatch:
         assert isinstance(batch, ViewBatch), "expected a view"
@@ -202,38 +212,43 @@ class CellDecoding(Objective):
         vectors = self._target_cell_vectors(model, states, prepared)
         features = self.decoder_features(model, vectors, prepared)
         if self.kept_sums is not None:
-            self.kept_sums.append(
-                sum_gene_moments(
-                    features,
-                    table=model.profile_genes.weight,
-                    bias=model.profile_bias,
-                    entry_cells=prepared.find_entry_cells(),
-                    token_ids=prepared.entry_token_ids,
-                    fractions=self._compute_fractions(prepared),
-                )
-            )
+            self.kept_sums.append(self._validation_sums(model, features, prepared))
+        # the parameter is the log of the inverse; its name is that in checkpoints
+        log_inverse_dispersion = model.profile_dispersion if self._is_nb else None
         loss = profile_loss(
             features,
             table=model.profile_genes.weight,
             bias=model.profile_bias,
-            entries=prepared.n_entries,
-            starts=prepared.entry_starts,
-            genes=prepared.entry_token_ids,
-            weights=prepared.entry_targets,
-            log_inverse_dispersion=model.profile_dispersion if self._is_nb else None,
+            n_entries=prepared.n_entries,
+            entry_starts=prepared.entry_starts,
+            entry_token_ids=prepared.entry_token_ids,
+            entry_targets=prepared.entry_targets,
+            log_inverse_dispersion=log_inverse_dispersion,
         )
-        # VICReg couples the cells of the global batch. `shares[0]` has the gradient of its loss with
-        # respect to these rows (`train.batch_rows`).
+        # VICReg couples the cells of the global batch; this is the micro-batch's share of its loss
         if prepared.shares is not None:
             (rows,) = self.coupled_rows(model, states, prepared)
             loss = loss + prepared.shares[0].loss(rows)
+        # the adversary predicts the experimental batch. Its loss is left out of validation, whose loss
+        # chooses the checkpoint: a model that hides experimental batches must not look worse
         adversary_weight = self.config.batch_adversary
-        # left out of validation, whose loss chooses the checkpoint: a model that hides experimental
-        # batches must not look worse
         if adversary_weight is not None and model.training:
             codes = self._experimental_batch_codes(prepared)
             loss = loss + adversary_weight * model.batch_adversary(vectors, codes)
         return loss
+
+    def _validation_sums(
+        self, model: ObjectiveModel, features: Tensor, prepared: DecodingBatch
+    ) -> Tensor:
+        """Sum over cells what `validation_metrics` reads, `(n_sums,)` float64."""
+        return sum_gene_moments(
+            features,
+            table=model.profile_genes.weight,
+            bias=model.profile_bias,
+            entry_cells=prepared.find_entry_cells(),
+            entry_token_ids=prepared.entry_token_ids,
+            entry_fractions=self._compute_fractions(prepared),
+        )
 
     def validation_metrics(self, sums: Sequence[float]) -> dict[str, float]:
         return mean_gene_correlation(sums)
@@ -305,13 +320,14 @@ class CellDecoding(Objective):
         entries = ProfileObservations(*observed)
         fractions = entries.fractions.astype(np.float64)
         log_p = entries.log_p.astype(np.float64)
-        mean_value: float | np.ndarray = 1.0
-        against = "token frequencies of training cells"
         if self.tokens.value_kind == "scalar":  # only these values measure expression
-            mean_value = train.mean
+            expression = train.n_tokens * train.mean
             against = "token values of training cells summed by gene"
-        total_value = train.n_tokens * mean_value + 1  # add one for genes that no training cell has
-        log_mean_profile = np.log(total_value / total_value.sum())
+        else:
+            expression = train.n_tokens
+            against = "token frequencies of training cells"
+        expression = expression + 1  # for genes that no training cell has
+        log_mean_profile = np.log(expression / expression.sum())
         n_cells = entries.cell_fracs.sum()  # each cell adds 1
         loss = float(-(fractions * log_p).sum() / n_cells)
         baseline_loss = float(-(fractions * log_mean_profile[entries.genes]).sum() / n_cells)

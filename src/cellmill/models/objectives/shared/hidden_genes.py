@@ -1,7 +1,7 @@
 """Metric hidden_genes: correlation over cells of predicted and measured expression of hidden genes.
 
-Views of step HIDDEN_GENES_STEP hide every fifth gene from all cells, so the shown tokens do not
-contain the answer. Each process sums moments of these genes over its cells; the metric is computed
+In its views every fifth gene is hidden from all cells (`HIDDEN_GENE_STRIDE`), so the shown tokens do
+not contain the answer. Each process sums moments of these genes over its cells; the metric is computed
 from the sums of all processes.
 
 A measurement is log(1 + 10,000 f), where f is the gene's fraction of the cell's expression. With the
@@ -10,11 +10,14 @@ log(1 + count), so a measurement is a logarithm of a logarithm. With other optio
 the cell's sum of counts. So the metric compares only runs with equal `weights` and `likelihood`.
 
 A prediction is the gene's probability in the softmax, which estimates f, times a factor per cell: the
-sum of the visible genes' measurements divided by the sum of their probabilities.
+sum of the visible genes' measurements divided by the sum of their probabilities. A measurement is a
+logarithm and a prediction is not. Pearson's r needs no common scale, but with exact probabilities too
+it would be below 1.
 
 Legend: C cells with targets, D input width of the decoder's output layer, V size of the vocabulary.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -49,7 +52,8 @@ N_MOMENTS = len(GeneMoments._fields)
 
 def n_moment_sums(vocab_size: int) -> int:
     """Return the number of sums: one of cells, and N_MOMENTS of each hidden gene."""
-    return 1 + N_MOMENTS * -(-vocab_size // HIDDEN_GENE_STRIDE)
+    n_hidden_genes = math.ceil(vocab_size / HIDDEN_GENE_STRIDE)
+    return 1 + N_MOMENTS * n_hidden_genes
 
 
 def sum_gene_moments(
@@ -57,16 +61,15 @@ def sum_gene_moments(
     table: Tensor,
     bias: Tensor,
     entry_cells: Tensor,
-    token_ids: Tensor,
-    fractions: Tensor,
+    entry_token_ids: Tensor,
+    entry_fractions: Tensor,
 ) -> Tensor:
     """Sum over cells: the number of cells, then `GeneMoments`; `(n_moment_sums(V),)` float64.
 
-    Logits are the decoder's `features` `(C, D)` times `table` `(V, D)` plus `bias` `(V,)`. The measured
-    profiles have entries, `(entries,)` each: `entry_cells`, `token_ids`, and `fractions` with sum 1 in
-    each cell.
+    Logits are the decoder's `features` `(C, D)` times `table` `(V, D)` plus `bias` `(V,)`. Entries,
+    `(entries,)` each, are of the measured profiles: `entry_fractions` have sum 1 in each cell.
     """
-    log_expression = torch.log1p(TARGET_SUM * fractions)
+    log_expression = torch.log1p(TARGET_SUM * entry_fractions)
     sums = features.new_zeros(n_moment_sums(len(bias)), dtype=torch.float64)
     sums[0] = len(features)
     for start in range(0, len(features), CELLS_PER_CHUNK):
@@ -76,7 +79,9 @@ def sum_gene_moments(
             logits = logits.full_tensor()
         in_chunk = (entry_cells >= start) & (entry_cells < end)
         profiles = torch.zeros_like(logits)
-        profiles[entry_cells[in_chunk] - start, token_ids[in_chunk]] = log_expression[in_chunk]
+        profiles[entry_cells[in_chunk] - start, entry_token_ids[in_chunk]] = log_expression[
+            in_chunk
+        ]
         sums[1:] += _sum_moments(logits.softmax(1), profiles)
     return sums
 
@@ -106,10 +111,10 @@ def _sum_moments(probabilities: Tensor, profiles: Tensor) -> Tensor:
 
 
 def mean_gene_correlation(sums: Sequence[float]) -> dict[str, float]:
-    """Compute metric `hidden_genes`: the mean correlation of the hidden genes that a cell expresses.
+    """Compute metric `hidden_genes`: the mean correlation of hidden genes, each over all cells.
 
-    `sums` come from `sum_gene_moments`. The correlation of constant predictions or measurements is 0.
-    The result is empty if no cell expresses a hidden gene.
+    `sums` come from `sum_gene_moments`. Genes that no cell expresses are left out; without any other
+    gene the result is empty. The correlation of constant predictions or measurements is 0.
     """
     n_cells = max(sums[0], 1)
     moments = GeneMoments(*np.reshape(sums[1:], (N_MOMENTS, -1)))  # `(hidden genes,)` each

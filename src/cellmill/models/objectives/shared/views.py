@@ -31,10 +31,9 @@ from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.tokenizer import Tokenizer
 from cellmill.models.counter_rng import host_state, host_uniform
 from cellmill.models.draws import DROPPED_FRAC_KEY, HIDDEN_FRAC_KEY, HIDE_KEY
-from cellmill.models.objective import HIDDEN_GENES_STEP
 
 ViewConfig = CellDecodingConfig | DenoiseConfig | PerturbationResponseConfig
-# views of step HIDDEN_GENES_STEP hide the genes whose token id is a multiple of this from all cells
+# for metric hidden_genes: genes whose token id is a multiple of this are hidden from all cells
 HIDDEN_GENE_STRIDE = 5
 
 
@@ -61,12 +60,21 @@ class ViewBatch(Batch):
 
 
 def draw_view(
-    batch: Batch, tokenizer: Tokenizer, config: ViewConfig, *, seed: int, step: int
+    batch: Batch,
+    tokenizer: Tokenizer,
+    config: ViewConfig,
+    *,
+    seed: int,
+    step: int,
+    hides_every_fifth_gene: bool = False,
 ) -> ViewBatch:
-    """Draw the view of each cell of a batch with counts, on the CPU."""
+    """Draw the view of each cell of a batch with counts, on the CPU.
+
+    With `hides_every_fifth_gene` nothing is drawn: these genes are hidden, and whole cells predicted.
+    """
     assert batch.counts is not None, "the batch has no counts"
     whole = TokenCounts(batch.cu_seqlens.numpy(), batch.token_ids.numpy(), batch.counts.numpy())
-    if step == HIDDEN_GENES_STEP:
+    if hides_every_fifth_gene:
         shown = whole.counts * (whole.token_ids % HIDDEN_GENE_STRIDE != 0)
         to_predict = whole.counts
     else:
@@ -80,7 +88,7 @@ def draw_view(
         n_second_views = len(batch.lengths)
         views = _append_second_views(views, whole.counts - shown)
         cell_fields = {name: torch.cat([array, array]) for name, array in cell_fields.items()}
-        # the ids of second views differ, and with them the keys of their dropout
+        # negative ids, so that second views have dropout of their own
         cell_fields["cell_ids"] = torch.cat([batch.cell_ids, ~batch.cell_ids])
     entries = np.flatnonzero(to_predict)
     return ViewBatch(
@@ -160,18 +168,16 @@ def _draw_binomials(
     state that keys its draws, `(cells,)` each.
     """
     draws = np.empty_like(counts)
-    # one generator is set to the start of each cell's stream: a new one would read entropy from the
-    # system, which is slow
+    # one generator gets the key of each cell in turn: a new one would read entropy from the system,
+    # which is slow
     philox = np.random.Philox(key=0)
     generator = np.random.Generator(philox)
-    stream_start = philox.state
-    # `(2,)` uint64, the second always 0. This array is part of `stream_start`, so the loop changes both.
-    key_words = stream_start["state"]["key"]
+    initial_state = philox.state  # before any draw
     # 63 bits, as in `keyed_bits`; another shift would change every training
     keys = (draw_states >> np.uint64(1)).tolist()
     for (first, end), p, key in zip(pairwise(offsets.tolist()), probability.tolist(), keys):
-        key_words[0] = key
-        philox.state = stream_start
+        initial_state["state"]["key"][0] = key
+        philox.state = initial_state
         draws[first:end] = generator.binomial(counts[first:end], p)
     return draws
 
