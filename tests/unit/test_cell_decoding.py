@@ -494,7 +494,7 @@ def test_weights_count_the_hidden_genes_of_the_vocabulary() -> None:
         max_hidden_frac=0.4,
     )
     is_detected = view.query_targets > 0
-    weights = view.genes_per_query.double()
+    weights = view.importance_weights.double()
     n_hidden = 400 * 30 - sum(view.lengths)
     n_undetected = 400 * 0.4 * (N_GENES - 30)
     # all hidden genes count, though only 5 of a cell are queried
@@ -513,7 +513,7 @@ def test_the_loss_is_the_squared_error_of_hidden_genes(family: str) -> None:
     expected = 0.0
     for cell in view.query_cells.unique():
         is_of_cell = view.query_cells == cell
-        weights = view.genes_per_query[is_of_cell]
+        weights = view.importance_weights[is_of_cell]
         mean = (weights * errors[is_of_cell]).sum() / weights.sum()
         expected += len(weights) * mean.item()
     assert model(prepared).item() == pytest.approx(expected, rel=1e-5)

@@ -8,9 +8,9 @@ included. `docs/quality.md` compares it with a zero-inflated loss and with a sum
 A gene of the vocabulary is hidden with the probability that its cell drew, whether it is detected
 or not, so hidden genes are detected as often as genes of whole cells. Querying every hidden gene would
 cost too much. So at most `max_asked` hidden detected genes of a cell are queried, and
-`undetected_ratio` times as many undetected ones. The queries of a cell stand for all its hidden genes:
-the weight of a query is the number of hidden genes per query, separately for detected and undetected
-genes. Genes that `tokens.max_tokens` cuts from a cell count as undetected.
+`undetected_ratio` times as many undetected ones. The importance weight of a query is the number of
+hidden genes per query of its cell, separately for detected and undetected genes. Genes that
+`tokens.max_tokens` cuts from a cell count as undetected.
 
 Legend: C cells, T tokens of the batch, N queries, H width of a state, E width of a cell's vector.
 """
@@ -50,14 +50,14 @@ from cellmill.parallel.vocab_parallel import embed_tokens, rows_at
 
 @dataclass(frozen=True, kw_only=True)
 class QueryView(Batch):
-    """The shown tokens, and the queries: detected genes, then undetected ones."""
+    """The shown tokens, and the queries: of detected genes, then of undetected genes."""
 
     query_cells: Tensor  # `(N,)` int64: index of the cell
     query_token_ids: Tensor  # `(N,)` int64
     query_targets: Tensor  # `(N,)` float32: values of the whole cell, 0 for undetected genes
-    genes_per_query: Tensor
-    """`(N,)` float32: number of hidden genes for which a query stands. For undetected genes it is the
-    expected number, which may be below 1.
+    importance_weights: Tensor
+    """`(N,)` float32: hidden genes per query. For undetected genes their number is the expected one, so
+    the weight may be below 1.
     """
 
 
@@ -65,7 +65,7 @@ class QueryView(Batch):
 class QueryBatch(QueryView, EncoderBatch):
     """The shown tokens and the queries with their weights."""
 
-    query_weights: Tensor  # `(N,)` float32: `genes_per_query`, scaled to mean 1 in each cell
+    query_weights: Tensor  # `(N,)` float32: `importance_weights`, scaled to mean 1 in each cell
     n_targets: Tensor  # N
 
 
@@ -78,24 +78,33 @@ class QueryObservations(NamedTuple):
     weights: Any  # as `query_weights`
 
 
+class Queries(NamedTuple):
+    """Queries of a batch, cell after cell: `(queries,)` each, as the fields of `QueryView`."""
+
+    cells: Tensor
+    token_ids: Tensor
+    targets: Tensor
+    importance_weights: Tensor
+
+
 class TokenDraws(NamedTuple):
     """The tokens of a batch, and which of them are hidden from the encoder."""
 
     token_cells: Tensor  # `(T,)` int64: index of the token's cell
     is_hidden: Tensor  # `(T,)` bool
-    random_order: Tensor  # `(T,)` int64: hidden tokens with the lowest numbers are queried
+    random_order: Tensor  # `(T,)` int64: the hidden tokens with the lowest numbers are queried
     hidden_frac: Tensor  # `(C,)` float64: probability with which a gene of the cell is hidden
 
 
 class QueryDecoding(Objective):
-    """See the module."""
+    """Predict the values of queried genes, zeros included, from the vector of a cell's view."""
 
     config: QueryDecodingConfig
     tensor_parallel_styles = MappingProxyType(
         {"query_genes": "vocabulary", "query_bias": "vocabulary"}
     )
     gene_rows = frozenset({"query_genes.weight", "query_bias.weight"})
-    n_genes: int  # genes of the vocabulary
+    n_genes: int  # genes of the vocabulary; set by `attach`
 
     def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
         self.n_genes = vocab_size - len(SPECIAL)
@@ -122,24 +131,22 @@ class QueryDecoding(Objective):
         """Draw the shown tokens and the queries of each cell of a batch with counts, on the CPU."""
         assert batch.counts is not None, "the batch has no counts"
         draws = self._draw_tokens(batch, seed, step)
+        detected = self._query_detected(batch, draws)
+        undetected = self._query_undetected(batch, draws, detected.cells, seed, step)
+        queries = Queries(*(torch.cat(tensors) for tensors in zip(detected, undetected)))
         shown = (batch.counts * ~draws.is_hidden).numpy()
         shown_cells = TokenCounts(batch.cu_seqlens.numpy(), batch.token_ids.numpy(), shown)
-        detected = self._query_detected(batch, draws)
-        n_detected_queries = torch.bincount(detected["query_cells"], minlength=len(batch.lengths))
-        undetected = self._query_undetected(
-            batch, draws.hidden_frac, n_detected_queries, seed, step
-        )
-        queries: dict[str, Any] = {
-            name: torch.cat([detected[name], undetected[name]]) for name in detected
-        }
         return QueryView(
             **tokenize_counts(shown_cells, self.tokenizer),
             **batch.arrays("cell"),
-            **queries,
+            query_cells=queries.cells,
+            query_token_ids=queries.token_ids,
+            query_targets=queries.targets,
+            importance_weights=queries.importance_weights,
         )
 
     def _draw_tokens(self, batch: Batch, seed: int, step: int) -> TokenDraws:
-        """Hide each token with the probability of its cell."""
+        """Draw which tokens are hidden, each with the probability of its cell."""
         token_cells, position = positions(batch)
         cell_rng_states = host_state(batch.cell_ids.numpy(), seed, step)
         hidden_frac = draw_hidden_frac(cell_rng_states, self.config, HIDDEN_FRAC_KEY)
@@ -154,39 +161,36 @@ class QueryDecoding(Objective):
             hidden_frac=torch.from_numpy(hidden_frac),
         )
 
-    def _query_detected(self, batch: Batch, draws: TokenDraws) -> dict[str, Any]:
-        """Query at most `max_asked` hidden tokens of each cell; they stand for all its hidden tokens.
-
-        The result has the query fields of `QueryView`, cell after cell.
-        """
+    def _query_detected(self, batch: Batch, draws: TokenDraws) -> Queries:
+        """Query at most `max_asked` hidden tokens of each cell."""
         n_cells = len(batch.lengths)
         queried_tokens = _choose_hidden_tokens(draws, self.config.max_asked)
         query_cells = draws.token_cells[queried_tokens]
         # `(C,)` each
         n_queries = torch.bincount(query_cells, minlength=n_cells)
         n_hidden_tokens = torch.bincount(draws.token_cells[draws.is_hidden], minlength=n_cells)
-        genes_per_query = n_hidden_tokens / n_queries.clamp(min=1)  # float32
-        return {
-            "query_cells": query_cells,
-            "query_token_ids": batch.token_ids[queried_tokens],
-            "query_targets": batch.values[queried_tokens],
-            "genes_per_query": genes_per_query[query_cells],
-        }
+        weights = n_hidden_tokens / n_queries.clamp(min=1)  # float32
+        return Queries(
+            cells=query_cells,
+            token_ids=batch.token_ids[queried_tokens],
+            targets=batch.values[queried_tokens],
+            importance_weights=weights[query_cells],
+        )
 
     def _query_undetected(
-        self, batch: Batch, hidden_frac: Tensor, n_detected_queries: Tensor, seed: int, step: int
-    ) -> dict[str, Any]:
-        """Query `undetected_ratio` times `n_detected_queries` undetected genes of each cell.
+        self, batch: Batch, draws: TokenDraws, detected_cells: Tensor, seed: int, step: int
+    ) -> Queries:
+        """Query undetected genes of each cell, `undetected_ratio` times as many as detected ones.
 
-        The result is as in `_query_detected`. The genes are drawn with replacement, and stand for the
-        cell's hidden undetected genes. Which of these are hidden is not drawn: the expected number
-        counts. `hidden_frac` and `n_detected_queries` are `(C,)`.
+        They are drawn with replacement. Which undetected genes are hidden is not drawn: weights are
+        computed from the expected number. `detected_cells` are the cells of queries of detected genes.
         """
         # `(C,)` each
         n_undetected_genes = self.n_genes - batch.cu_seqlens.diff().long()
+        n_detected_queries = torch.bincount(detected_cells, minlength=len(batch.lengths))
         n_queries = (n_detected_queries * self.config.undetected_ratio).ceil().long()
         n_queries = torch.where(n_undetected_genes > 0, n_queries, 0)
-        genes_per_query = hidden_frac * n_undetected_genes / n_queries.clamp(min=1)
+        weights = draws.hidden_frac * n_undetected_genes / n_queries.clamp(min=1)
         # `(queries,)` each
         query_cells = torch.repeat_interleave(n_queries)
         draw_number = _index_in_cell(query_cells, n_queries)
@@ -195,18 +199,18 @@ class QueryDecoding(Objective):
         )
         index = bits % n_undetected_genes[query_cells]
         genes = _find_undetected(batch, self.n_genes, query_cells, index)
-        return {
-            "query_cells": query_cells,
-            "query_token_ids": genes + len(SPECIAL),
-            "query_targets": torch.zeros(len(query_cells)),
-            "genes_per_query": genes_per_query[query_cells].float(),
-        }
+        return Queries(
+            cells=query_cells,
+            token_ids=genes + len(SPECIAL),
+            targets=torch.zeros(len(query_cells)),
+            importance_weights=weights[query_cells].float(),
+        )
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> QueryBatch:
         assert isinstance(batch, QueryView), "expected a view"
         n_cells = len(batch.lengths)
         query_cells = batch.query_cells
-        weights = batch.genes_per_query.double()
+        weights = batch.importance_weights.double()
         # `(C,)`: factor that makes the mean weight of a cell's queries 1
         sums = torch.zeros(n_cells, dtype=weights.dtype).index_add(0, query_cells, weights)
         scale = torch.bincount(query_cells, minlength=n_cells) / sums
@@ -278,7 +282,7 @@ def _choose_hidden_tokens(draws: TokenDraws, max_per_cell: int) -> Tensor:
     The result is their indices, `(chosen,)` int64, ascending.
     """
     hidden_tokens = draws.is_hidden.nonzero().flatten()
-    # sort them by random order, then by cell, which keeps the random order in each cell
+    # sort by cell, and in each cell by random order
     hidden_tokens = hidden_tokens[draws.random_order[hidden_tokens].argsort()]
     hidden_tokens = hidden_tokens[draws.token_cells[hidden_tokens].argsort(stable=True)]
     cells = draws.token_cells[hidden_tokens]
@@ -287,16 +291,20 @@ def _choose_hidden_tokens(draws: TokenDraws, max_per_cell: int) -> Tensor:
 
 
 def _find_undetected(batch: Batch, n_genes: int, draw_cells: Tensor, index: Tensor) -> Tensor:
-    """Find the undetected gene of each draw: the vocabulary row of gene `index` of those that the cell lacks.
+    """Find the undetected gene of each draw by its `index` among the undetected genes of the cell.
 
-    `draw_cells`, `index` and the result are `(draws,)` int64; `index` counts from 0. The row is `index`
-    plus the number of detected genes before it.
+    `draw_cells`, `index` and the result, vocabulary rows, are `(draws,)` int64. A row is `index` plus the
+    number of detected genes before it. In a cell that detects genes 0, 3 and 4 of 7:
+
+        undetected genes         1 2 5 6
+        their index              0 1 2 3
+        detected genes before    1 1 3 3
     """
     token_cells, position = positions(batch)
     # `(T,)`: vocabulary rows of detected genes, ascending in each cell
     first_row = token_cells * n_genes
     rows = (first_row + batch.token_ids - len(SPECIAL)).sort().values - first_row
-    # `(T,)`: number of undetected genes before each of them, ascending in each cell
+    # `(T,)`: number of undetected genes before each detected one, ascending in each cell
     n_undetected_before = rows - position
     # search all cells at once: an offset per cell makes the numbers ascend over the whole batch
     cell_offset = n_genes + 1
