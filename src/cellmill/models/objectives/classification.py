@@ -1,6 +1,6 @@
 """classification: predict a cell's label from its vector.
 
-The loss is the cross-entropy, times the weight of the cell's label in training. The head has one
+The loss is the cross-entropy, in training times the weight of the cell's label. The head has one
 output per level, so that `init_from` can match its rows by the level's name. If some cells have no
 value, the last level is MISSING. It is not a label, and its logit is left out.
 
@@ -12,7 +12,7 @@ Legend: C cells with a target, L levels, E width of a cell's vector.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -30,6 +30,13 @@ from cellmill.models.objective import (
 )
 from cellmill.models.objectives.shared.calibration import calibration_error_of_logits
 from cellmill.models.objectives.shared.per_cell import CellHead, LabelObjective, TargetBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightedLabelBatch(TargetBatch):
+    """The shown tokens, and the labels of the cells that have one."""
+
+    cell_weights: Tensor  # `(C,)` float32: weight of each cell's label in the loss
 
 
 class Classification(LabelObjective):
@@ -51,18 +58,19 @@ class Classification(LabelObjective):
         model.add_level_rows(config.label_column, f"{last}.weight", f"{last}.bias")
         return (self.head_name,)
 
-    def prepare(self, batch: Batch, *, seed: int, step: int) -> TargetBatch:
+    def prepare(self, batch: Batch, *, seed: int, step: int) -> WeightedLabelBatch:
         prepared = super().prepare(batch, seed=seed, step=step)
         targets = prepared.targets
         weight_by_label = self.config.weight_by_label if self.training else {}
         weights = [weight_by_label.get(name, 1.0) for name in self.label_names]
         label_weights = torch.tensor(weights, device=targets.device)
-        return replace(prepared, cell_weights=label_weights[targets])
+        return WeightedLabelBatch.from_batch(
+            prepared, dropout_keys=(seed, step), cell_weights=label_weights[targets]
+        )
 
     def target_loss(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
-        targets = prepared.targets
-        assert prepared.cell_weights is not None
-        losses = F.cross_entropy(predicted, targets, reduction="none")
+        assert isinstance(prepared, WeightedLabelBatch), "expected a batch with weights"
+        losses = F.cross_entropy(predicted, prepared.targets, reduction="none")
         return (losses * prepared.cell_weights).sum()
 
     def validation_sums(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:

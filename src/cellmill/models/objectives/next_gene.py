@@ -76,7 +76,10 @@ class NextValueObservations(NamedTuple):
 
 
 class NextGene(Objective):
-    """See the module; needs a causal model with `gene_embedding`."""
+    """Predict each next gene of a cell, its value and the cell's end from the state before it.
+
+    It needs a causal model with `gene_embedding`, and whole cells: a view ends before its cell.
+    """
 
     config: NextGeneConfig
     former_names = MappingProxyType(
@@ -104,7 +107,7 @@ class NextGene(Objective):
             return names
         layer = nn.Linear(2 * width, width)
         model.value_head = nn.Sequential(layer, nn.GELU(), nn.LayerNorm(width))
-        # bins count from 1
+        # tokens are detected genes, whose bins count from 1
         n_outputs = self.tokens.n_values - 1 if self.tokens.values_are_bins else 1
         model.value_out = nn.Linear(width, n_outputs)
         return (*names, "value_head", "value_out")
@@ -158,11 +161,11 @@ class NextGene(Objective):
         """
         return token_logits(prior_states, model.gene_embedding.weight, model.gene_bias)
 
-    def predict_end_logits(self, model: ObjectiveModel, prior_states: Tensor) -> Tensor:
-        """Predict the logit of the cell ending at each state, `(N,)` float32."""
+    def predict_end_logits(self, model: ObjectiveModel, states: Tensor) -> Tensor:
+        """Predict the logit of the cell ending at each of n `states` `(n, H)`: `(n,)` float32."""
         # start near the chance of an end, one in many tokens: a bias that starts at 0 would take
         # thousands of steps to learn it
-        return model.end(prior_states).float().squeeze(-1) - math.log(self.tokens.max_tokens)
+        return model.end(states).float().squeeze(-1) - math.log(self.tokens.max_tokens)
 
     def predict_values(
         self, model: ObjectiveModel, prior_states: Tensor, token_ids: Tensor
@@ -209,10 +212,10 @@ class NextGene(Objective):
         position = torch.arange(len(token_ids), device=token_ids.device)
         # `(V,)`: last position at which each token is a candidate: a gene's own position in the cell,
         # the cell's length for a gene that it lacks, none for special tokens
-        last_position = torch.full((logits.shape[1],), len(token_ids), device=token_ids.device)
-        last_position = last_position.index_put((token_ids,), position)
-        last_position[: len(SPECIAL)] = -1
-        logits = logits.masked_fill(last_position < position[:, None], -torch.inf)
+        candidate_until = torch.full((logits.shape[1],), len(token_ids), device=token_ids.device)
+        candidate_until = candidate_until.index_put((token_ids,), position)
+        candidate_until[: len(SPECIAL)] = -1
+        logits = logits.masked_fill(candidate_until < position[:, None], -torch.inf)
         return NextGeneObservations(
             genes=token_ids - len(SPECIAL),
             position=position,
@@ -301,9 +304,9 @@ class RankBaseline:
         cross_entropy = np.log(candidate_frequency[scored_positions] / frequency[scored_positions])
         # a gene is a candidate up to its own position, a gene that the cell lacks at all positions
         genes_by_frequency = self.genes_by_frequency[bucket]
-        last_position = np.full(len(genes_by_frequency), len(cell_genes))
-        last_position[cell_genes] = np.arange(len(cell_genes))
+        candidate_until = np.full(len(genes_by_frequency), len(cell_genes))
+        candidate_until[cell_genes] = np.arange(len(cell_genes))
         # the most frequent candidate at position p is where the running maximum reaches p
-        running_max = np.maximum.accumulate(last_position[genes_by_frequency])
+        running_max = np.maximum.accumulate(candidate_until[genes_by_frequency])
         predicted = genes_by_frequency[np.searchsorted(running_max, scored_positions)]
         return predicted == cell_genes[scored_positions], cross_entropy

@@ -40,7 +40,7 @@ class ResponseBatch(DecodingBatch):
 
 
 class PerturbationResponse(CellDecoding):
-    """See the module."""
+    """Predict hidden expression from the cell's vector plus a response to its perturbation."""
 
     config: PerturbationResponseConfig
     # set by `attach`
@@ -55,6 +55,7 @@ class PerturbationResponse(CellDecoding):
         n_known = len(self.known_levels(config.perturbation_column))
         # no response at the start; the layer's bias is the response that all perturbations share
         model.response_genes = with_std(nn.Linear(config.decoder_hidden or width, width), 0.0)
+        # the learned vector of each perturbation
         model.response_terms = LevelEmbedding(len(levels), n_known, width, is_centred=False)
         model.add_level_rows(config.perturbation_column, "response_terms.weight")
         genes = config.perturbed_genes or {}
@@ -103,8 +104,8 @@ class PerturbationResponse(CellDecoding):
         """Predict the log fraction of each gene in a cell of an average experimental batch.
 
         The result is `(C, n_genes)` float32, over all genes of the vocabulary; `vectors` are `(C, E)`.
-        `perturbation` is the name of one, trained or not, but not the control; None predicts unperturbed
-        cells. `perturbed_token_ids` are those of its genes, possibly none.
+        `perturbation` is a level of the column or an unknown name, but not the control; None predicts
+        unperturbed cells. `perturbed_token_ids` are the token ids of its genes, possibly none.
         """
         if perturbation is not None:
             levels = self.levels[self.config.perturbation_column]
@@ -123,7 +124,10 @@ class PerturbationResponse(CellDecoding):
         return {column: self.known_levels(column)}
 
     def list_trained_levels(self, model: ObjectiveModel) -> list[str]:
-        """List the perturbations with training cells: their learned vector is no longer zero."""
+        """List the perturbations whose learned vector is not zero, in the order of their codes.
+
+        They have training cells, here or in an earlier run that `init_from` read.
+        """
         levels = self.known_levels(self.config.perturbation_column)
         norms = model.response_terms.weight.abs().sum(1).tolist()
         return [

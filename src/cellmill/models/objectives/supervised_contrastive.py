@@ -71,15 +71,15 @@ class SupervisedContrastive(LabelObjective):
             return {"n_targets": n_cells}, []
         rows = torch.cat([codes[:, None].float(), vectors], dim=1)
         loss = float(contrastive_loss_sum(rows, self.config.temperature)) / n_cells
-        # equal vectors give every other cell the same probability
-        loss_if_equal = float(has_positive.double().mean()) * math.log(n_cells - 1)
+        # every other cell has the same probability if all vectors are equal
+        loss_if_all_equal = float(has_positive.double().mean()) * math.log(n_cells - 1)
         metrics = {
             "n_targets": n_cells,
             "supervised_contrastive": loss,
-            "supervised_contrastive_alike": loss_if_equal,
+            "supervised_contrastive_alike": loss_if_all_equal,
         }
         name = f"supervised contrast of {self.config.label_column}"
-        return metrics, cross_entropy_verdicts(name, "equal vectors", loss - loss_if_equal)
+        return metrics, cross_entropy_verdicts(name, "equal vectors", loss - loss_if_all_equal)
 
 
 def contrastive_loss_sum(rows: Tensor, temperature: float) -> Tensor:
@@ -115,7 +115,7 @@ def _anchor_loss_sum(codes: Tensor, vectors: Tensor, anchors: Tensor, temperatur
     slots = torch.arange(len(codes), device=codes.device)
     # `(A, S)` bool: the other cells, and those of them with the anchor's label
     is_other = (codes != 0) & (slots != anchors[:, None])
-    is_positive = is_other & (codes == anchor_codes) & (anchor_codes != 0)
+    is_positive = is_other & (codes == anchor_codes)
     n_positive = is_positive.sum(1)
     cosines = vectors[anchors] @ vectors.T
     logits = (cosines / temperature).masked_fill(~is_other, -torch.inf)

@@ -7,7 +7,7 @@ predicts the experimental batch from the cell's vector, through a reversed gradi
 encoder hide it (Ganin & Lempitsky 2015).
 
 Both have a row for every level, so that `init_from` can match rows by the level's name. Only the rows
-of the `n_known` first levels are used. MISSING is the last level if there is one: cells without a
+of the first `n_known` levels are used. MISSING is the last level if there is one: cells without a
 value have code 0, like cells of an unknown level.
 
 Legend: C cells, E width of a cell's vector. Level codes begin at 1; 0 is an unknown level.

@@ -11,7 +11,7 @@ A label is a level of the label column other than MISSING. Tensors have its inde
 level code is the index plus 1.
 
 Legend: T tokens of the batch, C cells with a target, H width of a state, E width of a cell's vector, L
-outputs of the head; for labels, the number of levels.
+outputs of the head: for labels, the number of levels.
 """
 
 from dataclasses import dataclass
@@ -62,9 +62,11 @@ class TargetBatch(EncoderBatch):
     `(C, D)` float32.
     """
     n_targets: Tensor  # C
-    cell_weights: Tensor | None = None  # `(C,)` float32: weight of each cell's label in the loss
     shares: tuple[RowShare, ...] | None = None
-    """This micro-batch's share of a loss that couples the cells of the global batch."""
+    """This micro-batch's share of a loss that couples the cells of the global batch.
+
+    None for other losses, and in a call of the model outside training and validation.
+    """
 
 
 class CellObjective(Objective):
@@ -79,7 +81,7 @@ class CellObjective(Objective):
 
     @property
     def validates_coupled_loss(self) -> bool:  # type: ignore[override]
-        """True if the loss couples cells: validation too takes it over the global batch."""
+        """True if the loss couples cells; validation then takes it over the global batch too."""
         return bool(self.coupled_widths)
 
     def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -89,9 +91,9 @@ class CellObjective(Objective):
     def predict(
         self, model: ObjectiveModel, vectors: Tensor, cell_keys: Tensor | None = None
     ) -> Tensor:
-        """Predict the targets, `(C, …)` float32, from `vectors` `(C, E)`; `judge` scores the result.
+        """Predict the targets, `(C, …)` float32, from the cells' `vectors`, `(C, E)`.
 
-        `cell_keys` `(C,)` int64 key the dropout; None turns it off.
+        `judge` scores the result. `cell_keys` `(C,)` int64 key the dropout; None turns it off.
         """
         raise NotImplementedError
 
@@ -109,7 +111,7 @@ class CellObjective(Objective):
     def predict_targets(
         self, model: ObjectiveModel, states: Tensor, prepared: TargetBatch
     ) -> Tensor:
-        """Predict the targets, `(C, …)`, from the states of all tokens, `(T, H)`."""
+        """Call `predict` for the cells with a target, given the states of all tokens, `(T, H)`."""
         cells = prepared.target_cells
         vectors = model.cell_vectors(states, prepared)[cells].to(states.dtype)
         return self.predict(model, vectors, prepared.cell_keys[cells])
@@ -132,10 +134,9 @@ class CellObjective(Objective):
         raise NotImplementedError
 
     def coupled_loss(self, rows: Tensor, prepared: TargetBatch) -> Tensor:
-        """Return the share of `rows` `(C, width)` in the loss over the global batch, a float32 scalar.
+        """Compute this micro-batch's share of the loss over the global batch, a float32 scalar.
 
-        Training and validation give `shares`; `shares[0]` has the gradient of that loss with respect to
-        these rows (`train.batch_rows`). Otherwise `rows` are taken as the whole global batch.
+        `rows` `(C, width)` are its coupled rows. Without `prepared.shares` they are the global batch.
         """
         if prepared.shares is None:
             return self.loss_of_coupled_rows(rows)[0].float()
