@@ -47,7 +47,7 @@ FAULTS = [
     Fault("wsd's decay is rounded down", "config/run.py", "math.ceil(", "math.floor(", "unit/test_optimizers.py"),
     Fault("val and test overlap", "data/split.py", "uniform < test_frac + val_frac", "uniform < val_frac", "unit/test_shards.py"),
     Fault("equal steps are off by one cell", "data/stream/order.py", "self.n_lanes + lane + 1", "self.n_lanes + lane", "unit/test_stream.py"),
-    Fault("shown and hidden counts are swapped", "models/objectives/shared/views.py", "counts * ~is_hidden", "counts * is_hidden", "unit/test_views.py"),
+    Fault("shown and hidden counts are swapped", "models/objectives/shared/views.py", "shown * ~is_hidden", "shown * is_hidden", "unit/test_views.py"),
     Fault("variance of a paired difference without the repetitions", "evaluate/intervals.py", "units_variance + repetitions_variance", "units_variance", "unit/test_paired.py"),
     Fault("a validation equal to the best is the best", "train/validation.py", "sign * value >= sign * self.best_value", "sign * value > sign * self.best_value", "unit/test_validation.py"),
     Fault("an improvement of exactly min_delta resets the patience", "train/validation.py", "value) > train.early", "value) >= train.early", "unit/test_validation.py"),

@@ -86,7 +86,12 @@ def draw_view(
     n_second_views = 0
     if config.view_loss is not None:
         n_second_views = len(batch.lengths)
-        views = _append_second_views(views, whole.counts - shown)
+        # append the second views: the same tokens with their hidden counts
+        views = TokenCounts(
+            offsets=np.concatenate([whole.offsets, whole.offsets[1:] + whole.offsets[-1]]),
+            token_ids=np.concatenate([whole.token_ids, whole.token_ids]),
+            counts=np.concatenate([shown, whole.counts - shown]),
+        )
         cell_fields = {name: torch.cat([array, array]) for name, array in cell_fields.items()}
         # negative ids, so that second views have dropout of their own
         cell_fields["cell_ids"] = torch.cat([batch.cell_ids, ~batch.cell_ids])
@@ -115,29 +120,14 @@ def _draw_shown_counts(
         # in drop_thin the fractions of genes and of counts have two keys, so they are independent
         frac_key = DROPPED_FRAC_KEY if thins_counts else HIDDEN_FRAC_KEY
         hidden_gene_frac = draw_hidden_frac(cell_rng_states, config, frac_key)
-        shown = _drop_genes(shown, cells.offsets, hidden_gene_frac, cell_rng_states)
+        token_cells = row_numbers(cells.offsets)
+        position = positions_in_rows(cells.offsets)
+        is_hidden, _ = draw_hidden_genes(token_cells, position, hidden_gene_frac, cell_rng_states)
+        shown = shown * ~is_hidden
     if thins_counts:
         hidden_count_frac = draw_hidden_frac(cell_rng_states, config, HIDDEN_FRAC_KEY)
         shown = _thin_counts(shown, cells.offsets, hidden_count_frac, cell_rng_states)
     return shown
-
-
-def _drop_genes(
-    counts: np.ndarray,
-    offsets: np.ndarray,
-    hidden_gene_frac: np.ndarray,
-    cell_rng_states: np.ndarray,
-) -> np.ndarray:
-    """Hide whole genes of each cell: set their counts to 0 and return all counts, `(tokens,)`.
-
-    `counts` `(tokens,)` are cut into cells by `offsets`, `(cells + 1,)`; `hidden_gene_frac` and
-    `cell_rng_states` are `(cells,)`.
-    """
-    token_cells = row_numbers(offsets)
-    is_hidden, _ = draw_hidden_genes(
-        token_cells, positions_in_rows(offsets), hidden_gene_frac, cell_rng_states
-    )
-    return counts * ~is_hidden
 
 
 def _thin_counts(
@@ -148,7 +138,8 @@ def _thin_counts(
 ) -> np.ndarray:
     """Hide a binomial part of each count and return the rest, `(tokens,)`.
 
-    `hidden_count_frac` `(cells,)` is the expected part; the other parameters are as in `_drop_genes`.
+    `counts` `(tokens,)` are cut into cells by `offsets`, `(cells + 1,)`. `hidden_count_frac`, the
+    expected part, and `cell_rng_states` are `(cells,)`.
     """
     nonzero = np.flatnonzero(counts)  # a binomial draw from 0 takes no random number
     nonzero_offsets = np.searchsorted(nonzero, offsets)
@@ -180,16 +171,6 @@ def _draw_binomials(
         philox.state = initial_state
         draws[first:end] = generator.binomial(counts[first:end], p)
     return draws
-
-
-def _append_second_views(first_views: TokenCounts, hidden: np.ndarray) -> TokenCounts:
-    """Append the second views: the same tokens with their hidden counts, `(tokens,)`."""
-    offsets, token_ids, shown = first_views
-    return TokenCounts(
-        offsets=np.concatenate([offsets, offsets[1:] + offsets[-1]]),
-        token_ids=np.concatenate([token_ids, token_ids]),
-        counts=np.concatenate([shown, hidden]),
-    )
 
 
 def draw_hidden_frac(cell_rng_states: np.ndarray, config: HiddenFracConfig, key: int) -> np.ndarray:
