@@ -171,11 +171,7 @@ class EncoderBatch(Batch):
     @property
     def position(self) -> Tensor:
         """(tokens,) int64: position of the token in its cell, from 0."""
-        starts = self.cu_seqlens[:-1].long()
-        return (
-            torch.arange(len(self.token_ids), device=self.token_ids.device)
-            - starts[self.token_cells]
-        )
+        return positions(self)[1]
 
     @cached_property
     def token_keys(self) -> Tensor:
