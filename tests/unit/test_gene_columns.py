@@ -197,7 +197,7 @@ def test_dots_of_R_are_dashes_before_they_end_a_prefix() -> None:
     assert not matches.prefixes
 
 
-@pytest.mark.parametrize("form", ["intron_{}", "{}_antisense", "{}.{}-I"])
+@pytest.mark.parametrize("form", ["intron_{}", "{}_antisense", "{}.{}-I", "{}-U"])
 def test_other_rows_of_an_id_are_not_added_to_it(form: str) -> None:
     ids = [f"{gene}.{version}" for version, gene in enumerate(IDS, 1)]
     others = [form.format(gene, version) for version, gene in enumerate(IDS, 1)]
@@ -218,6 +218,14 @@ def test_names_that_R_or_a_second_id_changed_are_read() -> None:
     plain = match_names(["HLA-DRA", "MT-CO1", "TP53", "BRCA2", "BRCA2", "NKX2-1"], "human")
     assert match_names(names, "human").gene_ids == plain.gene_ids
     assert "" not in plain.gene_ids
+
+
+@pytest.mark.parametrize(
+    "form", ["{}_{}", "{}-{}", "{1}-{0}", "{1}.3-{0}", "{}__{}", "{1} {0}", "{} ({})", "{1}/{0}"]
+)
+def test_an_id_next_to_its_symbol_names_the_gene(form: str) -> None:
+    names = [form.format(symbol, gene) for symbol, gene in zip(SYMBOLS, IDS)]
+    assert match_names(names, "human").gene_ids == IDS
 
 
 FAMILIES = [

@@ -25,8 +25,11 @@ ORGANISMS = tuple(PREFIXES)
 
 _ID = r"({}\d{{11}})(?:\.\d+)?(?:_PAR_Y)?"
 _IDS = {organism: re.compile(_ID.format(prefix)) for organism, prefix in PREFIXES.items()}
-_NAMES_WITH_ID = {  # HLA-DRA_ENSG00000204287, as tools write to make symbols unique, or ENSG00000204287.12_HLA-DRA
-    organism: re.compile(rf"\S.*[_|:]{pattern.pattern}|{pattern.pattern}[_|:]+[A-Za-z].*")
+_NAMES_WITH_ID = {  # HLA-DRA_ENSG00000204287, as tools write to make symbols unique, or ENSG00000204287.12_HLA-DRA;
+    # Seurat writes `-` for `_`
+    organism: re.compile(
+        rf"\S.*[-_|:/ (]{pattern.pattern}\)?|{pattern.pattern}[-_|:/ (]+[A-Za-z].*"
+    )
     for organism, pattern in _IDS.items()
 }
 _OPEN_FRAME = re.compile(r"C[\dXY]+orf\d+")
