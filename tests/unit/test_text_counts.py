@@ -155,7 +155,9 @@ def test_rows_with_numbers_only_are_cells(start: int, tmp_path: Path) -> None:
         assert reader.obs_names.tolist() == CELLS
 
 
-def test_cells_of_cosmx_keep_their_field_of_view(tmp_path: Path) -> None:
+def test_cells_of_cosmx_keep_their_field_of_view(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     header, *rows = cells_in_rows(SYMBOLS)
     table = [["fov", "cell_ID", *header[1:]]]
     table += [[str(1 + n // 5), str(n % 5), *row[1:]] for n, row in enumerate(rows)]
@@ -163,6 +165,8 @@ def test_cells_of_cosmx_keep_their_field_of_view(tmp_path: Path) -> None:
         assert reader.var_names == SYMBOLS
         assert reader.obs["fov"].tolist() == ["1"] * 5 + ["2"] * 4
         assert reader.obs["cell_ID"].tolist() == [str(n % 5) for n in range(9)]
+        outside = '2 rows are what lies outside of cells: set filter to cell_ID != "0"'
+        assert outside in capsys.readouterr().err
         assert sum(int(block.sum()) for block in reader.rows(4)) == sum(TRUTH.values())
 
 

@@ -18,7 +18,7 @@ import scipy.sparse as sp
 from cellmill.data.arrays import named_frame
 from cellmill.data.inputs.matrices import Pieces, StoredMatrix
 from cellmill.data.inputs.source import CountSource, Format, require_matrix
-from cellmill.data.inputs.text.layout import CELL, GENE, TableLayout, read_layout
+from cellmill.data.inputs.text.layout import CELL, FIELD_OF_VIEW, GENE, TableLayout, read_layout
 from cellmill.data.inputs.text.long_tables import find_long_columns, open_long_table
 from cellmill.data.inputs.text.tables import (
     BARCODE,
@@ -68,6 +68,12 @@ def _open_table(path: Path, file: Any, counts: str) -> CountSource:
         note = "cells are in rows, genes in columns"
     if described:
         note += f"; not counts but descriptions of rows: {', '.join(described[:_MAX_LISTED])}"
+    if FIELD_OF_VIEW in rows and "cell_ID" in rows:
+        n_outside = (rows["cell_ID"] == "0").sum()
+        if n_outside:
+            note += (
+                f'; {n_outside:,} rows are what lies outside of cells: set filter to cell_ID != "0"'
+            )
     matrix = _TextMatrix(layout, len(rows), genes_in_rows)
     return CountSource(path, counts, matrix, obs, var, notes=[note])
 
