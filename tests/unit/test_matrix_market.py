@@ -191,6 +191,18 @@ def drop_seq(folder: Path) -> None:
     (folder / "raw.dge.txt.gz").write_bytes(gzip.compress(text.encode()))
 
 
+def proseg(folder: Path) -> None:
+    """`metadata` is in the name of both tables."""
+    write_mtx(folder / "counts.mtx", by_cell=True, field="real")
+    write_names(
+        folder / "gene-metadata.csv", GENES, SYMBOLS, separator=",", header="gene,total_count"
+    )
+    places = [f"{number}.5" for number in range(len(CELLS))]
+    write_names(
+        folder / "cell-metadata.csv", CELLS, places, separator=",", header="cell,centroid_x"
+    )
+
+
 LAYOUTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "kb-python": (kb, ""),
     "kb-python's file": (kb, "cells_x_genes.mtx"),
@@ -207,6 +219,7 @@ LAYOUTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "biotypes": (biotypes, ""),
     "Drop-seq": (drop_seq, "sparse.mtx"),
     "Drop-seq of DropViz": (drop_seq, "raw.dge.txt.gz"),
+    "proseg": (proseg, ""),
     "one of two samples": (samples, "GSM1_matrix.mtx"),
 }
 

@@ -33,6 +33,7 @@ _WORDS = {  # in the name of a file
     GENES: {"gene", "genes", "feature", "features", "var", "probes", "symbols", "cols"},
     CELLS: {"barcode", "barcodes", "cell", "cells", "obs", "rows", "metadata", "samples", "meta"},
 }
+_VAGUE_WORDS = ("metadata", "meta")  # any other word decides: gene-metadata
 _HEADERS = frozenset(
     """
     gene genes gene_id gene_ids geneid gene_name gene_names genename gene_symbol symbol symbols hgnc_symbol
@@ -88,7 +89,8 @@ class TextTable:
 
     def role(self) -> str | None:
         """GENES or CELLS by the file's name, else by its first rows; None if neither says."""
-        for word in reversed(name_words(self.path)):
+        words_from_last = name_words(self.path)[::-1]
+        for word in sorted(words_from_last, key=_VAGUE_WORDS.__contains__):
             for role, words in _WORDS.items():
                 if word in words:
                     return role
