@@ -207,6 +207,9 @@ def test_folders_below_are_named(tmp_path: Path) -> None:
         ("a.h5ad.gz", "gunzip"),
         ("a.csv.bz2", "bunzip2"),
         ("s1.gem.gz", "stereo_to_anndata"),
+        ("quants_mat.gz", "--dumpMtx"),
+        ("cells.cloupe", "give filtered_feature_bc_matrix.h5"),
+        ("counts.parquet", "save it as .csv"),
     ],
 )
 def test_files_of_no_format_come_with_a_way_on(name: str, hint: str, tmp_path: Path) -> None:
@@ -222,6 +225,22 @@ def test_a_folder_of_bpcells_comes_with_its_command(tmp_path: Path) -> None:
     assert refusal(tmp_path).endswith(
         "; it is a matrix of BPCells: in R run BPCells::write_matrix_10x_hdf5("
         'BPCells::open_matrix_dir(FOLDER), "cells.h5")'
+    )
+
+
+def test_a_folder_of_alevin_comes_with_its_option(tmp_path: Path) -> None:
+    for name in ("quants_mat.gz", "quants_mat_rows.txt", "quants_mat_cols.txt"):
+        (tmp_path / "alevin").mkdir(exist_ok=True)
+        (tmp_path / "alevin" / name).write_bytes(b"X\n")
+    for folder in (tmp_path, tmp_path / "alevin"):
+        assert refusal(folder).endswith("; let alevin write text with --dumpMtx")
+
+
+def test_text_tables_of_a_folder_are_named(tmp_path: Path) -> None:
+    for name in ("cell_metadata.csv", "cell_by_gene.csv", "images.bin"):
+        (tmp_path / name).write_bytes(b"X\n")
+    assert refusal(tmp_path).endswith(
+        "; it has cell_by_gene.csv, cell_metadata.csv: give the table of counts"
     )
 
 

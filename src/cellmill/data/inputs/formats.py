@@ -26,6 +26,7 @@ from cellmill.data.inputs.matrices import size_problem
 from cellmill.data.inputs.reader import CountsReader, keep_apart
 from cellmill.data.inputs.source import CountSource, DeclaredNames, Format
 from cellmill.data.inputs.text import counts as text_counts
+from cellmill.data.inputs.text.tables import is_table
 from cellmill.errors import ConfigError, DataError
 
 _HDF5_ENDS = (".h5ad", ".h5mu", ".h5", ".hdf5", ".loom", ".h5seurat")
@@ -39,30 +40,31 @@ _FROM_BPCELLS = (
     "it is a matrix of BPCells: in R run BPCells::write_matrix_10x_hdf5(BPCells::open_matrix_dir(FOLDER), "
     '"cells.h5")'
 )
-_HINTS = {
-    ".rds": _FROM_R,
-    ".rda": _FROM_R,
-    ".rdata": _FROM_R,
-    ".xlsx": "save the sheet as .csv",
-    ".xls": "save the sheet as .csv",
-    ".h5ad.gz": "unpack it with gunzip",
-    ".h5.gz": "unpack it with gunzip",
-    ".loom.gz": "unpack it with gunzip",
-    ".tar": "unpack it with tar -xf",
-    ".tar.gz": "unpack it with tar -xf",
+_FROM_ALEVIN = "let alevin write text with --dumpMtx"
+_HINTS: dict[str | tuple[str, ...], str] = {
+    (".rds", ".rda", ".rdata", ".qs", ".qs2"): _FROM_R,
+    (".xlsx", ".xls"): "save the sheet as .csv",
+    (".h5ad.gz", ".h5.gz", ".loom.gz"): "unpack it with gunzip",
+    (".tar", ".tar.gz", ".tgz"): "unpack it with tar -xf",
     ".bz2": "unpack it with bunzip2",
     ".xz": "unpack it with unxz",
     ".zst": "unpack it with zstd -d",
-    ".gef": "write an .h5ad with stereopy: stereo.io.stereo_to_anndata",
-    ".gem": "write an .h5ad with stereopy: stereo.io.stereo_to_anndata",
-    ".gem.gz": "write an .h5ad with stereopy: stereo.io.stereo_to_anndata",
+    (".gef", ".gem", ".gem.gz"): "write an .h5ad with stereopy: stereo.io.stereo_to_anndata",
     ".gct": "remove its first two lines and save it as .tsv",
-    ".eds": "let alevin write text with --dumpMtx",
-    ".eds.gz": "let alevin write text with --dumpMtx",
+    (".eds", ".eds.gz", "quants_mat.gz"): _FROM_ALEVIN,
     ".st": "keep the columns of cell, gene and count, named cell, gene and count, and save it as .tsv",
     ".bam": "count its reads first, with STARsolo or Cell Ranger",
+    ".cloupe": "give filtered_feature_bc_matrix.h5 of the same run of Cell Ranger",
+    (".parquet", ".feather"): "read it with pandas and save it as .csv",
+    (".npz", ".pkl", ".pickle"): "read it in Python and save it as .h5ad with anndata",
 }
 """Remedies for files of unknown format, by the end of their names."""
+_HINTS_OF_FOLDERS = {
+    "storage_order": _FROM_BPCELLS,
+    "quants_mat.gz": _FROM_ALEVIN,
+    "alevin/quants_mat.gz": _FROM_ALEVIN,
+}
+"""Remedies for folders, by a file in them."""
 # names of filters in hdf5plugin
 _FILTERS = {32001: "blosc", 32004: "lz4", 32008: "bitshuffle", 32015: "zstd", 32026: "blosc2"}
 
@@ -121,11 +123,17 @@ def _format_of(path: Path, file: h5py.File | None) -> Format:
 
 def _hint(path: Path, file: h5py.File | None) -> str:
     """Say what to do about an input of unknown format: inputs in a folder, or a command that converts it."""
-    if (path / "storage_order").is_file():
-        return f"; {_FROM_BPCELLS}"
+    for mark, hint in _HINTS_OF_FOLDERS.items():
+        if (path / mark).is_file():
+            return f"; {hint}"
     if path.is_dir():
-        below = list(islice(_inputs_below(path, depth=3), _MAX_LISTED))
-        return f"; it has {', '.join(below)}: give one of these" if below else ""
+        inputs = _inputs_below(path, depth=3)
+        tables = (file.name for file in sorted(path.iterdir()) if is_table(file))
+        for found, remedy in ((inputs, "one of these"), (tables, "the table of counts")):
+            listed = ", ".join(islice(found, _MAX_LISTED))
+            if listed:
+                return f"; it has {listed}: give {remedy}"
+        return ""
     names = {*(file or ())}
     if {"assays", "meta.data"} <= names:
         return '; it is an h5Seurat: in R run SeuratDisk::Convert("cells.h5Seurat", dest = "h5ad")'
