@@ -358,9 +358,6 @@ class MemoryMatrix(StoredMatrix):
         self._values = values.tocsr() if sp.issparse(values) else values
         self.shape = values.shape
 
-    def parts(self, block: int) -> Iterator[sp.csr_matrix]:
-        return self.parts_from(0, block)
-
     def parts_from(self, start: int, block: int) -> Iterator[sp.csr_matrix]:
         for first in range(start, self.shape[0], block):
             rows = self._values[first : first + block]

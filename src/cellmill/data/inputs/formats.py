@@ -80,15 +80,13 @@ def _to_convert(name: str, mark: str, command: str) -> Format:
 
 
 FORMATS = (
-    *(
-        fasta.FORMAT,
-        anndata_files.ZARR,
-        mtx.FORMAT,
-        soma.FORMAT,
-        anndata_files.H5AD,
-        tenx_loom.TENX,
-        tenx_loom.LOOM,
-    ),
+    fasta.FORMAT,
+    anndata_files.ZARR,
+    mtx.FORMAT,
+    soma.FORMAT,
+    anndata_files.H5AD,
+    tenx_loom.TENX,
+    tenx_loom.LOOM,
     _to_convert("token dataset of Geneformer", "state.json", "geneformer {} --dictionaries FOLDER"),
     _to_convert("scModelForge", "shard_000/gene_indices.npy", "scmodelforge {} --genes FILE"),
 )

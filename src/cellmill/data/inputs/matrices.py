@@ -43,7 +43,8 @@ _MAX_SLABS = 4  # a chunk of more slabs is cheaper to transpose on disk than to 
 class StoredMatrix:
     """Matrix of cells x genes.
 
-    A subclass sets `shape` and defines `parts`, or `pieces` if cells are not in order.
+    A subclass sets `shape` and defines `parts`, `parts_from` if it can begin at any row, or `pieces` if
+    cells are not in order.
     """
 
     shape: tuple[int, int]
@@ -56,7 +57,7 @@ class StoredMatrix:
         entries of a row are in any order, and may be repeated. May be called again. Holds a few parts
         in memory. Raises DataError when the file is damaged.
         """
-        raise NotImplementedError
+        return self.parts_from(0, block)
 
     def parts_from(self, start: int, block: int) -> Iterator[sp.csr_matrix]:
         """`parts` from row `start` on. A format that overrides this reads none of those before."""
@@ -355,9 +356,6 @@ class SparseMatrix(StoredMatrix):
             raise DataError(f"{path}: {name} is damaged: indptr does not match data and indices")
         self._indptr = indptr
 
-    def parts(self, block: int) -> Iterator[sp.csr_matrix]:
-        return self.parts_from(0, block)
-
     def parts_from(self, start: int, block: int) -> Iterator[sp.csr_matrix]:
         for first in range(start, self.shape[0], block):
             last = min(first + block, self.shape[0])
@@ -403,9 +401,6 @@ class DenseMatrix(StoredMatrix):
         self._cells_axis = cells_axis
         self._array = require_kind(path, name, array, REAL, 2)
         self.shape = (int(array.shape[cells_axis]), int(array.shape[1 - cells_axis]))
-
-    def parts(self, block: int) -> Iterator[sp.csr_matrix]:
-        return self.parts_from(0, block)
 
     def parts_from(self, start: int, block: int) -> Iterator[sp.csr_matrix]:
         for cells in self._slabs(axis=0):

@@ -23,7 +23,12 @@ from cellmill.data.inputs.h5 import open_bytes, reading
 from cellmill.data.inputs.matrices import MAX_LENGTH, Pieces, StoredMatrix
 from cellmill.data.inputs.source import CountSource, Format, require_matrix
 from cellmill.data.inputs.text import lines
-from cellmill.data.inputs.text.companions import Companions, find_companions, is_matrix
+from cellmill.data.inputs.text.companions import (
+    Companions,
+    find_companions,
+    is_matrix,
+    matrix_stem,
+)
 from cellmill.data.inputs.text.tables import cell_frame, gene_frame, is_table
 from cellmill.errors import DataError
 
@@ -114,15 +119,11 @@ def _is_matrix_market(path: Path) -> bool:
 
 
 def _is_main(file: Path) -> bool:
-    return _stem(file).lower().endswith("matrix")
-
-
-def _stem(file: Path) -> str:
-    return file.name[: len(file.name.lower().removesuffix(".gz").removesuffix(".mtx"))]
+    return matrix_stem(file).lower().endswith("matrix")
 
 
 def _last_word(file: Path) -> str:
-    return _stem(file).rpartition(".")[2]
+    return matrix_stem(file).rpartition(".")[2]
 
 
 def _matrices_in(folder: Path) -> dict[str, list[Path]]:
@@ -232,10 +233,7 @@ class _SummedMatrix(StoredMatrix):
 
     def parts(self, block: int) -> Iterator[sp.csr_matrix]:
         for parts in zip(*(matrix.blocks(block) for matrix in self._matrices)):
-            whole = parts[0]
-            for part in parts[1:]:
-                whole = whole + part
-            yield whole
+            yield sum(parts[1:], start=parts[0])
 
     def close(self) -> None:
         for matrix in self._matrices:

@@ -237,9 +237,6 @@ class PackedMatrix(StoredMatrix):
         self._rows = rows
         self.shape = (rows.n_obs, rows.kind.n_genes)
 
-    def parts(self, block: int) -> Iterator[sp.csr_matrix]:
-        return self.parts_from(0, block)
-
     def parts_from(self, start: int, block: int) -> Iterator[sp.csr_matrix]:
         for first in range(start, self.shape[0], block):
             n = min(block, self.shape[0] - first)

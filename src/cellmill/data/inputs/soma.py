@@ -111,9 +111,6 @@ class _SomaMatrix(StoredMatrix):
         self._genes = genes
         self.shape = (len(cells), len(genes))
 
-    def parts(self, block: int) -> Iterator[sp.csr_matrix]:
-        return self.parts_from(0, block)
-
     def parts_from(self, start: int, block: int) -> Iterator[sp.csr_matrix]:
         for first in range(start, len(self._cells), block):
             cells = self._cells[first : first + block]

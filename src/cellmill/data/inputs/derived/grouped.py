@@ -10,6 +10,7 @@ MODES.
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pandas as pd
@@ -40,9 +41,6 @@ class GroupedColumns(StoredMatrix):
     @property
     def is_by_cell(self) -> bool:
         return self._whole.is_by_cell
-
-    def parts(self, block: int) -> Iterator[sp.csr_matrix]:
-        return self.parts_from(0, block)
 
     def parts_from(self, start: int, block: int) -> Iterator[sp.csr_matrix]:
         for part in self._whole.blocks(block, start):
@@ -122,10 +120,8 @@ def _genes_of_probes(var: pd.DataFrame) -> np.ndarray | None:
 def is_split(names: pd.Index) -> bool:
     """True if every gene has the three names of USA mode: its own, and with -U and -A."""
     known = set(map(str, names))
-    stems = _stems(known)
-    if not stems or not 3 * len(stems) == len(known) == len(names):
-        return False
-    return all(stem in known and f"{stem}{_ENDS['A']}" in known for stem in stems)
+    split = {stem + end for stem, end in product(_stems(known), ("", *_ENDS.values()))}
+    return bool(split) and split == known and len(known) == len(names)
 
 
 def _stems(names: Iterable[str]) -> set[str]:

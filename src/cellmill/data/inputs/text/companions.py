@@ -50,6 +50,11 @@ def is_matrix(path: Path) -> bool:
     return path.name.lower().removesuffix(".gz").endswith(".mtx") and not path.name.startswith(".")
 
 
+def matrix_stem(path: Path) -> str:
+    """Return the name of a Matrix Market file without its endings."""
+    return path.name[: len(path.name.lower().removesuffix(".gz").removesuffix(".mtx"))]
+
+
 def find_companions(matrix: Path, n_rows: int, n_columns: int) -> Companions:
     """Find tables of names for a matrix of `n_rows` x `n_columns`.
 
@@ -130,8 +135,7 @@ def _explain(matrix: Path, tables: Sequence[TextTable], n_rows: int, n_columns: 
     genes = _likeliest(matrix, tables, GENES)
     cells = _likeliest(matrix, tables, CELLS)
     if genes is None or cells is None:
-        stem = matrix.name.lower().removesuffix(".gz").removesuffix(".mtx")
-        stem = matrix.name[: len(stem)]
+        stem = matrix_stem(matrix)
         prefix = stem.removesuffix("matrix") if stem.endswith("matrix") else f"{stem}_"
         wanted = f"{prefix}{'features' if genes is None else 'barcodes'}.tsv"
         present = [f"{table.path.name} with {table.n_rows():,}" for table in tables[:4]]
