@@ -145,6 +145,20 @@ def text_values(column: pd.Series, missing: str = "") -> np.ndarray:
     return np.array([*map(as_text, values), missing], object)[codes]
 
 
+def text_columns(frame: pd.DataFrame) -> dict[str, list[str]]:
+    """Return the texts of the columns that hold text, or categories of text, by name.
+
+    A missing value is an empty text.
+    """
+    pd = import_module("pandas")
+    texts = {}
+    for name, column in frame.items():
+        values = column.cat.categories if isinstance(column.dtype, pd.CategoricalDtype) else column
+        if pd.api.types.is_object_dtype(values) or pd.api.types.is_string_dtype(values):
+            texts[str(name)] = text_values(column).tolist()
+    return texts
+
+
 def as_text(value: Any) -> str:
     """Return a value as text. A whole number has no decimals, though a column with gaps holds floats."""
     is_whole = isinstance(value, float | np.floating) and float(value).is_integer()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 
-from cellmill.data.arrays import text_values
+from cellmill.data.arrays import text_columns
 from cellmill.data.genes.lookup import MISSING_NAMES, Matches, match_names
 
 INDEX = "the index"
@@ -116,19 +116,6 @@ def choose_names(names: Sequence[str], var: pd.DataFrame, organism: str) -> Gene
         if _contradicts(column, best):
             genes.conflict = column.name
     return genes
-
-
-def text_columns(var: pd.DataFrame) -> dict[str, list[str]]:
-    """Return the texts of the columns that hold text, or categories of text, by name.
-
-    A missing value is an empty text.
-    """
-    texts = {}
-    for name, column in var.items():
-        values = column.cat.categories if isinstance(column.dtype, pd.CategoricalDtype) else column
-        if pd.api.types.is_object_dtype(values) or pd.api.types.is_string_dtype(values):
-            texts[str(name)] = text_values(column).tolist()
-    return texts
 
 
 def _read_columns(names: Sequence[str], var: pd.DataFrame, organism: str) -> list[NameColumn]:

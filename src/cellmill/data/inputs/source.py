@@ -17,7 +17,7 @@ import pandas as pd
 import scipy.sparse as sp
 
 from cellmill.config.datasets import COUNTS
-from cellmill.data.arrays import named_frame, text_values
+from cellmill.data.arrays import named_frame, text_columns
 from cellmill.data.fractions import describe_fractions
 from cellmill.data.inputs.h5 import decode
 from cellmill.data.inputs.matrices import MAX_LENGTH, StoredMatrix
@@ -236,11 +236,7 @@ def with_feature_types(var: pd.DataFrame) -> pd.DataFrame:
     """
     if FEATURE_TYPES in var:
         return var
-    for _, column in var.items():
-        values = column.cat.categories if isinstance(column.dtype, pd.CategoricalDtype) else column
-        if pd.api.types.is_numeric_dtype(values):
-            continue
-        texts = text_values(column)
+    for texts in text_columns(var).values():
         kinds = {text.strip().lower() for text in {*texts}} - _NO_TYPE
         if _GENE_EXPRESSION in kinds or (len(kinds) > 1 and kinds <= _SHORT_TYPES):
             return var.assign(**{FEATURE_TYPES: texts})

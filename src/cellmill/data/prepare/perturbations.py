@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from cellmill.data.arrays import text_values
-from cellmill.data.genes.columns import text_columns
+from cellmill.data.arrays import text_columns, text_values
 from cellmill.data.genes.names import SEPARATOR
 from cellmill.data.genes.tables import gene_id, gene_table
 from cellmill.data.inputs.reader import CountsReader
