@@ -287,6 +287,19 @@ def test_a_gap_names_no_baseline_that_the_model_has_beaten() -> None:
     assert level.baseline.name == untrained.name
 
 
+def test_a_verdict_knows_its_column_among_equal_differences() -> None:
+    """In both columns the model is behind OTHER by the same, but in one another baseline is best."""
+    random = np.random.default_rng(1)
+    own = random.random((3, 40))
+    best = ScoredMethod("best baseline")
+    scores = {OWN: own, OTHER: own + 0.1, best: own}
+    x = ScoreColumn("x", "accuracy of x", scores)
+    y = ScoreColumn("y", "accuracy of y", scores | {best: own + 0.2})
+    result = tabulate([x, y], {})
+    found = [result.best_baseline(column) for column in ("x", "y")]
+    assert [row and row.method for row in found] == [OTHER, best]
+
+
 def test_a_gap_in_words() -> None:
     gap = Gap("accuracy", ("majority", 0.3527), ("all genes with half of the labels", 0.8101))
     closed = replace(

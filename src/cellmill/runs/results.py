@@ -107,6 +107,7 @@ class Verdict:
     outcome: Outcome
     n: int | None = None  # independent units of an undecided comparison
     effort: Literal["fast", "full"] = "full"  # `evaluate.effort`
+    column: str | None = None  # of the table; None in results of earlier versions
 
     @property
     def sentence(self) -> str:
@@ -180,14 +181,13 @@ class Difference:
         """The verdict on the difference; `metric` is in words."""
         names = self.compared, self.against
         interval = self.low, self.high
-        return compare(*names, metric, self.mean, interval, lower_is_better, self.n)
+        verdict = compare(*names, metric, self.mean, interval, lower_is_better, self.n)
+        return replace(verdict, column=self.column)
 
 
 @dataclass(frozen=True)
 class Closed:
-    """Percent of a gap that a method closes, with its 95 % interval; over 100 if it is better than
-    the ceiling.
-    """
+    """Percent of a gap that a method closes, with its 95 % interval; over 100 above the ceiling."""
 
     name: str
     percent: float
@@ -289,13 +289,11 @@ class TaskResult:
 
     def find_verdict(self, column: str) -> Verdict | None:
         """The first of `best_verdicts` that is on a column; None if there is none."""
-        for verdict in self.best_verdicts():
-            if column in {verdict.metric, *self._find_columns(verdict)}:
-                return verdict
-        return None
+        found = (one for one in self.best_verdicts() if self._column_of(one) == column)
+        return next(found, None)
 
     def best_baseline(self, column: str) -> Row | None:
-        """The baseline of `find_verdict`; without a verdict, the best baseline in the column."""
+        """The baseline of `find_verdict`; without a verdict, the best in the column, also if untrained."""
         verdict = self.find_verdict(column)
         rows = [row for row in self.rows if row.method.kind == "baseline"]
         if verdict is not None:
@@ -326,24 +324,26 @@ class TaskResult:
                 verdicts.append(best)
         return verdicts
 
-    def _find_columns(self, verdict: Verdict) -> set[str]:
-        """Columns in which the methods of a verdict have its difference."""
+    def _column_of(self, verdict: Verdict) -> str:
+        """Column of a verdict: stored, or found by its difference, or else named like its metric."""
+        if verdict.column is not None:
+            return verdict.column
         wanted = verdict.compared, verdict.against, verdict.difference
         found = [one for one in self.differences if (one.compared, one.against, one.mean) == wanted]
-        return {difference.column for difference in found}
+        return found[0].column if found else verdict.metric
 
     def _compare_with_nearest(self, verdict: Verdict, baselines: set[str]) -> Verdict | None:
-        """The verdict on the same method against the best of `baselines` in the same columns.
+        """The verdict on the same method against the best of `baselines` in the same column.
 
         All of them are worse than the baseline of `verdict`, so the best one has the smallest
         difference. None if there is no difference from any of them.
         """
-        columns = self._find_columns(verdict)
+        column = self._column_of(verdict)
         differences = [
             difference
             for difference in self.differences
             if difference.compared == verdict.compared
-            and difference.column in columns
+            and difference.column == column
             and difference.against in baselines
         ]
         if not differences:
