@@ -97,6 +97,11 @@ def test_a_gate_on_an_error_takes_the_lowest_value() -> None:
             {"skipped": "no label"},
             "task probe was skipped on every dataset: no row to",
         ),
+        (
+            {"baseline": "majority"},
+            {"rows": [row for row in ROWS if row.method.kind != "model"]},
+            "blood: probe: the task has no row of the model; remove this gate$",
+        ),
     ],
 )
 def test_a_gate_that_compares_nothing_is_an_error(

@@ -40,6 +40,10 @@ def _describe_failure(gate: BaselineGate, where: str, result: TaskResult) -> str
     if column is None:
         raise ConfigError(f"evaluate.gate: {where}: no column ranks its rows; set column")
     models = [row for row in result.rows if row.method.kind == "model"]
+    if not models:
+        raise ConfigError(
+            f"evaluate.gate: {where}: the task has no row of the model; remove this gate"
+        )
     others = [row for row in result.rows if row.method.kind in ("baseline", "ceiling")]
     baselines = [
         row for row in others if gate.baseline in (row.method.name, row.method.features_name)
