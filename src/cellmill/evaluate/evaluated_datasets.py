@@ -55,14 +55,13 @@ class EvaluatedDatasets:
         Its roles are the labels, and the columns of preprocessed cells that are named like a role.
         """
         files = self.files[name]
-        columns = {
-            "label" if number == 1 else f"label {number}": column
-            for number, column in enumerate(files.labels, start=1)
-        }
         with open_dataset(files.cells) as reader:
             vectors = read_embedding(files.embedding, reader.obs_names, self.digest, self.width)
-            columns |= {role: role for role in (*ROLES, IS_CONTROL) if role in reader.obs_columns}
-            roles = {
-                role: reader.obs_column(column, "--labels") for role, column in columns.items()
-            }
+            roles = {}
+            for number, column in enumerate(files.labels, start=1):
+                role = "label" if number == 1 else f"label {number}"
+                roles[role] = reader.obs_column(column, "--labels")
+            for role in (*ROLES, IS_CONTROL):
+                if role in reader.obs_columns:
+                    roles[role] = reader.read_column(role)
             yield OpenDataset(reader, vectors, roles)

@@ -73,10 +73,12 @@ class HashedCorpus(NamedTuple):
         Digests cannot be computed over fewer genes. But if a file lacks one gene of a cell, the sum
         of the other genes plus one of these terms is the sum of the whole cell.
         """
-        genes = hash_genes(np.array(self.genes.gene_ids, object)[lacked])
-        n_counts = min(MAX_COMPLETED_COUNT, MAX_COMPLETIONS // len(genes))
-        if self.manifest is not None or n_counts == 0:
+        if self.manifest is not None:
             return None
+        n_counts = min(MAX_COMPLETED_COUNT, MAX_COMPLETIONS // int(lacked.sum()))
+        if n_counts == 0:
+            return None
+        genes = hash_genes(np.array(self.genes.gene_ids, object)[lacked])
         return hash_pairs(genes[:, None], np.arange(1, n_counts + 1)).ravel()
 
 
