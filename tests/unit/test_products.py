@@ -14,7 +14,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from cellmill.evaluate.classifiers import dual, logistic, newton
-from cellmill.evaluate.classifiers.dual import FoldFit, fit_folds
+from cellmill.evaluate.classifiers.dual import FoldRegression, fit_folds
 from cellmill.evaluate.classifiers.fitted import NearestCells, make_classifiers, precompute_folds
 from cellmill.evaluate.features import products as products_module
 from cellmill.evaluate.features.products import (
@@ -66,7 +66,7 @@ def _centre(logits: np.ndarray) -> np.ndarray:
     return logits - logits.mean(1, keepdims=True)
 
 
-def _folds(labels: np.ndarray) -> tuple[list[FoldFit], list[np.ndarray]]:
+def _folds(labels: np.ndarray) -> tuple[list[FoldRegression], list[np.ndarray]]:
     """Fits on three fourths of the cells each, and the cells that they test."""
     fits = []
     tests = []
@@ -74,7 +74,7 @@ def _folds(labels: np.ndarray) -> tuple[list[FoldFit], list[np.ndarray]]:
         is_fitted = np.arange(len(labels)) % 4 != part
         cells = np.flatnonzero(is_fitted)
         _, class_of_cell = np.unique(labels[cells], return_inverse=True)
-        fits.append(FoldFit(cells, np.eye(class_of_cell.max() + 1)[:, class_of_cell]))
+        fits.append(FoldRegression(cells, np.eye(class_of_cell.max() + 1)[:, class_of_cell]))
         tests.append(np.flatnonzero(~is_fitted))
     return fits, tests
 

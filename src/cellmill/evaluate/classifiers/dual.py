@@ -1,17 +1,19 @@
 """Logistic regression on sparse features Z, by its dual coefficients.
 
 Coefficients are Zᵀa / λ for dual coefficients a, one for each cell and class, so a fit needs only
-products with ZZᵀ (`features.products`). `newton.py` searches for a. The fits of all folds take their
-steps together: one product of ZZᵀ with the dual coefficients of all fits costs little more than with
-the dual coefficients of one. Dual coefficients are 0 for cells that a fit does not read.
+products with ZZᵀ (`features.products`). `newton.py` searches for a.
 
-Standard deviations are computed over the fitted cells, so each fit has a ZZᵀ of its own. A shared
-matrix K, scaled by all cells, stands in for it. From dual coefficients a fitted with K alone, each
-round:
+The regressions of all folds take their steps together: one product of ZZᵀ with the dual coefficients
+of all regressions costs little more than with those of one. Dual coefficients are 0 for cells that a
+regression does not read.
+
+Standard deviations are computed over the fitted cells, so each scaled regression has a ZZᵀ of its
+own. A shared matrix K, scaled by all cells, stands in for it. From dual coefficients a fitted with K
+alone, each round:
 
 1. computes the constants (ZZᵀ - K) a / λ, which are what K leaves out of the logits;
 2. fits the dual coefficients again, with these constants added to the logits;
-3. ends the fit if no constant changed by more than CONSTANT_TOLERANCE since the last round.
+3. finishes the regression if no constant changed by more than CONSTANT_TOLERANCE since the last round.
 
 The result does not depend on K.
 """
@@ -23,18 +25,18 @@ from typing import Any
 import numpy as np
 
 from cellmill.evaluate.classifiers import newton
-from cellmill.evaluate.classifiers.newton import Search, Unwhitened
+from cellmill.evaluate.classifiers.newton import DualVector, Search, Unwhitened
 from cellmill.evaluate.features.products import CellProducts, compute_scales
 
-MAX_ROUNDS = 12  # rounds with K, after which the fit is left to `fit_dual_coefs`
+MAX_ROUNDS = 12  # rounds with K, after which the regression is left to `fit_dual_coefs`
 CONSTANT_TOLERANCE = 1e-3  # largest change of a constant by the last round
-MAX_STACKED_CLASSES = 256  # classes of all fits that take steps together
-ByFit = dict[int, np.ndarray]
-"""An array of each fit, by the fit's number: dual coefficients, logits, or one value per gene."""
+MAX_STACKED_CLASSES = 256  # classes of all regressions that take steps together
+ByNumber = dict[int, np.ndarray]
+"""An array of each regression, by its number: dual coefficients, logits, or one value per gene."""
 
 
 @dataclass(frozen=True)
-class FoldFit:
+class FoldRegression:
     """A regression that reads some of the cells."""
 
     cells: np.ndarray  # indices of the fitted cells
@@ -70,124 +72,145 @@ def fit_dual_coefs(features: Any, targets: np.ndarray) -> np.ndarray:
     return newton.run_search(search, compute_logits) / penalty
 
 
-def fit_folds(products: CellProducts, fits: Sequence[FoldFit], is_scaled: bool) -> ByFit:
-    """Logits of all cells, `(classes, cells)` float64, by each fit. If `is_scaled`, each gene is
-    divided by its standard deviation over the fit's cells.
+def fit_folds(
+    products: CellProducts, regressions: Sequence[FoldRegression], is_scaled: bool
+) -> ByNumber:
+    """Logits of all cells, `(classes, cells)` float64, by each regression. If `is_scaled`, each gene is
+    divided by its standard deviation over the regression's cells.
 
-    Leaves out fits whose rounds do not converge.
+    Leaves out regressions whose rounds do not converge.
     """
-    groups: list[ByFit] = []  # starts of the fits that take their steps together
+    groups: list[ByNumber] = []  # starts of the regressions that take their steps together
     n_stacked = 0
-    for number, fit in enumerate(fits):
-        n_classes = len(fit.targets)
+    for number, regression in enumerate(regressions):
+        n_classes = len(regression.targets)
         if not groups or n_stacked + n_classes > MAX_STACKED_CLASSES:
             groups.append({})
             n_stacked = 0
-        groups[-1][number] = np.zeros(fit.targets.shape)
+        groups[-1][number] = np.zeros(regression.targets.shape)
         n_stacked += n_classes
-    logits: ByFit = {}
+    solver = _SharedSolver(products, regressions, is_scaled)
+    logits: ByNumber = {}
     for starts in groups:
-        logits |= _FoldFits(products, fits, is_scaled).solve(starts)
+        logits |= solver.solve(starts)
     return logits
 
 
-class _FoldFits:
-    """Fits that share products of cells."""
+class _SharedSolver:
+    """Fits regressions together, by products of cells that they share."""
 
-    def __init__(self, products: CellProducts, fits: Sequence[FoldFit], is_scaled: bool) -> None:
-        self.fits = fits
+    def __init__(
+        self, products: CellProducts, regressions: Sequence[FoldRegression], is_scaled: bool
+    ) -> None:
+        self.regressions = regressions
         self.profiles = products.profiles
         self.is_scaled = is_scaled
-        self.products = products.scaled if is_scaled else products.plain
+        # `(n, n)`: the module's ZZᵀ, or K if the regressions are scaled
+        self.shared = products.scaled if is_scaled else products.plain
 
-    def solve(self, starts: ByFit) -> ByFit:
-        """Logits of all cells by the fits that have a start."""
+    def solve(self, starts: ByNumber) -> ByNumber:
+        """Logits of all cells by the regressions that have a start."""
         dual_coefs = self._search(starts, {})
-        if not self.is_scaled:
-            return self._multiply(dual_coefs)
-        is_fitted = np.zeros((len(starts), self.profiles.shape[0]))
-        for row, number in zip(is_fitted, starts):
-            row[self.fits[number].cells] = 1
-        scales = compute_scales(self.profiles, is_fitted)
-        inverse_variances = dict(zip(starts, scales**-2.0))
-        converged: ByFit = {}
-        constants = {number: np.zeros_like(start) for number, start in starts.items()}
+        if self.is_scaled:
+            return self._run_rounds(dual_coefs)
+        return self._multiply(dual_coefs)
+
+    def _run_rounds(self, pending: ByNumber) -> ByNumber:
+        """Logits of all cells by the scaled regressions that finish within MAX_ROUNDS (see the module).
+
+        `pending` are dual coefficients fitted with K alone.
+        """
+        inverse_variances = self._invert_variances(sorted(pending))
+        constants = {number: np.zeros_like(coefs) for number, coefs in pending.items()}
+        finished: ByNumber = {}
         for _ in range(MAX_ROUNDS):
-            if not dual_coefs:
+            if not pending:
                 break
             previous = constants
-            exact = self._multiply_scaled(dual_coefs, inverse_variances)
-            approximate = self._multiply(dual_coefs)
+            exact = self._multiply_scaled(pending, inverse_variances)
+            approximate = self._multiply(pending)
             constants = {}
-            for number in dual_coefs:
+            for number in pending:
                 difference = exact[number] - approximate[number]
-                constants[number] = difference[:, self.fits[number].cells]
-            dual_coefs = self._search(dual_coefs, constants)
-            for number in [*dual_coefs]:
+                constants[number] = difference[:, self.regressions[number].cells]
+            dual_coefs = self._search(pending, constants)
+            pending = {}
+            for number, coefs in dual_coefs.items():
                 change = np.abs(constants[number] - previous[number]).max()
-                if change <= CONSTANT_TOLERANCE:
-                    converged[number] = dual_coefs.pop(number)
-        return self._multiply_scaled(converged, inverse_variances) if converged else {}
+                has_converged = change <= CONSTANT_TOLERANCE
+                (finished if has_converged else pending)[number] = coefs
+        return self._multiply_scaled(finished, inverse_variances) if finished else {}
 
-    def _search(self, starts: ByFit, constants: ByFit) -> ByFit:
-        """Dual coefficients at the optima, from the shared products; the fits take their steps together."""
+    def _search(self, starts: ByNumber, constants: ByNumber) -> ByNumber:
+        """Dual coefficients at the optima by the shared matrix, with `constants` added to the logits."""
         searches: dict[int, Search] = {}
         for number, start in starts.items():
-            targets = self.fits[number].targets
+            targets = self.regressions[number].targets
             added = constants.get(number, 0.0)
             searches[number] = newton.search_optimum(Unwhitened(), targets, start, added)
-        optima: ByFit = {}
+        optima: ByNumber = {}
         while searches:
-            requests = {}
-            for number in [*searches]:
+            vectors = {}
+            for number, search in [*searches.items()]:
                 try:
-                    requests[number] = next(searches[number])
+                    vectors[number] = next(search)
                 except StopIteration as end:
                     optima[number] = end.value
                     del searches[number]
-            if requests:
-                dual_coefs = {number: fit_coefs for number, (fit_coefs, _) in requests.items()}
-                products = self._stack(dual_coefs) @ self.products
-                for number, class_rows in _split(dual_coefs, products):
-                    fit_coefs, logits = requests[number]
-                    logits[:] = class_rows[:, self.fits[number].cells]
-                    logits += fit_coefs.sum(1, keepdims=True)
-                    logits /= self.fits[number].penalty
+            if vectors:
+                self._compute_logits(vectors)
         return optima
 
-    def _multiply(self, dual_coefs: ByFit) -> ByFit:
-        """Logits of all cells, from the shared products."""
-        return self._make_logits(dual_coefs, self._stack(dual_coefs) @ self.products)
+    def _compute_logits(self, vectors: dict[int, DualVector]) -> None:
+        """Write the logits of vectors that searches wait for (`newton.Search`), in one product."""
+        dual_coefs = {number: vector.dual_coefs for number, vector in vectors.items()}
+        products = self._stack(dual_coefs) @ self.shared
+        for number, class_rows in _split(dual_coefs, products):
+            regression = self.regressions[number]
+            logits = vectors[number].logits
+            logits[:] = class_rows[:, regression.cells]
+            logits += dual_coefs[number].sum(1, keepdims=True)
+            logits /= regression.penalty
 
-    def _multiply_scaled(self, dual_coefs: ByFit, inverse_variances: ByFit) -> ByFit:
-        """Logits of all cells, from genes divided by their standard deviations over each fit's cells.
+    def _multiply(self, dual_coefs: ByNumber) -> ByNumber:
+        """Logits of all cells, by the shared matrix."""
+        return self._make_logits(dual_coefs, self._stack(dual_coefs) @ self.shared)
 
-        `inverse_variances`, `(genes,)` of each fit, are over the same cells.
-        """
+    def _multiply_scaled(self, dual_coefs: ByNumber, inverse_variances: ByNumber) -> ByNumber:
+        """Logits of all cells, by each regression's own ZZᵀ."""
         coefficients = self.profiles.T @ np.ascontiguousarray(self._stack(dual_coefs).T)
         for number, class_rows in _split(dual_coefs, coefficients.T):
             class_rows *= inverse_variances[number]
         return self._make_logits(dual_coefs, (self.profiles @ coefficients).T)
 
-    def _stack(self, dual_coefs: ByFit) -> np.ndarray:
-        """Dual coefficients of all fits, `(classes of all fits, cells)`; 0 for cells that a fit does not read."""
+    def _invert_variances(self, numbers: Sequence[int]) -> ByNumber:
+        """1 / variance of each gene over the cells of each regression, `(genes,)`."""
+        is_fitted = np.zeros((len(numbers), self.profiles.shape[0]))
+        for row, number in zip(is_fitted, numbers):
+            row[self.regressions[number].cells] = 1
+        return dict(zip(numbers, compute_scales(self.profiles, is_fitted) ** -2.0))
+
+    def _stack(self, dual_coefs: ByNumber) -> np.ndarray:
+        """Dual coefficients of all regressions, `(classes of all, cells)`; 0 for cells that a regression
+        does not read.
+        """
         n_classes = sum(map(len, dual_coefs.values()))
-        stacked = np.zeros((n_classes, self.profiles.shape[0]), self.products.dtype)
+        stacked = np.zeros((n_classes, self.profiles.shape[0]), self.shared.dtype)
         for number, class_rows in _split(dual_coefs, stacked):
-            class_rows[:, self.fits[number].cells] = dual_coefs[number]
+            class_rows[:, self.regressions[number].cells] = dual_coefs[number]
         return stacked
 
-    def _make_logits(self, dual_coefs: ByFit, products: np.ndarray) -> ByFit:
+    def _make_logits(self, dual_coefs: ByNumber, products: np.ndarray) -> ByNumber:
         """Logits from the products of the cells with the dual coefficients."""
-        logits: ByFit = {}
+        logits: ByNumber = {}
         for number, class_rows in _split(dual_coefs, products):
             constant = dual_coefs[number].sum(1, keepdims=True)
-            logits[number] = (class_rows + constant) / self.fits[number].penalty
+            logits[number] = (class_rows + constant) / self.regressions[number].penalty
         return logits
 
 
-def _split(dual_coefs: ByFit, stacked: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """The rows of `stacked`, `(classes of all fits, ...)`, that belong to each fit."""
+def _split(dual_coefs: ByNumber, stacked: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """The rows of `stacked`, `(classes of all, ...)`, that belong to each regression."""
     first = 0
     for number, classes in dual_coefs.items():
         last = first + len(classes)

@@ -18,7 +18,7 @@ from sklearn.utils.extmath import row_norms
 from threadpoolctl import ThreadpoolController
 
 from cellmill.config.plugin import load
-from cellmill.evaluate.classifiers.dual import FoldFit, fit_folds
+from cellmill.evaluate.classifiers.dual import FoldRegression, fit_folds
 from cellmill.evaluate.classifiers.logistic import LogisticRegression, is_small_problem
 from cellmill.evaluate.features.products import SharedCells
 from cellmill.evaluate.methods import (
@@ -35,7 +35,8 @@ from cellmill.evaluate.task import Context
 from cellmill.runs.results import ScoredMethod
 
 COMPARED = 512  # cells compared with all fitted cells at once
-_libraries = cache(ThreadpoolController)  # finding them takes longer than many fits
+# libraries with threads; finding them takes longer than many fits
+_threaded_libraries = cache(ThreadpoolController)
 
 
 class NearestCells:
@@ -97,7 +98,7 @@ def without_overhead() -> Iterator[None]:
     work itself.
     """
     with (
-        _libraries().limit(limits=1),
+        _threaded_libraries().limit(limits=1),
         config_context(assume_finite=True, skip_parameter_validation=True),
     ):
         yield
@@ -111,18 +112,20 @@ def make_cached_classifiers(
 
     Predictions of other packages' classifiers are never saved, because their code may change.
     """
-    stored = context.prediction_cache
+    prediction_cache = context.prediction_cache
     installed = context.options.classifiers
     by_features = {}
     for method, values in features.items():
         classifiers = make_classifiers(min(neighbors, len(labels)), installed)
         if method == RANKED:
             classifiers = {REGRESSION: classifiers[REGRESSION]}
-        # features by a network: no other run has them
-        saved = stored.predictions if method.network is None else stored.unsaved_predictions
-        caches = dict.fromkeys(classifiers, saved)
-        caches |= dict.fromkeys(installed, stored.unsaved_predictions)
-        by_features[method] = CachedClassifiers(caches, classifiers, values, labels)
+        # features by a network are not saved: no other run has them
+        known: dict[str, np.ndarray] = prediction_cache.predictions
+        if method.network is not None:
+            known = prediction_cache.unsaved_predictions
+        known_by_name = dict.fromkeys(classifiers, known)
+        known_by_name |= dict.fromkeys(installed, prediction_cache.unsaved_predictions)
+        by_features[method] = CachedClassifiers(known_by_name, classifiers, values, labels)
     return by_features
 
 
@@ -130,38 +133,38 @@ def precompute_folds(
     shared: SharedCells,
     labels: np.ndarray,
     folds: Sequence[Fold],
-    predictions: dict[str, np.ndarray],
+    known: dict[str, np.ndarray],
     names: Iterable[str] = (REGRESSION, UNSCALED_REGRESSION),
 ) -> None:
     """Fit the large regressions on `shared` features together for all folds, and add what they predict
-    to `predictions`, where `CachedClassifiers` finds it.
+    to `known`, predictions by key, where `CachedClassifiers` finds it.
 
     A regression is large if it has no more cells than genes and is not a small problem.
     """
     for name in names:
         classifier = LogisticRegression(standardised=name == REGRESSION)
-        fits: list[FoldFit] = []
-        tested: list[tuple[str, np.ndarray, np.ndarray]] = []
+        regressions: list[FoldRegression] = []
+        tested: list[tuple[str, np.ndarray, np.ndarray]] = []  # key, cells, classes
         for fold in folds:
             train = fold.train
             n, width = len(train), shared.shape[1]
             if n > width or is_small_problem((n, width)):
                 continue
             cached = CachedClassifiers(
-                {name: predictions}, {name: classifier}, shared[train], labels[train]
+                {name: known}, {name: classifier}, shared[train], labels[train]
             )
             key = cached.keys(shared[fold.test])[name]
-            if key not in predictions:
+            if key not in known:
                 classes, class_of_cell = np.unique(labels[train], return_inverse=True)
                 targets = np.eye(len(classes))[:, class_of_cell]
-                fits.append(FoldFit(shared.rows[train], targets))
+                regressions.append(FoldRegression(shared.rows[train], targets))
                 tested.append((key, shared.rows[fold.test], classes))
         with report_early_stop(name, shared.shape[1]):
-            logits = fit_folds(shared.source, fits, classifier.standardised)
+            logits = fit_folds(shared.source, regressions, classifier.standardised)
         shared.source.forget_scaled()  # before the products of the next name fill as much memory
         for number, fold_logits in logits.items():
-            key, test, classes = tested[number]
-            predictions[key] = classes[fold_logits[:, test].argmax(0)]
+            key, cells, classes = tested[number]
+            known[key] = classes[fold_logits[:, cells].argmax(0)]
 
 
 def predict_all(fitted: Mapping[ScoredMethod, CachedClassifiers], features: Features) -> ByMethod:

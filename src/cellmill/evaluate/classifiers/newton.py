@@ -40,12 +40,6 @@ ARMIJO = 1e-4  # a step must lower the objective by this share of what its slope
 ROUNDING = 1e-12  # rise of the objective that may hide the descent of the last steps
 MAX_KERNEL_CELLS = 2048  # cells of the largest UUᵀ that is stored if cells outnumber features
 
-Search = Generator[tuple[np.ndarray, np.ndarray], None, Any]
-"""A search whose caller computes the logits. Each item is a request: dual coefficients, and the array
-to which the caller writes their logits before it goes on, both `(classes, cells)`. The generator
-returns what it finds.
-"""
-
 
 def compute_penalty(n_classes: int, n_cells: int) -> float:
     """The penalty λ that gives scikit-learn's optimum with C = 1.
@@ -56,7 +50,7 @@ def compute_penalty(n_classes: int, n_cells: int) -> float:
     return (2 if n_classes == 2 else 1) / n_cells
 
 
-class Vector:
+class DualVector:
     """A vector of the search, such as a step or a gradient: dual coefficients, and what they add to the
     logits, which is their product with UUᵀ.
 
@@ -68,6 +62,32 @@ class Vector:
         self.stacked = stacked
         self.dual_coefs = stacked[0]
         self.logits = stacked[1]
+
+    def add(self, other: "DualVector", factor: float) -> None:
+        """Add `factor` times `other`, in place."""
+        daxpy(other.stacked.ravel(), self.stacked.ravel(), a=factor)
+
+
+Search = Generator[DualVector, None, Any]
+"""A search that leaves the product with UUᵀ to its caller, so that several searches can share one.
+It yields a vector whose dual coefficients are set, and goes on once the caller has written the logits;
+`run_search` is the simplest caller. The generator returns what it finds.
+"""
+
+
+def run_search(
+    search: Search, compute_logits: Callable[[np.ndarray, np.ndarray], None]
+) -> np.ndarray:
+    """The dual coefficients that `search`, one of `search_optimum`, finds: `(classes, cells)`.
+
+    `compute_logits` takes dual coefficients, and the array to which it writes their logits.
+    """
+    while True:
+        try:
+            vector = next(search)
+        except StopIteration as end:
+            return np.asarray(end.value)
+        compute_logits(vector.dual_coefs, vector.logits)
 
 
 class Unwhitened:
@@ -106,6 +126,106 @@ class Whitening:
         if squared_norm > n_coefficients * TOLERANCE**2:
             return False
         return bool(np.abs(dual_coefs @ self.features).max() <= TOLERANCE)
+
+
+def search_optimum(
+    whitening: Whitening | Unwhitened,
+    targets: np.ndarray,
+    start: np.ndarray | None = None,
+    constants: np.ndarray | float = 0.0,
+) -> Search:
+    """Search for the dual coefficients at the optimum, `(classes, cells)`, for one-hot `targets` of the
+    same shape. It begins at the dual coefficients `start`, and adds `constants` to the logits. The
+    logits do not have the `constants` when the caller computes them.
+
+    Warns by ConvergenceWarning if it stops before it converged.
+    """
+    n = targets.shape[1]
+    curvature = whitening.curvature
+    current = DualVector(np.zeros((2, *targets.shape)))
+    if start is not None:
+        current.dual_coefs[:] = start
+        yield current
+    objective, probabilities = _compute_objective(current, targets, constants, curvature)
+    for _ in range(MAX_STEPS):
+        gradient = DualVector(np.empty_like(current.stacked))
+        gradient.dual_coefs[:] = (probabilities - targets) / n - curvature / n * current.logits
+        gradient.dual_coefs[:] += current.dual_coefs
+        yield gradient
+        squared_norm = float(np.vdot(gradient.dual_coefs, gradient.logits))
+        if whitening.has_converged(gradient.dual_coefs, squared_norm):
+            break
+        step = yield from _search_step(curvature, probabilities, gradient, squared_norm)
+        slope = np.vdot(gradient.logits, step.dual_coefs)
+        # halve the step until the objective falls by enough
+        step_size = 1.0
+        while True:
+            candidate = DualVector(current.stacked + step_size * step.stacked)
+            new_objective, probabilities = _compute_objective(
+                candidate, targets, constants, curvature
+            )
+            if new_objective <= objective + ARMIJO * step_size * slope + ROUNDING:
+                break
+            step_size /= 2
+        current = candidate
+        objective = new_objective
+    else:
+        warnings.warn(f"after {MAX_STEPS} steps", ConvergenceWarning, stacklevel=2)
+    return current.dual_coefs
+
+
+def _compute_objective(
+    point: DualVector, targets: np.ndarray, constants: np.ndarray | float, curvature: float
+) -> tuple[float, np.ndarray]:
+    """Mean cross-entropy plus half the penalty at `point`, and the probabilities, `(classes, cells)`."""
+    n = targets.shape[1]
+    logits = point.logits + constants
+    shifted = logits - logits.max(0)
+    true_logits = np.vdot(shifted, targets)
+    exponentials = np.exp(shifted)
+    sums = exponentials.sum(0)
+    cross_entropy = (np.log(sums).sum() - true_logits) / n
+    penalty = np.vdot(point.dual_coefs, point.logits)
+    penalty -= curvature / n * np.vdot(point.logits, point.logits)
+    return cross_entropy + penalty / 2, exponentials / sums
+
+
+def _search_step(
+    curvature: float, probabilities: np.ndarray, gradient: DualVector, squared_norm: float
+) -> Search:
+    """Search for a Newton step, a DualVector, that leaves at most FORCING of the gradient's norm.
+
+    `squared_norm` is the squared norm of the gradient over whitened features. Each conjugate direction
+    is divided by the squared norm of its residual, so that the next one is this one plus residual /
+    squared norm.
+    """
+    # Hessian: 1 over whitened features, plus diag(p / n) - p pᵀ / n - c / n over the logits, where p
+    # are the probabilities of a cell
+    n = probabilities.shape[1]
+    shares = probabilities / n
+    diagonal = shares - curvature / n
+    residual = DualVector(-gradient.stacked)
+    direction = DualVector(np.zeros_like(gradient.stacked))
+    step = DualVector(np.zeros_like(gradient.stacked))
+    hessian_direction = np.empty_like(diagonal)  # the Hessian times the direction
+    outer_product = np.empty_like(diagonal)  # p pᵀ / n times the direction
+    target_squared_norm = FORCING**2 * squared_norm
+    while squared_norm > target_squared_norm:
+        # the next conjugate direction
+        direction.add(residual, 1 / squared_norm)
+        # the Hessian times the direction
+        np.multiply(probabilities, direction.logits, out=outer_product)
+        np.multiply(shares, np.add.reduce(outer_product, 0), out=outer_product)
+        np.multiply(diagonal, direction.logits, out=hessian_direction)
+        hessian_direction -= outer_product
+        hessian_direction += direction.dual_coefs
+        # go to the minimum along it, and update the residual, whose logits the caller computes
+        step_size = 1 / np.vdot(direction.logits, hessian_direction)
+        step.add(direction, step_size)
+        daxpy(hessian_direction.ravel(), residual.dual_coefs.ravel(), a=-step_size)
+        yield residual
+        squared_norm = float(np.vdot(residual.dual_coefs, residual.logits))
+    return step
 
 
 def whiten(features: np.ndarray, penalty: float) -> Whitening:
@@ -170,126 +290,3 @@ def _cholesky(matrix: np.ndarray) -> np.ndarray:
     if failed:
         raise LinAlgError("not positive definite")
     return np.asarray(factor)
-
-
-def run_search(
-    search: Search, compute_logits: Callable[[np.ndarray, np.ndarray], None]
-) -> np.ndarray:
-    """The dual coefficients that `search`, one of `search_optimum`, finds: `(classes, cells)`.
-
-    `compute_logits` takes dual coefficients, and the array to which it writes their logits.
-    """
-    while True:
-        try:
-            dual_coefs, logits = next(search)
-        except StopIteration as end:
-            return np.asarray(end.value)
-        compute_logits(dual_coefs, logits)
-
-
-def search_optimum(
-    whitening: Whitening | Unwhitened,
-    targets: np.ndarray,
-    start: np.ndarray | None = None,
-    constants: np.ndarray | float = 0.0,
-) -> Search:
-    """Search for the dual coefficients at the optimum, `(classes, cells)`, for one-hot `targets` of the
-    same shape. It begins at the dual coefficients `start`, and adds `constants` to the logits.
-
-    The caller computes the logits (see Search), so that several fits can share one product;
-    `run_search` does so for a single fit. Warns by ConvergenceWarning if it stops before it converged.
-    """
-    n = targets.shape[1]
-    curvature = whitening.curvature
-    current = Vector(np.zeros((2, *targets.shape)))
-    if start is not None:
-        current.dual_coefs[:] = start
-        yield current.dual_coefs, current.logits
-    objective, probabilities = _compute_objective(current, targets, constants, curvature)
-    for _ in range(MAX_STEPS):
-        gradient = Vector(np.empty_like(current.stacked))
-        gradient.dual_coefs[:] = (probabilities - targets) / n - curvature / n * current.logits
-        gradient.dual_coefs[:] += current.dual_coefs
-        yield gradient.dual_coefs, gradient.logits
-        squared_norm = float(np.vdot(gradient.dual_coefs, gradient.logits))
-        if whitening.has_converged(gradient.dual_coefs, squared_norm):
-            break
-        step = yield from _newton_step(curvature, probabilities, gradient, squared_norm)
-        slope = np.vdot(gradient.logits, step.dual_coefs)
-        # halve the step until the objective falls by enough
-        step_size = 1.0
-        while True:
-            candidate = Vector(current.stacked + step_size * step.stacked)
-            new_objective, probabilities = _compute_objective(
-                candidate, targets, constants, curvature
-            )
-            if new_objective <= objective + ARMIJO * step_size * slope + ROUNDING:
-                break
-            step_size /= 2
-        current = candidate
-        objective = new_objective
-    else:
-        warnings.warn(f"after {MAX_STEPS} steps", ConvergenceWarning, stacklevel=2)
-    return current.dual_coefs
-
-
-def _compute_objective(
-    point: Vector, targets: np.ndarray, constants: np.ndarray | float, curvature: float
-) -> tuple[float, np.ndarray]:
-    """Mean cross-entropy plus half the penalty at `point`, and the probabilities, `(classes, cells)`."""
-    n = targets.shape[1]
-    logits = point.logits + constants
-    shifted = logits - logits.max(0)
-    true_logits = np.vdot(shifted, targets)
-    exponentials = np.exp(shifted)
-    sums = exponentials.sum(0)
-    cross_entropy = (np.log(sums).sum() - true_logits) / n
-    penalty = np.vdot(point.dual_coefs, point.logits)
-    penalty -= curvature / n * np.vdot(point.logits, point.logits)
-    return cross_entropy + penalty / 2, exponentials / sums
-
-
-def _newton_step(
-    curvature: float, probabilities: np.ndarray, gradient: Vector, squared_norm: float
-) -> Search:
-    """Search for a step that leaves at most FORCING of the gradient's norm, and return it as a Vector.
-    `squared_norm` is the squared norm of the gradient over whitened features.
-
-    Works in place. Each conjugate direction is divided by the squared norm of its residual, so that
-    the next one is this one plus residual / squared norm.
-    """
-    # Hessian: 1 over whitened features, plus diag(p / n) - p pᵀ / n - c / n over the logits, where p
-    # are the probabilities of a cell
-    n = probabilities.shape[1]
-    shares = probabilities / n
-    diagonal = shares - curvature / n
-    residual = Vector(-gradient.stacked)
-    direction = Vector(np.zeros_like(gradient.stacked))
-    step = Vector(np.zeros_like(gradient.stacked))
-    hessian_direction = np.empty_like(diagonal)  # the Hessian times the direction
-    outer_product = np.empty_like(diagonal)  # p pᵀ / n times the direction
-    # flat views, which BLAS takes
-    flat_step = step.stacked.ravel()
-    flat_direction = direction.stacked.ravel()
-    flat_direction_logits = direction.logits.ravel()
-    flat_residual = residual.stacked.ravel()
-    flat_residual_coefs = residual.dual_coefs.ravel()
-    flat_residual_logits = residual.logits.ravel()
-    flat_hessian_direction = hessian_direction.ravel()
-    target_squared_norm = FORCING**2 * squared_norm
-    while squared_norm > target_squared_norm:
-        # the next conjugate direction
-        daxpy(flat_residual, flat_direction, a=1 / squared_norm)
-        # the Hessian times the direction
-        np.multiply(probabilities, direction.logits, out=outer_product)
-        np.multiply(shares, np.add.reduce(outer_product, 0), out=outer_product)
-        np.multiply(diagonal, direction.logits, out=hessian_direction)
-        hessian_direction -= outer_product
-        hessian_direction += direction.dual_coefs
-        # go to the minimum along it, and update the residual
-        step_size = 1 / flat_direction_logits.dot(flat_hessian_direction)
-        daxpy(flat_direction, flat_step, a=step_size)
-        daxpy(flat_hessian_direction, flat_residual_coefs, a=-step_size)
-        yield residual.dual_coefs, residual.logits
-        squared_norm = flat_residual_coefs.dot(flat_residual_logits)
-    return step
