@@ -6,12 +6,12 @@ are tested on the cells of each level. They are fitted in three ways:
 
 - *matched*: on cells of the same level
 - *shifted*: on whole cells
-- *all levels*: on whole cells and the cells of every level together
+- *trained on all levels*: on whole cells and the cells of every level together
 
 A user whose cells come from a panel of genes or a shallow protocol knows the panel or the depth, and
-can fit a PCA for it. So there are rows with a PCA of the model's training cells, reduced to the same
-genes or the same fraction of counts. In rows "of the panel", all cells are reduced to the genes of the
-panel, also the whole cells that classifiers are fitted on.
+can fit a PCA for it. So some rows have *adapted* features, made for one level: a PCA of the model's
+training cells, reduced to the same genes or the same fraction of counts. In rows "of the panel", all
+cells are reduced to the genes of the panel, also the whole cells that classifiers are fitted on.
 """
 
 from collections.abc import Callable, Iterable
@@ -104,7 +104,7 @@ class ComponentFitter:
 
 
 class Degraded(Task):
-    """Base of both tasks: a subclass says how cells are degraded, and which features are fitted to a
+    """Base of both tasks: a subclass says how cells are degraded, and which features are adapted to a
     level.
     """
 
@@ -114,7 +114,7 @@ class Degraded(Task):
         """The degradation at each of `config.levels()`."""
         raise NotImplementedError
 
-    def fit_features(
+    def adapt_features(
         self,
         level: str,
         counts: CountsByLevel,
@@ -122,8 +122,8 @@ class Degraded(Task):
         fitter: ComponentFitter | None,
         generator: np.random.Generator,
     ) -> FeaturesByLevel:
-        """Features that are fitted to `level`: in low_depth of the cells at every level, in
-        missing_genes only of the cells at this one.
+        """Features adapted to `level`: in low_depth of the cells at every level, in missing_genes only
+        of the cells at this one.
 
         `counts` and `features` are of the evaluated cells; `fitter` is None if training cells
         have no counts.
@@ -160,13 +160,9 @@ class Degraded(Task):
                 features[level] = compute_features(context, chosen.cells, level_counts)
                 if fitter is not None:
                     features[level][PER_1K] = fitter.per_1k(level_counts)
-            fitted_features = self._fit_to_levels(
-                counts, features, fitter, options.seed, repetition
-            )
+            adapted = self._adapt_to_levels(counts, features, fitter, options.seed, repetition)
             for fold in split_by_class(chosen.labels, options.folds, 1, options.seed + repetition):
-                predicted = self._predict_fold(
-                    context, features, fitted_features, chosen.labels, fold
-                )
+                predicted = self._predict_fold(context, features, adapted, chosen.labels, fold)
                 for column, classes in predicted.items():
                     predictions.record(column, repetition, fold.test, classes)
         figures = {"folds": options.folds, "repeats": config.repeats, "neighbors": config.neighbors}
@@ -190,7 +186,7 @@ class Degraded(Task):
         ceiling_s = sizes.halves_s(sizes.count_cells(MAX_CELLS))
         return sizes.features_s(n) + ceiling_s + config.repeats * repetition_s
 
-    def _fit_to_levels(
+    def _adapt_to_levels(
         self,
         counts: CountsByLevel,
         features: FeaturesByLevel,
@@ -198,35 +194,35 @@ class Degraded(Task):
         seed: int,
         repetition: int,
     ) -> dict[str, FeaturesByLevel]:
-        """The features that are fitted to each level, by this level."""
-        fitted_features = {}
+        """The features adapted to each level, by this level; levels without any are left out."""
+        adapted = {}
         for number, level in enumerate(self.config.levels()):
             # each level of each repetition has its own draw: there are at most 100 levels
             draw = draws.TRAINING_CELL_DEGRADATIONS + 100 * repetition + number
             generator = seeded(seed, draw)
-            level_features = self.fit_features(level, counts, features, fitter, generator)
-            if level_features:
-                fitted_features[level] = level_features
-        return fitted_features
+            by_level = self.adapt_features(level, counts, features, fitter, generator)
+            if by_level:
+                adapted[level] = by_level
+        return adapted
 
     def _predict_fold(
         self,
         context: Context,
         features: FeaturesByLevel,
-        fitted_features: dict[str, FeaturesByLevel],
+        adapted: dict[str, FeaturesByLevel],
         labels: np.ndarray,
         fold: Fold,
     ) -> dict[str, ByMethod]:
         """Predicted classes of the tested cells by column, the majority class among them."""
         with without_overhead():
             predicted = self._predict(context, features, labels, fold, [*features])
-            for level, level_features in fitted_features.items():
-                # they may be of the cells at every level, but predict only the cells at this one
-                added = self._predict(context, level_features, labels, fold, [level])
-                for column, classes in added.items():
-                    predicted[column] |= classes
-        for classes in predicted.values():
-            classes[MAJORITY] = predict_majority(labels[fold.train], len(fold.test))
+            for level, by_level in adapted.items():
+                # classifiers may be fitted at every level, but predict only the cells at this one
+                added = self._predict(context, by_level, labels, fold, [level])
+                for column, by_method in added.items():
+                    predicted[column] |= by_method
+        for by_method in predicted.values():
+            by_method[MAJORITY] = predict_majority(labels[fold.train], len(fold.test))
         return predicted
 
     def _predict(
@@ -239,24 +235,23 @@ class Degraded(Task):
     ) -> dict[str, ByMethod]:
         """Predicted classes of the tested cells at each of `tested_levels`, by column.
 
-        `features`, by level, and `labels` are of all cells. Classifiers are fitted on the levels of
-        `features`. Features that only one level has, such as features of a panel, have the *matched*
-        prediction in all three columns of the level.
+        `features` and `labels` are of all cells. Classifiers are fitted at each level of `features`. If
+        this is one level, as of a panel, all three columns have the *matched* prediction.
         """
         neighbors = self.config.neighbors
-        train_labels = labels[fold.train]
-        train_features = {
-            level: select_cells(level_features, fold.train)
-            for level, level_features in features.items()
+        fitted_labels = labels[fold.train]
+        fitted_features = {
+            level: select_cells(features_of_level, fold.train)
+            for level, features_of_level in features.items()
         }
-        classifiers = {}
-        for level, level_features in train_features.items():
-            classifiers[level] = make_cached_classifiers(
-                level_features, train_labels, neighbors, context
+        by_level = {}
+        for level, features_of_level in fitted_features.items():
+            by_level[level] = make_cached_classifiers(
+                features_of_level, fitted_labels, neighbors, context
             )
         of_all_levels = make_cached_classifiers(
-            stack_cells(train_features.values()),
-            np.tile(train_labels, len(train_features)),
+            stack_cells(fitted_features.values()),
+            np.tile(fitted_labels, len(fitted_features)),
             neighbors,
             context,
         )
@@ -264,11 +259,10 @@ class Degraded(Task):
         for level in tested_levels:
             tested = select_cells(features[level], fold.test)
             if level == WHOLE:
-                predicted[WHOLE] = predict_all(classifiers[WHOLE], tested)
+                predicted[WHOLE] = predict_all(by_level[WHOLE], tested)
                 continue
-            # without whole cells there is only this level, and all three are fitted on it
-            of_whole_cells = classifiers.get(WHOLE, classifiers[level])
-            predicted[f"{level}, {MATCHED}"] = predict_all(classifiers[level], tested)
+            of_whole_cells = by_level.get(WHOLE, by_level[level])
+            predicted[f"{level}, {MATCHED}"] = predict_all(by_level[level], tested)
             predicted[f"{level}, {SHIFTED}"] = predict_all(of_whole_cells, tested)
             predicted[f"{level}, {ALL_LEVELS}"] = predict_all(of_all_levels, tested)
         return predicted

@@ -27,7 +27,7 @@ class LowDepth(Degraded):
     def degradations(self) -> list[Degradation]:
         return [partial(thin, frac) for frac in self.config.count_fracs]
 
-    def fit_features(
+    def adapt_features(
         self,
         level: str,
         counts: CountsByLevel,

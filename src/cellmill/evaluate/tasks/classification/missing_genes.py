@@ -32,7 +32,7 @@ class MissingGenes(Degraded):
     def degradations(self) -> list[Degradation]:
         return [partial(keep_genes, n) for n in self.config.genes]
 
-    def fit_features(
+    def adapt_features(
         self,
         level: str,
         counts: CountsByLevel,
