@@ -211,8 +211,8 @@ class _SharedSolver:
 
 def _split(dual_coefs: ByNumber, stacked: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
     """The rows of `stacked`, `(classes of all, ...)`, that belong to each regression."""
-    first = 0
+    start = 0
     for number, classes in dual_coefs.items():
-        last = first + len(classes)
-        yield number, stacked[first:last]
-        first = last
+        stop = start + len(classes)
+        yield number, stacked[start:stop]
+        start = stop

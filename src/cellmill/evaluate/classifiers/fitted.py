@@ -67,8 +67,8 @@ class NearestCells:
     def predict(self, features: Any) -> np.ndarray:
         """The class of each cell, `(cells,)`, of features `(cells, width)`."""
         class_ids = []
-        for first in range(0, features.shape[0], COMPARED):
-            block = features[first : first + COMPARED]
+        for start in range(0, features.shape[0], COMPARED):
+            block = features[start : start + COMPARED]
             if self._shared is not None:
                 products = block.products(self._shared)
             else:

@@ -25,17 +25,17 @@ def choose_variable_genes(profiles: sp.csr_matrix) -> np.ndarray:
     n, width = profiles.shape
     sums = np.zeros(width)
     squares = np.zeros(width)
-    for first in range(0, n, BLOCK):
-        block = profiles[first : first + BLOCK]
+    for start in range(0, n, BLOCK):
+        block = profiles[start : start + BLOCK]
         counts = np.expm1(block.data).astype(np.float64)
         sums += np.bincount(block.indices, counts, width)
         squares += np.bincount(block.indices, counts**2, width)
-    mean = sums / n
-    variance = squares / n - mean**2
-    variance[variance < NO_VARIANCE * mean**2] = 0  # a rounding error
-    varying = np.flatnonzero(variance > 0)
-    mean = mean[varying]
-    dispersion = pd.Series(np.log(variance[varying] / mean))
+    means = sums / n
+    variances = squares / n - means**2
+    # a smaller variance is a rounding error
+    varying = np.flatnonzero((variances > 0) & (variances >= NO_VARIANCE * means**2))
+    mean = means[varying]
+    dispersion = pd.Series(np.log(variances[varying] / mean))
     bin_of_gene = pd.cut(np.log1p(mean), BINS, labels=False)
     bins = dispersion.groupby(bin_of_gene)
     deviation = dispersion - bins.transform("mean")
@@ -49,8 +49,8 @@ class RankedGenes:
     """Genes of each cell by the rank of their log counts, standardised within the cell; equal
     values share a rank.
 
-    Stored as the value of the genes without a count, `zero`, `(cells,)`, and what the other genes
-    have `above` it, sparse.
+    Stored as the `lowest` value, `(cells,)`, which all genes without a count have, and the `excess` of
+    the other genes over it, sparse.
     """
 
     def __init__(self, profiles: sp.csr_matrix) -> None:
@@ -58,36 +58,37 @@ class RankedGenes:
             profiles = profiles.copy()
             profiles.eliminate_zeros()
         n = profiles.shape[0]
-        self.zero = np.empty(n)
+        self.lowest = np.empty(n)
         values = np.empty(profiles.nnz)
-        for first in range(0, n, BLOCK):
-            block = profiles[first : first + BLOCK]
-            start = profiles.indptr[first]
-            zero, above = _standardise_ranks(block)
-            self.zero[first : first + BLOCK] = zero
-            values[start : start + block.nnz] = above
+        for start in range(0, n, BLOCK):
+            block = profiles[start : start + BLOCK]
+            offset = profiles.indptr[start]
+            lowest, excess = _standardise_ranks(block)
+            self.lowest[start : start + BLOCK] = lowest
+            values[offset : offset + block.nnz] = excess
         # shares the indices of the profiles
         stored = (values, profiles.indices, profiles.indptr)
-        self.above = sp.csr_matrix(stored, shape=profiles.shape)
+        self.excess = sp.csr_matrix(stored, shape=profiles.shape)
 
     def select(self, cells: np.ndarray, labels: np.ndarray) -> np.ndarray:
         """Values of all cells, dense, of the RANKED_GENES genes of largest F between the `labels`
         of some `cells`; genes are in their order.
         """
         classes, class_of_cell = np.unique(labels, return_inverse=True)
-        member = np.eye(len(classes))[class_of_cell].T  # (classes, cells)
-        sums = np.zeros((len(classes), self.above.shape[1]))  # (classes, genes)
-        squares = np.zeros(self.above.shape[1])
-        for first in range(0, len(cells), BLOCK):
-            block = cells[first : first + BLOCK]
-            above = self.above[block]
-            zero = self.zero[block]
-            members = member[:, first : first + BLOCK]
-            sums += members @ above + (members @ zero)[:, None]
-            # squares of `above` plus `zero`
-            squares += 2 * (zero @ above) + zero @ zero
-            squares += np.bincount(above.indices, above.data**2, len(squares))
-        sizes = member.sum(1)[:, None]
+        is_member = np.eye(len(classes))[class_of_cell].T  # (classes, cells)
+        sums = np.zeros((len(classes), self.excess.shape[1]))  # (classes, genes)
+        squares = np.zeros(self.excess.shape[1])  # (genes,)
+        for start in range(0, len(cells), BLOCK):
+            block = cells[start : start + BLOCK]
+            excess = self.excess[block]
+            lowest = self.lowest[block]
+            in_class = is_member[:, start : start + BLOCK]
+            sums += in_class @ excess + (in_class @ lowest)[:, None]
+            # (excess + lowest)²
+            squares += 2 * (lowest @ excess) + lowest @ lowest
+            squares += np.bincount(excess.indices, excess.data**2, len(squares))
+        sizes = is_member.sum(1)[:, None]
+        # analysis of variance of each gene
         explained = (sums**2 / sizes).sum(0)
         totals = sums.sum(0)
         between = explained - totals**2 / len(cells)
@@ -95,25 +96,24 @@ class RankedGenes:
         f = between / within  # up to a factor that all genes share
         order = np.argsort(-f, kind="stable")
         chosen = np.sort(order[:RANKED_GENES])
-        values = self.above[:, chosen].toarray()
-        return np.asarray(values + self.zero[:, None])
+        return np.asarray(self.excess[:, chosen].toarray() + self.lowest[:, None])
 
 
 def _standardise_ranks(profiles: sp.csr_matrix) -> tuple[np.ndarray, np.ndarray]:
-    """`zero`, and the stored values of `above`, of `RankedGenes` for some cells."""
+    """The `lowest` values and the stored values of the `excess` of some cells (see `RankedGenes`)."""
     n, width = profiles.shape
     n_expressed = np.diff(profiles.indptr)  # (cells,)
     n_absent = width - n_expressed
-    # cell of each stored value
+    # ranks of the stored values, which follow those of the genes without a count
     cell = np.repeat(np.arange(n), n_expressed)
     ranks_in_cell = pd.Series(profiles.data).groupby(cell).rank()
     ranks = n_absent[cell] + ranks_in_cell.to_numpy()
-    middle = (width + 1) / 2  # mean rank of a cell
-    lowest = (n_absent + 1) / 2  # shared rank of the genes without a count
+    absent_rank = (n_absent + 1) / 2  # shared by the genes without a count
+    mean_rank = (width + 1) / 2
     squares = np.bincount(cell, ranks**2, n)
-    squares = squares + n_absent * lowest**2
-    variance = squares / width - middle**2
-    varies = variance > NO_RANK_VARIANCE * middle**2
+    squares = squares + n_absent * absent_rank**2
+    variance = squares / width - mean_rank**2
+    varies = variance > NO_RANK_VARIANCE * mean_rank**2
     # 1 for a cell whose values are all equal
     scale = np.sqrt(np.where(varies, variance, 1))
-    return (lowest - middle) / scale, (ranks - lowest[cell]) / scale[cell]
+    return (absent_rank - mean_rank) / scale, (ranks - absent_rank[cell]) / scale[cell]

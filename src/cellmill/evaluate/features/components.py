@@ -20,7 +20,7 @@ NO_SPREAD_SINGLE = 3e-3  # the same, of products that are float32
 # two sums, whose rounding errors are about 1e-13
 NO_VARIANCE = 1e-12
 BLOCK = 1024  # cells whose products are copied at once
-MAX_DENSE = 2048  # genes whose products are computed at once
+MAX_DENSE = 2048  # genes whose products with each other are stored, not multiplied anew
 
 
 class PrincipalComponents(BaseEstimator):
@@ -43,33 +43,34 @@ class PrincipalComponents(BaseEstimator):
 
     def fit_transform(self, profiles: sp.csr_matrix, labels: None = None) -> np.ndarray:
         """Fit to `profiles`, `(cells, genes)`, and return their components, `(cells, components)`."""
+        n, width = profiles.shape
         mean = mean_variance_axis(profiles, axis=0)[0]
+        # Xᵀ X of the centred profiles X, if it is used and small
+        gram = None
+        if width <= min(n, MAX_DENSE):
+            centred = profiles.toarray() - mean.astype(profiles.dtype)
+            gram = centred.T @ centred
 
-        # products X x and Xᵀ x with the centred profiles X, without making them dense
+        # products with x of X, Xᵀ, X Xᵀ and Xᵀ X; X is not made dense
         def multiply(x: np.ndarray) -> np.ndarray:
             return profiles @ x - mean @ x
 
         def multiply_transposed(x: np.ndarray) -> np.ndarray:
             return profiles.T @ x - np.multiply.outer(mean, x.sum(0))
 
-        n, width = profiles.shape
+        def multiply_cells(x: np.ndarray) -> np.ndarray:
+            return multiply(multiply_transposed(x))
+
+        def multiply_genes(x: np.ndarray) -> np.ndarray:
+            return multiply_transposed(multiply(x)) if gram is None else gram @ x
+
         # eigenvectors of the smaller of X Xᵀ and Xᵀ X, then the exact SVD inside their span
         if n < width:
-            basis = find_eigenvectors(
-                lambda x: multiply(multiply_transposed(x)), n, self.n_components, profiles.dtype
-            )
+            basis = find_eigenvectors(multiply_cells, n, self.n_components, profiles.dtype)
             loadings, lengths, rotation = svd(multiply_transposed(basis), full_matrices=False)
             left = basis @ rotation.T
             right = loadings.T
         else:
-            if width <= MAX_DENSE:
-                centred = profiles.toarray() - mean.astype(profiles.dtype)
-                multiply_genes = (centred.T @ centred).__matmul__
-            else:
-
-                def multiply_genes(x: np.ndarray) -> np.ndarray:
-                    return multiply_transposed(multiply(x))
-
             basis = find_eigenvectors(multiply_genes, width, self.n_components, profiles.dtype)
             left, lengths, rotation = svd(multiply(basis), full_matrices=False)
             right = rotation @ basis.T
@@ -114,9 +115,9 @@ def project_on_fitted(products: np.ndarray, fitted: np.ndarray, n_components: in
     gram = products
     if not np.array_equal(fitted, np.arange(n)):
         gram = np.empty((n_fitted, n_fitted), products.dtype)
-        for first in range(0, n_fitted, BLOCK):
-            rows = fitted[first : first + BLOCK]
-            gram[first : first + BLOCK] = products[rows].take(fitted, axis=1)
+        for start in range(0, n_fitted, BLOCK):
+            rows = fitted[start : start + BLOCK]
+            gram[start : start + BLOCK] = products[rows].take(fitted, axis=1)
     means = gram.mean(0)
 
     # products of the fitted cells after their mean is subtracted, times x
@@ -137,9 +138,9 @@ def project_on_fitted(products: np.ndarray, fitted: np.ndarray, n_components: in
     directions = vectors[:, :rank] / divisors
     directions -= directions.mean(0)  # so the mean product of each cell does not matter
     projected = np.empty((n, rank), products.dtype)
-    for first in range(0, n, BLOCK):
-        centred = products[first : first + BLOCK].take(fitted, axis=1) - means
-        projected[first : first + BLOCK] = centred @ directions
+    for start in range(0, n, BLOCK):
+        centred = products[start : start + BLOCK].take(fitted, axis=1) - means
+        projected[start : start + BLOCK] = centred @ directions
     return projected
 
 

@@ -38,22 +38,22 @@ def _search_products(features: SharedCells, k: int) -> tuple[np.ndarray, np.ndar
     indices = np.empty((n, k), np.int32)
     distances = np.empty((n, k))
     squares = features.squares()
-    for first in range(0, n, BLOCK):
-        block = features[first : first + BLOCK]
+    for start in range(0, n, BLOCK):
+        block = features[start : start + BLOCK]
         rows = np.arange(block.shape[0])
         # squared distances without the square of the cell itself, which is the same for all
         products = block.products(features)
         relative = squares - 2 * products
-        relative[rows, first + rows] = np.inf
+        relative[rows, start + rows] = np.inf
         unordered = relative.argpartition(k - 1, axis=1)[:, :k]
         values = np.take_along_axis(relative, unordered, axis=1)
         order = values.argsort(axis=1, kind="stable")
         nearest = np.take_along_axis(unordered, order, axis=1)
         values = np.take_along_axis(values, order, axis=1)
-        last = first + len(rows)
-        squared = values + squares[first:last, None]
-        indices[first:last] = nearest
-        distances[first:last] = np.sqrt(np.maximum(squared, 0))
+        stop = start + len(rows)
+        squared = values + squares[start:stop, None]
+        indices[start:stop] = nearest
+        distances[start:stop] = np.sqrt(np.maximum(squared, 0))
     return indices, distances
 
 

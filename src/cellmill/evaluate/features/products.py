@@ -139,9 +139,9 @@ def compute_scales(profiles: sp.csr_matrix, is_member: np.ndarray) -> np.ndarray
     """
     sums = np.zeros((len(is_member), profiles.shape[1]))
     squares = np.zeros_like(sums)
-    for first in range(0, profiles.shape[0], CELL_BLOCK):
-        block = profiles[first : first + CELL_BLOCK].astype(np.float64)
-        members = is_member[:, first : first + CELL_BLOCK]
+    for start in range(0, profiles.shape[0], CELL_BLOCK):
+        block = profiles[start : start + CELL_BLOCK].astype(np.float64)
+        members = is_member[:, start : start + CELL_BLOCK]
         sums += members @ block
         np.square(block.data, out=block.data)
         squares += members @ block
@@ -173,22 +173,22 @@ def _multiply_pairs(profiles: sp.csr_matrix, scale: np.ndarray | None = None) ->
     products = np.zeros((n, n), dtype, order="F")
     # add the products over common genes, in dense blocks, to the lower triangle
     common = np.flatnonzero(~is_rare)
-    for first in range(0, len(common), GENE_BLOCK):
-        genes = common[first : first + GENE_BLOCK]
+    for start in range(0, len(common), GENE_BLOCK):
+        genes = common[start : start + GENE_BLOCK]
         dense = profiles[:, genes].toarray()
         dense *= factors[genes]
         by_gene = dense.astype(dtype, copy=False).T
         multiply(1, by_gene, 1, products, trans=1, lower=1, overwrite_c=1)
     # copy the lower triangle to the upper one
-    for first in range(0, n, CELL_BLOCK):
-        last = first + CELL_BLOCK
-        corner = products[first:last, first:last]
+    for start in range(0, n, CELL_BLOCK):
+        stop = start + CELL_BLOCK
+        corner = products[start:stop, start:stop]
         corner += np.tril(corner, -1).T
-        products[first:last, last:] = products[last:, first:last].T
+        products[start:stop, stop:] = products[stop:, start:stop].T
     # add the sparse products over rare genes
     genes = np.flatnonzero(is_rare)
     rare = divide_genes(profiles[:, genes], scale[genes]).astype(dtype, copy=False)
-    for first in range(0, n, CELL_BLOCK):
-        rows = slice(first, first + CELL_BLOCK)
+    for start in range(0, n, CELL_BLOCK):
+        rows = slice(start, start + CELL_BLOCK)
         products[:, rows] += (rare[rows] @ rare.T).toarray().T
     return products.T  # symmetric, and its rows are contiguous

@@ -172,18 +172,18 @@ def silhouettes(vectors: np.ndarray, labels: np.ndarray) -> np.ndarray:
     is_label = np.eye(labels.max() + 1, dtype=values.dtype)[labels]  # (cells, labels)
     sizes = np.bincount(labels)
     widths = np.zeros(n)
-    for first in range(0, n, COMPARED):
-        last = min(first + COMPARED, n)
-        rows = np.arange(last - first)
+    for start in range(0, n, COMPARED):
+        stop = min(start + COMPARED, n)
+        rows = np.arange(stop - start)
         # (rows, cells), squared and then not, in place
-        distances = (-2 * values[first:last]) @ values.T
+        distances = (-2 * values[start:stop]) @ values.T
         distances += squares
-        distances += squares[first:last, None]
-        distances[rows, first + rows] = 0
+        distances += squares[start:stop, None]
+        distances[rows, start + rows] = 0
         np.maximum(distances, 0, out=distances)
         np.sqrt(distances, out=distances)
         sums = (distances @ is_label).astype(np.float64)
-        label = labels[first:last]
+        label = labels[start:stop]
         n_others_in_label = sizes[label] - 1
         within = sums[rows, label] / np.maximum(n_others_in_label, 1)
         means = sums / sizes
@@ -193,7 +193,7 @@ def silhouettes(vectors: np.ndarray, labels: np.ndarray) -> np.ndarray:
         is_defined = (n_others_in_label > 0) & (larger > 0)
         differences = np.where(is_defined, between - within, 0)
         divisors = np.where(is_defined, larger, 1)
-        widths[first:last] = differences / divisors
+        widths[start:stop] = differences / divisors
     return (widths + 1) / 2
 
 
@@ -232,10 +232,10 @@ def batch_variance(vectors: np.ndarray, batches: np.ndarray) -> np.ndarray:
     total = to_mean.mean()
     if total == 0:
         return np.zeros(len(values))
-    within = to_batch_mean.mean() / total
-    # 1 - W/T, plus its derivative by the weight of each cell
-    derivatives = (to_batch_mean - within * to_mean) / total
-    return 1 - within - derivatives
+    within_frac = to_batch_mean.mean() / total
+    # derivative of `within_frac` by the weight of each cell
+    derivatives = (to_batch_mean - within_frac * to_mean) / total
+    return 1 - within_frac - derivatives
 
 
 def label_mean_terms(values: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
