@@ -41,7 +41,7 @@ def describe_algorithms() -> str:
 
 
 class KnownPredictions(dict[str, np.ndarray]):
-    """Predictions by key, those of earlier evaluations among them; counts how often these are read."""
+    """Predictions by key, which count how often those of earlier evaluations are read."""
 
     def __init__(self, stored: Mapping[str, np.ndarray]) -> None:
         super().__init__(stored)
@@ -54,8 +54,8 @@ class KnownPredictions(dict[str, np.ndarray]):
 
 
 class PredictionCache:
-    """Known predictions by key, written by `save` to an .npz file; without `file`, they last only as
-    long as this process.
+    """Known predictions by key. `save` writes them to the .npz file `file`; without one, they last only
+    as long as this process.
     """
 
     def __init__(self, file: Path | None = None) -> None:
@@ -67,8 +67,10 @@ class PredictionCache:
     def get_or_compute(
         self, about: str, values: Any, compute: Callable[[], np.ndarray]
     ) -> np.ndarray:
-        """Result of `compute`, which is called unless the result is known. It depends on `values`, dense or
-        sparse, and on what `about` says. A new result is kept if it is small.
+        """Result of `compute`, which is called unless its result is known.
+
+        The key is made from `values`, dense or sparse, and the text `about`, which must say all else that
+        the result depends on. A new result is kept if it has at most MAX_BYTES.
         """
         key = digest_arrays(f"{about} of {describe_algorithms()}", values)
         result = self.predictions[key] if key in self.predictions else compute()
@@ -77,8 +79,9 @@ class PredictionCache:
         return result
 
     def save(self) -> None:
-        """Write the file again if there are new predictions. Of two evaluations that save at the same time,
-        one may lose its predictions.
+        """Write the file again if there are new predictions.
+
+        If two evaluations save at the same time, one may lose its new predictions.
         """
         if self.file is not None and self.predictions.keys() > self.predictions.stored_keys:
             arrays: dict[str, Any] = _read(self.file) | self.predictions
@@ -87,21 +90,23 @@ class PredictionCache:
 
 
 class CachedClassifiers:
-    """Classifiers by name, each fitted on `features`, `(cells, width)`, when one of its predictions
-    is not yet in its cache, a dict of predictions by key.
+    """Classifiers by name, each fitted on `features`, `(cells, width)`, and `labels`, `(cells,)`, when
+    it is first asked for a prediction that is not known.
+
+    `known` has the predictions by key of each classifier; new ones are added to it.
     """
 
     def __init__(
         self,
-        caches: Mapping[str, dict[str, np.ndarray]],
+        known: Mapping[str, dict[str, np.ndarray]],
         classifiers: Mapping[str, Any],
         features: Any,
         labels: np.ndarray,
     ) -> None:
-        self._caches = caches
+        self._known = known
         self._classifiers = classifiers
         self._classes, class_of_cell = np.unique(labels, return_inverse=True)
-        self._fitted = cache(lambda name: fit(name, classifiers[name], features, class_of_cell))
+        self._get_fitted = cache(lambda name: fit(name, classifiers[name], features, class_of_cell))
         self._digest = digest_arrays(describe_algorithms(), features, self._classes, class_of_cell)
 
     def keys(self, features: Any) -> dict[str, str]:
@@ -116,14 +121,14 @@ class CachedClassifiers:
         """Predicted classes, text `(cells,)`, by every classifier."""
         predicted = {}
         for name, key in self.keys(features).items():
-            predictions = self._caches[name]
-            if key not in predictions:
-                predictions[key] = self._classes[self._fitted(name).predict(features)]
-            predicted[name] = predictions[key]
+            known = self._known[name]
+            if key not in known:
+                known[key] = self._classes[self._get_fitted(name).predict(features)]
+            predicted[name] = known[key]
         return predicted
 
 
-_passed_on: set[tuple[Any, ...]] = set()  # warnings of earlier fits: each is passed on once
+_passed_on: set[tuple[Any, ...]] = set()  # warnings of earlier fits, which are not repeated
 
 
 def fit(name: str, classifier: Any, features: Any, labels: np.ndarray) -> Any:
@@ -151,10 +156,11 @@ def report_early_stop(name: str, n_features: int) -> Iterator[None]:
 
 
 def _read(file: Path | None) -> dict[str, np.ndarray]:
+    """Arrays of the file by key; empty without a file, or if it is damaged."""
     if file is None or not file.exists():
         return {}
     try:
         with np.load(file, allow_pickle=False) as arrays:
             return dict(arrays)
-    except (OSError, ValueError, EOFError, BadZipFile, zlib.error):  # damaged: computed again
+    except (OSError, ValueError, EOFError, BadZipFile, zlib.error):
         return {}
