@@ -26,7 +26,7 @@ from cellmill.evaluate.tasks.perturbation.doses import (
 )
 from cellmill.evaluate.tasks.perturbation.folds import explain_no_folds, make_folds
 from cellmill.evaluate.tasks.perturbation.task import Perturbation
-from cellmill.evaluate.tasks.perturbation.units import RoleUnits
+from cellmill.evaluate.tasks.perturbation.units import PerturbedUnits
 
 LOG_DOSES = np.linspace(-2, 2, 9)
 OPTIONS: dict[str, Any] = {"held_out": ["perturbation"], "min_cells": 4, "top_genes": 5}
@@ -176,7 +176,7 @@ def screen(context: Context) -> Context:
 
 def test_a_dose_is_held_out_of_each_compound(screen: Context) -> None:
     config = PerturbationConfig(doses="names", **OPTIONS)
-    held = RoleUnits.read(screen, config, "dose")
+    held = PerturbedUnits.read(screen, config, "dose")
     folds = [*make_folds(held)]
     tested = [[held.unit_names[unit] for unit in fold.test] for fold in folds]
     assert tested == [[f"a | {dose}", f"b | {dose}"] for dose in ("0.01", "0.1", "1", "10")]
@@ -194,7 +194,7 @@ def test_a_dose_is_held_out_of_each_compound(screen: Context) -> None:
     errors = [row["MAE, linear in log dose"] for row in curves[:2]]
     assert rows["linear in log dose"].value(column) == pytest.approx(np.mean(errors))
     # whole compounds are held out together
-    whole = RoleUnits.read(screen, config, "perturbation")
+    whole = PerturbedUnits.read(screen, config, "perturbation")
     assert np.unique(whole.group_of_unit).tolist() == ["a", "b", "c"]
     for fold in make_folds(whole):
         assert not {*whole.perturbation[fold.test]} & {*whole.perturbation[fold.train]}
@@ -205,7 +205,7 @@ def test_compounds_of_too_few_doses_are_named_as_the_reason(screen: Context) -> 
     perturbation = screen.roles["perturbation"].replace(fewer)
     other = replace(screen, roles={**screen.roles, "perturbation": perturbation})
     config = PerturbationConfig(doses="names", **OPTIONS)
-    held = RoleUnits.read(other, config, "dose")
+    held = PerturbedUnits.read(other, config, "dose")
     assert [*make_folds(held)] == []
     assert explain_no_folds(held) == (
         f"held out dose: no compound has 4 doses of {config.min_cells} cells or more (min_cells)"

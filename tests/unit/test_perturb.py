@@ -29,7 +29,7 @@ from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.perturbation.predictions import RESPONSE, ChangePredictor
 from cellmill.evaluate.tasks.perturbation.response import ResponseHead
 from cellmill.evaluate.tasks.perturbation.scoring import score_predictions
-from cellmill.evaluate.tasks.perturbation.units import RoleUnits
+from cellmill.evaluate.tasks.perturbation.units import PerturbedUnits
 from cellmill.files import sha256_file
 from tests.unit.evaluated import make_context, with_config
 from tests.unit.exported import export_model
@@ -97,11 +97,11 @@ def screen(tmp_path_factory: pytest.TempPathFactory, corpus: dict[str, Path]) ->
     return Screen(tmp_path_factory.mktemp("screen"), corpus)
 
 
-def _hold_out(screen: Screen) -> RoleUnits:
+def _hold_out(screen: Screen) -> PerturbedUnits:
     """Units of the task, with vectors of the controls that predictions start from."""
     config = PerturbationConfig(held_out=["perturbation"])
     context = screen.context
-    profiles = RoleUnits.read(context, config, "perturbation").profiles
+    profiles = PerturbedUnits.read(context, config, "perturbation").profiles
     is_read = np.zeros(context.reader.n_obs, bool)
     for stratum in (0, 1):
         cells = np.flatnonzero((profiles.half == 0) & (profiles.stratum == stratum))
@@ -112,7 +112,7 @@ def _hold_out(screen: Screen) -> RoleUnits:
     embedding = embed_cells(context.reader, loaded, section, is_read)
     vectors = np.full((len(is_read), 16), np.nan, np.float32)
     vectors[is_read] = embedding.vectors
-    return RoleUnits.read(replace(context, vectors=vectors), config, "perturbation")
+    return PerturbedUnits.read(replace(context, vectors=vectors), config, "perturbation")
 
 
 def test_responses_are_those_that_the_task_scores(screen: Screen) -> None:

@@ -23,7 +23,7 @@ from cellmill.evaluate.tasks.perturbation.folds import make_folds
 from cellmill.evaluate.tasks.perturbation.gene_features import CO_EXPRESSION, prior_method
 from cellmill.evaluate.tasks.perturbation.predictions import ChangePredictor
 from cellmill.evaluate.tasks.perturbation.task import Perturbation
-from cellmill.evaluate.tasks.perturbation.units import RoleUnits
+from cellmill.evaluate.tasks.perturbation.units import PerturbedUnits
 from cellmill.runs.results import ScoredMethod
 from tests.unit.evaluated import named
 from tests.unit.small_corpus import read_obs
@@ -85,7 +85,7 @@ def test_baselines_are_not_fitted_on_validation_perturbations(screen: Context) -
     }
     context = replace(screen, roles=roles, scored=perturbation == "tested")
     config = PerturbationConfig(held_out=["perturbation"], min_cells=4)
-    held = RoleUnits.read(context, config, "perturbation")
+    held = PerturbedUnits.read(context, config, "perturbation")
     [(_, train, test)] = make_folds(held)
     assert {*held.perturbation} == {"trained", "validated", "tested"}
     assert held.perturbation[train].tolist() == ["trained"]
@@ -158,19 +158,22 @@ def test_genes_are_matched_by_id_symbol_or_alias() -> None:
 
 
 def test_a_change_is_measured_within_batches(screen: Context) -> None:
-    held = RoleUnits.read(screen, CONFIG, "perturbation")
+    held = PerturbedUnits.read(screen, CONFIG, "perturbation")
     profiles = held.profiles
     assert len(held.group_of_unit) == 5
-    assert set(held.group_of_unit[held.unseen]) == {screen.model.vocabulary.symbols[3], "unheard"}
+    assert set(held.group_of_unit[held.in_unseen_group]) == {
+        screen.model.vocabulary.symbols[3],
+        "unheard",
+    }
     # the first cell of an untrained perturbation has no stratum: its other cells count
     stratum = profiles.stratum.copy()
     stratum[held.unit_of_cell.tolist().index(3)] = -1
     changed = replace(profiles, stratum=stratum)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(units_module, "read_profiles", lambda *_: changed)
-        without = RoleUnits.read(screen, CONFIG, "perturbation")
+        without = PerturbedUnits.read(screen, CONFIG, "perturbation")
     assert without.group_of_unit.tolist() == held.group_of_unit.tolist()
-    assert without.unseen.tolist() == held.unseen.tolist()
+    assert without.in_unseen_group.tolist() == held.in_unseen_group.tolist()
     expression = profiles.expression.toarray()
     half = profiles.half
     n_starting = np.count_nonzero(half == 0)
@@ -193,7 +196,7 @@ def test_only_what_the_model_has_not_seen_is_tested(screen: Context) -> None:
     assert result.figures["perturbation_folds"] == 1
     assert result.figures["perturbation_perturbations_tested"] == 2
     assert result.figures["perturbation_perturbations_with_a_gene"] == 4
-    assert "saw cells of each" in result.figures["batch_no_folds"]
+    assert "saw cells of every group" in result.figures["batch_no_folds"]
     rows = {row.method.name: row for row in result.rows}
     assert rows["split halves"].method.kind == "ceiling"
     assert rows["embedding of genes + linear"].method.kind == "model"
@@ -268,7 +271,7 @@ def test_an_unrelated_model_is_tested_on_all_perturbations(screen: Context) -> N
 
 
 def test_co_expression_uses_only_starting_controls(screen: Context) -> None:
-    held = RoleUnits.read(screen, CONFIG, "perturbation")
+    held = PerturbedUnits.read(screen, CONFIG, "perturbation")
     profiles = held.profiles
     loadings = ChangePredictor(held).features[CO_EXPRESSION]
     is_start = (profiles.half == 0) & (profiles.stratum >= 0)
@@ -323,7 +326,7 @@ def test_a_prior_may_have_unmeasured_genes(screen: Context, tmp_path: Path) -> N
         f"{symbols[2]}\t5\t6\n"
     )
     config = CONFIG.model_copy(update={"priors": {"string": str(table)}})
-    held = RoleUnits.read(context, config, "perturbation")
+    held = PerturbedUnits.read(context, config, "perturbation")
     vectors = dict(zip(held.perturbation, ChangePredictor(held).features[prior_method("string")]))
     assert vectors[symbols[0]].tolist() == [1, 0]
     # found by the id of its gene, which the vocabulary lacks
@@ -375,7 +378,7 @@ def test_a_combination_has_genes_at_any_delimiter(screen: Context, tmp_path: Pat
         context = replace(screen, roles=screen.roles | {"perturbation": perturbation})
         options = {"combination_delimiter": delimiter, "priors": {"string": str(table)}}
         config = CONFIG.model_copy(update=options)
-        held = RoleUnits.read(context, config, "perturbation")
+        held = PerturbedUnits.read(context, config, "perturbation")
         unit = held.perturbation.tolist().index(combination)
         assert sorted(held.genes[unit]) == [0, 3]
         assert ChangePredictor(held).features[prior_method("string")][unit].tolist() == [0.5, 0.5]
@@ -387,7 +390,7 @@ def test_a_gene_named_as_a_control_word_keeps_its_gene(screen: Context) -> None:
     symbols = screen.model.vocabulary.symbols
     perturbation = screen.roles["perturbation"].replace({symbols[3]: "CTRL"})
     context = replace(screen, roles=screen.roles | {"perturbation": perturbation})
-    units = RoleUnits.read(context, CONFIG, "perturbation")
+    units = PerturbedUnits.read(context, CONFIG, "perturbation")
     assert units.gene_names[units.perturbation.tolist().index("CTRL")] == ["CTRL"]
 
 

@@ -26,7 +26,7 @@ from cellmill.evaluate.tasks.perturbation.changes_file import write_changes
 from cellmill.evaluate.tasks.perturbation.folds import make_folds
 from cellmill.evaluate.tasks.perturbation.predictions import ChangePredictor
 from cellmill.evaluate.tasks.perturbation.task import Perturbation
-from cellmill.evaluate.tasks.perturbation.units import RoleUnits
+from cellmill.evaluate.tasks.perturbation.units import PerturbedUnits
 from cellmill.stages import evaluate as predict_changes
 from tests.unit.evaluated import BRIDGES, make_context, run_bridge, with_obs
 
@@ -150,7 +150,7 @@ def test_scores_of_the_profiles_equal_the_task(cells: tuple[Context, Any, Path])
 def test_the_file_has_both_halves_of_the_controls(cells: tuple[Context, Any, Path]) -> None:
     context, found, path = cells
     stored = ad.read_h5ad(path)
-    profiles = RoleUnits.read(context, CONFIG, "perturbation").profiles
+    profiles = PerturbedUnits.read(context, CONFIG, "perturbation").profiles
     rows = context.reader.obs_names.get_indexer(stored.obs_names)
     assert rows.tolist() == sorted(set(rows))
     expression = profiles.expression[rows].toarray()
@@ -178,7 +178,7 @@ def test_predictions_read_no_expression_of_the_tested_cells(
     cells: tuple[Context, Any, Path],
 ) -> None:
     context, found, _ = cells
-    held = RoleUnits.read(context, CONFIG, "perturbation")
+    held = PerturbedUnits.read(context, CONFIG, "perturbation")
     profiles = held.profiles
     for fold in make_folds(held):
         if fold.repetition:

@@ -19,7 +19,7 @@ from cellmill.evaluate.tasks.perturbation.probes import (
 )
 from cellmill.evaluate.tasks.perturbation.profiles import REFERENCE_HALF
 from cellmill.evaluate.tasks.perturbation.task import Perturbation
-from cellmill.evaluate.tasks.perturbation.units import RoleUnits
+from cellmill.evaluate.tasks.perturbation.units import PerturbedUnits
 from cellmill.runs.results import ScoredMethod
 from tests.unit.test_split_file import screen  # noqa: F401, a fixture
 
@@ -62,7 +62,7 @@ def test_rows_of_probes_are_scores_of_the_changed_entry(screen: Context) -> None
     named |= {difference.against for difference in result.differences}
     assert not any(name.startswith("probe") for name in named)
     column = "MAE, new perturbation"
-    held = RoleUnits.read(screen, config, "perturbation")
+    held = PerturbedUnits.read(screen, config, "perturbation")
     n_units = len(held.unit_names)
     controls = held.profiles.control_means(REFERENCE_HALF)
     measured = held.profiles.changes(held.unit_of_cell, n_units, controls)

@@ -21,7 +21,7 @@ from cellmill.evaluate.tasks.perturbation.predictions import ChangePredictor
 from cellmill.evaluate.tasks.perturbation.profiles import REFERENCE_HALF
 from cellmill.evaluate.tasks.perturbation.split_file import SplitFile
 from cellmill.evaluate.tasks.perturbation.task import Perturbation
-from cellmill.evaluate.tasks.perturbation.units import RoleUnits
+from cellmill.evaluate.tasks.perturbation.units import PerturbedUnits
 
 NAMES = ("A", "B", "C", "D", "A+B", "A+C", "C+D", "control")
 TOML = """
@@ -69,17 +69,17 @@ def config_of(path: Path, **options: Any) -> PerturbationConfig:
     return PerturbationConfig(split_file=str(path), min_cells=4, top_genes=5, **options)
 
 
-def hold_out(screen: Context, path: Path, text: str, **options: Any) -> RoleUnits:
+def hold_out(screen: Context, path: Path, text: str, **options: Any) -> PerturbedUnits:
     path.write_text(text)
     config = config_of(path, **options)
-    return RoleUnits.read(screen, config, "perturbation", SplitFile.read(config, screen))
+    return PerturbedUnits.read(screen, config, "perturbation", SplitFile.read(config, screen))
 
 
-def splits_of(held: RoleUnits) -> dict[str, str]:
+def splits_of(held: PerturbedUnits) -> dict[str, str]:
     return dict(zip(held.unit_names, held.split_of_unit.tolist(), strict=True))
 
 
-def groups_of(held: RoleUnits) -> dict[str, list[str]]:
+def groups_of(held: PerturbedUnits) -> dict[str, list[str]]:
     groups = {}
     for group, [fold] in divide_by_novelty(held).items():
         groups[group] = [held.unit_names[unit] for unit in fold.test]

@@ -37,7 +37,7 @@ from cellmill.evaluate.tasks.perturbation.probes import choose_best_methods, mak
 from cellmill.evaluate.tasks.perturbation.profiles import check_changes, controlled_role
 from cellmill.evaluate.tasks.perturbation.scoring import score_predictions
 from cellmill.evaluate.tasks.perturbation.split_file import SplitFile
-from cellmill.evaluate.tasks.perturbation.units import PERTURBATION, RoleUnits
+from cellmill.evaluate.tasks.perturbation.units import PERTURBATION, PerturbedUnits
 
 ABOUT_CHANGES = "cellmill_changes"  # key in uns
 # obs column `group`; a control's kind is at the number of its half, START_HALF or REFERENCE_HALF
@@ -88,12 +88,12 @@ def write_changes(
     return adata
 
 
-def _hold_out(context: Context, config: PerturbationConfig) -> tuple[RoleUnits, list[Fold]]:
+def _hold_out(context: Context, config: PerturbationConfig) -> tuple[PerturbedUnits, list[Fold]]:
     """Units, and the folds of the first repetition. Raises DataError if there are none."""
     try:
         check_changes(context)
         split_file = None if config.split_file is None else SplitFile.read(config, context)
-        units = RoleUnits.read(context, config, PERTURBATION, split_file)
+        units = PerturbedUnits.read(context, config, PERTURBATION, split_file)
     except Skipped as reason:
         raise DataError(
             f"{context.dataset}: {reason}; expected perturbations, and controls in each batch or donor (columns of the "
@@ -103,7 +103,7 @@ def _hold_out(context: Context, config: PerturbationConfig) -> tuple[RoleUnits, 
     folds = [fold for fold in every_fold if fold.repetition == 0]
     if not folds:
         n_perturbations = len(np.unique(units.perturbation))
-        n_unseen = len(np.unique(units.perturbation[units.unseen]))
+        n_unseen = len(np.unique(units.perturbation[units.in_unseen_group]))
         raise DataError(
             f"{context.dataset}: expected two perturbations of {config.min_cells} cells, and one that the model saw no "
             f"cell of, got {n_perturbations} and {n_unseen}; set shard.split_by: perturbation, or evaluate.cells: all"
@@ -127,7 +127,7 @@ def _collect_changes(
     return {method: values for method, values in changes.items() if np.isfinite(values).all()}
 
 
-def _describe_cells(units: RoleUnits, tested: np.ndarray, names: list[str]) -> pd.DataFrame:
+def _describe_cells(units: PerturbedUnits, tested: np.ndarray, names: list[str]) -> pd.DataFrame:
     """obs of all cells; cells without a `group` are not written. `names` are the names of the tested
     units, then the name of the control.
     """

@@ -12,56 +12,56 @@ from sklearn.model_selection import GroupKFold, KFold
 from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.tasks.perturbation.doses import FEWEST_DOSES, leave_out_doses
 from cellmill.evaluate.tasks.perturbation.split_file import TEST, TRAIN
-from cellmill.evaluate.tasks.perturbation.units import DOSE, PERTURBATION, RoleUnits
+from cellmill.evaluate.tasks.perturbation.units import DOSE, PERTURBATION, PerturbedUnits
 
 
-def divide_by_novelty(units: RoleUnits) -> dict[str, list[Fold]]:
+def divide_by_novelty(units: PerturbedUnits) -> dict[str, list[Fold]]:
     """Folds by the novelty of the units that they test, in words, such as `new donor`. Only a split
     file has several. Empty if nothing can be tested.
     """
     if units.split_file is None:
         folds = [*make_folds(units)]
-        return {f"new {units.role}": folds} if folds else {}
+        return {f"new {units.held_out}": folds} if folds else {}
     train = np.flatnonzero(units.split_of_unit == TRAIN)
-    test = np.flatnonzero((units.split_of_unit == TEST) & units.unseen)
+    test = np.flatnonzero((units.split_of_unit == TEST) & units.in_unseen_group)
     by_novelty = units.split_file.divide_by_novelty(
         test, train, units.perturbation, units.unit_context
     )
     return {novelty: [Fold(0, train, tested)] for novelty, tested in by_novelty.items()}
 
 
-def make_folds(units: RoleUnits) -> Iterator[Fold]:
+def make_folds(units: PerturbedUnits) -> Iterator[Fold]:
     """Units to fit on and to test. Empty if the model saw cells of all groups, if there are fewer
     than two groups, or for doses if no compound has FEWEST_DOSES of them.
     """
     n_groups = len(np.unique(units.group_of_unit))
-    n_unseen = len(np.unique(units.group_of_unit[units.unseen]))
+    n_unseen = len(np.unique(units.group_of_unit[units.in_unseen_group]))
     if n_groups < 2 or not n_unseen:
         return
     if n_unseen < n_groups:
         yield _test_unseen(units)
-    elif units.role == DOSE:
+    elif units.held_out == DOSE:
         for test in leave_out_doses(units.perturbation, units.log_dose):
             yield Fold(0, np.setdiff1d(np.arange(units.n_units), test), test)
-    elif units.role == PERTURBATION:
+    elif units.held_out == PERTURBATION:
         yield from _divide_perturbations(units)
     else:
         yield from _divide_contexts(units)
 
 
-def _test_unseen(units: RoleUnits) -> Fold:
+def _test_unseen(units: PerturbedUnits) -> Fold:
     """The fold that tests the units of unseen groups.
 
     Baselines are fitted on the groups that the model was trained on, not on groups that only
     validated it. They are fitted on all other groups if the model was trained on none.
     """
-    fitted = ~units.unseen & units.trained
+    fitted = ~units.in_unseen_group & units.in_trained_group
     if not fitted.any():
-        fitted = ~units.unseen
-    return Fold(0, np.flatnonzero(fitted), np.flatnonzero(units.unseen))
+        fitted = ~units.in_unseen_group
+    return Fold(0, np.flatnonzero(fitted), np.flatnonzero(units.in_unseen_group))
 
 
-def _divide_perturbations(units: RoleUnits) -> Iterator[Fold]:
+def _divide_perturbations(units: PerturbedUnits) -> Iterator[Fold]:
     """Folds of the groups, shuffled anew in each repetition."""
     groups = np.unique(units.group_of_unit)
     options = units.context.options
@@ -73,7 +73,7 @@ def _divide_perturbations(units: RoleUnits) -> Iterator[Fold]:
             yield Fold(repetition, np.flatnonzero(~is_tested), np.flatnonzero(is_tested))
 
 
-def _divide_contexts(units: RoleUnits) -> Iterator[Fold]:
+def _divide_contexts(units: PerturbedUnits) -> Iterator[Fold]:
     """Folds of whole contexts, at most `most_folds`."""
     n_folds = min(len(np.unique(units.group_of_unit)), units.config.most_folds)
     splitter = GroupKFold(n_folds)
@@ -81,18 +81,18 @@ def _divide_contexts(units: RoleUnits) -> Iterator[Fold]:
         yield Fold(0, train, test)
 
 
-def explain_no_folds(units: RoleUnits) -> str:
+def explain_no_folds(units: PerturbedUnits) -> str:
     """Why there are no folds, if there are none."""
     n_groups = len(np.unique(units.group_of_unit))
     lacks_doses = units.config.doses == "column" and "dose" not in units.context.roles
     enough = f"{units.config.min_cells} cells or more (min_cells)"
     reason = f"{n_groups} values have {enough}; two are needed"
-    if n_groups and (units.split_file is not None or not units.unseen.any()):
+    if n_groups and (units.split_file is not None or not units.in_unseen_group.any()):
         reason = (
-            "the model saw cells of each of them; hold some out (shard.split_by), or use cells: all"
+            "the model saw cells of every group; hold some out (shard.split_by), or use cells: all"
         )
-    elif units.role == DOSE and lacks_doses:
+    elif units.held_out == DOSE and lacks_doses:
         reason = "the dataset has no dose column"
-    elif n_groups > 1 and units.role == DOSE:
+    elif n_groups > 1 and units.held_out == DOSE:
         reason = f"no compound has {FEWEST_DOSES} doses of {enough}"
-    return f"held out {units.role}: {reason}"
+    return f"held out {units.held_out}: {reason}"

@@ -26,7 +26,7 @@ from cellmill.evaluate.tasks.perturbation.doses import predict_new_doses
 from cellmill.evaluate.tasks.perturbation.gene_features import average_gene_vectors
 from cellmill.evaluate.tasks.perturbation.profiles import START_HALF
 from cellmill.evaluate.tasks.perturbation.response import ResponseHead
-from cellmill.evaluate.tasks.perturbation.units import DOSE, PERTURBATION, RoleUnits
+from cellmill.evaluate.tasks.perturbation.units import DOSE, PERTURBATION, PerturbedUnits
 
 RESPONSE = replace(EMBEDDING, classifier="response head")
 
@@ -35,7 +35,7 @@ RESPONSE = replace(EMBEDDING, classifier="response head")
 class ChangePredictor:
     """Predicts the changes of units, by the model and by baselines."""
 
-    units: RoleUnits
+    units: PerturbedUnits
 
     @cached_property
     def start_means(self) -> np.ndarray:
@@ -78,7 +78,7 @@ class ChangePredictor:
             train = fold.train
             test = fold.test
             predicted: ChangesByMethod = {}
-            if units.role == PERTURBATION:
+            if units.held_out == PERTURBATION:
                 predicted |= predict_new_perturbations(
                     changes, train, test, self.features, units.config.neighbors
                 )
@@ -86,11 +86,11 @@ class ChangePredictor:
                 predicted |= self._predict_from_parts(fold)
             # the perturbation of a fitted unit, tested at another dose or in another context
             is_fitted = np.isin(units.perturbation[test], units.perturbation[train])
-            if units.role == DOSE:
+            if units.held_out == DOSE:
                 predicted |= predict_new_doses(
                     changes, train, test, units.perturbation, units.log_dose
                 )
-            elif units.role != PERTURBATION or is_fitted.any():
+            elif units.held_out != PERTURBATION or is_fitted.any():
                 controls = units.profiles.unit_controls(
                     units.unit_of_cell, units.n_units, self.start_means
                 )

@@ -1,4 +1,4 @@
-"""Scores of predicted changes over the folds of a role, and the ceilings and probes that they are
+"""Scores of predicted changes over folds, and the ceilings and probes that they are
 compared with.
 
 Legend: U units, G genes.
@@ -23,7 +23,7 @@ from cellmill.evaluate.tasks.perturbation.change_scores import (
 from cellmill.evaluate.tasks.perturbation.predictions import ChangePredictor
 from cellmill.evaluate.tasks.perturbation.probes import choose_best_methods, make_probes
 from cellmill.evaluate.tasks.perturbation.profiles import REFERENCE_HALF, START_HALF
-from cellmill.evaluate.tasks.perturbation.units import PERTURBATION, RoleUnits
+from cellmill.evaluate.tasks.perturbation.units import PERTURBATION, PerturbedUnits
 from cellmill.runs.results import ScoredMethod
 
 CEILING = ScoredMethod("split halves", kind="ceiling")
@@ -41,10 +41,8 @@ class ChangePair(NamedTuple):
     measured: np.ndarray
 
 
-class RoleScores(NamedTuple):
-    """Scores of the tested perturbations of a role; a perturbation's score is the mean over its
-    units.
-    """
+class PerturbationScores(NamedTuple):
+    """Scores of the tested perturbations, each the mean over a perturbation's units."""
 
     predictions: Scores
     ceilings: Scores
@@ -52,8 +50,8 @@ class RoleScores(NamedTuple):
     best_methods: list[ScoredMethod]  # the model's and the best baseline, which have probes
 
 
-def score_role(predictor: ChangePredictor, folds: list[Fold]) -> RoleScores:
-    """Score what the predictor predicts in `folds`, and its ceilings and probes."""
+def score_folds(predictor: ChangePredictor, folds: list[Fold]) -> PerturbationScores:
+    """Scores of what the predictor predicts in `folds`, and of its ceilings and probes."""
     units = predictor.units
     predictions = score_predictions(units, folds, predictor.predict(folds))
     halves = (pair_halves(predictor, fold) for fold in folds)
@@ -61,11 +59,11 @@ def score_role(predictor: ChangePredictor, folds: list[Fold]) -> RoleScores:
     best_methods = choose_best_methods(predictions["Pearson"])
     first = [fold for fold in folds if fold.repetition == 0]
     probes = score_predictions(units, first, predict_probes(predictor, first, best_methods))
-    return RoleScores(predictions, ceilings, probes, best_methods)
+    return PerturbationScores(predictions, ceilings, probes, best_methods)
 
 
 def score_predictions(
-    units: RoleUnits, folds: list[Fold], predictions: Iterable[ChangesByMethod]
+    units: PerturbedUnits, folds: list[Fold], predictions: Iterable[ChangesByMethod]
 ) -> Scores:
     """Scores of the predicted changes of each fold, `(test units, G)`."""
     controls = units.profiles.control_means(REFERENCE_HALF)
@@ -78,7 +76,7 @@ def score_predictions(
 
 
 def score_pairs(
-    units: RoleUnits,
+    units: PerturbedUnits,
     folds: list[Fold],
     pairs: Iterable[Mapping[ScoredMethod, ChangePair]],
 ) -> Scores:
@@ -124,7 +122,7 @@ def pair_halves(predictor: ChangePredictor, fold: Fold) -> dict[ScoredMethod, Ch
         halves.append(changes[fold.test])
     first, second = halves
     pairs = {CEILING: ChangePair(first, second)}
-    if units.role == PERTURBATION:
+    if units.held_out == PERTURBATION:
         fitted_changes = predictor.changes_from_start[fold.train]
         nearest = cross_correlations(first.T, fitted_changes.T).argmax(1)
         pairs[BEST_OTHER] = ChangePair(fitted_changes[nearest], second)

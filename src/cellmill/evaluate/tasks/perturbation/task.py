@@ -35,17 +35,17 @@ from cellmill.evaluate.tasks.perturbation.gene_features import CO_EXPRESSION, pr
 from cellmill.evaluate.tasks.perturbation.predictions import ChangePredictor
 from cellmill.evaluate.tasks.perturbation.probes import describe_better_probes
 from cellmill.evaluate.tasks.perturbation.profiles import check_changes
-from cellmill.evaluate.tasks.perturbation.scoring import CEILING, score_role
+from cellmill.evaluate.tasks.perturbation.scoring import CEILING, score_folds
 from cellmill.evaluate.tasks.perturbation.split_file import SPLITS, TEST, TRAIN, SplitFile
-from cellmill.evaluate.tasks.perturbation.units import DOSE, PERTURBATION, RoleUnits
+from cellmill.evaluate.tasks.perturbation.units import DOSE, PERTURBATION, PerturbedUnits
 from cellmill.runs.results import Difference, ScoredMethod, TaskResult
 
 FITS_S = 0.8  # seconds of the fits and scores of units, of which there are few
 
 
 @dataclass
-class ScoredRole:
-    """Scores of a role that is held out, and what the result says about it."""
+class HeldOutResult:
+    """Scores with one kind of value held out, and what the result says about them."""
 
     figures: dict[str, Any]
     reason_unscored: str | None  # None if something is scored
@@ -59,40 +59,40 @@ class Perturbation(Task):
     config: PerturbationConfig
 
     def run(self, context: Context) -> TaskResult:
-        """Scores of the split file, or else of each role of `held_out` and of doses; skipped if none
-        can be scored.
+        """Scores by the split file, or else with each of `held_out` and then doses held out. Skipped if
+        none can be scored.
         """
         check_changes(context)
-        roles: list[str] = [*self.config.held_out]
+        held_out_names: list[str] = [*self.config.held_out]
         if self.config.doses is not None:
-            roles.append(DOSE)
+            held_out_names.append(DOSE)
         split_file = None
         if self.config.split_file is not None:
             split_file = SplitFile.read(self.config, context)
-            roles = [PERTURBATION]
-        scored_roles = []
+            held_out_names = [PERTURBATION]
+        results = []
         figures: dict[str, Any] = {}
-        reasons = []  # why roles are not scored
-        for role in roles:
+        reasons = []  # why something is not scored
+        for held_out in held_out_names:
             try:
-                units = RoleUnits.read(context, self.config, role, split_file)
-            except Skipped as skipped:  # leaves the other roles to score
-                reasons.append(f"held out {role}: {skipped}")
+                units = PerturbedUnits.read(context, self.config, held_out, split_file)
+            except Skipped as skipped:  # leaves the others to score
+                reasons.append(f"held out {held_out}: {skipped}")
                 continue
-            scored = self._score_role(units)
-            scored_roles.append(scored)
+            scored = self._score(units)
+            results.append(scored)
             figures |= scored.figures
             if scored.reason_unscored is not None:
                 reasons.append(scored.reason_unscored)
-        if not any(scored.columns for scored in scored_roles):
+        if not any(scored.columns for scored in results):
             raise Skipped("; ".join(reasons) or "no metric is defined", figures)
-        return self._tabulate(scored_roles, figures)
+        return self._tabulate(results, figures)
 
     def estimate_s(self, sizes: DatasetSizes) -> float:
         return FITS_S + sizes.read_s() + sizes.training_components_s()
 
-    def _score_role(self, units: RoleUnits) -> ScoredRole:
-        """Scores of one role: columns by the novelty of what is held out, and by metric."""
+    def _score(self, units: PerturbedUnits) -> HeldOutResult:
+        """Scores of the tested units: a column for each novelty and metric."""
         predictor = ChangePredictor(units)
         folds_by_novelty = divide_by_novelty(units)
         scored = self._describe_units(predictor, [*chain.from_iterable(folds_by_novelty.values())])
@@ -100,8 +100,8 @@ class Perturbation(Task):
             scored.figures |= describe_split(units, folds_by_novelty)
             scored.notes += note_contradictions(units, units.split_file, folds_by_novelty)
         for novelty, folds in folds_by_novelty.items():
-            scores = score_role(predictor, folds)
-            if units.role == DOSE:
+            scores = score_folds(predictor, folds)
+            if units.held_out == DOSE:
                 scored.notes += describe_linear_doses(
                     predictor.changes_from_start, folds, units.perturbation, units.log_dose
                 )
@@ -121,28 +121,28 @@ class Perturbation(Task):
                     )
         return scored
 
-    def _describe_units(self, predictor: ChangePredictor, folds: list[Fold]) -> ScoredRole:
-        """The role with figures of its units, for metrics.json, and nothing scored yet."""
+    def _describe_units(self, predictor: ChangePredictor, folds: list[Fold]) -> HeldOutResult:
+        """A result with figures of the units, for metrics.json, and nothing scored yet."""
         units = predictor.units
-        role = units.role
+        held_out = units.held_out
         tested = {name for fold in folds for name in units.perturbation[fold.test]}
         genes = dict(zip(units.perturbation, units.genes))
         figures: dict[str, Any] = {
-            f"{role}_perturbations_tested": len(tested),
-            f"{role}_perturbations_with_a_gene": sum(map(bool, genes.values())),
-            f"{role}_groups": len(np.unique(units.group_of_unit)),
-            f"{role}_folds": len(folds),
-            f"{role}_left_out": ", ".join(units.left_out) or "none",
+            f"{held_out}_perturbations_tested": len(tested),
+            f"{held_out}_perturbations_with_a_gene": sum(map(bool, genes.values())),
+            f"{held_out}_groups": len(np.unique(units.group_of_unit)),
+            f"{held_out}_folds": len(folds),
+            f"{held_out}_left_out": ", ".join(units.left_out) or "none",
         }
         reason_unscored = None if folds else explain_no_folds(units)
         if reason_unscored is not None:
-            figures[f"{role}_no_folds"] = reason_unscored
-        if role == PERTURBATION:
+            figures[f"{held_out}_no_folds"] = reason_unscored
+        if held_out == PERTURBATION:
             for source in self._list_gene_sources():
                 has_vector = np.isfinite(predictor.features[source]).all(1)
                 n = np.unique(units.perturbation[has_vector]).size
                 figures[f"perturbation_perturbations_with_{source.name}"] = n
-        return ScoredRole(figures, reason_unscored)
+        return HeldOutResult(figures, reason_unscored)
 
     def _tabulate_doses(
         self, predictor: ChangePredictor, errors: ByMethod, best_methods: list[ScoredMethod]
@@ -161,15 +161,15 @@ class Perturbation(Task):
             {method: errors[method] for method in methods},
         )
 
-    def _tabulate(self, scored_roles: list[ScoredRole], figures: dict[str, Any]) -> TaskResult:
-        """Result of all roles. Rows of ceilings and probes stand below the table; differences are of the
+    def _tabulate(self, results: list[HeldOutResult], figures: dict[str, Any]) -> TaskResult:
+        """All results as one. Rows of ceilings and probes are below the table; differences are of the
         model, and of the methods that read gene vectors.
         """
         columns = []
         reference_columns = []
         notes = []
         tables: dict[str, list[dict[str, Any]]] = {}
-        for scored in scored_roles:
+        for scored in results:
             columns += scored.columns
             reference_columns += scored.reference_columns
             notes += scored.notes
@@ -212,7 +212,9 @@ class Perturbation(Task):
         return [CO_EXPRESSION, *map(prior_method, self.config.priors)]
 
 
-def describe_split(units: RoleUnits, folds_by_novelty: Mapping[str, list[Fold]]) -> dict[str, Any]:
+def describe_split(
+    units: PerturbedUnits, folds_by_novelty: Mapping[str, list[Fold]]
+) -> dict[str, Any]:
     """Figures of the units of a split file, for metrics.json."""
     n_by_split = {}
     for split in SPLITS:
@@ -228,13 +230,13 @@ def describe_split(units: RoleUnits, folds_by_novelty: Mapping[str, list[Fold]])
 
 
 def note_contradictions(
-    units: RoleUnits, split_file: SplitFile, folds_by_novelty: Mapping[str, list[Fold]]
+    units: PerturbedUnits, split_file: SplitFile, folds_by_novelty: Mapping[str, list[Fold]]
 ) -> list[str]:
     """Notes on statements of the file that the dataset or the model contradicts."""
     notes = []
     is_test = units.split_of_unit == TEST
     names = np.array(units.unit_names)
-    seen = names[is_test & ~units.unseen]
+    seen = names[is_test & ~units.in_unseen_group]
     if len(seen):
         notes.append(
             f"{len(seen):,} of {is_test.sum():,} tested units of {split_file.path} are left out: the model saw cells "

@@ -23,20 +23,21 @@ from cellmill.evaluate.tasks.perturbation.profiles import (
 )
 from cellmill.evaluate.tasks.perturbation.split_file import PartNames, SplitFile
 
-PERTURBATION = "perturbation"  # role of new perturbations, and of every split file
-DOSE = "dose"  # role of doses that are held out
+# what is held out, if it is not contexts: perturbations (also by every split file), or doses
+PERTURBATION = "perturbation"
+DOSE = "dose"
 # a group counts as unseen if at least this share of its cells is scored; the others equal training
 # cells or have no known gene
 UNSEEN_FRAC = 0.9
 
 
 @dataclass(frozen=True)
-class RoleUnits:
-    """Units that are fitted on or held out, in groups by the values of a role."""
+class PerturbedUnits:
+    """Units that are fitted on or held out, in groups that are held out together."""
 
     context: Context
     config: PerturbationConfig
-    role: str
+    held_out: str  # PERTURBATION, DOSE, or the role of contexts, such as `donor`
     profiles: Profiles
     # (cells,) int64: unit of a cell; -1 for controls, and for units with too few cells
     unit_of_cell: np.ndarray
@@ -44,12 +45,11 @@ class RoleUnits:
     perturbation: np.ndarray  # (U,) text: the same, or the compound if names have doses
     dose: np.ndarray  # (U,) text, empty for a unit without
     unit_context: np.ndarray  # (U,) text, empty if units have none
-    # (U,) text: perturbation, context or both; the units of a group are held out together
-    group_of_unit: np.ndarray
+    group_of_unit: np.ndarray  # (U,) text: the values that are held out together
     # (U,) bool: at least UNSEEN_FRAC of the group's cells are scored, so it may be tested
-    unseen: np.ndarray
+    in_unseen_group: np.ndarray
     # (U,) bool: the model was trained, not only validated, on cells of the group
-    trained: np.ndarray
+    in_trained_group: np.ndarray
     # perturbations of units with too few cells, or without the dose that is held out
     left_out: list[str]
     part_names: PartNames
@@ -60,16 +60,16 @@ class RoleUnits:
         cls,
         context: Context,
         config: PerturbationConfig,
-        role: str,
+        held_out: str,
         split_file: SplitFile | None = None,
     ) -> Self:
         """Units with at least `min_cells` cells. For units that may be tested, only scored cells
         count.
 
-        Raises Skipped if values of the role cannot be held out, or if no stratum has enough controls.
+        Raises Skipped if the dataset has nothing to hold out, or if no stratum has enough controls.
         """
         # the role of contexts, if units have any
-        context_role = None if role in (PERTURBATION, DOSE) else role
+        context_role = None if held_out in (PERTURBATION, DOSE) else held_out
         if split_file is not None:
             context_role = split_file.context_role
         elif context_role is not None:
@@ -89,9 +89,9 @@ class RoleUnits:
             raise Skipped("no stratum has enough controls")
         # cells, their groups, and their units
         cells = _tabulate_cells(context, config, profiles, context_role)
-        cells["group"] = _name_groups(cells, role, context_role, split_file)
+        cells["group"] = _name_groups(cells, held_out, context_role, split_file)
         no_dose: list[str] = []
-        if role == DOSE:
+        if held_out == DOSE:
             has_dose = np.isfinite(log_doses(cells["dose"].to_numpy(str)))
             no_dose = cells["perturbation"][cells["is_usable"] & ~has_dose].unique().tolist()
             cells["is_usable"] &= has_dose
@@ -110,7 +110,7 @@ class RoleUnits:
         return cls(
             context,
             config,
-            role,
+            held_out,
             profiles,
             unit_of_cell=np.where(cells["is_usable"], unit_of_cell, -1),
             name_in_dataset=kept["name_in_dataset"].to_numpy(str),
@@ -118,8 +118,8 @@ class RoleUnits:
             dose=kept["dose"].to_numpy(str),
             unit_context=kept["context"].to_numpy(str),
             group_of_unit=kept["group"].to_numpy(str),
-            unseen=is_unseen[kept["group"]].to_numpy(bool),
-            trained=in_training[kept["group"]].to_numpy(bool),
+            in_unseen_group=is_unseen[kept["group"]].to_numpy(bool),
+            in_trained_group=in_training[kept["group"]].to_numpy(bool),
             left_out=sorted({*units["perturbation"][~has_enough], *no_dose}),
             part_names=part_names,
             split_file=split_file,
@@ -203,12 +203,12 @@ def _tabulate_cells(
 
 
 def _name_groups(
-    cells: pd.DataFrame, role: str, context_role: str | None, split_file: SplitFile | None
+    cells: pd.DataFrame, held_out: str, context_role: str | None, split_file: SplitFile | None
 ) -> pd.Series:
-    """Group of each cell: the values that are held out together."""
+    """Group of each cell: its perturbation, context, or both, or its perturbation and dose."""
     if split_file is not None:
         return cells["perturbation"] + " | " + cells["context"]
-    if role == DOSE:
+    if held_out == DOSE:
         return cells["perturbation"] + " | " + cells["dose"]
     return cells["perturbation" if context_role is None else "context"]
 
