@@ -67,7 +67,7 @@ class _TrainingHashes:
     """Hashes of the cells of a corpus over the genes that it shares with a file."""
 
     hashes: list[np.ndarray]  # as in `HashedCorpus`
-    completions: np.ndarray | None  # see `HashedCorpus.completions`
+    missing_gene_terms: np.ndarray | None  # see `HashedCorpus.missing_gene_terms`
     min_genes: int  # shared genes with counts that a cell of the file needs
 
     @classmethod
@@ -77,7 +77,8 @@ class _TrainingHashes:
         is_shared[target[target >= 0]] = True
         if is_shared.all() or ordered:
             return cls(corpus.hashes, None, min_genes=0)
-        return cls(corpus.hashes_over(is_shared), corpus.completions(~is_shared), MIN_GENES)
+        terms = corpus.missing_gene_terms(~is_shared)
+        return cls(corpus.hashes_over(is_shared), terms, MIN_GENES)
 
     def find(self, sums: np.ndarray, n_genes: np.ndarray) -> np.ndarray:
         """Mask, bool `(cells,)`, of the cells whose counts equal those of a training cell.
@@ -90,15 +91,14 @@ class _TrainingHashes:
         hashes = splitmix64(sums)
         for split_hashes in self.hashes:
             is_equal |= has_enough & are_in(hashes, split_hashes)
-        if self.completions is not None:
+        if self.missing_gene_terms is not None:
             others = np.flatnonzero(has_enough & ~is_equal)
-            is_equal[others] = self._find_completed(sums[others], self.completions)
+            is_equal[others] = self._find_with_a_gene(sums[others], self.missing_gene_terms)
         return is_equal
 
-    def _find_completed(self, sums: np.ndarray, completions: np.ndarray) -> np.ndarray:
-        """Mask of the cells that equal a training cell once a small count of one lacked gene is added."""
-        # (cells, completions): digest of each cell with one more gene
-        completed = splitmix64(sums[:, :1] + completions)
+    def _find_with_a_gene(self, sums: np.ndarray, terms: np.ndarray) -> np.ndarray:
+        """Mask of the cells that equal a training cell after a small count of a missing gene is added."""
+        completed = splitmix64(sums[:, :1] + terms)  # (cells, terms): digests
         is_listed = are_in(completed.reshape(-1, 1), self.hashes[0])
         return np.asarray(is_listed.reshape(completed.shape).any(axis=1))
 

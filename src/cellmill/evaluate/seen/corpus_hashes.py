@@ -19,7 +19,7 @@ from cellmill.data.split import hash_cells, hash_genes, hash_pairs
 from cellmill.evaluate.training_shards import read_blocks
 
 MIN_GENES = 20  # with counts, in a file that lacks genes; on fewer, different cells may be equal
-# genes that a file lacks, times counts, which are tried for each cell that a digest list may have
+# terms of a missing gene (genes that a file lacks, times counts) that are tried for each cell
 MAX_COMPLETIONS = 4096
 MAX_COMPLETED_COUNT = 16
 
@@ -48,7 +48,7 @@ class HashedCorpus(NamedTuple):
 
     def hashes_over(self, shared: np.ndarray) -> list[np.ndarray]:
         """Hashes of the counts of genes `shared` only, bool `(n_genes,)`, for cells with enough such
-        genes. Without shards, the hashes of all genes: see `completions`.
+        genes. Without shards, the hashes of all genes: see `missing_gene_terms`.
         """
         if self.manifest is None:
             return self.hashes
@@ -66,12 +66,12 @@ class HashedCorpus(NamedTuple):
         order = np.lexsort((hashes[:, 1], hashes[:, 0]))
         return [hashes[order].T]
 
-    def completions(self, lacked: np.ndarray) -> np.ndarray | None:
-        """Terms, uint64 `(n,)`, that small counts of the genes `lacked`, bool `(n_genes,)`, add to the
-        sum that a digest is made from. None with shards, or for more genes than MAX_COMPLETIONS.
+    def missing_gene_terms(self, lacked: np.ndarray) -> np.ndarray | None:
+        """Terms, uint64 `(n,)`, of small counts of the genes `lacked`, bool `(n_genes,)`. None with
+        shards, or for more genes than MAX_COMPLETIONS.
 
-        Digests cannot be computed over fewer genes. But if a file lacks one gene of a cell, the sum
-        of the other genes plus one of these terms is the sum of the whole cell.
+        A digest is made from a sum over genes, and cannot be computed over fewer genes. If a file lacks
+        only one gene that a cell expresses, its own sum plus one of these terms is the whole cell's sum.
         """
         if self.manifest is not None:
             return None

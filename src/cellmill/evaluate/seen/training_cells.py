@@ -17,10 +17,7 @@ from cellmill.config.plugin import in_one_line
 from cellmill.data.shards.cell_digests import CellDigests, CorpusDigests, read_digests
 from cellmill.data.shards.manifest import Manifest, verify
 from cellmill.errors import DataError, UserError
-from cellmill.evaluate.seen.corpus_hashes import (
-    HashedCorpus,
-    filled_splits,
-)
+from cellmill.evaluate.seen.corpus_hashes import HashedCorpus, filled_splits
 from cellmill.files import read_json
 
 Ancestor = tuple[str, Path | None]  # name, and folder of the exported model if it is there
@@ -31,11 +28,11 @@ class KnownTrainingCells(NamedTuple):
 
     manifests: dict[str, Manifest]  # shards by fingerprint
     listed: dict[str, CorpusDigests]  # digest lists of model folders, by fingerprint
-    missing_reason: str  # why the cells of the model itself were not found; empty if they were
-    missing_ancestors: list[str]  # models before it whose cells were not found
+    missing_reason: str  # why the cells of the model itself are not known; empty if they are
+    missing_ancestors: list[str]  # models before it whose cells are not known
 
     def read_corpora(self) -> list[HashedCorpus]:
-        """All corpora with their hashes; of the shards if these were found, else of the digest list."""
+        """All corpora with their hashes, from the shards if these were found, else from a digest list."""
         only_listed = self.listed.keys() - self.manifests.keys()
         corpora = [HashedCorpus.read(manifest) for manifest in self.manifests.values()]
         return corpora + [
@@ -45,12 +42,12 @@ class KnownTrainingCells(NamedTuple):
 
 
 class _OwnTrainingCells(NamedTuple):
-    """Cells of one model; of its ancestors only those that its folder lists."""
+    """Where the cells of one model are: in shards, in the digest list of its folder, or both."""
 
-    manifest: Manifest | None
+    manifest: Manifest | None  # of the shards
     problem: str  # why there is no manifest
-    ancestors: list[Ancestor]
-    digests: CellDigests | None = None
+    ancestors: list[Ancestor]  # models that it started from or learnt from
+    digests: CellDigests | None = None  # also of ancestors, as far as they were known
 
 
 def find_training_cells(model: Path) -> KnownTrainingCells:
@@ -73,7 +70,7 @@ def _add_ancestors(model: _OwnTrainingCells, visited: set[Path]) -> KnownTrainin
     manifests: dict[str, Manifest] = {}
     listed: dict[str, CorpusDigests] = {}
     missing: list[str] = []
-    # models by generation: name, cells, and True if the digest list of a later model covers them
+    # models, the youngest first: name, cells, and True if a younger model's digest list covers them
     queue = deque([("", model, False)])
     while queue:
         name, training, is_covered = queue.popleft()
