@@ -44,6 +44,7 @@ class Electorate:
         counts = cells[labels != NO_LABEL].groupby(["point", "donor", "label"]).size()
         self._table = counts.rename("cells").reset_index()
         points_in_table = self._table["point"].to_numpy(np.int64)
+        # first row of each point in the table, whose rows are sorted by point
         self._starts = row_offsets(np.bincount(points_in_table, minlength=n_points))
 
     def vote(self, neighbors: np.ndarray, left_out: np.ndarray | None = None) -> Votes:
@@ -52,21 +53,14 @@ class Electorate:
         Cells of the donors `left_out`, `(cells,)`, do not vote. If labels have equal votes, the
         label of the nearest neighbour wins, then the first one.
         """
-        n, k = neighbors.shape
-        points = neighbors.ravel()
-        sizes = self._starts[points + 1] - self._starts[points]
-        sizes[points == NOWHERE] = 0
-        # rows of the table at each neighbour in turn
-        starts = row_offsets(sizes)
-        neighbor = row_numbers(starts)
-        rows = self._starts[points][neighbor] + positions_in_rows(starts)
-        ballots = self._table.iloc[rows].reset_index(drop=True)
-        ballots["cell"] = neighbor // k
-        ballots["rank"] = neighbor % k
+        n = len(neighbors)
+        ballots = self._collect_ballots(neighbors)
         if left_out is not None:
             ballots = ballots[ballots["donor"] != left_out[ballots["cell"]]]
+        # each donor's vote, divided over labels
         by_donor = ballots.groupby(["cell", "donor", "label"])["cells"].sum()
         by_donor = by_donor / by_donor.groupby(["cell", "donor"]).transform("sum")
+        # sum over donors, with the rank of the label's nearest neighbour
         tally = by_donor.groupby(["cell", "label"]).sum().rename("votes").to_frame()
         tally["rank"] = ballots.groupby(["cell", "label"])["rank"].min()
         tally = tally.reset_index()
@@ -78,9 +72,24 @@ class Electorate:
         shares = sp.csr_matrix(
             (tally["votes"], (cell, tally["label"])), shape=(n, self.n_labels), dtype=np.float64
         )
+        # the winner of each cell
         order = ["cell", "votes", "rank", "label"]
         tally = tally.sort_values(order, ascending=[True, False, True, True])
         winners = tally.drop_duplicates("cell").set_index("cell")
         labels = winners["label"].reindex(range(n), fill_value=NO_LABEL).to_numpy(np.int64)
         agreement = winners["votes"].reindex(range(n)).to_numpy(np.float64)
         return Votes(labels, agreement, shares, n_voting)
+
+    def _collect_ballots(self, neighbors: np.ndarray) -> pd.DataFrame:
+        """Rows of the table at the neighbours of each cell, with the `cell` and the neighbour's `rank`."""
+        k = neighbors.shape[1]
+        points = neighbors.ravel()
+        n_rows = self._starts[points + 1] - self._starts[points]
+        n_rows[points == NOWHERE] = 0
+        offsets = row_offsets(n_rows)
+        neighbor = row_numbers(offsets)  # of each row, an index into `points`
+        rows = self._starts[points][neighbor] + positions_in_rows(offsets)
+        ballots = self._table.iloc[rows].reset_index(drop=True)
+        ballots["cell"] = neighbor // k
+        ballots["rank"] = neighbor % k
+        return ballots
