@@ -66,8 +66,8 @@ def _chosen(context: Context, min_cells: int) -> tuple[np.ndarray, np.ndarray]:
 
 def test_classes_too_small_in_a_draw_need_no_larger_test_split(context: Context) -> None:
     message = (
-        "0 classes of cell_type have at least 50 of the 60 drawn cells (evaluate.folds), expected two "
-        "or more; lower evaluate.folds"
+        "expected two classes of cell_type or more with at least 50 of the 60 drawn cells (evaluate.folds), "
+        "got 0; lower evaluate.folds"
     )
     assert labelled_cells(context, "probe", 50, "evaluate.folds").n_left_out == 0
     with pytest.raises(Skipped) as skipped:
@@ -468,7 +468,7 @@ def test_donors_that_leave_nothing_to_fit_are_told(context: Context) -> None:
 def test_a_larger_test_split_is_no_remedy_for_all_cells(context: Context) -> None:
     for cells, remedy in (("heldout", "raise shard.test_frac or lower x"), ("all", "lower x")):
         options = context.options.model_copy(update={"cells": cells})
-        with pytest.raises(Skipped, match=f"expected two or more; {remedy}$"):
+        with pytest.raises(Skipped, match=f"got 0; {remedy}$"):
             labelled_cells(replace(context, options=options), "probe", 5000, "x")
 
 

@@ -217,7 +217,7 @@ def test_rare_classes_are_left_out_by_name(
     assert "; classes of too few cells left out: rare 3; took " in capsys.readouterr().out
     assert tasks["probe of common"]["rows"] == []
     assert tasks["probe of common"]["skipped"] == (
-        "1 classes of common have at least 5 scored cells (evaluate.folds), expected two or more; lower "
+        "expected two classes of common or more with at least 5 scored cells (evaluate.folds), got 1; lower "
         "evaluate.folds"
     )
 

@@ -47,11 +47,11 @@ class LabelledCells:
 
 
 def labelled_cells(
-    context: Context, task: str, min_cells: int, needed_by: str, max_cells: int = MAX_CELLS
+    context: Context, task: str, min_cells: int, option: str, max_cells: int = MAX_CELLS
 ) -> LabelledCells:
     """Scored cells that `choose_cells` chooses.
 
-    `needed_by` is the option that requires `min_cells`, for messages. Raises Skipped for fewer than
+    `option` sets `min_cells`, and is named in messages. Raises Skipped for fewer than
     two classes with `min_cells` cells, and DataError for a column of one class.
     """
     if "label" not in context.roles:
@@ -70,13 +70,13 @@ def labelled_cells(
     n = len(chosen.classes)
     if n < 2:
         counted = "scored cells"
-        remedy = f"lower {needed_by}"
+        remedy = f"lower {option}"
         if chosen.n_left_out:
             counted = f"of the {max_cells:,} drawn cells"
         elif context.options.cells == "heldout":
             remedy = f"raise shard.test_frac or {remedy}"
         raise Skipped(
-            f"{n} classes of {column.name} have at least {min_cells} {counted} ({needed_by}), expected two or more; "
+            f"expected two classes of {column.name} or more with at least {min_cells} {counted} ({option}), got {n}; "
             f"{remedy}",
             chosen.figures,
         )

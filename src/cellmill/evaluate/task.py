@@ -142,7 +142,7 @@ def add_supervision_note(result: TaskResult, note: str) -> TaskResult:
     rows = []
     for row in result.rows:
         method = row.method
-        # kind `variant` also covers fold regressions, most of which do not use the model: check the network
+        # not the kind of a variant, but its network: most regressions in folds do not use the model
         if method.kind == "model" or method.network == "trained":
             method = replace(method, supervised=note)
         new_names[row.method.name] = method.name

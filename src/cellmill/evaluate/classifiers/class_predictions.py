@@ -1,8 +1,7 @@
 """Predicted classes of cells by several methods, and their scores by class metrics.
 
 A method is features plus a classifier: a row of the table. A condition is a number of fitted cells, or
-a level of degradation: a column. All methods classify the same cells in the same
-repetitions.
+a level of degradation: a column. All methods classify the same cells in the same repetitions.
 
 F1 is not a mean over cells. Its linear terms by cell are used instead (infinitesimal jackknife,
 Efron 1981), which is coarse for classes of a few cells.
@@ -20,7 +19,7 @@ from cellmill.runs.results import Confusion, ScoredMethod
 
 # names in words of the metrics of classes
 CLASS_METRICS = {"accuracy": "accuracy", "macro_f1": "macro-F1", "weighted_f1": "weighted F1"}
-NOT_TESTED = -1  # predicted class of a cell that a repetition does not test
+NOT_TESTED = -1  # class id for a cell that a repetition does not test
 # largest class of all scored cells; MAJORITY is the largest class of the fitted cells
 LARGEST_CLASS = ScoredMethod("largest class")
 
@@ -50,16 +49,18 @@ def _compute_f1_terms(true: np.ndarray, predicted: np.ndarray, is_weighted: bool
     """
     n = len(true)
     present_ids = np.union1d(true, predicted)
-    # (cells, classes), as are is_predicted and scaled_derivatives
+    # (cells, classes)
     is_class = true[:, None] == present_ids
     is_predicted = predicted[:, None] == present_ids
     is_hit = is_class & is_predicted
-    sizes = is_class.sum(0) + is_predicted.sum(0)
-    f1 = 2 * is_hit.sum(0) / sizes
+    # F1 of a class is twice its hits by its true and predicted cells together
+    n_true_and_predicted = is_class.sum(0) + is_predicted.sum(0)
+    f1 = 2 * is_hit.sum(0) / n_true_and_predicted
     share = is_class.mean(0) if is_weighted else np.full(len(present_ids), 1 / len(present_ids))
-    # dF1/dw_i of each class, times its size: F1 is 2 hits / size, sums over the weighted cells
-    scaled_derivatives = 2.0 * is_hit - f1 * (is_class.astype(float) + is_predicted)
-    terms: np.ndarray = n * (scaled_derivatives / sizes) @ share + share @ f1
+    # (cells, classes): dF1/dw_i of each class, by the quotient rule, as both counts are weighted sums
+    numerators = 2.0 * is_hit - f1 * (is_class.astype(float) + is_predicted)
+    derivatives = numerators / n_true_and_predicted
+    terms: np.ndarray = n * derivatives @ share + share @ f1
     if is_weighted:  # n dshare/dw_i = is_class - share: shares depend on the weights, too
         terms = terms + is_class @ f1 - share @ f1
     return terms

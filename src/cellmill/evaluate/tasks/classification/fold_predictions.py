@@ -1,9 +1,9 @@
 """Predicted classes of the tested cells of each fold, by features and classifier, for tasks `probe`,
 `few_shot` and `leave_out`.
 
-All features get the same folds, and all but RANKED the same classifiers. Whatever is
-fitted is fitted on the cells of a fold that are not tested (`Fold.train`), except components of the
-model's training cells.
+All features get the same folds, and all but RANKED the same classifiers. Whatever is fitted is fitted
+on the cells of a fold that are not tested (`Fold.train`), except components of the model's training
+cells.
 """
 
 from collections.abc import Iterable

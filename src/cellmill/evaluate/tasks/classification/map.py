@@ -125,8 +125,8 @@ class MapCells(Task):
         batches.
         """
         config = self.config
-        needed_by = "evaluate.tasks.map.min_cells"
-        chosen = labelled_cells(context, "map", config.min_cells, needed_by)
+        option = "evaluate.tasks.map.min_cells"
+        chosen = labelled_cells(context, "map", config.min_cells, option)
         labels = chosen.labels
         role, folds = split_donors(context.roles, chosen.cells, config.most_folds, labels)
         if not folds:

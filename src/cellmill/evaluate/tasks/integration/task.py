@@ -95,8 +95,8 @@ class Integration(Task):
         classes, labels = np.unique(labelled.labels[has_batch], return_inverse=True)
         if not 2 <= len(classes) < len(labels):
             raise Skipped(
-                f"expected two labels or more, and fewer than cells, got {len(classes)} labels of {len(labels)} scored "
-                "cells with a batch",
+                f"expected two labels or more, and fewer labels than cells, got {len(classes)} labels of "
+                f"{len(labels)} scored cells with a batch",
                 figures,
             )
         return CellsOfBatches(labelled.cells[has_batch], batches, labels, figures)
