@@ -58,8 +58,8 @@ def _compute_f1_terms(true: np.ndarray, predicted: np.ndarray, is_weighted: bool
     f1 = 2 * is_hit.sum(0) / n_true_and_predicted
     share = is_class.mean(0) if is_weighted else np.full(len(present_ids), 1 / len(present_ids))
     # (cells, classes): dF1/dw_i of each class, by the quotient rule, as both counts are weighted sums
-    numerators = 2.0 * is_hit - f1 * (is_class.astype(float) + is_predicted)
-    derivatives = numerators / n_true_and_predicted
+    derivatives = 2.0 * is_hit - f1 * (is_class.astype(float) + is_predicted)
+    derivatives /= n_true_and_predicted
     terms: np.ndarray = n * derivatives @ share + share @ f1
     if is_weighted:  # n dshare/dw_i = is_class - share: shares depend on the weights, too
         terms = terms + is_class @ f1 - share @ f1

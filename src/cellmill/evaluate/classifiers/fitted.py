@@ -146,18 +146,17 @@ def precompute_folds(
         regressions: list[FoldRegression] = []
         tested: list[tuple[str, np.ndarray, np.ndarray]] = []  # key, cells, classes
         for fold in folds:
-            train = fold.train
-            n, width = len(train), shared.shape[1]
-            if n > width or is_small_problem((n, width)):
+            fitted = shared[fold.train]
+            fitted_labels = labels[fold.train]
+            n, width = fitted.shape
+            if n > width or is_small_problem(fitted.shape):
                 continue
-            cached = CachedClassifiers(
-                {name: known}, {name: classifier}, shared[train], labels[train]
-            )
+            cached = CachedClassifiers({name: known}, {name: classifier}, fitted, fitted_labels)
             key = cached.keys(shared[fold.test])[name]
             if key not in known:
-                classes, class_of_cell = np.unique(labels[train], return_inverse=True)
+                classes, class_of_cell = np.unique(fitted_labels, return_inverse=True)
                 targets = np.eye(len(classes))[:, class_of_cell]
-                regressions.append(FoldRegression(shared.rows[train], targets))
+                regressions.append(FoldRegression(fitted.rows, targets))
                 tested.append((key, shared.rows[fold.test], classes))
         with report_early_stop(name, shared.shape[1]):
             logits = fit_folds(shared.source, regressions, classifier.standardised)

@@ -33,7 +33,7 @@ def choose_variable_genes(profiles: sp.csr_matrix) -> np.ndarray:
     means = sums / n
     variances = squares / n - means**2
     # a smaller variance is a rounding error
-    varying = np.flatnonzero((variances > 0) & (variances >= NO_VARIANCE * means**2))
+    varying = np.flatnonzero(variances > NO_VARIANCE * means**2)
     mean = means[varying]
     dispersion = pd.Series(np.log(variances[varying] / mean))
     bin_of_gene = pd.cut(np.log1p(mean), BINS, labels=False)

@@ -244,11 +244,10 @@ class Degraded(Task):
             level: select_cells(features_of_level, fold.train)
             for level, features_of_level in features.items()
         }
-        by_level = {}
-        for level, features_of_level in fitted_features.items():
-            by_level[level] = make_cached_classifiers(
-                features_of_level, fitted_labels, neighbors, context
-            )
+        by_level = {
+            level: make_cached_classifiers(features_of_level, fitted_labels, neighbors, context)
+            for level, features_of_level in fitted_features.items()
+        }
         of_all_levels = make_cached_classifiers(
             stack_cells(fitted_features.values()),
             np.tile(fitted_labels, len(fitted_features)),
