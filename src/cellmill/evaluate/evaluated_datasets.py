@@ -61,7 +61,6 @@ class EvaluatedDatasets:
             for number, column in enumerate(files.labels, start=1):
                 role = "label" if number == 1 else f"label {number}"
                 roles[role] = reader.obs_column(column, "--labels")
-            for role in (*ROLES, IS_CONTROL):
-                if role in reader.obs_columns:
-                    roles[role] = reader.read_column(role)
+            for role, values in reader.read_obs((*ROLES, IS_CONTROL)).items():
+                roles[str(role)] = values
             yield OpenDataset(reader, vectors, roles)

@@ -326,11 +326,9 @@ class TaskResult:
 
     def _column_of(self, verdict: Verdict) -> str:
         """Column of a verdict: stored, or found by its difference, or else named like its metric."""
-        if verdict.column is not None:
-            return verdict.column
         wanted = verdict.compared, verdict.against, verdict.difference
-        found = [one for one in self.differences if (one.compared, one.against, one.mean) == wanted]
-        return found[0].column if found else verdict.metric
+        found = (d.column for d in self.differences if (d.compared, d.against, d.mean) == wanted)
+        return verdict.column or next(found, verdict.metric)
 
     def _compare_with_nearest(self, verdict: Verdict, baselines: set[str]) -> Verdict | None:
         """The verdict on the same method against the best of `baselines` in the same column.

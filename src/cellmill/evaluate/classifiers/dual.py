@@ -129,16 +129,15 @@ class _SharedSolver:
             previous = constants
             exact = self._multiply_scaled(pending, inverse_variances)
             approximate = self._multiply(pending)
-            constants = {}
-            for number in pending:
-                difference = exact[number] - approximate[number]
-                constants[number] = difference[:, self.regressions[number].cells]
+            constants = {
+                number: (exact[number] - approximate[number])[:, self.regressions[number].cells]
+                for number in pending
+            }
             dual_coefs = self._search(pending, constants)
             pending = {}
             for number, coefs in dual_coefs.items():
                 change = np.abs(constants[number] - previous[number]).max()
-                has_converged = change <= CONSTANT_TOLERANCE
-                (finished if has_converged else pending)[number] = coefs
+                (finished if change <= CONSTANT_TOLERANCE else pending)[number] = coefs
         return self._multiply_scaled(finished, inverse_variances) if finished else {}
 
     def _search(self, starts: ByNumber, constants: ByNumber) -> ByNumber:

@@ -112,19 +112,17 @@ def make_cached_classifiers(
 
     Predictions of other packages' classifiers are never saved, because their code may change.
     """
-    prediction_cache = context.prediction_cache
+    saved = context.prediction_cache.predictions
+    unsaved = context.prediction_cache.unsaved_predictions
     installed = context.options.classifiers
     by_features = {}
     for method, values in features.items():
         classifiers = make_classifiers(min(neighbors, len(labels)), installed)
         if method == RANKED:
             classifiers = {REGRESSION: classifiers[REGRESSION]}
-        # features by a network are not saved: no other run has them
-        known: dict[str, np.ndarray] = prediction_cache.predictions
-        if method.network is not None:
-            known = prediction_cache.unsaved_predictions
-        known_by_name = dict.fromkeys(classifiers, known)
-        known_by_name |= dict.fromkeys(installed, prediction_cache.unsaved_predictions)
+        # no other run has features by a network
+        known = saved if method.network is None else unsaved
+        known_by_name = dict.fromkeys(classifiers, known) | dict.fromkeys(installed, unsaved)
         by_features[method] = CachedClassifiers(known_by_name, classifiers, values, labels)
     return by_features
 

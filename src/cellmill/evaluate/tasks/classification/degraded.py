@@ -205,6 +205,7 @@ class Degraded(Task):
                 adapted[level] = by_level
         return adapted
 
+    @without_overhead()
     def _predict_fold(
         self,
         context: Context,
@@ -214,13 +215,12 @@ class Degraded(Task):
         fold: Fold,
     ) -> dict[str, ByMethod]:
         """Predicted classes of the tested cells by column, the majority class among them."""
-        with without_overhead():
-            predicted = self._predict(context, features, labels, fold, [*features])
-            for level, by_level in adapted.items():
-                # classifiers may be fitted at every level, but predict only the cells at this one
-                added = self._predict(context, by_level, labels, fold, [level])
-                for column, by_method in added.items():
-                    predicted[column] |= by_method
+        predicted = self._predict(context, features, labels, fold, [*features])
+        for level, by_level in adapted.items():
+            # classifiers may be fitted at every level, but predict only the cells at this one
+            added = self._predict(context, by_level, labels, fold, [level])
+            for column, by_method in added.items():
+                predicted[column] |= by_method
         for by_method in predicted.values():
             by_method[MAJORITY] = predict_majority(labels[fold.train], len(fold.test))
         return predicted

@@ -43,6 +43,7 @@ from cellmill.evaluate.task import Context
 from cellmill.runs.results import ScoredMethod
 
 
+@without_overhead()
 def predict_folds(
     predictions: ClassPredictions,
     features: Features,
@@ -64,31 +65,26 @@ def predict_folds(
     shared = context.feature_cache.share(features[ALL_GENES])
     if not context.options.classifiers:  # classifiers of other packages cannot read shared products
         features = {**features, ALL_GENES: shared}
-        with without_overhead():
-            precompute_folds(shared, labels, folds, context.prediction_cache.predictions)
+        precompute_folds(shared, labels, folds, context.prediction_cache.predictions)
     # components of all folds before the ranks of genes, which take as much memory
-    components: list[ByMethod] = [{} for _ in folds]
-    if with_fitted_features:
-        with without_overhead():
-            components = [
-                fit_components(shared, fold.train, COMPONENTS, context.prediction_cache)
-                for fold in folds
-            ]
+    components = [
+        fit_components(shared, fold.train, COMPONENTS, context.prediction_cache)
+        if with_fitted_features
+        else {}
+        for fold in folds
+    ]
     ranked = RankedGenes(shared.matrix)
-    for fold, fitted_components in zip(folds, components):
-        train = fold.train
-        test = fold.test
-        with without_overhead():
-            fold_features = {**features, RANKED: ranked.select(train, labels[train])}
-            fold_features |= fitted_components
-            if with_fitted_features and TRAINING_COMPONENTS in features:
-                fold_features[WITH_COMPONENTS] = _join_components(features, train)
-            train_features = select_cells(fold_features, train)
-            classifiers = make_cached_classifiers(train_features, labels[train], neighbors, context)
-            predicted = predict_all(classifiers, select_cells(fold_features, test))
+    for (repetition, train, test), fitted_components in zip(folds, components):
+        selected = ranked.select(train, labels[train])
+        fold_features = {**features, RANKED: selected, **fitted_components}
+        if with_fitted_features and TRAINING_COMPONENTS in features:
+            fold_features[WITH_COMPONENTS] = _join_components(features, train)
+        train_features = select_cells(fold_features, train)
+        classifiers = make_cached_classifiers(train_features, labels[train], neighbors, context)
+        predicted = predict_all(classifiers, select_cells(fold_features, test))
         if with_fitted_features:
             predicted[MAJORITY] = predict_majority(labels[train], len(test))
-        predictions.record(condition, fold.repetition, test, predicted)
+        predictions.record(condition, repetition, test, predicted)
 
 
 def _join_components(features: Features, train: np.ndarray) -> np.ndarray:
@@ -96,8 +92,7 @@ def _join_components(features: Features, train: np.ndarray) -> np.ndarray:
     cells: `(cells, width + components)`.
     """
     scaler = StandardScaler().fit(features[EMBEDDING][train])
-    scaled = scaler.transform(features[EMBEDDING])
-    return np.hstack([scaled, features[TRAINING_COMPONENTS]])
+    return np.hstack([scaler.transform(features[EMBEDDING]), features[TRAINING_COMPONENTS]])
 
 
 def fit_components(

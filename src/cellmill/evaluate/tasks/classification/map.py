@@ -125,8 +125,7 @@ class MapCells(Task):
         batches.
         """
         config = self.config
-        option = "evaluate.tasks.map.min_cells"
-        chosen = labelled_cells(context, "map", config.min_cells, option)
+        chosen = labelled_cells(context, "map", config.min_cells, "evaluate.tasks.map.min_cells")
         labels = chosen.labels
         role, folds = split_donors(context.roles, chosen.cells, config.most_folds, labels)
         if not folds:

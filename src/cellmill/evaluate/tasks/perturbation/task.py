@@ -175,19 +175,16 @@ class Perturbation(Task):
             notes += scored.notes
             tables |= scored.tables
         judged = [column for column in columns if column.select_kind("model")]
-        differences = []
-        for column in judged:
-            differences += column.differences()
         source_differences, comparisons = self._compare_gene_sources(columns)
         result = tabulate(
             columns,
             figures,
             judged,
             rows=table_rows(columns) + table_rows(reference_columns),
-            differences=differences + source_differences,
             notes=notes + comparisons,
         )
-        return replace(result, tables=tables)
+        differences = result.differences + source_differences
+        return replace(result, tables=tables, differences=differences)
 
     def _compare_gene_sources(
         self, columns: list[ScoreColumn]
@@ -216,14 +213,11 @@ def describe_split(
     units: PerturbedUnits, folds_by_novelty: Mapping[str, list[Fold]]
 ) -> dict[str, Any]:
     """Figures of the units of a split file, for metrics.json."""
-    n_by_split = {}
+    figures: dict[str, Any] = {}
     for split in SPLITS:
-        n_by_split[f"split_{split}"] = int((units.split_of_unit == split).sum())
+        figures[f"split_{split}"] = int((units.split_of_unit == split).sum())
     unnamed = units.perturbation[units.split_of_unit == ""]
-    figures: dict[str, Any] = {
-        **n_by_split,
-        "split_unnamed": ", ".join(np.unique(unnamed)) or "none",
-    }
+    figures["split_unnamed"] = ", ".join(np.unique(unnamed)) or "none"
     for novelty, [fold] in folds_by_novelty.items():
         figures["tested_" + re.sub(r"\W", "_", novelty)] = len(fold.test)
     return figures
