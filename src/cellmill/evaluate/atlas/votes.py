@@ -84,11 +84,12 @@ class Electorate:
         """Rows of the table at the neighbours of each cell, with the `cell` and the neighbour's `rank`."""
         k = neighbors.shape[1]
         points = neighbors.ravel()
-        n_rows = self._starts[points + 1] - self._starts[points]
+        starts = self._starts[points]
+        n_rows = self._starts[points + 1] - starts
         n_rows[points == NOWHERE] = 0
         offsets = row_offsets(n_rows)
         neighbor = row_numbers(offsets)  # of each row, an index into `points`
-        rows = self._starts[points][neighbor] + positions_in_rows(offsets)
+        rows = starts[neighbor] + positions_in_rows(offsets)
         ballots = self._table.iloc[rows].reset_index(drop=True)
         ballots["cell"] = neighbor // k
         ballots["rank"] = neighbor % k

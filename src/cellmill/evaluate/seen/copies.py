@@ -77,8 +77,7 @@ class _TrainingHashes:
         is_shared[target[target >= 0]] = True
         if is_shared.all() or ordered:
             return cls(corpus.hashes, None, min_genes=0)
-        terms = corpus.missing_gene_terms(~is_shared)
-        return cls(corpus.hashes_over(is_shared), terms, MIN_GENES)
+        return cls(corpus.hashes_over(is_shared), corpus.missing_gene_terms(~is_shared), MIN_GENES)
 
     def find(self, sums: np.ndarray, n_genes: np.ndarray) -> np.ndarray:
         """Mask, bool `(cells,)`, of the cells whose counts equal those of a training cell.

@@ -75,7 +75,7 @@ class HashedCorpus(NamedTuple):
         """
         if self.manifest is not None:
             return None
-        n_counts = min(MAX_COMPLETED_COUNT, MAX_COMPLETIONS // int(lacked.sum()))
+        n_counts = min(MAX_COMPLETED_COUNT, MAX_COMPLETIONS // lacked.sum())
         if n_counts == 0:
             return None
         genes = hash_genes(np.array(self.genes.gene_ids, object)[lacked])

@@ -183,8 +183,7 @@ class Perturbation(Task):
             rows=table_rows(columns) + table_rows(reference_columns),
             notes=notes + comparisons,
         )
-        differences = result.differences + source_differences
-        return replace(result, tables=tables, differences=differences)
+        return replace(result, tables=tables, differences=result.differences + source_differences)
 
     def _compare_gene_sources(
         self, columns: list[ScoreColumn]
