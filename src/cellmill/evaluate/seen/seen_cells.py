@@ -117,7 +117,7 @@ def describe_unfindable_cells(
 
 
 def _has_barcodes(reader: CountsReader) -> bool:
-    """True if as many names have a barcode as a sample needs; fewer may share theirs by chance."""
+    """True if enough names have a barcode: barcodes of fewer cells may be shared by chance."""
     return reader.obs_names.str.contains(BARCODE).sum() >= MIN_SAMPLE_BARCODES
 
 
