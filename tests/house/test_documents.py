@@ -80,14 +80,14 @@ def test_the_program_accepts_what_the_schema_accepts(
 
 
 @pytest.mark.parametrize(
-    ("page", "run", "init_from"), [("finetune", "tuned", "./models/pbmc"), ("data", "mine", None)]
+    ("page", "run", "init_from"), [("finetune", "tuned", "./models/pbmc"), ("data", "first", None)]
 )
 def test_the_complete_configuration_of_a_page_is_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str, run: str, init_from: str | None
 ) -> None:
     (tmp_path / "config").mkdir()
     (tmp_path / "config/datasets.tsv").write_text(
-        "dataset\tpath\tcounts\tlabel\nmine\tmine.h5ad\tX\tcell_type\n"
+        "dataset\tpath\tcounts\tlabel\nblood\tblood.h5ad\tX\tcell_type\n"
     )
     monkeypatch.chdir(ROOT if page == "finetune" else tmp_path)
     blocks = re.findall(r"^```yaml\n(.*?)^```", read(f"docs/{page}.md"), re.M | re.S)
