@@ -8,6 +8,7 @@ import pytest
 from sklearn.metrics import accuracy_score, f1_score
 
 from cellmill.evaluate.classifiers.class_predictions import (
+    LARGEST_CLASS,
     NOT_TESTED,
     ClassPredictions,
     cell_scores,
@@ -331,8 +332,8 @@ def test_the_scale_runs_from_the_largest_class_to_the_halves() -> None:
         made.record("x", repetition, np.array(cells), predicted)
     column = made.column("x", "accuracy", "x", "accuracy")
     assert column.ceiling is not None
-    np.testing.assert_array_equal(column.trivial[MAJORITY][0], [1, 1, np.nan, 0, np.nan, 0])
-    np.testing.assert_array_equal(column.trivial[MAJORITY][1], [1, 1, 1, 0, 0, np.nan])
+    np.testing.assert_array_equal(column.trivial[LARGEST_CLASS][0], [1, 1, np.nan, 0, np.nan, 0])
+    np.testing.assert_array_equal(column.trivial[LARGEST_CLASS][1], [1, 1, 1, 0, 0, np.nan])
     np.testing.assert_array_equal(column.ceiling[1][0], [1, 1, np.nan, 1, np.nan, 0])
     np.testing.assert_array_equal(column.ceiling[1][1], [1, 1, 0, 1, 1, np.nan])
     ceiling_labels[5] = ""  # a class of too few cells for halves
@@ -340,6 +341,17 @@ def test_the_scale_runs_from_the_largest_class_to_the_halves() -> None:
     assert made.column("x", "macro_f1", "x", "macro-F1").ceiling is None
     ceiling_labels[:] = ""
     assert made.column("x", "accuracy", "x", "accuracy").gap() is None
+
+
+def test_the_scale_begins_at_the_largest_class_of_tested_cells() -> None:
+    labels = np.array(list("XXXXXXAAAB"))
+    made = ClassPredictions(labels, 1, ceiling_labels=labels)
+    known = np.arange(6, 10)
+    predicted = {EMBEDDING: labels[known], OTHER: labels[known], MAJORITY: np.full(4, "B")}
+    made.record("known", 0, known, predicted)
+    gap = made.column("known", "accuracy", "known", "accuracy").gap()
+    assert gap is not None
+    assert gap.zero == ("largest class", 0.75)
 
 
 def test_a_column_of_errors_cannot_rank_the_rows() -> None:

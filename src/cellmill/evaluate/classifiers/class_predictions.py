@@ -20,7 +20,7 @@ from cellmill.runs.results import Confusion, ScoredMethod
 # names in words of the metrics of classes
 CLASS_METRICS = {"accuracy": "accuracy", "macro_f1": "macro-F1", "weighted_f1": "weighted F1"}
 NOT_TESTED = -1  # class id for a cell that a repetition does not test
-# largest class of all scored cells; MAJORITY is the largest class of the fitted cells
+# largest class of the cells that a column tests; MAJORITY is the largest class of the fitted cells
 LARGEST_CLASS = ScoredMethod("largest class")
 
 
@@ -125,14 +125,14 @@ class ClassPredictions:
         id_of_class[""] = NOT_TESTED
         unknown = len(id_of_class)  # the id of no class, so never right
         ceiling = np.array([id_of_class.get(name, unknown) for name in self.ceiling_labels])
-        largest = np.bincount(self.true_ids).argmax()
+        largest = np.bincount(self.true_ids[is_tested.any(0)]).argmax()
 
         def score_tested(predicted: Any) -> np.ndarray:
             return cell_scores(metric, self.true_ids, np.where(is_tested, predicted, NOT_TESTED))
 
-        largest_scores = score_tested(largest)
-        majority_scores = column.scores.get(MAJORITY, largest_scores)
-        trivial = {MAJORITY: majority_scores, LARGEST_CLASS: largest_scores}
+        trivial = {LARGEST_CLASS: score_tested(largest)}
+        if MAJORITY in column.scores:
+            trivial = {MAJORITY: column.scores[MAJORITY], **trivial}
         return replace(column, trivial=trivial, ceiling=(HALF_LABELS, score_tested(ceiling)))
 
     def look_up(self, condition: str, table: np.ndarray) -> ByMethod:
