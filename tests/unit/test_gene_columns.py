@@ -300,7 +300,7 @@ def test_coverage_is_listed_by_column_if_none_is_good(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "kinds", [["Gene"], ["protein_coding", "lncRNA"], ["GENE EXPRESSION"], [""]]
+    "kinds", [["Gene"], ["protein_coding", "lncRNA"], ["GENE EXPRESSION"], [""], ["NA"]]
 )
 def test_biotypes_among_feature_types_are_genes(tmp_path: Path, kinds: list[str]) -> None:
     types = [kinds[i % len(kinds)] for i in range(N_GENES)]

@@ -203,6 +203,13 @@ def proseg(folder: Path) -> None:
     )
 
 
+def htseq(folder: Path) -> None:
+    """Of several .bam files with --counts-output-sparse."""
+    write_mtx(folder / "counts.mtx", by_cell=True, field="real")
+    write_names(folder / "counts_features.tsv", GENES, header="id")
+    write_names(folder / "counts_samples.tsv", CELLS)
+
+
 LAYOUTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "kb-python": (kb, ""),
     "kb-python's file": (kb, "cells_x_genes.mtx"),
@@ -220,6 +227,7 @@ LAYOUTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "Drop-seq": (drop_seq, "sparse.mtx"),
     "Drop-seq of DropViz": (drop_seq, "raw.dge.txt.gz"),
     "proseg": (proseg, ""),
+    "HTSeq": (htseq, "counts.mtx"),
     "one of two samples": (samples, "GSM1_matrix.mtx"),
 }
 
@@ -373,15 +381,24 @@ def test_missing_values_of_writemm_are_refused_by_name(text: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "kind", ["coordinate pattern general", "array integer general", "coordinate real symmetric"]
+    ("kind", "remedy"),
+    [
+        ("coordinate pattern general", "no counts"),
+        ("array integer general", "write it sparse (HTSeq: --counts-output-sparse; "),
+        ("coordinate real symmetric", "no cells"),
+    ],
 )
-def test_matrices_without_counts_of_cells_are_refused_by_kind(kind: str, tmp_path: Path) -> None:
+def test_matrices_without_counts_of_cells_are_refused_by_kind(
+    kind: str, remedy: str, tmp_path: Path
+) -> None:
     star(tmp_path)
     file = tmp_path / "matrix.mtx"
     file.write_text(file.read_text().replace("coordinate integer general", kind))
-    assert refusal(tmp_path).startswith(
+    text = refusal(tmp_path)
+    assert text.startswith(
         f"{file}: expected '%%MatrixMarket matrix coordinate integer general' (or real)"
     )
+    assert remedy in text
 
 
 def test_whole_numbers_without_a_sign_are_counts(tmp_path: Path) -> None:

@@ -244,7 +244,7 @@ def _explain_header(first: list[str]) -> str:
     got = " ".join(first)[:80]
     wanted = "expected '%%MatrixMarket matrix coordinate integer general' (or real)"
     reasons = {
-        "array": "a dense array",
+        "array": "a dense array; write it sparse (HTSeq: --counts-output-sparse; scipy: mmwrite of a coo_matrix)",
         "pattern": "a pattern without values, which has no counts",
         "complex": "complex numbers",
         "symmetric": "a symmetric matrix, which has no cells",
