@@ -101,7 +101,7 @@ def test_batches_are_those_that_a_run_reads_an_epoch_at_a_time(folder: Path) -> 
     assert cells_of(once) == list(range(CELLS - n_train))
     for one, other in zip(once, again, strict=True):
         assert_same(one, other)
-    with pytest.raises(ConfigError, match="always read from its start"):
+    with pytest.raises(ConfigError, match="reads its split from the start"):
         validated.load_state_dict(stream.state_dict())
     stream.close()
     validated.close()

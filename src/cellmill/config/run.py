@@ -14,8 +14,8 @@ from cellmill.config.section import Counts, Names, Section, leaving_out, one_mes
 
 
 class Stream(Section):
-    """Order in which cells are read from shards; an epoch holds the same cells whatever is set
-    here.
+    """Which cells are read from shards, how often, and in which order. By default an epoch reads
+    every training cell once.
     """
 
     lanes: int = Field(8, ge=1)
@@ -49,8 +49,8 @@ class Stream(Section):
     any other value.
     """
     weight_exponent: float = Field(1.0, ge=0, le=1)
-    """Cells of a value with n cells weigh n ** -weight_exponent: 1 reads all values equally, 0 each
-    cell once.
+    """Cells of a value with n cells weigh n ** -weight_exponent: 1 reads all values equally often,
+    0 all cells.
     """
     max_repeats: float = Field(10.0, ge=1, le=1000)
     """Maximum number of times that a cell is read per epoch, as a mean over the cells with the same

@@ -1,4 +1,4 @@
-"""Batches of tokens for one data rank: endless and resumable in training, else one epoch in disk order.
+"""Batches of tokens for one data rank: endless and resumable in training, else one epoch in a fixed order.
 
 Uses threads, not processes: reading and copying release the GIL, and processes cost 1.7 times the
 CPU time per tokenized cell. A few threads read the shards, and one thread cuts and tokenizes the next
@@ -213,8 +213,8 @@ class CellStream:
         """
         if not self._order_rule.options.is_training:
             raise ConfigError(
-                "a split that is not shuffled is always read from its start; load the state into the "
-                "stream of split train"
+                "expected a stream for training, got one that reads its split from the start; load the state "
+                "into a stream for training (split train of a TensorStream)"
             )
         # a state of an earlier version may lack an option; that version ordered cells as the option's
         # default does
@@ -223,7 +223,8 @@ class CellStream:
         missing = self.state_dict().keys() - state.keys()
         if missing:
             raise DataError(
-                f"expected a state that state_dict has returned for this split, got one without {min(missing)}"
+                f"expected a state that state_dict has returned for this split, got one without {min(missing)}; "
+                "load another checkpoint, or start a new run"
             )
         for name, now in _order_options(self._order_rule).items():
             before = state[name]
@@ -239,7 +240,7 @@ class CellStream:
         if fingerprint != self.fingerprint:
             raise DataError(
                 f"expected cells and obs columns of fingerprint {fingerprint}, as in the checkpoint, got "
-                f"{self.fingerprint}: restore the shards and columns it was trained on, or start a new run"
+                f"{self.fingerprint}: restore the shards and columns that the run was trained on, or start a new run"
             )
         epoch = int(state["epoch"])
         step = int(state["step"])

@@ -2,8 +2,8 @@
 
 An epoch over N cells has N reads. With weights, some cells are read several times and others not at
 all. The weight of a cell is its expected number of reads. If n cells have its level, its weight is
-`min(max_repeats, s * n ** -exponent)`, with s such that all weights sum to N. With exponent 0 every
-cell is read once. With exponent 1 every level is read equally often, except levels that reach the cap
+`min(max_repeats, s * n ** -exponent)`, with s such that all weights sum to N. With exponent 0 all
+weights are 1. With exponent 1 every level is read equally often, except levels that reach the cap
 `max_repeats`. Over the first `weight_warmup_steps` optimizer steps, weights change from those of
 `weight_start_exponent` to those of `weight_exponent`. Each epoch has the weights of its first step.
 

@@ -2,13 +2,13 @@
 
 - block: `block_cells` consecutive cells of a shard; a shard's last block may be shorter
 - lane: a share of the epoch's blocks, read by one data rank; lanes differ by at most one cell
-- window: `window_blocks` blocks of a lane, whose cells are shuffled together
+- window: `window_blocks` blocks of a lane, whose cells are shuffled together in training
 
-Full blocks are permuted and dealt round-robin to the lanes. Blocks of an incomplete round, and all
-shorter blocks, are cut so that every lane gets a share. A step takes `lane_batch` cells of each lane,
-or with `equal_steps` an equal share of the epoch. It takes the same cells for any number of data ranks.
-The order is a function of (seed, epoch, lane, window), so any step is reached without replaying
-earlier ones.
+Full blocks are dealt round-robin to the lanes. Blocks of an incomplete round, and all shorter blocks,
+are cut so that every lane gets a share. In training, the blocks are permuted before that. A step takes
+`lane_batch` cells of each lane, or with `equal_steps` an equal share of the epoch. It takes the same
+cells for any number of data ranks. The order is a function of (seed, epoch, lane, window), so any step
+is reached without replaying earlier ones.
 
 With `CellWeights`, some cells are read several times in an epoch, and others not at all. A block is
 then read in passes: pass k reads those of its cells that are read at least k times. The passes of all
