@@ -22,6 +22,7 @@ from cellmill.parallel.mesh import list_stages
 from cellmill.parallel.pipeline import SCHEDULES
 from cellmill.planner.measure.size import Load, measure_size
 from cellmill.planner.memory import (
+    AUTOCAST_BYTES,
     Memory,
     estimate_peak_memory,
     estimate_pinned_bytes,
@@ -139,6 +140,26 @@ def test_checkpointing_keeps_only_inputs_of_blocks() -> None:
     )
     assert recomputed < kept / 2.5
     assert recomputed == pytest.approx(4 * _activations(width, block - width) * LONG, rel=0.15)
+
+
+def test_autocast_keeps_inputs_of_blocks_in_float32() -> None:
+    exact, low = (
+        _memory(1, precision=precision, activation_checkpointing="full").activations
+        for precision in ("32-true", "bf16-mixed")
+    )
+    # one block recomputes all its activations, so its input counts among their mean
+    inputs = (SIZE.n_blocks - 1) * SIZE.width * LONG
+    assert low == pytest.approx(4 * inputs + AUTOCAST_BYTES * (exact / 4 - inputs))
+
+
+@pytest.mark.parametrize(("world", "n_bytes"), [(2, 4), (4, 2)])
+def test_only_fsdp_sends_activations_in_16_bits(world: int, n_bytes: int) -> None:
+    model = _model(world, pp=2, precision="bf16-mixed")
+    memory = estimate_peak_memory(model, LONG, 4)
+    assert memory.pipeline == n_bytes * 4 * SIZE.width * LONG
+    [sent] = [calls for calls in list_traffic(model, 0, LONG, 4) if calls.kind == "point to point"]
+    tied_bytes = 4 * SIZE.tied.trained / model.ranks_per_copy
+    assert sent.payload_bytes == n_bytes * LONG * SIZE.width + tied_bytes
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ class _RankMemory:
             # each stage receives activations and gradients, except at the ends of the model
             messages = 2 * len(self.stages) - int(totals.has_begin) - int(totals.has_finish)
             elements = messages * self.micro_batches * size.width * self.micro_batch_tokens
-            pipeline_bytes = round(model.element_bytes * elements)
+            pipeline_bytes = round(model.block_input_bytes * elements)
         return Memory(
             parameters=FLOAT32_BYTES * (size.buffers + parameters_shard),
             optimizer=0 if offload else model.optimizer_states * FLOAT32_BYTES * trained_shard,
@@ -172,7 +172,6 @@ class _RankMemory:
         """
         model = self.model
         block = model.size.block
-        elements_per_token = self._elements_per_token_at_backward_start()
         logits_bytes = 0.0
         if self.totals.has_finish:  # float32 in every precision
             logits_bytes = FLOAT32_BYTES * model.size.finish_workspace(self.micro_batch_tokens)
@@ -184,9 +183,7 @@ class _RankMemory:
             communication_bytes = FLOAT32_BYTES * (block.trained + shard)
         return replace(
             self.persistent,
-            activations=round(
-                self._bytes_per_activation * elements_per_token * self.micro_batch_tokens
-            ),
+            activations=round(self._activation_bytes_per_token() * self.micro_batch_tokens),
             logits=round(logits_bytes),
             gathered=self._gathered_bytes,
             gradients=self._gradient_bytes_at_backward_start(),
@@ -282,27 +279,29 @@ class _RankMemory:
             n_gathered = totals.outside_parameters + min(2, size.n_blocks) * size.block.parameters
         return self.model.element_bytes * n_gathered
 
-    def _elements_per_token_at_backward_start(self) -> float:
-        """Count the elements per token that are allocated when a block's backward pass begins.
-
-        They are the activations that the rank keeps, and the workspace of the block. The workspace
-        reuses the memory that the part after the blocks has freed.
-        """
+    def _activation_bytes_per_token(self) -> float:
+        """Estimate the bytes per token of all kept activations and of one block's backward pass."""
         size = self.model.size
+        mean_bytes = self._bytes_per_activation
+        block_bytes = mean_bytes * size.block.activations_per_token
         kept_by_checkpointing = {
-            None: size.block.activations_per_token,
-            "selective": size.selective_per_token,
-            "full": size.width,  # only the block's input
+            None: block_bytes,
+            "selective": mean_bytes * size.selective_per_token,
+            "full": self.model.block_input_bytes * size.width,  # only the block's input
         }
-        per_block = kept_by_checkpointing[self.parallel.activation_checkpointing]
-        kept = 0.0
+        kept_block_bytes = kept_by_checkpointing[self.parallel.activation_checkpointing]
+        kept_bytes = 0.0
         for n_micro_batches, stage in zip(self._in_flight_by_stage(), self.stages):
-            kept += n_micro_batches * stage.count_activations(per_block)
+            outside_bytes = mean_bytes * stage.outside_activations_per_token
+            kept_bytes += n_micro_batches * (stage.n_blocks * kept_block_bytes + outside_bytes)
         # before its backward pass, a block recomputes what it has not kept
-        recomputed = size.block.activations_per_token - per_block
-        workspace = size.block_workspace_per_token + recomputed
-        freed = size.finish.activations_per_token if self.totals.has_finish else 0.0
-        return kept + max(workspace - freed, 0)
+        workspace_bytes = mean_bytes * size.block_workspace_per_token
+        workspace_bytes += block_bytes - kept_block_bytes
+        # The last block's backward pass follows that of `finish`, whose activations are freed by then
+        # but counted in `kept_bytes`.
+        if self.totals.has_finish:
+            workspace_bytes -= mean_bytes * size.finish.activations_per_token
+        return kept_bytes + max(workspace_bytes, 0)
 
     def _in_flight_by_stage(self) -> list[int]:
         """Count the micro-batches whose activations each stage of the rank holds."""

@@ -35,11 +35,10 @@ class PlannedStage:
     has_begin: bool  # True if the stage has the part before the blocks
     has_finish: bool  # True if the stage has the part after the blocks
 
-    def count_activations(self, per_block: float) -> float:
-        """Count the elements kept per token for the backward pass, if each block keeps `per_block`."""
-        elements = self.n_blocks * per_block
-        if self.has_begin:
-            elements += self.size.begin.activations_per_token
+    @property
+    def outside_activations_per_token(self) -> float:
+        """Elements that the parts outside the blocks keep for the backward pass."""
+        elements = self.size.begin.activations_per_token if self.has_begin else 0.0
         if self.has_finish:
             elements += self.size.finish.activations_per_token
         return elements
@@ -79,6 +78,11 @@ class PlannedModel:
     def element_bytes(self) -> int:
         """Bytes of an element that the forward and backward passes compute with."""
         return HALF_BYTES if self.parallel.half_precision else FLOAT32_BYTES
+
+    @property
+    def block_input_bytes(self) -> int:
+        """Bytes of an element that passes from block to block: autocast, unlike FSDP2, casts none."""
+        return self.element_bytes if self.is_sharded else FLOAT32_BYTES
 
     @property
     def is_sharded(self) -> bool:

@@ -199,7 +199,7 @@ def _list_pipeline_calls(
     rank_by_stage = {stage: rank for rank in pp_ranks for stage in list_stages(rank, parallel)}
     # node of the first process of each pipeline rank
     nodes = [rank * layout.tp * layout.dp // model.nproc_per_node for rank in pp_ranks]
-    message_bytes = model.element_bytes * tokens * model.size.width
+    message_bytes = model.block_input_bytes * tokens * model.size.width
     for stage in list_stages(pp_rank, parallel):
         # activations go to the next stage, gradients to the previous one
         for neighbour, passes in ((stage + 1, model.size.flops.forward_passes), (stage - 1, 1)):
