@@ -38,7 +38,7 @@ class CollectiveTraffic:
     processes_per_node: int  # processes of the group on one node
     # bytes of the full tensors, before a reduce-scatter or after an all-gather
     payload_bytes: float
-    calls: float  # number of calls
+    calls: float  # number of them
 
     @property
     def sent_bytes(self) -> float:
@@ -73,13 +73,13 @@ def sum_link_bytes(traffic: Sequence[CollectiveTraffic]) -> LinkBytes:
     )
 
 
-class Calls(NamedTuple):
+class CollectiveCalls(NamedTuple):
     """Calls of one collective for one purpose; `CollectiveTraffic` is the sum over purposes."""
 
     kind: Kind
     axis: str  # mesh axis
     payload_bytes: float  # bytes of the full tensors
-    number: float  # number of calls
+    n_calls: float
     leaves_node: bool = False  # for point to point: the receiver is on another node
 
 
@@ -87,31 +87,30 @@ def list_traffic(
     model: PlannedModel, pp_rank: int, tokens: float, micro_batches: float
 ) -> list[CollectiveTraffic]:
     """List the collectives of pipeline rank `pp_rank` in a step, whose micro-batches have `tokens` in all."""
-    totals = model.sum_rank_totals(pp_rank)
-    # bytes of the full tensors, and number of calls, by (kind, axis, leaves_node)
-    totals_by_call = defaultdict[tuple[Kind, str, bool], np.ndarray](lambda: np.zeros(2))
+    rank_totals = model.sum_rank_totals(pp_rank)
+    # payload bytes and number of calls, by (kind, axis, leaves_node)
+    sums = defaultdict[tuple[Kind, str, bool], np.ndarray](lambda: np.zeros(2))
     for calls in chain(
-        _list_data_parallel_calls(model, totals, micro_batches),
-        _list_tensor_parallel_calls(model, totals, tokens, micro_batches),
+        _list_data_parallel_calls(model, rank_totals, micro_batches),
+        _list_tensor_parallel_calls(model, rank_totals, tokens, micro_batches),
         _list_pipeline_calls(model, pp_rank, tokens, micro_batches),
     ):
-        key = (calls.kind, calls.axis, calls.leaves_node)
-        totals_by_call[key] += (calls.payload_bytes, calls.number)
+        sums[calls.kind, calls.axis, calls.leaves_node] += (calls.payload_bytes, calls.n_calls)
     layout = model.layout
     # neighbours on an axis are this many processes apart: tp is the innermost axis of the mesh
     distances = {
         "tp": 1,
         "dp_shard": layout.tp,
         "dp_replicate": layout.tp * layout.dp_shard,
-        "pp": layout.tp * layout.dp,
     }
     traffic = []
-    for (kind, axis, leaves_node), (payload_bytes, n_calls) in totals_by_call.items():
-        processes = getattr(layout, axis)
-        processes_per_node = min(processes, max(1, model.nproc_per_node // distances[axis]))
+    for (kind, axis, leaves_node), (payload_bytes, n_calls) in sums.items():
         if kind == "point to point":  # one sender and one receiver
             processes = 2
             processes_per_node = 1 if leaves_node else 2
+        else:
+            processes = getattr(layout, axis)
+            processes_per_node = min(processes, max(1, model.nproc_per_node // distances[axis]))
         if payload_bytes and processes > 1:
             traffic.append(
                 CollectiveTraffic(kind, axis, processes, processes_per_node, payload_bytes, n_calls)
@@ -121,13 +120,13 @@ def list_traffic(
 
 def _list_data_parallel_calls(
     model: PlannedModel, totals: RankTotals, micro_batches: float
-) -> Iterator[Calls]:
+) -> Iterator[CollectiveCalls]:
     """Yield the calls that gather weights, and those that reduce gradients."""
     parallel = model.parallel
     gradient_bytes = FLOAT32_BYTES * totals.trained
     if not model.is_sharded:
         n_buckets = 1 + gradient_bytes // BUCKET_BYTES
-        yield Calls("all-reduce", "dp_replicate", gradient_bytes, n_buckets)
+        yield CollectiveCalls("all-reduce", "dp_replicate", gradient_bytes, n_buckets)
         return
     forward_passes = model.size.flops.forward_passes
     # weights outside the blocks, and with SHARD_GRAD_OP all weights, stay gathered until a backward
@@ -145,18 +144,22 @@ def _list_data_parallel_calls(
     outside_modules = int(totals.outside_parameters > 0)
     n_modules = outside_modules + totals.n_blocks
     n_gathers = outside_modules * outside_gathers + totals.n_blocks * block_gathers
-    yield Calls("all-gather", "dp_shard", model.element_bytes * gathered, n_gathers)
+    yield CollectiveCalls("all-gather", "dp_shard", model.element_bytes * gathered, n_gathers)
     reductions = micro_batches if parallel.reduces_each_micro_batch else 1
-    yield Calls("reduce-scatter", "dp_shard", gradient_bytes * reductions, n_modules * reductions)
-    yield Calls("all-reduce", "dp_replicate", gradient_bytes / model.layout.dp_shard, n_modules)
+    yield CollectiveCalls(
+        "reduce-scatter", "dp_shard", gradient_bytes * reductions, n_modules * reductions
+    )
+    yield CollectiveCalls(
+        "all-reduce", "dp_replicate", gradient_bytes / model.layout.dp_shard, n_modules
+    )
 
 
 def _list_tensor_parallel_calls(
     model: PlannedModel, totals: RankTotals, tokens: float, micro_batches: float
-) -> Iterator[Calls]:
+) -> Iterator[CollectiveCalls]:
     """Yield the calls that sum activations and their gradients over tensor-parallel ranks.
 
-    With sequence parallelism, a reduce-scatter and an all-gather replace each all-reduce.
+    With sequence parallelism, a reduce-scatter and an all-gather replace each all-reduce of a block.
     """
     size = model.size
     parallel = model.parallel
@@ -165,33 +168,35 @@ def _list_tensor_parallel_calls(
     # `finish` is measured over its forward and backward pass: a step has one of each
     begin_passes = forward_passes * int(totals.has_begin)
     for end, passes in ((size.begin, begin_passes), (size.finish, int(totals.has_finish))):
-        payload_bytes = token_bytes * passes * end.collective_elements_per_token
-        yield Calls("all-reduce", "tp", payload_bytes, passes * end.collectives * micro_batches)
-    # A backward pass reduces as often as a forward pass. Checkpointing of either kind keeps no reduced
-    # activations: it recomputes all but the last, which the backward pass does not need.
-    reductions_per_pass = size.block.collectives
+        end_bytes = token_bytes * passes * end.collective_elements_per_token
+        n_calls = passes * end.collectives * micro_batches
+        yield CollectiveCalls("all-reduce", "tp", end_bytes, n_calls)
+    # A backward pass has as many all-reduces as a forward pass. With activation checkpointing it also
+    # repeats the forward pass's all-reduces but the last, whose result it does not need.
+    all_reduces_per_pass = size.block.collectives
     recomputes = parallel.activation_checkpointing is not None
-    recomputed_reductions = max(0, reductions_per_pass - 1) if recomputes else 0
-    reductions_per_block = (forward_passes + 1) * reductions_per_pass + recomputed_reductions
-    elements_per_call = size.block.collective_elements_per_token / max(1, reductions_per_pass)
-    payload_bytes = token_bytes * totals.n_blocks * (reductions_per_block * elements_per_call)
+    n_repeated = max(0, all_reduces_per_pass - 1) if recomputes else 0
+    all_reduces_per_block = (forward_passes + 1) * all_reduces_per_pass + n_repeated
+    elements_per_call = size.block.collective_elements_per_token / max(1, all_reduces_per_pass)
+    n_all_reduces = totals.n_blocks * all_reduces_per_block
     kind: Kind = "reduce-scatter" if parallel.sequence_parallel else "all-reduce"
-    yield Calls(kind, "tp", payload_bytes, totals.n_blocks * reductions_per_block * micro_batches)
+    block_bytes = token_bytes * n_all_reduces * elements_per_call
+    yield CollectiveCalls(kind, "tp", block_bytes, n_all_reduces * micro_batches)
     if parallel.sequence_parallel:
-        # recomputation also gathers the input of the last reduction
-        gathers_per_block = (forward_passes + 1 + int(recomputes)) * reductions_per_pass
+        # recomputation repeats every gather, also the one before the last reduction
+        gathers_per_block = (forward_passes + 1 + int(recomputes)) * all_reduces_per_pass
         # at the model's ends a backward pass gathers the gradients of the blocks' input, and a
         # forward pass gathers the blocks' output
         end_gathers = int(totals.has_begin) + forward_passes * int(totals.has_finish)
-        elements = totals.n_blocks * gathers_per_block * elements_per_call
-        elements += end_gathers * size.width * model.layout.tp
-        n_gathers = (totals.n_blocks * gathers_per_block + end_gathers) * micro_batches
-        yield Calls("all-gather", "tp", token_bytes * elements, n_gathers)
+        block_gathers = totals.n_blocks * gathers_per_block
+        elements = block_gathers * elements_per_call + end_gathers * size.width * model.layout.tp
+        n_gathers = (block_gathers + end_gathers) * micro_batches
+        yield CollectiveCalls("all-gather", "tp", token_bytes * elements, n_gathers)
 
 
 def _list_pipeline_calls(
     model: PlannedModel, pp_rank: int, tokens: float, micro_batches: float
-) -> Iterator[Calls]:
+) -> Iterator[CollectiveCalls]:
     """Yield the messages between stages: activations, gradients, and gradients of tied parameters."""
     parallel = model.parallel
     layout = model.layout
@@ -207,10 +212,12 @@ def _list_pipeline_calls(
             if receiver != pp_rank:
                 leaves_node = nodes[receiver] != nodes[pp_rank]
                 n_messages = passes * micro_batches
-                yield Calls("point to point", "pp", passes * message_bytes, n_messages, leaves_node)
+                yield CollectiveCalls(
+                    "point to point", "pp", passes * message_bytes, n_messages, leaves_node
+                )
     tied = model.size.tied.trained
     ends = {rank_by_stage[0], rank_by_stage[parallel.n_stages - 1]}
     if tied and len(ends) == 2 and pp_rank in ends:
         tied_bytes = FLOAT32_BYTES * tied / model.ranks_per_copy
         leaves_node = len({nodes[rank] for rank in ends}) == 2
-        yield Calls("point to point", "pp", tied_bytes, 1, leaves_node)
+        yield CollectiveCalls("point to point", "pp", tied_bytes, 1, leaves_node)
