@@ -20,7 +20,7 @@ from cellmill.config.parallel import Parallel, divide_processes
 from cellmill.config.parts.tokens import Tokens
 from cellmill.parallel.mesh import list_stages
 from cellmill.parallel.pipeline import SCHEDULES
-from cellmill.planner.measure.size import Load, measure_size
+from cellmill.planner.measure.size import measure_size
 from cellmill.planner.memory import (
     AUTOCAST_BYTES,
     Memory,
@@ -173,11 +173,7 @@ def test_a_pipeline_holds_each_block_once(schedule: str) -> None:
     tied = SIZE.tied.parameters
     ranks = [model.sum_rank_totals(rank) for rank in range(3)]
     assert sum(rank.parameters for rank in ranks) == SIZE.parameters + tied
-    load = Load(10, 100, 2)
-    flops = [
-        SIZE.flops.count(load, rank.n_blocks, rank.has_begin, rank.has_finish) for rank in ranks
-    ]
-    assert sum(flops) == pytest.approx(SIZE.flops.count(load))
+    assert [sum(rank.has_begin for rank in ranks), sum(rank.has_finish for rank in ranks)] == [1, 1]
     numbers = [*list_stages(0, parallel), *list_stages(1, parallel), *list_stages(2, parallel)]
     assert sorted(numbers) == list(range(parallel.n_stages))
 

@@ -107,8 +107,8 @@ def estimate_step_time(
         exposed_s += gathers_s + reductions_s
     else:
         # Three lower bounds of the exposed communication; the largest is taken.
-        # 1. No block computes while the first weights and the last gradients are sent. They count as
-        # the weights of a mean module, though the module outside the blocks may have more.
+        # 1. No block computes while the first module's weights and the last one's gradients are sent.
+        # All modules, the blocks and one outside them, are assumed to be equally large.
         first_and_last_s = (gathers_s / micro_batches + reductions_s) / (model.size.n_blocks + 1)
         # 2. Communication that takes longer than all computation.
         beyond_compute_s = gathers_s + reductions_s - compute_s
@@ -125,19 +125,23 @@ def estimate_step_time(
 def _estimate_compute_time(model: PlannedModel, load: Load, flops_per_s: float) -> list[float]:
     """Estimate the seconds of a step's computation, of one forward pass, and of the backward passes.
 
-    These are the times of the pipeline rank that computes the most. Backward passes include
+    Each is the time of the pipeline rank that takes the longest for it. Backward passes include
     recomputation. Selective recomputation counts as full, though it computes less.
     """
     flops = model.size.flops
     flops_by_rank = []
     for pp_rank in range(model.layout.pp):
         totals = model.sum_rank_totals(pp_rank)
-        n_blocks = totals.n_blocks
-        step = flops.count(load, n_blocks, totals.has_begin, totals.has_finish)
-        forward = flops.count_forward(load, n_blocks, totals.has_begin, totals.has_finish)
+        blocks = totals.n_blocks * flops.count_block(load)
+        begin = flops.count_begin(load) if totals.has_begin else 0.0
+        finish = flops.count_finish(load) if totals.has_finish else 0.0
+        # all passes have the FLOPs of this many forward passes; a coupled loss repeats all but `finish`
+        n_forwards = flops.forward_passes + FORWARDS_PER_BACKWARD
+        forward = (begin + blocks) / n_forwards + finish / (1 + FORWARDS_PER_BACKWARD)
         recomputed = 0.0
         if model.parallel.activation_checkpointing is not None:
-            recomputed = flops.count_forward(load, n_blocks)
+            recomputed = blocks / n_forwards
+        step = begin + blocks + finish + recomputed
         backward = FORWARDS_PER_BACKWARD * forward + recomputed
-        flops_by_rank.append((step + recomputed, forward, backward))
-    return [max(ranks) / flops_per_s for ranks in zip(*flops_by_rank)]
+        flops_by_rank.append((step, forward, backward))
+    return [max(by_rank) / flops_per_s for by_rank in zip(*flops_by_rank)]

@@ -82,7 +82,7 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs of a model per token, per cell and per pair; `count` adds up the FLOPs for a load.
+    """FLOPs of a model per token, per cell and per pair; its methods count the FLOPs for a load.
 
     They are measured on one tensor-parallel rank, and include all passes of a step.
     """
@@ -100,38 +100,20 @@ class Flops:
     finish_per_cell: float
     block_per_pair: float  # one block's attention, per (query, key) pair of a cell
 
-    def count(
-        self,
-        load: Load,
-        n_blocks: int | None = None,
-        has_begin: bool = True,
-        has_finish: bool = True,
-    ) -> float:
-        """Count the FLOPs of all passes over `load`, in `n_blocks` blocks and the ends of the model.
+    def count(self, load: Load) -> float:
+        """Count the FLOPs of all passes of the whole model over `load`."""
+        blocks = self.n_blocks * self.count_block(load)
+        return self.count_begin(load) + blocks + self.count_finish(load)
 
-        By default all blocks and both ends are counted. The ends are `begin`, counted with `has_begin`,
-        and `finish`, counted with `has_finish`.
-        """
-        n_blocks = self.n_blocks if n_blocks is None else n_blocks
-        per_token = n_blocks * self.block_per_token
-        per_cell = n_blocks * self.block_per_cell
-        per_pair = n_blocks * self.block_per_pair
-        if has_begin:
-            per_token += self.begin_per_token
-        if has_finish:
-            per_token += self.finish_per_token
-            per_cell += self.finish_per_cell
-        return per_token * load.tokens + per_pair * load.pairs + per_cell * load.cells
+    def count_begin(self, load: Load) -> float:
+        return self.begin_per_token * load.tokens
 
-    def count_forward(
-        self, load: Load, n_blocks: int, has_begin: bool = False, has_finish: bool = False
-    ) -> float:
-        """Count the FLOPs of one forward pass of `n_blocks` blocks, and of the given ends."""
-        trunk = self.count(load, n_blocks, has_begin, has_finish=False)
-        finish = self.count(load, 0, has_begin=False, has_finish=has_finish)
-        # with a coupled loss, a step has two forward passes of the rest, but one of `finish`
-        trunk /= self.forward_passes + FORWARDS_PER_BACKWARD
-        return trunk + finish / (1 + FORWARDS_PER_BACKWARD)
+    def count_block(self, load: Load) -> float:
+        per_token = self.block_per_token * load.tokens
+        return per_token + self.block_per_pair * load.pairs + self.block_per_cell * load.cells
+
+    def count_finish(self, load: Load) -> float:
+        return self.finish_per_token * load.tokens + self.finish_per_cell * load.cells
 
 
 @dataclass(frozen=True)
@@ -250,18 +232,22 @@ def _measure_size(spec: ModelSpec, method: Method, tp: int, sequence_parallel: b
     if sequence_parallel:  # `planner.traffic` derives its collectives from those without it
         plain_model = _build(spec, method, tp, one_block=True)
         without_sequence_parallel = measure_passes(plain_model, spec, SAMPLE_TOKENS)
-    for name in ("begin", "block", "finish"):
+    # elements that `finish` keeps whatever the number of tokens count as its workspace
+    finish_kept_per_token, workspace = _measure_workspace(model, spec, token_multiple)
+    kept_per_token = {
+        "begin": long.begin.kept / long.tokens,
+        "block": long.block.kept / long.tokens,
+        "finish": finish_kept_per_token,
+    }
+    for name, kept in kept_per_token.items():
         window = getattr(without_sequence_parallel, name).window
         elements = window.collective_bytes / FLOAT32_BYTES
         parts[name] = replace(
             parts[name],
-            activations_per_token=getattr(long, name).kept / long.tokens,
+            activations_per_token=kept,
             collective_elements_per_token=elements / without_sequence_parallel.tokens,
             collectives=window.collectives,
         )
-    # elements that `finish` keeps whatever the number of tokens count as its workspace
-    kept_per_token, workspace = _measure_workspace(model, spec, token_multiple)
-    parts["finish"] = replace(parts["finish"], activations_per_token=kept_per_token)
     return ModelSize(
         **parts,
         buffers=sum(buffer.numel() for buffer in whole_model.buffers()),
