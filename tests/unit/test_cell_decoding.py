@@ -317,11 +317,14 @@ def test_the_profile_encoder_is_a_plain_perceptron() -> None:
     torch.testing.assert_close(vectors, expected, rtol=1e-4, atol=1e-5)
 
 
+def _statistics(**profiles: np.ndarray) -> GeneStatistics:
+    """Statistics of 2 cells and 60 genes: token values that profiles must not be made from."""
+    return GeneStatistics(np.arange(60), np.ones(60), 1.0, 2, **profiles)
+
+
 def test_a_model_is_compared_with_the_mean_profile() -> None:
     objective = decoding_model("profile").objective
-    n_cells = np.array([99, 0, 49])
-    means = np.array([1.0, 1.0, 2.0])
-    train = GeneStatistics(n_cells, means, 1.0, 100)  # 1/2, 1/200 and 99/200 of a profile
+    train = _statistics(log_count_profile=np.array([0.5, 0.005, 0.495]))
     genes = np.array([0, 2, 0])
     weights = np.array([0.5, 0.5, 1.0])
     per_cell = np.array([0.5, 0.5, 1.0])
@@ -340,7 +343,7 @@ def test_a_model_is_compared_with_the_mean_profile() -> None:
 
 def test_both_cross_entropies_are_summed_in_float64() -> None:
     objective = decoding_model("profile").objective
-    train = GeneStatistics(np.array([99, 49]), np.ones(2), 1.0, 100)
+    train = _statistics(log_count_profile=np.array([2 / 3, 1 / 3]))
     random = np.random.default_rng(0)
     fractions = random.random(1000, np.float32)
     log_p = -random.random(1000, np.float32)
@@ -351,30 +354,27 @@ def test_both_cross_entropies_are_summed_in_float64() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "options", "compared", "against"),
+    ("tokenizer", "options", "compared", "share"),
     [
-        ("continuous", {}, "hidden expression", "token values of training cells summed by gene"),
-        (
-            "continuous",
-            {"view": "thin", "weights": "counts"},
-            "hidden expression",
-            "token values of training cells summed by gene",
-        ),
-        ("rank", {"target": "all"}, "whole cell", "token frequencies of training cells"),
+        ("continuous", {}, "hidden expression", 0.5),
+        ("continuous", {"view": "thin", "weights": "counts"}, "hidden expression", 0.25),
+        ("continuous", {"likelihood": "nb"}, "hidden expression", 0.25),
+        ("rank", {"target": "all"}, "whole cell", 0.5),
     ],
 )
-def test_the_verdict_names_what_is_predicted_and_its_baseline(
-    tokenizer: str, options: dict[str, Any], compared: str, against: str
+def test_the_baseline_is_a_profile_of_the_targets_scale(
+    tokenizer: str, options: dict[str, Any], compared: str, share: float
 ) -> None:
     tokens = Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": 64})
     model = build(
         spec(N_GENES, tokens, LEVELS, objective="cell_decoding", **FAMILIES["encoder"], **options)
     )
-    train = GeneStatistics(np.array([1, 2]), np.ones(2), 1.0, 2)
+    train = _statistics(log_count_profile=np.array([0.5]), count_profile=np.array([0.25]))
     one = np.ones(1)
-    _, [verdict] = model.objective.judge(np.zeros(1, int), -one, one, one, train=train)
+    figures, [verdict] = model.objective.judge(np.zeros(1, int), -one, one, one, train=train)
     assert verdict.compared == f"prediction of the {compared}"
-    assert verdict.against == against
+    assert verdict.against == "the mean profile of training cells"
+    assert figures["cross_entropy_mean_profile"] == pytest.approx(-np.log(share))
 
 
 def test_the_loss_of_a_model_covers_only_hidden_counts() -> None:
@@ -399,8 +399,7 @@ def test_the_loss_of_a_model_covers_only_hidden_counts() -> None:
 
 
 def test_means_are_scored_like_counts() -> None:
-    n_cells = np.ones(60, np.int64)
-    train = GeneStatistics(n_cells, np.ones(60), 1.0, 10)
+    train = _statistics(count_profile=np.full(60, 1 / 60))
     figures = []
     for options in ({"weights": "counts"}, {"likelihood": "nb"}):
         model = decoding_model("profile", **options)

@@ -61,7 +61,7 @@ def test_means_come_only_from_training_shards(
 ) -> None:
     manifest = Manifest.read(corpus["manifest"])
     tokens = Tokens.model_validate({"max_tokens": 4096})
-    statistics = read_gene_statistics(manifest, tokens)
+    statistics = read_gene_statistics(manifest, tokens, with_counts=True)
     matrices = [
         open_cells(manifest.shard_path(shard)).X for shard in manifest.splits["train"].shards
     ]
@@ -76,6 +76,11 @@ def test_means_come_only_from_training_shards(
         values.sum(axis=0)[seen] / detected[seen], rel=1e-5
     )
     assert statistics.mean[~seen] == pytest.approx(np.full((~seen).sum(), statistics.global_mean))
+    profiles = (statistics.count_profile, statistics.log_count_profile)
+    for profile, expression in zip(profiles, (counts, np.log1p(counts))):
+        fractions = (expression / expression.sum(axis=1, keepdims=True)).sum(axis=0)
+        expected = (fractions + 1 / len(fractions)) / (len(counts) + 1)
+        assert profile == pytest.approx(expected)
 
 
 def test_values_are_scored_as_numpy_would() -> None:

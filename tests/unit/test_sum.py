@@ -200,7 +200,9 @@ def _observe(objective: Any, model: Any, batches: list[Any]) -> list[np.ndarray]
 
 def test_verdicts_of_a_sum_are_those_of_its_parts() -> None:
     model = _model(objective="sum", parts=PARTS).eval()
-    train = GeneStatistics(np.arange(N_GENES), np.linspace(1, 2, N_GENES), 1.5, 100)
+    means = np.linspace(1, 2, N_GENES)
+    profile = means / means.sum()
+    train = GeneStatistics(np.arange(N_GENES), means, 1.5, 100, log_count_profile=profile)
     with torch.no_grad():
         prepared = [prepare(model, _cells(seed=seed), 128) for seed in (0, 1)]
         observed = _observe(model.objective, model, prepared)

@@ -72,7 +72,8 @@ class EvaluatedModel:
     @cached_property
     def gene_statistics(self) -> GeneStatistics:
         """Statistics of the genes of training cells."""
-        return read_gene_statistics(self.manifest, self.tokens)
+        with_counts = self.network.objective.config.needs_counts
+        return read_gene_statistics(self.manifest, self.tokens, with_counts)
 
     @cached_property
     def components(self) -> PrincipalComponents:

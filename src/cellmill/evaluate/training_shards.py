@@ -8,9 +8,10 @@ import scipy.sparse as sp
 
 from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.rank_order import rank_buckets
-from cellmill.data.rows import SparseCounts
+from cellmill.data.rows import SparseCounts, row_numbers
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards, read_names
+from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.batch_tokenizer import BatchTokenizer
 from cellmill.models.objective import GeneStatistics
 
@@ -28,17 +29,22 @@ def read_cell_names(manifest: Manifest, splits: Iterable[str]) -> Iterator[tuple
                 yield dataset, name
 
 
-def read_gene_statistics(manifest: Manifest, tokens: Tokens) -> GeneStatistics:
+def read_gene_statistics(
+    manifest: Manifest, tokens: Tokens, with_counts: bool = False
+) -> GeneStatistics:
     """Statistics over the first blocks of the training shards, until they have MAX_TRAIN_CELLS
-    cells.
+    cells. Profiles are computed if `with_counts`.
     """
     n_genes = manifest.n_genes
     n_cells = 0
     total = np.zeros(n_genes)
     by_rank = np.zeros((tokens.max_tokens.bit_length(), n_genes), np.int64)
+    # sums of profiles over cells; the first cell has all genes alike
+    count_profiles = np.full(n_genes, 1 / n_genes)
+    log_count_profiles = count_profiles.copy()
     tokenizer = BatchTokenizer(tokens, n_genes, variability=manifest.variability)
     for block in _read_first_blocks(manifest, MAX_TRAIN_CELLS, "train"):
-        batch = tokenizer.make_batch(block, np.arange(block.n_cells))
+        batch = tokenizer.make_batch(block, np.arange(block.n_cells), with_counts)
         genes = batch.token_ids - len(SPECIAL)
         # position of each token in its cell, by powers of two
         cell_starts = np.repeat(batch.cu_seqlens[:-1], np.diff(batch.cu_seqlens))
@@ -47,10 +53,30 @@ def read_gene_statistics(manifest: Manifest, tokens: Tokens) -> GeneStatistics:
         by_rank += n_pairs.reshape(by_rank.shape)
         total += np.bincount(genes, weights=batch.values, minlength=n_genes)
         n_cells += block.n_cells
+        if with_counts:
+            assert batch.counts is not None, "the batch has no counts"
+            count_profiles += _sum_profiles(batch, batch.counts, n_genes)
+            log_count_profiles += _sum_profiles(batch, np.log1p(batch.counts), n_genes)
     n_by_gene = by_rank.sum(0)
     overall = float(total.sum() / max(n_by_gene.sum(), 1))
     means = np.where(n_by_gene > 0, total / np.maximum(n_by_gene, 1), overall)
-    return GeneStatistics(n_by_gene, means, overall, n_cells, by_rank)
+    return GeneStatistics(
+        n_by_gene,
+        means,
+        overall,
+        n_cells,
+        by_rank,
+        count_profile=count_profiles / (n_cells + 1) if with_counts else None,
+        log_count_profile=log_count_profiles / (n_cells + 1) if with_counts else None,
+    )
+
+
+def _sum_profiles(batch: Batch, expression: np.ndarray, n_genes: int) -> np.ndarray:
+    """Sum over cells the fractions of the cell's `expression`, `(tokens,)`: `(genes,)` float64."""
+    token_cells = row_numbers(batch.cu_seqlens)
+    cell_sums = np.bincount(token_cells, expression, len(batch.lengths))
+    genes = batch.token_ids - len(SPECIAL)
+    return np.bincount(genes, expression / cell_sums[token_cells], n_genes)
 
 
 def read_counts(manifest: Manifest, max_cells: int, split: str = "train") -> sp.csr_matrix:

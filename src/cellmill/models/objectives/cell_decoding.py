@@ -14,9 +14,8 @@ over all genes, zeros included, also divided by the sum.
 With `view_loss` the hidden part is encoded too, and VICReg of the vectors of both parts is added in
 training only. With `batch_column` the decoder gets a learned vector per experimental batch, which
 options and modules named `batch_…` are about (scVI's `batch_key`), not batches of training. `judge`
-compares with the mean profile of the training cells: token values summed by gene, or token
-frequencies unless values are continuous. Objective `denoise` is the same class with `view: thin` and
-`target: all`.
+compares with the mean profile of the training cells: the mean of the same fractions over whole cells.
+Objective `denoise` is the same class with `view: thin` and `target: all`.
 
 Legend: T tokens of the batch, C cells with targets, H width of a state, E width of a cell's vector, D
 input width of the decoder's output layer, V size of the vocabulary.
@@ -314,23 +313,17 @@ class CellDecoding(Objective):
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
         """Score the cross-entropy of the model against the mean profile of training cells.
 
-        The profile is the training cells' token values summed by gene, or token frequencies unless values
-        are continuous. Values are those of the tokenizer, whatever `weights` is.
+        The profile is the mean of their targets: fractions of log(1 + counts), or of counts. Those of
+        whole cells, since any part of a cell may be hidden.
         """
         entries = ProfileObservations(*observed)
         fractions = entries.fractions.astype(np.float64)
         log_p = entries.log_p.astype(np.float64)
-        if self.tokens.value_kind == "scalar":  # only these values measure expression
-            expression = train.n_tokens * train.mean
-            against = "token values of training cells summed by gene"
-        else:
-            expression = train.n_tokens
-            against = "token frequencies of training cells"
-        expression = expression + 1  # for genes that no training cell has
-        log_mean_profile = np.log(expression / expression.sum())
+        mean_profile = train.log_count_profile if self.predicts_log_counts else train.count_profile
+        assert mean_profile is not None, "statistics without profiles"
         n_cells = entries.cell_fracs.sum()  # each cell adds 1
         loss = float(-(fractions * log_p).sum() / n_cells)
-        baseline_loss = float(-(fractions * log_mean_profile[entries.genes]).sum() / n_cells)
+        baseline_loss = float(-(fractions * np.log(mean_profile[entries.genes])).sum() / n_cells)
         metrics = {
             "n_targets": round(n_cells),
             "n_entries": len(log_p),
@@ -341,6 +334,7 @@ class CellDecoding(Objective):
         # "hidden expression", not "hidden genes": view thin hides counts
         predicted_part = "whole cell" if self.config.target == "all" else "hidden expression"
         name = f"prediction of the {predicted_part}"
+        against = "the mean profile of training cells"
         return metrics, cross_entropy_verdicts(name, against, loss - baseline_loss)
 
 
