@@ -58,7 +58,10 @@ def check_plugin(
     layouts: Mapping[str, dict[str, Any]] = LAYOUTS,
     **sections: Any,
 ) -> None:
-    """Train small models on 240 simulated cells, on the CPU, and assert the promises:
+    """Train small models on 240 simulated cells, on the CPU, and assert the promises.
+
+    Columns of obs are cell_type (4 levels), batch (2) and donor (4); fraction_1 and fraction_2, shares
+    of a cell's counts in two sets of genes, are numbers from 0 to 1. The promises:
 
     - each of `layouts` has the losses and gradient norms of one process,
     - a resumed run has the curve and the exported model of an uninterrupted run: to the bit in one
@@ -89,6 +92,7 @@ def check_plugin(
         folder / "corpus",
         "simulate --out @/raw.h5ad --cells 240 --genes 120 --types 4 --batches 2 --seed 1",
     )
+    add_numbers(folder / "corpus" / "raw.h5ad")
     corpus = write_shards(folder / "corpus", "raw.h5ad")
 
     single = train(corpus, folder / "alone", options)
@@ -148,6 +152,15 @@ def run(folder: Path, words: str) -> None:
     assert main([word.replace("@", str(folder)) for word in words.split()]) == 0, (
         f"cellmill {words} failed in {folder}"
     )
+
+
+def add_numbers(path: Path) -> None:
+    """Add fraction_1 and fraction_2 to obs: shares of counts in the first 30 genes and the next 30."""
+    cells = ad.read_h5ad(path)
+    total = cells.X.sum(1)
+    cells.obs["fraction_1"] = cells.X[:, :30].sum(1) / total
+    cells.obs["fraction_2"] = cells.X[:, 30:60].sum(1) / total
+    cells.write_h5ad(path)
 
 
 def write_shards(folder: Path, raw: str, config: str = CONFIG) -> Path:

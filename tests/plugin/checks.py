@@ -30,6 +30,16 @@ def test_the_toys_keep_the_promises(tmp_path: Path) -> None:
     np.testing.assert_allclose(angles, expected, rtol=1e-6)
 
 
+def test_an_objective_that_reads_a_number_of_obs_passes(tmp_path: Path) -> None:
+    check_plugin(
+        tmp_path,
+        {"objective.number_column": "fraction_2"},
+        {"ddp": LAYOUTS["ddp"]},
+        model={"family": "profile", "hidden": 16},
+        objective={"name": "toy_number", "number_column": "fraction_1"},
+    )
+
+
 def test_an_option_without_another_value_is_named(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"got none of \['finetune.rank'\]"):
         check_plugin(tmp_path, {}, finetune={"method": "toy_adapter"})

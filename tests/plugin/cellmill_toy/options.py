@@ -7,7 +7,8 @@ from pydantic import Field
 
 from cellmill.config.parts.family import FamilyConfig
 from cellmill.config.parts.methods import MethodConfig, OptimizerConfig
-from cellmill.config.parts.objective import ObjectiveConfig
+from cellmill.config.parts.objective import Columns, ObjectiveConfig
+from cellmill.config.parts.objectives import EMBEDDING_FAMILIES
 from cellmill.config.parts.tasks import TaskConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.parts.trackers import ObserverConfig, TrackerConfig
@@ -48,6 +49,20 @@ class ToyNextGene(ObjectiveConfig):
     skip: int = Field(
         0, ge=0, description="Tokens at the start of a cell after which nothing is predicted."
     )
+
+
+class ToyNumber(ObjectiveConfig):
+    """Predict a number of each cell, by least squares."""
+
+    implementation = "cellmill_toy.number:Number"
+    owns_tokens = False
+    families = EMBEDDING_FAMILIES
+    name: Literal["toy_number"] = "toy_number"
+    number_column: str = Field(description="obs column of the number.")
+
+    def columns(self, option: str = "objective") -> Columns:
+        """The column, and the option that names it."""
+        return Columns(numbers={self.number_column: f"{option}.number_column"})
 
 
 class ToyGenes(Tokens):
