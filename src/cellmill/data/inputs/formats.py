@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import h5py
 
 from cellmill.config import plugin
-from cellmill.data.inputs import anndata_files, fasta, mtx, soma, tenx_loom
+from cellmill.data.inputs import anndata_files, soma, tenx_loom
 from cellmill.data.inputs.containers import split_part
 from cellmill.data.inputs.derived.grouped import MODES, choose_mode, group_probes, is_split
 from cellmill.data.inputs.h5 import open_h5, reading
@@ -26,6 +26,7 @@ from cellmill.data.inputs.matrices import size_problem
 from cellmill.data.inputs.reader import CountsReader, keep_apart
 from cellmill.data.inputs.source import CountSource, DeclaredNames, Format
 from cellmill.data.inputs.text import counts as text_counts
+from cellmill.data.inputs.text import fasta, mtx
 from cellmill.data.inputs.text.tables import is_table
 from cellmill.errors import ConfigError, DataError
 

@@ -1,1 +1,1 @@
-"""Text inputs: tables of names, coordinates of Matrix Market, and dense tables of counts."""
+"""Text inputs: Matrix Market and its tables of names, tables of counts, and FASTA."""

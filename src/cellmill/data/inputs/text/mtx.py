@@ -1,6 +1,6 @@
 """Matrix Market: a file, or a folder of files, with text tables of genes and cells beside it.
 
-Any `.mtx` or `.mtx.gz` is read, cells in columns or in rows (`text/companions.py`); a `.txt` too
+Any `.mtx` or `.mtx.gz` is read, cells in columns or in rows (`companions.py`); a `.txt` too
 if it begins as one. Drop-seq's tools may write the names into the comments of the header. The text is
 read once, in pieces, into a temporary file in order of cells; it is never whole in memory. `var`
 has every text column of the genes' table.
