@@ -382,7 +382,7 @@ def test_a_plugin_task_reaches_metrics_and_the_page(
     [ours, _] = result["rows"]
     assert (ours["name"], ours["method"]["kind"]) == ("ours", "model")
     assert ours["numbers"] == {"cell_score": score, "runs": [1, 2]}
-    sentence = "ours is behind theirs by 1.000 cell score."
+    sentence = "ours is behind theirs by 1.000 cell score (no interval)."
     assert (result["sentences"], result["verdicts"][0]["outcome"]) == ([sentence], "behind")
     page = " ".join(re.sub(r"<[^>]*>", " ", render("r", [read_run(tmp_path / "run")], [])).split())
     for text in (

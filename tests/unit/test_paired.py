@@ -161,7 +161,8 @@ SAME = "own is the same as other to three decimals of accuracy: undecided."
             None,
             "own is level with other: +0.000 accuracy (+0.000 to +0.001).",
         ),
-        (-0.05, None, None, "own is behind other by 0.050 accuracy."),
+        (-0.05, None, None, "own is behind other by 0.050 accuracy (no interval)."),
+        (0.0, None, None, "own is level with other: +0.000 accuracy (no interval)."),
         (-0.025, (-0.025, -0.025), 1, "own against other: -0.025 accuracy, undecided, n = 1."),
         (
             0.3,

@@ -111,7 +111,8 @@ def test_masked_genes_are_compared_with_their_frequency() -> None:
     assert figures["accuracy_frequency"] == 0.5
     assert figures["cross_entropy_frequency"] == pytest.approx(-frequency.mean())
     assert [verdict.sentence for verdict in verdicts] == [
-        "prediction of masked genes is behind gene frequency in training cells by 0.869 nats cross-entropy."
+        "prediction of masked genes is behind gene frequency in training cells by 0.869 nats cross-entropy "
+        "(no interval)."
     ]
 
 
@@ -124,7 +125,7 @@ def test_perfect_answers_score_one(
     assert perfect.figures["r2_over_gene_mean"] == pytest.approx(1)
     assert perfect.figures["pearson_gene_centred"] == pytest.approx(1)
     assert [verdict.sentence for verdict in perfect.verdicts] == [
-        "prediction of masked values is ahead of the gene's training mean by 1.000 R²."
+        "prediction of masked values is ahead of the gene's training mean by 1.000 R² (no interval)."
     ]
     by_mean = _judged(context, _answering(model, lambda rows, answers: mean[rows]))
     assert by_mean.figures["r2_over_gene_mean"] == pytest.approx(0, abs=1e-5)

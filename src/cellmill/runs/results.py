@@ -127,7 +127,9 @@ class Verdict:
             if self.n is not None and self.n >= MIN_UNITS:
                 reason = f"all {self.n:,} differ by the same"
             return f"{self.compared} against {self.against}: {signed}, undecided, {reason}"
+        interval = interval or " (no interval)"
         if self.outcome == "level":
+            signed = f"{self.difference:+.3f} {self.metric}{interval}"
             return f"{self.compared} is level with {self.against}: {signed}"
         relation = "is ahead of" if self.outcome == "ahead" else "is behind"
         size = f"{abs(self.difference):.3f} {self.metric}{interval}"
