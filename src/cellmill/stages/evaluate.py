@@ -117,8 +117,8 @@ def evaluate(
         raise
     except BrokenProcessPool:
         raise DataError(
-            "a process of the evaluation was killed, perhaps for memory; raise mem_mb of evaluate in the profile's "
-            "set-resources, or set its threads to 1"
+            "a process of the evaluation ended; lines above may say why. If there are none, memory may have run out: "
+            "raise mem_mb of evaluate in the profile's set-resources, or set its threads to 1"
         ) from None
     metrics = Evaluation(
         datasets, evaluation.about, evaluation.fingerprint, section.model_dump(mode="json")
