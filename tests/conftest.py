@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+pytest.register_assert_rewrite("tests.checks")  # its assertions then show what differs
 PLUGIN = Path(__file__).resolve().parent / "plugin"
 
 
