@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from cellmill.cli import main
 from cellmill.data.genes.vocabulary import Vocabulary
-from cellmill.testing import write_shards
+from cellmill.testing import add_numbers, write_shards
 from tests.distributed.pool import Pool
 from tests.models import split
 
@@ -75,8 +75,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with vocabulary.tsv and shards/manifest.json of 240 simulated cells.
 
-    Most have an age, which follows from their type; all have a depth, and a fifth their type as
-    label `few`. The folder `teacher` has vectors of most cells, for objective distill.
+    Most have an age, which follows from their type; all have a depth and fractions, and a fifth
+    their type as label `few`. The folder `teacher` has vectors of most cells, for objective distill.
     """
     folder = tmp_path_factory.mktemp("corpus")
     assert (
@@ -97,6 +97,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
         age=age, depth=np.asarray(cells.X.sum(1)).ravel(), one=1.0, few=few
     )
     cells.write_h5ad(folder / "raw.h5ad")
+    add_numbers(folder / "raw.h5ad")
     write_shards(folder, "raw.h5ad")
     vectors = np.random.default_rng(1).normal(2, 3, (len(cells), 6))
     vectors[::7] = np.nan

@@ -3,7 +3,7 @@
 Draws with the same seed and key are equal. Some uses share a key: they draw different things, or
 from another seed, and other keys would change every evaluation. A new use takes a new key.
 `splits.draw_shots` makes its keys from the number of shots, shifted by 32 bits, plus the
-repetition.
+repetition. Keys from 1 << 60 are left to tasks of other packages.
 """
 
 import numpy as np

@@ -93,7 +93,8 @@ class CellObjective(Objective):
     ) -> Tensor:
         """Predict the targets, `(C, …)` float32, from the cells' `vectors`, `(C, E)`.
 
-        `judge` scores the result. `cell_keys` `(C,)` int64 key the dropout; None turns it off.
+        `judge` gets the result as it is, also if it is logits. `cell_keys` `(C,)` int64 key the
+        dropout; None turns it off.
         """
         raise NotImplementedError
 
