@@ -62,6 +62,11 @@ def advised(options: dict[str, Any], outcomes: list[str] = AHEAD, **files: Any) 
             "lower train.lr: the embedding has coll",
         ),
         (
+            {"objective": {"name": "cell_decoding", "batch_column": "b", "batch_adversary": 0.1}},
+            {"logged": COLLAPSING},
+            "lower objective.batch_adversary_scale, or train.lr: the embedding has collapsed to one direction",
+        ),
+        (
             ENCODER | {"objective": {"name": "masked_value"}},
             {},
             "set objective: cell_decoding; on three of four datasets, encoders of two layers trained only by "
@@ -178,7 +183,7 @@ def batches(**figures: Any) -> Evaluation:
 def test_batches_that_the_model_does_not_know_are_named() -> None:
     said = (
         "set objective.batch_column: auto, so that the embedding need not contain the batch: on CellBench, "
-        "batches then mixed as well as with Harmony, and accuracy with 5 labels per class changed by +0.006, which "
+        "batches then mixed better than with Harmony, and accuracy with 5 labels per class changed by +0.006, which "
         "may be chance (95 % interval -0.001 to +0.013)"
     )
     first, *_ = advised({}, evaluation=batches())

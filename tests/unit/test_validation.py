@@ -12,7 +12,8 @@ from cellmill.config.load import check_options
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.run import Train
 from cellmill.data.stream.batch import Batch
-from cellmill.train.validation import Monitor, Progress, advice, check_best_metric
+from cellmill.runs.collapse import advise_on_collapse
+from cellmill.train.validation import Monitor, Progress, check_best_metric
 from tests.checks import refused
 from tests.models import model_on_cpu
 
@@ -92,9 +93,7 @@ TWO_CLASSIFICATIONS = {
         "type": {"name": "classification", "label_column": "a"},
     }
 }
-FOR_CELLS = (
-    "objective next_gene is for generating cells; for embeddings choose family encoder or profile"
-)
+FOR_CELLS = "choose family encoder or profile for embeddings, because objective next_gene is for generating cells"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +109,8 @@ FOR_CELLS = (
 def test_advice_after_a_collapse_depends_on_the_objective(
     objective: str, more: dict[str, Any], said: str
 ) -> None:
-    assert advice(check_options(ObjectiveConfig, {"name": objective} | more, "objective")) == said
+    config = check_options(ObjectiveConfig, {"name": objective} | more, "objective")
+    assert advise_on_collapse(config) == said
 
 
 CASES: list[tuple[dict[str, Any], list[float], list[int], int | None]] = [

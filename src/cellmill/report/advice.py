@@ -6,15 +6,18 @@ on weak objectives on an earlier table.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from cellmill.config.checks import check_together
-from cellmill.config.load import stored_options
+from cellmill.config.load import check_options, stored_options
+from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.run import auto_steps
 from cellmill.errors import ConfigError
 from cellmill.report.collect import ReportedRun
 from cellmill.report.schemas import PlanSchema
 from cellmill.report.text import with_noun
+from cellmill.runs.collapse import advise_on_collapse
 
 
 class Gain(NamedTuple):
@@ -59,9 +62,14 @@ def list_advice(run: ReportedRun, outcomes: Sequence[str]) -> list[str]:
 
 
 def _advise_on_collapse(run: ReportedRun) -> str | None:
+    """The advice that the training prints; "lower train.lr" for an objective of another version."""
     if not run.has_collapsed:
         return None
-    return "lower train.lr: the embedding has collapsed to one direction"
+    change = "lower train.lr"
+    with suppress(ConfigError):
+        objective = check_options(ObjectiveConfig, run.options.objective.content, run.name)
+        change = advise_on_collapse(objective)
+    return f"{change}: the embedding has collapsed to one direction"
 
 
 def _advise_on_objective(run: ReportedRun) -> str | None:
@@ -109,7 +117,7 @@ def _advise_on_batches(run: ReportedRun) -> str | None:
         return None
     return (
         "set objective.batch_column: auto, so that the embedding need not contain the batch: on CellBench, "
-        f"batches then mixed as well as with Harmony, and accuracy with 5 labels per class {_describe_gain('batch')}"
+        f"batches then mixed better than with Harmony, and accuracy with 5 labels per class {_describe_gain('batch')}"
     )
 
 

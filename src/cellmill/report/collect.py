@@ -32,7 +32,8 @@ from cellmill.report.schemas import (
     StatusSchema,
 )
 from cellmill.runs import results
-from cellmill.runs.folder import COLLAPSED, read_lines
+from cellmill.runs.collapse import COLLAPSED
+from cellmill.runs.folder import read_lines
 from cellmill.runs.results import DatasetResult, Evaluation, Row, ScoredMethod, TaskResult
 
 

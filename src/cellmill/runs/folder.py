@@ -35,7 +35,6 @@ DIGEST = ".sha256"  # suffix of the digest of a file that its rank has hashed
 # files that are hashed even if hashing the tensors would take too long
 SMALL = ("state.json", "index.json", ".metadata")
 TAIL_BYTES = 1 << 16  # end of a curve or a log, enough for status and attach
-COLLAPSED = 1.5  # `effective_rank` below which the embedding is nearly one direction
 
 
 @dataclass(frozen=True)

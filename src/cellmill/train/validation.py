@@ -16,14 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.run import Train
 from cellmill.data.stream.batch import Batch
 from cellmill.errors import ConfigError, did_you_mean
 from cellmill.models.family import Model
 from cellmill.models.objective import Objective
 from cellmill.parallel.mesh import Mesh, PipelineStages, any_part, last_part
-from cellmill.runs.folder import COLLAPSED
+from cellmill.runs.collapse import COLLAPSED, advise_on_collapse
 
 MAX_WIDTH = 2048  # the sums have width^2 numbers
 VAL_LOSS = "val_loss"
@@ -132,25 +131,10 @@ class Monitor:
         if line.get("effective_rank", COLLAPSED) < COLLAPSED and dist.get_rank() == 0:
             print(
                 f"warning: the embedding of validation cells has effective rank {line['effective_rank']:.2f}: it has "
-                f"collapsed to one direction; {advice(self.model.objective.config)}",
+                f"collapsed to one direction; {advise_on_collapse(self.model.objective.config)}",
                 flush=True,
             )
         return line
-
-
-def advice(objective: ObjectiveConfig) -> str:
-    """Return what to change when the embedding has collapsed."""
-    parts = objective.all_parts()
-    names = {part.name for part in parts}
-    if any(getattr(part, "batch_adversary", None) for part in parts):
-        return "lower objective.batch_adversary_scale, or train.lr"
-    if any(getattr(part, "adversarial_scale", None) for part in parts):
-        return "lower adversarial_scale of the objective, or train.lr"
-    if "next_gene" in names:
-        return "objective next_gene is for generating cells; for embeddings choose family encoder or profile"
-    if "cell_decoding" in names:
-        return "lower train.lr"
-    return "lower train.lr, or choose objective cell_decoding"
 
 
 def _embedding_metrics(sums: Tensor, width: int) -> dict[str, float]:
