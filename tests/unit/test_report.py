@@ -44,6 +44,7 @@ from cellmill.report.drawing.curves import draw_curves, draw_losses
 from cellmill.report.drawing.page_charts import PageCharts
 from cellmill.report.drawing.png import shrink_png
 from cellmill.report.drawing.umap import draw_umap, find_max_cells, list_categories
+from cellmill.report.overview import summarise_behind
 from cellmill.report.page import load_scripts, render
 from cellmill.report.schemas import CostSchema, LoggedLineSchema, PlanSchema, RunRecordSchema
 from cellmill.report.side_by_side import compare_runs
@@ -511,6 +512,11 @@ def test_a_model_of_unknown_training_cells_is_tagged(tmp_path: Path) -> None:
             "0",
             "90 of 90 cells, of a dataset in no training or validation split.",
         ),
+        (
+            {"cells": "all", "in_corpus": False, "n_copies": 30},
+            "scored too",
+            "90 of 90 cells, copies of training cells included.",
+        ),
     ],
 )
 def test_scored_training_cells_are_said_to_be_scored(
@@ -760,6 +766,34 @@ def test_features_without_a_classifier_are_named_below() -> None:
     assert "Without a classifier" not in render("r", [of_tasks("a", probe=result)], [])
 
 
+def test_the_best_row_is_bold_if_a_grid_has_no_place_for_it() -> None:
+    bare = make_method("embedding")
+    own = make_method("embedding", "LR")
+    rows = {bare: 0.9, own: 0.8, make_method("embedding", "kNN"): 0.7}
+    page = render("r", [of_tasks("a", probe=of_task("f", rows, []))], [])
+    table = page.partition('id="evaluation"')[2].partition("</table>")[0]
+    assert len(re.findall(r'<t[rd] class="[^"]*best"', table)) == 1
+
+
+def test_tasks_that_share_a_sentence_print_it_once() -> None:
+    verdict = replace(verdict_on(OWN, GENES, "f", -0.1, (-0.2, -0.05)), column="f")
+    result = TaskResult([], verdicts=[verdict])
+    runs = [of_tasks("a", reconstruct=result, reconstruct_2=result)]
+    sentences = [sentence for _, sentence in summarise_behind(runs)]
+    assert sentences == [*dict.fromkeys(sentences)] != []
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [("d2", "has no cells of this dataset"), (None, "is missing or has no cells")],
+)
+def test_an_absent_umap_is_not_called_a_table(other: str | None, said: str) -> None:
+    result = of_task("f", {OWN: 0.9, GENES: 0.7}, [])
+    umap = {} if other is None else {other: UmapCells(array("d"), array("d"), b"", {})}
+    run = replace(of_tasks("a", probe=result), umap=umap)
+    assert f"evaluate/umap.tsv {said}." in text_of(render("r", [run], []))
+
+
 def test_the_first_sentences_name_tasks_ahead_or_behind() -> None:
     hidden = [
         verdict_on(OWN, GENES, f"{one} by gene", size, (0.01, 0.2))
@@ -847,7 +881,8 @@ def make_cost(gpus: int | None, gpu_hours: float | None) -> CostSchema:
     ("gpus", "gpu_hours", "described"),
     [
         (0, 0.0, "31 core-hours"),
-        (4, 2.53, "2.5 GPU-hours"),
+        (4, 2.53, "2.53 GPU-hours"),
+        (4, 1449.2, "1,449 GPU-hours"),
         (4, None, "an unknown number of GPU-hours"),
         (None, None, "an unknown number of GPU-hours"),
     ],

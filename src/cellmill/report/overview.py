@@ -235,7 +235,8 @@ def list_verdict_sentences(
             for verdict in result.verdicts:
                 if verdict.outcome in outcomes:
                     sentences.append((run.name, f"{dataset_name}: {verdict.sentence}"))
-    return list(dict.fromkeys(sentences))  # tasks that see the same cells may share a sentence
+    # tasks that see the same cells may share a sentence
+    return list(dict.fromkeys(sentences))
 
 
 def summarise_behind(runs: Sequence[ReportedRun]) -> list[tuple[str, str]]:
@@ -261,4 +262,4 @@ def summarise_behind(runs: Sequence[ReportedRun]) -> list[tuple[str, str]]:
                 if verdict.outcome == "behind":
                     sentence = f"{dataset_name}: {verdict.sentence}"
                     further_sentences.append((run.name, sentence))
-    return summaries + further_sentences
+    return summaries + list(dict.fromkeys(further_sentences))

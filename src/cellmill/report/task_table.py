@@ -35,11 +35,7 @@ def find_best_baselines(result: TaskResult) -> set[tuple[str, str]]:
 
 
 class Grid(NamedTuple):
-    """Ranked rows by features and classifier.
-
-    A row without a classifier is in the first column. If its features have a row with the first
-    classifier too, it is left out, and only the table of all columns shows it.
-    """
+    """Ranked rows by features and classifier. A row without a classifier is in the first column."""
 
     classifiers: list[str]  # columns
     rows: dict[str, dict[str, Row]]  # by features, then by classifier
@@ -48,7 +44,11 @@ class Grid(NamedTuple):
 
 
 def make_grid(result: TaskResult) -> Grid | None:
-    """The grid of ranked rows; None unless some features have several classifiers."""
+    """The grid of ranked rows; None unless some features have several classifiers.
+
+    None too if some features have a row without a classifier and one with the first: one place
+    cannot have both.
+    """
     rows: dict[str, dict[str, Row]] = {}
     for row in result.ranked_rows:
         rows.setdefault(row.method.features_name, {})[row.method.classifier] = row
@@ -58,12 +58,11 @@ def make_grid(result: TaskResult) -> Grid | None:
     classifiers = [name for name in names if name]
     unfitted = []
     for features, by_classifier in rows.items():
-        # a row without a classifier takes the first column if that is free
         if "" in by_classifier:
-            row = by_classifier.pop("")
-            if classifiers[0] not in by_classifier:
-                by_classifier[classifiers[0]] = row
-                unfitted.append(features)
+            if classifiers[0] in by_classifier:
+                return None
+            by_classifier[classifiers[0]] = by_classifier.pop("")
+            unfitted.append(features)
     return Grid(classifiers, rows, unfitted)
 
 

@@ -9,7 +9,7 @@ from cellmill.report.collect import ReportedRun
 from cellmill.report.drawing.chart import Chart
 from cellmill.report.drawing.curves import StepValues, draw_curves, draw_losses
 from cellmill.report.schemas import LoggedLineSchema, PlanSchema, StatusSchema
-from cellmill.report.text import to_words
+from cellmill.report.text import to_text, to_words
 
 TENSOR_MEMORY = "peak tensor memory of the largest rank, GB"
 PROCESS_MEMORY = "peak memory of the largest process, libraries included, GB"
@@ -172,5 +172,5 @@ def describe_cost(run: ReportedRun) -> str | None:
     had_gpus = any(start.gpus != 0 for start in run.cost.starts)
     hours = run.totals.get("gpu_hours" if had_gpus else "cpu_core_hours")
     unit = "GPU-hours" if had_gpus else "core-hours"
-    amount = "an unknown number of" if hours is None else f"{_round_to_two_digits(hours):g}"
+    amount = "an unknown number of" if hours is None else to_text(hours)
     return f"{amount} {unit}"
