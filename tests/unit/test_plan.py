@@ -31,9 +31,9 @@ from cellmill.errors import ConfigError
 from cellmill.models.build import ModelSpec
 from cellmill.planner.hardware import Hardware, find_hardware
 from cellmill.planner.measure.size import Load, measure_size
-from cellmill.planner.memory import plan_memory
+from cellmill.planner.memory import find_overflow, plan_memory
 from cellmill.planner.output.format import format_bytes, format_hours
-from cellmill.planner.remedies import find_remedy
+from cellmill.planner.remedies import find_max_fitting_token_budget, find_remedy
 from cellmill.planner.step_counts import CorpusSize, count_detected_genes, count_steps
 from cellmill.planner.suggest import (
     Suggestions,
@@ -550,6 +550,19 @@ def test_the_largest_micro_batch_is_exactly_the_limit(corpus: Manifest, tmp_path
     assert plan_memory(options, cells, hardware, largest + 1).total > hardware.usable_bytes
 
 
+def test_the_largest_budget_that_fits_includes_covariates() -> None:
+    tokens = {"tokenizer": "continuous", "covariates": ["batch"]}
+    options = _options(tokens=tokens, train={"global_batch": 4096})
+    lengths = np.tile([10, 50], 4096)  # a micro-batch of short cells has the most covariates
+    cells = CorpusSize(lengths, 60, levels={"batch": ["a", "b"]}, n_covariates=1)
+    hardware = Hardware(1, 1, "cpu", 1, 1)
+    usable_bytes = plan_memory(options, cells, hardware, micro_batch_tokens=4000).total
+    hardware = replace(hardware, usable_bytes=usable_bytes)
+    budget = find_max_fitting_token_budget(options, cells, hardware)
+    larger = _options(tokens=tokens, train={"global_batch": 4096, "token_budget": budget})
+    assert find_overflow(larger, cells, hardware) is None
+
+
 def test_a_warning_of_the_warm_up_is_stored(corpus: Manifest, tmp_path: Path) -> None:
     planned = _plan(corpus, tmp_path, train={"warmup_steps": 20})
     assert "train.warmup_steps 20 leaves no step after the warm-up" in planned["warnings"]
@@ -774,6 +787,15 @@ def test_a_step_of_all_assumed_cells_is_planned_whole(
     out, _ = printed("--device h100 --cells 5e6", train=train)
     # 8 cells of 2,048 tokens fit in a micro-batch
     assert "in 625000.0 micro-batches per process" in out
+
+
+def test_undetected_genes_are_not_genes_of_an_assumed_cell(
+    printed: Callable[..., tuple[str, str]], tmp_path: Path
+) -> None:
+    out = tmp_path / "plan.json"
+    printed(f"--device h100 --cells 5000 --out {out}", tokens={"zero_frac": 0.25})
+    planned = json.loads(out.read_text())
+    assert (planned["tokens_per_cell"], planned["genes_per_cell"]) == (2048, 1536)
 
 
 def test_a_plan_reads_the_shards_of_the_corpus_if_they_exist(

@@ -56,12 +56,11 @@ def find_max_fitting_token_budget(
 
     Return 0 if none fits, MAX_TRIED_BUDGET if that or a larger one fits.
     """
-    # the budget counts gene tokens; memory also holds tokens of covariates
-    tokens_per_gene_token = corpus.tokens_per_cell / float(corpus.gene_tokens.mean())
 
     def count_bytes(token_budget: int) -> int:
-        micro_batch_tokens = round(tokens_per_gene_token * token_budget)
-        return plan_memory(options, corpus, hardware, micro_batch_tokens).total
+        # the budget counts gene tokens; memory also holds tokens of covariates
+        covariate_tokens = corpus.count_max_covariate_tokens(token_budget, corpus.n_cells)
+        return plan_memory(options, corpus, hardware, token_budget + covariate_tokens).total
 
     # memory grows with the budget; budgets begin at 1, so the index is the largest one that fits
     return bisect_right(range(1, MAX_TRIED_BUDGET + 1), hardware.usable_bytes, key=count_bytes)

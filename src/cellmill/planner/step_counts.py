@@ -46,9 +46,19 @@ class CorpusSize:
         return float(self.gene_tokens.mean()) + self.n_covariates
 
     @cached_property
-    def tokens_of_shortest(self) -> np.ndarray:
+    def _cumulative_tokens(self) -> np.ndarray:
         """Gene tokens of the 1, 2, 3, … shortest cells together."""
         return np.sort(self.gene_tokens).cumsum()
+
+    def count_max_covariate_tokens(self, token_budget: int, max_cells: int) -> int:
+        """Count the covariate tokens of the micro-batch of at most `max_cells` cells that has the most.
+
+        Its cells are the shortest ones, as many as the budget holds.
+        """
+        if self.n_covariates == 0:
+            return 0
+        n_shortest = int(self._cumulative_tokens.searchsorted(token_budget, side="right"))
+        return self.n_covariates * min(max_cells, n_shortest)
 
     @cached_property
     def pairs_per_cell(self) -> float:
@@ -138,11 +148,7 @@ def count_micro_batches(
         return MicroBatches(counts, max_tokens, padding_frac)
     max_cells = len(steps[0][0])  # cells of a rank in the largest step
     max_tokens = min(rule.token_budget, max_cells * int(corpus.gene_tokens.max()))
-    if corpus.n_covariates:
-        # a micro-batch has the most cells if they are the shortest ones
-        together = corpus.tokens_of_shortest[:max_cells]
-        n_shortest = int(together.searchsorted(rule.token_budget, side="right"))
-        max_tokens += corpus.n_covariates * n_shortest
+    max_tokens += corpus.count_max_covariate_tokens(rule.token_budget, max_cells)
     return MicroBatches(counts, max_tokens, padding_frac=0.0)
 
 

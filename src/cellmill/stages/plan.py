@@ -116,7 +116,9 @@ def _assume_corpus(options: PlanOptions, shard: Shard, n_cells: int, n_genes: in
     """Assume a corpus whose cells all have as many tokens as the run allows, and print its sizes."""
     n_tokens = min(options.tokens.max_tokens, n_genes)
     train_frac = 1 - shard.val_frac - shard.test_frac
-    if shard.train_values:  # the other values may all be held out
+    if (
+        shard.train_values
+    ):  # the share of held-out values is unknown: take `val_frac` of the training cells
         train_frac = 1
     n_validation = round(n_cells * shard.val_frac / train_frac)
     print(
@@ -135,7 +137,9 @@ def _assume_corpus(options: PlanOptions, shard: Shard, n_cells: int, n_genes: in
         levels=levels,
         n_covariates=len(options.tokens.covariates),
     )
-    return PlannedCorpus(options, size, detected_genes=tokens, kept_genes=tokens)
+    # the other tokens are of undetected genes
+    genes = np.full(n_stored, n_tokens - int(n_tokens * options.tokens.zero_frac))
+    return PlannedCorpus(options, size, detected_genes=genes, kept_genes=genes)
 
 
 def _read_corpus(options: PlanOptions, manifest: Path) -> PlannedCorpus:
