@@ -21,6 +21,9 @@ MAX_SAMPLED_CUTS = 4096  # steps times data-parallel ranks
 MAX_EVENLY_CUT_STEPS = 4
 MAX_EVENLY_CUT_RANKS = 4
 
+# the cells that each data-parallel rank has in a step, by their tokens: an array, `(cells,)`, per rank
+TokensByRank = list[np.ndarray]
+
 
 @dataclass(frozen=True, eq=False)
 class CorpusSize:
@@ -138,48 +141,47 @@ def count_micro_batches(
 ) -> MicroBatches:
     """Count the micro-batches of the first steps, of `step_cells` cells on `dp` data-parallel ranks.
 
-    A pipeline (`rule.multiple_of` > 1) cuts the cells of a rank evenly, and pads all micro-batches of
-    the rank's step to the longest (`pipeline_tokens`, a multiple of `token_multiple`).
+    A pipeline cuts the cells of a rank evenly, and pads all micro-batches of the rank's step to the
+    longest (`pipeline_tokens`, a multiple of `token_multiple`).
     """
     steps = _deal_first_steps(corpus.gene_tokens, step_cells, dp)
-    counts = [_count_needed(ranks, rule) for ranks in steps]
-    if rule.multiple_of > 1:
+    counts = [_count_micro_batches_of_step(tokens_by_rank, rule) for tokens_by_rank in steps]
+    is_pipeline = rule.multiple_of > 1
+    if is_pipeline:
         max_tokens, padding_frac = _pad_for_pipeline(steps, counts, corpus, token_multiple)
         return MicroBatches(counts, max_tokens, padding_frac)
-    max_cells = len(steps[0][0])  # cells of a rank in the largest step
+    first_rank_tokens = steps[0][0]
+    max_cells = len(first_rank_tokens)  # no rank has more in any step
     max_tokens = min(rule.token_budget, max_cells * int(corpus.gene_tokens.max()))
     max_tokens += corpus.count_max_covariate_tokens(rule.token_budget, max_cells)
     return MicroBatches(counts, max_tokens, padding_frac=0.0)
 
 
 def _pad_for_pipeline(
-    steps: list[list[np.ndarray]], counts: list[int], corpus: CorpusSize, token_multiple: int
+    steps: list[TokensByRank], counts: list[int], corpus: CorpusSize, token_multiple: int
 ) -> tuple[int, float]:
-    """Cut and pad the micro-batches of a pipeline in a sample of steps and ranks.
+    """Cut and pad the micro-batches of a pipeline, `counts` in each step, for some steps and ranks.
 
-    `steps` has the tokens of each rank's cells, and `counts` the micro-batches of each step. Return
-    the tokens of the largest micro-batch, and the padding per token of the cells.
+    Return the tokens of the largest micro-batch, and the padding per token of the cells.
     """
     max_tokens = 0
     n_tokens = 0
     n_tokens_with_padding = 0
-    for ranks, count in zip(steps[:MAX_EVENLY_CUT_STEPS], counts):
-        for rank_tokens in ranks[:MAX_EVENLY_CUT_RANKS]:
-            starts = cut_evenly(rank_tokens, count)[:-1]
-            # tokens of each micro-batch
-            tokens = np.add.reduceat(rank_tokens + corpus.n_covariates, starts)
-            padded_to = pipeline_tokens(int(tokens.max()), token_multiple)
+    for tokens_by_rank, count in zip(steps[:MAX_EVENLY_CUT_STEPS], counts):
+        for cell_tokens in tokens_by_rank[:MAX_EVENLY_CUT_RANKS]:
+            starts = cut_evenly(cell_tokens, count)[:-1]
+            micro_batch_tokens = np.add.reduceat(cell_tokens + corpus.n_covariates, starts)
+            padded_to = pipeline_tokens(int(micro_batch_tokens.max()), token_multiple)
             max_tokens = max(max_tokens, padded_to)
-            n_tokens += int(tokens.sum())
+            n_tokens += int(micro_batch_tokens.sum())
             n_tokens_with_padding += count * padded_to
     return max_tokens, n_tokens_with_padding / max(n_tokens, 1) - 1
 
 
-def _deal_first_steps(cell_tokens: np.ndarray, step_cells: int, dp: int) -> list[list[np.ndarray]]:
+def _deal_first_steps(cell_tokens: np.ndarray, step_cells: int, dp: int) -> list[TokensByRank]:
     """Deal cells in order to the first steps, and the cells of each step evenly to `dp` ranks.
 
-    `cell_tokens`, `(cells,)`, has the tokens of each cell. Return the slice of it that each rank gets
-    in each step, by step and then by rank. Ranks without cells are left out.
+    `cell_tokens`, `(cells,)`, has the tokens of each cell. Ranks without cells are left out.
     """
     n_steps = max(1, min(MAX_SAMPLED_STEPS, MAX_SAMPLED_CUTS // dp))
     steps = []
@@ -189,12 +191,9 @@ def _deal_first_steps(cell_tokens: np.ndarray, step_cells: int, dp: int) -> list
     return steps
 
 
-def _count_needed(ranks: list[np.ndarray], rule: MicroBatchRule) -> int:
-    """Count the micro-batches of a step: every rank has as many as the rank that needs the most.
-
-    `ranks` has the tokens of each rank's cells.
-    """
+def _count_micro_batches_of_step(tokens_by_rank: TokensByRank, rule: MicroBatchRule) -> int:
+    """Count the micro-batches of a step: every rank has as many as the rank that needs the most."""
     needed = rule.min_per_step
-    for rank_tokens in ranks:
-        needed = max(needed, len(cut_greedily(rank_tokens, rule.token_budget)) - 1)
+    for cell_tokens in tokens_by_rank:
+        needed = max(needed, len(cut_greedily(cell_tokens, rule.token_budget)) - 1)
     return -(-needed // rule.multiple_of) * rule.multiple_of
