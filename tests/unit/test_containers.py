@@ -94,6 +94,32 @@ def test_shared_columns_follow_names_if_obsmap_is_out_of_date(
             assert reader.obs["donor"].tolist() == donors
 
 
+def test_shared_columns_are_joined_by_name_without_obsmap(
+    counts: sp.csr_matrix, tmp_path: Path
+) -> None:
+    """As MuDataSeurat writes all columns of a Seurat object."""
+    path = tmp_path / "cells.h5mu"
+    with h5py.File(path, "w") as file:
+        write_mudata(file, {"rna": rna_of(counts), "prot": adt_of(counts)}, DONORS)
+        del file["obsmap"]
+    with open_counts(Path(f"{path}#prot")) as reader:
+        assert reader.obs["donor"].tolist() == DONORS[::2]
+
+
+def test_scaled_values_of_fewer_genes_do_not_hide_the_counts(
+    counts: sp.csr_matrix, tmp_path: Path
+) -> None:
+    """As MuDataSeurat writes an object with variable genes."""
+    path = h5ad(counts, tmp_path / "cells.h5ad")
+    with h5py.File(path, "a") as file:
+        file.move("X", "layers/counts")
+        file["X"] = np.ones((len(CELLS), 5))
+    with declared_names(path) as names:
+        assert names is not None
+        assert names.counts == ["counts"]
+    assert refusal(path).endswith("got (230, 5); set the dataset's `counts` to counts")
+
+
 def test_a_modality_with_repeated_names_is_joined_by_obsmap(
     counts: sp.csr_matrix, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ import zarr
 from anndata import AnnData
 from zarr.storage import ZipStore
 
+from cellmill.config.datasets import COUNTS
 from cellmill.config.section import shown
 from cellmill.data.arrays import text_index
 from cellmill.data.inputs.containers import (
@@ -97,10 +98,12 @@ def open_anndata(path: Path, file: Any, counts: str) -> CountSource:
     if stored == PACKED:
         check_names(path, file, obs.index, var.index)
     matrix = _open_matrix(path, counts, file, stored)
+    others = [name for name in known if name != counts]
     shape = (len(obs.index), len(var))
     if matrix.shape != shape:
+        remedy = f"; set {COUNTS} to {' or '.join(others)}" if others else ""
         raise DataError(
-            f"{path}: expected {counts} of shape {shape}, as obs and var, got {matrix.shape}"
+            f"{path}: expected {counts} of shape {shape}, as obs and var, got {matrix.shape}{remedy}"
         )
     ordered = counts == "X" and ORDERED in file
     keeps_order = stored == PACKED or (isinstance(matrix, SparseMatrix) and not matrix.by_gene)
@@ -117,7 +120,7 @@ def open_anndata(path: Path, file: Any, counts: str) -> CountSource:
         matrix,
         obs,
         var,
-        others=[name for name in known if name != counts],
+        others=others,
         ordered=ordered,
         ranked=ordered and RANKED in file,
         recorded=_read_record(file),
@@ -145,10 +148,10 @@ def _open_part(path: Path, file: Any, counts: str) -> CountSource:
     chosen = choose_part(path, file, part if mark else None)
     part = chosen.rpartition("/")[2]
     source = open_anndata(Path(f"{path}#{part}"), file[chosen], name)
-    obsmap = file.get(f"obsmap/{part}")
-    if "mod" in file and obsmap is not None:
+    if "mod" in file and "obs" in file:
         own = read_frame(path, file[chosen], "obs")
-        source.obs = add_columns(path, own, read_frame(path, file, "obs"), obsmap)
+        whole = read_frame(path, file, "obs")
+        source.obs = add_columns(path, own, whole, file.get(f"obsmap/{part}"))
     if not mark:
         source.notes.append(f"{chosen} is read, of {', '.join(parts_of(file))}")
     return source
@@ -176,7 +179,15 @@ def _names_in_h5ad(path: Path, file: Any) -> DeclaredNames | None:
     names = list(map(decode, columns))
     groups = [name for name in names if isinstance(obs.get(name), h5py.Group)]
     categories = {name: obs.get(f"{name}/categories") for name in groups}
-    return DeclaredNames(names, [*_matrices(file)], categories)
+    counts = []
+    for name, (matrix, var) in _matrices(file).items():
+        # MuDataSeurat keeps scaled values of the variable genes as X next to all genes
+        is_narrow = (
+            is_array(file[matrix]) and file[matrix].shape[1:] != stored_index(file[var]).shape
+        )
+        if matrix == PACKED or not is_narrow:
+            counts.append(name)
+    return DeclaredNames(names, counts, categories)
 
 
 def _names_in_zarr(path: Path, file: Any) -> DeclaredNames | None:

@@ -112,14 +112,14 @@ def add_columns(path: Path, obs: pd.DataFrame, whole: pd.DataFrame, obsmap: Any)
 
     Cells are joined by name: MuData's `obsmap`, for each cell of the file its row in the modality
     (from 1) or 0, is out of date if a modality was sorted or filtered before writing. It is read
-    only if names repeat.
+    only if names repeat. MuDataSeurat writes none.
     """
     names = [name for name in whole if name not in obs and ":" not in str(name)]
     is_map = is_array(obsmap) and obsmap.shape == (len(whole),) and obsmap.dtype.kind in WHOLE
+    if names and whole.index.is_unique and obs.index.isin(whole.index).all():
+        return pd.concat([obs, whole.loc[obs.index, names]], axis=1)
     if not names or not is_map:
         return obs
-    if whole.index.is_unique and obs.index.isin(whole.index).all():
-        return pd.concat([obs, whole.loc[obs.index, names]], axis=1)
     rows = obsmap[:].astype(np.int64)
     cells = np.flatnonzero(rows > 0)
     if sorted(rows[cells].tolist()) != list(range(1, len(obs) + 1)):
