@@ -1,4 +1,4 @@
-"""Charts of numbers of cells: histograms of quality control, and confusion matrices."""
+"""Charts of numbers of cells: histograms of quality control (QC), and confusion matrices."""
 
 from collections.abc import Sequence
 
@@ -11,28 +11,31 @@ TAILS_FRAC = 0.005  # share of cells at both ends together that a histogram does
 
 
 def draw_histogram(
-    title: str, edges: Sequence[float], before: Sequence[int], after: Sequence[int], x_title: str
+    title: str,
+    edges: Sequence[float],
+    before_qc: Sequence[int],
+    after_qc: Sequence[int],
+    x_title: str,
 ) -> Chart:
     """Cells per bin before QC (grey) and after (blue), on a log axis if all edges are positive.
 
-    `before` and `after` are numbers of cells, (bins,); `edges` are (bins + 1,), ascending. Only
-    bins of the central 99.5 % of cells are drawn, because one outlier would squeeze them. The title
-    of the x axis says how many cells are beyond.
+    `before_qc` and `after_qc` are numbers of cells, (bins,); `edges` are (bins + 1,), ascending.
+    Only bins of the central 99.5 % of cells are drawn, because one outlier would squeeze them. The
+    title of the x axis says how many cells are beyond.
     """
-    # cells in each bin and all bins before it, and cells only in the bins before it
-    cumulative = np.cumsum(before)
-    cumulative_before = cumulative - before
-    n_cells = cumulative[-1]
+    n_up_to_bin = np.cumsum(before_qc)  # (bins,), with the cells of the bin itself
+    n_below_bin = n_up_to_bin - before_qc
+    n_cells = n_up_to_bin[-1]
     tail = TAILS_FRAC / 2 * n_cells
-    is_drawn = (cumulative > tail) & (cumulative_before < n_cells - tail)
+    is_drawn = (n_up_to_bin > tail) & (n_below_bin < n_cells - tail)
     rows = []
     for index in np.flatnonzero(is_drawn).tolist():
         rows.append(
             {
                 "from": to_five_digits(edges[index]),
                 "to": to_five_digits(edges[index + 1]),
-                "before": before[index],
-                "kept": after[index],
+                "before": before_qc[index],
+                "kept": after_qc[index],
             }
         )
     n_beyond = n_cells - sum(row["before"] for row in rows)

@@ -10,19 +10,19 @@ from cellmill.report.task_table import list_figures, list_values
 from cellmill.runs.results import TaskResult
 
 TableColumn = tuple[str, str, str]
-"""Dataset, task and metric: a column of a task's table. Only its values can be compared."""
+"""Dataset, task and metric. Values are comparable only within such a column of a task's table."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """Key of a value: a metric in one row of a task's table, or a figure of a task.
+    """Key of a value: a metric of one method in a task, or a figure of a task.
 
-    Values with equal keys are compared over runs.
+    A run has one value of each. A curve shows how the value changes over runs.
     """
 
     dataset: str
     task: str
-    row: str | None  # name of the row's method; None for a figure, which belongs to no row
+    row: str | None  # name of the method; None for a figure and for LOSS
     metric: str
 
     @property
@@ -41,14 +41,17 @@ class SweepRow:
 
     run_columns: JsonObject  # name, axes, sizes and costs of the run: equal in all its rows
     measure: Measure
-    kind: str  # kind of the method; model for a figure
+    kind: str  # kind of the method; model for a figure and for LOSS
     value: float
     sd: float | None = None  # standard deviation over repetitions, if there were several
     is_best_baseline: bool = False  # True for the best baseline of the run
     lower_is_better: bool = False
 
     def to_csv_row(self) -> JsonObject:
-        """The row of results.csv: values by column. A figure has the name "model"."""
+        """The row of results.csv: values by column.
+
+        LOSS and figures belong to no method: they are of the model, so that is their name and kind.
+        """
         measure = self.measure
         return self.run_columns | {
             "dataset": measure.dataset,

@@ -25,7 +25,7 @@ MAX_ABS_LOG = 50.0
 # an interval of the exponent that reaches outside these touches a bound of the fit
 MIN_DETERMINED = 0.01
 MAX_DETERMINED = 0.99 * MAX_EXPONENT
-MIN_LOSS_RANGE = 1e-9  # added to the range of the losses, whose logarithm a fit starts from
+MIN_LOSS_RANGE = 1e-9  # keeps the logarithm of the range finite if all losses are equal
 INITIAL_FLOORS = (0.3, 0.7, 0.98)
 """Floors at which fits start, as fractions of the lowest loss."""
 INITIAL_EXPONENTS = (0.1, 0.3, 0.7, 1.2)

@@ -1,6 +1,11 @@
-"""Scaling curves of a sweep: each measure over an axis of numbers, such as numbers of cells."""
+"""Scaling curves of a sweep: each measure over sizes, such as numbers of cells.
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+An *axis* is an option that the sweep varies. Its *quantity* is the column of results.csv whose
+values are the sizes, the x values of the curves: `cells` for the fraction of the corpus,
+`parameters` for options that change them, or else the axis itself.
+"""
+
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -26,7 +31,7 @@ RowsByMeasure = dict[Measure, list[SweepRow]]
 class SizePoint:
     """A point of a curve: mean and standard deviation over runs that differ only in their seeds."""
 
-    size: float  # value of the scaling's quantity
+    size: float  # the x value, in column `quantity` of the scaling
     mean: float
     sd: float | None  # None for a single run
     n: int  # number of runs
@@ -34,7 +39,7 @@ class SizePoint:
 
 @dataclass(frozen=True)
 class ScalingCurve:
-    """Runs with the same values on all axes but the scaling's own and the seeds."""
+    """Points of runs that have the same values on all axes, except the scaling's own and the seeds."""
 
     # these axes and values, such as `model.hidden 64, train.lr 0.1`; empty without further axes
     name: str
@@ -52,10 +57,10 @@ class BestBaseline:
 
 @dataclass(frozen=True)
 class Scaling:
-    """A measure over an axis of numbers."""
+    """Curves of one measure over the sizes of one axis."""
 
     axis: str  # option that the sweep varies
-    quantity: str  # what sizes are numbers of, such as cells: a key of `SweepRow.run_columns`
+    quantity: str  # column of results.csv with the sizes, such as cells or parameters
     measure: Measure
     curves: list[ScalingCurve]
     baseline: BestBaseline | None
@@ -80,13 +85,10 @@ def read_sweep(path: Path) -> SweepCurves:
 
 
 def make_scalings(rows: Sequence[SweepRow], axes: Sequence[str]) -> list[Scaling]:
-    """A scaling for each axis of numbers and each measure that `_choose_measures` returns.
+    """A scaling for each axis with a quantity and each measure that `_choose_measures` returns.
 
     It has a curve for each combination of values on the other axes except seeds, and the best
     baseline of the measure's column.
-
-    Sizes are values of the axis, or of a quantity that the axis changes: the number of cells in
-    place of a fraction of the corpus, and of parameters in place of a model's options.
     """
     by_measure = _group(rows, lambda row: row.measure)
     measures = _choose_measures(by_measure)
@@ -120,10 +122,10 @@ def _choose_measures(by_measure: RowsByMeasure) -> list[Measure]:
     comes first, then tables of other tasks, then figures. A measure with one value in all runs is
     left out, except the loss.
     """
-    best_measures = _find_best_measures(by_measure, lambda row: row.kind == "model").values()
+    of_model = {measure: rows for measure, rows in by_measure.items() if rows[0].kind == "model"}
     drawn = [
         measure
-        for measure in best_measures
+        for measure in _find_best_measures(of_model).values()
         if measure == LOSS or len({*_list_values(by_measure[measure])}) > 1
     ]
     return sorted(
@@ -133,27 +135,24 @@ def _choose_measures(by_measure: RowsByMeasure) -> list[Measure]:
 
 def _find_best_baselines(by_measure: RowsByMeasure) -> dict[TableColumn, BestBaseline]:
     """The best baseline in each column, of those that are the best of some run."""
+    candidates = {}
+    for measure, rows in by_measure.items():
+        if any(row.is_best_baseline for row in rows):
+            candidates[measure] = rows
     best = {}
-    measures = _find_best_measures(by_measure, lambda row: row.is_best_baseline)
-    for column, measure in measures.items():
+    for column, measure in _find_best_measures(candidates).items():
         assert measure.row is not None  # figures have no baseline
         mean = float(np.mean(_list_values(by_measure[measure])))
         best[column] = BestBaseline(measure.row, mean)
     return best
 
 
-def _find_best_measures(
-    by_measure: RowsByMeasure, is_candidate: Callable[[SweepRow], bool]
-) -> dict[TableColumn, Measure]:
-    """In each column, the measure with the best mean over all runs.
-
-    Only measures with a row that is a candidate in at least one run are compared.
-    """
+def _find_best_measures(by_measure: RowsByMeasure) -> dict[TableColumn, Measure]:
+    """In each column, the measure with the best mean over all runs."""
     means = {}  # with the sign that makes higher better
     for measure, rows in by_measure.items():
-        if any(map(is_candidate, rows)):
-            sign = -1 if rows[0].lower_is_better else 1
-            means[measure] = sign * float(np.mean(_list_values(rows)))
+        sign = -1 if rows[0].lower_is_better else 1
+        means[measure] = sign * float(np.mean(_list_values(rows)))
     best: dict[TableColumn, Measure] = {}
     for measure in sorted(means, key=means.__getitem__, reverse=True):
         best.setdefault(measure.column, measure)
@@ -165,26 +164,28 @@ def _list_values(rows: Sequence[SweepRow]) -> list[float]:
 
 
 def _choose_quantity(rows: Sequence[SweepRow], axis: str) -> str | None:
-    """Key of `run_columns` with the sizes of an axis; None if there is nothing to draw over it.
+    """The quantity of an axis; None if it has no sizes, so that no curve is drawn over it.
 
-    It is `cells` for fractions of the corpus. It is `parameters` if no two values of the axis give
-    models with the same numbers of parameters. Otherwise it is the axis, if its values are numbers.
-    There is nothing to draw over seeds, or over an axis with a single value.
+    It is `cells` for fractions of the corpus. It is `parameters` if each value of the axis gives
+    models of other sizes. Otherwise it is the axis, if its values are numbers. Seeds, and an axis
+    with a single value, have none.
     """
     by_value = _group(rows, lambda row: str(row.run_columns[axis]))
     if axis == SEED or len(by_value) < 2:
         return None
     if axis == TRAIN_FRAC and all(row.run_columns["cells"] is not None for row in rows):
         return "cells"
-    # for each value of the axis, the set of its models' numbers of parameters; equal sets count once
-    parameter_counts = set()
-    for group in by_value.values():
-        parameter_counts.add(frozenset(row.run_columns["parameters"] for row in group))
-    are_known = not any(None in counts for counts in parameter_counts)
-    if are_known and len(parameter_counts) == len(by_value):
+    if _has_distinct_parameters(by_value.values()):
         return "parameters"
     types = {type(row.run_columns[axis]) for row in rows}
     return axis if types <= {int, float} else None
+
+
+def _has_distinct_parameters(groups: Collection[Sequence[SweepRow]]) -> bool:
+    """True if all numbers of parameters are known, and no two groups have the same set of them."""
+    distinct_sets = {frozenset(row.run_columns["parameters"] for row in group) for group in groups}
+    are_known = not any(None in numbers for numbers in distinct_sets)
+    return are_known and len(distinct_sets) == len(groups)
 
 
 def _make_curves(
