@@ -87,6 +87,20 @@ def test_probes_named_by_gene_are_summed(
     )
 
 
+def test_one_row_of_each_gene_is_no_probe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names as the UCSC Cell Browser writes them."""
+    names = [f"ENSG{number:011d}|SYM{number}" for number in range(3)]
+    path = tmp_path / "exprMatrix.tsv"
+    path.write_text("gene\tc1\tc2\n" + "".join(f"{name}\t1\t2\n" for name in names))
+    with open_counts(path) as reader:
+        assert reader.var_names == [name.partition("|")[0] for name in names]
+    printed = capsys.readouterr().err
+    assert "rows are named by the Ensembl id in their names" in printed
+    assert "summed" not in printed
+
+
 def test_probes_of_an_anndata_are_summed_too(counts: sp.csr_matrix, tmp_path: Path) -> None:
     path = h5ad(counts, tmp_path / "probes.h5ad")
     with h5py.File(path, "a") as file:

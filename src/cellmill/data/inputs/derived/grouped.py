@@ -91,6 +91,8 @@ def group_probes(source: CountSource) -> CountSource:
     rows = rows.drop(columns=[_FILTERED, "gene_id", "gene_name"], errors="ignore")
     n_kept = int(is_kept.sum())
     note = f"{n_kept:,} probes are summed into {len(names):,} genes by {by}"
+    if len(names) == n_kept:
+        note = f"rows are named by {by}"
     if _FILTERED in var:
         excluded = f"{n_probes - n_kept:,} of {n_probes:,} probes are excluded"
         note = f"{excluded} ({_FILTERED} is false), the other {note}"
