@@ -182,6 +182,16 @@ def test_loom_files_with_unusual_names_are_read(
         assert (reader.var_names, reader.obs_names.tolist()) == (GENES, CELLS)
 
 
+def test_cells_numbered_by_floats_have_whole_numbers(counts: sp.csr_matrix, tmp_path: Path) -> None:
+    """As Baysor writes them."""
+    path = loom(counts, tmp_path)
+    with h5py.File(path, "a") as file:
+        del file["col_attrs/CellID"]
+        file["col_attrs/CellID"] = np.arange(1.0, len(CELLS) + 1)
+    with open_counts(path) as reader:
+        assert reader.obs_names[:2].tolist() == ["1", "2"]
+
+
 def test_the_best_of_several_loom_attributes_names_genes(
     counts: sp.csr_matrix, tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from cellmill.config.datasets import COUNTS
-from cellmill.data.arrays import named_frame
+from cellmill.data.arrays import as_text, named_frame
 from cellmill.data.inputs.containers import members
 from cellmill.data.inputs.derived.grouped import GroupedColumns
 from cellmill.data.inputs.matrices import (
@@ -153,7 +153,7 @@ def _loom_frame(
             f"{path}: {where} has no names; expected one of {', '.join(names)}, or an attribute of text whose values "
             f"differ, got {', '.join(columns) or 'none'}"
         )
-    return named_frame(list(map(str, columns[candidates[0]])), columns)
+    return named_frame(list(map(as_text, columns[candidates[0]])), columns)
 
 
 TENX = Format(
