@@ -457,9 +457,9 @@ def test_queried_genes_have_the_values_of_the_whole_cell() -> None:
     view = _view(batch, max_asked=8, undetected_ratio=2)
     given = _values_by_gene(view)
     values = _values_by_gene(batch)
-    asked = list(zip(view.query_cells.tolist(), view.query_token_ids.tolist()))
+    asked = list(zip(view.queries.cells.tolist(), view.queries.token_ids.tolist()))
     assert not given.keys() & set(asked)
-    assert view.query_targets.tolist() == [values.get(query, 0.0) for query in asked]
+    assert view.queries.targets.tolist() == [values.get(query, 0.0) for query in asked]
     assert {gene for _, gene in asked} <= set(range(2, N_GENES + 2))
     for cell, length in enumerate(batch.lengths):
         detected = [query for query in asked if query[0] == cell and query in values]
@@ -474,7 +474,7 @@ def test_undetected_genes_are_drawn_evenly() -> None:
     drawn: Counter[int] = Counter()
     for step in range(40):
         view = _view(batch, step=step, undetected_ratio=50)
-        drawn.update(view.query_token_ids.tolist())
+        drawn.update(view.queries.token_ids.tolist())
     token_ids = set(range(2, N_GENES + 2))
     undetected = token_ids - set(batch.token_ids.tolist())
     counts = np.array([drawn[gene] for gene in undetected])
@@ -492,8 +492,8 @@ def test_weights_count_the_hidden_genes_of_the_vocabulary() -> None:
         min_hidden_frac=0.4,
         max_hidden_frac=0.4,
     )
-    is_detected = view.query_targets > 0
-    weights = view.importance_weights.double()
+    is_detected = view.queries.targets > 0
+    weights = view.queries.importance_weights.double()
     n_hidden = 400 * 30 - sum(view.lengths)
     n_undetected = 400 * 0.4 * (N_GENES - 30)
     # all hidden genes count, though only 5 of a cell are queried
@@ -508,15 +508,15 @@ def test_the_loss_is_the_squared_error_of_hidden_genes(family: str) -> None:
     view = model.view(batch, **KEYS)
     prepared = model.prepare(view, **KEYS)
     answers = model.objective.predict_targets(model, model.states(prepared), prepared)
-    errors = (answers - view.query_targets).square().double()
+    errors = (answers - view.queries.targets).square().double()
     expected = 0.0
-    for cell in view.query_cells.unique():
-        is_of_cell = view.query_cells == cell
-        weights = view.importance_weights[is_of_cell]
+    for cell in view.queries.cells.unique():
+        is_of_cell = view.queries.cells == cell
+        weights = view.queries.importance_weights[is_of_cell]
         mean = (weights * errors[is_of_cell]).sum() / weights.sum()
         expected += len(weights) * mean.item()
     assert model(prepared).item() == pytest.approx(expected, rel=1e-5)
-    assert int(prepared.n_targets) == len(view.query_cells) > 50
+    assert int(prepared.n_targets) == len(view.queries.cells) > 50
     assert prepared.query_weights.max() > 1.2
 
 

@@ -163,6 +163,12 @@ class EncoderBatch(Batch):
         arguments |= {"value_hidden": hidden, "enters_center": ~hidden}
         return cls(**arguments | changes)
 
+    @classmethod
+    def extend(cls, prepared: "EncoderBatch", **added: Any) -> Self:
+        """Return `prepared` as this class, whose further fields are in `added`."""
+        inherited = {field.name: getattr(prepared, field.name) for field in fields(prepared)}
+        return cls(**inherited, **added)
+
     @cached_property
     def token_cells(self) -> Tensor:
         """(tokens,) int64: index of the token's cell in the batch."""

@@ -39,6 +39,7 @@ EVALUATION_STEP = 0
 VALIDATION_STEP = -1  # never a step of training
 # likewise; the same genes are hidden from all cells, and whole cells predicted
 HIDDEN_GENES_STEP = -2
+MIN_VARIANCE_FRAC = 1e-9  # of the sum of squares; a smaller variance is a rounding error
 FORMER_NAMES = {
     "tensor": "tensor_parallel_styles",
     "row_widths": "coupled_widths",

@@ -12,8 +12,8 @@ loss is then minus the log-likelihood of a multinomial of the hidden counts, div
 over all genes, zeros included, also divided by the sum.
 
 With `view_loss` the hidden part is encoded too, and VICReg of the vectors of both parts is added in
-training only. With `batch_column` the decoder gets a learned vector per experimental batch, which
-options and modules named `batch_…` are about (scVI's `batch_key`), not batches of training. `judge`
+training only. With `batch_column` the decoder gets a learned vector per experimental batch. In names of
+options and modules, `batch_…` means the experimental batch (scVI's `batch_key`). `judge`
 compares with the mean profile of the training cells: the mean of the same fractions over whole cells.
 Objective `denoise` is the same class with `view: thin` and `target: all`.
 
@@ -77,8 +77,15 @@ class DecodingBatch(EncoderBatch):
     shares: tuple[RowShare, ...] | None = None
     """This micro-batch's share of the view loss; None in validation, which leaves that loss out."""
 
-    def find_entry_cells(self) -> Tensor:
-        """Find the cell of each entry, `(entries,)` int64: an index in `target_cells`."""
+    def find_entry_rows(self) -> Tensor:
+        """Find the row of each entry's cell among `target_cells`: `(entries,)` int64.
+
+        Tensors `(C, …)` have these rows. If cells 1 and 3 have two and three entries:
+
+            target_cells  1 3
+            entry_starts  0 2 5
+            the result    0 0 1 1 1
+        """
         return torch.repeat_interleave(
             self.entry_starts.diff(), output_size=len(self.entry_token_ids)
         )
@@ -90,7 +97,7 @@ class ProfileObservations(NamedTuple):
     genes: Any  # int64: vocabulary rows
     log_p: Any  # log-probability of the gene in its cell
     fractions: Any  # float32, with sum 1 in each cell
-    cell_fracs: Any  # float64: 1 / entries of the cell
+    cell_shares: Any  # float64: 1 / entries of the cell, so their sum is the number of cells
 
 
 class CellDecoding(Objective):
@@ -113,6 +120,7 @@ class CellDecoding(Objective):
         return not self._is_nb and self.config.weights == "log1p"
 
     def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
+        """Add the decoder: hidden layer, output layer and, by options, terms and dispersions."""
         config = self.config
         vector_width = model.vector_width
         self.n_sums = n_moment_sums(vocab_size)
@@ -129,6 +137,7 @@ class CellDecoding(Objective):
         if config.resolved_batch_column is not None:
             names += self._attach_experimental_batches(model, config.resolved_batch_column, width)
         if self._is_nb:
+            # the log of each gene's inverse dispersion; the name is that of checkpoints
             model.profile_dispersion = nn.Parameter(torch.empty(vocab_size))
             names.append("profile_dispersion")
         return tuple(names)
@@ -139,6 +148,7 @@ class CellDecoding(Objective):
         """Add a vector per experimental batch to the decoder, and the adversary if there is one."""
         n_levels = len(self.levels[column])
         n_known = len(self.known_levels(column))
+        # the learned vectors; the name is that of checkpoints
         model.batch_terms = LevelEmbedding(n_levels, n_known, width)
         model.add_level_rows(column, "batch_terms.weight")
         names = ["batch_terms"]
@@ -161,7 +171,7 @@ class CellDecoding(Objective):
             self.config,
             seed=seed,
             step=step,
-            hides_every_fifth_gene=step == HIDDEN_GENES_STEP,
+            hides_metric_genes=step == HIDDEN_GENES_STEP,
         )
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> DecodingBatch:
@@ -199,9 +209,9 @@ class CellDecoding(Objective):
         targets = prepared.entry_targets
         if not self._is_nb:
             return targets
-        entry_cells = prepared.find_entry_cells()
-        cell_sums = targets.new_zeros(len(prepared.n_entries)).index_add(0, entry_cells, targets)
-        return targets / cell_sums[entry_cells]
+        entry_rows = prepared.find_entry_rows()
+        cell_sums = targets.new_zeros(len(prepared.n_entries)).index_add(0, entry_rows, targets)
+        return targets / cell_sums[entry_rows]
 
     def loss(self, model: ObjectiveModel, states: Tensor, prepared: DecodingBatch) -> Tensor:
         """Sum the loss over the cells, a float32 scalar.
@@ -212,8 +222,6 @@ class CellDecoding(Objective):
         features = self.decoder_features(model, vectors, prepared)
         if self.kept_sums is not None:
             self.kept_sums.append(self._validation_sums(model, features, prepared))
-        # the parameter is the log of the inverse; its name is that in checkpoints
-        log_inverse_dispersion = model.profile_dispersion if self._is_nb else None
         loss = profile_loss(
             features,
             table=model.profile_genes.weight,
@@ -222,7 +230,7 @@ class CellDecoding(Objective):
             entry_starts=prepared.entry_starts,
             entry_token_ids=prepared.entry_token_ids,
             entry_targets=prepared.entry_targets,
-            log_inverse_dispersion=log_inverse_dispersion,
+            log_inverse_dispersion=model.profile_dispersion if self._is_nb else None,
         )
         # VICReg couples the cells of the global batch; this is the micro-batch's share of its loss
         if prepared.shares is not None:
@@ -244,7 +252,7 @@ class CellDecoding(Objective):
             features,
             table=model.profile_genes.weight,
             bias=model.profile_bias,
-            entry_cells=prepared.find_entry_cells(),
+            entry_rows=prepared.find_entry_rows(),
             entry_token_ids=prepared.entry_token_ids,
             entry_fractions=self._compute_fractions(prepared),
         )
@@ -301,27 +309,26 @@ class CellDecoding(Objective):
         # A softmax with likelihood nb too: dispersions are not judged, since the mean profile of
         # training cells has none. Special tokens are included, although never targets.
         log_p = logits.log_softmax(1)
-        entry_cells = prepared.find_entry_cells()
+        entry_rows = prepared.find_entry_rows()
         token_ids = prepared.entry_token_ids
         return ProfileObservations(
             genes=token_ids - len(SPECIAL),
-            log_p=log_p[entry_cells, token_ids],
+            log_p=log_p[entry_rows, token_ids],
             fractions=self._compute_fractions(prepared),
-            cell_fracs=(1 / prepared.entry_starts.diff().double())[entry_cells],
+            cell_shares=(1 / prepared.entry_starts.diff().double())[entry_rows],
         )
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
         """Score the cross-entropy of the model against the mean profile of training cells.
 
-        The profile is the mean of their targets: fractions of log(1 + counts), or of counts. Those of
-        whole cells, since any part of a cell may be hidden.
+        The profile is the mean of the targets if whole cells were to be predicted.
         """
         entries = ProfileObservations(*observed)
         fractions = entries.fractions.astype(np.float64)
         log_p = entries.log_p.astype(np.float64)
         mean_profile = train.log_count_profile if self.predicts_log_counts else train.count_profile
         assert mean_profile is not None, "statistics without profiles"
-        n_cells = entries.cell_fracs.sum()  # each cell adds 1
+        n_cells = entries.cell_shares.sum()
         loss = float(-(fractions * log_p).sum() / n_cells)
         baseline_loss = float(-(fractions * np.log(mean_profile[entries.genes])).sum() / n_cells)
         metrics = {

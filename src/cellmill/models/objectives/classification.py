@@ -34,7 +34,7 @@ from cellmill.models.objectives.shared.per_cell import CellHead, LabelObjective,
 
 @dataclass(frozen=True, kw_only=True)
 class WeightedLabelBatch(TargetBatch):
-    """The shown tokens, and the labels of the cells that have one."""
+    """The shown tokens, the labels of the cells that have one, and their weights."""
 
     cell_weights: Tensor  # `(C,)` float32: weight of each cell's label in the loss
 
@@ -64,9 +64,7 @@ class Classification(LabelObjective):
         weight_by_label = self.config.weight_by_label if self.training else {}
         weights = [weight_by_label.get(name, 1.0) for name in self.label_names]
         label_weights = torch.tensor(weights, device=targets.device)
-        return WeightedLabelBatch.from_batch(
-            prepared, dropout_keys=(seed, step), cell_weights=label_weights[targets]
-        )
+        return WeightedLabelBatch.extend(prepared, cell_weights=label_weights[targets])
 
     def target_loss(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
         assert isinstance(prepared, WeightedLabelBatch), "expected a batch with weights"

@@ -51,7 +51,7 @@ class MaskedValue(MaskedObjective):
 
     @property
     def _first_bin(self) -> int:
-        """Lowest bin to predict: 0 if undetected genes, whose bin it is, are tokens too."""
+        """Lowest bin to predict: 0, the bin of undetected genes, if they are tokens too; otherwise 1."""
         return 0 if self.tokens.zero_frac else 1
 
     def attach_output(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
@@ -74,7 +74,7 @@ class MaskedValue(MaskedObjective):
         # all masked tokens that are not kept are hidden
         n_visible = torch.bincount(mask.token_cells[mask.visible], minlength=len(batch.lengths))
         is_replaced = mask.replaced & (n_visible > 0)[mask.token_cells]
-        is_hidden = mask.masked & ~mask.kept & ~is_replaced
+        is_hidden = mask.hidden | (mask.replaced & ~is_replaced)
         shown = values.masked_fill(is_hidden, 0)
         shown[is_replaced] = values[_choose_visible_tokens(mask, is_replaced, n_visible)]
         # values are predicted as differences from the mean `center`: no masked value may enter it,

@@ -53,9 +53,11 @@ class PerturbationResponse(CellDecoding):
         width = model.vector_width
         levels = self.levels[config.perturbation_column]
         n_known = len(self.known_levels(config.perturbation_column))
-        # no response at the start; the layer's bias is the response that all perturbations share
+        # the names are those of checkpoints. A linear layer from the mean embedding of the perturbed
+        # genes (width D) to a term of the response (width E): zero at the start. Its bias is the term
+        # that all perturbations share
         model.response_genes = with_std(nn.Linear(config.decoder_hidden or width, width), 0.0)
-        # the learned vector of each perturbation
+        # the learned vector (width E) of each perturbation
         model.response_terms = LevelEmbedding(len(levels), n_known, width, is_centred=False)
         model.add_level_rows(config.perturbation_column, "response_terms.weight")
         genes = config.perturbed_genes or {}
@@ -65,7 +67,8 @@ class PerturbationResponse(CellDecoding):
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> ResponseBatch:
         assert isinstance(batch, ViewBatch), "expected a view"
-        codes = self.level_codes(batch, self.config.perturbation_column)
+        codes = self.level_codes(batch, self.config.perturbation_column)  # `(cells,)`
+        # cells of an unknown perturbation are not predicted
         is_predicted = (codes > 0)[batch.entry_cells]  # `(entries,)`
         batch = replace(
             batch,
@@ -74,14 +77,13 @@ class PerturbationResponse(CellDecoding):
             entry_counts=batch.entry_counts[is_predicted],
         )
         prepared = super().prepare(batch, seed=seed, step=step)
-        codes = codes[prepared.target_cells]
-        return ResponseBatch.from_batch(
+        target_codes = codes[prepared.target_cells]
+        return ResponseBatch.extend(
             prepared,
-            dropout_keys=(seed, step),
-            perturbation_codes=codes,
-            is_perturbed=codes != self._control_code,
+            perturbation_codes=target_codes,
+            is_perturbed=target_codes != self._control_code,
             padded_token_ids=_pad_token_ids(
-                [self._token_ids_by_code[code] for code in codes.tolist()]
+                [self._token_ids_by_code[code] for code in target_codes.tolist()]
             ),
         )
 
@@ -151,8 +153,8 @@ def _compute_response(model: ObjectiveModel, codes: Tensor, padded_token_ids: Te
     is_gene = (padded_token_ids != PAD_TOKEN)[..., None]
     n_genes = is_gene.sum(1).clamp(min=1)
     mean = (embedded * is_gene).sum(1) / n_genes
-    gene_response = model.response_genes(mean.to(embedded.dtype))
-    response: Tensor = gene_response + model.response_terms(codes)
+    of_genes = model.response_genes(mean.to(embedded.dtype))
+    response: Tensor = of_genes + model.response_terms(codes)
     return response
 
 

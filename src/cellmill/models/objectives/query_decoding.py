@@ -3,10 +3,11 @@
 For each queried gene, hidden from the encoder, the decoder multiplies a projection of the cell's
 vector with an embedding of the gene, and feed-forward layers turn the product into the value. The
 loss is the squared error; values are judged by R² over the gene's mean in training cells, zeros
-included. `docs/quality.md` compares it with a zero-inflated loss and with a sum of vector and gene.
+included. `docs/quality.md` compares it with a zero-inflated loss, and with adding the gene's embedding
+instead of multiplying by it.
 
 A gene of the vocabulary is hidden with the probability that its cell drew, whether it is detected
-or not, so hidden genes are detected as often as genes of whole cells. Querying every hidden gene would
+or not, so the detection rate of hidden genes is the rate of all genes. Querying every hidden gene would
 cost too much. So at most `max_asked` hidden detected genes of a cell are queried, and
 `undetected_ratio` times as many undetected ones. The importance weight of a query is the number of
 hidden genes per query of its cell, separately for detected and undetected genes. Genes that
@@ -48,23 +49,32 @@ from cellmill.models.objectives.shared.views import (
 from cellmill.parallel.vocab_parallel import embed_tokens, rows_at
 
 
-@dataclass(frozen=True, kw_only=True)
-class QueryView(Batch):
-    """The shown tokens, and the queries: of detected genes, then of undetected genes."""
+class Queries(NamedTuple):
+    """Queried genes, `(N,)` each, and what the decoder is to predict of them."""
 
-    query_cells: Tensor  # `(N,)` int64: index of the cell
-    query_token_ids: Tensor  # `(N,)` int64
-    query_targets: Tensor  # `(N,)` float32: values of the whole cell, 0 for undetected genes
+    cells: Tensor  # int64: index of the cell, ascending among detected and among undetected genes
+    token_ids: Tensor  # int64
+    targets: Tensor  # float32: values in the whole cell, 0 for undetected genes
     importance_weights: Tensor
-    """`(N,)` float32: hidden genes per query. For undetected genes their number is the expected one, so
-    the weight may be below 1.
+    """float32: hidden genes per query. For undetected genes their number is the expected one, so the
+    weight may be below 1.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
-class QueryBatch(QueryView, EncoderBatch):
-    """The shown tokens and the queries with their weights."""
+class QueryView(Batch):
+    """The shown tokens, and the queries: of detected genes, then of undetected genes."""
 
+    queries: Queries
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryBatch(EncoderBatch):
+    """The shown tokens, and the queries as the loss reads them."""
+
+    query_cells: Tensor  # these three as in `Queries`
+    query_token_ids: Tensor
+    query_targets: Tensor
     query_weights: Tensor  # `(N,)` float32: `importance_weights`, scaled to mean 1 in each cell
     n_targets: Tensor  # N
 
@@ -76,15 +86,6 @@ class QueryObservations(NamedTuple):
     values: Any
     predicted: Any
     weights: Any  # as `query_weights`
-
-
-class Queries(NamedTuple):
-    """Queries of a batch, cell after cell: `(queries,)` each, as the fields of `QueryView`."""
-
-    cells: Tensor
-    token_ids: Tensor
-    targets: Tensor
-    importance_weights: Tensor
 
 
 class TokenDraws(NamedTuple):
@@ -109,6 +110,7 @@ class QueryDecoding(Objective):
     def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
         self.n_genes = vocab_size - len(SPECIAL)
         width = self.config.decoder_hidden
+        # a gene's embedding multiplies the cell's vector, projected to the same width
         model.query_genes = with_std(nn.Embedding(vocab_size, width), 1.0)
         model.query_cell = with_std(nn.Linear(model.vector_width, width), model.vector_width**-0.5)
         model.query_layers = nn.ModuleList(
@@ -139,10 +141,7 @@ class QueryDecoding(Objective):
         return QueryView(
             **tokenize_counts(shown_cells, self.tokenizer),
             **batch.arrays("cell"),
-            query_cells=queries.cells,
-            query_token_ids=queries.token_ids,
-            query_targets=queries.targets,
-            importance_weights=queries.importance_weights,
+            queries=queries,
         )
 
     def _draw_tokens(self, batch: Batch, seed: int, step: int) -> TokenDraws:
@@ -209,16 +208,19 @@ class QueryDecoding(Objective):
     def prepare(self, batch: Batch, *, seed: int, step: int) -> QueryBatch:
         assert isinstance(batch, QueryView), "expected a view"
         n_cells = len(batch.lengths)
-        query_cells = batch.query_cells
-        weights = batch.importance_weights.double()
+        queries = batch.queries
+        weights = queries.importance_weights.double()
         # `(C,)`: factor that makes the mean weight of a cell's queries 1
-        sums = torch.zeros(n_cells, dtype=weights.dtype).index_add(0, query_cells, weights)
-        scale = torch.bincount(query_cells, minlength=n_cells) / sums
+        sums = torch.zeros(n_cells, dtype=weights.dtype).index_add(0, queries.cells, weights)
+        scale = torch.bincount(queries.cells, minlength=n_cells) / sums
         return QueryBatch.from_batch(
             batch,
             dropout_keys=(seed, step),
-            query_weights=(weights * scale[query_cells]).float(),
-            n_targets=torch.tensor(len(query_cells)),
+            query_cells=queries.cells,
+            query_token_ids=queries.token_ids,
+            query_targets=queries.targets,
+            query_weights=(weights * scale[queries.cells]).float(),
+            n_targets=torch.tensor(len(queries.cells)),
         )
 
     def loss(self, model: ObjectiveModel, states: Tensor, prepared: QueryBatch) -> Tensor:

@@ -19,8 +19,14 @@ from torch.nn import functional as F
 
 from cellmill.config.parts.objectives import RegressionConfig
 from cellmill.data.stream.batch import Batch
-from cellmill.models.objective import GeneStatistics, Judgement, ObjectiveModel, Tensors, pearson
-from cellmill.models.objectives.shared.hidden_genes import MIN_VARIANCE_FRAC
+from cellmill.models.objective import (
+    MIN_VARIANCE_FRAC,
+    GeneStatistics,
+    Judgement,
+    ObjectiveModel,
+    Tensors,
+    pearson,
+)
 from cellmill.models.objectives.shared.per_cell import CellHead, CellObjective, TargetBatch
 from cellmill.runs.results import compare
 
@@ -72,7 +78,7 @@ class Regression(CellObjective):
 
     def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
         numbers = torch.full((len(batch.lengths),), torch.nan, dtype=torch.float64)
-        if batch.numbers is not None:
+        if batch.numbers is not None:  # None outside training: `embed` reads no numbers
             column = self.number_columns.index(self.config.target_column)
             numbers = batch.numbers[:, column]
         targets = (numbers - self._standardisation.mean) / self._standardisation.std

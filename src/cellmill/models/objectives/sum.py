@@ -106,7 +106,7 @@ class Sum(Objective):
         first_views = batch
         if isinstance(batch, ViewBatch) and batch.n_second_views:
             first_views = replace(batch.cut(0, batch.n_second_views), n_second_views=0)
-        part_batches = list[Any]()
+        part_batches: list[Any] = []
         for name, part in self.parts.items():
             part.training = self.training
             part_view = batch if part.config.draws_view else first_views
@@ -125,7 +125,7 @@ class Sum(Objective):
 
         They come from the part that `owns_tokens`, since no part may see its targets. Without such a part
         all have the same tokens, and those of the first are taken. Second views come from the part that
-        draws them.
+        `draws_view`: another part, which leaves its tokens to the owner.
         """
         owner_batch = part_batches[0]
         drawer_batch = part_batches[0]
@@ -147,8 +147,9 @@ class Sum(Objective):
         ):
             # validation computes all shares if one part needs them; other parts leave theirs out
             uses_shares = model.training or part.validates_coupled_loss
-            given = replace(part_batch, shares=shares) if shares and uses_shares else part_batch
-            losses.append(part.loss(model, states, given).float())
+            if shares and uses_shares:
+                part_batch = replace(part_batch, shares=shares)
+            losses.append(part.loss(model, states, part_batch).float())
         return torch.stack(losses)
 
     def coupled_rows(self, model: ObjectiveModel, states: Tensor, prepared: SumBatch) -> Tensors:
@@ -182,8 +183,8 @@ class Sum(Objective):
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
         """Score every part; its metrics get the prefix of its name."""
-        metrics = dict[str, Any]()
-        verdicts = list[Verdict]()
+        metrics: dict[str, Any] = {}
+        verdicts: list[Verdict] = []
         n_tensors, *arrays = observed
         # batches are concatenated, so the numbers repeat once per batch
         n_by_part = n_tensors[: len(self.parts)].tolist()

@@ -48,6 +48,7 @@ class SupervisedContrastive(LabelObjective):
     def coupled_rows(self, model: ObjectiveModel, states: Tensor, prepared: TargetBatch) -> Tensors:
         """Make the row [level code of the label, unit vector] of each cell, `(C, 1 + E)` float32."""
         vectors = model.cell_vectors(states, prepared)[prepared.target_cells].float()
+        # from 1: the first number of a row may not be 0
         codes = prepared.targets[:, None].to(vectors) + 1
         return (torch.cat([codes, F.normalize(vectors, dim=1)], dim=1),)
 
@@ -55,21 +56,21 @@ class SupervisedContrastive(LabelObjective):
         return tuple(contrastive_loss_sum(table, self.config.temperature) for table in tables)
 
     def observe(self, model: ObjectiveModel, prepared: TargetBatch) -> Tensors:
-        """Return level codes of labels, `(C,)` int64, and unit vectors, `(C, E)` float32."""
+        """Return indices of labels, `(C,)` int64, and unit vectors, `(C, E)` float32."""
         (rows,) = self.coupled_rows(model, model.states(prepared), prepared)
-        return prepared.targets + 1, rows[:, 1:]
+        return prepared.targets, rows[:, 1:]
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
         """Score the mean loss against the loss if all vectors were equal.
 
         There is no score if no two cells share a label.
         """
-        codes, vectors = (torch.from_numpy(array) for array in observed)
-        n_cells = len(codes)
-        has_positive = torch.bincount(codes)[codes] > 1
+        label_indices, vectors = (torch.from_numpy(array) for array in observed)
+        n_cells = len(label_indices)
+        has_positive = torch.bincount(label_indices)[label_indices] > 1
         if not has_positive.any():
             return {"n_targets": n_cells}, []
-        rows = torch.cat([codes[:, None].float(), vectors], dim=1)
+        rows = torch.cat([label_indices[:, None].float() + 1, vectors], dim=1)
         loss = float(contrastive_loss_sum(rows, self.config.temperature)) / n_cells
         # every other cell has the same probability if all vectors are equal
         loss_if_all_equal = float(has_positive.double().mean()) * math.log(n_cells - 1)

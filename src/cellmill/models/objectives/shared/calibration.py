@@ -44,7 +44,8 @@ def confidence_and_correctness(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return each cell's highest probability, and 1.0 if it belongs to the cell's label, otherwise 0.0.
 
-    `logits` are `(cells, labels)`, `label_indices` `(cells,)` int64, the results `(cells,)` float64.
+    `logits` are `(cells, labels)`, `label_indices` `(cells,)` int64. The results are `(cells,)`: the
+    probability in the dtype of `logits`, the other float64.
     """
     probabilities = softmax(logits)
     is_correct = probabilities.argmax(axis=1) == label_indices

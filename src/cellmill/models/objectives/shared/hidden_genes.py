@@ -10,9 +10,9 @@ log(1 + count), so a measurement is a logarithm of a logarithm. With other optio
 the cell's sum of counts. So the metric compares only runs with equal `weights` and `likelihood`.
 
 A prediction is the gene's probability in the softmax, which estimates f, times a factor per cell: the
-sum of the visible genes' measurements divided by the sum of their probabilities. A measurement is a
-logarithm and a prediction is not. Pearson's r needs no common scale, but with exact probabilities too
-it would be below 1.
+sum of the visible genes' measurements divided by the sum of their probabilities. Pearson's r needs no
+common scale. But a measurement is a logarithm and a prediction is not, so even exact probabilities
+would not reach r = 1.
 
 Legend: C cells with targets, D input width of the decoder's output layer, V size of the vocabulary.
 """
@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 
 from cellmill.data.arrays import TARGET_SUM
+from cellmill.models.objective import MIN_VARIANCE_FRAC
 from cellmill.models.objectives.shared.views import HIDDEN_GENE_STRIDE
 from cellmill.parallel.torch_private import is_dtensor
 from cellmill.parallel.vocab_parallel import token_logits
 
 CELLS_PER_CHUNK = 256  # cells whose predicted profiles exist at once
-MIN_VARIANCE_FRAC = 1e-9  # of the sum of squares; a smaller variance is a rounding error
 
 
 class GeneMoments(NamedTuple):
@@ -60,14 +60,15 @@ def sum_gene_moments(
     features: Tensor,
     table: Tensor,
     bias: Tensor,
-    entry_cells: Tensor,
+    entry_rows: Tensor,
     entry_token_ids: Tensor,
     entry_fractions: Tensor,
 ) -> Tensor:
     """Sum over cells: the number of cells, then `GeneMoments`; `(n_moment_sums(V),)` float64.
 
-    Logits are the decoder's `features` `(C, D)` times `table` `(V, D)` plus `bias` `(V,)`. Entries,
-    `(entries,)` each, are of the measured profiles: `entry_fractions` have sum 1 in each cell.
+    - `features`, `(C, D)`, are multiplied by `table`, `(V, D)`; plus `bias`, `(V,)`, they give logits
+    - entries, `(entries,)` each, are the genes of the measured profiles: `entry_rows` has the row of the
+      entry's cell in `features`, and `entry_fractions` have sum 1 in each cell
     """
     log_expression = torch.log1p(TARGET_SUM * entry_fractions)
     sums = features.new_zeros(n_moment_sums(len(bias)), dtype=torch.float64)
@@ -77,11 +78,10 @@ def sum_gene_moments(
         logits = token_logits(features[start:end], table, bias)
         if is_dtensor(logits):
             logits = logits.full_tensor()
-        in_chunk = (entry_cells >= start) & (entry_cells < end)
+        in_chunk = (entry_rows >= start) & (entry_rows < end)
         profiles = torch.zeros_like(logits)
-        profiles[entry_cells[in_chunk] - start, entry_token_ids[in_chunk]] = log_expression[
-            in_chunk
-        ]
+        profile_rows = entry_rows[in_chunk] - start
+        profiles[profile_rows, entry_token_ids[in_chunk]] = log_expression[in_chunk]
         sums[1:] += _sum_moments(logits.softmax(1), profiles)
     return sums
 
@@ -118,12 +118,13 @@ def mean_gene_correlation(sums: Sequence[float]) -> dict[str, float]:
     """
     n_cells = max(sums[0], 1)
     moments = GeneMoments(*np.reshape(sums[1:], (N_MOMENTS, -1)))  # `(hidden genes,)` each
-    covariance = moments.products - moments.predicted * moments.measured / n_cells
+    # sums over cells of products and of squares of the deviations from the mean
+    deviation_products = moments.products - moments.predicted * moments.measured / n_cells
     squares = np.stack([moments.predicted_squares, moments.measured_squares])
-    variances = squares - np.stack([moments.predicted, moments.measured]) ** 2 / n_cells
-    has_variance = (variances > MIN_VARIANCE_FRAC * squares).all(0)
-    norms = np.sqrt(np.where(has_variance, variances, 1).prod(0))
-    correlations = covariance / norms * has_variance
+    deviation_squares = squares - np.stack([moments.predicted, moments.measured]) ** 2 / n_cells
+    has_variance = (deviation_squares > MIN_VARIANCE_FRAC * squares).all(0)
+    norms = np.sqrt(np.where(has_variance, deviation_squares, 1).prod(0))
+    correlations = deviation_products / norms * has_variance
     is_expressed = moments.measured > 0
     if not is_expressed.any():
         return {}

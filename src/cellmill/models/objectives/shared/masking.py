@@ -61,7 +61,8 @@ class Mask:
     """
 
     token_cells: Tensor  # int64: index of the token's cell
-    draws: Tensor  # int64: 63 random bits; low ones mask the token, and further draws are keyed by them
+    draws: Tensor
+    """int64: 63 random bits. A draw below a threshold masks the token; further draws are keyed by it."""
     visible: Tensor  # bool
     masked: Tensor  # bool; each masked token is hidden, kept or replaced
     hidden: Tensor  # bool
@@ -87,7 +88,7 @@ class MaskedObjective(Objective):
         model.head = _make_head(model, model.width)
         names: tuple[str, ...] = ("head",)
         if self.config.cell_loss_weight:
-            model.cell_head = _make_head(model, 2 * model.width)
+            model.cell_head = _make_head(model, model.vector_width + model.width)
             # the cell loss embeds its targets again, so it reads the modules of the model's input too
             names = ("head", "cell_head", *model.plan.begin)
         return (*names, *self.attach_output(model, vocab_size))

@@ -1,6 +1,6 @@
 """Base of objectives with one target per cell, predicted from the cell's vector, and their head.
 
-The vectors are what `embed` writes, so `evaluate.inference.predict` needs no other forward pass.
+The vectors are what `embed` writes, so `evaluate.inference.predict` runs only the head.
 The loss is divided by the number of cells with a target, over all processes. Cells without a target
 and cells without a shown gene take no part. Validation has no dropout.
 
@@ -11,7 +11,7 @@ A label is a level of the label column other than MISSING. Tensors have its inde
 level code is the index plus 1.
 
 Legend: T tokens of the batch, C cells with a target, H width of a state, E width of a cell's vector, L
-outputs of the head: for labels, the number of levels.
+outputs of the head (for labels the number of levels, for a number 1), D width of a teacher's vector.
 """
 
 from dataclasses import dataclass

@@ -15,7 +15,7 @@ def vicreg_loss_sum(rows: Tensor, weights: tuple[float, float, float]) -> Tensor
 
     Each of the `rows` `(S, 1 + 2 E)` is [1, z, z'], where z and z' are the vectors of both views of a
     cell; a row of zeros is an empty slot. n is the number of cells, K and K' are the covariance
-    matrices of z and z', with divisor n - 1. The loss is the sum of three terms, times `weights`:
+    matrices of z and z', with divisor n - 1. The loss is the sum of three terms, each times its weight:
 
     - invariance: the mean over cells and dimensions of (z - z')^2
     - variance: the mean over dimensions of max(0, 1 - sqrt(K_jj + 1e-4)), plus the same of K'
@@ -27,18 +27,18 @@ def vicreg_loss_sum(rows: Tensor, weights: tuple[float, float, float]) -> Tensor
     invariance_weight, variance_weight, covariance_weight = weights
     width = rows.shape[1] // 2
     # filled `(S, 1)` is 1, or 0 for an empty slot
-    filled, shown, hidden = rows.double().split([1, width, width], dim=1)
+    filled, z_shown, z_hidden = rows.double().split([1, width, width], dim=1)
     n_cells = filled.detach().sum()
     n = n_cells.clamp(min=1)
-    distance = (shown - hidden).square().sum()
+    distance = (z_shown - z_hidden).square().sum()
     loss = invariance_weight * distance / (n * width)
-    for z in (shown, hidden):
+    for z in (z_shown, z_hidden):
         mean = z.sum(0) / n
         centred = z - filled * mean
         covariances = centred.T @ centred / (n - 1).clamp(min=1)  # `(E, E)`
         variances = covariances.diagonal()
         deviations = (variances + VARIANCE_EPS).sqrt()
         hinge = F.relu(1 - deviations).mean()
-        off_diagonal = covariances.square().sum() - variances.square().sum()
-        loss = loss + variance_weight * hinge + covariance_weight * (off_diagonal / width)
+        off_diagonal_squares = covariances.square().sum() - variances.square().sum()
+        loss = loss + variance_weight * hinge + covariance_weight * (off_diagonal_squares / width)
     return n_cells * loss

@@ -66,15 +66,16 @@ def draw_view(
     *,
     seed: int,
     step: int,
-    hides_every_fifth_gene: bool = False,
+    hides_metric_genes: bool = False,
 ) -> ViewBatch:
     """Draw the view of each cell of a batch with counts, on the CPU.
 
-    With `hides_every_fifth_gene` nothing is drawn: these genes are hidden, and whole cells predicted.
+    With `hides_metric_genes` nothing is drawn: the genes of metric hidden_genes are hidden, and whole
+    cells predicted.
     """
     assert batch.counts is not None, "the batch has no counts"
     whole = TokenCounts(batch.cu_seqlens.numpy(), batch.token_ids.numpy(), batch.counts.numpy())
-    if hides_every_fifth_gene:
+    if hides_metric_genes:
         shown = whole.counts * (whole.token_ids % HIDDEN_GENE_STRIDE != 0)
         to_predict = whole.counts
     else:
@@ -200,7 +201,7 @@ def draw_hidden_genes(
 
 
 def tokenize_counts(cells: TokenCounts, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Tokenize counts of cells: the fields of a `Batch` that are per token, and the lengths.
+    """Tokenize counts of cells: return the fields of a `Batch` that describe tokens, by name.
 
     Values are computed from these counts only; a token with count 0 is left out.
     """
