@@ -217,8 +217,12 @@ MANY_ROWS = "".join(f"gene{number},1,2\n" for number in range(30))
         ("one\ntwo\nthree\n", "expected columns separated by tabs, commas or semicolons"),
         ("g,c1,c2\nACTB,x,y\nGAPDH,z,w\n", "expected columns of counts after the names of rows"),
         (
+            "#gene,c1,c2\nACTB,1,2\nGAPDH,3,4\n",
+            "got numbers in the first line; add one, or remove the # before it",
+        ),
+        (
             "ACTB,1,2\nGAPDH,3,4\n",
-            "expected a header with names, got numbers in the first line; add one",
+            "expected a header with names, got numbers in the first line; add one, or remove the # before it",
         ),
         (
             "g,c1,c2,c3,c4\nACTB,1,2\nGAPDH,3,4\n",

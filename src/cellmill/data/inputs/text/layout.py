@@ -112,7 +112,7 @@ def read_layout(path: Path) -> TableLayout:
     has_names = names_row_names(header) or any(name.lower() in _KNOWN for name in header)
     if not has_names and (n_numbers == width - 1 or (n_numbers and width <= MAX_LONG)):
         raise DataError(
-            f"{path}: expected a header with names, got numbers in the first line; add one"
+            f"{path}: expected a header with names, got numbers in the first line; add one, or remove the # before it"
         )
     if width > MAX_LENGTH:
         raise DataError(f"{path}: has {width:,} columns; the limit is {MAX_LENGTH:,}")
