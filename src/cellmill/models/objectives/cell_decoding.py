@@ -13,9 +13,10 @@ over all genes, zeros included, also divided by the sum.
 
 With `view_loss` the hidden part is encoded too, and VICReg of the vectors of both parts is added in
 training only. With `batch_column` the decoder gets a learned vector per experimental batch. In names of
-options and modules, `batch_…` means the experimental batch (scVI's `batch_key`). `judge`
-compares with the mean profile of the training cells: the mean of the same fractions over whole cells.
-Objective `denoise` is the same class with `view: thin` and `target: all`.
+options and modules, `batch_…` means the experimental batch (scVI's `batch_key`).
+
+`judge` compares with the mean profile of the training cells: the mean of the same fractions over whole
+cells. Objective `denoise` is the same class with `view: thin` and `target: all`.
 
 Legend: T tokens of the batch, C cells with targets, H width of a state, E width of a cell's vector, D
 input width of the decoder's output layer, V size of the vocabulary.
@@ -112,6 +113,7 @@ class CellDecoding(Objective):
 
     @property
     def _is_nb(self) -> bool:
+        """True if targets are counts, with a negative binomial for each gene."""
         return self.config.likelihood == "nb"
 
     @property
@@ -321,7 +323,7 @@ class CellDecoding(Objective):
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
         """Score the cross-entropy of the model against the mean profile of training cells.
 
-        The profile is the mean of the targets if whole cells were to be predicted.
+        The profile is the mean of their fractions, as the targets are of whole cells.
         """
         entries = ProfileObservations(*observed)
         fractions = entries.fractions.astype(np.float64)
@@ -346,7 +348,10 @@ class CellDecoding(Objective):
 
 
 def _find_pairs(batch: ViewBatch) -> Tensor:
-    """Find `DecodingBatch.pairs`: indices of the first and the second views, `(2, pairs)` int64."""
+    """Find `DecodingBatch.pairs`: indices of the first and the second views, `(2, pairs)` int64.
+
+    Of three cells whose second has an empty second view: [[0, 2], [3, 5]].
+    """
     n_cells = batch.n_second_views
     # the second views follow the first, then padding
     view_has_genes = has_genes(batch)[: 2 * n_cells].view(2, n_cells)

@@ -105,9 +105,11 @@ class PerturbationResponse(CellDecoding):
     ) -> Tensor:
         """Predict the log fraction of each gene in a cell of an average experimental batch.
 
-        The result is `(C, n_genes)` float32, over all genes of the vocabulary; `vectors` are `(C, E)`.
-        `perturbation` is a level of the column or an unknown name, but not the control; None predicts
-        unperturbed cells. `perturbed_token_ids` are the token ids of its genes, possibly none.
+        The result is `(C, n_genes)` float32, over all genes of the vocabulary.
+
+        - `vectors`, `(C, E)`: the cells, before the perturbation
+        - `perturbation`: a level of the column or an unknown name, not the control; None for no perturbation
+        - `perturbed_token_ids`: the token ids of the perturbation's genes, possibly none
         """
         if perturbation is not None:
             levels = self.levels[self.config.perturbation_column]
@@ -138,23 +140,22 @@ class PerturbationResponse(CellDecoding):
 
 
 def _find_level_code(level: str, levels: Sequence[str]) -> int:
-    """Find the level code, from 1; 0 for an unknown level."""
+    """Find the level code of `level` among `levels`, from 1; 0 for an unknown level."""
     return 1 + levels.index(level) if level in levels else 0
 
 
 def _compute_response(model: ObjectiveModel, codes: Tensor, padded_token_ids: Tensor) -> Tensor:
-    """Compute what a perturbation adds to each cell's vector, `(C, E)`.
+    """Compute what its perturbation adds to each cell's vector, `(C, E)`.
 
-    `codes` `(C,)` int64 are level codes, `padded_token_ids` `(C, M)` int64 token ids, as in
-    `ResponseBatch`.
+    `codes` and `padded_token_ids` are `perturbation_codes` and `padded_token_ids` of a `ResponseBatch`.
     """
     flat = embed_tokens(padded_token_ids.flatten(), model.profile_genes.weight)
     embedded = flat.unflatten(0, padded_token_ids.shape)  # `(C, M, D)`
-    is_gene = (padded_token_ids != PAD_TOKEN)[..., None]
+    is_gene = (padded_token_ids != PAD_TOKEN)[..., None]  # `(C, M, 1)`
     n_genes = is_gene.sum(1).clamp(min=1)
-    mean = (embedded * is_gene).sum(1) / n_genes
-    of_genes = model.response_genes(mean.to(embedded.dtype))
-    response: Tensor = of_genes + model.response_terms(codes)
+    mean = (embedded * is_gene).sum(1) / n_genes  # `(C, D)`
+    term_of_genes = model.response_genes(mean.to(embedded.dtype))
+    response: Tensor = term_of_genes + model.response_terms(codes)
     return response
 
 

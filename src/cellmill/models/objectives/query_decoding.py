@@ -8,8 +8,8 @@ instead of multiplying by it.
 
 A gene of the vocabulary is hidden with the probability that its cell drew, whether it is detected
 or not, so the detection rate of hidden genes is the rate of all genes. Querying every hidden gene would
-cost too much. So at most `max_asked` hidden detected genes of a cell are queried, and
-`undetected_ratio` times as many undetected ones. The importance weight of a query is the number of
+cost too much. So option `max_asked` bounds the queries of hidden detected genes of a cell, and
+`undetected_ratio` times as many are of undetected genes. The importance weight of a query is the number of
 hidden genes per query of its cell, separately for detected and undetected genes. Genes that
 `tokens.max_tokens` cuts from a cell count as undetected.
 
@@ -168,7 +168,7 @@ class QueryDecoding(Objective):
         # `(C,)` each
         n_queries = torch.bincount(query_cells, minlength=n_cells)
         n_hidden_tokens = torch.bincount(draws.token_cells[draws.is_hidden], minlength=n_cells)
-        weights = n_hidden_tokens / n_queries.clamp(min=1)  # float32
+        weights = n_hidden_tokens / n_queries.clamp(min=1)  # hidden genes per query, float32
         return Queries(
             cells=query_cells,
             token_ids=batch.token_ids[queried_tokens],
@@ -190,7 +190,7 @@ class QueryDecoding(Objective):
         n_queries = (n_detected_queries * self.config.undetected_ratio).ceil().long()
         n_queries = torch.where(n_undetected_genes > 0, n_queries, 0)
         weights = draws.hidden_frac * n_undetected_genes / n_queries.clamp(min=1)
-        # `(queries,)` each
+        # `(queries,)` each. A random number modulo the undetected genes of the cell chooses one of them
         query_cells = torch.repeat_interleave(n_queries)
         draw_number = _index_in_cell(query_cells, n_queries)
         bits = keyed_token_bits(
@@ -279,9 +279,9 @@ class QueryDecoding(Objective):
 
 
 def _choose_hidden_tokens(draws: TokenDraws, max_per_cell: int) -> Tensor:
-    """Choose the hidden tokens of each cell with the lowest `random_order`, at most `max_per_cell`.
+    """Choose at most `max_per_cell` hidden tokens of each cell, by the lowest `random_order`.
 
-    The result is their indices, `(chosen,)` int64, ascending.
+    Return their indices, `(chosen,)` int64, ascending.
     """
     hidden_tokens = draws.is_hidden.nonzero().flatten()
     # sort by cell, and in each cell by random order

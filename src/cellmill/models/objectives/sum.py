@@ -124,7 +124,7 @@ class Sum(Objective):
         """Choose the tokens that the model is given: `MODEL_FIELDS` and their values.
 
         They come from the part that `owns_tokens`, since no part may see its targets. Without such a part
-        all have the same tokens, and those of the first are taken. Second views come from the part that
+        all have the same tokens, and the batch of the first is taken. Second views come from the part that
         `draws_view`: another part, which leaves its tokens to the owner.
         """
         owner_batch = part_batches[0]
@@ -135,9 +135,10 @@ class Sum(Objective):
             if part.config.draws_view:
                 drawer_batch = part_batch
         owner_fields = _read_model_fields(owner_batch)
-        if len(drawer_batch.lengths) == len(owner_batch.lengths):  # no second views
-            return owner_fields
-        return _replace_first_views(drawer_batch, owner_fields)
+        has_second_views = len(drawer_batch.lengths) > len(owner_batch.lengths)
+        return (
+            _replace_first_views(drawer_batch, owner_fields) if has_second_views else owner_fields
+        )
 
     def loss(self, model: ObjectiveModel, states: Tensor, prepared: SumBatch) -> Tensor:
         losses = []

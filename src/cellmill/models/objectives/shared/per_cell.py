@@ -159,7 +159,7 @@ class LabelObjective(CellObjective):
         return self.known_levels(self.config.label_column)
 
     def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        # -1 for a cell without a label
+        # codes begin at 1 and 0 is unknown, so a cell without a label gets -1
         label_indices = self.level_codes(batch, self.config.label_column) - 1
         return label_indices, label_indices >= 0
 

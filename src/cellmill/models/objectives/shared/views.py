@@ -82,20 +82,16 @@ def draw_view(
         cell_rng_states = host_state(batch.cell_ids.numpy(), seed, step)
         shown = _draw_shown_counts(whole, config, cell_rng_states)
         to_predict = whole.counts if config.target == "all" else whole.counts - shown
-    views = TokenCounts(whole.offsets, whole.token_ids, shown)
-    cell_fields = batch.arrays("cell")
-    n_second_views = 0
-    if config.view_loss is not None:
-        n_second_views = len(batch.lengths)
-        # append the second views: the same tokens with their hidden counts
-        views = TokenCounts(
-            offsets=np.concatenate([whole.offsets, whole.offsets[1:] + whole.offsets[-1]]),
-            token_ids=np.concatenate([whole.token_ids, whole.token_ids]),
-            counts=np.concatenate([shown, whole.counts - shown]),
-        )
-        cell_fields = {name: torch.cat([array, array]) for name, array in cell_fields.items()}
+    if config.view_loss is None:
+        views = TokenCounts(whole.offsets, whole.token_ids, shown)
+        cell_fields = batch.arrays("cell")
+        n_second_views = 0
+    else:
+        views = _append_second_views(whole, shown)
+        cell_fields = {name: torch.cat([a, a]) for name, a in batch.arrays("cell").items()}
         # negative ids, so that second views have dropout of their own
         cell_fields["cell_ids"] = torch.cat([batch.cell_ids, ~batch.cell_ids])
+        n_second_views = len(batch.lengths)
     entries = np.flatnonzero(to_predict)
     return ViewBatch(
         **tokenize_counts(views, tokenizer),
@@ -104,6 +100,15 @@ def draw_view(
         entry_token_ids=torch.from_numpy(whole.token_ids[entries]),
         entry_counts=torch.from_numpy(to_predict[entries]),
         n_second_views=n_second_views,
+    )
+
+
+def _append_second_views(whole: TokenCounts, shown: np.ndarray) -> TokenCounts:
+    """Return the first views, with counts `shown`, then the same tokens with their hidden counts."""
+    return TokenCounts(
+        offsets=np.concatenate([whole.offsets, whole.offsets[1:] + whole.offsets[-1]]),
+        token_ids=np.concatenate([whole.token_ids, whole.token_ids]),
+        counts=np.concatenate([shown, whole.counts - shown]),
     )
 
 
@@ -139,8 +144,9 @@ def _thin_counts(
 ) -> np.ndarray:
     """Hide a binomial part of each count and return the rest, `(tokens,)`.
 
-    `counts` `(tokens,)` are cut into cells by `offsets`, `(cells + 1,)`. `hidden_count_frac`, the
-    expected part, and `cell_rng_states` are `(cells,)`.
+    - `counts`, `(tokens,)`, are cut into cells by `offsets`, `(cells + 1,)`
+    - `hidden_count_frac`, `(cells,)`: the expected hidden part
+    - `cell_rng_states`, `(cells,)` uint64: states with the keys (cell, seed, step)
     """
     nonzero = np.flatnonzero(counts)  # a binomial draw from 0 takes no random number
     nonzero_offsets = np.searchsorted(nonzero, offsets)
@@ -156,8 +162,8 @@ def _draw_binomials(
 ) -> np.ndarray:
     """Draw a binomial part of each count, `(counts,)` int64.
 
-    `counts` are cut into cells by `offsets`, `(cells + 1,)`. Each cell has a `probability` and a
-    state that keys its draws, `(cells,)` each.
+    - `counts` are cut into cells by `offsets`, `(cells + 1,)`
+    - `probability` and `draw_states`, `(cells,)`: the expected part, and the state that keys the draws
     """
     draws = np.empty_like(counts)
     # one generator gets the key of each cell in turn: a new one would read entropy from the system,
@@ -190,11 +196,13 @@ def draw_hidden_genes(
     hidden_frac: np.ndarray,
     cell_rng_states: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw which tokens are hidden as whole genes, `(tokens,)` bool, and return their random states too.
+    """Draw which tokens are hidden as whole genes.
 
-    The state of a token, `(tokens,)` uint64, is what its draw is made from. `token_cells` and `position`
-    `(tokens,)` are each token's cell and its position in the cell; `hidden_frac` and `cell_rng_states`
-    `(cells,)` are as in `draw_hidden_frac`.
+    Return `(tokens,)` bool, and the random state that each draw was made from, `(tokens,)` uint64.
+
+    - `token_cells` and `position`, `(tokens,)`: each token's cell, and its position in the cell
+    - `hidden_frac`, `(cells,)`: the probability with which a token of the cell is hidden
+    - `cell_rng_states`, `(cells,)` uint64: states with the keys (cell, seed, step)
     """
     token_states = host_state(position, HIDE_KEY, state=cell_rng_states[token_cells])
     return host_uniform(token_states) < hidden_frac[token_cells], token_states
