@@ -51,7 +51,7 @@ from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.step import ParallelModel, clip_grad_norm
 from cellmill.planner.devices import find_peak_flops_per_s
 from cellmill.planner.measure.size import Load, measure_size
-from cellmill.planner.memory import estimate_peak_memory
+from cellmill.planner.memory import estimate_model_memory
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.runs.folder import TrainFolder
 from cellmill.train.checkpoint import Checkpoints
@@ -246,7 +246,7 @@ def measure(size: Size, kind: str, compiled: bool, steps: int, device: torch.dev
         seconds,
         flops / steps,
         torch.cuda.max_memory_allocated(device) if cuda else None,
-        estimate_peak_memory(
+        estimate_model_memory(
             PlannedModel(needs, PARALLEL, Layout(1, 1), nproc_per_node=1), most, 1
         ).total,
     )

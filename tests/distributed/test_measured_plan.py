@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cellmill.config.options import TrainOptions
 from cellmill.planner.hardware import Hardware
-from cellmill.planner.memory import estimate_rank_peak
+from cellmill.planner.memory import estimate_rank_memory
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.step_counts import CorpusSize
 from cellmill.planner.traffic import list_traffic
@@ -200,7 +200,7 @@ def test_planned_memory_agrees_with_what_processes_allocate(
         alike = ranks[stage * each : (stage + 1) * each]
         tokens = max(rank["tokens"] for rank in alike)
         micro_batches = alike[0]["micro_batches"]
-        planned = estimate_rank_peak(model, stage, tokens, micro_batches)
+        planned = estimate_rank_memory(model, stage, tokens, micro_batches)
         # memory freed in another thread is not reported: the smallest of equal ranks is nearest the
         # truth
         measured = min(rank["peak_bytes"] for rank in alike if rank["tokens"] == tokens)

@@ -24,9 +24,9 @@ from cellmill.planner.measure.size import measure_size
 from cellmill.planner.memory import (
     AUTOCAST_BYTES,
     Memory,
-    estimate_peak_memory,
-    estimate_pinned_bytes,
-    estimate_rank_peak,
+    estimate_model_memory,
+    estimate_pinned_per_process,
+    estimate_rank_memory,
 )
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.schedules import count_in_flight, estimate_idle_frac
@@ -48,7 +48,7 @@ def _model(world: int, **options: Any) -> PlannedModel:
 
 
 def _memory(world: int, tokens: int = LONG, micro_batches: int = 1, **options: Any) -> Memory:
-    return estimate_peak_memory(_model(world, **options), tokens, micro_batches)
+    return estimate_model_memory(_model(world, **options), tokens, micro_batches)
 
 
 def _activations(of_block: float, recomputed: float = 0.0) -> float:
@@ -155,7 +155,7 @@ def test_autocast_keeps_inputs_of_blocks_in_float32() -> None:
 @pytest.mark.parametrize(("world", "n_bytes"), [(2, 4), (4, 2)])
 def test_only_fsdp_sends_activations_in_16_bits(world: int, n_bytes: int) -> None:
     model = _model(world, pp=2, precision="bf16-mixed")
-    memory = estimate_peak_memory(model, LONG, 4)
+    memory = estimate_model_memory(model, LONG, 4)
     assert memory.pipeline == n_bytes * 4 * SIZE.width * LONG
     [sent] = [calls for calls in list_traffic(model, 0, LONG, 4) if calls.kind == "point to point"]
     tied_bytes = 4 * SIZE.tied.trained / model.ranks_per_copy
@@ -180,8 +180,8 @@ def test_a_pipeline_holds_each_block_once(schedule: str) -> None:
 
 def test_the_peak_belongs_to_the_largest_pipeline_rank() -> None:
     model = _model(3, pp=3)
-    each = [estimate_rank_peak(model, rank, LONG, 6) for rank in range(3)]
-    assert estimate_peak_memory(model, LONG, 6) == max(each, key=lambda memory: memory.total)
+    each = [estimate_rank_memory(model, rank, LONG, 6) for rank in range(3)]
+    assert estimate_model_memory(model, LONG, 6) == max(each, key=lambda memory: memory.total)
     assert each[0].logits == each[1].logits == 0 < each[2].logits
     # 1F1B keeps one per following stage
     few, many = (_memory(4, micro_batches=n, pp=4) for n in (4, 16))
@@ -240,15 +240,15 @@ def test_offloaded_parts_are_only_in_host_memory(pp: int) -> None:
     assert (moments.optimizer, full.optimizer, full.parameters) == (0, 0, 0)
     assert moments.total == plain.total - plain.optimizer
     assert full.total < moments.total - plain.parameters
-    assert estimate_pinned_bytes(
+    assert estimate_pinned_per_process(
         _model(4, cpu_offload="optimizer", **strategy)
     ).offload == pytest.approx(2 * plain.optimizer, abs=16)
-    assert estimate_pinned_bytes(_model(4, **strategy)).offload == 0
+    assert estimate_pinned_per_process(_model(4, **strategy)).offload == 0
 
 
 def test_a_checkpoint_needs_twelve_bytes_per_parameter() -> None:
-    sharded = estimate_pinned_bytes(_model(4, sharding_strategy="FULL_SHARD")).staging
-    assert (estimate_pinned_bytes(_model(1)).staging, sharded) == (
+    sharded = estimate_pinned_per_process(_model(4, sharding_strategy="FULL_SHARD")).staging
+    assert (estimate_pinned_per_process(_model(1)).staging, sharded) == (
         12 * SIZE.parameters,
         pytest.approx(3 * SIZE.parameters, abs=4),
     )
@@ -260,14 +260,16 @@ def test_the_average_of_the_weights_is_where_the_weights_are(how: str | None) ->
     model = replace(without, keeps_average=True)
     share = 4 * -(-without.sum_rank_totals(0).trained // 4)
     device, host = (0, share) if how == "full" else (share, 0)
-    memory = estimate_peak_memory(model, SHORT, 1)
-    assert (memory.average, memory.total - estimate_peak_memory(without, SHORT, 1).total) == (
+    memory = estimate_model_memory(model, SHORT, 1)
+    assert (memory.average, memory.total - estimate_model_memory(without, SHORT, 1).total) == (
         device,
         device,
     )
     pinned, staged = (
         after - before
-        for after, before in zip(estimate_pinned_bytes(model), estimate_pinned_bytes(without))
+        for after, before in zip(
+            estimate_pinned_per_process(model), estimate_pinned_per_process(without)
+        )
     )
     assert (pinned, staged) == (pytest.approx(host, abs=16), pytest.approx(share, abs=4))
 

@@ -31,7 +31,7 @@ from cellmill.errors import ConfigError
 from cellmill.models.build import ModelSpec
 from cellmill.planner.hardware import Hardware, find_hardware
 from cellmill.planner.measure.size import Load, measure_size
-from cellmill.planner.memory import find_overflow, plan_memory
+from cellmill.planner.memory import estimate_memory, find_overflow
 from cellmill.planner.output.format import format_bytes, format_hours
 from cellmill.planner.remedies import find_max_fitting_token_budget, find_remedy
 from cellmill.planner.step_counts import CorpusSize, count_detected_genes, count_steps
@@ -451,7 +451,7 @@ def test_the_remedy_is_the_first_change_that_fits(
     cells = CorpusSize(np.full(4096, 16), 40)
     limit = int(memory_gb * 1e9)
     hardware = Hardware(nodes, nproc, "h100", limit, limit)
-    assert plan_memory(options, cells, hardware).total > limit
+    assert estimate_memory(options, cells, hardware).total > limit
     assert find_remedy(options, cells, hardware) == remedy
 
 
@@ -546,8 +546,8 @@ def test_the_largest_micro_batch_is_exactly_the_limit(corpus: Manifest, tmp_path
     cells = CorpusSize(np.minimum(count_detected_genes(corpus), 16), 40)
     hardware = find_hardware(options, Machine(nodes="1", nproc_per_node=4), "cpu")
     largest = planned["max_fitting_token_budget"]
-    assert plan_memory(options, cells, hardware, largest).total <= hardware.usable_bytes
-    assert plan_memory(options, cells, hardware, largest + 1).total > hardware.usable_bytes
+    assert estimate_memory(options, cells, hardware, largest).total <= hardware.usable_bytes
+    assert estimate_memory(options, cells, hardware, largest + 1).total > hardware.usable_bytes
 
 
 def test_the_largest_budget_that_fits_includes_covariates() -> None:
@@ -556,7 +556,7 @@ def test_the_largest_budget_that_fits_includes_covariates() -> None:
     lengths = np.tile([10, 50], 4096)  # a micro-batch of short cells has the most covariates
     cells = CorpusSize(lengths, 60, levels={"batch": ["a", "b"]}, n_covariates=1)
     hardware = Hardware(1, 1, "cpu", 1, 1)
-    usable_bytes = plan_memory(options, cells, hardware, micro_batch_tokens=4000).total
+    usable_bytes = estimate_memory(options, cells, hardware, micro_batch_tokens=4000).total
     hardware = replace(hardware, usable_bytes=usable_bytes)
     budget = find_max_fitting_token_budget(options, cells, hardware)
     larger = _options(tokens=tokens, train={"global_batch": 4096, "token_budget": budget})

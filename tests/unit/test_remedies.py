@@ -12,7 +12,7 @@ import yaml
 from cellmill.config.checks import check_nodes
 from cellmill.config.options import PlanOptions
 from cellmill.planner.hardware import Hardware
-from cellmill.planner.memory import plan_memory
+from cellmill.planner.memory import estimate_memory
 from cellmill.planner.remedies import find_remedy, list_changes
 from cellmill.planner.step_counts import CorpusSize
 
@@ -140,9 +140,9 @@ def test_groups_of_all_processes_get_a_larger_layout() -> None:
         "set parallel.tp to 2 and parallel.sequence_parallel to true",
     ]
     [needed] = [
-        plan_memory(change.options, CORPUS, change.hardware).total
+        estimate_memory(change.options, CORPUS, change.hardware).total
         for change in list_changes(options, CORPUS, _hardware(1, 8))
         if change.instructions == instructions
     ]
-    assert needed < plan_memory(options, CORPUS, _hardware(1, 8)).total
+    assert needed < estimate_memory(options, CORPUS, _hardware(1, 8)).total
     assert find_remedy(options, CORPUS, _hardware(1, 8, needed)) == " and ".join(instructions)

@@ -8,7 +8,7 @@ from cellmill.models.build import ModelSpec
 from cellmill.planner.devices import Device
 from cellmill.planner.hardware import Hardware
 from cellmill.planner.measure.size import Load, ModelSize, measure_size
-from cellmill.planner.memory import Memory, plan_memory
+from cellmill.planner.memory import Memory, estimate_memory
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.step_counts import CorpusSize, StepCounts, count_steps
 from cellmill.planner.step_time import Network, StepTime, estimate_step_time
@@ -44,7 +44,7 @@ def estimate_cost(
     options: PlanOptions, corpus: CorpusSize, hardware: Hardware, device: Device
 ) -> RunCost:
     """Estimate steps, memory, FLOPs, traffic and time of a run."""
-    memory = plan_memory(options, corpus, hardware)
+    memory = estimate_memory(options, corpus, hardware)
     model = PlannedModel.measure(options, corpus, hardware)
     counts = count_steps(options, corpus, model.layout)
     whole_size = measure_size(

@@ -1,14 +1,14 @@
 """Peak memory of a training process, by what takes it.
 
 Stored weights, the gradients of a whole step and the optimizer's state are float32 in every
-precision. In 16 bits, activations, gathered weights and the gradients that a sharded model is
-computing take 2 bytes per element; autocast keeps some activations in float32.
+precision. In 16 bits, FSDP2 computes with activations, gathered weights and gradients of 2 bytes per
+element. Without FSDP2, autocast keeps some activations and all gradients in float32.
 
 The peak is at one of three moments of a step:
 
 - The backward pass begins.
 - The backward pass has reached the first block.
-- A sharded model reduces its last gradients.
+- FSDP2 reduces the last gradients.
 
 The framework's own memory (about 1 GB with CUDA and NCCL) belongs to the fraction that
 `plan.memory_frac` leaves free.
@@ -28,7 +28,7 @@ from cellmill.planner.units import FLOAT32_BYTES, HALF_BYTES
 # of norms stay float32. It was 2.3 when measured on a CPU; the rest is a margin.
 AUTOCAST_BYTES = 2.5
 # printed names of the fields of `Memory`, where they differ
-PART_NAMES = {
+PRINTED_NAMES = {
     "optimizer": "optimizer state",
     "average": "average of the weights",
     "gathered": "gathered or cast weights",
@@ -59,13 +59,15 @@ class Memory:
     def total(self) -> int:
         return sum(asdict(self).values())
 
-    def list_parts(self) -> list[tuple[str, int]]:
-        """List the name and bytes of each part that takes memory, the largest first."""
-        parts = [(PART_NAMES.get(name, name), n_bytes) for name, n_bytes in asdict(self).items()]
-        return sorted((part for part in parts if part[1]), key=lambda part: -part[1])
+    def list_by_size(self) -> list[tuple[str, int]]:
+        """List the printed name and the bytes of each field above 0, the largest first."""
+        largest_first = sorted(asdict(self).items(), key=lambda field: -field[1])
+        return [
+            (PRINTED_NAMES.get(name, name), n_bytes) for name, n_bytes in largest_first if n_bytes
+        ]
 
 
-def plan_memory(
+def estimate_memory(
     options: PlanOptions,
     corpus: CorpusSize,
     hardware: Hardware,
@@ -79,21 +81,21 @@ def plan_memory(
     counts = count_steps(options, corpus, model.layout)
     if micro_batch_tokens is None:
         micro_batch_tokens = counts.max_micro_batch_tokens
-    return estimate_peak_memory(model, micro_batch_tokens, counts.max_micro_batches_per_step)
+    return estimate_model_memory(model, micro_batch_tokens, counts.max_micro_batches_per_step)
 
 
-def estimate_peak_memory(
+def estimate_model_memory(
     model: PlannedModel, micro_batch_tokens: int, micro_batches: int
 ) -> Memory:
     """Estimate the memory of the pipeline rank that needs the most in a step of `micro_batches`."""
     peaks = [
-        estimate_rank_peak(model, pp_rank, micro_batch_tokens, micro_batches)
+        estimate_rank_memory(model, pp_rank, micro_batch_tokens, micro_batches)
         for pp_rank in range(model.layout.pp)
     ]
     return max(peaks, key=lambda peak: peak.total)
 
 
-def estimate_rank_peak(
+def estimate_rank_memory(
     model: PlannedModel, pp_rank: int, micro_batch_tokens: int, micro_batches: int
 ) -> Memory:
     """Estimate the peak memory of a process of one pipeline rank in a step of `micro_batches`."""
@@ -103,7 +105,7 @@ def estimate_rank_peak(
     # begins, all gradients are allocated, and more activations than at the first block.
     if model.layout.pp == 1:
         peaks.append(memory.at_first_block())
-    if model.is_sharded:
+    if model.uses_fsdp:
         peaks.append(memory.at_last_reduction())
     return max(peaks, key=lambda peak: peak.total)
 
@@ -132,7 +134,7 @@ class _RankMemory:
 
     @property
     def _accumulated_bytes(self) -> int:
-        """Bytes of the gradients that a sharded model keeps from one micro-batch to the next."""
+        """Bytes of the gradients that FSDP2 keeps from one micro-batch to the next."""
         if self.micro_batches == 1:
             return 0
         if self.parallel.reduces_each_micro_batch:
@@ -176,7 +178,7 @@ class _RankMemory:
         if self.totals.has_finish:  # float32 in every precision
             logits_bytes = FLOAT32_BYTES * model.size.finish_workspace(self.micro_batch_tokens)
         communication_bytes = 0
-        if model.is_sharded and self.micro_batches > 1 and self.parallel.reduces_each_micro_batch:
+        if model.uses_fsdp and self.micro_batches > 1 and self.parallel.reduces_each_micro_batch:
             # the full gradient of a block, and the shard that a reduce-scatter makes of it, next to
             # the shards of earlier micro-batches
             shard = -(-block.trained // model.ranks_per_copy)
@@ -193,7 +195,7 @@ class _RankMemory:
     def _gradient_bytes_at_backward_start(self) -> int:
         """Count the bytes of all gradients that are allocated when the backward pass begins."""
         block_trained = self.model.size.block.trained
-        if self.model.is_sharded:
+        if self.model.uses_fsdp:
             return self._accumulated_bytes + self.model.element_bytes * block_trained
         # DistributedDataParallel's buckets are a copy of all gradients, and persist. Gradients that
         # earlier micro-batches have accumulated are another copy: only the last micro-batch fills the
@@ -225,7 +227,7 @@ class _RankMemory:
                 self._bytes_per_activation * kept_per_token * self.micro_batch_tokens
             ),
         )
-        if not model.is_sharded:
+        if not model.uses_fsdp:
             gradient_bytes = FLOAT32_BYTES * totals.trained
             return replace(memory, gradients=gradient_bytes, gathered=self._gathered_bytes)
         # one block is reduced, in float32, while gradients of the part before it are computed
@@ -238,7 +240,7 @@ class _RankMemory:
         )
 
     def at_last_reduction(self) -> Memory:
-        """Estimate the memory when the last gradients of a sharded model are reduced.
+        """Estimate the memory when FSDP2 reduces the last gradients.
 
         Without a pipeline they belong to the parts outside the blocks; with one, to those parts or to
         one block, whichever has more.
@@ -263,7 +265,7 @@ class _RankMemory:
     @property
     def _bytes_per_activation(self) -> float:
         """Mean bytes of an activation that is kept for the backward pass."""
-        if self.parallel.half_precision and not self.model.is_sharded:
+        if self.parallel.half_precision and not self.model.uses_fsdp:
             return AUTOCAST_BYTES
         return self.model.element_bytes
 
@@ -272,7 +274,7 @@ class _RankMemory:
         """Bytes of full weights in a forward pass, gathered or cast by autocast."""
         totals = self.totals
         size = self.model.size
-        if not self.model.is_sharded:
+        if not self.model.uses_fsdp:
             return HALF_BYTES * totals.parameters if self.parallel.half_precision else 0
         n_gathered = totals.parameters
         if self.parallel.reshards_after_forward:  # the next block is gathered while one computes
@@ -318,8 +320,8 @@ class PinnedBytes(NamedTuple):
     staging: int  # for a copy of the checkpoint
 
 
-def estimate_pinned_bytes(model: PlannedModel) -> PinnedBytes:
-    """Estimate the pinned host memory of one process.
+def estimate_pinned_per_process(model: PlannedModel) -> PinnedBytes:
+    """Estimate the pinned host memory of one process, by use.
 
     Offload keeps weights, gradients, optimizer state and, if full, the average on the host. A
     checkpoint is copied to the host first: its weights, optimizer state and average.
@@ -346,14 +348,14 @@ def estimate_pinned_bytes(model: PlannedModel) -> PinnedBytes:
     )
 
 
-def count_pinned_bytes(model: PlannedModel) -> int:
-    """Count the pinned host memory of a node's processes."""
-    return model.nproc_per_node * sum(estimate_pinned_bytes(model))
+def estimate_pinned_per_node(model: PlannedModel) -> int:
+    """Estimate the bytes of pinned host memory of all processes of a node."""
+    return model.nproc_per_node * sum(estimate_pinned_per_process(model))
 
 
 def exceeds_host_memory(model: PlannedModel, hardware: Hardware) -> bool:
     """True if a node's processes pin more host memory than their job requests, if that is known."""
-    return 0 < hardware.requested_host_bytes < count_pinned_bytes(model)
+    return 0 < hardware.requested_host_bytes < estimate_pinned_per_node(model)
 
 
 def find_overflow(
@@ -363,7 +365,7 @@ def find_overflow(
 
     Host memory is what a job requests per node; offload and checkpoints pin some of it.
     """
-    if plan_memory(options, corpus, hardware).total > hardware.usable_bytes:
+    if estimate_memory(options, corpus, hardware).total > hardware.usable_bytes:
         return "device"
     model = PlannedModel.measure(options, corpus, hardware)
     return "host" if exceeds_host_memory(model, hardware) else None

@@ -16,7 +16,7 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.batch_tokenizer import count_detected_and_undetected
 from cellmill.files import read_json
 from cellmill.planner.hardware import Hardware
-from cellmill.planner.memory import count_pinned_bytes, plan_memory
+from cellmill.planner.memory import estimate_memory, estimate_pinned_per_node
 from cellmill.planner.output.format import format_bytes
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.remedies import REQUEST_MORE, find_remedy
@@ -76,9 +76,9 @@ def advise(
     device_name: str = "cpu",
     memory: str = "device",
 ) -> str:
-    """Name the planned memory of a process, and the first change with which it needs a fifth less.
+    """State the planned memory of a process, and the first change with which it needs a fifth less.
 
-    If `memory` is "host", name the pinned memory of a node instead, and ask for more.
+    If `memory` is "host", state the pinned memory of a node instead, and ask for more.
 
     The plan counts every training cell of the shards once: `stream.train_frac` and
     `stream.weight_by` are not applied, so "the plan was" may differ from plan.json.
@@ -104,13 +104,13 @@ def advise(
         usable_bytes=0,
     )
     if memory == "host":
-        pinned = count_pinned_bytes(PlannedModel.measure(options, corpus, hardware))
+        pinned = estimate_pinned_per_node(PlannedModel.measure(options, corpus, hardware))
         return (
             f"the plan was to pin {format_bytes(pinned)} of host memory per node: {REQUEST_MORE}, "
             "or shard over more nodes (FULL_SHARD)"
         )
-    planned = plan_memory(options, corpus, hardware)
-    parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in planned.list_parts())
+    planned = estimate_memory(options, corpus, hardware)
+    parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in planned.list_by_size())
     smaller = replace(hardware, usable_bytes=int(REMEDY_FRAC * planned.total))
     return (
         f"the plan was {format_bytes(planned.total)} per process ({parts}): "

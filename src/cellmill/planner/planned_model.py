@@ -82,18 +82,21 @@ class PlannedModel:
     @property
     def block_input_bytes(self) -> int:
         """Bytes of an element that passes from block to block: autocast, unlike FSDP2, casts none."""
-        return self.element_bytes if self.is_sharded else FLOAT32_BYTES
+        return self.element_bytes if self.uses_fsdp else FLOAT32_BYTES
 
     @property
-    def is_sharded(self) -> bool:
-        """True if FSDP2 wraps the model: with several data-parallel ranks under fsdp, tp or pp."""
+    def uses_fsdp(self) -> bool:
+        """True if FSDP2 wraps the model: with several data-parallel ranks under fsdp, tp or pp.
+
+        It may shard nothing, as under NO_SHARD.
+        """
         is_model_parallel = self.layout.tp * self.layout.pp > 1
         return self.layout.dp > 1 and (self.parallel.strategy == "fsdp" or is_model_parallel)
 
     @property
     def ranks_per_copy(self) -> int:
         """Data-parallel ranks that share one copy of the weights."""
-        return self.layout.dp_shard if self.is_sharded else 1
+        return self.layout.dp_shard if self.uses_fsdp else 1
 
     def list_rank_stages(self, pp_rank: int) -> list[PlannedStage]:
         """List the stages of pipeline rank `pp_rank`, in the order of `parallel.mesh.list_stages`."""

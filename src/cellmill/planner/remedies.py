@@ -17,7 +17,7 @@ from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import Parallel, divisors
 from cellmill.errors import ConfigError
 from cellmill.planner.hardware import Hardware
-from cellmill.planner.memory import exceeds_host_memory, find_overflow, plan_memory
+from cellmill.planner.memory import estimate_memory, exceeds_host_memory, find_overflow
 from cellmill.planner.output.format import format_bytes
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.step_counts import CorpusSize
@@ -31,10 +31,10 @@ REQUEST_MORE = "request more memory per node (mem_mb, mem_mb_per_cpu or mem_mb_p
 
 def check_memory(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> None:
     """Raise ConfigError, with the first change that helps, if a run does not fit in its devices."""
-    memory = plan_memory(options, corpus, hardware)
+    memory = estimate_memory(options, corpus, hardware)
     if memory.total <= hardware.usable_bytes:
         return
-    part, n_bytes = memory.list_parts()[0]
+    largest, n_bytes = memory.list_by_size()[0]
     requested = ""
     if (
         hardware.device_name == "cpu"
@@ -43,7 +43,7 @@ def check_memory(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -
     ):
         requested = f"; {hardware.requested_host_bytes >> 20:,} MiB are requested per node"
     raise ConfigError(
-        f"needs {format_bytes(memory.total)} per process, {format_bytes(n_bytes)} of it {part}, but "
+        f"needs {format_bytes(memory.total)} per process, {format_bytes(n_bytes)} of it {largest}, but "
         f"{hardware.device_name} has {format_bytes(hardware.usable_bytes)} usable ({options.plan.memory_frac:.0%} of "
         f"{format_bytes(hardware.device_bytes)}{requested}): {find_remedy(options, corpus, hardware)}"
     )
@@ -60,7 +60,7 @@ def find_max_fitting_token_budget(
     def count_bytes(token_budget: int) -> int:
         # the budget counts gene tokens; memory also holds tokens of covariates
         covariate_tokens = corpus.count_max_covariate_tokens(token_budget, corpus.n_cells)
-        return plan_memory(options, corpus, hardware, token_budget + covariate_tokens).total
+        return estimate_memory(options, corpus, hardware, token_budget + covariate_tokens).total
 
     # memory grows with the budget; budgets begin at 1, so the index is the largest one that fits
     return bisect_right(range(1, MAX_TRIED_BUDGET + 1), hardware.usable_bytes, key=count_bytes)

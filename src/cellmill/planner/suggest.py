@@ -28,7 +28,7 @@ from cellmill.planner.cost import RunCost, estimate_cost
 from cellmill.planner.devices import check_precision, find_device
 from cellmill.planner.hardware import Hardware, find_hardware
 from cellmill.planner.measure.cpu_speed import measure_cpu
-from cellmill.planner.memory import find_overflow, plan_memory
+from cellmill.planner.memory import estimate_memory, find_overflow
 from cellmill.planner.output.format import describe_layout, format_bytes, format_hours
 from cellmill.planner.step_counts import CorpusSize
 from cellmill.planner.traffic import sum_link_bytes
@@ -84,7 +84,7 @@ def suggest_layouts(
         if overflow is None:
             fitting.append(estimate_cost(adapted, corpus, hardware, device))
         elif overflow == "device":
-            too_large_bytes.append(plan_memory(adapted, corpus, hardware).total)
+            too_large_bytes.append(estimate_memory(adapted, corpus, hardware).total)
         else:
             refused[TOO_MUCH_PINNED] += 1
     return Suggestions(sorted(fitting, key=_make_sort_key), too_large_bytes, refused)

@@ -124,7 +124,7 @@ def _list_data_parallel_calls(
     """Yield the calls that gather weights, and those that reduce gradients."""
     parallel = model.parallel
     gradient_bytes = FLOAT32_BYTES * totals.trained
-    if not model.is_sharded:
+    if not model.uses_fsdp:
         n_buckets = 1 + gradient_bytes // BUCKET_BYTES
         yield CollectiveCalls("all-reduce", "dp_replicate", gradient_bytes, n_buckets)
         return

@@ -25,7 +25,7 @@ from cellmill.planner.cost import estimate_cost
 from cellmill.planner.devices import check_precision, find_device
 from cellmill.planner.hardware import find_hardware
 from cellmill.planner.measure.cpu_speed import measure_cpu
-from cellmill.planner.memory import count_pinned_bytes, find_overflow
+from cellmill.planner.memory import estimate_pinned_per_node, find_overflow
 from cellmill.planner.output.format import format_bytes
 from cellmill.planner.output.plan_file import RunPlan, format_line, format_plan
 from cellmill.planner.output.scaling import format_scaling
@@ -206,11 +206,11 @@ def _list_warnings(corpus: PlannedCorpus, steps: int) -> list[str]:
     if corpus.cut_cells_frac and blocks_compute_on_cells:  # more tokens cost little
         max_genes = int(corpus.detected_genes.max())
         max_tokens = find_max_tokens_without_cuts(options.tokens, max_genes)
-        budget = ""
+        budget_text = ""
         if max_tokens > options.train.token_budget:
-            budget = f" and train.token_budget to {max_tokens} or more"
+            budget_text = f" and train.token_budget to {max_tokens} or more"
         warnings.append(
-            f"set tokens.max_tokens to {max_tokens}{budget}, so that a cell keeps all its genes, at most "
+            f"set tokens.max_tokens to {max_tokens}{budget_text}, so that a cell keeps all its genes, at most "
             f"{max_genes}: family {options.model.family} is more accurate with all of them, at little more cost "
             "(docs/quality.md)"
         )
@@ -219,7 +219,7 @@ def _list_warnings(corpus: PlannedCorpus, steps: int) -> list[str]:
 
 def _explain_host_memory(model: PlannedModel, machine: Machine) -> ConfigError:
     """Make the error for a node whose processes pin more host memory than its job requests."""
-    pinned = format_bytes(count_pinned_bytes(model))
+    pinned = format_bytes(estimate_pinned_per_node(model))
     requested = f"{machine.memory_key} is {machine.memory_mb}"
     if machine.memory_key != "mem_mb":
         requested += f", {format_bytes(machine.node_memory_bytes)} per node"

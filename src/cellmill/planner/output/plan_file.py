@@ -9,7 +9,7 @@ from cellmill.config.run import AUTO_EPOCHS, Train
 from cellmill.planner.cost import RunCost, RunTime
 from cellmill.planner.devices import describe_assumption
 from cellmill.planner.hardware import Hardware
-from cellmill.planner.memory import estimate_pinned_bytes
+from cellmill.planner.memory import estimate_pinned_per_process
 from cellmill.planner.output.format import describe_layout, format_bytes, format_hours
 from cellmill.planner.remedies import MAX_TRIED_BUDGET
 from cellmill.planner.schedules import estimate_idle_frac
@@ -55,7 +55,7 @@ class RunPlan:
         counts = cost.counts
         time = cost.time
         hardware = self.hardware
-        pinned = estimate_pinned_bytes(cost.model)
+        pinned = estimate_pinned_per_process(cost.model)
         return {
             "parameters": cost.whole_size.parameters,
             "memory": {
@@ -160,21 +160,21 @@ def _format_steps(plan: RunPlan) -> Iterator[Line]:
     cost = plan.cost
     counts = cost.counts
     yield "parameters", f"{cost.whole_size.parameters:,} over {plan.corpus.n_genes:,} genes"
-    genes = ""
+    genes_text = ""
     if plan.cut_cells_frac:
-        genes = f" of {plan.genes_per_cell:,.0f} genes: tokens.max_tokens cuts {plan.cut_cells_frac:.0%} of cells"
+        genes_text = f" of {plan.genes_per_cell:,.0f} genes: tokens.max_tokens cuts {plan.cut_cells_frac:.0%} of cells"
     yield (
         "cells",
-        f"{plan.corpus.n_cells:,} for training, on average {plan.corpus.tokens_per_cell:,.0f} tokens{genes}",
+        f"{plan.corpus.n_cells:,} for training, on average {plan.corpus.tokens_per_cell:,.0f} tokens{genes_text}",
     )
-    auto = ""
+    auto_text = ""
     if cost.options.train.steps == "auto":
-        auto = f"; auto: {AUTO_EPOCHS} epochs"
+        auto_text = f"; auto: {AUTO_EPOCHS} epochs"
         if AUTO_EPOCHS * counts.steps_per_epoch < counts.steps:
-            auto += f" are {AUTO_EPOCHS * counts.steps_per_epoch:,}, raised to the minimum"
+            auto_text += f" are {AUTO_EPOCHS * counts.steps_per_epoch:,}, raised to the minimum"
     yield (
         "steps",
-        f"{counts.steps:,} ({counts.steps_per_epoch:,} per epoch{auto}), {plan.tokens_seen:,.0f} tokens in total",
+        f"{counts.steps:,} ({counts.steps_per_epoch:,} per epoch{auto_text}), {plan.tokens_seen:,.0f} tokens in total",
     )
     yield (
         "step",
@@ -191,29 +191,31 @@ def _format_memory(plan: RunPlan) -> Iterator[Line]:
         "processes",
         f"{hardware.world_size} x {hardware.device_name}, {layout}, {parallel.precision}",
     )
-    parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in plan.cost.memory.list_parts())
-    pinned = estimate_pinned_bytes(plan.cost.model)
-    uses = (("parallel.cpu_offload", pinned.offload), ("checkpoints", pinned.staging))
-    for use, n_bytes in uses:
+    text = ", ".join(f"{name} {format_bytes(n)}" for name, n in plan.cost.memory.list_by_size())
+    pinned = estimate_pinned_per_process(plan.cost.model)
+    for name, n_bytes in (
+        ("parallel.cpu_offload", pinned.offload),
+        ("checkpoints", pinned.staging),
+    ):
         if n_bytes:
-            parts += f"; {format_bytes(n_bytes)} of pinned host memory for {use}"
+            text += f"; {format_bytes(n_bytes)} of pinned host memory for {name}"
     yield (
         "memory",
-        f"{format_bytes(plan.cost.memory.total)} of {format_bytes(hardware.usable_bytes)} per process: {parts}",
+        f"{format_bytes(plan.cost.memory.total)} of {format_bytes(hardware.usable_bytes)} per process: {text}",
     )
     assumption = describe_assumption(hardware.device_name)
     if assumption and not plan.cost.options.plan.memory_gb:
         yield "assumed", assumption
-    largest = f"{plan.cost.counts.max_micro_batch_tokens:,} tokens"
-    budget = f"{plan.max_fitting_token_budget:,}"
-    if plan.corpus.n_covariates:  # the budget counts gene tokens only
-        largest += " with those of covariates"
-        budget += " without them"
+    # without a pipeline the number is a bound, with one the largest of a sample
+    largest_text = "at most" if parallel.pp == 1 else "about"
+    largest_text += f" {plan.cost.counts.max_micro_batch_tokens:,} tokens"
+    budget_text = f"{plan.max_fitting_token_budget:,}"
     if plan.max_fitting_token_budget == MAX_TRIED_BUDGET:
-        budget = f"at least {budget}"
-    # with a pipeline it is the largest of a sample
-    bound = "at most" if parallel.pp == 1 else "about"
-    yield "micro-batch", f"{bound} {largest}; {budget} would fit (train.token_budget)"
+        budget_text = f"at least {budget_text}"
+    if plan.corpus.n_covariates:  # the budget counts gene tokens only
+        largest_text += " with those of covariates"
+        budget_text += " without them"
+    yield "micro-batch", f"{largest_text}; {budget_text} would fit (train.token_budget)"
 
 
 def _format_time(cost: RunCost) -> Iterator[Line]:
