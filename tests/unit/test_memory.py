@@ -108,7 +108,7 @@ def test_tensor_parallel_divides_matrices() -> None:
     # on each rank
     genes = SPEC.n_genes + 2
     assert whole.logits - cut.logits == pytest.approx(
-        4 * 0.75 * genes * (0.15 * LONG + 2 * SIZE.width), rel=0.1
+        4 * 0.75 * genes * (0.15 * LONG + 2 * SIZE.block_input_per_token), rel=0.1
     )
     assert shared.activations < cut.activations < 0.7 * whole.activations
 
@@ -134,7 +134,7 @@ def test_checkpointing_keeps_only_inputs_of_blocks() -> None:
     assert 1.8 * recomputed < chosen < 0.8 * kept
     block = SIZE.block.activations_per_token
     selective = SIZE.selective_per_token
-    width = SIZE.width
+    width = SIZE.block_input_per_token
     assert chosen == pytest.approx(
         4 * _activations(selective, block - selective + width) * LONG, rel=0.15
     )
@@ -148,7 +148,7 @@ def test_autocast_keeps_inputs_of_blocks_in_float32() -> None:
         for precision in ("32-true", "bf16-mixed")
     )
     # one block recomputes all its activations, so its input counts among their mean
-    inputs = (SIZE.n_blocks - 1) * SIZE.width * LONG
+    inputs = (SIZE.n_blocks - 1) * SIZE.block_input_per_token * LONG
     assert low == pytest.approx(4 * inputs + AUTOCAST_BYTES * (exact / 4 - inputs))
 
 
@@ -156,10 +156,10 @@ def test_autocast_keeps_inputs_of_blocks_in_float32() -> None:
 def test_only_fsdp_sends_activations_in_16_bits(world: int, n_bytes: int) -> None:
     model = _model(world, pp=2, precision="bf16-mixed")
     memory = estimate_model_memory(model, LONG, 4)
-    assert memory.pipeline == n_bytes * 4 * SIZE.width * LONG
+    assert memory.pipeline == n_bytes * 4 * SIZE.block_input_per_token * LONG
     [sent] = [calls for calls in list_traffic(model, 0, LONG, 4) if calls.kind == "point to point"]
     tied_bytes = 4 * SIZE.tied.trained / model.ranks_per_copy
-    assert sent.payload_bytes == n_bytes * LONG * SIZE.width + tied_bytes
+    assert sent.payload_bytes == n_bytes * LONG * SIZE.block_input_per_token + tied_bytes
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_only_trained_tied_parameters_are_sent() -> None:
 def test_a_pipeline_rank_sends_over_its_own_card() -> None:
     model = replace(_model(4, pp=4), nproc_per_node=2)
     untied = replace(model, size=replace(SIZE, tied=replace(SIZE.tied, trained=0)))
-    message_bytes = 4 * LONG * SIZE.width
+    message_bytes = 4 * LONG * SIZE.block_input_per_token
     sent = [sum_link_bytes(list_traffic(untied, rank, LONG, 8)) for rank in range(4)]
     end = LinkBytes(inter_node=0, intra_node=message_bytes)
     # ranks 1 and 2 are neighbours on different nodes
@@ -226,7 +226,10 @@ def test_a_coupled_loss_sends_another_forward_pass(
         {collective.kind: collective for collective in list_traffic(model, 0, LONG, 3)}[kind]
         for model in (plain, coupled)
     )
-    more_elements = 3 * blocks * SIZE.n_blocks * SIZE.block.parameters + tokens * LONG * SIZE.width
+    more_elements = (
+        3 * blocks * SIZE.n_blocks * SIZE.block.parameters
+        + tokens * LONG * SIZE.block_input_per_token
+    )
     assert sent_coupled.payload_bytes - sent.payload_bytes == 4 * more_elements
     assert sent_coupled.calls - sent.calls == 3 * (blocks * SIZE.n_blocks + tokens)
 

@@ -80,7 +80,7 @@ def test_a_token_of_a_covariate_counts_like_one_of_a_gene() -> None:
     given = {"hidden": HIDDEN, "layers": LAYERS, "heads": 2, "objective": "masked_gene"}
     size = measure_size(spec(N_GENES, Tokens.model_validate(tokens), levels, **given))
     plain = measure_size(_spec(objective="masked_gene"))
-    assert size.width == plain.width == HIDDEN
+    assert size.block_input_per_token == plain.block_input_per_token == HIDDEN
     assert size.flops.block_per_token == pytest.approx(plain.flops.block_per_token)
     assert size.block.activations_per_token == pytest.approx(
         plain.block.activations_per_token, rel=0.05
@@ -144,7 +144,7 @@ def test_activations_equal_those_that_autograd_keeps(
     size = measure_size(given)
     per_block = {
         None: size.block.activations_per_token,
-        "full": size.width,
+        "full": size.block_input_per_token,
         "selective": size.selective_per_token,
     }
     expected = (

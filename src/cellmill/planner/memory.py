@@ -158,8 +158,8 @@ class _RankMemory:
         if self.parallel.pp > 1:
             # each stage receives activations and gradients, except at the ends of the model
             messages = 2 * len(self.stages) - int(totals.has_begin) - int(totals.has_finish)
-            elements = messages * self.micro_batches * size.width * self.micro_batch_tokens
-            pipeline_bytes = round(model.block_input_bytes * elements)
+            n_tokens = messages * self.micro_batches * self.micro_batch_tokens
+            pipeline_bytes = round(model.block_input_bytes_per_token * n_tokens)
         return Memory(
             parameters=FLOAT32_BYTES * (size.buffers + parameters_shard),
             optimizer=0 if offload else model.optimizer_states * FLOAT32_BYTES * trained_shard,
@@ -289,7 +289,7 @@ class _RankMemory:
         kept_by_checkpointing = {
             None: block_bytes,
             "selective": mean_bytes * size.selective_per_token,
-            "full": self.model.block_input_bytes * size.width,  # only the block's input
+            "full": self.model.block_input_bytes_per_token,  # only the block's input
         }
         kept_block_bytes = kept_by_checkpointing[self.parallel.activation_checkpointing]
         kept_bytes = 0.0

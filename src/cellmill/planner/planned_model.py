@@ -80,9 +80,10 @@ class PlannedModel:
         return HALF_BYTES if self.parallel.half_precision else FLOAT32_BYTES
 
     @property
-    def block_input_bytes(self) -> int:
-        """Bytes of an element that passes from block to block: autocast, unlike FSDP2, casts none."""
-        return self.element_bytes if self.uses_fsdp else FLOAT32_BYTES
+    def block_input_bytes_per_token(self) -> float:
+        """Bytes that pass from block to block per token: autocast, unlike FSDP2, keeps them in float32."""
+        element_bytes = self.element_bytes if self.uses_fsdp else FLOAT32_BYTES
+        return element_bytes * self.size.block_input_per_token
 
     @property
     def uses_fsdp(self) -> bool:

@@ -38,7 +38,7 @@ class CollectiveTraffic:
     processes_per_node: int  # processes of the group on one node
     # bytes of the full tensors, before a reduce-scatter or after an all-gather
     payload_bytes: float
-    calls: float  # number of them
+    calls: float  # their number
 
     @property
     def sent_bytes(self) -> float:
@@ -188,8 +188,9 @@ def _list_tensor_parallel_calls(
         # at the model's ends a backward pass gathers the gradients of the blocks' input, and a
         # forward pass gathers the blocks' output
         end_gathers = int(totals.has_begin) + forward_passes * int(totals.has_finish)
+        elements_per_end_gather = size.block_input_per_token * model.layout.tp
         block_gathers = totals.n_blocks * gathers_per_block
-        elements = block_gathers * elements_per_call + end_gathers * size.width * model.layout.tp
+        elements = block_gathers * elements_per_call + end_gathers * elements_per_end_gather
         n_gathers = (block_gathers + end_gathers) * micro_batches
         yield CollectiveCalls("all-gather", "tp", token_bytes * elements, n_gathers)
 
@@ -204,7 +205,7 @@ def _list_pipeline_calls(
     rank_by_stage = {stage: rank for rank in pp_ranks for stage in list_stages(rank, parallel)}
     # node of the first process of each pipeline rank
     nodes = [rank * layout.tp * layout.dp // model.nproc_per_node for rank in pp_ranks]
-    message_bytes = model.block_input_bytes * tokens * model.size.width
+    message_bytes = model.block_input_bytes_per_token * tokens
     for stage in list_stages(pp_rank, parallel):
         # activations go to the next stage, gradients to the previous one
         for neighbour, passes in ((stage + 1, model.size.flops.forward_passes), (stage - 1, 1)):

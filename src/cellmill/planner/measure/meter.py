@@ -28,7 +28,7 @@ FORMULA_OF = {torch.ops.aten.addmm_: torch.ops.aten.addmm}
 
 @dataclass
 class Allocation:
-    """A storage, with the times at which it was first seen and freed."""
+    """A storage, with the times of the meter's clock at which it was first seen and freed."""
 
     key: int
     n_bytes: int
@@ -38,7 +38,7 @@ class Allocation:
 
 @dataclass
 class Window:
-    """Operations between two points in time."""
+    """Operations between two times of the meter's clock."""
 
     allocations: list[Allocation]  # all allocations of the meter, also those outside the window
     start: int
@@ -50,10 +50,10 @@ class Window:
     def live_bytes(self) -> int:
         """Sum the bytes allocated in the window and alive at its end."""
         return sum(
-            storage.n_bytes
-            for storage in self.allocations
-            if self.start <= storage.born < self.end
-            and (storage.died is None or storage.died > self.end)
+            allocation.n_bytes
+            for allocation in self.allocations
+            if self.start <= allocation.born < self.end
+            and (allocation.died is None or allocation.died > self.end)
         )
 
     def peak_bytes(self, excluded_keys: frozenset[int] = frozenset()) -> int:
@@ -62,16 +62,16 @@ class Window:
         Leave out storages with a key in `excluded_keys` that the window allocated and that still live.
         """
         changes: Counter[int] = Counter()
-        for storage in self.allocations:
-            born = storage.born
-            died = storage.died
-            is_excluded = died is None and born >= self.start and storage.key in excluded_keys
+        for allocation in self.allocations:
+            born = allocation.born
+            died = allocation.died
+            is_excluded = died is None and born >= self.start and allocation.key in excluded_keys
             if born >= self.end or is_excluded:
                 continue
             if born >= self.start:
-                changes[born] += storage.n_bytes
+                changes[born] += allocation.n_bytes
             if died is not None and self.start <= died <= self.end:
-                changes[died] -= storage.n_bytes
+                changes[died] -= allocation.n_bytes
         return max(accumulate((changes[time] for time in sorted(changes)), initial=0))
 
 
@@ -80,7 +80,7 @@ class OperationMeter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.time = 0
+        self.time = 0  # a clock that counts operations, freed storages, and ends of windows
         self.allocations: list[Allocation] = []
         self._storages = weakref.WeakValueDictionary[int, torch.UntypedStorage]()
         self._windows: list[Window] = []

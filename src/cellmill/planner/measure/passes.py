@@ -37,9 +37,7 @@ class PassMeasurements:
     tokens: int  # tokens of the batch, without padding, before a view hides some of them
     cells: int
     pairs_per_token: float  # (query, key) pairs of attention
-    # elements that pass from block to block, per token of `tokens`: less than the hidden size if a view
-    # hides tokens
-    width: float
+    block_input_per_token: float  # as in `ModelSize`
     begin: PartMeasurement  # the part before the blocks, without its output
     block: PartMeasurement  # one block, with its input and without its output
     finish: PartMeasurement  # the part after the blocks, with its input
@@ -71,7 +69,7 @@ def measure_passes(
         tokens=n_tokens,
         cells=len(lengths),
         pairs_per_token=float(np.square(lengths, dtype=np.float64).sum() / n_tokens),
-        width=block_output.numel() / n_tokens,
+        block_input_per_token=block_output.numel() / n_tokens,
         begin=begin,
         block=block,
         finish=finish,

@@ -61,11 +61,10 @@ class PartSize:
     parameters: int
     trained: int  # parameters with a gradient and optimizer state
     activations_per_token: float = 0.0  # kept for the backward pass; a block's with its input
-    # Elements and calls of the tensor-parallel collectives, as they are without sequence parallelism:
-    # those of the forward pass, or for `finish` of both passes. A block's backward pass has as many
-    # again.
-    collective_elements_per_token: float = 0.0
-    collectives: int = 0
+    # Tensor-parallel collectives of the forward pass, for `finish` of both passes. They are measured
+    # without sequence parallelism, from which `planner.traffic` derives them.
+    collectives: int = 0  # number of calls
+    collective_elements_per_token: float = 0.0  # of all calls together
 
 
 # tokens of a micro-batch, and the elements of its workspace, for several sizes of micro-batches
@@ -126,8 +125,9 @@ class ModelSize:
     tied: PartSize  # parameters that are in both `begin` and `finish`
     buffers: int  # elements of all buffers
     flops: Flops
-    # elements that pass from block to block per token: less than the hidden size if a view hides tokens
-    width: float
+    # elements that pass from block to block, per token: the hidden size; this rank's share of it with
+    # sequence parallelism, and less if a view hides tokens
+    block_input_per_token: float
     # `block.activations_per_token` with selective activation checkpointing
     selective_per_token: float
     block_workspace_per_token: float  # peak of a block's backward pass above its kept activations
@@ -229,7 +229,7 @@ def _measure_size(spec: ModelSpec, method: Method, tp: int, sequence_parallel: b
     long = measure_passes(model, spec, SAMPLE_TOKENS, token_multiple)
     short = measure_passes(model, spec, SAMPLE_TOKENS, token_multiple, length_divisor=2)
     without_sequence_parallel = long
-    if sequence_parallel:  # `planner.traffic` derives its collectives from those without it
+    if sequence_parallel:
         plain_model = _build(spec, method, tp, one_block=True)
         without_sequence_parallel = measure_passes(plain_model, spec, SAMPLE_TOKENS)
     # elements that `finish` keeps whatever the number of tokens count as its workspace
@@ -252,7 +252,7 @@ def _measure_size(spec: ModelSpec, method: Method, tp: int, sequence_parallel: b
         **parts,
         buffers=sum(buffer.numel() for buffer in whole_model.buffers()),
         flops=_count_flops(model, n_blocks, long, short),
-        width=long.width,
+        block_input_per_token=long.block_input_per_token,
         selective_per_token=_measure_selective(spec, method, tp, sequence_parallel),
         block_workspace_per_token=long.block.workspace / long.tokens,
         finish_workspace_by_tokens=workspace,
