@@ -201,5 +201,5 @@ def test_a_lane_without_cells_in_the_steps_needs_no_shard() -> None:
     # ten cells in four lanes and three steps: the step from cell 3 to 6 takes none of lane 2
     stream = Stream(lanes=4, block_cells=2, equal_steps=True)
     order = make_epoch_order(OrderRule(OrderOptions(stream, 4, seed=0), (5, 5)), epoch=0)
-    assert order.shards_in_steps([2], 1, 2) == set()
-    assert order.shards_in_steps([2], 2, 3)
+    assert order.find_shards([2], 1, 2) == set()
+    assert order.find_shards([2], 2, 3)

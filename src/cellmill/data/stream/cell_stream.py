@@ -129,6 +129,7 @@ class CellStream:
         self._reader = StepReader(
             self._shards, self._order_rule, data_rank, stream_options.io_threads
         )
+        # without training, the tokens drawn are the same for every seed
         draws_seed = order_options.seed if is_training else 0
         tokenizer = BatchTokenizer(
             token_options, manifest.n_genes, draws_seed, manifest.variability
@@ -274,7 +275,7 @@ class CellStream:
             start = max(global_start - epoch * per_epoch, 0)
             stop = min(global_stop - epoch * per_epoch, per_epoch)
             epoch_order = make_epoch_order(self._order_rule, epoch)
-            needed |= epoch_order.shards_in_steps(lanes, start, stop)
+            needed |= epoch_order.find_shards(lanes, start, stop)
             if len(needed) == len(self._sha256):
                 break
         shards = enumerate(self._sha256.items())

@@ -31,7 +31,7 @@ from cellmill.data.keys import BLOCKS, WINDOW, permutation
 from cellmill.data.rows import choose_rows, iterate_rows, row_offsets
 from cellmill.data.stream.cell_weights import CellWeights
 
-# what an epoch permutes, each with draws of its own: the last number in the key of the permutation
+# last number in the key of a permutation, so that these are permuted independently
 _FULL_BLOCKS = 0
 _SHORT_BLOCKS = 1
 _PASSES = 2
@@ -62,9 +62,9 @@ class OrderOptions:
     stream: Stream  # the section of the configuration
     global_batch: int  # cells per optimizer step over all ranks, a multiple of `stream.lanes`
     seed: int
-    # True: epochs without end, over the cells that `train_frac` keeps, read by their weights and
-    # shuffled by `seed`. False (validation): one epoch of the split's cells. Blocks are dealt to lanes
-    # as on disk, and the tokens drawn are the same for every `seed`
+    # True: epochs without end. Cells are those that `train_frac` keeps, read by their weights and
+    # shuffled by `seed`. False (validation): one epoch. Each cell of the split is read once, and `seed`
+    # has no effect
     is_training: bool = True
 
 
@@ -74,7 +74,7 @@ class OrderRule:
 
     options: OrderOptions
     shard_cells: tuple[int, ...]  # number of cells in each shard
-    max_cells: int | None = None  # only so many cells, the first in disk order; None for all
+    max_cells: int | None = None  # read only so many cells, the first in disk order; None for all
     cell_weights: CellWeights | None = None  # None: each cell is read once in an epoch
 
     @classmethod
@@ -128,9 +128,10 @@ class OrderRule:
         """
         if not self.options.stream.equal_steps:
             return positions // self.lane_batch
-        # steps deal cells one to each lane in turn: the number dealt up to and including each cell
+        # cells are dealt one to each lane in turn: the number dealt up to and including each cell
         n_dealt = positions * self.n_lanes + lane + 1
-        # the first step with (step + 1) * n_cells // steps_per_epoch >= n_dealt
+        # the first step with (step + 1) * n_cells // steps_per_epoch >= n_dealt. If 4 steps take 10 cells,
+        # 2, 5, 7 and 10 are dealt by their ends, and step 1 takes the third cell dealt
         return (n_dealt * self.steps_per_epoch - 1) // self.n_cells
 
     def deal_to_lanes(self, n_cells: int | np.ndarray) -> np.ndarray:
@@ -144,36 +145,26 @@ class CellSpans(NamedTuple):
 
     shards: np.ndarray  # number of the shard in its split
     starts: np.ndarray  # row of the first cell in the shard
-    n_cells: np.ndarray
+    cells_per_span: np.ndarray
 
     @classmethod
-    def join(cls, lists: list[CellSpans]) -> CellSpans:
-        """Join lists of spans, one list after the other."""
-        return cls(*map(np.concatenate, zip(*lists)))
+    def join(cls, pieces: list[CellSpans]) -> CellSpans:
+        """Join the spans of all `pieces`, piece after piece."""
+        return cls(*map(np.concatenate, zip(*pieces)))
 
     def cut(self, start: int, stop: int) -> CellSpans:
         """Cut out cells `start:stop`, numbered span after span."""
-        n = self.n_cells
-        n_before = np.cumsum(n) - n  # cells of earlier spans
-        # the cells low:high of each span are kept
-        low = np.clip(start - n_before, 0, n)
-        high = np.clip(stop - n_before, 0, n)
+        # the cells low:high of each span are kept. Of spans of 4, 4 and 3 cells, `cut(2, 9)` keeps 2:4, 0:4
+        # and 0:1
+        n_before = np.cumsum(self.cells_per_span) - self.cells_per_span  # cells of earlier spans
+        low = np.clip(start - n_before, 0, self.cells_per_span)
+        high = np.clip(stop - n_before, 0, self.cells_per_span)
         cut_spans = CellSpans(self.shards, self.starts + low, high - low)
         return choose_rows(cut_spans, high > low)
 
 
-class BlockPasses(NamedTuple):
-    """Passes over blocks. Cells are numbered over all shards. Arrays are `(passes,)` int64."""
-
-    starts: np.ndarray  # first cell of the block
-    stops: np.ndarray  # the cell after its last
-    # k of the pass: it reads those cells of the block that the epoch reads at least k times
-    pass_numbers: np.ndarray
-    n_cells: np.ndarray  # number of these cells
-
-
 class EpochOrder:
-    """Order of one epoch: windows of cells, by lane.
+    """Order of one epoch: windows of cells, by lane. The windows of a lane are numbered from 0.
 
     A subclass lists the spans of cells in each window.
 
@@ -195,12 +186,12 @@ class EpochOrder:
         """Find the number of the window that has the cell at `position` in a lane."""
         return int(np.searchsorted(self.window_offsets[lane], position, side="right")) - 1
 
-    def window_spans(self, lane: int, window: int) -> CellSpans:
-        """List the spans of cells in window `window` of `lane`."""
+    def window_spans(self, lane: int, window_number: int) -> CellSpans:
+        """List the spans of cells in a window of `lane`."""
         raise NotImplementedError
 
-    def shards_in_steps(self, lanes: list[int], start: int, stop: int) -> set[int]:
-        """List the numbers of the shards that `lanes` need in steps `start:stop` of the epoch.
+    def find_shards(self, lanes: list[int], start: int, stop: int) -> set[int]:
+        """Find the numbers of the shards that `lanes` need in steps `start:stop` of the epoch.
 
         A lane needs all shards of each window that has cells of these steps.
         """
@@ -212,70 +203,86 @@ class EpochOrder:
                 continue
             first = self.find_window(lane, lane_starts[lane])
             last = self.find_window(lane, lane_stops[lane] - 1)
-            for window in range(first, last + 1):
-                shards.update(self.window_spans(lane, window).shards.tolist())
+            for window_number in range(first, last + 1):
+                shards.update(self.window_spans(lane, window_number).shards.tolist())
         return shards
 
-    def window_order(self, lane: int, window: int) -> np.ndarray:
+    def window_order(self, lane: int, window_number: int) -> np.ndarray:
         """Return the order of a window's cells: indices into its concatenated spans, `(cells,)` int64."""
-        start, stop = self.window_offsets[lane][window : window + 2].tolist()
+        start, stop = self.window_offsets[lane][window_number : window_number + 2].tolist()
         if not self.rule.options.is_training:
             return np.arange(stop - start)
-        return permutation(stop - start, self.rule.options.seed, WINDOW, window, lane, self.epoch)
+        seed = self.rule.options.seed
+        return permutation(stop - start, seed, WINDOW, window_number, lane, self.epoch)
 
 
-class PlainEpoch(EpochOrder):
+class PlainOrder(EpochOrder):
     """Order of one epoch that reads each cell once."""
 
     def __init__(self, rule: OrderRule, epoch: int):
-        n_lanes = rule.n_lanes
+        seed = rule.options.seed
+        stream = rule.options.stream
         blocks = _list_blocks(rule)
-        is_full = blocks.n_cells == rule.options.stream.block_cells
+        is_full = blocks.cells_per_span == stream.block_cells
         full = np.flatnonzero(is_full)
         short = np.flatnonzero(~is_full)
         if rule.options.is_training:
-            full = full[permutation(len(full), rule.options.seed, BLOCKS, epoch, _FULL_BLOCKS)]
-            short = short[permutation(len(short), rule.options.seed, BLOCKS, epoch, _SHORT_BLOCKS)]
-        # deal full blocks round-robin; cut the rest so that lanes differ by at most one cell
-        n_dealt = len(full) // n_lanes * n_lanes
+            full = full[permutation(len(full), seed, BLOCKS, epoch, _FULL_BLOCKS)]
+            short = short[permutation(len(short), seed, BLOCKS, epoch, _SHORT_BLOCKS)]
+        # deal full blocks to the lanes in complete rounds; each row has the blocks of one lane
+        n_dealt = len(full) // rule.n_lanes * rule.n_lanes
+        dealt = full[:n_dealt].reshape(-1, rule.n_lanes).T
+        # cut the other blocks so that lanes differ by at most one cell
         rest = choose_rows(blocks, np.concatenate([full[n_dealt:], short]))
-        rest_offsets = row_offsets(rule.deal_to_lanes(int(rest.n_cells.sum()))).tolist()
+        rest_offsets = row_offsets(rule.deal_to_lanes(int(rest.cells_per_span.sum()))).tolist()
         self._spans: list[CellSpans] = []  # for each lane: whole blocks, then cut ones
         window_offsets = []
-        for lane, (start, stop) in enumerate(pairwise(rest_offsets)):
-            dealt = choose_rows(blocks, full[lane:n_dealt:n_lanes])
-            spans = CellSpans.join([dealt, rest.cut(start, stop)])
-            offsets = row_offsets(spans.n_cells)
+        for dealt_to_lane, (start, stop) in zip(dealt, pairwise(rest_offsets)):
+            whole = choose_rows(blocks, dealt_to_lane)
+            spans = CellSpans.join([whole, rest.cut(start, stop)])
             self._spans.append(spans)
-            # a window has `window_blocks` spans, the last one perhaps fewer
-            window_offsets.append(
-                np.append(offsets[: -1 : rule.options.stream.window_blocks], offsets[-1])
-            )
+            # spans of 4, 4, 4 and 3 cells begin at 0, 4, 8 and 12. With two in a window, windows begin at
+            # 0 and 8, and the lane ends at 15
+            span_offsets = row_offsets(spans.cells_per_span)
+            window_starts = span_offsets[:-1][:: stream.window_blocks]
+            window_offsets.append(np.append(window_starts, span_offsets[-1]))
         super().__init__(rule, epoch, window_offsets)
 
-    def window_spans(self, lane: int, window: int) -> CellSpans:
+    def window_spans(self, lane: int, window_number: int) -> CellSpans:
         n_spans = self.rule.options.stream.window_blocks
-        return choose_rows(self._spans[lane], slice(window * n_spans, (window + 1) * n_spans))
+        first = window_number * n_spans
+        return choose_rows(self._spans[lane], slice(first, first + n_spans))
 
 
 def _list_blocks(rule: OrderRule) -> CellSpans:
     """List the blocks of all shards as spans; the last block of a shard may be shorter."""
-    size = rule.options.stream.block_cells
+    block_cells = rule.options.stream.block_cells
     n_left = rule.n_cells
     blocks = []
-    for shard, n_cells in enumerate(rule.shard_cells):
-        n_read = min(n_cells, n_left)
-        starts = np.arange(0, n_read, size)
-        n_in_block = np.minimum(n_read - starts, size)
-        blocks.append(CellSpans(np.full_like(starts, shard), starts, n_in_block))
+    for shard, shard_cells in enumerate(rule.shard_cells):
+        n_read = min(shard_cells, n_left)
+        starts = np.arange(0, n_read, block_cells)
+        cells_per_block = np.minimum(n_read - starts, block_cells)
+        blocks.append(CellSpans(np.full_like(starts, shard), starts, cells_per_block))
         n_left -= n_read
     return CellSpans.join(blocks)
 
 
-class WeightedEpoch(EpochOrder):
+class BlockPasses(NamedTuple):
+    """Passes over blocks. Cells are numbered over all shards. Arrays are `(passes,)` int64."""
+
+    starts: np.ndarray  # first cell of the block
+    stops: np.ndarray  # the cell after its last
+    # k of the pass: it reads those cells of the block that the epoch reads at least k times
+    pass_numbers: np.ndarray
+    cells_per_pass: np.ndarray
+
+
+class WeightedOrder(EpochOrder):
     """Order of one epoch by a rule with `cell_weights`.
 
-    Cells are numbered over all shards, and the epoch's reads over its permuted passes.
+    Cells are numbered over all shards. Reads are numbered over the permuted passes: read 0 is of the
+    first cell that the first pass reads.
     """
 
     def __init__(self, rule: OrderRule, epoch: int):
@@ -288,18 +295,19 @@ class WeightedEpoch(EpochOrder):
         # cells that have no weight are not read
         self._times_read = np.pad(times_read, (0, n_cells - len(times_read)))
         passes = _list_passes(rule, self._times_read)
-        shuffled = permutation(len(passes.n_cells), seed, BLOCKS, epoch, _PASSES)
-        self._passes = choose_rows(passes, shuffled)
-        self._pass_offsets = row_offsets(self._passes.n_cells)  # first read of each pass
+        permuted = permutation(len(passes.starts), seed, BLOCKS, epoch, _PASSES)
+        self._passes = choose_rows(passes, permuted)
+        self._pass_offsets = row_offsets(self._passes.cells_per_pass)  # first read of each pass
         lane_cells = rule.deal_to_lanes(rule.n_cells).tolist()
         self._lane_offsets = row_offsets(lane_cells)  # first read of each lane
         window_cells = stream.window_blocks * stream.block_cells
         window_offsets = [np.append(np.arange(0, n, window_cells), n) for n in lane_cells]
         super().__init__(rule, epoch, window_offsets)
 
-    def window_spans(self, lane: int, window: int) -> CellSpans:
-        reads = self._lane_offsets[lane] + self.window_offsets[lane][window : window + 2]
-        return self._find_spans(self._list_cells(*reads.tolist()))
+    def window_spans(self, lane: int, window_number: int) -> CellSpans:
+        positions = self.window_offsets[lane][window_number : window_number + 2]
+        start, stop = (self._lane_offsets[lane] + positions).tolist()
+        return self._find_spans(self._list_cells(start, stop))
 
     def _list_cells(self, start: int, stop: int) -> np.ndarray:
         """List the cells of reads `start:stop`, `(reads,)` int64."""
@@ -325,15 +333,15 @@ class WeightedEpoch(EpochOrder):
 
 
 def _list_passes(rule: OrderRule, times_read: np.ndarray) -> BlockPasses:
-    """List the passes over all blocks: pass 1 over each, then pass 2 and so on.
+    """List the passes over all blocks: pass 1 over each block that has it, then pass 2 and so on.
 
     `times_read`, `(cells,)`, is how often each cell is read.
     """
-    size = rule.options.stream.block_cells
+    block_cells = rule.options.stream.block_cells
     shards = zip(row_offsets(rule.shard_cells), rule.shard_cells)
-    starts = np.concatenate([first + np.arange(0, n, size) for first, n in shards])
+    starts = np.concatenate([first + np.arange(0, n, block_cells) for first, n in shards])
     stops = np.append(starts[1:], len(times_read))
-    passes: list[BlockPasses] = []  # pass 1 over every block that has it, then pass 2, and so on
+    passes: list[BlockPasses] = []
     # cells that the next pass reads: ever fewer, because few cells are read often
     remaining = np.flatnonzero(times_read)
     while len(remaining):
@@ -342,18 +350,17 @@ def _list_passes(rule: OrderRule, times_read: np.ndarray) -> BlockPasses:
         # index in `remaining` of each block's first cell
         first_of_block = np.flatnonzero(np.diff(block_of_cell, prepend=-1))
         block = block_of_cell[first_of_block]
-        n_cells = np.diff(first_of_block, append=len(remaining))
-        passes.append(
-            BlockPasses(starts[block], stops[block], np.full_like(block, pass_number), n_cells)
-        )
+        cells_per_pass = np.diff(first_of_block, append=len(remaining))
+        pass_numbers = np.full_like(block, pass_number)
+        passes.append(BlockPasses(starts[block], stops[block], pass_numbers, cells_per_pass))
         remaining = remaining[times_read[remaining] > pass_number]
     return BlockPasses(*map(np.concatenate, zip(*passes)))
 
 
 def make_epoch_order(rule: OrderRule, epoch: int) -> EpochOrder:
     """Make the order of an epoch by `rule`."""
-    epoch_class = PlainEpoch if rule.cell_weights is None else WeightedEpoch
-    return epoch_class(rule, epoch)
+    order_class = PlainOrder if rule.cell_weights is None else WeightedOrder
+    return order_class(rule, epoch)
 
 
 class OrderCache:
@@ -366,7 +373,7 @@ class OrderCache:
     def get(self, epoch: int) -> EpochOrder:
         """Return the order of `epoch`, from the cache if it is there."""
         if epoch not in self._orders:
-            # keep only the previous epoch's
+            # keep only the order of the previous epoch
             self._orders = {n: order for n, order in self._orders.items() if n == epoch - 1}
             self._orders[epoch] = make_epoch_order(self._rule, epoch)
         return self._orders[epoch]

@@ -203,8 +203,8 @@ class WindowReader:
             n_earlier += stop - start
         # the cells of a span have consecutive ids
         first_ids = self._shard_offsets[spans.shards] + spans.starts
-        positions = positions_in_rows(row_offsets(spans.n_cells))
-        ids = np.repeat(first_ids, spans.n_cells) + positions
+        positions = positions_in_rows(row_offsets(spans.cells_per_span))
+        ids = np.repeat(first_ids, spans.cells_per_span) + positions
         shuffled = np.concatenate(shuffled_cells)
         cells = StreamCells(
             order.epoch * self._order_rule.steps_per_epoch + np.concatenate(steps),
@@ -222,13 +222,13 @@ class WindowReader:
         # bytes of each cell in its shard
         gene_starts, count_starts, stops = self._find_bytes(spans)
         # bytes of each span, in its shard and in the buffer
-        cell_offsets = row_offsets(spans.n_cells)
+        cell_offsets = row_offsets(spans.cells_per_span)
         span_starts = gene_starts[cell_offsets[:-1]]
         span_stops = stops[cell_offsets[1:] - 1]
         buffer_offsets = row_offsets(span_stops - span_starts)
         targets = buffer_offsets[:-1]
         # distance of each cell's bytes in the buffer from its bytes in the shard
-        shift = np.repeat(targets - span_starts, spans.n_cells)
+        shift = np.repeat(targets - span_starts, spans.cells_per_span)
         packed = PackedCells(
             recycled_empty(buffer_offsets[-1], np.uint8),
             gene_starts=gene_starts + shift,
@@ -273,6 +273,6 @@ def index_cells(spans: CellSpans, offsets_per_cell: int) -> np.ndarray:
     cells a and b of one span and c of the next, with two offsets per cell, these are `a a b b end c c
     end`: the cells begin at 0, 2 and 5.
     """
-    cell_offsets = row_offsets(spans.n_cells)
+    cell_offsets = row_offsets(spans.cells_per_span)
     n_earlier_ends = row_numbers(cell_offsets)  # one for each earlier span
     return offsets_per_cell * np.arange(cell_offsets[-1]) + n_earlier_ends
